@@ -1,0 +1,64 @@
+# `make demo` and `make test` work from a fresh clone: the first run sets up .venv, a few minutes.
+# Variables: PYTHON (3.11 or newer), ARGS (passed on to pytest, the demo or the benchmarks),
+# HYPOTHESIS_PROFILE (ci, dev or thorough, see tests/conftest.py).
+# On Linux the default torch wheel brings CUDA's libraries; pip's own settings (PIP_INDEX_URL,
+# PIP_FIND_LINKS) choose another, such as PyTorch's CPU-only build.
+
+PYTHON ?= python3
+export HYPOTHESIS_PROFILE ?= ci
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test test-gpu lint format bench clean distclean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+setup: $(STAMP)  ## make .venv with everything in it; the targets below do so by themselves
+
+# torch comes first, at its pinned version: with none there, the package's open range would be
+# answered with the newest build.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit( \
+	    "attnkit needs Python 3.11 or newer, this is " + sys.version.split()[0] + \
+	    ": try make PYTHON=python3.12")'
+	@echo "setup: $(VENV), 1 of 3: virtual environment"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "setup: $(VENV), 2 of 3: torch"
+	@$(PIP) install --constraint constraints.txt torch
+	@echo "setup: $(VENV), 3 of 3: attnkit and its tools"
+	@$(PIP) install --constraint constraints.txt --editable '.[demo,lint,plot,test]'
+	@touch $@
+
+demo: $(STAMP)  ## train a small model on packed documents
+	$(BIN)/python examples/packed_documents.py $(ARGS)
+
+test: $(STAMP)  ## every test that needs no GPU, repeatable
+	$(BIN)/python -m pytest -m "not gpu" --numprocesses=2 $(ARGS)
+
+test-gpu: $(STAMP)  ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+lint: $(STAMP)  ## style, types and import direction
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+	$(BIN)/python -c "from importlinter.cli import lint_imports_command as lint; lint()" --no-logo
+
+format: $(STAMP)  ## write what `make lint` wants to see
+	$(BIN)/python -m ruff check --fix-only --quiet .
+	$(BIN)/python -m ruff format .
+
+bench: $(STAMP)  ## the benchmarks
+	$(BIN)/python benchmarks/run.py $(ARGS)
+
+clean:  ## remove build outputs and caches
+	rm -rf build dist out .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean  ## and .venv
+	rm -rf $(VENV)

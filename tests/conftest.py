@@ -1,0 +1,63 @@
+"""Repeatable runs: hypothesis profiles, seeds, one thread, and the rule for GPU tests."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+GPU_TESTS = Path(__file__).parent / "gpu"
+
+# dev: new random examples at each run, failures kept in .hypothesis (plain `pytest`).
+# ci: the same examples at every run (`make test`).
+# thorough: a long search (`make test HYPOTHESIS_PROFILE=thorough`).
+hypothesis.settings.register_profile("dev", deadline=None, max_examples=50, print_blob=True)
+hypothesis.settings.register_profile(
+    "ci", deadline=None, max_examples=50, print_blob=True, derandomize=True, database=None
+)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=2000, print_blob=True)
+
+
+class _TorchRandom:
+    """torch's global generator, as hypothesis wants it: each example starts from the same state."""
+
+    def seed(self, value: int) -> None:
+        torch.manual_seed(value)
+
+    def getstate(self) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def setstate(self, state: torch.Tensor) -> None:
+        torch.set_rng_state(state)
+
+
+_torch_random = _TorchRandom()  # hypothesis holds it weakly
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+    hypothesis.register_random(_torch_random)
+    # Tests are small and run side by side; one thread also fixes the order of every reduction.
+    torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark everything under tests/gpu; without a CUDA device, skip it or refuse to pretend."""
+    gpu_items = [item for item in items if GPU_TESTS in item.path.parents]
+    for item in gpu_items:
+        item.add_marker("gpu")
+    if torch.cuda.is_available():
+        return
+    if config.getoption("markexpr") == "gpu":
+        raise pytest.UsageError("-m gpu needs a CUDA device, and torch.cuda sees none")
+    for item in gpu_items:
+        item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
