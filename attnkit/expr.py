@@ -1,0 +1,327 @@
+"""The expression graph: small, typed, interned.
+
+A node is made once: two nodes with the same operation, type, attribute and arguments are the same
+object, so equality is identity, common subexpressions are shared, and a root node is a cache key.
+Nothing here knows tensors; `interp/` gives the graph its meanings.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias
+
+Type: TypeAlias = Literal["i32", "f32", "bool"]
+Attr: TypeAlias = int | float | bool | str | None
+
+I32: Type = "i32"
+F32: Type = "f32"  # the compute dtype: float32, or float64 where the query is float64
+BOOL: Type = "bool"
+
+# The leaves that a function receives, and `grad`, the cotangent of a score in adjoint graphs.
+ARG_TYPES: dict[str, Type] = {
+    "score": F32,
+    "b": I32,
+    "h": I32,
+    "q": I32,
+    "kv": I32,
+    "grad": F32,
+}
+
+# op -> (argument types, result type). "T" is one type shared by all the T's, "n" is i32 or f32
+# likewise, "w" is i32 or bool likewise. `load` takes one i32 per dimension of its tensor.
+SIGNATURES: dict[str, tuple[str, str]] = {
+    "add": ("nn", "n"),
+    "sub": ("nn", "n"),
+    "mul": ("nn", "n"),
+    "neg": ("n", "n"),
+    "abs": ("n", "n"),
+    "min": ("nn", "n"),  # NaN in either argument gives NaN, as torch.minimum
+    "max": ("nn", "n"),
+    "fdiv": ("nn", "n"),  # rounds towards minus infinity
+    "mod": ("nn", "n"),  # sign of the divisor
+    "tdiv": ("ii", "i"),  # rounds towards zero
+    "div": ("ff", "f"),
+    "pow": ("ff", "f"),
+    "exp": ("f", "f"),
+    "exp2": ("f", "f"),
+    "expm1": ("f", "f"),
+    "log": ("f", "f"),
+    "log2": ("f", "f"),
+    "log1p": ("f", "f"),
+    "sqrt": ("f", "f"),
+    "rsqrt": ("f", "f"),
+    "tanh": ("f", "f"),
+    "sigmoid": ("f", "f"),
+    "sin": ("f", "f"),
+    "cos": ("f", "f"),
+    "erf": ("f", "f"),
+    "floor": ("f", "f"),
+    "round": ("f", "f"),  # attr "float16" or "bfloat16": round to that precision and back
+    "and": ("ww", "w"),
+    "or": ("ww", "w"),
+    "xor": ("ww", "w"),
+    "shl": ("ii", "i"),
+    "shr": ("ii", "i"),  # arithmetic
+    "not": ("b", "b"),
+    "lt": ("TT", "b"),
+    "le": ("TT", "b"),
+    "eq": ("TT", "b"),
+    "where": ("bTT", "T"),
+    "cast": ("T", "*"),  # float to int truncates, anything to bool is `!= 0`
+}
+
+_LETTERS: dict[str, tuple[Type, ...]] = {
+    "i": (I32,),
+    "f": (F32,),
+    "b": (BOOL,),
+    "n": (I32, F32),
+    "w": (I32, BOOL),
+    "T": (I32, F32, BOOL),
+}
+
+
+class Node:
+    """One operation of the graph. Made by `node`, `const`, `arg` and `load` only; immutable.
+
+    Attributes:
+        op: a key of `SIGNATURES`, or one of the leaves "arg", "const", "load".
+        type: "i32", "f32" or "bool".
+        args: the argument nodes.
+        attr: name of an arg, value of a const, slot of a load, target of a round; else None.
+    """
+
+    __slots__ = ("__weakref__", "args", "attr", "op", "type")
+
+    op: str
+    type: Type
+    args: tuple[Node, ...]
+    attr: Attr
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError("a Node is immutable")
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return parse, (text(self),)
+
+    def __deepcopy__(self, memo: object) -> Node:
+        return self
+
+    def __repr__(self) -> str:
+        return formula(self)
+
+
+_table: weakref.WeakValueDictionary[object, Node] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+def _intern(op: str, type_: Type, args: tuple[Node, ...], attr: Attr) -> Node:
+    # float.hex tells -0.0 from 0.0 and finds NaN again; the arguments hash by identity
+    key = (op, type_, attr.hex() if isinstance(attr, float) else attr, args)
+    found = _table.get(key)
+    if found is not None:
+        return found
+    with _lock:
+        found = _table.get(key)
+        if found is None:
+            found = Node()
+            for name, value in (("op", op), ("type", type_), ("args", args), ("attr", attr)):
+                object.__setattr__(found, name, value)
+            _table[key] = found
+    return found
+
+
+def arg(name: str) -> Node:
+    """The leaf for an argument of the user's function: score, b, h, q, kv (or grad)."""
+    return _intern("arg", ARG_TYPES[name], (), name)
+
+
+def const(value: bool | int | float) -> Node:
+    """A constant; its type follows the Python type of the value."""
+    if isinstance(value, bool):
+        return _intern("const", BOOL, (), value)
+    if isinstance(value, int):
+        return _intern("const", I32, (), value)
+    return _intern("const", F32, (), float(value))
+
+
+def load(slot: int, type_: Type, index: Sequence[Node]) -> Node:
+    """One element of captured tensor number `slot`; negative indices count from the end."""
+    if any(i.type != I32 for i in index):
+        raise AssertionError("a load takes i32 indices")
+    return _intern("load", type_, tuple(index), slot)
+
+
+def node(op: str, *args: Node, attr: Attr = None, to: Type | None = None) -> Node:
+    """Make (or find) the node of an operation, checking its argument types.
+
+    Args:
+        op: a key of `SIGNATURES`.
+        args: argument nodes, types as in `SIGNATURES`.
+        attr: only for "round".
+        to: result type, only for "cast".
+    """
+    letters, result = SIGNATURES[op]
+    if len(args) != len(letters):
+        raise AssertionError(f"{op} takes {len(letters)} arguments, got {len(args)}")
+    bound: dict[str, Type] = {}
+    for letter, a in zip(letters, args, strict=True):
+        if a.type not in _LETTERS[letter] or bound.setdefault(letter, a.type) != a.type:
+            raise AssertionError(f"{op} got argument types {[x.type for x in args]}")
+    if op == "cast":
+        if to is None:
+            raise AssertionError("cast needs a result type")
+        return _intern(op, to, args, None)
+    type_ = bound[result] if result in bound else _LETTERS[result][0]
+    return _intern(op, type_, args, attr)
+
+
+def topo(*roots: Node) -> list[Node]:
+    """All nodes below the roots, arguments before users, each once, in a fixed order."""
+    seen: set[Node] = set()
+    order: list[Node] = []
+    stack: list[tuple[Node, bool]] = [(r, False) for r in reversed(roots)]
+    while stack:
+        n, ready = stack.pop()
+        if ready:
+            order.append(n)
+        elif n not in seen:
+            seen.add(n)
+            stack.append((n, True))
+            stack.extend((a, False) for a in reversed(n.args) if a not in seen)
+    # a node may be pushed twice before its first visit: keep the first completion only
+    return list(dict.fromkeys(order))
+
+
+def reads(*roots: Node) -> frozenset[str]:
+    """Names of the args that the roots depend on, of score, b, h, q, kv, grad."""
+    return frozenset(str(n.attr) for n in topo(*roots) if n.op == "arg")
+
+
+def slots(*roots: Node) -> tuple[int, ...]:
+    """Slots of the captured tensors that the roots load from, ascending."""
+    return tuple(sorted({int(n.attr) for n in topo(*roots) if n.op == "load"}))  # type: ignore[arg-type]
+
+
+def substitute(root: Node, mapping: dict[Node, Node]) -> Node:
+    """The same expression with some nodes replaced (types must agree)."""
+    done: dict[Node, Node] = dict(mapping)
+    for n in topo(root):
+        if n not in done:
+            args = tuple(done[a] for a in n.args)
+            done[n] = n if args == n.args else _intern(n.op, n.type, args, n.attr)
+    return done[root]
+
+
+def renumber(root: Node, slot: Callable[[int], int]) -> Node:
+    """The same expression with its captured tensors in other slots."""
+    done: dict[Node, Node] = {}
+    for n in topo(root):
+        args = tuple(done[a] for a in n.args)
+        attr = slot(int(n.attr)) if n.op == "load" else n.attr  # type: ignore[arg-type]
+        done[n] = _intern(n.op, n.type, args, attr)
+    return done[root]
+
+
+def text(*roots: Node) -> str:
+    """Canonical one-line text of a graph; `parse` reads it back to the same nodes.
+
+    Equal texts mean equal graphs, so the text can be stored, hashed and sent to other processes.
+    """
+    order = topo(*roots)
+    number = {n: i for i, n in enumerate(order)}
+    parts = []
+    for n in order:
+        attr = n.attr.hex() if isinstance(n.attr, float) else n.attr
+        parts.append(" ".join([n.op, n.type, str(attr), *(str(number[a]) for a in n.args)]))
+    parts.append("out " + " ".join(str(number[r]) for r in roots))
+    return ";".join(parts)
+
+
+def parse_all(source: str) -> tuple[Node, ...]:
+    """Read a `text` back: the roots in their order."""
+    made: list[Node] = []
+    *lines, out = source.split(";")
+    for line in lines:
+        op, type_, attr, *args = line.split(" ")
+        made.append(
+            _intern(op, _type(type_), tuple(made[int(a)] for a in args), _attr(op, type_, attr))
+        )
+    return tuple(made[int(i)] for i in out.split(" ")[1:])
+
+
+def parse(source: str) -> Node:
+    """Read the `text` of one root back."""
+    (root,) = parse_all(source)
+    return root
+
+
+def _type(name: str) -> Type:
+    for known in (I32, F32, BOOL):
+        if name == known:
+            return known
+    raise AssertionError(f"unknown type {name!r}")
+
+
+def _attr(op: str, type_: str, source: str) -> Attr:
+    if op in ("arg", "round"):
+        return source
+    if op == "load":
+        return int(source)
+    if op != "const":
+        return None
+    if type_ == F32:
+        return float.fromhex(source)
+    return int(source) if type_ == I32 else source == "True"
+
+
+# How an operation is written: infix with its binding strength, or a function name.
+_INFIX = {
+    "eq": ("==", 1), "lt": ("<", 1), "le": ("<=", 1), "or": ("|", 2), "xor": ("^", 3),
+    "and": ("&", 4), "shl": ("<<", 5), "shr": (">>", 5), "add": ("+", 6), "sub": ("-", 6),
+    "mul": ("*", 7), "div": ("/", 7), "fdiv": ("//", 7), "mod": ("%", 7), "pow": ("**", 9),
+}  # fmt: skip
+_ATOM = 10
+
+
+def formula(root: Node, names: Sequence[str] = ()) -> str:
+    """The expression as a line of Python-like text.
+
+    Args:
+        root: the expression.
+        names: names of the captured tensors by slot; `t0`, `t1`, ... where missing.
+    """
+    shown: dict[Node, tuple[str, int]] = {}
+    for n in topo(root):
+        shown[n] = _show(n, shown, names)
+    return shown[root][0]
+
+
+def _show(n: Node, shown: dict[Node, tuple[str, int]], names: Sequence[str]) -> tuple[str, int]:
+    def at(i: int, strength: int) -> str:
+        body, own = shown[n.args[i]]
+        return body if own >= strength else f"({body})"
+
+    if n.op == "arg":
+        return str(n.attr), _ATOM
+    if n.op == "const":
+        return str(n.attr), (_ATOM if _is_plain(n.attr) else 8)
+    if n.op == "load":
+        slot = int(n.attr)  # type: ignore[arg-type]
+        name = names[slot] if slot < len(names) else f"t{slot}"
+        return (f"{name}[{', '.join(shown[a][0] for a in n.args)}]" if n.args else name), _ATOM
+    if n.op in _INFIX:
+        sign, strength = _INFIX[n.op]
+        left = strength + (strength == 1)  # comparisons do not chain
+        return f"{at(0, left)} {sign} {at(1, strength + 1)}", strength
+    if n.op == "neg":
+        return f"-{at(0, 8)}", 8
+    if n.op == "not":
+        return f"~{at(0, 8)}", 8
+    name = {"cast": str(n.type), "round": str(n.attr)}.get(n.op, n.op)
+    return f"{name}({', '.join(shown[a][0] for a in n.args)})", _ATOM
+
+
+def _is_plain(value: Attr) -> bool:
+    return not isinstance(value, int | float) or value >= 0
