@@ -295,7 +295,12 @@ def formula(root: Node, names: Sequence[str] = ()) -> str:
     shown: dict[Node, tuple[str, int]] = {}
     for n in topo(root):
         shown[n] = _show(n, shown, names)
+        if len(shown[n][0]) > _LONGEST:  # shared parts may repeat without end
+            shown[n] = f"<{n.op} of {len(topo(n))} nodes>", _ATOM
     return shown[root][0]
+
+
+_LONGEST = 2000
 
 
 def _show(n: Node, shown: dict[Node, tuple[str, int]], names: Sequence[str]) -> tuple[str, int]:

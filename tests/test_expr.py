@@ -119,3 +119,11 @@ def test_reads_slots_substitute_renumber() -> None:
 )  # fmt: skip
 def test_formula(root: Node, text: str) -> None:
     assert expr.formula(root, ["gain"]) == text
+
+
+def test_formula_of_a_deep_shared_graph_stays_short() -> None:
+    root = arg("score")
+    for _ in range(64):
+        root = build("mul", root, root)
+    assert len(expr.formula(root)) < 5000
+    assert "nodes>" in expr.formula(root)

@@ -1,0 +1,118 @@
+"""Float operations that the DSL lacks, or computes otherwise than torch, as DSL values.
+
+Each function takes and gives Float32 values while a kernel is traced, and uses only operations
+that the DSL compiles for the GPU and for the host alike. (`cute.math` has erf, expm1 and log1p on
+the GPU, but its host compiler refuses the first and expands the others to `exp(x) - 1` and
+`log(1 + x)`, which give 0 for small x.)
+
+The polynomials are weighted minimax fits (Lawson's iteration on Chebyshev nodes) of the functions
+named beside them, rounded to float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Float32, cute
+
+Value = Any  # a DSL value: the DSL has no static types
+
+_LOG2_E = math.log2(math.e)
+
+
+def constant(kind: Value, value: float) -> Value:
+    """A constant as a DSL value of type `kind` that arithmetic and `select` take like any other."""
+    return kind(kind(value).ir_value())
+
+
+def number(value: float) -> Value:
+    """A float constant."""
+    return constant(Float32, value)
+
+
+def select(condition: Value, yes: Value, no: Value) -> Value:
+    """`yes` where the condition holds, else `no`; both of one type."""
+    return type(yes)(cutlass.select_(condition, yes, no))
+
+
+def floor_divide(a: Value, b: Value) -> Value:
+    """torch.floor_divide: `c10::div_floor_floating`, operation by operation."""
+    rest = a % b  # fmod
+    quotient = (a - rest) / b
+    quotient = select(_beyond(rest, b), quotient - number(1.0), quotient)
+    floored = cute.math.floor(quotient)
+    floored = select(quotient - floored > number(0.5), floored + number(1.0), floored)
+    direct = a / b
+    floored = select(quotient != number(0.0), floored, cute.math.copysign(number(0.0), direct))
+    return select(b == number(0.0), direct, floored)
+
+
+def remainder(a: Value, b: Value) -> Value:
+    """torch.remainder: fmod, moved to the sign of the divisor."""
+    rest = a % b
+    return select(_beyond(rest, b), rest + b, rest)
+
+
+def _beyond(rest: Value, b: Value) -> Value:
+    """Whether a truncated remainder is not zero and has the other sign than the divisor."""
+    return (rest != number(0.0)) & Boolean((b < number(0.0)) != (rest < number(0.0)))
+
+
+def sigmoid(a: Value) -> Value:
+    """1 / (1 + exp(-a))."""
+    return number(1.0) / (number(1.0) + cute.math.exp(-a))
+
+
+def fast_sigmoid(a: Value) -> Value:
+    """The same from two approximate instructions, relative error near 2^-22."""
+    power = cute.math.exp2(a * number(-_LOG2_E), approx=True)
+    return cute.math.div(number(1.0), number(1.0) + power, approx=True)
+
+
+def expm1(a: Value) -> Value:
+    """exp(a) - 1 to about 1.5 ulp: a polynomial below 1/2, where the difference would cancel."""
+    near = cute.math.fma(a * a, _horner(_EXPM1, a), a)
+    far = cute.math.exp(a) - number(1.0)
+    return select(abs(a) < number(0.5), near, far)
+
+
+def log1p(a: Value) -> Value:
+    """log(1 + a) to about 1.5 ulp: log of the rounded sum u, plus what rounding lost, over u."""
+    total = number(1.0) + a
+    lost = (a - (total - number(1.0))) / total
+    inside = (total > number(0.0)) & (total < number(math.inf))
+    return cute.math.log(total) + select(inside, lost, number(0.0))
+
+
+def erf(a: Value) -> Value:
+    """The error function to about 1 ulp; 1 - 2^-p(|a|) from 1 on, an odd polynomial below."""
+    size = abs(a)
+    near = cute.math.fma(a, _horner(_ERF_NEAR, a * a), a)
+    clamped = select(size > number(4.0), number(4.0), size)  # erf(4) rounds to 1; NaN stays
+    tail = cute.math.exp2(-_horner(_ERF_FAR, clamped))
+    far = cute.math.copysign(number(1.0) - tail, a)
+    return select(size < number(1.0), near, far)
+
+
+def _horner(coefficients: Sequence[float], a: Value) -> Value:
+    total = number(coefficients[-1])
+    for c in reversed(coefficients[:-1]):
+        total = cute.math.fma(total, a, number(c))
+    return total
+
+
+# (expm1(x) - x) / x^2 on [-1/2, 1/2]
+_EXPM1 = (0.50000006, 0.166666642, 0.0416653603, 0.00833357871, 0.00139961776, 0.000198498077)
+# erf(x) / x - 1 in x^2 on [0, 1]
+_ERF_NEAR = (
+    0.128379166, -0.37612626, 0.112835854, -0.026853811, 0.00518832775, -0.000801019254,
+    7.85385782e-05,
+)  # fmt: skip
+# -log2(erfc(x)) on [1, 4]
+_ERF_FAR = (
+    0.000510294107, 1.62597513, 0.920764923, 0.1486516, -0.031458471, 0.0042409692,
+    -0.00026772797,
+)  # fmt: skip
