@@ -1,0 +1,201 @@
+"""Exact classification of a mask's tiles: EMPTY, PARTIAL or FULL, without the mask's N x N values.
+
+The mask is evaluated on intervals, one value per tile, with exact tables for everything that
+depends on one side only (`interp/blockwise.py`). What is proven true or false everywhere is
+settled; in the rest a kept and a dropped position are looked for (`witness.py`), and only tiles
+without them are evaluated whole. The method is conservative at each step and exact at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from attnkit import expr
+from attnkit.bounds import check_bounds
+from attnkit.chunks import at_once
+from attnkit.conjunction import equated, regrouped
+from attnkit.errors import BoundsError, DTypeError, OptionError, ShapeError
+from attnkit.expr import BOOL, Node
+from attnkit.interp.blockwise import Blocks, compile_blocks, is_exact
+from attnkit.interp.boxes import Boxes
+from attnkit.interp.tables import Domain, Tables
+from attnkit.sided import Side, Sides
+from attnkit.sparse import BlockRuns
+from attnkit.witness import Resolver
+
+# (b, h) pairs are classified together while their points and tiles stay below these numbers.
+_MAX_POINTS = 1 << 21
+_MAX_TILES = 1 << 23
+# Bytes of intervals that one pass over tiles may hold.
+_PASS_BYTES = 24 << 20
+
+
+@dataclass
+class Statistics:
+    """How the tiles of a classification were settled; filled by `classify`.
+
+    Attributes:
+        tiles: all of them, shared batches and heads counted once.
+        open: left open by intervals and looked at by position.
+        dense: evaluated whole.
+    """
+
+    tiles: int = 0
+    open: int = 0
+    dense: int = 0
+
+
+def classify(
+    root: Node,
+    tensors: Sequence[Tensor],
+    *,
+    q_len: int,
+    kv_len: int,
+    block: tuple[int, int],
+    batch: int,
+    heads: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    names: Sequence[str] = (),
+    statistics: Statistics | None = None,
+) -> BlockRuns:
+    """Find which tiles a mask keeps, exactly.
+
+    Args:
+        root: bool expression of b, h, q, kv.
+        tensors: captured tensors by slot, on `device`.
+        q_len, kv_len: lengths in positions, at least 1, any.
+        block: (q, kv) positions of a tile, any positive sizes.
+        batch, heads: how many the mask is asked for; the result has 1 instead where the
+            expression does not read b, or h.
+        device: where the work is done and the result lies.
+        dtype: what the graph's f32 means, float32 or float64.
+        names: names of the captured tensors by slot, for messages.
+        statistics: filled, if given, with how the tiles were settled.
+
+    Raises:
+        BoundsError: an index can leave its captured tensor, or an integer can leave int32.
+        DTypeError: the expression is not bool.
+        OptionError, ShapeError: a block size or a length is not positive.
+    """
+    _check(root, q_len, kv_len, block, batch, heads)
+    reads = expr.reads(root)
+    batch, heads = (batch if "b" in reads else 1), (heads if "h" in reads else 1)
+    check = partial(
+        check_bounds,
+        tensors=tensors,
+        names=names,
+        q_len=q_len,
+        kv_len=kv_len,
+        batch=batch,
+        heads=heads,
+        dtype=dtype,
+    )
+    classifier = _prepare(root, check, names)
+    count = Statistics() if statistics is None else statistics
+    parts = []
+    with torch.no_grad():
+        for b, h in _chunks(batch, heads, q_len, kv_len, block):
+            b, h = b.to(device), h.to(device)
+            domain = Domain(tensors, q_len, kv_len, b, h, dtype, classifier.sides)
+            states = classifier.states(domain, block, count)
+            parts.append(BlockRuns.from_states(states, q_len, kv_len, block))
+    return BlockRuns.stacked(parts, batch, heads)
+
+
+@dataclass(frozen=True, eq=False)
+class _Classifier:
+    """A mask prepared for classification at any block size."""
+
+    root: Node
+    blocks: Blocks
+    sides: Sides
+    checked: frozenset[Node]
+    names: tuple[str, ...]
+
+    def states(self, domain: Domain, block: tuple[int, int], count: Statistics) -> Tensor:
+        """int8 [b, h, q blocks, kv blocks] of a domain; adds to the statistics."""
+        tables = Tables(domain, block)
+        tables.build(self.blocks.keys)
+        states = self._by_intervals(tables)
+        count.tiles += states.numel()
+        if not is_exact(self.blocks.root, self.sides):
+            resolver = Resolver(
+                self.root,
+                self.blocks.root,
+                domain,
+                block,
+                self.blocks.keys,
+                self.checked,
+                self.names,
+            )
+            found, dense = resolver.resolve(states)
+            count.open += found
+            count.dense += dense
+        return states
+
+    def _by_intervals(self, tables: Tables) -> Tensor:
+        domain = tables.domain
+        rows = -(-domain.q_len // tables.block[0])
+        columns = -(-domain.kv_len // tables.block[1])
+        states = torch.empty(
+            (domain.b.numel(), domain.h.numel(), rows, columns),
+            dtype=torch.int8,
+            device=domain.device,
+        )
+        boxes = Boxes(domain)
+        varying = sum(self.sides.side(n) is Side.MIXED for n, _ in self.blocks.steps)
+        tiles = min(_PASS_BYTES // (32 * (varying + 1)), at_once(states.numel(), domain.device))
+        step = max(1, tiles // (domain.lead * columns))
+        ki = torch.arange(columns, device=domain.device)[None]
+        for first in range(0, rows, step):
+            qi = torch.arange(first, min(first + step, rows), device=domain.device)[:, None]
+            must, may = self.blocks.run(tables, boxes, qi, ki)
+            states[:, :, first : first + step] = must.to(torch.int8) + may.to(torch.int8)
+        return states
+
+
+def _prepare(
+    root: Node, check: Callable[[Sequence[Node]], frozenset[Node]], names: Sequence[str]
+) -> _Classifier:
+    """Rewrite and compile a mask; `check` returns unproven loads or raises BoundsError."""
+    sides = Sides()
+    checked = check([root])
+    better = equated(root, sides)
+    if better is not root:
+        try:
+            sound = check([better]) <= checked
+        except BoundsError:
+            sound = False  # an index that only the equality keeps in range
+        better = better if sound else root
+    blocks = compile_blocks(regrouped(better, sides), sides)
+    return _Classifier(root, blocks, sides, checked, tuple(names))
+
+
+def _chunks(
+    batch: int, heads: int, q_len: int, kv_len: int, block: tuple[int, int]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batch and head numbers to classify together, in row order."""
+    tiles = -(-q_len // block[0]) * -(-kv_len // block[1])
+    pairs = max(1, min(_MAX_POINTS // (q_len + kv_len), _MAX_TILES // tiles))
+    b_step, h_step = (max(1, pairs // heads), heads) if pairs >= heads else (1, pairs)
+    for b in torch.arange(batch, dtype=torch.int32).split(b_step):
+        for h in torch.arange(heads, dtype=torch.int32).split(h_step):
+            yield b, h
+
+
+def _check(
+    root: Node, q_len: int, kv_len: int, block: tuple[int, int], batch: int, heads: int
+) -> None:
+    if root.type != BOOL:
+        raise DTypeError(f"a mask must be bool, got {root.type}: {root}")
+    if min(block) < 1:
+        raise OptionError(f"block must be two positive sizes (q, kv), got {block}")
+    for name, value in (("q_len", q_len), ("kv_len", kv_len), ("batch", batch), ("heads", heads)):
+        if value < 1:
+            raise ShapeError(f"{name} must be at least 1, got {value}")
