@@ -1,0 +1,13 @@
+"""Block-sparse attention in torch operators: exact, any device, any floating dtype.
+
+`forward` and `backward` walk the block runs of a mask strip by strip: a strip is some rows of
+queries, with the scores of only those kv positions that the mask touches, for many heads at once.
+"""
+
+from __future__ import annotations
+
+from attnkit.templates.cpu.backward import backward
+from attnkit.templates.cpu.forward import forward, output_like
+from attnkit.templates.cpu.hooks import Hooks, Tile
+
+__all__ = ["Hooks", "Tile", "backward", "forward", "output_like"]

@@ -1,0 +1,218 @@
+"""Backward: the scores are computed again, strip by strip.
+
+The gradient of a modified score is dS = P (dP - delta), where P is the softmax, dP = dO v^T and
+delta = rowsum(P dP) - dlse. Where a strip is computed at once, P and delta are found from it, as
+exact as in a dense softmax. Longer rows take P = exp(S - lse) and rowsum(dO O) instead
+(FlashAttention-2, Dao 2023). The order of every sum is fixed: equal inputs give equal bits.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from attnkit.sparse import BlockRuns
+from attnkit.templates.cpu.call import PAIRS, Call, Workspace, exponential, finite
+from attnkit.templates.cpu.hooks import Hooks
+from attnkit.templates.cpu.masks import Keep
+from attnkit.templates.cpu.strips import Chunk
+from attnkit.templates.cpu.units import Unit
+
+SCORES = 1 << 21  # held at a time, two or three times over
+SUMS = 1 << 25  # elements of dK and dV held in float32 next to 16-bit results
+
+
+@torch.no_grad()
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    runs: BlockRuns | None,
+    hooks: Hooks,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `forward`; those of captured tensors are added up by the hooks.
+
+    Args:
+        grad_out: [B, Hq, Sq, Dv], gradient of out.
+        grad_lse: [B, Hq, Sq], gradient of the LSE; None for none.
+        query, key, value, runs, hooks, scale: as for `forward`.
+        out, lse: what `forward` returned.
+
+    Returns:
+        dq, dk, dv in dtype, shape and order of strides of query, key and value. Rows that keep
+        nothing contribute 0.
+    """
+    call = Call.of(query, key, value, runs, hooks, scale)
+    dq, dk, dv = (torch.zeros_like(t) for t in (query, key, value))
+    shared = Shared(dk, dv, call.dtype, scale)
+    work = [Workspace(query, call.dtype) for _ in range(3 if hooks.has_score else 2)]
+    pairs = PAIRS
+    if dk.dtype != call.dtype:
+        pairs = min(pairs, SUMS // max(1, key.shape[2] * (key.shape[3] + value.shape[3])))
+    for unit, chunk, keeps in call.walk(SCORES, pairs):
+        if not chunk.spans:
+            continue
+        if chunk.first:
+            rows = Rows(call, unit, chunk, grad_out, grad_lse)
+            if not chunk.last:
+                rows.look_up(unit, chunk, out, lse)
+        shared.enter(unit)
+        _chunk(call, unit, chunk, keeps, rows, shared, work)
+        if chunk.last:
+            rows.finish(dq[unit.batch, unit.head, chunk.rows], scale)
+    shared.leave()
+    return dq, dk, dv
+
+
+class Rows:
+    """What backward needs of the rows of a strip, stacked by lane: [lanes, rows, ...]."""
+
+    def __init__(
+        self, call: Call, unit: Unit, chunk: Chunk, grad_out: Tensor, grad_lse: Tensor | None
+    ) -> None:
+        self.q = unit.rows(call.query, chunk, call.dtype)
+        self._factor = call.factor
+        self.do = unit.rows(grad_out, chunk, call.dtype)
+        self._dlse = None if grad_lse is None else unit.rows(grad_lse[..., None], chunk, call.dtype)
+        self._dq = self.q.new_zeros(self.q.shape)
+        self._norm: Tensor | None = None  # LSE / factor, infinite for a row that keeps nothing
+        self._dot: Tensor | None = None  # rowsum(dO O)
+        self._dead: Tensor | None = None
+
+    def look_up(self, unit: Unit, chunk: Chunk, out: Tensor, lse: Tensor) -> None:
+        """Take statistics from the results of forward."""
+        lse = unit.rows(lse[..., None], chunk, self.q.dtype)
+        self._dead = lse == -math.inf
+        self._norm = (lse / self._factor).masked_fill_(self._dead, math.inf)
+        self._dot = torch.linalg.vecdot(self.do, unit.rows(out, chunk, self.q.dtype))[..., None]
+
+    def weights(self, s: Tensor, spread: Tensor, keeps: list[Keep]) -> None:
+        """Turn modified scores s into the softmax P in place; `spread` is a view of them."""
+        if self._norm is not None:
+            exponential(s, self._norm, self._factor)
+            for keep in keeps:
+                keep.zero(spread)
+            return
+        for keep in keeps:
+            keep.fill(spread)
+        exponential(s, finite(s.amax(dim=-1, keepdim=True)), self._factor)
+        total = s.sum(dim=-1, keepdim=True)
+        self._dead = total == 0
+        s.div_(total.masked_fill_(self._dead, 1))
+
+    def score_gradient(self, p: Tensor, dp: Tensor) -> None:
+        """Turn dP into the gradient of the modified scores in place."""
+        dot = torch.linalg.vecdot(p, dp)[..., None] if self._dot is None else self._dot
+        if self._dlse is not None:
+            dot = dot - self._dlse
+        if self._dead is None:
+            raise AssertionError("weights come first")
+        dp.sub_(dot.masked_fill(self._dead, 0)).mul_(p)
+
+    def add(self, ds: Tensor, k: Tensor) -> None:
+        """dq += dS k, but for the scale."""
+        self._dq.baddbmm_(ds, k)
+
+    def finish(self, dq: Tensor, scale: float) -> None:
+        """Write dq [nb, nh, rows, D]."""
+        dq.copy_(self._dq.mul_(scale).view(dq.shape))
+
+
+class Shared:
+    """Sums for dK and dV over units of the same keys, in the compute dtype.
+
+    They are the results themselves where these have that dtype, else rounded into them once.
+    """
+
+    def __init__(self, dk: Tensor, dv: Tensor, dtype: torch.dtype, scale: float) -> None:
+        self._results = dk, dv
+        self._factors = scale, 1.0
+        self._dtype = dtype
+        self._place: tuple[slice, slice] | None = None
+        self._sums: list[Tensor] = []
+
+    def enter(self, unit: Unit) -> None:
+        """Make the sums those of a unit's keys."""
+        place = unit.kv_batch, unit.kv_head
+        if place == self._place:
+            return
+        self.leave()
+        self._place = place
+        self._sums = [
+            t[place] if t.dtype == self._dtype else torch.zeros_like(t[place], dtype=self._dtype)
+            for t in self._results
+        ]
+
+    def leave(self) -> None:
+        """Write the sums to the results."""
+        if self._place is not None:
+            for t, total in zip(self._results, self._sums, strict=True):
+                if t.dtype != self._dtype:
+                    t[self._place] = total
+        self._place = None
+
+    def add(self, chunk: Chunk, dk: Tensor, dv: Tensor) -> None:
+        """Add the shares of a chunk's columns, [lanes, width, n]; that of dk lacks the scale."""
+        for total, share, factor in zip(self._sums, (dk, dv), self._factors, strict=True):
+            spread = share.view(*total.shape[:2], -1, total.shape[3])
+            for span, columns in chunk.places():
+                total[:, :, span.start : span.stop].add_(spread[:, :, columns], alpha=factor)
+
+
+def _chunk(
+    call: Call,
+    unit: Unit,
+    chunk: Chunk,
+    keeps: list[Keep],
+    rows: Rows,
+    shared: Shared,
+    work: list[Workspace],
+) -> None:
+    """Add a chunk's share to all gradients."""
+    k = unit.columns(call.key, chunk, call.dtype)
+    v = unit.columns(call.value, chunk, call.dtype)
+    s = call.scores(rows.q, k, work[0])
+    p = s
+    if call.hooks.has_score:
+        p = work[2].take(*s.shape)
+        for span, columns in chunk.places():
+            raw = unit.spread(s, chunk)[..., columns]
+            modified = call.hooks.score(raw, call.tile(unit, chunk, span))
+            unit.spread(p, chunk)[..., columns].copy_(modified)
+    rows.weights(p, unit.spread(p, chunk), keeps)
+    dv = torch.bmm(p.mT, rows.do)
+    ds = torch.bmm(rows.do, v.mT, out=work[1].take(*s.shape))
+    rows.score_gradient(p, ds)
+    if call.hooks.has_score:
+        _through_score(call, unit, chunk, keeps, s, ds, p)
+        ds = p
+    shared.add(chunk, torch.bmm(ds.mT, rows.q), dv)
+    rows.add(ds, k)
+
+
+def _through_score(
+    call: Call,
+    unit: Unit,
+    chunk: Chunk,
+    keeps: list[Keep],
+    s: Tensor,
+    ds: Tensor,
+    result: Tensor,
+) -> None:
+    """Gradient of raw scores s into `result`, given ds, that of the modified scores."""
+    s, ds, result = (unit.spread(t, chunk) for t in (s, ds, result))
+    for span, columns in chunk.places():
+        tile = call.tile(unit, chunk, span)
+        if call.hooks.needs_captured_grad:
+            call.hooks.captured_grad(s[..., columns], ds[..., columns], tile)
+        grad = call.hooks.dscore(s[..., columns], ds[..., columns], tile)
+        result[..., columns].copy_(grad)
+    for keep in keeps:  # the score's derivative may be infinite under the mask, and 0 * inf is NaN
+        keep.zero(result)

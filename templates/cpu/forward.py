@@ -1,0 +1,134 @@
+"""Forward: softmax(score(q k^T)) v by strips of query rows, online along kv.
+
+All arithmetic between input and output is float32 (float64 for float64 inputs): 16-bit matrix
+products gain little on CPUs without matrix units, and cost exactness.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from attnkit.sparse import BlockRuns
+from attnkit.templates.cpu.call import Call, Workspace, exponential, finite
+from attnkit.templates.cpu.hooks import Hooks
+from attnkit.templates.cpu.masks import Keep
+from attnkit.templates.cpu.strips import Chunk
+from attnkit.templates.cpu.units import Unit
+
+SCORES = 1 << 21  # held at a time
+
+
+@torch.no_grad()
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    runs: BlockRuns | None,
+    hooks: Hooks,
+    scale: float,
+    *,
+    need_max: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Attention over the tiles that the mask touches.
+
+    Args:
+        query: [B, Hq, Sq, D], any strides; float32, float64, bfloat16 or float16.
+        key: [B or 1, Hkv, Skv, D], Hkv a divisor of Hq.
+        value: [B or 1, Hkv, Skv, Dv].
+        runs: block runs of the mask, with batch 1 or B and heads 1 or Hq; None for no mask.
+        hooks: score and mask of the variant.
+        scale: factor on q k^T, before the score function.
+        need_max: whether to return the largest scores.
+
+    Returns:
+        out [B, Hq, Sq, Dv] in the query's dtype and order of strides; LSE [B, Hq, Sq], natural
+        logarithm, float32 (float64 for float64); the largest score of each row, as LSE, or None.
+        A row that keeps nothing gives 0, -inf and -inf.
+    """
+    call = Call.of(query, key, value, runs, hooks, scale)
+    out = output_like(query, value.shape[-1])
+    lse = query.new_empty(query.shape[:3], dtype=call.dtype)
+    top = torch.empty_like(lse) if need_max else None
+    space = Workspace(query, call.dtype)
+    for unit, chunk, keeps in call.walk(SCORES):
+        if chunk.first:
+            q = unit.rows(query, chunk, call.dtype)
+            softmax = Softmax(call.factor)
+        if chunk.spans:
+            s = _scores(call, unit, chunk, keeps, q, space)
+            softmax.add(s, unit.columns(value, chunk, call.dtype))
+        if chunk.last:
+            here = (unit.batch, unit.head, chunk.rows)
+            softmax.finish(out[here], lse[here], None if top is None else top[here])
+    return out, lse, top
+
+
+def output_like(query: Tensor, width: int) -> Tensor:
+    """An empty [B, Hq, Sq, width] in the query's dtype and order of strides, last axis dense."""
+    strides = query.stride()
+    order = [*sorted(range(3), key=lambda axis: -strides[axis]), 3]
+    shape = [*query.shape[:3], width]
+    empty = query.new_empty([shape[axis] for axis in order])
+    return empty.permute([order.index(axis) for axis in range(4)])
+
+
+def _scores(
+    call: Call, unit: Unit, chunk: Chunk, keeps: list[Keep], q: Tensor, space: Workspace
+) -> Tensor:
+    """Modified and masked scores of a chunk, [lanes, stacked rows, width], but for the factor."""
+    stacked = call.scores(q, unit.columns(call.key, chunk, call.dtype), space)
+    s = unit.spread(stacked, chunk)
+    if call.hooks.has_score:
+        for span, columns in chunk.places():
+            part = s[..., columns]
+            part.copy_(call.hooks.score(part, call.tile(unit, chunk, span)))
+    for keep in keeps:
+        keep.fill(s)
+    return stacked
+
+
+class Softmax:
+    """Running softmax of some rows, times the values (Milakov and Gimelshein, 2018)."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor  # on every score
+        self._acc: Tensor | None = None  # [lanes, rows, Dv]
+        self._total: Tensor  # [lanes, rows, 1], as are the largest score and what is taken off
+        self._peak: Tensor
+        self._shift: Tensor
+
+    def add(self, s: Tensor, v: Tensor) -> None:
+        """Take in scores s [lanes, rows, width], which are overwritten, and values v."""
+        peak = s.amax(dim=-1, keepdim=True)
+        if self._acc is not None:
+            peak = torch.maximum(peak, self._peak)
+        shift = finite(peak)
+        exponential(s, shift, self._factor)
+        if self._acc is None:
+            self._total = s.sum(dim=-1, keepdim=True)
+            self._acc = torch.bmm(s, v)
+        else:
+            decay = exponential(self._shift, shift, self._factor)
+            self._total.mul_(decay).add_(s.sum(dim=-1, keepdim=True))
+            self._acc.mul_(decay).baddbmm_(s, v)
+        self._peak, self._shift = peak, shift
+
+    def finish(self, out: Tensor, lse: Tensor, top: Tensor | None) -> None:
+        """Write out [nb, nh, rows, Dv], LSE and, if given, the maxima [nb, nh, rows]."""
+        if self._acc is None:
+            out.zero_()
+            lse.fill_(-math.inf)
+            if top is not None:
+                top.fill_(-math.inf)
+            return
+        log = torch.log(self._total)
+        lse.copy_(log.add_(self._shift, alpha=self._factor).view(lse.shape))
+        if top is not None:
+            torch.mul(self._peak.view(top.shape), self._factor, out=top)
+        total = self._total.clamp_(
+            min=torch.finfo(self._total.dtype).tiny
+        )  # a dead row is 0 / tiny
+        torch.div(self._acc.view(out.shape), total.view(*lse.shape, 1), out=out)

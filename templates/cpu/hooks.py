@@ -1,0 +1,64 @@
+"""What a variant gives to the template: its score and mask functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Positions in the score tensor [B, Hq, Sq, Skv]: int32 tensors that broadcast together.
+
+    Attributes:
+        b: batch element.
+        h: query head.
+        q: query position.
+        kv: kv position.
+    """
+
+    b: Tensor
+    h: Tensor
+    q: Tensor
+    kv: Tensor
+
+
+class Hooks(Protocol):
+    """The functions of a variant.
+
+    Scores, gradients and results are float32, or float64 when the query is. For `score`, `dscore`
+    and `captured_grad` the tile has the shapes b [nb, 1, 1, 1], h [1, nh, 1, 1], q [1, 1, nq, 1]
+    and kv [1, 1, 1, nkv]. No hook may change its arguments in place.
+
+    Attributes:
+        has_score: False if scores pass through unchanged; `score` and `dscore` are then not called.
+        needs_captured_grad: whether `backward` calls `captured_grad`.
+    """
+
+    has_score: bool
+    needs_captured_grad: bool
+
+    def score(self, s: Tensor, tile: Tile) -> Tensor:
+        """The modified scores, broadcastable to [nb, nh, nq, nkv], of raw scores s."""
+        ...
+
+    def keep(self, tile: Tile) -> Tensor:
+        """The mask, bool, broadcastable to the tile's positions.
+
+        Called for partial tiles only, many at a time: the positions are b [1, nb, 1, 1, 1],
+        h [1, 1, nh, 1, 1], q [n, 1, 1, nq, 1] and kv [n, 1, 1, 1, nkv].
+        """
+        ...
+
+    def dscore(self, s: Tensor, grad: Tensor, tile: Tile) -> Tensor:
+        """Gradient of the raw score, broadcastable to [nb, nh, nq, nkv].
+
+        grad is the gradient of the modified score; it is 0 where the mask is false.
+        """
+        ...
+
+    def captured_grad(self, s: Tensor, grad: Tensor, tile: Tile) -> None:
+        """Add this tile's share to the gradients of captured tensors; arguments as `dscore`."""
+        ...
