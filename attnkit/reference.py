@@ -53,9 +53,13 @@ def attention(
     env = positions((*query.shape[:3], key.shape[2]), query.device)
     if score is not None:
         env["score"] = scores
-        (scores,) = evaluate([score.root], env, score.tensors, work, checked=_all_loads(score))
+        (scores,) = evaluate(
+            [score.root], env, score.tensors, work, checked=_all_loads(score), names=score.names
+        )
     if mask is not None:
-        (kept,) = evaluate([mask.root], env, mask.tensors, work, checked=_all_loads(mask))
+        (kept,) = evaluate(
+            [mask.root], env, mask.tensors, work, checked=_all_loads(mask), names=mask.names
+        )
         scores = torch.where(kept, scores, -math.inf)
     if allowed is not None:
         scores = torch.where(allowed, scores, -math.inf)
@@ -66,7 +70,7 @@ def attention(
 def kept(mask: Traced, query: Tensor, key: Tensor) -> Tensor:
     """The dense mask, bool, broadcastable to [B, Hq, Sq, Skv]."""
     env = positions((*query.shape[:3], key.shape[2]), query.device)
-    return evaluate([mask.root], env, mask.tensors, checked=_all_loads(mask))[0]
+    return evaluate([mask.root], env, mask.tensors, checked=_all_loads(mask), names=mask.names)[0]
 
 
 def _softmax_times(scores: Tensor, value: Tensor, dtype: torch.dtype) -> Dense:

@@ -71,7 +71,9 @@ def test_against_flex_attention(mod: str, mask: str) -> None:
 
 def test_against_loops() -> None:
     q, k, v = (t.detach() for t in inputs(kv_heads=2))
-    found, lse, top = attention(q, k, v, trace(MODS["alibi"], "score"), trace(MASKS["causal"], "mask"))
+    found, lse, top = attention(
+        q, k, v, trace(MODS["alibi"], "score"), trace(MASKS["causal"], "mask")
+    )
     for b, h, i in ((0, 0, 0), (1, 3, 16), (0, 2, 7)):
         g = h // 2
         scores = [

@@ -1,0 +1,5 @@
+"""`python -m attnkit`."""
+
+from attnkit.cli import main
+
+raise SystemExit(main())

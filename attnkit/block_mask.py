@@ -1,0 +1,275 @@
+"""`BlockMask`: a mask with its lengths and its tiles, as FlexAttention's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from attnkit.bounds import check_bounds
+from attnkit.errors import ArgumentError, OptionError, ShapeError
+from attnkit.expr import Node, reads
+from attnkit.guards import traced
+from attnkit.interp.torch import evaluate
+from attnkit.plan import BLOCK
+from attnkit.sparse import BlockRuns
+from attnkit.tiles import classify
+from attnkit.trace import Traced
+from attnkit.validate import check_captured, check_size
+from attnkit.versions import VersionedCache
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
+
+_runs: VersionedCache[tuple[BlockRuns, frozenset[Node]]] = VersionedCache(64)
+
+
+def check_lengths(
+    function: Traced, q_len: int, kv_len: int, batch: int, heads: int
+) -> frozenset[Node]:
+    """Prove that a traced function's indices are legal at these lengths.
+
+    Returns:
+        The loads that could not be proven and are checked when they run.
+
+    Raises:
+        BoundsError: an index leaves its captured tensor, or integer arithmetic leaves int32.
+    """
+    return check_bounds(
+        [function.root],
+        function.tensors,
+        function.names,
+        q_len=q_len,
+        kv_len=kv_len,
+        batch=batch,
+        heads=heads,
+    )
+
+
+def mask_runs(
+    mask: Traced,
+    *,
+    q_len: int,
+    kv_len: int,
+    block: tuple[int, int],
+    batch: int,
+    heads: int,
+    device: torch.device,
+) -> tuple[BlockRuns, frozenset[Node]]:
+    """The runs of a traced mask, and its loads that need a check at run time.
+
+    Kept until a captured tensor is replaced or edited in place.
+
+    Raises:
+        BoundsError: an index leaves its captured tensor, or integer arithmetic leaves int32.
+    """
+    names = reads(mask.root)
+    batch, heads = (batch if "b" in names else 1), (heads if "h" in names else 1)
+
+    def build() -> tuple[BlockRuns, frozenset[Node]]:
+        checked = check_lengths(mask, q_len, kv_len, batch, heads)
+        runs = classify(
+            mask.root,
+            mask.tensors,
+            q_len=q_len,
+            kv_len=kv_len,
+            block=block,
+            batch=batch,
+            heads=heads,
+            device=device,
+        )
+        return runs, checked
+
+    key = (mask.root, mask.names, q_len, kv_len, batch, heads, block, device)
+    return _runs.get(key, mask.tensors, build)
+
+
+class BlockMask:
+    """A mask_mod with its lengths, and the tiles that it keeps.
+
+    The tiles are found when they are first needed and again after a captured tensor was edited in
+    place. Made by `create_block_mask`.
+
+    Attributes:
+        mask_mod: the function.
+        seq_lengths: (query length, kv length).
+        BLOCK_SIZE: (query, kv) tile sizes.
+        shape: (B, H, query length, kv length).
+    """
+
+    def __init__(
+        self,
+        mask_mod: Callable[..., Any],
+        *,
+        batch: int,
+        heads: int,
+        q_len: int,
+        kv_len: int,
+        block: tuple[int, int],
+        device: torch.device,
+    ) -> None:
+        self.mask_mod = mask_mod
+        self.seq_lengths = (q_len, kv_len)
+        self.BLOCK_SIZE = block
+        self.shape = (batch, heads, q_len, kv_len)
+        self.device = device
+
+    def traced(self) -> Traced:
+        """The mask's graph, traced again if anything that it reads has changed."""
+        mask = traced(self.mask_mod, "mask", self.device)
+        check_captured("mask_mod", mask.names, mask.tensors, self.device)
+        return mask
+
+    def checked_runs(self) -> tuple[BlockRuns, frozenset[Node]]:
+        """The runs, and the loads that need a check at run time."""
+        batch, heads, q_len, kv_len = self.shape
+        return mask_runs(
+            self.traced(),
+            q_len=q_len,
+            kv_len=kv_len,
+            block=self.BLOCK_SIZE,
+            batch=batch,
+            heads=heads,
+            device=self.device,
+        )
+
+    @property
+    def runs(self) -> BlockRuns:
+        """The tiles as runs."""
+        return self.checked_runs()[0]
+
+    def numel(self) -> int:
+        """Scores of the dense mask."""
+        batch, heads, q_len, kv_len = self.shape
+        return batch * heads * q_len * kv_len
+
+    def sparsity(self) -> float:
+        """Percentage of tiles that are empty."""
+        return 100 * (1 - self.runs.density())
+
+    def to_dense(self) -> Tensor:
+        """Which tiles are kept, int32 [B or 1, H or 1, query tiles, kv tiles]."""
+        return (self.runs.states() > 0).to(torch.int32)
+
+    def to(self, device: torch.device | str) -> BlockMask:
+        """The same mask for another device; its captured tensors must be there too."""
+        batch, heads, q_len, kv_len = self.shape
+        return BlockMask(
+            self.mask_mod,
+            batch=batch,
+            heads=heads,
+            q_len=q_len,
+            kv_len=kv_len,
+            block=self.BLOCK_SIZE,
+            device=torch.device(device),
+        )
+
+    def to_flex(self) -> FlexBlockMask:
+        """The same mask as PyTorch's BlockMask."""
+        return self.runs.to_flex(self.mask_mod)
+
+    def __repr__(self) -> str:
+        return (
+            f"BlockMask({self.mask_mod!r}, shape={self.shape}, BLOCK_SIZE={self.BLOCK_SIZE}, "
+            f"sparsity={self.sparsity():.1f}%)"
+        )
+
+
+def create_block_mask(
+    mask_mod: Callable[..., Any],
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str | None = None,
+    BLOCK_SIZE: int | tuple[int, int] = BLOCK,
+    _compile: bool = False,
+) -> BlockMask:
+    """A mask for fixed lengths, in FlexAttention's words. Costs nothing until it is used.
+
+    Args:
+        mask_mod: `mask_mod(b, h, q, kv) -> bool`, or a `Mask`.
+        B: batch size, None if the mask does not read `b`.
+        H: query heads, None if the mask does not read `h`.
+        Q_LEN: query length.
+        KV_LEN: kv length.
+        device: where query, key and value live; None: where the captured tensors live, else CPU.
+        BLOCK_SIZE: tile size, or (query, kv) tile sizes.
+        _compile: accepted for FlexAttention's sake; building needs no compiler.
+
+    Raises:
+        TraceError: the mask cannot be traced.
+        ArgumentError: the mask reads b or h, and B or H is None.
+        OptionError: a length or tile size is not a positive int.
+    """
+    sizes = BLOCK_SIZE if isinstance(BLOCK_SIZE, tuple | list) else (BLOCK_SIZE, BLOCK_SIZE)
+    if len(sizes) != 2:
+        raise OptionError(f"BLOCK_SIZE must be an int or a (query, kv) pair, got {BLOCK_SIZE!r}")
+    block = (check_size("BLOCK_SIZE", sizes[0]), check_size("BLOCK_SIZE", sizes[1]))
+    for name, length in (("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
+        check_size(name, length)
+    if device is None:
+        first = next(iter(traced(mask_mod, "mask", torch.device("cpu")).tensors), None)
+        device = torch.device("cpu") if first is None else first.device
+    mask = BlockMask(
+        mask_mod,
+        batch=1 if B is None else check_size("B", B),
+        heads=1 if H is None else check_size("H", H),
+        q_len=Q_LEN,
+        kv_len=KV_LEN,
+        block=block,
+        device=torch.device(device),
+    )
+    names = reads(mask.traced().root)
+    for name, given, size in (("b", "B", B), ("h", "H", H)):
+        if name in names and size is None:
+            raise ArgumentError(f"mask_mod reads {name}, but {given}=None; give {given} its size")
+    return mask
+
+
+def create_mask(
+    mod_fn: Callable[..., Any],
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """The dense mask, bool [B or 1, H or 1, Q_LEN, KV_LEN]; for tests and pictures."""
+    for name, size in (("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
+        check_size(name, size)
+    shape = (B or 1, H or 1, Q_LEN, KV_LEN)
+    mask = traced(mod_fn, "mask", torch.device(device))
+    env = {
+        name: torch.arange(n, dtype=torch.int32, device=device).view(
+            [n if i == axis else 1 for i in range(4)]
+        )
+        for axis, (name, n) in enumerate(zip(("b", "h", "q", "kv"), shape, strict=True))
+    }
+    (kept,) = evaluate([mask.root], env, mask.tensors)
+    return kept.to(device).expand(shape).contiguous()
+
+
+def check_mask_shape(
+    batch: int, heads: int, lengths: tuple[int, int], query: Tensor, key: Tensor
+) -> None:
+    """A block mask fits query and key.
+
+    Raises:
+        ShapeError: other lengths, batch or heads than the mask was built for.
+    """
+    found = (query.shape[2], key.shape[2])
+    if tuple(lengths) != found:
+        raise ShapeError(
+            f"block_mask was built for query length {lengths[0]} and kv length {lengths[1]}, got "
+            f"query length {found[0]} and key length {found[1]}; build it for these lengths, or "
+            "pass the mask itself as block_mask and let attnkit do it"
+        )
+    for what, size, own in (("batch", batch, query.shape[0]), ("heads", heads, query.shape[1])):
+        if size not in (1, own):
+            raise ShapeError(
+                f"block_mask has {what} {size}, query has {what} {own}; expected {own}, or 1 to "
+                "share it"
+            )

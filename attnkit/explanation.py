@@ -1,0 +1,155 @@
+"""`explain`: formula, derivative, staging, tiles and plan of a variant, to read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attnkit import expr
+from attnkit.adjoint import adjoint
+from attnkit.interp.symbolic import describe
+from attnkit.plan import BLOCK, Plan, choose
+from attnkit.sparse import BlockRuns
+from attnkit.stage import linear, stage
+from attnkit.trace import Traced
+from attnkit.validate import check_options, check_size
+from attnkit.variant import Bound, Variant
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found; `str` gives the report.
+
+    Attributes:
+        score: the traced score_mod, None where the score stays as it is.
+        mask: the traced mask_mod, None where everything is kept.
+        runs: tiles of the mask, None where everything is kept.
+        plan: template and tile sizes.
+        lengths: (batch, query heads, query length, kv length).
+    """
+
+    score: Traced | None
+    mask: Traced | None
+    runs: BlockRuns | None
+    plan: Plan
+    lengths: tuple[int, int, int, int]
+
+    @property
+    def formula(self) -> str:
+        """The traced functions, one a line."""
+        found = [str(t) for t in (self.score, self.mask) if t is not None]
+        return "\n".join(found) or "softmax attention, no score_mod, no mask"
+
+    @property
+    def derivative(self) -> str:
+        """The derivative of score_mod by the score, and the gradient of each captured tensor."""
+        if self.score is None:
+            return "d score' / d score = 1"
+        own = describe(self.score.root, self.score.names)
+        loads = adjoint(self.score.root).loads
+        shown = [
+            f"d {expr.formula(load, self.score.names)} = {expr.formula(c, self.score.names)}"
+            for load, c in loads
+        ]
+        return "\n".join([own, *shown])
+
+    @property
+    def staging(self) -> str:
+        """Where each part is computed: per head, row, column or element."""
+        parts = []
+        for traced in (self.score, self.mask):
+            if traced is not None:
+                parts.append(f"{traced.kind}:\n{_indent(stage(traced.root).table(traced.names))}")
+        if self.score is not None:
+            split = linear(self.score.root)
+            if split is not None:
+                factor, bias = (
+                    expr.formula(n, self.score.names) for n in (split.factor, split.bias)
+                )
+                parts.append(f"linear in the score: factor {factor}, bias {bias}")
+        return "\n".join(parts) or "nothing to compute"
+
+    @property
+    def tiles(self) -> str:
+        """Counts of empty, partial and full tiles, and the share that is computed."""
+        if self.runs is None:
+            return "all tiles full (no mask)"
+        empty, partial, full = self.runs.counts()
+        shared = [w for w, n in (("batch", self.runs.batch), ("heads", self.runs.heads)) if n == 1]
+        note = f"; shared by {' and '.join(shared)}" if shared else ""
+        return (
+            f"{empty} empty, {partial} partial, {full} full of {empty + partial + full}; "
+            f"{100 * self.runs.density():.1f}% computed{note}"
+        )
+
+    def __str__(self) -> str:
+        batch, heads, q_len, kv_len = self.lengths
+        sections = {
+            "formula": self.formula,
+            "derivative": self.derivative,
+            "staging": self.staging,
+            f"tiles (B={batch} H={heads} Sq={q_len} Skv={kv_len})": self.tiles,
+            "plan": str(self.plan),
+        }
+        return "\n".join(f"{name}\n{_indent(text)}" for name, text in sections.items())
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())
+
+
+def explain(
+    score_mod: Callable[..., Any] | Variant | None = None,
+    block_mask: Any = None,
+    *,
+    q_len: int,
+    kv_len: int | None = None,
+    batch: int = 1,
+    heads: int = 1,
+    head_dim: int = 64,
+    device: torch.device | str = "cpu",
+    kernel_options: dict[str, Any] | None = None,
+    backend: str = "auto",
+) -> Explanation:
+    """Say what a variant means and how it would run; computes no attention.
+
+    Args:
+        score_mod: score_mod, or a whole `Variant` (then without block_mask).
+        block_mask: as of `flex_attention`.
+        q_len: query length.
+        kv_len: kv length; q_len if None.
+        batch: batch size.
+        heads: query heads.
+        head_dim: width of query and key.
+        device: where the tensors would live.
+        kernel_options: as of `flex_attention`.
+        backend: as of `flex_attention`.
+
+    Returns:
+        The explanation; print it.
+
+    Raises:
+        What flex_attention would raise for these functions and lengths.
+    """
+    variant = score_mod if isinstance(score_mod, Variant) else Variant(score_mod, block_mask)
+    lengths = tuple(
+        check_size(name, n)
+        for name, n in (
+            ("batch", batch),
+            ("heads", heads),
+            ("q_len", q_len),
+            ("kv_len", q_len if kv_len is None else kv_len),
+        )
+    )
+    batch, heads, q_len, kv_len = lengths
+    block, notes = check_options(kernel_options, BLOCK)
+    device = torch.device(device)
+    plan = choose(backend, device=device.type, block=block, notes=notes)
+    # shapes only: no memory is used for the tensors
+    query = torch.empty(1, device=device).expand(batch, heads, q_len, head_dim)
+    key = torch.empty(1, device=device).expand(batch, heads, kv_len, head_dim)
+    bound: Bound = variant.bind(query, key, plan.block)
+    return Explanation(bound.score, bound.mask, bound.runs, plan, (batch, heads, q_len, kv_len))

@@ -1,0 +1,206 @@
+"""Checks of the public functions' arguments: each message names argument, value, expectation."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnkit.errors import (
+    ArgumentError,
+    DeviceError,
+    DTypeError,
+    OptionError,
+    ShapeError,
+    UnsupportedError,
+)
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+# FlexAttention's kernel options. Those that tune its Triton kernels change no result; the plan
+# notes that they are not used. BLOCK_M and BLOCK_N set the tiles of a mask given as a function.
+BLOCK_OPTIONS = ("BLOCK_M", "BLOCK_N")
+TUNING_OPTIONS = (
+    "num_warps num_stages BLOCK_M1 BLOCK_N1 BLOCK_M2 BLOCK_N2 PRESCALE_QK ROWS_GUARANTEED_SAFE "
+    "BLOCKS_ARE_CONTIGUOUS WRITE_DQ FORCE_USE_FLEX_ATTENTION USE_TMA kpack matrix_instr_nonkdim "
+    "waves_per_eu BACKEND num_consumer_groups num_buffers_warp_spec"
+).split()
+
+
+class AuxRequest(NamedTuple):
+    """Which auxiliary outputs to return.
+
+    Attributes:
+        lse: log-sum-exp of each row, natural logarithm.
+        max_scores: largest modified score of each row.
+    """
+
+    lse: bool = False
+    max_scores: bool = False
+
+
+class AuxOutput(NamedTuple):
+    """Auxiliary outputs, [B, Hq, Sq] float32 (float64 for float64 inputs), None if not asked for.
+
+    Attributes:
+        lse: differentiable; -inf for a row that keeps nothing.
+        max_scores: not differentiable; -inf for a row that keeps nothing.
+    """
+
+    lse: Tensor | None = None
+    max_scores: Tensor | None = None
+
+
+def check_tensors(query: Any, key: Any, value: Any, enable_gqa: Any) -> None:
+    """Query, key and value as flex_attention takes them.
+
+    Raises:
+        ArgumentError, ShapeError, DTypeError, DeviceError: by what is wrong.
+    """
+    named = {"query": query, "key": key, "value": value}
+    for name, t in named.items():
+        if not isinstance(t, Tensor):
+            raise ArgumentError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
+        if t.is_nested:
+            raise UnsupportedError(
+                f"{name} is a nested tensor; pack the sequences into one and mask by document "
+                "(attnkit.masks.document)"
+            )
+        if t.ndim != 4:
+            raise ShapeError(
+                f"{name} must have 4 dimensions [batch, heads, length, head dim], got shape "
+                f"{tuple(t.shape)}"
+            )
+        for axis, what in enumerate(("batch", "heads", "length", "head dim")):
+            if t.shape[axis] == 0:
+                raise ShapeError(f"{name} has no elements: its {what} is 0, shape {tuple(t.shape)}")
+        if t.dtype not in DTYPES:
+            allowed = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
+            raise DTypeError(f"{name} has dtype {t.dtype}; expected one of {allowed}")
+        if t.dtype != query.dtype:
+            raise DTypeError(f"{name} has dtype {t.dtype}, query has {query.dtype}; convert one")
+        if t.device != query.device:
+            raise DeviceError(f"{name} is on {t.device}, query is on {query.device}; move one")
+    _check_shapes(query, key, value)
+    _check_heads(query.shape[1], key.shape[1], enable_gqa)
+
+
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    if key.shape[-1] != query.shape[-1]:
+        raise ShapeError(
+            f"key has head dim {key.shape[-1]}, query has {query.shape[-1]}; they must be equal"
+        )
+    for axis, what in ((0, "batch"), (1, "heads"), (2, "length")):
+        if key.shape[axis] != value.shape[axis]:
+            raise ShapeError(
+                f"key has {what} {key.shape[axis]}, value has {value.shape[axis]}; they must be "
+                f"equal (shapes {tuple(key.shape)} and {tuple(value.shape)})"
+            )
+    if key.shape[0] not in (1, query.shape[0]):
+        raise ShapeError(
+            f"key and value have batch {key.shape[0]}, query has {query.shape[0]}; expected the "
+            "same, or 1 to share them"
+        )
+
+
+def _check_heads(heads: int, kv_heads: int, enable_gqa: Any) -> None:
+    if not isinstance(enable_gqa, bool):
+        raise OptionError(f"enable_gqa must be True or False, got {enable_gqa!r}")
+    if heads == kv_heads:
+        return
+    if not enable_gqa:
+        raise ShapeError(
+            f"query has {heads} heads, key and value have {kv_heads}; expected the same. "
+            "For grouped-query attention set enable_gqa=True"
+        )
+    if heads % kv_heads:
+        raise ShapeError(
+            f"query has {heads} heads, which is not a multiple of the {kv_heads} heads of key and "
+            "value"
+        )
+
+
+def check_scale(scale: Any, width: int) -> float:
+    """The factor on query @ key^T: 1 / sqrt(head dim) for None."""
+    if scale is None:
+        return 1 / math.sqrt(width)
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise OptionError(
+            f"scale must be a number or None, got {type(scale).__name__} {scale!r}; a scale that "
+            "is a tensor belongs into score_mod, where it also gets its gradient"
+        )
+    if not math.isfinite(scale):
+        raise OptionError(f"scale must be finite, got {scale}")
+    return float(scale)
+
+
+def check_flag(name: str, flag: Any) -> bool:
+    """A boolean option."""
+    if not isinstance(flag, bool):
+        raise OptionError(f"{name} must be True or False, got {flag!r}")
+    return flag
+
+
+def check_aux(return_lse: Any, return_aux: Any) -> AuxRequest:
+    """What to return beside the output."""
+    check_flag("return_lse", return_lse)
+    if return_aux is None:
+        return AuxRequest(lse=return_lse)
+    if return_lse:
+        raise OptionError("return_lse and return_aux were both given; use return_aux alone")
+    if not (hasattr(return_aux, "lse") and hasattr(return_aux, "max_scores")):
+        raise ArgumentError(
+            f"return_aux must be an AuxRequest, got {type(return_aux).__name__} {return_aux!r}"
+        )
+    return AuxRequest(bool(return_aux.lse), bool(return_aux.max_scores))
+
+
+def check_options(
+    options: Any, default: tuple[int, int]
+) -> tuple[tuple[int, int], tuple[str, ...]]:
+    """kernel_options: the tile sizes, and notes on options that are not used.
+
+    Raises:
+        OptionError: an unknown name (with the nearest known one), or a bad tile size.
+    """
+    if options is None:
+        return default, ()
+    if not isinstance(options, Mapping):
+        raise ArgumentError(f"kernel_options must be a dict, got {type(options).__name__}")
+    known = [*BLOCK_OPTIONS, *TUNING_OPTIONS]
+    known += [f"{way}_{name}" for way in ("fwd", "bwd") for name in known]
+    sizes = list(default)
+    notes = []
+    for name, value in options.items():
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(known)}"
+            raise OptionError(f"kernel_options has no option {name!r}{hint}")
+        if name in BLOCK_OPTIONS:
+            sizes[BLOCK_OPTIONS.index(name)] = check_size(f"kernel_options[{name!r}]", value)
+        else:
+            notes.append(f"kernel_options[{name!r}] tunes FlexAttention's own kernels: not used")
+    return (sizes[0], sizes[1]), tuple(notes)
+
+
+def check_size(name: str, value: Any) -> int:
+    """A positive int."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise OptionError(f"{name} must be a positive int, got {value!r}")
+    return value
+
+
+def check_captured(
+    what: str, names: Sequence[str], tensors: Sequence[Tensor], device: torch.device
+) -> None:
+    """Captured tensors live with the query; a 0-d tensor on the CPU may go anywhere."""
+    for name, t in zip(names, tensors, strict=True):
+        if t.device != device and not (t.ndim == 0 and t.device.type == "cpu"):
+            raise DeviceError(
+                f"{what} reads the tensor {name!r} on {t.device}, query is on {device}; "
+                f"move it with {name}.to({str(device)!r})"
+            )

@@ -1,0 +1,87 @@
+"""The torch-operator template and the tile classification on a CUDA device."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnkit import DeviceError, create_block_mask, flex_attention
+
+LENGTH = 300
+
+
+def tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    shapes = ((2, 4, LENGTH, 32), (2, 2, LENGTH, 32), (2, 2, LENGTH, 24))
+    q, k, v = (torch.randn(s, device="cuda").to(dtype).requires_grad_() for s in shapes)
+    return q, k, v
+
+
+def variant() -> tuple[Any, Any, tuple[Tensor, ...]]:
+    slopes = torch.rand(4, device="cuda", requires_grad=True)
+    table = torch.randn(4, 2 * LENGTH, device="cuda", requires_grad=True)
+    documents = torch.arange(LENGTH, device="cuda") // 70
+    gain = torch.tensor(0.5)  # a 0-d tensor may stay on the CPU
+
+    def mod(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return torch.tanh(s * gain) + slopes[h] * (kv - q) * 0.01 + table[h, q - kv + LENGTH]
+
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (q >= kv) & (documents[q] == documents[kv]) & (q != 100)
+
+    return mod, mask, (slopes, table)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_exact(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    mod, mask, captured = variant()
+    own = tensors(dtype)
+    weights: list[Tensor] = []
+    results = []
+    for backend, kind in (("auto", dtype), ("eager", dtype), ("eager", torch.float64)):
+        qkv = tuple(t.detach().to(kind).requires_grad_() for t in own)
+        out, lse = flex_attention(
+            *qkv, mod, mask, return_lse=True, enable_gqa=True, backend=backend
+        )
+        weights = weights or [torch.randn_like(out), torch.randn_like(lse)]
+        alive = torch.where(lse == -math.inf, 0, lse)
+        total = (out * weights[0]).double().sum() + (alive * weights[1]).double().sum()
+        results.append((out, alive, *torch.autograd.grad(total, (*qkv, *captured))))
+    for ours, dense, exact in zip(*results, strict=True):
+        assert ours.device.type == "cuda"
+        error = (ours.double() - exact.double()).abs().max()
+        allowed = (dense.double() - exact.double()).abs().max()
+        floor = 8 * torch.finfo(ours.dtype).eps * exact.abs().max()
+        assert error <= 2 * allowed + floor
+
+
+def test_same_bits_twice() -> None:
+    mod, mask, captured = variant()
+    q, k, v = tensors(torch.float32)
+    found = []
+    for _ in range(2):
+        out = flex_attention(q, k, v, mod, mask, enable_gqa=True)
+        found.append((out, *torch.autograd.grad(out.sum(), (q, k, v, *captured))))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_classification_is_that_of_the_cpu() -> None:
+    _, mask, _ = variant()
+    documents = torch.arange(LENGTH) // 70
+    plain = lambda b, h, q, kv: (q >= kv) & (documents[q] == documents[kv]) & (q != 100)
+    for block in ((128, 128), (64, 32), (7, 50)):
+        ours = create_block_mask(mask, None, None, LENGTH, LENGTH, BLOCK_SIZE=block)
+        assert ours.device.type == "cuda"
+        theirs = create_block_mask(plain, None, None, LENGTH, LENGTH, BLOCK_SIZE=block)
+        assert torch.equal(ours.to_dense().cpu(), theirs.to_dense())
+
+
+def test_captured_tensor_left_on_the_cpu() -> None:
+    left = torch.rand(4)
+    q, k, v = tensors(torch.float32)
+    with pytest.raises(DeviceError, match=r"'left' on cpu, query is on cuda:0"):
+        flex_attention(q, k, v, lambda s, b, h, i, j: s + left[h], enable_gqa=True)
