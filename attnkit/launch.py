@@ -187,7 +187,7 @@ def _gradient(
     own = [g if need else None for g, need in zip(captured, ctx.wanted, strict=True)]
     none = [None] * masks, [None] * (len(lists) - scores - masks)
     # torch wants a list of as many gradients for a list of tensors, and an empty list for any
-    sizes = None if layout else []
+    sizes: list[None] | None = None if layout else []
     return dquery, dkey, dvalue, own, *none, sizes, None, None, None, None
 
 

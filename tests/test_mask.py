@@ -73,10 +73,9 @@ def test_and_or_masks() -> None:
 
 def test_truth_value_is_refused() -> None:
     with pytest.raises(ArgumentError, match="has no truth value; combine masks with `&`"):
-        CAUSAL and NEAR
+        _ = CAUSAL and NEAR
     with pytest.raises(ArgumentError, match=r"the mask causal\(\)"):
-        if CAUSAL:
-            pass
+        bool(CAUSAL)
 
 
 def test_not_a_function() -> None:

@@ -129,7 +129,7 @@ MASKS: dict[str, Callable[..., Any]] = {
     "mixed vector index": lambda b, h, q, kv: (SPANS[q % 3, torch.tensor([1, 0])] <= kv).all(),
     "view of a table": lambda b, h, q, kv: IDS[1:][q] == IDS[kv],
     "eager on captured": lambda b, h, q, kv: IDS.cumsum(0)[q] > IDS.flip(0)[kv] * 2,
-    "ellipsis and None": lambda b, h, q, kv: (SPANS[None, ..., 0][0, q % 3] == kv),
+    "ellipsis and None": lambda b, h, q, kv: SPANS[None, ..., 0][0, q % 3] == kv,
     "stack": lambda b, h, q, kv: torch.stack([q > 2, kv > 4, h > 0]).any(),
 }
 
@@ -146,8 +146,8 @@ UNARY = (
 POSITIVE = "log log2 log1p log10 sqrt rsqrt".split()
 
 MODS: dict[str, Callable[..., Any]] = {
-    **{n: (lambda s, b, h, q, kv, f=getattr(torch, n): f(s) + kv) for n in UNARY},
-    **{n: (lambda s, b, h, q, kv, f=getattr(torch, n): f(s.abs() + 0.1)) for n in POSITIVE},
+    **{n: (lambda s, b, h, q, kv, n=n: getattr(torch, n)(s) + kv) for n in UNARY},
+    **{n: (lambda s, b, h, q, kv, n=n: getattr(torch, n)(s.abs() + 0.1)) for n in POSITIVE},
     "gelu": lambda s, b, h, q, kv: F.gelu(s),
     "gelu tanh": lambda s, b, h, q, kv: F.gelu(s, approximate="tanh"),
     "silu": lambda s, b, h, q, kv: F.silu(s),
@@ -184,7 +184,9 @@ MODS: dict[str, Callable[..., Any]] = {
     "max of two": lambda s, b, h, q, kv: torch.max(s, s * 2) + torch.min(s, GAIN),
     "masked_fill": lambda s, b, h, q, kv: s.masked_fill(q < kv, -5),
     "lerp": lambda s, b, h, q, kv: torch.lerp(s, TABLE[h, q], 0.3),
-    "addition with alpha": lambda s, b, h, q, kv: torch.add(s, kv, alpha=2) - torch.sub(s, q, alpha=3),
+    "addition with alpha": lambda s, b, h, q, kv: (
+        torch.add(s, kv, alpha=2) - torch.sub(s, q, alpha=3)
+    ),
     "reflected": lambda s, b, h, q, kv: 2 - s + 3 / (s.abs() + 1) - (1 - q),
     "like": lambda s, b, h, q, kv: s + torch.full_like(s, 2) * torch.ones_like(q) + s.new_zeros(()),
     "in place on a name": lambda s, b, h, q, kv: operator.iadd(s, kv),
@@ -230,9 +232,7 @@ def expressions(draw: st.DrawFn) -> Callable[..., Any]:
     """A random function of (score, b, h, q, kv), as steps over two stacks of values."""
     steps = draw(
         st.lists(
-            st.tuples(
-                st.booleans(), st.integers(0, 100), st.integers(0, 100), st.integers(0, 100)
-            ),
+            st.tuples(st.booleans(), st.integers(0, 100), st.integers(0, 100), st.integers(0, 100)),
             min_size=1,
             max_size=8,
         )
@@ -295,6 +295,4 @@ def test_reading_data_of_a_captured_tensor_is_noted() -> None:
 
 def test_printing() -> None:
     traced = trace(lambda s, b, h, q, kv: torch.where(q >= kv, s * HEADS[h], -1.0), "score")
-    assert str(traced) == (
-        "score(score, b, h, q, kv) = where(kv <= q, score * HEADS[h], -1.0)"
-    )
+    assert str(traced) == ("score(score, b, h, q, kv) = where(kv <= q, score * HEADS[h], -1.0)")
