@@ -178,8 +178,10 @@ def _find_names(function: Any, wanted: dict[int, str], depth: int) -> None:
         positional = code.co_varnames[: code.co_argcount]
         scope.update(zip(positional[len(positional) - len(defaults) :], defaults, strict=True))
         scope.update(function.__kwdefaults__ or {})
-    elif hasattr(function, "__dict__"):
-        scope = dict(vars(function))
+    else:
+        slots = (n for c in type(function).__mro__ for n in getattr(c, "__slots__", ()))
+        scope = {name: getattr(function, name, None) for name in slots}  # a Mask, for one
+        scope.update(getattr(function, "__dict__", {}))
         scope.update(getattr(function, "_parameters", {}), **getattr(function, "_buffers", {}))
     for name, value in scope.items():
         if isinstance(value, Tensor):

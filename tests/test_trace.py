@@ -296,3 +296,14 @@ def test_reading_data_of_a_captured_tensor_is_noted() -> None:
 def test_printing() -> None:
     traced = trace(lambda s, b, h, q, kv: torch.where(q >= kv, s * HEADS[h], -1.0), "score")
     assert str(traced) == ("score(score, b, h, q, kv) = where(kv <= q, score * HEADS[h], -1.0)")
+
+
+def test_names_are_found_inside_masks_and_objects() -> None:
+    from attnkit.mask import Mask
+
+    def inner(ids: Tensor) -> Mask:
+        return Mask(lambda b, h, q, kv: ids[q] == ids[kv])
+
+    mask = inner(IDS) & Mask(lambda b, h, q, kv: FLAGS[kv])
+    assert trace(mask, "mask").names == ("ids", "FLAGS")
+    assert trace(Module(), "score").names == ("bias",)

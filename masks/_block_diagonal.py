@@ -1,0 +1,36 @@
+"""Blocks on the diagonal."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from attnkit import Mask
+from attnkit.masks._check import whole
+
+
+def block_diagonal(size: int, kv_size: int | None = None) -> Mask:
+    """Keeps the pairs in blocks of the same number.
+
+    Args:
+        size: queries in a block.
+        kv_size: keys in a block, if they differ from the queries.
+
+    Raises:
+        ArgumentError, OptionError: not positive ints.
+
+    >>> from attnkit import create_mask
+    >>> create_mask(block_diagonal(2), None, None, 5, 5).int()[0, 0]
+    tensor([[1, 1, 0, 0, 0],
+            [1, 1, 0, 0, 0],
+            [0, 0, 1, 1, 0],
+            [0, 0, 1, 1, 0],
+            [0, 0, 0, 0, 1]], dtype=torch.int32)
+    """
+    whole("size", size, least=1)
+    columns = size if kv_size is None else whole("kv_size", kv_size, least=1)
+
+    def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return q // size == kv // columns
+
+    shown = f"{size}" if kv_size is None else f"{size}, {kv_size}"
+    return Mask(keep, f"block_diagonal({shown})")

@@ -1,0 +1,73 @@
+"""Causal attention, aligned at the top left or at the bottom right."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from attnkit import ArgumentError, Mask, OptionError
+from attnkit.masks._check import per_batch, whole
+
+
+def causal(
+    align: Literal["top-left", "bottom-right"] = "top-left",
+    *,
+    q_len: int | None = None,
+    kv_len: int | Tensor | None = None,
+) -> Mask:
+    """Keeps the keys that are not after the query.
+
+    Aligned at the top left, query `q` sees keys `0 .. q` (as `is_causal` of PyTorch's SDPA).
+    Aligned at the bottom right, the last query sees the last key (as FlashAttention): what a
+    KV cache needs, where the `q_len` new queries stand at the end of `kv_len` keys.
+
+    Args:
+        align: "top-left" or "bottom-right".
+        q_len: query length; only for "bottom-right".
+        kv_len: kv length, an int, or int [B] with one length per batch entry (keys from
+            `kv_len[b]` on are after every query, hence not kept); only for "bottom-right".
+
+    Raises:
+        ArgumentError, OptionError, ShapeError, DTypeError: an argument is not as described.
+
+    Source: Vaswani et al. 2017, arXiv:1706.03762.
+
+    >>> from attnkit import create_mask
+    >>> create_mask(causal(), None, None, 3, 5).int()[0, 0]
+    tensor([[1, 0, 0, 0, 0],
+            [1, 1, 0, 0, 0],
+            [1, 1, 1, 0, 0]], dtype=torch.int32)
+    >>> create_mask(causal("bottom-right", q_len=3, kv_len=5), None, None, 3, 5).int()[0, 0]
+    tensor([[1, 1, 1, 0, 0],
+            [1, 1, 1, 1, 0],
+            [1, 1, 1, 1, 1]], dtype=torch.int32)
+    """
+    if align == "top-left":
+        if q_len is not None or kv_len is not None:
+            raise ArgumentError('q_len and kv_len have a meaning with align="bottom-right" only')
+        return Mask(_not_after, "causal()")
+    if align != "bottom-right":
+        raise OptionError(f'align must be "top-left" or "bottom-right", got {align!r}')
+    if q_len is None or kv_len is None:
+        raise ArgumentError(
+            f'align="bottom-right" needs q_len and kv_len, got {q_len=} and {kv_len=}'
+        )
+    whole("q_len", q_len, least=1)
+    if isinstance(kv_len, Tensor):
+        lengths = per_batch("kv_len", kv_len)
+
+        def keep_cached(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return kv - lengths[b] <= q - q_len
+
+        return Mask(keep_cached, f'causal("bottom-right", q_len={q_len}, kv_len=[B])')
+    offset = whole("kv_len", kv_len, least=1) - q_len
+
+    def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return kv <= q + offset
+
+    return Mask(keep, f'causal("bottom-right", q_len={q_len}, kv_len={kv_len})')
+
+
+def _not_after(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return kv <= q

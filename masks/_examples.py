@@ -1,0 +1,233 @@
+"""Instances of every mask of the library, at any length."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnkit import Mask
+from attnkit.masks._bigbird import bigbird
+from attnkit.masks._block_diagonal import block_diagonal
+from attnkit.masks._block_diffusion import block_diffusion
+from attnkit.masks._causal import causal
+from attnkit.masks._check import whole
+from attnkit.masks._dilated import dilated
+from attnkit.masks._document import document, document_from_cu_seqlens, document_from_lengths
+from attnkit.masks._longformer import longformer
+from attnkit.masks._natten import natten
+from attnkit.masks._padding import padding
+from attnkit.masks._paged import paged
+from attnkit.masks._prefix import prefix, prefix_lm
+from attnkit.masks._shared_prefix import shared_prefix
+from attnkit.masks._sliding_tile import sliding_tile
+from attnkit.masks._sliding_window import sliding_window
+from attnkit.masks._streaming_llm import streaming_llm
+from attnkit.masks._strided import fixed, strided
+from attnkit.masks._topk_blocks import topk_blocks
+from attnkit.masks._tree import tree, tree_from_table
+
+
+class Example(NamedTuple):
+    """A mask with lengths that it fits; batch and heads are 1 where it does not read b or h."""
+
+    mask: Mask
+    q_len: int
+    kv_len: int
+    batch: int = 1
+    heads: int = 1
+
+
+class _Draw:
+    """Random tensors from one seed, made on the CPU so that every device gets the same."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.device = device
+
+    def ints(self, low: int, high: int, *shape: int) -> Tensor:
+        """int32 from low to high - 1."""
+        drawn = torch.randint(low, high, shape, generator=self.generator, dtype=torch.int32)
+        return drawn.to(self.device)
+
+    def marks(self, rate: float, *shape: int) -> Tensor:
+        """bool, True at the given rate."""
+        return (torch.rand(shape, generator=self.generator) < rate).to(self.device)
+
+    def order(self, count: int) -> Tensor:
+        """A permutation of 0 .. count - 1, int64."""
+        return torch.randperm(count, generator=self.generator).to(self.device)
+
+    def lengths(self, total: int, parts: int) -> Tensor:
+        """`parts` lengths from 0 on that sum to `total`, int32."""
+        cuts = self.ints(0, total + 1, parts - 1).sort().values.cpu()
+        ends = torch.cat((cuts, torch.tensor([total], dtype=torch.int32)))
+        return ends.diff(prepend=ends.new_zeros(1)).to(self.device)
+
+
+def examples(
+    length: int = 128, *, device: torch.device | str = "cpu", seed: int = 0
+) -> dict[str, Example]:
+    """At least one instance of every mask of the library.
+
+    Args:
+        length: query and kv length, from 32 on; grids take the nearest smaller shape that fits,
+            and a few masks have other lengths for queries and keys (see `q_len`, `kv_len`).
+        device: where captured tensors live.
+        seed: of the random ids, lengths and blocks; equal seeds give equal masks.
+
+    Returns:
+        Example by name: the mask's own name, or "name/what is special".
+
+    >>> examples()["sliding_window"]
+    Example(mask=sliding_window(16), q_len=128, kv_len=128, batch=1, heads=1)
+    """
+    whole("length", length, least=32)
+    draw = _Draw(seed, torch.device(device))
+    made = _patterns(length)
+    made |= _documents(length, draw)
+    made |= _batches(length, draw)
+    made |= _blocks(length, draw)
+    made |= _grids(length)
+    return made | _decoding(length, draw)
+
+
+def _patterns(length: int) -> dict[str, Example]:
+    near = max(2, length // 8)
+    last = causal("bottom-right", q_len=length // 2, kv_len=length)
+    square = {
+        "causal": causal(),
+        "sliding_window": sliding_window(near),
+        "sliding_window/both": sliding_window(near, near // 2),
+        "sliding_window/right": sliding_window(None, near),
+        "prefix_lm": prefix_lm(near + 1),
+        "dilated": dilated(2 * near, 3),
+        "dilated/both": dilated(near, 2, near),
+        "strided": strided(near - 1),
+        "fixed": fixed(near, 2),
+        "longformer": longformer(near, 3),
+        "streaming_llm": streaming_llm(near, 4),
+        "block_diagonal": block_diagonal(near + 3),
+    }
+    made = {name: Example(mask, length, length) for name, mask in square.items()}
+    made["causal/bottom-right"] = Example(last, length // 2, length)
+    made["prefix"] = Example(prefix(near), length, length + 5)
+    made["block_diagonal/cross"] = Example(block_diagonal(7, 11), length, 2 * length)
+    half = length // 2
+    made["block_diffusion"] = Example(block_diffusion(half, max(2, near // 2)), 2 * half, 2 * half)
+    return made
+
+
+def _documents(length: int, draw: _Draw) -> dict[str, Example]:
+    count = max(3, min(length // 24, 1500))
+    lengths = draw.lengths(length, count)
+    ends = torch.cat((lengths.new_zeros(1), lengths.cumsum(0, dtype=torch.int32)))
+    ids = torch.arange(count, device=draw.device).repeat_interleave(lengths.long())
+    groups = draw.lengths(length, 6).reshape(2, 3)
+    return {
+        "document": Example(document(ids, sorted_ids=True), length, length),
+        "document/causal": Example(causal() & document(ids), length, length),
+        "document/unsorted": Example(document(draw.ints(0, 4, length)), length, length),
+        "document/batch": Example(document(draw.ints(0, 3, 2, length)), length, length, batch=2),
+        "document/cross": Example(
+            document(ids, draw.ints(0, count, length + 9).sort().values), length, length + 9
+        ),
+        "document_from_lengths": Example(
+            document_from_lengths(lengths, total=length), length, length
+        ),
+        "document_from_cu_seqlens": Example(document_from_cu_seqlens(ends), length, length),
+        "shared_prefix": Example(
+            shared_prefix(length // 4, draw.lengths(length - length // 4, 3)), length, length
+        ),
+        "shared_prefix/groups": Example(
+            shared_prefix(groups[:, 0], groups[:, 1:].contiguous()), length, length
+        ),
+    }
+
+
+def _batches(length: int, draw: _Draw) -> dict[str, Example]:
+    keys, queries = draw.ints(1, length + 1, 2), draw.ints(1, length + 1, 2)
+    start = draw.ints(length // 2, length + 1, 2)
+    marked = longformer(length // 16, draw.marks(4 / length, 2, length))
+    return {
+        "padding": Example(padding(keys), length, length, batch=2),
+        "padding/rows": Example(padding(keys, queries), length, length, batch=2),
+        "prefix_lm/batch": Example(prefix_lm(keys), length, length, batch=2),
+        "causal/cached": Example(
+            causal("bottom-right", q_len=length // 4, kv_len=start), length // 4, length, batch=2
+        ),
+        "longformer/marked": Example(
+            longformer(length // 16, draw.marks(4 / length, length)), length, length
+        ),
+        "longformer/batch": Example(marked, length, length, batch=2),
+    }
+
+
+def _blocks(length: int, draw: _Draw) -> dict[str, Example]:
+    size = 8 if length < 1024 else 64
+    rows = -(-length // size)
+    picked = draw.ints(-1, rows, 2, rows, 3)
+    each = draw.ints(0, rows, length, 4)
+    marks = draw.marks(0.3, 2, 2, -(-length // (2 * size)), rows)
+    random = draw.ints(-1, rows, rows, 2)
+    by_head = draw.ints(0, rows, 2, rows, 2)
+    return {
+        "topk_blocks": Example(topk_blocks(picked, size, size), length, length, heads=2),
+        "topk_blocks/causal": Example(topk_blocks(each, 1, size) & causal(), length, length),
+        "topk_blocks/marked": Example(
+            topk_blocks(marks, 2 * size, size), length, length, batch=2, heads=2
+        ),
+        "bigbird": Example(bigbird(random, size), length, length),
+        "bigbird/heads": Example(bigbird(by_head, size, global_blocks=0), length, length, heads=2),
+    }
+
+
+def _grids(length: int) -> dict[str, Example]:
+    side = math.isqrt(length) // 2 * 2
+    depth = math.isqrt(length // 4) // 2 * 2
+    image, video = (side, side), (4, depth, depth)
+    small = (3, min(3, depth), min(3, depth))
+    odd = [1 if size // 2 < 3 else 3 for size in video]
+    masks = {
+        "natten": ((length,), natten((length,), 7)),
+        "natten/dilated": ((length,), natten((length,), (6,), dilation=3, causal=True)),
+        "natten/2d": (image, natten(image, 3)),
+        "natten/2d-dilated": (image, natten(image, 2, dilation=(2, 1))),
+        "natten/2d-tiled": (image, natten(image, (4, 3), stride=(2, 1), tile=2)),
+        "natten/3d": (video, natten(video, small, causal=(True, False, False))),
+        "natten/3d-tiled": (video, natten(video, small, tile=2)),
+        "sliding_tile/2d": (image, sliding_tile(image, 2, 1 if side < 6 else 3)),
+        "sliding_tile/3d": (video, sliding_tile(video, 2, odd)),
+    }
+    made = {n: Example(mask, math.prod(s), math.prod(s)) for n, (s, mask) in masks.items()}
+    tokens = math.prod(image) + 5
+    made["sliding_tile"] = Example(sliding_tile(image, 2, 1, text=5), tokens, tokens)
+    return made
+
+
+def _decoding(length: int, draw: _Draw) -> dict[str, Example]:
+    drafts = min(length // 4, 64)
+    parents = [draw.ints(-1, max(i, 1), 1) if i else draw.ints(-1, 0, 1) for i in range(drafts)]
+    parent = torch.cat(parents)
+    context = draw.ints(1, length - drafts + 1, 2)
+    table = draw.marks(0.4, drafts, drafts)
+    size = 8 if length < 1024 else 64
+    held = -(-length // size)
+    pages = draw.order(2 * held).reshape(2, held)
+    pages[1, -1] = -1
+    ids = draw.ints(0, 3, held * size)
+    pool = 2 * held * size
+    lengths = torch.tensor([length, length - size], dtype=torch.int32, device=draw.device)
+    return {
+        "tree": Example(tree(parent, length - drafts), drafts, length),
+        "tree/batch": Example(
+            tree(torch.stack((parent, parent)), context), drafts, length, batch=2
+        ),
+        "tree_from_table": Example(tree_from_table(table, length - drafts), drafts, length),
+        "paged": Example(paged(causal(), pages, size, 2 * held), length, pool, batch=2),
+        "paged/lengths": Example(
+            paged(document(ids), pages, size, 2 * held, lengths), length, pool, batch=2
+        ),
+    }

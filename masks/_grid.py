@@ -1,0 +1,75 @@
+"""Grids of tokens: images and videos laid out as a sequence, row by row or tile by tile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attnkit import OptionError
+from attnkit.masks._check import grid, sizes
+
+
+def unravel(place: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """The coordinates of a place in row-major order (the last axis runs fastest)."""
+    found: list[Tensor] = []
+    for size in reversed(shape[1:]):
+        found.append(place % size)
+        place = place // size
+    return (place, *reversed(found))
+
+
+def coordinates(
+    place: Tensor, shape: tuple[int, ...], tile: tuple[int, ...] | None
+) -> tuple[Tensor, ...]:
+    """The coordinates of the token at a place of the sequence.
+
+    Args:
+        place: integer, from 0 to the product of `shape` less 1.
+        shape: the grid.
+        tile: the layout goes tile by tile, row-major among tiles and inside each; None: row-major.
+    """
+    if tile is None:
+        return unravel(place, shape)
+    tiles = tuple(size // part for size, part in zip(shape, tile, strict=True))
+    count = math.prod(tile)
+    outer, inner = unravel(place // count, tiles), unravel(place % count, tile)
+    return tuple(o * part + i for o, part, i in zip(outer, tile, inner, strict=True))
+
+
+def check_tile(shape: tuple[int, ...], tile: int | Sequence[int]) -> tuple[int, ...]:
+    """A tile that divides the grid."""
+    found = sizes("tile", tile, len(shape))
+    if any(size % part for size, part in zip(shape, found, strict=True)):
+        raise OptionError(f"tile must divide shape {shape} along every axis, got {found}")
+    return found
+
+
+def tile_order(shape: Sequence[int], tile: int | Sequence[int]) -> Tensor:
+    """Where the tokens of a tiled layout stand in the row-major one.
+
+    `x[..., order, :]` brings row-major tokens to the tiled layout that `natten(tile=...)` and
+    `sliding_tile` expect; `y[..., order.argsort(), :]` brings the result back.
+
+    Args:
+        shape: the grid, 1 to 3 axes.
+        tile: the tile, an int or one per axis; divides the grid.
+
+    Returns:
+        int64 [number of tokens] on the CPU.
+
+    Raises:
+        ArgumentError, OptionError: not ints, or the tile does not divide the grid.
+
+    >>> tile_order((2, 4), (2, 2))
+    tensor([0, 1, 4, 5, 2, 3, 6, 7])
+    """
+    whole_grid = grid("shape", shape)
+    parts = check_tile(whole_grid, tile)
+    order = torch.zeros((), dtype=torch.int64)
+    places = torch.arange(math.prod(whole_grid))
+    for size, at in zip(whole_grid, coordinates(places, whole_grid, parts), strict=True):
+        order = order * size + at
+    return order

@@ -1,0 +1,57 @@
+"""Global tokens plus a window."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from attnkit import Mask
+from attnkit.masks._check import bool_tensor, whole
+
+
+def longformer(window: int, global_tokens: int | Tensor) -> Mask:
+    """Keeps a window on both sides, and the rows and columns of global tokens.
+
+    Args:
+        window: keys on each side of the query (a row keeps up to `2 * window + 1` local keys).
+        global_tokens: how many tokens at the start are global, or bool [S] or [B, S] that is
+            True at the global ones.
+
+    Raises:
+        ArgumentError, OptionError, ShapeError, DTypeError: an argument is not as described.
+
+    Source: Beltagy et al. 2020 (Longformer), arXiv:2004.05150, section 3.1.
+
+    >>> from attnkit import create_mask
+    >>> create_mask(longformer(1, global_tokens=1), None, None, 6, 6).int()[0, 0]
+    tensor([[1, 1, 1, 1, 1, 1],
+            [1, 1, 1, 0, 0, 0],
+            [1, 1, 1, 1, 0, 0],
+            [1, 0, 1, 1, 1, 0],
+            [1, 0, 0, 1, 1, 1],
+            [1, 0, 0, 0, 1, 1]], dtype=torch.int32)
+    """
+    whole("window", window)
+    if not isinstance(global_tokens, Tensor):
+        whole("global_tokens", global_tokens)
+
+        def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            near = (q - kv <= window) & (kv - q <= window)
+            return near | (q < global_tokens) | (kv < global_tokens)
+
+        return Mask(keep, f"longformer({window}, {global_tokens})")
+
+    is_global = bool_tensor("global_tokens", global_tokens, "[S] or [B, S]", (1, 2))
+    label = f"longformer({window}, {list(is_global.shape)})"
+    if is_global.ndim == 1:
+
+        def keep_marked(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            near = (q - kv <= window) & (kv - q <= window)
+            return near | is_global[q] | is_global[kv]
+
+        return Mask(keep_marked, label)
+
+    def keep_own(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        near = (q - kv <= window) & (kv - q <= window)
+        return near | is_global[b, q] | is_global[b, kv]
+
+    return Mask(keep_own, label)

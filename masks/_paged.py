@@ -1,0 +1,92 @@
+"""Masks over a paged KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from attnkit import ArgumentError, Mask, OptionError, ShapeError
+from attnkit.masks._check import at_least, extent, int_tensor, per_batch, whole
+
+
+def paged(
+    mask: Callable[..., Tensor],
+    page_table: Tensor,
+    page_size: int,
+    pages: int,
+    lengths: Tensor | None = None,
+) -> Mask:
+    """Keeps what a mask over logical positions keeps, with keys stored in pages.
+
+    Key and value are one pool [1, H, pages * page_size, D] for all batch entries; entry `b` finds
+    its logical page `i` at `page_table[b, i]`. Keys in pages of other entries are not kept.
+
+    Args:
+        mask: `mask_mod(b, h, q, kv)` or a Mask, over logical key positions.
+        page_table: int [B, P], physical page of each logical page; -1 for a page that is not
+            there. The pages of an entry are distinct; entries may share pages (a common prefix).
+        page_size: keys in a page.
+        pages: physical pages; kv length is `pages * page_size`.
+        lengths: int [B], keys of each entry (the rest of the last page is not kept); None: all.
+
+    Raises:
+        ArgumentError, ShapeError, DTypeError: an argument is not as described.
+        OptionError: a page is out of range, or twice in one entry.
+
+    Source: Kwon et al. 2023 (PagedAttention), arXiv:2309.06180.
+
+    >>> import torch
+    >>> from attnkit import create_mask
+    >>> from attnkit.masks import causal
+    >>> table = torch.tensor([[2, 0]])  # logical page 0 is stored in page 2, page 1 in page 0
+    >>> create_mask(paged(causal(), table, page_size=2, pages=3), 1, None, 4, 6).int()[0, 0]
+    tensor([[0, 0, 0, 0, 1, 0],
+            [0, 0, 0, 0, 1, 1],
+            [1, 0, 0, 0, 1, 1],
+            [1, 1, 0, 0, 1, 1]], dtype=torch.int32)
+    """
+    if not callable(mask):
+        raise ArgumentError(f"mask must be a mask or a mask_mod, got {type(mask).__name__}")
+    whole("page_size", page_size, least=1)
+    whole("pages", pages, least=1)
+    logical_page = _inverse(page_table, pages)
+    name = mask.label if isinstance(mask, Mask) else getattr(mask, "__name__", "mask")
+    label = f"paged({name}, {list(page_table.shape)}, {page_size}, {pages})"
+
+    def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        page = logical_page[b, kv // page_size]
+        return (page >= 0) & mask(b, h, q, page.clamp(min=0) * page_size + kv % page_size)
+
+    if lengths is None:
+        return Mask(keep, label)
+    held = per_batch("lengths", lengths)
+    if len(held) != len(page_table):
+        raise ShapeError(
+            f"lengths must have one entry per row of page_table, {len(page_table)}, got {len(held)}"
+        )
+
+    def keep_held(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        page = logical_page[b, kv // page_size]
+        key = page.clamp(min=0) * page_size + kv % page_size
+        return (page >= 0) & (key < held[b]) & mask(b, h, q, key)
+
+    return Mask(keep_held, label)
+
+
+def _inverse(page_table: Tensor, pages: int) -> Tensor:
+    """int32 [B, pages]: the logical page that entry b stores in each physical page, or -1."""
+    table = int_tensor("page_table", page_table, "[B, P]", (2,)).long()
+    at_least("page_table", table, -1)
+    if extent(table)[1] >= pages:
+        raise OptionError(
+            f"page_table must hold pages below pages = {pages}, got {extent(table)[1]}"
+        )
+    row, logical = (table >= 0).nonzero(as_tuple=True)
+    physical = table[row, logical]
+    if len((row * pages + physical).unique()) != len(physical):
+        raise OptionError("page_table must hold distinct pages in each row, got one page twice")
+    found = torch.full((len(table), pages), -1, dtype=torch.int32, device=table.device)
+    found[row, physical] = logical.int()
+    return found

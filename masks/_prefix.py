@@ -1,0 +1,61 @@
+"""A prefix that every query sees, alone and with causal attention after it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from attnkit import Mask
+from attnkit.masks._causal import causal
+from attnkit.masks._check import per_batch, whole
+
+
+def prefix(length: int | Tensor) -> Mask:
+    """Keeps the first `length` keys.
+
+    Args:
+        length: an int, or int [B] with one length per batch entry.
+
+    Raises:
+        ArgumentError, OptionError, ShapeError, DTypeError: an argument is not as described.
+
+    >>> from attnkit import create_mask
+    >>> create_mask(prefix(2), None, None, 3, 4).int()[0, 0]
+    tensor([[1, 1, 0, 0],
+            [1, 1, 0, 0],
+            [1, 1, 0, 0]], dtype=torch.int32)
+    """
+    if isinstance(length, Tensor):
+        lengths = per_batch("length", length)
+
+        def keep_own(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return kv < lengths[b]
+
+        return Mask(keep_own, "prefix([B])")
+    whole("length", length)
+
+    def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return kv < length
+
+    return Mask(keep, f"prefix({length})")
+
+
+def prefix_lm(length: int | Tensor) -> Mask:
+    """Keeps the first `length` keys, and the keys that are not after the query.
+
+    Args:
+        length: an int, or int [B] with one length per batch entry.
+
+    Raises:
+        ArgumentError, OptionError, ShapeError, DTypeError: an argument is not as described.
+
+    Source: Raffel et al. 2020 (T5, "prefix LM"), arXiv:1910.10683, section 3.2.1.
+
+    >>> from attnkit import create_mask
+    >>> create_mask(prefix_lm(2), None, None, 4, 4).int()[0, 0]
+    tensor([[1, 1, 0, 0],
+            [1, 1, 0, 0],
+            [1, 1, 1, 0],
+            [1, 1, 1, 1]], dtype=torch.int32)
+    """
+    first = prefix(length)
+    return Mask(causal() | first, first.label.replace("prefix", "prefix_lm"))

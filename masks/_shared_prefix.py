@@ -1,0 +1,79 @@
+"""Several continuations of one prompt in one sequence."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnkit import ArgumentError, Mask, OptionError, ShapeError
+from attnkit.masks._check import at_least, int_tensor, whole
+
+
+def shared_prefix(prefixes: int | Tensor, suffixes: Tensor) -> Mask:
+    """Keeps, causally, the keys of the query's own suffix and of the prefix that it shares.
+
+    The layout is prefix, suffix 1, suffix 2, ..., or several such groups one after another.
+
+    Args:
+        prefixes: prefix length, or int [G] with the prefix length of each group.
+        suffixes: int [N] the suffix lengths of the one group, or int [G, N] those of each group;
+            0 for a suffix that is not there.
+
+    Raises:
+        ArgumentError, ShapeError, DTypeError: an argument is not as described.
+        OptionError: a length is negative, or all are 0.
+
+    Source: Juravsky et al. 2024 (Hydragen), arXiv:2402.05099.
+
+    >>> import torch
+    >>> from attnkit import create_mask
+    >>> create_mask(shared_prefix(2, torch.tensor([2, 1])), None, None, 5, 5).int()[0, 0]
+    tensor([[1, 0, 0, 0, 0],
+            [1, 1, 0, 0, 0],
+            [1, 1, 1, 0, 0],
+            [1, 1, 1, 1, 0],
+            [1, 1, 0, 0, 1]], dtype=torch.int32)
+    """
+    lengths = _lengths(prefixes, suffixes)
+    if int(lengths.sum()) == 0:
+        raise OptionError("prefixes and suffixes must hold a length above 0, got zeros only")
+    groups, width = lengths.shape
+    parts = torch.arange(groups * width, dtype=torch.int32, device=lengths.device)
+    part = parts.repeat_interleave(lengths.flatten())
+    # part = group * width + (0 for the prefix, i for suffix i)
+    is_prefix = part % width == 0
+    label = f"shared_prefix({_shown(prefixes)}, {list(suffixes.shape)})"
+    if groups == 1:
+        length = int(lengths[0, 0])
+
+        def keep_one(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return (kv <= q) & ((kv < length) | (part[q] == part[kv]))
+
+        return Mask(keep_one, label)
+    group = part // width
+
+    def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (kv <= q) & (group[q] == group[kv]) & (is_prefix[kv] | (part[q] == part[kv]))
+
+    return Mask(keep, label)
+
+
+def _lengths(prefixes: int | Tensor, suffixes: Tensor) -> Tensor:
+    """int64 [G, 1 + N]: the prefix and the suffixes of each group."""
+    at_least("suffixes", int_tensor("suffixes", suffixes, "[N] or [G, N]", (1, 2)), 0)
+    if not isinstance(prefixes, Tensor):
+        if suffixes.ndim != 1:
+            raise ArgumentError("prefixes must be int [G] where suffixes is [G, N], got an int")
+        first = suffixes.new_tensor([[whole("prefixes", prefixes)]], dtype=torch.int64)
+        return torch.cat((first, suffixes.long()[None]), dim=1)
+    at_least("prefixes", int_tensor("prefixes", prefixes, "[G]", (1,)), 0)
+    if suffixes.ndim != 2 or len(suffixes) != len(prefixes):
+        raise ShapeError(
+            f"suffixes must have shape [G, N] with G = {len(prefixes)}, one row per prefix, got "
+            f"{tuple(suffixes.shape)}"
+        )
+    return torch.cat((prefixes.long()[:, None], suffixes.long()), dim=1)
+
+
+def _shown(prefixes: int | Tensor) -> str:
+    return str(list(prefixes.shape)) if isinstance(prefixes, Tensor) else str(prefixes)

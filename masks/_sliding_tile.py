@@ -1,0 +1,81 @@
+"""Sliding tile attention: neighbourhood attention among whole tiles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from attnkit import Mask, OptionError
+from attnkit.masks._check import grid, sizes, whole
+from attnkit.masks._grid import check_tile, unravel
+
+
+def sliding_tile(
+    shape: Sequence[int],
+    tile: int | Sequence[int],
+    kernel: int | Sequence[int],
+    *,
+    text: int = 0,
+) -> Mask:
+    """Keeps the `kernel` nearest tiles along each axis of a tiled grid, and all of the text.
+
+    A query sees the same tiles as every query of its tile, so with tiles of a whole number of
+    blocks no block is partial. Tokens are in the tiled layout (see `tile_order`), text tokens
+    after them; text sees everything and everything sees text.
+
+    Args:
+        shape: the grid in tokens, 1 to 3 axes.
+        tile: tokens of a tile along each axis; divides the grid.
+        kernel: tiles along each axis, odd, at most the tiles of the grid.
+        text: text tokens after the grid; query and kv length are the product of `shape`, plus
+            `text`.
+
+    Raises:
+        ArgumentError, OptionError: an argument is not as described.
+
+    Source: Zhang et al. 2025 (STA), arXiv:2502.04507.
+
+    >>> from attnkit import create_mask
+    >>> create_mask(sliding_tile((8,), 2, 3, text=1), None, None, 9, 9).int()[0, 0]
+    tensor([[1, 1, 1, 1, 1, 1, 0, 0, 1],
+            [1, 1, 1, 1, 1, 1, 0, 0, 1],
+            [1, 1, 1, 1, 1, 1, 0, 0, 1],
+            [1, 1, 1, 1, 1, 1, 0, 0, 1],
+            [0, 0, 1, 1, 1, 1, 1, 1, 1],
+            [0, 0, 1, 1, 1, 1, 1, 1, 1],
+            [0, 0, 1, 1, 1, 1, 1, 1, 1],
+            [0, 0, 1, 1, 1, 1, 1, 1, 1],
+            [1, 1, 1, 1, 1, 1, 1, 1, 1]], dtype=torch.int32)
+    """
+    lengths = grid("shape", shape)
+    parts = check_tile(lengths, tile)
+    kernels = sizes("kernel", kernel, len(lengths))
+    tiles = tuple(length // part for length, part in zip(lengths, parts, strict=True))
+    if any(width % 2 == 0 or width > count for width, count in zip(kernels, tiles, strict=True)):
+        raise OptionError(
+            f"kernel must be odd and at most the tiles of the grid, {tiles}, got {kernels}"
+        )
+    whole("text", text)
+    tokens, tile_tokens = math.prod(lengths), math.prod(parts)
+
+    def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        rows, columns = unravel(q // tile_tokens, tiles), unravel(kv // tile_tokens, tiles)
+        near = [
+            _near(row, column, count, width // 2)
+            for row, column, count, width in zip(rows, columns, tiles, kernels, strict=True)
+        ]
+        kept = near[0]
+        for other in near[1:]:
+            kept = kept & other
+        return kept | (q >= tokens) | (kv >= tokens) if text else kept
+
+    shown = f"{lengths}, {parts}, {kernels}" + (f", text={text}" if text else "")
+    return Mask(keep, f"sliding_tile({shown})")
+
+
+def _near(row: Tensor, column: Tensor, tiles: int, reach: int) -> Tensor:
+    """Whether two tiles are neighbours along one axis of `tiles` tiles."""
+    distance = row.clamp(reach, tiles - 1 - reach) - column
+    return (distance <= reach) & (distance >= -reach)

@@ -1,0 +1,69 @@
+"""The two patterns of sparse transformers."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from attnkit import Mask
+from attnkit.masks._check import whole
+
+
+def strided(stride: int) -> Mask:
+    """Keeps, of the keys up to the query, the last `stride + 1` and every `stride`-th before.
+
+    Args:
+        stride: from 1 on, in the paper near the square root of the length.
+
+    Raises:
+        ArgumentError, OptionError: not a positive int.
+
+    Source: Child et al. 2019 (Sparse Transformer, strided), arXiv:1904.10509, section 4.3.
+
+    >>> from attnkit import create_mask
+    >>> create_mask(strided(2), None, None, 7, 7).int()[0, 0]
+    tensor([[1, 0, 0, 0, 0, 0, 0],
+            [1, 1, 0, 0, 0, 0, 0],
+            [1, 1, 1, 0, 0, 0, 0],
+            [0, 1, 1, 1, 0, 0, 0],
+            [1, 0, 1, 1, 1, 0, 0],
+            [0, 1, 0, 1, 1, 1, 0],
+            [1, 0, 1, 0, 1, 1, 1]], dtype=torch.int32)
+    """
+    whole("stride", stride, least=1)
+
+    def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        distance = q - kv
+        return (distance >= 0) & ((distance <= stride) | (distance % stride == 0))
+
+    return Mask(keep, f"strided({stride})")
+
+
+def fixed(block: int, summary: int = 1) -> Mask:
+    """Keeps, of the keys up to the query, its own block and the last `summary` of each block.
+
+    Args:
+        block: positions in a block, from 1 on.
+        summary: positions at the end of each block that every later query sees, 1 to `block`.
+
+    Raises:
+        ArgumentError, OptionError: not positive ints, or summary greater than block.
+
+    Source: Child et al. 2019 (Sparse Transformer, fixed), arXiv:1904.10509, section 4.3.
+
+    >>> from attnkit import create_mask
+    >>> create_mask(fixed(3), None, None, 7, 7).int()[0, 0]
+    tensor([[1, 0, 0, 0, 0, 0, 0],
+            [1, 1, 0, 0, 0, 0, 0],
+            [1, 1, 1, 0, 0, 0, 0],
+            [0, 0, 1, 1, 0, 0, 0],
+            [0, 0, 1, 1, 1, 0, 0],
+            [0, 0, 1, 1, 1, 1, 0],
+            [0, 0, 1, 0, 0, 1, 1]], dtype=torch.int32)
+    """
+    whole("block", block, least=1)
+    first = block - whole("summary", summary, least=1, most=block)
+
+    def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (kv <= q) & ((q // block == kv // block) | (kv % block >= first))
+
+    return Mask(keep, f"fixed({block}, {summary})")

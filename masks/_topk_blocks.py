@@ -1,0 +1,70 @@
+"""Blocks of keys that a router has selected."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnkit import Mask, ShapeError
+from attnkit.masks._check import int_tensor, tensor, whole
+
+MOST_SELECTED = 128  # indices per row: the comparison is unrolled
+
+
+def topk_blocks(selected: Tensor, q_block: int, kv_block: int) -> Mask:
+    """Keeps the blocks of keys that are selected for the query's block.
+
+    The mask reads `selected` when it is used, so one mask serves a router that writes its
+    choice into the same tensor at each step. Compose with `causal()` where the model does.
+
+    Args:
+        selected: int [..., query blocks, K], the selected kv blocks of each query block in any
+            order, -1 for an unused place, K up to 128; or bool [..., query blocks, kv blocks].
+            Before these two dimensions: nothing, [H], or [B, H].
+        q_block: queries in a block (1: each query has its own selection).
+        kv_block: keys in a block.
+
+    Raises:
+        ArgumentError, OptionError, ShapeError, DTypeError: an argument is not as described.
+
+    Source: NSA (Yuan et al. 2025, arXiv:2502.11089): `q_block=1`; MoBA (Lu et al. 2025,
+    arXiv:2502.13189); VSA (Zhang et al. 2025, arXiv:2505.13389): bool, tiles of a video.
+
+    >>> import torch
+    >>> from attnkit import create_mask
+    >>> selected = torch.tensor([[0, -1], [0, 2]])
+    >>> create_mask(topk_blocks(selected, 2, 2), None, None, 4, 6).int()[0, 0]
+    tensor([[1, 1, 0, 0, 0, 0],
+            [1, 1, 0, 0, 0, 0],
+            [1, 1, 0, 0, 1, 1],
+            [1, 1, 0, 0, 1, 1]], dtype=torch.int32)
+    """
+    whole("q_block", q_block, least=1)
+    whole("kv_block", kv_block, least=1)
+    shapes = "[query blocks, K], [H, query blocks, K] or [B, H, query blocks, K]"
+    tensor("selected", selected, shapes, (2, 3, 4))
+    label = f"topk_blocks({list(selected.shape)}, {q_block}, {kv_block})"
+    if selected.dtype == torch.bool:
+
+        def keep_marked(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return _row(selected, b, h, q // q_block)[kv // kv_block]
+
+        return Mask(keep_marked, label)
+    count = int_tensor("selected", selected, shapes, (2, 3, 4)).shape[-1]
+    if count > MOST_SELECTED:
+        raise ShapeError(
+            f"selected must have at most {MOST_SELECTED} indices per query block, got {count}; "
+            "give a bool tensor [..., query blocks, kv blocks] instead"
+        )
+
+    def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (_row(selected, b, h, q // q_block) == kv // kv_block).any(-1)
+
+    return Mask(keep, label)
+
+
+def _row(selected: Tensor, b: Tensor, h: Tensor, block: Tensor) -> Tensor:
+    """The choice of one query block, a tensor [K] or [kv blocks]."""
+    if selected.ndim == 2:
+        return selected[block]
+    return selected[h, block] if selected.ndim == 3 else selected[b, h, block]

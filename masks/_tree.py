@@ -1,0 +1,144 @@
+"""Trees of draft tokens in speculative decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from attnkit import Mask, OptionError
+from attnkit.masks._check import bool_tensor, int_tensor, per_batch, whole
+
+MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def tree(parents: Tensor, context: int | Tensor = 0) -> Mask:
+    """Keeps the context, and of the draft tokens the query itself and its ancestors.
+
+    Queries are the N draft tokens; keys are the context followed by the N draft tokens. Ancestry
+    is two comparisons of positions in a preorder walk, so nothing of size N^2 is stored.
+
+    Args:
+        parents: int [N] or [B, N], the parent of each token; -1 for a root. A parent stands
+            before its children (as in Medusa's and EAGLE's trees).
+        context: keys before the draft tokens, an int, or int [B] with the length of each KV cache
+            (batch entry b then has `context[b] + N` keys, later ones are not kept).
+
+    Raises:
+        ArgumentError, ShapeError, DTypeError: an argument is not as described.
+        OptionError: a parent is below -1 or does not stand before its child.
+
+    Source: Miao et al. 2023 (SpecInfer), arXiv:2305.09781; Cai et al. 2024 (Medusa),
+    arXiv:2401.10774.
+
+    >>> import torch
+    >>> from attnkit import create_mask
+    >>> create_mask(tree(torch.tensor([-1, 0, 0, 1]), context=2), None, None, 4, 6).int()[0, 0]
+    tensor([[1, 1, 1, 0, 0, 0],
+            [1, 1, 1, 1, 0, 0],
+            [1, 1, 1, 0, 1, 0],
+            [1, 1, 1, 1, 0, 1]], dtype=torch.int32)
+    """
+    int_tensor("parents", parents, "[N] or [B, N]", (1, 2))
+    rows = parents.reshape(-1, parents.shape[-1]).tolist()
+    walks = [_preorder(row) for row in rows]
+    first, last = (
+        torch.tensor([walk[i] for walk in walks], dtype=torch.int32, device=parents.device)
+        .reshape(parents.shape)
+        .contiguous()
+        for i in (0, 1)
+    )
+    label = f"tree({list(parents.shape)}, {_shown(context)})"
+
+    if parents.ndim == 1:
+
+        def keep(b: Tensor, h: Tensor, q: Tensor, token: Tensor) -> Tensor:
+            return (first[token] <= first[q]) & (first[q] < last[token])
+
+        return _after_context(keep, context, parents.shape[-1], label)
+
+    def keep_own(b: Tensor, h: Tensor, q: Tensor, token: Tensor) -> Tensor:
+        return (first[b, token] <= first[b, q]) & (first[b, q] < last[b, token])
+
+    return _after_context(keep_own, context, parents.shape[-1], label)
+
+
+def tree_from_table(table: Tensor, context: int | Tensor = 0) -> Mask:
+    """Keeps the context, and of the draft tokens what a table says.
+
+    The mask reads `table` when it is used: edits in place count at the next call.
+
+    Args:
+        table: bool [N, M] or [B, N, M], True where draft query n sees draft token m.
+        context: keys before the draft tokens, an int, or int [B] (see `tree`).
+
+    Raises:
+        ArgumentError, OptionError, ShapeError, DTypeError: an argument is not as described.
+
+    >>> import torch
+    >>> from attnkit import create_mask
+    >>> table = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()
+    >>> create_mask(tree_from_table(table, context=1), None, None, 3, 4).int()[0, 0]
+    tensor([[1, 1, 0, 0],
+            [1, 1, 1, 0],
+            [1, 1, 0, 1]], dtype=torch.int32)
+    """
+    bool_tensor("table", table, "[N, M] or [B, N, M]", (2, 3))
+    label = f"tree_from_table({list(table.shape)}, {_shown(context)})"
+    if table.ndim == 2:
+
+        def keep(b: Tensor, h: Tensor, q: Tensor, token: Tensor) -> Tensor:
+            return table[q, token]
+
+        return _after_context(keep, context, table.shape[-1], label)
+
+    def keep_own(b: Tensor, h: Tensor, q: Tensor, token: Tensor) -> Tensor:
+        return table[b, q, token]
+
+    return _after_context(keep_own, context, table.shape[-1], label)
+
+
+def _preorder(parents: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Of each node, its place in a preorder walk and the end of its subtree's places."""
+    size = [1] * len(parents)
+    for node in reversed(range(len(parents))):
+        parent = parents[node]
+        if not -1 <= parent < node:
+            raise OptionError(
+                f"parents[{node}] must be -1 or stand before its child ({node}), got {parent}"
+            )
+        if parent >= 0:
+            size[parent] += size[node]
+    first = [0] * len(parents)
+    free = [0] * (len(parents) + 1)  # next place below each node; the last entry is the roots'
+    for node, parent in enumerate(parents):
+        first[node] = free[parent]
+        free[parent] += size[node]
+        free[node] = first[node] + 1
+    return first, [place + count for place, count in zip(first, size, strict=True)]
+
+
+def _after_context(keep: MaskMod, context: int | Tensor, count: int, label: str) -> Mask:
+    """A mask over draft tokens, made to see the context in front of them too."""
+    if isinstance(context, Tensor):
+        contexts = per_batch("context", context)
+
+        def keep_cached(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            token = kv - contexts[b]
+            draft = keep(b, h, q, token.clamp(0, count - 1))
+            return (token < 0) | ((token < count) & draft)
+
+        return Mask(keep_cached, label)
+    if whole("context", context) == 0:
+        return Mask(keep, label)
+
+    def keep_after(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (kv < context) | keep(b, h, q, (kv - context).clamp(min=0))
+
+    return Mask(keep_after, label)
+
+
+def _shown(context: int | Tensor) -> str:
+    return "[B]" if isinstance(context, Tensor) else str(context)

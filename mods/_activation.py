@@ -1,0 +1,62 @@
+"""Other activations than the exponential, as softmax of their logarithm."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from attnkit.mods._check import ScoreMod, number
+
+
+def log_sigmoid(bias: float = 0.0) -> ScoreMod:
+    """Gives `log(sigmoid(score + bias))`: weights in proportion to sigmoids, summing to 1.
+
+    Args:
+        bias: added to the score; `-log(n)` for n keys makes it near to softmax.
+
+    Raises:
+        ArgumentError, OptionError: not a finite number.
+
+    Source: Ramapuram et al. 2024 (sigmoid attention), arXiv:2409.04431, normalised.
+
+    >>> import torch
+    >>> log_sigmoid()(torch.tensor([-9.0, 0.0, 3.0]), 0, 0, 0, 0)
+    tensor([-9.0001, -0.6931, -0.0486])
+    """
+    shift = number("bias", bias)
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return torch.nn.functional.logsigmoid(score + shift)
+
+    return score_mod
+
+
+def log_relu(power: float = 2.0) -> ScoreMod:
+    """Gives `log(relu(score) ** power)`: weights in proportion to it, summing to 1.
+
+    A score that is not positive gets no weight and no gradient; a row without a positive score
+    gives 0, as a row that is masked fully.
+
+    Args:
+        power: 2 for squared ReLU, 1 for ReLU.
+
+    Raises:
+        ArgumentError, OptionError: not a finite number greater than 0.
+
+    Source: Shen et al. 2023 (ReLU attention), arXiv:2302.06461; So et al. 2021 (squared ReLU),
+    arXiv:2109.08668.
+
+    >>> import torch
+    >>> torch.softmax(log_relu()(torch.tensor([-1.0, 0.0, 1.0, 2.0]), 0, 0, 0, 0), 0)
+    tensor([0.0000, 0.0000, 0.2000, 0.8000])
+    """
+    exponent = number("power", power, positive=True)
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        positive = score > 0
+        safe = torch.where(positive, score, 1.0)
+        return torch.where(positive, exponent * torch.log(safe), -math.inf)
+
+    return score_mod

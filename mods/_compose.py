@@ -1,0 +1,38 @@
+"""One mod after the other."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from attnkit import ArgumentError
+from attnkit.mods._check import ScoreMod
+
+
+def compose(*mods: ScoreMod) -> ScoreMod:
+    """Applies the mods in the order given: each receives the score that the one before returned.
+
+    Args:
+        mods: any number of `score_mod(score, b, h, q, kv)`; none give the score itself.
+
+    Raises:
+        ArgumentError: a mod is not callable.
+
+    >>> import torch
+    >>> from attnkit.mods import alibi, softcap
+    >>> mod = compose(softcap(1.0), alibi(8))
+    >>> mod(torch.full((3,), 50.0), 0, torch.tensor(0), 2, torch.arange(3))
+    tensor([0.0000, 0.5000, 1.0000])
+    """
+    for at, mod in enumerate(mods):
+        if not callable(mod):
+            raise ArgumentError(
+                f"mods[{at}] must be a function score_mod(score, b, h, q, kv), got "
+                f"{type(mod).__name__}"
+            )
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        for mod in mods:
+            score = mod(score, b, h, q, kv)
+        return score
+
+    return score_mod

@@ -1,0 +1,66 @@
+"""Attention that decays with the distance."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnkit import ShapeError
+from attnkit.mods._check import ScoreMod, number, table
+
+
+def distance_decay(rate: Tensor, power: float = 1.0) -> ScoreMod:
+    """Subtracts `rate[h] * |q - kv| ** power`: weights are multiplied by its negative exponential.
+
+    Args:
+        rate: float [H], learned or not; `-log(gamma)` for RetNet's decay gamma.
+        power: greater than 0; 1 decays as RetNet, other powers as the power variant of KERPLE.
+
+    Raises:
+        ArgumentError, OptionError, ShapeError, DTypeError: an argument is not as described.
+
+    Source: Sun et al. 2023 (RetNet), arXiv:2307.08621; Chi et al. 2022 (KERPLE),
+    arXiv:2205.09921.
+
+    >>> import torch
+    >>> distance_decay(torch.tensor([0.5]), 2)(torch.zeros(4), 0, torch.tensor(0), 3, torch.arange(4))
+    tensor([-4.5000, -2.0000, -0.5000,  0.0000])
+    """
+    table("rate", rate, "[H]", (1,))
+    exponent = number("power", power, positive=True)
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return score - rate[h] * (q - kv).abs().float() ** exponent
+
+    return score_mod
+
+
+def kerple(rate: Tensor, scale: Tensor) -> ScoreMod:
+    """Subtracts `rate[h] * log(1 + scale[h] * |q - kv|)`.
+
+    Args:
+        rate: float [H], learned, to be kept positive.
+        scale: float [H], learned, to be kept positive.
+
+    Raises:
+        ArgumentError, ShapeError, DTypeError: not float tensors of that shape.
+
+    Source: Chi et al. 2022 (KERPLE, logarithmic), arXiv:2205.09921.
+
+    >>> import torch
+    >>> mod = kerple(torch.tensor([1.0]), torch.tensor([1.0]))
+    >>> mod(torch.zeros(3), 0, torch.tensor(0), 2, torch.arange(3))
+    tensor([-1.0986, -0.6931,  0.0000])
+    """
+    table("rate", rate, "[H]", (1,))
+    table("scale", scale, "[H]", (1,))
+    if rate.shape != scale.shape:
+        raise ShapeError(
+            f"rate and scale must have the same shape [H], got {tuple(rate.shape)} and "
+            f"{tuple(scale.shape)}"
+        )
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return score - rate[h] * torch.log1p(scale[h] * (q - kv).abs())
+
+    return score_mod

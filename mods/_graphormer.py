@@ -1,0 +1,43 @@
+"""Graphormer: a learned bias by the distance of two nodes in a graph."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from attnkit import OptionError
+from attnkit.mods._check import ScoreMod, int_tensor, table
+
+
+def graphormer(bias: Tensor, distance: Tensor) -> ScoreMod:
+    """Adds `bias[h, distance[q, kv]]`.
+
+    Args:
+        bias: float [H, P], learned; of a Hugging Face Graphormer,
+            `spatial_pos_encoder.weight.T`.
+        distance: int [N, N] or [B, N, N], the spatial position of each pair (for example the
+            length of the shortest path, with one number kept for pairs without a path), from 0
+            to P - 1.
+
+    Raises:
+        ArgumentError, ShapeError, DTypeError: an argument is not as described.
+        OptionError: a distance is not one of 0 .. P - 1.
+
+    Source: Ying et al. 2021, arXiv:2106.05234, section 3.1.2.
+
+    >>> import torch
+    >>> distance = torch.tensor([[0, 1, 2], [1, 0, 1], [2, 1, 0]])  # a path of three nodes
+    >>> mod = graphormer(torch.tensor([[0.0, -1.0, -3.0]]), distance)
+    >>> mod(torch.zeros(3), 0, torch.tensor(0), 0, torch.arange(3))
+    tensor([ 0., -1., -3.])
+    """
+    count = table("bias", bias, "[H, P]", (2,)).shape[1]
+    int_tensor("distance", distance, "[N, N] or [B, N, N]", (2, 3))
+    low, high = int(distance.min()), int(distance.max())
+    if low < 0 or high >= count:
+        raise OptionError(f"distance must be from 0 to {count - 1}, got {low} to {high}")
+    batched = distance.ndim == 3
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return score + bias[h, distance[b, q, kv] if batched else distance[q, kv]]
+
+    return score_mod

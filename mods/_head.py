@@ -1,0 +1,55 @@
+"""One learned factor per head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnkit.mods._check import ScoreMod, table
+
+
+def head_scale(scale: Tensor) -> ScoreMod:
+    """Gives `score * scale[h]`.
+
+    Args:
+        scale: float [H], learned.
+
+    Raises:
+        ArgumentError, ShapeError, DTypeError: not a float tensor of that shape.
+
+    Source: Henry et al. 2020 (learned scale), arXiv:2010.04245; Liu et al. 2022 (Swin v2, per
+    head), arXiv:2111.09883.
+
+    >>> import torch
+    >>> head_scale(torch.tensor([1.0, 2.0]))(torch.tensor(3.0), 0, torch.arange(2), 0, 0)
+    tensor([3., 6.])
+    """
+    table("scale", scale, "[H]", (1,))
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return score * scale[h]
+
+    return score_mod
+
+
+def head_gate(gate: Tensor) -> ScoreMod:
+    """Gives `score * sigmoid(gate[h])`: between even attention (0) and the score itself (1).
+
+    Args:
+        gate: float [H], learned.
+
+    Raises:
+        ArgumentError, ShapeError, DTypeError: not a float tensor of that shape.
+
+    Source: d'Ascoli et al. 2021 (ConViT, a gate per head), arXiv:2103.10697.
+
+    >>> import torch
+    >>> head_gate(torch.tensor([0.0, 9.0]))(torch.tensor(2.0), 0, torch.arange(2), 0, 0)
+    tensor([1.0000, 1.9998])
+    """
+    table("gate", gate, "[H]", (1,))
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return score * torch.sigmoid(gate[h])
+
+    return score_mod

@@ -1,0 +1,54 @@
+"""Sandwich: the bias that sinusoidal position embeddings give by themselves."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnkit import OptionError
+from attnkit.mods._check import ScoreMod, whole
+
+
+def sandwich(
+    heads: int, length: int, *, dims: int = 128, device: torch.device | str = "cpu"
+) -> ScoreMod:
+    """Adds `(sum_i cos(|q - kv| / 10000 ** (2 * i / dims)) - dims / 2) * H / (8 * (h + 1))`.
+
+    The sum runs over `i = 1 .. dims / 2`; it is the product of two sinusoidal embeddings, tabled
+    by distance once. At distance 0 the bias is 0, and it falls about as the logarithm.
+
+    Args:
+        heads: H.
+        length: query or kv length, whichever is greater; greater distances are refused.
+        dims: size of the embeddings, even, independent of the head size.
+        device: where the query lives.
+
+    Raises:
+        ArgumentError, OptionError: an argument is not as described.
+
+    Source: Chi et al. 2022, arXiv:2212.10356, section 5.
+
+    >>> import torch
+    >>> sandwich(8, 4)(torch.zeros(4), 0, torch.tensor(0), 3, torch.arange(4))
+    tensor([-9.8238, -5.2020, -1.4466,  0.0000])
+    """
+    whole("heads", heads, 1)
+    whole("length", length, 1)
+    if whole("dims", dims, 2) % 2:
+        raise OptionError(f"dims must be even, got {dims}")
+    decay = _decay(length, dims).to(device)
+    unit = heads / 8
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return score + decay[(q - kv).abs()] * (unit / (h + 1))
+
+    return score_mod
+
+
+def _decay(length: int, dims: int) -> Tensor:
+    """float32 [length]: the bias of each distance before it is scaled by the head."""
+    distance = torch.arange(length, dtype=torch.float64)
+    total = torch.zeros_like(distance)
+    for i in range(1, dims // 2 + 1):
+        total += torch.cos(distance * 10000.0 ** (-2 * i / dims))
+    return (total - dims // 2).float()

@@ -1,0 +1,31 @@
+"""Scores kept between two bounds."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnkit.mods._check import ScoreMod, number
+
+
+def softcap(cap: float) -> ScoreMod:
+    """Gives `cap * tanh(score / cap)`: near the score itself while small, never beyond `cap`.
+
+    Args:
+        cap: greater than 0.
+
+    Raises:
+        ArgumentError, OptionError: not a finite number greater than 0.
+
+    Source: Bello et al. 2017, arXiv:1611.09940; Gemma 2, arXiv:2408.00118.
+
+    >>> import torch
+    >>> softcap(2.0)(torch.tensor([-10.0, 0.0, 1.0, 10.0]), 0, 0, 0, 0)
+    tensor([-1.9998,  0.0000,  0.9242,  1.9998])
+    """
+    bound = number("cap", cap, positive=True)
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return bound * torch.tanh(score / bound)
+
+    return score_mod

@@ -1,0 +1,75 @@
+"""T5's relative position bias: a learned number per head and bucket of distances."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from attnkit import OptionError
+from attnkit.mods._check import ScoreMod, table, whole
+
+
+def t5_bias(bias: Tensor, *, bidirectional: bool = True, max_distance: int = 128) -> ScoreMod:
+    """Adds `bias[h, bucket(kv - q)]`.
+
+    Half of the buckets are for single distances, half for ranges that grow up to `max_distance`;
+    all greater distances share the last. With `bidirectional`, keys before and after the query
+    have half of the buckets each; without, keys after the query count as distance 0.
+
+    Args:
+        bias: float [H, buckets], learned; of a Hugging Face T5,
+            `relative_attention_bias.weight.T`.
+        bidirectional: True in an encoder, False in a decoder.
+        max_distance: where the last bucket begins.
+
+    Raises:
+        ArgumentError, ShapeError, DTypeError: an argument is not as described.
+        OptionError: fewer than 2 buckets on a side, an odd number of them where both sides share
+            them, or `max_distance` is not beyond the single distances.
+
+    Source: Raffel et al. 2020 (T5), arXiv:1910.10683; buckets as in Mesh TensorFlow.
+
+    >>> import torch
+    >>> q, kv = torch.arange(3)[:, None], torch.arange(3)
+    >>> bias = torch.arange(32.0)[None]
+    >>> t5_bias(bias)(torch.zeros(3, 3), 0, torch.tensor(0), q, kv)
+    tensor([[ 0., 17., 18.],
+            [ 1.,  0., 17.],
+            [ 2.,  1.,  0.]])
+    """
+    buckets = table("bias", bias, "[H, buckets]", (2,)).shape[1]
+    whole("max_distance", max_distance, 1)
+    side = buckets // 2 if bidirectional else buckets
+    if side < 2 or (bidirectional and buckets % 2):
+        needed = "an even number of buckets, at least 4" if bidirectional else "at least 2 buckets"
+        raise OptionError(f"bias must have {needed}, got {buckets}")
+    if max_distance <= side // 2:
+        raise OptionError(
+            f"max_distance must be greater than the {side // 2} single distances, got "
+            f"{max_distance}"
+        )
+    bucket_of = _buckets(side, max_distance).to(bias.device)
+
+    if bidirectional:
+
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            bucket = bucket_of[(kv - q).abs().clamp(max=max_distance)]
+            return score + bias[h, torch.where(kv > q, bucket + side, bucket)]
+
+    else:
+
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return score + bias[h, bucket_of[(q - kv).clamp(0, max_distance)]]
+
+    return score_mod
+
+
+def _buckets(count: int, max_distance: int) -> Tensor:
+    """int32 [max_distance + 1]: the bucket of each distance, by T5's own float32 arithmetic."""
+    distance = torch.arange(max_distance + 1)
+    exact = count // 2
+    scaled = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
+    rough = (exact + (scaled * (count - exact)).long()).clamp(max=count - 1)
+    return torch.where(distance < exact, distance, rough).int()

@@ -1,0 +1,165 @@
+"""Cases of masks over packed, padded, drafted and paged sequences; see `cases`."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from hypothesis import strategies as st
+
+from attnkit import masks
+from tests.masks.cases import LONGEST, Case, bools, case, ints, lengths
+
+
+@case
+def document(draw):
+    q_len, kv_len = draw(lengths), draw(lengths)
+    leading = draw(st.sampled_from([(), (2,)]))
+    ids = ints(draw, -2, 2, *leading, q_len)
+    kv_ids = ints(draw, -2, 2, *leading, kv_len) if draw(st.booleans()) else None
+    in_order = draw(st.booleans())
+    if in_order:
+        ids = ids.sort().values
+        kv_ids = None if kv_ids is None else kv_ids.sort().values
+    mask = masks.document(ids, kv_ids, sorted_ids=in_order)
+    kv_ids = ids if kv_ids is None else kv_ids
+    rows, columns = (t.expand(2, t.shape[-1]).tolist() for t in (ids, kv_ids))
+    keep = lambda b, h, q, kv: rows[b][q] == columns[b][kv]
+    return Case(mask, keep, q_len, len(columns[0]), 2 if leading else 1)
+
+
+def owners(parts) -> list[int]:
+    return [number for number, length in enumerate(parts) for _ in range(length)]
+
+
+def two_packings(draw):
+    count = draw(st.integers(1, 4))
+    own = ints(draw, 0, 6, count)
+    own[draw(st.integers(0, count - 1))] += 1
+    other = ints(draw, 0, 6, count) + 1 if draw(st.booleans()) else None
+    rows = owners(own)
+    return own, other, rows, rows if other is None else owners(other)
+
+
+@case
+def document_from_lengths(draw):
+    own, other, rows, columns = two_packings(draw)
+    mask = masks.document_from_lengths(own, other, total=len(rows))
+    return Case(mask, lambda b, h, q, kv: rows[q] == columns[kv], len(rows), len(columns))
+
+
+@case
+def document_from_cu_seqlens(draw):
+    own, other, rows, columns = two_packings(draw)
+    ends = [
+        None if t is None else torch.tensor([0, *itertools.accumulate(t.tolist())])
+        for t in (own, other)
+    ]
+    mask = masks.document_from_cu_seqlens(*ends, total=len(rows))
+    return Case(mask, lambda b, h, q, kv: rows[q] == columns[kv], len(rows), len(columns))
+
+
+@case
+def padding(draw):
+    keys, queries = ints(draw, 0, LONGEST, 3), ints(draw, 0, LONGEST, 3)
+    if draw(st.booleans()):
+        mask = masks.padding(keys)
+        keep = lambda b, h, q, kv: kv in range(keys[b])
+    else:
+        mask = masks.padding(keys, queries)
+        keep = lambda b, h, q, kv: kv in range(keys[b]) and q in range(queries[b])
+    return Case(mask, keep, draw(lengths), draw(lengths), 3)
+
+
+@case
+def shared_prefix(draw):
+    groups, width = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    prefixes, suffixes = ints(draw, 0, 4, groups), ints(draw, 0, 3, groups, width)
+    prefixes[0] += 1
+    layout = []
+    for g in range(groups):
+        layout += [(g, "prefix")] * prefixes[g]
+        for n in range(width):
+            layout += [(g, n)] * suffixes[g, n]
+    if groups == 1 and draw(st.booleans()):
+        mask = masks.shared_prefix(int(prefixes[0]), suffixes[0])
+    else:
+        mask = masks.shared_prefix(prefixes, suffixes)
+
+    def keep(b, h, q, kv):
+        (group, part), (other, owner) = layout[q], layout[kv]
+        return kv <= q and group == other and owner in ("prefix", part)
+
+    return Case(mask, keep, len(layout), len(layout))
+
+
+def drafted(draw, count):
+    """A context before the drafts: what the mask is given, and its length by batch entry."""
+    if draw(st.booleans()):
+        length = draw(st.integers(0, 6))
+        return length, [length]
+    context = ints(draw, 0, 6, 2)
+    return context, context.tolist()
+
+
+@case
+def tree(draw):
+    count = draw(st.integers(1, 10))
+    trees = [[draw(st.integers(-1, i - 1)) for i in range(count)] for _ in range(2)]
+    context, held = drafted(draw, count)
+    parents = torch.tensor(trees)
+    if draw(st.booleans()):
+        parents, trees = parents[0], [trees[0], trees[0]]
+    batch = max(len(held), parents.ndim)
+
+    def keep(b, h, q, kv):
+        seen, node = set(), q
+        while node >= 0:
+            seen.add(node)
+            node = trees[b][node]
+        own = held[b % len(held)]
+        return kv in range(own) or kv - own in seen
+
+    return Case(masks.tree(parents, context), keep, count, max(held) + count, batch)
+
+
+@case
+def tree_from_table(draw):
+    count, drafts = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    table = bools(draw, 2, count, drafts)
+    context, held = drafted(draw, drafts)
+    given, batch = (table, 2) if draw(st.booleans()) else (table[0], len(held))
+
+    def keep(b, h, q, kv):
+        own = held[b % len(held)]
+        if kv < own:
+            return True
+        return kv < own + drafts and bool((given if given.ndim == 2 else given[b])[q, kv - own])
+
+    return Case(masks.tree_from_table(given, context), keep, count, max(held) + drafts, batch)
+
+
+@case
+def paged(draw):
+    size, held = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    pages = 2 * held + draw(st.integers(0, 2))
+    table = [draw(st.permutations(range(pages)))[:held] for _ in range(2)]
+    if held > 1 and draw(st.booleans()):
+        table[1][-1] = -1
+    ids = ints(draw, 0, 2, LONGEST)
+    inner = draw(st.sampled_from(["mask", "function"]))
+    mask = masks.causal() & masks.document(ids)
+    own = ints(draw, 0, held * size, 2) if draw(st.booleans()) else None
+
+    def keep(b, h, q, kv):
+        for logical, physical in enumerate(table[b]):
+            for offset in range(size):
+                key = logical * size + offset
+                if physical >= 0 and kv == physical * size + offset:
+                    there = own is None or key < own[b]
+                    return bool(there and key <= q and ids[q] == ids[key])
+        return False
+
+    given = mask if inner == "mask" else lambda b, h, q, kv: mask(b, h, q, kv)
+    made = masks.paged(given, torch.tensor(table), size, pages, own)
+    return Case(made, keep, draw(lengths), pages * size, 2)
