@@ -1,0 +1,45 @@
+"""Runs generated GPU kernels (PTX and their host code) on the CPU, to test them.
+
+`run` executes a kernel in one of three ways, `check` in all of them; docs/emulator.md says what
+that proves and what not. Needs numpy, and a C compiler for the host code of compiled kernels.
+"""
+
+from __future__ import annotations
+
+from attnkit.emulator.api import (
+    CheckReport,
+    Executable,
+    Ptx,
+    Report,
+    check,
+    compile,
+    run,
+)
+from attnkit.emulator.arguments import Undefined
+from attnkit.emulator.faults import (
+    EmulatorError,
+    Finding,
+    KernelFault,
+    Place,
+    PtxError,
+    UnknownOpcode,
+)
+from attnkit.emulator.fences import missing_fences
+
+__all__ = [
+    "CheckReport",
+    "EmulatorError",
+    "Executable",
+    "Finding",
+    "KernelFault",
+    "Place",
+    "Ptx",
+    "PtxError",
+    "Report",
+    "Undefined",
+    "UnknownOpcode",
+    "check",
+    "compile",
+    "missing_fences",
+    "run",
+]

@@ -1,0 +1,317 @@
+"""The public entry: run a kernel in one of three ways, or check it in all of them."""
+
+from __future__ import annotations
+
+import struct
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from attnkit.emulator.arguments import Undefined, pack_all
+from attnkit.emulator.faults import Finding, KernelFault
+from attnkit.emulator.fences import missing_fences
+from attnkit.emulator.host import Captured, HostFunction, host_function
+from attnkit.emulator.launch import LIMIT, Launch, Mode, Stats
+from attnkit.emulator.memory import GlobalMemory
+from attnkit.emulator.parser import parse
+from attnkit.emulator.program import Program
+from attnkit.emulator.ptx import Kernel
+from attnkit.errors import ArgumentError, OptionError
+
+Dim = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a run did and found. `findings` is empty for a kernel with which nothing is wrong."""
+
+    findings: tuple[Finding, ...]
+    launches: tuple[Stats, ...]
+    mode: str
+    seed: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """No errors (there may be warnings)."""
+        return not any(f.severity == "error" for f in self.findings)
+
+    @property
+    def warp_instructions(self) -> int:
+        return sum(s.warp_instructions for s in self.launches)
+
+    @property
+    def seconds(self) -> float:
+        return sum(s.seconds for s in self.launches)
+
+    def __str__(self) -> str:
+        head = f"{self.mode}: {self.warp_instructions} warp instructions, {self.seconds:.3f} s"
+        return "\n".join([head, *(str(f) for f in self.findings)])
+
+
+class Target:
+    """Something that can be run: it turns call arguments into launches."""
+
+    def __init__(self, kernels: dict[str, Kernel]) -> None:
+        self.kernels = kernels
+        self.programs: dict[str, Program] = {}
+        self.names: Mapping[int, str] = {}
+        self.roles: Mapping[str, Iterable[int]] = {}
+        self.sms = 132
+
+    def captured(self, args: Sequence[Any], memory: GlobalMemory) -> list[Captured]:
+        raise NotImplementedError
+
+    def program(self, kernel: Kernel) -> Program:
+        if kernel.name not in self.programs:
+            self.programs[kernel.name] = Program(kernel)
+            self.programs[kernel.name].check()
+        return self.programs[kernel.name]
+
+    def describe(
+        self,
+        *,
+        names: Mapping[int, str] | None = None,
+        roles: Mapping[str, Iterable[int]] | None = None,
+    ) -> Target:
+        """Words for reports: mbarriers by offset in shared memory, warps by role."""
+        self.names, self.roles = names or self.names, roles or self.roles
+        return self
+
+
+class Ptx(Target):
+    """A kernel given as PTX text, with its launch. Arguments are arrays (passed as pointers),
+    Python ints and floats (as the parameter's size says) and bytes (a structure or tensor map)."""
+
+    def __init__(
+        self,
+        text: str,
+        *,
+        grid: Dim = (1, 1, 1),
+        block: Dim = (32, 1, 1),
+        cluster: Dim = (1, 1, 1),
+        shared: int = 0,
+        kernel: str | None = None,
+    ) -> None:
+        super().__init__(parse(text))
+        if kernel is None and len(self.kernels) > 1:
+            raise OptionError(f"kernel=None: the text has several, {sorted(self.kernels)}")
+        self.kernel = self.kernels[kernel] if kernel else next(iter(self.kernels.values()))
+        self.shape = (grid, block, cluster)
+        self.shared = shared
+
+    def captured(self, args: Sequence[Any], memory: GlobalMemory) -> list[Captured]:
+        params = self.kernel.params
+        if len(args) != len(params):
+            raise ArgumentError(f"{len(args)} arguments: the kernel has {len(params)} parameters")
+        blob = bytearray(self.kernel.param_bytes)
+        for i, (p, a) in enumerate(zip(params, args, strict=True)):
+            blob[p.offset : p.offset + p.size] = _parameter(a, p.size, memory, f"argument {i}")
+        grid, block, cluster = self.shape
+        return [Captured(self.kernel, grid, block, cluster, self.shared, bytes(blob))]
+
+
+def _parameter(a: Any, size: int, memory: GlobalMemory, name: str) -> bytes:
+    if isinstance(a, bytes):
+        out = a
+    elif isinstance(a, float):
+        out = struct.pack("<f" if size == 4 else "<d", a)
+    elif isinstance(a, int | np.integer):
+        out = (int(a) & ((1 << 8 * size) - 1)).to_bytes(size, "little")
+    elif isinstance(a, Undefined):
+        out = struct.pack("<Q", memory.add(name, a.array, undefined=True))
+    else:
+        out = struct.pack("<Q", memory.add(name, a))
+    if len(out) != size:
+        raise ArgumentError(f"{name}: {len(out)} bytes, the parameter has {size}")
+    return out
+
+
+class Executable(Target):
+    """A function compiled by the CuTe DSL (with --keep-ptx), run with its own host code.
+
+    `specs` are the arguments of `cute.compile`: stand-ins of tensors, numbers, sequences, streams.
+    """
+
+    def __init__(self, compiled: Any, specs: Sequence[Any]) -> None:
+        text = getattr(compiled.artifacts, "PTX", None)
+        if not text:
+            raise OptionError("compiled without PTX: add --keep-ptx to the options of cute.compile")
+        super().__init__(parse(text))
+        self.ptx: str = text
+        self.specs = tuple(specs)
+        self.host: HostFunction = host_function(compiled, self.kernels)
+
+    def captured(self, args: Sequence[Any], memory: GlobalMemory) -> list[Captured]:
+        found = self.host.capture(pack_all(self.specs, args, memory))
+        return [replace(c, kernel=self.kernels[c.kernel.name]) for c in found]
+
+    def with_ptx(self, text: str) -> Executable:
+        """The same host code with other device code: for studies of seeded faults."""
+        other = object.__new__(Executable)
+        Target.__init__(other, parse(text))
+        other.ptx, other.specs, other.host = text, self.specs, self.host
+        other.names, other.roles = self.names, self.roles
+        return other
+
+
+def compile(fn: Any, *specs: Any, options: str = "", **kwargs: Any) -> Executable:
+    """`cute.compile(fn, *specs)` with what the emulator needs: PTX and source lines.
+
+    The target architecture is that of the DSL (CUTE_DSL_ARCH, or --gpu-arch in `options`).
+    """
+    import cutlass.cute as cute
+
+    # The DSL keeps PTX by writing it to a file too, by default in the working directory.
+    with tempfile.TemporaryDirectory(prefix="attnkit-emulator-") as folder:
+        wanted = f"--keep-ptx --generate-line-info --dump-dir={folder} {options}".strip()
+        compiled = cute.compile(fn, *specs, options=wanted, **kwargs)
+    return Executable(compiled, (*specs, *kwargs.values()))
+
+
+def run(
+    target: Target,
+    *args: Any,
+    mode: str = "eager",
+    seed: int = 0,
+    strict_loads: bool = False,
+    raises: bool = True,
+    limit: int = LIMIT,
+) -> Report:
+    """Runs every launch that a call of `target` with `args` makes, on the arrays themselves.
+
+    Args:
+        target: an `Executable` or `Ptx`.
+        args: numpy arrays or torch CPU tensors, numbers; `Undefined(x)` marks an output.
+        mode: "eager" (asynchronous work at once), "adversarial" (as late as the barriers allow,
+            warps in random order), or "race" (happens-before detection).
+        seed: of the adversarial order.
+        strict_loads: in race mode, a tcgen05.ld counts as done only at tcgen05.wait::ld.
+        limit: basic blocks, counted per warp, after which a launch is taken for endless.
+        raises: raise the fault that ends a kernel; otherwise it is the last finding.
+
+    Raises:
+        KernelFault: the kernel faulted (unless `raises` is false).
+        UnknownOpcode: the PTX holds an instruction that is not implemented.
+    """
+    memory = GlobalMemory()
+    how = Mode.of(mode, seed, strict_loads=strict_loads)
+    stats: list[Stats] = []
+    findings: list[Finding] = []
+    for c in target.captured(args, memory):
+        launch = Launch(
+            target.program(c.kernel),
+            memory,
+            c.params,
+            c.grid,
+            c.block,
+            c.shared,
+            c.cluster,
+            how,
+            target.names,
+            target.roles,
+            target.sms,
+            limit=limit,
+        )
+        try:
+            stats.append(launch.run())
+        except KernelFault as fault:
+            if raises:
+                raise
+            findings += [*launch.findings.values(), fault.finding]
+            break
+        findings += launch.findings.values()
+    return Report(tuple(findings), tuple(stats), mode, seed)
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """The runs of a check; `findings` has each finding once, the static ones first."""
+
+    static: tuple[Finding, ...]
+    runs: tuple[Report, ...]
+    differences: tuple[Finding, ...] = ()
+    outputs: tuple[Any, ...] = field(default=(), repr=False)
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        seen: dict[tuple[str, str, int], Finding] = {}
+        for f in (*self.static, *(f for r in self.runs for f in r.findings), *self.differences):
+            seen.setdefault((f.kind, f.text, f.place.line), f)
+        return tuple(seen.values())
+
+    @property
+    def ok(self) -> bool:
+        return not any(f.severity == "error" for f in self.findings)
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.runs)} runs, {len(self.findings)} findings"]
+        return "\n".join([*lines, *(str(f) for f in self.findings)])
+
+
+def check(
+    target: Target,
+    *args: Any,
+    seeds: int = 3,
+    expect: Callable[[], str | None] | None = None,
+    deterministic: bool = True,
+    strict_loads: bool = False,
+) -> CheckReport:
+    """Static checks, then eager, adversarial (by seed) and race runs, from the same inputs.
+
+    Args:
+        seeds: number of adversarial runs.
+        expect: called after every run; returns what is wrong with the results, or None.
+        deterministic: results must have the same bits in every run (False: atomics on floats).
+        strict_loads: as for `run`, in the race run.
+
+    The arrays hold the results of the last run afterwards.
+    """
+    static = tuple(f for k in target.kernels.values() for f in missing_fences(k))
+    arrays = _arrays(args)
+    before = [_bytes(a).copy() for a in arrays]
+    first: list[Any] | None = None
+    runs: list[Report] = []
+    differences: list[Finding] = []
+    modes = [("eager", 0), *(("adversarial", s) for s in range(seeds)), ("race", 0)]
+    for mode, seed in modes:
+        for a, saved in zip(arrays, before, strict=True):
+            _bytes(a)[:] = saved
+        report = run(target, *args, mode=mode, seed=seed, strict_loads=strict_loads, raises=False)
+        runs.append(report)
+        if not report.ok:
+            continue
+        wrong = expect() if expect else None
+        if wrong:
+            text = f"wrong results in {mode} order, seed {seed}: {wrong}"
+            differences.append(Finding("difference", text))
+        now = [_bytes(a).copy() for a in arrays]
+        if first is None:
+            first = now
+        elif deterministic:
+            for i, (x, y) in enumerate(zip(first, now, strict=True)):
+                if not np.array_equal(x, y):
+                    text = f"argument {i} differs between eager and {mode} order, seed {seed}"
+                    differences.append(Finding("difference", text))
+    return CheckReport(static, tuple(runs), tuple(differences))
+
+
+def _arrays(args: Sequence[Any]) -> list[Any]:
+    out: list[Any] = []
+    for a in args:
+        if isinstance(a, list | tuple):
+            out += _arrays(a)
+        elif isinstance(a, Undefined):
+            out.append(a.array)
+        elif isinstance(a, np.ndarray) or hasattr(a, "data_ptr"):
+            out.append(a)
+    return out
+
+
+def _bytes(array: Any) -> Any:
+    """The bytes that an array spans, as a view."""
+    memory = GlobalMemory()
+    memory.add("array", array)
+    return memory.buffers[0].data if memory.buffers else np.zeros(0, np.uint8)

@@ -1,0 +1,347 @@
+"""Tensor memory and the fifth-generation tensor cores (PTX ISA 9.7.16)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from attnkit.emulator.descriptors import Matrix, elements, of_tcgen05
+from attnkit.emulator.faults import Trap
+from attnkit.emulator.formats import ELEMENT_BYTES, STORAGE, Lanes, f4, to_f32, u1, u4
+from attnkit.emulator.ops_matrix import MatrixOps
+from attnkit.emulator.race import Clock
+from attnkit.emulator.spaces import OFFSET_MASK, RANK_SHIFT
+from attnkit.emulator.state import Mask
+
+if TYPE_CHECKING:
+    from attnkit.emulator.cta import Cta
+
+POISON = 0x7FC0BEEF
+_FORMATS = {
+    "f16": {0: "f16", 1: "bf16"},
+    "tf32": {2: "tf32"},
+    "f8f6f4": {0: "e4m3", 1: "e5m2"},
+    "i8": {0: "u8", 1: "s8"},
+}
+# Columns and registers per repetition of the tcgen05.ld and st shapes.
+_SHAPES = {"32x32b": (1, 1), "16x128b": (4, 2), "16x256b": (8, 4)}
+
+
+@dataclass(frozen=True)
+class Product:
+    """A decoded tcgen05.mma: instruction descriptor fields (9.7.16.4.2) and operands."""
+
+    m: int
+    n: int
+    k: int
+    a_kind: str
+    b_kind: str
+    a_major: bool
+    b_major: bool
+    sign: int
+    integer: bool
+    d: int
+    a: Matrix | int
+    b: Matrix
+    accumulate: bool
+    group: int
+    disabled: tuple[int, ...]
+
+
+class TcgenOps(MatrixOps):
+    st_pending: list[Callable[[], None]]
+    tmem_clocks: dict[bool, Clock]
+
+    # ---- allocation
+    def tc_alloc(self, a: Lanes, n: Lanes, group: int, m: Mask) -> None:
+        columns = self.uniform(n, m)
+        base = self.cta.tmem.allocate(columns)
+        self.st_shared(a, self.elect(m)[0], u4, [np.full(self.width, base, u4)])  # type: ignore[attr-defined]
+
+    def tc_dealloc(self, t: Lanes, n: Lanes, group: int, m: Mask) -> None:
+        self.cta.tmem.free(self.uniform(t, m) & 0xFFFF, self.uniform(n, m))
+
+    def tc_relinquish(self, group: int, m: Mask) -> None:
+        self.cta.tmem.relinquished = True
+
+    def elect(self, m: Mask) -> tuple[Lanes, Lanes]:
+        raise NotImplementedError  # WarpOps has it
+
+    # ---- commit
+    def tc_commit(self, a: Lanes, m: Mask, mask: Lanes | None, group: int) -> None:
+        for lane in self.active(m).tolist():
+            address = int(a[lane])
+            targets = [address]
+            if mask is not None:
+                ranks = [r for r in range(16) if int(mask[lane]) >> r & 1]
+                targets = [address & OFFSET_MASK | r << RANK_SHIFT for r in ranks]
+            clock = self.issue(self._unit, ordered=True)
+
+            def work(targets: list[int] = targets, clock: Clock | None = clock) -> None:
+                for t in targets:
+                    b = self._find(t)
+                    b.release(clock)
+                    b.arrive(1)
+
+            self.cta.cluster.submit(self._unit, work, self)
+
+    @property
+    def _unit(self) -> str:
+        return f"tcgen05 of CTA rank {self.cta.rank}"
+
+    # ---- mma
+    def tc_mma(
+        self,
+        d: Lanes,
+        a: Lanes,
+        in_tmem: bool,
+        b: Lanes,
+        idesc: Lanes,
+        accumulate: Lanes,
+        kind: str,
+        group: int,
+        m: Mask,
+        disable: list[Lanes] | None,
+    ) -> None:
+        for lane in self.active(m).tolist():
+            off = tuple(int(x[lane]) for x in disable or ())
+            p = Product(
+                *_instruction(kind, int(idesc[lane])),
+                _column(int(d[lane])),
+                (int(a[lane]) & 0xFFFF) if in_tmem else of_tcgen05(int(a[lane])),
+                of_tcgen05(int(b[lane])),
+                bool(accumulate[lane]),
+                group,
+                tuple(0 if x == POISON else x for x in off),
+            )
+            if p.m not in ((64, 128) if group == 1 else (128, 256)) or p.n % 8 or not p.n:
+                raise Trap("encoding", f"tcgen05.mma of M={p.m} N={p.n} with cta_group::{group}")
+            clock = self.issue(self._unit, ordered=True)
+
+            def work(p: Product = p, clock: Clock | None = clock, line: int = self.line) -> None:
+                self._product(p, clock, line)
+
+            self.cta.cluster.submit(self._unit, work, self)
+            self.cta.cluster.record("tensor", 2 * p.m * p.n * p.k)
+            rows = p.m if isinstance(p.a, Matrix) else 0
+            self.cta.cluster.record("operands", (rows + p.n) * p.k * ELEMENT_BYTES[p.a_kind])
+
+    def _product(self, p: Product, clock: Clock | None, line: int) -> None:
+        cluster = self.cta.cluster
+        pair = [self.cta]
+        if p.group == 2:
+            pair = [cluster.ctas[self.cta.rank & ~1], cluster.ctas[self.cta.rank | 1]]
+        rows_b = p.n // p.group
+        right = np.concatenate([_operand(c, p.b, rows_b, p.k, p.b_kind, p.b_major) for c in pair])
+        rows = p.m // p.group
+        for number, c in enumerate(pair):
+            if clock is not None:
+                self._note_product(c, p, rows, rows_b, clock, line)
+            left = (
+                _tmem_operand(c, p, rows)
+                if isinstance(p.a, int)
+                else _operand(c, p.a, rows, p.k, p.a_kind, p.a_major)
+            )
+            self._accumulate(c, p, p.sign * (left @ right.T), rows, number)
+
+    @staticmethod
+    def _accumulate(c: Cta, p: Product, out: Lanes, rows: int, number: int) -> None:
+        """Writes D: 128 rows by lane; 64 rows by 16 lanes of each quarter, or in two halves."""
+        columns = p.n
+        if rows == 64 and p.group == 2:
+            out = np.concatenate([out[:, : p.n // 2], out[:, p.n // 2 :]])
+            columns = p.n // 2
+        c.tmem.check(p.d, columns)
+        lanes: Any = slice(None)
+        if rows == 64 and p.group == 1:
+            lanes = (np.arange(64) // 16) * 32 + np.arange(64) % 16
+        target = c.tmem.data[p.d : p.d + columns]
+        view: Lanes = target.view(np.int32 if p.integer else f4)
+        new: Lanes = out.T.astype(view.dtype)
+        if p.accumulate:
+            new = view[:, lanes] + new
+        skip = np.zeros(128, bool)
+        for i, word in enumerate(p.disabled[4 * number : 4 * number + 4]):
+            skip[32 * i : 32 * i + 32] = (word >> np.arange(32)) & 1
+        keep = ~skip[lanes]
+        if keep.all():
+            view[:, lanes] = new
+        else:
+            view[:, np.arange(128)[lanes][keep]] = new[:, keep]
+
+    def _note_product(
+        self, c: Cta, p: Product, rows: int, rows_b: int, clock: Clock, line: int
+    ) -> None:
+        race = self.race
+        assert race is not None
+
+        def read(x: Matrix, n: int, kind: str, major: bool) -> None:
+            i = race.granules(c.rank, elements(x, (0, n), p.k, ELEMENT_BYTES[kind], major))
+            race.read(i, clock, asynchronous=True, line=line)
+
+        read(p.b, rows_b, p.b_kind, p.b_major)
+        if isinstance(p.a, Matrix):
+            read(p.a, rows, p.a_kind, p.a_major)
+        else:
+            race.read(race.tensor(c.rank, p.a, 8), clock, asynchronous=False, line=line)
+        columns = p.n // 2 if rows == 64 and p.group == 2 else p.n
+        i = race.tensor(c.rank, p.d, columns)
+        if p.accumulate:
+            race.read(i, clock, asynchronous=False, line=line)
+        race.write(i, clock, generic=False, line=line)
+
+    # ---- cp
+    def tc_cp(self, t: Lanes, desc: Lanes, shape: str, group: int, m: Mask) -> None:
+        """tcgen05.cp: rows of shared memory to the lanes of tensor memory."""
+        rows, bits = (int(x) for x in shape.removesuffix("b").split("x"))
+        for lane in self.active(m).tolist():
+            x, column = of_tcgen05(int(desc[lane])), int(t[lane]) & 0xFFFF
+            clock, line = self.issue(self._unit, ordered=True), self.line
+
+            def work(
+                x: Matrix = x, column: int = column, clock: Clock | None = clock, line: int = line
+            ) -> None:
+                ranks = [self.cta.rank] if group == 1 else [self.cta.rank & ~1, self.cta.rank | 1]
+                for c in (self.cta.cluster.ctas[r] for r in ranks):
+                    index = c.checked(elements(x, (0, rows), bits // 8, 1, False))
+                    words = c.view(u1, 1)[index].view(u4)
+                    c.tmem.check(column, bits // 32)
+                    c.tmem.data[column : column + bits // 32] = np.tile(words, (128 // rows, 1)).T
+                    if clock is not None and self.race is not None:
+                        g = self.race.granules(c.rank, index)
+                        self.race.read(g, clock, asynchronous=True, line=line)
+                        i = self.race.tensor(c.rank, column, bits // 32)
+                        self.race.write(i, clock, generic=False, line=line)
+
+            self.cta.cluster.submit(self._unit, work, self)
+
+    # ---- ld, st, wait
+    def _place(self, a: Lanes, m: Mask, shape: str, registers: int) -> list[tuple[int, int, int]]:
+        """Per active warp: (first lane of the gang, tensor-memory lane, column)."""
+        if shape not in _SHAPES:
+            raise Trap("encoding", f"tcgen05 shape .{shape} is not implemented")
+        columns = registers * _SHAPES[shape][0] // _SHAPES[shape][1]
+        out = []
+        for w in self.warps_of(m):
+            at = 32 * self.warps.index(w)
+            lane, column = int(a[at]) >> 16, int(a[at]) & 0xFFFF
+            half = lane - 32 * (w % 4)
+            if half != 0 and not (half == 16 and shape != "32x32b"):
+                raise Trap(
+                    "tensor-memory", f"lane {lane}: warp {w} reaches lanes {32 * (w % 4)} and on"
+                )
+            self.cta.tmem.check(column, columns)
+            out.append((at, lane, column))
+        return out
+
+    def _cells(self, shape: str, lane: int, column: int, registers: int) -> tuple[Lanes, Lanes]:
+        """(column, lane) of every register [registers, 32] of a warp."""
+        r, t = np.arange(registers)[:, None], np.arange(32)[None, :]
+        if shape == "32x32b":
+            return column + r + 0 * t, lane + t + 0 * r
+        if shape == "16x128b":
+            return column + 4 * (r // 2) + t % 4, lane + t // 4 + 8 * (r % 2)
+        return column + 8 * (r // 4) + 2 * (t % 4) + r % 2, lane + t // 4 + 8 * (r // 2 % 2)
+
+    def _note_tmem(self, lane: int, column: int, n: int, write: bool) -> None:
+        if self.race is None:
+            return
+        clock = self.issue(f"tcgen05.{'st' if write else 'ld'} of {self.agent_name}", ordered=True)
+        if clock is None or self.clock_ is None:
+            return
+        i = self.race.tensor(self.cta.rank, column, n, lane // 32)
+        if write:
+            self.race.write(i, clock, generic=False, line=self.line)
+        else:
+            self.race.read(i, clock, asynchronous=False, line=self.line)
+            if not self.cta.strict_loads:
+                # The hardware does not let a register be used before its load is done.
+                self.clock_.join(clock.known, clock.fenced)
+        self.tmem_clocks[write] = clock
+
+    def tc_ld(self, a: Lanes, shape: str, n: int, m: Mask) -> list[Lanes]:
+        places = self._place(a, m, shape, n)
+        data = self.cta.tmem.data
+        self.cta.cluster.record("tmem", 128 * n * len(places))
+        columns = n * _SHAPES[shape][0] // _SHAPES[shape][1]
+        for _, lane, column in places:
+            self._note_tmem(lane, column, columns, False)
+        if shape == "32x32b":
+            if len(places) == 1 and self.width == 32:
+                _, lane, column = places[0]
+                return list(data[column : column + n, lane : lane + 32].copy())
+            full = np.zeros((n, self.width), u4)
+            for at, lane, column in places:
+                full[:, at : at + 32] = data[column : column + n, lane : lane + 32]
+            return list(full)
+        full = np.zeros((n, self.width), u4)
+        for at, lane, column in places:
+            full[:, at : at + 32] = data[self._cells(shape, lane, column, n)]
+        return list(full)
+
+    def tc_st(self, a: Lanes, shape: str, values: list[Lanes], m: Mask) -> None:
+        n = len(values)
+        self.cta.cluster.record("tmem", 128 * n * len(self.warps_of(m)))
+        for at, lane, column in self._place(a, m, shape, n):
+            self._note_tmem(lane, column, n * _SHAPES[shape][0] // _SHAPES[shape][1], True)
+            cells = self._cells(shape, lane, column, n)
+            data = np.stack([v[at : at + 32] for v in values])
+
+            def work(cells: Any = cells, data: Lanes = data) -> None:
+                self.cta.tmem.data[cells] = data
+
+            if self.cta.late:
+                self.st_pending.append(work)
+            else:
+                work()
+
+    def tc_wait(self, stores: bool, m: Mask) -> bool:
+        if stores:
+            for work in self.st_pending:
+                work()
+            self.st_pending = []
+        clock = self.tmem_clocks.get(stores)
+        if clock is not None and self.clock_ is not None:
+            self.clock_.join(clock.known, clock.fenced)
+        return True
+
+
+def _instruction(kind: str, i: int) -> tuple[int, int, int, str, str, bool, bool, int, bool]:
+    """The fields of an instruction descriptor (9.7.16.4.2) in the order of `Product`."""
+    fa, fb, fd = (i >> 7) & 7, (i >> 10) & 7, (i >> 4) & 3
+    table, integer = _FORMATS[kind], kind == "i8"
+    if fa not in table or fb not in table or fd != (2 if integer else 1) or i & 0b1100:
+        raise Trap(
+            "encoding", f"tcgen05.mma kind::{kind} descriptor {i:#x}: format not implemented"
+        )
+    m, n = ((i >> 24) & 31) * 16, ((i >> 17) & 63) * 8
+    k = 32 // ELEMENT_BYTES[table[fa]]
+    sign = (-1 if i >> 13 & 1 else 1) * (-1 if i >> 14 & 1 else 1)
+    return m, n, k, table[fa], table[fb], bool(i >> 15 & 1), bool(i >> 16 & 1), sign, integer
+
+
+def _column(d: int) -> int:
+    if d >> 16:
+        raise Trap("tensor-memory", f"tcgen05.mma accumulator at lane {d >> 16}, not 0")
+    return d
+
+
+def _operand(c: Cta, x: Matrix, rows: int, k: int, kind: str, major: bool) -> Lanes:
+    item = ELEMENT_BYTES[kind]
+    index = c.checked(elements(x, (0, rows), k, item, major))
+    return to_f32(c.view(STORAGE[item], 1)[index // item], kind)
+
+
+def _tmem_operand(c: Cta, p: Product, rows: int) -> Lanes:
+    """A from tensor memory: 32 bytes of a row are 8 columns of its lane."""
+    assert isinstance(p.a, int)
+    c.tmem.check(p.a, 8)
+    item = ELEMENT_BYTES[p.a_kind]
+    lanes = np.arange(rows) if rows == 128 else (np.arange(rows) // 16) * 32 + np.arange(rows) % 16
+    if rows == 64 and p.group == 2:
+        lanes = np.arange(64)
+    words = np.ascontiguousarray(c.tmem.data[p.a : p.a + 8][:, lanes].T)
+    return to_f32(words.view(STORAGE[item]), p.a_kind)

@@ -1,0 +1,72 @@
+"""Kernels with operands for the mutation study: three laps of every ring, ragged edges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from cutlass import BFloat16, Float32
+from cutlass.cute import sym_int
+from cutlass.cute.runtime import make_fake_compact_tensor
+
+from attnkit import emulator
+from attnkit.emulator import Executable, Undefined
+from tests.emulator.kernels import blackwell, hopper, micro, simt
+
+Case = tuple[Executable, list[Any], Callable[[], str | None]]
+
+
+def comparison(got: torch.Tensor, want: torch.Tensor, rtol: float) -> Callable[[], str | None]:
+    def wrong() -> str | None:
+        error = (got.double() - want.double()).abs().max()
+        top = want.abs().max()
+        return (
+            None if bool(error <= rtol * top) else f"error {float(error):.3g} of {float(top):.3g}"
+        )
+
+    return wrong
+
+
+def padded(dtype: Any, divisor: int) -> Any:
+    shape = (sym_int(), sym_int(divisibility=divisor))
+    return make_fake_compact_tensor(dtype, shape, stride_order=(1, 0), assumed_align=16)
+
+
+def hopper_case() -> Case:
+    kernel = hopper.MappedGemm(30.0)
+    specs = (padded(BFloat16, 8), padded(BFloat16, 8), padded(Float32, 4))
+    exe = emulator.compile(kernel, *specs, options="--gpu-arch sm_90a")
+    a, b = torch.randn(70, 400).bfloat16(), torch.randn(64, 400).bfloat16()
+    c = torch.zeros(70, 64)
+    want = 30 * torch.tanh(a.double() @ b.double().T / 30)
+    return exe, [a, b, c], comparison(c, want, 1e-5)
+
+
+def blackwell_case() -> Case:
+    specs = (
+        simt.matrix(BFloat16, None, 64),
+        simt.matrix(BFloat16, None, 64),
+        simt.matrix(Float32),
+        simt.vector(Float32),
+    )
+    exe = emulator.compile(blackwell.Scores(), *specs, options="--gpu-arch sm_100a")
+    a, b = torch.randn(128, 64).bfloat16() / 3, torch.randn(448, 64).bfloat16() / 3
+    s, sums = torch.zeros(128, 448), torch.zeros(128)
+    want = a.double() @ b.double().T
+    first, second = comparison(s, want, 1e-5), comparison(sums, torch.exp2(want).sum(1), 1e-5)
+    return exe, [a, b, Undefined(s), Undefined(sums)], lambda: first() or second()
+
+
+def ring_case() -> Case:
+    specs = (simt.vector(Float32), simt.vector(Float32))
+    exe = emulator.compile(micro.Ring(), *specs, options="--gpu-arch sm_90a")
+    x, y = torch.randn(320), torch.zeros(320)
+    return exe, [x, Undefined(y)], comparison(y, 2 * x, 0.0)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "hopper": hopper_case,
+    "blackwell": blackwell_case,
+    "ring": ring_case,
+}

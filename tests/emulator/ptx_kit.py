@@ -1,0 +1,113 @@
+"""PTX for tests: small kernels around a few instructions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from attnkit import emulator
+
+LETTER = {1: "h", 2: "h", 4: "r", 8: "d"}
+LOAD = {1: "u8", 2: "b16", 4: "b32", 8: "b64"}
+
+
+def kernel(body: str, params: str, *, arch: str = "sm_90a", variables: str = "") -> str:
+    """A module with one kernel `k`; registers %p %h %r %d %q %f0..., parameters `params`."""
+    return f"""
+.version 8.8
+.target {arch}
+.address_size 64
+.extern .shared .align 1024 .b8 dynamic[];
+{variables}
+.visible .entry k({params})
+{{
+    .reg .pred %p<40>;
+    .reg .b16 %h<60>;
+    .reg .b32 %r<400>;
+    .reg .b64 %d<80>;
+    .reg .b128 %q<8>;
+{body}
+    ret;
+}}
+"""
+
+
+def pointers(n: int) -> str:
+    """n pointer parameters p0, p1, ..."""
+    return ", ".join(f".param .u64 p{i}" for i in range(n))
+
+
+def per_thread(instructions: str, inputs: list[Any], out: Any) -> str:
+    """Each thread loads its element of every input (a0, a1, ...), runs, stores `o`.
+
+    In `instructions`, {a0}, {a1}, ... and {o} name registers of the arrays' sizes.
+    """
+    code, names = ["mov.u32 %r99, %tid.x;"], {}
+    for i, x in enumerate(inputs):
+        size = x.dtype.itemsize
+        reg = f"%{LETTER[size]}{40 + i}"
+        names[f"a{i}"] = reg
+        code += [
+            f"ld.param.u64 %d50, [p{i}];",
+            f"mul.wide.u32 %d51, %r99, {size};",
+            "add.s64 %d52, %d50, %d51;",
+            f"ld.global.{LOAD[size]} {reg}, [%d52];",
+        ]
+    size = out.dtype.itemsize
+    names["o"] = f"%{LETTER[size]}0"
+    code += [instructions.format(**names)]
+    code += [
+        f"ld.param.u64 %d50, [p{len(inputs)}];",
+        f"mul.wide.u32 %d51, %r99, {size};",
+        "add.s64 %d52, %d50, %d51;",
+        f"st.global.{LOAD[size]} [%d52], {names['o']};",
+    ]
+    return kernel("\n".join(code), pointers(len(inputs) + 1))
+
+
+def evaluate(instructions: str, inputs: list[Any], dtype: Any) -> Any:
+    """The result of `instructions` for each element of equally long inputs."""
+    n = len(inputs[0])
+    out = np.zeros(n, dtype)
+    target = emulator.Ptx(per_thread(instructions, inputs, out), block=(n, 1, 1))
+    report = emulator.run(target, *inputs, out)
+    assert report.ok
+    return out
+
+
+def run(body: str, *args: Any, mode: str = "eager", seed: int = 0, **launch: Any) -> Any:
+    """Runs `body` with pointer parameters p0, p1, ... bound to the arrays."""
+    raises = launch.pop("raises", True)
+    variables = launch.pop("variables", "")
+    limit = launch.pop("limit", 10**8)
+    target = emulator.Ptx(kernel(body, pointers(len(args)), variables=variables), **launch)
+    return emulator.run(target, *args, mode=mode, seed=seed, raises=raises, limit=limit)
+
+
+INIT = """
+    // one thread initialises an mbarrier at dynamic shared memory + {0}, with count {1}
+    mov.u32 %r99, %tid.x;
+    setp.ne.s32 %p9, %r99, 0;
+    @%p9 bra $L_init_done_{0};
+    mov.b32 %r98, {1};
+    mbarrier.init.shared.b64 [dynamic+{0}], %r98;
+    fence.mbarrier_init.release.cluster;
+$L_init_done_{0}:
+"""
+
+
+def init_barriers(*pairs: tuple[int, int]) -> str:
+    """Initialises mbarriers: (offset, count) each; then all threads meet."""
+    return "".join(INIT.format(o, c) for o, c in pairs) + "    bar.sync 0;\n"
+
+
+def wait(offset: str, parity: str, label: str) -> str:
+    """The spin loop that the compiler makes of an mbarrier wait."""
+    return f"""
+$L_wait_{label}:
+    mbarrier.try_wait.parity.shared.b64 %p8, [{offset}], {parity}, 10000000;
+    @%p8 bra $L_done_{label};
+    bra $L_wait_{label};
+$L_done_{label}:
+"""

@@ -1,0 +1,296 @@
+"""Arithmetic, comparison and conversion instructions, each against an independent reference.
+
+Section titles are those of the PTX ISA document, chapter "Instruction Set".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from attnkit import emulator
+from tests.emulator.ptx_kit import evaluate
+
+N = 64
+rng = np.random.default_rng(0)
+U4 = rng.integers(0, 2**32, N, dtype=np.uint64).astype(np.uint32)
+V4 = rng.integers(0, 2**32, N, dtype=np.uint64).astype(np.uint32)
+SMALL = (U4 % 70).astype(np.uint32)
+U8 = rng.integers(0, 2**63, N, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+V8 = rng.integers(0, 2**63, N, dtype=np.uint64)
+U2 = U4.astype(np.uint16)
+EDGE = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -2.5, 3e38, 1e-40, -1e-39], np.float32)
+F4 = np.concatenate([EDGE, rng.normal(size=N - EDGE.size).astype(np.float32) * 10])
+G4 = np.roll(F4, 7)
+H4 = np.roll(F4, 23)
+
+
+def s(x: int, bits: int = 32) -> int:
+    """Unsigned to signed."""
+    return x - (1 << bits) if x >> (bits - 1) else x
+
+
+def trunc_div(a: int, b: int) -> int:
+    q = abs(a) // abs(b)
+    return q if (a < 0) == (b < 0) else -q
+
+
+# (section, instructions, inputs, output bits, reference on Python integers)
+INTEGER: list[tuple[str, str, list[Any], int, Callable[..., int]]] = [
+    ("add", "add.s32 {o}, {a0}, {a1};", [U4, V4], 32, lambda a, b: a + b),
+    ("add", "add.s64 {o}, {a0}, {a1};", [U8, V8], 64, lambda a, b: a + b),
+    ("add", "add.s16 {o}, {a0}, 7;", [U2], 16, lambda a: a + 7),
+    ("sub", "sub.u32 {o}, {a0}, {a1};", [U4, V4], 32, lambda a, b: a - b),
+    ("mul", "mul.lo.s32 {o}, {a0}, {a1};", [U4, V4], 32, lambda a, b: a * b),
+    ("mul", "mul.hi.s32 {o}, {a0}, {a1};", [U4, V4], 32, lambda a, b: s(a) * s(b) >> 32),
+    ("mul", "mul.hi.u32 {o}, {a0}, {a1};", [U4, V4], 32, lambda a, b: a * b >> 32),
+    ("mul", "mul.wide.s32 {o}, {a0}, {a1};", [U4, V4], 64, lambda a, b: s(a) * s(b)),
+    ("mul", "mul.wide.u32 {o}, {a0}, {a1};", [U4, V4], 64, lambda a, b: a * b),
+    ("mul", "mul.wide.s16 {o}, {a0}, 3;", [U2], 32, lambda a: s(a, 16) * 3),
+    ("mul", "mul.hi.u64 {o}, {a0}, {a1};", [U8, V8], 64, lambda a, b: a * b >> 64),
+    ("mad", "mad.lo.s32 {o}, {a0}, {a1}, {a0};", [U4, V4], 32, lambda a, b: a * b + a),
+    ("mad", "mad.wide.s32 {o}, {a0}, 5, {a1};", [U4, U8], 64, lambda a, b: s(a) * 5 + b),
+    ("mad", "mad.hi.u32 {o}, {a0}, {a1}, 9;", [U4, V4], 32, lambda a, b: (a * b >> 32) + 9),
+    ("div", "div.s32 {o}, {a0}, {a1};", [U4, V4], 32, lambda a, b: trunc_div(s(a), s(b))),
+    ("div", "div.u32 {o}, {a0}, 17;", [U4], 32, lambda a: a // 17),
+    ("rem", "rem.s32 {o}, {a0}, {a1};", [U4, V4], 32, lambda a, b: int(math.fmod(s(a), s(b)))),
+    ("rem", "rem.u32 {o}, {a0}, 17;", [U4], 32, lambda a: a % 17),
+    ("min", "min.s32 {o}, {a0}, {a1};", [U4, V4], 32, lambda a, b: min(s(a), s(b))),
+    ("max", "max.u32 {o}, {a0}, {a1};", [U4, V4], 32, max),
+    ("abs", "abs.s32 {o}, {a0};", [U4], 32, lambda a: abs(s(a))),
+    ("neg", "neg.s32 {o}, {a0};", [U4], 32, lambda a: -a),
+    ("and", "and.b32 {o}, {a0}, {a1};", [U4, V4], 32, lambda a, b: a & b),
+    ("or", "or.b64 {o}, {a0}, {a1};", [U8, V8], 64, lambda a, b: a | b),
+    ("xor", "xor.b32 {o}, {a0}, {a1};", [U4, V4], 32, lambda a, b: a ^ b),
+    ("not", "not.b32 {o}, {a0};", [U4], 32, lambda a: ~a),
+    # Shift amounts beyond the width are clamped to the width.
+    ("shl", "shl.b32 {o}, {a0}, {a1};", [U4, SMALL], 32, lambda a, b: a << b),
+    ("shr", "shr.u32 {o}, {a0}, {a1};", [U4, SMALL], 32, lambda a, b: a >> b),
+    ("shr", "shr.s32 {o}, {a0}, {a1};", [U4, SMALL], 32, lambda a, b: s(a) >> b),
+    ("shr", "shr.s32 {o}, {a0}, 31;", [U4], 32, lambda a: s(a) >> 31),
+    ("shf", "shf.l.wrap.b32 {o}, {a0}, {a1}, 11;", [U4, V4], 32,
+     lambda a, b: ((b << 32 | a) << 11) >> 32),
+    ("shf", "shf.r.clamp.b32 {o}, {a0}, {a1}, 40;", [U4, V4], 32, lambda a, b: b),
+    ("popc", "popc.b32 {o}, {a0};", [U4], 32, lambda a: a.bit_count()),
+    ("clz", "clz.b32 {o}, {a0};", [SMALL], 32, lambda a: 32 - a.bit_length()),
+    ("brev", "brev.b32 {o}, {a0};", [U4], 32, lambda a: int(f"{a:032b}"[::-1], 2)),
+    ("bfe", "bfe.u32 {o}, {a0}, 5, 9;", [U4], 32, lambda a: a >> 5 & 511),
+    ("bfe", "bfe.s32 {o}, {a0}, 5, 9;", [U4], 32, lambda a: s((a >> 5 & 511), 9)),
+    ("bfi", "bfi.b32 {o}, {a0}, {a1}, 4, 8;", [U4, V4], 32,
+     lambda a, b: (b & ~0xFF0) | (a & 0xFF) << 4),
+    ("prmt", "prmt.b32 {o}, {a0}, {a1}, 0x5410;", [U4, V4], 32,
+     lambda a, b: (a & 0xFFFF) | (b & 0xFFFF) << 16),
+    ("prmt", "prmt.b32 {o}, {a0}, {a1}, 0xBBBB;", [U4, V4], 32,
+     lambda a, b: 0xFFFFFFFF if a >> 31 else 0),
+    ("lop3", "lop3.b32 {o}, {a0}, {a1}, 0x0F0F0F0F, 0xE8;", [U4, V4], 32,
+     lambda a, b: (a & b) | (a & 0x0F0F0F0F) | (b & 0x0F0F0F0F)),
+    ("mov, packing", "mov.b64 {o}, {{{a0}, {a1}}};", [U4, V4], 64, lambda a, b: b << 32 | a),
+    ("mov, unpacking", "mov.b64 {{_, {o}}}, {a0};", [U8], 32, lambda a: a >> 32),
+    ("mov b128", "mov.b128 %q1, {{{a0}, {a1}}}; mov.b128 {{%d9, {o}}}, %q1;", [U8, V8], 64,
+     lambda a, b: b),
+    ("cvt", "cvt.s64.s32 {o}, {a0};", [U4], 64, s),
+    ("cvt", "cvt.u64.u32 {o}, {a0};", [U4], 64, lambda a: a),
+    ("cvt", "cvt.u16.u32 {o}, {a0};", [U4], 16, lambda a: a),
+    ("cvt", "cvt.s32.s8 {o}, {a0};", [U4], 32, lambda a: s(a & 255, 8)),
+    ("cvt.sat", "cvt.sat.u8.s32 %r1, {a0}; mov.b32 {o}, %r1;", [U4], 32,
+     lambda a: min(max(s(a), 0), 255)),
+    ("setp, selp", "setp.lt.s32 %p1, {a0}, {a1}; selp.b32 {o}, 1, 2, %p1;", [U4, V4], 32,
+     lambda a, b: 1 if s(a) < s(b) else 2),
+    ("setp, unsigned", "setp.hi.u32 %p1, {a0}, {a1}; selp.b32 {o}, 1, 2, %p1;", [U4, V4], 32,
+     lambda a, b: 1 if a > b else 2),
+    ("setp with Boolean", "setp.ne.s32 %p2, {a0}, 5; setp.gt.and.u32 %p1, {a0}, {a1}, %p2;"
+     "selp.b32 {o}, 1, 0, %p1;", [U4, V4], 32, lambda a, b: int(a > b and a != 5)),
+    ("predicates", "setp.gt.u32 %p1, {a0}, {a1}; not.pred %p2, %p1; mov.pred %p3, %p2;"
+     "selp.b32 {o}, 1, 0, %p3;", [U4, V4], 32, lambda a, b: int(a <= b)),
+    ("guarded", "mov.b32 {o}, 3; setp.gt.u32 %p1, {a0}, {a1}; @!%p1 mov.b32 {o}, {a1};",
+     [U4, V4], 32, lambda a, b: 3 if a > b else b),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", INTEGER, ids=lambda c: c[1].split()[0])
+def test_integer(case: Any) -> None:
+    section, text, inputs, bits, reference = case
+    got = evaluate(text, inputs, f"u{bits // 8}")
+    want = [
+        reference(*x) & ((1 << bits) - 1) for x in zip(*(i.tolist() for i in inputs), strict=True)
+    ]
+    assert got.tolist() == want, section
+
+
+def f(x: Any) -> Any:
+    return x.astype(np.float64)
+
+
+def flush(x: Any) -> Any:
+    """Subnormal float32 values become zero of the same sign."""
+    return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(0, x), x)
+
+
+with np.errstate(all="ignore"):
+    # (section, instructions, inputs, reference in float64 rounded once to float32)
+    FLOAT: list[tuple[str, str, list[Any], Any]] = [
+        ("add.f32", "add.f32 {o}, {a0}, {a1};", [F4, G4], F4 + G4),
+        ("sub.f32", "sub.f32 {o}, {a0}, {a1};", [F4, G4], F4 - G4),
+        ("mul.f32", "mul.f32 {o}, {a0}, {a1};", [F4, G4], F4 * G4),
+        ("div.rn.f32", "div.rn.f32 {o}, {a0}, {a1};", [F4, G4], F4 / G4),
+        ("fma.rn.f32", "fma.rn.f32 {o}, {a0}, {a1}, {a2};", [F4, G4, H4],
+         (f(F4) * f(G4) + f(H4)).astype(np.float32)),
+        # min and max drop a NaN unless .NaN is given.
+        ("max.f32", "max.f32 {o}, {a0}, {a1};", [F4, G4], np.fmax(F4, G4)),
+        ("min.f32", "min.f32 {o}, {a0}, {a1};", [F4, G4], np.fmin(F4, G4)),
+        ("max.NaN.f32", "max.NaN.f32 {o}, {a0}, {a1};", [F4, G4], np.maximum(F4, G4)),
+        ("max, three operands", "max.f32 {o}, {a0}, {a1}, {a2};", [F4, G4, H4],
+         np.fmax(np.fmax(F4, G4), H4)),
+        ("neg.f32", "neg.f32 {o}, {a0};", [F4], -F4),
+        ("abs.f32", "abs.f32 {o}, {a0};", [F4], np.abs(F4)),
+        ("copysign.f32", "copysign.f32 {o}, {a0}, {a1};", [F4, G4], np.copysign(G4, F4)),
+        ("add.sat.f32", "add.sat.f32 {o}, {a0}, {a1};", [F4, G4],
+         np.nan_to_num(np.clip(F4 + G4, 0, 1))),
+        ("mul.ftz.f32", "mul.ftz.f32 {o}, {a0}, 0f3F800000;", [F4],
+         flush(F4)),
+        ("ex2", "ex2.approx.f32 {o}, {a0};", [F4], np.exp2(f(F4))),
+        ("lg2", "lg2.approx.f32 {o}, {a0};", [F4], np.log2(f(F4))),
+        ("rcp", "rcp.approx.ftz.f32 {o}, {a0};", [G4], flush(1 / f(flush(G4)))),
+        ("sqrt", "sqrt.rn.f32 {o}, {a0};", [F4], np.sqrt(F4)),
+        ("rsqrt", "rsqrt.approx.f32 {o}, {a0};", [np.abs(F4)], 1 / np.sqrt(f(np.abs(F4)))),
+        ("tanh", "tanh.approx.f32 {o}, {a0};", [F4], np.tanh(f(F4))),
+        ("sin", "sin.approx.f32 {o}, {a0};", [H4], np.sin(f(H4))),
+        ("selp.f32", "setp.gt.f32 %p1, {a0}, {a1}; selp.f32 {o}, {a0}, {a1}, %p1;", [F4, G4],
+         np.where(F4 > G4, F4, G4)),
+        ("cvt.rn.f32.s32", "cvt.rn.f32.s32 {o}, {a0};", [U4], U4.view(np.int32).astype(np.float32)),
+        ("cvt.rni", "cvt.rni.f32.f32 {o}, {a0};", [F4], np.rint(F4)),
+        ("f32x2", "mov.b64 %d1, {{{a0}, {a1}}}; mov.b64 %d2, {{{a1}, {a2}}};"
+         "fma.rn.f32x2 %d3, %d1, %d2, %d1; mov.b64 {{%r1, {o}}}, %d3;", [F4, G4, H4],
+         (f(G4) * f(H4) + f(G4)).astype(np.float32)),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FLOAT, ids=lambda c: c[0])
+def test_float(case: Any) -> None:
+    section, text, inputs, want = case
+    got = evaluate(text, inputs, np.float32)
+    approximate = want.dtype == np.float64
+    with np.errstate(all="ignore"):
+        want = want.astype(np.float32)
+    if approximate:
+        np.testing.assert_allclose(got, want, rtol=3e-7, err_msg=section)
+    else:
+        np.testing.assert_array_equal(got, want, err_msg=section)
+        assert (np.signbit(got) == np.signbit(want))[~np.isnan(want)].all()
+
+
+def test_directed_rounding_brackets_the_exact_sum() -> None:
+    """add with .rm, .rp, .rz: section "add", floating-point."""
+    low = evaluate("add.rm.f32 {o}, {a0}, {a1};", [H4, G4], np.float32)
+    high = evaluate("add.rp.f32 {o}, {a0}, {a1};", [H4, G4], np.float32)
+    zero = evaluate("add.rz.f32 {o}, {a0}, {a1};", [H4, G4], np.float32)
+    with np.errstate(all="ignore"):
+        exact = f(H4) + f(G4)
+        ok = np.isfinite(exact)
+        assert (f(low)[ok] <= exact[ok]).all()
+        assert (f(high)[ok] >= exact[ok]).all()
+        assert (np.abs(f(zero))[ok] <= np.abs(exact[ok])).all()
+        gap = f(high)[ok] - f(low)[ok]
+    assert (gap <= np.spacing(np.abs(high[ok]).clip(1e-38))).all()
+    assert (gap > 0).any()
+
+
+SETP_F32 = {
+    "eq": lambda a, b: a == b,
+    "ne": lambda a, b: (a < b) | (a > b),
+    "lt": lambda a, b: a < b,
+    "ge": lambda a, b: a >= b,
+    "equ": lambda a, b: (a == b) | np.isnan(a) | np.isnan(b),
+    "neu": lambda a, b: a != b,
+    "ltu": lambda a, b: (a < b) | np.isnan(a) | np.isnan(b),
+    "leu": lambda a, b: (a <= b) | np.isnan(a) | np.isnan(b),
+    "gtu": lambda a, b: (a > b) | np.isnan(a) | np.isnan(b),
+    "geu": lambda a, b: (a >= b) | np.isnan(a) | np.isnan(b),
+    "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
+    "nan": lambda a, b: np.isnan(a) | np.isnan(b),
+}
+
+
+@pytest.mark.parametrize("cmp", SETP_F32)
+def test_float_comparisons_with_nan(cmp: str) -> None:
+    """setp: ordered comparisons are false, unordered ones true, if an operand is NaN."""
+    text = f"setp.{cmp}.f32 %p1, {{a0}}, {{a1}}; selp.b32 {{o}}, 1, 0, %p1;"
+    got = evaluate(text, [F4, G4], np.uint32)
+    np.testing.assert_array_equal(got, SETP_F32[cmp](F4, G4).astype(np.uint32))
+
+
+@pytest.mark.parametrize("mode", ["rni", "rzi", "rmi", "rpi"])
+def test_float_to_integer_saturates(mode: str) -> None:
+    """cvt: out of range saturates, NaN becomes 0."""
+    got = evaluate(f"cvt.{mode}.s32.f32 {{o}}, {{a0}};", [F4], np.int32)
+    fn = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[mode]
+    want = [
+        0 if math.isnan(x) else int(min(max(fn(x), -(2.0**31)), 2.0**31 - 1))
+        for x in f(F4).tolist()
+    ]
+    assert got.tolist() == want
+
+
+def torch_bits(x: Any, dtype: torch.dtype, view: torch.dtype) -> Any:
+    return torch.from_numpy(x).to(dtype).view(view).numpy()
+
+
+def test_cvt_to_bf16_and_f16() -> None:
+    """cvt.rn.bf16.f32, cvt.rn.f16.f32 against torch; x2: the first source is the high half."""
+    x = F4[~np.isnan(F4)][:60]
+    y = np.roll(x, 3)
+    for kind, dtype in (("bf16", torch.bfloat16), ("f16", torch.float16)):
+        got = evaluate(f"cvt.rn.{kind}.f32 {{o}}, {{a0}};", [x], np.uint16)
+        want = torch_bits(x, dtype, torch.int16).view(np.uint16)
+        np.testing.assert_array_equal(got, want)
+        two = evaluate(f"cvt.rn.{kind}x2.f32 {{o}}, {{a0}}, {{a1}};", [x, y], np.uint32)
+        np.testing.assert_array_equal((two >> 16).astype(np.uint16), want)
+        np.testing.assert_array_equal(
+            two.astype(np.uint16), torch_bits(y, dtype, torch.int16).view(np.uint16)
+        )
+        back = evaluate(f"cvt.f32.{kind} {{o}}, {{a0}};", [want], np.float32)
+        np.testing.assert_array_equal(back, torch.from_numpy(x).to(dtype).float().numpy())
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)]
+)
+def test_cvt_to_fp8(kind: str, dtype: torch.dtype) -> None:
+    """cvt.rn.satfinite.e4m3x2.f32: nearest even within range, saturating beyond."""
+    x = np.concatenate([H4[np.isfinite(H4)][:40], np.float32([440, 460, 1e9, -1e9, 2**-9, 2**-10])])
+    got = evaluate(f"cvt.rn.satfinite.{kind}x2.f32 {{o}}, {{a0}}, {{a0}};", [x], np.uint16)
+    top = torch.finfo(dtype).max
+    want = torch.from_numpy(x).clamp(-top, top).to(dtype).view(torch.uint8).numpy()
+    np.testing.assert_array_equal((got & 0xFF).astype(np.uint8), want)
+    half = evaluate(f"cvt.rn.f16x2.{kind}x2 {{o}}, {{a0}};", [got], np.uint32)
+    np.testing.assert_array_equal(
+        half.astype(np.uint16).view(np.float16).astype(np.float32),
+        torch.from_numpy(want).view(dtype).float().numpy(),
+    )
+
+
+def test_packed_and_mixed_half_arithmetic() -> None:
+    """fma.rn.bf16x2 rounds once to bf16; fma.rn.f32.bf16 multiplies bf16 into f32."""
+    x = torch.randn(64).bfloat16()
+    y, z = torch.randn(64).bfloat16(), torch.randn(64)
+    bits = [v.view(torch.int16).numpy().view(np.uint16) for v in (x, y)]
+    got = evaluate("fma.rn.f32.bf16 {o}, {a0}, {a1}, {a2};", [*bits, z.numpy()], np.float32)
+    want = (x.double() * y.double() + z.double()).float()
+    np.testing.assert_array_equal(got, want.numpy())
+    pair = [(b.astype(np.uint32) << 16) | b for b in bits]
+    got = evaluate("mul.bf16x2 {o}, {a0}, {a1};", pair, np.uint32)
+    want16 = (x * y).view(torch.int16).numpy().view(np.uint16)
+    np.testing.assert_array_equal((got >> 16).astype(np.uint16), want16)
+    np.testing.assert_array_equal(got.astype(np.uint16), want16)
+
+
+def test_unknown_opcode_is_named() -> None:
+    with pytest.raises(emulator.UnknownOpcode, match=r"dp4a\.s32\.s32"):
+        evaluate("dp4a.s32.s32 {o}, {a0}, {a0}, {a0};", [U4], np.uint32)
+    with pytest.raises(emulator.UnknownOpcode, match=r"add\.cc\.u32"):
+        evaluate("add.cc.u32 {o}, {a0}, {a0};", [U4], np.uint32)

@@ -1,0 +1,53 @@
+"""The cycle model: the arithmetic of FlashAttention-4's tables, and counts of executed work."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from attnkit import emulator
+from attnkit.emulator.cycles import Product, Tile, busy, limit, rates_of, tile
+from attnkit.errors import OptionError
+from tests.emulator.ptx_kit import per_thread
+
+SIDE = 128  # rows, columns and head dimension of the tiles in the tables
+SQUARE = SIDE * SIDE
+
+
+def test_forward_table() -> None:
+    """Forward: scores from shared memory, output with P in tensor memory."""
+    scores, output = Product(SIDE, SIDE, SIDE), Product(SIDE, SIDE, SIDE, a_shared=False)
+    assert tile([scores, output], SQUARE) == Tile(1024, 768, 1024)
+
+
+@pytest.mark.parametrize(("ctas", "shared"), [(1, 3328), (2, 2688)])
+def test_backward_table(ctas: int, shared: int) -> None:
+    """Backward: S, dP and dQ read both operands from shared memory, dV and dK one; dS is stored in
+    16 bits, dQ goes through shared memory in float32 (stored, then read by the bulk reduction)."""
+    both, one = Product(SIDE, SIDE, SIDE), Product(SIDE, SIDE, SIDE, a_shared=False)
+    other = 2 * SQUARE + 2 * 4 * SQUARE
+    got = tile([both, both, one, one, both], SQUARE, other_shared_bytes=other, ctas=ctas)
+    assert got == Tile(2560, shared, 1024)
+
+
+def test_hopper_has_half_the_tensor_rate() -> None:
+    p = [Product(SIDE, SIDE, SIDE)]
+    assert tile(p, 0, arch="sm_90a").tensor == 2 * tile(p, 0, arch="sm_100a").tensor
+
+
+def test_unknown_architecture() -> None:
+    with pytest.raises(OptionError, match="sm_70"):
+        rates_of("sm_70")
+
+
+def test_busy_counts_what_was_executed() -> None:
+    x = np.ones(128, np.float32)
+    out = np.zeros_like(x)
+    text = per_thread("ex2.approx.f32 %r5, {a0};" * 10 + "add.f32 {o}, {a0}, {a0};", [x], out)
+    report = emulator.run(emulator.Ptx(text, block=(128, 1, 1)), x, out)
+    clocks = busy(report.launches, "sm_90a")
+    assert clocks["special"] == 10 * 128 / 16
+    assert clocks["float32"] == 1
+    assert limit(clocks) == "special"
+    # Per thread: move, 2 parameters, 2 products, 2 additions, load, 11 operations, store, return.
+    assert report.warp_instructions == 4 * 21

@@ -1,0 +1,76 @@
+"""The host side: linking, capturing launches, packing of arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from cutlass import Int32
+
+from attnkit import emulator
+from attnkit.emulator import Executable, host
+from attnkit.emulator.memory import GlobalMemory
+from attnkit.errors import ArgumentError, OptionError, ShapeError, UnsupportedError
+from tests.emulator.kernels import simt
+
+
+@pytest.fixture(scope="module")
+def exe() -> Executable:
+    specs = (simt.vector(Int32), simt.vector(Int32))
+    return emulator.compile(simt.BlockSum(), *specs, options="--gpu-arch sm_90a")
+
+
+def test_the_generated_host_code_decides_the_launch(exe: Executable) -> None:
+    memory = GlobalMemory()
+    x, out = torch.zeros(700, dtype=torch.int32), np.zeros(1, np.int32)
+    (launch,) = exe.captured((x, out), memory)
+    assert launch.grid == (6, 1, 1)
+    assert launch.block == (128, 1, 1)
+    assert launch.cluster == (1, 1, 1)
+    assert x.data_ptr().to_bytes(8, "little") in launch.params
+    assert [b.data.size for b in memory.buffers] == [2800, 4]
+
+
+def test_arguments_are_checked(exe: Executable) -> None:
+    x = torch.zeros(7, dtype=torch.int32)
+    with pytest.raises(ArgumentError, match="1 arguments"):
+        emulator.run(exe, x)
+    with pytest.raises(ArgumentError, match="str"):
+        emulator.run(exe, x, "out")
+    with pytest.raises(ShapeError, match="argument 1"):
+        emulator.run(exe, x, x[None])
+    with pytest.raises(OptionError, match="mode='fast'"):
+        emulator.run(exe, x, x, mode="fast")
+
+
+def test_without_a_compiler_the_error_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(UnsupportedError, match="C compiler"):
+        host.compiler()
+
+
+def test_without_ptx_the_error_says_so() -> None:
+    compiled = SimpleNamespace(artifacts=SimpleNamespace(PTX=None))
+    with pytest.raises(OptionError, match="--keep-ptx"):
+        Executable(compiled, ())
+
+
+def test_findings_name_the_source_of_the_kernel(exe: Executable) -> None:
+    """An output of no elements: the atomic addition is out of bounds, where the DSL says it is."""
+    out = np.zeros(2, np.int32)[:0]
+    with pytest.raises(emulator.KernelFault, match="bounds") as error:
+        emulator.run(exe, torch.zeros(7, dtype=torch.int32), out)
+    place = error.value.finding.place
+    assert "atom.global.add" in exe.ptx.split("\n")[place.line - 1]
+    file, line = place.source.rsplit(":", 1)
+    assert Path(file).name == "simt.py"
+    assert int(line) <= len(Path(file).read_text().split("\n"))

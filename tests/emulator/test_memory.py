@@ -1,0 +1,175 @@
+"""State spaces, vectors, atomics, matrix moves: sections ld, st, atom, red, ldmatrix, stmatrix."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from attnkit import emulator
+from attnkit.emulator import KernelFault, Undefined
+from tests.emulator.ptx_kit import kernel, pointers, run
+
+T = np.arange(32)
+
+
+def test_vector_and_byte_accesses() -> None:
+    body = """
+    ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1];
+    mov.u32 %r1, %tid.x;
+    mul.wide.u32 %d3, %r1, 16; add.s64 %d4, %d1, %d3; add.s64 %d5, %d2, %d3;
+    ld.global.v4.b32 {%r2, %r3, %r4, %r5}, [%d4];
+    shl.b32 %r6, %r1, 4; mov.b32 %r7, dynamic; add.s32 %r8, %r7, %r6;
+    st.shared.v4.b32 [%r8], {%r5, %r4, %r3, %r2};
+    bar.sync 0;
+    ld.shared.v2.b32 {%r10, %r11}, [%r8];
+    ld.shared.u8 %h1, [%r8+9];
+    ld.shared.s8 %h2, [%r8+9];
+    cvt.u32.u16 %r12, %h1; cvt.s32.s16 %r13, %h2;
+    st.global.v4.b32 [%d5], {%r10, %r11, %r12, %r13};
+    """
+    x = np.random.default_rng(1).integers(0, 2**32, (32, 4), dtype=np.uint64).astype(np.uint32)
+    out = np.zeros((32, 4), np.uint32)
+    run(body, x, out, shared=1024)
+    byte = x[:, 1].copy().view(np.uint8).reshape(32, 4)[:, 1]
+    np.testing.assert_array_equal(out[:, 0], x[:, 3])
+    np.testing.assert_array_equal(out[:, 1], x[:, 2])
+    np.testing.assert_array_equal(out[:, 2], byte)
+    np.testing.assert_array_equal(out[:, 3].copy().view(np.int32), byte.view(np.int8))
+
+
+def test_local_constant_and_generic_memory() -> None:
+    variables = ".const .align 4 .b32 table[4] = {10, 20, 30, 40};"
+    body = """
+    .local .align 16 .b8 depot[32];
+    mov.u32 %r1, %tid.x;
+    mov.u64 %d1, depot;
+    cvta.local.u64 %d2, %d1;
+    st.local.b32 [%d1+8], %r1;
+    ld.b32 %r2, [%d2+8];
+    and.b32 %r3, %r1, 3; mul.wide.u32 %d3, %r3, 4;
+    mov.u64 %d4, table; add.s64 %d5, %d4, %d3;
+    ld.const.b32 %r4, [%d5];
+    cvta.shared.u64 %d6, dynamic;
+    mul.wide.u32 %d7, %r1, 4; add.s64 %d8, %d6, %d7;
+    st.b32 [%d8], %r4;
+    ld.b32 %r5, [%d8];
+    add.s32 %r6, %r2, %r5;
+    ld.param.u64 %d9, [p0]; add.s64 %d10, %d9, %d7;
+    st.b32 [%d10], %r6;
+    """
+    out = np.zeros(32, np.uint32)
+    run(body, out, shared=256, variables=variables)
+    assert out.tolist() == [t + 10 * (t % 4 + 1) for t in range(32)]
+
+
+def test_atomics_on_global_and_shared_memory() -> None:
+    body = """
+    ld.param.u64 %d1, [p0];
+    mov.u32 %r1, %tid.x;
+    atom.global.add.u32 %r2, [%d1], 1;
+    red.global.add.f32 [%d1+4], 0f3F800000;
+    atom.global.max.s32 %r3, [%d1+8], %r1;
+    atom.global.inc.u32 %r4, [%d1+12], 9;
+    atom.global.cas.b32 %r5, [%d1+16], 0, %r1;
+    atom.global.exch.b32 %r6, [%d1+20], %r1;
+    setp.ne.s32 %p1, %r1, 0;
+    @%p1 bra $L_a;
+    mov.b32 %r9, 0;
+    st.shared.b32 [dynamic], %r9;
+$L_a:
+    bar.sync 0;
+    atom.shared.add.u32 %r7, [dynamic], 2;
+    bar.sync 0;
+    ld.shared.b32 %r8, [dynamic];
+    st.global.b32 [%d1+24], %r8;
+    mul.wide.u32 %d2, %r1, 4; add.s64 %d3, %d1, %d2;
+    st.global.b32 [%d3+32], %r2;
+    """
+    out = np.zeros(8 + 64, np.uint32)
+    run(body, out, block=(64, 1, 1), shared=64)
+    assert out[0] == 64
+    assert out[1:2].view(np.float32)[0] == 64.0
+    assert out[2] == 63
+    assert out[3] == 64 % 10
+    assert out[4] == 1  # the first lane wrote 0, the second found 0 and wrote 1
+    assert out[5] == 63
+    assert out[6] == 128
+    assert sorted(out[8:].tolist()) == list(range(64))
+
+
+@pytest.mark.parametrize("trans", [False, True])
+def test_ldmatrix_and_stmatrix_fragments(trans: bool) -> None:
+    """Lane t holds row t // 4, columns 2 (t % 4) and + 1 of each matrix; .trans swaps them."""
+    t = ".trans" if trans else ""
+    body = f"""
+    ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1]; ld.param.u64 %d9, [p2];
+    mov.u32 %r1, %tid.x;
+    mul.wide.u32 %d3, %r1, 16; add.s64 %d4, %d1, %d3; add.s64 %d5, %d2, %d3; add.s64 %d10, %d9, %d3;
+    mov.b32 %r7, dynamic; shl.b32 %r6, %r1, 4; add.s32 %r8, %r7, %r6;
+    ld.global.v4.b32 {{%r2, %r3, %r4, %r5}}, [%d4];
+    st.shared.v4.b32 [%r8], {{%r2, %r3, %r4, %r5}};
+    bar.sync 0;
+    ldmatrix.sync.aligned.m8n8.x4{t}.shared.b16 {{%r10, %r11, %r12, %r13}}, [%r8];
+    st.global.v4.b32 [%d5], {{%r10, %r11, %r12, %r13}};
+    stmatrix.sync.aligned.m8n8.x4{t}.shared.b16 [%r8+512], {{%r10, %r11, %r12, %r13}};
+    bar.sync 0;
+    ld.shared.v4.b32 {{%r2, %r3, %r4, %r5}}, [%r8+512];
+    st.global.v4.b32 [%d10], {{%r2, %r3, %r4, %r5}};
+    """
+    x = np.random.default_rng(2).integers(0, 65536, (4, 8, 8)).astype(np.uint16)
+    frag, back = np.zeros((32, 4, 2), np.uint16), np.zeros((4, 8, 8), np.uint16)
+    run(body, x, frag, back, shared=1024)
+    m = x.transpose(0, 2, 1) if trans else x
+    for j in range(4):
+        np.testing.assert_array_equal(frag[:, j, 0], m[j, T // 4, 2 * (T % 4)])
+        np.testing.assert_array_equal(frag[:, j, 1], m[j, T // 4, 2 * (T % 4) + 1])
+    np.testing.assert_array_equal(back, x)
+
+
+STORE = "ld.param.u64 %d1, [p0]; mov.u32 %r1, %tid.x; mul.wide.u32 %d2, %r1, 4;"
+
+
+def fault(body: str, *args: object, **launch: object) -> str:
+    with pytest.raises(KernelFault) as error:
+        run(body, *args, **launch)
+    return error.value.finding.kind
+
+
+def test_accesses_outside_memory_are_faults() -> None:
+    x = np.zeros(31, np.uint32)
+    assert fault(STORE + "add.s64 %d3, %d1, %d2; st.global.b32 [%d3], %r1;", x) == "bounds"
+    assert fault("mov.b32 %r1, 0; st.shared.b32 [dynamic+4096], %r1;", shared=1024) == "bounds"
+    assert fault("ld.shared.b32 %r1, [dynamic+-4];", shared=1024) == "bounds"
+
+
+def test_misaligned_accesses_are_faults() -> None:
+    x = np.zeros(40, np.uint32)
+    assert fault(STORE + "add.s64 %d3, %d1, %d2; st.global.b32 [%d3+2], %r1;", x) == "alignment"
+    body = "mov.b32 %r1, 0; st.shared.v2.b32 [dynamic+4], {%r1, %r1};"
+    assert fault(body, shared=64) == "alignment"
+
+
+def test_reads_of_undefined_global_memory_are_faults() -> None:
+    x = np.zeros(32, np.uint32)
+    read = STORE + "add.s64 %d3, %d1, %d2; ld.global.b32 %r2, [%d3];"
+    write = STORE + "add.s64 %d3, %d1, %d2; st.global.b32 [%d3], %r1; ld.global.b32 %r2, [%d3];"
+    target = emulator.Ptx(kernel(read, pointers(1)))
+    assert emulator.run(target, x).ok
+    with pytest.raises(KernelFault, match="uninitialised"):
+        emulator.run(target, Undefined(x))
+    assert emulator.run(emulator.Ptx(kernel(write, pointers(1))), Undefined(x)).ok
+
+
+def test_a_report_says_where() -> None:
+    text = kernel(
+        STORE + "\nadd.s64 %d3, %d1, %d2;\n.loc 1 77 0\nst.global.b32 [%d3], %r1;", pointers(1)
+    )
+    text += '\n.file 1 "my_kernel.py"\n'
+    line = next(i for i, s in enumerate(text.split("\n"), 1) if "st.global" in s)
+    target = emulator.Ptx(text, block=(64, 1, 1)).describe(roles={"writer": [0, 1]})
+    with pytest.raises(KernelFault) as error:
+        emulator.run(target, np.zeros(40, np.uint32))
+    place = error.value.finding.place
+    assert (place.line, place.source, place.role) == (line, "my_kernel.py:77", "writer")
+    assert place.warps == (0, 1)
+    assert place.cta == (0, 0, 0)
