@@ -21,7 +21,7 @@ from attnkit.errors import (
     UnsupportedError,
 )
 from attnkit.explanation import Explanation, explain
-from attnkit.mask import Mask, and_masks, noop_mask, or_masks
+from attnkit.mask import Mask, and_masks, noop_mask, or_masks, per_batch, per_head
 from attnkit.ops import flex_attention
 from attnkit.validate import AuxOutput, AuxRequest
 from attnkit.variant import Variant
@@ -51,4 +51,6 @@ __all__ = [
     "flex_attention",
     "noop_mask",
     "or_masks",
+    "per_batch",
+    "per_head",
 ]

@@ -211,8 +211,9 @@ def create_block_mask(
     for name, length in (("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
         check_size(name, length)
     if device is None:
-        first = next(iter(traced(mask_mod, "mask", torch.device("cpu")).tensors), None)
-        device = torch.device("cpu") if first is None else first.device
+        captured = traced(mask_mod, "mask", torch.device("cpu")).tensors
+        # a small table may stay on the CPU: what lives elsewhere decides
+        device = next((t.device for t in captured if t.device.type != "cpu"), torch.device("cpu"))
     mask = BlockMask(
         mask_mod,
         batch=1 if B is None else check_size("B", B),

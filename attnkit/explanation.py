@@ -11,6 +11,7 @@ import torch
 from attnkit import expr
 from attnkit.adjoint import adjoint
 from attnkit.interp.symbolic import describe
+from attnkit.intervals import find_intervals
 from attnkit.plan import BLOCK, Plan, choose
 from attnkit.sparse import BlockRuns
 from attnkit.stage import linear, stage
@@ -85,6 +86,15 @@ class Explanation:
             f"{100 * self.runs.density():.1f}% computed{note}"
         )
 
+    @property
+    def intervals(self) -> str:
+        """What each row keeps, as a union of few intervals of kv, or why it is none."""
+        if self.mask is None:
+            return "every row keeps everything"
+        batch, heads, q_len, kv_len = self.lengths
+        found = find_intervals(self.mask, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads)
+        return str(found)
+
     def __str__(self) -> str:
         batch, heads, q_len, kv_len = self.lengths
         sections = {
@@ -92,6 +102,7 @@ class Explanation:
             "derivative": self.derivative,
             "staging": self.staging,
             f"tiles (B={batch} H={heads} Sq={q_len} Skv={kv_len})": self.tiles,
+            "intervals": self.intervals,
             "plan": str(self.plan),
         }
         return "\n".join(f"{name}\n{_indent(text)}" for name, text in sections.items())

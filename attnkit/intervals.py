@@ -152,7 +152,14 @@ def intervals_of(
         device = next((t.device for t in held if t.device.type != "cpu"), torch.device("cpu"))
     mask = traced(mask_mod, "mask", torch.device(device))
     check_captured("mask_mod", mask.names, mask.tensors, torch.device(device))
-    return find_intervals(mask, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads)
+    return find_intervals(
+        mask,
+        q_len=q_len,
+        kv_len=kv_len,
+        batch=batch,
+        heads=heads,
+        device=torch.device(device),
+    )
 
 
 def find_intervals(
@@ -164,6 +171,7 @@ def find_intervals(
     heads: int = 1,
     most: int = MOST,
     dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
 ) -> Found:
     """The interval normal form of a traced mask, or why it has none.
 
@@ -174,6 +182,7 @@ def find_intervals(
         q_len, kv_len, batch, heads: sizes that the answer holds for.
         most: intervals that a row may need.
         dtype: what the mask's floats are computed in.
+        device: where tables are made; None: where the captured tensors are, else on the CPU.
 
     Raises:
         BoundsError: an index leaves its captured tensor, or integer arithmetic leaves int32.
@@ -187,13 +196,19 @@ def find_intervals(
     check_size("most", most)
     reads = expr.reads(mask.root)
     shape = (batch if "b" in reads else 1, heads if "h" in reads else 1, q_len, kv_len)
-    key = (mask.root, mask.names, shape, most, dtype)
-    return _found.get(key, mask.tensors, lambda: _find(mask, shape, most, dtype))
+    device = _device(mask.tensors) if device is None else device
+    key = (mask.root, mask.names, shape, most, dtype, device)
+    return _found.get(key, mask.tensors, lambda: _find(mask, shape, most, dtype, device))
 
 
-def _find(mask: Traced, shape: tuple[int, int, int, int], most: int, dtype: torch.dtype) -> Found:
+def _find(
+    mask: Traced,
+    shape: tuple[int, int, int, int],
+    most: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Found:
     batch, heads, q_len, kv_len = shape
-    device = _device(mask.tensors)
     b = torch.arange(batch, dtype=torch.int32, device=device)
     h = torch.arange(heads, dtype=torch.int32, device=device)
     domain = Domain(mask.tensors, q_len, kv_len, b, h, dtype, Sides())

@@ -53,7 +53,7 @@ def loaded() -> dict[str, str]:
 # torch._dynamo costs a second of import time and loads sympy: torch.compiler.disable and the first
 # call of a torch.library.custom_op import it, torch.library.Library does not.
 @pytest.mark.parametrize(
-    "library", ["cutlass", "sympy", "matplotlib", "tqdm", "hypothesis", "torch._dynamo"]
+    "library", ["cutlass", "sympy", "matplotlib", "hypothesis", "torch._dynamo"]
 )
 def test_import_attnkit_leaves_heavy_libraries_alone(loaded: dict[str, str], library: str) -> None:
     assert "attnkit" in loaded
