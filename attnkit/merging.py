@@ -1,0 +1,58 @@
+"""Exact merge of attention over two disjoint sets of keys."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnkit.errors import DTypeError, ShapeError
+
+
+def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Join two partial attention results into the result over all their keys.
+
+    Softmax over a union is the mean of the two outputs weighted by exp(LSE): exact but for
+    rounding, in any order and any tree of merges. A part without keys (output 0, LSE -inf) leaves
+    the other exactly as it is; two of them give 0 and -inf, with zero gradients. Made of torch
+    operators, so differentiable in all four arguments.
+
+    Args:
+        out_a, out_b: [..., Dv] outputs, one shape and dtype.
+        lse_a, lse_b: [...] natural logarithms of the sums of exponentials, one dtype.
+
+    Returns:
+        out [..., Dv] in the outputs' dtype and lse [...] in the LSEs' dtype, in which the
+        arithmetic is done.
+
+    Raises:
+        ShapeError, DTypeError: the four tensors do not fit together.
+    """
+    _check(out_a, lse_a, out_b, lse_b)
+    top = torch.maximum(lse_a, lse_b).detach()  # any common factor cancels, so no gradient
+    top = torch.where(top == -torch.inf, torch.zeros_like(top), top)
+    weight_a, weight_b = (lse_a - top).exp(), (lse_b - top).exp()
+    total = weight_a + weight_b
+    kept = total != 0
+    safe = torch.where(kept, total, torch.ones_like(total))
+    parts = weight_a[..., None] * out_a.to(top.dtype) + weight_b[..., None] * out_b.to(top.dtype)
+    lse = torch.where(kept, top + safe.log(), -torch.inf)
+    return (parts / safe[..., None]).to(out_a.dtype), lse
+
+
+def _check(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
+    if out_a.shape != out_b.shape or lse_a.shape != lse_b.shape or out_a.dim() == 0:
+        raise ShapeError(
+            f"out_a and out_b must have one shape [..., Dv], lse_a and lse_b one shape [...]; got "
+            f"{tuple(out_a.shape)}, {tuple(out_b.shape)}, {tuple(lse_a.shape)} and "
+            f"{tuple(lse_b.shape)}"
+        )
+    if out_a.shape[:-1] != lse_a.shape:
+        raise ShapeError(
+            f"the LSE of outputs {tuple(out_a.shape)} must be {tuple(out_a.shape[:-1])}, got "
+            f"{tuple(lse_a.shape)}"
+        )
+    if out_a.dtype != out_b.dtype or lse_a.dtype != lse_b.dtype or not lse_a.is_floating_point():
+        raise DTypeError(
+            f"out_a and out_b must have one dtype, lse_a and lse_b one floating dtype; got "
+            f"{out_a.dtype}, {out_b.dtype}, {lse_a.dtype} and {lse_b.dtype}"
+        )
