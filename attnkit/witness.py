@@ -262,25 +262,26 @@ class Resolver:
 
     def _evaluate_whole(self, tiles: Tiles, left: Tensor) -> None:
         """Evaluate tiles at every position, a strip of each at a time until it is decided."""
-        rows = min(self.block[0], self.domain.q_len)
-        columns = min(self.block[1], self.domain.kv_len)
-        limit = self._points_at_once
-        columns_at_once = min(columns, limit)
-        rows_at_once = min(rows, max(1, limit // columns_at_once))
-        device = self.domain.device
-        for r in range(0, rows, rows_at_once):
-            row = torch.arange(r, min(r + rows_at_once, rows), device=device)
-            for c in range(0, columns, columns_at_once):
-                column = torch.arange(c, min(c + columns_at_once, columns), device=device)
-                for part in left.split(max(1, limit // (row.numel() * column.numel()))):
-                    some = tiles.at(part)
-                    (q0, q1), (kv0, kv1) = (
-                        tuple(x[:, None] for x in ends) for ends in self._ends(some)
-                    )
-                    # clamping repeats the last position of a ragged tile, which changes nothing
-                    q, kv = torch.minimum(q0 + row, q1), torch.minimum(kv0 + column, kv1)
-                    self._learn(tiles, part, self._mask(some, q[:, :, None], kv[:, None]))
-                left = left[~(tiles.kept[left] & tiles.dropped[left])]
+        for row, column in self._strips():
+            if not left.numel():
+                return
+            for part in left.split(max(1, self._points_at_once // (len(row) * len(column)))):
+                some = tiles.at(part)
+                (q0, q1), (kv0, kv1) = self._ends(some)
+                # clamping repeats the last position of a ragged tile, which changes nothing
+                q = torch.minimum(q0[:, None] + row, q1[:, None])
+                kv = torch.minimum(kv0[:, None] + column, kv1[:, None])
+                self._learn(tiles, part, self._mask(some, q[:, :, None], kv[:, None]))
+            left = left[~(tiles.kept[left] & tiles.dropped[left])]
+
+    def _strips(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Offsets of rows and columns that together cover a tile."""
+        limit, device = self._points_at_once, self.domain.device
+        rows = torch.arange(min(self.block[0], self.domain.q_len), device=device)
+        columns = torch.arange(min(self.block[1], self.domain.kv_len), device=device)
+        for row in rows.split(max(1, limit // min(limit, len(columns)))):
+            for column in columns.split(limit):
+                yield row, column
 
 
 _Turns = tuple[Tensor, Tensor, Tensor, Tensor]

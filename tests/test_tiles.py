@@ -65,6 +65,19 @@ def test_small_passes_change_nothing(case: Case, block: tuple[int, int]) -> None
     assert torch.equal(runs.states().expand(expected.shape), expected)
 
 
+def test_tiles_larger_than_a_pass_are_left_once_they_are_decided(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("attnkit.witness._PASS_BYTES", 45)
+    record = Statistics()
+    states = classified(trace(MASKS["causal document"], "mask"), 90, 70, (64, 64), record).states()
+    assert record.dense == record.open > 0  # no room for a search: evaluated, strip by strip
+    expected = classified(
+        trace(MASKS["causal document"], "mask"), 90, 70, (1, 1), Statistics()
+    ).states()
+    assert torch.equal(states, brute_force(expected == 2, (64, 64)))
+
+
 # --- masks in use
 
 
@@ -223,6 +236,17 @@ def test_no_mask_needs_its_dense_form() -> None:
     keep = dense(root.root, root.tensors, Case(root.root, root.tensors, N, N, 1, 1))
     assert torch.equal(each.states() == 2, keep)
     assert each.counts()[1] == 0
+
+
+def test_equalities_that_skip_values() -> None:
+    """The ends of a block enclose the value, and no position takes it."""
+    for mod in (
+        lambda b, h, q, kv: 2 * q == 2 * kv + 1,
+        lambda b, h, q, kv: 3 * q == 200,
+        lambda b, h, q, kv: 2 * kv - 4 * q == 31,
+    ):
+        runs = classified(trace(mod, "mask"), 100, 100, (32, 32), Statistics())
+        assert runs.counts() == (16, 0, 0)
 
 
 def test_heads_and_batches_are_shared_where_the_mask_does_not_read_them() -> None:

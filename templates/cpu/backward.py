@@ -1,7 +1,7 @@
 """Backward: the scores are computed again, strip by strip.
 
 The gradient of a modified score is dS = P (dP - delta), where P is the softmax, dP = dO v^T and
-delta = rowsum(P dP) - dlse. Where a strip is computed at once, P and delta are found from it, as
+delta = rowsum(P dP) - dlse. Where a strip is computed at once, P and the sum come from it, as
 exact as in a dense softmax. Longer rows take P = exp(S - lse) and rowsum(dO O) instead
 (FlashAttention-2, Dao 2023). The order of every sum is fixed: equal inputs give equal bits.
 """
@@ -60,9 +60,9 @@ def backward(
         if not chunk.spans:
             continue
         if chunk.first:
-            rows = Rows(call, unit, chunk, grad_out, grad_lse)
+            rows = Rows(call, unit, chunk, grad_out, grad_lse, lse)
             if not chunk.last:
-                rows.look_up(unit, chunk, out, lse)
+                rows.look_up(unit.rows(out, chunk, call.dtype))
         shared.enter(unit)
         _chunk(call, unit, chunk, keeps, rows, shared, work)
         if chunk.last:
@@ -75,46 +75,49 @@ class Rows:
     """What backward needs of the rows of a strip, stacked by lane: [lanes, rows, ...]."""
 
     def __init__(
-        self, call: Call, unit: Unit, chunk: Chunk, grad_out: Tensor, grad_lse: Tensor | None
+        self,
+        call: Call,
+        unit: Unit,
+        chunk: Chunk,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        lse: Tensor,
     ) -> None:
-        self.q = unit.rows(call.query, chunk, call.dtype)
+        dtype = call.dtype
+        self.q = unit.rows(call.query, chunk, dtype)
+        self.do = unit.rows(grad_out, chunk, dtype)
         self._factor = call.factor
-        self.do = unit.rows(grad_out, chunk, call.dtype)
-        self._dlse = None if grad_lse is None else unit.rows(grad_lse[..., None], chunk, call.dtype)
         self._dq = self.q.new_zeros(self.q.shape)
-        self._norm: Tensor | None = None  # LSE / factor, infinite for a row that keeps nothing
-        self._dot: Tensor | None = None  # rowsum(dO O)
-        self._dead: Tensor | None = None
+        self._lse = unit.rows(lse[..., None], chunk, dtype)
+        self._dead = self._lse == -math.inf
+        self._dlse: Tensor | None = None
+        if grad_lse is not None:
+            self._dlse = unit.rows(grad_lse[..., None], chunk, dtype).masked_fill(self._dead, 0)
+        self._dot: Tensor | None = None
 
-    def look_up(self, unit: Unit, chunk: Chunk, out: Tensor, lse: Tensor) -> None:
-        """Take statistics from the results of forward."""
-        lse = unit.rows(lse[..., None], chunk, self.q.dtype)
-        self._dead = lse == -math.inf
-        self._norm = (lse / self._factor).masked_fill_(self._dead, math.inf)
-        self._dot = torch.linalg.vecdot(self.do, unit.rows(out, chunk, self.q.dtype))[..., None]
+    def look_up(self, out: Tensor) -> None:
+        """Take the statistics from out and LSE: the rows are longer than a chunk."""
+        self._dot = torch.linalg.vecdot(self.do, out)[..., None]
+        self._lse = self._lse.masked_fill(self._dead, math.inf).div_(self._factor)
 
     def weights(self, s: Tensor, spread: Tensor, keeps: list[Keep]) -> None:
         """Turn modified scores s into the softmax P in place; `spread` is a view of them."""
-        if self._norm is not None:
-            exponential(s, self._norm, self._factor)
+        if self._dot is not None:
+            exponential(s, self._lse, self._factor)
             for keep in keeps:
                 keep.zero(spread)
             return
         for keep in keeps:
             keep.fill(spread)
         exponential(s, finite(s.amax(dim=-1, keepdim=True)), self._factor)
-        total = s.sum(dim=-1, keepdim=True)
-        self._dead = total == 0
-        s.div_(total.masked_fill_(self._dead, 1))
+        s.div_(s.sum(dim=-1, keepdim=True).masked_fill_(self._dead, 1))
 
     def score_gradient(self, p: Tensor, dp: Tensor) -> None:
         """Turn dP into the gradient of the modified scores in place."""
-        dot = torch.linalg.vecdot(p, dp)[..., None] if self._dot is None else self._dot
-        if self._dlse is not None:
-            dot = dot - self._dlse
-        if self._dead is None:
-            raise AssertionError("weights come first")
-        dp.sub_(dot.masked_fill(self._dead, 0)).mul_(p)
+        dp.sub_(torch.linalg.vecdot(p, dp)[..., None] if self._dot is None else self._dot)
+        if self._dlse is not None:  # not in one with the dot product, which may be far larger
+            dp.add_(self._dlse)
+        dp.mul_(p)
 
     def add(self, ds: Tensor, k: Tensor) -> None:
         """dq += dS k, but for the scale."""

@@ -128,7 +128,6 @@ class Softmax:
         lse.copy_(log.add_(self._shift, alpha=self._factor).view(lse.shape))
         if top is not None:
             torch.mul(self._peak.view(top.shape), self._factor, out=top)
-        total = self._total.clamp_(
-            min=torch.finfo(self._total.dtype).tiny
-        )  # a dead row is 0 / tiny
+        tiny = torch.finfo(self._total.dtype).tiny  # a row that keeps nothing becomes 0 / tiny
+        total = self._total.clamp_(min=tiny)
         torch.div(self._acc.view(out.shape), total.view(*lse.shape, 1), out=out)

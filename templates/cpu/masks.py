@@ -14,8 +14,8 @@ from attnkit.templates.cpu.hooks import Hooks, Tile
 from attnkit.templates.cpu.strips import Chunk
 from attnkit.templates.cpu.units import Unit
 
-WIDTH = 128  # columns of a mask tile
-VALUES = 1 << 22  # of the mask that are evaluated at a time
+WIDTH = 128  # columns of a mask tile, at most
+VALUES = 1 << 21  # of the mask that are evaluated at a time
 
 # dtype -> (integer dtype of the same width, bit pattern of -inf as a signed integer)
 _BITS = {torch.float32: (torch.int32, -(1 << 23)), torch.float64: (torch.int64, -(1 << 52))}
@@ -99,17 +99,18 @@ def _evaluate(
         return
     q, kv = torch.tensor(corners, dtype=torch.int32).to(index.device).unbind(1)
     height = max(chunk.height for chunk, _ in group)
+    width = max(columns.stop - columns.start for _, pieces in group for _, columns in pieces)
     q_last = max(chunk.strip.stop for chunk, _ in group) - 1
     tile = Tile(
         b=index[unit.batch].view(1, -1, 1, 1, 1),
         h=index[unit.head].view(1, 1, -1, 1, 1),
         # a tile that overhangs the score tensor repeats its last row or column
         q=(q[:, None] + index[:height]).clamp_(max=q_last).view(-1, 1, 1, height, 1),
-        kv=(kv[:, None] + index[:WIDTH]).clamp_(max=kv_len - 1).view(-1, 1, 1, 1, WIDTH),
+        kv=(kv[:, None] + index[:width]).clamp_(max=kv_len - 1).view(-1, 1, 1, 1, width),
     )
     integer, infinity = _BITS[dtype]
     bits = hooks.keep(tile).to(integer).neg_()
-    shape = torch.broadcast_shapes(bits.shape, (len(corners), 1, 1, height, WIDTH))
+    shape = torch.broadcast_shapes(bits.shape, (len(corners), 1, 1, height, width))
     if any(chunk.strip.patches for chunk, _ in group):
         bits = bits.expand(shape).contiguous()
         _patch(bits, group)
@@ -125,7 +126,7 @@ def _evaluate(
 
 
 def _patch(bits: Tensor, group: list[tuple[Chunk, _Pieces]]) -> None:
-    """Overrule the mask, [pieces, nb or 1, nh or 1, height, WIDTH], where runs decide."""
+    """Overrule the mask, [pieces, nb or 1, nh or 1, height, width], where runs decide."""
     n = 0
     for chunk, pieces in group:
         patches = chunk.strip.patches

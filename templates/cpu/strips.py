@@ -80,11 +80,6 @@ class Chunk:
     last: bool
 
     @property
-    def whole(self) -> bool:
-        """Whether this is all of the strip."""
-        return self.first and self.last
-
-    @property
     def height(self) -> int:
         """Number of rows."""
         return self.strip.stop - self.strip.start

@@ -1,0 +1,66 @@
+"""Property tests of attention variants: `check_variant`, and the hypothesis strategies behind it.
+
+Strategies: `variants`, `masks`, `library_masks`, `mask_mods`, `score_mods` for what is checked;
+`cases`, `lengths`, `layouts`, `dtypes` for how it is called.
+
+>>> from attnkit.masks import sliding_window
+>>> report = check_variant(None, sliding_window(20), examples=2)
+>>> report.ok, report.cases
+(True, 2)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from attnkit.testing.case import LAYOUTS, Case
+from attnkit.testing.examine import check_case
+from attnkit.testing.limits import Limits
+from attnkit.testing.load import load, load_object
+from attnkit.testing.report import CheckError, Report, Row
+
+if TYPE_CHECKING:
+    from attnkit.testing.check import check_variant
+    from attnkit.testing.compositions import library_masks, masks, variants
+    from attnkit.testing.expressions import mask_mods, score_mods
+    from attnkit.testing.sizes import cases, dtypes, layouts, lengths
+
+__all__ = [
+    "LAYOUTS",
+    "Case",
+    "CheckError",
+    "Limits",
+    "Report",
+    "Row",
+    "cases",
+    "check_case",
+    "check_variant",
+    "dtypes",
+    "layouts",
+    "lengths",
+    "library_masks",
+    "load",
+    "load_object",
+    "mask_mods",
+    "masks",
+    "score_mods",
+    "variants",
+]
+
+# These need hypothesis, which only those who test have; a case repeats itself without it.
+_WITH_HYPOTHESIS = {
+    **dict.fromkeys(("cases", "dtypes", "layouts", "lengths"), "sizes"),
+    "check_variant": "check",
+    **dict.fromkeys(("mask_mods", "score_mods"), "expressions"),
+    **dict.fromkeys(("library_masks", "masks", "variants"), "compositions"),
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _WITH_HYPOTHESIS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    importlib.import_module("attnkit.testing._require")
+    found = getattr(importlib.import_module(f"{__name__}.{_WITH_HYPOTHESIS[name]}"), name)
+    globals()[name] = found
+    return found

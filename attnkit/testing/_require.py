@@ -1,0 +1,19 @@
+"""What `attnkit.testing` needs beyond attnkit itself; imported before anything that uses it."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from attnkit.errors import AttnkitError
+
+
+class MissingPackageError(AttnkitError, ImportError):
+    """A package that an optional part of attnkit needs is not installed."""
+
+
+if importlib.util.find_spec("hypothesis") is None:
+    raise MissingPackageError(
+        "attnkit.testing needs the package hypothesis, which is not installed; "
+        "run: pip install 'attnkit[test]'",
+        name="hypothesis",
+    )

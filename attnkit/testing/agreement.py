@@ -1,0 +1,101 @@
+"""A trace against the user's own function, and tiles against the dense mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnkit.interp.torch import evaluate
+from attnkit.reference import positions
+from attnkit.sparse import BlockRuns
+from attnkit.testing.case import Case
+from attnkit.testing.eager import call
+from attnkit.testing.quantities import in_dtype
+from attnkit.testing.report import Row
+from attnkit.testing.rounding import SAMPLES, noisy_values
+from attnkit.testing.tolerance import FACTOR, ULPS, exact, place
+from attnkit.trace import Traced
+
+
+def mask_rows(
+    function: Callable[..., Any], mask: Traced, case: Case, device: torch.device
+) -> tuple[Tensor, Row]:
+    """The dense mask [B, Hq, Sq, Skv] as the user's function gives it, and the trace's row."""
+    shape = case.dense_shape
+    (traced,) = evaluate([mask.root], positions(shape, device), mask.tensors)
+    eager = call(function, shape, device)
+    row = exact("mask", "trace", eager.pick(traced), eager.values.to(torch.bool), case)
+    kept = traced.expand(shape) if eager.points is not None else eager.values.to(torch.bool)
+    return kept, row
+
+
+def score_row(function: Callable[..., Any], score: Traced, case: Case, device: torch.device) -> Row:
+    """Modified scores: the user's function in float32 against the graph in float64.
+
+    Allowed is what the graph loses in float32, or what a unit in the last place does at each of
+    its nodes. (torch computes with 16-bit captured tensors in 16 bits, which the graph does not:
+    there the unit is theirs.)
+    """
+    generator = torch.Generator().manual_seed(case.seed)
+    raw = torch.randn(case.dense_shape, generator=generator).mul_(3 * case.spread).to(device)
+    eager = call(function, case.dense_shape, device, raw)
+    env = {**positions(case.dense_shape, device), "score": raw}
+    with torch.no_grad():
+        (narrow,) = evaluate([score.root], env, score.tensors)
+        env["score"] = raw.double()
+        wide = in_dtype(score, torch.float64)
+        (exact_values,) = evaluate([wide.root], env, wide.tensors, torch.float64)
+        found, own, gold = (
+            t.to(torch.float64)
+            for t in (eager.values, eager.pick(narrow), eager.pick(exact_values))
+        )
+        # inf and NaN must be the same as in the graph at float32
+        odd = ~(found.isfinite() & own.isfinite() & gold.isfinite())
+        same = (found == own) | (found.isnan() & own.isnan())
+        error = (found - gold).abs().masked_fill(odd, 0).masked_fill(odd & ~same, torch.inf)
+        allowed = ULPS * torch.finfo(torch.float32).eps * _largest(gold, odd)
+        allowed = max(allowed, FACTOR * _largest(own - gold, odd))
+        for _ in range(SAMPLES):
+            if float(error.max()) <= allowed:
+                break
+            sample = eager.pick(noisy_values(wide, score.tensors, env, generator))
+            allowed = max(allowed, FACTOR * _largest(sample - gold, odd))
+    return Row("score", "trace", float(error.max()), allowed, case, place(error))
+
+
+def _largest(values: Tensor, left_out: Tensor) -> float:
+    return float(values.nan_to_num().abs().masked_fill(left_out, 0).max())
+
+
+def tile_rows(kept: Tensor, runs: BlockRuns, case: Case) -> list[Row]:
+    """EMPTY, PARTIAL and FULL tiles, and their transposed lists, against the dense mask."""
+    expected = brute_force(kept, runs.block)
+    states = runs.states()
+    transposed = 2 * runs.full_t.expanded(runs.q_blocks) + runs.partial_t.expanded(
+        runs.q_blocks
+    ).to(torch.int8)
+    transposed = transposed.view(runs.batch, runs.heads, runs.kv_blocks, runs.q_blocks).mT
+    name = f"tiles {runs.block[0]}x{runs.block[1]}"
+    return [
+        exact(name, "tiles", states.expand(expected.shape), expected, case),
+        exact(f"{name} transposed", "tiles", transposed.expand(expected.shape), expected, case),
+    ]
+
+
+def brute_force(kept: Tensor, block: tuple[int, int]) -> Tensor:
+    """Tile states from a dense mask: 0 nothing kept, 2 everything that exists, 1 else.
+
+    Args:
+        kept: bool [B, H, Sq, Skv].
+        block: (q, kv) tile sizes.
+    """
+    counts, sizes = (t.to(torch.int32) for t in (kept, torch.ones_like(kept)))
+    for axis, size in ((2, block[0]), (3, block[1])):
+        counts, sizes = (
+            torch.stack([part.sum(axis, dtype=torch.int32) for part in t.split(size, axis)], axis)
+            for t in (counts, sizes)
+        )
+    return (counts > 0).to(torch.int8) + (counts == sizes).to(torch.int8)

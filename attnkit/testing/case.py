@@ -1,0 +1,179 @@
+"""`Case`: the sizes, dtype, strides and seed of one call, and the tensors they stand for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnkit.errors import OptionError, ShapeError
+
+Shape = tuple[int, int, int, int]
+
+
+def _contiguous(shape: Shape, draw: Callable[..., Tensor]) -> Tensor:
+    return draw(*shape)
+
+
+def _transposed(shape: Shape, draw: Callable[..., Tensor]) -> Tensor:
+    b, h, s, d = shape
+    return draw(b, s, h, d).transpose(1, 2)
+
+
+def _columns(shape: Shape, draw: Callable[..., Tensor]) -> Tensor:
+    b, h, s, d = shape
+    return draw(b, h, d, s).transpose(2, 3)
+
+
+def _sliced(shape: Shape, draw: Callable[..., Tensor]) -> Tensor:
+    b, h, s, d = shape
+    return draw(b, h + 1, s + 3, d + 2)[:, 1:, 2 : 2 + s, 1 : 1 + d]
+
+
+def _stepped(shape: Shape, draw: Callable[..., Tensor]) -> Tensor:
+    b, h, s, d = shape
+    return draw(b, h, 2 * s, 2 * d)[:, :, ::2, 1::2]
+
+
+def _expanded(shape: Shape, draw: Callable[..., Tensor]) -> Tensor:
+    b, _, s, d = shape
+    return draw(b, 1, s, d).expand(shape)
+
+
+_MAKERS = {
+    "contiguous": _contiguous,
+    "transposed": _transposed,
+    "columns": _columns,
+    "sliced": _sliced,
+    "stepped": _stepped,
+    "expanded": _expanded,
+}
+
+#: How a [B, H, S, D] tensor can lie in memory. contiguous: as written; transposed: [B, S, H, D];
+#: columns: [B, H, D, S]; sliced: the inner part of a larger tensor; stepped: every second row and
+#: feature of one; expanded: one head shared by all, stride 0.
+LAYOUTS = tuple(_MAKERS)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes, dtype, strides and seed of one attention call.
+
+    Attributes:
+        q_len: query length.
+        kv_len: kv length.
+        batch: batch size of the query.
+        heads: query heads.
+        kv_heads: heads of key and value, a divisor of heads.
+        kv_batch: batch size of key and value, 1 or batch.
+        head_dim: width of query and key.
+        value_dim: width of value.
+        dtype: of query, key and value.
+        layouts: of query, key and value, each one of `LAYOUTS`.
+        block: (q, kv) tile sizes that are tried beside the default ones.
+        scale: factor on q k^T; 1 / sqrt(head_dim) if None.
+        spread: standard deviation of query and key; large values make a peaked softmax.
+        seed: of the random numbers.
+
+    Raises:
+        ShapeError: sizes that do not fit together.
+        OptionError: an unknown layout.
+
+    >>> query, key, value = Case(q_len=5, kv_len=7, heads=2).inputs()
+    >>> query.shape, key.shape
+    (torch.Size([1, 2, 5, 8]), torch.Size([1, 1, 7, 8]))
+    """
+
+    q_len: int
+    kv_len: int
+    batch: int = 1
+    heads: int = 1
+    kv_heads: int = 1
+    kv_batch: int = 1
+    head_dim: int = 8
+    value_dim: int = 8
+    dtype: torch.dtype = torch.float32
+    layouts: tuple[str, str, str] = ("contiguous", "contiguous", "contiguous")
+    block: tuple[int, int] = (16, 16)
+    scale: float | None = None
+    spread: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            size = getattr(self, field.name)
+            if field.type == "int" and field.name != "seed" and size < 1:
+                raise ShapeError(f"{field.name} must be at least 1, got {size}")
+        if self.heads % self.kv_heads:
+            raise ShapeError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
+        if self.kv_batch not in (1, self.batch):
+            raise ShapeError(f"kv_batch must be 1 or batch={self.batch}, got {self.kv_batch}")
+        unknown = [name for name in self.layouts if name not in _MAKERS]
+        if len(self.layouts) != 3 or unknown:
+            raise OptionError(
+                f"layouts must be three of {', '.join(LAYOUTS)}, got {self.layouts!r}"
+            )
+
+    @property
+    def shapes(self) -> tuple[Shape, Shape, Shape]:
+        """Shapes of query, key and value."""
+        return (
+            (self.batch, self.heads, self.q_len, self.head_dim),
+            (self.kv_batch, self.kv_heads, self.kv_len, self.head_dim),
+            (self.kv_batch, self.kv_heads, self.kv_len, self.value_dim),
+        )
+
+    @property
+    def dense_shape(self) -> Shape:
+        """Shape of the scores, [B, Hq, Sq, Skv]."""
+        return self.batch, self.heads, self.q_len, self.kv_len
+
+    def inputs(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value: normal numbers with the case's strides, each requiring grad."""
+        generator = torch.Generator().manual_seed(self.seed)
+        made = []
+        for shape, layout, std in zip(
+            self.shapes, self.layouts, (self.spread, self.spread, 1.0), strict=True
+        ):
+            t = _MAKERS[layout](shape, self._normal(generator, std, device))
+            made.append(t.detach().requires_grad_())
+        return made[0], made[1], made[2]
+
+    def cotangents(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+        """Gradients that arrive at the output [B, Hq, Sq, Dv] and at the LSE [B, Hq, Sq]."""
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        shape = (self.batch, self.heads, self.q_len)
+        out = self._normal(generator, 1.0, device)(*shape, self.value_dim)
+        lse = self._normal(generator, 1.0, device)(*shape)
+        return out, lse.to(torch.float64 if self.dtype == torch.float64 else torch.float32)
+
+    def _normal(
+        self, generator: torch.Generator, std: float, device: torch.device | str
+    ) -> Callable[..., Tensor]:
+        def draw(*shape: int) -> Tensor:
+            numbers = torch.randn(shape, generator=generator, dtype=torch.float64)
+            return (numbers * std).to(device, self.dtype)
+
+        return draw
+
+    def __str__(self) -> str:
+        q, k, v = self.shapes
+        parts = [f"{str(self.dtype).removeprefix('torch.')} q{list(q)} k{list(k)} v{list(v)}"]
+        if set(self.layouts) != {"contiguous"}:
+            parts.append(f"layouts {'/'.join(self.layouts)}")
+        parts.append(f"block {self.block[0]}x{self.block[1]}")
+        if self.scale is not None:
+            parts.append(f"scale {self.scale:g}")
+        return " ".join([*parts, f"spread {self.spread:g} seed {self.seed}"])
+
+    def code(self) -> str:
+        """The case as Python source; what equals the default is left out."""
+        shown = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.default is dataclasses.MISSING or value != field.default:
+                shown.append(f"{field.name}={value!r}")
+        return f"Case({', '.join(shown)})"

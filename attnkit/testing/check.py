@@ -1,0 +1,204 @@
+"""`check_variant`: a property test of a variant in one line."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import hypothesis
+import torch
+from hypothesis import HealthCheck, Phase, Verbosity, settings
+
+from attnkit.errors import ArgumentError, BoundsError
+from attnkit.testing import snippet
+from attnkit.testing.backends import present_backends
+from attnkit.testing.case import Case
+from attnkit.testing.examine import Findings, bind, examine
+from attnkit.testing.limits import Limits, Range, find_limits
+from attnkit.testing.report import CheckError, Report, worst
+from attnkit.testing.sizes import cases
+from attnkit.validate import check_size
+from attnkit.variant import Variant
+
+SHRINK_SECONDS = 10.0  # how long a failure is made smaller
+REFUSALS = 200  # draws of sizes that are all illegal before giving up
+
+Progress = Callable[[int, int], None]
+
+
+def check_variant(
+    score_mod: Callable[..., Any] | Variant | None = None,
+    mask: Any = None,
+    *,
+    q_len: int | Range | None = None,
+    kv_len: int | Range | None = None,
+    batch: int | Range | None = None,
+    heads: int | Range | None = None,
+    dtype: torch.dtype | Sequence[torch.dtype] | None = None,
+    examples: int = 20,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    backends: Sequence[str] | None = None,
+    code: str = "",
+    progress: Progress | None = None,
+) -> Report:
+    """Check a variant on many calls against dense attention in float64.
+
+    Drawn are lengths (ragged, unequal), batch, heads (grouped too), widths, dtype, strides, tile
+    sizes, scale and values. Compared are, for every backend that can run here and for other tile
+    sizes: output, LSE, row maxima, the gradients of query, key, value and captured tensors through
+    the output and through the LSE, rows and keys that are not attended; further the trace with the
+    user's own function called by torch, and the tiles with the dense mask. An error may be twice
+    that of dense attention in the same dtype (`attnkit.testing.tolerance`).
+
+    Args:
+        score_mod: a score_mod, or a whole `Variant` (then without mask).
+        mask: as `block_mask` of `flex_attention`.
+        q_len, kv_len, batch, heads: a size or a range (low, high) to draw from. By default up to
+            200, 200, 3 and 8, less where captured tensors are smaller.
+        dtype: of query, key and value; one, several, or all four if None.
+        examples: calls to draw.
+        seed: of the drawing; the same seed draws the same calls.
+        device: where to run; captured tensors must be there.
+        backends: names to compare; all that can run here if None.
+        code: Python source that defines `variant`, for the program that a failure prints; found
+            out where the functions can be imported.
+        progress: called with (calls compared, calls to draw).
+
+    Returns:
+        A report whose `str` is a table of the worst error per quantity.
+
+    Raises:
+        CheckError: a comparison failed. The report holds the smallest failing call that was found
+            and a program that repeats it.
+        ArgumentError: no sizes could be found that the captured tensors allow.
+        TraceError, DeviceError, ...: as of `flex_attention`.
+
+    >>> from attnkit.masks import causal
+    >>> check_variant(None, causal(), examples=3).ok
+    True
+    """
+    began = time.perf_counter()
+    if isinstance(score_mod, Variant):
+        if mask is not None:
+            raise ArgumentError("score_mod is a whole Variant and mask was given too; drop one")
+        variant = score_mod
+    else:
+        variant = Variant(score_mod, mask)
+    check_size("examples", examples)
+    device = torch.device(device)
+    chosen = present_backends(device) if backends is None else tuple(backends)
+    limits = find_limits(variant, device, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads)
+    search = _Search(variant, device, chosen, examples, progress)
+    failed = search.run(limits, dtype, seed)
+    if not search.findings:
+        raise ArgumentError(
+            f"no sizes could be drawn that the variant allows (q_len {limits.q_len}, kv_len "
+            f"{limits.kv_len}, batch {limits.batch}, heads {limits.heads}); pass q_len, kv_len, "
+            f"batch or heads. The last draw said: {search.refusal}"
+        )
+    shown = [search.findings[failed]] if failed is not None else list(search.findings.values())
+    report = Report(
+        name=str(variant),
+        rows=worst(row for found in shown for row in found.rows),
+        cases=len(search.findings),
+        seconds=time.perf_counter() - began,
+        notes=tuple(dict.fromkeys(note for found in shown for note in found.notes)),
+        failed=failed,
+        code="" if failed is None else snippet.program(variant, failed, device, code),
+    )
+    if failed is not None:
+        raise CheckError(report)
+    return report
+
+
+class _Failure(Exception):
+    """A case failed; for hypothesis, which makes it smaller."""
+
+
+class _Enough(BaseException):
+    """Stops the search; no Exception, which hypothesis would take for a failure."""
+
+
+class _Search:
+    """The drawn cases of one check; each case is examined once."""
+
+    def __init__(
+        self,
+        variant: Variant,
+        device: torch.device,
+        backends: Sequence[str],
+        examples: int,
+        progress: Progress | None,
+    ) -> None:
+        self.variant = variant
+        self.device = device
+        self.backends = backends
+        self.examples = examples
+        self.progress = progress
+        self.findings: dict[Case, Findings] = {}
+        self.refusals = 0
+        self.refusal: BoundsError | None = None
+        self.deadline: float | None = None  # set at the first failure
+        self.last_failure: Case | None = None
+
+    def run(
+        self, limits: Limits, dtype: torch.dtype | Sequence[torch.dtype] | None, seed: int
+    ) -> Case | None:
+        """Examine cases; the smallest failing one, if any."""
+
+        @hypothesis.seed(seed)
+        @settings(
+            max_examples=self.examples,
+            deadline=None,
+            database=None,
+            phases=[Phase.generate, Phase.shrink],
+            suppress_health_check=list(HealthCheck),
+            report_multiple_bugs=False,
+            print_blob=False,
+            verbosity=Verbosity.quiet,
+        )
+        @hypothesis.given(cases(limits, dtype=dtype))
+        def body(case: Case) -> None:
+            self._one(case)
+
+        # the tensors are small; one thread also fixes the order of every sum
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            body()
+        except (_Failure, _Enough):
+            # every case that hypothesis tries after a failure is smaller than those before
+            return self.last_failure
+        except hypothesis.errors.Unsatisfiable:
+            return None
+        finally:
+            torch.set_num_threads(threads)
+        return None
+
+    def _one(self, case: Case) -> None:
+        known = self.findings.get(case)
+        if known is None:
+            if self.deadline is not None and time.perf_counter() > self.deadline:
+                raise _Enough
+            known = self._examine(case)
+            self.findings[case] = known
+            if self.progress is not None:
+                self.progress(min(len(self.findings), self.examples), self.examples)
+        if not all(row.ok for row in known.rows):
+            self.last_failure = case
+            if self.deadline is None:
+                self.deadline = time.perf_counter() + SHRINK_SECONDS
+            raise _Failure
+
+    def _examine(self, case: Case) -> Findings:
+        try:
+            bound = bind(self.variant, case, self.device)
+        except BoundsError as error:
+            self.refusal = error
+            self.refusals += 1
+            if self.refusals >= REFUSALS and not self.findings:
+                raise _Enough from None
+            hypothesis.reject()
+        return examine(self.variant, case, device=self.device, backends=self.backends, bound=bound)

@@ -1,0 +1,142 @@
+"""Everything that one case of a variant must satisfy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnkit.testing import snippet
+from attnkit.testing.agreement import mask_rows, score_row, tile_rows
+from attnkit.testing.backends import backend_rows, present_backends
+from attnkit.testing.case import Case
+from attnkit.testing.report import CheckError, Report, Row
+from attnkit.testing.tolerance import exact
+from attnkit.variant import Bound, Variant
+
+
+@dataclass(frozen=True, eq=False)
+class Findings:
+    """The comparisons of one case, and what was left out of them."""
+
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
+
+
+def bind(variant: Variant, case: Case, device: torch.device) -> Bound:
+    """The variant for a case's sizes, without tensors of that size.
+
+    Raises:
+        BoundsError: the variant's captured tensors do not allow these sizes.
+        TraceError, ShapeError, DeviceError: as of `flex_attention`.
+    """
+    query, key = (torch.empty(1, device=device).expand(shape) for shape in case.shapes[:2])
+    return variant.bind(query, key, case.block)
+
+
+def examine(
+    variant: Variant,
+    case: Case,
+    *,
+    device: torch.device,
+    backends: Sequence[str],
+    bound: Bound | None = None,
+) -> Findings:
+    """Compare every backend with the oracle, the trace with the function, the tiles with the mask.
+
+    Args:
+        variant: what to check.
+        case: at which sizes.
+        device: where to run.
+        backends: what to compare.
+        bound: the variant for this case, if known.
+    """
+    bound = bind(variant, case, device) if bound is None else bound
+    rows: list[Row] = []
+    kept = _kept(variant, bound, case, device, rows)
+    if bound.score is not None and variant.score_mod is not None:
+        rows.append(score_row(variant.score_mod, bound.score, case, device))
+    notes: list[str] = []
+    rows += backend_rows(variant, bound, kept, case, device, backends, notes)
+    return Findings(tuple(rows), tuple(notes))
+
+
+def _kept(
+    variant: Variant, bound: Bound, case: Case, device: torch.device, rows: list[Row]
+) -> Tensor | None:
+    """The dense mask; adds the rows of the trace and the tiles."""
+    if variant.mask is None:
+        return None
+    function = getattr(variant.mask, "mask_mod", variant.mask)
+    traced = variant.trace(device)[1]
+    if traced is None:
+        raise AssertionError("a variant with a mask has a traced mask")
+    kept, row = mask_rows(function, traced, case, device)
+    rows.append(row)
+    if bound.listed:
+        return _listed(variant.mask, kept)
+    if bound.runs is not None:
+        rows += tile_rows(kept, bound.runs, case)
+    else:
+        rows.append(exact("mask", "tiles", kept, torch.ones_like(kept), case))
+    return kept
+
+
+def _listed(mask: object, kept: Tensor) -> Tensor:
+    """What PyTorch's BlockMask keeps: its full blocks whole, its partial blocks by the mask."""
+    grids = []
+    for prefix in ("", "full_"):
+        counts = getattr(mask, f"{prefix}kv_num_blocks")
+        if counts is None:
+            grids.append(torch.zeros_like(kept))
+            continue
+        indices = getattr(mask, f"{prefix}kv_indices").long()
+        listed = torch.arange(indices.shape[-1], device=kept.device) < counts[..., None]
+        grid = torch.zeros(*indices.shape[:3], indices.shape[-1] + 1, device=kept.device)
+        grid.scatter_(-1, indices.where(listed, indices.shape[-1]), 1.0)
+        q_size, kv_size = mask.BLOCK_SIZE  # type: ignore[attr-defined]
+        dense = grid[..., :-1].repeat_interleave(q_size, -2).repeat_interleave(kv_size, -1)
+        grids.append(dense[..., : kept.shape[-2], : kept.shape[-1]].bool().expand(kept.shape))
+    return (grids[0] & kept) | grids[1]
+
+
+def check_case(
+    variant: Variant,
+    case: Case,
+    *,
+    device: torch.device | str = "cpu",
+    backends: Sequence[str] | None = None,
+    code: str = "",
+) -> Report:
+    """Check a variant at one case; what the code of a failed `check_variant` calls.
+
+    Args:
+        variant: what to check.
+        case: sizes, dtype, strides and seed.
+        device: where to run; the captured tensors must be there.
+        backends: names to compare; all that can run here if None.
+        code: Python source that defines `variant`, for the report of a failure.
+
+    Raises:
+        CheckError: a comparison failed.
+        BoundsError: the variant's captured tensors do not allow these sizes.
+    """
+    began = time.perf_counter()
+    device = torch.device(device)
+    chosen = present_backends(device) if backends is None else tuple(backends)
+    found = examine(variant, case, device=device, backends=chosen)
+    failed = any(not row.ok for row in found.rows)
+    report = Report(
+        name=str(variant),
+        rows=found.rows,
+        seconds=time.perf_counter() - began,
+        notes=found.notes,
+        failed=case if failed else None,
+        code=snippet.program(variant, case, device, code) if failed else "",
+    )
+    if failed:
+        raise CheckError(report)
+    return report

@@ -1,0 +1,117 @@
+"""Which sizes a variant's captured tensors allow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from attnkit.block_mask import BlockMask
+from attnkit.errors import BoundsError, OptionError
+from attnkit.testing.case import Case
+from attnkit.testing.examine import bind
+from attnkit.variant import Variant
+
+Range = tuple[int, int]
+
+LENGTH = 200  # largest length drawn by default: several of the smallest tiles, and ragged
+BATCH = 3
+HEADS = 8
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Smallest and largest sizes to draw, both included.
+
+    Attributes:
+        q_len, kv_len, batch, heads: (low, high).
+    """
+
+    q_len: Range = (1, LENGTH)
+    kv_len: Range = (1, LENGTH)
+    batch: Range = (1, BATCH)
+    heads: Range = (1, HEADS)
+
+
+ANY_SIZE = Limits()
+
+
+def find_limits(
+    variant: Variant,
+    device: torch.device,
+    *,
+    q_len: int | Range | None = None,
+    kv_len: int | Range | None = None,
+    batch: int | Range | None = None,
+    heads: int | Range | None = None,
+) -> Limits:
+    """The sizes to draw: those that are given, else as large as the captured tensors allow.
+
+    Args:
+        variant: what will be checked.
+        device: where.
+        q_len, kv_len, batch, heads: a size, a range (low, high), or None to find out.
+
+    Raises:
+        OptionError: not a size or a range.
+    """
+    fixed: dict[str, Range] = {}
+    for name, given in (("q_len", q_len), ("kv_len", kv_len), ("batch", batch), ("heads", heads)):
+        if given is not None:
+            fixed[name] = _range(name, given)
+    for name, size in _of_block_mask(variant).items():
+        fixed.setdefault(name, (size, size))
+    found = {n: fixed.get(n, getattr(ANY_SIZE, n)) for n in ("q_len", "kv_len", "batch", "heads")}
+    for name in found:
+        if name not in fixed:
+            found[name] = (1, _largest(variant, device, found, fixed, name))
+    return Limits(**found)
+
+
+def _of_block_mask(variant: Variant) -> dict[str, int]:
+    """Sizes that a block mask was built for."""
+    mask = variant.mask
+    if not isinstance(mask, BlockMask) and not hasattr(mask, "kv_num_blocks"):
+        return {}
+    sizes = {"q_len": mask.seq_lengths[0], "kv_len": mask.seq_lengths[1]}
+    return sizes | {n: s for n, s in (("batch", mask.shape[0]), ("heads", mask.shape[1])) if s > 1}
+
+
+def _range(name: str, given: int | Range) -> Range:
+    pair = (given, given) if isinstance(given, int) else tuple(given)
+    whole = len(pair) == 2 and all(isinstance(n, int) and not isinstance(n, bool) for n in pair)
+    if not whole or not 1 <= pair[0] <= pair[1]:
+        raise OptionError(
+            f"{name} must be a positive int or a range (low, high) of such, got {given!r}"
+        )
+    return pair[0], pair[1]
+
+
+def _largest(
+    variant: Variant,
+    device: torch.device,
+    found: dict[str, Range],
+    fixed: dict[str, Range],
+    name: str,
+) -> int:
+    """The largest legal size of one axis, the axes that are not fixed being 1; by bisection."""
+    low, high = found[name]
+    sizes = {n: fixed[n][0] if n in fixed else 1 for n in found}
+    if _legal(variant, device, sizes | {name: high}) or not _legal(variant, device, sizes):
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _legal(variant, device, sizes | {name: middle}):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _legal(variant: Variant, device: torch.device, sizes: dict[str, int]) -> bool:
+    case = Case(sizes["q_len"], sizes["kv_len"], sizes["batch"], sizes["heads"])
+    try:
+        bind(variant, case, device)
+    except BoundsError:
+        return False
+    return True

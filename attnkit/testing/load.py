@@ -1,0 +1,141 @@
+"""`load("file.py:name")` and `load("masks:sliding_window(64)")`: a variant from its name."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from attnkit import masks, mods
+from attnkit.block_mask import BlockMask
+from attnkit.errors import ArgumentError, AttnkitError
+from attnkit.mask import Mask
+from attnkit.testing import names
+from attnkit.testing.source import Source, remember
+from attnkit.variant import Variant
+
+_KINDS = (
+    "a Variant, a Mask, a BlockMask, a score_mod(score, b, h, q, kv), a mask_mod(b, h, q, kv), or "
+    "a function without arguments that gives one of these"
+)
+
+
+def load(target: str) -> Variant:
+    """The variant that a target names.
+
+    Args:
+        target: "path/to/file.py:name", "masks:name" or "mods:name". The name may be an attribute
+            ("make.causal"), a call with literal arguments ("sliding_window(64)") and a combination
+            of masks ("causal() & sliding_window(64)"). It stands for a `Variant`, a `Mask`, a
+            `BlockMask`, a score_mod, a mask_mod, or a function without required arguments that
+            gives one.
+
+    Raises:
+        ArgumentError: no such file or name, a file that fails when it is run, or another kind of
+            object.
+
+    >>> print(load("masks:causal() & sliding_window(64)"))
+    mask(b, h, q, kv) = (kv <= q) & ((q - kv <= 64) & (kv - q <= 0))
+    """
+    variant = as_variant(load_object(target), target)
+    text = f"from attnkit.testing import load\nvariant = load({target!r})"
+    return remember(variant, Source("variant", text))
+
+
+def load_object(target: str) -> Any:
+    """What a target names, as it is.
+
+    Raises:
+        ArgumentError: as of `load`.
+    """
+    made = _found(target)
+    name = f"loaded_{hashlib.sha256(target.encode()).hexdigest()[:6]}"
+    text = f"from attnkit.testing import load_object\n{name} = load_object({target!r})"
+    return remember(made, Source(name, text))
+
+
+def _found(target: str) -> Any:
+    path, colon, name = target.partition(":")
+    if path in ("masks", "mods"):
+        library: ModuleType = masks if path == "masks" else mods
+        shown = [n for n in library.__all__ if n.islower() and n != "examples"]
+        scope = {n: getattr(library, n) for n in shown}
+        return names.evaluate(name, scope, f"attnkit.{path}", factories=True)
+    at = target.find(".py:")
+    if at < 0:
+        hint = "" if colon else "; the name is missing"
+        raise ArgumentError(
+            f"{target!r} is not a target{hint}; expected path/to/file.py:name, masks:name(...) or "
+            "mods:name(...)"
+        )
+    file, name = Path(target[: at + 3]), target[at + 4 :]
+    return names.evaluate(name, vars(_module(file)), str(file))
+
+
+def _module(file: Path) -> ModuleType:
+    if not file.is_file():
+        raise ArgumentError(f"there is no file {str(file)!r}")
+    module_name = f"attnkit_target_{file.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, file.resolve())
+    if spec is None or spec.loader is None:
+        raise ArgumentError(f"{str(file)!r} cannot be imported as a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    sys.path.insert(0, str(file.resolve().parent))  # its neighbours import, as for `python file.py`
+    try:
+        spec.loader.exec_module(module)
+    except AttnkitError:
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise ArgumentError(
+            f"{file} raised {type(error).__name__} when it was run: {error} "
+            f"({last.filename}, line {last.lineno})"
+        ) from error
+    finally:
+        sys.path.remove(str(file.resolve().parent))
+    return module
+
+
+def as_variant(x: Any, target: str) -> Variant:
+    """A variant of whatever can stand for one.
+
+    Raises:
+        ArgumentError: it cannot.
+    """
+    if isinstance(x, Variant):
+        return x
+    if isinstance(x, Mask | BlockMask) or hasattr(x, "kv_num_blocks"):
+        return Variant(None, x)
+    if isinstance(x, type) or not callable(x):
+        raise ArgumentError(f"{target} is {_kind(x)}; expected {_KINDS}")
+    try:
+        parameters = inspect.signature(x).parameters.values()
+    except (TypeError, ValueError):
+        raise ArgumentError(f"{target} has no signature; expected {_KINDS}") from None
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [p for p in parameters if p.default is p.empty and p.kind in positional]
+    if len(required) == 5:
+        return Variant(x, None)
+    if len(required) == 4:
+        return Variant(None, x)
+    if required:
+        raise ArgumentError(
+            f"{target} takes {len(required)} arguments, {inspect.signature(x)}; expected {_KINDS}. "
+            f"Arguments are given as in '{target}(64)'"
+        )
+    made = names.guarded(x, f"{target}()")
+    if inspect.isroutine(made) and made is x:
+        raise ArgumentError(f"{target} gives itself; expected {_KINDS}")
+    return as_variant(made, f"{target}()")
+
+
+def _kind(x: Any) -> str:
+    return (
+        f"the class {x.__name__}" if isinstance(x, type) else f"of type {type(x).__name__}: {x!r}"
+    )

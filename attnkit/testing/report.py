@@ -1,0 +1,144 @@
+"""What a check found, to read: one line per quantity."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from attnkit.errors import AttnkitError
+from attnkit.testing.case import Case
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison.
+
+    Attributes:
+        quantity: "out", "lse", "dquery", "dquery through lse", "d<captured tensor>", "tiles", ...
+        backend: what was compared: "cpu", "cpu 16x32" (with these tiles), "trace", "tiles".
+        error: largest difference from the oracle, or a count of wrong entries.
+        allowed: largest difference that passes.
+        case: where this happened.
+        where: the position of the largest difference, for a failure.
+    """
+
+    quantity: str
+    backend: str
+    error: float
+    allowed: float
+    case: Case
+    where: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the error is allowed; NaN is not."""
+        return self.error <= self.allowed
+
+    @property
+    def ratio(self) -> float:
+        """error / allowed; 0 for no error, inf where none is allowed."""
+        if self.error == 0:
+            return 0.0
+        if math.isnan(self.error) or self.allowed == 0:
+            return math.inf
+        return self.error / self.allowed
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of a check; `str` gives a table.
+
+    Attributes:
+        name: the variant's formulas.
+        rows: the worst comparison for each quantity and backend.
+        cases: how many cases were compared.
+        seconds: how long it took.
+        notes: what was not compared, and why.
+        failed: the case that failed, as small as could be found; None if all passed.
+        code: Python source that repeats the failed case; empty if all passed.
+    """
+
+    name: str
+    rows: tuple[Row, ...]
+    cases: int = 1
+    seconds: float = 0.0
+    notes: tuple[str, ...] = ()
+    failed: Case | None = None
+    code: str = field(default="", repr=False)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every comparison passed."""
+        return all(row.ok for row in self.rows)
+
+    @property
+    def failures(self) -> tuple[Row, ...]:
+        """The comparisons that did not pass, worst first."""
+        return tuple(sorted((r for r in self.rows if not r.ok), key=lambda r: -r.ratio))
+
+    def __str__(self) -> str:
+        head = [self.name, f"{'passed' if self.ok else 'FAILED'}: {_count(self)}"]
+        if self.failed is not None:
+            head.append(f"smallest failing case: {self.failed}")
+            head += [f"  {_sentence(row)}" for row in self.failures]
+        notes = [f"note: {note}" for note in self.notes]
+        code = ["run this to see it again:", self.code] if self.code else []
+        return "\n".join([*head, table(self.rows), *notes, *code])
+
+
+class CheckError(AttnkitError, AssertionError):
+    """A variant does not agree with the oracle.
+
+    Attributes:
+        report: everything that was found, with code that shows it again.
+    """
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(str(report))
+        self.report = report
+
+
+def worst(rows: Iterable[Row]) -> tuple[Row, ...]:
+    """For each quantity and backend the row that came closest to failing, or failed most."""
+    found: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        known = found.get((row.quantity, row.backend))
+        # among rows without error the one that allows least says most
+        if known is None or (row.ratio, -row.allowed) > (known.ratio, -known.allowed):
+            found[row.quantity, row.backend] = row
+    return tuple(found.values())
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Rows as aligned text: quantity, backend, error, allowed, share of the allowed."""
+    head = ("quantity", "backend", "error", "allowed", "used")
+    lines = [head]
+    for row in rows:
+        share = f"{100 * row.ratio:.0f}%" if math.isfinite(row.ratio) else "-"
+        used = share if row.ok else f"{share} FAILED"
+        lines.append((row.quantity, row.backend, f"{row.error:.2g}", f"{row.allowed:.2g}", used))
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def _count(report: Report) -> str:
+    bad = len(report.failures)
+    failed = f", {bad} of them wrong" if bad else ""
+    cases = "1 case" if report.cases == 1 else f"{report.cases} cases"
+    return f"{cases}, {len(report.rows)} quantities{failed}, {report.seconds:.1f} s"
+
+
+def _sentence(row: Row) -> str:
+    what, place = f"{row.quantity} ({row.backend})", f" at {row.where}" if row.where else ""
+    if row.quantity == "call":
+        return f"{what} raised {row.where}"
+    if not math.isfinite(row.error):
+        return f"{what} is not finite, or not NaN where it should be,{place}"
+    if row.allowed == 0 and row.error >= 1:
+        return f"{what} differs in {row.error:.0f} entries{place and ', one'}{place}"
+    excess = f", {row.ratio:.3g} times that" if math.isfinite(row.ratio) else ""
+    return f"{what} is off by {row.error:.3g}{place}; allowed is {row.allowed:.3g}{excess}"

@@ -1,0 +1,108 @@
+"""Dense attention in the case's own dtype, with its sums in another order.
+
+The order of a sum changes its rounding and nothing else, so each order is another sample of what
+the dense reference may be off by. All queries that share a key (of the heads of a group, and of
+the batch where key and value are shared) are stacked and shuffled, and so are the keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from attnkit import expr, reference
+from attnkit.testing.case import Case
+from attnkit.testing.quantities import Captured, Quantities, differentiate, in_dtype
+from attnkit.trace import Traced
+
+
+def shuffled(
+    score: Traced | None,
+    kept: Tensor | None,
+    case: Case,
+    captured: Captured,
+    device: torch.device,
+    sample: int,
+) -> Quantities:
+    """The dense reference on stacked and shuffled queries and keys; results in the usual order.
+
+    Args:
+        score: the traced score_mod.
+        kept: the dense mask, broadcastable to [B, Hq, Sq, Skv]; None keeps everything.
+        case: sizes, dtype and seed.
+        captured: leaves to differentiate by.
+        device: where to run.
+        sample: which order.
+    """
+    generator = torch.Generator().manual_seed(1000 * sample + case.seed)
+    stack = _Stack(case, generator, device)
+    inputs = case.inputs(device)
+    key, value = (t[:, :, stack.columns] for t in inputs[1:])
+    if score is not None:
+        wide = torch.float64 if case.dtype == torch.float64 else torch.float32
+        score = stack.moved(in_dtype(score, wide))
+    if kept is not None:
+        kept = stack.stacked(kept.expand(case.dense_shape))[..., stack.columns]
+    results = reference.attention(
+        *(stack.stacked(inputs[0]), key, value, score),
+        scale=case.scale,
+        allowed=kept,
+    )
+    results = tuple(stack.unstacked(r) for r in results)  # type: ignore[assignment]
+    return differentiate(case, results, inputs, captured)
+
+
+class _Stack:
+    """Rows (batch element, query head, query) that share a key, in a random order."""
+
+    def __init__(self, case: Case, generator: torch.Generator, device: torch.device) -> None:
+        self.case = case
+        self.own = case.batch // case.kv_batch, case.heads // case.kv_heads, case.q_len
+        count = self.own[0] * self.own[1] * self.own[2]
+        self.rows = torch.randperm(count, generator=generator).to(device)
+        self.columns = torch.randperm(case.kv_len, generator=generator).to(device)
+
+    def stacked(self, t: Tensor) -> Tensor:
+        """[B, Hq, Sq, n] as [kv batch, kv heads, rows, n]."""
+        batch, group, _ = self.own
+        t = t.unflatten(0, (-1, batch)).unflatten(2, (-1, group))
+        return t.transpose(1, 2).flatten(2, 4)[:, :, self.rows]
+
+    def unstacked(self, t: Tensor) -> Tensor:
+        """[kv batch, kv heads, rows, ...] as [B, Hq, Sq, ...]."""
+        t = t[:, :, self.rows.argsort()].unflatten(2, self.own)
+        return t.transpose(1, 2).flatten(2, 3).flatten(0, 1)
+
+    def moved(self, score: Traced) -> Traced:
+        """The same score_mod, with the arguments that a stacked row and column stand for."""
+        batch, group, q_len = self.own
+        kv_batch, kv_heads = self.case.kv_batch, self.case.kv_heads
+        b = torch.arange(kv_batch, device=self.rows.device)[:, None, None] * batch
+        h = torch.arange(kv_heads, device=self.rows.device)[:, None] * group
+        # Every table is full, [kv batch, kv heads, rows]: then the gradient of a captured tensor
+        # is summed score by score, which is the longest sum that any backend may choose.
+        lead = [expr.arg("b"), expr.arg("h")]
+        row, column = [*lead, expr.arg("q")], [*lead, expr.arg("kv")]
+        tables = {
+            "b": (b + self.rows // (group * q_len), row),
+            "h": (h + self.rows // q_len % group, row),
+            "q": (self.rows % q_len, row),
+            "kv": (self.columns, column),
+        }
+
+        def full(t: Tensor) -> Tensor:
+            return t.to(torch.int32).expand(kv_batch, kv_heads, -1)
+
+        slot = len(score.tensors)
+        places = {
+            expr.arg(name): expr.load(slot + i, expr.I32, index)
+            for i, (name, (_, index)) in enumerate(tables.items())
+        }
+        return dataclasses.replace(
+            score,
+            root=expr.substitute(score.root, places),
+            tensors=(*score.tensors, *(full(t) for t, _ in tables.values())),
+            names=(*score.names, *tables),
+        )

@@ -1,0 +1,79 @@
+"""Hypothesis strategies for sizes, strides and dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from hypothesis import strategies as st
+
+from attnkit.testing.case import LAYOUTS, Case
+from attnkit.testing.limits import ANY_SIZE, Limits
+
+#: Tile sizes (query, kv): equal and not, powers of two and not.
+BLOCKS = ((16, 16), (32, 32), (64, 64), (128, 128), (16, 64), (64, 32), (7, 24), (1, 128))
+
+WIDTHS = (8, 16, 1, 5, 64)
+
+
+def dtypes() -> st.SearchStrategy[torch.dtype]:
+    """float32, float16, bfloat16 or float64; shrinks to float32."""
+    return st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64])
+
+
+def layouts() -> st.SearchStrategy[tuple[str, str, str]]:
+    """How query, key and value lie in memory; shrinks to contiguous."""
+    one = st.sampled_from(LAYOUTS)
+    return st.one_of(st.just(("contiguous",) * 3), st.tuples(one, one, one))
+
+
+def lengths(low: int = 1, high: int = 200) -> st.SearchStrategy[int]:
+    """Lengths from low to high: any, and often at or beside a multiple of a tile; shrinks to low."""
+    edges = [m + d for m in range(16, high + 1, 16) for d in (-1, 0, 1)]
+    special = [n for n in edges if low <= n <= high]
+    return st.integers(low, high) | st.sampled_from(special) if special else st.integers(low, high)
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn,
+    limits: Limits = ANY_SIZE,
+    *,
+    dtype: torch.dtype | Sequence[torch.dtype] | None = None,
+) -> Case:
+    """Calls of every kind: unequal lengths, grouped heads, a shared kv batch, other value widths.
+
+    Args:
+        limits: smallest and largest sizes.
+        dtype: one, or several to choose from; all four if None.
+    """
+    wanted = [dtype] if isinstance(dtype, torch.dtype) else list(dtype or [])
+    q_len = draw(lengths(*limits.q_len))
+    kv_len = (
+        draw(st.just(q_len) | lengths(*limits.kv_len))
+        if _fits(q_len, limits.kv_len)
+        else draw(lengths(*limits.kv_len))
+    )
+    batch = draw(st.integers(*limits.batch))
+    heads = draw(st.integers(*limits.heads))
+    head_dim = draw(st.sampled_from(WIDTHS))
+    return Case(
+        q_len=q_len,
+        kv_len=kv_len,
+        batch=batch,
+        heads=heads,
+        kv_heads=draw(st.sampled_from([n for n in range(heads, 0, -1) if heads % n == 0])),
+        kv_batch=draw(st.sampled_from(sorted({batch, 1}, reverse=True))),
+        head_dim=head_dim,
+        value_dim=draw(st.just(head_dim) | st.sampled_from(WIDTHS)),
+        dtype=draw(st.sampled_from(wanted) if wanted else dtypes()),
+        layouts=draw(layouts()),
+        block=draw(st.sampled_from(BLOCKS)),
+        scale=draw(st.sampled_from([None, None, 0.5, -1.0])),
+        spread=draw(st.sampled_from([1.0, 0.1, 3.0])),
+        seed=draw(st.integers(0, 999)),
+    )
+
+
+def _fits(length: int, limits: tuple[int, int]) -> bool:
+    return limits[0] <= length <= limits[1]

@@ -1,0 +1,129 @@
+"""Where the functions of a variant come from, as Python source that makes them again."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+import textwrap
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from attnkit import masks
+from attnkit.block_mask import BlockMask
+from attnkit.errors import AttnkitError
+from attnkit.mask import Mask
+from attnkit.testing import names
+
+T = TypeVar("T")
+
+_KEPT = 4096
+_known: OrderedDict[int, tuple[object, Source]] = OrderedDict()
+
+
+@dataclass(frozen=True)
+class Source:
+    """Python source that defines a name.
+
+    Attributes:
+        name: an expression, valid after `text`.
+        text: statements.
+    """
+
+    name: str
+    text: str = ""
+
+
+def remember(made: T, source: Source) -> T:
+    """Note how an object was made. The last few thousand are remembered."""
+    _known[id(made)] = (made, source)
+    _known.move_to_end(id(made))
+    if len(_known) > _KEPT:
+        _known.popitem(last=False)
+    return made
+
+
+def source_of(x: Any, what: str) -> Source:
+    """Source that makes a function or a mask again.
+
+    Args:
+        x: the function or mask.
+        what: what it is called in the source, where it has no name of its own.
+
+    Returns:
+        The source; where the object cannot be found from outside, source that says so when run.
+    """
+    if isinstance(x, BlockMask):
+        return remembered(x) or _block_mask(x, what)
+    if isinstance(x, Mask) and x.op:
+        return remembered(x) or _joined(x, what)
+    if isinstance(x, Mask):
+        inner = remembered(x.function) or _imported(x.function)
+        wrapped = inner and Source(f"Mask({inner.name})", f"from attnkit import Mask\n{inner.text}")
+        return remembered(x) or wrapped or _labelled(x) or _unknown(x.function, what)
+    return remembered(x) or _imported(x) or _unknown(x, what)
+
+
+def remembered(x: Any) -> Source | None:
+    """How an object was made, if that was noted."""
+    found = _known.get(id(x))
+    return found[1] if found is not None and found[0] is x else None
+
+
+def _block_mask(x: BlockMask, what: str) -> Source:
+    inner = source_of(x.mask_mod, what)
+    sizes = ", ".join(str(n) for n in x.shape)
+    device = f"device={str(x.device)!r}, BLOCK_SIZE={x.BLOCK_SIZE}"
+    text = f"from attnkit import create_block_mask\n{inner.text}"
+    return Source(f"create_block_mask({inner.name}, {sizes}, {device})", text)
+
+
+def _joined(mask: Mask, what: str) -> Source:
+    parts = [source_of(part, f"{what}_{i}") for i, part in enumerate(mask.parts)]
+    shown = [
+        f"({p.name})" if part.op else p.name for p, part in zip(parts, mask.parts, strict=True)
+    ]
+    sign = {"and": " & ", "or": " | ", "xor": " ^ "}.get(mask.op)
+    text = "\n".join(dict.fromkeys(p.text for p in parts if p.text))
+    return Source(f"~{shown[0]}" if sign is None else sign.join(shown), text)
+
+
+def _imported(x: Any) -> Source | None:
+    """A function or class instance that a module holds under its own name."""
+    module = sys.modules.get(getattr(x, "__module__", None) or "")
+    name = getattr(x, "__qualname__", "")
+    if module is None or not name.isidentifier() or getattr(module, name, None) is not x:
+        return None
+    file = getattr(module, "__file__", None)
+    try:
+        spec = importlib.util.find_spec(module.__name__)
+    except (ImportError, ValueError):  # __main__ has no spec
+        spec = None
+    if spec is not None and spec.origin == file:
+        return Source(name, f"from {module.__name__} import {name}")
+    if file is None:
+        return None
+    loading = f"from attnkit.testing import load_object\n{name} = load_object({f'{file}:{name}'!r})"
+    return Source(name, loading)
+
+
+def _labelled(x: Mask) -> Source | None:
+    """A library mask whose label is the call that makes it."""
+    try:
+        again = names.evaluate(x.label, vars(masks), "a label")
+    except AttnkitError:
+        return None
+    if not isinstance(again, Mask) or again.label != x.label:
+        return None
+    return Source(f"masks.{x.label}", "from attnkit import masks")
+
+
+def _unknown(x: Any, what: str) -> Source:
+    try:
+        body = textwrap.dedent(inspect.getsource(x))
+    except (OSError, TypeError):
+        body = repr(x)
+    message = f"put the definition of {what} here: it cannot be imported"
+    shown = textwrap.indent(body.strip(), "#   ")
+    return Source(what, f"# {what} is\n{shown}\nraise NotImplementedError({message!r})")

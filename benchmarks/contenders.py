@@ -1,0 +1,106 @@
+"""attnkit and its peers on one problem: each a function without arguments, ready to be timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import flex_attention as flex
+from variants import Mod
+
+import attnkit
+
+Run = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Inputs of one measurement; query, key, value [B, H, S, D]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    grad: Tensor
+    mask_mod: Mod
+    score_mod: Mod | None
+
+    @property
+    def length(self) -> int:
+        return self.query.shape[2]
+
+    def without_grad(self) -> Problem:
+        """The same problem for inference."""
+        query, key, value = (t.detach() for t in (self.query, self.key, self.value))
+        return replace(self, query=query, key=key, value=value)
+
+    def grid(self) -> tuple[Tensor, ...]:
+        """b, h, q, kv, broadcastable to the scores [1, H, S, S]."""
+        sizes = (1, self.query.shape[1], self.length, self.length)
+        return tuple(
+            torch.arange(n, dtype=torch.int32).view([n if i == axis else 1 for i in range(4)])
+            for axis, n in enumerate(sizes)
+        )
+
+    def kept(self) -> Tensor:
+        """The dense mask, bool [1, 1, S, S]."""
+        return self.mask_mod(*self.grid())
+
+
+def attnkit_run(p: Problem) -> Run:
+    mask = attnkit.create_block_mask(p.mask_mod, None, None, p.length, p.length)
+    return lambda: attnkit.flex_attention(p.query, p.key, p.value, p.score_mod, mask)
+
+
+def flex_run(p: Problem) -> Run:
+    torch.compiler.reset()
+    mask = flex.create_block_mask(p.mask_mod, None, None, p.length, p.length, device="cpu")
+    compiled = torch.compile(flex.flex_attention, dynamic=False)
+    return lambda: compiled(p.query, p.key, p.value, score_mod=p.score_mod, block_mask=mask)
+
+
+def dense_run(p: Problem) -> Run:
+    """SDPA with the mask, and an additive score_mod, as one tensor of scores."""
+    bias = kept = p.kept()
+    if p.score_mod is not None:
+        bias = p.score_mod(torch.zeros(()), *p.grid()).masked_fill(~kept, -torch.inf)
+        bias = bias.to(p.query.dtype)
+    return lambda: F.scaled_dot_product_attention(p.query, p.key, p.value, attn_mask=bias)
+
+
+def causal_run(p: Problem) -> Run:
+    return lambda: F.scaled_dot_product_attention(p.query, p.key, p.value, is_causal=True)
+
+
+OURS = "attnkit"
+CONTENDERS: dict[str, Callable[[Problem], Run]] = {
+    OURS: attnkit_run,
+    "flex compiled": flex_run,
+    "sdpa dense": dense_run,
+    "sdpa is_causal": causal_run,
+}
+
+
+def dense(p: Problem, dtype: torch.dtype) -> list[Tensor]:
+    """Output and gradients of query, key and value, head by head, in plain torch operators.
+
+    In float64 this is the truth; its own error in a smaller dtype says what that dtype allows.
+    """
+    kept, heads = p.kept()[0, 0], []
+    b, _, q, kv = (x[0, 0] for x in p.grid())
+    for h in range(p.query.shape[1]):
+        own = [t[:, h].detach().to(dtype).requires_grad_() for t in (p.query, p.key, p.value)]
+        scores = own[0] @ own[1].mT * p.query.shape[-1] ** -0.5
+        if p.score_mod is not None:
+            scores = p.score_mod(scores, b, torch.tensor(h), q, kv)
+        out = scores.masked_fill(~kept, -torch.inf).softmax(-1).to(dtype) @ own[2]
+        heads.append([out.detach(), *torch.autograd.grad(out, own, p.grad[:, h].to(dtype))])
+    return [torch.stack(parts, 1) for parts in zip(*heads, strict=True)]
+
+
+def error(found: list[Tensor], truth: list[Tensor]) -> float:
+    """Largest difference, as a share of the largest entry; the worst of the tensors."""
+    pairs = zip(found, truth, strict=True)
+    return max(((a.double() - b).abs().max() / b.abs().max()).item() for a, b in pairs)

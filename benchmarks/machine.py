@@ -1,0 +1,47 @@
+"""Where and with what a row was measured."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import date
+from pathlib import Path
+
+import torch
+
+import attnkit
+
+
+def _git(*words: str) -> str:
+    """A git answer about this checkout, empty outside of one."""
+    found = subprocess.run(
+        ["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    return found.stdout.strip() if found.returncode == 0 else ""
+
+
+def cpu_model() -> str:
+    """The processor's name, as far as the system tells."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def describe() -> dict[str, object]:
+    """The fields of a row that do not depend on the case."""
+    changed = _git("status", "--porcelain", "--", "../attnkit", "../templates")
+    return {
+        "date": date.today().isoformat(),
+        "commit": _git("rev-parse", "--short=12", "HEAD") + ("+changes" if changed else ""),
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "attnkit": attnkit.__version__,
+        "load": round(os.getloadavg()[0], 2),
+    }

@@ -1,0 +1,76 @@
+"""Times of several functions measured in turn, so that a busy machine is unfair to none."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+NOISY = 1.25
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds of one function, round by round."""
+
+    rounds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.rounds)
+
+    @property
+    def least(self) -> float:
+        return min(self.rounds)
+
+    @property
+    def noisy(self) -> bool:
+        """The median is so far above the least time that the machine must have been busy."""
+        return self.median > NOISY * self.least
+
+    def over(self, other: Times) -> float:
+        """How many times the other's time this is: the median of the ratios within a round."""
+        pairs = zip(self.rounds, other.rounds, strict=True)
+        return statistics.median(mine / theirs for mine, theirs in pairs)
+
+
+def in_turn(
+    functions: Mapping[str, Callable[[], object]],
+    *,
+    seconds: float,
+    attempts: int = 1,
+    least_rounds: int = 7,
+    most_rounds: int = 50,
+) -> dict[str, Times]:
+    """Time functions round-robin: each round calls each once, in alternating order.
+
+    Args:
+        functions: by name; called once before the first round, untimed.
+        seconds: go on until the rounds together took so long.
+        attempts: how often to start again while a time is noisy.
+        least_rounds: but at least so many rounds.
+        most_rounds: and at most so many.
+    """
+    for function in functions.values():
+        function()
+    for _ in range(attempts):
+        times = _rounds(functions, seconds, least_rounds, most_rounds)
+        if not any(t.noisy for t in times.values()):
+            break
+    return times
+
+
+def _rounds(
+    functions: Mapping[str, Callable[[], object]], seconds: float, least: int, most: int
+) -> dict[str, Times]:
+    found: dict[str, list[float]] = {name: [] for name in functions}
+    begin = time.perf_counter()
+    for turn in range(most):
+        if turn >= least and time.perf_counter() - begin > seconds:
+            break
+        for name in list(functions)[:: 1 if turn % 2 == 0 else -1]:
+            start = time.perf_counter()
+            functions[name]()
+            found[name].append(1000 * (time.perf_counter() - start))
+    return {name: Times(tuple(rounds)) for name, rounds in found.items()}

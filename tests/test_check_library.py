@@ -1,0 +1,49 @@
+"""Every mask and every mod of the library through check_variant, and combinations in common use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from attnkit import masks, mods
+from attnkit.testing import check_variant
+
+LENGTH = 48
+CALLS = 3  # per variant; `attnkit check masks:name` draws more
+
+MASKS = masks.examples(LENGTH)
+MODS = mods.examples(LENGTH, requires_grad=True)
+
+PAIRS: dict[str, tuple[str, str]] = {
+    "alibi, documents": ("alibi", "document/causal"),
+    "softcap, window": ("softcap", "sliding_window"),
+    "relative bias, prefix": ("relative_bias", "prefix_lm"),
+    "t5 bias, padding": ("t5_bias", "padding"),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_mask(name: str) -> None:
+    assert check_variant(None, MASKS[name].mask, examples=CALLS).ok
+
+
+@pytest.mark.parametrize("name", MODS)
+def test_mod(name: str) -> None:
+    example = MODS[name]
+    report = check_variant(example.mod, examples=CALLS)
+    assert report.ok
+    captured = {row.quantity for row in report.rows if row.backend == "cpu"}
+    # beside out, lse, max_scores and, twice, dquery, dkey, dvalue; and the dead rows
+    assert len(captured) - 10 == 2 * len(example.learned)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_pair(name: str) -> None:
+    mod, mask = PAIRS[name]
+    assert check_variant(MODS[mod].mod, MASKS[mask].mask, examples=CALLS).ok
+
+
+def test_pairs_are_of_the_library() -> None:
+    used: list[Any] = [n for pair in PAIRS.values() for n in pair]
+    assert set(used) <= {*MASKS, *MODS}

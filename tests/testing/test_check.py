@@ -1,0 +1,378 @@
+"""check_variant: passes what is right; finds, names, shrinks and reprints what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import find, given, settings
+from hypothesis.strategies import SearchStrategy
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask as create_flex_mask
+
+from attnkit import block_mask, create_block_mask, masks, mods, rewrite, splice, testing, variant
+from attnkit.errors import ArgumentError, OptionError, TraceError
+from attnkit.expr import arg
+from attnkit.sparse import BlockRuns
+from attnkit.testing import Case, CheckError, Limits, Report, check, check_case, check_variant
+from attnkit.testing.source import source_of
+from attnkit.variant import Variant
+
+SLOPES = torch.rand(8, requires_grad=True)
+BIAS = torch.randn(8, 99, requires_grad=True)
+DOCUMENTS = torch.arange(64) // 20
+
+SOFTCAP = testing.load_object("mods:softcap(3.0)")
+
+SMALL = Limits(q_len=(1, 80), kv_len=(1, 80))
+
+
+def alibi(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return score - SLOPES[h] * (q - kv)
+
+
+def documents(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return (DOCUMENTS[q] == DOCUMENTS[kv]) & (q >= kv)
+
+
+GOOD: dict[str, Variant] = {
+    "no mod, no mask": Variant(),
+    "documents, learned slopes": Variant(alibi, documents),
+    "softcap in a window": Variant(mods.softcap(5.0), masks.sliding_window(20, 3)),
+    "2-d table": Variant(lambda s, b, h, q, kv: s * torch.sigmoid(BIAS[h, q]) + BIAS[h, kv]),
+    "derived table": Variant(lambda s, b, h, q, kv: s + (SLOPES * 2).exp()[h]),
+    "dead rows": Variant(mods.softcap(2.0), lambda b, h, q, kv: (q % 3 > 0) & (kv > 5)),
+    "score_mod that masks": Variant(lambda s, b, h, q, kv: torch.where(q >= kv, s, -math.inf)),
+    "block mask": Variant(None, create_block_mask(masks.causal(), None, None, 50, 70)),
+    "PyTorch's block mask": Variant(
+        alibi, create_flex_mask(lambda b, h, q, kv: q >= kv, 1, 1, 150, 140, "cpu")
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_passes(name: str) -> None:
+    report = check_variant(GOOD[name], examples=6)
+    assert report.ok
+    assert report.cases == 6
+    assert report.failures == ()
+    assert report.code == ""
+    assert f"passed: 6 cases, {len(report.rows)} quantities" in str(report)
+    assert {"out", "dquery", "dkey through lse", "dead rows"} <= {r.quantity for r in report.rows}
+
+
+def test_compares_captured_gradients_traces_tiles_and_other_tiles() -> None:
+    report = check_variant(GOOD["documents, learned slopes"], examples=4)
+    found = {(r.quantity, r.backend) for r in report.rows}
+    assert {
+        ("dSLOPES", "cpu"),
+        ("dSLOPES through lse", "cpu other tiles"),
+        ("score", "trace"),
+        ("mask", "trace"),
+        ("tiles 16x16", "tiles"),
+        ("tiles 16x16 transposed", "tiles"),
+    } <= found
+
+
+@settings(max_examples=25)
+@given(testing.variants(SMALL), testing.cases(SMALL))
+def test_any_variant_passes_any_case(drawn: Variant, case: Case) -> None:
+    assert check_case(drawn, case).ok
+
+
+# --- seeded faults: each must be found, under its own name
+
+
+def _around(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Callable[..., Any]
+) -> None:
+    """Replace owner.name by fault, which gets the real one first."""
+    monkeypatch.setattr(owner, name, functools.partial(fault, getattr(owner, name)))
+
+
+def _hook(monkeypatch: pytest.MonkeyPatch, name: str, fault: Callable[..., Any]) -> None:
+    real = getattr(splice.CpuHooks, name)
+    monkeypatch.setattr(splice.CpuHooks, name, lambda self, *args: fault(real, self, *args))
+
+
+def _wrong_adjoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    _hook(
+        monkeypatch, "dscore", lambda real, self, s, grad, tile: 1.001 * real(self, s, grad, tile)
+    )
+
+
+def _captured_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def twice(real: Any, self: Any, *args: Any) -> None:
+        real(self, *args)
+        real(self, *args)
+
+    _hook(monkeypatch, "captured_grad", twice)
+
+
+def _leaking_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    _hook(monkeypatch, "keep", lambda real, self, tile: real(self, tile) | (tile.kv == 3))
+
+
+def _coarse_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    def coarse(real: Any, self: Any, s: Tensor, tile: Any) -> Tensor:
+        return real(self, s.to(torch.bfloat16).to(s.dtype), tile)
+
+    _hook(monkeypatch, "score", coarse)
+
+
+def _partial_as_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(real: Any, *args: Any, **kwargs: Any) -> BlockRuns:
+        runs = real(*args, **kwargs)
+        states = runs.states()
+        states[states == 1] = 2
+        return BlockRuns.from_states(states, runs.q_len, runs.kv_len, runs.block)
+
+    _around(monkeypatch, block_mask, "classify", wrong)
+
+
+def _wrong_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(real: Any, function: Any, kind: str, device: torch.device) -> Any:
+        found = real(function, kind, device)
+        if kind == "score":
+            return found
+        strict = rewrite.build("lt", arg("kv"), arg("q"))
+        return dataclasses.replace(found, root=rewrite.build("and", found.root, strict))
+
+    _around(monkeypatch, variant, "traced", wrong)
+
+
+def _forward(change: Callable[..., tuple[Tensor, Tensor, Any]]) -> Callable[..., None]:
+    """A fault in the CPU template's forward: change(query, key, value, runs, out, lse, top)."""
+
+    def seed(monkeypatch: pytest.MonkeyPatch) -> None:
+        def wrong(real: Any, query: Any, key: Any, value: Any, runs: Any, *a: Any, **k: Any) -> Any:
+            return change(query, key, value, runs, *real(query, key, value, runs, *a, **k))
+
+        _around(monkeypatch, splice.cpu, "forward", wrong)
+
+    return seed
+
+
+def _no_lse_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(real: Any, grad_out: Tensor, grad_lse: Any, *args: Any) -> Any:
+        return real(grad_out, None, *args)
+
+    _around(monkeypatch, splice.cpu, "backward", wrong)
+
+
+def _shared_key_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(
+        real: Any, grad_out: Tensor, grad_lse: Any, query: Tensor, key: Tensor, *a: Any
+    ) -> Any:
+        dquery, dkey, dvalue = real(grad_out, grad_lse, query, key, *a)
+        return dquery, dkey / 2 if key.shape[0] < query.shape[0] else dkey, dvalue
+
+    _around(monkeypatch, splice.cpu, "backward", wrong)
+
+
+def _crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(real: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if key.shape[2] > 20:
+            raise RuntimeError("no such chunk")
+        return real(query, key, *args, **kwargs)
+
+    _around(monkeypatch, splice.cpu, "forward", wrong)
+
+
+FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
+    "wrong adjoint": (_wrong_adjoint, "dquery"),
+    "captured gradient counted twice": (_captured_twice, "dSLOPES"),
+    "mask that leaks": (_leaking_mask, "out"),
+    "scores in 16 bits": (_coarse_score, "lse"),
+    "crash": (_crash, "call"),
+    "partial tiles taken as full": (_partial_as_full, "tiles"),
+    "wrong trace": (_wrong_trace, "mask"),
+    "lse to base 2": (
+        _forward(lambda q, k, v, runs, out, lse, top: (out, lse * math.log2(math.e), top)),
+        "lse",
+    ),
+    "lse gradient dropped": (_no_lse_gradient, "dkey through lse"),
+    "gradient of a shared key": (_shared_key_gradient, "dkey"),
+    "dead rows that are not zero": (
+        _forward(
+            lambda q, k, v, runs, out, lse, top: (
+                out.masked_fill(lse[..., None] == -math.inf, 1e-30),
+                *(lse, top),
+            )
+        ),
+        "dead rows",
+    ),
+    "tile size that changes the result": (
+        _forward(
+            lambda q, k, v, runs, out, lse, top: (
+                out if runs.block[0] == 128 else 1.01 * out,
+                *(lse, top),
+            )
+        ),
+        "out",
+    ),
+    "strides ignored": (
+        _forward(
+            lambda q, k, v, runs, out, lse, top: (
+                out if v.is_contiguous() else out.flip(-1),
+                *(lse, top),
+            )
+        ),
+        "out",
+    ),
+    "NaN": (
+        _forward(
+            lambda q, k, v, runs, out, lse, top: (
+                out.masked_fill(out > 1.5, math.nan),
+                *(lse, top),
+            )
+        ),
+        "out",
+    ),
+}
+
+
+def found(score_mod: Any, mask: Any, **options: Any) -> Report:
+    """The report of a check that must fail."""
+    with pytest.raises(CheckError) as caught:
+        check_variant(score_mod, mask, **options)
+    assert str(caught.value) == str(caught.value.report)
+    return caught.value.report
+
+
+def window(name: str) -> Any:
+    """A window of its own for each fault, so that no cache of another test knows its tiles."""
+    return masks.sliding_window(20 + list(FAULTS).index(name), 2)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_finds_and_names_a_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault, quantity = FAULTS[name]
+    fault(monkeypatch)
+    monkeypatch.setattr(check, "SHRINK_SECONDS", 1.0)
+    report = found(alibi, window(name) & (lambda b, h, q, kv: q != 4), examples=40)
+    assert not report.ok
+    assert report.failed is not None
+    assert any(row.quantity.startswith(quantity) for row in report.failures)
+    assert "FAILED" in str(report)
+    first = report.failures[0]
+    assert f"\n  {first.quantity} ({first.backend}) " in str(report)
+
+
+def test_a_fault_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    FAULTS["gradient of a shared key"][0](monkeypatch)
+    case = found(alibi, masks.causal(), examples=40).failed
+    assert case is not None
+    assert (case.batch, case.kv_batch) == (2, 1)
+    assert (case.q_len, case.kv_len, case.dtype) == (1, 1, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        masks.sliding_window(51, 2),
+        masks.sliding_window(52) | ~masks.prefix(3),
+        documents,
+        create_block_mask(masks.sliding_window(53, 2), None, None, 30, 20),
+        testing.mask_mods(SMALL),
+    ],
+    ids=["library", "composed", "imported", "block mask", "drawn"],
+)
+def test_the_printed_code_fails_in_the_same_way(mask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    FAULTS["wrong adjoint"][0](monkeypatch)
+    if isinstance(mask, SearchStrategy):
+        mask = find(mask, lambda m: "t0[" in source_of(m, "mask").text)
+    report = found(SOFTCAP, mask, examples=40)
+    assert f"\nrun this to see it again:\n{report.code}" in str(report)
+    with pytest.raises(CheckError) as again:
+        exec(compile(report.code, "<report>", "exec"), {"__name__": "again"})
+    assert again.value.report.failed == report.failed
+    assert again.value.report.failures == report.failures
+
+
+def test_code_that_cannot_be_found_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    FAULTS["wrong adjoint"][0](monkeypatch)
+    scale = torch.tensor(0.5)
+    report = found(lambda s, b, h, q, kv: s * scale, None, examples=5)
+    assert "#   report = found(lambda s, b, h, q, kv: s * scale, None, examples=5)" in report.code
+    with pytest.raises(NotImplementedError, match="put the definition of score_mod here"):
+        exec(report.code, {"__name__": "again"})
+    given_code = "variant = Variant(lambda s, b, h, q, kv: s * 0.5)"
+    report = found(lambda s, b, h, q, kv: s * scale, None, examples=5, code=given_code)
+    with pytest.raises(CheckError):
+        exec(report.code, {"__name__": "again"})
+
+
+# --- sizes and bad input
+
+
+def test_sizes_follow_the_captured_tensors() -> None:
+    table = torch.randn(3, 11)
+    report = check_variant(lambda s, b, h, q, kv: s + table[h, q], examples=8)
+    assert report.cases == 8
+    assert max(row.case.q_len for row in report.rows) <= 11
+    assert max(row.case.heads for row in report.rows) <= 3
+
+
+def test_given_sizes_are_used() -> None:
+    report = check_variant(alibi, q_len=7, kv_len=(8, 9), batch=2, heads=4, examples=4)
+    for row in report.rows:
+        assert (row.case.q_len, row.case.batch, row.case.heads) == (7, 2, 4)
+        assert row.case.kv_len in (8, 9)
+
+
+def test_only_the_given_dtype_is_drawn() -> None:
+    report = check_variant(None, None, dtype=torch.bfloat16, examples=4)
+    assert {row.case.dtype for row in report.rows} == {torch.bfloat16}
+
+
+def test_the_same_seed_draws_the_same_cases() -> None:
+    reports = [check_variant(alibi, examples=5, seed=seed) for seed in (3, 3, 4)]
+    rows = [{r.quantity: (r.case, r.error) for r in report.rows} for report in reports]
+    assert rows[0] == rows[1]
+    assert rows[0] != rows[2]
+
+
+def test_progress_counts_to_the_end() -> None:
+    told: list[tuple[int, int]] = []
+    check_variant(None, documents, examples=5, progress=lambda *counts: told.append(counts))
+    assert told == [(n, 5) for n in range(1, 6)]
+
+
+def test_leaves_the_number_of_threads_alone() -> None:
+    before = torch.get_num_threads()
+    check_variant(None, None, examples=1)
+    assert torch.get_num_threads() == before
+
+
+def test_no_legal_sizes_asks_for_them() -> None:
+    table = torch.randn(5)
+    with pytest.raises(ArgumentError, match=r"pass q_len, kv_len, batch or heads.*'table'"):
+        check_variant(lambda s, b, h, q, kv: s + table[q + 9], examples=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"q_len": 0}, OptionError, "q_len must be a positive int or a range"),
+        ({"heads": (4, 2)}, OptionError, "heads must be a positive int or a range"),
+        ({"examples": 0}, OptionError, "examples must be a positive int"),
+        ({"mask": documents, "score_mod": Variant()}, ArgumentError, "a whole Variant and mask"),
+        ({"score_mod": 3}, ArgumentError, "score_mod must be a function"),
+        ({"mask": lambda b, h, q, kv: q - kv}, TraceError, "returned torch.int32"),
+    ],
+)
+def test_refuses(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        check_variant(**{"examples": 2, **options})
+
+
+def test_the_oracle_may_be_infinite() -> None:
+    report = check_variant(lambda s, b, h, q, kv: s + torch.log(q.float() - 1), examples=8)
+    assert any("the oracle itself gives inf or NaN" in note for note in report.notes)
+    assert "note: the oracle" in str(report)

@@ -1,0 +1,111 @@
+"""The tolerance: tight where the reference is, never zero by luck, and blind to no real error."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnkit import create_mask, masks, testing
+from attnkit.testing import Case, Limits
+from attnkit.testing.examine import bind
+from attnkit.testing.quantities import OUTPUTS, captured_leaves, oracle
+from attnkit.testing.rounding import perturbed
+from attnkit.testing.shuffled import shuffled
+from attnkit.testing.tolerance import FACTOR, ULPS, compare, exact
+from attnkit.variant import Variant
+
+CPU = torch.device("cpu")
+SMALL = Limits(q_len=(1, 30), kv_len=(1, 30))
+
+
+def parts(variant: Variant, case: Case) -> tuple[Any, ...]:
+    bound = bind(variant, case, CPU)
+    kept = None if variant.mask is None else create_mask(variant.mask, *case.dense_shape)
+    return bound.score, kept, case, captured_leaves(bound.score), CPU
+
+
+@given(testing.variants(SMALL), testing.cases(SMALL, dtype=torch.float64), st.integers(0, 9))
+def test_samples_are_the_oracle_up_to_rounding(variant: Variant, case: Case, sample: int) -> None:
+    arguments = parts(variant, case)
+    gold = oracle(*arguments)
+    for made in (shuffled, perturbed):
+        found = made(*arguments, sample)
+        assert found.keys() == gold.keys()
+        for name, expected in gold.items():
+            torch.testing.assert_close(
+                found[name].to(expected.dtype), expected, rtol=1e-6, atol=1e-6, equal_nan=True
+            )
+
+
+def test_noise_scales_with_the_dtype() -> None:
+    variant = Variant(lambda s, b, h, q, kv: torch.tanh(s), masks.causal())
+    errors = {}
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        arguments = parts(variant, Case(20, 20, dtype=dtype))
+        gold, noisy = oracle(*arguments), perturbed(*arguments, 0)
+        errors[dtype] = float((noisy["dquery"] - gold["dquery"]).abs().max())
+    assert 1e-17 < errors[torch.float64] < 1e-14
+    assert 1e-8 < errors[torch.float32] < 1e-5
+    assert 1e-4 < errors[torch.bfloat16] < 1e-1
+
+
+def test_one_key_leaves_room_for_a_difference_of_equal_numbers() -> None:
+    # dO V^T and rowsum(dO O) cancel: the oracle's gradient is 0, a backend's is their rounding
+    arguments = parts(Variant(), Case(1, 1))
+    assert not oracle(*arguments)["dquery"].any()
+    assert perturbed(*arguments, 0)["dquery"].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_allowed_is_twice_the_largest_sample_or_a_few_ulps(dtype: torch.dtype) -> None:
+    case = Case(3, 3, dtype=dtype)
+    gold = {name: torch.full((3,), 2.0) for name in ("out", "dquery", "dtable through lse")}
+    for off in (0.0, 0.25):
+        rough = {name: t + off for name, t in gold.items()}
+        found = {name: t.to(dtype) for name, t in gold.items()}
+        rows = compare(found, gold, [rough], case, "cpu")
+        floor = ULPS * torch.finfo(dtype).eps * 2.0
+        factors = [FACTOR, FACTOR, FACTOR if dtype == torch.float32 else 3.0]
+        assert [r.allowed for r in rows] == [max(f * off, floor) for f in factors]
+        assert all(r.ok and r.error == 0 for r in rows)
+
+
+def test_names_the_place_of_the_largest_error() -> None:
+    gold = {"out": torch.zeros(2, 3, dtype=torch.float64)}
+    found = {"out": gold["out"].clone()}
+    found["out"][1, 2] = 0.5
+    (row,) = compare(found, gold, [gold], Case(1, 1), "cpu")
+    assert (row.error, row.allowed, row.ok, row.where) == (0.5, 0.0, False, "[1, 2]")
+    assert row.ratio == math.inf
+
+
+def test_not_finite_is_never_allowed_where_the_oracle_is_finite() -> None:
+    gold = {"out": torch.ones(3), "lse": torch.tensor([0.0, -math.inf, 1.0])}
+    rough = {name: t + 100 for name, t in gold.items()}
+    for bad in (math.nan, math.inf):
+        found = {"out": torch.tensor([1.0, bad, 1.0]), "lse": gold["lse"]}
+        out, lse = compare(found, gold, [rough], Case(1, 1), "cpu")
+        assert not out.ok
+        assert out.where == "[1]"
+        assert lse.ok
+
+
+def test_nan_of_the_oracle_must_pass_through() -> None:
+    gold = dict.fromkeys(OUTPUTS, torch.tensor([math.nan, 1.0])) | {"dquery": torch.tensor([7.0])}
+    found = {name: t.nan_to_num(0.0) for name, t in gold.items()} | {"dquery": torch.zeros(1)}
+    rows = compare(found, gold, [gold], Case(1, 1), "cpu")
+    # and no gradient means anything
+    assert [(r.quantity, r.ok) for r in rows] == [(name, False) for name in OUTPUTS]
+    assert all(row.ok for row in compare(gold, gold, [gold], Case(1, 1), "cpu"))
+
+
+def test_exact_counts_differences() -> None:
+    row = exact("mask", "trace", torch.tensor([1, 2, 3]), torch.tensor([1, 0, 0]), Case(1, 1))
+    assert (row.error, row.allowed, row.where) == (2.0, 0.0, "[1]")
+    assert dataclasses.replace(row, error=0.0).ok
