@@ -57,8 +57,11 @@ def mask_runs(
     batch: int,
     heads: int,
     device: torch.device,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[BlockRuns, frozenset[Node]]:
     """The runs of a traced mask, and its loads that need a check at run time.
+
+    `dtype` is what floats in the mask are computed in: float64 for float64 queries.
 
     Kept until a captured tensor is replaced or edited in place.
 
@@ -79,10 +82,12 @@ def mask_runs(
             batch=batch,
             heads=heads,
             device=device,
+            dtype=dtype,
+            names=mask.names,
         )
         return runs, checked
 
-    key = (mask.root, mask.names, q_len, kv_len, batch, heads, block, device)
+    key = (mask.root, mask.names, q_len, kv_len, batch, heads, block, device, dtype)
     return _runs.get(key, mask.tensors, build)
 
 
@@ -122,8 +127,8 @@ class BlockMask:
         check_captured("mask_mod", mask.names, mask.tensors, self.device)
         return mask
 
-    def checked_runs(self) -> tuple[BlockRuns, frozenset[Node]]:
-        """The runs, and the loads that need a check at run time."""
+    def checked_runs(self, dtype: torch.dtype = torch.float32) -> tuple[BlockRuns, frozenset[Node]]:
+        """The runs, and the loads that need a check at run time; `dtype` as of `mask_runs`."""
         batch, heads, q_len, kv_len = self.shape
         return mask_runs(
             self.traced(),
@@ -133,6 +138,7 @@ class BlockMask:
             batch=batch,
             heads=heads,
             device=self.device,
+            dtype=dtype,
         )
 
     @property

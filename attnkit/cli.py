@@ -86,7 +86,9 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", type=_dtypes, metavar="D,...", help=f"of {', '.join(_DTYPES)}; default all"
     )
-    parser.add_argument("--examples", type=_size, default=20, metavar="N", help="calls to draw")
+    parser.add_argument(
+        "--examples", type=_size, default=40, metavar="N", help="calls to draw; default 40"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the drawing")
     parser.add_argument("--device", type=_device, default=torch.device("cpu"), metavar="D")
 

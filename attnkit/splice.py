@@ -19,6 +19,7 @@ from attnkit import expr
 from attnkit.adjoint import Adjoint, adjoint
 from attnkit.expr import Node
 from attnkit.interp.torch import evaluate
+from attnkit.shapes import broadcast
 from attnkit.sparse import BlockRuns
 from attnkit.templates import cpu
 from attnkit.templates.cpu import Tile
@@ -156,7 +157,7 @@ def _positions(tile: Tile) -> dict[str, Tensor]:
 
 def _scatter(total: Tensor, index: list[Tensor], cotangent: Tensor) -> None:
     """total[index] += cotangent, summed first over the axes that the index does not vary along."""
-    shape = torch.broadcast_shapes(*(i.shape for i in index)) if index else (1,) * cotangent.ndim
+    shape = broadcast(*(i.shape for i in index)) if index else (1,) * cotangent.ndim
     shape = (1,) * (cotangent.ndim - len(shape)) + tuple(shape)
     fixed = [axis for axis, n in enumerate(shape) if n == 1 and cotangent.shape[axis] != 1]
     if fixed:

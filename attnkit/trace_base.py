@@ -11,6 +11,7 @@ from torch import Tensor
 from attnkit.expr import Node, const
 from attnkit.proxy import HANDLERS, Tracer, Value
 from attnkit.rewrite import build
+from attnkit.shapes import broadcast
 
 Handler: TypeAlias = Callable[..., Value]
 
@@ -37,7 +38,7 @@ def elementwise(tracer: Tracer, function: Callable[..., Node], *inputs: Any) -> 
     values = [tracer.lift(x) for x in inputs]
     if not any(v.sizes for v in values):
         return Value(tracer, function(*(v.node for v in values)))
-    sizes = torch.broadcast_shapes(*(v.sizes for v in values))
+    sizes = broadcast(*(v.sizes for v in values))
 
     def at(v: Value, position: tuple[Node, ...]) -> Node:
         own = position[len(position) - len(v.sizes) :]

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from attnkit.expr import BOOL, F32, Node, const
 from attnkit.proxy import Tracer, Value
 from attnkit.rewrite import build
+from attnkit.shapes import broadcast
 
 
 def index(tracer: Tracer, source: Value, at: tuple[Any, ...]) -> Value:
@@ -66,7 +65,7 @@ def _assemble(
     tracer: Tracer, source: Value, at: tuple[Any, ...], picks: list[Any], layout: list[Any]
 ) -> Value:
     vectors = [p for p in picks if isinstance(p, Value) and p.sizes]
-    common = tuple(torch.broadcast_shapes(*(v.sizes for v in vectors)))
+    common = tuple(broadcast(*(v.sizes for v in vectors)))
     places = [n for n, kind in enumerate(layout) if kind == "index"]
     # torch puts the dimensions of the index tensors where they stood if they stood together
     together = places == list(range(places[0], places[-1] + 1)) if places else True

@@ -18,7 +18,7 @@ from attnkit.expr import Node
 from attnkit.guards import traced
 from attnkit.rewrite import TRUE
 from attnkit.sparse import BlockRuns, from_flex
-from attnkit.splice import Program
+from attnkit.splice import Program, compute_dtype
 from attnkit.trace import Traced
 from attnkit.validate import check_captured
 from attnkit.versions import VersionedCache
@@ -161,7 +161,7 @@ class Variant:
                     f"block_mask was built for {given.device}, query is on {query.device}; build "
                     f"it with device={str(query.device)!r}"
                 )
-            return *given.checked_runs(), False
+            return *given.checked_runs(compute_dtype(query)), False
         runs, checked = mask_runs(
             mask,
             q_len=q_len,
@@ -170,6 +170,7 @@ class Variant:
             batch=batch,
             heads=heads,
             device=query.device,
+            dtype=compute_dtype(query),
         )
         return runs, checked, False
 

@@ -72,3 +72,17 @@ def test_every_module_imports_once() -> None:
             names.setdefault(path, []).append(name)
     assert ROOT / "attnkit" / "__init__.py" in names
     assert {path: found for path, found in names.items() if len(found) > 1} == {}
+
+
+def test_first_call_loads_no_sympy() -> None:
+    code = (
+        "import sys, torch, attnkit\n"
+        "q = torch.randn(1, 2, 64, 8, requires_grad=True)\n"
+        "t = torch.rand(2, 3)\n"
+        "mod = lambda s, b, h, i, j: s + t[h, :2].sum() * (j - i)\n"
+        "out = attnkit.flex_attention(q, q, q, mod, lambda b, h, i, j: i >= j)\n"
+        "out.sum().backward()\n"
+        "print([n for n in ('sympy', 'torch._dynamo', 'cutlass') if n in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

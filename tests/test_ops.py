@@ -272,3 +272,14 @@ def test_variant() -> None:
         "score(score, b, h, q, kv) = tanh(score / 5.0) * 5.0\nmask(b, h, q, kv) = kv <= q"
     )
     assert str(attnkit.Variant()) == "softmax attention"
+
+
+def test_a_mask_of_floats_is_classified_in_the_dtype_of_the_scores() -> None:
+    # 1/3 + tiny is above the float64 threshold, and equal to it in float32
+    edge = torch.full((150,), 1 / 3 + 1e-12, dtype=torch.float64)
+    mask = lambda b, h, q, kv: edge[kv] > 1 / 3
+    wide = inputs((1, 1, 150, 8), dtype=torch.float64)
+    for tensors in (wide, tuple(t.float() for t in wide)):
+        ours = flex_attention(*tensors, block_mask=mask, return_lse=True)
+        dense = flex_attention(*tensors, block_mask=mask, return_lse=True, backend="eager")
+        torch.testing.assert_close(ours, dense)

@@ -4,6 +4,7 @@ Strategies: `variants`, `masks`, `library_masks`, `mask_mods`, `score_mods` for 
 `cases`, `lengths`, `layouts`, `dtypes` for how it is called.
 
 >>> from attnkit.masks import sliding_window
+>>> from attnkit.testing import check_variant
 >>> report = check_variant(None, sliding_window(20), examples=2)
 >>> report.ok, report.cases
 (True, 2)

@@ -36,7 +36,7 @@ def check_variant(
     batch: int | Range | None = None,
     heads: int | Range | None = None,
     dtype: torch.dtype | Sequence[torch.dtype] | None = None,
-    examples: int = 20,
+    examples: int = 40,
     seed: int = 0,
     device: torch.device | str = "cpu",
     backends: Sequence[str] | None = None,

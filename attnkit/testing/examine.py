@@ -15,6 +15,7 @@ from attnkit.testing.backends import backend_rows, present_backends
 from attnkit.testing.case import Case
 from attnkit.testing.report import CheckError, Report, Row
 from attnkit.testing.tolerance import exact
+from attnkit.trace import Traced
 from attnkit.variant import Bound, Variant
 
 
@@ -33,7 +34,8 @@ def bind(variant: Variant, case: Case, device: torch.device) -> Bound:
         BoundsError: the variant's captured tensors do not allow these sizes.
         TraceError, ShapeError, DeviceError: as of `flex_attention`.
     """
-    query, key = (torch.empty(1, device=device).expand(shape) for shape in case.shapes[:2])
+    one = torch.empty(1, dtype=case.dtype, device=device)
+    query, key = (one.expand(shape) for shape in case.shapes[:2])
     return variant.bind(query, key, case.block)
 
 
@@ -56,24 +58,25 @@ def examine(
     """
     bound = bind(variant, case, device) if bound is None else bound
     rows: list[Row] = []
-    kept = _kept(variant, bound, case, device, rows)
-    if bound.score is not None and variant.score_mod is not None:
-        rows.append(score_row(variant.score_mod, bound.score, case, device))
+    score, mask = variant.trace(device)
+    kept = None if mask is None else _kept(variant, mask, bound, case, device, rows)
+    if score is not None and variant.score_mod is not None:
+        rows.append(score_row(variant.score_mod, score, case, device))
     notes: list[str] = []
     rows += backend_rows(variant, bound, kept, case, device, backends, notes)
     return Findings(tuple(rows), tuple(notes))
 
 
 def _kept(
-    variant: Variant, bound: Bound, case: Case, device: torch.device, rows: list[Row]
-) -> Tensor | None:
+    variant: Variant,
+    traced: Traced,
+    bound: Bound,
+    case: Case,
+    device: torch.device,
+    rows: list[Row],
+) -> Tensor:
     """The dense mask; adds the rows of the trace and the tiles."""
-    if variant.mask is None:
-        return None
     function = getattr(variant.mask, "mask_mod", variant.mask)
-    traced = variant.trace(device)[1]
-    if traced is None:
-        raise AssertionError("a variant with a mask has a traced mask")
     kept, row = mask_rows(function, traced, case, device)
     rows.append(row)
     if bound.listed:

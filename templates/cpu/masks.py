@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attnkit.shapes import broadcast
 from attnkit.templates.cpu.hooks import Hooks, Tile
 from attnkit.templates.cpu.strips import Chunk
 from attnkit.templates.cpu.units import Unit
@@ -110,7 +111,7 @@ def _evaluate(
     )
     integer, infinity = _BITS[dtype]
     bits = hooks.keep(tile).to(integer).neg_()
-    shape = torch.broadcast_shapes(bits.shape, (len(corners), 1, 1, height, width))
+    shape = broadcast(bits.shape, (len(corners), 1, 1, height, width))
     if any(chunk.strip.patches for chunk, _ in group):
         bits = bits.expand(shape).contiguous()
         _patch(bits, group)

@@ -1,0 +1,24 @@
+"""Shapes that broadcast, without `torch.broadcast_shapes`: its first call imports sympy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:
+    """The shape that tensors of these shapes broadcast to.
+
+    Raises:
+        ValueError: they do not broadcast.
+
+    >>> broadcast((3, 1), (4,), ())
+    (3, 4)
+    """
+    result = [1] * max(map(len, shapes), default=0)
+    for shape in shapes:
+        for axis, size in enumerate(reversed(shape), start=1):
+            if size != 1 and result[-axis] not in (1, size):
+                raise ValueError(f"shapes {[tuple(s) for s in shapes]} do not broadcast")
+            if size != 1:
+                result[-axis] = size
+    return tuple(result)
