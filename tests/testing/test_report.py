@@ -14,9 +14,9 @@ BAD = Row("dquery", "cpu", 0.5, 0.25, CASE, "[0, 1]")
 
 def test_table_is_aligned() -> None:
     assert table([GOOD, BAD]) == (
-        "quantity  backend  error  allowed  used\n"
-        "out       cpu      1e-07  4e-07    25%\n"
-        "dquery    cpu      0.5    0.25     200% FAILED"
+        "quantity  backend  dtype    error  allowed  used\n"
+        "out       cpu      float32  1e-07  4e-07    25%\n"
+        "dquery    cpu      float32  0.5    0.25     200% FAILED"
     )
 
 
