@@ -90,7 +90,9 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
         "--examples", type=_size, default=40, metavar="N", help="calls to draw; default 40"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the drawing")
-    parser.add_argument("--device", type=_device, default=torch.device("cpu"), metavar="D")
+    parser.add_argument(
+        "--device", type=_device, default=torch.device("cpu"), metavar="D", help="default cpu"
+    )
 
 
 def _add_explain(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +104,9 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", type=_size, default=1, metavar="N", help="query heads")
     parser.add_argument("--batch", type=_size, default=1, metavar="N", help="batch size")
     parser.add_argument("--head-dim", type=_size, default=64, metavar="N", help="head width")
-    parser.add_argument("--device", type=_device, default=torch.device("cpu"), metavar="D")
+    parser.add_argument(
+        "--device", type=_device, default=torch.device("cpu"), metavar="D", help="default cpu"
+    )
 
 
 def _check(options: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """Property tests of attention variants: `check_variant`, and the hypothesis strategies behind it.
 
-Strategies: `variants`, `masks`, `library_masks`, `mask_mods`, `score_mods` for what is checked;
-`cases`, `lengths`, `layouts`, `dtypes` for how it is called.
+Strategies for what is checked: `variants`, `masks`, `library_masks`, `library_mods`, `mask_mods`,
+`score_mods`; for how it is called: `cases`, `lengths`, `layouts`, `dtypes`.
 
 >>> from attnkit.masks import sliding_window
 >>> from attnkit.testing import check_variant
@@ -23,7 +23,7 @@ from attnkit.testing.report import CheckError, Report, Row
 
 if TYPE_CHECKING:
     from attnkit.testing.check import check_variant
-    from attnkit.testing.compositions import library_masks, masks, variants
+    from attnkit.testing.compositions import library_masks, library_mods, masks, variants
     from attnkit.testing.expressions import mask_mods, score_mods
     from attnkit.testing.sizes import cases, dtypes, layouts, lengths
 
@@ -41,6 +41,7 @@ __all__ = [
     "layouts",
     "lengths",
     "library_masks",
+    "library_mods",
     "load",
     "load_object",
     "mask_mods",
@@ -54,7 +55,7 @@ _WITH_HYPOTHESIS = {
     **dict.fromkeys(("cases", "dtypes", "layouts", "lengths"), "sizes"),
     "check_variant": "check",
     **dict.fromkeys(("mask_mods", "score_mods"), "expressions"),
-    **dict.fromkeys(("library_masks", "masks", "variants"), "compositions"),
+    **dict.fromkeys(("library_masks", "library_mods", "masks", "variants"), "compositions"),
 }
 
 

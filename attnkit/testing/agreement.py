@@ -20,16 +20,22 @@ from attnkit.testing.tolerance import FACTOR, ULPS, exact, place
 from attnkit.trace import Traced
 
 
-def mask_rows(
+def mask_row(
     function: Callable[..., Any], mask: Traced, case: Case, device: torch.device
 ) -> tuple[Tensor, Row]:
-    """The dense mask [B, Hq, Sq, Skv] as the user's function gives it, and the trace's row."""
-    shape = case.dense_shape
-    (traced,) = evaluate([mask.root], positions(shape, device), mask.tensors)
-    eager = call(function, shape, device)
+    """The dense mask [B, Hq, Sq, Skv] for the case's dtype, and the trace's row.
+
+    torch computes floats in a mask in float32; so does the graph, but for float64 queries.
+    """
+    env = positions(case.dense_shape, device)
+    (traced,) = evaluate([mask.root], env, mask.tensors)
+    eager = call(function, case.dense_shape, device)
     row = exact("mask", "trace", eager.pick(traced), eager.values.to(torch.bool), case)
-    kept = traced.expand(shape) if eager.points is not None else eager.values.to(torch.bool)
-    return kept, row
+    if case.dtype == torch.float64:
+        (kept,) = evaluate([mask.root], env, mask.tensors, torch.float64)
+        return kept.expand(case.dense_shape), row
+    kept = traced if eager.points is not None else eager.values.to(torch.bool)
+    return kept.expand(case.dense_shape), row
 
 
 def score_row(function: Callable[..., Any], score: Traced, case: Case, device: torch.device) -> Row:

@@ -98,19 +98,24 @@ def check_variant(
             f"{limits.kv_len}, batch {limits.batch}, heads {limits.heads}); pass q_len, kv_len, "
             f"batch or heads. The last draw said: {search.refusal}"
         )
-    shown = [search.findings[failed]] if failed is not None else list(search.findings.values())
-    report = Report(
-        name=str(variant),
-        rows=worst(row for found in shown for row in found.rows),
-        cases=len(search.findings),
-        seconds=time.perf_counter() - began,
-        notes=tuple(dict.fromkeys(note for found in shown for note in found.notes)),
-        failed=failed,
-        code="" if failed is None else snippet.program(variant, failed, device, code),
-    )
+    report = _report(search, failed, time.perf_counter() - began, code)
     if failed is not None:
         raise CheckError(report)
     return report
+
+
+def _report(search: _Search, failed: Case | None, seconds: float, code: str) -> Report:
+    shown = list(search.findings.values()) if failed is None else [search.findings[failed]]
+    program = snippet.program
+    return Report(
+        name=str(search.variant),
+        rows=worst(row for found in shown for row in found.rows),
+        cases=len(search.findings),
+        seconds=seconds,
+        notes=tuple(dict.fromkeys(note for found in shown for note in found.notes)),
+        failed=failed,
+        code="" if failed is None else program(search.variant, failed, search.device, code),
+    )
 
 
 class _Failure(Exception):

@@ -1,42 +1,91 @@
-"""Hypothesis strategies for masks of the library, compositions of masks, and whole variants."""
+"""Hypothesis strategies for the library's masks and mods, compositions, and whole variants."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from hypothesis import strategies as st
 
-from attnkit import masks as library
 from attnkit.mask import Mask
 from attnkit.testing.expressions import mask_mods, score_mods
 from attnkit.testing.limits import ANY_SIZE, Limits
-from attnkit.testing.names import evaluate
-from attnkit.testing.source import Source, remember
+from attnkit.testing.written import written
 from attnkit.variant import Variant
 
-_CALLS = (
-    "causal()",
-    "sliding_window({n})",
-    "sliding_window({n}, {m})",
-    "sliding_window(None, {m})",
-    "prefix({n})",
-    "prefix_lm({n})",
-    "block_diagonal({n} + 1)",
-    "strided({n} + 1)",
-    "dilated({n}, {m} + 1)",
-    "streaming_llm({n}, {m})",
-    "longformer({n}, {m})",
+# Calls of the library, and the captured tensors that they take. N is the largest length, B the
+# batch and H the heads; n and m are drawn.
+Calls = Sequence[tuple[str, str]]
+
+_MASKS: Calls = (
+    ("causal()", ""),
+    ("sliding_window({n})", ""),
+    ("sliding_window({n}, {m})", ""),
+    ("sliding_window(None, {m})", ""),
+    ("prefix({n})", ""),
+    ("prefix_lm({n})", ""),
+    ("block_diagonal({n} + 1)", ""),
+    ("strided({n} + 1)", ""),
+    ("dilated({n}, {m} + 1)", ""),
+    ("streaming_llm({n}, {m})", ""),
+    ("longformer({n}, {m})", ""),
+    ("document(t)", "torch.randint(0, 4, ({N},), generator=random)"),
+    ("document(t)", "torch.randint(0, 4, ({B}, {N}), generator=random).sort(-1).values"),
+    ("padding(t)", "torch.randint(0, {N}, ({B},), generator=random)"),
+    ("prefix_lm(t)", "torch.randint(0, {N}, ({B},), generator=random)"),
+    ("longformer({m}, t)", "torch.rand({N}, generator=random) < 0.1"),
+)
+
+_MODS: Calls = (
+    ("softcap({n} / 10 + 1)", ""),
+    ("alibi({H})", ""),
+    ("alibi({H}, symmetric=True)", ""),
+    ("log_sigmoid(-{m} / 4)", ""),
+    ("log_length({n} + 2)", ""),
+    ("alibi(t)", "torch.rand({H}, generator=random, requires_grad=True)"),
+    ("head_scale(t)", "torch.randn({H}, generator=random, requires_grad=True)"),
+    ("head_gate(t)", "torch.randn({H}, generator=random, requires_grad=True)"),
+    ("distance_decay(t)", "torch.rand({H}, generator=random, requires_grad=True)"),
+    ("relative_bias(t)", "torch.randn({H}, 2 * {N} - 1, generator=random, requires_grad=True)"),
+    ("full_bias(t)", "torch.randn({H}, {N}, {N}, generator=random, requires_grad=True)"),
 )
 
 
+def _library(draw: st.DrawFn, name: str, calls: Calls, limits: Limits) -> Any:
+    call, table = draw(st.sampled_from(calls))
+    holes = {
+        "N": max(limits.q_len[1], limits.kv_len[1]),
+        "B": limits.batch[1],
+        "H": limits.heads[1],
+        "n": draw(st.integers(0, 70)),
+        "m": draw(st.integers(0, 20)),
+    }
+    tables = [f"t = {table.format(**holes)}"] if table else []
+    seed = draw(st.integers(0, 99)) if table else 0
+    return written(f"{name}_drawn", tables, seed, [f"return {name}.{call.format(**holes)}"])
+
+
 @st.composite
-def library_masks(draw: st.DrawFn) -> Mask:
-    """Masks of `attnkit.masks` with drawn arguments."""
-    call = draw(st.sampled_from(_CALLS))
-    n, m = draw(st.integers(0, 70)), draw(st.integers(0, 20))
-    call = call.replace("{n} + 1", str(n + 1)).replace("{m} + 1", str(m + 1)).format(n=n, m=m)
-    made: Mask = evaluate(call, vars(library), "attnkit.masks")
-    return remember(made, Source(f"masks.{call}", "from attnkit import masks"))
+def library_masks(draw: st.DrawFn, limits: Limits = ANY_SIZE) -> Mask:
+    """Masks of `attnkit.masks` with drawn arguments.
+
+    Args:
+        limits: the largest sizes that the mask must serve.
+    """
+    made: Mask = _library(draw, "masks", _MASKS, limits)
+    return made
+
+
+@st.composite
+def library_mods(draw: st.DrawFn, limits: Limits = ANY_SIZE) -> Callable[..., Any]:
+    """Mods of `attnkit.mods` with drawn arguments; learned tensors require grad.
+
+    Args:
+        limits: the largest sizes that the mod must serve.
+    """
+    made: Callable[..., Any] = _library(draw, "mods", _MODS, limits)
+    return made
 
 
 def masks(limits: Limits = ANY_SIZE) -> st.SearchStrategy[Mask]:
@@ -45,7 +94,7 @@ def masks(limits: Limits = ANY_SIZE) -> st.SearchStrategy[Mask]:
     Args:
         limits: the largest sizes that the mask must serve.
     """
-    leaves = library_masks() | mask_mods(limits, depth=2).map(Mask)
+    leaves = library_masks(limits) | mask_mods(limits, depth=2).map(Mask)
 
     def combined(parts: st.SearchStrategy[Mask]) -> st.SearchStrategy[Mask]:
         sign = st.sampled_from([operator.and_, operator.or_, operator.xor])
@@ -56,11 +105,10 @@ def masks(limits: Limits = ANY_SIZE) -> st.SearchStrategy[Mask]:
 
 
 def variants(limits: Limits = ANY_SIZE) -> st.SearchStrategy[Variant]:
-    """A random score_mod or none, with a random mask or none.
+    """A mod of the library, a random one or none, with a mask or none.
 
     Args:
         limits: the largest sizes that the variant must serve.
     """
-    score_mod = st.none() | score_mods(limits)
-    mask = st.none() | masks(limits)
-    return st.builds(Variant, score_mod, mask)
+    score_mod = st.none() | library_mods(limits) | score_mods(limits)
+    return st.builds(Variant, score_mod, st.none() | masks(limits))

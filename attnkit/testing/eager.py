@@ -54,8 +54,7 @@ class _IndexWithoutItem(TorchFunctionMode):
 
 def _index(source: Tensor, items: tuple[Any, ...]) -> Tensor:
     basic = tuple(slice(None) if isinstance(i, Tensor) else i for i in items)
-    with torch._C.DisableTorchFunction():
-        rest = source[basic]
+    rest = source[basic]  # the mode is off while it handles a call
     tensors = [i if isinstance(i, Tensor) else None for i in items if not isinstance(i, int)]
     found: Tensor = torch.ops.aten.index.Tensor(rest, tensors)
     return found

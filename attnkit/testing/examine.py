@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnkit.testing import snippet
-from attnkit.testing.agreement import mask_rows, score_row, tile_rows
+from attnkit.testing.agreement import mask_row, score_row, tile_rows
 from attnkit.testing.backends import backend_rows, present_backends
 from attnkit.testing.case import Case
 from attnkit.testing.report import CheckError, Report, Row
@@ -77,7 +77,7 @@ def _kept(
 ) -> Tensor:
     """The dense mask; adds the rows of the trace and the tiles."""
     function = getattr(variant.mask, "mask_mod", variant.mask)
-    kept, row = mask_rows(function, traced, case, device)
+    kept, row = mask_row(function, traced, case, device)
     rows.append(row)
     if bound.listed:
         return _listed(variant.mask, kept)

@@ -7,15 +7,13 @@ their tables and scores moderate; everything else is free.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from hypothesis import strategies as st
 
 from attnkit.testing.limits import ANY_SIZE, Limits
-from attnkit.testing.source import Source, remember
+from attnkit.testing.written import written
 
 _HEADERS = {"mask": "mask_mod(b, h, q, kv)", "score": "score_mod(score, b, h, q, kv)"}
 
@@ -129,7 +127,8 @@ class _Writer:
             "torch.relu({a})", "torch.nn.functional.gelu({a})", "torch.nn.functional.silu({a})",
             "torch.nn.functional.softplus({a})", "torch.where({t}, {a}, {b})",
             "torch.where({a} > {x}, {a}, {b})", "torch.maximum({a}, {b})", "({a}).clamp(-{x}, {x})",
-            "({a}).abs()", "({a} / (1 + ({b}).abs()))", "torch.erf({a})", "torch.exp2(-({a}).abs())",
+            "({a}).abs()", "({a} / (1 + ({b}).abs()))", "torch.erf({a})",
+            "torch.exp2(-({a}).abs())",
             "torch.rsqrt(({a}).abs() + {x})",
         )  # fmt: skip
         return self.fill(form, self.real, depth)
@@ -163,19 +162,10 @@ _LEARNED = (
 )
 
 
-def _made(kind: str, body: str, tables: list[str], seed: int) -> Callable[..., Any]:
-    """The function of an expression, from source that is remembered with it."""
-    lines = [f"random = torch.Generator().manual_seed({seed})", *tables] if tables else []
-    lines += [f"def {_HEADERS[kind]}:", f"    return {body}", f"return {kind}_mod"]
-    inner = "\n".join(f"    {line}" for line in lines)
-    name = f"make_{kind}_{hashlib.sha256(inner.encode()).hexdigest()[:6]}"
-    text = f"def {name}():\n{inner}"
-    scope: dict[str, Any] = {"torch": torch, "__name__": "attnkit.testing.drawn"}
-    exec(compile(text, f"<{name}>", "exec"), scope)
-    made = f"drawn_{name.removeprefix('make_')}"
-    text = f"import torch\n\n{text}\n\n{made} = {name}()"
-    function: Callable[..., Any] = scope[name]()
-    return remember(function, Source(made, text))
+def _function(kind: str, body: str, tables: list[str], seed: int) -> Callable[..., Any]:
+    lines = [f"def {_HEADERS[kind]}:", f"    return {body}", f"return {kind}_mod"]
+    made: Callable[..., Any] = written(f"{kind}_mod", tables, seed, lines)
+    return made
 
 
 @st.composite
@@ -188,7 +178,7 @@ def mask_mods(draw: st.DrawFn, limits: Limits = ANY_SIZE, *, depth: int = 3) -> 
     """
     writer = _Writer(draw, limits)
     body = writer.truth(depth)
-    return _made("mask", body, writer.tables, draw(st.integers(0, 99)))
+    return _function("mask", body, writer.tables, draw(st.integers(0, 99)))
 
 
 @st.composite
@@ -202,4 +192,4 @@ def score_mods(draw: st.DrawFn, limits: Limits = ANY_SIZE, *, depth: int = 3) ->
     writer = _Writer(draw, limits)
     body = writer.real(depth)
     body = draw(st.sampled_from([f"score + {body}", body, f"score * torch.sigmoid({body})"]))
-    return _made("score", body, writer.tables, draw(st.integers(0, 99)))
+    return _function("score", body, writer.tables, draw(st.integers(0, 99)))

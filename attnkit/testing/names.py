@@ -115,8 +115,8 @@ def _literal(n: ast.expr) -> Any:
         return ast.literal_eval(n)
     except ValueError:
         raise ArgumentError(
-            f"{ast.unparse(n)!r} is not a literal; arguments are numbers, strings, tuples and lists "
-            "of them, None, True or False"
+            f"{ast.unparse(n)!r} is not a literal; arguments are numbers, strings, tuples and "
+            "lists of them, None, True or False"
         ) from None
 
 

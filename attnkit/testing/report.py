@@ -111,13 +111,15 @@ def worst(rows: Iterable[Row]) -> tuple[Row, ...]:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Rows as aligned text: quantity, backend, error, allowed, share of the allowed."""
-    head = ("quantity", "backend", "error", "allowed", "used")
+    """Rows as aligned text: quantity, backend, dtype, error, allowed, share of the allowed."""
+    head = ("quantity", "backend", "dtype", "error", "allowed", "used")
     lines = [head]
     for row in rows:
         share = f"{100 * row.ratio:.0f}%" if math.isfinite(row.ratio) else "-"
         used = share if row.ok else f"{share} FAILED"
-        lines.append((row.quantity, row.backend, f"{row.error:.2g}", f"{row.allowed:.2g}", used))
+        dtype = str(row.case.dtype).removeprefix("torch.")
+        figures = (f"{row.error:.2g}", f"{row.allowed:.2g}", used)
+        lines.append((row.quantity, row.backend, dtype, *figures))
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()

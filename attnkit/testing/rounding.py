@@ -22,8 +22,8 @@ from attnkit.testing.case import Case
 from attnkit.testing.quantities import Captured, Quantities, in_dtype
 from attnkit.trace import Traced
 
-# A long sum may round to (nearly) the right number by luck, in the reference too: before a result is
-# called wrong, this many samples of each kind are taken.
+# A long sum may round to (nearly) the right number by luck, in the reference too: before a result
+# is called wrong, this many samples of each kind are taken.
 SAMPLES = 8
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -72,15 +72,16 @@ def perturbed(
     q, key, value = (t.detach().to(torch.float64) for t in case.inputs(device))
     k, v = (t.repeat_interleave(case.heads // case.kv_heads, 1) for t in (key, value))
     scale = 1 / math.sqrt(case.head_dim) if case.scale is None else case.scale
-    raw = inner(scale * q @ k.mT, abs(scale) * q.abs() @ k.abs().mT).requires_grad_()
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return inner(a @ b, a.abs() @ b.abs())
+
+    raw = (scale * product(q, k.mT)).requires_grad_()
     modified = _modified(score, raw, kept)
-    m = modified.detach().masked_fill(~modified.isfinite(), -math.inf)
-    m = inner(m, m.masked_fill(m == -math.inf, 0).abs())
-    lse = m.logsumexp(-1, keepdim=True)
-    lse = inner(lse, lse.masked_fill(lse == -math.inf, 0).abs())
-    exact = torch.exp(m - lse.masked_fill(lse == -math.inf, math.inf))
+    m, lse, exact = _softmax(modified.detach(), inner)
     weights = outer(exact, exact)
-    out = outer(weights @ v, (weights @ v).abs())
+    out = product(weights, v)
+    out = outer(out, out.abs())
     found = {"out": out, "lse": lse.squeeze(-1), "max_scores": m.amax(-1)}
     grad_out, grad_lse = (g.to(torch.float64) for g in case.cotangents(device))
     terms = grad_out * out
@@ -88,18 +89,29 @@ def perturbed(
     sizes = terms.abs().sum(-1, keepdim=True) + grad_out.abs() @ v.abs().mT
     difference = inner(grad_out @ v.mT - terms.sum(-1, keepdim=True), sizes)
     for through, cotangent, dvalue in (
-        ("", exact * difference, weights.mT @ grad_out),
+        ("", exact * difference, product(weights.mT, grad_out)),
         (" through lse", exact * grad_lse[..., None], torch.zeros_like(v)),
     ):
         cotangent = inner(cotangent, cotangent.abs())
         draw, *others = _pulled_back(modified, (raw, *captured.tensors), cotangent)
         draw = outer(draw, draw.abs())
-        found["dquery" + through] = scale * draw @ k
-        found["dkey" + through] = _shared(scale * draw.mT @ q, case)
+        found["dquery" + through] = scale * product(draw, k)
+        found["dkey" + through] = _shared(scale * product(draw.mT, q), case)
         found["dvalue" + through] = _shared(dvalue, case)
         for name, gradient in zip(captured.names, others, strict=True):
             found[f"d{name}{through}"] = gradient
     return found
+
+
+def _softmax(modified: Tensor, inner: Noise) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores, LSE and weights, as they are computed again in a backward pass."""
+    m = modified.masked_fill(~modified.isfinite(), -math.inf)
+    m = inner(m, m.masked_fill(m == -math.inf, 0).abs())
+    lse = m.logsumexp(-1, keepdim=True)
+    lse = inner(lse, lse.masked_fill(lse == -math.inf, 0).abs())
+    exponent = m - lse.masked_fill(lse == -math.inf, math.inf)
+    size = exponent.masked_fill(exponent == -math.inf, 0).abs()
+    return m, lse, torch.exp(inner(exponent, size))
 
 
 def _pulled_back(modified: Tensor, targets: Sequence[Tensor], cotangent: Tensor) -> list[Tensor]:
@@ -138,7 +150,7 @@ def noisy_values(
     memo: dict[Node, Tensor] = {}
     coarse: dict[Node, torch.dtype] = {}
     for n in expr.topo(wide.root):
-        dtype = own[int(n.attr)].dtype if n.op == "load" else torch.float32  # type: ignore[arg-type]
+        dtype = own[int(n.attr or 0)].dtype if n.op == "load" else torch.float32
         units = [dtype] if dtype in HALVES else [torch.float32]
         units += [coarse[a] for a in n.args]
         coarse[n] = max(units, key=lambda d: torch.finfo(d).eps)

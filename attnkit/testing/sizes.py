@@ -28,7 +28,7 @@ def layouts() -> st.SearchStrategy[tuple[str, str, str]]:
 
 
 def lengths(low: int = 1, high: int = 200) -> st.SearchStrategy[int]:
-    """Lengths from low to high: any, and often at or beside a multiple of a tile; shrinks to low."""
+    """Lengths from low to high, often at or beside a multiple of 16; shrinks to low."""
     edges = [m + d for m in range(16, high + 1, 16) for d in (-1, 0, 1)]
     special = [n for n in edges if low <= n <= high]
     return st.integers(low, high) | st.sampled_from(special) if special else st.integers(low, high)

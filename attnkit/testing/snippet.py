@@ -27,7 +27,7 @@ def program(variant: Variant, case: Case, device: torch.device, code: str = "") 
             "",
             code or definition(variant),
             f"case = {case.code()}",
-            f"query, key, value = case.inputs({where.removeprefix(', ')})  # as the check uses them",
+            f"query, key, value = case.inputs({where.removeprefix(', ')})  # what the check uses",
             f"print(check_case(variant, case{where}))",
         ]
     )
