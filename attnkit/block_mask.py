@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from attnkit.bounds import check_bounds
+from attnkit.devices import resolved
 from attnkit.errors import ArgumentError, OptionError, ShapeError
 from attnkit.expr import Node, reads
 from attnkit.guards import traced
 from attnkit.interp.torch import evaluate
+from attnkit.mask import check_built_for
 from attnkit.plan import BLOCK
 from attnkit.sparse import BlockRuns
 from attnkit.tiles import classify
@@ -113,13 +115,13 @@ class BlockMask:
         q_len: int,
         kv_len: int,
         block: tuple[int, int],
-        device: torch.device,
+        device: torch.device | str,
     ) -> None:
         self.mask_mod = mask_mod
         self.seq_lengths = (q_len, kv_len)
         self.BLOCK_SIZE = block
         self.shape = (batch, heads, q_len, kv_len)
-        self.device = device
+        self.device = resolved(device)
 
     def traced(self) -> Traced:
         """The mask's graph, traced again if anything that it reads has changed."""
@@ -127,14 +129,21 @@ class BlockMask:
         check_captured("mask_mod", mask.names, mask.tensors, self.device)
         return mask
 
-    def checked_runs(self, dtype: torch.dtype = torch.float32) -> tuple[BlockRuns, frozenset[Node]]:
-        """The runs, and the loads that need a check at run time; `dtype` as of `mask_runs`."""
+    def checked_runs(
+        self, dtype: torch.dtype = torch.float32, block: tuple[int, int] | None = None
+    ) -> tuple[BlockRuns, frozenset[Node]]:
+        """The runs, and the loads that need a check at run time.
+
+        Args:
+            dtype: as of `mask_runs`.
+            block: tile sizes, BLOCK_SIZE if None.
+        """
         batch, heads, q_len, kv_len = self.shape
         return mask_runs(
             self.traced(),
             q_len=q_len,
             kv_len=kv_len,
-            block=self.BLOCK_SIZE,
+            block=self.BLOCK_SIZE if block is None else block,
             batch=batch,
             heads=heads,
             device=self.device,
@@ -169,7 +178,7 @@ class BlockMask:
             q_len=q_len,
             kv_len=kv_len,
             block=self.BLOCK_SIZE,
-            device=torch.device(device),
+            device=device,
         )
 
     def to_flex(self) -> FlexBlockMask:
@@ -209,6 +218,7 @@ def create_block_mask(
         TraceError: the mask cannot be traced.
         ArgumentError: the mask reads b or h, and B or H is None.
         OptionError: a length or tile size is not a positive int.
+        ShapeError: the mask was built for other lengths.
     """
     sizes = BLOCK_SIZE if isinstance(BLOCK_SIZE, tuple | list) else (BLOCK_SIZE, BLOCK_SIZE)
     if len(sizes) != 2:
@@ -216,6 +226,7 @@ def create_block_mask(
     block = (check_size("BLOCK_SIZE", sizes[0]), check_size("BLOCK_SIZE", sizes[1]))
     for name, length in (("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
         check_size(name, length)
+    check_built_for(mask_mod, Q_LEN, KV_LEN)
     if device is None:
         captured = traced(mask_mod, "mask", torch.device("cpu")).tensors
         # a small table may stay on the CPU: what lives elsewhere decides
@@ -227,7 +238,7 @@ def create_block_mask(
         q_len=Q_LEN,
         kv_len=KV_LEN,
         block=block,
-        device=torch.device(device),
+        device=device,
     )
     names = reads(mask.traced().root)
     for name, given, size in (("b", "B", B), ("h", "H", H)):
@@ -244,11 +255,19 @@ def create_mask(
     KV_LEN: int,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """The dense mask, bool [B or 1, H or 1, Q_LEN, KV_LEN]; for tests and pictures."""
+    """The dense mask, bool [B or 1, H or 1, Q_LEN, KV_LEN]; for tests and pictures.
+
+    Raises:
+        TraceError: the mask cannot be traced.
+        OptionError: a length is not a positive int.
+        ShapeError: the mask was built for other lengths.
+    """
     for name, size in (("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
         check_size(name, size)
+    check_built_for(mod_fn, Q_LEN, KV_LEN)
     shape = (B or 1, H or 1, Q_LEN, KV_LEN)
-    mask = traced(mod_fn, "mask", torch.device(device))
+    device = resolved(device)
+    mask = traced(mod_fn, "mask", device)
     env = {
         name: torch.arange(n, dtype=torch.int32, device=device).view(
             [n if i == axis else 1 for i in range(4)]

@@ -1,23 +1,26 @@
-"""`explain`: formula, derivative, staging, tiles and plan of a variant, to read."""
+"""`explain`: formula, derivative, staging, tiles, plan and schedule of a variant, to read."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from attnkit import expr
 from attnkit.adjoint import adjoint
+from attnkit.block_mask import create_block_mask
+from attnkit.forecast import HOPPER_SMS, Forecast, forecast
 from attnkit.interp.symbolic import describe
 from attnkit.intervals import find_intervals
-from attnkit.plan import BLOCK, Plan, choose
+from attnkit.mask import noop_mask
+from attnkit.plan import BLOCK, Call, Plan, choose, refused
 from attnkit.sparse import BlockRuns
 from attnkit.stage import linear, stage
 from attnkit.trace import Traced
 from attnkit.validate import check_options, check_size
-from attnkit.variant import Bound, Variant
+from attnkit.variant import Bound, Variant, lists_of
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class Explanation:
         runs: tiles of the mask, None where everything is kept.
         plan: template and tile sizes.
         lengths: (batch, query heads, query length, kv length).
+        head_dim: width of query and key.
+        sms: SMs that the schedule is predicted for.
     """
 
     score: Traced | None
@@ -37,6 +42,8 @@ class Explanation:
     runs: BlockRuns | None
     plan: Plan
     lengths: tuple[int, int, int, int]
+    head_dim: int = 64
+    sms: int = HOPPER_SMS
 
     @property
     def formula(self) -> str:
@@ -95,6 +102,22 @@ class Explanation:
         found = find_intervals(self.mask, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads)
         return str(found)
 
+    @property
+    def forecast(self) -> Forecast | None:
+        """The schedule, simulated; None where that would take too long."""
+        batch, heads, q_len, kv_len = self.lengths
+        runs = self.runs
+        if runs is None:
+            runs = create_block_mask(
+                noop_mask, None, None, q_len, kv_len, BLOCK_SIZE=self.plan.block
+            ).runs
+        return forecast(runs, batch=batch, heads=heads, head_dim=self.head_dim, sms=self.sms)
+
+    @property
+    def schedule(self) -> str:
+        """Pieces, splits and predicted cycles, against the bound and against grid order."""
+        return str(self.forecast or "not simulated: more than a million rows of tiles")
+
     def __str__(self) -> str:
         batch, heads, q_len, kv_len = self.lengths
         sections = {
@@ -104,12 +127,42 @@ class Explanation:
             f"tiles (B={batch} H={heads} Sq={q_len} Skv={kv_len})": self.tiles,
             "intervals": self.intervals,
             "plan": str(self.plan),
+            f"schedule (predicted for {self.sms} SMs, not measured)": self.schedule,
         }
         return "\n".join(f"{name}\n{_indent(text)}" for name, text in sections.items())
 
 
 def _indent(text: str) -> str:
     return "\n".join(f"  {line}" for line in text.splitlines())
+
+
+def _planned(
+    variant: Variant,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    backend: str,
+    block: tuple[int, int],
+    notes: tuple[str, ...],
+) -> tuple[Plan, Bound]:
+    """The plan that flex_attention would choose, and the variant bound for it."""
+    call = Call(
+        dtype=str(query.dtype).removeprefix("torch."),
+        head_dim=query.shape[-1],
+        value_dim=query.shape[-1],
+        capability=torch.cuda.get_device_capability(query.device) if query.is_cuda else None,
+        listed=lists_of(variant.mask),
+        fixed=block is not BLOCK,
+    )
+    plan = choose(backend, device=query.device.type, block=block, notes=notes, call=call)
+    bound = variant.bind(query, key, plan.block)
+    if bound.program.checked and plan.template not in ("cpu", "eager"):
+        reason = "an index of a captured tensor could not be proven to stay inside it"
+        if backend != "auto":
+            raise refused(backend, reason)
+        plan = choose("cpu", device=query.device.type, block=block, notes=notes)
+        plan = replace(plan, reason=plan.reason.replace("asked for", reason))
+        bound = variant.bind(query, key, plan.block)
+    return plan, bound
 
 
 def explain(
@@ -124,6 +177,8 @@ def explain(
     device: torch.device | str = "cpu",
     kernel_options: dict[str, Any] | None = None,
     backend: str = "auto",
+    dtype: torch.dtype = torch.bfloat16,
+    sms: int = HOPPER_SMS,
 ) -> Explanation:
     """Say what a variant means and how it would run; computes no attention.
 
@@ -138,6 +193,8 @@ def explain(
         device: where the tensors would live.
         kernel_options: as of `flex_attention`.
         backend: as of `flex_attention`.
+        dtype: of query, key and value.
+        sms: SMs of the GPU that the schedule is predicted for.
 
     Returns:
         The explanation; print it.
@@ -146,21 +203,23 @@ def explain(
         What flex_attention would raise for these functions and lengths.
     """
     variant = score_mod if isinstance(score_mod, Variant) else Variant(score_mod, block_mask)
-    lengths = tuple(
+    sizes = tuple(
         check_size(name, n)
         for name, n in (
             ("batch", batch),
             ("heads", heads),
             ("q_len", q_len),
             ("kv_len", q_len if kv_len is None else kv_len),
+            ("head_dim", head_dim),
+            ("sms", sms),
         )
     )
-    batch, heads, q_len, kv_len = lengths
+    batch, heads, q_len, kv_len, head_dim, sms = sizes
     block, notes = check_options(kernel_options, BLOCK)
-    device = torch.device(device)
-    plan = choose(backend, device=device.type, block=block, notes=notes)
     # shapes only: no memory is used for the tensors
-    query = torch.empty(1, device=device).expand(batch, heads, q_len, head_dim)
-    key = torch.empty(1, device=device).expand(batch, heads, kv_len, head_dim)
-    bound: Bound = variant.bind(query, key, plan.block)
-    return Explanation(bound.score, bound.mask, bound.runs, plan, (batch, heads, q_len, kv_len))
+    one = torch.empty(1, dtype=dtype, device=device)
+    query = one.expand(batch, heads, q_len, head_dim)
+    key = one.expand(batch, heads, kv_len, head_dim)
+    plan, bound = _planned(variant, query, key, backend, block, notes)
+    shape = (batch, heads, q_len, kv_len)
+    return Explanation(bound.score, bound.mask, bound.runs, plan, shape, head_dim, sms)

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 import torch
 from torch import Tensor
 
+from attnkit.devices import resolved
 from attnkit.errors import ArgumentError
+from attnkit.lengths import Lengths, as_lengths, joined
 
 if TYPE_CHECKING:
     from attnkit.intervals import Intervals
@@ -28,14 +30,22 @@ class Mask:
     Args:
         function: `mask_mod(b, h, q, kv) -> bool tensor`; indices are int32 scalars.
         label: what `repr` shows, for example "causal()".
+        lengths: (query, kv) lengths that the mask was built for, each an int, a (least, most) pair
+            or None for any. Masks that are combined must agree; at other lengths a mask is refused
+            (ShapeError) wherever it is used.
+
+    Attributes:
+        lengths: the ranges of query and kv length, those of all parts together.
 
     Raises:
         ArgumentError: function is not callable.
+        OptionError: lengths is not such a pair.
+        ShapeError: masks are combined that no length suits.
     """
 
-    __slots__ = ("function", "label", "op", "parts")
+    __slots__ = ("__weakref__", "function", "label", "lengths", "op", "parts")
 
-    def __init__(self, function: MaskMod, label: str | None = None) -> None:
+    def __init__(self, function: MaskMod, label: str | None = None, *, lengths: Any = None) -> None:
         if not callable(function):
             raise ArgumentError(
                 f"a mask must be a function mask_mod(b, h, q, kv), got {type(function).__name__}"
@@ -44,15 +54,17 @@ class Mask:
         self.label: str = label or str(getattr(function, "__name__", type(function).__name__))
         self.op = ""
         self.parts: tuple[Mask, ...] = ()
+        self.lengths: Lengths = as_lengths(lengths)
 
     @classmethod
     def _join(cls, op: str, *parts: Any) -> Mask:
         masks = tuple(p if isinstance(p, Mask) else Mask(p) for p in parts)
-        joined = cls.__new__(cls)
-        joined.function, joined.op, joined.parts = None, op, masks
+        whole = cls.__new__(cls)
+        whole.function, whole.op, whole.parts = None, op, masks
         shown = [f"({m.label})" if m.op not in ("", "not", op) else m.label for m in masks]
-        joined.label = f"~{shown[0]}" if op == "not" else f" {_SIGNS[op]} ".join(shown)
-        return joined
+        whole.label = f"~{shown[0]}" if op == "not" else f" {_SIGNS[op]} ".join(shown)
+        whole.lengths = _common(masks)
+        return whole
 
     def __call__(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
         if self.function is not None:
@@ -91,23 +103,29 @@ class Mask:
     def __invert__(self) -> Mask:
         return self.parts[0] if self.op == "not" else Mask._join("not", self)
 
-    def shift(self, q: int | Tensor = 0, kv: int | Tensor = 0) -> Mask:
+    def shift(self, q: int | Tensor | None = None, kv: int | Tensor | None = None) -> Mask:
         """This mask moved along the queries or the keys.
 
         The result keeps (q', kv') where this mask keeps (q' + q, kv' + kv): its first row is row
-        `q` of this mask. What lies before the first row or column of this mask is not kept.
+        `q` of this mask. What lies before the first row or column of this mask is not kept. The
+        result may be used with fewer rows or columns than are left, also for a shift by 0: it is a
+        window on this mask, as for the queries of one chunk.
 
         Args:
-            q, kv: an int of either sign, or an integer tensor, [] or [B] with one per batch entry.
+            q, kv: an int of either sign, or an integer tensor, [] or [B] with one per batch entry;
+                None to leave that side as it is. A tensor may change, so the lengths that the mask
+                was built for are not known of the result.
 
         Raises:
             ArgumentError: neither.
+            ShapeError: nothing is left of a mask that was built for given lengths.
 
         >>> causal = Mask(lambda b, h, q, kv: kv <= q, "causal()")
         >>> causal.shift(q=5)  # the queries stand behind 5 keys of a cache
         causal().shift(q=5)
         """
         q_shift, kv_shift = _check_shift("q", q), _check_shift("kv", kv)
+        lengths = _moved_lengths(self, q_shift, kv_shift)
 
         def keep(b: Any, h: Any, q: Any, kv: Any) -> Any:
             row, behind = _moved(q, q_shift, b)
@@ -121,9 +139,9 @@ class Mask:
         given = [
             f"{n}={list(by.shape) if isinstance(by, Tensor) else by}"
             for n, by in (("q", q), ("kv", kv))
-            if isinstance(by, Tensor) or by
+            if by is not None
         ]
-        return Mask(keep, f"{shown}.shift({', '.join(given)})")
+        return Mask(keep, f"{shown}.shift({', '.join(given)})", lengths=lengths)
 
     def intervals(
         self,
@@ -147,12 +165,13 @@ class Mask:
             BoundsError: an index leaves its captured tensor at these sizes.
             DeviceError: captured tensors live on several devices.
             OptionError: a size is not a positive int.
+            ShapeError: the mask was built for other lengths.
         """
         from attnkit.intervals import Intervals, intervals_of
 
-        found = intervals_of(
-            self, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads, device=device
-        )
+        self.lengths.check(self.label, q_len, kv_len)
+        at = None if device is None else resolved(device)
+        found = intervals_of(self, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads, device=at)
         return found if isinstance(found, Intervals) else None
 
     def __bool__(self) -> NoReturn:
@@ -185,6 +204,7 @@ def per_head(masks: Sequence[MaskMod]) -> Mask:
 
     Raises:
         ArgumentError: not a sequence of callables, or an empty one.
+        ShapeError: masks that were built for different lengths.
     """
     return _per("head", masks)
 
@@ -199,6 +219,7 @@ def per_batch(masks: Sequence[MaskMod]) -> Mask:
 
     Raises:
         ArgumentError: not a sequence of callables, or an empty one.
+        ShapeError: masks that were built for different lengths.
     """
     return _per("batch", masks)
 
@@ -233,10 +254,26 @@ def _per(what: str, masks: Sequence[MaskMod]) -> Mask:
         return kept
 
     labels = [m.label if isinstance(m, Mask) else Mask(m).label for m in masks]
-    return Mask(keep, f"per_{what}([{', '.join(labels)}])")
+    return Mask(keep, f"per_{what}([{', '.join(labels)}])", lengths=_common(options))
 
 
-def _check_shift(name: str, by: Any) -> int | Tensor:
+def check_built_for(mask: Any, q_len: int, kv_len: int) -> None:
+    """Lengths at which a mask is used; a plain function has none of its own.
+
+    Raises:
+        ShapeError: the mask was built for others.
+    """
+    if isinstance(mask, Mask):
+        mask.lengths.check(mask.label, q_len, kv_len)
+
+
+def _common(masks: Sequence[Mask]) -> Lengths:
+    return joined((m.label, m.lengths) for m in masks)
+
+
+def _check_shift(name: str, by: Any) -> int | Tensor | None:
+    if by is None:
+        return None
     whole = isinstance(by, int) and not isinstance(by, bool)
     if isinstance(by, Tensor):
         whole = by.ndim <= 1 and not (by.is_floating_point() or by.is_complex())
@@ -249,8 +286,21 @@ def _check_shift(name: str, by: Any) -> int | Tensor:
     return by  # type: ignore[no-any-return]
 
 
-def _moved(at: Any, by: int | Tensor, b: Any) -> tuple[Any, Any]:
+def _moved_lengths(mask: Mask, q: int | Tensor | None, kv: int | Tensor | None) -> Lengths:
+    """The lengths of a moved mask; any where a tensor says how far."""
+    known = [None if isinstance(by, Tensor) else by for by in (q, kv)]
+    found = mask.lengths.moved(mask.label, *known)
+    free = Lengths()
+    return Lengths(
+        free.q if isinstance(q, Tensor) else found.q,
+        free.kv if isinstance(kv, Tensor) else found.kv,
+    )
+
+
+def _moved(at: Any, by: int | Tensor | None, b: Any) -> tuple[Any, Any]:
     """A moved index, and where it is not before the first position (None: everywhere)."""
+    if by is None:
+        return at, None
     if isinstance(by, Tensor):
         moved = at + (by[b] if by.ndim else by)
         return moved, moved >= 0

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from attnkit.block_mask import BlockMask, create_block_mask, create_mask
-from attnkit.errors import ArgumentError, OptionError, UnsupportedError
+from attnkit.errors import ArgumentError, OptionError
+from attnkit.figures import checked_path, write
 from attnkit.plan import BLOCK
 from attnkit.sparse import BlockRuns, Runs
 from attnkit.tile_map import counts, label_of, rows_of, shares
@@ -119,22 +120,11 @@ def save(
         OptionError: another kind of file.
         As `show`.
     """
-    target = Path(path)
-    if target.suffix not in (".png", ".svg"):
-        raise OptionError(f"path must end in .png or .svg, got {str(path)!r}")
+    target = checked_path(path)
     blocks = _block_mask(mask, q_len, kv_len, batch, heads, block, device)
-    try:
-        import matplotlib
-    except ImportError:
-        raise UnsupportedError(
-            "drawing a mask needs matplotlib; install it with `pip install attnkit[plot]`, or use "
-            "the text form, attnkit.picture.show"
-        ) from None
-    with matplotlib.rc_context({"svg.hashsalt": "attnkit", "font.size": 8.0}):
-        figure = _figure(blocks, _name(mask) if title is None else title)
-        metadata = {"Date": None} if target.suffix == ".svg" else {"Software": None}
-        figure.savefig(target, dpi=160, metadata=metadata)
-    return target
+    headline = _name(mask) if title is None else title
+    instead = "use the text form, attnkit.picture.show"
+    return write(target, lambda: _figure(blocks, headline), instead)
 
 
 # --- what to draw

@@ -65,3 +65,10 @@ def shares(runs: BlockRuns, b: int, h: int, rows: int, columns: int) -> Tensor:
             area = (rights - lefts).double() * (bottom - top)
             found[i] += weight * (before[rights] - before[lefts]) / area
     return found
+
+
+def stored_bytes(runs: BlockRuns) -> int:
+    """Memory that the runs take, both ways (by query tile and by kv tile), in bytes."""
+    kinds = (runs.full, runs.partial, runs.full_t, runs.partial_t)
+    tensors = [t for kind in kinds for t in (kind.row_ptr, kind.start, kind.length)]
+    return sum(t.numel() * t.element_size() for t in tensors)

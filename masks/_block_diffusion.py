@@ -44,4 +44,4 @@ def block_diffusion(length: int, block: int) -> Mask:
         itself = (q_block == kv_block) & (q_clean == kv_clean)
         return itself | (kv_clean & (kv_block < q_block))
 
-    return Mask(keep, f"block_diffusion({length}, {block})")
+    return Mask(keep, f"block_diffusion({length}, {block})", lengths=(2 * length,) * 2)

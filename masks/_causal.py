@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
 
-from attnkit import ArgumentError, Mask, OptionError
-from attnkit.masks._check import per_batch, whole
+from attnkit import Mask
+from attnkit.masks._align import Align, aligned
 
 
 def causal(
-    align: Literal["top-left", "bottom-right"] = "top-left",
+    align: Align = "top-left",
     *,
     q_len: int | None = None,
     kv_len: int | Tensor | None = None,
@@ -43,31 +41,9 @@ def causal(
             [1, 1, 1, 1, 0],
             [1, 1, 1, 1, 1]], dtype=torch.int32)
     """
-    if align == "top-left":
-        if q_len is not None or kv_len is not None:
-            raise ArgumentError('q_len and kv_len have a meaning with align="bottom-right" only')
-        return Mask(_not_after, "causal()")
-    if align != "bottom-right":
-        raise OptionError(f'align must be "top-left" or "bottom-right", got {align!r}')
-    if q_len is None or kv_len is None:
-        raise ArgumentError(
-            f'align="bottom-right" needs q_len and kv_len, got {q_len=} and {kv_len=}'
-        )
-    whole("q_len", q_len, least=1)
-    if isinstance(kv_len, Tensor):
-        lengths = per_batch("kv_len", kv_len)
-
-        def keep_cached(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-            return kv - lengths[b] <= q - q_len
-
-        return Mask(keep_cached, f'causal("bottom-right", q_len={q_len}, kv_len=[B])')
-    offset = whole("kv_len", kv_len, least=1) - q_len
+    place, _, _, lengths, shown = aligned(align, q_len, kv_len)
 
     def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return kv <= q + offset
+        return kv <= place(b, q)
 
-    return Mask(keep, f'causal("bottom-right", q_len={q_len}, kv_len={kv_len})')
-
-
-def _not_after(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    return kv <= q
+    return Mask(keep, f"causal({', '.join(shown)})", lengths=lengths)

@@ -5,19 +5,33 @@ from __future__ import annotations
 from torch import Tensor
 
 from attnkit import Mask
+from attnkit.masks._align import Align, aligned, named
 from attnkit.masks._check import whole
 
 
-def dilated(left: int, dilation: int, right: int = 0) -> Mask:
+def dilated(
+    left: int,
+    dilation: int,
+    right: int = 0,
+    *,
+    align: Align = "top-left",
+    q_len: int | None = None,
+    kv_len: int | Tensor | None = None,
+) -> Mask:
     """Keeps every `dilation`-th key of a window, counted from the query.
 
     Args:
         left: positions before the query that the window reaches over.
         dilation: distance between kept keys, from 1 on (1 is `sliding_window`).
         right: positions after the query that the window reaches over.
+        align: "top-left", or "bottom-right" as of `causal`: the last query stands at the last key.
+        q_len: query length; only for "bottom-right".
+        kv_len: kv length, an int, or int [B] with one length per batch entry (keys from
+            `kv_len[b]` on are not kept); only for "bottom-right".
 
     Raises:
         ArgumentError, OptionError: not ints, negative, or dilation 0.
+        ShapeError, DTypeError: kv_len is a tensor of another kind.
 
     Source: Beltagy et al. 2020 (Longformer), arXiv:2004.05150, section 3.1.
 
@@ -34,11 +48,15 @@ def dilated(left: int, dilation: int, right: int = 0) -> Mask:
     whole("right", right)
     whole("dilation", dilation, least=1)
 
+    place, held, padded, lengths, shown = aligned(align, q_len, kv_len)
+
     def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        distance = q - kv
+        distance = place(b, q) - kv
         return (distance <= left) & (distance >= -right) & (distance % dilation == 0)
 
-    return Mask(
-        keep,
-        f"dilated({left}, {dilation})" if right == 0 else f"dilated({left}, {dilation}, {right})",
-    )
+    def keep_held(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return keep(b, h, q, kv) & held(b, kv)
+
+    sizes = (left, dilation) if right == 0 else (left, dilation, right)
+    label = f"dilated({', '.join((*map(str, sizes), *named(shown)))})"
+    return Mask(keep_held if padded and right else keep, label, lengths=lengths)

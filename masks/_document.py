@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 
 from attnkit import Mask, OptionError, ShapeError
 from attnkit.masks._check import at_least, int_tensor, whole
+
+MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def document(ids: Tensor, kv_ids: Tensor | None = None, *, sorted_ids: bool = False) -> Mask:
@@ -42,7 +47,7 @@ def document(ids: Tensor, kv_ids: Tensor | None = None, *, sorted_ids: bool = Fa
             "ids and kv_ids must both be [S] or both be [B, S] with the same B, got shapes "
             f"{tuple(q_doc.shape)} and {tuple(kv_doc.shape)}"
         )
-    return _same(q_doc, kv_doc, f"document({_shown(q_doc, kv_ids)})")
+    return Mask(_same(q_doc, kv_doc), f"document({_shown(q_doc, kv_ids)})")
 
 
 def document_from_lengths(
@@ -75,7 +80,7 @@ def document_from_lengths(
         kv_doc = _from_lengths("kv_lengths", kv_lengths)
         _same_count("lengths", lengths, "kv_lengths", kv_lengths)
     label = f"document_from_lengths({_shown(lengths, kv_lengths)})"
-    return _same(q_doc, kv_doc, label)
+    return Mask(_same(q_doc, kv_doc), label, lengths=(len(q_doc), len(kv_doc)))
 
 
 def document_from_cu_seqlens(
@@ -109,21 +114,21 @@ def document_from_cu_seqlens(
         kv_doc = _from_lengths("kv_cu_seqlens", _differences("kv_cu_seqlens", kv_cu_seqlens))
         _same_count("cu_seqlens", cu_seqlens, "kv_cu_seqlens", kv_cu_seqlens)
     label = f"document_from_cu_seqlens({_shown(cu_seqlens, kv_cu_seqlens)})"
-    return _same(q_doc, kv_doc, label)
+    return Mask(_same(q_doc, kv_doc), label, lengths=(len(q_doc), len(kv_doc)))
 
 
-def _same(q_doc: Tensor, kv_doc: Tensor, label: str) -> Mask:
+def _same(q_doc: Tensor, kv_doc: Tensor) -> MaskMod:
     if q_doc.ndim == 1:
 
         def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
             return q_doc[q] == kv_doc[kv]
 
-        return Mask(keep, label)
+        return keep
 
     def keep_own(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return q_doc[b, q] == kv_doc[b, kv]
 
-    return Mask(keep_own, label)
+    return keep_own
 
 
 def _ids(name: str, ids: Tensor, sorted_ids: bool) -> Tensor:

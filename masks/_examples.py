@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,7 +96,8 @@ def examples(
 
 def _patterns(length: int) -> dict[str, Example]:
     near = max(2, length // 8)
-    last = causal("bottom-right", q_len=length // 2, kv_len=length)
+    half = length // 2
+    end: dict[str, Any] = {"align": "bottom-right", "q_len": half, "kv_len": length}
     square = {
         "causal": causal(),
         "sliding_window": sliding_window(near),
@@ -112,10 +113,12 @@ def _patterns(length: int) -> dict[str, Example]:
         "block_diagonal": block_diagonal(near + 3),
     }
     made = {name: Example(mask, length, length) for name, mask in square.items()}
-    made["causal/bottom-right"] = Example(last, length // 2, length)
+    made["causal/bottom-right"] = Example(causal(**end), half, length)
+    made["sliding_window/bottom-right"] = Example(sliding_window(near, 3, **end), half, length)
+    made["dilated/bottom-right"] = Example(dilated(2 * near, 3, **end), half, length)
+    made["streaming_llm/bottom-right"] = Example(streaming_llm(near, **end), half, length)
     made["prefix"] = Example(prefix(near), length, length + 5)
     made["block_diagonal/cross"] = Example(block_diagonal(7, 11), length, 2 * length)
-    half = length // 2
     made["block_diffusion"] = Example(block_diffusion(half, max(2, near // 2)), 2 * half, 2 * half)
     return made
 
@@ -150,13 +153,15 @@ def _documents(length: int, draw: _Draw) -> dict[str, Example]:
 def _batches(length: int, draw: _Draw) -> dict[str, Example]:
     keys, queries = draw.ints(1, length + 1, 2), draw.ints(1, length + 1, 2)
     start = draw.ints(length // 2, length + 1, 2)
+    cached: dict[str, Any] = {"align": "bottom-right", "q_len": length // 4, "kv_len": start}
     marked = longformer(length // 16, draw.marks(4 / length, 2, length))
     return {
         "padding": Example(padding(keys), length, length, batch=2),
         "padding/rows": Example(padding(keys, queries), length, length, batch=2),
         "prefix_lm/batch": Example(prefix_lm(keys), length, length, batch=2),
-        "causal/cached": Example(
-            causal("bottom-right", q_len=length // 4, kv_len=start), length // 4, length, batch=2
+        "causal/cached": Example(causal(**cached), length // 4, length, batch=2),
+        "sliding_window/cached": Example(
+            sliding_window(length // 8, 1, **cached), length // 4, length, batch=2
         ),
         "longformer/marked": Example(
             longformer(length // 16, draw.marks(4 / length, length)), length, length

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -85,7 +86,8 @@ def natten(
     extras = {"stride": stride, "dilation": dilation, "causal": causal, "tile": tile}
     plain = {"stride": 1, "dilation": 1, "causal": False, "tile": None}
     shown = [f"{name}={value}" for name, value in extras.items() if value != plain[name]]
-    return Mask(keep, f"natten({', '.join([str(lengths), str(kernel), *shown])})")
+    label = f"natten({', '.join([str(lengths), str(kernel), *shown])})"
+    return Mask(keep, label, lengths=(math.prod(lengths),) * 2)
 
 
 def _near(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +33,8 @@ def paged(
         lengths: int [B], keys of each entry (the rest of the last page is not kept); None: all.
 
     Raises:
-        ArgumentError, ShapeError, DTypeError: an argument is not as described.
+        ArgumentError, ShapeError, DTypeError: an argument is not as described, or the mask was
+            built for fewer keys than an entry's pages hold.
         OptionError: a page is out of range, or twice in one entry.
 
     Source: Kwon et al. 2023 (PagedAttention), arXiv:2309.06180.
@@ -53,6 +55,7 @@ def paged(
     whole("pages", pages, least=1)
     logical_page = _inverse(page_table, pages)
     name = mask.label if isinstance(mask, Mask) else getattr(mask, "__name__", "mask")
+    sizes = _lengths(mask, name, page_table.shape[1] * page_size, pages * page_size, lengths)
     label = f"paged({name}, {list(page_table.shape)}, {page_size}, {pages})"
 
     def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -60,7 +63,7 @@ def paged(
         return (page >= 0) & mask(b, h, q, page.clamp(min=0) * page_size + kv % page_size)
 
     if lengths is None:
-        return Mask(keep, label)
+        return Mask(keep, label, lengths=sizes)
     held = per_batch("lengths", lengths)
     if len(held) != len(page_table):
         raise ShapeError(
@@ -72,7 +75,22 @@ def paged(
         key = page.clamp(min=0) * page_size + kv % page_size
         return (page >= 0) & (key < held[b]) & mask(b, h, q, key)
 
-    return Mask(keep_held, label)
+    return Mask(keep_held, label, lengths=sizes)
+
+
+def _lengths(
+    mask: Callable[..., Tensor], name: str, capacity: int, pool: int, held: Tensor | None
+) -> tuple[Any, int]:
+    """The (query, kv) lengths of a paged mask: the mask's own queries, and all keys of the pool."""
+    if not isinstance(mask, Mask):
+        return None, pool
+    most = mask.lengths.kv[1]
+    if held is None and most is not None and most < capacity:
+        raise ShapeError(
+            f"{name} was built for kv length {most}, and the pages of an entry hold {capacity} "
+            "keys; give lengths, or build the mask for that length"
+        )
+    return mask.lengths.q, pool
 
 
 def _inverse(page_table: Tensor, pages: int) -> Tensor:

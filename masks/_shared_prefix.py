@@ -40,6 +40,7 @@ def shared_prefix(prefixes: int | Tensor, suffixes: Tensor) -> Mask:
     groups, width = lengths.shape
     parts = torch.arange(groups * width, dtype=torch.int32, device=lengths.device)
     part = parts.repeat_interleave(lengths.flatten())
+    total = (len(part), len(part))
     # part = group * width + (0 for the prefix, i for suffix i)
     is_prefix = part % width == 0
     label = f"shared_prefix({_shown(prefixes)}, {list(suffixes.shape)})"
@@ -49,13 +50,13 @@ def shared_prefix(prefixes: int | Tensor, suffixes: Tensor) -> Mask:
         def keep_one(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
             return (kv <= q) & ((kv < length) | (part[q] == part[kv]))
 
-        return Mask(keep_one, label)
+        return Mask(keep_one, label, lengths=total)
     group = part // width
 
     def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return (kv <= q) & (group[q] == group[kv]) & (is_prefix[kv] | (part[q] == part[kv]))
 
-    return Mask(keep, label)
+    return Mask(keep, label, lengths=total)
 
 
 def _lengths(prefixes: int | Tensor, suffixes: Tensor) -> Tensor:

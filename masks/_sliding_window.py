@@ -5,10 +5,18 @@ from __future__ import annotations
 from torch import Tensor
 
 from attnkit import ArgumentError, Mask
+from attnkit.masks._align import Align, aligned, named
 from attnkit.masks._check import limit
 
 
-def sliding_window(left: int | None, right: int | None = 0) -> Mask:
+def sliding_window(
+    left: int | None,
+    right: int | None = 0,
+    *,
+    align: Align = "top-left",
+    q_len: int | None = None,
+    kv_len: int | Tensor | None = None,
+) -> Mask:
     """Keeps the keys from `left` positions before the query to `right` positions after it.
 
     The query's own position is kept too, so a row keeps up to `left + 1 + right` keys
@@ -17,9 +25,14 @@ def sliding_window(left: int | None, right: int | None = 0) -> Mask:
     Args:
         left: keys before the query, or None for all of them.
         right: keys after the query, or None for all of them.
+        align: "top-left", or "bottom-right" as of `causal`: the last query stands at the last key.
+        q_len: query length; only for "bottom-right".
+        kv_len: kv length, an int, or int [B] with one length per batch entry (keys from
+            `kv_len[b]` on are not kept); only for "bottom-right".
 
     Raises:
         ArgumentError, OptionError: not ints, negative, or both None.
+        ShapeError, DTypeError: kv_len is a tensor of another kind.
 
     Source: Beltagy et al. 2020 (Longformer), arXiv:2004.05150; Jiang et al. 2023 (Mistral),
     arXiv:2310.06825.
@@ -34,23 +47,19 @@ def sliding_window(left: int | None, right: int | None = 0) -> Mask:
             [0, 0, 0, 1, 1, 1]], dtype=torch.int32)
     """
     before, after = limit("left", left), limit("right", right)
-    label = f"sliding_window({left})" if right == 0 else f"sliding_window({left}, {right})"
-    if before is not None and after is not None:
+    if before is None and after is None:
+        raise ArgumentError("left and right are both None, which keeps everything; use noop_mask")
+    place, held, padded, lengths, shown = aligned(align, q_len, kv_len)
 
-        def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-            return (q - kv <= before) & (kv - q <= after)
+    def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        at = place(b, q)
+        sides = ((at - kv, before), (kv - at, after))
+        near = [distance <= most for distance, most in sides if most is not None]
+        return near[0] & near[1] if len(near) == 2 else near[0]
 
-        return Mask(keep, label)
-    if before is not None:
+    def keep_held(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return keep(b, h, q, kv) & held(b, kv)
 
-        def keep_from(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-            return q - kv <= before
-
-        return Mask(keep_from, label)
-    if after is not None:
-
-        def keep_to(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-            return kv - q <= after
-
-        return Mask(keep_to, label)
-    raise ArgumentError("left and right are both None, which keeps everything; use noop_mask")
+    given = (str(left),) if right == 0 else (str(left), str(right))
+    label = f"sliding_window({', '.join(given + named(shown))})"
+    return Mask(keep_held if padded and after != 0 else keep, label, lengths=lengths)

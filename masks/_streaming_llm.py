@@ -5,18 +5,31 @@ from __future__ import annotations
 from torch import Tensor
 
 from attnkit import Mask
+from attnkit.masks._align import Align, aligned, named
 from attnkit.masks._check import whole
 
 
-def streaming_llm(window: int, sinks: int = 4) -> Mask:
+def streaming_llm(
+    window: int,
+    sinks: int = 4,
+    *,
+    align: Align = "top-left",
+    q_len: int | None = None,
+    kv_len: int | Tensor | None = None,
+) -> Mask:
     """Keeps, of the keys up to the query, the first `sinks` and those of a window.
 
     Args:
         window: keys before the query (a row keeps up to `window + 1` local keys).
         sinks: keys at the start that every later query sees.
+        align: "top-left", or "bottom-right" as of `causal`: the last query stands at the last key.
+        q_len: query length; only for "bottom-right".
+        kv_len: kv length, an int, or int [B] with one length per batch entry (keys from
+            `kv_len[b]` on are not kept); only for "bottom-right".
 
     Raises:
         ArgumentError, OptionError: not ints, or negative.
+        ShapeError, DTypeError: kv_len is a tensor of another kind.
 
     Source: Xiao et al. 2023 (StreamingLLM), arXiv:2309.17453.
 
@@ -32,7 +45,11 @@ def streaming_llm(window: int, sinks: int = 4) -> Mask:
     whole("window", window)
     whole("sinks", sinks)
 
-    def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return (kv <= q) & ((q - kv <= window) | (kv < sinks))
+    place, _, _, lengths, shown = aligned(align, q_len, kv_len)
 
-    return Mask(keep, f"streaming_llm({window}, {sinks})")
+    def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        at = place(b, q)
+        return (kv <= at) & ((at - kv <= window) | (kv < sinks))
+
+    label = f"streaming_llm({', '.join((str(window), str(sinks), *named(shown)))})"
+    return Mask(keep, label, lengths=lengths)

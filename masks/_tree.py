@@ -57,12 +57,12 @@ def tree(parents: Tensor, context: int | Tensor = 0) -> Mask:
         def keep(b: Tensor, h: Tensor, q: Tensor, token: Tensor) -> Tensor:
             return (first[token] <= first[q]) & (first[q] < last[token])
 
-        return _after_context(keep, context, parents.shape[-1], label)
+        return _after_context(keep, context, (parents.shape[-1],) * 2, label)
 
     def keep_own(b: Tensor, h: Tensor, q: Tensor, token: Tensor) -> Tensor:
         return (first[b, token] <= first[b, q]) & (first[b, q] < last[b, token])
 
-    return _after_context(keep_own, context, parents.shape[-1], label)
+    return _after_context(keep_own, context, (parents.shape[-1],) * 2, label)
 
 
 def tree_from_table(table: Tensor, context: int | Tensor = 0) -> Mask:
@@ -92,12 +92,12 @@ def tree_from_table(table: Tensor, context: int | Tensor = 0) -> Mask:
         def keep(b: Tensor, h: Tensor, q: Tensor, token: Tensor) -> Tensor:
             return table[q, token]
 
-        return _after_context(keep, context, table.shape[-1], label)
+        return _after_context(keep, context, (table.shape[-2], table.shape[-1]), label)
 
     def keep_own(b: Tensor, h: Tensor, q: Tensor, token: Tensor) -> Tensor:
         return table[b, q, token]
 
-    return _after_context(keep_own, context, table.shape[-1], label)
+    return _after_context(keep_own, context, (table.shape[-2], table.shape[-1]), label)
 
 
 def _preorder(parents: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -120,8 +120,11 @@ def _preorder(parents: Sequence[int]) -> tuple[list[int], list[int]]:
     return first, [place + count for place, count in zip(first, size, strict=True)]
 
 
-def _after_context(keep: MaskMod, context: int | Tensor, count: int, label: str) -> Mask:
-    """A mask over draft tokens, made to see the context in front of them too."""
+def _after_context(
+    keep: MaskMod, context: int | Tensor, drafts: tuple[int, int], label: str
+) -> Mask:
+    """A mask over (query, kv) draft tokens, made to see the context in front of them too."""
+    rows, count = drafts
     if isinstance(context, Tensor):
         contexts = per_batch("context", context)
 
@@ -130,14 +133,15 @@ def _after_context(keep: MaskMod, context: int | Tensor, count: int, label: str)
             draft = keep(b, h, q, token.clamp(0, count - 1))
             return (token < 0) | ((token < count) & draft)
 
-        return Mask(keep_cached, label)
-    if whole("context", context) == 0:
-        return Mask(keep, label)
+        return Mask(keep_cached, label, lengths=(rows, None))
+    lengths = (rows, whole("context", context) + count)
+    if context == 0:
+        return Mask(keep, label, lengths=lengths)
 
     def keep_after(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return (kv < context) | keep(b, h, q, (kv - context).clamp(min=0))
 
-    return Mask(keep_after, label)
+    return Mask(keep_after, label, lengths=lengths)
 
 
 def _shown(context: int | Tensor) -> str:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import flex_attention as flex
 
 from attnkit import block_mask as module
-from attnkit import create_block_mask, create_mask
+from attnkit import create_block_mask, create_mask, flex_attention
 from attnkit.sparse import BlockRuns
 
 TABLE = torch.arange(200) // 30
@@ -88,6 +88,17 @@ def test_inference_tensors_have_no_version_but_are_watched() -> None:
         before = mask.to_dense()
         table.zero_()
         assert not torch.equal(mask.to_dense(), before)
+
+
+def test_a_device_is_named_as_by_its_tensors() -> None:
+    tables = torch.zeros(64, dtype=torch.int32, device="cpu:0")
+    mask = create_block_mask(
+        lambda b, h, q, kv: tables[q] == tables[kv], None, None, 64, 64, device="cpu:0"
+    )
+    assert mask.device == tables.device == mask.to("cpu:0").device
+    assert mask.runs.counts() == (0, 0, 1)
+    x = torch.randn(1, 1, 64, 8, device="cpu:0")
+    assert torch.equal(flex_attention(x, x, x, block_mask=mask), flex_attention(x, x, x))
 
 
 def test_repr() -> None:

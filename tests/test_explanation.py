@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import attnkit
-from attnkit import Variant, explain
+from attnkit import UnsupportedError, Variant, explain
+from attnkit.plan import has_dsl
 
 SLOPES = torch.rand(4)
 IDS = torch.arange(4096) // 300
@@ -14,6 +15,11 @@ IDS = torch.arange(4096) // 300
 
 def alibi(s: object, b: object, h: object, q: object, kv: object) -> object:
     return s + SLOPES[h] * (kv - q)  # type: ignore[index,operator]
+
+
+def unproven(s: object, b: object, h: object, q: object, kv: object) -> object:
+    same = IDS[q] == IDS[kv]  # type: ignore[index]
+    return s + IDS[torch.where(same, q - kv, 0) * 12]  # type: ignore[call-overload,operator]
 
 
 def document(b: object, h: object, q: object, kv: object) -> object:
@@ -56,6 +62,16 @@ def test_variant_and_other_lengths() -> None:
     assert "Sq=10 Skv=300" in report
     assert "template eager" in report
     assert "1 - tanh" in report.replace("  ", " ") or "tanh" in report
+
+
+def test_plan_is_that_of_the_operator() -> None:
+    for backend in ("cute", "emulate"):
+        with pytest.raises(UnsupportedError, match="computes bfloat16 and float16, the query is f"):
+            explain(alibi, q_len=64, heads=4, backend=backend, dtype=torch.float32)
+    if has_dsl():
+        assert explain(alibi, q_len=64, heads=4, backend="emulate").plan.template == "emulate:sm90"
+        with pytest.raises(UnsupportedError, match="could not be proven to stay inside it"):
+            explain(unproven, q_len=600, backend="emulate")
 
 
 def test_errors_are_those_of_the_operator() -> None:

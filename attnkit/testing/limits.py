@@ -8,6 +8,7 @@ import torch
 
 from attnkit.block_mask import BlockMask
 from attnkit.errors import BoundsError, OptionError
+from attnkit.mask import Mask
 from attnkit.testing.case import Case
 from attnkit.testing.examine import bind
 from attnkit.variant import Variant
@@ -61,10 +62,12 @@ def find_limits(
             fixed[name] = _range(name, given)
     for name, size in _of_block_mask(variant).items():
         fixed.setdefault(name, (size, size))
-    found = {n: fixed.get(n, getattr(ANY_SIZE, n)) for n in ("q_len", "kv_len", "batch", "heads")}
+    free = vars(ANY_SIZE) | _of_mask(variant)
+    fixed = {n: r for n, r in free.items() if r[0] == r[1]} | fixed
+    found = {n: fixed.get(n, free[n]) for n in ("q_len", "kv_len", "batch", "heads")}
     for name in found:
         if name not in fixed:
-            found[name] = (1, _largest(variant, device, found, fixed, name))
+            found[name] = (found[name][0], _largest(variant, device, found, fixed, name))
     return Limits(**found)
 
 
@@ -75,6 +78,17 @@ def _of_block_mask(variant: Variant) -> dict[str, int]:
         return {}
     sizes = {"q_len": mask.seq_lengths[0], "kv_len": mask.seq_lengths[1]}
     return sizes | {n: s for n, s in (("batch", mask.shape[0]), ("heads", mask.shape[1])) if s > 1}
+
+
+def _of_mask(variant: Variant) -> dict[str, Range]:
+    """Lengths that a mask was built for, as ranges to draw from."""
+    if not isinstance(variant.mask, Mask):
+        return {}
+    found = {}
+    for name, (least, most) in zip(("q_len", "kv_len"), variant.mask.lengths, strict=True):
+        high = max(LENGTH, least)
+        found[name] = (least, high if most is None else min(high, most))
+    return found
 
 
 def _range(name: str, given: int | Range) -> Range:
@@ -94,9 +108,9 @@ def _largest(
     fixed: dict[str, Range],
     name: str,
 ) -> int:
-    """The largest legal size of one axis, the axes that are not fixed being 1; by bisection."""
+    """The largest legal size of one axis, the others being as small as may be; by bisection."""
     low, high = found[name]
-    sizes = {n: fixed[n][0] if n in fixed else 1 for n in found}
+    sizes = {n: fixed[n][0] if n in fixed else found[n][0] for n in found}
     if _legal(variant, device, sizes | {name: high}) or not _legal(variant, device, sizes):
         return high
     while high - low > 1:

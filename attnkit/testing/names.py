@@ -1,6 +1,7 @@
 """Expressions such as `sliding_window(64) & causal()`, read without running arbitrary code.
 
-Allowed are names, attributes, calls with literal arguments, and `&`, `|`, `^`, `~`.
+Allowed are names, attributes, calls with literal arguments, methods of masks, and `&`, `|`, `^`,
+`~`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from attnkit.errors import ArgumentError, AttnkitError
+from attnkit.mask import Mask
 
 _SIGNS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.BitAnd: operator.and_,
@@ -89,7 +91,7 @@ class _Reader:
         return self.scope[n.id]
 
     def _called(self, n: ast.Call) -> Any:
-        function = self._named(n.func)
+        function = self._method(n.func) or self._named(n.func)
         if not callable(function):
             raise ArgumentError(f"{ast.unparse(n.func)} is not a function: {function!r}")
         if any(k.arg is None for k in n.keywords):
@@ -97,6 +99,17 @@ class _Reader:
         arguments = [_literal(a) for a in n.args]
         return self._call(
             function, n, arguments, {str(k.arg): _literal(k.value) for k in n.keywords}
+        )
+
+    def _method(self, n: ast.expr) -> Any:
+        """A method of a mask that an expression gives; None for a plain name."""
+        if not isinstance(n, ast.Attribute) or isinstance(n.value, ast.Name | ast.Attribute):
+            return None
+        owner = self.read(n.value)
+        if isinstance(owner, Mask) and n.attr == "shift":
+            return owner.shift
+        raise ArgumentError(
+            f"{ast.unparse(n)} is not allowed here; the one method is shift(...), of masks"
         )
 
     def _call(self, function: Any, n: ast.expr, args: list[Any], kwargs: dict[str, Any]) -> Any:

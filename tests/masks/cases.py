@@ -56,23 +56,32 @@ def bools(draw: Draw, *shape: int) -> torch.Tensor:
 # --- patterns of distance ---------------------------------------------------------------------
 
 
-@case
-def causal(draw):
+def alignment(draw):
+    """Arguments of an alignment, query length, kv lengths by batch entry, and places.
+
+    A place is the key position, possibly before the first, that the query of an entry stands at.
+    """
     q_len, kv_len = draw(lengths), draw(lengths)
     if draw(st.booleans()):
-        return Case(masks.causal(), lambda b, h, q, kv: kv in range(q + 1), q_len, kv_len)
-    own = [kv_len, *ints(draw, 0, kv_len, 1).tolist()]
+        return {}, q_len, [kv_len], lambda b, q: q
+    own = [kv_len]
+    given = kv_len
     if draw(st.booleans()):
-        own = own[:1]
-        mask = masks.causal("bottom-right", q_len=q_len, kv_len=kv_len)
-    else:
-        mask = masks.causal("bottom-right", q_len=q_len, kv_len=torch.tensor(own))
+        own = [kv_len, *ints(draw, 0, kv_len, 1).tolist()]
+        given = torch.tensor(own)
 
-    def keep(b, h, q, kv):
-        after = q_len - 1 - q  # queries after this one, each sees one key more
-        return kv in range(own[b] - after)
+    def place(b, q):
+        after = q_len - 1 - q  # queries after this one, the last of which stands at the last key
+        return own[b] - 1 - after
 
-    return Case(mask, keep, q_len, kv_len, len(own))
+    return {"align": "bottom-right", "q_len": q_len, "kv_len": given}, q_len, own, place
+
+
+@case
+def causal(draw):
+    given, q_len, own, place = alignment(draw)
+    keep = lambda b, h, q, kv: kv in range(place(b, q) + 1)
+    return Case(masks.causal(**given), keep, q_len, own[0], len(own))
 
 
 @case
@@ -80,25 +89,29 @@ def sliding_window(draw):
     left, right = draw(st.one_of(st.none(), near)), draw(st.one_of(st.none(), near))
     if left is None and right is None:
         left = 0
+    given, q_len, own, place = alignment(draw)
 
     def keep(b, h, q, kv):
-        first = 0 if left is None else q - left
-        last = LONGEST if right is None else q + right
-        return first <= kv <= last
+        at = place(b, q)
+        first = 0 if left is None else at - left
+        last = LONGEST if right is None else at + right
+        return first <= kv <= last and kv in range(own[b])
 
-    return Case(masks.sliding_window(left, right), keep, draw(lengths), draw(lengths))
+    return Case(masks.sliding_window(left, right, **given), keep, q_len, own[0], len(own))
 
 
 @case
 def dilated(draw):
     left, dilation, right = draw(near), draw(blocks), draw(near)
+    given, q_len, own, place = alignment(draw)
 
     def keep(b, h, q, kv):
-        before = range(q, q - left - 1, -dilation)
-        after = range(q, q + right + 1, dilation)
-        return kv in before or kv in after
+        at = place(b, q)
+        before = range(at, at - left - 1, -dilation)
+        after = range(at, at + right + 1, dilation)
+        return (kv in before or kv in after) and kv in range(own[b])
 
-    return Case(masks.dilated(left, dilation, right), keep, draw(lengths), draw(lengths))
+    return Case(masks.dilated(left, dilation, right, **given), keep, q_len, own[0], len(own))
 
 
 @case
@@ -150,11 +163,13 @@ def prefix_lm(draw):
 @case
 def streaming_llm(draw):
     window, sinks = draw(near), draw(near)
+    given, q_len, own, place = alignment(draw)
 
     def keep(b, h, q, kv):
-        return kv in [*range(min(sinks, q + 1)), *range(q - window, q + 1)]
+        at = place(b, q)
+        return kv in [*range(min(sinks, at + 1)), *range(at - window, at + 1)]
 
-    return Case(masks.streaming_llm(window, sinks), keep, draw(lengths), draw(lengths))
+    return Case(masks.streaming_llm(window, sinks, **given), keep, q_len, own[0], len(own))
 
 
 @case

@@ -54,6 +54,10 @@ REFUSED = [
     (lambda: masks.document(two[:0]), ShapeError, "ids must not be empty, got shape (0,)"),
     (lambda: masks.document(two, two[None]), ShapeError, "got shapes (2,) and (1, 2)"),
     (lambda: masks.document(torch.tensor([0, 2, 1]), sorted_ids=True), OptionError, "ids must not decrease along the sequence (sorted_ids=True)"),
+    (lambda: masks.document(torch.tensor([0, 1]), torch.tensor([1, 0]), sorted_ids=True), OptionError, "kv_ids must not decrease along the sequence (sorted_ids=True)"),
+    (lambda: masks.document(torch.tensor([[0, 1], [1, 0]]), sorted_ids=True), OptionError, "ids must not decrease along the sequence (sorted_ids=True)"),
+    (lambda: masks.document_from_cu_seqlens(torch.tensor([0, 3]), torch.tensor([0, 5, 8])), ShapeError, "must have the same shape, got (2,) and (3,)"),
+    (lambda: masks.document_from_cu_seqlens(torch.tensor([0, 2, 3]), torch.tensor([0, 5, 3])), OptionError, "kv_cu_seqlens must not decrease, or documents would overlap; entry 2 is 3 after 5"),
     (lambda: masks.document_from_lengths(torch.tensor([3, -1])), OptionError, "lengths must be at least 0 everywhere, got -1"),
     (lambda: masks.document_from_lengths(two, total=5), OptionError, "lengths must sum to total = 5, got 4"),
     (lambda: masks.document_from_lengths(two * 0), OptionError, "lengths must hold one document that is not empty"),
@@ -113,17 +117,89 @@ def test_bad_argument(make, error, message):
     "mask",
     [
         masks.document(torch.tensor([0, 0, 1])),
+        masks.document(torch.arange(8), torch.arange(7)),
+        masks.document(torch.zeros(1, 7).int()),
         masks.longformer(1, torch.tensor([True, False])),
-        masks.document_from_lengths(two),
         masks.topk_blocks(torch.zeros(2, 1).int(), 2, 2),
-        masks.tree(torch.tensor([-1, 0, 1])),
-        masks.paged(masks.causal(), torch.tensor([[0, 1]]), 2, 2),
+        masks.topk_blocks(torch.ones(4, 3).bool(), 2, 2),
+        masks.bigbird(torch.zeros(3, 1).int(), 2),
+        masks.causal() & masks.document(torch.tensor([0, 0, 1])),
     ],
     ids=repr,
 )
 def test_lengths_beyond_the_captured_tensors_are_refused(mask):
     with pytest.raises(BoundsError, match="captured tensor"):
         _ = create_block_mask(mask, 1, None, 8, 8).runs
+
+
+BUILT_FOR = [
+    (masks.natten((4, 4), 3), 16, 16),
+    (masks.natten((4, 4), 3, tile=2), 16, 16),
+    (masks.sliding_tile((8,), 2, 3), 8, 8),
+    (masks.sliding_tile((8,), 2, 3, text=1), 9, 9),
+    (masks.block_diffusion(6, 2), 12, 12),
+    (masks.causal("bottom-right", q_len=3, kv_len=5), 3, 5),
+    (masks.causal("bottom-right", q_len=3, kv_len=two), 3, None),
+    (masks.sliding_window(2, 1, align="bottom-right", q_len=3, kv_len=5), 3, 5),
+    (masks.dilated(2, 2, align="bottom-right", q_len=3, kv_len=two), 3, None),
+    (masks.streaming_llm(2, align="bottom-right", q_len=3, kv_len=5), 3, 5),
+    (masks.document_from_lengths(two), 4, 4),
+    (masks.document_from_lengths(two, two + 1), 4, 6),
+    (masks.document_from_cu_seqlens(torch.tensor([0, 2, 5])), 5, 5),
+    (masks.shared_prefix(2, two), 6, 6),
+    (masks.shared_prefix(two, two[:, None]), 8, 8),
+    (masks.tree(torch.tensor([-1, 0, 1])), 3, 3),
+    (masks.tree(torch.tensor([-1, 0, 1]), context=4), 3, 7),
+    (masks.tree(torch.tensor([-1, 0, 1]), context=two), 3, None),
+    (masks.tree_from_table(torch.ones(2, 3).bool(), context=4), 2, 7),
+    (masks.paged(masks.causal(), torch.tensor([[0, 1]]), 2, 3), None, 6),
+    (masks.paged(masks.natten((4,), 3), torch.tensor([[0, 1]]), 2, 3), 4, 6),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mask", "q_len", "kv_len"), BUILT_FOR, ids=[repr(m) for m, *_ in BUILT_FOR]
+)
+def test_other_lengths_than_the_mask_was_built_for_are_refused(mask, q_len, kv_len):
+    right = (q_len or 4, kv_len or 8)
+    create_block_mask(mask, 1, None, *right).runs.counts()
+    for axis, (name, built) in enumerate((("query length", q_len), ("kv length", kv_len))):
+        for other in () if built is None else (built - 1, built + 1):
+            lengths = [*right]
+            lengths[axis] = other
+            with pytest.raises(ShapeError, match=f"was built for {name} {built}, got {other}"):
+                create_block_mask(mask, 1, None, *lengths)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: masks.sliding_window(-1, align="bottom-right", q_len=2, kv_len=2),
+        lambda: masks.sliding_window(1, -1, align="bottom-right", q_len=2, kv_len=2),
+        lambda: masks.dilated(1, 2, -1, align="bottom-right", q_len=2, kv_len=2),
+        lambda: masks.streaming_llm(-1, align="bottom-right", q_len=2, kv_len=2),
+        lambda: masks.longformer(-1, 2),
+        lambda: masks.natten((4,), -1),
+    ],
+)
+def test_negative_windows_are_refused(make):
+    with pytest.raises(OptionError, match=r"must be at least [01].*, got -1"):
+        make()
+
+
+@pytest.mark.parametrize("make", [masks.sliding_window, masks.streaming_llm])
+def test_alignment_needs_lengths(make):
+    with pytest.raises(ArgumentError, match="needs q_len and kv_len, got q_len=3 and kv_len=None"):
+        make(4, align="bottom-right", q_len=3)
+    with pytest.raises(ArgumentError, match='align="bottom-right" only'):
+        make(4, q_len=3)
+
+
+def test_pages_that_hold_more_keys_than_the_mask_has():
+    table = torch.tensor([[0, 1]])
+    with pytest.raises(ShapeError, match="built for kv length 3, and the pages of an entry hold 4"):
+        masks.paged(masks.natten((3,), 3), table, 2, 3)
+    masks.paged(masks.natten((3,), 3), table, 2, 3, torch.tensor([3]))
 
 
 def test_ids_beyond_32_bits_are_refused():

@@ -94,6 +94,11 @@ def test_names_in_a_file(file: str, name: str, formula: str) -> None:
             masks.causal() & ~masks.prefix(2) | masks.dilated(6, 2),
         ),
         ("masks:natten((4, 4), 3)", masks.natten((4, 4), 3)),
+        ("masks:causal().shift(q=2)", masks.causal().shift(q=2)),
+        (
+            "masks:(causal & prefix(3)).shift(kv=-1) | prefix(1)",
+            (masks.causal() & masks.prefix(3)).shift(kv=-1) | masks.prefix(1),
+        ),
     ],
 )
 def test_names_in_the_library(target: str, same: Mask) -> None:
@@ -123,7 +128,9 @@ def test_a_score_mod_of_the_library() -> None:
         ("masks:sliding_window(n)", "'n' is not a literal"),
         ("masks:prefix(**{})", "** is not allowed here"),
         ("masks:causal() + causal()", "is not allowed here; use names, calls"),
-        ("masks:__import__('os').getcwd()", "is not allowed here; use names, calls"),
+        ("masks:__import__('os').getcwd()", "attnkit.masks has no '__import__'"),
+        ("masks:(causal() & causal()).intervals(3, 3)", "the one method is shift(...), of masks"),
+        ("masks:causal().shift(q=n)", "'n' is not a literal"),
         ("{file}:nothing", "my.py has no 'nothing'; it has Holder, Mask, "),
         ("{file}:score_mo", "did you mean 'score_mod'?"),
         ("{file}:number", "my.py:number is of type int: 3; expected a Variant, a Mask"),

@@ -1,0 +1,53 @@
+"""The command `attnkit`: one module of this package for each of its commands.
+
+A command's module has `register(subparsers)`, which adds its parser and sets `run` as the default
+of that name, and `run(options) -> int`, which does the work and gives the exit status. It is part
+of the command line once it stands in `COMMANDS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+import attnkit
+from attnkit.cli import check, compile, doctor, emulate, explain, show
+from attnkit.cli.arguments import MISUSED
+from attnkit.errors import AttnkitError
+
+COMMANDS: tuple[ModuleType, ...] = (show, explain, check, doctor, emulate, compile)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    whole = argparse.ArgumentParser(
+        prog="attnkit", description="Custom attention: what variants mean, keep and cost."
+    )
+    whole.add_argument("--version", action="version", version=f"attnkit {attnkit.__version__}")
+    subparsers = whole.add_subparsers(metavar="command", required=True)
+    for command in COMMANDS:
+        command.register(subparsers)
+    return whole
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: the arguments; those of the process if None.
+
+    Returns:
+        Exit status: 0 done, 1 a check failed, 2 the request could not be served.
+    """
+    try:
+        options = parser().parse_args(argv)
+    except SystemExit as stop:  # argparse has printed what is wrong, or the help
+        return stop.code if isinstance(stop.code, int) else MISUSED
+    run: Callable[[argparse.Namespace], int] = options.run
+    try:
+        return run(options)
+    except AttnkitError as error:
+        print(f"attnkit: {error}", file=sys.stderr)
+        return MISUSED

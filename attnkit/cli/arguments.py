@@ -1,0 +1,85 @@
+"""What the commands share: exit statuses, and arguments read from text."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from attnkit.mask import Mask
+from attnkit.validate import DTYPES
+
+if TYPE_CHECKING:
+    Subparsers: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
+
+OK, FAILED, MISUSED = 0, 1, 2
+
+TARGET = (
+    "file.py:name, masks:name or mods:name. The name may be a call with literal arguments, and "
+    'masks combine: "masks:causal() & sliding_window(64)"'
+)
+_DTYPES = {str(d).removeprefix("torch."): d for d in DTYPES}
+DTYPE_NAMES = ", ".join(_DTYPES)
+
+
+def size(text: str) -> int:
+    """A positive number."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def size_or_range(text: str) -> int | tuple[int, int]:
+    """A positive number, or LOW:HIGH."""
+    low, colon, high = text.partition(":")
+    if not colon:
+        return size(text)
+    if size(low) > size(high):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range low:high")
+    return int(low), int(high)
+
+
+def dtypes(text: str) -> list[torch.dtype]:
+    """Names of dtypes, with commas between."""
+    unknown = [name for name in text.split(",") if name not in _DTYPES]
+    if unknown:
+        raise argparse.ArgumentTypeError(
+            f"{unknown[0]!r} is not a dtype; expected some of {','.join(_DTYPES)}"
+        )
+    return [_DTYPES[name] for name in text.split(",")]
+
+
+def dtype(text: str) -> torch.dtype:
+    """The name of one dtype."""
+    if "," in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than one dtype")
+    return dtypes(text)[0]
+
+
+def device(text: str) -> torch.device:
+    """A device that tensors can be made on."""
+    try:
+        found = torch.device(text)
+        torch.empty(1, device=found)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise argparse.ArgumentTypeError(f"cannot use {text!r}: {reason}") from None
+    return found
+
+
+def own_lengths(mask: Any) -> tuple[int | None, int | None]:
+    """The query and kv length that a mask or block mask was built for, None where any will do."""
+    if hasattr(mask, "seq_lengths"):
+        return mask.seq_lengths[0], mask.seq_lengths[1]
+    if not isinstance(mask, Mask):
+        return None, None
+    q_len, kv_len = (most if least == most else None for least, most in mask.lengths)
+    return q_len, kv_len
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Let the parser take --device."""
+    parser.add_argument(
+        "--device", type=device, default=torch.device("cpu"), metavar="D", help="default cpu"
+    )

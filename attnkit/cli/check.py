@@ -1,0 +1,95 @@
+"""`attnkit check`: property test of a variant."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TextIO
+
+from attnkit.cli.arguments import (
+    DTYPE_NAMES,
+    FAILED,
+    OK,
+    TARGET,
+    add_device,
+    dtypes,
+    size,
+    size_or_range,
+)
+
+if TYPE_CHECKING:
+    from attnkit.cli.arguments import Subparsers
+
+
+def register(subparsers: Subparsers) -> None:
+    """Add the command's parser."""
+    parser = subparsers.add_parser("check", help="property test of a variant")
+    parser.description = (
+        "Compare every backend with dense float64 attention on drawn calls: output, LSE, "
+        "gradients, tiles. Exit status 0: passed, 1: failed, 2: could not be run."
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("target", help=TARGET)
+    for name, what in (
+        ("q-len", "query length"),
+        ("kv-len", "kv length"),
+        ("heads", "query heads"),
+        ("batch", "batch size"),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            type=size_or_range,
+            metavar="N",
+            help=f"{what}, or a range LOW:HIGH to draw from",
+        )
+    parser.add_argument(
+        "--dtype", type=dtypes, metavar="D,...", help=f"of {DTYPE_NAMES}; default all"
+    )
+    parser.add_argument(
+        "--examples", type=size, default=40, metavar="N", help="calls to draw; default 40"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the drawing")
+    add_device(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check the target; print the report."""
+    from attnkit.testing import CheckError, check_variant, load
+
+    with _Progress(sys.stderr) as progress:
+        try:
+            report = check_variant(
+                load(options.target),
+                q_len=options.q_len,
+                kv_len=options.kv_len,
+                heads=options.heads,
+                batch=options.batch,
+                dtype=options.dtype,
+                examples=options.examples,
+                seed=options.seed,
+                device=options.device,
+                progress=progress,
+            )
+        except CheckError as error:
+            report = error.report
+    print(report)
+    return OK if report.ok else FAILED
+
+
+class _Progress:
+    """A line that counts, on a terminal; nothing elsewhere."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream if stream.isatty() else None
+
+    def __enter__(self) -> Callable[[int, int], None]:
+        return self._show
+
+    def _show(self, done: int, total: int) -> None:
+        if self._stream is not None:
+            print(f"\r{done} of {total} calls", end="", file=self._stream, flush=True)
+
+    def __exit__(self, *_: object) -> None:
+        if self._stream is not None:
+            print("\r\033[K", end="", file=self._stream, flush=True)

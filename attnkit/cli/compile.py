@@ -1,0 +1,181 @@
+"""`attnkit compile`: kernels ahead of time, without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attnkit.cli.arguments import DTYPE_NAMES, FAILED, OK, TARGET, dtypes, size
+from attnkit.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from attnkit.cli.arguments import Subparsers
+    from attnkit.compiled import Kernel, Source
+
+
+@dataclass(frozen=True)
+class Request:
+    """A call whose kernels are wanted.
+
+    Attributes:
+        variant: callable with query, key and value.
+        dtype: of these.
+        arch: as "sm_90a".
+        batch, heads, kv_heads, q_len, kv_len, head_dim, value_dim: their sizes. Kernels serve all
+            lengths, batches and heads; these must only fit the variant.
+        backward: the kernels of the gradients too.
+    """
+
+    variant: Any
+    dtype: torch.dtype
+    arch: str
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    value_dim: int
+    backward: bool
+
+
+def register(subparsers: Subparsers) -> None:
+    """Add the command's parser."""
+    parser = subparsers.add_parser("compile", help="kernels ahead of time, without a GPU")
+    parser.description = (
+        "Compile the kernels of a variant into the cache folder (ATTNKIT_CACHE_DIR) and print what "
+        "they use; needs no GPU. Exit status 0: done, 1: done, but a kernel is slower than it "
+        "should be, 2: could not be done."
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("target", help=TARGET)
+    parser.add_argument("--arch", default="sm_90a", metavar="A", help="default sm_90a")
+    parser.add_argument(
+        "--dtype",
+        type=dtypes,
+        default=[torch.bfloat16],
+        metavar="D,...",
+        help=f"of {DTYPE_NAMES}; default bfloat16",
+    )
+    for name, default, what in (
+        ("head-dim", 128, "width of a head of query and key"),
+        ("value-dim", None, "width of a head of value; default head-dim"),
+        ("heads", 1, "query heads, as many as the variant's tables have"),
+        ("kv-heads", None, "key and value heads; default heads"),
+        ("q-len", 256, "query length that the variant is built for"),
+        ("kv-len", None, "kv length that it is built for; default q-len"),
+        ("batch", 1, "batch size that it is built for"),
+    ):
+        text = what if default is None else f"{what}; default {default}"
+        parser.add_argument(f"--{name}", type=size, default=default, metavar="N", help=text)
+    parser.add_argument(
+        "--backward", action="store_true", help="the kernels of the gradients as well"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compile; print a line for each kernel, and what is wrong with it."""
+    from attnkit.testing.load import load
+
+    variant = load(options.target)
+    wanted: dict[Source, None] = {}
+    for dtype in options.dtype:
+        request = Request(
+            variant,
+            dtype,
+            options.arch,
+            options.batch,
+            options.heads,
+            options.kv_heads or options.heads,
+            options.q_len,
+            options.kv_len or options.q_len,
+            options.head_dim,
+            options.value_dim or options.head_dim,
+            options.backward,
+        )
+        wanted |= dict.fromkeys(sources(request))
+    return compile_all(list(wanted))
+
+
+def sources(request: Request) -> Sequence[Source]:
+    """The kernels that a call asks for, compiled; the call computes nothing.
+
+    Raises:
+        UnsupportedError: no GPU kernel serves the call.
+    """
+    from attnkit import emulation
+    from attnkit.compiled import asked
+
+    r = request
+    shapes = (
+        (r.batch, r.heads, r.q_len, r.head_dim),
+        (r.batch, r.kv_heads, r.kv_len, r.head_dim),
+        (r.batch, r.kv_heads, r.kv_len, r.value_dim),
+    )
+    tensors = [torch.zeros(s, dtype=r.dtype, requires_grad=r.backward) for s in shapes]
+    # The emulator's calls are those of a GPU, on tensors that this machine can hold.
+    with emulation.session(execute=False), asked() as found:
+        out = r.variant(*tensors, backend="emulate", enable_gqa=r.heads != r.kv_heads)
+        if r.backward:
+            out.sum().backward()
+    made = sorted({s.arch for s in found})
+    if made != [r.arch]:
+        raise UnsupportedError(
+            f"--arch {r.arch}: attnkit has kernels for {', '.join(made) or 'none'} for this call"
+        )
+    return found
+
+
+def compile_all(wanted: Sequence[Source]) -> int:
+    """Compile sources; print a line for each kernel, and what is wrong with it.
+
+    Returns:
+        Exit status: 1 if a kernel spills registers or serialises its products.
+    """
+    from attnkit import compiled
+    from attnkit.kernel_cache import default_folder
+
+    print(f"{'kernel':32} {'registers':>9} {'stack':>7} {'shared':>9} {'code':>9} {'seconds':>8}")
+    status = OK
+    for source in wanted:
+        kernel = compiled.kernel(source)
+        for line in _lines(kernel):
+            print(line)
+        for problem in kernel.artifact.problems:
+            print(f"  slow: {problem}")
+            status = FAILED
+    print(f"kept in {default_folder()}")
+    return status
+
+
+def _lines(kernel: Kernel) -> Iterator[str]:
+    """A line for each device function; the time of all of them in the first."""
+    seconds = f"{kernel.artifact.seconds:8.2f}"
+    shared = _shared(kernel)
+    many = len(kernel.stats) > 1
+    for i, s in enumerate(kernel.stats):
+        name = f"{kernel.name} {i + 1}/{len(kernel.stats)}" if many else kernel.name
+        yield (
+            f"{name:32} {s.registers:9} {s.stack:5} B {shared.get(s.name, '?'):>9} "
+            f"{s.code / 1024:5.1f} KiB {seconds}"
+        )
+        seconds = ""
+
+
+def _shared(kernel: Kernel) -> dict[str, str]:
+    """Shared memory of a CTA by device function, as its host code asks for it at the launch.
+
+    Without a C compiler the host code cannot be run, and nothing is known.
+    """
+    from attnkit.compiled_launches import launches
+
+    static = {s.name: s.shared for s in kernel.stats}
+    try:
+        found = launches(kernel)
+    except UnsupportedError:
+        return {}
+    return {x.kernel.name: f"{(x.shared + static[x.kernel.name]) / 1024:.1f} KiB" for x in found}

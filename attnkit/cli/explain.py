@@ -1,0 +1,93 @@
+"""`attnkit explain`: what a variant means and how it would run."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+import torch
+
+import attnkit
+from attnkit.cli.arguments import DTYPE_NAMES, OK, TARGET, add_device, dtype, own_lengths, size
+from attnkit.errors import ArgumentError, UnsupportedError
+from attnkit.explanation import Explanation
+from attnkit.forecast import HOPPER_SMS
+
+if TYPE_CHECKING:
+    from attnkit.cli.arguments import Subparsers
+
+
+def register(subparsers: Subparsers) -> None:
+    """Add the command's parser."""
+    parser = subparsers.add_parser("explain", help="formula, derivative, tiles, plan and schedule")
+    parser.description = "Say what a variant means and how it would run; computes no attention."
+    parser.set_defaults(run=run)
+    parser.add_argument("target", help=TARGET)
+    parser.add_argument(
+        "--q-len", type=size, metavar="N", help="query length; default the mask's own"
+    )
+    parser.add_argument(
+        "--kv-len", type=size, metavar="N", help="kv length; default the mask's own, or q-len"
+    )
+    parser.add_argument("--heads", type=size, default=1, metavar="N", help="query heads")
+    parser.add_argument("--batch", type=size, default=1, metavar="N", help="batch size")
+    parser.add_argument("--head-dim", type=size, default=64, metavar="N", help="head width")
+    parser.add_argument(
+        "--dtype",
+        type=dtype,
+        default=torch.bfloat16,
+        metavar="D",
+        help=f"one of {DTYPE_NAMES}; default bfloat16",
+    )
+    parser.add_argument(
+        "--sms",
+        type=size,
+        default=HOPPER_SMS,
+        metavar="N",
+        help=f"SMs that the schedule is predicted for; default {HOPPER_SMS}, an H100 or H200",
+    )
+    parser.add_argument(
+        "--timeline", metavar="FILE", help="draw the forward's schedule into a .png or .svg file"
+    )
+    parser.add_argument(
+        "--backward", action="store_true", help="the backward's schedule for --timeline"
+    )
+    add_device(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Explain the target."""
+    from attnkit.testing.load import load
+
+    variant = load(options.target)
+    own_q, own_kv = own_lengths(variant.mask)
+    q_len = options.q_len or own_q
+    if q_len is None:
+        raise ArgumentError(f"--q-len is missing: {options.target!r} has no length of its own")
+    found = attnkit.explain(
+        variant,
+        q_len=q_len,
+        kv_len=options.kv_len or own_kv,
+        heads=options.heads,
+        batch=options.batch,
+        head_dim=options.head_dim,
+        device=options.device,
+        dtype=options.dtype,
+        sms=options.sms,
+    )
+    print(found)
+    if options.timeline is not None:
+        _draw(found, options)
+    return OK
+
+
+def _draw(found: Explanation, options: argparse.Namespace) -> None:
+    from attnkit.timeline import save_timeline
+
+    simulated = found.forecast
+    if simulated is None:
+        raise UnsupportedError(f"--timeline cannot be drawn: the schedule is {found.schedule}")
+    which = "backward" if options.backward else "forward"
+    title = f"{options.target}, {which}"
+    path = save_timeline(options.timeline, simulated, backward=options.backward, title=title)
+    print(f"wrote {path}")

@@ -1,0 +1,122 @@
+"""`attnkit show`: a mask as a picture, with its counts."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from typing import TYPE_CHECKING, Any
+
+from attnkit.cli.arguments import OK, TARGET, add_device, own_lengths, size
+from attnkit.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from attnkit.cli.arguments import Subparsers
+
+LENGTH = 1024  # of masks that have none of their own
+
+
+def register(subparsers: Subparsers) -> None:
+    """Add the command's parser."""
+    parser = subparsers.add_parser("show", help="picture of a mask, its tiles and interval form")
+    parser.description = (
+        "Draw the tiles of a mask as text, or into a file, and say how many there are, how much "
+        "is kept, what storing it takes, and its interval form."
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("target", help=TARGET)
+    parser.add_argument(
+        "--q-len", type=size, metavar="N", help=f"query length; default the mask's own, or {LENGTH}"
+    )
+    parser.add_argument(
+        "--kv-len", type=size, metavar="N", help="kv length; default the mask's own, or q-len"
+    )
+    parser.add_argument("--heads", type=size, default=1, metavar="N", help="query heads")
+    parser.add_argument("--batch", type=size, default=1, metavar="N", help="batch size")
+    parser.add_argument(
+        "--at", type=_place, default=(0, 0), metavar="B,H", help="which to show; default 0,0"
+    )
+    parser.add_argument("--block", type=_block, metavar="N[,N]", help="tile size; default 128")
+    parser.add_argument(
+        "--output", metavar="FILE", help="draw into a .png or .svg file (all heads)"
+    )
+    parser.add_argument("--plain", action="store_true", help="ASCII only")
+    add_device(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Show the target."""
+    from attnkit import picture
+    from attnkit.block_mask import BlockMask, create_block_mask
+    from attnkit.plan import BLOCK
+    from attnkit.summary import summarize
+    from attnkit.testing.load import load
+
+    mask = load(options.target).mask
+    if mask is None:
+        raise ArgumentError(
+            f"{options.target!r} has no mask to show; expected a mask, a mask_mod or a variant "
+            "that has one"
+        )
+    if hasattr(mask, "kv_num_blocks"):
+        raise ArgumentError(
+            f"{options.target!r} is PyTorch's BlockMask, whose block lists `show` cannot draw; name "
+            "its mask_mod, or a BlockMask of attnkit.create_block_mask"
+        )
+    if isinstance(mask, BlockMask):
+        _refuse_sizes(options)
+        blocks = mask
+    else:
+        lengths = _lengths(mask, options)
+        sizes = (options.batch, options.heads, *lengths)
+        blocks = create_block_mask(mask, *sizes, options.device, options.block or BLOCK)
+    if options.output is not None:
+        print(f"wrote {picture.save(options.output, blocks)}")
+    else:
+        plain = options.plain or not _prints("·█")
+        columns = shutil.get_terminal_size().columns - len(str(blocks.shape[2])) - 4
+        width = max(8, min(64, columns))
+        print(picture.show(blocks, at=options.at, width=width, plain=plain))
+    print(summarize(blocks))
+    return OK
+
+
+def _lengths(mask: Any, options: argparse.Namespace) -> tuple[int, int]:
+    """The lengths that are given, else the mask's own, else a default."""
+    own_q, own_kv = own_lengths(mask)
+    q_len = options.q_len or own_q or options.kv_len or own_kv or LENGTH
+    return q_len, options.kv_len or own_kv or q_len
+
+
+def _refuse_sizes(options: argparse.Namespace) -> None:
+    given = [n for n in ("q_len", "kv_len", "block") if getattr(options, n) is not None]
+    given += [n for n in ("heads", "batch") if getattr(options, n) != 1]
+    if given:
+        name = given[0].replace("_", "-")
+        raise ArgumentError(
+            f"--{name} was given, and {options.target!r} is a BlockMask, which has its own sizes; "
+            "leave the option out"
+        )
+
+
+def _block(text: str) -> tuple[int, int]:
+    parts = [size(part) for part in text.split(",")]
+    if len(parts) > 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size N or a pair QUERY,KV")
+    return parts[0], parts[-1]
+
+
+def _place(text: str) -> tuple[int, int]:
+    parts = text.split(",")
+    if len(parts) != 2 or not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a pair BATCH,HEAD")
+    return int(parts[0]), int(parts[1])
+
+
+def _prints(text: str) -> bool:
+    """Whether the output can carry these characters."""
+    try:
+        text.encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,49 @@
+"""Files that pictures are written to, with matplotlib: the same picture gives the same bytes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attnkit.errors import OptionError, UnsupportedError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def checked_path(path: str | os.PathLike[str]) -> Path:
+    """A path that a picture can have.
+
+    Raises:
+        OptionError: another kind of file than .png or .svg.
+    """
+    target = Path(path)
+    if target.suffix not in (".png", ".svg"):
+        raise OptionError(f"path must end in .png or .svg, got {str(path)!r}")
+    return target
+
+
+def write(target: Path, draw: Callable[[], Figure], instead: str) -> Path:
+    """Draw a figure into a file.
+
+    Args:
+        target: of `checked_path`.
+        draw: makes the figure; matplotlib is there when it is called.
+        instead: what to do without matplotlib, for the error.
+
+    Raises:
+        UnsupportedError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise UnsupportedError(
+            "drawing a picture needs matplotlib; install it with `pip install attnkit[plot]`, or "
+            f"{instead}"
+        ) from None
+    with matplotlib.rc_context({"svg.hashsalt": "attnkit", "font.size": 8.0}):
+        metadata = {"Date": None} if target.suffix == ".svg" else {"Software": None}
+        draw().savefig(target, dpi=160, metadata=metadata)
+    return target

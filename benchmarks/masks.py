@@ -1,0 +1,277 @@
+"""Building masks, beside FlexAttention: `python benchmarks/masks.py` (`--help` for the choices).
+
+Each mask is built by attnkit, by torch's `create_block_mask`, and on CUDA by that with
+`_compile=True`; first the tiles are compared, then all are timed in turn, on the host's clock, with
+the device at rest before and after. Before each call the captured tensors are edited in place, so
+that nothing known of them holds, and attnkit's own memory of masks is off; `again` is attnkit with
+that memory, and nothing edited: what a step costs whose mask is the one before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import describe
+from mask_cases import CASES, Case
+from timing import Times, in_turn
+from torch.nn.attention import flex_attention as flex
+
+import attnkit
+from attnkit import block_mask as attnkit_masks
+from attnkit.tile_map import stored_bytes
+from attnkit.versions import VersionedCache
+
+LENGTHS = (8192, 32768, 131072)
+BLOCK = 128
+ROWS = Path(__file__).parent / "results" / "masks.jsonl"
+# Measured on an H200: 640 MiB at 8192 and 10.2 GiB at 32768. The compiled form stores the lists of
+# blocks alone.
+EAGER_BYTES = 10.25  # for each position of the dense mask
+FREE_SHARE = 0.7
+
+Row = dict[str, Any]
+Build = Callable[[], Any]
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that a mask may take on the device."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(device)[0])
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return 1024 * int(line.split()[1])
+    raise SystemExit("/proc/meminfo has no MemAvailable: free memory is known on Linux only")
+
+
+def builds(case: Case, length: int, device: torch.device) -> dict[str, Build]:
+    """What builds the mask, by name."""
+    sizes = (case.batch, case.heads, length, length)
+
+    def ours() -> Any:
+        return attnkit.create_block_mask(case.mask_mod, *sizes, device, BLOCK).runs
+
+    def theirs(compiled: bool) -> Build:
+        def build() -> Any:
+            return flex.create_block_mask(
+                case.mask_mod, *sizes, device=str(device), BLOCK_SIZE=BLOCK, _compile=compiled
+            )
+
+        return build
+
+    found = {"attnkit": ours, "torch eager": theirs(False)}
+    return found | ({"torch compiled": theirs(True)} if device.type == "cuda" else {})
+
+
+def edited(case: Case) -> None:
+    """Make everything that is known of the captured tensors out of date."""
+    for t in case.tensors:
+        t.copy_(t.clone())
+
+
+def settled(build: Build, case: Case, device: torch.device) -> Callable[[], Any]:
+    """A build to be timed: nothing known before, the device done after."""
+
+    def run() -> Any:
+        edited(case)
+        made = build()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return made
+
+    return run
+
+
+def refusal(name: str, case: Case, length: int, device: torch.device) -> str:
+    """Why a peer is not tried, or nothing."""
+    need = EAGER_BYTES * case.batch * case.heads * length**2
+    room = FREE_SHARE * free_bytes(device)
+    if name != "torch eager" or need <= room:
+        return ""
+    return f"needs about {need / 2**30:.0f} GiB, {room / 2**30:.0f} GiB are free for it"
+
+
+def first_calls(
+    case: Case, length: int, device: torch.device
+) -> tuple[dict[str, Callable[[], Any]], dict[str, Row], dict[str, str]]:
+    """Call each once: what can be timed, what the first call told, and why others are skipped."""
+    runs, told, skipped = {}, {}, {}
+    cuda = device.type == "cuda"
+    for name, build in builds(case, length, device).items():
+        skipped[name] = refusal(name, case, length, device)
+        if skipped[name]:
+            continue
+        run = settled(build, case, device)
+        if cuda:
+            torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device) if cuda else 0
+        start = time.perf_counter()
+        try:
+            made = run()
+        except Exception as error:  # whatever a peer raises is its answer
+            if name == "attnkit":
+                raise
+            skipped[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            continue
+        told[name] = {"first_ms": 1000 * (time.perf_counter() - start)}
+        if cuda:
+            peak = torch.cuda.max_memory_allocated(device) - before
+            told[name]["peak_mb"] = round(peak / 2**20, 1)
+        told[name] |= contents(made)
+        runs[name] = run
+    return runs, told, skipped
+
+
+def contents(made: Any) -> Row:
+    """Tiles and stored bytes of a mask, ours or torch's."""
+    if isinstance(made, attnkit_masks.BlockRuns):
+        _, partial, full = made.counts()
+        return {"partial": partial, "full": full, "stored_bytes": stored_bytes(made)}
+    tensors = [t for t in made.as_tuple(flatten=True) if isinstance(t, torch.Tensor)]
+    return {
+        "partial": int(made.kv_num_blocks.sum()),
+        "full": int(made.full_kv_num_blocks.sum()),
+        "stored_bytes": sum(t.numel() * t.element_size() for t in tensors),
+    }
+
+
+def remembered(case: Case, length: int, device: torch.device) -> Times:
+    """attnkit with its memory of masks, nothing edited; the device is not waited for."""
+    build = builds(case, length, device)["attnkit"]
+    return in_turn({"again": build}, seconds=0, least_rounds=20)["again"]
+
+
+def measure(
+    name: str, length: int, device: torch.device, seconds: float, attempts: int
+) -> list[Row]:
+    """The rows of one case: one for each peer."""
+    torch.compiler.reset()  # else the ninth mask meets dynamo's limit and is built eagerly
+    case = CASES[name](length, device)
+    memory = attnkit_masks._runs
+    attnkit_masks._runs = VersionedCache(0)
+    try:
+        runs, told, skipped = first_calls(case, length, device)
+        times = in_turn(runs, seconds=seconds, attempts=attempts, least_rounds=5)
+    finally:
+        attnkit_masks._runs = memory
+    again = remembered(case, length, device)
+    ours = times.pop("attnkit")
+    row: Row = {"benchmark": "masks", "device": device.type, "case": name, "length": length}
+    row |= {"block": BLOCK, "batch": case.batch, "heads": case.heads}
+    row |= {"ours_ms": ours.median, "ours_min": ours.least, "again_ms": again.median}
+    row |= {f"ours_{k}": v for k, v in told["attnkit"].items()}
+    row |= {"rounds": len(ours.rounds), "noisy": ours.noisy}
+    return [row | compared(ours, times, told, peer, skipped[peer]) for peer in list(skipped)[1:]]
+
+
+def compared(
+    ours: Times, times: dict[str, Times], told: dict[str, Row], peer: str, skipped: str
+) -> Row:
+    """The fields of a row that depend on the peer."""
+    if skipped:
+        return {"peer": peer, "skipped": skipped}
+    theirs, mine = times[peer], told["attnkit"]
+    row = {"peer": peer, "peer_ms": theirs.median, "peer_min": theirs.least}
+    row |= {f"peer_{k}": v for k, v in told[peer].items()}
+    same = all(mine[k] == told[peer][k] for k in ("partial", "full"))
+    return row | {
+        "ratio": theirs.over(ours),
+        "same_tiles": same,
+        "noisy": ours.noisy or theirs.noisy,
+    }
+
+
+def line(row: Row) -> str:
+    """A row of the table."""
+    text = f"{row['case']:18}{row['length']:7}{row['ours_ms']:9.2f}{1000 * row['again_ms']:8.0f}"
+    text += f"{row['ours_stored_bytes'] / 1024:9.0f}  {row['peer']:15}"
+    if "skipped" in row:
+        return text + f"skipped: {row['skipped']}"
+    text += (
+        f"{row['peer_ms']:9.2f}{row['peer_first_ms']:9.0f}{row['peer_stored_bytes'] / 1024:9.0f}"
+    )
+    text += f"{row.get('peer_peak_mb', float('nan')):8.0f}{row['ratio']:8.1f}x"
+    return text + ("" if row["same_tiles"] else "  OTHER TILES") + "  noisy" * row["noisy"]
+
+
+def cell(rows: list[Row]) -> str:
+    """Our time, and how many times that each peer takes, from the rows of one case and length."""
+    newest = {row["peer"]: row for row in rows}
+    parts = [f"{newest[peer]['ratio']:.0f}x" for peer in newest if "ratio" in newest[peer]]
+    return f"{rows[-1]['ours_ms']:.1f} ms" + (f" ({', '.join(parts)})" if parts else "")
+
+
+def markdown(rows: list[Row], device: str) -> str:
+    """The newest saved rows of a kind of device, one line for each mask."""
+    own = [row for row in rows if row["device"] == device]
+    lengths = sorted({row["length"] for row in own})
+    peers = ", ".join(dict.fromkeys(row["peer"] for row in own))
+    lines = [f"| attnkit ({peers}) | {' | '.join(str(n) for n in lengths)} |"]
+    lines.append("| --- |" + " --- |" * len(lengths))
+    for case in dict.fromkeys(row["case"] for row in own):
+        of_case = [[r for r in own if (r["case"], r["length"]) == (case, n)] for n in lengths]
+        lines.append(f"| {case} | {' | '.join(cell(r) if r else '' for r in of_case)} |")
+    return "\n".join(lines)
+
+
+def where(device: torch.device) -> Row:
+    """Machine and versions."""
+    if device.type == "cuda":
+        from gpu_machine import describe_gpu
+
+        return describe() | describe_gpu(device)
+    return describe()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--length", type=int, action="append", help="a length (repeatable)")
+    parser.add_argument("--threads", type=int, default=2, help="torch's threads (default 2)")
+    parser.add_argument("--seconds", type=float, default=1, help="least time of a measurement")
+    parser.add_argument("--attempts", type=int, default=3, help="at a measurement that is noisy")
+    parser.add_argument("--save", action="store_true", help=f"append the rows to {ROWS.name}")
+    parser.add_argument("--table", action="store_true", help="the saved rows as Markdown, no more")
+    args = parser.parse_args()
+    if args.table:
+        saved = [json.loads(text) for text in ROWS.read_text().splitlines()]
+        print(markdown(saved, args.device.type))
+        return 0
+    torch.set_num_threads(args.threads)
+    device = torch.empty(0, device=args.device).device  # with its index
+    warnings.filterwarnings("ignore", message="_compile flag on create_block_mask")
+    known = where(device)
+    print(*(f"{k}: {v}" for k, v in known.items()), sep=", ")
+    print(
+        f"{'mask':18}{'length':>7}{'ours ms':>9}{'again us':>8}{'KiB':>9}  {'peer':15}{'ms':>9}"
+        f"{'first ms':>9}{'KiB':>9}{'peak MB':>8}{'ratio':>9}"
+    )
+    ratios, wrong = [], False
+    for name in CASES:
+        if args.only not in name:
+            continue
+        for length in args.length or LENGTHS:
+            for row in measure(name, length, device, args.seconds, args.attempts):
+                print(line(row), flush=True)
+                wrong |= not row.get("same_tiles", True)
+                ratios += [row["ratio"]] if "ratio" in row else []
+                if args.save and not row["noisy"]:
+                    with ROWS.open("a") as file:
+                        file.write(json.dumps(known | row) + "\n")
+    if ratios:
+        print(f"median ratio {statistics.median(ratios):.1f}x, least {min(ratios):.1f}x")
+    return int(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

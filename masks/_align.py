@@ -1,0 +1,83 @@
+"""Where the queries of a causal mask or a window stand among the keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple, TypeAlias
+
+from torch import Tensor
+
+from attnkit import ArgumentError, OptionError
+from attnkit.masks._check import per_batch, whole
+
+Align: TypeAlias = Literal["top-left", "bottom-right"]
+Index: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+
+
+class Alignment(NamedTuple):
+    """An alignment, as functions to be used inside of a mask_mod.
+
+    Attributes:
+        place: of (b, q), the key position that the query stands at.
+        held: of (b, kv), whether the key is there.
+        padded: some keys may not be there.
+        lengths: (query, kv) lengths that it was made for, None where any will do.
+        shown: the arguments as they stand in a label.
+    """
+
+    place: Index
+    held: Index
+    padded: bool
+    lengths: tuple[int | None, int | None]
+    shown: tuple[str, ...]
+
+
+def aligned(align: Align, q_len: int | None, kv_len: int | Tensor | None) -> Alignment:
+    """The alignment that a mask's arguments ask for.
+
+    Args:
+        align: "top-left", query 0 stands at key 0; or "bottom-right", the last query stands at
+            the last key.
+        q_len: query length; only for "bottom-right".
+        kv_len: kv length, an int or int [B]; only for "bottom-right".
+
+    Raises:
+        ArgumentError, OptionError, ShapeError, DTypeError: an argument is not as described.
+    """
+    if align == "top-left":
+        if q_len is not None or kv_len is not None:
+            raise ArgumentError('q_len and kv_len have a meaning with align="bottom-right" only')
+        return Alignment(_same_place, _held, False, (None, None), ())
+    if align != "bottom-right":
+        raise OptionError(f'align must be "top-left" or "bottom-right", got {align!r}')
+    if q_len is None or kv_len is None:
+        raise ArgumentError(
+            f'align="bottom-right" needs q_len and kv_len, got {q_len=} and {kv_len=}'
+        )
+    whole("q_len", q_len, least=1)
+    if isinstance(kv_len, Tensor):
+        lengths = per_batch("kv_len", kv_len)
+        shown = ('"bottom-right"', f"q_len={q_len}", "kv_len=[B]")
+        return Alignment(
+            lambda b, q: q + (lengths[b] - q_len),
+            lambda b, kv: kv < lengths[b],
+            True,
+            (q_len, None),
+            shown,
+        )
+    offset = whole("kv_len", kv_len, least=1) - q_len
+    shown = ('"bottom-right"', f"q_len={q_len}", f"kv_len={kv_len}")
+    return Alignment(lambda b, q: q + offset, _held, False, (q_len, kv_len), shown)
+
+
+def named(shown: tuple[str, ...]) -> tuple[str, ...]:
+    """The arguments of a label where `align` stands by keyword."""
+    return (f"align={shown[0]}", *shown[1:]) if shown else ()
+
+
+def _same_place(b: Tensor, q: Tensor) -> Tensor:
+    return q
+
+
+def _held(b: Tensor, kv: Tensor) -> Tensor:
+    return kv >= 0
