@@ -41,3 +41,7 @@ class BoundsError(AttnkitError, IndexError):
 
 class UnsupportedError(AttnkitError, NotImplementedError):
     """A valid request that no backend present can serve."""
+
+
+class LaunchError(AttnkitError, RuntimeError):
+    """CUDA or the linker refused a compiled kernel."""

@@ -1,0 +1,189 @@
+"""From a source to an artifact: all that is kept of a compiled kernel, in memory or on disk."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import struct
+import tempfile
+import time
+import warnings
+import zlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+from attnkit.compiled_entry import PREFIX, link
+from attnkit.compiled_runtime import runtime
+from attnkit.compiled_signature import Signature
+from attnkit.compiled_specs import dump_spec, load_spec, read_specs
+from attnkit.cubin import KernelStats, kernel_stats
+from attnkit.cubin_loops import problems
+from attnkit.errors import OptionError
+
+# A cache may be shared by machines: the host code is for any processor of the family.
+_HOSTS = {
+    "x86_64": "llvm -mtriple=x86_64-unknown-linux-gnu -mcpu=x86-64",
+    "aarch64": "llvm -mtriple=aarch64-unknown-linux-gnu -mcpu=generic",
+}
+
+
+@dataclass(frozen=True)
+class Build:
+    """What `cute.compile` takes.
+
+    Attributes:
+        function: a `@cute.jit` callable. What is constant belongs into its own state.
+        arguments: stand-ins: fake tensors, numbers of the DSL, lists of fake tensors, None; the
+            stream, `CUstream(0)`, at last.
+        options: of `cute.compile`, as "--opt-level=2"; the architecture is the source's.
+    """
+
+    function: Any
+    arguments: tuple[Any, ...]
+    options: str = ""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A kernel that may have to be compiled.
+
+    Attributes:
+        key: text that says all on which the generated code depends, and nothing else: the graph,
+            the plan, dtypes, alignments. Versions, the architecture and the text of attnkit itself
+            are added to it.
+        arch: target, as "sm_90a".
+        build: called only if the kernel is neither in memory nor on disk.
+        name: for people.
+    """
+
+    key: str
+    arch: str
+    build: Callable[[], Build] = field(compare=False, repr=False)
+    name: str = field(default="kernel", compare=False)
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A compiled kernel at rest.
+
+    Attributes:
+        function: name of the entry in the object.
+        arch: target.
+        signature: the arguments.
+        stats: registers and so on of each device function.
+        problems: what makes the device code slow: spilled registers, serialised products.
+        seconds: that the compilation took.
+        code: host object with the device code in it.
+        image: the object linked to a shared library; empty if there was no C compiler.
+        packed_ptx: the device code as PTX text, compressed.
+    """
+
+    function: str
+    arch: str
+    signature: Signature
+    stats: tuple[KernelStats, ...]
+    problems: tuple[str, ...]
+    seconds: float
+    code: bytes = field(repr=False)
+    image: bytes = field(repr=False)
+    packed_ptx: bytes = field(repr=False)
+
+    @cached_property
+    def ptx(self) -> str:
+        """The device code as PTX text."""
+        return zlib.decompress(self.packed_ptx).decode()
+
+    def dump(self) -> bytes:
+        """As bytes for the disk."""
+        parts = (self.code, self.image, self.packed_ptx)
+        head = {
+            "function": self.function,
+            "arch": self.arch,
+            "signature": [dump_spec(s) for s in self.signature.specs],
+            "stats": [asdict(s) for s in self.stats],
+            "problems": self.problems,
+            "seconds": self.seconds,
+            "parts": [len(p) for p in parts],
+        }
+        text = json.dumps(head).encode()
+        return struct.pack("<Q", len(text)) + text + b"".join(parts)
+
+    @staticmethod
+    def load(data: bytes) -> Artifact:
+        """The reverse of `dump`."""
+        start = 8 + struct.unpack_from("<Q", data)[0]
+        head = json.loads(data[8:start])
+        parts = []
+        for length in head["parts"]:
+            parts.append(data[start : start + length])
+            start += length
+        return Artifact(
+            head["function"],
+            head["arch"],
+            Signature([load_spec(s) for s in head["signature"]]),
+            tuple(KernelStats(**s) for s in head["stats"]),
+            tuple(head["problems"]),
+            head["seconds"],
+            *parts,
+        )
+
+
+def host_target() -> str:
+    """The DSL's name of the machine's family of processors.
+
+    Raises:
+        OptionError: the DSL generates no code for it.
+    """
+    machine = platform.machine()
+    if machine not in _HOSTS:
+        raise OptionError(
+            f"kernels cannot be compiled on a processor of type {machine!r}; expected one of "
+            f"{', '.join(_HOSTS)}"
+        )
+    return _HOSTS[machine]
+
+
+def compile_source(source: Source) -> Artifact:
+    """Compile a source; needs no GPU.
+
+    Raises:
+        OptionError: the source's options name an architecture.
+        ArgumentError: the build's arguments cannot be passed at run time.
+        LaunchError: the object does not link.
+    """
+    from cutlass import cute
+
+    runtime()  # before the DSL writes out an object
+    start = time.perf_counter()
+    build = source.build()
+    if "--gpu-arch" in build.options:
+        raise OptionError(f"options={build.options!r} name an architecture; it is {source.arch!r}")
+    signature = Signature(list(read_specs(build.arguments)))
+    with tempfile.TemporaryDirectory(prefix="attnkit-") as folder:
+        # PTX and CUBIN are kept only by writing them to files too.
+        options = (
+            f"{build.options} --gpu-arch {source.arch} --keep-ptx --keep-cubin "
+            f"--dump-dir {shlex.quote(folder)} --host-target {shlex.quote(host_target())}"
+        )
+        with warnings.catch_warnings():
+            # An empty list is passed as what it is, no arguments; loops are unrolled on purpose.
+            warnings.filterwarnings("ignore", "Argument .* cannot be converted to a JitArgument")
+            warnings.filterwarnings("ignore", "This static loop has")
+            compiled = cute.compile(build.function, *build.arguments, options=options.strip())
+    code = compiled.dump_to_object(PREFIX)
+    image = link(code)
+    cubin, kernels = compiled.artifacts.CUBIN, compiled.kernel_info
+    return Artifact(
+        compiled.function_name,
+        source.arch,
+        signature,
+        kernel_stats(cubin) if kernels else (),
+        problems(cubin, source.arch) if kernels else (),
+        time.perf_counter() - start,
+        code,
+        image,
+        zlib.compress((compiled.artifacts.PTX or "").encode()),
+    )

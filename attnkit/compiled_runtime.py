@@ -1,0 +1,92 @@
+"""Where the CuTe DSL is installed, which one it is, and its runtime library.
+
+Nothing here imports the DSL: a kernel that was compiled before runs with its runtime library alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import re
+from functools import cache
+from pathlib import Path
+
+from attnkit.errors import UnsupportedError
+
+_PACKAGE = "nvidia_cutlass_dsl"
+_LIBRARY = "libcute_dsl_runtime.so"
+# Settings of the DSL that have no influence on what it generates; ARCH is overridden.
+_NEUTRAL = re.compile(
+    "CUTE_DSL_(ARCH|LIBS|CACHE|DISABLE_FILE|NO_CACHE|JIT_|DUMP|KEEP|LOG|PRINT|SHOW|FILTER)"
+)
+
+
+@cache
+def folder() -> Path:
+    """The folder of the DSL's package.
+
+    Raises:
+        UnsupportedError: it is not installed.
+    """
+    spec = importlib.util.find_spec(_PACKAGE)
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        if Path(place, "dsl_packages", "cutlass", "__init__.py").is_file():
+            return Path(place)
+    raise UnsupportedError(
+        "GPU kernels are compiled with the CuTe DSL, which is not installed: "
+        "pip install nvidia-cutlass-dsl (Linux only)"
+    )
+
+
+def library() -> Path:
+    """The DSL's runtime library: that of CUTE_DSL_LIBS, or one of the package's.
+
+    With the builds for CUDA 12 and 13 side by side it is the former, which older drivers run too.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
+    named = [Path(p) for p in os.environ.get("CUTE_DSL_LIBS", "").split(os.pathsep) if p]
+    inside = [folder() / part / _LIBRARY for part in ("lib", "cu12/lib", "cu13/lib")]
+    for path in (*(p for p in named if p.name == _LIBRARY), *inside):
+        if path.is_file():
+            return path
+    raise UnsupportedError(
+        f"the CuTe DSL in {folder()} has no {_LIBRARY}: its installation is not complete, "
+        "install nvidia-cutlass-dsl again"
+    )
+
+
+@cache
+def runtime() -> ctypes.CDLL:
+    """The runtime library, loaded so that the DSL finds its symbols too.
+
+    The DSL needs them to write out objects for another architecture than the machine's.
+    """
+    found = ctypes.CDLL(str(library()), mode=ctypes.RTLD_GLOBAL)
+    found.cuda_dialect_get_error_name.restype = ctypes.c_char_p
+    return found
+
+
+def error_name(status: int) -> str:
+    """The name of a CUDA error."""
+    name = runtime().cuda_dialect_get_error_name(ctypes.c_int(status))
+    return name.decode() if name else f"CUDA error {status}"
+
+
+@cache
+def identity() -> str:
+    """What tells one build of the DSL from another: version, and names and sizes of libraries."""
+    package = folder() / "dsl_packages" / "cutlass"
+    text = Path(package, "__init__.py").read_text(encoding="utf-8")
+    version = re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE)
+    native = sorted(package.glob("_mlir/_mlir_libs/_cutlass_ir*.so"))
+    parts = [f"{path.name}:{path.stat().st_size}" for path in (*native, library())]
+    return " ".join([version[1] if version else "unknown", *parts])
+
+
+def settings() -> str:
+    """The environment's settings of the DSL that change what it generates."""
+    found = sorted(k for k in os.environ if k.startswith("CUTE_DSL_") and not _NEUTRAL.match(k))
+    return " ".join(f"{name}={os.environ[name]}" for name in found)

@@ -1,0 +1,165 @@
+"""What a compiled function takes: tensors, numbers and a stream, as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
+
+from attnkit.errors import ArgumentError
+
+# Numbers of the DSL, with their codes in `struct`.
+NUMBERS = {
+    "Int8": "b",
+    "Uint8": "B",
+    "Int16": "h",
+    "Uint16": "H",
+    "Int32": "i",
+    "Uint32": "I",
+    "Int64": "q",
+    "Uint64": "Q",
+    "Float32": "f",
+    "Float64": "d",
+    "Boolean": "?",
+}
+_DTYPES = {
+    "Float64": "float64",
+    "Float32": "float32",
+    "Float16": "float16",
+    "BFloat16": "bfloat16",
+    "Float8E4M3FN": "float8_e4m3fn",
+    "Float8E5M2": "float8_e5m2",
+    "Int64": "int64",
+    "Int32": "int32",
+    "Int16": "int16",
+    "Int8": "int8",
+    "Uint8": "uint8",
+    "Boolean": "bool",
+}
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A size or a stride that is known at the call.
+
+    Attributes:
+        width: bits of its slot, 32 or 64.
+        divisibility: it is a multiple of this, of which the generated code makes use.
+    """
+
+    width: int = 32
+    divisibility: int = 1
+
+    def __str__(self) -> str:
+        return "n" if self.divisibility == 1 else f"{self.divisibility}n"
+
+
+Extent: TypeAlias = int | Dim
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor argument.
+
+    Attributes:
+        dtype: name of the torch dtype.
+        shape, stride: by axis the value that is compiled in, or a `Dim`; strides in elements.
+        align: bytes of which the address is a multiple.
+    """
+
+    dtype: str
+    shape: tuple[Extent, ...]
+    stride: tuple[Extent, ...]
+    align: int = 1
+
+    @property
+    def dynamic_shapes_mask(self) -> tuple[bool, ...]:
+        return tuple(isinstance(n, Dim) for n in self.shape)
+
+    @property
+    def dynamic_strides_mask(self) -> tuple[bool, ...]:
+        return tuple(isinstance(n, Dim) for n in self.stride)
+
+    def __str__(self) -> str:
+        shape, stride = (", ".join(map(str, part)) for part in (self.shape, self.stride))
+        return f"{self.dtype} [{shape}] with strides [{stride}], aligned to {self.align} bytes"
+
+
+@dataclass(frozen=True)
+class NumberSpec:
+    """A number, by the name of its type in the DSL, as "Int32"."""
+
+    kind: str
+
+
+@dataclass(frozen=True)
+class StreamSpec:
+    """The CUDA stream; not among the arguments of a call."""
+
+
+Spec: TypeAlias = TensorSpec | NumberSpec | StreamSpec
+
+
+def read_specs(arguments: Sequence[Any], name: str = "argument") -> Iterator[Spec]:
+    """The specifications of stand-ins of `cute.compile`, sequences flattened, None left out.
+
+    Raises:
+        ArgumentError: one is neither a fake tensor, a number of the DSL, a sequence nor a stream.
+    """
+    for i, a in enumerate(arguments):
+        kind = type(a).__name__
+        if a is None:
+            continue
+        if isinstance(a, list | tuple):
+            yield from read_specs(a, f"{name} {i},")
+        elif "stream" in kind.lower():
+            yield StreamSpec()
+        elif hasattr(a, "dynamic_shapes_mask"):
+            yield _tensor(a, f"{name} {i}")
+        elif kind in NUMBERS:
+            yield NumberSpec(kind)
+        else:
+            raise ArgumentError(
+                f"{name} {i} of a kernel is of type {kind}; expected a fake tensor, a number of "
+                "the DSL (cutlass.Int32), a list of these, a stream or None. What is constant "
+                "belongs into the callable's own state"
+            )
+
+
+def _tensor(fake: Any, name: str) -> TensorSpec:
+    dtype = _DTYPES.get(fake.element_type.__name__)
+    if dtype is None:
+        raise ArgumentError(f"{name}: torch has no dtype for {fake.element_type.__name__}")
+    narrow = 32 if getattr(fake, "_use_32bit_stride", False) else 64
+    return TensorSpec(
+        dtype,
+        _extents(fake.shape, fake.dynamic_shapes_mask, 32),
+        _extents(fake.stride, fake.dynamic_strides_mask, narrow),
+        int(getattr(fake, "_assumed_align", None) or 1),
+    )
+
+
+def _extents(values: Sequence[Any], dynamic: Sequence[int], width: int) -> tuple[Extent, ...]:
+    # A symbolic integer says its own width; `width` is that of the others.
+    return tuple(
+        Dim(int(getattr(n, "width", width)), int(getattr(n, "divisibility", 1))) if d else int(n)
+        for n, d in zip(values, dynamic, strict=True)
+    )
+
+
+def dump_spec(spec: Spec) -> dict[str, Any]:
+    """As plain values for JSON."""
+    return {"is": type(spec).__name__, **asdict(spec)}
+
+
+def load_spec(value: dict[str, Any]) -> Spec:
+    """The reverse of `dump_spec`."""
+    if value["is"] == "StreamSpec":
+        return StreamSpec()
+    if value["is"] == "NumberSpec":
+        return NumberSpec(value["kind"])
+    shape, stride = (
+        tuple(Dim(**n) if isinstance(n, dict) else int(n) for n in value[part])
+        for part in ("shape", "stride")
+    )
+    return TensorSpec(value["dtype"], shape, stride, value["align"])

@@ -1,0 +1,202 @@
+"""Compiled kernels on disk: one file an entry, checked before its content is believed.
+
+A file holds a magic number, the lengths of key and content, the sha256 of both, the full text of
+the key, and the content. It is written aside and renamed, so a reader sees all of it or nothing;
+anything that does not check is a miss, and written again. A process that makes an entry holds a
+lock on it, so that others wait instead of doing the same work; the system drops the lock when the
+process ends, and a wait is not longer than `PATIENCE`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import struct
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows: no locks; the last writer wins
+    fcntl = None  # type: ignore[assignment]
+
+_MAGIC = b"attnkit kernel\x00\x01"
+_HEADER = struct.Struct(f"<{len(_MAGIC)}sQQ32s")
+PATIENCE = 300.0  # seconds to wait for another process's compilation
+LIMIT = 2**30  # bytes of all entries; those not used for longest go first
+_DAY = 86400.0
+_ASIDE = "attnkit-new-"  # names of files that are being written
+
+_warned: set[Path] = set()
+
+
+def default_folder() -> Path:
+    """ATTNKIT_CACHE_DIR, or `attnkit` in the platform's folder for caches.
+
+    Without a home directory it is a folder of the user's own among the temporary files.
+    """
+    if named := os.environ.get("ATTNKIT_CACHE_DIR"):
+        return Path(named).expanduser()
+    if sys.platform == "darwin":
+        base = Path("~/Library/Caches")
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    try:
+        return base.expanduser() / "attnkit"
+    except RuntimeError:  # no home directory
+        return Path(tempfile.gettempdir(), f"attnkit-{os.getuid()}")
+
+
+class KernelCache:
+    """A folder of entries, each found by its key.
+
+    Args:
+        folder: made at the first write; `default_folder()` if None.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = default_folder() if folder is None else folder
+
+    def path(self, key: str) -> Path:
+        """The file of an entry."""
+        return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:40]}.kernel"
+
+    def get(self, key: str) -> bytes | None:
+        """The content of an entry; None if there is none, or it is damaged or another's."""
+        path = self.path(key)
+        try:
+            with open(path, "rb") as file:
+                status = os.fstat(file.fileno())
+                if not _trusted(status):
+                    return None
+                data = file.read()
+        except OSError:
+            return None
+        if time.time() - status.st_mtime > _DAY:
+            with contextlib.suppress(OSError):  # a folder that is read only
+                os.utime(path)  # it is in use
+        return _checked(data, key.encode())
+
+    def put(self, key: str, content: bytes) -> bool:
+        """Write an entry; whether that was possible. A warning says, once, that it was not."""
+        text = key.encode()
+        digest = hashlib.sha256(text + content).digest()
+        header = _HEADER.pack(_MAGIC, len(text), len(content), digest)
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            file, name = tempfile.mkstemp(dir=self.folder, prefix=_ASIDE)
+            try:
+                with os.fdopen(file, "wb") as out:
+                    out.write(header + text + content)
+                os.replace(name, self.path(key))
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(name)
+                raise
+        except OSError as error:
+            self._warn(error)
+            return False
+        self._trim()
+        return True
+
+    def _trim(self) -> None:
+        """Remove what was not used for longest beyond the limit, and what was never finished."""
+        entries = []
+        for path in self.folder.iterdir():
+            with contextlib.suppress(OSError):  # another process may have removed it
+                status = path.stat()
+                if path.suffix == ".kernel":
+                    entries.append((status.st_mtime, status.st_size, path))
+                elif path.name.startswith(_ASIDE) and time.time() - status.st_mtime > _DAY:
+                    path.unlink()
+        excess = sum(size for _, size, _ in entries) - LIMIT
+        for _, size, path in sorted(entries):
+            if excess <= 0:
+                break
+            with contextlib.suppress(OSError):
+                path.unlink()
+            excess -= size
+
+    @contextlib.contextmanager
+    def lock(self, key: str) -> Iterator[None]:
+        """Held by one process at a time, where the folder allows it."""
+        file = self._open_lock(key)
+        if file is None:
+            yield
+            return
+        path = self.path(key).with_suffix(".lock")
+        try:
+            held = _acquire(file)
+            try:
+                yield
+            finally:
+                if held:
+                    # Those who wait on the removed file find the entry; latecomers make a new one.
+                    with contextlib.suppress(OSError):
+                        os.unlink(path)
+                    fcntl.flock(file, fcntl.LOCK_UN)
+        finally:
+            os.close(file)
+
+    def _open_lock(self, key: str) -> int | None:
+        if fcntl is None:
+            return None
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path = self.path(key).with_suffix(".lock")
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError:
+            return None
+
+    def _warn(self, error: OSError) -> None:
+        if self.folder in _warned:
+            return
+        _warned.add(self.folder)
+        warnings.warn(
+            f"compiled kernels cannot be kept in {self.folder} ({error}): every process compiles "
+            "its own. Set ATTNKIT_CACHE_DIR to a folder that can be written",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _trusted(status: os.stat_result) -> bool:
+    """Whether the file is this user's, root's, or in a folder that was named on purpose."""
+    if os.environ.get("ATTNKIT_CACHE_DIR") or not hasattr(os, "getuid"):
+        return True
+    return status.st_uid in (os.getuid(), 0)
+
+
+def _checked(data: bytes, key: bytes) -> bytes | None:
+    if len(data) < _HEADER.size:
+        return None
+    magic, key_length, length, digest = _HEADER.unpack_from(data)
+    body = data[_HEADER.size :]
+    if magic != _MAGIC or len(body) != key_length + length or key_length != len(key):
+        return None
+    if body[:key_length] != key or hashlib.sha256(body).digest() != digest:
+        return None
+    return body[key_length:]
+
+
+def _acquire(file: int) -> bool:
+    """Wait for the lock; False if that takes too long, or the file system has no locks."""
+    end = time.monotonic() + PATIENCE
+    pause = 0.005
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                return False
+        except OSError:
+            return False
+        else:
+            return True
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
