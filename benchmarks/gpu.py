@@ -1,0 +1,260 @@
+"""Measure attnkit against its peers on a GPU: `python benchmarks/gpu.py` (`--help` for choices).
+
+Each case of gpu_cases.toml is checked against float64 for every contender, then all contenders of
+the case are timed in turn in this process. A contender that is absent, refuses the case or computes
+something else is named with the reason. The exit status is 1 if attnkit failed or was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._functorch.config
+from gpu_check import Check
+from gpu_contenders import CONTENDERS, OURS, Builder, ablations, skipped
+from gpu_machine import describe_gpu
+from gpu_timing import MODES, CudaTimer, Series, Timer, in_turn
+from gpu_variants import Problem, Shape, problem
+
+HERE = Path(__file__).parent
+ROWS = HERE / "results" / "gpu.jsonl"
+WRONG = 0.05  # a peer further than this from float64 computes something else
+Row = dict[str, Any]
+Function = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is asked of each case."""
+
+    backward: bool
+    mode: str
+    rounds: int
+    seconds: float  # for the timing of a case
+
+
+def shape_of(case: Row, config: Row) -> Shape:
+    return Shape.of(config["shape"] | case.get("shape", {}))
+
+
+def wanted(config: Row, only: str, backward: bool) -> list[Row]:
+    """The cases to measure, in the file's order."""
+    return [
+        case
+        for case in config["case"]
+        if re.search(only, case["name"]) and (backward or not case.get("backward_only", False))
+    ]
+
+
+def prepare(
+    p: Problem, builders: Mapping[str, Builder], check: Check
+) -> tuple[dict[str, Function], dict[str, Row]]:
+    """What to time, and what is known of each contender before; by name.
+
+    A contender that is left out says why in "skipped"; "failed" is said of ours where it should not
+    have been: it was wrong, or raised something else than UnsupportedError.
+    """
+    runs: dict[str, Function] = {}
+    known: dict[str, Row] = {}
+    for name, build in builders.items():
+        try:
+            run = build(p)
+            function = run.directed(p.grad if check.backward else None)
+            found = function()
+            verdict = check([run.shown(t) for t in found[:3]] + found[3:])
+        except Exception as error:
+            known[name] = skipped(name, error)
+            alive(name, p.query.device)
+            continue
+        known[name] = {"error": verdict.error, "error_allowed": verdict.allowed}
+        own = name.startswith(OURS)
+        limit = verdict.allowed if own else WRONG
+        if verdict.error <= limit:
+            runs[name] = function
+            continue
+        known[name]["skipped"] = f"wrong: {verdict.error:.1e} off, {limit:.1e} allowed"
+        if own:
+            known[name]["failed"] = True
+    return runs, known
+
+
+def alive(name: str, device: torch.device) -> None:
+    """Stop if the last contender broke the CUDA context: nothing after it would count."""
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        raise SystemExit(f"{name} broke the CUDA context: {error}") from None
+
+
+def measure(
+    case: Row,
+    shape: Shape,
+    builders: Mapping[str, Builder],
+    timer: Timer,
+    settings: Settings,
+    device: torch.device,
+) -> Iterator[Row]:
+    """The rows of one case: one for each contender."""
+    torch.compiler.reset()  # else the peers' compiles of earlier cases count towards a limit
+    p = problem(case, shape, device, settings.backward)
+    check = Check(p, settings.backward)
+    runs, known = prepare(p, builders, check)
+    series = in_turn(runs, timer, rounds=settings.rounds, seconds=settings.seconds)
+    shared: Row = {"benchmark": "gpu attention", "case": case["name"], "mode": settings.mode}
+    shared["direction"] = "backward" if settings.backward else "forward"
+    shared |= {"shape": vars(shape), "dtype": str(p.query.dtype).removeprefix("torch.")}
+    shared["density"] = round(p.density, 6)
+    flops = p.useful_flops(settings.backward)
+    for name in builders:
+        row = shared | {"contender": name} | known[name]
+        yield row | (figures(series[name], series.get(OURS), flops) if name in series else {})
+
+
+def figures(own: Series, ours: Series | None, flops: float) -> Row:
+    """Times, clock and throughput; ratio: how many times attnkit's time that is."""
+    row: Row = {"ms": own.times.median, "ms_least": own.times.least}
+    row |= {"ms_most": max(own.times.rounds), "rounds": len(own.readings)}
+    row |= {"ghz": own.ghz, "cycles": own.cycles, "tflops": flops / own.times.median / 1e9}
+    if ours is None:
+        return row
+    row["ratio"] = own.times.over(ours.times)
+    if own.cycles and ours.cycles:
+        row["ratio_cycles"] = own.cycles / ours.cycles
+    return row
+
+
+HEAD = (
+    f"{'contender':26}{'ms':>9}{'GHz':>7}{'Mcycles':>9}{'TFLOP/s':>9}{'x ours':>8}"
+    f"{'in cycles':>10}{'error':>9}{'allowed':>9}"
+)
+
+
+def line(row: Row) -> str:
+    """A row for people."""
+    text = f"{row['contender']:26}"
+    if "skipped" in row:
+        return f"{text}{'FAILED' if 'failed' in row else 'skipped'}: {row['skipped']}"
+    numbers = (
+        (row["ms"], "9.4f"), (row["ghz"], "7.3f"),
+        (row["cycles"] and row["cycles"] / 1e6, "9.4f"), (row["tflops"], "9.1f"),
+        (row.get("ratio"), "8.3f"), (row.get("ratio_cycles"), "10.3f"),
+        (row["error"], "9.1e"), (row["error_allowed"], "9.1e"),
+    )  # fmt: skip
+    for value, form in numbers:
+        width = int(form.partition(".")[0])
+        text += " " * width if value is None else f"{value:{form}}"
+    return text
+
+
+def listed(names: str) -> list[str]:
+    """The names in a text, between commas."""
+    return [part.strip() for part in names.split(",") if part.strip()]
+
+
+def chosen(config: Row, case: str, options: argparse.Namespace) -> dict[str, Builder]:
+    """The contenders of a case; with ablations only ours, unless peers are named."""
+    names = listed(options.contenders) or ([OURS] if options.ablations else list(CONTENDERS))
+    found = {name: build for name, build in CONTENDERS.items() if name in names}
+    return found | (ablations(config, case) if options.ablations else {})
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", default="", metavar="PATTERN", help="cases whose name has it")
+    parser.add_argument(
+        "--contenders", default="", metavar="NAMES",
+        help=f"only these, joined by commas, of: {', '.join(CONTENDERS)}",
+    )  # fmt: skip
+    parser.add_argument("--ablations", action="store_true", help="attnkit with other plans")
+    parser.add_argument("--backward", action="store_true", help="time the backward instead")
+    parser.add_argument("--mode", choices=MODES, default="burst", help="rest or none; burst")
+    parser.add_argument("--rounds", type=int, default=7, help="measurements of each; 7")
+    parser.add_argument(
+        "--case-seconds", type=float, default=8, metavar="S",
+        help="stop timing a case after so long, but not before 3 rounds; 8",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seconds", type=float, default=450, metavar="S",
+        help="begin no case after so long; 450",
+    )  # fmt: skip
+    parser.add_argument(
+        "--save", type=Path, nargs="?", const=ROWS, metavar="FILE",
+        help="append the rows to FILE, results/gpu.jsonl if none is named",
+    )  # fmt: skip
+    parser.add_argument("--commit", help="to record, where the checkout has no git")
+    parser.add_argument("--cases", type=Path, default=HERE / "gpu_cases.toml", metavar="FILE")
+    parser.add_argument("--list", action="store_true", help="list the cases and stop")
+    parser.add_argument("--host", action="store_true", help="host time of a call and first calls")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = arguments().parse_args(argv)
+    config = tomllib.loads(options.cases.read_text())
+    cases = wanted(config, options.only, options.backward)
+    unknown = set(listed(options.contenders)) - set(CONTENDERS)
+    if unknown or not cases:
+        what = f"no contender {sorted(unknown)}" if unknown else f"no case with {options.only!r}"
+        return fail(f"{what}; see --help and --list")
+    if options.list:
+        print(*(f"{case['name']:34}{shape_of(case, config)}" for case in cases), sep="\n")
+        return 0
+    if not torch.cuda.is_available():
+        return fail("this benchmark needs a CUDA device, and torch.cuda sees none")
+    device = torch.device("cuda", torch.cuda.current_device())
+    if options.host:
+        import gpu_host  # a benchmark of its own, which uses this module's cases
+
+        return gpu_host.main(options)
+    # a timed backward runs again and again on what one forward saved
+    torch._functorch.config.donated_buffer = False
+    return run(config, cases, options, CudaTimer(MODES[options.mode], device), device)
+
+
+def run(
+    config: Row, cases: list[Row], options: argparse.Namespace, timer: Timer, device: torch.device
+) -> int:
+    """Measure cases and print them; 1 if attnkit was wrong."""
+    where = describe_gpu(device, options.commit) if device.type == "cuda" else {}
+    print(*(f"{k}: {v}" for k, v in where.items()), sep=", ")
+    settings = Settings(options.backward, options.mode, options.rounds, options.case_seconds)
+    began, wrong, late = time.perf_counter(), False, []
+    for case in cases:
+        if time.perf_counter() - began > options.seconds:
+            late.append(case["name"])
+            continue
+        shape, builders = shape_of(case, config), chosen(config, case["name"], options)
+        start = time.perf_counter()
+        direction = "backward" if options.backward else "forward"
+        print(f"\n{case['name']}, {direction}, {options.mode}: {shape}\n{HEAD}", flush=True)
+        for row in measure(case, shape, builders, timer, settings, device):
+            print(line(row), flush=True)
+            wrong |= row.get("failed", False)
+            if options.save:
+                with options.save.open("a") as file:
+                    file.write(json.dumps(where | row) + "\n")
+        print(f"({time.perf_counter() - start:.0f} s)", flush=True)
+    if late:
+        print(f"\nnot begun within {options.seconds:.0f} s: {', '.join(late)}")
+    return int(wrong)
+
+
+def fail(message: str) -> int:
+    print(message, file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""Is it right? Sampled rows, and gradients of the last head, against dense attention in float64.
+
+What the dtype can give is the error of the same dense attention in the inputs' own dtype: products
+rounded to it, the softmax in float32. A result may be off by twice that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from gpu_variants import Problem, kept_rows
+from torch import Tensor
+
+FACTOR = 2.0
+ROWS = 64  # of the first and of the last batch element and head
+SCORES_HELD = 1 << 26  # of one part of the gradients' reference
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Errors as shares of the largest true value; those of the worst tensor.
+
+    Attributes:
+        error: of what was checked.
+        allowed: twice the error of dense attention in the same dtype.
+    """
+
+    error: float
+    allowed: float
+
+    @property
+    def ok(self) -> bool:
+        """False also where the result has a NaN."""
+        return self.error <= self.allowed
+
+
+class Check:
+    """The truth of one problem and direction.
+
+    Args:
+        p: the problem; its inputs require grad in the backward.
+        backward: check gradients, not the output.
+    """
+
+    def __init__(self, p: Problem, backward: bool) -> None:
+        self.p, self.backward = p, backward
+        random = torch.Generator().manual_seed(0)
+        length = p.shape.length
+        inner = torch.randperm(length, generator=random)[: max(0, ROWS - 2)]
+        ends = torch.tensor([0, length - 1])
+        self.rows = torch.cat((inner, ends)).unique().to(p.query.device)
+        dense = self._gradients if backward else self._outputs
+        self.truth = dense(torch.float64)
+        own = [t.to(torch.float64) for t in dense(p.query.dtype)]
+        # a reference that is exact by luck still cannot store more than its dtype
+        least = torch.finfo(p.query.dtype).eps / 2
+        self.allowed = [
+            FACTOR * max(_off(a, b), least) for a, b in zip(own, self.truth, strict=True)
+        ]
+
+    def __call__(self, found: Sequence[Tensor]) -> Verdict:
+        """Judge an output [B, H, S, Dv], or gradients of query, key, value and learned tables."""
+        picked = self._picked(found)
+        pairs = zip(picked, self.truth, self.allowed, strict=True)
+        verdicts = [Verdict(_off(a.double(), b), allowed) for a, b, allowed in pairs]
+        # a NaN compares with nothing: it is the worst
+        return max(verdicts, key=lambda v: math.inf if math.isnan(v.error) else v.error / v.allowed)
+
+    def _picked(self, found: Sequence[Tensor]) -> list[Tensor]:
+        if not self.backward:
+            return [found[0][i, i, self.rows] for i in (0, -1)]
+        group = self.p.shape.heads // self.p.shape.kv_heads
+        query, key, value, *tables = found
+        return [query[:, -group:], key[:, -1:], value[:, -1:], *(t[-group:] for t in tables)]
+
+    def _outputs(self, dtype: torch.dtype) -> list[Tensor]:
+        p, tables = self.p, self.p.tables
+        if dtype == torch.float64:
+            tables = tuple(t.double() for t in tables)
+        found = []
+        for i in (0, -1):
+            query, key, value = (t[i, i].to(dtype) for t in (p.query, p.key, p.value))
+            place = i % p.shape.batch, i % p.shape.heads
+            with torch.no_grad():
+                out = _attention(p, query[self.rows], key, value, self.rows, place, tables)
+            found.append(out)
+        return found
+
+    def _gradients(self, dtype: torch.dtype) -> list[Tensor]:
+        """Those of the query heads that share the last kv head, over all batch elements."""
+        p, shape = self.p, self.p.shape
+        group = shape.heads // shape.kv_heads
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        tables = tuple(t.detach().to(wide).requires_grad_(t.requires_grad) for t in p.tables)
+        learned = [t for t in tables if t.requires_grad]
+        totals = [
+            torch.zeros_like(t[:, -n:], dtype=wide)
+            for t, n in ((p.query, group), (p.key, 1), (p.value, 1))
+        ]
+        sums = [torch.zeros_like(t) for t in learned]
+        step = max(1, SCORES_HELD // shape.length)
+        everything = torch.arange(shape.length, device=p.query.device)
+        for b in range(shape.batch):
+            for head in range(group):
+                for rows in everything.split(step):
+                    place = b, shape.heads - group + head
+                    found = self._part(dtype, rows, place, tables, learned)
+                    totals[0][b, head, rows] += found[0]
+                    for total, part in zip(totals[1:], found[1:3], strict=True):
+                        total[b, 0] += part
+                    for total, part in zip(sums, found[3:], strict=True):
+                        total += part
+        return [*(t.to(torch.float64) for t in totals), *(t[-group:].double() for t in sums)]
+
+    def _part(
+        self,
+        dtype: torch.dtype,
+        rows: Tensor,
+        place: tuple[int, int],
+        tables: tuple[Tensor, ...],
+        learned: list[Tensor],
+    ) -> tuple[Tensor, ...]:
+        p, (b, h) = self.p, place
+        query = p.query[b, h, rows].detach().to(dtype).requires_grad_()
+        key, value = (t[b, -1].detach().to(dtype).requires_grad_() for t in (p.key, p.value))
+        out = _attention(p, query, key, value, rows, place, tables)
+        return torch.autograd.grad(out, (query, key, value, *learned), p.grad[b, h, rows].to(dtype))
+
+
+def _attention(
+    p: Problem,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: Tensor,
+    place: tuple[int, int],
+    tables: tuple[Tensor, ...],
+) -> Tensor:
+    """Dense attention of some rows of one head; a row that keeps nothing gives 0."""
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    scores = (query @ key.mT).to(wide) * query.shape[-1] ** -0.5
+    score_mod: Callable[..., Tensor] | None = p.modified_by(tables)
+    if score_mod is not None:
+        b, h = (torch.tensor(i, device=rows.device) for i in place)
+        columns = torch.arange(len(key), dtype=torch.int32, device=rows.device)
+        scores = score_mod(scores, b, h, rows.int()[:, None], columns[None])
+    if p.mask_mod is not None:
+        kept = kept_rows(p.mask_mod, rows.int(), len(key))
+        scores = scores.masked_fill(~kept, -math.inf)
+    dead = (scores == -math.inf).all(-1, keepdim=True)
+    weights = scores.masked_fill(dead, 0).softmax(-1).masked_fill(dead, 0)
+    return weights.to(query.dtype) @ value
+
+
+def _off(found: Tensor, truth: Tensor) -> float:
+    """Largest difference, as a share of the largest true value (of 1 where all are 0)."""
+    top = truth.abs().max()
+    return float((found - truth).abs().max() / torch.where(top > 0, top, 1))

@@ -1,0 +1,225 @@
+"""attnkit and its peers on a GPU case: each a call that is ready to be timed.
+
+A builder takes a `Problem` and gives a `Run`, or raises: `Unsuitable` where the peer is absent or
+has no way to express the case, else whatever the peer itself raises.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from gpu_variants import SOFTCAP, WINDOW, Problem, document_cuts
+from torch import Tensor
+from torch.nn import attention
+from torch.nn.attention import flex_attention as flex
+
+import attnkit
+
+
+class Unsuitable(Exception):
+    """Why a contender has no place in a case."""
+
+
+def _same(t: Tensor) -> Tensor:
+    return t
+
+
+@dataclass(frozen=True)
+class Run:
+    """One contender on one problem.
+
+    Attributes:
+        call: runs the forward; gives the output in the contender's own layout.
+        leaves: what its backward differentiates by: query, key, value, learned tensors.
+        own: [B, H, S, D] -> the contender's layout.
+        shown: back again.
+    """
+
+    call: Callable[[], Tensor]
+    leaves: tuple[Tensor, ...]
+    own: Callable[[Tensor], Tensor] = _same
+    shown: Callable[[Tensor], Tensor] = _same
+
+    def directed(self, grad: Tensor | None) -> Callable[[], list[Tensor]]:
+        """What is timed: the forward, or with a gradient [B, H, S, D] the backward alone."""
+        if grad is None:
+            return lambda: [self.call()]
+        out, native = self.call(), self.own(grad).contiguous()
+        return lambda: list(torch.autograd.grad(out, self.leaves, native, retain_graph=True))
+
+
+def _leaves(p: Problem) -> tuple[Tensor, ...]:
+    return (p.query, p.key, p.value, *p.learned)
+
+
+def attnkit_run(
+    p: Problem,
+    kernel_options: dict[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+    backend: str = "cute",
+) -> Run:
+    """attnkit; the mask is given as a function, so that the plan chooses its tiles."""
+    grouped, score_mod = p.shape.heads != p.shape.kv_heads, p.score_mod
+
+    def call() -> Tensor:
+        out: Tensor = attnkit.flex_attention(
+            *(p.query, p.key, p.value, score_mod, p.mask_mod),
+            enable_gqa=grouped, kernel_options=kernel_options, backend=backend,
+        )  # fmt: skip
+        return out
+
+    def within() -> Tensor:
+        with _environment(environment or {}):
+            return call()
+
+    return Run(within if environment else call, _leaves(p))
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def flex_run(p: Problem, kernel_options: dict[str, Any] | None = None) -> Run:
+    """FlexAttention as its documentation says; the block mask is made once."""
+    mask = None
+    if p.mask_mod is not None:
+        length = p.shape.length
+        mask = flex.create_block_mask(p.mask_mod, None, None, length, length, device=p.query.device)
+    compiled = torch.compile(flex.flex_attention, dynamic=False)
+    grouped, score_mod = p.shape.heads != p.shape.kv_heads, p.score_mod
+    return Run(
+        lambda: compiled(
+            *(p.query, p.key, p.value), score_mod=score_mod, block_mask=mask,
+            enable_gqa=grouped, kernel_options=kernel_options,
+        ),
+        _leaves(p),
+    )  # fmt: skip
+
+
+def flex_flash_run(p: Problem) -> Run:
+    """FlexAttention on FlashAttention-4's kernels."""
+    _flash_attention_4()
+    return flex_run(p, {"BACKEND": "FLASH"})
+
+
+def _flash_attention_4() -> Any:
+    try:
+        from flash_attn.cute import interface
+    except ImportError as error:
+        raise Unsuitable(f"flash-attn-4 is not installed ({error})") from None
+    return interface
+
+
+def fa4_run(p: Problem) -> Run:
+    """FlashAttention-4 called directly, in its layout [B, S, H, D], with what it has built in."""
+    interface = _flash_attention_4()
+    options: dict[str, Any] = {
+        "": {},
+        "causal": {"causal": True},
+        "window": {"window_size": (WINDOW - 1, 0)},
+        "documents": {"causal": True},
+    }.get(p.mask, {"unknown": True})
+    if options.pop("unknown", False) or p.score not in ("", "softcap"):
+        raise Unsuitable("has no such mask or score built in, but by hand-written CuTe functions")
+    if p.score == "softcap":
+        options["softcap"] = SOFTCAP
+    if p.mask == "documents":
+        return _fa4_documents(p, interface.flash_attn_varlen_func, options)
+
+    def turned(t: Tensor) -> Tensor:
+        return t.transpose(1, 2)
+
+    q, k, v = (_leaf(turned(t).contiguous(), t) for t in (p.query, p.key, p.value))
+    return Run(lambda: interface.flash_attn_func(q, k, v, **options)[0], (q, k, v), turned, turned)
+
+
+def _fa4_documents(p: Problem, function: Callable[..., Any], options: dict[str, Any]) -> Run:
+    """Documents as sequences of their own, end to end: [B S, H, D]."""
+    shape = p.shape
+
+    def packed(t: Tensor) -> Tensor:
+        return t.transpose(1, 2).flatten(0, 1)
+
+    def unpacked(t: Tensor) -> Tensor:
+        return t.unflatten(0, (shape.batch, shape.length)).transpose(1, 2)
+
+    cuts = torch.cat((torch.zeros(1, dtype=torch.int64), document_cuts(shape.length)))
+    starts = (cuts + shape.length * torch.arange(shape.batch)[:, None]).flatten()
+    ends = torch.cat((starts, torch.tensor([shape.batch * shape.length])))
+    options |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), int(ends.diff().max()))
+    bounds = ends.to(p.query.device, torch.int32)
+    options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), bounds)
+    q, k, v = (_leaf(packed(t).contiguous(), t) for t in (p.query, p.key, p.value))
+    return Run(lambda: function(q, k, v, **options)[0], (q, k, v), packed, unpacked)
+
+
+def _leaf(t: Tensor, like: Tensor) -> Tensor:
+    return t.detach().requires_grad_(like.requires_grad)
+
+
+def sdpa_run(p: Problem, backend: attention.SDPBackend) -> Run:
+    """PyTorch's scaled_dot_product_attention by one of its kernels."""
+    if p.score or p.mask not in ("", "causal"):
+        raise Unsuitable("has no such mask or score")
+    grouped = p.shape.heads != p.shape.kv_heads
+
+    def call() -> Tensor:
+        with attention.sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(
+                p.query, p.key, p.value, is_causal=p.mask == "causal", enable_gqa=grouped
+            )
+
+    return Run(call, _leaves(p))
+
+
+OURS = "attnkit"
+Builder = Callable[[Problem], Run]
+CONTENDERS: dict[str, Builder] = {
+    OURS: attnkit_run,
+    "Flex Triton": flex_run,
+    "Flex FLASH": flex_flash_run,
+    "FlashAttention-4": fa4_run,
+    "cuDNN": lambda p: sdpa_run(p, attention.SDPBackend.CUDNN_ATTENTION),
+    "FlashAttention-2": lambda p: sdpa_run(p, attention.SDPBackend.FLASH_ATTENTION),
+}
+
+
+def skipped(name: str, error: Exception) -> dict[str, Any]:
+    """The fields of a row that tell why a contender was left out.
+
+    "failed" says that ours should not have been: it raised something else than UnsupportedError.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else ""
+    refused = isinstance(error, Unsuitable | attnkit.UnsupportedError)
+    row: dict[str, Any] = {
+        "skipped": (text if refused else f"{type(error).__name__}: {text}")[:200]
+    }
+    return row | ({"failed": True} if name.startswith(OURS) and not refused else {})
+
+
+def ablations(config: dict[str, Any], case: str) -> dict[str, Builder]:
+    """Further attnkit contenders of a case, by name: other options of the plan."""
+
+    def builder(entry: dict[str, Any]) -> Builder:
+        options, environment = entry.get("kernel_options"), entry.get("environment")
+        return lambda p: attnkit_run(p, options, environment)
+
+    chosen = [entry for entry in config.get("ablation", []) if case in entry["cases"]]
+    return {f"{OURS}: {entry['name']}": builder(entry) for entry in chosen}

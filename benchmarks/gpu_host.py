@@ -1,0 +1,164 @@
+"""Host time of a call and time of first calls on a GPU: `python benchmarks/gpu.py --host`.
+
+Host time is that of queueing a small problem, whose device time hides behind it. First calls are
+those of fresh processes: the very first one, with what it imports by itself, and that of another
+variant after it; with empty caches on disk (cold) and again with what that left there (warm).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_contenders import CONTENDERS, skipped
+from gpu_machine import describe_gpu
+from gpu_variants import Shape, problem
+
+Row = dict[str, Any]
+
+CASES = ("full", "causal", "causal, 16 documents", "causal + ALiBi")
+SMALL = Shape(batch=1, heads=2, kv_heads=2, length=256, head_dim=64, value_dim=64)
+FIRST = ("causal", "causal + softcap 20")  # the first call, and that of another variant
+FIRST_SHAPE = Shape(batch=1, heads=8, kv_heads=8, length=4096, head_dim=128, value_dim=128)
+CALLS, REPEATS = 100, 15
+CACHES = (
+    "ATTNKIT_CACHE_DIR",
+    "CUTE_DSL_CACHE_DIR",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Both benchmarks; options as of gpu.py."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    where = describe_gpu(device, options.commit)
+    config = tomllib.loads(options.cases.read_text())
+    names = [part.strip() for part in options.contenders.split(",") if part.strip()]
+    failed = False
+    for row in (*host_rows(config, options.only, names, device), *first_rows(options, names)):
+        print(line(row), flush=True)
+        failed |= row.get("failed", False)
+        if options.save:
+            with options.save.open("a") as file:
+                file.write(json.dumps(where | row) + "\n")
+    return int(failed)
+
+
+def line(row: Row) -> str:
+    """A row for people."""
+    text = f"{row['benchmark']:16}{row['case']:24}{row['contender']:20}"
+    if "skipped" in row:
+        return f"{text}skipped: {row['skipped']}"
+    if "host_us" in row:
+        return f"{text}{row['host_us']:8.1f} us a call"
+    text += f"{row['first_s']:8.2f} s"
+    other = row["other_s"]
+    return text if other is None else f"{text}, then {other:.2f} s for another variant"
+
+
+def wait(device: torch.device) -> None:
+    """Until the device is done; a CPU always is."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# --- host time of a call
+
+
+def host_rows(config: Row, only: str, names: list[str], device: torch.device) -> Iterator[Row]:
+    """Microseconds that the host needs to queue a call."""
+    for case in config["case"]:
+        if case["name"] not in CASES or not re.search(only, case["name"]):
+            continue
+        torch.compiler.reset()
+        p = problem(case, SMALL, device, backward=False)
+        for name in names or CONTENDERS:
+            row: Row = {"benchmark": "gpu host", "case": case["name"], "contender": name}
+            try:
+                call = CONTENDERS[name](p).call
+                call()
+            except Exception as error:
+                yield row | skipped(name, error)
+                continue
+            yield row | {"shape": vars(SMALL), "host_us": host_us(call, device)}
+
+
+def host_us(call: Any, device: torch.device) -> float:
+    """Median over repeats of the mean of many calls, none of which waits for the device."""
+    found = []
+    for _ in range(REPEATS):
+        wait(device)
+        began = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        found.append(1e6 * (time.perf_counter() - began) / CALLS)
+    return statistics.median(found)
+
+
+# --- first calls
+
+
+def first_rows(options: argparse.Namespace, names: list[str]) -> Iterator[Row]:
+    """Seconds of first calls, each contender in two fresh processes."""
+    for name in names or CONTENDERS:
+        with tempfile.TemporaryDirectory() as folder:
+            for state in ("cold", "warm"):
+                row: Row = {"benchmark": "gpu first call", "case": f"{FIRST[0]}, {state}"}
+                row |= {"contender": name, "cache": state, "shape": vars(FIRST_SHAPE)}
+                found = first(name, options.cases, Path(folder))
+                yield row | found
+                if "skipped" in found:
+                    break
+
+
+def first(name: str, cases: Path, folder: Path) -> Row:
+    """What a fresh process measures, its caches in a folder."""
+    own = {variable: str(folder / variable.lower()) for variable in CACHES}
+    own["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] = "1"
+    command = [sys.executable, __file__, name, str(cases)]
+    done = subprocess.run(
+        command, env=os.environ | own, capture_output=True, text=True, check=False, timeout=300
+    )
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return {"skipped": f"its process ended with {done.returncode}: {last}"[:200]}
+    found: Row = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def child(name: str, cases: Path, device: torch.device) -> Row:
+    """Measure the first calls of this process."""
+    known = {case["name"]: case for case in tomllib.loads(cases.read_text())["case"]}
+    found: list[float | None] = []
+    for case in FIRST:
+        p = problem(known[case], FIRST_SHAPE, device, backward=False)
+        wait(device)
+        began = time.perf_counter()
+        try:
+            CONTENDERS[name](p).call()
+        except Exception as error:
+            if not found:
+                return skipped(name, error)
+            found.append(None)  # it has no such variant
+            continue
+        wait(device)
+        found.append(time.perf_counter() - began)
+    return {"first_s": found[0], "other_s": found[1]}
+
+
+if __name__ == "__main__":
+    print(json.dumps(child(sys.argv[1], Path(sys.argv[2]), torch.device("cuda"))))

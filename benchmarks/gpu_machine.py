@@ -1,0 +1,47 @@
+"""Which GPU, driver and packages a row was measured with."""
+
+from __future__ import annotations
+
+import subprocess
+from datetime import UTC, datetime
+from importlib import metadata
+
+import torch
+from machine import describe
+
+PACKAGES = ("triton", "nvidia-cutlass-dsl", "flash-attn-4")
+
+
+def describe_gpu(device: torch.device, commit: str | None = None) -> dict[str, object]:
+    """The fields of a row that do not depend on the case.
+
+    Args:
+        device: a CUDA device.
+        commit: what to record where the checkout has no git.
+    """
+    known = describe()
+    properties = torch.cuda.get_device_properties(device)
+    found = {name: known[name] for name in ("date", "commit", "python", "torch", "attnkit")}
+    found["commit"] = commit or found["commit"]
+    found["run"] = datetime.now(UTC).isoformat(timespec="seconds")
+    found |= {"gpu": properties.name, "sms": properties.multi_processor_count}
+    found |= {"driver": _smi("driver_version"), "power_limit_w": _smi("power.limit")}
+    found |= {"max_sm_mhz": _smi("clocks.max.sm"), "cudnn": torch.backends.cudnn.version()}
+    return found | {name: _version(name) for name in PACKAGES}
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _smi(field: str) -> str:
+    """One value of the first GPU, empty where nvidia-smi is not found or does not say."""
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits", "--id=0"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

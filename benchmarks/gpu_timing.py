@@ -1,0 +1,190 @@
+"""Device times of several functions measured in turn, each with the SM clock that it ran at.
+
+A card that is limited by its power runs the slower the longer it works. So all functions of a case
+take turns in one process, and either rest before each short measurement (burst) or never
+(sustained). Compare only what was measured together; cycles move least from run to run.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from timing import Times
+from torch import Tensor
+
+Function = Callable[[], Any]
+
+LEAST, MOST = 0.1, 4.0  # GHz; outside of them a counter was reset in between
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How a measurement is taken.
+
+    Attributes:
+        rest: seconds without work before it.
+        settle: milliseconds of untimed launches before it, which keep the host ahead as well.
+        length: milliseconds that are timed.
+    """
+
+    rest: float
+    settle: float
+    length: float
+
+
+MODES = {"burst": Mode(0.12, 4, 10), "sustained": Mode(0, 4, 35)}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One measurement: milliseconds of one launch, and the SM clock in GHz if known."""
+
+    ms: float
+    ghz: float | None
+
+
+@dataclass(frozen=True)
+class Series:
+    """The measurements of one function."""
+
+    readings: tuple[Reading, ...]
+
+    @property
+    def times(self) -> Times:
+        return Times(tuple(r.ms for r in self.readings))
+
+    @property
+    def ghz(self) -> float | None:
+        """Median of the SM clock."""
+        known = [r.ghz for r in self.readings if r.ghz is not None]
+        return statistics.median(known) if known else None
+
+    @property
+    def cycles(self) -> float | None:
+        """SM cycles of one launch: the median over the measurements of time x clock."""
+        known = [1e6 * r.ms * r.ghz for r in self.readings if r.ghz is not None]
+        return statistics.median(known) if known else None
+
+
+class Timer(Protocol):
+    """What takes a measurement; `prepare` is called once for each function before."""
+
+    def prepare(self, function: Function) -> Any: ...
+
+    def measure(self, function: Function, prepared: Any) -> Reading: ...
+
+
+@dataclass(frozen=True)
+class Launches:
+    """How to measure a function.
+
+    Attributes:
+        timed, settling: number of calls.
+        lead: cycles that the device waits for a host that is slower than it.
+    """
+
+    timed: int
+    settling: int
+    lead: int
+
+
+class CudaTimer:
+    """CUDA events around many launches.
+
+    Args:
+        mode: how long, after which rest.
+        device: a CUDA device.
+    """
+
+    def __init__(self, mode: Mode, device: torch.device) -> None:
+        import gpu_clock  # needs Triton, which a machine without CUDA may lack
+
+        self.mode, self.device, self.stamp = mode, device, gpu_clock.stamp
+        self.stamp(device)
+
+    def prepare(self, function: Function, calls: int = 3) -> Launches:
+        """Run it a few times, and find how many launches a measurement takes."""
+        function()
+        torch.cuda.synchronize(self.device)
+        start, end = _events()
+        start.record()
+        began = time.perf_counter()
+        for _ in range(calls):
+            function()
+        host = 1000 * (time.perf_counter() - began) / calls
+        end.record()
+        end.synchronize()
+        ms = max(start.elapsed_time(end) / calls, 1e-3)
+        timed = max(1, round(self.mode.length / ms))
+        # Where the device waited for the host, ms is the host's time, and the host may need all of
+        # it; a call that waits for the device itself never gets ahead.
+        late = timed * host if host > 0.8 * ms else 0.0
+        cycles = int(min(late, 200.0) * 2e6)  # at most 2 GHz
+        return Launches(timed, round(self.mode.settle / ms), cycles)
+
+    def measure(self, function: Function, prepared: Launches) -> Reading:
+        """One measurement."""
+        torch.cuda.synchronize(self.device)
+        time.sleep(self.mode.rest)
+        for _ in range(prepared.settling):
+            function()
+        if prepared.lead:
+            torch.cuda._sleep(prepared.lead)
+        start, end = _events()
+        before = self.stamp(self.device)
+        start.record()
+        for _ in range(prepared.timed):
+            function()
+        end.record()
+        after = self.stamp(self.device)
+        torch.cuda.synchronize(self.device)
+        ms = start.elapsed_time(end) / prepared.timed
+        return Reading(ms, gigahertz(before, after))
+
+
+def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+
+def gigahertz(before: Tensor, after: Tensor) -> float | None:
+    """The clock between two stamps, the median over the SMs; None if no reading makes sense."""
+    first = {sm: (cycles, ns) for sm, cycles, ns in before.tolist()}
+    rates = []
+    for sm, cycles, ns in after.tolist():
+        if sm in first and ns > first[sm][1]:
+            rates.append((cycles - first[sm][0]) / (ns - first[sm][1]))
+    sensible = [rate for rate in rates if LEAST < rate < MOST]
+    return statistics.median(sensible) if sensible else None
+
+
+def in_turn(
+    functions: Mapping[str, Function],
+    timer: Timer,
+    *,
+    rounds: int,
+    seconds: float = float("inf"),
+    least_rounds: int = 3,
+) -> dict[str, Series]:
+    """Measure functions round-robin, in alternating order.
+
+    Args:
+        functions: by name.
+        timer: takes the measurements.
+        rounds: of one measurement each.
+        seconds: begin no round after so long,
+        least_rounds: but in so many first.
+    """
+    prepared = {name: timer.prepare(function) for name, function in functions.items()}
+    found: dict[str, list[Reading]] = {name: [] for name in functions}
+    began = time.perf_counter()
+    for turn in range(rounds):
+        if turn >= least_rounds and time.perf_counter() - began > seconds:
+            break
+        for name in list(functions)[:: 1 if turn % 2 == 0 else -1]:
+            found[name].append(timer.measure(functions[name], prepared[name]))
+    return {name: Series(tuple(readings)) for name, readings in found.items()}

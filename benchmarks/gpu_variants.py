@@ -1,0 +1,228 @@
+"""Masks, scores and inputs of the GPU cases, as plain functions: every contender gets the same.
+
+A case of gpu_cases.toml names a mask and a score of this file; `problem` draws its tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Mod = Callable[..., Tensor]
+
+BLOCK = 128  # of the random blocks
+WINDOW = 1024
+SOFTCAP = 20.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a case: query [batch, heads, length, head_dim], key and value with kv_heads."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    length: int
+    head_dim: int
+    value_dim: int
+
+    @classmethod
+    def of(cls, given: dict[str, int]) -> Shape:
+        """From a case's table; kv_heads and value_dim are as heads and head_dim if not given."""
+        defaults = {"kv_heads": given["heads"], "value_dim": given["head_dim"]}
+        return cls(**(defaults | given))
+
+
+# --- masks: (length, device) -> mask_mod
+
+
+def causal(length: int, device: torch.device) -> Mod:
+    return lambda b, h, q, kv: q >= kv
+
+
+def window(length: int, device: torch.device) -> Mod:
+    """Each query sees itself and the 1023 keys before it."""
+    return lambda b, h, q, kv: (q >= kv) & (q - kv < WINDOW)
+
+
+def prefix(length: int, device: torch.device) -> Mod:
+    """Causal, and every query sees the first 1024 keys."""
+    return lambda b, h, q, kv: (q >= kv) | (kv < WINDOW)
+
+
+def document_cuts(length: int, count: int = 16) -> Tensor:
+    """Where documents begin, but for the first, in increasing order, int64 on the CPU."""
+    random = torch.Generator().manual_seed(0)
+    return (1 + torch.randperm(length - 1, generator=random)[: count - 1]).sort().values
+
+
+def documents(length: int, device: torch.device) -> Mod:
+    """Causal within 16 documents, cut at random."""
+    ids = torch.searchsorted(document_cuts(length), torch.arange(length), right=True)
+    ids = ids.to(device, torch.int32)
+    return lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv])
+
+
+def random_blocks(percent: int) -> Callable[[int, torch.device], Mod]:
+    """That share of the 128 x 128 blocks, the same for all heads; rows may be left with none."""
+
+    def make(length: int, device: torch.device) -> Mod:
+        side = -(-length // BLOCK)
+        kept = torch.randperm(side * side, generator=torch.Generator().manual_seed(0))
+        table = torch.zeros(side * side, dtype=torch.int32)
+        table[kept[: round(side * side * percent / 100)]] = 1
+        table = table.view(side, side).to(device)
+        return lambda b, h, q, kv: table[q // BLOCK, kv // BLOCK] > 0
+
+    return make
+
+
+MASKS: dict[str, Callable[[int, torch.device], Mod]] = {
+    "causal": causal,
+    "window": window,
+    "prefix": prefix,
+    "documents": documents,
+    **{f"blocks_{percent}": random_blocks(percent) for percent in (1, 3, 7, 21, 50)},
+}
+
+
+# --- scores: tables that the score_mod captures, and the score_mod over them
+
+
+@dataclass(frozen=True)
+class Score:
+    """A score_mod with its captured tensors apart, so that a reference may use wider ones.
+
+    Attributes:
+        tables: shape -> captured tensors, float32 on the CPU, the first axis is the head.
+        mod: captured tensors -> score_mod.
+    """
+
+    tables: Callable[[Shape], tuple[Tensor, ...]]
+    mod: Callable[..., Mod]
+
+
+def _alibi(slopes: Tensor) -> Mod:
+    return lambda score, b, h, q, kv: score + slopes[h] * (kv - q)
+
+
+def _slopes(shape: Shape) -> tuple[Tensor, ...]:
+    return (2.0 ** (-8 * torch.arange(1, shape.heads + 1) / shape.heads),)
+
+
+def _softcap() -> Mod:
+    return lambda score, b, h, q, kv: SOFTCAP * torch.tanh(score / SOFTCAP)
+
+
+def _relative_bias(table: Tensor) -> Mod:
+    length = table.shape[1] // 2
+    return lambda score, b, h, q, kv: score + table[h, q - kv + length]
+
+
+def _head_scale(gain: Tensor) -> Mod:
+    return lambda score, b, h, q, kv: score * gain[h]
+
+
+def _random(*sizes: int) -> Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(1))
+
+
+SCORES: dict[str, Score] = {
+    "alibi": Score(_slopes, _alibi),
+    "softcap": Score(lambda shape: (), _softcap),
+    "relative_bias": Score(lambda shape: (_random(shape.heads, 2 * shape.length),), _relative_bias),
+    "head_scale": Score(lambda shape: (1 + 0.1 * _random(shape.heads),), _head_scale),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A case with its tensors.
+
+    Attributes:
+        query, key, value, grad: [B, H, S, D] in the case's dtype; grad arrives at the output.
+        mask: name in MASKS, "" to keep everything.
+        score: name in SCORES, "" to leave the scores as they are.
+        mask_mod, tables: what these make; tables require grad if the case learns them.
+        density: share of the (query, key) pairs that the mask keeps.
+    """
+
+    shape: Shape
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    grad: Tensor
+    mask: str
+    score: str
+    mask_mod: Mod | None
+    tables: tuple[Tensor, ...]
+    density: float
+
+    @property
+    def learned(self) -> tuple[Tensor, ...]:
+        """The captured tensors that get a gradient."""
+        return tuple(t for t in self.tables if t.requires_grad)
+
+    @property
+    def score_mod(self) -> Mod | None:
+        return self.modified_by(self.tables)
+
+    def modified_by(self, tables: tuple[Tensor, ...]) -> Mod | None:
+        """The score_mod over other captured tensors."""
+        return SCORES[self.score].mod(*tables) if self.score else None
+
+    def for_backward(self) -> Problem:
+        """The same problem, its inputs leaves that require grad."""
+        query, key, value = (
+            t.detach().requires_grad_() for t in (self.query, self.key, self.value)
+        )
+        return replace(self, query=query, key=key, value=value)
+
+    def useful_flops(self, backward: bool) -> float:
+        """Floating-point operations of the kept scores; the backward has 2.5 times those."""
+        s = self.shape
+        pairs = s.batch * s.heads * s.length * s.length * self.density
+        return (2.5 if backward else 1.0) * 2 * pairs * (s.head_dim + s.value_dim)
+
+
+def problem(case: dict[str, Any], shape: Shape, device: torch.device, backward: bool) -> Problem:
+    """Draw a case: normal inputs, the same for all contenders and runs."""
+    random = torch.Generator(device).manual_seed(0)
+    dtype = getattr(torch, case.get("dtype", "bfloat16"))
+    own = shape.batch, shape.heads, shape.length
+    shared = shape.batch, shape.kv_heads, shape.length
+    sizes = ((*own, shape.head_dim), (*shared, shape.head_dim), (*shared, shape.value_dim))
+    inputs = [
+        torch.randn(size, generator=random, device=device).to(dtype)
+        for size in (*sizes, (*own, shape.value_dim))
+    ]
+    mask, score = case.get("mask", ""), case.get("score", "")
+    mask_mod = MASKS[mask](shape.length, device) if mask else None
+    tables = tuple(t.to(device) for t in SCORES[score].tables(shape)) if score else ()
+    if case.get("learned", False) and backward:
+        for t in tables:
+            t.requires_grad_()
+    query, key, value, grad = inputs
+    made = Problem(
+        shape, query, key, value, grad, mask, score, mask_mod, tables,
+        1.0 if mask_mod is None else _density(mask_mod, shape.length, device),
+    )  # fmt: skip
+    return made.for_backward() if backward else made
+
+
+def kept_rows(mask_mod: Mod, rows: Tensor, length: int) -> Tensor:
+    """The dense mask of some rows, bool [rows, length]."""
+    none = torch.zeros((), dtype=torch.int32, device=rows.device)
+    columns = torch.arange(length, dtype=torch.int32, device=rows.device)
+    kept: Tensor = mask_mod(none, none, rows[:, None], columns[None])
+    return kept.expand(len(rows), length)
+
+
+def _density(mask_mod: Mod, length: int, device: torch.device, step: int = 1024) -> float:
+    rows = torch.arange(length, dtype=torch.int32, device=device)
+    kept = sum(int(kept_rows(mask_mod, part, length).sum()) for part in rows.split(step))
+    return kept / length**2

@@ -1,0 +1,198 @@
+"""For tests of the GPU kernels: one forward on poisoned memory against dense attention in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnkit import reference
+from attnkit.testing import Case
+from attnkit.testing.quantities import Quantities, captured_leaves, in_dtype
+from attnkit.testing.rounding import SAMPLES
+from attnkit.testing.shuffled import shuffled
+from attnkit.testing.snippet import definition
+from attnkit.testing.tolerance import FACTOR
+from attnkit.trace import Traced
+from attnkit.variant import Variant
+
+DEVICE, BACKEND = "cuda", "cute"
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Memory that torch allocates inside starts as NaN, or as the largest integer."""
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = before[2]
+
+
+def forward(variant: Variant, case: Case, **options: Any) -> Quantities:
+    """Output and LSE of the GPU kernel."""
+    with torch.no_grad():
+        out, lse = variant(
+            *case.inputs(DEVICE),
+            scale=case.scale,
+            enable_gqa=case.heads != case.kv_heads,
+            return_lse=True,
+            **{"backend": BACKEND} | options,
+        )
+    return {"out": out, "lse": lse}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Dense:
+    """What a case should give.
+
+    Attributes:
+        score: the traced score_mod.
+        kept: the dense mask [B, Hq, Sq, Skv], None if everything is kept.
+        gold: output and LSE in float64.
+        rough: the same in the case's dtype.
+    """
+
+    score: Traced | None
+    kept: Tensor | None
+    gold: Quantities
+    rough: Quantities
+
+
+@torch.no_grad()
+def dense(variant: Variant, case: Case) -> Dense:
+    """Dense attention, in float64 and in the case's dtype."""
+    score, mask = variant.trace(torch.device(DEVICE))
+    inputs = case.inputs(DEVICE)
+    kept = None
+    if mask is not None:
+        kept = reference.kept(mask, *inputs[:2]).expand(case.dense_shape)
+    found = []
+    for qkv, mod in (
+        ([t.double() for t in inputs], score and in_dtype(score, torch.float64)),
+        (list(inputs), score),
+    ):
+        out, lse, _ = reference.attention(*qkv, mod, scale=case.scale, allowed=kept)
+        found.append({"out": out, "lse": lse})
+    return Dense(score, kept, *found)
+
+
+def _largest(t: Tensor) -> float:
+    return float(t.abs().max()) if t.numel() else 0.0
+
+
+def _typical(t: Tensor) -> float:
+    return float(t.square().mean().sqrt()) if t.numel() else 0.0
+
+
+def _excesses(found: Quantities, gold: Quantities, samples: list[Quantities]) -> list[str]:
+    """Errors, the largest and the root mean square, above twice those of what the dtype gives.
+
+    Where a sample is exact by luck, half a unit in the last place counts as its error.
+    """
+    said = []
+    for name, expected in gold.items():
+        alive = expected.isfinite()
+        own = found[name].double()[alive]
+        half = torch.finfo(found[name].dtype).eps / 2
+        for what, size in (("largest", _largest), ("rms", _typical)):
+            error = size(own - expected[alive])
+            others = [size(s[name].double()[alive] - expected[alive]) for s in samples]
+            allowed = FACTOR * max(*others, half * size(expected[alive]))
+            if not error <= allowed:
+                said.append(f"{what} error of {name}: {error:.3g}, {allowed:.3g} allowed")
+    return said
+
+
+def wrong(found: Quantities, expected: Dense, case: Case) -> list[str]:
+    """What is wrong with a result; more samples of what the dtype gives are taken when in doubt."""
+    samples = [expected.rough]
+    said = _excesses(found, expected.gold, samples)
+    for i in range(1, SAMPLES + 1):
+        if not said or not found["out"].isfinite().all():
+            break
+        captured = captured_leaves(expected.score)
+        device = torch.device(DEVICE)
+        samples.append(shuffled(expected.score, expected.kept, case, captured, device, i))
+        said = _excesses(found, expected.gold, samples)
+    dead = expected.gold["lse"] == -torch.inf
+    if not torch.equal(found["lse"] == -torch.inf, dead):
+        said.append("LSE is not -inf where, and only where, a row keeps nothing")
+    if found["out"][dead].any():
+        said.append("output is not 0 where a row keeps nothing")
+    return said
+
+
+def check(variant: Variant, case: Case, **options: Any) -> Quantities:
+    """One call is exact, another gives the same bits, and rows that keep nothing are marked."""
+    with poisoned():
+        found = forward(variant, case, **options)
+    again = forward(variant, case, **options)
+    said = wrong(found, dense(variant, case), case)
+    assert not said, "\n".join([str(case), str(variant), *said])
+    query = case.inputs(DEVICE)[0]
+    assert found["out"].shape == (*query.shape[:3], case.value_dim)
+    for name, t in found.items():
+        assert torch.equal(t, again[name]), f"{name} changes from run to run: {case}\n{variant}"
+    return found
+
+
+def on_device(variant: Variant) -> Variant:
+    """A drawn variant again, with its captured tensors on the device.
+
+    Drawn variants remember the source that makes them, so that is run again.
+    """
+    text = definition(variant).replace("torch.Generator()", f"torch.Generator({DEVICE!r})")
+    scope: dict[str, Any] = {"torch": torch, "Variant": Variant, "__name__": __name__}
+    with torch.device(DEVICE):
+        exec(compile(text, "<drawn>", "exec"), scope)
+    made: Variant = scope["variant"]
+    return made
+
+
+def _negative(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    return query.abs(), -key.abs()
+
+
+def _steep(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    return 6 * query, 6 * key
+
+
+def _grown(key: Tensor) -> Tensor:
+    factors = torch.linspace(0.01, 8, key.shape[2], device=key.device, dtype=torch.float64)
+    return factors[:, None].to(key.dtype)
+
+
+# What the running maximum of a row does as the keys go by.
+DATA: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "negative": _negative,  # every score far below zero
+    "steep": _steep,  # scores of a few hundred: almost all weight on one key
+    "rising": lambda query, key: (query, key * _grown(key)),
+    "falling": lambda query, key: (query, key * _grown(key).flip(0)),
+    "constant": lambda query, key: (torch.ones_like(query), torch.ones_like(key)),
+    "zero": lambda query, key: (torch.zeros_like(query), key),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shaped(Case):
+    """A case whose scores are of a kind in `DATA`."""
+
+    data: str = "steep"
+
+    def inputs(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = super().inputs(device)
+        with torch.no_grad():
+            query, key = DATA[self.data](query, key)
+        return query.requires_grad_(), key.requires_grad_(), value

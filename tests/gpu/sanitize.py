@@ -1,0 +1,112 @@
+"""Small calls of every kind of kernel, for compute-sanitizer (see `--help`).
+
+PYTHONPATH=. compute-sanitizer --tool memcheck python3 tests/gpu/sanitize.py
+PYTHONPATH=. compute-sanitizer --tool racecheck python3 tests/gpu/sanitize.py --only D=64
+PYTHONPATH=. compute-sanitizer --tool initcheck python3 tests/gpu/sanitize.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from attnkit import UnsupportedError, masks, mods
+from attnkit.testing import Case, CheckError, check_case
+from attnkit.variant import Variant
+from tests.gpu import cute_kit as kit
+
+BF16 = torch.bfloat16
+SIZES: dict[str, Any] = {"heads": 2, "kv_heads": 1, "head_dim": 64, "value_dim": 64, "dtype": BF16}
+
+
+def documents(length: int) -> Any:
+    ids = torch.arange(length, device=kit.DEVICE) // 70
+    return masks.causal() & masks.document(ids, sorted_ids=True)
+
+
+def learned_bias(length: int) -> Any:
+    table = torch.randn(2, 2 * length, device=kit.DEVICE, requires_grad=True)
+    return lambda score, b, h, q, kv: score + table[h, q - kv + length]
+
+
+def scattered(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    """No union of few intervals: each element is asked; some rows and tiles keep nothing."""
+    return ((q * 7 + kv * 3) % 5 > 1) & (q // 128 != 1) & (kv > 20)
+
+
+def configurations() -> Iterator[tuple[str, Variant, Case]]:
+    """What a kernel is compiled for: mask form, score form, head dim, dtype, layout."""
+    length = 200
+    slopes = torch.rand(2, device=kit.DEVICE, requires_grad=True)
+    variants = {
+        "full": Variant(),
+        "causal": Variant(None, masks.causal()),
+        "window": Variant(None, masks.causal() & masks.sliding_window(50)),
+        "documents": Variant(None, documents(length)),
+        "scattered": Variant(None, scattered),
+        "alibi": Variant(mods.alibi(slopes), masks.causal()),
+        "softcap": Variant(mods.softcap(5.0), masks.causal()),
+        "learned bias": Variant(learned_bias(length), masks.causal()),
+        "head scale": Variant(mods.head_scale(slopes), masks.causal()),
+    }
+    for name, variant in variants.items():
+        yield f"{name} D=64", variant, Case(length, length, **SIZES)
+    for dims in (40, 72, 96, 128, 192, 256, (192, 128)):
+        head_dim, value_dim = dims if isinstance(dims, tuple) else (dims, dims)
+        sizes = SIZES | {"head_dim": head_dim, "value_dim": value_dim}
+        for name in ("full", "causal", "alibi"):
+            yield f"{name} D={dims}", variants[name], Case(length, length, **sizes)
+    for q_len, kv_len in ((1, 1), (1, 200), (200, 1), (129, 127), (64, 300)):
+        yield f"causal {q_len} x {kv_len} D=64", variants["causal"], Case(q_len, kv_len, **SIZES)
+    for layout in ("transposed", "sliced", "expanded"):
+        case = Case(length, length, batch=2, kv_batch=2, layouts=(layout,) * 3, **SIZES)
+        yield f"causal {layout} D=64", variants["causal"], case
+    half = SIZES | {"dtype": torch.float16}
+    yield "alibi float16 D=64", variants["alibi"], Case(length, length, **half)
+
+
+def run(variant: Variant, case: Case, backward: bool) -> str:
+    """Forward, or with `backward` all gradients too: what is wrong or left out, or empty."""
+    if not backward:
+        return "; ".join(kit.wrong(kit.forward(variant, case), kit.dense(variant, case), case))
+    try:
+        report = check_case(variant, case, device=kit.DEVICE, backends=[kit.BACKEND])
+    except CheckError as error:
+        return str(error)
+    return "; ".join(report.notes)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", metavar="PATTERN", help="names that have it")
+    parser.add_argument("--backward", action="store_true", help="also gradients")
+    options = parser.parse_args()
+    # Each tensor in an allocation of its own, so that a write beyond its end is seen. Read when
+    # torch first allocates on the device.
+    os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    bad = 0
+    for name, variant, case in configurations():
+        if not re.search(options.only, name):
+            continue
+        try:
+            said = run(variant, case, options.backward)
+        except UnsupportedError as refusal:
+            sys.stdout.write(f"{name}: not supported: {refusal}\n")
+            continue
+        torch.cuda.synchronize()
+        bad += bool(said)
+        sys.stdout.write(f"{name}: {said or 'ok'}\n")
+        sys.stdout.flush()
+    return min(bad, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
