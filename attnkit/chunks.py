@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 _GRAIN = (1 << 15) - 1  # below at::internal::GRAIN_SIZE
-_MAX_CHUNKS = 64  # beyond that the overhead of many small operators would show
+_MAX_CHUNKS = 1024  # beyond that the overhead of many small operators would show
 
 
 def at_once(total: int, device: torch.device) -> int:

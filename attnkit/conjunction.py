@@ -1,21 +1,28 @@
 """Rewrites of a mask's logic that make classification exact more often.
 
-Two rules, both for the boolean structure only:
+Three rules, all for the boolean structure only:
 
 * equate: `eq(A(q), B(kv)) and X  =  eq(A(q), B(kv)) and X[B := A]`. Where A and B differ both
   sides are false, so replacing is sound; `start[doc[kv]]` becomes `start[doc[q]]`, one-sided,
   and cancels.
 * regroup: the members of an `and` (or of an `or`) are ordered by side, so that those on one side
   become one one-sided expression, tabulated exactly.
+* gate: `C(kv) and A(q) <= B(kv)  =  A(q) + (0 if C(kv) else P) <= B(kv)` with a P beyond all
+  integers: where C fails, so does the comparison. Then one table knows both, and the two
+  conditions are no longer judged apart. The same for conditions on q, for every comparison of q
+  with kv in the conjunction, and for `or`, with -P where C holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from attnkit import expr, rewrite
 from attnkit.expr import BOOL, I32, Node
-from attnkit.sided import Side, Sides
+from attnkit.sided import Side, Sides, comparable
+
+# Their product is beyond every difference of two numbers of int32.
+_FAR, _TIMES = 1 << 30, 16
 
 
 def equated(root: Node, sides: Sides) -> Node:
@@ -24,26 +31,31 @@ def equated(root: Node, sides: Sides) -> Node:
     The result may evaluate loads and divisions at values that the original never reached, where
     the equality fails: check its bounds before using it.
     """
-    return _rebuilt(root, sides, equate=True)
+    return _rebuilt(root, lambda op, m: _equate(m, sides) if op == "and" else m)
 
 
 def regrouped(root: Node, sides: Sides) -> Node:
     """Apply `regroup` to every `and` and `or`."""
-    return _rebuilt(root, sides, equate=False)
+    return _rebuilt(root, lambda op, members: _by_side(op, members, sides))
 
 
-def _rebuilt(root: Node, sides: Sides, *, equate: bool) -> Node:
+def gated(root: Node, sides: Sides) -> Node:
+    """Apply `gate` to every `and` and `or`.
+
+    The result is for evaluation on tiles, where sums are exact: some of them leave int32.
+    """
+    done: set[Node] = set()  # one penalty may not cancel another
+    return _rebuilt(root, lambda op, members: _gated(op, members, sides, done))
+
+
+def _rebuilt(root: Node, rule: Callable[[str, list[Node]], list[Node]]) -> Node:
+    """Replace the members of every `and` and `or`, the inner ones first."""
     done: dict[Node, Node] = {}
     for n in expr.topo(root):
         if n.type != BOOL or not any(a.type == BOOL for a in n.args):
             done[n] = n
         elif n.op in ("and", "or"):
-            members = [done[m] for m in _members(n)]
-            if not equate:
-                members = _by_side(n.op, members, sides)
-            elif n.op == "and":
-                members = _equate(members, sides)
-            done[n] = _chain(n.op, members)
+            done[n] = _chain(n.op, rule(n.op, [done[m] for m in _members(n)]))
         else:
             mapping = {a: done[a] for a in n.args if done.get(a, a) is not a}
             done[n] = expr.substitute(n, mapping) if mapping else n
@@ -76,6 +88,39 @@ def _by_side(op: str, members: Sequence[Node], sides: Sides) -> list[Node]:
         groups[sides.side(m)].append(m)
     mixed = groups.pop(Side.MIXED)
     return [_chain(op, group) for group in groups.values() if group] + mixed
+
+
+def _gated(op: str, members: list[Node], sides: Sides, done: set[Node]) -> list[Node]:
+    """Join the conditions on one side to the comparisons of both sides."""
+    gates = [m for m in members if sides.side(m) in (Side.Q, Side.KV, Side.CONST)]
+    found = []
+    for m in members:
+        if m in gates:
+            continue
+        if gates and m not in done and _can_be_gated(m, op, sides):
+            behind = _behind(m, gates, op)
+            if sides.side(behind) is Side.MIXED:  # else it would be evaluated, and leave int32
+                done.add(behind)
+                m = behind
+        found.append(m)
+    return found if any(m not in members for m in found) else members
+
+
+def _can_be_gated(n: Node, op: str, sides: Sides) -> bool:
+    """Whether `n` compares q terms with kv terms, and can be forced to fail, or for `or` to hold."""
+    if not comparable(n) or (n.op == "eq" and op == "or"):
+        return False
+    found = {sides.side(m) for m, _ in sides.difference(n).terms}
+    return found - {Side.CONST} == {Side.Q, Side.KV}
+
+
+def _behind(comparison: Node, gates: Sequence[Node], op: str) -> Node:
+    left, right = comparison.args
+    for gate in gates:
+        far = (0, _FAR) if op == "and" else (-_FAR, 0)
+        penalty = expr.node("where", gate, *(expr.const(x) for x in far))
+        left = expr.node("add", left, expr.node("mul", penalty, expr.const(_TIMES)))
+    return expr.node(comparison.op, left, right)
 
 
 def _equate(members: Sequence[Node], sides: Sides) -> list[Node]:

@@ -60,6 +60,23 @@ class Runs:
         return inside[:, :blocks] > 0
 
     @staticmethod
+    def joined(first: Tensor, last: Tensor, rows: int, blocks: int) -> Runs:
+        """The rows made of pieces of runs, in any order.
+
+        Args:
+            first: int64 [pieces], row * (blocks + 1) + first block of each.
+            last: int64 [pieces], the same of the block after the last one; pieces may touch, but
+                not overlap.
+            rows, blocks: how many there are.
+        """
+        first, last = merged(first, last)
+        row = first // (blocks + 1)
+        pointers = torch.zeros(rows + 1, dtype=torch.int32, device=first.device)
+        torch.cumsum(torch.bincount(row, minlength=rows), 0, dtype=torch.int32, out=pointers[1:])
+        start = (first - row * (blocks + 1)).to(torch.int32)
+        return Runs(pointers, start, (last - first).to(torch.int32))
+
+    @staticmethod
     def concatenated(parts: Sequence[Runs]) -> Runs:
         """The rows of several, one after another."""
         ends = torch.stack([p.row_ptr[-1] for p in parts]).cumsum(0, dtype=torch.int32)
@@ -70,6 +87,18 @@ class Runs:
             torch.cat([p.start for p in parts]),
             torch.cat([p.length for p in parts]),
         )
+
+
+def merged(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """Pieces `first` to `last` (not included) in order, those that touch made one.
+
+    Args:
+        first, last: int64 [pieces], in any order; pieces do not overlap.
+    """
+    first, last = first.sort().values, last.sort().values  # piece i is still first[i]..last[i]
+    fresh = first.new_ones(first.numel() + 1, dtype=torch.bool)
+    torch.ne(first[1:], last[:-1], out=fresh[1:-1])
+    return first.masked_select(fresh[:-1]), last.masked_select(fresh[1:])
 
 
 def _bands(grid: Tensor) -> Iterator[Tensor]:
@@ -83,8 +112,11 @@ def _bands(grid: Tensor) -> Iterator[Tensor]:
             yield pairs.reshape(-1, blocks)
 
 
-def _stretches(grid: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the state changes, counting blocks through all rows, and to what."""
+def stretches(grid: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the state changes along rows of [pairs, rows, blocks], and to what.
+
+    Places count blocks through all rows; each row begins with a change.
+    """
     places, states = [], []
     first = 0
     for band in _bands(grid):
@@ -100,7 +132,7 @@ def _stretches(grid: Tensor) -> tuple[Tensor, Tensor]:
 def _runs_of(grid: Tensor) -> dict[int, Runs]:
     """FULL and PARTIAL runs of int8 states [pairs, rows, blocks]."""
     pairs, rows, blocks = grid.shape
-    at, state = _stretches(grid)
+    at, state = stretches(grid)
     length = at.diff(append=at.new_full((1,), grid.numel()))
     row = at // blocks
     found = {}

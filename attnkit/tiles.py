@@ -17,37 +17,25 @@ from torch import Tensor
 
 from attnkit import expr
 from attnkit.bounds import check_bounds
-from attnkit.chunks import at_once
-from attnkit.conjunction import equated, regrouped
+from attnkit.conjunction import equated, gated, regrouped
 from attnkit.errors import BoundsError, DTypeError, OptionError, ShapeError
 from attnkit.expr import BOOL, Node
+from attnkit.hierarchy import Grid, Statistics
 from attnkit.interp.blockwise import Blocks, compile_blocks, is_exact
 from attnkit.interp.boxes import Boxes
+from attnkit.interp.equal import settle_equalities
 from attnkit.interp.tables import Domain, Tables
-from attnkit.sided import Side, Sides
+from attnkit.sided import Sides
 from attnkit.sparse import BlockRuns
 from attnkit.witness import Resolver
 
 # (b, h) pairs are classified together while their points and tiles stay below these numbers.
 _MAX_POINTS = 1 << 21
 _MAX_TILES = 1 << 23
-# Bytes of intervals that one pass over tiles may hold.
-_PASS_BYTES = 24 << 20
-
-
-@dataclass
-class Statistics:
-    """How the tiles of a classification were settled; filled by `classify`.
-
-    Attributes:
-        tiles: all of them, shared batches and heads counted once.
-        open: left open by intervals and looked at by position.
-        dense: evaluated whole.
-    """
-
-    tiles: int = 0
-    open: int = 0
-    dense: int = 0
+# Grids with more tiles go by nodes of _NODE x _NODE tiles, or larger ones if they were too many.
+_FLAT_TILES = 1 << 17
+_NODE = 16
+_MAX_NODES = 1 << 18
 
 
 def classify(
@@ -103,8 +91,7 @@ def classify(
         for b, h in _chunks(batch, heads, q_len, kv_len, block):
             b, h = b.to(device), h.to(device)
             domain = Domain(tensors, q_len, kv_len, b, h, dtype, classifier.sides)
-            states = classifier.states(domain, block, count)
-            parts.append(BlockRuns.from_states(states, q_len, kv_len, block))
+            parts.append(classifier.runs(domain, block, count))
     return BlockRuns.stacked(parts, batch, heads)
 
 
@@ -118,46 +105,22 @@ class _Classifier:
     checked: frozenset[Node]
     names: tuple[str, ...]
 
-    def states(self, domain: Domain, block: tuple[int, int], count: Statistics) -> Tensor:
-        """int8 [b, h, q blocks, kv blocks] of a domain; adds to the statistics."""
+    def runs(self, domain: Domain, block: tuple[int, int], count: Statistics) -> BlockRuns:
+        """The runs of a domain; adds to the statistics."""
         tables = Tables(domain, block)
         tables.build(self.blocks.keys)
-        states = self._by_intervals(tables)
-        count.tiles += states.numel()
-        if not is_exact(self.blocks.root, self.sides):
-            resolver = Resolver(
-                self.root,
-                self.blocks.root,
-                domain,
-                block,
-                self.blocks.keys,
-                self.checked,
-                self.names,
-            )
-            found, dense = resolver.resolve(states)
-            count.open += found
-            count.dense += dense
-        return states
-
-    def _by_intervals(self, tables: Tables) -> Tensor:
-        domain = tables.domain
-        rows = -(-domain.q_len // tables.block[0])
-        columns = -(-domain.kv_len // tables.block[1])
-        states = torch.empty(
-            (domain.b.numel(), domain.h.numel(), rows, columns),
-            dtype=torch.int8,
-            device=domain.device,
-        )
-        boxes = Boxes(domain)
-        varying = sum(self.sides.side(n) is Side.MIXED for n, _ in self.blocks.steps)
-        tiles = min(_PASS_BYTES // (32 * (varying + 1)), at_once(states.numel(), domain.device))
-        step = max(1, tiles // (domain.lead * columns))
-        ki = torch.arange(columns, device=domain.device)[None]
-        for first in range(0, rows, step):
-            qi = torch.arange(first, min(first + step, rows), device=domain.device)[:, None]
-            must, may = self.blocks.run(tables, boxes, qi, ki)
-            states[:, :, first : first + step] = must.to(torch.int8) + may.to(torch.int8)
-        return states
+        settle_equalities(self.blocks, tables)
+        resolver = None
+        if not is_exact(self.blocks.root, self.sides, tables.equal):
+            resolver = Resolver(self.root, self.blocks, tables, self.checked, self.names)
+        grid = Grid(self.blocks, tables, Boxes(domain), resolver, count)
+        _, _, rows, columns = grid.shape
+        if rows * columns <= _FLAT_TILES:
+            return grid.flat()
+        side = _NODE
+        while -(-rows // side) * -(-columns // side) > _MAX_NODES:
+            side *= 2
+        return grid.by_nodes(side)
 
 
 def _prepare(
@@ -173,7 +136,7 @@ def _prepare(
         except BoundsError:
             sound = False  # an index that only the equality keeps in range
         better = better if sound else root
-    blocks = compile_blocks(regrouped(better, sides), sides)
+    blocks = compile_blocks(gated(regrouped(better, sides), sides), sides)
     return _Classifier(root, blocks, sides, checked, tuple(names))
 
 

@@ -1,10 +1,9 @@
 """Settling the tiles that intervals leave open.
 
 A tile is PARTIAL as soon as one kept and one dropped position of it are known. Positions are tried
-where a mask is likely to change: the corners, then wherever a one-sided expression takes its
-extremes over a block, then along the diagonals where an expression of q - kv turns true or false,
-then along whole rows and columns through those extremes. Tiles without such witnesses are
-evaluated whole, in pieces.
+where a mask is likely to change: the corners, then where two sides are known to be equal, wherever
+a one-sided expression takes its extremes over a block, and along the diagonals where an expression
+of q - kv turns true or false. Tiles without such witnesses are cut into boxes (`refinement.py`).
 """
 
 from __future__ import annotations
@@ -19,8 +18,11 @@ from torch import Tensor
 from attnkit import expr
 from attnkit.chunks import at_once
 from attnkit.expr import BOOL, Node
+from attnkit.interp.blockwise import Blocks
+from attnkit.interp.matches import Pairs
 from attnkit.interp.serial import evaluate_serial
-from attnkit.interp.tables import Domain, Key, key_of
+from attnkit.interp.tables import Domain, Key, Tables, key_of
+from attnkit.refinement import Refinement, Tiles
 from attnkit.sided import Side
 
 # Bytes of intermediate values that one evaluation may hold.
@@ -32,49 +34,32 @@ _OPEN = 1  # the state of a tile that is not settled, which is PARTIAL unless sh
 
 
 @dataclass(frozen=True, eq=False)
-class Tiles:
-    """A list of tiles and what is known of each: int64 indices [n], bool knowledge [n]."""
-
-    b: Tensor
-    h: Tensor
-    q: Tensor
-    kv: Tensor
-    kept: Tensor
-    dropped: Tensor
-
-    def at(self, where: Tensor | slice) -> Tiles:
-        """Some of the tiles."""
-        return Tiles(
-            self.b[where],
-            self.h[where],
-            self.q[where],
-            self.kv[where],
-            self.kept[where],
-            self.dropped[where],
-        )
-
-    def __len__(self) -> int:
-        return self.q.numel()
-
-
-@dataclass(frozen=True, eq=False)
 class Resolver:
     """Decides tiles of one mask by evaluating it at positions.
 
     Attributes:
         root: the mask.
-        hints: the same mask, rewritten; says where to look, is never evaluated.
-        keys: one-sided expressions whose extremes are good places to look.
+        blocks: the same mask, rewritten and compiled; says where to look.
+        tables: of its keys.
         checked: loads of the root whose index is not proven to be in range.
+        names: names of the captured tensors by slot, for messages.
     """
 
     root: Node
-    hints: Node
-    domain: Domain
-    block: tuple[int, int]
-    keys: tuple[Key, ...]
+    blocks: Blocks
+    tables: Tables
     checked: frozenset[Node] = frozenset()
     names: tuple[str, ...] = ()
+
+    @property
+    def domain(self) -> Domain:
+        """The points that the mask is asked about."""
+        return self.tables.domain
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """(q, kv) positions of a tile."""
+        return self.tables.block
 
     @cached_property
     def _points_at_once(self) -> int:
@@ -88,40 +73,49 @@ class Resolver:
         Returns:
             How many tiles were open, and how many of them had to be evaluated whole.
         """
-        b_count, h_count, rows, columns = states.shape
-        step = at_once(states.numel(), states.device) // (b_count * h_count * columns)
+        _, h_count, rows, columns = states.shape
+        flat = states.view(-1)
         found: list[Tensor] = []
-        total = dense = 0
-        for first in range(0, rows, max(1, step)):
-            band = states[:, :, first : first + max(1, step)]
-            open_ = torch.nonzero(band == _OPEN)
-            open_[:, 2] += first
-            found.append(open_)
-            last = first + max(1, step) >= rows
-            if last or sum(len(f) for f in found) > _MAX_TILES:
-                tiles = torch.cat(found)
-                total += len(tiles)
-                dense += self._settle(states, tiles)
+        first = total = dense = 0
+        for part in flat.split(at_once(flat.numel(), flat.device)):
+            found.append((part == _OPEN).nonzero().squeeze(1) + first)
+            first += part.numel()
+            if first == flat.numel() or sum(f.numel() for f in found) >= _MAX_TILES:
+                places = torch.cat(found)
                 found.clear()
+                total += places.numel()
+                for some in places.split(at_once(places.numel(), flat.device)):
+                    line = some // columns
+                    pair = line // rows
+                    b = pair // h_count
+                    q, kv = line - pair * rows, some - line * columns
+                    settled, whole = self.settle(b, pair - b * h_count, q, kv)
+                    flat.index_copy_(0, some, settled)
+                    dense += whole
         return total, dense
 
-    def _settle(self, states: Tensor, places: Tensor) -> int:
-        """Decide the tiles at `places` [n, 4]; returns how many had to be evaluated whole."""
-        b, h, q, kv = places.unbind(1)
+    def settle(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> tuple[Tensor, int]:
+        """Decide open tiles.
+
+        Args:
+            b, h, q, kv: int64 [n], places in the domain's `b` and `h` and block indices.
+
+        Returns:
+            States int8 [n], and how many tiles had to be evaluated whole.
+        """
         unknown = torch.zeros_like(q, dtype=torch.bool)
         tiles = Tiles(b, h, q, kv, unknown, unknown.clone())
-        left = torch.arange(len(tiles), device=q.device)
-        stages = (self._corners, self._critical, self._diagonals, self._rows, self._columns)
+        left = torch.arange(q.numel(), device=q.device)
+        stages = (self._corners, self._equal, self._critical, self._diagonals)
         for stage in stages:
-            if not left.numel():
-                return 0
-            left = self._search(tiles, left, stage)
-        dense = left.numel()
-        if dense:
-            self._evaluate_whole(tiles, left)
-            state = tiles.kept.to(torch.int8) + (tiles.kept & ~tiles.dropped).to(torch.int8)
-            states[b[left], h[left], q[left], kv[left]] = state[left]
-        return dense
+            if left.numel():
+                left = self._search(tiles, left, stage)
+        dense = self._refinement.settle(tiles, left) if left.numel() else 0
+        return tiles.kept.to(torch.int8) + (tiles.kept & ~tiles.dropped).to(torch.int8), dense
+
+    @cached_property
+    def _refinement(self) -> Refinement:
+        return Refinement(self.blocks, self.domain, self.block, self._mask, self._points_at_once)
 
     # --- positions to try: each stage maps tiles [n] to (q, kv) positions, [n, x, 1] and [n, 1, y]
 
@@ -132,8 +126,9 @@ class Resolver:
         limit = min(self._points_at_once, at_once(left.numel() * points.count, left.device))
         for part in left.split(max(1, limit // points.count)):
             some = tiles.at(part)
-            self._learn(tiles, part, self._mask(some, *points.positions(some)))
-        return left[~(tiles.kept[left] & tiles.dropped[left])]
+            keep = self._mask(some, *points.positions(some))
+            tiles.learn(part, keep.any(1), ~keep.all(1))
+        return left.masked_select(tiles.undecided(left))
 
     def _corners(self) -> _Points | None:
         def positions(tiles: Tiles) -> tuple[Tensor, Tensor]:
@@ -152,27 +147,19 @@ class Resolver:
 
         return _Points(q.shape[-1] * kv.shape[-1], positions)
 
-    def _rows(self) -> _Points:
-        q, columns = self._extremes[0], min(self.block[1], self.domain.kv_len)
-        step = torch.arange(columns, device=self.domain.device)
+    def _equal(self) -> _Points | None:
+        known = [match for match in self.tables.equal.values() if isinstance(match, Pairs)]
+        if not known:
+            return None
 
         def positions(tiles: Tiles) -> tuple[Tensor, Tensor]:
-            _, (kv0, kv1) = self._ends(tiles)
-            kv = torch.minimum(kv0[:, None] + step, kv1[:, None])
-            return _at(q, tiles, tiles.q)[:, :, None], kv[:, None]
+            (q0, _), (kv0, _) = self._ends(tiles)
+            found = [match.witnesses(tiles.q, tiles.kv, (tiles.b, tiles.h)) for match in known]
+            at_q = [torch.where(there, q, q0) for q, _, there in found]
+            at_kv = [torch.where(there, kv, kv0) for _, kv, there in found]
+            return torch.stack(at_q, 1)[:, :, None], torch.stack(at_kv, 1)[:, :, None]
 
-        return _Points(q.shape[-1] * columns, positions)
-
-    def _columns(self) -> _Points:
-        kv, rows = self._extremes[1], min(self.block[0], self.domain.q_len)
-        step = torch.arange(rows, device=self.domain.device)
-
-        def positions(tiles: Tiles) -> tuple[Tensor, Tensor]:
-            (q0, q1), _ = self._ends(tiles)
-            q = torch.minimum(q0[:, None] + step, q1[:, None])
-            return q[:, :, None], _at(kv, tiles, tiles.kv)[:, None]
-
-        return _Points(kv.shape[-1] * rows, positions)
+        return _Points(len(known), positions)
 
     def _diagonals(self) -> _Points | None:
         turns = self._turns
@@ -204,7 +191,9 @@ class Resolver:
     def _conditions(self, side: Side) -> list[Key]:
         """The largest conditions of one side in the hints."""
         nodes = [
-            n for n in expr.topo(self.hints) if n.type == BOOL and self.domain.sides.side(n) is side
+            n
+            for n in expr.topo(self.blocks.root)
+            if n.type == BOOL and self.domain.sides.side(n) is side
         ]
         used = {a for n in nodes for a in n.args}
         return [key_of(n, side) for n in nodes if n not in used]
@@ -218,7 +207,7 @@ class Resolver:
             length = self.domain.span(side)[1]
             first = torch.arange(0, length, block, device=self.domain.device)
             places = [first, (first + block - 1).clamp(max=length - 1)]
-            mine = [key for key in self.keys if key.side is side and not key.is_index]
+            mine = [key for key in self.blocks.keys if key.side is side and not key.is_index]
             for key in dict.fromkeys(self._conditions(side) + mine[:_MAX_CRITICAL_KEYS]):
                 places += _extreme_positions(self.domain.all_values(key), block)
             found.append(torch.stack([x.expand(b, h, -1) for x in places], -1))
@@ -240,8 +229,8 @@ class Resolver:
     def _mask(self, tiles: Tiles, q: Tensor, kv: Tensor) -> Tensor:
         """The mask at positions [n, x, 1] and [n, 1, y]: [n, points]."""
         env = {
-            "b": self.domain.b[tiles.b].view(-1, 1, 1),
-            "h": self.domain.h[tiles.h].view(-1, 1, 1),
+            "b": self.domain.b.index_select(0, tiles.b).view(-1, 1, 1),
+            "h": self.domain.h.index_select(0, tiles.h).view(-1, 1, 1),
             "q": q.to(torch.int32),
             "kv": kv.to(torch.int32),
         }
@@ -255,33 +244,6 @@ class Resolver:
         )
         shape = [max(x, y) for x, y in zip(q.shape, kv.shape, strict=True)]
         return values[self.root].expand(shape).flatten(1)
-
-    def _learn(self, tiles: Tiles, which: Tensor, keep: Tensor) -> None:
-        tiles.kept[which] |= keep.any(1)
-        tiles.dropped[which] |= ~keep.all(1)
-
-    def _evaluate_whole(self, tiles: Tiles, left: Tensor) -> None:
-        """Evaluate tiles at every position, a strip of each at a time until it is decided."""
-        for row, column in self._strips():
-            if not left.numel():
-                return
-            for part in left.split(max(1, self._points_at_once // (len(row) * len(column)))):
-                some = tiles.at(part)
-                (q0, q1), (kv0, kv1) = self._ends(some)
-                # clamping repeats the last position of a ragged tile, which changes nothing
-                q = torch.minimum(q0[:, None] + row, q1[:, None])
-                kv = torch.minimum(kv0[:, None] + column, kv1[:, None])
-                self._learn(tiles, part, self._mask(some, q[:, :, None], kv[:, None]))
-            left = left[~(tiles.kept[left] & tiles.dropped[left])]
-
-    def _strips(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Offsets of rows and columns that together cover a tile."""
-        limit, device = self._points_at_once, self.domain.device
-        rows = torch.arange(min(self.block[0], self.domain.q_len), device=device)
-        columns = torch.arange(min(self.block[1], self.domain.kv_len), device=device)
-        for row in rows.split(max(1, limit // min(limit, len(columns)))):
-            for column in columns.split(limit):
-                yield row, column
 
 
 _Turns = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -297,9 +259,11 @@ class _Points:
 
 def _at(table: Tensor, tiles: Tiles, index: Tensor) -> Tensor:
     """Entries of a table [b, h, length, ...] for each tile; b or h may be shared."""
-    b = tiles.b if table.shape[0] > 1 else torch.zeros_like(tiles.b)
-    h = tiles.h if table.shape[1] > 1 else torch.zeros_like(tiles.h)
-    return table[b, h, index]
+    b, h, length = table.shape[:3]
+    for size, place, stride in ((b, tiles.b, h * length), (h, tiles.h, length)):
+        if size > 1:
+            index = index + place * stride
+    return table.flatten(0, 2).index_select(0, index)
 
 
 def _extreme_positions(value: Tensor, block: int) -> tuple[Tensor, Tensor]:

@@ -55,7 +55,7 @@ def test_small_passes_change_nothing(case: Case, block: tuple[int, int]) -> None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("attnkit.interp.tables._PASS_BYTES", 2000)
         patch.setattr("attnkit.witness._PASS_BYTES", 4000)
-        patch.setattr("attnkit.tiles._PASS_BYTES", 4000)
+        patch.setattr("attnkit.hierarchy._PASS_BYTES", 4000)
         patch.setattr("attnkit.tiles._MAX_POINTS", 300)
         try:
             runs = classify(case.root, case.tensors, block=block, device=CPU, **case.sizes())
@@ -68,14 +68,16 @@ def test_small_passes_change_nothing(case: Case, block: tuple[int, int]) -> None
 def test_tiles_larger_than_a_pass_are_left_once_they_are_decided(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A side that cannot be divided: evaluated whole, strip by strip."""
     monkeypatch.setattr("attnkit.witness._PASS_BYTES", 45)
+    traced = trace(
+        lambda b, h, q, kv: (DOCUMENT[q] == DOCUMENT[kv]) & (q - kv >= 10) & (q - kv <= 20), "mask"
+    )
     record = Statistics()
-    states = classified(trace(MASKS["causal document"], "mask"), 90, 70, (64, 64), record).states()
-    assert record.dense == record.open > 0  # no room for a search: evaluated, strip by strip
-    expected = classified(
-        trace(MASKS["causal document"], "mask"), 90, 70, (1, 1), Statistics()
-    ).states()
-    assert torch.equal(states, brute_force(expected == 2, (64, 64)))
+    states = classified(traced, 90, 70, (61, 67), record).states()
+    assert record.dense > 0  # no room for a search, and corners do not tell
+    expected = classified(traced, 90, 70, (1, 1), Statistics()).states()
+    assert torch.equal(states, brute_force(expected == 2, (61, 67)))
 
 
 # --- masks in use

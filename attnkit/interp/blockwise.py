@@ -12,17 +12,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 from attnkit import expr
 from attnkit.expr import BOOL, I32, Node
 from attnkit.interp.boxes import Boxes
+from attnkit.interp.entries import Lead
 from attnkit.interp.interval import Interval, clamped, transfer
 from attnkit.interp.tables import Key, Tables, key_of
 from attnkit.sided import KV, Affine, Q, Side, Sides, comparable, is_diagonal_pair
+
+
+class At(NamedTuple):
+    """Tiles to evaluate.
+
+    Attributes:
+        q, kv: int64 block indices that broadcast together.
+        lead: int64 places of each tile in the domain's `b` and `h`, which broadcast with them;
+            None: the tiles of every (b, h).
+    """
+
+    q: Tensor
+    kv: Tensor
+    lead: Lead | None = None
 
 
 @dataclass(frozen=True)
@@ -71,20 +88,21 @@ class Blocks:
     steps: tuple[tuple[Node, Recipe], ...]
     keys: tuple[Key, ...]
 
-    def run(self, tables: Tables, boxes: Boxes, qi: Tensor, ki: Tensor) -> Interval:
+    def run(self, tables: Tables, boxes: Boxes, at: At) -> Interval:
         """(must, may) over tiles.
 
         Args:
             tables: ranges of at least `keys`.
             boxes: range queries on the same domain.
-            qi, ki: int64 block indices that broadcast together to the tiles' shape.
+            at: which tiles.
 
         Returns:
-            Two bool tensors that broadcast to [b or 1, h or 1, *tiles].
+            Two bool tensors that broadcast to the tiles' shape, after [b or 1, h or 1] where the
+            tiles are those of every (b, h).
         """
         found: dict[Node, Interval] = {}
         for n, recipe in self.steps:
-            found[n] = self._step(n, recipe, found, tables, boxes, (qi, ki))
+            found[n] = self._step(n, recipe, found, tables, boxes, at)
         return found[self.root]
 
     def _step(
@@ -94,16 +112,18 @@ class Blocks:
         found: dict[Node, Interval],
         tables: Tables,
         boxes: Boxes,
-        tiles: tuple[Tensor, Tensor],
+        at: At,
     ) -> Interval:
         dtype = tables.domain.dtype
         if isinstance(recipe, Exact):
-            return tables.look_up(recipe.key, *tiles)
+            return tables.look_up(recipe.key, *at)
         if isinstance(recipe, Total):
-            return clamped(_total(recipe, found, tables, tiles))
+            return clamped(_total(recipe, found, tables, at))
         if isinstance(recipe, Compare):
-            sums = [_total(t, found, tables, tiles) for t in (recipe.left, recipe.right)]
-            return transfer(n, sums, dtype)
+            sums = [_total(t, found, tables, at) for t in (recipe.left, recipe.right)]
+            must, may = transfer(n, sums, dtype)
+            equal = tables.equal.get(n)
+            return (must, may) if equal is None else (must, equal.among(may, *at))
         args = [found[a] for a in n.args]
         if n.op == "load":
             return boxes.load(n, args)
@@ -111,15 +131,13 @@ class Blocks:
         return clamped(result) if n.type == I32 else result
 
 
-def _total(
-    total: Total, found: dict[Node, Interval], tables: Tables, tiles: tuple[Tensor, Tensor]
-) -> Interval:
-    parts = [tables.look_up(key, *tiles) for key in total.keys]
+def _total(total: Total, found: dict[Node, Interval], tables: Tables, at: At) -> Interval:
+    parts = [tables.look_up(key, *at) for key in total.keys]
     for n, c in total.others:
         low, high = found[n]
         parts.append((low * c, high * c) if c > 0 else (high * c, low * c))
     if not parts:
-        offset = tiles[0].new_full((), total.offset)
+        offset = at.q.new_full((), total.offset)
         return offset, offset
     low, high = parts[0]
     if total.offset:
@@ -148,6 +166,8 @@ def _recipe(n: Node, sides: Sides) -> Recipe:
         difference = sides.difference(n)
         if sides.side(n) is Side.MIXED or _is_plain(n, difference):
             return _comparison(difference, sides)
+    if _band(n, sides) is not None:
+        return Apply()
     if sides.side(n) is not Side.MIXED:
         return Exact(key_of(n, sides.side(n)))
     if n.type == I32 and sides.affine(n).terms != ((n, 1),):
@@ -160,6 +180,28 @@ def _is_plain(n: Node, difference: Affine) -> bool:
     if any(m not in (Q, KV) for m, _ in difference.terms):
         return False
     return n.op != "eq" or all(abs(c) == 1 for _, c in difference.terms)  # no value is skipped
+
+
+def _band(n: Node, sides: Sides) -> tuple[float, float] | None:
+    """The (least, greatest) q - kv that a conjunction of plain comparisons keeps, if it keeps any.
+
+    Then it needs no table either: a tile sees a stretch of q - kv, and a stretch that meets two
+    others which meet each other meets what they have in common.
+    """
+    if n.type == BOOL and n.op == "and":
+        parts = [_band(a, sides) for a in n.args]
+        if parts[0] is None or parts[1] is None:
+            return None
+        low, high = max(p[0] for p in parts if p), min(p[1] for p in parts if p)
+        return (low, high) if low <= high else None
+    if n.op not in ("lt", "le") or not comparable(n):
+        return None
+    sums = sides.difference(n)
+    c = dict(sums.terms).get(Q, 0)
+    if not is_diagonal_pair(sums.terms) or abs(c) != 1:
+        return None
+    limit = -sums.offset - (n.op == "lt")  # c * (q - kv) <= limit
+    return (-math.inf, limit) if c > 0 else (-limit, math.inf)
 
 
 def _grouped(sums: Affine, sides: Sides) -> Total:
@@ -212,16 +254,21 @@ def _keys(recipe: Recipe) -> Iterator[Key]:
         yield from total.keys
 
 
-def is_exact(n: Node, sides: Sides) -> bool:
+def is_exact(n: Node, sides: Sides, equal: Collection[Node] = ()) -> bool:
     """Whether (must, may) of `n` is exact: both what it claims and what it leaves open is so.
 
-    One-sided tables are; so is an order between a q value and a kv value, which vary
+    One-sided values are; so is an order between a q value and a kv value, which vary
     independently, and an `and` or `or` of a condition on q with one on kv.
+
+    Args:
+        n: a node of the compiled graph.
+        sides: of its nodes.
+        equal: equalities that are exact (see `Tables.equal`).
     """
-    if sides.side(n) is not Side.MIXED:
+    if sides.side(n) is not Side.MIXED or n in equal:
         return True
     if n.op == "not":
-        return is_exact(n.args[0], sides)
+        return is_exact(n.args[0], sides, equal)
     if n.op in ("lt", "le") and n.args[0].type == I32:
         total = _grouped(sides.difference(n), sides)
         return not total.others and Side.DIAGONAL not in {key.side for key in total.keys}

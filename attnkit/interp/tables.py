@@ -16,7 +16,9 @@ from torch import Tensor
 from attnkit import expr
 from attnkit.chunks import at_once
 from attnkit.expr import BOOL, F32, Node
+from attnkit.interp.entries import Lead, entries
 from attnkit.interp.interval import Interval
+from attnkit.interp.matches import Matches
 from attnkit.interp.serial import evaluate_serial
 from attnkit.sided import KV, Q, Side, Sides, Terms
 
@@ -130,12 +132,18 @@ class Domain:
 class Tables:
     """Ranges of keys over the blocks of one tile size.
 
-    A hierarchy of tile sizes is a list of these; each is built from the same keys.
+    Attributes:
+        domain: the points.
+        block: (q, kv) positions of a tile.
+        ranges: by key, (low, high) of shape [b or 1, h or 1, blocks] (windows on the diagonal).
+        equal: equalities of a q value and a kv value that are exact on tiles: which tiles hold
+            equal values, or None where the ranges tell by themselves.
     """
 
     domain: Domain
     block: tuple[int, int]
     ranges: dict[Key, Interval] = field(default_factory=dict)
+    equal: dict[Node, Matches | None] = field(default_factory=dict)
 
     def build(self, keys: Iterable[Key]) -> None:
         """Tabulate keys that are not here yet."""
@@ -151,17 +159,39 @@ class Tables:
             if key.side is Side.DIAGONAL:
                 self.ranges[key] = self._diagonal_range(key)
 
-    def look_up(self, key: Key, qi: Tensor, ki: Tensor) -> Interval:
-        """Ranges of a key over tiles: [b, h, ...] for block indices that broadcast to [...]."""
+    def coarser(self, factor: int) -> Tables:
+        """Ranges of the same keys over groups of `factor` x `factor` tiles."""
+        groups = Tables(self.domain, (self.block[0] * factor, self.block[1] * factor))
+        for key, (low, high) in self.ranges.items():
+            if key.side is Side.CONST:
+                groups.ranges[key] = low, high
+            elif key.side is not Side.DIAGONAL and not key.is_index:
+                groups.ranges[key] = _reduced(low, factor)[0], _reduced(high, factor)[1]
+        groups.build(self.ranges)
+        for n, found in self.equal.items():
+            groups.equal[n] = None if found is None else found.coarser(factor)
+        return groups
+
+    def look_up(self, key: Key, qi: Tensor, ki: Tensor, lead: Lead | None = None) -> Interval:
+        """Ranges of a key over tiles.
+
+        Args:
+            key: one that was built.
+            qi, ki: int64 block indices that broadcast together to [...].
+            lead: int64 places in `domain.b` and `domain.h` that broadcast with them; None: the
+                tiles of every (b, h).
+
+        Returns:
+            Tensors that broadcast to [...], or without `lead` to [b, h, ...].
+        """
         low, high = self.ranges[key]
         if key.side is Side.CONST:
-            shape = (*low.shape[:2], *(1,) * torch.broadcast_tensors(qi, ki)[0].dim())
-            return low.view(shape), high.view(shape)
-        if key.side is Side.DIAGONAL:
+            index = torch.zeros((1,) * max(qi.dim(), ki.dim()), dtype=torch.int64, device=qi.device)
+        elif key.side is Side.DIAGONAL:
             index = self._window(qi, ki)
         else:
             index = qi if key.side is Side.Q else ki
-        return _taken(low, index), _taken(high, index)
+        return _wide(entries(low, index, lead)), _wide(entries(high, index, lead))
 
     def _index_range(self, key: Key) -> Interval:
         is_q = key.side is Side.Q
@@ -211,11 +241,9 @@ class Tables:
         return row + column
 
 
-def _taken(values: Tensor, index: Tensor) -> Tensor:
-    """Entries [b, h, *index] of the last axis; integers become int64."""
-    flat = index.reshape(1, 1, -1).expand(*values.shape[:2], -1)
-    found = values.gather(-1, flat).view(*values.shape[:2], *index.shape)
-    return found.to(torch.int64) if found.dtype == torch.int32 else found
+def _wide(values: Tensor) -> Tensor:
+    """Integers as int64, in which intervals are computed."""
+    return values.to(torch.int64) if values.dtype == torch.int32 else values
 
 
 def extremes(values: Tensor) -> tuple[Reduce, Reduce]:

@@ -15,7 +15,7 @@ from attnkit.bounds import check_bounds
 from attnkit.conjunction import equated, regrouped
 from attnkit.errors import BoundsError
 from attnkit.expr import BOOL, F32, I32, SIGNATURES, Node, load
-from attnkit.interp.blockwise import compile_blocks, is_exact
+from attnkit.interp.blockwise import At, compile_blocks, is_exact
 from attnkit.interp.boxes import Boxes
 from attnkit.interp.interval import INT_HIGH, INT_LOW, Interval, transfer
 from attnkit.interp.tables import Domain, Key, Tables, key_of, sliding
@@ -253,7 +253,7 @@ def test_every_step_on_tiles_is_sound(case: Case, block: tuple[int, int]) -> Non
     tables = Tables(domain, block)
     tables.build(blocks.keys)
     rows, columns = -(-case.q_len // block[0]), -(-case.kv_len // block[1])
-    tiles = torch.arange(rows)[:, None], torch.arange(columns)[None]
+    tiles = At(torch.arange(rows)[:, None], torch.arange(columns)[None])
     found: dict[Node, Interval] = {}
     boxes = Boxes(domain)
     values = dense_nodes([n for n, _ in blocks.steps], case.tensors, case)
@@ -276,8 +276,8 @@ def test_exact_claims_are_exact(case: Case, block: tuple[int, int]) -> None:
     tables = Tables(domain_of(case, sides), block)
     tables.build(blocks.keys)
     rows, columns = -(-case.q_len // block[0]), -(-case.kv_len // block[1])
-    must, may = blocks.run(tables, Boxes(tables.domain), torch.arange(rows)[:, None],
-                           torch.arange(columns)[None])  # fmt: skip
+    at = At(torch.arange(rows)[:, None], torch.arange(columns)[None])
+    must, may = blocks.run(tables, Boxes(tables.domain), at)
     for i, row in enumerate(tiled(dense(case.root, case.tensors, case), block)):
         for j, tile in enumerate(row):
             shape = (case.batch, case.heads, rows, columns)

@@ -1,0 +1,33 @@
+"""Classification by nodes on the GPU finds the same tiles as on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attnkit import masks
+from attnkit.sparse import BlockRuns
+from attnkit.tiles import classify
+from attnkit.trace import trace
+
+
+def classified(name: str, length: int, device: torch.device) -> BlockRuns:
+    example = masks.examples(length, device=device)[name]
+    traced = trace(example.mask, "mask")
+    return classify(traced.root, traced.tensors, q_len=example.q_len, kv_len=example.kv_len,
+                    block=(32, 24), batch=example.batch, heads=example.heads,
+                    device=device)  # fmt: skip
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("name", sorted(masks.examples()))
+def test_library_as_on_the_cpu(name: str, flat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnkit.tiles._FLAT_TILES", 1 << 40 if flat else 0)
+    monkeypatch.setattr("attnkit.hierarchy._MAX_FLAT", 0)
+    device = torch.device("cuda", torch.cuda.current_device())
+    here, there = (classified(name, 2000, d) for d in (torch.device("cpu"), device))
+    for kind in ("full", "partial", "full_t", "partial_t"):
+        for part in ("row_ptr", "start", "length"):
+            found = getattr(getattr(there, kind), part)
+            assert found.device == device
+            assert torch.equal(found.cpu(), getattr(getattr(here, kind), part)), (kind, part)
