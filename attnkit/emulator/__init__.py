@@ -15,7 +15,6 @@ from attnkit.emulator.api import (
     compile,
     run,
 )
-from attnkit.emulator.arguments import Undefined
 from attnkit.emulator.faults import (
     EmulatorError,
     Finding,
@@ -25,9 +24,14 @@ from attnkit.emulator.faults import (
     UnknownOpcode,
 )
 from attnkit.emulator.fences import missing_fences
+from attnkit.emulator.memory import Undefined, restore, snapshot
+from attnkit.emulator.prediction import Timeline, timeline
+from attnkit.emulator.replay import Constants
+from attnkit.emulator.timeline_svg import picture
 
 __all__ = [
     "CheckReport",
+    "Constants",
     "EmulatorError",
     "Executable",
     "Finding",
@@ -36,10 +40,15 @@ __all__ = [
     "Ptx",
     "PtxError",
     "Report",
+    "Timeline",
     "Undefined",
     "UnknownOpcode",
     "check",
     "compile",
     "missing_fences",
+    "picture",
+    "restore",
     "run",
+    "snapshot",
+    "timeline",
 ]

@@ -10,15 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from attnkit.emulator.arguments import Undefined, pack_all
+from attnkit.emulator.arguments import pack_all
 from attnkit.emulator.faults import Finding, KernelFault
 from attnkit.emulator.fences import missing_fences
 from attnkit.emulator.host import Captured, HostFunction, host_function
 from attnkit.emulator.launch import LIMIT, Launch, Mode, Stats
-from attnkit.emulator.memory import GlobalMemory
+from attnkit.emulator.memory import GlobalMemory, Undefined, restore, snapshot
 from attnkit.emulator.parser import parse
 from attnkit.emulator.program import Program
 from attnkit.emulator.ptx import Kernel
+from attnkit.emulator.recorder import Recorder
 from attnkit.errors import ArgumentError, OptionError
 
 Dim = tuple[int, int, int]
@@ -48,6 +49,9 @@ class Report:
 
     def __str__(self) -> str:
         head = f"{self.mode}: {self.warp_instructions} warp instructions, {self.seconds:.3f} s"
+        if self.launches:
+            part = ", ".join(f"{100 * s.covered:.0f} %" for s in self.launches)
+            head += f", {part} of the kernel's instructions reached"
         return "\n".join([head, *(str(f) for f in self.findings)])
 
 
@@ -148,6 +152,25 @@ class Executable(Target):
         found = self.host.capture(pack_all(self.specs, args, memory))
         return [replace(c, kernel=self.kernels[c.kernel.name]) for c in found]
 
+    @classmethod
+    def of(
+        cls, text: str, code: bytes, function: str, specs: Sequence[Any], prefix: str
+    ) -> Executable:
+        """A function that was compiled before.
+
+        Args:
+            text: its PTX.
+            code: its host object, exported with symbols of that prefix.
+            function: its name.
+            specs: what it takes, flattened: objects with the attributes of fake tensors that
+                `arguments` reads, numbers by their `kind`, a stream.
+        """
+        self = object.__new__(cls)
+        Target.__init__(self, parse(text))
+        self.ptx, self.specs = text, tuple(specs)
+        self.host = HostFunction(code, function, self.kernels, prefix)
+        return self
+
     def with_ptx(self, text: str) -> Executable:
         """The same host code with other device code: for studies of seeded faults."""
         other = object.__new__(Executable)
@@ -179,6 +202,7 @@ def run(
     strict_loads: bool = False,
     raises: bool = True,
     limit: int = LIMIT,
+    recorder: Recorder | None = None,
 ) -> Report:
     """Runs every launch that a call of `target` with `args` makes, on the arrays themselves.
 
@@ -191,6 +215,7 @@ def run(
         strict_loads: in race mode, a tcgen05.ld counts as done only at tcgen05.wait::ld.
         limit: basic blocks, counted per warp, after which a launch is taken for endless.
         raises: raise the fault that ends a kernel; otherwise it is the last finding.
+        recorder: keeps what the warps of one cluster did, for `timeline`.
 
     Raises:
         KernelFault: the kernel faulted (unless `raises` is false).
@@ -200,7 +225,10 @@ def run(
     how = Mode.of(mode, seed, strict_loads=strict_loads)
     stats: list[Stats] = []
     findings: list[Finding] = []
-    for c in target.captured(args, memory):
+    for number, c in enumerate(target.captured(args, memory)):
+        watch = recorder if recorder is not None and recorder.launch == number else None
+        if watch is not None:
+            watch.kernel = c.kernel
         launch = Launch(
             target.program(c.kernel),
             memory,
@@ -214,6 +242,7 @@ def run(
             target.roles,
             target.sms,
             limit=limit,
+            recorder=watch,
         )
         try:
             stats.append(launch.run())
@@ -248,6 +277,7 @@ class CheckReport:
 
     def __str__(self) -> str:
         lines = [f"{len(self.runs)} runs, {len(self.findings)} findings"]
+        lines += [str(r) for r in self.runs[:1] if r.ok]
         return "\n".join([*lines, *(str(f) for f in self.findings)])
 
 
@@ -270,15 +300,13 @@ def check(
     The arrays hold the results of the last run afterwards.
     """
     static = tuple(f for k in target.kernels.values() for f in missing_fences(k))
-    arrays = _arrays(args)
-    before = [_bytes(a).copy() for a in arrays]
+    before = snapshot(args)
     first: list[Any] | None = None
     runs: list[Report] = []
     differences: list[Finding] = []
     modes = [("eager", 0), *(("adversarial", s) for s in range(seeds)), ("race", 0)]
     for mode, seed in modes:
-        for a, saved in zip(arrays, before, strict=True):
-            _bytes(a)[:] = saved
+        restore(args, before)
         report = run(target, *args, mode=mode, seed=seed, strict_loads=strict_loads, raises=False)
         runs.append(report)
         if not report.ok:
@@ -287,7 +315,7 @@ def check(
         if wrong:
             text = f"wrong results in {mode} order, seed {seed}: {wrong}"
             differences.append(Finding("difference", text))
-        now = [_bytes(a).copy() for a in arrays]
+        now = snapshot(args)
         if first is None:
             first = now
         elif deterministic:
@@ -296,22 +324,3 @@ def check(
                     text = f"argument {i} differs between eager and {mode} order, seed {seed}"
                     differences.append(Finding("difference", text))
     return CheckReport(static, tuple(runs), tuple(differences))
-
-
-def _arrays(args: Sequence[Any]) -> list[Any]:
-    out: list[Any] = []
-    for a in args:
-        if isinstance(a, list | tuple):
-            out += _arrays(a)
-        elif isinstance(a, Undefined):
-            out.append(a.array)
-        elif isinstance(a, np.ndarray) or hasattr(a, "data_ptr"):
-            out.append(a)
-    return out
-
-
-def _bytes(array: Any) -> Any:
-    """The bytes that an array spans, as a view."""
-    memory = GlobalMemory()
-    memory.add("array", array)
-    return memory.buffers[0].data if memory.buffers else np.zeros(0, np.uint8)

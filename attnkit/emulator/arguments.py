@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from attnkit.emulator.memory import GlobalMemory
+from attnkit.emulator.memory import GlobalMemory, Undefined
 from attnkit.errors import ArgumentError, ShapeError
 
 _SCALARS = {
@@ -29,13 +29,6 @@ _SCALARS = {
     "int": "<i",
     "float": "<f",
 }
-
-
-class Undefined:
-    """Marks an output whose contents must not be read before the kernel has written them."""
-
-    def __init__(self, array: Any) -> None:
-        self.array = array
 
 
 def is_stream(spec: Any) -> bool:
@@ -73,7 +66,7 @@ def _pack(spec: Any, value: Any, memory: GlobalMemory, name: str) -> Iterator[by
     if hasattr(spec, "dynamic_shapes_mask"):
         yield _tensor(spec, value, memory, name)
         return
-    kind = type(spec).__name__
+    kind = getattr(spec, "kind", type(spec).__name__)
     if kind in _SCALARS:
         number = getattr(value, "value", value)
         if not isinstance(number, int | float):
@@ -99,12 +92,17 @@ def _tensor(spec: Any, value: Any, memory: GlobalMemory, name: str) -> bytes:
     else:
         strides = [s // array.itemsize for s in array.strides]
     narrow = 32 if getattr(spec, "_use_32bit_stride", False) else 64
-    fields = _dynamic(shape, spec.shape, spec.dynamic_shapes_mask, 32)
-    fields += _dynamic(strides, spec.stride, spec.dynamic_strides_mask, narrow)
     out = struct.pack("<Q", address)
-    for number, width in fields:
-        out += b"\0" * (-len(out) % (width // 8))
-        out += number.to_bytes(width // 8, "little", signed=True)
+    for fields in (
+        _dynamic(shape, spec.shape, spec.dynamic_shapes_mask, 32),
+        _dynamic(strides, spec.stride, spec.dynamic_strides_mask, narrow),
+    ):  # two structures, aligned and filled up as in C
+        align = max((width // 8 for _, width in fields), default=1)
+        out += b"\0" * (-len(out) % align)
+        for number, width in fields:
+            out += b"\0" * (-len(out) % (width // 8))
+            out += number.to_bytes(width // 8, "little", signed=True)
+        out += b"\0" * (-len(out) % align)
     return out
 
 

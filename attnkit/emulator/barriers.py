@@ -10,13 +10,13 @@ import numpy as np
 from attnkit.emulator.faults import Trap
 from attnkit.emulator.race import Clock, Vector
 
-MAX_TX = (1 << 20) - 1  # PTX ISA 9.7.13.15.1
+MAX_TX = (1 << 20) - 1  # PTX ISA, "Contents of the mbarrier object"
 MAX_COUNT = (1 << 20) - 1
 
 
 @dataclass(eq=False)
 class MBarrier:
-    """An mbarrier object (PTX ISA 9.7.13.15): phase, pending arrivals and transaction count.
+    """An mbarrier object (PTX ISA, "mbarrier"): phase, pending arrivals and transaction count.
 
     The phase completes when no arrivals are pending and the transaction count is zero.
     """
@@ -76,7 +76,7 @@ class MBarrier:
 
 @dataclass(eq=False)
 class NamedBarrier:
-    """bar.sync / bar.arrive (PTX ISA 9.7.13.1): counts threads, in warps."""
+    """bar.sync / bar.arrive (PTX ISA, bar): counts threads, in warps."""
 
     number: int
     threads: int = 0
@@ -116,7 +116,7 @@ class NamedBarrier:
 
 @dataclass(eq=False)
 class ClusterBarrier:
-    """barrier.cluster (PTX ISA 9.7.13.4) over all warps of a cluster."""
+    """barrier.cluster (PTX ISA) over all warps of a cluster."""
 
     warps: int
     arrived: int = 0

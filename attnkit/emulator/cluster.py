@@ -11,7 +11,7 @@ import numpy as np
 
 from attnkit.emulator.barriers import ClusterBarrier, MBarrier, accumulate
 from attnkit.emulator.cta import Cta
-from attnkit.emulator.faults import Finding, KernelFault, Trap
+from attnkit.emulator.faults import Finding, KernelFault, Place, Trap
 from attnkit.emulator.formats import Lanes, u1
 from attnkit.emulator.gang import Gang
 from attnkit.emulator.race import Clock, RaceDetector
@@ -198,6 +198,7 @@ class Cluster:
         for cta in self.ctas:
             for gang in cta.finished:
                 gang.exit_checks()
+            self._uneven_products(cta)
             self._unfinished_bulk(cta)
             if cta.tmem.live:
                 text = f"tensor memory not deallocated at exit: {cta.tmem.live} (column: columns)"
@@ -206,6 +207,14 @@ class Cluster:
                 if b.tx:
                     text = f"transactions outstanding at exit: {b}"
                     self.launch.note(Finding("unfinished", text, cta.finished[0].place(b.line)))
+
+    def _uneven_products(self, cta: Cta) -> None:
+        """The four warps of a warpgroup must execute the same wgmma."""
+        for first in sorted({w // 4 * 4 for w in cta.products}):
+            counts = [cta.products[w] for w in range(first, first + 4)]
+            if len(set(counts)) > 1:
+                text = f"wgmma executed {counts} times by warps {first} to {first + 3}"
+                self.launch.note(Finding("convergence", text, Place(cta.ctaid, (first,))))
 
     def _unfinished_bulk(self, cta: Cta) -> None:
         for thread, state in cta.bulk.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +26,7 @@ TMEM_COLUMNS = 512
 
 
 class TensorMemory:
-    """512 columns of 128 lanes of 32 bits, and what of them is allocated (PTX ISA 9.7.16.7)."""
+    """512 columns of 128 lanes of 32 bits, and what of them is allocated (PTX ISA, "Tensor Memory")."""
 
     def __init__(self) -> None:
         self._data: Lanes | None = None
@@ -94,6 +95,7 @@ class Cta:
         self.mbarriers: dict[int, MBarrier] = {}
         self.named: dict[int, NamedBarrier] = {}
         self.bulk: dict[int, BulkState] = {}
+        self.products: Counter[int] = Counter()  # wgmma by warp
         self.gangs: list[Gang] = []
         self.finished: list[Gang] = []
 

@@ -43,7 +43,9 @@ RATES = {
     "sm_100": Rates(8192, 16, 128, 64, 4, 128, 128, 512),
 }
 _SPECIAL = ("ex2", "lg2", "tanh", "rcp", "sqrt", "rsqrt", "sin", "cos")
-_FLOAT = ("add", "sub", "mul", "fma", "max", "min")
+_FLOAT = ("add", "sub", "mul", "fma")
+_INTEGER = set("add sub mul mad and or xor not shl shr setp selp cvt min max prmt lop3 neg".split())
+_INTEGER |= set("abs shf bfe bfi popc clz copysign".split())
 _FREE = ("mov", "bra", "ret", "cvta", "exit")
 
 
@@ -60,7 +62,11 @@ def rates_of(arch: str) -> Rates:
 
 
 def unit_of(op: str) -> tuple[str, float]:
-    """(unit, lanes of work per thread) of an opcode; the unit "" only issues."""
+    """(unit, lanes of work per thread) of an opcode; the unit "" only issues.
+
+    Comparison, minimum, maximum and conversion run on the integer lanes (CUDA C++ Programming
+    Guide, "Arithmetic Instructions"); a shuffle takes a path to shared memory, 4 bytes a thread.
+    """
     parts = op.split(".")
     if parts[0] in _SPECIAL:
         return "special", 2.0 if parts[-1].endswith("x2") else 1.0
@@ -73,11 +79,9 @@ def unit_of(op: str) -> tuple[str, float]:
         size = {"8": 1, "16": 2, "32": 4, "64": 8}[re.sub(r"\D", "", parts[-1])]
         size = 4 if parts[0].endswith("matrix") else size
         return "shared", float(size * (int(wide.group(1)) if wide else 1))
-    if parts[0] in ("add", "sub", "mul", "mad", "and", "or", "xor", "shl", "shr", "setp", "selp"):
-        return "integer", 1.0
-    if parts[0] in ("cvt", "min", "max", "prmt", "lop3", "not", "neg", "abs", "shf", "bfe"):
-        return "integer", 1.0
-    return "", 0.0
+    if parts[0] == "shfl":
+        return "shared", 4.0
+    return ("integer", 1.0) if parts[0] in _INTEGER else ("", 0.0)
 
 
 def busy(stats: Stats | Iterable[Stats], arch: str) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """Matrix descriptors of wgmma and tcgen05: which bytes of shared memory hold an operand.
 
-PTX ISA 9.7.15.5.1 (wgmma) and 9.7.16.4.1 (tcgen05), canonical layouts of 9.7.15.5.1.2.
+PTX ISA, "Matrix Descriptor Format" of wgmma, "Shared memory descriptor" of tcgen05, and the canonical
+layouts of "Strides" and "Swizzling".
 """
 
 from __future__ import annotations

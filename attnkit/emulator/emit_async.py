@@ -1,10 +1,11 @@
-"""Asynchronous copies and tensor-core instructions (PTX ISA 9.7.9.25 to 9.7.9.27, 9.7.14 to 16)."""
+"""Asynchronous copies and tensor-core instructions: cp.async, mma, wgmma, tcgen05."""
 
 from __future__ import annotations
 
 import re
 
 from attnkit.emulator.emitter import Emitter
+from attnkit.emulator.ops_wgmma import Form
 from attnkit.emulator.ptx import Instr
 
 
@@ -76,7 +77,7 @@ def _bulk(e: Emitter, c: Instr) -> list[str]:
 
 
 def wgmma(e: Emitter, c: Instr) -> list[str]:
-    """wgmma.mma_async of one warpgroup (9.7.15.5)."""
+    """wgmma.mma_async of one warpgroup."""
     p, a = c.parts, c.args
     if p[1] == "fence":
         return ["W.wgmma_fence(m)"]
@@ -89,22 +90,21 @@ def wgmma(e: Emitter, c: Instr) -> list[str]:
     dt, at, bt = (x for x in p[-3:])
     if dt not in ("f32", "f16", "s32"):
         raise e.fail(c)
-    d = [e.index[x] for x in e.vector(a[0])]
+    d = tuple(e.index[x] for x in e.vector(a[0]))
     in_regs = a[1].startswith("{")
-    first = str([e.index[x] for x in e.vector(a[1])]) if in_regs else e.val(a[1], "u8")
+    first = str(tuple(e.index[x] for x in e.vector(a[1]))) if in_regs else e.val(a[1], "u8")
     imm = [int(x, 0) for x in a[4:]]
-    scale = tuple(imm[:2]) if dt != "s32" else (1, 1)
+    scale = (imm[0], imm[1]) if dt != "s32" else (1, 1)
     rest = imm[2:]
-    ta, tb = (0, rest[0]) if in_regs and rest else (tuple(rest) if len(rest) == 2 else (0, 0))
-    types = f"('{dt}','{at}','{bt}')"
-    return [
-        f"W.wgmma({d},{first},{e.val(a[2], 'u8')},{e.boolean(a[3])},({n},{k}),{types},"
-        f"{scale},({ta},{tb}),m)"
-    ]
+    ta, tb = (
+        (0, rest[0]) if in_regs and rest else ((rest[0], rest[1]) if len(rest) == 2 else (0, 0))
+    )
+    form = e.object(Form(d, n, k, (dt, at, bt), scale, (ta, tb), in_regs))
+    return [f"W.wgmma({form},{first},{e.val(a[2], 'u8')},{e.boolean(a[3])},m)"]
 
 
 def mma(e: Emitter, c: Instr) -> list[str]:
-    """mma.sync (9.7.14.5): one small product per warp."""
+    """mma.sync: one small product per warp."""
     p, a = c.parts, c.args
     shapes = [re.fullmatch(r"m(\d+)n(\d+)k(\d+)", x) for x in p]
     shape = next((x for x in shapes if x), None)
@@ -123,7 +123,7 @@ def mma(e: Emitter, c: Instr) -> list[str]:
 
 
 def tcgen05(e: Emitter, c: Instr) -> list[str]:
-    """Tensor-memory instructions of Blackwell (9.7.16)."""
+    """Tensor-memory instructions of Blackwell."""
     what, a = c.parts[1], c.args
     group = 2 if "cta_group::2" in c.op else 1
     if what == "alloc":
@@ -187,7 +187,7 @@ def _tc_mma(e: Emitter, c: Instr, group: int) -> list[str]:
 
 
 def clc(e: Emitter, c: Instr) -> list[str]:
-    """Cluster launch control (9.7.13.19): ask for the next cluster of the grid."""
+    """Cluster launch control: ask for the next cluster of the grid."""
     if c.parts[1] == "try_cancel":
         every = any("multicast" in x for x in c.parts)
         return [f"W.clc_try({e.addr(c.args[0])},{e.addr(c.args[1])},m,{every})"]

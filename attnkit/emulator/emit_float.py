@@ -1,4 +1,4 @@
-"""Floating-point instructions (PTX ISA 9.7.3 to 9.7.5): f16, bf16, f32, f64 and packed pairs."""
+"""Floating-point instructions of the PTX ISA: f16, bf16, f32, f64 and packed pairs."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _pair(e: Emitter, c: Instr) -> list[str]:
 
 
 def _mixed(e: Emitter, c: Instr) -> list[str]:
-    """add, sub, fma with f32 result and 16-bit operands (PTX ISA 9.7.5): fma.rn.f32.bf16."""
+    """add, sub, fma with f32 result and 16-bit operands ("Mixed Precision Floating-Point Instructions"): fma.rn.f32.bf16."""
     op, a, kind = c.parts[0], c.args, c.parts[-1]
 
     def operand(v: str) -> str:

@@ -1,4 +1,4 @@
-"""Integer and bit instructions (PTX ISA 9.7.1, 9.7.2, 9.7.8)."""
+"""Integer and bit instructions of the PTX ISA."""
 
 from __future__ import annotations
 

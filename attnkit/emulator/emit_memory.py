@@ -1,4 +1,4 @@
-"""Loads, stores, atomics, matrix moves and mbarrier operations (PTX ISA 9.7.9, 9.7.13, 9.7.14)."""
+"""Loads, stores, atomics, matrix moves and mbarrier operations."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def store(e: Emitter, c: Instr) -> list[str]:
 
 
 def _store_async(e: Emitter, c: Instr) -> list[str]:
-    """st.async to another CTA's shared memory, completing on its mbarrier (9.7.9.12)."""
+    """st.async to another CTA's shared memory, completing on its mbarrier."""
     kind, _ = _element(e, c)
     t = f"u{BYTES[kind]}"
     return [f"W.st_async({e.addr(c.args[0])},{e.values(c.args[1], t)},{e.addr(c.args[2])},m,{t})"]
@@ -130,7 +130,7 @@ def mbarrier(e: Emitter, c: Instr) -> list[str]:
 
 
 def matrix_move(e: Emitter, c: Instr) -> list[str]:
-    """ldmatrix and stmatrix of 8x8 matrices of 16-bit elements (9.7.14.5.15, 9.7.14.5.16)."""
+    """ldmatrix and stmatrix of 8x8 matrices of 16-bit elements."""
     if not c.has("m8n8") or c.parts[-1] != "b16":
         raise e.fail(c)
     trans = "trans" in c.parts

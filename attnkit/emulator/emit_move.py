@@ -1,4 +1,4 @@
-"""Moves, selection, comparison, conversion and warp-wide instructions (PTX ISA 9.7.6 to 9.7.9)."""
+"""Moves, selection, comparison, conversion and warp-wide instructions."""
 
 from __future__ import annotations
 

@@ -82,7 +82,12 @@ SPECIAL = {
     "%nsmid": "W.nsmid",
     "%clock": "W.clock(4)",
     "%clock64": "W.clock(8)",
+    "%clock_hi": "W.clock(4)*u4(0)",
     "%globaltimer": "W.clock(8)",
+    "%globaltimer_lo": "W.clock(4)",
+    "%globaltimer_hi": "W.clock(4)*u4(0)",
+    "%dynamic_smem_size": "W.dynamic_smem_size",
+    "%total_smem_size": "W.total_smem_size",
     "%lanemask_eq": "W.lanemask('eq')",
     "%lanemask_lt": "W.lanemask('lt')",
     "%lanemask_le": "W.lanemask('le')",
@@ -127,6 +132,7 @@ class Emitter:
         self.store = storage_types(kernel)
         self.constants: dict[str, Any] = {}
         self._names: dict[tuple[bytes, str], str] = {}
+        self.objects: dict[str, Any] = {}
         self.masked = False
 
     def fail(self, c: Instr, why: str = "") -> UnknownOpcode:
@@ -152,6 +158,12 @@ class Emitter:
             self._names[key] = f"C{len(self._names)}"
             self.constants[self._names[key]] = scalar
         return self._names[key]
+
+    def object(self, value: Any) -> str:
+        """The name of a value that is the same in every run, such as the form of a product."""
+        name = next((n for n, v in self.objects.items() if v == value), f"X{len(self.objects)}")
+        self.objects[name] = value
+        return name
 
     def _float_bits(self, text: str, kind: str | None) -> str:
         size = 4 if len(text) == 10 else 8

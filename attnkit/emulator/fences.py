@@ -1,6 +1,6 @@
 """Static check for missing wgmma.fence, which running a kernel cannot see.
 
-PTX ISA 9.7.15.7.1: a warpgroup must execute wgmma.fence before its first wgmma.mma_async, and
+PTX ISA, wgmma.fence: a warpgroup must execute wgmma.fence before its first wgmma.mma_async, and
 whenever registers (accumulator or A fragment) were written since, except that wgmma.mma_async of
 the same shape may accumulate in the same registers one after another.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 
 from attnkit.emulator.faults import Finding, Place
+from attnkit.emulator.flow import successors
 from attnkit.emulator.ptx import Instr, Kernel
 
 # Instructions whose first operand is not a destination.
@@ -47,7 +48,7 @@ def missing_fences(kernel: Kernel) -> list[Finding]:
         state = entry[b]
         for c in kernel.blocks[b]:
             state = _step(c, state, watched, found)
-        for nxt in _successors(kernel, b):
+        for nxt in successors(kernel, b):
             joined = entry.get(nxt, frozenset()) | state
             if nxt not in entry or joined != entry[nxt]:
                 entry[nxt] = joined
@@ -90,13 +91,3 @@ def _step(c: Instr, state: State, watched: set[str], found: dict[int, Finding]) 
         return state
     written = set(_REGISTER.findall(c.args[0])) & watched
     return state | written if written else state
-
-
-def _successors(kernel: Kernel, b: int) -> list[int]:
-    last = kernel.blocks[b][-1]
-    if last.parts[0] in ("ret", "exit"):
-        return [b + 1] if last.pred else []
-    if last.parts[0] == "bra":
-        target = kernel.labels.get(last.args[0], b + 1)
-        return [target, b + 1] if last.pred else [target]
-    return [b + 1] if b + 1 < len(kernel.blocks) else []

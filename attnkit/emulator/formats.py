@@ -1,6 +1,6 @@
 """Number formats that numpy lacks: bf16, tf32 and the two fp8 formats, to and from float32.
 
-Rounding is to nearest even. NaN becomes the canonical NaN of the format (PTX ISA 9.7.3, cvt).
+Rounding is to nearest even. NaN becomes the canonical NaN of the format (PTX ISA, cvt).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Register layouts of tensor-core fragments (PTX ISA 9.7.14.5 and 9.7.15.5), for many warps at once.
+"""Register layouts of tensor-core fragments of mma and wgmma, for many warps at once.
 
 Lane t of a warp holds row t // 4 of each 8-row half and, of each 16-byte chunk of the other
 dimension, the 4 bytes number t % 4.

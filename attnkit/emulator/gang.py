@@ -8,11 +8,12 @@ import numpy as np
 
 from attnkit.emulator.faults import Finding, KernelFault, Place, Trap
 from attnkit.emulator.formats import Lanes, u4
+from attnkit.emulator.ops_atomic import AtomicOps
 from attnkit.emulator.ops_bulk import Group
 from attnkit.emulator.ops_clc import LaunchControlOps
-from attnkit.emulator.ops_memory import MemoryOps
 from attnkit.emulator.ops_tcgen05 import TcgenOps
 from attnkit.emulator.ops_warp import WarpOps
+from attnkit.emulator.ops_wgmma import Products
 from attnkit.emulator.roles import role_of
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 TURN = 50_000  # blocks that a gang runs before others have their turn
 
 
-class Gang(WarpOps, MemoryOps, LaunchControlOps, TcgenOps):
+class Gang(WarpOps, AtomicOps, LaunchControlOps, TcgenOps):
     """`groups` maps the next block of each group of lanes to its mask; exited lanes are in none.
 
     Groups at the same block merge; the group at the lowest block runs first, and another one if
@@ -46,10 +47,11 @@ class Gang(WarpOps, MemoryOps, LaunchControlOps, TcgenOps):
         self.cluster_wait_for = -1
         self.last_polls = {}
         self.cp_current, self.cp_groups = Group(), []
-        self.wgmma_current, self.wgmma_groups = Group(), []
+        self.wgmma_current, self.wgmma_groups = Products(), []
         self.st_pending = []
         self.tmem_clocks = {}
         self.race, self.clock_ = None, None
+        self.events = None
         self._functions = cta.program.functions(n)
         self._identity()
 
@@ -59,6 +61,8 @@ class Gang(WarpOps, MemoryOps, LaunchControlOps, TcgenOps):
         gang = cls(cta, warps, cta.program.initial_registers(32 * len(warps)))
         mask = gang.thread < cta.threads
         gang.groups = {0: gang.full if mask.all() else mask}
+        if cta.launch.recorder is not None:
+            gang.events = cta.launch.recorder.stream(cta.cluster.ids, cta.rank, warps)
         gang.race = cta.cluster.race
         if gang.race is not None:
             gang.clock_ = gang.race.warp(gang.agent_name)
@@ -92,6 +96,8 @@ class Gang(WarpOps, MemoryOps, LaunchControlOps, TcgenOps):
             (cta.rank, size, linear % launch.sms, launch.sms)
         )
         self.nwarpid, self.warp_size = full((64, 32))
+        total = launch.shared + cta.program.static_shared
+        self.dynamic_smem_size, self.total_smem_size = full((launch.shared, total))
         self.rank_bits = np.full(n, cta.rank << 24, u4)
 
     # ---- running
@@ -129,15 +135,18 @@ class Gang(WarpOps, MemoryOps, LaunchControlOps, TcgenOps):
         functions, registers, full, width = table[0], self.R, self.full, self.width
         count = np.count_nonzero
         executed, seen, warps = self.cta.launch.executed, self.seen, len(self.warps)
+        events = self.events
         ran = False
         for _ in range(TURN):
             f = functions[pc] or bind(pc, False)
             result = f(self, registers, full)
-            if type(result) is int:
-                after = result
-            elif result is None:
+            if result is None:
                 self.groups = {pc: full}
                 return ran, False
+            if events is not None:
+                events.add("block", 0, pc)
+            if type(result) is int:
+                after = result
             else:
                 p, yes, no = result
                 n = count(p)
@@ -147,6 +156,7 @@ class Gang(WarpOps, MemoryOps, LaunchControlOps, TcgenOps):
                     self.groups = {}
                     self._add(yes, p)
                     self._add(no, ~p)
+                    self._part_roles(pc, yes)
                     return True, True
                 after = yes if n else no
             ran = True
@@ -172,6 +182,8 @@ class Gang(WarpOps, MemoryOps, LaunchControlOps, TcgenOps):
             if result is None:
                 self._split(pc, m)
                 continue
+            if self.events is not None:
+                self.events.add("block", 0, pc)
             self.cta.launch.executed[pc] += int(np.count_nonzero(m.reshape(-1, 32).any(1)))
             self.seen.add(pc)
             del self.groups[pc]
@@ -203,6 +215,15 @@ class Gang(WarpOps, MemoryOps, LaunchControlOps, TcgenOps):
         self._part(pc, m, some)
         return True
 
+    def _part_roles(self, pc: int, target: int) -> None:
+        """In a recorded run, warps that branch at block `pc` to meet no more go their own way, so
+        that neither waits for the other."""
+        if self.events is None or len(self.groups) < 2 or not self.cta.program.flow.parts(pc):
+            return
+        rows = self.groups[target].reshape(-1, 32)
+        if (rows.all(1) == rows.any(1)).all():
+            self._part(target, self.groups[target], rows.any(1))
+
     def _split(self, pc: int, m: Any) -> None:
         """Whole warps that wait while others run leave the gang."""
         rows = m.reshape(-1, 32)
@@ -211,6 +232,7 @@ class Gang(WarpOps, MemoryOps, LaunchControlOps, TcgenOps):
             self._part(pc, m, some)
 
     def _part(self, pc: int, m: Any, some: Lanes) -> None:
+        self._multiply(self.wgmma_current)  # by all the warps that issued it, while they are here
         lanes = np.flatnonzero(np.repeat(some, 32))
         warps = tuple(w for w, s in zip(self.warps, some.tolist(), strict=True) if s)
         part = Gang(self.cta, warps, [r[lanes] for r in self.R])
@@ -220,10 +242,16 @@ class Gang(WarpOps, MemoryOps, LaunchControlOps, TcgenOps):
         part.cluster_wait_for = self.cluster_wait_for
         part.last_polls = dict(self.last_polls)
         part.tmem_clocks = dict(self.tmem_clocks)
+        if recorder := self.cta.launch.recorder:
+            part.events = recorder.part(self.events, warps)
         if pc in self.bar_waits:
             part.bar_waits[pc] = self.bar_waits.pop(pc)
+        part.wgmma_groups = list(self.wgmma_groups)
+        part.wgmma_current.lines = list(self.wgmma_current.lines)
         self.cta.gangs.append(part)
         del self.groups[pc]
+        if not self.groups:  # the parts have to wait for what is under way
+            self.wgmma_current, self.wgmma_groups = Products(), []
 
     # ---- reports
     def block_line(self, pc: int) -> int:

@@ -96,8 +96,11 @@ def _link(code: bytes, folder: str) -> ctypes.CDLL:
 class HostFunction:
     """The host function of a compiled object, callable with packed C arguments."""
 
-    def __init__(self, code: bytes, name: str, kernels: dict[str, Kernel]) -> None:
+    def __init__(
+        self, code: bytes, name: str, kernels: dict[str, Kernel], prefix: str = _PREFIX
+    ) -> None:
         self.kernels = kernels
+        self.prefix = prefix
         self.folder = tempfile.mkdtemp(prefix="attnkit-emulator-")
         weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         self.library = _link(code, self.folder)
@@ -110,9 +113,9 @@ class HostFunction:
         self._handle = ctypes.pointer(pointer)
         status, device = ctypes.c_int32(0), ctypes.c_int32(0)
         slots = [ctypes.pointer(x) for x in (self._handle, ctypes.pointer(status))]
-        self._call(f"_mlir_{_PREFIX}_cuda_init", slots)
+        self._call(f"_mlir_{self.prefix}_cuda_init", slots)
         slots.insert(1, ctypes.pointer(ctypes.pointer(device)))
-        self._call(f"_mlir_{_PREFIX}_cuda_load_to_device", slots)
+        self._call(f"_mlir_{self.prefix}_cuda_load_to_device", slots)
         if status.value:
             raise EmulatorError(f"the kernel's module failed to load: status {status.value}")
 
@@ -139,7 +142,7 @@ class HostFunction:
         status = ctypes.c_int32(0)
         slots = [ctypes.addressof(x) for x in (*buffers, status)]
         array = (ctypes.c_void_p * len(slots))(*slots)
-        getattr(self.library, f"_mlir_{_PREFIX}__mlir_ciface_{self.name}")(array, len(slots))
+        getattr(self.library, f"_mlir_{self.prefix}__mlir_ciface_{self.name}")(array, len(slots))
         if errors:
             raise errors[0]
         if status.value:

@@ -68,9 +68,17 @@ def directed(x: Lanes, mode: str) -> Lanes:
     return np.where(np.abs(wide) > np.abs(x), np.nextafter(r, f4(0)), r)
 
 
+_HALF, _ONE, _SIXTEEN, _UPPER = u4(0x7FFF), u4(1), u4(16), u4(0xFFFF0000)
+
+
 def bf16x2(hi: Lanes, lo: Lanes) -> Lanes:
-    both = f32_to_bf16(np.concatenate((hi, lo))).astype(u4)
-    return (both[: hi.size] << u4(16)) | both[hi.size :]
+    total = hi + lo
+    if (total != total).any():  # a NaN, or infinities of both signs
+        return (f32_to_bf16(hi).astype(u4) << _SIXTEEN) | f32_to_bf16(lo)
+    bits = np.concatenate((hi, lo)).view(u4)
+    bits += ((bits >> _SIXTEEN) & _ONE) + _HALF
+    n = hi.size
+    return (bits[:n] & _UPPER) | (bits[n:] >> _SIXTEEN)
 
 
 def f16x2(hi: Lanes, lo: Lanes) -> Lanes:
@@ -155,7 +163,7 @@ def funnel(lo: Lanes, hi: Lanes, n: Lanes, left: bool, clamp: bool) -> Lanes:
 
 
 def prmt(a: Lanes, b: Lanes, sel: Lanes) -> Lanes:
-    """Byte permute, default mode (PTX ISA 9.7.9, prmt)."""
+    """Byte permute, default mode (PTX ISA, prmt)."""
     both = (b.astype(u8) << u8(32)) | a
     out = np.zeros(a.size, u4)
     for i in range(4):
@@ -175,7 +183,7 @@ def lop3(a: Lanes, b: Lanes, c: Lanes, table: int) -> Lanes:
 
 
 def bfe(a: Lanes, pos: Lanes, length: Lanes) -> Lanes:
-    """Bit field extract; signed for signed `a` (PTX ISA 9.7.1, bfe)."""
+    """Bit field extract; signed for signed `a` (PTX ISA, bfe)."""
     bits = a.dtype.itemsize * 8
     p, n = (pos & u4(255)).astype(i8), (length & u4(255)).astype(i8)
     out = np.zeros(a.size, object)
@@ -224,7 +232,7 @@ _INTEGRAL = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
 
 
 def float_to_int(x: Lanes, mode: str, dtype: Any) -> Lanes:
-    """cvt to an integer: out of range saturates, NaN is 0 for f32 (PTX ISA 9.7.9, cvt)."""
+    """cvt to an integer: out of range saturates, NaN is 0 for f32 (PTX ISA, cvt)."""
     info = np.iinfo(dtype)
     y = np.nan_to_num(_INTEGRAL[mode](x.astype(f8)), nan=0.0, posinf=2.0**70, neginf=-(2.0**70))
     big, small = y >= float(info.max), y <= float(info.min)

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from attnkit.emulator.faults import Finding, KernelFault, Place
 from attnkit.emulator.memory import GlobalMemory
 from attnkit.emulator.program import Program
 from attnkit.emulator.ptx import Source
+from attnkit.emulator.recorder import Recorder
 from attnkit.errors import OptionError
 
 MODES = ("eager", "adversarial", "race")
@@ -25,7 +27,8 @@ RESIDENT = 264  # clusters that run together at most, when they wait for each ot
 @dataclass(frozen=True)
 class Mode:
     """How to schedule. `late`: asynchronous work waits until nothing else can run, unless a draw
-    below `prompt` lets it go at once. `race`: watch memory for accesses without an order."""
+    below `prompt` lets it go at once. `race`: watch memory for accesses without an order.
+    `together`: clusters that run side by side from the start."""
 
     name: str = "eager"
     seed: int = 0
@@ -33,32 +36,39 @@ class Mode:
     race: bool = False
     prompt: float = 0.0
     strict_loads: bool = False
+    together: int = 8
 
     @classmethod
     def of(cls, name: str, seed: int = 0, *, strict_loads: bool = False) -> Mode:
         """The mode by its name; seed 0 of the adversarial mode puts everything off, others mix."""
         if name not in MODES:
             raise OptionError(f"mode={name!r}: expected one of {', '.join(MODES)}")
-        prompt = 0.0 if seed == 0 else random.Random(seed).choice((0.0, 0.1, 0.5))
+        rng, late = random.Random(seed), name == "adversarial"
+        prompt = 0.0 if seed == 0 else rng.choice((0.0, 0.1, 0.5))
+        together = rng.choice((1, 2, 4)) if late else 2 if name == "race" else cls.together
         return cls(
             name,
             seed,
-            name == "adversarial",
+            late,
             name == "race",
             prompt,
             strict_loads and name == "race",
+            together,
         )
 
 
 @dataclass(frozen=True)
 class Stats:
-    """What a launch executed."""
+    """What a launch executed; `covered` is the part of the kernel's instructions that any warp
+    reached, and `missed` has the lines of the PTX of the others."""
 
     warp_instructions: int
     seconds: float
     ctas: int
     opcodes: Counter[str]
     work: Counter[str]
+    covered: float = 1.0
+    missed: frozenset[int] = frozenset()
 
 
 @dataclass(eq=False)
@@ -78,6 +88,7 @@ class Launch:
     roles: Mapping[str, Iterable[int]] = field(default_factory=dict)
     sms: int = 132
     limit: int = LIMIT
+    recorder: Recorder | None = None
     findings: dict[tuple[str, str, int], Finding] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -95,6 +106,12 @@ class Launch:
     @property
     def threads(self) -> int:
         return self.block[0] * self.block[1] * self.block[2]
+
+    @cached_property
+    def together(self) -> int:
+        """Clusters that run side by side; one where a cluster may take over those that wait."""
+        ops = (c.parts[0] for c in self.program.kernel.instructions())
+        return 1 if "clusterlaunchcontrol" in ops else self.mode.together
 
     @property
     def grain(self) -> int:
@@ -143,7 +160,7 @@ class Launch:
         return Cluster(self, ids, rng)
 
     def run(self) -> Stats:
-        """Runs the grid: cluster after cluster, or together when they wait for each other.
+        """Runs the grid: some clusters side by side, more of them when these wait for others.
 
         Raises:
             KernelFault: the kernel cannot go on.
@@ -166,7 +183,7 @@ class Launch:
 
     def _round(self, active: list[Cluster], rng: random.Random) -> int:
         """One turn of every active cluster; the number of CTAs that ended."""
-        if not active:
+        while self._pending and len(active) < self.together:
             active.append(self._start(self._pending.pop(0), rng))
         if sum(self.executed) > self.limit:
             text = f"more than {self.limit} blocks of instructions executed: an endless loop?"
@@ -207,8 +224,13 @@ class Launch:
 
     def _stats(self, seconds: float, ctas: int) -> Stats:
         ops: Counter[str] = Counter()
+        missed: list[int] = []
         for block, n in zip(self.program.kernel.blocks, self.executed, strict=True):
-            if n:
-                for c in block:
+            for c in block:
+                if n:
                     ops[c.op] += n
-        return Stats(sum(ops.values()), seconds, ctas, ops, self.work)
+                elif c.line:  # not the return that the parser adds at the end
+                    missed.append(c.line)
+        total = sum(len(block) for block in self.program.kernel.blocks)
+        covered = 1 - len(missed) / total
+        return Stats(sum(ops.values()), seconds, ctas, ops, self.work, covered, frozenset(missed))

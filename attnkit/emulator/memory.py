@@ -55,6 +55,13 @@ def extent(array: Any) -> tuple[int, int]:
     return address, sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + item
 
 
+class Undefined:
+    """Marks an output whose contents must not be read before the kernel has written them."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+
 class GlobalMemory:
     """The buffers that a launch may touch; an access outside all of them is a fault."""
 
@@ -92,3 +99,34 @@ class GlobalMemory:
     def mark(self, b: Buffer, lo: Any, size: int) -> None:
         if b.written is not None:
             b.written[(np.asarray(lo)[..., None] + np.arange(size)).ravel()] = True
+
+
+def arrays(args: Sequence[Any]) -> list[Any]:
+    """The arrays among the arguments of a run, those in sequences and outputs included."""
+    out: list[Any] = []
+    for a in args:
+        if isinstance(a, list | tuple):
+            out += arrays(a)
+        elif isinstance(a, Undefined):
+            out.append(a.array)
+        elif isinstance(a, np.ndarray) or hasattr(a, "data_ptr"):
+            out.append(a)
+    return out
+
+
+def snapshot(args: Sequence[Any]) -> list[Lanes]:
+    """Copies of the bytes that the arrays among `args` span."""
+    return [_bytes(a).copy() for a in arrays(args)]
+
+
+def restore(args: Sequence[Any], saved: Sequence[Lanes]) -> None:
+    """Writes a snapshot back."""
+    for a, data in zip(arrays(args), saved, strict=True):
+        _bytes(a)[:] = data
+
+
+def _bytes(array: Any) -> Lanes:
+    """The bytes that an array spans, as a view."""
+    memory = GlobalMemory()
+    memory.add("array", array)
+    return memory.buffers[0].data if memory.buffers else np.zeros(0, np.uint8)

@@ -1,4 +1,4 @@
-"""mbarriers, named barriers, the cluster barrier, proxy fences (PTX ISA 9.7.13)."""
+"""mbarriers, named barriers, the cluster barrier, proxy fences."""
 
 from __future__ import annotations
 
@@ -79,6 +79,8 @@ class BarrierOps(GangState):
             self._known(b)
             state = b.phase
             who = m & (a == a.dtype.type(address))
+            if self.events is not None:
+                self.events.add("arrive", self.line, what=b, phase=b.flips)
             b.release(self.clock_)
             if drop:
                 b.count -= lanes
@@ -103,6 +105,8 @@ class BarrierOps(GangState):
             passed = lanes & (bits != b.phase)
             if passed.any():
                 ok |= passed
+                if self.events is not None:
+                    self.events.add("wait", self.line, what=b, phase=b.flips - 1)
                 if self.clock_ is not None and b.done is not None:
                     self.clock_.join(*b.done)
             else:
@@ -128,6 +132,8 @@ class BarrierOps(GangState):
         n = self.uniform(threads, m) if threads is not None else self.cta.threads_in_warps
         warps = self.warps_of(m)
         generation = b.generation
+        if self.events is not None:
+            self.events.add("arrive", self.line, what=b, phase=generation)
         b.release(self.clock_)
         if self.clock_ is not None:
             self.clock_.tick()
@@ -154,6 +160,8 @@ class BarrierOps(GangState):
         return True
 
     def _learn(self, b: NamedBarrier, generation: int) -> None:
+        if self.events is not None:
+            self.events.add("wait", self.line, what=b, phase=generation)
         if self.clock_ is not None:
             self.clock_.join(*b.clocks[generation])
 
@@ -163,6 +171,8 @@ class BarrierOps(GangState):
         if self.cluster_wait_for >= 0:
             raise Trap("barrier", "barrier.cluster.arrive twice without a wait")
         self.cluster_wait_for = b.generation
+        if self.events is not None:
+            self.events.add("arrive", self.line, what=b, phase=b.generation)
         self.cta.cluster.release_cluster(self.clock_)
         b.arrive(len(self.warps_of(m)))
         self.cta.cluster.events += 1
@@ -177,6 +187,8 @@ class BarrierOps(GangState):
             return False
         if self.clock_ is not None:
             self.clock_.join(*b.clocks[self.cluster_wait_for])
+        if self.events is not None:
+            self.events.add("wait", self.line, what=b, phase=self.cluster_wait_for)
         self.cluster_wait_for, self.why = -1, ""
         return True
 

@@ -1,4 +1,4 @@
-"""Asynchronous copies: cp.async, bulk copies and TMA (PTX ISA 9.7.9.25)."""
+"""Asynchronous copies: cp.async, bulk copies and TMA (PTX ISA, "Asynchronous copy")."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 
 from attnkit.emulator.faults import Trap
 from attnkit.emulator.formats import Lanes, u1
+from attnkit.emulator.ops_atomic import reduced
 from attnkit.emulator.ops_barrier import BarrierOps
-from attnkit.emulator.ops_memory import reduced
 from attnkit.emulator.race import Clock
 from attnkit.emulator.spaces import OFFSET_MASK, RANK_SHIFT
 from attnkit.emulator.state import Mask
@@ -45,7 +45,7 @@ class BulkOps(BarrierOps):
 
     # ---- cp.async (non-bulk)
     def cp_async(self, dst: Lanes, src: Lanes, n: int, valid: Lanes, m: Mask) -> None:
-        """Copies `valid` bytes per lane and fills with zeros up to n (9.7.9.25.3)."""
+        """Copies `valid` bytes per lane and fills with zeros up to n."""
         lanes = self.active(m).tolist()
         for lane in lanes:
             if int(dst[lane]) % n or (int(valid[lane]) and int(src[lane]) % n):
@@ -132,8 +132,15 @@ class BulkOps(BarrierOps):
             for x, y in self._targets(d, b, mask, lane):
                 clock = self.issue(f"TMA load to {self._find(y).name}", ordered=False)
                 work = self._load_work(tm, coords, x, y, clock)
+                self._loading(tm.box_bytes, y)
                 self.cta.cluster.submit("copy", work, self)
             self.cta.cluster.record("tma", tm.box_bytes)
+
+    def _loading(self, size: int, bar: int) -> None:
+        """Records a copy that will complete on the barrier at `bar`."""
+        if self.events is not None:
+            b = self._find(bar)
+            self.events.add("load", self.line, size, b, b.flips)
 
     def _targets(self, d: int, b: int, mask: Lanes | None, lane: int) -> list[tuple[int, int]]:
         if mask is None:
@@ -180,7 +187,7 @@ class BulkOps(BarrierOps):
             box = select(tm, coords)
             if clock is not None and box is not None:
                 self.cta.cluster.note_swizzled_read(s, tm, box, clock, self.line)
-            self._bulk(lane, self._store_work(tm, coords, s, how), clock)
+            self._bulk(lane, self._store_work(tm, coords, s, how), clock, tm.box_bytes)
             self.cta.cluster.record("tma", tm.box_bytes)
 
     def _distinct(self, lanes: Lanes, fields: list[Lanes]) -> Lanes:
@@ -227,6 +234,7 @@ class BulkOps(BarrierOps):
             s, size = int(src[lane]), _checked(int(dst[lane]), int(src[lane]), int(n[lane]))
             for d, b in self._targets(int(dst[lane]), int(bar[lane]), mask, lane):
                 clock = self.issue(f"bulk load to {self._find(b).name}", ordered=False)
+                self._loading(size, b)
                 self.cta.cluster.submit("copy", self._bulk_work(d, s, size, b, clock), self)
             self.cta.cluster.record("tma", size)
 
@@ -248,6 +256,7 @@ class BulkOps(BarrierOps):
             d, s, b = int(dst[lane]), int(src[lane]), int(bar[lane])
             size = _checked(d, s, int(n[lane]))
             clock = self.issue(f"copy to {self._find(b).name}", ordered=False)
+            self._loading(size, b)
             work = self._remote_work(d, s, size, b, clock, (how, kind))
             self.cta.cluster.submit("copy", work, self)
             self.cta.cluster.record("tma", size)
@@ -295,10 +304,12 @@ class BulkOps(BarrierOps):
                     out.view(dt)[:] = reduced(how, fmt, out.view(dt), data.view(dt))
                 self.cta.memory.mark(b, d - b.base, size)
 
-            self._bulk(lane, work, clock)
+            self._bulk(lane, work, clock, size)
             self.cta.cluster.record("tma", size)
 
-    def _bulk(self, lane: int, work: Work, clock: Clock | None) -> None:
+    def _bulk(self, lane: int, work: Work, clock: Clock | None, size: int) -> None:
+        if self.events is not None:
+            self.events.add("store", self.line, size)
         state = self.cta.bulk.setdefault(int(self.thread[lane]), BulkState())
         state.current.work.append(work)
         state.current.lines.append(self.line)
@@ -314,6 +325,8 @@ class BulkOps(BarrierOps):
         return [s for s in mine if s is not None]
 
     def bulk_commit(self, m: Mask) -> None:
+        if self.events is not None:
+            self.events.add("store commit", self.line)
         for s in self._bulk_states(m):
             if not self.cta.late:
                 for work in s.current.work:
@@ -324,6 +337,8 @@ class BulkOps(BarrierOps):
 
     def bulk_wait(self, n: int, read: bool, m: Mask) -> bool:
         """wait_group: completes all but the n latest groups (`read`: of their sources)."""
+        if self.events is not None:
+            self.events.add("store wait", self.line, n)
         for s in self._bulk_states(m):
             while len(s.groups) > n:
                 self._finish(s.groups.pop(0))
@@ -335,6 +350,7 @@ class BulkOps(BarrierOps):
             data = np.array([v[lane] for v in values], dt).view(u1)
             d, b = int(a[lane]), int(bar[lane])
             clock = self.issue(f"st.async to {self._find(b).name}", ordered=False)
+            self._loading(data.size, b)
 
             def work(d: int = d, b: int = b, data: Lanes = data, c: Clock | None = clock) -> None:
                 self.cta.cluster.write_shared(d, data, c, self.line, generic=False)

@@ -1,4 +1,4 @@
-"""Cluster launch control (PTX ISA 9.7.13.19): a running cluster takes over one not yet launched."""
+"""Cluster launch control (PTX ISA, clusterlaunchcontrol): a running cluster takes over one not yet launched."""
 
 from __future__ import annotations
 

@@ -1,15 +1,13 @@
-"""Loads, stores and atomics on shared, global, local and generic addresses (PTX ISA 9.7.9)."""
+"""Loads and stores on shared, global, local and generic addresses (PTX ISA, ld and st)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from attnkit.emulator.faults import Trap
 from attnkit.emulator.formats import Lanes, u8
-from attnkit.emulator.lanes import half, packed
 from attnkit.emulator.spaces import (
     LOCAL_BASE,
     OFFSET_MASK,
@@ -18,28 +16,6 @@ from attnkit.emulator.spaces import (
     SHARED_BASE,
 )
 from attnkit.emulator.state import GangState, Mask
-
-_REDUCE: dict[str, Callable[[Any, Any], Any]] = {
-    "add": lambda a, b: a + b,
-    "min": lambda a, b: np.fmin(a, b) if a.dtype.kind == "f" else np.minimum(a, b),
-    "max": lambda a, b: np.fmax(a, b) if a.dtype.kind == "f" else np.maximum(a, b),
-    "and": lambda a, b: a & b,
-    "or": lambda a, b: a | b,
-    "xor": lambda a, b: a ^ b,
-    "exch": lambda a, b: b,
-    "inc": lambda a, b: a.dtype.type(0) if a >= b else a + a.dtype.type(1),
-    "dec": lambda a, b: b if (a == 0 or a > b) else a - a.dtype.type(1),
-}
-
-
-def reduced(how: str, fmt: str | None, old: Any, new: Any) -> Any:
-    """`old` combined with `new`; `fmt` names a 16-bit float format held as bits."""
-    fn = _REDUCE[how]
-    if fmt is None:
-        return fn(old, new)
-    kind = fmt.removesuffix("x2")
-    one = packed if fmt.endswith("x2") else half
-    return one(fn, kind, np.atleast_1d(old), np.atleast_1d(new))
 
 
 class MemoryOps(GangState):
@@ -208,62 +184,7 @@ class MemoryOps(GangState):
         """A kernel parameter, the same in every lane."""
         return self.cta.param(address - PARAM_BASE, dt, self.width)
 
-    # ---- atomics
-    def atom_global(
-        self, a: Lanes, m: Mask, dt: Any, how: str, values: list[Lanes], fmt: str | None
-    ) -> Lanes:
-        item = np.dtype(dt).itemsize
-        old = np.zeros(self.width, dt)
-        for lane in self.active(m).tolist():
-            b = self.cta.memory.find(int(a[lane]), int(a[lane]) + item)
-            if int(a[lane]) % item:
-                raise Trap("alignment", f"atomic of {item} bytes at {int(a[lane]):#x}")
-            off = int(a[lane]) - b.base
-            self.cta.memory.check_defined(b, off, item)
-            view, i = self._items(b, np.int64(off), dt)
-            old[lane] = view[i]
-            view[i] = _combine(how, fmt, view[i], [v[lane] for v in values])
-        self.cta.cluster.events += 1
-        return old
-
-    def red_vector(
-        self, a: Lanes, m: Mask, dt: Any, how: str, values: list[Lanes], fmt: str | None
-    ) -> None:
-        item = np.dtype(dt).itemsize
-        for j, v in enumerate(values):
-            self.atom_global(a + u8(j * item), m, dt, how, [v], fmt)
-
-    def atom_shared(
-        self, a: Lanes, m: Mask, dt: Any, how: str, values: list[Lanes], fmt: str | None
-    ) -> Lanes:
-        item = np.dtype(dt).itemsize
-        old = np.zeros(self.width, dt)
-        for part in self._by_rank(a, m):
-            rank, off = self._shared(a, part, item)
-            if self.race is not None and self.clock_ is not None:
-                i = self.race.shared(rank, off, item)
-                self.race.atomic(i, self.clock_, line=self.line)
-            view = self.cta.cluster.ctas[rank].view(dt, 1)
-            for lane, o in zip(self.active(part).tolist(), (off // item).tolist(), strict=True):
-                old[lane] = view[o]
-                view[o] = _combine(how, fmt, view[o], [v[lane] for v in values])
-        self.cta.cluster.events += 1
-        return old
-
-    def atom_generic(
-        self, a: Lanes, m: Mask, dt: Any, how: str, values: list[Lanes], fmt: str | None
-    ) -> Lanes:
-        small = self._kind(a, m) == "shared"
-        return (self.atom_shared if small else self.atom_global)(a, m, dt, how, values, fmt)
-
     @staticmethod
     def mulhi64(a: Lanes, b: Lanes) -> Lanes:
         prod = [(x * y) >> 64 for x, y in zip(a.tolist(), b.tolist(), strict=True)]
         return np.array(prod, u8)
-
-
-def _combine(how: str, fmt: str | None, old: Any, values: list[Any]) -> Any:
-    if how == "cas":
-        return values[1] if old == values[0] else old
-    new = reduced(how, fmt, old, values[0])
-    return new[0] if fmt is not None else new

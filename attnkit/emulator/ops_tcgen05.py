@@ -1,4 +1,4 @@
-"""Tensor memory and the fifth-generation tensor cores (PTX ISA 9.7.16)."""
+"""Tensor memory and the fifth-generation tensor cores (PTX ISA, tcgen05)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from attnkit.emulator.descriptors import Matrix, elements, of_tcgen05
 from attnkit.emulator.faults import Trap
 from attnkit.emulator.formats import ELEMENT_BYTES, STORAGE, Lanes, f4, to_f32, u1, u4
-from attnkit.emulator.ops_matrix import MatrixOps
+from attnkit.emulator.ops_wgmma import WgmmaOps
 from attnkit.emulator.race import Clock
 from attnkit.emulator.spaces import OFFSET_MASK, RANK_SHIFT
 from attnkit.emulator.state import Mask
@@ -32,7 +32,7 @@ _SHAPES = {"32x32b": (1, 1), "16x128b": (4, 2), "16x256b": (8, 4)}
 
 @dataclass(frozen=True)
 class Product:
-    """A decoded tcgen05.mma: instruction descriptor fields (9.7.16.4.2) and operands."""
+    """A decoded tcgen05.mma: fields of the instruction descriptor and operands."""
 
     m: int
     n: int
@@ -51,7 +51,7 @@ class Product:
     disabled: tuple[int, ...]
 
 
-class TcgenOps(MatrixOps):
+class TcgenOps(WgmmaOps):
     st_pending: list[Callable[[], None]]
     tmem_clocks: dict[bool, Clock]
 
@@ -79,6 +79,10 @@ class TcgenOps(MatrixOps):
                 ranks = [r for r in range(16) if int(mask[lane]) >> r & 1]
                 targets = [address & OFFSET_MASK | r << RANK_SHIFT for r in ranks]
             clock = self.issue(self._unit, ordered=True)
+            if self.events is not None:
+                for t in targets:
+                    b = self._find(t)
+                    self.events.add("tensor commit", self.line, what=b, phase=b.flips)
 
             def work(targets: list[int] = targets, clock: Clock | None = clock) -> None:
                 for t in targets:
@@ -126,6 +130,8 @@ class TcgenOps(MatrixOps):
 
             self.cta.cluster.submit(self._unit, work, self)
             self.cta.cluster.record("tensor", 2 * p.m * p.n * p.k)
+            if self.events is not None:
+                self.events.add("tensor product", self.line, 2 * p.m * p.n * p.k, group)
             rows = p.m if isinstance(p.a, Matrix) else 0
             self.cta.cluster.record("operands", (rows + p.n) * p.k * ELEMENT_BYTES[p.a_kind])
 
@@ -310,7 +316,7 @@ class TcgenOps(MatrixOps):
 
 
 def _instruction(kind: str, i: int) -> tuple[int, int, int, str, str, bool, bool, int, bool]:
-    """The fields of an instruction descriptor (9.7.16.4.2) in the order of `Product`."""
+    """The fields of an instruction descriptor (PTX ISA, "Instruction descriptor") in the order of `Product`."""
     fa, fb, fd = (i >> 7) & 7, (i >> 10) & 7, (i >> 4) & 3
     table, integer = _FORMATS[kind], kind == "i8"
     if fa not in table or fb not in table or fd != (2 if integer else 1) or i & 0b1100:

@@ -1,4 +1,4 @@
-"""Instructions across the lanes of a warp: elect, shfl, vote, redux, match (PTX ISA 9.7.9, 9.7.13)."""
+"""Instructions across the lanes of a warp: elect, shfl, vote, redux, match, as in the PTX ISA."""
 
 from __future__ import annotations
 

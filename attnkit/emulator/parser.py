@@ -1,4 +1,4 @@
-"""Parser of PTX text, as NVVM and inline assembly write it (PTX ISA chapters 4 and 5)."""
+"""Parser of PTX text, as NVVM and inline assembly write it (PTX ISA, "Syntax")."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def parse(text: str) -> dict[str, Kernel]:
     Raises:
         PtxError: the text has no `.entry`, or one that cannot be read.
     """
+    text = re.sub(r"//\s*(begin|end) inline asm\b", r".inline \1;", text)
     text = re.sub(r"//[^\n]*", "", text)
     text = re.sub(r"/\*.*?\*/", lambda m: "\n" * m.group(0).count("\n"), text, flags=re.S)
     target = re.search(r"\.target\s+(\w+)", text)
@@ -138,6 +139,7 @@ class _Body:
         self.scopes = [_Scope(0, {})]
         self.count = 0
         self.source: Source | None = None
+        self.inline = False
         self.code: list[Instr | str] = []
 
     def read(self, body: str) -> None:
@@ -192,10 +194,12 @@ class _Body:
         else:
             swap: Callable[[re.Match[str]], str] = lambda m: self._resolve(m.group(0))
             args = split_operands(_NAME.sub(swap, rest))
-        self.code.append(Instr(op, args, pred, negated, line, self.source))
+        self.code.append(Instr(op, args, pred, negated, line, self.source, self.inline))
 
     def _directive(self, text: str, line: int) -> None:
-        if text.startswith(".reg"):
+        if text.startswith(".inline"):
+            self.inline = text.endswith("begin")
+        elif text.startswith(".reg"):
             m = re.match(r"\.reg\s+\.(\w+)\s+(.*)", text, re.S)
             if m is None:
                 raise PtxError(f"PTX line {line}: cannot read {text!r}")

@@ -22,6 +22,7 @@ from attnkit.emulator.emit_move import MOVE_OPS
 from attnkit.emulator.emit_wait import waiting
 from attnkit.emulator.emitter import Emitter
 from attnkit.emulator.faults import PtxError
+from attnkit.emulator.flow import Flow
 from attnkit.emulator.lanes import NAMESPACE
 from attnkit.emulator.ptx import Instr, Kernel, is_blocking
 from attnkit.emulator.spaces import LOCAL_BASE, PARAM_BASE, SHARED_BASE
@@ -79,9 +80,11 @@ class Program:
         self.static_shared = 0
         self.local_bytes = 0
         self.emitter = Emitter(kernel, self._symbols())
+        self._texts: dict[int, str] = {}
         self._code: dict[tuple[int, bool], CodeType] = {}
         self._spaces: dict[int, dict[str, Any]] = {}
         self._tables: dict[int, tuple[Table, Bind]] = {}
+        self.flow = Flow(kernel)
 
     def _symbols(self) -> dict[str, tuple[str, int]]:
         out = {p.name: ("param", PARAM_BASE + p.offset) for p in self.kernel.params}
@@ -125,7 +128,8 @@ class Program:
 
     def _bind(self, index: int, masked: bool, width: int) -> BlockFunction:
         if (index, masked) not in self._code:
-            text = self.source(index, masked)
+            text = self._texts.pop(index, "") if not masked else ""
+            text = text or self.source(index, masked)
             self._code[index, masked] = compile(text, f"<block {index}>", "exec")
         space = self._space(width)
         exec(self._code[index, masked], space)
@@ -134,6 +138,7 @@ class Program:
 
     def _space(self, width: int) -> dict[str, Any]:
         space = self._spaces.setdefault(width, dict(NAMESPACE))
+        space.update(self.emitter.objects)
         for name, scalar in self.emitter.constants.items():
             if name not in space:
                 value = np.full(width, scalar)
@@ -200,4 +205,4 @@ class Program:
     def check(self) -> None:
         """Generates every block, so that an unknown opcode is found before anything runs."""
         for i in range(len(self.kernel.blocks)):
-            self.source(i, False)
+            self._texts[i] = self.source(i, False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-# Size in bytes of the fundamental types (PTX ISA 5.2.1).
+# Size in bytes of the fundamental types (PTX ISA, "Fundamental Types").
 TYPE_BYTES = {
     "b8": 1,
     "u8": 1,
@@ -42,7 +42,8 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Instr:
-    """One instruction. `args` are the operands as written, brackets and braces kept."""
+    """One instruction. `args` are the operands as written, brackets and braces kept; `inline`: it
+    stands in inline assembly, which compilers leave as it is."""
 
     op: str
     args: tuple[str, ...]
@@ -50,6 +51,7 @@ class Instr:
     negated: bool
     line: int
     source: Source | None = None
+    inline: bool = False
     parts: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 Shared memory is tracked in granules of 4 bytes (fewer if the kernel stores fewer), tensor memory by column and quarter of the lanes.
 Every warp and every asynchronous unit is an agent with a clock; barriers carry clocks from those
 that arrive to those that wait. A second clock, `fenced`, holds what a proxy fence has made visible
-to the asynchronous proxy (PTX ISA 8.11, 9.7.13.5). A granule without a writer is uninitialised.
+to the asynchronous proxy (PTX ISA, "Proxies", and fence.proxy). A granule without a writer is uninitialised.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import numpy as np
 
 from attnkit.emulator.formats import Lanes
 from attnkit.emulator.race import Clock, RaceDetector
+from attnkit.emulator.recorder import Stream
 
 if TYPE_CHECKING:
     from attnkit.emulator.cta import Cta
@@ -30,6 +31,7 @@ class GangState:
     clock_: Clock | None
     race: RaceDetector | None
     first_lane: Lanes
+    events: Stream | None  # where what happens is recorded, if anywhere
 
     def active(self, m: Mask) -> Lanes:
         """Indices of the active lanes."""

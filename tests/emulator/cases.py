@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from cutlass import BFloat16, Float32
 from cutlass.cute import sym_int
 from cutlass.cute.runtime import make_fake_compact_tensor
 
-from attnkit import emulator
+import attnkit
+from attnkit import emulation, emulator, masks
 from attnkit.emulator import Executable, Undefined
 from tests.emulator.kernels import blackwell, hopper, micro, simt
 
@@ -65,8 +67,30 @@ def ring_case() -> Case:
     return exe, [x, Undefined(y)], comparison(y, 2 * x, 0.0)
 
 
+def forward_case() -> Case:
+    """attnkit's own forward kernel for Hopper, as `backend="emulate"` calls it: causal, ragged, two
+    tiles a CTA, five laps of the rings of K and V."""
+    calls: list[tuple[Any, list[Any]]] = []
+
+    def keep(kernel: Any, arguments: Any, **_: Any) -> None:
+        calls.append((kernel.executable(), list(arguments)))
+
+    q, k, v = (torch.randn(1, 1, n, 64).bfloat16() for n in (420, 600, 600))
+    mask = masks.causal("bottom-right", q_len=420, kv_len=600)
+    with mock.patch.object(emulation, "run_emulated", keep):
+        attnkit.flex_attention(q, k, v, block_mask=mask, backend="emulate")
+    ((exe, args),) = calls
+    want = attnkit.flex_attention(
+        q.double(), k.double(), v.double(), block_mask=mask, backend="eager"
+    )
+    got = next(a.array for a in args if isinstance(a, Undefined) and a.array.shape == want.shape)
+    return exe, args, comparison(got, want, 0.02)
+
+
+# Those that the tests take, and all that can be studied from the command line.
 CASES: dict[str, Callable[[], Case]] = {
     "hopper": hopper_case,
     "blackwell": blackwell_case,
     "ring": ring_case,
 }
+STUDIES = {**CASES, "forward": forward_case}

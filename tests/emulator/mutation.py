@@ -1,6 +1,7 @@
 """Mutation study: one fault at a time in the PTX of a kernel; does `check` catch it?
 
-Run as a program for the table: python -m tests.emulator.mutation [hopper|blackwell|ring] [LIMIT]
+Run as a program for the table: python -m tests.emulator.mutation CASE [LIMIT]
+CASE is hopper, blackwell, ring or forward
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ import random
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from attnkit import emulator
-from attnkit.emulator import Executable, Undefined
+from attnkit.emulator import Executable
 from attnkit.emulator.parser import parse
 
 Edit = Callable[[str], str]
@@ -110,12 +111,10 @@ def study(
     limit: int | None = None,
 ) -> list[tuple[Mutant, str]]:
     """(mutant, what caught it) for the mutants of a kernel, which itself must be clean."""
-    tensors = [a.array if isinstance(a, Undefined) else a for a in args]
-    start = [t.clone() for t in tensors]
+    start = emulator.snapshot(args)
     out = []
     for m in (Mutant("none", 0, exe.ptx), *mutants(exe.ptx, limit)):
-        for t, s in zip(tensors, start, strict=True):
-            t.copy_(s)
+        emulator.restore(args, start)
         how = caught_by(exe, m, args, wrong)
         if m.fault == "none" and how:
             raise AssertionError(f"the kernel without a fault is reported: {how}")
@@ -132,8 +131,10 @@ EQUIVALENT = {
 }
 
 
-def equivalent(exe: Executable, mutant: Mutant) -> str:
-    """Why the mutant behaves as the kernel does, or ""."""
+def equivalent(exe: Executable, mutant: Mutant, idle: Collection[int] = ()) -> str:
+    """Why the mutant behaves as the kernel does, or ""; `idle`: lines that nothing executed."""
+    if mutant.line in idle:
+        return "is not executed with these operands"
     sources = {c.line: c.source for k in exe.kernels.values() for c in k.instructions()}
     source = sources.get(mutant.line)
     if source is None:
@@ -147,9 +148,12 @@ def main() -> None:
 
     which = sys.argv[1] if len(sys.argv) > 1 else "hopper"
     limit = int(sys.argv[2]) if len(sys.argv) > 2 else None
-    exe, args, wrong = cases.CASES[which]()
+    exe, args, wrong = cases.STUDIES[which]()
+    start = emulator.snapshot(args)
+    idle = emulator.run(exe, *args).launches[0].missed
+    emulator.restore(args, start)
     rows = study(exe, args, wrong, limit)
-    same = [m for m, how in rows if not how and equivalent(exe, m)]
+    same = [m for m, how in rows if not how and equivalent(exe, m, idle)]
     total = Counter(m.fault for m, _ in rows)
     missed = [m for m, how in rows if not how and m not in same]
     for fault in total:
@@ -158,7 +162,7 @@ def main() -> None:
     changing = len(rows) - len(same)
     print(f"caught {changing - len(missed)} of {changing} that change behaviour")  # noqa: T201
     for m in same:
-        print(f"equivalent: {m.fault}, PTX line {m.line}: {equivalent(exe, m)}")  # noqa: T201
+        print(f"equivalent: {m.fault}, PTX line {m.line}: {equivalent(exe, m, idle)}")  # noqa: T201
     for m in missed:
         print(f"missed: {m.fault}, PTX line {m.line}")  # noqa: T201
 

@@ -237,3 +237,22 @@ $L_end:
     never = body.replace("setp.ne.s32 %p1, %r6, %r5;", "setp.ne.s32 %p1, %r6, 99;")
     with pytest.raises(KernelFault, match="deadlock"):
         run(never, np.zeros(6, np.uint32), grid=(5, 1, 1))
+
+
+def test_persistent_ctas_share_their_work() -> None:
+    """Each CTA takes the next piece of twelve from a counter, and pauses between two."""
+    body = """
+    ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1]; mov.u32 %r2, %ctaid.x;
+$L_next:
+    atom.global.add.u32 %r1, [%d1], 1;
+    setp.ge.u32 %p1, %r1, 12;
+    @%p1 bra $L_end;
+    mul.wide.u32 %d3, %r1, 4; add.s64 %d4, %d2, %d3;
+    st.global.u32 [%d4], %r2;
+    nanosleep.u32 20;
+    bra $L_next;
+$L_end:
+"""
+    counter, owner = np.zeros(1, np.uint32), np.full(12, 99, np.uint32)
+    run(body, counter, owner, block=(1, 1, 1), grid=(3, 1, 1))
+    assert np.bincount(owner).tolist() == [4, 4, 4]

@@ -51,3 +51,15 @@ def test_busy_counts_what_was_executed() -> None:
     assert limit(clocks) == "special"
     # Per thread: move, 2 parameters, 2 products, 2 additions, load, 11 operations, store, return.
     assert report.warp_instructions == 4 * 21
+
+
+def test_what_was_not_reached_is_known() -> None:
+    """A branch that every thread takes, over two instructions."""
+    x, out = np.ones(32, np.float32), np.zeros(32, np.float32)
+    skip = (
+        "setp.ne.f32 %p1, {a0}, {a0};\n@!%p1 bra $L_on;\nabs.f32 {a0}, {a0};\nneg.f32 {a0}, {a0};\n"
+    )
+    text = per_thread(skip + "$L_on:\nadd.f32 {o}, {a0}, {a0};", [x], out)
+    (stats,) = emulator.run(emulator.Ptx(text), x, out).launches
+    assert [text.split("\n")[i - 1].split(".")[0] for i in sorted(stats.missed)] == ["abs", "neg"]
+    assert 0.8 < stats.covered < 1

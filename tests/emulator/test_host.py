@@ -11,13 +11,13 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cutlass import Int32
+from cutlass import Float32, Int32
 
 from attnkit import emulator
 from attnkit.emulator import Executable, host
 from attnkit.emulator.memory import GlobalMemory
 from attnkit.errors import ArgumentError, OptionError, ShapeError, UnsupportedError
-from tests.emulator.kernels import simt
+from tests.emulator.kernels import micro, simt
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +35,14 @@ def test_the_generated_host_code_decides_the_launch(exe: Executable) -> None:
     assert launch.cluster == (1, 1, 1)
     assert x.data_ptr().to_bytes(8, "little") in launch.params
     assert [b.data.size for b in memory.buffers] == [2800, 4]
+
+
+def test_compilation_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The DSL writes the PTX that it keeps to a file too; that has to be elsewhere, and to go."""
+    monkeypatch.chdir(tmp_path)
+    exe = emulator.compile(micro.Ring(), *[simt.vector(Float32)] * 2, options="--gpu-arch sm_90a")
+    assert "mbarrier" in exe.ptx
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_arguments_are_checked(exe: Executable) -> None:

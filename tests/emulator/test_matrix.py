@@ -225,6 +225,88 @@ def test_wgmma_with_a_in_registers_and_b_mn_major() -> None:
     np.testing.assert_allclose(out, d_fragment(2 * a @ b.T), rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("mode", ["eager", "adversarial", "race"])
+def test_a_group_of_wgmma_goes_in_order(mode: str) -> None:
+    """A product that overwrites, among others that accumulate: what came before it is gone."""
+    a, ra = values("bf16", 64, 16)
+    b, rb = values("bf16", 16, 16)
+    image = np.concatenate([core_image(ra, 128, 256), core_image(rb, 128, 256)])
+    high = descriptor(128, 256)
+    text = wgmma_text(16, 16, "bf16", "f32", "%d12", "%d13", ", 0, 0")
+    one = next(x for x in text.split("\n") if "mma_async" in x) + "\n"
+    fresh = one.replace("%p1", "%p2")
+    at = text.index("wgmma.commit_group")
+    text = "setp.ne.u32 %p2, 0, 0;\n" + text[:at] + one + fresh + one + one + text[at:]
+    out = np.zeros((128, 8), np.float32)
+    body = COPY_IN + ADDRESSES.format(a=high, b=high) + text
+    run(body, image, out, block=(128, 1, 1), shared=16384, mode=mode)
+    np.testing.assert_allclose(out, d_fragment(3 * a @ b.T), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("n", [8, 64, 128, 248])
+def test_wgmma_has_the_same_bits_in_every_mode(n: int) -> None:
+    """Warps run four together or one by one: that must not show in how their products round."""
+    _, ra = values("bf16", 64, 16)
+    _, rb = values("bf16", n, 16)
+    image = np.concatenate([core_image(ra, 128, 256), core_image(rb, 128, 256)])
+    high = descriptor(128, 256)
+    body = COPY_IN + ADDRESSES.format(a=high, b=high)
+    body += wgmma_text(n, 16, "bf16", "f32", "%d12", "%d13", ", 0, 0")
+    outs = []
+    for mode in ("eager", "adversarial", "race"):
+        outs.append(np.zeros((128, n // 2), np.float32))
+        run(body, image, outs[-1], block=(128, 1, 1), shared=32768, mode=mode)
+    assert all(np.array_equal(outs[0], o) for o in outs)
+    assert outs[0].any()
+
+
+@pytest.mark.parametrize("mode", ["eager", "adversarial", "race"])
+@pytest.mark.parametrize(
+    "before", ["wgmma.fence", "wgmma.mma_async", "wgmma.commit_group", "wgmma.wait_group"]
+)
+def test_warps_may_part_while_a_wgmma_is_under_way(mode: str, before: str) -> None:
+    """Warp 2 waits for an mbarrier on which the others arrive; then all go on, apart."""
+    a, ra = values("bf16", 64, 16)
+    b, rb = values("bf16", 16, 16)
+    image = np.concatenate([core_image(ra, 128, 256), core_image(rb, 128, 256)])
+    high = descriptor(128, 256)
+    text = wgmma_text(16, 16, "bf16", "f32", "%d12", "%d13", ", 0, 0")
+    at = text.index(before)
+    part = f"""
+    shr.u32 %r90, %r1, 5; setp.eq.u32 %p3, %r90, 2; @%p3 bra $L_two;
+    mbarrier.arrive.shared.b64 _, [dynamic+16384];
+    bra $L_out;
+$L_two:
+{wait("dynamic+16384", "0", "w")}
+$L_out:
+"""
+    start = init_barriers((16384, 96))
+    out = np.zeros((128, 8), np.float32)
+    body = start + COPY_IN + ADDRESSES.format(a=high, b=high) + text[:at] + part + text[at:]
+    report = run(body, image, out, block=(128, 1, 1), shared=32768, mode=mode)
+    np.testing.assert_allclose(out, d_fragment(2 * a @ b.T), rtol=2e-5, atol=2e-5)
+    assert report.findings == ()
+
+
+@pytest.mark.parametrize("mode", ["eager", "adversarial"])
+def test_a_warp_that_leaves_a_wgmma_out_is_found(mode: str) -> None:
+    text = wgmma_text(16, 16, "bf16", "f32", "%d12", "%d13", ", 0, 0")
+    one = next(x for x in text.split("\n") if "mma_async" in x) + "\n"
+    at = text.index("wgmma.commit_group")
+    branch = "shr.u32 %r90, %r1, 5; setp.eq.u32 %p3, %r90, 2; @%p3 bra $L_out;\n"
+    text = text[:at] + branch + one + "$L_out:\n" + text[at:]
+    image, out = np.zeros(16384, np.uint8), np.zeros((128, 8), np.float32)
+    body = COPY_IN + ADDRESSES.format(a=descriptor(128, 256), b=descriptor(128, 256)) + text
+    launch: dict[str, Any] = {"block": (128, 1, 1), "shared": 16384, "mode": mode}
+    if mode == "eager":  # warps in lockstep: a product without one of them cannot be executed
+        with pytest.raises(emulator.KernelFault, match="inactive lanes"):
+            run(body, image, out, **launch)
+        return
+    (finding,) = run(body, image, out, **launch).findings
+    assert finding.kind == "convergence"
+    assert "[3, 3, 2, 3]" in finding.text
+
+
 def test_reading_a_wgmma_result_too_early_shows_in_adversarial_order() -> None:
     _, ra = values("bf16", 64, 16)
     _, rb = values("bf16", 16, 16)

@@ -97,6 +97,69 @@ $L_a:
     assert sorted(out[8:].tolist()) == list(range(64))
 
 
+ONE_BY_ONE = {
+    "add": lambda a, b: a + b,
+    "min": min,
+    "max": max,
+    "inc": lambda a, b: 0 if a >= b else a + 1,
+    "dec": lambda a, b: b if a == 0 or a > b else a - 1,
+    "exch": lambda a, b: b,
+}
+
+
+@pytest.mark.parametrize("how", ONE_BY_ONE)
+@pytest.mark.parametrize("places", [1, 5, 64])
+@pytest.mark.parametrize("space", ["global", "shared"])
+def test_atomics_act_one_by_one(how: str, places: int, space: str) -> None:
+    """Lanes in order of their number, wherever the addresses of several are the same."""
+    rng = np.random.default_rng(places)
+    start = rng.integers(0, 50, 64).astype(np.uint32)
+    where = (rng.permutation(64) % places).astype(np.uint32)
+    values = rng.integers(0, 40, 64).astype(np.uint32)
+    found = np.zeros(64, np.uint32)
+    base = "%d10" if space == "global" else "%r11"
+    body = f"""
+    ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1]; ld.param.u64 %d3, [p2]; ld.param.u64 %d4, [p3];
+    mov.u32 %r1, %tid.x; mul.wide.u32 %d5, %r1, 4;
+    add.s64 %d6, %d2, %d5; ld.global.u32 %r2, [%d6];
+    add.s64 %d6, %d3, %d5; ld.global.u32 %r3, [%d6];
+    mul.wide.u32 %d9, %r2, 4; add.s64 %d10, %d1, %d9;
+    mov.u32 %r10, dynamic; shl.b32 %r12, %r1, 2; add.s32 %r13, %r10, %r12;
+    shl.b32 %r12, %r2, 2; add.s32 %r11, %r10, %r12;
+    add.s64 %d8, %d1, %d5; ld.global.u32 %r4, [%d8]; st.shared.u32 [%r13], %r4;
+    bar.sync 0;
+    atom.{space}.{how}.{"b32" if how == "exch" else "u32"} %r5, [{base}], %r3;
+    bar.sync 0;
+    ld.shared.u32 %r6, [%r13];
+    add.s64 %d7, %d4, %d5; st.global.u32 [%d7], %r5;
+    {"st.global.u32 [%d8], %r6;" if space == "shared" else ""}
+    """
+    want, old = start.tolist(), []
+    for w, v in zip(where.tolist(), values.tolist(), strict=True):
+        old.append(want[w])
+        want[w] = ONE_BY_ONE[how](want[w], v)
+    out = start.copy()
+    run(body, out, where, values, found, block=(64, 1, 1), shared=1024)
+    assert out.tolist() == want
+    assert found.tolist() == old
+
+
+def test_reductions_of_vectors_and_packed_halves() -> None:
+    """Four floats a lane at addresses of its own; pairs of bf16 that all lanes add to one place."""
+    body = """
+    ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1];
+    mov.u32 %r1, %tid.x; mul.wide.u32 %d3, %r1, 16; add.s64 %d4, %d1, %d3;
+    mov.b32 %r2, 0f3F800000; mov.b32 %r3, 0f40000000;
+    red.global.add.v4.f32 [%d4], {%r2, %r3, %r2, %r3};
+    mov.b32 %r4, 0x3F804000;
+    red.global.add.noftz.bf16x2 [%d2], %r4;
+    """
+    sums, pair = np.full((32, 4), 10, np.float32), np.zeros(1, np.uint32)
+    run(body, sums, pair)
+    np.testing.assert_array_equal(sums, np.tile([11, 12, 11, 12], (32, 1)))
+    assert pair[0] == 0x42004280  # 32 and 64
+
+
 @pytest.mark.parametrize("trans", [False, True])
 def test_ldmatrix_and_stmatrix_fragments(trans: bool) -> None:
     """Lane t holds row t // 4, columns 2 (t % 4) and + 1 of each matrix; .trans swaps them."""
