@@ -19,9 +19,11 @@ I32: Type = "i32"
 F32: Type = "f32"  # the compute dtype: float32, or float64 where the query is float64
 BOOL: Type = "bool"
 
-# The leaves that a function receives, and `grad`, the cotangent of a score in adjoint graphs.
+# The leaves that a function receives; `grad`, the cotangent of a score in adjoint graphs; and
+# `scale`, the softmax scale, in the forms that kernels compute, where `score` is q . k unscaled.
 ARG_TYPES: dict[str, Type] = {
     "score": F32,
+    "scale": F32,
     "b": I32,
     "h": I32,
     "q": I32,
@@ -133,7 +135,7 @@ def _intern(op: str, type_: Type, args: tuple[Node, ...], attr: Attr) -> Node:
 
 
 def arg(name: str) -> Node:
-    """The leaf for an argument of the user's function: score, b, h, q, kv (or grad)."""
+    """The leaf for an argument of the user's function: score, b, h, q, kv (or grad, scale)."""
     return _intern("arg", ARG_TYPES[name], (), name)
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import cutlass
-from cutlass import BFloat16, Boolean, Float16, Float32, Int32, cute
+from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, cute
 from cutlass._mlir.dialects import arith, nvvm
 
 from attnkit.expr import BOOL, F32, I32, Node, Type
@@ -69,7 +69,9 @@ def emit(
         elif n.op == "const":
             values[n] = _lift(n.type, n.attr)
         elif n.op == "load":
-            values[n] = _load(n, args, tensors, wrap is None or n in wrap)
+            wraps = wrap is None or n in wrap
+            index = args if wraps else [_wide(i, values) for i in n.args]
+            values[n] = _load(n, index, tensors, wraps)
         else:
             values[n] = table[n.op](n, *args)
     return [values[r] for r in roots]
@@ -110,6 +112,26 @@ def _load(n: Node, index: Sequence[Value], tensors: Sequence[Value], wrap: bool)
             value = select(value < constant(Int32, 0), value + size, value)
         at.append(value)
     return KINDS[n.type](tensor[tuple(at) if len(at) > 1 else at[0]])
+
+
+def _wide(n: Node, values: Mapping[Node, Value]) -> Value:
+    """An index in 64 bits where it is a plain sum, else as it is.
+
+    Then the compiler sees that the addresses of neighbouring elements differ by constants, which
+    it cannot know of a sum of 32 bits that might overflow.
+    """
+    if not _is_sum(n):
+        return values[n]
+    if n.op in ("arg", "const"):
+        return Int64(values[n])
+    parts = [_wide(a, values) for a in n.args]
+    return -parts[0] if n.op == "neg" else _EXACT[n.op](n, *parts)
+
+
+def _is_sum(n: Node) -> bool:
+    if n.op in ("add", "sub", "neg"):
+        return all(_is_sum(a) for a in n.args)
+    return n.op in ("arg", "const")
 
 
 def _nonnegative(n: Node) -> bool:

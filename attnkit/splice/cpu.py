@@ -1,0 +1,125 @@
+"""The hooks of `templates.cpu`, by evaluating the graphs with torch.
+
+Index tensors broadcast, so head, row and column values are computed at their size.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attnkit.adjoint import Adjoint, adjoint
+from attnkit.expr import Node
+from attnkit.interp.torch import evaluate
+from attnkit.shapes import broadcast
+from attnkit.splice.program import Program
+from attnkit.templates.cpu import Tile
+
+
+@functools.lru_cache(maxsize=1024)
+def _adjoint(root: Node) -> Adjoint:
+    return adjoint(root)
+
+
+class CpuHooks:
+    """The hooks of `templates.cpu` for a program (see `attnkit.templates.cpu.hooks.Hooks`).
+
+    Args:
+        program: the graphs.
+        score_tensors: captured tensors of the score graph, by slot.
+        mask_tensors: captured tensors of the mask graph, by slot.
+        dtype: compute dtype, float32 or float64.
+        device: where the score tensor lives.
+        wanted: by slot of the score graph, whether its gradient is needed.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        score_tensors: Sequence[Tensor],
+        mask_tensors: Sequence[Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        wanted: Sequence[bool] = (),
+    ) -> None:
+        self.program = program
+        self.score_tensors = score_tensors
+        self.mask_tensors = mask_tensors
+        self.dtype = dtype
+        self.device = device
+        self.has_score = program.score is not None
+        self.gradients: list[Tensor | None] = [
+            torch.zeros(t.shape, dtype=dtype, device=device) if need else None
+            for t, need in zip(score_tensors, wanted, strict=False)
+        ]
+        self.needs_captured_grad = any(g is not None for g in self.gradients)
+
+    def _run(self, roots: Sequence[Node], env: dict[str, Tensor], mask: bool) -> list[Tensor]:
+        tensors = self.mask_tensors if mask else self.score_tensors
+        program = self.program
+        names = program.names[mask]
+        return evaluate(roots, env, tensors, self.dtype, checked=program.checked, names=names)
+
+    def score(self, s: Tensor, tile: Tile) -> Tensor:
+        """The modified score of raw scores s [b, h, q, kv]."""
+        if self.program.score is None:
+            return s
+        env = {**_positions(tile), "score": s}
+        return self._run([self.program.score], env, mask=False)[0]
+
+    def keep(self, tile: Tile) -> Tensor:
+        """The mask, bool, broadcastable to the tile."""
+        if self.program.mask is None:
+            return torch.ones((), dtype=torch.bool, device=self.device)
+        return self._run([self.program.mask], _positions(tile), mask=True)[0].to(self.device)
+
+    def dscore(self, s: Tensor, grad: Tensor, tile: Tile) -> Tensor:
+        """The gradient of the raw score, given that of the modified score."""
+        if self.program.score is None:
+            return grad
+        env = {**_positions(tile), "score": s, "grad": grad}
+        return self._run([_adjoint(self.program.score).dscore], env, mask=False)[0]
+
+    def captured_grad(self, s: Tensor, grad: Tensor, tile: Tile) -> None:
+        """Add this tile's share to the gradients of the captured tensors."""
+        if self.program.score is None:
+            return
+        env = {**_positions(tile), "score": s, "grad": grad}
+        wanted = [
+            (load, cotangent)
+            for load, cotangent in _adjoint(self.program.score).loads
+            if self.gradients[int(load.attr)] is not None  # type: ignore[arg-type]
+        ]
+        roots = [c for _, c in wanted] + [i for load, _ in wanted for i in load.args]
+        values = self._run(roots, env, mask=False)
+        indices = iter(values[len(wanted) :])
+        for (load, _), cotangent in zip(wanted, values, strict=False):
+            total = self.gradients[int(load.attr)]  # type: ignore[arg-type]
+            if total is not None:
+                _scatter(total, [next(indices) for _ in load.args], cotangent.expand(s.shape))
+
+
+def _positions(tile: Tile) -> dict[str, Tensor]:
+    return {"b": tile.b, "h": tile.h, "q": tile.q, "kv": tile.kv}
+
+
+def _scatter(total: Tensor, index: list[Tensor], cotangent: Tensor) -> None:
+    """total[index] += cotangent, summed first over the axes that the index does not vary along."""
+    shape = broadcast(*(i.shape for i in index)) if index else (1,) * cotangent.ndim
+    shape = (1,) * (cotangent.ndim - len(shape)) + tuple(shape)
+    fixed = [axis for axis, n in enumerate(shape) if n == 1 and cotangent.shape[axis] != 1]
+    if fixed:
+        cotangent = cotangent.sum(dim=fixed, keepdim=True)
+    if not index:
+        total.add_(cotangent.reshape(()))
+        return
+    flat = torch.zeros((), dtype=torch.int64, device=cotangent.device)
+    for at, size in zip(index, total.shape, strict=True):
+        at = at.to(torch.int64)
+        flat = flat * size + torch.where(at < 0, at + size, at)
+    flat = flat.expand(shape).reshape(-1)
+    # index_put_ sorts on CUDA, so the sum has a fixed order there too
+    total.view(-1).index_put_((flat,), cotangent.reshape(-1), accumulate=True)

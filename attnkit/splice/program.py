@@ -1,0 +1,69 @@
+"""The pair of graphs of a variant, with a text so that it can cross operators and processes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from attnkit import expr
+from attnkit.expr import Node
+
+
+@dataclass(frozen=True)
+class Program:
+    """The graphs of a variant.
+
+    Attributes:
+        score: f32 root over score, b, h, q, kv; None leaves the score as it is.
+        mask: bool root over b, h, q, kv; None keeps everything.
+        checked: loads of either graph whose index range is not proven; each is checked when run.
+        names: names of the tensors that the score and the mask capture, for the messages of those
+            checks; empty where nothing is checked, so that equal graphs are equal programs.
+        listed: block lists overrule the mask: a FULL tile is kept whole whatever the mask says.
+    """
+
+    score: Node | None = None
+    mask: Node | None = None
+    checked: frozenset[Node] = frozenset()
+    names: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    listed: bool = False
+
+    @functools.cached_property
+    def text(self) -> str:
+        """Canonical text; `Program.parse` reads it back."""
+        parts = ["" if root is None else expr.text(root) for root in (self.score, self.mask)]
+        parts.append("listed" if self.listed else "")
+        if self.checked:
+            order = [n for n in self._order() if n in self.checked]
+            parts += [expr.text(*order), *(",".join(own) for own in self.names)]
+        return "|".join(parts)
+
+    def _order(self) -> list[Node]:
+        return expr.topo(*(r for r in (self.score, self.mask) if r is not None))
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def parse(text: str) -> Program:
+        """Read a `text` back to the same graphs."""
+        first, second, listed, *rest = text.split("|")
+        score, mask = (expr.parse(part) if part else None for part in (first, second))
+        program = Program(score, mask, listed=bool(listed))
+        if not rest:
+            return program
+        loads, *names = rest
+        score_names, mask_names = (tuple(n.split(",")) if n else () for n in names)
+        checked = frozenset(expr.parse_all(loads))
+        return replace(program, checked=checked, names=(score_names, mask_names))
+
+
+def compute_dtype(query: Tensor) -> torch.dtype:
+    """The dtype of scores and row statistics: float64 for float64, else float32."""
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
+
+
+Lists: TypeAlias = tuple[Sequence[Tensor], Sequence[Tensor]]  # captured by score, by mask

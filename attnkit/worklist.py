@@ -1,0 +1,128 @@
+"""A schedule as the tables that a GPU kernel reads: pieces of work with descending cursors.
+
+A kernel walks the kv blocks of a piece from the last to the first: scores tend to be largest near
+the diagonal, and a maximum found early is not rescaled later.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnkit.errors import OptionError
+from attnkit.schedule import Schedule
+from attnkit.sparse import BlockRuns, Runs
+
+
+@dataclass(frozen=True, eq=False)
+class WorkList:
+    """What a forward kernel reads.
+
+    Attributes:
+        pieces: int32 [pieces, 12]: b, h, tile, slot; the PARTIAL and the FULL cursor; how many
+            blocks come first and are masked; 0. A cursor is (run, take, count): the first `take`
+            blocks of a run, last one first, then the runs before it, `count` blocks in all.
+        partial, full: int32 [2, runs + 1]: starts and lengths; the last is a block beyond the end of
+            the tensor, for tiles that keep nothing.
+        split: int32 [rows, 3], the (b, h, tile) of the rows that were cut into several pieces.
+        split_ptr: int32 [rows + 1], their slots.
+        slots: how many there are.
+    """
+
+    pieces: Tensor
+    partial: Tensor
+    full: Tensor
+    split: Tensor
+    split_ptr: Tensor
+    slots: int
+
+
+def work_list(runs: BlockRuns, schedule: Schedule) -> WorkList:
+    """The tables of a forward schedule of these runs."""
+    table = schedule.table()
+    partial, _ = _descending(runs.partial, table[:, 4:7])
+    full, first = _descending(runs.full, table[:, 7:10])
+    # a FULL block that ends the tensor in the middle needs the mask: it comes first of its list
+    ragged = runs.kv_len % runs.block[1] != 0
+    edge = (first == runs.kv_blocks - 1) & ragged
+    masked = partial[:, 2] + edge.to(torch.int32)
+    # a tile that keeps nothing visits a block beyond the end, where all is masked
+    empty = (masked == 0) & (full[:, 2] == 0)
+    beyond = masked.new_tensor([runs.partial.start.numel(), 1, 1])
+    partial = torch.where(empty[:, None], beyond, partial)
+    masked = torch.where(empty, 1, masked)
+    tail = torch.stack([masked, torch.zeros_like(masked)], 1)
+    pieces = torch.cat([table[:, :4], partial, full, tail], 1).contiguous()
+    return WorkList(
+        pieces,
+        _pairs(runs.partial, runs),
+        _pairs(runs.full, runs),
+        schedule.split.to(torch.int32).contiguous(),
+        schedule.split_ptr.to(torch.int32),
+        int(schedule.split_ptr[-1]),
+    )
+
+
+def _descending(runs: Runs, cursor: Tensor) -> tuple[Tensor, Tensor]:
+    """Cursors (run, skip, count) turned to begin at their last block; and that block, or -1."""
+    run, skip, count = cursor.to(torch.int64).unbind(1)
+    if not runs.length.numel():
+        return torch.zeros_like(cursor), torch.full_like(cursor[:, 0], -1)
+    ends = runs.length.cumsum(0)
+    begins = ends - runs.length
+    last = begins[run] + skip + count - 1
+    at = torch.searchsorted(ends, last, right=True).clamp(max=ends.numel() - 1)
+    inside = last - begins[at]
+    some = count > 0
+    turned = torch.stack([at, inside + 1, count], 1)
+    block = torch.where(some, runs.start[at] + inside, -1)
+    return torch.where(some[:, None], turned, 0).to(torch.int32), block
+
+
+def _pairs(part: Runs, runs: BlockRuns) -> Tensor:
+    """int32 [2, runs + 1]: starts and lengths, and last a block beyond the end."""
+    pairs = torch.stack([part.start, part.length])
+    return torch.cat([pairs, pairs.new_tensor([[runs.kv_blocks], [1]])], 1)
+
+
+@functools.lru_cache(maxsize=64)
+def full_runs(q_len: int, kv_len: int, block: tuple[int, int], device: torch.device) -> BlockRuns:
+    """The runs of attention without a mask: every tile FULL."""
+    q_blocks, kv_blocks = -(-q_len // block[0]), -(-kv_len // block[1])
+
+    def whole(rows: int, blocks: int) -> Runs:
+        row_ptr = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        start = torch.zeros(rows, dtype=torch.int32, device=device)
+        return Runs(row_ptr, start, torch.full_like(start, blocks))
+
+    def none(rows: int) -> Runs:
+        empty = torch.zeros(0, dtype=torch.int32, device=device)
+        return Runs(torch.zeros(rows + 1, dtype=torch.int32, device=device), empty, empty)
+
+    return BlockRuns(
+        q_len, kv_len, block, 1, 1,
+        whole(q_blocks, kv_blocks), none(q_blocks), whole(kv_blocks, q_blocks), none(kv_blocks),
+    )  # fmt: skip
+
+
+def refined(runs: BlockRuns, block: tuple[int, int]) -> BlockRuns:
+    """The same tiles cut into smaller ones, whose sizes divide these.
+
+    A piece of a FULL tile is FULL; one of a PARTIAL tile stays PARTIAL.
+
+    Raises:
+        OptionError: the sizes do not divide.
+    """
+    if block == runs.block:
+        return runs
+    if any(own % new for own, new in zip(runs.block, block, strict=True)):
+        raise OptionError(f"tiles of {runs.block} cannot be cut into tiles of {block}")
+    states = runs.states()
+    for axis, (own, new) in enumerate(zip(runs.block, block, strict=True)):
+        states = states.repeat_interleave(own // new, dim=2 + axis)
+    rows, columns = -(-runs.q_len // block[0]), -(-runs.kv_len // block[1])
+    states = states[:, :, :rows, :columns].contiguous()
+    return BlockRuns.from_states(states, runs.q_len, runs.kv_len, block)

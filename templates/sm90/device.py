@@ -1,0 +1,131 @@
+"""Small device functions that the Hopper kernels share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import BFloat16, Float16, Float32, Int32, cute
+
+LN2 = 0.6931471805599453
+NEG_INF = float("-inf")
+
+DTYPES = {"bfloat16": BFloat16, "float16": Float16}
+_PACK = {BFloat16: "cvt.rn.bf16x2.f32", Float16: "cvt.rn.f16x2.f32"}
+
+
+def pack(low: Any, high: Any, dtype: Any) -> Any:
+    """Two float32 as a pair of 16-bit floats.
+
+    The DSL's own conversion of a fragment falls back to single values for most tile widths.
+    """
+    return cute.arch.inline_ptx(
+        _PACK[dtype] + " {$w0}, {$r0}, {$r1};",
+        write_only_types=[Int32],
+        read_only_args=[high, low],
+    )
+
+
+def bits_below(x: Any, words: int) -> list[Any]:
+    """Bit masks of a thread's columns that lie below x, x counted from its first column.
+
+    A thread owns columns 8 g and 8 g + 1 of a row for g = 0, 1, ...: bit 2 g + c of the masks.
+    """
+    count = (x >> 3) * 2 + cutlass.min(x & 7, Int32(2))
+    masks = []
+    for word in range(words):
+        inside = cutlass.min(cutlass.max(count - 32 * word, Int32(0)), Int32(32))
+        # a shift by 32 gives zero in PTX; in the DSL's arithmetic it is undefined
+        above = cute.arch.inline_ptx(
+            "shl.b32 {$w0}, {$r0}, {$r1};",
+            write_only_types=[Int32],
+            read_only_args=[Int32(-1), inside],
+        )
+        masks.append(~above)
+    return masks
+
+
+def bit(mask: Any, j: int) -> Any:
+    """Whether bit j is set."""
+    j %= 32
+    return (mask & Int32((1 << j) - (1 << 32) * (j == 31))) != 0
+
+
+def shifted(x: Any, factor: Any, less: Any) -> Any:
+    """x * factor - less, None for 1 and 0; one instruction.
+
+    Written as a sum, the products would be shared between two uses and not fused.
+    """
+    if factor is None:
+        return x if less is None else x - less
+    return x * factor if less is None else cute.math.fma(x, factor, -less)
+
+
+def exp2(x: Any) -> Any:
+    """2**x on the exponential unit; subnormal results are zero."""
+    return cute.math.exp2(x, fastmath=True)
+
+
+def exp2_on_fma(x: Any) -> Any:
+    """2**x without the exponential unit, relative error below 9e-5; x is above -126, or NaN.
+
+    x = j + f with j the nearest integer; a polynomial of degree 3 for 2**f, |f| <= 1/2, times
+    2**j from its exponent bits (Cody and Waite 1980; coefficients by Remez exchange). It is a
+    product because adding j to the polynomial's bits would make a number of NaN.
+    """
+    magic = Float32(12582912.0)  # 1.5 * 2**23: the low bits of the sum are the nearest integer
+    t = x + magic
+    f = x - (t - magic)
+    p = f * Float32(0.05517065) + Float32(0.24260865)
+    p = p * f + Float32(0.69326093)
+    p = p * f + Float32(0.99992823)
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 j; .reg .f32 s; mov.b32 j, {$r1}; shl.b32 j, j, 23;"
+        " add.s32 j, j, 1065353216; mov.b32 s, j; mul.f32 {$w0}, {$r0}, s; }",
+        write_only_types=[Float32],
+        read_only_args=[p, t],
+    )
+
+
+def pinned(x: Any) -> Any:
+    """Keep a loop-invariant Float32 in its register: the compiler recomputes it otherwise."""
+    return cute.arch.inline_ptx(
+        "mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x]
+    )
+
+
+def after(values: list[Any], others: list[Any]) -> list[Any]:
+    """The same values, that the compiler takes to depend on the others."""
+    none = cute.arch.inline_ptx("mov.b32 {$w0}, 0;", write_only_types=[Int32], read_only_args=[])
+    return [
+        cute.arch.inline_ptx(
+            "{ .reg .b32 a, b; mov.b32 a, {$r0}; mov.b32 b, {$r1};"
+            " lop3.b32 a, a, b, {$r2}, 0xF8; mov.b32 {$w0}, a; }",  # a | b & 0
+            write_only_types=[Float32],
+            read_only_args=[x, y, none],
+        )
+        for x, y in zip(values, others, strict=True)
+    ]
+
+
+def quad_max(x: Any, nan: bool) -> Any:
+    """Maximum over the four threads that hold a row; NaN passes if `nan`, else it is skipped."""
+    x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, 1), nan=nan)
+    return cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, 2), nan=nan)
+
+
+def quad_sum(x: Any) -> Any:
+    """Sum over the four threads that hold a row."""
+    x = x + cute.arch.shuffle_sync_bfly(x, 1)
+    return x + cute.arch.shuffle_sync_bfly(x, 2)
+
+
+def finite_or_zero(x: Any) -> Any:
+    """x, or 0 where it is -inf: a row that has kept nothing yet."""
+    return cutlass.select_(x == Float32(NEG_INF), Float32(0.0), x)
+
+
+def arrive(barrier: Any) -> None:
+    """One arrival a warp."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(barrier)

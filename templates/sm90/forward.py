@@ -1,0 +1,671 @@
+"""The forward kernel for Hopper (sm_90a): FlashAttention-3's algorithm with hooks for any variant.
+
+One CTA per SM, persistent. Warpgroup 0 holds one producer warp, the others are consumers of 64
+query rows each. The producer takes pieces of work from a list, longest first, walks their runs of
+kv blocks, and loads Q, K and V by TMA; it tells the consumers through shared memory which block
+each K stage holds, so that consumers never see the lists. A consumer computes S = Q K^T into
+registers, applies mod, mask and softmax there, and uses P from registers as the A operand of
+O += P V. Q K of a block is issued before P V of the block before, so that the tensor cores work
+during the softmax; named barriers make the warpgroups take turns on the tensor cores, so that one
+does its softmax while another multiplies (Shah et al. 2024, FlashAttention-3).
+
+Masked blocks come first, those that are kept whole after them in a loop without mask
+instructions. The next P is made in registers of its own while P V still reads the last one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.memory
+import cutlass.tensor_utils
+from cutlass import Float32, Int32, Int64, const_expr, cute
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
+from cutlass.utils import hopper_helpers
+
+from attnkit.templates.sm90 import device
+from attnkit.templates.sm90.config import ForwardConfig
+from attnkit.templates.sm90.device import NEG_INF
+from attnkit.templates.sm90.hooks import ForwardHooks
+from attnkit.templates.sm90.softmax import Softmax, row_of
+
+# int32 words of a piece of work: b, h, tile, slot; a cursor of three into the PARTIAL and one into
+# the FULL runs; how many of its blocks come first and are masked; spare
+PIECE = 12
+RECORD = 8  # where the record of a tile begins in `info`, after the blocks of the K stages
+TURN, STORE = 1, 5  # named barriers: turns of the warpgroups, and their output tiles
+
+ROW = cutlass.tensor_utils.LayoutEnum.ROW_MAJOR
+COLUMN = cutlass.tensor_utils.LayoutEnum.COL_MAJOR
+
+
+class Forward(Softmax):
+    """A forward kernel for one configuration and one variant.
+
+    Args:
+        config: what is fixed when the kernel is compiled.
+        hooks: the variant.
+    """
+
+    def __init__(self, config: ForwardConfig, hooks: ForwardHooks) -> None:
+        self.config = config
+        self.hooks = hooks
+        self.dtype = device.DTYPES[config.dtype]
+
+    # ------------------------------------------------------------------------------------ host
+
+    @cute.jit
+    def __call__(
+        self,
+        query: cute.Tensor,
+        key: cute.Tensor,
+        value: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        top: cute.Tensor,
+        pieces: cute.Tensor,
+        partial: cute.Tensor,
+        full: cute.Tensor,
+        counter: cute.Tensor,
+        parts: cute.Tensor,
+        part_lse: cute.Tensor,
+        captured: list,
+        scale: Float32,
+        group: Int32,
+        ctas: Int32,
+        stream: Any,
+    ):
+        """Launch.
+
+        Args:
+            query, key, value, out: [B, H, S, D] of the config's dtype, the last dimension
+                contiguous, the others' strides and the address multiples of 16 bytes.
+            lse, top: float32 [B, H, S]; `top` is written only if the config needs the maxima.
+            pieces: int32 [pieces, 12], see `PIECE`; cursors descend: a run, how many of its first
+                blocks to take, blocks in all, going on with the whole runs before.
+            partial, full: int32 [2, runs], starts and lengths of runs of kv blocks.
+            counter: int32 [1], zero; left at zero.
+            parts, part_lse: float32 [slots, rows of a tile, Dv] and [slots, rows]: output and LSE
+                of pieces that are parts of a row, by their slot; `Combine` puts them together.
+            captured: captured tensors.
+            scale: softmax scale.
+            group: query heads per kv head.
+            ctas: at most the number of pieces.
+        """
+        c, dtype = self.config, self.dtype
+        width, deep, bn = c.width, c.value_width, c.block_kv
+        query, key, out = (_ordered(t, (2, 3, 1, 0)) for t in (query, key, out))
+        value = _ordered(value, (3, 2, 1, 0))
+        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+        # one warpgroup's view: 64 rows; the warpgroup is a stage of the tiles of Q and O
+        mma_qk = hopper_helpers.make_trivial_tiled_mma(
+            dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (64, bn)
+        )
+        mma_pv = hopper_helpers.make_trivial_tiled_mma(
+            dtype,
+            dtype,
+            k_major,
+            mn_major,
+            Float32,
+            (1, 1, 1),
+            (64, deep),
+            a_source=warpgroup.OperandSource.RMEM,
+        )
+        layouts = (
+            hopper_helpers.make_smem_layout_a(ROW, (64, bn, width), dtype, c.warpgroups),
+            hopper_helpers.make_smem_layout_b(ROW, (64, bn, width), dtype, c.stages),
+            hopper_helpers.make_smem_layout_b(COLUMN, (64, deep, bn), dtype, c.stages),
+            hopper_helpers.make_smem_layout_epi(dtype, ROW, (64, deep), c.warpgroups),
+        )
+        q_layout, k_layout, v_layout, o_layout = layouts
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        first = (None, None, 0)
+        tma_q, q_tiles = cpasync.make_tiled_tma_atom(
+            load, query, cute.slice_(q_layout, first), (64, width)
+        )
+        tma_k, k_tiles = cpasync.make_tiled_tma_atom(
+            load, key, cute.slice_(k_layout, first), (bn, width)
+        )
+        tma_v, v_tiles = cpasync.make_tiled_tma_atom(
+            load, value, cute.slice_(v_layout, first), (deep, bn)
+        )
+        tma_o, o_tiles = cpasync.make_tiled_tma_atom(
+            store, out, cute.slice_(o_layout, first), (64, deep)
+        )
+        out_size = 8 if const_expr(c.alias) else cute.cosize(o_layout)
+
+        @cute.struct
+        class Storage:
+            barriers: cute.struct.MemRange[Int64, 2 + 4 * c.stages]
+            info: cute.struct.MemRange[Int32, 16]  # the block of each K stage, then the record
+            q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(q_layout)], 1024]
+            k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(k_layout)], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(v_layout)], 1024]
+            o: cute.struct.Align[cute.struct.MemRange[dtype, out_size], 1024]
+
+        self.storage = Storage
+        lengths = (query.shape[0], key.shape[0], key.shape[3])
+        self.kernel(
+            mma_qk,
+            mma_qk,
+            mma_pv,
+            (tma_q, tma_k, tma_v, tma_o),
+            (q_tiles, k_tiles, v_tiles, o_tiles),
+            layouts,
+            lse,
+            top,
+            pieces,
+            partial,
+            full,
+            counter,
+            (parts, part_lse),
+            captured,
+            (scale, group, *lengths),
+        ).launch(
+            grid=(ctas, 1, 1),
+            block=(128 * (c.warpgroups + 1), 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    # ---------------------------------------------------------------------------------- device
+
+    @cute.kernel
+    def kernel(
+        self,
+        mma_first: cute.TiledMma,
+        mma_qk: cute.TiledMma,
+        mma_pv: cute.TiledMma,
+        atoms: tuple,
+        tiles: tuple,
+        layouts: tuple,
+        lse: cute.Tensor,
+        top: cute.Tensor,
+        pieces: cute.Tensor,
+        partial: cute.Tensor,
+        full: cute.Tensor,
+        counter: cute.Tensor,
+        partials: tuple,
+        captured: list,
+        numbers: tuple,
+    ):
+        """Roles: warp 0 loads, warpgroups 1 and up compute and store."""
+        c = self.config
+        tma_q, tma_k, tma_v, tma_o = atoms
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            for atom in atoms:
+                cpasync.prefetch_descriptor(atom)
+        storage = cutlass.memory.SmemAllocator().allocate(self.storage)
+        q_layout, k_layout, v_layout, o_layout = layouts
+        smem_q = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
+        smem_k = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
+        smem_v = storage.v.get_tensor(v_layout.outer, swizzle=v_layout.inner)
+        if const_expr(c.alias):
+            # each warpgroup's rows in the place of its own rows of Q, which may be wider
+            one = cute.slice_(o_layout.outer, (None, None, 0))
+            spread = cute.append(one, cute.make_layout(c.warpgroups, stride=64 * c.width))
+            smem_o = storage.q.get_tensor(spread, swizzle=o_layout.inner)
+        else:
+            smem_o = storage.o.get_tensor(o_layout.outer, swizzle=o_layout.inner)
+        info = storage.info.get_tensor(cute.make_layout(16))
+        base = storage.barriers.data_ptr()
+        q_full, q_free = base, base + 1
+        k_full, k_free, v_full, v_free = (base + 2 + c.stages * i for i in range(4))
+        bars = (q_full, q_free, k_full, k_free, v_full, v_free)
+        if warp == 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_init(q_full, 1)
+                cute.arch.mbarrier_init(
+                    q_free, c.warpgroups if const_expr(c.alias) else 4 * c.warpgroups
+                )
+                for s in cutlass.range_constexpr(c.stages):
+                    cute.arch.mbarrier_init(k_full + s, 1)
+                    cute.arch.mbarrier_init(v_full + s, 1)
+                    cute.arch.mbarrier_init(k_free + s, 4 * c.warpgroups)
+                    cute.arch.mbarrier_init(v_free + s, 4 * c.warpgroups)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(c.registers[1])
+            if warp == 0:
+                self.produce(
+                    (tma_q, tma_k, tma_v),
+                    tiles,
+                    (smem_q, smem_k, smem_v),
+                    bars,
+                    info,
+                    pieces,
+                    partial,
+                    full,
+                    counter,
+                    numbers,
+                )
+        else:
+            cute.arch.setmaxregister_increase(c.registers[0])
+            self.consume(
+                (mma_first, mma_qk, mma_pv),
+                (smem_q, smem_k, smem_v, smem_o),
+                (tma_o, tiles[3]),
+                bars,
+                info,
+                (lse, top, *partials),
+                captured,
+                numbers,
+            )
+
+    @cute.jit
+    def produce(
+        self,
+        atoms: tuple,
+        tiles: tuple,
+        smem: tuple,
+        bars: tuple,
+        info: cute.Tensor,
+        pieces: cute.Tensor,
+        partial: cute.Tensor,
+        full: cute.Tensor,
+        counter: cute.Tensor,
+        numbers: tuple,
+    ):
+        """The producer warp: pieces of work, their blocks, TMA loads."""
+        c = self.config
+        tma_q, tma_k, tma_v = atoms
+        _, group, _, _, kv_batch = numbers
+        q_full, q_free, k_full, k_free, v_full, v_free = bars
+        width, deep, bn = c.width, c.value_width, c.block_kv
+        q_to, q_from = _partition(tma_q, smem[0], tiles[0], (64, width), (None, 0, None, None))
+        k_to, k_from = _partition(tma_k, smem[1], tiles[1], (bn, width), (None, 0, None, None))
+        v_to, v_from = _partition(tma_v, smem[2], tiles[2], (deep, bn), (0, None, None, None))
+        q_bytes, k_bytes, v_bytes = 2 * c.block_q * width, 2 * bn * width, 2 * bn * deep
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        lane = cute.arch.lane_idx()
+        total = pieces.shape[0]
+        index, kc, vc, tc = Int32(cta), Int32(0), Int32(0), Int32(0)
+        while index < total:
+            b, h, tile = pieces[index, 0], pieces[index, 1], pieces[index, 2]
+            slot = pieces[index, 3]
+            masked = pieces[index, 10]
+            whole = pieces[index, 6] + pieces[index, 9] - masked
+            h_kv, b_kv = h // group, cutlass.min(b, kv_batch - 1)
+            before = Int32(-1)
+            for kind in cutlass.range_constexpr(2):
+                runs = partial if const_expr(kind == 0) else full
+                run, take, left = (pieces[index, 4 + 3 * kind + k] for k in range(3))
+                while left > 0:
+                    final, steps = runs[0, run] + take - 1, cutlass.min(take, left)
+                    for j in cutlass.range(steps, unroll=1):
+                        n = final - j
+                        mark = n
+                        if const_expr(kind == 1 and self.hooks.listed):
+                            mark = ~n
+                        s = self.stage(kc)
+                        cute.arch.mbarrier_wait(k_free + s, self.phase(kc) ^ 1)
+                        with cute.arch.elect_one():
+                            info[s] = mark
+                            cute.arch.mbarrier_arrive_and_expect_tx(k_full + s, k_bytes)
+                        cute.copy(
+                            tma_k,
+                            k_from[None, n, h_kv, b_kv],
+                            k_to[None, s],
+                            tma_bar_ptr=k_full + s,
+                        )
+                        kc += 1
+                        if before < 0:  # Q, once the last tile is done with its own
+                            cute.arch.mbarrier_wait(q_free, (tc & 1) ^ 1)
+                            with cute.arch.elect_one():
+                                info[RECORD], info[RECORD + 1], info[RECORD + 2] = tile, h, b
+                                info[RECORD + 3], info[RECORD + 4] = masked, whole
+                                info[RECORD + 5], info[RECORD + 6] = Int32(1), slot
+                                cute.arch.mbarrier_arrive_and_expect_tx(q_full, q_bytes)
+                            for w in cutlass.range_constexpr(c.warpgroups):
+                                cute.copy(
+                                    tma_q,
+                                    q_from[None, tile * c.warpgroups + w, h, b],
+                                    q_to[None, w],
+                                    tma_bar_ptr=q_full,
+                                )
+                        else:  # V follows one block behind K
+                            sv = self.stage(vc)
+                            cute.arch.mbarrier_wait(v_free + sv, self.phase(vc) ^ 1)
+                            with cute.arch.elect_one():
+                                cute.arch.mbarrier_arrive_and_expect_tx(v_full + sv, v_bytes)
+                            cute.copy(
+                                tma_v,
+                                v_from[None, before, h_kv, b_kv],
+                                v_to[None, sv],
+                                tma_bar_ptr=v_full + sv,
+                            )
+                            vc += 1
+                        before = n
+                    left -= steps
+                    run -= 1
+                    if left > 0:
+                        take = runs[1, run]
+            following = index + ctas
+            if const_expr(c.dynamic):  # from a counter: a CTA that is ahead takes more
+                old = Int32(0)
+                if lane == 0:
+                    old = cute.arch.atomic_add(counter.iterator, Int32(1))
+                    if old == total - 1:  # the last of the launch leaves it at zero
+                        counter[0] = Int32(0)
+                following = cute.arch.shuffle_sync(old, 0) + ctas
+            sv = self.stage(vc)
+            cute.arch.mbarrier_wait(v_free + sv, self.phase(vc) ^ 1)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(v_full + sv, v_bytes)
+            cute.copy(
+                tma_v, v_from[None, before, h_kv, b_kv], v_to[None, sv], tma_bar_ptr=v_full + sv
+            )
+            vc += 1
+            tc += 1
+            index = following
+        cute.arch.mbarrier_wait(q_free, (tc & 1) ^ 1)
+        with cute.arch.elect_one():
+            info[RECORD + 5] = Int32(0)
+            cute.arch.mbarrier_arrive(q_full)
+
+    @cute.jit
+    def consume(
+        self,
+        mmas: tuple,
+        smem: tuple,
+        target: tuple,
+        bars: tuple,
+        info: cute.Tensor,
+        results: tuple,
+        captured: list,
+        numbers: tuple,
+    ):
+        """A consumer warpgroup: products, softmax, output tile."""
+        c, dtype = self.config, self.dtype
+        mma_first, mma_qk, mma_pv = mmas
+        smem_q, smem_k, smem_v, smem_o = smem
+        tma_o, o_tiles = target
+        scale, _, q_len, kv_len, _ = numbers
+        q_full, q_free, k_full, k_free, v_full, v_free = bars
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        wg, ct = warp // 4 - 1, thread % 128
+        row0 = (warp % 4) * 16 + lane // 4
+        first_column = (lane % 4) * 2
+        thr_qk, thr_pv = mma_qk.get_slice(ct), mma_pv.get_slice(ct)
+        all_qk, all_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
+        frag_q = mma_qk.make_fragment_A(all_qk.partition_A(smem_q))
+        frag_k = mma_qk.make_fragment_B(all_qk.partition_B(smem_k))
+        frag_v = mma_pv.make_fragment_B(all_pv.partition_B(smem_v))
+        scores = cute.make_rmem_tensor(thr_qk.partition_shape_C((64, c.block_kv)), Float32)
+        acc = cute.make_rmem_tensor(thr_pv.partition_shape_C((64, c.value_width)), Float32)
+        p_shape = thr_pv.partition_shape_A((64, c.block_kv))
+        p = cute.make_rmem_tensor(p_shape, dtype)
+        p_now = cute.make_tensor(p.iterator, scores.layout)  # P in the order of the scores
+        p_next = cute.make_rmem_tensor(scores.layout, dtype) if const_expr(c.early) else p_now
+        probabilities = (p, p_now, p_next)
+        row_max, row_sum = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        rescale, top = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        stats = (row_max, row_sum, rescale, top)
+        # set once: the value behind a set() in a helper must not leave the helper's region
+        mma_first.set(warpgroup.Field.ACCUMULATE, False)
+        mma_qk.set(warpgroup.Field.ACCUMULATE, True)
+        mma_pv.set(warpgroup.Field.ACCUMULATE, True)
+        parts = (mma_first, mma_qk, mma_pv, scores, acc, frag_q, frag_k, frag_v)
+        kv_bars = (k_full, k_free, v_full, v_free)
+
+        store = cute.make_tiled_copy_C(
+            cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), dtype), mma_pv
+        )
+        thr_store = store.get_slice(ct)
+        rounded = cute.make_rmem_tensor(acc.layout, dtype)
+        to_smem = thr_store.retile(rounded)
+        at_smem = thr_store.partition_D(smem_o)
+        o_from, o_to = _partition(
+            tma_o, smem_o, o_tiles, (64, c.value_width), (None, 0, None, None)
+        )
+
+        if const_expr(c.pingpong):
+            if wg == 0:
+                cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=256)
+        kc, tc = Int32(0), Int32(0)
+        cute.arch.mbarrier_wait(q_full, 0)
+        valid = info[RECORD + 5]
+        while valid != 0:
+            at, h, b = info[RECORD], info[RECORD + 1], info[RECORD + 2]
+            slot = info[RECORD + 6]
+            # uniform over a warp, as the products below need to know
+            masked = cute.arch.make_warp_uniform(info[RECORD + 3])
+            whole = cute.arch.make_warp_uniform(info[RECORD + 4])
+            row = at * c.block_q + wg * 64 + row0
+            where = (captured, b, h, q_len, kv_len, scale, at * c.block_q)
+            tile = self.begin(where, first_column, row)
+            acc.fill(0.0)
+            for r in cutlass.range_constexpr(2):
+                row_max[r], row_sum[r], top[r] = Float32(NEG_INF), Float32(0.0), Float32(NEG_INF)
+            s = self.stage(kc)
+            cute.arch.mbarrier_wait(k_full + s, self.phase(kc))
+            n = info[s]
+            warpgroup.fence()
+            self.issue_qk(parts, wg, s)
+            warpgroup.wait_group(0)
+            device.arrive(k_free + s)
+            known = self.ahead(tile, n, True, cute.size(scores))
+            self.first(tile, known, scores, p_now, stats)
+            kc += 1
+            for _ in cutlass.range(1, masked, unroll=1):
+                self.block(True, kc, parts, probabilities, kv_bars, info, stats, tile, wg)
+                kc += 1
+            rest = whole - cutlass.select_(masked == 0, Int32(1), Int32(0))
+            show_mask = not c.skip_masks
+            for _ in cutlass.range(rest, unroll=1):
+                self.block(show_mask, kc, parts, probabilities, kv_bars, info, stats, tile, wg)
+                kc += 1
+            if const_expr(not c.alias):
+                device.arrive(q_free)
+            sv = self.stage(kc - 1)
+            cute.arch.mbarrier_wait(v_full + sv, self.phase(kc - 1))
+            warpgroup.fence()
+            self.issue_pv(parts, p, sv)
+            for r in cutlass.range_constexpr(2):  # while P V runs
+                row_sum[r] = device.quad_sum(row_sum[r])
+            warpgroup.wait_group(0)
+            device.arrive(v_free + sv)
+            place = (row, wg * 64 + row0, h, b, slot, lane)
+            self.finish(tile, stats, acc, results, place)
+            if slot >= 0:  # a part of a row: float32, to be combined
+                self.write_part(acc, thr_pv, results[2], slot, wg, ct)
+                if const_expr(c.alias):
+                    cute.arch.barrier(barrier_id=STORE + wg, number_of_threads=128)
+                    if warp % 4 == 0:
+                        device.arrive(q_free)
+            else:
+                self.round(acc, rounded)
+                if warp % 4 == 0:  # the last tile's output has left shared memory
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.barrier(barrier_id=STORE + wg, number_of_threads=128)
+                cute.copy(store, to_smem, at_smem[None, None, None, wg])
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.barrier(barrier_id=STORE + wg, number_of_threads=128)
+                if warp % 4 == 0:
+                    cute.copy(tma_o, o_from[None, wg], o_to[None, at * c.warpgroups + wg, h, b])
+                    cute.arch.cp_async_bulk_commit_group()
+                    if const_expr(c.alias):
+                        cute.arch.cp_async_bulk_wait_group(0, read=True)
+                        device.arrive(q_free)
+            tc += 1
+            cute.arch.mbarrier_wait(q_full, tc & 1)
+            valid = info[RECORD + 5]
+        if warp % 4 == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    # ---------------------------------------------- pieces of the consumer, inlined while tracing
+
+    def stage(self, count: Any) -> Any:
+        """Ring slot of the count-th block."""
+        return count & (self.config.stages - 1)
+
+    def phase(self, count: Any) -> Any:
+        """Parity of the lap of the count-th block."""
+        return (count >> (self.config.stages.bit_length() - 1)) & 1
+
+    def issue_qk(self, parts: Any, wg: Any, stage: Any) -> None:
+        mma_first, mma_qk, _, scores, _, frag_q, frag_k, _ = parts
+        for k in range(cute.size(frag_q, mode=[2])):
+            mma = mma_first if k == 0 else mma_qk
+            cute.gemm(mma, scores, frag_q[None, None, k, wg], frag_k[None, None, k, stage], scores)
+        warpgroup.commit_group()
+
+    def issue_pv(self, parts: Any, p: Any, stage: Any) -> None:
+        _, _, mma_pv, _, acc, _, _, frag_v = parts
+        for k in range(cute.size(p, mode=[2])):
+            cute.gemm(mma_pv, acc, p[None, None, k], frag_v[None, None, k, stage], acc)
+        warpgroup.commit_group()
+
+    def turn_wait(self, wg: Any) -> None:
+        if self.config.pingpong:
+            cute.arch.barrier(barrier_id=TURN + wg, number_of_threads=256)
+
+    def turn_pass(self, wg: Any) -> None:
+        if self.config.pingpong:
+            following = (wg + 1) % self.config.warpgroups
+            cute.arch.barrier_arrive(barrier_id=TURN + following, number_of_threads=256)
+
+    def move(self, source: Any, target: Any) -> None:
+        """Copy P; opaque, else the compiler merges the two sets and serialises the products."""
+        pairs, to = cute.recast_tensor(source, Int32), cute.recast_tensor(target, Int32)
+        for i in range(cute.size(pairs)):
+            to[i] = cute.arch.inline_ptx(
+                "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[pairs[i]]
+            )
+
+    def block(
+        self,
+        masked: bool,
+        kc: Any,
+        parts: Any,
+        probabilities: Any,
+        bars: Any,
+        info: Any,
+        stats: Any,
+        tile: Any,
+        wg: Any,
+    ) -> None:
+        """One step: Q K of block kc, P V of the block before it, the softmax between."""
+        k_full, k_free, v_full, v_free = bars
+        p, p_now, p_next = probabilities
+        scores, acc, early = parts[3], parts[4], self.config.early
+        s, sv = self.stage(kc), self.stage(kc - 1)
+        cute.arch.mbarrier_wait(k_full + s, self.phase(kc))
+        self.turn_wait(wg)
+        warpgroup.fence()
+        self.issue_qk(parts, wg, s)
+        if not self.config.overlap:
+            warpgroup.wait_group(0)
+        if self.hooks.ahead:  # loads, whose latency hides behind the products
+            known = self.ahead(tile, info[s], masked, cute.size(scores))
+        cute.arch.mbarrier_wait(v_full + sv, self.phase(kc - 1))
+        self.issue_pv(parts, p, sv)
+        if not self.hooks.ahead:
+            known = self.ahead(tile, info[s], masked, cute.size(scores))
+        self.turn_pass(wg)
+        warpgroup.wait_group(1 if self.config.overlap else 0)
+        device.arrive(k_free + s)
+        self.next(tile, known, masked, scores, p_next if early else None, stats)
+        if self.config.hold:
+            self.hold(stats)
+        warpgroup.wait_group(0)
+        device.arrive(v_free + sv)
+        if early:
+            self.move(p_next, p_now)
+        else:
+            self.pack(scores, p_now)
+        self.rescale(acc, stats[2])
+
+    def pack(self, scores: Any, packed: Any) -> None:
+        """P from float32 to pairs of the operand's type."""
+        pairs = cute.recast_tensor(packed, Int32)
+        for i in range(cute.size(pairs)):
+            pairs[i] = device.pack(scores[2 * i], scores[2 * i + 1], self.dtype)
+
+    def hold(self, stats: Any) -> None:
+        """Keep the exponentials before the wait for P V, which the assembler hoists otherwise.
+
+        A sum of exponentials is never negative, so this never runs, but it cannot know that.
+        """
+        row_sum = stats[1]
+        cute.arch.inline_ptx("nanosleep.u32 1;", predicate=(row_sum[0] + row_sum[1]) < Float32(0.0))
+
+    def finish(self, tile: Any, stats: Any, acc: Any, results: Any, place: Any) -> None:
+        """Normalise the output and write the rows' statistics."""
+        row_max, row_sum, scale, highest = stats
+        factor = self.factor(tile)
+        for r in range(2):
+            total = row_sum[r]
+            dead = total == Float32(0.0)
+            scale[r] = cutlass.select_(dead, Float32(0.0), cute.arch.rcp_approx(total))
+            unit = Float32(1.0) if factor is None else factor
+            term = self.lse_term(tile, r)
+            value = cute.math.log(total)  # once a row: exact, as an LSE may be the result
+            if self.config.softmax != "bounded":
+                value = value + row_max[r] * (unit * device.LN2)
+            if term is not None:
+                # the term was left out of the scores: an infinite one shows here
+                wiped = term == Float32(NEG_INF)
+                value = value + cutlass.select_(wiped, term, term + (term - term))
+                odd = cutlass.select_(wiped, Float32(0.0), scale[r] + (term - term))
+                scale[r] = cutlass.select_(dead | wiped, Float32(0.0), odd)
+            value = cutlass.select_(dead, Float32(NEG_INF), value)
+            most = highest[r] * unit * device.LN2
+            if term is not None:
+                empty = most == Float32(NEG_INF)
+                most = cutlass.select_(empty, most, most + term)
+            self.write_row(results, value, most, place, r)
+        for i in range(cute.size(acc)):
+            acc[i] = acc[i] * scale[row_of(i)]
+
+    def round(self, acc: Any, rounded: Any) -> None:
+        """The output in the operands' type."""
+        pairs = cute.recast_tensor(rounded, Int32)
+        for i in range(cute.size(pairs)):
+            pairs[i] = device.pack(acc[2 * i], acc[2 * i + 1], self.dtype)
+
+    @cute.jit
+    def write_row(
+        self, results: tuple, value: Float32, most: Float32, place: tuple, r: cutlass.Constexpr
+    ):
+        """Write a row's LSE, and its maximum if it is wanted."""
+        lse, top, _, part_lse = results
+        row, within, h, b, slot, lane = place
+        if lane % 4 == 0:
+            if slot >= 0:
+                part_lse[slot, within + 8 * r] = value
+            elif row + 8 * r < lse.shape[2]:
+                lse[b, h, row + 8 * r] = value
+                if const_expr(self.config.need_max):
+                    top[b, h, row + 8 * r] = most
+
+    def write_part(self, acc: Any, mma: Any, parts: Any, slot: Any, wg: Any, thread: Any) -> None:
+        """Write the output of a part of a row as float32."""
+        tile = cute.local_tile(parts[slot, None, None], (64, self.config.value_width), (wg, 0))
+        to = mma.partition_C(tile)
+        for i in range(cute.size(acc)):
+            to[i] = acc[i]
+
+
+def _ordered(tensor: Any, modes: tuple[int, ...]) -> Any:
+    """The tensor with its dimensions in another order."""
+    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=list(modes)))
+
+
+def _partition(atom: Any, smem: Any, tiles: Any, shape: Any, coordinates: Any) -> Any:
+    """A TMA copy's two sides: (in shared memory by stage, in global memory by tile)."""
+    return cpasync.tma_partition(
+        atom,
+        0,
+        cute.make_layout(1),
+        cute.group_modes(smem, 0, 2),
+        cute.group_modes(cute.local_tile(tiles, shape, coordinates), 0, 2),
+    )

@@ -1,0 +1,86 @@
+"""The Hopper forward kernels as compiled: no spilled registers, no serialised products.
+
+Needs no GPU. The emulator's calls ask for the same kernels as a GPU's; nothing is executed here.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from attnkit import flex_attention, masks, mods
+
+pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
+
+from attnkit import compiled, emulation
+
+LENGTH = 256
+HEADS = 2
+BIAS = torch.linspace(-1.0, 1.0, 2 * LENGTH - 1).repeat(HEADS, 1)
+IDS = torch.arange(LENGTH) // 100
+
+VARIANTS: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "plain": lambda: (None, None),
+    "alibi": lambda: (mods.alibi(HEADS), masks.causal()),
+    "softcap": lambda: (mods.softcap(20.0), masks.causal()),
+    "relative bias": lambda: (lambda s, b, h, q, kv: s + BIAS[h, q - kv + LENGTH - 1], None),
+    "documents": lambda: (None, masks.document(IDS) & masks.causal()),
+}
+DIMS = [(64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)]
+
+
+@functools.cache
+def kernel(name: str, head_dim: int, value_dim: int) -> compiled.Kernel:
+    """The forward kernel of a variant, compiled once a run."""
+    score, mask = VARIANTS[name]()
+    query, key = (torch.zeros(1, HEADS, LENGTH, head_dim, dtype=torch.bfloat16) for _ in range(2))
+    value = torch.zeros(1, HEADS, LENGTH, value_dim, dtype=torch.bfloat16)
+    with emulation.session(execute=False), compiled.asked() as sources:
+        flex_attention(query, key, value, score, mask, backend="emulate")
+    (source,) = sources
+    return compiled.kernel(source)
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), DIMS)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_no_spills_and_no_serialised_products(name: str, head_dim: int, value_dim: int) -> None:
+    found = kernel(name, head_dim, value_dim)
+    assert found.artifact.arch == "sm_90a"
+    assert found.artifact.problems == ()
+    assert [s.stack for s in found.stats] == [0]
+
+
+def loops(ptx: str) -> list[list[str]]:
+    """The instructions of each loop: from a label to a later branch back to it."""
+    lines = [line.strip() for line in ptx.splitlines()]
+    labels = {line[:-1]: i for i, line in enumerate(lines) if line.startswith("$L")}
+    found = []
+    for i, line in enumerate(lines):
+        target = re.search(r"\bbra(?:\.uni)?\s+(\$L\w+);", line)
+        if target and labels[target[1]] < i:
+            found.append(lines[labels[target[1]] : i + 1])
+    return found
+
+
+def product_loops(ptx: str) -> list[list[str]]:
+    """The innermost loops that hold warpgroup products."""
+    inside = [loop for loop in loops(ptx) if any("wgmma.mma_async" in line for line in loop)]
+    return [a for a in inside if not any(len(b) < len(a) and b[0] in a for b in inside)]
+
+
+@pytest.mark.parametrize("name", ["alibi", "documents"])
+def test_blocks_that_are_kept_whole_are_computed_without_the_mask(name: str) -> None:
+    """One loop selects between score and -inf for each of a thread's scores; the other never."""
+    counts = sorted(
+        sum(line.startswith("selp.f32") for line in loop)
+        for loop in product_loops(kernel(name, 128, 128).ptx)
+    )
+    scores_of_a_thread = 64 * 128 // 128
+    assert len(counts) == 2
+    assert counts[0] < scores_of_a_thread // 8  # of the maximum, a few a row
+    assert counts[1] - counts[0] >= scores_of_a_thread

@@ -1,0 +1,405 @@
+"""The Hopper forward kernel, executed on the CPU, against the dense float64 oracle.
+
+Each kernel runs in program order, in adversarial orders and under the race detector, all from the
+same inputs. Outputs hold NaN before it runs, and reading them is a fault.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from attnkit import AuxRequest, create_block_mask, flex_attention, masks, mods
+
+pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
+
+from attnkit import emulation
+
+BF16, FP16 = torch.bfloat16, torch.float16
+LN2 = math.log(2.0)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned() -> Iterator[None]:
+    """Memory that nobody has written holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def draw(
+    q_len: int,
+    kv_len: int | None = None,
+    *,
+    dims: tuple[int, int] = (64, 64),
+    heads: tuple[int, int] = (2, 1),
+    batch: tuple[int, int] = (1, 1),
+    dtype: torch.dtype = BF16,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value from a normal distribution; pairs are of the query and of the rest."""
+    kv_len = kv_len or q_len
+    shapes = (
+        (batch[0], heads[0], q_len, dims[0]),
+        (batch[1], heads[1], kv_len, dims[0]),
+        (batch[1], heads[1], kv_len, dims[1]),
+    )
+    query, key, value = (torch.randn(s).to(dtype) for s in shapes)
+    return query, key, value
+
+
+@dataclass
+class Result:
+    """Out, LSE and, where asked for, the row maxima; and how many kernels ran."""
+
+    out: Tensor
+    lse: Tensor
+    top: Tensor | None = None
+    kernels: int = 0
+
+
+def attend(
+    qkv: tuple[Tensor, Tensor, Tensor], *variant: Any, backend: str, top: bool, scale: float | None
+) -> Result:
+    out, aux = flex_attention(
+        *qkv,
+        *variant,
+        scale=scale,
+        enable_gqa=True,
+        return_aux=AuxRequest(lse=True, max_scores=top),
+        backend=backend,
+    )
+    return Result(out, aux.lse, aux.max_scores)
+
+
+def close(name: str, found: Tensor, expected: Tensor, dense: Tensor) -> None:
+    """Equal where not finite; else an error of at most twice that of the dense computation."""
+    found, dense = found.double(), dense.double()
+    assert torch.equal(found.isnan(), expected.isnan()), f"{name}: NaN"
+    ends = expected.isinf()
+    assert torch.equal(found[ends], expected[ends]), f"{name}: infinities"
+    finite = expected.isfinite()
+    assert bool(found[finite].isfinite().all()), f"{name}: not finite"
+    comparable = finite & dense.isfinite()
+    own = (dense - expected)[comparable].abs()
+    error = (found - expected)[finite].abs()
+    # the dense computation may happen to be exact: then a few roundings of float32 are allowed
+    rounding = 4 * torch.finfo(torch.float32).eps
+    largest = float(expected[finite].abs().max()) if finite.any() else 0.0
+    allowed = max(2 * float(own.max()) if own.numel() else 0.0, rounding * largest)
+    worst = float(error.max()) if error.numel() else 0.0
+    assert worst <= allowed, f"{name}: error {worst:.3g}, allowed {allowed:.3g}"
+
+
+def check(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    score: Any = None,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    top: bool = False,
+) -> Result:
+    """Run the kernel in all orders; compare; give back what it computed."""
+    with emulation.session(mode="check", seeds=2) as ran:
+        found = attend(qkv, score, mask, backend="emulate", top=top, scale=scale)
+    assert ran.reports
+    assert ran.ok, "\n".join(str(report) for _, report in ran.reports)
+    wide = (qkv[0].double(), qkv[1].double(), qkv[2].double())
+    expected = attend(wide, score, mask, backend="eager", top=top, scale=scale)
+    dense = attend(qkv, score, mask, backend="eager", top=top, scale=scale)
+    assert found.out.dtype == qkv[0].dtype
+    assert found.lse.dtype == torch.float32
+    close("out", found.out, expected.out, dense.out)
+    close("lse", found.lse, expected.lse, dense.lse)
+    if top:
+        assert found.top is not None
+        assert expected.top is not None
+        assert dense.top is not None
+        close("max scores", found.top, expected.top, dense.top)
+    found.kernels = len(ran.reports)
+    return found
+
+
+# ------------------------------------------------------------------------------- shapes and dtypes
+
+
+@pytest.mark.parametrize(
+    ("dims", "dtype"),
+    [
+        ((64, 64), BF16),
+        ((64, 64), FP16),
+        ((16, 8), BF16),
+        ((72, 72), FP16),
+        ((96, 96), BF16),
+        ((128, 128), BF16),
+        ((128, 128), FP16),
+        ((192, 192), BF16),
+        ((256, 256), BF16),
+        ((192, 128), FP16),
+        ((64, 128), BF16),
+        ((128, 192), BF16),
+        ((64, 256), FP16),
+    ],
+)
+def test_head_dims(dims: tuple[int, int], dtype: torch.dtype) -> None:
+    check(draw(200, dims=dims, dtype=dtype), None, masks.causal())
+
+
+@pytest.mark.parametrize(
+    ("q_len", "kv_len"), [(1, 1), (1, 300), (7, 129), (129, 7), (193, 128), (300, 300)]
+)
+@pytest.mark.parametrize("kind", ["plain", "causal"])
+def test_lengths(q_len: int, kv_len: int, kind: str) -> None:
+    check(draw(q_len, kv_len), None, masks.causal() if kind == "causal" else None)
+
+
+def test_grouped_heads_and_a_shared_batch() -> None:
+    check(draw(130, heads=(4, 2), batch=(2, 1)))
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1.0])
+def test_scale(scale: float) -> None:
+    check(draw(150), None, masks.causal(), scale=scale)
+
+
+# ------------------------------------------------------------------------------------------- masks
+
+IDS = torch.tensor([0] * 100 + [1] * 150 + [2] * 60)
+MASKS: dict[str, Callable[[], Any]] = {
+    "window": lambda: masks.sliding_window(50),
+    "documents": lambda: lambda b, h, q, kv: (IDS[q] == IDS[kv]) & (q >= kv),
+    "two intervals": lambda: lambda b, h, q, kv: (q >= kv) & ((kv < 20) | (q - kv < 40)),
+    "no intervals": lambda: lambda b, h, q, kv: ((q + kv) % 3 != 0) & (q >= kv),
+    "by head and batch": lambda: lambda b, h, q, kv: (kv + b * 70 + h * 30) % 200 < 90,
+    "keeps nothing": lambda: lambda b, h, q, kv: q < kv - 1000,
+    "kv length": lambda: lambda b, h, q, kv: kv < 140,
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name: str) -> None:
+    batch = (2, 2) if name == "by head and batch" else (1, 1)
+    check(draw(300, 310, batch=batch), None, MASKS[name]())
+
+
+@pytest.mark.parametrize(("score", "top"), [("plain", True), ("softcap", False), ("alibi", False)])
+def test_rows_that_keep_nothing_give_zero_and_minus_infinity(score: str, top: bool) -> None:
+    mod = None if score == "plain" else MODS[score]()
+    found = check(draw(300), mod, lambda b, h, q, kv: (q >= kv + 130) | (q == 3), top=top)
+    dead = torch.arange(300) < 130
+    dead[3] = False
+    assert bool((found.out[:, :, dead] == 0).all())
+    assert bool((found.lse[:, :, dead] == -math.inf).all())
+    assert bool(found.lse[:, :, ~dead].isfinite().all())
+    if found.top is not None:
+        assert bool((found.top[:, :, dead] == -math.inf).all())
+
+
+# -------------------------------------------------------------------------------------------- mods
+
+SPAN = 310
+BIAS = torch.linspace(-2.0, 2.0, 2 * SPAN * 2).view(2, -1).sin() * 3
+COLUMN = torch.linspace(-3.0, 3.0, SPAN)
+MODS: dict[str, Callable[[], Any]] = {
+    "softcap": lambda: mods.softcap(5.0),
+    "alibi": lambda: mods.alibi(2),
+    "relative bias": lambda: lambda s, b, h, q, kv: s + BIAS[h, q - kv + SPAN],
+    "negative index": lambda: lambda s, b, h, q, kv: s + BIAS[h, q - kv],
+    "head scale": lambda: mods.head_scale(torch.tensor([0.5, -1.5])),
+    "column": lambda: lambda s, b, h, q, kv: s * 2.0 + COLUMN[kv],
+    "no score": lambda: lambda s, b, h, q, kv: COLUMN[kv] - (q % 3) * 0.5,
+    "all parts": lambda: (
+        lambda s, b, h, q, kv: (
+            s * (h + 1) + q * 0.1 - kv * 0.02 + BIAS[h, kv] + (q - kv).abs() * 0.01
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "dim"),
+    [
+        *((name, BF16, 64) for name in MODS),
+        ("softcap", FP16, 64),
+        ("softcap", BF16, 128),
+        ("alibi", BF16, 128),
+        ("relative bias", BF16, 128),
+    ],
+)
+def test_mods(name: str, dtype: torch.dtype, dim: int) -> None:
+    check(draw(260, 300, dims=(dim, dim), dtype=dtype), MODS[name](), masks.causal())
+
+
+def test_mod_and_mask_without_intervals() -> None:
+    """Captured tensors of both are told apart."""
+    keep = torch.rand(300, generator=torch.Generator().manual_seed(1)) < 0.7
+    check(
+        draw(200, 300),
+        lambda s, b, h, q, kv: s + BIAS[h, q - kv + SPAN] + COLUMN[kv],
+        lambda b, h, q, kv: keep[kv] & ((q ^ kv) % 5 != 0),
+    )
+
+
+def test_captured_tensors_of_any_dtype_and_layout() -> None:
+    random = torch.Generator().manual_seed(2)
+    wide = torch.randn(300, 2, generator=random, dtype=torch.float64).T
+    narrow = torch.randn(300, generator=random).to(BF16)[::2]
+    order = torch.randperm(300, generator=random)
+    factor, keep = torch.tensor(0.5), torch.rand(2, 300, generator=random) < 0.8
+    check(
+        draw(150, 300),
+        lambda s, b, h, q, kv: s * factor + wide[h, order[kv]] + narrow[q] * narrow[kv // 2],
+        lambda b, h, q, kv: keep[h, kv] & (order[kv] > 10),
+    )
+
+
+# ------------------------------------------------------------------------ infinities, NaN, extremes
+
+
+def row_term(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    """A term of the row alone, which the kernel leaves out of the scores."""
+    return s + ROWS[q]
+
+
+ROWS = torch.zeros(200)
+ROWS[3], ROWS[70], ROWS[71], ROWS[150] = -math.inf, math.inf, math.nan, 3e4
+
+
+def test_row_terms_that_are_not_finite() -> None:
+    found = check(draw(200), row_term, lambda b, h, q, kv: q >= kv, top=True)
+    assert bool((found.out[:, :, 3] == 0).all())
+    assert bool((found.lse[:, :, 3] == -math.inf).all())
+    assert bool(found.out[:, :, 70:72].isnan().all())
+    assert bool(found.out[:, :, [2, 72, 150]].isfinite().all())
+
+
+def test_a_term_that_is_not_finite_in_a_row_that_keeps_nothing() -> None:
+    found = check(
+        draw(200), row_term, lambda b, h, q, kv: (q >= kv) & (q != 70) & (q != 71), top=True
+    )
+    assert bool((found.out[:, :, 70:72] == 0).all())
+
+
+@pytest.mark.parametrize(
+    ("dim", "score"), [(64, "plain"), (128, "plain"), (64, "softcap"), (128, "alibi")]
+)
+def test_inputs_that_are_not_finite(dim: int, score: str) -> None:
+    query, key, value = draw(300, dims=(dim, dim))
+    query[:, :, 5, 0] = math.nan
+    query[:, :, 6, 0] = math.inf
+    key[:, :, 250:254, 1] = math.nan  # reaches the rows that keep it, and no other
+    mod = None if score == "plain" else MODS[score]()
+    found = check((query, key, value), mod, lambda b, h, q, kv: q >= kv, top=score == "plain")
+    assert bool(found.out[:, :, 5].isnan().all())
+    assert bool(found.out[:, :, 250:].isnan().all())
+    assert bool(found.out[:, :, 7:250].isfinite().all())
+
+
+@pytest.mark.parametrize("score", ["plain", "alibi", "not finite"])
+def test_rows_that_are_split_along_kv(score: str) -> None:
+    """Their parts are computed by several CTAs and put together by a second kernel."""
+    mod = {"plain": None, "alibi": mods.alibi(1), "not finite": row_term}[score]
+    found = check(
+        draw(75, 1400, heads=(1, 1)),
+        mod,
+        lambda b, h, q, kv: (kv >= q * 18) & (q != 5),  # late rows are dead in the first part
+    )
+    assert found.kernels == 2
+    assert bool((found.out[:, :, 5] == 0).all())
+    assert bool((found.lse[:, :, 5] == -math.inf).all())
+
+
+def stairs(step: float, dims: tuple[int, int], blocks: int, rising: bool) -> tuple[Tensor, ...]:
+    """Scores that grow from block to block as the kernel visits them, exact in 16 bits."""
+    query, key, value = draw(130, 128 * blocks, dims=dims)
+    level = torch.arange(128 * blocks) // 64
+    level = (level.flip(0) if rising else level) * step  # it begins with the last block
+    query.zero_(), key.zero_()
+    query[..., 0] = 1.0
+    key[..., 0] = level + torch.randint(0, 4, level.shape)
+    return query, key, value
+
+
+@pytest.mark.parametrize("score", ["plain", "alibi"])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("step", "rising"), [(2.0, True), (16.0, True), (16.0, False)])
+def test_maxima_that_move_from_block_to_block(
+    step: float, rising: bool, dim: int, score: str
+) -> None:
+    """The exact redo: exponentials against an old maximum would overflow."""
+    query, key, value = stairs(step, (dim, dim), 3, rising)
+    check((query, key, value), mods.alibi(2) if score == "alibi" else None, scale=1.0, top=False)
+
+
+# ------------------------------------------------------------------------------ layouts and options
+
+
+def test_strides() -> None:
+    query, key, value = draw(150, heads=(2, 2), batch=(2, 2))
+    mask = masks.causal()
+    plain = check((query, key, value), None, mask)
+    swapped = query.transpose(1, 2).contiguous().transpose(1, 2)
+    wide = torch.zeros(*value.shape[:3], 65, dtype=BF16)
+    wide[..., 1:] = value
+    folded = key.transpose(2, 3).contiguous().transpose(2, 3)
+    found = check((swapped, folded, wide[..., 1:]), None, mask)
+    assert torch.equal(found.out, plain.out)
+    assert torch.equal(found.lse, plain.lse)
+    assert found.out.stride() == swapped.stride()
+    row = key[:1, :1, :1].expand(2, 2, 150, 64)
+    check((query, row, value[:1].expand(2, 2, 150, 64)), None, mask)
+
+
+@pytest.mark.parametrize("score", ["plain", "alibi", "softcap", "column"])
+def test_max_scores(score: str) -> None:
+    check(draw(260), None if score == "plain" else MODS[score](), masks.causal(), top=True)
+
+
+# ----------------------------------------------------------------------------- PyTorch's BlockMask
+
+
+def listed(states: list[list[int]], lengths: tuple[int, int], mask_mod: Any) -> BlockMask:
+    """PyTorch's BlockMask with these block lists: 0 EMPTY, 1 PARTIAL, 2 FULL, whatever the mask."""
+    grid = torch.tensor(states)[None, None]
+
+    def lists(kind: int) -> tuple[Tensor, Tensor]:
+        found = (grid == kind).int()
+        order = found.argsort(dim=-1, descending=True, stable=True).int()
+        return found.sum(-1).int(), order
+
+    return BlockMask.from_kv_blocks(
+        *lists(1),
+        *lists(2),
+        BLOCK_SIZE=(384, 128),
+        mask_mod=mask_mod,
+        seq_lengths=lengths,
+    )
+
+
+@pytest.mark.parametrize("intervals", [True, False])
+def test_block_lists_overrule_the_mask(intervals: bool) -> None:
+    """FULL blocks are kept where the mask says no, at a ragged end too; EMPTY ones are not."""
+
+    def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return q >= kv
+
+    def checked(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (q + kv) % 3 != 0
+
+    grid = [[2, 0, 2], [1, 2, 1]]
+    check(draw(400, 300), None, listed(grid, (400, 300), causal if intervals else checked))
+    check(draw(400, 300), None, listed([[0, 0, 2], [0, 1, 0]], (400, 300), checked))
+
+
+def test_block_masks() -> None:
+    """attnkit's own is as good as its mask; tile sizes that a kernel has are taken."""
+    mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 300, 300, device="cpu")
+    qkv = draw(300)
+    found = check(qkv, None, mask)
+    assert torch.equal(found.out, check(qkv, None, masks.causal()).out)
