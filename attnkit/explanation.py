@@ -152,6 +152,7 @@ def _planned(
         capability=torch.cuda.get_device_capability(query.device) if query.is_cuda else None,
         listed=lists_of(variant.mask),
         fixed=block is not BLOCK,
+        modded=variant.score_mod is not None,
     )
     plan = choose(backend, device=query.device.type, block=block, notes=notes, call=call)
     bound = variant.bind(query, key, plan.block)

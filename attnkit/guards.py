@@ -4,8 +4,11 @@ A trace depends on the function's code and on whatever the code reads: closure c
 globals, the functions it calls. `traced` walks all of that into a fingerprint. Numbers and strings
 enter by value, tensors by shape and dtype (they are arguments of the graph, never baked in), so
 another closure of the same code over another tensor of the same shape needs no second trace.
-Anything that cannot be read this way (an object with attributes, a numpy array) makes the function
-unprovable: it is traced again at every call rather than trusted.
+Anything that cannot be read this way (an object or a class with attributes, a numpy array) makes
+the function unprovable: it is traced again at every call rather than trusted.
+
+The walk takes tens of microseconds; a function that was walked over before is watched instead
+(`watch`), where that tells as much.
 """
 
 from __future__ import annotations
@@ -13,22 +16,53 @@ from __future__ import annotations
 import functools
 import types
 import warnings
-from collections import OrderedDict
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from attnkit import expr
+from attnkit.expr import I32, Node
 from attnkit.mask import Mask
 from attnkit.trace import Kind, Traced, trace
+from attnkit.watch import Unsteady, Watch
 
 _CACHE_SIZE = 1024
-_cache: OrderedDict[tuple[Any, ...], tuple[Traced, tuple[int, ...]]] = OrderedDict()
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, np.generic)
 _MODULES = frozenset({"torch", "math", "numpy", "operator", "functools", "attnkit", "typing"})
+_TYPES = _MODULES | {"builtins"}  # whose classes do not change
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """What all functions of one fingerprint have in common; one object for each fingerprint.
+
+    Attributes:
+        root: the graph.
+        names: names of the captured tensors, by slot.
+        places: by slot, which of the tensors met on the walk it is.
+        counts: whether integers of the graph depend on data of the captured tensors, so that their
+            ranges do.
+    """
+
+    root: Node
+    names: tuple[str, ...]
+    places: tuple[int, ...]
+    counts: bool
+
+    def tensors(self, met: list[Tensor]) -> tuple[Tensor, ...]:
+        """The captured tensors by slot, out of those met on the walk."""
+        return tuple([met[i] for i in self.places])
+
+
+_cache: dict[tuple[Any, ...], Known] = {}
+# by id of the function: what it was, to tell it from another one at the same address
+_watched: dict[tuple[int, Kind, torch.device], tuple[Any, Known, Watch]] = {}
 
 
 class _Unprovable(Exception):
@@ -36,11 +70,12 @@ class _Unprovable(Exception):
 
 
 class _Walk:
-    """One walk over a function: hashable parts, and the tensors met in order."""
+    """One walk over a function: hashable parts, the tensors met in order, and a watch."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.seen: dict[int, int] = {}
+        self.watch: Watch | None = Watch()
 
     def key(self, x: Any) -> Any:
         """A hashable stand-in for `x`, equal only if the trace cannot tell the difference."""
@@ -54,35 +89,46 @@ class _Walk:
         if isinstance(x, types.FunctionType):
             return self._function(x)
         if isinstance(x, functools.partial):
+            self._watch(Watch.partial, x)
             return ("partial", self.key(x.func), self.key(x.args), self.key(x.keywords))
         if type(x) in (tuple, list):
             return (type(x), tuple(self.key(item) for item in x))
         if type(x) is dict:
             return (dict, tuple((self.key(k), self.key(v)) for k, v in x.items()))
         if type(x) is Mask:
-            return (Mask, x.op, self.key(x.function), self.key(x.parts))
+            self._watch(Watch.mask, x)
+            return (Mask, x.op, x.lengths, self.key(x.function), self.key(x.parts))
         return self._fixed(x)
+
+    def _watch(self, add: Callable[..., None], *what: Any) -> None:
+        if self.watch is not None:
+            try:
+                add(self.watch, *what)
+            except (Unsteady, AttributeError, TypeError):
+                self.watch = None
 
     def _tensor(self, x: Tensor) -> Any:
         known = self.seen.setdefault(id(x), len(self.seen))
         if known == len(self.seen) - 1:
             self.tensors.append(x)
+            self._watch(Watch.tensor, x)
         return (known, type(x), x.shape, x.dtype, x.device, x.requires_grad)
 
     def _fixed(self, x: Any) -> Any:
-        """Objects that cannot change: library functions and modules, classes."""
+        """Objects that cannot change: library functions, modules and classes."""
         if isinstance(x, types.ModuleType) and x.__name__.partition(".")[0] in _MODULES:
             return x
         if isinstance(x, types.BuiltinFunctionType):
             owner = x.__self__
-            if owner is None or isinstance(owner, type | types.ModuleType):
+            if owner is None or isinstance(owner, types.ModuleType) or _is_fixed_type(owner):
                 return x
-        if isinstance(x, type | torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        if _is_fixed_type(x) or isinstance(x, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
             return x
         raise _Unprovable
 
     def _function(self, x: types.FunctionType) -> Any:
-        if x.__module__.partition(".")[0] == "torch":
+        # torch's own, but not what it makes around a user's: and_masks(one, other)
+        if str(x.__module__).partition(".")[0] == "torch" and not x.__closure__:
             return x
         cells = []
         for cell in x.__closure__ or ():
@@ -90,10 +136,15 @@ class _Walk:
                 cells.append(self.key(cell.cell_contents))
             except ValueError:  # an empty cell
                 raise _Unprovable from None
-        scope = x.__globals__
-        read = tuple((n, self.key(scope[n])) for n in _names_read(x.__code__) if n in scope)
-        defaults = self.key(x.__defaults__), self.key(x.__kwdefaults__)
-        return (x.__code__, tuple(cells), read, defaults)
+        scope, names = x.__globals__, _names_read(x.__code__)
+        read = tuple((n, self.key(scope[n])) for n in names if n in scope)
+        extras = self.key(x.__defaults__), self.key(x.__kwdefaults__), self.key(x.__dict__)
+        self._watch(Watch.function, x, names)
+        return (x.__code__, tuple(cells), read, extras)
+
+
+def _is_fixed_type(x: Any) -> bool:
+    return isinstance(x, type) and str(x.__module__).partition(".")[0] in _TYPES
 
 
 @functools.lru_cache(maxsize=4096)
@@ -104,6 +155,42 @@ def _names_read(code: types.CodeType) -> tuple[str, ...]:
         if isinstance(inner, types.CodeType):
             names.update(dict.fromkeys(_names_read(inner)))
     return tuple(names)
+
+
+def recalled(
+    function: Callable[..., Any], kind: Kind, device: torch.device
+) -> tuple[Known, tuple[Tensor, ...]] | None:
+    """What is known of a function's graph, and its captured tensors by slot.
+
+    None where nothing is known or something that the function reads has changed: `traced` finds
+    out more.
+    """
+    found = _watched.get((id(function), kind, device))
+    if found is None:
+        return None
+    reference, known, watch = found
+    if reference() is not function:
+        return None
+    met = watch.check()
+    return None if met is None else (known, known.tensors(met))
+
+
+def recognised(
+    function: Callable[..., Any], kind: Kind, device: torch.device
+) -> tuple[Known, tuple[Tensor, ...]] | None:
+    """The same, also of a function that is new but has the fingerprint of one that is known."""
+    found = recalled(function, kind, device)
+    if found is not None:
+        return found
+    walk = _Walk()
+    try:
+        known = _cache.get((kind, device, walk.key(function)))
+    except (_Unprovable, TypeError):  # TypeError: something in the key does not hash
+        return None
+    if known is None:
+        return None
+    _watch(function, kind, device, known, walk.watch)
+    return known, known.tensors(walk.tensors)
 
 
 def traced(function: Callable[..., Any], kind: Kind, device: torch.device) -> Traced:
@@ -117,25 +204,60 @@ def traced(function: Callable[..., Any], kind: Kind, device: torch.device) -> Tr
     Raises:
         TraceError: as `attnkit.trace.trace`.
     """
+    found = recognised(function, kind, device)
+    if found is not None:
+        known, tensors = found
+        return Traced(kind, known.root, tensors, known.names)
     walk = _Walk()
     try:
         key = (kind, device, walk.key(function))
-        found = _cache.get(key)
-    except (_Unprovable, TypeError):  # TypeError: something in the key does not hash
+        hash(key)
+    except (_Unprovable, TypeError):
         return _trace(function, kind, device)
-    if found is not None:
-        _cache.move_to_end(key)
-        known, places = found
-        tensors = tuple(walk.tensors[i] for i in places)
-        return Traced(known.kind, known.root, tensors, known.names)
     fresh = _trace(function, kind, device)
     order = {id(t): i for i, t in enumerate(walk.tensors)}
     if not fresh.derived and all(id(t) in order for t in fresh.tensors):
         places = tuple(order[id(t)] for t in fresh.tensors)
-        _cache[key] = (Traced(kind, fresh.root, (), fresh.names), places)
+        known = Known(fresh.root, fresh.names, places, _counts(fresh.root))
+        _cache[key] = known
         if len(_cache) > _CACHE_SIZE:
-            _cache.popitem(last=False)
+            _cache.pop(next(iter(_cache)), None)
+        _watch(function, kind, device, known, walk.watch)
     return fresh
+
+
+def _watch(
+    function: Callable[..., Any],
+    kind: Kind,
+    device: torch.device,
+    known: Known,
+    watch: Watch | None,
+) -> None:
+    """Watch a function from now on, until it is gone."""
+    if watch is None:
+        return
+    at = (id(function), kind, device)
+
+    def forget(reference: Any) -> None:
+        found = _watched.get(at)
+        if found is not None and found[0] is reference:
+            del _watched[at]
+
+    try:
+        _watched[at] = (weakref.ref(function, forget), known, watch)
+    except TypeError:  # it cannot be referred to weakly
+        return
+
+
+def _counts(root: Node) -> bool:
+    """Whether an integer of a graph depends on a captured tensor's data."""
+    loaded: set[Node] = set()
+    for n in expr.topo(root):
+        if n.op == "load" or any(a in loaded for a in n.args):
+            loaded.add(n)
+            if n.type == I32:
+                return True
+    return False
 
 
 def _trace(function: Callable[..., Any], kind: Kind, device: torch.device) -> Traced:

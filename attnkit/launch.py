@@ -2,21 +2,34 @@
 
 Graphs cross as canonical text, block runs as a list of index tensors with their sizes, captured
 tensors as tensor lists: the operators hold no state and their schema does not depend on the
-variant.
+variant. Where nothing in torch would see a call of an operator (no mode, transform or subclass),
+what it does is done directly: that takes a tenth of the time.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
 
 from attnkit.errors import UnsupportedError
 from attnkit.sparse import BlockRuns, Runs
-from attnkit.splice import Program, compute_dtype, run_backward, run_forward
+from attnkit.splice import (
+    Attention,
+    Lists,
+    Program,
+    compute_dtype,
+    out_like,
+    prepare,
+    run_backward,
+    run_forward,
+)
 
 FORWARD = (
     "(Tensor query, Tensor key, Tensor value, Tensor[] score_tensors, Tensor[] mask_tensors, "
@@ -106,7 +119,7 @@ def _backward(
     scale: float,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    gradients, captured = run_backward(
+    return _gradients(
         template,
         Program.parse(program),
         (grad_out, grad_lse if grad_lse.numel() else None),
@@ -116,20 +129,26 @@ def _backward(
         scale,
         wanted,
     )
+
+
+def _gradients(
+    template: str,
+    program: Program,
+    grads: tuple[Tensor, Tensor | None],
+    saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    captured: Lists,
+    runs: BlockRuns | None,
+    scale: float,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """The gradients of query, key, value and the score's tensors, empty where not wanted."""
+    query = saved[0]
+    gradients, found = run_backward(template, program, grads, saved, captured, runs, scale, wanted)
     shaped = [
         query.new_empty(0) if g is None else g.to(t.dtype)
-        for g, t in zip(captured, score_tensors, strict=True)
+        for g, t in zip(found, captured[0], strict=True)
     ]
     return *gradients, shaped
-
-
-def _out_like(query: Tensor, width: int) -> Tensor:
-    """An empty output: [B, Hq, Sq, width] in the query's dtype and order of strides."""
-    strides = query.stride()
-    order = sorted(range(4), key=lambda axis: -strides[axis])
-    shape = [*query.shape[:3], width]
-    inverse = [order.index(axis) for axis in range(4)]
-    return query.new_empty([shape[axis] for axis in order]).permute(inverse)
 
 
 @torch.library.register_fake("attnkit::forward")  # type: ignore[untyped-decorator]
@@ -139,7 +158,7 @@ def _forward_fake(
     need_max = rest[-1]
     lse = query.new_empty(query.shape[:3], dtype=compute_dtype(query))
     return (
-        _out_like(query, value.shape[-1]),
+        out_like(query, value.shape[-1]),
         lse,
         torch.empty_like(lse) if need_max else lse.new_empty(0),
     )
@@ -204,22 +223,169 @@ def _no_second(ctx: Any, *_: Any) -> None:
 torch.library.register_autograd("attnkit::backward", _no_second)
 
 
+@dataclass(eq=False)
+class Settled:
+    """All that is decided of a call before it is made.
+
+    Attributes:
+        template, program, runs: what computes which tiles.
+        need_max: whether the row maxima are wanted.
+        attention: the template's forward, once it was prepared for tensors like those of the call.
+    """
+
+    template: str
+    program: Program
+    runs: BlockRuns | None
+    need_max: bool
+    attention: Attention | None = None
+
+
+class _Recorded(torch.autograd.Function):
+    """What autograd does with the operators, without them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        settled: Settled,
+        scale: float,
+        masks: Sequence[Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *scores: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        assert settled.attention is not None
+        out, lse, top = settled.attention(query, key, value, (scores, masks), scale)
+        ctx.save_for_backward(query, key, value, out, lse, *scores, *masks)
+        if top is not None:
+            ctx.mark_non_differentiable(top)
+        ctx.settled, ctx.scale, ctx.scores = settled, scale, len(scores)
+        ctx.wanted = [t.requires_grad for t in scores]
+        ctx.set_materialize_grads(False)
+        return out, lse, top
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Tensor | None
+    ) -> tuple[Any, ...]:
+        query, key, value, out, lse, *captured = ctx.saved_tensors
+        scores, masks = captured[: ctx.scores], captured[ctx.scores :]
+        settled: Settled = ctx.settled
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        saved = query, key, value, out, lse
+        given = [grad_out, *saved, *captured, *([] if grad_lse is None else [grad_lse])]
+        if torch.is_grad_enabled() or not undisturbed(given):
+            runs, layout = unpack(settled.runs)
+            dquery, dkey, dvalue, own = torch.ops.attnkit.backward(
+                *(grad_out, lse.new_empty(0) if grad_lse is None else grad_lse, *saved),
+                *(scores, [_detached(t) for t in masks], runs, layout, settled.program.text),
+                *(settled.template, ctx.scale, ctx.wanted),
+            )
+        else:
+            dquery, dkey, dvalue, own = _gradients(
+                settled.template,
+                settled.program,
+                (grad_out, grad_lse),
+                saved,
+                (scores, masks),
+                settled.runs,
+                ctx.scale,
+                ctx.wanted,
+            )
+        wanted = [g if need else None for g, need in zip(own, ctx.wanted, strict=True)]
+        return None, None, None, dquery, dkey, dvalue, *wanted
+
+
 def run(
+    settled: Settled,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    score_tensors: Sequence[Tensor],
-    mask_tensors: Sequence[Tensor],
-    runs: BlockRuns | None,
-    program: Program,
-    template: str,
+    scores: Sequence[Tensor],
+    masks: Sequence[Tensor],
     scale: float,
-    need_max: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run a program with a template; differentiable in query, key, value, LSE and score tensors."""
-    tensors, layout = unpack(runs)
-    out, lse, top = torch.ops.attnkit.forward(
-        *(query, key, value, list(score_tensors), [t.detach() for t in mask_tensors]),
-        *(tensors, layout, program.text, template, scale, need_max),
-    )
-    return out, lse, top
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Make a call; differentiable in query, key, value, LSE and the score's tensors.
+
+    Args:
+        settled: the call.
+        query, key, value: as those that it was settled for.
+        scores, masks: captured tensors.
+        scale: factor on q k^T.
+
+    Raises:
+        UnsupportedError: a forward-mode derivative is wanted.
+    """
+    if not undisturbed((query, key, value, *scores, *masks)):
+        _refuse_tangents((query, key, value, *scores))
+        runs, layout = unpack(settled.runs)
+        out, lse, top = torch.ops.attnkit.forward(
+            *(query, key, value, list(scores), [_detached(t) for t in masks]),
+            *(runs, layout, settled.program.text, settled.template, scale, settled.need_max),
+        )
+        return out, lse, top
+    captured = scores, masks
+    attention = settled.attention
+    if attention is None:
+        with torch.no_grad():
+            attention = settled.attention = prepare(
+                *(settled.template, settled.program, (query, key, value), captured, settled.runs),
+                positive=scale > 0,
+                need_max=settled.need_max,
+            )
+    if torch.is_grad_enabled() and (
+        query.requires_grad
+        or key.requires_grad
+        or value.requires_grad
+        or any([t.requires_grad for t in scores])
+    ):
+        found: tuple[Tensor, Tensor, Tensor | None]
+        found = _Recorded.apply(  # type: ignore[no-untyped-call]
+            settled, scale, masks, query, key, value, *scores
+        )
+        return found
+    return attention(query, key, value, captured, scale)
+
+
+def _refuse_tangents(tensors: Iterable[Tensor]) -> None:
+    # torch drops the tangents of an operator's inputs where no gradient is recorded
+    if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise UnsupportedError(
+            "attnkit's attention has no forward-mode derivative; take the reverse mode, or use "
+            'backend="eager" (dense, differentiable in both)'
+        )
+
+
+def _detached(t: Tensor) -> Tensor:
+    """The tensor without its gradient; itself if it has none, as caches go by identity."""
+    return t.detach() if t.requires_grad else t
+
+
+_C: Any = torch._C
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+_PRE_DISPATCH = _C.DispatchKey.PreDispatch
+
+
+def undisturbed(tensors: Iterable[Tensor]) -> bool:
+    """Whether nothing in torch would see an operator called with these tensors, autograd apart.
+
+    No mode (but torch.device as a context, which only makes new tensors), no functorch transform,
+    no forward-mode derivative, no jit trace; no subclass, and no tensor whose data is not what its
+    memory holds.
+    """
+    if (
+        _C._len_torch_dispatch_stack()
+        or _C._functorch.peek_interpreter_stack() is not None
+        or _C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+        or _C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
+    ):
+        return False
+    for i in range(_C._len_torch_function_stack()):
+        if type(_C._get_function_stack_at(i)) is not DeviceContext:
+            return False
+    for t in tensors:
+        if t.__class__ not in _PLAIN or t.is_neg() or t._is_zerotensor():
+            return False
+    return True

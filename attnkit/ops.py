@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnkit import launch, reference
-from attnkit.plan import BLOCK, choose
+from attnkit import expr, launch, reference
+from attnkit.plan import BLOCK, ORDERED, SM90, Call, Plan, choose, refused
+from attnkit.repeats import Likeness, likeness
+from attnkit.rewrite import TRUE
 from attnkit.validate import (
     AuxOutput,
     AuxRequest,
@@ -19,7 +23,7 @@ from attnkit.validate import (
     check_scale,
     check_tensors,
 )
-from attnkit.variant import Bound, Variant
+from attnkit.variant import Bound, Variant, lists_of
 
 
 def flex_attention(
@@ -58,10 +62,12 @@ def flex_attention(
         kernel_options: BLOCK_M and BLOCK_N set the tiles of a mask given as a function; the other
             options of FlexAttention are accepted and change nothing.
         return_aux: which auxiliary outputs to return, instead of return_lse.
-        backend: "auto", "cpu" (torch operators over the kept tiles, any device), "eager" (dense
-            oracle), "cute" (insists on a GPU kernel), "emulate" (that kernel on the CPU).
-        deterministic: same inputs give the same bits. The cpu and eager backends always do on a
-            CPU.
+        backend: "auto" (the GPU kernel where there is one for this call, else "cpu"), "cpu" (torch
+            operators over the kept tiles, any device), "eager" (dense oracle), "cute" (insists on
+            the GPU kernel: Hopper, float16 or bfloat16), "emulate" (that kernel executed on the
+            CPU, for tiny sizes). Where a kernel has no backward, that is done by torch operators.
+        deterministic: same inputs give the same bits, in the backward too; so does
+            torch.use_deterministic_algorithms. The cpu and eager backends always do on a CPU.
 
     Returns:
         out [B, Hq, Sq, Dv] in the query's dtype and stride order; or (out, lse) with return_lse;
@@ -73,28 +79,46 @@ def flex_attention(
         ShapeError, DTypeError, DeviceError, ArgumentError, OptionError: wrong arguments.
         UnsupportedError: the backend asked for cannot run here.
     """
+    like = settled = None
+    options = _options(
+        scale, enable_gqa, return_lse, kernel_options, return_aux, backend, deterministic
+    )
+    if options is not None:
+        like = likeness(query, key, value, score_mod, block_mask, options)
+        settled = None if like is None else like.settled()
+    if like is not None and settled is not None:
+        factor = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+        out, lse, top = launch.run(settled, query, key, value, like.scores, like.masks, factor)
+        if return_aux is None:
+            return (out, lse) if return_lse else out
+        return out, AuxOutput(
+            lse if return_aux.lse else None, top if return_aux.max_scores else None
+        )
     check_tensors(query, key, value, enable_gqa)
     factor = check_scale(scale, query.shape[-1])
     aux = check_aux(return_lse, return_aux)
     check_flag("deterministic", deterministic)
     block, notes = check_options(kernel_options, BLOCK)
-    plan = choose(backend, device=query.device.type, block=block, notes=notes)
-    bound = Variant(score_mod, block_mask).bind(query, key, plan.block)
+    variant = Variant(score_mod, block_mask)
+    call = _call(query, value, variant, block is not BLOCK)
+    plan = choose(backend, device=query.device.type, block=block, notes=notes, call=call)
+    bound = variant.bind(query, key, plan.block)
+    if bound.program.checked and plan.template not in ("cpu", "eager"):
+        plan = _without_kernel(backend, query, block, notes)
+        bound = variant.bind(query, key, plan.block)
     if plan.template == "eager":
         out, lse, top = _dense(query, key, value, bound, factor)
     else:
-        out, lse, top = launch.run(
-            query,
-            key,
-            value,
-            bound.score.tensors if bound.score else (),
-            bound.mask.tensors if bound.mask else (),
-            bound.runs,
-            bound.program,
-            plan.template,
-            factor,
-            aux.max_scores,
-        )
+        ordered = deterministic or torch.are_deterministic_algorithms_enabled()
+        template = plan.template + (ORDERED if ordered and plan.template.endswith(SM90) else "")
+        settled = launch.Settled(template, bound.program, bound.runs, aux.max_scores)
+        scores = bound.score.tensors if bound.score else ()
+        masks = bound.mask.tensors if bound.mask else ()
+        out, lse, top = launch.run(settled, query, key, value, scores, masks, factor)
+        if options is not None:
+            like = likeness(query, key, value, score_mod, block_mask, options)
+            if like is not None and _same(bound, like):
+                like.keep(settled)
     if return_aux is not None:
         return out, AuxOutput(lse if aux.lse else None, top if aux.max_scores else None)
     return (out, lse) if aux.lse else out
@@ -104,6 +128,77 @@ def flex_attention(
 # torch.compile attention is a graph break, and the mod is traced by attnkit, not by dynamo.
 flex_attention._torchdynamo_disable = True  # type: ignore[attr-defined]
 flex_attention._torchdynamo_disable_msg = "attnkit traces score_mod and mask_mod itself"  # type: ignore[attr-defined]
+
+
+def _options(
+    scale: Any,
+    enable_gqa: Any,
+    return_lse: Any,
+    kernel_options: Any,
+    return_aux: Any,
+    backend: Any,
+    deterministic: Any,
+) -> Hashable | None:
+    """The options that decide anything, scale by its sign; None for any that must be checked."""
+    if scale is None:
+        positive = True
+    elif scale.__class__ is float and -math.inf < scale < math.inf:
+        positive = scale > 0
+    else:
+        return None
+    if (
+        enable_gqa.__class__ is not bool
+        or return_lse.__class__ is not bool
+        or deterministic.__class__ is not bool
+        or backend.__class__ is not str
+        or kernel_options is not None
+    ):
+        return None
+    need_max = False
+    if return_aux is not None:
+        if return_aux.__class__ is not AuxRequest or return_lse:
+            return None
+        need_max = bool(return_aux.max_scores)
+    ordered = deterministic or torch.are_deterministic_algorithms_enabled()
+    return enable_gqa, backend, ordered, positive, need_max
+
+
+def _same(bound: Bound, like: Likeness) -> bool:
+    """Whether a likeness is that of the functions as they were bound."""
+    for own, known, found, nothing in (
+        (bound.score, like.score, like.scores, expr.arg("score")),
+        (bound.mask, like.mask, like.masks, TRUE),
+    ):
+        root, tensors = (nothing, ()) if own is None else (own.root, own.tensors)
+        if root is not (nothing if known is None else known.root) or len(tensors) != len(found):
+            return False
+        if any(a is not b for a, b in zip(tensors, found, strict=True)):
+            return False
+    return True
+
+
+def _call(query: Tensor, value: Tensor, variant: Variant, fixed: bool) -> Call:
+    """What a plan must know of the tensors."""
+    capability = None
+    if query.device.type == "cuda" and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(query.device)
+    dtype = str(query.dtype).removeprefix("torch.")
+    listed, modded = lists_of(variant.mask), variant.score_mod is not None
+    return Call(dtype, query.shape[-1], value.shape[-1], capability, listed, fixed, modded)
+
+
+def _without_kernel(
+    backend: str, query: Tensor, block: tuple[int, int], notes: tuple[str, ...]
+) -> Plan:
+    """The plan where a kernel cannot check an index that had to be checked."""
+    reason = (
+        "an index of a captured tensor could not be proven to stay inside it, and a kernel does "
+        "not check indices; write the index so that its range shows, with clamp for example"
+    )
+    if backend != "auto":
+        raise refused(backend, reason)
+    plan = choose("cpu", device=query.device.type, block=block, notes=notes)
+    return replace(plan, reason=plan.reason.replace("asked for", reason))
 
 
 def _dense(

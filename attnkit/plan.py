@@ -21,6 +21,7 @@ BLOCK = (128, 128)  # FlexAttention's block; strips of the CPU template join sev
 
 SM90 = "sm90"  # the template for Hopper
 EMULATED = "emulate:"  # prefix of a GPU template that runs in the emulator
+ORDERED = ":ordered"  # suffix of a GPU template whose sums are formed in a fixed order
 WIDTHS = (64, 96, 128, 192, 256)  # head dims as computed; others are filled up with zeros
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +15,8 @@ from attnkit.block_mask import BlockMask, check_lengths, check_mask_shape, mask_
 from attnkit.errors import ArgumentError, DeviceError
 from attnkit.expr import Node
 from attnkit.guards import traced
+from attnkit.mask import check_built_for
+from attnkit.repeats import flex_lists
 from attnkit.rewrite import TRUE
 from attnkit.sparse import BlockRuns, from_flex
 from attnkit.splice import Program, compute_dtype
@@ -24,7 +25,7 @@ from attnkit.validate import check_captured
 from attnkit.versions import VersionedCache
 
 _bounds: VersionedCache[frozenset[Node]] = VersionedCache(256)
-_flex_runs: weakref.WeakKeyDictionary[Any, BlockRuns] = weakref.WeakKeyDictionary()
+_flex_runs: VersionedCache[BlockRuns] = VersionedCache(64)
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ class Variant:
     def trace(self, device: torch.device) -> tuple[Traced | None, Traced | None]:
         """The traced score_mod and mask_mod, None where there is none."""
         score = None if self.score_mod is None else traced(self.score_mod, "score", device)
-        mod = self.mask.mask_mod if hasattr(self.mask, "mask_mod") else self.mask
+        block = _is_flex(self.mask) or isinstance(self.mask, BlockMask)
+        mod = self.mask.mask_mod if block else self.mask
         return score, None if mod is None else traced(mod, "mask", device)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
@@ -131,7 +133,9 @@ class Variant:
                 mask = None
                 runs = runs if listed else None
         program = Program(
-            None if score is None else score.root, None if mask is None else mask.root
+            None if score is None else score.root,
+            None if mask is None else mask.root,
+            listed=listed and mask is not None,
         )
         if checked:
             names = (score.names if score else ()), (mask.names if mask else ())
@@ -143,6 +147,7 @@ class Variant:
     ) -> tuple[BlockRuns, frozenset[Node], bool]:
         given = self.mask
         batch, heads, q_len, kv_len = *query.shape[:2], query.shape[2], key.shape[2]
+        check_built_for(getattr(given, "mask_mod", given), q_len, kv_len)
         if _is_flex(given):
             check_mask_shape(given.shape[0], given.shape[1], given.seq_lengths, query, key)
             if given.kv_num_blocks.device != query.device:
@@ -151,9 +156,8 @@ class Variant:
                     f"move it with block_mask.to({str(query.device)!r})"
                 )
             checked = check_lengths(mask, q_len, kv_len, batch, heads)
-            if given not in _flex_runs:
-                _flex_runs[given] = from_flex(given)
-            return _flex_runs[given], checked, True
+            listed, rest = flex_lists(given)
+            return _flex_runs.get(rest, listed, lambda: from_flex(given)), checked, True
         if isinstance(given, BlockMask):
             check_mask_shape(given.shape[0], given.shape[1], given.seq_lengths, query, key)
             if given.device != query.device:
@@ -161,7 +165,7 @@ class Variant:
                     f"block_mask was built for {given.device}, query is on {query.device}; build "
                     f"it with device={str(query.device)!r}"
                 )
-            return *given.checked_runs(compute_dtype(query)), False
+            return *given.checked_runs(compute_dtype(query), block), False
         runs, checked = mask_runs(
             mask,
             q_len=q_len,
@@ -180,6 +184,11 @@ def _score_bounds(score: Traced, query: Tensor, key: Tensor) -> frozenset[Node]:
     return _bounds.get(
         (score.root, score.names, lengths), score.tensors, lambda: check_lengths(score, *lengths)
     )
+
+
+def lists_of(mask: Any) -> tuple[int, int] | None:
+    """Tile sizes of block lists that overrule the mask function; None where there are none."""
+    return (mask.BLOCK_SIZE[0], mask.BLOCK_SIZE[1]) if _is_flex(mask) else None
 
 
 def _is_flex(mask: Any) -> bool:

@@ -93,7 +93,8 @@ def test_program_text_reads_back() -> None:
     score, keep = trace(mod, "score").root, trace(mask, "mask").root
     loads = frozenset(n for n in attnkit.expr.topo(score) if n.op == "load")
     checked = Program(score, keep, loads, (("SLOPES",), ()))
-    for program in (Program(), Program(score), Program(None, keep), checked):
+    listed = Program(None, keep, listed=True)
+    for program in (Program(), Program(score), Program(None, keep), checked, listed):
         assert Program.parse(program.text) == program
 
 

@@ -1,185 +1,35 @@
-"""Binding a variant's graphs to the hooks of a template.
-
-A `Program` is the pair of graphs, with a canonical text so that it can cross `torch.library`
-operators and processes. `CpuHooks` gives `templates.cpu` its hooks by evaluating the graphs with
-torch over index tensors that broadcast: head, row and column values are computed at their size.
-"""
+"""Binding a variant's graphs to the hooks of a template, and running it."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from attnkit import expr
-from attnkit.adjoint import Adjoint, adjoint
-from attnkit.expr import Node
-from attnkit.interp.torch import evaluate
-from attnkit.shapes import broadcast
+from attnkit.plan import EMULATED, ORDERED, SM90
 from attnkit.sparse import BlockRuns
+from attnkit.splice.cpu import CpuHooks
+from attnkit.splice.program import Lists, Program, compute_dtype
 from attnkit.templates import cpu
-from attnkit.templates.cpu import Tile
+
+__all__ = [
+    "Attention",
+    "CpuHooks",
+    "Lists",
+    "Program",
+    "compute_dtype",
+    "out_like",
+    "prepare",
+    "run_backward",
+    "run_forward",
+]
 
 
-@dataclass(frozen=True)
-class Program:
-    """The graphs of a variant.
-
-    Attributes:
-        score: f32 root over score, b, h, q, kv; None leaves the score as it is.
-        mask: bool root over b, h, q, kv; None keeps everything.
-        checked: loads of either graph whose index range is not proven; each is checked when run.
-        names: names of the tensors that the score and the mask capture, for the messages of those
-            checks; empty where nothing is checked, so that equal graphs are equal programs.
-    """
-
-    score: Node | None = None
-    mask: Node | None = None
-    checked: frozenset[Node] = frozenset()
-    names: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-
-    @functools.cached_property
-    def text(self) -> str:
-        """Canonical text; `Program.parse` reads it back."""
-        parts = ["" if root is None else expr.text(root) for root in (self.score, self.mask)]
-        if self.checked:
-            order = [n for n in self._order() if n in self.checked]
-            parts += [expr.text(*order), *(",".join(own) for own in self.names)]
-        return "|".join(parts)
-
-    def _order(self) -> list[Node]:
-        return expr.topo(*(r for r in (self.score, self.mask) if r is not None))
-
-    @staticmethod
-    @functools.lru_cache(maxsize=1024)
-    def parse(text: str) -> Program:
-        """Read a `text` back to the same graphs."""
-        score, mask, *rest = text.split("|")
-        program = Program(expr.parse(score) if score else None, expr.parse(mask) if mask else None)
-        if not rest:
-            return program
-        loads, *names = rest
-        score_names, mask_names = (tuple(n.split(",")) if n else () for n in names)
-        checked = frozenset(expr.parse_all(loads))
-        return replace(program, checked=checked, names=(score_names, mask_names))
-
-
-@functools.lru_cache(maxsize=1024)
-def _adjoint(root: Node) -> Adjoint:
-    return adjoint(root)
-
-
-class CpuHooks:
-    """The hooks of `templates.cpu` for a program (see `attnkit.templates.cpu.hooks.Hooks`).
-
-    Args:
-        program: the graphs.
-        score_tensors: captured tensors of the score graph, by slot.
-        mask_tensors: captured tensors of the mask graph, by slot.
-        dtype: compute dtype, float32 or float64.
-        device: where the score tensor lives.
-        wanted: by slot of the score graph, whether its gradient is needed.
-    """
-
-    def __init__(
-        self,
-        program: Program,
-        score_tensors: Sequence[Tensor],
-        mask_tensors: Sequence[Tensor],
-        dtype: torch.dtype,
-        device: torch.device,
-        wanted: Sequence[bool] = (),
-    ) -> None:
-        self.program = program
-        self.score_tensors = score_tensors
-        self.mask_tensors = mask_tensors
-        self.dtype = dtype
-        self.device = device
-        self.has_score = program.score is not None
-        self.gradients: list[Tensor | None] = [
-            torch.zeros(t.shape, dtype=dtype, device=device) if need else None
-            for t, need in zip(score_tensors, wanted, strict=False)
-        ]
-        self.needs_captured_grad = any(g is not None for g in self.gradients)
-
-    def _run(self, roots: Sequence[Node], env: dict[str, Tensor], mask: bool) -> list[Tensor]:
-        tensors = self.mask_tensors if mask else self.score_tensors
-        program = self.program
-        names = program.names[mask]
-        return evaluate(roots, env, tensors, self.dtype, checked=program.checked, names=names)
-
-    def score(self, s: Tensor, tile: Tile) -> Tensor:
-        """The modified score of raw scores s [b, h, q, kv]."""
-        if self.program.score is None:
-            return s
-        env = {**_positions(tile), "score": s}
-        return self._run([self.program.score], env, mask=False)[0]
-
-    def keep(self, tile: Tile) -> Tensor:
-        """The mask, bool, broadcastable to the tile."""
-        if self.program.mask is None:
-            return torch.ones((), dtype=torch.bool, device=self.device)
-        return self._run([self.program.mask], _positions(tile), mask=True)[0].to(self.device)
-
-    def dscore(self, s: Tensor, grad: Tensor, tile: Tile) -> Tensor:
-        """The gradient of the raw score, given that of the modified score."""
-        if self.program.score is None:
-            return grad
-        env = {**_positions(tile), "score": s, "grad": grad}
-        return self._run([_adjoint(self.program.score).dscore], env, mask=False)[0]
-
-    def captured_grad(self, s: Tensor, grad: Tensor, tile: Tile) -> None:
-        """Add this tile's share to the gradients of the captured tensors."""
-        if self.program.score is None:
-            return
-        env = {**_positions(tile), "score": s, "grad": grad}
-        wanted = [
-            (load, cotangent)
-            for load, cotangent in _adjoint(self.program.score).loads
-            if self.gradients[int(load.attr)] is not None  # type: ignore[arg-type]
-        ]
-        roots = [c for _, c in wanted] + [i for load, _ in wanted for i in load.args]
-        values = self._run(roots, env, mask=False)
-        indices = iter(values[len(wanted) :])
-        for (load, _), cotangent in zip(wanted, values, strict=False):
-            total = self.gradients[int(load.attr)]  # type: ignore[arg-type]
-            if total is not None:
-                _scatter(total, [next(indices) for _ in load.args], cotangent.expand(s.shape))
-
-
-def _positions(tile: Tile) -> dict[str, Tensor]:
-    return {"b": tile.b, "h": tile.h, "q": tile.q, "kv": tile.kv}
-
-
-def _scatter(total: Tensor, index: list[Tensor], cotangent: Tensor) -> None:
-    """total[index] += cotangent, summed first over the axes that the index does not vary along."""
-    shape = broadcast(*(i.shape for i in index)) if index else (1,) * cotangent.ndim
-    shape = (1,) * (cotangent.ndim - len(shape)) + tuple(shape)
-    fixed = [axis for axis, n in enumerate(shape) if n == 1 and cotangent.shape[axis] != 1]
-    if fixed:
-        cotangent = cotangent.sum(dim=fixed, keepdim=True)
-    if not index:
-        total.add_(cotangent.reshape(()))
-        return
-    flat = torch.zeros((), dtype=torch.int64, device=cotangent.device)
-    for at, size in zip(index, total.shape, strict=True):
-        at = at.to(torch.int64)
-        flat = flat * size + torch.where(at < 0, at + size, at)
-    flat = flat.expand(shape).reshape(-1)
-    # index_put_ sorts on CUDA, so the sum has a fixed order there too
-    total.view(-1).index_put_((flat,), cotangent.reshape(-1), accumulate=True)
-
-
-def compute_dtype(query: Tensor) -> torch.dtype:
-    """The dtype of scores and row statistics: float64 for float64, else float32."""
-    return torch.float64 if query.dtype == torch.float64 else torch.float32
-
-
-Lists: TypeAlias = tuple[Sequence[Tensor], Sequence[Tensor]]  # captured by score, by mask
+Attention: TypeAlias = Callable[
+    [Tensor, Tensor, Tensor, Lists, float], tuple[Tensor, Tensor, Tensor | None]
+]  # query, key, value, captured tensors, scale -> out, LSE, row maxima
 
 
 def run_forward(
@@ -192,10 +42,52 @@ def run_forward(
     need_max: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Run a template's forward: out, LSE, and the row maxima if they are needed."""
-    _check_template(template)
+    attention = prepare(
+        template, program, qkv, captured, runs, positive=scale > 0, need_max=need_max
+    )
+    return attention(*qkv, captured, scale)
+
+
+def prepare(
+    template: str,
+    program: Program,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    captured: Lists,
+    runs: BlockRuns | None,
+    *,
+    positive: bool,
+    need_max: bool,
+) -> Attention:
+    """A template's forward for tensors like these.
+
+    It may be called with other tensors of the same shapes, strides, dtypes and devices, and a scale
+    that is `positive` or not as here; but only with the same mask tensors holding the same data, as
+    the runs come from that.
+    """
     query = qkv[0]
-    hooks = CpuHooks(program, *captured, compute_dtype(query), query.device)
-    return cpu.forward(*qkv, runs, hooks, scale, need_max=need_max)
+    if _is_kernel(template):
+        from attnkit.splice import sm90  # what it needs is not installed everywhere
+
+        return sm90.prepare(
+            *(program, qkv, captured, runs, out_strides(query, qkv[2].shape[-1])),
+            positive=positive,
+            need_max=need_max,
+            emulated=template.startswith(EMULATED),
+        )
+
+    def attention(
+        query: Tensor, key: Tensor, value: Tensor, captured: Lists, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        with torch.no_grad():
+            hooks = CpuHooks(program, *captured, compute_dtype(query), query.device)
+            return cpu.forward(query, key, value, runs, hooks, scale, need_max=need_max)
+
+    return attention
+
+
+def _is_kernel(template: str) -> bool:
+    """Whether a template is the Hopper kernel, on a GPU or emulated, ordered or not."""
+    return template.removeprefix(EMULATED).removesuffix(ORDERED) == SM90
 
 
 def run_backward(
@@ -208,18 +100,39 @@ def run_backward(
     scale: float,
     wanted: Sequence[bool],
 ) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor | None]]:
-    """Run a template's backward.
+    """Run a template's backward; the same bits at every run if the template is ordered.
 
     Returns:
         The gradients of query, key and value; and by slot of the score graph the gradients of the
         captured tensors in the compute dtype, None where none is wanted.
     """
-    _check_template(template)
     query = saved[0]
+    if _is_kernel(template):
+        from attnkit.splice import sm90_backward
+
+        emulated, deterministic = template.startswith(EMULATED), template.endswith(ORDERED)
+        # gradients of captured tensors are added in any order
+        fixed = not (deterministic and any(wanted))
+        if fixed and sm90_backward.supports(program, query, saved[2], runs, emulated):
+            return sm90_backward.backward(
+                *(program, grads, saved, captured, runs, scale, wanted),
+                deterministic=deterministic,
+                emulated=emulated,
+            )
     hooks = CpuHooks(program, *captured, compute_dtype(query), query.device, wanted)
     return cpu.backward(*grads, *saved, runs, hooks, scale), hooks.gradients
 
 
-def _check_template(template: str) -> None:
-    if template != "cpu":
-        raise AssertionError(f"no template {template!r}")
+def out_like(query: Tensor, width: int) -> Tensor:
+    """An empty output: [B, Hq, Sq, width] in the query's dtype and order of strides."""
+    strides = query.stride()
+    order = sorted(range(4), key=lambda axis: -strides[axis])
+    shape = [*query.shape[:3], width]
+    inverse = [order.index(axis) for axis in range(4)]
+    return query.new_empty([shape[axis] for axis in order]).permute(inverse)
+
+
+def out_strides(query: Tensor, width: int) -> tuple[int, ...]:
+    """The strides of `out_like`."""
+    like = torch.empty_strided(query.shape, query.stride(), dtype=query.dtype, device="meta")
+    return out_like(like, width).stride()

@@ -64,7 +64,9 @@ class Softmax:
 
     def site(self, where: Any) -> Site:
         """Where a tile is, as the hooks want it."""
-        return Site(*where, ((0, 8), self.columns_of_thread()))
+        tensors, b, h, q_len, kv_len, scale, origin = where
+        steps = (0, 8), self.columns_of_thread()
+        return Site(tensors, b, h, q_len, kv_len, scale, origin, steps)
 
     # ------------------------------------------------------------------ values known once a tile
 

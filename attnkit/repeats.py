@@ -1,0 +1,174 @@
+"""Calls that were made before: a call that is like an earlier one is settled already.
+
+What a call is like is a key: the graphs of its functions (found again by `guards.recognised`), the
+geometry of its tensors, its options; and the data of all tensors on which tiles or proofs of
+indices depend, told by identity and version counter. Where any of it cannot be told, the call is
+settled anew.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnkit.block_mask import BlockMask
+from attnkit.errors import UnsupportedError
+from attnkit.guards import Known, recognised
+from attnkit.launch import Settled
+
+_SIZE = 256
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+_lock = threading.Lock()
+
+
+class Stamp:
+    """A tensor's data as it was.
+
+    Tensors of inference mode count no versions: of those a copy is kept and compared, which waits
+    for the GPU.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._reference = weakref.ref(tensor)
+        self._copy = tensor.clone() if tensor.is_inference() else None
+        self._version = -1 if tensor.is_inference() else tensor._version
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether this is the tensor, with that data.
+
+        Raises:
+            UnsupportedError: it cannot be compared while a CUDA graph is captured.
+        """
+        if self._reference() is not tensor:
+            return False
+        if self._copy is None:
+            return tensor._version == self._version
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                "a mask reads a tensor that was made in inference mode, of which torch does not "
+                "say whether it was edited, and comparing its data would wait for the GPU, which "
+                "a CUDA graph cannot; make it outside of torch.inference_mode()"
+            )
+        return torch.equal(self._copy, tensor)
+
+
+_entries: dict[Hashable, tuple[Settled, tuple[Stamp, ...]]] = {}
+
+
+@dataclass(eq=False, slots=True)  # frozen would take a microsecond more at every call
+class Likeness:
+    """What a call is like.
+
+    Attributes:
+        key: equal for calls that may share what is settled, as far as the stamps hold.
+        score, mask: what is known of the functions, None where there is none.
+        scores, masks: the captured tensors.
+        data: the tensors whose data matters.
+    """
+
+    key: Hashable
+    score: Known | None
+    mask: Known | None
+    scores: tuple[Tensor, ...]
+    masks: tuple[Tensor, ...]
+    data: tuple[Tensor, ...]
+
+    def settled(self) -> Settled | None:
+        """What was settled for a call like this; None if nothing, or if data was edited since."""
+        found = _entries.get(self.key)
+        if found is None:
+            return None
+        settled, stamps = found
+        for t, stamp in zip(self.data, stamps, strict=True):
+            if not stamp.holds(t):
+                return None
+        return settled
+
+    def keep(self, settled: Settled) -> None:
+        """Keep what was settled for calls like this."""
+        stamps = tuple([Stamp(t) for t in self.data])
+        with _lock:
+            if len(_entries) >= _SIZE and self.key not in _entries:
+                _entries.pop(next(iter(_entries)))
+            _entries[self.key] = settled, stamps
+
+
+def likeness(
+    query: Any,
+    key: Any,
+    value: Any,
+    score_mod: Callable[..., Any] | None,
+    block_mask: Any,
+    options: Hashable,
+) -> Likeness | None:
+    """What a call is like; None if that cannot be told without settling it.
+
+    Args:
+        query, key, value, score_mod, block_mask: as of `flex_attention`, unchecked.
+        options: all else on which it depends what is settled.
+    """
+    if (
+        query.__class__ not in _PLAIN
+        or key.__class__ not in _PLAIN
+        or value.__class__ not in _PLAIN
+    ):
+        return None
+    try:
+        device = query.device
+        score = mask = lists = None
+        scores: tuple[Tensor, ...] = ()
+        masks: tuple[Tensor, ...] = ()
+        data: tuple[Tensor, ...] = ()
+        if score_mod is not None:
+            found = recognised(score_mod, "score", device)
+            if found is None:
+                return None
+            score, scores = found
+            if score.counts:
+                data = scores
+        if block_mask is not None:
+            function = block_mask
+            if block_mask.__class__ is BlockMask:
+                function = block_mask.mask_mod
+                lists = block_mask.shape, block_mask.seq_lengths, block_mask.device
+            elif block_mask.__class__ is _flex_class():
+                function = block_mask.mask_mod
+                listed, lists = flex_lists(block_mask)
+                data += listed
+            found = recognised(function, "mask", device)
+            if found is None:
+                return None
+            mask, masks = found
+            data += masks
+        at = (
+            *(score, mask, lists, options),
+            *(query.shape, key.shape, value.shape),
+            *(query.stride(), key.stride(), value.stride()),
+            *(query.dtype, key.dtype, value.dtype, device, key.device, value.device),
+            *[t.stride() for t in scores],
+            *[t.stride() for t in masks],
+            *map(id, data),
+        )
+        return Likeness(at, score, mask, scores, masks, data)
+    except (AttributeError, TypeError, RuntimeError):  # not strided, not what it must be
+        return None
+
+
+def flex_lists(mask: Any) -> tuple[tuple[Tensor, ...], Hashable]:
+    """What PyTorch's BlockMask says beside its mask_mod: tensors, and all else."""
+    lists = mask.kv_num_blocks, mask.kv_indices
+    full = mask.full_kv_num_blocks, mask.full_kv_indices
+    whole = full[0] is not None and full[1] is not None
+    return (*lists, *full) if whole else lists, (*mask.BLOCK_SIZE, *mask.seq_lengths, whole)
+
+
+def _flex_class() -> Any:
+    module = sys.modules.get("torch.nn.attention.flex_attention")
+    return None if module is None else module.BlockMask

@@ -1,0 +1,64 @@
+"""What is fixed when the Hopper backward is compiled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attnkit.templates.sm90.config import SMEM_BYTES
+
+UNIT = 64 * 64  # floats of a unit of a float32 sum
+ROWS = 64  # rows of a warpgroup's products
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """Sizes and switches of the backward kernels.
+
+    Attributes:
+        dtype: "bfloat16" or "float16", of all inputs and gradients.
+        width, value_width: head dims as computed, the tensors' own rounded up by zeros: 64 or 128.
+        block_q: rows of a q tile, 64, or 128 with a width of 64.
+        accumulate: dK and dV are added to float32 sums, for query heads that share a kv head and
+            for split rows; otherwise they are stored in the dtype.
+        turns: "ascending" or "descending": sums are formed in this order of kv tiles, that of the
+            schedule; "" for any order.
+        dynamic: CTAs take their next piece from a counter, not by turns.
+    """
+
+    dtype: str = "bfloat16"
+    width: int = 128
+    value_width: int = 128
+    block_q: int = 64
+    accumulate: bool = False
+    turns: str = ""
+    dynamic: bool = True
+
+    block_kv = 2 * ROWS
+    stages = 2  # of the rings of dO and dS
+    q_stages = 4  # S is computed a block ahead and dK behind: two stages wait for loads
+    registers = (240, 24)  # a thread of a consumer and of the producer warpgroup
+
+    @property
+    def chunk(self) -> int:
+        """Floats that a warpgroup adds to a sum at a time: its half of a tile of dQ."""
+        return self.block_q * self.width // 2
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of a CTA: K, V, the rings of Q, dO and dS, and dQ."""
+        rings = self.q_stages * self.width + self.stages * (self.value_width + self.block_kv)
+        halves = self.block_kv * (self.width + self.value_width) + self.block_q * rings
+        rows = self.block_q * (self.q_stages + self.stages)
+        return 2 * halves + 4 * (2 * self.chunk + rows) + 1024
+
+    def problem(self) -> str | None:
+        """Why these sizes do not work, or None."""
+        if self.width not in (64, 128) or self.value_width not in (64, 128):
+            return f"head dims of {self.width} and {self.value_width}: expected 64 or 128"
+        if self.block_q not in (64, 128) or self.block_q * self.width > 2 * UNIT:
+            return f"block_q={self.block_q} with width={self.width}: expected 64, or 128 with 64"
+        if self.turns not in ("", "ascending", "descending"):
+            return f"turns={self.turns!r}: expected '', 'ascending' or 'descending'"
+        if self.smem_bytes > SMEM_BYTES:
+            return f"{self.smem_bytes} bytes of shared memory: a CTA has {SMEM_BYTES}"
+        return None

@@ -1,0 +1,178 @@
+"""What the Hopper backward needs before and after its main kernel.
+
+`Prepare` writes the statistics of every row and clears the sums of dQ; `Finish` turns float32 sums
+into gradients of the dtype. Both are bound by memory and use nothing of Hopper.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, const_expr, cute
+
+from attnkit.templates.sm90 import device
+from attnkit.templates.sm90.backward_config import ROWS, UNIT, BackwardConfig
+from attnkit.templates.sm90.backward_math import LOG2_E
+
+VECTOR = 8  # elements of a load: 16 bytes
+THREADS = 128
+
+
+class Prepare:
+    """-delta = dLSE - rowsum(dO * O), the LSE in log2 units, and zeros for dQ.
+
+    Args:
+        config: that of the main kernel.
+        with_lse: whether the LSE has a gradient.
+    """
+
+    def __init__(self, config: BackwardConfig, with_lse: bool) -> None:
+        self.config = config
+        self.with_lse = with_lse
+
+    @cute.jit
+    def __call__(
+        self,
+        out: cute.Tensor,
+        grad_out: cute.Tensor,
+        lse: cute.Tensor,
+        grad_lse: cute.Tensor,
+        rows_lse: cute.Tensor,
+        rows_delta: cute.Tensor,
+        sums: cute.Tensor,
+        stream: Any,
+    ):
+        """Launch, a CTA for 64 rows.
+
+        Args:
+            out, grad_out: [B, H, S, Dv] as for the main kernel.
+            lse: float32 [B, H, S], natural units; -inf for rows that keep nothing.
+            grad_lse: float32 [B, H, S]; not read unless `with_lse`.
+            rows_lse, rows_delta: float32 [B * H * q blocks * block_q], written, -delta in the
+                second; beyond the ends, and for rows that keep nothing, inf and 0.
+            sums: float32, of which the units of dQ are cleared.
+        """
+        length, heads, batch = out.shape[2], out.shape[1], out.shape[0]
+        bm = self.config.block_q
+        blocks = (length + bm - 1) // bm * (bm // ROWS)
+        self.kernel(out, grad_out, lse, grad_lse, rows_lse, rows_delta, sums).launch(
+            grid=(blocks, heads, batch), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        out: cute.Tensor,
+        grad_out: cute.Tensor,
+        lse: cute.Tensor,
+        grad_lse: cute.Tensor,
+        rows_lse: cute.Tensor,
+        rows_delta: cute.Tensor,
+        sums: cute.Tensor,
+    ):
+        lanes = self.config.value_width // VECTOR  # threads of a row, a power of two
+        thread, _, _ = cute.arch.thread_idx()
+        block, h, b = cute.arch.block_idx()
+        blocks, heads, _ = cute.arch.grid_dim()
+        length, depth = out.shape[2], out.shape[3]
+        first = (b * heads + h) * blocks + block
+        wide = self.config.width // ROWS
+        zero = cute.make_rmem_tensor(4, Float32)
+        zero.fill(0.0)
+        to = sums.iterator + (Int64(first) * (wide * UNIT) + thread * 4)
+        for i in cutlass.range_constexpr(wide * UNIT // (4 * THREADS)):
+            start = (to + i * (4 * THREADS)).align(16)
+            cute.autovec_copy(zero, cute.make_tensor(start, cute.make_layout(4)))
+        column = thread % lanes * VECTOR
+        for i in cutlass.range_constexpr(ROWS * lanes // THREADS):
+            row = thread // lanes + i * (THREADS // lanes)
+            q = block * ROWS + row
+            total = Float32(0.0)
+            if q < length and column < depth:
+                a = cute.make_rmem_tensor(VECTOR, out.element_type)
+                g = cute.make_rmem_tensor(VECTOR, out.element_type)
+                cute.autovec_copy(_vector(out, (b, h, q, column)), a)
+                cute.autovec_copy(_vector(grad_out, (b, h, q, column)), g)
+                product = a.load().to(Float32) * g.load().to(Float32)
+                total = product.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+            step = lanes // 2
+            while const_expr(step > 0):
+                total = total + cute.arch.shuffle_sync_bfly(total, step)
+                step //= 2
+            if column == 0:
+                statistic, delta = Float32(float("inf")), Float32(0.0)
+                if q < length:
+                    value = lse[b, h, q]
+                    if value != Float32(float("-inf")):
+                        statistic = value * LOG2_E
+                        delta = -total
+                        if const_expr(self.with_lse):
+                            delta = grad_lse[b, h, q] - total
+                rows_lse[first * ROWS + row] = statistic
+                rows_delta[first * ROWS + row] = delta
+
+
+class Finish:
+    """A gradient of the dtype from its float32 sums.
+
+    Args:
+        config: that of the main kernel.
+        width: the gradient's head dim as computed.
+        block: positions of a tile, to which lengths are rounded up.
+    """
+
+    def __init__(self, config: BackwardConfig, width: int, block: int) -> None:
+        self.config = config
+        self.width = width
+        self.block = block
+        self.dtype = device.DTYPES[config.dtype]
+
+    @cute.jit
+    def __call__(
+        self, sums: cute.Tensor, grad: cute.Tensor, first: Int32, factor: Float32, stream: Any
+    ):
+        """Launch, a CTA for 64 rows.
+
+        Args:
+            sums: float32, all units.
+            grad: [B, H, S, D] of the dtype, the last dimension contiguous.
+            first: number of the gradient's first unit.
+            factor: what the sums are multiplied by.
+        """
+        blocks = (grad.shape[2] + self.block - 1) // self.block * (self.block // ROWS)
+        self.kernel(sums, grad, first, factor).launch(
+            grid=(blocks, grad.shape[1], grad.shape[0]), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, sums: cute.Tensor, grad: cute.Tensor, first: Int32, factor: Float32):
+        thread, _, _ = cute.arch.thread_idx()
+        block, h, b = cute.arch.block_idx()
+        blocks, heads, _ = cute.arch.grid_dim()
+        warp, lane = thread // 32, thread % 32
+        row = block * ROWS + warp * 16 + lane // 4
+        wide = self.width // ROWS
+        unit = first + ((b * heads + h) * blocks + block) * wide
+        for i in cutlass.range_constexpr(wide):
+            part = cute.make_rmem_tensor(32, Float32)
+            start = sums.iterator + (Int64(unit + i) * UNIT + thread * 4)
+            cute.autovec_copy(
+                cute.make_tensor(start.align(16), cute.make_layout((4, 8), stride=(1, 512))),
+                cute.make_tensor(part.iterator, cute.make_layout((4, 8))),
+            )
+            for k in cutlass.range_constexpr(16):
+                q = row + 8 * (k % 2)
+                column = i * ROWS + k // 2 * 8 + lane % 4 * 2
+                if q < grad.shape[2] and column < grad.shape[3]:
+                    pair = device.pack(part[2 * k] * factor, part[2 * k + 1] * factor, self.dtype)
+                    at = cute.domain_offset((b, h, q, column), grad).iterator.align(4)
+                    cute.make_tensor(cute.recast_ptr(at, dtype=Int32), cute.make_layout(1))[0] = (
+                        pair
+                    )
+
+
+def _vector(tensor: Any, at: Any) -> Any:
+    """Eight elements of a tensor from a position on."""
+    start = cute.domain_offset(at, tensor).iterator.align(16)
+    return cute.make_tensor(start, cute.make_layout(VECTOR))

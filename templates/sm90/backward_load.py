@@ -1,0 +1,187 @@
+"""The warp that loads for the Hopper backward: pieces of work, their blocks, TMA.
+
+It takes pieces from the work list, walks their PARTIAL and FULL runs merged in ascending order,
+and tells the consumers through shared memory what each stage holds, so that they never see lists.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, const_expr, cute
+from cutlass.cute.nvgpu import cpasync
+
+from attnkit.templates.sm90.backward_config import ROWS
+from attnkit.templates.sm90.backward_math import MASKED, WHOLE
+
+RECORD = 8  # where the record of a piece begins in `info`, after the marks of the Q stages
+NOWHERE = 1 << 30  # beyond every block
+
+
+class Loads:
+    """The part of a backward kernel that loads."""
+
+    config: Any
+
+    def q_stage(self, count: Any) -> Any:
+        """Slot in the ring of Q of the count-th block."""
+        return count & (self.config.q_stages - 1)
+
+    def q_lap(self, count: Any) -> Any:
+        """Parity of the lap of the count-th block in the ring of Q."""
+        return (count >> (self.config.q_stages.bit_length() - 1)) & 1
+
+    @cute.jit
+    def produce(
+        self,
+        atoms: tuple,
+        tiles: tuple,
+        smem: tuple,
+        stats: tuple,
+        bars: tuple,
+        info: cute.Tensor,
+        lists: tuple,
+        numbers: tuple,
+    ):
+        """The producer warp: pieces of work, their blocks, TMA loads."""
+        c = self.config
+        tma_q, tma_k, tma_v, tma_do = atoms
+        lse, delta, pieces, partial, full, counter, turns = lists
+        _, group, q_len, kv_len, heads, _, _, kv_batch = numbers
+        k_full, v_full, kv_free, q_full, q_free, do_full, do_free, _, _ = bars
+        width, deep, bm = c.width, c.value_width, c.block_q
+        whole = (None, 0, None, None)
+        q_to, q_from = partition(tma_q, smem[2], tiles[0], (bm, width), whole)
+        k_to, k_from = partition(tma_k, smem[0], tiles[1], (ROWS, width), whole)
+        v_to, v_from = partition(tma_v, smem[1], tiles[2], (ROWS, deep), whole)
+        do_to, do_from = partition(tma_do, smem[3], tiles[3], (bm, deep), whole)
+        bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+        lse_tiles = cute.flat_divide(lse, (bm,))
+        delta_tiles = cute.flat_divide(delta, (bm,))
+        blocks = (q_len + bm - 1) // bm
+        last_q, last_kv = q_len // bm, kv_len // c.block_kv  # ragged tiles, if there are any
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        lane = cute.arch.lane_idx()
+        total = pieces.shape[0]
+        index, kc, tc = Int32(cta), Int32(0), Int32(0)
+        while index < total:
+            b, h, tile = pieces[index, 0], pieces[index, 1], pieces[index, 2]
+            h_kv, b_kv = h // group, cutlass.min(b, kv_batch - 1)
+            count = pieces[index, 6] + pieces[index, 9]
+            some, rest = self.enter(partial, pieces, index, 4), self.enter(full, pieces, index, 7)
+            at_some, end_some, run_some, left_some = some
+            at_rest, end_rest, run_rest, left_rest = rest
+            first_row = (b * heads + h) * blocks
+            for j in cutlass.range(count, unroll=1):
+                masked = at_some < at_rest
+                m = cutlass.min(at_some, at_rest)
+                if masked:
+                    at_some, end_some, run_some, left_some = self.advance(
+                        partial, at_some, end_some, run_some, left_some
+                    )
+                else:
+                    at_rest, end_rest, run_rest, left_rest = self.advance(
+                        full, at_rest, end_rest, run_rest, left_rest
+                    )
+                mark = 4 * m + cutlass.select_(masked, Int32(0), Int32(WHOLE))
+                ragged = masked | (m == last_q) | (tile == last_kv)
+                mark += cutlass.select_(ragged, Int32(MASKED), Int32(0))
+                r, s = self.q_stage(kc), kc & 1
+                cute.arch.mbarrier_wait(q_free + r, self.q_lap(kc) ^ 1)
+                with cute.arch.elect_one():
+                    info[r] = mark
+                    cute.arch.mbarrier_arrive_and_expect_tx(q_full + r, bm * (2 * width + 4))
+                    cute.copy(
+                        bulk, lse_tiles[None, first_row + m], stats[0][None, r], mbar_ptr=q_full + r
+                    )
+                cute.copy(tma_q, q_from[None, m, h, b], q_to[None, r], tma_bar_ptr=q_full + r)
+                if j == 0:
+                    cute.arch.mbarrier_wait(kv_free, (tc & 1) ^ 1)
+                    with cute.arch.elect_one():
+                        info[RECORD], info[RECORD + 1], info[RECORD + 2] = tile, h, b
+                        info[RECORD + 3], info[RECORD + 4] = count, Int32(1)
+                        self.note_group(info, turns, index)
+                        cute.arch.mbarrier_arrive_and_expect_tx(k_full, c.block_kv * width * 2)
+                        cute.arch.mbarrier_arrive_and_expect_tx(v_full, c.block_kv * deep * 2)
+                    for w in cutlass.range_constexpr(2):
+                        at = 2 * tile + w
+                        cute.copy(
+                            tma_k, k_from[None, at, h_kv, b_kv], k_to[None, w], tma_bar_ptr=k_full
+                        )
+                    for w in cutlass.range_constexpr(2):
+                        at = 2 * tile + w
+                        cute.copy(
+                            tma_v, v_from[None, at, h_kv, b_kv], v_to[None, w], tma_bar_ptr=v_full
+                        )
+                cute.arch.mbarrier_wait(do_free + s, ((kc >> 1) & 1) ^ 1)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(do_full + s, bm * (2 * deep + 4))
+                    cute.copy(
+                        bulk, delta_tiles[None, first_row + m], stats[1][None, s],
+                        mbar_ptr=do_full + s,
+                    )  # fmt: skip
+                cute.copy(tma_do, do_from[None, m, h, b], do_to[None, s], tma_bar_ptr=do_full + s)
+                kc += 1
+            if count == 0:  # nothing is kept: the record alone
+                cute.arch.mbarrier_wait(kv_free, (tc & 1) ^ 1)
+                with cute.arch.elect_one():
+                    info[RECORD], info[RECORD + 1], info[RECORD + 2] = tile, h, b
+                    info[RECORD + 3], info[RECORD + 4] = count, Int32(1)
+                    self.note_group(info, turns, index)
+                    cute.arch.mbarrier_arrive(v_full)
+                    cute.arch.mbarrier_arrive(k_full)
+            following = index + ctas
+            if const_expr(c.dynamic):  # from a counter: a CTA that is ahead takes more
+                old = Int32(0)
+                if lane == 0:
+                    old = cute.arch.atomic_add(counter.iterator, Int32(1))
+                    if old == total - 1:  # the last of the launch leaves it at zero
+                        counter[0] = Int32(0)
+                following = cute.arch.shuffle_sync(old, 0) + ctas
+            tc += 1
+            index = following
+        cute.arch.mbarrier_wait(kv_free, (tc & 1) ^ 1)
+        with cute.arch.elect_one():
+            info[RECORD + 4] = Int32(0)
+            cute.arch.mbarrier_arrive(k_full)
+
+    def note_group(self, info: Any, turns: Any, index: Any) -> None:
+        """Tell the consumers a piece's turn at dK and dV, and how many turns there are."""
+        if self.config.turns and self.config.accumulate:
+            info[RECORD + 5], info[RECORD + 6] = turns[4][index, 0], turns[4][index, 1]
+
+    @cute.jit
+    def enter(self, runs: cute.Tensor, pieces: cute.Tensor, index: Int32, word: int):
+        """Begin a cursor: (next block, end of its run, run, blocks left)."""
+        run, skip, left = pieces[index, word], pieces[index, word + 1], pieces[index, word + 2]
+        at, end = Int32(NOWHERE), Int32(NOWHERE)
+        if left > 0:
+            end = runs[0, run] + runs[1, run]
+            at = runs[0, run] + skip
+        return at, end, run, left
+
+    @cute.jit
+    def advance(self, runs: cute.Tensor, at: Int32, end: Int32, run: Int32, left: Int32):
+        """Take the next block of a cursor."""
+        at, left = at + 1, left - 1
+        if left == 0:
+            at = Int32(NOWHERE)
+        else:
+            if at == end:
+                run = run + 1
+                at = runs[0, run]
+                end = at + runs[1, run]
+        return at, end, run, left
+
+
+def partition(atom: Any, smem: Any, tiles: Any, shape: Any, coordinates: Any) -> Any:
+    """A TMA copy's two sides: (in shared memory by stage, in global memory by tile)."""
+    return cpasync.tma_partition(
+        atom,
+        0,
+        cute.make_layout(1),
+        cute.group_modes(smem, 0, 2),
+        cute.group_modes(cute.local_tile(tiles, shape, coordinates), 0, 2),
+    )

@@ -1,0 +1,137 @@
+"""Repeated calls on a GPU: what was edited between them counts, and graphs keep what they read."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnkit import block_mask, flex_attention, intervals, masks, repeats
+from attnkit.splice import sm90
+from tests.gpu import cute_kit as kit
+
+LENGTH = 900
+
+
+def inputs(seed: int = 0, length: int = LENGTH) -> list[Tensor]:
+    random = torch.Generator(kit.DEVICE).manual_seed(seed)
+    options: dict[str, Any] = {"generator": random, "device": kit.DEVICE}
+    return [torch.randn(2, 4, length, 64, **options).to(torch.bfloat16) for _ in range(3)]
+
+
+def forget() -> None:
+    """Empty every cache of prepared calls and what they read."""
+    repeats._entries.clear()
+    sm90._calls._entries.clear()
+    sm90._lists.clear()
+    block_mask._runs._entries.clear()
+    intervals._found._entries.clear()
+    gc.collect()
+
+
+def attention(qkv: Any, mod: Any, mask: Any) -> tuple[Tensor, Tensor]:
+    out, lse = flex_attention(*qkv, mod, mask, return_lse=True, backend=kit.BACKEND)
+    return out, lse
+
+
+def same(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_edits_between_calls_count() -> None:
+    ids = torch.arange(LENGTH, device=kit.DEVICE) // 70
+    slopes = torch.rand(4, device=kit.DEVICE)
+    gain = torch.tensor(0.5)  # on the CPU
+    mod = lambda s, b, h, q, kv: s * gain + slopes[h] * (kv - q)
+    mask = masks.document(ids) & masks.causal()
+    seen: list[tuple[Tensor, Tensor]] = []
+    for step in range(8):
+        if step == 2:
+            ids.copy_(torch.arange(LENGTH, device=kit.DEVICE) // 400)
+        elif step == 4:
+            gain.fill_(2.0)
+        elif step == 6:
+            slopes.mul_(3)
+        found = attention(inputs(), mod, mask)
+        again = attention(inputs(), mod, mask)
+        forget()
+        fresh = attention(inputs(), mod, mask)
+        assert same(found, again)
+        assert same(found, fresh)
+        if step % 2:
+            assert same(found, seen[-1])
+        elif seen:
+            assert not same(found, seen[-1])
+        seen.append(found)
+
+
+def test_inputs_that_a_kernel_cannot_read_as_they_are() -> None:
+    q, k, v = inputs()
+    flat = torch.empty(q.numel() + 1, dtype=q.dtype, device=q.device)
+    shifted = flat[1:].view(q.shape).copy_(q)
+    turned = q.mT.contiguous().mT
+    expected = attention((q, k, v), None, masks.causal())
+    for _ in range(2):
+        for other in (q, shifted, turned, q):
+            assert same(attention((other, k, v), None, masks.causal()), expected)
+
+
+def test_another_stream_at_once() -> None:
+    """A call prepared on one stream is used on another one without anything to wait for."""
+    qkv = inputs(1)
+    mask = masks.document(torch.arange(LENGTH, device=kit.DEVICE) // 90)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    first = attention(qkv, None, mask)
+    with torch.cuda.stream(stream):
+        second = attention(qkv, None, mask)
+    torch.cuda.synchronize()
+    assert same(first, second)
+
+
+def test_a_graph_outlives_the_caches() -> None:
+    qkv = inputs()
+    ids = torch.arange(LENGTH, device=kit.DEVICE) // 70
+    gain = torch.tensor(0.5)
+    mod = lambda s, b, h, q, kv: s * gain
+    mask = lambda b, h, q, kv: (ids[q] == ids[kv]) & (q >= kv)
+    expected = attention(qkv, mod, mask)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = attention(qkv, mod, mask)
+    forget()
+    junk = [torch.full((n,), 7, dtype=torch.int32, device=kit.DEVICE) for n in range(1, 4000, 3)]
+    for t in found:
+        t.fill_(torch.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert junk
+    assert same(found, expected)
+
+
+def test_tensors_of_inference_mode() -> None:
+    qkv = inputs()
+    with torch.inference_mode():
+        ids = torch.arange(LENGTH, device=kit.DEVICE) // 70
+        mask = masks.document(ids)
+        first = attention(qkv, None, mask)
+        assert same(attention(qkv, None, mask), first)
+        ids.floor_divide_(3)
+        second = attention(qkv, None, mask)
+    assert not same(first, second)
+    assert same(second, attention(qkv, None, masks.document(torch.arange(LENGTH, device=kit.DEVICE) // 70 // 3)))  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_devices_in_turn() -> None:
+    qkv = inputs()
+    expected = attention(qkv, None, masks.causal())
+    for _ in range(3):
+        for device in ("cuda:1", "cuda:0"):
+            found = attention([t.to(device) for t in qkv], None, masks.causal())
+            assert found[0].device == torch.device(device)
+            assert same(tuple(t.to("cuda:0") for t in found), expected)
