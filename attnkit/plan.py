@@ -22,6 +22,10 @@ BLOCK = (128, 128)  # FlexAttention's block; strips of the CPU template join sev
 SM90 = "sm90"  # the template for Hopper
 EMULATED = "emulate:"  # prefix of a GPU template that runs in the emulator
 ORDERED = ":ordered"  # suffix of a GPU template whose sums are formed in a fixed order
+BACKWARD_NOTE = (
+    "the backward runs in torch operators; ATTNKIT_HOPPER_BACKWARD=1 takes a kernel that has not yet "
+    "been proven on a GPU (head dims to 128)"
+)
 WIDTHS = (64, 96, 128, 192, 256)  # head dims as computed; others are filled up with zeros
 
 
@@ -245,6 +249,8 @@ def choose(
             found = _suitable(call, block)
             assert found is not None
             name = EMULATED + SM90 if emulated else SM90
+            if not emulated:
+                notes = (*notes, BACKWARD_NOTE)
             why = "asked for" if backend != "auto" else "the fastest for this GPU"
             return Plan(name, found.block, f"{why}; CuTe-DSL kernel for sm_90a", notes)
         if backend in ("cute", "emulate"):

@@ -57,8 +57,8 @@ class Settings:
         return dict(self.config)
 
 
-# On a GPU the backward kernels are asked for by name: there they have run by themselves, but not yet
-# from here, nor with the gradients of captured tensors.
+# On a GPU the backward kernels have to be asked for: an earlier state of them has run there, this one
+# in the emulator only.
 SWITCH = "ATTNKIT_HOPPER_BACKWARD"
 
 
