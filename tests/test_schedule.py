@@ -23,7 +23,7 @@ INF = float("inf")
 
 
 def states_of(kind: str, blocks: int) -> Tensor:
-    """int8 [1, 1 or 16, blocks, blocks] of the masks that issue 4 names, in tiles of 128."""
+    """int8 [1, 1 or 16, blocks, blocks] of the masks that schedules are judged by, in tiles of 128."""
     q, kv = torch.arange(blocks)[:, None], torch.arange(blocks)
     random = torch.Generator().manual_seed(0)
     if kind == "random":  # skewed: a few rows of each head keep nearly all
