@@ -55,14 +55,14 @@ def _rebuilt(root: Node, rule: Callable[[str, list[Node]], list[Node]]) -> Node:
         if n.type != BOOL or not any(a.type == BOOL for a in n.args):
             done[n] = n
         elif n.op in ("and", "or"):
-            done[n] = _chain(n.op, rule(n.op, [done[m] for m in _members(n)]))
+            done[n] = _chain(n.op, rule(n.op, [done[m] for m in members(n)]))
         else:
             mapping = {a: done[a] for a in n.args if done.get(a, a) is not a}
             done[n] = expr.substitute(n, mapping) if mapping else n
     return done[root]
 
 
-def _members(n: Node) -> list[Node]:
+def members(n: Node) -> list[Node]:
     """The members of a chain of one operation, left to right."""
     found: list[Node] = []
     stack = [n]

@@ -32,7 +32,6 @@ class GraphForward:
         scores: how many of the captured tensors are the score's; the mask's follow.
         listed: block lists overrule the mask.
         positive: whether the softmax scale is above 0.
-        bounded: whether to use the form's ceiling.
         wrap: loads whose index may be negative; None: wherever that is not plain.
     """
 
@@ -45,15 +44,12 @@ class GraphForward:
         scores: int,
         listed: bool = False,
         positive: bool = True,
-        bounded: bool = False,
         wrap: frozenset[Node] | None = None,
     ) -> None:
         self.form, self._mask, self._ends, self._scores = form, mask, ends, scores
         self.listed = listed
         self.has_mask = mask is not None
         self.intervals = None if ends is None else len(ends)
-        self.has_block = form.slope is not None
-        self.ceiling = form.ceiling if bounded else None
         self.raw = form.plain and positive
         parts = [n for n in (form.factor, form.rest, form.slope) if n is not None]
         self._wrap = wrap
@@ -63,15 +59,6 @@ class GraphForward:
             form.rest is None or "score" not in expr.reads(form.rest)
         )
         self.ahead = bool(self._score.known("column") or self._score.known("relative"))
-        self.key = self._text()
-
-    def _text(self) -> str:
-        form = self.form
-        nodes = [form.factor, form.rest, form.slope, form.row, self._mask]
-        nodes += [n for pair in self._ends or () for n in pair]
-        texts = ["" if n is None else expr.text(n) for n in nodes]
-        flags = (self._scores, self.listed, self.raw, self.ceiling is not None, self.intervals)
-        return "|".join([*texts, str(flags)])
 
     def _tensors(self, site: Any) -> tuple[Any, Any]:
         return site.tensors[: self._scores], site.tensors[self._scores :]

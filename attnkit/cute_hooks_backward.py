@@ -74,7 +74,6 @@ class GraphBackward(GraphForward):
         # one set of stages, so that a mod and its slope share what they have in common
         self._score = Stages([*parts, self._slope] if self._slope is not _ONE else parts)
         self._adjoint = Stages(adjoints)
-        self.key = "|".join([self.key, *map(expr.text, (self._slope, *adjoints, *self._loads))])
 
     def head(self, site: Any) -> Values:
         """Values of a tile."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,12 +15,13 @@ from attnkit.forecast import HOPPER_SMS, Forecast, forecast
 from attnkit.interp.symbolic import describe
 from attnkit.intervals import find_intervals
 from attnkit.mask import noop_mask
-from attnkit.plan import BLOCK, Call, Plan, choose, refused
+from attnkit.ops import planned
+from attnkit.plan import BLOCK, Plan
 from attnkit.sparse import BlockRuns
 from attnkit.stage import linear, stage
 from attnkit.trace import Traced
 from attnkit.validate import check_options, check_size
-from attnkit.variant import Bound, Variant, lists_of
+from attnkit.variant import Variant
 
 
 @dataclass(frozen=True)
@@ -136,36 +137,6 @@ def _indent(text: str) -> str:
     return "\n".join(f"  {line}" for line in text.splitlines())
 
 
-def _planned(
-    variant: Variant,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    backend: str,
-    block: tuple[int, int],
-    notes: tuple[str, ...],
-) -> tuple[Plan, Bound]:
-    """The plan that flex_attention would choose, and the variant bound for it."""
-    call = Call(
-        dtype=str(query.dtype).removeprefix("torch."),
-        head_dim=query.shape[-1],
-        value_dim=query.shape[-1],
-        capability=torch.cuda.get_device_capability(query.device) if query.is_cuda else None,
-        listed=lists_of(variant.mask),
-        fixed=block is not BLOCK,
-        modded=variant.score_mod is not None,
-    )
-    plan = choose(backend, device=query.device.type, block=block, notes=notes, call=call)
-    bound = variant.bind(query, key, plan.block)
-    if bound.program.checked and plan.template not in ("cpu", "eager"):
-        reason = "an index of a captured tensor could not be proven to stay inside it"
-        if backend != "auto":
-            raise refused(backend, reason)
-        plan = choose("cpu", device=query.device.type, block=block, notes=notes)
-        plan = replace(plan, reason=plan.reason.replace("asked for", reason))
-        bound = variant.bind(query, key, plan.block)
-    return plan, bound
-
-
 def explain(
     score_mod: Callable[..., Any] | Variant | None = None,
     block_mask: Any = None,
@@ -221,6 +192,6 @@ def explain(
     one = torch.empty(1, dtype=dtype, device=device)
     query = one.expand(batch, heads, q_len, head_dim)
     key = one.expand(batch, heads, kv_len, head_dim)
-    plan, bound = _planned(variant, query, key, backend, block, notes)
+    plan, bound = planned(variant, query, key, key, backend, block, notes)
     shape = (batch, heads, q_len, kv_len)
     return Explanation(bound.score, bound.mask, bound.runs, plan, shape, head_dim, sms)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import reduce
 
+from attnkit.conjunction import members
 from attnkit.expr import BOOL, F32, Node, const
 from attnkit.interval_spans import EVERYTHING, NOTHING, Algebra, Span, Spans, gated, summed
 from attnkit.interval_tables import Refusal, RowTables
@@ -78,7 +79,7 @@ class Solver:
         a, b = n.args
         if n.op in ("and", "or"):
             every = keep == (n.op == "and")
-            return (self._every if every else self._any)(n.op, _members(n), keep, window)
+            return (self._every if every else self._any)(n.op, members(n), keep, window)
         if n.op == "xor":
             return self._choose(a, negate(b), b, keep, window)
         if n.op == "eq":
@@ -315,16 +316,3 @@ _INVERSES: dict[str, _Inverse] = {
     "where": Solver._where,
     "cast": Solver._cast,
 }
-
-
-def _members(n: Node) -> list[Node]:
-    """The members of a chain of one operation, left to right."""
-    found: list[Node] = []
-    stack = [n]
-    while stack:
-        m = stack.pop()
-        if m.op == n.op and m.type == BOOL:
-            stack.extend(reversed(m.args))
-        else:
-            found.append(m)
-    return list(dict.fromkeys(found))

@@ -99,13 +99,7 @@ def flex_attention(
     aux = check_aux(return_lse, return_aux)
     check_flag("deterministic", deterministic)
     block, notes = check_options(kernel_options, BLOCK)
-    variant = Variant(score_mod, block_mask)
-    call = _call(query, value, variant, block is not BLOCK)
-    plan = choose(backend, device=query.device.type, block=block, notes=notes, call=call)
-    bound = variant.bind(query, key, plan.block)
-    if bound.program.checked and plan.template not in ("cpu", "eager"):
-        plan = _without_kernel(backend, query, block, notes)
-        bound = variant.bind(query, key, plan.block)
+    plan, bound = planned(Variant(score_mod, block_mask), query, key, value, backend, block, notes)
     if plan.template == "eager":
         out, lse, top = _dense(query, key, value, bound, factor)
     else:
@@ -175,6 +169,32 @@ def _same(bound: Bound, like: Likeness) -> bool:
         if any(a is not b for a, b in zip(tensors, found, strict=True)):
             return False
     return True
+
+
+def planned(
+    variant: Variant,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    backend: str,
+    block: tuple[int, int],
+    notes: tuple[str, ...],
+) -> tuple[Plan, Bound]:
+    """The plan of a call, and the variant bound for it.
+
+    Args:
+        variant: score_mod and mask.
+        query, key, value: as of `flex_attention`.
+        backend: as there.
+        block, notes: what `check_options` made of kernel_options.
+    """
+    call = _call(query, value, variant, block is not BLOCK)
+    plan = choose(backend, device=query.device.type, block=block, notes=notes, call=call)
+    bound = variant.bind(query, key, plan.block)
+    if bound.program.checked and plan.template not in ("cpu", "eager"):
+        plan = _without_kernel(backend, query, block, notes)
+        bound = variant.bind(query, key, plan.block)
+    return plan, bound
 
 
 def _call(query: Tensor, value: Tensor, variant: Variant, fixed: bool) -> Call:

@@ -140,16 +140,12 @@ def _scaled(n: Node, by: Node) -> Node:
 
 def unscaled(core: Node) -> Node:
     """The expression with q . k times the scale for the score, constants joined to the scale."""
-    mapping: dict[Node, Node] = {}
+    mapping = {SCORE: build("mul", SCORE, SCALE)}
     for n in expr.topo(core):
-        new = mapping.get(n, n)
-        if n is SCORE:
-            new = build("mul", SCORE, SCALE)
-        elif n.args and any(mapping[a] is not a for a in n.args):
-            joined = _joined(n)
-            new = joined or _rebuilt(n, tuple(mapping[a] for a in n.args))
-        mapping[n] = new
-    return mapping[core]
+        joined = _joined(n)
+        if joined is not None:
+            mapping[n] = joined
+    return expr.substitute(core, mapping)
 
 
 def _joined(n: Node) -> Node | None:
@@ -163,14 +159,6 @@ def _joined(n: Node) -> Node | None:
         if by != 0.0 and math.isfinite(1.0 / by):
             return build("mul", SCORE, build("mul", SCALE, const(1.0 / by)))
     return None
-
-
-def _rebuilt(n: Node, args: tuple[Node, ...]) -> Node:
-    if n.op == "load":
-        return expr.load(int(str(n.attr)), n.type, args)
-    if n.op == "cast":
-        return expr.node("cast", *args, to=n.type)
-    return expr.node(n.op, *args, attr=n.attr)
 
 
 def kv_slope(n: Node) -> Node | None:

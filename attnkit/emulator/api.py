@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -55,7 +56,7 @@ class Report:
         return "\n".join([head, *(str(f) for f in self.findings)])
 
 
-class Target:
+class Target(ABC):
     """Something that can be run: it turns call arguments into launches."""
 
     def __init__(self, kernels: dict[str, Kernel]) -> None:
@@ -65,8 +66,9 @@ class Target:
         self.roles: Mapping[str, Iterable[int]] = {}
         self.sms = 132
 
+    @abstractmethod
     def captured(self, args: Sequence[Any], memory: GlobalMemory) -> list[Captured]:
-        raise NotImplementedError
+        """The launches that a call with these arguments makes."""
 
     def program(self, kernel: Kernel) -> Program:
         if kernel.name not in self.programs:

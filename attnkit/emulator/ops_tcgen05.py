@@ -67,8 +67,9 @@ class TcgenOps(WgmmaOps):
     def tc_relinquish(self, group: int, m: Mask) -> None:
         self.cta.tmem.relinquished = True
 
-    def elect(self, m: Mask) -> tuple[Lanes, Lanes]:
-        raise NotImplementedError  # WarpOps has it
+    if TYPE_CHECKING:  # WarpOps has it
+
+        def elect(self, m: Mask) -> tuple[Lanes, Lanes]: ...
 
     # ---- commit
     def tc_commit(self, a: Lanes, m: Mask, mask: Lanes | None, group: int) -> None:

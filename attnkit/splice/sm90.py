@@ -362,7 +362,6 @@ def _build(
         scores=len(variant.slots[0]),
         listed=variant.listed,
         positive=positive,
-        bounded=settings.softmax == "bounded",
         wrap=variant.wraps,
     )
     tile = settings.block_q, settings.value_width

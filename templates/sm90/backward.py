@@ -28,9 +28,10 @@ from cutlass.utils import hopper_helpers
 
 from attnkit.templates.sm90 import device
 from attnkit.templates.sm90.backward_config import ROWS, BackwardConfig
-from attnkit.templates.sm90.backward_load import RECORD, Loads, partition
+from attnkit.templates.sm90.backward_load import RECORD, Loads
 from attnkit.templates.sm90.backward_math import Weights
 from attnkit.templates.sm90.backward_sums import NOTE, SUM_FREE, SUM_FULL, Sums
+from attnkit.templates.sm90.copies import ordered, partition
 
 PIECE = 12  # int32 words of a piece of work: see `Schedule.table`
 OWN, BOTH = 5, 7  # named barriers after those of `backward_sums`; two of the first
@@ -105,7 +106,7 @@ class Backward(Loads, Weights, Sums):
         c, dtype = self.config, self.dtype
         width, deep, bm = c.width, c.value_width, c.block_q
         query, key, value, grad_out, grad_key, grad_value = (
-            _ordered(t, (2, 3, 1, 0)) for t in (query, key, value, grad_out, grad_key, grad_value)
+            ordered(t, (2, 3, 1, 0)) for t in (query, key, value, grad_out, grad_key, grad_value)
         )
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         smem, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
@@ -617,8 +618,3 @@ def _chunk(acc: Any, i: int, size: int) -> Any:
     """Some of an accumulator's columns, as an accumulator."""
     layout = cute.make_layout(((2, 2, size // 512), 1, 1), stride=((1, 2, 4), 0, 0))
     return cute.make_tensor(acc.iterator + size // 128 * i, layout)
-
-
-def _ordered(tensor: Any, modes: tuple[int, ...]) -> Any:
-    """The tensor with its dimensions in another order."""
-    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=list(modes)))

@@ -23,9 +23,8 @@ class Learned:
     hooks: Any
     config: Any
     dtype: Any
-
-    def site(self, tile: Any) -> Any:
-        raise NotImplementedError
+    site: Any  # of `Weights`, like the next
+    exponentials: Any
 
     def running(self) -> Any:
         """Registers for the sums of a piece, or None."""
@@ -74,9 +73,6 @@ class Learned:
     def nonzero(self, rough: Any, exact: Any) -> Any:
         """An exact P, 0 where it is 0 in the dtype."""
         return cutlass.select_(rough == Float32(0.0), Float32(0.0), exact)
-
-    def exponentials(self, *args: Any) -> Any:
-        raise NotImplementedError
 
     def _add(
         self, i: int, level: str, at: int, site: Any, rows: Any, columns: Any, values: Any,

@@ -14,6 +14,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from attnkit.templates.sm90.backward_config import ROWS
 from attnkit.templates.sm90.backward_math import MASKED, WHOLE
+from attnkit.templates.sm90.copies import partition
 
 RECORD = 8  # where the record of a piece begins in `info`, after the marks of the Q stages
 NOWHERE = 1 << 30  # beyond every block
@@ -174,14 +175,3 @@ class Loads:
                 at = runs[0, run]
                 end = at + runs[1, run]
         return at, end, run, left
-
-
-def partition(atom: Any, smem: Any, tiles: Any, shape: Any, coordinates: Any) -> Any:
-    """A TMA copy's two sides: (in shared memory by stage, in global memory by tile)."""
-    return cpasync.tma_partition(
-        atom,
-        0,
-        cute.make_layout(1),
-        cute.group_modes(smem, 0, 2),
-        cute.group_modes(cute.local_tile(tiles, shape, coordinates), 0, 2),
-    )

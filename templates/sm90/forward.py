@@ -27,21 +27,22 @@ from cutlass.utils import hopper_helpers
 
 from attnkit.templates.sm90 import device
 from attnkit.templates.sm90.config import ForwardConfig
+from attnkit.templates.sm90.copies import ordered, partition
 from attnkit.templates.sm90.device import NEG_INF
+from attnkit.templates.sm90.forward_load import RECORD, ForwardLoads
 from attnkit.templates.sm90.hooks import ForwardHooks
 from attnkit.templates.sm90.softmax import Softmax, row_of
 
 # int32 words of a piece of work: b, h, tile, slot; a cursor of three into the PARTIAL and one into
 # the FULL runs; how many of its blocks come first and are masked; spare
 PIECE = 12
-RECORD = 8  # where the record of a tile begins in `info`, after the blocks of the K stages
 TURN, STORE = 1, 5  # named barriers: turns of the warpgroups, and their output tiles
 
 ROW = cutlass.tensor_utils.LayoutEnum.ROW_MAJOR
 COLUMN = cutlass.tensor_utils.LayoutEnum.COL_MAJOR
 
 
-class Forward(Softmax):
+class Forward(Softmax, ForwardLoads):
     """A forward kernel for one configuration and one variant.
 
     Args:
@@ -96,8 +97,8 @@ class Forward(Softmax):
         """
         c, dtype = self.config, self.dtype
         width, deep, bn = c.width, c.value_width, c.block_kv
-        query, key, out = (_ordered(t, (2, 3, 1, 0)) for t in (query, key, out))
-        value = _ordered(value, (3, 2, 1, 0))
+        query, key, out = (ordered(t, (2, 3, 1, 0)) for t in (query, key, out))
+        value = ordered(value, (3, 2, 1, 0))
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         # one warpgroup's view: 64 rows; the warpgroup is a stage of the tiles of Q and O
         mma_qk = hopper_helpers.make_trivial_tiled_mma(
@@ -258,118 +259,6 @@ class Forward(Softmax):
             )
 
     @cute.jit
-    def produce(
-        self,
-        atoms: tuple,
-        tiles: tuple,
-        smem: tuple,
-        bars: tuple,
-        info: cute.Tensor,
-        pieces: cute.Tensor,
-        partial: cute.Tensor,
-        full: cute.Tensor,
-        counter: cute.Tensor,
-        numbers: tuple,
-    ):
-        """The producer warp: pieces of work, their blocks, TMA loads."""
-        c = self.config
-        tma_q, tma_k, tma_v = atoms
-        _, group, _, _, kv_batch = numbers
-        q_full, q_free, k_full, k_free, v_full, v_free = bars
-        width, deep, bn = c.width, c.value_width, c.block_kv
-        q_to, q_from = _partition(tma_q, smem[0], tiles[0], (64, width), (None, 0, None, None))
-        k_to, k_from = _partition(tma_k, smem[1], tiles[1], (bn, width), (None, 0, None, None))
-        v_to, v_from = _partition(tma_v, smem[2], tiles[2], (deep, bn), (0, None, None, None))
-        q_bytes, k_bytes, v_bytes = 2 * c.block_q * width, 2 * bn * width, 2 * bn * deep
-        cta, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-        lane = cute.arch.lane_idx()
-        total = pieces.shape[0]
-        index, kc, vc, tc = Int32(cta), Int32(0), Int32(0), Int32(0)
-        while index < total:
-            b, h, tile = pieces[index, 0], pieces[index, 1], pieces[index, 2]
-            slot = pieces[index, 3]
-            masked = pieces[index, 10]
-            whole = pieces[index, 6] + pieces[index, 9] - masked
-            h_kv, b_kv = h // group, cutlass.min(b, kv_batch - 1)
-            before = Int32(-1)
-            for kind in cutlass.range_constexpr(2):
-                runs = partial if const_expr(kind == 0) else full
-                run, take, left = (pieces[index, 4 + 3 * kind + k] for k in range(3))
-                while left > 0:
-                    final, steps = runs[0, run] + take - 1, cutlass.min(take, left)
-                    for j in cutlass.range(steps, unroll=1):
-                        n = final - j
-                        mark = n
-                        if const_expr(kind == 1 and self.hooks.listed):
-                            mark = ~n
-                        s = self.stage(kc)
-                        cute.arch.mbarrier_wait(k_free + s, self.phase(kc) ^ 1)
-                        with cute.arch.elect_one():
-                            info[s] = mark
-                            cute.arch.mbarrier_arrive_and_expect_tx(k_full + s, k_bytes)
-                        cute.copy(
-                            tma_k,
-                            k_from[None, n, h_kv, b_kv],
-                            k_to[None, s],
-                            tma_bar_ptr=k_full + s,
-                        )
-                        kc += 1
-                        if before < 0:  # Q, once the last tile is done with its own
-                            cute.arch.mbarrier_wait(q_free, (tc & 1) ^ 1)
-                            with cute.arch.elect_one():
-                                info[RECORD], info[RECORD + 1], info[RECORD + 2] = tile, h, b
-                                info[RECORD + 3], info[RECORD + 4] = masked, whole
-                                info[RECORD + 5], info[RECORD + 6] = Int32(1), slot
-                                cute.arch.mbarrier_arrive_and_expect_tx(q_full, q_bytes)
-                            for w in cutlass.range_constexpr(c.warpgroups):
-                                cute.copy(
-                                    tma_q,
-                                    q_from[None, tile * c.warpgroups + w, h, b],
-                                    q_to[None, w],
-                                    tma_bar_ptr=q_full,
-                                )
-                        else:  # V follows one block behind K
-                            sv = self.stage(vc)
-                            cute.arch.mbarrier_wait(v_free + sv, self.phase(vc) ^ 1)
-                            with cute.arch.elect_one():
-                                cute.arch.mbarrier_arrive_and_expect_tx(v_full + sv, v_bytes)
-                            cute.copy(
-                                tma_v,
-                                v_from[None, before, h_kv, b_kv],
-                                v_to[None, sv],
-                                tma_bar_ptr=v_full + sv,
-                            )
-                            vc += 1
-                        before = n
-                    left -= steps
-                    run -= 1
-                    if left > 0:
-                        take = runs[1, run]
-            following = index + ctas
-            if const_expr(c.dynamic):  # from a counter: a CTA that is ahead takes more
-                old = Int32(0)
-                if lane == 0:
-                    old = cute.arch.atomic_add(counter.iterator, Int32(1))
-                    if old == total - 1:  # the last of the launch leaves it at zero
-                        counter[0] = Int32(0)
-                following = cute.arch.shuffle_sync(old, 0) + ctas
-            sv = self.stage(vc)
-            cute.arch.mbarrier_wait(v_free + sv, self.phase(vc) ^ 1)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(v_full + sv, v_bytes)
-            cute.copy(
-                tma_v, v_from[None, before, h_kv, b_kv], v_to[None, sv], tma_bar_ptr=v_full + sv
-            )
-            vc += 1
-            tc += 1
-            index = following
-        cute.arch.mbarrier_wait(q_free, (tc & 1) ^ 1)
-        with cute.arch.elect_one():
-            info[RECORD + 5] = Int32(0)
-            cute.arch.mbarrier_arrive(q_full)
-
-    @cute.jit
     def consume(
         self,
         mmas: tuple,
@@ -423,9 +312,7 @@ class Forward(Softmax):
         rounded = cute.make_rmem_tensor(acc.layout, dtype)
         to_smem = thr_store.retile(rounded)
         at_smem = thr_store.partition_D(smem_o)
-        o_from, o_to = _partition(
-            tma_o, smem_o, o_tiles, (64, c.value_width), (None, 0, None, None)
-        )
+        o_from, o_to = partition(tma_o, smem_o, o_tiles, (64, c.value_width), (None, 0, None, None))
 
         if const_expr(c.pingpong):
             if wg == 0:
@@ -482,7 +369,7 @@ class Forward(Softmax):
                     if warp % 4 == 0:
                         device.arrive(q_free)
             else:
-                self.round(acc, rounded)
+                self.pack(acc, rounded)
                 if warp % 4 == 0:  # the last tile's output has left shared memory
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.barrier(barrier_id=STORE + wg, number_of_threads=128)
@@ -502,14 +389,6 @@ class Forward(Softmax):
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     # ---------------------------------------------- pieces of the consumer, inlined while tracing
-
-    def stage(self, count: Any) -> Any:
-        """Ring slot of the count-th block."""
-        return count & (self.config.stages - 1)
-
-    def phase(self, count: Any) -> Any:
-        """Parity of the lap of the count-th block."""
-        return (count >> (self.config.stages.bit_length() - 1)) & 1
 
     def issue_qk(self, parts: Any, wg: Any, stage: Any) -> None:
         mma_first, mma_qk, _, scores, _, frag_q, frag_k, _ = parts
@@ -584,11 +463,11 @@ class Forward(Softmax):
             self.pack(scores, p_now)
         self.rescale(acc, stats[2])
 
-    def pack(self, scores: Any, packed: Any) -> None:
-        """P from float32 to pairs of the operand's type."""
+    def pack(self, values: Any, packed: Any) -> None:
+        """P or the output, from float32 to pairs of the operands' type."""
         pairs = cute.recast_tensor(packed, Int32)
         for i in range(cute.size(pairs)):
-            pairs[i] = device.pack(scores[2 * i], scores[2 * i + 1], self.dtype)
+            pairs[i] = device.pack(values[2 * i], values[2 * i + 1], self.dtype)
 
     def hold(self, stats: Any) -> None:
         """Keep the exponentials before the wait for P V, which the assembler hoists otherwise.
@@ -626,12 +505,6 @@ class Forward(Softmax):
         for i in range(cute.size(acc)):
             acc[i] = acc[i] * scale[row_of(i)]
 
-    def round(self, acc: Any, rounded: Any) -> None:
-        """The output in the operands' type."""
-        pairs = cute.recast_tensor(rounded, Int32)
-        for i in range(cute.size(pairs)):
-            pairs[i] = device.pack(acc[2 * i], acc[2 * i + 1], self.dtype)
-
     @cute.jit
     def write_row(
         self, results: tuple, value: Float32, most: Float32, place: tuple, r: cutlass.Constexpr
@@ -653,19 +526,3 @@ class Forward(Softmax):
         to = mma.partition_C(tile)
         for i in range(cute.size(acc)):
             to[i] = acc[i]
-
-
-def _ordered(tensor: Any, modes: tuple[int, ...]) -> Any:
-    """The tensor with its dimensions in another order."""
-    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=list(modes)))
-
-
-def _partition(atom: Any, smem: Any, tiles: Any, shape: Any, coordinates: Any) -> Any:
-    """A TMA copy's two sides: (in shared memory by stage, in global memory by tile)."""
-    return cpasync.tma_partition(
-        atom,
-        0,
-        cute.make_layout(1),
-        cute.group_modes(smem, 0, 2),
-        cute.group_modes(cute.local_tile(tiles, shape, coordinates), 0, 2),
-    )

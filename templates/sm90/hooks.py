@@ -44,12 +44,8 @@ class ForwardHooks(Protocol):
     """The functions of a variant's forward.
 
     Attributes:
-        key: what tells these hooks from others: part of the name of a compiled kernel.
-        ceiling: an upper bound of |x| (log2 units) if the scores are bounded so tightly that no
-            maximum is needed, else None.
         intervals: intervals a row keeps, for `ends`; None if the mask has no such form.
         has_mask: False if every score is kept.
-        has_block: whether `block` gives a value.
         raw: whether x is the raw score, and `factor` does all there is to do.
         blind: whether x does not depend on the score at all.
         ahead: whether `columns` or `relatives` give values that are best asked for early, such as
@@ -57,11 +53,8 @@ class ForwardHooks(Protocol):
         listed: block lists overrule the mask: blocks that they keep whole are not masked.
     """
 
-    key: str
-    ceiling: float | None
     intervals: int | None
     has_mask: bool
-    has_block: bool
     raw: bool
     blind: bool
     ahead: bool

@@ -1,0 +1,24 @@
+"""Tensors as the Hopper kernels hand them to TMA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cutlass import cute
+from cutlass.cute.nvgpu import cpasync
+
+
+def ordered(tensor: Any, modes: tuple[int, ...]) -> Any:
+    """The tensor with its dimensions in another order."""
+    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=list(modes)))
+
+
+def partition(atom: Any, smem: Any, tiles: Any, shape: Any, coordinates: Any) -> Any:
+    """A TMA copy's two sides: (in shared memory by stage, in global memory by tile)."""
+    return cpasync.tma_partition(
+        atom,
+        0,
+        cute.make_layout(1),
+        cute.group_modes(smem, 0, 2),
+        cute.group_modes(cute.local_tile(tiles, shape, coordinates), 0, 2),
+    )
