@@ -14,6 +14,8 @@ from attnkit.errors import ArgumentError, OptionError, ShapeError
 from attnkit.expr import Node, reads
 from attnkit.guards import traced
 from attnkit.interp.torch import evaluate
+from attnkit.interval_tiles import tiles_of
+from attnkit.intervals import Intervals, find_intervals
 from attnkit.mask import check_built_for
 from attnkit.plan import BLOCK
 from attnkit.sparse import BlockRuns
@@ -75,6 +77,21 @@ def mask_runs(
 
     def build() -> tuple[BlockRuns, frozenset[Node]]:
         checked = check_lengths(mask, q_len, kv_len, batch, heads)
+        # each operator costs its launch on a GPU: work there only on what lives there
+        data = any(t.device.type != "cpu" for t in mask.tensors)
+        if data and not checked:
+            found = find_intervals(
+                mask,
+                q_len=q_len,
+                kv_len=kv_len,
+                batch=batch,
+                heads=heads,
+                dtype=dtype,
+                device=device,
+            )
+            runs = tiles_of(found, block, dtype) if isinstance(found, Intervals) else None
+            if runs is not None:
+                return runs, checked
         runs = classify(
             mask.root,
             mask.tensors,
@@ -83,11 +100,11 @@ def mask_runs(
             block=block,
             batch=batch,
             heads=heads,
-            device=device,
+            device=device if data else torch.device("cpu"),
             dtype=dtype,
             names=mask.names,
         )
-        return runs, checked
+        return runs.to(device), checked
 
     key = (mask.root, mask.names, q_len, kv_len, batch, heads, block, device, dtype)
     return _runs.get(key, mask.tensors, build)

@@ -26,10 +26,14 @@ from attnkit.interp.interval import INT_HIGH, INT_LOW, Interval, everything, tra
 from attnkit.interp.pointwise import point_intervals
 from attnkit.interp.tables import Domain, value_range
 from attnkit.sided import Affine, Side, Sides
+from attnkit.versions import VersionedCache
 
 _INT32 = f"int32 ({INT_LOW} to {INT_HIGH})"
 _DIVISIONS = ("fdiv", "mod", "tdiv")
 _SHIFTS = ("shl", "shr")
+
+# Ranges of captured tensors, on the CPU: each check asks again, and a GPU is waited for.
+_values: VersionedCache[Interval] = VersionedCache(256)
 
 
 def check_bounds(
@@ -145,12 +149,17 @@ class _Checker:
         needed = n.type == I32 or (n.type == F32 and self._truncates)
         if not tensor.numel() or not needed:  # large tensors are not read for nothing
             return everything(n, torch.tensor(0), self._domain.dtype)
-        low, high = (end.cpu() for end in value_range(tensor, n, self._domain.dtype))
+        kind = n.type, self._domain.dtype
+        low, high = _values.get(kind, (tensor,), lambda: self._read(tensor, n))
         if n.type == I32 and not (int(low) >= INT_LOW and int(high) <= INT_HIGH):
             raise BoundsError(
                 f"captured tensor {self._name(n)} holds integers from {int(low)} to {int(high)}; "
                 f"expected values in {_INT32}. Make them smaller, or capture floats"
             )
+        return low, high
+
+    def _read(self, tensor: Tensor, n: Node) -> Interval:
+        low, high = torch.stack(value_range(tensor, n, self._domain.dtype)).cpu()
         return low, high
 
     def _computed(self, n: Node) -> Interval:

@@ -103,6 +103,7 @@ class Domain:
                 value = value.to(torch.int64) * c
                 for m, factor in others:
                     value = value + memo[m].to(torch.int64) * factor
+            value = value.to(self.device)  # a constant, or a captured number left on the CPU
             value = value.view((1,) * (3 - value.dim()) + value.shape)
             found.append(value.expand(*value.shape[:2], stop - start))
         return found
@@ -332,9 +333,9 @@ def value_range(tensor: Tensor, n: Node, dtype: torch.dtype) -> Interval:
         tensor = tensor != 0
     flat = tensor.reshape(-1)
     parts = [_ends(part) for part in flat.split(at_once(flat.numel(), flat.device))]
-    low, high = (
-        _ends(torch.stack([p[0] for p in parts]))[0],
-        _ends(torch.stack([p[1] for p in parts]))[1],
-    )
+    low, high = parts[0]
+    if len(parts) > 1:
+        low = _ends(torch.stack([p[0] for p in parts]))[0]
+        high = _ends(torch.stack([p[1] for p in parts]))[1]
     kind = {F32: dtype, BOOL: torch.bool}.get(n.type, torch.int64)
     return low.to(kind), high.to(kind)
