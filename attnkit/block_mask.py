@@ -77,9 +77,9 @@ def mask_runs(
 
     def build() -> tuple[BlockRuns, frozenset[Node]]:
         checked = check_lengths(mask, q_len, kv_len, batch, heads)
-        # each operator costs its launch on a GPU: work there only on what lives there
+        # each operator costs its launch on a GPU: there what lives there, and few of them
         data = any(t.device.type != "cpu" for t in mask.tensors)
-        if data and not checked:
+        if device.type != "cpu" and not checked:
             found = find_intervals(
                 mask,
                 q_len=q_len,
@@ -88,8 +88,9 @@ def mask_runs(
                 heads=heads,
                 dtype=dtype,
                 device=device,
+                search=data,
             )
-            runs = tiles_of(found, block, dtype) if isinstance(found, Intervals) else None
+            runs = tiles_of(found, block, dtype, device) if isinstance(found, Intervals) else None
             if runs is not None:
                 return runs, checked
         runs = classify(

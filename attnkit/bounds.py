@@ -11,7 +11,7 @@ be valid everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -25,7 +25,7 @@ from attnkit.interp.boxes import Boxes
 from attnkit.interp.interval import INT_HIGH, INT_LOW, Interval, everything, transfer
 from attnkit.interp.pointwise import point_intervals
 from attnkit.interp.tables import Domain, value_range
-from attnkit.sided import Affine, Side, Sides
+from attnkit.sided import Affine, Side, shared
 from attnkit.versions import VersionedCache
 
 _INT32 = f"int32 ({INT_LOW} to {INT_HIGH})"
@@ -33,7 +33,9 @@ _DIVISIONS = ("fdiv", "mod", "tdiv")
 _SHIFTS = ("shl", "shr")
 
 # Ranges of captured tensors, on the CPU: each check asks again, and a GPU is waited for.
-_values: VersionedCache[Interval] = VersionedCache(256)
+_values: VersionedCache[Interval] = VersionedCache(256, copies=False)
+_proofs: dict[Hashable, _Proof] = {}
+_MOST_PROOFS = 256
 
 
 def check_bounds(
@@ -65,17 +67,79 @@ def check_bounds(
             zero or a shift count is outside 0..31, or that cannot be excluded; a captured tensor
             holds integers outside int32.
     """
+    like = tuple((t.shape, t.dtype, t.device) for t in tensors)
+    key = (tuple(roots), tuple(names), q_len, kv_len, batch, heads, dtype, like)
+    known = _proofs.get(key)
+    if known is None or not known.holds(tensors, dtype):
+        known = _prove(roots, tensors, names, (q_len, kv_len, batch, heads), dtype)
+        if len(_proofs) >= _MOST_PROOFS:
+            _proofs.clear()
+        _proofs[key] = known
+    return known.unproven
+
+
+def note_range(tensor: Tensor, low: int, high: int) -> None:
+    """Say of an integer tensor that was just made what it holds, so that it is not read for that."""
+    ends = torch.tensor(low), torch.tensor(high)
+    _values.get((I32, None), (tensor,), lambda: ends)
+
+
+@dataclass(frozen=True)
+class _Proof:
+    """What was found, and what of the captured tensors' data it rests on.
+
+    Attributes:
+        unproven: loads to be checked at run time.
+        ranges: least and greatest number of a tensor, by the loads whose values matter.
+        by_data: whether more than those ranges was looked at.
+    """
+
+    unproven: frozenset[Node]
+    ranges: tuple[tuple[Node, tuple[float, float]], ...]
+    by_data: bool
+
+    def holds(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> bool:
+        """Whether data as it is now gives the same."""
+        return not self.by_data and all(
+            _numbers(_known_range(tensors[int(n.attr or 0)], n, dtype)) == ends
+            for n, ends in self.ranges
+        )
+
+
+def _known_range(tensor: Tensor, n: Node, dtype: torch.dtype) -> Interval:
+    """Range of everything that load `n` can return from its tensor, on the CPU."""
+
+    def read() -> Interval:
+        low, high = torch.stack(value_range(tensor, n, dtype)).cpu()
+        return low, high
+
+    return _values.get((n.type, dtype if n.type == F32 else None), (tensor,), read)
+
+
+def _numbers(ends: Interval) -> tuple[float, float]:
+    return ends[0].item(), ends[1].item()
+
+
+def _prove(
+    roots: Sequence[Node],
+    tensors: Sequence[Tensor],
+    names: Sequence[str],
+    sizes: tuple[int, int, int, int],
+    dtype: torch.dtype,
+) -> _Proof:
+    q_len, kv_len, batch, heads = sizes
     device = tensors[0].device if tensors else torch.device("cpu")
     b = torch.arange(batch, dtype=torch.int32, device=device)
     h = torch.arange(heads, dtype=torch.int32, device=device)
     nodes = expr.topo(*roots)
     truncates = any(n.op == "cast" and (n.type, n.args[0].type) == (I32, F32) for n in nodes)
-    domain = Domain(tensors, q_len, kv_len, b, h, dtype, Sides())
+    domain = Domain(tensors, q_len, kv_len, b, h, dtype, shared())
     checker = _Checker(domain, tuple(names), truncates)
     with torch.no_grad():
         for n in nodes:
             checker.visit(n)
-    return frozenset(checker.unproven)
+    ranges = tuple((n, _numbers(ends)) for n, ends in checker.read.items())
+    return _Proof(frozenset(checker.unproven), ranges, checker.by_data)
 
 
 @dataclass(frozen=True)
@@ -101,6 +165,8 @@ class _Checker:
     def __init__(self, domain: Domain, names: tuple[str, ...], truncates: bool) -> None:
         """`truncates`: some float becomes an integer, so ranges of floats matter."""
         self.unproven: set[Node] = set()
+        self.read: dict[Node, Interval] = {}
+        self.by_data = False
         self._truncates = truncates
         self._domain = domain
         self._sides = domain.sides
@@ -149,17 +215,12 @@ class _Checker:
         needed = n.type == I32 or (n.type == F32 and self._truncates)
         if not tensor.numel() or not needed:  # large tensors are not read for nothing
             return everything(n, torch.tensor(0), self._domain.dtype)
-        kind = n.type, self._domain.dtype
-        low, high = _values.get(kind, (tensor,), lambda: self._read(tensor, n))
+        low, high = self.read[n] = _known_range(tensor, n, self._domain.dtype)
         if n.type == I32 and not (int(low) >= INT_LOW and int(high) <= INT_HIGH):
             raise BoundsError(
                 f"captured tensor {self._name(n)} holds integers from {int(low)} to {int(high)}; "
                 f"expected values in {_INT32}. Make them smaller, or capture floats"
             )
-        return low, high
-
-    def _read(self, tensor: Tensor, n: Node) -> Interval:
-        low, high = torch.stack(value_range(tensor, n, self._domain.dtype)).cpu()
         return low, high
 
     def _computed(self, n: Node) -> Interval:
@@ -245,6 +306,7 @@ class _Checker:
         low, high, attained = 2**63 - 1, -(2**63), True
         for values in self._points(n.args or [n], side):
             if n.op == "load":
+                self.by_data = True
                 least, most = self._boxes.load(n, values) if n.args else values[0]
             else:
                 least, most = transfer(n, values, self._domain.dtype)
@@ -253,6 +315,7 @@ class _Checker:
         return _Range(low, high, attained)
 
     def _points(self, nodes: Sequence[Node], side: Side) -> Iterator[list[Interval]]:
+        self.by_data = self.by_data or bool(expr.slots(*nodes))
         for start, stop in self._domain.pieces(nodes, side, 1):
             yield point_intervals(self._domain, self._boxes, nodes, side, start, stop)
 

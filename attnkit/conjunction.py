@@ -16,6 +16,7 @@ Three rules, all for the boolean structure only:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 from attnkit import expr, rewrite
 from attnkit.expr import BOOL, I32, Node
@@ -25,6 +26,7 @@ from attnkit.sided import Side, Sides, comparable
 _FAR, _TIMES = 1 << 30, 16
 
 
+@lru_cache(maxsize=256)
 def equated(root: Node, sides: Sides) -> Node:
     """Apply `equate` to every conjunction.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Literal, TypeAlias
 
 Type: TypeAlias = Literal["i32", "f32", "bool"]
@@ -181,6 +182,11 @@ def node(op: str, *args: Node, attr: Attr = None, to: Type | None = None) -> Nod
 
 def topo(*roots: Node) -> list[Node]:
     """All nodes below the roots, arguments before users, each once, in a fixed order."""
+    return list(_topo(roots))
+
+
+@lru_cache(maxsize=1024)
+def _topo(roots: tuple[Node, ...]) -> tuple[Node, ...]:
     seen: set[Node] = set()
     order: list[Node] = []
     stack: list[tuple[Node, bool]] = [(r, False) for r in reversed(roots)]
@@ -193,7 +199,7 @@ def topo(*roots: Node) -> list[Node]:
             stack.append((n, True))
             stack.extend((a, False) for a in reversed(n.args) if a not in seen)
     # a node may be pushed twice before its first visit: keep the first completion only
-    return list(dict.fromkeys(order))
+    return tuple(dict.fromkeys(order))
 
 
 def reads(*roots: Node) -> frozenset[str]:

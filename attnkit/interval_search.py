@@ -60,7 +60,7 @@ class Pieces:
         falls = torch.ones_like(values, dtype=torch.bool)
         torch.lt(values[..., 1:], values[..., :-1], out=falls[..., 1:])
         self._starts = falls.flatten().nonzero().squeeze(1)
-        self._least, greatest = (int(end) for end in torch.aminmax(values))
+        self._least, greatest = _range(values)
         self._step = greatest - self._least + 2
         self._key: Tensor | None = None
         if self._starts.numel() * self._step < _KEY_LIMIT:
@@ -111,8 +111,8 @@ class Places:
         changes = torch.ones_like(values, dtype=torch.bool)
         torch.ne(values[..., 1:], values[..., :-1], out=changes[..., 1:])
         self._starts = changes.flatten().nonzero().squeeze(1)
-        self._stops = torch.cat((self._starts[1:], self._starts.new_tensor([values.numel()])))
-        self._least, self._greatest = (int(end) for end in torch.aminmax(values))
+        self._stops = torch.cat((self._starts[1:], self._starts.new_full((1,), values.numel())))
+        self._least, self._greatest = _range(values)
         self._step = self._greatest - self._least + 1
         self._key: Tensor | None = None
         if values.shape[0] * values.shape[1] * self._step < _KEY_LIMIT:
@@ -139,6 +139,21 @@ class Places:
             ends = self._starts[run], self._stops[run]
             parts.append(_cut(ends, whole, self._base, count <= i))
         return _beside(parts, wanted)
+
+
+def equal_in_order(values: Tensor, wanted: Tensor) -> Ends | None:
+    """Where never falling values [b, h, points] equal those wanted, [b, h, rows, 1].
+
+    None if they fall somewhere. For devices where `Places`, with its many operators, is dearer
+    than two searches through all points.
+    """
+    if not bool((values[..., 1:] >= values[..., :-1]).all()):
+        return None
+    shape = torch.broadcast_shapes(values.shape[:2], wanted.shape[:2])
+    points = values.expand(*shape, -1).contiguous()
+    sought = wanted[..., 0].expand(*shape, -1).contiguous()
+    low, high = (torch.searchsorted(points, sought, right=right) for right in (False, True))
+    return low[..., None], high[..., None]
 
 
 def by_passes(
@@ -190,6 +205,12 @@ def compacted(low: Tensor, high: Tensor, points: int) -> Ends:
     most = int(count.amax())
     low, high = (x.masked_fill(unused, 0)[..., :most] for x in (found_low, found_high))
     return low, high
+
+
+def _range(values: Tensor) -> tuple[int, int]:
+    """Least and greatest, read in one go: a GPU is waited for."""
+    least, greatest = torch.stack(torch.aminmax(values)).tolist()
+    return least, greatest
 
 
 def _bases(values: Tensor) -> Tensor:

@@ -13,12 +13,20 @@ import torch
 from torch import Tensor
 
 from attnkit import expr
-from attnkit.bounds import check_bounds
+from attnkit.bounds import check_bounds, note_range
 from attnkit.errors import BoundsError
 from attnkit.expr import I32, Node, arg, const, load
 from attnkit.interp.tables import Domain, Key, key_of
 from attnkit.interp.torch import evaluate
-from attnkit.interval_search import Ends, Pieces, Places, Runs, by_passes
+from attnkit.interval_search import (
+    Ends,
+    Pieces,
+    Places,
+    Runs,
+    by_passes,
+    compacted,
+    equal_in_order,
+)
 from attnkit.interval_spans import EVERYTHING, Algebra, Span, Spans, ends
 from attnkit.rewrite import build
 from attnkit.sided import Q, Side, Terms
@@ -41,21 +49,39 @@ class RowTables:
         captured: how many are captured.
     """
 
-    def __init__(self, domain: Domain, names: Sequence[str], algebra: Algebra) -> None:
+    def __init__(
+        self,
+        domain: Domain,
+        names: Sequence[str],
+        algebra: Algebra,
+        proven: frozenset[Node],
+        *,
+        search: bool,
+    ) -> None:
+        """Of a domain.
+
+        Args:
+            domain: the rows and columns.
+            names: names of its captured tensors.
+            algebra: of spans.
+            proven: expressions over the captured tensors that are known to stay in bounds.
+            search: whether to make tables at all.
+        """
         self.tensors = list(domain.tensors)
         self.captured = len(self.tensors)
         self.names = list(names)
         self._domain = domain
         self._algebra = algebra
+        self._proven = proven
         self._values: dict[Key, Tensor] = {}
-        self._searches = 0
+        self._left = _MOST_SEARCHES if search else 0
 
     # --- searches
 
     def _count(self) -> None:
-        self._searches += 1
-        if self._searches > _MOST_SEARCHES:
+        if not self._left:
             raise Refusal("it has too many conditions that need a search")
+        self._left -= 1
 
     def equal(self, terms: Terms, wanted: Node, window: Spans) -> Spans:
         """Where a sum of kv terms equals a row-level integer.
@@ -65,9 +91,13 @@ class RowTables:
         """
         self._count()
         (value,) = self._at_rows([wanted])
-        places = Places(self._kv_values(terms))
-        rows = [value[..., None]]
-        found = by_passes(lambda x: places.equal(x, _ALONE), rows, self._domain.kv_len)
+        values, rows = self._kv_values(terms), value[..., None]
+        found = equal_in_order(values, rows) if values.device.type != "cpu" else None
+        if found is not None:
+            found = compacted(*found, self._domain.kv_len)
+        else:
+            places = Places(values)
+            found = by_passes(lambda x: places.equal(x, _ALONE), [rows], self._domain.kv_len)
         if found is None:
             stop = build("add", wanted, const(1))
             return self.between(terms, wanted, stop, window)
@@ -169,6 +199,8 @@ class RowTables:
 
     def check(self, nodes: Sequence[Node]) -> None:
         """Refuse row-level expressions that may leave int32 or their tensors."""
+        if self._proven.issuperset(nodes):
+            return
         domain = self._domain
         sizes = {"b": domain.b.numel(), "h": domain.h.numel(), "q": domain.q_len}
         try:
@@ -219,9 +251,10 @@ class RowTables:
         low, high = found
         spans = []
         for first, stop in zip(low.unbind(-1), high.unbind(-1), strict=True):
-            lows = (self._table(first, sources, "start"),) if first.any() else ()
-            whole = stop == self._domain.kv_len
-            highs = () if whole.all() else (self._table(stop, sources, "end"),)
+            needed = torch.stack((first.any(), (stop != self._domain.kv_len).any()))
+            some, not_all = needed.tolist()
+            lows = (self._table(first, sources, "start"),) if some else ()
+            highs = (self._table(stop, sources, "end"),) if not_all else ()
             spans.append(Span(lows, highs))
         return tuple(spans)
 
@@ -235,8 +268,10 @@ class RowTables:
         name, number = f"{base}_{what}", 2
         while name in self.names:
             name, number = f"{base}_{what}{number}", number + 1
+        table = values.reshape([size for _, size in kept]).to(torch.int32)
+        note_range(table, -self._domain.kv_len - 1, self._domain.q_len + self._domain.kv_len)
         self.names.append(name)
-        self.tensors.append(values.reshape([size for _, size in kept]).to(torch.int32))
+        self.tensors.append(table)
         return load(len(self.tensors) - 1, I32, [n for n, _ in kept])
 
 

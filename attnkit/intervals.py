@@ -28,7 +28,7 @@ from attnkit.interval_solve import Solver
 from attnkit.interval_spans import UNLIMITED, ZERO, Algebra, Spans, ends
 from attnkit.interval_tables import Refusal, RowTables
 from attnkit.rewrite import FALSE, TRUE, build
-from attnkit.sided import KV, Sides
+from attnkit.sided import KV, shared
 from attnkit.trace import Traced
 from attnkit.validate import check_captured, check_size
 from attnkit.versions import VersionedCache
@@ -71,14 +71,28 @@ class Intervals:
             kept.append(build("and", above, below))
         return reduce(lambda a, b: build("or", a, b), kept, FALSE)
 
-    def rows(self, dtype: torch.dtype = torch.float32) -> Tensor:
+    def rows(
+        self, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+    ) -> Tensor:
         """The ends in every row: int32 [batch, heads, q_len, intervals, 2], in 0 .. kv_len.
 
         Args:
             dtype: what the mask's floats are computed in.
+            device: where to; None: where the tensors are, else on the CPU.
         """
+        batch, heads, q_len, _ = self.shape
+        values = self.ends(dtype, device)
+        if not values:
+            device = _device(self.tensors) if device is None else device
+            return torch.zeros(batch, heads, q_len, 0, 2, dtype=torch.int32, device=device)
+        return torch.stack(values, -1).view(batch, heads, q_len, -1, 2)
+
+    def ends(
+        self, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+    ) -> list[Tensor]:
+        """The ends one by one, low, high, low, ..., int32 [batch, heads, q_len]; see `rows`."""
         batch, heads, q_len, kv_len = self.shape
-        device = _device(self.tensors)
+        device = _device(self.tensors) if device is None else device
         names = (("b", batch, 2), ("h", heads, 1), ("q", q_len, 0))
         env = {
             name: torch.arange(size, dtype=torch.int32, device=device).view(-1, *(1,) * after)
@@ -86,10 +100,7 @@ class Intervals:
         }
         nodes = [n for pair in self.bounds for n in pair]
         values = evaluate(nodes, env, self.tensors, dtype)
-        wide = [v.to(device).clamp(0, kv_len).expand(batch, heads, q_len) for v in values]
-        if not wide:
-            return torch.zeros(batch, heads, q_len, 0, 2, dtype=torch.int32, device=device)
-        return torch.stack(wide, -1).view(batch, heads, q_len, -1, 2)
+        return [v.to(device).clamp(0, kv_len).expand(batch, heads, q_len) for v in values]
 
     def __str__(self) -> str:
         lines = [self._shown(low, high) for low, high in self.bounds] or ["nothing"]
@@ -172,6 +183,7 @@ def find_intervals(
     most: int = MOST,
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
+    search: bool = True,
 ) -> Found:
     """The interval normal form of a traced mask, or why it has none.
 
@@ -183,6 +195,7 @@ def find_intervals(
         most: intervals that a row may need.
         dtype: what the mask's floats are computed in.
         device: where tables are made; None: where the captured tensors are, else on the CPU.
+        search: also look where formulas do not tell; else the mask then counts as having none.
 
     Raises:
         BoundsError: an index leaves its captured tensor, or integer arithmetic leaves int32.
@@ -197,8 +210,8 @@ def find_intervals(
     reads = expr.reads(mask.root)
     shape = (batch if "b" in reads else 1, heads if "h" in reads else 1, q_len, kv_len)
     device = _device(mask.tensors) if device is None else device
-    key = (mask.root, mask.names, shape, most, dtype, device)
-    return _found.get(key, mask.tensors, lambda: _find(mask, shape, most, dtype, device))
+    key = (mask.root, mask.names, shape, most, dtype, device, search)
+    return _found.get(key, mask.tensors, lambda: _find(mask, shape, most, dtype, device, search))
 
 
 def _find(
@@ -207,14 +220,15 @@ def _find(
     most: int,
     dtype: torch.dtype,
     device: torch.device,
+    search: bool,
 ) -> Found:
     batch, heads, q_len, kv_len = shape
     b = torch.arange(batch, dtype=torch.int32, device=device)
     h = torch.arange(heads, dtype=torch.int32, device=device)
-    domain = Domain(mask.tensors, q_len, kv_len, b, h, dtype, Sides())
-    root = _prepared(mask, domain)
+    domain = Domain(mask.tensors, q_len, kv_len, b, h, dtype, shared())
+    root, proven = _prepared(mask, domain)
     algebra = Algebra(domain.sides)
-    tables = RowTables(domain, mask.names, algebra)
+    tables = RowTables(domain, mask.names, algebra, proven, search=search)
     try:
         spans = Solver(domain.sides, algebra, tables).solve(root)
         spans = _reduced(spans, tables, most, kv_len)
@@ -228,8 +242,8 @@ def _device(tensors: Sequence[Tensor]) -> torch.device:
     return max(tensors, key=lambda t: t.ndim).device if tensors else torch.device("cpu")
 
 
-def _prepared(mask: Traced, domain: Domain) -> Node:
-    """The mask's expression, proven to stay in bounds, with equal values made one."""
+def _prepared(mask: Traced, domain: Domain) -> tuple[Node, frozenset[Node]]:
+    """The mask's expression with equal values made one, and what of it is proven in bounds."""
 
     def check(root: Node) -> frozenset[Node]:
         return check_bounds(
@@ -243,14 +257,14 @@ def _prepared(mask: Traced, domain: Domain) -> Node:
             dtype=domain.dtype,
         )
 
-    checked = check(mask.root)
-    better = equated(mask.root, domain.sides)
-    if better is mask.root:
-        return better
-    try:
-        return better if check(better) <= checked else mask.root
-    except BoundsError:  # an index that the equality protects
-        return mask.root
+    root, checked = mask.root, check(mask.root)
+    better = equated(root, domain.sides)
+    if better is not root:
+        try:
+            root = better if check(better) <= checked else root
+        except BoundsError:  # an index that the equality protects
+            pass
+    return root, frozenset() if checked else frozenset(expr.topo(root))
 
 
 def _reduced(spans: Spans, tables: RowTables, most: int, kv_len: int) -> Spans:

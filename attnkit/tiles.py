@@ -25,7 +25,7 @@ from attnkit.interp.blockwise import Blocks, compile_blocks, is_exact
 from attnkit.interp.boxes import Boxes
 from attnkit.interp.equal import settle_equalities
 from attnkit.interp.tables import Domain, Tables
-from attnkit.sided import Sides
+from attnkit.sided import Sides, shared
 from attnkit.sparse import BlockRuns
 from attnkit.witness import Resolver
 
@@ -127,7 +127,7 @@ def _prepare(
     root: Node, check: Callable[[Sequence[Node]], frozenset[Node]], names: Sequence[str]
 ) -> _Classifier:
     """Rewrite and compile a mask; `check` returns unproven loads or raises BoundsError."""
-    sides = Sides()
+    sides = shared()
     checked = check([root])
     better = equated(root, sides)
     if better is not root:

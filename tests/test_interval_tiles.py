@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnkit import Mask, create_block_mask, create_mask, masks
+from attnkit.interval_search import Places, equal_in_order
 from attnkit.interval_tiles import tiles_of
 from attnkit.intervals import Intervals, intervals_of
 from tests.test_hierarchy import check, states_of
@@ -110,3 +111,21 @@ def test_out_of_order(low: list[int], high: list[int]) -> None:
     assert tiles_of(found, (2, 2)) is None
     runs = create_block_mask(mask, None, None, 4, 8, BLOCK_SIZE=2).runs
     check(runs, states_of(create_mask(mask, 1, 1, 4, 8), (2, 2)))
+
+
+@given(st.lists(st.integers(-3, 9), min_size=1, max_size=30),
+       st.lists(st.integers(-4, 10), min_size=1, max_size=9), st.booleans())  # fmt: skip
+def test_two_searches_find_equal_values(ids: list[int], wanted: list[int], ordered: bool) -> None:
+    values = torch.tensor([[sorted(ids) if ordered else ids]])
+    rows = torch.tensor(wanted)[None, None, :, None]
+    found = equal_in_order(values, rows)
+    assert (found is not None) == (sorted(ids) == values.flatten().tolist())
+    if found is None:
+        return
+    known = Places(values).equal(rows, 1)
+    assert known is not None
+    for (low, high), (first, stop) in zip(
+        torch.cat(found, -1).view(-1, 2).tolist(), torch.cat(known, -1).view(-1, 2).tolist(),
+        strict=True,
+    ):  # fmt: skip
+        assert range(low, high) == range(first, stop)
