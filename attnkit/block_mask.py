@@ -27,6 +27,8 @@ from attnkit.versions import VersionedCache
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
+_ON_HOST = 1 << 16  # rows and columns together
+
 _runs: VersionedCache[tuple[BlockRuns, frozenset[Node]]] = VersionedCache(64)
 
 
@@ -77,8 +79,10 @@ def mask_runs(
 
     def build() -> tuple[BlockRuns, frozenset[Node]]:
         checked = check_lengths(mask, q_len, kv_len, batch, heads)
-        # each operator costs its launch on a GPU: there what lives there, and few of them
+        # An operator costs its launch on a GPU, the first of its kind milliseconds: there is done
+        # what lives there, and what is long.
         data = any(t.device.type != "cpu" for t in mask.tensors)
+        there = data or q_len + kv_len > _ON_HOST
         if device.type != "cpu" and not checked:
             found = find_intervals(
                 mask,
@@ -90,9 +94,11 @@ def mask_runs(
                 device=device,
                 search=data,
             )
-            runs = tiles_of(found, block, dtype, device) if isinstance(found, Intervals) else None
-            if runs is not None:
-                return runs, checked
+            if isinstance(found, Intervals):
+                where = device if there else torch.device("cpu")
+                runs = tiles_of(found, block, dtype, where)
+                if runs is not None:
+                    return runs.to(device), checked
         runs = classify(
             mask.root,
             mask.tensors,
@@ -245,6 +251,16 @@ def create_block_mask(
     for name, length in (("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
         check_size(name, length)
     check_built_for(mask_mod, Q_LEN, KV_LEN)
+    if torch.compiler.is_dynamo_compiling():  # what is left to say is said where it is used
+        return BlockMask(
+            mask_mod,
+            batch=1 if B is None else B,
+            heads=1 if H is None else H,
+            q_len=Q_LEN,
+            kv_len=KV_LEN,
+            block=block,
+            device="cpu" if device is None else device,
+        )
     if device is None:
         captured = traced(mask_mod, "mask", torch.device("cpu")).tensors
         # a small table may stay on the CPU: what lives elsewhere decides

@@ -39,6 +39,11 @@ class WorkList:
     split_ptr: Tensor
     slots: int
 
+    def to(self, device: torch.device) -> WorkList:
+        """The same on a device."""
+        tables = (self.pieces, self.partial, self.full, self.split, self.split_ptr)
+        return WorkList(*(t.to(device) for t in tables), self.slots)
+
 
 def work_list(runs: BlockRuns, schedule: Schedule) -> WorkList:
     """The tables of a forward schedule of these runs."""

@@ -114,6 +114,7 @@ def host_us(call: Any, device: torch.device) -> float:
 
 def first_rows(options: argparse.Namespace, names: list[str]) -> Iterator[Row]:
     """Seconds of first calls, each contender in two fresh processes."""
+    write_bytecode()
     for name in names or CONTENDERS:
         with tempfile.TemporaryDirectory() as folder:
             for state in ("cold", "warm"):
@@ -123,6 +124,13 @@ def first_rows(options: argparse.Namespace, names: list[str]) -> Iterator[Row]:
                 yield row | found
                 if "skipped" in found:
                     break
+
+
+def write_bytecode() -> None:
+    """Import once what first calls import: an installer has compiled it to bytecode, or should."""
+    modules = ("attnkit", "cutlass.cute", "flash_attn.cute.interface", "torch._inductor.compile_fx")
+    for name in modules:
+        subprocess.run([sys.executable, "-c", f"import {name}"], capture_output=True, check=False)
 
 
 def first(name: str, cases: Path, folder: Path) -> Row:
