@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,10 +52,11 @@ __all__ = [
 # Folders and files of the package with no part in what a kernel is compiled to: what they decide
 # stands in the key, or is passed at run time. Any other file, a new one too, counts.
 _APART = set(
-    "__pycache__ cli cpu emulator masks mods testing __main__.py block_mask.py emulation.py "
-    "explanation.py launch.py merging.py ops.py picture.py reference.py repeats.py schedule.py sections.py "
-    "simulate.py sparse.py splitting.py summary.py tile_map.py tiles.py turns.py variant.py "
-    "versions.py watch.py witness.py worklist.py".split()
+    "__main__.py __pycache__ cli cpu emulator masks mods testing block_mask.py deferred.py "
+    "dynamo.py emulation.py explanation.py launch.py merging.py ops.py picture.py planning.py "
+    "reference.py repeats.py schedule.py sections.py simulate.py sparse.py splitting.py "
+    "summary.py tile_map.py tiles.py turns.py variant.py versions.py watch.py witness.py "
+    "whole_graph.py worklist.py".split()
 )
 
 
@@ -215,16 +217,18 @@ def asked() -> Iterator[list[Source]]:
         _asked.reset(token)
 
 
-def kernel(source: Source) -> Kernel:
+def kernel(source: Source, *, lines: bool = False) -> Kernel:
     """The kernel of a source: from memory, from disk, or compiled and kept.
 
     Needs no GPU. Processes that want the same kernel at once compile it once, where the cache's
-    folder has locks.
+    folder has locks. `lines`: it is for the emulator, whose reports name lines of the program.
 
     Raises:
         UnsupportedError: the CuTe DSL is not installed, and the kernel was never compiled.
         Others: as `compile_source`.
     """
+    if lines and _asked.get() is None:
+        source = replace(source, lines=True)
     found = _kernels.get(source)
     if found is None:
         with _lock:
@@ -256,7 +260,7 @@ def full_key(source: Source) -> str:
         f"dsl {identity()}",
         f"settings {settings()}",
         f"host {platform.system()} {platform.machine()}",
-        f"arch {source.arch}",
+        f"arch {source.arch}{' with lines' if source.lines else ''}",
         "",
         source.key,
     ]

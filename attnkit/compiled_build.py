@@ -57,12 +57,15 @@ class Source:
         arch: target, as "sm_90a".
         build: called only if the kernel is neither in memory nor on disk.
         name: for people.
+        lines: keep the lines of the program that the code comes from: the same machine code, in a
+            larger object.
     """
 
     key: str
     arch: str
     build: Callable[[], Build] = field(compare=False, repr=False)
     name: str = field(default="kernel", compare=False)
+    lines: bool = False
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,7 @@ def compile_source(source: Source) -> Artifact:
         options = (
             f"{build.options} --gpu-arch {source.arch} --keep-ptx --keep-cubin "
             f"--dump-dir {shlex.quote(folder)} --host-target {shlex.quote(host_target())}"
+            f"{' --generate-line-info' if source.lines else ''}"
         )
         with warnings.catch_warnings():
             # An empty list is passed as what it is, no arguments; loops are unrolled on purpose.

@@ -52,6 +52,7 @@ class Session:
         timeline: whether to predict the cycles of each kernel.
         deterministic: a check demands the same bits in every order.
         execute: whether kernels run at all; without, outputs stay undefined.
+        ctas: how many persistent CTAs a kernel has, None: as few as show faults.
         reports: (name of the kernel, report) of each run, in order.
         timelines: (name of the kernel, timeline) of each run, if wanted.
     """
@@ -62,6 +63,7 @@ class Session:
     timeline: bool = False
     deterministic: bool = True
     execute: bool = True
+    ctas: int | None = None
     reports: list[tuple[str, emulator.Report | emulator.CheckReport]] = field(default_factory=list)
     timelines: list[tuple[str, emulator.Timeline]] = field(default_factory=list)
 
@@ -70,6 +72,8 @@ class Session:
             raise OptionError(f"mode={self.mode!r}: expected one of {', '.join(MODES)}")
         if self.seeds < 1:
             raise OptionError(f"seeds={self.seeds}: expected 1 or more")
+        if self.ctas is not None and self.ctas < 1:
+            raise OptionError(f"ctas={self.ctas}: expected 1 or more")
 
     @property
     def runs(self) -> list[str]:
@@ -97,6 +101,12 @@ def session(**options: Any) -> Iterator[Session]:
         yield own
     finally:
         _session.reset(token)
+
+
+def ctas(few: int) -> int:
+    """How many persistent CTAs a kernel has: what the session in force says, else `few`."""
+    current = _session.get()
+    return few if current is None or current.ctas is None else current.ctas
 
 
 def attention_work(

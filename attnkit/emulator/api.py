@@ -14,6 +14,7 @@ import numpy as np
 from attnkit.emulator.arguments import pack_all
 from attnkit.emulator.faults import Finding, KernelFault
 from attnkit.emulator.fences import missing_fences
+from attnkit.emulator.groups import mixed_groups
 from attnkit.emulator.host import Captured, HostFunction, host_function
 from attnkit.emulator.launch import LIMIT, Launch, Mode, Stats
 from attnkit.emulator.memory import GlobalMemory, Undefined, restore, snapshot
@@ -59,6 +60,8 @@ class Report:
 class Target(ABC):
     """Something that can be run: it turns call arguments into launches."""
 
+    ptx: str
+
     def __init__(self, kernels: dict[str, Kernel]) -> None:
         self.kernels = kernels
         self.programs: dict[str, Program] = {}
@@ -102,6 +105,7 @@ class Ptx(Target):
         kernel: str | None = None,
     ) -> None:
         super().__init__(parse(text))
+        self.ptx = text
         if kernel is None and len(self.kernels) > 1:
             raise OptionError(f"kernel=None: the text has several, {sorted(self.kernels)}")
         self.kernel = self.kernels[kernel] if kernel else next(iter(self.kernels.values()))
@@ -146,7 +150,8 @@ class Executable(Target):
         if not text:
             raise OptionError("compiled without PTX: add --keep-ptx to the options of cute.compile")
         super().__init__(parse(text))
-        self.ptx: str = text
+        self.ptx = text
+        self.cubin: bytes | None = getattr(compiled.artifacts, "CUBIN", None)
         self.specs = tuple(specs)
         self.host: HostFunction = host_function(compiled, self.kernels)
 
@@ -169,7 +174,7 @@ class Executable(Target):
         """
         self = object.__new__(cls)
         Target.__init__(self, parse(text))
-        self.ptx, self.specs = text, tuple(specs)
+        self.ptx, self.cubin, self.specs = text, None, tuple(specs)
         self.host = HostFunction(code, function, self.kernels, prefix)
         return self
 
@@ -177,7 +182,7 @@ class Executable(Target):
         """The same host code with other device code: for studies of seeded faults."""
         other = object.__new__(Executable)
         Target.__init__(other, parse(text))
-        other.ptx, other.specs, other.host = text, self.specs, self.host
+        other.ptx, other.cubin, other.specs, other.host = text, None, self.specs, self.host
         other.names, other.roles = self.names, self.roles
         return other
 
@@ -191,7 +196,8 @@ def compile(fn: Any, *specs: Any, options: str = "", **kwargs: Any) -> Executabl
 
     # The DSL keeps PTX by writing it to a file too, by default in the working directory.
     with tempfile.TemporaryDirectory(prefix="attnkit-emulator-") as folder:
-        wanted = f"--keep-ptx --generate-line-info --dump-dir={folder} {options}".strip()
+        keep = "--keep-ptx --keep-cubin --generate-line-info"
+        wanted = f"{keep} --dump-dir={folder} {options}".strip()
         compiled = cute.compile(fn, *specs, options=wanted, **kwargs)
     return Executable(compiled, (*specs, *kwargs.values()))
 
@@ -301,7 +307,9 @@ def check(
 
     The arrays hold the results of the last run afterwards.
     """
-    static = tuple(f for k in target.kernels.values() for f in missing_fences(k))
+    static = tuple(
+        f for k in target.kernels.values() for f in (*missing_fences(k), *mixed_groups(k))
+    )
     before = snapshot(args)
     first: list[Any] | None = None
     runs: list[Report] = []

@@ -80,6 +80,7 @@ class NamedBarrier:
 
     number: int
     threads: int = 0
+    name: str = ""
     arrived: int = 0
     generation: int = 0
     waiting: list[int] = field(default_factory=list)
@@ -111,7 +112,11 @@ class NamedBarrier:
             accumulate(self.clocks, self.generation, who)
 
     def __str__(self) -> str:
-        return f"barrier {self.number} ({self.arrived} of {self.threads} threads, warps {self.waiting})"
+        name = f" {self.name}" if self.name else ""
+        return (
+            f"barrier {self.number}{name} ({self.arrived} of {self.threads} threads, "
+            f"warps {self.waiting})"
+        )
 
 
 @dataclass(eq=False)

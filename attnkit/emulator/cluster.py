@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from attnkit.emulator.launch import Launch
 
 Work = Callable[[], None]
+_AGENT = re.compile(r"warp (\d+)\.(\d+)")  # `agent_name` of a gang
 STALLED_ROUNDS = 64  # rounds of nothing but polling before a deadlock is declared
 
 
@@ -35,6 +37,7 @@ class Cluster:
         self.events = 0
         self.ticks = 0
         self.stalled = 0
+        self.actor = 0  # rank of the CTA for which something is being done
         self.queues: dict[str, list[tuple[Work, Gang, int]]] = defaultdict(list)
         self.work: dict[str, int] = defaultdict(int)
         self.ctas: list[Cta] = []
@@ -74,6 +77,7 @@ class Cluster:
         work, gang, line = queue.pop(
             0 if name.startswith("tcgen05") else self.rng.randrange(len(queue))
         )
+        self.actor = gang.cta.rank
         try:
             work()
         except Trap as trap:
@@ -82,13 +86,22 @@ class Cluster:
         return True
 
     # ---- shared memory of any CTA of the cluster
+    def reached(self, rank: int) -> Cta:
+        """The CTA of `rank`, whose shared memory another one may use only while it runs (PTX ISA,
+        "Shared State Space" and barrier.cluster)."""
+        cta = self.ctas[rank]
+        if rank != self.actor and not cta.alive:
+            text = f"CTA rank {self.actor} reaches shared memory of rank {rank}, which has exited"
+            raise Trap("exited", text)
+        return cta
+
     def _at(self, address: int, size: int) -> tuple[Cta, int]:
         rank, off = address >> RANK_SHIFT, (address & OFFSET_MASK) - SHARED_BASE
         if rank >= len(self.ctas):
             raise Trap(
                 "bounds", f"shared address {address:#x}: no CTA of rank {rank} in the cluster"
             )
-        cta = self.ctas[rank]
+        cta = self.reached(rank)
         if off < 0 or off + size > cta.smem.size:
             raise Trap(
                 "bounds", f"copy of {size} bytes at shared {off:+#x}, size {cta.smem.size:#x}"
@@ -146,7 +159,7 @@ class Cluster:
     # ---- barriers
     def mbarrier(self, address: int) -> MBarrier:
         rank, off = address >> RANK_SHIFT, address & OFFSET_MASK
-        b = self.ctas[rank].mbarriers.get(off) if rank < len(self.ctas) else None
+        b = self.reached(rank).mbarriers.get(off) if rank < len(self.ctas) else None
         if b is None:
             raise Trap(
                 "barrier", f"mbarrier at shared {off - SHARED_BASE:+#x} of rank {rank}: no init"
@@ -174,6 +187,7 @@ class Cluster:
         if self.launch.mode.late:
             self.rng.shuffle(order)
         for gang in order:
+            self.actor = gang.cta.rank
             ran = gang.run()
             moved |= ran and not gang.polling
         for cta in self.ctas:
@@ -199,6 +213,7 @@ class Cluster:
             for gang in cta.finished:
                 gang.exit_checks()
             self._uneven_products(cta)
+            self._uneven_allocations(cta)
             self._unfinished_bulk(cta)
             if cta.tmem.live:
                 text = f"tensor memory not deallocated at exit: {cta.tmem.live} (column: columns)"
@@ -206,7 +221,11 @@ class Cluster:
             for b in cta.mbarriers.values():
                 if b.tx:
                     text = f"transactions outstanding at exit: {b}"
-                    self.launch.note(Finding("unfinished", text, cta.finished[0].place(b.line)))
+                    # Expected bytes that nobody copies are harmless: the producer's last turn of a
+                    # ring announces them. Bytes that nobody expected are not.
+                    severity = "warning" if b.tx > 0 else "error"
+                    at = cta.finished[0].place(b.line)
+                    self.launch.note(Finding("unfinished", text, at, severity))
 
     def _uneven_products(self, cta: Cta) -> None:
         """The four warps of a warpgroup must execute the same wgmma."""
@@ -216,7 +235,17 @@ class Cluster:
                 text = f"wgmma executed {counts} times by warps {first} to {first + 3}"
                 self.launch.note(Finding("convergence", text, Place(cta.ctaid, (first,))))
 
+    def _uneven_allocations(self, cta: Cta) -> None:
+        """Both CTAs of a pair allocate and free tensor memory of cta_group::2 alike."""
+        peer = self.ctas[cta.rank ^ 1] if cta.rank ^ 1 < len(self.ctas) else None
+        mine = cta.tmem.collective
+        if mine and (peer is None or peer.tmem.collective != mine):
+            other = peer.tmem.collective if peer else "no peer"
+            text = f"cta_group::2 with (operation, column, columns) {mine}; peer CTA: {other}"
+            self.launch.note(Finding("tensor-memory", text, Place(cta.ctaid)))
+
     def _unfinished_bulk(self, cta: Cta) -> None:
+        self.actor = cta.rank
         for thread, state in cta.bulk.items():
             left = [g for g in [*state.groups, state.current] if g.lines]
             for group in left:
@@ -227,6 +256,25 @@ class Cluster:
                 self.launch.note(Finding("unfinished", text, place, "warning"))
                 for work in group.work:
                     work()
+
+    # ---- words for agents of the race detector
+    def rank_of(self, agent: str) -> int:
+        """The rank of the CTA that an agent's name gives, or 0."""
+        found = _AGENT.search(agent)
+        return int(found.group(1)) if found else 0
+
+    def with_role(self, agent: str) -> str:
+        """An agent's name with the rank and role of the warp in it."""
+
+        def worded(m: re.Match[str]) -> str:
+            rank, warp = int(m.group(1)), int(m.group(2))
+            cta = self.ctas[rank]
+            gang = next(g for g in (*cta.gangs, *cta.finished) if warp in g.warps)
+            role = gang.place(0).role
+            where = f" of CTA rank {rank}" if len(self.ctas) > 1 else ""
+            return f"warp {warp}{where}" + (f" ({role})" if role else "")
+
+        return _AGENT.sub(worded, agent)
 
     def deadlock(self) -> KernelFault:
         """The fault of a cluster in which nothing can move."""

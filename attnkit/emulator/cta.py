@@ -15,6 +15,7 @@ from attnkit.emulator.ops_bulk import BulkState
 from attnkit.emulator.program import Program
 from attnkit.emulator.spaces import PARAM_BASE
 from attnkit.emulator.tensormap import TensorMap, decode
+from attnkit.emulator.wording import mbarrier_name
 
 if TYPE_CHECKING:
     from attnkit.emulator.cluster import Cluster
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from attnkit.emulator.memory import GlobalMemory
 
 TMEM_COLUMNS = 512
+UNDEFINED = 0xFFFF0BAD
 
 
 class TensorMemory:
@@ -32,6 +34,8 @@ class TensorMemory:
         self._data: Lanes | None = None
         self.live: dict[int, int] = {}
         self.relinquished = False
+        self.last = TMEM_COLUMNS  # columns of the last allocation: they must not increase
+        self.collective: list[tuple[str, int, int]] = []  # what the peer CTA has to do as well
 
     @property
     def data(self) -> Lanes:
@@ -40,13 +44,20 @@ class TensorMemory:
             self._data = np.full((TMEM_COLUMNS, 128), 0x7FC0DEAD, u4)
         return self._data
 
-    def allocate(self, columns: int) -> int:
+    def allocate(self, columns: int, group: int = 1) -> int:
+        """The first column of the allocation; `group`: CTAs that allocate together."""
         if columns < 32 or columns > TMEM_COLUMNS or columns & (columns - 1):
             raise Trap(
                 "tensor-memory", f"tcgen05.alloc of {columns} columns: a power of 2, 32 to 512"
             )
         if self.relinquished:
             raise Trap("tensor-memory", "tcgen05.alloc after relinquish_alloc_permit")
+        if columns > self.last:
+            raise Trap(
+                "tensor-memory",
+                f"tcgen05.alloc of {columns} columns after one of {self.last}: must not increase",
+            )
+        self.last = columns
         at = 0
         for base in sorted(self.live):
             if base - at >= columns:
@@ -55,9 +66,13 @@ class TensorMemory:
         if at + columns > TMEM_COLUMNS:
             raise Trap("tensor-memory", f"no {columns} free columns, allocated: {self.live}")
         self.live[at] = columns
+        if group == 2:
+            self.collective.append(("alloc", at, columns))
         return at
 
-    def free(self, base: int, columns: int) -> None:
+    def free(self, base: int, columns: int, group: int = 1) -> None:
+        if group == 2:
+            self.collective.append(("dealloc", base, columns))
         if self.live.pop(base, None) != columns:
             raise Trap(
                 "tensor-memory", f"tcgen05.dealloc of {columns} columns at {base}: not allocated"
@@ -99,6 +114,11 @@ class Cta:
         self.gangs: list[Gang] = []
         self.finished: list[Gang] = []
 
+    @property
+    def alive(self) -> bool:
+        """Whether any thread has not exited."""
+        return any(g.groups for g in self.gangs)
+
     def view(self, dtype: Any, n: int) -> Lanes:
         """Shared memory as items of `dtype`, in rows of n if n > 1."""
         key = (dtype, n)
@@ -138,13 +158,19 @@ class Cta:
         return self._maps[address]
 
     def barrier_name(self, offset: int, line: int) -> str:
+        """A word for the mbarrier at `offset`, initialised at a line of the PTX: as it was given, or
+        as the program calls it."""
         given = self.launch.names.get(offset)
         if given is not None:
             return given
-        source = self.launch.source(line)
-        return f"mbarrier smem+{offset:#x} of rank {self.rank}" + (f" ({source})" if source else "")
+        source = self.launch.source_of(line)
+        name = mbarrier_name(source)
+        return f"mbarrier {name}{' at ' if name else ''}smem+{offset:#x} of rank {self.rank}" + (
+            f" ({source})" if source else ""
+        )
 
     def clc_words(self, ctaid: tuple[int, int, int] | None) -> bytes:
-        """Our encoding of the opaque response of clusterlaunchcontrol.try_cancel."""
-        x, y, z = ctaid or (0, 0, 0)
+        """Our encoding of the opaque response of clusterlaunchcontrol.try_cancel; the numbers in a
+        refusal are undefined, so they are none that a grid has."""
+        x, y, z = ctaid or (UNDEFINED, UNDEFINED, UNDEFINED)
         return struct.pack("<4I", x, y, z, 1 if ctaid else 0)

@@ -1,7 +1,7 @@
 """Matrix descriptors of wgmma and tcgen05: which bytes of shared memory hold an operand.
 
-PTX ISA, "Matrix Descriptor Format" of wgmma, "Shared memory descriptor" of tcgen05, and the canonical
-layouts of "Strides" and "Swizzling".
+PTX ISA, "Matrix Descriptor Format" of wgmma, "Shared Memory Descriptor" of tcgen05, and the
+sections "Canonical Layouts" and "Swizzling Modes".
 """
 
 from __future__ import annotations

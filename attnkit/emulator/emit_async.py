@@ -154,7 +154,7 @@ def _tc_cp_shape(e: Emitter, c: Instr) -> str:
 
 
 def _tc_move(e: Emitter, c: Instr) -> list[str]:
-    shape = c.option("32x32b", "16x64b", "16x128b", "16x256b")
+    shape = c.option("32x32b", "16x128b", "16x256b")
     if shape is None or c.has("red", "pack::16b", "unpack::16b", "spill"):
         raise e.fail(c)
     if c.parts[1] == "st":

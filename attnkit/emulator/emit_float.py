@@ -56,13 +56,12 @@ def _scalar(e: Emitter, c: Instr) -> list[str]:
     if op in _INFIX or op in ("fma", "mad"):
         if mode and t == "f8":
             raise e.fail(c, "directed rounding of f64")
-        if op in _INFIX:
+        if mode:
+            out = _directed(op, x, mode)
+        elif op in _INFIX:
             out = f"{x[0]}{_INFIX[op]}{x[1]}"
-            wide = f"{x[0]}.astype(f8){_INFIX[op]}{x[1]}"
         else:
             out = f"fma({x[0]},{x[1]},{x[2]})" if t == "f4" else f"{x[0]}*{x[1]}+{x[2]}"
-            wide = f"{x[0]}.astype(f8)*{x[1]}+{x[2]}"
-        out = f"directed({wide},'{mode}')" if mode else out
     elif op in ("max", "min"):
         out = _extremum(e, c, x, t)
     elif op in ("neg", "abs"):
@@ -75,6 +74,16 @@ def _scalar(e: Emitter, c: Instr) -> list[str]:
     if "sat" in p:
         out = f"np.nan_to_num(np.clip({out},{e.const(0, t)},{e.const(1, t)}))"
     return e.put(a[0], out, t)
+
+
+def _directed(op: str, x: list[str], mode: str) -> str:
+    """float32 arithmetic that rounds in one direction: products are exact in float64, sums not."""
+    product = f"{x[0]}.astype(f8)*{x[1]}"
+    if op == "mul":
+        return f"directed({product},'{mode}')"
+    first = f"{x[0]}.astype(f8)" if op in ("add", "sub") else product
+    last = f"{'-' if op == 'sub' else ''}{x[-1]}.astype(f8)"
+    return f"directed_sum({first},{last},'{mode}')"
 
 
 def _extremum(e: Emitter, c: Instr, x: list[str], t: str) -> str:
@@ -95,15 +104,14 @@ def _pair(e: Emitter, c: Instr) -> list[str]:
     op, a = c.parts[0], c.args
     x = [_flush(e, c, f"{e.val(v, 'u8')}.view(f4)") for v in a[1:]]
     mode = c.option(*_ROUND)
-    if op == "fma":
-        out = f"fma({x[0]},{x[1]},{x[2]})"
-        wide = f"{x[0]}.astype(f8)*{x[1]}+{x[2]}"
-    elif op in ("add", "sub", "mul"):
-        out = f"({x[0]}{_INFIX[op]}{x[1]})"
-        wide = f"{x[0]}.astype(f8){_INFIX[op]}{x[1]}"
-    else:
+    if op not in ("add", "sub", "mul", "fma"):
         raise e.fail(c)
-    out = f"directed({wide},'{mode}')" if mode else out
+    if mode:
+        out = _directed(op, x, mode)
+    elif op == "fma":
+        out = f"fma({x[0]},{x[1]},{x[2]})"
+    else:
+        out = f"({x[0]}{_INFIX[op]}{x[1]})"
     return e.put(a[0], f"{_flush(e, c, out)}.view(u8)", "u8")
 
 

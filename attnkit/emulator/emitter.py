@@ -107,6 +107,8 @@ def storage_types(kernel: Kernel) -> dict[str, str]:
         kinds = [p for p in c.parts[1:] if p in ("f32", "f64", "s32", "u32", "s64", "u64", "b32")]
         if not kinds or (c.parts[0] in ("ld", "st", "mov", "shfl", "selp") and kinds[-1][0] == "b"):
             continue
+        if c.parts[0] == "cp":  # the type is that of memory; registers hold addresses and sizes
+            continue
         if c.parts[0] == "wgmma":
             kinds = [p for p in c.parts if p in ("f32", "s32")][:1]
         for i, arg in enumerate(c.args):
@@ -183,6 +185,9 @@ class Emitter:
         if _FLOAT.match(a):
             return self._float_bits(a, kind)
         if _INT.match(a):
+            if kind in ("f4", "f8"):  # bits: PTX has no integer constants of floating-point types
+                bits = self.const(int(a.rstrip("U"), 0), f"u{kind[1]}")
+                return f"{bits}.view({kind})"
             return self.const(int(a.rstrip("U"), 0), kind or "u4")
         if a in SPECIAL:
             wide = kind is not None and BYTES.get(kind, 4) != 4

@@ -43,6 +43,7 @@ class Gang(WarpOps, AtomicOps, LaunchControlOps, TcgenOps):
         self.line = 0
         self.why = ""
         self.yielded = self.polling = False
+        self.leaving = None
         self.bar_waits = {}
         self.cluster_wait_for = -1
         self.last_polls = {}
@@ -142,7 +143,7 @@ class Gang(WarpOps, AtomicOps, LaunchControlOps, TcgenOps):
             result = f(self, registers, full)
             if result is None:
                 self.groups = {pc: full}
-                return ran, False
+                return self._leave(pc) or ran, False
             if events is not None:
                 events.add("block", 0, pc)
             if type(result) is int:
@@ -180,6 +181,8 @@ class Gang(WarpOps, AtomicOps, LaunchControlOps, TcgenOps):
             f = table[1][pc] or bind(pc, True)
             result = f(self, self.R, m)
             if result is None:
+                if self._leave(pc):
+                    return True
                 self._split(pc, m)
                 continue
             if self.events is not None:
@@ -224,6 +227,15 @@ class Gang(WarpOps, AtomicOps, LaunchControlOps, TcgenOps):
         if (rows.all(1) == rows.any(1)).all():
             self._part(target, self.groups[target], rows.any(1))
 
+    def _leave(self, pc: int) -> bool:
+        """Warps that the block at `pc` found to differ leave the gang; whether there were any."""
+        if self.leaving is None:
+            return False
+        lanes, self.leaving = self.leaving, None
+        m, some = self.groups[pc], np.asarray(lanes.reshape(-1, 32).any(1))
+        self._part(pc, m & lanes, some, m & ~lanes)
+        return True
+
     def _split(self, pc: int, m: Any) -> None:
         """Whole warps that wait while others run leave the gang."""
         rows = m.reshape(-1, 32)
@@ -231,7 +243,9 @@ class Gang(WarpOps, AtomicOps, LaunchControlOps, TcgenOps):
         if len(self.groups) > 1 and (rows.all(1) == some).all() and not some.all():
             self._part(pc, m, some)
 
-    def _part(self, pc: int, m: Any, some: Lanes) -> None:
+    def _part(self, pc: int, m: Any, some: Lanes, rest: Any = None) -> None:
+        """The warps `some` go on with lanes `m` at block `pc` as a gang of their own; `rest`: lanes
+        that stay there."""
         self._multiply(self.wgmma_current)  # by all the warps that issued it, while they are here
         lanes = np.flatnonzero(np.repeat(some, 32))
         warps = tuple(w for w, s in zip(self.warps, some.tolist(), strict=True) if s)
@@ -250,6 +264,8 @@ class Gang(WarpOps, AtomicOps, LaunchControlOps, TcgenOps):
         part.wgmma_current.lines = list(self.wgmma_current.lines)
         self.cta.gangs.append(part)
         del self.groups[pc]
+        if rest is not None:
+            self._add(pc, rest)
         if not self.groups:  # the parts have to wait for what is under way
             self.wgmma_current, self.wgmma_groups = Products(), []
 

@@ -57,15 +57,35 @@ def fma(a: Lanes, b: Lanes, c: Lanes) -> Lanes:
     return (a.astype(f8) * b + c).astype(f4)
 
 
-def directed(x: Lanes, mode: str) -> Lanes:
-    """float64 to float32, rounding toward zero (rz), down (rm) or up (rp)."""
+def directed(x: Lanes, mode: str, rest: Lanes | None = None) -> Lanes:
+    """float64 to float32, rounding toward zero (rz), down (rm) or up (rp).
+
+    Args:
+        rest: what `x` lacks of the exact value, less than its last bit.
+    """
     r = x.astype(f4)
     wide = r.astype(f8)
+    above = (wide > x).astype(np.int8) - (wide < x)
+    if rest is not None:
+        above = np.where(wide == x, -np.sign(rest).astype(np.int8), above)
     if mode == "rm":
-        return np.where(wide > x, np.nextafter(r, f4(-np.inf)), r)
+        return np.where(above > 0, np.nextafter(r, f4(-np.inf)), r)
     if mode == "rp":
-        return np.where(wide < x, np.nextafter(r, f4(np.inf)), r)
-    return np.where(np.abs(wide) > np.abs(x), np.nextafter(r, f4(0)), r)
+        return np.where(above < 0, np.nextafter(r, f4(np.inf)), r)
+    return np.where(above * np.sign(x) > 0, np.nextafter(r, f4(0)), r)
+
+
+def directed_sum(a: Lanes, b: Lanes, mode: str) -> Lanes:
+    """a + b of float64, each exact, rounded once to float32 as `directed` does."""
+    s = a + b
+    t = s - a
+    rest = (a - (s - t)) + (b - t)  # what the float64 sum lacks
+    rest = np.where(np.isfinite(rest), rest, 0.0)
+    out = directed(s, mode, rest)
+    if mode != "rm":
+        return out
+    positive = ~(np.signbit(a) | np.signbit(b))
+    return np.where((s == 0) & (rest == 0) & ~positive, f4(-0.0), out)
 
 
 _HALF, _ONE, _SIXTEEN, _UPPER = u4(0x7FFF), u4(1), u4(16), u4(0xFFFF0000)
@@ -267,7 +287,7 @@ NAMESPACE: dict[str, Any] = {
     **{
         f.__name__: f
         for f in (
-            pack2, quad, ftz, fma, directed, bf16x2, f16x2, bf16x2_rz, fp8x2, fp8x2_to_f16x2,
+            pack2, quad, ftz, fma, directed, directed_sum, bf16x2, f16x2, bf16x2_rz, fp8x2, fp8x2_to_f16x2,
             f16x2_to_fp8x2, halves, packed, half, idiv, irem, shl, shr, funnel, prmt, lop3, bfe,
             bfi, popc, clz, brev, bfind, float_to_int, int_to_int, bf16_to_f32, f16_to_f32,
             f32_to_bf16, f32_to_bf16_rz, f32_to_f16, f32_to_tf32,

@@ -109,9 +109,11 @@ class Launch:
 
     @cached_property
     def together(self) -> int:
-        """Clusters that run side by side; one where a cluster may take over those that wait."""
+        """Clusters that run side by side; one where a cluster may take over those that wait, so
+        that there are some (in the adversarial mode as many as the seed says)."""
         ops = (c.parts[0] for c in self.program.kernel.instructions())
-        return 1 if "clusterlaunchcontrol" in ops else self.mode.together
+        alone = "clusterlaunchcontrol" in ops and not self.mode.late
+        return 1 if alone else self.mode.together
 
     @property
     def grain(self) -> int:
@@ -125,9 +127,12 @@ class Launch:
         return min(found)
 
     # ---- reports
+    def source_of(self, line: int) -> Source | None:
+        """The line of the program that a line of the PTX comes from."""
+        return self._sources.get(line)
+
     def source(self, line: int) -> str:
-        s: Source | None = self._sources.get(line)
-        return str(s) if s else ""
+        return str(self.source_of(line) or "")
 
     def role(self, warps: tuple[int, ...]) -> str:
         for word, members in self.roles.items():
@@ -214,12 +219,12 @@ class Launch:
         if c.race is None:
             return
         for key, conflict in c.race.conflicts.items():
-            (who, a), (other, b) = conflict.second, conflict.first
-            first = f"{other or 'nobody'}" + (f" at PTX line {a}" if a else "")
+            (other, a), (who, b) = conflict.first, conflict.second
+            first = f"{c.with_role(other) or 'nobody'}" + (f" at PTX line {a}" if a else "")
             source = self.source(a)
             first += f" ({source})" if source else ""
-            text = f"{conflict.text}: {who} against {first}; {conflict.where}"
-            at = Place(c.ids[0], (), who, b, self.source(b))
+            text = f"{conflict.text}: {c.with_role(who)} against {first}; {conflict.where}"
+            at = Place(c.ids[c.rank_of(who)], (), "", b, self.source(b))
             self.note(Finding(conflict.kind, text, at, "error", c.race.counts[key]))
 
     def _stats(self, seconds: float, ctas: int) -> Stats:

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 
 from attnkit.emulator.barriers import MBarrier, NamedBarrier
-from attnkit.emulator.faults import Trap
+from attnkit.emulator.faults import Finding, Place, Trap
 from attnkit.emulator.formats import Lanes, u8
 from attnkit.emulator.spaces import OFFSET_MASK, RANK_SHIFT, SHARED_BASE
 from attnkit.emulator.state import GangState, Mask
+from attnkit.emulator.wording import barrier_name
 
 
 class BarrierOps(GangState):
@@ -18,6 +19,10 @@ class BarrierOps(GangState):
     cluster_wait_for: int
     last_polls: dict[int, bytes]
     polling: bool
+    leaving: Lanes | None  # lanes of warps that must leave the gang before this block can run
+
+    def place(self, line: int) -> Place:
+        raise NotImplementedError  # `Gang` has it
 
     def _find(self, address: int) -> MBarrier:
         return self.cta.cluster.mbarrier(address)
@@ -40,12 +45,13 @@ class BarrierOps(GangState):
 
     def mb_init(self, a: Lanes, count: Lanes, m: Mask) -> None:
         for address, n in self._lanes(a, m):
+            who = m & (a == a.dtype.type(address))
             if n > 1:
-                raise Trap("barrier", f"mbarrier.init of one object by {n} threads")
+                self._shared_init(address, count, who)
             off = address & OFFSET_MASK
             if off % 8 or address >> RANK_SHIFT != self.cta.rank:
                 raise Trap("alignment", f"mbarrier.init at shared address {address:#x}")
-            c = int(count[self.active(m & (a == a.dtype.type(address)))[0]])
+            c = int(count[self.active(who)[0]])
             old = self.cta.mbarriers.get(off)
             if old is not None and (old.flips or old.pending != old.count or old.tx):
                 raise Trap("barrier", f"mbarrier.init of an object in use: {old}")
@@ -53,6 +59,15 @@ class BarrierOps(GangState):
             b = self.cta.mbarriers[off] = MBarrier(off, c, self.line, name)
             if self.clock_ is not None:
                 b.made = (self.clock_.agent, self.clock_.now)
+
+    def _shared_init(self, address: int, count: Lanes, who: Mask) -> None:
+        """Several threads initialise one object: undefined by the PTX ISA (mbarrier.init of a valid
+        object), yet published kernels let all lanes of one warp do it at once."""
+        n, warps = np.count_nonzero(who), self.warps_of(who)
+        if len(warps) > 1 or np.unique(count[who]).size > 1:
+            raise Trap("barrier", f"mbarrier.init of one object by {n} threads of warps {warps}")
+        text = f"mbarrier.init of the object at shared {address & OFFSET_MASK:#x} by {n} lanes"
+        self.cta.launch.note(Finding("barrier", text, self.place(self.line), "warning"))
 
     def mb_inval(self, a: Lanes, m: Mask) -> None:
         for address, _ in self._lanes(a, m):
@@ -123,12 +138,19 @@ class BarrierOps(GangState):
     # ---- named barriers
     def bar(self, block: int, number: Lanes, threads: Lanes | None, m: Mask, arrive: bool) -> bool:
         """bar.sync and bar.arrive, counted in whole warps; False while it must wait."""
-        i = self.uniform(number, m)
-        b = self.cta.named.setdefault(i, NamedBarrier(i))
         if block in self.bar_waits:
             return self._resume(block)
+        if self._differ(number, m, "number") or (
+            threads is not None and self._differ(threads, m, "thread count")
+        ):
+            return False
+        i = self.uniform(number, m)
         if not 0 <= i < 16:
             raise Trap("barrier", f"barrier {i}: there are 16, numbered 0 to 15")
+        if i not in self.cta.named:
+            name = barrier_name(self.cta.launch.source_of(self.line))
+            self.cta.named[i] = NamedBarrier(i, name=name)
+        b = self.cta.named[i]
         n = self.uniform(threads, m) if threads is not None else self.cta.threads_in_warps
         warps = self.warps_of(m)
         generation = b.generation
@@ -147,6 +169,19 @@ class BarrierOps(GangState):
         self.bar_waits[block] = (i, generation)
         self.why = f"waits at {b}"
         return False
+
+    def _differ(self, x: Lanes, m: Mask, what: str) -> bool:
+        """Whether the warps of the gang disagree on `x`; those that disagree with the first then
+        leave the gang, before either part goes on."""
+        first = self.uniform(x, m)
+        same = m & (x == x.dtype.type(first))
+        if np.count_nonzero(same) == np.count_nonzero(m):
+            return False
+        rest = (m & ~same).reshape(-1, 32).any(1)
+        if (rest & same.reshape(-1, 32).any(1)).any():
+            raise Trap("barrier", f"lanes of one warp give a barrier's {what} differently")
+        self.leaving = np.repeat(rest, 32)
+        return True
 
     def _resume(self, block: int) -> bool:
         i, generation = self.bar_waits[block]

@@ -29,6 +29,8 @@ class MemoryOps(GangState):
             raise Trap(
                 "bounds", f"shared address {int(x[0]):#x}: no CTA of rank {rank} in the cluster"
             )
+        if rank != self.cta.rank:
+            self.cta.cluster.reached(rank)
         if bits & (size - 1):
             bad = int(x[(x & x.dtype.type(size - 1)) != 0][0]) & OFFSET_MASK
             raise Trap("alignment", f"shared access of {size} bytes at +{bad - SHARED_BASE:#x}")
@@ -59,7 +61,7 @@ class MemoryOps(GangState):
                 self.race.read(i, self.clock_, asynchronous=False, line=self.line)
             got = self.cta.cluster.ctas[rank].view(dt, n)[off // size]
             if part is self.full:
-                return [got[:, j] for j in range(n)] if n > 1 else [got]
+                return list(np.ascontiguousarray(got.T)) if n > 1 else [got]
             out[:, part] = got.T
         return list(out)
 
@@ -160,8 +162,9 @@ class MemoryOps(GangState):
 
     def _kind(self, a: Lanes, m: Mask) -> str:
         x = self.uniform(a, m)
-        if x < 1 << 32:
-            return "shared"
+        if x < 1 << 32:  # where an interpreter may have its heap, too
+            low = any(b.base <= x < b.end for b in self.cta.memory.buffers)
+            return "global" if low else "shared"
         return "local" if LOCAL_BASE <= x < LOCAL_BASE + (1 << 32) else "global"
 
     def ld_generic(self, a: Lanes, m: Mask, dt: Any, n: int) -> list[Lanes]:
@@ -177,6 +180,9 @@ class MemoryOps(GangState):
 
     def in_space(self, a: Lanes, space: str) -> Lanes:
         small = a < u8(1 << 32)
+        for b in self.cta.memory.buffers:
+            if b.base < 1 << 32:
+                small &= (a < u8(b.base)) | (a >= u8(b.end))
         local = (a >= u8(LOCAL_BASE)) & (a < u8(LOCAL_BASE + (1 << 32)))
         return {"shared": small, "local": local}.get(space, ~small & ~local)
 

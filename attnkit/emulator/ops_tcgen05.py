@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attnkit.emulator.descriptors import Matrix, elements, of_tcgen05
-from attnkit.emulator.faults import Trap
+from attnkit.emulator.faults import Finding, Trap
 from attnkit.emulator.formats import ELEMENT_BYTES, STORAGE, Lanes, f4, to_f32, u1, u4
 from attnkit.emulator.ops_wgmma import WgmmaOps
 from attnkit.emulator.race import Clock
@@ -26,6 +26,8 @@ _FORMATS = {
     "f8f6f4": {0: "e4m3", 1: "e5m2"},
     "i8": {0: "u8", 1: "s8"},
 }
+# Lanes of 64 rows where half of the lanes are used.
+_QUARTERS = np.arange(64) // 16 * 32 + np.arange(64) % 16
 # Columns and registers per repetition of the tcgen05.ld and st shapes.
 _SHAPES = {"32x32b": (1, 1), "16x128b": (4, 2), "16x256b": (8, 4)}
 
@@ -44,6 +46,7 @@ class Product:
     sign: int
     integer: bool
     d: int
+    lane: int
     a: Matrix | int
     b: Matrix
     accumulate: bool
@@ -58,11 +61,11 @@ class TcgenOps(WgmmaOps):
     # ---- allocation
     def tc_alloc(self, a: Lanes, n: Lanes, group: int, m: Mask) -> None:
         columns = self.uniform(n, m)
-        base = self.cta.tmem.allocate(columns)
+        base = self.cta.tmem.allocate(columns, group)
         self.st_shared(a, self.elect(m)[0], u4, [np.full(self.width, base, u4)])  # type: ignore[attr-defined]
 
     def tc_dealloc(self, t: Lanes, n: Lanes, group: int, m: Mask) -> None:
-        self.cta.tmem.free(self.uniform(t, m) & 0xFFFF, self.uniform(n, m))
+        self.cta.tmem.free(self.uniform(t, m) & 0xFFFF, self.uniform(n, m), group)
 
     def tc_relinquish(self, group: int, m: Mask) -> None:
         self.cta.tmem.relinquished = True
@@ -76,6 +79,7 @@ class TcgenOps(WgmmaOps):
         for lane in self.active(m).tolist():
             address = int(a[lane])
             targets = [address]
+            self._group(group)
             if mask is not None:
                 ranks = [r for r in range(16) if int(mask[lane]) >> r & 1]
                 targets = [address & OFFSET_MASK | r << RANK_SHIFT for r in ranks]
@@ -85,17 +89,44 @@ class TcgenOps(WgmmaOps):
                     b = self._find(t)
                     self.events.add("tensor commit", self.line, what=b, phase=b.flips)
 
-            def work(targets: list[int] = targets, clock: Clock | None = clock) -> None:
+            def work(
+                targets: list[int] = targets, clock: Clock | None = clock, line: int = self.line
+            ) -> None:
                 for t in targets:
+                    if self._gone(t, line):
+                        continue
                     b = self._find(t)
                     b.release(clock)
                     b.arrive(1)
 
             self.cta.cluster.submit(self._unit, work, self)
 
+    def _gone(self, address: int, line: int) -> bool:
+        """Whether a commit arrives at a CTA that has exited meanwhile. Published kernels issue their
+        last commits without waiting for them; the time that the peer still needs lets that pass."""
+        rank, ctas = address >> RANK_SHIFT, self.cta.cluster.ctas
+        if rank == self.cta.rank or rank >= len(ctas) or ctas[rank].alive:
+            return False
+        text = f"tcgen05.commit may arrive at CTA rank {rank} after it has exited"
+        self.cta.launch.note(Finding("exited", text, self.place(line), "warning"))
+        return True
+
     @property
     def _unit(self) -> str:
         return f"tcgen05 of CTA rank {self.cta.rank}"
+
+    def _group(self, group: int) -> list[Cta]:
+        """The CTAs that an operation of `group` CTAs works on, the even one of a pair first (PTX
+        ISA, "CTA Pair"); none of them may have exited ("Issue Granularity")."""
+        if group == 1:
+            return [self.cta]
+        even, ctas = self.cta.rank & ~1, self.cta.cluster.ctas
+        if even + 1 >= len(ctas):
+            raise Trap("encoding", "cta_group::2 in a cluster without a CTA pair")
+        for c in ctas[even : even + 2]:
+            if c is not self.cta and not c.alive:
+                raise Trap("exited", f"cta_group::2: the peer CTA of rank {c.rank} has exited")
+        return ctas[even : even + 2]
 
     # ---- mma
     def tc_mma(
@@ -113,17 +144,24 @@ class TcgenOps(WgmmaOps):
     ) -> None:
         for lane in self.active(m).tolist():
             off = tuple(int(x[lane]) for x in disable or ())
+            fields = _instruction(kind, int(idesc[lane]))
+            _check_shape(fields[0], fields[1], kind, group)
+            at = _first_lane(int(d[lane]), fields[0], group)
+            if in_tmem and int(a[lane]) >> 16 != at:
+                raise Trap(
+                    "tensor-memory", f"tcgen05.mma: A at lane {int(a[lane]) >> 16}, D at {at}"
+                )
             p = Product(
-                *_instruction(kind, int(idesc[lane])),
-                _column(int(d[lane])),
+                *fields,
+                int(d[lane]) & 0xFFFF,
+                at,
                 (int(a[lane]) & 0xFFFF) if in_tmem else of_tcgen05(int(a[lane])),
                 of_tcgen05(int(b[lane])),
                 bool(accumulate[lane]),
                 group,
                 tuple(0 if x == POISON else x for x in off),
             )
-            if p.m not in ((64, 128) if group == 1 else (128, 256)) or p.n % 8 or not p.n:
-                raise Trap("encoding", f"tcgen05.mma of M={p.m} N={p.n} with cta_group::{group}")
+            self._group(group)
             clock = self.issue(self._unit, ordered=True)
 
             def work(p: Product = p, clock: Clock | None = clock, line: int = self.line) -> None:
@@ -131,32 +169,31 @@ class TcgenOps(WgmmaOps):
 
             self.cta.cluster.submit(self._unit, work, self)
             self.cta.cluster.record("tensor", 2 * p.m * p.n * p.k)
-            if self.events is not None:
-                self.events.add("tensor product", self.line, 2 * p.m * p.n * p.k, group)
             rows = p.m if isinstance(p.a, Matrix) else 0
-            self.cta.cluster.record("operands", (rows + p.n) * p.k * ELEMENT_BYTES[p.a_kind])
+            operands = (rows + p.n) * p.k * ELEMENT_BYTES[p.a_kind]
+            self.cta.cluster.record("operands", operands)
+            if self.events is not None:
+                flop = 2 * p.m * p.n * p.k
+                self.events.add("tensor product", self.line, flop, (group, operands))
 
     def _product(self, p: Product, clock: Clock | None, line: int) -> None:
-        cluster = self.cta.cluster
-        pair = [self.cta]
-        if p.group == 2:
-            pair = [cluster.ctas[self.cta.rank & ~1], cluster.ctas[self.cta.rank | 1]]
+        pair = self._group(p.group)
         rows_b = p.n // p.group
         right = np.concatenate([_operand(c, p.b, rows_b, p.k, p.b_kind, p.b_major) for c in pair])
         rows = p.m // p.group
         for number, c in enumerate(pair):
             if clock is not None:
                 self._note_product(c, p, rows, rows_b, clock, line)
-            left = (
-                _tmem_operand(c, p, rows)
-                if isinstance(p.a, int)
-                else _operand(c, p.a, rows, p.k, p.a_kind, p.a_major)
-            )
-            self._accumulate(c, p, p.sign * (left @ right.T), rows, number)
+            if isinstance(p.a, int):
+                out = _from_tensor_memory(c, p, rows, right)
+            else:
+                out = _operand(c, p.a, rows, p.k, p.a_kind, p.a_major) @ right.T
+            self._accumulate(c, p, p.sign * out, rows, number)
 
     @staticmethod
     def _accumulate(c: Cta, p: Product, out: Lanes, rows: int, number: int) -> None:
-        """Writes D: 128 rows by lane; 64 rows by 16 lanes of each quarter, or in two halves."""
+        """Writes D: 128 rows by lane; 64 rows by 16 lanes of each quarter, or in two halves (PTX
+        ISA, "Data Path Layout Organization": layouts A and D, F, B)."""
         columns = p.n
         if rows == 64 and p.group == 2:
             out = np.concatenate([out[:, : p.n // 2], out[:, p.n // 2 :]])
@@ -164,7 +201,7 @@ class TcgenOps(WgmmaOps):
         c.tmem.check(p.d, columns)
         lanes: Any = slice(None)
         if rows == 64 and p.group == 1:
-            lanes = (np.arange(64) // 16) * 32 + np.arange(64) % 16
+            lanes = p.lane + _QUARTERS
         target = c.tmem.data[p.d : p.d + columns]
         view: Lanes = target.view(np.int32 if p.integer else f4)
         new: Lanes = out.T.astype(view.dtype)
@@ -211,8 +248,7 @@ class TcgenOps(WgmmaOps):
             def work(
                 x: Matrix = x, column: int = column, clock: Clock | None = clock, line: int = line
             ) -> None:
-                ranks = [self.cta.rank] if group == 1 else [self.cta.rank & ~1, self.cta.rank | 1]
-                for c in (self.cta.cluster.ctas[r] for r in ranks):
+                for c in self._group(group):
                     index = c.checked(elements(x, (0, rows), bits // 8, 1, False))
                     words = c.view(u1, 1)[index].view(u4)
                     c.tmem.check(column, bits // 32)
@@ -228,8 +264,6 @@ class TcgenOps(WgmmaOps):
     # ---- ld, st, wait
     def _place(self, a: Lanes, m: Mask, shape: str, registers: int) -> list[tuple[int, int, int]]:
         """Per active warp: (first lane of the gang, tensor-memory lane, column)."""
-        if shape not in _SHAPES:
-            raise Trap("encoding", f"tcgen05 shape .{shape} is not implemented")
         columns = registers * _SHAPES[shape][0] // _SHAPES[shape][1]
         out = []
         for w in self.warps_of(m):
@@ -330,10 +364,23 @@ def _instruction(kind: str, i: int) -> tuple[int, int, int, str, str, bool, bool
     return m, n, k, table[fa], table[fb], bool(i >> 15 & 1), bool(i >> 16 & 1), sign, integer
 
 
-def _column(d: int) -> int:
-    if d >> 16:
-        raise Trap("tensor-memory", f"tcgen05.mma accumulator at lane {d >> 16}, not 0")
-    return d
+def _check_shape(m: int, n: int, kind: str, group: int) -> None:
+    """PTX ISA, "Matrix Shape" of tcgen05: N in steps of 8, of 16 for more rows or two CTAs."""
+    step = 32 if kind == "i8" and group == 2 else 8 if (m, group) == (64, 1) else 16
+    if m not in ((64, 128) if group == 1 else (128, 256)) or n % step or not 8 <= n <= 256:
+        raise Trap(
+            "encoding",
+            f"tcgen05.mma.kind::{kind} of M={m} N={n} with cta_group::{group}: M is "
+            f"{'64 or 128' if group == 1 else '128 or 256'}, N a multiple of {step} up to 256",
+        )
+
+
+def _first_lane(d: int, m: int, group: int) -> int:
+    """The first lane of D: 0, or 16 where half of the lanes are used (layout F)."""
+    lane = d >> 16
+    if lane and not (lane == 16 and (m, group) == (64, 1)):
+        raise Trap("tensor-memory", f"tcgen05.mma accumulator at lane {lane}, M={m}")
+    return lane
 
 
 def _operand(c: Cta, x: Matrix, rows: int, k: int, kind: str, major: bool) -> Lanes:
@@ -342,13 +389,15 @@ def _operand(c: Cta, x: Matrix, rows: int, k: int, kind: str, major: bool) -> La
     return to_f32(c.view(STORAGE[item], 1)[index // item], kind)
 
 
-def _tmem_operand(c: Cta, p: Product, rows: int) -> Lanes:
-    """A from tensor memory: 32 bytes of a row are 8 columns of its lane."""
+def _from_tensor_memory(c: Cta, p: Product, rows: int, right: Lanes) -> Lanes:
+    """A from tensor memory: 32 bytes of a row are 8 columns of its lane. With 64 rows of a pair's
+    128, the upper lanes hold A once more, and make the second half of the columns."""
     assert isinstance(p.a, int)
     c.tmem.check(p.a, 8)
-    item = ELEMENT_BYTES[p.a_kind]
-    lanes = np.arange(rows) if rows == 128 else (np.arange(rows) // 16) * 32 + np.arange(rows) % 16
-    if rows == 64 and p.group == 2:
-        lanes = np.arange(64)
+    lanes = p.lane + _QUARTERS if (rows, p.group) == (64, 1) else np.arange(128)
     words = np.ascontiguousarray(c.tmem.data[p.a : p.a + 8][:, lanes].T)
-    return to_f32(words.view(STORAGE[item]), p.a_kind)
+    left = to_f32(words.view(STORAGE[ELEMENT_BYTES[p.a_kind]]), p.a_kind)
+    if (rows, p.group) != (64, 2):
+        return left @ right.T
+    half = p.n // 2
+    return np.concatenate([left[:64] @ right[:half].T, left[64:] @ right[half:].T], axis=1)

@@ -89,7 +89,8 @@ class WgmmaOps(MatrixOps):
         self._record(form)
         if self.events is not None:
             flop = 2 * 16 * len(self.warps) * form.n * form.k
-            self.events.add("product", self.line, flop, form.a_in_registers)
+            operands = self._operand_bytes(form)
+            self.events.add("product", self.line, flop, (form.a_in_registers, operands))
         for w in self.warps:
             self.cta.products[w] += 1
         group = self.wgmma_current
@@ -98,12 +99,16 @@ class WgmmaOps(MatrixOps):
         group.clock = clock
 
     def _record(self, form: Form) -> None:
-        warps, item = len(self.warps), ELEMENT_BYTES[form.types[1]]
         record = self.cta.cluster.record
-        record("tensor", 2 * 16 * form.n * form.k * warps)
+        record("tensor", 2 * 16 * form.n * form.k * len(self.warps))
+        record("operands", self._operand_bytes(form))
+
+    def _operand_bytes(self, form: Form) -> int:
+        """What the gang's part of a product reads from shared memory; B is read once for the four
+        warps of the warpgroup."""
+        warps = len(self.warps)
         rows = 0 if form.a_in_registers else 16 * warps
-        # B is read once for the four warps of the warpgroup.
-        record("operands", (rows + form.n * warps // 4) * form.k * item)
+        return (rows + form.n * warps // 4) * form.k * ELEMENT_BYTES[form.types[1]]
 
     def _row_range(self) -> tuple[int, int]:
         """The rows of the tile from the gang's first warp to its last."""

@@ -19,10 +19,10 @@ Kind = Literal[
     "store",  # a bulk copy from shared memory: bytes
     "store commit",
     "store wait",  # but for the latest groups: their number
-    "product",  # a warpgroup's product: FLOP; `what`: whether A comes from registers
+    "product",  # a warpgroup's: FLOP; `what`: whether A is in registers, bytes of operands read
     "product commit",
     "product wait",  # but for the latest groups: their number
-    "tensor product",  # of one thread, into tensor memory: FLOP; `what`: number of CTAs
+    "tensor product",  # into tensor memory: FLOP; `what`: number of CTAs, bytes of operands read
     "tensor commit",  # arrives at a phase of a barrier when earlier products are done
 ]
 

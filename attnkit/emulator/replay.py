@@ -2,7 +2,8 @@
 
 Warps go through their steps; code takes the time of its schedule, and longer when warps of the
 same part of the SM want the same unit or tensor cores are busy. Products queue for the tensor
-cores, copies for the memory system, and a wait ends when all that its phase needs has happened.
+cores, and for shared memory, which has their operands and serves loads, stores and copies besides;
+copies queue for the memory system, and a wait ends when all that its phase needs has happened.
 """
 
 from __future__ import annotations
@@ -100,6 +101,7 @@ class Replay:
         self.pipe: defaultdict[int, float] = defaultdict(float)
         self.file: defaultdict[int, float] = defaultdict(float)  # products in the register file
         self.pipe_work: defaultdict[int, list[Interval]] = defaultdict(list)
+        self.shared: defaultdict[int, float] = defaultdict(float)  # when shared memory is free
         self.copies: defaultdict[int, float] = defaultdict(float)
         self.copy_work: defaultdict[int, list[Interval]] = defaultdict(list)
         self.units: defaultdict[str, float] = defaultdict(float)
@@ -171,6 +173,7 @@ class Replay:
                 self._note(p, "code")
                 for unit, clocks in p.code.units.items():
                     self.units[unit] += clocks * len(p.stream.warps) / PARTS
+                self._access(p, p.code.units.get("shared", 0.0) * len(p.stream.warps) / PARTS)
                 p.code = None
             if p.event is not None:
                 event, p.event = p.event, None
@@ -263,18 +266,28 @@ class Replay:
             self.steps_taken += 1
             self.complete[key] = self._partial[key]
 
+    def _access(self, p: Process, clocks: float) -> None:
+        """Shared memory is busy for so long: operands of products have to wait."""
+        rank = p.stream.rank
+        self.shared[rank] = max(self.shared[rank], self.now) + clocks
+
     def _copy(self, p: Process, size: float) -> float:
         rank = p.stream.rank
+        self._access(p, size / self.rates.shared)
         start = max(self.now, self.copies[rank])
         end = start + size / self.constants.copy_bytes
         self.copies[rank] = end
         self.copy_work[rank].append(Interval(start, end, "busy"))
         return end
 
-    def _busy(self, rank: int, flop: float, text: str) -> float:
-        """Queues a product; returns when it is done."""
+    def _busy(self, rank: int, flop: float, operands: float, text: str) -> float:
+        """Queues a product with so many bytes of operands in shared memory; returns when it is
+        done."""
         start = max(self.now, self.pipe[rank])
-        end = start + flop / self.rates.tensor
+        early = max(self.now, start - flop / self.rates.tensor)  # beside the product before
+        read = max(early, self.shared[rank]) + operands / self.rates.shared
+        self.shared[rank] = read
+        end = max(start + flop / self.rates.tensor, read)
         self.pipe[rank] = end
         work = self.pipe_work[rank]
         if work and work[-1].text == text and work[-1].end >= start - 1e-6:
@@ -286,16 +299,20 @@ class Replay:
 
     def _product(self, p: Process, e: Event) -> None:
         c = self.constants
-        end = self._busy(p.stream.rank, e.amount, f"warps {p.stream.warps[0]}-{p.stream.warps[-1]}")
+        in_registers, operands = e.what
+        text = f"warps {p.stream.warps[0]}-{p.stream.warps[-1]}"
+        end = self._busy(p.stream.rank, e.amount, operands, text)
         self.file[p.stream.rank] = end
         p.current = end + c.product_latency
-        p.until = self.now + (e.amount / self.rates.tensor if e.what else c.product_issue)
+        p.until = self.now + (e.amount / self.rates.tensor if in_registers else c.product_issue)
         p.why = "issue"
 
     def _tensor_product(self, p: Process, e: Event) -> None:
-        ranks = [p.stream.rank] if e.what == 1 else [p.stream.rank & ~1, p.stream.rank | 1]
+        group, operands = e.what
+        ranks = [p.stream.rank] if group == 1 else [p.stream.rank & ~1, p.stream.rank | 1]
         for rank in ranks:
-            self._busy(rank, e.amount / len(ranks), f"warp {p.stream.warps[0]}")
+            share = e.amount / group, operands / group
+            self._busy(rank, *share, f"warp {p.stream.warps[0]}")
 
 
 def _name(barrier: Any) -> str:

@@ -26,6 +26,7 @@ ELEMENTS: dict[int, tuple[int, str]] = {
     10: (2, "bf16"),
 }
 SWIZZLE_MASK = (0, 1, 3, 7)
+_ALWAYS = 1 << 1 | 1 << 18  # bits that the DSL always sets
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def encode(m: TensorMap) -> bytes:
     rank = len(m.dims)
     code = next(c for c, (n, k) in ELEMENTS.items() if (n, k) == (m.item, m.kind))
     w[0] = m.base
-    w[1] = (rank - 1) << 4 | code << 7 | SWIZZLE_MASK.index(m.swizzle) << 13
+    w[1] = _ALWAYS | (rank - 1) << 4 | code << 7 | SWIZZLE_MASK.index(m.swizzle) << 13
     steps = [s >> 4 for s in m.strides[1:]] + [0] * (5 - rank)
     dims = [d - 1 for d in m.dims] + [0] * (5 - rank)
     box = [b - 1 for b in m.box] + [0] * (5 - rank)

@@ -1,7 +1,7 @@
 """Mutation study: one fault at a time in the PTX of a kernel; does `check` catch it?
 
 Run as a program for the table: python -m tests.emulator.mutation CASE [LIMIT]
-CASE is hopper, blackwell, ring or forward
+CASE is hopper, blackwell, ring, forward or backward
 """
 
 from __future__ import annotations
@@ -89,7 +89,11 @@ def mutants(text: str, limit: int | None = None, seed: int = 0) -> Iterator[Muta
 
 
 def caught_by(
-    exe: Executable, mutant: Mutant, args: list[Any], wrong: Callable[[], str | None]
+    exe: Executable,
+    mutant: Mutant,
+    args: list[Any],
+    wrong: Callable[[], str | None],
+    deterministic: bool = True,
 ) -> str:
     """The first way of running that shows the fault, or "" if none does."""
     changed = exe.with_ptx(mutant.text)
@@ -97,7 +101,9 @@ def caught_by(
     static = [f for k in parse(mutant.text).values() for f in emulator.missing_fences(k)]
     if any(f.text not in known for f in static):
         return "static"
-    report = emulator.check(changed, *args, seeds=3, expect=wrong, strict_loads=True)
+    report = emulator.check(
+        changed, *args, seeds=3, expect=wrong, strict_loads=True, deterministic=deterministic
+    )
     for run in report.runs:
         if run.findings:
             return f"{run.mode}: {run.findings[0].kind}"
@@ -109,13 +115,14 @@ def study(
     args: list[Any],
     wrong: Callable[[], str | None],
     limit: int | None = None,
+    deterministic: bool = True,
 ) -> list[tuple[Mutant, str]]:
     """(mutant, what caught it) for the mutants of a kernel, which itself must be clean."""
     start = emulator.snapshot(args)
     out = []
     for m in (Mutant("none", 0, exe.ptx), *mutants(exe.ptx, limit)):
         emulator.restore(args, start)
-        how = caught_by(exe, m, args, wrong)
+        how = caught_by(exe, m, args, wrong, deterministic)
         if m.fault == "none" and how:
             raise AssertionError(f"the kernel without a fault is reported: {how}")
         out.append((m, how))
@@ -152,7 +159,7 @@ def main() -> None:
     start = emulator.snapshot(args)
     idle = emulator.run(exe, *args).launches[0].missed
     emulator.restore(args, start)
-    rows = study(exe, args, wrong, limit)
+    rows = study(exe, args, wrong, limit, which not in cases.UNORDERED)
     same = [m for m, how in rows if not how and equivalent(exe, m, idle)]
     total = Counter(m.fault for m, _ in rows)
     missed = [m for m, how in rows if not how and m not in same]

@@ -38,7 +38,7 @@ def pointers(n: int) -> str:
     return ", ".join(f".param .u64 p{i}" for i in range(n))
 
 
-def per_thread(instructions: str, inputs: list[Any], out: Any) -> str:
+def per_thread(instructions: str, inputs: list[Any], out: Any, arch: str = "sm_90a") -> str:
     """Each thread loads its element of every input (a0, a1, ...), runs, stores `o`.
 
     In `instructions`, {a0}, {a1}, ... and {o} name registers of the arrays' sizes.
@@ -63,14 +63,14 @@ def per_thread(instructions: str, inputs: list[Any], out: Any) -> str:
         "add.s64 %d52, %d50, %d51;",
         f"st.global.{LOAD[size]} [%d52], {names['o']};",
     ]
-    return kernel("\n".join(code), pointers(len(inputs) + 1))
+    return kernel("\n".join(code), pointers(len(inputs) + 1), arch=arch)
 
 
-def evaluate(instructions: str, inputs: list[Any], dtype: Any) -> Any:
+def evaluate(instructions: str, inputs: list[Any], dtype: Any, arch: str = "sm_90a") -> Any:
     """The result of `instructions` for each element of equally long inputs."""
     n = len(inputs[0])
     out = np.zeros(n, dtype)
-    target = emulator.Ptx(per_thread(instructions, inputs, out), block=(n, 1, 1))
+    target = emulator.Ptx(per_thread(instructions, inputs, out, arch), block=(n, 1, 1))
     report = emulator.run(target, *inputs, out)
     assert report.ok
     return out
@@ -80,8 +80,10 @@ def run(body: str, *args: Any, mode: str = "eager", seed: int = 0, **launch: Any
     """Runs `body` with pointer parameters p0, p1, ... bound to the arrays."""
     raises = launch.pop("raises", True)
     variables = launch.pop("variables", "")
+    arch = launch.pop("arch", "sm_90a")
     limit = launch.pop("limit", 10**8)
-    target = emulator.Ptx(kernel(body, pointers(len(args)), variables=variables), **launch)
+    text = kernel(body, pointers(len(args)), arch=arch, variables=variables)
+    target = emulator.Ptx(text, **launch)
     return emulator.run(target, *args, mode=mode, seed=seed, raises=raises, limit=limit)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 
 from attnkit import emulator
 from tests.emulator.ptx_kit import evaluate
+from tests.emulator.sections import ours, section
 
 N = 64
 rng = np.random.default_rng(0)
@@ -113,6 +115,13 @@ INTEGER: list[tuple[str, str, list[Any], int, Callable[..., int]]] = [
 
 
 @pytest.mark.parametrize("case", INTEGER, ids=lambda c: c[1].split()[0])
+@section(
+    "Integer Arithmetic Instructions",
+    "Logic and Shift Instructions",
+    "Comparison and Selection Instructions",
+    "Data Movement and Conversion Instructions",
+    "Manipulating Predicates",
+)
 def test_integer(case: Any) -> None:
     section, text, inputs, bits, reference = case
     got = evaluate(text, inputs, f"u{bits // 8}")
@@ -141,10 +150,11 @@ with np.errstate(all="ignore"):
         ("fma.rn.f32", "fma.rn.f32 {o}, {a0}, {a1}, {a2};", [F4, G4, H4],
          (f(F4) * f(G4) + f(H4)).astype(np.float32)),
         # min and max drop a NaN unless .NaN is given.
+        ("mov of bits", "mov.b32 %r9, 0x3f800000; add.f32 {o}, {a0}, %r9;", [F4], F4 + np.float32(1)),
         ("max.f32", "max.f32 {o}, {a0}, {a1};", [F4, G4], np.fmax(F4, G4)),
         ("min.f32", "min.f32 {o}, {a0}, {a1};", [F4, G4], np.fmin(F4, G4)),
         ("max.NaN.f32", "max.NaN.f32 {o}, {a0}, {a1};", [F4, G4], np.maximum(F4, G4)),
-        ("max, three operands", "max.f32 {o}, {a0}, {a1}, {a2};", [F4, G4, H4],
+        ("max, three operands (sm_100)", "max.f32 {o}, {a0}, {a1}, {a2};", [F4, G4, H4],
          np.fmax(np.fmax(F4, G4), H4)),
         ("neg.f32", "neg.f32 {o}, {a0};", [F4], -F4),
         ("abs.f32", "abs.f32 {o}, {a0};", [F4], np.abs(F4)),
@@ -164,16 +174,21 @@ with np.errstate(all="ignore"):
          np.where(F4 > G4, F4, G4)),
         ("cvt.rn.f32.s32", "cvt.rn.f32.s32 {o}, {a0};", [U4], U4.view(np.int32).astype(np.float32)),
         ("cvt.rni", "cvt.rni.f32.f32 {o}, {a0};", [F4], np.rint(F4)),
-        ("f32x2", "mov.b64 %d1, {{{a0}, {a1}}}; mov.b64 %d2, {{{a1}, {a2}}};"
+        ("f32x2 (sm_100)", "mov.b64 %d1, {{{a0}, {a1}}}; mov.b64 %d2, {{{a1}, {a2}}};"
          "fma.rn.f32x2 %d3, %d1, %d2, %d1; mov.b64 {{%r1, {o}}}, %d3;", [F4, G4, H4],
          (f(G4) * f(H4) + f(G4)).astype(np.float32)),
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", FLOAT, ids=lambda c: c[0])
+@section(
+    "Floating-Point Instructions",
+    "Comparison and Selection Instructions",
+    "Data Movement and Conversion Instructions",
+)
 def test_float(case: Any) -> None:
     section, text, inputs, want = case
-    got = evaluate(text, inputs, np.float32)
+    got = evaluate(text, inputs, np.float32, "sm_100a" if "sm_100" in section else "sm_90a")
     approximate = want.dtype == np.float64
     with np.errstate(all="ignore"):
         want = want.astype(np.float32)
@@ -184,20 +199,22 @@ def test_float(case: Any) -> None:
         assert (np.signbit(got) == np.signbit(want))[~np.isnan(want)].all()
 
 
-def test_directed_rounding_brackets_the_exact_sum() -> None:
-    """add with .rm, .rp, .rz: section "add", floating-point."""
-    low = evaluate("add.rm.f32 {o}, {a0}, {a1};", [H4, G4], np.float32)
-    high = evaluate("add.rp.f32 {o}, {a0}, {a1};", [H4, G4], np.float32)
-    zero = evaluate("add.rz.f32 {o}, {a0}, {a1};", [H4, G4], np.float32)
-    with np.errstate(all="ignore"):
-        exact = f(H4) + f(G4)
-        ok = np.isfinite(exact)
-        assert (f(low)[ok] <= exact[ok]).all()
-        assert (f(high)[ok] >= exact[ok]).all()
-        assert (np.abs(f(zero))[ok] <= np.abs(exact[ok])).all()
-        gap = f(high)[ok] - f(low)[ok]
-    assert (gap <= np.spacing(np.abs(high[ok]).clip(1e-38))).all()
-    assert (gap > 0).any()
+@pytest.mark.parametrize("how", ["rm", "rp", "rz"])
+@section("Floating Point Instructions: add")
+def test_directed_rounding_of_exact_sums(how: str) -> None:
+    """The number next to the exact sum, which may have more digits than a float64."""
+    magnitude = 10.0 ** rng.integers(-38, 38, N)
+    x = (rng.normal(size=N) * magnitude).astype(np.float32)
+    y = np.roll(x, 1)
+    y[:4] = -x[:4]
+    got = evaluate(f"add.{how}.f32 {{o}}, {{a0}}, {{a1}};", [x, y], np.float32)
+    for a, b, r in zip(x.tolist(), y.tolist(), got, strict=True):
+        exact = Fraction(a) + Fraction(b)
+        down = how == "rm" or (how == "rz" and exact > 0)
+        assert (Fraction(float(r)) - exact) * (1 if down else -1) <= 0
+        beyond = np.nextafter(r, np.float32(np.inf if down else -np.inf))
+        assert (Fraction(float(beyond)) - exact) * (1 if down else -1) > 0
+        assert exact or np.signbit(r) == (how == "rm")
 
 
 SETP_F32 = {
@@ -217,6 +234,7 @@ SETP_F32 = {
 
 
 @pytest.mark.parametrize("cmp", SETP_F32)
+@section("Floating Point Comparisons", "setp")
 def test_float_comparisons_with_nan(cmp: str) -> None:
     """setp: ordered comparisons are false, unordered ones true, if an operand is NaN."""
     text = f"setp.{cmp}.f32 %p1, {{a0}}, {{a1}}; selp.b32 {{o}}, 1, 0, %p1;"
@@ -225,6 +243,7 @@ def test_float_comparisons_with_nan(cmp: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["rni", "rzi", "rmi", "rpi"])
+@section("cvt")
 def test_float_to_integer_saturates(mode: str) -> None:
     """cvt: out of range saturates, NaN becomes 0."""
     got = evaluate(f"cvt.{mode}.s32.f32 {{o}}, {{a0}};", [F4], np.int32)
@@ -240,6 +259,7 @@ def torch_bits(x: Any, dtype: torch.dtype, view: torch.dtype) -> Any:
     return torch.from_numpy(x).to(dtype).view(view).numpy()
 
 
+@section("cvt")
 def test_cvt_to_bf16_and_f16() -> None:
     """cvt.rn.bf16.f32, cvt.rn.f16.f32 against torch; x2: the first source is the high half."""
     x = F4[~np.isnan(F4)][:60]
@@ -260,6 +280,7 @@ def test_cvt_to_bf16_and_f16() -> None:
 @pytest.mark.parametrize(
     ("kind", "dtype"), [("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)]
 )
+@section("cvt")
 def test_cvt_to_fp8(kind: str, dtype: torch.dtype) -> None:
     """cvt.rn.satfinite.e4m3x2.f32: nearest even within range, saturating beyond."""
     x = np.concatenate([H4[np.isfinite(H4)][:40], np.float32([440, 460, 1e9, -1e9, 2**-9, 2**-10])])
@@ -274,12 +295,18 @@ def test_cvt_to_fp8(kind: str, dtype: torch.dtype) -> None:
     )
 
 
+@section(
+    "Half Precision Floating Point Instructions: fma",
+    "Mixed Precision Floating Point Instructions: fma",
+)
 def test_packed_and_mixed_half_arithmetic() -> None:
     """fma.rn.bf16x2 rounds once to bf16; fma.rn.f32.bf16 multiplies bf16 into f32."""
     x = torch.randn(64).bfloat16()
     y, z = torch.randn(64).bfloat16(), torch.randn(64)
     bits = [v.view(torch.int16).numpy().view(np.uint16) for v in (x, y)]
-    got = evaluate("fma.rn.f32.bf16 {o}, {a0}, {a1}, {a2};", [*bits, z.numpy()], np.float32)
+    got = evaluate(
+        "fma.rn.f32.bf16 {o}, {a0}, {a1}, {a2};", [*bits, z.numpy()], np.float32, "sm_100a"
+    )
     want = (x.double() * y.double() + z.double()).float()
     np.testing.assert_array_equal(got, want.numpy())
     pair = [(b.astype(np.uint32) << 16) | b for b in bits]
@@ -289,6 +316,7 @@ def test_packed_and_mixed_half_arithmetic() -> None:
     np.testing.assert_array_equal(got.astype(np.uint16), want16)
 
 
+@ours
 def test_unknown_opcode_is_named() -> None:
     with pytest.raises(emulator.UnknownOpcode, match=r"dp4a\.s32\.s32"):
         evaluate("dp4a.s32.s32 {o}, {a0}, {a0}, {a0};", [U4], np.uint32)

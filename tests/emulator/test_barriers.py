@@ -9,10 +9,12 @@ from attnkit.emulator import KernelFault
 from attnkit.emulator.barriers import MBarrier, NamedBarrier
 from attnkit.emulator.faults import Trap
 from tests.emulator.ptx_kit import init_barriers, run, wait
+from tests.emulator.sections import ours, section
 
 
+@section("Phase Completion of the mbarrier object")
 def test_mbarrier_phase_completes_when_nothing_is_pending() -> None:
-    """Section "mbarrier: phase completion": pending arrivals and tx-count both zero."""
+    """Pending arrivals and tx-count are both zero."""
     b = MBarrier(0, 2, 1, "b")
     b.expect(128)
     b.arrive(1)
@@ -24,6 +26,7 @@ def test_mbarrier_phase_completes_when_nothing_is_pending() -> None:
         b.arrive(3)
 
 
+@section("expect-tx operation", "complete-tx operation")
 def test_transactions_may_complete_before_they_are_expected() -> None:
     b = MBarrier(0, 1, 1, "b")
     b.expect(-64)
@@ -34,6 +37,7 @@ def test_transactions_may_complete_before_they_are_expected() -> None:
     assert b.phase == 1
 
 
+@section("Contents of the mbarrier object", "bar, barrier")
 def test_counts_out_of_range() -> None:
     with pytest.raises(Trap, match="count"):
         MBarrier(0, 0, 1, "b")
@@ -45,8 +49,9 @@ def test_counts_out_of_range() -> None:
         b.arrive(32, 96, (1,))
 
 
+@section("mbarrier.test_wait / mbarrier.try_wait")
 def test_a_fresh_mbarrier_lets_parity_one_pass() -> None:
-    """Section mbarrier.try_wait: parity 1 is the phase before the first."""
+    """Parity 1 is the phase before the first."""
     out = np.zeros(32, np.uint32)
     body = (
         init_barriers((0, 1))
@@ -115,6 +120,7 @@ WANT = (100 * np.arange(12)[:, None] + np.arange(32)).astype(np.uint32)
 
 
 @pytest.mark.parametrize(("mode", "seed"), [("eager", 0), ("adversarial", 1), ("race", 0)])
+@section("mbarrier.arrive", "mbarrier.test_wait / mbarrier.try_wait")
 def test_a_ring_of_mbarriers(mode: str, seed: int) -> None:
     out = np.zeros((12, 32), np.uint32)
     report = run(ring(), out, block=(64, 1, 1), shared=1024, mode=mode, seed=seed)
@@ -122,6 +128,7 @@ def test_a_ring_of_mbarriers(mode: str, seed: int) -> None:
     np.testing.assert_array_equal(out, WANT)
 
 
+@ours
 def test_a_missing_arrive_is_a_deadlock_that_names_the_barrier() -> None:
     out = np.zeros((12, 32), np.uint32)
     with pytest.raises(KernelFault) as error:
@@ -134,6 +141,7 @@ def test_a_missing_arrive_is_a_deadlock_that_names_the_barrier() -> None:
 
 
 @pytest.mark.parametrize("which", ["empty", "full"])
+@section("Causality Order")
 def test_a_missing_wait_is_caught(which: str) -> None:
     out = np.zeros((12, 32), np.uint32)
     body = ring(**{which: ""})
@@ -143,8 +151,9 @@ def test_a_missing_wait_is_caught(which: str) -> None:
     assert kinds & ({"race", "uninitialised"} if which == "full" else {"deadlock"}), report
 
 
+@section("bar, barrier")
 def test_named_barriers_hand_over_between_warps() -> None:
-    """Section barrier: arrive does not wait, sync does; both count towards the same total."""
+    """arrive does not wait, sync does; both count towards the same total."""
     body = """
     mov.u32 %r1, %tid.x; shr.u32 %r2, %r1, 5; and.b32 %r3, %r1, 31; shl.b32 %r4, %r3, 2;
     mov.b32 %r5, dynamic; add.s32 %r6, %r5, %r4;
@@ -169,6 +178,7 @@ $L_end:
     assert {f.kind for f in report.findings} & {"race", "uninitialised"}
 
 
+@section("bar, barrier", "mbarrier.init")
 def test_barrier_misuse_is_a_fault() -> None:
     with pytest.raises(KernelFault, match="no init"):
         run("mbarrier.arrive.shared.b64 %d9, [dynamic+8];", shared=64)
@@ -177,8 +187,9 @@ def test_barrier_misuse_is_a_fault() -> None:
         run(body, shared=64)
 
 
+@section("barrier.cluster", "mapa", "Shared State Space")
 def test_cluster_barrier_and_distributed_shared_memory() -> None:
-    """Sections mapa, barrier.cluster, ld.shared::cluster: each CTA reads its neighbour's word."""
+    """Each CTA reads its neighbour's word."""
     body = """
     mov.u32 %r1, %cluster_ctarank; mov.u32 %r2, %tid.x; shl.b32 %r3, %r2, 2;
     mov.b32 %r4, dynamic; add.s32 %r5, %r4, %r3;
@@ -200,10 +211,19 @@ def test_cluster_barrier_and_distributed_shared_memory() -> None:
         assert not run(body.replace("CLUSTER", meet), out, mode=mode, **launch).findings
         want = [[(r + 1) % 4 * 1000 + t for t in range(32)] for r in range(4)]
         assert out.tolist() == want
-    report = run(body.replace("CLUSTER", ""), out, mode="race", **launch)
+    report = run(body.replace("CLUSTER", ""), out, mode="race", raises=False, **launch)
     assert {f.kind for f in report.findings} & {"race", "uninitialised"}
+    # A CTA whose shared memory others still read must not exit.
+    last = body.rindex("CLUSTER")
+    early = body[:last].replace("CLUSTER", meet) + body[last:].replace("CLUSTER", "")
+    ends = []
+    for seed in range(6):
+        report = run(early, out, mode="adversarial", seed=seed, raises=False, **launch)
+        ends += [f.kind for f in report.findings]
+    assert "exited" in ends
 
 
+@ours
 def test_an_endless_loop_ends_in_a_fault() -> None:
     with pytest.raises(KernelFault, match="endless"):
         run("$L_a: add.s32 %r1, %r1, 1; bra $L_a;", limit=200_000)
@@ -214,6 +234,7 @@ def test_an_endless_loop_ends_in_a_fault() -> None:
         )
 
 
+@section("Release and Acquire Patterns")
 def test_ctas_that_wait_for_each_other_run_together() -> None:
     """An inter-CTA semaphore in global memory: CTA 0 waits for the last one, and so on."""
     body = """
@@ -239,6 +260,7 @@ $L_end:
         run(never, np.zeros(6, np.uint32), grid=(5, 1, 1))
 
 
+@ours
 def test_persistent_ctas_share_their_work() -> None:
     """Each CTA takes the next piece of twelve from a counter, and pauses between two."""
     body = """

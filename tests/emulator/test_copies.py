@@ -13,6 +13,7 @@ from attnkit import emulator
 from attnkit.emulator import KernelFault
 from attnkit.emulator.tensormap import TensorMap, decode, encode
 from tests.emulator.ptx_kit import init_barriers, kernel, run, wait
+from tests.emulator.sections import ours, section
 
 ELECT = """
     mov.u32 %r80, %tid.x; setp.ge.u32 %p20, %r80, 32;
@@ -29,6 +30,7 @@ def tensor_map(x: Any, box: tuple[int, ...], swizzle: int, kind: str) -> bytes:
     return encode(TensorMap(x.data_ptr(), kind, x.element_size(), swizzle, dims, strides, box))
 
 
+@ours
 def test_encode_and_decode_are_inverse() -> None:
     m = TensorMap(
         0x7F12345670, "bf16", 2, 7, (100, 7, 5, 3), (2, 208, 1 << 36, 4096), (64, 4, 1, 2)
@@ -86,6 +88,7 @@ def swizzled(dense: Any, mask: int) -> Any:
     ("dtype", "swizzle", "box"),
     [(torch.bfloat16, 7, (64, 8)), (torch.float16, 3, (32, 16)), (torch.float32, 0, (16, 8))],
 )
+@section("cp.async.bulk.tensor", "Swizzling Modes", "Out of Boundary Access")
 def test_tma_load_swizzles_and_fills_with_zeros(
     dtype: torch.dtype, swizzle: int, box: tuple[int, int], mode: str
 ) -> None:
@@ -131,6 +134,7 @@ def store(op: str, out: Any, mode: str = "eager", fence: str = "fence.proxy.asyn
 
 @pytest.mark.parametrize("mode", ["eager", "adversarial", "race"])
 @pytest.mark.parametrize("op", [PLAIN, REDUCE])
+@section("cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor", "Out of Boundary Access")
 def test_tma_store_and_reduce_clip_at_the_edge(op: str, mode: str) -> None:
     out = torch.ones(10, 12)
     want = out.clone()
@@ -140,17 +144,20 @@ def test_tma_store_and_reduce_clip_at_the_edge(op: str, mode: str) -> None:
     torch.testing.assert_close(out, want, rtol=0, atol=0)
 
 
+@section("membar / fence", "Async Proxy")
 def test_a_missing_proxy_fence_is_reported() -> None:
     report = store(PLAIN, torch.ones(16, 16), "race", fence="")
     assert [f.kind for f in report.findings] == ["fence"]
     assert "fence.proxy.async" in report.findings[0].text
 
 
+@section("cp.async.bulk.wait_group")
 def test_an_unfinished_bulk_store_is_reported() -> None:
     report = store(PLAIN, torch.ones(16, 16), done="")
     assert [f.kind for f in report.findings] == ["unfinished"]
 
 
+@section("Async-group mechanism", "cp.async.bulk.wait_group")
 def test_adversarial_order_shows_a_store_that_is_not_waited_for() -> None:
     """The source is overwritten right after the store: only the wait makes that right."""
     after = "{} mov.b32 %r9, 0; st.shared.b32 [dynamic], %r9; st.shared.b32 [dynamic+4], %r9;"
@@ -164,8 +171,9 @@ def test_adversarial_order_shows_a_store_that_is_not_waited_for() -> None:
     assert bad[6, 5] == 0
 
 
+@section("cp.async.bulk.tensor")
 def test_multicast_reaches_every_cta_of_the_mask() -> None:
-    """Section cp.async.bulk.tensor, .multicast::cluster: same offsets in data and mbarrier."""
+    """.multicast::cluster: the same offsets in data and mbarrier."""
     body = (
         init_barriers((0, 1))
         + """
@@ -202,6 +210,7 @@ $L_b:
         np.testing.assert_array_equal(out, np.stack([x.numpy()] * 2))
 
 
+@section("cp.async.bulk", "cp.async.bulk.commit_group")
 def test_bulk_copies_without_a_map() -> None:
     """cp.async.bulk: global to shared, to the neighbour's shared memory, to global."""
     body = (
@@ -245,8 +254,9 @@ $L_c:
         np.testing.assert_array_equal(out, x[::-1])
 
 
+@section("cp.async", "cp.async.commit_group", "cp.async.wait_group / cp.async.wait_all")
 def test_cp_async_fills_with_zeros_and_waits_by_group() -> None:
-    """Section cp.async: a source size below the copy size leaves zeros."""
+    """A source size below the copy size leaves zeros."""
     body = """
     mov.u32 %r1, %tid.x; shl.b32 %r2, %r1, 4; mov.b32 %r3, dynamic; add.s32 %r4, %r3, %r2;
     ld.param.u64 %d1, [p0]; mul.wide.u32 %d2, %r1, 16; add.s64 %d3, %d1, %d2;
@@ -273,6 +283,7 @@ def test_cp_async_fills_with_zeros_and_waits_by_group() -> None:
     assert {f.kind for f in report.findings} & {"race", "uninitialised"}
 
 
+@section("cp.async.bulk", "cp.async.bulk.tensor")
 def test_misaligned_copies_are_faults() -> None:
     body = (
         init_barriers((0, 1))

@@ -15,6 +15,7 @@ import torch
 from attnkit import emulator
 from attnkit.emulator import KernelFault
 from tests.emulator.ptx_kit import init_barriers, kernel, pointers, run, wait
+from tests.emulator.sections import ours, section
 
 TORCH = {
     "bf16": torch.bfloat16,
@@ -83,6 +84,13 @@ def c_fragment(c: Any) -> Any:
 @pytest.mark.parametrize(
     ("k", "kind"),
     [(16, "bf16"), (16, "f16"), (8, "bf16"), (8, "tf32"), (4, "tf32"), (32, "s8"), (32, "e4m3")],
+)
+@section(
+    "Matrix Fragments for mma.m16n8k16 with floating point type",
+    "Matrix Fragments for mma.m16n8k8",
+    "Matrix Fragments for mma.m16n8k4",
+    "Matrix Fragments for mma.m16n8k32",
+    "Multiply-and-Accumulate Instruction: mma",
 )
 def test_mma_sync(k: int, kind: str) -> None:
     a, ra = values(kind, 16, k)
@@ -176,7 +184,7 @@ def wgmma_text(n: int, k: int, kind: str, acc: str, a: str, b: str, major: str) 
 
 
 def d_fragment(d: Any) -> Any:
-    """[64, n] to [128 lanes, n / 2] (section wgmma, "Accumulator D")."""
+    """[64, n] to [128 lanes, n / 2]."""
     lanes = []
     for t in range(128):
         row = 16 * (t // 32) + (t % 32) // 4
@@ -189,6 +197,12 @@ def d_fragment(d: Any) -> Any:
 
 @pytest.mark.parametrize("mode", ["eager", "adversarial", "race"])
 @pytest.mark.parametrize("kind", ["bf16", "f16", "tf32", "e4m3", "s8"])
+@section(
+    "Register Fragments",
+    "Canonical Layouts",
+    "Matrix Descriptor Format",
+    "Asynchronous Multiply-and-Accumulate Instruction: wgmma.mma_async",
+)
 def test_wgmma_from_shared_memory(kind: str, mode: str) -> None:
     item = 4 if kind == "tf32" else 2 if "f16" in kind else 1
     n, k = 16, 32 // item
@@ -205,6 +219,7 @@ def test_wgmma_from_shared_memory(kind: str, mode: str) -> None:
     np.testing.assert_allclose(out, d_fragment(2 * a @ b.T), rtol=2e-5, atol=2e-5)
 
 
+@section("Matrix Fragments for wgmma.mma_async.m64nNk16", "Major-ness supported by Strides")
 def test_wgmma_with_a_in_registers_and_b_mn_major() -> None:
     a, ra = values("bf16", 64, 16)
     b, rb = values("bf16", 16, 16)
@@ -226,24 +241,29 @@ def test_wgmma_with_a_in_registers_and_b_mn_major() -> None:
 
 
 @pytest.mark.parametrize("mode", ["eager", "adversarial", "race"])
+@section("Asynchronous Multiply-and-Accumulate Instruction: wgmma.mma_async")
 def test_a_group_of_wgmma_goes_in_order(mode: str) -> None:
     """A product that overwrites, among others that accumulate: what came before it is gone."""
     a, ra = values("bf16", 64, 16)
-    b, rb = values("bf16", 16, 16)
+    b, rb = values("bf16", 32, 16)
     image = np.concatenate([core_image(ra, 128, 256), core_image(rb, 128, 256)])
     high = descriptor(128, 256)
     text = wgmma_text(16, 16, "bf16", "f32", "%d12", "%d13", ", 0, 0")
     one = next(x for x in text.split("\n") if "mma_async" in x) + "\n"
-    fresh = one.replace("%p1", "%p2")
+    fresh = one.replace("%p1", "%p2").replace("%d13", "%d14")
+    other = one.replace("%d13", "%d15")
     at = text.index("wgmma.commit_group")
-    text = "setp.ne.u32 %p2, 0, 0;\n" + text[:at] + one + fresh + one + one + text[at:]
+    start = "setp.ne.u32 %p2, 0, 0; add.s64 %d14, %d13, 16; add.s64 %d15, %d13, 32;\n"
+    text = start + text[:at] + one + fresh + one + other + text[at:]
     out = np.zeros((128, 8), np.float32)
     body = COPY_IN + ADDRESSES.format(a=high, b=high) + text
     run(body, image, out, block=(128, 1, 1), shared=16384, mode=mode)
-    np.testing.assert_allclose(out, d_fragment(3 * a @ b.T), rtol=2e-5, atol=2e-5)
+    want = a @ (b[8:24] + b[:16] + b[16:]).T  # B is 8 rows further for each 16 of the address
+    np.testing.assert_allclose(out, d_fragment(want), rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("n", [8, 64, 128, 248])
+@ours
 def test_wgmma_has_the_same_bits_in_every_mode(n: int) -> None:
     """Warps run four together or one by one: that must not show in how their products round."""
     _, ra = values("bf16", 64, 16)
@@ -264,6 +284,7 @@ def test_wgmma_has_the_same_bits_in_every_mode(n: int) -> None:
 @pytest.mark.parametrize(
     "before", ["wgmma.fence", "wgmma.mma_async", "wgmma.commit_group", "wgmma.wait_group"]
 )
+@ours
 def test_warps_may_part_while_a_wgmma_is_under_way(mode: str, before: str) -> None:
     """Warp 2 waits for an mbarrier on which the others arrive; then all go on, apart."""
     a, ra = values("bf16", 64, 16)
@@ -289,6 +310,7 @@ $L_out:
 
 
 @pytest.mark.parametrize("mode", ["eager", "adversarial"])
+@section("Warpgroup")
 def test_a_warp_that_leaves_a_wgmma_out_is_found(mode: str) -> None:
     text = wgmma_text(16, 16, "bf16", "f32", "%d12", "%d13", ", 0, 0")
     one = next(x for x in text.split("\n") if "mma_async" in x) + "\n"
@@ -307,6 +329,7 @@ def test_a_warp_that_leaves_a_wgmma_out_is_found(mode: str) -> None:
     assert "[3, 3, 2, 3]" in finding.text
 
 
+@section("Asynchronous Multiply-and-Accumulate Instruction: wgmma.wait_group")
 def test_reading_a_wgmma_result_too_early_shows_in_adversarial_order() -> None:
     _, ra = values("bf16", 64, 16)
     _, rb = values("bf16", 16, 16)
@@ -323,6 +346,7 @@ def test_reading_a_wgmma_result_too_early_shows_in_adversarial_order() -> None:
     assert not np.array_equal(outs[0], outs[1], equal_nan=True)
 
 
+@section("Asynchronous Multiply-and-Accumulate Instruction: wgmma.fence")
 def test_a_missing_wgmma_fence_is_found_without_running() -> None:
     high = descriptor(128, 256)
     text = wgmma_text(16, 16, "bf16", "f32", "%d12", "%d13", ", 0, 0")
@@ -405,6 +429,12 @@ def tcgen05(
 
 @pytest.mark.parametrize("mode", ["eager", "adversarial", "race"])
 @pytest.mark.parametrize("kind", ["bf16", "f16", "tf32", "e4m3", "e5m2", "s8"])
+@section(
+    "Instruction Descriptor",
+    "Shared Memory Descriptor",
+    "Layout D (M = 128 + cta-group::1)",
+    "tcgen05.mma",
+)
 def test_tcgen05_products(kind: str, mode: str) -> None:
     """M=128: row r of D is lane r, column c is column c."""
     report, out, want = tcgen05(kind, 128, 16, mode=mode)
@@ -412,6 +442,7 @@ def test_tcgen05_products(kind: str, mode: str) -> None:
     np.testing.assert_allclose(out, want, rtol=2e-5, atol=2e-5)
 
 
+@section("Layout F (M = 64 + non .ws mode)")
 def test_tcgen05_of_64_rows() -> None:
     """M=64: row r is lane 32 (r / 16) + r % 16."""
     report, out, want = tcgen05("bf16", 64, 16)
@@ -422,6 +453,7 @@ def test_tcgen05_of_64_rows() -> None:
 
 
 @pytest.mark.parametrize("shape", ["16x128b", "16x256b"])
+@section("Matrix fragments for shape .16x128b", "Matrix fragments for shape .16x256b", "tcgen05.ld")
 def test_tcgen05_ld_shapes(shape: str) -> None:
     """Lane t reads row t / 4 (and + 8); columns t % 4 of four, or 2 (t % 4) + {0, 1} of eight."""
     report, out, want = tcgen05("bf16", 128, 16, shape)
@@ -437,11 +469,13 @@ def test_tcgen05_ld_shapes(shape: str) -> None:
                 assert abs(out[32 * w + t, r] - want[place]) < 1e-4
 
 
+@section("mbarrier based completion mechanism", "tcgen05.commit")
 def test_tcgen05_result_read_without_waiting() -> None:
     report, _, _ = tcgen05("bf16", 128, 16, mode="race", commit="")
     assert {f.kind for f in report.findings} & {"race", "uninitialised"}
 
 
+@section("Tensor Memory Allocation", "Tensor Memory Addressing", "tcgen05.ld")
 def test_tensor_memory_misuse() -> None:
     high = descriptor(128, 256, TC_HIGH)
     head = COPY_IN + ADDRESSES.format(a=high, b=high)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
+import platform
+import sys
+
 import numpy as np
 import pytest
 
 from attnkit import emulator
 from attnkit.emulator import KernelFault, Undefined
 from tests.emulator.ptx_kit import kernel, pointers, run
+from tests.emulator.sections import ours, section
 
 T = np.arange(32)
 
 
+@section("ld", "st", "Vectors")
 def test_vector_and_byte_accesses() -> None:
     body = """
     ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1];
@@ -37,6 +43,7 @@ def test_vector_and_byte_accesses() -> None:
     np.testing.assert_array_equal(out[:, 3].copy().view(np.int32), byte.view(np.int8))
 
 
+@section("Local State Space", "Constant State Space", "cvta")
 def test_local_constant_and_generic_memory() -> None:
     variables = ".const .align 4 .b32 table[4] = {10, 20, 30, 40};"
     body = """
@@ -62,6 +69,7 @@ def test_local_constant_and_generic_memory() -> None:
     assert out.tolist() == [t + 10 * (t % 4 + 1) for t in range(32)]
 
 
+@section("atom", "red")
 def test_atomics_on_global_and_shared_memory() -> None:
     body = """
     ld.param.u64 %d1, [p0];
@@ -110,8 +118,10 @@ ONE_BY_ONE = {
 @pytest.mark.parametrize("how", ONE_BY_ONE)
 @pytest.mark.parametrize("places", [1, 5, 64])
 @pytest.mark.parametrize("space", ["global", "shared"])
+@ours
 def test_atomics_act_one_by_one(how: str, places: int, space: str) -> None:
-    """Lanes in order of their number, wherever the addresses of several are the same."""
+    """Lanes in order of their number, wherever the addresses of several are the same: the PTX ISA
+    leaves the order open, and a GPU takes another."""
     rng = np.random.default_rng(places)
     start = rng.integers(0, 50, 64).astype(np.uint32)
     where = (rng.permutation(64) % places).astype(np.uint32)
@@ -144,6 +154,7 @@ def test_atomics_act_one_by_one(how: str, places: int, space: str) -> None:
     assert found.tolist() == old
 
 
+@section("red")
 def test_reductions_of_vectors_and_packed_halves() -> None:
     """Four floats a lane at addresses of its own; pairs of bf16 that all lanes add to one place."""
     body = """
@@ -161,6 +172,9 @@ def test_reductions_of_vectors_and_packed_halves() -> None:
 
 
 @pytest.mark.parametrize("trans", [False, True])
+@section(
+    "Warp-level matrix load instruction: ldmatrix", "Warp-level matrix store instruction: stmatrix"
+)
 def test_ldmatrix_and_stmatrix_fragments(trans: bool) -> None:
     """Lane t holds row t // 4, columns 2 (t % 4) and + 1 of each matrix; .trans swaps them."""
     t = ".trans" if trans else ""
@@ -198,6 +212,7 @@ def fault(body: str, *args: object, **launch: object) -> str:
     return error.value.finding.kind
 
 
+@section("Shared State Space", "Global State Space")
 def test_accesses_outside_memory_are_faults() -> None:
     x = np.zeros(31, np.uint32)
     assert fault(STORE + "add.s64 %d3, %d1, %d2; st.global.b32 [%d3], %r1;", x) == "bounds"
@@ -205,6 +220,7 @@ def test_accesses_outside_memory_are_faults() -> None:
     assert fault("ld.shared.b32 %r1, [dynamic+-4];", shared=1024) == "bounds"
 
 
+@section("ld", "st")
 def test_misaligned_accesses_are_faults() -> None:
     x = np.zeros(40, np.uint32)
     assert fault(STORE + "add.s64 %d3, %d1, %d2; st.global.b32 [%d3+2], %r1;", x) == "alignment"
@@ -212,6 +228,7 @@ def test_misaligned_accesses_are_faults() -> None:
     assert fault(body, shared=64) == "alignment"
 
 
+@ours
 def test_reads_of_undefined_global_memory_are_faults() -> None:
     x = np.zeros(32, np.uint32)
     read = STORE + "add.s64 %d3, %d1, %d2; ld.global.b32 %r2, [%d3];"
@@ -223,6 +240,7 @@ def test_reads_of_undefined_global_memory_are_faults() -> None:
     assert emulator.run(emulator.Ptx(kernel(write, pointers(1))), Undefined(x)).ok
 
 
+@ours
 def test_a_report_says_where() -> None:
     text = kernel(
         STORE + "\nadd.s64 %d3, %d1, %d2;\n.loc 1 77 0\nst.global.b32 [%d3], %r1;", pointers(1)
@@ -236,3 +254,46 @@ def test_a_report_says_where() -> None:
     assert (place.line, place.source, place.role) == (line, "my_kernel.py:77", "writer")
     assert place.warps == (0, 1)
     assert place.cta == (0, 0, 0)
+
+
+@section("ld", "Vectors")
+def test_vectors_of_64_bits_from_shared_memory() -> None:
+    """Each register of the vector is whole: here as two floats (add.f32x2, sm_100)."""
+    body = """
+    mov.u32 %r1, %tid.x; shl.b32 %r2, %r1, 4; mov.b32 %r3, dynamic; add.s32 %r4, %r3, %r2;
+    ld.param.u64 %d1, [p0]; mul.wide.u32 %d2, %r1, 16; add.s64 %d3, %d1, %d2;
+    ld.param.u64 %d4, [p1]; mul.wide.u32 %d5, %r1, 8; add.s64 %d6, %d4, %d5;
+    ld.global.v4.b32 {%r5, %r6, %r7, %r8}, [%d3];
+    st.shared.v4.b32 [%r4], {%r5, %r6, %r7, %r8};
+    ld.shared.v2.b64 {%d7, %d8}, [%r4];
+    add.rn.f32x2 %d9, %d7, %d8;
+    st.global.b64 [%d6], %d9;
+    """
+    x = np.random.default_rng(2).normal(size=(32, 4)).astype(np.float32)
+    out = np.zeros((32, 2), np.float32)
+    run(body, x, out, shared=1024, arch="sm_100a")
+    np.testing.assert_array_equal(out, x[:, :2] + x[:, 2:])
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64", reason="maps memory below 4 GiB"
+)
+@ours
+def test_arrays_below_4_gib_are_global_memory() -> None:
+    """Where some interpreters have their heap, and generic addresses of shared memory lie, too."""
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    private, anonymous, low = 0x2, 0x20, 0x40
+    address = libc.mmap(None, 4096, 3, private | anonymous | low, -1, 0)
+    assert address is not None
+    assert address < 1 << 32
+    x = np.ctypeslib.as_array((ctypes.c_uint32 * 32).from_address(address))
+    x[:] = T
+    body = """
+    mov.u32 %r1, %tid.x; mul.wide.u32 %d2, %r1, 4; ld.param.u64 %d1, [p0]; add.s64 %d3, %d1, %d2;
+    ld.b32 %r2, [%d3]; add.s32 %r2, %r2, 7; st.b32 [%d3], %r2;
+    cvta.shared.u64 %d4, dynamic; add.s64 %d5, %d4, %d2; st.b32 [%d5], %r2;
+    """
+    run(body, x, shared=256)
+    np.testing.assert_array_equal(x, T + 7)

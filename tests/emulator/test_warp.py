@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 from tests.emulator.ptx_kit import evaluate, per_thread, pointers, run
+from tests.emulator.sections import ours, section
 
 LANE = np.arange(64, dtype=np.uint32)
 X = (LANE * 2654435761).astype(np.uint32)
 
 
+@section("elect.sync")
 def test_elect_picks_the_lowest_active_lane_of_each_warp() -> None:
     text = """
     mov.b32 {o}, 0;
@@ -54,12 +56,14 @@ def shfl(mode: str, b: int, c: int) -> Any:
         ("down", 3, 31), ("down", 2, 0x181F), ("up", 1, 0), ("up", 4, 0x1800),
     ],
 )  # fmt: skip
+@section("shfl.sync")
 def test_shfl(mode: str, b: int, c: int) -> None:
     got = evaluate(f"shfl.sync.{mode}.b32 {{o}}, {{a0}}, {b}, {c}, -1;", [X], np.uint32)
     source = shfl(mode, b, c)
     np.testing.assert_array_equal(got.reshape(2, 32), X.reshape(2, 32)[:, source])
 
 
+@section("vote.sync")
 def test_votes() -> None:
     odd = "and.b32 %r1, {a0}, 1; setp.eq.s32 %p1, %r1, 1;"
     got = evaluate(odd + "vote.sync.ballot.b32 {o}, %p1, -1;", [X], np.uint32)
@@ -73,6 +77,7 @@ def test_votes() -> None:
 
 
 @pytest.mark.parametrize("how", ["add", "min", "max", "and", "or", "xor"])
+@section("redux.sync")
 def test_redux(how: str) -> None:
     kind = "b32" if how in ("and", "or", "xor") else "u32"
     got = evaluate(f"redux.sync.{how}.{kind} {{o}}, {{a0}}, -1;", [X], np.uint32)
@@ -83,6 +88,7 @@ def test_redux(how: str) -> None:
     np.testing.assert_array_equal(got.reshape(2, 32)[:, 0], want)
 
 
+@section("match.sync")
 def test_match_any() -> None:
     x = (LANE % 5).astype(np.uint32)
     got = evaluate("match.any.sync.b32 {o}, {a0}, -1;", [x], np.uint32)
@@ -90,6 +96,7 @@ def test_match_any() -> None:
         assert got[lane] == sum(1 << j for j in range(32) if x[j] == x[lane])
 
 
+@section("Divergence of Threads in Control Constructs", "bra")
 def test_divergent_loops_meet_again() -> None:
     """Each lane loops its own number of times; a shuffle afterwards sees all lanes."""
     text = """
@@ -107,6 +114,7 @@ $L_top:
     assert got.tolist() == [want[i ^ 1] for i in range(64)]
 
 
+@section("Special Register State Space")
 def test_special_registers() -> None:
     body = """
     mov.u32 %r1, %tid.x; mov.u32 %r2, %tid.y; mov.u32 %r3, %ctaid.x; mov.u32 %r4, %ntid.x;
@@ -127,6 +135,7 @@ def test_special_registers() -> None:
             assert out[cta, t, :6].tolist() == want
 
 
+@ours
 def test_a_block_need_not_be_full_warps() -> None:
     out = np.zeros(40, np.uint32)
     from attnkit import emulator
