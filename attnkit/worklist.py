@@ -7,7 +7,7 @@ the diagonal, and a maximum found early is not rescaled later.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,7 +23,8 @@ class WorkList:
 
     Attributes:
         pieces: int32 [pieces, 12]: b, h, tile, slot; the PARTIAL and the FULL cursor; how many
-            blocks come first and are masked; 0. A cursor is (run, take, count): the first `take`
+            blocks come first and are masked; how many pieces keep anything, the same in all: the
+            others stand at the end of the list. A cursor is (run, take, count): the first `take`
             blocks of a run, last one first, then the runs before it, `count` blocks in all.
         partial, full: int32 [2, runs + 1]: starts and lengths; the last is a block beyond the end of
             the tensor, for tiles that keep nothing.
@@ -41,8 +42,14 @@ class WorkList:
 
     def to(self, device: torch.device) -> WorkList:
         """The same on a device."""
-        tables = (self.pieces, self.partial, self.full, self.split, self.split_ptr)
-        return WorkList(*(t.to(device) for t in tables), self.slots)
+        return replace(
+            self,
+            pieces=self.pieces.to(device),
+            partial=self.partial.to(device),
+            full=self.full.to(device),
+            split=self.split.to(device),
+            split_ptr=self.split_ptr.to(device),
+        )
 
 
 def work_list(runs: BlockRuns, schedule: Schedule) -> WorkList:
@@ -59,8 +66,9 @@ def work_list(runs: BlockRuns, schedule: Schedule) -> WorkList:
     beyond = masked.new_tensor([runs.partial.start.numel(), 1, 1])
     partial = torch.where(empty[:, None], beyond, partial)
     masked = torch.where(empty, 1, masked)
-    tail = torch.stack([masked, torch.zeros_like(masked)], 1)
-    pieces = torch.cat([table[:, :4], partial, full, tail], 1).contiguous()
+    live = (~empty).sum(dtype=torch.int32).expand_as(masked)
+    pieces = torch.cat([table[:, :4], partial, full, torch.stack([masked, live], 1)], 1)
+    pieces = pieces[empty.to(torch.int8).argsort(stable=True)].contiguous()
     return WorkList(
         pieces,
         _pairs(runs.partial, runs),

@@ -27,7 +27,8 @@ from attnkit.expr import arg, const
 from attnkit.rewrite import build
 from attnkit.schedule import schedule_forward
 from attnkit.score_form import LOG2E, ScoreForm, unscaled
-from attnkit.splice import sm90
+from attnkit.splice import forward, sm90
+from attnkit.targets import SM90
 from attnkit.variant import Variant
 
 LENGTH = 8192
@@ -46,6 +47,7 @@ CHANGES = {
     "as it is": Change(),
     "no overlap of Q K with P V": Change({"overlap": False}),
     "no ping-pong": Change({"pingpong": False}),
+    "each tile by itself": Change({"chain": False}),
     "own maximum, not the last": Change({"softmax": "online"}),
     "own maximum, P packed late": Change({"softmax": "online", "early": False}),
     "masks on every tile": Change({"skip_masks": False}),
@@ -69,17 +71,17 @@ def _changed(change: Change) -> Iterator[None]:
         whole = sm90.config_of
         patch(sm90, "config_of", lambda *a: {**whole(*a), **change.settings})
         order = lambda *a, **k: schedule_forward(*a, **{**k, **change.schedule})
-        patch(sm90, "schedule_forward", order)
+        patch(forward, "schedule_forward", order)
         if not change.staged:
-            patch(sm90, "score_form", _unstaged)
+            patch(forward, "score_form", _unstaged)
             patch(cute_stages, "level_of", lambda n: "element")
-        for known in (sm90._source, sm90.spliced):
+        for known in (forward._source, forward.spliced):
             known.cache_clear()
-        sm90._lists.clear()
+        forward._lists.clear()
         yield
-    for known in (sm90._source, sm90.spliced):
+    for known in (forward._source, forward.spliced):
         known.cache_clear()
-    sm90._lists.clear()
+    forward._lists.clear()
 
 
 def _call(change: Change, score_mod: Any, mask: Any, qkv: Any) -> Callable[[], Any]:
@@ -88,9 +90,8 @@ def _call(change: Change, score_mod: Any, mask: Any, qkv: Any) -> Callable[[], A
     with _changed(change):
         bound = Variant(score_mod, mask).bind(query, key, (128, 128))
         captured = tuple(list(t.tensors) if t else [] for t in (bound.score, bound.mask))
-        call = sm90._prepare(
-            bound.program, qkv, captured, bound.runs, query.stride(), True, False, False
-        )
+        options = True, False, SM90, False, forward._sms(query.device)
+        call = forward._prepare(bound.program, qkv, captured, bound.runs, query.stride(), *options)
         scale = 1 / math.sqrt(query.shape[-1])
         call(*qkv, captured, scale)
         torch.cuda.synchronize()

@@ -86,13 +86,16 @@ def test_every_kept_block_is_visited_once_masked_ones_first(case: Case) -> None:
 
 
 @given(ragged_cases())
-def test_pieces_keep_their_order_and_their_slots(case: Case) -> None:
+def test_pieces_keep_their_slots_and_their_order_but_empty_ones_come_last(case: Case) -> None:
     schedule = case.schedule()
     work = work_list(case.runs, schedule)
     assert work.pieces.dtype == work.partial.dtype == work.full.dtype == torch.int32
     assert work.pieces.shape == (schedule.pieces, 12)
     assert work.pieces.is_contiguous()
-    assert torch.equal(work.pieces[:, :4], schedule.table()[:, :4])
+    table = schedule.table()
+    empty = table[:, 6] + table[:, 9] == 0
+    assert torch.equal(work.pieces[:, :4], torch.cat([table[~empty], table[empty]])[:, :4])
+    assert set(work.pieces[:, 11].tolist()) == {int((~empty).sum())}
 
 
 def split_rows(states: Tensor, kv_len: int) -> tuple[BlockRuns, Schedule]:

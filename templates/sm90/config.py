@@ -30,6 +30,8 @@ class ForwardConfig:
         skip_masks: full tiles are computed without mask instructions.
         dynamic: CTAs take their next tile from a counter, not by turns.
         need_max: also write the row maxima.
+        chain: Q K of a tile's first block is issued before the last P V of the tile before, where
+            there is shared memory for two query tiles.
     """
 
     dtype: str = "bfloat16"
@@ -48,6 +50,7 @@ class ForwardConfig:
     skip_masks: bool = True
     dynamic: bool = True
     need_max: bool = False
+    chain: bool = True
 
     def __post_init__(self) -> None:
         if self.alias and self.value_width > self.width:
@@ -62,6 +65,16 @@ class ForwardConfig:
         return 64 * self.warpgroups
 
     @property
+    def chained(self) -> bool:
+        """Whether products run on from tile to tile."""
+        return self.chain and not self.alias
+
+    @property
+    def query_stages(self) -> int:
+        """Query tiles in shared memory."""
+        return 2 if self.chained else 1
+
+    @property
     def registers(self) -> tuple[int, int]:
         """Registers a thread of a consumer and of the producer warpgroup."""
         if self.warpgroups == 2 and self.width > 192:
@@ -71,7 +84,7 @@ class ForwardConfig:
     @property
     def smem_bytes(self) -> int:
         """Shared memory of a CTA: Q, K and V rings, O."""
-        query = self.block_q * self.width
+        query = self.query_stages * self.block_q * self.width
         ring = self.stages * self.block_kv * (self.width + self.value_width)
         out = 0 if self.alias else self.block_q * self.value_width
         return 2 * (query + ring + out) + 1024

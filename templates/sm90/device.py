@@ -7,6 +7,8 @@ from typing import Any
 import cutlass
 from cutlass import BFloat16, Float16, Float32, Int32, cute
 
+from attnkit.templates.polynomials import EXP2_FROM_NEAREST
+
 LN2 = 0.6931471805599453
 NEG_INF = float("-inf")
 
@@ -70,15 +72,15 @@ def exp2_on_fma(x: Any) -> Any:
     """2**x without the exponential unit, relative error below 9e-5; x is above -126, or NaN.
 
     x = j + f with j the nearest integer; a polynomial of degree 3 for 2**f, |f| <= 1/2, times
-    2**j from its exponent bits (Cody and Waite 1980; coefficients by Remez exchange). It is a
+    2**j from its exponent bits (see `polynomials`). It is a
     product because adding j to the polynomial's bits would make a number of NaN.
     """
     magic = Float32(12582912.0)  # 1.5 * 2**23: the low bits of the sum are the nearest integer
     t = x + magic
     f = x - (t - magic)
-    p = f * Float32(0.05517065) + Float32(0.24260865)
-    p = p * f + Float32(0.69326093)
-    p = p * f + Float32(0.99992823)
+    *lower, p = (Float32(c) for c in EXP2_FROM_NEAREST)
+    for c in reversed(lower):
+        p = p * f + c
     return cute.arch.inline_ptx(
         "{ .reg .b32 j; .reg .f32 s; mov.b32 j, {$r1}; shl.b32 j, j, 23;"
         " add.s32 j, j, 1065353216; mov.b32 s, j; mul.f32 {$w0}, {$r0}, s; }",
@@ -118,6 +120,13 @@ def quad_sum(x: Any) -> Any:
     """Sum over the four threads that hold a row."""
     x = x + cute.arch.shuffle_sync_bfly(x, 1)
     return x + cute.arch.shuffle_sync_bfly(x, 2)
+
+
+def bits(x: Any) -> Any:
+    """A Float32's bits, as Int32."""
+    return cute.arch.inline_ptx(
+        "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x]
+    )
 
 
 def finite_or_zero(x: Any) -> Any:

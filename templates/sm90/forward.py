@@ -1,13 +1,14 @@
 """The forward kernel for Hopper (sm_90a): FlashAttention-3's algorithm with hooks for any variant.
 
-One CTA per SM, persistent. Warpgroup 0 holds one producer warp, the others are consumers of 64
-query rows each. The producer takes pieces of work from a list, longest first, walks their runs of
-kv blocks, and loads Q, K and V by TMA; it tells the consumers through shared memory which block
-each K stage holds, so that consumers never see the lists. A consumer computes S = Q K^T into
-registers, applies mod, mask and softmax there, and uses P from registers as the A operand of
-O += P V. Q K of a block is issued before P V of the block before, so that the tensor cores work
-during the softmax; named barriers make the warpgroups take turns on the tensor cores, so that one
-does its softmax while another multiplies (Shah et al. 2024, FlashAttention-3).
+One CTA per SM, persistent. Warpgroup 0 loads: one warp takes pieces of work from a list, longest
+first, and one walks their runs of kv blocks and loads Q, K and V by TMA; it tells the consumers
+through shared memory which block each K stage holds, so that they never see the lists. Its other
+two warps write the tiles that keep nothing. The other warpgroups are consumers of 64 query rows
+each. A consumer computes S = Q K^T into registers, applies mod, mask and softmax there, and uses P
+from registers as the A operand of O += P V. Q K of a block is issued before P V of the block
+before, across the end of a tile where shared memory holds two query tiles, so that the tensor cores
+work during the softmax; named barriers make the warpgroups take turns on the tensor cores, so that
+one does its softmax while another multiplies (Shah et al. 2024, FlashAttention-3).
 
 Masked blocks come first, those that are kept whole after them in a loop without mask
 instructions. The next P is made in registers of its own while P V still reads the last one.
@@ -29,20 +30,18 @@ from attnkit.templates.sm90 import device
 from attnkit.templates.sm90.config import ForwardConfig
 from attnkit.templates.sm90.copies import ordered, partition
 from attnkit.templates.sm90.device import NEG_INF
-from attnkit.templates.sm90.forward_load import RECORD, ForwardLoads
+from attnkit.templates.sm90.forward_load import RECORD, WORDS, ForwardLoads
+from attnkit.templates.sm90.forward_store import STORE, ForwardStores
 from attnkit.templates.sm90.hooks import ForwardHooks
-from attnkit.templates.sm90.softmax import Softmax, row_of
+from attnkit.templates.sm90.softmax import Softmax
 
-# int32 words of a piece of work: b, h, tile, slot; a cursor of three into the PARTIAL and one into
-# the FULL runs; how many of its blocks come first and are masked; spare
-PIECE = 12
-TURN, STORE = 1, 5  # named barriers: turns of the warpgroups, and their output tiles
+TURN = 1  # the first of the named barriers for the warpgroups' turns
 
 ROW = cutlass.tensor_utils.LayoutEnum.ROW_MAJOR
 COLUMN = cutlass.tensor_utils.LayoutEnum.COL_MAJOR
 
 
-class Forward(Softmax, ForwardLoads):
+class Forward(Softmax, ForwardLoads, ForwardStores):
     """A forward kernel for one configuration and one variant.
 
     Args:
@@ -84,7 +83,7 @@ class Forward(Softmax, ForwardLoads):
             query, key, value, out: [B, H, S, D] of the config's dtype, the last dimension
                 contiguous, the others' strides and the address multiples of 16 bytes.
             lse, top: float32 [B, H, S]; `top` is written only if the config needs the maxima.
-            pieces: int32 [pieces, 12], see `PIECE`; cursors descend: a run, how many of its first
+            pieces: int32 [pieces, 12], see `forward_load.PIECE`; cursors descend: a run, how many of its first
                 blocks to take, blocks in all, going on with the whole runs before.
             partial, full: int32 [2, runs], starts and lengths of runs of kv blocks.
             counter: int32 [1], zero; left at zero.
@@ -97,6 +96,7 @@ class Forward(Softmax, ForwardLoads):
         """
         c, dtype = self.config, self.dtype
         width, deep, bn = c.width, c.value_width, c.block_kv
+        rows_out = out
         query, key, out = (ordered(t, (2, 3, 1, 0)) for t in (query, key, out))
         value = ordered(value, (3, 2, 1, 0))
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
@@ -115,7 +115,9 @@ class Forward(Softmax, ForwardLoads):
             a_source=warpgroup.OperandSource.RMEM,
         )
         layouts = (
-            hopper_helpers.make_smem_layout_a(ROW, (64, bn, width), dtype, c.warpgroups),
+            hopper_helpers.make_smem_layout_a(
+                ROW, (64, bn, width), dtype, c.warpgroups * c.query_stages
+            ),
             hopper_helpers.make_smem_layout_b(ROW, (64, bn, width), dtype, c.stages),
             hopper_helpers.make_smem_layout_b(COLUMN, (64, deep, bn), dtype, c.stages),
             hopper_helpers.make_smem_layout_epi(dtype, ROW, (64, deep), c.warpgroups),
@@ -139,8 +141,8 @@ class Forward(Softmax, ForwardLoads):
 
         @cute.struct
         class Storage:
-            barriers: cute.struct.MemRange[Int64, 2 + 4 * c.stages]
-            info: cute.struct.MemRange[Int32, 16]  # the block of each K stage, then the record
+            barriers: cute.struct.MemRange[Int64, 2 + 2 * c.query_stages + 4 * c.stages]
+            info: cute.struct.MemRange[Int32, WORDS]
             q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(q_layout)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(k_layout)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(v_layout)], 1024]
@@ -155,6 +157,7 @@ class Forward(Softmax, ForwardLoads):
             (tma_q, tma_k, tma_v, tma_o),
             (q_tiles, k_tiles, v_tiles, o_tiles),
             layouts,
+            rows_out,
             lse,
             top,
             pieces,
@@ -182,6 +185,7 @@ class Forward(Softmax, ForwardLoads):
         atoms: tuple,
         tiles: tuple,
         layouts: tuple,
+        out: cute.Tensor,
         lse: cute.Tensor,
         top: cute.Tensor,
         pieces: cute.Tensor,
@@ -192,7 +196,7 @@ class Forward(Softmax, ForwardLoads):
         captured: list,
         numbers: tuple,
     ):
-        """Roles: warp 0 loads, warpgroups 1 and up compute and store."""
+        """Roles: warp 0 loads what warp 1 claims, 2 and 3 clear, warpgroups 1 and up compute."""
         c = self.config
         tma_q, tma_k, tma_v, tma_o = atoms
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -211,17 +215,22 @@ class Forward(Softmax, ForwardLoads):
             smem_o = storage.q.get_tensor(spread, swizzle=o_layout.inner)
         else:
             smem_o = storage.o.get_tensor(o_layout.outer, swizzle=o_layout.inner)
-        info = storage.info.get_tensor(cute.make_layout(16))
+        info = storage.info.get_tensor(cute.make_layout(WORDS))
         base = storage.barriers.data_ptr()
-        q_full, q_free = base, base + 1
-        k_full, k_free, v_full, v_free = (base + 2 + c.stages * i for i in range(4))
+        work_full, work_free = base, base + 1
+        q_full, q_free = base + 2, base + 2 + c.query_stages
+        base = base + 2 + 2 * c.query_stages
+        k_full, k_free, v_full, v_free = (base + c.stages * i for i in range(4))
         bars = (q_full, q_free, k_full, k_free, v_full, v_free)
         if warp == 0:
             with cute.arch.elect_one():
-                cute.arch.mbarrier_init(q_full, 1)
-                cute.arch.mbarrier_init(
-                    q_free, c.warpgroups if const_expr(c.alias) else 4 * c.warpgroups
-                )
+                cute.arch.mbarrier_init(work_full, 1)
+                cute.arch.mbarrier_init(work_free, 1)
+                for s in cutlass.range_constexpr(c.query_stages):
+                    cute.arch.mbarrier_init(q_full + s, 1)
+                    cute.arch.mbarrier_init(
+                        q_free + s, c.warpgroups if const_expr(c.alias) else 4 * c.warpgroups
+                    )
                 for s in cutlass.range_constexpr(c.stages):
                     cute.arch.mbarrier_init(k_full + s, 1)
                     cute.arch.mbarrier_init(v_full + s, 1)
@@ -237,14 +246,17 @@ class Forward(Softmax, ForwardLoads):
                     (tma_q, tma_k, tma_v),
                     tiles,
                     (smem_q, smem_k, smem_v),
+                    (work_full, work_free),
                     bars,
                     info,
-                    pieces,
                     partial,
                     full,
-                    counter,
                     numbers,
                 )
+            elif warp == 1:
+                self.claim(pieces, counter, info, (work_full, work_free))
+            else:
+                self.clear(pieces, out, lse, top, warp - 2)
         else:
             cute.arch.setmaxregister_increase(c.registers[0])
             self.consume(
@@ -310,58 +322,94 @@ class Forward(Softmax, ForwardLoads):
         )
         thr_store = store.get_slice(ct)
         rounded = cute.make_rmem_tensor(acc.layout, dtype)
-        to_smem = thr_store.retile(rounded)
-        at_smem = thr_store.partition_D(smem_o)
+        output = (store, rounded, thr_store.retile(rounded), thr_store.partition_D(smem_o))
         o_from, o_to = partition(tma_o, smem_o, o_tiles, (64, c.value_width), (None, 0, None, None))
 
         if const_expr(c.pingpong):
             if wg == 0:
                 cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=256)
-        kc, tc = Int32(0), Int32(0)
+        kc, tc, n = Int32(0), Int32(0), Int32(0)
         cute.arch.mbarrier_wait(q_full, 0)
-        valid = info[RECORD + 5]
+        valid = cute.arch.make_warp_uniform(info[RECORD + 5])
+        if const_expr(c.chained):
+            if valid != 0:  # the first block of the first tile; later ones are begun with the last
+                cute.arch.mbarrier_wait(k_full, 0)
+                n = info[0]
+                warpgroup.fence()
+                self.issue_qk(parts, wg, 0)
+                warpgroup.wait_group(0)
+                device.arrive(k_free)
         while valid != 0:
-            at, h, b = info[RECORD], info[RECORD + 1], info[RECORD + 2]
-            slot = info[RECORD + 6]
+            stage_q = self.query_stage(tc)
+            record = RECORD + 8 * stage_q
+            at, h, b = info[record], info[record + 1], info[record + 2]
+            slot = info[record + 6]
             # uniform over a warp, as the products below need to know
-            masked = cute.arch.make_warp_uniform(info[RECORD + 3])
-            whole = cute.arch.make_warp_uniform(info[RECORD + 4])
+            masked = cute.arch.make_warp_uniform(info[record + 3])
+            whole = cute.arch.make_warp_uniform(info[record + 4])
             row = at * c.block_q + wg * 64 + row0
             where = (captured, b, h, q_len, kv_len, scale, at * c.block_q)
             tile = self.begin(where, first_column, row)
+            rows_q = wg + c.warpgroups * stage_q
             acc.fill(0.0)
             for r in cutlass.range_constexpr(2):
                 row_max[r], row_sum[r], top[r] = Float32(NEG_INF), Float32(0.0), Float32(NEG_INF)
-            s = self.stage(kc)
-            cute.arch.mbarrier_wait(k_full + s, self.phase(kc))
-            n = info[s]
-            warpgroup.fence()
-            self.issue_qk(parts, wg, s)
-            warpgroup.wait_group(0)
-            device.arrive(k_free + s)
-            known = self.ahead(tile, n, True, cute.size(scores))
-            self.first(tile, known, scores, p_now, stats)
+            if const_expr(not c.chained):
+                s = self.stage(kc)
+                cute.arch.mbarrier_wait(k_full + s, self.phase(kc))
+                n = info[s]
+                warpgroup.fence()
+                self.issue_qk(parts, rows_q, s)
+                warpgroup.wait_group(0)
+                device.arrive(k_free + s)
+            if const_expr(c.skip_masks):
+                if masked != 0:
+                    self.first(tile, n, True, scores, p_now, stats)
+                else:
+                    self.first(tile, n, False, scores, p_now, stats)
+            else:
+                self.first(tile, n, True, scores, p_now, stats)
             kc += 1
             for _ in cutlass.range(1, masked, unroll=1):
-                self.block(True, kc, parts, probabilities, kv_bars, info, stats, tile, wg)
+                self.block(True, kc, parts, probabilities, kv_bars, info, stats, tile, wg, rows_q)
                 kc += 1
             rest = whole - cutlass.select_(masked == 0, Int32(1), Int32(0))
             show_mask = not c.skip_masks
             for _ in cutlass.range(rest, unroll=1):
-                self.block(show_mask, kc, parts, probabilities, kv_bars, info, stats, tile, wg)
+                self.block(
+                    show_mask, kc, parts, probabilities, kv_bars, info, stats, tile, wg, rows_q
+                )
                 kc += 1
             if const_expr(not c.alias):
-                device.arrive(q_free)
+                device.arrive(q_free + stage_q)
+            tc += 1
             sv = self.stage(kc - 1)
+            if const_expr(c.chained):
+                # Q K of the next tile's first block beside P V of this one's last; if there is no
+                # next tile, of the last blocks again, for nothing
+                following = self.query_stage(tc)
+                cute.arch.mbarrier_wait(q_full + following, self.query_phase(tc))
+                valid = cute.arch.make_warp_uniform(info[RECORD + 5 + 8 * following])
+                again = cutlass.select_(valid == 0, Int32(1), Int32(0))
+                s = self.stage(kc - again)
+                cute.arch.mbarrier_wait(k_full + s, self.phase(kc - again))
+                n = info[s]
+                self.turn_wait(wg)
+                warpgroup.fence()
+                self.issue_qk(parts, wg + c.warpgroups * self.query_stage(tc - again), s)
             cute.arch.mbarrier_wait(v_full + sv, self.phase(kc - 1))
-            warpgroup.fence()
+            if const_expr(not c.chained):
+                warpgroup.fence()
             self.issue_pv(parts, p, sv)
-            for r in cutlass.range_constexpr(2):  # while P V runs
-                row_sum[r] = device.quad_sum(row_sum[r])
-            warpgroup.wait_group(0)
-            device.arrive(v_free + sv)
+            if const_expr(c.chained):
+                self.turn_pass(wg)
             place = (row, wg * 64 + row0, h, b, slot, lane)
-            self.finish(tile, stats, acc, results, place)
+            self.conclude(tile, stats, results, place)  # while the products run
+            warpgroup.wait_group(0)
+            if const_expr(c.chained):
+                device.arrive(k_free + s)
+            device.arrive(v_free + sv)
+            self.normalise(acc, stats)
             if slot >= 0:  # a part of a row: float32, to be combined
                 self.write_part(acc, thr_pv, results[2], slot, wg, ct)
                 if const_expr(c.alias):
@@ -369,32 +417,29 @@ class Forward(Softmax, ForwardLoads):
                     if warp % 4 == 0:
                         device.arrive(q_free)
             else:
-                self.pack(acc, rounded)
-                if warp % 4 == 0:  # the last tile's output has left shared memory
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
-                cute.arch.barrier(barrier_id=STORE + wg, number_of_threads=128)
-                cute.copy(store, to_smem, at_smem[None, None, None, wg])
-                cute.arch.fence_proxy("async.shared", space="cta")
-                cute.arch.barrier(barrier_id=STORE + wg, number_of_threads=128)
+                self.write_tile(acc, output, wg, warp)
                 if warp % 4 == 0:
                     cute.copy(tma_o, o_from[None, wg], o_to[None, at * c.warpgroups + wg, h, b])
                     cute.arch.cp_async_bulk_commit_group()
                     if const_expr(c.alias):
                         cute.arch.cp_async_bulk_wait_group(0, read=True)
                         device.arrive(q_free)
-            tc += 1
-            cute.arch.mbarrier_wait(q_full, tc & 1)
-            valid = info[RECORD + 5]
+            if const_expr(not c.chained):
+                following = self.query_stage(tc)
+                cute.arch.mbarrier_wait(q_full + following, self.query_phase(tc))
+                valid = cute.arch.make_warp_uniform(info[RECORD + 5 + 8 * following])
         if warp % 4 == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     # ---------------------------------------------- pieces of the consumer, inlined while tracing
 
-    def issue_qk(self, parts: Any, wg: Any, stage: Any) -> None:
+    def issue_qk(self, parts: Any, rows: Any, stage: Any) -> None:
         mma_first, mma_qk, _, scores, _, frag_q, frag_k, _ = parts
         for k in range(cute.size(frag_q, mode=[2])):
             mma = mma_first if k == 0 else mma_qk
-            cute.gemm(mma, scores, frag_q[None, None, k, wg], frag_k[None, None, k, stage], scores)
+            cute.gemm(
+                mma, scores, frag_q[None, None, k, rows], frag_k[None, None, k, stage], scores
+            )
         warpgroup.commit_group()
 
     def issue_pv(self, parts: Any, p: Any, stage: Any) -> None:
@@ -431,6 +476,7 @@ class Forward(Softmax, ForwardLoads):
         stats: Any,
         tile: Any,
         wg: Any,
+        rows: Any,
     ) -> None:
         """One step: Q K of block kc, P V of the block before it, the softmax between."""
         k_full, k_free, v_full, v_free = bars
@@ -440,7 +486,7 @@ class Forward(Softmax, ForwardLoads):
         cute.arch.mbarrier_wait(k_full + s, self.phase(kc))
         self.turn_wait(wg)
         warpgroup.fence()
-        self.issue_qk(parts, wg, s)
+        self.issue_qk(parts, rows, s)
         if not self.config.overlap:
             warpgroup.wait_group(0)
         if self.hooks.ahead:  # loads, whose latency hides behind the products
@@ -463,12 +509,6 @@ class Forward(Softmax, ForwardLoads):
             self.pack(scores, p_now)
         self.rescale(acc, stats[2])
 
-    def pack(self, values: Any, packed: Any) -> None:
-        """P or the output, from float32 to pairs of the operands' type."""
-        pairs = cute.recast_tensor(packed, Int32)
-        for i in range(cute.size(pairs)):
-            pairs[i] = device.pack(values[2 * i], values[2 * i + 1], self.dtype)
-
     def hold(self, stats: Any) -> None:
         """Keep the exponentials before the wait for P V, which the assembler hoists otherwise.
 
@@ -476,53 +516,3 @@ class Forward(Softmax, ForwardLoads):
         """
         row_sum = stats[1]
         cute.arch.inline_ptx("nanosleep.u32 1;", predicate=(row_sum[0] + row_sum[1]) < Float32(0.0))
-
-    def finish(self, tile: Any, stats: Any, acc: Any, results: Any, place: Any) -> None:
-        """Normalise the output and write the rows' statistics."""
-        row_max, row_sum, scale, highest = stats
-        factor = self.factor(tile)
-        for r in range(2):
-            total = row_sum[r]
-            dead = total == Float32(0.0)
-            scale[r] = cutlass.select_(dead, Float32(0.0), cute.arch.rcp_approx(total))
-            unit = Float32(1.0) if factor is None else factor
-            term = self.lse_term(tile, r)
-            value = cute.math.log(total)  # once a row: exact, as an LSE may be the result
-            if self.config.softmax != "bounded":
-                value = value + row_max[r] * (unit * device.LN2)
-            if term is not None:
-                # the term was left out of the scores: an infinite one shows here
-                wiped = term == Float32(NEG_INF)
-                value = value + cutlass.select_(wiped, term, term + (term - term))
-                odd = cutlass.select_(wiped, Float32(0.0), scale[r] + (term - term))
-                scale[r] = cutlass.select_(dead | wiped, Float32(0.0), odd)
-            value = cutlass.select_(dead, Float32(NEG_INF), value)
-            most = highest[r] * unit * device.LN2
-            if term is not None:
-                empty = most == Float32(NEG_INF)
-                most = cutlass.select_(empty, most, most + term)
-            self.write_row(results, value, most, place, r)
-        for i in range(cute.size(acc)):
-            acc[i] = acc[i] * scale[row_of(i)]
-
-    @cute.jit
-    def write_row(
-        self, results: tuple, value: Float32, most: Float32, place: tuple, r: cutlass.Constexpr
-    ):
-        """Write a row's LSE, and its maximum if it is wanted."""
-        lse, top, _, part_lse = results
-        row, within, h, b, slot, lane = place
-        if lane % 4 == 0:
-            if slot >= 0:
-                part_lse[slot, within + 8 * r] = value
-            elif row + 8 * r < lse.shape[2]:
-                lse[b, h, row + 8 * r] = value
-                if const_expr(self.config.need_max):
-                    top[b, h, row + 8 * r] = most
-
-    def write_part(self, acc: Any, mma: Any, parts: Any, slot: Any, wg: Any, thread: Any) -> None:
-        """Write the output of a part of a row as float32."""
-        tile = cute.local_tile(parts[slot, None, None], (64, self.config.value_width), (wg, 0))
-        to = mma.partition_C(tile)
-        for i in range(cute.size(acc)):
-            to[i] = acc[i]

@@ -6,7 +6,8 @@ the thread's column 2 (i // 4) + (i & 1).
 
 Online softmax after Milakov and Gimelshein (2018). Rescaling only where a maximum grew by more
 than 2**8 is from FlashAttention-4; taking the exponentials against the maximum of the blocks
-before, with an exact redo from the scores, takes the maximum off the critical path.
+before, with an exact redo from the scores where their sums are too large, needs no maximum at all
+in most blocks.
 
 The methods are traced inside the kernel. Those with a dynamic branch are `cute.jit`; the others
 are plain Python, so that they may pass hooks' tuples around.
@@ -24,6 +25,7 @@ from attnkit.templates.sm90 import device
 from attnkit.templates.sm90.device import NEG_INF
 
 GROWTH = 8.0  # how far, in log2, a row's maximum may grow before sums and output are rescaled
+CEILING = 2.0**12  # sum of a thread's exponentials of a row, up to which the reference stays
 CHAINS = 4  # independent chains of maxima and sums
 
 
@@ -220,11 +222,12 @@ class Softmax:
                 more(mine[t], mine[t + 1])
         return _added(sums)
 
-    def first(self, tile: Any, known: Any, scores: Any, packed: Any, stats: Any) -> None:
+    def first(self, tile: Any, n: Any, masked: bool, scores: Any, packed: Any, stats: Any) -> None:
         """Softmax of a tile's first block: maximum, then exponentials against it."""
         row_max, row_sum, _, top = stats
         nan = self.config.need_max  # torch's maximum passes NaN on
-        base, factor = self.scores(tile, known, True, scores), self.factor(tile)
+        known = self.ahead(tile, n, masked, cute.size(scores))
+        base, factor = self.scores(tile, known, masked, scores), self.factor(tile)
         for r in range(2):
             less = None
             if self.config.softmax != "bounded":
@@ -251,32 +254,31 @@ class Softmax:
             self._online(scores, packed, stats, base, factor)
 
     def _stale(self, scores: Any, packed: Any, stats: Any, base: Any, factor: Any) -> None:
-        """Exponentials against the maximum of the blocks before, this block's found beside them."""
+        """Exponentials against the maximum of the blocks before.
+
+        Whether that will do is seen from their sums: none is larger than the sum of its row.
+        """
         row_max, row_sum, scale, top = stats
-        nan = self.config.need_max  # torch's maximum passes NaN on
+        exact = self.config.need_max
         peak, total = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        grown = Boolean(False)
         for r in range(2):
-            chains: list[Any] = [None] * CHAINS
-
-            def more(*pair: int, chains: list[Any] = chains) -> None:
-                for i in pair:
-                    c = column_of(i) % CHAINS
-                    chains[c] = (
-                        scores[i]
-                        if chains[c] is None
-                        else cute.arch.fmax(chains[c], scores[i], nan=nan)
-                    )
-
+            highest = _Highest(scores, True)
             less = _reference(row_max[r], base, factor)
+            more = highest.take if exact else None
             total[r] = self.exponentials(scores, packed, r, less, factor, more)
-            most = _largest(chains, nan)
-            peak[r] = device.quad_max(most if base is None else most + base, nan)
             scale[r] = Float32(1.0)
-            if const_expr(self.config.need_max):
-                top[r] = cute.arch.fmax(top[r], peak[r], nan=nan)
+            # a row that has kept nothing yet has no reference
+            grown = grown | (total[r] > Float32(CEILING)) | (row_max[r] == Float32(NEG_INF))
+            if const_expr(exact):
+                most = highest.found()
+                peak[r] = device.quad_max(most if base is None else most + base, True)
+                top[r] = cute.arch.fmax(top[r], peak[r], nan=True)
         shift = Float32(0.0) if base is None else base
         unit = Float32(1.0) if factor is None else factor
-        self._redo(scores, packed, row_max, row_sum, scale, peak, total, unit, shift)
+        self._redo(scores, packed, row_max, row_sum, scale, peak, total, unit, shift, grown)
+        for r in range(2):
+            row_sum[r] = row_sum[r] + total[r]
 
     @cute.jit
     def _redo(
@@ -290,40 +292,68 @@ class Softmax:
         total: cute.Tensor,
         factor: Float32,
         base: Float32,
+        grown: Boolean,
     ):
         """Where a maximum of the warp grew too far: the exponentials again, from the scores."""
-        if cute.arch.vote_any_sync(
-            ((peak[0] - row_max[0]) * factor > Float32(GROWTH))
-            | ((peak[1] - row_max[1]) * factor > Float32(GROWTH))
-        ):
+        if cute.arch.vote_any_sync(grown):
             for r in cutlass.range_constexpr(2):
+                if const_expr(not self.config.need_max):
+                    peak[r] = device.quad_max(_peak(scores, r, base, False), False)
                 old = row_max[r]
                 row_max[r] = cute.arch.fmax(old, peak[r])
                 scale[r] = device.exp2((old - device.finite_or_zero(row_max[r])) * factor)
                 less = _reference(row_max[r], base, factor)
                 total[r] = self.exponentials(scores, packed, r, less, factor)
                 row_sum[r] = row_sum[r] * scale[r]
-        row_sum[0] = row_sum[0] + total[0]
-        row_sum[1] = row_sum[1] + total[1]
 
     def _online(self, scores: Any, packed: Any, stats: Any, base: Any, factor: Any) -> None:
         """Maximum first, then exponentials against it."""
         row_max, row_sum, scale, top = stats
-        nan = self.config.need_max  # torch's maximum passes NaN on
+        exact = self.config.need_max
+        grown = Boolean(False)
         for r in range(2):
-            old = row_max[r]
-            new = device.quad_max(cute.arch.fmax(_peak(scores, r, base, nan), old, nan=nan), nan)
-            if const_expr(self.config.need_max):
-                top[r] = cute.arch.fmax(top[r], new, nan=nan)
-            growth = new - old if factor is None else (new - old) * factor
-            # a small growth is left in P: nothing to rescale
-            new = cutlass.select_(growth <= Float32(GROWTH), old, new)
-            row_max[r] = new
-            drop = old - device.finite_or_zero(new)
-            scale[r] = device.exp2(drop if factor is None else drop * factor)
-            less = _reference(new, base, factor)
-            total = self.exponentials(scores, packed, r, less, factor)
-            row_sum[r] = row_sum[r] * scale[r] + total
+            scale[r] = Float32(1.0)
+            if const_expr(exact):
+                grown = Boolean(True)
+            else:
+                highest = _Highest(scores, False)
+                mine = [i for i in range(cute.size(scores)) if row_of(i) == r]
+                for t in range(0, len(mine), 2):
+                    highest.take(*mine[t : t + 2])
+                grown = grown | (highest.found() >= _limit(row_max[r], base, factor))
+        shift = Float32(0.0) if base is None else base
+        unit = Float32(1.0) if factor is None else factor
+        self._raise(scores, row_max, row_sum, scale, top, unit, shift, grown)
+        for r in range(2):
+            less = _reference(row_max[r], base, factor)
+            row_sum[r] = row_sum[r] + self.exponentials(scores, packed, r, less, factor)
+
+    @cute.jit
+    def _raise(
+        self,
+        scores: cute.Tensor,
+        row_max: cute.Tensor,
+        row_sum: cute.Tensor,
+        scale: cute.Tensor,
+        top: cute.Tensor,
+        factor: Float32,
+        base: Float32,
+        grown: Boolean,
+    ):
+        """Where a maximum of the warp may have grown too far: find it."""
+        nan = self.config.need_max  # torch's maximum passes NaN on
+        if cute.arch.vote_any_sync(grown):
+            for r in cutlass.range_constexpr(2):
+                old = row_max[r]
+                peak = cute.arch.fmax(_peak(scores, r, base, nan), old, nan=nan)
+                new = device.quad_max(peak, nan)
+                if const_expr(self.config.need_max):
+                    top[r] = cute.arch.fmax(top[r], new, nan=nan)
+                # a small growth is left in P: nothing to rescale
+                new = cutlass.select_((new - old) * factor <= Float32(GROWTH), old, new)
+                row_max[r] = new
+                scale[r] = device.exp2((old - device.finite_or_zero(new)) * factor)
+                row_sum[r] = row_sum[r] * scale[r]
 
     @cute.jit
     def rescale(self, out: cute.Tensor, scale: cute.Tensor):
@@ -356,6 +386,53 @@ def _peak(scores: Any, r: int, base: Any, nan: bool) -> Any:
         chains[t % CHAINS] = cute.arch.fmax(chains[t % CHAINS], scores[mine[t]], nan=nan)
     most = _largest(chains, nan)
     return most if base is None else most + base
+
+
+def _limit(row_max: Any, base: Any, factor: Any) -> Any:
+    """Bits of the score from which on a maximum has grown too far, as an integer.
+
+    Scores of 0 and above are ordered as their bits are, and above all negative ones. Where the limit
+    is negative, it is the least integer: any score may be too large.
+    """
+    room = Float32(GROWTH) if factor is None else Float32(GROWTH) * cute.arch.rcp_approx(factor)
+    limit = row_max + room if base is None else row_max + room - base
+    return cutlass.select_(limit >= Float32(0.0), device.bits(limit), Int32(-(1 << 31)))
+
+
+class _Highest:
+    """The largest of a thread's scores, taken up in pairs.
+
+    Either exact, NaN included, or in integers, whose maxima the machine finds three at a time: their
+    maximum is that of the scores if one is not negative, and else some negative number.
+    """
+
+    def __init__(self, scores: Any, exact: bool) -> None:
+        self.exact = exact
+        self.values = scores if exact else cute.recast_tensor(scores, Int32)
+        self.chains: list[Any] = [None] * CHAINS
+
+    def take(self, *pair: int) -> None:
+        """Two elements more."""
+        if self.exact:
+            for i in pair:
+                c = column_of(i) % CHAINS
+                self.chains[c] = self._larger(self.chains[c], self.values[i])
+        else:
+            c = column_of(pair[0]) // 2 % CHAINS
+            for i in pair:
+                self.chains[c] = self._larger(self.chains[c], self.values[i])
+
+    def found(self) -> Any:
+        """The largest of them."""
+        most = self.chains[0]
+        for x in self.chains[1:]:
+            most = self._larger(most, x)
+        return most
+
+    def _larger(self, x: Any, y: Any) -> Any:
+        if x is None or y is None:
+            return y if x is None else x
+        return cute.arch.fmax(x, y, nan=True) if self.exact else cutlass.max(x, y)
 
 
 def _reference(row_max: Any, base: Any, factor: Any) -> Any:

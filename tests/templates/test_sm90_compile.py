@@ -77,7 +77,7 @@ def product_loops(ptx: str) -> list[list[str]]:
 def test_blocks_that_are_kept_whole_are_computed_without_the_mask(name: str) -> None:
     """One loop selects between score and -inf for each of a thread's scores; the other never."""
     counts = sorted(
-        sum(line.startswith("selp.f32") for line in loop)
+        sum(line.startswith(("selp.f32", "selp.b32")) for line in loop)
         for loop in product_loops(kernel(name, 128, 128).ptx)
     )
     scores_of_a_thread = 64 * 128 // 128

@@ -315,14 +315,16 @@ def test_rows_that_are_split_along_kv(score: str) -> None:
     assert bool((found.lse[:, :, 5] == -math.inf).all())
 
 
-def stairs(step: float, dims: tuple[int, int], blocks: int, rising: bool) -> tuple[Tensor, ...]:
+def stairs(
+    step: float, dims: tuple[int, int], blocks: int, rising: bool, below: float = 0.0
+) -> tuple[Tensor, ...]:
     """Scores that grow from block to block as the kernel visits them, exact in 16 bits."""
     query, key, value = draw(130, 128 * blocks, dims=dims)
     level = torch.arange(128 * blocks) // 64
     level = (level.flip(0) if rising else level) * step  # it begins with the last block
     query.zero_(), key.zero_()
     query[..., 0] = 1.0
-    key[..., 0] = level + torch.randint(0, 4, level.shape)
+    key[..., 0] = level + torch.randint(0, 4, level.shape) - below
     return query, key, value
 
 
@@ -335,6 +337,26 @@ def test_maxima_that_move_from_block_to_block(
     """The exact redo: exponentials against an old maximum would overflow."""
     query, key, value = stairs(step, (dim, dim), 3, rising)
     check((query, key, value), mods.alibi(2) if score == "alibi" else None, scale=1.0, top=False)
+
+
+@pytest.mark.parametrize("score", ["plain", "alibi"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_maxima_that_move_below_zero(dim: int, score: str) -> None:
+    """As integers, the bits of negative scores are ordered the other way."""
+    query, key, value = stairs(8.0, (dim, dim), 3, True, below=200.0)
+    check((query, key, value), mods.alibi(2) if score == "alibi" else None, scale=1.0)
+
+
+def test_tiles_that_keep_nothing() -> None:
+    """Cleared by warps of their own, in any layout, to the last row of the tensor."""
+    query, key, value = draw(450, heads=(2, 2))
+    swapped = query.transpose(1, 2).contiguous().transpose(1, 2)
+    found = check((swapped, key, value), None, lambda b, h, q, kv: (q >= 192) & (q < 380), top=True)
+    assert found.top is not None
+    for dead in (slice(0, 192), slice(380, 450)):
+        assert bool((found.out[:, :, dead] == 0).all())
+        assert bool((found.lse[:, :, dead] == -math.inf).all())
+        assert bool((found.top[:, :, dead] == -math.inf).all())
 
 
 # ------------------------------------------------------------------------------ layouts and options
