@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-gpu lint format bench clean distclean
+.PHONY: help setup demo test test-gpu emulate-all lint format bench clean distclean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -42,6 +42,9 @@ test: $(STAMP)  ## every test that needs no GPU, repeatable
 
 test-gpu: $(STAMP)  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+emulate-all: $(STAMP)  ## every mask and mod through the Blackwell kernels, on the CPU; an hour
+	$(BIN)/python benchmarks/emulate.py --save benchmarks/results/emulated.jsonl $(ARGS)
 
 lint: $(STAMP)  ## style, types and import direction
 	$(BIN)/python -m ruff check .

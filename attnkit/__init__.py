@@ -22,6 +22,7 @@ from attnkit.errors import (
 )
 from attnkit.explanation import Explanation, explain
 from attnkit.mask import Mask, and_masks, noop_mask, or_masks, per_batch, per_head
+from attnkit.merging import merge
 from attnkit.ops import flex_attention
 from attnkit.validate import AuxOutput, AuxRequest
 from attnkit.variant import Variant
@@ -49,6 +50,7 @@ __all__ = [
     "create_mask",
     "explain",
     "flex_attention",
+    "merge",
     "noop_mask",
     "or_masks",
     "per_batch",

@@ -7,6 +7,7 @@ runs while a kernel is traced; the kernel's hooks and this module know nothing e
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from cutlass import Int32, select_
@@ -29,15 +30,17 @@ class GraphBackward(GraphForward):
     Args:
         root: the score_mod; None for the score itself.
         mask: bool expression, None to keep everything.
-        ends: the mask as intervals of kv, over the same tensors; None if it has no such form.
+        ends: the intervals of q that a column keeps, over the same tensors and with the column's
+            position in the place of q; None if the mask has no such form.
         scores: how many of the captured tensors are the score's; the mask's follow.
         listed: block lists overrule the mask.
         positive: whether the softmax scale is above 0.
         wanted: for each captured tensor of the score, whether its gradient is needed.
 
     Attributes:
-        learned: for each load with a gradient, the level of its index: "head", "row", "column" or
-            "element".
+        sloped: whether the derivative of the mod by the score is not 1.
+        learned: for each load with a gradient, the level of its index: "head", "row", "column",
+            "relative" or "element".
         slots: for each such load, which of the wanted tensors it reads.
     """
 
@@ -69,6 +72,7 @@ class GraphBackward(GraphForward):
         self._slope = unscaled(_with_unit_gradient(dscore))
         super().__init__(form, mask, ends, scores=scores, listed=listed, positive=positive)
         parts = [n for n in (form.factor, form.rest, form.slope) if n is not None]
+        self.sloped = self._slope is not _ONE
         self.learned = tuple(_index_level(load) for load in self._loads)
         adjoints = [self._dscore, *self._cotangents] if self.learned else []
         # one set of stages, so that a mod and its slope share what they have in common
@@ -94,12 +98,29 @@ class GraphBackward(GraphForward):
         ]
 
     def both(
-        self, site: Any, head: Values, rows: Rows, columns: Columns, places: Sequence[Any]
+        self,
+        site: Any,
+        head: Values,
+        rows: Rows,
+        columns: Columns,
+        places: Sequence[Any],
+        steps: Sequence[int] | None = None,
+        shared: dict[Any, Values] | None = None,
     ) -> tuple[list[Any], list[Any] | None]:
-        """x of scores as in the forward, and the derivative of the mod, None where that is 1."""
+        """x of scores as in the forward, and the derivative of the mod, None where that is 1.
+
+        Args:
+            places: (row, column, score q . k) of each element.
+            steps: names each element's q - kv among the thread's.
+            shared: what is known by step; added to.
+        """
         scores, _ = self._tensors(site)
         elements = [_element(rows, columns, r, j, 0, s) for r, j, s in places]
-        values = self._score.elements(site, scores, head[0], elements, {})
+        if steps is not None and shared is not None:
+            elements = [replace(e, step=at) for e, at in zip(elements, steps, strict=True)]
+            new = [e for e in elements if e.step not in shared]
+            shared.update(self._score.relatives(site, scores, head[0], new))
+        values = self._score.elements(site, scores, head[0], elements, shared or {})
         slopes = None if self._slope is _ONE else [value[-1] for value in values]
         if self.raw:
             return [s for _, _, s in places], slopes
@@ -163,7 +184,7 @@ def _element(
 def _index_level(load: Node) -> str:
     """The level at which a load's index is known."""
     levels = {level_of(n) for n in load.args}
-    for level in ("head", "row", "column"):
+    for level in ("head", "row", "column", "relative"):
         if levels <= {"head", level}:
             return level
     return "element"

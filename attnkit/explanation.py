@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,15 +11,28 @@ import torch
 
 from attnkit import expr
 from attnkit.adjoint import adjoint
-from attnkit.block_mask import create_block_mask
-from attnkit.forecast import HOPPER_SMS, Forecast, forecast
+from attnkit.block_mask import BlockMask, create_block_mask
+from attnkit.errors import ArgumentError, OptionError, UnsupportedError
+from attnkit.feeds import Feeds, backward_feeds, forward_feeds
+from attnkit.forecast import (
+    CARDS,
+    HOPPER_SMS,
+    Forecast,
+    cycles,
+    forecast,
+    forecast_backward,
+    forecast_forward,
+)
 from attnkit.interp.symbolic import describe
 from attnkit.intervals import find_intervals
 from attnkit.mask import noop_mask
-from attnkit.ops import planned
 from attnkit.plan import BLOCK, Plan
+from attnkit.planning import planned
 from attnkit.sparse import BlockRuns
+from attnkit.splice import Layout, Program, layout_of
 from attnkit.stage import linear, stage
+from attnkit.summary import summarize
+from attnkit.targets import Target, missing_arch, of_arch
 from attnkit.trace import Traced
 from attnkit.validate import check_options, check_size
 from attnkit.variant import Variant
@@ -36,6 +50,9 @@ class Explanation:
         lengths: (batch, query heads, query length, kv length).
         head_dim: width of query and key.
         sms: SMs that the schedule is predicted for.
+        target: what a kernel is predicted for, None for none.
+        variant: what is explained.
+        dtype: of query, key and value.
     """
 
     score: Traced | None
@@ -45,6 +62,9 @@ class Explanation:
     lengths: tuple[int, int, int, int]
     head_dim: int = 64
     sms: int = HOPPER_SMS
+    target: Target | None = None
+    variant: Variant | None = None
+    dtype: torch.dtype = torch.bfloat16
 
     @property
     def formula(self) -> str:
@@ -106,18 +126,106 @@ class Explanation:
     @property
     def forecast(self) -> Forecast | None:
         """The schedule, simulated; None where that would take too long."""
-        batch, heads, q_len, kv_len = self.lengths
-        runs = self.runs
-        if runs is None:
-            runs = create_block_mask(
-                noop_mask, None, None, q_len, kv_len, BLOCK_SIZE=self.plan.block
-            ).runs
+        batch, heads, _, _ = self.lengths
+        runs = self._tiles
         return forecast(runs, batch=batch, heads=heads, head_dim=self.head_dim, sms=self.sms)
 
     @property
     def schedule(self) -> str:
         """Pieces, splits and predicted cycles, against the bound and against grid order."""
         return str(self.forecast or "not simulated: more than a million rows of tiles")
+
+    @property
+    def _tiles(self) -> BlockRuns:
+        """The runs, also of a mask that keeps everything."""
+        if self.runs is not None:
+            return self.runs
+        _, _, q_len, kv_len = self.lengths
+        return create_block_mask(
+            noop_mask, None, None, q_len, kv_len, BLOCK_SIZE=self.plan.block
+        ).runs
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """Roles, registers and memory of the kernel.
+
+        Raises:
+            ArgumentError: nothing is predicted for an architecture.
+        """
+        dims = self.head_dim, self.head_dim
+        score = None if self.score is None else self.score.root
+        return layout_of(self.plan.template, Program(score), self.dtype, dims, self.plan.block)
+
+    @functools.cached_property
+    def feeds(self) -> Feeds:
+        """Clocks of the kernel by unit and by block; executes it in the emulator, some seconds.
+
+        Raises:
+            ArgumentError: nothing is predicted for an architecture.
+            UnsupportedError: the kernel cannot be emulated here.
+        """
+        return forward_feeds(*self._subject, head_dim=self.head_dim, dtype=self.dtype)
+
+    @functools.cached_property
+    def backward_feeds(self) -> Feeds:
+        """The same of the backward."""
+        return backward_feeds(*self._subject, head_dim=self.head_dim, dtype=self.dtype)
+
+    @property
+    def _subject(self) -> tuple[Variant, Target]:
+        if self.target is None or self.variant is None:
+            raise ArgumentError("no architecture was named: explain(..., arch='sm_100a')")
+        return self.variant, self.target
+
+    def rate(self, backward: bool = False) -> str:
+        """Time and TFLOP/s of a pass on one card, predicted."""
+        variant, target = self._subject
+        if target.arch not in CARDS:
+            return f"no card for {target.arch} is modelled"
+        card = CARDS[target.arch]
+        batch, heads, q_len, kv_len = self.lengths
+        sizes = {"batch": batch, "heads": heads, "head_dim": self.head_dim, "sms": self.sms}
+        if backward:
+            mask = noop_mask if self.mask is None else variant.mask
+            runs = self._tiles
+            if not isinstance(mask, BlockMask):
+                size = runs.batch, runs.heads, q_len, kv_len
+                block = self.backward_feeds.block
+                runs = create_block_mask(mask, *size, BLOCK_SIZE=block).runs
+            found = forecast_backward(runs, **sizes, cost=self.backward_feeds.cost)
+        else:
+            found = forecast_forward(self._tiles, **sizes, cost=self.feeds.cost)
+        seconds = found.timeline.makespan / (card.clock * 1e9)
+        text = f"{cycles(found.timeline.makespan)} cycles on {self.sms} SMs, {1e3 * seconds:.3g} ms"
+        text += f" at {card.clock:.2f} GHz"
+        kept = self._kept()
+        if kept is None:
+            return text
+        flops = (10 if backward else 4) * self.head_dim * kept
+        rate = flops / seconds / 1e12
+        return f"{text}: {rate:.0f} TFLOP/s of the kept scores ({card.peak:.0f} peak)"
+
+    def _kept(self) -> int | None:
+        """Scores that the mask keeps, over batch and heads; None where counting takes too long."""
+        batch, heads, q_len, kv_len = self.lengths
+        if self.mask is None or self.runs is None or self.variant is None:
+            return batch * heads * q_len * kv_len
+        mask = self.variant.mask
+        if not isinstance(mask, BlockMask):
+            mask = create_block_mask(mask, self.runs.batch, self.runs.heads, q_len, kv_len)
+        kept = summarize(mask).kept
+        shared = batch * heads // (self.runs.batch * self.runs.heads)
+        return None if kept is None else kept * shared
+
+    @property
+    def kernel(self) -> str:
+        """The kernel for an architecture: roles, memory, clocks, predicted speed."""
+        return f"{self.layout}\n{self.feeds}\n{self.rate()}"
+
+    @property
+    def backward_kernel(self) -> str:
+        """The backward's main kernel for an architecture: clocks, predicted speed."""
+        return f"{self.backward_feeds}\n{self.rate(backward=True)}"
 
     def __str__(self) -> str:
         batch, heads, q_len, kv_len = self.lengths
@@ -130,6 +238,8 @@ class Explanation:
             "plan": str(self.plan),
             f"schedule (predicted for {self.sms} SMs, not measured)": self.schedule,
         }
+        if self.target is not None:
+            sections[f"kernel for {self.target.arch} (predicted, not measured)"] = self.kernel
         return "\n".join(f"{name}\n{_indent(text)}" for name, text in sections.items())
 
 
@@ -150,7 +260,8 @@ def explain(
     kernel_options: dict[str, Any] | None = None,
     backend: str = "auto",
     dtype: torch.dtype = torch.bfloat16,
-    sms: int = HOPPER_SMS,
+    sms: int | None = None,
+    arch: str | None = None,
 ) -> Explanation:
     """Say what a variant means and how it would run; computes no attention.
 
@@ -166,7 +277,10 @@ def explain(
         kernel_options: as of `flex_attention`.
         backend: as of `flex_attention`.
         dtype: of query, key and value.
-        sms: SMs of the GPU that the schedule is predicted for.
+        sms: SMs of the GPU that the schedule is predicted for; those of the architecture's card,
+            an H200 if none is named.
+        arch: predict the kernel for this architecture, say "sm_100a": printing the explanation
+            executes a tile of it in the emulator.
 
     Returns:
         The explanation; print it.
@@ -174,6 +288,16 @@ def explain(
     Raises:
         What flex_attention would raise for these functions and lengths.
     """
+    target = None
+    if arch is not None:
+        target = of_arch(arch)
+        if target is None:
+            raise UnsupportedError(f"arch={arch!r}: {missing_arch(arch)}")
+        if backend != "auto":
+            raise OptionError(f"arch={arch!r} with backend={backend!r}: give one of them")
+        backend = f"emulate:{arch}"
+    if sms is None:
+        sms = CARDS[arch].sms if arch in CARDS else HOPPER_SMS
     variant = score_mod if isinstance(score_mod, Variant) else Variant(score_mod, block_mask)
     sizes = tuple(
         check_size(name, n)
@@ -194,4 +318,9 @@ def explain(
     key = one.expand(batch, heads, kv_len, head_dim)
     plan, bound = planned(variant, query, key, key, backend, block, notes)
     shape = (batch, heads, q_len, kv_len)
-    return Explanation(bound.score, bound.mask, bound.runs, plan, shape, head_dim, sms)
+    return Explanation(
+        *(bound.score, bound.mask, bound.runs, plan, shape, head_dim, sms),
+        target=target,
+        variant=variant,
+        dtype=dtype,
+    )

@@ -5,15 +5,50 @@ Nothing is measured: pieces take what the cost model of `attnkit.schedule` says,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from attnkit.schedule import Schedule, Shape, schedule_backward, schedule_forward
+from attnkit.emulator.cycles import rates_of
+from attnkit.schedule import BACKWARD, FORWARD, Schedule, Shape, schedule_backward, schedule_forward
 from attnkit.simulate import Timeline, simulate
 from attnkit.sparse import BlockRuns
+from attnkit.splitting import Cost
 
 HOPPER_SMS = 132  # of an H100 SXM or an H200
 MODEL_BLOCK, MODEL_HEAD_DIM = (128, 128), 128  # what the costs were measured at
 _MOST_ROWS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU, as its data sheet has it.
+
+    Attributes:
+        name: the GPU.
+        arch: what its kernels are compiled for.
+        sms: streaming multiprocessors.
+        peak: dense 16-bit TFLOP/s of its tensor cores.
+    """
+
+    name: str
+    arch: str
+    sms: int
+    peak: float
+
+    @property
+    def clock(self) -> float:
+        """Clocks a second, in 10**9, at which the peak holds; under load it may be less."""
+        return self.peak * 1e3 / (self.sms * rates_of(self.arch).tensor)
+
+
+# H200 SXM and B200 data sheets, without sparsity
+CARDS = {
+    card.arch: card
+    for card in (
+        Card("H200", "sm_90a", HOPPER_SMS, 989.0),
+        Card("B200", "sm_100a", 148, 2250.0),
+    )
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,16 +126,39 @@ def forecast(
     """
     if batch * heads * max(runs.q_blocks, runs.kv_blocks) > _MOST_ROWS:
         return None
-    q_rows, kv_rows = runs.block
-    # 16 bits: K and V of a kv tile; Q, dO and a float32 dQ of a q tile
-    forward = Shape(batch, heads, kv_rows * head_dim * 4)
-    backward = Shape(batch, heads, q_rows * head_dim * 8)
-    passes = []
-    for make, shape in ((schedule_forward, forward), (schedule_backward, backward)):
-        best = make(runs, shape, workers=sms)
-        grid = make(runs, shape, workers=sms, order="grid", split=False)
-        passes.append(Direction(best, simulate(best), grid, simulate(grid)))
-    return Forecast(sms, runs.block, head_dim, *passes)
+    return Forecast(
+        sms,
+        runs.block,
+        head_dim,
+        forecast_forward(runs, batch=batch, heads=heads, head_dim=head_dim, sms=sms),
+        forecast_backward(runs, batch=batch, heads=heads, head_dim=head_dim, sms=sms),
+    )
+
+
+def forecast_forward(
+    runs: BlockRuns, *, batch: int, heads: int, head_dim: int, sms: int, cost: Cost = FORWARD
+) -> Direction:
+    """The forward alone, with costs of one's own; arguments and errors as of `forecast`."""
+    # 16 bits: K and V of a kv tile
+    shape = Shape(batch, heads, runs.block[1] * head_dim * 4)
+    return _direction(schedule_forward, runs, shape, sms, cost)
+
+
+def forecast_backward(
+    runs: BlockRuns, *, batch: int, heads: int, head_dim: int, sms: int, cost: Cost = BACKWARD
+) -> Direction:
+    """The backward alone, with costs of one's own; arguments and errors as of `forecast`."""
+    # 16 bits: Q, dO and a float32 dQ of a q tile
+    shape = Shape(batch, heads, runs.block[0] * head_dim * 8)
+    return _direction(schedule_backward, runs, shape, sms, cost)
+
+
+def _direction(
+    make: Callable[..., Schedule], runs: BlockRuns, shape: Shape, sms: int, cost: Cost
+) -> Direction:
+    best = make(runs, shape, workers=sms, cost=cost)
+    grid = make(runs, shape, workers=sms, cost=cost, order="grid", split=False)
+    return Direction(best, simulate(best), grid, simulate(grid))
 
 
 def cycles(count: float) -> str:

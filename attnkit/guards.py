@@ -218,7 +218,7 @@ def traced(function: Callable[..., Any], kind: Kind, device: torch.device) -> Tr
     order = {id(t): i for i, t in enumerate(walk.tensors)}
     if not fresh.derived and all(id(t) in order for t in fresh.tensors):
         places = tuple(order[id(t)] for t in fresh.tensors)
-        known = Known(fresh.root, fresh.names, places, _counts(fresh.root))
+        known = Known(fresh.root, fresh.names, places, counts(fresh.root))
         _cache[key] = known
         if len(_cache) > _CACHE_SIZE:
             _cache.pop(next(iter(_cache)), None)
@@ -249,7 +249,7 @@ def _watch(
         return
 
 
-def _counts(root: Node) -> bool:
+def counts(root: Node) -> bool:
     """Whether an integer of a graph depends on a captured tensor's data."""
     loaded: set[Node] = set()
     for n in expr.topo(root):

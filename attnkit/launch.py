@@ -119,7 +119,7 @@ def _backward(
     scale: float,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    return _gradients(
+    return gradients(
         template,
         Program.parse(program),
         (grad_out, grad_lse if grad_lse.numel() else None),
@@ -131,7 +131,7 @@ def _backward(
     )
 
 
-def _gradients(
+def gradients(
     template: str,
     program: Program,
     grads: tuple[Tensor, Tensor | None],
@@ -213,14 +213,19 @@ def _gradient(
 torch.library.register_autograd("attnkit::forward", _gradient, setup_context=_save)
 
 
-def _no_second(ctx: Any, *_: Any) -> None:
+def no_second(ctx: Any, *_: Any) -> None:
+    """The backward of a backward.
+
+    Raises:
+        UnsupportedError: always.
+    """
     raise UnsupportedError(
         "attnkit's attention has no second derivative; call backward without create_graph=True, "
         'or use backend="eager" (dense, differentiable any number of times)'
     )
 
 
-torch.library.register_autograd("attnkit::backward", _no_second)
+torch.library.register_autograd("attnkit::backward", no_second)
 
 
 @dataclass(eq=False)
@@ -283,7 +288,7 @@ class _Recorded(torch.autograd.Function):
                 *(settled.template, ctx.scale, ctx.wanted),
             )
         else:
-            dquery, dkey, dvalue, own = _gradients(
+            dquery, dkey, dvalue, own = gradients(
                 settled.template,
                 settled.program,
                 (grad_out, grad_lse),

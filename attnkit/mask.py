@@ -6,8 +6,9 @@ operators on it. Nothing is computed until attention needs the tiles.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -174,7 +175,9 @@ class Mask:
         found = intervals_of(self, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads, device=at)
         return found if isinstance(found, Intervals) else None
 
-    def __bool__(self) -> NoReturn:
+    def __bool__(self) -> bool:
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch._dynamo."):
+            return True  # torch 2.11 asks this of whatever a compiled function calls
         raise ArgumentError(
             f"the mask {self.label} has no truth value; combine masks with `&`, `|`, `~`, not with "
             "`and`, `or`, `not`, and compare with `is None`"
@@ -241,10 +244,13 @@ def _per(what: str, masks: Sequence[MaskMod]) -> Mask:
     def keep(b: Any, h: Any, q: Any, kv: Any) -> Any:
         at = h if what == "head" else b
         device = getattr(at, "device", None)
-        if str(device) not in tables:
+        table = tables.get(str(device))
+        if table is None and torch.compiler.is_dynamo_compiling():
+            table = torch.tensor(choice, dtype=torch.int32, device=device)
+        elif table is None:
             with torch.inference_mode(False):
-                tables[str(device)] = torch.tensor(choice, dtype=torch.int32, device=device)
-        chosen = tables[str(device)][at]
+                table = tables[str(device)] = torch.tensor(choice, dtype=torch.int32, device=device)
+        chosen = table[at]
         *others, last = (option(b, h, q, kv) for option in options)
         if not others:
             return (chosen == 0) & last

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnkit import expr, launch, reference
-from attnkit.plan import BLOCK, ORDERED, SM90, Call, Plan, choose, refused
+from attnkit import expr, launch, planning, reference, whole_graph
+from attnkit.plan import BLOCK
 from attnkit.repeats import Likeness, likeness
 from attnkit.rewrite import TRUE
 from attnkit.validate import (
+    DTYPES,
     AuxOutput,
     AuxRequest,
     check_aux,
@@ -23,7 +23,7 @@ from attnkit.validate import (
     check_scale,
     check_tensors,
 )
-from attnkit.variant import Bound, Variant, lists_of
+from attnkit.variant import Bound, Variant
 
 
 def flex_attention(
@@ -47,6 +47,10 @@ def flex_attention(
     value, the LSE and the float tensors that score_mod captures. Tiles that the mask empties are
     not computed. A row that keeps nothing gives 0, LSE -inf and gradient 0.
 
+    Under torch.autocast query, key and value are cast to its dtype (float64 is not), and nothing
+    inside is. In torch.compile a call is one operator, which finds the tiles when it runs; there
+    backend="eager" is refused.
+
     Args:
         query: [B, Hq, Sq, D] float16, bfloat16, float32 or float64, any strides.
         key: [B or 1, Hkv, Skv, D], same dtype and device.
@@ -64,8 +68,9 @@ def flex_attention(
         return_aux: which auxiliary outputs to return, instead of return_lse.
         backend: "auto" (the GPU kernel where there is one for this call, else "cpu"), "cpu" (torch
             operators over the kept tiles, any device), "eager" (dense oracle), "cute" (insists on
-            the GPU kernel: Hopper, float16 or bfloat16), "emulate" (that kernel executed on the
-            CPU, for tiny sizes). Where a kernel has no backward, that is done by torch operators.
+            the GPU kernel: Hopper or Blackwell, float16 or bfloat16), "emulate" (the Hopper kernel
+            executed on the CPU, for tiny sizes), "emulate:sm_100a" (the Blackwell kernel so).
+            Where a kernel has no backward, that is done by torch operators.
         deterministic: same inputs give the same bits, in the backward too; so does
             torch.use_deterministic_algorithms. The cpu and eager backends always do on a CPU.
 
@@ -79,6 +84,14 @@ def flex_attention(
         ShapeError, DTypeError, DeviceError, ArgumentError, OptionError: wrong arguments.
         UnsupportedError: the backend asked for cannot run here.
     """
+    if torch.compiler.is_compiling():  # or exporting
+        query, key, value = under_autocast(query, key, value)
+        return whole_graph.compiled(
+            *(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse),
+            *(kernel_options, return_aux, backend, deterministic),
+        )
+    if torch._C._is_any_autocast_enabled():
+        query, key, value = under_autocast(query, key, value)
     like = settled = None
     options = _options(
         scale, enable_gqa, return_lse, kernel_options, return_aux, backend, deterministic
@@ -99,13 +112,15 @@ def flex_attention(
     aux = check_aux(return_lse, return_aux)
     check_flag("deterministic", deterministic)
     block, notes = check_options(kernel_options, BLOCK)
-    plan, bound = planned(Variant(score_mod, block_mask), query, key, value, backend, block, notes)
+    plan, bound = planning.planned(
+        Variant(score_mod, block_mask), query, key, value, backend, block, notes
+    )
     if plan.template == "eager":
-        out, lse, top = _dense(query, key, value, bound, factor)
+        with torch.autocast(query.device.type, enabled=False):
+            out, lse, top = _dense(query, key, value, bound, factor)
     else:
         ordered = deterministic or torch.are_deterministic_algorithms_enabled()
-        template = plan.template + (ORDERED if ordered and plan.template.endswith(SM90) else "")
-        settled = launch.Settled(template, bound.program, bound.runs, aux.max_scores)
+        settled = planning.settled(plan, bound, ordered=ordered, need_max=aux.max_scores)
         scores = bound.score.tensors if bound.score else ()
         masks = bound.mask.tensors if bound.mask else ()
         out, lse, top = launch.run(settled, query, key, value, scores, masks, factor)
@@ -118,10 +133,15 @@ def flex_attention(
     return (out, lse) if aux.lse else out
 
 
-# What torch.compiler.disable sets; calling that would load torch._dynamo at import. Inside
-# torch.compile attention is a graph break, and the mod is traced by attnkit, not by dynamo.
-flex_attention._torchdynamo_disable = True  # type: ignore[attr-defined]
-flex_attention._torchdynamo_disable_msg = "attnkit traces score_mod and mask_mod itself"  # type: ignore[attr-defined]
+def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Query, key and value in the dtype of `torch.autocast`, as it casts what goes into a product."""
+    kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else ""
+    if not kind or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(
+        t.to(dtype) if isinstance(t, Tensor) and t.dtype in DTYPES[:3] else t for t in tensors
+    )
 
 
 def _options(
@@ -169,56 +189,6 @@ def _same(bound: Bound, like: Likeness) -> bool:
         if any(a is not b for a, b in zip(tensors, found, strict=True)):
             return False
     return True
-
-
-def planned(
-    variant: Variant,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    backend: str,
-    block: tuple[int, int],
-    notes: tuple[str, ...],
-) -> tuple[Plan, Bound]:
-    """The plan of a call, and the variant bound for it.
-
-    Args:
-        variant: score_mod and mask.
-        query, key, value: as of `flex_attention`.
-        backend: as there.
-        block, notes: what `check_options` made of kernel_options.
-    """
-    call = _call(query, value, variant, block is not BLOCK)
-    plan = choose(backend, device=query.device.type, block=block, notes=notes, call=call)
-    bound = variant.bind(query, key, plan.block)
-    if bound.program.checked and plan.template not in ("cpu", "eager"):
-        plan = _without_kernel(backend, query, block, notes)
-        bound = variant.bind(query, key, plan.block)
-    return plan, bound
-
-
-def _call(query: Tensor, value: Tensor, variant: Variant, fixed: bool) -> Call:
-    """What a plan must know of the tensors."""
-    capability = None
-    if query.device.type == "cuda" and torch.version.hip is None:
-        capability = torch.cuda.get_device_capability(query.device)
-    dtype = str(query.dtype).removeprefix("torch.")
-    listed, modded = lists_of(variant.mask), variant.score_mod is not None
-    return Call(dtype, query.shape[-1], value.shape[-1], capability, listed, fixed, modded)
-
-
-def _without_kernel(
-    backend: str, query: Tensor, block: tuple[int, int], notes: tuple[str, ...]
-) -> Plan:
-    """The plan where a kernel cannot check an index that had to be checked."""
-    reason = (
-        "an index of a captured tensor could not be proven to stay inside it, and a kernel does "
-        "not check indices; write the index so that its range shows, with clamp for example"
-    )
-    if backend != "auto":
-        raise refused(backend, reason)
-    plan = choose("cpu", device=query.device.type, block=block, notes=notes)
-    return replace(plan, reason=plan.reason.replace("asked for", reason))
 
 
 def _dense(

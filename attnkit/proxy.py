@@ -12,7 +12,7 @@ import linecache
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ from attnkit.errors import TraceError
 from attnkit.expr import BOOL, F32, I32, Node, Type, const
 
 Pick: TypeAlias = Callable[..., Node]
+# Whether a Value is cut out of captured tensors: whole in every dimension, the end of some, or less.
+# What torch makes of an index beyond a part is not what it makes of that index into the tensor.
+Part: TypeAlias = Literal["", "end", "inner"]
 Handler: TypeAlias = Callable[..., Any]
 
 DTYPES: dict[Type, torch.dtype] = {I32: torch.int32, F32: torch.float32, BOOL: torch.bool}
@@ -98,6 +101,11 @@ class Tracer:
             self.fail("a numpy array cannot be used with a traced value; use torch.from_numpy(...)")
         self.fail(f"cannot combine a traced value with {type(x).__name__} {x!r}")
 
+    def cut(self, x: Tensor) -> Value:
+        """A Value for a view of a captured tensor, as a tensor of its own."""
+        self.made[id(x)] = (x, True)
+        return self._capture(x)
+
     def _number(self, x: bool | int | float | complex) -> Value:
         if isinstance(x, complex):
             self.fail("complex numbers are not supported")
@@ -126,7 +134,7 @@ class Value:
     """What stands for a tensor while tracing; see the module's docstring."""
 
     __array_ufunc__ = None  # numpy scalars leave `np.int64(3) * value` to us
-    __slots__ = ("_node", "kind", "origin", "pick", "sizes", "tracer")
+    __slots__ = ("_node", "kind", "origin", "part", "pick", "sizes", "tracer")
 
     def __init__(
         self,
@@ -136,6 +144,7 @@ class Value:
         kind: Type | None = None,
         pick: Pick | None = None,
         origin: Tensor | None = None,
+        part: Part = "",
     ) -> None:
         self.tracer = tracer
         self.sizes = sizes
@@ -143,6 +152,7 @@ class Value:
         self.kind: Type = kind or node.type  # type: ignore[union-attr]
         self.pick: Pick = pick or (lambda: node)  # type: ignore[assignment,return-value]
         self.origin = origin  # the captured tensor (or a view of it) that this Value stands for
+        self.part = part
 
     @property
     def node(self) -> Node:

@@ -15,6 +15,8 @@ from attnkit.shapes import broadcast
 
 Handler: TypeAlias = Callable[..., Value]
 
+PARTS = ("", "end", "inner")  # from whole to less
+
 
 def register(*names: Any) -> Callable[[Handler], Handler]:
     """Register a handler for torch functions, by name in every namespace or by object."""
@@ -49,7 +51,8 @@ def elementwise(tracer: Tracer, function: Callable[..., Node], *inputs: Any) -> 
         return function(*(at(v, position) for v in values))
 
     sample = pick(*[const(0)] * len(sizes))
-    return Value(tracer, None, tuple(sizes), sample.type, pick)
+    part = max((v.part for v in values), key=PARTS.index)
+    return Value(tracer, None, tuple(sizes), sample.type, pick, part=part)
 
 
 def binary(op: str) -> Handler:

@@ -8,15 +8,25 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from attnkit.expr import BOOL, F32, Node, const
-from attnkit.proxy import Tracer, Value
+from attnkit.proxy import Part, Tracer, Value
 from attnkit.rewrite import build
 from attnkit.shapes import broadcast
+from attnkit.trace_base import PARTS
 
 
 def index(tracer: Tracer, source: Value, at: tuple[Any, ...]) -> Value:
     """`source[at]` as a Value; keeps `origin` where only constants index a captured tensor."""
     items = _expand(source, at)
+    if source.part and not all(_inside(tracer, i, source.part) for i in items):
+        if source.origin is None:
+            tracer.fail(
+                "a part of a tensor is computed with, and the result indexed by a traced value; "
+                "index the part first, or the whole tensor"
+            )
+        source = tracer.cut(source.origin)
     picks: list[Any] = []  # per dimension of the source: a Value, or (slice start, step, size)
     layout: list[Any] = []  # per dimension of the result so far: None, "index", or the source dim
     dim = 0
@@ -33,6 +43,31 @@ def index(tracer: Tracer, source: Value, at: tuple[Any, ...]) -> Value:
             layout.append("index")
         dim += 1
     return _assemble(tracer, source, at, picks, layout)
+
+
+def _inside(tracer: Tracer, item: Any, part: Part) -> bool:
+    """Whether an index into a part means the same in the tensor that it was cut from.
+
+    Indices that are never negative do where the part goes to the end: beyond it is beyond both.
+    """
+    if item is None or isinstance(item, slice):
+        return True
+    value = tracer.lift(item)
+    if value.sizes:
+        return False
+    return value.node.op == "const" or (part == "end" and never_negative(value.node))
+
+
+def never_negative(n: Node) -> bool:
+    """Whether it shows in its form that an integer is 0 or more."""
+    if n.op == "const":
+        return float(n.attr) >= 0  # type: ignore[arg-type]
+    if n.op == "arg":
+        return n.attr in ("b", "h", "q", "kv")
+    if n.op in ("add", "mul", "min", "fdiv", "mod"):
+        positive = n.op not in ("fdiv", "mod") or (n.args[1].op == "const" and n.args[1].attr != 0)
+        return positive and all(never_negative(a) for a in n.args)
+    return n.op == "max" and any(never_negative(a) for a in n.args)
 
 
 def _expand(source: Value, at: tuple[Any, ...]) -> list[Any]:
@@ -72,6 +107,7 @@ def _assemble(
     front = len([k for k in layout[: places[0]] if k != "index"]) if places and together else 0
     rest = [k for k in layout if k != "index"]
     sizes = [1 if k is None else picks[k][2] for k in rest]
+    part = max((source.part, _part(source, picks)), key=PARTS.index)
     sizes[front:front] = common
 
     def pick(*position: Node) -> Node:
@@ -84,8 +120,20 @@ def _assemble(
     if not sizes:
         return Value(tracer, pick())
     static = all(not isinstance(p, Value) or p.node.op == "const" for p in picks if not _vector(p))
-    origin = source.origin[at] if source.origin is not None and static and not vectors else None
-    return Value(tracer, None, tuple(sizes), source.kind, pick, origin)
+    origin = None
+    if source.origin is not None and static and not vectors:
+        with torch._C.DisableTorchFunction():  # also where no mode has been left on the way here
+            origin = source.origin[at]
+    return Value(tracer, None, tuple(sizes), source.kind, pick, origin, part)
+
+
+def _part(source: Value, picks: list[Any]) -> Part:
+    """What slices leave of a Value."""
+    cuts = [(p, n) for p, n in zip(picks, source.sizes, strict=True) if not isinstance(p, Value)]
+    if all(start == 0 and step == 1 and size == n for (start, step, size), n in cuts):
+        return ""
+    to_end = all(step == 1 and start + size == n for (start, step, size), n in cuts)
+    return "end" if to_end else "inner"
 
 
 def _vector(p: Any) -> bool:

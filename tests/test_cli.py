@@ -21,6 +21,7 @@ from attnkit.cli import doctor, main
 from attnkit.kernel_cache import KernelCache
 from attnkit.plan import BACKENDS, has_dsl
 from attnkit.summary import summarize
+from attnkit.targets import TARGETS, of_capability
 
 FILE = """
 import torch
@@ -230,7 +231,7 @@ def test_show_is_plain_where_it_must_be(monkeypatch: pytest.MonkeyPatch) -> None
 def test_doctor_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    names = [line[4:20].strip() for line in lines]
+    names = [line[4:27].strip() for line in lines]
     assert names[:6] == [
         "attnkit",
         "torch",
@@ -239,15 +240,19 @@ def test_doctor_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
         "C compiler",
         "cache folder",
     ]
-    assert names[-5:] == [f"backend {name}" for name in BACKENDS]
+    kernels = [f"kernels {target.arch}" for target in TARGETS]
+    assert [name for name in names if name.startswith("kernels")] == kernels
+    assert "never run on silicon" in lines[names.index("kernels sm_100a")]
+    backends = (*BACKENDS, "emulate:sm_100a", "emulate:sm_103a")
+    assert names[-len(backends) :] == [f"backend {name}" for name in backends]
     assert all(line[:4] in ("ok  ", "--  ") for line in lines)
     runs = {name: line[:2] == "ok" for name, line in zip(names, lines, strict=True)}
     assert runs["torch"]
     assert runs["backend cpu"]
     cuda = torch.cuda.is_available()
-    hopper = cuda and torch.cuda.get_device_capability() == (9, 0)
+    known = cuda and of_capability(torch.cuda.get_device_capability()) is not None
     expected = {"auto": True, "eager": True, "cpu": True}
-    expected |= {"cute": hopper and has_dsl(), "emulate": has_dsl()}
+    expected |= {"cute": known and has_dsl(), "emulate": has_dsl()}
     assert {name: runs[f"backend {name}"] for name in BACKENDS} == expected
     if not cuda:
         assert "query is not on a CUDA device" in lines[names.index("backend cute")]

@@ -108,10 +108,25 @@ def test_a_mask_is_compiled_as_a_call_would(capsys: pytest.CaptureFixture[str]) 
     assert compiled.kernel(source).artifact.problems == ()
 
 
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+def test_a_kernel_for_blackwell(arch: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(f"compile masks:causal --arch {arch} --head-dim 64".split()) == 0
+    assert re.search(r"forward.* 0 B +\d", capsys.readouterr().out)
+    (source,) = compiled._kernels
+    assert source.arch == arch
+    assert f".target {arch}" in compiled.kernel(source).ptx
+    assert "tcgen05.mma" in compiled.kernel(source).ptx
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ("--arch sm_12", "--arch sm_12: attnkit has kernels for sm_90a"),
+        ("--arch sm_12", "--arch sm_12: sm_12 is not an architecture with a kernel; there are"),
+        ("--arch sm_120a", "--arch sm_120a: sm_120a has neither tensor memory nor tcgen05"),
+        (
+            "--arch sm_100a --head-dim 264",
+            "the Blackwell kernel takes head dims up to 256, got 264",
+        ),
         ("--dtype float64", "float64"),
     ],
 )

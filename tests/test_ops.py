@@ -215,6 +215,20 @@ def test_captured_gradients_of_every_kind() -> None:
         torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance * scale)
 
 
+def test_parts_of_captured_tensors() -> None:
+    """Indices into a slice wrap at its ends, not at those of the tensor that it is cut from."""
+    q, k, v = (t.detach() for t in inputs((1, 2, 60, 8)))
+    table = torch.randn(60)
+    at = torch.arange(60)
+    found = flex_attention(q, k, v, lambda s, b, h, i, j: s + table[5:][j - 5])
+    expected = torch.softmax(q @ k.mT / math.sqrt(8) + table[5:][at - 5], -1) @ v
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(attnkit.BoundsError, match="50 entries"):
+        flex_attention(q, k, v, lambda s, b, h, i, j: s + table[:50][j])
+    with pytest.raises(attnkit.TraceError, match="index the part first"):
+        flex_attention(q, k, v, lambda s, b, h, i, j: s + (table[5:] * s)[j - 5])
+
+
 def test_gradcheck() -> None:
     q, k, v = (t.detach().double().requires_grad_() for t in inputs((1, 2, 9, 3)))
     bias = torch.randn(2, 17, dtype=torch.float64, requires_grad=True)

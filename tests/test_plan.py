@@ -13,8 +13,10 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from attnkit import explain, flex_attention, mods, plan
 from attnkit.errors import OptionError, UnsupportedError
-from attnkit.plan import BLOCK, WIDTHS, Call, choose, kernels, refusals, width
+from attnkit.kernel_table import WIDTHS, kernels, width
+from attnkit.plan import BLOCK, Call, choose, refusals
 from attnkit.score_form import score_form
+from attnkit.targets import TARGETS, Target, of_template
 
 HOPPER = Call("bfloat16", 128, 128, (9, 0))
 CAUSAL = lambda b, h, q, kv: q >= kv
@@ -35,10 +37,32 @@ def test_a_hopper_call_is_served_by_default() -> None:
     assert choose("cute", device="cuda", call=replace(HOPPER, dtype="float16")).template == "sm90"
 
 
+@pytest.mark.usefixtures("dsl")
+@pytest.mark.parametrize("target", TARGETS)
+def test_each_architecture_has_its_template(target: Target) -> None:
+    call = replace(HOPPER, capability=target.capability)
+    found = choose("cute", device="cuda", call=call)
+    assert found.template == target.name
+    assert of_template(found.template) is target
+    assert f"CuTe-DSL kernel for {target.arch}" in found.reason
+    emulated = choose(f"emulate:{target.arch}", device="cpu", call=replace(call, capability=None))
+    assert emulated.template == f"emulate:{target.name}"
+    assert of_template(emulated.template) is target
+    assert emulated.block == found.block
+    assert ("never on a GPU" in str(found)) != target.proven
+
+
+BLACKWELL = replace(HOPPER, capability=(10, 0))
 RULES = [
+    (replace(BLACKWELL, dtype="float32"), "the Blackwell kernel computes bfloat16 and float16"),
+    (replace(BLACKWELL, head_dim=264), "the Blackwell kernel takes head dims up to 256, got 264"),
+    (replace(BLACKWELL, listed=(64, 64)), r"which have \(256, 128\) or \(128, 128\) or"),
     (replace(HOPPER, capability=None), "query is not on a CUDA device"),
-    (replace(HOPPER, capability=(8, 0)), "compute capability 8.0; there is a kernel for 9.0"),
-    (replace(HOPPER, capability=(10, 0)), "compute capability 10.0; there is a kernel for 9.0"),
+    (
+        replace(HOPPER, capability=(8, 0)),
+        r"compute capability 8\.0; there are kernels for 9\.0 \(Hopper\)",
+    ),
+    (replace(HOPPER, capability=(12, 0)), "compute capability 12.0, which has neither tensor mem"),
     (
         replace(HOPPER, dtype="float32"),
         "computes bfloat16 and float16, the query is float32",
@@ -99,8 +123,20 @@ def test_the_emulator_wants_tensors_of_the_cpu_and_no_gpu() -> None:
 def test_the_backends_that_need_no_kernel() -> None:
     assert choose("eager", device="cuda", call=HOPPER).template == "eager"
     assert choose("cpu", device="cuda", call=HOPPER).template == "cpu"
-    with pytest.raises(OptionError, match="backend='gpu' is not known; expected one of auto"):
-        choose("gpu", device="cpu")
+    for unknown in ("gpu", "cute:sm_90a", "cpu:"):
+        with pytest.raises(OptionError, match=f"backend='{unknown}' is not known; expected one of"):
+            choose(unknown, device="cpu")
+
+
+@pytest.mark.usefixtures("dsl")
+def test_an_architecture_for_the_emulator() -> None:
+    call = replace(HOPPER, capability=None)
+    named = choose("emulate:sm_90a", device="cpu", call=call)
+    assert named == choose("emulate", device="cpu", call=call)
+    with pytest.raises(UnsupportedError, match="sm_80 is not an architecture with a kernel; there"):
+        choose("emulate:sm_80", device="cpu", call=call)
+    with pytest.raises(UnsupportedError, match="sm_120a has neither tensor memory nor tcgen05"):
+        choose("emulate:sm_120a", device="cpu", call=call)
 
 
 # ------------------------------------------------------------------------------------------- tiles
@@ -121,6 +157,28 @@ def test_every_kernel_fits_shared_memory(head_dim: int, value_dim: int) -> None:
         assert (settings.block_q, settings.block_kv) == kernel.block
         assert settings.width >= head_dim
         assert settings.value_width >= value_dim
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), DIMS)
+def test_every_blackwell_kernel_fits_its_memories(head_dim: int, value_dim: int) -> None:
+    pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
+    from attnkit.splice import sm100
+    from attnkit.templates.sm100 import config
+
+    for kernel in kernels(head_dim, value_dim, template="sm100"):
+        dims, form = (head_dim, value_dim), score_form(None)
+        fields = sm100.config_of(form, kernel, "bfloat16", dims, False, "sm_100a")
+        settings = config.ForwardConfig(**fields)  # or it says what does not fit
+        assert (settings.block_q, settings.block_kv) == kernel.block
+        assert settings.width >= head_dim
+        assert settings.value_width >= value_dim
+        layout = sm100.layout_of(fields)
+        assert layout.shared_bytes <= config.SMEM_BYTES
+        taken = [c for _, first, count in layout.columns for c in range(first, first + count)]
+        assert len(taken) == len(set(taken))
+        assert max(taken) < config.TMEM_COLUMNS
+        warps = [w for role in layout.roles for w in role.warps]
+        assert len(warps) == len(set(warps)) <= settings.threads // 32
 
 
 @pytest.mark.parametrize(("head_dim", "expected"), [(8, 64), (64, 64), (72, 96), (200, 256)])

@@ -11,6 +11,7 @@ import torch
 
 from attnkit.cli.arguments import DTYPE_NAMES, FAILED, OK, TARGET, dtypes, size
 from attnkit.errors import UnsupportedError
+from attnkit.targets import TARGETS, missing_arch, of_arch
 
 if TYPE_CHECKING:
     from attnkit.cli.arguments import Subparsers
@@ -53,7 +54,12 @@ def register(subparsers: Subparsers) -> None:
     )
     parser.set_defaults(run=run)
     parser.add_argument("target", help=TARGET)
-    parser.add_argument("--arch", default="sm_90a", metavar="A", help="default sm_90a")
+    parser.add_argument(
+        "--arch",
+        default="sm_90a",
+        metavar="A",
+        help=f"one of {', '.join(t.arch for t in TARGETS)}; default sm_90a",
+    )
     parser.add_argument(
         "--dtype",
         type=dtypes,
@@ -111,6 +117,8 @@ def sources(request: Request) -> Sequence[Source]:
     from attnkit.compiled import asked
 
     r = request
+    if of_arch(r.arch) is None:
+        raise UnsupportedError(f"--arch {r.arch}: {missing_arch(r.arch)}")
     shapes = (
         (r.batch, r.heads, r.q_len, r.head_dim),
         (r.batch, r.kv_heads, r.kv_len, r.head_dim),
@@ -119,14 +127,9 @@ def sources(request: Request) -> Sequence[Source]:
     tensors = [torch.zeros(s, dtype=r.dtype, requires_grad=r.backward) for s in shapes]
     # The emulator's calls are those of a GPU, on tensors that this machine can hold.
     with emulation.session(execute=False), asked() as found:
-        out = r.variant(*tensors, backend="emulate", enable_gqa=r.heads != r.kv_heads)
+        out = r.variant(*tensors, backend=f"emulate:{r.arch}", enable_gqa=r.heads != r.kv_heads)
         if r.backward:
             out.sum().backward()
-    made = sorted({s.arch for s in found})
-    if made != [r.arch]:
-        raise UnsupportedError(
-            f"--arch {r.arch}: attnkit has kernels for {', '.join(made) or 'none'} for this call"
-        )
     return found
 
 

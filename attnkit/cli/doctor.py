@@ -17,6 +17,7 @@ import attnkit
 from attnkit.cli.arguments import OK
 from attnkit.errors import AttnkitError
 from attnkit.plan import BACKENDS, Call, choose
+from attnkit.targets import TARGETS
 
 if TYPE_CHECKING:
     from attnkit.cli.arguments import Subparsers
@@ -32,7 +33,7 @@ class Finding(NamedTuple):
 
     def __str__(self) -> str:
         mark = "ok" if self.present else "--"
-        return f"{mark}  {self.name:17}{self.found}" + (f": {self.todo}" if self.todo else "")
+        return f"{mark}  {self.name:24}{self.found}" + (f": {self.todo}" if self.todo else "")
 
 
 def register(subparsers: Subparsers) -> None:
@@ -60,6 +61,8 @@ def findings() -> Iterator[Finding]:
         yield look()
     yield _package("matplotlib", "plot", "pictures in files")
     yield _package("hypothesis", "test", "`attnkit check`")
+    for target in TARGETS:
+        yield Finding(True, f"kernels {target.arch}", f"{target.card}, {target.standing}")
     yield from _backends()
 
 
@@ -154,11 +157,13 @@ def _backends() -> Iterator[Finding]:
     cuda = torch.cuda.is_available()
     capability = torch.cuda.get_device_capability() if cuda else None
     call = Call("bfloat16", 128, 128, capability)
-    for backend in BACKENDS:
+    others = (f"emulate:{target.arch}" for target in TARGETS[1:])
+    for backend in (*BACKENDS, *others):
         name = f"backend {backend}"
-        device = "cuda" if cuda and backend != "emulate" else "cpu"
+        device = "cuda" if cuda and not backend.startswith("emulate") else "cpu"
         try:
-            found = Finding(True, name, choose(backend, device=device, call=call).reason)
+            plan = choose(backend, device=device, call=call)
+            found = Finding(True, name, "; ".join((plan.reason, *plan.notes)))
         except AttnkitError as error:
             found = Finding(False, name, str(error))
         yield found

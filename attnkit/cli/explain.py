@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,17 +41,25 @@ def register(subparsers: Subparsers) -> None:
         help=f"one of {DTYPE_NAMES}; default bfloat16",
     )
     parser.add_argument(
+        "--arch",
+        metavar="A",
+        help="predict the kernel for this architecture, say sm_100a: roles, tensor memory, clocks by "
+        "unit, speed. Executes a tile of it in the emulator, up to a minute",
+    )
+    parser.add_argument(
         "--sms",
         type=size,
-        default=HOPPER_SMS,
         metavar="N",
-        help=f"SMs that the schedule is predicted for; default {HOPPER_SMS}, an H100 or H200",
+        help="SMs that the schedule is predicted for; default those of the architecture's card, "
+        f"{HOPPER_SMS} (an H100 or H200) if none is named",
     )
     parser.add_argument(
         "--timeline", metavar="FILE", help="draw the forward's schedule into a .png or .svg file"
     )
     parser.add_argument(
-        "--backward", action="store_true", help="the backward's schedule for --timeline"
+        "--backward",
+        action="store_true",
+        help="the backward's schedule for --timeline; with --arch its kernel too",
     )
     add_device(parser)
 
@@ -74,8 +83,12 @@ def run(options: argparse.Namespace) -> int:
         device=options.device,
         dtype=options.dtype,
         sms=options.sms,
+        arch=options.arch,
     )
     print(found)
+    if options.arch is not None and options.backward:
+        print(f"backward kernel for {options.arch} (predicted, not measured)")
+        print(textwrap.indent(found.backward_kernel, "  "))
     if options.timeline is not None:
         _draw(found, options)
     return OK

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from attnkit.plan import EMULATED, ORDERED, SM90
+from attnkit.errors import ArgumentError
 from attnkit.sparse import BlockRuns
 from attnkit.splice.cpu import CpuHooks
+from attnkit.splice.layout import Layout
 from attnkit.splice.program import Lists, Program, compute_dtype
+from attnkit.targets import EMULATED, ORDERED, of_template
 from attnkit.templates import cpu
 
 __all__ = [
     "Attention",
     "CpuHooks",
+    "Layout",
     "Lists",
     "Program",
+    "backward_block",
     "compute_dtype",
+    "layout_of",
     "out_like",
     "prepare",
     "run_backward",
@@ -65,29 +71,68 @@ def prepare(
     the runs come from that.
     """
     query = qkv[0]
-    if _is_kernel(template):
-        from attnkit.splice import sm90  # what it needs is not installed everywhere
+    target = of_template(template)
+    if target is not None:
+        from attnkit.splice import forward  # what it needs is not installed everywhere
 
-        return sm90.prepare(
+        return forward.prepare(
             *(program, qkv, captured, runs, out_strides(query, qkv[2].shape[-1])),
             positive=positive,
             need_max=need_max,
+            target=target,
             emulated=template.startswith(EMULATED),
         )
 
     def attention(
         query: Tensor, key: Tensor, value: Tensor, captured: Lists, scale: float
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        with torch.no_grad():
+        with torch.no_grad(), _as_written(query):
             hooks = CpuHooks(program, *captured, compute_dtype(query), query.device)
             return cpu.forward(query, key, value, runs, hooks, scale, need_max=need_max)
 
     return attention
 
 
-def _is_kernel(template: str) -> bool:
-    """Whether a template is the Hopper kernel, on a GPU or emulated, ordered or not."""
-    return template.removeprefix(EMULATED).removesuffix(ORDERED) == SM90
+def layout_of(
+    template: str,
+    program: Program,
+    dtype: torch.dtype,
+    head_dims: tuple[int, int],
+    block: tuple[int, int],
+) -> Layout:
+    """The inside of a GPU template's forward kernel.
+
+    Args:
+        template: a plan's.
+        program: the graphs.
+        dtype: of query, key and value.
+        head_dims: of query and key, and of value.
+        block: the plan's tile sizes.
+    """
+    from attnkit.splice import forward
+
+    target = of_template(template)
+    if target is None:
+        raise ArgumentError(f"template={template!r} is no GPU kernel")
+    name = str(dtype).removeprefix("torch.")
+    return forward.layout(target, program.score, name, head_dims, block)
+
+
+def backward_block(template: str, head_dims: tuple[int, int]) -> tuple[int, int] | None:
+    """Rows and columns of a block of a GPU template's backward, None where it has none.
+
+    Args:
+        template: a plan's.
+        head_dims: of query and key, and of value.
+    """
+    from attnkit.splice import backward
+
+    target = of_template(template)
+    if target is None:
+        raise ArgumentError(f"template={template!r} is no GPU kernel")
+    own = backward.template_of(target)
+    widths = own.widths(head_dims)
+    return None if widths is None else (own.block_q(widths, True), own.block_kv(widths))
 
 
 def run_backward(
@@ -107,20 +152,30 @@ def run_backward(
         captured tensors in the compute dtype, None where none is wanted.
     """
     query = saved[0]
-    if _is_kernel(template):
-        from attnkit.splice import sm90_backward
+    target = of_template(template)
+    if target is not None:
+        from attnkit.splice import backward
 
         emulated, deterministic = template.startswith(EMULATED), template.endswith(ORDERED)
         # gradients of captured tensors are added in any order
         fixed = not (deterministic and any(wanted))
-        if fixed and sm90_backward.supports(program, query, saved[2], runs, emulated):
-            return sm90_backward.backward(
+        if fixed and backward.supports(target, program, query, saved[2], runs, emulated):
+            return backward.backward(
                 *(program, grads, saved, captured, runs, scale, wanted),
+                target=target,
                 deterministic=deterministic,
                 emulated=emulated,
             )
-    hooks = CpuHooks(program, *captured, compute_dtype(query), query.device, wanted)
-    return cpu.backward(*grads, *saved, runs, hooks, scale), hooks.gradients
+    with _as_written(query):
+        hooks = CpuHooks(program, *captured, compute_dtype(query), query.device, wanted)
+        return cpu.backward(*grads, *saved, runs, hooks, scale), hooks.gradients
+
+
+def _as_written(query: Tensor) -> AbstractContextManager[Any]:
+    """Without autocast, which would round the operands of every product inside."""
+    if torch._C._is_any_autocast_enabled():
+        return torch.autocast(query.device.type, enabled=False)
+    return nullcontext()
 
 
 def out_like(query: Tensor, width: int) -> Tensor:

@@ -3,11 +3,10 @@
 One CTA per SM, persistent. Warpgroup 0 holds a warp that loads by TMA and two that add dQ to
 float32 sums; the other two warpgroups are consumers of 64 kv positions each. For every q tile a
 consumer recomputes S^T = K Q^T and dP^T = V dO^T, makes P and dS in registers, and adds
-dV += P^T dO from there. dS goes through shared memory, where a consumer reads its own half for
-dK += dS^T Q, and both for its part of dQ = dS K. dQ leaves through shared memory by bulk reductions.
-
-S of the next q tile is issued before dK, and its dP after: while a consumer computes P, the tensor
-cores have those products to do, and while it computes dS, those of the other consumer.
+dV += P^T dO and dK += dS^T Q from there. dS also goes through shared memory, transposed, where a
+consumer reads both halves for its part of dQ = dS K: that of the tile before, so that no consumer
+waits for the other, and the tensor cores have the products of one while the other computes. dQ
+leaves through shared memory by bulk reductions.
 
 Query and kv blocks come in ascending order, PARTIAL and FULL mixed; only blocks marked as masked
 run mask instructions. Float32 sums are kept in units of 64 x 64 in the order of the accumulators'
@@ -29,7 +28,7 @@ from cutlass.utils import hopper_helpers
 from attnkit.templates.sm90 import device
 from attnkit.templates.sm90.backward_config import ROWS, BackwardConfig
 from attnkit.templates.sm90.backward_load import RECORD, Loads
-from attnkit.templates.sm90.backward_math import Weights
+from attnkit.templates.sm90.backward_math import Weights, held
 from attnkit.templates.sm90.backward_sums import NOTE, SUM_FREE, SUM_FULL, Sums
 from attnkit.templates.sm90.copies import ordered, partition
 
@@ -52,6 +51,11 @@ class Backward(Loads, Weights, Sums):
         problem = config.problem()
         if problem:
             raise ValueError(problem)
+        if config.rounded and (hooks.learned or hooks.sloped):
+            raise ValueError(
+                f"block_q={config.block_q} for a mod with a slope or gradients of captured tensors: "
+                f"expected {ROWS}, as registers hold no more"
+            )
         self.config = config
         self.hooks = hooks
         self.dtype = device.DTYPES[config.dtype]
@@ -117,21 +121,21 @@ class Backward(Loads, Weights, Sums):
             )
 
         mma_s = mma(k_major, k_major, bm)
-        mma_dq = mma(mn_major, mn_major, c.chunk // ROWS)
+        mma_dq = mma(k_major, mn_major, c.chunk // ROWS)
         mma_dv = mma(k_major, mn_major, deep, registers)
-        mma_dk = mma(k_major, mn_major, width)
+        mma_dk = mma(k_major, mn_major, width, registers)
         make_a, make_b = hopper_helpers.make_smem_layout_a, hopper_helpers.make_smem_layout_b
         halves = 2 * c.stages
         layouts = (
             make_a(ROW, (ROWS, bm, width), dtype, 2),  # K, a consumer's half a stage
             make_a(ROW, (ROWS, bm, deep), dtype, 2),  # V
-            make_b(ROW, (ROWS, bm, width), dtype, c.q_stages),  # Q
+            make_b(ROW, (ROWS, bm, width), dtype, c.stages),  # Q
             make_b(ROW, (ROWS, bm, deep), dtype, c.stages),  # dO
-            make_a(ROW, (ROWS, ROWS, bm), dtype, halves),  # dS^T as written
+            make_a(COLUMN, (ROWS, ROWS, bm), dtype, halves),  # dS^T as written
             # the same memory as other operands: the last two in squares of 64
-            make_b(COLUMN, (ROWS, width, bm), dtype, c.q_stages),  # Q^T
+            make_b(COLUMN, (ROWS, width, bm), dtype, c.stages),  # Q^T
             make_b(COLUMN, (ROWS, deep, bm), dtype, c.stages),  # dO^T
-            make_a(COLUMN, (ROWS, ROWS, ROWS), dtype, halves * (bm // ROWS)),  # dS
+            make_a(ROW, (ROWS, ROWS, ROWS), dtype, halves * (bm // ROWS)),  # dS
             make_b(COLUMN, (ROWS, ROWS, ROWS), dtype, 2 * (width // ROWS)),  # K^T
             hopper_helpers.make_smem_layout_epi(dtype, ROW, (ROWS, width), 2),  # dK
             hopper_helpers.make_smem_layout_epi(dtype, ROW, (ROWS, deep), 2),  # dV
@@ -151,13 +155,13 @@ class Backward(Loads, Weights, Sums):
 
         @cute.struct
         class Storage:
-            barriers: cute.struct.MemRange[Int64, 4 + 2 * c.q_stages + 4 * c.stages]
+            barriers: cute.struct.MemRange[Int64, 4 + 6 * c.stages]
             info: cute.struct.MemRange[Int32, 32]
-            lse: cute.struct.Align[cute.struct.MemRange[Float32, c.q_stages * bm], 128]
+            lse: cute.struct.Align[cute.struct.MemRange[Float32, c.stages * bm], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, c.stages * bm], 128]
             k: cute.struct.Align[cute.struct.MemRange[dtype, 2 * ROWS * width], 1024]
             v: cute.struct.Align[cute.struct.MemRange[dtype, 2 * ROWS * deep], 1024]
-            q: cute.struct.Align[cute.struct.MemRange[dtype, c.q_stages * bm * width], 1024]
+            q: cute.struct.Align[cute.struct.MemRange[dtype, c.stages * bm * width], 1024]
             do: cute.struct.Align[cute.struct.MemRange[dtype, c.stages * bm * deep], 1024]
             ds: cute.struct.Align[cute.struct.MemRange[dtype, halves * ROWS * bm], 1024]
             dq: cute.struct.Align[cute.struct.MemRange[Float32, 2 * c.chunk], 128]
@@ -215,7 +219,7 @@ class Backward(Loads, Weights, Sums):
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         info = storage.info.get_tensor(cute.make_layout(32))
         stats = (
-            storage.lse.get_tensor(cute.make_layout((c.block_q, c.q_stages))),
+            storage.lse.get_tensor(cute.make_layout((c.block_q, c.stages))),
             storage.delta.get_tensor(cute.make_layout((c.block_q, c.stages))),
         )
         parts = (storage.k, storage.v, storage.q, storage.do, storage.ds)
@@ -226,8 +230,8 @@ class Backward(Loads, Weights, Sums):
         outgoing = storage.dq.data_ptr()
         base = storage.barriers.data_ptr()
         k_full, v_full, kv_free = base, base + 1, base + 2
-        ends = base + 4 + 2 * c.q_stages
-        rings = (base + 4, base + 4 + c.q_stages, *(ends + c.stages * i for i in range(4)))
+        ends = base + 4 + 2 * c.stages
+        rings = (base + 4, base + 4 + c.stages, *(ends + c.stages * i for i in range(4)))
         q_full, q_free, do_full, do_free, ds_full, ds_free = rings
         bars = (k_full, v_full, kv_free, *rings)
         if warp == 0:
@@ -235,7 +239,7 @@ class Backward(Loads, Weights, Sums):
                 cute.arch.mbarrier_init(k_full, 1)
                 cute.arch.mbarrier_init(v_full, 1)
                 cute.arch.mbarrier_init(kv_free, 2)
-                for s in cutlass.range_constexpr(c.q_stages):
+                for s in cutlass.range_constexpr(c.stages):
                     cute.arch.mbarrier_init(q_full + s, 1)
                     cute.arch.mbarrier_init(q_free + s, 8)
                 for s in cutlass.range_constexpr(c.stages):
@@ -266,7 +270,7 @@ class Backward(Loads, Weights, Sums):
             cute.arch.setmaxregister_increase(c.registers[0])
             self.consume(
                 mmas_first, mmas, views, stats, outgoing, (atoms[4:], tiles[4:]), bars, info,
-                captured, totals, turns, numbers,
+                captured, totals, numbers,
             )  # fmt: skip
 
     @cute.jit
@@ -282,7 +286,6 @@ class Backward(Loads, Weights, Sums):
         info: cute.Tensor,
         captured: list,
         totals: list,
-        turns: list,
         numbers: tuple,
     ):
         """A consumer warpgroup: products, P, dS, and what leaves at the end of a piece."""
@@ -290,7 +293,7 @@ class Backward(Loads, Weights, Sums):
         mma_s0, mma_dq0 = mmas_first
         mma_s, mma_dq, mma_dv, mma_dk = mmas
         scale, group, q_len, kv_len, heads, kv_heads, batch, kv_batch = numbers
-        k_full, v_full, kv_free, q_full, q_free, do_full, do_free, ds_full, ds_free = bars
+        k_full, v_full, kv_free, *_, ds_full, ds_free = bars
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
@@ -313,28 +316,29 @@ class Backward(Loads, Weights, Sums):
             mma_dv.make_fragment_B(all_dv.partition_B(views[6])),
             mma_dq.make_fragment_A(all_dq.partition_A(views[7])),
             mma_dq.make_fragment_B(all_dq.partition_B(views[8])),
-            mma_dk.make_fragment_A(all_dk.partition_A(views[4])),
         )
         scores = cute.make_rmem_tensor(mma_s.get_slice(ct).partition_shape_C((ROWS, bm)), Float32)
-        # dP, and dQ once dS is made of it
-        other = cute.make_rmem_tensor(scores.layout, Float32)
+        dp = cute.make_rmem_tensor(scores.layout, Float32)
+        # apart from dP though after it: parts of one accumulator for another serialise products
+        dq = cute.make_rmem_tensor(_chunk_layout(c.chunk), Float32)
         thr_dk, thr_dv = mma_dk.get_slice(ct), mma_dv.get_slice(ct)
         dk = cute.make_rmem_tensor(thr_dk.partition_shape_C((ROWS, c.width)), Float32)
         dv = cute.make_rmem_tensor(thr_dv.partition_shape_C((ROWS, c.value_width)), Float32)
         p = cute.make_rmem_tensor(thr_dv.partition_shape_A((ROWS, bm)), dtype)
+        ds = cute.make_rmem_tensor(p.layout, dtype)
         # set once: the value behind a set() in a helper must not leave the helper's region
         mma_s0.set(warpgroup.Field.ACCUMULATE, False)
         mma_dq0.set(warpgroup.Field.ACCUMULATE, False)
         for one in (mma_s, mma_dq, mma_dv, mma_dk):
             one.set(warpgroup.Field.ACCUMULATE, True)
-        parts = (mma_s0, mma_dq0, mma_s, mma_dq, mma_dv, mma_dk, scores, other, dk, dv, p, frags)
+        products = (mma_s0, mma_dq0, mma_s, mma_dq, mma_dv, mma_dk)
+        parts = (*products, scores, dp, dk, dv, p, ds, dq, frags)
 
         write_ds = cute.make_tiled_copy_C(
-            cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), dtype), mma_s
+            cute.make_copy_atom(StMatrix8x8x16bOp(True, 4), dtype), mma_s
         )
         thr_ds = write_ds.get_slice(ct)
         ds_copy = (write_ds, thr_ds, thr_ds.partition_D(views[4]))
-        ds_bars = (ds_full, ds_free)
         blocks = (q_len + bm - 1) // bm
         kv_blocks = (kv_len + c.block_kv - 1) // c.block_kv
         q_chunks = blocks * 2  # of a head
@@ -352,60 +356,26 @@ class Backward(Loads, Weights, Sums):
             where = (captured, b, h, q_len, kv_len, scale, at * c.block_kv)
             tile = self.begin(where, column0)
             running.fill(0.0)
-            sums = (tile, row0, running, totals)
+            values = (tile, row0, running, totals)
             place = ((b * heads + h) * q_chunks + wg, at)  # where dQ goes, and whose turn it is
-            dk.fill(0.0)
-            dv.fill(0.0)
+            leaving = (place, outgoing, info, ct)
+            for one in (dk, dv):
+                for i in cutlass.range_constexpr(cute.size(one)):
+                    one[i] = device.pinned(Float32(0.0))  # or it would be done after a fence
             cute.arch.mbarrier_wait(v_full, tc & 1)
             if count > 0:
-                r, s = self.q_stage(kc), kc & 1
-                cute.arch.mbarrier_wait(q_full + r, self.q_lap(kc))
-                warpgroup.fence()
-                self.issue_s(parts, scores, wg, r)
-                warpgroup.wait_group(0)
-                mark, before = info[r], Int32(-1)
-                self.weigh_either(
-                    mark, tile, row0, scores, scores, _as(p, scores), self.rows(stats[0], r, row0)
+                before = self.block(
+                    True, parts, stats, values, bars, ds_copy, leaving, wg, kc, None
                 )
-                cute.arch.mbarrier_wait(do_full + s, (kc >> 1) & 1)
-                self.issue_dp(parts, self.rows(stats[1], s, row0), wg, s)
-                for _ in cutlass.range(count - 1, unroll=1):
-                    s, t = kc & 1, (kc + 1) & 1
-                    r, ahead = self.q_stage(kc), self.q_stage(kc + 1)
-                    self.make_ds(parts, stats, sums, ds_bars, ds_copy, wg, kc, mark)
-                    cute.arch.mbarrier_wait(q_full + ahead, self.q_lap(kc + 1))
-                    fresh = cute.make_rmem_tensor(scores.layout, Float32)
-                    self.issue_s(parts, fresh, wg, ahead)
-                    self.issue_dq(parts, ds_full, wg, self.previous(kc, before))
-                    self.issue_dk(parts, wg, s, r)
-                    following = info[ahead]
-                    warpgroup.wait_group(2)
-                    device.arrive(do_free + s)
-                    warpgroup.wait_group(1)
-                    self.send_block(other, before, place, ds_free + t, outgoing, info, wg, ct)
-                    cute.arch.mbarrier_wait(do_full + t, ((kc + 1) >> 1) & 1)
-                    self.issue_dp(parts, self.rows(stats[1], t, row0), wg, t)
-                    self.weigh_either(
-                        following, tile, row0, fresh, scores, _as(p, scores),
-                        self.rows(stats[0], ahead, row0),
-                    )  # fmt: skip
-                    warpgroup.wait_group(1)
-                    device.arrive(q_free + r)
-                    before, mark = mark, following
-                    kc += 1
-                r, s, t = self.q_stage(kc), kc & 1, (kc + 1) & 1
-                self.make_ds(parts, stats, sums, ds_bars, ds_copy, wg, kc, mark)
-                self.issue_dq(parts, ds_full, wg, self.previous(kc, before))
-                self.issue_dk(parts, wg, s, r)
-                warpgroup.wait_group(1)
-                device.arrive(do_free + s)
-                self.send_block(other, before, place, ds_free + t, outgoing, info, wg, ct)
-                warpgroup.fence()
-                self.issue_dq(parts, ds_full, wg, kc)
-                warpgroup.wait_group(0)
-                device.arrive(q_free + r)
-                self.send_block(other, mark, place, ds_free + s, outgoing, info, wg, ct)
                 kc += 1
+                for _ in cutlass.range(count - 1, unroll=1):
+                    before = self.block(
+                        False, parts, stats, values, bars, ds_copy, leaving, wg, kc, before
+                    )
+                    kc += 1
+                self.issue_dq(parts, ds_full, wg, kc - 1)
+                warpgroup.wait_group(0)
+                self.send_block(dq, before, ds_free, kc - 1, leaving, wg)
                 self.flush(tile, running, totals)
             if const_expr(c.accumulate):
                 pair = cutlass.min(b, kv_batch - 1) * kv_heads + h // group
@@ -414,11 +384,11 @@ class Backward(Loads, Weights, Sums):
                 for i in cutlass.range_constexpr(wide):
                     to = first_k + pair * k_chunks + (2 * at + wg) * wide + i
                     note = (to, turn, following)
-                    self.send(_chunk(dk, i, c.chunk), note, outgoing, info, wg, ct)
+                    self.send(_chunk(dk, i, c.chunk), note, leaving, wg)
                 for i in cutlass.range_constexpr(deep):
                     to = first_v + pair * v_chunks + (2 * at + wg) * deep + i
                     note = (to, turn, following)
-                    self.send(_chunk(dv, i, c.chunk), note, outgoing, info, wg, ct)
+                    self.send(_chunk(dv, i, c.chunk), note, leaving, wg)
                 cute.arch.barrier(barrier_id=OWN + wg, number_of_threads=128)
             else:
                 self.store(
@@ -443,27 +413,82 @@ class Backward(Loads, Weights, Sums):
 
     # ---------------------------------------------- pieces of the consumer, inlined while tracing
 
-    def issue_s(self, parts: Any, acc: Any, wg: Any, stage: Any) -> None:
+    def block(
+        self, first: bool, parts: Any, stats: Any, values: Any, bars: Any, ds_copy: Any,
+        leaving: Any, wg: Any, kc: Any, before: Any,
+    ) -> Any:  # fmt: skip
+        """One q tile, and dQ of the tile before, `before`, unless it is the first.
+
+        Returns:
+            The tile's mark.
+        """
+        _, _, _, q_full, q_free, do_full, do_free, ds_full, ds_free = bars
+        tile, row0, running, totals = values
+        scores, dp, dq = parts[6], parts[7], parts[12]
+        p, ds = _as(parts[10], scores), _as(parts[11], scores)
+        s, lap = self.q_stage(kc), self.q_lap(kc)
+        statistic, delta = self.rows(stats[0], s, row0), self.rows(stats[1], s, row0)
+        if not self.config.rounded:
+            cute.arch.mbarrier_wait(do_full + s, lap)
+            self.start_dp(dp, delta)
+        cute.arch.mbarrier_wait(q_full + s, lap)
+        mark = leaving[2][s]
+        warpgroup.fence()
+        self.issue_s(parts, wg, s)
+        if self.config.rounded:
+            cute.arch.mbarrier_wait(do_full + s, lap)
+        self.issue_dp(parts, wg, s)
+        if self.hooks.learned:
+            warpgroup.wait_group(0)
+            self.learn_either(mark, tile, row0, scores, p, statistic, dp, ds, running, totals)
+        else:
+            lse = held(statistic) if self.config.rounded else statistic
+            warpgroup.wait_group(1)
+            self.weigh_either(mark, tile, row0, scores, scores, p, lse)
+            if self.config.rounded:
+                delta = held(delta)
+            warpgroup.wait_group(0)
+            self.gradients(scores, p, dp, delta, ds)
+        # both consumers have read dS of two tiles before
+        cute.arch.mbarrier_wait(ds_free + s, lap ^ 1)
+        copy, thr, to = ds_copy
+        cute.copy(copy, thr.retile(ds), to[None, None, None, s * 2 + wg])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        device.arrive(ds_full + s)
+        warpgroup.fence()
+        self.issue_from_registers(parts[4], parts[9], parts[10], parts[-1][5], s)
+        if not first:
+            self.issue_dq(parts, ds_full, wg, kc - 1)
+        self.issue_from_registers(parts[5], parts[8], parts[11], parts[-1][4], s)
+        if not first:
+            warpgroup.wait_group(1)
+            self.send_block(dq, before, ds_free, kc - 1, leaving, wg)
+        warpgroup.wait_group(0)
+        device.arrive(q_free + s)
+        device.arrive(do_free + s)
+        return mark
+
+    def issue_s(self, parts: Any, wg: Any, stage: Any) -> None:
         """S^T = K Q^T."""
-        a, b = parts[-1][0], parts[-1][2]
+        acc, a, b = parts[6], parts[-1][0], parts[-1][2]
         for k in range(cute.size(a, mode=[2])):
             mma = parts[0] if k == 0 else parts[2]
             cute.gemm(mma, acc, a[None, None, k, wg], b[None, None, k, stage], acc)
         warpgroup.commit_group()
 
-    def issue_dv(self, parts: Any, stage: Any) -> None:
-        """dV += P^T dO."""
-        mma, acc, p, b = parts[4], parts[9], parts[10], parts[-1][5]
-        for k in range(cute.size(p, mode=[2])):
-            cute.gemm(mma, acc, p[None, None, k], b[None, None, k, stage], acc)
+    def issue_dp(self, parts: Any, wg: Any, stage: Any) -> None:
+        """dP^T = V dO^T, less delta unless `rounded`."""
+        acc, a, b = parts[7], parts[-1][1], parts[-1][3]
+        for k in range(cute.size(a, mode=[2])):
+            mma = parts[0] if k == 0 and self.config.rounded else parts[2]
+            cute.gemm(mma, acc, a[None, None, k, wg], b[None, None, k, stage], acc)
         warpgroup.commit_group()
 
-    def issue_dk(self, parts: Any, wg: Any, stage: Any, q_stage: Any) -> None:
-        """dK += dS^T Q."""
-        mma, acc, a, b = parts[5], parts[8], parts[-1][8], parts[-1][4]
+    def issue_from_registers(self, mma: Any, acc: Any, a: Any, b: Any, stage: Any) -> None:
+        """dV += P^T dO, or dK += dS^T Q."""
         for k in range(cute.size(a, mode=[2])):
-            row = stage * 2 + wg
-            cute.gemm(mma, acc, a[None, None, k, row], b[None, None, k, q_stage], acc)
+            cute.gemm(mma, acc, a[None, None, k], b[None, None, k, stage], acc)
         warpgroup.commit_group()
 
     def issue_dq(self, parts: Any, ds_full: Any, wg: Any, kc: Any) -> None:
@@ -471,8 +496,9 @@ class Backward(Loads, Weights, Sums):
         c = self.config
         a, b = parts[-1][6], parts[-1][7]
         high, wide = c.block_q // ROWS, c.width // ROWS
-        acc, stage = _chunk(parts[7], 0, c.chunk), kc & 1
+        acc, stage = parts[12], kc & 1
         cute.arch.mbarrier_wait(ds_full + stage, (kc >> 1) & 1)
+        warpgroup.fence()
         for half in range(2):
             row = (stage * 2 + half) * high + (wg if high == 2 else 0)
             column = half * wide + (wg if wide == 2 else 0)
@@ -486,81 +512,18 @@ class Backward(Loads, Weights, Sums):
                 cute.gemm(mma, acc, a[None, None, k, row], mine, acc)
         warpgroup.commit_group()
 
-    def make_ds(
-        self, parts: Any, stats: Any, sums: Any, bars: Any, ds_copy: Any, wg: Any, kc: Any,
-        mark: Any,
-    ) -> None:  # fmt: skip
-        """dS in registers and in shared memory, then dV issued."""
-        scores, other, p = parts[6], parts[7], parts[10]
-        tile, row0, running, totals = sums
-        copy, thr, to = ds_copy
-        ds_full, ds_free = bars
-        s = kc & 1
-        ds = cute.make_rmem_tensor(scores.layout, self.dtype)
-        warpgroup.wait_group(0)
-        statistic = self.rows(stats[0], self.q_stage(kc), row0)
-        self.gradients(
-            mark, tile, row0, scores, _as(p, scores), statistic, other, ds, running, totals
-        )
-        # both consumers have read dS of two blocks before
-        cute.arch.mbarrier_wait(ds_free + s, ((kc >> 1) & 1) ^ 1)
-        cute.copy(copy, thr.retile(ds), to[None, None, None, s * 2 + wg])
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        device.arrive(ds_full + s)
-        cute.arch.barrier(barrier_id=OWN + wg, number_of_threads=128)
-        warpgroup.fence()
-        self.issue_dv(parts, s)
+    def send_block(self, acc: Any, mark: Any, ds_free: Any, kc: Any, leaving: Any, wg: Any) -> None:
+        """Hand over a tile's dQ."""
+        device.arrive(ds_free + (kc & 1))
+        chunk, turn = leaving[0]
+        self.send(acc, (chunk + 2 * (mark >> 2), turn, Int32(-1)), leaving, wg)
 
-    def previous(self, kc: Any, before: Any) -> Any:
-        """The count of the block before; at the first, its own: that dQ is thrown away."""
-        return cutlass.select_(before >= 0, kc - 1, kc)
-
-    @cute.jit
-    def send_block(
-        self,
-        acc: cute.Tensor,
-        mark: Int32,
-        place: tuple,
-        ds_free: cute.Pointer,
-        outgoing: cute.Pointer,
-        info: cute.Tensor,
-        wg: Int32,
-        ct: Int32,
-    ):
-        """Hand over a block's dQ, if there is such a block."""
-        if mark >= 0:
-            device.arrive(ds_free)
-            chunk, turn = place
-            note = (chunk + 2 * (mark >> 2), turn, Int32(-1))
-            self.send(acc, note, outgoing, info, wg, ct)
-
-    def rows(self, values: Any, stage: Any, row0: Any) -> Any:
-        """The thread's rows of a statistic in shared memory, [2, pairs]."""
-        start = values.iterator + (stage * self.config.block_q + row0)
-        layout = cute.make_layout((2, self.config.block_q // 8), stride=(1, 8))
-        return cute.make_tensor(start.align(8), layout)
-
-    def issue_dp(self, parts: Any, rows: Any, wg: Any, stage: Any) -> None:
-        """dP^T - delta = V dO^T - delta: the accumulator starts with -delta, `rows`."""
-        mma, acc, a, b = parts[2], parts[7], parts[-1][1], parts[-1][3]
-        for g in range(self.config.block_q // 8):
-            pair = cute.make_rmem_tensor(2, Float32)
-            cute.autovec_copy(rows[None, g], pair)
-            for i in range(2):  # both columns of the thread have the same rows
-                acc[4 * g + i] = pair[i]
-                # opaque: a plain copy would be made after the fence below
-                acc[4 * g + 2 + i] = device.pinned(pair[i])
-        warpgroup.fence()
-        for k in range(cute.size(a, mode=[2])):
-            cute.gemm(mma, acc, a[None, None, k, wg], b[None, None, k, stage], acc)
-        warpgroup.commit_group()
-
-    def send(self, chunk: Any, note: Any, outgoing: Any, info: Any, wg: Any, ct: Any) -> None:
+    def send(self, chunk: Any, note: Any, leaving: Any, wg: Any) -> None:
         """Hand a chunk to the warp that adds it to the sums."""
+        _, outgoing, info, ct = leaving
+        count = self.config.chunk // 512
         cute.arch.barrier(barrier_id=SUM_FREE + wg, number_of_threads=160)
         self.note(info, note, wg, ct)
-        count = self.config.chunk // 512
         start = outgoing + (wg * self.config.chunk + ct * 4)
         cute.autovec_copy(
             cute.make_tensor(chunk.iterator, cute.make_layout((4, count))),
@@ -616,5 +579,8 @@ def _as(tensor: Any, other: Any) -> Any:
 
 def _chunk(acc: Any, i: int, size: int) -> Any:
     """Some of an accumulator's columns, as an accumulator."""
-    layout = cute.make_layout(((2, 2, size // 512), 1, 1), stride=((1, 2, 4), 0, 0))
-    return cute.make_tensor(acc.iterator + size // 128 * i, layout)
+    return cute.make_tensor(acc.iterator + size // 128 * i, _chunk_layout(size))
+
+
+def _chunk_layout(size: int) -> Any:
+    return cute.make_layout(((2, 2, size // 512), 1, 1), stride=((1, 2, 4), 0, 0))

@@ -34,8 +34,7 @@ class BackwardConfig:
     dynamic: bool = True
 
     block_kv = 2 * ROWS
-    stages = 2  # of the rings of dO and dS
-    q_stages = 4  # S is computed a block ahead and dK behind: two stages wait for loads
+    stages = q_stages = 2  # of the rings of dO and dS, and of Q
     registers = (240, 24)  # a thread of a consumer and of the producer warpgroup
 
     @property
@@ -44,11 +43,16 @@ class BackwardConfig:
         return self.block_q * self.width // 2
 
     @property
+    def rounded(self) -> bool:
+        """dS is made from P in the dtype: of a tile of 128 rows the registers hold no more."""
+        return self.block_q > ROWS
+
+    @property
     def smem_bytes(self) -> int:
         """Shared memory of a CTA: K, V, the rings of Q, dO and dS, and dQ."""
-        rings = self.q_stages * self.width + self.stages * (self.value_width + self.block_kv)
+        rings = self.stages * (self.width + self.value_width + self.block_kv)
         halves = self.block_kv * (self.width + self.value_width) + self.block_q * rings
-        rows = self.block_q * (self.q_stages + self.stages)
+        rows = self.block_q * 2 * self.stages
         return 2 * halves + 4 * (2 * self.chunk + rows) + 1024
 
     def problem(self) -> str | None:

@@ -71,7 +71,8 @@ class Prepare:
         rows_delta: cute.Tensor,
         sums: cute.Tensor,
     ):
-        lanes = self.config.value_width // VECTOR  # threads of a row, a power of two
+        # threads of a row, a power of two
+        lanes = 1 << (self.config.value_width // VECTOR - 1).bit_length()
         thread, _, _ = cute.arch.thread_idx()
         block, h, b = cute.arch.block_idx()
         blocks, heads, _ = cute.arch.grid_dim()

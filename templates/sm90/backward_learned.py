@@ -1,8 +1,9 @@
 """Gradients of captured tensors, in the Hopper backward.
 
 A load whose index is known per head or per column is summed in registers over a whole piece of
-work, one whose index is known per row over the columns of a warp, before anything is added to the
-gradient in memory; any other is added element by element. All sums are float32.
+work, one whose index is known per row over the columns of a warp, and one that depends on q - kv
+along the diagonals of a warp (`Diagonals`), before anything is added to the gradient in memory; any
+other is added element by element. All sums are float32.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from cutlass import BFloat16, Float32, Int32, cute
 
 from attnkit.templates.sm90 import device
 
-KEPT = {"head": 1, "column": 2, "row": 0, "element": 0}  # values a thread sums over a piece
+# values a thread sums over a piece
+KEPT = {"head": 1, "column": 2, "row": 0, "relative": 0, "element": 0}
 
 
 class Learned:
@@ -25,54 +27,87 @@ class Learned:
     dtype: Any
     site: Any  # of `Weights`, like the next
     exponentials: Any
+    group: Any
+    kept: Any
+    kept_of: Any
 
     def running(self) -> Any:
         """Registers for the sums of a piece, or None."""
         count = sum(KEPT[level] for level in self.hooks.learned)
         return cute.make_rmem_tensor(max(count, 1), Float32)
 
-    def gradients_learned(
-        self, tile: Any, first: Any, scores: Any, weights: Any, statistic: Any, dp: Any, out: Any,
-        running: Any, totals: Any,
+    def learn(
+        self, mark: Any, masked: bool | None, tile: Any, row0: Any, scores: Any, weights: Any,
+        statistic: Any, dp: Any, out: Any, running: Any, totals: Any,
     ) -> None:  # fmt: skip
-        """dS to `out` in the dtype, and the gradients of captured tensors.
-
-        P is computed anew: the scores take its registers, and in the dtype it is not exact enough.
+        """P to `weights` and dS to `out` in the dtype, and the gradients of captured tensors.
 
         Args:
-            first: the thread's first row.
+            mark: the block's number and bits.
+            masked: compute the mask, and the ends of the tensors; None: `weights` are there, 0 where
+                masked, and stay.
+            row0: the thread's first row within the tile.
             scores: q . k.
-            weights: P as pairs of the dtype: 0 where masked.
             statistic: as for `Weights.weigh`.
             dp: dP - delta.
             running: see `running`.
             totals: the gradients, float32.
         """
-        _, head, columns, _ = tile
-        site = self.site(tile)
+        site, head, columns = self.site(tile), tile[1], tile[2]
+        first = (mark >> 2) * self.config.block_q + row0
         pairs, results = cute.recast_tensor(weights, Int32), cute.recast_tensor(out, Int32)
-        order = [(0, 0), (1, 0), (0, 1), (1, 1)]  # (row, column) of four elements
+        bits = self.kept(mark, tile, first) if masked else []
+        along: list[Any] = [
+            Diagonals() if level == "relative" else None for level in self.hooks.learned
+        ]
+        d0 = first - columns[0][0]
+        shared: dict[Any, Any] = {}
         for g in range(cute.size(scores) // 4):
-            inside = [cutlass.min(first + 8 * g + k, site.q_len - 1) for k in range(2)]
-            rows = [(at, self.hooks.row(site, head, at)) for at in inside]
-            rough = [p for k in range(2) for p in unpack(pairs[2 * g + k], self.dtype)]
-            places = [(j, c, scores[4 * g + i]) for i, (j, c) in enumerate(order)]
-            exact = self.exponentials(site, head, rows, columns, places, statistic[None, g])[0]
-            grads = [
-                (j, c, s, self.nonzero(rough[i], exact[i]) * dp[4 * g + i])
-                for i, (j, c, s) in enumerate(places)
-            ]
+            rows, places = self.group(masked is not False, tile, first, g, scores)
+            ps, _ = self.exponentials(
+                site, head, rows, columns, places, statistic[None, g], g, shared
+            )
+            kept = self.kept_of(mark, tile, rows, bits, g) if masked else None
+            if masked is None:
+                rough = (p for k in range(2) for p in unpack(pairs[2 * g + k], self.dtype))
+                kept = [p != Float32(0.0) for p in rough]
+            ps = _kept(kept, ps)
+            grads = [(j, c, s, ps[i] * dp[4 * g + i]) for i, (j, c, s) in enumerate(places)]
             ds, values = self.hooks.adjoint(site, head, rows, columns, grads)
+            if masked is None:
+                kept = None  # P alone was masked: more selections would take registers
+            ds = _kept(kept, ds)
             for k in range(2):
+                if masked is not None:
+                    pairs[2 * g + k] = device.pack(ps[2 * k], ps[2 * k + 1], self.dtype)
                 results[2 * g + k] = device.pack(ds[2 * k], ds[2 * k + 1], self.dtype)
             at = 0
             for i, level in enumerate(self.hooks.learned):
-                self._add(i, level, at, site, rows, columns, values[i], running, totals)
+                mine = _kept(kept, values[i])
+                if level == "relative":
+                    self._add_along(i, along[i].take(mine), d0, site, totals)
+                else:
+                    self._add(i, level, at, site, rows, columns, mine, running, totals)
                 at += KEPT[level]
+        for i, one in enumerate(along):
+            if one is not None:
+                self._add_along(i, one.rest(), d0, site, totals)
 
-    def nonzero(self, rough: Any, exact: Any) -> Any:
-        """An exact P, 0 where it is 0 in the dtype."""
-        return cutlass.select_(rough == Float32(0.0), Float32(0.0), exact)
+    def _add_along(self, i: int, sums: Any, d0: Any, site: Any, totals: Any) -> None:
+        """Add what `Diagonals` has summed.
+
+        Args:
+            d0: q - kv of the thread's first element.
+        """
+        total = totals[self.hooks.slots[i]]
+        lane = cute.arch.lane_idx()
+        start = d0 - 2 * (lane % 4) + lane // 4  # of the warp's first row and column
+        for offset, value in sums:
+            d = start + offset
+            q = cutlass.min(cutlass.max(d, Int32(0)), site.q_len - 1)
+            kv = cutlass.min(cutlass.max(-d, Int32(0)), site.kv_len - 1)
+            place = self.hooks.place(i, site, total.shape, q, kv)
+            self.add_where(value != Float32(0.0), total, place, value)
 
     def _add(
         self, i: int, level: str, at: int, site: Any, rows: Any, columns: Any, values: Any,
@@ -132,6 +167,82 @@ class Learned:
     def add_at(self, condition: cutlass.Boolean, target: cute.Pointer, value: Float32):
         if condition:
             cute.arch.red(target, value, op="add", dtype="f32", sem="relaxed", scope="gpu")
+
+
+def _kept(kept: Any, values: list[Any]) -> list[Any]:
+    """The values that are kept, 0 for the others."""
+    if kept is None:
+        return values
+    return [cutlass.select_(k, x, Float32(0.0)) for k, x in zip(kept, values, strict=True)]
+
+
+class Diagonals:
+    """Sums along the diagonals of a warp's scores: 16 columns, rows eight at a time.
+
+    A group of eight rows and eight columns is turned, its column r by r rows, so that each lane
+    gets two values of the same diagonals whatever its column; those that came round belong to the
+    group before. The eight lanes of equal rows then sum them, each keeping one of eight groups.
+    """
+
+    def __init__(self) -> None:
+        lane = cute.arch.lane_idx()
+        r, u = lane // 4, 2 * (lane % 4)
+        self.lane, self.odd = lane, (r & 1) != 0
+        quad = lane & 28
+        self.sources = [quad | ((lane + (r + k) // 2) & 3) for k in range(2)]
+        self.round = [u + k + r >= 8 for k in range(2)]
+        zero = Float32(0.0)
+        self.carry, self.last = [zero, zero], [zero, zero]
+        self.waiting: dict[int, Any] = {}
+        self.group = -2  # of the next result: its first diagonal is 8 times that
+
+    def take(self, values: Any) -> list[Any]:
+        """The next eight rows: values of (row, column) (0, 0), (1, 0), (0, 1), (1, 1).
+
+        Returns:
+            What is known now: (diagonal from the warp's first element, sum) of this lane.
+        """
+        low = [self.carry[k] + values[2 + k] for k in range(2)]
+        self.carry = [values[0], values[1]]
+        return self._turn(low)
+
+    def rest(self) -> list[Any]:
+        """What is left after the last rows."""
+        found = self._turn(self.carry) + self._turn([Float32(0.0)] * 2)
+        bit = 1
+        while self.waiting:
+            if bit in self.waiting:
+                found += self._merge([Float32(0.0)] * 2, bit, self.group + bit - 1)
+                self.group += bit
+            bit *= 2
+        return found
+
+    def _turn(self, pair: list[Any]) -> list[Any]:
+        sent = [cutlass.select_(self.odd, pair[1 - k], pair[k]) for k in range(2)]
+        now = [cute.arch.shuffle_sync(x, at) for x, at in zip(sent, self.sources, strict=True)]
+        both = zip(self.round, now, self.last, strict=True)
+        done = [cutlass.select_(turned, x, before) for turned, x, before in both]
+        self.last = now
+        self.group += 1
+        return self._merge(done, 1, self.group - 1)
+
+    def _merge(self, pair: list[Any], bit: int, group: int) -> list[Any]:
+        """Sum over the lanes, as in a binary counter: results of two groups make one."""
+        if bit == 8:
+            lane = self.lane
+            mine = (lane >> 4 & 1) | (lane >> 2 & 2) | (lane & 4)
+            first = 8 * (group - 7 + mine) + 2 * (lane % 4)
+            return [(first + k, x) for k, x in enumerate(pair)]
+        if bit not in self.waiting:
+            self.waiting[bit] = pair
+            return []
+        other, step = self.waiting.pop(bit), 16 // bit
+        upper = (self.lane & step) != 0
+        merged = []
+        for before, x in zip(other, pair, strict=True):
+            own, rest = cutlass.select_(upper, x, before), cutlass.select_(upper, before, x)
+            merged.append(own + cute.arch.shuffle_sync_bfly(rest, step))
+        return self._merge(merged, 2 * bit, group)
 
 
 def unpack(pair: Any, dtype: Any) -> tuple[Any, Any]:

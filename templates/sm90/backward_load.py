@@ -50,7 +50,7 @@ class Loads:
         tma_q, tma_k, tma_v, tma_do = atoms
         lse, delta, pieces, partial, full, counter, turns = lists
         _, group, q_len, kv_len, heads, _, _, kv_batch = numbers
-        k_full, v_full, kv_free, q_full, q_free, do_full, do_free, _, _ = bars
+        k_full, v_full, kv_free, q_full, q_free, do_full, do_free = bars[:7]
         width, deep, bm = c.width, c.value_width, c.block_q
         whole = (None, 0, None, None)
         q_to, q_from = partition(tma_q, smem[2], tiles[0], (bm, width), whole)
@@ -106,13 +106,13 @@ class Loads:
                         self.note_group(info, turns, index)
                         cute.arch.mbarrier_arrive_and_expect_tx(k_full, c.block_kv * width * 2)
                         cute.arch.mbarrier_arrive_and_expect_tx(v_full, c.block_kv * deep * 2)
-                    for w in cutlass.range_constexpr(2):
-                        at = 2 * tile + w
+                    for w in cutlass.range_constexpr(c.block_kv // ROWS):
+                        at = c.block_kv // ROWS * tile + w
                         cute.copy(
                             tma_k, k_from[None, at, h_kv, b_kv], k_to[None, w], tma_bar_ptr=k_full
                         )
-                    for w in cutlass.range_constexpr(2):
-                        at = 2 * tile + w
+                    for w in cutlass.range_constexpr(c.block_kv // ROWS):
+                        at = c.block_kv // ROWS * tile + w
                         cute.copy(
                             tma_v, v_from[None, at, h_kv, b_kv], v_to[None, w], tma_bar_ptr=v_full
                         )

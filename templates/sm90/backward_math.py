@@ -18,7 +18,7 @@ import cutlass
 from cutlass import Float32, Int32, cute
 
 from attnkit.templates.sm90 import device
-from attnkit.templates.sm90.backward_learned import Learned
+from attnkit.templates.sm90.backward_learned import Learned, unpack
 
 LOG2_E = 1.4426950408889634
 MASKED, WHOLE = 1, 2  # bits of a block's mark, below its number
@@ -90,51 +90,62 @@ class Weights(Learned):
     ) -> None:
         """From scores, P J to `slopes` and P to `weights` in the dtype.
 
-        Where captured tensors have gradients, `slopes` receives the scores as they are.
+        Where captured tensors have gradients, `slopes` receives the scores as they are; if
+        `rounded`, nothing: the slope is 1.
 
         Args:
             mark: the block's number and bits.
             masked: compute the mask, and the ends of the tensors.
             row0: the thread's first row within the tile.
-            statistic: LSE of the thread's rows in log2 units, inf for dead rows, [2, pairs] in
-                shared memory.
+            statistic: LSE of the thread's rows in log2 units, inf for dead rows, [2, pairs].
         """
-        where, head, columns, valid = tile
-        site, hooks = Site(*where), self.hooks
+        hooks = self.hooks
         first = (mark >> 2) * self.config.block_q + row0
         out = cute.recast_tensor(weights, Int32)
-        pairs = [(row_of(i), column_of(i)) for i in range(4)]
+        bits = self.kept(mark, tile, first) if masked else []
+        shared: dict[Any, Any] = {}
         for g in range(cute.size(scores) // 4):
             # two rows of both columns at a time: more would take registers
-            positions = [first + 8 * g + k for k in range(2)]
-            inside = [cutlass.min(at, site.q_len - 1) for at in positions] if masked else positions
-            rows = [(at, hooks.row(site, head, at)) for at in inside]
-            places = [(j, c, scores[4 * g + i]) for i, (j, c) in enumerate(pairs)]
-            exact, slope = self.exponentials(site, head, rows, columns, places, statistic[None, g])
-            kept = [None] * 4
+            rows, places = self.group(masked, tile, first, g, scores)
+            ps, slope = self.exponentials(
+                self.site(tile), tile[1], rows, tile[2], places, statistic[None, g], g, shared
+            )
+            ws = ps if slope is None else [p * j for p, j in zip(ps, slope, strict=True)]
             if masked:
-                kept = self._kept(mark, site, head, rows, columns, pairs)
-                kept = [
-                    k & valid[c] & (positions[j] < site.q_len)
-                    for k, (j, c) in zip(kept, pairs, strict=True)
-                ]
-            ps = []
-            for i in range(4):
-                p = exact[i]
-                w = p if slope is None else p * slope[i]
-                if masked:
-                    p = cutlass.select_(kept[i], p, Float32(0.0))
-                    w = p if slope is None else cutlass.select_(kept[i], w, Float32(0.0))
-                ps.append(p)
-                slopes[4 * g + i] = scores[4 * g + i] if hooks.learned else w
+                kept = self.kept_of(mark, tile, rows, bits, g)
+                ps, ws = (
+                    [cutlass.select_(k, x, Float32(0.0)) for k, x in zip(kept, xs, strict=True)]
+                    for xs in (ps, ws)
+                )
             for k in range(2):
                 out[2 * g + k] = device.pack(ps[2 * k], ps[2 * k + 1], self.dtype)
+            if not self.config.rounded:
+                for i, w in enumerate(ws):
+                    slopes[4 * g + i] = scores[4 * g + i] if hooks.learned else w
+
+    def group(
+        self, masked: bool, tile: Any, first: Any, g: int, scores: Any
+    ) -> tuple[list[Any], list[Any]]:
+        """(q, values) of the rows of group g, and (row, column, score) of its elements."""
+        site = self.site(tile)
+        inside = [first + 8 * g + k for k in range(2)]
+        if masked:
+            inside = [cutlass.min(at, site.q_len - 1) for at in inside]
+        rows = [(at, self.hooks.row(site, tile[1], at)) for at in inside]
+        return rows, [(row_of(i), column_of(i), scores[4 * g + i]) for i in range(4)]
 
     def exponentials(
-        self, site: Any, head: Any, rows: Any, columns: Any, places: Any, statistic: Any
-    ) -> tuple[list[Any], list[Any] | None]:
-        """P of some elements, the mask left aside, and the slopes of the mod."""
-        x, slope = self.hooks.both(site, head, rows, columns, places)
+        self, site: Any, head: Any, rows: Any, columns: Any, places: Any, statistic: Any,
+        g: int, shared: dict[Any, Any],
+    ) -> tuple[list[Any], list[Any] | None]:  # fmt: skip
+        """P of the elements of group g, the mask left aside, and the slopes of the mod.
+
+        Args:
+            shared: values of the groups before by q - kv: that of a column 8 beyond, and rows 8
+                beyond, is the same.
+        """
+        steps = [8 * (g - c) + j for j, c, _ in places]
+        x, slope = self.hooks.both(site, head, rows, columns, places, steps, shared)
         factor = self.hooks.factor(site, head)
         lse = cute.make_rmem_tensor(2, Float32)
         cute.autovec_copy(statistic, lse)
@@ -143,21 +154,35 @@ class Weights(Learned):
         ps = [device.exp2(s - bounds[j]) for s, (j, *_) in zip(scaled, places, strict=True)]
         return ps, slope
 
-    def _kept(
-        self, mark: Any, site: Any, head: Any, rows: Any, columns: Any, pairs: Any
-    ) -> list[Any]:
-        """Whether the mask keeps elements."""
-        hooks = self.hooks
-        if not hooks.has_mask:
-            return [cutlass.Boolean(True)] * len(pairs)
-        if hooks.intervals is None:
-            kept = hooks.keep(site, head, rows, columns, pairs)
-        else:
-            ends = [hooks.ends(site, head, q) for q, _ in rows]
-            kept = [_inside(columns[c][0], ends[j]) for j, c in pairs]
-        if hooks.listed:
-            whole = (mark & WHOLE) != 0
-            kept = [k | whole for k in kept]
+    def kept(self, mark: Any, tile: Any, first: Any) -> list[Any]:
+        """For each of the thread's columns, which of its rows lie inside: bit 2 g + k for 8 g + k.
+
+        Inside the tensors, and inside one of the column's intervals if the mask has them.
+        """
+        site, hooks, words = self.site(tile), self.hooks, []
+        below = device.bits_below(site.q_len - first, 1)[0]
+        for (kv, *_), inside in zip(tile[2], tile[3], strict=True):
+            word = below
+            if hooks.has_mask and hooks.intervals is not None:
+                found = Int32(0)
+                for low, high in hooks.ends(site, tile[1], kv):
+                    above, under = (device.bits_below(x - first, 1)[0] for x in (low, high))
+                    found = found | (under & ~above)
+                if hooks.listed:
+                    found = cutlass.select_((mark & WHOLE) != 0, Int32(-1), found)
+                word = word & found
+            words.append(cutlass.select_(inside, word, Int32(0)))
+        return words
+
+    def kept_of(self, mark: Any, tile: Any, rows: Any, bits: Any, g: int) -> list[Any]:
+        """Whether the mask keeps the elements of group g; `bits` as of `kept`."""
+        hooks, pairs = self.hooks, [(row_of(i), column_of(i)) for i in range(4)]
+        kept = [device.bit(bits[c], 2 * g + j) for j, c in pairs]
+        if hooks.has_mask and hooks.intervals is None:
+            found = hooks.keep(self.site(tile), tile[1], rows, tile[2], pairs)
+            if hooks.listed:
+                found = [one | ((mark & WHOLE) != 0) for one in found]
+            kept = [one & other for one, other in zip(kept, found, strict=True)]
         return kept
 
     def _bound(self, site: Any, head: Any, row: Any, lse: Any) -> Any:
@@ -182,27 +207,69 @@ class Weights(Learned):
         else:
             self.weigh(mark, False, tile, row0, scores, slopes, weights, statistic)
 
-    def gradients(
-        self, mark: Any, tile: Any, row0: Any, slopes: Any, weights: Any, statistic: Any, dp: Any,
-        out: Any, running: Any, totals: Any,
-    ) -> None:  # fmt: skip
-        """dS = P J (dP - delta) to `out` in the dtype, from P J and dP - delta."""
-        if self.hooks.learned:
-            first = (mark >> 2) * self.config.block_q + row0
-            self.gradients_learned(
-                tile, first, slopes, weights, statistic, dp, out, running, totals
+    @cute.jit
+    def learn_either(
+        self,
+        mark: Int32,
+        tile: tuple,
+        row0: Int32,
+        scores: cute.Tensor,
+        weights: cute.Tensor,
+        statistic: cute.Tensor,
+        dp: cute.Tensor,
+        out: cute.Tensor,
+        running: cute.Tensor,
+        totals: list,
+    ):
+        """`learn`, with the mask where this block needs it."""
+        if (mark & MASKED) != 0:
+            self.learn(mark, True, tile, row0, scores, weights, statistic, dp, out, running, totals)
+        else:
+            self.learn(
+                mark, False, tile, row0, scores, weights, statistic, dp, out, running, totals
             )
-            return
-        pairs = cute.recast_tensor(out, Int32)
-        for i in range(0, cute.size(slopes), 2):
-            low, high = slopes[i] * dp[i], slopes[i + 1] * dp[i + 1]
-            pairs[i // 2] = device.pack(low, high, self.dtype)
+
+    def gradients(self, slopes: Any, weights: Any, dp: Any, delta: Any, out: Any) -> None:
+        """dS = P J (dP - delta) to `out` in the dtype.
+
+        Args:
+            slopes: P J; not read if `rounded`, where J is 1.
+            weights: P in the dtype.
+            dp: dP; less delta unless `rounded`.
+            delta: -delta of the thread's rows, [2, pairs].
+        """
+        pairs, rounded = cute.recast_tensor(out, Int32), cute.recast_tensor(weights, Int32)
+        for i in range(0, cute.size(dp), 2):  # two rows of a column
+            low, high = dp[i], dp[i + 1]
+            if self.config.rounded:
+                g = i // 4
+                low, high = low + delta[0, g], high + delta[1, g]
+                p = unpack(rounded[i // 2], self.dtype)
+            else:
+                p = slopes[i], slopes[i + 1]
+            pairs[i // 2] = device.pack(p[0] * low, p[1] * high, self.dtype)
+
+    def start_dp(self, acc: Any, delta: Any) -> None:
+        """Begin dP with -delta."""
+        for g in range(self.config.block_q // 8):
+            pair = cute.make_rmem_tensor(2, Float32)
+            cute.autovec_copy(delta[None, g], pair)
+            for i in range(2):  # both columns of the thread have the same rows
+                acc[4 * g + i] = pair[i]
+                # opaque: a plain copy would be made after the fence
+                acc[4 * g + 2 + i] = device.pinned(pair[i])
+
+    def rows(self, values: Any, stage: Any, row0: Any) -> Any:
+        """The thread's rows of a statistic in shared memory, [2, pairs]."""
+        start = values.iterator + (stage * self.config.block_q + row0)
+        layout = cute.make_layout((2, self.config.block_q // 8), stride=(1, 8))
+        return cute.make_tensor(start.align(8), layout)
 
 
-def _inside(kv: Any, ends: Any) -> Any:
-    """Whether a column lies in one of some intervals."""
-    found = None
-    for low, high in ends:
-        one = (kv >= low) & (kv < high)
-        found = one if found is None else found | one
-    return cutlass.Boolean(False) if found is None else found
+def held(rows: Any) -> Any:
+    """A thread's rows of a statistic in registers, loaded here and not where they are used."""
+    held = cute.make_rmem_tensor(cute.make_layout(rows.shape), Float32)
+    cute.autovec_copy(rows, held)
+    for i in range(cute.size(held)):
+        held[i] = device.pinned(held[i])
+    return held

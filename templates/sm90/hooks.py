@@ -140,14 +140,17 @@ class BackwardHooks(ForwardHooks, Protocol):
     """The functions of a variant's backward: the score again, its slope, and gradients.
 
     The tile is a kv tile: its columns are asked for once, and its first column is the origin, so
-    that `block` is not used. Rows come two at a time, with `row` asked for in every block.
+    that `block` is not used. Rows come two at a time, with `row` asked for in every block. `ends`
+    is asked for columns: the intervals of q that a column keeps.
 
     Attributes:
+        sloped: whether the derivative of the mod by the score is other than 1.
         learned: for each load of a captured tensor that gets a gradient, the level at which its
-            index is known: "head", "row", "column" or "element".
+            index is known: "head", "row", "column", "relative" (q - kv) or "element".
         slots: for each such load, the number of its gradient in `totals`.
     """
 
+    sloped: bool
     learned: tuple[str, ...]
     slots: tuple[int, ...]
 
@@ -158,8 +161,14 @@ class BackwardHooks(ForwardHooks, Protocol):
         rows: Sequence[tuple[Value, Values]],
         columns: Sequence[tuple[Value, Value, Values]],
         places: Sequence[tuple[int, int, Value]],
+        steps: Sequence[int] | None = None,
+        shared: dict[Any, Values] | None = None,
     ) -> tuple[list[Value], list[Value] | None]:
         """x of scores as in `element`, and the derivatives of the mod by the score.
+
+        Args:
+            steps: of each element, q - kv less that of the thread's first.
+            shared: what depends on q - kv alone, by step; added to.
 
         None instead of the derivatives if they are 1.
         """

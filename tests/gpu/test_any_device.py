@@ -42,7 +42,7 @@ def test_exact(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     own = tensors(dtype)
     weights: list[Tensor] = []
     results = []
-    for backend, kind in (("auto", dtype), ("eager", dtype), ("eager", torch.float64)):
+    for backend, kind in (("cpu", dtype), ("eager", dtype), ("eager", torch.float64)):
         qkv = tuple(t.detach().to(kind).requires_grad_() for t in own)
         out, lse = flex_attention(
             *qkv, mod, mask, return_lse=True, enable_gqa=True, backend=backend
@@ -85,3 +85,21 @@ def test_captured_tensor_left_on_the_cpu() -> None:
     q, k, v = tensors(torch.float32)
     with pytest.raises(DeviceError, match=r"'left' on cpu, query is on cuda:0"):
         flex_attention(q, k, v, lambda s, b, h, i, j: s + left[h], enable_gqa=True)
+
+
+def test_tiles_of_numbers_that_are_left_on_the_cpu() -> None:
+    """Parts of a mask that read no index are tables of one entry, on the device like the others."""
+    number, flag = torch.tensor(3), torch.tensor(True)
+    runs = []
+    for device in ("cuda", "cpu"):
+        ids = torch.arange(LENGTH, device=device) // 70
+
+        def mask(b: Any, h: Any, q: Any, kv: Any, ids: Tensor = ids) -> Any:
+            known = (number * 2 > h) & flag
+            return known & ((ids[q] == ids[kv]) | (kv % (number + 4) == number)) & (number > 1)
+
+        for block in ((32, 32), (128, 128)):
+            made = create_block_mask(mask, None, 8, LENGTH, LENGTH, device, block)
+            runs.append(made.to_dense().cpu())
+    assert torch.equal(runs[0], runs[2])
+    assert torch.equal(runs[1], runs[3])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnkit import block_mask, flex_attention, intervals, masks, repeats
-from attnkit.splice import sm90
+from attnkit.splice import forward
 from tests.gpu import cute_kit as kit
 
 LENGTH = 900
@@ -25,8 +25,8 @@ def inputs(seed: int = 0, length: int = LENGTH) -> list[Tensor]:
 def forget() -> None:
     """Empty every cache of prepared calls and what they read."""
     repeats._entries.clear()
-    sm90._calls._entries.clear()
-    sm90._lists.clear()
+    forward._calls._entries.clear()
+    forward._lists.clear()
     block_mask._runs._entries.clear()
     intervals._found._entries.clear()
     gc.collect()

@@ -334,6 +334,23 @@ def test_tables_reduce_every_block(length: int, block: int, other: int) -> None:
     )
 
 
+def test_tables_of_constants_live_with_the_tiles() -> None:
+    """Constants and captured numbers are made on the CPU; tiles of a GPU look them up there."""
+    there = torch.zeros(1, dtype=torch.int32, device="meta")
+    domain = Domain((torch.tensor(3),), 60, 50, there, there)
+    number = expr.const(2)
+    nodes = [number, load(0, I32, []), expr.node("lt", number, load(0, I32, []))]
+    tables = Tables(domain, (16, 16))
+    keys = [key_of(n, Side.CONST) for n in nodes]
+    tables.build(keys)
+    for key in keys:
+        assert all(end.device == there.device for end in tables.ranges[key])
+        found = tables.look_up(
+            key, torch.zeros(4, 1, dtype=torch.int64, device="meta"), there.long()
+        )
+        assert all(end.device == there.device for end in found)
+
+
 def test_tables_in_pieces_equal_tables_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randint(-50, 50, (1000,), generator=torch.Generator().manual_seed(1))
     q = expr.arg("q")

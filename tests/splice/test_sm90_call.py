@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("cutlass")  # without it no call is planned for the kernel
 
 import attnkit
-from attnkit import AuxRequest, flex_attention, masks, ops, repeats
-from attnkit.splice import sm90
+from attnkit import AuxRequest, flex_attention, masks, planning, repeats
+from attnkit.splice import forward
 
 LENGTH = 300
 
@@ -59,12 +59,12 @@ class Recorder:
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    recorder, call = Recorder(), ops._call
-    monkeypatch.setattr(ops, "_call", lambda *a: replace(call(*a), capability=(9, 0)))
-    monkeypatch.setattr(sm90, "kernel", recorder.kernel)
-    monkeypatch.setattr(sm90, "_sms", lambda device: 132)
+    recorder, call = Recorder(), planning._call
+    monkeypatch.setattr(planning, "_call", lambda *a: replace(call(*a), capability=(9, 0)))
+    monkeypatch.setattr(forward, "kernel", recorder.kernel)
+    monkeypatch.setattr(forward, "_sms", lambda device: 132)
     monkeypatch.setattr(repeats, "_entries", {})
-    monkeypatch.setattr(sm90._calls, "_entries", type(sm90._calls._entries)())
+    monkeypatch.setattr(forward._calls, "_entries", type(forward._calls._entries)())
     return recorder
 
 

@@ -1,0 +1,89 @@
+"""Which kernels there are for which head dims, with their tile sizes, by template."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from attnkit.targets import SM90, SM100
+
+# head dims as GPU kernels compute them; others are filled up with zeros
+WIDTHS = (64, 96, 128, 192, 256)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Sizes and switches of a forward kernel; see the `ForwardConfig` of its template.
+
+    Attributes:
+        block: query and kv tile.
+        alias: as there.
+        softmax, early, pingpong: as there, for Hopper.
+    """
+
+    block: tuple[int, int]
+    alias: bool = False
+    softmax: str = "stale"
+    early: bool = True
+    pingpong: bool = True
+
+
+Table: TypeAlias = tuple[tuple[int, int, tuple[Kernel, ...]], ...]
+
+_LATE: dict[str, Any] = {"softmax": "online", "early": False}
+
+# By head dims (query's, value's) as computed, best first. A later one serves block lists whose
+# tiles the first does not divide. Measured on one H200; rows in benchmarks/results.
+_SM90: Table = (
+    (64, 64, (Kernel((192, 128), **_LATE), Kernel((128, 128)), Kernel((128, 64)))),
+    (128, 128, (Kernel((128, 128)), Kernel((128, 64)))),
+    (192, 128, (Kernel((128, 128), alias=True), Kernel((128, 64), alias=True))),
+    (192, 192, (Kernel((128, 96), alias=True), Kernel((128, 64), alias=True))),
+    (256, 256, (Kernel((128, 80), alias=True, **_LATE), Kernel((128, 64), alias=True, **_LATE))),
+)
+# Score mods hold values of their own in registers: the largest tiles would spill.
+_SM90_MODDED: Table = (
+    (64, 64, (Kernel((128, 128)), Kernel((128, 64)))),
+    *_SM90[1:4],
+    (256, 256, (Kernel((128, 64), alias=True, **_LATE),)),
+)
+
+# Two query tiles of 128 rows where tensor memory holds S and O of both. Not measured: nobody had the
+# card; this is FlashAttention-4's choice, and what the cycle model prefers.
+_SINGLE = Kernel((128, 128)), Kernel((128, 64))
+_SINGLE_ALIAS = Kernel((128, 128), alias=True), Kernel((128, 64), alias=True)
+_SM100: Table = (
+    (128, 128, (Kernel((256, 128)), *_SINGLE)),
+    (192, 128, (Kernel((256, 128), alias=True), *_SINGLE)),
+    (192, 192, _SINGLE_ALIAS),
+    (256, 256, _SINGLE_ALIAS),
+)
+
+# By template: without a score_mod, with one.
+_TABLES = {SM90.template: (_SM90, _SM90_MODDED), SM100.template: (_SM100, _SM100)}
+
+
+def width(head_dim: int) -> int:
+    """The head dim as a GPU kernel computes it."""
+    return next(w for w in WIDTHS if head_dim <= w)
+
+
+def kernels(
+    head_dim: int, value_dim: int, modded: bool = False, template: str = SM90.template
+) -> tuple[Kernel, ...]:
+    """Forward kernels for these head dims, best first; none where they are too wide.
+
+    Args:
+        head_dim, value_dim: of query and key, and of value.
+        modded: whether there is a score_mod.
+        template: whose kernels.
+    """
+    table = _TABLES[template][modded]
+    fitting = (found for d, dv, found in table if head_dim <= d and value_dim <= dv)
+    return next(fitting, ())
+
+
+def widest(template: str) -> tuple[int, int]:
+    """The largest head dims of query and of value."""
+    table = _TABLES[template][0]
+    return max(d for d, _, _ in table), max(dv for _, dv, _ in table)

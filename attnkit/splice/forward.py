@@ -1,0 +1,436 @@
+"""Running a variant with a GPU forward kernel: hooks, work list, compiled kernel, launch.
+
+What differs between templates, such as their settings, is in a module of their own: a `Template`.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from attnkit import emulation, expr
+from attnkit.compiled import Build, Source, kernel
+from attnkit.expr import Node
+from attnkit.index_range import wrapping
+from attnkit.intervals import Intervals, find_intervals
+from attnkit.kernel_table import Kernel, kernels
+from attnkit.schedule import Shape, schedule_forward
+from attnkit.score_form import ScoreForm, score_form
+from attnkit.sparse import BlockRuns
+from attnkit.splice.call import (
+    OWN,
+    Again,
+    Call,
+    Combining,
+    Place,
+    is_plain,
+    readable,
+    steps,
+)
+from attnkit.splice.layout import Layout
+from attnkit.splice.program import Lists, Program
+from attnkit.targets import SM90, Target
+from attnkit.trace import Traced
+from attnkit.versions import VersionedCache
+from attnkit.worklist import WorkList, full_runs, refined, work_list
+
+if TYPE_CHECKING:
+    from attnkit.templates.sm90.hooks import ForwardHooks
+
+_SMS_EMULATED = 2  # CTAs in the emulator: few, so that each computes several tiles
+
+
+class Template(Protocol):
+    """What a template's forward has of its own; a module is one."""
+
+    def config_of(
+        self,
+        form: ScoreForm,
+        chosen: Kernel,
+        dtype: str,
+        head_dims: tuple[int, int],
+        need_max: bool,
+        arch: str,
+    ) -> dict[str, Any]:
+        """The arguments of its `ForwardConfig`."""
+
+    def tile_of(self, chosen: Kernel, head_dims: tuple[int, int]) -> tuple[int, int]:
+        """Rows and columns of a tile of the output, as parts of split rows are kept."""
+
+    def build(
+        self,
+        variant: Spliced,
+        config: dict[str, Any],
+        head_dims: tuple[int, int],
+        captured: tuple[tuple[str, int, bool], ...],
+        positive: bool,
+    ) -> Build:
+        """The kernel with stand-ins of its arguments."""
+
+    def layout_of(self, config: dict[str, Any]) -> Layout:
+        """The inside of the kernel."""
+
+
+@dataclass(frozen=True)
+class Spliced:
+    """A variant as a kernel takes it.
+
+    Attributes:
+        form: the score_mod.
+        mask: bool expression, None to keep everything.
+        ends: the mask as intervals, if it has that form.
+        slots: which captured tensors of the score, and of the mask, the kernel reads.
+        wraps: loads whose index may be negative at the lengths in question.
+        listed: block lists overrule the mask.
+    """
+
+    form: ScoreForm
+    mask: Node | None
+    ends: tuple[tuple[Node, Node], ...] | None
+    slots: tuple[tuple[int, ...], tuple[int, ...]]
+    wraps: frozenset[Node] = frozenset()
+    listed: bool = False
+
+    def nodes(self) -> list[Node]:
+        """All expressions that the kernel computes."""
+        form = self.form
+        parts = [form.factor, form.rest, form.slope, form.row]
+        parts += [n for pair in self.ends or () for n in pair] or [self.mask]
+        return [n for n in parts if n is not None]
+
+    def hooks(self, positive: bool) -> ForwardHooks:
+        """What the kernel calls while it is traced; positive: whether the softmax scale is."""
+        from attnkit.cute_hooks import GraphForward
+
+        return GraphForward(
+            self.form,
+            self.mask,
+            self.ends,
+            scores=len(self.slots[0]),
+            listed=self.listed,
+            positive=positive,
+            wrap=self.wraps,
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def spliced(
+    score: Node | None,
+    mask: Node | None,
+    ends: tuple[tuple[Node, Node], ...] | None,
+    sizes: tuple[int, int, int, int],
+) -> Spliced:
+    """Put a variant in the form that a kernel computes, captured tensors numbered anew.
+
+    Args:
+        score, mask: the graphs.
+        ends: the mask as intervals, if it has that form.
+        sizes: batch, heads, query and kv length.
+    """
+    form = score_form(score)
+    parts = {"factor": form.factor, "rest": form.rest, "slope": form.slope, "row": form.row}
+    own = expr.slots(*(n for n in parts.values() if n is not None))
+    parts = {name: n and expr.renumber(n, own.index) for name, n in parts.items()}
+    form = ScoreForm(**parts, ceiling=form.ceiling)
+    nodes = [n for pair in ends or () for n in pair]
+    if ends is None and mask is not None:
+        nodes = [mask]
+    used = expr.slots(*nodes)
+    nodes = [expr.renumber(n, used.index) for n in nodes]
+    if ends is None:
+        variant = Spliced(form, nodes[0] if nodes else None, None, (own, used))
+    else:
+        pairs = tuple(zip(nodes[::2], nodes[1::2], strict=True))
+        variant = Spliced(form, mask, pairs, (own, used))
+    wraps = wrapping(variant.nodes(), dict(zip(("b", "h", "q", "kv"), sizes, strict=True)))
+    return replace(variant, wraps=wraps)
+
+
+def template_of(target: Target) -> Template:
+    """What the template of a target has of its own; what that needs is not installed everywhere."""
+    from attnkit.splice import sm90, sm100
+
+    modules: dict[str, Template] = {"sm90": sm90, "sm100": sm100}
+    return modules[target.template]
+
+
+def layout(
+    target: Target,
+    score: Node | None,
+    dtype: str,
+    head_dims: tuple[int, int],
+    block: tuple[int, int],
+) -> Layout:
+    """The inside of the kernel for a score_mod, in the tiles of `block`."""
+    template = template_of(target)
+    found = kernels(*head_dims, score is not None, target.template)
+    chosen = next(k for k in found if k.block == block)
+    config = template.config_of(score_form(score), chosen, dtype, head_dims, False, target.arch)
+    return template.layout_of(config)
+
+
+_calls: VersionedCache[Call] = VersionedCache(128)
+
+
+def prepare(
+    program: Program,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    captured: Lists,
+    runs: BlockRuns | None,
+    strides: tuple[int, ...],
+    *,
+    positive: bool,
+    need_max: bool,
+    target: Target = SM90,
+    emulated: bool = False,
+) -> Call:
+    """Attention with a compiled kernel, for tensors like these.
+
+    All tensors of a call must have the device, dtypes, shapes and strides of these, and the mask's
+    must be these with this data.
+
+    Args:
+        program: the graphs.
+        qkv: [B, H, S, D], see `flex_attention`.
+        captured: tensors of the score and of the mask.
+        runs: tiles to visit, in a kernel's tile sizes or multiples; None for all.
+        strides: of the output, [B, Hq, Sq, Dv].
+        positive: whether the softmax scale is.
+        need_max: also return the row maxima.
+        target: what the kernel is compiled for.
+        emulated: execute the kernel on the CPU.
+    """
+    sizes = tuple((t.shape, t.stride()) for t in qkv)
+    kinds = tuple((t.dtype, t.device, t.shape, t.stride()) for l in captured for t in l)
+    query = qkv[0]
+    geometry = sizes, query.dtype, query.device, kinds, strides
+    workers = emulation.ctas(_SMS_EMULATED) if emulated else _sms(query.device)
+    options = positive, need_max, target, emulated, workers
+    key = program, runs, geometry, options
+    build = lambda: _prepare(program, qkv, captured, runs, strides, *options)
+    return _calls.get(key, captured[1], build)
+
+
+def _prepare(
+    program: Program,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    captured: Lists,
+    runs: BlockRuns | None,
+    strides: tuple[int, ...],
+    positive: bool,
+    need_max: bool,
+    target: Target,
+    emulated: bool,
+    workers: int,
+) -> Call:
+    query, key, value = qkv
+    batch, heads, q_len, head_dim = query.shape
+    head_dims = head_dim, value.shape[-1]
+    device, dtype = query.device, str(query.dtype).removeprefix("torch.")
+    template = template_of(target)
+    chosen = _kernel(head_dims, runs, program.score is not None, target)
+    ends, mask_tensors = _intervals(program, captured[1], query, key)
+    variant = spliced(program.score, program.mask, ends, (batch, heads, q_len, key.shape[2]))
+    variant = replace(variant, listed=program.listed)
+    places = tuple(_places(variant, captured, mask_tensors, device))
+    tensors = [
+        readable(slot if isinstance(slot, Tensor) else captured[which][slot], device)
+        for which, slot, _ in places
+    ]
+    config = template.config_of(variant.form, chosen, dtype, head_dims, need_max, target.arch)
+    work = _work(runs, chosen, query, key, value, workers, split=not need_max)
+    tile = template.tile_of(chosen, head_dims)
+    combining = None
+    if work.slots:
+        combining = Combining(
+            _combine(dtype, head_dims[1], tile, target.arch), (work.split, work.split_ptr)
+        )
+    slots = max(1, work.slots)
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream(device).synchronize()  # other streams may read the tables next
+    size = query.element_size()
+    return Call(
+        run=functools.partial(_emulate, template.layout_of(config), work, chosen)
+        if emulated
+        else _launch,
+        source=_source(
+            target,
+            variant,
+            tuple(sorted(config.items())),
+            head_dims,
+            tuple(
+                (str(t.dtype).removeprefix("torch."), t.ndim, _ends_contiguous(t)) for t in tensors
+            ),
+            positive,
+        ),
+        device=device,
+        dtype=query.dtype,
+        shape=(batch, heads, q_len, head_dims[1]),
+        strides=strides,
+        direct=steps((batch, heads, q_len, head_dims[1]), strides, size),
+        loadable=all(steps(t.shape, t.stride(), size) for t in qkv),
+        tables=(work.pieces, work.partial, work.full),
+        parts=((slots, *tile), (slots, tile[0])),
+        places=places,
+        numbers=(heads // key.shape[1], min(workers, work.pieces.shape[0])),
+        combining=combining,
+        need_max=need_max,
+        emulated=emulated,
+    )
+
+
+def _places(
+    variant: Spliced, captured: Lists, mask_tensors: Sequence[Tensor], device: torch.device
+) -> Iterator[Place]:
+    """Where the captured tensors that the kernel reads are found at each call."""
+    for slot in variant.slots[0]:
+        yield 0, slot, is_plain(captured[0][slot], device)
+    for slot in variant.slots[1]:
+        t = mask_tensors[slot]
+        own = slot >= len(captured[1])  # a table of intervals
+        yield (OWN, readable(t, device), True) if own else (1, slot, is_plain(t, device))
+
+
+def _ends_contiguous(t: Tensor) -> bool:
+    return t.ndim == 0 or t.stride(-1) == 1
+
+
+def _kernel(
+    head_dims: tuple[int, int], runs: BlockRuns | None, modded: bool, target: Target
+) -> Kernel:
+    """The best kernel whose tiles divide those of the runs."""
+    found = kernels(*head_dims, modded, target.template)
+    if runs is None:
+        return found[0]
+    fits = (k for k in found if all(b % s == 0 for b, s in zip(runs.block, k.block, strict=True)))
+    return next(fits)
+
+
+def _intervals(
+    program: Program, tensors: Sequence[Tensor], query: Tensor, key: Tensor
+) -> tuple[tuple[tuple[Node, Node], ...] | None, Sequence[Tensor]]:
+    """The mask's intervals, if it has that form, and the tensors that they or the mask read."""
+    if program.mask is None:
+        return None, ()
+    mask = Traced("mask", program.mask, tuple(tensors), tuple(f"t{i}" for i in range(len(tensors))))
+    found = find_intervals(
+        mask,
+        q_len=query.shape[2],
+        kv_len=key.shape[2],
+        batch=query.shape[0],
+        heads=query.shape[1],
+        device=query.device,
+    )
+    if isinstance(found, Intervals):
+        return found.bounds, found.tensors
+    return None, tensors
+
+
+@functools.lru_cache(maxsize=16)
+def _sms(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+# Tiles that are ordered on the host: so few operators cost less there than their launches, and at
+# the first call much less, as a GPU loads the code of each.
+_ON_HOST = 1 << 15
+
+_lists: weakref.WeakKeyDictionary[BlockRuns, dict[Any, WorkList]] = weakref.WeakKeyDictionary()
+
+
+def _work(
+    runs: BlockRuns | None,
+    chosen: Kernel,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    workers: int,
+    split: bool,
+) -> WorkList:
+    """The work list of runs for these tensors, made once."""
+    lengths = (query.shape[2], key.shape[2])
+    if runs is None:
+        runs = full_runs(*lengths, chosen.block, query.device)
+    shape = Shape(
+        query.shape[0],
+        query.shape[1],
+        chosen.block[1] * (key.shape[3] + value.shape[3]) * key.element_size(),
+        kv_heads=key.shape[1],
+        kv_batch=key.shape[0],
+    )
+    known = _lists.setdefault(runs, {})
+    wanted = (shape, chosen.block, workers, split)
+    if wanted not in known:
+        few = shape.batch * shape.heads * runs.q_blocks <= _ON_HOST
+        fine = refined(runs.to("cpu") if few else runs, chosen.block)
+        order = schedule_forward(fine, shape, workers=workers, split=split)
+        known[wanted] = work_list(fine, order).to(query.device)
+    return known[wanted]
+
+
+@functools.lru_cache(maxsize=1024)
+def _source(
+    target: Target,
+    variant: Spliced,
+    config: tuple[tuple[str, Any], ...],
+    head_dims: tuple[int, int],
+    captured: tuple[tuple[str, int, bool], ...],
+    positive: bool,
+) -> Source:
+    """The kernel of a variant; compiled where it is first called."""
+    template = template_of(target)
+    parts = [variant.form.factor, variant.form.rest, variant.form.slope, variant.form.row]
+    parts += [variant.mask, *(n for pair in variant.ends or () for n in pair)]
+    graph = "|".join("" if n is None else expr.text(n) for n in parts)
+    ends = None if variant.ends is None else len(variant.ends)
+    loads = [n in variant.wraps for n in expr.topo(*variant.nodes()) if n.op == "load"]
+    rest = (head_dims, captured, len(variant.slots[0]), positive, ends, loads, variant.listed)
+    return Source(
+        "\n".join([f"{target.template} forward", graph, repr(list(config)), repr(rest)]),
+        target.arch,
+        lambda: template.build(variant, dict(config), head_dims, captured, positive),
+        f"forward {dict(config)['dtype']} {head_dims[0]}x{head_dims[1]}",
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _combine(dtype: str, value_dim: int, tile: tuple[int, int], arch: str) -> Source:
+    """The kernel that puts split rows together."""
+
+    def build() -> Build:
+        from attnkit.splice.fakes import combine_arguments
+        from attnkit.templates.sm90.combine import Combine
+
+        return Build(Combine(dtype, value_dim), combine_arguments(dtype, value_dim, tile))
+
+    key = f"sm90 combine\n{dtype} {value_dim} {tile}"
+    return Source(key, arch, build, f"combine {dtype} {value_dim}")
+
+
+def _launch(source: Source, arguments: Sequence[Any], outputs: tuple[int, ...]) -> Again | None:
+    found = kernel(source)
+    found(*arguments)
+    return found.repeated(arguments)
+
+
+def _emulate(
+    layout: Layout,
+    work: WorkList,
+    chosen: Kernel,
+    source: Source,
+    arguments: Sequence[Any],
+    outputs: tuple[int, ...],
+) -> None:
+    """Execute a kernel on the CPU."""
+    from attnkit.emulator import Undefined
+
+    counts = work.pieces[:, [6, 9]].sum()
+    cost = emulation.attention_work(int(counts), work.pieces.shape[0], block=chosen.block)
+    values = [Undefined(a) if i in outputs else a for i, a in enumerate(arguments)]
+    emulation.run_emulated(kernel(source, lines=True), values, work=cost, roles=layout.warps)

@@ -1,0 +1,58 @@
+"""Who does what in a kernel, and where its numbers are: to be read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Role:
+    """Warps that do one thing.
+
+    Attributes:
+        name: what they do.
+        warps: which.
+        registers: of each thread, as asked for with setmaxnreg.
+    """
+
+    name: str
+    warps: range
+    registers: int
+
+    def __str__(self) -> str:
+        first, last = self.warps[0], self.warps[-1]
+        which = f"warp {first}" if first == last else f"warps {first}-{last}"
+        return f"{which:12} {self.name:12} {self.registers} registers a thread"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The inside of a kernel.
+
+    Attributes:
+        roles: by warps.
+        columns: (what, first column, columns) of tensor memory, where the GPU has it.
+        shared_bytes: of a CTA.
+        stages: tiles of K or V that its ring holds.
+    """
+
+    roles: tuple[Role, ...]
+    columns: tuple[tuple[str, int, int], ...]
+    shared_bytes: int
+    stages: int
+
+    @property
+    def warps(self) -> dict[str, range]:
+        """Warps by role."""
+        return {role.name: role.warps for role in self.roles}
+
+    def __str__(self) -> str:
+        lines = [str(role) for role in self.roles]
+        for name, first, count in self.columns:
+            last = first + count - 1
+            lines.append(
+                f"tensor memory columns {first:3} to {last:3}  {name}, 128 rows of float32"
+            )
+        kib = self.shared_bytes / 1024
+        lines.append(f"shared memory {kib:.0f} KiB, a ring of {self.stages} tiles of K or V")
+        return "\n".join(lines)

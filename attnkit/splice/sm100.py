@@ -1,0 +1,94 @@
+"""The Blackwell forward kernel: its settings for a variant, and what it is built from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attnkit import expr
+from attnkit.compiled import Build
+from attnkit.kernel_table import Kernel, width
+from attnkit.score_form import ScoreForm
+from attnkit.splice.forward import Spliced
+from attnkit.splice.layout import Layout, Role
+from attnkit.targets import SM103
+
+# operations on the unit of the exponentials
+_SPECIAL = frozenset(
+    "exp exp2 expm1 log log2 log1p sqrt rsqrt tanh sigmoid sin cos div pow".split()
+)
+
+
+def config_of(
+    form: ScoreForm,
+    chosen: Kernel,
+    dtype: str,
+    head_dims: tuple[int, int],
+    need_max: bool,
+    arch: str,
+) -> dict[str, Any]:
+    """The arguments of a `ForwardConfig`."""
+    from attnkit.templates.sm100.config import ForwardConfig
+
+    wide, deep = (width(d) for d in head_dims)
+    if chosen.alias:  # the output tile takes the place of the query tile
+        wide = max(wide, deep)
+    config: dict[str, Any] = {
+        "dtype": dtype,
+        "width": wide,
+        "value_width": deep,
+        "block_kv": chosen.block[1],
+        "q_tiles": chosen.block[0] // 128,
+        "alias": chosen.alias,
+        "poly": poly_of(form, arch),
+        "need_max": need_max,
+    }
+    # Q K in halves shortens the chain of a tile, and reads Q twice: wide heads wait for shared
+    # memory then (2960 clocks a block in place of 2490 at head dim 128; at 64, 2280 and 2400)
+    narrow = max(wide, deep) <= 64 and chosen.block == (256, 128)
+    return config | {"halves": narrow and ForwardConfig(**config).stages >= 4}
+
+
+def poly_of(form: ScoreForm, arch: str) -> int:
+    """Every how many pairs of exponentials one is computed on the FMA units, 0 for none.
+
+    What the cycle model prefers (`attnkit explain --arch sm_100a`); not measured.
+    """
+    if arch == SM103.arch:  # its exponential unit is twice as fast
+        return 0
+    elements = [n for n in (form.factor, form.rest) if n is not None and "score" in expr.reads(n)]
+    if any(n.op in _SPECIAL and "score" in expr.reads(n) for n in expr.topo(*elements)):
+        return 2  # the mod keeps the unit as busy as the exponentials do
+    return 4
+
+
+def tile_of(chosen: Kernel, head_dims: tuple[int, int]) -> tuple[int, int]:
+    """Rows and columns of a tile of the output."""
+    return chosen.block[0], width(head_dims[1])
+
+
+def layout_of(config: dict[str, Any]) -> Layout:
+    """The inside of the kernel."""
+    from attnkit.templates.sm100.config import ForwardConfig
+
+    settings = ForwardConfig(**config)
+    roles = tuple(Role(name, *inside) for name, inside in settings.roles.items())
+    return Layout(roles, tuple(settings.tmem), settings.smem_bytes, settings.stages)
+
+
+def build(
+    variant: Spliced,
+    config: dict[str, Any],
+    head_dims: tuple[int, int],
+    captured: tuple[tuple[str, int, bool], ...],
+    positive: bool,
+) -> Build:
+    """The kernel with stand-ins of its arguments."""
+    from attnkit.splice.fakes import forward_arguments
+    from attnkit.templates.sm100.config import ForwardConfig, options_of
+    from attnkit.templates.sm100.forward import Forward
+
+    settings = ForwardConfig(**config)
+    tile = settings.block_q, settings.value_width
+    arguments = forward_arguments(settings.dtype, *head_dims, tile, captured)
+    hooks = variant.hooks(positive)
+    return Build(Forward(settings, hooks), arguments, options_of(hooks))

@@ -1,0 +1,67 @@
+"""The Blackwell backward kernels: their settings, and what they are built from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attnkit.splice.backward import Settings
+    from attnkit.templates.sm90.hooks import BackwardHooks
+
+ROLES = {
+    "add": range(4),
+    "compute": range(4, 12),
+    "multiply": range(12, 13),
+    "load": range(13, 14),
+}
+# at level 3 captured gradients spill
+OPTIONS = "--opt-level=2"
+SEMAPHORES = 1, 1
+
+
+def widths(head_dims: tuple[int, int]) -> tuple[int, int] | None:
+    """Head dims as they are computed, None where they are too wide."""
+    wide, deep = head_dims
+    if deep > 128 or wide > 192:
+        return None
+    if wide > 128:
+        return 192, 128
+    return 64 if wide <= 64 else 128, 64 if deep <= 64 else 128
+
+
+def block_q(widths: tuple[int, int], light: bool) -> int:
+    """Rows of a q tile."""
+    return 64 if widths[0] == 192 else 128
+
+
+def block_kv(widths: tuple[int, int]) -> int:
+    """Columns of a kv tile."""
+    return 128
+
+
+def config(settings: Settings) -> Any:
+    """The settings as the kernels take them."""
+    from attnkit.templates.sm100.backward_config import BackwardConfig
+
+    return BackwardConfig(**settings.values)
+
+
+def prepare(settings: Settings, with_lse: bool) -> Any:
+    """The kernel of the rows' statistics."""
+    from attnkit.templates.sm90.backward_edges import Prepare
+
+    return Prepare(config(settings), with_lse)
+
+
+def finish(settings: Settings, width: int, block: int) -> Any:
+    """The kernel that rounds a gradient."""
+    from attnkit.templates.sm100.backward_edges import Finish
+
+    return Finish(config(settings), width, block)
+
+
+def main(settings: Settings, hooks: BackwardHooks) -> Any:
+    """The kernel of the gradients."""
+    from attnkit.templates.sm100.backward import Backward
+
+    return Backward(config(settings), hooks)

@@ -1,0 +1,83 @@
+"""The GPU architectures that kernels are compiled for, and why there are none for others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+EMULATED = "emulate:"  # prefix of a GPU template that runs in the emulator
+ORDERED = ":ordered"  # suffix of a GPU template whose sums are formed in a fixed order
+
+
+@dataclass(frozen=True)
+class Target:
+    """An architecture, and the template that is compiled for it.
+
+    Attributes:
+        name: of a plan's template, as "sm90".
+        template: whose kernels, as "sm90".
+        arch: as "sm_90a".
+        card: what NVIDIA calls such GPUs.
+        capability: compute capability of the GPUs that run it.
+        proven: whether its kernels have run on such a GPU; if not, they are tested there first.
+    """
+
+    name: str
+    template: str
+    arch: str
+    card: str
+    capability: tuple[int, int]
+    proven: bool = False
+
+    @property
+    def standing(self) -> str:
+        """What its kernels went through."""
+        if self.proven:
+            return "tested on GPUs and in the emulator"
+        return "executed in the emulator, never run on silicon"
+
+
+SM90 = Target("sm90", "sm90", "sm_90a", "Hopper", (9, 0), proven=True)
+SM100 = Target("sm100", "sm100", "sm_100a", "Blackwell", (10, 0))
+SM103 = Target("sm103", "sm100", "sm_103a", "Blackwell Ultra", (10, 3))
+TARGETS = (SM90, SM100, SM103)
+
+_NO_TENSOR_MEMORY = (
+    "has neither tensor memory nor tcgen05 instructions, of which the Blackwell kernel is made"
+)
+
+
+def of_arch(arch: str) -> Target | None:
+    """The target of an architecture such as "sm_100a", None if there is none."""
+    return next((t for t in TARGETS if t.arch == arch), None)
+
+
+def of_capability(capability: tuple[int, int] | None) -> Target | None:
+    """The target that GPUs of a compute capability run, None if there is none."""
+    return next((t for t in TARGETS if t.capability == capability), None)
+
+
+def of_template(template: str) -> Target | None:
+    """The target of a plan's template, emulated and ordered or not; None if it is no kernel."""
+    name = template.removeprefix(EMULATED).removesuffix(ORDERED)
+    return next((t for t in TARGETS if t.name == name), None)
+
+
+def missing_arch(arch: str) -> str:
+    """Why there is no kernel for an architecture."""
+    number = arch.removeprefix("sm_").rstrip("af")
+    if number.startswith("12") and len(number) == 3:
+        return f"{arch} {_NO_TENSOR_MEMORY}; {_known()}"
+    return f"{arch} is not an architecture with a kernel; {_known()}"
+
+
+def missing_capability(capability: tuple[int, int]) -> str:
+    """Why there is no kernel for GPUs of a compute capability."""
+    why = f"the GPU has compute capability {capability[0]}.{capability[1]}"
+    if capability[0] == 12:
+        why += f", which {_NO_TENSOR_MEMORY}"
+    found = ", ".join(f"{t.capability[0]}.{t.capability[1]} ({t.card})" for t in TARGETS)
+    return f"{why}; there are kernels for {found}"
+
+
+def _known() -> str:
+    return f"there are kernels for {', '.join(t.arch for t in TARGETS)}"

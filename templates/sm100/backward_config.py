@@ -1,0 +1,178 @@
+"""What is fixed when the Blackwell backward is compiled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attnkit.templates.sm100.config import SMEM_BYTES, TMEM_COLUMNS
+
+UNIT = 64 * 64  # floats of a unit of a float32 sum
+SLICE = 32  # columns that are added to a sum at a time
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """Sizes and switches of the backward kernels.
+
+    Attributes:
+        dtype: "bfloat16" or "float16", of all inputs and gradients.
+        width, value_width: head dims as computed, the tensors' own rounded up by zeros: 64 or 128
+            each, or 192 and 128.
+        block_q: rows of a q tile, 128, or 64 with a width of 192.
+        accumulate: dK and dV are added to float32 sums, for query heads that share a kv head;
+            otherwise they are stored in the dtype.
+        turns: "ascending" or "descending": sums are formed in this order of kv tiles, that of the
+            schedule; "" for any order.
+        dynamic: CTAs take their next piece from a counter, not by turns.
+        pair: two CTAs work on a piece, 128 kv positions each, and share their tensor cores'
+            operands; head dims of 128, not dynamic.
+    """
+
+    dtype: str = "bfloat16"
+    width: int = 128
+    value_width: int = 128
+    block_q: int = 128
+    accumulate: bool = False
+    turns: str = ""
+    dynamic: bool = True
+    pair: bool = False
+
+    rows_kv = 128  # kv positions of a CTA
+    q_stages = 2  # Q is read again for dK, a block behind
+    stages = 1  # of dO
+    slices = 2  # slices of sums on their way to memory
+
+    @property
+    def ctas(self) -> int:
+        """CTAs that work on a piece."""
+        return 2 if self.pair else 1
+
+    @property
+    def block_kv(self) -> int:
+        """kv positions of a tile of the work list."""
+        return self.ctas * self.rows_kv
+
+    @property
+    def rows_dq(self) -> int:
+        """Rows of a tile of dQ's sums: what a CTA adds up."""
+        return self.block_q // self.ctas
+
+    @property
+    def s_column(self) -> int:
+        """First column of S^T in tensor memory; P^T replaces it."""
+        return 0
+
+    @property
+    def dp_column(self) -> int:
+        """First column of dP^T in tensor memory; dS^T replaces it."""
+        return self.block_q
+
+    @property
+    def dv_column(self) -> int:
+        """First column of dV in tensor memory; dK follows it."""
+        return 2 * self.block_q
+
+    @property
+    def dk_column(self) -> int:
+        """First column of dK in tensor memory."""
+        return self.dv_column + self.value_width
+
+    @property
+    def _left(self) -> int:
+        return TMEM_COLUMNS - self.dk_column - self.width
+
+    @property
+    def dq_shares(self) -> bool:
+        """Whether dQ takes columns of dP^T: there are no others."""
+        return self._left < 64
+
+    @property
+    def ds_in_tensor(self) -> bool:
+        """Whether dK reads dS^T from tensor memory, as dQ leaves it there."""
+        return self.pair or not self.dq_shares
+
+    @property
+    def parts(self) -> int:
+        """Times that dQ of a block is handed over."""
+        return 1 if self.pair else self.width // self.dq_width
+
+    @property
+    def dq_width(self) -> int:
+        """Columns of dQ that are in tensor memory at a time."""
+        return self.width if self.dq_shares else 64
+
+    @property
+    def dq_column(self) -> int:
+        """First column of dQ in tensor memory."""
+        return self.dp_column if self.dq_shares else TMEM_COLUMNS - self._left
+
+    @property
+    def registers(self) -> tuple[int, int, int]:
+        """Registers a thread that computes, that adds to sums, and of the others."""
+        if self.block_q == 64:
+            return 160, 104, 88
+        return (184, 80, 64) if self.pair else (184, 88, 56)
+
+    @property
+    def roles(self) -> dict[str, tuple[range, int]]:
+        """Warps of each role, and registers a thread."""
+        compute, sums, rest = self.registers
+        return {
+            "sums": (range(4), sums),
+            "compute 0": (range(4, 8), compute),
+            "compute 1": (range(8, 12), compute),
+            "products": (range(12, 13), rest),
+            "loads": (range(13, 14), rest),
+        }
+
+    @property
+    def tmem(self) -> list[tuple[str, int, int]]:
+        """What tensor memory holds: names, first columns, columns.
+
+        P^T and dS^T take half of the columns of S^T and dP^T.
+        """
+        return [
+            ("S", self.s_column, self.block_q),
+            ("dP", self.dp_column, self.block_q),
+            ("dV", self.dv_column, self.value_width),
+            ("dK", self.dk_column, self.width),
+            ("dQ", self.dq_column, self.dq_width),
+        ]
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA: the roles, and two warps that have none."""
+        return 512
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of a CTA: K, V, Q, dO, dS, and sums on their way to memory."""
+        q_stages = 1 if self.pair else self.q_stages
+        q = q_stages * self.width + self.stages * self.value_width + self.rows_kv
+        # a pair keeps K once more, for dQ
+        halves = self.rows_kv * (self.ctas * self.width + self.value_width) + self.block_q * q
+        floats = self.slices * SLICE * self.rows_kv + 2 * self.q_stages * self.block_q
+        return 2 * halves + 4 * floats + 1024
+
+    def problem(self) -> str | None:
+        """Why these sizes do not work, or None."""
+        widths = (self.width, self.value_width)
+        if widths != (192, 128) and not (set(widths) <= {64, 128}):
+            return (
+                f"head dims of {self.width} and {self.value_width}: "
+                "expected 64 or 128 each, or 192 and 128"
+            )
+        if self.block_q != (64 if self.width == 192 else 128):
+            return f"block_q={self.block_q} with width={self.width}: expected 128, or 64 with 192"
+        if self.pair and (widths != (128, 128) or self.dynamic):
+            return (
+                f"pair=True with head dims of {self.width} and {self.value_width} and "
+                f"dynamic={self.dynamic}: expected 128, 128 and dynamic=False"
+            )
+        if self.dtype not in ("bfloat16", "float16"):
+            return f"dtype={self.dtype!r}: expected 'bfloat16' or 'float16'"
+        if self.turns not in ("", "ascending", "descending"):
+            return f"turns={self.turns!r}: expected '', 'ascending' or 'descending'"
+        if self.smem_bytes > SMEM_BYTES:
+            return f"{self.smem_bytes} bytes of shared memory: a CTA has {SMEM_BYTES}"
+        return None

@@ -1,0 +1,239 @@
+"""Tensor memory and tensor cores of Blackwell, in PTX: operands, products, loads, stores, fences.
+
+An operand in shared memory is a tile of 16-bit elements as TMA writes it with the 128-byte swizzle:
+blocks of 64 columns, 128 bytes a row. The same tile is an operand with its rows along k or along
+m (or n): the descriptors of `along_columns` and `along_rows` differ, the memory does not. An address
+in tensor memory is a lane in the upper 16 bits and a column of 32 bits in the lower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cutlass import BFloat16, Float32, Int32, cute
+
+from attnkit.templates.sm100.config import TMEM_COLUMNS
+
+LANES = 32  # of a warp; its number modulo 4 says which
+STEP = 16  # k of one product instruction
+
+_BLOCK = 64  # columns of a swizzled block
+_ROW = 2 * _BLOCK  # bytes of a row of a block
+# Upper half of a descriptor: 1024 bytes between groups of 8 rows, the version, the 128-byte swizzle.
+_UPPER = (1024 >> 4) | 1 << 14 | 2 << 29
+
+
+def along_columns(start: Any, rows: int, step: int) -> Any:
+    """Lower half of the descriptor of a tile whose columns are k.
+
+    Args:
+        start: shared address of the tile, a multiple of 1024.
+        rows: of the tile.
+        step: which 16 columns.
+    """
+    block, inside = divmod(step * STEP, _BLOCK)
+    return _lower(start, block * rows * _ROW + 2 * inside, 1)
+
+
+def along_rows(start: Any, rows: int, step: int, first: int = 0) -> Any:
+    """Lower half of the descriptor of a tile whose rows are k.
+
+    Args:
+        start: shared address of the tile, a multiple of 1024.
+        rows: of the tile.
+        step: which 16 rows.
+        first: first column, a multiple of 64.
+    """
+    block = rows * _ROW
+    return _lower(start, first // _BLOCK * block + step * STEP * _ROW, block >> 4)
+
+
+def _lower(start: Any, offset: int, leading: int) -> Any:
+    return (start >> 4) + Int32((offset >> 4) + (leading << 16))
+
+
+def swizzled(start: Any, rows: int, row: Any, vector: Any, block: Any) -> Any:
+    """Shared address of 8 elements of a row of a tile; vector: which of the 8 in the block."""
+    return start + block * (rows * _ROW) + row * _ROW + ((vector ^ (row & 7)) << 4)
+
+
+def shape(m: int, n: int, dtype: Any, *, a_rows: bool = False, b_rows: bool = False) -> int:
+    """The instruction descriptor of a product with Float32 sums; see the PTX ISA, tcgen05.
+
+    Args:
+        m, n: rows and columns of the result.
+        dtype: of both operands.
+        a_rows, b_rows: k runs along the rows of their tiles.
+    """
+    kind = 1 if dtype is BFloat16 else 0
+    formats = 1 << 4 | kind << 7 | kind << 10
+    return formats | int(a_rows) << 15 | int(b_rows) << 16 | n >> 3 << 17 | m >> 4 << 24
+
+
+def multiply(
+    out: Any, a: Any, b: Any, form: int, accumulate: Any, *, in_tensor: bool, ctas: int = 1
+) -> None:
+    """One product instruction, 16 along k, by one thread: asynchronous, in order of issue.
+
+    Two CTAs of a pair multiply together if one of them says so: each has half the rows of a and of
+    the result, and half the rows (columns, along rows) of b, at the same addresses.
+
+    Args:
+        out: tensor-memory address of the result.
+        a: lower half of a descriptor, or an address in tensor memory if `in_tensor`.
+        b: lower half of a descriptor.
+        form: of `shape`.
+        accumulate: add to what is there; a bool, or Int32 that is 0 or not.
+    """
+    number = Int32(int(accumulate)) if isinstance(accumulate, bool) else accumulate
+    first, pack = "[{$r1}]", ""
+    if not in_tensor:
+        first, pack = "a", f"mov.b64 a, {{{{$r1}}, {_UPPER}}};"
+    cute.arch.inline_ptx(
+        "{ .reg .b64 a, b; .reg .b32 form; .reg .pred p; "
+        f"{pack} mov.b64 b, {{{{$r2}}, {_UPPER}}}; mov.b32 form, {form}; "
+        "setp.ne.b32 p, {$r3}, 0; "
+        f"tcgen05.mma.cta_group::{ctas}.kind::f16 [{{$r0}}], {first}, b, form, p; }}",
+        read_only_args=[out, a, b, number],
+    )
+
+
+def commit_pair(barrier: Any) -> None:
+    """`commit`, at the same barrier of both CTAs of a pair."""
+    cute.arch.inline_ptx(
+        "{ .reg .b16 both; mov.b16 both, 3; tcgen05.commit.cta_group::2.mbarrier::arrive::one"
+        ".shared::cluster.multicast::cluster.b64 [{$r0}], both; }",
+        read_only_args=[barrier.toint()],
+    )
+
+
+def commit(barrier: Any) -> None:
+    """Arrive at a barrier when this thread's products so far are complete."""
+    cute.arch.inline_ptx(
+        "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [{$r0}];",
+        read_only_args=[barrier.toint()],
+    )
+
+
+def load(address: Any, columns: int) -> Sequence[Any]:
+    """Float32 of so many columns of the thread's lane, complete."""
+    outputs = ", ".join(f"{{$w{i}}}" for i in range(columns))
+    return cute.arch.inline_ptx(
+        f"tcgen05.ld.sync.aligned.32x32b.x{columns}.b32 {{{outputs}}}, [{{$r0}}];"
+        " tcgen05.wait::ld.sync.aligned;",
+        write_only_types=[Float32] * columns,
+        read_only_args=[address],
+    )
+
+
+def store(address: Any, values: Sequence[Any]) -> None:
+    """Int32 to as many columns of the thread's lane; complete after `wait_stores`."""
+    inputs = ", ".join(f"{{$r{i + 1}}}" for i in range(len(values)))
+    cute.arch.inline_ptx(
+        f"tcgen05.st.sync.aligned.32x32b.x{len(values)}.b32 [{{$r0}}], {{{inputs}}};",
+        read_only_args=[address, *values],
+    )
+
+
+def wait_stores() -> None:
+    """Wait for the thread's stores to tensor memory."""
+    cute.arch.inline_ptx("tcgen05.wait::st.sync.aligned;")
+
+
+def fence_before() -> None:
+    """Order tensor-memory accesses before the thread's next arrival at a barrier."""
+    cute.arch.inline_ptx("tcgen05.fence::before_thread_sync;")
+
+
+def fence_after() -> None:
+    """Order tensor-memory accesses after the thread's last wait at a barrier."""
+    cute.arch.inline_ptx("tcgen05.fence::after_thread_sync;")
+
+
+def write_shared(address: Any, values: Sequence[Any]) -> None:
+    """Four Int32 to a shared address, a multiple of 16."""
+    cute.arch.inline_ptx(
+        "st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, *values],
+    )
+
+
+def remote(address: Any, rank: Any) -> Any:
+    """The same shared address of a CTA of the cluster."""
+    return cute.arch.inline_ptx(
+        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};",
+        write_only_types=[Int32],
+        read_only_args=[address, rank],
+    )
+
+
+def write_remote(address: Any, values: Sequence[Any]) -> None:
+    """Four Int32 to an address of `remote`, a multiple of 16."""
+    cute.arch.inline_ptx(
+        "st.shared::cluster.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, *values],
+    )
+
+
+def scaled(x: Sequence[Any], factor: Any, more: Sequence[Any]) -> list[Any]:
+    """x * factor + more, two at a time; a factor of None stands for 1."""
+    if factor is None:
+        return plus(x, more)
+    return _pairs(
+        lambda a, b: cute.arch.fma_packed_f32x2(a, (factor, factor), b, rnd="rn"), x, more
+    )
+
+
+def plus(a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
+    """Sums, two at a time."""
+    return _pairs(lambda x, y: cute.arch.add_packed_f32x2(x, y, rnd="rn"), a, b)
+
+
+def times(a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
+    """Products, two at a time."""
+    return _pairs(lambda x, y: cute.arch.mul_packed_f32x2(x, y, rnd="rn"), a, b)
+
+
+def _pairs(operation: Any, a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
+    found: list[Any] = []
+    for k in range(0, len(a), 2):
+        found += operation((a[k], a[k + 1]), (b[k], b[k + 1]))
+    return found
+
+
+def allocate(place: Any, ctas: int = 1) -> None:
+    """All of tensor memory, by a whole warp; its address goes to shared memory."""
+    cute.arch.inline_ptx(
+        f"tcgen05.alloc.cta_group::{ctas}.sync.aligned.shared::cta.b32 [{{$r0}}], {TMEM_COLUMNS};"
+        f" tcgen05.relinquish_alloc_permit.cta_group::{ctas}.sync.aligned;",
+        read_only_args=[place.toint()],
+    )
+
+
+def allocated(place: Any) -> Any:
+    """The address of tensor memory that `allocate` left; read where needed, not kept."""
+    return cute.arch.make_warp_uniform(
+        cute.arch.inline_ptx(
+            "ld.shared.b32 {$w0}, [{$r0}];",
+            write_only_types=[Int32],
+            read_only_args=[place.toint()],
+        )
+    )
+
+
+def free(address: Any, ctas: int = 1) -> None:
+    """Give tensor memory back, by the warp that took it."""
+    cute.arch.inline_ptx(
+        f"tcgen05.dealloc.cta_group::{ctas}.sync.aligned.b32 {{$r0}}, {TMEM_COLUMNS};",
+        read_only_args=[address],
+    )
+
+
+def after(value: Any, other: Any, zero: Any) -> Any:
+    """The same Int32, that the compiler takes to depend on a Float32; zero: unknown to it."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 a; mov.b32 a, {$r1}; lop3.b32 {$w0}, {$r0}, a, {$r2}, 0xF8; }",  # r0 | a & r2
+        write_only_types=[Int32],
+        read_only_args=[value, other, zero],
+    )

@@ -1,0 +1,85 @@
+"""What follows the main kernel of the Blackwell backward: float32 sums become gradients.
+
+What precedes it, `Prepare`, is that of Hopper: it uses nothing of either architecture.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+
+from attnkit.templates.sm90 import device
+from attnkit.templates.sm90.backward_edges import Prepare
+from attnkit.templates.sm100.backward_config import SLICE, UNIT, BackwardConfig
+
+__all__ = ["Finish", "Prepare"]
+
+
+class Finish:
+    """A gradient of the dtype from its float32 sums, kept as `backward_sums` says.
+
+    Args:
+        config: that of the main kernel.
+        width: the gradient's head dim as computed.
+        block: rows of a tile of the work list, to which lengths are rounded up; a CTA of the main
+            kernel adds up its share of them.
+    """
+
+    def __init__(self, config: BackwardConfig, width: int, block: int) -> None:
+        self.config = config
+        self.width = width
+        self.block = block
+        self.rows = block // config.ctas
+        self.dtype = device.DTYPES[config.dtype]
+
+    @cute.jit
+    def __call__(
+        self, sums: cute.Tensor, grad: cute.Tensor, first: Int32, factor: Float32, stream: Any
+    ):
+        """Launch, a CTA for a tile.
+
+        Args:
+            sums: float32, all units of 4096.
+            grad: [B, H, S, D] of the dtype, rows contiguous, D a multiple of 8, the other strides
+                and the address multiples of 16 bytes.
+            first: number of the gradient's first unit.
+            factor: what the sums are multiplied by.
+        """
+        blocks = (grad.shape[2] + self.block - 1) // self.block * self.config.ctas
+        self.kernel(sums, grad, first, factor).launch(
+            grid=(blocks, grad.shape[1], grad.shape[0]),
+            block=(self.rows, 1, 1),
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, sums: cute.Tensor, grad: cute.Tensor, first: Int32, factor: Float32):
+        thread, _, _ = cute.arch.thread_idx()
+        block, h, b = cute.arch.block_idx()
+        blocks, heads, _ = cute.arch.grid_dim()
+        tile = (b * heads + h) * blocks + block
+        size = self.rows * self.width
+        start = sums.iterator + (Int64(first) * UNIT + Int64(tile) * size + thread * 4)
+        q, depth = block * self.rows + thread, grad.shape[3]
+        for i in cutlass.range_constexpr(min(self.width, depth) // SLICE + (depth % SLICE > 0)):
+            part = cute.make_rmem_tensor(SLICE, Float32)
+            source = (start + i * SLICE * self.rows).align(16)
+            cute.autovec_copy(
+                cute.make_tensor(
+                    source, cute.make_layout((4, SLICE // 4), stride=(1, 4 * self.rows))
+                ),
+                cute.make_tensor(part.iterator, cute.make_layout((4, SLICE // 4))),
+            )
+            if q < grad.shape[2]:
+                for v in cutlass.range_constexpr(min(SLICE, depth - i * SLICE) // 8):
+                    packed = cute.make_rmem_tensor(4, Int32)
+                    for k in cutlass.range_constexpr(4):
+                        low, high = part[8 * v + 2 * k], part[8 * v + 2 * k + 1]
+                        packed[k] = device.pack(low * factor, high * factor, self.dtype)
+                    at = cute.domain_offset((b, h, q, i * SLICE + 8 * v), grad).iterator.align(16)
+                    cute.autovec_copy(
+                        packed,
+                        cute.make_tensor(cute.recast_ptr(at, dtype=Int32), cute.make_layout(4)),
+                    )

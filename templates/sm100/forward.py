@@ -1,0 +1,610 @@
+"""The forward kernel for Blackwell (sm_100a): FlashAttention-4's algorithm with hooks for any variant.
+
+One CTA per SM, persistent. Two query tiles of 128 rows are worked on in ping-pong: while the tensor
+cores multiply for one, a softmax warpgroup works on the other. S and O are in tensor memory, P takes
+the place of S. The roles, a thread of the first three being a row:
+
+    softmax      a warpgroup for each query tile: mod, mask, exponentials; P back to tensor memory
+    correction   one warpgroup: rescales O where a maximum moved, rounds and writes O at the end
+    products     one warp: S = Q K^T and O += P V for both tiles, in turns
+    loads        one warp: pieces of work, TMA of Q, K and V
+    stores       one warp: TMA of O
+
+For each query tile the products are issued in the order P V of a block, then Q K of the next: both
+overwrite what the one before has read, so that in the order of the tensor cores nothing more need be
+waited for (Zadouri et al. 2026, FlashAttention-4).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.memory
+import cutlass.tensor_utils
+from cutlass import Float32, Int32, Int64, const_expr, cute
+from cutlass.cute.nvgpu import (
+    OperandMajorMode,
+    cpasync,
+    make_tiled_tma_atom_A,
+    make_tiled_tma_atom_B,
+    tcgen05,
+)
+from cutlass.utils import blackwell_helpers
+
+from attnkit.templates.sm90 import device as common
+from attnkit.templates.sm90.copies import ordered
+from attnkit.templates.sm90.device import NEG_INF
+from attnkit.templates.sm90.hooks import ForwardHooks
+from attnkit.templates.sm100 import device
+from attnkit.templates.sm100.config import ROWS, TMEM_COLUMNS, ForwardConfig
+from attnkit.templates.sm100.forward_load import NOTES, RECORD, RECORDS, ForwardLoads
+from attnkit.templates.sm100.forward_store import ForwardStores
+from attnkit.templates.sm100.softmax import CHAINS, Softmax, total_of
+
+ROW = cutlass.tensor_utils.LayoutEnum.ROW_MAJOR
+
+
+class Forward(Softmax, ForwardLoads, ForwardStores):
+    """A forward kernel for one configuration and one variant.
+
+    Args:
+        config: what is fixed when the kernel is compiled.
+        hooks: the variant.
+    """
+
+    def __init__(self, config: ForwardConfig, hooks: ForwardHooks) -> None:
+        self.config = config
+        self.hooks = hooks
+        self.dtype = common.DTYPES[config.dtype]
+
+    # ------------------------------------------------------------------------------------ host
+
+    @cute.jit
+    def __call__(
+        self,
+        query: cute.Tensor,
+        key: cute.Tensor,
+        value: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        top: cute.Tensor,
+        pieces: cute.Tensor,
+        partial: cute.Tensor,
+        full: cute.Tensor,
+        counter: cute.Tensor,
+        parts: cute.Tensor,
+        part_lse: cute.Tensor,
+        captured: list,
+        scale: Float32,
+        group: Int32,
+        ctas: Int32,
+        stream: Any,
+    ):
+        """Launch.
+
+        Args:
+            query, key, value, out: [B, H, S, D] of the config's dtype, the last dimension
+                contiguous, the others' strides and the address multiples of 16 bytes.
+            lse, top: float32 [B, H, S]; `top` is written only if the config needs the maxima.
+            pieces: int32 [pieces, 12]: see `attnkit.worklist.WorkList`; cursors descend.
+            partial, full: int32 [2, runs], starts and lengths of runs of kv blocks.
+            counter: int32 [1], zero; left at zero.
+            parts, part_lse: float32 [slots, rows of a tile, Dv] and [slots, rows]: output and LSE
+                of pieces that are parts of a row, by their slot; `Combine` puts them together.
+            captured: captured tensors.
+            scale: softmax scale.
+            group: query heads per kv head.
+            ctas: at most the number of pieces.
+        """
+        c, dtype = self.config, self.dtype
+        query, key, out = (ordered(t, (2, 3, 1, 0)) for t in (query, key, out))
+        value = ordered(value, (3, 2, 1, 0))
+        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+        one = tcgen05.CtaGroup.ONE
+        shape_qk, shape_pv = (ROWS, c.block_kv, c.width), (ROWS, c.value_width, c.block_kv)
+        columns = c.block_kv // 2 if const_expr(c.halves) else c.block_kv
+        mma_qk = blackwell_helpers.make_trivial_tiled_mma(
+            dtype, dtype, k_major, k_major, Float32, one, (ROWS, columns)
+        )
+        mma_pv = blackwell_helpers.make_trivial_tiled_mma(
+            dtype,
+            dtype,
+            k_major,
+            mn_major,
+            Float32,
+            one,
+            shape_pv[:2],
+            tcgen05.OperandSource.TMEM,
+        )
+        q_layout = blackwell_helpers.make_smem_layout_a(mma_qk, shape_qk, dtype, c.q_tiles)
+        k_layout = blackwell_helpers.make_smem_layout_b(mma_qk, shape_qk, dtype, 1)
+        v_layout = blackwell_helpers.make_smem_layout_b(mma_pv, shape_pv, dtype, 1)
+        o_layout = blackwell_helpers.make_smem_layout_epi(
+            dtype, ROW, (ROWS, c.value_width), c.out_tiles
+        )
+        load, store = cpasync.CopyBulkTensorTileG2SOp(one), cpasync.CopyBulkTensorTileS2GOp()
+        first = (None, None, None, 0)
+        tma_q, q_tiles = make_tiled_tma_atom_A(
+            load, query, cute.slice_(q_layout, first), shape_qk, mma_qk
+        )
+        tma_k, k_tiles = make_tiled_tma_atom_B(
+            load, key, cute.slice_(k_layout, first), shape_qk, mma_qk
+        )
+        tma_v, v_tiles = make_tiled_tma_atom_B(
+            load, value, cute.slice_(v_layout, first), shape_pv, mma_pv
+        )
+        tma_o, o_tiles = cpasync.make_tiled_tma_atom(
+            store, out, cute.slice_(o_layout, (None, None, 0)), (ROWS, c.value_width)
+        )
+        out_size = 8 if const_expr(c.alias) else cute.cosize(o_layout)
+
+        @cute.struct
+        class Storage:
+            barriers: cute.struct.MemRange[
+                Int64, 7 * c.q_tiles + 11 + 2 * c.stages + 2 * RECORDS + NOTES
+            ]
+            response: cute.struct.Align[cute.struct.MemRange[Int32, 4], 16]
+            memory: Int32  # where tensor memory was given
+            records: cute.struct.MemRange[Int32, RECORD * RECORDS]
+            blocks: cute.struct.MemRange[Int32, NOTES]
+            scales: cute.struct.MemRange[Float32, ROWS * c.q_tiles]
+            q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(q_layout)], 1024]
+            kv: cute.struct.Align[cute.struct.MemRange[dtype, c.stages * c.slot], 1024]
+            o: cute.struct.Align[cute.struct.MemRange[dtype, out_size], 1024]
+
+        self.storage = Storage
+        lengths = (query.shape[0], key.shape[0], key.shape[3])
+        self.kernel(
+            (mma_qk, mma_pv),
+            (mma_qk, mma_qk, mma_pv, mma_pv),
+            (tma_q, tma_k, tma_v, tma_o),
+            (q_tiles, k_tiles, v_tiles, o_tiles),
+            (q_layout, k_layout, v_layout, o_layout),
+            lse,
+            top,
+            (pieces, partial, full, counter),
+            (parts, part_lse),
+            captured,
+            (scale, group, *lengths),
+        ).launch(
+            grid=(pieces.shape[0] if const_expr(c.clc) else ctas, 1, 1),
+            block=(c.threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    # ---------------------------------------------------------------------------------- device
+
+    @cute.kernel
+    def kernel(
+        self,
+        shapes: tuple,
+        mmas: tuple,
+        atoms: tuple,
+        tiles: tuple,
+        layouts: tuple,
+        lse: cute.Tensor,
+        top: cute.Tensor,
+        lists: tuple,
+        partials: tuple,
+        captured: list,
+        numbers: tuple,
+    ):
+        """Roles: softmax, correction, then one warp each for products, loads and stores."""
+        c = self.config
+        tma_q, tma_k, tma_v, tma_o = atoms
+        q_tiles, k_tiles, v_tiles, o_tiles = tiles
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        last = 4 * (c.q_tiles + 1)  # the first warp of the last warpgroup: products, loads, stores
+        if warp == last + 1:
+            for atom in atoms:
+                cpasync.prefetch_descriptor(atom)
+        storage = cutlass.memory.SmemAllocator().allocate(self.storage)
+        q_layout, k_layout, v_layout, o_layout = layouts
+        smem_q = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
+        smem_k = storage.kv.get_tensor(self.ring(k_layout.outer), swizzle=k_layout.inner)
+        smem_v = storage.kv.get_tensor(self.ring(v_layout.outer), swizzle=v_layout.inner)
+        if const_expr(c.alias):
+            # each tile in the place of its own rows of Q, which may be wider
+            one = cute.slice_(o_layout.outer, (None, None, 0))
+            spread = cute.append(one, cute.make_layout(c.q_tiles, stride=ROWS * c.width))
+            smem_o = storage.q.get_tensor(spread, swizzle=o_layout.inner)
+        else:
+            smem_o = storage.o.get_tensor(o_layout.outer, swizzle=o_layout.inner)
+        records = storage.records.get_tensor(cute.make_layout(RECORD * RECORDS))
+        blocks = storage.blocks.get_tensor(cute.make_layout(NOTES))
+        scales = storage.scales.get_tensor(cute.make_layout(ROWS * c.q_tiles))
+        base = storage.barriers.data_ptr()
+        # one barrier for each place of S and P, and for each query tile
+        s_half, s_full, s_free, p_full, p_rest = (base + 2 * i for i in range(5))
+        tiles_base = base + 10
+        q_full, q_free, o_full, scale_full = (tiles_base + c.q_tiles * i for i in range(4))
+        scale_free, out_full, out_free = (tiles_base + c.q_tiles * i for i in range(4, 7))
+        kv_full = tiles_base + 7 * c.q_tiles
+        s_bars = (s_half, s_full, s_free)
+        kv_free = kv_full + c.stages
+        record_full = kv_free + c.stages
+        record_free = record_full + RECORDS
+        told = record_free + RECORDS
+        granted = told + NOTES
+        if const_expr(c.alias):
+            out_free = q_free
+        if warp == last + 1:
+            with cute.arch.elect_one():
+                for u in cutlass.range_constexpr(2):
+                    cute.arch.mbarrier_init(s_half + u, 1)
+                    cute.arch.mbarrier_init(s_full + u, 1)
+                    cute.arch.mbarrier_init(s_free + u, 4)
+                    # warps of the softmax: the first part of P; of the correction: O is rescaled
+                    cute.arch.mbarrier_init(p_full + u, 8)
+                    cute.arch.mbarrier_init(p_rest + u, 4)
+                for t in cutlass.range_constexpr(c.q_tiles):
+                    for barrier in (q_full, q_free, o_full):
+                        cute.arch.mbarrier_init(barrier + t, 1)
+                    for barrier in (scale_full, scale_free, out_full):
+                        cute.arch.mbarrier_init(barrier + t, 4)
+                    if const_expr(not c.alias):
+                        cute.arch.mbarrier_init(out_free + t, 1)
+                for s in cutlass.range_constexpr(c.stages):
+                    cute.arch.mbarrier_init(kv_full + s, 1)
+                    cute.arch.mbarrier_init(kv_free + s, 1)
+                for r in cutlass.range_constexpr(RECORDS):
+                    cute.arch.mbarrier_init(record_full + r, 1)
+                    cute.arch.mbarrier_init(record_free + r, 4 * (c.q_tiles + 1) + 2)
+                for s in cutlass.range_constexpr(NOTES):
+                    cute.arch.mbarrier_init(told + s, 1)
+                cute.arch.mbarrier_init(granted, 1)
+        if warp == last:
+            # all of it: it begins at column 0
+            cute.arch.alloc_tmem(TMEM_COLUMNS, storage.memory.ptr)
+            cute.arch.relinquish_tmem_alloc_permit()
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        record_bars = (record_full, record_free)
+        if warp >= last:
+            cute.arch.setmaxregister_decrease(c.registers[2])
+            if warp == last:
+                self.multiply(
+                    mmas,
+                    (smem_q, smem_k, smem_v),
+                    records,
+                    (record_bars, q_full, q_free, kv_full, kv_free, s_bars, p_full, p_rest, o_full),
+                )
+            if warp == last + 1:
+                self.produce(
+                    (tma_q, tma_k, tma_v),
+                    shapes,
+                    (q_tiles, k_tiles, v_tiles),
+                    (smem_q, smem_k, smem_v),
+                    (q_full, q_free, kv_full, kv_free, told, record_full, record_free, granted),
+                    (records, blocks, storage.response.data_ptr()),
+                    lists,
+                    numbers,
+                )
+            if warp == last + 2:
+                self.store((tma_o, o_tiles), records, smem_o, (record_bars, out_full, out_free))
+        elif warp >= last - 4:
+            cute.arch.setmaxregister_decrease(c.registers[1])
+            self.correct(
+                smem_o,
+                scales,
+                records,
+                partials[0],
+                (record_bars, p_full, scale_full, scale_free, o_full, out_full, out_free),
+            )
+        else:
+            cute.arch.setmaxregister_increase(c.registers[0])
+            self.soften(
+                scales,
+                records,
+                blocks,
+                (record_bars, told, s_bars, p_full, p_rest, scale_full, scale_free),
+                (lse, top, partials[1]),
+                captured,
+                numbers,
+            )
+        cute.arch.sync_threads()
+        if warp == last:
+            pointer = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.memory.ptr)
+            cute.arch.dealloc_tmem(pointer, TMEM_COLUMNS)
+
+    def ring(self, tile: Any) -> Any:
+        """The layout of a K or V tile, by slot of the ring that they share."""
+        one = cute.slice_(tile, (None, None, None, 0))
+        return cute.append(one, cute.make_layout(self.config.stages, stride=self.config.slot))
+
+    # -------------------------------------------------------------------------------- products
+
+    @cute.jit
+    def multiply(self, mmas: tuple, smem: tuple, records: cute.Tensor, bars: tuple):
+        """The warp that issues the products."""
+        c = self.config
+        mma_first, mma_qk, mma_start, mma_pv = mmas
+        smem_q, smem_k, smem_v = smem
+        record_bars, q_full, q_free, kv_full, kv_free, s_bars, p_full, p_rest, o_full = bars
+        frag_q, frag_k = mma_qk.make_fragment_A(smem_q), mma_qk.make_fragment_B(smem_k)
+        frag_v = mma_pv.make_fragment_B(smem_v)
+        shape_s = mma_qk.partition_shape_C((ROWS, c.block_kv))
+        shape_o = mma_pv.partition_shape_C((ROWS, c.value_width))
+        shape_p = mma_pv.partition_shape_A((ROWS, c.block_kv))
+        s_layout = mma_qk.make_fragment_C(shape_s).layout
+        o_layout = mma_pv.make_fragment_C(shape_o).layout
+        p_layout = mma_pv.make_fragment_A(shape_p).layout
+        outs = [
+            cute.make_tensor(device.column(c.out_column(t)), o_layout) for t in range(c.q_tiles)
+        ]
+        layouts = s_layout, p_layout
+        frags = frag_q, frag_k, frag_v
+        mma_first.set(tcgen05.Field.ACCUMULATE, False)
+        mma_qk.set(tcgen05.Field.ACCUMULATE, True)
+        mma_pv.set(tcgen05.Field.ACCUMULATE, True)
+        p_bars = p_full, p_rest
+        kc, tc = Int32(0), Int32(0)
+        slot, lap = Int32(0), Int32(0)
+        _, _, _, _, count, _, valid = self.read_record(records, record_bars, tc)
+        while valid != 0:
+            cute.arch.mbarrier_wait(kv_full + slot, lap)
+            for t in cutlass.range_constexpr(c.q_tiles):
+                cute.arch.mbarrier_wait(q_full + t, tc & 1)
+                self.issue_qk((mma_first, mma_qk), frags, layouts, t, kc, slot, s_bars, (0, 1))
+            device.commit(kv_free + slot)
+            slot, lap = self.next_slot(slot, lap)
+            for j in cutlass.range(count, unroll=1):
+                v_slot, v_lap = slot, lap
+                slot, lap = self.next_slot(slot, lap)
+                mma_start.set(tcgen05.Field.ACCUMULATE, j > 0)
+                if const_expr(c.q_tiles == 1):
+                    if j + 1 < count:
+                        cute.arch.mbarrier_wait(kv_full + slot, lap)
+                        self.issue_qk(
+                            (mma_first, mma_qk), frags, layouts, 0, kc + 1, slot, s_bars, (0, 1)
+                        )
+                        device.commit(kv_free + slot)
+                    self.issue_pv(
+                        (mma_start, mma_pv),
+                        outs,
+                        frags,
+                        layouts,
+                        0,
+                        kc,
+                        v_slot,
+                        p_bars,
+                        kv_full + v_slot,
+                        v_lap,
+                    )
+                    device.commit(kv_free + v_slot)
+                    device.commit(o_full)
+                    if j + 1 == count:
+                        if const_expr(not c.alias):
+                            device.commit(q_free)
+                else:
+                    more = j + 1 < count
+                    for t in cutlass.range_constexpr(2):
+                        if const_expr(c.halves):
+                            if more:
+                                if const_expr(t == 0):
+                                    cute.arch.mbarrier_wait(kv_full + slot, lap)
+                                cute.arch.mbarrier_wait(s_bars[2] + t, kc & 1)
+                                self.issue_qk(
+                                    (mma_first, mma_qk),
+                                    frags,
+                                    layouts,
+                                    t,
+                                    kc + 1,
+                                    slot,
+                                    s_bars,
+                                    (0,),
+                                )
+                        self.issue_pv(
+                            (mma_start, mma_pv),
+                            outs,
+                            frags,
+                            layouts,
+                            t,
+                            kc,
+                            v_slot,
+                            p_bars,
+                            kv_full + v_slot,
+                            v_lap,
+                        )
+                        if const_expr(t == 1):
+                            device.commit(kv_free + v_slot)
+                        if more:
+                            if const_expr(t == 0 and not c.halves):
+                                cute.arch.mbarrier_wait(kv_full + slot, lap)
+                            self.issue_qk(
+                                (mma_first, mma_qk),
+                                frags,
+                                layouts,
+                                t,
+                                kc + 1,
+                                slot,
+                                s_bars,
+                                (1,) if const_expr(c.halves) else (0, 1),
+                            )
+                        else:
+                            device.commit(o_full + t)
+                            if const_expr(not c.alias):
+                                device.commit(q_free + t)
+                    if j + 1 < count:
+                        device.commit(kv_free + slot)
+                if j + 1 < count:
+                    slot, lap = self.next_slot(slot, lap)
+                kc += 1
+            tc += 1
+            _, _, _, _, count, _, valid = self.read_record(records, record_bars, tc)
+
+    def issue_qk(
+        self,
+        mmas: Any,
+        frags: Any,
+        layouts: Any,
+        t: int,
+        kc: Any,
+        slot: Any,
+        s_bars: Any,
+        halves: tuple[int, ...],
+    ) -> None:
+        """S of the kc-th block of query tile t, or the lower or upper half of its columns."""
+        first, rest = mmas
+        query, key, _ = frags
+        u = self.buffer(t, kc)
+        scores = cute.make_tensor(device.column(u * self.config.block_kv), layouts[0])
+        for half in halves if self.config.halves else (0,):
+            for k in range(cute.size(query, mode=[2])):
+                cute.gemm(
+                    first if k == 0 else rest,
+                    scores[None, 0, half],
+                    query[None, 0, k, t],
+                    key[None, half, k, slot],
+                    scores[None, 0, half],
+                )
+            whole = half == 1 or not self.config.halves
+            device.commit((s_bars[1] if whole else s_bars[0]) + u)
+
+    def issue_pv(
+        self,
+        mmas: Any,
+        outs: Any,
+        frags: Any,
+        layouts: Any,
+        t: int,
+        kc: Any,
+        slot: Any,
+        p_bars: Any,
+        v_full: Any,
+        v_lap: Any,
+    ) -> None:
+        """O of query tile t, with P of its kc-th block."""
+        start, rest = mmas
+        p_full, p_rest = p_bars
+        c, u = self.config, self.buffer(t, kc)
+        place = device.column(u * c.block_kv + c.block_kv // 2)
+        p = cute.make_tensor(cute.recast_ptr(place, dtype=self.dtype), layouts[1])
+        cute.arch.mbarrier_wait(p_full + u, self.turn(kc))
+        if t == 0:
+            cute.arch.mbarrier_wait(v_full, v_lap)
+        for k in range(c.block_kv // 16):
+            if k == c.early // 16:
+                cute.arch.mbarrier_wait(p_rest + u, self.turn(kc))
+            cute.gemm(
+                start if k == 0 else rest,
+                outs[t],
+                p[None, None, k],
+                frags[2][None, None, k, slot],
+                outs[t],
+            )
+
+    # --------------------------------------------------------------------------------- softmax
+
+    @cute.jit
+    def soften(
+        self,
+        scales: cute.Tensor,
+        records: cute.Tensor,
+        blocks: cute.Tensor,
+        bars: tuple,
+        results: tuple,
+        captured: list,
+        numbers: tuple,
+    ):
+        """A softmax warpgroup: a thread a row."""
+        c = self.config
+        record_bars, told, s_bars, p_full, p_rest, scale_full, scale_free = bars
+        scale, _, q_len, kv_len, _ = numbers
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        t, row = warp // 4, thread % ROWS
+        mine = t * ROWS + row
+        stats = tuple(cute.make_rmem_tensor(1, Float32) for _ in range(3))
+        row_max, row_sum, top = stats
+        block_bars = (told, s_bars, p_full, p_rest, scale_full + t, scale_free + t)
+        kc, tc = Int32(0), Int32(0)
+        tile, h, b, masked, count, slot, valid = self.see_record(records, record_bars, tc)
+        while valid != 0:
+            where = (captured, b, h, q_len, kv_len, scale, tile * c.block_q)
+            known = self.begin(where, tile * c.block_q + mine)
+            row_max[0], row_sum[0], top[0] = Float32(NEG_INF), Float32(0.0), Float32(NEG_INF)
+            for _ in cutlass.range(masked, unroll=1):
+                self.block(True, kc, tc, known, row, stats, blocks, scales, block_bars, t, mine)
+                kc += 1
+            show_mask = not c.skip_masks
+            for _ in cutlass.range(count - masked, unroll=1):
+                self.block(
+                    show_mask, kc, tc, known, row, stats, blocks, scales, block_bars, t, mine
+                )
+                kc += 1
+            final, value, most = self.finish(known, stats)
+            self.tell(final, kc + tc, scales, block_bars, mine)
+            # read again: not kept in registers through the loops
+            tile, h, b, _, _, slot, _ = self.see_record(records, record_bars, tc)
+            self.drop_record(record_bars, tc)
+            self.write_row(results, value, most, (tile * c.block_q + mine, b, h, slot, mine))
+            tc += 1
+            tile, h, b, masked, count, slot, valid = self.see_record(records, record_bars, tc)
+        self.drop_record(record_bars, tc)
+
+    def tell(self, scale: Any, mc: Any, scales: Any, bars: Any, mine: Any) -> None:
+        """Give a number of this row to the correction, the mc-th: one a block, and one a tile."""
+        scale_full, scale_free = bars[4:]
+        cute.arch.mbarrier_wait(scale_free, (mc & 1) ^ 1)
+        scales[mine] = scale
+        device.arrive(scale_full)
+
+    def block(
+        self,
+        masked: bool,
+        kc: Any,
+        tc: Any,
+        known: Any,
+        row: Any,
+        stats: Any,
+        blocks: Any,
+        scales: Any,
+        bars: Any,
+        t: Any,
+        mine: Any,
+    ) -> None:
+        """Softmax of one block: S from tensor memory, P back to it."""
+        c = self.config
+        told, (s_half, s_full, s_free), p_full, p_rest, _, _ = bars
+        row_max, row_sum, _ = stats
+        wide, u = self.chunk(masked), self.buffer(t, kc)
+        at, note = u * c.block_kv, kc & (NOTES - 1)
+        cute.arch.mbarrier_wait(told + note, (kc >> (NOTES.bit_length() - 1)) & 1)
+        mark = blocks[note]
+        upper = None
+        if c.halves:
+            upper = s_full + u, self.turn(kc), s_free + u
+        cute.arch.mbarrier_wait((s_half if c.halves else s_full) + u, self.turn(kc))
+        chunks = [cute.make_rmem_tensor(wide, Float32) for _ in range(c.block_kv // wide)]
+        bases, peak = self.scores(known, mark, masked, chunks, row, at, upper)
+        factor = self.factor(known)
+        scale = self.move_maximum(stats, peak, factor)
+        self.tell(scale, kc + tc, scales, bars, mine)
+        sums: list[Any] = [None] * CHAINS
+        for i, chunk in enumerate(chunks):
+            packed = cute.make_rmem_tensor(wide // 2, Int32)
+            for k, pair in enumerate(self.exponentials(chunk, bases[i], row_max[0], factor, sums)):
+                packed[k] = pair
+            place = at + c.block_kv // 2 + wide // 2 * i
+            device.store_row(row, place, cute.recast_tensor(packed, Float32))
+            done = wide * (i + 1)
+            if done in (c.early, c.block_kv):
+                cute.arch.fence_view_async_tmem_store()
+                device.arrive((p_full if done == c.early else p_rest) + u)
+        row_sum[0] = row_sum[0] * scale + total_of(sums)
+
+    @cute.jit
+    def write_row(self, results: tuple, value: Float32, most: Float32, place: tuple):
+        """Write a row's LSE, and its maximum if it is wanted."""
+        lse, top, part_lse = results
+        row, b, h, slot, within = place
+        if slot >= 0:
+            part_lse[slot, within] = value
+        elif row < lse.shape[2]:
+            lse[b, h, row] = value
+            if const_expr(self.config.need_max):
+                top[b, h, row] = most

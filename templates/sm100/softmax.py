@@ -1,0 +1,264 @@
+"""The softmax of a tile's scores: mod, mask, maximum, exponentials, row sums.
+
+A thread holds one row, the lane of tensor memory of its number. The row is treated in chunks of 32
+or 16 columns: of each the hooks are asked for what a block of that width needs, and one 32-bit word
+says which of its columns are kept.
+
+Online softmax after Milakov and Gimelshein (2018). The maximum that exponentials are taken against
+only moves when it grew by more than 2**8, as in FlashAttention-4: output and sums are rescaled then.
+
+The methods are traced inside the kernel. Those with a dynamic branch are `cute.jit`; the others
+are plain Python, so that they may pass hooks' tuples around.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, const_expr, cute
+
+from attnkit.templates.sm90 import device as common
+from attnkit.templates.sm90.device import LN2, NEG_INF
+from attnkit.templates.sm90.softmax import GROWTH, Site
+from attnkit.templates.sm100 import device
+from attnkit.templates.sm100.exp2 import exp2_pair
+
+CHAINS = 4  # independent chains of maxima and of pairs of sums
+
+
+class Softmax:
+    """The part of a forward kernel between Q K and P V."""
+
+    hooks: Any
+    config: Any
+    dtype: Any
+
+    def chunk(self, masked: bool) -> int:
+        """Columns that are computed together: few where each takes registers of its own."""
+        if not self.hooks.ahead:
+            return 32
+        return 8 if masked and self.hooks.has_mask and self.hooks.intervals is None else 16
+
+    def site(self, where: Any) -> Site:
+        """Where a tile is, as the hooks want it."""
+        tensors, b, h, q_len, kv_len, scale, origin = where
+        return Site(tensors, b, h, q_len, kv_len, scale, origin, ((0,), range(32)))
+
+    # ------------------------------------------------------------------ values known once a tile
+
+    def begin(self, where: Any, q: Any) -> Any:
+        """What is known once a tile of this thread's row.
+
+        Args:
+            where: the fields of `Site` but the last.
+            q: the row.
+        """
+        site, hooks = self.site(where), self.hooks
+        inside = cutlass.min(q, site.q_len - 1)
+        head = hooks.head(site)
+        row = (inside, hooks.row(site, head, inside))
+        held = hooks.held(site, head, list(range(32)))
+        held = tuple(x if x is None or hooks.ahead else common.pinned(x) for x in held)
+        if not hooks.has_mask:
+            ends: Any = ((Int32(0), site.kv_len),)
+        elif hooks.intervals is None:
+            ends = None
+        else:
+            ends = tuple(
+                (low, cutlass.min(high, site.kv_len))
+                for low, high in hooks.ends(site, head, inside)
+            )
+        return tuple(where), head, row, held, ends
+
+    def factor(self, tile: Any) -> Any:
+        """What scores are multiplied by to be in log2 units."""
+        where, head, *_ = tile
+        return self.hooks.factor(self.site(where), head)
+
+    # -------------------------------------------------------------------------- scores of a block
+
+    def scores(
+        self,
+        tile: Any,
+        mark: Any,
+        masked: bool,
+        values: list[Any],
+        row: Any,
+        at: Any,
+        upper: Any,
+    ) -> tuple[list[Any], Any]:
+        """The scores of a block, mod and mask (if `masked`) applied.
+
+        Args:
+            tile: what `begin` gave.
+            mark: number of the kv block. Where block lists overrule the mask, ~mark stands for a
+                block that they keep whole: nothing but the end of the tensor is masked there.
+            values: chunks of scores, to be filled.
+            row: of the thread, whose scores begin at column `at` of tensor memory.
+            upper: (barrier, parity, barrier): where the upper half of the columns comes later, what
+                announces it, and what to tell that all are read; else None.
+
+        Returns:
+            What each chunk adds to its scores, or None, and the largest score of the row.
+        """
+        everything, n = Boolean(False), mark
+        if self.hooks.listed:
+            everything = mark < 0
+            n = cutlass.select_(everything, ~mark, mark)
+        start = n * self.config.block_kv
+        wide, bases = self.chunk(masked), []
+        half = len(values) if upper is None else len(values) // 2
+        chains: list[Any] = [None] * CHAINS
+        found = None
+        for c, chunk in enumerate(values):
+            if c == half:
+                cute.arch.mbarrier_wait(*upper[:2])
+            if not self.hooks.raw:  # one by one: a mod has values of its own in registers
+                loading = [c]
+            else:
+                loading = list(range(c, c + half)) if c % half == 0 else []
+            for k in loading:
+                device.load_row(row, at + wide * k, values[k])
+            if loading:
+                cute.arch.fence_view_async_tmem_load()
+                if upper is not None and loading[-1] == len(values) - 1:
+                    device.arrive(upper[2])
+            base = self._chunk(tile, start + wide * c, everything, masked, chunk)
+            found, chains = self._peak(chunk, base, found, chains)
+            bases.append(base)
+        return bases, found if chains[0] is None else _largest(chains, self.config.need_max)
+
+    def _chunk(self, tile: Any, start: Any, everything: Any, masked: bool, chunk: Any) -> Any:
+        where, head, row, held, ends = tile
+        site, hooks = self.site(where), self.hooks
+        wide = cute.size(chunk)
+        rows, places = [row], [(0, j) for j in range(wide)]
+        positions = [start + j for j in range(wide)]
+        if masked:  # what a mod or a mask loads must lie inside its tensors
+            positions = [cutlass.min(at, site.kv_len - 1) for at in positions]
+        values = hooks.columns(site, head, positions, masked)
+        columns = list(zip(positions, held[:wide], values, strict=True))
+        if not hooks.raw:
+            relatives = hooks.relatives(site, head, rows, columns, places)
+            full = [(r, j, chunk[j]) for r, j in places]
+            for j, x in enumerate(hooks.element(site, head, rows, columns, full, relatives)):
+                chunk[j] = x
+        if masked:
+            valid = device.bits_below(site.kv_len - start)
+            if ends is not None:
+                word = self._inside(ends, start)
+                if hooks.listed:
+                    word = cutlass.select_(everything, valid, word)
+                kept = [common.bit(word, j) for j in range(wide)]
+            else:
+                kept = hooks.keep(site, head, rows, columns, places)
+                kept = [
+                    (k | everything if hooks.listed else k) & common.bit(valid, j)
+                    for j, k in enumerate(kept)
+                ]
+            for j, keep in enumerate(kept):
+                chunk[j] = cutlass.select_(keep, chunk[j], Float32(NEG_INF))
+        return hooks.block(site, head, start)
+
+    def _inside(self, ends: Any, start: Any) -> Any:
+        """The columns of a chunk that lie in one of the row's intervals, as bits."""
+        total = Int32(0)
+        for low, high in ends:
+            total = total | (device.bits_below(high - start) & ~device.bits_below(low - start))
+        return total
+
+    # ------------------------------------------------------------------------------- exponentials
+
+    def _peak(self, chunk: Any, base: Any, found: Any, chains: list[Any]) -> Any:
+        """The largest score so far: of earlier chunks, and chains of maxima that lack their base."""
+        nan, chains = self.config.need_max, list(chains)  # torch's maximum passes NaN on
+        for j in range(cute.size(chunk)):
+            c, x = j % CHAINS, chunk[j]
+            chains[c] = x if chains[c] is None else cute.arch.fmax(chains[c], x, nan=nan)
+        if base is None:
+            return found, chains
+        return _larger(found, _largest(chains, nan) + base, nan), [None] * CHAINS
+
+    def move_maximum(self, stats: Any, peak: Any, factor: Any) -> Any:
+        """Take a block's maximum into account; what output and sums so far are worth now."""
+        row_max, _, top = stats
+        nan = self.config.need_max
+        old = row_max[0]
+        new = cute.arch.fmax(old, peak, nan=nan)
+        if const_expr(self.config.need_max):
+            top[0] = cute.arch.fmax(top[0], peak, nan=nan)
+        growth = new - old if factor is None else (new - old) * factor
+        # a small growth is left in P: nothing to rescale
+        new = cutlass.select_(growth <= Float32(GROWTH), old, new)
+        row_max[0] = new
+        drop = old - common.finite_or_zero(new)
+        return common.exp2(drop if factor is None else drop * factor)
+
+    def exponentials(
+        self, chunk: Any, base: Any, row_max: Any, factor: Any, sums: Any
+    ) -> list[Any]:
+        """P of a chunk as packed pairs; its values are added to the pairs of sums."""
+        less = common.finite_or_zero(row_max)
+        less = less if base is None else less - base
+        less = -less if factor is None else -(less * factor)
+        packed = []
+        for j in range(0, cute.size(chunk), 2):
+            pair = chunk[j], chunk[j + 1]
+            if factor is None:
+                pair = cute.arch.add_packed_f32x2(pair, (less, less))
+            else:
+                pair = cute.arch.fma_packed_f32x2(pair, (factor, factor), (less, less))
+            poly = self.config.poly
+            if poly and j // 2 % poly == poly - 1:
+                pair = exp2_pair(*pair)
+            else:
+                pair = common.exp2(pair[0]), common.exp2(pair[1])
+            c = j // 2 % CHAINS
+            sums[c] = pair if sums[c] is None else cute.arch.add_packed_f32x2(sums[c], pair)
+            packed.append(common.pack(pair[0], pair[1], self.dtype))
+        return packed
+
+    # ------------------------------------------------------------------------------ end of a tile
+
+    def finish(self, tile: Any, stats: Any) -> tuple[Any, Any, Any]:
+        """What the output is multiplied by, the LSE, and the largest score, of the row."""
+        where, head, row, *_ = tile
+        factor = self.factor(tile)
+        row_max, row_sum, top = (x[0] for x in stats)
+        term = self.hooks.lse(self.site(where), head, row[1])
+        dead = row_sum == Float32(0.0)
+        scale = cutlass.select_(dead, Float32(0.0), cute.arch.rcp_approx(row_sum))
+        unit = Float32(1.0) if factor is None else factor
+        # once a row: exact, as an LSE may be the result
+        value = cute.math.log(row_sum) + row_max * (unit * LN2)
+        if term is not None:
+            # the term was left out of the scores: an infinite one shows here
+            wiped = term == Float32(NEG_INF)
+            value = value + cutlass.select_(wiped, term, term + (term - term))
+            odd = cutlass.select_(wiped, Float32(0.0), scale + (term - term))
+            scale = cutlass.select_(dead | wiped, Float32(0.0), odd)
+        value = cutlass.select_(dead, Float32(NEG_INF), value)
+        most = top * unit * LN2
+        if term is not None:
+            most = cutlass.select_(most == Float32(NEG_INF), most, most + term)
+        return scale, value, most
+
+
+def total_of(sums: Any) -> Any:
+    """The sum of pairs of sums."""
+    pair = sums[0]
+    for other in sums[1:]:
+        pair = cute.arch.add_packed_f32x2(pair, other)
+    return pair[0] + pair[1]
+
+
+def _largest(values: list[Any], nan: bool) -> Any:
+    most = values[0]
+    for x in values[1:]:
+        most = cute.arch.fmax(most, x, nan=nan)
+    return most
+
+
+def _larger(a: Any, b: Any, nan: bool) -> Any:
+    return b if a is None else cute.arch.fmax(a, b, nan=nan)

@@ -1,0 +1,130 @@
+"""For tests of the backward kernels: gradients on poisoned memory against dense attention in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnkit import reference
+from attnkit.splice import backward as splice_backward
+from attnkit.targets import SM90
+from attnkit.testing import Case
+from attnkit.testing.quantities import (
+    Quantities,
+    captured_leaves,
+    differentiate,
+    oracle,
+    run,
+)
+from attnkit.testing.rounding import SAMPLES, perturbed
+from attnkit.testing.shuffled import shuffled
+from attnkit.testing.tolerance import compare
+from attnkit.variant import Variant
+from tests.gpu import cute_kit as kit
+
+
+@contextmanager
+def poisoned(*, ordered: bool = False) -> Iterator[None]:
+    """As `cute_kit.poisoned`, without sums in a fixed order unless they are to be `ordered`."""
+    with kit.poisoned(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: ordered)
+        yield
+
+
+@contextmanager
+def counted() -> Iterator[list[bool]]:
+    """What the backward kernels were asked for inside: of each run, whether it was deterministic."""
+    seen: list[bool] = []
+    plain = splice_backward.backward
+
+    def recorded(*arguments: Any, **options: Any) -> Any:
+        seen.append(options["deterministic"])
+        return plain(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(splice_backward, "backward", recorded)
+        yield seen
+
+
+def gradients(variant: Variant, case: Case, **options: Any) -> Quantities:
+    """Output, LSE and all gradients of the GPU kernels; through the output, and through the LSE."""
+    inputs = case.inputs(kit.DEVICE)
+    out, lse = variant(
+        *inputs,
+        scale=case.scale,
+        enable_gqa=case.heads != case.kv_heads,
+        return_lse=True,
+        **{"backend": kit.BACKEND} | options,
+    )
+    captured = captured_leaves(variant.trace(torch.device(kit.DEVICE))[0])
+    # the row maxima are not compared, and have no gradient
+    found = differentiate(case, (out, lse, lse), inputs, captured)
+    del found["max_scores"]
+    return found
+
+
+def kept_by(variant: Variant, case: Case) -> Tensor | None:
+    """The dense mask [B, Hq, Sq, Skv], None if everything is kept."""
+    mask = variant.trace(torch.device(kit.DEVICE))[1]
+    if mask is None:
+        return None
+    with torch.no_grad():
+        return reference.kept(mask, *case.inputs(kit.DEVICE)[:2]).expand(case.dense_shape)
+
+
+def wrong(found: Quantities, variant: Variant, case: Case) -> list[str]:
+    """What is wrong with gradients; more samples of what the dtype gives are taken when in doubt."""
+    device = torch.device(kit.DEVICE)
+    score, kept = variant.trace(device)[0], kept_by(variant, case)
+    captured = captured_leaves(score)
+    arguments = score, kept, case, captured, device
+    gold = oracle(*arguments)
+    del gold["max_scores"]
+    samples = [
+        run(variant, case, captured, backend="eager", device=device),
+        perturbed(*arguments, 0),
+    ]
+    for i in range(1, SAMPLES + 2):
+        bad = [row for row in compare(found, gold, samples, case, kit.BACKEND) if not row.ok]
+        if not bad or i > SAMPLES:
+            break
+        samples += [sample(*arguments, i) for sample in (shuffled, perturbed)]
+    said = [f"{r.quantity}: error {r.error:.3g} at {r.where}, {r.allowed:.3g} allowed" for r in bad]
+    return said + _dead(found, gold, kept, case)
+
+
+def _dead(found: Quantities, gold: Quantities, kept: Tensor | None, case: Case) -> list[str]:
+    """Gradients that must be exactly 0: of rows that keep nothing, of keys that nobody keeps."""
+    said = []
+    dead = gold["lse"] == -torch.inf
+    for through in ("", " through lse"):
+        if found[f"dquery{through}"][dead].any():
+            said.append(f"dquery{through} is not 0 where a row keeps nothing")
+        if kept is None:
+            continue
+        seen = kept.any(2).unflatten(1, (case.kv_heads, -1)).any(2)
+        unseen = ~(seen.any(0, keepdim=True) if case.kv_batch == 1 else seen)
+        for name in ("dkey", "dvalue"):
+            if found[name + through][unseen].any():
+                said.append(f"{name}{through} is not 0 where nobody keeps the key")
+    return said
+
+
+def check(variant: Variant, case: Case, **options: Any) -> Quantities:
+    """The kernels run where there are any, whatever their memory held; all gradients are exact."""
+    ordered = bool(options.get("deterministic"))
+    dims = case.head_dim, case.value_dim
+    runs = 2 if splice_backward.template_of(SM90).widths(dims) is not None else 0
+    with poisoned(ordered=ordered), counted() as seen:
+        found = gradients(variant, case, **options)
+    assert seen == [ordered] * runs, (
+        f"the backward kernels ran {len(seen)} times: {case}\n{variant}"
+    )
+    said = wrong(found, variant, case)
+    assert not said, "\n".join([str(case), str(variant), *said])
+    return found

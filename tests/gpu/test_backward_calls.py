@@ -1,0 +1,196 @@
+"""How the backward kernels are called: same bits, graphs, no waiting, no more memory than needed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from attnkit import flex_attention, masks
+from tests.gpu import backward_kit
+from tests.gpu import cute_kit as kit
+
+BF16 = torch.bfloat16
+SLOPES = (0.5, 0.25, 0.125, 0.0625)
+
+
+def inputs(length: int, *, seed: int = 0, kv_heads: int = 4, dim: int = 64) -> list[Tensor]:
+    """Query, key, value that require grad, and a gradient of the output."""
+    random = torch.Generator(kit.DEVICE).manual_seed(seed)
+    options: dict[str, Any] = {"generator": random, "device": kit.DEVICE}
+    made = [torch.randn(2, h, length, dim, **options).to(BF16) for h in (4, kv_heads, kv_heads, 4)]
+    return [*(t.requires_grad_() for t in made[:3]), made[3]]
+
+
+def attention(length: int, **options: Any) -> Callable[..., Tensor]:
+    """Causal documents with ALiBi: captured tensors in the score and in the mask."""
+    ids = torch.arange(length, device=kit.DEVICE) // 70
+    slopes = torch.tensor(SLOPES, device=kit.DEVICE)
+    mod = lambda score, b, h, q, kv: score + slopes[h] * (kv - q)
+    mask = lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv])
+    return lambda *qkv: flex_attention(
+        *qkv, mod, mask, enable_gqa=True, backend=kit.BACKEND, **options
+    )
+
+
+def both_ways(call: Callable[..., Tensor], made: list[Tensor]) -> tuple[Tensor, ...]:
+    """Output and gradients."""
+    out = call(*made[:3])
+    return out, *torch.autograd.grad(out, made[:3], made[3])
+
+
+def same(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_deterministic_gives_the_same_bits(kv_heads: int) -> None:
+    """Block-sparse, heads shared or not; other calls in between change nothing."""
+    call, made = attention(1500, deterministic=True), inputs(1500, kv_heads=kv_heads)
+    other, more = attention(700, deterministic=True), inputs(700, seed=1, kv_heads=kv_heads)
+    with backward_kit.counted() as seen:
+        first = both_ways(call, made)
+        for _ in range(20):
+            both_ways(other, more)
+            assert same(both_ways(call, made), first)
+    assert seen == [True] * 41
+
+
+def test_deterministic_is_exact() -> None:
+    from attnkit.testing import Case
+    from attnkit.variant import Variant
+
+    sizes: dict[str, Any] = {"heads": 4, "head_dim": 64, "value_dim": 64, "dtype": BF16}
+    for kv_heads in (4, 2):
+        case = Case(520, 400, batch=2, kv_batch=2, kv_heads=kv_heads, **sizes)
+        mask = masks.causal() & masks.sliding_window(150)
+        backward_kit.check(Variant(None, mask), case, deterministic=True)
+
+
+def test_torch_switch_is_heard() -> None:
+    call, made = attention(700), inputs(700)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with backward_kit.counted() as seen:
+            both_ways(call, made)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert seen == [True]
+
+
+def test_inputs_are_left_alone() -> None:
+    call, made = attention(700), inputs(700)
+    before = tuple(t.detach().clone() for t in made)
+    both_ways(call, made)
+    assert same(tuple(t.detach() for t in made), before)
+
+
+def test_calls_do_not_wait_for_the_device() -> None:
+    call, made = attention(700), inputs(700)
+    both_ways(call, made)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        both_ways(call, made)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_graph_of_forward_and_backward() -> None:
+    call, made = attention(700, deterministic=True), inputs(700)
+    others = [inputs(700, seed=seed) for seed in (1, 2)]
+    expected = [both_ways(call, other) for other in others]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        both_ways(call, made)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = both_ways(call, made)
+    for _ in range(2):
+        for other, truth in zip(others, expected, strict=True):
+            with torch.no_grad():
+                for t, new in zip(made, other, strict=True):
+                    t.copy_(new)
+                for t in found:
+                    t.fill_(math.nan)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert same(found, truth)
+
+
+def test_streams_side_by_side() -> None:
+    call, sets = attention(900, deterministic=True), [inputs(900, seed=seed) for seed in range(4)]
+    expected = [both_ways(call, made) for made in sets]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in sets]
+    found: list[list[tuple[Tensor, ...]]] = [[] for _ in sets]
+    for _ in range(5):
+        for stream, made, kept in zip(streams, sets, found, strict=True):
+            with torch.cuda.stream(stream):
+                kept.append(both_ways(call, made))
+    torch.cuda.synchronize()
+    for kept, truth in zip(found, expected, strict=True):
+        assert all(same(one, truth) for one in kept)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_peak_memory(kv_heads: int) -> None:
+    """Beside what comes in and goes out: rows' statistics, float32 dQ, and dK and dV if shared."""
+    batch, heads, length, dim = 2, 8, 8192, 64
+    shape, shared = (batch, heads, length, dim), (batch, kv_heads, length, dim)
+    query, grad = (torch.randn(shape, device=kit.DEVICE).to(BF16) for _ in range(2))
+    key, value = (torch.randn(shared, device=kit.DEVICE).to(BF16) for _ in range(2))
+    for t in (query, key, value):
+        t.requires_grad_()
+    call = lambda: flex_attention(
+        query, key, value, block_mask=masks.causal(), enable_gqa=True, backend=kit.BACKEND
+    )
+    torch.autograd.grad(call(), (query, key, value), grad)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = torch.autograd.grad(call(), (query, key, value), grad)
+    most = torch.cuda.max_memory_allocated() - before
+    elements = query.numel()
+    out = 2 * elements
+    gradients = sum(2 * t.numel() for t in found)
+    sums = 4 * (elements + (2 * key.numel() if kv_heads != heads else 0))
+    rows = 3 * 4 * elements // dim  # LSE, and LSE and D as the kernel reads them
+    assert most <= 1.02 * (out + gradients + sums + rows) + (1 << 20)
+    assert most < batch * heads * length * length // 8
+
+
+# --- what training does around it
+
+
+def test_gradients_accumulate() -> None:
+    call, made = attention(700, deterministic=True), inputs(700)
+    for _ in range(2):
+        call(*made[:3]).backward(made[3])
+    _, *once = both_ways(call, made)
+    for t, grad in zip(made, once, strict=False):
+        assert torch.equal(t.grad, grad + grad)  # type: ignore[arg-type]
+
+
+def test_checkpointing() -> None:
+    call, made = attention(700, deterministic=True), inputs(700)
+    plain = both_ways(call, made)
+    again = both_ways(lambda *qkv: checkpoint(call, *qkv, use_reentrant=False), made)
+    assert same(plain, again)
+
+
+def test_autocast() -> None:
+    call, made = attention(700), inputs(700)
+    wide = [t.detach().float().requires_grad_() for t in made[:3]]
+    with torch.autocast("cuda", BF16), backward_kit.counted() as seen:
+        out, *grads = both_ways(call, [*wide, made[3]])
+    assert seen == [False]
+    assert out.dtype == BF16
+    assert all(g.dtype == torch.float32 for g in grads)

@@ -1,0 +1,19 @@
+"""The Blackwell kernels on a Blackwell GPU: nobody has run this yet."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attnkit.selfcheck import EXAMPLES, Example, examine
+from attnkit.targets import of_capability
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
+def test_kernels_are_those_of_the_oracle(example: Example) -> None:
+    target = of_capability(torch.cuda.get_device_capability())
+    if target is None or target.template != "sm100":
+        pytest.skip("needs a GPU of compute capability 10.0 or 10.3")
+    assert examine("cute", torch.device("cuda", torch.cuda.current_device()), (example,)) == ""

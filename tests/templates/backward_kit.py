@@ -1,0 +1,154 @@
+"""For tests of the backward kernels: gradients in the emulator against autograd of the float64 oracle.
+
+Gradients may be off by twice the error of the dense oracle in the same dtype. Results hold NaN
+before a kernel runs, and reading them is a fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnkit import emulation, flex_attention, masks
+from attnkit.splice import backward as splice_backward
+
+BF16, FP16 = torch.bfloat16, torch.float16
+CAUSAL = masks.causal()
+
+Mod = Callable[..., Any]
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Memory that nobody has written holds NaN; but sums need no fixed order for that."""
+    torch.use_deterministic_algorithms(True)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def gradients(
+    backend: str,
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    captured: Sequence[Tensor],
+    mod: Callable[..., Mod] | None,
+    mask: Any,
+    dtype: torch.dtype | None,
+) -> list[Tensor]:
+    """Gradients of the weighted sums of output and LSE by query, key, value and captured tensors."""
+    qkv = [t.detach().to(dtype or t.dtype).requires_grad_() for t in inputs]
+    learned = [t.detach().to(dtype or t.dtype).requires_grad_() for t in captured]
+    out, lse = flex_attention(
+        *qkv,
+        score_mod=mod(*learned) if mod else None,
+        block_mask=mask,
+        enable_gqa=True,
+        return_lse=True,
+        backend=backend,
+    )
+    kept = torch.where(lse.isinf(), 0.0, lse)
+    total = (out * weights[0].to(out.dtype)).sum()
+    total = total + (kept * weights[1].to(lse.dtype)).sum()
+    return list(torch.autograd.grad(total, [*qkv, *learned]))
+
+
+def draw(
+    q_len: int,
+    kv_len: int | None = None,
+    *,
+    dims: tuple[int, int] = (64, 64),
+    heads: tuple[int, int] = (2, 2),
+    batch: tuple[int, int] = (1, 1),
+    dtype: torch.dtype = BF16,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Query, key and value; weights of output and LSE. Pairs: the query's, and the rest's."""
+    kv_len = kv_len or q_len
+    inputs = [
+        torch.randn(batch[0], heads[0], q_len, dims[0]),
+        torch.randn(batch[1], heads[1], kv_len, dims[0]),
+        torch.randn(batch[1], heads[1], kv_len, dims[1]),
+    ]
+    weights = [torch.randn(batch[0], heads[0], q_len, dims[1]), torch.randn(*inputs[0].shape[:3])]
+    return [t.to(dtype) for t in inputs], [weights[0].to(dtype), weights[1]]
+
+
+def rounded(
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    captured: Sequence[Tensor],
+    mod: Callable[..., Mod],
+) -> list[Tensor]:
+    """Causal gradients by plain operators, everything rounded to the inputs' dtype."""
+    dtype = inputs[0].dtype
+    query, key, value = (t.detach().requires_grad_() for t in inputs)
+    learned = [t.detach().to(dtype).requires_grad_() for t in captured]
+    scores = query @ key.mT * query.shape[-1] ** -0.5
+    b, h, q, kv = torch.meshgrid(*map(torch.arange, scores.shape), indexing="ij")
+    scores = mod(*learned)(scores, b, h, q, kv).to(dtype).masked_fill(q < kv, -torch.inf)
+    out = torch.softmax(scores, -1) @ value
+    total = (out * weights[0]).sum() + (scores.float().logsumexp(-1) * weights[1]).sum()
+    return list(torch.autograd.grad(total, [query, key, value, *learned]))
+
+
+def check(
+    drawn: tuple[list[Tensor], list[Tensor]],
+    mod: Callable[..., Mod] | None = None,
+    mask: Any = None,
+    captured: Sequence[Tensor] = (),
+    mode: str = "eager",
+    *,
+    backend: str = "emulate",
+    seeds: int = 1,
+) -> None:
+    """Compare the kernels with the oracle; they must have run, and without findings."""
+    arguments = (*drawn, captured, mod, mask)
+    exact = gradients("eager", *arguments, torch.float64)
+    # sums over whole heads see that the kernel takes rowsum(dO O) from a rounded O
+    learned = mod is not None and len(captured) > 0
+    dense = rounded(*drawn, captured, mod) if learned else gradients("eager", *arguments, None)
+    # sums in any order differ between runs
+    with emulation.session(mode=mode, seeds=seeds, deterministic=False) as session:
+        found = gradients(backend, *arguments, None)
+    assert session.ok, [str(report) for _, report in session.reports]
+    assert any(name.startswith("backward") for name, _ in session.reports)
+    for own, other, true in zip(found, dense, exact, strict=True):
+        error, allowed = (own.double() - true).abs().max(), (other.double() - true).abs().max()
+        assert error <= 2 * allowed, (error, allowed)
+
+
+MODS: dict[str, tuple[Callable[..., Mod], Callable[[], list[Tensor]]]] = {
+    "none": (lambda: lambda s, b, h, q, kv: 5 * torch.tanh(s / 5), lambda: []),
+    "head": (lambda w: lambda s, b, h, q, kv: s * w[h] + w[h] * (kv - q), lambda: [torch.rand(2)]),
+    "number": (lambda w: lambda s, b, h, q, kv: s * w, lambda: [torch.rand(())]),
+    "column": (lambda w: lambda s, b, h, q, kv: s + w[b, kv], lambda: [torch.randn(1, 200)]),
+    "row": (lambda w: lambda s, b, h, q, kv: s * w[h, q], lambda: [torch.randn(2, 200)]),
+    "relative": (lambda w: lambda s, b, h, q, kv: s + w[h, q - kv], lambda: [torch.randn(2, 400)]),
+    "two": (
+        lambda v, w: lambda s, b, h, q, kv: torch.tanh(s * v[h]) + w[kv // 8] * w[q // 8],
+        lambda: [torch.rand(2), torch.randn(25)],
+    ),
+}
+
+
+def ordered(backend: str, mode: str, ctas: int, dims: tuple[int, int] = (64, 64)) -> list[Tensor]:
+    """dQ, dK and dV of a fixed problem, sums formed in a fixed order."""
+    torch.manual_seed(0)
+    inputs, weights = draw(400, heads=(2, 1), dims=dims)
+    plain = splice_backward.backward
+
+    def fixed(*args: Any, **options: Any) -> Any:
+        return plain(*args, **{**options, "deterministic": True})
+
+    splice_backward._lists.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(splice_backward, "backward", fixed)
+        patch.setattr(splice_backward, "_SMS_EMULATED", ctas)
+        with emulation.session(mode=mode, seeds=ctas) as session:
+            found = gradients(backend, inputs, weights, (), None, CAUSAL, None)
+    assert session.ok
+    return found

@@ -1,0 +1,44 @@
+"""Remez exchange in float64: the polynomial of least largest relative error for 2**f."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+from numpy.polynomial.polynomial import polyval
+
+
+def exp2_polynomial(degree: int, low: float, high: float, exact_at_zero: bool) -> np.ndarray:
+    """Coefficients, lowest power first.
+
+    Args:
+        degree: 1 or more.
+        low, high: where 2**f is wanted.
+        exact_at_zero: the value at 0 is 1; then low must be 0.
+    """
+    powers = range(exact_at_zero, degree + 1)
+    count = len(powers) + 1  # the error is largest, with changing sign, at so many points
+    middle, half = (low + high) / 2, (high - low) / 2
+    angles = (np.arange(count) + exact_at_zero) / (count - 1 + exact_at_zero)
+    points = middle - half * np.cos(np.pi * angles)
+    grid = np.linspace(low, high, 1 << 16)
+    for _ in range(50):
+        exact = 2.0**points
+        columns = [points**k / exact for k in powers] + [(-1.0) ** np.arange(count)]
+        wanted = 1 - 1 / exact if exact_at_zero else np.ones(count)
+        found = np.linalg.solve(np.column_stack(columns), wanted)[:-1]
+        coefficients = np.concatenate([[1.0], found]) if exact_at_zero else found
+        error = polyval(grid, coefficients) / 2.0**grid - 1
+        peaks = _peaks(error)
+        assert len(peaks) == count, "the error must change its sign as often as there are points"
+        if np.allclose(grid[peaks], points, rtol=0, atol=1e-9):
+            return coefficients
+        points = grid[peaks]
+    raise AssertionError("no convergence")
+
+
+def _peaks(error: np.ndarray) -> list[int]:
+    """Where the error is largest between its changes of sign."""
+    changes = np.flatnonzero(np.sign(error[:-1]) * np.sign(error[1:]) < 0) + 1
+    edges = [int(error[0] == 0), *changes.tolist(), len(error)]
+    return [a + int(np.argmax(np.abs(error[a:b]))) for a, b in pairwise(edges)]

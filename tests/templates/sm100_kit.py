@@ -1,0 +1,186 @@
+"""The Blackwell forward in the emulator, with configurations of choice, called as a splice does."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from cutlass import cute
+from torch import Tensor
+
+from attnkit import emulator
+from attnkit.cubin import kernel_stats
+from attnkit.cute_hooks import GraphForward
+from attnkit.schedule import Shape, schedule_forward
+from attnkit.splice.call import readable
+from attnkit.splice.fakes import forward_arguments
+from attnkit.splice.forward import _ends_contiguous, _intervals, _places, spliced
+from attnkit.templates.sm100.config import ForwardConfig, options_of
+from attnkit.templates.sm100.forward import Forward
+from attnkit.variant import Variant
+from attnkit.worklist import full_runs, refined, work_list
+
+WORKERS = 2  # CTAs: few, so that each computes several tiles
+OUTPUTS = (3, 4, 5)
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A kernel and the arguments of one call.
+
+    Attributes:
+        exe: for the emulator.
+        arguments: outputs included, at `OUTPUTS`.
+        work: the work list.
+        stack: bytes of spilled registers a thread.
+    """
+
+    exe: emulator.Executable
+    arguments: tuple[Any, ...]
+    work: Any
+    stack: int
+
+    def results(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Out, LSE, row maxima."""
+        return self.arguments[3], self.arguments[4], self.arguments[5]
+
+    def marked(self) -> list[Any]:
+        """The arguments, the outputs as not yet written."""
+        return [emulator.Undefined(a) if i in OUTPUTS else a for i, a in enumerate(self.arguments)]
+
+
+def width(head_dim: int) -> int:
+    """The head dim as a kernel computes it."""
+    return next(w for w in (64, 96, 128, 192, 256) if head_dim <= w)
+
+
+def settings_of(dims: tuple[int, int]) -> dict[str, Any]:
+    """The fields of the config that these head dims need beside their widths."""
+    wide, deep = width(dims[0]), width(dims[1])
+    if deep > 128:
+        return {"q_tiles": 1, "alias": wide >= deep}
+    return {"alias": wide > 128}
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(key: Any, build: Any) -> tuple[emulator.Executable, int]:
+    return build()
+
+
+def compiled(kernel: Any, fakes: tuple[Any, ...], options: str) -> tuple[emulator.Executable, int]:
+    """A kernel for the emulator, and its spilled bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        keep = f"--keep-ptx --keep-cubin --generate-line-info --dump-dir={folder}"
+        found = cute.compile(kernel, *fakes, options=f"{keep} --gpu-arch sm_100a {options}")
+    (stats,) = kernel_stats(found.artifacts.CUBIN)
+    return emulator.Executable(found, fakes), stats.stack
+
+
+def case(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    score: Any = None,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    split: bool = False,
+    workers: int = WORKERS,
+    **settings: Any,
+) -> Case:
+    """A call of the kernel; `settings` are fields of the config."""
+    query, key, value = qkv
+    batch, heads, q_len, head_dim = query.shape
+    dims = head_dim, value.shape[-1]
+    dtype = str(query.dtype).removeprefix("torch.")
+    config = ForwardConfig(
+        **(
+            {"dtype": dtype, "width": width(dims[0]), "value_width": width(dims[1])}
+            | settings_of(dims)
+            | settings
+        )
+    )
+    block = config.block_q, config.block_kv
+    bound = Variant(score, mask).bind(query, key, block)
+    program = bound.program
+    captured = (
+        bound.score.tensors if bound.score else (),
+        bound.mask.tensors if bound.mask else (),
+    )
+    ends, mask_tensors = _intervals(program, captured[1], query, key)
+    variant = spliced(program.score, program.mask, ends, (batch, heads, q_len, key.shape[2]))
+    places = tuple(_places(variant, captured, mask_tensors, query.device))
+    tensors = [
+        readable(slot if isinstance(slot, Tensor) else captured[which][slot], query.device)
+        for which, slot, _ in places
+    ]
+    runs = bound.runs or full_runs(q_len, key.shape[2], block, query.device)
+    runs = refined(runs, block)
+    shape = Shape(
+        batch, heads, 2 * block[1] * sum(dims), kv_heads=key.shape[1], kv_batch=key.shape[0]
+    )
+    order = schedule_forward(runs, shape, workers=workers, split=split)
+    work = work_list(runs, order)
+    scale = dims[0] ** -0.5 if scale is None else scale
+    hooks = GraphForward(
+        variant.form,
+        variant.mask,
+        variant.ends,
+        scores=len(variant.slots[0]),
+        listed=program.listed,
+        positive=scale > 0,
+        wrap=variant.wraps,
+    )
+    kinds = tuple(
+        (str(t.dtype).removeprefix("torch."), t.ndim, _ends_contiguous(t)) for t in tensors
+    )
+    tile = block[0], config.value_width
+    fakes = forward_arguments(dtype, *dims, tile, kinds)
+    key_ = (config, dims, kinds, program, ends, scale > 0, variant.wraps)
+    build = lambda: compiled(Forward(config, hooks), fakes, options_of(hooks))
+    exe, stack = _compiled(key_, _Once(key_, build))
+    nan = lambda *s: torch.full(s, float("nan"))
+    out = nan(batch, heads, q_len, dims[1]).to(query.dtype)
+    lse = nan(batch, heads, q_len)
+    top = nan(batch, heads, q_len) if config.need_max else lse
+    slots = max(1, work.slots)
+    arguments = (
+        *(query, key, value, out, lse, top, work.pieces, work.partial, work.full),
+        torch.zeros(1, dtype=torch.int32),
+        *(nan(slots, *tile), nan(slots, tile[0]), tensors),
+        *(scale, heads // key.shape[1], min(workers, work.pieces.shape[0])),
+    )
+    return Case(exe, arguments, work, stack)
+
+
+def join_parts(made: Case) -> None:
+    """Put the parts of split rows together in out and LSE, in float64."""
+    out, lse, _ = made.results()
+    parts, part_lse = made.arguments[10].double(), made.arguments[11].double()
+    slots = made.work.split_ptr.tolist()
+    for (b, h, tile), first, last in zip(
+        made.work.split.tolist(), slots[:-1], slots[1:], strict=True
+    ):
+        rows = slice(tile * parts.shape[1], min((tile + 1) * parts.shape[1], lse.shape[2]))
+        count, dim = rows.stop - rows.start, out.shape[3]
+        total = part_lse[first:last, :count].logsumexp(0)
+        weights = (part_lse[first:last, :count] - total).exp().nan_to_num(0.0)
+        joined = (weights[:, :, None] * parts[first:last, :count, :dim]).sum(0)
+        out[b, h, rows], lse[b, h, rows] = joined.to(out.dtype), total.float()
+
+
+class _Once:
+    """A function that counts as equal to others with its key."""
+
+    def __init__(self, key: Any, function: Any) -> None:
+        self.key, self.function = key, function
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Once) and self.key == other.key
+
+    def __call__(self) -> Any:
+        return self.function()

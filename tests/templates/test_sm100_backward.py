@@ -1,0 +1,127 @@
+"""The Blackwell backward kernels, executed on the CPU, against autograd of the float64 oracle.
+
+No Blackwell GPU has run them: what is tested is the generated code under the semantics of the
+emulator, and what the assembler makes of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from attnkit import create_block_mask, masks
+
+pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
+
+from attnkit import compiled, emulation
+from attnkit.templates.sm100.backward import Backward
+from attnkit.templates.sm100.backward_config import BackwardConfig
+from tests.templates.backward_kit import (
+    BF16,
+    CAUSAL,
+    FP16,
+    MODS,
+    check,
+    draw,
+    gradients,
+    ordered,
+    poisoned,  # noqa: F401
+)
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+BACKEND = "emulate:sm_100a"
+
+
+@pytest.mark.parametrize(
+    ("dims", "mask"),
+    [
+        ((64, 64), CAUSAL & masks.sliding_window(90)),
+        ((128, 128), CAUSAL),
+        ((192, 128), CAUSAL),
+    ],
+    ids=str,
+)
+def test_masks_in_all_orders(dims: tuple[int, int], mask: Any) -> None:
+    drawn = draw(420, 300, dims=dims, heads=(1, 1))
+    check(drawn, mask=mask, mode="check", backend=BACKEND, seeds=3)
+
+
+@pytest.mark.parametrize(
+    ("dims", "dtype"),
+    [((64, 128), FP16), ((128, 64), BF16), ((40, 72), BF16), ((160, 96), FP16)],
+)
+def test_head_dims(dims: tuple[int, int], dtype: torch.dtype) -> None:
+    check(draw(150, dims=dims, heads=(1, 1), dtype=dtype), mask=CAUSAL, backend=BACKEND)
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (17, 200), (200, 17), (257, 129)])
+def test_ragged_lengths(lengths: tuple[int, int]) -> None:
+    check(draw(*lengths), backend=BACKEND)
+
+
+def test_shared_heads_and_batches() -> None:
+    check(draw(200, heads=(4, 2), batch=(2, 2)), mask=CAUSAL, backend=BACKEND)
+    check(draw(200, dims=(192, 128), heads=(2, 1), batch=(2, 1)), backend=BACKEND)
+
+
+def test_dead_rows_and_columns_have_no_gradient() -> None:
+    keep = lambda b, h, q, kv: (q >= 70) & (kv <= q) & (kv < 128)
+    mask = create_block_mask(keep, None, None, 200, 200, device="cpu")
+    inputs, weights = draw(200)
+    check((inputs, weights), mask=mask, backend=BACKEND)
+    dq, dk, dv = gradients(BACKEND, inputs, weights, (), None, mask, None)
+    assert not dq[:, :, :70].any()
+    assert not dk[:, :, 128:].any()
+    assert not dv[:, :, 128:].any()
+
+
+def test_scores_far_below_zero() -> None:
+    inputs, weights = draw(150, 140)
+    inputs[0], inputs[1] = inputs[0].abs() * 8, -inputs[1].abs() * 8
+    check((inputs, weights), backend=BACKEND)
+
+
+@pytest.mark.parametrize("name", ["head", "row", "relative", "two"])
+def test_gradients_of_captured_tensors(name: str) -> None:
+    mod, captured = MODS[name]
+    check(draw(200), mod, CAUSAL, captured(), backend=BACKEND)
+
+
+def test_deterministic_bits_do_not_depend_on_workers_or_order() -> None:
+    first = ordered(BACKEND, "eager", 2)
+    for mode, ctas in (("eager", 3), ("adversarial", 2)):
+        for a, b in zip(first, ordered(BACKEND, mode, ctas), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("name", "dims"),
+    [("none", (64, 64)), ("none", (128, 128)), ("row", (192, 128)), ("relative", (192, 128))],
+)
+def test_no_spilled_registers(name: str, dims: tuple[int, int]) -> None:
+    mod, captured = MODS[name]
+    with emulation.session(execute=False), compiled.asked() as sources:
+        inputs, weights = draw(200, dims=dims)
+        gradients(BACKEND, inputs, weights, captured(), mod, CAUSAL, None)
+    (source,) = (s for s in sources if s.name.startswith("backward"))
+    found = compiled.kernel(source)
+    assert found.artifact.arch == "sm_100a"
+    assert found.artifact.problems == ()
+    assert [s.stack for s in found.stats] == [0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"width": 256}, "head dims of 256 and 128: expected 64 or 128 each, or 192 and 128"),
+        ({"width": 192, "block_q": 128}, "block_q=128 with width=192: expected 128, or 64 with"),
+        ({"dtype": "float32"}, "dtype='float32': expected 'bfloat16' or 'float16'"),
+        ({"turns": "up"}, "turns='up': expected '', 'ascending' or 'descending'"),
+    ],
+)
+def test_what_is_not_supported_says_so(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Backward(BackwardConfig(**settings), None)

@@ -1,0 +1,97 @@
+"""Rescaling by need, as the kernels do it, in a model of the recurrence: how often, and exactness."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+BLOCK = 128
+WARP = 32  # rows that decide together
+GROWTH = 8.0  # log2
+LN2 = 0.6931471805599453
+BFLOAT16 = 2.0**-8  # the largest relative error of a rounding to bfloat16
+ROUNDINGS = 64 * 2.0**-24  # float32: sums in pairs, then over 32 blocks, and a few products
+
+
+@dataclass(frozen=True)
+class Found:
+    """The output and LSE of the recurrence, and how many rescales it did of how many."""
+
+    out: Tensor
+    lse: Tensor
+    done: int
+    most: int
+
+
+def recurrence(scores: Tensor, value: Tensor, growth: float | None) -> Found:
+    """Online softmax over blocks of kv, float32, scores [rows, kv] in log2 units.
+
+    The reference of a row moves only when a block's maximum is more than `growth` above it (None:
+    whenever it is above); then a warp rescales all of its rows.
+    """
+    rows = scores.shape[0]
+    reference = torch.full((rows,), -torch.inf)
+    total, out = torch.zeros(rows), torch.zeros(rows, value.shape[1])
+    done = most = 0
+    blocks = zip(scores.split(BLOCK, 1), value.split(BLOCK), strict=True)
+    for number, (block, values) in enumerate(blocks):
+        peak = torch.maximum(reference, block.amax(1))
+        moved = peak > reference
+        if growth is not None:
+            moved &= peak - reference > growth
+        after = torch.where(moved, peak, reference)
+        safe = after.nan_to_num(neginf=0.0)
+        scale = torch.where(moved, torch.exp2(reference - safe), 1.0)
+        if number:
+            done += int(moved.view(-1, WARP).any(1).sum())
+            most += rows // WARP
+        p = torch.exp2(block - safe[:, None])
+        total = total * scale + p.sum(1)
+        out = out * scale[:, None] + p.bfloat16().float() @ values
+        reference = after
+    lse = torch.log2(total) + reference
+    return Found(out / total[:, None], lse, done, most)
+
+
+def inputs(length: int, dim: int = 64, seed: int = 0) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    query, key, value = (torch.randn(length, dim, generator=random).bfloat16() for _ in range(3))
+    scores = query.float() @ key.float().T * (dim**-0.5 / LN2)
+    return scores, value.float()
+
+
+def check(found: Found, scores: Tensor, value: Tensor) -> None:
+    """Within what rounding P to bfloat16 and float32 sums explain, element by element."""
+    natural = scores.double() * LN2
+    p = torch.softmax(natural, 1)
+    allowed = (BFLOAT16 + ROUNDINGS) * (p @ value.double().abs())
+    assert bool(((found.out - p @ value.double()).abs() <= allowed).all())
+    lse = torch.logsumexp(natural, 1) / LN2
+    assert bool(((found.lse - lse).abs() <= ROUNDINGS * (1 + lse.abs())).all())
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_most_rescales_are_skipped(dim: int) -> None:
+    scores, value = inputs(4096, dim)
+    lazy, eager = (recurrence(scores, value, growth) for growth in (GROWTH, None))
+    assert eager.done > 0.5 * eager.most  # a warp of 32 rows nearly always has one that grew
+    assert lazy.done <= 0.15 * eager.done
+    for found in (lazy, eager):
+        check(found, scores, value)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 999), st.floats(0, 60), st.floats(0, 40), st.floats(0, 16))
+def test_the_output_is_the_same_for_any_scores(
+    seed: int, slope: float, spread: float, growth: float
+) -> None:
+    """Scores that climb from block to block by any amount, and any growth that bfloat16 holds."""
+    scores, value = inputs(512, 64, seed)
+    climb = torch.arange(512) // BLOCK * slope
+    scores = scores * (1 + spread) + climb
+    check(recurrence(scores, value, growth), scores, value)

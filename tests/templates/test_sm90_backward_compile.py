@@ -1,0 +1,66 @@
+"""The Hopper backward kernels as compiled: no spilled registers, no serialised products.
+
+Needs no GPU. The emulator's calls ask for the same kernels as a GPU's; nothing is executed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from attnkit import flex_attention, masks, mods
+
+pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
+
+from attnkit import compiled, emulation
+
+LENGTH = 256
+HEADS = 2
+CAUSAL = masks.causal()
+IDS = torch.arange(LENGTH) // 100
+
+
+def _scaled() -> tuple[Any, Any]:
+    scale = torch.ones(HEADS, requires_grad=True)
+    return lambda s, b, h, q, kv: s * scale[h], CAUSAL
+
+
+def _biased() -> tuple[Any, Any]:
+    bias = torch.zeros(HEADS, 2 * LENGTH, requires_grad=True)
+    return lambda s, b, h, q, kv: s + bias[h, q - kv + LENGTH], CAUSAL
+
+
+VARIANTS: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "plain": lambda: (None, None),
+    "causal": lambda: (None, CAUSAL),
+    "window": lambda: (None, CAUSAL & masks.sliding_window(100)),
+    "documents": lambda: (None, masks.document(IDS) & CAUSAL),
+    "alibi": lambda: (mods.alibi(HEADS), CAUSAL),
+    "softcap": lambda: (mods.softcap(20.0), CAUSAL),
+    "learned scale": _scaled,
+    "learned relative bias": _biased,
+}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_no_spills_and_no_serialised_products(name: str, head_dim: int) -> None:
+    score, mask = VARIANTS[name]()
+    inputs = (
+        torch.zeros(1, HEADS, LENGTH, head_dim, dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    )
+    with emulation.session(execute=False), compiled.asked() as sources:
+        flex_attention(*inputs, score, mask, backend="emulate").sum().backward()
+    (source,) = (s for s in sources if s.name.startswith("backward"))
+    found = compiled.kernel(source)
+    assert found.artifact.arch == "sm_90a"
+    if (name, head_dim) == ("learned relative bias", 128):  # some words of 240 registers do not fit
+        assert not any("serialised" in problem for problem in found.artifact.problems)
+        assert [s.stack <= 32 for s in found.stats] == [True]
+        return
+    assert found.artifact.problems == ()
+    assert [s.stack for s in found.stats] == [0]

@@ -1,0 +1,97 @@
+"""Clocks of a kernel's blocks: units from what was executed, time from the timeline."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from attnkit import Variant, explain, masks
+from attnkit.cli import main
+from attnkit.emulator.cycles import Product, tile
+from attnkit.errors import ArgumentError, OptionError, UnsupportedError
+from attnkit.feeds import Feeds, backward_feeds, forward_feeds
+from attnkit.forecast import CARDS, forecast_forward
+from attnkit.targets import SM90, SM100
+from attnkit.worklist import full_runs
+
+
+@pytest.fixture(scope="module")
+def blackwell() -> Feeds:
+    return forward_feeds(Variant(None, masks.causal()), SM100, head_dim=128)
+
+
+def test_the_feeds_are_those_of_the_paper(blackwell: Feeds) -> None:
+    """FlashAttention-4: 1024 clocks of products and of exponentials a block of 128 x 128."""
+    products = [Product(128, 128, 128), Product(128, 128, 128, a_shared=False)]
+    expected = tile(products, 128 * 128)
+    assert blackwell.block == (256, 128)
+    assert blackwell.units["tensor"] == 2 * expected.tensor == 2048
+    # one exponential in four is computed elsewhere; a few more say what a row's sums are worth
+    taken = 3 / 4 * 2 * expected.exponential
+    assert blackwell.units["special"] == pytest.approx(taken, rel=0.02)
+    assert blackwell.limit == "tensor"
+
+
+def test_no_prediction_beats_the_units(blackwell: Feeds) -> None:
+    assert blackwell.full >= 0.99 * blackwell.roofline
+    assert blackwell.partial >= blackwell.full  # the mask is not free
+    assert blackwell.tile > 0
+    assert blackwell.cost.full == round(blackwell.full)
+
+
+def test_the_backward_has_five_products() -> None:
+    found = backward_feeds(Variant(), SM100, head_dim=128)
+    assert found.block == (128, 128)
+    assert found.units["tensor"] == 5 * 2 * 128**3 / 8192 == 2560
+    assert found.full >= 0.99 * found.roofline
+    with pytest.raises(UnsupportedError, match="backward for sm_100a takes no head dim of 256"):
+        backward_feeds(Variant(), SM100, head_dim=256)
+
+
+def test_the_report(blackwell: Feeds) -> None:
+    lines = str(blackwell).splitlines()
+    assert lines[0] == "a full block of 256 x 128 scores, D = 128:"
+    assert lines[1].endswith("the limit")
+    assert lines[1].split()[0] == blackwell.limit
+    assert f"{blackwell.full:.0f} clocks" in str(blackwell)
+
+
+def test_a_mask_with_lengths_of_its_own_is_noted() -> None:
+    found = forward_feeds(Variant(None, masks.natten((20, 20), 5)), SM90, head_dim=64)
+    assert found.partial == found.full
+    assert "masked blocks are taken to cost what full ones do" in str(found)
+
+
+def test_the_speed_of_a_card_is_that_of_the_schedule(blackwell: Feeds) -> None:
+    card = CARDS["sm_100a"]
+    runs = full_runs(8192, 8192, blackwell.block, torch.device("cpu"))
+    found = forecast_forward(
+        runs, batch=2, heads=16, head_dim=128, sms=card.sms, cost=blackwell.cost
+    )
+    seconds = found.timeline.makespan / (card.clock * 1e9)
+    rate = 4 * 128 * 2 * 16 * 8192**2 / seconds / 1e12
+    assert 0.5 * card.peak < rate < card.peak
+
+
+def test_explain_shows_the_kernel() -> None:
+    found = explain(None, masks.causal(), q_len=512, head_dim=128, arch="sm_100a")
+    assert found.sms == CARDS["sm_100a"].sms
+    assert found.plan.template == "emulate:sm100"
+    text = str(found)
+    assert "kernel for sm_100a (predicted, not measured)" in text
+    for part in ("tensor memory columns", "softmax 0", "registers a thread", "the limit"):
+        assert part in text
+    assert "TFLOP/s of the kept scores (2250 peak)" in text
+    assert found.feeds.full < found.feeds.partial
+
+
+def test_what_cannot_be_explained() -> None:
+    with pytest.raises(UnsupportedError, match="sm_120a has neither tensor memory nor tcgen05"):
+        explain(q_len=64, arch="sm_120a")
+    with pytest.raises(OptionError, match="arch='sm_100a' with backend='cpu': give one of them"):
+        explain(q_len=64, arch="sm_100a", backend="cpu")
+    with pytest.raises(ArgumentError, match="no architecture was named"):
+        _ = explain(q_len=64).feeds
+    assert main(["explain", "masks:causal", "--q-len", "64", "--arch", "sm_80"]) == 2
