@@ -1,0 +1,184 @@
+"""Every mask and mod of the library through the GPU kernels, in the emulator.
+
+`python benchmarks/emulate.py --arch sm_100a` compiles the kernels of each variant, executes them on
+the CPU (eager, late and random completion of asynchronous work, race detection), and compares with
+dense attention in float64: one row a variant. A variant whose kernel cannot be had is a row too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import describe
+from torch import Tensor
+
+from attnkit import emulation, masks, mods
+from attnkit.errors import UnsupportedError
+from attnkit.targets import TARGETS
+from attnkit.testing.kernels import compare
+from attnkit.variant import Variant
+
+HEADS, BATCH = 2, 1
+DIRECTIONS = ("forward", "backward")
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A variant of the library and how it is run."""
+
+    name: str
+    arch: str
+    length: int
+    head_dim: int
+    dtype: str
+    mode: str
+    seeds: int
+    backward: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """A variant of the library, with sizes that it fits."""
+
+    variant: Variant
+    q_len: int
+    kv_len: int
+    batch: int
+    heads: int
+    learned: tuple[Tensor, ...] = ()
+
+
+def library(length: int) -> dict[str, Member]:
+    """All of it: "masks:name", "mods:name"."""
+    found = {
+        f"masks:{name}": Member(Variant(None, e.mask), e.q_len, e.kv_len, e.batch, e.heads)
+        for name, e in masks.examples(length).items()
+    }
+    for name, e in mods.examples(length, HEADS, BATCH, requires_grad=True).items():
+        found[f"mods:{name}"] = Member(Variant(e.mod), e.q_len, e.kv_len, BATCH, HEADS, e.learned)
+    return found
+
+
+def run(job: Job) -> Row:
+    """Emulate a variant; a row."""
+    torch.set_num_threads(1)
+    member = library(job.length)[job.name]
+    generator = torch.Generator().manual_seed(0)
+    dtype = getattr(torch, job.dtype)
+    qkv = [
+        torch.randn((member.batch, member.heads, length, job.head_dim), generator=generator).to(
+            dtype
+        )
+        for length in (member.q_len, member.kv_len, member.kv_len)
+    ]
+    began = time.perf_counter()
+    row: Row = {
+        "variant": job.name,
+        "arch": job.arch,
+        "direction": "backward" if job.backward else "forward",
+        "mode": job.mode,
+        "dtype": job.dtype,
+        "shape": [member.batch, member.heads, member.q_len, member.kv_len, job.head_dim],
+    }
+    with emulation.session(
+        mode=job.mode, seeds=job.seeds, deterministic=not job.backward
+    ) as session:
+        try:
+            errors = compare(
+                member.variant,
+                qkv,
+                backend=f"emulate:{job.arch}",
+                backward=job.backward,
+                learned=member.learned if job.backward else (),
+            )
+        except UnsupportedError as refusal:
+            return row | {"refused": str(refusal)}
+    row |= {
+        "errors": {e.name: [float(f"{e.size:.3g}"), float(f"{e.limit:.3g}")] for e in errors},
+        "kernels": len(session.reports),
+        "findings": [str(f) for _, report in session.reports for f in report.findings],
+        "ok": session.ok and all(e.ok for e in errors),
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+    return row
+
+
+def results(jobs: list[Job], workers: int) -> Iterator[Row]:
+    """Rows in the order of the jobs."""
+    if workers == 1:
+        yield from map(run, jobs)
+        return
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        yield from pool.map(run, jobs)
+
+
+def line(row: Row) -> str:
+    """A row, to read."""
+    name = f"{row['variant']:32} {row['arch']:8} {row['direction']:8}"
+    if "refused" in row:
+        return f"{name} refused: {row['refused']}"
+    worst = max((e / limit if limit else float(e > 0)) for e, limit in row["errors"].values())
+    mark = "ok" if row["ok"] else "WRONG"
+    return f"{name} {mark:5} error {worst:.2f} of the limit, {row['seconds']:6.1f} s"
+
+
+def main() -> int:
+    """Run and print; the exit status is 1 if anything is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--arch", action="append", help="sm_90a, sm_100a (default); repeatable")
+    parser.add_argument("--length", type=int, default=300)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--mode", choices=emulation.MODES, default="check")
+    parser.add_argument("--seeds", type=int, default=1, help="late orders of a check")
+    parser.add_argument("--direction", choices=DIRECTIONS, action="append", help="default: both")
+    parser.add_argument("--only", default="", help="variants whose name begins so")
+    parser.add_argument("--workers", type=int, default=2, help="processes")
+    parser.add_argument("--save", type=Path, help="write the rows to this file, anew")
+    options = parser.parse_args()
+    known = {t.arch for t in TARGETS}
+    archs = options.arch or ["sm_100a"]
+    if unknown := set(archs) - known:
+        parser.error(f"--arch {unknown.pop()}: expected one of {', '.join(sorted(known))}")
+    shared = (options.length, options.head_dim, options.dtype, options.mode, options.seeds)
+    jobs = [
+        Job(name, arch, *shared, direction == "backward")
+        for arch in archs
+        for direction in options.direction or DIRECTIONS
+        for name in library(options.length)
+        if name.startswith(options.only)
+    ]
+    save(options.save, {"benchmark": "library in the emulator", **describe()}, "w")
+    rows = []
+    for row in results(jobs, options.workers):
+        print(line(row), flush=True)
+        for finding in row.get("findings", ()):
+            print(f"    {finding}")
+        rows.append(row)
+        save(options.save, row, "a")
+    wrong = [r for r in rows if "refused" not in r and not r["ok"]]
+    refused = [r for r in rows if "refused" in r]
+    print(f"{len(rows)} variants: {len(wrong)} wrong, {len(refused)} refused")
+    return bool(wrong)
+
+
+def save(file: Path | None, row: Row, mode: str) -> None:
+    """Write a row, as soon as it is known."""
+    if file is not None:
+        with file.open(mode) as stream:
+            stream.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

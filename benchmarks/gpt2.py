@@ -1,0 +1,331 @@
+"""A training step of GPT-2 small on packed documents, attention by attnkit and by its peers.
+
+    python benchmarks/gpt2.py --save
+
+Twelve layers of 12 heads of 64, 8 sequences of 4096 tokens, each packed with documents of drawn
+lengths, bfloat16: forward, backward and AdamW. Every contender has a model of its own with the same
+weights, compiled layer by layer; steps are timed in turn in this process. Before that a few steps
+are taken, and the losses compared. "no attention" has the value in place of attention: the rest of
+the step. The exit status is 1 if attnkit failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from gpu_machine import describe_gpu
+from gpu_timing import MODES, CudaTimer, Function, Reading, Series, Timer, in_turn
+from torch import Tensor, nn
+from torch.nn.attention import flex_attention as flex
+
+import attnkit
+from attnkit import masks
+
+ROWS = Path(__file__).parent / "results" / "gpt2.jsonl"
+OURS = "attnkit"
+STEPS = 3  # whose losses are compared
+AGREED = 0.02  # largest difference of two losses, of about 10: the step is in bfloat16
+
+Row = dict[str, Any]
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # [B, H, S, D]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the model and of a batch."""
+
+    layers: int = 12
+    heads: int = 12
+    width: int = 768
+    vocabulary: int = 50304
+    batch: int = 8
+    length: int = 4096
+    document: int = 600  # tokens, the median
+
+
+class Block(nn.Module):
+    """A layer: attention and a perceptron, each added to what came in."""
+
+    def __init__(self, sizes: Sizes, attention: Attention) -> None:
+        super().__init__()
+        width = sizes.width
+        self.heads, self.attention = sizes.heads, attention
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(self.before(x)).unflatten(-1, (3, self.heads, -1)).unbind(-3)
+        q, k, v = (t.transpose(1, 2) for t in parts)
+        x = x + self.out(self.attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.between(x)), approximate="tanh"))
+
+
+class Head(nn.Module):
+    """The loss of every token's successor, in float32; the output is tied to the input."""
+
+    def __init__(self, tokens: nn.Embedding) -> None:
+        super().__init__()
+        self.norm, self.weight = nn.LayerNorm(tokens.embedding_dim), tokens.weight
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        scores = F.linear(self.norm(x), self.weight).flatten(0, 1)
+        following = F.pad(tokens[:, 1:], (0, 1), value=-100)  # of the last one nothing is known
+        return F.cross_entropy(scores.float(), following.flatten(), ignore_index=-100)
+
+
+class Model(nn.Module):
+    """GPT-2."""
+
+    def __init__(self, sizes: Sizes, attention: Attention) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(sizes.vocabulary, sizes.width)
+        self.places = nn.Embedding(sizes.length, sizes.width)
+        self.blocks = nn.ModuleList(Block(sizes, attention) for _ in range(sizes.layers))
+        self.head = Head(self.tokens)
+        for p in self.parameters():
+            if p.ndim == 2:
+                nn.init.normal_(p, std=0.02)
+
+    def forward(self, tokens: Tensor, places: Tensor) -> Tensor:
+        """The loss; tokens and places as of `Batch`."""
+        x = self.tokens(tokens) + self.places(places)
+        for block in self.blocks:
+            x = block(x)
+        loss: Tensor = self.head(x, tokens)
+        return loss
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tokens, the document of each, and its place there; all int64 [B, S]."""
+
+    tokens: Tensor
+    documents: Tensor
+    places: Tensor
+
+    @staticmethod
+    def drawn(sizes: Sizes, device: torch.device) -> Batch:
+        """Documents of log-normal lengths, as those of web pages; the last one is cut."""
+        random = torch.Generator().manual_seed(0)
+        shape = (sizes.batch, sizes.length)
+        tokens = torch.randint(sizes.vocabulary, shape, generator=random)
+        spread = torch.randn(shape, generator=random).exp()
+        starts = (sizes.document * spread).long().clamp(min=8).cumsum(1)
+        at = torch.arange(sizes.length).expand(shape).contiguous()
+        documents = torch.searchsorted(starts, at, right=True)
+        begin = F.pad(starts, (1, 0)).gather(1, documents)
+        return Batch(*(t.to(device) for t in (tokens, documents, at - begin)))
+
+    @property
+    def count(self) -> int:
+        """Number of documents."""
+        return int((self.documents[:, -1] + 1).sum())
+
+    @property
+    def density(self) -> float:
+        """Share of the scores that the mask keeps."""
+        return float((self.places + 1).sum() / self.places.shape[1] / self.places.numel())
+
+
+def attnkit_attention(batch: Batch) -> Attention:
+    """The mask as it is said; tiles are found by the first call."""
+    mask = masks.causal() & masks.document(batch.documents)
+    return lambda q, k, v: attnkit.flex_attention(q, k, v, block_mask=mask)
+
+
+def flex_attention(batch: Batch, options: dict[str, Any] | None = None) -> Attention:
+    """FlexAttention, its block mask made once."""
+    documents = batch.documents
+
+    def keep(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (q >= kv) & (documents[b, q] == documents[b, kv])
+
+    count, length = documents.shape
+    mask = flex.create_block_mask(keep, count, None, length, length, device=documents.device)
+    return lambda q, k, v: flex.flex_attention(q, k, v, block_mask=mask, kernel_options=options)
+
+
+def dense_attention(batch: Batch) -> Attention:
+    """scaled_dot_product_attention with a dense mask."""
+    at = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+    kept = batch.documents[:, :, None] == batch.documents[:, None]
+    kept = (kept & (at[:, None] >= at))[:, None]
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, kept)
+
+
+CONTENDERS: dict[str, Callable[[Batch], Attention]] = {
+    OURS: attnkit_attention,
+    "Flex Triton": flex_attention,
+    "Flex FLASH": lambda batch: flex_attention(batch, {"BACKEND": "FLASH"}),
+    "SDPA dense": dense_attention,
+    "no attention": lambda batch: lambda q, k, v: v,
+}
+DEFAULT = "attnkit,Flex Triton,Flex FLASH,no attention"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A model that is ready to be timed.
+
+    Attributes:
+        step: takes one, and gives the loss.
+        known: fields of its row.
+    """
+
+    step: Callable[[], Tensor]
+    known: Row
+
+
+def prepared(attention: Attention, batch: Batch, sizes: Sizes, whole: bool) -> Contender:
+    """A model, its first losses and its peak memory."""
+    began = time.perf_counter()
+    device = batch.tokens.device
+    torch.manual_seed(0)
+    dtype = torch.bfloat16
+    model = Model(sizes, attention).to(device, dtype)
+    if whole:
+        for part in (*model.blocks, model.head):
+            part.compile(fullgraph=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(batch.tokens, batch.places)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    losses = [float(step()) for _ in range(STEPS)]
+    known: Row = {"losses": losses, "seconds_to_start": round(time.perf_counter() - began, 1)}
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        known["peak_bytes"] = torch.cuda.max_memory_allocated(device) - before
+    return Contender(step, known)
+
+
+class WallTimer:
+    """The wall clock, where there is no GPU."""
+
+    def prepare(self, function: Function) -> None:
+        function()
+
+    def measure(self, function: Function, prepared: None) -> Reading:
+        began = time.perf_counter()
+        function()
+        return Reading(1000 * (time.perf_counter() - began), None)
+
+
+def measured(
+    names: list[str], batch: Batch, sizes: Sizes, timer: Timer, rounds: int, whole: bool
+) -> list[Row]:
+    """A row for each contender."""
+    ready: dict[str, Contender] = {}
+    rows: dict[str, Row] = {}
+    for name in names:
+        torch.compiler.reset()
+        try:
+            ready[name] = prepared(CONTENDERS[name](batch), batch, sizes, whole)
+        except Exception as error:
+            first = (str(error).splitlines() or [""])[0]
+            rows[name] = {"skipped": f"{type(error).__name__}: {first}"[:300]}
+        print(name, rows.get(name) or ready[name].known, flush=True)
+    series = in_turn({name: c.step for name, c in ready.items()}, timer, rounds=rounds)
+    tokens = batch.tokens.numel()
+    for name, contender in ready.items():
+        rows[name] = contender.known | figures(series[name], series.get(OURS), tokens)
+    return [{"contender": name} | rows[name] for name in names]
+
+
+def figures(own: Series, ours: Series | None, tokens: int) -> Row:
+    """Times, clock, throughput; ratio: how many times attnkit's time that is."""
+    row: Row = {"ms": own.times.median, "ms_least": own.times.least}
+    row |= {"ms_most": max(own.times.rounds), "rounds": len(own.readings), "ghz": own.ghz}
+    row["tokens_a_second"] = round(1000 * tokens / own.times.median)
+    return row | ({} if ours is None else {"ratio": own.times.over(ours.times)})
+
+
+def disagreeing(rows: list[Row]) -> list[str]:
+    """Contenders whose losses are not attnkit's; without attention they are not meant to be."""
+    losses = {r["contender"]: r["losses"] for r in rows if "losses" in r}
+    ours = losses.get(OURS, [])
+    return [
+        name
+        for name, found in losses.items()
+        if name != "no attention"
+        and any(not abs(a - b) <= AGREED for a, b in zip(found, ours, strict=False))
+    ]
+
+
+def line(row: Row) -> str:
+    """A row for people."""
+    if "skipped" in row:
+        return f"{row['contender']:18}skipped: {row['skipped']}"
+    peak, clock = row.get("peak_bytes", 0) / 2**30, row["ghz"]
+    return (
+        f"{row['contender']:18}{row['ms']:9.2f}{row.get('ratio', 0):8.3f}"
+        f"{row['tokens_a_second']:12,}{peak:9.2f}{clock or 0:7.3f}  {row['losses'][-1]:.4f}"
+    )
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    for name, value in asdict(Sizes()).items():
+        parser.add_argument(f"--{name}", type=int, default=value, help=f"{value}")
+    parser.add_argument("--contenders", default=DEFAULT, help=f"of {', '.join(CONTENDERS)}")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--rounds", type=int, default=7, help="steps timed of each; 7")
+    parser.add_argument("--eager", action="store_true", help="do not compile the layers")
+    parser.add_argument("--commit", help="to record, where the checkout has no git")
+    parser.add_argument(
+        "--save", type=Path, nargs="?", const=ROWS, metavar="FILE",
+        help="append the rows to FILE, results/gpt2.jsonl if none is named",
+    )  # fmt: skip
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = arguments().parse_args(argv)
+    device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print("this benchmark needs a CUDA device, and torch.cuda sees none", file=sys.stderr)
+        return 2
+    sizes = Sizes(**{name: getattr(options, name) for name in asdict(Sizes())})
+    names = [name.strip() for name in options.contenders.split(",")]
+    if unknown := set(names) - set(CONTENDERS):
+        print(f"no contender {sorted(unknown)}; see --help", file=sys.stderr)
+        return 2
+    on_gpu = device.type == "cuda"
+    timer: Timer = CudaTimer(MODES["sustained"], device) if on_gpu else WallTimer()
+    batch = Batch.drawn(sizes, device)
+    shared: Row = {"benchmark": "gpt2 step", "sizes": asdict(sizes), "density": batch.density}
+    shared |= {"compiled": not options.eager, "documents": batch.count}
+    rows = measured(names, batch, sizes, timer, options.rounds, not options.eager)
+    where = describe_gpu(device, options.commit) if on_gpu else {}
+    print(*(f"{k}: {v}" for k, v in (where | shared).items()), sep=", ")
+    print(f"{'contender':18}{'ms':>9}{'x ours':>8}{'tokens/s':>12}{'peak GiB':>9}{'GHz':>7}  loss")
+    for row in rows:
+        print(line(row))
+        if options.save:
+            with options.save.open("a") as file:
+                file.write(json.dumps(where | shared | row) + "\n")
+    wrong = disagreeing(rows)
+    if wrong:
+        print(f"losses differ from attnkit's: {', '.join(wrong)}")
+    failed = any("skipped" in r and r["contender"] == OURS for r in rows)
+    return int(failed or bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
