@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import weakref
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("cutlass")
 
-from attnkit import compiled
+from attnkit import compiled, emulation
 from attnkit.cli import main
 from attnkit.emulator import Executable
 from attnkit.emulator.ptx import Source
@@ -53,6 +54,8 @@ def faulty(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return exe.with_ptx(text)
 
     monkeypatch.setattr(compiled.Kernel, "executable", executable)
+    # what is kept of it must be gone with the fault
+    monkeypatch.setattr(emulation, "_executables", weakref.WeakKeyDictionary())
 
 
 def test_the_command_names_role_line_source_and_barrier(
