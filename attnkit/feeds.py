@@ -8,6 +8,7 @@ does more is that of its blocks. Units are busy with the instructions that were 
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -146,7 +147,7 @@ def _slope(short: Timeline, long: Timeline) -> float:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Run(ABC):
     """Runs on one CTA.
 
     Attributes:
@@ -185,10 +186,11 @@ class _Run:
             raise UnsupportedError(f"the kernel faults: {session.reports[0][1]}")
         return max((t for _, t in session.timelines), key=lambda t: t.clocks)
 
+    @abstractmethod
     def grid(self, tiles: int, blocks: int) -> tuple[int, int]:
         """Rows and columns of blocks."""
-        raise NotImplementedError
 
+    @abstractmethod
     def call(
         self,
         variant: Variant,
@@ -198,7 +200,6 @@ class _Run:
         runs: BlockRuns,
     ) -> None:
         """Run the kernels."""
-        raise NotImplementedError
 
 
 class _Forward(_Run):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,8 +21,9 @@ class BarrierOps(GangState):
     polling: bool
     leaving: Lanes | None  # lanes of warps that must leave the gang before this block can run
 
-    def place(self, line: int) -> Place:
-        raise NotImplementedError  # `Gang` has it
+    if TYPE_CHECKING:  # Gang has it
+
+        def place(self, line: int) -> Place: ...
 
     def _find(self, address: int) -> MBarrier:
         return self.cta.cluster.mbarrier(address)

@@ -85,27 +85,11 @@ class Backward(Products, Loads, Weights, Sums):
         ctas: Int32,
         stream: Any,
     ):
-        """Launch.
+        """Launch; the arguments are those of `sm90.backward.Backward`.
 
         Args:
-            query, key, value, grad_out, grad_key, grad_value: [B, H, S, D] of the config's dtype,
-                the last dimension contiguous, the others' strides and the address multiples of 16
-                bytes. The last two are not written if the config accumulates.
-            lse, delta: float32 [B * H * q blocks * block_q], of `sm90.backward_edges.Prepare`.
-            sums: float32, zero; tiles of dQ, then, if the config accumulates, of dK and of dV, in
-                the order of `backward_sums`.
-            pieces: int32 [pieces, 12], see `Schedule.table`.
-            partial, full: int32 [2, runs], starts and lengths of the transposed runs.
-            counter: int32 [1], zero; left at zero.
-            captured: captured tensors.
-            totals: gradients of the wanted ones among them, float32, of their shapes; added to.
-            turns: empty, or where the config has turns, all int32: semaphores, one a tile of the
-                sums, those of dQ holding the first kv tile of their row, the others 0, left as
-                they are; of every (b, h, q block) the first and last + 1 of its kept runs (see
-                `attnkit.turns`), [rows, 2]; starts and lengths of these; `group` there.
-            scale: softmax scale.
-            group: query heads per kv head.
-            ctas: at most the number of pieces.
+            sums: as there, in tiles, in the order of `backward_sums`.
+            turns: as there, with one semaphore a tile of the sums.
         """
         c, dtype = self.config, self.dtype
         width, deep, bm, bn = c.width, c.value_width, c.block_q, c.rows_kv

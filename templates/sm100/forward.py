@@ -81,22 +81,7 @@ class Forward(Softmax, ForwardLoads, ForwardStores):
         ctas: Int32,
         stream: Any,
     ):
-        """Launch.
-
-        Args:
-            query, key, value, out: [B, H, S, D] of the config's dtype, the last dimension
-                contiguous, the others' strides and the address multiples of 16 bytes.
-            lse, top: float32 [B, H, S]; `top` is written only if the config needs the maxima.
-            pieces: int32 [pieces, 12]: see `attnkit.worklist.WorkList`; cursors descend.
-            partial, full: int32 [2, runs], starts and lengths of runs of kv blocks.
-            counter: int32 [1], zero; left at zero.
-            parts, part_lse: float32 [slots, rows of a tile, Dv] and [slots, rows]: output and LSE
-                of pieces that are parts of a row, by their slot; `Combine` puts them together.
-            captured: captured tensors.
-            scale: softmax scale.
-            group: query heads per kv head.
-            ctas: at most the number of pieces.
-        """
+        """Launch; the arguments are those of `sm90.forward.Forward`."""
         c, dtype = self.config, self.dtype
         query, key, out = (ordered(t, (2, 3, 1, 0)) for t in (query, key, out))
         value = ordered(value, (3, 2, 1, 0))

@@ -1,0 +1,71 @@
+"""How a pair of CTAs adds its dQ: each half of the rows, in two parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Int32, Int64, cute
+
+from attnkit.templates.sm100 import backward_device as device
+from attnkit.templates.sm100.backward_config import SLICE
+
+HALF = 64  # rows of a q tile, or columns of a head, of a CTA
+
+
+class PairSums:
+    """The part of `PairBackward` that differs from `Sums`, which the class has as well."""
+
+    config: Any
+    await_slot: Any
+    pass_turn: Any
+    rank: Any
+    reduce_slice: Any
+    signal: Any
+    take_turn: Any
+    write_row: Any
+
+    def dq_columns(self) -> tuple[int, int]:
+        """First columns of dQ's two parts: those of dP^T that dS^T leaves."""
+        first, half = self.config.dp_column, self.config.block_q // 2
+        return first + half // 2, first + half + half // 2
+
+    def add_block(self, place: Any, lanes: Any, which: Any, kc: Any, bars: Any) -> None:
+        """Add the CTA's half of a block's dQ."""
+        c, (_, _, turns, thread, _, _) = self.config, place
+        tile, turn = which
+        dq_full, dq_free = bars
+        mine = 2 * tile + self.rank()
+        cute.arch.mbarrier_wait(dq_full, kc & 1)
+        device.fence_after()
+        self.take_turn(turns, mine, turn, thread)
+        parts = [device.load(lanes + column, SLICE) for column in self.dq_columns()]
+        device.fence_before()
+        cute.arch.sync_warp()
+        self.signal(dq_free)
+        start = Int64(mine) * (HALF * c.width)
+        for part, values in enumerate(parts):
+            self.send_part(place, values, start, part)
+        self.pass_turn(turns, mine, 2 * tile, (turn, Int32(-1)), thread)
+
+    def send_part(self, place: Any, values: Any, start: Any, part: int) -> None:
+        """Add two slices of 64 rows, one of the first and one of the last 64 columns."""
+        outgoing, sums, _, thread, lane, warp = place
+        slice_size = SLICE * HALF
+        slot = outgoing + 2 * part * slice_size
+        self.await_slot(thread)
+        cute.arch.barrier(barrier_id=1, number_of_threads=128)
+        row = (warp % 2) * device.LANES + lane
+        self.write_row(slot + (warp // 2) * slice_size, values, row, HALF)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=1, number_of_threads=128)
+        self.reduce_two(slot, sums.iterator + start, thread, part)
+
+    @cute.jit
+    def reduce_two(self, slot: cute.Pointer, target: cute.Pointer, thread: Int32, part: int):
+        """Bulk reductions of two slices, as one group."""
+        if thread == 0:
+            for half in cutlass.range_constexpr(2):
+                at = (2 * half + part) * SLICE * HALF
+                self.reduce_slice(slot + half * SLICE * HALF, target + at, HALF)
+            cute.arch.cp_async_bulk_commit_group()
