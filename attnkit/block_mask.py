@@ -79,42 +79,62 @@ def mask_runs(
 
     def build() -> tuple[BlockRuns, frozenset[Node]]:
         checked = check_lengths(mask, q_len, kv_len, batch, heads)
-        # An operator costs its launch on a GPU, the first of its kind milliseconds: there is done
-        # what lives there, and what is long.
-        data = any(t.device.type != "cpu" for t in mask.tensors)
-        there = data or q_len + kv_len > _ON_HOST
+        shape = q_len, kv_len, batch, heads
+        runs = None
         if device.type != "cpu" and not checked:
-            found = find_intervals(
-                mask,
+            runs = _runs_of_rows(mask, shape, block, device, dtype)
+        if runs is None:
+            runs = classify(
+                mask.root,
+                mask.tensors,
                 q_len=q_len,
                 kv_len=kv_len,
+                block=block,
                 batch=batch,
                 heads=heads,
+                device=device if _has_data(mask) else torch.device("cpu"),
                 dtype=dtype,
-                device=device,
-                search=data,
+                names=mask.names,
             )
-            if isinstance(found, Intervals):
-                where = device if there else torch.device("cpu")
-                runs = tiles_of(found, block, dtype, where)
-                if runs is not None:
-                    return runs.to(device), checked
-        runs = classify(
-            mask.root,
-            mask.tensors,
-            q_len=q_len,
-            kv_len=kv_len,
-            block=block,
-            batch=batch,
-            heads=heads,
-            device=device if data else torch.device("cpu"),
-            dtype=dtype,
-            names=mask.names,
-        )
         return runs.to(device), checked
 
     key = (mask.root, mask.names, q_len, kv_len, batch, heads, block, device, dtype)
     return _runs.get(key, mask.tensors, build)
+
+
+def _has_data(mask: Traced) -> bool:
+    """Whether the mask captures tensors of a GPU."""
+    return any(t.device.type != "cpu" for t in mask.tensors)
+
+
+def _runs_of_rows(
+    mask: Traced,
+    shape: tuple[int, int, int, int],
+    block: tuple[int, int],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> BlockRuns | None:
+    """The runs of a mask by the intervals of its rows, for a GPU; None where they do not tell.
+
+    An operator costs its launch on a GPU, the first of its kind milliseconds: there is done what
+    lives there, and what is long.
+    """
+    q_len, kv_len, batch, heads = shape
+    data = _has_data(mask)
+    found = find_intervals(
+        mask,
+        q_len=q_len,
+        kv_len=kv_len,
+        batch=batch,
+        heads=heads,
+        dtype=dtype,
+        device=device,
+        search=data,
+    )
+    if not isinstance(found, Intervals):
+        return None
+    there = data or q_len + kv_len > _ON_HOST
+    return tiles_of(found, block, dtype, device if there else torch.device("cpu"))
 
 
 class BlockMask:

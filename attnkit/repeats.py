@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -22,44 +21,32 @@ from attnkit.block_mask import BlockMask
 from attnkit.errors import UnsupportedError
 from attnkit.guards import Known, recognised
 from attnkit.launch import Settled
+from attnkit.versions import Stamp
 
 _SIZE = 256
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _lock = threading.Lock()
 
 
-class Stamp:
-    """A tensor's data as it was.
+class CapturedStamp(Stamp):
+    """A stamp that may be asked while a CUDA graph is captured, which cannot wait for the GPU."""
 
-    Tensors of inference mode count no versions: of those a copy is kept and compared, which waits
-    for the GPU.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._reference = weakref.ref(tensor)
-        self._copy = tensor.clone() if tensor.is_inference() else None
-        self._version = -1 if tensor.is_inference() else tensor._version
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether this is the tensor, with that data.
+    def _equal(self, tensor: Tensor, copy: Tensor) -> bool:
+        """Whether the data is the same.
 
         Raises:
             UnsupportedError: it cannot be compared while a CUDA graph is captured.
         """
-        if self._reference() is not tensor:
-            return False
-        if self._copy is None:
-            return tensor._version == self._version
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
                 "a mask reads a tensor that was made in inference mode, of which torch does not "
                 "say whether it was edited, and comparing its data would wait for the GPU, which "
                 "a CUDA graph cannot; make it outside of torch.inference_mode()"
             )
-        return torch.equal(self._copy, tensor)
+        return super()._equal(tensor, copy)
 
 
-_entries: dict[Hashable, tuple[Settled, tuple[Stamp, ...]]] = {}
+_entries: dict[Hashable, tuple[Settled, tuple[CapturedStamp, ...]]] = {}
 
 
 @dataclass(eq=False, slots=True)  # frozen would take a microsecond more at every call
@@ -93,7 +80,7 @@ class Likeness:
 
     def keep(self, settled: Settled) -> None:
         """Keep what was settled for calls like this."""
-        stamps = tuple([Stamp(t) for t in self.data])
+        stamps = tuple([CapturedStamp(t) for t in self.data])
         with _lock:
             if len(_entries) >= _SIZE and self.key not in _entries:
                 _entries.pop(next(iter(_entries)))

@@ -13,21 +13,28 @@ from torch import Tensor
 T = TypeVar("T")
 
 
-class _Stamp:
-    """One tensor as it was: the same object, with the same version counter."""
+class Stamp:
+    """A tensor's data as it was: the same object, with the same version counter.
+
+    Tensors of inference mode count no versions: of those a copy is kept and compared, which waits
+    for the GPU.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
-        self.reference = weakref.ref(tensor)
-        # inference tensors have no version counter: keep a copy and compare
-        self.copy = tensor.clone() if tensor.is_inference() else None
-        self.version = None if tensor.is_inference() else tensor._version
+        self._reference = weakref.ref(tensor)
+        self._copy = tensor.clone() if tensor.is_inference() else None
+        self._version = -1 if tensor.is_inference() else tensor._version
 
     def holds(self, tensor: Tensor) -> bool:
-        if self.reference() is not tensor:
+        """Whether this is the tensor, with that data."""
+        if self._reference() is not tensor:
             return False
-        if self.copy is not None:
-            return self.copy.shape == tensor.shape and torch.equal(self.copy, tensor)
-        return self.version == tensor._version
+        if self._copy is None:
+            return tensor._version == self._version
+        return self._equal(tensor, self._copy)
+
+    def _equal(self, tensor: Tensor, copy: Tensor) -> bool:
+        return copy.shape == tensor.shape and torch.equal(copy, tensor)
 
 
 class VersionedCache(Generic[T]):
@@ -41,7 +48,7 @@ class VersionedCache(Generic[T]):
         """`copies`: keep copies of inference tensors to compare; else values of them are not kept."""
         self._size = size
         self._copies = copies
-        self._entries: OrderedDict[Hashable, tuple[tuple[_Stamp, ...], T]] = OrderedDict()
+        self._entries: OrderedDict[Hashable, tuple[tuple[Stamp, ...], T]] = OrderedDict()
 
     def get(self, key: Hashable, tensors: Sequence[Tensor], make: Callable[[], T]) -> T:
         """The value for a key and tensors, made if it is not known."""
@@ -55,7 +62,7 @@ class VersionedCache(Generic[T]):
                 self._entries.move_to_end(full)
                 return value
         value = make()
-        self._entries[full] = (tuple(_Stamp(t) for t in tensors), value)
+        self._entries[full] = (tuple(Stamp(t) for t in tensors), value)
         self._entries.move_to_end(full)
         while len(self._entries) > self._size:
             self._entries.popitem(last=False)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attnkit import expr
+from attnkit import create_block_mask, expr
 from attnkit.bounds import check_bounds
 from attnkit.errors import BoundsError
 from attnkit.expr import I32, Node, arg, const, load
@@ -310,3 +310,19 @@ def test_a_shift_count_outside_is_refused() -> None:
 def test_a_constant_outside_int32_is_refused() -> None:
     with pytest.raises(BoundsError, match="constant 4294967296 does not fit int32"):
         check_bounds([build("lt", Q, const(2**32))], [], q_len=4, kv_len=4, batch=1, heads=1)
+
+
+def test_a_proof_is_not_used_for_other_data() -> None:
+    """Neither where only the range matters, nor where every position was looked at."""
+    table, ids, start = torch.zeros(3), torch.tensor([0, 9, 5]), torch.tensor([0, 8, 4])
+    one = lambda b, h, q, kv: table[ids[q] - start[q]] > 0
+    two = lambda b, h, q, kv: table[(ids[q] > 4).int() + start[q] // 8] > 0
+    for mask in (one, two):
+        create_block_mask(mask, None, None, 3, 3).runs.counts()
+    start.copy_(torch.tensor([0, 8, 0]))  # of the same range: 5 - 0 leaves the table
+    with pytest.raises(BoundsError):
+        create_block_mask(one, None, None, 3, 3).runs.counts()
+    create_block_mask(two, None, None, 3, 3).runs.counts()
+    start.copy_(torch.tensor([0, 16, 0]))
+    with pytest.raises(BoundsError):
+        create_block_mask(two, None, None, 3, 3).runs.counts()
