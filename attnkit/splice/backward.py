@@ -6,8 +6,6 @@ What differs between templates is in a module of their own: a `Template`.
 from __future__ import annotations
 
 import functools
-import math
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,22 +19,16 @@ from attnkit.compiled import Build, Source, kernel
 from attnkit.emulator import Undefined
 from attnkit.expr import Node
 from attnkit.intervals import Intervals, find_intervals
-from attnkit.schedule import Shape, schedule_backward
-from attnkit.sparse import EMPTY, FULL, PARTIAL, BlockRuns
+from attnkit.sparse import BlockRuns
+from attnkit.splice.backward_work import UNIT, work_of
 from attnkit.splice.call import loadable, readable, steps
-from attnkit.splice.forward import _SMS_EMULATED, _sms
 from attnkit.splice.program import Lists, Program
 from attnkit.targets import SM90, Target
 from attnkit.trace import Traced
-from attnkit.turns import Turns, turns
 from attnkit.versions import VersionedCache
-from attnkit.worklist import full_runs, refined
 
 if TYPE_CHECKING:
     from attnkit.templates.sm90.hooks import BackwardHooks
-
-UNIT = 64 * 64  # floats of a unit of the kernel's sums
-
 
 _bounds: VersionedCache[Any] = VersionedCache(128)
 # A CUDA graph reads the tables of the calls in it at every replay, and does not say when it is gone.
@@ -174,7 +166,7 @@ def backward(
     grad_out, lse = loadable(grads[0]), saved[4].detach().contiguous()
     grad_lse = lse if grads[1] is None else grads[1].detach().contiguous()
     settings = _settings(target, query, key, value, deterministic, _light(program, wanted))
-    work = _work(runs, settings, query, key, value, emulated)
+    work = work_of(runs, settings, query, key, value, emulated)
     config, device = settings.values, query.device
     empty = functools.partial(torch.empty, dtype=torch.float32, device=device)
     units = work.units
@@ -293,149 +285,6 @@ def _settings(
         "turns": "descending" if deterministic else "",
     }
     return Settings(target, tuple(sorted(config.items())), dims)
-
-
-@dataclass(frozen=True, eq=False)
-class _Work:
-    """Tables of the kernel.
-
-    Attributes:
-        pieces, partial, full: see `templates.sm90.backward.Backward`.
-        order: turns of a deterministic run, with the semaphores as they are between launches.
-        units: of the sums of dQ, dK and dV.
-        rows: of the statistics.
-        workers: CTAs.
-        cost: estimated warp instructions in the emulator.
-    """
-
-    pieces: Tensor
-    partial: Tensor
-    full: Tensor
-    order: tuple[Tensor, ...]
-    units: tuple[int, int, int]
-    rows: int
-    workers: int
-    cost: float
-
-    def turn_tables(self) -> tuple[Tensor, ...]:
-        """The tables of turns; semaphores of its own for every launch."""
-        return (self.order[0].clone(), *self.order[1:]) if self.order else ()
-
-
-_lists: weakref.WeakKeyDictionary[BlockRuns, dict[Any, _Work]] = weakref.WeakKeyDictionary()
-
-
-def _work(
-    runs: BlockRuns | None,
-    settings: Settings,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    emulated: bool,
-) -> _Work:
-    """The tables for runs and tensors, made once."""
-    block = settings.block
-    if runs is None:
-        runs = full_runs(query.shape[2], key.shape[2], block, query.device)
-    known = _lists.setdefault(runs, {})
-    wanted = (settings, query.shape, key.shape, value.shape, emulated)
-    if wanted not in known:
-        known[wanted] = _tables(fitted(runs, block), settings, query, key, emulated)
-        if query.is_cuda and not torch.cuda.is_current_stream_capturing():
-            # other streams may read the tables next
-            torch.cuda.current_stream(query.device).synchronize()
-    return known[wanted]
-
-
-def _tables(
-    runs: BlockRuns, settings: Settings, query: Tensor, key: Tensor, emulated: bool
-) -> _Work:
-    config = settings.values
-    batch, heads = query.shape[:2]
-    wide, deep, rows = config["width"], config["value_width"], config["block_q"]
-    shape = Shape(
-        batch,
-        heads,
-        rows * (2 * (wide + deep) + 4 * wide),
-        kv_heads=key.shape[1],
-        kv_batch=key.shape[0],
-    )
-    workers = emulation.ctas(_SMS_EMULATED) if emulated else _sms(query.device)
-    order = config["turns"] or "longest"
-    schedule = schedule_backward(runs, shape, workers=workers, order=order, split=False)
-    units = [batch * heads * runs.q_blocks * (rows * wide // UNIT), 0, 0]
-    if config["accumulate"]:
-        tiles = key.shape[0] * key.shape[1] * runs.kv_blocks * (settings.block[1] // 64)
-        units[1:] = [tiles * wide // 64, tiles * deep // 64]
-    pieces = schedule.table().contiguous()
-    visited = int(pieces[:, [6, 9]].sum()) if emulated else 0
-    return _Work(
-        pieces,
-        _pairs(runs.partial_t.start, runs.partial_t.length),
-        _pairs(runs.full_t.start, runs.full_t.length),
-        _order(turns(runs, schedule), runs, shape, settings.template.SEMAPHORES, bool(units[1]))
-        if config["turns"]
-        else (),
-        (units[0], units[1], units[2]),
-        batch * heads * runs.q_blocks * rows,
-        min(workers, schedule.pieces),
-        emulation.attention_work(visited, schedule.pieces, block=settings.block, products=5),
-    )
-
-
-def _order(
-    found: Turns, runs: BlockRuns, shape: Shape, semaphores: tuple[int, int], shared: bool
-) -> tuple[Tensor, ...]:
-    """Semaphores; first and last kept run of every (b, h, q block); the runs; turns of pieces.
-
-    Args:
-        found: turns of the schedule.
-        runs, shape: what was scheduled.
-        semaphores: of a tile of dQ, and of dK or dV.
-        shared: whether dK and dV are sums too.
-    """
-    kept = found.kept
-    bounds = torch.stack([kept.row_ptr[:-1], kept.row_ptr[1:]], 1)
-    full = (shape.batch, shape.heads, runs.q_blocks)
-    own = (runs.batch, runs.heads, runs.q_blocks)
-    first = found.first.view(own).expand(full).reshape(-1, 1).expand(-1, semaphores[0])
-    pairs = (shape.kv_batch or shape.batch) * (shape.kv_heads or shape.heads) * runs.kv_blocks
-    others = found.first.new_zeros(shared * 2 * semaphores[1] * pairs)
-    return (
-        torch.cat([first.reshape(-1), others]),
-        bounds.view(*own, 2).expand(*full, 2).reshape(-1, 2).contiguous(),
-        kept.start,
-        kept.length,
-        found.group,
-    )
-
-
-def _pairs(start: Tensor, length: Tensor) -> Tensor:
-    """int32 [2, runs + 1]: a kernel takes no empty tensors."""
-    pairs = torch.stack([start, length])
-    return torch.cat([pairs, pairs.new_zeros(2, 1)], 1)
-
-
-def fitted(runs: BlockRuns, block: tuple[int, int]) -> BlockRuns:
-    """The same tiles in other sizes: cut, or joined where the sizes do not divide.
-
-    A joined tile is FULL or EMPTY only if all of its parts are.
-    """
-    if not any(own % new for own, new in zip(runs.block, block, strict=True)):
-        return refined(runs, block)
-    least = (math.gcd(runs.block[0], block[0]), math.gcd(runs.block[1], block[1]))
-    states = refined(runs, least).states()
-    rows, columns = -(-runs.q_len // block[0]), -(-runs.kv_len // block[1])
-    high, wide = block[0] // least[0], block[1] // least[1]
-    missing = (0, columns * wide - states.shape[3], 0, rows * high - states.shape[2])
-
-    def parts(beyond: int) -> Tensor:
-        padded = torch.nn.functional.pad(states, missing, value=beyond)
-        return padded.view(*states.shape[:2], rows, high, columns, wide).transpose(3, 4).flatten(4)
-
-    whole, none = (parts(FULL) == FULL).all(-1), (parts(EMPTY) == EMPTY).all(-1)
-    joined = torch.where(whole, FULL, torch.where(none, EMPTY, PARTIAL)).to(torch.int8)
-    return BlockRuns.from_states(joined, runs.q_len, runs.kv_len, block)
 
 
 def _run(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attnkit import emulation, flex_attention, masks
 from attnkit.splice import backward as splice_backward
+from attnkit.splice import backward_work
 
 BF16, FP16 = torch.bfloat16, torch.float16
 CAUSAL = masks.causal()
@@ -144,10 +145,10 @@ def ordered(backend: str, mode: str, ctas: int, dims: tuple[int, int] = (64, 64)
     def fixed(*args: Any, **options: Any) -> Any:
         return plain(*args, **{**options, "deterministic": True})
 
-    splice_backward._lists.clear()
+    backward_work._lists.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(splice_backward, "backward", fixed)
-        patch.setattr(splice_backward, "_SMS_EMULATED", ctas)
+        patch.setattr(backward_work, "_SMS_EMULATED", ctas)
         with emulation.session(mode=mode, seeds=ctas) as session:
             found = gradients(backend, inputs, weights, (), None, CAUSAL, None)
     assert session.ok
