@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -80,8 +80,12 @@ def check_bounds(
 
 def note_range(tensor: Tensor, low: int, high: int) -> None:
     """Say of an integer tensor that was just made what it holds, so that it is not read for that."""
-    ends = torch.tensor(low), torch.tensor(high)
+    ends = _scalar(low), _scalar(high)
     _values.get((I32, None), (tensor,), lambda: ends)
+
+
+def _scalar(value: Any, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.tensor(value, dtype=dtype, device="cpu")  # whatever the default device
 
 
 @dataclass(frozen=True)
@@ -193,28 +197,28 @@ class _Checker:
     def _argument(self, n: Node) -> Interval:
         domain = self._domain
         if n.type != I32:
-            return everything(n, torch.tensor(0), domain.dtype)
+            return everything(n, _scalar(0), domain.dtype)
         size = {
             "b": domain.b.numel(),
             "h": domain.h.numel(),
             "q": domain.q_len,
             "kv": domain.kv_len,
         }[str(n.attr)]
-        return torch.tensor(0), torch.tensor(size - 1)
+        return _scalar(0), _scalar(size - 1)
 
     def _constant(self, n: Node) -> Interval:
         if n.type == I32 and not INT_LOW <= int(n.attr or 0) <= INT_HIGH:
             raise BoundsError(
                 f"the constant {n.attr} does not fit {_INT32}; use a smaller one or a float"
             )
-        value = torch.tensor(n.attr, dtype=self._domain.dtype if n.type == F32 else None)
+        value = _scalar(n.attr, self._domain.dtype if n.type == F32 else None)
         return value, value
 
     def _loaded(self, n: Node) -> Interval:
         tensor = self._domain.tensors[int(n.attr or 0)]
         needed = n.type == I32 or (n.type == F32 and self._truncates)
         if not tensor.numel() or not needed:  # large tensors are not read for nothing
-            return everything(n, torch.tensor(0), self._domain.dtype)
+            return everything(n, _scalar(0), self._domain.dtype)
         low, high = self.read[n] = _known_range(tensor, n, self._domain.dtype)
         if n.type == I32 and not (int(low) >= INT_LOW and int(high) <= INT_HIGH):
             raise BoundsError(
@@ -236,7 +240,7 @@ class _Checker:
                 f"stay in {_INT32}",
                 "Divide before multiplying, or compute it with floats",
             )
-        return torch.tensor(exact.low), torch.tensor(exact.high)
+        return _scalar(exact.low), _scalar(exact.high)
 
     def _range(self, n: Node) -> _Range:
         low, high = self._ranges[n]

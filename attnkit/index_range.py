@@ -42,6 +42,8 @@ def _range(n: Node, ranges: Mapping[Node, Range], sizes: Mapping[str, int]) -> R
         return int(str(n.attr)), int(str(n.attr))
     if n.op == "arg":
         return 0, sizes[str(n.attr)] - 1
+    if n.op == "load":
+        return None
     if n.op == "where":
         a, b = ranges[n.args[1]], ranges[n.args[2]]
         return None if a is None or b is None else (min(a[0], b[0]), max(a[1], b[1]))

@@ -81,9 +81,14 @@ class Tracer:
                 self.ran(r, arguments)
         return result
 
+    def own(self, x: Any) -> bool:
+        """Whether a tensor was made while tracing, with memory of its own."""
+        base = x if not isinstance(x, Tensor) or x._base is None else x._base
+        return id(base) in self.made
+
     def looked(self, function: Any, arguments: Sequence[Any]) -> None:
         """Note an eager operation that may have turned a captured tensor's data into a number."""
-        if getattr(function, "__name__", "") not in _METADATA:
+        if _title(function) not in _METADATA:
             tensors = [a for a in arguments if isinstance(a, Tensor)]
             self.derived |= any(id(t) not in self.made or self.made[id(t)][1] for t in tensors)
 
@@ -286,8 +291,13 @@ def dispatch(tracer: Tracer, function: Any, args: Any, kwargs: Any) -> Any:
     """One torch call of the user's function: traced if a Value goes in, else run as it is."""
     leaves = _leaves((args, kwargs))
     if not any(isinstance(x, Value) for x in leaves):
-        if getattr(function, "__name__", "") in _RANDOM:
-            tracer.fail(f"{function.__name__} is random, a score_mod or mask_mod must not be")
+        if _title(function) in _RANDOM:
+            tracer.fail(f"{_title(function)} is random, a score_mod or mask_mod must not be")
+        if any(not tracer.own(t) for t in _changed(function, args, kwargs)):
+            tracer.fail(
+                f"{_title(function)} changes a captured tensor whenever the function is traced; "
+                "change it outside of the function"
+            )
         if function is Tensor.__getitem__ and _static(args[1]):
             return HANDLERS[function](tracer, tracer.lift(args[0]), args[1])
         result = function(*args, **kwargs)
@@ -299,8 +309,10 @@ def dispatch(tracer: Tracer, function: Any, args: Any, kwargs: Any) -> Any:
         if all(x.origin is not None for x in leaves if isinstance(x, Value)):
             args, kwargs = _origins(args), _origins(kwargs)
             return tracer.ran(function(*args, **kwargs), _leaves((args, kwargs)))
-        name = getattr(function, "__name__", str(function))
-        if name.endswith("_") and not name.endswith("__"):
+        name = _title(function)
+        if name == "__setitem__":
+            tracer.fail("assigning at a traced index is not supported; use torch.where")
+        if _in_place(function):
             tracer.fail(f"{name} changes a value in place; write {name[:-1]} and use its result")
         tracer.fail(f"{name} is not supported in a score_mod or mask_mod")
     try:
@@ -308,8 +320,22 @@ def dispatch(tracer: Tracer, function: Any, args: Any, kwargs: Any) -> Any:
     except TraceError:
         raise
     except (TypeError, ValueError, IndexError) as error:
-        name = getattr(function, "__name__", str(function))
-        tracer.fail(f"{name}: {error}", error)
+        tracer.fail(f"{_title(function)}: {error}", error)
+
+
+def _title(function: Any) -> str:
+    return str(getattr(function, "__name__", function))
+
+
+def _in_place(function: Any) -> bool:
+    name = _title(function)
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+def _changed(function: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The tensors that a call changes."""
+    first = _in_place(function) or bool(kwargs.get("inplace"))
+    return [*args[:first], *_leaves(kwargs.get("out", ()))]
 
 
 def _leaves(x: Any) -> list[Any]:

@@ -120,9 +120,8 @@ def simulate(schedule: Schedule, workers: int | None = None) -> Timeline:
         starts.append(now)
         hands.append(hand)
         heapq.heapreplace(free, (now + cost, hand))
-    start = torch.tensor(starts)
-    cost = schedule.cost.cpu()
-    return Timeline(start, start + cost, torch.tensor(hands, dtype=torch.int32), count, sum(costs))
+    start, cost = _column(starts), schedule.cost.cpu()
+    return Timeline(start, start + cost, _column(hands).to(torch.int32), count, sum(costs))
 
 
 def simulate_turns(schedule: Schedule, runs: BlockRuns, workers: int | None = None) -> Timeline:
@@ -141,7 +140,8 @@ def simulate_turns(schedule: Schedule, runs: BlockRuns, workers: int | None = No
     spent = torch.where(partial, schedule.prices.partial, schedule.prices.full)
     count = _positive(schedule.workers if workers is None else workers)
     free = [(0, i) for i in range(count)]
-    ready = torch.zeros(schedule.shape.batch * schedule.shape.heads * runs.q_blocks).to(torch.int64)
+    rows = schedule.shape.batch * schedule.shape.heads * runs.q_blocks
+    ready = torch.zeros(rows, dtype=torch.int64, device="cpu")
     starts, ends, hands = [], [], []
     parts = zip(place.split(counts.tolist()), spent.split(counts.tolist()), strict=True)
     rest = schedule.cost.cpu() - torch.zeros_like(counts).index_add(0, piece[order], spent)
@@ -157,9 +157,12 @@ def simulate_turns(schedule: Schedule, runs: BlockRuns, workers: int | None = No
         ends.append(end)
         hands.append(hand)
         heapq.heapreplace(free, (end, hand))
-    hand32 = torch.tensor(hands, dtype=torch.int32)
     work = int(schedule.cost.sum())
-    return Timeline(torch.tensor(starts), torch.tensor(ends), hand32, count, work)
+    return Timeline(_column(starts), _column(ends), _column(hands).to(torch.int32), count, work)
+
+
+def _column(numbers: list[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 def _positive(workers: int) -> int:
@@ -184,7 +187,7 @@ def visits(schedule: Schedule, runs: BlockRuns, every: int = 1) -> tuple[Tensor,
     found = [_walk(cursor.cpu().to(torch.int64), kind.to("cpu"), every) for cursor, kind in pairs]
     piece = torch.cat([p for p, _ in found])
     tile = torch.cat([t for _, t in found])
-    partial = torch.arange(piece.numel()) < found[0][0].numel()
+    partial = torch.arange(piece.numel(), device="cpu") < found[0][0].numel()
     order = torch.argsort(piece, stable=True)
     return piece[order], tile[order], partial[order]
 
@@ -210,8 +213,8 @@ def _walk(cursor: Tensor, runs: Runs, every: int) -> tuple[Tensor, Tensor]:
 
 def _expanded(counts: Tensor) -> tuple[Tensor, Tensor]:
     """Index i repeated counts[i] times, and 0, 1, ... within each."""
-    owner = torch.arange(counts.numel()).repeat_interleave(counts)
-    return owner, torch.arange(owner.numel()) - (counts.cumsum(0) - counts)[owner]
+    owner = torch.arange(counts.numel(), device="cpu").repeat_interleave(counts)
+    return owner, torch.arange(owner.numel(), device="cpu") - (counts.cumsum(0) - counts)[owner]
 
 
 def l2_reuse(
@@ -229,7 +232,7 @@ def l2_reuse(
     if not piece.numel():
         return 0.0
     # a piece passes its tiles evenly between start and end
-    place = torch.arange(piece.numel())
+    place = torch.arange(piece.numel(), device="cpu")
     counts = torch.bincount(piece, minlength=schedule.pieces)
     rank = (place - (counts.cumsum(0) - counts)[piece] + 0.5) / counts[piece]
     length = (timeline.end - timeline.start)[piece]

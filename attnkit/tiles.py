@@ -88,8 +88,7 @@ def classify(
     count = Statistics() if statistics is None else statistics
     parts = []
     with torch.no_grad():
-        for b, h in _chunks(batch, heads, q_len, kv_len, block):
-            b, h = b.to(device), h.to(device)
+        for b, h in _chunks(batch, heads, q_len, kv_len, block, device):
             domain = Domain(tensors, q_len, kv_len, b, h, dtype, classifier.sides)
             parts.append(classifier.runs(domain, block, count))
     return BlockRuns.stacked(parts, batch, heads)
@@ -141,14 +140,20 @@ def _prepare(
 
 
 def _chunks(
-    batch: int, heads: int, q_len: int, kv_len: int, block: tuple[int, int]
+    batch: int,
+    heads: int,
+    q_len: int,
+    kv_len: int,
+    block: tuple[int, int],
+    device: torch.device | str,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Batch and head numbers to classify together, in row order."""
     tiles = -(-q_len // block[0]) * -(-kv_len // block[1])
     pairs = max(1, min(_MAX_POINTS // (q_len + kv_len), _MAX_TILES // tiles))
     b_step, h_step = (max(1, pairs // heads), heads) if pairs >= heads else (1, pairs)
-    for b in torch.arange(batch, dtype=torch.int32).split(b_step):
-        for h in torch.arange(heads, dtype=torch.int32).split(h_step):
+    all_b, all_h = (torch.arange(n, dtype=torch.int32, device=device) for n in (batch, heads))
+    for b in all_b.split(b_step):
+        for h in all_h.split(h_step):
             yield b, h
 
 

@@ -115,8 +115,20 @@ def _check_arity(function: Callable[..., Any], kind: Kind) -> None:
         parameters.bind(*names)
     except TypeError as error:
         raise TraceError(
-            f"{_name_of(function)}{parameters} cannot be called as {signature}: {error}"
+            f"{_name_of(function)}{parameters} cannot be called as {signature}: {error}. "
+            + _instead(function, kind, parameters)
         ) from None
+
+
+def _instead(function: Callable[..., Any], kind: Kind, parameters: inspect.Signature) -> str:
+    """What was meant, for a function that does not take the arguments of its kind."""
+    other: Kind = "mask" if kind == "score" else "score"
+    try:
+        parameters.bind(*ARGUMENTS[other])
+    except TypeError:
+        return f"If it makes a {kind}_mod, pass what it returns: {_name_of(function)}(...)"
+    place = "block_mask" if other == "mask" else "score_mod"
+    return f"It takes what a {other}_mod takes: pass it as {place}"
 
 
 def _root(tracer: Tracer, function: Callable[..., Any], kind: Kind, result: Any) -> Node:

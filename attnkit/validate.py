@@ -21,6 +21,8 @@ from attnkit.errors import (
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
+LONGEST = 2**31 - 1  # positions are int32
+
 # FlexAttention's kernel options. Those that tune its Triton kernels change no result; the plan
 # notes that they are not used. BLOCK_M and BLOCK_N set the tiles of a mask given as a function.
 BLOCK_OPTIONS = ("BLOCK_M", "BLOCK_N")
@@ -70,6 +72,10 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: Any) -> None:
                 f"{name} is a nested tensor; pack the sequences into one and mask by document "
                 "(attnkit.masks.document)"
             )
+        if t.layout != torch.strided:
+            raise UnsupportedError(
+                f"{name} has layout {t.layout}; expected a dense tensor: {name}.to_dense()"
+            )
         if t.ndim != 4:
             raise ShapeError(
                 f"{name} must have 4 dimensions [batch, heads, length, head dim], got shape "
@@ -78,6 +84,10 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: Any) -> None:
         for axis, what in enumerate(("batch", "heads", "length", "head dim")):
             if t.shape[axis] == 0:
                 raise ShapeError(f"{name} has no elements: its {what} is 0, shape {tuple(t.shape)}")
+        if t.shape[2] > LONGEST:
+            raise ShapeError(
+                f"{name} has length {t.shape[2]}; positions are int32, expected at most {LONGEST}"
+            )
         if t.dtype not in DTYPES:
             allowed = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
             raise DTypeError(f"{name} has dtype {t.dtype}; expected one of {allowed}")

@@ -68,8 +68,8 @@ def tile_order(shape: Sequence[int], tile: int | Sequence[int]) -> Tensor:
     """
     whole_grid = grid("shape", shape)
     parts = check_tile(whole_grid, tile)
-    order = torch.zeros((), dtype=torch.int64)
-    places = torch.arange(math.prod(whole_grid))
+    order = torch.zeros((), dtype=torch.int64, device="cpu")
+    places = torch.arange(math.prod(whole_grid), device="cpu")
     for size, at in zip(whole_grid, coordinates(places, whole_grid, parts), strict=True):
         order = order * size + at
     return order

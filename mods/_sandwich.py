@@ -47,7 +47,7 @@ def sandwich(
 
 def _decay(length: int, dims: int) -> Tensor:
     """float32 [length]: the bias of each distance before it is scaled by the head."""
-    distance = torch.arange(length, dtype=torch.float64)
+    distance = torch.arange(length, dtype=torch.float64, device="cpu")
     total = torch.zeros_like(distance)
     for i in range(1, dims // 2 + 1):
         total += torch.cos(distance * 10000.0 ** (-2 * i / dims))

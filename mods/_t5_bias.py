@@ -68,7 +68,7 @@ def t5_bias(bias: Tensor, *, bidirectional: bool = True, max_distance: int = 128
 
 def _buckets(count: int, max_distance: int) -> Tensor:
     """int32 [max_distance + 1]: the bucket of each distance, by T5's own float32 arithmetic."""
-    distance = torch.arange(max_distance + 1)
+    distance = torch.arange(max_distance + 1, device="cpu")
     exact = count // 2
     scaled = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
     rough = (exact + (scaled * (count - exact)).long()).clamp(max=count - 1)

@@ -65,6 +65,16 @@ CASES: dict[str, tuple[Any, type[AttnkitError], str]] = {
         UnsupportedError,
         "query is a nested tensor; pack the sequences",
     ),
+    "sparse": (
+        lambda: call(t(2, 4, 16, 8).to_sparse()),
+        UnsupportedError,
+        "query has layout torch.sparse_coo; expected a dense tensor: query.to_dense()",
+    ),
+    "length": (
+        lambda: call(t(1, 1, 1, 8).expand(1, 1, 2**31, 8), *(t(1, 1, 16, 8),) * 2),
+        ShapeError,
+        "query has length 2147483648; positions are int32, expected at most 2147483647",
+    ),
     "integer dtype": (
         lambda: call(t(2, 4, 16, 8, dtype=torch.int32)),
         DTypeError,

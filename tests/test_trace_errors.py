@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from attnkit.errors import AttnkitError, DTypeError, TraceError
+from attnkit.mods import softcap
 from attnkit.trace import trace
 
 TABLE = torch.randn(4, 8)
@@ -68,6 +69,31 @@ CASES: dict[str, tuple[Callable[..., Any], Any, tuple[str, ...]]] = {
     ),
     "in place": (in_place, "score", ("changes a value in place", "write add")),
     "assignment": (assigned, "score", ("assigning into a traced value",)),
+    "assignment at an index": (
+        lambda s, b, h, q, kv: torch.zeros(4).__setitem__(h, 1.0),
+        "score",
+        ("assigning at a traced index", "torch.where"),
+    ),
+    "captured tensor in place": (
+        lambda s, b, h, q, kv: s + TABLE.add_(1)[h, q],
+        "score",
+        ("add_ changes a captured tensor", "outside of the function"),
+    ),
+    "part of a captured tensor in place": (
+        lambda s, b, h, q, kv: s + TABLE[1:].mul_(2)[h, q],
+        "score",
+        ("mul_ changes a captured tensor",),
+    ),
+    "captured tensor as an output": (
+        lambda s, b, h, q, kv: s + torch.exp(TABLE, out=TABLE)[h, q],
+        "score",
+        ("exp changes a captured tensor",),
+    ),
+    "captured tensor in a function": (
+        lambda s, b, h, q, kv: s + torch.nn.functional.relu(TABLE, inplace=True)[h, q],
+        "score",
+        ("relu changes a captured tensor",),
+    ),
     "unknown function": (
         lambda s, b, h, q, kv: torch.cumsum(s, 0),
         "score",
@@ -122,7 +148,17 @@ CASES: dict[str, tuple[Callable[..., Any], Any, tuple[str, ...]]] = {
     "mask as mod": (
         lambda b, h, q, kv: q > kv,
         "score",
-        ("cannot be called as score_mod(score, b, h, q, kv)",),
+        ("cannot be called as score_mod(score, b, h, q, kv)", "pass it as block_mask"),
+    ),
+    "mod as mask": (
+        lambda s, b, h, q, kv: s,
+        "mask",
+        ("cannot be called as mask_mod(b, h, q, kv)", "pass it as score_mod"),
+    ),
+    "factory": (
+        softcap,
+        "score",
+        ("cannot be called as score_mod(score, b, h, q, kv)", "pass what it returns: softcap(...)"),
     ),
     "not callable": (3, "mask", ("must be a callable mask_mod(b, h, q, kv)", "3")),  # type: ignore[dict-item]
     "own error": (lambda s, b, h, q, kv: {}["x"], "score", ("raised KeyError", "'x'")),
@@ -153,3 +189,17 @@ def test_classes_of_the_errors() -> None:
         trace(lambda b, h, q, kv: q, "mask")
     assert issubclass(TraceError, TypeError)
     assert issubclass(TraceError, AttnkitError)
+
+
+def test_tensors_made_while_tracing_may_be_edited() -> None:
+    def own(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        steps = torch.zeros(8)
+        steps[2:] = 1.0
+        steps += 1
+        slopes = TABLE.sum(0)
+        slopes.clamp_(max=1)
+        return s + steps[h] + slopes[q % 8]
+
+    before = TABLE.clone()
+    assert str(trace(own, "score")) == "score(score, b, h, q, kv) = score + t0[h] + t1[q % 8]"
+    assert torch.equal(TABLE, before)

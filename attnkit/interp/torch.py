@@ -101,7 +101,7 @@ def evaluate(
         if n.op == "arg":
             value = env[str(n.attr)]
         elif n.op == "const":
-            value = torch.tensor(n.attr, dtype=kinds[n.type])
+            value = torch.tensor(n.attr, dtype=kinds[n.type], device="cpu")  # goes with any
         elif n.op == "load":
             tensor = tensors[int(n.attr)]  # type: ignore[arg-type]
             if n in checked:

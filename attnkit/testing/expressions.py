@@ -59,9 +59,12 @@ class _Writer:
                     (f"{self.heads}, {span}", f"h, kv - q + {n - 1}"),
                     (f"{n}, {n}", "q, kv"),
                     ("7", "(q * 3 + kv) % 7"),
+                    ("1", ""),  # one number
                 ]
             )
         )
+        if not index:
+            return self.table(f"({values})[0]", shape)
         name = self.table(values, shape)
         return f"{name}[{index}]"
 

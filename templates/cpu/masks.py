@@ -98,7 +98,7 @@ def _evaluate(
     if not corners:
         yield from ((chunk, []) for chunk, _ in group)
         return
-    q, kv = torch.tensor(corners, dtype=torch.int32).to(index.device).unbind(1)
+    q, kv = torch.tensor(corners, dtype=torch.int32, device=index.device).unbind(1)
     height = max(chunk.height for chunk, _ in group)
     width = max(columns.stop - columns.start for _, pieces in group for _, columns in pieces)
     q_last = max(chunk.strip.stop for chunk, _ in group) - 1
