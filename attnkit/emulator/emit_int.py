@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attnkit.emulator.emitter import BYTES, NUMPY, Emitter
-from attnkit.emulator.ptx import Instr
+from attnkit.emulator.ptx import CARRIED, CARRY, Instr, uses_carry
 
 _INFIX = {"add": "+", "sub": "-", "and": "&", "or": "|", "xor": "^"}
 _PACKED = ("s16x2", "u16x2")
@@ -16,9 +16,9 @@ def integer(e: Emitter, c: Instr) -> list[str]:
         return _predicate(e, c)
     if p[-1] not in NUMPY or p[-1][0] == "f":
         raise e.fail(c)
-    if any(x in p for x in ("cc",)) or op in ("addc", "subc", "madc"):
-        raise e.fail(c, "carry flag")
     t = NUMPY[p[-1]]
+    if uses_carry(c):
+        return _carried(e, c, t)
     un = f"u{BYTES[t]}"
     if op in _INFIX:
         if "sat" in p:
@@ -66,6 +66,27 @@ def _product(e: Emitter, c: Instr, t: str) -> list[str]:
         third = add.format(e.val(a[3], t)) if add else ""
         return e.put(a[0], f"({prod}>>{e.const(size * 8, wide)}).astype({t}){third}", t)
     raise e.fail(c)
+
+
+def _carried(e: Emitter, c: Instr, t: str) -> list[str]:
+    """Sums of 32 bits that set the carry flag, add it, or both."""
+    p, a = c.parts, c.args
+    if BYTES[t] != 4 or (p[0].startswith("mad") and p[1] not in ("lo", "hi")):
+        raise e.fail(c, "carry flag of other than 32 bits")
+    terms = [f"{e.val(x, 'u4')}.astype(u8)" for x in a[1:]]
+    if p[0].startswith("mad"):
+        product = f"{e.val(a[1], t)}.astype({t[0]}8)*{e.val(a[2], t)}"
+        shift = e.const(32 if p[1] == "hi" else 0, f"{t[0]}8")
+        terms[:2] = [f"(({product})>>{shift}).astype(u4).astype(u8)"]
+    sign = "-" if p[0].startswith("sub") else "+"
+    if p[0] in ("addc", "subc", "madc"):
+        terms.append(f"{e.val(CARRY, 'u4')}.astype(u8)")
+    # the flag of a difference is the borrow, which is also the bit above
+    out = e.put(CARRIED, sign.join(terms), "u8") + e.put(a[0], e.val(CARRIED, "u4"), "u4")
+    if "cc" in p:
+        bit = f"({e.val(CARRIED, 'u8')}>>{e.const(32, 'u8')}).astype(u4)&{e.const(1, 'u4')}"
+        out += e.put(CARRY, bit, "u4")
+    return out
 
 
 def _shift(e: Emitter, c: Instr, t: str) -> list[str]:

@@ -7,7 +7,18 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from attnkit.emulator.faults import PtxError
-from attnkit.emulator.ptx import TYPE_BYTES, Instr, Kernel, Param, Source, Variable, is_blocking
+from attnkit.emulator.ptx import (
+    CARRIED,
+    CARRY,
+    TYPE_BYTES,
+    Instr,
+    Kernel,
+    Param,
+    Source,
+    Variable,
+    is_blocking,
+    uses_carry,
+)
 
 CLASS_OF_SIZE = {1: "h", 2: "h", 4: "w", 8: "d", 16: "q"}
 
@@ -161,6 +172,8 @@ class _Body:
                 self._statement(m.group("stmt").strip(), line)
         if body[pos:].strip():
             raise PtxError(f"PTX line {line}: cannot read {body[pos:].strip()[:60]!r}")
+        if any(isinstance(c, Instr) and uses_carry(c) for c in self.code):
+            self.kernel.regs |= {CARRY: "w", CARRIED: "d"}
         _blocks(self.kernel, self.code)
 
     def _loc(self, text: str) -> None:

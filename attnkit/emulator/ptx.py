@@ -133,6 +133,15 @@ BLOCKING = (
 )
 
 
+# Registers that programs do not name: the carry flag, and a sum with its carry.
+CARRY, CARRIED = "%carry", "%carried"
+
+
+def uses_carry(instr: Instr) -> bool:
+    """Whether `instr` sets or adds the carry flag."""
+    return "cc" in instr.parts or instr.parts[0] in ("addc", "subc", "madc")
+
+
 def is_blocking(instr: Instr) -> bool:
     """Whether `instr` stands alone in its block."""
     return instr.op.startswith(BLOCKING) or is_poll(instr)

@@ -16,6 +16,7 @@ from typing import Any
 from attnkit.emulator.barriers import MBarrier, NamedBarrier
 from attnkit.emulator.cycles import Rates
 from attnkit.emulator.faults import EmulatorError
+from attnkit.emulator.port import Port
 from attnkit.emulator.ptx import Kernel
 from attnkit.emulator.recorder import Event, Stream
 from attnkit.emulator.schedule import PARTS, Pace, Segment
@@ -101,7 +102,8 @@ class Replay:
         self.pipe: defaultdict[int, float] = defaultdict(float)
         self.file: defaultdict[int, float] = defaultdict(float)  # products in the register file
         self.pipe_work: defaultdict[int, list[Interval]] = defaultdict(list)
-        self.shared: defaultdict[int, float] = defaultdict(float)  # when shared memory is free
+        early = kernel.arch.startswith("sm_100")  # products are booked long before they run
+        self.shared: defaultdict[int, Port] = defaultdict(lambda: Port(early))
         self.copies: defaultdict[int, float] = defaultdict(float)
         self.copy_work: defaultdict[int, list[Interval]] = defaultdict(list)
         self.units: defaultdict[str, float] = defaultdict(float)
@@ -268,8 +270,7 @@ class Replay:
 
     def _access(self, p: Process, clocks: float) -> None:
         """Shared memory is busy for so long: operands of products have to wait."""
-        rank = p.stream.rank
-        self.shared[rank] = max(self.shared[rank], self.now) + clocks
+        self.shared[p.stream.rank].book(self.now, self.now, clocks)
 
     def _copy(self, p: Process, size: float) -> float:
         rank = p.stream.rank
@@ -285,8 +286,7 @@ class Replay:
         done."""
         start = max(self.now, self.pipe[rank])
         early = max(self.now, start - flop / self.rates.tensor)  # beside the product before
-        read = max(early, self.shared[rank]) + operands / self.rates.shared
-        self.shared[rank] = read
+        read = self.shared[rank].book(self.now, early, operands / self.rates.shared)
         end = max(start + flop / self.rates.tensor, read)
         self.pipe[rank] = end
         work = self.pipe_work[rank]

@@ -19,6 +19,7 @@ from attnkit.emulator.ptx import Instr, Kernel
 PARTS = 4  # of an SM
 # Clocks until a dependent instruction can issue (microbenchmarks of Volta to Hopper, rounded):
 # arithmetic, special functions, shared memory and shuffles, votes, loads from the second-level cache.
+# Tensor memory, beside the transfer itself, is assumed to answer as shared memory does.
 ALU, SPECIAL, SHARED, VOTE, GLOBAL = 4, 18, 24, 12, 280
 _LATENCY = {"special": SPECIAL, "shared": SHARED}
 _OF_OPCODE = {"vote": VOTE, "redux": VOTE, "match": VOTE, "mma": 33, "atom": 2 * GLOBAL}
@@ -51,6 +52,7 @@ class Segment:
 def registers(c: Instr) -> tuple[list[str], list[str]]:
     """(written, read)."""
     stores = c.parts[0] in ("st", "red", "bra", "stmatrix", "nanosleep", "cp", "bar", "barrier")
+    stores = stores or c.op.startswith("tcgen05.st")
     found = [_REGISTER.findall(a) for a in c.args]
     written = [] if stores or not found else found[0]
     read = [r for a in found[0 if stores else 1 :] for r in a]
@@ -142,7 +144,7 @@ def _free(c: Instr) -> bool:
     """Costs nothing here: moves that only rename, and what the timeline has events for."""
     if c.op.startswith(("tcgen05.ld", "tcgen05.st")) or (c.inline and c.parts[0] == "mov"):
         return False
-    return c.parts[0] in _FREE
+    return c.parts[0] in _FREE and not c.op.startswith("tcgen05.wait")
 
 
 def _latency(c: Instr, unit: str) -> int:
@@ -165,6 +167,11 @@ def segment(code: Sequence[Instr], rates: Rates, facts: Facts, beside: Pace) -> 
     for i, c in enumerate(code):
         written, used = registers(c)
         makers = {maker[r] for r in used if r in maker}
+        if c.op.startswith("tcgen05.wait"):  # a block of its own: the one before has transferred
+            nodes.append(("", 0.0, SHARED))
+            after.append([])
+            waits.append(0)
+            makers = {len(nodes) - 1}
         if i in dropped or _free(c):
             for r in written:  # as ready as the last of its operands, by the order of the program
                 maker.pop(r, None)

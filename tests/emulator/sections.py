@@ -24,6 +24,7 @@ _TABLE = """
 9.3.2 Manipulating Predicates
 9.5 Divergence of Threads in Control Constructs
 9.7.1 Integer Arithmetic Instructions
+9.7.2 Extended-Precision Integer Arithmetic Instructions
 9.7.3 Floating-Point Instructions
 9.7.3.3 Floating Point Instructions: add
 9.7.4.4 Half Precision Floating Point Instructions: fma

@@ -48,6 +48,20 @@ INTEGER: list[tuple[str, str, list[Any], int, Callable[..., int]]] = [
     ("add", "add.s64 {o}, {a0}, {a1};", [U8, V8], 64, lambda a, b: a + b),
     ("add", "add.s16 {o}, {a0}, 7;", [U2], 16, lambda a: a + 7),
     ("sub", "sub.u32 {o}, {a0}, {a1};", [U4, V4], 32, lambda a, b: a - b),
+    ("add.cc", "add.cc.u32 %r1, {a0}, {a1}; addc.u32 {o}, {a1}, 7;", [U4, V4], 32,
+     lambda a, b: b + 7 + (a + b >> 32)),
+    ("addc", "add.cc.u32 %r1, {a0}, {a1}; addc.cc.u32 %r1, {a0}, -1; addc.u32 {o}, 0, 0;",
+     [U4, V4], 32, lambda a, b: a + 2**32 - 1 + (a + b >> 32) >> 32),
+    ("sub.cc", "sub.cc.u32 %r1, {a0}, {a1}; subc.u32 {o}, {a1}, 7;", [U4, V4], 32,
+     lambda a, b: b - 7 - (a < b)),
+    ("subc", "sub.cc.s32 {a0}, {a0}, {a1}; subc.cc.u32 %r1, 5, {a1}; subc.u32 {o}, 9, 0;",
+     [U4, V4], 32, lambda a, b: 9 - (5 < b + (a < b))),
+    ("mad.cc", "mad.lo.cc.u32 %r1, {a0}, {a1}, {a0}; madc.hi.u32 {o}, {a0}, {a1}, 0;",
+     [U4, V4], 32, lambda a, b: a * b + a >> 32),
+    ("mad.cc", "mad.hi.cc.s32 {o}, {a0}, {a1}, {a0};", [U4, V4], 32,
+     lambda a, b: (s(a) * s(b) >> 32) + a),
+    ("madc", "mad.lo.cc.u32 %r1, {a0}, {a1}, {a0}; madc.lo.s32 {o}, {a0}, {a1}, {a1};",
+     [U4, V4], 32, lambda a, b: a * b + b + ((a * b) % 2**32 + a >> 32)),
     ("mul", "mul.lo.s32 {o}, {a0}, {a1};", [U4, V4], 32, lambda a, b: a * b),
     ("mul", "mul.hi.s32 {o}, {a0}, {a1};", [U4, V4], 32, lambda a, b: s(a) * s(b) >> 32),
     ("mul", "mul.hi.u32 {o}, {a0}, {a1};", [U4, V4], 32, lambda a, b: a * b >> 32),
@@ -117,6 +131,7 @@ INTEGER: list[tuple[str, str, list[Any], int, Callable[..., int]]] = [
 @pytest.mark.parametrize("case", INTEGER, ids=lambda c: c[1].split()[0])
 @section(
     "Integer Arithmetic Instructions",
+    "Extended-Precision Integer Arithmetic Instructions",
     "Logic and Shift Instructions",
     "Comparison and Selection Instructions",
     "Data Movement and Conversion Instructions",
@@ -320,5 +335,5 @@ def test_packed_and_mixed_half_arithmetic() -> None:
 def test_unknown_opcode_is_named() -> None:
     with pytest.raises(emulator.UnknownOpcode, match=r"dp4a\.s32\.s32"):
         evaluate("dp4a.s32.s32 {o}, {a0}, {a0}, {a0};", [U4], np.uint32)
-    with pytest.raises(emulator.UnknownOpcode, match=r"add\.cc\.u32"):
-        evaluate("add.cc.u32 {o}, {a0}, {a0};", [U4], np.uint32)
+    with pytest.raises(emulator.UnknownOpcode, match=r"add\.cc\.u64"):
+        evaluate("add.cc.u64 {o}, {a0}, {a0};", [U8], np.uint64)

@@ -14,6 +14,7 @@ from tests.emulator import (
     test_copies,
     test_matrix,
     test_memory,
+    test_tcgen05,
     test_tensor_memory,
     test_warp,
 )
@@ -26,6 +27,7 @@ SEMANTICS = [
     test_copies,
     test_matrix,
     test_memory,
+    test_tcgen05,
     test_tensor_memory,
     test_warp,
 ]

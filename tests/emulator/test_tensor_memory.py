@@ -13,9 +13,9 @@ import pytest
 
 from attnkit import emulator
 from attnkit.emulator import Report, UnknownOpcode
+from tests.emulator.matrix_kit import COPY_IN, TC_HIGH, core_image, descriptor, values, words
 from tests.emulator.ptx_kit import init_barriers, kernel, pointers, wait
 from tests.emulator.sections import ours, section
-from tests.emulator.test_matrix import COPY_IN, TC_HIGH, core_image, descriptor, values, words
 
 MODES = ["eager", "adversarial", "race"]
 HIGH = descriptor(128, 256, TC_HIGH)  # two chunks of 16 bytes 128 apart, eight rows 256 apart

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from attnkit import emulator
 from attnkit.emulator.cycles import rates_of
 from attnkit.emulator.parser import parse
-from attnkit.emulator.schedule import Facts, Pace, Segment, segment
+from attnkit.emulator.schedule import SHARED, Facts, Pace, Segment, segment
 from attnkit.errors import ArgumentError, UnsupportedError
 from tests.emulator.ptx_kit import init_barriers, kernel, pointers, wait
 
@@ -61,6 +61,23 @@ def test_uniform_arithmetic_takes_only_its_turn() -> None:
     uniform = "mov.u32 %r1, %ctaid.x;\nadd.s32 %r2, %r1, 5;\nshl.b32 %r3, %r2, 3;\n"
     assert scheduled(uniform).units == {"issue": 2}
     assert scheduled(uniform.replace("%ctaid", "%tid")).units == {"issue": 2, "integer": 4}
+
+
+def test_tensor_memory_answers_after_the_transfer() -> None:
+    """A warp's load or store takes a clock a column; a wait as long as shared memory to answer."""
+    body = """
+    mov.u32 %r90, %tid.x;
+    tcgen05.ld.sync.aligned.32x32b.x2.b32 {%r1, %r2}, [%r80];
+    tcgen05.ld.sync.aligned.32x32b.x4.b32 {%r3, %r4, %r5, %r6}, [%r80];
+    tcgen05.wait::ld.sync.aligned;
+    add.f32 %r7, %r1, %r1;
+    tcgen05.st.sync.aligned.32x32b.x2.b32 [%r80], {%r1, %r90};
+    tcgen05.wait::st.sync.aligned;
+    """
+    (made,) = parse(kernel(body, "", arch="sm_100a")).values()
+    rates, facts = rates_of("sm_100a"), Facts.of(made)
+    found = [segment(block, rates, facts, Pace()).clocks for block in made.blocks[:4]]
+    assert found == [6, SHARED + 1, 3, SHARED + 1]
 
 
 def test_the_pace_beside_tensor_cores() -> None:
