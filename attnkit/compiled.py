@@ -15,22 +15,22 @@ import os
 import platform
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attnkit.compiled_build import Artifact, Build, Source, compile_source
 from attnkit.compiled_entry import PREFIX, Entry
-from attnkit.compiled_repeat import Repeat
+from attnkit.compiled_repeat import Again, repeated
 from attnkit.compiled_runtime import identity, settings
 from attnkit.compiled_signature import Signature
 from attnkit.cubin import KernelStats
+from attnkit.current import device_index, stream_of
 from attnkit.errors import DeviceError
 from attnkit.kernel_cache import KernelCache
 
@@ -52,10 +52,10 @@ __all__ = [
 # Folders and files of the package with no part in what a kernel is compiled to: what they decide
 # stands in the key, or is passed at run time. Any other file, a new one too, counts.
 _APART = set(
-    "__main__.py __pycache__ cli cpu emulator masks mods testing block_mask.py deferred.py "
+    "__main__.py __pycache__ cli cpu emulator masks mods testing block_mask.py current.py deferred.py "
     "dynamo.py emulation.py explanation.py launch.py merging.py ops.py picture.py planning.py "
-    "reference.py repeats.py schedule.py sections.py simulate.py sparse.py splitting.py "
-    "summary.py tile_map.py tiles.py turns.py variant.py versions.py watch.py witness.py "
+    "quick.py reference.py repeats.py schedule.py sections.py simulate.py sparse.py splitting.py "
+    "summary.py tile_map.py tiles.py transforms.py turns.py variant.py versions.py watch.py witness.py "
     "whole_graph.py worklist.py".split()
 )
 
@@ -129,20 +129,23 @@ class Kernel:
         """
         self._start(arguments, *self._gather(arguments, self._stream))
 
-    def repeated(self, arguments: Sequence[Any]) -> Callable[[Sequence[Any]], None]:
-        """A quicker call of the kernel, for arguments like these.
+    def repeated(self, arguments: Sequence[Any], changing: Sequence[int]) -> Again:
+        """Quicker launches of the kernel, for arguments like these, of which some change.
 
-        What it takes, in one sequence, must have the device, dtypes, shapes and strides of these:
-        that is not checked again.
+        Args:
+            arguments: of a call that was made.
+            changing: their indices, in increasing order.
 
         Raises:
             As a call.
         """
-        gather = Repeat(self.signature, arguments).gather
-        return lambda arguments: self._start(arguments, *gather(arguments, self._stream))
+        _, device = self._gather(arguments, self._stream)
+        self.prepare(device)
+        assert self._entry is not None
+        return repeated(self._entry, self.signature, arguments, changing)
 
     def _start(self, arguments: Sequence[Any], values: Sequence[Any], device: int) -> None:
-        if device == torch.cuda.current_device():
+        if device == device_index():
             self._launch(arguments, values)
         else:
             with torch.cuda.device(device):
@@ -155,7 +158,7 @@ class Kernel:
                     f"{self!r} takes CUDA tensors, got none; `executable()` runs it on the CPU"
                 )
             self.prepare(device)
-        return _current_stream(device)
+        return stream_of(device)
 
     def _launch(self, arguments: Sequence[Any], values: Sequence[Any]) -> None:
         assert self._entry is not None
@@ -191,13 +194,6 @@ def runs_on(arch: str, capability: tuple[int, int]) -> bool:
         return (major, minor) == capability
     return major == capability[0] and minor <= capability[1]
 
-
-def _current_stream(device: int) -> int:
-    return int(torch.cuda.current_stream(device).cuda_stream)
-
-
-# The handle without an object around it: a tenth of the time, where torch has it.
-_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _current_stream)
 
 _kernels: dict[Source, Kernel] = {}
 _asked: ContextVar[list[Source] | None] = ContextVar("kernels asked for", default=None)
@@ -271,10 +267,12 @@ def full_key(source: Source) -> str:
 def _sources() -> str:
     """Digest of the package's own text: an edited template is another kernel."""
     digest = hashlib.sha256()
-    root = Path(__file__).parent
+    root = os.path.dirname(os.path.abspath(__file__))
     for folder, inner, files in os.walk(root, followlinks=True):
         inner[:] = sorted(set(inner) - _APART)
         for name in sorted(f for f in set(files) - _APART if f.endswith(".py")):
-            path = Path(folder, name)
-            digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+            path = os.path.join(folder, name)
+            own = path[len(root) + 1 :].replace(os.sep, "/")
+            with open(path, "rb") as file:
+                digest.update(f"{own}\0".encode() + file.read() + b"\0")
     return digest.hexdigest()[:32]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import platform
 import shlex
@@ -10,7 +11,8 @@ import tempfile
 import time
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -157,6 +159,23 @@ def compile_source(source: Source) -> Artifact:
         ArgumentError: the build's arguments cannot be passed at run time.
         LaunchError: the object does not link.
     """
+    with _uncollected():
+        return _compiled(source)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without garbage collection, which would look at all that torch and the DSL keep, many times."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _compiled(source: Source) -> Artifact:
     from cutlass import cute
 
     runtime()  # before the DSL writes out an object

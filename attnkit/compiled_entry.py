@@ -81,7 +81,7 @@ class _Engine:
         return ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int32)(self._engine.lookup(name))
 
 
-class _Frame:
+class Frame:
     """Memory of one call: the values, the array of pointers to them, the status."""
 
     def __init__(self, signature: Signature) -> None:
@@ -90,7 +90,9 @@ class _Frame:
         self.values = ctypes.create_string_buffer(offsets[-1] + 8)
         base = ctypes.addressof(self.values)
         self.pointers = (ctypes.c_void_p * len(offsets))(*[base + n for n in offsets])
-        self.status = ctypes.c_int32.from_buffer(self.values, offsets[-1])
+        self.count = len(offsets)
+        # of length 1: an element of it is read in a fraction of the time of a ctypes attribute
+        self.status = memoryview(self.values).cast("B").cast("i")[offsets[-1] // 4 :][:1]
 
 
 class Entry:
@@ -107,8 +109,7 @@ class Entry:
         self._library: Any = _load_library(image) if image else _Engine(code)
         self._function = getattr(self._library, f"_mlir_{PREFIX}__mlir_ciface_{function}")
         self._signature = signature
-        self._count = len(signature.specs) + 1
-        self._frames: list[_Frame] = []  # not in use now; calls of other threads may be under way
+        self._frames: list[Frame] = []  # not in use now; calls of other threads may be under way
         self._module = ctypes.c_void_p()  # cudaLibrary_t
 
     def prepare(self, device: int) -> None:
@@ -141,13 +142,21 @@ class Entry:
         try:
             frame = self._frames.pop()
         except IndexError:
-            frame = _Frame(self._signature)
+            frame = Frame(self._signature)
         try:
             frame.pack(frame.values, 0, *values)
-            frame.status.value = 0
-            self._function(frame.pointers, self._count)
-            status = frame.status.value
+            self.launch(frame)
         finally:
             self._frames.append(frame)
+
+    def launch(self, frame: Frame) -> None:
+        """Run the host function with the values of a frame.
+
+        Raises:
+            LaunchError: the launch failed.
+        """
+        self._function(frame.pointers, frame.count)
+        status = frame.status[0]
         if status:
+            frame.status[0] = 0
             raise LaunchError(f"the launch of a kernel failed: {error_name(status)}")

@@ -1,65 +1,131 @@
-"""The values of a call that differs from an earlier one in addresses and numbers only."""
+"""Launches that differ from an earlier one in some addresses and numbers only.
+
+All else stays where it was written: memory that holds the values of a call is kept and used again,
+by one call at a time.
+"""
 
 from __future__ import annotations
 
+import functools
+import struct
+import types
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from attnkit.compiled_signature import Gathered, Signature, Stream
-from attnkit.compiled_specs import Dim, NumberSpec, StreamSpec, TensorSpec
+from attnkit.compiled_entry import Entry, Frame
+from attnkit.compiled_signature import Signature, misplaced
+from attnkit.compiled_specs import NUMBERS, NumberSpec, StreamSpec, TensorSpec
+from attnkit.errors import ArgumentError
 
 
-class Repeat:
-    """Gathers the values of calls like one that was made before.
+class Again(Protocol):
+    """Launches a kernel as before but for some arguments; does not wait for it."""
+
+    def __call__(
+        self, stream: int, addresses: Sequence[int], numbers: Sequence[int | float] = ()
+    ) -> None:
+        """Launch.
+
+        Args:
+            stream: handle of a stream of the current device, which is that of the arguments.
+            addresses: of the tensors that change, which have the device, dtypes, shapes and
+                strides of the earlier ones: that is not checked.
+            numbers: those that change.
+
+        Raises:
+            ArgumentError: an address is not aligned as the kernel needs it, or a number does not
+                fit its type.
+            LaunchError: CUDA refuses.
+        """
+
+
+def repeated(
+    entry: Entry, signature: Signature, arguments: Sequence[Any], changing: Sequence[int]
+) -> Again:
+    """How to launch a kernel again.
 
     Args:
-        signature: what the kernel takes.
-        arguments: those of the call, which are checked.
+        entry: the kernel, loaded on the device of the arguments.
+        signature: what it takes.
+        arguments: those of an earlier call, which are checked. What does not change must live as
+            long as this is used.
+        changing: the arguments, by index in increasing order, that are given at each call.
 
     Raises:
         ArgumentError, DTypeError, ShapeError, DeviceError: as `Signature.gather`.
     """
+    first, _ = signature.gather(arguments, lambda device: 0)
+    tensors: list[tuple[int, int]] = []
+    numbers: list[tuple[int, struct.Struct]] = []
+    stream = None
+    own, wanted = iter(range(signature.arity)), set(changing)
+    for spec, offset in zip(signature.specs, signature.layout[1], strict=False):
+        if isinstance(spec, StreamSpec):
+            stream = offset // 8
+        elif next(own) not in wanted:
+            continue
+        elif isinstance(spec, TensorSpec):
+            tensors.append((offset // 8, spec.align - 1))
+        elif isinstance(spec, NumberSpec):
+            numbers.append((offset, struct.Struct("<" + NUMBERS[spec.kind])))
+    free: list[_Values] = []  # not in use now; calls of other threads may be under way
+    names: dict[str, Any] = {
+        "free": free,
+        "fresh": lambda: _Values(signature, first, numbers),
+        "launch": entry.launch,
+        "misplaced": misplaced,
+    }
+    exec(_code(tuple(tensors), stream), names)
+    again: Again = names["again"]
+    return again
 
-    def __init__(self, signature: Signature, arguments: Sequence[Any]) -> None:
-        values, self._device = signature.gather(arguments, lambda device: 0)
-        self._values = list(values)
-        self._signature = signature
-        self._tensors: list[tuple[int, int, int]] = []  # argument, place of its address, alignment
-        self._numbers: list[tuple[int, int]] = []  # argument, place
-        self._streams: list[int] = []
-        place = argument = 0
-        for spec in signature.specs:
-            if isinstance(spec, StreamSpec):
-                self._streams.append(place)
-                place += 1
-                continue
-            if isinstance(spec, TensorSpec):
-                self._tensors.append((argument, place, spec.align))
-                place += sum(isinstance(n, Dim) for n in (*spec.shape, *spec.stride))
-            elif isinstance(spec, NumberSpec):
-                self._numbers.append((argument, place))
-            place += 1
-            argument += 1
 
-    def gather(self, arguments: Sequence[Any], stream: Stream) -> Gathered:
-        """The values of a call, and its device.
+class _Values:
+    """Memory of a call, as the one before has left it."""
 
-        Args:
-            arguments: tensors with the device, dtypes, shapes and strides of the earlier call,
-                which is not checked, and numbers.
-            stream: called once, at last, with the device.
+    def __init__(
+        self,
+        signature: Signature,
+        values: Sequence[Any],
+        numbers: Sequence[tuple[int, struct.Struct]],
+    ) -> None:
+        self.frame = Frame(signature)
+        self.frame.pack(self.frame.values, 0, *values)
+        self.words = memoryview(self.frame.values).cast("B").cast("Q")
+        self.numbers: Sequence[int | float] | None = None
+        self._places = numbers  # in bytes
 
-        Raises:
-            ArgumentError: an address is not aligned as the kernel needs it.
-        """
-        values = self._values.copy()
-        for argument, place, align in self._tensors:
-            address = arguments[argument].data_ptr()
-            if address % align:
-                return self._signature.checked(arguments, stream)
-            values[place] = address
-        for argument, place in self._numbers:
-            values[place] = arguments[argument]
-        for place in self._streams:
-            values[place] = stream(self._device)
-        return values, self._device
+    def write(self, numbers: Sequence[int | float]) -> None:
+        for (at, kind), number in zip(self._places, numbers, strict=True):
+            try:
+                kind.pack_into(self.frame.values, at, number)
+            except (struct.error, OverflowError):
+                raise ArgumentError(
+                    f"a number of a kernel call, {number!r}, does not fit its type"
+                ) from None
+        self.numbers = numbers
+
+
+@functools.lru_cache(maxsize=256)
+def _code(tensors: tuple[tuple[int, int], ...], stream: int | None) -> types.CodeType:
+    """`again` as straight-line Python, as it is on the path of every call.
+
+    Args:
+        tensors: where each address is written, in words, and its bits that are zero.
+        stream: where the stream is.
+    """
+    given = [f"a{i}" for i in range(len(tensors))]
+    lines = [f"{''.join(f'{a}, ' for a in given) or '()'} = addresses"]
+    for a, (_, bits) in zip(given, tensors, strict=True):
+        if bits:
+            lines.append(f"if {a} & {bits}: raise misplaced('a tensor', {a}, {bits + 1})")
+    lines += ["try: values = free.pop()", "except IndexError: values = fresh()"]
+    lines.append("words = values.words")
+    lines += [f"words[{at}] = {a}" for a, (at, _) in zip(given, tensors, strict=True)]
+    if stream is not None:
+        lines.append(f"words[{stream}] = stream")
+    # zeros of either sign are equal
+    lines.append("if numbers != values.numbers or 0 in numbers: values.write(numbers)")
+    lines += ["launch(values.frame)", "free.append(values)"]
+    text = "\n    ".join(["def again(stream, addresses, numbers=()):", *lines])
+    return compile(text, "<repeat>", "exec")

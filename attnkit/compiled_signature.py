@@ -192,11 +192,16 @@ def _tensor(x: Any, spec: TensorSpec, name: str) -> list[int]:
         )
     address = x.data_ptr()
     if address % spec.align:
-        raise ArgumentError(
-            f"{name}: its address {address:#x} is not a multiple of {spec.align} bytes, for which "
-            "the kernel was compiled"
-        )
+        raise misplaced(name, address, spec.align)
     return [address, *(n for n, want in zip(sizes, wanted, strict=True) if isinstance(want, Dim))]
+
+
+def misplaced(name: str, address: int, align: int) -> ArgumentError:
+    """What to raise for a tensor whose address is not a multiple of what the kernel needs."""
+    return ArgumentError(
+        f"{name}: its address {address:#x} is not a multiple of {align} bytes, for which the kernel "
+        "was compiled"
+    )
 
 
 def _mended(x: torch.Tensor, spec: TensorSpec) -> list[int]:

@@ -42,6 +42,7 @@ class GraphBackward(GraphForward):
         learned: for each load with a gradient, the level of its index: "head", "row", "column",
             "relative" or "element".
         slots: for each such load, which of the wanted tensors it reads.
+        gathers: whether a captured tensor is read for every score, or every q - kv.
     """
 
     def __init__(
@@ -78,6 +79,10 @@ class GraphBackward(GraphForward):
         # one set of stages, so that a mod and its slope share what they have in common
         self._score = Stages([*parts, self._slope] if self._slope is not _ONE else parts)
         self._adjoint = Stages(adjoints)
+        self.gathers = any(
+            n.op == "load" and level_of(n) in ("relative", "element")
+            for n in expr.topo(*self._score.roots, *self._kept.roots)
+        )
 
     def head(self, site: Any) -> Values:
         """Values of a tile."""

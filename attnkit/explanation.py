@@ -184,7 +184,9 @@ class Explanation:
             return f"no card for {target.arch} is modelled"
         card = CARDS[target.arch]
         batch, heads, q_len, kv_len = self.lengths
-        sizes = {"batch": batch, "heads": heads, "head_dim": self.head_dim, "sms": self.sms}
+        shared = (self.backward_feeds if backward else self.feeds).sms
+        sizes = {"batch": batch, "heads": heads, "head_dim": self.head_dim}
+        sizes["sms"] = max(1, self.sms // shared)
         if backward:
             mask = noop_mask if self.mask is None else variant.mask
             runs = self._tiles

@@ -38,6 +38,7 @@ class Feeds:
         units: for which each unit is busy with a FULL block.
         full, partial: from one FULL, or PARTIAL, block to the next.
         tile: of a tile of rows beside its blocks, where one tile follows another.
+        sms: SMs that work on a block together; clocks are of one of them.
         note: what could not be predicted, and why.
     """
 
@@ -47,6 +48,7 @@ class Feeds:
     full: float
     partial: float
     tile: float
+    sms: int = 1
     note: str = ""
 
     @property
@@ -70,10 +72,11 @@ class Feeds:
         busiest = sorted(self.units.items(), key=lambda item: -item[1])
         lines = [f"{unit.replace('_', ' '):14} {clocks:6.0f} clocks" for unit, clocks in busiest]
         lines[0] += "   the limit"
+        both = f", on {self.sms} SMs" if self.sms > 1 else ""
         over = 100 * (self.full / self.roofline - 1)
         return "\n".join(
             [
-                f"a full block of {rows} x {columns} scores, D = {self.head_dim}:",
+                f"a full block of {rows} x {columns} scores, D = {self.head_dim}{both}:",
                 *(f"  {line}" for line in lines),
                 f"from one full block to the next {self.full:.0f} clocks, {over:+.1f} % of the limit",
                 f"from one masked block to the next {self.partial:.0f}, a tile beside them "
@@ -120,7 +123,7 @@ def backward_feeds(
 def _plan(variant: Variant, target: Target, head_dim: int, dtype: torch.dtype) -> Plan:
     name = str(dtype).removeprefix("torch.")
     modded = variant.score_mod is not None
-    call = Call(name, head_dim, head_dim, modded=modded)
+    call = Call(name, head_dim, head_dim, modded=modded, masked=variant.mask is not None)
     return choose(f"emulate:{target.arch}", device="cpu", call=call)
 
 
@@ -128,7 +131,8 @@ def _feeds(one: _Run, variant: Variant, target: Target) -> Feeds:
     plain = Variant(variant.score_mod)
     short, long = (one.timeline(plain, blocks, FULL) for blocks in (SHORT, LONG))
     before, after = (busy(t.stats, target.arch) for t in (short, long))
-    units = {u: (x - before.get(u, 0.0)) / (LONG - SHORT) for u, x in after.items()}
+    sms = long.stats.ctas  # one CTA each: of one piece of work at a time
+    units = {u: (x - before.get(u, 0.0)) / (LONG - SHORT) / sms for u, x in after.items()}
     full = _slope(short, long)
     partial, note = full, ""
     if variant.mask is not None:
@@ -139,7 +143,7 @@ def _feeds(one: _Run, variant: Variant, target: Target) -> Feeds:
     # what is not hidden behind the tile before it
     two = one.timeline(plain, SHORT, FULL, tiles=2)
     tile = max(0.0, two.clocks - short.clocks - SHORT * full)
-    return Feeds(one.block, one.head_dim, units, full, partial, tile, note)
+    return Feeds(one.block, one.head_dim, units, full, partial, tile, sms, note)
 
 
 def _slope(short: Timeline, long: Timeline) -> float:

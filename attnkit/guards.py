@@ -60,9 +60,24 @@ class Known:
         return tuple([met[i] for i in self.places])
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Watched:
+    """A function that is watched.
+
+    Attributes:
+        reference: refers to it weakly.
+        known: what is known of it.
+        watch: tells whether it reads what it read.
+    """
+
+    reference: weakref.ref[Any]
+    known: Known
+    watch: Watch
+
+
 _cache: dict[tuple[Any, ...], Known] = {}
-# by id of the function: what it was, to tell it from another one at the same address
-_watched: dict[tuple[int, Kind, torch.device], tuple[Any, Known, Watch]] = {}
+# by id of the function, which is another one's once it is gone
+_watched: dict[tuple[int, Kind, torch.device], Watched] = {}
 
 
 class _Unprovable(Exception):
@@ -165,23 +180,23 @@ def recalled(
     None where nothing is known or something that the function reads has changed: `traced` finds
     out more.
     """
-    found = _watched.get((id(function), kind, device))
+    found = watched(function, kind, device)
     if found is None:
         return None
-    reference, known, watch = found
-    if reference() is not function:
-        return None
-    met = watch.check()
-    return None if met is None else (known, known.tensors(met))
+    met = found.watch.check()
+    return None if met is None else (found.known, found.known.tensors(met))
+
+
+def watched(function: Callable[..., Any], kind: Kind, device: torch.device) -> Watched | None:
+    """What tells whether a function has changed; None where it is not watched."""
+    found = _watched.get((id(function), kind, device))
+    return found if found is not None and found.reference() is function else None
 
 
 def recognised(
     function: Callable[..., Any], kind: Kind, device: torch.device
 ) -> tuple[Known, tuple[Tensor, ...]] | None:
-    """The same, also of a function that is new but has the fingerprint of one that is known."""
-    found = recalled(function, kind, device)
-    if found is not None:
-        return found
+    """The same of a function that is new, but has the fingerprint of one that is known."""
     walk = _Walk()
     try:
         known = _cache.get((kind, device, walk.key(function)))
@@ -204,7 +219,7 @@ def traced(function: Callable[..., Any], kind: Kind, device: torch.device) -> Tr
     Raises:
         TraceError: as `attnkit.trace.trace`.
     """
-    found = recognised(function, kind, device)
+    found = recalled(function, kind, device) or recognised(function, kind, device)
     if found is not None:
         known, tensors = found
         return Traced(kind, known.root, tensors, known.names)
@@ -240,11 +255,11 @@ def _watch(
 
     def forget(reference: Any) -> None:
         found = _watched.get(at)
-        if found is not None and found[0] is reference:
+        if found is not None and found.reference is reference:
             del _watched[at]
 
     try:
-        _watched[at] = (weakref.ref(function, forget), known, watch)
+        _watched[at] = Watched(weakref.ref(function, forget), known, watch)
     except TypeError:  # it cannot be referred to weakly
         return
 

@@ -17,7 +17,8 @@ class Kernel:
 
     Attributes:
         block: query and kv tile.
-        alias: as there.
+        ctas: CTAs that share the products of a query tile.
+        alias: shared memory has no room for the output tile beside the query tile.
         softmax, early, pingpong: as there, for Hopper.
     """
 
@@ -26,6 +27,7 @@ class Kernel:
     softmax: str = "stale"
     early: bool = True
     pingpong: bool = True
+    ctas: int = 1
 
 
 Table: TypeAlias = tuple[tuple[int, int, tuple[Kernel, ...]], ...]
@@ -39,7 +41,7 @@ _SM90: Table = (
     (128, 128, (Kernel((128, 128)), Kernel((128, 64)))),
     (192, 128, (Kernel((128, 128), alias=True), Kernel((128, 64), alias=True))),
     (192, 192, (Kernel((128, 96), alias=True), Kernel((128, 64), alias=True))),
-    (256, 256, (Kernel((128, 80), alias=True, **_LATE), Kernel((128, 64), alias=True, **_LATE))),
+    (256, 256, (Kernel((128, 80), alias=True), Kernel((128, 64), alias=True, **_LATE))),
 )
 # Score mods hold values of their own in registers: the largest tiles would spill.
 _SM90_MODDED: Table = (
@@ -48,16 +50,21 @@ _SM90_MODDED: Table = (
     (256, 256, (Kernel((128, 64), alias=True, **_LATE),)),
 )
 
-# Two query tiles of 128 rows where tensor memory holds S and O of both. Not measured: nobody had the
-# card; this is FlashAttention-4's choice, and what the cycle model prefers.
+# Two query tiles of 128 rows where tensor memory holds S and O of both, and pairs of CTAs where
+# shared memory would limit. Not measured: nobody had the card; this is what the timeline of the
+# emulator prefers (docs/blackwell.md).
 _SINGLE = Kernel((128, 128)), Kernel((128, 64))
-_SINGLE_ALIAS = Kernel((128, 128), alias=True), Kernel((128, 64), alias=True)
+_NARROW = Kernel((128, 64)), Kernel((128, 128))
+_NARROW_ALIAS = Kernel((128, 64), alias=True), Kernel((128, 128), alias=True)
+_PAIR = Kernel((512, 128), ctas=2)
 _SM100: Table = (
-    (128, 128, (Kernel((256, 128)), *_SINGLE)),
-    (192, 128, (Kernel((256, 128), alias=True), *_SINGLE)),
-    (192, 192, _SINGLE_ALIAS),
-    (256, 256, _SINGLE_ALIAS),
+    (64, 64, (Kernel((256, 128)), *_SINGLE)),
+    (128, 128, (_PAIR, Kernel((256, 128)), *_SINGLE)),
+    (192, 128, (_PAIR, Kernel((256, 64), alias=True), *_NARROW)),
+    (192, 192, _NARROW_ALIAS),
+    (256, 256, _NARROW_ALIAS),
 )
+_LONG = 256  # rows of a query that pairs of CTAs are for, more than these
 
 # By template: without a score_mod, with one.
 _TABLES = {SM90.template: (_SM90, _SM90_MODDED), SM100.template: (_SM100, _SM100)}
@@ -69,7 +76,13 @@ def width(head_dim: int) -> int:
 
 
 def kernels(
-    head_dim: int, value_dim: int, modded: bool = False, template: str = SM90.template
+    head_dim: int,
+    value_dim: int,
+    modded: bool = False,
+    template: str = SM90.template,
+    *,
+    q_len: int | None = None,
+    masked: bool = True,
 ) -> tuple[Kernel, ...]:
     """Forward kernels for these head dims, best first; none where they are too wide.
 
@@ -77,10 +90,20 @@ def kernels(
         head_dim, value_dim: of query and key, and of value.
         modded: whether there is a score_mod.
         template: whose kernels.
+        q_len: length of the query, None for a long one.
+        masked: whether there is a mask.
     """
     table = _TABLES[template][modded]
     fitting = (found for d, dv, found in table if head_dim <= d and value_dim <= dv)
-    return next(fitting, ())
+    return tuple(sorted(next(fitting, ()), key=lambda k: _late(k, q_len, masked or modded)))
+
+
+def _late(kernel: Kernel, q_len: int | None, varied: bool) -> bool:
+    """Whether others come before a kernel: its tiles are too tall for the query, or for a mask, or
+    a score_mod may need more registers than pairs of CTAs leave."""
+    if kernel.ctas > 1 and (varied or (q_len is not None and q_len <= _LONG)):
+        return True
+    return kernel.block[0] > 192 and q_len is not None and q_len <= 128
 
 
 def widest(template: str) -> tuple[int, int]:

@@ -9,14 +9,12 @@ what it does is done directly: that takes a tenth of the time.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.utils._device import DeviceContext
 
 from attnkit.errors import UnsupportedError
 from attnkit.sparse import BlockRuns, Runs
@@ -30,6 +28,7 @@ from attnkit.splice import (
     run_backward,
     run_forward,
 )
+from attnkit.transforms import refuse_transforms, undisturbed
 
 FORWARD = (
     "(Tensor query, Tensor key, Tensor value, Tensor[] score_tensors, Tensor[] mask_tensors, "
@@ -228,6 +227,12 @@ def no_second(ctx: Any, *_: Any) -> None:
 torch.library.register_autograd("attnkit::backward", no_second)
 
 
+# Out, LSE and the row maxima or None.
+Made: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
+# An `Attention` that may give None, and then has done nothing.
+Attempt: TypeAlias = Callable[[Tensor, Tensor, Tensor, Lists, float], Made | None]
+
+
 @dataclass(eq=False)
 class Settled:
     """All that is decided of a call before it is made.
@@ -252,30 +257,38 @@ class _Recorded(torch.autograd.Function):
     def forward(
         ctx: Any,
         settled: Settled,
+        again: Attempt | None,
         scale: float,
         masks: Sequence[Tensor],
+        whole: bool,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         *scores: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        assert settled.attention is not None
-        out, lse, top = settled.attention(query, key, value, (scores, masks), scale)
+    ) -> Tensor | Made:
+        captured = scores, masks
+        made = None if again is None else again(query, key, value, captured, scale)
+        if made is None:
+            assert settled.attention is not None
+            made = settled.attention(query, key, value, captured, scale)
+        out, lse, top = made
         ctx.save_for_backward(query, key, value, out, lse, *scores, *masks)
         if top is not None:
             ctx.mark_non_differentiable(top)
-        ctx.settled, ctx.scale, ctx.scores = settled, scale, len(scores)
-        ctx.wanted = [t.requires_grad for t in scores]
+        ctx.call = settled, scale, [t.requires_grad for t in scores]
         ctx.set_materialize_grads(False)
-        return out, lse, top
+        return made if whole else out
 
     @staticmethod
     def backward(
-        ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Tensor | None
+        ctx: Any,
+        grad_out: Tensor | None,
+        grad_lse: Tensor | None = None,
+        _: Tensor | None = None,
     ) -> tuple[Any, ...]:
         query, key, value, out, lse, *captured = ctx.saved_tensors
-        scores, masks = captured[: ctx.scores], captured[ctx.scores :]
-        settled: Settled = ctx.settled
+        settled, scale, wanted = ctx.call
+        scores, masks = captured[: len(wanted)], captured[len(wanted) :]
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         saved = query, key, value, out, lse
@@ -285,7 +298,7 @@ class _Recorded(torch.autograd.Function):
             dquery, dkey, dvalue, own = torch.ops.attnkit.backward(
                 *(grad_out, lse.new_empty(0) if grad_lse is None else grad_lse, *saved),
                 *(scores, [_detached(t) for t in masks], runs, layout, settled.program.text),
-                *(settled.template, ctx.scale, ctx.wanted),
+                *(settled.template, scale, wanted),
             )
         else:
             dquery, dkey, dvalue, own = gradients(
@@ -295,11 +308,11 @@ class _Recorded(torch.autograd.Function):
                 saved,
                 (scores, masks),
                 settled.runs,
-                ctx.scale,
-                ctx.wanted,
+                scale,
+                wanted,
             )
-        wanted = [g if need else None for g, need in zip(own, ctx.wanted, strict=True)]
-        return None, None, None, dquery, dkey, dvalue, *wanted
+        gradients_of_scores = [g if need else None for g, need in zip(own, wanted, strict=True)]
+        return *[None] * 5, dquery, dkey, dvalue, *gradients_of_scores
 
 
 def run(
@@ -310,7 +323,7 @@ def run(
     scores: Sequence[Tensor],
     masks: Sequence[Tensor],
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> Made:
     """Make a call; differentiable in query, key, value, LSE and the score's tensors.
 
     Args:
@@ -320,77 +333,43 @@ def run(
         scale: factor on q k^T.
 
     Raises:
-        UnsupportedError: a forward-mode derivative is wanted.
+        UnsupportedError: a forward-mode derivative, or a transform of torch.func, is wanted.
     """
     if not undisturbed((query, key, value, *scores, *masks)):
-        _refuse_tangents((query, key, value, *scores))
+        refuse_transforms((query, key, value, *scores))
         runs, layout = unpack(settled.runs)
         out, lse, top = torch.ops.attnkit.forward(
             *(query, key, value, list(scores), [_detached(t) for t in masks]),
             *(runs, layout, settled.program.text, settled.template, scale, settled.need_max),
         )
         return out, lse, top
-    captured = scores, masks
     attention = settled.attention
     if attention is None:
         with torch.no_grad():
             attention = settled.attention = prepare(
-                *(settled.template, settled.program, (query, key, value), captured, settled.runs),
+                *(settled.template, settled.program, (query, key, value), (scores, masks)),
+                settled.runs,
                 positive=scale > 0,
                 need_max=settled.need_max,
             )
-    if torch.is_grad_enabled() and (
-        query.requires_grad
-        or key.requires_grad
-        or value.requires_grad
-        or any([t.requires_grad for t in scores])
-    ):
-        found: tuple[Tensor, Tensor, Tensor | None]
-        found = _Recorded.apply(  # type: ignore[no-untyped-call]
-            settled, scale, masks, query, key, value, *scores
-        )
+    if records((query, key, value, *scores)):
+        found: Made = record(settled, None, scale, masks, True, query, key, value, *scores)
         return found
-    return attention(query, key, value, captured, scale)
+    return attention(query, key, value, (scores, masks), scale)
 
 
-def _refuse_tangents(tensors: Iterable[Tensor]) -> None:
-    # torch drops the tangents of an operator's inputs where no gradient is recorded
-    if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-        raise UnsupportedError(
-            "attnkit's attention has no forward-mode derivative; take the reverse mode, or use "
-            'backend="eager" (dense, differentiable in both)'
-        )
+def records(tensors: Iterable[Tensor]) -> bool:
+    """Whether autograd records an operation on these tensors."""
+    return torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
+
+
+# Makes a prepared, undisturbed call with autograd: (settled, again, scale, masks, whole, query, key,
+# value, *scores) -> out, LSE and row maxima; `whole` or the output alone. `again` is a quicker way
+# than the attention of `settled`, or None. `Function.apply` itself looks at each argument for what
+# functorch left behind, in Python: here it is known already that there is nothing of the kind.
+record: Callable[..., Any] = super(torch.autograd.Function, _Recorded).apply
 
 
 def _detached(t: Tensor) -> Tensor:
     """The tensor without its gradient; itself if it has none, as caches go by identity."""
     return t.detach() if t.requires_grad else t
-
-
-_C: Any = torch._C
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
-_PRE_DISPATCH = _C.DispatchKey.PreDispatch
-
-
-def undisturbed(tensors: Iterable[Tensor]) -> bool:
-    """Whether nothing in torch would see an operator called with these tensors, autograd apart.
-
-    No mode (but torch.device as a context, which only makes new tensors), no functorch transform,
-    no forward-mode derivative, no jit trace; no subclass, and no tensor whose data is not what its
-    memory holds.
-    """
-    if (
-        _C._len_torch_dispatch_stack()
-        or _C._functorch.peek_interpreter_stack() is not None
-        or _C._get_tracing_state() is not None
-        or forward_ad._current_level >= 0
-        or _C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
-    ):
-        return False
-    for i in range(_C._len_torch_function_stack()):
-        if type(_C._get_function_stack_at(i)) is not DeviceContext:
-            return False
-    for t in tensors:
-        if t.__class__ not in _PLAIN or t.is_neg() or t._is_zerotensor():
-            return False
-    return True

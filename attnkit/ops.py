@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnkit import expr, launch, planning, reference, whole_graph
+from attnkit import expr, launch, planning, quick, reference, whole_graph
 from attnkit.plan import BLOCK
 from attnkit.repeats import Likeness, likeness
 from attnkit.rewrite import TRUE
@@ -90,6 +90,21 @@ def flex_attention(
             *(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse),
             *(kernel_options, return_aux, backend, deterministic),
         )
+    if kernel_options is None and return_aux is None:
+        found = quick.made(
+            query,
+            key,
+            value,
+            score_mod,
+            block_mask,
+            scale,
+            enable_gqa,
+            return_lse,
+            backend,
+            deterministic,
+        )
+        if found is not None:
+            return found
     if torch._C._is_any_autocast_enabled():
         query, key, value = under_autocast(query, key, value)
     like = settled = None
@@ -103,6 +118,11 @@ def flex_attention(
         factor = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
         out, lse, top = launch.run(settled, query, key, value, like.scores, like.masks, factor)
         if return_aux is None:
+            if factor > 0:
+                quick.learn(
+                    *(query, key, value, score_mod, block_mask, enable_gqa, backend, deterministic),
+                    *(like, settled),
+                )
             return (out, lse) if return_lse else out
         return out, AuxOutput(
             lse if return_aux.lse else None, top if return_aux.max_scores else None

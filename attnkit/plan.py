@@ -45,6 +45,8 @@ class Call:
         listed: tile sizes of block lists that overrule the mask, None where there are none.
         fixed: whether the caller gave tile sizes.
         modded: whether there is a score_mod.
+        masked: whether there is a mask.
+        q_len: length of the query, None for a long one.
     """
 
     dtype: str
@@ -54,6 +56,8 @@ class Call:
     listed: tuple[int, int] | None = None
     fixed: bool = False
     modded: bool = False
+    masked: bool = True
+    q_len: int | None = None
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,14 @@ def _fits(inner: tuple[int, int], outer: tuple[int, int]) -> bool:
 
 
 def _kernels(call: Call, target: Target) -> tuple[Kernel, ...]:
-    return kernels(call.head_dim, call.value_dim, call.modded, target.template)
+    return kernels(
+        call.head_dim,
+        call.value_dim,
+        call.modded,
+        target.template,
+        q_len=call.q_len,
+        masked=call.masked,
+    )
 
 
 def _suitable(call: Call, block: tuple[int, int], target: Target) -> Kernel | None:

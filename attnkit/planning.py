@@ -60,7 +60,9 @@ def _call(query: Tensor, value: Tensor, variant: Variant, fixed: bool) -> Call:
         capability = torch.cuda.get_device_capability(query.device)
     dtype = str(query.dtype).removeprefix("torch.")
     listed, modded = lists_of(variant.mask), variant.score_mod is not None
-    return Call(dtype, query.shape[-1], value.shape[-1], capability, listed, fixed, modded)
+    masked, q_len = variant.mask is not None, query.shape[-2]
+    dims = query.shape[-1], value.shape[-1]
+    return Call(dtype, *dims, capability, listed, fixed, modded, masked, q_len)
 
 
 def _doubts(bound: Bound, plan: Plan, backend: str, query: Tensor) -> str:

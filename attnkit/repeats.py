@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attnkit.block_mask import BlockMask
 from attnkit.errors import UnsupportedError
-from attnkit.guards import Known, recognised
+from attnkit.guards import Known, recalled, recognised
 from attnkit.launch import Settled
 from attnkit.versions import Stamp
 
@@ -58,6 +58,7 @@ class Likeness:
         score, mask: what is known of the functions, None where there is none.
         scores, masks: the captured tensors.
         data: the tensors whose data matters.
+        recalled: the functions are those of an earlier call, not others like them.
     """
 
     key: Hashable
@@ -66,6 +67,7 @@ class Likeness:
     scores: tuple[Tensor, ...]
     masks: tuple[Tensor, ...]
     data: tuple[Tensor, ...]
+    recalled: bool = False
 
     def settled(self) -> Settled | None:
         """What was settled for a call like this; None if nothing, or if data was edited since."""
@@ -113,8 +115,11 @@ def likeness(
         scores: tuple[Tensor, ...] = ()
         masks: tuple[Tensor, ...] = ()
         data: tuple[Tensor, ...] = ()
+        again = True
         if score_mod is not None:
-            found = recognised(score_mod, "score", device)
+            found = recalled(score_mod, "score", device)
+            if found is None:
+                again, found = False, recognised(score_mod, "score", device)
             if found is None:
                 return None
             score, scores = found
@@ -125,11 +130,13 @@ def likeness(
             if block_mask.__class__ is BlockMask:
                 function = block_mask.mask_mod
                 lists = block_mask.shape, block_mask.seq_lengths, block_mask.device
-            elif block_mask.__class__ is _flex_class():
+            elif is_flex(block_mask):
                 function = block_mask.mask_mod
                 listed, lists = flex_lists(block_mask)
                 data += listed
-            found = recognised(function, "mask", device)
+            found = recalled(function, "mask", device)
+            if found is None:
+                again, found = False, recognised(function, "mask", device)
             if found is None:
                 return None
             mask, masks = found
@@ -143,7 +150,7 @@ def likeness(
             *[t.stride() for t in masks],
             *map(id, data),
         )
-        return Likeness(at, score, mask, scores, masks, data)
+        return Likeness(at, score, mask, scores, masks, data, again)
     except (AttributeError, TypeError, RuntimeError):  # not strided, not what it must be
         return None
 
@@ -156,6 +163,7 @@ def flex_lists(mask: Any) -> tuple[tuple[Tensor, ...], Hashable]:
     return (*lists, *full) if whole else lists, (*mask.BLOCK_SIZE, *mask.seq_lengths, whole)
 
 
-def _flex_class() -> Any:
+def is_flex(mask: Any) -> bool:
+    """Whether this is PyTorch's BlockMask (whose module is not imported for the question)."""
     module = sys.modules.get("torch.nn.attention.flex_attention")
-    return None if module is None else module.BlockMask
+    return module is not None and mask.__class__ is module.BlockMask

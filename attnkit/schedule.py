@@ -19,7 +19,7 @@ from torch import Tensor
 from attnkit.errors import OptionError, ShapeError
 from attnkit.sections import sections, unit_of_rows
 from attnkit.sparse import BlockRuns, Runs
-from attnkit.splitting import GRAIN, Cost, Pieces, Rows, even, predicted, whole, wrapped
+from attnkit.splitting import GRAIN, Cost, Pieces, Rows, even, filled, predicted, whole, wrapped
 
 # Measured on one H200 with a Hopper prototype, tiles of 128 x 128, D = 128, bfloat16: 2209 cycles a
 # block and about 4000 a tile (fitted over lengths 2048, 8192 and 16384); a causal mask on 488
@@ -259,7 +259,7 @@ class _Work:
         """The pieces with the least predicted makespan, their costs and their order."""
         total = int((rows.body + self.cost.tile).sum())
         share, least = total // self.workers, -1
-        for pieces, level in self._options(rows, max(1, share), split):
+        for pieces, level in self._options(rows, max(1, share), split, section, place):
             costs = pieces.costs(rows)
             order = self._ordered(pieces, costs, section, place, level)
             if least < 0 and int(costs.max()) * GRAIN <= share:
@@ -267,16 +267,21 @@ class _Work:
             makespan = predicted(costs[order], self.workers)
             if least < 0 or makespan * 100 < least * 99:  # each cut must pay
                 least, best = makespan, (pieces, costs, order)
-            if least * 50 <= share * 51:  # within 2 % of what is possible
+            if least * 100 <= share * 101:  # within 1 % of what is possible
                 break
         return best
 
-    def _options(self, rows: Rows, share: int, split: bool) -> Iterator[tuple[Pieces, bool]]:
+    def _options(
+        self, rows: Rows, share: int, split: bool, section: Tensor, place: Tensor
+    ) -> Iterator[tuple[Pieces, bool]]:
         """Ways to split, few cuts first, and whether to keep the shortest pieces for the end."""
         pieces = whole(rows)
         yield pieces, False
         if self.order == "longest":
             yield pieces, True
+        if split and self.order == "longest":
+            order = self._ordered(pieces, pieces.costs(rows), section, place, False)
+            yield filled(rows, order, self.workers), False
         if split and self.order != "grid":
             for limit in (share, share // 2, share // 4):
                 yield even(rows, limit), True

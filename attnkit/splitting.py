@@ -131,14 +131,46 @@ def wrapped(rows: Rows, workers: int) -> Pieces:
     """Rows laid end to end, longest first, and cut into one stretch per worker.
 
     McNaughton's wrap-around rule (1959): at most workers - 1 cuts, and every stretch is a worker's
-    fair share. A cut whose piece would cost less than its own overhead is left out.
+    fair share.
+    """
+    prices, order = torch.sort(rows.body + rows.cost.tile, descending=True, stable=True)
+    share = int(prices.sum()) // workers
+    return _laid(rows, order, torch.full((workers,), share, device=order.device))
+
+
+def filled(rows: Rows, order: Tensor, workers: int) -> Pieces:
+    """Rows whole, as far as they fit their workers' fair shares; the others fill what is left.
+
+    These are laid end to end and cut at the ends of the shares: fewer cuts than `wrapped` makes, and
+    pieces that longest first pairs well, the longest of one worker with the shortest of another.
+
+    Args:
+        rows: the rows.
+        order: int64 [rows], the list that workers take rows from.
+        workers: how many.
+    """
+    prices = (rows.body + rows.cost.tile)[order]
+    share = int(prices.sum()) // workers
+    loads, taken = [0] * workers, 0
+    for price in prices.tolist():
+        if loads[0] + price > share:
+            break
+        heapq.heapreplace(loads, loads[0] + price)
+        taken += 1
+    gaps = share - torch.tensor(loads, device=order.device)
+    return _laid(rows, order[taken:], gaps)
+
+
+def _laid(rows: Rows, order: Tensor, gaps: Tensor) -> Pieces:
+    """Some rows laid end to end in this order, cut where the gaps, laid end to end, end.
+
+    A cut whose piece would cost less than its own overhead is left out.
     """
     cost = rows.cost
-    prices, order = torch.sort(rows.body + cost.tile, descending=True, stable=True)
-    ends = prices.cumsum(0)
-    total = int(ends[-1])
-    at = torch.arange(1, workers, device=ends.device) * (total // workers)
-    place = torch.searchsorted(ends, at, right=True).clamp(max=ends.numel() - 1)
+    prices = (rows.body + cost.tile)[order]
+    ends, at = prices.cumsum(0), gaps.cumsum(0)[:-1]
+    at = at[at < int(prices.sum())]
+    place = torch.searchsorted(ends, at, right=True)
     offset = at - (ends[place] - prices[place]) - cost.tile
     row, margin = order[place], cost.tile + cost.merge
     keep = (offset > margin) & (offset + margin < rows.body[row])

@@ -21,7 +21,9 @@ only waiting for pieces before that one. Suppose that some pieces never end, and
 of them in the list. All pieces before p end. Then the worker that is to take p reaches it, as it
 has only earlier pieces before it; and each of p's waits ends, as it is for an earlier piece only.
 So p ends, a contradiction. The argument needs workers that, once started, keep running (a grid no
-larger than what is resident), and loads that run ahead must not wait for a turn.
+larger than what is resident), and loads that run ahead must not wait for a turn. The last
+contribution of a piece may leave when the next piece has begun, as that waits for nothing before.
+Pieces should begin in list order: one that is taken early and begins late makes others wait.
 
 The same rule serves any other sum with several contributors: dK and dV of a kv head that several
 query heads share, or of a split kv tile, take turns in list order (`group`). The order of dQ does
@@ -50,6 +52,7 @@ class Turns:
     Attributes:
         first: int32 [runs.batch * runs.heads * q blocks], the kv tile that adds first; -1 where
             none does.
+        last: the same of the kv tile that adds last.
         kept: the FULL and PARTIAL runs of each such row joined.
         step: 1 if turns ascend in kv, -1 if they descend.
         group: int32 [pieces, 2], turn (from 0) at dK and dV of (b, kv head, kv tile) of each piece
@@ -57,6 +60,7 @@ class Turns:
     """
 
     first: Tensor
+    last: Tensor
     kept: Runs
     step: int
     group: Tensor
@@ -96,7 +100,7 @@ def turns(runs: BlockRuns, schedule: Schedule) -> Turns:
         )
     step = 1 if schedule.order == "ascending" else -1
     kept = joined(runs.full, runs.partial, runs.kv_blocks)
-    return Turns(_first(kept, step), kept, step, _groups(schedule))
+    return Turns(_first(kept, step), _first(kept, -step), kept, step, _groups(schedule))
 
 
 def joined(full: Runs, partial: Runs, columns: int) -> Runs:

@@ -70,14 +70,6 @@ def holds(x: Any, wanted: Held) -> bool:
     return x is not None and x is how()
 
 
-def _parted(places: Sequence[tuple[Any, Held]]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Places that hold one object, an object that is referred to weakly, or a list."""
-    firm = [(at, h[0]) for at, h in places if h[1] is None]
-    lists = [(at, h) for at, h in places if isinstance(h[1], list)]
-    weak = [(at, h[1]) for at, h in places if h[1] is not None and not isinstance(h[1], list)]
-    return firm, weak, lists
-
-
 class Watch:
     """All that a function reads, as a walk found it.
 
@@ -85,10 +77,11 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        self._functions: list[tuple[Any, ...]] = []
-        self._masks: list[tuple[Any, ...]] = []
-        self._rest: list[tuple[Any, Callable[[Any], tuple[Any, ...]], Held]] = []
-        self._tensors: list[tuple[Any, ...]] = []
+        self._lines: list[str] = []
+        self._names: dict[str, Any] = {"holds": holds, "ABSENT": ABSENT, "tuple": tuple}
+        self._references: dict[int, str] = {}  # by id of a reference the name of what it refers to
+        self._tensors: list[tuple[str, Any, Any, Any, Any, Any]] = []
+        self._found: Callable[[], list[Tensor] | None] | None = None
 
     def function(self, f: types.FunctionType, names: Sequence[str]) -> None:
         """Watch a function's code, closure cells, defaults, attributes, and globals by name.
@@ -96,15 +89,22 @@ class Watch:
         Raises:
             Unsteady: one of them may change and remain the same object.
         """
-        closure = f.__closure__ or ()
-        cells = _parted([(i, held(cell.cell_contents)) for i, cell in enumerate(closure)])
-        scope = _parted([(n, held(f.__globals__.get(n, ABSENT))) for n in names])
+        own, is_not = self._reference(f), []
+        is_not.append(f"{own}.__code__ is not {self._name(f.__code__)}")
         if f.__defaults__ is not None or f.__kwdefaults__ is not None or f.__dict__:
-            self._rest.append((weakref.ref(f), _extras, held(_extras(f))))
-            bare = False
+            extras = f"{self._name(_extras)}({own})"
+            is_not.append(self._differs(extras, held(_extras(f))))
         else:
-            bare = True
-        self._functions.append((weakref.ref(f), f.__code__, bare, *cells, *scope))
+            is_not += [f"{own}.__defaults__ is not None", f"{own}.__kwdefaults__ is not None"]
+            is_not.append(f"{own}.__dict__")
+        for i, cell in enumerate(f.__closure__ or ()):
+            place = f"{own}.__closure__[{i}].cell_contents"
+            is_not.append(self._differs(place, held(cell.cell_contents)))
+        scope = f.__globals__
+        for name in names:
+            place = f"{own}.__globals__.get({self._name(name)}, ABSENT)"
+            is_not.append(self._differs(place, held(scope.get(name, ABSENT))))
+        self._lines += is_not
 
     def mask(self, m: Mask) -> None:
         """Watch a mask's function, parts and lengths.
@@ -112,9 +112,15 @@ class Watch:
         Raises:
             Unsteady: its function may change and remain the same object.
         """
-        firm, function = held(m.function)
-        parts = [weakref.ref(p) for p in m.parts]
-        self._masks.append((weakref.ref(m), m.op, m.lengths, firm, function, parts))
+        own = self._reference(m)
+        self._lines += [
+            f"{own}.op is not {self._name(m.op)}",
+            f"{own}.lengths is not {self._name(m.lengths)}",
+            self._differs(f"{own}.function", held(m.function)),
+            f"{own}.parts.__class__ is not tuple",
+            f"len({own}.parts) != {len(m.parts)}",
+            *(f"{own}.parts[{i}] is not {self._reference(p)}" for i, p in enumerate(m.parts)),
+        ]
 
     def partial(self, p: functools.partial[Any]) -> None:
         """Watch a partial's function and arguments.
@@ -122,86 +128,84 @@ class Watch:
         Raises:
             Unsteady: one of them may change and remain the same object.
         """
-        self._rest.append((weakref.ref(p), _partial_fields, held(_partial_fields(p))))
+        fields = f"{self._name(_partial_fields)}({self._reference(p)})"
+        self._lines.append(self._differs(fields, held(_partial_fields(p))))
 
     def tensor(self, t: Tensor) -> None:
         """Watch what a trace depends on in a tensor."""
-        self._tensors.append((weakref.ref(t), type(t), t.shape, t.dtype, t.device, t.requires_grad))
+        name = self._reference(t)
+        self._tensors.append((name, type(t), t.shape, t.dtype, t.device, t.requires_grad))
+
+    def met(self) -> list[Tensor] | None:
+        """The tensors in the order in which they were met, None if other objects are read now.
+
+        Of the tensors only the identity is told.
+        """
+        try:
+            return (self._found or self._compiled())()
+        except (AttributeError, TypeError, ValueError):  # one is gone, or a cell is empty
+            return None
 
     def check(self) -> list[Tensor] | None:
-        """The tensors in the order in which they were met, None if anything has changed."""
-        try:
-            if self._same_functions() and self._same_masks():
-                for reference, fields, wanted in self._rest:
-                    if not holds(fields(reference()), wanted):
-                        return None
-                return self._same_tensors()
-        except (AttributeError, TypeError, ValueError):  # one is gone, or a cell is empty
-            pass
-        return None
-
-    # Written out, as these are on the path of every call.
-
-    def _same_functions(self) -> bool:
-        for function, code, bare, cells, weak, lists, names, weak_names, listed in self._functions:
-            f = function()
-            if f.__code__ is not code:
-                return False
-            if bare and (f.__defaults__ is not None or f.__kwdefaults__ is not None or f.__dict__):
-                return False
-            closure, scope = f.__closure__, f.__globals__
-            for i, x in cells:
-                if closure[i].cell_contents is not x:
-                    return False
-            for i, reference in weak:
-                x = reference()
-                if x is None or closure[i].cell_contents is not x:
-                    return False
-            for i, wanted in lists:
-                if not holds(closure[i].cell_contents, wanted):
-                    return False
-            for name, x in names:
-                if scope.get(name, ABSENT) is not x:
-                    return False
-            for name, reference in weak_names:
-                x = reference()
-                if x is None or scope.get(name) is not x:
-                    return False
-            for name, wanted in listed:
-                if not holds(scope.get(name), wanted):
-                    return False
-        return True
-
-    def _same_masks(self) -> bool:
-        for mask, op, lengths, firm, weak, parts in self._masks:
-            m = mask()
-            if m.op is not op or m.lengths is not lengths:
-                return False
-            function = firm if weak is None else weak()
-            if m.function is not function or (function is None and weak is not None):
-                return False
-            own = m.parts
-            if own.__class__ is not tuple or len(own) != len(parts):
-                return False
-            for part, reference in zip(own, parts, strict=True):
-                if part is None or part is not reference():
-                    return False
-        return True
-
-    def _same_tensors(self) -> list[Tensor] | None:
-        found = []
-        for reference, kind, shape, dtype, device, requires_grad in self._tensors:
-            t = reference()
+        """The same, None also if a trace would be another one for what the tensors are now."""
+        found = self.met()
+        if found is None:
+            return None
+        for t, (_, kind, shape, dtype, device, grad) in zip(found, self._tensors, strict=True):
             if (
                 t.__class__ is not kind
                 or t.shape != shape
                 or t.dtype is not dtype
                 or t.device != device
-                or t.requires_grad is not requires_grad
+                or t.requires_grad is not grad
             ):
                 return None
-            found.append(t)
         return found
+
+    # What is looked at stands in straight-line Python, as it is on the path of every call.
+
+    def _name(self, x: Any) -> str:
+        name = f"x{len(self._names)}"
+        self._names[name] = x
+        return name
+
+    def _reference(self, x: Any) -> str:
+        reference = weakref.ref(x)  # the same one for the same object, as it has no callback
+        at = id(reference)
+        if at not in self._references:
+            self._references[at] = self._name(reference).replace("x", "o")
+        return self._references[at]
+
+    def _differs(self, place: str, wanted: Held) -> str:
+        """Text that is true where a place does not hold what it must."""
+        what, how = wanted
+        if how is None:
+            return f"{place} is not {self._name(what)}"
+        if isinstance(how, list):
+            return f"not holds({place}, {self._name(wanted)})"
+        return f"{place} is not {self._reference(how())}"
+
+    def _compiled(self) -> Callable[[], list[Tensor] | None]:
+        own = sorted(self._references.values(), key=lambda name: int(name[1:]))
+        gone = [f"{name} is None" for name in own]
+        tests = [*gone, *self._lines]
+        text = "\n".join(
+            [
+                "def found():",
+                *(f"    {name} = {name.replace('o', 'x')}()" for name in own),
+                f"    if {' or '.join(tests)}: return None" if tests else "",
+                f"    return [{', '.join(t[0] for t in self._tensors)}]",
+            ]
+        )
+        exec(_code(text), self._names)
+        found: Callable[[], list[Tensor] | None] = self._names["found"]
+        self._found = found
+        return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _code(text: str) -> types.CodeType:
+    return compile(text, "<watch>", "exec")
 
 
 def _extras(f: types.FunctionType) -> tuple[Any, ...]:

@@ -354,15 +354,20 @@ def test_gpu_host_times(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(contenders.CONTENDERS, "attnkit", ours)
     names, cpu = ["attnkit", "FlashAttention-2"], torch.device("cpu")
     rows = list(host.host_rows(GPU_CASES, "^causal", names, cpu))
-    times = {(row["case"], row["contender"]): row.get("host_us") for row in rows}
-    assert len(times) == 6
-    assert all(time > 0 for (_, name), time in times.items() if name == "attnkit")
-    assert times["causal + ALiBi", "FlashAttention-2"] is None
+    what = ("case", "contender", "direction")
+    times = {tuple(row[name] for name in what): row.get("host_us") for row in rows}
+    assert len(times) == len(rows) == 3 * 3 * 2 + 3
+    assert all(time > 0 for (_, name, _), time in times.items() if name == "attnkit")
+    assert all(times["causal", "SDPA", direction] > 0 for direction in host.DIRECTIONS)
+    assert times["causal + ALiBi", "FlashAttention-2", "forward"] is None
+    full = [row["contender"] for row in host.host_rows(GPU_CASES, "^full$", ["attnkit"], cpu)]
+    assert [full.count(name) for name in ("attnkit", "SDPA", "torch.add")] == [3, 3, 1]
     cases = ROOT / "benchmarks" / "gpu_cases.toml"
     first = host.child("attnkit", cases, cpu)
-    assert min(first["first_s"], first["other_s"]) > 0
+    assert min(first["first_s"], first["other_s"], first["backward_s"]) > 0
     assert host.child("FlashAttention-2", cases, cpu)["other_s"] is None
-    assert all("FlashAttention-2" in host.line(row) for row in rows[1::2])
+    assert all(row["contender"] in host.line(row) for row in rows)
+    assert "for a backward" in host.line(first | {"benchmark": "", "case": "", "contender": ""})
 
 
 def test_gpu_host_tells_why_a_process_ended(

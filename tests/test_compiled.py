@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import struct
 import subprocess
 import sys
@@ -175,6 +176,25 @@ def test_the_status_of_the_host_function_is_an_error() -> None:
     values, _ = artifact.signature.gather((x, x, c, c, 1.0, 4), no_stream)
     with pytest.raises(LaunchError, match="launch of a kernel failed: cudaError"):
         entry(values)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_is_collected_again_after_a_compilation(enabled: bool) -> None:
+    seen = []
+
+    def build() -> Build:
+        seen.append(gc.isenabled())
+        raise ZeroDivisionError
+
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with pytest.raises(ZeroDivisionError):
+            compile_source(Source("", "sm_90a", build))
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()
+    assert seen == [False]
 
 
 # -- signatures ----------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ FORWARD = (
     "mods:compose",
     "mods:t5_bias",
 )
-# dQ 3 % above twice the error of one sample of dense rounding, and a gradient of one number a head
-ABOVE = {"mods:scalable_softmax", "mods:scalable_softmax/constant"}
+# dQ 14 and 1 % above twice the largest error of dense: single rows decide either, see docs/blackwell.md
+ABOVE = {"mods:scalable_softmax", "mods:scalable_softmax/batch"}
 BACKWARD = ("masks:sliding_window/both", "mods:alibi/learned")
 
 
@@ -41,7 +41,7 @@ def test_the_samples_are_of_the_library(runner: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", FORWARD)
 def test_forward(name: str, runner: dict[str, Any]) -> None:
-    job = runner["Job"](name, "sm_100a", 300, 64, "bfloat16", "check", 1, False)
+    job = runner["Job"](name, "sm_100a", 300, 64, "bfloat16", "check", 1, 1, None, False)
     row = runner["run"](job)
     assert row["ok"], row
     assert set(row["errors"]) == {"LSE", "output"}
@@ -49,7 +49,7 @@ def test_forward(name: str, runner: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", BACKWARD)
 def test_backward(name: str, runner: dict[str, Any]) -> None:
-    job = runner["Job"](name, "sm_100a", 200, 64, "bfloat16", "check", 1, True)
+    job = runner["Job"](name, "sm_100a", 200, 64, "bfloat16", "check", 1, 2, None, True)
     row = runner["run"](job)
     assert row["ok"], row
     assert row["kernels"] >= 4  # forward, statistics, gradients, rounding
@@ -58,7 +58,7 @@ def test_backward(name: str, runner: dict[str, Any]) -> None:
 
 
 def test_what_was_saved_is_right(runner: dict[str, Any]) -> None:
-    """The forward of all of the library, and gradients of what there was time for."""
+    """All of the library, in both directions; gradients of masks in all orders."""
     head, *rows = (json.loads(line) for line in SAVED.read_text().splitlines())
     assert head["benchmark"] == "library in the emulator"
     assert all(not row["findings"] for row in rows)
@@ -66,4 +66,6 @@ def test_what_was_saved_is_right(runner: dict[str, Any]) -> None:
     names = set(runner["library"](300))
     saved = {d: {r["variant"] for r in rows if r["direction"] == d} for d in runner["DIRECTIONS"]}
     assert saved["forward"] == names
-    assert saved["backward"] <= names
+    assert saved["backward"] == names
+    masked = [r for r in rows if r["direction"] == "backward" and r["variant"].startswith("masks:")]
+    assert {r["mode"] for r in masked} == {"check"}

@@ -56,7 +56,10 @@ BLACKWELL = replace(HOPPER, capability=(10, 0))
 RULES = [
     (replace(BLACKWELL, dtype="float32"), "the Blackwell kernel computes bfloat16 and float16"),
     (replace(BLACKWELL, head_dim=264), "the Blackwell kernel takes head dims up to 256, got 264"),
-    (replace(BLACKWELL, listed=(64, 64)), r"which have \(256, 128\) or \(128, 128\) or"),
+    (
+        replace(BLACKWELL, listed=(64, 64)),
+        r"which have \(256, 128\) or \(128, 128\) or \(128, 64\) or \(512, 128\)",
+    ),
     (replace(HOPPER, capability=None), "query is not on a CUDA device"),
     (
         replace(HOPPER, capability=(8, 0)),

@@ -13,7 +13,16 @@ from torch.nn.attention import flex_attention as flex
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnkit
-from attnkit import AuxRequest, create_block_mask, flex_attention, guards, masks, ops, repeats
+from attnkit import (
+    AuxRequest,
+    create_block_mask,
+    flex_attention,
+    guards,
+    masks,
+    ops,
+    quick,
+    repeats,
+)
 from attnkit.mask import Mask
 from attnkit.trace import trace
 
@@ -36,6 +45,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
 
     monkeypatch.setattr(ops.Variant, "bind", counted)
     monkeypatch.setattr(repeats, "_entries", {})
+    monkeypatch.setattr(quick, "_buckets", {})
     return count
 
 

@@ -16,7 +16,7 @@ from attnkit.schedule import FORWARD, Shape, schedule_backward, schedule_forward
 from attnkit.sections import chunk_of, distinct
 from attnkit.simulate import simulate
 from attnkit.sparse import FULL, PARTIAL, BlockRuns, Runs
-from attnkit.splitting import Cost, predicted
+from attnkit.splitting import Cost, Rows, filled, predicted
 from tests.schedule_cases import Case, cases, walked
 
 INF = float("inf")
@@ -193,6 +193,42 @@ def test_long_rows_are_split_to_their_share() -> None:
     work = int(schedule.cost.sum())
     assert work <= 1.1 * schedule.unsplit
     assert simulate(schedule).makespan <= 1.05 * work / 132
+
+
+@given(
+    tiles=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 99)), min_size=1, max_size=60),
+    workers=st.integers(1, 9),
+    cost=st.builds(Cost, *(st.integers(low, 9) for low in (1, 1, 0, 0))),
+    seed=st.integers(0, 9),
+)
+def test_filled_cuts_only_what_does_not_fit_a_share(
+    tiles: list[tuple[int, int]], workers: int, cost: Cost, seed: int
+) -> None:
+    """In any order: at most a cut a worker, no tile lost, and whole what fits before."""
+    partial, full = torch.tensor(tiles).unbind(1)
+    rows = Rows(partial, full, cost)
+    order = torch.randperm(len(tiles), generator=torch.Generator().manual_seed(seed))
+    pieces = filled(rows, order, workers)
+    assert pieces.row.numel() - len(tiles) < workers
+    count = torch.zeros_like(full).index_add_(0, pieces.row, pieces.stop - pieces.first)
+    assert torch.equal(count, rows.tiles)
+    prices = rows.body + cost.tile
+    loads, share = [0] * workers, int(prices.sum()) // workers
+    for row in order.tolist():
+        loads.sort()
+        loads[0] += int(prices[row])
+        if loads[0] > share:
+            break
+        assert pieces.parts[pieces.row == row].tolist() == [1]
+
+
+def test_the_last_wave_is_cut_where_it_pays() -> None:
+    """1024 equal tiles, 7.76 for each of 132 workers: 8 without a cut."""
+    states = torch.full((1, 1, 64, 103), FULL, dtype=torch.int8)
+    runs = BlockRuns.from_states(states, 8192, 8192, (128, 80))
+    schedule = schedule_forward(runs, Shape(2, 8, 80 << 10), workers=132)
+    assert schedule.pieces < 1024 + 132
+    assert simulate(schedule).makespan <= 1.01 * schedule.unsplit / 132
 
 
 def test_a_cheap_last_wave_is_not_cut() -> None:

@@ -139,3 +139,27 @@ def test_second_derivatives_are_refused(backend: str) -> None:
     (first,) = torch.autograd.grad(call(*made).float().sum(), made[0], create_graph=True)
     with pytest.raises(attnkit.UnsupportedError, match="no second derivative"):
         first.float().sum().backward()
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad"])
+def test_transforms_are_refused_or_dense(transform: str) -> None:
+    made = [t.detach().float() for t in inputs()]
+
+    def loss(backend: str) -> Callable[..., Any]:
+        return lambda q: flex_attention(q, *made[1:], block_mask=masks.causal(), backend=backend)
+
+    if transform == "vmap":
+        several = torch.stack(made[:1] * 2)
+        with pytest.raises(
+            attnkit.UnsupportedError, match=r"no rule for torch\.func\.vmap; give it"
+        ):
+            torch.func.vmap(loss("cpu"))(several)
+        found = torch.func.vmap(loss("eager"))(several)[1]
+        torch.testing.assert_close(found, loss("cpu")(made[0]))
+        return
+    with pytest.raises(attnkit.UnsupportedError, match=r"torch\.func\.grad; take torch"):
+        torch.func.grad(lambda q: loss("cpu")(q).sum())(made[0])
+    found = torch.func.grad(lambda q: loss("eager")(q).sum())(made[0])
+    query = made[0].requires_grad_()
+    (expected,) = torch.autograd.grad(loss("cpu")(query).sum(), query)
+    torch.testing.assert_close(found, expected)

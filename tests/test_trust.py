@@ -134,9 +134,9 @@ def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = forward._emulate
 
     def wrong(
-        layout: Any, work: Any, chosen: Any, source: Any, arguments: Sequence[Any], outputs: Any
+        layout: Any, work: Any, chosen: Any, source: Any, arguments: Sequence[Any], *rest: Any
     ) -> None:
-        whole(layout, work, chosen, source, arguments, outputs)
+        whole(layout, work, chosen, source, arguments, *rest)
         if len(arguments) > 6:  # not the kernel that joins parts
             out = arguments[3].array if isinstance(arguments[3], Undefined) else arguments[3]
             out[:, :, 128:256] *= 1.05

@@ -48,7 +48,7 @@ def test_turns_pass_through_the_kept_tiles_and_back_to_the_first(case: Case) -> 
     for row, kept in enumerate(states):
         columns = kept.nonzero().squeeze(1).tolist()[:: turn.step]
         if not columns:
-            assert int(turn.first[row]) == -1
+            assert int(turn.first[row]) == int(turn.last[row]) == -1
             continue
         found, column = [], int(turn.first[row])
         for _ in columns:
@@ -56,6 +56,7 @@ def test_turns_pass_through_the_kept_tiles_and_back_to_the_first(case: Case) -> 
             column = after(turn, row, column)
         assert found == columns
         assert column == columns[0]  # armed for the next launch
+        assert int(turn.last[row]) == columns[-1]
 
 
 @given(case=deterministic, workers=st.integers(1, 200))
@@ -184,7 +185,7 @@ def test_the_protocol_does_deadlock_with_a_list_in_another_order() -> None:
     schedule = schedule_backward(runs, shape, workers=2, order="ascending", split=False)
     case = Case(runs, shape, 2, schedule.prices, 1, "ascending", False, True)
     turn, pieces = turns(runs, schedule), walked(case, schedule)
-    turn = Turns(turn.first, turn.kept, turn.step, turn.group.flip(0))
+    turn = Turns(turn.first, turn.last, turn.kept, turn.step, turn.group.flip(0))
     with pytest.raises(Deadlock):
         execute(case, turn, pieces[::-1], None, 2, lambda n: 0)
 

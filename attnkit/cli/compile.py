@@ -72,7 +72,7 @@ def register(subparsers: Subparsers) -> None:
         ("value-dim", None, "width of a head of value; default head-dim"),
         ("heads", 1, "query heads, as many as the variant's tables have"),
         ("kv-heads", None, "key and value heads; default heads"),
-        ("q-len", 256, "query length that the variant is built for"),
+        ("q-len", 512, "query length that the variant is built for"),
         ("kv-len", None, "kv length that it is built for; default q-len"),
         ("batch", 1, "batch size that it is built for"),
     ):

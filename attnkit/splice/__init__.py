@@ -16,7 +16,9 @@ from attnkit.splice.layout import Layout
 from attnkit.splice.program import Lists, Program, compute_dtype
 from attnkit.targets import EMULATED, ORDERED, of_template
 from attnkit.templates import cpu
+from attnkit.worklist import full_runs
 
+_BLOCK, _MANY = (128, 128), 4096
 __all__ = [
     "Attention",
     "CpuHooks",
@@ -121,6 +123,9 @@ def layout_of(
 def backward_block(template: str, head_dims: tuple[int, int]) -> tuple[int, int] | None:
     """Rows and columns of a block of a GPU template's backward, None where it has none.
 
+    That of long sequences without a mask, in any order of sums, and without captured tensors that
+    have gradients. If two CTAs work on it, the columns are of both.
+
     Args:
         template: a plan's.
         head_dims: of query and key, and of value.
@@ -132,7 +137,12 @@ def backward_block(template: str, head_dims: tuple[int, int]) -> tuple[int, int]
         raise ArgumentError(f"template={template!r} is no GPU kernel")
     own = backward.template_of(target)
     widths = own.widths(head_dims)
-    return None if widths is None else (own.block_q(widths, True), own.block_kv(widths))
+    if widths is None:
+        return None
+    runs = full_runs(_MANY, _MANY, _BLOCK, torch.device("cpu"))
+    switches = own.switches(widths, runs, learned=False, ordered=False, listed=False)
+    ctas = 2 if switches.get("pair") else 1
+    return own.block_q(widths, True), ctas * own.block_kv(widths)
 
 
 def run_backward(

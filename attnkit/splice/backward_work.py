@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from attnkit import emulation
 from attnkit.schedule import Shape, schedule_backward
 from attnkit.sparse import EMPTY, FULL, PARTIAL, BlockRuns
-from attnkit.splice.forward import _SMS_EMULATED, _sms
+from attnkit.splice.forward import _ON_HOST, _SMS_EMULATED, _sms
 from attnkit.turns import Turns, turns
 from attnkit.worklist import full_runs, refined
 
@@ -32,7 +32,7 @@ class Work:
         order: turns of a deterministic run, with the semaphores as they are between launches.
         units: of the sums of dQ, dK and dV.
         rows: of the statistics.
-        workers: CTAs.
+        workers: CTAs, or pairs of them.
         cost: estimated warp instructions in the emulator.
     """
 
@@ -44,6 +44,16 @@ class Work:
     rows: int
     workers: int
     cost: float
+
+    def to(self, device: torch.device) -> Work:
+        """The same tables on a device."""
+        return replace(
+            self,
+            pieces=self.pieces.to(device),
+            partial=self.partial.to(device),
+            full=self.full.to(device),
+            order=tuple(t.to(device) for t in self.order),
+        )
 
     def turn_tables(self) -> tuple[Tensor, ...]:
         """The tables of turns; semaphores of its own for every launch."""
@@ -66,17 +76,31 @@ def work_of(
     if runs is None:
         runs = full_runs(query.shape[2], key.shape[2], block, query.device)
     known = _lists.setdefault(runs, {})
-    wanted = (settings, query.shape, key.shape, value.shape, emulated)
+    count = workers(query.device, emulated)
+    wanted = (settings, query.shape, key.shape, value.shape, emulated, count)
     if wanted not in known:
-        known[wanted] = _tables(fitted(runs, block), settings, query, key, emulated)
+        tiles = query.shape[0] * query.shape[1] * max(runs.q_blocks, runs.kv_blocks)
+        near = runs.to("cpu") if tiles <= _ON_HOST else runs
+        made = _tables(fitted(near, block), settings, query, key, count, emulated)
+        known[wanted] = made.to(query.device)
         if query.is_cuda and not torch.cuda.is_current_stream_capturing():
             # other streams may read the tables next
             torch.cuda.current_stream(query.device).synchronize()
     return known[wanted]
 
 
+def workers(device: torch.device, emulated: bool) -> int:
+    """CTAs that a device runs at once."""
+    return emulation.ctas(_SMS_EMULATED) if emulated else _sms(device)
+
+
 def _tables(
-    runs: BlockRuns, settings: Settings, query: Tensor, key: Tensor, emulated: bool
+    runs: BlockRuns,
+    settings: Settings,
+    query: Tensor,
+    key: Tensor,
+    workers: int,
+    emulated: bool,
 ) -> Work:
     config = settings.values
     batch, heads = query.shape[:2]
@@ -88,7 +112,7 @@ def _tables(
         kv_heads=key.shape[1],
         kv_batch=key.shape[0],
     )
-    workers = emulation.ctas(_SMS_EMULATED) if emulated else _sms(query.device)
+    workers = max(1, workers // settings.ctas)
     order = config["turns"] or "longest"
     schedule = schedule_backward(runs, shape, workers=workers, order=order, split=False)
     units = [batch * heads * runs.q_blocks * (rows * wide // UNIT), 0, 0]
@@ -114,7 +138,8 @@ def _tables(
 def _order(
     found: Turns, runs: BlockRuns, shape: Shape, semaphores: tuple[int, int], shared: bool
 ) -> tuple[Tensor, ...]:
-    """Semaphores; first and last kept run of every (b, h, q block); the runs; turns of pieces.
+    """Semaphores; kept runs and first and last turn of every (b, h, q block); the runs; turns of
+    pieces.
 
     Args:
         found: turns of the schedule.
@@ -123,7 +148,7 @@ def _order(
         shared: whether dK and dV are sums too.
     """
     kept = found.kept
-    bounds = torch.stack([kept.row_ptr[:-1], kept.row_ptr[1:]], 1)
+    rows = torch.stack([kept.row_ptr[:-1], kept.row_ptr[1:], found.first, found.last], 1)
     full = (shape.batch, shape.heads, runs.q_blocks)
     own = (runs.batch, runs.heads, runs.q_blocks)
     first = found.first.view(own).expand(full).reshape(-1, 1).expand(-1, semaphores[0])
@@ -131,7 +156,7 @@ def _order(
     others = found.first.new_zeros(shared * 2 * semaphores[1] * pairs)
     return (
         torch.cat([first.reshape(-1), others]),
-        bounds.view(*own, 2).expand(*full, 2).reshape(-1, 2).contiguous(),
+        rows.view(*own, 4).expand(*full, 4).reshape(-1, 4).contiguous(),
         kept.start,
         kept.length,
         found.group,

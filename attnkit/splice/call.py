@@ -5,26 +5,33 @@ Nothing here waits for the GPU, and all of it may be captured in a CUDA graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from attnkit.compiled_repeat import Again
+from attnkit.current import device_index, is_captured, maker, stream_of
 from attnkit.splice.program import Lists
 from attnkit.versions import VersionedCache
 
 # Which captured tensor a kernel reads: of the score (0) or of the mask (1), and its slot; or an
 # own tensor. And whether the kernel takes it as it is.
 Place: TypeAlias = tuple[int, int | Tensor, bool]
-# Runs a kernel: its source, the arguments, and which of them are outputs. Gives back how to run it
-# again with arguments of the same shapes and strides, None if in the same way.
-Again: TypeAlias = Callable[[Sequence[Any]], None]
-Run: TypeAlias = Callable[[Any, Sequence[Any], tuple[int, ...]], Again | None]
+# Runs a kernel: its source, the arguments, which of them are outputs, and which would change if it
+# were run again. Gives back how to run it again, None if in the same way.
+Run: TypeAlias = Callable[[Any, Sequence[Any], tuple[int, ...], Sequence[int]], Again | None]
+# A `Call` as a function; None where it cannot make the call.
+Repeated: TypeAlias = Callable[
+    [Tensor, Tensor, Tensor, Lists, float], tuple[Tensor, Tensor, Tensor | None] | None
+]
 
 OWN = 2
 _OUTPUTS = (3, 4, 5)
+_TENSORS = (0, 1, 2, 3, 4, 5)  # query, key, value, output, LSE, row maxima
+_COUNTER, _PARTS, _CAPTURED = 9, (10, 11), 12
 
 _counters: dict[tuple[int, int], Tensor] = {}
 _moved: VersionedCache[Tensor] = VersionedCache(64)
@@ -64,6 +71,7 @@ class Call:
         combining: the kernel for split rows, None if there are none.
         need_max: whether the row maxima are returned.
         emulated: the kernel is executed on the CPU.
+        again: the quicker way of a call that was made before, if there is one.
     """
 
     run: Run
@@ -82,7 +90,7 @@ class Call:
     need_max: bool
     emulated: bool
     spare: tuple[Tensor, ...] = field(init=False)
-    _again: dict[Any, Again] = field(init=False, default_factory=dict)
+    again: Repeated | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         # a kernel takes no empty tensor; where nothing is split, this is neither written nor read
@@ -96,6 +104,10 @@ class Call:
         self, query: Tensor, key: Tensor, value: Tensor, captured: Lists, scale: float
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """out, LSE and the row maxima or None; on the current stream."""
+        if self.again is not None:
+            found = self.again(query, key, value, captured, scale)
+            if found is not None:
+                return found
         same = self.loadable and not (
             (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15 or self.emulated
         )
@@ -118,13 +130,28 @@ class Call:
             *(query, key, value, target, lse, top, *self.tables, counter, *parts, *tensors),
             *(scale, *self.numbers),
         )
-        self._run(self.source, arguments, _OUTPUTS, same)
+        again = self.run(self.source, arguments, _OUTPUTS, tuple(self._changing()))
+        combine = None
         if self.combining is not None:
             joined = self.combining
-            self._run(joined.source, (*parts, *joined.tables, target, lse), (), same)
+            given = (*parts, *joined.tables, target, lse)
+            combine = self.run(joined.source, given, (), (0, 1, 4, 5))
         if target is not out:
             out.copy_(target)
+        elif same and self.again is None and again is not None:
+            object.__setattr__(self, "again", repeated(self, captured, again, combine))
         return out, lse, top if self.need_max else None
+
+    def _changing(self) -> Iterator[int]:
+        """Which arguments of the kernel are not the same at every call."""
+        yield from _TENSORS
+        yield _COUNTER
+        if self.combining is not None:
+            yield from _PARTS
+        for i, (which, _, _) in enumerate(self.places):
+            if which != OWN:
+                yield _CAPTURED + i
+        yield _CAPTURED + len(self.places)  # the scale
 
     def _read(self, captured: Lists) -> list[Any]:
         """The captured tensors that the kernel reads."""
@@ -137,17 +164,76 @@ class Call:
                 found.append(t if plain else readable(t, self.device))
         return found
 
-    def _run(
-        self, source: Any, arguments: Sequence[Any], outputs: tuple[int, ...], same: bool
-    ) -> None:
-        """Run a kernel; `same`: with the strides of all other calls where that is so."""
-        again = self._again.get(source) if same else None
-        if again is not None:
-            again(arguments)
-            return
-        again = self.run(source, arguments, outputs)
-        if again is not None and same:
-            self._again[source] = again
+
+def repeated(call: Call, captured: Lists, again: Again, combine: Again | None) -> Repeated:
+    """The same call for other tensors of the same geometry: as little as can be done for it.
+
+    Args:
+        call: one that was made.
+        captured: tensors of the score and of the mask that it was made with.
+        again, combine: run its kernels again.
+
+    Returns:
+        A function of query, key, value, captured tensors and scale that makes the call, or gives
+        None where that is not as before: on another device, while a CUDA graph is captured, with
+        addresses that a kernel cannot read.
+    """
+    make = maker(call.device)
+    shape, strides, dtype = call.shape, call.strides, call.dtype
+    row_shape, row_strides = shape[:3], _compact(shape[:3])
+    parts = [(s, _compact(s)) for s in call.parts] if combine is not None else []
+    device, index, need_max = call.device, call.device.index, call.need_max
+    places = [
+        (which, slot, captured[which][slot].device == device)
+        for which, slot, _ in call.places
+        if not isinstance(slot, Tensor)
+    ]
+    on_gpu = device.type == "cuda"
+    counters: dict[int, int] = {}  # by stream its counter's address
+
+    def run(
+        query: Tensor, key: Tensor, value: Tensor, captured: Lists, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        q, k, v = query.data_ptr(), key.data_ptr(), value.data_ptr()
+        stream = 0
+        if on_gpu:
+            if device_index() != index or is_captured():
+                return None
+            stream = stream_of(index)
+        if (q | k | v) & 15:
+            return None
+        counter = counters.get(stream)
+        if counter is None:
+            counter = counters[stream] = _counter(device, False).data_ptr()
+        out = make(shape, strides, dtype)
+        lse = make(row_shape, row_strides, torch.float32)
+        top = make(row_shape, row_strides, torch.float32) if need_max else None
+        o, l = out.data_ptr(), lse.data_ptr()
+        addresses = [q, k, v, o, l, l if top is None else top.data_ptr(), counter]
+        if combine is not None:
+            split = [make(s, t, torch.float32) for s, t in parts]
+            addresses += [t.data_ptr() for t in split]
+        kept: list[Tensor] = []
+        for which, slot, near in places:
+            t = captured[which][slot]
+            if not near:
+                t = readable(t, device)
+                kept.append(t)
+            addresses.append(t.data_ptr())
+        again(stream, addresses, (scale,))
+        if combine is not None:
+            combine(stream, [*addresses[7:9], o, l])
+        return out, lse, top
+
+    return run
+
+
+def _compact(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, size = [], 1
+    for n in reversed(shape):
+        strides.append(size)
+        size *= max(1, n)
+    return tuple(reversed(strides))
 
 
 def is_loadable(t: Tensor) -> bool:
@@ -184,19 +270,11 @@ def readable(t: Tensor, device: torch.device) -> Tensor:
     return t.reshape(1) if t.ndim == 0 else t
 
 
-def _stream(index: int) -> int:
-    return int(torch.cuda.current_stream(index).cuda_stream)
-
-
-# The handle without an object around it, where torch has it.
-_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _stream)
-
-
 def _counter(device: torch.device, capturing: bool) -> Tensor:
     """A zero that a kernel counts up and leaves at zero; one a stream, as kernels may overlap."""
     if device.index is None or capturing:
         return torch.zeros(1, dtype=torch.int32, device=device)
-    at = device.index, _stream(device.index)
+    at = device.index, stream_of(device.index)
     found = _counters.get(at)
     if found is None:
         found = _counters[at] = torch.zeros(1, dtype=torch.int32, device=device)

@@ -60,7 +60,7 @@ def main_arguments(
         make_fake_tensor(Int32, (1,), (1,), assumed_align=4),
         [captured_tensor(*c) for c in captured],
         [captured_tensor("float32", n, True) for n in totals],
-        [_ints(), _ints(2), _ints(), _ints(), _ints(2)] if with_turns else [],
+        [_ints(), _ints(4), _ints(), _ints(), _ints(2)] if with_turns else [],
         Float32(1.0),
         Int32(1),
         Int32(1),

@@ -1,6 +1,7 @@
 """Running a variant with a GPU forward kernel: hooks, work list, compiled kernel, launch.
 
-What differs between templates, such as their settings, is in a module of their own: a `Template`.
+What differs between templates, such as their settings, is in a module of their own: a `Template` of
+`forward_source`.
 """
 
 from __future__ import annotations
@@ -8,24 +9,23 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnkit import emulation, expr
-from attnkit.compiled import Build, Source, kernel
+from attnkit import emulation
+from attnkit.compiled import Source, kernel
+from attnkit.compiled_repeat import Again
 from attnkit.expr import Node
-from attnkit.index_range import wrapping
 from attnkit.intervals import Intervals, find_intervals
 from attnkit.kernel_table import Kernel, kernels
 from attnkit.schedule import Shape, schedule_forward
-from attnkit.score_form import ScoreForm, score_form
+from attnkit.score_form import score_form
 from attnkit.sparse import BlockRuns
 from attnkit.splice.call import (
     OWN,
-    Again,
     Call,
     Combining,
     Place,
@@ -33,131 +33,16 @@ from attnkit.splice.call import (
     readable,
     steps,
 )
+from attnkit.splice.forward_source import combine_source, source_of, template_of
 from attnkit.splice.layout import Layout
 from attnkit.splice.program import Lists, Program
+from attnkit.splice.spliced import Spliced, spliced
 from attnkit.targets import SM90, Target
 from attnkit.trace import Traced
 from attnkit.versions import VersionedCache
 from attnkit.worklist import WorkList, full_runs, refined, work_list
 
-if TYPE_CHECKING:
-    from attnkit.templates.sm90.hooks import ForwardHooks
-
 _SMS_EMULATED = 2  # CTAs in the emulator: few, so that each computes several tiles
-
-
-class Template(Protocol):
-    """What a template's forward has of its own; a module is one."""
-
-    def config_of(
-        self,
-        form: ScoreForm,
-        chosen: Kernel,
-        dtype: str,
-        head_dims: tuple[int, int],
-        need_max: bool,
-        arch: str,
-    ) -> dict[str, Any]:
-        """The arguments of its `ForwardConfig`."""
-
-    def tile_of(self, chosen: Kernel, head_dims: tuple[int, int]) -> tuple[int, int]:
-        """Rows and columns of a tile of the output, as parts of split rows are kept."""
-
-    def build(
-        self,
-        variant: Spliced,
-        config: dict[str, Any],
-        head_dims: tuple[int, int],
-        captured: tuple[tuple[str, int, bool], ...],
-        positive: bool,
-    ) -> Build:
-        """The kernel with stand-ins of its arguments."""
-
-    def layout_of(self, config: dict[str, Any]) -> Layout:
-        """The inside of the kernel."""
-
-
-@dataclass(frozen=True)
-class Spliced:
-    """A variant as a kernel takes it.
-
-    Attributes:
-        form: the score_mod.
-        mask: bool expression, None to keep everything.
-        ends: the mask as intervals, if it has that form.
-        slots: which captured tensors of the score, and of the mask, the kernel reads.
-        wraps: loads whose index may be negative at the lengths in question.
-        listed: block lists overrule the mask.
-    """
-
-    form: ScoreForm
-    mask: Node | None
-    ends: tuple[tuple[Node, Node], ...] | None
-    slots: tuple[tuple[int, ...], tuple[int, ...]]
-    wraps: frozenset[Node] = frozenset()
-    listed: bool = False
-
-    def nodes(self) -> list[Node]:
-        """All expressions that the kernel computes."""
-        form = self.form
-        parts = [form.factor, form.rest, form.slope, form.row]
-        parts += [n for pair in self.ends or () for n in pair] or [self.mask]
-        return [n for n in parts if n is not None]
-
-    def hooks(self, positive: bool) -> ForwardHooks:
-        """What the kernel calls while it is traced; positive: whether the softmax scale is."""
-        from attnkit.cute_hooks import GraphForward
-
-        return GraphForward(
-            self.form,
-            self.mask,
-            self.ends,
-            scores=len(self.slots[0]),
-            listed=self.listed,
-            positive=positive,
-            wrap=self.wraps,
-        )
-
-
-@functools.lru_cache(maxsize=256)
-def spliced(
-    score: Node | None,
-    mask: Node | None,
-    ends: tuple[tuple[Node, Node], ...] | None,
-    sizes: tuple[int, int, int, int],
-) -> Spliced:
-    """Put a variant in the form that a kernel computes, captured tensors numbered anew.
-
-    Args:
-        score, mask: the graphs.
-        ends: the mask as intervals, if it has that form.
-        sizes: batch, heads, query and kv length.
-    """
-    form = score_form(score)
-    parts = {"factor": form.factor, "rest": form.rest, "slope": form.slope, "row": form.row}
-    own = expr.slots(*(n for n in parts.values() if n is not None))
-    parts = {name: n and expr.renumber(n, own.index) for name, n in parts.items()}
-    form = ScoreForm(**parts, ceiling=form.ceiling)
-    nodes = [n for pair in ends or () for n in pair]
-    if ends is None and mask is not None:
-        nodes = [mask]
-    used = expr.slots(*nodes)
-    nodes = [expr.renumber(n, used.index) for n in nodes]
-    if ends is None:
-        variant = Spliced(form, nodes[0] if nodes else None, None, (own, used))
-    else:
-        pairs = tuple(zip(nodes[::2], nodes[1::2], strict=True))
-        variant = Spliced(form, mask, pairs, (own, used))
-    wraps = wrapping(variant.nodes(), dict(zip(("b", "h", "q", "kv"), sizes, strict=True)))
-    return replace(variant, wraps=wraps)
-
-
-def template_of(target: Target) -> Template:
-    """What the template of a target has of its own; what that needs is not installed everywhere."""
-    from attnkit.splice import sm90, sm100
-
-    modules: dict[str, Template] = {"sm90": sm90, "sm100": sm100}
-    return modules[target.template]
 
 
 def layout(
@@ -171,7 +56,9 @@ def layout(
     template = template_of(target)
     found = kernels(*head_dims, score is not None, target.template)
     chosen = next(k for k in found if k.block == block)
-    config = template.config_of(score_form(score), chosen, dtype, head_dims, False, target.arch)
+    form = score_form(score)
+    chosen = template.fitted(chosen, form, masked=False)
+    config = template.config_of(form, chosen, dtype, head_dims, False, target.arch)
     return template.layout_of(config)
 
 
@@ -234,7 +121,8 @@ def _prepare(
     head_dims = head_dim, value.shape[-1]
     device, dtype = query.device, str(query.dtype).removeprefix("torch.")
     template = template_of(target)
-    chosen = _kernel(head_dims, runs, program.score is not None, target)
+    chosen = _kernel(head_dims, runs, program, target, q_len)
+    workers = max(1, workers // chosen.ctas)
     ends, mask_tensors = _intervals(program, captured[1], query, key)
     variant = spliced(program.score, program.mask, ends, (batch, heads, q_len, key.shape[2]))
     variant = replace(variant, listed=program.listed)
@@ -243,13 +131,14 @@ def _prepare(
         readable(slot if isinstance(slot, Tensor) else captured[which][slot], device)
         for which, slot, _ in places
     ]
+    chosen = template.fitted(chosen, variant.form, variant.mask is not None or variant.listed)
     config = template.config_of(variant.form, chosen, dtype, head_dims, need_max, target.arch)
     work = _work(runs, chosen, query, key, value, workers, split=not need_max)
     tile = template.tile_of(chosen, head_dims)
     combining = None
     if work.slots:
         combining = Combining(
-            _combine(dtype, head_dims[1], tile, target.arch), (work.split, work.split_ptr)
+            combine_source(dtype, head_dims[1], tile, target.arch), (work.split, work.split_ptr)
         )
     slots = max(1, work.slots)
     if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
@@ -259,7 +148,7 @@ def _prepare(
         run=functools.partial(_emulate, template.layout_of(config), work, chosen)
         if emulated
         else _launch,
-        source=_source(
+        source=source_of(
             target,
             variant,
             tuple(sorted(config.items())),
@@ -302,14 +191,20 @@ def _ends_contiguous(t: Tensor) -> bool:
 
 
 def _kernel(
-    head_dims: tuple[int, int], runs: BlockRuns | None, modded: bool, target: Target
+    head_dims: tuple[int, int],
+    runs: BlockRuns | None,
+    program: Program,
+    target: Target,
+    q_len: int,
 ) -> Kernel:
-    """The best kernel whose tiles divide those of the runs."""
-    found = kernels(*head_dims, modded, target.template)
+    """The kernel that the runs were made for, or the best whose tiles divide those of block lists."""
+    modded, masked = program.score is not None, runs is not None
+    found = kernels(*head_dims, modded, target.template, q_len=q_len, masked=masked)
     if runs is None:
         return found[0]
+    same = () if program.listed else tuple(k for k in found if k.block == runs.block)
     fits = (k for k in found if all(b % s == 0 for b, s in zip(runs.block, k.block, strict=True)))
-    return next(fits)
+    return next(iter(same), None) or next(fits)
 
 
 def _intervals(
@@ -374,49 +269,12 @@ def _work(
     return known[wanted]
 
 
-@functools.lru_cache(maxsize=1024)
-def _source(
-    target: Target,
-    variant: Spliced,
-    config: tuple[tuple[str, Any], ...],
-    head_dims: tuple[int, int],
-    captured: tuple[tuple[str, int, bool], ...],
-    positive: bool,
-) -> Source:
-    """The kernel of a variant; compiled where it is first called."""
-    template = template_of(target)
-    parts = [variant.form.factor, variant.form.rest, variant.form.slope, variant.form.row]
-    parts += [variant.mask, *(n for pair in variant.ends or () for n in pair)]
-    graph = "|".join("" if n is None else expr.text(n) for n in parts)
-    ends = None if variant.ends is None else len(variant.ends)
-    loads = [n in variant.wraps for n in expr.topo(*variant.nodes()) if n.op == "load"]
-    rest = (head_dims, captured, len(variant.slots[0]), positive, ends, loads, variant.listed)
-    return Source(
-        "\n".join([f"{target.template} forward", graph, repr(list(config)), repr(rest)]),
-        target.arch,
-        lambda: template.build(variant, dict(config), head_dims, captured, positive),
-        f"forward {dict(config)['dtype']} {head_dims[0]}x{head_dims[1]}",
-    )
-
-
-@functools.lru_cache(maxsize=64)
-def _combine(dtype: str, value_dim: int, tile: tuple[int, int], arch: str) -> Source:
-    """The kernel that puts split rows together."""
-
-    def build() -> Build:
-        from attnkit.splice.fakes import combine_arguments
-        from attnkit.templates.sm90.combine import Combine
-
-        return Build(Combine(dtype, value_dim), combine_arguments(dtype, value_dim, tile))
-
-    key = f"sm90 combine\n{dtype} {value_dim} {tile}"
-    return Source(key, arch, build, f"combine {dtype} {value_dim}")
-
-
-def _launch(source: Source, arguments: Sequence[Any], outputs: tuple[int, ...]) -> Again | None:
+def _launch(
+    source: Source, arguments: Sequence[Any], outputs: tuple[int, ...], changing: Sequence[int]
+) -> Again:
     found = kernel(source)
     found(*arguments)
-    return found.repeated(arguments)
+    return found.repeated(arguments, changing)
 
 
 def _emulate(
@@ -426,6 +284,7 @@ def _emulate(
     source: Source,
     arguments: Sequence[Any],
     outputs: tuple[int, ...],
+    changing: Sequence[int],
 ) -> None:
     """Execute a kernel on the CPU."""
     from attnkit.emulator import Undefined

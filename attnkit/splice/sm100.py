@@ -8,14 +8,19 @@ from attnkit import expr
 from attnkit.compiled import Build
 from attnkit.kernel_table import Kernel, width
 from attnkit.score_form import ScoreForm
-from attnkit.splice.forward import Spliced
 from attnkit.splice.layout import Layout, Role
+from attnkit.splice.spliced import Spliced
 from attnkit.targets import SM103
 
 # operations on the unit of the exponentials
 _SPECIAL = frozenset(
     "exp exp2 expm1 log log2 log1p sqrt rsqrt tanh sigmoid sin cos div pow".split()
 )
+
+
+def fitted(chosen: Kernel, form: ScoreForm, masked: bool) -> Kernel:
+    """The kernel as it is: scores come from tensor memory in parts, so registers suffice."""
+    return chosen
 
 
 def config_of(
@@ -37,13 +42,15 @@ def config_of(
         "width": wide,
         "value_width": deep,
         "block_kv": chosen.block[1],
-        "q_tiles": chosen.block[0] // 128,
+        "q_tiles": chosen.block[0] // (128 * chosen.ctas),
+        "pair": chosen.ctas == 2,
+        "dynamic": chosen.ctas == 1,
         "alias": chosen.alias,
         "poly": poly_of(form, arch),
         "need_max": need_max,
     }
     # Q K in halves shortens the chain of a tile, and reads Q twice: wide heads wait for shared
-    # memory then (2960 clocks a block in place of 2490 at head dim 128; at 64, 2280 and 2400)
+    # memory then
     narrow = max(wide, deep) <= 64 and chosen.block == (256, 128)
     return config | {"halves": narrow and ForwardConfig(**config).stages >= 4}
 
@@ -51,14 +58,14 @@ def config_of(
 def poly_of(form: ScoreForm, arch: str) -> int:
     """Every how many pairs of exponentials one is computed on the FMA units, 0 for none.
 
-    What the cycle model prefers (`attnkit explain --arch sm_100a`); not measured.
+    What the timeline prefers (`attnkit explain --arch sm_100a`); not measured.
     """
     if arch == SM103.arch:  # its exponential unit is twice as fast
         return 0
     elements = [n for n in (form.factor, form.rest) if n is not None and "score" in expr.reads(n)]
     if any(n.op in _SPECIAL and "score" in expr.reads(n) for n in expr.topo(*elements)):
         return 2  # the mod keeps the unit as busy as the exponentials do
-    return 4
+    return 3
 
 
 def tile_of(chosen: Kernel, head_dims: tuple[int, int]) -> tuple[int, int]:

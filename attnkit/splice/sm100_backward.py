@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attnkit.sparse import BlockRuns
     from attnkit.splice.backward import Settings
     from attnkit.templates.sm90.hooks import BackwardHooks
 
@@ -39,6 +40,17 @@ def block_kv(widths: tuple[int, int]) -> int:
     return 128
 
 
+def switches(
+    widths: tuple[int, int], runs: BlockRuns, *, learned: bool, ordered: bool, listed: bool
+) -> dict[str, Any]:
+    """Whether pairs of CTAs work on a piece."""
+    from attnkit.splice.sm100_pairs import Case, refusal
+
+    if refusal(Case(widths, learned, ordered, listed, runs)):
+        return {}
+    return {"pair": True, "dynamic": False}
+
+
 def config(settings: Settings) -> Any:
     """The settings as the kernels take them."""
     from attnkit.templates.sm100.backward_config import BackwardConfig
@@ -63,5 +75,6 @@ def finish(settings: Settings, width: int, block: int) -> Any:
 def main(settings: Settings, hooks: BackwardHooks) -> Any:
     """The kernel of the gradients."""
     from attnkit.templates.sm100.backward import Backward
+    from attnkit.templates.sm100.backward_pair import PairBackward
 
-    return Backward(config(settings), hooks)
+    return (PairBackward if settings.ctas > 1 else Backward)(config(settings), hooks)

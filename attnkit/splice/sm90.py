@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from attnkit import expr
 from attnkit.compiled import Build
+from attnkit.expr import Node
 from attnkit.kernel_table import Kernel, width
-from attnkit.score_form import ScoreForm
-from attnkit.splice.forward import Spliced
+from attnkit.score_form import ScoreForm, is_relative
 from attnkit.splice.layout import Layout, Role
+from attnkit.splice.spliced import Spliced
 
 # |x| in log2 up to which no maximum is needed: sums of float32 and P of bfloat16 hold 2**48 safely
 CEILING = 48.0
+WIDEST = (128, 80)  # tile of the widest head dims
+NARROW = 64  # its columns with a score_mod
+
+
+def fitted(chosen: Kernel, form: ScoreForm, masked: bool) -> Kernel:
+    """The kernel as the registers allow it.
+
+    Where a score_mod loads a value for each score, a tile has half the columns; at wide head dims,
+    with a mask, also where it takes log1p of a score, and at the widest where it loads one for each
+    q - kv. There a mask's bounds leave no room for a second P.
+    """
+    if masked and chosen.block == WIDEST:
+        chosen = replace(chosen, softmax="online", early=False)
+    parts = (n for n in (form.factor, form.rest, form.slope) if n is not None)
+    tight = masked and chosen.alias
+    narrow = chosen.alias and chosen.block[1] == NARROW
+    if not any(_loads(n, narrow) or (tight and n.op == "log1p") for n in expr.topo(*parts)):
+        return chosen
+    rows, columns = chosen.block
+    return replace(chosen, block=(rows, columns // 2))
+
+
+def _loads(n: Node, relative: bool) -> bool:
+    """Whether this loads a value for each score, or if `relative` for each q - kv."""
+    return n.op == "load" and {"q", "kv"} <= expr.reads(n) and (relative or not is_relative(n))
 
 
 def config_of(
@@ -32,11 +60,9 @@ def config_of(
         "softmax": chosen.softmax,
         "early": chosen.early,
         "pingpong": chosen.pingpong,
-        "alias": chosen.alias,
+        "direct": chosen.alias,
         "need_max": need_max,
     }
-    if chosen.alias:  # the output tile takes the place of the query tile
-        config["width"] = max(config["width"], config["value_width"])
     if (
         form.ceiling is not None
         and form.ceiling <= CEILING
@@ -45,7 +71,7 @@ def config_of(
     ):
         # no maximum at all; then the exponential unit is the limit, with a tanh before it
         config |= {"softmax": "bounded", "early": False, "hold": True, "poly": 4}
-    elif form.slope is not None and config["softmax"] == "stale":
+    elif form.slope is not None and config["width"] > 128:
         # the columns' terms are held in registers that a second P would need
         config |= {"softmax": "online", "early": False}
     return config

@@ -5,17 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attnkit.sparse import BlockRuns
     from attnkit.splice.backward import Settings
     from attnkit.templates.sm90.hooks import BackwardHooks
 
 ROLES = {
     "load": range(1),
     "add": range(1, 3),
+    "clear": range(3, 4),
     "consumer 0": range(4, 8),
     "consumer 1": range(8, 12),
 }
 OPTIONS = ""
-SEMAPHORES = 2, 4  # one for each consumer, and half of its rows
+# One for each consumer and chunk. Chunks are half of 64 rows of keys: of values of twice that width
+# there are four.
+SEMAPHORES = 2, 8
 
 
 def widths(head_dims: tuple[int, int]) -> tuple[int, int] | None:
@@ -23,6 +27,8 @@ def widths(head_dims: tuple[int, int]) -> tuple[int, int] | None:
     if max(head_dims) > 256:
         return None
     wide, deep = (-(-d // 64) * 64 for d in head_dims)
+    if max(wide, deep) > 128:  # one kernel, see `WideConfig.problem`
+        wide = deep = max(wide, deep)
     return wide, deep
 
 
@@ -34,6 +40,13 @@ def block_q(widths: tuple[int, int], light: bool) -> int:
 def block_kv(widths: tuple[int, int]) -> int:
     """Columns of a kv tile."""
     return 64 if max(widths) > 128 else 128
+
+
+def switches(
+    widths: tuple[int, int], runs: BlockRuns, *, learned: bool, ordered: bool, listed: bool
+) -> dict[str, Any]:
+    """Nothing: head dims decide."""
+    return {}
 
 
 def config(settings: Settings) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ def compare(
     backend: str = "emulate",
     backward: bool = False,
     learned: Sequence[Tensor] = (),
+    draws: int = 1,
 ) -> list[Error]:
     """Run a variant with a kernel and dense.
 
@@ -52,6 +53,8 @@ def compare(
         backend: "cute", "emulate", or "emulate:" and an architecture.
         backward: gradients too.
         learned: captured tensors whose gradients are compared as well.
+        draws: gradients of the output; the largest error of all counts, the kernel's and dense. One
+            draw says little of a gradient of few numbers, where dense may be right by chance.
     """
     shared = qkv[0].shape[1] != qkv[1].shape[1]
     inputs = [x.detach().requires_grad_(backward) for x in qkv]
@@ -64,27 +67,36 @@ def compare(
         Error("LSE", _distance(lse, exact_lse), unit, "a unit of the inputs' dtype at 1"),
         _error("output", out, exact, rounded),
     ]
-    if backward:
-        generator = torch.Generator().manual_seed(1)
-        grad = torch.randn(out.shape, generator=generator).to(out)
+    if not backward:
+        return found
+    names = ["dquery", "dkey", "dvalue", *(f"dcaptured {i}" for i in range(len(learned)))]
+    drawn = []
+    for seed in range(1, draws + 1):
+        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(out)
         # kernels take rowsum(dO O) from the rounded output: as if the LSE had this gradient
         rest = (grad.float() * (unrounded - rounded.float())).sum(-1).detach()
         grads = [
-            torch.autograd.grad(ys, [*xs, *learned], given)
+            torch.autograd.grad(ys, [*xs, *learned], given, retain_graph=True)
             for ys, xs, given in (
                 ([out], inputs, [grad]),
                 ([exact], wide, [grad.double()]),
                 ([rounded, rounded_lse], inputs, [grad, rest]),
             )
         ]
-        names = ["dquery", "dkey", "dvalue", *(f"dcaptured {i}" for i in range(len(learned)))]
-        found += [_error(*row) for row in zip(names, *grads, strict=True)]
-    return found
+        drawn.append([_error(*row) for row in zip(names, *grads, strict=True)])
+    return found + [_worst(errors) for errors in zip(*drawn, strict=True)]
 
 
 def _error(name: str, got: Tensor, exact: Tensor, rounded: Tensor) -> Error:
     limit = 2 * _distance(rounded, exact)
     return Error(name, _distance(got, exact), limit, "twice that of dense in the same dtype")
+
+
+def _worst(errors: Sequence[Error]) -> Error:
+    """Of several draws of one result: the largest error beside the largest of dense."""
+    # NaN counts as larger than any number
+    sizes = torch.tensor([e.size for e in errors], dtype=torch.float64)
+    return replace(errors[0], size=float(sizes.amax()), limit=max(e.limit for e in errors))
 
 
 def _distance(x: Tensor, exact: Tensor) -> float:

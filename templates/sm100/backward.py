@@ -274,10 +274,7 @@ class Backward(Products, Loads, Weights, Sums):
         """A computing warpgroup: P, dS, and dK and dV at the end of a piece."""
         c = self.config
         scale, _, q_len, kv_len, _, _, _, _ = numbers
-        (
-            k_full, _, kv_free, s_full, p_ready, dp_full, ds_ready, dq_full, _, acc_full,
-            q_full, _, _, _,
-        ) = bars  # fmt: skip
+        k_full, _, _, s_full, p_ready, dp_full, ds_ready, dq_full, _, _, q_full = bars[:11]
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         wg, row = warp // 4 - 1, thread % 128
@@ -296,8 +293,9 @@ class Backward(Products, Loads, Weights, Sums):
         cute.arch.mbarrier_wait(k_full, 0)
         valid = info[RECORD + 4]
         while valid != 0:
-            at, h, b = info[RECORD], info[RECORD + 1], info[RECORD + 2]
-            count = info[RECORD + 3]
+            record = self.record(tc)
+            at, h, b = info[record], info[record + 1], info[record + 2]
+            count = info[record + 3]
             mine = self.own_tile(at)
             where = (captured, b, h, q_len, kv_len, scale, mine * c.rows_kv)
             tile = self.begin(where, row)
@@ -326,17 +324,22 @@ class Backward(Products, Loads, Weights, Sums):
             if count > 0:
                 self.flush(tile, running, totals)
             if const_expr(not c.accumulate):
+                leaving = (views, starts, lanes, target, (mine, h, b), (wg, row, count), scale)
+                for ready, blocks in self.gradient_blocks(bars):
+                    if count > 0:
+                        cute.arch.mbarrier_wait(ready, ac & 1)
+                        device.fence_after()
+                    self.store(*leaving, blocks)
+                    device.fence_before()
+                    self.leave_value(bars, blocks)
                 if count > 0:
-                    cute.arch.mbarrier_wait(acc_full, ac & 1)
-                    device.fence_after()
                     ac += 1
-                self.store(views, starts, lanes, target, (mine, h, b), (wg, row, count), scale)
-                device.fence_before()
-            cute.arch.sync_warp()
-            sm90_device.arrive(kv_free)
+            else:
+                self.leave_value(bars, range(1))
+            self.leave_piece(bars)
             tc += 1
             cute.arch.mbarrier_wait(k_full, tc & 1)
-            valid = info[RECORD + 4]
+            valid = info[self.record(tc) + 4]
         if warp % 4 == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
@@ -346,6 +349,10 @@ class Backward(Products, Loads, Weights, Sums):
         """A statistic of the thread's rows, in shared memory."""
         start = statistic.iterator + (stage * self.config.block_q + row0)
         return cute.make_tensor(start.align(16), cute.make_layout(self.config.block_q // 2))
+
+    def record(self, pieces: Any) -> Any:
+        """Where the record of a piece begins in `info`, after so many pieces."""
+        return RECORD
 
     def own_tile(self, tile: Any) -> Any:
         """Which 128 kv positions are the CTA's, of a tile of the work list."""
@@ -357,6 +364,18 @@ class Backward(Products, Loads, Weights, Sums):
 
     def leave_rows(self, bars: Any, stage: Any) -> None:
         """Say that a warp needs a block's mark and statistics no more: the products say it for Q."""
+
+    def gradient_blocks(self, bars: Any) -> tuple[tuple[Any, range], ...]:
+        """What is stored of dV and dK, after which barrier: blocks of 64 columns, dV's first."""
+        return ((bars[9], range((self.config.value_width + self.config.width) // 64)),)
+
+    def leave_value(self, bars: Any, blocks: range) -> None:
+        """Say that a warp needs V's memory no more, if these blocks are dV's: nobody waits for it."""
+
+    def leave_piece(self, bars: Any) -> None:
+        """Say that a warp needs nothing of a piece any more."""
+        cute.arch.sync_warp()
+        sm90_device.arrive(bars[2])
 
     def write_ds(self, start: Any, row: Any, row0: Any, at: int, packed: Any) -> None:
         """Eight elements of dS^T to shared memory, from row0 + at of the q tile on."""
@@ -373,15 +392,15 @@ class Backward(Products, Loads, Weights, Sums):
         self.signal(barrier)
 
     def store(
-        self, views: Any, starts: Any, lanes: Any, target: Any, place: Any, who: Any, scale: Any
-    ) -> None:
+        self, views: Any, starts: Any, lanes: Any, target: Any, place: Any, who: Any, scale: Any,
+        blocks: range,
+    ) -> None:  # fmt: skip
         """Round dV and dK and store them by TMA, 64 columns at a time, the warpgroups in turns."""
         c = self.config
         wg, row, count = who
-        blocks = (c.value_width // 64, c.width // 64)
-        for first in range(0, sum(blocks), 2):
+        for first in blocks[::2]:
             block = first + wg  # dV's, then dK's: so they are in tensor and in shared memory
-            factor = cutlass.select_(block < blocks[0], Float32(1.0), scale)
+            factor = cutlass.select_(block < c.value_width // 64, Float32(1.0), scale)
             self.round(starts[2], lanes + c.dv_column + block * 64, (block, row, count), factor)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.barrier(barrier_id=EPILOGUE + wg, number_of_threads=128)

@@ -25,7 +25,7 @@ class BackwardConfig:
             schedule; "" for any order.
         dynamic: CTAs take their next piece from a counter, not by turns.
         pair: two CTAs work on a piece, 128 kv positions each, and share their tensor cores'
-            operands; head dims of 128, not dynamic.
+            operands; head dims of 128, not dynamic, without turns.
     """
 
     dtype: str = "bfloat16"
@@ -94,16 +94,20 @@ class BackwardConfig:
     @property
     def parts(self) -> int:
         """Times that dQ of a block is handed over."""
-        return 1 if self.pair else self.width // self.dq_width
+        return self.width // self.dq_width // self.ctas
 
     @property
     def dq_width(self) -> int:
         """Columns of dQ that are in tensor memory at a time."""
+        if self.pair:  # of half its rows, on all lanes
+            return self.width // 2
         return self.width if self.dq_shares else 64
 
     @property
     def dq_column(self) -> int:
-        """First column of dQ in tensor memory."""
+        """First column of dQ in tensor memory; a pair's lies between the halves of dS^T."""
+        if self.pair:
+            return self.dp_column + self.block_q // 4
         return self.dp_column if self.dq_shares else TMEM_COLUMNS - self._left
 
     @property
@@ -169,6 +173,8 @@ class BackwardConfig:
                 f"pair=True with head dims of {self.width} and {self.value_width} and "
                 f"dynamic={self.dynamic}: expected 128, 128 and dynamic=False"
             )
+        if self.pair and self.turns:
+            return f"pair=True with turns={self.turns!r}: expected ''"
         if self.dtype not in ("bfloat16", "float16"):
             return f"dtype={self.dtype!r}: expected 'bfloat16' or 'float16'"
         if self.turns not in ("", "ascending", "descending"):

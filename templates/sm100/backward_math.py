@@ -69,7 +69,7 @@ class Weights(Learned):
         """Rows that are read at a time, and of a group: learned tensors take registers."""
         return (LEARNED_CHUNK, LEARNED_GROUP) if self.hooks.learned else (CHUNK, GROUP)
 
-    def following(self, first: Any, mark: Any, before: list[Any]) -> Any:
+    def row_after(self, first: Any, mark: Any, before: list[Any]) -> Any:
         """The first row of a group, that the compiler takes to depend on the group before.
 
         Otherwise it loads what depends on rows for all groups at once; learned tensors leave it no
@@ -116,7 +116,7 @@ class Weights(Learned):
             packed: list[Any] = []
             for at in range(chunk, chunk + size, group):
                 some = scores[at - chunk : at - chunk + group]
-                begin = self.following(first + at, mark, ps)
+                begin = self.row_after(first + at, mark, ps)
                 ps, ws, keep = self._group(mark, words, tile, begin, some, lse, at)
                 for k in range(group):
                     slopes[at + k] = some[k] if hooks.learned else ws[k]
@@ -234,6 +234,7 @@ class Weights(Learned):
         lse, delta = statistics
         size, group = self.sizes()
         ds: list[Any] = []
+        late: list[Any] = []
         for chunk in range(0, cute.size(slopes), size):
             dp = device.load(address + chunk, size)
             packed: list[Any] = []
@@ -243,7 +244,7 @@ class Weights(Learned):
                 )
                 if self.hooks.learned:
                     first = (mark >> 2) * self.config.block_q + row0 + at
-                    first = self.following(first, mark, ds)
+                    first = self.row_after(first, mark, ds)
                     ds = self.gradients_learned(
                         tile,
                         first,
@@ -262,8 +263,12 @@ class Weights(Learned):
                 ]
                 if len(packed) % 4 == 0:
                     write(at + group - 8, packed[-4:])
-            if self.config.ds_in_tensor:
+            if self.config.pair:
+                late += packed
+            elif self.config.ds_in_tensor:
                 device.store(address + chunk // 2, packed)
+        if late:  # at the outer ends of dP, so that dQ has one piece between them
+            device.store(address + row0 // 2, late)
 
 
 def bit_of(row: int) -> int:

@@ -18,35 +18,23 @@ class PairSums:
 
     config: Any
     await_slot: Any
-    pass_turn: Any
     rank: Any
     reduce_slice: Any
     signal: Any
-    take_turn: Any
     write_row: Any
-
-    def dq_columns(self) -> tuple[int, int]:
-        """First columns of dQ's two parts: those of dP^T that dS^T leaves."""
-        first, half = self.config.dp_column, self.config.block_q // 2
-        return first + half // 2, first + half + half // 2
 
     def add_block(self, place: Any, lanes: Any, which: Any, kc: Any, bars: Any) -> None:
         """Add the CTA's half of a block's dQ."""
-        c, (_, _, turns, thread, _, _) = self.config, place
-        tile, turn = which
-        dq_full, dq_free = bars
-        mine = 2 * tile + self.rank()
+        c, (tile, _), (dq_full, dq_free) = self.config, which, bars
         cute.arch.mbarrier_wait(dq_full, kc & 1)
         device.fence_after()
-        self.take_turn(turns, mine, turn, thread)
-        parts = [device.load(lanes + column, SLICE) for column in self.dq_columns()]
+        values = device.load(lanes + c.dq_column, c.dq_width)
         device.fence_before()
         cute.arch.sync_warp()
         self.signal(dq_free)
-        start = Int64(mine) * (HALF * c.width)
-        for part, values in enumerate(parts):
-            self.send_part(place, values, start, part)
-        self.pass_turn(turns, mine, 2 * tile, (turn, Int32(-1)), thread)
+        start = Int64(2 * tile + self.rank()) * (HALF * c.width)
+        for part in range(c.dq_width // SLICE):
+            self.send_part(place, values[part * SLICE : part * SLICE + SLICE], start, part)
 
     def send_part(self, place: Any, values: Any, start: Any, part: int) -> None:
         """Add two slices of 64 rows, one of the first and one of the last 64 columns."""

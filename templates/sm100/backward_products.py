@@ -197,11 +197,12 @@ class Products:
         zero = kc >> 31
         return tuple(place + zero for place in places)
 
-    def half_column(self, step: int) -> int:
+    def half_column(self, step: int, apart: bool = False) -> int:
         """Column of P^T or dS^T, from its first, where 16 q begin.
 
-        Each computing warpgroup writes its half where it has read scores, two elements a column.
+        Each computing warpgroup writes its half where it has read scores, two elements a column;
+        the second one to the end of its columns if they are `apart`.
         """
         half = self.config.block_q // 2
         which, inside = divmod(step * device.STEP, half)
-        return which * half + inside // 2
+        return which * (half + half // 2 * apart) + inside // 2

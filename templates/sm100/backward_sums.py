@@ -30,6 +30,8 @@ class Sums(backward_sums.Sums):
     q_stage: Any
     q_lap: Any
     own_tile: Any
+    record: Any
+    leave_piece: Any
 
     @cute.jit
     def add_up(
@@ -52,8 +54,8 @@ class Sums(backward_sums.Sums):
         c = self.config
         _, group, q_len, kv_len, heads, kv_heads, batch, kv_batch = numbers
         (
-            k_full, _, kv_free, _, _, _, _, dq_full, dq_free, acc_full, q_full, q_free, _, _,
-        ) = bars  # fmt: skip
+            k_full, _, _, _, _, _, _, dq_full, dq_free, acc_full, q_full, q_free,
+        ) = bars[:12]  # fmt: skip
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
@@ -66,8 +68,9 @@ class Sums(backward_sums.Sums):
         cute.arch.mbarrier_wait(k_full, 0)
         valid = info[RECORD + 4]
         while valid != 0:
-            at, h, b = info[RECORD], info[RECORD + 1], info[RECORD + 2]
-            count = info[RECORD + 3]
+            record = self.record(tc)
+            at, h, b = info[record], info[record + 1], info[record + 2]
+            count = info[record + 3]
             row = (b * heads + h) * blocks
             for _ in cutlass.range(count, unroll=1):
                 r = self.q_stage(kc)
@@ -89,11 +92,10 @@ class Sums(backward_sums.Sums):
                     (q_tiles, kv_tiles), (info[RECORD + 5], info[RECORD + 6]),
                 )  # fmt: skip
                 device.fence_before()
-            cute.arch.sync_warp()
-            sm90_device.arrive(kv_free)
+            self.leave_piece(bars)
             tc += 1
             cute.arch.mbarrier_wait(k_full, tc & 1)
-            valid = info[RECORD + 4]
+            valid = info[self.record(tc) + 4]
         if thread == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 

@@ -40,6 +40,8 @@ class ForwardConfig:
         halves: Q K of a block is computed in two halves of its columns, the first of which does not
             wait for P V of the block before: P takes the place of the other. The operands are read
             from shared memory one and a half times as often. For q_tiles=2 and block_kv=128.
+        pair: two CTAs work on twice the rows, with products of both: each keeps half of K and V in its
+            shared memory. For q_tiles=2 and block_kv=128, without dynamic and clc.
         poly: every how many pairs of exponentials one is computed on the FMA units; 0 for none.
         skip_masks: full tiles are computed without mask instructions.
         dynamic: CTAs take their next tile from a counter, not by turns.
@@ -56,6 +58,7 @@ class ForwardConfig:
     alias: bool = False
     out_tiles: int = 1
     halves: bool = False
+    pair: bool = False
     poly: int = 0
     skip_masks: bool = True
     dynamic: bool = True
@@ -89,6 +92,16 @@ class ForwardConfig:
                 f"halves=True with q_tiles={self.q_tiles} and block_kv={self.block_kv}: expected "
                 "2 and 128"
             )
+        if self.pair and (self.q_tiles, self.block_kv, self.dynamic, self.clc) != (
+            2,
+            128,
+            False,
+            False,
+        ):
+            found.append(
+                f"pair=True with q_tiles={self.q_tiles}, block_kv={self.block_kv}, "
+                f"dynamic={self.dynamic} and clc={self.clc}: expected 2, 128, False and False"
+            )
         if self.alias and self.value_width > self.width:
             found.append(
                 f"alias=True with value_width={self.value_width}: expected at most {self.width}, "
@@ -108,24 +121,34 @@ class ForwardConfig:
         return found
 
     @property
-    def block_q(self) -> int:
-        """Rows of a tile of the work list."""
-        return ROWS * self.q_tiles
+    def ctas(self) -> int:
+        """CTAs that share their products."""
+        return 2 if self.pair else 1
 
     @property
-    def early(self) -> int:
-        """Columns of P that are announced first, so that their product need not wait for the rest."""
-        return self.block_kv - 32
+    def rows(self) -> int:
+        """Rows of a product: a query tile of each of them."""
+        return ROWS * self.ctas
+
+    @property
+    def block_q(self) -> int:
+        """Rows of a tile of the work list."""
+        return self.rows * self.q_tiles
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Ends of the columns of P that are announced together: their product waits for no others."""
+        return (32, 64) if self.block_kv == 64 else (64, 96, 128)
 
     @property
     def slot(self) -> int:
-        """Elements of a slot of the ring that holds K and V tiles in turns."""
-        return self.block_kv * max(self.width, self.value_width)
+        """Elements of a slot of the ring that holds a CTA's part of K and V tiles in turns."""
+        return self.block_kv * max(self.width, self.value_width) // self.ctas
 
     @property
     def stages(self) -> int:
         """Slots of the ring, as many as fit."""
-        rest = SMEM_BYTES - SMALL_BYTES - 2 * self.block_q * self.width
+        rest = SMEM_BYTES - SMALL_BYTES - 2 * self.q_tiles * ROWS * self.width
         if not self.alias:
             rest -= 2 * self.out_tiles * ROWS * self.value_width
         return min(MAX_STAGES, rest // (2 * self.slot))
@@ -134,7 +157,7 @@ class ForwardConfig:
     def smem_bytes(self) -> int:
         """Shared memory of a CTA: tiles of Q, K, V and O."""
         out = 0 if self.alias else self.out_tiles * ROWS * self.value_width
-        return 2 * (self.block_q * self.width + out + self.stages * self.slot)
+        return 2 * (self.q_tiles * ROWS * self.width + out + self.stages * self.slot)
 
     @property
     def registers(self) -> tuple[int, int, int]:

@@ -5,10 +5,42 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import BFloat16, Float16, Float32, Int32, cute
+from cutlass._mlir.dialects import llvm
+from cutlass._mlir.dialects.nvvm import MemScopeKind
 from cutlass.cute.nvgpu import tcgen05
+from cutlass.cutlass_dsl import dsl_user_op
 
 LANE = 1 << 16  # from one lane of tensor memory to the next, in an address
+
+
+_PACK = {BFloat16: "cvt.rn.bf16x2.f32", Float16: "cvt.rn.f16x2.f32"}
+_LETTERS = {Int32: "r", Float32: "f"}
+
+
+@dsl_user_op
+def pure(op: str, result: Any, *args: Any, loc: Any = None, ip: Any = None) -> Any:
+    """The result of one PTX instruction, which depends on its operands alone.
+
+    Unlike `cute.arch.inline_ptx`, it names no copy of each operand.
+    """
+    places = ", ".join(f"${i}" for i in range(len(args) + 1))
+    letters = ",".join([f"={_LETTERS[result]}", *(_LETTERS[type(a)] for a in args)])
+    values = [a.ir_value(loc=loc, ip=ip) for a in args]
+    found = llvm.inline_asm(
+        result.mlir_type, values, f"{op} {places};", letters, has_side_effects=False, loc=loc, ip=ip
+    )
+    return result(found)
+
+
+def pack(low: Any, high: Any, dtype: Any) -> Any:
+    """Two float32 as a pair of 16-bit floats."""
+    return pure(_PACK[dtype], Int32, high, low)
+
+
+def fmax3(a: Any, b: Any, c: Any, nan: bool) -> Any:
+    """The largest of three float32; with `nan`, NaN if one is."""
+    return pure("max.NaN.f32" if nan else "max.f32", Float32, a, b, c)
 
 
 def bits_below(x: Any) -> Any:
@@ -61,10 +93,34 @@ def arrive(barrier: Any) -> None:
         cute.arch.mbarrier_arrive(barrier)
 
 
+def arrive_first(barrier: Any) -> None:
+    """The same at the barrier of the first CTA of the pair, tensor memory included."""
+    fence_before()
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(barrier, Int32(0), scope=MemScopeKind.CLUSTER)
+
+
 def commit(barrier: Any) -> None:
     """An arrival once all matrix products that this warp issued so far are done."""
     with cute.arch.elect_one():
         tcgen05.commit(barrier)
+
+
+def commit_pair(barrier: Any) -> None:
+    """The same for products of a pair of CTAs, in both."""
+    with cute.arch.elect_one():
+        tcgen05.commit(barrier, 3, tcgen05.CtaGroup.TWO)
+
+
+def fence_before() -> None:
+    """Order this thread's accesses of tensor memory before what a barrier lets go."""
+    cute.arch.inline_ptx("tcgen05.fence::before_thread_sync;")
+
+
+def fence_after() -> None:
+    """Order this thread's accesses of tensor memory after a barrier that it waited for."""
+    cute.arch.inline_ptx("tcgen05.fence::after_thread_sync;")
 
 
 def anew(x: Any, when: Any) -> Any:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from cutlass import Float32, cute
+from cutlass import Float32, Int32, cute
 
 from attnkit.templates.polynomials import EXP2_FROM_FLOOR
+from attnkit.templates.sm100 import device
 
 _MAGIC = 12582912.0  # 1.5 * 2**23: the low bits of x + _MAGIC, rounded down, are floor(x)
 _LEAST = -127.0
@@ -47,9 +48,7 @@ def pair(value: float) -> tuple[Any, Any]:
 
 def _power(shifted: Any) -> Any:
     """2**j from j + _MAGIC."""
-    return cute.arch.inline_ptx(
-        "{ .reg .b32 j; mov.b32 j, {$r0}; shl.b32 j, j, 23; add.s32 j, j, 1065353216;"
-        " mov.b32 {$w0}, j; }",
-        write_only_types=[Float32],
-        read_only_args=[shifted],
+    bits = device.pure(
+        "mad.lo.s32", Int32, shifted.bitcast(Int32), Int32(1 << 23), Int32(127 << 23)
     )
+    return bits.bitcast(Float32)

@@ -38,14 +38,16 @@ from attnkit.templates.sm90.device import NEG_INF
 from attnkit.templates.sm90.hooks import ForwardHooks
 from attnkit.templates.sm100 import device
 from attnkit.templates.sm100.config import ROWS, TMEM_COLUMNS, ForwardConfig
-from attnkit.templates.sm100.forward_load import NOTES, RECORD, RECORDS, ForwardLoads
+from attnkit.templates.sm100.forward_common import NOTES, RECORD, RECORDS
+from attnkit.templates.sm100.forward_load import ForwardLoads
+from attnkit.templates.sm100.forward_products import ForwardProducts
 from attnkit.templates.sm100.forward_store import ForwardStores
 from attnkit.templates.sm100.softmax import CHAINS, Softmax, total_of
 
 ROW = cutlass.tensor_utils.LayoutEnum.ROW_MAJOR
 
 
-class Forward(Softmax, ForwardLoads, ForwardStores):
+class Forward(Softmax, ForwardLoads, ForwardProducts, ForwardStores):
     """A forward kernel for one configuration and one variant.
 
     Args:
@@ -81,16 +83,20 @@ class Forward(Softmax, ForwardLoads, ForwardStores):
         ctas: Int32,
         stream: Any,
     ):
-        """Launch; the arguments are those of `sm90.forward.Forward`."""
+        """Launch; the arguments are those of `sm90.forward.Forward`.
+
+        Args:
+            ctas: that share the work, or pairs of them.
+        """
         c, dtype = self.config, self.dtype
         query, key, out = (ordered(t, (2, 3, 1, 0)) for t in (query, key, out))
         value = ordered(value, (3, 2, 1, 0))
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
-        one = tcgen05.CtaGroup.ONE
-        shape_qk, shape_pv = (ROWS, c.block_kv, c.width), (ROWS, c.value_width, c.block_kv)
+        ctas_of = tcgen05.CtaGroup.TWO if const_expr(c.pair) else tcgen05.CtaGroup.ONE
+        shape_qk, shape_pv = (c.rows, c.block_kv, c.width), (c.rows, c.value_width, c.block_kv)
         columns = c.block_kv // 2 if const_expr(c.halves) else c.block_kv
         mma_qk = blackwell_helpers.make_trivial_tiled_mma(
-            dtype, dtype, k_major, k_major, Float32, one, (ROWS, columns)
+            dtype, dtype, k_major, k_major, Float32, ctas_of, (c.rows, columns)
         )
         mma_pv = blackwell_helpers.make_trivial_tiled_mma(
             dtype,
@@ -98,7 +104,7 @@ class Forward(Softmax, ForwardLoads, ForwardStores):
             k_major,
             mn_major,
             Float32,
-            one,
+            ctas_of,
             shape_pv[:2],
             tcgen05.OperandSource.TMEM,
         )
@@ -108,16 +114,17 @@ class Forward(Softmax, ForwardLoads, ForwardStores):
         o_layout = blackwell_helpers.make_smem_layout_epi(
             dtype, ROW, (ROWS, c.value_width), c.out_tiles
         )
-        load, store = cpasync.CopyBulkTensorTileG2SOp(one), cpasync.CopyBulkTensorTileS2GOp()
+        load, store = cpasync.CopyBulkTensorTileG2SOp(ctas_of), cpasync.CopyBulkTensorTileS2GOp()
         first = (None, None, None, 0)
+        pairs = cute.tiled_divide(cute.make_layout((c.ctas, 1, 1)), (mma_qk.thr_id.shape,)).shape
         tma_q, q_tiles = make_tiled_tma_atom_A(
-            load, query, cute.slice_(q_layout, first), shape_qk, mma_qk
+            load, query, cute.slice_(q_layout, first), shape_qk, mma_qk, pairs
         )
         tma_k, k_tiles = make_tiled_tma_atom_B(
-            load, key, cute.slice_(k_layout, first), shape_qk, mma_qk
+            load, key, cute.slice_(k_layout, first), shape_qk, mma_qk, pairs
         )
         tma_v, v_tiles = make_tiled_tma_atom_B(
-            load, value, cute.slice_(v_layout, first), shape_pv, mma_pv
+            load, value, cute.slice_(v_layout, first), shape_pv, mma_pv, pairs
         )
         tma_o, o_tiles = cpasync.make_tiled_tma_atom(
             store, out, cute.slice_(o_layout, (None, None, 0)), (ROWS, c.value_width)
@@ -127,7 +134,7 @@ class Forward(Softmax, ForwardLoads, ForwardStores):
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[
-                Int64, 7 * c.q_tiles + 11 + 2 * c.stages + 2 * RECORDS + NOTES
+                Int64, 7 * c.q_tiles + 7 + 2 * len(c.parts) + 2 * c.stages + 2 * RECORDS + NOTES
             ]
             response: cute.struct.Align[cute.struct.MemRange[Int32, 4], 16]
             memory: Int32  # where tensor memory was given
@@ -153,8 +160,9 @@ class Forward(Softmax, ForwardLoads, ForwardStores):
             captured,
             (scale, group, *lengths),
         ).launch(
-            grid=(pieces.shape[0] if const_expr(c.clc) else ctas, 1, 1),
+            grid=(pieces.shape[0] if const_expr(c.clc) else ctas * c.ctas, 1, 1),
             block=(c.threads, 1, 1),
+            cluster=(2, 1, 1) if const_expr(c.pair) else None,
             stream=stream,
             min_blocks_per_mp=1,
         )
@@ -202,8 +210,8 @@ class Forward(Softmax, ForwardLoads, ForwardStores):
         scales = storage.scales.get_tensor(cute.make_layout(ROWS * c.q_tiles))
         base = storage.barriers.data_ptr()
         # one barrier for each place of S and P, and for each query tile
-        s_half, s_full, s_free, p_full, p_rest = (base + 2 * i for i in range(5))
-        tiles_base = base + 10
+        s_half, s_full, s_free, *p_full = (base + 2 * i for i in range(3 + len(c.parts)))
+        tiles_base = base + 6 + 2 * len(c.parts)
         q_full, q_free, o_full, scale_full = (tiles_base + c.q_tiles * i for i in range(4))
         scale_free, out_full, out_free = (tiles_base + c.q_tiles * i for i in range(4, 7))
         kv_full = tiles_base + 7 * c.q_tiles
@@ -220,10 +228,10 @@ class Forward(Softmax, ForwardLoads, ForwardStores):
                 for u in cutlass.range_constexpr(2):
                     cute.arch.mbarrier_init(s_half + u, 1)
                     cute.arch.mbarrier_init(s_full + u, 1)
-                    cute.arch.mbarrier_init(s_free + u, 4)
-                    # warps of the softmax: the first part of P; of the correction: O is rescaled
-                    cute.arch.mbarrier_init(p_full + u, 8)
-                    cute.arch.mbarrier_init(p_rest + u, 4)
+                    cute.arch.mbarrier_init(s_free + u, 4 * c.ctas)
+                    # warps of the softmax; for the first part also of the correction: O is rescaled
+                    for part, barrier in enumerate(p_full):
+                        cute.arch.mbarrier_init(barrier + u, (4 if part else 8) * c.ctas)
                 for t in cutlass.range_constexpr(c.q_tiles):
                     for barrier in (q_full, q_free, o_full):
                         cute.arch.mbarrier_init(barrier + t, 1)
@@ -236,26 +244,28 @@ class Forward(Softmax, ForwardLoads, ForwardStores):
                     cute.arch.mbarrier_init(kv_free + s, 1)
                 for r in cutlass.range_constexpr(RECORDS):
                     cute.arch.mbarrier_init(record_full + r, 1)
-                    cute.arch.mbarrier_init(record_free + r, 4 * (c.q_tiles + 1) + 2)
+                    # one warp multiplies for a pair
+                    readers = 4 * (c.q_tiles + 1) + 2 - self.rank()
+                    cute.arch.mbarrier_init(record_free + r, readers)
                 for s in cutlass.range_constexpr(NOTES):
                     cute.arch.mbarrier_init(told + s, 1)
                 cute.arch.mbarrier_init(granted, 1)
         if warp == last:
             # all of it: it begins at column 0
-            cute.arch.alloc_tmem(TMEM_COLUMNS, storage.memory.ptr)
-            cute.arch.relinquish_tmem_alloc_permit()
+            cute.arch.alloc_tmem(TMEM_COLUMNS, storage.memory.ptr, is_two_cta=c.pair)
+            cute.arch.relinquish_tmem_alloc_permit(is_two_cta=c.pair)
         cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        self.sync_all()
 
         record_bars = (record_full, record_free)
         if warp >= last:
             cute.arch.setmaxregister_decrease(c.registers[2])
-            if warp == last:
+            if warp == last and self.rank() == 0:
                 self.multiply(
                     mmas,
                     (smem_q, smem_k, smem_v),
                     records,
-                    (record_bars, q_full, q_free, kv_full, kv_free, s_bars, p_full, p_rest, o_full),
+                    (record_bars, q_full, q_free, kv_full, kv_free, s_bars, p_full, o_full),
                 )
             if warp == last + 1:
                 self.produce(
@@ -277,7 +287,7 @@ class Forward(Softmax, ForwardLoads, ForwardStores):
                 scales,
                 records,
                 partials[0],
-                (record_bars, p_full, scale_full, scale_free, o_full, out_full, out_free),
+                (record_bars, p_full[0], scale_full, scale_free, o_full, out_full, out_free),
             )
         else:
             cute.arch.setmaxregister_increase(c.registers[0])
@@ -285,202 +295,30 @@ class Forward(Softmax, ForwardLoads, ForwardStores):
                 scales,
                 records,
                 blocks,
-                (record_bars, told, s_bars, p_full, p_rest, scale_full, scale_free),
+                (record_bars, told, s_bars, p_full, scale_full, scale_free),
                 (lse, top, partials[1]),
                 captured,
                 numbers,
             )
-        cute.arch.sync_threads()
+        self.sync_all()
         if warp == last:
             pointer = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.memory.ptr)
-            cute.arch.dealloc_tmem(pointer, TMEM_COLUMNS)
+            cute.arch.dealloc_tmem(pointer, TMEM_COLUMNS, is_two_cta=c.pair)
+
+    def sync_all(self) -> None:
+        """Until all threads of all CTAs that share products are here."""
+        if self.config.pair:
+            device.fence_before()
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+            device.fence_after()
+        else:
+            cute.arch.sync_threads()
 
     def ring(self, tile: Any) -> Any:
         """The layout of a K or V tile, by slot of the ring that they share."""
         one = cute.slice_(tile, (None, None, None, 0))
         return cute.append(one, cute.make_layout(self.config.stages, stride=self.config.slot))
-
-    # -------------------------------------------------------------------------------- products
-
-    @cute.jit
-    def multiply(self, mmas: tuple, smem: tuple, records: cute.Tensor, bars: tuple):
-        """The warp that issues the products."""
-        c = self.config
-        mma_first, mma_qk, mma_start, mma_pv = mmas
-        smem_q, smem_k, smem_v = smem
-        record_bars, q_full, q_free, kv_full, kv_free, s_bars, p_full, p_rest, o_full = bars
-        frag_q, frag_k = mma_qk.make_fragment_A(smem_q), mma_qk.make_fragment_B(smem_k)
-        frag_v = mma_pv.make_fragment_B(smem_v)
-        shape_s = mma_qk.partition_shape_C((ROWS, c.block_kv))
-        shape_o = mma_pv.partition_shape_C((ROWS, c.value_width))
-        shape_p = mma_pv.partition_shape_A((ROWS, c.block_kv))
-        s_layout = mma_qk.make_fragment_C(shape_s).layout
-        o_layout = mma_pv.make_fragment_C(shape_o).layout
-        p_layout = mma_pv.make_fragment_A(shape_p).layout
-        outs = [
-            cute.make_tensor(device.column(c.out_column(t)), o_layout) for t in range(c.q_tiles)
-        ]
-        layouts = s_layout, p_layout
-        frags = frag_q, frag_k, frag_v
-        mma_first.set(tcgen05.Field.ACCUMULATE, False)
-        mma_qk.set(tcgen05.Field.ACCUMULATE, True)
-        mma_pv.set(tcgen05.Field.ACCUMULATE, True)
-        p_bars = p_full, p_rest
-        kc, tc = Int32(0), Int32(0)
-        slot, lap = Int32(0), Int32(0)
-        _, _, _, _, count, _, valid = self.read_record(records, record_bars, tc)
-        while valid != 0:
-            cute.arch.mbarrier_wait(kv_full + slot, lap)
-            for t in cutlass.range_constexpr(c.q_tiles):
-                cute.arch.mbarrier_wait(q_full + t, tc & 1)
-                self.issue_qk((mma_first, mma_qk), frags, layouts, t, kc, slot, s_bars, (0, 1))
-            device.commit(kv_free + slot)
-            slot, lap = self.next_slot(slot, lap)
-            for j in cutlass.range(count, unroll=1):
-                v_slot, v_lap = slot, lap
-                slot, lap = self.next_slot(slot, lap)
-                mma_start.set(tcgen05.Field.ACCUMULATE, j > 0)
-                if const_expr(c.q_tiles == 1):
-                    if j + 1 < count:
-                        cute.arch.mbarrier_wait(kv_full + slot, lap)
-                        self.issue_qk(
-                            (mma_first, mma_qk), frags, layouts, 0, kc + 1, slot, s_bars, (0, 1)
-                        )
-                        device.commit(kv_free + slot)
-                    self.issue_pv(
-                        (mma_start, mma_pv),
-                        outs,
-                        frags,
-                        layouts,
-                        0,
-                        kc,
-                        v_slot,
-                        p_bars,
-                        kv_full + v_slot,
-                        v_lap,
-                    )
-                    device.commit(kv_free + v_slot)
-                    device.commit(o_full)
-                    if j + 1 == count:
-                        if const_expr(not c.alias):
-                            device.commit(q_free)
-                else:
-                    more = j + 1 < count
-                    for t in cutlass.range_constexpr(2):
-                        if const_expr(c.halves):
-                            if more:
-                                if const_expr(t == 0):
-                                    cute.arch.mbarrier_wait(kv_full + slot, lap)
-                                cute.arch.mbarrier_wait(s_bars[2] + t, kc & 1)
-                                self.issue_qk(
-                                    (mma_first, mma_qk),
-                                    frags,
-                                    layouts,
-                                    t,
-                                    kc + 1,
-                                    slot,
-                                    s_bars,
-                                    (0,),
-                                )
-                        self.issue_pv(
-                            (mma_start, mma_pv),
-                            outs,
-                            frags,
-                            layouts,
-                            t,
-                            kc,
-                            v_slot,
-                            p_bars,
-                            kv_full + v_slot,
-                            v_lap,
-                        )
-                        if const_expr(t == 1):
-                            device.commit(kv_free + v_slot)
-                        if more:
-                            if const_expr(t == 0 and not c.halves):
-                                cute.arch.mbarrier_wait(kv_full + slot, lap)
-                            self.issue_qk(
-                                (mma_first, mma_qk),
-                                frags,
-                                layouts,
-                                t,
-                                kc + 1,
-                                slot,
-                                s_bars,
-                                (1,) if const_expr(c.halves) else (0, 1),
-                            )
-                        else:
-                            device.commit(o_full + t)
-                            if const_expr(not c.alias):
-                                device.commit(q_free + t)
-                    if j + 1 < count:
-                        device.commit(kv_free + slot)
-                if j + 1 < count:
-                    slot, lap = self.next_slot(slot, lap)
-                kc += 1
-            tc += 1
-            _, _, _, _, count, _, valid = self.read_record(records, record_bars, tc)
-
-    def issue_qk(
-        self,
-        mmas: Any,
-        frags: Any,
-        layouts: Any,
-        t: int,
-        kc: Any,
-        slot: Any,
-        s_bars: Any,
-        halves: tuple[int, ...],
-    ) -> None:
-        """S of the kc-th block of query tile t, or the lower or upper half of its columns."""
-        first, rest = mmas
-        query, key, _ = frags
-        u = self.buffer(t, kc)
-        scores = cute.make_tensor(device.column(u * self.config.block_kv), layouts[0])
-        for half in halves if self.config.halves else (0,):
-            for k in range(cute.size(query, mode=[2])):
-                cute.gemm(
-                    first if k == 0 else rest,
-                    scores[None, 0, half],
-                    query[None, 0, k, t],
-                    key[None, half, k, slot],
-                    scores[None, 0, half],
-                )
-            whole = half == 1 or not self.config.halves
-            device.commit((s_bars[1] if whole else s_bars[0]) + u)
-
-    def issue_pv(
-        self,
-        mmas: Any,
-        outs: Any,
-        frags: Any,
-        layouts: Any,
-        t: int,
-        kc: Any,
-        slot: Any,
-        p_bars: Any,
-        v_full: Any,
-        v_lap: Any,
-    ) -> None:
-        """O of query tile t, with P of its kc-th block."""
-        start, rest = mmas
-        p_full, p_rest = p_bars
-        c, u = self.config, self.buffer(t, kc)
-        place = device.column(u * c.block_kv + c.block_kv // 2)
-        p = cute.make_tensor(cute.recast_ptr(place, dtype=self.dtype), layouts[1])
-        cute.arch.mbarrier_wait(p_full + u, self.turn(kc))
-        if t == 0:
-            cute.arch.mbarrier_wait(v_full, v_lap)
-        for k in range(c.block_kv // 16):
-            if k == c.early // 16:
-                cute.arch.mbarrier_wait(p_rest + u, self.turn(kc))
-            cute.gemm(
-                start if k == 0 else rest,
-                outs[t],
-                p[None, None, k],
-                frags[2][None, None, k, slot],
-                outs[t],
-            )
 
     # --------------------------------------------------------------------------------- softmax
 
@@ -497,15 +335,15 @@ class Forward(Softmax, ForwardLoads, ForwardStores):
     ):
         """A softmax warpgroup: a thread a row."""
         c = self.config
-        record_bars, told, s_bars, p_full, p_rest, scale_full, scale_free = bars
+        record_bars, told, s_bars, p_full, scale_full, scale_free = bars
         scale, _, q_len, kv_len, _ = numbers
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         t, row = warp // 4, thread % ROWS
-        mine = t * ROWS + row
+        mine, place = self.tile_of(t) * ROWS + row, t * ROWS + row
         stats = tuple(cute.make_rmem_tensor(1, Float32) for _ in range(3))
         row_max, row_sum, top = stats
-        block_bars = (told, s_bars, p_full, p_rest, scale_full + t, scale_free + t)
+        block_bars = (told, s_bars, p_full, scale_full + t, scale_free + t)
         kc, tc = Int32(0), Int32(0)
         tile, h, b, masked, count, slot, valid = self.see_record(records, record_bars, tc)
         while valid != 0:
@@ -513,16 +351,17 @@ class Forward(Softmax, ForwardLoads, ForwardStores):
             known = self.begin(where, tile * c.block_q + mine)
             row_max[0], row_sum[0], top[0] = Float32(NEG_INF), Float32(0.0), Float32(NEG_INF)
             for _ in cutlass.range(masked, unroll=1):
-                self.block(True, kc, tc, known, row, stats, blocks, scales, block_bars, t, mine)
+                self.block(True, kc, tc, known, row, stats, blocks, scales, block_bars, t, place)
                 kc += 1
             show_mask = not c.skip_masks
             for _ in cutlass.range(count - masked, unroll=1):
                 self.block(
-                    show_mask, kc, tc, known, row, stats, blocks, scales, block_bars, t, mine
+                    show_mask, kc, tc, known, row, stats, blocks, scales, block_bars, t, place
                 )
                 kc += 1
             final, value, most = self.finish(known, stats)
-            self.tell(final, kc + tc, scales, block_bars, mine)
+            self.await_turn(kc + tc, block_bars)
+            self.tell(final, scales, block_bars, place)
             # read again: not kept in registers through the loops
             tile, h, b, _, _, slot, _ = self.see_record(records, record_bars, tc)
             self.drop_record(record_bars, tc)
@@ -531,12 +370,14 @@ class Forward(Softmax, ForwardLoads, ForwardStores):
             tile, h, b, masked, count, slot, valid = self.see_record(records, record_bars, tc)
         self.drop_record(record_bars, tc)
 
-    def tell(self, scale: Any, mc: Any, scales: Any, bars: Any, mine: Any) -> None:
-        """Give a number of this row to the correction, the mc-th: one a block, and one a tile."""
-        scale_full, scale_free = bars[4:]
-        cute.arch.mbarrier_wait(scale_free, (mc & 1) ^ 1)
-        scales[mine] = scale
-        device.arrive(scale_full)
+    def await_turn(self, mc: Any, bars: Any) -> None:
+        """Until the correction took the number before the mc-th: one a block, and one a tile."""
+        cute.arch.mbarrier_wait(bars[4], (mc & 1) ^ 1)
+
+    def tell(self, scale: Any, scales: Any, bars: Any, place: Any) -> None:
+        """Give a number of this row to the correction."""
+        scales[place] = scale
+        device.arrive(bars[3])
 
     def block(
         self,
@@ -550,16 +391,17 @@ class Forward(Softmax, ForwardLoads, ForwardStores):
         scales: Any,
         bars: Any,
         t: Any,
-        mine: Any,
+        place: Any,
     ) -> None:
         """Softmax of one block: S from tensor memory, P back to it."""
         c = self.config
-        told, (s_half, s_full, s_free), p_full, p_rest, _, _ = bars
+        told, (s_half, s_full, s_free), p_full, _, _ = bars
         row_max, row_sum, _ = stats
         wide, u = self.chunk(masked), self.buffer(t, kc)
         at, note = u * c.block_kv, kc & (NOTES - 1)
         cute.arch.mbarrier_wait(told + note, (kc >> (NOTES.bit_length() - 1)) & 1)
         mark = blocks[note]
+        self.await_turn(kc + tc, bars)
         upper = None
         if c.halves:
             upper = s_full + u, self.turn(kc), s_free + u
@@ -568,18 +410,24 @@ class Forward(Softmax, ForwardLoads, ForwardStores):
         bases, peak = self.scores(known, mark, masked, chunks, row, at, upper)
         factor = self.factor(known)
         scale = self.move_maximum(stats, peak, factor)
-        self.tell(scale, kc + tc, scales, bars, mine)
+        self.tell(scale, scales, bars, place)
         sums: list[Any] = [None] * CHAINS
-        for i, chunk in enumerate(chunks):
-            packed = cute.make_rmem_tensor(wide // 2, Int32)
-            for k, pair in enumerate(self.exponentials(chunk, bases[i], row_max[0], factor, sums)):
-                packed[k] = pair
-            place = at + c.block_kv // 2 + wide // 2 * i
-            device.store_row(row, place, cute.recast_tensor(packed, Float32))
-            done = wide * (i + 1)
-            if done in (c.early, c.block_kv):
+        step = min(wide, 16)
+        # computed before what comes before it is stored: the exponential unit goes on meanwhile
+        ahead = step if self.hooks.raw and not masked else 0
+        ready: list[Any] = []
+        for start in range(0, c.block_kv + ahead, step):
+            if start < c.block_kv:
+                i, low = divmod(start, wide)
+                values = [chunks[i][low + j] for j in range(step)]
+                ready.append(self.powers(values, start, bases[i], row_max[0], factor))
+            end = start + step - ahead
+            if end > 0:
+                place = at + (c.block_kv + end - step) // 2
+                self.keep(ready.pop(0), row, place, sums)
+            if end in c.parts:
                 cute.arch.fence_view_async_tmem_store()
-                device.arrive((p_full if done == c.early else p_rest) + u)
+                self.signal(p_full[c.parts.index(end)] + u)
         row_sum[0] = row_sum[0] * scale + total_of(sums)
 
     @cute.jit

@@ -13,25 +13,13 @@ import cutlass
 from cutlass import Int32, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 
-from attnkit.templates.sm100.config import ROWS
-
-RECORD, RECORDS = 8, 2  # int32 words of a record, and how many there are
-# Numbers of blocks on their way to the softmax. When the load of a block of K begins, the softmax
-# is done with all but the last `MAX_STAGES // 2` blocks before it: their V has left the ring, or K
-# of the block after theirs.
-NOTES = 8
+from attnkit.templates.sm100.forward_common import NOTES, RECORD, RECORDS, ForwardCommon
 
 
-class ForwardLoads:
+class ForwardLoads(ForwardCommon):
     """The part of a forward kernel that loads."""
 
-    config: Any
     hooks: Any
-
-    def next_slot(self, slot: Any, lap: Any) -> tuple[Any, Any]:
-        """The ring's slot after this one, and the parity of its lap."""
-        last = slot == self.config.stages - 1
-        return cutlass.select_(last, Int32(0), slot + 1), cutlass.select_(last, lap ^ 1, lap)
 
     @cute.jit
     def produce(
@@ -55,9 +43,10 @@ class ForwardLoads:
         records, blocks, response = notes
         pieces, partial, full, counter = lists
         _, group, _, _, kv_batch = numbers
-        thr_qk, thr_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
+        rank = self.rank()
+        thr_qk, thr_pv = mma_qk.get_slice(rank), mma_pv.get_slice(rank)
         q_parts = thr_qk.partition_A(
-            cute.local_tile(q_tiles, (ROWS, c.width), (None, 0, None, None))
+            cute.local_tile(q_tiles, (c.rows, c.width), (None, 0, None, None))
         )
         k_parts = thr_qk.partition_B(
             cute.local_tile(k_tiles, (c.block_kv, c.width), (None, 0, None, None))
@@ -68,12 +57,14 @@ class ForwardLoads:
         q_to, q_from = _sides(tma_q, smem_q, q_parts)
         k_to, k_from = _sides(tma_k, smem_k, k_parts)
         v_to, v_from = _sides(tma_v, smem_v, v_parts)
-        q_bytes = 2 * ROWS * c.width
+        # of all CTAs that share products, counted by the first
+        q_bytes = 2 * c.rows * c.width
         k_bytes, v_bytes = 2 * c.block_kv * c.width, 2 * c.block_kv * c.value_width
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         lane = cute.arch.lane_idx()
         total = pieces.shape[0]
+        cta, ctas = cta // c.ctas, ctas // c.ctas
         index, kc, tc = Int32(cta), Int32(0), Int32(0)
         slot, lap = Int32(0), Int32(0)
         while index < total:
@@ -104,8 +95,7 @@ class ForwardLoads:
                             mark = ~n
                         if first != 0:
                             cute.arch.mbarrier_wait(q_free, (tc & 1) ^ 1)
-                            with cute.arch.elect_one():
-                                cute.arch.mbarrier_arrive_and_expect_tx(q_full, q_bytes)
+                            self.expect(q_full, q_bytes)
                             cute.copy(
                                 tma_q,
                                 q_from[None, tile * c.q_tiles, h, b],
@@ -116,7 +106,7 @@ class ForwardLoads:
                         with cute.arch.elect_one():
                             blocks[kc & (NOTES - 1)] = mark
                             cute.arch.mbarrier_arrive(told + (kc & (NOTES - 1)))
-                            cute.arch.mbarrier_arrive_and_expect_tx(kv_full + slot, k_bytes)
+                        self.expect(kv_full + slot, k_bytes)
                         cute.copy(
                             tma_k,
                             k_from[None, n, h_kv, b_kv],
@@ -128,8 +118,7 @@ class ForwardLoads:
                         if const_expr(c.q_tiles == 2):
                             if first != 0:
                                 cute.arch.mbarrier_wait(q_free + 1, (tc & 1) ^ 1)
-                                with cute.arch.elect_one():
-                                    cute.arch.mbarrier_arrive_and_expect_tx(q_full + 1, q_bytes)
+                                self.expect(q_full + 1, q_bytes)
                                 cute.copy(
                                     tma_q,
                                     q_from[None, tile * 2 + 1, h, b],
@@ -138,8 +127,7 @@ class ForwardLoads:
                                 )
                         first = Int32(0)
                         cute.arch.mbarrier_wait(kv_free + slot, lap ^ 1)
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive_and_expect_tx(kv_full + slot, v_bytes)
+                        self.expect(kv_full + slot, v_bytes)
                         cute.copy(
                             tma_v,
                             v_from[None, n, h_kv, b_kv],

@@ -12,27 +12,15 @@ import cutlass
 from cutlass import Float32, Int32, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 
-from attnkit.templates.sm90 import device as common
 from attnkit.templates.sm100 import device
 from attnkit.templates.sm100.config import ROWS
-from attnkit.templates.sm100.forward_load import RECORD, RECORDS
+from attnkit.templates.sm100.forward_common import ForwardCommon
 
 STEP = 16  # columns of the output that a thread has in registers at a time
 
 
-class ForwardStores:
+class ForwardStores(ForwardCommon):
     """The part of a forward kernel that rescales, rounds and stores the output."""
-
-    config: Any
-    dtype: Any
-
-    def buffer(self, t: Any, kc: Any) -> Any:
-        """Which of the two places of S, and so of P, the kc-th block of query tile t takes."""
-        return t if self.config.q_tiles == 2 else kc & 1
-
-    def turn(self, kc: Any) -> Any:
-        """The parity of its use by that block."""
-        return kc & 1 if self.config.q_tiles == 2 else (kc >> 1) & 1
 
     @property
     def places(self) -> int:
@@ -46,22 +34,6 @@ class ForwardStores:
     def store_turn(self, t: int, tc: Any) -> Any:
         """The parity of the use of that place by the tc-th piece."""
         return Int32(t) if self.places < self.config.q_tiles else tc & 1
-
-    def see_record(self, records: Any, bars: Any, tc: Any) -> list[Any]:
-        """Wait for the record of the tc-th piece and read it."""
-        r = tc & (RECORDS - 1)
-        cute.arch.mbarrier_wait(bars[0] + r, (tc >> 1) & 1)
-        return [cute.arch.make_warp_uniform(records[RECORD * r + k]) for k in range(7)]
-
-    def drop_record(self, bars: Any, tc: Any) -> None:
-        """Let the record of the tc-th piece go."""
-        device.arrive(bars[1] + (tc & (RECORDS - 1)))
-
-    def read_record(self, records: Any, bars: Any, tc: Any) -> list[Any]:
-        """Wait for the record of the tc-th piece, read it and let it go."""
-        words = self.see_record(records, bars, tc)
-        self.drop_record(bars, tc)
-        return words
 
     @cute.jit
     def correct(
@@ -79,7 +51,7 @@ class ForwardStores:
         row = thread % ROWS
         values = cute.make_rmem_tensor(STEP, Float32)
         for t in cutlass.range_constexpr(c.q_tiles):  # no output to wait for yet
-            device.arrive(p_full + t)
+            self.signal(p_full + t)
         tc, kc = Int32(0), Int32(0)
         _, _, _, _, count, slot, valid = self.read_record(records, record_bars, tc)
         while valid != 0:
@@ -93,7 +65,7 @@ class ForwardStores:
                             # the product of the block before, whose end S does not announce
                             cute.arch.mbarrier_wait(o_full, (kc - 1) & 1)
                         self.rescale(scale, t, row, values)
-                        device.arrive(p_full + self.buffer(t, kc))
+                        self.signal(p_full + self.buffer(t, kc))
                 kc += 1
             for t in cutlass.range_constexpr(c.q_tiles):
                 cute.arch.mbarrier_wait(scale_full + t, (kc + tc) & 1)
@@ -110,7 +82,7 @@ class ForwardStores:
                     cute.arch.fence_view_async_tmem_load()
                     if const_expr(k == c.value_width // STEP - 1):
                         # the next tile may overwrite it
-                        device.arrive(p_full + self.buffer(t, kc))
+                        self.signal(p_full + self.buffer(t, kc))
                     self.put(values, scale, smem_o, parts, slot, t, device.anew(row, tc), k)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 device.arrive(out_full + self.place(t))
@@ -155,11 +127,11 @@ class ForwardStores:
             values[i] = values[i] * scale
         if slot >= 0:
             for i in cutlass.range_constexpr(STEP):
-                parts[slot, t * ROWS + row, STEP * k + i] = values[i]
+                parts[slot, self.tile_of(t) * ROWS + row, STEP * k + i] = values[i]
         else:
             packed = cute.make_rmem_tensor(STEP // 2, Int32)
             for i in cutlass.range_constexpr(STEP // 2):
-                packed[i] = common.pack(values[2 * i], values[2 * i + 1], self.dtype)
+                packed[i] = device.pack(values[2 * i], values[2 * i + 1], self.dtype)
             rounded = cute.recast_tensor(packed, self.dtype)
             for i in cutlass.range_constexpr(STEP // 8):  # 16 bytes at a time
                 to = cute.local_tile(
@@ -190,7 +162,11 @@ class ForwardStores:
                 place = self.place(t)
                 cute.arch.mbarrier_wait(out_full + place, self.store_turn(t, tc))
                 if slot < 0:
-                    cute.copy(tma_o, o_from[None, place], o_to[None, tile * c.q_tiles + t, h, b])
+                    cute.copy(
+                        tma_o,
+                        o_from[None, place],
+                        o_to[None, tile * (c.block_q // ROWS) + self.tile_of(t), h, b],
+                    )
                 cute.arch.cp_async_bulk_commit_group()
                 if const_expr(place == 0 and t < c.q_tiles - 1 and self.places == 1):
                     cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -23,16 +23,20 @@ from attnkit.templates.sm90.device import LN2, NEG_INF
 from attnkit.templates.sm90.softmax import GROWTH, Site
 from attnkit.templates.sm100 import device
 from attnkit.templates.sm100.exp2 import exp2_pair
+from attnkit.templates.sm100.forward_common import ForwardCommon
 
 CHAINS = 4  # independent chains of maxima and of pairs of sums
 
 
-class Softmax:
+class Softmax(ForwardCommon):
     """The part of a forward kernel between Q K and P V."""
 
     hooks: Any
-    config: Any
-    dtype: Any
+
+    @property
+    def degree(self) -> int:
+        """Of the polynomials for exponentials: their error stays far below that of rounding P."""
+        return 4 if self.config.dtype == "float16" else 3
 
     def chunk(self, masked: bool) -> int:
         """Columns that are computed together: few where each takes registers of its own."""
@@ -108,22 +112,22 @@ class Softmax:
             n = cutlass.select_(everything, ~mark, mark)
         start = n * self.config.block_kv
         wide, bases = self.chunk(masked), []
-        half = len(values) if upper is None else len(values) // 2
+        half = len(values) // 2
         chains: list[Any] = [None] * CHAINS
         found = None
         for c, chunk in enumerate(values):
-            if c == half:
+            if upper is not None and c == half:
                 cute.arch.mbarrier_wait(*upper[:2])
             if not self.hooks.raw:  # one by one: a mod has values of its own in registers
                 loading = [c]
-            else:
+            else:  # by halves: the maximum of one is found while the other comes
                 loading = list(range(c, c + half)) if c % half == 0 else []
             for k in loading:
                 device.load_row(row, at + wide * k, values[k])
             if loading:
                 cute.arch.fence_view_async_tmem_load()
                 if upper is not None and loading[-1] == len(values) - 1:
-                    device.arrive(upper[2])
+                    self.signal(upper[2])
             base = self._chunk(tile, start + wide * c, everything, masked, chunk)
             found, chains = self._peak(chunk, base, found, chains)
             bases.append(base)
@@ -173,9 +177,12 @@ class Softmax:
     def _peak(self, chunk: Any, base: Any, found: Any, chains: list[Any]) -> Any:
         """The largest score so far: of earlier chunks, and chains of maxima that lack their base."""
         nan, chains = self.config.need_max, list(chains)  # torch's maximum passes NaN on
-        for j in range(cute.size(chunk)):
-            c, x = j % CHAINS, chunk[j]
-            chains[c] = x if chains[c] is None else cute.arch.fmax(chains[c], x, nan=nan)
+        for j in range(0, cute.size(chunk), 2):
+            c, x, y = j // 2 % CHAINS, chunk[j], chunk[j + 1]
+            if chains[c] is None:
+                chains[c] = cute.arch.fmax(x, y, nan=nan)
+            else:
+                chains[c] = device.fmax3(chains[c], x, y, nan)
         if base is None:
             return found, chains
         return _larger(found, _largest(chains, nan) + base, nan), [None] * CHAINS
@@ -195,29 +202,36 @@ class Softmax:
         drop = old - common.finite_or_zero(new)
         return common.exp2(drop if factor is None else drop * factor)
 
-    def exponentials(
-        self, chunk: Any, base: Any, row_max: Any, factor: Any, sums: Any
+    def powers(
+        self, values: list[Any], first: int, base: Any, row_max: Any, factor: Any
     ) -> list[Any]:
-        """P of a chunk as packed pairs; its values are added to the pairs of sums."""
+        """P of neighbouring columns from the `first` of a block on, float32, in pairs."""
         less = common.finite_or_zero(row_max)
         less = less if base is None else less - base
         less = -less if factor is None else -(less * factor)
-        packed = []
-        for j in range(0, cute.size(chunk), 2):
-            pair = chunk[j], chunk[j + 1]
+        found = []
+        for j in range(0, len(values), 2):
+            pair = values[j], values[j + 1]
             if factor is None:
                 pair = cute.arch.add_packed_f32x2(pair, (less, less))
             else:
                 pair = cute.arch.fma_packed_f32x2(pair, (factor, factor), (less, less))
             poly = self.config.poly
-            if poly and j // 2 % poly == poly - 1:
-                pair = exp2_pair(*pair)
+            if poly and (first + j) // 2 % poly == poly - 1:
+                pair = exp2_pair(pair[0], pair[1], self.degree)
             else:
                 pair = common.exp2(pair[0]), common.exp2(pair[1])
-            c = j // 2 % CHAINS
+            found.append(pair)
+        return found
+
+    def keep(self, pairs: list[Any], row: Any, at: Any, sums: list[Any]) -> None:
+        """Add pairs of P to the sums of the row, and begin to store them from column `at` on."""
+        packed = cute.make_rmem_tensor(len(pairs), Int32)
+        for j, pair in enumerate(pairs):
+            c = j % CHAINS
             sums[c] = pair if sums[c] is None else cute.arch.add_packed_f32x2(sums[c], pair)
-            packed.append(common.pack(pair[0], pair[1], self.dtype))
-        return packed
+            packed[j] = device.pack(pair[0], pair[1], self.dtype)
+        device.store_row(row, at, cute.recast_tensor(packed, Float32))
 
     # ------------------------------------------------------------------------------ end of a tile
 

@@ -35,6 +35,7 @@ class BackwardConfig:
 
     block_kv = 2 * ROWS
     stages = q_stages = 2  # of the rings of dO and dS, and of Q
+    k_stages = 2  # K of a tile is read when the next one's has begun
     registers = (240, 24)  # a thread of a consumer and of the producer warpgroup
 
     @property
@@ -49,11 +50,12 @@ class BackwardConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of a CTA: K, V, the rings of Q, dO and dS, and dQ."""
+        """Shared memory of a CTA: K twice, V, the rings of Q, dO and dS, and dQ."""
         rings = self.stages * (self.width + self.value_width + self.block_kv)
-        halves = self.block_kv * (self.width + self.value_width) + self.block_q * rings
+        tiles = self.block_kv * (self.k_stages * self.width + self.value_width)
+        tiles += self.block_q * rings
         rows = self.block_q * 2 * self.stages
-        return 2 * halves + 4 * (2 * self.chunk + rows) + 1024
+        return 2 * tiles + 4 * (2 * self.chunk + rows) + 1024
 
     def problem(self) -> str | None:
         """Why these sizes do not work, or None."""

@@ -17,6 +17,7 @@ from attnkit.templates.sm90.backward_math import LOG2_E
 
 VECTOR = 8  # elements of a load: 16 bytes
 THREADS = 128
+AHEAD = 4  # rows that a thread loads before it computes
 
 
 class Prepare:
@@ -74,10 +75,69 @@ class Prepare:
         # threads of a row, a power of two
         lanes = 1 << (self.config.value_width // VECTOR - 1).bit_length()
         thread, _, _ = cute.arch.thread_idx()
-        block, h, b = cute.arch.block_idx()
-        blocks, heads, _ = cute.arch.grid_dim()
+        cute.arch.griddepcontrol_launch_dependents()
+        (block, h, b), (blocks, heads, _) = _place()
         length, depth = out.shape[2], out.shape[3]
         first = (b * heads + h) * blocks + block
+        column = thread % lanes * VECTOR
+        some = cutlass.min(column, depth - VECTOR)
+        passes = ROWS * lanes // THREADS
+        for start in cutlass.range_constexpr(0, passes, AHEAD):
+            loads = []
+            for i in cutlass.range_constexpr(start, min(start + AHEAD, passes)):
+                row = thread // lanes + i * (THREADS // lanes)
+                q = cutlass.min(block * ROWS + row, length - 1)
+                a = cute.make_rmem_tensor(VECTOR, out.element_type)
+                g = cute.make_rmem_tensor(VECTOR, out.element_type)
+                cute.autovec_copy(_vector(out, (b, h, q, some)), a)
+                cute.autovec_copy(_vector(grad_out, (b, h, q, some)), g)
+                loads.append((row, a, g))
+            for row, a, g in loads:
+                product = a.load().to(Float32) * g.load().to(Float32)
+                total = product.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+                total = cutlass.select_(column < depth, total, Float32(0.0))
+                step = lanes // 2
+                while const_expr(step > 0):
+                    total = total + cute.arch.shuffle_sync_bfly(total, step)
+                    step //= 2
+                if column == 0:
+                    self.write_row(
+                        (b, h, block * ROWS + row),
+                        first * ROWS + row,
+                        total,
+                        lse,
+                        grad_lse,
+                        rows_lse,
+                        rows_delta,
+                    )
+        self.clear(sums, first, thread)
+
+    @cute.jit
+    def write_row(
+        self,
+        place: tuple,
+        at: Int32,
+        total: Float32,
+        lse: cute.Tensor,
+        grad_lse: cute.Tensor,
+        rows_lse: cute.Tensor,
+        rows_delta: cute.Tensor,
+    ):
+        """Write a row's statistics, given its rowsum(dO * O)."""
+        statistic, delta = Float32(float("inf")), Float32(0.0)
+        if place[2] < lse.shape[2]:
+            value = lse[place]
+            if value != Float32(float("-inf")):
+                statistic = value * LOG2_E
+                delta = -total
+                if const_expr(self.with_lse):
+                    delta = grad_lse[place] - total
+        rows_lse[at] = statistic
+        rows_delta[at] = delta
+
+    @cute.jit
+    def clear(self, sums: cute.Tensor, first: Int32, thread: Int32):
+        """Zeros for the sums of 64 rows of dQ."""
         wide = self.config.width // ROWS
         zero = cute.make_rmem_tensor(4, Float32)
         zero.fill(0.0)
@@ -85,33 +145,6 @@ class Prepare:
         for i in cutlass.range_constexpr(wide * UNIT // (4 * THREADS)):
             start = (to + i * (4 * THREADS)).align(16)
             cute.autovec_copy(zero, cute.make_tensor(start, cute.make_layout(4)))
-        column = thread % lanes * VECTOR
-        for i in cutlass.range_constexpr(ROWS * lanes // THREADS):
-            row = thread // lanes + i * (THREADS // lanes)
-            q = block * ROWS + row
-            total = Float32(0.0)
-            if q < length and column < depth:
-                a = cute.make_rmem_tensor(VECTOR, out.element_type)
-                g = cute.make_rmem_tensor(VECTOR, out.element_type)
-                cute.autovec_copy(_vector(out, (b, h, q, column)), a)
-                cute.autovec_copy(_vector(grad_out, (b, h, q, column)), g)
-                product = a.load().to(Float32) * g.load().to(Float32)
-                total = product.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-            step = lanes // 2
-            while const_expr(step > 0):
-                total = total + cute.arch.shuffle_sync_bfly(total, step)
-                step //= 2
-            if column == 0:
-                statistic, delta = Float32(float("inf")), Float32(0.0)
-                if q < length:
-                    value = lse[b, h, q]
-                    if value != Float32(float("-inf")):
-                        statistic = value * LOG2_E
-                        delta = -total
-                        if const_expr(self.with_lse):
-                            delta = grad_lse[b, h, q] - total
-                rows_lse[first * ROWS + row] = statistic
-                rows_delta[first * ROWS + row] = delta
 
 
 class Finish:
@@ -143,14 +176,17 @@ class Finish:
         """
         blocks = (grad.shape[2] + self.block - 1) // self.block * (self.block // ROWS)
         self.kernel(sums, grad, first, factor).launch(
-            grid=(blocks, grad.shape[1], grad.shape[0]), block=(THREADS, 1, 1), stream=stream
+            grid=(blocks, grad.shape[1], grad.shape[0]),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
     def kernel(self, sums: cute.Tensor, grad: cute.Tensor, first: Int32, factor: Float32):
         thread, _, _ = cute.arch.thread_idx()
-        block, h, b = cute.arch.block_idx()
-        blocks, heads, _ = cute.arch.grid_dim()
+        cute.arch.griddepcontrol_wait()
+        (block, h, b), (blocks, heads, _) = _place()
         warp, lane = thread // 32, thread % 32
         row = block * ROWS + warp * 16 + lane // 4
         wide = self.width // ROWS
@@ -162,18 +198,52 @@ class Finish:
                 cute.make_tensor(start.align(16), cute.make_layout((4, 8), stride=(1, 512))),
                 cute.make_tensor(part.iterator, cute.make_layout((4, 8))),
             )
-            for k in cutlass.range_constexpr(16):
-                q = row + 8 * (k % 2)
-                column = i * ROWS + k // 2 * 8 + lane % 4 * 2
-                if q < grad.shape[2] and column < grad.shape[3]:
-                    pair = device.pack(part[2 * k] * factor, part[2 * k + 1] * factor, self.dtype)
-                    at = cute.domain_offset((b, h, q, column), grad).iterator.align(4)
-                    cute.make_tensor(cute.recast_ptr(at, dtype=Int32), cute.make_layout(1))[0] = (
-                        pair
-                    )
+            for half in cutlass.range_constexpr(2):  # eight rows apart
+                q = row + 8 * half
+                for group in cutlass.range_constexpr(2):
+                    column = i * ROWS + group * 32 + lane % 4 * VECTOR
+                    pairs = self.row(part, half, group, factor, lane)
+                    if q < grad.shape[2] and column < grad.shape[3]:
+                        at = cute.domain_offset((b, h, q, column), grad).iterator.align(16)
+                        store_vector(at, pairs)
+
+    def row(self, part: Any, half: int, group: int, factor: Any, lane: Any) -> list[Any]:
+        """Eight columns of a row, of 32 that four lanes have two by two."""
+        pairs = []
+        for k in range(4):
+            at = 16 * group + 4 * k + 2 * half
+            pairs.append(device.pack(part[at] * factor, part[at + 1] * factor, self.dtype))
+        for bit in (1, 2):
+            upper = (lane & bit) != 0
+            for k in (k for k in range(4) if not k & bit):
+                low, high = pairs[k], pairs[k | bit]
+                own, other = cutlass.select_(upper, high, low), cutlass.select_(upper, low, high)
+                other = cute.arch.shuffle_sync_bfly(other, bit)
+                pairs[k] = cutlass.select_(upper, other, own)
+                pairs[k | bit] = cutlass.select_(upper, own, other)
+        return pairs
+
+
+def _place() -> tuple[Any, Any]:
+    """Block, head and batch element of a CTA, from the last to the first; and the grid.
+
+    Of what `Prepare` writes, the second-level cache then holds what the main kernel reads first, and
+    `Finish` begins with what that has written last.
+    """
+    grid = cute.arch.grid_dim()
+    at = cute.arch.block_idx()
+    return tuple(n - 1 - i for n, i in zip(grid, at, strict=True)), grid
 
 
 def _vector(tensor: Any, at: Any) -> Any:
     """Eight elements of a tensor from a position on."""
     start = cute.domain_offset(at, tensor).iterator.align(16)
     return cute.make_tensor(start, cute.make_layout(VECTOR))
+
+
+def store_vector(to: Any, words: list[Any]) -> None:
+    """Four words to memory, 16 bytes at a multiple of that; a copy of Int32 is made word by word."""
+    cute.arch.inline_ptx(
+        "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[to.toint(), *words],
+    )

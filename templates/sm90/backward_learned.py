@@ -60,7 +60,7 @@ class Learned:
         along: list[Any] = [
             Diagonals() if level == "relative" else None for level in self.hooks.learned
         ]
-        d0 = first - columns[0][0]
+        d0 = first - tile[4]  # of columns beyond the end too: the warp's lanes count from it
         shared: dict[Any, Any] = {}
         for g in range(cute.size(scores) // 4):
             rows, places = self.group(masked is not False, tile, first, g, scores)

@@ -17,6 +17,7 @@ from attnkit.templates.sm90.backward_math import MASKED, WHOLE
 from attnkit.templates.sm90.copies import partition
 
 RECORD = 8  # where the record of a piece begins in `info`, after the marks of the Q stages
+WORDS = 10  # of a piece, as far as they are read
 NOWHERE = 1 << 30  # beyond every block
 
 
@@ -50,7 +51,7 @@ class Loads:
         tma_q, tma_k, tma_v, tma_do = atoms
         lse, delta, pieces, partial, full, counter, turns = lists
         _, group, q_len, kv_len, heads, _, _, kv_batch = numbers
-        k_full, v_full, kv_free, q_full, q_free, do_full, do_free = bars[:7]
+        k_full, v_full, k_free, v_free, q_full, q_free, do_full, do_free = bars[:8]
         width, deep, bm = c.width, c.value_width, c.block_q
         whole = (None, 0, None, None)
         q_to, q_from = partition(tma_q, smem[2], tiles[0], (bm, width), whole)
@@ -62,19 +63,23 @@ class Loads:
         delta_tiles = cute.flat_divide(delta, (bm,))
         blocks = (q_len + bm - 1) // bm
         last_q, last_kv = q_len // bm, kv_len // c.block_kv  # ragged tiles, if there are any
+        wide = c.block_kv // ROWS
         cta, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-        lane = cute.arch.lane_idx()
         total = pieces.shape[0]
         index, kc, tc = Int32(cta), Int32(0), Int32(0)
+        word = self.look_up(pieces, index)
         while index < total:
-            b, h, tile = pieces[index, 0], pieces[index, 1], pieces[index, 2]
+            b, h, tile, run, skip, left, run_rest, skip_rest, left_rest = (
+                cute.arch.shuffle_sync(word, i) for i in (0, 1, 2, 4, 5, 6, 7, 8, 9)
+            )
             h_kv, b_kv = h // group, cutlass.min(b, kv_batch - 1)
-            count = pieces[index, 6] + pieces[index, 9]
-            some, rest = self.enter(partial, pieces, index, 4), self.enter(full, pieces, index, 7)
-            at_some, end_some, run_some, left_some = some
-            at_rest, end_rest, run_rest, left_rest = rest
+            count = left + left_rest
+            at_some, end_some = self.begin_run(partial, run, skip, left)
+            at_rest, end_rest = self.begin_run(full, run_rest, skip_rest, left_rest)
+            run_some, left_some = run, left
             first_row = (b * heads + h) * blocks
+            t = tc & (c.k_stages - 1)
+            lap = self.k_lap(tc)
             for j in cutlass.range(count, unroll=1):
                 masked = at_some < at_rest
                 m = cutlass.min(at_some, at_rest)
@@ -86,6 +91,19 @@ class Loads:
                     at_rest, end_rest, run_rest, left_rest = self.advance(
                         full, at_rest, end_rest, run_rest, left_rest
                     )
+                if j == 0:
+                    cute.arch.mbarrier_wait(k_free + t, lap ^ 1)
+                    with cute.arch.elect_one():
+                        self.leave_record(info, t, (tile, h, b, count, Int32(1)))
+                        self.note_group(info, turns, index, t)
+                        cute.arch.mbarrier_arrive_and_expect_tx(k_full + t, c.block_kv * width * 2)
+                    for w in cutlass.range_constexpr(wide):
+                        cute.copy(
+                            tma_k,
+                            k_from[None, wide * tile + w, h_kv, b_kv],
+                            k_to[None, wide * t + w],
+                            tma_bar_ptr=k_full + t,
+                        )
                 mark = 4 * m + cutlass.select_(masked, Int32(0), Int32(WHOLE))
                 ragged = masked | (m == last_q) | (tile == last_kv)
                 mark += cutlass.select_(ragged, Int32(MASKED), Int32(0))
@@ -98,24 +116,6 @@ class Loads:
                         bulk, lse_tiles[None, first_row + m], stats[0][None, r], mbar_ptr=q_full + r
                     )
                 cute.copy(tma_q, q_from[None, m, h, b], q_to[None, r], tma_bar_ptr=q_full + r)
-                if j == 0:
-                    cute.arch.mbarrier_wait(kv_free, (tc & 1) ^ 1)
-                    with cute.arch.elect_one():
-                        info[RECORD], info[RECORD + 1], info[RECORD + 2] = tile, h, b
-                        info[RECORD + 3], info[RECORD + 4] = count, Int32(1)
-                        self.note_group(info, turns, index)
-                        cute.arch.mbarrier_arrive_and_expect_tx(k_full, c.block_kv * width * 2)
-                        cute.arch.mbarrier_arrive_and_expect_tx(v_full, c.block_kv * deep * 2)
-                    for w in cutlass.range_constexpr(c.block_kv // ROWS):
-                        at = c.block_kv // ROWS * tile + w
-                        cute.copy(
-                            tma_k, k_from[None, at, h_kv, b_kv], k_to[None, w], tma_bar_ptr=k_full
-                        )
-                    for w in cutlass.range_constexpr(c.block_kv // ROWS):
-                        at = c.block_kv // ROWS * tile + w
-                        cute.copy(
-                            tma_v, v_from[None, at, h_kv, b_kv], v_to[None, w], tma_bar_ptr=v_full
-                        )
                 cute.arch.mbarrier_wait(do_free + s, ((kc >> 1) & 1) ^ 1)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(do_full + s, bm * (2 * deep + 4))
@@ -124,44 +124,99 @@ class Loads:
                         mbar_ptr=do_full + s,
                     )  # fmt: skip
                 cute.copy(tma_do, do_from[None, m, h, b], do_to[None, s], tma_bar_ptr=do_full + s)
+                if j == 0:
+                    for w in cutlass.range_constexpr(wide):  # a consumer's rows each
+                        cute.arch.mbarrier_wait(v_free + w, (tc & 1) ^ 1)
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive_and_expect_tx(v_full + w, ROWS * deep * 2)
+                        cute.copy(
+                            tma_v,
+                            v_from[None, wide * tile + w, h_kv, b_kv],
+                            v_to[None, w],
+                            tma_bar_ptr=v_full + w,
+                        )
+                    if const_expr(not c.turns):
+                        # now, so that nothing waits for the list when the piece ends; in turns,
+                        # pieces must begin in the order of the list, or those before wait for them
+                        index = self.following(counter, index, total)
+                        word = self.look_up(pieces, index)
                 kc += 1
-            if count == 0:  # nothing is kept: the record alone
-                cute.arch.mbarrier_wait(kv_free, (tc & 1) ^ 1)
-                with cute.arch.elect_one():
-                    info[RECORD], info[RECORD + 1], info[RECORD + 2] = tile, h, b
-                    info[RECORD + 3], info[RECORD + 4] = count, Int32(1)
-                    self.note_group(info, turns, index)
-                    cute.arch.mbarrier_arrive(v_full)
-                    cute.arch.mbarrier_arrive(k_full)
-            following = index + ctas
-            if const_expr(c.dynamic):  # from a counter: a CTA that is ahead takes more
-                old = Int32(0)
-                if lane == 0:
-                    old = cute.arch.atomic_add(counter.iterator, Int32(1))
-                    if old == total - 1:  # the last of the launch leaves it at zero
-                        counter[0] = Int32(0)
-                following = cute.arch.shuffle_sync(old, 0) + ctas
-            tc += 1
-            index = following
-        cute.arch.mbarrier_wait(kv_free, (tc & 1) ^ 1)
+            if count == 0:
+                if const_expr(c.k_stages == 1):  # nothing is kept: the record alone
+                    cute.arch.mbarrier_wait(k_free, lap ^ 1)
+                    with cute.arch.elect_one():
+                        self.leave_record(info, 0, (tile, h, b, count, Int32(1)))
+                        self.note_group(info, turns, index, 0)
+                        cute.arch.mbarrier_arrive(v_full)
+                        cute.arch.mbarrier_arrive(k_full)
+                    tc += 1
+                index = self.following(counter, index, total)
+                word = self.look_up(pieces, index)
+            else:
+                tc += 1
+                if const_expr(c.turns):
+                    index = self.following(counter, index, total)
+                    word = self.look_up(pieces, index)
+        t = tc & (c.k_stages - 1)
+        cute.arch.mbarrier_wait(k_free + t, self.k_lap(tc) ^ 1)
         with cute.arch.elect_one():
-            info[RECORD + 4] = Int32(0)
-            cute.arch.mbarrier_arrive(k_full)
+            info[self.record(t) + 4] = Int32(0)
+            cute.arch.mbarrier_arrive(k_full + t)
 
-    def note_group(self, info: Any, turns: Any, index: Any) -> None:
-        """Tell the consumers a piece's turn at dK and dV, and how many turns there are."""
-        if self.config.turns and self.config.accumulate:
-            info[RECORD + 5], info[RECORD + 6] = turns[4][index, 0], turns[4][index, 1]
+    def k_lap(self, count: Any) -> Any:
+        """Parity of the lap of the count-th piece in the ring of K."""
+        return (count >> (self.config.k_stages.bit_length() - 1)) & 1
+
+    def record(self, stage: Any) -> Any:
+        """Where the record of the piece in a stage of K begins in `info`."""
+        return RECORD + 2 * RECORD * stage
+
+    def leave_record(self, info: Any, stage: Any, words: tuple) -> None:
+        """Tell the consumers what a piece is: kv tile, head, batch element, blocks, 1."""
+        for i, word in enumerate(words):
+            info[self.record(stage) + i] = word
 
     @cute.jit
-    def enter(self, runs: cute.Tensor, pieces: cute.Tensor, index: Int32, word: int):
-        """Begin a cursor: (next block, end of its run, run, blocks left)."""
+    def look_up(self, pieces: cute.Tensor, index: Int32):
+        """The words of a piece, one a lane; of any piece beyond the end of the list."""
+        lane = cute.arch.lane_idx()
+        row = cutlass.min(index, pieces.shape[0] - 1)
+        return pieces[row, cutlass.min(lane, Int32(WORDS - 1))]
+
+    @cute.jit
+    def following(self, counter: cute.Tensor, index: Int32, total: Int32):
+        """The piece that this CTA takes next."""
+        ctas, _, _ = cute.arch.grid_dim()
+        following = index + ctas
+        if const_expr(self.config.dynamic):  # from a counter: a CTA that is ahead takes more
+            old = Int32(0)
+            if cute.arch.lane_idx() == 0:
+                old = cute.arch.atomic_add(counter.iterator, Int32(1))
+                if old == total - 1:  # the last of the launch leaves it at zero
+                    counter[0] = Int32(0)
+            following = cute.arch.shuffle_sync(old, 0) + ctas
+        return following
+
+    def note_group(self, info: Any, turns: Any, index: Any, stage: Any = 0) -> None:
+        """Tell the consumers a piece's turn at dK and dV, and how many turns there are."""
+        if self.config.turns and self.config.accumulate:
+            for i in range(2):
+                info[self.record(stage) + 5 + i] = turns[4][index, i]
+
+    def enter(self, runs: Any, pieces: Any, index: Any, word: int) -> Any:
+        """Begin a piece's cursor: (next block, end of its run, run, blocks left)."""
         run, skip, left = pieces[index, word], pieces[index, word + 1], pieces[index, word + 2]
+        at, end = self.begin_run(runs, run, skip, left)
+        return at, end, run, left
+
+    @cute.jit
+    def begin_run(self, runs: cute.Tensor, run: Int32, skip: Int32, left: Int32):
+        """A cursor's next block and the end of its run; nowhere if there is none."""
         at, end = Int32(NOWHERE), Int32(NOWHERE)
         if left > 0:
             end = runs[0, run] + runs[1, run]
             at = runs[0, run] + skip
-        return at, end, run, left
+        return at, end
 
     @cute.jit
     def advance(self, runs: cute.Tensor, at: Int32, end: Int32, run: Int32, left: Int32):

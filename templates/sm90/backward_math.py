@@ -54,6 +54,7 @@ class Weights(Learned):
     hooks: Any
     config: Any
     dtype: Any
+    late = False  # round P beside dS, not before all of dP is in registers as well
 
     def site(self, tile: Any) -> Site:
         """Where a tile is."""
@@ -75,7 +76,7 @@ class Weights(Learned):
         values = hooks.columns(site, head, inside, hooks.has_mask)
         columns = tuple(zip(inside, held, values, strict=True))
         valid = tuple(at < site.kv_len for at in kv)
-        return tuple(where), head, columns, valid
+        return tuple(where), head, columns, valid, kv[0]
 
     def weigh(
         self,
@@ -91,7 +92,7 @@ class Weights(Learned):
         """From scores, P J to `slopes` and P to `weights` in the dtype.
 
         Where captured tensors have gradients, `slopes` receives the scores as they are; if
-        `rounded`, nothing: the slope is 1.
+        `rounded`, nothing: the slope is 1. If `late`, P is rounded in `gradients`.
 
         Args:
             mark: the block's number and bits.
@@ -117,8 +118,9 @@ class Weights(Learned):
                     [cutlass.select_(k, x, Float32(0.0)) for k, x in zip(kept, xs, strict=True)]
                     for xs in (ps, ws)
                 )
-            for k in range(2):
-                out[2 * g + k] = device.pack(ps[2 * k], ps[2 * k + 1], self.dtype)
+            if not self.late:
+                for k in range(2):
+                    out[2 * g + k] = device.pack(ps[2 * k], ps[2 * k + 1], self.dtype)
             if not self.config.rounded:
                 for i, w in enumerate(ws):
                     slopes[4 * g + i] = scores[4 * g + i] if hooks.learned else w
@@ -234,7 +236,7 @@ class Weights(Learned):
 
         Args:
             slopes: P J; not read if `rounded`, where J is 1.
-            weights: P in the dtype.
+            weights: P in the dtype, written here if `late`.
             dp: dP; less delta unless `rounded`.
             delta: -delta of the thread's rows, [2, pairs].
         """
@@ -247,6 +249,8 @@ class Weights(Learned):
                 p = unpack(rounded[i // 2], self.dtype)
             else:
                 p = slopes[i], slopes[i + 1]
+                if self.late:
+                    rounded[i // 2] = device.pack(*p, self.dtype)
             pairs[i // 2] = device.pack(p[0] * low, p[1] * high, self.dtype)
 
     def start_dp(self, acc: Any, delta: Any) -> None:

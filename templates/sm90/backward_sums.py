@@ -14,9 +14,10 @@ import cutlass
 from cutlass import Constexpr, Int32, Int64, const_expr, cute
 
 # int32 words of the notes in `info`, four for each consumer: the chunk (-1: no more), whose turn
-# it is, who follows (-1: look it up)
+# it is, who follows (-1: look it up), the chunk that comes next (-1: not known)
 NOTE = 16
 SUM_FULL, SUM_FREE = 1, 3  # named barriers, two each
+FIRST, LAST = 2, 3  # where the first and last turn of a row stand in its entry
 
 
 class Sums:
@@ -40,16 +41,16 @@ class Sums:
         """
         c = self.config
         cute.arch.barrier_arrive(barrier_id=SUM_FREE + wg, number_of_threads=160)
-        chunk = Int32(0)
+        chunk, ready = Int32(0), Int32(-1)  # a chunk whose turn has come
         while chunk >= 0:
             cute.arch.barrier(barrier_id=SUM_FULL + wg, number_of_threads=160)
             chunk = info[NOTE + 4 * wg]
             if chunk >= 0:
-                following = Int32(0)
+                turn, following, then = Int32(0), Int32(0), Int32(0)
                 if const_expr(c.turns):
-                    turn = info[NOTE + 4 * wg + 1]
-                    following = self.after(chunk, turn, info[NOTE + 4 * wg + 2], turns)
-                    self.await_turn(turns[0].iterator + chunk, turn)
+                    turn, following, then = (info[NOTE + 4 * wg + i] for i in range(1, 4))
+                    if chunk != ready:
+                        self.await_turn(turns[0].iterator + chunk, turn)
                 target = sums.iterator + Int64(chunk) * c.chunk
                 with cute.arch.elect_one():
                     cute.arch.inline_ptx(
@@ -62,18 +63,45 @@ class Sums:
                         ],
                     )
                     cute.arch.cp_async_bulk_commit_group()
-                    if const_expr(c.turns):
-                        cute.arch.cp_async_bulk_wait_group(0, read=False)
-                        cute.arch.fence_proxy("async")
-                        cute.arch.fence_acq_rel_gpu()
-                        cute.arch.store(
-                            turns[0].iterator + chunk, following, sem="release", scope="gpu"
-                        )
-                    else:
-                        cute.arch.cp_async_bulk_wait_group(0, read=True)
+                if const_expr(c.turns):  # looked up while the chunk is on its way
+                    following = self.after(chunk, turn, following, turns)
+                with cute.arch.elect_one():
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.barrier_arrive(barrier_id=SUM_FREE + wg, number_of_threads=160)
+                if const_expr(c.turns):
+                    ready = self.pass_on(chunk, following, then, turn, turns[0])
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    @cute.jit
+    def pass_on(
+        self, chunk: Int32, following: Int32, then: Int32, turn: Int32, semaphores: cute.Tensor
+    ):
+        """Give a chunk's turn to the next once the chunk has arrived.
+
+        Args:
+            then: the chunk that comes next, or -1; meanwhile its semaphore is looked at.
+            turn: whose turn it is there.
+
+        Returns:
+            The chunk that comes next if its turn has come, or -1.
+        """
+        now = Int32(-1)
+        if then >= 0:
+            now = cute.arch.load(semaphores.iterator + then, Int32, sem="relaxed", scope="gpu")
+        with cute.arch.elect_one():
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
+            cute.arch.fence_proxy("async")
+        cute.arch.sync_warp()
+        cute.arch.fence_acq_rel_gpu()  # of the store below and of the load above
+        with cute.arch.elect_one():
+            cute.arch.store(semaphores.iterator + chunk, following, sem="relaxed", scope="gpu")
+            cute.arch.fence_proxy("async")
+        cute.arch.sync_warp()
+        ready = Int32(-1)
+        if then >= 0 and now == turn:
+            ready = then
+        return ready
 
     @cute.jit
     def await_turn(self, semaphore: cute.Pointer, turn: Int32):
@@ -88,17 +116,30 @@ class Sums:
         """Whose turn is next: the next kv tile that the mask keeps in a row, or the first again."""
         if following < 0:
             _, bounds, starts, lengths, _ = turns
-            low, high = bounds[chunk >> 1, 0], bounds[chunk >> 1, 1]
-            for i in cutlass.range(low, high, unroll=1):
-                end = starts[i] + lengths[i]
-                if turn >= starts[i] and turn < end:
-                    if const_expr(self.config.turns == "ascending"):
-                        following = turn + 1
-                        if turn + 1 == end:
-                            following = starts[cutlass.select_(i + 1 < high, i + 1, low)]
-                    else:
-                        following = turn - 1
-                        if turn == starts[i]:
-                            before = cutlass.select_(i > low, i, high) - 1
-                            following = starts[before] + lengths[before] - 1
+            row = chunk >> 1
+            low, high = bounds[row, 0], bounds[row, 1]
+            if turn == bounds[row, LAST]:
+                following = bounds[row, FIRST]
+            elif low + 1 == high:
+                following = turn + (1 if self.config.turns == "ascending" else -1)
+            else:
+                following = self.across(turn, (low, high), starts, lengths)
+        return following
+
+    @cute.jit
+    def across(self, turn: Int32, bounds: tuple, starts: cute.Tensor, lengths: cute.Tensor):
+        """The turn after one that is not the last of a row of several runs."""
+        low, high = bounds
+        following = Int32(0)
+        for i in cutlass.range(low, high, unroll=1):
+            if const_expr(self.config.turns == "ascending"):
+                if turn >= starts[i] and turn < starts[i] + lengths[i]:
+                    following = turn + 1
+                    if turn + 1 == starts[i] + lengths[i]:
+                        following = starts[i + 1]
+            else:
+                if turn >= starts[i] and turn < starts[i] + lengths[i]:
+                    following = turn - 1
+                    if turn == starts[i]:
+                        following = starts[i - 1] + lengths[i - 1] - 1
         return following

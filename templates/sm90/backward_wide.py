@@ -169,7 +169,9 @@ class BackwardWide(Loads, Weights, Sums):
             captured,
             totals,
             (scale, group, *lengths, *heads),
-        ).launch(grid=(ctas, 1, 1), block=(384, 1, 1), stream=stream, min_blocks_per_mp=1)
+        ).launch(
+            grid=(ctas, 1, 1), block=(384, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
+        )
 
     # ---------------------------------------------------------------------------------- device
 
@@ -223,12 +225,14 @@ class BackwardWide(Loads, Weights, Sums):
                     cute.arch.mbarrier_init(do_free + s, 8)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        cute.arch.griddepcontrol_wait()
 
         if warp < 4:
             cute.arch.setmaxregister_decrease(c.registers[1])
             if warp == 0:
+                own = (*bars[:3], kv_free, *bars[3:])  # K and V are freed together
                 self.produce(
-                    atoms[:4], tiles[:4], views[:4], stats, bars, info, lists, numbers
+                    atoms[:4], tiles[:4], views[:4], stats, own, info, lists, numbers
                 )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(c.registers[0])

@@ -25,8 +25,7 @@ class ForwardConfig:
         overlap: Q K of a block is issued before P V of the block before.
         hold: keep the exponentials before the wait for P V.
         poly: every how many exponentials one is computed on the FMA units; 0 for none.
-        alias: the output tile takes the place of the query tile in shared memory; it must not be
-            wider.
+        direct: the output is written from registers, where shared memory has no room for its tile.
         skip_masks: full tiles are computed without mask instructions.
         dynamic: CTAs take their next tile from a counter, not by turns.
         need_max: also write the row maxima.
@@ -46,18 +45,11 @@ class ForwardConfig:
     overlap: bool = True
     hold: bool = False
     poly: int = 0
-    alias: bool = False
+    direct: bool = False
     skip_masks: bool = True
     dynamic: bool = True
     need_max: bool = False
     chain: bool = True
-
-    def __post_init__(self) -> None:
-        if self.alias and self.value_width > self.width:
-            raise ValueError(
-                f"alias=True with value_width={self.value_width}: expected at most {self.width}, "
-                "the width of the query tile"
-            )
 
     @property
     def block_q(self) -> int:
@@ -67,7 +59,7 @@ class ForwardConfig:
     @property
     def chained(self) -> bool:
         """Whether products run on from tile to tile."""
-        return self.chain and not self.alias
+        return self.chain and not self.direct
 
     @property
     def query_stages(self) -> int:
@@ -77,8 +69,8 @@ class ForwardConfig:
     @property
     def registers(self) -> tuple[int, int]:
         """Registers a thread of a consumer and of the producer warpgroup."""
-        if self.warpgroups == 2 and self.width > 192:
-            return 232, 40  # wide rows take several boxes a load
+        if self.warpgroups == 2 and not {self.width, self.value_width} <= {64, 128}:
+            return 232, 40  # other rows take more boxes a load
         return {1: (256, 56), 2: (240, 24), 3: (160, 32)}[self.warpgroups]
 
     @property
@@ -86,5 +78,5 @@ class ForwardConfig:
         """Shared memory of a CTA: Q, K and V rings, O."""
         query = self.query_stages * self.block_q * self.width
         ring = self.stages * self.block_kv * (self.width + self.value_width)
-        out = 0 if self.alias else self.block_q * self.value_width
+        out = 0 if self.direct else self.block_q * self.value_width
         return 2 * (query + ring + out) + 1024

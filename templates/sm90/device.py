@@ -49,8 +49,13 @@ def bits_below(x: Any, words: int) -> list[Any]:
 
 def bit(mask: Any, j: int) -> Any:
     """Whether bit j is set."""
+    return (mask & Int32(one(j))) != 0
+
+
+def one(j: int) -> int:
+    """The 32-bit integer with bit j modulo 32 set."""
     j %= 32
-    return (mask & Int32((1 << j) - (1 << 32) * (j == 31))) != 0
+    return (1 << j) - (1 << 32) * (j == 31)
 
 
 def shifted(x: Any, factor: Any, less: Any) -> Any:
@@ -138,3 +143,25 @@ def arrive(barrier: Any) -> None:
     """One arrival a warp."""
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(barrier)
+
+
+def store_matrix(to: Any, words: list[Any]) -> None:
+    """Four matrices of 8 x 8 pairs in a warp's registers to shared memory.
+
+    Args:
+        to: a lane's row of 16 bytes: lane 8 m + r has row r of matrix m.
+        words: a word of each.
+    """
+    cute.arch.inline_ptx(
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[to.toint(), *words],
+    )
+
+
+def store_where(inside: Any, to: Any, words: list[Any]) -> None:
+    """16 bytes to global memory if a condition holds, without a branch."""
+    cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0;"
+        " @p st.global.v4.b32 [{$r1}], {{$r2}, {$r3}, {$r4}, {$r5}}; }",
+        read_only_args=[cutlass.select_(inside, Int32(1), Int32(0)), to.toint(), *words],
+    )

@@ -31,7 +31,7 @@ from attnkit.templates.sm90.config import ForwardConfig
 from attnkit.templates.sm90.copies import ordered, partition
 from attnkit.templates.sm90.device import NEG_INF
 from attnkit.templates.sm90.forward_load import RECORD, WORDS, ForwardLoads
-from attnkit.templates.sm90.forward_store import STORE, ForwardStores
+from attnkit.templates.sm90.forward_store import ForwardStores
 from attnkit.templates.sm90.hooks import ForwardHooks
 from attnkit.templates.sm90.softmax import Softmax
 
@@ -104,15 +104,9 @@ class Forward(Softmax, ForwardLoads, ForwardStores):
         mma_qk = hopper_helpers.make_trivial_tiled_mma(
             dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (64, bn)
         )
+        registers = warpgroup.OperandSource.RMEM
         mma_pv = hopper_helpers.make_trivial_tiled_mma(
-            dtype,
-            dtype,
-            k_major,
-            mn_major,
-            Float32,
-            (1, 1, 1),
-            (64, deep),
-            a_source=warpgroup.OperandSource.RMEM,
+            dtype, dtype, k_major, mn_major, Float32, (1, 1, 1), (64, deep), a_source=registers
         )
         layouts = (
             hopper_helpers.make_smem_layout_a(
@@ -137,7 +131,7 @@ class Forward(Softmax, ForwardLoads, ForwardStores):
         tma_o, o_tiles = cpasync.make_tiled_tma_atom(
             store, out, cute.slice_(o_layout, first), (64, deep)
         )
-        out_size = 8 if const_expr(c.alias) else cute.cosize(o_layout)
+        out_size = 8 if const_expr(c.direct) else cute.cosize(o_layout)
 
         @cute.struct
         class Storage:
@@ -151,9 +145,7 @@ class Forward(Softmax, ForwardLoads, ForwardStores):
         self.storage = Storage
         lengths = (query.shape[0], key.shape[0], key.shape[3])
         self.kernel(
-            mma_qk,
-            mma_qk,
-            mma_pv,
+            (mma_qk, mma_qk, mma_pv),
             (tma_q, tma_k, tma_v, tma_o),
             (q_tiles, k_tiles, v_tiles, o_tiles),
             layouts,
@@ -179,9 +171,7 @@ class Forward(Softmax, ForwardLoads, ForwardStores):
     @cute.kernel
     def kernel(
         self,
-        mma_first: cute.TiledMma,
-        mma_qk: cute.TiledMma,
-        mma_pv: cute.TiledMma,
+        mmas: tuple,
         atoms: tuple,
         tiles: tuple,
         layouts: tuple,
@@ -208,13 +198,7 @@ class Forward(Softmax, ForwardLoads, ForwardStores):
         smem_q = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         smem_k = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
         smem_v = storage.v.get_tensor(v_layout.outer, swizzle=v_layout.inner)
-        if const_expr(c.alias):
-            # each warpgroup's rows in the place of its own rows of Q, which may be wider
-            one = cute.slice_(o_layout.outer, (None, None, 0))
-            spread = cute.append(one, cute.make_layout(c.warpgroups, stride=64 * c.width))
-            smem_o = storage.q.get_tensor(spread, swizzle=o_layout.inner)
-        else:
-            smem_o = storage.o.get_tensor(o_layout.outer, swizzle=o_layout.inner)
+        smem_o = storage.o.get_tensor(o_layout.outer, swizzle=o_layout.inner)
         info = storage.info.get_tensor(cute.make_layout(WORDS))
         base = storage.barriers.data_ptr()
         work_full, work_free = base, base + 1
@@ -228,9 +212,7 @@ class Forward(Softmax, ForwardLoads, ForwardStores):
                 cute.arch.mbarrier_init(work_free, 1)
                 for s in cutlass.range_constexpr(c.query_stages):
                     cute.arch.mbarrier_init(q_full + s, 1)
-                    cute.arch.mbarrier_init(
-                        q_free + s, c.warpgroups if const_expr(c.alias) else 4 * c.warpgroups
-                    )
+                    cute.arch.mbarrier_init(q_free + s, 4 * c.warpgroups)
                 for s in cutlass.range_constexpr(c.stages):
                     cute.arch.mbarrier_init(k_full + s, 1)
                     cute.arch.mbarrier_init(v_full + s, 1)
@@ -260,12 +242,12 @@ class Forward(Softmax, ForwardLoads, ForwardStores):
         else:
             cute.arch.setmaxregister_increase(c.registers[0])
             self.consume(
-                (mma_first, mma_qk, mma_pv),
+                mmas,
                 (smem_q, smem_k, smem_v, smem_o),
                 (tma_o, tiles[3]),
                 bars,
                 info,
-                (lse, top, *partials),
+                (lse, top, *partials, out),
                 captured,
                 numbers,
             )
@@ -341,9 +323,8 @@ class Forward(Softmax, ForwardLoads, ForwardStores):
                 device.arrive(k_free)
         while valid != 0:
             stage_q = self.query_stage(tc)
-            record = RECORD + 8 * stage_q
+            record = self.record(tc)
             at, h, b = info[record], info[record + 1], info[record + 2]
-            slot = info[record + 6]
             # uniform over a warp, as the products below need to know
             masked = cute.arch.make_warp_uniform(info[record + 3])
             whole = cute.arch.make_warp_uniform(info[record + 4])
@@ -380,7 +361,7 @@ class Forward(Softmax, ForwardLoads, ForwardStores):
                     show_mask, kc, parts, probabilities, kv_bars, info, stats, tile, wg, rows_q
                 )
                 kc += 1
-            if const_expr(not c.alias):
+            if const_expr(c.chained):
                 device.arrive(q_free + stage_q)
             tc += 1
             sv = self.stage(kc - 1)
@@ -389,7 +370,7 @@ class Forward(Softmax, ForwardLoads, ForwardStores):
                 # next tile, of the last blocks again, for nothing
                 following = self.query_stage(tc)
                 cute.arch.mbarrier_wait(q_full + following, self.query_phase(tc))
-                valid = cute.arch.make_warp_uniform(info[RECORD + 5 + 8 * following])
+                valid = cute.arch.make_warp_uniform(info[self.record(tc) + 5])
                 again = cutlass.select_(valid == 0, Int32(1), Int32(0))
                 s = self.stage(kc - again)
                 cute.arch.mbarrier_wait(k_full + s, self.phase(kc - again))
@@ -403,8 +384,14 @@ class Forward(Softmax, ForwardLoads, ForwardStores):
             self.issue_pv(parts, p, sv)
             if const_expr(c.chained):
                 self.turn_pass(wg)
+            # read again: held all along, they would take registers from the loops
+            record = self.record(tc - 1)
+            at, h, b, slot = (info[record + i] for i in (0, 1, 2, 6))
+            row = at * c.block_q + wg * 64 + row0
+            where = (captured, b, h, q_len, kv_len, scale, at * c.block_q)
             place = (row, wg * 64 + row0, h, b, slot, lane)
-            self.conclude(tile, stats, results, place)  # while the products run
+            terms = self.lse_terms(where, row)
+            self.conclude(tile, terms, stats, results, place)  # while the products run
             warpgroup.wait_group(0)
             if const_expr(c.chained):
                 device.arrive(k_free + s)
@@ -412,24 +399,19 @@ class Forward(Softmax, ForwardLoads, ForwardStores):
             self.normalise(acc, stats)
             if slot >= 0:  # a part of a row: float32, to be combined
                 self.write_part(acc, thr_pv, results[2], slot, wg, ct)
-                if const_expr(c.alias):
-                    cute.arch.barrier(barrier_id=STORE + wg, number_of_threads=128)
-                    if warp % 4 == 0:
-                        device.arrive(q_free)
+            elif const_expr(c.direct):
+                self.write_rows(acc, rounded, results[4], place)
             else:
                 self.write_tile(acc, output, wg, warp)
                 if warp % 4 == 0:
                     cute.copy(tma_o, o_from[None, wg], o_to[None, at * c.warpgroups + wg, h, b])
                     cute.arch.cp_async_bulk_commit_group()
-                    if const_expr(c.alias):
-                        cute.arch.cp_async_bulk_wait_group(0, read=True)
-                        device.arrive(q_free)
             if const_expr(not c.chained):
-                following = self.query_stage(tc)
-                cute.arch.mbarrier_wait(q_full + following, self.query_phase(tc))
-                valid = cute.arch.make_warp_uniform(info[RECORD + 5 + 8 * following])
-        if warp % 4 == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=False)
+                cute.arch.mbarrier_wait(q_full, tc & 1)
+                valid = cute.arch.make_warp_uniform(info[self.record(tc) + 5])
+        if const_expr(not c.direct):
+            if warp % 4 == 0:
+                cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     # ---------------------------------------------- pieces of the consumer, inlined while tracing
 
@@ -484,21 +466,23 @@ class Forward(Softmax, ForwardLoads, ForwardStores):
         scores, acc, early = parts[3], parts[4], self.config.early
         s, sv = self.stage(kc), self.stage(kc - 1)
         cute.arch.mbarrier_wait(k_full + s, self.phase(kc))
+        n = info[s]
+        kept = self.kept(tile, n, masked)
         self.turn_wait(wg)
         warpgroup.fence()
         self.issue_qk(parts, rows, s)
         if not self.config.overlap:
             warpgroup.wait_group(0)
         if self.hooks.ahead:  # loads, whose latency hides behind the products
-            known = self.ahead(tile, info[s], masked, cute.size(scores))
+            known = self.ahead(tile, n, masked, cute.size(scores))
         cute.arch.mbarrier_wait(v_full + sv, self.phase(kc - 1))
         self.issue_pv(parts, p, sv)
         if not self.hooks.ahead:
-            known = self.ahead(tile, info[s], masked, cute.size(scores))
+            known = self.ahead(tile, n, masked, cute.size(scores))
         self.turn_pass(wg)
         warpgroup.wait_group(1 if self.config.overlap else 0)
         device.arrive(k_free + s)
-        self.next(tile, known, masked, scores, p_next if early else None, stats)
+        self.next(tile, known, kept, scores, p_next if early else None, stats)
         if self.config.hold:
             self.hold(stats)
         warpgroup.wait_group(0)

@@ -19,9 +19,11 @@ from attnkit.templates.sm90.copies import partition
 # the FULL runs; how many of its blocks come first and are masked; how many pieces of the list keep
 # anything, which come first
 PIECE, LIVE = 12, 11
-# where things are in `info`: the blocks of the K stages, a record of eight words for each query
-# stage, the piece that was claimed
-RECORD, CLAIMED, WORDS = 8, 24, 40
+# where things are in `info`: the blocks of the K stages, records of eight words of the last tiles,
+# enough that one stays until its tile is written, and the piece that was claimed
+RECORD, RECORDS = 8, 4
+CLAIMED = RECORD + 8 * RECORDS
+WORDS = CLAIMED + 16
 AHEAD = 2  # blocks before the end of a piece, the next one is claimed
 
 
@@ -46,6 +48,10 @@ class ForwardLoads:
     def query_phase(self, count: Any) -> Any:
         """Parity of the lap of the count-th tile."""
         return (count >> (self.config.query_stages.bit_length() - 1)) & 1
+
+    def record(self, count: Any) -> Any:
+        """Where the record of the count-th tile is."""
+        return RECORD + 8 * (count & (RECORDS - 1))
 
     @cute.jit
     def claim(self, pieces: cute.Tensor, counter: cute.Tensor, info: cute.Tensor, bars: tuple):
@@ -75,7 +81,6 @@ class ForwardLoads:
                         counter[0] = Int32(0)
                 following = cute.arch.shuffle_sync(old, 0) + ctas
             index = following
-        cute.arch.mbarrier_wait(free, (count & 1) ^ 1)
         with cute.arch.elect_one():
             info[CLAIMED] = Int32(-1)
             cute.arch.mbarrier_arrive(full)
@@ -117,8 +122,11 @@ class ForwardLoads:
             near = cutlass.min(total, AHEAD)
             h_kv, b_kv = h // group, cutlass.min(b, kv_batch - 1)
             record = (tile, h, b, masked, total - masked, Int32(1), slot)
-            if const_expr(c.chained):
-                self.load_query(query, tc, record, q_full, q_free, info)
+            own = self.query_stage(tc)
+            free = q_free + own, self.query_phase(tc) ^ 1
+            if const_expr(not c.chained):  # who has given back the last block of K is done with Q
+                free = k_free + self.stage(kc - 1), self.phase(kc - 1)
+            self.load_query(query, tc, record, q_full + own, free, info)
             for kind in cutlass.range_constexpr(2):
                 runs = partial if const_expr(kind == 0) else full
                 run, take, left = cursors[3 * kind : 3 * kind + 3]
@@ -147,8 +155,6 @@ class ForwardLoads:
                             at = before, h_before, b_before
                             self.load_value(value, vc, at, v_full, v_free)
                             vc += 1
-                        elif const_expr(not c.chained):  # the consumers are done with the last one
-                            self.load_query(query, tc, record, q_full, q_free, info)
                         before, h_before, b_before = n, h_kv, b_kv
                         total -= 1
                     left -= steps
@@ -163,9 +169,12 @@ class ForwardLoads:
             cute.arch.mbarrier_wait(claimed, tc & 1)
             b = info[CLAIMED]
         s = self.query_stage(tc)
-        cute.arch.mbarrier_wait(q_free + s, self.query_phase(tc) ^ 1)
+        if const_expr(c.chained):
+            cute.arch.mbarrier_wait(q_free + s, self.query_phase(tc) ^ 1)
+        else:
+            cute.arch.mbarrier_wait(k_free + self.stage(kc - 1), self.phase(kc - 1))
         with cute.arch.elect_one():
-            info[RECORD + 8 * s + 5] = Int32(0)
+            info[self.record(tc) + 5] = Int32(0)
             cute.arch.mbarrier_arrive(q_full + s)
         if before >= 0:
             self.load_value(value, vc, (before, h_before, b_before), v_full, v_free)
@@ -176,26 +185,31 @@ class ForwardLoads:
         query: tuple,
         count: Int32,
         record: tuple,
-        q_full: cute.Pointer,
-        q_free: cute.Pointer,
+        filled: cute.Pointer,
+        free: tuple,
         info: cute.Tensor,
     ):
-        """Load a tile of the query, once its stage is free, and leave its record."""
+        """Load a tile of the query, once its place is free, and leave its record.
+
+        Args:
+            filled: the barrier of its place.
+            free: a barrier and the parity of its phase, which is over when the place is free.
+        """
         c = self.config
         tma, to, source = query
         tile, h, b = record[:3]
         s = self.query_stage(count)
-        cute.arch.mbarrier_wait(q_free + s, self.query_phase(count) ^ 1)
+        cute.arch.mbarrier_wait(*free)
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(len(record)):
-                info[RECORD + 8 * s + i] = record[i]
-            cute.arch.mbarrier_arrive_and_expect_tx(q_full + s, 2 * c.block_q * c.width)
+                info[self.record(count) + i] = record[i]
+            cute.arch.mbarrier_arrive_and_expect_tx(filled, 2 * c.block_q * c.width)
         for w in cutlass.range_constexpr(c.warpgroups):
             cute.copy(
                 tma,
                 source[None, tile * c.warpgroups + w, h, b],
                 to[None, w + c.warpgroups * s],
-                tma_bar_ptr=q_full + s,
+                tma_bar_ptr=filled,
             )
 
     @cute.jit

@@ -22,10 +22,13 @@ class ForwardStores:
     config: Any
     dtype: Any
     factor: Any
-    lse_term: Any
 
-    def conclude(self, tile: Any, stats: Any, results: Any, place: Any) -> None:
-        """Write the rows' statistics; `scale` is what the output is to be multiplied by."""
+    def conclude(self, tile: Any, terms: Any, stats: Any, results: Any, place: Any) -> None:
+        """Write the rows' statistics; `scale` is what the output is to be multiplied by.
+
+        Args:
+            terms: what the rows' LSE have beyond the softmax, or None.
+        """
         row_max, row_sum, scale, highest = stats
         factor = self.factor(tile)
         for r in range(2):
@@ -33,7 +36,7 @@ class ForwardStores:
             dead = total == Float32(0.0)
             scale[r] = cutlass.select_(dead, Float32(0.0), cute.arch.rcp_approx(total))
             unit = Float32(1.0) if factor is None else factor
-            term = self.lse_term(tile, r)
+            term = terms[r]
             value = cute.math.log(total)  # once a row: exact, as an LSE may be the result
             if self.config.softmax != "bounded":
                 value = value + row_max[r] * (unit * device.LN2)
@@ -60,7 +63,7 @@ class ForwardStores:
         self, results: tuple, value: Float32, most: Float32, place: tuple, r: cutlass.Constexpr
     ):
         """Write a row's LSE, and its maximum if it is wanted."""
-        lse, top, _, part_lse = results
+        lse, top, _, part_lse, _ = results
         row, within, h, b, slot, lane = place
         if lane % 4 == 0:
             if slot >= 0:
@@ -94,6 +97,40 @@ class ForwardStores:
         cute.copy(store, source, target[None, None, None, wg])
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=STORE + wg, number_of_threads=128)
+
+    @cute.jit
+    def write_rows(self, acc: cute.Tensor, rounded: cute.Tensor, out: cute.Tensor, place: tuple):
+        """Write a warpgroup's output from registers, 32 bytes of a row by the four lanes of a quad.
+
+        Lanes of a pair swap a word of every other group of eight columns, for eight bytes each.
+        """
+        row, _, h, b, _, lane = place
+        self.pack(acc, rounded)
+        words = cute.recast_tensor(rounded, Int32)
+        odd = (lane & 1) != 0
+        first = 8 * (lane & 1) + 4 * ((lane & 3) >> 1)
+        groups, depth = cute.size(words) // 2, out.shape[3]
+        turned = cute.make_rmem_tensor(groups, Int32)
+        for r in cutlass.range_constexpr(2):
+            for j in cutlass.range_constexpr(groups // 2):
+                low, high = words[4 * j + r], words[4 * j + 2 + r]
+                got = cute.arch.shuffle_sync_bfly(cutlass.select_(odd, low, high), 1)
+                turned[2 * j] = cutlass.select_(odd, got, low)
+                turned[2 * j + 1] = cutlass.select_(odd, high, got)
+            if row + 8 * r < out.shape[2]:
+                start = cute.domain_offset((b, h, row + 8 * r, first), out).iterator
+                pairs = cute.recast_tensor(turned, self.dtype)
+                for j in cutlass.range_constexpr(groups // 2):
+                    if const_expr(16 * j + 16 <= depth):
+                        self._write(pairs, start, j)
+                    elif const_expr(16 * j < depth):
+                        if first < 8:
+                            self._write(pairs, start, j)
+
+    def _write(self, pairs: Any, start: Any, j: int) -> None:
+        four = cute.make_layout(4)
+        source = cute.make_tensor(pairs.iterator + 4 * j, four)
+        cute.autovec_copy(source, cute.make_tensor((start + 16 * j).align(8), four))
 
     @cute.jit
     def clear(

@@ -148,9 +148,11 @@ class BackwardHooks(ForwardHooks, Protocol):
         learned: for each load of a captured tensor that gets a gradient, the level at which its
             index is known: "head", "row", "column", "relative" (q - kv) or "element".
         slots: for each such load, the number of its gradient in `totals`.
+        gathers: whether a captured tensor is read for every score, or every q - kv.
     """
 
     sloped: bool
+    gathers: bool
     learned: tuple[str, ...]
     slots: tuple[int, ...]
 

@@ -27,6 +27,7 @@ from attnkit.templates.sm90.device import NEG_INF
 GROWTH = 8.0  # how far, in log2, a row's maximum may grow before sums and output are rescaled
 CEILING = 2.0**12  # sum of a thread's exponentials of a row, up to which the reference stays
 CHAINS = 4  # independent chains of maxima and sums
+FEW = 8  # columns of a thread for which a mask without intervals is computed at once
 
 
 @dataclass(frozen=True)
@@ -105,40 +106,87 @@ class Softmax:
         where, head, *_ = tile
         return self.hooks.factor(self.site(where), head)
 
-    def lse_term(self, tile: Any, r: int) -> Any:
-        """What the LSE of row r has beyond the softmax, or None."""
-        where, head, rows, *_ = tile
-        return self.hooks.lse(self.site(where), head, rows[r][1])
+    def lse_terms(self, where: Any, q: Any) -> list[Any]:
+        """What the LSE of each row has beyond the softmax, or None; arguments as of `begin`."""
+        site, hooks = self.site(where), self.hooks
+        head = hooks.head(site)
+        inside = [cutlass.min(q + 8 * r, site.q_len - 1) for r in range(2)]
+        return [hooks.lse(site, head, hooks.row(site, head, at)) for at in inside]
 
     # -------------------------------------------------------------------------- scores of a block
 
     def ahead(self, tile: Any, n: Any, masked: bool, count: int) -> Any:
-        """What a block's scores need beside themselves.
-
-        n is the number of the kv block. Where block lists overrule the mask, ~n stands for a block
-        that they keep whole: nothing but the end of the tensor is masked there.
-        """
-        where, head, rows, held, _, first = tile
+        """What a block's scores need beside themselves; n is the number of the kv block."""
+        where, head, rows, held, *_ = tile
         site, hooks = self.site(where), self.hooks
-        everything = Boolean(False)
-        if hooks.listed:
-            everything = n < 0
-            n = cutlass.select_(everything, ~n, n)
-        start = n * self.config.block_kv
-        positions = [start + first + o for o in self.columns_of_thread()]
+        start, _, positions = self._positions(tile, n)
         if masked:  # what a mod or a mask loads must lie inside its tensors
             positions = [cutlass.min(at, site.kv_len - 1) for at in positions]
-        values = hooks.columns(site, head, positions, masked)
+        values = hooks.columns(site, head, positions, False)
         columns = list(zip(positions, held, values, strict=True))
         places = [(row_of(i), column_of(i)) for i in range(count)]
         relatives = None if hooks.raw else hooks.relatives(site, head, rows, columns, places)
-        return start, everything, columns, places, relatives
+        return start, columns, places, relatives
 
-    def scores(self, tile: Any, known: Any, masked: bool, scores: Any) -> Any:
-        """Apply the mod, and the mask if `masked`, in place; the block's own term or None."""
-        where, head, rows, _, ends, first = tile
+    def _positions(self, tile: Any, n: Any) -> Any:
+        """First column of a block, whether block lists keep all of it, the thread's columns.
+
+        Where block lists overrule the mask, ~n stands for a block that they keep whole: nothing but
+        the end of the tensor is masked there.
+        """
+        everything = Boolean(False)
+        if self.hooks.listed:
+            everything = n < 0
+            n = cutlass.select_(everything, ~n, n)
+        start = n * self.config.block_kv
+        return start, everything, [start + tile[5] + o for o in self.columns_of_thread()]
+
+    def kept(self, tile: Any, n: Any, masked: bool) -> Any:
+        """Which columns of block n each row keeps: bit masks of the rows, None for all.
+
+        Needs no scores: it is found while their registers are free.
+        """
+        if not masked:
+            return None
+        start, everything, positions = self._positions(tile, n)
+        kv_len, left = self.site(tile[0]).kv_len, start + tile[5]
+        if tile[4] is not None:
+            return self._inside(tile[4], left, everything, kv_len)
+        valid = device.bits_below(kv_len - left, self._words())
+        masks = [list(valid) for _ in range(2)]
+        for word in range(len(valid)):
+            for r, bits in enumerate(self._chosen(tile, positions, word)):
+                if self.hooks.listed:
+                    bits = cutlass.select_(everything, Int32(-1), bits)
+                masks[r][word] = masks[r][word] & bits
+        return masks
+
+    def _chosen(self, tile: Any, positions: Any, word: int) -> list[Any]:
+        """A word of the bit masks of a mask without intervals.
+
+        A few columns at a time, each beginning when the ones before are done: what a mask loads
+        and computes for all of them would not fit the registers.
+        """
+        where, head, rows, *_ = tile
+        site, found = self.site(where), [Int32(0), Int32(0)]
+        for low in range(32 * word, min(32 * word + 32, len(positions)), FEW):
+            # none, but the compiler does not know that a length is not negative
+            ready = (found[0] | found[1]) & (site.kv_len >> 31)
+            some = [cutlass.min(at, site.kv_len - 1) | ready for at in positions[low : low + FEW]]
+            values = self.hooks.columns(site, head, some, True)
+            columns = [(at, None, own) for at, own in zip(some, values, strict=True)]
+            places = [(r, j) for r in range(2) for j in range(len(some))]
+            keep = self.hooks.keep(site, head, rows, columns, places)
+            for (r, j), yes in zip(places, keep, strict=True):
+                bit = Int32(device.one(low + j))
+                found[r] = found[r] | cutlass.select_(yes, bit, Int32(0))
+        return found
+
+    def scores(self, tile: Any, known: Any, kept: Any, scores: Any) -> Any:
+        """Apply the mod, and the mask if there is any, in place; the block's own term or None."""
+        where, head, rows, *_ = tile
         site, hooks = self.site(where), self.hooks
-        start, everything, columns, places, relatives = known
+        start, columns, places, relatives = known
         if not hooks.raw:
             full = [(r, j, scores[i]) for i, (r, j) in enumerate(places)]
             found = hooks.element(site, head, rows, columns, full, relatives)
@@ -147,26 +195,17 @@ class Softmax:
                 found = device.after(found, [s for _, _, s in full])
             for i, x in enumerate(found):
                 scores[i] = x
-        if masked:
-            left = start + first
-            if ends is not None:
-                kept = self._inside(ends, left, everything, site.kv_len, places)
-            else:
-                kept = hooks.keep(site, head, rows, columns, places)
-                valid = device.bits_below(site.kv_len - left, self._words())
-                kept = [
-                    (keep | everything if hooks.listed else keep) & device.bit(valid[j // 32], j)
-                    for keep, (_, j) in zip(kept, places, strict=True)
-                ]
-            for i, keep in enumerate(kept):
+        if kept is not None:
+            for i, (r, j) in enumerate(places):
+                keep = device.bit(kept[r][j // 32], j)
                 scores[i] = cutlass.select_(keep, scores[i], Float32(NEG_INF))
         return hooks.block(site, head, start)
 
     def _words(self) -> int:
         return (self.config.block_kv // 4 + 31) // 32
 
-    def _inside(self, ends: Any, left: Any, everything: Any, kv_len: Any, places: Any) -> Any:
-        """Whether each element lies in one of its row's intervals."""
+    def _inside(self, ends: Any, left: Any, everything: Any, kv_len: Any) -> Any:
+        """Bit masks of the columns that lie in one of their row's intervals."""
         words, masks = self._words(), []
         for pairs in ends:
             total = [Int32(0)] * words
@@ -179,7 +218,7 @@ class Softmax:
                     cutlass.select_(everything, v, t) for v, t in zip(valid, total, strict=True)
                 ]
             masks.append(total)
-        return [device.bit(masks[r][j // 32], j) for r, j in places]
+        return masks
 
     # ------------------------------------------------------------------------------- exponentials
 
@@ -226,8 +265,9 @@ class Softmax:
         """Softmax of a tile's first block: maximum, then exponentials against it."""
         row_max, row_sum, _, top = stats
         nan = self.config.need_max  # torch's maximum passes NaN on
+        kept = self.kept(tile, n, masked)
         known = self.ahead(tile, n, masked, cute.size(scores))
-        base, factor = self.scores(tile, known, masked, scores), self.factor(tile)
+        base, factor = self.scores(tile, known, kept, scores), self.factor(tile)
         for r in range(2):
             less = None
             if self.config.softmax != "bounded":
@@ -237,16 +277,14 @@ class Softmax:
                     top[r] = row_max[r]
             row_sum[r] = self.exponentials(scores, packed, r, less, factor)
 
-    def next(
-        self, tile: Any, known: Any, masked: bool, scores: Any, packed: Any, stats: Any
-    ) -> None:
+    def next(self, tile: Any, known: Any, kept: Any, scores: Any, packed: Any, stats: Any) -> None:
         """Softmax of a further block; `scale` says what O and the sums before are worth now."""
-        base, factor = self.scores(tile, known, masked, scores), self.factor(tile)
+        base, factor = self.scores(tile, known, kept, scores), self.factor(tile)
         kind = self.config.softmax
         if kind == "bounded":
             row_sum = stats[1]
             for r in range(2):
-                total = self.exponentials(scores, packed, r, None, factor, small=masked)
+                total = self.exponentials(scores, packed, r, None, factor, small=kept is not None)
                 row_sum[r] = row_sum[r] + total
         elif kind == "stale":
             self._stale(scores, packed, stats, base, factor)

@@ -88,6 +88,13 @@ def dense(variant: Variant, case: Case) -> Dense:
     return Dense(score, kept, *found)
 
 
+def dense_row(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and LSE of one row, the weights in the inputs' dtype."""
+    scores = (query @ key.T).to(torch.promote_types(query.dtype, torch.float32))
+    scores = scores * query.shape[-1] ** -0.5
+    return (scores.softmax(-1).to(value.dtype) @ value)[0].double(), scores.logsumexp(-1)[0]
+
+
 def _largest(t: Tensor) -> float:
     return float(t.abs().max()) if t.numel() else 0.0
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from attnkit import DeviceError, create_block_mask, flex_attention
+from attnkit import DeviceError, create_block_mask, flex_attention, masks
 
 LENGTH = 300
 
@@ -103,3 +104,24 @@ def test_tiles_of_numbers_that_are_left_on_the_cpu() -> None:
             runs.append(made.to_dense().cpu())
     assert torch.equal(runs[0], runs[2])
     assert torch.equal(runs[1], runs[3])
+
+
+@pytest.mark.parametrize("length", [300, 5000])
+@pytest.mark.parametrize("default", ["cuda", "meta"])
+def test_default_device_decides_nothing(default: str, length: int) -> None:
+    """Short masks are found on the CPU, long ones on the device; both for the GPU's kernels."""
+    shape, options = (1, 2, length, 64), {"device": "cuda", "dtype": torch.bfloat16}
+    qkv = [torch.randn(shape, **options).requires_grad_() for _ in range(3)]  # type: ignore[call-overload]
+    slopes = torch.rand(2, device="cuda")
+    documents = torch.arange(length, device="cuda") // 70
+    found = []
+    for around in (nullcontext(), torch.device(default)):
+        # functions of their own, so that nothing is known of them
+        mod = lambda s, b, h, q, kv: s + slopes[h] * (kv - q)
+        mask = masks.causal() & (lambda b, h, q, kv: documents[q] == documents[kv])
+        with around:
+            for kept in (mask, masks.causal()):
+                out = flex_attention(*qkv, mod, kept, deterministic=True)
+                found.append((out, *torch.autograd.grad(out.sum(), qkv)))
+    for a, b in zip(found[:2], found[2:], strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attnkit import flex_attention, masks
+from attnkit.testing.tolerance import FACTOR
 from tests.gpu import backward_kit
 from tests.gpu import cute_kit as kit
 
@@ -61,11 +62,12 @@ def test_deterministic_gives_the_same_bits(kv_heads: int) -> None:
     assert seen == [True] * 41
 
 
-def test_deterministic_is_exact() -> None:
+@pytest.mark.parametrize("dims", [(64, 64), (64, 128), (128, 64), (256, 256)], ids=str)
+def test_deterministic_is_exact(dims: tuple[int, int]) -> None:
     from attnkit.testing import Case
     from attnkit.variant import Variant
 
-    sizes: dict[str, Any] = {"heads": 4, "head_dim": 64, "value_dim": 64, "dtype": BF16}
+    sizes: dict[str, Any] = {"heads": 4, "head_dim": dims[0], "value_dim": dims[1], "dtype": BF16}
     for kv_heads in (4, 2):
         case = Case(520, 400, batch=2, kv_batch=2, kv_heads=kv_heads, **sizes)
         mask = masks.causal() & masks.sliding_window(150)
@@ -165,6 +167,38 @@ def test_peak_memory(kv_heads: int) -> None:
     rows = 3 * 4 * elements // dim  # LSE, and LSE and D as the kernel reads them
     assert most <= 1.02 * (out + gradients + sums + rows) + (1 << 20)
     assert most < batch * heads * length * length // 8
+
+
+def test_million_tokens_in_a_window() -> None:
+    """More than 2^31 elements a tensor; gradients are those of the rows that were given one."""
+    length, window, heads, dims = 1 << 20, 1000, 18, 128
+    size = 2 * heads * length * dims
+    if torch.cuda.mem_get_info()[0] < 12 * size:
+        pytest.skip(f"needs {12 * size >> 30} GiB of GPU memory")
+    random = torch.Generator(kit.DEVICE).manual_seed(0)
+    options: dict[str, Any] = {"generator": random, "device": kit.DEVICE, "dtype": BF16}
+    qkv = [torch.randn(1, heads, length, dims, **options).requires_grad_() for _ in range(3)]
+    mask = masks.causal() & masks.sliding_window(window)
+    out = flex_attention(*qkv, block_mask=mask, backend=kit.BACKEND)
+    grad = torch.zeros_like(out)
+    rows = ((0, 5), (0, length // 2 + 77), (heads - 1, 600_000), (heads - 1, length - 1))
+    for head, row in rows:
+        grad[0, head, row] = torch.randn(dims, **options)
+    found = torch.autograd.grad(out, qkv, grad)
+    for head, row in rows:
+        seen = slice(max(0, row - window), row + 1)  # itself and the window before it
+        places = (slice(row, row + 1), seen, seen)
+        parts = [t[0, head, at].detach() for t, at in zip(qkv, places, strict=True)]
+        gradients = []
+        for dtype in (torch.float64, BF16):
+            own = [t.to(dtype).requires_grad_() for t in parts]
+            arrives = grad[0, head, row].double()
+            gradients.append(torch.autograd.grad(kit.dense_row(*own)[0], own, arrives))
+        for t, at, truth, rough in zip(found, places, *gradients, strict=True):
+            error = (t[0, head, at] - truth).abs().max()
+            assert error <= FACTOR * (rough - truth).abs().max()
+            t[0, head, at] = 0
+    assert not any(t.any() for t in found)
 
 
 # --- what training does around it

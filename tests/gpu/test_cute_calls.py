@@ -189,16 +189,9 @@ def test_million_tokens_in_a_window(dims: int) -> None:
     for head, row in ((0, 5), (0, length // 2 + 77), (heads - 1, length - 1), (heads - 1, 600_000)):
         seen = slice(max(0, row - window), row + 1)  # itself and the window before it
         part = [qkv[0][0, head, row, None], *(t[0, head, seen] for t in qkv[1:])]
-        truth, top = dense_row(*(t.double() for t in part))
-        rough, coarse = dense_row(*part)
+        truth, top = kit.dense_row(*(t.double() for t in part))
+        rough, coarse = kit.dense_row(*part)
         for found, expected, own in ((out, truth, rough), (lse, top, coarse)):
             error = (found[0, head, row] - expected).abs().max()
             half = torch.finfo(found.dtype).eps / 2 * expected.abs().max()
             assert error <= FACTOR * torch.maximum((own - expected).abs().max(), half)
-
-
-def dense_row(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and LSE of one row, the weights in the inputs' dtype."""
-    scores = (query @ key.T).to(torch.promote_types(query.dtype, torch.float32))
-    scores = scores * query.shape[-1] ** -0.5
-    return (scores.softmax(-1).to(value.dtype) @ value)[0].double(), scores.logsumexp(-1)[0]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnkit import block_mask, flex_attention, intervals, masks, repeats
+from attnkit import block_mask, flex_attention, intervals, masks, quick, repeats
 from attnkit.splice import forward
 from tests.gpu import cute_kit as kit
 
@@ -25,6 +25,7 @@ def inputs(seed: int = 0, length: int = LENGTH) -> list[Tensor]:
 def forget() -> None:
     """Empty every cache of prepared calls and what they read."""
     repeats._entries.clear()
+    quick._buckets.clear()
     forward._calls._entries.clear()
     forward._lists.clear()
     block_mask._runs._entries.clear()
@@ -124,6 +125,34 @@ def test_tensors_of_inference_mode() -> None:
         second = attention(qkv, None, mask)
     assert not same(first, second)
     assert same(second, attention(qkv, None, masks.document(torch.arange(LENGTH, device=kit.DEVICE) // 70 // 3)))  # fmt: skip
+
+
+def test_autocast_and_modes_are_seen() -> None:
+    qkv = inputs()
+    mask = masks.causal()
+    for _ in range(4):
+        expected = attention(qkv, None, mask)
+        with torch.autocast("cuda", torch.float16):
+            assert attention(qkv, None, mask)[0].dtype == torch.float16
+        with torch.inference_mode():
+            assert same(attention(qkv, None, mask), expected)
+        with torch.no_grad(), torch.device("cpu"):
+            assert same(attention(qkv, None, mask), expected)
+
+
+def test_gradients_of_repeated_calls() -> None:
+    slopes = torch.rand(4, device=kit.DEVICE)
+    mod = lambda s, b, h, q, kv: s + slopes[h] * (kv - q)
+    qkv = [t.requires_grad_() for t in inputs()]
+    grad = torch.randn_like(qkv[0])
+    found = []
+    for _ in range(4):
+        out = flex_attention(*qkv, mod, masks.causal(), backend=kit.BACKEND, deterministic=True)
+        found.append((out, *torch.autograd.grad(out, qkv, grad)))
+        assert not flex_attention(
+            *(t.detach() for t in qkv), mod, backend=kit.BACKEND
+        ).requires_grad
+    assert all(same(found[0], other) for other in found)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

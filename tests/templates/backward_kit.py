@@ -136,7 +136,9 @@ MODS: dict[str, tuple[Callable[..., Mod], Callable[[], list[Tensor]]]] = {
 }
 
 
-def ordered(backend: str, mode: str, ctas: int, dims: tuple[int, int] = (64, 64)) -> list[Tensor]:
+def ordered(
+    backend: str, mode: str, ctas: int, dims: tuple[int, int] = (64, 64), mask: Any = CAUSAL
+) -> list[Tensor]:
     """dQ, dK and dV of a fixed problem, sums formed in a fixed order."""
     torch.manual_seed(0)
     inputs, weights = draw(400, heads=(2, 1), dims=dims)
@@ -145,11 +147,10 @@ def ordered(backend: str, mode: str, ctas: int, dims: tuple[int, int] = (64, 64)
     def fixed(*args: Any, **options: Any) -> Any:
         return plain(*args, **{**options, "deterministic": True})
 
-    backward_work._lists.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(splice_backward, "backward", fixed)
         patch.setattr(backward_work, "_SMS_EMULATED", ctas)
         with emulation.session(mode=mode, seeds=ctas) as session:
-            found = gradients(backend, inputs, weights, (), None, CAUSAL, None)
+            found = gradients(backend, inputs, weights, (), None, mask, None)
     assert session.ok
     return found

@@ -1,28 +1,23 @@
-"""The Blackwell backward with pairs of CTAs, executed on the CPU, against the float64 oracle.
-
-No operator chooses it yet: no GPU has measured whether it pays. The tests put it in the place of the
-backward with single CTAs.
-"""
+"""The Blackwell backward with pairs of CTAs, executed on the CPU, against the float64 oracle."""
 
 from __future__ import annotations
 
-import dataclasses
-from types import SimpleNamespace
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
-from attnkit import masks
+from attnkit import create_block_mask, masks, mods
 
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
 from attnkit import compiled, emulation
-from attnkit.splice import backward as splice_backward
-from attnkit.splice import sm100_backward
+from attnkit.sparse import FULL, BlockRuns
+from attnkit.splice.sm100_pairs import RULES, Case, refusal
 from attnkit.templates.sm100.backward_config import BackwardConfig
-from attnkit.templates.sm100.backward_edges import Finish, Prepare
 from attnkit.templates.sm100.backward_pair import PairBackward
+from attnkit.worklist import full_runs
 from tests.templates.backward_kit import (
     CAUSAL,
     MODS,
@@ -34,77 +29,132 @@ from tests.templates.backward_kit import (
 )
 
 BACKEND = "emulate:sm_100a"
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
-def config(settings: Any) -> BackwardConfig:
-    """The settings, for pairs."""
-    return BackwardConfig(**settings.values, pair=True, dynamic=False)
+def kernels(*arguments: Any) -> list[Any]:
+    """The main kernels of a backward, compiled."""
+    with emulation.session(execute=False), compiled.asked() as sources:
+        gradients(BACKEND, *arguments)
+    return [compiled.kernel(s) for s in sources if s.name.startswith("backward")]
 
 
-PAIRS = SimpleNamespace(
-    **{
-        **vars(sm100_backward),
-        "ROLES": {name: warps for name, (warps, _) in BackwardConfig().roles.items()},
-        "SEMAPHORES": (2, 2),
-        "block_kv": lambda widths: 256,
-        "config": config,
-        "prepare": lambda settings, with_lse: Prepare(config(settings), with_lse),
-        "finish": lambda settings, width, block: Finish(config(settings), width, block),
-        "main": lambda settings, hooks: PairBackward(config(settings), hooks),
-    }
-)
+def in_pairs(*arguments: Any) -> bool:
+    """Whether the operator takes pairs for a backward."""
+    (found,) = kernels(*arguments)
+    return "tcgen05.mma.cta_group::2" in found.ptx
 
 
-@pytest.fixture(autouse=True)
-def _pairs(monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:  # noqa: F811
-    """Backward kernels are of pairs; their settings do not equal those of others."""
-    plain = splice_backward._settings
-
-    def renamed(target: Any, *rest: Any) -> Any:
-        return dataclasses.replace(
-            plain(target, *rest), target=dataclasses.replace(target, template="sm100 pairs")
-        )
-
-    monkeypatch.setattr(splice_backward, "template_of", lambda target: PAIRS)
-    monkeypatch.setattr(splice_backward, "_settings", renamed)
-
-
-@pytest.mark.parametrize("mask", [None, CAUSAL & masks.sliding_window(200)], ids=str)
+@pytest.mark.parametrize("mask", [None, CAUSAL & masks.sliding_window(400)], ids=str)
 def test_masks_in_all_orders(mask: Any) -> None:
-    drawn = draw(420, 300, dims=(128, 128), heads=(1, 1))
+    drawn = draw(420, 500, dims=(128, 128), heads=(1, 1))
+    assert in_pairs(*drawn, (), None, mask, None)
     check(drawn, mask=mask, mode="check", backend=BACKEND, seeds=3)
 
 
-@pytest.mark.parametrize("lengths", [(1, 1), (17, 600), (257, 129)])
+@pytest.mark.parametrize("lengths", [(1, 129), (17, 700), (257, 250)])
 def test_ragged_lengths(lengths: tuple[int, int]) -> None:
-    check(draw(*lengths, dims=(128, 128)), backend=BACKEND)
+    drawn = draw(*lengths, dims=(128, 128))
+    assert in_pairs(*drawn, (), None, None, None)
+    check(drawn, mode="check", backend=BACKEND, seeds=2)
 
 
 def test_shared_heads() -> None:
-    drawn = draw(300, 400, dims=(104, 128), heads=(4, 2), batch=(2, 1))
-    check(drawn, mask=CAUSAL, backend=BACKEND)
+    drawn = draw(300, 500, dims=(104, 128), heads=(4, 2), batch=(2, 1))
+    assert in_pairs(*drawn, (), None, None, None)
+    check(drawn, backend=BACKEND)
 
 
-def test_gradients_of_captured_tensors() -> None:
-    mod, captured = MODS["two"]
-    check(draw(200, dims=(128, 128)), mod, CAUSAL, captured(), backend=BACKEND)
+def test_mods_and_float16() -> None:
+    drawn = draw(300, 512, dims=(128, 128), dtype=torch.float16)
+    mod = lambda: mods.compose(mods.softcap(5.0), mods.alibi(2))
+    assert in_pairs(*drawn, (), mod, masks.padding(torch.tensor([450])), None)
+    check(drawn, mod, masks.padding(torch.tensor([450])), backend=BACKEND)
 
 
-def test_deterministic_bits_do_not_depend_on_order() -> None:
-    first = ordered(BACKEND, "eager", 2, (128, 128))
-    for a, b in zip(first, ordered(BACKEND, "adversarial", 3, (128, 128)), strict=True):
-        assert torch.equal(a, b)
+def test_rows_and_columns_that_keep_nothing() -> None:
+    """Tiles that no row keeps, and rows that keep none."""
+    mask = masks.prefix(200) & ~CAUSAL
+    drawn = draw(400, 700, dims=(128, 128))
+    check(drawn, mask=mask, mode="check", backend=BACKEND, seeds=2)
+
+
+def test_block_lists() -> None:
+    keep = lambda b, h, q, kv: (q // 128 + kv // 256) % 2 == 0
+    lists = create_block_mask(keep, None, None, 512, 768, BLOCK_SIZE=(128, 256))
+    drawn = draw(512, 768, dims=(128, 128))
+    assert in_pairs(*drawn, (), None, lists, None)
+    check(drawn, mask=lists, backend=BACKEND)
 
 
 def test_no_spilled_registers() -> None:
-    with emulation.session(execute=False), compiled.asked() as sources:
-        gradients(BACKEND, *draw(200, dims=(128, 128)), (), None, CAUSAL, None)
-    (source,) = (s for s in sources if s.name.startswith("backward"))
-    found = compiled.kernel(source)
+    (found,) = kernels(*draw(512, dims=(128, 128)), (), None, None, None)
     assert "tcgen05.mma.cta_group::2" in found.ptx
     assert [s.stack for s in found.stats] == [0]
 
 
-def test_pairs_need_wide_heads() -> None:
-    with pytest.raises(ValueError, match="expected 128, 128 and dynamic=False"):
-        PairBackward(BackwardConfig(width=64, pair=True, dynamic=False), None)
+def test_gradients_of_captured_tensors_take_single_ctas() -> None:
+    mod, captured = MODS["two"]
+    drawn = draw(200, dims=(128, 128))
+    assert not in_pairs(*drawn, captured(), mod, None, None)
+
+
+def test_fixed_orders_take_single_ctas() -> None:
+    with compiled.asked() as sources:
+        ordered(BACKEND, "eager", 2, (128, 128))
+    (source,) = (s for s in sources if s.name.startswith("backward"))
+    assert "cta_group::2" not in compiled.kernel(source).ptx
+
+
+def case(**changes: Any) -> Case:
+    runs = full_runs(512, 512, (128, 128), CPU)
+    return Case(
+        **{
+            "widths": (128, 128),
+            "learned": False,
+            "ordered": False,
+            "listed": False,
+            "runs": runs,
+            **changes,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"widths": (64, 128)}, "head dims of 65 to 128, these are computed as (64, 128)"),
+        ({"learned": True}, "gradients of captured tensors"),
+        ({"ordered": True}, "a fixed order of sums"),
+        ({"listed": True}, "block lists have tiles of 128 columns, pairs need 256"),
+        ({"runs": full_runs(512, 384, (128, 128), CPU)}, "joined to 256 columns"),
+    ],
+)
+def test_each_rule_has_its_message(changes: dict[str, Any], said: str) -> None:
+    assert refusal(case()) == ""
+    assert said in refusal(case(**changes))
+    assert sum(not rule.holds(case(**changes)) for rule in RULES) == 1
+
+
+def test_tiles_are_joined_only_where_that_is_faster() -> None:
+    """A diagonal of tiles is not, whatever its length; a block of two columns is."""
+    for blocks, wide in itertools.product((4, 9), (1, 2)):
+        states = torch.zeros(1, 1, blocks, 2 * blocks, dtype=torch.int8)
+        for i in range(blocks):
+            states[0, 0, i, 2 * i : 2 * i + wide] = FULL
+        runs = BlockRuns.from_states(states, 128 * blocks, 256 * blocks, (128, 128))
+        assert (refusal(case(runs=runs)) == "") == (wide == 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"width": 64, "dynamic": False}, "expected 128, 128 and dynamic=False"),
+        ({}, "expected 128, 128 and dynamic=False"),
+        ({"dynamic": False, "turns": "descending"}, "turns='descending': expected ''"),
+    ],
+)
+def test_what_is_not_supported_says_so(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        PairBackward(BackwardConfig(pair=True, **settings), None)

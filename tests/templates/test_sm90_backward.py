@@ -80,6 +80,22 @@ def test_dead_rows_have_no_gradient() -> None:
     assert not found[0][:, :, :70].any()
 
 
+def _every_other(q_len: int, kv_len: int) -> Any:
+    """A mask that leaves every other kv tile empty."""
+    keep = lambda b, h, q, kv: (kv // 128) % 2 == 1
+    return create_block_mask(keep, None, None, q_len, kv_len, device="cpu")
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (2, 1)])
+def test_tiles_that_keep_nothing(heads: tuple[int, int]) -> None:
+    mask = _every_other(200, 500)
+    check(draw(200, 500, heads=heads), mask=mask, mode="check")
+    nothing = create_block_mask(
+        lambda b, h, q, kv: q < kv - 1000, None, None, 150, 300, device="cpu"
+    )
+    check(draw(150, 300, heads=heads), mask=nothing)
+
+
 def test_scores_far_below_zero() -> None:
     inputs, weights = draw(150, 140)
     inputs[0], inputs[1] = inputs[0].abs() * 8, -inputs[1].abs() * 8
@@ -112,6 +128,13 @@ def test_deterministic_bits_do_not_depend_on_workers_or_order() -> None:
     for mode, ctas in (("eager", 3), ("adversarial", 2)):
         for a, b in zip(first, ordered("emulate", mode, ctas), strict=True):
             assert torch.equal(a, b)
+
+
+def test_turns_pass_tiles_that_keep_nothing() -> None:
+    mask = _every_other(400, 400)
+    first = ordered("emulate", "eager", 1, mask=mask)
+    for a, b in zip(first, ordered("emulate", "adversarial", 3, mask=mask), strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("block", [(128, 128), (192, 112), (128, 64), (80, 48)])

