@@ -1,15 +1,19 @@
 """What each idea of the Hopper forward is worth: `python benchmarks/ablation.py [--save FILE]`.
 
 The kernel of attnkit with one thing changed at a time, all measured in turn: B=2 H=16 S=8192 D=128
-bfloat16, causal, 16 causal documents, and causal with ALiBi for staging.
+bfloat16, full, causal, a window, 16 causal documents, and for staging causal with ALiBi and a relative
+bias. Kernels are compiled by several processes first, and kept on disk.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import math
+import multiprocessing
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,14 +24,14 @@ from unittest import mock
 import torch
 from gpu_machine import describe_gpu
 from gpu_timing import MODES, CudaTimer, in_turn
-from gpu_variants import documents
+from gpu_variants import documents, window
 
 from attnkit import cute_stages, masks, mods
 from attnkit.expr import arg, const
 from attnkit.rewrite import build
 from attnkit.schedule import schedule_forward
 from attnkit.score_form import LOG2E, ScoreForm, unscaled
-from attnkit.splice import forward, sm90
+from attnkit.splice import forward, forward_source, sm90, spliced
 from attnkit.targets import SM90
 from attnkit.variant import Variant
 
@@ -45,11 +49,11 @@ class Change:
 
 CHANGES = {
     "as it is": Change(),
-    "no overlap of Q K with P V": Change({"overlap": False}),
+    "no overlap of Q K with P V": Change({"overlap": False, "chain": False}),
     "no ping-pong": Change({"pingpong": False}),
     "each tile by itself": Change({"chain": False}),
-    "own maximum, not the last": Change({"softmax": "online"}),
-    "own maximum, P packed late": Change({"softmax": "online", "early": False}),
+    "maxima in the loop": Change({"softmax": "online"}),
+    "maxima in the loop, P packed late": Change({"softmax": "online", "early": False}),
     "masks on every tile": Change({"skip_masks": False}),
     "tiles by turns, no counter": Change({"dynamic": False}),
     "grid order": Change({}, {"order": "grid"}),
@@ -73,13 +77,15 @@ def _changed(change: Change) -> Iterator[None]:
         order = lambda *a, **k: schedule_forward(*a, **{**k, **change.schedule})
         patch(forward, "schedule_forward", order)
         if not change.staged:
-            patch(forward, "score_form", _unstaged)
+            patch(spliced, "score_form", _unstaged)
             patch(cute_stages, "level_of", lambda n: "element")
-        for known in (forward._source, forward.spliced):
-            known.cache_clear()
-        forward._lists.clear()
+        _forget()
         yield
-    for known in (forward._source, forward.spliced):
+    _forget()
+
+
+def _forget() -> None:
+    for known in (forward_source.source_of, spliced.spliced):
         known.cache_clear()
     forward._lists.clear()
 
@@ -98,44 +104,76 @@ def _call(change: Change, score_mod: Any, mask: Any, qkv: Any) -> Callable[[], A
     return lambda: call(*qkv, captured, scale)
 
 
-def main() -> int:
-    """Measure and print; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--mode", choices=MODES, default="burst")
-    parser.add_argument("--save", type=Path, help="append the rows to this file")
-    parser.add_argument("--commit", help="to record, where the checkout has no git")
-    options = parser.parse_args()
+Case = tuple[Any, Any, dict[str, Change]]  # score_mod, mask, what is changed
+
+
+@functools.cache
+def _inputs() -> tuple[tuple[torch.Tensor, ...], dict[str, Case]]:
+    """Query, key and value, and the cases by name."""
     torch.manual_seed(0)
     device = torch.device("cuda")
     qkv = tuple(
         torch.randn(2, 16, LENGTH, 128, device=device, dtype=torch.bfloat16) for _ in range(3)
     )
-    packed = documents(LENGTH, device)
-    cases = {
-        "causal": (None, masks.causal(), CHANGES),
-        "causal, 16 documents": (None, packed, CHANGES),
-        "causal + ALiBi": (mods.alibi(16), masks.causal(), STAGING),
+    bias = torch.randn(16, 2 * LENGTH, device=device)
+    causal = masks.causal()
+    return qkv, {
+        "full": (None, None, CHANGES),
+        "causal": (None, causal, CHANGES),
+        "window": (None, window(LENGTH, device), CHANGES),
+        "causal, 16 documents": (None, documents(LENGTH, device), CHANGES),
+        "causal + ALiBi": (mods.alibi(16), causal, STAGING),
+        "causal + relative bias": (
+            lambda score, b, h, q, kv: score + bias[h, q - kv + LENGTH],
+            causal,
+            STAGING,
+        ),
     }
-    rows = []
+
+
+def _compile(place: tuple[str, str]) -> None:
+    """Compile the kernel of a case and a change, for other processes to find on disk."""
+    qkv, cases = _inputs()
+    score_mod, mask, changes = cases[place[0]]
+    _call(changes[place[1]], score_mod, mask, qkv)
+
+
+def main() -> int:
+    """Measure and print; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--mode", choices=MODES, default="sustained")
+    parser.add_argument("--processes", type=int, default=min(14, os.cpu_count() or 1))
+    parser.add_argument("--save", type=Path, help="append the rows to this file")
+    parser.add_argument("--commit", help="to record, where the checkout has no git")
+    options = parser.parse_args()
+    qkv, cases = _inputs()
+    places = [(name, what) for name, (_, _, changes) in cases.items() for what in changes]
+    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
+        pool.map(_compile, places, chunksize=1)
+    device, rows = qkv[0].device, []
     for name, (score_mod, mask, changes) in cases.items():
         calls = {what: _call(change, score_mod, mask, qkv) for what, change in changes.items()}
         found = in_turn(calls, CudaTimer(MODES[options.mode], device), rounds=options.rounds)
-        base = found["as it is"].times.median
+        base = found["as it is"]
         print(f"{name}, {options.mode}")
         for what, series in found.items():
-            print(f"  {what:30} {series.times.median:8.4f} ms  x {series.times.median / base:.3f}")
-            rows.append(
-                {
-                    **describe_gpu(device, options.commit),
-                    "benchmark": "hopper forward ablation",
-                    "case": name,
-                    "change": what,
-                    "mode": options.mode,
-                    "ms": series.times.median,
-                    "ratio": series.times.median / base,
-                }
-            )
+            ratio = series.times.median / base.times.median
+            row = {
+                **describe_gpu(device, options.commit),
+                "benchmark": "hopper forward ablation",
+                "case": name,
+                "change": what,
+                "mode": options.mode,
+                "ms": series.times.median,
+                "ratio": ratio,
+            }
+            cycles = ""
+            if series.cycles and base.cycles:
+                row |= {"cycles": series.cycles, "cycle_ratio": series.cycles / base.cycles}
+                cycles = f"  cycles x {row['cycle_ratio']:.3f}"
+            print(f"  {what:34} {series.times.median:8.4f} ms  x {ratio:.3f}{cycles}")
+            rows.append(row)
     if options.save:
         with options.save.open("a") as out:
             out.writelines(json.dumps(row) + "\n" for row in rows)

@@ -36,7 +36,12 @@ def rate(mask: Any, length: int, feeds: Feeds, backward: bool) -> float:
     block = create_block_mask(mask, None, None, length, length, BLOCK_SIZE=feeds.block)
     predict = forecast_backward if backward else forecast_forward
     found = predict(
-        block.runs, batch=batch, heads=HEADS, head_dim=HEAD_DIM, sms=card.sms, cost=feeds.cost
+        block.runs,
+        batch=batch,
+        heads=HEADS,
+        head_dim=HEAD_DIM,
+        sms=card.sms // feeds.sms,
+        cost=feeds.cost,
     )
     seconds = found.timeline.makespan / (card.clock * 1e9)
     kept = summarize(block).kept
@@ -51,16 +56,17 @@ def lines() -> Iterator[str]:
     )
     yield "| --- |" + " --- |" * (len(LENGTHS) + 1)
     for direction, measure in (("forward", forward_feeds), ("backward", backward_feeds)):
-        feeds = measure(Variant(None, masks.causal()), SM100, head_dim=HEAD_DIM)
-        for name, mask in (("full", noop_mask), ("causal", masks.causal())):
+        for name, mask in (("full", None), ("causal", masks.causal())):
+            feeds = measure(Variant(None, mask), SM100, head_dim=HEAD_DIM)
             cells = []
             for length in LENGTHS:
-                cell = f"{rate(mask, length, feeds, direction == 'backward'):.0f}"
+                kept = noop_mask if mask is None else mask
+                cell = f"{rate(kept, length, feeds, direction == 'backward'):.0f}"
                 stated = STATED.get((name, direction, length))
                 cells.append(cell if stated is None else f"{cell} (FA4 {stated})")
             yield f"| {name}, {direction} | {' | '.join(cells)} | {feeds.limit} |"
-        for line in str(feeds).splitlines():
-            print(f"{direction}: {line}", file=sys.stderr)
+            for line in str(feeds).splitlines():
+                print(f"{name}, {direction}: {line}", file=sys.stderr)
 
 
 def main() -> int:

@@ -2,12 +2,15 @@
 
 `python benchmarks/emulate.py --arch sm_100a` compiles the kernels of each variant, executes them on
 the CPU (eager, late and random completion of asynchronous work, race detection), and compares with
-dense attention in float64: one row a variant. A variant whose kernel cannot be had is a row too.
+dense attention in float64: one row a variant. Gradients of several draws are compared, those after
+the first in eager order. A variant whose kernel cannot be had is a row too. With --resume, rows of
+the file that ask for the same are kept, and their variants not run again.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import time
@@ -25,7 +28,7 @@ from torch import Tensor
 from attnkit import emulation, masks, mods
 from attnkit.errors import UnsupportedError
 from attnkit.targets import TARGETS
-from attnkit.testing.kernels import compare
+from attnkit.testing.kernels import Error, compare
 from attnkit.variant import Variant
 
 HEADS, BATCH = 2, 1
@@ -44,7 +47,16 @@ class Job:
     dtype: str
     mode: str
     seeds: int
+    draws: int
+    ctas: int | None
     backward: bool
+
+    @property
+    def row(self) -> Row:
+        """What a row says of it."""
+        own = dataclasses.asdict(self)
+        name, backward = own.pop("name"), own.pop("backward")
+        return {"variant": name, "direction": DIRECTIONS[backward]} | own
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,27 +95,30 @@ def run(job: Job) -> Row:
         for length in (member.q_len, member.kv_len, member.kv_len)
     ]
     began = time.perf_counter()
-    row: Row = {
-        "variant": job.name,
-        "arch": job.arch,
-        "direction": "backward" if job.backward else "forward",
-        "mode": job.mode,
-        "dtype": job.dtype,
-        "shape": [member.batch, member.heads, member.q_len, member.kv_len, job.head_dim],
-    }
-    with emulation.session(
-        mode=job.mode, seeds=job.seeds, deterministic=not job.backward
-    ) as session:
-        try:
+    shape = [member.batch, member.heads, member.q_len, member.kv_len, job.head_dim]
+    row: Row = job.row | {"shape": shape}
+    learned = member.learned if job.backward else ()
+
+    def compared(mode: str, draws: int) -> tuple[list[Error], emulation.Session]:
+        how = {"mode": mode, "seeds": job.seeds, "deterministic": not job.backward}
+        with emulation.session(**how, ctas=job.ctas) as session:
             errors = compare(
                 member.variant,
                 qkv,
                 backend=f"emulate:{job.arch}",
                 backward=job.backward,
-                learned=member.learned if job.backward else (),
+                learned=learned,
+                draws=draws,
             )
-        except UnsupportedError as refusal:
-            return row | {"refused": str(refusal)}
+        return errors, session
+
+    try:
+        errors, session = compared(job.mode, 1)
+        if job.backward and job.draws > 1:
+            more, _ = compared("eager", job.draws)
+            errors = [worse(*both) for both in zip(errors, more, strict=True)]
+    except UnsupportedError as refusal:
+        return row | {"refused": str(refusal)}
     row |= {
         "errors": {e.name: [float(f"{e.size:.3g}"), float(f"{e.limit:.3g}")] for e in errors},
         "kernels": len(session.reports),
@@ -112,6 +127,12 @@ def run(job: Job) -> Row:
         "seconds": round(time.perf_counter() - began, 1),
     }
     return row
+
+
+def worse(first: Error, of_all: Error) -> Error:
+    """The error of the first draw, in the mode asked for, beside those of all draws."""
+    # the comparison is false for NaN: a result that is not a number stays the worse one
+    return of_all if first.size <= of_all.size else dataclasses.replace(first, limit=of_all.limit)
 
 
 def results(jobs: list[Job], workers: int) -> Iterator[Row]:
@@ -137,30 +158,39 @@ def main() -> int:
     """Run and print; the exit status is 1 if anything is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--arch", action="append", help="sm_90a, sm_100a (default); repeatable")
-    parser.add_argument("--length", type=int, default=300)
+    parser.add_argument("--length", type=int, default=600)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--mode", choices=emulation.MODES, default="check")
-    parser.add_argument("--seeds", type=int, default=1, help="late orders of a check")
+    parser.add_argument("--seeds", type=int, default=3, help="late orders of a check")
+    parser.add_argument("--draws", type=int, default=8, help="gradients of the output")
+    parser.add_argument(
+        "--ctas", type=int, help="persistent CTAs, the fewer the more laps of rings"
+    )
     parser.add_argument("--direction", choices=DIRECTIONS, action="append", help="default: both")
     parser.add_argument("--only", default="", help="variants whose name begins so")
     parser.add_argument("--workers", type=int, default=2, help="processes")
     parser.add_argument("--save", type=Path, help="write the rows to this file, anew")
+    parser.add_argument("--resume", action="store_true", help="go on with the rows of that file")
     options = parser.parse_args()
     known = {t.arch for t in TARGETS}
     archs = options.arch or ["sm_100a"]
     if unknown := set(archs) - known:
         parser.error(f"--arch {unknown.pop()}: expected one of {', '.join(sorted(known))}")
     shared = (options.length, options.head_dim, options.dtype, options.mode, options.seeds)
+    rest = (options.draws, options.ctas)
     jobs = [
-        Job(name, arch, *shared, direction == "backward")
+        Job(name, arch, *shared, *rest, direction == "backward")
         for arch in archs
         for direction in options.direction or DIRECTIONS
         for name in library(options.length)
         if name.startswith(options.only)
     ]
-    save(options.save, {"benchmark": "library in the emulator", **describe()}, "w")
-    rows = []
+    rows = known_rows(options.save, jobs) if options.resume else []
+    have = [{key: row.get(key) for key in jobs[0].row} for row in rows]
+    jobs = [job for job in jobs if job.row not in have]
+    if not options.resume or options.save is None or not options.save.exists():
+        save(options.save, {"benchmark": "library in the emulator", **describe()}, "w")
     for row in results(jobs, options.workers):
         print(line(row), flush=True)
         for finding in row.get("findings", ()):
@@ -171,6 +201,14 @@ def main() -> int:
     refused = [r for r in rows if "refused" in r]
     print(f"{len(rows)} variants: {len(wrong)} wrong, {len(refused)} refused")
     return bool(wrong)
+
+
+def known_rows(file: Path | None, jobs: list[Job]) -> list[Row]:
+    """Rows of a file that answer one of the jobs."""
+    if file is None or not file.exists():
+        return []
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    return [row for row in rows if any(job.row.items() <= row.items() for job in jobs)]
 
 
 def save(file: Path | None, row: Row, mode: str) -> None:

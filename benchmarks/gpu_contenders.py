@@ -63,6 +63,7 @@ def attnkit_run(
     kernel_options: dict[str, Any] | None = None,
     environment: Mapping[str, str] | None = None,
     backend: str = "cute",
+    deterministic: bool = False,
 ) -> Run:
     """attnkit; the mask is given as a function, so that the plan chooses its tiles."""
     grouped, score_mod = p.shape.heads != p.shape.kv_heads, p.score_mod
@@ -71,6 +72,7 @@ def attnkit_run(
         out: Tensor = attnkit.flex_attention(
             *(p.query, p.key, p.value, score_mod, p.mask_mod),
             enable_gqa=grouped, kernel_options=kernel_options, backend=backend,
+            deterministic=deterministic,
         )  # fmt: skip
         return out
 
@@ -79,6 +81,15 @@ def attnkit_run(
             return call()
 
     return Run(within if environment else call, _leaves(p))
+
+
+def deterministic_run(p: Problem) -> Run:
+    """attnkit with sums of one order: a forward has no other, so only a backward is timed."""
+    if not p.query.requires_grad:
+        raise Unsuitable("a forward is deterministic as it is")
+    if p.learned:
+        raise Unsuitable("gradients of captured tensors in a fixed order are a case of their own")
+    return attnkit_run(p, deterministic=True)
 
 
 @contextmanager
@@ -192,6 +203,7 @@ OURS = "attnkit"
 Builder = Callable[[Problem], Run]
 CONTENDERS: dict[str, Builder] = {
     OURS: attnkit_run,
+    f"{OURS} deterministic": deterministic_run,
     "Flex Triton": flex_run,
     "Flex FLASH": flex_flash_run,
     "FlashAttention-4": fa4_run,

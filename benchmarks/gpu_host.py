@@ -1,8 +1,10 @@
 """Host time of a call and time of first calls on a GPU: `python benchmarks/gpu.py --host`.
 
-Host time is that of queueing a small problem, whose device time hides behind it. First calls are
-those of fresh processes: the very first one, with what it imports by itself, and that of another
-variant after it; with empty caches on disk (cold) and again with what that left there (warm).
+Host time is that of queueing a small problem, whose device time hides behind it: a forward, one
+that is recorded for autograd, and a backward alone. Beside them stand what a user calls without a
+score_mod, SDPA, and operators of torch that do next to nothing. First calls are those of fresh
+processes: the very first one, with what it imports by itself, that of another variant after it, and
+a first backward; with empty caches on disk (cold) and again with what that left there (warm).
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_contenders import CONTENDERS, skipped
+import torch.nn.functional as F
+from gpu_contenders import CONTENDERS, OURS, Builder, Run, Unsuitable, skipped
 from gpu_machine import describe_gpu
-from gpu_variants import Shape, problem
+from gpu_variants import Problem, Shape, problem
 
 Row = dict[str, Any]
 
@@ -32,6 +35,7 @@ CASES = ("full", "causal", "causal, 16 documents", "causal + ALiBi")
 SMALL = Shape(batch=1, heads=2, kv_heads=2, length=256, head_dim=64, value_dim=64)
 FIRST = ("causal", "causal + softcap 20")  # the first call, and that of another variant
 FIRST_SHAPE = Shape(batch=1, heads=8, kv_heads=8, length=4096, head_dim=128, value_dim=128)
+DIRECTIONS = ("forward", "recorded forward", "backward")
 CALLS, REPEATS = 100, 15
 CACHES = (
     "ATTNKIT_CACHE_DIR",
@@ -61,13 +65,16 @@ def main(options: argparse.Namespace) -> int:
 def line(row: Row) -> str:
     """A row for people."""
     text = f"{row['benchmark']:16}{row['case']:24}{row['contender']:20}"
+    if "direction" in row:
+        text += f"{row['direction']:18}"
     if "skipped" in row:
         return f"{text}skipped: {row['skipped']}"
     if "host_us" in row:
         return f"{text}{row['host_us']:8.1f} us a call"
-    text += f"{row['first_s']:8.2f} s"
-    other = row["other_s"]
-    return text if other is None else f"{text}, then {other:.2f} s for another variant"
+    text += f"{row['first_s']:8.3f} s"
+    if row["other_s"] is not None:
+        text += f", then {row['other_s']:.3f} s for another variant"
+    return text + f", {row['backward_s']:.3f} s for a backward"
 
 
 def wait(device: torch.device) -> None:
@@ -79,22 +86,61 @@ def wait(device: torch.device) -> None:
 # --- host time of a call
 
 
+def sdpa(p: Problem) -> Run:
+    """scaled_dot_product_attention as it is called, with the kernel that torch chooses."""
+    if p.score or p.mask not in ("", "causal"):
+        raise Unsuitable("has no such mask or score")
+    causal = p.mask == "causal"
+    return Run(
+        lambda: F.scaled_dot_product_attention(p.query, p.key, p.value, is_causal=causal),
+        (p.query, p.key, p.value),
+    )
+
+
+def add(p: Problem) -> Run:
+    """One kernel of one element, into a tensor that is there."""
+    if p.mask or p.score:
+        raise Unsuitable("is measured once")
+    x, out = torch.zeros(2, device=p.query.device)
+    return Run(lambda: torch.add(x, x, out=out), ())
+
+
+def empty(p: Problem) -> Run:
+    """A new tensor like the output."""
+    if p.mask or p.score:
+        raise Unsuitable("is measured once")
+    like = p.query.detach()
+    return Run(lambda: torch.empty_like(like), ())
+
+
 def host_rows(config: Row, only: str, names: list[str], device: torch.device) -> Iterator[Row]:
     """Microseconds that the host needs to queue a call."""
+    beside: dict[str, Builder] = {"SDPA": sdpa, "torch.add": add, "torch.empty_like": empty}
+    chosen = {name: CONTENDERS[name] for name in names or CONTENDERS} | beside
     for case in config["case"]:
         if case["name"] not in CASES or not re.search(only, case["name"]):
             continue
         torch.compiler.reset()
-        p = problem(case, SMALL, device, backward=False)
-        for name in names or CONTENDERS:
-            row: Row = {"benchmark": "gpu host", "case": case["name"], "contender": name}
-            try:
-                call = CONTENDERS[name](p).call
-                call()
-            except Exception as error:
-                yield row | skipped(name, error)
-                continue
-            yield row | {"shape": vars(SMALL), "host_us": host_us(call, device)}
+        for direction in DIRECTIONS:
+            p = problem(case, SMALL, device, backward=direction != "forward")
+            row: Row = {"benchmark": "gpu host", "case": case["name"], "direction": direction}
+            for name, builder in chosen.items():
+                found = host_time(name, builder, p, direction, device)
+                if name not in beside or "host_us" in found:
+                    yield row | {"contender": name} | found
+
+
+def host_time(name: str, builder: Builder, p: Problem, direction: str, device: torch.device) -> Row:
+    """The fields of a row that tell what was found."""
+    try:
+        run = builder(p)
+        if direction != "forward" and not run.leaves:
+            raise Unsuitable("has no gradient")
+        call = run.directed(p.grad) if direction == "backward" else run.call
+        call()
+    except Exception as error:
+        return skipped(name, error)
+    return {"shape": vars(SMALL), "host_us": host_us(call, device)}
 
 
 def host_us(call: Any, device: torch.device) -> float:
@@ -114,7 +160,7 @@ def host_us(call: Any, device: torch.device) -> float:
 
 def first_rows(options: argparse.Namespace, names: list[str]) -> Iterator[Row]:
     """Seconds of first calls, each contender in two fresh processes."""
-    write_bytecode()
+    write_bytecode(names)
     for name in names or CONTENDERS:
         with tempfile.TemporaryDirectory() as folder:
             for state in ("cold", "warm"):
@@ -126,11 +172,14 @@ def first_rows(options: argparse.Namespace, names: list[str]) -> Iterator[Row]:
                     break
 
 
-def write_bytecode() -> None:
+def write_bytecode(names: list[str]) -> None:
     """Import once what first calls import: an installer has compiled it to bytecode, or should."""
-    modules = ("attnkit", "cutlass.cute", "flash_attn.cute.interface", "torch._inductor.compile_fx")
-    for name in modules:
-        subprocess.run([sys.executable, "-c", f"import {name}"], capture_output=True, check=False)
+    modules = ["attnkit", "cutlass.cute"]
+    if names != [OURS]:
+        modules += ["flash_attn.cute.interface", "torch._inductor.compile_fx"]
+    imports = [[sys.executable, "-c", f"import {name}"] for name in modules]
+    for running in [subprocess.Popen(i, stderr=subprocess.DEVNULL) for i in imports]:
+        running.wait()  # one may be absent, which its contender will say
 
 
 def first(name: str, cases: Path, folder: Path) -> Row:
@@ -165,7 +214,14 @@ def child(name: str, cases: Path, device: torch.device) -> Row:
             continue
         wait(device)
         found.append(time.perf_counter() - began)
-    return {"first_s": found[0], "other_s": found[1]}
+    p = problem(known[FIRST[0]], FIRST_SHAPE, device, backward=True)
+    backward = CONTENDERS[name](p).directed(p.grad)
+    wait(device)
+    began = time.perf_counter()
+    backward()
+    wait(device)
+    found.append(time.perf_counter() - began)
+    return {"first_s": found[0], "other_s": found[1], "backward_s": found[2]}
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Any
 
 ROWS = Path(__file__).parent / "results" / "gpu.jsonl"
 OURS = "attnkit"
+DIRECTIONS = "forward", "backward"
 COLOURS = ("#1b6ca8", "#e07b39", "#7a9e4b", "#9467bd", "#8c8c8c", "#c9a227", "#5c5c5c")
 Row = dict[str, Any]
 
@@ -137,21 +138,28 @@ def label(x: float, y: float, content: str, anchor: str, size: int = 11) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rows", type=Path, default=ROWS, metavar="FILE")
-    parser.add_argument("--direction", choices=("forward", "backward"), default="forward")
-    parser.add_argument("--mode", choices=("burst", "sustained"), default="burst")
-    parser.add_argument("--chart", type=Path, metavar="FILE.svg", help="also draw the bars")
+    parser.add_argument("--direction", choices=DIRECTIONS, help="both")
+    parser.add_argument("--mode", choices=("burst", "sustained"), default="sustained")
+    parser.add_argument(
+        "--chart",
+        type=Path,
+        metavar="FILE.svg",
+        help="also draw the bars, of the forward if of both",
+    )
     parser.add_argument("--skips", action="store_true", help="also say why cells are empty")
     options = parser.parse_args(argv)
     text = options.rows.read_text() if options.rows.exists() else ""
     rows = [json.loads(line) for line in text.splitlines()]
-    if not newest(rows, options.direction, options.mode):
-        print(f"{options.rows} has no rows of {options.direction}, {options.mode}", file=sys.stderr)
-        return 2
-    print(markdown(rows, options.direction, options.mode))
-    if options.skips:
-        print("", *skips(rows, options.direction, options.mode), sep="\n")
+    directions = [options.direction] if options.direction else list(DIRECTIONS)
+    for direction in directions:
+        if not newest(rows, direction, options.mode):
+            print(f"{options.rows} has no rows of {direction}, {options.mode}", file=sys.stderr)
+            return 2
+        print(markdown(rows, direction, options.mode), end="\n\n")
+        if options.skips:
+            print(*skips(rows, direction, options.mode), sep="\n", end="\n\n")
     if options.chart:
-        options.chart.write_text(chart(rows, options.direction, options.mode))
+        options.chart.write_text(chart(rows, directions[0], options.mode))
     return 0
 
 
