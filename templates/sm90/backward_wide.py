@@ -231,9 +231,7 @@ class BackwardWide(Loads, Weights, Sums):
             cute.arch.setmaxregister_decrease(c.registers[1])
             if warp == 0:
                 own = (*bars[:3], kv_free, *bars[3:])  # K and V are freed together
-                self.produce(
-                    atoms[:4], tiles[:4], views[:4], stats, own, info, lists, numbers
-                )  # fmt: skip
+                self.produce(atoms[:4], tiles[:4], views[:4], stats, own, info, lists, numbers)
         else:
             cute.arch.setmaxregister_increase(c.registers[0])
             self.consume(
@@ -582,9 +580,8 @@ class BackwardWide(Loads, Weights, Sums):
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=OWN + wg, number_of_threads=128)
         atoms, tiles = target
-        shape = (ROWS, (self.config.value_width if kind else self.config.width) // 2)
-        whole = (None, None, None, None)
-        source, to = partition(atoms[kind], smem, tiles[kind], shape, whole)
+        shape = (ROWS, self.config.width // 2)
+        source, to = partition(atoms[kind], smem, tiles[kind], shape, (None,) * 4)
         self.leave(atoms[kind], source, to, place, wg)
 
     @cute.jit
@@ -592,9 +589,8 @@ class BackwardWide(Loads, Weights, Sums):
         self, atom: cute.CopyAtom, source: cute.Tensor, to: cute.Tensor, place: tuple, wg: Int32
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        row, h, b = place
         if warp % 4 == 0:
-            cute.copy(atom, source[None, wg], to[None, row, wg, h, b])
+            cute.copy(atom, source[None, wg], to[None, place[0], wg, *place[1:]])
             cute.arch.cp_async_bulk_commit_group()
 
 
