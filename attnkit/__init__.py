@@ -24,7 +24,7 @@ from attnkit.explanation import Explanation, explain
 from attnkit.mask import Mask, and_masks, noop_mask, or_masks, per_batch, per_head
 from attnkit.merging import merge
 from attnkit.ops import flex_attention
-from attnkit.validate import AuxOutput, AuxRequest
+from attnkit.validate import AuxOutput, AuxRequest, FlexKernelOptions
 from attnkit.variant import Variant
 
 __version__ = "0.1.0"
@@ -39,6 +39,7 @@ __all__ = [
     "DTypeError",
     "DeviceError",
     "Explanation",
+    "FlexKernelOptions",
     "Mask",
     "OptionError",
     "ShapeError",

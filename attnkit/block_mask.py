@@ -18,9 +18,10 @@ from attnkit.interval_tiles import tiles_of
 from attnkit.intervals import Intervals, find_intervals
 from attnkit.mask import check_built_for
 from attnkit.plan import BLOCK
+from attnkit.precision import own_dtype
 from attnkit.sparse import BlockRuns
 from attnkit.tiles import classify
-from attnkit.trace import Traced
+from attnkit.trace import Kind, Traced, takes
 from attnkit.validate import check_captured, check_size
 from attnkit.versions import VersionedCache
 
@@ -197,7 +198,7 @@ class BlockMask:
     @property
     def runs(self) -> BlockRuns:
         """The tiles as runs."""
-        return self.checked_runs()[0]
+        return self.checked_runs(own_dtype(self.traced()))[0]
 
     def numel(self) -> int:
         """Scores of the dense mask."""
@@ -229,6 +230,32 @@ class BlockMask:
         """The same mask as PyTorch's BlockMask."""
         return self.runs.to_flex(self.mask_mod)
 
+    @staticmethod
+    def from_kv_blocks(*arguments: Any, **options: Any) -> FlexBlockMask:
+        """PyTorch's BlockMask with these lists of blocks, as its own method makes it."""
+        from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
+
+        return FlexBlockMask.from_kv_blocks(*arguments, **options)
+
+    def __getitem__(self, index: Any) -> FlexBlockMask:
+        """Some batch entries, heads and rows of tiles of PyTorch's BlockMask.
+
+        As there, the result needs a mask_mod that fits it, and seq_lengths where rows are left out.
+        """
+        return self.to_flex()[index]
+
+    def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
+        """The same mask for other lengths."""
+        batch, heads, _, _ = self.shape
+        sizes = (batch, heads, new_q_len, new_kv_len)
+        return create_block_mask(self.mask_mod, *sizes, self.device, self.BLOCK_SIZE)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"attnkit's BlockMask has no {name!r}: it holds runs, not lists of blocks; "
+            "block_mask.to_flex() is PyTorch's BlockMask"
+        )
+
     def __repr__(self) -> str:
         return (
             f"BlockMask({self.mask_mod!r}, shape={self.shape}, BLOCK_SIZE={self.BLOCK_SIZE}, "
@@ -245,6 +272,9 @@ def create_block_mask(
     device: torch.device | str | None = None,
     BLOCK_SIZE: int | tuple[int, int] = BLOCK,
     _compile: bool = False,
+    separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
 ) -> BlockMask:
     """A mask for fixed lengths, in FlexAttention's words. Costs nothing until it is used.
 
@@ -256,7 +286,8 @@ def create_block_mask(
         KV_LEN: kv length.
         device: where query, key and value live; None: where the captured tensors live, else CPU.
         BLOCK_SIZE: tile size, or (query, kv) tile sizes.
-        _compile: accepted for FlexAttention's sake; building needs no compiler.
+        _compile, separate_full_blocks, compute_dq_write_order, dq_kv_order: accepted for
+            FlexAttention's sake; they change nothing.
 
     Raises:
         TraceError: the mask cannot be traced.
@@ -307,9 +338,11 @@ def create_mask(
     H: int | None,
     Q_LEN: int,
     KV_LEN: int,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
 ) -> Tensor:
     """The dense mask, bool [B or 1, H or 1, Q_LEN, KV_LEN]; for tests and pictures.
+
+    Of a score_mod: where it does not make a score of 0 minus infinity. `device` None is the CPU.
 
     Raises:
         TraceError: the mask cannot be traced.
@@ -320,15 +353,18 @@ def create_mask(
         check_size(name, size)
     check_built_for(mod_fn, Q_LEN, KV_LEN)
     shape = (B or 1, H or 1, Q_LEN, KV_LEN)
-    device = resolved(device)
-    mask = traced(mod_fn, "mask", device)
+    device = resolved("cpu" if device is None else device)
+    kind: Kind = "score" if takes(mod_fn, "score") and not takes(mod_fn, "mask") else "mask"
+    mask = traced(mod_fn, kind, device)
     env = {
         name: torch.arange(n, dtype=torch.int32, device=device).view(
             [n if i == axis else 1 for i in range(4)]
         )
         for axis, (name, n) in enumerate(zip(("b", "h", "q", "kv"), shape, strict=True))
     }
-    (kept,) = evaluate([mask.root], env, mask.tensors)
+    env["score"] = torch.zeros(1, 1, 1, 1, dtype=own_dtype(mask), device=device)
+    (kept,) = evaluate([mask.root], env, mask.tensors, own_dtype(mask))
+    kept = kept != -torch.inf if kind == "score" else kept
     return kept.to(device).expand(shape).contiguous()
 
 

@@ -24,6 +24,7 @@ from attnkit.guards import counts
 from attnkit.launch import Settled
 from attnkit.plan import BLOCK
 from attnkit.planning import planned, settled
+from attnkit.precision import wide
 from attnkit.repeats import Likeness
 from attnkit.splice import compute_dtype, out_like
 from attnkit.trace import Traced
@@ -179,7 +180,7 @@ def _settled(
     query, key, value = qkv
     scores, masks = (tuple(tensors) for tensors in captured)
     ordered = request.deterministic or torch.are_deterministic_algorithms_enabled()
-    data = (*masks, *lists, *(scores if _counts(request.score) else ()))
+    data = (*masks, *lists, *(scores if _counts(request.score, wide(scores)) else ()))
     at = (
         *("deferred", request, tuple(sizes), ordered, scale > 0),
         *((t.shape, t.stride(), t.dtype, t.device) for t in (*qkv, *scores, *masks)),
@@ -204,8 +205,8 @@ def _settled(
 
 
 @functools.lru_cache(maxsize=1024)
-def _counts(score: str) -> bool:
-    return bool(score) and counts(expr.parse(score))
+def _counts(score: str, slots: frozenset[int]) -> bool:
+    return bool(score) and counts(expr.parse(score), slots)
 
 
 @torch.library.impl("attnkit::attention", "CompositeExplicitAutograd")

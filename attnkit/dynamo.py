@@ -101,14 +101,16 @@ class _Body:
 
     def run(self, *arguments: Any) -> Any:
         """The mod's value, of symbols by position."""
-        given = [*arguments, *map(self._value, self._captured)]
+        count = len(arguments)
         known: dict[fx.Node, Any] = {}
         symbolic: set[fx.Node] = set()
         for node in self._graph.nodes:
-            if node.op == "placeholder":
-                if len(known) < len(arguments):
-                    symbolic.add(node)
-                known[node] = given[len(known)]
+            if node.op == "placeholder" and len(known) < count:
+                symbolic.add(node)
+                known[node] = arguments[len(known)]
+            elif node.op == "placeholder":  # the length of a captured tensor is one too, unread
+                captured = self._captured[len(known) - count]
+                known[node] = self._value(captured) if node.users else None
             elif node.op == "output":
                 return known[node.args[0]]
             elif symbolic.intersection(node.all_input_nodes):

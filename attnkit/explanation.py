@@ -28,6 +28,7 @@ from attnkit.intervals import find_intervals
 from attnkit.mask import noop_mask
 from attnkit.plan import BLOCK, Plan
 from attnkit.planning import planned
+from attnkit.precision import own_dtype
 from attnkit.sparse import BlockRuns
 from attnkit.splice import Layout, Program, layout_of
 from attnkit.stage import linear, stage
@@ -120,7 +121,14 @@ class Explanation:
         if self.mask is None:
             return "every row keeps everything"
         batch, heads, q_len, kv_len = self.lengths
-        found = find_intervals(self.mask, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads)
+        found = find_intervals(
+            self.mask,
+            q_len=q_len,
+            kv_len=kv_len,
+            batch=batch,
+            heads=heads,
+            dtype=own_dtype(self.mask),
+        )
         return str(found)
 
     @property

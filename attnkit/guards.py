@@ -28,6 +28,7 @@ from torch import Tensor
 from attnkit import expr
 from attnkit.expr import I32, Node
 from attnkit.mask import Mask
+from attnkit.precision import exposed, wide
 from attnkit.trace import Kind, Traced, trace
 from attnkit.watch import Unsteady, Watch
 
@@ -46,8 +47,8 @@ class Known:
         root: the graph.
         names: names of the captured tensors, by slot.
         places: by slot, which of the tensors met on the walk it is.
-        counts: whether integers of the graph depend on data of the captured tensors, so that their
-            ranges do.
+        counts: whether proofs of the graph depend on data of the captured tensors: ranges of its
+            integers, or whether float32 holds its float64 numbers.
     """
 
     root: Node
@@ -98,9 +99,10 @@ class _Walk:
             return (type(x), str(x) if isinstance(x, float) else x)
         if type(x) is Tensor or type(x) is torch.nn.Parameter:
             return self._tensor(x)
-        known = self.seen.setdefault(id(x), len(self.seen))
-        if known < len(self.seen) - 1:
+        known = self.seen.get(id(x))
+        if known is not None:
             return ("again", known)
+        self.seen[id(x)] = len(self.seen)
         if isinstance(x, types.FunctionType):
             return self._function(x)
         if isinstance(x, functools.partial):
@@ -123,8 +125,9 @@ class _Walk:
                 self.watch = None
 
     def _tensor(self, x: Tensor) -> Any:
-        known = self.seen.setdefault(id(x), len(self.seen))
-        if known == len(self.seen) - 1:
+        known = self.seen.get(id(x))
+        if known is None:
+            known = self.seen[id(x)] = len(self.seen)
             self.tensors.append(x)
             self._watch(Watch.tensor, x)
         return (known, type(x), x.shape, x.dtype, x.device, x.requires_grad)
@@ -233,7 +236,7 @@ def traced(function: Callable[..., Any], kind: Kind, device: torch.device) -> Tr
     order = {id(t): i for i, t in enumerate(walk.tensors)}
     if not fresh.derived and all(id(t) in order for t in fresh.tensors):
         places = tuple(order[id(t)] for t in fresh.tensors)
-        known = Known(fresh.root, fresh.names, places, counts(fresh.root))
+        known = Known(fresh.root, fresh.names, places, counts(fresh.root, wide(fresh.tensors)))
         _cache[key] = known
         if len(_cache) > _CACHE_SIZE:
             _cache.pop(next(iter(_cache)), None)
@@ -264,8 +267,15 @@ def _watch(
         return
 
 
-def counts(root: Node) -> bool:
-    """Whether an integer of a graph depends on a captured tensor's data."""
+def counts(root: Node, slots: frozenset[int]) -> bool:
+    """Whether what is proven of a graph depends on captured tensors' data.
+
+    Args:
+        root: the graph.
+        slots: of its float64 tensors.
+    """
+    if exposed(root, slots):
+        return True
     loaded: set[Node] = set()
     for n in expr.topo(root):
         if n.op == "load" or any(a in loaded for a in n.args):

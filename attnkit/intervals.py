@@ -27,6 +27,7 @@ from attnkit.interval_search import by_passes
 from attnkit.interval_solve import Solver
 from attnkit.interval_spans import UNLIMITED, ZERO, Algebra, Spans, ends
 from attnkit.interval_tables import Refusal, RowTables
+from attnkit.precision import own_dtype
 from attnkit.rewrite import FALSE, TRUE, build
 from attnkit.sided import KV, shared
 from attnkit.trace import Traced
@@ -169,6 +170,7 @@ def intervals_of(
         kv_len=kv_len,
         batch=batch,
         heads=heads,
+        dtype=own_dtype(mask),
         device=torch.device(device),
     )
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnkit import expr, launch, planning, quick, reference, whole_graph
+from attnkit.launch import Made
 from attnkit.plan import BLOCK
 from attnkit.repeats import Likeness, likeness
 from attnkit.rewrite import TRUE
@@ -49,7 +50,8 @@ def flex_attention(
 
     Under torch.autocast query, key and value are cast to its dtype (float64 is not), and nothing
     inside is. In torch.compile a call is one operator, which finds the tiles when it runs; there
-    backend="eager" is refused.
+    backend="eager" is refused. Tensors without data, on the meta device or in a FakeTensorMode,
+    give results without data.
 
     Args:
         query: [B, Hq, Sq, D] float16, bfloat16, float32 or float64, any strides.
@@ -81,7 +83,8 @@ def flex_attention(
     Raises:
         TraceError: score_mod or mask_mod cannot be traced, or returns the wrong kind of value.
         BoundsError: an index leaves its captured tensor, or index arithmetic leaves int32.
-        ShapeError, DTypeError, DeviceError, ArgumentError, OptionError: wrong arguments.
+        ShapeError, DTypeError, DeviceError, ArgumentError, OptionError: wrong arguments; DTypeError
+            also for captured float64 data, below a float64 query, whose rounding would show.
         UnsupportedError: the backend asked for cannot run here.
     """
     if torch.compiler.is_compiling():  # or exporting
@@ -107,29 +110,53 @@ def flex_attention(
             return found
     if torch._C._is_any_autocast_enabled():
         query, key, value = under_autocast(query, key, value)
-    like = settled = None
+    if whole_graph.has_no_data(query):
+        return whole_graph.shaped(
+            *(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse),
+            *(kernel_options, return_aux, backend, deterministic),
+        )
     options = _options(
         scale, enable_gqa, return_lse, kernel_options, return_aux, backend, deterministic
     )
+    like = settled = None
     if options is not None:
         like = likeness(query, key, value, score_mod, block_mask, options)
         settled = None if like is None else like.settled()
-    if like is not None and settled is not None:
-        factor = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
-        out, lse, top = launch.run(settled, query, key, value, like.scores, like.masks, factor)
-        if return_aux is None:
-            if factor > 0:
-                quick.learn(
-                    *(query, key, value, score_mod, block_mask, enable_gqa, backend, deterministic),
-                    *(like, settled),
-                )
-            return (out, lse) if return_lse else out
-        return out, AuxOutput(
-            lse if return_aux.lse else None, top if return_aux.max_scores else None
+    if like is None or settled is None:
+        made = _first(
+            *(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse),
+            *(kernel_options, return_aux, backend, deterministic, options),
         )
+        return _results(made, return_lse, return_aux)
+    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+    made = launch.run(settled, query, key, value, like.scores, like.masks, factor)
+    if return_aux is None and factor > 0:
+        quick.learn(
+            *(query, key, value, score_mod, block_mask, enable_gqa, backend, deterministic),
+            *(like, settled),
+        )
+    return _results(made, return_lse, return_aux)
+
+
+def _first(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None,
+    block_mask: Any,
+    scale: float | None,
+    enable_gqa: bool,
+    return_lse: bool,
+    kernel_options: dict[str, Any] | None,
+    return_aux: AuxRequest | None,
+    backend: str,
+    deterministic: bool,
+    options: Hashable | None,
+) -> Made:
+    """A call unlike those before: its arguments are checked, and it is kept where `options` say."""
     check_tensors(query, key, value, enable_gqa)
     factor = check_scale(scale, query.shape[-1])
-    aux = check_aux(return_lse, return_aux)
+    need_max = check_aux(return_lse, return_aux).max_scores
     check_flag("deterministic", deterministic)
     block, notes = check_options(kernel_options, BLOCK)
     plan, bound = planning.planned(
@@ -137,20 +164,25 @@ def flex_attention(
     )
     if plan.template == "eager":
         with torch.autocast(query.device.type, enabled=False):
-            out, lse, top = _dense(query, key, value, bound, factor)
-    else:
-        ordered = deterministic or torch.are_deterministic_algorithms_enabled()
-        settled = planning.settled(plan, bound, ordered=ordered, need_max=aux.max_scores)
-        scores = bound.score.tensors if bound.score else ()
-        masks = bound.mask.tensors if bound.mask else ()
-        out, lse, top = launch.run(settled, query, key, value, scores, masks, factor)
-        if options is not None:
-            like = likeness(query, key, value, score_mod, block_mask, options)
-            if like is not None and _same(bound, like):
-                like.keep(settled)
-    if return_aux is not None:
-        return out, AuxOutput(lse if aux.lse else None, top if aux.max_scores else None)
-    return (out, lse) if aux.lse else out
+            return _dense(query, key, value, bound, factor)
+    ordered = deterministic or torch.are_deterministic_algorithms_enabled()
+    settled = planning.settled(plan, bound, ordered=ordered, need_max=need_max)
+    scores = bound.score.tensors if bound.score else ()
+    masks = bound.mask.tensors if bound.mask else ()
+    made = launch.run(settled, query, key, value, scores, masks, factor)
+    if options is not None:
+        like = likeness(query, key, value, score_mod, block_mask, options)
+        if like is not None and _same(bound, like):
+            like.keep(settled)
+    return made
+
+
+def _results(made: Made, return_lse: bool, return_aux: AuxRequest | None) -> Any:
+    """What the caller asked for."""
+    out, lse, top = made
+    if return_aux is None:
+        return (out, lse) if return_lse else out
+    return out, AuxOutput(lse if return_aux.lse else None, top if return_aux.max_scores else None)
 
 
 def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -31,6 +31,9 @@ Handler: TypeAlias = Callable[..., Any]
 
 DTYPES: dict[Type, torch.dtype] = {I32: torch.int32, F32: torch.float32, BOOL: torch.bool}
 
+# Integers that torch lets wrap before they reach 32 bits.
+NARROW = (torch.int8, torch.uint8, torch.int16)
+
 # Filled by trace_ops: torch function or method -> how it acts on Values.
 HANDLERS: dict[Any, Handler] = {}
 
@@ -129,17 +132,18 @@ class Tracer:
         if slot == len(self.tensors):
             self.tensors.append(x)
         kind: Type = BOOL if x.dtype == torch.bool else F32 if x.dtype.is_floating_point else I32
+        narrow = x.dtype if x.dtype in NARROW else None
         if x.ndim == 0:
-            return Value(self, expr.load(slot, kind, ()))
+            return Value(self, expr.load(slot, kind, ()), narrow=narrow)
         shape = tuple(x.shape)
-        return Value(self, None, shape, kind, lambda *i: expr.load(slot, kind, i), x)
+        return Value(self, None, shape, kind, lambda *i: expr.load(slot, kind, i), x, narrow=narrow)
 
 
 class Value:
     """What stands for a tensor while tracing; see the module's docstring."""
 
     __array_ufunc__ = None  # numpy scalars leave `np.int64(3) * value` to us
-    __slots__ = ("_node", "kind", "origin", "part", "pick", "sizes", "tracer")
+    __slots__ = ("_node", "kind", "narrow", "origin", "part", "pick", "sizes", "tracer")
 
     def __init__(
         self,
@@ -150,6 +154,7 @@ class Value:
         pick: Pick | None = None,
         origin: Tensor | None = None,
         part: Part = "",
+        narrow: torch.dtype | None = None,
     ) -> None:
         self.tracer = tracer
         self.sizes = sizes
@@ -158,6 +163,7 @@ class Value:
         self.pick: Pick = pick or (lambda: node)  # type: ignore[assignment,return-value]
         self.origin = origin  # the captured tensor (or a view of it) that this Value stands for
         self.part = part
+        self.narrow = narrow  # what torch computes in, where that is narrower than int32
 
     @property
     def node(self) -> Node:
@@ -172,7 +178,7 @@ class Value:
     # --- tensor attributes that users read -------------------------------------------------
     @property
     def dtype(self) -> torch.dtype:
-        return DTYPES[self.kind]
+        return self.narrow or DTYPES[self.kind]
 
     @property
     def shape(self) -> torch.Size:

@@ -14,6 +14,7 @@ from attnkit.interp.torch import evaluate
 from attnkit.intervals import Intervals, find_intervals
 from attnkit.lengths import Lengths
 from attnkit.mask import Mask
+from attnkit.precision import own_dtype
 from attnkit.sparse import BlockRuns, Runs
 from attnkit.tile_map import stored_bytes
 
@@ -78,17 +79,25 @@ def summarize(blocks: BlockMask, *, most_positions: int = _MOST_POSITIONS) -> Su
     """
     runs, mask = blocks.runs, blocks.traced()
     batch, heads, q_len, kv_len = blocks.shape
+    dtype = own_dtype(mask)
     found = find_intervals(
-        mask, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads, device=blocks.device
+        mask,
+        q_len=q_len,
+        kv_len=kv_len,
+        batch=batch,
+        heads=heads,
+        device=blocks.device,
+        dtype=dtype,
     )
 
     def kept(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return evaluate([mask.root], {"b": b, "h": h, "q": q, "kv": kv}, mask.tensors)[0]
+        env = {"b": b, "h": h, "q": q, "kv": kv}
+        return evaluate([mask.root], env, mask.tensors, dtype)[0]
 
     count = None
     if isinstance(found, Intervals):
         if q_len * len(found) * runs.batch * runs.heads <= most_positions:
-            count = _interval_positions(found)
+            count = _interval_positions(found, dtype)
     elif int(runs.partial.length.sum()) * runs.block[0] * runs.block[1] <= most_positions:
         count = _full_positions(runs) + _partial_positions(runs, kept)
     own = blocks.mask_mod.lengths if isinstance(blocks.mask_mod, Mask) else Lengths()
@@ -119,9 +128,9 @@ def bytes_shown(count: int) -> str:
     return f"{shown} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
 
 
-def _interval_positions(found: Intervals) -> int:
+def _interval_positions(found: Intervals, dtype: torch.dtype) -> int:
     """The positions in the union of each row's intervals."""
-    low, high = found.rows().long().unbind(-1)
+    low, high = found.rows(dtype).long().unbind(-1)
     low, order = low.sort(-1)
     high = high.gather(-1, order)
     covered = high.cummax(-1).values.roll(1, -1)  # by the intervals that begin before

@@ -116,16 +116,23 @@ def _check_arity(function: Callable[..., Any], kind: Kind) -> None:
     except TypeError as error:
         raise TraceError(
             f"{_name_of(function)}{parameters} cannot be called as {signature}: {error}. "
-            + _instead(function, kind, parameters)
+            + _instead(function, kind)
         ) from None
 
 
-def _instead(function: Callable[..., Any], kind: Kind, parameters: inspect.Signature) -> str:
+def takes(function: Any, kind: Kind) -> bool:
+    """Whether a function can be called with the arguments of a kind."""
+    try:
+        inspect.signature(function).bind(*ARGUMENTS[kind])
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _instead(function: Callable[..., Any], kind: Kind) -> str:
     """What was meant, for a function that does not take the arguments of its kind."""
     other: Kind = "mask" if kind == "score" else "score"
-    try:
-        parameters.bind(*ARGUMENTS[other])
-    except TypeError:
+    if not takes(function, other):
         return f"If it makes a {kind}_mod, pass what it returns: {_name_of(function)}(...)"
     place = "block_mask" if other == "mask" else "score_mod"
     return f"It takes what a {other}_mod takes: pass it as {place}"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from attnkit.expr import Node, const
+from attnkit.expr import BOOL, I32, Node, const
 from attnkit.proxy import HANDLERS, Tracer, Value
 from attnkit.rewrite import build
 from attnkit.shapes import broadcast
@@ -16,6 +16,9 @@ from attnkit.shapes import broadcast
 Handler: TypeAlias = Callable[..., Value]
 
 PARTS = ("", "end", "inner")  # from whole to less
+
+# What torch makes of arithmetic on two bools, whose result is a bool.
+_OF_BOOLS = {"add": "or", "mul": "and", "min": "and", "max": "or"}
 
 
 def register(*names: Any) -> Callable[[Handler], Handler]:
@@ -55,12 +58,69 @@ def elementwise(tracer: Tracer, function: Callable[..., Node], *inputs: Any) -> 
     return Value(tracer, None, tuple(sizes), sample.type, pick, part=part)
 
 
+def wrapping(handler: Handler) -> Handler:
+    """A handler of integer arithmetic whose result wraps as torch's does, in 8 or 16 bits."""
+
+    def handled(tracer: Tracer, *inputs: Any, **options: Any) -> Value:
+        result = handler(tracer, *inputs, **options)
+        dtype = _narrow(tracer, inputs)
+        if dtype is None or result.kind != I32:
+            return result
+        least, size = torch.iinfo(dtype).min, 2 ** torch.iinfo(dtype).bits
+
+        def wrap(x: Node) -> Node:
+            above = build("and", build("sub", x, const(least)), const(size - 1))
+            return build("add", above, const(least))
+
+        return _marked(elementwise(tracer, wrap, result), dtype)
+
+    return handled
+
+
+def narrowing(handler: Handler) -> Handler:
+    """A handler whose result is no wider than its inputs, and cannot wrap."""
+
+    def handled(tracer: Tracer, *inputs: Any, **options: Any) -> Value:
+        result = handler(tracer, *inputs, **options)
+        dtype = _narrow(tracer, [*inputs, *options.values()])
+        return _marked(result, dtype) if dtype is not None and result.kind == I32 else result
+
+    return handled
+
+
+def _marked(value: Value, dtype: torch.dtype) -> Value:
+    """A value in which torch computes with a dtype below int32."""
+    node = None if value.sizes else value.node
+    return Value(
+        value.tracer, node, value.sizes, value.kind, value.pick, value.origin, value.part, dtype
+    )
+
+
+def _narrow(tracer: Tracer, inputs: Sequence[Any]) -> torch.dtype | None:
+    """The dtype below int32 in which torch computes with integers, if it does."""
+    found: torch.dtype | None = None
+    for x in inputs:
+        if not isinstance(x, Value | Tensor):
+            continue  # Python's numbers take the dtype of the others
+        value = tracer.lift(x)
+        if value.kind == BOOL:
+            continue
+        if value.narrow is None:
+            return None
+        found = value.narrow if found is None else torch.promote_types(found, value.narrow)
+    return found
+
+
 def binary(op: str) -> Handler:
     """The handler of an operation on two Values, with torch's `alpha`."""
+
+    def node(x: Node, y: Node) -> Node:
+        bools = x.type == y.type == BOOL
+        return build(_OF_BOOLS.get(op, op) if bools else op, x, y)
 
     def handler(tracer: Tracer, a: Any, b: Any, *, alpha: Any = 1) -> Value:
         if alpha != 1:
             b = elementwise(tracer, lambda x, y: build("mul", x, y), b, alpha)
-        return elementwise(tracer, lambda x, y: build(op, x, y), a, b)
+        return elementwise(tracer, node, a, b)
 
     return handler

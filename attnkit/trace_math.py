@@ -14,7 +14,7 @@ import torch
 from attnkit.expr import F32, Node, const
 from attnkit.proxy import HANDLERS, Tracer, Value
 from attnkit.rewrite import FALSE, build, cast, negate
-from attnkit.trace_base import elementwise, register
+from attnkit.trace_base import elementwise, register, wrapping
 
 
 def _float(function: Callable[[Node], Node]) -> Callable[[Node], Node]:
@@ -30,6 +30,25 @@ def truncated(x: Node) -> Node:
     down = build("floor", x)
     up = build("neg", build("floor", build("neg", x)))
     return build("where", build("lt", x, const(0.0)), up, down)
+
+
+def _rounded(x: Node) -> Node:
+    """Rounded to the nearest integer, halves to the even one; infinities remain."""
+    down = build("floor", x)
+    rest = build("sub", x, down)
+    even = build("add", down, build("mod", down, const(2.0)))
+    up = build("where", build("gt", rest, const(0.5)), build("add", down, const(1.0)), down)
+    return build("where", build("eq", rest, const(0.5)), even, up)
+
+
+def _sinh(x: Node) -> Node:
+    # expm1(x) - expm1(-x) keeps its digits near 0, where exp(x) - exp(-x) loses them
+    both = build("sub", build("expm1", x), build("expm1", build("neg", x)))
+    return build("mul", const(0.5), both)
+
+
+def _cosh(x: Node) -> Node:
+    return build("mul", const(0.5), build("add", build("exp", x), build("exp", build("neg", x))))
 
 
 def _nan(x: Node) -> Node:
@@ -85,6 +104,11 @@ _UNARY: dict[str, Callable[[Node], Node]] = {
     "floor __floor__": _whole(lambda x: build("floor", x)),
     "ceil __ceil__": _whole(lambda x: build("neg", build("floor", build("neg", x)))),
     "trunc fix": _whole(truncated),
+    "frac": _float(lambda x: build("sub", x, truncated(x))),
+    "sinh": _float(_sinh),
+    "cosh": _float(_cosh),
+    "tan": _float(lambda x: build("div", build("sin", x), build("cos", x))),
+    "mish": _float(lambda x: build("mul", x, build("tanh", _softplus(x, 1.0, 20.0)))),
     "square": lambda x: build("mul", x, x),
     "reciprocal": _float(lambda x: build("div", const(1.0), x)),
     "isnan": _nan,
@@ -107,11 +131,41 @@ _UNARY: dict[str, Callable[[Node], Node]] = {
 def _register_unary() -> None:
     for names, function in _UNARY.items():
         register(*names.split())(
-            lambda tracer, a, inplace=False, function=function: elementwise(tracer, function, a)
+            wrapping(
+                lambda tracer, a, inplace=False, function=function: elementwise(tracer, function, a)
+            )
         )
     approximate = getattr(torch.ops.approx, "tanh", None) if hasattr(torch.ops, "approx") else None
     if approximate is not None:
         register(approximate)(HANDLERS[torch.tanh])
+
+
+@register("round")
+def _round(tracer: Tracer, a: Any, *, decimals: int = 0) -> Value:
+    if decimals:
+        raise ValueError(f"decimals={decimals} is not supported; scale, round and scale back")
+    return elementwise(tracer, _whole(_rounded), a)
+
+
+@register("logaddexp")
+def _logaddexp(tracer: Tracer, a: Any, b: Any) -> Value:
+    def node(x: Node, y: Node) -> Node:
+        x, y = cast(x, F32), cast(y, F32)
+        same = build("eq", x, y)  # of equal infinities the difference is NaN
+        apart = build("where", same, const(0.0), build("sub", x, y))
+        small = build("log1p", build("exp", build("neg", build("abs", apart))))
+        return build("add", build("max", x, y), small)
+
+    return elementwise(tracer, node, a, b)
+
+
+@register("relu6")
+def _relu6(tracer: Tracer, a: Any, inplace: bool = False) -> Value:
+    def node(x: Node) -> Node:
+        six = cast(const(6), x.type)
+        return _relu(build("where", build("le", six, x), six, x))
+
+    return elementwise(tracer, node, a)
 
 
 @register("gelu")

@@ -1,7 +1,7 @@
 """How torch's arithmetic, bit operations, comparisons and selections act on traced Values.
 
 A handler takes the tracer and the call's arguments. Importing this module registers all handlers,
-those of `trace_math` and `trace_shapes` too.
+those of `trace_math`, `trace_search` and `trace_shapes` too.
 """
 
 from __future__ import annotations
@@ -11,11 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnkit import expr, trace_math, trace_shapes  # noqa: F401  (they register their handlers)
+from attnkit import (  # noqa: F401  (they register their handlers)
+    expr,
+    trace_math,
+    trace_search,
+    trace_shapes,
+)
 from attnkit.expr import BOOL, F32, I32, Node, const
 from attnkit.proxy import HANDLERS, Tracer, Value
 from attnkit.rewrite import build, cast, negate
-from attnkit.trace_base import Handler, binary, elementwise, register
+from attnkit.trace_base import Handler, binary, elementwise, narrowing, register, wrapping
 from attnkit.trace_math import truncated
 
 
@@ -27,7 +32,7 @@ def _arithmetic(op: str) -> Handler:
             tracer.fail("subtracting bools is not supported; use ^ or logical_not")
         return plain(tracer, a, b, **kwargs)
 
-    return handler
+    return wrapping(handler)
 
 
 def _reversed(handler: Handler) -> Handler:
@@ -40,14 +45,17 @@ def _integer_divide(op: str, a: Node, b: Node) -> Node:
     return build(op, a, b)
 
 
+@narrowing
 def _floor_divide(tracer: Tracer, a: Any, b: Any) -> Value:
     return elementwise(tracer, lambda x, y: _integer_divide("fdiv", x, y), a, b)
 
 
+@narrowing
 def _remainder(tracer: Tracer, a: Any, b: Any) -> Value:
     return elementwise(tracer, lambda x, y: _integer_divide("mod", x, y), a, b)
 
 
+@wrapping
 def _pow(tracer: Tracer, a: Any, b: Any) -> Value:
     return elementwise(tracer, _power, a, b)
 
@@ -78,7 +86,9 @@ def _register_binary() -> None:
         "min": "minimum",
         "max": "maximum",
     }.items():
-        register(*names.split())(binary(op))
+        handler = binary(op)
+        wide = {"add": wrapping, "mul": wrapping, "min": narrowing, "max": narrowing}.get(op)
+        register(*names.split())(wide(handler) if wide else handler)
     register("sub", "subtract", "__sub__", "__isub__")(_arithmetic("sub"))
     register("__rsub__")(_reversed(_arithmetic("sub")))
     register(torch.rsub)(
@@ -104,7 +114,8 @@ def _bitwise(op: str) -> Handler:
             a, b = cast(a, I32), cast(b, I32)
         return build(op, a, b)
 
-    return lambda tracer, a, b: elementwise(tracer, node, a, b)
+    width = wrapping if op == "shl" else narrowing
+    return width(lambda tracer, a, b: elementwise(tracer, node, a, b))
 
 
 def _logical(op: str) -> Handler:
@@ -127,7 +138,7 @@ def _register_bits() -> None:
     for op, stem, name in (("shl", "lshift", "left"), ("shr", "rshift", "right")):
         register(f"__{stem}__", f"bitwise_{name}_shift")(_bitwise(op))
         register(f"__r{stem}__")(_reversed(_bitwise(op)))
-    register("bitwise_not", "__invert__")(lambda t, a: elementwise(t, _invert, a))
+    register("bitwise_not", "__invert__")(wrapping(lambda t, a: elementwise(t, _invert, a)))
     register("logical_not")(lambda t, a: elementwise(t, lambda x: negate(cast(x, BOOL)), a))
 
 
@@ -150,6 +161,7 @@ def _truncated(a: Node, b: Node) -> Node:
 
 
 @register("fmod")
+@narrowing
 def _fmod(tracer: Tracer, a: Any, b: Any) -> Value:
     def node(x: Node, y: Node) -> Node:
         if F32 not in (x.type, y.type):
@@ -176,6 +188,7 @@ def _fmin(tracer: Tracer, a: Any, b: Any) -> Value:
 
 
 @register("where")
+@narrowing
 def _where(tracer: Tracer, condition: Any, a: Any = None, b: Any = None) -> Value:
     if a is None or b is None:
         raise TypeError("where needs a condition and two values")
@@ -188,6 +201,7 @@ HANDLERS[Tensor.where] = lambda tracer, a, condition, b: _where(tracer, conditio
 
 
 @register("masked_fill")
+@narrowing
 def _masked_fill(tracer: Tracer, a: Any, mask: Any, value: Any) -> Value:
     def node(x: Node, m: Node, v: Node) -> Node:
         return build("where", m, cast(v, x.type), x)
@@ -196,6 +210,7 @@ def _masked_fill(tracer: Tracer, a: Any, mask: Any, value: Any) -> Value:
 
 
 @register("clamp", "clip")
+@narrowing
 def _clamp(tracer: Tracer, a: Any, min: Any = None, max: Any = None) -> Value:
     if min is not None:
         a = elementwise(tracer, lambda x, low: _bounded(x, low, "lt", "max"), a, min)

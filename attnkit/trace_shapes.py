@@ -163,15 +163,16 @@ def _stack(tracer: Tracer, tensors: Any, dim: int = 0) -> Value:
     return Value(tracer, None, (len(nodes),), nodes[0].type, pick)
 
 
-def _reduce(
-    tracer: Tracer, a: Any, dim: int | None, join: Callable[[Node, Node], Node], empty: Node
+def reduced(
+    tracer: Tracer, a: Any, join: Callable[[Node, Node], Node], empty: Node, dim: int | None = None
 ) -> Value:
+    """A Value joined along one axis, or all of them; `empty` for none."""
     source = tracer.lift(a)
     if not source.sizes:
         return source
     if dim is None and len(source.sizes) > 1:
-        first = _reduce(tracer, source, -1, join, empty)
-        return _reduce(tracer, first, None, join, empty)
+        first = reduced(tracer, source, join, empty, -1)
+        return reduced(tracer, first, join, empty)
     axis = (0 if dim is None else dim) % len(source.sizes)
     length = source.sizes[axis]
     if length > MAX_UNROLL:
@@ -194,7 +195,7 @@ def _sum(tracer: Tracer, a: Any, dim: int | None = None) -> Value:
     if tracer.lift(a).kind == BOOL:
         a = elementwise(tracer, lambda x: cast(x, I32), a)
     empty = cast(const(0), tracer.lift(a).kind)
-    return _reduce(tracer, a, dim, lambda x, y: build("add", x, y), empty)
+    return reduced(tracer, a, lambda x, y: build("add", x, y), empty, dim)
 
 
 @register("sum")
@@ -218,8 +219,8 @@ def _mean(tracer: Tracer, a: Any, dim: Any = None, keepdim: bool = False) -> Val
 def _truth(join: str, empty: Node) -> Handler:
     def handler(tracer: Tracer, a: Any, dim: Any = None, keepdim: bool = False) -> Value:
         a = elementwise(tracer, lambda x: cast(x, BOOL), a)
-        reduced = _reduce(tracer, a, _one(dim), lambda x, y: build(join, x, y), empty)
-        return _keep(tracer, reduced, dim, keepdim)
+        joined = reduced(tracer, a, lambda x, y: build(join, x, y), empty, _one(dim))
+        return _keep(tracer, joined, dim, keepdim)
 
     return handler
 
@@ -237,7 +238,7 @@ def _extreme(op: str) -> Handler:
         if a.sizes and 0 in a.sizes:
             raise ValueError(f"a{op} over an empty axis")
         join: Callable[[Node, Node], Node] = lambda x, y: build(op, x, y)
-        return _keep(tracer, _reduce(tracer, a, _one(dim), join, FALSE), dim, keepdim)
+        return _keep(tracer, reduced(tracer, a, join, FALSE, _one(dim)), dim, keepdim)
 
     return handler
 
@@ -275,13 +276,13 @@ def _one(dim: Any) -> int | None:
     return None if dim is None else int(dim)
 
 
-def _keep(tracer: Tracer, reduced: Value, dim: Any, keepdim: bool) -> Value:
+def _keep(tracer: Tracer, found: Value, dim: Any, keepdim: bool) -> Value:
     if not keepdim:
-        return reduced
+        return found
     axis = _one(dim)
     if axis is None:
         raise ValueError("keepdim needs a dim")
-    return _unsqueeze(tracer, reduced, axis if axis >= 0 else len(reduced.sizes) + 1 + axis)
+    return _unsqueeze(tracer, found, axis if axis >= 0 else len(found.sizes) + 1 + axis)
 
 
 _register_conversions()

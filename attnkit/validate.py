@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,6 +31,10 @@ TUNING_OPTIONS = (
     "BLOCKS_ARE_CONTIGUOUS WRITE_DQ FORCE_USE_FLEX_ATTENTION USE_TMA kpack matrix_instr_nonkdim "
     "waves_per_eu BACKEND num_consumer_groups num_buffers_warp_spec"
 ).split()
+
+
+# What kernel_options may hold, for annotations.
+FlexKernelOptions: TypeAlias = dict[str, Any]
 
 
 class AuxRequest(NamedTuple):
@@ -71,6 +75,11 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: Any) -> None:
             raise UnsupportedError(
                 f"{name} is a nested tensor; pack the sequences into one and mask by document "
                 "(attnkit.masks.document)"
+            )
+        if type(t).__name__ == "DTensor":
+            raise UnsupportedError(
+                f"{name} is a DTensor; where it is sharded by batch or heads, pass what "
+                f"{name}.to_local() gives"
             )
         if t.layout != torch.strided:
             raise UnsupportedError(

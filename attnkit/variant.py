@@ -16,6 +16,7 @@ from attnkit.errors import ArgumentError, DeviceError
 from attnkit.expr import Node
 from attnkit.guards import traced
 from attnkit.mask import check_built_for
+from attnkit.precision import check_precision
 from attnkit.repeats import flex_lists
 from attnkit.rewrite import TRUE
 from attnkit.sparse import BlockRuns, from_flex
@@ -114,12 +115,14 @@ class Variant:
         """Trace, prove the indices and classify the tiles for these tensors.
 
         Raises:
-            TraceError, BoundsError, ShapeError, DeviceError: as documented for flex_attention.
+            TraceError, BoundsError, ShapeError, DTypeError, DeviceError: as documented for
+                flex_attention.
         """
         score, mask = self.trace(query.device)
         for what, t in (("score_mod", score), ("mask_mod", mask)):
             if t is not None:
                 check_captured(what, t.names, t.tensors, query.device)
+                check_precision(t, compute_dtype(query))
         checked = frozenset[Node]()
         if score is not None and score.root is expr.arg("score"):
             score = None

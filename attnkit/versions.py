@@ -13,8 +13,16 @@ from torch import Tensor
 T = TypeVar("T")
 
 
+def address(tensor: Tensor) -> int:
+    """Where a tensor's data lies: `t.data = other` counts no version. 0 where there is none."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # a tensor of torch.func, or without data
+        return 0
+
+
 class Stamp:
-    """A tensor's data as it was: the same object, with the same version counter.
+    """A tensor's data as it was: the same object, with the same version counter and address.
 
     Tensors of inference mode count no versions: of those a copy is kept and compared, which waits
     for the GPU.
@@ -24,13 +32,14 @@ class Stamp:
         self._reference = weakref.ref(tensor)
         self._copy = tensor.clone() if tensor.is_inference() else None
         self._version = -1 if tensor.is_inference() else tensor._version
+        self._address = address(tensor)
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether this is the tensor, with that data."""
         if self._reference() is not tensor:
             return False
         if self._copy is None:
-            return tensor._version == self._version
+            return tensor._version == self._version and address(tensor) == self._address
         return self._equal(tensor, self._copy)
 
     def _equal(self, tensor: Tensor, copy: Tensor) -> bool:
@@ -41,7 +50,8 @@ class VersionedCache(Generic[T]):
     """A bounded map from (key, tensors) to a value; an edited or new tensor is a miss.
 
     Tensors are held weakly. An in-place edit through torch raises the version counter and is
-    seen; one through `.data` or a numpy view of the same memory is not.
+    seen, and so is `t.data = other`; one through `t.data[...]` or a numpy view of the same memory
+    is not.
     """
 
     def __init__(self, size: int, *, copies: bool = True) -> None:

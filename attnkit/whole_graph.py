@@ -6,6 +6,7 @@ said in `dynamo`, which it loads itself: it takes a second to import.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,8 +18,17 @@ from attnkit.block_mask import BlockMask
 from attnkit.deferred import requested
 from attnkit.guards import traced
 from attnkit.mask import check_built_for
-from attnkit.plan import BLOCK
-from attnkit.validate import AuxOutput, AuxRequest, check_aux, check_options
+from attnkit.plan import BLOCK, parsed
+from attnkit.validate import (
+    AuxOutput,
+    AuxRequest,
+    check_aux,
+    check_flag,
+    check_options,
+    check_scale,
+    check_tensors,
+)
+from attnkit.variant import Variant
 
 
 class _Attend(HigherOrderOperator):
@@ -85,6 +95,60 @@ def compiled(
 ) -> Any:
     """`flex_attention` as torch.compile reads it; arguments as there."""
     _known_to_dynamo()
+    return _deferred(
+        *(attend, query, key, value, score_mod, block_mask, scale, return_lse),
+        *(kernel_options, return_aux, backend, enable_gqa, deterministic),
+    )
+
+
+def shaped(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None,
+    block_mask: Any,
+    scale: float | None,
+    enable_gqa: bool,
+    return_lse: bool,
+    kernel_options: dict[str, Any] | None,
+    return_aux: AuxRequest | None,
+    backend: str,
+    deterministic: bool,
+) -> Any:
+    """`flex_attention` of tensors without data: results without data; arguments as there."""
+    check_tensors(query, key, value, enable_gqa)
+    check_scale(scale, query.shape[-1])
+    check_flag("deterministic", deterministic)
+    parsed(backend)
+    Variant(score_mod, block_mask)  # which checks them
+    return _deferred(
+        *(_attended, query, key, value, score_mod, block_mask, scale, return_lse),
+        *(kernel_options, return_aux, backend, enable_gqa, deterministic),
+    )
+
+
+def has_no_data(query: Any) -> bool:
+    """Whether a tensor has a shape alone: on the meta device, or in a `FakeTensorMode`."""
+    if not isinstance(query, Tensor):
+        return False
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return query.is_meta or (module is not None and isinstance(query, module.FakeTensor))
+
+
+def _deferred(
+    attended: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None,
+    block_mask: Any,
+    scale: float | None,
+    return_lse: bool,
+    kernel_options: dict[str, Any] | None,
+    return_aux: AuxRequest | None,
+    *options: Any,
+) -> Any:
+    """A call that `attended` takes; `options`: backend, enable_gqa and deterministic."""
     aux = check_aux(return_lse, return_aux)
     block, _ = check_options(kernel_options, BLOCK)
     mask_mod, kind, lists, sizes = _parts(block_mask)
@@ -100,10 +164,9 @@ def compiled(
         def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
             return _tensor(mask_mod(b, h, q, kv), b)
 
-    out, lse, top = attend(
+    out, lse, top = attended(
         *(query, key, value, score, mask, lists, sizes, scale),
-        *(kind, () if block is BLOCK else block, backend, enable_gqa, deterministic),
-        aux.max_scores,
+        *(kind, () if block is BLOCK else block, *options, aux.max_scores),
     )
     if return_aux is not None:
         return out, AuxOutput(lse if aux.lse else None, top if aux.max_scores else None)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnkit import Mask, OptionError, ShapeError
-from attnkit.masks._check import at_least, int_tensor, whole
+from attnkit.masks._check import at_least, int_tensor, shown, whole
 
 MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -175,4 +175,4 @@ def _same_count(name: str, value: Tensor, other_name: str, other: Tensor) -> Non
 
 def _shown(value: Tensor, other: Tensor | None) -> str:
     both = (value,) if other is None else (value, other)
-    return ", ".join(str(list(t.shape)) for t in both)
+    return ", ".join(shown(t) for t in both)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from attnkit import Mask
-from attnkit.masks._check import bool_tensor, whole
+from attnkit.masks._check import bool_tensor, shown, whole
 
 
 def longformer(window: int, global_tokens: int | Tensor) -> Mask:
@@ -41,7 +41,7 @@ def longformer(window: int, global_tokens: int | Tensor) -> Mask:
         return Mask(keep, f"longformer({window}, {global_tokens})")
 
     is_global = bool_tensor("global_tokens", global_tokens, "[S] or [B, S]", (1, 2))
-    label = f"longformer({window}, {list(is_global.shape)})"
+    label = f"longformer({window}, {shown(is_global)})"
     if is_global.ndim == 1:
 
         def keep_marked(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:

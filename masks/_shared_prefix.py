@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnkit import ArgumentError, Mask, OptionError, ShapeError
-from attnkit.masks._check import at_least, int_tensor, whole
+from attnkit.masks._check import at_least, int_tensor, shown, whole
 
 
 def shared_prefix(prefixes: int | Tensor, suffixes: Tensor) -> Mask:
@@ -43,7 +43,7 @@ def shared_prefix(prefixes: int | Tensor, suffixes: Tensor) -> Mask:
     total = (len(part), len(part))
     # part = group * width + (0 for the prefix, i for suffix i)
     is_prefix = part % width == 0
-    label = f"shared_prefix({_shown(prefixes)}, {list(suffixes.shape)})"
+    label = f"shared_prefix({_shown(prefixes)}, {shown(suffixes)})"
     if groups == 1:
         length = int(lengths[0, 0])
 
@@ -77,4 +77,4 @@ def _lengths(prefixes: int | Tensor, suffixes: Tensor) -> Tensor:
 
 
 def _shown(prefixes: int | Tensor) -> str:
-    return str(list(prefixes.shape)) if isinstance(prefixes, Tensor) else str(prefixes)
+    return shown(prefixes) if isinstance(prefixes, Tensor) else str(prefixes)

@@ -16,6 +16,7 @@ from attnkit.adjoint import Adjoint, adjoint
 from attnkit.expr import F32, Node, arg, const, load
 from attnkit.interp.torch import evaluate
 from attnkit.rewrite import build, cast
+from attnkit.trace import trace
 
 SIZES = {"b": 2, "h": 3, "q": 4, "kv": 5}
 TABLES = ((3,), (9,), (2, 4))  # shapes of the captured tensors
@@ -184,6 +185,34 @@ def test_ties_follow_torch(name: str) -> None:
     ours = evaluate([found.dscore, *(c for _, c in found.loads)], env, [y.detach()])
     for mine, reference in zip(ours, theirs, strict=False):
         assert torch.equal(mine, reference)
+
+
+ACTIVATIONS = {
+    "mish": torch.nn.functional.mish,
+    "relu6": torch.nn.functional.relu6,
+    "gelu": torch.nn.functional.gelu,
+    "softplus": torch.nn.functional.softplus,
+    "elu": torch.nn.functional.elu,
+    "logsigmoid": torch.nn.functional.logsigmoid,
+    "sinh": torch.sinh,
+    "cosh": torch.cosh,
+    "tan": torch.tan,
+    "round": torch.round,
+    "frac": torch.frac,
+    "logaddexp": lambda s: torch.logaddexp(2 * s, 1 - s),
+    "logaddexp, one infinite": lambda s: torch.logaddexp(s, torch.where(s > 0, s, -math.inf)),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_traced_functions_have_torchs_derivative(name: str) -> None:
+    function = ACTIVATIONS[name]
+    scores = torch.linspace(-9.0, 9.0, 37, dtype=torch.float64).requires_grad_()
+    theirs = torch.autograd.grad(function(scores).sum(), scores)[0]
+    root = trace(lambda s, b, h, q, kv: function(s), "score").root
+    env = {"score": scores.detach(), "grad": torch.ones_like(scores)}
+    (ours,) = evaluate([adjoint(root).dscore], env, [], torch.float64)
+    torch.testing.assert_close(ours.expand_as(theirs), theirs, rtol=1e-13, atol=1e-13)
 
 
 def test_branch_not_taken_gets_exactly_zero_even_for_an_infinite_cotangent() -> None:

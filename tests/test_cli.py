@@ -126,7 +126,6 @@ def test_check_fails_with_status_1_and_code_that_fails_too(
         ("check masks:causal --dtype float8", "argument --dtype: 'float8' is not a dtype"),
         ("check masks:causal --device gpu", "argument --device: cannot use 'gpu'"),
         ("check", "the following arguments are required: target"),
-        ("explain masks:causal", "--q-len is missing: 'masks:causal' has no length of its own"),
         ("explain {file}:far --q-len 9", "captured tensor 'slopes' has 4 entries"),
         ("explain masks:causal --q-len 9 --dtype float16,bfloat16", "is more than one dtype"),
         ("explain masks:causal --q-len 9 --dtype int8", "argument --dtype: 'int8' is not a dtype"),
@@ -138,6 +137,7 @@ def test_check_fails_with_status_1_and_code_that_fails_too(
         ("show masks:causal --block 3,4,5", "argument --block: '3,4,5' is not a size N or a pair"),
         ("show masks:causal --at 3", "argument --at: '3' is not a pair BATCH,HEAD"),
         ("show masks:causal --at 0,1", "at must name a head from 0 to 0, got 1"),
+        ("show masks:causal --output no/where.png", "No such file or directory"),
         ("show masks:causal --output mask.jpg", "path must end in .png or .svg, got 'mask.jpg'"),
         ("show masks:natten((4,4),3) --q-len 8", "was built for query length 16, got 8"),
         ("swim masks:causal", "invalid choice: 'swim'"),
@@ -163,6 +163,26 @@ def test_explain(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert out == f"{expected}\n"
     assert "mask(b, h, q, kv) = kv <= q" in out
     assert "B=2 H=4 Sq=256 Skv=512" in out
+
+
+@pytest.mark.parametrize(
+    ("target", "shape"),
+    [
+        ("masks:causal", "Sq=1024 Skv=1024"),
+        ("masks:natten((8,8),3)", "Sq=64 Skv=64"),
+        ("mods:softcap(20.0)", "Sq=1024 Skv=1024"),
+    ],
+)
+def test_explain_takes_the_masks_own_lengths(
+    target: str, shape: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", target]) == 0
+    assert shape in capsys.readouterr().out
+
+
+def test_a_file_that_cannot_be_written_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("explain masks:causal --q-len 256 --timeline no/where.svg".split()) == 2
+    assert "No such file or directory: 'no/where.svg'" in capsys.readouterr().err
 
 
 def test_every_command_is_a_module_that_registers_itself() -> None:

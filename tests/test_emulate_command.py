@@ -32,6 +32,11 @@ def test_gradients_too(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"{name}: error" in out
 
 
+def test_a_mask_with_lengths_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["emulate", "masks:natten((8,8),3)", "--mode", "eager"]) == 0
+    assert "eager" in capsys.readouterr().out
+
+
 def test_what_would_take_too_long_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--q-len", "100", "--head-dim", "64", "--minutes", "1e-6", "--mode", "eager"]
     assert main(["emulate", "masks:causal()", *sizes]) == 2

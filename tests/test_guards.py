@@ -160,6 +160,33 @@ def test_partial_and_mask_objects(counter: Counter) -> None:
     assert counter.traces == 3
 
 
+def isin(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return torch.isin(kv, torch.tensor([0, 3])) | (q >= kv)  # reads a name that is its own
+
+
+def halves(b: Any, h: Any, q: Any, kv: Any, depth: int = 2) -> Any:
+    return q >= kv if depth == 0 else halves(b, h, q // 2, kv // 2, depth - 1)
+
+
+def test_functions_that_name_themselves(counter: Counter) -> None:
+    for _ in range(2):
+        assert text(isin) == "(kv == t0[0]) | (kv == t0[1]) | (kv <= q)"
+        assert text(halves) == "kv // 2 // 2 <= q // 2 // 2"
+    assert counter.traces == 3  # a tensor made inside of a function is another one at each call
+
+
+def test_one_tensor_read_by_two_names(counter: Counter) -> None:
+    one, other = torch.arange(8), torch.arange(8)
+
+    def pair(first: torch.Tensor, second: torch.Tensor) -> Any:
+        return lambda b, h, q, kv: first[q] >= second[kv]
+
+    for a, b in ((one, one), (other, other), (one, other)):
+        found = traced(pair(a, b), "mask", CPU).tensors
+        assert {id(t) for t in found} == {id(a), id(b)}
+    assert counter.traces == 2
+
+
 def test_true_is_not_one(counter: Counter) -> None:
     def scaled(factor: Any) -> Any:
         return lambda s, b, h, q, kv: s * factor

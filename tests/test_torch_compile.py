@@ -249,6 +249,23 @@ def test_one_graph_for_all_lengths() -> None:
     assert counter.frame_count == 1
 
 
+def test_masks_and_mods_of_the_library_made_inside() -> None:
+    def call(query: Tensor, key: Tensor, value: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
+        packed = masks.document(ids) & masks.sliding_window(9)
+        mask = (packed | masks.prefix_lm(lengths)) & masks.padding(lengths + 30)
+        mod = mods.compose(mods.alibi(4), mods.softcap(20.0))
+        out: Tensor = flex_attention(query, key, value, mod, mask)
+        return out
+
+    counter = CompileCounterWithBackend("aot_eager")
+    whole = compiled(call, backend=counter, dynamic=True)
+    for length in (64, 100, 77):
+        ids, lengths = torch.arange(length) // 7, torch.tensor([5, length - 40])
+        made = inputs(length)
+        assert torch.equal(whole(*made, ids, lengths), call(*made, ids, lengths))
+    assert counter.frame_count == 1
+
+
 def test_a_length_that_a_mod_reads() -> None:
     def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         length = query.shape[2]

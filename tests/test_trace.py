@@ -29,6 +29,11 @@ FLAGS = torch.tensor([True, False, True, True, False, False, True, True, False])
 DEEP = torch.arange(B * H * 9 * 4, dtype=torch.float32).view(B, H, 9, 4).sin()
 SPANS = torch.tensor([[0, 3], [2, 6], [5, 9]])
 GAIN = torch.tensor(1.25)
+EDGES = torch.tensor([-2, 0, 1, 1, 4])
+BYTES = torch.tensor([0, 3, 100, 130, 200, 255, 17, 40, 1], dtype=torch.uint8)
+SIGNED = torch.tensor([0, 3, 100, -128, -70, 127, 17, -40, 1], dtype=torch.int8)
+SHORTS = torch.linspace(-32768, 32767, 9).to(torch.int16)
+GRID = torch.linspace(-2.0, 2.0, 9)
 SHIFT = torch.tensor(2)
 
 
@@ -138,6 +143,34 @@ MASKS: dict[str, Callable[..., Any]] = {
     "spans between cuts": lambda b, h, q, kv: ((kv >= IDS[:-1]) & (kv < IDS[1:])).any(),
     "eager on captured": lambda b, h, q, kv: IDS.cumsum(0)[q] > IDS.flip(0)[kv] * 2,
     "ellipsis and None": lambda b, h, q, kv: SPANS[None, ..., 0][0, q % 3] == kv,
+    "product of bools": lambda b, h, q, kv: (q >= kv) * (kv > 2),
+    "sum of two bools": lambda b, h, q, kv: (q > kv + 3) + (kv == 2),
+    "extremes of bools": lambda b, h, q, kv: torch.maximum(q > 3, torch.min(kv > 2, FLAGS[q])),
+    "bytes wrap": lambda b, h, q, kv: (BYTES[q] - BYTES[kv] > 100) ^ (BYTES[kv] * 2 + 30 < 60),
+    "bytes among themselves": lambda b, h, q, kv: (
+        (-BYTES[q] == ~BYTES[kv] + 1) | (BYTES[q] ** 2 + BYTES[kv] == BYTES[kv])
+    ),
+    "wider than bytes": lambda b, h, q, kv: BYTES[q].int() - BYTES[kv] > BYTES[q] - q - 3,
+    "signed bytes": lambda b, h, q, kv: (SIGNED[q] * SIGNED[kv] > 0) | (SIGNED[q] << 2 == 4),
+    "shorts": lambda b, h, q, kv: SHORTS[q] - SHORTS[kv] > SIGNED[kv] + BYTES[q],
+    "bytes that were chosen": lambda b, h, q, kv: (
+        torch.where(q > 3, BYTES[q], 7) - BYTES[kv].clamp(max=50) - BYTES[q] // 3
+        > BYTES[kv] % 9 - (SIGNED[q] >> 1)
+    ),
+    "dtypes of bytes": lambda b, h, q, kv: torch.tensor(
+        (BYTES[q].dtype, (SIGNED[q] + 1).dtype) == (torch.uint8, torch.int8)
+    ),
+    "a byte's minimum": lambda b, h, q, kv: torch.minimum(BYTES[q], BYTES[kv]) - BYTES[3] > q,
+    "bytes in a row": lambda b, h, q, kv: ((BYTES[1:4] + BYTES[q]) > BYTES[kv]).any(),
+    "isin": lambda b, h, q, kv: torch.isin(kv, SPANS) | torch.isin(q, IDS, invert=True),
+    "isin a number": lambda b, h, q, kv: torch.isin(kv, 3),
+    "bucketize": lambda b, h, q, kv: (
+        torch.bucketize(q - kv, EDGES) >= torch.bucketize(kv, EDGES, right=True)
+    ),
+    "searchsorted": lambda b, h, q, kv: (
+        torch.searchsorted(EDGES, q, side="right") % 2 == torch.searchsorted(EDGES, kv)
+    ),
+    "rounded": lambda b, h, q, kv: torch.round(q / 2) >= torch.round((kv - 5) / 2),
     "stack": lambda b, h, q, kv: torch.stack([q > 2, kv > 4, h > 0]).any(),
 }
 
@@ -149,7 +182,7 @@ def test_mask_equals_eager(name: str) -> None:
 
 UNARY = (
     "exp exp2 expm1 tanh sigmoid sin cos erf floor ceil trunc abs neg square reciprocal "
-    "sign relu positive"
+    "sign relu positive round frac sinh cosh tan"
 ).split()
 POSITIVE = "log log2 log1p log10 sqrt rsqrt".split()
 
@@ -163,6 +196,15 @@ MODS: dict[str, Callable[..., Any]] = {
     "elu": lambda s, b, h, q, kv: F.elu(s, alpha=0.5),
     "leaky_relu": lambda s, b, h, q, kv: F.leaky_relu(s, 0.2),
     "logsigmoid": lambda s, b, h, q, kv: F.logsigmoid(s * 10),
+    "mish": lambda s, b, h, q, kv: F.mish(s * 10),
+    "relu6": lambda s, b, h, q, kv: F.relu6(s * 4) + F.relu6(q),
+    "logaddexp": lambda s, b, h, q, kv: torch.logaddexp(s * 20, TABLE[h, q]),
+    "logaddexp of infinities": lambda s, b, h, q, kv: torch.logaddexp(
+        torch.where(q > 2, s, -math.inf), torch.where(kv > 2, s, -math.inf)
+    ),
+    "halves to even": lambda s, b, h, q, kv: torch.round((q - kv) / 2) + torch.round(s / 0.0),
+    "bucketize NaN": lambda s, b, h, q, kv: s + torch.bucketize(s / 0 * 0, GRID),
+    "bucketize": lambda s, b, h, q, kv: TABLE[h, torch.bucketize(s, GRID)],
     "softsign": lambda s, b, h, q, kv: F.softsign(s),
     "hardtanh": lambda s, b, h, q, kv: F.hardtanh(s),
     "clamp": lambda s, b, h, q, kv: s.clamp(-1, GAIN),

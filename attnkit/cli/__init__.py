@@ -48,6 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     run: Callable[[argparse.Namespace], int] = options.run
     try:
         return run(options)
-    except AttnkitError as error:
+    except (AttnkitError, OSError) as error:  # such as a folder that does not exist
         print(f"attnkit: {error}", file=sys.stderr)
         return MISUSED

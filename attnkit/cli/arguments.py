@@ -21,6 +21,7 @@ TARGET = (
 )
 _DTYPES = {str(d).removeprefix("torch."): d for d in DTYPES}
 DTYPE_NAMES = ", ".join(_DTYPES)
+LENGTH = 1024  # of masks that have none, where nothing is computed
 
 
 def size(text: str) -> int:
@@ -76,6 +77,13 @@ def own_lengths(mask: Any) -> tuple[int | None, int | None]:
         return None, None
     q_len, kv_len = (most if least == most else None for least, most in mask.lengths)
     return q_len, kv_len
+
+
+def lengths(mask: Any, options: argparse.Namespace, default: int) -> tuple[int, int]:
+    """--q-len and --kv-len where they are given, else the mask's own, else a default."""
+    own_q, own_kv = own_lengths(mask)
+    q_len = options.q_len or own_q or options.kv_len or own_kv or default
+    return q_len, options.kv_len or own_kv or q_len
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnkit.cli.arguments import DTYPE_NAMES, FAILED, OK, TARGET, dtypes, size
+from attnkit.cli.arguments import FAILED, OK, TARGET, dtypes, lengths, size
 from attnkit.errors import UnsupportedError
+from attnkit.plan import NoKernelError
 from attnkit.targets import TARGETS, missing_arch, of_arch
 
 if TYPE_CHECKING:
     from attnkit.cli.arguments import Subparsers
     from attnkit.compiled import Kernel, Source
+
+LENGTH = 512
 
 
 @dataclass(frozen=True)
@@ -65,15 +68,19 @@ def register(subparsers: Subparsers) -> None:
         type=dtypes,
         default=[torch.bfloat16],
         metavar="D,...",
-        help=f"of {DTYPE_NAMES}; default bfloat16",
+        help="float16, bfloat16; default bfloat16",
     )
     for name, default, what in (
         ("head-dim", 128, "width of a head of query and key"),
         ("value-dim", None, "width of a head of value; default head-dim"),
         ("heads", 1, "query heads, as many as the variant's tables have"),
         ("kv-heads", None, "key and value heads; default heads"),
-        ("q-len", 512, "query length that the variant is built for"),
-        ("kv-len", None, "kv length that it is built for; default q-len"),
+        (
+            "q-len",
+            None,
+            f"query length that the variant is built for; default its own, or {LENGTH}",
+        ),
+        ("kv-len", None, "kv length that it is built for; default its own, or q-len"),
         ("batch", 1, "batch size that it is built for"),
     ):
         text = what if default is None else f"{what}; default {default}"
@@ -89,6 +96,7 @@ def run(options: argparse.Namespace) -> int:
 
     variant = load(options.target)
     wanted: dict[Source, None] = {}
+    q_len, kv_len = lengths(variant.mask, options, LENGTH)
     for dtype in options.dtype:
         request = Request(
             variant,
@@ -97,8 +105,8 @@ def run(options: argparse.Namespace) -> int:
             options.batch,
             options.heads,
             options.kv_heads or options.heads,
-            options.q_len,
-            options.kv_len or options.q_len,
+            q_len,
+            kv_len,
             options.head_dim,
             options.value_dim or options.head_dim,
             options.backward,
@@ -127,7 +135,10 @@ def sources(request: Request) -> Sequence[Source]:
     tensors = [torch.zeros(s, dtype=r.dtype, requires_grad=r.backward) for s in shapes]
     # The emulator's calls are those of a GPU, on tensors that this machine can hold.
     with emulation.session(execute=False), asked() as found:
-        out = r.variant(*tensors, backend=f"emulate:{r.arch}", enable_gqa=r.heads != r.kv_heads)
+        try:
+            out = r.variant(*tensors, backend=f"emulate:{r.arch}", enable_gqa=r.heads != r.kv_heads)
+        except NoKernelError as error:
+            raise UnsupportedError(f"there is no kernel to compile: {error.reason}") from None
         if r.backward:
             out.sum().backward()
     return found
@@ -149,7 +160,7 @@ def compile_all(wanted: Sequence[Source]) -> int:
         for line in _lines(kernel):
             print(line)
         for problem in kernel.artifact.problems:
-            print(f"  slow: {problem}")
+            print(f"  problem: {problem}")
             status = FAILED
     print(f"kept in {default_folder()}")
     return status

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attnkit.cli.arguments import DTYPE_NAMES, FAILED, OK, TARGET, dtypes, size
+from attnkit.cli.arguments import FAILED, OK, TARGET, dtype, lengths, size
 from attnkit.targets import TARGETS
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from attnkit.emulation import Session
 
 ARCHS = ", ".join(t.arch for t in TARGETS)
+LENGTH = 256
 MODES = ("check", "eager", "adversarial", "race")
 
 
@@ -33,14 +34,16 @@ def register(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--arch", default="sm_90a", metavar="A", help=f"one of {ARCHS}; default sm_90a"
     )
-    parser.add_argument("--q-len", type=size, default=256, metavar="N", help="default 256")
-    parser.add_argument("--kv-len", type=size, metavar="N", help="default q-len")
+    parser.add_argument(
+        "--q-len", type=size, metavar="N", help=f"default the mask's own, or {LENGTH}"
+    )
+    parser.add_argument("--kv-len", type=size, metavar="N", help="default the mask's own, or q-len")
     parser.add_argument("--heads", type=size, default=1, metavar="N", help="query heads; default 1")
     parser.add_argument("--kv-heads", type=size, metavar="N", help="default heads")
     parser.add_argument("--batch", type=size, default=1, metavar="N", help="default 1")
     parser.add_argument("--head-dim", type=size, default=64, metavar="N", help="default 64")
     parser.add_argument(
-        "--dtype", type=dtypes, metavar="D", help=f"one of {DTYPE_NAMES}; default bfloat16"
+        "--dtype", type=dtype, metavar="D", help="float16 or bfloat16; default bfloat16"
     )
     parser.add_argument(
         "--mode",
@@ -71,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     from attnkit.testing.load import load
 
     variant = load(options.target)
-    dtype = options.dtype[0] if options.dtype else torch.bfloat16
+    sizes = lengths(variant.mask, options, LENGTH)
     with emulation.session(
         mode=options.mode,
         seeds=options.seeds,
@@ -81,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
     ) as session:
         errors = compare(
             variant,
-            _inputs(options, dtype),
+            _inputs(options, sizes, options.dtype or torch.bfloat16),
             backend=f"emulate:{options.arch}",
             backward=options.backward,
         )
@@ -94,24 +97,17 @@ def run(options: argparse.Namespace) -> int:
     return OK if session.ok and all(error.ok for error in errors) else FAILED
 
 
-def _inputs(options: argparse.Namespace, dtype: torch.dtype) -> list[Tensor]:
+def _inputs(
+    options: argparse.Namespace, sizes: tuple[int, int], dtype: torch.dtype
+) -> list[Tensor]:
     import torch
 
     generator = torch.Generator().manual_seed(options.seed)
-    heads = options.heads
-    shapes = (
-        (options.batch, heads, options.q_len, options.head_dim),
-        *[
-            (
-                options.batch,
-                options.kv_heads or heads,
-                options.kv_len or options.q_len,
-                options.head_dim,
-            )
-        ]
-        * 2,
-    )
-    return [torch.randn(s, generator=generator).to(dtype) for s in shapes]
+    heads = options.heads, options.kv_heads or options.heads, options.kv_heads or options.heads
+    return [
+        torch.randn(options.batch, h, n, options.head_dim, generator=generator).to(dtype)
+        for h, n in zip(heads, (*sizes, sizes[1]), strict=True)
+    ]
 
 
 def _draw(session: Session, file: Path) -> None:

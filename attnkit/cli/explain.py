@@ -9,8 +9,17 @@ from typing import TYPE_CHECKING
 import torch
 
 import attnkit
-from attnkit.cli.arguments import DTYPE_NAMES, OK, TARGET, add_device, dtype, own_lengths, size
-from attnkit.errors import ArgumentError, UnsupportedError
+from attnkit.cli.arguments import (
+    DTYPE_NAMES,
+    LENGTH,
+    OK,
+    TARGET,
+    add_device,
+    dtype,
+    lengths,
+    size,
+)
+from attnkit.errors import UnsupportedError
 from attnkit.explanation import Explanation
 from attnkit.forecast import HOPPER_SMS
 
@@ -25,7 +34,10 @@ def register(subparsers: Subparsers) -> None:
     parser.set_defaults(run=run)
     parser.add_argument("target", help=TARGET)
     parser.add_argument(
-        "--q-len", type=size, metavar="N", help="query length; default the mask's own"
+        "--q-len",
+        type=size,
+        metavar="N",
+        help=f"query length; default the mask's own, or {LENGTH}",
     )
     parser.add_argument(
         "--kv-len", type=size, metavar="N", help="kv length; default the mask's own, or q-len"
@@ -69,14 +81,11 @@ def run(options: argparse.Namespace) -> int:
     from attnkit.testing.load import load
 
     variant = load(options.target)
-    own_q, own_kv = own_lengths(variant.mask)
-    q_len = options.q_len or own_q
-    if q_len is None:
-        raise ArgumentError(f"--q-len is missing: {options.target!r} has no length of its own")
+    q_len, kv_len = lengths(variant.mask, options, LENGTH)
     found = attnkit.explain(
         variant,
         q_len=q_len,
-        kv_len=options.kv_len or own_kv,
+        kv_len=kv_len,
         heads=options.heads,
         batch=options.batch,
         head_dim=options.head_dim,

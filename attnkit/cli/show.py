@@ -5,15 +5,13 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from attnkit.cli.arguments import OK, TARGET, add_device, own_lengths, size
+from attnkit.cli.arguments import LENGTH, OK, TARGET, add_device, lengths, size
 from attnkit.errors import ArgumentError
 
 if TYPE_CHECKING:
     from attnkit.cli.arguments import Subparsers
-
-LENGTH = 1024  # of masks that have none of their own
 
 
 def register(subparsers: Subparsers) -> None:
@@ -67,8 +65,7 @@ def run(options: argparse.Namespace) -> int:
         _refuse_sizes(options)
         blocks = mask
     else:
-        lengths = _lengths(mask, options)
-        sizes = (options.batch, options.heads, *lengths)
+        sizes = (options.batch, options.heads, *lengths(mask, options, LENGTH))
         blocks = create_block_mask(mask, *sizes, options.device, options.block or BLOCK)
     if options.output is not None:
         print(f"wrote {picture.save(options.output, blocks)}")
@@ -79,13 +76,6 @@ def run(options: argparse.Namespace) -> int:
         print(picture.show(blocks, at=options.at, width=width, plain=plain))
     print(summarize(blocks))
     return OK
-
-
-def _lengths(mask: Any, options: argparse.Namespace) -> tuple[int, int]:
-    """The lengths that are given, else the mask's own, else a default."""
-    own_q, own_kv = own_lengths(mask)
-    q_len = options.q_len or own_q or options.kv_len or own_kv or LENGTH
-    return q_len, options.kv_len or own_kv or q_len
 
 
 def _refuse_sizes(options: argparse.Namespace) -> None:

@@ -159,7 +159,8 @@ _FLOATS = "torch.randn({shape}, generator=random)"
 _LEARNED = (
     "torch.randn({shape}, generator=random, requires_grad=True)",
     "torch.randn({shape}, generator=random)",
-    "torch.randn({shape}, generator=random, dtype=torch.float64, requires_grad=True)",
+    # of numbers that float32 holds, as others are refused below float64 queries
+    "torch.randn({shape}, generator=random).double().requires_grad_()",
     "torch.randn({shape}, generator=random, dtype=torch.bfloat16, requires_grad=True)",
     "torch.randn(2, {shape}, generator=random, requires_grad=True)[1]",
 )
