@@ -79,7 +79,7 @@ class Artifact:
         arch: target.
         signature: the arguments.
         stats: registers and so on of each device function.
-        problems: what makes the device code slow: spilled registers, serialised products.
+        problems: what is wrong with the device code, see `cubin_loops.problems`.
         seconds: that the compilation took.
         code: host object with the device code in it.
         image: the object linked to a shared library; empty if there was no C compiler.
@@ -195,7 +195,10 @@ def _compiled(source: Source) -> Artifact:
             # An empty list is passed as what it is, no arguments; loops are unrolled on purpose.
             warnings.filterwarnings("ignore", "Argument .* cannot be converted to a JitArgument")
             warnings.filterwarnings("ignore", "This static loop has")
-            compiled = cute.compile(build.function, *build.arguments, options=options.strip())
+            # `Entry` loads and calls the object: the DSL need not make the code ready for itself.
+            compiled = cute.compile(
+                build.function, *build.arguments, options=options.strip(), no_jit_engine=True
+            )
     code = compiled.dump_to_object(PREFIX)
     image = link(code)
     cubin, kernels = compiled.artifacts.CUBIN, compiled.kernel_info

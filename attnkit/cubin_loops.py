@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from attnkit.cubin import kernel_code, kernel_stats
+from attnkit.cubin_fences import late_fences
 
 _BYTES = 16
 _OPCODE = 0x1FF
@@ -92,9 +93,10 @@ def loops(code: bytes) -> list[Loop]:
 
 
 def problems(cubin: bytes, arch: str) -> tuple[str, ...]:
-    """What makes the code of a CUBIN slow, though correct; each with the kernel's name.
+    """What is wrong with the code of a CUBIN; each with the kernel's name.
 
-    Spilled registers and, for sm_90a, serialised products.
+    Spilled registers and, for sm_90a, serialised products, which make it slow, and fences that
+    do not hold (see `cubin_fences`).
 
     Raises:
         ArgumentError: it is no CUBIN.
@@ -110,5 +112,10 @@ def problems(cubin: bytes, arch: str) -> tuple[str, ...]:
             "touched before the wait for it"
             for loop in loops(code)
             if loop.serialised
+        ]
+        found += [
+            f"{name}: fence at {at:#x}: a branch stands between it and the wait for it, so that "
+            "others may read what was there before; sync_warp behind the fence waits in time"
+            for at in late_fences(code)
         ]
     return tuple(found)

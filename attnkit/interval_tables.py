@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from attnkit import expr
-from attnkit.bounds import check_bounds, note_range
+from attnkit.bounds import check_bounds
+from attnkit.bounds_checker import note_range
 from attnkit.errors import BoundsError
 from attnkit.expr import I32, Node, arg, const, load
 from attnkit.interp.tables import Domain, Key, key_of

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from attnkit.backwards import Backwards
 from attnkit.errors import UnsupportedError
 from attnkit.sparse import BlockRuns, Runs
 from attnkit.splice import (
@@ -25,6 +26,7 @@ from attnkit.splice import (
     compute_dtype,
     out_like,
     prepare,
+    repeated_backward,
     run_backward,
     run_forward,
 )
@@ -241,6 +243,7 @@ class Settled:
         template, program, runs: what computes which tiles.
         need_max: whether the row maxima are wanted.
         attention: the template's forward, once it was prepared for tensors like those of the call.
+        backwards: quicker ways of its backward.
     """
 
     template: str
@@ -248,6 +251,10 @@ class Settled:
     runs: BlockRuns | None
     need_max: bool
     attention: Attention | None = None
+    backwards: Backwards = field(default_factory=Backwards)
+
+
+_NO_GRADIENT = (None,) * 5  # of what stands before the query
 
 
 class _Recorded(torch.autograd.Function):
@@ -286,8 +293,13 @@ class _Recorded(torch.autograd.Function):
         grad_lse: Tensor | None = None,
         _: Tensor | None = None,
     ) -> tuple[Any, ...]:
-        query, key, value, out, lse, *captured = ctx.saved_tensors
+        kept = ctx.saved_tensors
         settled, scale, wanted = ctx.call
+        if grad_out is not None:
+            made = settled.backwards.made(grad_out, grad_lse, kept, scale, wanted)
+            if made is not None:
+                return *_NO_GRADIENT, *made
+        query, key, value, out, lse, *captured = kept
         scores, masks = captured[: len(wanted)], captured[len(wanted) :]
         if grad_out is None:
             grad_out = torch.zeros_like(out)
@@ -301,18 +313,16 @@ class _Recorded(torch.autograd.Function):
                 *(settled.template, scale, wanted),
             )
         else:
-            dquery, dkey, dvalue, own = gradients(
-                settled.template,
-                settled.program,
-                (grad_out, grad_lse),
-                saved,
-                (scores, masks),
-                settled.runs,
-                scale,
-                wanted,
+            call = (
+                *(settled.template, settled.program, (grad_out, grad_lse), saved),
+                *((scores, masks), settled.runs, scale, wanted),
+            )
+            dquery, dkey, dvalue, own = gradients(*call)
+            settled.backwards.learn(
+                *(grad_out, grad_lse, kept, scale, wanted), lambda: repeated_backward(*call)
             )
         gradients_of_scores = [g if need else None for g, need in zip(own, wanted, strict=True)]
-        return *[None] * 5, dquery, dkey, dvalue, *gradients_of_scores
+        return *_NO_GRADIENT, dquery, dkey, dvalue, *gradients_of_scores
 
 
 def run(

@@ -202,7 +202,7 @@ def choose(
         OptionError: unknown backend.
         UnsupportedError: a GPU kernel was asked for and none can serve this call here.
     """
-    kind, emulated = _parsed(backend)
+    kind, emulated = parsed(backend)
     if kind == "eager":
         return Plan("eager", block, "asked for; dense, holds every score", notes)
     why = "asked for"
@@ -222,7 +222,7 @@ def choose(
     return Plan("cpu", block, f"{why}; torch operators over the tiles that the mask keeps", notes)
 
 
-def _parsed(backend: str) -> tuple[str, Target | None]:
+def parsed(backend: str) -> tuple[str, Target | None]:
     """The backend without its architecture, and what is emulated."""
     kind, colon, arch = backend.partition(":")
     if kind not in BACKENDS or (colon and kind != "emulate"):
@@ -261,10 +261,18 @@ def _notes(call: Call, target: Target) -> Iterator[str]:
         yield SILICON_NOTE
 
 
-def refused(backend: str, reason: str) -> UnsupportedError:
+class NoKernelError(UnsupportedError):
+    """A GPU kernel was asked for and cannot be had; `reason` is why."""
+
+    reason = ""
+
+
+def refused(backend: str, reason: str) -> NoKernelError:
     """The error of a GPU kernel that was asked for and cannot be had."""
     what = "a kernel compiled for a GPU" if backend == "cute" else "a GPU kernel in the emulator"
-    return UnsupportedError(
+    error = NoKernelError(
         f"backend={backend!r} asks for {what}, and there is none for this call: {reason}. "
         'backend="auto" takes torch operators instead (block-sparse, on any device)'
     )
+    error.reason = reason
+    return error

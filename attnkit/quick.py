@@ -26,7 +26,7 @@ from attnkit.block_mask import BlockMask
 from attnkit.guards import Watched, watched
 from attnkit.launch import Attempt, Settled
 from attnkit.repeats import Likeness, is_flex
-from attnkit.transforms import only_devices, undisturbed
+from attnkit.transforms import alike, only_devices, undisturbed
 
 # Which tensors are given: of query, key, value, then those that score and mask capture.
 _Same: TypeAlias = Callable[..., bool]
@@ -40,7 +40,6 @@ _ATTEMPTS = 32  # where more kinds of calls take turns than a bucket has entries
 _LARGEST = 3e38  # of a scale, which is float32 in a kernel
 
 _C: Any = torch._C
-_Guards: Any = getattr(getattr(getattr(_C, "_dynamo", None), "guards", None), "TensorGuards", None)
 _recording: Callable[[], bool] = _C.is_grad_enabled
 _ordered: Callable[[], bool] = _C._get_deterministic_algorithms
 _modes: Callable[[], int] = _C._len_torch_function_stack
@@ -56,7 +55,8 @@ class _Entry:
         same: whether tensors are like those of the call.
         enable_gqa, backend, deterministic: of the call.
         ordered, recording: what torch was set to: deterministic algorithms, gradients.
-        versions: of the captured tensors whose data matters, by place; and of lists of blocks.
+        versions: of the captured tensors whose data matters, by place, and where that lies; and of
+            lists of blocks.
         factor: the scale where none is given.
         settled, again: how it was made, and a quicker way, if there is one.
         recorded: it is one for autograd.
@@ -68,7 +68,7 @@ class _Entry:
     deterministic: bool
     ordered: bool
     recording: bool
-    versions: tuple[tuple[int, int], ...]
+    versions: tuple[tuple[int, int, int], ...]
     factor: float
     settled: Settled
     again: Attempt | None
@@ -229,8 +229,8 @@ def _found(
         return None
     if entry.versions:
         tensors = *scores, *masks, *lists
-        for i, version in entry.versions:
-            if tensors[i]._version != version:
+        for i, version, place in entry.versions:
+            if tensors[i]._version != version or tensors[i].data_ptr() != place:
                 bucket.entries = tuple([e for e in bucket.entries if e is not entry])
                 return None
     if _modes() and not only_devices():
@@ -257,7 +257,7 @@ def learn(
         like: what it was like.
         settled: what was settled for that.
     """
-    if _Guards is None or not like.recalled or settled.attention is None:
+    if not like.recalled or settled.attention is None:
         return
     at = id(score_mod), id(block_mask), query.numel(), key.numel()
     bucket = _buckets.get(at)
@@ -277,12 +277,8 @@ def learn(
     if captured is None:
         return
     place = {id(t): i for i, t in enumerate([t for part in captured for t in part])}
-    same = _Guards(
-        *tensors,
-        dynamic_dims_sizes=[list(t.shape) for t in tensors],
-        dynamic_dims_strides=[list(t.stride()) for t in tensors],
-    ).check
-    if not same(*tensors) or not all(id(t) in place for t in like.data):
+    same = alike(tensors)
+    if same is None or not all(id(t) in place for t in like.data):
         return
     entry = _Entry(
         same,
@@ -291,7 +287,7 @@ def learn(
         deterministic,
         torch.are_deterministic_algorithms_enabled(),
         torch.is_grad_enabled(),
-        tuple((place[id(t)], t._version) for t in like.data),
+        tuple((place[id(t)], t._version, t.data_ptr()) for t in like.data),
         1 / math.sqrt(query.shape[-1]),
         settled,
         getattr(settled.attention, "again", None),

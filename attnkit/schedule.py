@@ -27,9 +27,9 @@ from attnkit.splitting import GRAIN, Cost, Pieces, Rows, even, filled, predicted
 # written and read once at the card's 5.5 TB/s from L2, shared by 132 SMs.
 FORWARD = Cost(full=2209, partial=2450, tile=4000, merge=4600)
 
-# Inferred, not measured apart: FlashAttention-4's backward on one H200 (full, D = 128, lengths
-# 2048, 8192 and 16384) at an assumed 1.5 GHz, per 128 x 128 tile; mask and merge as in the forward.
-BACKWARD = Cost(full=6700, partial=6940, tile=10000, merge=9200)
+# The Hopper backward on one H200, full, D = 128: two of its blocks of 64 x 128, fitted over lengths
+# 2048 and 8192, and what a part of a row takes beside its blocks; the mask's share is an estimate.
+BACKWARD = Cost(full=6060, partial=6360, tile=9500, merge=6500)
 
 L2_BYTES = 32 << 20  # of the H200's 50 MB: 8 heads at 8192 were as fast as 4, 16 were slower
 
@@ -117,10 +117,14 @@ class Schedule:
     def table(self) -> Tensor:
         """int32 [pieces, 12], 48 bytes a piece, for a kernel to read.
 
-        b, h, tile, slot, then the PARTIAL and the FULL cursor, then two zeros.
+        b, h, tile, slot, then the PARTIAL and the FULL cursor, then the number among `split` of the
+        row that it is a part of, -1 for a whole row, and how many parts that has.
         """
         head = torch.stack([self.b, self.h, self.tile, self.slot], 1)
-        return torch.cat([head, self.partial, self.full, head.new_zeros(self.pieces, 2)], 1)
+        row = torch.searchsorted(self.split_ptr, self.slot, right=True) - 1
+        parts = torch.cat([self.split_ptr.diff(), self.split_ptr.new_ones(1)])[row]
+        tail = torch.stack([row.to(torch.int32), parts], 1)
+        return torch.cat([head, self.partial, self.full, tail], 1)
 
     def __str__(self) -> str:
         kind = "backward" if self.backward else "forward"

@@ -54,6 +54,11 @@ class ScoreForm:
         """Whether x is the score times a positive constant times the scale."""
         return self.rest is None and self.slope is None and _positive(self.factor)
 
+    @property
+    def additive(self) -> bool:
+        """Whether the mod adds to the score what does not depend on it, and does nothing else."""
+        return self.factor is build("mul", SCALE, const(LOG2E))
+
 
 def score_form(root: Node | None) -> ScoreForm:
     """The form of a score_mod; None stands for the score itself."""

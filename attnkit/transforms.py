@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils._device import DeviceContext
 from attnkit.errors import UnsupportedError
 
 _C: Any = torch._C
+_Guards: Any = getattr(getattr(getattr(_C, "_dynamo", None), "guards", None), "TensorGuards", None)
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _PRE_DISPATCH = _C.DispatchKey.PreDispatch
 
@@ -46,6 +47,22 @@ def only_devices() -> bool:
         if type(_C._get_function_stack_at(i)) is not DeviceContext:
             return False
     return True
+
+
+def alike(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
+    """Tells whether other tensors are like these; None where torch has no way for that.
+
+    Their classes, dtypes, devices, shapes and strides, whether they require gradients, and what
+    modes, transforms and autocast put between a call and its kernel.
+    """
+    if _Guards is None:
+        return None
+    same: Callable[..., bool] = _Guards(
+        *tensors,
+        dynamic_dims_sizes=[list(t.shape) for t in tensors],
+        dynamic_dims_strides=[list(t.stride()) for t in tensors],
+    ).check
+    return same if same(*tensors) else None
 
 
 def refuse_transforms(tensors: Iterable[Tensor]) -> None:

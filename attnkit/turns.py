@@ -56,7 +56,8 @@ class Turns:
         kept: the FULL and PARTIAL runs of each such row joined.
         step: 1 if turns ascend in kv, -1 if they descend.
         group: int32 [pieces, 2], turn (from 0) at dK and dV of (b, kv head, kv tile) of each piece
-            of the schedule, and how many turns there are; the last resets the counter to 0.
+            of the schedule, and how many turns there are; the last resets the counter to 0. Pieces
+            that visit nothing have none: (0, 0).
     """
 
     first: Tensor
@@ -143,10 +144,14 @@ def _groups(schedule: Schedule) -> Tensor:
     heads = shape.kv_heads or shape.heads
     b = schedule.b.to(torch.int64) * (shape.kv_batch != 1)
     key = (b * heads + schedule.h // (shape.heads // heads)) * schedule.blocks + schedule.tile
+    live = (schedule.partial[:, 2] + schedule.full[:, 2] > 0).nonzero().squeeze(1)
+    key = key[live]
     counts = torch.bincount(key)
     order = torch.argsort(key, stable=True)
     key = key[order]
     place = torch.arange(key.numel(), device=key.device)
     rank = torch.empty_like(key)
     rank[order] = place - (counts.cumsum(0) - counts)[key]
-    return torch.stack([rank, counts[key][order.argsort()]], 1).to(torch.int32)
+    groups = torch.zeros(schedule.pieces, 2, dtype=torch.int32, device=key.device)
+    groups[live] = torch.stack([rank, counts[key][order.argsort()]], 1).to(torch.int32)
+    return groups

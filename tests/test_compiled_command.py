@@ -49,8 +49,8 @@ def test_kernels_are_compiled_and_kept(capsys: pytest.CaptureFixture[str], tmp_p
 def test_a_slow_kernel_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.compile_all([GOOD, BAD]) == 1
     out = capsys.readouterr().out
-    assert len(re.findall("slow: .*products are serialised", out)) == 1
-    assert out.index("hasty") < out.index("slow:")
+    assert len(re.findall("problem: .*products are serialised", out)) == 1
+    assert out.index("hasty") < out.index("problem:")
 
 
 def test_a_second_run_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,6 +108,11 @@ def test_a_mask_is_compiled_as_a_call_would(capsys: pytest.CaptureFixture[str]) 
     assert compiled.kernel(source).artifact.problems == ()
 
 
+def test_a_mask_with_lengths_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("compile masks:natten((8,8),3) --head-dim 64".split()) == 0
+    assert re.search(r"forward.* 0 B +\d", capsys.readouterr().out)
+
+
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
 def test_a_kernel_for_blackwell(arch: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(f"compile masks:causal --arch {arch} --head-dim 64".split()) == 0
@@ -127,7 +132,11 @@ def test_a_kernel_for_blackwell(arch: str, capsys: pytest.CaptureFixture[str]) -
             "--arch sm_100a --head-dim 264",
             "the Blackwell kernel takes head dims up to 256, got 264",
         ),
-        ("--dtype float64", "float64"),
+        (
+            "--dtype float64",
+            "there is no kernel to compile: the Hopper kernel computes bfloat16 and float16, the "
+            "query is float64",
+        ),
     ],
 )
 def test_what_cannot_be_compiled_is_said(

@@ -17,6 +17,7 @@ from cutlass import cute
 
 from attnkit.compiled import Build
 from attnkit.cubin import kernel_code, kernel_stats
+from attnkit.cubin_fences import late_fences
 from attnkit.cubin_loops import loops, problems
 from attnkit.errors import ArgumentError
 from tests import compiled_kernels as kernels
@@ -103,8 +104,23 @@ _FROM_REGISTERS = (0x00E0000C44187DF0, 0x000FE20000701818)
 _NOP = (0x0000000000007918, 0x000FC00000000000)
 
 
+_FENCE = (0x00000000000073C6, 0x002F220000000000)  # counter 4
+_BARRIER = (0x00C4000000007B1D, 0x014FE20000010000)  # waits for counters 2 and 4
+_BARRIER_LATE = (0x00C4000000007B1D, 0x004FE20000010000)  # for counter 2
+_NOP_AFTER = (0x0000000000007918, 0x010FC00000000000)  # waits for counter 4
+_BACK = (0xFFFFFFFC00E80947, 0x000FEA000383FFFF)
+
+
 def _program(*words: tuple[int, int]) -> bytes:
     return b"".join(struct.pack("<QQ", *w) for w in words)
+
+
+def test_a_fence_that_is_waited_for_behind_a_branch_is_found() -> None:
+    assert late_fences(_program(_NOP, _FENCE, _BACK, _BARRIER)) == [16]
+    assert late_fences(_program(_NOP, _FENCE, _BARRIER, _BACK)) == []
+    assert late_fences(_program(_NOP, _FENCE, _NOP_AFTER, _BACK, _BARRIER)) == []
+    assert late_fences(_program(_FENCE, _BARRIER_LATE, _NOP, _BACK, _BARRIER)) == [0]
+    assert late_fences(_program(_FENCE, _FENCE, _NOP)) == []
 
 
 def test_branches_and_products_are_decoded() -> None:

@@ -15,11 +15,11 @@ from torch.nn.attention import flex_attention as flex
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnkit
-from attnkit import AuxRequest, create_block_mask, flex_attention, masks, quick, repeats
+from attnkit import AuxRequest, create_block_mask, flex_attention, masks, quick, repeats, transforms
 
 LENGTH = 40
 
-pytestmark = pytest.mark.skipif(quick._Guards is None, reason="torch does not compare tensors")
+pytestmark = pytest.mark.skipif(transforms._Guards is None, reason="torch does not compare tensors")
 
 
 class Count:
@@ -147,6 +147,8 @@ def test_edits_are_seen(count: Count) -> None:
     size = 5
     check(False)
     table[7:] = 90
+    check(False)
+    table.data = torch.arange(LENGTH) // 5  # counts no version
     check(False)
     bias.mul_(2)
     check(True)  # a value of the score, which decides nothing
@@ -303,7 +305,7 @@ def test_functions_made_anew_are_not_remembered(count: Count) -> None:
 
 
 def test_without_what_torch_may_lack(count: Count, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quick, "_Guards", None)
+    monkeypatch.setattr(transforms, "_Guards", None)
     qkv = inputs()
     taught(lambda: flex_attention(*qkv))
     with way(count, short=False):

@@ -217,6 +217,35 @@ def test_edited_closures_and_masks() -> None:
     both()
 
 
+def test_data_that_is_replaced() -> None:
+    long = 300
+    q, k, v = (torch.randn(1, 2, long, 8) for _ in range(3))
+    table, place = torch.arange(long) // 100, torch.arange(long)
+    bias = torch.randn(long)
+    mask = lambda b, h, i, j: table[i] == table[j]
+    mod = lambda s, b, h, i, j: s + bias[place[j]]
+    block = create_block_mask(mask, None, None, long, long)
+
+    def check() -> None:
+        for _ in range(3):
+            for given in (mask, block):
+                ours = flex_attention(q, k, v, mod, given)
+                traces = trace(mod, "score"), trace(mask, "mask")
+                torch.testing.assert_close(ours, attnkit.reference.attention(q, k, v, *traces)[0])
+
+    check()
+    table.data = torch.arange(long) % 7
+    check()
+    table.set_(torch.arange(long) // 30)
+    check()
+    place.data = torch.arange(long).flip(0)
+    check()
+    place.data = torch.arange(long) + 5
+    for _ in range(2):
+        with pytest.raises(attnkit.BoundsError, match="bias"):
+            flex_attention(q, k, v, mod, mask)
+
+
 def test_an_edited_index_is_proven_again() -> None:
     place, bias = torch.arange(LENGTH), torch.randn(LENGTH)
     mod = lambda s, b, h, q, kv: s + bias[place[kv]]

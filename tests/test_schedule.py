@@ -83,6 +83,19 @@ def test_every_tile_is_visited_exactly_once(case: Case) -> None:
 
 
 @given(case=cases())
+def test_pieces_know_the_row_that_they_share(case: Case) -> None:
+    schedule = case.schedule()
+    split = [tuple(tile) for tile in schedule.split.tolist()]
+    counts = schedule.split_ptr.diff().tolist()
+    for b, h, tile, slot, *_, row, parts in schedule.table().tolist():
+        if slot < 0:
+            assert (row, parts) == (-1, 1)
+        else:
+            assert split[row] == (b, h, tile)
+            assert parts == counts[row] > 1
+
+
+@given(case=cases())
 def test_cost_is_linear_in_the_tiles(case: Case) -> None:
     schedule, cost = case.schedule(), case.cost
     for price, (_, slot, partial, full) in zip(

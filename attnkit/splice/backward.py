@@ -16,9 +16,11 @@ from torch import Tensor
 from attnkit import expr
 from attnkit.adjoint import adjoint
 from attnkit.expr import Node
+from attnkit.score_form import score_form
 from attnkit.sparse import BlockRuns
-from attnkit.splice.backward_call import prepare
+from attnkit.splice.backward_call import Call, prepare
 from attnkit.splice.program import Lists, Program
+from attnkit.splitting import Cost
 from attnkit.targets import SM90, Target
 from attnkit.worklist import full_runs
 
@@ -53,6 +55,7 @@ class Template(Protocol):
         widths: tuple[int, int],
         runs: BlockRuns,
         *,
+        additive: bool,
         learned: bool,
         ordered: bool,
         listed: bool,
@@ -62,13 +65,23 @@ class Template(Protocol):
         Args:
             widths: head dims as computed.
             runs: tiles to visit.
+            additive: whether the mod adds to the score what does not depend on it.
             learned: whether captured tensors have gradients.
             ordered: whether sums are formed in a fixed order.
             listed: whether block lists overrule the mask.
         """
 
+    def splits(self, settings: Settings) -> bool:
+        """Whether several pieces of work may share a kv tile."""
+
+    def prices(self, settings: Settings) -> Cost:
+        """What the work costs."""
+
     def config(self, settings: Settings) -> Any:
         """Its `BackwardConfig`."""
+
+    def words(self, settings: Settings) -> tuple[int, int]:
+        """Float32 words of a row's LSE and of its delta, as `prepare` writes them."""
 
     def prepare(self, settings: Settings, with_lse: bool) -> Any:
         """The kernel of the rows' statistics."""
@@ -170,14 +183,36 @@ def backward(
         scale: softmax scale.
         wanted: for each tensor of the score, whether its gradient is.
         target: what the kernels are compiled for.
-        deterministic: form the sums of dQ, dK and dV in a fixed order. Those of captured tensors
-            are not.
+        deterministic: form the sums of dQ, dK and dV in a fixed order, and those of captured
+            tensors exactly; `exact_sums.fit` must hold.
         emulated: execute the kernels on the CPU.
 
     Returns:
         The gradients of query, key and value; float32 gradients of the score's tensors, None where
         not wanted.
     """
+    call = prepared(
+        *(program, grads, saved, captured, runs, wanted),
+        target=target,
+        deterministic=deterministic,
+        emulated=emulated,
+    )
+    return call(grads, saved, captured, scale)
+
+
+def prepared(
+    program: Program,
+    grads: tuple[Tensor, Tensor | None],
+    saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    captured: Lists,
+    runs: BlockRuns | None,
+    wanted: Sequence[bool],
+    *,
+    target: Target,
+    deterministic: bool,
+    emulated: bool = False,
+) -> Call:
+    """What computes the gradients of tensors like these; arguments are those of `backward`."""
     query, key, value = saved[:3]
 
     def chosen() -> Settings:
@@ -187,6 +222,7 @@ def backward(
         switches = template.switches(
             widths,
             runs or full_runs(query.shape[2], key.shape[2], (128, 128), query.device),
+            additive=score_form(program.score).additive,
             learned=any(wanted),
             ordered=deterministic,
             listed=program.listed,
@@ -194,7 +230,7 @@ def backward(
         light = _light(program, wanted)
         return _settings(target, query, key, value, deterministic, light, switches)
 
-    call = prepare(
+    return prepare(
         program,
         (target, deterministic),
         chosen,
@@ -205,7 +241,6 @@ def backward(
         wanted,
         emulated=emulated,
     )
-    return call(grads, saved, captured, scale)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -19,10 +19,12 @@ from attnkit.current import device_index, is_captured, maker, stream_of
 from attnkit.expr import Node
 from attnkit.intervals import Intervals, find_intervals
 from attnkit.sparse import BlockRuns
+from attnkit.splice import exact_sums
 from attnkit.splice.backward_sources import finish_source, main_source, prepare_source
 from attnkit.splice.backward_work import UNIT, Work, work_of, workers
 from attnkit.splice.call import OWN, Place, _counter, is_plain, loadable, readable, steps
 from attnkit.splice.program import Lists, Program
+from attnkit.splice.replay import Made, Ran, Replay, replay
 from attnkit.trace import Traced
 from attnkit.versions import VersionedCache
 
@@ -33,6 +35,7 @@ Saved: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 Grads: TypeAlias = tuple[Tensor, Tensor | None]
 
 _calls: VersionedCache[Call] = VersionedCache(128)
+_counters: dict[tuple[int, int], Tensor] = {}
 # A CUDA graph reads the tables of the calls in it at every replay, and does not say when it is gone.
 _in_graphs: dict[tuple[int, ...], Any] = {}
 
@@ -69,7 +72,9 @@ class Call:
         direct: whether the kernels can write all of these.
         same: whether the tensors can be read by TMA as they are, their addresses apart, on a GPU.
         group: query heads per kv head.
+        words: of a row's LSE and of its delta, see `Template`.
         emulated: the kernels are executed on the CPU.
+        again, scale: how it is made again with the scale of an earlier time; None if not known.
     """
 
     settings: Settings
@@ -85,8 +90,11 @@ class Call:
     direct: bool
     same: bool
     group: int
+    words: tuple[int, int]
     emulated: bool
     _again: dict[tuple[Source, int], Again] = field(default_factory=dict)
+    again: Replay | None = field(init=False, default=None)
+    scale: float | None = field(init=False, default=None)
 
     def __call__(
         self, grads: Grads, saved: Saved, captured: Lists, scale: float
@@ -105,6 +113,8 @@ class Call:
             query, key, value, out, grad_out = map(loadable, (query, key, value, out, grad_out))
         if not lse.is_contiguous():
             lse = lse.contiguous()
+        given = (query, key, value, out, grad_out, lse, *captured[0], *captured[1])
+        given = given if grad_lse is None else (*given, grad_lse)
         grad_lse = lse if grad_lse is None else grad_lse.contiguous()
         capturing = device.type == "cuda" and is_captured()
         make = maker(device) if same and self._again else self._empty
@@ -112,39 +122,73 @@ class Call:
         dq, dk, dv = own if self.direct else [_fresh(t) for t in own]
         units = work.units
         sums = make((sum(units) * UNIT,), (1,), torch.float32)
-        if units[1]:
+        if sum(units[1:]):
             sums[units[0] * UNIT :].zero_()
-        rows = [make((work.rows,), (1,), torch.float32) for _ in range(2)]
+        rows = [make((n * work.rows,), (1,), torch.float32) for n in self.words]
         written = _undefined if self.emulated else _itself
-        self._run(self.prepare, (out, grad_out, lse, grad_lse, *rows, sums), same)
+        ran = [self._run(self.prepare, (out, grad_out, lse, grad_lse, *rows, sums), same)]
         tensors = self._read(captured, capturing)
-        totals = [
-            torch.zeros(t.shape, dtype=torch.float32, device=device) if need else None
-            for t, need in zip(captured[0], self.wanted, strict=True)
-        ]
-        added = [t.reshape(1) if t.ndim == 0 else t for t in totals if t is not None]
+        shapes = [t.shape if n else None for t, n in zip(captured[0], self.wanted, strict=True)]
+        added = [self._total(shape) for shape in shapes if shape is not None]
         shared = units[1] > 0
-        self._run(
+        run = self._run(
             self.main,
             (
                 *(query, key, value, grad_out),
                 *((dk, dv) if shared else (written(dk), written(dv))),
                 *(*rows, sums),
-                *(work.pieces, work.partial, work.full, _counter(device, capturing)),
+                *(work.pieces, work.partial, work.full, _counts(device, capturing, work.counts)),
                 *(*tensors, *added, *work.turn_tables()),
                 *(scale, self.group, work.workers),
             ),
             same,
             work.cost,
         )
+        ran.append(run)
         for one in self.roundings:
             factor = scale if one.scaled else 1.0
-            given = (sums, (dq, dk, dv)[one.which], one.first, factor)
-            self._run(one.source, given, same, which=one.which)
+            rounded = (sums, (dq, dk, dv)[one.which], one.first, factor)
+            ran.append(self._run(one.source, rounded, same, which=one.which))
         if not self.direct:
             for t, g in zip(own, (dq, dk, dv), strict=True):
                 t.copy_(g)
+        elif same and self.scale is None and not (capturing or self.settings.values["turns"]):
+            cleared = 4 * units[0] * UNIT if sum(units[1:]) else None
+            made = Made(given, own, added, [sums, *rows], self._kept(), cleared)
+            self._learn(ran, made, scale)
+        found = iter(added)
+        totals = [None if s is None else self._gradient(next(found), s) for s in shapes]
         return (own[0], own[1], own[2]), totals
+
+    def _learn(self, ran: Sequence[Ran | None], made: Made, scale: float) -> None:
+        """Find how a call is made again, once its kernels are known."""
+        known = [one for one in ran if one is not None]
+        apart = len({t.data_ptr() for t in made.given}) == len(made.given)
+        if len(known) < len(ran) or not apart:  # of one address it is not to be told whose it is
+            return
+        counter = lambda: _counts(self.device, False, self.work.counts)
+        again = replay(known, made, counter, 5, self.device)
+        object.__setattr__(self, "again", again)
+        object.__setattr__(self, "scale", scale)
+
+    def _kept(self) -> list[Tensor]:
+        """The tensors that are the same in every call."""
+        found = [slot for which, slot, _ in self.places if which == OWN]
+        for value in vars(self.work).values():
+            found += value if isinstance(value, tuple) else [value]
+        return [t for t in found if isinstance(t, Tensor)]
+
+    def _total(self, shape: torch.Size) -> Tensor:
+        """Where the kernel adds up the gradient of a captured tensor."""
+        if self.settings.values["turns"]:
+            return exact_sums.empty_sums(shape, self.device)
+        return torch.zeros(shape or (1,), dtype=torch.float32, device=self.device)
+
+    def _gradient(self, total: Tensor, shape: torch.Size) -> Tensor:
+        """The gradient of a captured tensor, float32, from what was added up."""
+        if self.settings.values["turns"]:
+            return exact_sums.rounded(total, shape)
+        return total.view(shape)
 
     def _empty(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
@@ -170,28 +214,32 @@ class Call:
         same: bool,
         work: float = 0.0,
         which: int = 0,
-    ) -> None:
+    ) -> Ran | None:
         """Run a kernel; `same`: with the strides of all other calls where that is so.
 
         `which` tells apart runs of a kernel for tensors of other shapes in one call.
+
+        Returns:
+            The launch, if one like it was made before.
         """
         if self.emulated:
             code = kernel(source, lines=True)
             emulation.run_emulated(code, arguments, work=work, roles=self.settings.template.ROLES)
-            return
+            return None
         again = self._again.get((source, which)) if same else None
         if again is None:
             code = kernel(source)
             code(*arguments)
             if same:
                 self._again[source, which] = code.repeated(arguments, range(len(arguments)))
-            return
+            return None
         addresses = [a.data_ptr() for a in arguments if isinstance(a, Tensor)]
         again(
             stream_of(self.device.index),
             addresses,
             tuple(a for a in arguments if not isinstance(a, Tensor)),
         )
+        return Ran(kernel(source).repeated, arguments)
 
 
 def prepare(
@@ -249,6 +297,7 @@ def _prepare(
         direct=_stepped(like),
         same=not emulated and _stepped(used),
         group=query.shape[1] // key.shape[1],
+        words=settings.template.words(settings),
         emulated=emulated,
     )
 
@@ -265,7 +314,7 @@ def _roundings(settings: Settings, work: Work) -> tuple[Rounding, ...]:
     wide, deep, columns = config["width"], config["value_width"], settings.block[1]
     found, first = [], 0
     for which, (count, width, block) in enumerate(
-        zip(work.units, (wide, wide, deep), (config["block_q"], columns, columns), strict=True)
+        zip(work.units, (wide, wide, deep), (config["block_q"], columns, columns), strict=False)
     ):
         if count:
             source = finish_source(settings, settings.head_dims[which == 2], width, block)
@@ -298,6 +347,19 @@ def _column_intervals(
     if isinstance(found, Intervals):
         return found.bounds, found.tensors
     return None, tensors
+
+
+def _counts(device: torch.device, capturing: bool, count: int) -> Tensor:
+    """Zeros that a kernel counts up and leaves at zero; others for every stream."""
+    if count == 1:
+        return _counter(device, capturing)
+    if device.index is None or capturing:
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    at = device.index, stream_of(device.index)
+    found = _counters.get(at)
+    if found is None or found.numel() < count:
+        found = _counters[at] = torch.zeros(count, dtype=torch.int32, device=device)
+    return found
 
 
 def _stepped(tensors: Sequence[Tensor]) -> bool:

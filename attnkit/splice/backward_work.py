@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from attnkit.splice.backward import Settings
 
 UNIT = 64 * 64  # floats of a unit of the kernel's sums
+COUNTS = 8  # counters of a split kv tile, see `templates.sm90.backward_store`
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +31,9 @@ class Work:
     Attributes:
         pieces, partial, full: see `templates.sm90.backward.Backward`.
         order: turns of a deterministic run, with the semaphores as they are between launches.
-        units: of the sums of dQ, dK and dV.
+        units: of the sums of dQ, of shared dK and dV, and of dK and dV of split kv tiles.
         rows: of the statistics.
+        counts: counters of the kernel.
         workers: CTAs, or pairs of them.
         cost: estimated warp instructions in the emulator.
     """
@@ -40,8 +42,9 @@ class Work:
     partial: Tensor
     full: Tensor
     order: tuple[Tensor, ...]
-    units: tuple[int, int, int]
+    units: tuple[int, int, int, int]
     rows: int
+    counts: int
     workers: int
     cost: float
 
@@ -114,11 +117,16 @@ def _tables(
     )
     workers = max(1, workers // settings.ctas)
     order = config["turns"] or "longest"
-    schedule = schedule_backward(runs, shape, workers=workers, order=order, split=False)
-    units = [batch * heads * runs.q_blocks * (rows * wide // UNIT), 0, 0]
+    split, cost = settings.template.splits(settings), settings.template.prices(settings)
+    schedule = schedule_backward(runs, shape, workers=workers, cost=cost, order=order, split=split)
+    units = [batch * heads * runs.q_blocks * (rows * wide // UNIT), 0, 0, 0]
     if config["accumulate"]:
         tiles = key.shape[0] * key.shape[1] * runs.kv_blocks * (settings.block[1] // 64)
-        units[1:] = [tiles * wide // 64, tiles * deep // 64]
+        units[1:3] = [tiles * wide // 64, tiles * deep // 64]
+        shared = 0
+    else:
+        shared = schedule.split.shape[0]  # kv tiles whose pieces meet in the kernel
+        units[3] = shared * (settings.block[1] // 64) * (wide + deep) // 64
     pieces = schedule.table().contiguous()
     visited = int(pieces[:, [6, 9]].sum()) if emulated else 0
     return Work(
@@ -128,8 +136,9 @@ def _tables(
         _order(turns(runs, schedule), runs, shape, settings.template.SEMAPHORES, bool(units[1]))
         if config["turns"]
         else (),
-        (units[0], units[1], units[2]),
+        (units[0], units[1], units[2], units[3]),
         batch * heads * runs.q_blocks * rows,
+        1 + COUNTS * shared,
         min(workers, schedule.pieces),
         emulation.attention_work(visited, schedule.pieces, block=settings.block, products=5),
     )

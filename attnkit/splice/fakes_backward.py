@@ -57,9 +57,15 @@ def main_arguments(
         *(_floats() for _ in range(3)),
         make_fake_tensor(Int32, (cute.sym_int(), 12), (12, 1), assumed_align=16),
         *runs,
-        make_fake_tensor(Int32, (1,), (1,), assumed_align=4),
+        _ints(),
         [captured_tensor(*c) for c in captured],
-        [captured_tensor("float32", n, True) for n in totals],
+        # in a fixed order the gradients have bins: see `templates.sm90.exact_sums`
+        [
+            captured_tensor("int64", n + 1, True)
+            if with_turns
+            else captured_tensor("float32", n, True)
+            for n in totals
+        ],
         [_ints(), _ints(4), _ints(), _ints(), _ints(2)] if with_turns else [],
         Float32(1.0),
         Int32(1),

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from attnkit.schedule import BACKWARD
+
 if TYPE_CHECKING:
     from attnkit.sparse import BlockRuns
     from attnkit.splice.backward import Settings
+    from attnkit.splitting import Cost
     from attnkit.templates.sm90.hooks import BackwardHooks
 
 ROLES = {
@@ -41,14 +44,35 @@ def block_kv(widths: tuple[int, int]) -> int:
 
 
 def switches(
-    widths: tuple[int, int], runs: BlockRuns, *, learned: bool, ordered: bool, listed: bool
+    widths: tuple[int, int],
+    runs: BlockRuns,
+    *,
+    additive: bool,
+    learned: bool,
+    ordered: bool,
+    listed: bool,
 ) -> dict[str, Any]:
-    """Whether pairs of CTAs work on a piece."""
+    """Whether pairs of CTAs work on a piece, and whether LSE is a part of the products."""
     from attnkit.splice.sm100_pairs import Case, refusal
+    from attnkit.templates.sm100.backward_config import BackwardConfig
 
-    if refusal(Case(widths, learned, ordered, listed, runs)):
-        return {}
-    return {"pair": True, "dynamic": False}
+    own: dict[str, Any] = {}
+    if not refusal(Case(widths, learned, ordered, listed, runs)):
+        own = {"pair": True, "dynamic": False}
+    sizes: dict[str, Any] = {"width": widths[0], "value_width": widths[1]}
+    return own | {
+        "less_lse": additive and not learned and BackwardConfig(**sizes, **own).less_delta
+    }
+
+
+def splits(settings: Settings) -> bool:
+    """Whether several pieces of work may share a kv tile."""
+    return False
+
+
+def prices(settings: Settings) -> Cost:
+    """What the work costs."""
+    return BACKWARD
 
 
 def config(settings: Settings) -> Any:
@@ -61,8 +85,16 @@ def config(settings: Settings) -> Any:
 def prepare(settings: Settings, with_lse: bool) -> Any:
     """The kernel of the rows' statistics."""
     from attnkit.templates.sm90.backward_edges import Prepare
+    from attnkit.templates.sm100.backward_rows import PrepareColumns
 
-    return Prepare(config(settings), with_lse)
+    own = config(settings)
+    return (PrepareColumns if own.less_delta else Prepare)(own, with_lse)
+
+
+def words(settings: Settings) -> tuple[int, int]:
+    """Float32 words of a row's LSE and of its delta."""
+    found: tuple[int, int] = config(settings).words
+    return found
 
 
 def finish(settings: Settings, width: int, block: int) -> Any:

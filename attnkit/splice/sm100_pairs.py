@@ -20,7 +20,7 @@ class Clocks:
     tile: int
 
 
-SINGLE, PAIR = Clocks(5141, 4387), Clocks(3861, 3737)
+SINGLE, PAIR = Clocks(5141, 4387), Clocks(2954, 4421)
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from attnkit.splitting import Cost
+
 if TYPE_CHECKING:
     from attnkit.sparse import BlockRuns
     from attnkit.splice.backward import Settings
@@ -21,15 +23,20 @@ OPTIONS = ""
 # there are four.
 SEMAPHORES = 2, 8
 
+# Measured on one H200, bfloat16: blocks of 64 x 128 at head dim 128, of 128 x 128 at 64, and of
+# 64 x 64 at 256. `partial` and `merge` are estimates.
+_PLAIN = Cost(full=3030, partial=3180, tile=9500, merge=6500)
+_TALL = Cost(full=3500, partial=3700, tile=9500, merge=5000)
+_WIDE = Cost(full=5700, partial=5850, tile=15000, merge=6000)
+
 
 def widths(head_dims: tuple[int, int]) -> tuple[int, int] | None:
     """Head dims as they are computed, None where they are too wide."""
     if max(head_dims) > 256:
         return None
     wide, deep = (-(-d // 64) * 64 for d in head_dims)
-    if max(wide, deep) > 128:  # one kernel, see `WideConfig.problem`
-        wide = deep = max(wide, deep)
-    return wide, deep
+    # (256, 64) and (64, 256) would spill; of the others with 256 none has run on a GPU
+    return (256, 256) if 256 in (wide, deep) else (wide, deep)
 
 
 def block_q(widths: tuple[int, int], light: bool) -> int:
@@ -43,10 +50,29 @@ def block_kv(widths: tuple[int, int]) -> int:
 
 
 def switches(
-    widths: tuple[int, int], runs: BlockRuns, *, learned: bool, ordered: bool, listed: bool
+    widths: tuple[int, int],
+    runs: BlockRuns,
+    *,
+    additive: bool,
+    learned: bool,
+    ordered: bool,
+    listed: bool,
 ) -> dict[str, Any]:
     """Nothing: head dims decide."""
     return {}
+
+
+def splits(settings: Settings) -> bool:
+    """Whether several pieces of work may share a kv tile."""
+    values = settings.values
+    return not values["turns"] and (values["accumulate"] or not _wide(settings))
+
+
+def prices(settings: Settings) -> Cost:
+    """What the work costs."""
+    if _wide(settings):
+        return _WIDE
+    return _TALL if settings.values["block_q"] == 128 else _PLAIN
 
 
 def config(settings: Settings) -> Any:
@@ -59,6 +85,11 @@ def config(settings: Settings) -> Any:
 
 def _wide(settings: Settings) -> bool:
     return max(settings.head_dims) > 128
+
+
+def words(settings: Settings) -> tuple[int, int]:
+    """Float32 words of a row's LSE and of its delta."""
+    return 1, 1
 
 
 def prepare(settings: Settings, with_lse: bool) -> Any:

@@ -30,6 +30,7 @@ from attnkit.templates.sm100.backward_config import SLICE, BackwardConfig
 from attnkit.templates.sm100.backward_load import Loads
 from attnkit.templates.sm100.backward_math import Weights
 from attnkit.templates.sm100.backward_products import Products
+from attnkit.templates.sm100.backward_rows import CORE, Rows
 from attnkit.templates.sm100.backward_sums import Sums
 
 COMPUTE, MULTIPLY, LOAD = 4, 12, 13  # the first warps of the roles; before them those of the sums
@@ -38,7 +39,7 @@ EPILOGUE = 2  # named barriers, one of each computing warpgroup
 ROW = cutlass.tensor_utils.LayoutEnum.ROW_MAJOR
 
 
-class Backward(Products, Loads, Weights, Sums):
+class Backward(Rows, Products, Loads, Weights, Sums):
     """A backward kernel for one configuration and one variant.
 
     Args:
@@ -88,6 +89,7 @@ class Backward(Products, Loads, Weights, Sums):
         """Launch; the arguments are those of `sm90.backward.Backward`.
 
         Args:
+            lse, delta: as there, or as `PrepareColumns` writes them.
             sums: as there, in tiles, in the order of `backward_sums`.
             turns: as there, with one semaphore a tile of the sums.
         """
@@ -126,8 +128,9 @@ class Backward(Products, Loads, Weights, Sums):
             barriers: cute.struct.MemRange[Int64, 10 + 2 * c.q_stages + 2 * c.stages]
             base: Int32
             info: cute.struct.MemRange[Int32, 16]
-            lse: cute.struct.Align[cute.struct.MemRange[Float32, c.q_stages * bm], 128]
-            delta: cute.struct.Align[cute.struct.MemRange[Float32, c.q_stages * bm], 128]
+            factors: cute.struct.Align[cute.struct.MemRange[Int32, 2 * CORE], 128]
+            lse: cute.struct.Align[cute.struct.MemRange[Float32, c.rows_words[0]], 128]
+            delta: cute.struct.Align[cute.struct.MemRange[Float32, c.rows_words[1]], 128]
             v: cute.struct.Align[cute.struct.MemRange[dtype, bn * deep], 1024]
             k: cute.struct.Align[cute.struct.MemRange[dtype, bn * width], 1024]  # after V
             q: cute.struct.Align[cute.struct.MemRange[dtype, c.q_stages * bm * width], 1024]
@@ -183,8 +186,8 @@ class Backward(Products, Loads, Weights, Sums):
                 cpasync.prefetch_descriptor(atom)
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         info = storage.info.get_tensor(cute.make_layout(16))
-        rows = cute.make_layout((c.block_q, c.q_stages))
-        stats = (storage.lse.get_tensor(rows), storage.delta.get_tensor(rows))
+        rows = self.rows_layouts()
+        stats = (storage.lse.get_tensor(rows[0]), storage.delta.get_tensor(rows[1]))
         parts = (storage.q, storage.k, storage.v, storage.do, storage.k, storage.v)
         views = tuple(
             part.get_tensor(layout.outer, swizzle=layout.inner)
@@ -192,9 +195,13 @@ class Backward(Products, Loads, Weights, Sums):
         )
         starts = tuple(
             part.data_ptr().toint()
-            for part in (storage.q, storage.k, storage.v, storage.do, storage.ds)
-        )
+            for part in (
+                storage.q, storage.k, storage.v, storage.do, storage.ds, storage.factors,
+                storage.lse, storage.delta,
+            )
+        )  # fmt: skip
         outgoing, place = storage.sums.data_ptr(), storage.base.ptr
+        factors = storage.factors.data_ptr()
         base = storage.barriers.data_ptr()
         k_full, v_full, kv_free, s_full, p_ready, dp_full, ds_ready, dq_full, dq_free, acc_full = (
             base + i for i in range(10)
@@ -221,6 +228,8 @@ class Backward(Products, Loads, Weights, Sums):
                     cute.arch.mbarrier_init(do_full + s, 1)
                     cute.arch.mbarrier_init(do_free + s, 1)
             device.allocate(place)
+            if const_expr(c.less_delta):
+                self.write_factors(factors, numbers[0])
         cute.arch.mbarrier_init_fence()
         device.fence_before()
         cute.arch.sync_threads()
@@ -297,18 +306,20 @@ class Backward(Products, Loads, Weights, Sums):
             at, h, b = info[record], info[record + 1], info[record + 2]
             count = info[record + 3]
             mine = self.own_tile(at)
-            where = (captured, b, h, q_len, kv_len, scale, mine * c.rows_kv)
+            where = (captured, b, h, q_len, kv_len, self.score_scale(scale), mine * c.rows_kv)
             tile = self.begin(where, row)
             running.fill(0.0)
-            for _ in cutlass.range(count, unroll=1):
+            for i in cutlass.range(count, unroll=1):
                 r = self.q_stage(kc)
                 cute.arch.mbarrier_wait(q_full + r, self.q_lap(kc))
                 mark = info[r]
-                statistics = (self.part(stats[0], r, row0), self.part(stats[1], r, row0))
+                statistics = self.statistics(stats, r, row0)
                 cute.arch.mbarrier_wait(s_full, kc & 1)
                 device.fence_after()
                 self.weigh_either(mark, tile, row0, s_at, slopes, kept, statistics[0])
                 self.hand_over(p_ready)
+                if i == 0:
+                    self.settle(bars, tc, False)
                 cute.arch.mbarrier_wait(dp_full, kc & 1)
                 # dQ of the last block has read dS from shared memory
                 cute.arch.mbarrier_wait(dq_full, ((kc * c.parts) & 1) ^ 1)
@@ -323,6 +334,8 @@ class Backward(Products, Loads, Weights, Sums):
                 kc += 1
             if count > 0:
                 self.flush(tile, running, totals)
+            else:
+                self.settle(bars, tc, True)
             if const_expr(not c.accumulate):
                 leaving = (views, starts, lanes, target, (mine, h, b), (wg, row, count), scale)
                 for ready, blocks in self.gradient_blocks(bars):
@@ -336,7 +349,7 @@ class Backward(Products, Loads, Weights, Sums):
                     ac += 1
             else:
                 self.leave_value(bars, range(1))
-            self.leave_piece(bars)
+            self.leave_computed(bars)
             tc += 1
             cute.arch.mbarrier_wait(k_full, tc & 1)
             valid = info[self.record(tc) + 4]
@@ -344,11 +357,6 @@ class Backward(Products, Loads, Weights, Sums):
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     # ---------------------------------------------- pieces of `compute`, inlined while tracing
-
-    def part(self, statistic: Any, stage: Any, row0: Any) -> Any:
-        """A statistic of the thread's rows, in shared memory."""
-        start = statistic.iterator + (stage * self.config.block_q + row0)
-        return cute.make_tensor(start.align(16), cute.make_layout(self.config.block_q // 2))
 
     def record(self, pieces: Any) -> Any:
         """Where the record of a piece begins in `info`, after so many pieces."""
@@ -376,6 +384,17 @@ class Backward(Products, Loads, Weights, Sums):
         """Say that a warp needs nothing of a piece any more."""
         cute.arch.sync_warp()
         sm90_device.arrive(bars[2])
+
+    def await_keys(self, blocks: range) -> None:
+        """Wait until TMA has read what it stores of these blocks."""
+        self.await_stores()
+
+    def leave_computed(self, bars: Any) -> None:
+        """`leave_piece` of a computing warp."""
+        self.leave_piece(bars)
+
+    def settle(self, bars: Any, pieces: Any, empty: bool) -> None:
+        """Wait for what a piece before left to be read by TMA: nothing."""
 
     def write_ds(self, start: Any, row: Any, row0: Any, at: int, packed: Any) -> None:
         """Eight elements of dS^T to shared memory, from row0 + at of the q tile on."""
@@ -405,7 +424,7 @@ class Backward(Products, Loads, Weights, Sums):
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.barrier(barrier_id=EPILOGUE + wg, number_of_threads=128)
             self.leave(views, target, place, block)
-        self.await_stores()
+        self.await_keys(blocks)
 
     @cute.jit
     def round(self, start: Int32, address: Int32, who: tuple, factor: Float32):

@@ -26,6 +26,9 @@ class BackwardConfig:
         dynamic: CTAs take their next piece from a counter, not by turns.
         pair: two CTAs work on a piece, 128 kv positions each, and share their tensor cores'
             operands; head dims of 128, not dynamic, without turns.
+        less_lse: the tensor cores subtract LSE / scale from S, see `backward_rows`; where they
+            subtract delta from dP, for a mod that adds to the score what does not depend on it, and
+            no captured tensor with a gradient.
     """
 
     dtype: str = "bfloat16"
@@ -36,10 +39,9 @@ class BackwardConfig:
     turns: str = ""
     dynamic: bool = True
     pair: bool = False
+    less_lse: bool = False
 
     rows_kv = 128  # kv positions of a CTA
-    q_stages = 2  # Q is read again for dK, a block behind
-    stages = 1  # of dO
     slices = 2  # slices of sums on their way to memory
 
     @property
@@ -56,6 +58,35 @@ class BackwardConfig:
     def rows_dq(self) -> int:
         """Rows of a tile of dQ's sums: what a CTA adds up."""
         return self.block_q // self.ctas
+
+    @property
+    def q_stages(self) -> int:
+        """Tiles of Q, which is read again for dK, a block behind."""
+        return 4 if self.width == self.value_width == 64 else 2
+
+    @property
+    def stages(self) -> int:
+        """Tiles of dO: a second one is loaded ahead where there is room."""
+        return 2 if self.width == self.value_width == 64 else 1
+
+    @property
+    def less_delta(self) -> bool:
+        """Whether the tensor cores subtract delta from dP: where shared memory has room for it."""
+        return self.pair or (self.width, self.value_width) != (128, 128)
+
+    @property
+    def words(self) -> tuple[int, int]:
+        """Float32 words of a row's LSE, and of its delta."""
+        return 4 if self.less_lse else 1, 4 if self.less_delta else 1
+
+    @property
+    def rows_words(self) -> tuple[int, int]:
+        """The same of all that is in shared memory: half the rows, where two CTAs have the other."""
+        lse, delta = self.words
+        q_rows = self.q_stages * self.block_q
+        if self.pair:
+            return self.block_q // 2 * lse if self.less_lse else q_rows, self.block_q // 2 * delta
+        return q_rows * lse, self.stages * self.block_q * delta if self.less_delta else q_rows
 
     @property
     def s_column(self) -> int:
@@ -155,7 +186,7 @@ class BackwardConfig:
         q = q_stages * self.width + self.stages * self.value_width + self.rows_kv
         # a pair keeps K once more, for dQ
         halves = self.rows_kv * (self.ctas * self.width + self.value_width) + self.block_q * q
-        floats = self.slices * SLICE * self.rows_kv + 2 * self.q_stages * self.block_q
+        floats = self.slices * SLICE * self.rows_kv + sum(self.rows_words)
         return 2 * halves + 4 * floats + 1024
 
     def problem(self) -> str | None:
@@ -173,6 +204,8 @@ class BackwardConfig:
                 f"pair=True with head dims of {self.width} and {self.value_width} and "
                 f"dynamic={self.dynamic}: expected 128, 128 and dynamic=False"
             )
+        if self.less_lse and not self.less_delta:
+            return "less_lse=True with head dims of 128 and pair=False: expected False"
         if self.pair and self.turns:
             return f"pair=True with turns={self.turns!r}: expected ''"
         if self.dtype not in ("bfloat16", "float16"):

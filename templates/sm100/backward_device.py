@@ -21,7 +21,8 @@ STEP = 16  # k of one product instruction
 _BLOCK = 64  # columns of a swizzled block
 _ROW = 2 * _BLOCK  # bytes of a row of a block
 # Upper half of a descriptor: 1024 bytes between groups of 8 rows, the version, the 128-byte swizzle.
-_UPPER = (1024 >> 4) | 1 << 14 | 2 << 29
+_VERSION = 1 << 14
+_UPPER = (1024 >> 4) | _VERSION | 2 << 29
 
 
 def along_columns(start: Any, rows: int, step: int) -> Any:
@@ -72,7 +73,15 @@ def shape(m: int, n: int, dtype: Any, *, a_rows: bool = False, b_rows: bool = Fa
 
 
 def multiply(
-    out: Any, a: Any, b: Any, form: int, accumulate: Any, *, in_tensor: bool, ctas: int = 1
+    out: Any,
+    a: Any,
+    b: Any,
+    form: int,
+    accumulate: Any,
+    *,
+    in_tensor: bool,
+    ctas: int = 1,
+    strides: tuple[int, int] | None = None,
 ) -> None:
     """One product instruction, 16 along k, by one thread: asynchronous, in order of issue.
 
@@ -85,14 +94,19 @@ def multiply(
         b: lower half of a descriptor.
         form: of `shape`.
         accumulate: add to what is there; a bool, or Int32 that is 0 or not.
+        strides: bytes between groups of 8 rows of a and of b, if they are core matrices without
+            swizzle; None: they are tiles.
     """
+    uppers = (_UPPER, _UPPER)
+    if strides is not None:
+        uppers = (strides[0] >> 4 | _VERSION, strides[1] >> 4 | _VERSION)
     number = Int32(int(accumulate)) if isinstance(accumulate, bool) else accumulate
     first, pack = "[{$r1}]", ""
     if not in_tensor:
-        first, pack = "a", f"mov.b64 a, {{{{$r1}}, {_UPPER}}};"
+        first, pack = "a", f"mov.b64 a, {{{{$r1}}, {uppers[0]}}};"
     cute.arch.inline_ptx(
         "{ .reg .b64 a, b; .reg .b32 form; .reg .pred p; "
-        f"{pack} mov.b64 b, {{{{$r2}}, {_UPPER}}}; mov.b32 form, {form}; "
+        f"{pack} mov.b64 b, {{{{$r2}}, {uppers[1]}}}; mov.b32 form, {form}; "
         "setp.ne.b32 p, {$r3}, 0; "
         f"tcgen05.mma.cta_group::{ctas}.kind::f16 [{{$r0}}], {first}, b, form, p; }}",
         read_only_args=[out, a, b, number],

@@ -13,12 +13,13 @@ import cutlass
 from cutlass import Float32, cute
 
 from attnkit.templates.sm90.backward_math import Site
+from attnkit.templates.sm90.exact_sums import ExactSums
 
 # values a thread sums over a piece
 KEPT = {"head": 1, "column": 1, "row": 0, "relative": 0, "element": 0}
 
 
-class Learned:
+class Learned(ExactSums):
     """The part of a backward kernel that adds up the gradients of captured tensors."""
 
     hooks: Any
@@ -46,7 +47,7 @@ class Learned:
             dp: dP - delta of these rows.
             at: which of the thread's rows is the first.
             running: see `running`.
-            totals: the gradients, float32.
+            totals: as for the Hopper kernel.
         """
         where, head, columns, _ = tile
         site = Site(*where)
@@ -82,11 +83,11 @@ class Learned:
             q = rows[0][0]
             for k in range(1, len(rows)):
                 q = cutlass.select_(lane // each == k, rows[k][0], q)
-            place = self.hooks.place(i, site, total.shape, q, None)
+            place = self.place_of(i, site, total, q, None)
             self.add_where(lane % each == 0, total, place, own)
         else:
             for (q, _), value in zip(rows, values, strict=True):
-                place = self.hooks.place(i, site, total.shape, q, columns[0][0])
+                place = self.place_of(i, site, total, q, columns[0][0])
                 self.add_where(value != Float32(0.0), total, place, value)
 
     def _summed(self, values: list[Any]) -> Any:
@@ -120,18 +121,9 @@ class Learned:
                 value = running[at]
                 for step in (16, 8, 4, 2, 1):
                     value = value + cute.arch.shuffle_sync_bfly(value, step)
-                place = self.hooks.place(i, site, total.shape, None, None)
+                place = self.place_of(i, site, total, None, None)
                 self.add_where(lane == 0, total, place, value)
             elif level == "column":
-                place = self.hooks.place(i, site, total.shape, None, columns[0][0])
+                place = self.place_of(i, site, total, None, columns[0][0])
                 self.add_where(valid[0], total, place, running[at])
             at += KEPT[level]
-
-    def add_where(self, condition: Any, total: Any, place: Any, value: Any) -> None:
-        """Add a value to a gradient in memory."""
-        self.add_at(condition, cute.domain_offset(place, total).iterator, value)
-
-    @cute.jit
-    def add_at(self, condition: cutlass.Boolean, target: cute.Pointer, value: Float32):
-        if condition:
-            cute.arch.red(target, value, op="add", dtype="f32", sem="relaxed", scope="gpu")

@@ -50,8 +50,14 @@ class Loads(backward_load.Loads):
         v_to, v_from = partition(tma_v, smem[2], tiles[2], (bn, deep), whole)
         do_to, do_from = partition(tma_do, smem[3], tiles[3], (bm, deep), whole)
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
-        lse_tiles = cute.flat_divide(lse, (bm,))
-        delta_tiles = cute.flat_divide(delta, (bm,))
+        lse_words, delta_words = c.words
+        lse_tiles = cute.flat_divide(lse, (bm * lse_words,))
+        delta_tiles = cute.flat_divide(delta, (bm * delta_words,))
+        q_bytes, do_bytes = bm * (2 * width + 4 * lse_words), bm * deep * 2
+        if const_expr(c.less_delta):  # its product waits for dO
+            do_bytes += bm * 4 * delta_words
+        else:
+            q_bytes += bm * 4
         blocks = (q_len + bm - 1) // bm
         last_q, last_kv = q_len // bm, kv_len // bn  # ragged tiles, if there are any
         cta, _, _ = cute.arch.block_idx()
@@ -85,10 +91,19 @@ class Loads(backward_load.Loads):
                 cute.arch.mbarrier_wait(q_free + r, self.q_lap(kc) ^ 1)
                 with cute.arch.elect_one():
                     info[r] = mark
-                    cute.arch.mbarrier_arrive_and_expect_tx(q_full + r, bm * (2 * width + 8))
-                    for source, to in ((lse_tiles, stats[0]), (delta_tiles, stats[1])):
+                    cute.arch.mbarrier_arrive_and_expect_tx(q_full + r, q_bytes)
+                    cute.copy(
+                        bulk,
+                        lse_tiles[None, first_row + m],
+                        stats[0][None, r],
+                        mbar_ptr=q_full + r,
+                    )
+                    if const_expr(not c.less_delta):
                         cute.copy(
-                            bulk, source[None, first_row + m], to[None, r], mbar_ptr=q_full + r
+                            bulk,
+                            delta_tiles[None, first_row + m],
+                            stats[1][None, r],
+                            mbar_ptr=q_full + r,
                         )
                 cute.copy(tma_q, q_from[None, m, h, b], q_to[None, r], tma_bar_ptr=q_full + r)
                 if j == 0:
@@ -107,7 +122,14 @@ class Loads(backward_load.Loads):
                     )
                 cute.arch.mbarrier_wait(do_free + s, self.do_lap(kc) ^ 1)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(do_full + s, bm * deep * 2)
+                    cute.arch.mbarrier_arrive_and_expect_tx(do_full + s, do_bytes)
+                    if const_expr(c.less_delta):
+                        cute.copy(
+                            bulk,
+                            delta_tiles[None, first_row + m],
+                            stats[1][None, s],
+                            mbar_ptr=do_full + s,
+                        )
                 cute.copy(tma_do, do_from[None, m, h, b], do_to[None, s], tma_bar_ptr=do_full + s)
                 kc += 1
             if count == 0:  # nothing is kept: the record alone

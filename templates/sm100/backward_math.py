@@ -57,7 +57,7 @@ class Weights(Learned):
         address: Int32,
         slopes: cute.Tensor,
         kept: cute.Tensor,
-        lse: cute.Tensor,
+        lse: cute.Tensor | None,
     ):
         """`weigh`, with the mask where this block needs it."""
         if (mark & MASKED) != 0:
@@ -100,7 +100,8 @@ class Weights(Learned):
             row0: the thread's first row within the tile.
             address: of the thread's scores.
             kept: receives which rows the mask keeps, a bit each, where gradients need it.
-            lse: LSE of the thread's rows in log2 units, inf for dead rows, in shared memory.
+            lse: LSE of the thread's rows in log2 units, inf for dead rows, in shared memory; None
+                where the scores are less LSE already.
         """
         hooks = self.hooks
         first = (mark >> 2) * self.config.block_q + row0
@@ -195,7 +196,9 @@ class Weights(Learned):
         return words
 
     def values(self, statistic: Any, at: int, count: int) -> Any:
-        """A statistic of some rows from the thread's row `at` on."""
+        """A statistic of some rows from the thread's row `at` on; None if the products have it."""
+        if statistic is None:
+            return None
         found = cute.make_rmem_tensor(count, Float32)
         start = (statistic.iterator + at).align(16)
         cute.autovec_copy(cute.make_tensor(start, cute.make_layout(count)), found)
@@ -207,10 +210,20 @@ class Weights(Learned):
         """P of some elements, the mask left aside, and the slopes of the mod."""
         x, slope = self.hooks.both(site, head, rows, columns, places)
         factor = self.hooks.factor(site, head)
-        less = [
-            -self.bound(site, head, row, value) for row, value in zip(rows, statistic, strict=True)
-        ]
-        return [sm90_device.exp2(e) for e in device.scaled(x, factor, less)], slope
+        less = self.reductions(site, head, rows, statistic)
+        if less is not None:
+            x = device.scaled(x, factor, less)
+        elif factor is not None:
+            x = device.times(x, [factor] * len(x))
+        return [sm90_device.exp2(e) for e in x], slope
+
+    def reductions(self, site: Any, head: Any, rows: Any, statistic: Any) -> list[Any] | None:
+        """What is added to the exponents of some rows, None for nothing."""
+        if statistic is not None:
+            pairs = zip(rows, statistic, strict=True)
+            return [-self.bound(site, head, row, value) for row, value in pairs]
+        terms = [self.hooks.lse(site, head, row[1]) for row in rows]
+        return None if terms[0] is None else [term * LOG2_E for term in terms]
 
     def bound(self, site: Any, head: Any, row: Any, lse: Any) -> Any:
         """What the exponents of a row are reduced by."""
@@ -226,7 +239,8 @@ class Weights(Learned):
         Args:
             slopes: P J; raw scores where captured tensors have gradients.
             kept: see `weigh`.
-            statistics: LSE and -delta of the thread's rows, in shared memory.
+            statistics: LSE and -delta of the thread's rows, in shared memory; None for what the
+                products have.
             addresses: of the thread's dP in tensor memory; and a function of (first row, four
                 pairs of elements) that writes them to shared memory.
         """
@@ -239,9 +253,9 @@ class Weights(Learned):
             dp = device.load(address + chunk, size)
             packed: list[Any] = []
             for at in range(chunk, chunk + size, group):
-                some = device.plus(
-                    dp[at - chunk : at - chunk + group], self.values(delta, at, group)
-                )
+                some = dp[at - chunk : at - chunk + group]
+                if delta is not None:
+                    some = device.plus(some, self.values(delta, at, group))
                 if self.hooks.learned:
                     first = (mark >> 2) * self.config.block_q + row0 + at
                     first = self.row_after(first, mark, ds)

@@ -13,7 +13,7 @@ from typing import Any
 
 import cutlass
 import cutlass.memory
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass._mlir.dialects.nvvm import MemScopeKind
 from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import hopper_helpers
@@ -22,11 +22,12 @@ from attnkit.templates.sm90 import device as sm90_device
 from attnkit.templates.sm90.backward_load import RECORD
 from attnkit.templates.sm90.copies import ordered
 from attnkit.templates.sm100 import backward_device as device
-from attnkit.templates.sm100.backward import COMPUTE, LOAD, MULTIPLY, ROW, Backward
+from attnkit.templates.sm100.backward import COMPUTE, EPILOGUE, LOAD, MULTIPLY, ROW, Backward
 from attnkit.templates.sm100.backward_config import SLICE
 from attnkit.templates.sm100.backward_pair_load import PairLoads
 from attnkit.templates.sm100.backward_pair_products import PairProducts
 from attnkit.templates.sm100.backward_pair_sums import HALF, PairSums
+from attnkit.templates.sm100.backward_rows import CORE
 
 
 class PairBackward(PairLoads, PairProducts, PairSums, Backward):
@@ -93,11 +94,12 @@ class PairBackward(PairLoads, PairProducts, PairSums, Backward):
 
         @cute.struct
         class Storage:
-            barriers: cute.struct.MemRange[Int64, 25]
+            barriers: cute.struct.MemRange[Int64, 26]
             base: Int32
             info: cute.struct.MemRange[Int32, 16]
-            lse: cute.struct.Align[cute.struct.MemRange[Float32, c.q_stages * bm], 128]
-            delta: cute.struct.Align[cute.struct.MemRange[Float32, c.q_stages * bm], 128]
+            factors: cute.struct.Align[cute.struct.MemRange[Int32, 2 * CORE], 128]
+            lse: cute.struct.Align[cute.struct.MemRange[Float32, c.rows_words[0]], 128]
+            delta: cute.struct.Align[cute.struct.MemRange[Float32, c.rows_words[1]], 128]
             v: cute.struct.Align[cute.struct.MemRange[dtype, bn * deep], 1024]
             ds: cute.struct.Align[cute.struct.MemRange[dtype, 2 * bn * HALF], 1024]  # after V
             k: cute.struct.Align[cute.struct.MemRange[dtype, bn * width], 1024]
@@ -158,8 +160,8 @@ class PairBackward(PairLoads, PairProducts, PairSums, Backward):
         rank = self.rank()
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         info = storage.info.get_tensor(cute.make_layout(16))
-        rows = cute.make_layout((c.block_q, c.q_stages))
-        stats = (storage.lse.get_tensor(rows), storage.delta.get_tensor(rows))
+        rows = self.rows_layouts()
+        stats = (storage.lse.get_tensor(rows[0]), storage.delta.get_tensor(rows[1]))
         parts = (
             storage.q, storage.q_columns, storage.do, storage.do_columns, storage.k,
             storage.k_columns, storage.v, storage.ds, storage.v,
@@ -173,15 +175,16 @@ class PairBackward(PairLoads, PairProducts, PairSums, Backward):
             part.data_ptr().toint()
             for part in (
                 storage.q, storage.k, storage.v, storage.do, storage.ds, storage.q_columns,
-                storage.do_columns, storage.k_columns,
+                storage.do_columns, storage.k_columns, storage.factors, storage.lse, storage.delta,
             )
         )  # fmt: skip
         outgoing, place = storage.sums.data_ptr(), storage.base.ptr
+        factors = storage.factors.data_ptr()
         base = storage.barriers.data_ptr()
         # those of `Backward`, the rings of Q being of the rows' marks and statistics; a pair of each
         # operand; and what lets the end of a piece and the begin of the next overlap
         single = tuple(base + i for i in range(10))
-        ends = dv_full, v_free, left = base + 22, base + 23, base + 24
+        ends = dv_full, v_free, left, columns_full = tuple(base + 22 + i for i in range(4))
         bars = (*single, base + 10, base + 12, *(base + 14 + i for i in range(8)), *ends)
         adding, computing = COMPUTE, MULTIPLY - COMPUTE  # warps
         if warp == MULTIPLY:
@@ -193,6 +196,7 @@ class PairBackward(PairLoads, PairProducts, PairSums, Backward):
                 for bar in (k_full, s_full, dp_full, dq_full, acc_full, dv_full):
                     cute.arch.mbarrier_init(bar, 1)
                 cute.arch.mbarrier_init(v_full, both)
+                cute.arch.mbarrier_init(columns_full, both)
                 cute.arch.mbarrier_init(kv_free, adding + computing + 1)
                 cute.arch.mbarrier_init(p_ready, 2 * computing)
                 cute.arch.mbarrier_init(ds_ready, 2 * computing)
@@ -206,6 +210,7 @@ class PairBackward(PairLoads, PairProducts, PairSums, Backward):
                     cute.arch.mbarrier_init(base + 14 + 2 * i, both)
                     cute.arch.mbarrier_init(base + 15 + 2 * i, 1)
             device.allocate(place, 2)
+            self.write_factors(factors, numbers[0])
         cute.arch.mbarrier_init_fence()
         device.fence_before()
         cute.arch.cluster_arrive()
@@ -279,6 +284,32 @@ class PairBackward(PairLoads, PairProducts, PairSums, Backward):
         cute.arch.sync_warp()
         sm90_device.arrive(bars[2])
         self.signal(bars[22])
+
+    def await_keys(self, blocks: Any) -> None:
+        """dK is waited for in the next piece, see `settle`."""
+        if blocks[0] == 0:
+            self.await_stores()
+
+    def leave_computed(self, bars: Any) -> None:
+        """Say that a computing warp needs nothing of a piece any more, its stores apart."""
+        cute.arch.sync_warp()
+        sm90_device.arrive(bars[2])
+
+    @cute.jit
+    def settle(self, bars: tuple, pieces: Int32, empty: cutlass.Constexpr):
+        """Wait until dK of the piece before has left its memory, which is that of dS.
+
+        Args:
+            pieces: before this one.
+            empty: the piece has no blocks, and its dK is written next.
+        """
+        if pieces > 0:
+            self.await_stores()
+            if const_expr(empty):
+                warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+                cute.arch.barrier(barrier_id=EPILOGUE + warp // 4 - 1, number_of_threads=128)
+            cute.arch.sync_warp()
+            self.signal(bars[22])
 
     def signal(self, barrier: Any) -> None:
         """One arrival a warp at a barrier of the first CTA."""

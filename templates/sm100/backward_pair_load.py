@@ -15,6 +15,7 @@ from cutlass.cute.nvgpu import cpasync
 from attnkit.templates.sm90.backward_math import MASKED, WHOLE
 from attnkit.templates.sm90.copies import partition
 from attnkit.templates.sm100.backward_pair_sums import HALF
+from attnkit.templates.sm100.backward_rows import WORDS
 
 
 class PairLoads:
@@ -45,8 +46,8 @@ class PairLoads:
         lse, delta, pieces, partial, full, _, _ = lists
         _, group, q_len, kv_len, heads, _, _, kv_batch = numbers
         k_full, v_full, kv_free = bars[:3]
-        acc_full, rows_full, rows_free = bars[9:12]
-        v_free = bars[21]
+        rows_full, rows_free = bars[10:12]
+        v_free, columns_full = bars[21], bars[23]
         rank = self.rank()
         width, deep, bm, bn = c.width, c.value_width, c.block_q, c.rows_kv
         whole = (None, None, None, None)
@@ -57,10 +58,18 @@ class PairLoads:
         sides = [
             partition(atom, smem[i], tiles[i], shapes[i], whole) for i, atom in enumerate(atoms)
         ]
-        loads = (atoms[:4], tuple(to for to, _ in sides[:4]), tuple(x for _, x in sides[:4]), bars)
+        side = ((atoms[4], *sides[4]), (atoms[5], *sides[5]), bars, info)
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
-        lse_tiles = cute.flat_divide(lse, (bm,))
-        delta_tiles = cute.flat_divide(delta, (bm,))
+        own = HALF * WORDS
+        lse_tiles = cute.flat_divide(lse, (own if const_expr(c.less_lse) else bm,))
+        delta_tiles = cute.flat_divide(delta, (own,))
+        loads = (
+            atoms[:4],
+            tuple(to for to, _ in sides[:4]),
+            tuple(x for _, x in sides[:4]),
+            bars,
+            (bulk, (lse_tiles, delta_tiles), stats),
+        )
         blocks = (q_len + bm - 1) // bm
         last_q, last_kv = q_len // bm, kv_len // c.block_kv  # ragged tiles, if there are any
         cta, _, _ = cute.arch.block_idx()
@@ -95,49 +104,44 @@ class PairLoads:
                 cute.arch.mbarrier_wait(rows_free + r, self.q_lap(kc) ^ 1)
                 with cute.arch.elect_one():
                     info[r] = mark
-                    cute.arch.mbarrier_arrive_and_expect_tx(rows_full + r, 8 * bm)
-                    for source, to in ((lse_tiles, stats[0]), (delta_tiles, stats[1])):
-                        cute.copy(
-                            bulk, source[None, first_row + m], to[None, r], mbar_ptr=rows_full + r
-                        )
-                self.load_operand(loads, 0, kc, (m, h, b))
-                if j > 0:
-                    self.load_operand(loads, 1, kc - 1, (before, h, b))
-                self.load_operand(loads, 2, kc, (m, h, b))
-                self.load_operand(loads, 3, kc, (m, h, b))
-                if j == 0:
-                    # K was read when the piece before had its last product; V and dS may still
-                    # hold its dV and dK
-                    if last == 0:
-                        cute.arch.mbarrier_wait(kv_free, (tc & 1) ^ 1)
+                    if const_expr(c.less_lse):
+                        cute.arch.mbarrier_arrive(rows_full + r)
                     else:
-                        cute.arch.mbarrier_wait(acc_full, (ac & 1) ^ 1)
-                    with cute.arch.elect_one():
-                        self.note(info, tc, (tile, h, b, count))
-                        bytes_k = bn * width * 2 + 2 * bn * HALF * 2
-                        cute.arch.mbarrier_arrive_and_expect_tx(k_full, bytes_k)
-                    for i, at, column in ((4, 2 * tile + rank, 0), (5, tile, rank)):
-                        to, source = sides[i]
-                        source = source[None, at, column, h_kv, b_kv]
-                        cute.copy(atoms[i], source, to[None, 0], tma_bar_ptr=k_full)
-                    cute.arch.mbarrier_wait(v_free, (tc & 1) ^ 1)
+                        cute.arch.mbarrier_arrive_and_expect_tx(rows_full + r, 4 * bm)
+                        cute.copy(
+                            bulk,
+                            lse_tiles[None, first_row + m],
+                            stats[0][None, r],
+                            mbar_ptr=rows_full + r,
+                        )
+                place = (m, h, b, first_row)
+                if j == 0:
+                    self.load_key(side, 0, (tc, ac, kc, last), (tile, h, b, count), (h_kv, b_kv))
+                self.load_operand(loads, 0, kc, place)
+                if j > 0:
+                    self.load_operand(loads, 1, kc - 1, (before, h, b, first_row))
+                self.load_operand(loads, 2, kc, place)
+                if j == 0:
+                    cute.arch.mbarrier_wait(v_free, (tc & 1) ^ 1)  # dV left through its memory
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(v_full, bn * deep * 2)
                     to, source = sides[6]
                     source = source[None, 2 * tile + rank, 0, h_kv, b_kv]
                     cute.copy(atoms[6], source, to[None, 0], tma_bar_ptr=v_full)
-                    cute.arch.mbarrier_wait(kv_free, (tc & 1) ^ 1)  # every phase, in order
+                self.load_operand(loads, 3, kc, place)
+                if j == 0:
+                    self.load_key(side, 1, (tc, ac, kc, last), (tile, h, b, count), (h_kv, b_kv))
                 before = m
                 kc += 1
             if count > 0:
-                self.load_operand(loads, 1, kc - 1, (before, h, b))
+                self.load_operand(loads, 1, kc - 1, (before, h, b, first_row))
                 ac += 1
             else:  # nothing is kept: the record alone
                 cute.arch.mbarrier_wait(kv_free, (tc & 1) ^ 1)
                 with cute.arch.elect_one():
                     self.note(info, tc, (tile, h, b, count))
-                    cute.arch.mbarrier_arrive(v_full)
-                    cute.arch.mbarrier_arrive(k_full)
+                    for bar in (v_full, columns_full, k_full):
+                        cute.arch.mbarrier_arrive(bar)
             last = count
             tc += 1
             index += ctas // 2
@@ -145,6 +149,43 @@ class PairLoads:
         with cute.arch.elect_one():
             info[self.record(tc) + 4] = Int32(0)
             cute.arch.mbarrier_arrive(k_full)
+
+    @cute.jit
+    def load_key(self, key: tuple, which: int, counts: tuple, piece: tuple, heads: tuple):
+        """Load a piece's K: its rows for S, with the record (0); its columns for dQ (1).
+
+        The rows are free after the last S of the piece before, the columns after its last dQ.
+
+        Args:
+            counts: pieces, pieces with blocks and blocks before; blocks of the piece before.
+            piece: tile, head, batch element and blocks.
+            heads: head and batch element of K.
+        """
+        c = self.config
+        *both, bars, info = key
+        atom, to, source = both[which]
+        k_full, kv_free, s_full, acc_full = bars[0], bars[2], bars[3], bars[9]
+        tc, ac, kc, last = counts
+        tile, h, b, count = piece
+        rank = self.rank()
+        if const_expr(which == 1):
+            # every phase, in order; and dK, which the first dS waits for, leaves first
+            cute.arch.mbarrier_wait(kv_free, (tc & 1) ^ 1)
+        elif last == 0:
+            cute.arch.mbarrier_wait(kv_free, (tc & 1) ^ 1)
+        elif last > 2:
+            cute.arch.mbarrier_wait(s_full, (kc & 1) ^ 1)
+        else:  # not so soon that a warp could still have to see the record before
+            cute.arch.mbarrier_wait(acc_full, (ac & 1) ^ 1)
+        if const_expr(which == 0):
+            bar, at, column = k_full, 2 * tile + rank, 0
+        else:
+            bar, at, column = bars[23], tile, rank
+        with cute.arch.elect_one():
+            if const_expr(which == 0):
+                self.note(info, tc, (tile, h, b, count))
+            cute.arch.mbarrier_arrive_and_expect_tx(bar, c.rows_kv * c.width * 2)
+        cute.copy(atom, source[None, at, column, *heads], to[None, 0], tma_bar_ptr=bar)
 
     def note(self, info: Any, pieces: Any, what: Any) -> None:
         """Write a piece's record: tile, head, batch element, number of blocks."""
@@ -154,15 +195,28 @@ class PairLoads:
 
     @cute.jit
     def load_operand(self, loads: tuple, which: int, count: Int32, place: tuple):
-        """Load half of Q or dO: its rows (0, 2) or its columns (1, 3)."""
+        """Load half of Q or dO: its rows, and what their products need of them (0, 2); its columns.
+
+        Args:
+            place: tile of q, head, batch element; the first of the head's tiles among all rows.
+        """
         c = self.config
-        atoms, targets, sources, bars = loads
-        m, h, b = place
+        atoms, targets, sources, bars, (bulk, tiles, stats) = loads
+        m, h, b, first = place
         full_bar, free_bar = self.operand_bars(bars)[which]
         cute.arch.mbarrier_wait(free_bar, (count & 1) ^ 1)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full_bar, HALF * c.width * 2)
         rank = self.rank()
+        with_rows = which == 2 or (which == 0 and c.less_lse)
+        with cute.arch.elect_one():
+            size = HALF * c.width * 2 + (4 * HALF * WORDS if const_expr(with_rows) else 0)
+            cute.arch.mbarrier_arrive_and_expect_tx(full_bar, size)
+            if const_expr(with_rows):
+                cute.copy(
+                    bulk,
+                    tiles[which // 2][None, 2 * (first + m) + rank],
+                    stats[which // 2][None, 0],
+                    mbar_ptr=full_bar,
+                )
         at, column = (2 * m + rank, 0) if const_expr(which % 2 == 0) else (m, rank)
         cute.copy(
             atoms[which],

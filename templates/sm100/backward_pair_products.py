@@ -14,6 +14,7 @@ from attnkit.templates.sm90 import device as sm90_device
 from attnkit.templates.sm90.backward_load import RECORD
 from attnkit.templates.sm100 import backward_device as device
 from attnkit.templates.sm100.backward_pair_sums import HALF
+from attnkit.templates.sm100.backward_rows import CORE
 
 
 class PairProducts:
@@ -26,11 +27,12 @@ class PairProducts:
     operand_bars: Any
     record: Any
     signal: Any
+    subtract: Any
 
     @cute.jit
     def relay(self, bars: tuple, info: cute.Tensor):
         """The second CTA tells the first when its loads are there, in the order of the products."""
-        k_full, v_full, kv_free = bars[:3]
+        k_full, v_full, kv_free, columns_full = *bars[:3], bars[23]
         q_full, q_columns_full, do_full, do_columns_full = (
             full for full, _ in self.operand_bars(bars)
         )
@@ -41,14 +43,17 @@ class PairProducts:
             count = info[self.record(tc) + 3]
             if count == 0:
                 self.pass_on(v_full, tc)
+                self.pass_on(columns_full, tc)
             for i in cutlass.range(count, unroll=1):
-                self.pass_on(q_full, kc)  # the first says that K is there as well
+                self.pass_on(q_full, kc)  # the first says that K's rows are there as well
                 if i == 0:
                     self.pass_on(v_full, tc)
                 else:
                     self.pass_on(q_columns_full, kc - 1)
                 self.pass_on(do_full, kc)
                 self.pass_on(do_columns_full, kc)
+                if i == 0:
+                    self.pass_on(columns_full, tc)
                 kc += 1
             if count > 0:
                 self.pass_on(q_columns_full, kc - 1)
@@ -70,7 +75,7 @@ class PairProducts:
             k_full, v_full, kv_free, s_full, p_ready, dp_full, ds_ready, dq_full, dq_free, acc_full,
         ) = bars[:10]  # fmt: skip
         q, q_columns, do, do_columns = self.operand_bars(bars)
-        dv_full, _, left = bars[20:]
+        dv_full, _, left, columns_full = bars[20:]
         places = (*starts, memory)
         kc, tc = Int32(0), Int32(0)
         cute.arch.mbarrier_wait(k_full, 0)
@@ -79,6 +84,7 @@ class PairProducts:
             count = info[self.record(tc) + 3]
             if count == 0:
                 cute.arch.mbarrier_wait(v_full, tc & 1)
+                cute.arch.mbarrier_wait(columns_full, tc & 1)
             if count > 0:
                 self.scores(places, kc, q, s_full)
                 cute.arch.mbarrier_wait(v_full, tc & 1)
@@ -88,6 +94,8 @@ class PairProducts:
                 self.values_gradient(places, kc, p_ready, do_columns, Int32(0))
                 for i in cutlass.range(count - 1, unroll=1):
                     self.scores(places, kc + 1, q, s_full)
+                    if i == 0:
+                        cute.arch.mbarrier_wait(columns_full, tc & 1)
                     self.query_gradient(places, kc, ds_ready, dq_full)
                     self.keys_gradient(places, kc, q_columns, i)
                     self.slopes(places, kc + 1, do, dq_free, dp_full)
@@ -95,6 +103,8 @@ class PairProducts:
                     kc += 1
                 with cute.arch.elect_one():
                     device.commit_pair(dv_full)
+                if count == 1:
+                    cute.arch.mbarrier_wait(columns_full, tc & 1)
                 self.query_gradient(places, kc, ds_ready, dq_full)
                 self.keys_gradient(places, kc, q_columns, count - 1)
                 with cute.arch.elect_one():
@@ -106,23 +116,29 @@ class PairProducts:
             valid = info[self.record(tc) + 4]
 
     def scores(self, places: Any, kc: Any, q: Any, full: Any) -> None:
-        """S^T = K Q^T."""
+        """S^T = K Q^T, less LSE / scale with `less_lse`."""
         at = self.fresh(places, kc)
         cute.arch.mbarrier_wait(q[0], kc & 1)
         device.fence_after()
-        self.square(at[-1] + self.config.s_column, at[1], at[0], (full, q[1]))
+        rows = (at[-4], at[-3]) if self.config.less_lse else None
+        self.square(at[-1] + self.config.s_column, (at[1], at[0]), rows, (full, q[1]))
 
     def slopes(self, places: Any, kc: Any, do: Any, dq_free: Any, full: Any) -> None:
-        """dP^T = V dO^T, where dQ of the last block may still be."""
+        """dP^T - delta = V dO^T - delta, where dQ of the last block may still be."""
         at = self.fresh(places, kc)
         cute.arch.mbarrier_wait(do[0], kc & 1)
         cute.arch.mbarrier_wait(dq_free, (kc & 1) ^ 1)
         device.fence_after()
-        self.square(at[-1] + self.config.dp_column, at[2], at[3], (full, do[1]))
+        rows = (at[-4] + 4 * CORE, at[-2])
+        self.square(at[-1] + self.config.dp_column, (at[2], at[3]), rows, (full, do[1]))
 
-    def square(self, out: Any, a: Any, b: Any, done: Any) -> None:
-        """A product of rows of K or V with those of Q or dO."""
-        c = self.config
+    def square(self, out: Any, operands: Any, rows: Any, done: Any) -> None:
+        """A product of rows of K or V with those of Q or dO.
+
+        Args:
+            rows: shared addresses of the columns of `backward_rows`, None for no such step.
+        """
+        c, (a, b) = self.config, operands
         form = device.shape(2 * c.rows_kv, c.block_q, self.dtype)
         with cute.arch.elect_one():
             for step in range(c.width // device.STEP):
@@ -135,6 +151,8 @@ class PairProducts:
                     in_tensor=False,
                     ctas=2,
                 )
+            if rows is not None:
+                self.subtract(out, *rows)
             for bar in done:
                 device.commit_pair(bar)
 

@@ -14,6 +14,7 @@ from cutlass import Int32, cute
 from attnkit.templates.sm90 import device as sm90_device
 from attnkit.templates.sm90.backward_load import RECORD
 from attnkit.templates.sm100 import backward_device as device
+from attnkit.templates.sm100.backward_rows import CORE, WORDS
 
 
 class Products:
@@ -21,6 +22,7 @@ class Products:
 
     config: Any
     dtype: Any
+    subtract: Any
 
     def do_stage(self, count: Any) -> Any:
         """Slot in the ring of dO of the count-th block."""
@@ -43,7 +45,7 @@ class Products:
         """The warp of products.
 
         Args:
-            starts: shared addresses of Q, K, V, dO and dS^T.
+            starts: shared addresses of Q, K, V, dO and dS^T, and of what `backward_rows` has.
             memory: base of tensor memory.
         """
         (
@@ -83,9 +85,9 @@ class Products:
     # ------------------------------------------------ products of a block, inlined while tracing
 
     def issue_s(self, places: Any, kc: Any, full: Any) -> None:
-        """S^T = K Q^T."""
+        """S^T = K Q^T, less LSE / scale with `less_lse`."""
         c = self.config
-        q, k, _, _, _, memory = self.fresh(places, kc)
+        q, k, _, _, _, factors, lse, _, memory = self.fresh(places, kc)
         form = device.shape(c.rows_kv, c.block_q, self.dtype)
         q = q + self.q_stage(kc) * (c.block_q * c.width * 2)
         device.fence_after()
@@ -99,12 +101,15 @@ class Products:
                     step > 0,
                     in_tensor=False,
                 )
+            if c.less_lse:
+                rows = lse + self.q_stage(kc) * (4 * WORDS * c.block_q)
+                self.subtract(memory + c.s_column, factors, rows)
             device.commit(full)
 
     def issue_dp(self, places: Any, kc: Any, do_full: Any, dq_free: Any, full: Any) -> None:
-        """dP^T = V dO^T, where dQ of the last block may still be."""
+        """dP^T = V dO^T, less delta with `less_delta`, where dQ of the last block may still be."""
         c = self.config
-        _, _, v, do, _, memory = self.fresh(places, kc)
+        _, _, v, do, _, factors, _, delta, memory = self.fresh(places, kc)
         form = device.shape(c.rows_kv, c.block_q, self.dtype)
         do = do + self.do_stage(kc) * (c.block_q * c.value_width * 2)
         cute.arch.mbarrier_wait(do_full + self.do_stage(kc), self.do_lap(kc))
@@ -121,12 +126,15 @@ class Products:
                     step > 0,
                     in_tensor=False,
                 )
+            if c.less_delta:
+                rows = delta + self.do_stage(kc) * (4 * WORDS * c.block_q)
+                self.subtract(memory + c.dp_column, factors + 4 * CORE, rows)
             device.commit(full)
 
     def issue_dv(self, places: Any, kc: Any, p_ready: Any, do_free: Any, more: Any) -> None:
         """dV += P^T dO, or dV = P^T dO unless `more`."""
         c = self.config
-        _, _, _, do, _, memory = self.fresh(places, kc)
+        _, _, _, do, *_, memory = self.fresh(places, kc)
         form = device.shape(c.rows_kv, c.value_width, self.dtype, b_rows=True)
         do = do + self.do_stage(kc) * (c.block_q * c.value_width * 2)
         cute.arch.mbarrier_wait(p_ready, kc & 1)
@@ -146,7 +154,7 @@ class Products:
     def issue_dq(self, places: Any, kc: Any, ds_ready: Any, dq_free: Any, full: Any) -> None:
         """dQ = dS K, as many columns at a time as there is room for."""
         c = self.config
-        _, k, _, _, ds, memory = self.fresh(places, kc)
+        _, k, _, _, ds, *_, memory = self.fresh(places, kc)
         form = device.shape(c.block_q, c.dq_width, self.dtype, a_rows=True, b_rows=True)
         parts = c.parts
         cute.arch.mbarrier_wait(ds_ready, kc & 1)
@@ -169,7 +177,7 @@ class Products:
     def issue_dk(self, places: Any, kc: Any, q_free: Any, more: Any) -> None:
         """dK += dS^T Q, or dK = dS^T Q unless `more`."""
         c = self.config
-        q, _, _, _, ds, memory = self.fresh(places, kc)
+        q, _, _, _, ds, *_, memory = self.fresh(places, kc)
         form = device.shape(c.rows_kv, c.width, self.dtype, b_rows=True)
         q = q + self.q_stage(kc) * (c.block_q * c.width * 2)
         with cute.arch.elect_one():

@@ -15,16 +15,16 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute
 
-from attnkit.templates.sm90 import backward_sums
 from attnkit.templates.sm90 import device as sm90_device
 from attnkit.templates.sm90.backward_load import RECORD
+from attnkit.templates.sm90.backward_turns import Turns
 from attnkit.templates.sm100 import backward_device as device
 from attnkit.templates.sm100.backward_config import SLICE
 
 OWN = 1  # named barrier of the warpgroup
 
 
-class Sums(backward_sums.Sums):
+class Sums(Turns):
     """The part of a backward kernel that adds to sums in memory."""
 
     q_stage: Any
@@ -85,13 +85,13 @@ class Sums(backward_sums.Sums):
                     cute.arch.mbarrier_wait(acc_full, ac & 1)
                     device.fence_after()
                     ac += 1
-                pair = cutlass.min(b, kv_batch - 1) * kv_heads + h // group
-                mine = self.own_tile(at)
-                self.add_shared(
-                    place[:2], turns, (thread, lane, warp), lanes, count, (pair, mine, kv_blocks),
-                    (q_tiles, kv_tiles), (info[RECORD + 5], info[RECORD + 6]),
-                )  # fmt: skip
-                device.fence_before()
+                    pair = cutlass.min(b, kv_batch - 1) * kv_heads + h // group
+                    mine = self.own_tile(at)
+                    self.add_shared(
+                        place[:2], turns, (thread, lane, warp), lanes, (pair, mine, kv_blocks),
+                        (q_tiles, kv_tiles), (info[RECORD + 5], info[RECORD + 6]),
+                    )  # fmt: skip
+                    device.fence_before()
             self.leave_piece(bars)
             tc += 1
             cute.arch.mbarrier_wait(k_full, tc & 1)
@@ -135,7 +135,6 @@ class Sums(backward_sums.Sums):
         turns: list,
         who: tuple,
         lanes: Int32,
-        count: Int32,
         which: tuple,
         tiles: tuple,
         order: tuple,
@@ -164,8 +163,7 @@ class Sums(backward_sums.Sums):
             self.take_turn(turns, semaphore, turn, thread)
             start = first + Int64(tile) * (c.rows_kv * width)
             for i in cutlass.range_constexpr(width // SLICE):
-                taken = self.fetch(lanes + (column + i * SLICE), count)
-                values = [taken[j] for j in range(SLICE)]
+                values = device.load(lanes + (column + i * SLICE), SLICE)
                 to = start + i * SLICE * c.rows_kv
                 self.send(place, values, to, i, c.rows_kv)
             self.pass_turn(turns, semaphore, Int32(0), (turn, following), thread)
@@ -237,6 +235,7 @@ class Sums(backward_sums.Sums):
     def take_turn_at(self, semaphore: cute.Pointer, turn: Int32, thread: Int32):
         if thread == 0:
             self.await_turn(semaphore, turn)
+            cute.arch.fence_proxy("async.global")
 
     def pass_turn(self, turns: Any, tile: Any, chunk: Any, turn: Any, thread: Any) -> None:
         """Hand over a tile when all that was sent is in memory, in deterministic mode.

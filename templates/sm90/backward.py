@@ -3,11 +3,11 @@
 One CTA per SM, persistent. Warpgroup 0 holds a warp that loads by TMA and two that add dQ to
 float32 sums; the other two warpgroups are consumers of 64 kv positions each. For every q tile a
 consumer recomputes S^T = K Q^T and dP^T = V dO^T, makes P and dS in registers, and adds
-dV += P^T dO and dK += dS^T Q from there. What limits it is shared memory, so that half of K comes
-from registers as well, read once a kv tile, where the variant leaves room. dS also goes through shared memory, transposed, where a
-consumer reads both halves for its part of dQ = dS K: that of the tile before, so that no consumer
-waits for the other, and the tensor cores have the products of one while the other computes. dQ
-leaves through shared memory by bulk reductions.
+dV += P^T dO and dK += dS^T Q from there. What limits it is shared memory, so that four steps
+of 16 columns of K come from registers as well, read once a kv tile, where the variant leaves room.
+dS also goes through shared memory, transposed, where a consumer reads both halves for its part of
+dQ = dS K: that of the tile before, so that no consumer waits for the other, and the tensor cores
+have the products of one while the other computes. dQ leaves through shared memory by bulk reductions.
 
 Kv tiles overlap: K has two places, so that the next tile's is there, and V one, free once dP of the
 last q tile is done. dK and dV of a tile leave from registers while the first S and dP of the next
@@ -33,10 +33,11 @@ from cutlass.utils import hopper_helpers
 from attnkit.templates.sm90 import device
 from attnkit.templates.sm90.backward_config import ROWS, BackwardConfig
 from attnkit.templates.sm90.backward_load import RECORD, Loads
-from attnkit.templates.sm90.backward_math import Weights, held
+from attnkit.templates.sm90.backward_math import Weights
 from attnkit.templates.sm90.backward_products import Parts, Products
 from attnkit.templates.sm90.backward_store import Stores, chunk_layout
-from attnkit.templates.sm90.backward_sums import NOTE, SUM_FREE, SUM_FULL, Sums
+from attnkit.templates.sm90.backward_sums import NOTE, SUM_FREE, Sums
+from attnkit.templates.sm90.backward_turns import InTurn
 from attnkit.templates.sm90.copies import ordered
 
 PIECE = 12  # int32 words of a piece of work: see `Schedule.table`
@@ -46,7 +47,7 @@ ROW = cutlass.tensor_utils.LayoutEnum.ROW_MAJOR
 COLUMN = cutlass.tensor_utils.LayoutEnum.COL_MAJOR
 
 
-class Backward(Loads, Products, Weights, Sums, Stores):
+class Backward(Loads, Products, Weights, Sums, InTurn, Stores):
     """A backward kernel for one configuration and one variant.
 
     Args:
@@ -67,7 +68,9 @@ class Backward(Loads, Products, Weights, Sums, Stores):
         self.hooks = hooks
         self.dtype = device.DTYPES[config.dtype]
         self.late = not (hooks.sloped or hooks.learned or config.rounded)
-        self.held_steps = HELD if self.late and not hooks.gathers else 0
+        # a mask that is computed for every score wants registers beside a tile of 128 rows
+        tight = hooks.gathers or (config.rounded and hooks.has_mask and hooks.intervals is None)
+        self.held_steps = 0 if tight or hooks.sloped or hooks.learned else HELD
 
     # ------------------------------------------------------------------------------------ host
 
@@ -102,12 +105,14 @@ class Backward(Loads, Products, Weights, Sums, Stores):
                 the last dimension contiguous, the others' strides and the address multiples of 16
                 bytes. The last two are not written if the config accumulates.
             lse, delta: float32 [B * H * q blocks * block_q], of `backward_edges.Prepare`.
-            sums: float32, zero; units of dQ, then, if the config accumulates, of dK and of dV.
+            sums: float32, zero; units of dQ, then, if the config accumulates, of dK and of dV; if
+                it joins, dK and dV of every split kv tile.
             pieces: int32 [pieces, 12], see `Schedule.table`.
             partial, full: int32 [2, runs], starts and lengths of the transposed runs.
-            counter: int32 [1], zero; left at zero.
+            counter: int32 [1 + 8 * split kv tiles], zero; left at zero.
             captured: captured tensors.
-            totals: gradients of the wanted ones among them, float32, of their shapes; added to.
+            totals: gradients of the wanted ones among them, float32, of their shapes; added to. If the config has
+                turns, int64 with a last dimension of bins, see `exact_sums`.
             turns: empty, or where the config has turns, all int32: semaphores, one a chunk of the
                 sums, those of dQ holding the first kv tile of their row, the others 0, left as
                 they are; of every (b, h, q block) the first and last + 1 of its kept runs, and the
@@ -162,7 +167,7 @@ class Backward(Loads, Products, Weights, Sums, Stores):
 
         @cute.struct
         class Storage:
-            barriers: cute.struct.MemRange[Int64, 4 + 2 * c.k_stages + 6 * c.stages]
+            barriers: cute.struct.MemRange[Int64, 10 + 2 * c.k_stages + 6 * c.stages]
             info: cute.struct.MemRange[Int32, 32]
             lse: cute.struct.Align[cute.struct.MemRange[Float32, c.stages * bm], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, c.stages * bm], 128]
@@ -221,7 +226,7 @@ class Backward(Loads, Products, Weights, Sums, Stores):
         turns: list,
         numbers: tuple,
     ):
-        """Roles: warp 0 loads, 1 and 2 add up, 3 writes zeros, warpgroups 1 and 2 compute."""
+        """Roles: warp 0 loads, 1 and 2 add up, 3 writes zeros and gives turns, warpgroups 1 and 2 compute."""
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
@@ -245,11 +250,16 @@ class Backward(Loads, Products, Weights, Sums, Stores):
         rings = tuple(ends + c.stages * i for i in range(6))
         q_full, q_free, do_full, do_free, ds_full, ds_free = rings
         bars = (k_full, v_full, k_free, v_free, *rings)
+        # of each consumer: a chunk is there, to be added in turn; has arrived; that was noticed
+        told, arrived, taken = (ends + 6 * c.stages + 2 * i for i in range(3))
         if warp == 0:
             with cute.arch.elect_one():
                 for w in cutlass.range_constexpr(2):  # a consumer's half of V each
                     cute.arch.mbarrier_init(v_full + w, 1)
                     cute.arch.mbarrier_init(v_free + w, 4)
+                    cute.arch.mbarrier_init(told + w, 4)
+                    cute.arch.mbarrier_init(arrived + w, 1)
+                    cute.arch.mbarrier_init(taken + w, 1)
                 for s in cutlass.range_constexpr(c.k_stages):
                     cute.arch.mbarrier_init(k_full + s, 1)
                     cute.arch.mbarrier_init(k_free + s, 8)
@@ -279,14 +289,19 @@ class Backward(Loads, Products, Weights, Sums, Stores):
                 )
             for wg in cutlass.range_constexpr(2):
                 if warp == 1 + wg:
-                    self.add_up(wg, outgoing, info, sums, turns)
+                    if const_expr(c.turns):
+                        self.add_in_turn(wg, outgoing, info, (told, arrived, taken), sums, turns)
+                    else:
+                        self.add_up(wg, outgoing, info, sums)
             if warp == 3:
-                self.clear(pieces, *grads, turns, numbers)
+                self.clear(pieces, *grads)
+                if const_expr(c.turns):
+                    self.give_turns(info, (told, arrived, taken), turns)
         else:
             cute.arch.setmaxregister_increase(c.registers[0])
             self.consume(
-                mmas_first, mmas, views, stats, outgoing, grads, bars, info, captured, totals,
-                numbers,
+                mmas_first, mmas, views, stats,
+                (grads, numbers, outgoing, info, sums, counter, told), bars, captured, totals,
             )  # fmt: skip
 
     @cute.jit
@@ -296,16 +311,14 @@ class Backward(Loads, Products, Weights, Sums, Stores):
         mmas: tuple,
         views: tuple,
         stats: tuple,
-        outgoing: cute.Pointer,
-        grads: tuple,
+        leaving: tuple,
         bars: tuple,
-        info: cute.Tensor,
         captured: list,
         totals: list,
-        numbers: tuple,
     ):
         """A consumer warpgroup: products, P, dS, and what leaves at the end of a piece."""
         c, dtype = self.config, self.dtype
+        _, numbers, _, info, _, _, told = leaving
         mma_s, mma_dq, mma_dv, mma_dk, mma_held = mmas
         scale, _, q_len, kv_len, heads, *_ = numbers
         k_full = bars[0]
@@ -366,7 +379,6 @@ class Backward(Loads, Products, Weights, Sums, Stores):
         before = (Int32(0), Int32(0))
         for one in (dk, dv):
             one.fill(0.0)
-        leaving = (grads, numbers, outgoing, info)
         cute.arch.mbarrier_wait(k_full, 0)
         valid = info[RECORD + 4]
         while valid != 0:
@@ -406,7 +418,7 @@ class Backward(Loads, Products, Weights, Sums, Stores):
         cute.arch.barrier(barrier_id=SUM_FREE + wg, number_of_threads=160)
         if ct == 0:
             info[NOTE + 4 * wg] = Int32(-1)
-        cute.arch.barrier_arrive(barrier_id=SUM_FULL + wg, number_of_threads=160)
+        self.tell(told, wg)
 
     # ---------------------------------------------- pieces of the consumer, inlined while tracing
 
@@ -472,11 +484,8 @@ class Backward(Loads, Products, Weights, Sums, Stores):
             self.release(last, v_free + wg)
             self.learn_either(mark, tile, row0, scores, p, statistic, dp, ds, running, totals)
         else:
-            lse = held(statistic) if self.config.rounded else statistic
             warpgroup.wait_group(1)
-            self.weigh_either(mark, tile, row0, scores, scores, p, lse)
-            if self.config.rounded:
-                delta = held(delta)
+            self.weigh_either(mark, tile, row0, scores, scores, p, statistic)
             warpgroup.wait_group(0)
             self.release(last, v_free + wg)
             self.gradients(scores, p, dp, delta, ds)

@@ -18,8 +18,8 @@ class BackwardConfig:
         dtype: "bfloat16" or "float16", of all inputs and gradients.
         width, value_width: head dims as computed, the tensors' own rounded up by zeros: 64 or 128.
         block_q: rows of a q tile, 64, or 128 with a width of 64.
-        accumulate: dK and dV are added to float32 sums, for query heads that share a kv head and
-            for split rows; otherwise they are stored in the dtype.
+        accumulate: dK and dV are added to float32 sums, for query heads that share a kv head;
+            otherwise they are stored in the dtype.
         turns: "ascending" or "descending": sums are formed in this order of kv tiles, that of the
             schedule; "" for any order.
         dynamic: CTAs take their next piece from a counter, not by turns.
@@ -37,6 +37,11 @@ class BackwardConfig:
     stages = q_stages = 2  # of the rings of dO and dS, and of Q
     k_stages = 2  # K of a tile is read when the next one's has begun
     registers = (240, 24)  # a thread of a consumer and of the producer warpgroup
+
+    @property
+    def joins(self) -> bool:
+        """Whether the pieces of a split kv tile put their dK and dV together."""
+        return not (self.accumulate or self.turns)
 
     @property
     def chunk(self) -> int:

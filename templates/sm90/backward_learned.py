@@ -3,7 +3,8 @@
 A load whose index is known per head or per column is summed in registers over a whole piece of
 work, one whose index is known per row over the columns of a warp, and one that depends on q - kv
 along the diagonals of a warp (`Diagonals`), before anything is added to the gradient in memory; any
-other is added element by element. All sums are float32.
+other is added element by element. All sums are float32, or exact in memory where sums have an order
+(`exact_sums`).
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import cutlass
 from cutlass import BFloat16, Float32, Int32, cute
 
 from attnkit.templates.sm90 import device
+from attnkit.templates.sm90.exact_sums import ExactSums
 
 # values a thread sums over a piece
 KEPT = {"head": 1, "column": 2, "row": 0, "relative": 0, "element": 0}
 
 
-class Learned:
+class Learned(ExactSums):
     """The part of a backward kernel that adds up the gradients of captured tensors."""
 
     hooks: Any
@@ -51,7 +53,7 @@ class Learned:
             statistic: as for `Weights.weigh`.
             dp: dP - delta.
             running: see `running`.
-            totals: the gradients, float32.
+            totals: see `Backward.__call__`.
         """
         site, head, columns = self.site(tile), tile[1], tile[2]
         first = (mark >> 2) * self.config.block_q + row0
@@ -106,7 +108,7 @@ class Learned:
             d = start + offset
             q = cutlass.min(cutlass.max(d, Int32(0)), site.q_len - 1)
             kv = cutlass.min(cutlass.max(-d, Int32(0)), site.kv_len - 1)
-            place = self.hooks.place(i, site, total.shape, q, kv)
+            place = self.place_of(i, site, total, q, kv)
             self.add_where(value != Float32(0.0), total, place, value)
 
     def _add(
@@ -130,12 +132,12 @@ class Learned:
             own = own + cute.arch.shuffle_sync_bfly(own, 8)
             own = own + cute.arch.shuffle_sync_bfly(own, 4)
             q = cutlass.select_(upper, rows[1][0], rows[0][0])
-            place = self.hooks.place(i, site, total.shape, q, None)
+            place = self.place_of(i, site, total, q, None)
             self.add_where((lane & 12) == 0, total, place, own)
         else:
             for k, value in enumerate(values):
                 q, kv = rows[k % 2][0], columns[k // 2][0]
-                place = self.hooks.place(i, site, total.shape, q, kv)
+                place = self.place_of(i, site, total, q, kv)
                 self.add_where(value != Float32(0.0), total, place, value)
 
     def flush(self, tile: Any, running: Any, totals: Any) -> None:
@@ -150,23 +152,14 @@ class Learned:
                 value = running[at]
                 for step in (16, 8, 4, 2, 1):
                     value = value + cute.arch.shuffle_sync_bfly(value, step)
-                place = self.hooks.place(i, site, total.shape, None, None)
+                place = self.place_of(i, site, total, None, None)
                 self.add_where(lane == 0, total, place, value)
             elif level == "column":
                 for c in range(2):
                     value = device.quad_sum(running[at + c])
-                    place = self.hooks.place(i, site, total.shape, None, columns[c][0])
+                    place = self.place_of(i, site, total, None, columns[c][0])
                     self.add_where((lane & 3) == 0, total, place, value)
             at += KEPT[level]
-
-    def add_where(self, condition: Any, total: Any, place: Any, value: Any) -> None:
-        """Add a value to a gradient in memory."""
-        self.add_at(condition, cute.domain_offset(place, total).iterator, value)
-
-    @cute.jit
-    def add_at(self, condition: cutlass.Boolean, target: cute.Pointer, value: Float32):
-        if condition:
-            cute.arch.red(target, value, op="add", dtype="f32", sem="relaxed", scope="gpu")
 
 
 def _kept(kept: Any, values: list[Any]) -> list[Any]:

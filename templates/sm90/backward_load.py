@@ -17,8 +17,11 @@ from attnkit.templates.sm90.backward_math import MASKED, WHOLE
 from attnkit.templates.sm90.copies import partition
 
 RECORD = 8  # where the record of a piece begins in `info`, after the marks of the Q stages
-WORDS = 10  # of a piece, as far as they are read
+WORDS = 12  # of a piece
 NOWHERE = 1 << 30  # beyond every block
+# Blocks before the end of a piece at which the next one is claimed in turns: pieces must begin in
+# about the order of the list, or those before wait for them.
+AHEAD = 3
 
 
 class Loads:
@@ -69,8 +72,8 @@ class Loads:
         index, kc, tc = Int32(cta), Int32(0), Int32(0)
         word = self.look_up(pieces, index)
         while index < total:
-            b, h, tile, run, skip, left, run_rest, skip_rest, left_rest = (
-                cute.arch.shuffle_sync(word, i) for i in (0, 1, 2, 4, 5, 6, 7, 8, 9)
+            b, h, tile, run, skip, left, run_rest, skip_rest, left_rest, parts = (
+                cute.arch.shuffle_sync(word, i) for i in (0, 1, 2, 4, 5, 6, 7, 8, 9, 11)
             )
             h_kv, b_kv = h // group, cutlass.min(b, kv_batch - 1)
             count = left + left_rest
@@ -80,6 +83,11 @@ class Loads:
             first_row = (b * heads + h) * blocks
             t = tc & (c.k_stages - 1)
             lap = self.k_lap(tc)
+            # at once, so that nothing waits for the list when the piece ends; but parts come last and
+            # are of all lengths: who is free first takes the next
+            claim = cutlass.select_(parts > 1, count - 1, Int32(0))
+            if const_expr(c.turns):
+                claim = cutlass.max(count - AHEAD, Int32(0))
             for j in cutlass.range(count, unroll=1):
                 masked = at_some < at_rest
                 m = cutlass.min(at_some, at_rest)
@@ -92,9 +100,12 @@ class Loads:
                         full, at_rest, end_rest, run_rest, left_rest
                     )
                 if j == 0:
+                    rest: tuple = ()  # whose part it is, and of how many
+                    if const_expr(c.joins):
+                        rest = cute.arch.shuffle_sync(word, 10), parts
                     cute.arch.mbarrier_wait(k_free + t, lap ^ 1)
                     with cute.arch.elect_one():
-                        self.leave_record(info, t, (tile, h, b, count, Int32(1)))
+                        self.leave_record(info, t, (tile, h, b, count, Int32(1), *rest))
                         self.note_group(info, turns, index, t)
                         cute.arch.mbarrier_arrive_and_expect_tx(k_full + t, c.block_kv * width * 2)
                     for w in cutlass.range_constexpr(wide):
@@ -135,11 +146,9 @@ class Loads:
                             v_to[None, w],
                             tma_bar_ptr=v_full + w,
                         )
-                    if const_expr(not c.turns):
-                        # now, so that nothing waits for the list when the piece ends; in turns,
-                        # pieces must begin in the order of the list, or those before wait for them
-                        index = self.following(counter, index, total)
-                        word = self.look_up(pieces, index)
+                if j == claim:
+                    index = self.following(counter, index, total)
+                    word = self.look_up(pieces, index)
                 kc += 1
             if count == 0:
                 if const_expr(c.k_stages == 1):  # nothing is kept: the record alone
@@ -154,9 +163,6 @@ class Loads:
                 word = self.look_up(pieces, index)
             else:
                 tc += 1
-                if const_expr(c.turns):
-                    index = self.following(counter, index, total)
-                    word = self.look_up(pieces, index)
         t = tc & (c.k_stages - 1)
         cute.arch.mbarrier_wait(k_free + t, self.k_lap(tc) ^ 1)
         with cute.arch.elect_one():
@@ -172,7 +178,11 @@ class Loads:
         return RECORD + 2 * RECORD * stage
 
     def leave_record(self, info: Any, stage: Any, words: tuple) -> None:
-        """Tell the consumers what a piece is: kv tile, head, batch element, blocks, 1."""
+        """Tell the consumers what a piece is: kv tile, head, batch element, blocks, 1.
+
+        Then, if the config joins, the split tile that it is a part of, -1 for none, and how many
+        parts that has.
+        """
         for i, word in enumerate(words):
             info[self.record(stage) + i] = word
 

@@ -244,8 +244,8 @@ class Weights(Learned):
         for i in range(0, cute.size(dp), 2):  # two rows of a column
             low, high = dp[i], dp[i + 1]
             if self.config.rounded:
-                g = i // 4
-                low, high = low + delta[0, g], high + delta[1, g]
+                pair = self.pair(delta, i // 4)
+                low, high = low + pair[0], high + pair[1]
                 p = unpack(rounded[i // 2], self.dtype)
             else:
                 p = slopes[i], slopes[i + 1]
@@ -263,17 +263,14 @@ class Weights(Learned):
                 # opaque: a plain copy would be made after the fence
                 acc[4 * g + 2 + i] = device.pinned(pair[i])
 
+    def pair(self, rows: Any, g: int) -> Any:
+        """A statistic of the thread's rows of group g, loaded where it is used: all take 32 registers."""
+        pair = cute.make_rmem_tensor(2, Float32)
+        cute.autovec_copy(rows[None, g], pair)
+        return pair
+
     def rows(self, values: Any, stage: Any, row0: Any) -> Any:
         """The thread's rows of a statistic in shared memory, [2, pairs]."""
         start = values.iterator + (stage * self.config.block_q + row0)
         layout = cute.make_layout((2, self.config.block_q // 8), stride=(1, 8))
         return cute.make_tensor(start.align(8), layout)
-
-
-def held(rows: Any) -> Any:
-    """A thread's rows of a statistic in registers, loaded here and not where they are used."""
-    held = cute.make_rmem_tensor(cute.make_layout(rows.shape), Float32)
-    cute.autovec_copy(rows, held)
-    for i in range(cute.size(held)):
-        held[i] = device.pinned(held[i])
-    return held

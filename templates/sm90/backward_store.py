@@ -1,7 +1,9 @@
 """What the consumers of the Hopper backward hand on: dQ; at the end of a kv tile dK and dV.
 
 dK and dV are rounded and written in whole rows, through the memory where dQ leaves otherwise: K and V
-of the next tile are already in theirs. Another warp writes zeros where a tile keeps nothing.
+of the next tile are already in theirs. Where several pieces share a tile, each adds its part to
+float32 sums, and the last one to do so rounds and writes these. Another warp writes zeros where a
+tile keeps nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Int32, const_expr, cute
+from cutlass import Float32, Int32, Int64, const_expr, cute
 
 from attnkit.templates.sm90 import device
 from attnkit.templates.sm90.backward_config import ROWS
@@ -18,6 +20,7 @@ from attnkit.templates.sm90.backward_sums import NOTE, SUM_FREE, SUM_FULL
 OWN = 5  # named barriers after those of `backward_sums`
 VECTOR = 8  # elements of 16 bytes
 SQUARE = 64 * 64
+COUNTS = 8  # of a split kv tile, one a warp: how many parts have been added
 
 
 class Stores:
@@ -26,7 +29,6 @@ class Stores:
     config: Any
     dtype: Any
     record: Any  # of `Loads`
-    await_turn: Any  # of `Sums`
 
     @cute.jit
     def send_before(
@@ -56,7 +58,7 @@ class Stores:
         Args:
             free: it is known not to read the chunk before any more.
         """
-        _, _, outgoing, info = leaving
+        _, _, outgoing, info, _, _, told = leaving
         count = self.config.chunk // 512
         if not free:
             cute.arch.barrier(barrier_id=SUM_FREE + wg, number_of_threads=160)
@@ -67,7 +69,15 @@ class Stores:
             cute.make_tensor(start.align(16), cute.make_layout((4, count), stride=(1, 512))),
         )
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier_arrive(barrier_id=SUM_FULL + wg, number_of_threads=160)
+        self.tell(told, wg)
+
+    def tell(self, told: Any, wg: Any) -> None:
+        """A chunk is there, or no more comes."""
+        if self.config.turns:
+            cute.arch.sync_warp()
+            device.arrive(told + wg)
+        else:
+            cute.arch.barrier_arrive(barrier_id=SUM_FULL + wg, number_of_threads=160)
 
     @cute.jit
     def note(self, info: cute.Tensor, note: tuple, wg: Int32, ct: Int32):
@@ -83,18 +93,66 @@ class Stores:
     ):
         """Write dK and dV of the kv tile before, if there is one."""
         if tc > 0:
-            grads, numbers, outgoing, info = leaving
+            grads, numbers, outgoing, info, *_ = leaving
             record = self.record((tc - 1) & 1)
             place = tuple(info[record + i] for i in range(3))
             if const_expr(self.config.accumulate):
                 self.add_shared(dk, dv, place, info, record, numbers, leaving, wg, ct)
             else:
+                complete = Int32(1)
+                if const_expr(self.config.joins):
+                    split, parts = info[record + 5], info[record + 6]
+                    if split >= 0:
+                        complete = self.join(dk, dv, split, parts, leaving, wg, ct)
                 cute.arch.barrier(barrier_id=SUM_FREE + wg, number_of_threads=160)
-                # times 1: addresses known before would keep registers through all blocks
-                lane = cute.arch.lane_idx() * info[record + 4]
-                self.write(dv, grads[1], place, None, outgoing, wg, lane)
-                self.write(dk, grads[0], place, numbers[0], outgoing, wg, lane)
+                if complete != 0:
+                    # times 1: addresses known before would keep registers through all blocks
+                    lane = cute.arch.lane_idx() * info[record + 4]
+                    self.write(dv, grads[1], place, None, outgoing, wg, lane)
+                    self.write(dk, grads[0], place, numbers[0], outgoing, wg, lane)
                 cute.arch.barrier(barrier_id=OWN + wg, number_of_threads=128)
+
+    @cute.jit
+    def join(
+        self, dk: cute.Tensor, dv: cute.Tensor, split: Int32, parts: Int32, leaving: tuple,
+        wg: Int32, ct: Int32,
+    ):  # fmt: skip
+        """Add a consumer's dK and dV to the sums of a split kv tile; the last one takes these.
+
+        Its warps do so each for itself: nobody else has their rows.
+
+        Args:
+            split: number of the tile among those that are split.
+            parts: pieces that it has.
+
+        Returns:
+            1 in a warp whose registers hold the sums of all parts now, else 0.
+        """
+        _, numbers, _, _, sums, counter, _ = leaving
+        c = self.config
+        _, _, q_len, _, heads, _, batch, _ = numbers
+        blocks = (q_len + c.block_q - 1) // c.block_q
+        own = ROWS * (c.width + c.value_width)  # floats of a consumer
+        at = Int64(batch * heads * blocks) * (c.block_q * c.width) + Int64(2 * split + wg) * own
+        start = (sums.iterator + (at + ct * 4)).toint()
+        add_all(dk, start)
+        add_all(dv, start + cute.size(dk) * 512)
+        cute.arch.sync_warp()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
+        arrived = counter.iterator + (1 + COUNTS * split + 4 * wg + warp)
+        before = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            before = cute.arch.atomic_add(arrived, Int32(1), sem="acq_rel", scope="gpu")
+            if before == parts - 1:
+                cute.arch.store(arrived, Int32(0), sem="relaxed", scope="gpu")
+        before = cute.arch.shuffle_sync(before, 0)
+        cute.arch.sync_warp()
+        complete = Int32(0)
+        if before == parts - 1:
+            complete = Int32(1)
+            load_all(dk, start)
+            load_all(dv, start + cute.size(dk) * 512)
+        return complete
 
     def chunks(self, numbers: Any, place: Any) -> list[tuple[Any, int]]:
         """Of the sums of dK and of dV of a kv tile: the first chunk, and how many 64 rows have.
@@ -182,19 +240,13 @@ class Stores:
             cute.autovec_copy(vector, cute.make_tensor(to.align(16), cute.make_layout(VECTOR)))
 
     @cute.jit
-    def clear(
-        self, pieces: cute.Tensor, grad_key: cute.Tensor, grad_value: cute.Tensor, turns: list,
-        numbers: tuple,
-    ):  # fmt: skip
-        """A warp: kv tiles that keep nothing.
-
-        Their gradients are zero; where they are shared sums, which are zero before, only turns pass.
-        """
-        c = self.config
+    def clear(self, pieces: cute.Tensor, grad_key: cute.Tensor, grad_value: cute.Tensor):
+        """A warp: the gradients of kv tiles that keep nothing are zero; so are shared sums before."""
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         lane = cute.arch.lane_idx()
-        total = pieces.shape[0]
+        # shared ones are formed from sums
+        total = 0 if const_expr(self.config.accumulate) else pieces.shape[0]
         for first in cutlass.range(32 * cta, total, 32 * ctas, unroll=1):
             mine = cutlass.min(first + lane, total - 1)
             dead = (pieces[mine, 6] + pieces[mine, 9] == 0) & (first + lane < total)
@@ -203,22 +255,8 @@ class Stores:
                 index = first + cute.arch.popc((found & -found) - 1)
                 found = found & (found - 1)
                 place = pieces[index, 2], pieces[index, 1], pieces[index, 0]
-                if const_expr(not c.accumulate):
-                    for target in (grad_key, grad_value):
-                        self.zero(target, place)
-                elif const_expr(c.turns):
-                    turn, last = turns[4][index, 0], turns[4][index, 1]
-                    following = cutlass.select_(turn + 1 == last, Int32(0), turn + 1)
-                    for at, count in self.chunks(numbers, place):
-                        for i in cutlass.range_constexpr(2 * count):
-                            self.pass_turn(turns[0].iterator + (at + i), turn, following)
-
-    @cute.jit
-    def pass_turn(self, semaphore: cute.Pointer, turn: Int32, following: Int32):
-        """Take a turn and add nothing."""
-        self.await_turn(semaphore, turn)
-        with cute.arch.elect_one():
-            cute.arch.store(semaphore, following, sem="release", scope="gpu")
+                for target in (grad_key, grad_value):
+                    self.zero(target, place)
 
     @cute.jit
     def zero(self, target: cute.Tensor, place: tuple):
@@ -233,6 +271,28 @@ class Stores:
         for i in cutlass.range(lane, rows * vectors, 32, unroll=1):
             at = first + i // vectors, i % vectors * VECTOR, h, b
             self.write_vector(True, none, cute.domain_offset(at, target).iterator)
+
+
+def add_all(acc: Any, start: Any) -> None:
+    """Add an accumulator to sums that lie in its order, 16 bytes of every thread side by side."""
+    for i in range(0, cute.size(acc), 4):
+        cute.arch.inline_ptx(
+            f"red.relaxed.gpu.global.add.v4.f32 [{{$r0}}+{512 * i}], {{{{$r1}}, {{$r2}}, {{$r3}}, "
+            "{$r4}};",
+            read_only_args=[start, *(acc[i + k] for k in range(4))],
+        )
+
+
+def load_all(acc: Any, start: Any) -> None:
+    """Load an accumulator that `add_all` has added; past the first-level cache, where it may be old."""
+    for i in range(0, cute.size(acc), 4):
+        words = cute.arch.inline_ptx(
+            f"ld.relaxed.gpu.global.v4.f32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}+{512 * i}];",
+            write_only_types=[Float32] * 4,
+            read_only_args=[start],
+        )
+        for k in range(4):
+            acc[i + k] = words[k]
 
 
 def chunk_of(acc: Any, i: int, size: int) -> Any:

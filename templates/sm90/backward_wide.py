@@ -29,18 +29,18 @@ from attnkit.templates.sm90 import device
 from attnkit.templates.sm90.backward_config import ROWS
 from attnkit.templates.sm90.backward_load import RECORD, Loads
 from attnkit.templates.sm90.backward_math import Weights
-from attnkit.templates.sm90.backward_sums import Sums
 from attnkit.templates.sm90.backward_wide_config import WideConfig
+from attnkit.templates.sm90.backward_wide_turns import OWN, WideTurns
 from attnkit.templates.sm90.copies import ordered, partition
 
-OWN, BOTH = 1, 3  # named barriers; two of the first
+BOTH = 3  # a named barrier
 GROUP = 512  # floats of 64 rows and 8 columns of a sum
 
 ROW = cutlass.tensor_utils.LayoutEnum.ROW_MAJOR
 COLUMN = cutlass.tensor_utils.LayoutEnum.COL_MAJOR
 
 
-class BackwardWide(Loads, Weights, Sums):
+class BackwardWide(Loads, Weights, WideTurns):
     """A backward kernel for one configuration and one variant.
 
     Args:
@@ -56,7 +56,7 @@ class BackwardWide(Loads, Weights, Sums):
         self.hooks = hooks
         self.dtype = device.DTYPES[config.dtype]
         # whether registers are short: dQ leaves them before P is computed
-        self.tight = bool(hooks.learned or config.turns)
+        self.tight = bool(hooks.learned)
 
     # ------------------------------------------------------------------------------------ host
 
@@ -86,7 +86,8 @@ class BackwardWide(Loads, Weights, Sums):
     ):
         """Launch; the arguments are those of `backward.Backward`.
 
-        Semaphores of `turns`: two a q block, then two a kv tile for dK, and two for dV.
+        Semaphores of `turns`: two a q block, of which one is used, then two a kv tile for dK, and
+        two for dV.
         """
         c, dtype = self.config, self.dtype
         width, deep, bm = c.width, c.value_width, c.block_q
@@ -144,7 +145,7 @@ class BackwardWide(Loads, Weights, Sums):
 
         @cute.struct
         class Storage:
-            barriers: cute.struct.MemRange[Int64, 4 + 2 * c.q_stages + 2 * c.stages]
+            barriers: cute.struct.MemRange[Int64, 7 + 2 * c.q_stages + 2 * c.stages]
             info: cute.struct.MemRange[Int32, 32]
             lse: cute.struct.Align[cute.struct.MemRange[Float32, c.q_stages * bm], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, c.stages * bm], 128]
@@ -212,17 +213,20 @@ class BackwardWide(Loads, Weights, Sums):
         do_full = base + 4 + 2 * c.q_stages
         do_free = do_full + c.stages
         bars = (k_full, v_full, kv_free, q_full, q_free, do_full, do_free)
+        order = tuple(do_free + c.stages + i for i in range(3))  # see `backward_wide_turns`
         if warp == 0:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_init(k_full, 1)
                 cute.arch.mbarrier_init(v_full, 1)
-                cute.arch.mbarrier_init(kv_free, 2)
+                cute.arch.mbarrier_init(kv_free, 256)
                 for s in cutlass.range_constexpr(c.q_stages):
                     cute.arch.mbarrier_init(q_full + s, 1)
-                    cute.arch.mbarrier_init(q_free + s, 8)
+                    cute.arch.mbarrier_init(q_free + s, 256)
                 for s in cutlass.range_constexpr(c.stages):
                     cute.arch.mbarrier_init(do_full + s, 1)
-                    cute.arch.mbarrier_init(do_free + s, 8)
+                    cute.arch.mbarrier_init(do_free + s, 256)
+                if const_expr(c.turns):
+                    self.init_turns(order)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
@@ -232,10 +236,15 @@ class BackwardWide(Loads, Weights, Sums):
             if warp == 0:
                 own = (*bars[:3], kv_free, *bars[3:])  # K and V are freed together
                 self.produce(atoms[:4], tiles[:4], views[:4], stats, own, info, lists, numbers)
+            if const_expr(c.turns):
+                if warp == 1:
+                    self.await_turns(order, info, lists[6])
+                if warp == 2:
+                    self.give_turns(order, info, lists[6])
         else:
             cute.arch.setmaxregister_increase(c.registers[0])
             self.consume(
-                mmas_first, mmas, views, stats, (atoms[4:], tiles[4:]), bars, info, sums,
+                mmas_first, mmas, views, stats, (atoms[4:], tiles[4:]), bars, order, info, sums,
                 captured, totals, lists[6], numbers,
             )  # fmt: skip
 
@@ -248,6 +257,7 @@ class BackwardWide(Loads, Weights, Sums):
         stats: tuple,
         target: tuple,
         bars: tuple,
+        order: tuple,
         info: cute.Tensor,
         totals_q: cute.Tensor,
         captured: list,
@@ -324,7 +334,7 @@ class BackwardWide(Loads, Weights, Sums):
             tile = self.begin(where, column0)
             running.fill(0.0)
             sums = (tile, row0, running, totals)
-            place = (totals_q, (b * heads + h) * blocks, info, turns)
+            place = (totals_q, (b * heads + h) * blocks, info, order)
             dk.fill(0.0)
             dv.fill(0.0)
             cute.arch.mbarrier_wait(v_full, tc & 1)
@@ -336,6 +346,7 @@ class BackwardWide(Loads, Weights, Sums):
                 cute.arch.mbarrier_wait(do_full + s, (kc >> 1) & 1)
                 self.issue_dp(parts, other, self.rows(stats[1], s, row0), wg, s)
                 mark = info[r]
+                self.tell_next(place, mark, kc, wg, ct)
                 self.weigh_either(mark, tile, row0, scores, scores, p, self.rows(stats[0], r, row0))
                 self.write(writes, p, to_p[None, None, None, s])
                 for _ in cutlass.range(count - 1, unroll=1):
@@ -350,24 +361,25 @@ class BackwardWide(Loads, Weights, Sums):
                     self.issue_s(parts, fresh, wg, t)
                     following = info[t]
                     warpgroup.wait_group(2)
-                    device.arrive(do_free + s)
-                    self.add_dq(place, dq, mark, wg, ct, 0)
+                    cute.arch.mbarrier_arrive(do_free + s)
+                    self.add_dq(place, dq, mark, kc, wg, ct, 0)
+                    self.tell_next(place, following, kc + 1, wg, ct)
                     if const_expr(c.parts == 2):
                         self.issue_dq(parts, dq, wg, 1)
                     cute.arch.mbarrier_wait(do_full + t, ((kc + 1) >> 1) & 1)
                     self.issue_dp(parts, other, self.rows(stats[1], t, row0), wg, t)
                     warpgroup.wait_group(c.parts)
-                    device.arrive(q_free + s)
+                    cute.arch.mbarrier_arrive(q_free + s)
                     if const_expr(c.parts == 2 and self.tight):
                         warpgroup.wait_group(1)
-                        self.add_dq(place, dq, mark, wg, ct, 1)
+                        self.add_dq(place, dq, mark, kc, wg, ct, 1)
                     self.weigh_either(
                         following, tile, row0, fresh, scores, p, self.rows(stats[0], t, row0)
                     )
                     warpgroup.wait_group(1)  # both consumers are done with dS before the barrier
                     self.write(writes, p, to_p[None, None, None, t])
                     if const_expr(c.parts == 2 and not self.tight):
-                        self.add_dq(place, dq, mark, wg, ct, 1)
+                        self.add_dq(place, dq, mark, kc, wg, ct, 1)
                     mark = following
                     kc += 1
                 s = kc & 1
@@ -377,32 +389,33 @@ class BackwardWide(Loads, Weights, Sums):
                 self.issue_dq(parts, dq, wg, 0)
                 self.issue_dk(parts, dk, wg, s)
                 warpgroup.wait_group(1)
-                device.arrive(do_free + s)
-                self.add_dq(place, dq, mark, wg, ct, 0)
+                cute.arch.mbarrier_arrive(do_free + s)
+                self.add_dq(place, dq, mark, kc, wg, ct, 0)
                 for part in cutlass.range_constexpr(1, c.parts):
                     self.issue_dq(parts, dq, wg, part)
                     warpgroup.wait_group(0)
-                    self.add_dq(place, dq, mark, wg, ct, part)
+                    self.add_dq(place, dq, mark, kc, wg, ct, part)
                 warpgroup.wait_group(0)
-                device.arrive(q_free + s)
+                cute.arch.mbarrier_arrive(q_free + s)
                 kc += 1
                 self.flush(tile, running, totals)
             # read again: through the loop they would take registers
             tile_kv, head, element = info[RECORD], info[RECORD + 1], info[RECORD + 2]
             if const_expr(c.accumulate):
-                pair = cutlass.min(element, kv_batch - 1) * kv_heads + head // group
-                pair = pair * kv_blocks + tile_kv
-                turn, last = info[RECORD + 5], info[RECORD + 6]
-                following = cutlass.select_(turn + 1 == last, Int32(0), turn + 1)
-                first = q_tiles * (c.width // 8)
-                to = first + pair * (c.width // 8) + wg * (c.width // 16)
-                note = (2 * (q_tiles + pair) + wg, turn, following, turns)
-                self.add(totals_q, dk, to, note, wg, ct, True, True)
-                first = first + kv_tiles * (c.width // 8)
-                to = first + pair * (c.value_width // 8) + wg * (c.value_width // 16)
-                note = (2 * (q_tiles + kv_tiles + pair) + wg, turn, following, turns)
-                self.add(totals_q, dv, to, note, wg, ct, True, True)
-                cute.arch.barrier(barrier_id=OWN + wg, number_of_threads=128)
+                if count > 0:
+                    pair = cutlass.min(element, kv_batch - 1) * kv_heads + head // group
+                    pair = pair * kv_blocks + tile_kv
+                    turn, last = info[RECORD + 5], info[RECORD + 6]
+                    following = cutlass.select_(turn + 1 == last, Int32(0), turn + 1)
+                    first = q_tiles * (c.width // 8)
+                    to = first + pair * (c.width // 8) + wg * (c.width // 16)
+                    note = (2 * (q_tiles + pair) + wg, turn, following, turns)
+                    self.add_shared(totals_q, dk, to, note, wg, ct)
+                    first = first + kv_tiles * (c.width // 8)
+                    to = first + pair * (c.value_width // 8) + wg * (c.value_width // 16)
+                    note = (2 * (q_tiles + kv_tiles + pair) + wg, turn, following, turns)
+                    self.add_shared(totals_q, dv, to, note, wg, ct)
+                    cute.arch.barrier(barrier_id=OWN + wg, number_of_threads=128)
             else:
                 # K and V are read by both consumers
                 cute.arch.barrier(barrier_id=BOTH, number_of_threads=256)
@@ -414,11 +427,13 @@ class BackwardWide(Loads, Weights, Sums):
                 )
                 if warp % 4 == 0:
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
-            if warp % 4 == 0:
-                device.arrive(kv_free)
+            cute.arch.mbarrier_arrive(kv_free)  # every lane, as each has read the record
             tc += 1
             cute.arch.mbarrier_wait(k_full, tc & 1)
             valid = info[RECORD + 4]
+        if const_expr(c.turns):
+            self.tell(order, info, Int32(-1), kc, wg, ct)
+            self.has_added(order)
         if warp % 4 == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
@@ -503,6 +518,9 @@ class BackwardWide(Loads, Weights, Sums):
         copy, thr = writes
         cute.copy(copy, thr.retile(values), to)
         cute.arch.fence_proxy("async.shared", space="cta")
+        # The assembler waits for the fence here. Waiting only at the barrier, behind the loop's
+        # branch, as it would, an H200 lets the other warps read what was there before.
+        cute.arch.sync_warp()
 
     def meet(self) -> None:
         """Wait for the other consumer: its half of P or dS is there."""
@@ -514,27 +532,22 @@ class BackwardWide(Loads, Weights, Sums):
         layout = cute.make_layout((2, self.config.block_q // 16), stride=(1, 8))
         return cute.make_tensor(start.align(8), layout)
 
-    def add_dq(self, place: Any, acc: Any, mark: Any, wg: Any, ct: Any, part: int) -> None:
-        """Add a part of a block's dQ to its sums."""
+    def add_dq(
+        self, place: Any, acc: Any, mark: Any, count: Any, wg: Any, ct: Any, part: int
+    ) -> None:
+        """Add a part of the count-th block's dQ to its sums."""
         c = self.config
-        sums, first, info, turns = place
+        sums, first, _, order = place
         row = first + (mark >> 2)
         to = row * (c.width // 8) + wg * (c.width // 16) + part * (c.width // 16 // c.parts)
-        turn = info[RECORD] if c.turns else Int32(0)  # read again: it would take a register
-        note = (2 * row + wg, turn, Int32(-1), turns)
-        self.add(sums, acc, to, note, wg, ct, part == 0, part == c.parts - 1)
+        if c.turns and part == 0:
+            self.may_add(order, count)
+        self.add(sums, acc, to, ct)
+        if c.turns and part == c.parts - 1:
+            self.has_added(order)
 
-    def add(
-        self, sums: Any, acc: Any, to: Any, note: Any, wg: Any, ct: Any, first: bool, last: bool
-    ) -> None:
-        """Add an accumulator to sums in memory, from group `to` on.
-
-        Args:
-            note: its semaphore, whose turn it is, who follows (-1: look it up), tables.
-            first, last: whether the semaphore is waited for before, and handed on after.
-        """
-        if self.config.turns and first:
-            self.enter_turn(note[0], note[1], note[3], wg, ct)
+    def add(self, sums: Any, acc: Any, to: Any, ct: Any) -> None:
+        """Add an accumulator to sums in memory, from group `to` on."""
         start = (sums.iterator + (Int64(to) * GROUP + ct * 4)).toint()
         for i in range(cute.size(acc) // 4):
             cute.arch.inline_ptx(
@@ -542,26 +555,6 @@ class BackwardWide(Loads, Weights, Sums):
                 "{{$r1}, {$r2}, {$r3}, {$r4}};",
                 read_only_args=[start, *(acc[4 * i + k] for k in range(4))],
             )
-        if self.config.turns and last:
-            self.leave_turn(*note, wg, ct)
-
-    @cute.jit
-    def enter_turn(self, semaphore: Int32, turn: Int32, turns: list, wg: Int32, ct: Int32):
-        """Wait until it is this consumer's turn at a sum."""
-        if ct == 0:
-            self.await_turn(turns[0].iterator + semaphore, turn)
-        cute.arch.barrier(barrier_id=OWN + wg, number_of_threads=128)
-
-    @cute.jit
-    def leave_turn(
-        self, semaphore: Int32, turn: Int32, following: Int32, turns: list, wg: Int32, ct: Int32
-    ):
-        """Give the turn to the next kv tile, once all threads have added."""
-        cute.arch.fence_acq_rel_gpu()
-        cute.arch.barrier(barrier_id=OWN + wg, number_of_threads=128)
-        if ct == 0:
-            then = self.after(semaphore, turn, following, turns)
-            cute.arch.store(turns[0].iterator + semaphore, then, sem="release", scope="gpu")
 
     def store(
         self, mma: Any, acc: Any, smem: Any, target: Any, kind: int, place: Any, wg: Any, ct: Any,
@@ -580,7 +573,7 @@ class BackwardWide(Loads, Weights, Sums):
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=OWN + wg, number_of_threads=128)
         atoms, tiles = target
-        shape = (ROWS, self.config.width // 2)
+        shape = (ROWS, (self.config.value_width if kind else self.config.width) // 2)
         source, to = partition(atoms[kind], smem, tiles[kind], shape, (None,) * 4)
         self.leave(atoms[kind], source, to, place, wg)
 

@@ -14,7 +14,7 @@ WIDTHS = (64, 128, 192, 256)
 class WideConfig(BackwardConfig):
     """Sizes and switches of the backward kernels for head dims above 128.
 
-    The attributes are those of `BackwardConfig`; the widths are equal, one of `WIDTHS`.
+    The attributes are those of `BackwardConfig`; widths may be any of `WIDTHS`.
     """
 
     width: int = 256
@@ -24,12 +24,13 @@ class WideConfig(BackwardConfig):
     stages = 2  # of dO, and of P
     q_stages = 2
     k_stages = 1
+    joins = False
 
     @property
     def registers(self) -> tuple[int, int]:  # type: ignore[override]
         """Registers a thread of a consumer and of the producer warpgroup."""
         # rows of 192 are loaded in six boxes; turns are looked up
-        return (232, 40) if self.turns or 192 in (self.width, self.value_width) else (240, 24)
+        return (232, 40) if 192 in (self.width, self.value_width) else (240, 24)
 
     @property
     def parts(self) -> int:
@@ -49,12 +50,6 @@ class WideConfig(BackwardConfig):
         """Why these sizes do not work, or None."""
         if self.width not in WIDTHS or self.value_width not in WIDTHS:
             return f"head dims of {self.width} and {self.value_width}: expected some of {WIDTHS}"
-        if self.width != self.value_width:
-            # rows 0 to 15 of a tile of dV, on an H200 only; the cause is not known
-            return (
-                f"head dims of {self.width} and {self.value_width}: expected equal ones, as dV was "
-                "wrong with others"
-            )
         if self.block_q != ROWS:
             return f"block_q={self.block_q}: expected {ROWS}"
         if self.turns not in ("", "ascending", "descending"):

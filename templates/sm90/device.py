@@ -139,6 +139,17 @@ def finite_or_zero(x: Any) -> Any:
     return cutlass.select_(x == Float32(NEG_INF), Float32(0.0), x)
 
 
+def soon(barrier: Any, parity: Any, nanoseconds: int) -> Any:
+    """Whether a phase of a barrier is complete, or becomes so in about so long; the same for a warp."""
+    done = cute.arch.inline_ptx(
+        "{ .reg .pred done; mbarrier.try_wait.parity.shared::cta.b64 done, [{$r0}], {$r1}, {$r2}; "
+        "selp.b32 {$w0}, 1, 0, done; }",
+        write_only_types=[Int32],
+        read_only_args=[barrier.toint(), parity, Int32(nanoseconds)],
+    )
+    return cute.arch.make_warp_uniform(done) != 0
+
+
 def arrive(barrier: Any) -> None:
     """One arrival a warp."""
     with cute.arch.elect_one():

@@ -209,14 +209,15 @@ class Forward(Softmax, ForwardLoads, ForwardStores):
         if warp == 0:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_init(work_full, 1)
-                cute.arch.mbarrier_init(work_free, 1)
+                cute.arch.mbarrier_init(work_free, 32)
                 for s in cutlass.range_constexpr(c.query_stages):
                     cute.arch.mbarrier_init(q_full + s, 1)
                     cute.arch.mbarrier_init(q_free + s, 4 * c.warpgroups)
                 for s in cutlass.range_constexpr(c.stages):
                     cute.arch.mbarrier_init(k_full + s, 1)
                     cute.arch.mbarrier_init(v_full + s, 1)
-                    cute.arch.mbarrier_init(k_free + s, 4 * c.warpgroups)
+                    lanes = 1 if const_expr(c.chained) else 32  # see `give_back`
+                    cute.arch.mbarrier_init(k_free + s, 4 * c.warpgroups * lanes)
                     cute.arch.mbarrier_init(v_free + s, 4 * c.warpgroups)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -342,7 +343,7 @@ class Forward(Softmax, ForwardLoads, ForwardStores):
                 warpgroup.fence()
                 self.issue_qk(parts, rows_q, s)
                 warpgroup.wait_group(0)
-                device.arrive(k_free + s)
+                self.give_back(k_free + s)
             if const_expr(c.skip_masks):
                 if masked != 0:
                     self.first(tile, n, True, scores, p_now, stats)
@@ -430,6 +431,13 @@ class Forward(Softmax, ForwardLoads, ForwardStores):
             cute.gemm(mma_pv, acc, p[None, None, k], frag_v[None, None, k, stage], acc)
         warpgroup.commit_group()
 
+    def give_back(self, barrier: Any) -> None:
+        """Give back a place of K and its mark: where no turn has come since, every lane its reading."""
+        if self.config.chained:
+            device.arrive(barrier)
+        else:
+            cute.arch.mbarrier_arrive(barrier)
+
     def turn_wait(self, wg: Any) -> None:
         if self.config.pingpong:
             cute.arch.barrier(barrier_id=TURN + wg, number_of_threads=256)
@@ -481,7 +489,7 @@ class Forward(Softmax, ForwardLoads, ForwardStores):
             known = self.ahead(tile, n, masked, cute.size(scores))
         self.turn_pass(wg)
         warpgroup.wait_group(1 if self.config.overlap else 0)
-        device.arrive(k_free + s)
+        self.give_back(k_free + s)
         self.next(tile, known, kept, scores, p_next if early else None, stats)
         if self.config.hold:
             self.hold(stats)

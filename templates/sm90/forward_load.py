@@ -12,7 +12,6 @@ from typing import Any
 import cutlass
 from cutlass import Int32, const_expr, cute
 
-from attnkit.templates.sm90 import device
 from attnkit.templates.sm90.copies import partition
 
 # int32 words of a piece of work: b, h, tile, slot; a cursor of three into the PARTIAL and one into
@@ -59,23 +58,21 @@ class ForwardLoads:
         full, free = bars
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
-        lane = cute.arch.lane_idx()
         live = pieces[0, LIVE]
         index, count = Int32(cta), Int32(0)
         while index < live:
-            word = pieces[index, cutlass.min(lane, PIECE - 1)]
+            words = [pieces[index, i] for i in range(PIECE)]
             cute.arch.mbarrier_wait(free, (count & 1) ^ 1)
-            if lane < PIECE:
-                info[CLAIMED + lane] = word
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
+            with cute.arch.elect_one():  # the lane that stores them announces them
+                for i in cutlass.range_constexpr(PIECE):
+                    info[CLAIMED + i] = words[i]
                 cute.arch.mbarrier_arrive(full)
             count += 1
             cute.arch.mbarrier_wait(free, (count & 1) ^ 1)
             following = index + ctas
             if const_expr(self.config.dynamic):  # from a counter: a CTA that is ahead takes more
                 old = Int32(0)
-                if lane == 0:
+                if cute.arch.lane_idx() == 0:
                     old = cute.arch.atomic_add(counter.iterator, Int32(1))
                     if old == live - 1:  # the last of the launch leaves it at zero
                         counter[0] = Int32(0)
@@ -134,7 +131,7 @@ class ForwardLoads:
                     final, steps = runs[0, run] + take - 1, cutlass.min(take, left)
                     for j in cutlass.range(steps, unroll=1):
                         if total == near:
-                            device.arrive(unclaimed)
+                            cute.arch.mbarrier_arrive(unclaimed)  # each lane has read them
                         n = final - j
                         mark = n
                         if const_expr(kind == 1 and self.hooks.listed):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attnkit import reference
+from attnkit.backwards import Backwards
 from attnkit.splice import backward as splice_backward
 from attnkit.targets import SM90
 from attnkit.testing import Case
@@ -38,16 +39,25 @@ def poisoned(*, ordered: bool = False) -> Iterator[None]:
 
 @contextmanager
 def counted() -> Iterator[list[bool]]:
-    """What the backward kernels were asked for inside: of each run, whether it was deterministic."""
+    """What the backward kernels were asked for inside: of each run, whether it was deterministic.
+
+    One that is made again as an earlier one never is.
+    """
     seen: list[bool] = []
-    plain = splice_backward.backward
+    plain, again = splice_backward.backward, Backwards.made
 
     def recorded(*arguments: Any, **options: Any) -> Any:
         seen.append(options["deterministic"])
         return plain(*arguments, **options)
 
+    def repeated(*arguments: Any) -> Any:
+        found = again(*arguments)
+        seen.extend([] if found is None else [False])
+        return found
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(splice_backward, "backward", recorded)
+        patch.setattr(Backwards, "made", repeated)
         yield seen
 
 

@@ -74,6 +74,36 @@ def test_deterministic_is_exact(dims: tuple[int, int]) -> None:
         backward_kit.check(Variant(None, mask), case, deterministic=True)
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_deterministic_gives_the_same_bits_of_captured_gradients(dim: int) -> None:
+    """Of tables by head, row, column and q - kv, and of one that is read anywhere."""
+    random = torch.Generator(kit.DEVICE).manual_seed(0)
+    shapes = [(4,), (4, 900), (900,), (1799,), (64,)]
+    scale, rows, columns, along, buckets = tables = [
+        torch.randn(shape, generator=random, device=kit.DEVICE, requires_grad=True)
+        for shape in shapes
+    ]
+
+    def mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        mine = rows[h, q] + columns[kv] + along[q - kv + 899]
+        return score * (1 + scale[h] / 8) + mine + buckets[(q * 7 + kv) % 64]
+
+    made = inputs(900, kv_heads=2, dim=dim)
+
+    def gradients() -> tuple[Tensor, ...]:
+        out = flex_attention(
+            *made[:3], mod, masks.causal(), enable_gqa=True, backend=kit.BACKEND,
+            deterministic=True,
+        )  # fmt: skip
+        return torch.autograd.grad(out, [*made[:3], *tables], made[3])
+
+    with backward_kit.counted() as seen:
+        first = gradients()
+        for _ in range(20):
+            assert same(gradients(), first)
+    assert seen == [True] * 21
+
+
 def test_torch_switch_is_heard() -> None:
     call, made = attention(700), inputs(700)
     torch.use_deterministic_algorithms(True)
@@ -140,6 +170,39 @@ def test_streams_side_by_side() -> None:
     torch.cuda.synchronize()
     for kept, truth in zip(found, expected, strict=True):
         assert all(same(one, truth) for one in kept)
+
+
+def test_parts_of_kv_tiles_meet_in_every_call() -> None:
+    """A head or two for a whole GPU: again and again, on streams side by side, and in a graph."""
+    mask = masks.causal()
+    drawn = [[t[:1, :2].detach() for t in inputs(2100, seed=s, dim=128)] for s in range(3)]
+    sets = [[*(t.requires_grad_() for t in qkv), grad] for *qkv, grad in drawn]
+    plain = lambda **options: (
+        lambda *qkv: flex_attention(*qkv, block_mask=mask, backend=kit.BACKEND, **options)
+    )
+    call = plain()
+    expected = [both_ways(plain(deterministic=True), made) for made in sets]
+    streams, found = [torch.cuda.Stream() for _ in sets], []
+    torch.cuda.synchronize()
+    for _ in range(10):
+        for stream, made, truth in zip(streams, sets, expected, strict=True):
+            with torch.cuda.stream(stream):
+                found.append((both_ways(call, made), truth))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # leaves of its own: those above have nodes in autograd that belong to the default stream
+    fresh = [*(t.detach().requires_grad_() for t in sets[0][:3]), sets[0][3]]
+    with torch.cuda.graph(graph):
+        replayed = both_ways(call, fresh)
+    for _ in range(3):
+        graph.replay()
+        found.append((tuple(t.clone() for t in replayed), expected[0]))
+    torch.cuda.synchronize()
+    for own, truth in found:
+        for a, b in zip(own, truth, strict=True):
+            # sums in another order: float32's rounding, and then perhaps the other 16-bit number
+            unit = 2**-7 * b.abs().float() + 2**-18 * b.abs().max().float()
+            assert ((a.float() - b.float()).abs() <= unit).all()
 
 
 @pytest.mark.parametrize("kv_heads", [8, 2])

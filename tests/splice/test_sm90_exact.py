@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnkit import masks
+from attnkit import flex_attention, masks
 from attnkit.testing import Case, Limits
 from attnkit.variant import Variant
 from tests.gpu import backward_kit, cute_kit, test_compositions
@@ -39,8 +39,9 @@ def test_shared_heads_in_a_fixed_order(dims: tuple[int, int]) -> None:
     backward_kit.check(Variant(None, masks.causal()), case, deterministic=True)
 
 
+@pytest.mark.parametrize("ordered", [False, True], ids=["any order", "fixed order"])
 @pytest.mark.parametrize("lengths", [(13, 49), (70, 145)], ids=str)
-def test_learned_tables_at_ragged_ends(lengths: tuple[int, int]) -> None:
+def test_learned_tables_at_ragged_ends(lengths: tuple[int, int], ordered: bool) -> None:
     """Sums along diagonals, rows and columns of which some lie beyond the end."""
     random = torch.Generator().manual_seed(1)
     along, rows, columns = (torch.randn(n, generator=random, requires_grad=True) for n in [300] * 3)
@@ -49,7 +50,26 @@ def test_learned_tables_at_ragged_ends(lengths: tuple[int, int]) -> None:
         return score * (1 + rows[q] / 4) + along[q - kv] + columns[kv]
 
     case = Case(*lengths, head_dim=64, value_dim=64, dtype=FP16)
-    backward_kit.check(Variant(mod), case)
+    backward_kit.check(Variant(mod), case, deterministic=ordered)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_what_is_no_number_reaches_learned_tables(bad: float) -> None:
+    """In a fixed order as in any order: where a sum saw it, and nowhere else."""
+    bias = torch.zeros(70, requires_grad=True)
+    mod = lambda s, b, h, q, kv: s + bias[q]
+    qkv = [torch.randn(1, 1, 70, 64, dtype=FP16) for _ in range(3)]
+    grad = torch.randn(1, 1, 70, 64, dtype=FP16)
+    grad[0, 0, 33, 5] = bad
+    found = []
+    for fixed in (False, True):
+        out = flex_attention(*qkv, mod, masks.causal(), backend="emulate", deterministic=fixed)
+        found += torch.autograd.grad(out, bias, grad)
+    finite = [torch.isfinite(g) for g in found]
+    assert torch.equal(*finite)
+    assert not finite[0][33]
+    assert finite[0].sum() == 69
+    assert torch.equal(found[0].isnan(), found[1].isnan())
 
 
 def test_captured_numbers() -> None:

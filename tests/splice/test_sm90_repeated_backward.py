@@ -12,7 +12,8 @@ from torch import Tensor
 pytest.importorskip("cutlass")  # without it no call is planned for the kernel
 
 from attnkit import flex_attention, masks, planning, quick, repeats
-from attnkit.splice import backward_call, backward_work, forward
+from attnkit.backwards import Backwards
+from attnkit.splice import backward_call, backward_work, forward, replay
 
 
 class Kernels:
@@ -65,6 +66,19 @@ def test_a_kernel_that_runs_for_several_gradients(
     monkeypatch.setattr(backward_work, "_sms", lambda device: 132, raising=False)
     monkeypatch.setattr(backward_call, "device_index", lambda: None, raising=False)
     monkeypatch.setattr(backward_call, "stream_of", lambda index: 0, raising=False)
+    counters = torch.zeros(1000, dtype=torch.int32)
+    monkeypatch.setattr(backward_call, "_counts", lambda device, capturing, count: counters)
+    monkeypatch.setattr(replay, "device_index", lambda: None)
+    monkeypatch.setattr(replay, "is_captured", lambda: False)
+    monkeypatch.setattr(replay, "stream_of", lambda index: 0)
+    made, replayed = Backwards.made, []
+
+    def noted(*a: Any) -> Any:
+        found = made(*a)
+        replayed.append(found is not None)
+        return found
+
+    monkeypatch.setattr(Backwards, "made", noted)
     monkeypatch.setattr("attnkit.splice.backward.supports", lambda *a: True)
     monkeypatch.setattr(backward_call._calls, "_entries", type(backward_call._calls._entries)())
     monkeypatch.setattr(forward._calls, "_entries", type(forward._calls._entries)())
@@ -84,5 +98,7 @@ def test_a_kernel_that_runs_for_several_gradients(
     expected = launches()
     kernels.again = True
     assert len(expected) >= 3
-    for _ in range(3):
+    replayed.clear()
+    for _ in range(4):
         assert launches() == expected
+    assert replayed == [False, False, True, True]  # kernels are told what repeats at the second

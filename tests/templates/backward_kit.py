@@ -137,11 +137,20 @@ MODS: dict[str, tuple[Callable[..., Mod], Callable[[], list[Tensor]]]] = {
 
 
 def ordered(
-    backend: str, mode: str, ctas: int, dims: tuple[int, int] = (64, 64), mask: Any = CAUSAL
+    backend: str,
+    mode: str,
+    ctas: int,
+    dims: tuple[int, int] = (64, 64),
+    mask: Any = CAUSAL,
+    name: str | None = None,
 ) -> list[Tensor]:
-    """dQ, dK and dV of a fixed problem, sums formed in a fixed order."""
+    """dQ, dK and dV of a fixed problem, sums formed in a fixed order.
+
+    With the name of one of `MODS` also the gradients of what it captures.
+    """
     torch.manual_seed(0)
-    inputs, weights = draw(400, heads=(2, 1), dims=dims)
+    inputs, weights = draw(200 if name else 400, heads=(2, 1), dims=dims)
+    mod, captured = MODS[name] if name else (None, list)
     plain = splice_backward.backward
 
     def fixed(*args: Any, **options: Any) -> Any:
@@ -151,6 +160,6 @@ def ordered(
         patch.setattr(splice_backward, "backward", fixed)
         patch.setattr(backward_work, "_SMS_EMULATED", ctas)
         with emulation.session(mode=mode, seeds=ctas) as session:
-            found = gradients(backend, inputs, weights, (), None, mask, None)
+            found = gradients(backend, inputs, weights, captured(), mod, mask, None)
     assert session.ok
     return found

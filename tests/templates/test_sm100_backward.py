@@ -97,6 +97,14 @@ def test_deterministic_bits_do_not_depend_on_workers_or_order() -> None:
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("name", ["head", "relative"])
+def test_deterministic_bits_of_captured_gradients(name: str) -> None:
+    first = ordered(BACKEND, "eager", 2, name=name)
+    for mode, ctas in (("eager", 3), ("adversarial", 2)):
+        for a, b in zip(first, ordered(BACKEND, mode, ctas, name=name), strict=True):
+            assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize(
     ("name", "dims"),
     [("none", (64, 64)), ("none", (128, 128)), ("row", (192, 128)), ("relative", (192, 128))],

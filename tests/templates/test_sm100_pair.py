@@ -128,7 +128,7 @@ def case(**changes: Any) -> Case:
         ({"learned": True}, "gradients of captured tensors"),
         ({"ordered": True}, "a fixed order of sums"),
         ({"listed": True}, "block lists have tiles of 128 columns, pairs need 256"),
-        ({"runs": full_runs(512, 384, (128, 128), CPU)}, "joined to 256 columns"),
+        ({"runs": full_runs(512, 128, (128, 128), CPU)}, "joined to 256 columns"),
     ],
 )
 def test_each_rule_has_its_message(changes: dict[str, Any], said: str) -> None:

@@ -130,6 +130,14 @@ def test_deterministic_bits_do_not_depend_on_workers_or_order() -> None:
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("name", ["head", "column", "row", "relative", "two"])
+def test_deterministic_bits_of_captured_gradients(name: str) -> None:
+    first = ordered("emulate", "eager", 2, name=name)
+    for mode, ctas in (("eager", 3), ("adversarial", 2)):
+        for a, b in zip(first, ordered("emulate", mode, ctas, name=name), strict=True):
+            assert torch.equal(a, b)
+
+
 def test_turns_pass_tiles_that_keep_nothing() -> None:
     mask = _every_other(400, 400)
     first = ordered("emulate", "eager", 1, mask=mask)

@@ -43,6 +43,7 @@ VARIANTS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "documents": lambda: (None, masks.document(IDS) & CAUSAL),
     "alibi": lambda: (mods.alibi(HEADS), CAUSAL),
     "table of pairs": lambda: (None, lambda b, h, q, kv: PAIRS[q, kv]),
+    "pattern": lambda: (None, lambda b, h, q, kv: (q // 7 + kv // 5) % 3 != 0),
     "softcap": lambda: (mods.softcap(20.0), CAUSAL),
     "learned scale": _scaled,
     "learned relative bias": _biased,
@@ -53,15 +54,29 @@ VARIANTS: dict[str, Callable[[], tuple[Any, Any]]] = {
 CASES = [(n, d) for n in VARIANTS for d in (64, 128) if (n, d) != ("table of pairs", 64)]
 
 
+ORDERED = ("causal", "documents", "softcap", "learned scale", "learned relative bias")
+
+
 @pytest.mark.parametrize(("name", "head_dim"), CASES)
 def test_no_spills_and_no_serialised_products(name: str, head_dim: int) -> None:
+    clean(name, head_dim)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ORDERED)
+def test_sums_in_a_fixed_order_spill_nothing(name: str, head_dim: int) -> None:
+    clean(name, head_dim, deterministic=True)
+
+
+def clean(name: str, head_dim: int, deterministic: bool = False) -> None:
     score, mask = VARIANTS[name]()
     inputs = (
         torch.zeros(1, HEADS, LENGTH, head_dim, dtype=torch.bfloat16, requires_grad=True)
         for _ in range(3)
     )
     with emulation.session(execute=False), compiled.asked() as sources:
-        flex_attention(*inputs, score, mask, backend="emulate").sum().backward()
+        out = flex_attention(*inputs, score, mask, backend="emulate", deterministic=deterministic)
+        out.sum().backward()
     (source,) = (s for s in sources if s.name.startswith("backward"))
     found = compiled.kernel(source)
     assert found.artifact.arch == "sm_90a"

@@ -1,0 +1,68 @@
+"""Sums of gradients of captured tensors: floats in any order, or exact ones that no order changes.
+
+An exact sum is kept in integers. A float is a whole number of 24 bits times a power of two; numbers
+whose exponents agree but for their last three bits are added in one of 32 integers of 64 bits, its
+bin, and what is infinite or NaN is noted as bits of a last one. Integers add up to the same
+whatever the order. 2**32 numbers fit a bin; `attnkit.splice.exact_sums` reads the sums.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+
+STEP = 8  # exponents of a bin
+BINS = 256 // STEP + 1
+LARGEST = 255  # the exponent of what is infinite or NaN
+DIGITS = (1 << 23) - 1
+INFINITE, NEGATIVE, NO_NUMBER = 1, 2, 4  # bits of the last bin
+
+
+class ExactSums:
+    """The part of a backward kernel that adds to gradients of captured tensors."""
+
+    hooks: Any
+    config: Any
+
+    def place_of(self, i: int, site: Any, total: Any, q: Any, kv: Any) -> tuple[Any, ...]:
+        """Where load i of an element is in its gradient."""
+        shape = total.shape[:-1] if self.config.turns else total.shape
+        return self.hooks.place(i, site, shape, q, kv)
+
+    def add_where(self, condition: Any, total: Any, place: Any, value: Any) -> None:
+        """Add a value to a gradient in memory; in a fixed order of sums, to its bins."""
+        if self.config.turns:
+            self.add_exactly(condition, cute.domain_offset((*place, 0), total).iterator, value)
+        else:
+            self.add_at(condition, cute.domain_offset(place, total).iterator, value)
+
+    @cute.jit
+    def add_at(self, condition: cutlass.Boolean, target: cute.Pointer, value: Float32):
+        if condition:
+            cute.arch.red(target, value, op="add", dtype="f32", sem="relaxed", scope="gpu")
+
+    @cute.jit
+    def add_exactly(self, condition: cutlass.Boolean, bins: cute.Pointer, value: Float32):
+        """Add a value to its bin."""
+        if condition:
+            bits = cute.arch.inline_ptx(
+                "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value]
+            )
+            exponent, digits = (bits >> 23) & 255, bits & DIGITS
+            if exponent == LARGEST:
+                kind = cutlass.select_(bits < 0, Int32(NEGATIVE), Int32(INFINITE))
+                kind = cutlass.select_(digits != 0, Int32(NO_NUMBER), kind)
+                last = bins + (BINS - 1)
+                cute.arch.red(last, Int64(kind), op="or", dtype="b64", sem="relaxed", scope="gpu")
+            else:
+                # the least exponent stands for the same power as the next, without a leading 1
+                digits = digits | cutlass.select_(exponent > 0, Int32(DIGITS + 1), Int32(0))
+                exponent = cutlass.max(exponent, Int32(1))
+                number = digits << (exponent % STEP)
+                number = cutlass.select_(bits < 0, -number, number)
+                cute.arch.red(
+                    bins + exponent // STEP, Int64(number), op="add", dtype="u64", sem="relaxed",
+                    scope="gpu",
+                )  # fmt: skip

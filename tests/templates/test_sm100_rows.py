@@ -1,0 +1,126 @@
+"""LSE and delta of the rows as columns of the products of a pair of CTAs."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
+
+from cutlass import cute
+
+from attnkit import emulation, emulator, flex_attention, masks, mods
+from attnkit.score_form import score_form
+from attnkit.splice.fakes_backward import prepare_arguments
+from attnkit.templates.sm100.backward_config import BackwardConfig
+from attnkit.templates.sm100.backward_rows import NOTHING, PrepareColumns
+from attnkit.trace import trace
+from tests.templates.backward_kit import FP16, check, draw, poisoned  # noqa: F401
+
+BACKEND = "emulate:sm_100a"
+PAIR = {"pair": True, "dynamic": False}
+ROWS, DEPTH = 128, 128
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+
+@functools.cache
+def prepare() -> emulator.Executable:
+    """The kernel of the rows' statistics, with an LSE that has a gradient."""
+    kernel = PrepareColumns(BackwardConfig(**PAIR, less_lse=True), True)
+    fakes = prepare_arguments("bfloat16", DEPTH)
+    with tempfile.TemporaryDirectory() as folder:
+        options = f"--keep-ptx --dump-dir={folder} --gpu-arch sm_100a"
+        return emulator.Executable(cute.compile(kernel, *fakes, options=options), fakes)
+
+
+def written(lse: Tensor, delta: Tensor) -> list[Tensor]:
+    """The columns of rows with these statistics, bfloat16 [ROWS, 8]."""
+    zeros = torch.zeros(1, 1, ROWS, DEPTH, dtype=torch.bfloat16)
+    rows = [torch.full((4 * ROWS,), torch.nan) for _ in range(2)]
+    given = (zeros, zeros, lse.view(1, 1, -1), delta.view(1, 1, -1), *rows)
+    emulator.run(prepare(), *given, torch.zeros(ROWS * DEPTH))
+    return [t.view(torch.bfloat16).view(ROWS, 8) for t in rows]
+
+
+def total(columns: Tensor, factor: float) -> Tensor:
+    """What the step of the products makes of them, in float64."""
+    first = torch.tensor(factor, dtype=torch.float32)
+    parts = []
+    for _ in range(3):
+        parts.append(first.bfloat16())
+        first = first - parts[-1].float()
+    a = torch.stack([parts[i] for i in (0, 0, 1, 0, 1, 2)]).double()
+    return 2 * columns[:, :6].double() @ a
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3, 1e20])
+def test_columns_hold_float32(size: float) -> None:
+    """Numbers of any size, to the last bit; their products with a factor nearly so."""
+    values = size * torch.randn(2, ROWS)
+    lse, delta = written(*values)
+    for columns, exact in ((lse, -values[0].double()), (delta, values[1].double())):
+        assert torch.equal(columns[:, [0, 1, 3]].double().sum(1), exact)
+        assert torch.equal(columns[:, [0, 0, 1]], columns[:, [2, 5, 4]])
+        assert not columns[:, 6:].any()
+        for factor in (0.5, 0.5 * 128**0.5, 1 / 3):
+            error = (total(columns, factor) - 2 * factor * exact).abs()
+            assert (error <= 2.0**-22 * 2 * factor * exact.abs()).all()
+
+
+def test_rows_that_keep_nothing_are_finite() -> None:
+    lse, delta = written(torch.full((ROWS,), -torch.inf), torch.randn(ROWS))
+    assert (lse[:, 0] == NOTHING).all()
+    assert not lse[:, [1, 3]].any()
+    assert not delta.any()
+
+
+def gradients(backend: str, drawn: Any, scale: float, dtype: torch.dtype | None) -> list[Tensor]:
+    inputs, weights = drawn
+    qkv = [t.detach().to(dtype or t.dtype).requires_grad_() for t in inputs]
+    out, lse = flex_attention(*qkv, scale=scale, return_lse=True, backend=backend)
+    total = (out * weights[0].to(out.dtype)).sum() + (lse * weights[1].to(lse.dtype)).sum()
+    return list(torch.autograd.grad(total, qkv))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP16], ids=str)
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-4, 0.088, -0.088, 8.0])
+def test_softmax_scales(scale: float, dtype: torch.dtype) -> None:
+    """Of any sign and size: with the largest, LSE is near 400 and differs by hundreds among rows."""
+    drawn = draw(140, 260, dims=(128, 128), heads=(1, 1), dtype=dtype)
+    exact = gradients("eager", drawn, scale, torch.float64)
+    dense = gradients("eager", drawn, scale, None)
+    with emulation.session() as session:
+        found = gradients(BACKEND, drawn, scale, None)
+    assert session.ok, [str(report) for _, report in session.reports]
+    for own, other, true in zip(found, dense, exact, strict=True):
+        error, allowed = (own.double() - true).abs().max(), (other.double() - true).abs().max()
+        assert error <= 2 * allowed, (error, allowed)
+
+
+def test_mods_that_add() -> None:
+    """ALiBi and a bias a head go with LSE in the products, in every order."""
+    mod = lambda: mods.compose(mods.alibi(2), lambda s, b, h, q, kv: s + 0.5 * h)
+    check(draw(200, 300, dims=(128, 128)), mod, masks.causal(), mode="check", backend=BACKEND)
+
+
+@pytest.mark.parametrize(
+    ("mod", "additive"),
+    [
+        (None, True),
+        (lambda s, b, h, q, kv: s + 3 * (q - kv), True),
+        (lambda s, b, h, q, kv: 2 * s, False),
+        (lambda s, b, h, q, kv: torch.tanh(s), False),
+        (lambda s, b, h, q, kv: torch.where(s > 0, s, s - 1), False),
+        (lambda s, b, h, q, kv: torch.where(q > kv, s, s - 1), False),  # not seen to be
+    ],
+)
+def test_what_is_additive(mod: Any, additive: bool) -> None:
+    """A score less LSE may only be given to mods that add to it."""
+    root = None if mod is None else trace(mod, "score").root
+    assert score_form(root).additive == additive
