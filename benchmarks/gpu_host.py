@@ -4,7 +4,8 @@ Host time is that of queueing a small problem, whose device time hides behind it
 that is recorded for autograd, and a backward alone. Beside them stand what a user calls without a
 score_mod, SDPA, and operators of torch that do next to nothing. First calls are those of fresh
 processes: the very first one, with what it imports by itself, that of another variant after it, and
-a first backward; with empty caches on disk (cold) and again with what that left there (warm).
+a first backward, after one of a product in torch, which loads code of its own for 0.3 s; with empty
+caches on disk (cold) and again with what that left there (warm).
 """
 
 from __future__ import annotations
@@ -216,6 +217,8 @@ def child(name: str, cases: Path, device: torch.device) -> Row:
         found.append(time.perf_counter() - began)
     p = problem(known[FIRST[0]], FIRST_SHAPE, device, backward=True)
     backward = CONTENDERS[name](p).directed(p.grad)
+    x = torch.ones(8, device=device, requires_grad=True)
+    (x * x).backward(torch.ones_like(x))
     wait(device)
     began = time.perf_counter()
     backward()

@@ -1,0 +1,106 @@
+"""What each rounding of a kernel does to dQ of a sharp score_mod, found in float64 without a kernel.
+
+A kernel rounds P and O in its forward, dS and dQ in its backward, and takes delta = rowsum(dO O)
+from the rounded O. Where one weight of a row is nearly 1, what P was rounded by moves O by as much
+of that key's V. The weight itself is exact if the row's maximum is what exponents are taken
+relative to; not if that is a maximum found before, as in forwards that rescale by need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from machine import describe
+from torch import Tensor
+
+from attnkit import mods
+
+LENGTH, HEADS, HEAD_DIM, BLOCK = 600, 2, 64, 128
+GROWTH = 8 * math.log(2)  # of a maximum, before the forward on sm_100a rescales
+
+
+def rounded(x: Tensor) -> Tensor:
+    """To bfloat16 and back."""
+    return x.bfloat16().double()
+
+
+def references(scores: Tensor) -> Tensor:
+    """What the exponents of each score are relative to, kv blocks from the last to the first."""
+    found, at = torch.empty_like(scores), None
+    for start in reversed(range(0, scores.shape[-1], BLOCK)):
+        top = scores[..., start : start + BLOCK].amax(-1, keepdim=True)
+        at = top if at is None else torch.where(top - at > GROWTH, top, at)
+        found[..., start : start + BLOCK] = at
+    return found
+
+
+def outputs(scores: Tensor, value: Tensor) -> dict[str, Tensor]:
+    """O by what P is rounded relative to."""
+    top = scores.amax(-1, keepdim=True)
+    found = {"nothing": scores.softmax(-1) @ value}
+    for name, at in (("the maximum", top), ("a maximum before", references(scores))):
+        weights = rounded((scores - at).exp()) * (at - top).exp()
+        found[name] = weights @ value / (scores - top).exp().sum(-1, keepdim=True)
+    # the last weights are those of a maximum before
+    found["a maximum before, over its own sum"] = weights @ value / weights.sum(-1, keepdim=True)
+    found["the sum"] = rounded(scores.softmax(-1)) @ value
+    return found
+
+
+def errors(mod: mods.Example, draw: int, gradients: int) -> dict[str, float]:
+    """Largest errors of dQ by what was rounded, over some gradients of one query, key and value."""
+    generator = torch.Generator().manual_seed(draw)
+    shape = (1, HEADS, LENGTH, HEAD_DIM)
+    query, key, value = (
+        torch.randn(shape, generator=generator).bfloat16().double() for _ in range(3)
+    )
+    place = torch.meshgrid(*map(torch.arange, (1, HEADS, LENGTH, LENGTH)), indexing="ij")
+    raw = (query @ key.mT * HEAD_DIM**-0.5).requires_grad_()
+    scores = mod.mod(raw, *place).double()
+    (slope,) = torch.autograd.grad(scores.sum(), raw)
+    scores = scores.detach()
+    weights, by = scores.softmax(-1), outputs(scores, value)
+    found: defaultdict[str, float] = defaultdict(float)
+    for seed in range(1, gradients + 1):
+        grad = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16().double()
+
+        def dquery(out: Tensor, grad: Tensor = grad) -> Tensor:
+            delta = (grad * out).sum(-1, keepdim=True)
+            return weights * slope * (grad @ value.mT - delta)
+
+        exact = dquery(by["nothing"]) @ key * HEAD_DIM**-0.5
+        cases = {f"P relative to {name}, and O": dquery(rounded(o)) for name, o in by.items()}
+        cases["dS"] = rounded(dquery(by["nothing"]))
+        for name, ds in cases.items():
+            error = (ds @ key * HEAD_DIM**-0.5 - exact).abs().max()
+            found[name] = max(found[name], float(error))
+    return found
+
+
+def main() -> None:
+    """Print the table, and write a row for each draw."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--mod", default="scalable_softmax")
+    parser.add_argument("--draws", type=int, default=6, help="of query, key and value")
+    parser.add_argument("--gradients", type=int, default=8, help="of the output, for each")
+    parser.add_argument("--save", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    mod = mods.examples(LENGTH, HEADS, 1)[options.mod]
+    rows = [{"benchmark": "rounding and dQ", **describe()}]
+    for draw in range(options.draws):
+        found = errors(mod, draw, options.gradients)
+        rows.append({"mod": options.mod, "draw": draw, "gradients": options.gradients} | found)
+    for name in found:
+        print(f"{name:40}", *(f"{row[name]:.4f}" for row in rows[1:]))
+    if options.save:
+        options.save.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    main()
