@@ -41,12 +41,13 @@ def test_no_prediction_beats_the_units(blackwell: Feeds) -> None:
     assert blackwell.cost.full == round(blackwell.full)
 
 
-def test_the_backward_has_five_products() -> None:
+def test_the_backward_has_five_products_and_two_steps() -> None:
     found = backward_feeds(Variant(), SM100, head_dim=128)
     assert (found.block, found.sms) == ((128, 256), 2)  # a pair of CTAs
-    assert found.units["tensor"] == 5 * 2 * 128**3 / 8192 == 2560
+    # and one more step of 16 for the statistics in S and dP
+    assert found.units["tensor"] == (5 * 2 * 128**3 + 2 * 2 * 128 * 128 * 16) / 8192 == 2688
     assert "128 x 256 scores, D = 128, on 2 SMs:" in str(found)
-    assert found.full >= 0.99 * found.roofline
+    assert 0.99 * found.roofline <= found.full <= 1.1 * found.roofline
     with pytest.raises(UnsupportedError, match="backward for sm_100a takes no head dim of 256"):
         backward_feeds(Variant(), SM100, head_dim=256)
 
