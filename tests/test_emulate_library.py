@@ -22,7 +22,7 @@ FORWARD = (
     "mods:t5_bias",
 )
 # dQ 14 and 1 % above twice the largest error of dense: single rows decide either, see docs/blackwell.md
-ABOVE = {"mods:scalable_softmax", "mods:scalable_softmax/batch"}
+ABOVE = {"mods:scalable_softmax"}
 BACKWARD = ("masks:sliding_window/both", "mods:alibi/learned")
 
 

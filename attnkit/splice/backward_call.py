@@ -17,15 +17,14 @@ from attnkit.compiled import Source, kernel
 from attnkit.compiled_repeat import Again
 from attnkit.current import device_index, is_captured, maker, stream_of
 from attnkit.expr import Node
-from attnkit.intervals import Intervals, find_intervals
 from attnkit.sparse import BlockRuns
 from attnkit.splice import exact_sums
 from attnkit.splice.backward_sources import finish_source, main_source, prepare_source
 from attnkit.splice.backward_work import UNIT, Work, work_of, workers
 from attnkit.splice.call import OWN, Place, _counter, is_plain, loadable, readable, steps
+from attnkit.splice.forward import bounds_of
 from attnkit.splice.program import Lists, Program
 from attnkit.splice.replay import Made, Ran, Replay, replay
-from attnkit.trace import Traced
 from attnkit.versions import VersionedCache
 
 if TYPE_CHECKING:
@@ -330,23 +329,8 @@ def _column_intervals(
     if program.mask is None:
         return None, ()
     q, kv = expr.arg("q"), expr.arg("kv")
-    turned = Traced(
-        "mask",
-        expr.substitute(program.mask, {q: kv, kv: q}),
-        tuple(tensors),
-        tuple(f"t{i}" for i in range(len(tensors))),
-    )
-    found = find_intervals(
-        turned,
-        q_len=key.shape[2],
-        kv_len=query.shape[2],
-        batch=query.shape[0],
-        heads=query.shape[1],
-        device=query.device,
-    )
-    if isinstance(found, Intervals):
-        return found.bounds, found.tensors
-    return None, tensors
+    turned = expr.substitute(program.mask, {q: kv, kv: q})
+    return bounds_of(turned, tensors, query, (key.shape[2], query.shape[2]))
 
 
 def _counts(device: torch.device, capturing: bool, count: int) -> Tensor:

@@ -213,11 +213,21 @@ def _intervals(
     """The mask's intervals, if it has that form, and the tensors that they or the mask read."""
     if program.mask is None:
         return None, ()
-    mask = Traced("mask", program.mask, tuple(tensors), tuple(f"t{i}" for i in range(len(tensors))))
+    return bounds_of(program.mask, tensors, query, (query.shape[2], key.shape[2]))
+
+
+def bounds_of(
+    mask: Node, tensors: Sequence[Tensor], query: Tensor, lengths: tuple[int, int]
+) -> tuple[tuple[tuple[Node, Node], ...] | None, Sequence[Tensor]]:
+    """The intervals of kv that a mask keeps in every row q, if it has that form, and its tensors.
+
+    Args:
+        lengths: of the mask's q and of its kv.
+    """
     found = find_intervals(
-        mask,
-        q_len=query.shape[2],
-        kv_len=key.shape[2],
+        Traced("mask", mask, tuple(tensors), tuple(f"t{i}" for i in range(len(tensors)))),
+        q_len=lengths[0],
+        kv_len=lengths[1],
         batch=query.shape[0],
         heads=query.shape[1],
         device=query.device,
