@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from attnkit.emulator.faults import Trap
-from attnkit.emulator.race import Clock, Vector
+from attnkit.emulator.race import Clock, Vector, joined
 
 MAX_TX = (1 << 20) - 1  # PTX ISA, "Contents of the mbarrier object"
 MAX_COUNT = (1 << 20) - 1
@@ -38,15 +36,10 @@ class MBarrier:
             raise Trap("barrier", f"{self.name}: count {self.count} is not in 1..{MAX_COUNT}")
         self.pending = self.count
 
-    def release(self, who: Clock | None) -> None:
+    def release(self, who: Clock | None, relaxed: bool = False) -> None:
         """Adds what `who` knows to what a waiter will learn."""
-        if who is None:
-            return
-        if self.released is None:
-            self.released = (who.known.copy(), who.fenced.copy())
-        else:
-            a, b = self.released
-            self.released = (np.maximum(a, who.known), np.maximum(b, who.fenced))
+        if who is not None:
+            self.released = joined(self.released, who.handed_on(relaxed))
 
     def arrive(self, n: int) -> None:
         self.pending -= n
@@ -137,10 +130,8 @@ class ClusterBarrier:
             raise Trap("barrier", "barrier.cluster: a warp arrives twice in one phase")
 
 
-def accumulate(clocks: dict[int, Any], generation: int, who: Clock) -> None:
+def accumulate(clocks: dict[int, Any], generation: int, who: Clock, relaxed: bool = False) -> None:
     """Joins the clock of `who` into what generation `generation` of a barrier hands on."""
-    old = clocks.get(generation)
-    if old is None:
-        clocks[generation] = (who.known.copy(), who.fenced.copy())
-    else:
-        clocks[generation] = (np.maximum(old[0], who.known), np.maximum(old[1], who.fenced))
+    told = joined(clocks.get(generation), who.handed_on(relaxed))
+    if told is not None:
+        clocks[generation] = told

@@ -171,9 +171,9 @@ class Cluster:
         b.release(clock)
         b.expect(-size)
 
-    def release_cluster(self, clock: Clock | None) -> None:
+    def release_cluster(self, clock: Clock | None, relaxed: bool) -> None:
         if clock is not None:
-            accumulate(self.barrier.clocks, self.barrier.generation, clock)
+            accumulate(self.barrier.clocks, self.barrier.generation, clock, relaxed)
             clock.tick()
 
     # ---- running

@@ -110,6 +110,7 @@ class Cta:
         self.mbarriers: dict[int, MBarrier] = {}
         self.named: dict[int, NamedBarrier] = {}
         self.bulk: dict[int, BulkState] = {}
+        self.refused = False  # it has seen that no cluster was left to take over
         self.products: Counter[int] = Counter()  # wgmma by warp
         self.gangs: list[Gang] = []
         self.finished: list[Gang] = []

@@ -192,7 +192,7 @@ def clc(e: Emitter, c: Instr) -> list[str]:
         every = any("multicast" in x for x in c.parts)
         return [f"W.clc_try({e.addr(c.args[0])},{e.addr(c.args[1])},m,{every})"]
     if c.op.startswith("clusterlaunchcontrol.query_cancel.is_canceled"):
-        return e.put(c.args[0], f"W.clc_canceled({e.val(c.args[1], 'c16')})", "bool")
+        return e.put(c.args[0], f"W.clc_canceled({e.val(c.args[1], 'c16')},m)", "bool")
     if c.op.startswith("clusterlaunchcontrol.query_cancel.get_first_ctaid"):
         out = [f"T=W.clc_ctaid({e.val(c.args[1], 'c16')})"]
         axis = next((p[-1] for p in c.parts if p.startswith("get_first_ctaid::")), None)

@@ -124,7 +124,8 @@ def mbarrier(e: Emitter, c: Instr) -> list[str]:
         extra = e.val(a[at + 1], "u4") if len(a) > at + 1 else e.const(1, "u4")
         n = e.const(1, "u4") if tx else extra
         drop = what == "arrive_drop"
-        call = f"W.mb_arrive({e.addr(a[at])},{n},m,{extra if tx else 'None'},{drop})"
+        rest = f"{extra if tx else 'None'},{drop},{'relaxed' in c.parts}"
+        call = f"W.mb_arrive({e.addr(a[at])},{n},m,{rest})"
         return e.put(a[0], call, "u8") or [call] if at else [call]
     raise e.fail(c)
 

@@ -45,7 +45,8 @@ def _try_wait(e: Emitter, c: Instr, index: int) -> list[str]:
     spin = is_spin(e.kernel, index)
     parity = "parity" in c.parts
     phase = e.val(c.args[2], "u4" if parity else "u8")
-    out = [f"T=W.mb_wait({e.addr(c.args[1])},{phase},m,{spin},{parity})", "if T is None:"]
+    rest = f"{spin},{parity},{'relaxed' in c.parts}"
+    out = [f"T=W.mb_wait({e.addr(c.args[1])},{phase},m,{rest})", "if T is None:"]
     return [*out, "  return None", *e.put(c.args[0], "T", "bool")]
 
 
@@ -60,7 +61,7 @@ def _poll(e: Emitter, c: Instr, index: int) -> list[str]:
 def _call(e: Emitter, c: Instr, index: int) -> str:
     p, a, op = c.parts, c.args, c.op
     if p[0] in ("bar", "barrier") and "cluster" in p:
-        return f"W.cluster_{'arrive' if 'arrive' in p else 'wait'}(m)"
+        return f"W.cluster_arrive(m,{'relaxed' in p})" if "arrive" in p else "W.cluster_wait(m)"
     if p[0] in ("bar", "barrier"):
         if "red" in p:
             raise e.fail(c)

@@ -55,7 +55,7 @@ class Finding:
     """One thing that is wrong with a kernel.
 
     `kind` is one of: bounds, alignment, barrier, deadlock, descriptor, race, fence, uninitialised,
-    unfinished, exited, tensor-memory, encoding, runaway, trap, convergence, difference. `severity` is "error" or
+    unfinished, exited, tensor-memory, launch-control, encoding, runaway, trap, convergence, difference. `severity` is "error" or
     "warning": a warning is something that the PTX ISA does not allow and that hardware is known to let pass.
     """
 

@@ -21,6 +21,7 @@ from attnkit.errors import OptionError
 
 MODES = ("eager", "adversarial", "race")
 LIMIT = 200_000_000  # blocks times warps of a launch, by default
+EARLY = 0.2  # of the requests for another cluster fail early
 RESIDENT = 264  # clusters that run together at most, when they wait for each other
 
 
@@ -147,9 +148,14 @@ class Launch:
         self.findings[key] = replace(old, count=old.count + 1) if old else finding
 
     # ---- running
-    def cancel(self) -> tuple[int, int, int] | None:
-        """Takes the next cluster off the queue (cluster launch control): its first CTA."""
-        if not self._pending:
+    def cancel(self, rng: random.Random) -> tuple[int, int, int] | None:
+        """Takes the next cluster off the queue (cluster launch control): its first CTA.
+
+        In the adversarial mode, but for seed 0, some requests fail although clusters wait; these are
+        then launched.
+        """
+        early = self.mode.late and self.mode.seed > 0 and rng.random() < EARLY
+        if early or not self._pending:
             return None
         c = self._pending.pop(0)
         return self._first(c)

@@ -87,7 +87,9 @@ class BarrierOps(GangState):
             self._find(int(a[lane])).expect(-int(tx[lane]))
         self.cta.cluster.events += 1
 
-    def mb_arrive(self, a: Lanes, n: Lanes, m: Mask, tx: Lanes | None, drop: bool) -> Lanes:
+    def mb_arrive(
+        self, a: Lanes, n: Lanes, m: Mask, tx: Lanes | None, drop: bool, relaxed: bool
+    ) -> Lanes:
         """mbarrier.arrive[.expect_tx]; returns the phase before, as the state token."""
         state = 0
         for address, lanes in self._lanes(a, m):
@@ -97,7 +99,7 @@ class BarrierOps(GangState):
             who = m & (a == a.dtype.type(address))
             if self.events is not None:
                 self.events.add("arrive", self.line, what=b, phase=b.flips)
-            b.release(self.clock_)
+            b.release(self.clock_, relaxed)
             if drop:
                 b.count -= lanes
             if tx is not None:
@@ -108,7 +110,9 @@ class BarrierOps(GangState):
             self.clock_.tick()
         return np.full(self.width, state, u8)
 
-    def mb_wait(self, a: Lanes, phase: Lanes, m: Mask, spin: bool, parity: bool) -> Lanes | None:
+    def mb_wait(
+        self, a: Lanes, phase: Lanes, m: Mask, spin: bool, parity: bool, relaxed: bool
+    ) -> Lanes | None:
         """Lanes whose phase is complete; None when all must wait. A fresh barrier lets parity 1
         pass (PTX ISA, mbarrier.test_wait: the phase before the current one is complete)."""
         ok = np.zeros(self.width, bool)
@@ -124,7 +128,7 @@ class BarrierOps(GangState):
                 if self.events is not None:
                     self.events.add("wait", self.line, what=b, phase=b.flips - 1)
                 if self.clock_ is not None and b.done is not None:
-                    self.clock_.join(*b.done)
+                    self.clock_.learn(b.done, relaxed)
             else:
                 waits = f"waits for parity {self.uniform(bits, lanes)} of {b}"
         if ok.any():
@@ -202,14 +206,14 @@ class BarrierOps(GangState):
             self.clock_.join(*b.clocks[generation])
 
     # ---- cluster barrier
-    def cluster_arrive(self, m: Mask) -> bool:
+    def cluster_arrive(self, m: Mask, relaxed: bool) -> bool:
         b = self.cta.cluster.barrier
         if self.cluster_wait_for >= 0:
             raise Trap("barrier", "barrier.cluster.arrive twice without a wait")
         self.cluster_wait_for = b.generation
         if self.events is not None:
             self.events.add("arrive", self.line, what=b, phase=b.generation)
-        self.cta.cluster.release_cluster(self.clock_)
+        self.cta.cluster.release_cluster(self.clock_, relaxed)
         b.arrive(len(self.warps_of(m)))
         self.cta.cluster.events += 1
         return True
@@ -222,7 +226,9 @@ class BarrierOps(GangState):
             self.why = f"waits at barrier.cluster ({b.arrived} of {b.warps} warps)"
             return False
         if self.clock_ is not None:
-            self.clock_.join(*b.clocks[self.cluster_wait_for])
+            told = b.clocks.get(self.cluster_wait_for)
+            if told is not None:  # else all arrived relaxed, with nothing fenced
+                self.clock_.join(*told)
         if self.events is not None:
             self.events.add("wait", self.line, what=b, phase=self.cluster_wait_for)
         self.cluster_wait_for, self.why = -1, ""
@@ -234,6 +240,11 @@ class BarrierOps(GangState):
         if self.clock_ is not None:
             np.maximum(self.clock_.fenced, self.clock_.known, out=self.clock_.fenced)
             self.clock_.tick()
+
+    def fence(self) -> None:
+        """What is known here may be handed on by relaxed arrivals, what they brought is known."""
+        if self.clock_ is not None:
+            self.clock_.fence()
 
     def polled(self, block: int, registers: list[int], m: Mask) -> None:
         """A strong load of global memory: yields if it brought nothing new."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from attnkit.emulator.faults import Trap
 from attnkit.emulator.formats import Lanes, u1, u4
 from attnkit.emulator.ops_bulk import BulkOps, Work
 from attnkit.emulator.race import Clock
@@ -14,8 +15,11 @@ from attnkit.emulator.state import Mask
 class LaunchControlOps(BulkOps):
     def clc_try(self, a: Lanes, bar: Lanes, m: Mask, every: bool) -> None:
         """Writes a 16-byte response and completes 16 bytes on the mbarrier, of every CTA if asked."""
+        if self.cta.refused:
+            text = "a CTA that has seen a refusal asks for one more cluster: that is not defined"
+            raise Trap("launch-control", text)
         for lane in self.active(m).tolist():
-            ctaid = self.cta.launch.cancel()
+            ctaid = self.cta.launch.cancel(self.cta.cluster.rng)
             data = np.frombuffer(self.cta.clc_words(ctaid), u1)
             ranks = range(len(self.cta.cluster.ctas)) if every else [int(a[lane]) >> RANK_SHIFT]
             for r in ranks:
@@ -31,9 +35,9 @@ class LaunchControlOps(BulkOps):
 
         return work
 
-    @staticmethod
-    def clc_canceled(x: Lanes) -> Lanes:
+    def clc_canceled(self, x: Lanes, m: Mask) -> Lanes:
         out: Lanes = x.view(u4).reshape(-1, 4)[:, 3] != 0
+        self.cta.refused |= not out[self.active(m)].all()
         return out
 
     @staticmethod

@@ -40,8 +40,8 @@ EMIT: dict[str, Emit] = {
     **MEMORY_OPS,
     **ASYNC_OPS,
 }
-# Without effect on values here: hints, and fences whose only effect is on other memory orders.
-NOTHING = {"prefetch", "prefetchu", "griddepcontrol", "membar", "applypriority", "setmaxnreg"}
+# Without effect on values here.
+NOTHING = {"prefetch", "prefetchu", "griddepcontrol", "applypriority", "setmaxnreg"}
 NOTHING |= {"discard", "createpolicy", "pmevent", "nop"}
 
 
@@ -52,10 +52,12 @@ def emit(e: Emitter, c: Instr) -> list[str]:
         UnknownOpcode: the instruction, or this form of it, is not implemented.
     """
     op = c.parts[0]
-    if op == "fence" or (op in NOTHING):
-        if op == "createpolicy":
-            return e.put(c.args[0], e.const(0, "u8"), "u8")
-        return ["W.fence_proxy(m)"] if c.op.startswith("fence.proxy.async") else []
+    if op in NOTHING:
+        return e.put(c.args[0], e.const(0, "u8"), "u8") if op == "createpolicy" else []
+    if op in ("fence", "membar"):
+        if "proxy" in c.parts:
+            return ["W.fence_proxy(m)"] if c.op.startswith("fence.proxy.async") else []
+        return ["W.fence()"]
     if c.op.startswith(("bar.warp", "barrier.warp")):
         return []
     if op in ("trap", "brkpt"):

@@ -4,6 +4,9 @@ Shared memory is tracked in granules of 4 bytes (fewer if the kernel stores fewe
 Every warp and every asynchronous unit is an agent with a clock; barriers carry clocks from those
 that arrive to those that wait. A second clock, `fenced`, holds what a proxy fence has made visible
 to the asynchronous proxy (PTX ISA, "Proxies", and fence.proxy). A granule without a writer is uninitialised.
+
+A relaxed arrival hands on only what its agent knew at its last fence, and what a relaxed wait brings
+counts from the next fence on (PTX ISA, "Release and Acquire Patterns").
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ class Clock:
     known: Vector
     fenced: Vector
     line: int = 0
+    published: tuple[Vector, Vector] | None = None
+    awaited: tuple[Vector, Vector] | None = None
 
     @property
     def now(self) -> int:
@@ -38,6 +43,35 @@ class Clock:
     def join(self, known: Vector, fenced: Vector) -> None:
         np.maximum(self.known, known, out=self.known)
         np.maximum(self.fenced, fenced, out=self.fenced)
+
+    def handed_on(self, relaxed: bool) -> tuple[Vector, Vector] | None:
+        """What an arrival tells those who wait for it."""
+        return self.published if relaxed else (self.known, self.fenced)
+
+    def learn(self, told: tuple[Vector, Vector], relaxed: bool) -> None:
+        """Takes what a wait brought."""
+        if relaxed:
+            self.awaited = joined(self.awaited, told)
+        else:
+            self.join(*told)
+
+    def fence(self) -> None:
+        """fence.acq_rel, fence.sc, membar."""
+        if self.awaited is not None:
+            self.join(*self.awaited)
+            self.awaited = None
+        self.published = (self.known.copy(), self.fenced.copy())
+        self.tick()
+
+
+def joined(
+    a: tuple[Vector, Vector] | None, b: tuple[Vector, Vector] | None
+) -> tuple[Vector, Vector] | None:
+    """What is known from one or the other; tuples of their own."""
+    if a is None or b is None:
+        one = b if a is None else a
+        return None if one is None else (one[0].copy(), one[1].copy())
+    return (np.maximum(a[0], b[0]), np.maximum(a[1], b[1]))
 
 
 @dataclass(frozen=True)

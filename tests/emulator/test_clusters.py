@@ -70,6 +70,30 @@ def test_a_running_cta_takes_over_those_that_wait(mode: str, seed: int) -> None:
         assert workers == {1}
 
 
+@section("clusterlaunchcontrol.try_cancel")
+def test_a_request_may_fail_although_clusters_wait() -> None:
+    """They are launched then, and the grid is done all the same."""
+    body = persistent(f"{TRY}.b128 [dynamic+16], [dynamic];")
+    launch = {"grid": (24, 1, 1), "shared": 64, "mode": "adversarial", "arch": "sm_100a"}
+    ran = []
+    for seed in range(8):
+        owner, last = np.zeros(24, np.uint32), np.zeros(24, np.uint32)
+        report = run(body, owner, last, seed=seed, **launch)
+        assert report.findings == ()
+        assert owner.all()
+        ran.append(report.launches[0].ctas)
+    assert max(ran) > 4 >= ran[0]  # more than run together: launched after a refusal
+
+
+@section("clusterlaunchcontrol.try_cancel")
+def test_asking_again_after_a_refusal_is_a_fault() -> None:
+    again = f"{TRY}.b128 [dynamic+16], [dynamic];"
+    body = persistent(f"{TRY}.b128 [dynamic+16], [dynamic];", after=again)
+    owner, last = np.zeros(2, np.uint32), np.zeros(2, np.uint32)
+    with pytest.raises(KernelFault, match="has seen a refusal asks for one more"):
+        run(body, owner, last, grid=(2, 1, 1), shared=64, arch="sm_100a")
+
+
 @pytest.mark.parametrize(("mode", "seed"), MODES)
 @section("clusterlaunchcontrol.try_cancel")
 def test_the_response_reaches_every_cta_of_the_cluster(mode: str, seed: int) -> None:
