@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import platform
-import shlex
+import re
 import struct
 import tempfile
 import time
@@ -25,6 +25,18 @@ from attnkit.cubin import KernelStats, kernel_stats
 from attnkit.cubin_loops import problems
 from attnkit.errors import OptionError
 
+# Python keeps the frames of calls in chunks of 16 KiB, and gives a chunk back when the last frame in
+# it returns: where a chunk ends among the calls of a long loop, each of them maps memory and unmaps
+# it, which took a third of a trace. A function that asks for a stack of so many values gets a chunk
+# of 2 MiB, half of it left for all calls that it makes.
+_STACK = 1 << 17
+
+# Passes of the DSL, by its version and the architecture, that change no kernel and take a twelfth
+# of the time of compiling one.
+_IDLE = {
+    ("4.8.1", "sm_90a"): "use-strength-reduction-pass=false use-nvgpu-optimization-pass=false",
+}
+
 # A cache may be shared by machines: the host code is for any processor of the family.
 _HOSTS = {
     "x86_64": "llvm -mtriple=x86_64-unknown-linux-gnu -mcpu=x86-64",
@@ -40,7 +52,7 @@ class Build:
         function: a `@cute.jit` callable. What is constant belongs into its own state.
         arguments: stand-ins: fake tensors, numbers of the DSL, lists of fake tensors, None; the
             stream, `CUstream(0)`, at last.
-        options: of `cute.compile`, as "--opt-level=2"; the architecture is the source's.
+        options: "--opt-level=N", or nothing for level 3.
     """
 
     function: Any
@@ -155,7 +167,7 @@ def compile_source(source: Source) -> Artifact:
     """Compile a source; needs no GPU.
 
     Raises:
-        OptionError: the source's options name an architecture.
+        OptionError: the source's options are others than a level.
         ArgumentError: the build's arguments cannot be passed at run time.
         LaunchError: the object does not link.
     """
@@ -181,24 +193,15 @@ def _compiled(source: Source) -> Artifact:
     runtime()  # before the DSL writes out an object
     start = time.perf_counter()
     build = source.build()
-    if "--gpu-arch" in build.options:
-        raise OptionError(f"options={build.options!r} name an architecture; it is {source.arch!r}")
     signature = Signature(list(read_specs(build.arguments)))
     with tempfile.TemporaryDirectory(prefix="attnkit-") as folder:
-        # PTX and CUBIN are kept only by writing them to files too.
-        options = (
-            f"{build.options} --gpu-arch {source.arch} --keep-ptx --keep-cubin "
-            f"--dump-dir {shlex.quote(folder)} --host-target {shlex.quote(host_target())}"
-            f"{' --generate-line-info' if source.lines else ''}"
-        )
+        compiler = cute.compile[_options(build, source, folder)]
         with warnings.catch_warnings():
             # An empty list is passed as what it is, no arguments; loops are unrolled on purpose.
             warnings.filterwarnings("ignore", "Argument .* cannot be converted to a JitArgument")
             warnings.filterwarnings("ignore", "This static loop has")
             # `Entry` loads and calls the object: the DSL need not make the code ready for itself.
-            compiled = cute.compile(
-                build.function, *build.arguments, options=options.strip(), no_jit_engine=True
-            )
+            compiled = compiler(build.function, *build.arguments, no_jit_engine=True)
     code = compiled.dump_to_object(PREFIX)
     image = link(code)
     cubin, kernels = compiled.artifacts.CUBIN, compiled.kernel_info
@@ -213,3 +216,31 @@ def _compiled(source: Source) -> Artifact:
         image,
         zlib.compress((compiled.artifacts.PTX or "").encode()),
     )
+
+
+def _options(build: Build, source: Source, folder: str) -> tuple[Any, ...]:
+    """Options of `cute.compile`; the folder is for files that it writes."""
+    import cutlass
+    from cutlass import cute
+    from cutlass.base_dsl.compiler import DumpDir, ExtraCompilerOpts, HostTarget
+
+    level = re.fullmatch("(?:--opt-level=([0-3]))?", build.options)
+    if level is None:
+        raise OptionError(
+            f"options={build.options!r}: expected '--opt-level=N', N from 0 to 3, or nothing; the "
+            "architecture is the source's"
+        )
+    return (
+        cute.OptLevel(int(level[1] or 3)),
+        cute.GPUArch(source.arch),
+        # PTX and CUBIN are kept only by writing them to files too.
+        cute.KeepPTX(True),
+        cute.KeepCUBIN(True),
+        DumpDir(folder),
+        HostTarget(host_target()),
+        cute.GenerateLineInfo(source.lines),
+        ExtraCompilerOpts(_IDLE.get((cutlass.__version__, source.arch), "")),
+    )
+
+
+_compiled.__code__ = _compiled.__code__.replace(co_stacksize=_STACK)

@@ -30,6 +30,8 @@ from gpu_contenders import CONTENDERS, OURS, Builder, Run, Unsuitable, skipped
 from gpu_machine import describe_gpu
 from gpu_variants import Problem, Shape, problem
 
+import attnkit
+
 Row = dict[str, Any]
 
 CASES = ("full", "causal", "causal, 16 documents", "causal + ALiBi")
@@ -174,12 +176,16 @@ def first_rows(options: argparse.Namespace, names: list[str]) -> Iterator[Row]:
 
 
 def write_bytecode(names: list[str]) -> None:
-    """Import once what first calls import: an installer has compiled it to bytecode, or should."""
-    modules = ["attnkit", "cutlass.cute"]
+    """Have bytecode of what first calls import: an installer has made it, or should."""
+    own = Path(attnkit.__file__).parent
+    folders = [own, *(own / link for link in ("masks", "mods", "templates"))]
+    modules = ["cutlass.cute"]
     if names != [OURS]:
         modules += ["flash_attn.cute.interface", "torch._inductor.compile_fx"]
-    imports = [[sys.executable, "-c", f"import {name}"] for name in modules]
-    for running in [subprocess.Popen(i, stderr=subprocess.DEVNULL) for i in imports]:
+    commands = [[sys.executable, "-c", f"import {name}"] for name in modules]
+    commands.append([sys.executable, "-m", "compileall", "-q", *map(str, folders)])
+    writing = os.environ | {"PYTHONDONTWRITEBYTECODE": ""}
+    for running in [subprocess.Popen(c, stderr=subprocess.DEVNULL, env=writing) for c in commands]:
         running.wait()  # one may be absent, which its contender will say
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import resource
 import struct
 import subprocess
 import sys
@@ -51,6 +52,42 @@ def affine_source(key: str = "affine", constant: float = 0.0, captured: int = 2)
 
 def no_stream(device: int) -> int:
     return 0
+
+
+# -- what a compilation runs in ----------------------------------------------------------------
+
+
+class _Measured(Exception):
+    pass
+
+
+def _most_faults() -> int:
+    """Pages that 500 calls touch for the first time, at that depth of the stack where it is most."""
+
+    def nothing() -> None:
+        pass
+
+    def at(depth: int) -> int:
+        if depth:
+            return at(depth - 1)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(500):
+            nothing()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    return max(at(depth) for depth in range(250))
+
+
+def test_calls_while_compiling_need_no_new_memory() -> None:
+    found = []
+
+    def build() -> Build:
+        found.append(_most_faults())
+        raise _Measured
+
+    with pytest.raises(_Measured):
+        compile_source(Source("", "sm_90a", build))
+    assert found[0] < 100
 
 
 # -- the C interface: what a host function receives --------------------------------------------

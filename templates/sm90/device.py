@@ -58,14 +58,14 @@ def one(j: int) -> int:
     return (1 << j) - (1 << 32) * (j == 31)
 
 
-def shifted(x: Any, factor: Any, less: Any) -> Any:
-    """x * factor - less, None for 1 and 0; one instruction.
+def shifted(x: Any, factor: Any, more: Any) -> Any:
+    """x * factor + more, None for 1 and 0; one instruction.
 
     Written as a sum, the products would be shared between two uses and not fused.
     """
     if factor is None:
-        return x if less is None else x - less
-    return x * factor if less is None else cute.math.fma(x, factor, -less)
+        return x if more is None else x + more
+    return x * factor if more is None else cute.math.fma(x, factor, more)
 
 
 def exp2(x: Any) -> Any:

@@ -344,13 +344,14 @@ class Forward(Softmax, ForwardLoads, ForwardStores):
                 self.issue_qk(parts, rows_q, s)
                 warpgroup.wait_group(0)
                 self.give_back(k_free + s)
+            known = self.ahead(tile, n, True, cute.size(scores))
+            base = self.scores(tile, known, scores)
             if const_expr(c.skip_masks):
                 if masked != 0:
-                    self.first(tile, n, True, scores, p_now, stats)
-                else:
-                    self.first(tile, n, False, scores, p_now, stats)
+                    self.hide(self.kept(tile, n, True), scores)
             else:
-                self.first(tile, n, True, scores, p_now, stats)
+                self.hide(self.kept(tile, n, True), scores)
+            self.first(tile, base, scores, p_now, stats)
             kc += 1
             for _ in cutlass.range(1, masked, unroll=1):
                 self.block(True, kc, parts, probabilities, kv_bars, info, stats, tile, wg, rows_q)

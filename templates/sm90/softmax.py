@@ -182,8 +182,8 @@ class Softmax:
                 found[r] = found[r] | cutlass.select_(yes, bit, Int32(0))
         return found
 
-    def scores(self, tile: Any, known: Any, kept: Any, scores: Any) -> Any:
-        """Apply the mod, and the mask if there is any, in place; the block's own term or None."""
+    def scores(self, tile: Any, known: Any, scores: Any) -> Any:
+        """Apply the mod in place; the block's own term or None."""
         where, head, rows, *_ = tile
         site, hooks = self.site(where), self.hooks
         start, columns, places, relatives = known
@@ -195,11 +195,15 @@ class Softmax:
                 found = device.after(found, [s for _, _, s in full])
             for i, x in enumerate(found):
                 scores[i] = x
-        if kept is not None:
-            for i, (r, j) in enumerate(places):
-                keep = device.bit(kept[r][j // 32], j)
-                scores[i] = cutlass.select_(keep, scores[i], Float32(NEG_INF))
         return hooks.block(site, head, start)
+
+    def hide(self, kept: Any, scores: Any) -> None:
+        """Give the scores that the mask does not keep the value of minus infinity, in place."""
+        if kept is not None:
+            for i in range(cute.size(scores)):
+                j = column_of(i)
+                keep = device.bit(kept[row_of(i)][j // 32], j)
+                scores[i] = cutlass.select_(keep, scores[i], Float32(NEG_INF))
 
     def _words(self) -> int:
         return (self.config.block_kv // 4 + 31) // 32
@@ -243,11 +247,11 @@ class Softmax:
         mine = [i for i in range(cute.size(scores)) if row_of(i) == r]
         sums: list[Any] = [None] * CHAINS
         pairs = None if packed is None else cute.recast_tensor(packed, Int32)
-        poly = self.config.poly
+        poly, minus = self.config.poly, None if less is None else -less
         for t in range(0, len(mine), 2):
             values = []
             for k, i in enumerate(mine[t : t + 2]):
-                x = device.shifted(scores[i], factor, less)
+                x = device.shifted(scores[i], factor, minus)
                 on_fma = poly and not small and (t + k) % poly == poly - 1
                 values.append(device.exp2_on_fma(x) if on_fma else device.exp2(x))
             for k, p in enumerate(values):
@@ -261,13 +265,15 @@ class Softmax:
                 more(mine[t], mine[t + 1])
         return _added(sums)
 
-    def first(self, tile: Any, n: Any, masked: bool, scores: Any, packed: Any, stats: Any) -> None:
-        """Softmax of a tile's first block: maximum, then exponentials against it."""
+    def first(self, tile: Any, base: Any, scores: Any, packed: Any, stats: Any) -> None:
+        """Softmax of a tile's first block: maximum, then exponentials against it.
+
+        Args:
+            base: the block's own term, or None.
+        """
         row_max, row_sum, _, top = stats
         nan = self.config.need_max  # torch's maximum passes NaN on
-        kept = self.kept(tile, n, masked)
-        known = self.ahead(tile, n, masked, cute.size(scores))
-        base, factor = self.scores(tile, known, kept, scores), self.factor(tile)
+        factor = self.factor(tile)
         for r in range(2):
             less = None
             if self.config.softmax != "bounded":
@@ -279,7 +285,8 @@ class Softmax:
 
     def next(self, tile: Any, known: Any, kept: Any, scores: Any, packed: Any, stats: Any) -> None:
         """Softmax of a further block; `scale` says what O and the sums before are worth now."""
-        base, factor = self.scores(tile, known, kept, scores), self.factor(tile)
+        base, factor = self.scores(tile, known, scores), self.factor(tile)
+        self.hide(kept, scores)
         kind = self.config.softmax
         if kind == "bounded":
             row_sum = stats[1]
