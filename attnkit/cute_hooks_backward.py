@@ -74,7 +74,7 @@ class GraphBackward(GraphForward):
         super().__init__(form, mask, ends, scores=scores, listed=listed, positive=positive)
         parts = [n for n in (form.factor, form.rest, form.slope) if n is not None]
         self.sloped = self._slope is not _ONE
-        self.learned = tuple(_index_level(load) for load in self._loads)
+        self.learned = tuple(index_level(load) for load in self._loads)
         adjoints = [self._dscore, *self._cotangents] if self.learned else []
         # one set of stages, so that a mod and its slope share what they have in common
         self._score = Stages([*parts, self._slope] if self._slope is not _ONE else parts)
@@ -186,7 +186,7 @@ def _element(
     return Element(q, kv, row[part], column[part], None, score, grad)
 
 
-def _index_level(load: Node) -> str:
+def index_level(load: Node) -> str:
     """The level at which a load's index is known."""
     levels = {level_of(n) for n in load.args}
     for level in ("head", "row", "column", "relative"):

@@ -30,13 +30,21 @@ from attnkit.plan import BLOCK, Plan
 from attnkit.planning import planned
 from attnkit.precision import own_dtype
 from attnkit.sparse import BlockRuns
-from attnkit.splice import Layout, Program, layout_of
+from attnkit.splice import (
+    Layout,
+    Program,
+    backward_block,
+    first_parts,
+    forward_block,
+    layout_of,
+)
 from attnkit.stage import linear, stage
 from attnkit.summary import summarize
 from attnkit.targets import Target, missing_arch, of_arch
 from attnkit.trace import Traced
 from attnkit.validate import check_options, check_size
 from attnkit.variant import Variant
+from attnkit.worklist import fitted
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,7 @@ class Explanation:
         target: what a kernel is predicted for, None for none.
         variant: what is explained.
         dtype: of query, key and value.
+        listed: block lists overrule the mask function.
     """
 
     score: Traced | None
@@ -66,6 +75,7 @@ class Explanation:
     target: Target | None = None
     variant: Variant | None = None
     dtype: torch.dtype = torch.bfloat16
+    listed: bool = False
 
     @property
     def formula(self) -> str:
@@ -140,8 +150,12 @@ class Explanation:
 
     @property
     def schedule(self) -> str:
-        """Pieces, splits and predicted cycles, against the bound and against grid order."""
-        return str(self.forecast or "not simulated: more than a million rows of tiles")
+        """Pieces, splits and predicted cycles, against the bound and grid order; how dQ begins."""
+        found = self.forecast
+        if found is None:
+            return "not simulated: more than a million rows of tiles"
+        begin = first_parts(self._program, self._tiles, self.lengths, self.head_dim, self.sms)
+        return f"{found}\ndQ        on Hopper, {begin}"
 
     @property
     def _tiles(self) -> BlockRuns:
@@ -161,8 +175,18 @@ class Explanation:
             ArgumentError: nothing is predicted for an architecture.
         """
         dims = self.head_dim, self.head_dim
-        score = None if self.score is None else self.score.root
-        return layout_of(self.plan.template, Program(score), self.dtype, dims, self.plan.block)
+        block, _ = self._kernel
+        return layout_of(self.plan.template, self._program, self.dtype, dims, block)
+
+    @property
+    def _program(self) -> Program:
+        return Program(None if self.score is None else self.score.root, listed=self.listed)
+
+    @functools.cached_property
+    def _kernel(self) -> tuple[tuple[int, int], str]:
+        """Rows and columns of the kernel's blocks, and why these."""
+        dims, q_len = (self.head_dim, self.head_dim), self.lengths[2]
+        return forward_block(self.plan.template, self._program, dims, self.runs, q_len)
 
     @functools.cached_property
     def feeds(self) -> Feeds:
@@ -172,12 +196,16 @@ class Explanation:
             ArgumentError: nothing is predicted for an architecture.
             UnsupportedError: the kernel cannot be emulated here.
         """
-        return forward_feeds(*self._subject, head_dim=self.head_dim, dtype=self.dtype)
+        subject, (block, _) = self._subject, self._kernel
+        return forward_feeds(*subject, head_dim=self.head_dim, dtype=self.dtype, block=block)
 
     @functools.cached_property
     def backward_feeds(self) -> Feeds:
         """The same of the backward."""
-        return backward_feeds(*self._subject, head_dim=self.head_dim, dtype=self.dtype)
+        dims = self.head_dim, self.head_dim
+        block = backward_block(self.plan.template, self._program, dims, self._tiles)
+        subject = self._subject
+        return backward_feeds(*subject, head_dim=self.head_dim, dtype=self.dtype, block=block)
 
     @property
     def _subject(self) -> tuple[Variant, Target]:
@@ -204,7 +232,8 @@ class Explanation:
                 runs = create_block_mask(mask, *size, BLOCK_SIZE=block).runs
             found = forecast_backward(runs, **sizes, cost=self.backward_feeds.cost)
         else:
-            found = forecast_forward(self._tiles, **sizes, cost=self.feeds.cost)
+            tiles = fitted(self._tiles, self.feeds.block)
+            found = forecast_forward(tiles, **sizes, cost=self.feeds.cost)
         seconds = found.timeline.makespan / (card.clock * 1e9)
         text = f"{cycles(found.timeline.makespan)} cycles on {self.sms} SMs, {1e3 * seconds:.3g} ms"
         text += f" at {card.clock:.2f} GHz"
@@ -230,7 +259,9 @@ class Explanation:
     @property
     def kernel(self) -> str:
         """The kernel for an architecture: roles, memory, clocks, predicted speed."""
-        return f"{self.layout}\n{self.feeds}\n{self.rate()}"
+        (rows, columns), why = self._kernel
+        chosen = f"blocks of {rows} x {columns}: {why}"
+        return f"{chosen}\n{self.layout}\n{self.feeds}\n{self.rate()}"
 
     @property
     def backward_kernel(self) -> str:
@@ -333,4 +364,5 @@ def explain(
         target=target,
         variant=variant,
         dtype=dtype,
+        listed=bound.program.listed,
     )

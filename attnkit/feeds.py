@@ -20,12 +20,20 @@ from attnkit.emulator.cycles import busy
 from attnkit.errors import AttnkitError, UnsupportedError
 from attnkit.plan import Call, Plan, choose
 from attnkit.sparse import FULL, PARTIAL, BlockRuns
-from attnkit.splice import Lists, Program, backward_block, run_backward, run_forward
+from attnkit.splice import (
+    Lists,
+    Program,
+    backward_block,
+    forward_block,
+    run_backward,
+    run_forward,
+)
 from attnkit.splitting import Cost
-from attnkit.targets import Target
+from attnkit.targets import SM100, Target, of_template
 from attnkit.variant import Variant
 
 SHORT, LONG = 4, 10  # blocks of the two runs: beyond the filling of the pipelines
+LISTED = 128  # columns of a Blackwell backward block of one CTA, which two would join
 
 
 @dataclass(frozen=True)
@@ -87,7 +95,12 @@ class Feeds:
 
 
 def forward_feeds(
-    variant: Variant, target: Target, *, head_dim: int, dtype: torch.dtype = torch.bfloat16
+    variant: Variant,
+    target: Target,
+    *,
+    head_dim: int,
+    dtype: torch.dtype = torch.bfloat16,
+    block: tuple[int, int] | None = None,
 ) -> Feeds:
     """Predict the forward of a variant, for one head.
 
@@ -96,25 +109,35 @@ def forward_feeds(
         target: whose kernel.
         head_dim: of query, key and value.
         dtype: of these.
+        block: of the kernel, see `splice.forward_block`; None for that of long sequences where
+            little is masked.
 
     Raises:
         UnsupportedError: there is no such kernel for the variant, or it cannot be emulated here.
     """
     plan = _plan(variant, target, head_dim, dtype)
-    one = _Forward(plan.template, plan.block, head_dim, dtype)
+    if block is None:
+        block, _ = forward_block(plan.template, _program(variant), (head_dim, head_dim))
+    one = _Forward(plan.template, block, head_dim, dtype)
     return _feeds(one, variant, target)
 
 
 def backward_feeds(
-    variant: Variant, target: Target, *, head_dim: int, dtype: torch.dtype = torch.bfloat16
+    variant: Variant,
+    target: Target,
+    *,
+    head_dim: int,
+    dtype: torch.dtype = torch.bfloat16,
+    block: tuple[int, int] | None = None,
 ) -> Feeds:
     """Predict the backward of a variant, its main kernel, for one head.
 
-    A tile is one of kv, its blocks go along q. Arguments and errors are those of `forward_feeds`;
-    gradients of captured tensors are not computed.
+    A tile is one of kv, its blocks go along q. Arguments and errors are those of `forward_feeds`,
+    the block that of `splice.backward_block`; gradients of captured tensors are not computed.
     """
     plan = _plan(variant, target, head_dim, dtype)
-    block = backward_block(plan.template, (head_dim, head_dim))
+    if block is None:
+        block = backward_block(plan.template, _program(variant), (head_dim, head_dim))
     if block is None:
         raise UnsupportedError(f"the backward for {target.arch} takes no head dim of {head_dim}")
     return _feeds(_Backward(plan.template, block, head_dim, dtype), variant, target)
@@ -125,6 +148,11 @@ def _plan(variant: Variant, target: Target, head_dim: int, dtype: torch.dtype) -
     modded = variant.score_mod is not None
     call = Call(name, head_dim, head_dim, modded=modded, masked=variant.mask is not None)
     return choose(f"emulate:{target.arch}", device="cpu", call=call)
+
+
+def _program(variant: Variant) -> Program:
+    score, _ = variant.trace(torch.device("cpu"))
+    return Program(None if score is None else score.root)
 
 
 def _feeds(one: _Run, variant: Variant, target: Target) -> Feeds:
@@ -165,6 +193,11 @@ class _Run(ABC):
     head_dim: int
     dtype: torch.dtype
 
+    @property
+    def listed(self) -> bool:
+        """Whether the tiles are block lists."""
+        return False
+
     def timeline(self, variant: Variant, blocks: int, state: int, tiles: int = 1) -> Timeline:
         """The prediction for tiles with so many blocks each, all in one state."""
         rows, columns = self.grid(tiles, blocks)
@@ -179,7 +212,8 @@ class _Run(ABC):
             raise UnsupportedError("an index is not proven at these lengths")
         states = torch.full((1, 1, rows, columns), state, dtype=torch.int8)
         runs = BlockRuns.from_states(states, lengths[0], lengths[1], self.block)
-        program = dataclasses.replace(bound.program, listed=False)
+        # tiles that are listed are not joined to those of another kernel
+        program = dataclasses.replace(bound.program, listed=self.listed)
         captured = (
             bound.score.tensors if bound.score else (),
             bound.mask.tensors if bound.mask else (),
@@ -223,6 +257,11 @@ class _Forward(_Run):
 
 
 class _Backward(_Run):
+    @property
+    def listed(self) -> bool:
+        target = of_template(self.template)
+        return self.block[1] == LISTED and target is not None and target.template == SM100.template
+
     def grid(self, tiles: int, blocks: int) -> tuple[int, int]:
         return blocks, tiles
 

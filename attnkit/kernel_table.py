@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -51,14 +53,15 @@ _SM90_MODDED: Table = (
 )
 
 # Two query tiles of 128 rows where tensor memory holds S and O of both, and pairs of CTAs where
-# shared memory would limit. Not measured: nobody had the card; this is what the timeline of the
-# emulator prefers (docs/blackwell.md).
+# shared memory would limit; for a mask, `splice.sm100_tiles` chooses. Not measured: nobody had the
+# card; this is what the timeline of the emulator prefers (docs/blackwell.md).
 _SINGLE = Kernel((128, 128)), Kernel((128, 64))
 _NARROW = Kernel((128, 64)), Kernel((128, 128))
 _NARROW_ALIAS = Kernel((128, 64), alias=True), Kernel((128, 128), alias=True)
 _PAIR = Kernel((512, 128), ctas=2)
 _SM100: Table = (
     (64, 64, (Kernel((256, 128)), *_SINGLE)),
+    (96, 96, (Kernel((256, 128)), _PAIR, *_SINGLE)),
     (128, 128, (_PAIR, Kernel((256, 128)), *_SINGLE)),
     (192, 128, (_PAIR, Kernel((256, 64), alias=True), *_NARROW)),
     (192, 192, _NARROW_ALIAS),
@@ -82,7 +85,6 @@ def kernels(
     template: str = SM90.template,
     *,
     q_len: int | None = None,
-    masked: bool = True,
 ) -> tuple[Kernel, ...]:
     """Forward kernels for these head dims, best first; none where they are too wide.
 
@@ -91,19 +93,41 @@ def kernels(
         modded: whether there is a score_mod.
         template: whose kernels.
         q_len: length of the query, None for a long one.
-        masked: whether there is a mask.
     """
     table = _TABLES[template][modded]
     fitting = (found for d, dv, found in table if head_dim <= d and value_dim <= dv)
-    return tuple(sorted(next(fitting, ()), key=lambda k: _late(k, q_len, masked or modded)))
+    return tuple(sorted(next(fitting, ()), key=lambda k: _late(k, q_len)))
 
 
-def _late(kernel: Kernel, q_len: int | None, varied: bool) -> bool:
-    """Whether others come before a kernel: its tiles are too tall for the query, or for a mask, or
-    a score_mod may need more registers than pairs of CTAs leave."""
-    if kernel.ctas > 1 and (varied or (q_len is not None and q_len <= _LONG)):
-        return True
-    return kernel.block[0] > 192 and q_len is not None and q_len <= 128
+def _late(kernel: Kernel, q_len: int | None) -> bool:
+    """Whether others come before a kernel, as its tiles are too tall for the query."""
+    if q_len is None:
+        return False
+    return q_len <= (_LONG if kernel.ctas > 1 else 128) and kernel.block[0] > 192
+
+
+def mask_tiles(found: Sequence[Kernel]) -> tuple[int, int]:
+    """Tiles in which a mask is described for the best kernel.
+
+    Where pairs of CTAs and single ones are in question: such that either's can be joined from them.
+    """
+    if found[0].ctas == 1:
+        return found[0].block
+    other = next(k for k in found if k.ctas == 1)
+    return 128, math.gcd(found[0].block[1], other.block[1])
+
+
+def fitting(found: Sequence[Kernel], block: tuple[int, int], listed: bool) -> Kernel:
+    """The kernel with just these tiles, or the best one whose tiles divide them.
+
+    Args:
+        found: kernels, best first.
+        block: tiles of a mask.
+        listed: block lists overrule the mask: the best one in any case.
+    """
+    same = () if listed else (k for k in found if k.block == block)
+    fits = (k for k in found if all(b % s == 0 for b, s in zip(block, k.block, strict=True)))
+    return next(iter(same), None) or next(fits)
 
 
 def widest(template: str) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from attnkit.errors import OptionError, UnsupportedError
-from attnkit.kernel_table import Kernel, kernels, widest
+from attnkit.kernel_table import Kernel, kernels, mask_tiles, widest
 from attnkit.targets import (
     EMULATED,
     SM90,
@@ -95,7 +95,6 @@ def _kernels(call: Call, target: Target) -> tuple[Kernel, ...]:
         call.modded,
         target.template,
         q_len=call.q_len,
-        masked=call.masked,
     )
 
 
@@ -249,10 +248,13 @@ def _kernel_plan(
     assert target is not None
     found = _suitable(call, block, target)
     assert found is not None
+    tiles = found.block
+    if call.masked and not call.fixed and call.listed is None:
+        tiles = mask_tiles(_kernels(call, target))
     if emulated is None:
         notes = (*notes, *_notes(call, target))
     name = EMULATED + target.name if emulated else target.name
-    return Plan(name, found.block, f"{why}; CuTe-DSL kernel for {target.arch}", notes)
+    return Plan(name, tiles, f"{why}; CuTe-DSL kernel for {target.arch}", notes)
 
 
 def _notes(call: Call, target: Target) -> Iterator[str]:

@@ -33,7 +33,7 @@ BACKWARD = Cost(full=6060, partial=6360, tile=9500, merge=6500)
 
 L2_BYTES = 32 << 20  # of the H200's 50 MB: 8 heads at 8192 were as fast as 4, 16 were slower
 
-ORDERS = ("longest", "grid", "ascending", "descending")
+ORDERS = ("longest", "grid", "ascending", "descending", "falling")
 MONOTONE = ("ascending", "descending")
 
 
@@ -154,7 +154,8 @@ def schedule_forward(
         cost: of the work, see `Cost`.
         l2_bytes: how much K and V a section may hold.
         order: "longest" first in sections; "grid", (b, h, tile) as a plain launch does, never
-            split; "ascending" or "descending" by tile in sections.
+            split; "ascending" or "descending" by tile in sections; "falling", descending as far
+            as the shortest pieces are not kept for the end, never split.
         split: allow rows to be split along kv.
 
     Raises:
@@ -281,8 +282,9 @@ class _Work:
         """Ways to split, few cuts first, and whether to keep the shortest pieces for the end."""
         pieces = whole(rows)
         yield pieces, False
-        if self.order == "longest":
+        if self.order in ("longest", "falling"):
             yield pieces, True
+        split = split and self.order != "falling"
         if split and self.order == "longest":
             order = self._ordered(pieces, pieces.costs(rows), section, place, False)
             yield filled(rows, order, self.workers), False
@@ -304,7 +306,7 @@ class _Work:
         section = section * wanted // sections
         tile, most = pieces.row % blocks, int(pieces.parts.max())
         pairs = self.shape.batch * self.shape.heads
-        if self.order != "longest":
+        if self.order in MONOTONE:
             tile = tile if self.order == "ascending" else blocks - 1 - tile
             # pieces of a row stay together: its turn comes once
             return _lexsort(place[pieces.row] * most + pieces.index, tile, section)
@@ -313,13 +315,18 @@ class _Work:
         if level:
             # the end of the last section may be too coarse to fill the gaps: keep some of the
             # shortest pieces of all, which read the least
-            rising = costs.sort().values
+            rising, shortest = costs.sort(stable=True)
             kept = rising.cumsum(0) <= self.workers * int(rising[-1]) // 2
             end = costs < rising[int(kept.sum().clamp(max=count - 1))]
+            if self.order == "falling":  # and some of equal ones
+                end[shortest[kept]] = True
             section, first = torch.where(end, wanted, section), torch.where(end, 1, first)
+        rank = -costs
+        if self.order == "falling":
+            tile, rank = blocks - 1 - tile, torch.where(section < wanted, 0, rank)
         # heads that share K and V run the same piece side by side
         near = (tile * most + pieces.index) * pairs + place[pieces.row]
-        return _lexsort(near, -costs, section, first)
+        return _lexsort(near, rank, section, first)
 
     def _numbered(
         self, rows: Rows, pieces: Pieces, costs: Tensor, order: Tensor, unsplit: int

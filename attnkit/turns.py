@@ -20,8 +20,9 @@ so when a piece is running, every earlier piece has been taken, or will be taken
 only waiting for pieces before that one. Suppose that some pieces never end, and let p be the first
 of them in the list. All pieces before p end. Then the worker that is to take p reaches it, as it
 has only earlier pieces before it; and each of p's waits ends, as it is for an earlier piece only.
-So p ends, a contradiction. The argument needs workers that, once started, keep running (a grid no
-larger than what is resident), and loads that run ahead must not wait for a turn. The last
+So p ends, a contradiction. The argument needs workers that, once started, keep running, and loads
+that run ahead must not wait for a turn. Fixed subsets need all workers resident too, as does a first
+piece that does not come from the counter; where all do, what has not begun has taken nothing. The last
 contribution of a piece may leave when the next piece has begun, as that waits for nothing before.
 Pieces should begin in list order: one that is taken early and begins late makes others wait.
 

@@ -7,6 +7,7 @@ the diagonal, and a maximum found early is not rescaled later.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -139,3 +140,69 @@ def refined(runs: BlockRuns, block: tuple[int, int]) -> BlockRuns:
     rows, columns = -(-runs.q_len // block[0]), -(-runs.kv_len // block[1])
     states = states[:, :, :rows, :columns].contiguous()
     return BlockRuns.from_states(states, runs.q_len, runs.kv_len, block)
+
+
+def fitted(runs: BlockRuns, block: tuple[int, int]) -> BlockRuns:
+    """The same tiles in other sizes: cut, or joined where the sizes do not divide.
+
+    A joined tile is FULL or EMPTY only if all of its parts are.
+    """
+    if not any(own % new for own, new in zip(runs.block, block, strict=True)):
+        return refined(runs, block)
+    least = (math.gcd(runs.block[0], block[0]), math.gcd(runs.block[1], block[1]))
+    fine = refined(runs, least)
+    high, wide = block[0] // least[0], block[1] // least[1]
+    pairs, sizes = fine.batch * fine.heads, (fine.q_blocks, fine.kv_blocks)
+    full, partial = _joined((fine.full, fine.partial), pairs, sizes, (high, wide))
+    back = _joined((fine.full_t, fine.partial_t), pairs, sizes[::-1], (wide, high))
+    return replace(runs, block=block, full=full, partial=partial, full_t=back[0], partial_t=back[1])
+
+
+def _joined(
+    kinds: tuple[Runs, Runs], pairs: int, sizes: tuple[int, int], by: tuple[int, int]
+) -> tuple[Runs, Runs]:
+    """FULL and PARTIAL runs of joined tiles, at a cost that is that of the runs.
+
+    Args:
+        kinds: FULL and PARTIAL runs of the tiles.
+        pairs: of batch elements and heads.
+        sizes: rows and columns of a pair.
+        by: how many rows and columns are joined.
+    """
+    (rows, columns), (high, wide) = sizes, by
+    some, length = -(-rows // high), -(-columns // wide)
+
+    def ends(kind: Runs, inside: bool) -> tuple[Tensor, Tensor]:
+        """Where the joined columns that a run covers, or touches, begin and end."""
+        counts = kind.row_ptr.diff().to(torch.int64)
+        row = torch.arange(kind.rows, device=counts.device).repeat_interleave(counts)
+        base = (row // rows * some + row % rows // high) * (length + 1)
+        first, last = kind.start.to(torch.int64), (kind.start + kind.length).to(torch.int64)
+        if inside:  # the last column may be narrower
+            whole = torch.where(last == columns, length, last // wide)
+            first, last = (first + wide - 1) // wide, whole
+        else:
+            first, last = first // wide, (last + wide - 1) // wide
+        kept = first < last
+        return (base + first)[kept], (base + last)[kept]
+
+    places, changes = [], []
+    for kind, inside in ((kinds[0], True), (kinds[0], False), (kinds[1], False)):
+        for side, sign in zip(ends(kind, inside), (1, -1), strict=True):
+            change = side.new_zeros(side.numel(), 2)  # of rows that cover a column, that touch it
+            change[:, 0 if inside else 1] = sign
+            places.append(side)
+            changes.append(change)
+    place, order = torch.cat(places).sort()
+    counts = torch.cat(changes)[order].cumsum(0)
+    final = torch.ones_like(place, dtype=torch.bool)  # of the changes at a place
+    final[:-1] = place[1:] != place[:-1]
+    place, counts = place[final], counts[final]
+    heights = (rows - place // (length + 1) % some * high).clamp(max=high)
+    full = (counts[:, 0] == heights)[:-1]
+    kept = (counts[:, 1] > 0)[:-1]
+    first, last = place[:-1], place[1:]
+    whole, rest = (
+        Runs.joined(first[m], last[m], pairs * some, length) for m in (full, kept & ~full)
+    )
+    return whole, rest

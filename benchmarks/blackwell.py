@@ -1,20 +1,23 @@
-"""Predicted speed of the Blackwell kernels beside what FlashAttention-4 states: a table for docs.
+"""Predicted speed of the Blackwell kernels beside what FlashAttention-4 states: tables for docs.
 
+`--pairs` prints what the forward of a pair of CTAs takes over that of one CTA, for some variants.
 Nothing is measured: the clocks are those of the emulator's timeline, see `attnkit.feeds`.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from attnkit import create_block_mask, masks, noop_mask
+from attnkit import create_block_mask, masks, mods, noop_mask
 from attnkit.feeds import Feeds, backward_feeds, forward_feeds
 from attnkit.forecast import CARDS, forecast_backward, forecast_forward
+from attnkit.splice import Program, forward_block
 from attnkit.summary import summarize
 from attnkit.targets import SM100
 from attnkit.variant import Variant
@@ -28,53 +31,125 @@ STATED = {
     ("full", "backward", 8192): 1360,
     ("causal", "backward", 8192): 1209,
 }
+PAIR, SINGLE = (512, 128), (256, 128)
+LONG = 8192  # of the table of pairs
+CAUSAL = masks.causal()
+
+
+@functools.cache
+def forward(variant: Variant, block: tuple[int, int]) -> Feeds:
+    """Clocks of a forward kernel."""
+    return forward_feeds(variant, SM100, head_dim=HEAD_DIM, block=block)
+
+
+@functools.cache
+def backward(variant: Variant) -> Feeds:
+    """Clocks of the backward kernel of long sequences."""
+    return backward_feeds(variant, SM100, head_dim=HEAD_DIM)
+
+
+def tiles(mask: Any, length: int, block: tuple[int, int]) -> Any:
+    """A mask's tiles."""
+    return create_block_mask(mask, None, None, length, length, BLOCK_SIZE=block)
+
+
+def taken(variant: Variant, length: int) -> tuple[int, int]:
+    """Rows and columns of the blocks of the kernel that is taken."""
+    runs = None if variant.mask is None else tiles(variant.mask, length, (128, 128)).runs
+    score, _ = variant.trace(torch.device("cpu"))
+    program = Program(None if score is None else score.root)
+    return forward_block(SM100.name, program, (HEAD_DIM, HEAD_DIM), runs, length)[0]
+
+
+def clocks(mask: Any, length: int, feeds: Feeds, backward: bool = False) -> float:
+    """Clocks of a pass over all tokens on a card."""
+    predict = forecast_backward if backward else forecast_forward
+    found = predict(
+        tiles(noop_mask if mask is None else mask, length, feeds.block).runs,
+        batch=TOKENS // length,
+        heads=HEADS,
+        head_dim=HEAD_DIM,
+        sms=CARDS[SM100.arch].sms // feeds.sms,
+        cost=feeds.cost,
+    )
+    return found.timeline.makespan
 
 
 def rate(mask: Any, length: int, feeds: Feeds, backward: bool) -> float:
     """TFLOP/s of the kept scores, predicted."""
-    card, batch = CARDS[SM100.arch], TOKENS // length
-    block = create_block_mask(mask, None, None, length, length, BLOCK_SIZE=feeds.block)
-    predict = forecast_backward if backward else forecast_forward
-    found = predict(
-        block.runs,
-        batch=batch,
-        heads=HEADS,
-        head_dim=HEAD_DIM,
-        sms=card.sms // feeds.sms,
-        cost=feeds.cost,
-    )
-    seconds = found.timeline.makespan / (card.clock * 1e9)
-    kept = summarize(block).kept
+    seconds = clocks(mask, length, feeds, backward) / (CARDS[SM100.arch].clock * 1e9)
+    kept = summarize(tiles(noop_mask if mask is None else mask, length, feeds.block)).kept
     assert kept is not None
-    return (10 if backward else 4) * HEAD_DIM * kept * batch * HEADS / seconds / 1e12
+    return (10 if backward else 4) * HEAD_DIM * kept * (TOKENS // length) * HEADS / seconds / 1e12
 
 
 def lines() -> Iterator[str]:
-    """The table."""
+    """The table of speeds."""
     yield (
         "| B200, head dim 128, predicted TFLOP/s | " + " | ".join(map(str, LENGTHS)) + " | limit |"
     )
     yield "| --- |" + " --- |" * (len(LENGTHS) + 1)
-    for direction, measure in (("forward", forward_feeds), ("backward", backward_feeds)):
-        for name, mask in (("full", None), ("causal", masks.causal())):
-            feeds = measure(Variant(None, mask), SM100, head_dim=HEAD_DIM)
-            cells = []
+    for direction in ("forward", "backward"):
+        for name, mask in (("full", None), ("causal", CAUSAL)):
+            variant, cells = Variant(None, mask), []
+            said: dict[str, None] = {}
             for length in LENGTHS:
-                kept = noop_mask if mask is None else mask
-                cell = f"{rate(kept, length, feeds, direction == 'backward'):.0f}"
+                ahead = direction == "forward"
+                feeds = forward(variant, taken(variant, length)) if ahead else backward(variant)
+                said[str(feeds)] = None
+                cell = f"{rate(mask, length, feeds, not ahead):.0f}"
                 stated = STATED.get((name, direction, length))
                 cells.append(cell if stated is None else f"{cell} (FA4 {stated})")
             yield f"| {name}, {direction} | {' | '.join(cells)} | {feeds.limit} |"
-            for line in str(feeds).splitlines():
+            for line in "\n".join(said).splitlines():
                 print(f"{name}, {direction}: {line}", file=sys.stderr)
 
 
+def documents(length: int) -> Any:
+    """Causal documents of eight lengths, about 1000 tokens on average."""
+    sizes = torch.tensor([350, 700, 900, 1000, 1100, 1200, 1400, length - 6650])
+    return CAUSAL & masks.document_from_lengths(sizes)
+
+
+def pairs() -> Iterator[str]:
+    """The table of pairs: clocks over those of one CTA; what is taken is marked."""
+    scores = {
+        "no score_mod": None,
+        "ALiBi": mods.alibi(HEADS),
+        "softcap": mods.softcap(20.0),
+        "relative bias": mods.relative_bias(torch.zeros(HEADS, 129)),
+    }
+    kinds = {
+        "full": None,
+        "causal": CAUSAL,
+        "causal, window 1024": CAUSAL & masks.sliding_window(1024),
+        "documents": documents(LONG),
+    }
+    yield f"| pair over one CTA, S = {LONG} | " + " | ".join(kinds) + " |"
+    yield "| --- |" + " --- |" * len(kinds)
+    for name, score in scores.items():
+        cells = []
+        for mask in kinds.values():
+            # masked blocks are those of one interval a row
+            timed = Variant(score, CAUSAL)
+            one, two = (clocks(mask, LONG, forward(timed, b)) for b in (SINGLE, PAIR))
+            best = taken(Variant(score, mask), LONG)
+            cells.append(f"{two / one:.3f} ({'pair' if best == PAIR else 'one'})")
+        yield f"| {name} | {' | '.join(cells)} |"
+        for block in (SINGLE, PAIR):
+            feeds = forward(Variant(score, CAUSAL), block)
+            said = f"full {feeds.full:.0f}, masked {feeds.partial:.0f}, tile {feeds.tile:.0f}"
+            print(f"{name}, {block[0]} x {block[1]}: {said}", file=sys.stderr)
+
+
 def main() -> int:
-    """Print the table; the clocks go to stderr."""
-    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
+    """Print a table; the clocks go to stderr."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--pairs", action="store_true", help="pairs of CTAs against one CTA")
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    for line in lines():
-        print(line)
+    for line in pairs() if options.pairs else lines():
+        print(line, flush=True)
     return 0
 
 

@@ -3,7 +3,8 @@
 A kernel rounds P and O in its forward, dS and dQ in its backward, and takes delta = rowsum(dO O)
 from the rounded O. Where one weight of a row is nearly 1, what P was rounded by moves O by as much
 of that key's V. The weight itself is exact if the row's maximum is what exponents are taken
-relative to; not if that is a maximum found before, as in forwards that rescale by need.
+relative to; not if that is a maximum found before, as in forwards that rescale by need. The one on
+sm_100a divides O by a sum in which the largest weight of each block is rounded as well.
 """
 
 from __future__ import annotations
@@ -43,13 +44,25 @@ def outputs(scores: Tensor, value: Tensor) -> dict[str, Tensor]:
     """O by what P is rounded relative to."""
     top = scores.amax(-1, keepdim=True)
     found = {"nothing": scores.softmax(-1) @ value}
+    total = (scores - top).exp().sum(-1, keepdim=True)
     for name, at in (("the maximum", top), ("a maximum before", references(scores))):
         weights = rounded((scores - at).exp()) * (at - top).exp()
-        found[name] = weights @ value / (scores - top).exp().sum(-1, keepdim=True)
+        found[name] = weights @ value / total
     # the last weights are those of a maximum before
     found["a maximum before, over its own sum"] = weights @ value / weights.sum(-1, keepdim=True)
+    partly = total + largest(weights - (scores - top).exp(), scores)
+    found["a maximum before, over a sum with the largest rounded"] = weights @ value / partly
     found["the sum"] = rounded(scores.softmax(-1)) @ value
     return found
+
+
+def largest(x: Tensor, scores: Tensor) -> Tensor:
+    """The sum of x over the largest score of each block of a row."""
+    both = zip(x.split(BLOCK, -1), scores.split(BLOCK, -1), strict=True)
+    return sum(
+        (part.gather(-1, block.argmax(-1, keepdim=True)) for part, block in both),
+        start=torch.zeros_like(x[..., :1]),
+    )
 
 
 def errors(mod: mods.Example, draw: int, gradients: int) -> dict[str, float]:
@@ -97,7 +110,7 @@ def main() -> None:
         found = errors(mod, draw, options.gradients)
         rows.append({"mod": options.mod, "draw": draw, "gradients": options.gradients} | found)
     for name in found:
-        print(f"{name:40}", *(f"{row[name]:.4f}" for row in rows[1:]))
+        print(f"{name:76}", *(f"{row[name]:.4f}" for row in rows[1:]))
     if options.save:
         options.save.write_text("".join(json.dumps(row) + "\n" for row in rows))
 

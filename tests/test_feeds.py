@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 pytest.importorskip("cutlass")
 
-from attnkit import Variant, explain, masks
+from attnkit import Variant, explain, masks, mods
 from attnkit.cli import main
 from attnkit.emulator.cycles import Product, tile
 from attnkit.errors import ArgumentError, OptionError, UnsupportedError
 from attnkit.feeds import Feeds, backward_feeds, forward_feeds
 from attnkit.forecast import CARDS, forecast_forward
+from attnkit.guards import traced
+from attnkit.kernel_table import kernels
+from attnkit.score_form import score_form
+from attnkit.sparse import FULL, BlockRuns
+from attnkit.splice.sm100_tiles import clocks_of, total
 from attnkit.targets import SM90, SM100
 from attnkit.worklist import full_runs
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def blackwell() -> Feeds:
-    return forward_feeds(Variant(None, masks.causal()), SM100, head_dim=128)
+    causal = Variant(None, masks.causal())
+    return forward_feeds(causal, SM100, head_dim=128, block=(256, 128))
 
 
 def test_the_feeds_are_those_of_the_paper(blackwell: Feeds) -> None:
@@ -28,9 +38,10 @@ def test_the_feeds_are_those_of_the_paper(blackwell: Feeds) -> None:
     expected = tile(products, 128 * 128)
     assert blackwell.block == (256, 128)
     assert blackwell.units["tensor"] == 2 * expected.tensor == 2048
-    # one exponential in three is computed elsewhere; a few more say what a row's sums are worth
-    taken = 2 / 3 * 2 * expected.exponential
-    assert blackwell.units["special"] == pytest.approx(taken, rel=0.02)
+    # of a row's 64 pairs of exponentials every third is computed elsewhere; one more says what its
+    # sums are worth, and one how its largest weight is rounded
+    taken = (2 * (64 - 64 // 3) + 2) / 128
+    assert blackwell.units["special"] == taken * 2 * expected.exponential
     assert blackwell.limit == "tensor"
 
 
@@ -59,6 +70,27 @@ def test_pairs_of_ctas_reach_the_limit_of_the_tensor_cores() -> None:
     assert found.units["tensor"] == 2048
     assert found.limit == "tensor"
     assert found.full <= 1.1 * found.roofline
+
+
+@pytest.mark.parametrize(
+    "score", [None, mods.alibi(1), mods.softcap(20.0)], ids=["none", "alibi", "softcap"]
+)
+def test_pairs_need_fewer_clocks_a_block(score: Any) -> None:
+    """And what the choice of the kernel takes for them is no more than a quarter off."""
+    form = score_form(None if score is None else traced(score, "score", CPU).root)
+    rows, found = {}, {}
+    for block in ((256, 128), (512, 128)):
+        made = forward_feeds(Variant(score, masks.causal()), SM100, head_dim=128, block=block)
+        assert made.block == block
+        states = torch.full((1, 1, 4096 // block[0], 32), FULL, dtype=torch.int8)
+        runs = BlockRuns.from_states(states, 4096, 4096, block)
+        kernel = next(k for k in kernels(128, 128, template="sm100") if k.block == block)
+        tiles = 4096 // block[0] * kernel.ctas
+        rows[block] = total(kernel, clocks_of((128, 128))[block], runs, form) / tiles
+        found[block] = 32 * made.full + made.tile
+        assert rows[block] == pytest.approx(found[block], rel=0.25)
+    for each in (rows, found):
+        assert 0.87 < each[512, 128] / each[256, 128] < 0.99
 
 
 def test_the_report(blackwell: Feeds) -> None:
@@ -96,6 +128,22 @@ def test_explain_shows_the_kernel() -> None:
         assert part in text
     assert "TFLOP/s of the kept scores (2250 peak)" in text
     assert found.feeds.full < found.feeds.partial
+    assert "blocks of 256 x 128: one CTA: predicted" in text  # 512 rows are one tile of a pair
+
+
+def test_blocks_of_128_have_backwards_of_one_cta() -> None:
+    blocks = masks.block_diagonal(128)
+    found = explain(None, blocks, q_len=2048, head_dim=128, arch="sm_100a").backward_feeds
+    assert (found.block, found.sms) == ((128, 128), 1)
+    assert found.tile > 0
+    found = explain(None, masks.causal(), q_len=8192, head_dim=128, arch="sm_100a")
+    assert found.backward_feeds.block == (128, 256)
+
+
+def test_explain_says_where_a_pair_takes_a_mask() -> None:
+    found = explain(None, masks.causal(), q_len=8192, head_dim=128, arch="sm_100a")
+    assert found.feeds.sms == 2
+    assert "blocks of 512 x 128: a pair of CTAs: predicted 0.9" in found.kernel
 
 
 def test_what_cannot_be_explained() -> None:

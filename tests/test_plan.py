@@ -58,7 +58,7 @@ RULES = [
     (replace(BLACKWELL, head_dim=264), "the Blackwell kernel takes head dims up to 256, got 264"),
     (
         replace(BLACKWELL, listed=(64, 64)),
-        r"which have \(256, 128\) or \(128, 128\) or \(128, 64\) or \(512, 128\)",
+        r"which have \(512, 128\) or \(256, 128\) or \(128, 128\) or \(128, 64\)",
     ),
     (replace(HOPPER, capability=None), "query is not on a CUDA device"),
     (

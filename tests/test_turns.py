@@ -110,8 +110,11 @@ class Deadlock(Exception):
 def execute(
     case: Case, turn: Turns, pieces: list[tuple[Key, int, list[int], list[int]]],
     feeds: list[list[int]] | None, workers: int, pick: Callable[[int], int],
+    resident: int | None = None,
 ) -> tuple[dict[Key, list[int]], dict[Key, int]]:  # fmt: skip
     """Run the protocol of `attnkit.turns`, one step of one worker that can move at a time.
+
+    No more than `resident` workers have begun and not ended; None for all.
 
     Returns who added to each dQ tile in which order, and the semaphores at the end.
     """
@@ -160,7 +163,7 @@ def execute(
         return True
 
     while not all(done):
-        order = [w for w in range(len(own)) if not done[w]]
+        order = [w for w in range(len(own)) if not done[w]][:resident]
         start = pick(len(order))
         if not any(step(w) for w in order[start:] + order[:start]):
             raise Deadlock
@@ -184,6 +187,32 @@ def test_any_workers_at_any_speed_end_with_one_order(
     for (b, h, q), columns in added.items():
         assert columns == states[b, h, q].nonzero().squeeze(1).tolist()[:: turn.step]
         assert semaphore[b, h, q] == int(turn.first[mask_row(case, b, h, q)])
+
+
+@given(case=deterministic, workers=st.integers(1, 7), data=st.data())
+def test_pieces_from_a_counter_need_no_workers_resident(
+    case: Case, workers: int, data: st.DataObject
+) -> None:
+    """As with pairs of CTAs, of which a GPU may hold fewer than were launched."""
+    resident = data.draw(st.integers(1, workers))
+    schedule = case.schedule()
+    turn, pieces = turns(case.runs, schedule), walked(case, schedule)
+    random = data.draw(st.randoms(use_true_random=False))
+    added, _ = execute(case, turn, pieces, None, workers, random.randrange, resident)
+    states = (case.runs.states() > 0).expand(case.shape.batch, case.shape.heads, -1, -1)
+    for (b, h, q), columns in added.items():
+        assert columns == states[b, h, q].nonzero().squeeze(1).tolist()[:: turn.step]
+
+
+def test_fixed_feeds_do_deadlock_where_few_workers_are_resident() -> None:
+    runs = BlockRuns.from_states(torch.ones(1, 1, 2, 4, dtype=torch.int8), 2, 4, (1, 1))
+    shape = Shape(1, 1, 1)
+    schedule = schedule_backward(runs, shape, workers=2, order="ascending", split=False)
+    case = Case(runs, shape, 2, schedule.prices, 1, "ascending", False, True)
+    turn, pieces = turns(runs, schedule), walked(case, schedule)
+    with pytest.raises(Deadlock):
+        execute(case, turn, pieces, [[0, 2], [1, 3]], 2, lambda n: 0, 1)
+    execute(case, turn, pieces, None, 2, lambda n: 0, 1)
 
 
 def test_the_protocol_does_deadlock_with_a_list_in_another_order() -> None:

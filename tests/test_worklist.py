@@ -13,7 +13,7 @@ from torch import Tensor
 from attnkit.errors import OptionError
 from attnkit.schedule import Schedule, Shape, schedule_forward
 from attnkit.sparse import EMPTY, FULL, PARTIAL, BlockRuns
-from attnkit.worklist import WorkList, full_runs, refined, work_list
+from attnkit.worklist import WorkList, fitted, full_runs, refined, work_list
 from tests.schedule_cases import Case, Tile, cases
 
 
@@ -181,3 +181,30 @@ def test_tiles_that_do_not_divide_are_refused(block: tuple[int, int]) -> None:
     runs = full_runs(8, 8, (4, 4), torch.device("cpu"))
     with pytest.raises(OptionError, match=r"tiles of \(4, 4\) cannot be cut into tiles of"):
         refined(runs, block)
+
+
+@given(st.data())
+def test_fitted_tiles_are_those_of_their_positions(data: st.DataObject) -> None:
+    """Cut and joined, the runs and the transposed ones, against every position by itself."""
+    draw = lambda low, high: data.draw(st.integers(low, high))
+    q_len, kv_len = draw(1, 60), draw(1, 60)
+    block = data.draw(st.sampled_from([(4, 4), (8, 4), (4, 6)]))
+    other = data.draw(st.sampled_from([(16, 4), (8, 8), (12, 12), (4, 20), (6, 8), (2, 2)]))
+    generator = torch.Generator().manual_seed(draw(0, 2**32 - 1))
+    shape = draw(1, 2), draw(1, 2), -(-q_len // block[0]), -(-kv_len // block[1])
+    states = torch.randint(0, 3, shape, generator=generator).to(torch.int8)
+    states[torch.rand(shape, generator=generator) < data.draw(st.sampled_from([0.0, 0.7]))] = FULL
+    found = fitted(BlockRuns.from_states(states, q_len, kv_len, block), other)
+    single = states.repeat_interleave(block[0], 2).repeat_interleave(block[1], 3)
+    single = single[:, :, :q_len, :kv_len]
+    rows = [part.split(other[1], 3) for part in single.split(other[0], 2)]
+    kinds = [
+        [torch.where((t == FULL).all(-1), FULL, PARTIAL * (t != EMPTY).any(-1)) for t in row]
+        for row in ([part.flatten(2) for part in row] for row in rows)
+    ]
+    expected = torch.stack([torch.stack(row, -1) for row in kinds], -2).to(torch.int8)
+    wanted = BlockRuns.from_states(expected, q_len, kv_len, other)
+    for name in ("full", "partial", "full_t", "partial_t"):
+        for part in ("row_ptr", "start", "length"):
+            pair = (getattr(getattr(runs, name), part) for runs in (found, wanted))
+            torch.testing.assert_close(*pair, rtol=0, atol=0)

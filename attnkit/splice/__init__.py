@@ -28,6 +28,8 @@ __all__ = [
     "Program",
     "backward_block",
     "compute_dtype",
+    "first_parts",
+    "forward_block",
     "layout_of",
     "out_like",
     "prepare",
@@ -122,29 +124,81 @@ def layout_of(
     return forward.layout(target, program.score, name, head_dims, block)
 
 
-def backward_block(template: str, head_dims: tuple[int, int]) -> tuple[int, int] | None:
-    """Rows and columns of a block of a GPU template's backward, None where it has none.
+def forward_block(
+    template: str,
+    program: Program,
+    head_dims: tuple[int, int],
+    runs: BlockRuns | None = None,
+    q_len: int | None = None,
+) -> tuple[tuple[int, int], str]:
+    """Rows and columns of a block of a GPU template's forward kernel, and why that kernel.
 
-    That of long sequences without a mask, in any order of sums, and without captured tensors that
-    have gradients. If two CTAs work on it, the columns are of both.
+    If two CTAs work on a block, the rows are of both.
 
     Args:
         template: a plan's.
+        program: the graphs.
         head_dims: of query and key, and of value.
+        runs: tiles to visit; None for all.
+        q_len: length of the query, None for a long one.
+    """
+    from attnkit.splice import forward
+
+    target = of_template(template)
+    if target is None:
+        raise ArgumentError(f"template={template!r} is no GPU kernel")
+    found, why = forward.kernel_of(head_dims, runs, program, target, q_len)
+    return found.block, why
+
+
+def first_parts(
+    program: Program,
+    runs: BlockRuns,
+    lengths: tuple[int, int, int, int],
+    head_dim: int,
+    workers: int,
+) -> str:
+    """How the sums of dQ begin in the Hopper backward, and why.
+
+    Args:
+        program: the graphs; no captured tensor has a gradient.
+        runs: tiles to visit.
+        lengths: batch, heads and length of query, and length of key and value.
+        head_dim: of query, key and value.
+        workers: CTAs that run at once.
+    """
+    from attnkit.splice import backward
+
+    return backward.first_parts(program, runs, lengths, head_dim, workers)
+
+
+def backward_block(
+    template: str,
+    program: Program,
+    head_dims: tuple[int, int],
+    runs: BlockRuns | None = None,
+) -> tuple[int, int] | None:
+    """Rows and columns of a block of a GPU template's backward, None where it has none.
+
+    Without captured tensors that have gradients. If two CTAs work on a block, the columns are of
+    both.
+
+    Args:
+        template: a plan's.
+        program: the graphs.
+        head_dims: of query and key, and of value.
+        runs: tiles to visit; None for those of long sequences without a mask.
     """
     from attnkit.splice import backward
 
     target = of_template(template)
     if target is None:
         raise ArgumentError(f"template={template!r} is no GPU kernel")
-    own = backward.template_of(target)
-    widths = own.widths(head_dims)
-    if widths is None:
-        return None
-    runs = full_runs(_MANY, _MANY, _BLOCK, torch.device("cpu"))
-    switches = own.switches(widths, runs, additive=True, learned=False, ordered=False, listed=False)
-    ctas = 2 if switches.get("pair") else 1
-    return own.block_q(widths, True), ctas * own.block_kv(widths)
+    return backward.block_of(target, program, head_dims, runs or _long())
+
+
+def _long() -> BlockRuns:
+    return full_runs(_MANY, _MANY, _BLOCK, torch.device("cpu"))
 
 
 def run_backward(

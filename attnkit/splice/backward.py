@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -19,10 +19,11 @@ from attnkit.expr import Node
 from attnkit.score_form import score_form
 from attnkit.sparse import BlockRuns
 from attnkit.splice.backward_call import Call, prepare
+from attnkit.splice.backward_work import scheduled
 from attnkit.splice.program import Lists, Program
 from attnkit.splitting import Cost
 from attnkit.targets import SM90, Target
-from attnkit.worklist import full_runs
+from attnkit.worklist import fitted, full_runs
 
 if TYPE_CHECKING:
     from attnkit.templates.sm90.hooks import BackwardHooks
@@ -34,7 +35,8 @@ class Template(Protocol):
     Attributes:
         ROLES: warps by role, for reports of the emulator.
         OPTIONS: of the compilation of the main kernel.
-        SEMAPHORES: of a tile of dQ whose sums have an order, and of a tile of dK or dV.
+        SEMAPHORES: of a tile of dQ whose sums have an order, and of a tile of dK or dV, for each CTA
+            that shares it.
     """
 
     ROLES: dict[str, range]
@@ -56,8 +58,7 @@ class Template(Protocol):
         runs: BlockRuns,
         *,
         additive: bool,
-        learned: bool,
-        ordered: bool,
+        learned: frozenset[str],
         listed: bool,
     ) -> dict[str, Any]:
         """What of its `BackwardConfig` depends on more of a call than its head dims.
@@ -66,8 +67,7 @@ class Template(Protocol):
             widths: head dims as computed.
             runs: tiles to visit.
             additive: whether the mod adds to the score what does not depend on it.
-            learned: whether captured tensors have gradients.
-            ordered: whether sums are formed in a fixed order.
+            learned: levels of the loads that have gradients, see `GraphBackward`.
             listed: whether block lists overrule the mask.
         """
 
@@ -76,6 +76,9 @@ class Template(Protocol):
 
     def prices(self, settings: Settings) -> Cost:
         """What the work costs."""
+
+    def stores(self, settings: Settings) -> bool:
+        """Whether the first part of a sum of dQ may be stored, where nobody has cleared it."""
 
     def config(self, settings: Settings) -> Any:
         """Its `BackwardConfig`."""
@@ -116,6 +119,10 @@ class Settings:
     def values(self) -> dict[str, Any]:
         """The config as a dictionary."""
         return dict(self.config)
+
+    def storing(self) -> Settings:
+        """The same, but the first part of a sum of dQ is stored."""
+        return replace(self, config=tuple(sorted((self.values | {"firsts": True}).items())))
 
     @property
     def block(self) -> tuple[int, int]:
@@ -223,8 +230,7 @@ def prepared(
             widths,
             runs or full_runs(query.shape[2], key.shape[2], (128, 128), query.device),
             additive=score_form(program.score).additive,
-            learned=any(wanted),
-            ordered=deterministic,
+            learned=_levels(program.score, tuple(wanted)),
             listed=program.listed,
         )
         light = _light(program, wanted)
@@ -243,9 +249,59 @@ def prepared(
     )
 
 
+def first_parts(
+    program: Program,
+    runs: BlockRuns,
+    lengths: tuple[int, int, int, int],
+    head_dim: int,
+    workers: int,
+) -> str:
+    """How the sums of dQ begin on Hopper, and why; see `attnkit.splice.first_parts`."""
+    widths = template_of(SM90).widths((head_dim, head_dim))
+    if widths is None:
+        return f"no kernel for head_dim={head_dim}"
+    batch, heads, q_len, kv_len = lengths
+    query, key = (
+        torch.empty(batch, heads, n, head_dim, dtype=torch.bfloat16, device="meta")
+        for n in (q_len, kv_len)
+    )
+    settings = _settings(SM90, query, key, key, False, _light(program, ()), {})
+    _, found = scheduled(fitted(runs, settings.block), settings, query, key, workers)
+    if isinstance(found, str):
+        return f"zeros are written before: {found}"
+    return f"the first kv tile at each q tile stores, {found.saved} cycles less than with zeros"
+
+
 @functools.lru_cache(maxsize=1024)
 def _has_slope(score: Node) -> bool:
     return adjoint(score).dscore is not expr.arg("grad")
+
+
+def block_of(
+    target: Target, program: Program, head_dims: tuple[int, int], runs: BlockRuns
+) -> tuple[int, int] | None:
+    """Rows and columns of a block, without gradients of captured tensors; None for no kernel."""
+    template = template_of(target)
+    widths = template.widths(head_dims)
+    if widths is None:
+        return None
+    additive = score_form(program.score).additive
+    switches = template.switches(
+        widths, runs, additive=additive, learned=frozenset(), listed=program.listed
+    )
+    ctas = 2 if switches.get("pair") else 1
+    return template.block_q(widths, _light(program, ())), ctas * template.block_kv(widths)
+
+
+@functools.lru_cache(maxsize=1024)
+def _levels(score: Node | None, wanted: tuple[bool, ...]) -> frozenset[str]:
+    """The levels at which the indices of loads with gradients are known."""
+    from attnkit.cute_hooks_backward import index_level
+
+    if score is None or not any(wanted):
+        return frozenset()
+    loads = (load for load, _ in adjoint(score).loads)
+    return frozenset(index_level(load) for load in loads if wanted[int(str(load.attr))])
 
 
 def _light(program: Program, wanted: Sequence[bool]) -> bool:

@@ -124,8 +124,10 @@ class Call:
         if sum(units[1:]):
             sums[units[0] * UNIT :].zero_()
         rows = [make((n * work.rows,), (1,), torch.float32) for n in self.words]
+        marks = [make((n,), (1,), torch.float32) for n in (work.marks,) if n]
+        cleared = marks[0] if marks else sums
         written = _undefined if self.emulated else _itself
-        ran = [self._run(self.prepare, (out, grad_out, lse, grad_lse, *rows, sums), same)]
+        ran = [self._run(self.prepare, (out, grad_out, lse, grad_lse, *rows, cleared), same)]
         tensors = self._read(captured, capturing)
         shapes = [t.shape if n else None for t, n in zip(captured[0], self.wanted, strict=True)]
         added = [self._total(shape) for shape in shapes if shape is not None]
@@ -137,7 +139,7 @@ class Call:
                 *((dk, dv) if shared else (written(dk), written(dv))),
                 *(*rows, sums),
                 *(work.pieces, work.partial, work.full, _counts(device, capturing, work.counts)),
-                *(*tensors, *added, *work.turn_tables()),
+                *(*tensors, *added, *work.turn_tables(), *[t.view(torch.int32) for t in marks]),
                 *(scale, self.group, work.workers),
             ),
             same,
@@ -152,8 +154,8 @@ class Call:
             for t, g in zip(own, (dq, dk, dv), strict=True):
                 t.copy_(g)
         elif same and self.scale is None and not (capturing or self.settings.values["turns"]):
-            cleared = 4 * units[0] * UNIT if sum(units[1:]) else None
-            made = Made(given, own, added, [sums, *rows], self._kept(), cleared)
+            zeros = 4 * units[0] * UNIT if sum(units[1:]) else None
+            made = Made(given, own, added, [sums, *rows, *marks], self._kept(), zeros)
             self._learn(ran, made, scale)
         found = iter(added)
         totals = [None if s is None else self._gradient(next(found), s) for s in shapes]
@@ -274,6 +276,9 @@ def _prepare(
     runs, wanted, no_lse, emulated, device = case
     query, key, value = used[:3]
     work = work_of(runs, settings, query, key, value, emulated)
+    roundings = _roundings(settings, work)
+    if work.stored:
+        settings = settings.storing()
     ends, mask_tensors = _column_intervals(program, captured[1], query, key)
     places = (
         *((0, i, is_plain(t, device)) for i, t in enumerate(captured[0])),
@@ -289,7 +294,7 @@ def _prepare(
         dtype=query.dtype,
         prepare=prepare_source(settings, not no_lse),
         main=main_source(program, ends, settings, kinds, wanted),
-        roundings=_roundings(settings, work),
+        roundings=roundings,
         places=places,
         wanted=wanted,
         like=tuple((tuple(t.shape), t.stride()) for t in like),

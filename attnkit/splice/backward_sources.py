@@ -78,9 +78,8 @@ def main_source(
         )
         totals = [ndim for (_, ndim, _), need in zip(captured, wanted, strict=False) if need]
         config = settings.values
-        arguments = main_arguments(
-            config["dtype"], settings.head_dims, captured, totals, bool(config["turns"])
-        )
+        kinds = bool(config["turns"]), bool(config.get("firsts"))
+        arguments = main_arguments(config["dtype"], settings.head_dims, captured, totals, *kinds)
         return Build(settings.template.main(settings, hooks), arguments, settings.template.OPTIONS)
 
     bounds = "" if ends is None else expr.text(*(n for pair in ends for n in pair))

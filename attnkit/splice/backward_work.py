@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -11,11 +10,12 @@ import torch
 from torch import Tensor
 
 from attnkit import emulation
-from attnkit.schedule import Shape, schedule_backward
-from attnkit.sparse import EMPTY, FULL, PARTIAL, BlockRuns
+from attnkit.firsts import Firsts, chosen, firsts
+from attnkit.schedule import Schedule, Shape, schedule_backward
+from attnkit.sparse import BlockRuns
 from attnkit.splice.forward import _ON_HOST, _SMS_EMULATED, _sms
 from attnkit.turns import Turns, turns
-from attnkit.worklist import full_runs, refined
+from attnkit.worklist import fitted, full_runs
 
 if TYPE_CHECKING:
     from attnkit.splice.backward import Settings
@@ -31,6 +31,8 @@ class Work:
     Attributes:
         pieces, partial, full: see `templates.sm90.backward.Backward`.
         order: turns of a deterministic run, with the semaphores as they are between launches.
+        marks: of the chunks of dQ, if somebody waits for them.
+        stored: the first part of a sum of dQ is stored, and nobody clears it.
         units: of the sums of dQ, of shared dK and dV, and of dK and dV of split kv tiles.
         rows: of the statistics.
         counts: counters of the kernel.
@@ -42,6 +44,8 @@ class Work:
     partial: Tensor
     full: Tensor
     order: tuple[Tensor, ...]
+    marks: int
+    stored: bool
     units: tuple[int, int, int, int]
     rows: int
     counts: int
@@ -108,17 +112,7 @@ def _tables(
     config = settings.values
     batch, heads = query.shape[:2]
     wide, deep, rows = config["width"], config["value_width"], config["block_q"]
-    shape = Shape(
-        batch,
-        heads,
-        rows * (2 * (wide + deep) + 4 * wide),
-        kv_heads=key.shape[1],
-        kv_batch=key.shape[0],
-    )
-    workers = max(1, workers // settings.ctas)
-    order = config["turns"] or "longest"
-    split, cost = settings.template.splits(settings), settings.template.prices(settings)
-    schedule = schedule_backward(runs, shape, workers=workers, cost=cost, order=order, split=split)
+    schedule, first = scheduled(runs, settings, query, key, workers)
     units = [batch * heads * runs.q_blocks * (rows * wide // UNIT), 0, 0, 0]
     if config["accumulate"]:
         tiles = key.shape[0] * key.shape[1] * runs.kv_blocks * (settings.block[1] // 64)
@@ -128,20 +122,57 @@ def _tables(
         shared = schedule.split.shape[0]  # kv tiles whose pieces meet in the kernel
         units[3] = shared * (settings.block[1] // 64) * (wide + deep) // 64
     pieces = schedule.table().contiguous()
+    stored = isinstance(first, Firsts)
+    dq, dk = (settings.ctas * n for n in settings.template.SEMAPHORES)
+    if isinstance(first, Firsts):
+        pieces[:, 3] = first.stop
     visited = int(pieces[:, [6, 9]].sum()) if emulated else 0
     return Work(
         pieces,
         _pairs(runs.partial_t.start, runs.partial_t.length),
         _pairs(runs.full_t.start, runs.full_t.length),
-        _order(turns(runs, schedule), runs, shape, settings.template.SEMAPHORES, bool(units[1]))
+        _order(turns(runs, schedule), runs, schedule.shape, (dq, dk), bool(units[1]))
         if config["turns"]
         else (),
+        2 * batch * heads * runs.q_blocks * (stored and not config["turns"]),
+        stored,
         (units[0], units[1], units[2], units[3]),
         batch * heads * runs.q_blocks * rows,
         1 + COUNTS * shared,
-        min(workers, schedule.pieces),
+        min(schedule.workers, schedule.pieces),
         emulation.attention_work(visited, schedule.pieces, block=settings.block, products=5),
     )
+
+
+def scheduled(
+    runs: BlockRuns, settings: Settings, query: Tensor, key: Tensor, workers: int
+) -> tuple[Schedule, Firsts | str]:
+    """The order of the kv tiles, and who stores the first part of dQ's sums or why nobody does.
+
+    Args:
+        runs: tiles in the kernel's sizes.
+        query, key: for their shapes.
+        workers: CTAs that a device runs at once.
+    """
+    config, template = settings.values, settings.template
+    wide, rows = config["width"], config["block_q"]
+    batch, heads = query.shape[:2]
+    size = rows * (2 * (wide + config["value_width"]) + 4 * wide)
+    shape = Shape(batch, heads, size, kv_heads=key.shape[1], kv_batch=key.shape[0])
+    schedule = schedule_backward(
+        runs,
+        shape,
+        workers=max(1, workers // settings.ctas),
+        cost=template.prices(settings),
+        order=config["turns"] or "longest",
+        split=template.splits(settings),
+    )
+    if not template.stores(settings):
+        return schedule, "this kernel always adds"
+    if config["turns"]:
+        return schedule, firsts(runs, schedule)
+    found = chosen(runs, schedule, batch * heads * runs.q_blocks * rows * wide)
+    return (schedule, found) if isinstance(found, str) else found
 
 
 def _order(
@@ -176,25 +207,3 @@ def _pairs(start: Tensor, length: Tensor) -> Tensor:
     """int32 [2, runs + 1]: a kernel takes no empty tensors."""
     pairs = torch.stack([start, length])
     return torch.cat([pairs, pairs.new_zeros(2, 1)], 1)
-
-
-def fitted(runs: BlockRuns, block: tuple[int, int]) -> BlockRuns:
-    """The same tiles in other sizes: cut, or joined where the sizes do not divide.
-
-    A joined tile is FULL or EMPTY only if all of its parts are.
-    """
-    if not any(own % new for own, new in zip(runs.block, block, strict=True)):
-        return refined(runs, block)
-    least = (math.gcd(runs.block[0], block[0]), math.gcd(runs.block[1], block[1]))
-    states = refined(runs, least).states()
-    rows, columns = -(-runs.q_len // block[0]), -(-runs.kv_len // block[1])
-    high, wide = block[0] // least[0], block[1] // least[1]
-    missing = (0, columns * wide - states.shape[3], 0, rows * high - states.shape[2])
-
-    def parts(beyond: int) -> Tensor:
-        padded = torch.nn.functional.pad(states, missing, value=beyond)
-        return padded.view(*states.shape[:2], rows, high, columns, wide).transpose(3, 4).flatten(4)
-
-    whole, none = (parts(FULL) == FULL).all(-1), (parts(EMPTY) == EMPTY).all(-1)
-    joined = torch.where(whole, FULL, torch.where(none, EMPTY, PARTIAL)).to(torch.int8)
-    return BlockRuns.from_states(joined, runs.q_len, runs.kv_len, block)

@@ -39,6 +39,7 @@ def main_arguments(
     captured: Sequence[tuple[str, int, bool]],
     totals: Sequence[int],
     with_turns: bool,
+    with_marks: bool,
 ) -> tuple[Any, ...]:
     """The arguments of `templates.sm90.backward.Backward`.
 
@@ -46,6 +47,7 @@ def main_arguments(
         captured: (dtype, rank, whether rows are contiguous) of the captured tensors.
         totals: ranks of those with a gradient.
         with_turns: whether the order of the sums is fixed.
+        with_marks: whether their chunks have marks.
     """
     wide, deep = head_dims
     runs = (
@@ -66,7 +68,7 @@ def main_arguments(
             else captured_tensor("float32", n, True)
             for n in totals
         ],
-        [_ints(), _ints(4), _ints(), _ints(), _ints(2)] if with_turns else [],
+        [_ints(), _ints(4), _ints(), _ints(), _ints(2)] if with_turns else [_ints()] * with_marks,
         Float32(1.0),
         Int32(1),
         Int32(1),

@@ -10,7 +10,7 @@ import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ from attnkit.splice.spliced import Spliced, spliced
 from attnkit.targets import SM90, Target
 from attnkit.trace import Traced
 from attnkit.versions import VersionedCache
-from attnkit.worklist import WorkList, full_runs, refined, work_list
+from attnkit.worklist import WorkList, fitted, full_runs, work_list
 
 _SMS_EMULATED = 2  # CTAs in the emulator: few, so that each computes several tiles
 
@@ -121,7 +121,7 @@ def _prepare(
     head_dims = head_dim, value.shape[-1]
     device, dtype = query.device, str(query.dtype).removeprefix("torch.")
     template = template_of(target)
-    chosen = _kernel(head_dims, runs, program, target, q_len)
+    chosen, _ = kernel_of(head_dims, _near(runs, query), program, target, q_len)
     workers = max(1, workers // chosen.ctas)
     ends, mask_tensors = _intervals(program, captured[1], query, key)
     variant = spliced(program.score, program.mask, ends, (batch, heads, q_len, key.shape[2]))
@@ -190,21 +190,17 @@ def _ends_contiguous(t: Tensor) -> bool:
     return t.ndim == 0 or t.stride(-1) == 1
 
 
-def _kernel(
+def kernel_of(
     head_dims: tuple[int, int],
     runs: BlockRuns | None,
     program: Program,
     target: Target,
-    q_len: int,
-) -> Kernel:
-    """The kernel that the runs were made for, or the best whose tiles divide those of block lists."""
-    modded, masked = program.score is not None, runs is not None
-    found = kernels(*head_dims, modded, target.template, q_len=q_len, masked=masked)
-    if runs is None:
-        return found[0]
-    same = () if program.listed else tuple(k for k in found if k.block == runs.block)
-    fits = (k for k in found if all(b % s == 0 for b, s in zip(runs.block, k.block, strict=True)))
-    return next(iter(same), None) or next(fits)
+    q_len: int | None,
+) -> tuple[Kernel, str]:
+    """The kernel for these tiles, None for all, and why; a q_len of None is a long one."""
+    found = kernels(*head_dims, program.score is not None, target.template, q_len=q_len)
+    form = score_form(program.score)
+    return template_of(target).chosen(found, head_dims, runs, program.listed, form)
 
 
 def _intervals(
@@ -249,6 +245,21 @@ _ON_HOST = 1 << 15
 _lists: weakref.WeakKeyDictionary[BlockRuns, dict[Any, WorkList]] = weakref.WeakKeyDictionary()
 
 
+@overload
+def _near(runs: BlockRuns, query: Tensor) -> BlockRuns: ...
+
+
+@overload
+def _near(runs: None, query: Tensor) -> None: ...
+
+
+def _near(runs: BlockRuns | None, query: Tensor) -> BlockRuns | None:
+    """The runs on the host, if they are few."""
+    if runs is None or query.shape[0] * query.shape[1] * runs.q_blocks > _ON_HOST:
+        return runs
+    return runs.to("cpu")
+
+
 def _work(
     runs: BlockRuns | None,
     chosen: Kernel,
@@ -272,8 +283,7 @@ def _work(
     known = _lists.setdefault(runs, {})
     wanted = (shape, chosen.block, workers, split)
     if wanted not in known:
-        few = shape.batch * shape.heads * runs.q_blocks <= _ON_HOST
-        fine = refined(runs.to("cpu") if few else runs, chosen.block)
+        fine = fitted(_near(runs, query), chosen.block)
         order = schedule_forward(fine, shape, workers=workers, split=split)
         known[wanted] = work_list(fine, order).to(query.device)
     return known[wanted]

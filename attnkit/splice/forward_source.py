@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from attnkit import expr
 from attnkit.compiled import Build, Source
 from attnkit.kernel_table import Kernel
 from attnkit.score_form import ScoreForm
+from attnkit.sparse import BlockRuns
 from attnkit.splice.layout import Layout
 from attnkit.splice.spliced import Spliced
 from attnkit.targets import Target
@@ -16,6 +18,24 @@ from attnkit.targets import Target
 
 class Template(Protocol):
     """What a template's forward has of its own; a module is one."""
+
+    def chosen(
+        self,
+        found: Sequence[Kernel],
+        head_dims: tuple[int, int],
+        runs: BlockRuns | None,
+        listed: bool,
+        form: ScoreForm,
+    ) -> tuple[Kernel, str]:
+        """The kernel for the tiles of a mask, and why.
+
+        Args:
+            found: kernels for these head dims, best first.
+            head_dims: of query and value.
+            runs: tiles to visit, None for all.
+            listed: block lists overrule the mask, so that tiles cannot be joined.
+            form: the score_mod.
+        """
 
     def fitted(self, chosen: Kernel, form: ScoreForm, masked: bool) -> Kernel:
         """The kernel as the registers allow it for a score_mod, with or without a mask."""

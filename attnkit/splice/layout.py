@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+WORK = {
+    "counter": "from a counter in memory",
+    "turns": "by turns",
+    "clc": "by cluster launch control, in place of CTAs not yet launched",
+}
+
 
 @dataclass(frozen=True)
 class Role:
@@ -34,12 +40,14 @@ class Layout:
         columns: (what, first column, columns) of tensor memory, where the GPU has it.
         shared_bytes: of a CTA.
         stages: tiles of K or V that its ring holds.
+        work: how it finds its next piece of work, a key of `WORK`.
     """
 
     roles: tuple[Role, ...]
     columns: tuple[tuple[str, int, int], ...]
     shared_bytes: int
     stages: int
+    work: str = "counter"
 
     @property
     def warps(self) -> dict[str, range]:
@@ -55,4 +63,5 @@ class Layout:
             )
         kib = self.shared_bytes / 1024
         lines.append(f"shared memory {kib:.0f} KiB, a ring of {self.stages} tiles of K or V")
+        lines.append(f"the next piece of work {WORK[self.work]}")
         return "\n".join(lines)

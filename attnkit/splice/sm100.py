@@ -9,8 +9,11 @@ from attnkit.compiled import Build
 from attnkit.kernel_table import Kernel, width
 from attnkit.score_form import ScoreForm
 from attnkit.splice.layout import Layout, Role
+from attnkit.splice.sm100_tiles import chosen
 from attnkit.splice.spliced import Spliced
 from attnkit.targets import SM103
+
+__all__ = ["build", "chosen", "config_of", "fitted", "layout_of", "poly_of", "tile_of"]
 
 # operations on the unit of the exponentials
 _SPECIAL = frozenset(
@@ -44,7 +47,8 @@ def config_of(
         "block_kv": chosen.block[1],
         "q_tiles": chosen.block[0] // (128 * chosen.ctas),
         "pair": chosen.ctas == 2,
-        "dynamic": chosen.ctas == 1,
+        # pieces differ, and a counter's number would have to go from one CTA of a pair to the other
+        "work": "counter" if chosen.ctas == 1 else "clc",
         "alias": chosen.alias,
         "poly": poly_of(form, arch),
         "need_max": need_max,
@@ -79,7 +83,7 @@ def layout_of(config: dict[str, Any]) -> Layout:
 
     settings = ForwardConfig(**config)
     roles = tuple(Role(name, *inside) for name, inside in settings.roles.items())
-    return Layout(roles, tuple(settings.tmem), settings.smem_bytes, settings.stages)
+    return Layout(roles, tuple(settings.tmem), settings.smem_bytes, settings.stages, settings.work)
 
 
 def build(

@@ -48,8 +48,7 @@ def switches(
     runs: BlockRuns,
     *,
     additive: bool,
-    learned: bool,
-    ordered: bool,
+    learned: frozenset[str],
     listed: bool,
 ) -> dict[str, Any]:
     """Whether pairs of CTAs work on a piece, and whether LSE is a part of the products."""
@@ -57,8 +56,8 @@ def switches(
     from attnkit.templates.sm100.backward_config import BackwardConfig
 
     own: dict[str, Any] = {}
-    if not refusal(Case(widths, learned, ordered, listed, runs)):
-        own = {"pair": True, "dynamic": False}
+    if not refusal(Case(widths, learned, listed, runs)):
+        own = {"pair": True}
     sizes: dict[str, Any] = {"width": widths[0], "value_width": widths[1]}
     return own | {
         "less_lse": additive and not learned and BackwardConfig(**sizes, **own).less_delta
@@ -75,6 +74,11 @@ def prices(settings: Settings) -> Cost:
     return BACKWARD
 
 
+def stores(settings: Settings) -> bool:
+    """Whether the first part of a sum of dQ may be stored, where nobody has cleared it."""
+    return False
+
+
 def config(settings: Settings) -> Any:
     """The settings as the kernels take them."""
     from attnkit.templates.sm100.backward_config import BackwardConfig
@@ -85,7 +89,7 @@ def config(settings: Settings) -> Any:
 def prepare(settings: Settings, with_lse: bool) -> Any:
     """The kernel of the rows' statistics."""
     from attnkit.templates.sm90.backward_edges import Prepare
-    from attnkit.templates.sm100.backward_rows import PrepareColumns
+    from attnkit.templates.sm90.backward_rows import PrepareColumns
 
     own = config(settings)
     return (PrepareColumns if own.less_delta else Prepare)(own, with_lse)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from attnkit.sparse import BlockRuns
-from attnkit.splice.backward_work import fitted
+from attnkit.worklist import fitted
 
 COLUMNS = 256  # of a kv tile of a pair; a single CTA has half
 
@@ -20,7 +20,11 @@ class Clocks:
     tile: int
 
 
-SINGLE, PAIR = Clocks(5141, 4387), Clocks(2954, 4421)
+# By what is done for gradients of captured tensors: nothing; sums in registers, for indices known
+# per head or per column; additions to memory for every row or score.
+NOTHING, SUMMED, SPREAD = "nothing", "summed", "spread"
+SINGLE = {NOTHING: Clocks(5141, 4387), SUMMED: Clocks(5653, 4530), SPREAD: Clocks(12011, 6406)}
+PAIR = {NOTHING: Clocks(2954, 4421), SUMMED: Clocks(4209, 2825), SPREAD: Clocks(12024, 2678)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,15 +33,13 @@ class Case:
 
     Attributes:
         widths: head dims as computed.
-        learned: whether captured tensors have gradients.
-        ordered: whether sums are formed in a fixed order.
+        learned: levels of the loads that have gradients.
         listed: whether block lists overrule the mask.
         runs: tiles to visit.
     """
 
     widths: tuple[int, int]
-    learned: bool
-    ordered: bool
+    learned: frozenset[str]
     listed: bool
     runs: BlockRuns
 
@@ -57,20 +59,11 @@ RULES = (
         lambda c: f"pairs are for head dims of 65 to 128, these are computed as {c.widths}",
     ),
     Rule(
-        lambda c: not c.learned,
-        lambda c: "gradients of captured tensors were not predicted for pairs",
-    ),
-    Rule(
-        # turns wait for CTAs before them, and all of a GPU's SMs need not fall into pairs
-        lambda c: not c.ordered,
-        lambda c: "a fixed order of sums needs every CTA resident, and pairs may not all be",
-    ),
-    Rule(
         lambda c: not c.listed or c.runs.block[1] % COLUMNS == 0,
         lambda c: f"block lists have tiles of {c.runs.block[1]} columns, pairs need {COLUMNS}",
     ),
     Rule(
-        lambda c: fewer_clocks(c.runs),
+        lambda c: fewer_clocks(c.runs, kind_of(c.learned)),
         lambda c: f"tiles joined to {COLUMNS} columns are predicted to take longer",
     ),
 )
@@ -81,15 +74,23 @@ def refusal(case: Case) -> str:
     return next((rule.message(case) for rule in RULES if not rule.holds(case)), "")
 
 
-_known: weakref.WeakKeyDictionary[BlockRuns, bool] = weakref.WeakKeyDictionary()
+def kind_of(learned: frozenset[str]) -> str:
+    """What is done for gradients of captured tensors."""
+    if not learned:
+        return NOTHING
+    return SUMMED if learned <= {"head", "column"} else SPREAD
 
 
-def fewer_clocks(runs: BlockRuns) -> bool:
+_known: weakref.WeakKeyDictionary[BlockRuns, dict[str, bool]] = weakref.WeakKeyDictionary()
+
+
+def fewer_clocks(runs: BlockRuns, kind: str = NOTHING) -> bool:
     """Whether two SMs are predicted to need less for these tiles as a pair than each alone."""
-    if runs not in _known:
+    known = _known.setdefault(runs, {})
+    if kind not in known:
         single, pair = fitted(runs, (128, COLUMNS // 2)), fitted(runs, (128, COLUMNS))
-        _known[runs] = 2 * _clocks(pair, PAIR) < _clocks(single, SINGLE)
-    return _known[runs]
+        known[kind] = 2 * _clocks(pair, PAIR[kind]) < _clocks(single, SINGLE[kind])
+    return known[kind]
 
 
 def _clocks(runs: BlockRuns, of: Clocks) -> int:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from attnkit import expr
 from attnkit.compiled import Build
 from attnkit.expr import Node
-from attnkit.kernel_table import Kernel, width
+from attnkit.kernel_table import Kernel, fitting, width
 from attnkit.score_form import ScoreForm, is_relative
+from attnkit.sparse import BlockRuns
 from attnkit.splice.layout import Layout, Role
 from attnkit.splice.spliced import Spliced
 
@@ -17,6 +19,19 @@ from attnkit.splice.spliced import Spliced
 CEILING = 48.0
 WIDEST = (128, 80)  # tile of the widest head dims
 NARROW = 64  # its columns with a score_mod
+
+
+def chosen(
+    found: Sequence[Kernel],
+    head_dims: tuple[int, int],
+    runs: BlockRuns | None,
+    listed: bool,
+    form: ScoreForm,
+) -> tuple[Kernel, str]:
+    """The kernel with the tiles of the mask, or the best one whose tiles divide them."""
+    if runs is None:
+        return found[0], "nothing is masked"
+    return fitting(found, runs.block, listed), "its tiles fit those of the mask"
 
 
 def fitted(chosen: Kernel, form: ScoreForm, masked: bool) -> Kernel:

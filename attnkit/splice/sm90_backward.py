@@ -54,12 +54,11 @@ def switches(
     runs: BlockRuns,
     *,
     additive: bool,
-    learned: bool,
-    ordered: bool,
+    learned: frozenset[str],
     listed: bool,
 ) -> dict[str, Any]:
-    """Nothing: head dims decide."""
-    return {}
+    """Whether LSE is a part of the products."""
+    return {"less_lse": additive and not learned} if max(widths) <= 128 else {}
 
 
 def splits(settings: Settings) -> bool:
@@ -73,6 +72,11 @@ def prices(settings: Settings) -> Cost:
     if _wide(settings):
         return _WIDE
     return _TALL if settings.values["block_q"] == 128 else _PLAIN
+
+
+def stores(settings: Settings) -> bool:
+    """Whether the first part of a sum of dQ may be stored, where nobody has cleared it."""
+    return not _wide(settings)
 
 
 def config(settings: Settings) -> Any:
@@ -89,14 +93,17 @@ def _wide(settings: Settings) -> bool:
 
 def words(settings: Settings) -> tuple[int, int]:
     """Float32 words of a row's LSE and of its delta."""
-    return 1, 1
+    found: tuple[int, int] = config(settings).words
+    return found
 
 
 def prepare(settings: Settings, with_lse: bool) -> Any:
     """The kernel of the rows' statistics."""
     from attnkit.templates.sm90.backward_edges import Prepare
+    from attnkit.templates.sm90.backward_rows import PrepareColumns
 
-    return Prepare(config(settings), with_lse)
+    own = config(settings)
+    return (PrepareColumns if own.less_lse else Prepare)(own, with_lse, own.marks)
 
 
 def finish(settings: Settings, width: int, block: int) -> Any:

@@ -60,7 +60,7 @@ def compare(
     wide = [x.detach().double().requires_grad_(backward) for x in inputs]
     out, lse = variant(*inputs, backend=backend, return_lse=True, enable_gqa=shared)
     exact, exact_lse = variant(*wide, backend="eager", return_lse=True, enable_gqa=shared)
-    rounded, rounded_lse, unrounded = _rounded(variant, *inputs)
+    rounded, rounded_lse, *unrounded = _rounded(variant, *inputs)
     unit = torch.finfo(qkv[0].dtype).eps
     found = [
         Error("LSE", _distance(lse, exact_lse), unit, "a unit of the inputs' dtype at 1"),
@@ -70,18 +70,19 @@ def compare(
         return found
     names = ["dquery", "dkey", "dvalue", *(f"dcaptured {i}" for i in range(len(learned)))]
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(out)
-    # kernels take rowsum(dO O) from an output of rounded probabilities that was rounded itself: as
-    # if the LSE had this gradient
-    rest = (grad.float() * (unrounded - rounded.float())).sum(-1).detach()
-    grads = [
-        torch.autograd.grad(ys, [*xs, *learned], given)
-        for ys, xs, given in (
-            ([out], inputs, [grad]),
-            ([exact], wide, [grad.double()]),
-            ([rounded, rounded_lse], inputs, [grad, rest]),
-        )
+    # Kernels take rowsum(dO O) from the rounded output: as if the LSE had this gradient. That output
+    # is one of rounded probabilities, as in dense attention of 16 bits, which gradients of captured
+    # tensors, sums over whole heads, add up.
+    rests = [(grad.float() * (o - rounded.float())).sum(-1).detach() for o in unrounded]
+    got = torch.autograd.grad([out], [*inputs, *learned], [grad])
+    expected = torch.autograd.grad([exact], [*wide, *learned], [grad.double()])
+    dense = [
+        dx
+        for xs, rest in zip((inputs, learned), rests, strict=True)
+        if xs
+        for dx in torch.autograd.grad([rounded, rounded_lse], xs, [grad, rest], retain_graph=True)
     ]
-    return found + [_error(*row) for row in zip(names, *grads, strict=True)]
+    return found + [_error(*row) for row in zip(names, got, expected, dense, strict=True)]
 
 
 def _error(name: str, got: Tensor, exact: Tensor, rounded: Tensor) -> Error:
@@ -97,12 +98,12 @@ def _distance(x: Tensor, exact: Tensor) -> float:
 
 def _rounded(
     variant: Variant, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Dense attention with scores in float32 and, as every kernel for 16-bit products must, the
     probabilities and the gradients of both rounded to the inputs' dtype.
 
     Returns:
-        Output, LSE, and the output with nothing rounded.
+        Output, LSE, the output before it was rounded, and that with probabilities not rounded.
     """
     dtype, kv_len, group = query.dtype, key.shape[2], query.shape[1] // key.shape[1]
     identity = torch.eye(kv_len, device=key.device).expand(*key.shape[:2], kv_len, kv_len)
@@ -115,5 +116,6 @@ def _rounded(
         *(scores, identity, identity),
         backend="eager", scale=1.0, enable_gqa=group > 1, return_lse=True,
     )  # fmt: skip
-    values = value.repeat_interleave(group, 1)
-    return weights.to(dtype) @ values, lse, weights.detach() @ values.detach().float()
+    values, narrow = value.repeat_interleave(group, 1), weights.to(dtype)
+    wide = values.detach().float()
+    return narrow @ values, lse, narrow.detach().float() @ wide, weights.detach() @ wide

@@ -24,13 +24,14 @@ from cutlass.utils import hopper_helpers
 
 from attnkit.templates.sm90 import device as sm90_device
 from attnkit.templates.sm90.backward_load import RECORD
+from attnkit.templates.sm90.backward_rows import CORE
 from attnkit.templates.sm90.copies import ordered, partition
 from attnkit.templates.sm100 import backward_device as device
 from attnkit.templates.sm100.backward_config import SLICE, BackwardConfig
 from attnkit.templates.sm100.backward_load import Loads
 from attnkit.templates.sm100.backward_math import Weights
 from attnkit.templates.sm100.backward_products import Products
-from attnkit.templates.sm100.backward_rows import CORE, Rows
+from attnkit.templates.sm100.backward_rows import Rows
 from attnkit.templates.sm100.backward_sums import Sums
 
 COMPUTE, MULTIPLY, LOAD = 4, 12, 13  # the first warps of the roles; before them those of the sums

@@ -25,7 +25,7 @@ class BackwardConfig:
             schedule; "" for any order.
         dynamic: CTAs take their next piece from a counter, not by turns.
         pair: two CTAs work on a piece, 128 kv positions each, and share their tensor cores'
-            operands; head dims of 128, not dynamic, without turns.
+            operands; head dims of 128, dynamic.
         less_lse: the tensor cores subtract LSE / scale from S, see `backward_rows`; where they
             subtract delta from dP, for a mod that adds to the score what does not depend on it, and
             no captured tensor with a gradient.
@@ -146,7 +146,9 @@ class BackwardConfig:
         """Registers a thread that computes, that adds to sums, and of the others."""
         if self.block_q == 64:
             return 160, 104, 88
-        return (184, 80, 64) if self.pair else (184, 88, 56)
+        if self.pair:
+            return (160, 112, 80) if self.turns else (184, 80, 64)
+        return 184, 88, 56
 
     @property
     def roles(self) -> dict[str, tuple[range, int]]:
@@ -199,15 +201,13 @@ class BackwardConfig:
             )
         if self.block_q != (64 if self.width == 192 else 128):
             return f"block_q={self.block_q} with width={self.width}: expected 128, or 64 with 192"
-        if self.pair and (widths != (128, 128) or self.dynamic):
+        if self.pair and (widths != (128, 128) or not self.dynamic):
             return (
                 f"pair=True with head dims of {self.width} and {self.value_width} and "
-                f"dynamic={self.dynamic}: expected 128, 128 and dynamic=False"
+                f"dynamic={self.dynamic}: expected 128, 128 and dynamic=True"
             )
         if self.less_lse and not self.less_delta:
             return "less_lse=True with head dims of 128 and pair=False: expected False"
-        if self.pair and self.turns:
-            return f"pair=True with turns={self.turns!r}: expected ''"
         if self.dtype not in ("bfloat16", "float16"):
             return f"dtype={self.dtype!r}: expected 'bfloat16' or 'float16'"
         if self.turns not in ("", "ascending", "descending"):

@@ -20,14 +20,14 @@ from cutlass.utils import hopper_helpers
 
 from attnkit.templates.sm90 import device as sm90_device
 from attnkit.templates.sm90.backward_load import RECORD
+from attnkit.templates.sm90.backward_rows import CORE
 from attnkit.templates.sm90.copies import ordered
 from attnkit.templates.sm100 import backward_device as device
 from attnkit.templates.sm100.backward import COMPUTE, EPILOGUE, LOAD, MULTIPLY, ROW, Backward
 from attnkit.templates.sm100.backward_config import SLICE
-from attnkit.templates.sm100.backward_pair_load import PairLoads
+from attnkit.templates.sm100.backward_pair_load import INFO, PairLoads
 from attnkit.templates.sm100.backward_pair_products import PairProducts
 from attnkit.templates.sm100.backward_pair_sums import HALF, PairSums
-from attnkit.templates.sm100.backward_rows import CORE
 
 
 class PairBackward(PairLoads, PairProducts, PairSums, Backward):
@@ -62,7 +62,7 @@ class PairBackward(PairLoads, PairProducts, PairSums, Backward):
         Args:
             sums: as there, but tiles of dQ have 64 rows.
             pieces, partial, full: for tiles of 128 x 256.
-            turns: empty.
+            turns: as there, with semaphores for each CTA's rows of a tile of dQ, dK or dV.
             ctas: pairs of CTAs.
         """
         c, dtype = self.config, self.dtype
@@ -94,9 +94,9 @@ class PairBackward(PairLoads, PairProducts, PairSums, Backward):
 
         @cute.struct
         class Storage:
-            barriers: cute.struct.MemRange[Int64, 26]
+            barriers: cute.struct.MemRange[Int64, 28]
             base: Int32
-            info: cute.struct.MemRange[Int32, 16]
+            info: cute.struct.Align[cute.struct.MemRange[Int32, INFO], 16]
             factors: cute.struct.Align[cute.struct.MemRange[Int32, 2 * CORE], 128]
             lse: cute.struct.Align[cute.struct.MemRange[Float32, c.rows_words[0]], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, c.rows_words[1]], 128]
@@ -159,7 +159,7 @@ class PairBackward(PairLoads, PairProducts, PairSums, Backward):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         rank = self.rank()
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
-        info = storage.info.get_tensor(cute.make_layout(16))
+        info = storage.info.get_tensor(cute.make_layout(INFO))
         rows = self.rows_layouts()
         stats = (storage.lse.get_tensor(rows[0]), storage.delta.get_tensor(rows[1]))
         parts = (
@@ -185,6 +185,7 @@ class PairBackward(PairLoads, PairProducts, PairSums, Backward):
         # operand; and what lets the end of a piece and the begin of the next overlap
         single = tuple(base + i for i in range(10))
         ends = dv_full, v_free, left, columns_full = tuple(base + 22 + i for i in range(4))
+        claims = claimed, seen = base + 26, base + 27
         bars = (*single, base + 10, base + 12, *(base + 14 + i for i in range(8)), *ends)
         adding, computing = COMPUTE, MULTIPLY - COMPUTE  # warps
         if warp == MULTIPLY:
@@ -193,7 +194,7 @@ class PairBackward(PairLoads, PairProducts, PairSums, Backward):
                 ds_ready, dq_full, dq_free, acc_full = single[6:]
                 # the first CTA's count the second's loads too
                 both = 2 - rank
-                for bar in (k_full, s_full, dp_full, dq_full, acc_full, dv_full):
+                for bar in (k_full, s_full, dp_full, dq_full, acc_full, dv_full, claimed, seen):
                     cute.arch.mbarrier_init(bar, 1)
                 cute.arch.mbarrier_init(v_full, both)
                 cute.arch.mbarrier_init(columns_full, both)
@@ -225,7 +226,7 @@ class PairBackward(PairLoads, PairProducts, PairSums, Backward):
                     tiles[:7],
                     views[:7],
                     stats,
-                    bars,
+                    (bars, claims),
                     info,
                     (lse, delta, pieces, partial, full, counter, turns),
                     numbers,
@@ -262,7 +263,7 @@ class PairBackward(PairLoads, PairProducts, PairSums, Backward):
 
     def record(self, pieces: Any) -> Any:
         """Where a piece's record begins in `info`: there are two, as K of the next comes early."""
-        return RECORD - 6 * (pieces & 1)
+        return RECORD + 8 * (pieces & 1)
 
     def own_tile(self, tile: Any) -> Any:
         """Which 128 kv positions are the CTA's, of a tile of the work list."""

@@ -2,6 +2,10 @@
 
 What the next piece needs is loaded as soon as its memory is free: Q and dO when they were read, K
 when the last product is done, V when dV, which leaves through its memory, has left.
+
+The first CTA takes pieces from a counter, from the first one on, and tells the second. So pieces are
+begun in the order of the list by pairs that run, and turns wait for nothing that is not on its way:
+no pair needs another one to be resident.
 """
 
 from __future__ import annotations
@@ -10,12 +14,20 @@ from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, const_expr, cute
+from cutlass._mlir.dialects.nvvm import MemScopeKind
 from cutlass.cute.nvgpu import cpasync
 
 from attnkit.templates.sm90.backward_math import MASKED, WHOLE
+from attnkit.templates.sm90.backward_rows import WORDS
 from attnkit.templates.sm90.copies import partition
+from attnkit.templates.sm100 import backward_device as device
 from attnkit.templates.sm100.backward_pair_sums import HALF
-from attnkit.templates.sm100.backward_rows import WORDS
+
+CLAIM = 24  # where the next piece stands in `info`, after the blocks' marks and two records
+INFO = 28  # words of `info`
+# Blocks before the end of a piece at which the next one is claimed: that takes some time, and pieces
+# must begin in about the order of the list, or turns are waited for.
+AHEAD = 2
 
 
 class PairLoads:
@@ -24,10 +36,12 @@ class PairLoads:
     advance: Any
     config: Any
     enter: Any
+    note_group: Any
     q_lap: Any
     q_stage: Any
     rank: Any
     record: Any
+    signal: Any
 
     @cute.jit
     def produce(
@@ -36,14 +50,15 @@ class PairLoads:
         tiles: tuple,
         smem: tuple,
         stats: tuple,
-        bars: tuple,
+        barriers: tuple,
         info: cute.Tensor,
         lists: tuple,
         numbers: tuple,
     ):
         """The producer warp of each CTA: both walk the same pieces."""
         c = self.config
-        lse, delta, pieces, partial, full, _, _ = lists
+        bars, claims = barriers
+        lse, delta, pieces, partial, full, counter, turns = lists
         _, group, q_len, kv_len, heads, _, _, kv_batch = numbers
         k_full, v_full, kv_free = bars[:3]
         rows_full, rows_free = bars[10:12]
@@ -58,7 +73,7 @@ class PairLoads:
         sides = [
             partition(atom, smem[i], tiles[i], shapes[i], whole) for i, atom in enumerate(atoms)
         ]
-        side = ((atoms[4], *sides[4]), (atoms[5], *sides[5]), bars, info)
+        side = ((atoms[4], *sides[4]), (atoms[5], *sides[5]), bars, info, turns)
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
         own = HALF * WORDS
         lse_tiles = cute.flat_divide(lse, (own if const_expr(c.less_lse) else bm,))
@@ -72,10 +87,10 @@ class PairLoads:
         )
         blocks = (q_len + bm - 1) // bm
         last_q, last_kv = q_len // bm, kv_len // c.block_kv  # ragged tiles, if there are any
-        cta, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
         total = pieces.shape[0]
-        index, kc, tc = Int32(cta // 2), Int32(0), Int32(0)
+        kc, tc = Int32(0), Int32(0)
+        self.claim(counter, total, tc, info, claims)
+        index = self.claimed(tc, info, claims)
         ac, last = Int32(0), Int32(0)  # pieces with blocks so far; blocks of the last piece
         while index < total:
             b, h, tile = pieces[index, 0], pieces[index, 1], pieces[index, 2]
@@ -115,8 +130,9 @@ class PairLoads:
                             mbar_ptr=rows_full + r,
                         )
                 place = (m, h, b, first_row)
+                piece = ((tile, h, b, count), index)
                 if j == 0:
-                    self.load_key(side, 0, (tc, ac, kc, last), (tile, h, b, count), (h_kv, b_kv))
+                    self.load_key(side, 0, (tc, ac, kc, last), piece, (h_kv, b_kv))
                 self.load_operand(loads, 0, kc, place)
                 if j > 0:
                     self.load_operand(loads, 1, kc - 1, (before, h, b, first_row))
@@ -130,7 +146,9 @@ class PairLoads:
                     cute.copy(atoms[6], source, to[None, 0], tma_bar_ptr=v_full)
                 self.load_operand(loads, 3, kc, place)
                 if j == 0:
-                    self.load_key(side, 1, (tc, ac, kc, last), (tile, h, b, count), (h_kv, b_kv))
+                    self.load_key(side, 1, (tc, ac, kc, last), piece, (h_kv, b_kv))
+                if j == cutlass.max(count - AHEAD, 0):
+                    self.claim(counter, total, tc + 1, info, claims)
                 before = m
                 kc += 1
             if count > 0:
@@ -139,12 +157,13 @@ class PairLoads:
             else:  # nothing is kept: the record alone
                 cute.arch.mbarrier_wait(kv_free, (tc & 1) ^ 1)
                 with cute.arch.elect_one():
-                    self.note(info, tc, (tile, h, b, count))
+                    self.note(info, tc, ((tile, h, b, count), index), turns)
                     for bar in (v_full, columns_full, k_full):
                         cute.arch.mbarrier_arrive(bar)
+                self.claim(counter, total, tc + 1, info, claims)
             last = count
             tc += 1
-            index += ctas // 2
+            index = self.claimed(tc, info, claims)
         cute.arch.mbarrier_wait(kv_free, (tc & 1) ^ 1)
         with cute.arch.elect_one():
             info[self.record(tc) + 4] = Int32(0)
@@ -158,15 +177,15 @@ class PairLoads:
 
         Args:
             counts: pieces, pieces with blocks and blocks before; blocks of the piece before.
-            piece: tile, head, batch element and blocks.
+            piece: tile, head, batch element and blocks; its number in the list.
             heads: head and batch element of K.
         """
         c = self.config
-        *both, bars, info = key
+        *both, bars, info, turns = key
         atom, to, source = both[which]
         k_full, kv_free, s_full, acc_full = bars[0], bars[2], bars[3], bars[9]
         tc, ac, kc, last = counts
-        tile, h, b, count = piece
+        tile, _, _, _ = piece[0]
         rank = self.rank()
         if const_expr(which == 1):
             # every phase, in order; and dK, which the first dS waits for, leaves first
@@ -183,15 +202,53 @@ class PairLoads:
             bar, at, column = bars[23], tile, rank
         with cute.arch.elect_one():
             if const_expr(which == 0):
-                self.note(info, tc, (tile, h, b, count))
+                self.note(info, tc, piece, turns)
             cute.arch.mbarrier_arrive_and_expect_tx(bar, c.rows_kv * c.width * 2)
         cute.copy(atom, source[None, at, column, *heads], to[None, 0], tma_bar_ptr=bar)
 
-    def note(self, info: Any, pieces: Any, what: Any) -> None:
-        """Write a piece's record: tile, head, batch element, number of blocks."""
-        at = self.record(pieces)
+    def note(self, info: Any, pieces: Any, piece: Any, turns: Any) -> None:
+        """Write a piece's record: tile, head, batch element, number of blocks, and its turns."""
+        at, (what, index) = self.record(pieces), piece
         for i, value in enumerate((*what, Int32(1))):
             info[at + i] = value
+        self.note_group(info, turns, index, pieces)
+
+    @cute.jit
+    def claim(
+        self, counter: cute.Tensor, total: Int32, pieces: Int32, info: cute.Tensor, bars: tuple
+    ):
+        """Take the pair's next piece, after so many, in the first CTA, and tell the second.
+
+        Args:
+            total: pieces of the list.
+            bars: that the second CTA has been told, and in the first, that it has seen it.
+        """
+        told, seen = bars
+        ctas, _, _ = cute.arch.grid_dim()
+        if self.rank() == 0:
+            cute.arch.mbarrier_wait(seen, (pieces & 1) ^ 1)
+            if cute.arch.lane_idx() == 0:
+                index = cute.arch.atomic_add(counter.iterator, Int32(1))
+                if index == total + ctas // 2 - 1:  # the last of the launch leaves it at zero
+                    counter[0] = Int32(0)
+                info[CLAIM] = index
+                place = device.remote((info.iterator + CLAIM).toint(), Int32(1))
+                device.write_remote(place, [index] * 4)
+                cute.arch.mbarrier_arrive(told, Int32(1), scope=MemScopeKind.CLUSTER)
+
+    @cute.jit
+    def claimed(self, pieces: Int32, info: cute.Tensor, bars: tuple):
+        """The number in the list of the piece that was taken, after so many."""
+        told, seen = bars
+        if self.rank() == 1:
+            cute.arch.mbarrier_wait(told, pieces & 1)
+            cute.arch.fence_acq_rel_cluster()
+        cute.arch.sync_warp()
+        index = cute.arch.make_warp_uniform(info[CLAIM])
+        cute.arch.sync_warp()
+        if self.rank() == 1:
+            self.signal(seen)
+        return index
 
     @cute.jit
     def load_operand(self, loads: tuple, which: int, count: Int32, place: tuple):

@@ -12,9 +12,9 @@ from cutlass import Int32, cute
 
 from attnkit.templates.sm90 import device as sm90_device
 from attnkit.templates.sm90.backward_load import RECORD
+from attnkit.templates.sm90.backward_rows import CORE
 from attnkit.templates.sm100 import backward_device as device
 from attnkit.templates.sm100.backward_pair_sums import HALF
-from attnkit.templates.sm100.backward_rows import CORE
 
 
 class PairProducts:

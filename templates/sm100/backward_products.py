@@ -13,8 +13,8 @@ from cutlass import Int32, cute
 
 from attnkit.templates.sm90 import device as sm90_device
 from attnkit.templates.sm90.backward_load import RECORD
+from attnkit.templates.sm90.backward_rows import CORE, WORDS
 from attnkit.templates.sm100 import backward_device as device
-from attnkit.templates.sm100.backward_rows import CORE, WORDS
 
 
 class Products:

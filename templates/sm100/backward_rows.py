@@ -1,98 +1,13 @@
-"""LSE and delta of the rows as one more step of the products.
-
-A thread of the computing warps has one kv position and needs the statistics of 64 rows, which it
-would read from shared memory one by one. Instead S^T = K Q^T gets 16 more columns of K and of Q
-whose products sum to -LSE / scale, and dP^T = V dO^T others for -delta: then P = 2**(factor S), and
-dS = P dP, and nobody reads statistics.
-
-A float32 number x is the sum of three bfloat16 numbers x0 + x1 + x2, to its last bit. A row of Q's
-columns is x0 x1 x0 x2 x1 x0 0 0 of -LSE, one of K's a0 a0 a1 a0 a1 a2 0 0 of a = 1 / (2 scale): the
-products that are left out are below 2**-24 of the largest. The step has 16 columns, of which the
-last eight are the first eight once more, hence the half. These columns are bfloat16 whatever the
-dtype of the tensors.
-
-In shared memory they are core matrices without swizzle, eight rows of eight columns in 128 bytes.
-All rows of K's columns are equal, so that one core matrix, with strides of zero, is all of them.
-"""
+"""LSE and delta of the rows as one more step of the products; see `sm90.backward_rows`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import cutlass
-from cutlass import BFloat16, Float32, Int32, const_expr, cute
+from cutlass import BFloat16, Float32, cute
 
-from attnkit.templates.sm90 import device as sm90_device
-from attnkit.templates.sm90.backward_edges import Prepare, store_vector
-from attnkit.templates.sm90.backward_math import LOG2_E
+from attnkit.templates.sm90.backward_rows import CORE, away_from_zero, write_factor
 from attnkit.templates.sm100 import backward_device as device
-
-WORDS = 4  # 32-bit words of a row: eight columns
-CORE = 8 * WORDS  # of a core matrix
-NOTHING = -(2.0**60)  # -LSE of a row that keeps nothing, finite as it is multiplied by zeros
-LEAST = 2.0**-60  # scales nearer to zero are taken for this: S * scale rounds to nothing
-
-
-def parts(x: Any) -> tuple[Any, Any, Any]:
-    """Three float32 that bfloat16 can hold and that sum to x."""
-    found, rest = [], x
-    for _ in range(3):
-        word = sm90_device.pack(rest, Float32(0.0), BFloat16)
-        one = cute.arch.inline_ptx(
-            "shl.b32 {$w0}, {$r0}, 16;", write_only_types=[Float32], read_only_args=[word]
-        )
-        found.append(one)
-        rest = rest - one
-    return found[0], found[1], found[2]
-
-
-def columns(x: tuple[Any, Any, Any], factor: bool) -> list[Any]:
-    """The eight columns of a number by its parts, two a word; `factor`: those of K and V."""
-    zero = Float32(0.0)
-    order = (x[0], x[0], x[1], x[0], x[1], x[2]) if factor else (x[0], x[1], x[0], x[2], x[1], x[0])
-    pairs = ((order[0], order[1]), (order[2], order[3]), (order[4], order[5]), (zero, zero))
-    return [sm90_device.pack(low, high, BFloat16) for low, high in pairs]
-
-
-def away_from_zero(scale: Any) -> Any:
-    """A scale that can be divided by."""
-    small = cutlass.max(scale, -scale) < Float32(LEAST)
-    return cutlass.select_(small, Float32(LEAST), scale)
-
-
-class PrepareColumns(Prepare):
-    """`Prepare` where delta, and with `less_lse` LSE, are columns of the products."""
-
-    config: Any  # of this folder
-
-    @cute.jit
-    def write_row(
-        self,
-        place: tuple,
-        at: Int32,
-        total: Float32,
-        lse: cute.Tensor,
-        grad_lse: cute.Tensor,
-        rows_lse: cute.Tensor,
-        rows_delta: cute.Tensor,
-    ):
-        """Write a row's statistics, given its rowsum(dO * O)."""
-        less, statistic, delta = Float32(NOTHING), Float32(float("inf")), Float32(0.0)
-        if place[2] < lse.shape[2]:
-            value = lse[place]
-            if value != Float32(float("-inf")):
-                less, statistic, delta = -value, value * LOG2_E, -total
-                if const_expr(self.with_lse):
-                    delta = grad_lse[place] - total
-        if const_expr(self.config.less_lse):
-            self.write_columns(rows_lse, at, less)
-        else:
-            rows_lse[at] = statistic
-        self.write_columns(rows_delta, at, delta)
-
-    def write_columns(self, rows: Any, at: Any, value: Any) -> None:
-        """The columns of a row."""
-        store_vector(rows.iterator + at * WORDS, columns(parts(value), False))
 
 
 class Rows:
@@ -129,12 +44,8 @@ class Rows:
 
     def write_factors(self, start: Any, scale: Any) -> None:
         """The columns of K and of V, a core matrix each, by one warp."""
-        lane = cute.arch.lane_idx()
         for i, x in enumerate((Float32(0.5) / self.score_scale(scale), Float32(0.5))):
-            word, own = columns(parts(x), True), Int32(0)
-            for k in range(3):
-                own = cutlass.select_(lane % WORDS == k, word[k], own)
-            (start + (i * CORE + lane)).store(own)
+            write_factor(start + i * CORE, x)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
 

@@ -89,7 +89,7 @@ class Sums(Turns):
                     mine = self.own_tile(at)
                     self.add_shared(
                         place[:2], turns, (thread, lane, warp), lanes, (pair, mine, kv_blocks),
-                        (q_tiles, kv_tiles), (info[RECORD + 5], info[RECORD + 6]),
+                        (q_tiles, kv_tiles), (info[record + 5], info[record + 6]),
                     )  # fmt: skip
                     device.fence_before()
             self.leave_piece(bars)

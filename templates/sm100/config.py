@@ -12,6 +12,7 @@ SMALL_BYTES = 3 * 1024  # barriers, records, one number a row, and alignment
 TMEM_COLUMNS = 512  # tensor memory of an SM: 128 lanes of so many 32-bit words
 MAX_STAGES = 8
 ROWS = 128  # of a query tile: the lanes of tensor memory
+WORK = ("counter", "turns", "clc")
 
 
 def options_of(hooks: Any) -> str:
@@ -41,12 +42,13 @@ class ForwardConfig:
             wait for P V of the block before: P takes the place of the other. The operands are read
             from shared memory one and a half times as often. For q_tiles=2 and block_kv=128.
         pair: two CTAs work on twice the rows, with products of both: each keeps half of K and V in its
-            shared memory. For q_tiles=2 and block_kv=128, without dynamic and clc.
+            shared memory. For q_tiles=2 and block_kv=128, and not with work="counter".
         poly: every how many pairs of exponentials one is computed on the FMA units; 0 for none.
         skip_masks: full tiles are computed without mask instructions.
-        dynamic: CTAs take their next tile from a counter, not by turns.
-        clc: CTAs take their next tile by cluster launch control, in place of one not yet launched:
-            there is one CTA a piece of work in the grid. Overrules `dynamic`.
+        work: how a CTA, or a pair, finds its next piece of work. "turns": it takes every n-th of n
+            that share the work. "counter": it counts in memory, so that one that is ahead takes
+            more. "clc": so too, by cluster launch control: the grid has a CTA, or a pair, for each
+            piece, and one that is done takes the place of one that was not launched yet.
         need_max: also write the row maxima.
     """
 
@@ -61,8 +63,7 @@ class ForwardConfig:
     pair: bool = False
     poly: int = 0
     skip_masks: bool = True
-    dynamic: bool = True
-    clc: bool = False
+    work: str = "counter"
     need_max: bool = False
 
     def __post_init__(self) -> None:
@@ -92,15 +93,12 @@ class ForwardConfig:
                 f"halves=True with q_tiles={self.q_tiles} and block_kv={self.block_kv}: expected "
                 "2 and 128"
             )
-        if self.pair and (self.q_tiles, self.block_kv, self.dynamic, self.clc) != (
-            2,
-            128,
-            False,
-            False,
-        ):
+        if self.work not in WORK:
+            found.append(f"work={self.work!r}: expected one of {', '.join(map(repr, WORK))}")
+        if self.pair and ((self.q_tiles, self.block_kv) != (2, 128) or self.work == "counter"):
             found.append(
-                f"pair=True with q_tiles={self.q_tiles}, block_kv={self.block_kv}, "
-                f"dynamic={self.dynamic} and clc={self.clc}: expected 2, 128, False and False"
+                f"pair=True with q_tiles={self.q_tiles}, block_kv={self.block_kv} and "
+                f"work={self.work!r}: expected 2, 128 and 'turns' or 'clc'"
             )
         if self.alias and self.value_width > self.width:
             found.append(

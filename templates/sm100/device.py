@@ -38,6 +38,13 @@ def pack(low: Any, high: Any, dtype: Any) -> Any:
     return pure(_PACK[dtype], Int32, high, low)
 
 
+def rounded(x: Any, dtype: Any) -> Any:
+    """A float32 rounded to a 16-bit float, as a float32."""
+    if dtype is BFloat16:
+        return pack(Float32(0.0), x, dtype).bitcast(Float32)
+    return x.to(dtype).to(Float32)
+
+
 def fmax3(a: Any, b: Any, c: Any, nan: bool) -> Any:
     """The largest of three float32; with `nan`, NaN if one is."""
     return pure("max.NaN.f32" if nan else "max.f32", Float32, a, b, c)

@@ -14,6 +14,9 @@ from cutlass import Float32, Int32, cute
 from attnkit.templates.polynomials import EXP2_FROM_FLOOR
 from attnkit.templates.sm100 import device
 
+# of the polynomials, by the dtype that P is rounded to: less than one in a thousand is rounded to
+# another number than the exact power would be
+DEGREES = {"bfloat16": 4, "float16": 5}
 _MAGIC = 12582912.0  # 1.5 * 2**23: the low bits of x + _MAGIC, rounded down, are floor(x)
 _LEAST = -127.0
 

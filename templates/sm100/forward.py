@@ -134,13 +134,14 @@ class Forward(Softmax, ForwardLoads, ForwardProducts, ForwardStores):
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[
-                Int64, 7 * c.q_tiles + 7 + 2 * len(c.parts) + 2 * c.stages + 2 * RECORDS + NOTES
+                Int64, 7 * c.q_tiles + 7 + 2 * len(c.parts) + 2 * c.stages + 2 * RECORDS + NOTES + 1
             ]
             response: cute.struct.Align[cute.struct.MemRange[Int32, 4], 16]
             memory: Int32  # where tensor memory was given
             records: cute.struct.MemRange[Int32, RECORD * RECORDS]
             blocks: cute.struct.MemRange[Int32, NOTES]
             scales: cute.struct.MemRange[Float32, ROWS * c.q_tiles]
+            gaps: cute.struct.MemRange[Float32, ROWS * c.q_tiles]
             q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(q_layout)], 1024]
             kv: cute.struct.Align[cute.struct.MemRange[dtype, c.stages * c.slot], 1024]
             o: cute.struct.Align[cute.struct.MemRange[dtype, out_size], 1024]
@@ -160,7 +161,7 @@ class Forward(Softmax, ForwardLoads, ForwardProducts, ForwardStores):
             captured,
             (scale, group, *lengths),
         ).launch(
-            grid=(pieces.shape[0] if const_expr(c.clc) else ctas * c.ctas, 1, 1),
+            grid=((pieces.shape[0] if const_expr(c.work == "clc") else ctas) * c.ctas, 1, 1),
             block=(c.threads, 1, 1),
             cluster=(2, 1, 1) if const_expr(c.pair) else None,
             stream=stream,
@@ -208,6 +209,7 @@ class Forward(Softmax, ForwardLoads, ForwardProducts, ForwardStores):
         records = storage.records.get_tensor(cute.make_layout(RECORD * RECORDS))
         blocks = storage.blocks.get_tensor(cute.make_layout(NOTES))
         scales = storage.scales.get_tensor(cute.make_layout(ROWS * c.q_tiles))
+        gaps = storage.gaps.get_tensor(cute.make_layout(ROWS * c.q_tiles))
         base = storage.barriers.data_ptr()
         # one barrier for each place of S and P, and for each query tile
         s_half, s_full, s_free, *p_full = (base + 2 * i for i in range(3 + len(c.parts)))
@@ -221,6 +223,7 @@ class Forward(Softmax, ForwardLoads, ForwardProducts, ForwardStores):
         record_free = record_full + RECORDS
         told = record_free + RECORDS
         granted = told + NOTES
+        asked = granted + 1
         if const_expr(c.alias):
             out_free = q_free
         if warp == last + 1:
@@ -250,6 +253,7 @@ class Forward(Softmax, ForwardLoads, ForwardProducts, ForwardStores):
                 for s in cutlass.range_constexpr(NOTES):
                     cute.arch.mbarrier_init(told + s, 1)
                 cute.arch.mbarrier_init(granted, 1)
+                cute.arch.mbarrier_init(asked, 1)
         if warp == last:
             # all of it: it begins at column 0
             cute.arch.alloc_tmem(TMEM_COLUMNS, storage.memory.ptr, is_two_cta=c.pair)
@@ -273,8 +277,9 @@ class Forward(Softmax, ForwardLoads, ForwardProducts, ForwardStores):
                     shapes,
                     (q_tiles, k_tiles, v_tiles),
                     (smem_q, smem_k, smem_v),
-                    (q_full, q_free, kv_full, kv_free, told, record_full, record_free, granted),
-                    (records, blocks, storage.response.data_ptr()),
+                    (q_full, q_free, kv_full, kv_free, told, record_full, record_free),
+                    (records, blocks),
+                    (granted, asked, storage.response.data_ptr()),
                     lists,
                     numbers,
                 )
@@ -292,7 +297,7 @@ class Forward(Softmax, ForwardLoads, ForwardProducts, ForwardStores):
         else:
             cute.arch.setmaxregister_increase(c.registers[0])
             self.soften(
-                scales,
+                (scales, gaps),
                 records,
                 blocks,
                 (record_bars, told, s_bars, p_full, scale_full, scale_free),
@@ -325,7 +330,7 @@ class Forward(Softmax, ForwardLoads, ForwardProducts, ForwardStores):
     @cute.jit
     def soften(
         self,
-        scales: cute.Tensor,
+        shared: tuple,
         records: cute.Tensor,
         blocks: cute.Tensor,
         bars: tuple,
@@ -333,7 +338,12 @@ class Forward(Softmax, ForwardLoads, ForwardProducts, ForwardStores):
         captured: list,
         numbers: tuple,
     ):
-        """A softmax warpgroup: a thread a row."""
+        """A softmax warpgroup: a thread a row.
+
+        Args:
+            shared: a number of each row for the correction; what roundings add to its sum, which
+                would take a register too many.
+        """
         c = self.config
         record_bars, told, s_bars, p_full, scale_full, scale_free = bars
         scale, _, q_len, kv_len, _ = numbers
@@ -343,6 +353,7 @@ class Forward(Softmax, ForwardLoads, ForwardProducts, ForwardStores):
         mine, place = self.tile_of(t) * ROWS + row, t * ROWS + row
         stats = tuple(cute.make_rmem_tensor(1, Float32) for _ in range(3))
         row_max, row_sum, top = stats
+        gaps = shared[1]
         block_bars = (told, s_bars, p_full, scale_full + t, scale_free + t)
         kc, tc = Int32(0), Int32(0)
         tile, h, b, masked, count, slot, valid = self.see_record(records, record_bars, tc)
@@ -350,18 +361,19 @@ class Forward(Softmax, ForwardLoads, ForwardProducts, ForwardStores):
             where = (captured, b, h, q_len, kv_len, scale, tile * c.block_q)
             known = self.begin(where, tile * c.block_q + mine)
             row_max[0], row_sum[0], top[0] = Float32(NEG_INF), Float32(0.0), Float32(NEG_INF)
+            gaps[place] = Float32(0.0)
             for _ in cutlass.range(masked, unroll=1):
-                self.block(True, kc, tc, known, row, stats, blocks, scales, block_bars, t, place)
+                self.block(True, kc, tc, known, row, stats, blocks, shared, block_bars, t, place)
                 kc += 1
             show_mask = not c.skip_masks
             for _ in cutlass.range(count - masked, unroll=1):
                 self.block(
-                    show_mask, kc, tc, known, row, stats, blocks, scales, block_bars, t, place
+                    show_mask, kc, tc, known, row, stats, blocks, shared, block_bars, t, place
                 )
                 kc += 1
-            final, value, most = self.finish(known, stats)
+            final, value, most = self.finish(known, stats, gaps[place])
             self.await_turn(kc + tc, block_bars)
-            self.tell(final, scales, block_bars, place)
+            self.tell(final, shared[0], block_bars, place)
             # read again: not kept in registers through the loops
             tile, h, b, _, _, slot, _ = self.see_record(records, record_bars, tc)
             self.drop_record(record_bars, tc)
@@ -388,7 +400,7 @@ class Forward(Softmax, ForwardLoads, ForwardProducts, ForwardStores):
         row: Any,
         stats: Any,
         blocks: Any,
-        scales: Any,
+        shared: Any,
         bars: Any,
         t: Any,
         place: Any,
@@ -397,6 +409,7 @@ class Forward(Softmax, ForwardLoads, ForwardProducts, ForwardStores):
         c = self.config
         told, (s_half, s_full, s_free), p_full, _, _ = bars
         row_max, row_sum, _ = stats
+        scales, gaps = shared
         wide, u = self.chunk(masked), self.buffer(t, kc)
         at, note = u * c.block_kv, kc & (NOTES - 1)
         cute.arch.mbarrier_wait(told + note, (kc >> (NOTES.bit_length() - 1)) & 1)
@@ -411,6 +424,7 @@ class Forward(Softmax, ForwardLoads, ForwardProducts, ForwardStores):
         factor = self.factor(known)
         scale = self.move_maximum(stats, peak, factor)
         self.tell(scale, scales, bars, place)
+        gaps[place] = gaps[place] * scale + self.rounding(peak, row_max[0], factor)
         sums: list[Any] = [None] * CHAINS
         step = min(wide, 16)
         # computed before what comes before it is stored: the exponential unit goes on meanwhile

@@ -13,10 +13,11 @@ import cutlass
 from cutlass import Int32, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 
+from attnkit.templates.sm100.claims import Claims
 from attnkit.templates.sm100.forward_common import NOTES, RECORD, RECORDS, ForwardCommon
 
 
-class ForwardLoads(ForwardCommon):
+class ForwardLoads(ForwardCommon, Claims):
     """The part of a forward kernel that loads."""
 
     hooks: Any
@@ -30,6 +31,7 @@ class ForwardLoads(ForwardCommon):
         smem: tuple,
         bars: tuple,
         notes: tuple,
+        claim: tuple,
         lists: tuple,
         numbers: tuple,
     ):
@@ -39,8 +41,8 @@ class ForwardLoads(ForwardCommon):
         mma_qk, mma_pv = mmas
         q_tiles, k_tiles, v_tiles = tiles
         smem_q, smem_k, smem_v = smem
-        q_full, q_free, kv_full, kv_free, told, record_full, record_free, granted = bars
-        records, blocks, response = notes
+        q_full, q_free, kv_full, kv_free, told, record_full, record_free = bars
+        records, blocks = notes
         pieces, partial, full, counter = lists
         _, group, _, _, kv_batch = numbers
         rank = self.rank()
@@ -72,16 +74,14 @@ class ForwardLoads(ForwardCommon):
             part, masked = pieces[index, 3], pieces[index, 10]
             count = pieces[index, 6] + pieces[index, 9]
             h_kv, b_kv = h // group, cutlass.min(b, kv_batch - 1)
-            if const_expr(c.clc):  # asked early: the answer takes a while
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(granted, 16)
-                    cute.arch.issue_clc_query(granted, response, multicast=False)
             r = tc & (RECORDS - 1)
             cute.arch.mbarrier_wait(record_free + r, ((tc >> 1) & 1) ^ 1)
             with cute.arch.elect_one():
                 for k, word in enumerate((tile, h, b, masked, count, part, Int32(1))):
                     records[RECORD * r + k] = word
                 cute.arch.mbarrier_arrive(record_full + r)
+            if const_expr(c.work == "clc"):  # asked early: the answer takes a while
+                self.ask(claim, tc)
             first = Int32(1)
             for kind in cutlass.range_constexpr(2):
                 runs = partial if const_expr(kind == 0) else full
@@ -140,13 +140,9 @@ class ForwardLoads(ForwardCommon):
                     if left > 0:
                         take = runs[1, run]
             following = index + ctas
-            if const_expr(c.clc):
-                cute.arch.mbarrier_wait(granted, tc & 1)
-                found, _, _, taken = cute.arch.clc_response(response)
-                cute.arch.fence_proxy("async.shared", space="cta")  # before the next answer
-                cute.arch.sync_warp()
-                following = cutlass.select_(taken != 0, found, total)
-            elif const_expr(c.dynamic):  # from a counter: a CTA that is ahead takes more
+            if const_expr(c.work == "clc"):
+                following = self.next_piece(claim, tc, total)
+            elif const_expr(c.work == "counter"):
                 old = Int32(0)
                 if lane == 0:
                     old = cute.arch.atomic_add(counter.iterator, Int32(1))

@@ -6,6 +6,9 @@ says which of its columns are kept.
 
 Online softmax after Milakov and Gimelshein (2018). The maximum that exponentials are taken against
 only moves when it grew by more than 2**8, as in FlashAttention-4: output and sums are rescaled then.
+So a row's largest weight need not be 1, and is rounded as the others are. Where it is nearly all of the
+row, that would move the output by as much of its value; the output is therefore divided by a sum in
+which the largest weight of each block is rounded too. The LSE has the sum of the exact ones.
 
 The methods are traced inside the kernel. Those with a dynamic branch are `cute.jit`; the others
 are plain Python, so that they may pass hooks' tuples around.
@@ -22,7 +25,7 @@ from attnkit.templates.sm90 import device as common
 from attnkit.templates.sm90.device import LN2, NEG_INF
 from attnkit.templates.sm90.softmax import GROWTH, Site
 from attnkit.templates.sm100 import device
-from attnkit.templates.sm100.exp2 import exp2_pair
+from attnkit.templates.sm100.exp2 import DEGREES, exp2_pair
 from attnkit.templates.sm100.forward_common import ForwardCommon
 
 CHAINS = 4  # independent chains of maxima and of pairs of sums
@@ -32,11 +35,6 @@ class Softmax(ForwardCommon):
     """The part of a forward kernel between Q K and P V."""
 
     hooks: Any
-
-    @property
-    def degree(self) -> int:
-        """Of the polynomials for exponentials: their error stays far below that of rounding P."""
-        return 4 if self.config.dtype == "float16" else 3
 
     def chunk(self, masked: bool) -> int:
         """Columns that are computed together: few where each takes registers of its own."""
@@ -206,9 +204,7 @@ class Softmax(ForwardCommon):
         self, values: list[Any], first: int, base: Any, row_max: Any, factor: Any
     ) -> list[Any]:
         """P of neighbouring columns from the `first` of a block on, float32, in pairs."""
-        less = common.finite_or_zero(row_max)
-        less = less if base is None else less - base
-        less = -less if factor is None else -(less * factor)
+        less = self.shift(base, row_max, factor)
         found = []
         for j in range(0, len(values), 2):
             pair = values[j], values[j + 1]
@@ -218,11 +214,27 @@ class Softmax(ForwardCommon):
                 pair = cute.arch.fma_packed_f32x2(pair, (factor, factor), (less, less))
             poly = self.config.poly
             if poly and (first + j) // 2 % poly == poly - 1:
-                pair = exp2_pair(pair[0], pair[1], self.degree)
+                pair = exp2_pair(pair[0], pair[1], DEGREES[self.config.dtype])
             else:
                 pair = common.exp2(pair[0]), common.exp2(pair[1])
             found.append(pair)
         return found
+
+    def shift(self, base: Any, row_max: Any, factor: Any) -> Any:
+        """What is added to scores, once multiplied by the factor, for the exponents of P."""
+        less = common.finite_or_zero(row_max)
+        less = less if base is None else less - base
+        return -less if factor is None else -(less * factor)
+
+    def rounding(self, peak: Any, row_max: Any, factor: Any) -> Any:
+        """What rounding adds to the largest P of a block, that of the score `peak`."""
+        less = self.shift(None, row_max, factor)
+        if factor is None:
+            power = peak + less
+        else:  # as in `powers`, to the bit
+            power = device.pure("fma.rn.f32", Float32, peak, factor, less)
+        largest = common.exp2(power)
+        return device.rounded(largest, self.dtype) - largest
 
     def keep(self, pairs: list[Any], row: Any, at: Any, sums: list[Any]) -> None:
         """Add pairs of P to the sums of the row, and begin to store them from column `at` on."""
@@ -235,14 +247,20 @@ class Softmax(ForwardCommon):
 
     # ------------------------------------------------------------------------------ end of a tile
 
-    def finish(self, tile: Any, stats: Any) -> tuple[Any, Any, Any]:
-        """What the output is multiplied by, the LSE, and the largest score, of the row."""
+    def finish(self, tile: Any, stats: Any, gap: Any) -> tuple[Any, Any, Any]:
+        """What the output is multiplied by, the LSE, and the largest score, of the row.
+
+        Args:
+            tile: what `begin` gave.
+            stats: of the row: reference, sum, maximum.
+            gap: what roundings of largest weights add to the sum.
+        """
         where, head, row, *_ = tile
         factor = self.factor(tile)
         row_max, row_sum, top = (x[0] for x in stats)
         term = self.hooks.lse(self.site(where), head, row[1])
         dead = row_sum == Float32(0.0)
-        scale = cutlass.select_(dead, Float32(0.0), cute.arch.rcp_approx(row_sum))
+        scale = cutlass.select_(dead, Float32(0.0), cute.arch.rcp_approx(row_sum + gap))
         unit = Float32(1.0) if factor is None else factor
         # once a row: exact, as an LSE may be the result
         value = cute.math.log(row_sum) + row_max * (unit * LN2)

@@ -25,21 +25,24 @@ from typing import Any
 import cutlass
 import cutlass.memory
 import cutlass.tensor_utils
-from cutlass import Float32, Int32, Int64, const_expr, cute
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp, StMatrix8x8x16bOp
 from cutlass.utils import hopper_helpers
 
 from attnkit.templates.sm90 import device
 from attnkit.templates.sm90.backward_config import ROWS, BackwardConfig
+from attnkit.templates.sm90.backward_firsts import FirstParts
 from attnkit.templates.sm90.backward_load import RECORD, Loads
 from attnkit.templates.sm90.backward_math import Weights
 from attnkit.templates.sm90.backward_products import Parts, Products
+from attnkit.templates.sm90.backward_rows import CORE, LessLse
 from attnkit.templates.sm90.backward_store import Stores, chunk_layout
 from attnkit.templates.sm90.backward_sums import NOTE, SUM_FREE, Sums
 from attnkit.templates.sm90.backward_turns import InTurn
 from attnkit.templates.sm90.copies import ordered
 
+CONSUMERS = 256  # threads
 PIECE = 12  # int32 words of a piece of work: see `Schedule.table`
 HELD = 4  # steps of 16 columns of K in registers, for variants that leave room
 
@@ -47,7 +50,7 @@ ROW = cutlass.tensor_utils.LayoutEnum.ROW_MAJOR
 COLUMN = cutlass.tensor_utils.LayoutEnum.COL_MAJOR
 
 
-class Backward(Loads, Products, Weights, Sums, InTurn, Stores):
+class Backward(Loads, Products, Weights, LessLse, Sums, FirstParts, InTurn, Stores):
     """A backward kernel for one configuration and one variant.
 
     Args:
@@ -105,17 +108,19 @@ class Backward(Loads, Products, Weights, Sums, InTurn, Stores):
                 the last dimension contiguous, the others' strides and the address multiples of 16
                 bytes. The last two are not written if the config accumulates.
             lse, delta: float32 [B * H * q blocks * block_q], of `backward_edges.Prepare`.
-            sums: float32, zero; units of dQ, then, if the config accumulates, of dK and of dV; if
-                it joins, dK and dV of every split kv tile.
-            pieces: int32 [pieces, 12], see `Schedule.table`.
+            sums: float32, zero, but for those of dQ where the config has firsts; units of dQ, then,
+                if the config accumulates, of dK and of dV; if it joins, dK and dV of every split kv
+                tile.
+            pieces: int32 [pieces, 12], see `Schedule.table`; where the config has firsts, the fourth
+                is `Firsts.stop`.
             partial, full: int32 [2, runs], starts and lengths of the transposed runs.
             counter: int32 [1 + 8 * split kv tiles], zero; left at zero.
             captured: captured tensors.
             totals: gradients of the wanted ones among them, float32, of their shapes; added to. If the config has
                 turns, int64 with a last dimension of bins, see `exact_sums`.
-            turns: empty, or where the config has turns, all int32: semaphores, one a chunk of the
-                sums, those of dQ holding the first kv tile of their row, the others 0, left as
-                they are; of every (b, h, q block) the first and last + 1 of its kept runs, and the
+            turns: empty; where the config has firsts alone, int32 marks of the chunks of dQ, zero; where
+                it has turns, all int32: semaphores, one a chunk of the sums, those of dQ holding
+                the first kv tile of their row, the others 0, left as they are; of every (b, h, q block) the first and last + 1 of its kept runs, and the
                 first and last turn (see `attnkit.turns`), [rows, 4]; starts and lengths of the
                 runs; `group` there.
             scale: softmax scale.
@@ -130,13 +135,14 @@ class Backward(Loads, Products, Weights, Sums, InTurn, Stores):
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         smem, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
 
-        def mma(a: Any, b: Any, n: int, source: Any = smem) -> Any:
+        def mma(a: Any, b: Any, n: int, source: Any = smem, of: Any = dtype) -> Any:
             return hopper_helpers.make_trivial_tiled_mma(
-                dtype, dtype, a, b, Float32, (1, 1, 1), (ROWS, n), a_source=source
+                of, of, a, b, Float32, (1, 1, 1), (ROWS, n), a_source=source
             )
 
         mma_s = mma(k_major, k_major, bm)
         mma_held = mma(k_major, k_major, bm, registers)
+        mma_lse = mma(k_major, k_major, bm, of=BFloat16)
         mma_dq = mma(k_major, mn_major, c.chunk // ROWS)
         mma_dv = mma(k_major, mn_major, deep, registers)
         mma_dk = mma(k_major, mn_major, width, registers)
@@ -169,12 +175,14 @@ class Backward(Loads, Products, Weights, Sums, InTurn, Stores):
         class Storage:
             barriers: cute.struct.MemRange[Int64, 10 + 2 * c.k_stages + 6 * c.stages]
             info: cute.struct.MemRange[Int32, 32]
-            lse: cute.struct.Align[cute.struct.MemRange[Float32, c.stages * bm], 128]
+            factors: cute.struct.Align[cute.struct.MemRange[Int32, CORE], 128]
+            lse: cute.struct.Align[cute.struct.MemRange[Float32, c.stages * bm * c.words[0]], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, c.stages * bm], 128]
+            # Time depends on what lies below 128 KiB: at 128, K, Q and dO
             k: cute.struct.Align[cute.struct.MemRange[dtype, 2 * c.k_stages * ROWS * width], 1024]
-            v: cute.struct.Align[cute.struct.MemRange[dtype, 2 * ROWS * deep], 1024]
             q: cute.struct.Align[cute.struct.MemRange[dtype, c.stages * bm * width], 1024]
             do: cute.struct.Align[cute.struct.MemRange[dtype, c.stages * bm * deep], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[dtype, 2 * ROWS * deep], 1024]
             ds: cute.struct.Align[cute.struct.MemRange[dtype, halves * ROWS * bm], 1024]
             dq: cute.struct.Align[cute.struct.MemRange[Float32, 2 * c.chunk], 128]
 
@@ -182,8 +190,8 @@ class Backward(Loads, Products, Weights, Sums, InTurn, Stores):
         lengths = (query.shape[0], key.shape[0])
         heads = (query.shape[2], key.shape[2], query.shape[3], key.shape[3])
         self.kernel(
-            (mma_s, mma_dq, mma_dv, mma_dk, mma_held),
-            (mma_s, mma_dq, mma_dv, mma_dk, mma_held),
+            (mma_s, mma_dq, mma_dv, mma_dk, mma_held, mma_lse),
+            (mma_s, mma_dq, mma_dv, mma_dk, mma_held, mma_lse),
             tuple(atom for atom, _ in tma),
             tuple(tiles for _, tiles in tma),
             layouts,
@@ -235,7 +243,7 @@ class Backward(Loads, Products, Weights, Sums, InTurn, Stores):
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         info = storage.info.get_tensor(cute.make_layout(32))
         stats = (
-            storage.lse.get_tensor(cute.make_layout((c.block_q, c.stages))),
+            storage.lse.get_tensor(cute.make_layout((c.block_q * c.words[0], c.stages))),
             storage.delta.get_tensor(cute.make_layout((c.block_q, c.stages))),
         )
         parts = (storage.k, storage.v, storage.q, storage.do, storage.ds)
@@ -262,14 +270,17 @@ class Backward(Loads, Products, Weights, Sums, InTurn, Stores):
                     cute.arch.mbarrier_init(taken + w, 1)
                 for s in cutlass.range_constexpr(c.k_stages):
                     cute.arch.mbarrier_init(k_full + s, 1)
-                    cute.arch.mbarrier_init(k_free + s, 8)
+                    cute.arch.mbarrier_init(k_free + s, CONSUMERS)
                 for s in cutlass.range_constexpr(c.stages):
                     cute.arch.mbarrier_init(q_full + s, 1)
-                    cute.arch.mbarrier_init(q_free + s, 8)
+                    cute.arch.mbarrier_init(q_free + s, CONSUMERS)
                     cute.arch.mbarrier_init(do_full + s, 1)
-                    cute.arch.mbarrier_init(do_free + s, 8)
+                    cute.arch.mbarrier_init(do_free + s, CONSUMERS)
                     cute.arch.mbarrier_init(ds_full + s, 8)
                     cute.arch.mbarrier_init(ds_free + s, 8)
+        factors = storage.factors.data_ptr()
+        if const_expr(c.less_lse):
+            self.write_factors(factors, numbers[0], warp)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
@@ -291,6 +302,8 @@ class Backward(Loads, Products, Weights, Sums, InTurn, Stores):
                 if warp == 1 + wg:
                     if const_expr(c.turns):
                         self.add_in_turn(wg, outgoing, info, (told, arrived, taken), sums, turns)
+                    elif const_expr(c.firsts):
+                        self.add_to_first(wg, outgoing, info, sums, turns[0])
                     else:
                         self.add_up(wg, outgoing, info, sums)
             if warp == 3:
@@ -301,7 +314,7 @@ class Backward(Loads, Products, Weights, Sums, InTurn, Stores):
             cute.arch.setmaxregister_increase(c.registers[0])
             self.consume(
                 mmas_first, mmas, views, stats,
-                (grads, numbers, outgoing, info, sums, counter, told), bars, captured, totals,
+                (grads, numbers, outgoing, info, sums, counter, told), bars, factors, captured, totals,
             )  # fmt: skip
 
     @cute.jit
@@ -313,13 +326,14 @@ class Backward(Loads, Products, Weights, Sums, InTurn, Stores):
         stats: tuple,
         leaving: tuple,
         bars: tuple,
+        factors: cute.Pointer,
         captured: list,
         totals: list,
     ):
         """A consumer warpgroup: products, P, dS, and what leaves at the end of a piece."""
         c, dtype = self.config, self.dtype
         _, numbers, _, info, _, _, told = leaving
-        mma_s, mma_dq, mma_dv, mma_dk, mma_held = mmas
+        mma_s, mma_dq, mma_dv, mma_dk, mma_held, mma_lse = mmas
         scale, _, q_len, kv_len, heads, *_ = numbers
         k_full = bars[0]
         thread, _, _ = cute.arch.thread_idx()
@@ -366,7 +380,8 @@ class Backward(Loads, Products, Weights, Sums, InTurn, Stores):
         )
         thr_k = load_k.get_slice(ct)
         k_from, k_to = thr_k.partition_S(views[0]), thr_k.retile(k_held)
-        parts = Parts(mmas_first, mmas, scores, dp, dk, dv, p, ds, dq, k_held, frags)
+        of_lse = self.step_of_lse(mma_lse, factors, stats[0]) if c.less_lse else ()
+        parts = Parts(mmas_first, mmas, scores, dp, dk, dv, p, ds, dq, k_held, frags, of_lse)
 
         write_ds = cute.make_tiled_copy_C(
             cute.make_copy_atom(StMatrix8x8x16bOp(True, 4), dtype), mma_s
@@ -389,7 +404,7 @@ class Backward(Loads, Products, Weights, Sums, InTurn, Stores):
             at, h, b, count = (info[record + i] for i in range(4))
             turn = at if const_expr(c.turns) else Int32(0)
             place = ((b * heads + h) * q_chunks + wg, turn)  # where dQ goes, and whose turn it is
-            where = (captured, b, h, q_len, kv_len, scale, at * c.block_kv)
+            where = (captured, b, h, q_len, kv_len, self.score_scale(scale), at * c.block_kv)
             tile = self.begin(where, column0)
             running.fill(0.0)
             values = (tile, row0, running, totals)
@@ -433,7 +448,8 @@ class Backward(Loads, Products, Weights, Sums, InTurn, Stores):
         """
         _, v_full, _, _, q_full, _, do_full, *_ = bars
         s, lap, rounded = self.q_stage(kc), self.q_lap(kc), self.config.rounded
-        statistic, delta = self.rows(stats[0], s, row0), self.rows(stats[1], s, row0)
+        statistic = None if self.config.less_lse else self.rows(stats[0], s, row0)
+        delta = self.rows(stats[1], s, row0)
         if not (first or rounded):
             cute.arch.mbarrier_wait(do_full + s, lap)
             self.start_dp(parts.dp, delta)
@@ -511,8 +527,8 @@ class Backward(Loads, Products, Weights, Sums, InTurn, Stores):
             then = place[0] + 2 * (mark >> 2)
             self.send_block(parts.dq, before, bars, kc - 1, leaving, wg, ct, then=then)
         warpgroup.wait_group(0)
-        device.arrive(q_free + s)
-        device.arrive(do_free + s)
+        cute.arch.mbarrier_arrive(q_free + s)  # every lane, as each has read the statistics
+        cute.arch.mbarrier_arrive(do_free + s)
         return place[0] + 2 * (mark >> 2), place[1]
 
     @cute.jit

@@ -22,7 +22,10 @@ class BackwardConfig:
             otherwise they are stored in the dtype.
         turns: "ascending" or "descending": sums are formed in this order of kv tiles, that of the
             schedule; "" for any order.
-        dynamic: CTAs take their next piece from a counter, not by turns.
+        firsts: of the kv tiles that add to a q tile, the first in the list stores its part instead,
+            and the others wait for its mark, or for their turn; see `attnkit.firsts`.
+        less_lse: the tensor cores subtract LSE / scale from S, see `backward_rows`; for mods that
+            add to the score what does not depend on it.
     """
 
     dtype: str = "bfloat16"
@@ -31,22 +34,36 @@ class BackwardConfig:
     block_q: int = 64
     accumulate: bool = False
     turns: str = ""
-    dynamic: bool = True
+    firsts: bool = False
+    less_lse: bool = False
 
     block_kv = 2 * ROWS
     stages = q_stages = 2  # of the rings of dO and dS, and of Q
+    less_delta = False
     k_stages = 2  # K of a tile is read when the next one's has begun
     registers = (240, 24)  # a thread of a consumer and of the producer warpgroup
 
     @property
     def joins(self) -> bool:
         """Whether the pieces of a split kv tile put their dK and dV together."""
-        return not (self.accumulate or self.turns)
+        return not (self.accumulate or self.turns or self.firsts)
 
     @property
     def chunk(self) -> int:
         """Floats that a warpgroup adds to a sum at a time: its half of a tile of dQ."""
         return self.block_q * self.width // 2
+
+    @property
+    def marks(self) -> int | None:
+        """Marks of the chunks of 64 rows of dQ, cleared in place of its sums; None: these are."""
+        if not self.firsts:
+            return None
+        return 0 if self.turns else 2 * ROWS // self.block_q  # who has a turn needs no mark
+
+    @property
+    def words(self) -> tuple[int, int]:
+        """Float32 words of a row's LSE, and of its delta."""
+        return 4 if self.less_lse else 1, 1
 
     @property
     def rounded(self) -> bool:
@@ -55,12 +72,13 @@ class BackwardConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of a CTA: K twice, V, the rings of Q, dO and dS, and dQ."""
+        """Shared memory of a CTA: K twice, V, the rings of Q, dO and dS, dQ, and what is small."""
         rings = self.stages * (self.width + self.value_width + self.block_kv)
         tiles = self.block_kv * (self.k_stages * self.width + self.value_width)
         tiles += self.block_q * rings
-        rows = self.block_q * 2 * self.stages
-        return 2 * tiles + 4 * (2 * self.chunk + rows) + 1024
+        rows = 4 * self.block_q * self.stages * sum(self.words)
+        # barriers, notes and the factors of LSE are below 512 bytes
+        return 2 * tiles + 8 * self.chunk + -(-(512 + rows) // 1024) * 1024
 
     def problem(self) -> str | None:
         """Why these sizes do not work, or None."""

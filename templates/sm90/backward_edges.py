@@ -1,7 +1,8 @@
 """What the Hopper backward needs before and after its main kernel.
 
-`Prepare` writes the statistics of every row and clears the sums of dQ; `Finish` turns float32 sums
-into gradients of the dtype. Both are bound by memory and use nothing of Hopper.
+`Prepare` writes the statistics of every row and clears the sums of dQ, or the marks of those that
+begin with a store (`backward_firsts`); `Finish` turns float32 sums into gradients of the dtype. Both
+are bound by memory and use nothing of Hopper.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ class Prepare:
     Args:
         config: that of the main kernel.
         with_lse: whether the LSE has a gradient.
+        marks: of the chunks of 64 rows of dQ, which are cleared in place of the sums; None for these.
     """
 
-    def __init__(self, config: BackwardConfig, with_lse: bool) -> None:
+    def __init__(self, config: BackwardConfig, with_lse: bool, marks: int | None = None) -> None:
         self.config = config
         self.with_lse = with_lse
+        self.marks = marks
 
     @cute.jit
     def __call__(
@@ -52,7 +55,7 @@ class Prepare:
             grad_lse: float32 [B, H, S]; not read unless `with_lse`.
             rows_lse, rows_delta: float32 [B * H * q blocks * block_q], written, -delta in the
                 second; beyond the ends, and for rows that keep nothing, inf and 0.
-            sums: float32, of which the units of dQ are cleared.
+            sums: float32, of which the units of dQ are cleared; marks, if there are any.
         """
         length, heads, batch = out.shape[2], out.shape[1], out.shape[0]
         bm = self.config.block_q
@@ -137,14 +140,18 @@ class Prepare:
 
     @cute.jit
     def clear(self, sums: cute.Tensor, first: Int32, thread: Int32):
-        """Zeros for the sums of 64 rows of dQ."""
-        wide = self.config.width // ROWS
-        zero = cute.make_rmem_tensor(4, Float32)
-        zero.fill(0.0)
-        to = sums.iterator + (Int64(first) * (wide * UNIT) + thread * 4)
-        for i in cutlass.range_constexpr(wide * UNIT // (4 * THREADS)):
-            start = (to + i * (4 * THREADS)).align(16)
-            cute.autovec_copy(zero, cute.make_tensor(start, cute.make_layout(4)))
+        """Zeros for the sums of 64 rows of dQ, or for their marks."""
+        if const_expr(self.marks is not None):
+            if thread < self.marks:
+                sums[first * self.marks + thread] = Float32(0.0)
+        else:
+            wide = self.config.width // ROWS
+            zero = cute.make_rmem_tensor(4, Float32)
+            zero.fill(0.0)
+            to = sums.iterator + (Int64(first) * (wide * UNIT) + thread * 4)
+            for i in cutlass.range_constexpr(wide * UNIT // (4 * THREADS)):
+                start = (to + i * (4 * THREADS)).align(16)
+                cute.autovec_copy(zero, cute.make_tensor(start, cute.make_layout(4)))
 
 
 class Finish:

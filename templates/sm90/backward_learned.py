@@ -32,6 +32,7 @@ class Learned(ExactSums):
     group: Any
     kept: Any
     kept_of: Any
+    pair: Any  # of `Weights`
 
     def running(self) -> Any:
         """Registers for the sums of a piece, or None."""
@@ -67,7 +68,7 @@ class Learned(ExactSums):
         for g in range(cute.size(scores) // 4):
             rows, places = self.group(masked is not False, tile, first, g, scores)
             ps, _ = self.exponentials(
-                site, head, rows, columns, places, statistic[None, g], g, shared
+                site, head, rows, columns, places, self.pair(statistic, g), g, shared
             )
             kept = self.kept_of(mark, tile, rows, bits, g) if masked else None
             if masked is None:

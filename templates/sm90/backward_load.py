@@ -14,14 +14,19 @@ from cutlass.cute.nvgpu import cpasync
 
 from attnkit.templates.sm90.backward_config import ROWS
 from attnkit.templates.sm90.backward_math import MASKED, WHOLE
+from attnkit.templates.sm90.backward_sums import FIRST_PART
 from attnkit.templates.sm90.copies import partition
 
 RECORD = 8  # where the record of a piece begins in `info`, after the marks of the Q stages
 WORDS = 12  # of a piece
 NOWHERE = 1 << 30  # beyond every block
-# Blocks before the end of a piece at which the next one is claimed in turns: pieces must begin in
-# about the order of the list, or those before wait for them.
+# Blocks before the end of a piece at which the next one is claimed: early enough that nothing waits for
+# the list, and late, so that who is ahead takes more, and pieces begin in about the order of the list:
+# some may wait for those before them.
 AHEAD = 3
+# In a block's number: the piece is the first to add to this q tile. The number of a chunk, twice that,
+# then has `FIRST_PART`, and those of rows, at least 64 times that, lose it beyond their 32 bits.
+FIRST_BLOCK = FIRST_PART // 2
 
 
 class Loads:
@@ -62,18 +67,18 @@ class Loads:
         v_to, v_from = partition(tma_v, smem[1], tiles[2], (ROWS, deep), whole)
         do_to, do_from = partition(tma_do, smem[3], tiles[3], (bm, deep), whole)
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
-        lse_tiles = cute.flat_divide(lse, (bm,))
+        lse_words = c.words[0]
+        lse_tiles = cute.flat_divide(lse, (bm * lse_words,))
         delta_tiles = cute.flat_divide(delta, (bm,))
         blocks = (q_len + bm - 1) // bm
         last_q, last_kv = q_len // bm, kv_len // c.block_kv  # ragged tiles, if there are any
         wide = c.block_kv // ROWS
-        cta, _, _ = cute.arch.block_idx()
         total = pieces.shape[0]
-        index, kc, tc = Int32(cta), Int32(0), Int32(0)
+        index, kc, tc = self.claim(counter, total), Int32(0), Int32(0)
         word = self.look_up(pieces, index)
         while index < total:
-            b, h, tile, run, skip, left, run_rest, skip_rest, left_rest, parts = (
-                cute.arch.shuffle_sync(word, i) for i in (0, 1, 2, 4, 5, 6, 7, 8, 9, 11)
+            b, h, tile, stop, run, skip, left, run_rest, skip_rest, left_rest, parts = (
+                cute.arch.shuffle_sync(word, i) for i in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11)
             )
             h_kv, b_kv = h // group, cutlass.min(b, kv_batch - 1)
             count = left + left_rest
@@ -83,11 +88,9 @@ class Loads:
             first_row = (b * heads + h) * blocks
             t = tc & (c.k_stages - 1)
             lap = self.k_lap(tc)
-            # at once, so that nothing waits for the list when the piece ends; but parts come last and
-            # are of all lengths: who is free first takes the next
-            claim = cutlass.select_(parts > 1, count - 1, Int32(0))
-            if const_expr(c.turns):
-                claim = cutlass.max(count - AHEAD, Int32(0))
+            # parts come last and are of all lengths: who is free first takes the next
+            ahead = cutlass.select_(parts > 1, Int32(1), Int32(AHEAD))
+            claim = cutlass.max(count - ahead, Int32(0))
             for j in cutlass.range(count, unroll=1):
                 masked = at_some < at_rest
                 m = cutlass.min(at_some, at_rest)
@@ -116,13 +119,17 @@ class Loads:
                             tma_bar_ptr=k_full + t,
                         )
                 mark = 4 * m + cutlass.select_(masked, Int32(0), Int32(WHOLE))
+                if const_expr(c.firsts):
+                    mark += cutlass.select_(m < stop, Int32(4 * FIRST_BLOCK), Int32(0))
                 ragged = masked | (m == last_q) | (tile == last_kv)
                 mark += cutlass.select_(ragged, Int32(MASKED), Int32(0))
                 r, s = self.q_stage(kc), kc & 1
                 cute.arch.mbarrier_wait(q_free + r, self.q_lap(kc) ^ 1)
                 with cute.arch.elect_one():
                     info[r] = mark
-                    cute.arch.mbarrier_arrive_and_expect_tx(q_full + r, bm * (2 * width + 4))
+                    cute.arch.mbarrier_arrive_and_expect_tx(
+                        q_full + r, bm * (2 * width + 4 * lse_words)
+                    )
                     cute.copy(
                         bulk, lse_tiles[None, first_row + m], stats[0][None, r], mbar_ptr=q_full + r
                     )
@@ -147,7 +154,7 @@ class Loads:
                             tma_bar_ptr=v_full + w,
                         )
                 if j == claim:
-                    index = self.following(counter, index, total)
+                    index = self.claim(counter, total)
                     word = self.look_up(pieces, index)
                 kc += 1
             if count == 0:
@@ -159,7 +166,7 @@ class Loads:
                         cute.arch.mbarrier_arrive(v_full)
                         cute.arch.mbarrier_arrive(k_full)
                     tc += 1
-                index = self.following(counter, index, total)
+                index = self.claim(counter, total)
                 word = self.look_up(pieces, index)
             else:
                 tc += 1
@@ -194,18 +201,19 @@ class Loads:
         return pieces[row, cutlass.min(lane, Int32(WORDS - 1))]
 
     @cute.jit
-    def following(self, counter: cute.Tensor, index: Int32, total: Int32):
-        """The piece that this CTA takes next."""
+    def claim(self, counter: cute.Tensor, total: Int32):
+        """The piece that this CTA takes next, from a counter: who is ahead takes more.
+
+        The first one too: a piece that waits for those before it must find them with CTAs that run,
+        of which there may be fewer than were launched.
+        """
         ctas, _, _ = cute.arch.grid_dim()
-        following = index + ctas
-        if const_expr(self.config.dynamic):  # from a counter: a CTA that is ahead takes more
-            old = Int32(0)
-            if cute.arch.lane_idx() == 0:
-                old = cute.arch.atomic_add(counter.iterator, Int32(1))
-                if old == total - 1:  # the last of the launch leaves it at zero
-                    counter[0] = Int32(0)
-            following = cute.arch.shuffle_sync(old, 0) + ctas
-        return following
+        index = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            index = cute.arch.atomic_add(counter.iterator, Int32(1))
+            if index == total + ctas - 1:  # the last of the launch leaves it at zero
+                counter[0] = Int32(0)
+        return cute.arch.shuffle_sync(index, 0)
 
     def note_group(self, info: Any, turns: Any, index: Any, stage: Any = 0) -> None:
         """Tell the consumers a piece's turn at dK and dV, and how many turns there are."""

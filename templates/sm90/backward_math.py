@@ -98,7 +98,8 @@ class Weights(Learned):
             mark: the block's number and bits.
             masked: compute the mask, and the ends of the tensors.
             row0: the thread's first row within the tile.
-            statistic: LSE of the thread's rows in log2 units, inf for dead rows, [2, pairs].
+            statistic: LSE of the thread's rows in log2 units, inf for dead rows, [2, pairs]; None
+                if the scores are less LSE.
         """
         hooks = self.hooks
         first = (mark >> 2) * self.config.block_q + row0
@@ -109,7 +110,7 @@ class Weights(Learned):
             # two rows of both columns at a time: more would take registers
             rows, places = self.group(masked, tile, first, g, scores)
             ps, slope = self.exponentials(
-                self.site(tile), tile[1], rows, tile[2], places, statistic[None, g], g, shared
+                self.site(tile), tile[1], rows, tile[2], places, self.pair(statistic, g), g, shared
             )
             ws = ps if slope is None else [p * j for p, j in zip(ps, slope, strict=True)]
             if masked:
@@ -149,12 +150,11 @@ class Weights(Learned):
         steps = [8 * (g - c) + j for j, c, _ in places]
         x, slope = self.hooks.both(site, head, rows, columns, places, steps, shared)
         factor = self.hooks.factor(site, head)
-        lse = cute.make_rmem_tensor(2, Float32)
-        cute.autovec_copy(statistic, lse)
-        bounds = [self._bound(site, head, rows[k], lse[k]) for k in range(2)]
+        bounds = self.bounds(site, head, rows, statistic)
         scaled = x if factor is None else [one * factor for one in x]
-        ps = [device.exp2(s - bounds[j]) for s, (j, *_) in zip(scaled, places, strict=True)]
-        return ps, slope
+        if bounds is not None:
+            scaled = [s - bounds[j] for s, (j, *_) in zip(scaled, places, strict=True)]
+        return [device.exp2(s) for s in scaled], slope
 
     def kept(self, mark: Any, tile: Any, first: Any) -> list[Any]:
         """For each of the thread's columns, which of its rows lie inside: bit 2 g + k for 8 g + k.
@@ -187,10 +187,15 @@ class Weights(Learned):
             kept = [one & other for one, other in zip(kept, found, strict=True)]
         return kept
 
-    def _bound(self, site: Any, head: Any, row: Any, lse: Any) -> Any:
-        """What the exponents of a row are reduced by."""
-        term = self.hooks.lse(site, head, row[1])
-        return lse if term is None else lse - term * LOG2_E
+    def bounds(self, site: Any, head: Any, rows: Any, statistic: Any) -> list[Any] | None:
+        """What the exponents of two rows are reduced by; None for nothing."""
+        terms = [self.hooks.lse(site, head, row[1]) for row in rows]
+        if statistic is None:
+            return None if terms[0] is None else [-term * LOG2_E for term in terms]
+        return [
+            statistic[k] if term is None else statistic[k] - term * LOG2_E
+            for k, term in enumerate(terms)
+        ]
 
     @cute.jit
     def weigh_either(
@@ -264,7 +269,9 @@ class Weights(Learned):
                 acc[4 * g + 2 + i] = device.pinned(pair[i])
 
     def pair(self, rows: Any, g: int) -> Any:
-        """A statistic of the thread's rows of group g, loaded where it is used: all take 32 registers."""
+        """A statistic of the thread's rows of group g, loaded where it is used: all take 32 registers. None of none."""
+        if rows is None:
+            return None
         pair = cute.make_rmem_tensor(2, Float32)
         cute.autovec_copy(rows[None, g], pair)
         return pair

@@ -18,10 +18,11 @@ class Parts(NamedTuple):
     """Products of a consumer, and what they are computed from and to.
 
     Attributes:
-        first: those that overwrite their result: S or dP, dQ, dV, dK, S from registers.
+        first: those that overwrite their result: S or dP, dQ, dV, dK, S from registers, LSE.
         further: the same, but they add to it.
         scores, dp, dk, dv, p, ds, dq, k_held: in registers.
         frags: in shared memory: K, V, Q, dO, Q^T, dO^T, dS, K^T.
+        lse: the step that subtracts LSE from S, see `backward_rows`; empty for none.
     """
 
     first: tuple
@@ -35,6 +36,7 @@ class Parts(NamedTuple):
     dq: Any
     k_held: Any
     frags: tuple
+    lse: tuple
 
 
 class Products:
@@ -44,7 +46,7 @@ class Products:
     held_steps: int  # steps of 16 columns of K that are in registers
 
     def issue_s(self, parts: Any, wg: Any, stage: Any, place: Any) -> None:
-        """S^T = K Q^T; K lies in one of two places."""
+        """S^T = K Q^T, less LSE / scale with `less_lse`; K lies in one of two places."""
         a, b = parts.frags[0], parts.frags[2]
         for k in range(cute.size(a, mode=[2])):
             mmas = parts.first if k == 0 else parts.further
@@ -53,6 +55,9 @@ class Products:
             else:
                 mma, rows = mmas[0], a[None, None, k, 2 * place + wg]
             cute.gemm(mma, parts.scores, rows, b[None, None, k, stage], parts.scores)
+        if self.config.less_lse:
+            own, columns = parts.lse
+            cute.gemm(parts.further[5], parts.scores, own, columns[None, None, stage], parts.scores)
         warpgroup.commit_group()
 
     def issue_dp(self, parts: Any, wg: Any, stage: Any) -> None:

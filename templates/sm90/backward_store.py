@@ -37,7 +37,8 @@ class Stores:
     ):  # fmt: skip
         """Hand over the last dQ of the kv tile before, if there is one, and its place of K."""
         if tc > 0:
-            device.arrive(bars[2] + ((tc - 1) & 1))
+            # every lane, as each has read the record
+            cute.arch.mbarrier_arrive(bars[2] + ((tc - 1) & 1))
             free = not self.config.accumulate  # as `conclude` has waited
             self.send_block(acc, note, bars, kc - 1, leaving, wg, ct, free)
 
@@ -86,6 +87,8 @@ class Stores:
             if const_expr(self.config.turns):
                 for i in cutlass.range_constexpr(1, 4):
                     info[NOTE + 4 * wg + i] = note[i] if i < len(note) else Int32(-1)
+            if const_expr(self.config.firsts):
+                info[NOTE + 4 * wg + 3] = note[3] if len(note) > 3 else Int32(-1)
 
     @cute.jit
     def conclude(

@@ -14,6 +14,7 @@ from cutlass import Constexpr, Int32, Int64, cute
 # it is, who follows (-1: look it up), the chunk that comes next (-1: not known)
 NOTE = 16
 SUM_FULL, SUM_FREE = 1, 3  # named barriers, two each
+FIRST_PART = 1 << 27  # of a chunk's number in a note: nobody has added to it before
 
 
 class Sums:
@@ -37,6 +38,16 @@ class Sums:
                 cute.arch.barrier_arrive(barrier_id=SUM_FREE + wg, number_of_threads=160)
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+
+def store_chunk(target: cute.Pointer, source: cute.Pointer, size: int) -> None:
+    """Begin to store floats in shared memory to memory; one group of bulk copies."""
+    with cute.arch.elect_one():
+        cute.arch.inline_ptx(
+            "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
+            read_only_args=[target.toint(), source.toint(), Int32(4 * size)],
+        )
+        cute.arch.cp_async_bulk_commit_group()
 
 
 def add_chunk(target: cute.Pointer, source: cute.Pointer, size: int) -> None:

@@ -1,11 +1,11 @@
 """Sums in a fixed order: the warps that add chunks of dQ, and of shared dK and dV, in turn.
 
-The order is that of `attnkit.turns`: a semaphore a chunk says whose turn it is. A warp adds a chunk
-once its turn has come, and gives the turn to the next once the chunk has arrived, which takes as
-long as a block of products. So it adds the next chunk first, if that is there by then and has its
-turn. It does not give the turn itself either: a fence would wait for what is under way; another
-warp is told of chunks that have arrived. Nothing is owed while a warp waits for a turn, or for a
-chunk. That other warp serves both consumers in turn: what it owes one may wait until a chunk of the
+The order is that of `attnkit.turns`: a semaphore a chunk says whose turn it is. Where the config has
+firsts, who has the first turn stores; nobody has cleared the sum. A warp adds a chunk once its turn
+has come, and gives the turn to the next once the chunk has arrived, which takes as long as a block
+of products. So it adds the next chunk first, if that is there by then and has its turn. It does not
+give the turn itself either: a fence would wait for what is under way; another warp is told of chunks
+that have arrived. Nothing is owed while a warp waits for a turn, or for a chunk. That other warp serves both consumers in turn: what it owes one may wait until a chunk of the
 other has arrived, which itself waits for earlier pieces only. Loads and products wait for no turn,
 and run ahead.
 """
@@ -18,7 +18,13 @@ import cutlass
 from cutlass import Constexpr, Int32, Int64, const_expr, cute
 
 from attnkit.templates.sm90 import device
-from attnkit.templates.sm90.backward_sums import NOTE, SUM_FREE, add_chunk
+from attnkit.templates.sm90.backward_sums import (
+    FIRST_PART,
+    NOTE,
+    SUM_FREE,
+    add_chunk,
+    store_chunk,
+)
 
 FIRST, LAST = 2, 3  # where the first and last turn of a row stand in its entry
 OWED = 2  # three words of `info` for each consumer: a chunk that has arrived, its turn, who follows
@@ -36,6 +42,20 @@ class Turns:
         now = cute.arch.load(semaphore, Int32, sem="acquire", scope="gpu")
         while now != turn:
             now = cute.arch.load(semaphore, Int32, sem="acquire", scope="gpu")
+
+    def fence(self) -> None:
+        """What was read before comes before bulk copies that follow, of a warp."""
+        cute.arch.fence_proxy("async.global")
+        cute.arch.sync_warp()  # waits for the fence: no branch must come between them
+
+    @cute.jit
+    def look(self, semaphore: cute.Pointer, turn: Int32, chunk: Int32):
+        """The chunk if its turn has come, or -1."""
+        ready = Int32(-1)
+        if cute.arch.load(semaphore, Int32, sem="acquire", scope="gpu") == turn:
+            self.fence()
+            ready = chunk
+        return ready
 
     @cute.jit
     def after(self, chunk: Int32, turn: Int32, following: Int32, turns: list):
@@ -116,6 +136,8 @@ class InTurn(Turns):
             chunk = info[NOTE + 4 * wg]
             if chunk >= 0:
                 turn, following, then = (info[NOTE + 4 * wg + i] for i in range(1, 4))
+                first = chunk >= FIRST_PART
+                chunk = chunk & (FIRST_PART - 1)
                 if owed >= 0 and chunk != ready:
                     ready = self.look(turns[0].iterator + chunk, turn, chunk)
                 if chunk != ready:
@@ -126,7 +148,14 @@ class InTurn(Turns):
                         owed = Int32(-1)
                     self.await_turn(turns[0].iterator + chunk, turn)
                     self.fence()
-                add_chunk(sums.iterator + Int64(chunk) * c.chunk, outgoing + wg * c.chunk, c.chunk)
+                target = sums.iterator + Int64(chunk) * c.chunk
+                if const_expr(c.firsts):
+                    if first:
+                        store_chunk(target, outgoing + wg * c.chunk, c.chunk)
+                    else:
+                        add_chunk(target, outgoing + wg * c.chunk, c.chunk)
+                else:
+                    add_chunk(target, outgoing + wg * c.chunk, c.chunk)
                 if owed >= 0:
                     count = self.report((owed, owed_turn, owed_following), 1, count, info, bars, wg)
                 with cute.arch.elect_one():
@@ -135,24 +164,11 @@ class InTurn(Turns):
                 owed, owed_turn, owed_following = chunk, turn, following
                 ready = Int32(-1)
                 if then >= 0:
+                    then = then & (FIRST_PART - 1)
                     ready = self.look(turns[0].iterator + then, turn, then)
         if owed >= 0:
             count = self.report((owed, owed_turn, owed_following), 0, count, info, bars, wg)
         self.report((Int32(-1), Int32(0), Int32(0)), 0, count, info, bars, wg)
-
-    def fence(self) -> None:
-        """What was read before comes before bulk copies that follow, of a warp."""
-        cute.arch.fence_proxy("async.global")
-        cute.arch.sync_warp()  # waits for the fence: no branch must come between them
-
-    @cute.jit
-    def look(self, semaphore: cute.Pointer, turn: Int32, chunk: Int32):
-        """The chunk if its turn has come, or -1."""
-        ready = Int32(-1)
-        if cute.arch.load(semaphore, Int32, sem="acquire", scope="gpu") == turn:
-            self.fence()
-            ready = chunk
-        return ready
 
     @cute.jit
     def report(

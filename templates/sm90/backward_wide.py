@@ -149,12 +149,13 @@ class BackwardWide(Loads, Weights, WideTurns):
             info: cute.struct.MemRange[Int32, 32]
             lse: cute.struct.Align[cute.struct.MemRange[Float32, c.q_stages * bm], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, c.stages * bm], 128]
+            # time depends on what lies below 128 KiB: at 256, all but dO and V
             k: cute.struct.Align[cute.struct.MemRange[dtype, ROWS * width], 1024]
-            v: cute.struct.Align[cute.struct.MemRange[dtype, ROWS * deep], 1024]
-            q: cute.struct.Align[cute.struct.MemRange[dtype, c.q_stages * bm * width], 1024]
-            do: cute.struct.Align[cute.struct.MemRange[dtype, c.stages * bm * deep], 1024]
             p: cute.struct.Align[cute.struct.MemRange[dtype, c.stages * ROWS * bm], 1024]
             ds: cute.struct.Align[cute.struct.MemRange[dtype, ROWS * bm], 1024]
+            q: cute.struct.Align[cute.struct.MemRange[dtype, c.q_stages * bm * width], 1024]
+            do: cute.struct.Align[cute.struct.MemRange[dtype, c.stages * bm * deep], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[dtype, ROWS * deep], 1024]
 
         self.storage = Storage
         lengths = (query.shape[0], key.shape[0])

@@ -54,6 +54,8 @@ class WideConfig(BackwardConfig):
             return f"block_q={self.block_q}: expected {ROWS}"
         if self.turns not in ("", "ascending", "descending"):
             return f"turns={self.turns!r}: expected '', 'ascending' or 'descending'"
+        if self.less_lse:
+            return "less_lse=True with a head dim above 128: expected False"
         if self.smem_bytes > SMEM_BYTES:
             return f"{self.smem_bytes} bytes of shared memory: a CTA has {SMEM_BYTES}"
         return None

@@ -18,7 +18,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor  # noqa: E402
 
 from attnkit import emulator  # noqa: E402
 from attnkit.templates.polynomials import EXP2_FROM_FLOOR, EXP2_FROM_NEAREST  # noqa: E402
-from attnkit.templates.sm100.exp2 import exp2_pair  # noqa: E402
+from attnkit.templates.sm100.exp2 import DEGREES, exp2_pair  # noqa: E402
 from tests.templates.remez import exp2_polynomial  # noqa: E402
 
 THREADS = 128
@@ -95,6 +95,19 @@ def test_the_whole_range(degree: int, bound: float) -> None:
     near = torch.linspace(-1, 1, 1 << 16)
     x = torch.cat([torch.linspace(-126, 127.99, 4001), near, torch.tensor([-125.999, 127.9999])])
     assert relative(run(x, degree)[: x.numel()], x) < bound
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_few_are_rounded_to_another_number(dtype: torch.dtype) -> None:
+    """The forward takes the rounding of a row's largest weight for that of the exact power."""
+    x = torch.arange(1 << 16) * 2.0**-13  # up to what a maximum may grow by
+    exact = torch.exp2(x.double())
+    found = run(x, DEGREES[str(dtype).removeprefix("torch.")]).to(dtype)
+    wanted = exact.to(dtype)
+    assert float((found != wanted).double().mean()) < 1e-3
+    # the exact power is nearly as close to the one as to the other
+    errors = [(y.double() - exact).abs() for y in (found, wanted)]
+    assert bool((errors[0] <= 1.02 * errors[1]).all())
 
 
 @pytest.mark.parametrize("degree", EXP2_FROM_FLOOR)

@@ -103,7 +103,7 @@ def test_variants(dims: tuple[int, int], dtype: torch.dtype, score: str, mask: s
         {"q_tiles": 1},
         {"q_tiles": 1, "block_kv": 64},
         {"halves": True, "alias": True, "poly": 4},
-        {"skip_masks": False, "dynamic": False, "out_tiles": 2},
+        {"skip_masks": False, "work": "turns", "out_tiles": 2},
     ],
     ids=str,
 )
@@ -114,7 +114,7 @@ def test_settings(settings: dict[str, Any]) -> None:
 
 def test_cluster_launch_control() -> None:
     """One CTA a piece of work; those that run take over those that have not begun."""
-    check(draw(300, 64, heads=(6, 1)), clc=True)
+    check(draw(300, 64, heads=(6, 1)), work="clc")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnkit import emulation, flex_attention, masks
+from attnkit import AuxRequest, emulation, flex_attention, masks, mods
 
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
@@ -19,7 +19,7 @@ from attnkit.templates.sm100.config import ForwardConfig
 from tests.templates.test_sm90_forward import MASKS, MODS, close, draw, stairs
 from tests.templates.test_sm100_forward import check
 
-PAIR = {"pair": True, "dynamic": False}
+PAIR = {"pair": True, "work": "clc"}
 BACKEND = "emulate:sm_100a"
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -42,9 +42,11 @@ def test_variants(dims: tuple[int, int], dtype: torch.dtype, score: str, mask: s
     check(qkv, MODS[score]() if score else None, MASKS[mask]() if mask else None, **PAIR)
 
 
-@pytest.mark.parametrize("settings", [{"halves": True}, {"alias": True, "poly": 2}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"halves": True}, {"alias": True, "poly": 2}, {"work": "turns"}], ids=str
+)
 def test_settings(settings: dict[str, Any]) -> None:
-    check(draw(600, 300), None, masks.causal(), **PAIR, **settings)
+    check(draw(600, 300), None, masks.causal(), **PAIR | settings)
 
 
 @pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (7, 129), (129, 7), (257, 128), (513, 600)])
@@ -61,10 +63,12 @@ def test_rows_that_are_split_along_kv() -> None:
     check(draw(150, 1400, heads=(1, 1)), None, lambda b, h, q, kv: kv >= q * 9, split=True, **PAIR)
 
 
-def attend(qkv: tuple[Tensor, ...], mask: Any = None, backend: str = BACKEND) -> tuple[Any, str]:
+def attend(
+    qkv: tuple[Tensor, ...], mask: Any = None, backend: str = BACKEND, score: Any = None
+) -> tuple[Any, str]:
     """Output and LSE, and the PTX of the kernel; the emulator finds nothing wrong."""
     with emulation.session(ctas=4) as session, asked() as sources:
-        found = flex_attention(*qkv, None, mask, backend=backend, return_lse=True, enable_gqa=True)
+        found = flex_attention(*qkv, score, mask, backend=backend, return_lse=True)
     if backend != BACKEND:
         return found, ""
     assert session.ok, session.reports
@@ -72,43 +76,57 @@ def attend(qkv: tuple[Tensor, ...], mask: Any = None, backend: str = BACKEND) ->
     return found, kernel(source).ptx
 
 
+FEW = lambda b, h, q, kv: kv < 700
+
+
 @pytest.mark.parametrize(
-    ("q_len", "mask", "pairs"), [(600, None, True), (200, None, False), (600, "causal", False)]
+    ("q_len", "score", "mask", "pairs"),
+    [
+        (600, None, None, True),
+        (200, None, None, False),
+        (512, mods.softcap(5.0), None, True),
+        (500, mods.alibi(1), FEW, True),
+        (600, None, masks.causal() & masks.sliding_window(200), False),
+    ],
+    ids=["long", "short", "softcap", "columns", "window"],
 )
-def test_an_operator_takes_pairs_where_nothing_is_masked(
-    q_len: int, mask: Any, pairs: bool
+def test_an_operator_takes_pairs_where_they_are_predicted_better(
+    q_len: int, score: Any, mask: Any, pairs: bool
 ) -> None:
     """Two pairs share the work; rows are split along kv, and joined."""
     qkv = draw(q_len, 900, heads=(1, 1), dims=(128, 128))
-    chosen = masks.causal() if mask else None
-    (out, lse), ptx = attend(qkv, chosen)
+    (out, lse), ptx = attend(qkv, mask, score=score)
     assert ("cta_group::2" in ptx) == pairs
+    assert ("clusterlaunchcontrol.try_cancel" in ptx) == pairs
     wide = tuple(x.double() for x in qkv)
-    (exact, exact_lse), _ = attend(wide, chosen, "eager")
-    (dense, dense_lse), _ = attend(qkv, chosen, "eager")
+    (exact, exact_lse), _ = attend(wide, mask, "eager", score)
+    (dense, dense_lse), _ = attend(qkv, mask, "eager", score)
     close("out", out, exact, dense)
     close("lse", lse, exact_lse, dense_lse)
 
 
+def test_maxima_of_pairs_are_exact() -> None:
+    qkv = draw(520, 300, heads=(1, 1), dims=(128, 128))
+    asked_for: dict[str, Any] = {"return_aux": AuxRequest(max_scores=True)}
+    _, found = flex_attention(*qkv, mods.alibi(1), FEW, backend=BACKEND, **asked_for)
+    wide = tuple(x.double() for x in qkv)
+    _, exact = flex_attention(*wide, mods.alibi(1), FEW, backend="eager", **asked_for)
+    torch.testing.assert_close(found.max_scores, exact.max_scores.float())
+
+
 @pytest.mark.parametrize("dims", [(128, 128), (192, 128)])
-def test_the_table_prefers_pairs_for_long_queries_without_a_mask(dims: tuple[int, int]) -> None:
+def test_the_table_prefers_pairs_for_long_queries(dims: tuple[int, int]) -> None:
     def first(**call: Any) -> Kernel:
         return kernels(*dims, template="sm100", **call)[0]
 
-    assert first(masked=False).ctas == first(q_len=257, masked=False).ctas == 2
-    others: list[dict[str, Any]] = [
-        {"q_len": 256, "masked": False},
-        {"modded": True, "masked": False},
-        {"q_len": 8192},
-        {},
-    ]
-    for call in others:
-        assert first(**call).ctas == 1
-        assert first(**call).block[0] == 256
-    assert first(q_len=128).block[0] == first(q_len=1, masked=False).block[0] == 128
+    for call in ({}, {"q_len": 257}, {"modded": True}):
+        assert first(**call).ctas == 2
+    assert first(q_len=256).ctas == 1
+    assert first(q_len=256).block[0] == 256
+    assert first(q_len=128).block[0] == first(q_len=1, modded=True).block[0] == 128
 
 
-@pytest.mark.parametrize("other", [{"q_tiles": 1}, {"block_kv": 64}, {"dynamic": True}])
+@pytest.mark.parametrize("other", [{"q_tiles": 1}, {"block_kv": 64}, {"work": "counter"}])
 def test_what_cannot_be_built_says_why(other: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=re.escape("expected 2, 128, False and False")):
+    with pytest.raises(ValueError, match=re.escape("expected 2, 128 and 'turns' or 'clc'")):
         ForwardConfig(**(PAIR | other))

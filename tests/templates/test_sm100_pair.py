@@ -14,7 +14,8 @@ pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
 from attnkit import compiled, emulation
 from attnkit.sparse import FULL, BlockRuns
-from attnkit.splice.sm100_pairs import RULES, Case, refusal
+from attnkit.splice import sm100_pairs
+from attnkit.splice.sm100_pairs import RULES, Case, fewer_clocks, kind_of, refusal
 from attnkit.templates.sm100.backward_config import BackwardConfig
 from attnkit.templates.sm100.backward_pair import PairBackward
 from attnkit.worklist import full_runs
@@ -94,17 +95,40 @@ def test_no_spilled_registers() -> None:
     assert [s.stack for s in found.stats] == [0]
 
 
-def test_gradients_of_captured_tensors_take_single_ctas() -> None:
-    mod, captured = MODS["two"]
+@pytest.mark.parametrize("name", ["head", "number", "column", "row", "relative", "two"])
+def test_gradients_of_captured_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sm100_pairs, "fewer_clocks", lambda *_: True)
+    mod, captured = MODS[name]
     drawn = draw(200, dims=(128, 128))
-    assert not in_pairs(*drawn, captured(), mod, None, None)
+    (found,) = kernels(*drawn, captured(), mod, CAUSAL, None)
+    assert "tcgen05.mma.cta_group::2" in found.ptx
+    assert [s.stack for s in found.stats] == [0]
+    mode = "check" if name == "two" else "eager"
+    check(drawn, mod, CAUSAL, captured(), mode, backend=BACKEND, seeds=2)
 
 
-def test_fixed_orders_take_single_ctas() -> None:
-    with compiled.asked() as sources:
-        ordered(BACKEND, "eager", 2, (128, 128))
+@pytest.mark.parametrize("mask", [CAUSAL, None], ids=str)
+def test_the_same_bits_in_a_fixed_order(mask: Any) -> None:
+    """Whatever the order of execution and the number of pairs; heads share K and V."""
+    found = []
+    for mode, ctas in (("eager", 2), ("check" if mask is None else "adversarial", 6)):
+        with compiled.asked() as sources:
+            found.append(ordered(BACKEND, mode, ctas, (128, 128), mask))
     (source,) = (s for s in sources if s.name.startswith("backward"))
-    assert "cta_group::2" not in compiled.kernel(source).ptx
+    kernel = compiled.kernel(source)
+    assert "tcgen05.mma.cta_group::2" in kernel.ptx
+    assert [s.stack for s in kernel.stats] == [0]
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_captured_tensors_in_a_fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sm100_pairs, "fewer_clocks", lambda *_: True)
+    first, *others = (
+        ordered(BACKEND, mode, ctas, (128, 128), CAUSAL, "two")
+        for mode, ctas in (("eager", 2), ("adversarial", 6))
+    )
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
 def case(**changes: Any) -> Case:
@@ -112,8 +136,7 @@ def case(**changes: Any) -> Case:
     return Case(
         **{
             "widths": (128, 128),
-            "learned": False,
-            "ordered": False,
+            "learned": frozenset(),
             "listed": False,
             "runs": runs,
             **changes,
@@ -125,8 +148,6 @@ def case(**changes: Any) -> Case:
     ("changes", "said"),
     [
         ({"widths": (64, 128)}, "head dims of 65 to 128, these are computed as (64, 128)"),
-        ({"learned": True}, "gradients of captured tensors"),
-        ({"ordered": True}, "a fixed order of sums"),
         ({"listed": True}, "block lists have tiles of 128 columns, pairs need 256"),
         ({"runs": full_runs(512, 128, (128, 128), CPU)}, "joined to 256 columns"),
     ],
@@ -147,12 +168,23 @@ def test_tiles_are_joined_only_where_that_is_faster() -> None:
         assert (refusal(case(runs=runs)) == "") == (wide == 2)
 
 
+def test_gradients_that_are_added_for_every_score_leave_little_to_gain() -> None:
+    """There a joined tile that is empty in part costs more than a pair gains."""
+    assert kind_of(frozenset()) == "nothing"
+    assert kind_of(frozenset({"head", "column"})) == "summed"
+    assert kind_of(frozenset({"head", "row"})) == "spread"
+    whole = full_runs(2048, 2048, (128, 128), CPU)
+    lower = create_block_mask(CAUSAL, None, None, 2048, 2048, BLOCK_SIZE=128).runs
+    for kind, expected in (("nothing", True), ("summed", True), ("spread", False)):
+        assert fewer_clocks(whole, kind)
+        assert fewer_clocks(lower, kind) == expected
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"width": 64, "dynamic": False}, "expected 128, 128 and dynamic=False"),
-        ({}, "expected 128, 128 and dynamic=False"),
-        ({"dynamic": False, "turns": "descending"}, "turns='descending': expected ''"),
+        ({"width": 64}, "expected 128, 128 and dynamic=True"),
+        ({"dynamic": False}, "expected 128, 128 and dynamic=True"),
     ],
 )
 def test_what_is_not_supported_says_so(settings: dict[str, Any], said: str) -> None:

@@ -17,8 +17,8 @@ from cutlass import cute
 from attnkit import emulation, emulator, flex_attention, masks, mods
 from attnkit.score_form import score_form
 from attnkit.splice.fakes_backward import prepare_arguments
+from attnkit.templates.sm90.backward_rows import NOTHING, PrepareColumns
 from attnkit.templates.sm100.backward_config import BackwardConfig
-from attnkit.templates.sm100.backward_rows import NOTHING, PrepareColumns
 from attnkit.trace import trace
 from tests.templates.backward_kit import FP16, check, draw, poisoned  # noqa: F401
 

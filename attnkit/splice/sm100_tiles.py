@@ -1,0 +1,133 @@
+"""Which kernel of the Blackwell forward takes a mask: the one with the fewest predicted clocks.
+
+Pairs of CTAs need fewer clocks for a block, and joining tiles to their 512 rows costs blocks at the
+edges of the mask. A mask's own tiles have 128 rows, from which those of every kernel are joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from attnkit import expr
+from attnkit.kernel_table import Kernel, fitting
+from attnkit.score_form import ScoreForm, is_relative
+from attnkit.sparse import BlockRuns
+from attnkit.worklist import fitted
+
+ROWS = 128  # of a query tile
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """What an SM takes, predicted (`attnkit explain --arch sm_100a`).
+
+    Attributes:
+        full, partial: from one FULL, or PARTIAL, block to the next.
+        tile: a tile beside its blocks.
+        modded: as `full` and `partial`, with a score_mod that does nothing for each score.
+    """
+
+    full: int
+    partial: int
+    tile: int
+    modded: tuple[int, int]
+
+
+Known: TypeAlias = dict[tuple[int, int], Clocks]
+
+# What an operation of a score_mod for each score adds to a block of a query tile of 128 x 128, about:
+# softcap 230, a relative bias 370, T5's 450.
+OPERATION = 300
+
+
+def chosen(
+    found: Sequence[Kernel],
+    head_dims: tuple[int, int],
+    runs: BlockRuns | None,
+    listed: bool,
+    form: ScoreForm,
+) -> tuple[Kernel, str]:
+    """The kernel for a mask, and why.
+
+    Args:
+        found: kernels for these head dims, best first.
+        head_dims: of query and value.
+        runs: tiles to visit, None for all. More than 128 rows ask for the kernel with these tiles.
+        listed: block lists overrule the mask, so that tiles cannot be joined.
+        form: the score_mod.
+    """
+    if loads(form) > 1:  # the registers of a pair do not suffice
+        found = [k for k in found if k.ctas == 1]
+    if runs is None:
+        return found[0], "nothing is masked"
+    exact = next((k for k in found if k.block == runs.block), None)
+    if exact is not None and (exact.block[0] > ROWS and not listed):
+        return exact, "its tiles were asked for"
+    known = clocks_of(head_dims)
+    rivals = [k for k in found if k.block in known and (not listed or divides(k, runs))]
+    if not rivals:
+        return fitting(found, runs.block, listed), "its tiles fit those of the mask"
+    totals = {k: total(k, known[k.block], runs, form) for k in rivals}
+    best, *others = sorted(rivals, key=lambda k: totals[k])
+    name = "a pair of CTAs" if best.ctas > 1 else "one CTA"
+    if not others:
+        return best, f"{name}: block lists with tiles of {runs.block} fit no other"
+    rival = next((k for k in others if k.ctas != best.ctas), others[0])
+    ratio = totals[best] / max(1, totals[rival])
+    what = f"{rival.block[0]} x {rival.block[1]}"
+    return best, f"{name}: predicted {ratio:.3f} of the clocks of {what} for these tiles"
+
+
+def divides(kernel: Kernel, runs: BlockRuns) -> bool:
+    """Whether tiles can be cut into those of a kernel."""
+    return not any(own % new for own, new in zip(runs.block, kernel.block, strict=True))
+
+
+def total(kernel: Kernel, clocks: Clocks, runs: BlockRuns, form: ScoreForm) -> int:
+    """Clocks of all SMs that a kernel is predicted to take."""
+    full, partial = clocks.full, clocks.partial
+    if not form.plain:
+        full, partial = clocks.modded
+        scores = kernel.block[0] // kernel.ctas * kernel.block[1]
+        extra = operations(form) * OPERATION * scores // ROWS**2
+        full, partial = full + extra, partial + extra
+    tiles = fitted(runs, kernel.block)
+    _, some, whole = tiles.counts()
+    rows = tiles.batch * tiles.heads * tiles.q_blocks
+    return kernel.ctas * (whole * full + some * partial + rows * clocks.tile)
+
+
+def loads(form: ScoreForm) -> int:
+    """Loads of a score_mod that are done for each score by itself."""
+    parts = [n for n in (form.factor, form.rest) if n is not None]
+    found = (n for n in expr.topo(*parts) if n.op == "load" and {"q", "kv"} <= expr.reads(n))
+    return sum(not is_relative(n) for n in found)
+
+
+def operations(form: ScoreForm) -> int:
+    """Operations of a score_mod that are done for each score."""
+    parts = [n for n in (form.factor, form.rest) if n is not None]
+    reads = (expr.reads(n) for n in expr.topo(*parts) if n.op not in ("arg", "const"))
+    return sum("score" in names or {"q", "kv"} <= names for names in reads)
+
+
+def clocks_of(head_dims: tuple[int, int]) -> Known:
+    """Clocks by a kernel's tiles; empty where there is no choice."""
+    wide, deep = head_dims
+    if deep > ROWS or wide > 192 or max(head_dims) <= 96:
+        return {}
+    return _WIDE if wide > ROWS else _SQUARE
+
+
+_SQUARE: Known = {
+    (512, 128): Clocks(2113, 3133, 3247, modded=(2448, 3387)),
+    (256, 128): Clocks(2353, 3279, 3280, modded=(2597, 3541)),
+    (128, 128): Clocks(1690, 2064, 3742, modded=(1692, 2279)),
+}
+_WIDE: Known = {
+    (512, 128): Clocks(2560, 3329, 3585, modded=(2560, 3600)),
+    (256, 64): Clocks(1841, 2372, 6154, modded=(1841, 2600)),
+    (128, 64): Clocks(1055, 1236, 4118, modded=(1055, 1400)),
+}

@@ -1,0 +1,144 @@
+"""Sums of dQ that nobody clears, on a GPU: against a backward that writes zeros before.
+
+Who adds to a chunk before it was stored, or stores it afterwards, shows on memory that holds NaN or
+what a call before has left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnkit import firsts, flex_attention, masks, mods
+from attnkit.splice import backward_work
+from attnkit.splice.backward_work import Work
+from tests.gpu import cute_kit as kit
+from tests.gpu.test_repeated_backwards import close, forget, poison, replayed  # noqa: F401
+
+CAUSAL = masks.causal()
+HEADS = 8
+
+
+@contextmanager
+def storing(wanted: bool) -> Iterator[list[Work]]:
+    """Backwards that store first parts wherever they can, or never; their tables."""
+    found: list[Work] = []
+    plain = backward_work._tables
+
+    def kept(*args: Any) -> Work:
+        found.append(plain(*args))
+        return found[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backward_work, "_tables", kept)
+        patch.setattr(backward_work, "_lists", type(backward_work._lists)())
+        patch.setattr(firsts, "BYTES_A_CLOCK", 1 if wanted else 1 << 40)
+        forget()
+        yield found
+        forget()
+
+
+def drawn(length: int, dim: int, kv_heads: int) -> list[Tensor]:
+    random = torch.Generator(kit.DEVICE).manual_seed(length)
+    shapes = [(1, h, length, dim) for h in (HEADS, kv_heads, kv_heads, HEADS)]
+    made = [torch.randn(s, generator=random, device=kit.DEVICE) for s in shapes]
+    return [t.to(torch.bfloat16).requires_grad_() for t in made]
+
+
+def gradients(
+    made: list[Tensor], mask: Any, mod: Any = None, deterministic: bool = False
+) -> list[Tensor]:
+    *qkv, grad = made
+    options = {"backend": kit.BACKEND, "deterministic": deterministic}
+    out = flex_attention(*qkv, mod, mask, enable_gqa=True, **options)
+    return list(torch.autograd.grad(out, qkv, grad))
+
+
+def bands(length: int) -> dict[str, Any]:
+    ids = torch.arange(length, device=kit.DEVICE) // 600
+    return {
+        "window": CAUSAL & masks.sliding_window(512),
+        "both sides": masks.sliding_window(300),
+        "documents": CAUSAL & masks.document(ids),
+        "causal": CAUSAL,
+        "all": None,
+    }
+
+
+@pytest.mark.parametrize("name", ["window", "both sides", "documents", "causal"])
+@pytest.mark.parametrize(
+    ("dim", "kv_heads", "length"), [(128, 8, 4096), (64, 8, 4096), (128, 2, 2990)]
+)
+def test_as_with_zeros(
+    replayed: list[bool],  # noqa: F811
+    name: str,
+    dim: int,
+    kv_heads: int,
+    length: int,
+) -> None:
+    made, mask = drawn(length, dim, kv_heads), bands(length)[name]
+    with storing(False) as works:
+        expected = gradients(made, mask)
+        assert not works[-1].marks
+    with storing(True) as works:
+        for _ in range(12):
+            poison()
+            close(gradients(made, mask), expected)
+        assert works[-1].marks
+    assert replayed[-1]
+
+
+def test_with_a_slope() -> None:
+    made = drawn(2048, 64, 8)
+    with storing(False):
+        expected = gradients(made, CAUSAL, mods.softcap(20.0))
+    with storing(True) as works:
+        close(gradients(made, CAUSAL, mods.softcap(20.0)), expected)
+        assert works[-1].marks
+
+
+def test_where_many_wait() -> None:
+    """All kv tiles meet the first q tile at once: slow, but right and with an end."""
+    made = drawn(4096, 128, 8)
+    with storing(False):
+        expected = gradients(made, None)
+    with storing(True) as works:
+        for _ in range(5):
+            close(gradients(made, None), expected)
+        assert works[-1].marks
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_more_ctas_than_run_at_once(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None waits for a kv tile of one that has not begun."""
+    made, mask = drawn(4096, 128, 8), bands(4096)["window"]
+    with storing(False):
+        expected = gradients(made, mask)
+    plain = backward_work.workers
+    monkeypatch.setattr(backward_work, "workers", lambda *args: 3 * plain(*args))
+    with storing(True) as works:
+        for _ in range(5):
+            close(gradients(made, mask, deterministic=deterministic), expected)
+        assert works[-1].workers == works[-1].pieces.shape[0]
+        assert works[-1].stored
+
+
+def test_graph() -> None:
+    made = drawn(4096, 128, 8)
+    mask = bands(4096)["window"]
+    with storing(True) as works:
+        expected = gradients(made, mask)
+        assert works[-1].marks
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = gradients(made, mask)
+        for _ in range(10):
+            for t in found:
+                t.fill_(torch.nan)
+            graph.replay()
+            close(found, expected)

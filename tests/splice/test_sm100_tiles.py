@@ -1,0 +1,142 @@
+"""Which kernel of the Blackwell forward a mask's tiles get."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.attention import flex_attention as flex
+
+pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
+
+from attnkit import create_block_mask, explain, masks, mods
+from attnkit.guards import traced
+from attnkit.kernel_table import Kernel, kernels
+from attnkit.score_form import ScoreForm, score_form
+from attnkit.sparse import BlockRuns
+from attnkit.splice.sm100_tiles import OPERATION, chosen, clocks_of, operations, total
+from attnkit.worklist import full_runs
+
+CPU = torch.device("cpu")
+PLAIN = score_form(None)
+CAUSAL = masks.causal()
+WINDOW = CAUSAL & masks.sliding_window(1024)
+
+
+def form_of(mod: Any) -> ScoreForm:
+    return score_form(traced(mod, "score", CPU).root)
+
+
+def tiles(mask: Any, length: int, block: tuple[int, int] = (128, 128)) -> BlockRuns:
+    return create_block_mask(mask, None, None, length, length, BLOCK_SIZE=block).runs
+
+
+def choice(
+    runs: BlockRuns,
+    dims: tuple[int, int] = (128, 128),
+    listed: bool = False,
+    form: ScoreForm = PLAIN,
+) -> tuple[Kernel, str]:
+    return chosen(kernels(*dims, template="sm100"), dims, runs, listed, form)
+
+
+@pytest.mark.parametrize(
+    ("mask", "block"),
+    [(CAUSAL, (512, 128)), (WINDOW, (256, 128)), (masks.prefix(8000), (512, 128))],
+    ids=["causal", "window", "prefix"],
+)
+def test_long_rows_take_pairs_and_narrow_bands_do_not(mask: Any, block: tuple[int, int]) -> None:
+    kernel, why = choice(tiles(mask, 8192))
+    assert kernel.block == block
+    name, other = ("a pair of CTAs", "256") if kernel.ctas == 2 else ("one CTA", "512")
+    assert why.startswith(f"{name}: predicted 0.")
+    assert f"of the clocks of {other} x 128" in why
+
+
+def test_other_head_dims() -> None:
+    runs = tiles(CAUSAL, 8192, (128, 64))
+    assert choice(runs, (192, 128))[0].ctas == 2
+    for dims in ((64, 64), (72, 96), (192, 192), (256, 256)):  # pairs gain nothing
+        block = kernels(*dims, template="sm100")[0].block
+        assert choice(tiles(CAUSAL, 2048, block), dims)[0].block == block
+
+
+def test_block_lists_are_cut_and_never_joined() -> None:
+    for block, expected in (((512, 128), 512), ((256, 256), 256), ((128, 128), 128)):
+        kernel, why = choice(tiles(CAUSAL, 8192, block), listed=True)
+        assert kernel.block == (expected, 128)
+    assert "block lists with tiles of (128, 128) fit no other" in why
+
+
+def test_what_loads_twice_for_a_score_takes_one_cta() -> None:
+    """A pair's registers would spill there."""
+    near, far = torch.zeros(64, 64, dtype=torch.int32), torch.zeros(9)
+    twice = form_of(lambda score, b, h, q, kv: score + far[near[q // 64, kv // 64]])
+    once = form_of(lambda score, b, h, q, kv: score + far[(q * 3 + kv) % 9])
+    found = kernels(128, 128, template="sm100")
+    for form, ctas in ((twice, 1), (once, 2)):
+        for runs in (None, tiles(masks.prefix(4000), 4096)):
+            assert chosen(found, (128, 128), runs, False, form)[0].ctas == ctas
+
+
+def test_tall_tiles_ask_for_their_kernel() -> None:
+    for block in ((512, 128), (256, 128)):
+        for mask in (CAUSAL, WINDOW):
+            kernel, why = choice(tiles(mask, 4096, block))
+            assert (kernel.block, why) == (block, "its tiles were asked for")
+
+
+def test_the_work_of_a_mod_for_each_score() -> None:
+    assert [operations(form_of(m)) for m in (mods.alibi(1), mods.softcap(20.0))] == [0, 3]
+    assert operations(PLAIN) == 0
+    assert operations(form_of(mods.relative_bias(torch.zeros(1, 65)))) > 3
+
+
+@given(
+    st.integers(129, 3000),
+    st.integers(1, 3000),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([PLAIN, form_of(mods.softcap(20.0))]),
+)
+def test_the_choice_is_the_least_sum_of_clocks(
+    q_len: int, kv_len: int, seed: int, form: ScoreForm
+) -> None:
+    """Against tiles that are counted one by one in a dense grid."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, columns = -(-q_len // 128), -(-kv_len // 128)
+    states = torch.randint(0, 3, (1, 1, rows, columns), generator=generator).to(torch.int8)
+    runs = BlockRuns.from_states(states, q_len, kv_len, (128, 128))
+    kernel, _ = choice(runs, form=form)
+    costs = {}
+    for other in kernels(128, 128, template="sm100"):
+        known = clocks_of((128, 128)).get(other.block)
+        if known is None:
+            continue
+        high = other.block[0] // 128
+        groups = [states[0, 0, i : i + high] for i in range(0, rows, high)]
+        full = sum(int((g == 2).all(0).sum()) for g in groups)
+        kept = sum(int((g > 0).any(0).sum()) for g in groups)
+        clocks = [known.full, known.partial] if form.plain else list(known.modded)
+        extra = 0 if form.plain else 3 * OPERATION * other.block[0] // other.ctas // 128
+        cost = full * (clocks[0] + extra) + (kept - full) * (clocks[1] + extra)
+        costs[other] = other.ctas * (cost + len(groups) * known.tile)
+        assert total(other, known, runs, form) == costs[other]
+    assert costs[kernel] == min(costs.values())
+
+
+def test_a_mask_comes_in_tiles_that_can_be_joined() -> None:
+    def plan(**call: Any) -> tuple[int, int]:
+        return explain(None, CAUSAL, arch="sm_100a", **call).plan.block
+
+    assert plan(q_len=2048, head_dim=128) == (128, 128)
+    assert plan(q_len=256, head_dim=128) == (256, 128)
+    assert plan(q_len=2048, head_dim=64) == (256, 128)
+    fixed = {"BLOCK_M": 256, "BLOCK_N": 128}
+    assert plan(q_len=2048, head_dim=128, kernel_options=fixed) == (256, 128)
+    lists = flex.create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 1024, 1024, "cpu")
+    found = explain(None, lists, q_len=1024, head_dim=128, arch="sm_100a")
+    assert found.layout.roles  # a kernel of one query tile
+    assert full_runs(1024, 1024, found.plan.block, CPU).block == (128, 128)

@@ -1,0 +1,103 @@
+"""Who stores the first part of each sum of dQ: one piece, the first in the list, and its first tiles."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+
+from attnkit import create_block_mask, masks
+from attnkit.firsts import Firsts, chosen, firsts
+from attnkit.schedule import Schedule, Shape, schedule_backward
+from attnkit.simulate import simulate
+from attnkit.sparse import BlockRuns
+from attnkit.splitting import Cost
+from tests.schedule_cases import Case, cases, walked
+
+COST = Cost(full=3030, partial=3180, tile=9500, merge=6500)
+WORKERS = 132
+
+
+@given(case=cases(orders=("falling",), backward=True, most=8))
+def test_who_stores_is_first_in_the_list(case: Case) -> None:
+    schedule = case.schedule()
+    visits: dict[tuple[int, int, int], list[int]] = {}
+    tiles = []
+    for piece, ((b, h, _), _, partial, full) in enumerate(walked(case, schedule)):
+        tiles.append(sorted(partial + full))
+        for q in tiles[-1]:
+            visits.setdefault((b, h, q), []).append(piece)
+    every = case.shape.batch * case.shape.heads * case.runs.q_blocks
+    found = firsts(case.runs, schedule)
+    first = {key: pieces[0] for key, pieces in visits.items()}
+    where = list(zip(schedule.b.tolist(), schedule.h.tolist(), strict=True))
+    stores = [[first[b, h, q] == p for q in tiles[p]] for p, (b, h) in enumerate(where)]
+    together = all(a or not b for own in stores for a, b in pairwise(own))
+    if len(visits) < every:
+        assert found == "some q tiles meet no kv tile"
+    elif not together:
+        assert found == "a kv tile is first at q tiles that are not the first of its own"
+    else:
+        assert isinstance(found, Firsts)
+        stop = found.stop.tolist()
+        assert [[q < stop[p] for q in own] for p, own in enumerate(tiles)] == stores
+
+
+def made(mask: masks.Mask | None, length: int) -> BlockRuns:
+    keep = mask if mask is not None else lambda b, h, q, kv: q >= 0
+    size = {"BLOCK_SIZE": (64, 128), "device": "cpu"}
+    return create_block_mask(keep, None, None, length, length, **size).runs
+
+
+def scheduled(runs: BlockRuns, heads: int) -> Schedule:
+    return schedule_backward(runs, Shape(1, heads, 65536), workers=WORKERS, cost=COST)
+
+
+IDS = torch.arange(4096) * 8 // 4096
+BANDS = {
+    "window": masks.causal() & masks.sliding_window(512),
+    "both sides": masks.sliding_window(512),
+    "documents": masks.document(IDS) & masks.causal(),
+    "causal": masks.causal(),
+}
+
+
+@pytest.mark.parametrize("name", BANDS)
+def test_bands_take_it_without_waiting(name: str) -> None:
+    runs = made(BANDS[name], 4096)
+    before = scheduled(runs, 32)
+    found = chosen(runs, before, 32 * 4096 * 128)
+    assert not isinstance(found, str), found
+    schedule, owners = found
+    assert owners.cycles * 100 < before.bound
+    assert simulate(schedule).makespan * 100 < simulate(before).makespan * 102
+
+
+@pytest.mark.parametrize("length", [2048, 4096])
+def test_all_at_once_would_wait(length: int) -> None:
+    """Without a mask all kv tiles begin at the first q tile."""
+    runs = made(None, length)
+    assert "cycles more" in chosen(runs, scheduled(runs, 32), 32 * length * 128)
+
+
+def test_long_rows_are_not_looked_at() -> None:
+    runs = made(None, 17000)
+    assert chosen(runs, scheduled(runs, 1), 17000 * 128) == "a q tile meets more than 128 kv tiles"
+
+
+def test_rows_that_keep_nothing_need_zeros() -> None:
+    keep = lambda b, h, q, kv: (kv <= q) & (q - kv < 300) & ((q < 1024) | (q >= 1280))
+    runs = create_block_mask(keep, None, None, 4096, 4096, BLOCK_SIZE=(64, 128), device="cpu").runs
+    found = chosen(runs, scheduled(runs, 32), 32 * 4096 * 128)
+    assert found == "some q tiles meet no kv tile"
+
+
+def test_parts_of_a_kv_tile_are_refused() -> None:
+    runs = made(masks.causal(), 1024)
+    other = replace(COST, tile=1, merge=1)
+    schedule = schedule_backward(runs, Shape(1, 1, 65536), workers=WORKERS, cost=other)
+    assert schedule.split.numel()
+    assert firsts(runs, schedule) == "kv tiles are split"
