@@ -26,7 +26,7 @@ from attnkit.plan import BLOCK
 from attnkit.planning import planned, settled
 from attnkit.precision import wide
 from attnkit.repeats import Likeness
-from attnkit.splice import compute_dtype, out_like
+from attnkit.splice import compute_dtype, output_like
 from attnkit.trace import Traced
 from attnkit.validate import check_scale, check_tensors
 from attnkit.variant import Variant
@@ -281,7 +281,7 @@ def _attention_fake(
 ) -> tuple[Tensor, Tensor, Tensor]:
     lse = query.new_empty(query.shape[:3], dtype=compute_dtype(query))
     top = torch.empty_like(lse) if Request.parse(rest[-2]).need_max else lse.new_empty(0)
-    return out_like(query, value.shape[-1]), lse, top
+    return output_like(query, value.shape[-1]), lse, top
 
 
 @torch.library.register_fake("attnkit::attention_backward")  # type: ignore[untyped-decorator]

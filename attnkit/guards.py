@@ -4,8 +4,9 @@ A trace depends on the function's code and on whatever the code reads: closure c
 globals, the functions it calls. `traced` walks all of that into a fingerprint. Numbers and strings
 enter by value, tensors by shape and dtype (they are arguments of the graph, never baked in), so
 another closure of the same code over another tensor of the same shape needs no second trace.
-Anything that cannot be read this way (an object or a class with attributes, a numpy array) makes
-the function unprovable: it is traced again at every call rather than trusted.
+Anything that cannot be read this way (an object or a class with attributes, a numpy array, `eval`,
+an import inside the function, a setting of torch) makes the function unprovable: it is traced again
+at every call rather than trusted.
 
 The walk takes tens of microseconds; a function that was walked over before is watched instead
 (`watch`), where that tells as much.
@@ -13,6 +14,7 @@ The walk takes tens of microseconds; a function that was walked over before is w
 
 from __future__ import annotations
 
+import dis
 import functools
 import types
 import warnings
@@ -37,6 +39,15 @@ _CACHE_SIZE = 1024
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, np.generic)
 _MODULES = frozenset({"torch", "math", "numpy", "operator", "functools", "attnkit", "typing"})
 _TYPES = _MODULES | {"builtins"}  # whose classes do not change
+_BUILTINS = _TYPES | {"_functools", "_operator"}  # where functions in C say that they live
+_IMPORT = dis.opmap["IMPORT_NAME"]
+# What answers by more than its arguments: the walk cannot see what that is.
+_LIVE = frozenset(
+    "eval exec globals locals vars input open __import__ import_module is_grad_enabled "
+    "is_inference_mode_enabled is_autocast_enabled is_autocast_cpu_enabled get_autocast_dtype "
+    "are_deterministic_algorithms_enabled get_default_dtype get_default_device get_num_threads "
+    "current_device device_count is_available initial_seed is_compiling".split()
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,20 +145,28 @@ class _Walk:
 
     def _fixed(self, x: Any) -> Any:
         """Objects that cannot change: library functions, modules and classes."""
-        if isinstance(x, types.ModuleType) and x.__name__.partition(".")[0] in _MODULES:
+        if getattr(x, "__name__", None) in _LIVE:
+            raise _Unprovable
+        if isinstance(x, types.ModuleType) and _root(x.__name__) in _MODULES:
             return x
         if isinstance(x, types.BuiltinFunctionType):
             owner = x.__self__
-            if owner is None or isinstance(owner, types.ModuleType) or _is_fixed_type(owner):
+            if owner is None or _is_fixed_type(owner):
+                return x
+            if isinstance(owner, types.ModuleType) and _root(owner.__name__) in _BUILTINS:
                 return x
         if _is_fixed_type(x) or isinstance(x, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
             return x
         raise _Unprovable
 
     def _function(self, x: types.FunctionType) -> Any:
+        if x.__name__ in _LIVE:
+            raise _Unprovable
         # torch's own, but not what it makes around a user's: and_masks(one, other)
-        if str(x.__module__).partition(".")[0] == "torch" and not x.__closure__:
+        if _root(str(x.__module__)) == "torch" and not x.__closure__:
             return x
+        if _reads_more(x.__code__):
+            raise _Unprovable
         cells = []
         for cell in x.__closure__ or ():
             try:
@@ -161,8 +180,13 @@ class _Walk:
         return (x.__code__, tuple(cells), read, extras)
 
 
+def _root(name: str) -> str:
+    """The package of a module."""
+    return name.partition(".")[0]
+
+
 def _is_fixed_type(x: Any) -> bool:
-    return isinstance(x, type) and str(x.__module__).partition(".")[0] in _TYPES
+    return isinstance(x, type) and _root(str(x.__module__)) in _TYPES
 
 
 @functools.lru_cache(maxsize=4096)
@@ -173,6 +197,18 @@ def _names_read(code: types.CodeType) -> tuple[str, ...]:
         if isinstance(inner, types.CodeType):
             names.update(dict.fromkeys(_names_read(inner)))
     return tuple(names)
+
+
+@functools.lru_cache(maxsize=4096)
+def _reads_more(code: types.CodeType) -> bool:
+    """Whether the code, or a function defined in it, may read what is not seen from its names."""
+    if not _LIVE.isdisjoint(code.co_names):
+        return True
+    if _IMPORT in code.co_code[::2]:  # seldom: reading the instructions takes longer than a trace
+        for step in dis.get_instructions(code):
+            if step.opcode == _IMPORT and _root(str(step.argval)) not in _MODULES:
+                return True
+    return any(_reads_more(c) for c in code.co_consts if isinstance(c, types.CodeType))
 
 
 def recalled(

@@ -24,7 +24,7 @@ from attnkit.splice import (
     Lists,
     Program,
     compute_dtype,
-    out_like,
+    output_like,
     prepare,
     repeated_backward,
     run_backward,
@@ -159,7 +159,7 @@ def _forward_fake(
     need_max = rest[-1]
     lse = query.new_empty(query.shape[:3], dtype=compute_dtype(query))
     return (
-        out_like(query, value.shape[-1]),
+        output_like(query, value.shape[-1]),
         lse,
         torch.empty_like(lse) if need_max else lse.new_empty(0),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnkit.errors import DTypeError, ShapeError
+from attnkit.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -25,7 +25,8 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
         arithmetic is done.
 
     Raises:
-        ShapeError, DTypeError: the four tensors do not fit together.
+        ArgumentError: one of them is no tensor.
+        ShapeError, DTypeError, DeviceError: the four tensors do not fit together.
     """
     _check(out_a, lse_a, out_b, lse_b)
     top = torch.maximum(lse_a, lse_b).detach()  # any common factor cancels, so no gradient
@@ -40,6 +41,15 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
 
 def _check(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
+    named = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+    for name, t in named.items():
+        if not isinstance(t, Tensor):
+            raise ArgumentError(
+                f"{name} must be a torch.Tensor, got {type(t).__name__}; merge takes four tensors, "
+                "the outputs and LSEs of two calls with return_lse=True"
+            )
+        if t.device != out_a.device:
+            raise DeviceError(f"{name} is on {t.device}, out_a is on {out_a.device}; move one")
     if out_a.shape != out_b.shape or lse_a.shape != lse_b.shape or out_a.dim() == 0:
         raise ShapeError(
             f"out_a and out_b must have one shape [..., Dv], lse_a and lse_b one shape [...]; got "

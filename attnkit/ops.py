@@ -46,7 +46,8 @@ def flex_attention(
 
     Exact against dense attention to the rounding of the dtype; differentiable in query, key,
     value, the LSE and the float tensors that score_mod captures. Tiles that the mask empties are
-    not computed. A row that keeps nothing gives 0, LSE -inf and gradient 0.
+    not computed. A row that keeps nothing gives 0, LSE -inf and gradient 0. Captured tensors may be
+    edited in place by torch; of edits through `t.data[...]` or a numpy view, tiles know nothing.
 
     Under torch.autocast query, key and value are cast to its dtype (float64 is not), and nothing
     inside is. In torch.compile a call is one operator, which finds the tiles when it runs; there

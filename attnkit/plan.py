@@ -223,7 +223,7 @@ def choose(
 
 def parsed(backend: str) -> tuple[str, Target | None]:
     """The backend without its architecture, and what is emulated."""
-    kind, colon, arch = backend.partition(":")
+    kind, colon, arch = str(backend).partition(":")
     if kind not in BACKENDS or (colon and kind != "emulate"):
         raise OptionError(
             f"backend={backend!r} is not known; expected one of {', '.join(BACKENDS)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -84,12 +85,20 @@ def trace(function: Callable[..., Any], kind: Kind, device: torch.device | str =
     except Exception as error:
         if tracer.error is None:
             raise TraceError(
-                f"{_name_of(function)} raised {type(error).__name__} while it was traced: {error}"
+                f"{_name_of(function)} raised {type(error).__name__} while it was traced: "
+                f"{_said(error)}"
             ) from error
     if tracer.error is not None:
         raise tracer.error
     root, tensors = _used(root, tracer.tensors)
     return Traced(kind, root, tensors, _names(function, tensors), tracer.derived)
+
+
+def _said(error: Exception) -> str:
+    """The message of an error of the user's code, with what numpy's own leaves unsaid."""
+    if "__array_ufunc__" in str(error):
+        return "a numpy function takes no traced value; use the torch function of that name"
+    return str(error)
 
 
 def _used(root: Node, tensors: list[Tensor]) -> tuple[Node, tuple[Tensor, ...]]:
@@ -106,7 +115,8 @@ def _check_arity(function: Callable[..., Any], kind: Kind) -> None:
     names = ARGUMENTS[kind]
     signature = f"{kind}_mod({', '.join(names)})"
     if not callable(function):
-        raise TraceError(f"{kind}_mod must be a callable {signature}, got {function!r}")
+        got = f"{type(function).__name__} {reprlib.repr(function)}"
+        raise TraceError(f"{kind}_mod must be a callable {signature}, got {got}")
     try:
         parameters = inspect.signature(function)
     except (TypeError, ValueError):

@@ -148,7 +148,8 @@ class Resolver:
         return _Points(q.shape[-1] * kv.shape[-1], positions)
 
     def _equal(self) -> _Points | None:
-        known = [match for match in self.tables.equal.values() if isinstance(match, Pairs)]
+        exact = [match for match in self.tables.equal.values() if isinstance(match, Pairs)]
+        known = exact + self.tables.samples
         if not known:
             return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -176,10 +177,25 @@ CASES: dict[str, tuple[Any, type[AttnkitError], str]] = {
         OptionError,
         "backend='triton' is not known; expected one of auto, eager, cpu, cute, emulate",
     ),
+    "no backend": (
+        lambda: call(backend=None),
+        OptionError,
+        "backend=None is not known; expected one of auto, eager, cpu, cute, emulate",
+    ),
     "no GPU kernel": (
         lambda: call(backend="cute"),
         UnsupportedError,
         "backend='cute' asks for a kernel compiled for a GPU",
+    ),
+    "numpy on a score": (
+        lambda: call(None, None, None, lambda s, b, h, q, kv: np.exp(s)),
+        TraceError,
+        "raised TypeError while it was traced: a numpy function takes no traced value; use the torch",
+    ),
+    "tensor as mask_mod": (
+        lambda: create_block_mask(t(16, 16), 1, 1, 16, 16),
+        TraceError,
+        "mask_mod must be a callable mask_mod(b, h, q, kv), got Tensor",
     ),
     "score_mod": (
         lambda: call(None, None, None, 3),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import sys
+import types
 from collections.abc import Iterator
+from sys import getrecursionlimit
 from typing import Any
 
 import pytest
@@ -204,6 +207,56 @@ def test_value_read_from_a_tensor_is_read_again(counter: Counter) -> None:
     assert text(mask) == "q - kv <= 2"
     size.fill_(6)
     assert text(mask) == "q - kv <= 6"
+
+
+def _imported(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    from guards_settings import size  # type: ignore[import-not-found]
+
+    return q - kv <= size
+
+
+_aliased = torch.get_num_threads
+UNSEEN: dict[str, Any] = {
+    "globals": lambda b, h, q, kv: q - kv <= globals()["WINDOW"],
+    "eval": lambda b, h, q, kv: q - kv <= eval("WINDOW"),
+    "an import": _imported,
+    "a setting of torch": lambda b, h, q, kv: q - kv <= torch.get_num_threads(),
+    "a setting by another name": lambda b, h, q, kv: q - kv <= _aliased(),
+    "another module's function in C": lambda b, h, q, kv: q - kv <= getrecursionlimit(),
+    "in an inner function": lambda b, h, q, kv: (lambda: q - kv <= eval("WINDOW"))(),
+}
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_cannot_be_seen_is_traced_again(
+    name: str, counter: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = types.ModuleType("guards_settings")
+    monkeypatch.setitem(sys.modules, settings.__name__, settings)
+    threads, limit = torch.get_num_threads(), sys.getrecursionlimit()
+    try:
+        for size in (11, 12):
+            torch.set_num_threads(size)
+            sys.setrecursionlimit(limit + size)
+            settings.size = size  # type: ignore[attr-defined]
+            monkeypatch.setitem(globals(), "WINDOW", size)
+            assert text(UNSEEN[name]) == f"q - kv <= {size + limit * (name.endswith('in C'))}"
+    finally:
+        torch.set_num_threads(threads)
+        sys.setrecursionlimit(limit)
+
+
+def test_imports_that_do_not_change_are_known(counter: Counter) -> None:
+    def score(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        import math
+
+        import torch.nn.functional as functional
+
+        return functional.softplus(s) * math.sqrt(4)
+
+    for _ in range(3):
+        traced(score, "score", CPU)
+    assert counter.traces == 1
 
 
 def test_edited_tensor_needs_no_second_trace(counter: Counter) -> None:

@@ -179,6 +179,7 @@ def test_small_passes_change_nothing(case: Case, block: tuple[int, int]) -> None
             patch.setattr("attnkit.refinement._SMALL", 2)
             patch.setattr("attnkit.interp.matches._MAX_BITS", 3)
             patch.setattr("attnkit.interp.matches._MAX_DENSE", 0)
+            patch.setattr("attnkit.interp.matches._MAX_PAIRS", 500)
             runs = classify(case.root, case.tensors, block=block, device=CPU, **case.sizes())
     except BoundsError:
         reject()
@@ -325,6 +326,31 @@ def test_too_many_pairs_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.arange(100).view(1, 1, -1) * 7
     assert matches(held(q, 4), held(q.flip(-1), 4), (4, 4)) is None
     assert isinstance(matches(held(q, 4), held(q + 1, 4), (4, 4)), Bits)  # none in common
+
+
+def test_of_too_many_pairs_some_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnkit.interp.matches._MAX_PAIRS", 1 << 13)
+    ids = torch.randint(0, 100, (1, 1, 2048), generator=random(0))
+    found = matches(held(ids, 64), held(ids, 64), (64, 64))
+    assert isinstance(found, Pairs)
+    assert not found.whole
+    assert torch.equal(ids[0, 0, found.q], ids[0, 0, found.kv])
+    assert torch.equal(found.tile, found.q // 64 * 32 + found.kv // 64)
+    assert found.tile.unique().numel() == found.tile.numel() > 0.99 * 32 * 32
+
+
+def test_ids_in_any_order_with_too_many_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles are those of brute force, and next to none of them is evaluated whole."""
+    monkeypatch.setattr("attnkit.interp.matches._MAX_PAIRS", 1 << 14)
+    ids = torch.randint(0, 100, (2048,), generator=random(1))
+    for mask in (masks.document(ids), masks.document(ids) & masks.sliding_window(300)):
+        traced, statistics = trace(mask, "mask"), Statistics()
+        runs = classify(traced.root, traced.tensors, q_len=2048, kv_len=2048, block=(64, 64),
+                        batch=1, heads=1, device=CPU, statistics=statistics)  # fmt: skip
+        at = torch.arange(2048)
+        kept = torch.as_tensor(mask(torch.tensor(0), torch.tensor(0), at[:, None], at[None]))
+        check(runs, states_of(kept[None, None], (64, 64)))
+        assert statistics.dense < 20
 
 
 @given(v=values(), block=st.integers(1, 50), piece=st.integers(1, 70))

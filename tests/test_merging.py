@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attnkit.errors import DTypeError, ShapeError
+from attnkit.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from attnkit.merging import merge
 
 F64 = torch.float64
@@ -134,3 +135,8 @@ def test_what_does_not_fit_is_refused() -> None:
         merge(out, lse, out.half(), lse)
     with pytest.raises(DTypeError, match="one floating dtype"):
         merge(out, lse.int(), out, lse.int())
+    whole: Any = (out, lse)
+    with pytest.raises(ArgumentError, match=r"out_a must be a torch\.Tensor, got tuple"):
+        merge(whole, lse, out, lse)
+    with pytest.raises(DeviceError, match="lse_b is on meta, out_a is on cpu"):
+        merge(out, lse, out, lse.to("meta"))

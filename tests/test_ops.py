@@ -268,6 +268,20 @@ def test_runs_are_the_same_bits() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_out_may_be_edited_in_place(return_lse: bool) -> None:
+    """As FlexAttention's; where backward needs it, torch says so then."""
+    q, k, v = (t.requires_grad_() for t in inputs())
+    for query in (q, q.transpose(1, 2).contiguous().transpose(1, 2)):
+        for _ in range(3):
+            made = flex_attention(query, k, v, softcap, causal, return_lse=return_lse)
+            out = made[0] if return_lse else made
+            assert torch.equal(out.clone().mul_(2), out.mul_(2))
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                out.sum().backward()
+            assert not flex_attention(query, k, v, softcap, causal).detach_().requires_grad
+
+
 def test_second_derivative_is_refused() -> None:
     q, k, v = inputs((1, 1, 20, 4))
     (first,) = torch.autograd.grad(flex_attention(q, k, v).sum(), q, create_graph=True)

@@ -375,6 +375,25 @@ def test_operators_are_what_they_claim() -> None:
         torch.library.opcheck(torch.ops.attnkit.attention_backward.default, saved, test_utils=tests)
 
 
+def test_strides_are_those_of_the_fake() -> None:
+    """Queries that are expanded or whose last axis is not dense, too: compiled code asserts it."""
+    given = inputs()
+    shape = given[0].shape
+    queries = [torch.randn(shape[::-1]).permute(3, 2, 1, 0)]
+    queries += [torch.randn(shape[-1]).expand(shape), torch.randn(1, *shape[1:]).expand(shape)]
+    request = attnkit.deferred.requested(None, None, "plain", (), "auto", False, False, False)
+    for query in queries:
+        tensors = (query, *(t.detach() for t in given[1:]))
+        arguments = (*tensors, [], [], [], [], request.text, None)
+        checked = ("test_faketensor",)
+        torch.library.opcheck(torch.ops.attnkit.attention.default, arguments, test_utils=checked)
+        out, lse, _ = torch.ops.attnkit.attention(*arguments)
+        saved = (torch.randn_like(out), torch.randn_like(lse), *tensors, out, lse, *arguments[3:])
+        torch.library.opcheck(
+            torch.ops.attnkit.attention_backward.default, (*saved, []), test_utils=checked
+        )
+
+
 def test_inductor() -> None:
     layer, made = Layer(), inputs()
     call = torch.compile(layer, fullgraph=True)

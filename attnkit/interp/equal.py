@@ -2,7 +2,7 @@
 
 Where every block holds all the integers between its least and its greatest one, as sorted ids do,
 intervals are exact already. Otherwise the tiles that hold equal values are found out and kept with
-the tables (`matches.py`), unless they are too many to list.
+the tables (`matches.py`); of too many to list, samples are.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from attnkit.interp.blockwise import Blocks, Compare, Total
-from attnkit.interp.matches import Held, matches
+from attnkit.interp.matches import Held, Pairs, matches
 from attnkit.interp.tables import Domain, Tables
 from attnkit.sided import Side
 
 
 def settle_equalities(blocks: Blocks, tables: Tables) -> None:
-    """Fill `tables.equal` for the equalities of a compiled mask."""
+    """Fill `tables.equal` and `tables.samples` for the equalities of a compiled mask."""
     domain, block = tables.domain, tables.block
     for n, recipe in blocks.steps:
         if n.op != "eq" or not isinstance(recipe, Compare) or not _is_two_sided(recipe):
@@ -31,7 +31,9 @@ def settle_equalities(blocks: Blocks, tables: Tables) -> None:
             tables.equal[n] = None
         else:
             found = matches(q, kv, block)
-            if found is not None:
+            if isinstance(found, Pairs) and not found.whole:
+                tables.samples.append(found)
+            elif found is not None:
                 tables.equal[n] = found
 
 

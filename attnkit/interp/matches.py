@@ -2,7 +2,8 @@
 
 Two blocks may enclose the same numbers without sharing one, so intervals say little about ids in
 no order or about selected blocks. Few different values are kept as one bit each, by block. Of many
-values, the pairs of blocks that share one are listed, each with positions where it does.
+values, the pairs of blocks that share one are listed, each with positions where it does; where the
+pairs are too many some are, which says only where to look for a kept position.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class Pairs:
         tile: int64 [n], ascending: numbers of the tiles in that shape.
         q, kv: int64 [n], in each tile a position of either side where the values are equal.
         dense: bool [all tiles], whether each is in the list; None where that were too many.
+        whole: all such tiles are listed, not some.
     """
 
     shape: tuple[int, int, int, int]
@@ -58,9 +60,12 @@ class Pairs:
     q: Tensor
     kv: Tensor
     dense: Tensor | None
+    whole: bool = True
 
     @staticmethod
-    def listed(shape: tuple[int, int, int, int], tile: Tensor, q: Tensor, kv: Tensor) -> Pairs:
+    def listed(
+        shape: tuple[int, int, int, int], tile: Tensor, q: Tensor, kv: Tensor, whole: bool = True
+    ) -> Pairs:
         """From tiles in any order, which may repeat."""
         tile, order = tile.sort()
         fresh = torch.ones_like(tile, dtype=torch.bool)
@@ -71,7 +76,7 @@ class Pairs:
         if total <= _MAX_DENSE:
             dense = torch.zeros(total, dtype=torch.bool, device=tile.device)
             dense.index_fill_(0, tile, True)
-        return Pairs(shape, tile, q.index_select(0, order), kv.index_select(0, order), dense)
+        return Pairs(shape, tile, q.index_select(0, order), kv.index_select(0, order), dense, whole)
 
     def among(self, may: Tensor, qi: Tensor, ki: Tensor, lead: Lead | None) -> Tensor:
         """Which of the tiles that may hold equal values do; tiles as for `Tables.look_up`."""
@@ -188,7 +193,7 @@ class Held:
 
 
 def matches(q: Held, kv: Held, block: tuple[int, int]) -> Matches | None:
-    """Which tiles hold equal values; None where that is too much to list.
+    """Which tiles hold equal values; some of them, or None, where that is too much to list.
 
     Args:
         q, kv: the values.
@@ -232,17 +237,24 @@ def _pairs(q: Held, kv: Held, block: tuple[int, int], span: int) -> Matches | No
         return Bits(
             *(torch.zeros(b, h, n, dtype=torch.int64, device=count.device) for n in shape[2:])
         )
-    if total > _MAX_PAIRS:
-        return None
-    entry = torch.arange(count.numel(), device=count.device).repeat_interleave(count)
+    taken, whole = count, total <= _MAX_PAIRS
+    if not whole:
+        taken = count.clamp(max=_MAX_PAIRS // count.numel())
+        total = int(taken.sum())
+        if total == 0:
+            return None
+    entry = torch.arange(count.numel(), device=count.device).repeat_interleave(taken)
     turn = torch.arange(total, device=count.device)
-    turn = turn - (count.cumsum(0) - count).index_select(0, entry)
+    turn = turn - (taken.cumsum(0) - taken).index_select(0, entry)
+    if not whole:  # spread over all, from another one on for each entry
+        every = count.index_select(0, entry)
+        turn = (turn * every // taken.index_select(0, entry) + entry) % every
     place = order.index_select(0, first.index_select(0, entry) + turn)
     q_place, kv_place = q.place.index_select(0, entry), kv.place.index_select(0, place)
     pair = q_place // lengths[0]
     q_place, kv_place = q_place - pair * lengths[0], kv_place - pair * lengths[1]
     tile = (pair * shape[2] + q_place // block[0]) * shape[3] + kv_place // block[1]
-    return Pairs.listed(shape, tile, q_place, kv_place)
+    return Pairs.listed(shape, tile, q_place, kv_place, whole)
 
 
 def _gathered(bits: Tensor, factor: int) -> Tensor:

@@ -18,7 +18,7 @@ from attnkit.chunks import at_once
 from attnkit.expr import BOOL, F32, Node
 from attnkit.interp.entries import Lead, entries
 from attnkit.interp.interval import Interval
-from attnkit.interp.matches import Matches
+from attnkit.interp.matches import Matches, Pairs
 from attnkit.interp.serial import evaluate_serial
 from attnkit.sided import KV, Q, Side, Sides, Terms
 
@@ -139,12 +139,14 @@ class Tables:
         ranges: by key, (low, high) of shape [b or 1, h or 1, blocks] (windows on the diagonal).
         equal: equalities of a q value and a kv value that are exact on tiles: which tiles hold
             equal values, or None where the ranges tell by themselves.
+        samples: of other equalities, some tiles that hold equal values, and where.
     """
 
     domain: Domain
     block: tuple[int, int]
     ranges: dict[Key, Interval] = field(default_factory=dict)
     equal: dict[Node, Matches | None] = field(default_factory=dict)
+    samples: list[Pairs] = field(default_factory=list)
 
     def build(self, keys: Iterable[Key]) -> None:
         """Tabulate keys that are not here yet."""

@@ -17,6 +17,7 @@ from attnkit.splice.program import Lists, Program, compute_dtype
 from attnkit.splice.replay import Replay
 from attnkit.targets import EMULATED, ORDERED, of_template
 from attnkit.templates import cpu
+from attnkit.templates.cpu import output_like, output_strides
 from attnkit.worklist import full_runs
 
 _BLOCK, _MANY = (128, 128), 4096
@@ -31,7 +32,7 @@ __all__ = [
     "first_parts",
     "forward_block",
     "layout_of",
-    "out_like",
+    "output_like",
     "prepare",
     "repeated_backward",
     "run_backward",
@@ -82,7 +83,7 @@ def prepare(
         from attnkit.splice import forward  # what it needs is not installed everywhere
 
         return forward.prepare(
-            *(program, qkv, captured, runs, out_strides(query, qkv[2].shape[-1])),
+            *(program, qkv, captured, runs, output_strides(query, qkv[2].shape[-1])),
             positive=positive,
             need_max=need_max,
             target=target,
@@ -272,18 +273,3 @@ def _as_written(query: Tensor) -> AbstractContextManager[Any]:
     if torch._C._is_any_autocast_enabled():
         return torch.autocast(query.device.type, enabled=False)
     return nullcontext()
-
-
-def out_like(query: Tensor, width: int) -> Tensor:
-    """An empty output: [B, Hq, Sq, width] in the query's dtype and order of strides."""
-    strides = query.stride()
-    order = sorted(range(4), key=lambda axis: -strides[axis])
-    shape = [*query.shape[:3], width]
-    inverse = [order.index(axis) for axis in range(4)]
-    return query.new_empty([shape[axis] for axis in order]).permute(inverse)
-
-
-def out_strides(query: Tensor, width: int) -> tuple[int, ...]:
-    """The strides of `out_like`."""
-    like = torch.empty_strided(query.shape, query.stride(), dtype=query.dtype, device="meta")
-    return out_like(like, width).stride()

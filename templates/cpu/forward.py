@@ -67,12 +67,20 @@ def forward(
 
 
 def output_like(query: Tensor, width: int) -> Tensor:
-    """An empty [B, Hq, Sq, width] in the query's dtype and order of strides, last axis dense."""
-    strides = query.stride()
-    order = [*sorted(range(3), key=lambda axis: -strides[axis]), 3]
-    shape = [*query.shape[:3], width]
-    empty = query.new_empty([shape[axis] for axis in order])
-    return empty.permute([order.index(axis) for axis in range(4)])
+    """An empty [B, Hq, Sq, width] in the query's dtype and order of strides, last axis dense.
+
+    Not a view, which autograd would not let be edited in place.
+    """
+    return query.new_empty_strided((*query.shape[:3], width), output_strides(query, width))
+
+
+def output_strides(query: Tensor, width: int) -> tuple[int, ...]:
+    """The strides of `output_like`."""
+    strides, step = [0, 0, 0, 1], width
+    for axis in sorted((2, 1, 0), key=query.stride):
+        strides[axis] = step
+        step *= query.shape[axis]
+    return tuple(strides)
 
 
 def _scores(
