@@ -53,10 +53,10 @@ __all__ = [
 # stands in the key, or is passed at run time. Any other file, a new one too, counts.
 _APART = set(
     "__main__.py __pycache__ cli cpu emulator masks mods testing block_mask.py current.py deferred.py "
-    "dynamo.py emulation.py explanation.py launch.py merging.py ops.py picture.py planning.py "
-    "quick.py reference.py repeats.py schedule.py sections.py simulate.py sparse.py splitting.py "
-    "summary.py tile_map.py tiles.py transforms.py turns.py variant.py versions.py watch.py witness.py "
-    "whole_graph.py worklist.py".split()
+    "dynamo.py emulation.py explanation.py firsts.py launch.py merging.py ops.py picture.py planning.py "
+    "quick.py ragged.py reference.py repeats.py schedule.py sections.py simulate.py sparse.py "
+    "splitting.py summary.py tile_map.py tiles.py transforms.py turns.py variant.py versions.py watch.py "
+    "witness.py whole_graph.py worklist.py".split()
 )
 
 

@@ -27,6 +27,7 @@ from attnkit.guards import Watched, watched
 from attnkit.launch import Attempt, Settled
 from attnkit.repeats import Likeness, is_flex
 from attnkit.transforms import alike, only_devices, undisturbed
+from attnkit.watch import GONE
 
 # Which tensors are given: of query, key, value, then those that score and mask capture.
 _Same: TypeAlias = Callable[..., bool]
@@ -45,6 +46,10 @@ _ordered: Callable[[], bool] = _C._get_deterministic_algorithms
 _modes: Callable[[], int] = _C._len_torch_function_stack
 _NOTHING: _Captured = ((), (), ())
 _lock = threading.Lock()
+
+
+def _nothing() -> tuple[Tensor, ...]:
+    return ()
 
 
 @dataclass(eq=False, slots=True)
@@ -109,7 +114,7 @@ class _Lists:
 class _Bucket:
     """The calls of the same functions for tensors of as many elements."""
 
-    __slots__ = "attempts capturing entries lists mask masks owners score scores".split()
+    __slots__ = "attempts capturing entries lists mask owners score".split()
 
     def __init__(
         self,
@@ -118,10 +123,8 @@ class _Bucket:
         lists: _Lists | None,
         owners: tuple[weakref.ref[Any] | None, weakref.ref[Any] | None],
     ) -> None:
-        self.score = None if score is None else score.watch.met
-        self.scores = () if score is None else score.known.places
-        self.mask = None if mask is None else mask.watch.met
-        self.masks = () if mask is None else mask.known.places
+        self.score = _nothing if score is None else score.watch.reader(score.known.places)
+        self.mask = _nothing if mask is None else mask.watch.reader(mask.known.places)
         self.lists, self.owners = lists, owners
         self.capturing = owners != (None, None)
         self.entries: tuple[_Entry, ...] = ()
@@ -129,25 +132,20 @@ class _Bucket:
 
     def captured(self, score_mod: Any, block_mask: Any) -> _Captured | None:
         """What the functions capture, and the lists of blocks; None if any has changed."""
-        scores: Sequence[Tensor] = ()
-        masks: Sequence[Tensor] = ()
-        lists: Sequence[Tensor] = ()
         first, second = self.owners
-        if first is not None and self.score is not None:
-            met = self.score() if first() is score_mod else None
-            if met is None:
-                return None
-            scores = [met[i] for i in self.scores]
-        if second is not None and self.mask is not None:
-            met = self.mask() if second() is block_mask else None
-            if met is None:
-                return None
-            masks = [met[i] for i in self.masks]
-            if self.lists is not None:
-                found = self.lists.met(block_mask)
-                if found is None:
-                    return None
-                lists = found
+        if (first is not None and first() is not score_mod) or (
+            second is not None and second() is not block_mask
+        ):
+            return None
+        try:
+            scores, masks = self.score(), self.mask()
+        except GONE:
+            return None
+        lists: Sequence[Tensor] | None = ()
+        if self.lists is not None:
+            lists = self.lists.met(block_mask)
+        if scores is None or masks is None or lists is None:
+            return None
         return scores, masks, lists
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from attnkit.errors import OptionError, ShapeError
+from attnkit.ragged import searched
 from attnkit.sections import sections, unit_of_rows
 from attnkit.sparse import BlockRuns, Runs
 from attnkit.splitting import GRAIN, Cost, Pieces, Rows, even, filled, predicted, whole, wrapped
@@ -121,7 +122,7 @@ class Schedule:
         row that it is a part of, -1 for a whole row, and how many parts that has.
         """
         head = torch.stack([self.b, self.h, self.tile, self.slot], 1)
-        row = torch.searchsorted(self.split_ptr, self.slot, right=True) - 1
+        row = searched(self.split_ptr, self.slot) - 1
         parts = torch.cat([self.split_ptr.diff(), self.split_ptr.new_ones(1)])[row]
         tail = torch.stack([row.to(torch.int32), parts], 1)
         return torch.cat([head, self.partial, self.full, tail], 1)
@@ -364,7 +365,7 @@ def _cursor(runs: Runs, row: Tensor, first: Tensor, count: Tensor) -> Tensor:
     ends = runs.length.cumsum(0)
     begins = ends - runs.length
     begin = torch.cat([begins, ends[-1:]])[runs.row_ptr.to(torch.int64)[row]] + first
-    run = torch.searchsorted(ends, begin, right=True).clamp(max=ends.numel() - 1)
+    run = searched(ends, begin).clamp(max=ends.numel() - 1)
     cursor = torch.stack([run, begin - begins[run], count], 1)
     return torch.where(count[:, None] > 0, cursor, 0).to(torch.int32)
 

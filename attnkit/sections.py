@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnkit.ragged import owners
 from attnkit.sparse import Runs
 
 _GAIN = 0.9  # smaller sections balance worse: they must save a tenth of the traffic
@@ -35,12 +36,10 @@ def distinct(kinds: tuple[Runs, ...], rows: int, chunk: int, columns: int) -> tu
     Returns:
         int64 [heads, stretches] each; heads counts the leading (b, h) pairs of the runs.
     """
-    device = kinds[0].row_ptr.device
     pairs, stretches = kinds[0].rows // rows, -(-rows // chunk)
     lists = []
     for kind in kinds:
-        row = torch.arange(kind.rows, device=device)
-        row = row.repeat_interleave(kind.row_ptr.to(torch.int64).diff())
+        row = owners(kind.row_ptr.to(torch.int64).diff())
         stretch = row // rows * stretches + row % rows // chunk
         lists.append(torch.stack([stretch, kind.start.to(torch.int64), kind.length]))
     stretch, start, length = torch.cat(lists, 1).unbind()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attnkit.errors import OptionError
+from attnkit.ragged import owners, searched
 from attnkit.schedule import L2_BYTES, Schedule
 from attnkit.sparse import BlockRuns, Runs
 
@@ -200,7 +201,7 @@ def _walk(cursor: Tensor, runs: Runs, every: int) -> tuple[Tensor, Tensor]:
     ends = runs.length.cumsum(0)
     begins = ends - runs.length
     low = begins[run] + skip
-    last = torch.searchsorted(ends, low + count - 1, right=True)
+    last = searched(ends, low + count - 1)
     piece, local = _expanded(torch.where(count > 0, last - run + 1, 0))
     run = run[piece] + local
     first = torch.maximum(begins[run], low[piece])
@@ -213,7 +214,7 @@ def _walk(cursor: Tensor, runs: Runs, every: int) -> tuple[Tensor, Tensor]:
 
 def _expanded(counts: Tensor) -> tuple[Tensor, Tensor]:
     """Index i repeated counts[i] times, and 0, 1, ... within each."""
-    owner = torch.arange(counts.numel(), device="cpu").repeat_interleave(counts)
+    owner = owners(counts)
     return owner, torch.arange(owner.numel(), device="cpu") - (counts.cumsum(0) - counts)[owner]
 
 

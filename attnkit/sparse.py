@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attnkit.chunks import at_once
 from attnkit.errors import ArgumentError, DTypeError, OptionError, ShapeError
+from attnkit.ragged import owners
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -50,8 +51,7 @@ class Runs:
     def expanded(self, blocks: int) -> Tensor:
         """Dense form: bool [rows, blocks], true inside the runs."""
         counts = self.row_ptr.to(torch.int64).diff()
-        first = torch.arange(self.rows, device=counts.device).repeat_interleave(counts)
-        first = first * (blocks + 1) + self.start
+        first = owners(counts) * (blocks + 1) + self.start
         steps = torch.zeros(self.rows * (blocks + 1), dtype=torch.int8, device=counts.device)
         steps.index_add_(0, first, torch.ones_like(first, dtype=torch.int8))
         # a run that touches the end stops in the spare last column

@@ -42,6 +42,7 @@ import torch
 from torch import Tensor
 
 from attnkit.errors import OptionError, ShapeError
+from attnkit.ragged import owners, searched
 from attnkit.schedule import MONOTONE, Schedule
 from attnkit.sparse import BlockRuns, Runs
 
@@ -72,9 +73,8 @@ class Turns:
         ends = (self.kept.start + self.kept.length).to(torch.int64)
         width = int(ends.max()) + 1
         pointers = self.kept.row_ptr.to(torch.int64)
-        owner = torch.arange(self.kept.rows, device=ends.device).repeat_interleave(pointers.diff())
-        keys = owner * width + self.kept.start
-        run = torch.searchsorted(keys, row * width + column, right=True) - 1
+        keys = owners(pointers.diff()) * width + self.kept.start
+        run = searched(keys, row * width + column) - 1
         edge = (ends[run] - 1 if self.step > 0 else self.kept.start[run]).to(torch.int64)
         other = run + self.step
         outside = (other < pointers[row]) | (other >= pointers[row + 1])
@@ -111,8 +111,7 @@ def joined(full: Runs, partial: Runs, columns: int) -> Runs:
     keys, lengths = [], []
     for kind in (full, partial):
         counts = kind.row_ptr.to(torch.int64).diff()
-        row = torch.arange(kind.rows, device=counts.device).repeat_interleave(counts)
-        keys.append(row * width + kind.start)
+        keys.append(owners(counts) * width + kind.start)
         lengths.append(kind.length)
     begin, order = torch.sort(torch.cat(keys))
     end = begin + torch.cat(lengths)[order]

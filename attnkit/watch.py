@@ -22,6 +22,7 @@ from torch import Tensor
 from attnkit.mask import Mask
 
 ABSENT = object()  # in place of a global that does not exist
+GONE = (AttributeError, TypeError, ValueError)
 _IMMUTABLE = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device}
 )
@@ -81,7 +82,7 @@ class Watch:
         self._names: dict[str, Any] = {"holds": holds, "ABSENT": ABSENT, "tuple": tuple}
         self._references: dict[int, str] = {}  # by id of a reference the name of what it refers to
         self._tensors: list[tuple[str, Any, Any, Any, Any, Any]] = []
-        self._found: Callable[[], list[Tensor] | None] | None = None
+        self._found: Callable[[], tuple[Tensor, ...] | None] | None = None
 
     def function(self, f: types.FunctionType, names: Sequence[str]) -> None:
         """Watch a function's code, closure cells, defaults, attributes, and globals by name.
@@ -142,9 +143,12 @@ class Watch:
         Of the tensors only the identity is told.
         """
         try:
-            return (self._found or self._compiled())()
-        except (AttributeError, TypeError, ValueError):  # one is gone, or a cell is empty
+            if self._found is None:
+                self._found = self.reader(range(len(self._tensors)))
+            found = self._found()
+        except GONE:
             return None
+        return None if found is None else list(found)
 
     def check(self) -> list[Tensor] | None:
         """The same, None also if a trace would be another one for what the tensors are now."""
@@ -185,7 +189,13 @@ class Watch:
             return f"not holds({place}, {self._name(wanted)})"
         return f"{place} is not {self._reference(how())}"
 
-    def _compiled(self) -> Callable[[], list[Tensor] | None]:
+    def reader(self, places: Sequence[int]) -> Callable[[], tuple[Tensor, ...] | None]:
+        """Finds some of the tensors, None if other objects are read now; raises `GONE` of one that
+        is gone or of a cell that is empty.
+
+        Args:
+            places: which of those that were met, in order.
+        """
         own = sorted(self._references.values(), key=lambda name: int(name[1:]))
         gone = [f"{name} is None" for name in own]
         tests = [*gone, *self._lines]
@@ -194,12 +204,12 @@ class Watch:
                 "def found():",
                 *(f"    {name} = {name.replace('o', 'x')}()" for name in own),
                 f"    if {' or '.join(tests)}: return None" if tests else "",
-                f"    return [{', '.join(t[0] for t in self._tensors)}]",
+                f"    return ({''.join(f'{self._tensors[i][0]}, ' for i in places)})",
             ]
         )
-        exec(_code(text), self._names)
-        found: Callable[[], list[Tensor] | None] = self._names["found"]
-        self._found = found
+        names = dict(self._names)
+        exec(_code(text), names)
+        found: Callable[[], tuple[Tensor, ...] | None] = names["found"]
         return found
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attnkit.errors import OptionError
+from attnkit.ragged import owners, searched
 from attnkit.schedule import Schedule
 from attnkit.sparse import BlockRuns, Runs
 
@@ -88,7 +89,7 @@ def _descending(runs: Runs, cursor: Tensor) -> tuple[Tensor, Tensor]:
     ends = runs.length.cumsum(0)
     begins = ends - runs.length
     last = begins[run] + skip + count - 1
-    at = torch.searchsorted(ends, last, right=True).clamp(max=ends.numel() - 1)
+    at = searched(ends, last).clamp(max=ends.numel() - 1)
     inside = last - begins[at]
     some = count > 0
     turned = torch.stack([at, inside + 1, count], 1)
@@ -175,7 +176,7 @@ def _joined(
     def ends(kind: Runs, inside: bool) -> tuple[Tensor, Tensor]:
         """Where the joined columns that a run covers, or touches, begin and end."""
         counts = kind.row_ptr.diff().to(torch.int64)
-        row = torch.arange(kind.rows, device=counts.device).repeat_interleave(counts)
+        row = owners(counts)
         base = (row // rows * some + row % rows // high) * (length + 1)
         first, last = kind.start.to(torch.int64), (kind.start + kind.length).to(torch.int64)
         if inside:  # the last column may be narrower

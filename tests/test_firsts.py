@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 
 from attnkit import create_block_mask, masks
-from attnkit.firsts import Firsts, chosen, firsts
+from attnkit import firsts as module
+from attnkit.firsts import ARRIVAL, Firsts, chosen, firsts
 from attnkit.schedule import Schedule, Shape, schedule_backward
 from attnkit.simulate import simulate
 from attnkit.sparse import BlockRuns
@@ -19,6 +21,7 @@ from tests.schedule_cases import Case, cases, walked
 
 COST = Cost(full=3030, partial=3180, tile=9500, merge=6500)
 WORKERS = 132
+FOREVER = 1 << 62
 
 
 @given(case=cases(orders=("falling",), backward=True, most=8))
@@ -44,6 +47,32 @@ def test_who_stores_is_first_in_the_list(case: Case) -> None:
         assert isinstance(found, Firsts)
         stop = found.stop.tolist()
         assert [[q < stop[p] for q in own] for p, own in enumerate(tiles)] == stores
+        timed = firsts(case.runs, schedule, (simulate(schedule).start, FOREVER))
+        assert isinstance(timed, Firsts)
+        assert timed.cycles == waited(schedule, tiles, stores) // schedule.workers
+
+
+def waited(schedule: Schedule, tiles: list[list[int]], stores: list[list[bool]]) -> int:
+    """What all pieces wait for marks, each to its last one.
+
+    Args:
+        tiles: the q tiles of each piece.
+        stores: at which of them it stores.
+    """
+    block, begin = schedule.prices.full, simulate(schedule).start.tolist()
+    slower = max(0, ARRIVAL - block)
+    heads = list(zip(schedule.b.tolist(), schedule.h.tolist(), strict=True))
+    stored: dict[tuple[int, int, int], int] = {}
+    found = 0
+    for piece, (visited, own) in enumerate(zip(tiles, stores, strict=True)):  # stores come first
+        now, wait = begin[piece], max(0, sum(own) * slower - block)
+        for q, first in zip(visited, own, strict=True):
+            now += block + first * slower
+            if first:
+                stored[*heads[piece], q] = now
+            wait = max(wait, stored[*heads[piece], q] + ARRIVAL - now) if not first else wait
+        found += wait
+    return found
 
 
 def made(mask: masks.Mask | None, length: int) -> BlockRuns:
@@ -101,3 +130,42 @@ def test_parts_of_a_kv_tile_are_refused() -> None:
     schedule = schedule_backward(runs, Shape(1, 1, 65536), workers=WORKERS, cost=other)
     assert schedule.split.numel()
     assert firsts(runs, schedule) == "kv tiles are split"
+
+
+@pytest.mark.parametrize("at_once", [1, 5000])
+def test_heads_may_be_looked_at_one_after_another(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = lambda b, h, q, kv: (kv <= q) & (q - kv <= 256 * (h + 1))
+    runs = create_block_mask(wide, 2, 6, 2048, 2048, BLOCK_SIZE=(64, 128), device="cpu").runs
+    schedule = schedule_backward(
+        runs, Shape(2, 6, 65536), workers=WORKERS, cost=COST, order="falling"
+    )
+    marks = simulate(schedule).start, FOREVER
+    together = firsts(runs, schedule, marks)
+    monkeypatch.setattr(module, "_AT_ONCE", at_once)
+    apart = firsts(runs, schedule, marks)
+    assert isinstance(together, Firsts)
+    assert isinstance(apart, Firsts)
+    assert torch.equal(together.stop, apart.stop)
+    assert together.cycles == apart.cycles > 0
+
+
+def test_a_schedule_is_made_and_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = made(masks.causal(), 2048)
+    schedule = scheduled(runs, 16)
+    calls: list[str] = []
+
+    def counted(name: str) -> None:
+        true = getattr(module, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            calls.append(name)
+            return true(*arguments, **options)
+
+        monkeypatch.setattr(module, name, call)
+
+    for name in ("simulate", "schedule_backward", "firsts"):
+        counted(name)
+    chosen(runs, schedule, 16 * 2048 * 128)
+    assert sorted(calls) == ["firsts", "schedule_backward", "simulate", "simulate"]
