@@ -11,12 +11,17 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 
+# The libraries that the DSL has beside those of $(VENV), with another assembler, in a folder of their own.
+OTHER := cu13
+OTHER_FOLDER := $(VENV)/$(OTHER)
+OTHER_STAMP := $(OTHER_FOLDER)/.stamp
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-gpu emulate-all lint format bench clean distclean
+.PHONY: help setup demo test test-assemblers test-gpu emulate-all lint format bench clean distclean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
 
 setup: $(STAMP)  ## make .venv with everything in it; the targets below do so by themselves
 
@@ -39,6 +44,18 @@ demo: $(STAMP)  ## train a small model on packed documents
 
 test: $(STAMP)  ## every test that needs no GPU, repeatable
 	$(BIN)/python -m pytest -m "not gpu" --numprocesses=2 $(ARGS)
+
+test-assemblers: $(OTHER_STAMP)  ## machine code as the libraries for CUDA 13 assemble it; needs no GPU
+	PYTHONPATH=$(OTHER_FOLDER) $(BIN)/python -m pytest -m "assembled and not gpu" \
+	    --dsl-libraries=$(OTHER) --numprocesses=2 $(ARGS)
+
+$(OTHER_STAMP): $(STAMP)
+	@echo "setup: $(OTHER_FOLDER), the DSL's libraries for CUDA 13"
+	@rm -rf $(OTHER_FOLDER)
+	@$(PIP) install --no-deps --target $(OTHER_FOLDER) $(addsuffix \
+	    ==$(shell sed -n 's/^nvidia-cutlass-dsl==//p' constraints.txt), \
+	    $(addprefix nvidia-cutlass-dsl-libs-,base core $(OTHER)))
+	@touch $@
 
 test-gpu: $(STAMP)  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)

@@ -1,4 +1,4 @@
-"""Repeatable runs: hypothesis profiles, seeds, one thread, and the rule for GPU tests."""
+"""Repeatable runs: hypothesis profiles, seeds, one thread; the rules for GPUs and the DSL's libraries."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+
+from attnkit import compiled_runtime
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 
@@ -37,7 +39,21 @@ class _TorchRandom:
 _torch_random = _TorchRandom()  # hypothesis holds it weakly
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--dsl-libraries",
+        metavar="BUILD",
+        help="the build of the DSL's libraries that must be in use, as cu13 (make test-assemblers)",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    wanted = config.getoption("--dsl-libraries")
+    if wanted and wanted not in (found := compiled_runtime.library()).parts[-3:]:
+        raise pytest.UsageError(
+            f"--dsl-libraries={wanted}, and the DSL in use has {found}: put the folder with "
+            f"nvidia_cutlass_dsl/{wanted} on PYTHONPATH"
+        )
     hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
     hypothesis.register_random(_torch_random)
     # Tests are small and run side by side; one thread also fixes the order of every reduction.
