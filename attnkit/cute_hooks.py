@@ -58,6 +58,10 @@ class GraphForward:
         self.blind = form.factor is None and (
             form.rest is None or "score" not in expr.reads(form.rest)
         )
+        self.selects = any(
+            n.op == "where" and "score" in expr.reads(n.args[0]) for n in expr.topo(*parts)
+        )
+        self.row_factor = form.factor is not None and "q" in expr.reads(form.factor)
         self.ahead = bool(self._score.known("column") or self._score.known("relative"))
 
     def _tensors(self, site: Any) -> tuple[Any, Any]:

@@ -15,9 +15,10 @@ from cutlass import Int32, select_
 from attnkit import expr
 from attnkit.adjoint import adjoint
 from attnkit.cute_hooks import Columns, Ends, GraphForward, Rows
-from attnkit.cute_stages import Element, Stages, Values, level_of
+from attnkit.cute_stages import Element, Stages, Values
 from attnkit.expr import Node, arg, const
 from attnkit.interp.cute import emit
+from attnkit.levels import index_level, level_of
 from attnkit.rewrite import build
 from attnkit.score_form import score_form, unscaled
 
@@ -43,6 +44,8 @@ class GraphBackward(GraphForward):
             "relative" or "element".
         slots: for each such load, which of the wanted tensors it reads.
         gathers: whether a captured tensor is read for every score, or every q - kv.
+        distant: whether a number of the head times kv - q is added apart, see `distance`; only
+            where the mod's slope is 1.
     """
 
     def __init__(
@@ -56,7 +59,6 @@ class GraphBackward(GraphForward):
         positive: bool = True,
         wanted: Sequence[bool] = (),
     ) -> None:
-        form = score_form(root)
         loads: tuple[tuple[Node, Node], ...] = ()
         dscore = arg("grad")
         if root is not None:
@@ -71,13 +73,15 @@ class GraphBackward(GraphForward):
         self._cotangents = tuple(unscaled(c) for _, c in loads)
         self._dscore = unscaled(dscore)
         self._slope = unscaled(_with_unit_gradient(dscore))
+        self.sloped = self._slope is not _ONE
+        form = score_form(root, apart=not self.sloped)  # a slope leaves no registers for it
         super().__init__(form, mask, ends, scores=scores, listed=listed, positive=positive)
         parts = [n for n in (form.factor, form.rest, form.slope) if n is not None]
-        self.sloped = self._slope is not _ONE
+        self.distant = form.distance is not None
         self.learned = tuple(index_level(load) for load in self._loads)
         adjoints = [self._dscore, *self._cotangents] if self.learned else []
         # one set of stages, so that a mod and its slope share what they have in common
-        self._score = Stages([*parts, self._slope] if self._slope is not _ONE else parts)
+        self._score = Stages([*parts, self._slope] if self.sloped else parts)
         self._adjoint = Stages(adjoints)
         self.gathers = any(
             n.op == "load" and level_of(n) in ("relative", "element")
@@ -87,7 +91,15 @@ class GraphBackward(GraphForward):
     def head(self, site: Any) -> Values:
         """Values of a tile."""
         scores, _ = self._tensors(site)
-        return (*super().head(site), self._adjoint.head(site, scores))
+        distance = None
+        if self.form.distance is not None:
+            env = {"b": site.b, "h": site.h, "scale": site.scale}
+            distance = emit([self.form.distance], env, scores, fast=True)[0]
+        return (*super().head(site), self._adjoint.head(site, scores), distance)
+
+    def distance(self, site: Any, head: Values) -> Any:
+        """What x has for each step of kv - q, beside what `both` gives; None for nothing."""
+        return head[5]
 
     def row(self, site: Any, head: Values, q: Any) -> Values:
         """Values of a row."""
@@ -184,15 +196,6 @@ def _element(
     q, row = rows[r]
     kv, _, column = columns[j]
     return Element(q, kv, row[part], column[part], None, score, grad)
-
-
-def index_level(load: Node) -> str:
-    """The level at which a load's index is known."""
-    levels = {level_of(n) for n in load.args}
-    for level in ("head", "row", "column", "relative"):
-        if levels <= {"head", level}:
-            return level
-    return "element"
 
 
 def _with_unit_gradient(dscore: Node) -> Node:

@@ -1,8 +1,6 @@
-"""Expressions emitted into a kernel, each part at the level where it is known.
+"""Expressions emitted into a kernel, each part at the level where it is known, see `levels`.
 
-Levels: "head" (b, h and the scale), "row" (and q), "column" (and kv), "relative" (q - kv, so that
-one value serves a diagonal of a thread's elements), "element". Plain Python that runs while a
-kernel is traced.
+Plain Python that runs while a kernel is traced.
 """
 
 from __future__ import annotations
@@ -14,25 +12,10 @@ from typing import Any, TypeAlias
 from attnkit import expr
 from attnkit.expr import Node
 from attnkit.interp.cute import emit
-from attnkit.score_form import is_relative
+from attnkit.levels import level_of
 
 Values: TypeAlias = tuple[Any, ...]
 Key: TypeAlias = Any
-
-_READS = (
-    ("head", frozenset({"b", "h", "scale"})),
-    ("row", frozenset({"b", "h", "scale", "q"})),
-    ("column", frozenset({"b", "h", "scale", "kv"})),
-)
-
-
-def level_of(n: Node) -> str:
-    """The level at which an expression is known."""
-    names = expr.reads(n)
-    for level, known in _READS:
-        if names <= known:
-            return level
-    return "relative" if is_relative(n) else "element"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ The softmax scale and log2(e) are folded in, so that a mod that is linear in the
 multiply-add an element before the exponential. What depends on the row alone does not change the
 probabilities: it is left out and joins the LSE. A term that is linear in kv with a factor known
 per head, such as ALiBi's, is split around an origin: a part known per row, one per block and one
-per column of any block.
+per column of any block. Kernels that do better with slope * (kv - q) ask for it apart.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from attnkit.stage import linear
 
 LOG2E = math.log2(math.e)
 
-SCORE, SCALE, KV = arg("score"), arg("scale"), arg("kv")
+SCORE, SCALE, Q, KV = arg("score"), arg("scale"), arg("q"), arg("kv")
 
 _HEAD = frozenset({"b", "h", "scale"})
 _ROW = _HEAD | {"q"}
@@ -41,6 +41,8 @@ class ScoreForm:
         row: what is left out of x, natural units, as an expression of q and of kv = origin; None
             for nothing.
         ceiling: a bound on |x| for any score, log2 units, if there is one.
+        distance: factor of kv - q, log2 units, known per head, where that was asked for; None for
+            0, or where `slope` and `row` have it.
     """
 
     factor: Node | None
@@ -48,6 +50,7 @@ class ScoreForm:
     slope: Node | None
     row: Node | None
     ceiling: float | None
+    distance: Node | None = None
 
     @property
     def plain(self) -> bool:
@@ -60,12 +63,18 @@ class ScoreForm:
         return self.factor is build("mul", SCALE, const(LOG2E))
 
 
-def score_form(root: Node | None) -> ScoreForm:
-    """The form of a score_mod; None stands for the score itself."""
+def score_form(root: Node | None, *, apart: bool = False) -> ScoreForm:
+    """The form of a score_mod; None stands for the score itself.
+
+    Args:
+        root: the score_mod.
+        apart: whether terms slope * (kv - q) are `distance`.
+    """
     root = SCORE if root is None else root
     cores: list[Node] = []
     rows: list[Node] = []
     slopes: list[Node] = []
+    distances: list[Node] = []
     rest: list[Node] = []
     for term in _terms(root, 1):
         names = expr.reads(term)
@@ -74,6 +83,8 @@ def score_form(root: Node | None) -> ScoreForm:
             cores.append(term)
         elif names <= _ROW:
             rows.append(term)
+        elif slope is not None and apart and _vanishes(term):
+            distances.append(slope)
         elif slope is not None:
             slopes.append(slope)
             rows.append(term)
@@ -91,7 +102,7 @@ def score_form(root: Node | None) -> ScoreForm:
     else:
         factor = None
         total = _sum([unscaled(core), *rest])
-        reach = None if rest or slopes else _reach(core)
+        reach = None if rest or slopes or distances else _reach(core)
         ceiling = None if reach is None else max(map(abs, reach)) * LOG2E
     return ScoreForm(
         factor,
@@ -99,6 +110,7 @@ def score_form(root: Node | None) -> ScoreForm:
         _mapped(_sum(slopes), log2e),
         _sum(rows),
         ceiling,
+        _mapped(_sum(distances), log2e),
     )
 
 
@@ -198,6 +210,18 @@ def _slope(n: Node) -> Node | None:
         slope = _slope(n.args[0])
         return slope and build("div", slope, n.args[1])
     return None
+
+
+def _vanishes(n: Node) -> bool:
+    """Whether a term with a slope is 0 where q is kv, so that it is slope * (kv - q)."""
+    if n.op in ("add", "sub"):
+        found = tuple(a.args[0] if a.op == "cast" else a for a in n.args)
+        if n.op == "sub" and found in ((KV, Q), (Q, KV)):
+            return True
+        return all(map(_vanishes, n.args))
+    if n.op in ("neg", "cast", "div"):
+        return _vanishes(n.args[0])
+    return n.op == "mul" and any(map(_vanishes, n.args))
 
 
 def _reach(n: Node) -> tuple[float, float] | None:

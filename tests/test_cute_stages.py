@@ -15,6 +15,7 @@ from torch import Tensor
 from attnkit import expr, mods
 from attnkit.expr import BOOL, F32, I32, Node, arg, const, load
 from attnkit.interp.torch import evaluate
+from attnkit.levels import level_of
 from attnkit.rewrite import build, cast
 from attnkit.score_form import score_form
 from attnkit.trace import trace
@@ -24,7 +25,7 @@ cutlass = pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 from cutlass import cute  # noqa: E402
 from cutlass.cute.runtime import from_dlpack  # noqa: E402
 
-from attnkit.cute_stages import Element, Stages, level_of  # noqa: E402
+from attnkit.cute_stages import Element, Stages  # noqa: E402
 
 q, kv, h, b, score, scale = (arg(name) for name in ("q", "kv", "h", "b", "score", "scale"))
 N = 40

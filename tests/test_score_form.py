@@ -45,8 +45,15 @@ def value(n: Node | None, env: dict[str, Tensor], tensors: tuple[Tensor, ...]) -
 
 def assert_same(function: Any, env: dict[str, Tensor], scale: float, origin: int) -> None:
     """The parts, put together as a kernel does, are the modified score."""
+    for apart in (False, True):
+        _assert_same(function, env, scale, origin, apart)
+
+
+def _assert_same(
+    function: Any, env: dict[str, Tensor], scale: float, origin: int, apart: bool
+) -> None:
     traced = trace(function, "score")
-    form, tensors = score_form(traced.root), traced.tensors
+    form, tensors = score_form(traced.root, apart=apart), traced.tensors
     expected = value(traced.root, {**env, "score": env["score"] * scale}, tensors)
     parts = {**env, "scale": torch.tensor(scale, dtype=torch.float64)}
     x = value(form.rest, parts, tensors)
@@ -54,6 +61,7 @@ def assert_same(function: Any, env: dict[str, Tensor], scale: float, origin: int
         x = x + env["score"] * value(form.factor, parts, tensors)
     distance = (env["kv"] - origin).double()
     x = x + value(form.slope, parts, tensors) * distance
+    x = x + value(form.distance, parts, tensors) * (env["kv"] - env["q"]).double()
     at_origin = {**parts, "kv": torch.tensor(origin, dtype=torch.int32)}
     row = value(form.row, at_origin, tensors)
     found, expected = torch.broadcast_tensors(x / LOG2E + row, expected)
@@ -66,6 +74,9 @@ def assert_same(function: Any, env: dict[str, Tensor], scale: float, origin: int
         assert form.rest is None or "score" not in expr.reads(form.rest)
     if form.slope is not None:
         assert expr.reads(form.slope) <= HEAD
+    if form.distance is not None:
+        assert apart
+        assert expr.reads(form.distance) <= HEAD
     if form.row is not None:
         assert "score" not in expr.reads(form.row)
 
@@ -116,6 +127,26 @@ def test_a_linear_term_of_kv_is_split_from_the_elements() -> None:
     assert form_of(lambda s, b, h, q, kv: s + SLOPES[h] * (kv - q)).rest is None
     assert form_of(lambda s, b, h, q, kv: s + TABLE[q] * kv).slope is None
     assert form_of(lambda s, b, h, q, kv: s + (kv // 2) * 0.5).slope is None
+
+
+@pytest.mark.parametrize(
+    ("function", "apart"),
+    [
+        (lambda s, b, h, q, kv: s + SLOPES[h] * (kv - q), True),
+        (lambda s, b, h, q, kv: s - SLOPES[h] * (q.float() - kv.float()) / 3, True),
+        (lambda s, b, h, q, kv: torch.tanh(s) - ((q - kv) + (q - kv)) * 0.5, True),
+        (lambda s, b, h, q, kv: s + SLOPES[h] * (kv - q + 1), False),
+        (lambda s, b, h, q, kv: s + SLOPES[h] * (kv - 2 * q), False),
+        (lambda s, b, h, q, kv: s + SLOPES[h] * kv, False),
+    ],
+)
+def test_multiples_of_the_distance_may_be_apart(function: Any, apart: bool) -> None:
+    """Then nothing of them is in the row, nor in the slope."""
+    form = score_form(trace(function, "score").root, apart=True)
+    assert (form.distance is not None) is apart
+    assert (form.slope is None) is apart
+    assert (form.row is None) is apart
+    assert form_of(function).distance is None
 
 
 def test_terms_of_the_row_alone_leave_the_elements() -> None:

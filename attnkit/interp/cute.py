@@ -156,8 +156,6 @@ def _tdiv(n: Node, a: Value, b: Value) -> Value:
 def _beyond(n: Node, rest: Value, b: Value) -> Value:
     """Whether a truncated remainder is not zero and has the other sign than the divisor."""
     zero = constant(Int32, 0)
-    if _positive(n.args[1]):
-        return rest < zero
     return (rest != zero) & ((rest ^ b) < zero)
 
 
@@ -167,6 +165,8 @@ def _fdiv(n: Node, a: Value, b: Value) -> Value:
     power = _power(n.args[1])
     if power is not None:
         return a >> constant(Int32, power)  # an arithmetic shift rounds down
+    if _positive(n.args[1]):
+        return cute_math.floor_quotient(a, int(str(n.args[1].attr)))
     quotient = _tdiv(n, a, b)
     return quotient - Int32(_beyond(n, a - quotient * b, b))
 
@@ -176,6 +176,8 @@ def _mod(n: Node, a: Value, b: Value) -> Value:
         return cute_math.remainder(a, b)
     if _power(n.args[1]) is not None:
         return a & (b - constant(Int32, 1))
+    if _positive(n.args[1]):
+        return a - cute_math.floor_quotient(a, int(str(n.args[1].attr))) * b
     rest = a % b  # the DSL's % on integers is C's: the sign of the dividend
     return select(_beyond(n, rest, b), rest + b, rest)
 

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, cute
+from cutlass import Boolean, Float32, Int32, Uint32, cute
+from cutlass._mlir.dialects import arith
 
 Value = Any  # a DSL value: the DSL has no static types
 
@@ -54,6 +55,21 @@ def remainder(a: Value, b: Value) -> Value:
     """torch.remainder: fmod, moved to the sign of the divisor."""
     rest = a % b
     return select(_beyond(rest, b), rest + b, rest)
+
+
+def floor_quotient(a: Value, divisor: int) -> Value:
+    """a // divisor of an Int32, rounded down, for a constant divisor above 1.
+
+    The upper half of a product with a number of 32 bits, which is exact below 2**31 (Granlund and
+    Montgomery 1994); of a negative a that of ~a, as a // d is ~(~a // d). The compiler's own division
+    takes pairs of registers for a sum of 64 bits whose lower half is zero, and it keeps such zeros,
+    one for each division that it has in hand.
+    """
+    bits = (divisor - 1).bit_length()
+    factor = (1 << 31 + bits) // divisor + 1
+    sign = a >> constant(Int32, 31)
+    _, upper = arith.mului_extended((sign ^ a).ir_value(), constant(Uint32, factor).ir_value())
+    return sign ^ (Int32(upper) >> constant(Int32, bits - 1))
 
 
 def _beyond(rest: Value, b: Value) -> Value:

@@ -16,6 +16,7 @@ from torch import Tensor
 from attnkit import expr
 from attnkit.adjoint import adjoint
 from attnkit.expr import Node
+from attnkit.levels import index_level
 from attnkit.score_form import score_form
 from attnkit.sparse import BlockRuns
 from attnkit.splice.backward_call import Call, prepare
@@ -296,8 +297,6 @@ def block_of(
 @functools.lru_cache(maxsize=1024)
 def _levels(score: Node | None, wanted: tuple[bool, ...]) -> frozenset[str]:
     """The levels at which the indices of loads with gradients are known."""
-    from attnkit.cute_hooks_backward import index_level
-
     if score is None or not any(wanted):
         return frozenset()
     loads = (load for load, _ in adjoint(score).loads)

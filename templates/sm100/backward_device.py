@@ -242,12 +242,3 @@ def free(address: Any, ctas: int = 1) -> None:
         f"tcgen05.dealloc.cta_group::{ctas}.sync.aligned.b32 {{$r0}}, {TMEM_COLUMNS};",
         read_only_args=[address],
     )
-
-
-def after(value: Any, other: Any, zero: Any) -> Any:
-    """The same Int32, that the compiler takes to depend on a Float32; zero: unknown to it."""
-    return cute.arch.inline_ptx(
-        "{ .reg .b32 a; mov.b32 a, {$r1}; lop3.b32 {$w0}, {$r0}, a, {$r2}, 0xF8; }",  # r0 | a & r2
-        write_only_types=[Int32],
-        read_only_args=[value, other, zero],
-    )

@@ -12,8 +12,8 @@ from typing import Any
 import cutlass
 from cutlass import Float32, cute
 
-from attnkit.templates.sm90.backward_math import Site
 from attnkit.templates.sm90.exact_sums import ExactSums
+from attnkit.templates.sm90.site import Site
 
 # values a thread sums over a piece
 KEPT = {"head": 1, "column": 1, "row": 0, "relative": 0, "element": 0}
@@ -114,15 +114,10 @@ class Learned(ExactSums):
             return
         where, _, columns, valid = tile
         site, at = Site(*where), 0
-        lane = cute.arch.lane_idx()
         for i, level in enumerate(self.hooks.learned):
             total = totals[self.hooks.slots[i]]
             if level == "head":
-                value = running[at]
-                for step in (16, 8, 4, 2, 1):
-                    value = value + cute.arch.shuffle_sync_bfly(value, step)
-                place = self.place_of(i, site, total, None, None)
-                self.add_where(lane == 0, total, place, value)
+                self.add_of_warp(i, site, total, running[at])
             elif level == "column":
                 place = self.place_of(i, site, total, None, columns[0][0])
                 self.add_where(valid[0], total, place, running[at])

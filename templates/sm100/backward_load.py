@@ -14,7 +14,6 @@ from cutlass.cute.nvgpu import cpasync
 
 from attnkit.templates.sm90 import backward_load
 from attnkit.templates.sm90.backward_load import RECORD
-from attnkit.templates.sm90.backward_math import MASKED, WHOLE
 from attnkit.templates.sm90.copies import partition
 
 
@@ -69,24 +68,11 @@ class Loads(backward_load.Loads):
             b, h, tile = pieces[index, 0], pieces[index, 1], pieces[index, 2]
             h_kv, b_kv = h // group, cutlass.min(b, kv_batch - 1)
             count = pieces[index, 6] + pieces[index, 9]
-            some, rest = self.enter(partial, pieces, index, 4), self.enter(full, pieces, index, 7)
-            at_some, end_some, run_some, left_some = some
-            at_rest, end_rest, run_rest, left_rest = rest
+            some, rest = self.cursors(partial, full, pieces, index)
             first_row = (b * heads + h) * blocks
             for j in cutlass.range(count, unroll=1):
-                masked = at_some < at_rest
-                m = cutlass.min(at_some, at_rest)
-                if masked:
-                    at_some, end_some, run_some, left_some = self.advance(
-                        partial, at_some, end_some, run_some, left_some
-                    )
-                else:
-                    at_rest, end_rest, run_rest, left_rest = self.advance(
-                        full, at_rest, end_rest, run_rest, left_rest
-                    )
-                mark = 4 * m + cutlass.select_(masked, Int32(0), Int32(WHOLE))
-                ragged = masked | (m == last_q) | (tile == last_kv)
-                mark += cutlass.select_(ragged, Int32(MASKED), Int32(0))
+                m, masked, some, rest = self.step(partial, full, some, rest)
+                mark = self.mark(m, masked, (m == last_q) | (tile == last_kv))
                 r, s = self.q_stage(kc), self.do_stage(kc)
                 cute.arch.mbarrier_wait(q_free + r, self.q_lap(kc) ^ 1)
                 with cute.arch.elect_one():
@@ -154,3 +140,10 @@ class Loads(backward_load.Loads):
         with cute.arch.elect_one():
             info[RECORD + 4] = Int32(0)
             cute.arch.mbarrier_arrive(k_full)
+
+    def cursors(self, partial: Any, full: Any, pieces: Any, index: Any) -> Any:
+        """Begin the cursors of a piece's PARTIAL and FULL blocks."""
+        begun = []
+        for runs, word in ((partial, 4), (full, 7)):
+            begun.append(self.enter(runs, *(pieces[index, word + i] for i in range(3))))
+        return begun

@@ -17,10 +17,11 @@ import cutlass
 from cutlass import Float32, Int32, cute
 
 from attnkit.templates.sm90 import device as sm90_device
-from attnkit.templates.sm90.backward_math import LOG2_E, MASKED, WHOLE, Site
+from attnkit.templates.sm90.backward_math import LOG2_E, MASKED, WHOLE
+from attnkit.templates.sm90.site import Site
 from attnkit.templates.sm100 import backward_device as device
 from attnkit.templates.sm100.backward_learned import Learned
-from attnkit.templates.sm100.device import bits_below
+from attnkit.templates.sm100.device import after, bits_below
 
 CHUNK, GROUP = 32, 8  # rows read from tensor memory at a time; rows that the hooks are asked for
 LEARNED_CHUNK, LEARNED_GROUP = 16, 4  # the same where captured tensors have gradients
@@ -65,9 +66,12 @@ class Weights(Learned):
         else:
             self.weigh(mark, False, tile, row0, address, slopes, kept, lse)
 
-    def sizes(self) -> tuple[int, int]:
-        """Rows that are read at a time, and of a group: learned tensors take registers."""
-        return (LEARNED_CHUNK, LEARNED_GROUP) if self.hooks.learned else (CHUNK, GROUP)
+    def sizes(self, masked: bool = False) -> tuple[int, int]:
+        """Rows that are read at a time, and of a group: few where each takes registers of its own."""
+        if self.hooks.learned:
+            return LEARNED_CHUNK, LEARNED_GROUP
+        own = self.hooks.selects or (masked and self.by_element)
+        return (CHUNK // 2 if own else CHUNK), GROUP
 
     def row_after(self, first: Any, mark: Any, before: list[Any]) -> Any:
         """The first row of a group, that the compiler takes to depend on the group before.
@@ -77,7 +81,7 @@ class Weights(Learned):
         """
         if not before or not self.hooks.learned:
             return first
-        return device.after(first, before[-1], mark >> 31)  # 0, as marks are positive
+        return after(first, before[-1:], mark >> 31)  # 0, as marks are positive
 
     def weigh(
         self,
@@ -110,7 +114,7 @@ class Weights(Learned):
         if hooks.learned:
             for i in range(cute.size(kept)):
                 kept[i] = words[i] if i < len(words) else Int32(-1)
-        size, group = self.sizes()
+        size, group = self.sizes(masked)
         ps: list[Any] = []
         for chunk in range(0, rows, size):
             scores = device.load(address + chunk, size)
@@ -211,11 +215,22 @@ class Weights(Learned):
         x, slope = self.hooks.both(site, head, rows, columns, places)
         factor = self.hooks.factor(site, head)
         less = self.reductions(site, head, rows, statistic)
+        far = self.far(site, head, rows, columns)
+        if far is not None:
+            less = far if less is None else device.plus(far, less)
         if less is not None:
             x = device.scaled(x, factor, less)
         elif factor is not None:
             x = device.times(x, [factor] * len(x))
         return [sm90_device.exp2(e) for e in x], slope
+
+    def far(self, site: Any, head: Any, rows: Any, columns: Any) -> list[Any] | None:
+        """What the exponents of some rows have for their distances, None for nothing."""
+        slope = self.hooks.distance(site, head)
+        if slope is None:
+            return None
+        first = slope * Float32(columns[0][0] - rows[0][0])
+        return [cute.math.fma(slope, Float32(float(-k)), first) for k in range(len(rows))]
 
     def reductions(self, site: Any, head: Any, rows: Any, statistic: Any) -> list[Any] | None:
         """What is added to the exponents of some rows, None for nothing."""

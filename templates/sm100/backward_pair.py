@@ -157,7 +157,6 @@ class PairBackward(PairLoads, PairProducts, PairSums, Backward):
         """Roles as in `Backward`."""
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        rank = self.rank()
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         info = storage.info.get_tensor(cute.make_layout(INFO))
         rows = self.rows_layouts()
@@ -193,7 +192,7 @@ class PairBackward(PairLoads, PairProducts, PairSums, Backward):
                 k_full, v_full, kv_free, s_full, p_ready, dp_full = single[:6]
                 ds_ready, dq_full, dq_free, acc_full = single[6:]
                 # the first CTA's count the second's loads too
-                both = 2 - rank
+                both = 2 - self.rank()
                 for bar in (k_full, s_full, dp_full, dq_full, acc_full, dv_full, claimed, seen):
                     cute.arch.mbarrier_init(bar, 1)
                 cute.arch.mbarrier_init(v_full, both)
@@ -232,7 +231,7 @@ class PairBackward(PairLoads, PairProducts, PairSums, Backward):
                     numbers,
                 )
             if warp == MULTIPLY:
-                if rank == 0:
+                if self.rank() == 0:
                     self.multiply(starts, device.allocated(place), bars, info)
                 else:
                     self.relay(bars, info)

@@ -17,7 +17,6 @@ from cutlass import Float32, Int32, const_expr, cute
 from cutlass._mlir.dialects.nvvm import MemScopeKind
 from cutlass.cute.nvgpu import cpasync
 
-from attnkit.templates.sm90.backward_math import MASKED, WHOLE
 from attnkit.templates.sm90.backward_rows import WORDS
 from attnkit.templates.sm90.copies import partition
 from attnkit.templates.sm100 import backward_device as device
@@ -33,15 +32,16 @@ AHEAD = 2
 class PairLoads:
     """The part of `PairBackward` that loads; it has `Loads` as well."""
 
-    advance: Any
     config: Any
-    enter: Any
+    cursors: Any
+    mark: Any
     note_group: Any
     q_lap: Any
     q_stage: Any
     rank: Any
     record: Any
     signal: Any
+    step: Any
 
     @cute.jit
     def produce(
@@ -96,25 +96,12 @@ class PairLoads:
             b, h, tile = pieces[index, 0], pieces[index, 1], pieces[index, 2]
             h_kv, b_kv = h // group, cutlass.min(b, kv_batch - 1)
             count = pieces[index, 6] + pieces[index, 9]
-            some, rest = self.enter(partial, pieces, index, 4), self.enter(full, pieces, index, 7)
-            at_some, end_some, run_some, left_some = some
-            at_rest, end_rest, run_rest, left_rest = rest
+            some, rest = self.cursors(partial, full, pieces, index)
             first_row = (b * heads + h) * blocks
             before = Int32(0)
             for j in cutlass.range(count, unroll=1):
-                masked = at_some < at_rest
-                m = cutlass.min(at_some, at_rest)
-                if masked:
-                    at_some, end_some, run_some, left_some = self.advance(
-                        partial, at_some, end_some, run_some, left_some
-                    )
-                else:
-                    at_rest, end_rest, run_rest, left_rest = self.advance(
-                        full, at_rest, end_rest, run_rest, left_rest
-                    )
-                mark = 4 * m + cutlass.select_(masked, Int32(0), Int32(WHOLE))
-                ragged = masked | (m == last_q) | (tile == last_kv)
-                mark += cutlass.select_(ragged, Int32(MASKED), Int32(0))
+                m, masked, some, rest = self.step(partial, full, some, rest)
+                mark = self.mark(m, masked, (m == last_q) | (tile == last_kv))
                 r = self.q_stage(kc)
                 cute.arch.mbarrier_wait(rows_free + r, self.q_lap(kc) ^ 1)
                 with cute.arch.elect_one():

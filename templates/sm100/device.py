@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import cutlass
@@ -128,6 +129,17 @@ def fence_before() -> None:
 def fence_after() -> None:
     """Order this thread's accesses of tensor memory after a barrier that it waited for."""
     cute.arch.inline_ptx("tcgen05.fence::after_thread_sync;")
+
+
+def after(value: Any, others: Sequence[Any], zero: Any) -> Any:
+    """The same Int32, that the compiler takes to depend on other numbers; zero: unknown to it."""
+    for other in others:
+        value = cute.arch.inline_ptx(
+            "{ .reg .b32 a; mov.b32 a, {$r1}; lop3.b32 {$w0}, {$r0}, a, {$r2}, 0xF8; }",  # r0 | a & r2
+            write_only_types=[Int32],
+            read_only_args=[value, other, zero],
+        )
+    return value
 
 
 def anew(x: Any, when: Any) -> Any:

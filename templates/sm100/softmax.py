@@ -23,7 +23,8 @@ from cutlass import Boolean, Float32, Int32, const_expr, cute
 
 from attnkit.templates.sm90 import device as common
 from attnkit.templates.sm90.device import LN2, NEG_INF
-from attnkit.templates.sm90.softmax import GROWTH, Site
+from attnkit.templates.sm90.site import Site
+from attnkit.templates.sm90.softmax import GROWTH
 from attnkit.templates.sm100 import device
 from attnkit.templates.sm100.exp2 import DEGREES, exp2_pair
 from attnkit.templates.sm100.forward_common import ForwardCommon
@@ -38,9 +39,15 @@ class Softmax(ForwardCommon):
 
     def chunk(self, masked: bool) -> int:
         """Columns that are computed together: few where each takes registers of its own."""
-        if not self.hooks.ahead:
-            return 32
-        return 8 if masked and self.hooks.has_mask and self.hooks.intervals is None else 16
+        if masked and self.by_element:
+            return 8
+        hooks = self.hooks
+        return 16 if hooks.ahead or hooks.selects or hooks.row_factor else 32
+
+    @property
+    def by_element(self) -> bool:
+        """Whether the mask has to be asked for every element."""
+        return self.hooks.has_mask and self.hooks.intervals is None
 
     def site(self, where: Any) -> Site:
         """Where a tile is, as the hooks want it."""
@@ -64,7 +71,7 @@ class Softmax(ForwardCommon):
         held = tuple(x if x is None or hooks.ahead else common.pinned(x) for x in held)
         if not hooks.has_mask:
             ends: Any = ((Int32(0), site.kv_len),)
-        elif hooks.intervals is None:
+        elif self.by_element:
             ends = None
         else:
             ends = tuple(
@@ -104,7 +111,7 @@ class Softmax(ForwardCommon):
         Returns:
             What each chunk adds to its scores, or None, and the largest score of the row.
         """
-        everything, n = Boolean(False), mark
+        everything, n, site = Boolean(False), mark, self.site(tile[0])
         if self.hooks.listed:
             everything = mark < 0
             n = cutlass.select_(everything, ~mark, mark)
@@ -112,6 +119,7 @@ class Softmax(ForwardCommon):
         wide, bases = self.chunk(masked), []
         half = len(values) // 2
         chains: list[Any] = [None] * CHAINS
+        reached: list[Any] = []  # by chunk: maxima that all its elements went into
         found = None
         for c, chunk in enumerate(values):
             if upper is not None and c == half:
@@ -126,8 +134,14 @@ class Softmax(ForwardCommon):
                 cute.arch.fence_view_async_tmem_load()
                 if upper is not None and loading[-1] == len(values) - 1:
                     self.signal(upper[2])
-            base = self._chunk(tile, start + wide * c, everything, masked, chunk)
+            first = start + wide * c
+            if c >= 2 and masked and self.by_element and not self.hooks.ahead:
+                # two chunks in hand: a mask does not need the scores, and would be computed for all
+                # chunks before the first of them. Loads of a mod (`ahead`) are not held up.
+                first = device.after(first, reached[c - 2], site.kv_len >> 31)
+            base = self._chunk(tile, first, everything, masked, chunk)
             found, chains = self._peak(chunk, base, found, chains)
+            reached.append(chains if base is None else [found])
             bases.append(base)
         return bases, found if chains[0] is None else _largest(chains, self.config.need_max)
 

@@ -39,8 +39,9 @@ from attnkit.templates.sm90.backward_products import Parts, Products
 from attnkit.templates.sm90.backward_rows import CORE, LessLse
 from attnkit.templates.sm90.backward_store import Stores, chunk_layout
 from attnkit.templates.sm90.backward_sums import NOTE, SUM_FREE, Sums
-from attnkit.templates.sm90.backward_turns import InTurn
+from attnkit.templates.sm90.backward_turns import OWED, InTurn
 from attnkit.templates.sm90.copies import ordered
+from attnkit.templates.sm90.site import Site
 
 CONSUMERS = 256  # threads
 PIECE = 12  # int32 words of a piece of work: see `Schedule.table`
@@ -74,6 +75,9 @@ class Backward(Loads, Products, Weights, LessLse, Sums, FirstParts, InTurn, Stor
         # a mask that is computed for every score wants registers beside a tile of 128 rows
         tight = hooks.gathers or (config.rounded and hooks.has_mask and hooks.intervals is None)
         self.held_steps = 0 if tight or hooks.sloped or hooks.learned else HELD
+        self.inclined = config.less_lse and hooks.distant
+        if self.inclined and self.held_steps:
+            self.held_steps -= 1  # for the operand of `incline`
 
     # ------------------------------------------------------------------------------------ host
 
@@ -142,7 +146,7 @@ class Backward(Loads, Products, Weights, LessLse, Sums, FirstParts, InTurn, Stor
 
         mma_s = mma(k_major, k_major, bm)
         mma_held = mma(k_major, k_major, bm, registers)
-        mma_lse = mma(k_major, k_major, bm, of=BFloat16)
+        mma_lse = mma(k_major, k_major, bm, registers if self.inclined else smem, BFloat16)
         mma_dq = mma(k_major, mn_major, c.chunk // ROWS)
         mma_dv = mma(k_major, mn_major, deep, registers)
         mma_dk = mma(k_major, mn_major, width, registers)
@@ -174,7 +178,7 @@ class Backward(Loads, Products, Weights, LessLse, Sums, FirstParts, InTurn, Stor
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[Int64, 10 + 2 * c.k_stages + 6 * c.stages]
-            info: cute.struct.MemRange[Int32, 32]
+            info: cute.struct.MemRange[Int32, OWED + 8]
             factors: cute.struct.Align[cute.struct.MemRange[Int32, CORE], 128]
             lse: cute.struct.Align[cute.struct.MemRange[Float32, c.stages * bm * c.words[0]], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, c.stages * bm], 128]
@@ -267,7 +271,7 @@ class Backward(Loads, Products, Weights, LessLse, Sums, FirstParts, InTurn, Stor
                     cute.arch.mbarrier_init(v_free + w, 4)
                     cute.arch.mbarrier_init(told + w, 4)
                     cute.arch.mbarrier_init(arrived + w, 1)
-                    cute.arch.mbarrier_init(taken + w, 1)
+                    cute.arch.mbarrier_init(taken + w, 32)
                 for s in cutlass.range_constexpr(c.k_stages):
                     cute.arch.mbarrier_init(k_full + s, 1)
                     cute.arch.mbarrier_init(k_free + s, CONSUMERS)
@@ -279,7 +283,7 @@ class Backward(Loads, Products, Weights, LessLse, Sums, FirstParts, InTurn, Stor
                     cute.arch.mbarrier_init(ds_full + s, 8)
                     cute.arch.mbarrier_init(ds_free + s, 8)
         factors = storage.factors.data_ptr()
-        if const_expr(c.less_lse):
+        if const_expr(c.less_lse and not self.inclined):
             self.write_factors(factors, numbers[0], warp)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -399,8 +403,11 @@ class Backward(Loads, Products, Weights, LessLse, Sums, FirstParts, InTurn, Stor
         while valid != 0:
             for k in cutlass.range_constexpr(self.held_steps):
                 cute.copy(load_k, k_from[None, None, k, 2 * (tc & 1) + wg], k_to[None, None, k])
-            begun = self.start(True, parts, stats, bars, leaving, row0, wg, ct, kc, tc)
             record = self.record(tc & 1)
+            if const_expr(self.inclined):
+                of = info[record + 2], info[record + 1], q_len, kv_len
+                self.incline(of_lse, Site(captured, *of, self.score_scale(scale), Int32(0)))
+            begun = self.start(True, parts, stats, bars, leaving, row0, wg, ct, kc, tc)
             at, h, b, count = (info[record + i] for i in range(4))
             turn = at if const_expr(c.turns) else Int32(0)
             place = ((b * heads + h) * q_chunks + wg, turn)  # where dQ goes, and whose turn it is

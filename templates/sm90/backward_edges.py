@@ -19,6 +19,7 @@ from attnkit.templates.sm90.backward_math import LOG2_E
 VECTOR = 8  # elements of a load: 16 bytes
 THREADS = 128
 AHEAD = 4  # rows that a thread loads before it computes
+NOTHING = -(2.0**60)  # -LSE of a row that keeps nothing, finite for those who multiply it by zeros
 
 
 class Prepare:
@@ -85,6 +86,13 @@ class Prepare:
         column = thread % lanes * VECTOR
         some = cutlass.min(column, depth - VECTOR)
         passes = ROWS * lanes // THREADS
+        # a lane writes the statistics of one of its rows: their LSE is there when the sums are
+        own = thread % lanes % passes
+        mine = thread // lanes + own * (THREADS // lanes)
+        place = (b, h, cutlass.min(block * ROWS + mine, lse.shape[2] - 1))
+        value, delta = lse[place], Float32(0.0)
+        if const_expr(self.with_lse):
+            delta = grad_lse[place]
         for start in cutlass.range_constexpr(0, passes, AHEAD):
             loads = []
             for i in cutlass.range_constexpr(start, min(start + AHEAD, passes)):
@@ -94,8 +102,8 @@ class Prepare:
                 g = cute.make_rmem_tensor(VECTOR, out.element_type)
                 cute.autovec_copy(_vector(out, (b, h, q, some)), a)
                 cute.autovec_copy(_vector(grad_out, (b, h, q, some)), g)
-                loads.append((row, a, g))
-            for row, a, g in loads:
+                loads.append((i, a, g))
+            for i, a, g in loads:
                 product = a.load().to(Float32) * g.load().to(Float32)
                 total = product.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
                 total = cutlass.select_(column < depth, total, Float32(0.0))
@@ -103,38 +111,26 @@ class Prepare:
                 while const_expr(step > 0):
                     total = total + cute.arch.shuffle_sync_bfly(total, step)
                     step //= 2
-                if column == 0:
-                    self.write_row(
-                        (b, h, block * ROWS + row),
-                        first * ROWS + row,
-                        total,
-                        lse,
-                        grad_lse,
-                        rows_lse,
-                        rows_delta,
-                    )
+                delta = delta - cutlass.select_(own == i, total, Float32(0.0))
+        if thread % lanes < passes:
+            kept = (block * ROWS + mine < lse.shape[2]) & (value != Float32(float("-inf")))
+            self.write_row(first * ROWS + mine, kept, value, delta, rows_lse, rows_delta)
         self.clear(sums, first, thread)
 
-    @cute.jit
     def write_row(
-        self,
-        place: tuple,
-        at: Int32,
-        total: Float32,
-        lse: cute.Tensor,
-        grad_lse: cute.Tensor,
-        rows_lse: cute.Tensor,
-        rows_delta: cute.Tensor,
-    ):
-        """Write a row's statistics, given its rowsum(dO * O)."""
-        statistic, delta = Float32(float("inf")), Float32(0.0)
-        if place[2] < lse.shape[2]:
-            value = lse[place]
-            if value != Float32(float("-inf")):
-                statistic = value * LOG2_E
-                delta = -total
-                if const_expr(self.with_lse):
-                    delta = grad_lse[place] - total
+        self, at: Any, kept: Any, value: Any, delta: Any, rows_lse: Any, rows_delta: Any
+    ) -> None:
+        """Write a row's statistics; `kept`: it keeps something, and `value` is its LSE."""
+        less, statistic, delta = (
+            cutlass.select_(kept, x, Float32(none))
+            for x, none in ((-value, NOTHING), (value * LOG2_E, float("inf")), (delta, 0.0))
+        )
+        self.put(at, less, statistic, delta, rows_lse, rows_delta)
+
+    def put(
+        self, at: Any, less: Any, statistic: Any, delta: Any, rows_lse: Any, rows_delta: Any
+    ) -> None:
+        """Write a row's LSE, of which there are -LSE and LSE in log2 units, and its -delta."""
         rows_lse[at] = statistic
         rows_delta[at] = delta
 

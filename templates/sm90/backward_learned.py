@@ -29,6 +29,7 @@ class Learned(ExactSums):
     dtype: Any
     site: Any  # of `Weights`, like the next
     exponentials: Any
+    far: Any
     group: Any
     kept: Any
     kept_of: Any
@@ -65,10 +66,11 @@ class Learned(ExactSums):
         ]
         d0 = first - tile[4]  # of columns beyond the end too: the warp's lanes count from it
         shared: dict[Any, Any] = {}
+        far = self.far(mark, tile, row0)
         for g in range(cute.size(scores) // 4):
             rows, places = self.group(masked is not False, tile, first, g, scores)
             ps, _ = self.exponentials(
-                site, head, rows, columns, places, self.pair(statistic, g), g, shared
+                site, head, rows, columns, places, self.pair(statistic, g), g, shared, far
             )
             kept = self.kept_of(mark, tile, rows, bits, g) if masked else None
             if masked is None:
@@ -150,11 +152,7 @@ class Learned(ExactSums):
         for i, level in enumerate(self.hooks.learned):
             total = totals[self.hooks.slots[i]]
             if level == "head":
-                value = running[at]
-                for step in (16, 8, 4, 2, 1):
-                    value = value + cute.arch.shuffle_sync_bfly(value, step)
-                place = self.place_of(i, site, total, None, None)
-                self.add_where(lane == 0, total, place, value)
+                self.add_of_warp(i, site, total, running[at])
             elif level == "column":
                 for c in range(2):
                     value = device.quad_sum(running[at + c])

@@ -82,9 +82,8 @@ class Loads:
             )
             h_kv, b_kv = h // group, cutlass.min(b, kv_batch - 1)
             count = left + left_rest
-            at_some, end_some = self.begin_run(partial, run, skip, left)
-            at_rest, end_rest = self.begin_run(full, run_rest, skip_rest, left_rest)
-            run_some, left_some = run, left
+            some = self.enter(partial, run, skip, left)
+            rest = self.enter(full, run_rest, skip_rest, left_rest)
             first_row = (b * heads + h) * blocks
             t = tc & (c.k_stages - 1)
             lap = self.k_lap(tc)
@@ -92,23 +91,14 @@ class Loads:
             ahead = cutlass.select_(parts > 1, Int32(1), Int32(AHEAD))
             claim = cutlass.max(count - ahead, Int32(0))
             for j in cutlass.range(count, unroll=1):
-                masked = at_some < at_rest
-                m = cutlass.min(at_some, at_rest)
-                if masked:
-                    at_some, end_some, run_some, left_some = self.advance(
-                        partial, at_some, end_some, run_some, left_some
-                    )
-                else:
-                    at_rest, end_rest, run_rest, left_rest = self.advance(
-                        full, at_rest, end_rest, run_rest, left_rest
-                    )
+                m, masked, some, rest = self.step(partial, full, some, rest)
                 if j == 0:
-                    rest: tuple = ()  # whose part it is, and of how many
+                    part: tuple = ()  # of which split tile, and of how many parts
                     if const_expr(c.joins):
-                        rest = cute.arch.shuffle_sync(word, 10), parts
+                        part = cute.arch.shuffle_sync(word, 10), parts
                     cute.arch.mbarrier_wait(k_free + t, lap ^ 1)
                     with cute.arch.elect_one():
-                        self.leave_record(info, t, (tile, h, b, count, Int32(1), *rest))
+                        self.leave_record(info, t, (tile, h, b, count, Int32(1), *part))
                         self.note_group(info, turns, index, t)
                         cute.arch.mbarrier_arrive_and_expect_tx(k_full + t, c.block_kv * width * 2)
                     for w in cutlass.range_constexpr(wide):
@@ -118,11 +108,9 @@ class Loads:
                             k_to[None, wide * t + w],
                             tma_bar_ptr=k_full + t,
                         )
-                mark = 4 * m + cutlass.select_(masked, Int32(0), Int32(WHOLE))
+                mark = self.mark(m, masked, (m == last_q) | (tile == last_kv))
                 if const_expr(c.firsts):
                     mark += cutlass.select_(m < stop, Int32(4 * FIRST_BLOCK), Int32(0))
-                ragged = masked | (m == last_q) | (tile == last_kv)
-                mark += cutlass.select_(ragged, Int32(MASKED), Int32(0))
                 r, s = self.q_stage(kc), kc & 1
                 cute.arch.mbarrier_wait(q_free + r, self.q_lap(kc) ^ 1)
                 with cute.arch.elect_one():
@@ -221,20 +209,30 @@ class Loads:
             for i in range(2):
                 info[self.record(stage) + 5 + i] = turns[4][index, i]
 
-    def enter(self, runs: Any, pieces: Any, index: Any, word: int) -> Any:
-        """Begin a piece's cursor: (next block, end of its run, run, blocks left)."""
-        run, skip, left = pieces[index, word], pieces[index, word + 1], pieces[index, word + 2]
-        at, end = self.begin_run(runs, run, skip, left)
-        return at, end, run, left
-
     @cute.jit
-    def begin_run(self, runs: cute.Tensor, run: Int32, skip: Int32, left: Int32):
-        """A cursor's next block and the end of its run; nowhere if there is none."""
+    def enter(self, runs: cute.Tensor, run: Int32, skip: Int32, left: Int32):
+        """Begin a cursor: (next block, end of its run, run, blocks left); nowhere if there is none."""
         at, end = Int32(NOWHERE), Int32(NOWHERE)
         if left > 0:
             end = runs[0, run] + runs[1, run]
             at = runs[0, run] + skip
-        return at, end
+        return at, end, run, left
+
+    @cute.jit
+    def step(self, partial: cute.Tensor, full: cute.Tensor, some: tuple, rest: tuple):
+        """Take the next block of a piece: its number, whether it is PARTIAL, the cursors behind it."""
+        masked = some[0] < rest[0]
+        m = cutlass.min(some[0], rest[0])
+        if masked:
+            some = self.advance(partial, *some)
+        else:
+            rest = self.advance(full, *rest)
+        return m, masked, some, rest
+
+    def mark(self, m: Any, masked: Any, ragged: Any) -> Any:
+        """A block's number, with what is to be done for it, as one word."""
+        mark = 4 * m + cutlass.select_(masked, Int32(0), Int32(WHOLE))
+        return mark + cutlass.select_(masked | ragged, Int32(MASKED), Int32(0))
 
     @cute.jit
     def advance(self, runs: cute.Tensor, at: Int32, end: Int32, run: Int32, left: Int32):

@@ -11,31 +11,18 @@ so that a mod costs no registers and what the mod and its slope share is compute
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, cute
 
 from attnkit.templates.sm90 import device
+from attnkit.templates.sm90.backward_distance import Distances
 from attnkit.templates.sm90.backward_learned import Learned, unpack
+from attnkit.templates.sm90.site import Site
 
 LOG2_E = 1.4426950408889634
 MASKED, WHOLE = 1, 2  # bits of a block's mark, below its number
-
-
-@dataclass(frozen=True)
-class Site:
-    """Where a tile is; see `hooks.Site`."""
-
-    tensors: Any
-    b: Any
-    h: Any
-    q_len: Any
-    kv_len: Any
-    scale: Any
-    origin: Any
-    steps: Any = None
 
 
 def column_of(i: int) -> int:
@@ -48,7 +35,7 @@ def row_of(i: int) -> int:
     return 2 * (i // 4) + (i & 1)
 
 
-class Weights(Learned):
+class Weights(Learned, Distances):
     """The part of a backward kernel between the products."""
 
     hooks: Any
@@ -106,12 +93,14 @@ class Weights(Learned):
         out = cute.recast_tensor(weights, Int32)
         bits = self.kept(mark, tile, first) if masked else []
         shared: dict[Any, Any] = {}
+        far = self.far(mark, tile, row0)
         for g in range(cute.size(scores) // 4):
             # two rows of both columns at a time: more would take registers
             rows, places = self.group(masked, tile, first, g, scores)
             ps, slope = self.exponentials(
-                self.site(tile), tile[1], rows, tile[2], places, self.pair(statistic, g), g, shared
-            )
+                self.site(tile), tile[1], rows, tile[2], places, self.pair(statistic, g), g, shared,
+                far,
+            )  # fmt: skip
             ws = ps if slope is None else [p * j for p, j in zip(ps, slope, strict=True)]
             if masked:
                 kept = self.kept_of(mark, tile, rows, bits, g)
@@ -139,19 +128,21 @@ class Weights(Learned):
 
     def exponentials(
         self, site: Any, head: Any, rows: Any, columns: Any, places: Any, statistic: Any,
-        g: int, shared: dict[Any, Any],
+        g: int, shared: dict[Any, Any], far: Any,
     ) -> tuple[list[Any], list[Any] | None]:  # fmt: skip
         """P of the elements of group g, the mask left aside, and the slopes of the mod.
 
         Args:
             shared: values of the groups before by q - kv: that of a column 8 beyond, and rows 8
                 beyond, is the same.
+            far: see `Distances.far`.
         """
         steps = [8 * (g - c) + j for j, c, _ in places]
         x, slope = self.hooks.both(site, head, rows, columns, places, steps, shared)
         factor = self.hooks.factor(site, head)
         bounds = self.bounds(site, head, rows, statistic)
-        scaled = x if factor is None else [one * factor for one in x]
+        terms = [far and far(at, c) for at, (_, c, _) in zip(steps, places, strict=True)]
+        scaled = [device.shifted(one, factor, term) for one, term in zip(x, terms, strict=True)]
         if bounds is not None:
             scaled = [s - bounds[j] for s, (j, *_) in zip(scaled, places, strict=True)]
         return [device.exp2(s) for s in scaled], slope

@@ -22,7 +22,7 @@ class Parts(NamedTuple):
         further: the same, but they add to it.
         scores, dp, dk, dv, p, ds, dq, k_held: in registers.
         frags: in shared memory: K, V, Q, dO, Q^T, dO^T, dS, K^T.
-        lse: the step that subtracts LSE from S, see `backward_rows`; empty for none.
+        lse: the step of `backward_rows`: K's columns, and Q's by stage; empty for none.
     """
 
     first: tuple
@@ -46,7 +46,7 @@ class Products:
     held_steps: int  # steps of 16 columns of K that are in registers
 
     def issue_s(self, parts: Any, wg: Any, stage: Any, place: Any) -> None:
-        """S^T = K Q^T, less LSE / scale with `less_lse`; K lies in one of two places."""
+        """S^T = K Q^T, with `less_lse` what `backward_rows` adds; K lies in one of two places."""
         a, b = parts.frags[0], parts.frags[2]
         for k in range(cute.size(a, mode=[2])):
             mmas = parts.first if k == 0 else parts.further

@@ -27,7 +27,9 @@ from attnkit.templates.sm90.backward_sums import (
 )
 
 FIRST, LAST = 2, 3  # where the first and last turn of a row stand in its entry
-OWED = 2  # three words of `info` for each consumer: a chunk that has arrived, its turn, who follows
+# three words of `info` for each consumer: a chunk that has arrived, its turn, who follows; 16 bytes
+# apart, as the assembler reads four at once
+OWED = 32
 ARRIVAL = 1000  # nanoseconds in which a chunk arrives
 
 
@@ -190,7 +192,7 @@ class InTurn(Turns):
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(flying, read=False)
             for i in cutlass.range_constexpr(3):
-                info[OWED + 3 * wg + i] = owed[i]
+                info[OWED + 4 * wg + i] = owed[i]
             cute.arch.mbarrier_arrive(arrived)
         cute.arch.sync_warp()
         return count + 1
@@ -206,9 +208,8 @@ class InTurn(Turns):
             for wg in cutlass.range_constexpr(2):
                 _, arrived, taken = (bar + wg for bar in bars)
                 cute.arch.mbarrier_wait(arrived, count & 1)
-                chunk, turn, following = (info[OWED + 3 * wg + i] for i in range(3))
-                cute.arch.sync_warp()
-                device.arrive(taken)
+                chunk, turn, following = (info[OWED + 4 * wg + i] for i in range(3))
+                cute.arch.mbarrier_arrive(taken)  # every lane, as each has read them
                 if chunk >= 0:
                     self.give_turn(chunk, turn, following, turns)
             count += 1

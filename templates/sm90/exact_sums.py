@@ -38,6 +38,13 @@ class ExactSums:
         else:
             self.add_at(condition, cute.domain_offset(place, total).iterator, value)
 
+    def add_of_warp(self, i: int, site: Any, total: Any, value: Any) -> None:
+        """Add the warp's values to load i, of an index that is known per head."""
+        for step in (16, 8, 4, 2, 1):
+            value = value + cute.arch.shuffle_sync_bfly(value, step)
+        place = self.place_of(i, site, total, None, None)
+        self.add_where(cute.arch.lane_idx() == 0, total, place, value)
+
     @cute.jit
     def add_at(self, condition: cutlass.Boolean, target: cute.Pointer, value: Float32):
         if condition:

@@ -50,6 +50,8 @@ class ForwardHooks(Protocol):
         blind: whether x does not depend on the score at all.
         ahead: whether `columns` or `relatives` give values that are best asked for early, such as
             loads.
+        selects: whether x is chosen by a condition on the score.
+        row_factor: whether scores are multiplied by a number of their row.
         listed: block lists overrule the mask: blocks that they keep whole are not masked.
     """
 
@@ -58,6 +60,8 @@ class ForwardHooks(Protocol):
     raw: bool
     blind: bool
     ahead: bool
+    selects: bool
+    row_factor: bool
     listed: bool
 
     def head(self, site: Any) -> Values:
@@ -141,7 +145,8 @@ class BackwardHooks(ForwardHooks, Protocol):
 
     The tile is a kv tile: its columns are asked for once, and its first column is the origin, so
     that `block` is not used. Rows come two at a time, with `row` asked for in every block. `ends`
-    is asked for columns: the intervals of q that a column keeps.
+    is asked for columns: the intervals of q that a column keeps. What is linear in kv - q is in no
+    other hook than `distance`.
 
     Attributes:
         sloped: whether the derivative of the mod by the score is other than 1.
@@ -149,10 +154,12 @@ class BackwardHooks(ForwardHooks, Protocol):
             index is known: "head", "row", "column", "relative" (q - kv) or "element".
         slots: for each such load, the number of its gradient in `totals`.
         gathers: whether a captured tensor is read for every score, or every q - kv.
+        distant: whether `distance` gives something.
     """
 
     sloped: bool
     gathers: bool
+    distant: bool
     learned: tuple[str, ...]
     slots: tuple[int, ...]
 
@@ -174,6 +181,10 @@ class BackwardHooks(ForwardHooks, Protocol):
 
         None instead of the derivatives if they are 1.
         """
+        ...
+
+    def distance(self, site: Any, head: Values) -> Value:
+        """What the exponent has for each step of kv - q, log2 units, or None."""
         ...
 
     def adjoint(

@@ -15,7 +15,6 @@ are plain Python, so that they may pass hooks' tuples around.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -23,25 +22,12 @@ from cutlass import Boolean, Float32, Int32, const_expr, cute
 
 from attnkit.templates.sm90 import device
 from attnkit.templates.sm90.device import NEG_INF
+from attnkit.templates.sm90.site import Site
 
 GROWTH = 8.0  # how far, in log2, a row's maximum may grow before sums and output are rescaled
 CEILING = 2.0**12  # sum of a thread's exponentials of a row, up to which the reference stays
 CHAINS = 4  # independent chains of maxima and sums
 FEW = 8  # columns of a thread for which a mask without intervals is computed at once
-
-
-@dataclass(frozen=True)
-class Site:
-    """Where a tile is; see `hooks.Site`."""
-
-    tensors: Any
-    b: Any
-    h: Any
-    q_len: Any
-    kv_len: Any
-    scale: Any
-    origin: Any
-    steps: Any
 
 
 def row_of(i: int) -> int:
@@ -86,7 +72,7 @@ class Softmax:
         head = hooks.head(site)
         rows = tuple((at, hooks.row(site, head, at)) for at in inside)
         held = hooks.held(site, head, [first + o for o in self.columns_of_thread()])
-        held = tuple(None if x is None else device.pinned(x) for x in held)
+        held = tuple(x if x is None or self._tight else device.pinned(x) for x in held)
         if not hooks.has_mask:
             ends: Any = (((Int32(0), site.kv_len),),) * 2
         elif hooks.intervals is None:
@@ -100,6 +86,15 @@ class Softmax:
                 for at in inside
             )
         return tuple(where), head, rows, held, ends, first
+
+    @property
+    def _tight(self) -> bool:
+        """Whether there are no registers to hold what every block adds in a column.
+
+        So it is with a mask without intervals beside the widest output.
+        """
+        hooks = self.hooks
+        return self.config.value_width > 192 and hooks.has_mask and hooks.intervals is None
 
     def factor(self, tile: Any) -> Any:
         """What scores are multiplied by to be in log2 units."""
@@ -119,6 +114,10 @@ class Softmax:
         """What a block's scores need beside themselves; n is the number of the kv block."""
         where, head, rows, held, *_ = tile
         site, hooks = self.site(where), self.hooks
+        if self._tight and held[0] is not None:
+            # from a number that is made in each block: else the compiler holds them and spills others
+            first = device.pinned(Float32(tile[5]))
+            held = hooks.held(site, head, [first + Float32(o) for o in self.columns_of_thread()])
         start, _, positions = self._positions(tile, n)
         if masked:  # what a mod or a mask loads must lie inside its tensors
             positions = [cutlass.min(at, site.kv_len - 1) for at in positions]

@@ -1,10 +1,12 @@
 """Small calls of every kind of kernel, for compute-sanitizer (see `--help`).
 
 PYTHONPATH=. compute-sanitizer --tool memcheck python3 tests/gpu/sanitize.py
-PYTHONPATH=. compute-sanitizer --tool racecheck python3 tests/gpu/sanitize.py --only D=64
+PYTHONPATH=. compute-sanitizer --tool racecheck python3 tests/gpu/sanitize.py --only D=64 --calls-only
 PYTHONPATH=. compute-sanitizer --tool initcheck python3 tests/gpu/sanitize.py --backward
 
-What racecheck does not follow, `racecheck_idioms.py` beside this shows.
+What racecheck does not follow, `racecheck_idioms.py` beside this shows: `bar.arrive`, by which the
+backward to head dim 128 hands chunks of dQ to the warps that add them. With `--sync` these kernels
+have `bar.sync` there, and are else the same.
 """
 
 from __future__ import annotations
@@ -14,9 +16,13 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 import torch
+from cutlass import cute
 
 from attnkit import UnsupportedError, masks, mods
 from attnkit.testing import Case
@@ -25,6 +31,7 @@ from tests.gpu import backward_kit
 from tests.gpu import cute_kit as kit
 
 BF16 = torch.bfloat16
+HANDED_BY = 160  # threads of a barrier that hands over a chunk: a consumer and the adding warp
 SIZES: dict[str, Any] = {"heads": 2, "kv_heads": 1, "head_dim": 64, "value_dim": 64, "dtype": BF16}
 
 
@@ -80,22 +87,38 @@ def configurations() -> Iterator[tuple[str, Variant, Case]]:
         yield f"{name} own heads D=64", variants[name], Case(length, length, **own)
 
 
-def run(variant: Variant, case: Case) -> str:
+def run(variant: Variant, case: Case, compare: bool) -> str:
     """The forward: what is wrong, or empty."""
-    return "; ".join(kit.wrong(kit.forward(variant, case), kit.dense(variant, case), case))
+    found = kit.forward(variant, case)
+    return "; ".join(kit.wrong(found, kit.dense(variant, case), case)) if compare else ""
 
 
-def run_backward(variant: Variant, case: Case, orders: tuple[bool, ...]) -> str:
+def run_backward(variant: Variant, case: Case, compare: bool, orders: tuple[bool, ...]) -> str:
     """Forward and backward, in any order or in a fixed one."""
     said = []
     for ordered in orders:
         with backward_kit.counted() as seen:
             found = backward_kit.gradients(variant, case, deterministic=ordered)
-        if seen:
-            said += backward_kit.wrong(found, variant, case)
-        elif not ordered:
+        if not seen and not ordered:
             raise UnsupportedError("the backward runs in torch operators")
+        if seen and compare:
+            said += backward_kit.wrong(found, variant, case)
     return "; ".join(said)
+
+
+@contextmanager
+def synchronised() -> Iterator[None]:
+    """Kernels compiled inside hand over chunks by `bar.sync`; none of another process is loaded."""
+    plain = cute.arch.barrier_arrive
+
+    def both_wait(*, barrier_id: Any, number_of_threads: int, **options: Any) -> None:
+        one = cute.arch.barrier if number_of_threads == HANDED_BY else plain
+        one(barrier_id=barrier_id, number_of_threads=number_of_threads, **options)
+
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ATTNKIT_CACHE_DIR", folder)
+        patch.setattr(cute.arch, "barrier_arrive", both_wait)
+        yield
 
 
 def main() -> int:
@@ -105,17 +128,26 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="PATTERN", help="names that have it")
     parser.add_argument("--backward", action="store_true", help="also gradients")
     parser.add_argument("--order", choices=("any", "fixed", "both"), default="both", help="of sums")
+    parser.add_argument("--calls-only", action="store_true", help="compare nothing: less to run")
+    parser.add_argument("--sync", action="store_true", help="bar.sync for bar.arrive: see above")
     options = parser.parse_args()
     # Each tensor in an allocation of its own, so that a write beyond its end is seen. Read when
     # torch first allocates on the device.
     os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
     orders = {"any": (False,), "fixed": (True,), "both": (False, True)}[options.order]
+    with synchronised() if options.sync else nullcontext():
+        return run_all(options, orders)
+
+
+def run_all(options: argparse.Namespace, orders: tuple[bool, ...]) -> int:
+    """Every configuration that is asked for; 1 if one was wrong."""
     bad = 0
     for name, variant, case in configurations():
         if not re.search(options.only, name):
             continue
+        asked = variant, case, not options.calls_only
         try:
-            said = run_backward(variant, case, orders) if options.backward else run(variant, case)
+            said = run_backward(*asked, orders) if options.backward else run(*asked)
         except UnsupportedError as refusal:
             sys.stdout.write(f"{name}: not supported: {refusal}\n")
             continue

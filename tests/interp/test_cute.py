@@ -98,7 +98,7 @@ def with_constants(n: Node) -> list[Node]:
         return []
     pools: dict[Type, list[Any]] = {F32: [-2.0, 0.5, 3.0], I32: [-7, 8], BOOL: [True]}
     if n.op in DIVIDING and n.type == I32:
-        pools[I32] = [*DIVISORS, 12, -12]
+        pools[I32] = [*DIVISORS, 12, -12, 2**30 + 1, 2**31 - 1]
     if n.op == "pow":
         pools[F32] = [-2.5, -2.0, 0.3125, 3.0]  # at 0.5 torch itself has two answers, for -inf
     if n.op in SHIFTING:
@@ -364,3 +364,13 @@ def test_powers_of_two_divide_by_shifts(tmp_path: Path) -> None:
     )
     assert "shr.s32" in text
     assert not re.search(r"\b(div|rem|mul\.hi|setp)\b", text)
+
+
+def test_other_constants_divide_by_products(tmp_path: Path) -> None:
+    """Rounded down as they are: without a comparison, and without the compiler's own division."""
+    difference = build("sub", q, kv)
+    text = ptx(
+        [build("fdiv", difference, const(74)), build("mod", difference, const(74))], tmp_path
+    )
+    assert re.search(r"mul\.(hi|wide)\.u32", text)
+    assert not re.search(r"\b(div|rem|setp)\b", text)

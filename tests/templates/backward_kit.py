@@ -15,7 +15,8 @@ from torch import Tensor
 
 from attnkit import emulation, flex_attention, masks
 from attnkit.splice import backward as splice_backward
-from attnkit.splice import backward_work
+from attnkit.splice import backward_call, backward_work
+from attnkit.splice.backward_work import Work
 
 BF16, FP16 = torch.bfloat16, torch.float16
 CAUSAL = masks.causal()
@@ -32,6 +33,28 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+def observed(monkeypatch: pytest.MonkeyPatch, ctas: int) -> list[Work]:
+    """The tables of the backwards that are made from now on, all anew, for so many CTAs."""
+    found: list[Work] = []
+    plain = backward_work._tables
+
+    def kept(*args: Any) -> Work:
+        found.append(plain(*args))
+        return found[-1]
+
+    monkeypatch.setattr(backward_work, "_tables", kept)
+    monkeypatch.setattr(backward_work, "_SMS_EMULATED", ctas)
+    forget(monkeypatch)
+    return found
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make all tables anew."""
+    monkeypatch.setattr(backward_work, "_lists", type(backward_work._lists)())
+    entries = type(backward_call._calls._entries)()
+    monkeypatch.setattr(backward_call._calls, "_entries", entries)
+
+
 def gradients(
     backend: str,
     inputs: Sequence[Tensor],
@@ -40,6 +63,7 @@ def gradients(
     mod: Callable[..., Mod] | None,
     mask: Any,
     dtype: torch.dtype | None,
+    scale: float | None = None,
 ) -> list[Tensor]:
     """Gradients of the weighted sums of output and LSE by query, key, value and captured tensors."""
     qkv = [t.detach().to(dtype or t.dtype).requires_grad_() for t in inputs]
@@ -48,6 +72,7 @@ def gradients(
         *qkv,
         score_mod=mod(*learned) if mod else None,
         block_mask=mask,
+        scale=scale,
         enable_gqa=True,
         return_lse=True,
         backend=backend,
@@ -83,12 +108,13 @@ def rounded(
     weights: Sequence[Tensor],
     captured: Sequence[Tensor],
     mod: Callable[..., Mod],
+    scale: float | None = None,
 ) -> list[Tensor]:
     """Causal gradients by plain operators, everything rounded to the inputs' dtype."""
     dtype = inputs[0].dtype
     query, key, value = (t.detach().requires_grad_() for t in inputs)
     learned = [t.detach().to(dtype).requires_grad_() for t in captured]
-    scores = query @ key.mT * query.shape[-1] ** -0.5
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
     b, h, q, kv = torch.meshgrid(*map(torch.arange, scores.shape), indexing="ij")
     scores = mod(*learned)(scores, b, h, q, kv).to(dtype).masked_fill(q < kv, -torch.inf)
     out = torch.softmax(scores, -1) @ value
@@ -105,16 +131,19 @@ def check(
     *,
     backend: str = "emulate",
     seeds: int = 1,
+    scale: float | None = None,
 ) -> None:
     """Compare the kernels with the oracle; they must have run, and without findings."""
     arguments = (*drawn, captured, mod, mask)
-    exact = gradients("eager", *arguments, torch.float64)
+    exact = gradients("eager", *arguments, torch.float64, scale)
     # sums over whole heads see that the kernel takes rowsum(dO O) from a rounded O
-    learned = mod is not None and len(captured) > 0
-    dense = rounded(*drawn, captured, mod) if learned else gradients("eager", *arguments, None)
+    if mod is not None and len(captured) > 0:
+        dense = rounded(*drawn, captured, mod, scale)
+    else:
+        dense = gradients("eager", *arguments, None, scale)
     # sums in any order differ between runs
     with emulation.session(mode=mode, seeds=seeds, deterministic=False) as session:
-        found = gradients(backend, *arguments, None)
+        found = gradients(backend, *arguments, None, scale)
     assert session.ok, [str(report) for _, report in session.reports]
     assert any(name.startswith("backward") for name, _ in session.reports)
     for own, other, true in zip(found, dense, exact, strict=True):

@@ -105,6 +105,7 @@ def test_deterministic_bits_of_captured_gradients(name: str) -> None:
             assert torch.equal(a, b)
 
 
+@pytest.mark.assembled
 @pytest.mark.parametrize(
     ("name", "dims"),
     [("none", (64, 64)), ("none", (128, 128)), ("row", (192, 128)), ("relative", (192, 128))],

@@ -89,6 +89,7 @@ def test_block_lists() -> None:
     check(drawn, mask=lists, backend=BACKEND)
 
 
+@pytest.mark.assembled
 def test_no_spilled_registers() -> None:
     (found,) = kernels(*draw(512, dims=(128, 128)), (), None, None, None)
     assert "tcgen05.mma.cta_group::2" in found.ptx

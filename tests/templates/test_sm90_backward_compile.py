@@ -45,6 +45,7 @@ VARIANTS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "table of pairs": lambda: (None, lambda b, h, q, kv: PAIRS[q, kv]),
     "pattern": lambda: (None, lambda b, h, q, kv: (q // 7 + kv // 5) % 3 != 0),
     "softcap": lambda: (mods.softcap(20.0), CAUSAL),
+    "softcap and alibi": lambda: (mods.compose(mods.softcap(20.0), mods.alibi(HEADS)), CAUSAL),
     "learned scale": _scaled,
     "learned relative bias": _biased,
 }
@@ -57,11 +58,13 @@ CASES = [(n, d) for n in VARIANTS for d in (64, 128) if (n, d) != ("table of pai
 ORDERED = ("causal", "documents", "softcap", "learned scale", "learned relative bias")
 
 
+@pytest.mark.assembled
 @pytest.mark.parametrize(("name", "head_dim"), CASES)
 def test_no_spills_and_no_serialised_products(name: str, head_dim: int) -> None:
     clean(name, head_dim)
 
 
+@pytest.mark.assembled
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", ORDERED)
 def test_sums_in_a_fixed_order_spill_nothing(name: str, head_dim: int) -> None:

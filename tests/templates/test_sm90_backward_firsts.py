@@ -17,7 +17,7 @@ from attnkit import firsts, masks, mods
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
 from attnkit.splice import backward as splice_backward
-from attnkit.splice import backward_call, backward_work
+from attnkit.splice import backward_work
 from attnkit.splice.backward_work import Work
 from tests.templates.backward_kit import (
     CAUSAL,
@@ -25,6 +25,7 @@ from tests.templates.backward_kit import (
     MODS,
     check,
     draw,
+    observed,
     poisoned,  # noqa: F401
 )
 
@@ -39,20 +40,8 @@ SLOPED = lambda: mods.softcap(5.0)  # tiles of 64 rows at head dim 64
 @pytest.fixture
 def works(monkeypatch: pytest.MonkeyPatch) -> list[Work]:
     """The tables of the backwards that are made, of four CTAs, where zeros are dear."""
-    found: list[Work] = []
-    plain = backward_work._tables
-
-    def kept(*args: Any) -> Work:
-        found.append(plain(*args))
-        return found[-1]
-
-    monkeypatch.setattr(backward_work, "_tables", kept)
-    monkeypatch.setattr(backward_work, "_SMS_EMULATED", 4)
     monkeypatch.setattr(firsts, "BYTES_A_CLOCK", 1)
-    monkeypatch.setattr(backward_work, "_lists", type(backward_work._lists)())
-    entries = type(backward_call._calls._entries)()
-    monkeypatch.setattr(backward_call._calls, "_entries", entries)
-    return found
+    return observed(monkeypatch, 4)
 
 
 @pytest.mark.parametrize("mask", [WINDOW, BOTH_SIDES, DOCUMENTS], ids=str)

@@ -13,7 +13,7 @@ from attnkit import masks
 
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
-from attnkit.splice import backward_call, backward_work, sm90_backward
+from attnkit.splice import backward_call, sm90_backward
 from attnkit.splice.backward_work import Work
 from attnkit.splitting import Cost
 from tests.templates.backward_kit import (
@@ -22,7 +22,9 @@ from tests.templates.backward_kit import (
     FP16,
     check,
     draw,
+    forget,
     gradients,
+    observed,
     ordered,
     poisoned,  # noqa: F401
 )
@@ -36,25 +38,8 @@ CHEAP = Cost(full=1000, partial=1000, tile=1, merge=1)  # a cut is worth it wher
 @pytest.fixture
 def works(monkeypatch: pytest.MonkeyPatch) -> list[Work]:
     """The tables of the backwards that are made, whose cuts cost nearly nothing, for six CTAs."""
-    found: list[Work] = []
-    plain = backward_work._tables
-
-    def kept(*args: Any) -> Work:
-        found.append(plain(*args))
-        return found[-1]
-
-    monkeypatch.setattr(backward_work, "_tables", kept)
-    monkeypatch.setattr(backward_work, "_SMS_EMULATED", 6)
     monkeypatch.setattr(sm90_backward, "prices", lambda settings: CHEAP)
-    _forget(monkeypatch)
-    return found
-
-
-def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make all tables anew."""
-    monkeypatch.setattr(backward_work, "_lists", type(backward_work._lists)())
-    entries = type(backward_call._calls._entries)()
-    monkeypatch.setattr(backward_call._calls, "_entries", entries)
+    return observed(monkeypatch, 6)
 
 
 @pytest.mark.parametrize("mask", [None, CAUSAL], ids=str)
@@ -96,7 +81,7 @@ def test_whole_tiles_are_as_without_parts(
     drawn = draw(400, 900, heads=(1, 1))
     parted = _gradients(drawn)
     pieces = works[-1].pieces
-    _forget(monkeypatch)
+    forget(monkeypatch)
     monkeypatch.setattr(sm90_backward, "splits", lambda settings: False)
     whole = _gradients(drawn)
     assert (works[-1].pieces[:, SPLIT] < 0).all()

@@ -74,6 +74,7 @@ def kernel(name: str, head_dim: int, value_dim: int) -> compiled.Kernel:
     return compiled.kernel(source(name, head_dim, value_dim))
 
 
+@pytest.mark.assembled
 @pytest.mark.parametrize(("head_dim", "value_dim"), DIMS)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_no_spills_and_no_serialised_products(name: str, head_dim: int, value_dim: int) -> None:

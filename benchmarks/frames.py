@@ -1,0 +1,174 @@
+"""Stack frames of the Blackwell kernels of every mask and mod, and what they take to compile.
+
+`python benchmarks/frames.py --ctas one` compiles the kernels of one CTA for each variant of the library,
+forward and backward, and prints those whose registers are spilled or that take more than five seconds
+of processor time. The forward of a mod has a causal mask: without one it takes pairs wherever there are
+any, and is compiled with `--ctas pair` besides. Nothing is executed, and no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from emulate import DIRECTIONS, library
+
+from attnkit import compiled, emulation
+from attnkit.compiled_build import compile_source
+from attnkit.masks import causal
+from attnkit.splice import sm100_pairs
+from attnkit.variant import Variant
+
+LENGTH = 600
+SECONDS = 5.0
+CTAS = {"one": 256, "pair": 512}  # rows of a tile of the forward
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Main kernels of a variant of the library, in a direction.
+
+    Attributes:
+        variant: as `emulate.library` names it; "+ causal" for a mod with that mask.
+        head_dims: of query and value.
+        ctas: "one" or "pair", where there is a choice.
+    """
+
+    variant: str
+    head_dims: tuple[int, int]
+    dtype: str
+    arch: str
+    ctas: str
+    direction: str
+    deterministic: bool
+
+
+def sources(job: Job) -> list[compiled.Source]:
+    """The kernels of a job."""
+    name, _, mask = job.variant.partition(" + ")
+    member = library(LENGTH)[name]
+    variant = Variant(member.variant.score_mod, causal()) if mask else member.variant
+    backward = job.direction == "backward"
+    wide, deep = job.head_dims
+    qkv = [
+        torch.zeros(
+            *(member.batch, member.heads, length, width),
+            dtype=getattr(torch, job.dtype),
+            requires_grad=backward,
+        )
+        for length, width in ((member.q_len, wide), (member.kv_len, wide), (member.kv_len, deep))
+    ]
+    fewer = mock.patch.object(sm100_pairs, "fewer_clocks", return_value=job.ctas == "pair")
+    with fewer, emulation.session(execute=False), compiled.asked() as found:
+        out = variant(
+            *qkv,
+            backend=f"emulate:{job.arch}",
+            kernel_options=None if backward else {"BLOCK_M": CTAS[job.ctas], "BLOCK_N": 128},
+            deterministic=job.deterministic,
+        )
+        if backward:
+            out.sum().backward()
+    return [s for s in found if s.name.startswith(job.direction)]
+
+
+def run(job: Job) -> list[Row]:
+    """What the assembler made of each kernel, and how long it took."""
+    rows = []
+    for source in sources(job):
+        began = time.process_time()
+        artifact = compile_source(source)
+        seconds = time.process_time() - began
+        rows.append(
+            asdict(job)
+            | {
+                "kernel": source.name,
+                "stack": max(s.stack for s in artifact.stats),
+                "code": sum(s.code for s in artifact.stats),
+                "pair": "cta_group::2" in artifact.ptx,
+                "seconds": round(seconds, 2),
+            }
+        )
+    return rows
+
+
+def jobs(options: argparse.Namespace) -> Iterator[Job]:
+    """What the options ask for."""
+    rest = options.dtype, options.arch, options.ctas
+    for name, member in library(LENGTH).items():
+        if not name.startswith(tuple(options.only)):
+            continue
+        for direction in options.direction:
+            variants = [name]
+            if direction == "forward" and member.variant.score_mod is not None:
+                variants = [name, f"{name} + causal"][options.ctas == "one" :]
+            for variant in variants:
+                for dims in options.head_dim:
+                    yield Job(variant, dims, *rest, direction, options.deterministic)
+
+
+def results(wanted: list[Job], workers: int) -> Iterator[Row]:
+    """Rows in the order of the jobs."""
+    if workers == 1:
+        torch.set_num_threads(1)
+        for job in wanted:
+            yield from run(job)
+        return
+    context = get_context("spawn")
+    with ProcessPoolExecutor(workers, context, torch.set_num_threads, (1,)) as pool:
+        for rows in pool.map(run, wanted):
+            yield from rows
+
+
+def head_dims(text: str) -> tuple[int, int]:
+    """Of query and value: "128", or "192,128"."""
+    wide, _, deep = text.partition(",")
+    return int(wide), int(deep or wide)
+
+
+def line(row: Row) -> str:
+    """A row, to read."""
+    name = f"{row['variant']:36} {row['kernel']:34} {'pair' if row['pair'] else 'one':5}"
+    return f"{name} {row['stack']:4} B {row['code'] / 1024:6.1f} KiB {row['seconds']:6.2f} s"
+
+
+def main() -> int:
+    """Compile and print; the exit status is 1 if a kernel has a stack frame."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", nargs="*", default=[""], help="variants whose name begins so")
+    parser.add_argument("--head-dim", type=head_dims, action="append", help="128, or 192,128")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--arch", default="sm_100a")
+    parser.add_argument("--ctas", choices=CTAS, default="one")
+    parser.add_argument("--direction", choices=DIRECTIONS, action="append", help="default: both")
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--workers", type=int, default=1, help="processes")
+    parser.add_argument("--save", type=Path, help="append the rows to this file")
+    options = parser.parse_args()
+    options.head_dim = options.head_dim or [(128, 128)]
+    options.direction = options.direction or DIRECTIONS
+    count = spilled = slow = 0
+    for row in results(list(jobs(options)), options.workers):
+        count, spilled = count + 1, spilled + bool(row["stack"])
+        slow += row["seconds"] > SECONDS
+        if row["stack"] or row["seconds"] > SECONDS:
+            print(line(row), flush=True)
+        if options.save:
+            with options.save.open("a") as stream:
+                stream.write(json.dumps(row) + "\n")
+    print(f"{count} kernels: {spilled} with a frame, {slow} over {SECONDS:g} s")
+    return bool(spilled)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
