@@ -98,7 +98,7 @@ class Loads:
                         part = cute.arch.shuffle_sync(word, 10), parts
                     cute.arch.mbarrier_wait(k_free + t, lap ^ 1)
                     with cute.arch.elect_one():
-                        self.leave_record(info, t, (tile, h, b, count, Int32(1), *part))
+                        self.leave_record(info, t, (tile, h, b, count, self.valid(tc), *part))
                         self.note_group(info, turns, index, t)
                         cute.arch.mbarrier_arrive_and_expect_tx(k_full + t, c.block_kv * width * 2)
                     for w in cutlass.range_constexpr(wide):
@@ -149,7 +149,7 @@ class Loads:
                 if const_expr(c.k_stages == 1):  # nothing is kept: the record alone
                     cute.arch.mbarrier_wait(k_free, lap ^ 1)
                     with cute.arch.elect_one():
-                        self.leave_record(info, 0, (tile, h, b, count, Int32(1)))
+                        self.leave_record(info, 0, (tile, h, b, count, self.valid(tc)))
                         self.note_group(info, turns, index, 0)
                         cute.arch.mbarrier_arrive(v_full)
                         cute.arch.mbarrier_arrive(k_full)
@@ -172,8 +172,12 @@ class Loads:
         """Where the record of the piece in a stage of K begins in `info`."""
         return RECORD + 2 * RECORD * stage
 
+    def valid(self, count: Any) -> Any:
+        """What says that the count-th piece is one; without a ring of K, its parity as 1 or 2."""
+        return Int32(1) if self.config.k_stages > 1 else 1 + (count & 1)
+
     def leave_record(self, info: Any, stage: Any, words: tuple) -> None:
-        """Tell the consumers what a piece is: kv tile, head, batch element, blocks, 1.
+        """Tell the consumers what a piece is: kv tile, head, batch element, blocks, `valid`.
 
         Then, if the config joins, the split tile that it is a part of, -1 for none, and how many
         parts that has.

@@ -325,7 +325,7 @@ class BackwardWide(Loads, Weights, WideTurns):
         # of the sums of dQ: their groups, and their semaphores; of dK, the same
         q_tiles, kv_tiles = batch * heads * blocks, kv_batch * kv_heads * kv_blocks
         running = self.running()
-        kc, tc = Int32(0), Int32(0)
+        kc = Int32(0)
         cute.arch.mbarrier_wait(k_full, 0)
         valid = info[RECORD + 4]
         while valid != 0:
@@ -338,7 +338,7 @@ class BackwardWide(Loads, Weights, WideTurns):
             place = (totals_q, (b * heads + h) * blocks, info, order)
             dk.fill(0.0)
             dv.fill(0.0)
-            cute.arch.mbarrier_wait(v_full, tc & 1)
+            cute.arch.mbarrier_wait(v_full, valid - 1)
             if count > 0:
                 r, s = kc & 1, kc & 1
                 cute.arch.mbarrier_wait(q_full + r, (kc >> 1) & 1)
@@ -399,8 +399,10 @@ class BackwardWide(Loads, Weights, WideTurns):
                 warpgroup.wait_group(0)
                 cute.arch.mbarrier_arrive(q_free + s)
                 kc += 1
-                self.flush(tile, running, totals)
-            # read again: through the loop they would take registers
+                # here and below read again: through the loop they would take registers
+                at, h, b = info[RECORD], info[RECORD + 1], info[RECORD + 2]
+                where = (captured, b, h, q_len, kv_len, scale, at * c.block_kv)
+                self.flush((where, *tile[1:]), running, totals)
             tile_kv, head, element = info[RECORD], info[RECORD + 1], info[RECORD + 2]
             if const_expr(c.accumulate):
                 if count > 0:
@@ -428,9 +430,9 @@ class BackwardWide(Loads, Weights, WideTurns):
                 )
                 if warp % 4 == 0:
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
+            parity = info[RECORD + 4] & 1  # of the next piece
             cute.arch.mbarrier_arrive(kv_free)  # every lane, as each has read the record
-            tc += 1
-            cute.arch.mbarrier_wait(k_full, tc & 1)
+            cute.arch.mbarrier_wait(k_full, parity)
             valid = info[RECORD + 4]
         if const_expr(c.turns):
             self.tell(order, info, Int32(-1), kc, wg, ct)

@@ -142,16 +142,9 @@ def clean(variant: tuple[Any, Any], dims: tuple[int, int], shared: int, *, fixed
     assert [s.stack for s in found.stats] == [0]
 
 
-# with the assembler of CUDA 13 this one spills 8 bytes
-SPILLS = ("learned scale", (256, 256))
-CASES = [
-    pytest.param(name, dims, marks=() if (name, dims) == SPILLS else pytest.mark.assembled)
-    for name in VARIANTS
-    for dims in ((192, 192), (192, 128), (256, 256))
-]
-
-
-@pytest.mark.parametrize(("name", "dims"), CASES)
+@pytest.mark.assembled
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("dims", [(192, 192), (192, 128), (256, 256)])
 def test_no_spills_and_no_serialised_products(name: str, dims: tuple[int, int]) -> None:
     clean(VARIANTS[name](), dims, 1, fixed=False)
 
