@@ -13,6 +13,7 @@ from cutlass import Float32
 
 from attnkit import expr
 from attnkit.cute_stages import Element, Stages, Values
+from attnkit.effort import instructions
 from attnkit.expr import Node
 from attnkit.interp.cute import emit
 from attnkit.score_form import ScoreForm
@@ -61,6 +62,7 @@ class GraphForward:
         self.selects = any(
             n.op == "where" and "score" in expr.reads(n.args[0]) for n in expr.topo(*parts)
         )
+        self.effort = instructions(*parts)
         self.row_factor = form.factor is not None and "q" in expr.reads(form.factor)
         self.ahead = bool(self._score.known("column") or self._score.known("relative"))
 

@@ -1,9 +1,9 @@
 """Stack frames of the Blackwell kernels of every mask and mod, and what they take to compile.
 
 `python benchmarks/frames.py --ctas one` compiles the kernels of one CTA for each variant of the library,
-forward and backward, and prints those whose registers are spilled or that take more than five seconds
-of processor time. The forward of a mod has a causal mask: without one it takes pairs wherever there are
-any, and is compiled with `--ctas pair` besides. Nothing is executed, and no GPU is needed.
+forward and backward, and prints those whose registers are spilled or that took more than five seconds.
+The forward of a mod has a causal mask: without one it takes pairs wherever there are any, and is
+compiled with `--ctas pair` besides. Nothing is executed, and no GPU is needed.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,14 @@ import torch
 from emulate import DIRECTIONS, library
 
 from attnkit import compiled, emulation
-from attnkit.compiled_build import compile_source
+from attnkit.kernel_table import kernels
 from attnkit.masks import causal
 from attnkit.splice import sm100_pairs
 from attnkit.variant import Variant
 
 LENGTH = 600
 SECONDS = 5.0
-CTAS = {"one": 256, "pair": 512}  # rows of a tile of the forward
+CTAS = {"one": 1, "pair": 2}  # that share products
 Row = dict[str, Any]
 
 
@@ -43,6 +43,7 @@ class Job:
         variant: as `emulate.library` names it; "+ causal" for a mod with that mask.
         head_dims: of query and value.
         ctas: "one" or "pair", where there is a choice.
+        block: tiles of a forward, None for a backward.
     """
 
     variant: str
@@ -52,6 +53,7 @@ class Job:
     ctas: str
     direction: str
     deterministic: bool
+    block: tuple[int, int] | None
 
 
 def sources(job: Job) -> list[compiled.Source]:
@@ -74,7 +76,7 @@ def sources(job: Job) -> list[compiled.Source]:
         out = variant(
             *qkv,
             backend=f"emulate:{job.arch}",
-            kernel_options=None if backward else {"BLOCK_M": CTAS[job.ctas], "BLOCK_N": 128},
+            kernel_options=job.block and dict(zip(("BLOCK_M", "BLOCK_N"), job.block, strict=True)),
             deterministic=job.deterministic,
         )
         if backward:
@@ -83,12 +85,10 @@ def sources(job: Job) -> list[compiled.Source]:
 
 
 def run(job: Job) -> list[Row]:
-    """What the assembler made of each kernel, and how long it took."""
+    """What the assembler made of each kernel, and how long it took when it was compiled."""
     rows = []
     for source in sources(job):
-        began = time.process_time()
-        artifact = compile_source(source)
-        seconds = time.process_time() - began
+        artifact = compiled.kernel(source).artifact
         rows.append(
             asdict(job)
             | {
@@ -96,7 +96,7 @@ def run(job: Job) -> list[Row]:
                 "stack": max(s.stack for s in artifact.stats),
                 "code": sum(s.code for s in artifact.stats),
                 "pair": "cta_group::2" in artifact.ptx,
-                "seconds": round(seconds, 2),
+                "seconds": round(artifact.seconds, 2),
             }
         )
     return rows
@@ -104,17 +104,21 @@ def run(job: Job) -> list[Row]:
 
 def jobs(options: argparse.Namespace) -> Iterator[Job]:
     """What the options ask for."""
-    rest = options.dtype, options.arch, options.ctas
-    for name, member in library(LENGTH).items():
-        if not name.startswith(tuple(options.only)):
-            continue
-        for direction in options.direction:
-            variants = [name]
-            if direction == "forward" and member.variant.score_mod is not None:
-                variants = [name, f"{name} + causal"][options.ctas == "one" :]
-            for variant in variants:
-                for dims in options.head_dim:
-                    yield Job(variant, dims, *rest, direction, options.deterministic)
+    for dims in options.head_dim:
+        rest = dims, options.dtype, options.arch, options.ctas
+        found = [k for k in kernels(*dims, template="sm100") if k.ctas == CTAS[options.ctas]]
+        tiles = [k.block for k in found if k.block in options.block or not options.block]
+        tiles = tiles if options.block else tiles[:1]
+        for name, member in library(LENGTH).items():
+            if not name.startswith(tuple(options.only)):
+                continue
+            if "forward" in options.direction:
+                modded = member.variant.score_mod is not None
+                variants = [name, f"{name} + causal"][options.ctas == "one" :] if modded else [name]
+                for variant, block in product(variants, tiles):
+                    yield Job(variant, *rest, "forward", options.deterministic, block)
+            if "backward" in options.direction and dims[0] <= 192 and dims[1] <= 128:
+                yield Job(name, *rest, "backward", options.deterministic, None)
 
 
 def results(wanted: list[Job], workers: int) -> Iterator[Row]:
@@ -130,6 +134,12 @@ def results(wanted: list[Job], workers: int) -> Iterator[Row]:
             yield from rows
 
 
+def tile(text: str) -> tuple[int, int]:
+    """Rows and columns: "128x64"."""
+    rows, _, columns = text.partition("x")
+    return int(rows), int(columns)
+
+
 def head_dims(text: str) -> tuple[int, int]:
     """Of query and value: "128", or "192,128"."""
     wide, _, deep = text.partition(",")
@@ -138,7 +148,9 @@ def head_dims(text: str) -> tuple[int, int]:
 
 def line(row: Row) -> str:
     """A row, to read."""
-    name = f"{row['variant']:36} {row['kernel']:34} {'pair' if row['pair'] else 'one':5}"
+    block = "{}x{}".format(*row["block"]) if row["block"] else ""
+    ctas = "pair" if row["pair"] else "one"
+    name = f"{row['variant']:36} {row['kernel']:34} {ctas:5} {block:8}"
     return f"{name} {row['stack']:4} B {row['code'] / 1024:6.1f} KiB {row['seconds']:6.2f} s"
 
 
@@ -150,6 +162,9 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--arch", default="sm_100a")
     parser.add_argument("--ctas", choices=CTAS, default="one")
+    parser.add_argument(
+        "--block", type=tile, action="append", help="128x64; default: the forward's best tiles"
+    )
     parser.add_argument("--direction", choices=DIRECTIONS, action="append", help="default: both")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--workers", type=int, default=1, help="processes")
@@ -157,6 +172,7 @@ def main() -> int:
     options = parser.parse_args()
     options.head_dim = options.head_dim or [(128, 128)]
     options.direction = options.direction or DIRECTIONS
+    options.block = options.block or []
     count = spilled = slow = 0
     for row in results(list(jobs(options)), options.workers):
         count, spilled = count + 1, spilled + bool(row["stack"])

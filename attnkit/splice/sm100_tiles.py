@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from attnkit import expr
+from attnkit.effort import instructions
 from attnkit.kernel_table import Kernel, fitting
-from attnkit.score_form import ScoreForm, is_relative
+from attnkit.score_form import ScoreForm
 from attnkit.sparse import BlockRuns
 from attnkit.worklist import fitted
 
@@ -37,9 +37,9 @@ class Clocks:
 
 Known: TypeAlias = dict[tuple[int, int], Clocks]
 
-# What an operation of a score_mod for each score adds to a block of a query tile of 128 x 128, about:
-# softcap 230, a relative bias 370, T5's 450.
-OPERATION = 300
+# What an instruction for each score adds to a block of a query tile of 128 x 128: an SM begins 128 in a
+# clock.
+INSTRUCTION = 128
 
 
 def chosen(
@@ -58,8 +58,6 @@ def chosen(
         listed: block lists overrule the mask, so that tiles cannot be joined.
         form: the score_mod.
     """
-    if loads(form) > 1:  # the registers of a pair do not suffice
-        found = [k for k in found if k.ctas == 1]
     if runs is None:
         return found[0], "nothing is masked"
     exact = next((k for k in found if k.block == runs.block), None)
@@ -91,26 +89,13 @@ def total(kernel: Kernel, clocks: Clocks, runs: BlockRuns, form: ScoreForm) -> i
     if not form.plain:
         full, partial = clocks.modded
         scores = kernel.block[0] // kernel.ctas * kernel.block[1]
-        extra = operations(form) * OPERATION * scores // ROWS**2
+        parts = [n for n in (form.factor, form.rest) if n is not None]
+        extra = instructions(*parts) * INSTRUCTION * scores // ROWS**2
         full, partial = full + extra, partial + extra
     tiles = fitted(runs, kernel.block)
     _, some, whole = tiles.counts()
     rows = tiles.batch * tiles.heads * tiles.q_blocks
     return kernel.ctas * (whole * full + some * partial + rows * clocks.tile)
-
-
-def loads(form: ScoreForm) -> int:
-    """Loads of a score_mod that are done for each score by itself."""
-    parts = [n for n in (form.factor, form.rest) if n is not None]
-    found = (n for n in expr.topo(*parts) if n.op == "load" and {"q", "kv"} <= expr.reads(n))
-    return sum(not is_relative(n) for n in found)
-
-
-def operations(form: ScoreForm) -> int:
-    """Operations of a score_mod that are done for each score."""
-    parts = [n for n in (form.factor, form.rest) if n is not None]
-    reads = (expr.reads(n) for n in expr.topo(*parts) if n.op not in ("arg", "const"))
-    return sum("score" in names or {"q", "kv"} <= names for names in reads)
 
 
 def clocks_of(head_dims: tuple[int, int]) -> Known:

@@ -69,7 +69,8 @@ class Weights(Learned):
     def sizes(self, masked: bool = False) -> tuple[int, int]:
         """Rows that are read at a time, and of a group: few where each takes registers of its own."""
         if self.hooks.learned:
-            return LEARNED_CHUNK, LEARNED_GROUP
+            # exact sums in a fixed order take registers
+            return LEARNED_CHUNK // (2 if self.config.turns else 1), LEARNED_GROUP
         own = self.hooks.selects or (masked and self.by_element)
         return (CHUNK // 2 if own else CHUNK), GROUP
 

@@ -7,13 +7,14 @@ from typing import Any
 
 import cutlass
 from cutlass import BFloat16, Float16, Float32, Int32, cute
-from cutlass._mlir.dialects import llvm
-from cutlass._mlir.dialects.nvvm import MemScopeKind
+from cutlass._mlir.dialects import llvm, nvvm, vector
+from cutlass._mlir.dialects.nvvm import MemScopeKind, Tcgen05LdStShape
 from cutlass.cute.nvgpu import tcgen05
-from cutlass.cutlass_dsl import dsl_user_op
+from cutlass.cutlass_dsl import T, dsl_user_op
 
-LANE = 1 << 16  # from one lane of tensor memory to the next, in an address
-
+_WARP = 21  # bit of an address in tensor memory that lane 32 has: the column is in the low 16
+_TENSOR_MEMORY = 6  # its number among LLVM's address spaces
+_SHAPE = Tcgen05LdStShape.SHAPE_32X32B
 
 _PACK = {BFloat16: "cvt.rn.bf16x2.f32", Float16: "cvt.rn.f16x2.f32"}
 _LETTERS = {Int32: "r", Float32: "f"}
@@ -67,31 +68,36 @@ def column(at: Any) -> Any:
     return cute.make_ptr(Float32, at, mem_space=cute.AddressSpace.tmem, assumed_align=16)
 
 
-def columns(start: Any, count: int) -> Any:
-    """All lanes of `count` columns."""
-    return cute.make_tensor(column(start), cute.make_layout((128, count), stride=(LANE, 1)))
+@dsl_user_op
+def load_row(thread: Any, start: Any, count: int, *, loc: Any = None, ip: Any = None) -> list[Any]:
+    """Begin to load `count` columns from `start` of this thread's lane; as Float32.
+
+    The instruction itself: a copy of the DSL takes fifty operations more to say the same, and one
+    more for each use of a value.
+    """
+    place = _warp_column(thread, start, loc, ip)
+    words = nvvm.tcgen05_ld(T.vector(count, T.i32()), _SHAPE, place, loc=loc, ip=ip)
+    words = vector.bitcast(T.vector(count, T.f32()), words, loc=loc, ip=ip)
+    return [Float32(vector.extract(words, [], [i], loc=loc, ip=ip)) for i in range(count)]
 
 
-def load_row(thread: Any, start: Any, values: Any) -> None:
-    """Begin to load columns from `start` of this thread's lane into a register tensor."""
-    count = cute.size(values)
-    atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(count)), Float32)
-    copy = tcgen05.make_tmem_copy(atom, columns(0, count))
-    mine = copy.get_slice(thread)
-    shape = mine.partition_D(cute.make_identity_tensor((128, count))).shape
-    to = cute.make_tensor(values.iterator, cute.make_layout(shape))
-    cute.copy(copy, mine.partition_S(columns(start, count)), to)
+@dsl_user_op
+def store_row(
+    thread: Any, start: Any, values: Sequence[Any], *, loc: Any = None, ip: Any = None
+) -> None:
+    """Begin to store numbers of 32 bits into columns from `start` of this thread's lane."""
+    place, count = _warp_column(thread, start, loc, ip), len(values)
+    numbers = [v.ir_value(loc=loc, ip=ip) for v in values]
+    words = vector.from_elements(T.vector(count, numbers[0].type), numbers, loc=loc, ip=ip)
+    words = vector.bitcast(T.vector(count, T.i32()), words, loc=loc, ip=ip)
+    nvvm.tcgen05_st(_SHAPE, place, words, loc=loc, ip=ip)
 
 
-def store_row(thread: Any, start: Any, values: Any) -> None:
-    """Begin to store a register tensor into columns from `start` of this thread's lane."""
-    count = cute.size(values)
-    atom = cute.make_copy_atom(tcgen05.St32x32bOp(tcgen05.Repetition(count)), Float32)
-    copy = tcgen05.make_tmem_copy(atom, columns(0, count))
-    mine = copy.get_slice(thread)
-    shape = mine.partition_S(cute.make_identity_tensor((128, count))).shape
-    source = cute.make_tensor(values.iterator, cute.make_layout(shape))
-    cute.copy(copy, source, mine.partition_D(columns(start, count)))
+def _warp_column(thread: Any, start: Any, loc: Any, ip: Any) -> Any:
+    """A column of the lanes of the thread's warp, as these instructions want it."""
+    at = ((thread // 32) << _WARP) + start
+    at = at.ir_value(loc=loc, ip=ip)
+    return llvm.inttoptr(llvm.PointerType.get(_TENSOR_MEMORY), at, loc=loc, ip=ip)
 
 
 def arrive(barrier: Any) -> None:

@@ -350,7 +350,7 @@ class Forward(Softmax, ForwardLoads, ForwardProducts, ForwardStores):
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         t, row = warp // 4, thread % ROWS
-        place = t * ROWS + row
+        place = thread  # t * ROWS + row, and no register more
         stats = tuple(cute.make_rmem_tensor(1, Float32) for _ in range(3))
         row_max, row_sum, top = stats
         gaps = shared[1]
@@ -359,7 +359,8 @@ class Forward(Softmax, ForwardLoads, ForwardProducts, ForwardStores):
         tile, h, b, masked, count, slot, valid = self.see_record(records, record_bars, tc)
         while valid != 0:
             where = (captured, b, h, q_len, kv_len, scale, tile * c.block_q)
-            known = self.begin(where, tile * c.block_q + self.own_row(t, thread, tile, kv_len))
+            mine = self.tile_of(t) * ROWS + row
+            known = self.begin(where, tile * c.block_q + mine)
             row_max[0], row_sum[0], top[0] = Float32(NEG_INF), Float32(0.0), Float32(NEG_INF)
             gaps[place] = Float32(0.0)
             for _ in cutlass.range(masked, unroll=1):
@@ -377,22 +378,11 @@ class Forward(Softmax, ForwardLoads, ForwardProducts, ForwardStores):
             # read again: not kept in registers through the loops
             tile, h, b, _, _, slot, _ = self.see_record(records, record_bars, tc)
             self.drop_record(record_bars, tc)
-            mine = self.own_row(t, thread, final, kv_len)
+            mine = self.tile_of(t) * ROWS + device.anew(row, tc)
             self.write_row(results, value, most, (tile * c.block_q + mine, b, h, slot, mine))
             tc += 1
             tile, h, b, masked, count, slot, valid = self.see_record(records, record_bars, tc)
         self.drop_record(record_bars, tc)
-
-    def own_row(self, t: Any, thread: Any, now: Any, kv_len: Any) -> Any:
-        """Which row of a piece the thread has.
-
-        Args:
-            now: differs in each piece. Where the mod or the mask leaves no register, the number
-                is not kept through the loops: the compiler takes it to depend on this.
-        """
-        if self.by_element or self.hooks.selects:
-            thread = device.after(thread, [now], kv_len >> 31)
-        return self.tile_of(t) * ROWS + thread % ROWS
 
     def await_turn(self, mc: Any, bars: Any) -> None:
         """Until the correction took the number before the mc-th: one a block, and one a tile."""
@@ -431,8 +421,7 @@ class Forward(Softmax, ForwardLoads, ForwardProducts, ForwardStores):
         if c.halves:
             upper = s_full + u, self.turn(kc), s_free + u
         cute.arch.mbarrier_wait((s_half if c.halves else s_full) + u, self.turn(kc))
-        chunks = [cute.make_rmem_tensor(wide, Float32) for _ in range(c.block_kv // wide)]
-        bases, peak = self.scores(known, mark, masked, chunks, row, at, upper)
+        chunks, bases, peak = self.scores(known, mark, masked, row, at, upper)
         factor = self.factor(known)
         scale = self.move_maximum(stats, peak, factor)
         self.tell(scale, scales, bars, place)
@@ -445,7 +434,7 @@ class Forward(Softmax, ForwardLoads, ForwardProducts, ForwardStores):
         for start in range(0, c.block_kv + ahead, step):
             if start < c.block_kv:
                 i, low = divmod(start, wide)
-                values = [chunks[i][low + j] for j in range(step)]
+                values = chunks[i][low : low + step]
                 ready.append(self.powers(values, start, bases[i], row_max[0], factor))
             end = start + step - ahead
             if end > 0:

@@ -13,6 +13,7 @@ from cutlass import Float32, Int32, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 
 from attnkit.templates.sm100 import device
+from attnkit.templates.sm100.backward_device import times
 from attnkit.templates.sm100.config import ROWS
 from attnkit.templates.sm100.forward_common import ForwardCommon
 
@@ -49,7 +50,6 @@ class ForwardStores(ForwardCommon):
         record_bars, p_full, scale_full, scale_free, o_full, out_full, out_free = bars
         thread, _, _ = cute.arch.thread_idx()
         row = thread % ROWS
-        values = cute.make_rmem_tensor(STEP, Float32)
         for t in cutlass.range_constexpr(c.q_tiles):  # no output to wait for yet
             self.signal(p_full + t)
         tc, kc = Int32(0), Int32(0)
@@ -64,7 +64,7 @@ class ForwardStores(ForwardCommon):
                         if const_expr(c.q_tiles == 1):
                             # the product of the block before, whose end S does not announce
                             cute.arch.mbarrier_wait(o_full, (kc - 1) & 1)
-                        self.rescale(scale, t, row, values)
+                        self.rescale(scale, t, row)
                         self.signal(p_full + self.buffer(t, kc))
                 kc += 1
             for t in cutlass.range_constexpr(c.q_tiles):
@@ -78,7 +78,7 @@ class ForwardStores(ForwardCommon):
                 if const_expr(not c.alias):  # else Q was loaded there since
                     cute.arch.mbarrier_wait(out_free + self.place(t), self.store_turn(t, tc) ^ 1)
                 for k in cutlass.range_constexpr(c.value_width // STEP):
-                    device.load_row(row, self.config.out_column(t) + STEP * k, values)
+                    values = device.load_row(row, self.config.out_column(t) + STEP * k, STEP)
                     cute.arch.fence_view_async_tmem_load()
                     if const_expr(k == c.value_width // STEP - 1):
                         # the next tile may overwrite it
@@ -95,25 +95,20 @@ class ForwardStores(ForwardCommon):
         scale: Float32,
         t: cutlass.Constexpr,
         row: Int32,
-        values: cute.Tensor,
     ):
         """Bring the output accumulated so far to the new maximum, where one of the warp moved."""
         if cute.arch.vote_any_sync(scale != Float32(1.0)):
             for k in cutlass.range_constexpr(self.config.value_width // STEP):
                 at = self.config.out_column(t) + STEP * k
-                device.load_row(row, at, values)
+                values = device.load_row(row, at, STEP)
                 cute.arch.fence_view_async_tmem_load()
-                for i in cutlass.range_constexpr(0, STEP, 2):
-                    pair = (values[i], values[i + 1])
-                    pair = cute.arch.mul_packed_f32x2(pair, (scale, scale))
-                    values[i], values[i + 1] = pair
-                device.store_row(row, at, values)
+                device.store_row(row, at, times(values, [scale] * STEP))
             cute.arch.fence_view_async_tmem_store()
 
     @cute.jit
     def put(
         self,
-        values: cute.Tensor,
+        values: list,
         scale: Float32,
         smem_o: cute.Tensor,
         parts: cute.Tensor,
@@ -123,8 +118,7 @@ class ForwardStores(ForwardCommon):
         k: cutlass.Constexpr,
     ):
         """Columns of a row of the output: rounded to shared memory, or float32 for a part of a row."""
-        for i in cutlass.range_constexpr(STEP):
-            values[i] = values[i] * scale
+        values = [x * scale for x in values]
         if slot >= 0:
             for i in cutlass.range_constexpr(STEP):
                 parts[slot, self.tile_of(t) * ROWS + row, STEP * k + i] = values[i]

@@ -29,6 +29,10 @@ from attnkit.templates.sm100 import device
 from attnkit.templates.sm100.exp2 import DEGREES, exp2_pair
 from attnkit.templates.sm100.forward_common import ForwardCommon
 
+# Instructions of a score from which on a loop goes over a row's columns; in a pair of CTAs, whose
+# threads have fewer registers to spare; and from which on few columns are computed in a turn of that
+# loop: the kernel would take more than five seconds to compile.
+HEAVY, HEAVY_IN_PAIRS, HEAVIEST = 10, 8, 40
 CHAINS = 4  # independent chains of maxima and of pairs of sums
 
 
@@ -39,10 +43,20 @@ class Softmax(ForwardCommon):
 
     def chunk(self, masked: bool) -> int:
         """Columns that are computed together: few where each takes registers of its own."""
-        if masked and self.by_element:
-            return 8
         hooks = self.hooks
+        if self.rolled(masked):
+            return 16 if hooks.effort >= HEAVIEST else 32
         return 16 if hooks.ahead or hooks.selects or hooks.row_factor else 32
+
+    def rolled(self, masked: bool) -> bool:
+        """Whether chunks are computed in a loop, and scores put back into tensor memory meanwhile.
+
+        Where many instructions go into a score, code for each column is more than the caches of
+        instructions hold, takes long to compile, and is computed for all chunks at once, with more
+        registers than there are.
+        """
+        heavy = HEAVY_IN_PAIRS if self.config.pair else HEAVY
+        return self.hooks.effort >= heavy or (masked and self.by_element)
 
     @property
     def by_element(self) -> bool:
@@ -92,63 +106,106 @@ class Softmax(ForwardCommon):
         tile: Any,
         mark: Any,
         masked: bool,
-        values: list[Any],
         row: Any,
         at: Any,
         upper: Any,
-    ) -> tuple[list[Any], Any]:
+    ) -> tuple[list[list[Any]], list[Any], Any]:
         """The scores of a block, mod and mask (if `masked`) applied.
 
         Args:
             tile: what `begin` gave.
             mark: number of the kv block. Where block lists overrule the mask, ~mark stands for a
                 block that they keep whole: nothing but the end of the tensor is masked there.
-            values: chunks of scores, to be filled.
             row: of the thread, whose scores begin at column `at` of tensor memory.
             upper: (barrier, parity, barrier): where the upper half of the columns comes later, what
                 announces it, and what to tell that all are read; else None.
 
         Returns:
-            What each chunk adds to its scores, or None, and the largest score of the row.
+            The scores by chunk, what each chunk adds to its scores, or None, and the largest score of
+            the row.
         """
-        everything, n, site = Boolean(False), mark, self.site(tile[0])
+        everything, n = Boolean(False), mark
         if self.hooks.listed:
             everything = mark < 0
             n = cutlass.select_(everything, ~mark, mark)
-        start = n * self.config.block_kv
-        wide, bases = self.chunk(masked), []
-        half = len(values) // 2
+        start, rolled = n * self.config.block_kv, self.rolled(masked)
+        wide = self.chunk(masked)
+        count = self.config.block_kv // wide
+        half = count // 2
         chains: list[Any] = [None] * CHAINS
-        reached: list[Any] = []  # by chunk: maxima that all its elements went into
         found = None
-        for c, chunk in enumerate(values):
-            if upper is not None and c == half:
+        if rolled:
+            found = self._rolled(tile, start, everything, masked, row, at, upper)
+        loaded: list[Any] = []
+        values: list[list[Any]] = []
+        bases: list[Any] = []
+        for c in range(count):
+            if upper is not None and c == half and not rolled:
                 cute.arch.mbarrier_wait(*upper[:2])
-            if not self.hooks.raw:  # one by one: a mod has values of its own in registers
-                loading = [c]
+            if not self.hooks.raw and not rolled:
+                loading = [c]  # one by one: a mod has values of its own in registers
             else:  # by halves: the maximum of one is found while the other comes
                 loading = list(range(c, c + half)) if c % half == 0 else []
-            for k in loading:
-                device.load_row(row, at + wide * k, values[k])
+            loaded += [device.load_row(row, at + wide * k, wide) for k in loading]
             if loading:
                 cute.arch.fence_view_async_tmem_load()
-                if upper is not None and loading[-1] == len(values) - 1:
+                if upper is not None and loading[-1] == count - 1:
                     self.signal(upper[2])
-            first = start + wide * c
-            if c >= 2 and masked and self.by_element and not self.hooks.ahead:
-                # two chunks in hand: a mask does not need the scores, and would be computed for all
-                # chunks before the first of them. Loads of a mod (`ahead`) are not held up.
-                first = device.after(first, reached[c - 2], site.kv_len >> 31)
-            base = self._chunk(tile, first, everything, masked, chunk)
-            found, chains = self._peak(chunk, base, found, chains)
-            reached.append(chains if base is None else [found])
+            chunk, base = loaded[c], None
+            if not rolled:
+                chunk, base = self._chunk(tile, start + wide * c, everything, masked, chunk)
+                found, chains = self._peak(chunk, base, found, chains)
+            values.append(chunk)
             bases.append(base)
-        return bases, found if chains[0] is None else _largest(chains, self.config.need_max)
+        if chains[0] is not None:
+            found = _largest(chains, self.config.need_max)
+        return values, bases, found
 
-    def _chunk(self, tile: Any, start: Any, everything: Any, masked: bool, chunk: Any) -> Any:
+    def _rolled(
+        self,
+        tile: Any,
+        start: Any,
+        everything: Any,
+        masked: bool,
+        row: Any,
+        at: Any,
+        upper: Any,
+    ) -> Any:
+        """Replace the scores of a block in tensor memory; the arguments are those of `scores`.
+
+        Returns:
+            The largest score of the row.
+        """
+        wide, nan = self.chunk(masked), self.config.need_max
+
+        def compute(c: Any, found: Any) -> Any:
+            place = at + wide * c
+            chunk = device.load_row(row, place, wide)
+            cute.arch.fence_view_async_tmem_load()
+            chunk, base = self._chunk(tile, start + wide * c, everything, masked, chunk)
+            if base is not None:
+                chunk = [x + base for x in chunk]
+            device.store_row(row, place, chunk)
+            _, chains = self._peak(chunk, None, None, [None] * CHAINS)
+            return _larger(found, _largest(chains, nan), nan)
+
+        count, found = self.config.block_kv // wide, Float32(NEG_INF)
+        if upper is None:
+            found = _repeated(compute, 0, count, found)
+        else:
+            found = _repeated(compute, 0, count // 2, found)
+            cute.arch.mbarrier_wait(*upper[:2])
+            found = _repeated(compute, count // 2, count, found)
+        cute.arch.fence_view_async_tmem_store()
+        return found
+
+    def _chunk(
+        self, tile: Any, start: Any, everything: Any, masked: bool, chunk: list[Any]
+    ) -> tuple[list[Any], Any]:
+        """Scores of a chunk with mod and mask applied, and what it adds to all of them, or None."""
         where, head, row, held, ends = tile
         site, hooks = self.site(where), self.hooks
-        wide = cute.size(chunk)
+        wide = len(chunk)
         rows, places = [row], [(0, j) for j in range(wide)]
         positions = [start + j for j in range(wide)]
         if masked:  # what a mod or a mask loads must lie inside its tensors
@@ -158,8 +215,7 @@ class Softmax(ForwardCommon):
         if not hooks.raw:
             relatives = hooks.relatives(site, head, rows, columns, places)
             full = [(r, j, chunk[j]) for r, j in places]
-            for j, x in enumerate(hooks.element(site, head, rows, columns, full, relatives)):
-                chunk[j] = x
+            chunk = list(hooks.element(site, head, rows, columns, full, relatives))
         if masked:
             valid = device.bits_below(site.kv_len - start)
             if ends is not None:
@@ -173,9 +229,9 @@ class Softmax(ForwardCommon):
                     (k | everything if hooks.listed else k) & common.bit(valid, j)
                     for j, k in enumerate(kept)
                 ]
-            for j, keep in enumerate(kept):
-                chunk[j] = cutlass.select_(keep, chunk[j], Float32(NEG_INF))
-        return hooks.block(site, head, start)
+            out = Float32(NEG_INF)
+            chunk = [cutlass.select_(yes, x, out) for yes, x in zip(kept, chunk, strict=True)]
+        return [Float32(x) for x in chunk], hooks.block(site, head, start)
 
     def _inside(self, ends: Any, start: Any) -> Any:
         """The columns of a chunk that lie in one of the row's intervals, as bits."""
@@ -189,7 +245,7 @@ class Softmax(ForwardCommon):
     def _peak(self, chunk: Any, base: Any, found: Any, chains: list[Any]) -> Any:
         """The largest score so far: of earlier chunks, and chains of maxima that lack their base."""
         nan, chains = self.config.need_max, list(chains)  # torch's maximum passes NaN on
-        for j in range(0, cute.size(chunk), 2):
+        for j in range(0, len(chunk), 2):
             c, x, y = j // 2 % CHAINS, chunk[j], chunk[j + 1]
             if chains[c] is None:
                 chains[c] = cute.arch.fmax(x, y, nan=nan)
@@ -252,12 +308,10 @@ class Softmax(ForwardCommon):
 
     def keep(self, pairs: list[Any], row: Any, at: Any, sums: list[Any]) -> None:
         """Add pairs of P to the sums of the row, and begin to store them from column `at` on."""
-        packed = cute.make_rmem_tensor(len(pairs), Int32)
         for j, pair in enumerate(pairs):
             c = j % CHAINS
             sums[c] = pair if sums[c] is None else cute.arch.add_packed_f32x2(sums[c], pair)
-            packed[j] = device.pack(pair[0], pair[1], self.dtype)
-        device.store_row(row, at, cute.recast_tensor(packed, Float32))
+        device.store_row(row, at, [device.pack(x, y, self.dtype) for x, y in pairs])
 
     # ------------------------------------------------------------------------------ end of a tile
 
@@ -289,6 +343,16 @@ class Softmax(ForwardCommon):
         if term is not None:
             most = cutlass.select_(most == Float32(NEG_INF), most, most + term)
         return scale, value, most
+
+
+@cute.jit
+def _repeated(
+    compute: cutlass.Constexpr, first: cutlass.Constexpr, end: cutlass.Constexpr, found: Float32
+):
+    """What `compute` made of `found`, for each number from `first` to `end` in a loop."""
+    for c in cutlass.range(first, end, unroll=1):
+        found = compute(c, found)
+    return found
 
 
 def total_of(sums: Any) -> Any:

@@ -52,6 +52,7 @@ class ForwardHooks(Protocol):
             loads.
         selects: whether x is chosen by a condition on the score.
         row_factor: whether scores are multiplied by a number of their row.
+        effort: about how many instructions x takes.
         listed: block lists overrule the mask: blocks that they keep whole are not masked.
     """
 
@@ -62,6 +63,7 @@ class ForwardHooks(Protocol):
     ahead: bool
     selects: bool
     row_factor: bool
+    effort: int
     listed: bool
 
     def head(self, site: Any) -> Values:
