@@ -58,8 +58,10 @@ def test_backward(name: str, runner: dict[str, Any]) -> None:
 
 def test_what_was_saved_is_right(runner: dict[str, Any]) -> None:
     """All of the library, in both directions; gradients of masks in all orders."""
-    head, *rows = (json.loads(line) for line in SAVED.read_text().splitlines())
-    assert head["benchmark"] == "library in the emulator"
+    lines = [json.loads(line) for line in SAVED.read_text().splitlines()]
+    heads = [line for line in lines if "benchmark" in line]
+    rows = [line for line in lines if "benchmark" not in line]
+    assert {head["benchmark"] for head in heads} == {"library in the emulator"}
     assert all(not row["findings"] for row in rows)
     assert [row["variant"] for row in rows if not row["ok"]] == []
     names = set(runner["library"](300))
