@@ -14,13 +14,14 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, Int32, const_expr, cute
 
 from attnkit.templates.sm90 import device as sm90_device
 from attnkit.templates.sm90.backward_math import LOG2_E, MASKED, WHOLE
 from attnkit.templates.sm90.site import Site
 from attnkit.templates.sm100 import backward_device as device
 from attnkit.templates.sm100.backward_learned import Learned
+from attnkit.templates.sm100.config import HEAVIEST
 from attnkit.templates.sm100.device import after, bits_below
 
 CHUNK, GROUP = 32, 8  # rows read from tensor memory at a time; rows that the hooks are asked for
@@ -60,8 +61,11 @@ class Weights(Learned):
         kept: cute.Tensor,
         lse: cute.Tensor | None,
     ):
-        """`weigh`, with the mask where this block needs it."""
-        if (mark & MASKED) != 0:
+        """`weigh`, with the mask where this block needs it; where code for both is too long, always."""
+        hooks = self.hooks
+        if const_expr(hooks.effort >= HEAVIEST and not (hooks.listed or self.by_element)):
+            self.weigh(mark, True, tile, row0, address, slopes, kept, lse)
+        elif (mark & MASKED) != 0:
             self.weigh(mark, True, tile, row0, address, slopes, kept, lse)
         else:
             self.weigh(mark, False, tile, row0, address, slopes, kept, lse)

@@ -11,6 +11,9 @@ SMEM_BYTES = 227 * 1024  # what one CTA may use
 SMALL_BYTES = 3 * 1024  # barriers, records, one number a row, and alignment
 TMEM_COLUMNS = 512  # tensor memory of an SM: 128 lanes of so many 32-bit words
 MAX_STAGES = 8
+# Instructions of a score from which on little code is worth a few clocks: with more, a kernel would take
+# more than five seconds to compile.
+HEAVIEST = 40
 ROWS = 128  # of a query tile: the lanes of tensor memory
 WORK = ("counter", "turns", "clc")
 

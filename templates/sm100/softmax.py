@@ -26,13 +26,13 @@ from attnkit.templates.sm90.device import LN2, NEG_INF
 from attnkit.templates.sm90.site import Site
 from attnkit.templates.sm90.softmax import GROWTH
 from attnkit.templates.sm100 import device
+from attnkit.templates.sm100.config import HEAVIEST
 from attnkit.templates.sm100.exp2 import DEGREES, exp2_pair
 from attnkit.templates.sm100.forward_common import ForwardCommon
 
 # Instructions of a score from which on a loop goes over a row's columns; in a pair of CTAs, whose
-# threads have fewer registers to spare; and from which on few columns are computed in a turn of that
-# loop: the kernel would take more than five seconds to compile.
-HEAVY, HEAVY_IN_PAIRS, HEAVIEST = 10, 8, 40
+# threads have fewer registers to spare.
+HEAVY, HEAVY_IN_PAIRS = 10, 8
 CHAINS = 4  # independent chains of maxima and of pairs of sums
 
 
