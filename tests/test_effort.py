@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,13 +79,13 @@ def code(name: str) -> int:
 
 @pytest.mark.parametrize("name", [name for name in MODS if name != "none"])
 def test_estimates_are_of_the_size_of_the_machine_code(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Within a factor of two, in kernels with code for each column."""
+    """Within a factor of two, in kernels with code for each column, which no cache may keep."""
     softmax = pytest.importorskip("attnkit.templates.sm100.softmax")
     monkeypatch.setattr(softmax, "HEAVY", 1000)
     monkeypatch.setattr(compiled, "_kernels", {})
-    monkeypatch.setattr(compiled, "full_key", lambda source: f"effort {source.key}")
+    monkeypatch.setenv("ATTNKIT_CACHE_DIR", str(tmp_path))
     taken = (code(name) - code("none")) / (2 * 128)
     found = instructions(score(MODS[name])) - instructions(score(MODS["none"]))
     assert found / 2 <= taken <= 2 * found, (found, taken)
