@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import platform
 import re
 import struct
@@ -37,6 +38,11 @@ _IDLE = {
     ("4.8.1", "sm_90a"): "use-strength-reduction-pass=false use-nvgpu-optimization-pass=false",
     ("4.8.1", "sm_100a"): "use-strength-reduction-pass=false",
 }
+
+# A cache may be shared by copies of attnkit too: a PTX text at rest names the files of this folder
+# as if they lay in one of that name, and each copy reads its own path.
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_ANYWHERE = "<attnkit>/"
 
 # A cache may be shared by machines: the host code is for any processor of the family.
 _HOSTS = {
@@ -96,7 +102,7 @@ class Artifact:
         seconds: that the compilation took.
         code: host object with the device code in it.
         image: the object linked to a shared library; empty if there was no C compiler.
-        packed_ptx: the device code as PTX text, compressed.
+        packed_ptx: the device code as PTX text, compressed; files of attnkit by no place.
     """
 
     function: str
@@ -111,8 +117,8 @@ class Artifact:
 
     @cached_property
     def ptx(self) -> str:
-        """The device code as PTX text."""
-        return zlib.decompress(self.packed_ptx).decode()
+        """The device code as PTX text; files of attnkit are those of this copy."""
+        return _moved(zlib.decompress(self.packed_ptx).decode(), _ANYWHERE, _HERE)
 
     def dump(self) -> bytes:
         """As bytes for the disk."""
@@ -147,6 +153,13 @@ class Artifact:
             head["seconds"],
             *parts,
         )
+
+
+def _moved(ptx: str, source: str, target: str) -> str:
+    """A PTX text whose files in one folder are in another."""
+    return re.sub(
+        rf'^(\s*\.file\s+\d+\s+"){re.escape(source)}', lambda m: m[1] + target, ptx, flags=re.M
+    )
 
 
 def host_target() -> str:
@@ -215,7 +228,7 @@ def _compiled(source: Source) -> Artifact:
         time.perf_counter() - start,
         code,
         image,
-        zlib.compress((compiled.artifacts.PTX or "").encode()),
+        zlib.compress(_moved(compiled.artifacts.PTX or "", _HERE, _ANYWHERE).encode()),
     )
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 
@@ -10,6 +13,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
+import attnkit
 from attnkit import compiled, emulation
 from attnkit.cli import main
 from attnkit.emulator import Executable
@@ -41,6 +45,11 @@ def test_barriers_are_called_what_the_program_calls_them(tmp_path: Path) -> None
     assert mbarrier_name(Source("no such file", 1)) == ""
 
 
+WAITING = (
+    r"CTA \(\d+, 0, 0\), warps? [\d-]+ \([\w +-]+\), PTX line \d+, \S+forward\w*\.py:\d+: waits for "
+    r"parity \d of mbarrier \w+( \+ \w+)? at smem\+0x[0-9a-f]+ of rank 0 \((?P<file>\S+forward\.py):\d+\) "
+    r"\(phase \d, pending \d+ of \d+, tx \d+, completed \d+ times\)"
+)
 SIZES = ["--q-len", "260", "--heads", "1", "--head-dim", "64", "--mode", "eager"]
 
 
@@ -65,10 +74,27 @@ def test_the_command_names_role_line_source_and_barrier(
     assert main(["emulate", "masks:causal()", *SIZES]) == 1
     out = capsys.readouterr().out
     assert "error: deadlock: all live warps wait:" in out
-    waiting = re.search(
-        r"CTA \(\d+, 0, 0\), warps? [\d-]+ \([\w +-]+\), PTX line \d+, \S+forward\w*\.py:\d+: waits for "
-        r"parity \d of mbarrier \w+( \+ \w+)? at smem\+0x[0-9a-f]+ of rank 0 \(\S+forward\.py:\d+\) "
-        r"\(phase \d, pending \d+ of \d+, tx \d+, completed \d+ times\)",
-        out,
-    )
-    assert waiting, out
+    assert re.search(WAITING, out), out
+
+
+def test_a_kernel_of_another_copy_is_reported_by_the_files_of_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = Path(attnkit.__file__).parent
+    cache, copy = tmp_path / "cache", tmp_path / "copy"
+    monkeypatch.setenv("ATTNKIT_CACHE_DIR", str(cache))
+    monkeypatch.setattr(compiled, "_kernels", {})
+    shutil.copytree(here, copy / "attnkit", ignore=shutil.ignore_patterns("__pycache__"))
+    whole = [sys.executable, "-m", "attnkit", "emulate", "masks:causal()", *SIZES]
+    subprocess.run(whole, cwd=copy, check=True, capture_output=True)
+    shutil.rmtree(copy)
+    (entry,) = cache.iterdir()
+    made = entry.stat().st_mtime_ns
+
+    faulty("drop TMA load", monkeypatch)
+    assert main(["emulate", "masks:causal()", *SIZES]) == 1
+    out = capsys.readouterr().out
+    assert [(p, p.stat().st_mtime_ns) for p in cache.iterdir()] == [(entry, made)]
+    found = re.search(WAITING, out)
+    assert found, out
+    assert found["file"] == str(here / "templates" / "sm90" / "forward.py")
