@@ -73,8 +73,9 @@ class Weights(Learned):
     def sizes(self, masked: bool = False) -> tuple[int, int]:
         """Rows that are read at a time, and of a group: few where each takes registers of its own."""
         if self.hooks.learned:
-            # exact sums in a fixed order take registers
-            return LEARNED_CHUNK // (2 if self.config.turns else 1), LEARNED_GROUP
+            # exact sums in a fixed order take registers; so do the longer rings of a width of 64
+            heavy = self.hooks.effort >= HEAVIEST and self.config.width == 64
+            return LEARNED_CHUNK // (2 if self.config.turns or heavy else 1), LEARNED_GROUP
         own = self.hooks.selects or (masked and self.by_element)
         return (CHUNK // 2 if own else CHUNK), GROUP
 

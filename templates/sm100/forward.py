@@ -42,7 +42,7 @@ from attnkit.templates.sm100.forward_common import NOTES, RECORD, RECORDS
 from attnkit.templates.sm100.forward_load import ForwardLoads
 from attnkit.templates.sm100.forward_products import ForwardProducts
 from attnkit.templates.sm100.forward_store import ForwardStores
-from attnkit.templates.sm100.softmax import CHAINS, Softmax, total_of
+from attnkit.templates.sm100.softmax import Softmax, total_of
 
 ROW = cutlass.tensor_utils.LayoutEnum.ROW_MAJOR
 
@@ -426,7 +426,7 @@ class Forward(Softmax, ForwardLoads, ForwardProducts, ForwardStores):
         scale = self.move_maximum(stats, peak, factor)
         self.tell(scale, scales, bars, place)
         gaps[place] = gaps[place] * scale + self.rounding(peak, row_max[0], factor)
-        sums: list[Any] = [None] * CHAINS
+        sums: list[Any] = [None] * self.sums
         step = min(wide, 16)
         # computed before what comes before it is stored: the exponential unit goes on meanwhile
         ahead = step if self.hooks.raw and not masked else 0

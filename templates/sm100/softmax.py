@@ -33,7 +33,7 @@ from attnkit.templates.sm100.forward_common import ForwardCommon
 # Instructions of a score from which on a loop goes over a row's columns; in a pair of CTAs, whose
 # threads have fewer registers to spare.
 HEAVY, HEAVY_IN_PAIRS = 10, 8
-CHAINS = 4  # independent chains of maxima and of pairs of sums
+CHAINS = 4  # independent chains of maxima, and of pairs of sums
 
 
 class Softmax(ForwardCommon):
@@ -62,6 +62,15 @@ class Softmax(ForwardCommon):
     def by_element(self) -> bool:
         """Whether the mask has to be asked for every element."""
         return self.hooks.has_mask and self.hooks.intervals is None
+
+    @property
+    def sums(self) -> int:
+        """Independent chains of pairs of sums: few where exponentials leave few registers.
+
+        Those of float16 are of a higher degree, and a mod that reads the score multiplies each.
+        """
+        crowded = self.config.pair and self.config.dtype == "float16" and not self.hooks.blind
+        return CHAINS // 2 if crowded else CHAINS
 
     def site(self, where: Any) -> Site:
         """Where a tile is, as the hooks want it."""
@@ -309,7 +318,7 @@ class Softmax(ForwardCommon):
     def keep(self, pairs: list[Any], row: Any, at: Any, sums: list[Any]) -> None:
         """Add pairs of P to the sums of the row, and begin to store them from column `at` on."""
         for j, pair in enumerate(pairs):
-            c = j % CHAINS
+            c = j % len(sums)
             sums[c] = pair if sums[c] is None else cute.arch.add_packed_f32x2(sums[c], pair)
         device.store_row(row, at, [device.pack(x, y, self.dtype) for x, y in pairs])
 

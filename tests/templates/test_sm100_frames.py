@@ -53,6 +53,24 @@ def test_no_stack_frame(frames: Any, direction: str, ctas: str, variant: str) ->
 
 
 @pytest.mark.assembled
+@pytest.mark.parametrize(
+    ("head_dims", "dtype", "ctas", "direction", "variant"),
+    [
+        ((192, 128), "float16", "pair", "forward", "mods:head_scale"),
+        ((128, 128), "float16", "pair", "forward", "mods:scalable_softmax/batch"),
+        ((64, 64), "bfloat16", "one", "backward", "mods:distance_decay/power"),
+        ((64, 64), "float16", "one", "backward", "mods:distance_decay/power"),
+    ],
+)
+def test_no_stack_frame_at_other_head_dims(
+    frames: Any, head_dims: tuple[int, int], dtype: str, ctas: str, direction: str, variant: str
+) -> None:
+    block = (512, 128) if direction == "forward" else None
+    job = frames.Job(variant, head_dims, dtype, "sm_100a", ctas, direction, False, block)
+    assert [(r["pair"], r["stack"]) for r in frames.run(job)] == [(ctas == "pair", 0)]
+
+
+@pytest.mark.assembled
 def test_no_stack_frame_in_a_fixed_order(frames: Any) -> None:
     job = frames.Job(
         "mods:scalable_softmax", (128, 128), "bfloat16", "sm_100a", "pair", "backward", True, None
