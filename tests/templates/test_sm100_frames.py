@@ -79,6 +79,21 @@ def test_no_stack_frame_in_a_fixed_order(frames: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("block", "q_tiles", "ctas"),
+    [((512, 128), 2, "pair"), ((128, 128), 1, "one"), ((128, 64), 1, "one")],
+)
+def test_a_job_is_of_the_tiles_that_it_names(
+    frames: Any, block: tuple[int, int], q_tiles: int, ctas: str
+) -> None:
+    job = frames.Job(
+        "masks:causal", (128, 128), "bfloat16", "sm_100a", ctas, "forward", False, block
+    )
+    (source,) = frames.sources(job)
+    for setting in (("q_tiles", q_tiles), ("block_kv", block[1]), ("pair", ctas == "pair")):
+        assert repr(setting) in source.key
+
+
+@pytest.mark.parametrize(
     ("direction", "variant"),
     [("forward", "mods:relative_bias + causal"), ("backward", "mods:t5_bias")],
 )
