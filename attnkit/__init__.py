@@ -8,7 +8,6 @@
 torch.Size([1, 2, 256, 16])
 """
 
-from attnkit.block_mask import BlockMask, create_block_mask, create_mask
 from attnkit.errors import (
     ArgumentError,
     AttnkitError,
@@ -20,12 +19,13 @@ from attnkit.errors import (
     TraceError,
     UnsupportedError,
 )
-from attnkit.explanation import Explanation, explain
-from attnkit.mask import Mask, and_masks, noop_mask, or_masks, per_batch, per_head
-from attnkit.merging import merge
-from attnkit.ops import flex_attention
-from attnkit.validate import AuxOutput, AuxRequest, FlexKernelOptions
-from attnkit.variant import Variant
+from attnkit.inspection.explain import Explanation, explain
+from attnkit.runtime.api import flex_attention
+from attnkit.runtime.merge_states import merge
+from attnkit.runtime.variant import Variant
+from attnkit.sparsity.block_mask import BlockMask, create_block_mask, create_mask
+from attnkit.tracing.mask import Mask, and_masks, noop_mask, or_masks, per_batch, per_head
+from attnkit.util.arguments import AuxOutput, AuxRequest, FlexKernelOptions
 
 __version__ = "0.1.0"
 

@@ -26,14 +26,15 @@ from gpu_machine import describe_gpu
 from gpu_timing import MODES, CudaTimer, in_turn
 from gpu_variants import documents, window
 
-from attnkit import cute_stages, masks, mods
-from attnkit.expr import arg, const
-from attnkit.rewrite import build
-from attnkit.schedule import schedule_forward
-from attnkit.score_form import LOG2E, ScoreForm, unscaled
+from attnkit import masks, mods
+from attnkit.codegen import staged_emitter
+from attnkit.codegen.score_form import LOG2E, ScoreForm, unscaled
+from attnkit.graph.ir import arg, const
+from attnkit.graph.simplify import build
+from attnkit.runtime.variant import Variant
+from attnkit.schedule.scheduler import schedule_forward
+from attnkit.schedule.targets import SM90
 from attnkit.splice import forward, forward_source, sm90, spliced
-from attnkit.targets import SM90
-from attnkit.variant import Variant
 
 LENGTH = 8192
 
@@ -78,7 +79,7 @@ def _changed(change: Change) -> Iterator[None]:
         patch(forward, "schedule_forward", order)
         if not change.staged:
             patch(spliced, "score_form", _unstaged)
-            patch(cute_stages, "level_of", lambda n: "element")
+            patch(staged_emitter, "level_of", lambda n: "element")
         _forget()
         yield
     _forget()

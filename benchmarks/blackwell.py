@@ -1,7 +1,7 @@
 """Predicted speed of the Blackwell kernels beside what FlashAttention-4 states: tables for docs.
 
 `--pairs` prints what the forward of a pair of CTAs takes over that of one CTA, for some variants.
-Nothing is measured: the clocks are those of the emulator's timeline, see `attnkit.feeds`.
+Nothing is measured: the clocks are those of the emulator's timeline, see `attnkit.inspection.throughput`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from attnkit import create_block_mask, masks, mods, noop_mask
-from attnkit.feeds import Feeds, backward_feeds, forward_feeds
-from attnkit.forecast import CARDS, forecast_backward, forecast_forward
+from attnkit.inspection.forecast import CARDS, forecast_backward, forecast_forward
+from attnkit.inspection.summary import summarize
+from attnkit.inspection.throughput import Feeds, backward_feeds, forward_feeds
+from attnkit.runtime.variant import Variant
+from attnkit.schedule.targets import SM100
 from attnkit.splice import Program, forward_block
-from attnkit.summary import summarize
-from attnkit.targets import SM100
-from attnkit.variant import Variant
 
 TOKENS, HEADS, HEAD_DIM = 16384, 16, 128  # as in FlashAttention-4's figures
 LENGTHS = (1024, 2048, 4096, 8192, 16384)

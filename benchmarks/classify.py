@@ -23,9 +23,9 @@ import torch
 
 from attnkit import Mask, masks
 from attnkit.masks import Example
-from attnkit.sparse import BlockRuns
-from attnkit.tiles import Statistics, classify
-from attnkit.trace import trace
+from attnkit.sparsity.block_runs import BlockRuns
+from attnkit.sparsity.classify import Statistics, classify
+from attnkit.tracing.tracer import trace
 
 LENGTHS = (8192, 32768, 131072)
 MILLION = 1 << 20

@@ -27,11 +27,12 @@ import torch
 from machine import describe
 from torch import Tensor
 
-from attnkit import emulation, masks, mods
+from attnkit import masks, mods
 from attnkit.errors import UnsupportedError
-from attnkit.targets import TARGETS
+from attnkit.jit import emulation
+from attnkit.runtime.variant import Variant
+from attnkit.schedule.targets import TARGETS
 from attnkit.testing.kernels import Error, compare
-from attnkit.variant import Variant
 
 HEADS, BATCH = 2, 1
 DIRECTIONS = ("forward", "backward")

@@ -22,7 +22,7 @@ from gpu_variants import Problem, Shape, problem
 from machine import describe
 
 import attnkit
-from attnkit import emulation
+from attnkit.jit import emulation
 
 HERE = Path(__file__).parent
 ROWS = HERE / "results" / "gpu.jsonl"

@@ -22,7 +22,8 @@ import torch
 from machine import describe
 
 import attnkit
-from attnkit import emulation, emulator, masks, mods
+from attnkit import emulator, masks, mods
+from attnkit.jit import emulation
 
 
 @dataclass(frozen=True)

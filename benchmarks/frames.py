@@ -23,11 +23,11 @@ from unittest import mock
 import torch
 from emulate import DIRECTIONS, library
 
-from attnkit import compiled, emulation
-from attnkit.kernel_table import Kernel, kernels
+from attnkit.jit import emulation, kernel
 from attnkit.masks import causal
+from attnkit.runtime.variant import Variant
+from attnkit.schedule.kernel_table import Kernel, kernels
 from attnkit.splice import sm100, sm100_pairs
-from attnkit.variant import Variant
 
 LENGTH = 600
 SECONDS = 5.0
@@ -56,7 +56,7 @@ class Job:
     block: tuple[int, int] | None
 
 
-def sources(job: Job) -> list[compiled.Source]:
+def sources(job: Job) -> list[kernel.Source]:
     """The kernels of a job."""
     name, _, mask = job.variant.partition(" + ")
     member = library(LENGTH)[name]
@@ -78,7 +78,7 @@ def sources(job: Job) -> list[compiled.Source]:
     # of the tiles of a mask other kernels are made too, where these are predicted to be faster
     fewer = mock.patch.object(sm100_pairs, "fewer_clocks", return_value=job.ctas == "pair")
     chosen = mock.patch.object(sm100, "chosen", asked if job.block else sm100.chosen)
-    with fewer, chosen, emulation.session(execute=False), compiled.asked() as found:
+    with fewer, chosen, emulation.session(execute=False), kernel.asked() as found:
         out = variant(
             *qkv,
             backend=f"emulate:{job.arch}",
@@ -94,7 +94,7 @@ def run(job: Job) -> list[Row]:
     """What the assembler made of each kernel, and how long it took when it was compiled."""
     rows = []
     for source in sources(job):
-        artifact = compiled.kernel(source).artifact
+        artifact = kernel.kernel(source).artifact
         rows.append(
             asdict(job)
             | {

@@ -26,9 +26,9 @@ from timing import Times, in_turn
 from torch.nn.attention import flex_attention as flex
 
 import attnkit
-from attnkit import block_mask as attnkit_masks
-from attnkit.tile_map import stored_bytes
-from attnkit.versions import VersionedCache
+from attnkit.inspection.tile_map import stored_bytes
+from attnkit.sparsity import block_mask as attnkit_masks
+from attnkit.util.tensor_cache import VersionedCache
 
 LENGTHS = (8192, 32768, 131072)
 BLOCK = 128

@@ -1,6 +1,6 @@
 """Simulated schedules on 132 and 148 SMs: `python benchmarks/schedule.py [--json FILE]`.
 
-No GPU is needed: costs are those of `attnkit.schedule`, in SM cycles. For each mask, length and
+No GPU is needed: costs are those of `attnkit.schedule.scheduler`, in SM cycles. For each mask, length and
 direction: the makespan in list order, against the lower bound max(work / SMs, longest piece), where
 the work is that of the unsplit rows, and against grid order; the share of visited tiles found in
 L2, also for grid order and for longest first without sections; and, for the backward, what waiting
@@ -23,7 +23,7 @@ import torch
 from machine import describe
 from torch import Tensor
 
-from attnkit.schedule import (
+from attnkit.schedule.scheduler import (
     L2_BYTES,
     MONOTONE,
     Schedule,
@@ -31,10 +31,10 @@ from attnkit.schedule import (
     schedule_backward,
     schedule_forward,
 )
-from attnkit.simulate import report, simulate, simulate_turns
-from attnkit.sparse import BlockRuns
-from attnkit.tiles import classify
-from attnkit.trace import trace
+from attnkit.schedule.simulator import report, simulate, simulate_turns
+from attnkit.sparsity.block_runs import BlockRuns
+from attnkit.sparsity.classify import classify
+from attnkit.tracing.tracer import trace
 
 BLOCK, HEAD_DIM, BATCH, HEADS = (128, 128), 128, 2, 16
 LENGTHS = (2048, 8192, 32768)

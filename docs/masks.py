@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from attnkit import Mask, Variant, create_mask, masks
-from attnkit.intervals import Intervals, intervals_of
-from attnkit.picture import show
+from attnkit.inspection.picture import show
+from attnkit.sparsity.intervals.normal_form import Intervals, intervals_of
 
 HERE = Path(__file__).parent
 NOT_MASKS = ("Example", "examples", "tile_order")
@@ -40,7 +40,7 @@ attnkit show my_file.py:my_mask --q-len 4096 --output mask.svg
 attnkit explain masks:causal --q-len 4096
 ```
 
-and in Python with `attnkit.picture.show`, `attnkit.picture.save` and `attnkit.explain`.
+and in Python with `attnkit.inspection.picture.show`, `attnkit.inspection.picture.save` and `attnkit.explain`.
 """
 
 

@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 import torch
 
-from attnkit import compiled_runtime
+from attnkit.jit import dsl_runtime
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 
@@ -49,7 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     wanted = config.getoption("--dsl-libraries")
-    if wanted and wanted not in (found := compiled_runtime.library()).parts[-3:]:
+    if wanted and wanted not in (found := dsl_runtime.library()).parts[-3:]:
         raise pytest.UsageError(
             f"--dsl-libraries={wanted}, and the DSL in use has {found}: put the folder with "
             f"nvidia_cutlass_dsl/{wanted} on PYTHONPATH"

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from attnkit.mask import Mask
-from attnkit.validate import DTYPES
+from attnkit.tracing.mask import Mask
+from attnkit.util.arguments import DTYPES
 
 if TYPE_CHECKING:
     Subparsers: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]

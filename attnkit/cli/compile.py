@@ -11,12 +11,12 @@ import torch
 
 from attnkit.cli.arguments import FAILED, OK, TARGET, dtypes, lengths, size
 from attnkit.errors import UnsupportedError
-from attnkit.plan import NoKernelError
-from attnkit.targets import TARGETS, missing_arch, of_arch
+from attnkit.schedule.plan import NoKernelError
+from attnkit.schedule.targets import TARGETS, missing_arch, of_arch
 
 if TYPE_CHECKING:
     from attnkit.cli.arguments import Subparsers
-    from attnkit.compiled import Kernel, Source
+    from attnkit.jit.kernel import Kernel, Source
 
 LENGTH = 512
 
@@ -121,8 +121,8 @@ def sources(request: Request) -> Sequence[Source]:
     Raises:
         UnsupportedError: no GPU kernel serves the call.
     """
-    from attnkit import emulation
-    from attnkit.compiled import asked
+    from attnkit.jit import emulation
+    from attnkit.jit.kernel import asked
 
     r = request
     if of_arch(r.arch) is None:
@@ -150,8 +150,8 @@ def compile_all(wanted: Sequence[Source]) -> int:
     Returns:
         Exit status: 1 if a kernel spills registers or serialises its products.
     """
-    from attnkit import compiled
-    from attnkit.kernel_cache import default_folder
+    from attnkit.jit import kernel as compiled
+    from attnkit.jit.disk_cache import default_folder
 
     print(f"{'kernel':32} {'registers':>9} {'stack':>7} {'shared':>9} {'code':>9} {'seconds':>8}")
     status = OK
@@ -185,7 +185,7 @@ def _shared(kernel: Kernel) -> dict[str, str]:
 
     Without a C compiler the host code cannot be run, and nothing is known.
     """
-    from attnkit.compiled_launches import launches
+    from attnkit.jit.launches import launches
 
     static = {s.name: s.shared for s in kernel.stats}
     try:

@@ -16,8 +16,8 @@ import torch
 import attnkit
 from attnkit.cli.arguments import OK
 from attnkit.errors import AttnkitError
-from attnkit.plan import BACKENDS, Call, choose
-from attnkit.targets import TARGETS
+from attnkit.schedule.plan import BACKENDS, Call, choose
+from attnkit.schedule.targets import TARGETS
 
 if TYPE_CHECKING:
     from attnkit.cli.arguments import Subparsers
@@ -114,7 +114,7 @@ def _dsl() -> Finding:
 
 
 def _compiler() -> Finding:
-    from attnkit.emulator.host import compiler
+    from attnkit.jit.emulation import compiler
 
     try:
         return Finding(True, "C compiler", f"{compiler()}, for the emulator")
@@ -124,7 +124,7 @@ def _compiler() -> Finding:
 
 
 def _cache() -> Finding:
-    from attnkit.kernel_cache import default_folder
+    from attnkit.jit.disk_cache import default_folder
 
     folder = default_folder()
     existing = next(p for p in (folder, *folder.parents) if p.exists())

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnkit.cli.arguments import FAILED, OK, TARGET, dtype, lengths, size
-from attnkit.targets import TARGETS
+from attnkit.schedule.targets import TARGETS
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from attnkit.cli.arguments import Subparsers
-    from attnkit.emulation import Session
+    from attnkit.jit.emulation import Session
 
 ARCHS = ", ".join(t.arch for t in TARGETS)
 LENGTH = 256
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     """Emulate the target; print what came of it."""
     import torch
 
-    from attnkit import emulation
+    from attnkit.jit import emulation
     from attnkit.testing.kernels import compare
     from attnkit.testing.load import load
 
@@ -112,9 +112,9 @@ def _inputs(
 
 def _draw(session: Session, file: Path) -> None:
     """Print the predictions; one file for each kernel, numbered from the second on."""
-    from attnkit import emulator
+    from attnkit.jit.emulation import picture
 
     for number, (name, timeline) in enumerate(session.timelines, 1):
         path = file if number == 1 else file.with_stem(f"{file.stem}-{number}")
-        path.write_text(emulator.picture(timeline))
+        path.write_text(picture(timeline))
         print(f"{name}, drawn in {path}\n{timeline}")

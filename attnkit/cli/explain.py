@@ -20,8 +20,8 @@ from attnkit.cli.arguments import (
     size,
 )
 from attnkit.errors import UnsupportedError
-from attnkit.explanation import Explanation
-from attnkit.forecast import HOPPER_SMS
+from attnkit.inspection.explain import Explanation
+from attnkit.inspection.forecast import HOPPER_SMS
 
 if TYPE_CHECKING:
     from attnkit.cli.arguments import Subparsers
@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _draw(found: Explanation, options: argparse.Namespace) -> None:
-    from attnkit.timeline import save_timeline
+    from attnkit.inspection.timeline import save_timeline
 
     simulated = found.forecast
     if simulated is None:

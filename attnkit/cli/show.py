@@ -44,10 +44,10 @@ def register(subparsers: Subparsers) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Show the target."""
-    from attnkit import picture
-    from attnkit.block_mask import BlockMask, create_block_mask
-    from attnkit.plan import BLOCK
-    from attnkit.summary import summarize
+    from attnkit.inspection import picture
+    from attnkit.inspection.summary import summarize
+    from attnkit.sparsity.block_mask import BlockMask, create_block_mask
+    from attnkit.sparsity.block_runs import BLOCK
     from attnkit.testing.load import load
 
     mask = load(options.target).mask

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from attnkit.errors import ArgumentError
-from attnkit.sparse import BlockRuns
+from attnkit.schedule.targets import EMULATED, ORDERED, of_template
+from attnkit.schedule.work_list import full_runs
+from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice.cpu import CpuHooks
 from attnkit.splice.layout import Layout
 from attnkit.splice.program import Lists, Program, compute_dtype
 from attnkit.splice.replay import Replay
-from attnkit.targets import EMULATED, ORDERED, of_template
 from attnkit.templates import cpu
 from attnkit.templates.cpu import output_like, output_strides
-from attnkit.worklist import full_runs
 
 _BLOCK, _MANY = (128, 128), 4096
 __all__ = [

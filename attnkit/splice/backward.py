@@ -7,135 +7,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from attnkit import expr
-from attnkit.adjoint import adjoint
-from attnkit.expr import Node
-from attnkit.levels import index_level
-from attnkit.score_form import score_form
-from attnkit.sparse import BlockRuns
+from attnkit.codegen.levels import index_level
+from attnkit.codegen.score_form import score_form
+from attnkit.graph import ir
+from attnkit.graph.adjoint import adjoint
+from attnkit.graph.ir import Node
+from attnkit.schedule.targets import SM90, Target
+from attnkit.schedule.work_list import fitted, full_runs
+from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice.backward_call import Call, prepare
+from attnkit.splice.backward_settings import Settings, Template
 from attnkit.splice.backward_work import scheduled
 from attnkit.splice.program import Lists, Program
-from attnkit.splitting import Cost
-from attnkit.targets import SM90, Target
-from attnkit.worklist import fitted, full_runs
 
 if TYPE_CHECKING:
-    from attnkit.templates.sm90.hooks import BackwardHooks
-
-
-class Template(Protocol):
-    """What a template's backward has of its own; a module is one.
-
-    Attributes:
-        ROLES: warps by role, for reports of the emulator.
-        OPTIONS: of the compilation of the main kernel.
-        SEMAPHORES: of a tile of dQ whose sums have an order, and of a tile of dK or dV, for each CTA
-            that shares it.
-    """
-
-    ROLES: dict[str, range]
-    OPTIONS: str
-    SEMAPHORES: tuple[int, int]
-
-    def widths(self, head_dims: tuple[int, int]) -> tuple[int, int] | None:
-        """Head dims as they are computed, None where they are too wide."""
-
-    def block_q(self, widths: tuple[int, int], light: bool) -> int:
-        """Rows of a q tile; `light`: dS is P (dP - delta), and no tensor has a gradient."""
-
-    def block_kv(self, widths: tuple[int, int]) -> int:
-        """Columns of a kv tile, of one CTA."""
-
-    def switches(
-        self,
-        widths: tuple[int, int],
-        runs: BlockRuns,
-        *,
-        additive: bool,
-        learned: frozenset[str],
-        listed: bool,
-    ) -> dict[str, Any]:
-        """What of its `BackwardConfig` depends on more of a call than its head dims.
-
-        Args:
-            widths: head dims as computed.
-            runs: tiles to visit.
-            additive: whether the mod adds to the score what does not depend on it.
-            learned: levels of the loads that have gradients, see `GraphBackward`.
-            listed: whether block lists overrule the mask.
-        """
-
-    def splits(self, settings: Settings) -> bool:
-        """Whether several pieces of work may share a kv tile."""
-
-    def prices(self, settings: Settings) -> Cost:
-        """What the work costs."""
-
-    def stores(self, settings: Settings) -> bool:
-        """Whether the first part of a sum of dQ may be stored, where nobody has cleared it."""
-
-    def config(self, settings: Settings) -> Any:
-        """Its `BackwardConfig`."""
-
-    def words(self, settings: Settings) -> tuple[int, int]:
-        """Float32 words of a row's LSE and of its delta, as `prepare` writes them."""
-
-    def prepare(self, settings: Settings, with_lse: bool) -> Any:
-        """The kernel of the rows' statistics."""
-
-    def finish(self, settings: Settings, width: int, block: int) -> Any:
-        """The kernel that rounds a gradient."""
-
-    def main(self, settings: Settings, hooks: BackwardHooks) -> Any:
-        """The kernel of the gradients."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What is fixed when the kernels are compiled.
-
-    Attributes:
-        target: what they are compiled for.
-        config: arguments of a `BackwardConfig`.
-        head_dims: of query and value.
-    """
-
-    target: Target
-    config: tuple[tuple[str, Any], ...]
-    head_dims: tuple[int, int]
-
-    @property
-    def template(self) -> Template:
-        """What the template has of its own."""
-        return template_of(self.target)
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """The config as a dictionary."""
-        return dict(self.config)
-
-    def storing(self) -> Settings:
-        """The same, but the first part of a sum of dQ is stored."""
-        return replace(self, config=tuple(sorted((self.values | {"firsts": True}).items())))
-
-    @property
-    def block(self) -> tuple[int, int]:
-        """Rows of a q tile, and columns of a kv tile."""
-        config = self.values
-        widths = config["width"], config["value_width"]
-        return config["block_q"], self.ctas * self.template.block_kv(widths)
-
-    @property
-    def ctas(self) -> int:
-        """CTAs that share a tile."""
-        return 2 if self.values.get("pair") else 1
+    pass
 
 
 @functools.cache
@@ -275,7 +166,7 @@ def first_parts(
 
 @functools.lru_cache(maxsize=1024)
 def _has_slope(score: Node) -> bool:
-    return adjoint(score).dscore is not expr.arg("grad")
+    return adjoint(score).dscore is not ir.arg("grad")
 
 
 def block_of(
@@ -328,4 +219,4 @@ def _settings(
         "accumulate": key.shape[:2] != query.shape[:2],
         "turns": "descending" if deterministic else "",
     } | switches
-    return Settings(target, tuple(sorted(config.items())), dims)
+    return Settings(target, tuple(sorted(config.items())), dims, template)

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from attnkit import emulation, expr
-from attnkit.compiled import Source, kernel
-from attnkit.compiled_repeat import Again
-from attnkit.current import device_index, is_captured, maker, stream_of
-from attnkit.expr import Node
-from attnkit.sparse import BlockRuns
+from attnkit.graph import ir
+from attnkit.graph.ir import Node
+from attnkit.jit import emulation
+from attnkit.jit.kernel import Source, kernel
+from attnkit.jit.relaunch import Again
+from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice import exact_sums
 from attnkit.splice.backward_sources import finish_source, main_source, prepare_source
 from attnkit.splice.backward_work import UNIT, Work, work_of, workers
@@ -25,10 +25,11 @@ from attnkit.splice.call import OWN, Place, _counter, is_plain, loadable, readab
 from attnkit.splice.forward import bounds_of
 from attnkit.splice.program import Lists, Program
 from attnkit.splice.replay import Made, Ran, Replay, replay
-from attnkit.versions import VersionedCache
+from attnkit.util.tensor_cache import VersionedCache
+from attnkit.util.torch_fast import device_index, is_captured, maker, stream_of
 
 if TYPE_CHECKING:
-    from attnkit.splice.backward import Settings
+    from attnkit.splice.backward_settings import Settings
 
 Saved: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 Grads: TypeAlias = tuple[Tensor, Tensor | None]
@@ -333,8 +334,8 @@ def _column_intervals(
     """The intervals of q that every column keeps, if the mask has that form; and its tensors."""
     if program.mask is None:
         return None, ()
-    q, kv = expr.arg("q"), expr.arg("kv")
-    turned = expr.substitute(program.mask, {q: kv, kv: q})
+    q, kv = ir.arg("q"), ir.arg("kv")
+    turned = ir.substitute(program.mask, {q: kv, kv: q})
     return bounds_of(turned, tensors, query, (key.shape[2], query.shape[2]))
 
 
@@ -361,7 +362,7 @@ def _fresh(t: Tensor) -> Tensor:
 
 
 def _undefined(t: Tensor) -> Any:
-    from attnkit.emulator import Undefined
+    from attnkit.jit.emulation import Undefined
 
     return Undefined(t)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from attnkit import expr
-from attnkit.compiled import Build, Source
-from attnkit.expr import Node
+from attnkit.graph import ir
+from attnkit.graph.ir import Node
+from attnkit.jit.kernel import Build, Source
 from attnkit.splice.program import Program
 
 if TYPE_CHECKING:
-    from attnkit.splice.backward import Settings
+    from attnkit.splice.backward_settings import Settings
 
 
 def _title(settings: Settings) -> str:
@@ -65,7 +65,7 @@ def main_source(
     """
 
     def build() -> Build:
-        from attnkit.cute_hooks_backward import GraphBackward
+        from attnkit.codegen.backward_hooks import GraphBackward
         from attnkit.splice.fakes_backward import main_arguments
 
         hooks = GraphBackward(
@@ -82,7 +82,7 @@ def main_source(
         arguments = main_arguments(config["dtype"], settings.head_dims, captured, totals, *kinds)
         return Build(settings.template.main(settings, hooks), arguments, settings.template.OPTIONS)
 
-    bounds = "" if ends is None else expr.text(*(n for pair in ends for n in pair))
+    bounds = "" if ends is None else ir.text(*(n for pair in ends for n in pair))
     shape = (len(ends) if ends is not None else None, captured, wanted)
     key = "\n".join(["backward", program.text, bounds, str(settings), str(shape)])
     return Source(key, settings.target.arch, build, f"backward {_title(settings)}")

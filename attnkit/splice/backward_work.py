@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attnkit import emulation
-from attnkit.firsts import Firsts, chosen, firsts
-from attnkit.schedule import Schedule, Shape, schedule_backward
-from attnkit.sparse import BlockRuns
+from attnkit.jit import emulation
+from attnkit.schedule.deterministic_order import Turns, turns
+from attnkit.schedule.first_writer import Firsts, chosen, firsts
+from attnkit.schedule.scheduler import Schedule, Shape, schedule_backward
+from attnkit.schedule.work_list import fitted, full_runs
+from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice.forward import _ON_HOST, _SMS_EMULATED, _sms
-from attnkit.turns import Turns, turns
-from attnkit.worklist import fitted, full_runs
 
 if TYPE_CHECKING:
-    from attnkit.splice.backward import Settings
+    from attnkit.splice.backward_settings import Settings
 
 UNIT = 64 * 64  # floats of a unit of the kernel's sums
 COUNTS = 8  # counters of a split kv tile, see `templates.sm90.backward_store`

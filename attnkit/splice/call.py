@@ -12,10 +12,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from attnkit.compiled_repeat import Again
-from attnkit.current import device_index, is_captured, maker, stream_of
+from attnkit.jit.relaunch import Again
 from attnkit.splice.program import Lists
-from attnkit.versions import VersionedCache
+from attnkit.util.tensor_cache import VersionedCache
+from attnkit.util.torch_fast import device_index, is_captured, maker, stream_of
 
 # Which captured tensor a kernel reads: of the score (0) or of the mask (1), and its slot; or an
 # own tensor. And whether the kernel takes it as it is.

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attnkit.adjoint import Adjoint, adjoint
-from attnkit.expr import Node
-from attnkit.interp.torch import evaluate
-from attnkit.shapes import broadcast
+from attnkit.graph.adjoint import Adjoint, adjoint
+from attnkit.graph.eval_torch import evaluate
+from attnkit.graph.ir import Node
 from attnkit.splice.program import Program
 from attnkit.templates.cpu import Tile
+from attnkit.util.shapes import broadcast
 
 
 @functools.lru_cache(maxsize=1024)

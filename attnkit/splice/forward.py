@@ -15,15 +15,17 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from attnkit import emulation
-from attnkit.compiled import Source, kernel
-from attnkit.compiled_repeat import Again
-from attnkit.expr import Node
-from attnkit.intervals import Intervals, find_intervals
-from attnkit.kernel_table import Kernel, kernels
-from attnkit.schedule import Shape, schedule_forward
-from attnkit.score_form import score_form
-from attnkit.sparse import BlockRuns
+from attnkit.codegen.score_form import score_form
+from attnkit.graph.ir import Node
+from attnkit.jit import emulation
+from attnkit.jit.kernel import Source, kernel
+from attnkit.jit.relaunch import Again
+from attnkit.schedule.kernel_table import Kernel, kernels
+from attnkit.schedule.scheduler import Shape, schedule_forward
+from attnkit.schedule.targets import SM90, Target
+from attnkit.schedule.work_list import WorkList, fitted, full_runs, work_list
+from attnkit.sparsity.block_runs import BlockRuns
+from attnkit.sparsity.intervals.normal_form import Intervals, find_intervals
 from attnkit.splice.call import (
     OWN,
     Call,
@@ -37,10 +39,8 @@ from attnkit.splice.forward_source import combine_source, source_of, template_of
 from attnkit.splice.layout import Layout
 from attnkit.splice.program import Lists, Program
 from attnkit.splice.spliced import Spliced, spliced
-from attnkit.targets import SM90, Target
-from attnkit.trace import Traced
-from attnkit.versions import VersionedCache
-from attnkit.worklist import WorkList, fitted, full_runs, work_list
+from attnkit.tracing.tracer import Traced
+from attnkit.util.tensor_cache import VersionedCache
 
 _SMS_EMULATED = 2  # CTAs in the emulator: few, so that each computes several tiles
 
@@ -307,7 +307,7 @@ def _emulate(
     changing: Sequence[int],
 ) -> None:
     """Execute a kernel on the CPU."""
-    from attnkit.emulator import Undefined
+    from attnkit.jit.emulation import Undefined
 
     counts = work.pieces[:, [6, 9]].sum()
     cost = emulation.attention_work(int(counts), work.pieces.shape[0], block=chosen.block)

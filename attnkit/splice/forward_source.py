@@ -6,14 +6,14 @@ import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from attnkit import expr
-from attnkit.compiled import Build, Source
-from attnkit.kernel_table import Kernel
-from attnkit.score_form import ScoreForm
-from attnkit.sparse import BlockRuns
+from attnkit.codegen.score_form import ScoreForm
+from attnkit.graph import ir
+from attnkit.jit.kernel import Build, Source
+from attnkit.schedule.kernel_table import Kernel
+from attnkit.schedule.targets import Target
+from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice.layout import Layout
 from attnkit.splice.spliced import Spliced
-from attnkit.targets import Target
 
 
 class Template(Protocol):
@@ -89,9 +89,9 @@ def source_of(
     template = template_of(target)
     parts = [variant.form.factor, variant.form.rest, variant.form.slope, variant.form.row]
     parts += [variant.mask, *(n for pair in variant.ends or () for n in pair)]
-    graph = "|".join("" if n is None else expr.text(n) for n in parts)
+    graph = "|".join("" if n is None else ir.text(n) for n in parts)
     ends = None if variant.ends is None else len(variant.ends)
-    loads = [n in variant.wraps for n in expr.topo(*variant.nodes()) if n.op == "load"]
+    loads = [n in variant.wraps for n in ir.topo(*variant.nodes()) if n.op == "load"]
     rest = (head_dims, captured, len(variant.slots[0]), positive, ends, loads, variant.listed)
     return Source(
         "\n".join([f"{target.template} forward", graph, repr(list(config)), repr(rest)]),

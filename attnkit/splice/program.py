@@ -10,8 +10,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from attnkit import expr
-from attnkit.expr import Node
+from attnkit.graph import ir
+from attnkit.graph.ir import Node
 
 
 @dataclass(frozen=True)
@@ -36,28 +36,28 @@ class Program:
     @functools.cached_property
     def text(self) -> str:
         """Canonical text; `Program.parse` reads it back."""
-        parts = ["" if root is None else expr.text(root) for root in (self.score, self.mask)]
+        parts = ["" if root is None else ir.text(root) for root in (self.score, self.mask)]
         parts.append("listed" if self.listed else "")
         if self.checked:
             order = [n for n in self._order() if n in self.checked]
-            parts += [expr.text(*order), *(",".join(own) for own in self.names)]
+            parts += [ir.text(*order), *(",".join(own) for own in self.names)]
         return "|".join(parts)
 
     def _order(self) -> list[Node]:
-        return expr.topo(*(r for r in (self.score, self.mask) if r is not None))
+        return ir.topo(*(r for r in (self.score, self.mask) if r is not None))
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
     def parse(text: str) -> Program:
         """Read a `text` back to the same graphs."""
         first, second, listed, *rest = text.split("|")
-        score, mask = (expr.parse(part) if part else None for part in (first, second))
+        score, mask = (ir.parse(part) if part else None for part in (first, second))
         program = Program(score, mask, listed=bool(listed))
         if not rest:
             return program
         loads, *names = rest
         score_names, mask_names = (tuple(n.split(",")) if n else () for n in names)
-        checked = frozenset(expr.parse_all(loads))
+        checked = frozenset(ir.parse_all(loads))
         return replace(program, checked=checked, names=(score_names, mask_names))
 
 

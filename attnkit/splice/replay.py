@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnkit.compiled_repeat import Again
-from attnkit.current import device_index, is_captured, maker, stream_of
+from attnkit.jit.relaunch import Again
+from attnkit.util.torch_fast import device_index, is_captured, maker, stream_of
 
 _STEP = 256  # bytes, between tensors in one piece of memory
 

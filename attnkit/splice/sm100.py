@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnkit import expr
-from attnkit.compiled import Build
-from attnkit.kernel_table import Kernel, width
-from attnkit.score_form import ScoreForm
+from attnkit.codegen.score_form import ScoreForm
+from attnkit.graph import ir
+from attnkit.jit.kernel import Build
+from attnkit.schedule.kernel_table import Kernel, width
+from attnkit.schedule.targets import SM103
 from attnkit.splice.layout import Layout, Role
 from attnkit.splice.sm100_tiles import chosen
 from attnkit.splice.spliced import Spliced
-from attnkit.targets import SM103
 
 __all__ = ["build", "chosen", "config_of", "fitted", "layout_of", "poly_of", "tile_of"]
 
@@ -66,8 +66,8 @@ def poly_of(form: ScoreForm, arch: str) -> int:
     """
     if arch == SM103.arch:  # its exponential unit is twice as fast
         return 0
-    elements = [n for n in (form.factor, form.rest) if n is not None and "score" in expr.reads(n)]
-    if any(n.op in _SPECIAL and "score" in expr.reads(n) for n in expr.topo(*elements)):
+    elements = [n for n in (form.factor, form.rest) if n is not None and "score" in ir.reads(n)]
+    if any(n.op in _SPECIAL and "score" in ir.reads(n) for n in ir.topo(*elements)):
         return 2  # the mod keeps the unit as busy as the exponentials do
     return 3
 

@@ -6,8 +6,8 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from attnkit.sparse import BlockRuns
-from attnkit.worklist import fitted
+from attnkit.schedule.work_list import fitted
+from attnkit.sparsity.block_runs import BlockRuns
 
 COLUMNS = 256  # of a kv tile of a pair; a single CTA has half
 

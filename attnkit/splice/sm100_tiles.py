@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from attnkit.effort import instructions
-from attnkit.kernel_table import Kernel, fitting
-from attnkit.score_form import ScoreForm
-from attnkit.sparse import BlockRuns
-from attnkit.worklist import fitted
+from attnkit.codegen.instruction_cost import instructions
+from attnkit.codegen.score_form import ScoreForm
+from attnkit.schedule.kernel_table import Kernel, fitting
+from attnkit.schedule.work_list import fitted
+from attnkit.sparsity.block_runs import BlockRuns
 
 ROWS = 128  # of a query tile
 

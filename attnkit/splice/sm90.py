@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from attnkit import expr
-from attnkit.compiled import Build
-from attnkit.expr import Node
-from attnkit.kernel_table import Kernel, fitting, width
-from attnkit.score_form import ScoreForm, is_relative
-from attnkit.sparse import BlockRuns
+from attnkit.codegen.score_form import ScoreForm, is_relative
+from attnkit.graph import ir
+from attnkit.graph.ir import Node
+from attnkit.jit.kernel import Build
+from attnkit.schedule.kernel_table import Kernel, fitting, width
+from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice.layout import Layout, Role
 from attnkit.splice.spliced import Spliced
 
@@ -46,7 +46,7 @@ def fitted(chosen: Kernel, form: ScoreForm, masked: bool) -> Kernel:
     parts = (n for n in (form.factor, form.rest, form.slope) if n is not None)
     tight = masked and chosen.alias
     narrow = chosen.alias and chosen.block[1] == NARROW
-    if not any(_loads(n, narrow) or (tight and n.op == "log1p") for n in expr.topo(*parts)):
+    if not any(_loads(n, narrow) or (tight and n.op == "log1p") for n in ir.topo(*parts)):
         return chosen
     rows, columns = chosen.block
     return replace(chosen, block=(rows, columns // 2))
@@ -54,7 +54,7 @@ def fitted(chosen: Kernel, form: ScoreForm, masked: bool) -> Kernel:
 
 def _loads(n: Node, relative: bool) -> bool:
     """Whether this loads a value for each score, or if `relative` for each q - kv."""
-    return n.op == "load" and {"q", "kv"} <= expr.reads(n) and (relative or not is_relative(n))
+    return n.op == "load" and {"q", "kv"} <= ir.reads(n) and (relative or not is_relative(n))
 
 
 def config_of(

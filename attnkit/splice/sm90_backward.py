@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attnkit.splitting import Cost
+from attnkit.schedule.split_kv import Cost
 
 if TYPE_CHECKING:
-    from attnkit.sparse import BlockRuns
-    from attnkit.splice.backward import Settings
+    from attnkit.sparsity.block_runs import BlockRuns
+    from attnkit.splice.backward_settings import Settings
     from attnkit.templates.sm90.hooks import BackwardHooks
 
 ROLES = {

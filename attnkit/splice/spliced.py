@@ -6,10 +6,10 @@ import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from attnkit import expr
-from attnkit.expr import Node
-from attnkit.index_range import wrapping
-from attnkit.score_form import ScoreForm, score_form
+from attnkit.codegen.nonnegative import wrapping
+from attnkit.codegen.score_form import ScoreForm, score_form
+from attnkit.graph import ir
+from attnkit.graph.ir import Node
 
 if TYPE_CHECKING:
     from attnkit.templates.sm90.hooks import ForwardHooks
@@ -44,7 +44,7 @@ class Spliced:
 
     def hooks(self, positive: bool) -> ForwardHooks:
         """What the kernel calls while it is traced; positive: whether the softmax scale is."""
-        from attnkit.cute_hooks import GraphForward
+        from attnkit.codegen.forward_hooks import GraphForward
 
         return GraphForward(
             self.form,
@@ -73,14 +73,14 @@ def spliced(
     """
     form = score_form(score)
     parts = {"factor": form.factor, "rest": form.rest, "slope": form.slope, "row": form.row}
-    own = expr.slots(*(n for n in parts.values() if n is not None))
-    parts = {name: n and expr.renumber(n, own.index) for name, n in parts.items()}
+    own = ir.slots(*(n for n in parts.values() if n is not None))
+    parts = {name: n and ir.renumber(n, own.index) for name, n in parts.items()}
     form = ScoreForm(**parts, ceiling=form.ceiling)
     nodes = [n for pair in ends or () for n in pair]
     if ends is None and mask is not None:
         nodes = [mask]
-    used = expr.slots(*nodes)
-    nodes = [expr.renumber(n, used.index) for n in nodes]
+    used = ir.slots(*nodes)
+    nodes = [ir.renumber(n, used.index) for n in nodes]
     if ends is None:
         variant = Spliced(form, nodes[0] if nodes else None, None, (own, used))
     else:

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnkit.interp.torch import evaluate
-from attnkit.reference import positions
-from attnkit.sparse import BlockRuns
+from attnkit.graph.eval_torch import evaluate
+from attnkit.runtime.reference import positions
+from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.testing.case import Case
 from attnkit.testing.eager import call
 from attnkit.testing.quantities import in_dtype
 from attnkit.testing.report import Row
 from attnkit.testing.rounding import SAMPLES, noisy_values
 from attnkit.testing.tolerance import FACTOR, ULPS, exact, place
-from attnkit.trace import Traced
+from attnkit.tracing.tracer import Traced
 
 
 def mask_row(

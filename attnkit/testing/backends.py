@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from attnkit.errors import UnsupportedError
-from attnkit.plan import BACKENDS, choose
+from attnkit.runtime.variant import Bound, Variant
+from attnkit.schedule.plan import BACKENDS, choose
 from attnkit.testing.case import Case
 from attnkit.testing.quantities import Captured, Quantities, captured_leaves, oracle, run
 from attnkit.testing.report import Row
 from attnkit.testing.rounding import SAMPLES, perturbed
 from attnkit.testing.shuffled import shuffled
 from attnkit.testing.tolerance import compare
-from attnkit.variant import Bound, Variant
 
 CERTAIN = 1000.0  # an error that many times too large is no matter of luck
 

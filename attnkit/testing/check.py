@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, Phase, Verbosity, settings
 
 from attnkit.errors import ArgumentError, BoundsError
+from attnkit.runtime.variant import Variant
 from attnkit.testing import snippet
 from attnkit.testing.backends import present_backends
 from attnkit.testing.case import Case
@@ -18,8 +19,7 @@ from attnkit.testing.examine import Findings, bind, examine
 from attnkit.testing.limits import Limits, Range, find_limits
 from attnkit.testing.report import CheckError, Report, worst
 from attnkit.testing.sizes import cases
-from attnkit.validate import check_size
-from attnkit.variant import Variant
+from attnkit.util.arguments import check_size
 
 SHRINK_SECONDS = 10.0  # how long a failure is made smaller
 REFUSALS = 200  # draws of sizes that are all illegal before giving up

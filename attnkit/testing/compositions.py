@@ -8,11 +8,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from attnkit.mask import Mask
+from attnkit.runtime.variant import Variant
 from attnkit.testing.expressions import mask_mods, score_mods
 from attnkit.testing.limits import ANY_SIZE, Limits
 from attnkit.testing.written import written
-from attnkit.variant import Variant
+from attnkit.tracing.mask import Mask
 
 # Calls of the library, and the captured tensors that they take. N is the largest length, B the
 # batch and H the heads; n and m are drawn.

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attnkit.runtime.variant import Bound, Variant
 from attnkit.testing import snippet
 from attnkit.testing.agreement import mask_row, score_row, tile_rows
 from attnkit.testing.backends import backend_rows, present_backends
 from attnkit.testing.case import Case
 from attnkit.testing.report import CheckError, Report, Row
 from attnkit.testing.tolerance import exact
-from attnkit.trace import Traced
-from attnkit.variant import Bound, Variant
+from attnkit.tracing.tracer import Traced
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnkit.variant import Variant
+from attnkit.runtime.variant import Variant
 
 
 @dataclass(frozen=True)

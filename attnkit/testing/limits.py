@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from attnkit.block_mask import BlockMask
 from attnkit.errors import BoundsError, OptionError
-from attnkit.mask import Mask
+from attnkit.runtime.variant import Variant
+from attnkit.sparsity.block_mask import BlockMask
 from attnkit.testing.case import Case
 from attnkit.testing.examine import bind
-from attnkit.variant import Variant
+from attnkit.tracing.mask import Mask
 
 Range = tuple[int, int]
 

@@ -12,12 +12,12 @@ from types import ModuleType
 from typing import Any
 
 from attnkit import masks, mods
-from attnkit.block_mask import BlockMask
 from attnkit.errors import ArgumentError, AttnkitError
-from attnkit.mask import Mask
+from attnkit.runtime.variant import Variant
+from attnkit.sparsity.block_mask import BlockMask
 from attnkit.testing import names
 from attnkit.testing.source import Source, remember
-from attnkit.variant import Variant
+from attnkit.tracing.mask import Mask
 
 _KINDS = (
     "a Variant, a Mask, a BlockMask, a score_mod(score, b, h, q, kv), a mask_mod(b, h, q, kv), or "

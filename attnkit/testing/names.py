@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from attnkit.errors import ArgumentError, AttnkitError
-from attnkit.mask import Mask
+from attnkit.tracing.mask import Mask
 
 _SIGNS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.BitAnd: operator.and_,

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnkit import reference
+from attnkit.runtime import reference
+from attnkit.runtime.variant import Variant
 from attnkit.testing.case import Case
-from attnkit.trace import Traced
-from attnkit.validate import AuxRequest
-from attnkit.variant import Variant
+from attnkit.tracing.tracer import Traced
+from attnkit.util.arguments import AuxRequest
 
 Quantities = dict[str, Tensor]
 

@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from attnkit import expr
-from attnkit.expr import Node
-from attnkit.interp.torch import evaluate
-from attnkit.reference import positions
+from attnkit.graph import ir
+from attnkit.graph.eval_torch import evaluate
+from attnkit.graph.ir import Node
+from attnkit.runtime.reference import positions
 from attnkit.testing.case import Case
 from attnkit.testing.quantities import Captured, Quantities, in_dtype
-from attnkit.trace import Traced
+from attnkit.tracing.tracer import Traced
 
 # A long sum may round to (nearly) the right number by luck, in the reference too: before a result
 # is called wrong, this many samples of each kind are taken.
@@ -149,12 +149,12 @@ def noisy_values(
     """
     memo: dict[Node, Tensor] = {}
     coarse: dict[Node, torch.dtype] = {}
-    for n in expr.topo(wide.root):
+    for n in ir.topo(wide.root):
         dtype = own[int(n.attr or 0)].dtype if n.op == "load" else torch.float32
         units = [dtype] if dtype in HALVES else [torch.float32]
         units += [coarse[a] for a in n.args]
         coarse[n] = max(units, key=lambda d: torch.finfo(d).eps)
         (value,) = evaluate([n], env, wide.tensors, torch.float64, memo=memo)
-        if n.type == expr.F32 and n.op not in ("arg", "const", "load"):
+        if n.type == ir.F32 and n.op not in ("arg", "const", "load"):
             memo[n] = noise(coarse[n], generator)(value, value.abs())
     return memo[wide.root]

@@ -12,10 +12,11 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from attnkit import expr, reference
+from attnkit.graph import ir
+from attnkit.runtime import reference
 from attnkit.testing.case import Case
 from attnkit.testing.quantities import Captured, Quantities, differentiate, in_dtype
-from attnkit.trace import Traced
+from attnkit.tracing.tracer import Traced
 
 
 def shuffled(
@@ -83,8 +84,8 @@ class _Stack:
         h = torch.arange(kv_heads, device=self.rows.device)[:, None] * group
         # Every table is full, [kv batch, kv heads, rows]: then the gradient of a captured tensor
         # is summed score by score, which is the longest sum that any backend may choose.
-        lead = [expr.arg("b"), expr.arg("h")]
-        row, column = [*lead, expr.arg("q")], [*lead, expr.arg("kv")]
+        lead = [ir.arg("b"), ir.arg("h")]
+        row, column = [*lead, ir.arg("q")], [*lead, ir.arg("kv")]
         tables = {
             "b": (b + self.rows // (group * q_len), row),
             "h": (h + self.rows // q_len % group, row),
@@ -97,12 +98,12 @@ class _Stack:
 
         slot = len(score.tensors)
         places = {
-            expr.arg(name): expr.load(slot + i, expr.I32, index)
+            ir.arg(name): ir.load(slot + i, ir.I32, index)
             for i, (name, (_, index)) in enumerate(tables.items())
         }
         return dataclasses.replace(
             score,
-            root=expr.substitute(score.root, places),
+            root=ir.substitute(score.root, places),
             tensors=(*score.tensors, *(full(t) for t, _ in tables.values())),
             names=(*score.names, *tables),
         )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from attnkit.runtime.variant import Variant
 from attnkit.testing.case import Case
 from attnkit.testing.source import Source, remembered, source_of
-from attnkit.variant import Variant
 
 
 def program(variant: Variant, case: Case, device: torch.device, code: str = "") -> str:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from attnkit import masks
-from attnkit.block_mask import BlockMask
 from attnkit.errors import AttnkitError
-from attnkit.mask import Mask
+from attnkit.sparsity.block_mask import BlockMask
 from attnkit.testing import names
+from attnkit.tracing.mask import Mask
 
 T = TypeVar("T")
 

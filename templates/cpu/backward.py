@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from attnkit.sparse import BlockRuns
+from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.templates.cpu.call import PAIRS, Call, Workspace, exponential, finite
 from attnkit.templates.cpu.hooks import Hooks
 from attnkit.templates.cpu.masks import Keep

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnkit.sparse import BlockRuns
+from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.templates.cpu.hooks import Hooks, Tile
 from attnkit.templates.cpu.masks import WIDTH, Keep, masked
 from attnkit.templates.cpu.strips import Chunk, Span, chunks

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnkit.shapes import broadcast
 from attnkit.templates.cpu.hooks import Hooks, Tile
 from attnkit.templates.cpu.strips import Chunk
 from attnkit.templates.cpu.units import Unit
+from attnkit.util.shapes import broadcast
 
 WIDTH = 128  # columns of a mask tile, at most
 VALUES = 1 << 21  # of the mask that are evaluated at a time

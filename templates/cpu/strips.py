@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from attnkit.sparse import FULL, PARTIAL, BlockRuns, Runs
+from attnkit.sparsity.block_runs import FULL, PARTIAL, BlockRuns, Runs
 
 
 @dataclass(frozen=True, slots=True)

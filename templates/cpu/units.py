@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnkit.sparse import BlockRuns
+from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.templates.cpu.strips import Chunk, Strip, dense, plan
 
 

@@ -5,7 +5,7 @@ reduction. A tile of a sum is kept in slices of 32 columns, a slice in groups of
 rows: [slice][group][row][4], so that threads read and write neighbouring 16 bytes.
 
 In deterministic mode one thread waits for the tile's turn before its first slice: a semaphore a
-tile, in the order of `attnkit.turns`. Nothing else waits for turns, so that loads run ahead.
+tile, in the order of `attnkit.schedule.deterministic_order`. Nothing else waits for turns, so that loads run ahead.
 """
 
 from __future__ import annotations

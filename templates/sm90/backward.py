@@ -125,7 +125,7 @@ class Backward(Loads, Products, Weights, LessLse, Sums, FirstParts, InTurn, Stor
             turns: empty; where the config has firsts alone, int32 marks of the chunks of dQ, zero; where
                 it has turns, all int32: semaphores, one a chunk of the sums, those of dQ holding
                 the first kv tile of their row, the others 0, left as they are; of every (b, h, q block) the first and last + 1 of its kept runs, and the
-                first and last turn (see `attnkit.turns`), [rows, 4]; starts and lengths of the
+                first and last turn (see `attnkit.schedule.deterministic_order`), [rows, 4]; starts and lengths of the
                 runs; `group` there.
             scale: softmax scale.
             group: query heads per kv head.

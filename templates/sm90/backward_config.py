@@ -23,7 +23,7 @@ class BackwardConfig:
         turns: "ascending" or "descending": sums are formed in this order of kv tiles, that of the
             schedule; "" for any order.
         firsts: of the kv tiles that add to a q tile, the first in the list stores its part instead,
-            and the others wait for its mark, or for their turn; see `attnkit.firsts`.
+            and the others wait for its mark, or for their turn; see `attnkit.schedule.first_writer`.
         less_lse: the tensor cores subtract LSE / scale from S, see `backward_rows`; for mods that
             add to the score what does not depend on it.
     """

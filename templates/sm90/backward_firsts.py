@@ -1,4 +1,4 @@
-"""Sums of dQ that begin with what the first kv tile stores: see `attnkit.firsts`.
+"""Sums of dQ that begin with what the first kv tile stores: see `attnkit.schedule.first_writer`.
 
 A chunk has a mark, 0 until its first part has arrived. The warp that stores that part waits for its
 arrival before it takes the next chunk: a band's kv tiles are first at few. The others look at the

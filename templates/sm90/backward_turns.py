@@ -1,6 +1,6 @@
 """Sums in a fixed order: the warps that add chunks of dQ, and of shared dK and dV, in turn.
 
-The order is that of `attnkit.turns`: a semaphore a chunk says whose turn it is. Where the config has
+The order is that of `attnkit.schedule.deterministic_order`: a semaphore a chunk says whose turn it is. Where the config has
 firsts, who has the first turn stores; nobody has cleared the sum. A warp adds a chunk once its turn
 has come, and gives the turn to the next once the chunk has arrived, which takes as long as a block
 of products. So it adds the next chunk first, if that is there by then and has its turn. It does not

@@ -12,9 +12,10 @@ from cutlass.cute import sym_int
 from cutlass.cute.runtime import make_fake_compact_tensor
 
 import attnkit
-from attnkit import emulation, emulator, masks
+from attnkit import emulator, masks
 from attnkit.emulator import Executable, Undefined
 from attnkit.emulator.memory import arrays
+from attnkit.jit import emulation
 from tests.emulator.kernels import blackwell, hopper, micro, simt
 
 Case = tuple[Executable, list[Any], Callable[[], str | None]]

@@ -14,11 +14,11 @@ import pytest
 pytest.importorskip("cutlass")
 
 import attnkit
-from attnkit import compiled, emulation
 from attnkit.cli import main
 from attnkit.emulator import Executable
 from attnkit.emulator.ptx import Source
 from attnkit.emulator.wording import barrier_name, mbarrier_name
+from attnkit.jit import emulation, kernel
 from tests.emulator.mutation import mutants
 
 PROGRAM = """
@@ -55,14 +55,14 @@ SIZES = ["--q-len", "260", "--heads", "1", "--head-dim", "64", "--mode", "eager"
 
 def faulty(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The forward kernel gets one fault, wherever it comes from."""
-    whole = compiled.Kernel.executable
+    whole = kernel.Kernel.executable
 
-    def executable(self: compiled.Kernel) -> Executable:
+    def executable(self: kernel.Kernel) -> Executable:
         exe = whole(self)
         text = next(m.text for m in mutants(exe.ptx) if m.fault == fault)
         return exe.with_ptx(text)
 
-    monkeypatch.setattr(compiled.Kernel, "executable", executable)
+    monkeypatch.setattr(kernel.Kernel, "executable", executable)
     # what is kept of it must be gone with the fault
     monkeypatch.setattr(emulation, "_executables", weakref.WeakKeyDictionary())
 
@@ -83,7 +83,7 @@ def test_a_kernel_of_another_copy_is_reported_by_the_files_of_this_one(
     here = Path(attnkit.__file__).parent
     cache, copy = tmp_path / "cache", tmp_path / "copy"
     monkeypatch.setenv("ATTNKIT_CACHE_DIR", str(cache))
-    monkeypatch.setattr(compiled, "_kernels", {})
+    monkeypatch.setattr(kernel, "_kernels", {})
     shutil.copytree(here, copy / "attnkit", ignore=shutil.ignore_patterns("__pycache__"))
     whole = [sys.executable, "-m", "attnkit", "emulate", "masks:causal()", *SIZES]
     subprocess.run(whole, cwd=copy, check=True, capture_output=True)

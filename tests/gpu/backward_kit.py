@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnkit import reference
-from attnkit.backwards import Backwards
+from attnkit.runtime import reference
+from attnkit.runtime.reuse.backward_fast_path import Backwards
+from attnkit.runtime.variant import Variant
+from attnkit.schedule.targets import SM90
 from attnkit.splice import backward as splice_backward
-from attnkit.targets import SM90
 from attnkit.testing import Case
 from attnkit.testing.quantities import (
     Quantities,
@@ -25,7 +26,6 @@ from attnkit.testing.quantities import (
 from attnkit.testing.rounding import SAMPLES, perturbed
 from attnkit.testing.shuffled import shuffled
 from attnkit.testing.tolerance import compare
-from attnkit.variant import Variant
 from tests.gpu import cute_kit as kit
 
 

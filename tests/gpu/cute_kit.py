@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnkit import reference
+from attnkit.runtime import reference
+from attnkit.runtime.variant import Variant
 from attnkit.testing import Case
 from attnkit.testing.quantities import Quantities, captured_leaves, in_dtype
 from attnkit.testing.rounding import SAMPLES
 from attnkit.testing.shuffled import shuffled
 from attnkit.testing.snippet import definition
 from attnkit.testing.tolerance import FACTOR
-from attnkit.trace import Traced
-from attnkit.variant import Variant
+from attnkit.tracing.tracer import Traced
 
 DEVICE, BACKEND = "cuda", "cute"
 

@@ -25,8 +25,8 @@ import torch
 from cutlass import cute
 
 from attnkit import UnsupportedError, masks, mods
+from attnkit.runtime.variant import Variant
 from attnkit.testing import Case
-from attnkit.variant import Variant
 from tests.gpu import backward_kit
 from tests.gpu import cute_kit as kit
 

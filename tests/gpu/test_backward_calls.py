@@ -64,8 +64,8 @@ def test_deterministic_gives_the_same_bits(kv_heads: int) -> None:
 
 @pytest.mark.parametrize("dims", [(64, 64), (64, 128), (128, 64), (256, 256)], ids=str)
 def test_deterministic_is_exact(dims: tuple[int, int]) -> None:
+    from attnkit.runtime.variant import Variant
     from attnkit.testing import Case
-    from attnkit.variant import Variant
 
     sizes: dict[str, Any] = {"heads": 4, "head_dim": dims[0], "value_dim": dims[1], "dtype": BF16}
     for kv_heads in (4, 2):

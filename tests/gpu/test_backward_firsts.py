@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnkit import firsts, flex_attention, masks, mods
+from attnkit import flex_attention, masks, mods
+from attnkit.schedule import first_writer
 from attnkit.splice import backward_work
 from attnkit.splice.backward_work import Work
 from tests.gpu import cute_kit as kit
@@ -37,7 +38,7 @@ def storing(wanted: bool) -> Iterator[list[Work]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backward_work, "_tables", kept)
         patch.setattr(backward_work, "_lists", type(backward_work._lists)())
-        patch.setattr(firsts, "BYTES_A_CLOCK", 1 if wanted else 1 << 40)
+        patch.setattr(first_writer, "BYTES_A_CLOCK", 1 if wanted else 1 << 40)
         forget()
         yield found
         forget()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnkit.selfcheck import EXAMPLES, Example, examine
-from attnkit.targets import of_capability
+from attnkit.schedule.targets import of_capability
+from attnkit.testing.selfcheck import EXAMPLES, Example, examine
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,7 @@ import torch
 
 from attnkit import create_block_mask, masks
 from attnkit.masks import Example
-from attnkit.sparse import BlockRuns
+from attnkit.sparsity.block_runs import BlockRuns
 
 NAMES = sorted(masks.examples())
 

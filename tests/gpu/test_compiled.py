@@ -9,10 +9,10 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from attnkit import compiled
-from attnkit.compiled import Build, Kernel, Source
 from attnkit.errors import DeviceError
-from tests import compiled_kernels as kernels
+from attnkit.jit import kernel as compiled
+from attnkit.jit.kernel import Build, Kernel, Source
+from tests.jit import compiled_kernels as kernels
 
 
 @pytest.fixture(scope="module")

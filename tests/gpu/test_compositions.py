@@ -14,9 +14,9 @@ import torch
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
+from attnkit.runtime.variant import Variant
 from attnkit.testing import Case, Limits, cases, variants
 from attnkit.testing.quantities import captured_leaves
-from attnkit.variant import Variant
 from tests.gpu import backward_kit
 from tests.gpu import cute_kit as kit
 

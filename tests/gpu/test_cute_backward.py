@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from attnkit import create_block_mask, flex_attention, masks, mods
+from attnkit.runtime.variant import Variant
 from attnkit.testing import LAYOUTS, Case
-from attnkit.variant import Variant
 from tests.gpu import backward_kit
 from tests.gpu import cute_kit as kit
 

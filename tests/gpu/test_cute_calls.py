@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from attnkit import flex_attention, masks
+from attnkit.runtime.variant import Variant
 from attnkit.testing.tolerance import FACTOR
-from attnkit.variant import Variant
 from tests.gpu import cute_kit as kit
 
 SLOPES = (0.5, 0.25, 0.125, 0.0625)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from attnkit import AuxRequest, UnsupportedError, create_block_mask, flex_attention, masks, mods
+from attnkit.runtime.variant import Variant
 from attnkit.testing import LAYOUTS, Case
-from attnkit.variant import Variant
 from tests.gpu import cute_kit as kit
 
 LENGTH = 300  # three tiles of 128, the last one ragged

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from attnkit import masks
-from attnkit.sparse import BlockRuns
-from attnkit.tiles import classify
-from attnkit.trace import trace
+from attnkit.sparsity.block_runs import BlockRuns
+from attnkit.sparsity.classify import classify
+from attnkit.tracing.tracer import trace
 
 
 def classified(name: str, length: int, device: torch.device) -> BlockRuns:
@@ -22,8 +22,8 @@ def classified(name: str, length: int, device: torch.device) -> BlockRuns:
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("name", sorted(masks.examples()))
 def test_library_as_on_the_cpu(name: str, flat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnkit.tiles._FLAT_TILES", 1 << 40 if flat else 0)
-    monkeypatch.setattr("attnkit.hierarchy._MAX_FLAT", 0)
+    monkeypatch.setattr("attnkit.sparsity.classify._FLAT_TILES", 1 << 40 if flat else 0)
+    monkeypatch.setattr("attnkit.sparsity.hierarchical._MAX_FLAT", 0)
     device = torch.device("cuda", torch.cuda.current_device())
     here, there = (classified(name, 2000, d) for d in (torch.device("cpu"), device))
     for kind in ("full", "partial", "full_t", "partial_t"):

@@ -5,17 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnkit import (
-    ShapeError,
-    create_block_mask,
-    create_mask,
-    explain,
-    flex_attention,
-    masks,
-    picture,
-)
+from attnkit import ShapeError, create_block_mask, create_mask, explain, flex_attention, masks
 from attnkit.cli import doctor
-from attnkit.summary import summarize
+from attnkit.inspection import picture
+from attnkit.inspection.summary import summarize
 
 LENGTH = 200
 HERE = masks.examples(LENGTH)

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnkit import flex_attention, masks, quick, repeats
-from attnkit.backwards import Backwards
+from attnkit import flex_attention, masks
 from attnkit.errors import UnsupportedError
+from attnkit.runtime.reuse import call_cache, fast_path
+from attnkit.runtime.reuse.backward_fast_path import Backwards
 from attnkit.splice import backward_call, forward
 from tests.gpu import cute_kit as kit
 
@@ -39,7 +40,7 @@ def inputs(seed: int, kv_heads: int = 4, dim: int = 64) -> list[Tensor]:
 
 
 def forget() -> None:
-    for entries in (repeats._entries, quick._buckets, forward._calls._entries):
+    for entries in (call_cache._entries, fast_path._buckets, forward._calls._entries):
         entries.clear()
     backward_call._calls._entries.clear()
 

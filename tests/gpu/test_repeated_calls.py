@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnkit import block_mask, flex_attention, intervals, masks, quick, repeats
+from attnkit import flex_attention, masks
+from attnkit.runtime.reuse import call_cache, fast_path
+from attnkit.sparsity import block_mask
+from attnkit.sparsity.intervals import normal_form
 from attnkit.splice import forward
 from tests.gpu import cute_kit as kit
 
@@ -24,12 +27,12 @@ def inputs(seed: int = 0, length: int = LENGTH) -> list[Tensor]:
 
 def forget() -> None:
     """Empty every cache of prepared calls and what they read."""
-    repeats._entries.clear()
-    quick._buckets.clear()
+    call_cache._entries.clear()
+    fast_path._buckets.clear()
     forward._calls._entries.clear()
     forward._lists.clear()
     block_mask._runs._entries.clear()
-    intervals._found._entries.clear()
+    normal_form._found._entries.clear()
     gc.collect()
 
 

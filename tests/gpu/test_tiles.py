@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnkit.sparse import from_flex
-from attnkit.tiles import Statistics, classify
-from attnkit.trace import trace
-from tests.test_tiles import MASKS, SHAPES, UNDECIDED
+from attnkit.sparsity.block_runs import from_flex
+from attnkit.sparsity.classify import Statistics, classify
+from attnkit.tracing.tracer import trace
+from tests.sparsity.test_classify import MASKS, SHAPES, UNDECIDED
 
 
 @pytest.mark.parametrize("name", MASKS)

@@ -10,11 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnkit import create_mask, guards, masks
-from attnkit.bounds import check_bounds
-from attnkit.expr import reads
-from attnkit.tiles import classify
-from attnkit.trace import trace
+from attnkit import create_mask, masks
+from attnkit.graph.ir import reads
+from attnkit.sparsity.classify import classify
+from attnkit.sparsity.index_bounds import check_bounds
+from attnkit.tracing import guards
+from attnkit.tracing.tracer import trace
 from tests.masks.cases import CASES
 
 for module in ("cases_packed", "cases_grid"):

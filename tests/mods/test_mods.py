@@ -9,10 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnkit import guards, mods
-from attnkit.bounds import check_bounds
-from attnkit.interp.torch import evaluate
-from attnkit.trace import trace
+from attnkit import mods
+from attnkit.graph.eval_torch import evaluate
+from attnkit.sparsity.index_bounds import check_bounds
+from attnkit.tracing import guards
+from attnkit.tracing.tracer import trace
 from tests.mods.cases import BATCH, CASES, HEADS
 
 CPU = torch.device("cpu")

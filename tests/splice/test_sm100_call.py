@@ -11,7 +11,8 @@ from torch.nn.attention import flex_attention as flex
 
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
-from attnkit import AuxRequest, UnsupportedError, Variant, emulation, flex_attention, masks, mods
+from attnkit import AuxRequest, UnsupportedError, Variant, flex_attention, masks, mods
+from attnkit.jit import emulation
 from attnkit.testing.kernels import compare
 
 BACKEND = "emulate:sm_100a"

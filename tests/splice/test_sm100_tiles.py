@@ -13,12 +13,12 @@ from torch.nn.attention import flex_attention as flex
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
 from attnkit import create_block_mask, explain, masks, mods
-from attnkit.guards import traced
-from attnkit.kernel_table import Kernel, kernels
-from attnkit.score_form import ScoreForm, score_form
-from attnkit.sparse import BlockRuns
+from attnkit.codegen.score_form import ScoreForm, score_form
+from attnkit.schedule.kernel_table import Kernel, kernels
+from attnkit.schedule.work_list import full_runs
+from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice.sm100_tiles import INSTRUCTION, chosen, clocks_of, total
-from attnkit.worklist import full_runs
+from attnkit.tracing.guards import traced
 
 CPU = torch.device("cpu")
 PLAIN = score_form(None)

@@ -14,7 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("cutlass")  # without it no call is planned for the kernel
 
 import attnkit
-from attnkit import AuxRequest, flex_attention, masks, planning, quick, repeats
+from attnkit import AuxRequest, flex_attention, masks
+from attnkit.runtime import prepare
+from attnkit.runtime.reuse import call_cache, fast_path
 from attnkit.splice import forward
 
 LENGTH = 300
@@ -75,12 +77,12 @@ class Recorder:
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    recorder, call = Recorder(), planning._call
-    monkeypatch.setattr(planning, "_call", lambda *a: replace(call(*a), capability=(9, 0)))
+    recorder, call = Recorder(), prepare._call
+    monkeypatch.setattr(prepare, "_call", lambda *a: replace(call(*a), capability=(9, 0)))
     monkeypatch.setattr(forward, "kernel", recorder.kernel)
     monkeypatch.setattr(forward, "_sms", lambda device: 132)
-    monkeypatch.setattr(repeats, "_entries", {})
-    monkeypatch.setattr(quick, "_buckets", {})
+    monkeypatch.setattr(call_cache, "_entries", {})
+    monkeypatch.setattr(fast_path, "_buckets", {})
     monkeypatch.setattr(forward._calls, "_entries", type(forward._calls._entries)())
     return recorder
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from attnkit import flex_attention, masks
+from attnkit.runtime.variant import Variant
 from attnkit.testing import Case, Limits
-from attnkit.variant import Variant
 from tests.gpu import backward_kit, cute_kit, test_compositions
 
 pytest.importorskip("cutlass")

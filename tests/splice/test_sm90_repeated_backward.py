@@ -11,8 +11,10 @@ from torch import Tensor
 
 pytest.importorskip("cutlass")  # without it no call is planned for the kernel
 
-from attnkit import flex_attention, masks, planning, quick, repeats
-from attnkit.backwards import Backwards
+from attnkit import flex_attention, masks
+from attnkit.runtime import prepare
+from attnkit.runtime.reuse import call_cache, fast_path
+from attnkit.runtime.reuse.backward_fast_path import Backwards
 from attnkit.splice import backward_call, backward_work, forward, replay
 
 
@@ -58,8 +60,8 @@ def what(a: Any) -> Any:
 def test_a_kernel_that_runs_for_several_gradients(
     monkeypatch: pytest.MonkeyPatch, dim: int, kv_heads: int
 ) -> None:
-    kernels, call = Kernels(), planning._call
-    monkeypatch.setattr(planning, "_call", lambda *a: replace(call(*a), capability=(9, 0)))
+    kernels, call = Kernels(), prepare._call
+    monkeypatch.setattr(prepare, "_call", lambda *a: replace(call(*a), capability=(9, 0)))
     for module in (forward, backward_call):
         monkeypatch.setattr(module, "kernel", kernels.kernel)
     monkeypatch.setattr(forward, "_sms", lambda device: 132)
@@ -82,8 +84,8 @@ def test_a_kernel_that_runs_for_several_gradients(
     monkeypatch.setattr("attnkit.splice.backward.supports", lambda *a: True)
     monkeypatch.setattr(backward_call._calls, "_entries", type(backward_call._calls._entries)())
     monkeypatch.setattr(forward._calls, "_entries", type(forward._calls._entries)())
-    monkeypatch.setattr(repeats, "_entries", {})
-    monkeypatch.setattr(quick, "_buckets", {})
+    monkeypatch.setattr(call_cache, "_entries", {})
+    monkeypatch.setattr(fast_path, "_buckets", {})
     q = torch.randn(2, 4, 200, dim, dtype=torch.bfloat16, requires_grad=True)
     k = torch.randn(2, kv_heads, 260, dim, dtype=torch.bfloat16, requires_grad=True)
     v = torch.randn(2, 260, kv_heads, dim, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()

@@ -12,9 +12,9 @@ import sys
 import torch
 from attnkit import masks, mods
 from attnkit.splice import Program, backward, backward_call, backward_work, forward
-from attnkit.targets import SM90, SM100
-from attnkit.trace import trace
-from attnkit.worklist import full_runs
+from attnkit.schedule.targets import SM90, SM100
+from attnkit.tracing.tracer import trace
+from attnkit.schedule.work_list import full_runs
 
 target = {"sm90": SM90, "sm100": SM100}[sys.argv[1]]
 class Refused:

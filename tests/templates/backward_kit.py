@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnkit import emulation, flex_attention, masks
+from attnkit import flex_attention, masks
+from attnkit.jit import emulation
 from attnkit.splice import backward as splice_backward
 from attnkit.splice import backward_call, backward_work
 from attnkit.splice.backward_work import Work

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnkit.sparse import EMPTY, FULL, PARTIAL, BlockRuns
+from attnkit.sparsity.block_runs import EMPTY, FULL, PARTIAL, BlockRuns
 from attnkit.templates import cpu
 from attnkit.templates.cpu import Tile
 

@@ -12,16 +12,16 @@ from cutlass import cute
 from torch import Tensor
 
 from attnkit import emulator
-from attnkit.cubin import kernel_stats
-from attnkit.cute_hooks import GraphForward
-from attnkit.schedule import Shape, schedule_forward
+from attnkit.codegen.forward_hooks import GraphForward
+from attnkit.jit.cubin import kernel_stats
+from attnkit.runtime.variant import Variant
+from attnkit.schedule.scheduler import Shape, schedule_forward
+from attnkit.schedule.work_list import full_runs, refined, work_list
 from attnkit.splice.call import readable
 from attnkit.splice.fakes import forward_arguments
 from attnkit.splice.forward import _ends_contiguous, _intervals, _places, spliced
 from attnkit.templates.sm100.config import ForwardConfig, options_of
 from attnkit.templates.sm100.forward import Forward
-from attnkit.variant import Variant
-from attnkit.worklist import full_runs, refined, work_list
 
 WORKERS = 2  # CTAs: few, so that each computes several tiles
 OUTPUTS = (3, 4, 5)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attnkit.sparse import PARTIAL, BlockRuns
+from attnkit.sparsity.block_runs import PARTIAL, BlockRuns
 from attnkit.templates import cpu
 from tests.templates.cpu_kit import (
     DTYPES,

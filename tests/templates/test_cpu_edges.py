@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnkit.sparse import EMPTY, FULL, PARTIAL, BlockRuns
+from attnkit.sparsity.block_runs import EMPTY, FULL, PARTIAL, BlockRuns
 from attnkit.templates import cpu
 from attnkit.templates.cpu import Tile
 from tests.templates.cpu_kit import (

@@ -15,7 +15,7 @@ from attnkit import create_block_mask, masks
 
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
-from attnkit import compiled, emulation
+from attnkit.jit import emulation, kernel
 from attnkit.templates.sm100.backward import Backward
 from attnkit.templates.sm100.backward_config import BackwardConfig
 from tests.templates.backward_kit import (
@@ -112,11 +112,11 @@ def test_deterministic_bits_of_captured_gradients(name: str) -> None:
 )
 def test_no_spilled_registers(name: str, dims: tuple[int, int]) -> None:
     mod, captured = MODS[name]
-    with emulation.session(execute=False), compiled.asked() as sources:
+    with emulation.session(execute=False), kernel.asked() as sources:
         inputs, weights = draw(200, dims=dims)
         gradients(BACKEND, inputs, weights, captured(), mod, CAUSAL, None)
     (source,) = (s for s in sources if s.name.startswith("backward"))
-    found = compiled.kernel(source)
+    found = kernel.kernel(source)
     assert found.artifact.arch == "sm_100a"
     assert found.artifact.problems == ()
     assert [s.stack for s in found.stats] == [0]

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnkit import AuxRequest, emulation, flex_attention, masks, mods
+from attnkit import AuxRequest, flex_attention, masks, mods
+from attnkit.jit import emulation
 
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
-from attnkit.compiled import asked, kernel
-from attnkit.kernel_table import Kernel, kernels
+from attnkit.jit.kernel import asked, kernel
+from attnkit.schedule.kernel_table import Kernel, kernels
 from attnkit.templates.sm100.config import ForwardConfig
 from tests.templates.test_sm90_forward import MASKS, MODS, close, draw, stairs
 from tests.templates.test_sm100_forward import check

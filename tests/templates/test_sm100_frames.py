@@ -16,7 +16,7 @@ pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
 import cutlass
 
-from attnkit import compiled, compiled_build
+from attnkit.jit import build, kernel
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -103,7 +103,7 @@ def test_passes_that_are_left_out_change_nothing(
     block = (256, 128) if direction == "forward" else None
     job = frames.Job(variant, (128, 128), "bfloat16", "sm_100a", "one", direction, False, block)
     (here,) = frames.sources(job)
-    if not compiled_build._IDLE.get((cutlass.__version__, here.arch)):
+    if not build._IDLE.get((cutlass.__version__, here.arch)):
         pytest.skip("no passes are left out for this version of the DSL")
-    monkeypatch.setattr(compiled_build, "_IDLE", {})
-    assert compiled_build.compile_source(here).code == compiled.kernel(here).artifact.code
+    monkeypatch.setattr(build, "_IDLE", {})
+    assert build.compile_source(here).code == kernel.kernel(here).artifact.code

@@ -12,13 +12,14 @@ from attnkit import create_block_mask, masks, mods
 
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
-from attnkit import compiled, emulation
-from attnkit.sparse import FULL, BlockRuns
+from attnkit.jit import emulation
+from attnkit.jit import kernel as compiled
+from attnkit.schedule.work_list import full_runs
+from attnkit.sparsity.block_runs import FULL, BlockRuns
 from attnkit.splice import sm100_pairs
 from attnkit.splice.sm100_pairs import RULES, Case, fewer_clocks, kind_of, refusal
 from attnkit.templates.sm100.backward_config import BackwardConfig
 from attnkit.templates.sm100.backward_pair import PairBackward
-from attnkit.worklist import full_runs
 from tests.templates.backward_kit import (
     CAUSAL,
     MODS,

@@ -15,12 +15,12 @@ pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 from cutlass import cute
 
 from attnkit import emulator, masks, mods
-from attnkit.score_form import score_form
+from attnkit.codegen.score_form import score_form
 from attnkit.splice.fakes_backward import prepare_arguments
 from attnkit.templates.sm90.backward_edges import NOTHING
 from attnkit.templates.sm90.backward_rows import PrepareColumns
 from attnkit.templates.sm100.backward_config import BackwardConfig
-from attnkit.trace import trace
+from attnkit.tracing.tracer import trace
 from tests.templates.backward_kit import FP16, check, draw, poisoned  # noqa: F401
 
 BACKEND = "emulate:sm_100a"

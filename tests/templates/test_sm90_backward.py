@@ -16,7 +16,7 @@ from attnkit import create_block_mask, flex_attention, masks
 
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
-from attnkit.sparse import BlockRuns
+from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice import backward as splice_backward
 from attnkit.splice import backward_work
 from tests.templates.backward_kit import (

@@ -15,7 +15,7 @@ from attnkit import flex_attention, masks, mods
 
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
-from attnkit import compiled, emulation
+from attnkit.jit import emulation, kernel
 
 LENGTH = 256
 HEADS = 2
@@ -77,11 +77,11 @@ def clean(name: str, head_dim: int, deterministic: bool = False) -> None:
         torch.zeros(1, HEADS, LENGTH, head_dim, dtype=torch.bfloat16, requires_grad=True)
         for _ in range(3)
     )
-    with emulation.session(execute=False), compiled.asked() as sources:
+    with emulation.session(execute=False), kernel.asked() as sources:
         out = flex_attention(*inputs, score, mask, backend="emulate", deterministic=deterministic)
         out.sum().backward()
     (source,) = (s for s in sources if s.name.startswith("backward"))
-    found = compiled.kernel(source)
+    found = kernel.kernel(source)
     assert found.artifact.arch == "sm_90a"
     assert found.artifact.problems == ()
     assert [s.stack for s in found.stats] == [0]

@@ -11,10 +11,10 @@ import torch
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
 from attnkit import create_block_mask, masks, mods
-from attnkit.cute_hooks_backward import GraphBackward
+from attnkit.codegen.backward_hooks import GraphBackward
 from attnkit.templates.sm90.backward import HELD, Backward
 from attnkit.templates.sm90.backward_config import BackwardConfig
-from attnkit.trace import trace
+from attnkit.tracing.tracer import trace
 from tests.templates.backward_kit import BF16, CAUSAL, FP16, check, draw, poisoned  # noqa: F401
 
 BACKEND = "emulate:sm_90a"

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from attnkit import firsts, masks, mods
+from attnkit import masks, mods
+from attnkit.schedule import first_writer
 
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
@@ -40,7 +41,7 @@ SLOPED = lambda: mods.softcap(5.0)  # tiles of 64 rows at head dim 64
 @pytest.fixture
 def works(monkeypatch: pytest.MonkeyPatch) -> list[Work]:
     """The tables of the backwards that are made, of four CTAs, where zeros are dear."""
-    monkeypatch.setattr(firsts, "BYTES_A_CLOCK", 1)
+    monkeypatch.setattr(first_writer, "BYTES_A_CLOCK", 1)
     return observed(monkeypatch, 4)
 
 

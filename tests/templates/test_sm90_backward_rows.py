@@ -10,9 +10,9 @@ import torch
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
 from attnkit import masks, mods
+from attnkit.schedule.work_list import full_runs
 from attnkit.splice.sm90_backward import switches
 from attnkit.templates.sm90.backward_config import BackwardConfig
-from attnkit.worklist import full_runs
 from tests.templates.backward_kit import FP16, check, draw, poisoned  # noqa: F401
 
 BACKEND = "emulate:sm_90a"

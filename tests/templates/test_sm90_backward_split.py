@@ -13,9 +13,9 @@ from attnkit import masks
 
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
+from attnkit.schedule.split_kv import Cost
 from attnkit.splice import backward_call, sm90_backward
 from attnkit.splice.backward_work import Work
-from attnkit.splitting import Cost
 from tests.templates.backward_kit import (
     BF16,
     CAUSAL,

@@ -17,7 +17,7 @@ from attnkit import create_block_mask, flex_attention, masks, mods
 
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
-from attnkit import compiled, emulation
+from attnkit.jit import emulation, kernel
 from attnkit.splice.sm90_backward import block_kv, widths
 from attnkit.templates.sm90.backward_wide_config import WideConfig
 from tests.templates.backward_kit import (
@@ -131,13 +131,13 @@ def clean(variant: tuple[Any, Any], dims: tuple[int, int], shared: int, *, fixed
     qkv = [
         torch.zeros(1, h, LENGTH, d, dtype=torch.bfloat16, requires_grad=True) for h, d in shapes
     ]
-    with emulation.session(execute=False), compiled.asked() as sources:
+    with emulation.session(execute=False), kernel.asked() as sources:
         out = flex_attention(
             *qkv, *variant, enable_gqa=True, backend="emulate", deterministic=fixed
         )
         out.sum().backward()
     (source,) = (s for s in sources if s.name.startswith("backward"))
-    found = compiled.kernel(source)
+    found = kernel.kernel(source)
     assert found.artifact.problems == ()
     assert [s.stack for s in found.stats] == [0]
 

@@ -19,7 +19,8 @@ pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
 import cutlass
 
-from attnkit import compiled, compiled_build, emulation
+from attnkit.jit import build, emulation
+from attnkit.jit import kernel as compiled
 
 LENGTH = 256
 HEADS = 2
@@ -86,10 +87,10 @@ def test_no_spills_and_no_serialised_products(name: str, head_dim: int, value_di
 
 def test_passes_that_are_left_out_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     here = source("softcap, dense", 64, 64)
-    if not compiled_build._IDLE.get((cutlass.__version__, here.arch)):
+    if not build._IDLE.get((cutlass.__version__, here.arch)):
         pytest.skip("no passes are left out for this version of the DSL")
-    monkeypatch.setattr(compiled_build, "_IDLE", {})
-    whole = compiled_build.compile_source(here)
+    monkeypatch.setattr(build, "_IDLE", {})
+    whole = build.compile_source(here)
     assert whole.code == kernel("softcap, dense", 64, 64).artifact.code
 
 

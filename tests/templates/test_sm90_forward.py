@@ -20,7 +20,7 @@ from attnkit import AuxRequest, create_block_mask, flex_attention, masks, mods
 
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
-from attnkit import emulation
+from attnkit.jit import emulation
 
 BF16, FP16 = torch.bfloat16, torch.float16
 LN2 = math.log(2.0)

@@ -15,13 +15,16 @@ from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask as create_flex_mask
 
-from attnkit import block_mask, create_block_mask, masks, mods, rewrite, splice, testing, variant
+from attnkit import create_block_mask, masks, mods, splice, testing
 from attnkit.errors import ArgumentError, OptionError, TraceError
-from attnkit.expr import arg
-from attnkit.sparse import BlockRuns
+from attnkit.graph import simplify
+from attnkit.graph.ir import arg
+from attnkit.runtime import variant
+from attnkit.runtime.variant import Variant
+from attnkit.sparsity import block_mask
+from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.testing import Case, CheckError, Limits, Report, check, check_case, check_variant
 from attnkit.testing.source import source_of
-from attnkit.variant import Variant
 
 SLOPES = torch.rand(8, requires_grad=True)
 BIAS = torch.randn(8, 99, requires_grad=True)
@@ -140,8 +143,8 @@ def _wrong_trace(monkeypatch: pytest.MonkeyPatch) -> None:
         found = real(function, kind, device)
         if kind == "score":
             return found
-        strict = rewrite.build("lt", arg("kv"), arg("q"))
-        return dataclasses.replace(found, root=rewrite.build("and", found.root, strict))
+        strict = simplify.build("lt", arg("kv"), arg("q"))
+        return dataclasses.replace(found, root=simplify.build("and", found.root, strict))
 
     _around(monkeypatch, variant, "traced", wrong)
 

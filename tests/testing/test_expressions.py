@@ -10,15 +10,16 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from attnkit import create_mask, expr, testing
+from attnkit import create_mask, testing
 from attnkit.errors import BoundsError
-from attnkit.mask import Mask
+from attnkit.graph import ir
+from attnkit.runtime.variant import Variant
 from attnkit.testing import Case, Limits
 from attnkit.testing.examine import bind
 from attnkit.testing.snippet import definition
 from attnkit.testing.source import source_of
-from attnkit.trace import Traced, trace
-from attnkit.variant import Variant
+from attnkit.tracing.mask import Mask
+from attnkit.tracing.tracer import Traced, trace
 
 LIMITS = Limits(q_len=(1, 40), kv_len=(1, 30), batch=(1, 2), heads=(1, 4))
 LARGEST = Case(40, 30, batch=2, heads=4, kv_heads=4)
@@ -76,8 +77,8 @@ def test_the_grammar_reaches_every_kind_of_operation() -> None:
     def collect(drawn: tuple[Any, Any]) -> None:
         kind, function = drawn
         found = trace(function, kind)
-        seen.update({n.op for n in expr.topo(found.root)})
-        seen.update(expr.reads(found.root))
+        seen.update({n.op for n in ir.topo(found.root)})
+        seen.update(ir.reads(found.root))
         dtypes.update(t.dtype for t in found.tensors)
         gradients.update((t.requires_grad, t.is_leaf) for t in found.tensors)
 

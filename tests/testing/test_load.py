@@ -13,9 +13,9 @@ import torch
 
 from attnkit import create_mask, masks, mods
 from attnkit.errors import ArgumentError, AttnkitError, OptionError
-from attnkit.mask import Mask
+from attnkit.runtime.variant import Variant
 from attnkit.testing import load, load_object
-from attnkit.variant import Variant
+from attnkit.tracing.mask import Mask
 
 FILE = """
 import torch

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnkit import create_mask, masks, testing
+from attnkit.runtime.variant import Variant
 from attnkit.testing import Case, Limits
 from attnkit.testing.examine import bind
 from attnkit.testing.quantities import OUTPUTS, captured_leaves, oracle
 from attnkit.testing.rounding import perturbed
 from attnkit.testing.shuffled import shuffled
 from attnkit.testing.tolerance import FACTOR, ULPS, compare, exact
-from attnkit.variant import Variant
 
 CPU = torch.device("cpu")
 SMALL = Limits(q_len=(1, 30), kv_len=(1, 30))

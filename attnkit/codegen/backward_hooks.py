@@ -1,0 +1,213 @@
+"""The hooks of a GPU backward kernel, made from the graphs of a variant.
+
+`GraphBackward` is what `attnkit.templates.sm90.hooks.BackwardHooks` describes. Plain Python that
+runs while a kernel is traced; the kernel's hooks and this module know nothing else of each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from cutlass import Int32, select_
+
+from attnkit.codegen.emit_cute import emit
+from attnkit.codegen.forward_hooks import Columns, Ends, GraphForward, Rows
+from attnkit.codegen.levels import index_level, level_of
+from attnkit.codegen.score_form import score_form, unscaled
+from attnkit.codegen.staged_emitter import Element, Stages, Values
+from attnkit.graph import ir
+from attnkit.graph.adjoint import adjoint
+from attnkit.graph.ir import Node, arg, const
+from attnkit.graph.simplify import build
+
+_ONE = const(1.0)
+
+
+class GraphBackward(GraphForward):
+    """The hooks of a score_mod and a mask, with the gradients of captured tensors.
+
+    Args:
+        root: the score_mod; None for the score itself.
+        mask: bool expression, None to keep everything.
+        ends: the intervals of q that a column keeps, over the same tensors and with the column's
+            position in the place of q; None if the mask has no such form.
+        scores: how many of the captured tensors are the score's; the mask's follow.
+        listed: block lists overrule the mask.
+        positive: whether the softmax scale is above 0.
+        wanted: for each captured tensor of the score, whether its gradient is needed.
+
+    Attributes:
+        sloped: whether the derivative of the mod by the score is not 1.
+        learned: for each load with a gradient, the level of its index: "head", "row", "column",
+            "relative" or "element".
+        slots: for each such load, which of the wanted tensors it reads.
+        gathers: whether a captured tensor is read for every score, or every q - kv.
+        distant: whether a number of the head times kv - q is added apart, see `distance`; only
+            where the mod's slope is 1.
+    """
+
+    def __init__(
+        self,
+        root: Node | None,
+        mask: Node | None,
+        ends: Ends | None,
+        *,
+        scores: int,
+        listed: bool = False,
+        positive: bool = True,
+        wanted: Sequence[bool] = (),
+    ) -> None:
+        loads: tuple[tuple[Node, Node], ...] = ()
+        dscore = arg("grad")
+        if root is not None:
+            found = adjoint(root)
+            dscore = found.dscore
+            wants = [i for i, need in enumerate(wanted) if need]
+            loads = tuple((n, c) for n, c in found.loads if int(str(n.attr)) in wants)
+            self.slots = tuple(wants.index(int(str(n.attr))) for n, _ in loads)
+        else:
+            self.slots = ()
+        self._loads = tuple(load for load, _ in loads)
+        self._cotangents = tuple(unscaled(c) for _, c in loads)
+        self._dscore = unscaled(dscore)
+        self._slope = unscaled(_with_unit_gradient(dscore))
+        self.sloped = self._slope is not _ONE
+        form = score_form(root, apart=not self.sloped)  # a slope leaves no registers for it
+        super().__init__(form, mask, ends, scores=scores, listed=listed, positive=positive)
+        parts = [n for n in (form.factor, form.rest, form.slope) if n is not None]
+        self.distant = form.distance is not None
+        self.learned = tuple(index_level(load) for load in self._loads)
+        adjoints = [self._dscore, *self._cotangents] if self.learned else []
+        # one set of stages, so that a mod and its slope share what they have in common
+        self._score = Stages([*parts, self._slope] if self.sloped else parts)
+        self._adjoint = Stages(adjoints)
+        self.gathers = any(
+            n.op == "load" and level_of(n) in ("relative", "element")
+            for n in ir.topo(*self._score.roots, *self._kept.roots)
+        )
+
+    def head(self, site: Any) -> Values:
+        """Values of a tile."""
+        scores, _ = self._tensors(site)
+        distance = None
+        if self.form.distance is not None:
+            env = {"b": site.b, "h": site.h, "scale": site.scale}
+            distance = emit([self.form.distance], env, scores, fast=True)[0]
+        return (*super().head(site), self._adjoint.head(site, scores), distance)
+
+    def distance(self, site: Any, head: Values) -> Any:
+        """What x has for each step of kv - q, beside what `both` gives; None for nothing."""
+        return head[5]
+
+    def row(self, site: Any, head: Values, q: Any) -> Values:
+        """Values of a row."""
+        scores, _ = self._tensors(site)
+        return (*super().row(site, head, q), self._adjoint.row(site, scores, head[4], q))
+
+    def columns(self, site: Any, head: Values, kv: Sequence[Any], masked: bool) -> list[Values]:
+        """Values of columns; those of the mask only in masked blocks."""
+        scores, _ = self._tensors(site)
+        return [
+            (*values, None, self._adjoint.column(site, scores, head[4], at))
+            for values, at in zip(super().columns(site, head, kv, masked), kv, strict=True)
+        ]
+
+    def both(
+        self,
+        site: Any,
+        head: Values,
+        rows: Rows,
+        columns: Columns,
+        places: Sequence[Any],
+        steps: Sequence[int] | None = None,
+        shared: dict[Any, Values] | None = None,
+    ) -> tuple[list[Any], list[Any] | None]:
+        """x of scores as in the forward, and the derivative of the mod, None where that is 1.
+
+        Args:
+            places: (row, column, score q . k) of each element.
+            steps: names each element's q - kv among the thread's.
+            shared: what is known by step; added to.
+        """
+        scores, _ = self._tensors(site)
+        elements = [_element(rows, columns, r, j, 0, s) for r, j, s in places]
+        if steps is not None and shared is not None:
+            elements = [replace(e, step=at) for e, at in zip(elements, steps, strict=True)]
+            new = [e for e in elements if e.step not in shared]
+            shared.update(self._score.relatives(site, scores, head[0], new))
+        values = self._score.elements(site, scores, head[0], elements, shared or {})
+        slopes = None if self._slope is _ONE else [value[-1] for value in values]
+        if self.raw:
+            return [s for _, _, s in places], slopes
+        return self._assembled(columns, places, values), slopes
+
+    def _assembled(self, columns: Columns, places: Sequence[Any], values: Any) -> list[Any]:
+        result = []
+        for (_, j, s), value in zip(places, values, strict=True):
+            found = iter(value)
+            factor = next(found) if self.form.factor is not None else None
+            rest = next(found) if self.form.rest is not None else None
+            x = None if factor is None else s * factor
+            for term in (columns[j][1], rest):
+                if term is not None:
+                    x = term if x is None else x + term
+            result.append(x)
+        return result
+
+    def adjoint(
+        self, site: Any, head: Values, rows: Rows, columns: Columns, places: Sequence[Any]
+    ) -> tuple[list[Any], list[list[Any]]]:
+        """Gradients of the scores q . k * scale; and for each learned load those of its value.
+
+        Args:
+            places: (row, column, score q . k, gradient of the modified score) of each element.
+        """
+        scores, _ = self._tensors(site)
+        elements = [_element(rows, columns, r, j, 3, s, g) for r, j, s, g in places]
+        values = self._adjoint.elements(site, scores, head[4], elements, {})
+        return [v[0] for v in values], [list(v) for v in zip(*(v[1:] for v in values), strict=True)]
+
+    def place(self, i: int, site: Any, shape: Sequence[Any], q: Any, kv: Any) -> tuple[Any, ...]:
+        """The index of learned load i; q and kv are read as far as its level says.
+
+        Args:
+            shape: of its tensor.
+        """
+        scores, _ = self._tensors(site)
+        env = {"b": site.b, "h": site.h, "scale": site.scale}
+        env |= {} if q is None else {"q": q}
+        env |= {} if kv is None else {"kv": kv}
+        values = emit(self._loads[i].args, env, scores, fast=True)
+        zero = Int32(0)
+        if not values:
+            return (zero,)  # a number: a tensor of shape (1,)
+        return tuple(
+            select_(Int32(at) < zero, Int32(at) + Int32(size), Int32(at))
+            for at, size in zip(values, shape, strict=True)
+        )
+
+
+def _element(
+    rows: Rows, columns: Columns, r: int, j: int, part: int, score: Any, grad: Any = None
+) -> Element:
+    """Element (r, j); part 0 of the values is the score's, part 3 the adjoint's."""
+    q, row = rows[r]
+    kv, _, column = columns[j]
+    return Element(q, kv, row[part], column[part], None, score, grad)
+
+
+def _with_unit_gradient(dscore: Node) -> Node:
+    """The adjoint of the score for a gradient of 1, simplified."""
+    mapping: dict[Node, Node] = {}
+    for n in ir.topo(dscore):
+        if n is arg("grad"):
+            mapping[n] = _ONE
+        elif not n.args or all(mapping[a] is a for a in n.args):
+            mapping[n] = n
+        elif n.op in ("load", "cast", "round"):
+            mapping[n] = ir.substitute(n, {a: mapping[a] for a in n.args})
+        else:
+            mapping[n] = build(n.op, *(mapping[a] for a in n.args))
+    return mapping[dscore]

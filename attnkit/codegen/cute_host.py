@@ -1,0 +1,87 @@
+"""Run emitted DSL values on the CPU, through the DSL's compiler for host code.
+
+This is how the emitter is checked where there is no GPU: the operations are those of the kernels
+(`emit` with `fast=False`), compiled by the same compiler for the machine's own processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import cutlass
+import torch
+from cutlass import cute
+from cutlass.cute.runtime import from_dlpack
+from torch import Tensor
+
+from attnkit.codegen.emit_cute import Value, emit
+from attnkit.graph.ir import BOOL, F32, I32, Node, Type, arg, reads
+
+_DTYPES: dict[Type, torch.dtype] = {I32: torch.int32, F32: torch.float32, BOOL: torch.bool}
+
+
+def run_on_cpu(
+    roots: Sequence[Node],
+    env: Mapping[str, Tensor],
+    tensors: Sequence[Tensor],
+    *,
+    wrap: frozenset[Node] | None = None,
+) -> list[Tensor]:
+    """Evaluate expressions as a kernel would, on the CPU.
+
+    Args:
+        roots: the expressions; all are compiled into one function, tens of milliseconds and up.
+        env: argument name -> CPU tensor, of any shapes that broadcast together.
+        tensors: captured CPU tensors by slot, of any number dtype.
+        wrap: as in `emit`.
+
+    Returns:
+        One int32, float32 or bool tensor per root, of the broadcast shape of the arguments that
+        the roots read.
+    """
+    names = sorted(reads(*roots))
+    given = torch.broadcast_tensors(*(env[name] for name in names)) if names else []
+    shape = given[0].shape if names else torch.Size([])
+    inputs = [
+        value.to(_DTYPES[arg(name).type]).contiguous().view(-1)
+        for name, value in zip(names, given, strict=True)
+    ]
+    outputs = [torch.empty(shape.numel(), dtype=_DTYPES[r.type]) for r in roots]
+    if shape.numel() > 0 and roots:
+        body = _Body(tuple(roots), tuple(names), wrap)
+        captured = [from_dlpack(t.detach().reshape(t.shape or (1,))) for t in tensors]
+        values = [*(_flexible(t) for t in (*inputs, *outputs)), *captured]
+        count = cutlass.Int32(shape.numel())
+        compiled = cute.compile(_loop, count, values, body)  # unlike a call, writes no cache file
+        compiled(count, values)
+    return [o.view(shape) for o in outputs]
+
+
+def _flexible(tensor: Tensor) -> Value:
+    """A flat tensor whose length is an argument of the compiled function."""
+    return from_dlpack(tensor).mark_layout_dynamic()
+
+
+class _Body:
+    """What the loop does for one position; an object, so that the DSL leaves its source alone."""
+
+    def __init__(
+        self, roots: tuple[Node, ...], names: tuple[str, ...], wrap: frozenset[Node] | None
+    ) -> None:
+        self.roots = roots
+        self.names = names
+        self.wrap = wrap
+
+    def __call__(self, i: Value, values: Sequence[Value]) -> None:
+        inputs, rest = values[: len(self.names)], values[len(self.names) :]
+        outputs, captured = rest[: len(self.roots)], rest[len(self.roots) :]
+        env = {name: tensor[i] for name, tensor in zip(self.names, inputs, strict=True)}
+        found = emit(self.roots, env, captured, wrap=self.wrap)
+        for tensor, value in zip(outputs, found, strict=True):
+            tensor[i] = value
+
+
+@cute.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _loop(count: cutlass.Int32, values: list[Value], body: cutlass.Constexpr) -> None:
+    for i in cutlass.range(count):
+        body(i, values)

@@ -1,0 +1,322 @@
+"""The graph as CuTe-DSL values, made while a kernel is traced.
+
+`emit` is plain Python that runs at trace time: it may be called from inside a kernel, or from an
+object that a kernel takes as a Constexpr. This module imports the DSL; import it only where a
+kernel is built.
+
+The result means what torch means, as `interp.torch` does: floor division and modulo of negatives,
+negative indices, NaN through min and max. With `fast=False` every operation compiles for the GPU
+and for the host; what torch computes exactly or correctly rounded has torch's bits, the rest is
+within 3 units of float32's last place (on the host and on an H200). With `fast=True` the GPU's own
+instructions are used, approximate ones included, and the result runs on a GPU only. Relative
+errors there, on an H200: tanh 1.1e-5, exp 4e-6 (at 60), div and sqrt 1.5e-7, sigmoid 4e-6;
+log and log2 1e-5 absolute.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import cutlass
+from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, cute
+from cutlass._mlir.dialects import arith, nvvm
+
+from attnkit.codegen import emit_cute_math
+from attnkit.codegen.emit_cute_math import constant, number, select
+from attnkit.graph.ir import BOOL, F32, I32, Node, Type
+
+Value: TypeAlias = Any  # an Int32, Float32 or Boolean of the DSL
+Emit: TypeAlias = Callable[..., Value]  # (node, argument values) -> value
+
+KINDS: dict[Type, Any] = {I32: Int32, F32: Float32, BOOL: Boolean}
+
+
+def emit(
+    roots: Sequence[Node],
+    env: Mapping[str, Value],
+    tensors: Sequence[Value],
+    *,
+    fast: bool = False,
+    wrap: frozenset[Node] | None = None,
+    memo: dict[Node, Value] | None = None,
+) -> list[Value]:
+    """Emit the operations of expressions at the point where the kernel is being traced.
+
+    Args:
+        roots: the expressions.
+        env: argument name -> scalar value (score and grad Float32, the indices Int32; Python
+            numbers are taken too). Only the arguments that the roots read are needed.
+        tensors: captured tensors by slot, as `cute.Tensor` of any number type; one of no
+            dimensions comes as one of shape (1,).
+        fast: use the GPU's approximate instructions; see above.
+        wrap: loads with an index that may be negative, to be counted from the end; None: all whose
+            indices are not plainly nonnegative. Indices are not checked otherwise.
+        memo: values known already, by node, such as those of a row; nothing below them is
+            emitted. It receives everything emitted here, so it must not outlive the region of
+            the kernel (loop or branch body) where it is filled.
+
+    Returns:
+        One Int32, Float32 or Boolean for each root.
+    """
+    values = {} if memo is None else memo
+    table = _FAST if fast else _EXACT
+    for n in _order(roots, values):
+        args = [values[a] for a in n.args]
+        if n.op == "arg":
+            values[n] = _lift(n.type, env[str(n.attr)])
+        elif n.op == "const":
+            values[n] = _lift(n.type, n.attr)
+        elif n.op == "load":
+            wraps = wrap is None or n in wrap
+            index = args if wraps else [_wide(i, values) for i in n.args]
+            values[n] = _load(n, index, tensors, wraps)
+        else:
+            values[n] = table[n.op](n, *args)
+    return [values[r] for r in roots]
+
+
+def _order(roots: Sequence[Node], known: Mapping[Node, Value]) -> list[Node]:
+    """Nodes to emit, arguments first, not looking below those that are known."""
+    order: dict[Node, None] = {}
+    stack = [(r, False) for r in reversed(roots)]
+    while stack:
+        n, ready = stack.pop()
+        if n in known or n in order:
+            continue
+        if ready:
+            order[n] = None
+        else:
+            stack.append((n, True))
+            stack.extend((a, False) for a in reversed(n.args))
+    return list(order)
+
+
+def _lift(type_: Type, value: Value) -> Value:
+    """A value of the graph's type; a Python number becomes a constant of the kernel.
+
+    The DSL folds operations on Python numbers in double precision, and `select` refuses them.
+    """
+    return constant(KINDS[type_], value)
+
+
+def _load(n: Node, index: Sequence[Value], tensors: Sequence[Value], wrap: bool) -> Value:
+    tensor = tensors[int(str(n.attr))]
+    if not index:
+        return KINDS[n.type](tensor[0])
+    at = []
+    for axis, (node, value) in enumerate(zip(n.args, index, strict=True)):
+        if wrap and not _nonnegative(node):
+            size = constant(Int32, tensor.shape[axis])
+            value = select(value < constant(Int32, 0), value + size, value)
+        at.append(value)
+    return KINDS[n.type](tensor[tuple(at) if len(at) > 1 else at[0]])
+
+
+def _wide(n: Node, values: Mapping[Node, Value]) -> Value:
+    """An index in 64 bits where it is a plain sum, else as it is.
+
+    Then the compiler sees that the addresses of neighbouring elements differ by constants, which
+    it cannot know of a sum of 32 bits that might overflow.
+    """
+    if not _is_sum(n):
+        return values[n]
+    if n.op in ("arg", "const"):
+        return Int64(values[n])
+    parts = [_wide(a, values) for a in n.args]
+    return -parts[0] if n.op == "neg" else _EXACT[n.op](n, *parts)
+
+
+def _is_sum(n: Node) -> bool:
+    if n.op in ("add", "sub", "neg"):
+        return all(_is_sum(a) for a in n.args)
+    return n.op in ("arg", "const")
+
+
+def _nonnegative(n: Node) -> bool:
+    return n.op == "arg" or (n.op == "const" and int(str(n.attr)) >= 0)
+
+
+def _positive(n: Node) -> bool:
+    """Whether an integer node is a constant above zero."""
+    return n.op == "const" and int(str(n.attr)) > 0
+
+
+def _power(n: Node) -> int | None:
+    """k where an integer node is the constant 2**k."""
+    value = int(str(n.attr)) if n.op == "const" else 0
+    return value.bit_length() - 1 if value > 0 and value & (value - 1) == 0 else None
+
+
+def _tdiv(n: Node, a: Value, b: Value) -> Value:
+    return Int32(arith.divsi(a.ir_value(), b.ir_value()))
+
+
+def _beyond(n: Node, rest: Value, b: Value) -> Value:
+    """Whether a truncated remainder is not zero and has the other sign than the divisor."""
+    zero = constant(Int32, 0)
+    return (rest != zero) & ((rest ^ b) < zero)
+
+
+def _fdiv(n: Node, a: Value, b: Value) -> Value:
+    if n.type == F32:
+        return emit_cute_math.floor_divide(a, b)
+    power = _power(n.args[1])
+    if power is not None:
+        return a >> constant(Int32, power)  # an arithmetic shift rounds down
+    if _positive(n.args[1]):
+        return emit_cute_math.floor_quotient(a, int(str(n.args[1].attr)))
+    quotient = _tdiv(n, a, b)
+    return quotient - Int32(_beyond(n, a - quotient * b, b))
+
+
+def _mod(n: Node, a: Value, b: Value) -> Value:
+    if n.type == F32:
+        return emit_cute_math.remainder(a, b)
+    if _power(n.args[1]) is not None:
+        return a & (b - constant(Int32, 1))
+    if _positive(n.args[1]):
+        return a - emit_cute_math.floor_quotient(a, int(str(n.args[1].attr))) * b
+    rest = a % b  # the DSL's % on integers is C's: the sign of the dividend
+    return select(_beyond(n, rest, b), rest + b, rest)
+
+
+def _shl(n: Node, a: Value, b: Value) -> Value:
+    if _shift_is_plain(n.args[1]):
+        return a << b
+    inside = (b >= constant(Int32, 0)) & (b < constant(Int32, 32))
+    return select(inside, a << (b & constant(Int32, 31)), constant(Int32, 0))
+
+
+def _shr(n: Node, a: Value, b: Value) -> Value:
+    if _shift_is_plain(n.args[1]):
+        return a >> b
+    inside = (b >= constant(Int32, 0)) & (b < constant(Int32, 32))
+    return a >> select(inside, b, constant(Int32, 31))
+
+
+def _shift_is_plain(n: Node) -> bool:
+    """torch gives 0, or the sign, for shifts outside 0..31; the hardware gives anything."""
+    return n.op == "const" and 0 <= int(str(n.attr)) < 32
+
+
+def _min(n: Node, a: Value, b: Value) -> Value:
+    return cutlass.min(a, b)  # passes NaN on, unlike cute.math.min
+
+
+def _max(n: Node, a: Value, b: Value) -> Value:
+    return cutlass.max(a, b)
+
+
+def _lt(n: Node, a: Value, b: Value) -> Value:
+    return ~a & b if n.args[0].type == BOOL else a < b
+
+
+def _le(n: Node, a: Value, b: Value) -> Value:
+    return ~a | b if n.args[0].type == BOOL else a <= b
+
+
+def _eq(n: Node, a: Value, b: Value) -> Value:
+    return ~(a ^ b) if n.args[0].type == BOOL else a == b
+
+
+def _cast(n: Node, a: Value) -> Value:
+    return KINDS[n.type](a)  # float to integer truncates, anything to Boolean is != 0
+
+
+def _round(n: Node, a: Value) -> Value:
+    return Float32({"float16": Float16, "bfloat16": BFloat16}[str(n.attr)](a))
+
+
+def _math(name: str, **options: bool) -> Emit:
+    """A function of `cute.math` on the argument values."""
+    return lambda n, *args: getattr(cute.math, name)(*args, **options)
+
+
+_EXACT: dict[str, Emit] = {
+    "add": lambda n, a, b: a + b,
+    "sub": lambda n, a, b: a - b,
+    "mul": lambda n, a, b: a * b,
+    "neg": lambda n, a: -a,
+    "abs": lambda n, a: abs(a),
+    "min": _min,
+    "max": _max,
+    "fdiv": _fdiv,
+    "mod": _mod,
+    "tdiv": _tdiv,
+    "div": lambda n, a, b: a / b,
+    "pow": _math("pow"),
+    "exp": _math("exp"),
+    "exp2": _math("exp2"),
+    "expm1": lambda n, a: emit_cute_math.expm1(a),
+    "log": _math("log"),
+    "log2": _math("log2"),
+    "log1p": lambda n, a: emit_cute_math.log1p(a),
+    "sqrt": _math("sqrt"),
+    "rsqrt": _math("rsqrt"),
+    "tanh": _math("tanh"),
+    "sigmoid": lambda n, a: emit_cute_math.sigmoid(a),
+    "sin": _math("sin"),
+    "cos": _math("cos"),
+    "erf": lambda n, a: emit_cute_math.erf(a),
+    "floor": _math("floor"),
+    "round": _round,
+    "and": lambda n, a, b: a & b,
+    "or": lambda n, a, b: a | b,
+    "xor": lambda n, a, b: a ^ b,
+    "shl": _shl,
+    "shr": _shr,
+    "not": lambda n, a: ~a,
+    "lt": _lt,
+    "le": _le,
+    "eq": _eq,
+    "where": lambda n, c, a, b: select(c, a, b),
+    "cast": _cast,
+}
+
+
+def _fast_min(n: Node, a: Value, b: Value) -> Value:
+    if n.type != F32:
+        return _min(n, a, b)
+    return Float32(nvvm.fmin(a.ir_value(), b.ir_value(), nan=True))
+
+
+def _fast_max(n: Node, a: Value, b: Value) -> Value:
+    if n.type != F32:
+        return _max(n, a, b)
+    return Float32(nvvm.fmax(a.ir_value(), b.ir_value(), nan=True))
+
+
+def _fast_div(n: Node, a: Value, b: Value) -> Value:
+    divisor = n.args[1]
+    if divisor.op == "const" and 2.0**-126 < abs(float(str(divisor.attr))) < 2.0**126:
+        return a * number(1.0 / float(str(divisor.attr)))
+    return cute.math.div(a, b, approx=True)
+
+
+def _fast_pow(n: Node, a: Value, b: Value) -> Value:
+    base = n.args[0]
+    if base.op == "const" and 0.0 < float(str(base.attr)) < math.inf:
+        power = b * number(math.log2(float(str(base.attr))))
+        return cute.math.exp2(power, approx=True)
+    return cute.math.pow(a, b)  # the approximate one has no negative bases
+
+
+# sin and cos stay exact: sin.approx is useless beyond a few turns, and positions go far. expm1,
+# log1p and erf stay too: what they are for is accuracy near 0.
+_FAST: dict[str, Emit] = {
+    **_EXACT,
+    "min": _fast_min,
+    "max": _fast_max,
+    "div": _fast_div,
+    "pow": _fast_pow,
+    "exp": lambda n, a: cute.math.exp2(a * number(math.log2(math.e)), approx=True),
+    "exp2": _math("exp2", approx=True),
+    "log": lambda n, a: cute.math.log2(a, approx=True) * number(math.log(2.0)),
+    "log2": _math("log2", approx=True),
+    "sqrt": _math("sqrt", approx=True),
+    "rsqrt": _math("rsqrt", approx=True),
+    "tanh": _math("tanh", approx=True),
+    "sigmoid": lambda n, a: emit_cute_math.fast_sigmoid(a),
+}

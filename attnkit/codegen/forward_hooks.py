@@ -1,0 +1,185 @@
+"""The hooks of a GPU forward kernel, made from the graphs of a variant.
+
+`GraphForward` is what `attnkit.templates.sm90.hooks.ForwardHooks` describes. Plain Python that
+runs while a kernel is traced; the kernel's hooks and this module know nothing else of each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from cutlass import Float32
+
+from attnkit.codegen.emit_cute import emit
+from attnkit.codegen.instruction_cost import instructions
+from attnkit.codegen.score_form import ScoreForm
+from attnkit.codegen.staged_emitter import Element, Stages, Values
+from attnkit.graph import ir
+from attnkit.graph.ir import Node
+
+Ends: TypeAlias = tuple[tuple[Node, Node], ...]
+Rows: TypeAlias = Sequence[tuple[Any, Values]]
+Columns: TypeAlias = Sequence[tuple[Any, Any, Values]]
+
+
+class GraphForward:
+    """The hooks of a score_mod and a mask.
+
+    Args:
+        form: the score_mod.
+        mask: bool expression, None to keep everything.
+        ends: the mask as intervals of kv, over the same tensors; None if it has no such form.
+        scores: how many of the captured tensors are the score's; the mask's follow.
+        listed: block lists overrule the mask.
+        positive: whether the softmax scale is above 0.
+        wrap: loads whose index may be negative; None: wherever that is not plain.
+    """
+
+    def __init__(
+        self,
+        form: ScoreForm,
+        mask: Node | None,
+        ends: Ends | None,
+        *,
+        scores: int,
+        listed: bool = False,
+        positive: bool = True,
+        wrap: frozenset[Node] | None = None,
+    ) -> None:
+        self.form, self._mask, self._ends, self._scores = form, mask, ends, scores
+        self.listed = listed
+        self.has_mask = mask is not None
+        self.intervals = None if ends is None else len(ends)
+        self.raw = form.plain and positive
+        parts = [n for n in (form.factor, form.rest, form.slope) if n is not None]
+        self._wrap = wrap
+        self._score = Stages(parts, wrap)
+        self._kept = Stages([mask] if mask is not None and ends is None else [], wrap)
+        self.blind = form.factor is None and (
+            form.rest is None or "score" not in ir.reads(form.rest)
+        )
+        self.selects = any(
+            n.op == "where" and "score" in ir.reads(n.args[0]) for n in ir.topo(*parts)
+        )
+        self.effort = instructions(*parts)
+        self.row_factor = form.factor is not None and "q" in ir.reads(form.factor)
+        self.ahead = bool(self._score.known("column") or self._score.known("relative"))
+
+    def _tensors(self, site: Any) -> tuple[Any, Any]:
+        return site.tensors[: self._scores], site.tensors[self._scores :]
+
+    def head(self, site: Any) -> Values:
+        """Values of a tile."""
+        scores, masks = self._tensors(site)
+        own = self._score.head(site, scores)
+        slope = factor = None
+        memo = dict(zip(self._score.known("head"), own, strict=True))
+        env = {"b": site.b, "h": site.h, "scale": site.scale}
+        if self.form.slope is not None:
+            slope = emit([self.form.slope], env, scores, fast=True, wrap=self._wrap, memo=memo)[0]
+        if self.raw:
+            factor = emit([self.form.factor], env, scores, fast=True, wrap=self._wrap, memo=memo)[0]  # type: ignore[list-item]
+        return own, self._kept.head(site, masks), slope, factor
+
+    def row(self, site: Any, head: Values, q: Any) -> Values:
+        """Values of a row."""
+        scores, masks = self._tensors(site)
+        own = self._score.row(site, scores, head[0], q)
+        term = None
+        if self.form.row is not None:
+            env = {"b": site.b, "h": site.h, "q": q, "kv": site.origin}
+            term = emit([self.form.row], env, scores, fast=True, wrap=self._wrap)[0]
+        return own, self._kept.row(site, masks, head[1], q), term
+
+    def held(self, site: Any, head: Values, offsets: Sequence[Any]) -> Values:
+        """What every block adds in columns at these offsets from its first."""
+        slope = head[2]
+        return tuple(None if slope is None else slope * Float32(o) for o in offsets)
+
+    def block(self, site: Any, head: Values, kv: Any) -> Any:
+        """What a block adds to all of its scores."""
+        slope = head[2]
+        return None if slope is None else slope * Float32(kv - site.origin)
+
+    def columns(self, site: Any, head: Values, kv: Sequence[Any], masked: bool) -> list[Values]:
+        """Values of columns; those of the mask only in masked blocks."""
+        scores, masks = self._tensors(site)
+        return [
+            (
+                self._score.column(site, scores, head[0], at),
+                self._kept.column(site, masks, head[1], at) if masked else (),
+            )
+            for at in kv
+        ]
+
+    def relatives(
+        self, site: Any, head: Values, rows: Rows, columns: Columns, places: Sequence[Any]
+    ) -> Any:
+        """What `element` needs that depends on q - kv."""
+        scores, _ = self._tensors(site)
+        elements = [_element(site, rows, columns, r, j, 0) for r, j in places]
+        return self._score.relatives(site, scores, head[0], elements)
+
+    def element(
+        self,
+        site: Any,
+        head: Values,
+        rows: Rows,
+        columns: Columns,
+        places: Sequence[Any],
+        relatives: Any,
+    ) -> list[Any]:
+        """x of scores."""
+        scores, _ = self._tensors(site)
+        elements = [_element(site, rows, columns, r, j, 0, s) for r, j, s in places]
+        values = self._score.elements(site, scores, head[0], elements, relatives)
+        form, result = self.form, []
+        for (_, j, s), value in zip(places, values, strict=True):
+            found = iter(value)
+            factor = next(found) if form.factor is not None else None
+            rest = next(found) if form.rest is not None else None
+            terms = [t for t in (columns[j][1], rest) if t is not None]
+            x = None if factor is None else s * factor
+            for t in terms:
+                x = t if x is None else x + t
+            result.append(x)
+        return result
+
+    def factor(self, site: Any, head: Values) -> Any:
+        """What x is multiplied by, None for 1."""
+        return head[3]
+
+    def ends(self, site: Any, head: Values, q: Any) -> list[tuple[Any, Any]]:
+        """The intervals of a row."""
+        _, masks = self._tensors(site)
+        env = {"b": site.b, "h": site.h, "q": q}
+        memo: dict[Node, Any] = {}
+        values = emit(
+            [n for pair in self._ends or () for n in pair], env, masks, fast=True, memo=memo
+        )
+        return list(zip(values[::2], values[1::2], strict=True))
+
+    def keep(
+        self, site: Any, head: Values, rows: Rows, columns: Columns, places: Sequence[Any]
+    ) -> list[Any]:
+        """Whether elements are kept."""
+        _, masks = self._tensors(site)
+        elements = [_element(site, rows, columns, r, j, 1) for r, j in places]
+        relatives = self._kept.relatives(site, masks, head[1], elements)
+        return [v[0] for v in self._kept.elements(site, masks, head[1], elements, relatives)]
+
+    def lse(self, site: Any, head: Values, row: Values) -> Any:
+        """What the row's LSE has beyond the softmax."""
+        return row[2]
+
+
+def _element(
+    site: Any, rows: Rows, columns: Columns, r: int, j: int, part: int, score: Any = None
+) -> Element:
+    """Element (r, j); part 0 of the values is the score's, part 1 the mask's."""
+    q, row = rows[r]
+    kv, _, column = columns[j]
+    steps = site.steps
+    step = None if steps is None else steps[0][r] - steps[1][j]
+    return Element(q, kv, row[part], column[part], step, score)

@@ -1,0 +1,55 @@
+"""About how many instructions of a GPU an expression takes."""
+
+from __future__ import annotations
+
+from attnkit.codegen.score_form import is_relative
+from attnkit.graph import ir
+from attnkit.graph.ir import Node
+from attnkit.graph.staging import stage
+
+# Instructions of an operation where it is not about one, counted in the machine code of Blackwell
+# kernels (DSL 4.8.1): emitted as `attnkit.codegen.emit_cute.emit` does with `fast`.
+_TAKES = {
+    "tanh": 3,
+    "exp2": 5,
+    "log2": 5,
+    "sqrt": 5,
+    "rsqrt": 5,
+    "div": 6,
+    "exp": 6,
+    "log": 6,
+    "sigmoid": 8,
+    "expm1": 18,
+    "erf": 24,
+    "log1p": 50,
+    "pow": 75,
+    "sin": 80,
+    "cos": 80,
+}
+_LOAD, _FAR_LOAD = 5, 7  # at a distance, a row or a column; at a row and a column by themselves
+_DIVIDES = ("fdiv", "mod", "tdiv")
+_BY_CONSTANT, _BY_INT, _BY_FLOAT = 9, 20, 60
+
+
+def instructions(*roots: Node) -> int:
+    """About how many instructions each score takes of these expressions.
+
+    What is known once a row or more rarely is not counted, and what several share is once.
+    """
+    counted: set[Node] = set()
+    for root in roots:
+        levels = stage(root).levels
+        counted.update(n for n, level in levels.items() if level in ("column", "element"))
+    return sum(map(_takes, counted))
+
+
+def _takes(n: Node) -> int:
+    if n.op in ("arg", "const"):
+        return 0
+    if n.op in _DIVIDES:
+        if n.type == ir.F32:
+            return _BY_FLOAT
+        return _BY_CONSTANT if n.args[1].op == "const" else _BY_INT
+    if n.op == "load":
+        return _FAR_LOAD if {"q", "kv"} <= ir.reads(n) and not is_relative(n) else _LOAD
+    return _TAKES.get(n.op, 1)

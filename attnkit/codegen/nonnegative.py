@@ -1,0 +1,91 @@
+"""Ranges of integer expressions from the lengths alone: which indices may be negative.
+
+A negative index counts from the end, which costs a kernel a comparison and a selection for each
+load. This finds the loads that never need it; what it does not understand may be negative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TypeAlias
+
+from attnkit.graph import ir
+from attnkit.graph.ir import BOOL, I32, Node
+
+Range: TypeAlias = tuple[int, int] | None
+
+
+def wrapping(roots: Iterable[Node], sizes: Mapping[str, int]) -> frozenset[Node]:
+    """The loads below the roots that may have a negative index.
+
+    Args:
+        roots: expressions.
+        sizes: of b, h, q and kv, each from 0 to its size - 1.
+    """
+    ranges: dict[Node, Range] = {}
+    found = []
+    for n in ir.topo(*roots):
+        ranges[n] = _range(n, ranges, sizes)
+        if n.op == "load":
+            lows = [ranges[i] for i in n.args]
+            if any(r is None or r[0] < 0 for r in lows):
+                found.append(n)
+    return frozenset(found)
+
+
+def _range(n: Node, ranges: Mapping[Node, Range], sizes: Mapping[str, int]) -> Range:
+    if n.type == BOOL:
+        return 0, 1
+    if n.type != I32:
+        return None
+    if n.op == "const":
+        return int(str(n.attr)), int(str(n.attr))
+    if n.op == "arg":
+        return 0, sizes[str(n.attr)] - 1
+    if n.op == "load":
+        return None
+    if n.op == "where":
+        a, b = ranges[n.args[1]], ranges[n.args[2]]
+        return None if a is None or b is None else (min(a[0], b[0]), max(a[1], b[1]))
+    known = [ranges[a] for a in n.args]
+    if n.op in ("min", "max"):
+        return _clamped(n.op, known[0], known[1])
+    parts = [r for r in known if r is not None]
+    if len(parts) < len(known):
+        return None
+    return _arithmetic(n.op, parts)
+
+
+def _clamped(op: str, a: Range, b: Range) -> Range:
+    if a is None or b is None:
+        one = a or b
+        low, high = -(2**31), 2**31 - 1
+        if one is None:
+            return None
+        return (low, one[1]) if op == "min" else (one[0], high)
+    pick = min if op == "min" else max
+    return pick(a[0], b[0]), pick(a[1], b[1])
+
+
+def _arithmetic(op: str, parts: list[tuple[int, int]]) -> Range:
+    a, b = parts[0], parts[-1]
+    if op == "neg":
+        return -a[1], -a[0]
+    if op == "abs":
+        low = 0 if a[0] <= 0 <= a[1] else min(abs(a[0]), abs(a[1]))
+        return low, max(abs(a[0]), abs(a[1]))
+    if op == "cast":
+        return a
+    if op == "add":
+        return a[0] + b[0], a[1] + b[1]
+    if op == "sub":
+        return a[0] - b[1], a[1] - b[0]
+    if op == "mul":
+        ends = [x * y for x in a for y in b]
+        return min(ends), max(ends)
+    if op == "fdiv" and b[0] > 0:
+        ends = [x // y for x in a for y in b]
+        return min(ends), max(ends)
+    if op == "mod" and b[0] > 0:
+        return 0, b[1] - 1
+    return None

@@ -1,0 +1,283 @@
+"""A score_mod in the form in which a kernel computes it, in units of log2.
+
+    2**(x - maximum)   with   x = score * factor + column + slope * (kv - origin) + rest
+
+The softmax scale and log2(e) are folded in, so that a mod that is linear in the score costs one
+multiply-add an element before the exponential. What depends on the row alone does not change the
+probabilities: it is left out and joins the LSE. A term that is linear in kv with a factor known
+per head, such as ALiBi's, is split around an origin: a part known per row, one per block and one
+per column of any block. Kernels that do better with slope * (kv - q) ask for it apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from attnkit.graph import ir
+from attnkit.graph.ir import F32, I32, Node, arg, const
+from attnkit.graph.simplify import build, cast
+from attnkit.graph.staging import linear
+
+LOG2E = math.log2(math.e)
+
+SCORE, SCALE, Q, KV = arg("score"), arg("scale"), arg("q"), arg("kv")
+
+_HEAD = frozenset({"b", "h", "scale"})
+_ROW = _HEAD | {"q"}
+_COLUMN = _HEAD | {"kv"}
+
+
+@dataclass(frozen=True)
+class ScoreForm:
+    """The parts of a score_mod; `score` stands for q . k, `scale` for the softmax scale.
+
+    Attributes:
+        factor: of the score, log2 units, free of the score; None where x is not linear in it.
+        rest: what is added to score * factor, log2 units; or x itself where `factor` is None;
+            None for nothing.
+        slope: factor of kv - origin, log2 units, known per head; None for 0.
+        row: what is left out of x, natural units, as an expression of q and of kv = origin; None
+            for nothing.
+        ceiling: a bound on |x| for any score, log2 units, if there is one.
+        distance: factor of kv - q, log2 units, known per head, where that was asked for; None for
+            0, or where `slope` and `row` have it.
+    """
+
+    factor: Node | None
+    rest: Node | None
+    slope: Node | None
+    row: Node | None
+    ceiling: float | None
+    distance: Node | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether x is the score times a positive constant times the scale."""
+        return self.rest is None and self.slope is None and _positive(self.factor)
+
+    @property
+    def additive(self) -> bool:
+        """Whether the mod adds to the score what does not depend on it, and does nothing else."""
+        return self.factor is build("mul", SCALE, const(LOG2E))
+
+
+def score_form(root: Node | None, *, apart: bool = False) -> ScoreForm:
+    """The form of a score_mod; None stands for the score itself.
+
+    Args:
+        root: the score_mod.
+        apart: whether terms slope * (kv - q) are `distance`.
+    """
+    root = SCORE if root is None else root
+    cores: list[Node] = []
+    rows: list[Node] = []
+    slopes: list[Node] = []
+    distances: list[Node] = []
+    rest: list[Node] = []
+    for term in _terms(root, 1):
+        names = ir.reads(term)
+        slope = None if "score" in names else kv_slope(term)
+        if "score" in names:
+            cores.append(term)
+        elif names <= _ROW:
+            rows.append(term)
+        elif slope is not None and apart and _vanishes(term):
+            distances.append(slope)
+        elif slope is not None:
+            slopes.append(slope)
+            rows.append(term)
+        else:
+            rest.append(term)
+    core = _sum(cores) or const(0.0)
+    split = linear(core)
+    log2e = const(LOG2E)
+    if split is not None:
+        factor: Node | None = build("mul", SCALE, _scaled(split.factor, log2e))
+        if split.bias is not const(0.0):
+            rest.append(split.bias)
+        total = _sum(rest)
+        ceiling = None
+    else:
+        factor = None
+        total = _sum([unscaled(core), *rest])
+        reach = None if rest or slopes or distances else _reach(core)
+        ceiling = None if reach is None else max(map(abs, reach)) * LOG2E
+    return ScoreForm(
+        factor,
+        None if total is None else _scaled(total, log2e),
+        _mapped(_sum(slopes), log2e),
+        _sum(rows),
+        ceiling,
+        _mapped(_sum(distances), log2e),
+    )
+
+
+def _positive(factor: Node | None) -> bool:
+    """Whether a factor is the scale times a positive constant."""
+    if factor is None or factor.op != "mul" or factor.args[0] is not SCALE:
+        return False
+    other = factor.args[1]
+    return other.op == "const" and 0.0 < float(str(other.attr)) < math.inf
+
+
+def _mapped(n: Node | None, by: Node) -> Node | None:
+    return None if n is None else _scaled(n, by)
+
+
+def _terms(n: Node, sign: int) -> Iterable[Node]:
+    """The terms of a float sum."""
+    if n.type == F32 and n.op in ("add", "sub"):
+        yield from _terms(n.args[0], sign)
+        yield from _terms(n.args[1], sign if n.op == "add" else -sign)
+    elif n.op == "neg" and n.type == F32:
+        yield from _terms(n.args[0], -sign)
+    elif n.op != "const" or float(str(n.attr)) != 0.0:
+        yield n if sign > 0 else build("neg", n)
+
+
+def _sum(terms: list[Node]) -> Node | None:
+    total: Node | None = None
+    for n in terms:
+        total = n if total is None else build("add", total, n)
+    return total
+
+
+def _scaled(n: Node, by: Node) -> Node:
+    """n * by, with a constant factor of n joined to `by`, and sums taken apart."""
+    if n.op == "const":
+        return const(float(str(n.attr)) * float(str(by.attr)))
+    if n.op == "mul":
+        for one, other in (n.args, n.args[::-1]):
+            if one.op == "const":
+                return build("mul", other, const(float(str(one.attr)) * float(str(by.attr))))
+    return build("mul", n, by)
+
+
+def unscaled(core: Node) -> Node:
+    """The expression with q . k times the scale for the score, constants joined to the scale."""
+    mapping = {SCORE: build("mul", SCORE, SCALE)}
+    for n in ir.topo(core):
+        joined = _joined(n)
+        if joined is not None:
+            mapping[n] = joined
+    return ir.substitute(core, mapping)
+
+
+def _joined(n: Node) -> Node | None:
+    """score * c, c * score or score / c with a constant c, as q . k times (scale * c)."""
+    if n.op == "mul" and SCORE in n.args:
+        other = n.args[1] if n.args[0] is SCORE else n.args[0]
+        if other.op == "const":
+            return build("mul", SCORE, build("mul", SCALE, other))
+    if n.op == "div" and n.args[0] is SCORE and n.args[1].op == "const":
+        by = float(str(n.args[1].attr))
+        if by != 0.0 and math.isfinite(1.0 / by):
+            return build("mul", SCORE, build("mul", SCALE, const(1.0 / by)))
+    return None
+
+
+def kv_slope(n: Node) -> Node | None:
+    """The float factor of kv in an expression linear in kv, if it is known per head; else None."""
+    found = _slope(n)
+    if found is None or found is const(0.0) or not ir.reads(found) <= _HEAD:
+        return None
+    return found
+
+
+def _slope(n: Node) -> Node | None:
+    """The derivative by kv of an expression that is linear in kv; None if it may not be."""
+    zero, one = const(0.0), const(1.0)
+    if n is KV:
+        return one
+    if "kv" not in ir.reads(n):
+        return zero
+    if n.op == "cast" and n.type == F32 and n.args[0].type == I32:
+        return _slope(n.args[0])
+    if n.op == "neg":
+        inner = _slope(n.args[0])
+        return inner and build("neg", inner)
+    if n.op in ("add", "sub"):
+        a, b = _slope(n.args[0]), _slope(n.args[1])
+        return build(n.op, a, b) if a and b else None
+    if n.op == "mul":
+        for inner, other in (n.args, n.args[::-1]):
+            if "kv" not in ir.reads(other):
+                slope = _slope(inner)
+                return slope and build("mul", slope, cast(other, F32))
+    if n.op == "div" and "kv" not in ir.reads(n.args[1]):
+        slope = _slope(n.args[0])
+        return slope and build("div", slope, n.args[1])
+    return None
+
+
+def _vanishes(n: Node) -> bool:
+    """Whether a term with a slope is 0 where q is kv, so that it is slope * (kv - q)."""
+    if n.op in ("add", "sub"):
+        found = tuple(a.args[0] if a.op == "cast" else a for a in n.args)
+        if n.op == "sub" and found in ((KV, Q), (Q, KV)):
+            return True
+        return all(map(_vanishes, n.args))
+    if n.op in ("neg", "cast", "div"):
+        return _vanishes(n.args[0])
+    return n.op == "mul" and any(map(_vanishes, n.args))
+
+
+def _reach(n: Node) -> tuple[float, float] | None:
+    """Bounds of a float expression whatever the score, if its form shows them."""
+    if n.op == "const":
+        value = float(str(n.attr))
+        return (value, value) if math.isfinite(value) else None
+    if n.op == "tanh":
+        return -1.0, 1.0
+    if n.op == "sigmoid":
+        return 0.0, 1.0
+    parts = [_reach(a) if a.type == F32 else None for a in n.args]
+    if n.op == "neg" and parts[0]:
+        return -parts[0][1], -parts[0][0]
+    if len(parts) == 2 and parts[0] and parts[1]:
+        (a, b), (c, d) = parts[0], parts[1]
+        if n.op == "add":
+            return a + c, b + d
+        if n.op == "sub":
+            return a - d, b - c
+        if n.op == "mul":
+            ends = (a * c, a * d, b * c, b * d)
+            return min(ends), max(ends)
+    return None
+
+
+def is_relative(n: Node) -> bool:
+    """Whether an expression sees q and kv through their difference only, and no score."""
+    seen: dict[Node, bool] = {}
+    for part in ir.topo(n):
+        own = _coefficients(part) if part.type == I32 else None
+        if own is None and part.op in ("lt", "le", "eq") and part.args[0].type == I32:
+            own = _coefficients(ir.node("sub", *part.args))
+        if own is not None and (own[0] or own[1]):
+            seen[part] = own[0] == -own[1]
+        elif part.op == "arg":
+            seen[part] = part.attr not in ("q", "kv", "score", "grad")
+        else:
+            seen[part] = all(seen[a] for a in part.args)
+    return seen[n]
+
+
+def _coefficients(n: Node) -> tuple[int, int] | None:
+    """Factors of q and of kv in an integer sum that sees them in no other way."""
+    if n.op == "arg" and n.attr in ("q", "kv"):
+        return (1, 0) if n.attr == "q" else (0, 1)
+    names = ir.reads(n)
+    if names & {"score", "grad"}:
+        return None
+    if not names & {"q", "kv"}:
+        return 0, 0
+    if n.op in ("add", "sub", "neg"):
+        parts = [_coefficients(a) for a in n.args]
+        if any(p is None for p in parts):
+            return None
+        sign = -1 if n.op in ("sub", "neg") else 1
+        (a, b), (c, d) = (parts[0], parts[1]) if len(parts) == 2 else ((0, 0), parts[0])  # type: ignore[misc]
+        return a + sign * c, b + sign * d
+    return None

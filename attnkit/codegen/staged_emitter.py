@@ -1,0 +1,138 @@
+"""Expressions emitted into a kernel, each part at the level where it is known, see `levels`.
+
+Plain Python that runs while a kernel is traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from attnkit.codegen.emit_cute import emit
+from attnkit.codegen.levels import level_of
+from attnkit.graph import ir
+from attnkit.graph.ir import Node
+
+Values: TypeAlias = tuple[Any, ...]
+Key: TypeAlias = Any
+
+
+@dataclass(frozen=True)
+class Element:
+    """One element of a thread: its position, what is known of its row and column, its score.
+
+    Attributes:
+        q, kv: positions.
+        row, column: values of `Stages.row` and `Stages.column`.
+        step: names the difference q - kv among the thread's elements; None if not known.
+        score: q . k, and `grad` its cotangent in adjoints; None where not needed.
+    """
+
+    q: Any
+    kv: Any
+    row: Values
+    column: Values
+    step: Key = None
+    score: Any = None
+    grad: Any = None
+
+
+class Stages:
+    """Some expressions, split by level.
+
+    Args:
+        roots: the expressions.
+        wrap: loads whose index may be negative; None: wherever that is not plain.
+        fast: use the GPU's approximate instructions, as in `emit`.
+    """
+
+    def __init__(
+        self, roots: Sequence[Node], wrap: frozenset[Node] | None = None, *, fast: bool = True
+    ) -> None:
+        self.roots = tuple(roots)
+        self._wrap = wrap
+        self._fast = fast
+        order = ir.topo(*self.roots)
+        levels = {n: level_of(n) for n in order}
+        wanted: dict[str, dict[Node, None]] = {
+            level: {} for level in ("head", "row", "column", "relative")
+        }
+        used = [(None, r) for r in self.roots] + [(n, a) for n in order for a in n.args]
+        for user, n in used:
+            level = levels[n]
+            if level == "element" or n.op in ("arg", "const"):
+                continue
+            if user is None or levels[user] != level:
+                wanted[level][n] = None
+        self._known = {level: tuple(nodes) for level, nodes in wanted.items()}
+
+    def known(self, level: str) -> tuple[Node, ...]:
+        """The sub-expressions that are emitted at a level."""
+        return self._known[level]
+
+    def head(self, site: Any, tensors: Sequence[Any]) -> Values:
+        """Values of a tile."""
+        env = {"b": site.b, "h": site.h, "scale": site.scale}
+        return tuple(self._emit(self._known["head"], env, tensors, {}))
+
+    def row(self, site: Any, tensors: Sequence[Any], head: Values, q: Any) -> Values:
+        """Values of a row."""
+        env = {"b": site.b, "h": site.h, "scale": site.scale, "q": q}
+        return tuple(self._emit(self._known["row"], env, tensors, self._memo(head)))
+
+    def column(self, site: Any, tensors: Sequence[Any], head: Values, kv: Any) -> Values:
+        """Values of a column."""
+        env = {"b": site.b, "h": site.h, "scale": site.scale, "kv": kv}
+        return tuple(self._emit(self._known["column"], env, tensors, self._memo(head)))
+
+    def relatives(
+        self, site: Any, tensors: Sequence[Any], head: Values, elements: Sequence[Element]
+    ) -> dict[Key, Values]:
+        """Values by step, for elements whose step is known.
+
+        They are emitted for the first element of each step, whose positions must be the true ones
+        if those of any element of that step are.
+        """
+        nodes = self._known["relative"]
+        found: dict[Key, Values] = {}
+        for e in elements if nodes else ():
+            if e.step is not None and e.step not in found:
+                env = self._positions(site, e)
+                found[e.step] = tuple(self._emit(nodes, env, tensors, self._memo(head)))
+        return found
+
+    def elements(
+        self,
+        site: Any,
+        tensors: Sequence[Any],
+        head: Values,
+        elements: Sequence[Element],
+        relatives: Mapping[Key, Values],
+    ) -> list[list[Any]]:
+        """Values of the roots, for each element; `relatives` as the method of that name gives."""
+        values = []
+        for e in elements:
+            memo = self._memo(head)
+            memo.update(zip(self._known["row"], e.row, strict=True))
+            memo.update(zip(self._known["column"], e.column, strict=True))
+            if e.step in relatives:
+                memo.update(zip(self._known["relative"], relatives[e.step], strict=True))
+            env = self._positions(site, e)
+            if e.score is not None:
+                env["score"] = e.score
+            if e.grad is not None:
+                env["grad"] = e.grad
+            values.append(self._emit(self.roots, env, tensors, memo))
+        return values
+
+    def _positions(self, site: Any, e: Element) -> dict[str, Any]:
+        return {"b": site.b, "h": site.h, "scale": site.scale, "q": e.q, "kv": e.kv}
+
+    def _memo(self, head: Values) -> dict[Node, Any]:
+        return dict(zip(self._known["head"], head, strict=True))
+
+    def _emit(
+        self, roots: Sequence[Node], env: dict[str, Any], tensors: Sequence[Any], memo: Any
+    ) -> list[Any]:
+        return emit(roots, env, tensors, fast=self._fast, wrap=self._wrap, memo=memo)

@@ -1,0 +1,241 @@
+"""Reverse mode on the graph: from a score expression to the expressions of its gradients.
+
+The rules are those of torch.autograd (`derivatives.yaml`), ties and non-finite values included: at
+a tie `max` and `min` give half to each side, `abs` gives 0 at 0, `where` gives the branch not taken
+exactly 0, and whatever passes through an integer or `floor` has gradient 0. `round` passes the
+gradient unrounded, where torch would round it too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from attnkit.graph import ir
+from attnkit.graph.ir import F32, Node, const
+from attnkit.graph.simplify import build, negate
+
+Rule: TypeAlias = Callable[[Node, Node], Node]  # (node, its cotangent) -> an argument's cotangent
+
+_ZERO = const(0.0)
+
+
+@dataclass(frozen=True)
+class Adjoint:
+    """The gradients of a score expression, in terms of its arguments and of `grad`.
+
+    Attributes:
+        dscore: cotangent of the argument `score`.
+        loads: (load, its cotangent) for every float load that the root depends on differentiably;
+            the gradient of a captured tensor is the sum of these over all (b, h, q, kv), each
+            added at the index of its load.
+    """
+
+    dscore: Node
+    loads: tuple[tuple[Node, Node], ...]
+
+    def describe(self, names: Sequence[str] = ()) -> str:
+        """One line for each gradient; `names` are those of the captured tensors by slot."""
+        lines = [f"d score = {ir.formula(self.dscore, names)}"]
+        for load, cotangent in self.loads:
+            lines.append(f"d {ir.formula(load, names)} = {ir.formula(cotangent, names)}")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.describe()
+
+
+def adjoint(root: Node) -> Adjoint:
+    """Differentiate a score expression.
+
+    Args:
+        root: an f32 expression of score, b, h, q, kv and captured tensors; must not read `grad`.
+
+    Returns:
+        The cotangents of `score` and of each float load, for the cotangent `grad` of the root.
+    """
+    if root.type != F32 or "grad" in ir.reads(root):
+        raise AssertionError(f"adjoint takes an f32 root that does not read grad, got {root}")
+    order = ir.topo(root)
+    needed = _depends(order)
+    cotangents: dict[Node, Node] = {root: ir.arg("grad")}
+    for n in reversed(order):
+        if n not in needed or n not in cotangents:
+            continue
+        for a, rule in zip(n.args, _RULES.get(n.op, ()), strict=False):
+            if rule is not None and a in needed:
+                _accumulate(cotangents, a, rule(n, cotangents[n]))
+    score = ir.arg("score")
+    loads = tuple((n, cotangents[n]) for n in order if n.op == "load" and n in cotangents)
+    return Adjoint(
+        dscore=cotangents.get(score, _ZERO) if score in needed else _ZERO,
+        loads=tuple((n, c) for n, c in loads if n in needed),
+    )
+
+
+def _depends(order: Sequence[Node]) -> set[Node]:
+    """The nodes that depend differentiably on the score or on a float load."""
+    found: set[Node] = set()
+    for n in order:
+        leaf = (n.op == "arg" and n.attr == "score") or (n.op == "load" and n.type == F32)
+        pairs = zip(n.args, _RULES.get(n.op, ()), strict=False) if n.type == F32 else ()
+        if leaf or any(rule is not None and a in found for a, rule in pairs):
+            found.add(n)
+    return found
+
+
+def _accumulate(cotangents: dict[Node, Node], n: Node, term: Node) -> None:
+    if term is _ZERO:
+        return
+    before = cotangents.get(n)
+    cotangents[n] = term if before is None else _plus(before, term)
+
+
+def _plus(a: Node, b: Node) -> Node:
+    if a.op == "where" and b.op == "where" and a.args[0] is b.args[0]:
+        condition, yes, no = a.args
+        if no is _ZERO and b.args[1] is _ZERO:
+            return build("where", condition, yes, b.args[2])  # where(c,x,0) + where(c,0,y)
+        if yes is _ZERO and b.args[2] is _ZERO:
+            return build("where", condition, b.args[1], no)  # where(c,0,y) + where(c,x,0)
+    return build("add", a, b)
+
+
+def _times(g: Node, factor: Node) -> Node:
+    if _is(factor, -1.0):
+        return build("neg", g)  # g * -1 = -g
+    if g.op == "where" and factor.op == "const" and math.isfinite(_value(factor)):
+        condition, yes, no = g.args
+        if no is _ZERO:
+            return build("where", condition, _times(yes, factor), no)  # 0 * k = 0 for finite k
+        if yes is _ZERO:
+            return build("where", condition, yes, _times(no, factor))
+    return build("mul", g, factor)
+
+
+def _value(n: Node) -> float:
+    return float(n.attr)  # type: ignore[arg-type]
+
+
+def _is(n: Node, value: float) -> bool:
+    return n.op == "const" and n.attr == value
+
+
+def _pass(n: Node, g: Node) -> Node:
+    return g
+
+
+def _negated(n: Node, g: Node) -> Node:
+    return build("neg", g)
+
+
+def _by(factor: Callable[[Node], Node]) -> Rule:
+    """A rule that multiplies the cotangent by a function of the node."""
+    return lambda n, g: _times(g, factor(n))
+
+
+def _other(i: int) -> Rule:
+    return _by(lambda n: n.args[i])
+
+
+def _extreme(i: int) -> Rule:
+    """max or min, argument i: all to the winner, half to each at a tie, all to both at NaN."""
+
+    def rule(n: Node, g: Node) -> Node:
+        own, other = n.args[i], n.args[1 - i]
+        loses = build("lt", own, other) if n.op == "max" else build("lt", other, own)
+        shared = build("where", build("eq", own, other), _times(g, const(0.5)), g)
+        return build("where", loses, _ZERO, shared)
+
+    return rule
+
+
+def _abs(n: Node, g: Node) -> Node:
+    a = n.args[0]
+    falls = build("where", build("lt", a, _ZERO), build("neg", g), _ZERO)  # 0 at 0 and at NaN
+    return build("where", build("lt", _ZERO, a), g, falls)
+
+
+def _divisor(n: Node, g: Node) -> Node:
+    return build("mul", build("neg", g), build("div", n, n.args[1]))  # d(a/b)/db = -(a/b)/b
+
+
+def _modulus(n: Node, g: Node) -> Node:
+    return build("mul", build("neg", g), build("fdiv", *n.args))  # a % b = a - b * (a // b)
+
+
+def _base(n: Node, g: Node) -> Node:
+    a, b = n.args
+    lower = const(_value(b) - 1.0) if b.op == "const" else build("sub", b, const(1.0))
+    slope = _times(g, build("mul", b, build("pow", a, lower)))
+    return build("where", build("eq", b, _ZERO), _ZERO, slope)  # a ** 0 is flat, at a = 0 too
+
+
+def _exponent(n: Node, g: Node) -> Node:
+    a, b = n.args
+    if a.op == "const" and _value(a) > 0.0:
+        return _times(g, build("mul", n, const(math.log(_value(a)))))
+    flat = build("and", build("eq", a, _ZERO), build("ge", b, _ZERO))  # 0 ** b is 0 for b > 0
+    return build("where", negate(flat), build("mul", g, build("mul", n, build("log", a))), _ZERO)
+
+
+def _where(i: int) -> Rule:
+    def rule(n: Node, g: Node) -> Node:
+        return build("where", n.args[0], *((g, _ZERO) if i == 1 else (_ZERO, g)))
+
+    return rule
+
+
+def _logarithm(inner: Callable[[Node], Node]) -> Rule:
+    return lambda n, g: build("div", g, inner(n.args[0]))
+
+
+def _sqrt(n: Node, g: Node) -> Node:
+    return build("div", g, build("mul", const(2.0), n))
+
+
+def _rsqrt(n: Node, g: Node) -> Node:
+    cube = build("mul", build("mul", n, n), n)
+    return build("mul", _times(g, const(-0.5)), cube)
+
+
+def _sigmoid(n: Node, g: Node) -> Node:
+    return build("mul", build("mul", g, build("sub", const(1.0), n)), n)  # g * (1 - y) * y
+
+
+def _bell(n: Node) -> Node:
+    square = build("mul", n.args[0], n.args[0])
+    return build("mul", const(2.0 / math.sqrt(math.pi)), build("exp", build("neg", square)))
+
+
+# op -> the rule of each argument, None where there is no gradient. Operations that are not here
+# (floor, fdiv, comparisons, casts, integers) have none at all.
+_RULES: dict[str, tuple[Rule | None, ...]] = {
+    "add": (_pass, _pass),
+    "sub": (_pass, _negated),
+    "mul": (_other(1), _other(0)),
+    "neg": (_negated,),
+    "abs": (_abs,),
+    "min": (_extreme(0), _extreme(1)),
+    "max": (_extreme(0), _extreme(1)),
+    "mod": (_pass, _modulus),
+    "div": (lambda n, g: build("div", g, n.args[1]), _divisor),
+    "pow": (_base, _exponent),
+    "exp": (_by(lambda n: n),),
+    "exp2": (_by(lambda n: build("mul", n, const(math.log(2.0)))),),
+    "expm1": (_by(lambda n: build("add", n, const(1.0))),),
+    "log": (_logarithm(lambda a: a),),
+    "log2": (_logarithm(lambda a: build("mul", a, const(math.log(2.0)))),),
+    "log1p": (_logarithm(lambda a: build("add", a, const(1.0))),),
+    "sqrt": (_sqrt,),
+    "rsqrt": (_rsqrt,),
+    "tanh": (_by(lambda n: build("sub", const(1.0), build("mul", n, n))),),
+    "sigmoid": (_sigmoid,),
+    "sin": (_by(lambda n: build("cos", n.args[0])),),
+    "cos": (_by(lambda n: build("neg", build("sin", n.args[0]))),),
+    "erf": (_by(_bell),),
+    "round": (_pass,),
+    "where": (None, _where(1), _where(2)),
+}

@@ -1,0 +1,211 @@
+"""Which side of the mask an expression depends on, and integers as affine sums.
+
+An expression over (q, kv) is *one-sided* when it depends on q alone, on kv alone, on the diagonal
+d = q - kv alone, or on neither (b and h are constants here: they never vary inside a tile). Such
+an expression can be tabulated exactly in O(length), which is what makes classification both
+exact and cheap. Integer sums are brought to affine normal form first, so that terms cancel:
+`(doc[q] + q) - (doc[q] + kv)` is `q - kv` and lives on the diagonal.
+
+The affine rules hold for exact integers. They are valid where no node leaves int32, which
+`bounds.check_bounds` proves before anything here is used for a mask.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from attnkit.graph import ir
+from attnkit.graph.ir import BOOL, I32, Node
+
+
+class Side(enum.Enum):
+    """What an expression varies with inside a tile."""
+
+    CONST = "const"
+    Q = "q"
+    KV = "kv"
+    DIAGONAL = "q - kv"
+    MIXED = "mixed"
+
+
+_ARG_SIDE = {"q": Side.Q, "kv": Side.KV, "b": Side.CONST, "h": Side.CONST}
+
+# Products beyond these stay opaque, so that sums of intervals cannot leave int64.
+_MAX_COEFFICIENT = 1 << 20
+_MAX_OFFSET = 1 << 40
+
+Q = ir.arg("q")
+KV = ir.arg("kv")
+
+Terms = tuple[tuple[Node, int], ...]
+
+
+@dataclass(frozen=True)
+class Affine:
+    """The integer `sum(coefficient * node) + offset`; nodes distinct, coefficients not zero."""
+
+    terms: Terms
+    offset: int
+
+    def scaled(self, factor: int) -> Affine:
+        """This sum times an integer."""
+        if factor == 0:
+            return Affine((), 0)
+        return Affine(tuple((n, c * factor) for n, c in self.terms), self.offset * factor)
+
+    def plus(self, other: Affine) -> Affine:
+        """The sum of two sums; terms that cancel disappear."""
+        total = dict(self.terms)
+        for n, c in other.terms:
+            total[n] = total.get(n, 0) + c
+        terms = tuple((n, c) for n, c in total.items() if c)
+        return Affine(terms, self.offset + other.offset)
+
+
+def is_diagonal_pair(terms: Iterable[tuple[Node, int]]) -> bool:
+    """Whether the terms are exactly `c * q - c * kv`."""
+    found = dict(terms)
+    return set(found) == {Q, KV} and found[Q] == -found[KV]
+
+
+class Sides:
+    """Side and affine form of nodes, computed once per node."""
+
+    def __init__(self) -> None:
+        self._affine: dict[Node, Affine] = {}
+        self._side: dict[Node, Side] = {}
+        self._reads: dict[Node, frozenset[str]] = {}
+
+    def side(self, n: Node) -> Side:
+        """What `n` varies with."""
+        self._visit(n)
+        return self._side[n]
+
+    def affine(self, n: Node) -> Affine:
+        """The affine form of an i32 node; the node itself where it is no sum."""
+        self._visit(n)
+        return self._affine[n]
+
+    def difference(self, comparison: Node) -> Affine:
+        """`left - right` of an i32 comparison."""
+        left, right = comparison.args
+        return self.affine(left).plus(self.affine(right).scaled(-1))
+
+    def join(self, nodes: Iterable[Node]) -> Side:
+        """What a function of these nodes varies with, as far as the nodes alone tell."""
+        found = {self.side(n) for n in nodes} - {Side.CONST}
+        if not found:
+            return Side.CONST
+        return found.pop() if len(found) == 1 else Side.MIXED
+
+    def alone(self, n: Node) -> Node:
+        """A one-sided node rewritten so that it reads its own side only.
+
+        Terms that cancel are dropped; on the diagonal the result is written with arg `q`
+        standing for d = q - kv.
+        """
+        side = self.side(n)
+        if side is Side.MIXED:
+            raise AssertionError("a mixed expression has no one-sided form")
+        other = {"q", "kv"} - {side.value}
+        if side is not Side.DIAGONAL and not self._reads[n] & other:
+            return n
+        replaced: dict[Node, Node] = {}
+        for m in ir.topo(n):
+            here = self._side[m]
+            if here is not side and here is not Side.CONST:
+                continue
+            if m.args and self.join(m.args) is Side.MIXED:
+                replaced[m] = self._rebuilt(m, replaced)
+        return ir.substitute(n, replaced)
+
+    def __len__(self) -> int:
+        return len(self._side)
+
+    def _visit(self, root: Node) -> None:
+        if root in self._side:
+            return
+        for n in ir.topo(root):
+            if n not in self._side:
+                if n.type == I32:
+                    self._affine[n] = self._affine_of(n)
+                self._side[n] = self._side_of(n)
+                own = frozenset((str(n.attr),)) if n.op == "arg" else frozenset[str]()
+                self._reads[n] = own.union(*(self._reads[a] for a in n.args))
+
+    def _affine_of(self, n: Node) -> Affine:
+        form: Affine | None = None
+        if n.op == "const":
+            form = Affine((), int(n.attr or 0))
+        elif n.op in ("add", "sub"):
+            sign = 1 if n.op == "add" else -1
+            form = self._affine[n.args[0]].plus(self._affine[n.args[1]].scaled(sign))
+        elif n.op == "neg":
+            form = self._affine[n.args[0]].scaled(-1)
+        elif n.op == "mul":
+            for factor, other in (n.args, n.args[::-1]):
+                if factor.op == "const":
+                    form = self._affine[other].scaled(int(factor.attr or 0))
+        if form is None or abs(form.offset) > _MAX_OFFSET:
+            return Affine(((n, 1),), 0)
+        if any(abs(c) > _MAX_COEFFICIENT for _, c in form.terms):
+            return Affine(((n, 1),), 0)
+        return form
+
+    def _side_of(self, n: Node) -> Side:
+        if n.op == "arg":
+            return _ARG_SIDE.get(str(n.attr), Side.MIXED)
+        found = self.join(n.args)
+        if found is not Side.MIXED:
+            return found
+        sums = self._sum_under(n)
+        return found if sums is None else self._side_of_sum(n, sums)
+
+    def _sum_under(self, n: Node) -> Affine | None:
+        if n.op in ("lt", "le", "eq") and n.args[0].type == I32:
+            return self.difference(n)
+        return self._affine[n] if n.type == I32 else None
+
+    def _side_of_sum(self, n: Node, sums: Affine) -> Side:
+        if any(m is n for m, _ in sums.terms):
+            return Side.MIXED
+        kinds: dict[Side, list[tuple[Node, int]]] = {side: [] for side in Side}
+        for m, c in sums.terms:
+            kinds[self._side[m]].append((m, c))
+        kinds.pop(Side.CONST)
+        present = [side for side, terms in kinds.items() if terms]
+        if len(present) <= 1:
+            return present[0] if present else Side.CONST
+        if not kinds[Side.MIXED] and is_diagonal_pair(kinds[Side.Q] + kinds[Side.KV]):
+            return Side.DIAGONAL
+        return Side.MIXED
+
+    def _rebuilt(self, m: Node, replaced: dict[Node, Node]) -> Node:
+        sums = self._sum_under(m)
+        if sums is None:
+            raise AssertionError(f"{m.op} is one-sided but no sum")
+        total: Node = ir.const(sums.offset)
+        for n, c in sums.terms:
+            if n is KV and self._side[m] is Side.DIAGONAL:
+                continue  # c * q - c * kv = c * d, and d is written q
+            inner = ir.substitute(n, replaced)
+            total = ir.node("add", total, ir.node("mul", inner, ir.const(c)))
+        return total if m.type == I32 else ir.node(m.op, total, ir.const(0))
+
+
+def comparable(n: Node) -> bool:
+    """Whether `n` compares two integers."""
+    return n.type == BOOL and n.op in ("lt", "le", "eq") and n.args[0].type == I32
+
+
+_MOST_NODES = 1 << 14
+_shared = [Sides()]
+
+
+def shared() -> Sides:
+    """One that others have asked before: what it says of a node holds always."""
+    if len(_shared[0]) > _MOST_NODES:
+        _shared[0] = Sides()
+    return _shared[0]

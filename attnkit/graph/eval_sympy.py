@@ -1,0 +1,235 @@
+"""The graph as sympy expressions: formulas to read, and derivatives to check the adjoint against.
+
+Nothing here calls `sympy.simplify`, which takes seconds on a softcap. sympy is imported when a
+function is called, never by importing this module.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from attnkit.graph import ir
+from attnkit.graph.ir import BOOL, F32, I32, Node
+
+_NOT_NEGATIVE = ("b", "h", "q", "kv")
+_SHORT = 6  # significant digits up to which a constant is shown as a fraction
+
+
+def to_sympy(root: Node, names: Sequence[str] = ()) -> Any:
+    """Convert an expression to sympy.
+
+    Args:
+        root: the expression.
+        names: names of the captured tensors by slot; `t0`, `t1`, ... where missing.
+
+    Returns:
+        A sympy expression, a sympy Boolean where the root is bool. Arguments are symbols of their
+        names (see `symbol`), a load is an application of an undefined function, bit operations
+        and roundings are functions without a meaning to sympy.
+    """
+    made: dict[Node, Any] = {}
+    for n in ir.topo(root):
+        args = [made[a] for a in n.args]
+        made[n] = _leaf(n, args, names) if n.op in _LEAVES else _operations()[n.op](n, *args)
+    return made[root]
+
+
+def symbol(name: str) -> Any:
+    """The symbol of an argument: score and grad are real, b, h, q and kv integers >= 0."""
+    import sympy
+
+    if name in _NOT_NEGATIVE:
+        return sympy.Symbol(name, integer=True, nonnegative=True)
+    return sympy.Symbol(name, real=True)
+
+
+def derivative(root: Node, names: Sequence[str] = ()) -> Any:
+    """d root / d score as sympy computes it; `floor` and conversions to integer are flat."""
+    return to_sympy(root, names).diff(symbol("score"))
+
+
+def describe(root: Node, names: Sequence[str] = (), *, width: int = 100) -> str:
+    """The formula, and for a score its derivative, as text to read.
+
+    Args:
+        root: the expression.
+        names: names of the captured tensors by slot.
+        width: columns at most for the two-dimensional form; what is wider is written on one line.
+    """
+    if root.type == BOOL:
+        return _lay_out("keep", to_sympy(root, names), width)
+    formula = _lay_out("score'", to_sympy(root, names), width)
+    return formula + "\n" + _lay_out("d score' / d score", derivative(root, names), width)
+
+
+def _lay_out(label: str, value: Any, width: int) -> str:
+    import sympy
+
+    lines = sympy.pretty(value, use_unicode=True, wrap_line=False).split("\n")
+    if max(map(len, lines)) + len(label) + 3 > width:
+        lines = [str(value)]
+    heads = [" " * (len(label) + 3)] * len(lines)
+    heads[(len(lines) - 1) // 2] = f"{label} = "
+    return "\n".join((head + line).rstrip() for head, line in zip(heads, lines, strict=True))
+
+
+_LEAVES = ("arg", "const", "load")
+
+
+def _leaf(n: Node, args: Sequence[Any], names: Sequence[str]) -> Any:
+    import sympy
+
+    if n.op == "arg":
+        return symbol(str(n.attr))
+    if n.op == "const":
+        return _number(n.attr)
+    slot = int(n.attr)  # type: ignore[arg-type]
+    name = names[slot] if slot < len(names) else f"t{slot}"
+    kind = {"integer": True} if n.type == I32 else {"real": True}
+    value = sympy.Function(name, **kind)(*args) if args else sympy.Symbol(name, **kind)
+    return sympy.Ne(value, 0) if n.type == BOOL else value
+
+
+def _number(value: Any) -> Any:
+    import sympy
+
+    if isinstance(value, bool):
+        return sympy.true if value else sympy.false
+    if isinstance(value, int):
+        return sympy.Integer(value)
+    if math.isnan(value):
+        return sympy.nan
+    if math.isinf(value):
+        return sympy.oo if value > 0 else -sympy.oo
+    if float(f"{value:.{_SHORT}g}") == value:
+        return sympy.Rational(repr(value))  # 0.1 reads as 1/10
+    return sympy.Float(value)
+
+
+@functools.cache
+def _opaque(name: str, slope: int = 0, integer: bool = False) -> Any:
+    """A real function of unknown meaning, with a constant derivative."""
+    import sympy
+
+    def fdiff(self: Any, argindex: int = 1) -> Any:
+        return sympy.Integer(slope)
+
+    body = {"fdiff": fdiff, "is_real": True, "is_integer": integer or None}
+    return type(name, (sympy.Function,), body)
+
+
+@functools.cache
+def _stepwise(name: str) -> Any:
+    """sympy's floor or Mod (integers), with the derivative 0 that sympy leaves open."""
+    import sympy
+
+    return type(name, (getattr(sympy, name),), {"_eval_derivative": lambda self, s: sympy.S.Zero})
+
+
+def _cast(n: Node, a: Any) -> Any:
+    import sympy
+
+    source = n.args[0].type
+    if n.type == source:
+        return a
+    if n.type == BOOL:
+        return sympy.Ne(a, 0)
+    if source == BOOL:
+        return sympy.Piecewise((sympy.Integer(1), a), (sympy.Integer(0), True))
+    return _opaque("trunc", integer=True)(a) if (source, n.type) == (F32, I32) else a
+
+
+def _remainder(n: Node, a: Any, b: Any) -> Any:
+    if n.type == I32:
+        return _stepwise("Mod")(a, b)
+    return a - b * _stepwise("floor")(a / b)
+
+
+def _where(n: Node, c: Any, a: Any, b: Any) -> Any:
+    import sympy
+
+    return sympy.ITE(c, a, b) if n.type == BOOL else sympy.Piecewise((a, c), (b, True))
+
+
+def _bits(logical: str) -> Callable[..., Any]:
+    def convert(n: Node, a: Any, b: Any) -> Any:
+        import sympy
+
+        if n.type == BOOL:
+            return getattr(sympy, logical)(a, b)
+        return _opaque(f"bit{logical.lower()}", integer=True)(a, b)
+
+    return convert
+
+
+def _equal(n: Node, a: Any, b: Any) -> Any:
+    import sympy
+
+    return sympy.Equivalent(a, b) if n.args[0].type == BOOL else sympy.Eq(a, b)
+
+
+def _less(n: Node, a: Any, b: Any) -> Any:
+    import sympy
+
+    if n.args[0].type == BOOL:
+        return sympy.And(sympy.Not(a), b)
+    return sympy.Lt(a, b)
+
+
+def _at_most(n: Node, a: Any, b: Any) -> Any:
+    import sympy
+
+    if n.args[0].type == BOOL:
+        return sympy.Or(sympy.Not(a), b)
+    return sympy.Le(a, b)
+
+
+@functools.cache
+def _operations() -> dict[str, Callable[..., Any]]:
+    """op -> function of the node and its converted arguments."""
+    import sympy as s
+
+    floor = _stepwise("floor")
+    return {
+        "add": lambda n, a, b: a + b,
+        "sub": lambda n, a, b: a - b,
+        "mul": lambda n, a, b: a * b,
+        "neg": lambda n, a: -a,
+        "abs": lambda n, a: s.Abs(a),
+        "min": lambda n, a, b: s.Min(a, b),
+        "max": lambda n, a, b: s.Max(a, b),
+        "fdiv": lambda n, a, b: floor(a / b),
+        "mod": _remainder,
+        "tdiv": lambda n, a, b: _opaque("trunc", integer=True)(a / b),
+        "div": lambda n, a, b: a / b,
+        "pow": lambda n, a, b: a**b,
+        "exp": lambda n, a: s.exp(a),
+        "exp2": lambda n, a: s.Integer(2) ** a,
+        "expm1": lambda n, a: s.exp(a) - 1,
+        "log": lambda n, a: s.log(a),
+        "log2": lambda n, a: s.log(a) / s.log(2),
+        "log1p": lambda n, a: s.log(1 + a),
+        "sqrt": lambda n, a: s.sqrt(a),
+        "rsqrt": lambda n, a: 1 / s.sqrt(a),
+        "tanh": lambda n, a: s.tanh(a),
+        "sigmoid": lambda n, a: 1 / (1 + s.exp(-a)),
+        "sin": lambda n, a: s.sin(a),
+        "cos": lambda n, a: s.cos(a),
+        "erf": lambda n, a: s.erf(a),
+        "floor": lambda n, a: floor(a),
+        "round": lambda n, a: _opaque(str(n.attr), slope=1)(a),
+        "and": _bits("And"),
+        "or": _bits("Or"),
+        "xor": _bits("Xor"),
+        "shl": lambda n, a, b: _opaque("shl", integer=True)(a, b),
+        "shr": lambda n, a, b: _opaque("shr", integer=True)(a, b),
+        "not": lambda n, a: s.Not(a),
+        "lt": _less,
+        "le": _at_most,
+        "eq": _equal,
+        "where": _where,
+        "cast": _cast,
+    }

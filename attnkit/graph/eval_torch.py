@@ -1,0 +1,131 @@
+"""The graph evaluated with torch operators: the meaning that every other interpretation must match.
+
+Arguments come as broadcastable tensors, so a value that depends on the head or on a row alone is
+computed once per head or row, by broadcasting. Differentiable by autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from attnkit.errors import BoundsError
+from attnkit.graph import ir
+from attnkit.graph.ir import BOOL, F32, I32, Node
+
+
+def _floor_divide(a: Tensor, b: Tensor) -> Tensor:
+    return torch.div(a, b, rounding_mode="floor")
+
+
+def _trunc_divide(a: Tensor, b: Tensor) -> Tensor:
+    return torch.div(a, b, rounding_mode="trunc")
+
+
+_OPS: dict[str, Callable[..., Tensor]] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "neg": torch.neg,
+    "abs": torch.abs,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "fdiv": _floor_divide,
+    "mod": torch.remainder,
+    "tdiv": _trunc_divide,
+    "div": torch.div,
+    "pow": torch.pow,
+    "exp": torch.exp,
+    "exp2": torch.exp2,
+    "expm1": torch.expm1,
+    "log": torch.log,
+    "log2": torch.log2,
+    "log1p": torch.log1p,
+    "sqrt": torch.sqrt,
+    "rsqrt": torch.rsqrt,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "sin": torch.sin,
+    "cos": torch.cos,
+    "erf": torch.erf,
+    "floor": torch.floor,
+    "and": torch.bitwise_and,
+    "or": torch.bitwise_or,
+    "xor": torch.bitwise_xor,
+    "shl": torch.bitwise_left_shift,
+    "shr": torch.bitwise_right_shift,
+    "not": torch.logical_not,
+    "lt": torch.lt,
+    "le": torch.le,
+    "eq": torch.eq,
+    "where": torch.where,
+}
+
+
+def evaluate(
+    roots: Sequence[Node],
+    env: Mapping[str, Tensor],
+    tensors: Sequence[Tensor],
+    dtype: torch.dtype = torch.float32,
+    *,
+    memo: dict[Node, Tensor] | None = None,
+    checked: frozenset[Node] = frozenset(),
+    names: Sequence[str] = (),
+) -> list[Tensor]:
+    """Evaluate expressions.
+
+    Args:
+        roots: the expressions.
+        env: argument name -> tensor; indices int32, score and grad of `dtype`; any shapes that
+            broadcast together.
+        tensors: captured tensors by slot; loads convert to int32, `dtype` or bool.
+        dtype: what the graph's f32 means here, float32 or float64.
+        memo: values already known, by node; filled with everything computed.
+        checked: loads whose index range is not proven; each is checked here.
+        names: names of the captured tensors by slot, for messages.
+
+    Returns:
+        One tensor per root, in its broadcast shape (not expanded).
+
+    Raises:
+        BoundsError: a checked load leaves its tensor.
+    """
+    values = {} if memo is None else memo
+    kinds = {F32: dtype, I32: torch.int32, BOOL: torch.bool}
+    for n in ir.topo(*roots):
+        if n in values:
+            continue
+        args = [values[a] for a in n.args]
+        if n.op == "arg":
+            value = env[str(n.attr)]
+        elif n.op == "const":
+            value = torch.tensor(n.attr, dtype=kinds[n.type], device="cpu")  # goes with any
+        elif n.op == "load":
+            tensor = tensors[int(n.attr)]  # type: ignore[arg-type]
+            if n in checked:
+                _check(n, tensor, args, names)
+            value = (tensor[tuple(args)] if args else tensor).to(kinds[n.type])
+        elif n.op == "cast":
+            value = args[0].to(kinds[n.type])
+        elif n.op == "round":
+            value = args[0].to(getattr(torch, str(n.attr))).to(dtype)
+        else:
+            value = _OPS[n.op](*args)
+        values[n] = value
+    return [values[r] for r in roots]
+
+
+def _check(n: Node, tensor: Tensor, index: list[Tensor], names: Sequence[str]) -> None:
+    for axis, (at, size) in enumerate(zip(index, tensor.shape, strict=True)):
+        low, high = int(at.min()), int(at.max())
+        if low < -size or high >= size:
+            slot = int(n.attr)  # type: ignore[arg-type]
+            name = names[slot] if slot < len(names) else f"t{slot}"
+            raise BoundsError(
+                f"index {ir.formula(n.args[axis], names)} into dimension {axis} of captured "
+                f"tensor {name!r} (shape {tuple(tensor.shape)}) takes values from {low} to {high}; "
+                f"expected {-size} to {size - 1}. Clamp the index or enlarge the tensor; "
+                "torch.where does not protect it, both branches are evaluated."
+            )

@@ -1,0 +1,134 @@
+"""Pictures of schedules: a row for each SM, a bar for each piece of work, as predicted."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from attnkit.inspection.figure_files import checked_path, write
+from attnkit.inspection.forecast import Direction, Forecast, cycles
+from attnkit.schedule.scheduler import Schedule
+from attnkit.schedule.simulator import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_SHORT, _LONG, _SPLIT = "#b9d0e8", "#27548a", "#c8641b"
+_FEW_ROWS = 48
+_MOST_SHAPES = 4000  # more are drawn as an image inside of an SVG
+
+
+def save_timeline(
+    path: str | os.PathLike[str],
+    found: Forecast,
+    *,
+    backward: bool = False,
+    title: str | None = None,
+) -> Path:
+    """Draw who does what when: longest first above, grid order below, on one scale.
+
+    Each row is an SM, each bar a piece, darker the longer it takes; parts of a split row are
+    orange. The dashed line is the bound that no schedule beats. All of it is predicted by the cost
+    model, nothing is measured.
+
+    Args:
+        path: ends in .png or .svg.
+        found: of `forecast`.
+        backward: the backward instead of the forward.
+        title: headline.
+
+    Returns:
+        The path.
+
+    Raises:
+        UnsupportedError: matplotlib is not installed.
+        OptionError: another kind of file.
+    """
+    direction = found.backward if backward else found.forward
+    name = title or ("backward" if backward else "forward")
+    headline = f"{name}\npredicted for {found.sms} SMs, not measured"
+    return write(
+        checked_path(path), lambda: _figure(direction, headline), "print the forecast instead"
+    )
+
+
+def bars(timeline: Timeline) -> Tensor:
+    """The corners of each piece's bar, float64 [pieces, 4, 2]: (cycle, SM), clockwise.
+
+    A bar ends a little early, so that pieces can be told apart; rows too, where there are few.
+    """
+    left, right = timeline.start.double(), timeline.end.double()
+    right = right - (0.2 * (right - left)).clamp(max=0.0015 * timeline.makespan)
+    inset = 0.06 if timeline.workers <= _FEW_ROWS else 0.0
+    top = timeline.worker.double() + inset
+    bottom = top + 1 - 2 * inset
+    corners = [(left, top), (right, top), (right, bottom), (left, bottom)]
+    return torch.stack([torch.stack(corner, -1) for corner in corners], 1)
+
+
+def colours(schedule: Schedule) -> list[tuple[float, float, float]]:
+    """The colour of each piece."""
+    from matplotlib.colors import LinearSegmentedColormap, to_rgb
+
+    cost = schedule.cost.cpu().double()
+    share = (cost - cost.min()) / max(1.0, float(cost.max() - cost.min()))
+    shades = LinearSegmentedColormap.from_list("pieces", [_SHORT, _LONG])(share.numpy())
+    split = to_rgb(_SPLIT)
+    parts = (schedule.slot >= 0).tolist()
+    return [
+        split if part else (float(rgba[0]), float(rgba[1]), float(rgba[2]))
+        for part, rgba in zip(parts, shades, strict=True)
+    ]
+
+
+def _figure(direction: Direction, headline: str) -> Figure:
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    figure = Figure(figsize=(8, 6.4), layout="constrained")
+    figure.suptitle(headline, fontsize=9)
+    both = (
+        ("longest first", direction.schedule, direction.timeline),
+        ("grid order", direction.grid, direction.grid_timeline),
+    )
+    last = max(timeline.makespan for _, _, timeline in both)
+    for i, (name, schedule, timeline) in enumerate(both):
+        axes = figure.add_subplot(2, 1, i + 1)
+        _draw(axes, schedule, timeline, direction.bound)
+        axes.set_xlim(0, 1.02 * last)
+        axes.set_title(
+            f"{name}: {cycles(timeline.makespan)} cycles, "
+            f"{timeline.makespan / direction.bound:.3f} x the bound, idle {timeline.idle:.1%}",
+            fontsize=8, loc="left",
+        )  # fmt: skip
+    handles = [
+        Patch(facecolor=_SHORT, label="shortest piece"),
+        Patch(facecolor=_LONG, label="longest piece"),
+        Patch(facecolor=_SPLIT, label="part of a split row"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=7)
+    return figure
+
+
+def _draw(axes: Axes, schedule: Schedule, timeline: Timeline, bound: float) -> None:
+    from matplotlib.collections import PolyCollection
+    from matplotlib.ticker import FuncFormatter
+
+    many = schedule.pieces > _MOST_SHAPES
+    axes.add_collection(
+        PolyCollection(
+            list(bars(timeline).numpy()), facecolors=colours(schedule),
+            linewidths=0, antialiaseds=False, rasterized=many,
+        )
+    )  # fmt: skip
+    axes.axvline(bound, color="#444444", linewidth=0.8, linestyle="--")
+    axes.set_ylim(timeline.workers, 0)
+    axes.set_ylabel("SM")
+    axes.set_xlabel("cycles, predicted")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: cycles(x)))
+    axes.tick_params(length=2, labelsize=6)

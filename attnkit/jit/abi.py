@@ -1,0 +1,221 @@
+"""The C interface of a compiled function: how the values of a call are gathered and laid out.
+
+A function takes an array of pointers: for each tensor to a structure of its address, its dynamic
+sizes and its dynamic strides, for each number and for the stream to the value, at last to an int
+for the status. Sequences of tensors are flattened. All values of a call live in one buffer.
+
+Gathering is on the path of every call: `Signature.gather` is straight-line Python, written for the
+arguments at hand. Where that does not fit, `Signature.checked` finds out why, slowly.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import torch
+
+from attnkit.errors import ArgumentError, DeviceError, DTypeError, ShapeError
+from attnkit.jit.arg_specs import NUMBERS, Dim, Extent, NumberSpec, Spec, StreamSpec, TensorSpec
+
+# Values to pack, and the index of the tensors' device: -1 for the CPU and without tensors.
+Gathered: TypeAlias = tuple[Sequence[Any], int]
+Stream: TypeAlias = Callable[[int], int]  # handle of the stream to use on a device
+
+
+class Signature:
+    """The flattened arguments of a compiled function.
+
+    Attributes:
+        specs: what it takes, in order, the stream included.
+        arity: number of arguments of a call: without the stream.
+    """
+
+    def __init__(self, specs: Sequence[Spec]) -> None:
+        self.specs = tuple(specs)
+        self.arity = sum(not isinstance(s, StreamSpec) for s in specs)
+        if len(specs) - self.arity > 1:
+            raise ArgumentError(f"{len(specs) - self.arity} streams: a kernel takes one")
+
+    @cached_property
+    def layout(self) -> tuple[struct.Struct, list[int]]:
+        """How the values of a call are packed, and where each argument and the status begin."""
+        code, size, offsets = "<", 0, []
+        for spec in self.specs:
+            code, size = _padded(code, size, 8)
+            offsets.append(size)
+            for letters in _structures(spec):  # aligned and filled up as in C
+                align = max(map(struct.calcsize, letters), default=1)
+                code, size = _padded(code, size, align)
+                for letter in letters:
+                    code, size = _padded(code, size, struct.calcsize(letter))
+                    code, size = code + letter, size + struct.calcsize(letter)
+                code, size = _padded(code, size, align)
+        code, size = _padded(code, size, 8)
+        return struct.Struct(code), [*offsets, size]
+
+    @cached_property
+    def _quick(self) -> Callable[[Sequence[Any], Stream], Gathered | None]:
+        names: dict[str, Any] = {}
+        exec("\n".join(_gatherer(self.specs)), names | {"torch": torch}, names)
+        quick: Callable[[Sequence[Any], Stream], Gathered | None] = names["gather"]
+        return quick
+
+    def gather(self, arguments: Sequence[Any], stream: Stream) -> Gathered:
+        """The values of a call.
+
+        Args:
+            arguments: tensors and Python numbers.
+            stream: called once, at last.
+
+        Raises:
+            ArgumentError, DTypeError, ShapeError, DeviceError: an argument does not fit what the
+                kernel was compiled for.
+        """
+        try:
+            found = self._quick(arguments, stream)
+        except (TypeError, ValueError, AttributeError):
+            found = None
+        return self.checked(arguments, stream) if found is None else found
+
+    def checked(self, arguments: Sequence[Any], stream: Stream) -> Gathered:
+        """The same, with messages; strides of axes of one element, which mean nothing, are mended."""
+        if len(arguments) != self.arity:
+            raise ArgumentError(
+                f"{len(arguments)} arguments: the kernel takes {self.arity}, "
+                "sequences of tensors counted one by one and without the stream"
+            )
+        devices = {a.device for a in arguments if isinstance(a, torch.Tensor)}
+        if len(devices) > 1:
+            places = ", ".join(sorted(map(str, devices)))
+            raise DeviceError(f"the tensors of a kernel call lie on different devices: {places}")
+        device = next((-1 if d.type == "cpu" else d.index for d in devices), -1)
+        values: list[Any] = []
+        number = 0
+        for spec in self.specs:
+            name = f"argument {number}"
+            if isinstance(spec, StreamSpec):
+                values.append(stream(device))
+                continue
+            if isinstance(spec, NumberSpec):
+                values.append(_number(arguments[number], spec, name))
+            else:
+                values += _tensor(arguments[number], spec, name)
+            number += 1
+        return values, device
+
+
+def _structures(spec: Spec) -> list[str]:
+    """The letters, as of `struct`, of the values of an argument: sizes and strides apart."""
+    if isinstance(spec, NumberSpec):
+        return [NUMBERS[spec.kind]]
+    if isinstance(spec, StreamSpec):
+        return ["Q"]
+    parts = [[n for n in part if isinstance(n, Dim)] for part in (spec.shape, spec.stride)]
+    return ["Q", *("".join("i" if n.width == 32 else "q" for n in part) for part in parts)]
+
+
+def _padded(code: str, size: int, align: int) -> tuple[str, int]:
+    return code + "x" * (-size % align), size + -size % align
+
+
+def _gatherer(specs: Sequence[Spec]) -> Iterator[str]:
+    """Text of `gather(arguments, stream)`: the values and the device, or None if a check fails."""
+    given = "".join(f"a{i}, " for i, s in enumerate(specs) if not isinstance(s, StreamSpec))
+    first = next((i for i, s in enumerate(specs) if isinstance(s, TensorSpec)), None)
+    values: list[str] = []
+    yield "def gather(arguments, stream):"
+    yield f"    {given or '()'} = arguments"
+    yield "    device = " + ("-1" if first is None else f"a{first}.get_device()")
+    for i, spec in enumerate(specs):
+        if isinstance(spec, StreamSpec):
+            values.append("stream(device)")
+        elif isinstance(spec, NumberSpec):
+            kinds = "(float, int)" if spec.kind.startswith("Float") else "(int, bool)"
+            yield f"    if a{i}.__class__ not in {kinds}: return None"
+            values.append(f"a{i}")
+        else:
+            yield from _tensor_gatherer(i, spec, values)
+    yield f"    return ({''.join(f'{v}, ' for v in values)}), device"
+
+
+def _tensor_gatherer(i: int, spec: TensorSpec, values: list[str]) -> Iterator[str]:
+    """Text that takes a tensor apart and checks it; the names of its values go to `values`."""
+    shape = [f"n{i}_{k}" for k in range(len(spec.shape))]
+    stride = [f"s{i}_{k}" for k in range(len(spec.shape))]
+    yield f"    p{i} = a{i}.data_ptr()"
+    values.append(f"p{i}")
+    if shape:
+        yield f"    {', '.join(shape)}, = a{i}.shape"
+        yield f"    {', '.join(stride)}, = a{i}.stride()"
+    wrong = [
+        f"a{i}.dtype is not torch.{spec.dtype}",
+        f"a{i}.get_device() != device",
+        f"p{i} % {spec.align}",
+    ]
+    for name, want in zip((*shape, *stride), (*spec.shape, *spec.stride), strict=True):
+        if isinstance(want, int):
+            wrong.append(f"{name} != {want}")
+            continue
+        values.append(name)
+        if want.divisibility > 1:
+            wrong.append(f"{name} % {want.divisibility}")
+    yield f"    if {' or '.join(wrong)}: return None"
+
+
+def _number(x: Any, spec: NumberSpec, name: str) -> int | float:
+    takes = (int, float) if spec.kind.startswith("Float") else (int, bool)
+    if not isinstance(x, int | float) or not isinstance(x, takes):
+        raise ArgumentError(
+            f"{name}: expected a Python number for {spec.kind}, got {type(x).__name__}"
+        )
+    try:
+        struct.pack("<" + NUMBERS[spec.kind], x)
+    except (struct.error, OverflowError):
+        raise ArgumentError(f"{name}: {x} does not fit into {spec.kind}") from None
+    return x
+
+
+def _tensor(x: Any, spec: TensorSpec, name: str) -> list[int]:
+    if not isinstance(x, torch.Tensor):
+        raise ArgumentError(f"{name}: expected a tensor, got {type(x).__name__}")
+    if str(x.dtype) != f"torch.{spec.dtype}":
+        raise DTypeError(f"{name}: dtype {x.dtype}, the kernel was compiled for {spec.dtype}")
+    sizes = (*x.shape, *_mended(x, spec))
+    wanted = (*spec.shape, *spec.stride)
+    if len(sizes) != len(wanted) or not all(map(_fits, sizes, wanted)):
+        raise ShapeError(
+            f"{name}: shape {tuple(x.shape)} with strides {x.stride()}, the kernel was compiled "
+            f"for {spec}"
+        )
+    address = x.data_ptr()
+    if address % spec.align:
+        raise misplaced(name, address, spec.align)
+    return [address, *(n for n, want in zip(sizes, wanted, strict=True) if isinstance(want, Dim))]
+
+
+def misplaced(name: str, address: int, align: int) -> ArgumentError:
+    """What to raise for a tensor whose address is not a multiple of what the kernel needs."""
+    return ArgumentError(
+        f"{name}: its address {address:#x} is not a multiple of {align} bytes, for which the kernel "
+        "was compiled"
+    )
+
+
+def _mended(x: torch.Tensor, spec: TensorSpec) -> list[int]:
+    strides = list(x.stride())
+    for axis, (size, want) in enumerate(zip(x.shape, spec.stride, strict=False)):
+        if size <= 1 and not _fits(strides[axis], want):
+            if isinstance(want, int):
+                strides[axis] = want
+            else:
+                strides[axis] += -strides[axis] % want.divisibility
+    return strides
+
+
+def _fits(n: int, want: Extent) -> bool:
+    if isinstance(want, int):
+        return n == want
+    return n % want.divisibility == 0 and -(1 << want.width - 1) <= n < 1 << want.width - 1

@@ -1,0 +1,259 @@
+"""From a source to an artifact: all that is kept of a compiled kernel, in memory or on disk."""
+
+from __future__ import annotations
+
+import gc
+import json
+import platform
+import re
+import struct
+import tempfile
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+from attnkit.errors import OptionError
+from attnkit.jit.abi import Signature
+from attnkit.jit.arg_specs import dump_spec, load_spec, read_specs
+from attnkit.jit.cubin import KernelStats, kernel_stats
+from attnkit.jit.dsl_runtime import runtime
+from attnkit.jit.loader import PREFIX, link
+from attnkit.jit.sass_loops import problems
+from attnkit.util.package import FOLDER
+
+# Python keeps the frames of calls in chunks of 16 KiB, and gives a chunk back when the last frame in
+# it returns: where a chunk ends among the calls of a long loop, each of them maps memory and unmaps
+# it, which took a third of a trace. A function that asks for a stack of so many values gets a chunk
+# of 2 MiB, half of it left for all calls that it makes.
+_STACK = 1 << 17
+
+# Passes of the DSL, by its version and the architecture, that change no kernel and take a twelfth
+# of the time of compiling one (for Blackwell a twentieth).
+_IDLE = {
+    ("4.8.1", "sm_90a"): "use-strength-reduction-pass=false use-nvgpu-optimization-pass=false",
+    ("4.8.1", "sm_100a"): "use-strength-reduction-pass=false",
+}
+
+# A cache may be shared by copies of attnkit too: a PTX text at rest names the files of this folder
+# as if they lay in one of that name, and each copy reads its own path.
+_ANYWHERE = "<attnkit>/"
+
+# A cache may be shared by machines: the host code is for any processor of the family.
+_HOSTS = {
+    "x86_64": "llvm -mtriple=x86_64-unknown-linux-gnu -mcpu=x86-64",
+    "aarch64": "llvm -mtriple=aarch64-unknown-linux-gnu -mcpu=generic",
+}
+
+
+@dataclass(frozen=True)
+class Build:
+    """What `cute.compile` takes.
+
+    Attributes:
+        function: a `@cute.jit` callable. What is constant belongs into its own state.
+        arguments: stand-ins: fake tensors, numbers of the DSL, lists of fake tensors, None; the
+            stream, `CUstream(0)`, at last.
+        options: "--opt-level=N", or nothing for level 3.
+    """
+
+    function: Any
+    arguments: tuple[Any, ...]
+    options: str = ""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A kernel that may have to be compiled.
+
+    Attributes:
+        key: text that says all on which the generated code depends, and nothing else: the graph,
+            the plan, dtypes, alignments. Versions, the architecture and the text of attnkit itself
+            are added to it.
+        arch: target, as "sm_90a".
+        build: called only if the kernel is neither in memory nor on disk.
+        name: for people.
+        lines: keep the lines of the program that the code comes from: the same machine code, in a
+            larger object.
+    """
+
+    key: str
+    arch: str
+    build: Callable[[], Build] = field(compare=False, repr=False)
+    name: str = field(default="kernel", compare=False)
+    lines: bool = False
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A compiled kernel at rest.
+
+    Attributes:
+        function: name of the entry in the object.
+        arch: target.
+        signature: the arguments.
+        stats: registers and so on of each device function.
+        problems: what is wrong with the device code, see `cubin_loops.problems`.
+        seconds: that the compilation took.
+        code: host object with the device code in it.
+        image: the object linked to a shared library; empty if there was no C compiler.
+        packed_ptx: the device code as PTX text, compressed; files of attnkit by no place.
+    """
+
+    function: str
+    arch: str
+    signature: Signature
+    stats: tuple[KernelStats, ...]
+    problems: tuple[str, ...]
+    seconds: float
+    code: bytes = field(repr=False)
+    image: bytes = field(repr=False)
+    packed_ptx: bytes = field(repr=False)
+
+    @cached_property
+    def ptx(self) -> str:
+        """The device code as PTX text; files of attnkit are those of this copy."""
+        return _moved(zlib.decompress(self.packed_ptx).decode(), _ANYWHERE, FOLDER)
+
+    def dump(self) -> bytes:
+        """As bytes for the disk."""
+        parts = (self.code, self.image, self.packed_ptx)
+        head = {
+            "function": self.function,
+            "arch": self.arch,
+            "signature": [dump_spec(s) for s in self.signature.specs],
+            "stats": [asdict(s) for s in self.stats],
+            "problems": self.problems,
+            "seconds": self.seconds,
+            "parts": [len(p) for p in parts],
+        }
+        text = json.dumps(head).encode()
+        return struct.pack("<Q", len(text)) + text + b"".join(parts)
+
+    @staticmethod
+    def load(data: bytes) -> Artifact:
+        """The reverse of `dump`."""
+        start = 8 + struct.unpack_from("<Q", data)[0]
+        head = json.loads(data[8:start])
+        parts = []
+        for length in head["parts"]:
+            parts.append(data[start : start + length])
+            start += length
+        return Artifact(
+            head["function"],
+            head["arch"],
+            Signature([load_spec(s) for s in head["signature"]]),
+            tuple(KernelStats(**s) for s in head["stats"]),
+            tuple(head["problems"]),
+            head["seconds"],
+            *parts,
+        )
+
+
+def _moved(ptx: str, source: str, target: str) -> str:
+    """A PTX text whose files in one folder are in another."""
+    return re.sub(
+        rf'^(\s*\.file\s+\d+\s+"){re.escape(source)}', lambda m: m[1] + target, ptx, flags=re.M
+    )
+
+
+def host_target() -> str:
+    """The DSL's name of the machine's family of processors.
+
+    Raises:
+        OptionError: the DSL generates no code for it.
+    """
+    machine = platform.machine()
+    if machine not in _HOSTS:
+        raise OptionError(
+            f"kernels cannot be compiled on a processor of type {machine!r}; expected one of "
+            f"{', '.join(_HOSTS)}"
+        )
+    return _HOSTS[machine]
+
+
+def compile_source(source: Source) -> Artifact:
+    """Compile a source; needs no GPU.
+
+    Raises:
+        OptionError: the source's options are others than a level.
+        ArgumentError: the build's arguments cannot be passed at run time.
+        LaunchError: the object does not link.
+    """
+    with _uncollected():
+        return _compiled(source)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without garbage collection, which would look at all that torch and the DSL keep, many times."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _compiled(source: Source) -> Artifact:
+    from cutlass import cute
+
+    runtime()  # before the DSL writes out an object
+    start = time.perf_counter()
+    build = source.build()
+    signature = Signature(list(read_specs(build.arguments)))
+    with tempfile.TemporaryDirectory(prefix="attnkit-") as folder:
+        compiler = cute.compile[_options(build, source, folder)]
+        with warnings.catch_warnings():
+            # An empty list is passed as what it is, no arguments; loops are unrolled on purpose.
+            warnings.filterwarnings("ignore", "Argument .* cannot be converted to a JitArgument")
+            warnings.filterwarnings("ignore", "This static loop has")
+            # `Entry` loads and calls the object: the DSL need not make the code ready for itself.
+            compiled = compiler(build.function, *build.arguments, no_jit_engine=True)
+    code = compiled.dump_to_object(PREFIX)
+    image = link(code)
+    cubin, kernels = compiled.artifacts.CUBIN, compiled.kernel_info
+    return Artifact(
+        compiled.function_name,
+        source.arch,
+        signature,
+        kernel_stats(cubin) if kernels else (),
+        problems(cubin, source.arch) if kernels else (),
+        time.perf_counter() - start,
+        code,
+        image,
+        zlib.compress(_moved(compiled.artifacts.PTX or "", FOLDER, _ANYWHERE).encode()),
+    )
+
+
+def _options(build: Build, source: Source, folder: str) -> tuple[Any, ...]:
+    """Options of `cute.compile`; the folder is for files that it writes."""
+    import cutlass
+    from cutlass import cute
+    from cutlass.base_dsl.compiler import DumpDir, ExtraCompilerOpts, HostTarget
+
+    level = re.fullmatch("(?:--opt-level=([0-3]))?", build.options)
+    if level is None:
+        raise OptionError(
+            f"options={build.options!r}: expected '--opt-level=N', N from 0 to 3, or nothing; the "
+            "architecture is the source's"
+        )
+    return (
+        cute.OptLevel(int(level[1] or 3)),
+        cute.GPUArch(source.arch),
+        # PTX and CUBIN are kept only by writing them to files too.
+        cute.KeepPTX(True),
+        cute.KeepCUBIN(True),
+        DumpDir(folder),
+        HostTarget(host_target()),
+        cute.GenerateLineInfo(source.lines),
+        ExtraCompilerOpts(_IDLE.get((cutlass.__version__, source.arch), "")),
+    )
+
+
+_compiled.__code__ = _compiled.__code__.replace(co_stacksize=_STACK)

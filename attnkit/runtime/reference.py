@@ -1,0 +1,99 @@
+"""The oracle: dense attention, one line of mathematics after the other.
+
+Every score is held, so memory is O(Sq * Skv); autograd gives the backward. It shares the graph
+evaluator with the rest, and nothing of tiles, plans or sparsity.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from attnkit.graph import ir
+from attnkit.graph.eval_torch import evaluate
+from attnkit.tracing.tracer import Traced
+
+Dense: TypeAlias = tuple[Tensor, Tensor, Tensor]
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score: Traced | None = None,
+    mask: Traced | None = None,
+    *,
+    scale: float | None = None,
+    allowed: Tensor | None = None,
+) -> Dense:
+    """Dense attention with a score_mod and a mask_mod.
+
+    Args:
+        query: [B, Hq, Sq, D]; any float dtype. float64 computes in float64, the rest in float32.
+        key: [B or 1, Hkv, Skv, D], Hkv a divisor of Hq.
+        value: [B or 1, Hkv, Skv, Dv].
+        score: traced score_mod, or None.
+        mask: traced mask_mod, or None.
+        scale: factor on query @ key^T, 1 / sqrt(D) if None.
+        allowed: bool, broadcastable to [B, Hq, Sq, Skv], further restricts the mask.
+
+    Returns:
+        out [B, Hq, Sq, Dv] in the query's dtype; LSE and row maxima [B, Hq, Sq] in the compute
+        dtype, natural logarithm. A row that keeps nothing gives 0, -inf and -inf, and gradients 0.
+    """
+    work = torch.float64 if query.dtype == torch.float64 else torch.float32
+    heads = query.shape[1]
+    key, value = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (key, value))
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = (query @ key.transpose(-2, -1)).to(work) * scale
+    env = positions((*query.shape[:3], key.shape[2]), query.device)
+    if score is not None:
+        env["score"] = scores
+        (scores,) = evaluate(
+            [score.root], env, score.tensors, work, checked=_all_loads(score), names=score.names
+        )
+    if mask is not None:
+        (kept,) = evaluate(
+            [mask.root], env, mask.tensors, work, checked=_all_loads(mask), names=mask.names
+        )
+        scores = torch.where(kept, scores, -math.inf)
+    if allowed is not None:
+        scores = torch.where(allowed, scores, -math.inf)
+    shape = (*query.shape[:3], key.shape[-2])
+    return _softmax_times(scores.expand(shape), value, query.dtype)
+
+
+def kept(mask: Traced, query: Tensor, key: Tensor) -> Tensor:
+    """The dense mask, bool, broadcastable to [B, Hq, Sq, Skv]."""
+    env = positions((*query.shape[:3], key.shape[2]), query.device)
+    return evaluate([mask.root], env, mask.tensors, checked=_all_loads(mask), names=mask.names)[0]
+
+
+def _softmax_times(scores: Tensor, value: Tensor, dtype: torch.dtype) -> Dense:
+    top = scores.detach().amax(dim=-1, keepdim=True)
+    base = torch.where(top == -math.inf, 0.0, top)
+    weights = torch.exp(scores - base)
+    total = weights.sum(dim=-1, keepdim=True)
+    dead = total == 0
+    safe = torch.where(dead, 1.0, total)
+    out = (weights / safe).to(dtype) @ value
+    lse = torch.where(dead, -math.inf, base + torch.log(safe))
+    return out, lse.squeeze(-1), top.squeeze(-1)
+
+
+def positions(shape: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+    """Index arguments b, h, q, kv as int32 tensors that broadcast to [B, H, Sq, Skv]."""
+    return {
+        name: torch.arange(n, dtype=torch.int32, device=device).view(
+            [n if axis == at else 1 for axis in range(4)]
+        )
+        for at, (name, n) in enumerate(zip(("b", "h", "q", "kv"), shape, strict=True))
+    }
+
+
+def _all_loads(traced: Traced) -> frozenset[ir.Node]:
+    return frozenset(n for n in ir.topo(traced.root) if n.op == "load")

@@ -1,0 +1,136 @@
+"""Which kernels there are for which head dims, with their tile sizes, by template."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from attnkit.schedule.targets import SM90, SM100
+
+# head dims as GPU kernels compute them; others are filled up with zeros
+WIDTHS = (64, 96, 128, 192, 256)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Sizes and switches of a forward kernel; see the `ForwardConfig` of its template.
+
+    Attributes:
+        block: query and kv tile.
+        ctas: CTAs that share the products of a query tile.
+        alias: shared memory has no room for the output tile beside the query tile.
+        softmax, early, pingpong: as there, for Hopper.
+    """
+
+    block: tuple[int, int]
+    alias: bool = False
+    softmax: str = "stale"
+    early: bool = True
+    pingpong: bool = True
+    ctas: int = 1
+
+
+Table: TypeAlias = tuple[tuple[int, int, tuple[Kernel, ...]], ...]
+
+_LATE: dict[str, Any] = {"softmax": "online", "early": False}
+
+# By head dims (query's, value's) as computed, best first. A later one serves block lists whose
+# tiles the first does not divide. Measured on one H200; rows in benchmarks/results.
+_SM90: Table = (
+    (64, 64, (Kernel((192, 128), **_LATE), Kernel((128, 128)), Kernel((128, 64)))),
+    (128, 128, (Kernel((128, 128)), Kernel((128, 64)))),
+    (192, 128, (Kernel((128, 128), alias=True), Kernel((128, 64), alias=True))),
+    (192, 192, (Kernel((128, 96), alias=True), Kernel((128, 64), alias=True))),
+    (256, 256, (Kernel((128, 80), alias=True), Kernel((128, 64), alias=True, **_LATE))),
+)
+# Score mods hold values of their own in registers: the largest tiles would spill.
+_SM90_MODDED: Table = (
+    (64, 64, (Kernel((128, 128)), Kernel((128, 64)))),
+    *_SM90[1:4],
+    (256, 256, (Kernel((128, 64), alias=True, **_LATE),)),
+)
+
+# Two query tiles of 128 rows where tensor memory holds S and O of both, and pairs of CTAs where
+# shared memory would limit; for a mask, `splice.sm100_tiles` chooses. Not measured: nobody had the
+# card; this is what the timeline of the emulator prefers (docs/blackwell.md).
+_SINGLE = Kernel((128, 128)), Kernel((128, 64))
+_NARROW = Kernel((128, 64)), Kernel((128, 128))
+_NARROW_ALIAS = Kernel((128, 64), alias=True), Kernel((128, 128), alias=True)
+_PAIR = Kernel((512, 128), ctas=2)
+_SM100: Table = (
+    (64, 64, (Kernel((256, 128)), *_SINGLE)),
+    (96, 96, (Kernel((256, 128)), _PAIR, *_SINGLE)),
+    (128, 128, (_PAIR, Kernel((256, 128)), *_SINGLE)),
+    (192, 128, (_PAIR, Kernel((256, 64), alias=True), *_NARROW)),
+    (192, 192, _NARROW_ALIAS),
+    (256, 256, _NARROW_ALIAS),
+)
+_LONG = 256  # rows of a query that pairs of CTAs are for, more than these
+
+# By template: without a score_mod, with one.
+_TABLES = {SM90.template: (_SM90, _SM90_MODDED), SM100.template: (_SM100, _SM100)}
+
+
+def width(head_dim: int) -> int:
+    """The head dim as a GPU kernel computes it."""
+    return next(w for w in WIDTHS if head_dim <= w)
+
+
+def kernels(
+    head_dim: int,
+    value_dim: int,
+    modded: bool = False,
+    template: str = SM90.template,
+    *,
+    q_len: int | None = None,
+) -> tuple[Kernel, ...]:
+    """Forward kernels for these head dims, best first; none where they are too wide.
+
+    Args:
+        head_dim, value_dim: of query and key, and of value.
+        modded: whether there is a score_mod.
+        template: whose kernels.
+        q_len: length of the query, None for a long one.
+    """
+    table = _TABLES[template][modded]
+    fitting = (found for d, dv, found in table if head_dim <= d and value_dim <= dv)
+    return tuple(sorted(next(fitting, ()), key=lambda k: _late(k, q_len)))
+
+
+def _late(kernel: Kernel, q_len: int | None) -> bool:
+    """Whether others come before a kernel, as its tiles are too tall for the query."""
+    if q_len is None:
+        return False
+    return q_len <= (_LONG if kernel.ctas > 1 else 128) and kernel.block[0] > 192
+
+
+def mask_tiles(found: Sequence[Kernel]) -> tuple[int, int]:
+    """Tiles in which a mask is described for the best kernel.
+
+    Where pairs of CTAs and single ones are in question: such that either's can be joined from them.
+    """
+    if found[0].ctas == 1:
+        return found[0].block
+    other = next(k for k in found if k.ctas == 1)
+    return 128, math.gcd(found[0].block[1], other.block[1])
+
+
+def fitting(found: Sequence[Kernel], block: tuple[int, int], listed: bool) -> Kernel:
+    """The kernel with just these tiles, or the best one whose tiles divide them.
+
+    Args:
+        found: kernels, best first.
+        block: tiles of a mask.
+        listed: block lists overrule the mask: the best one in any case.
+    """
+    same = () if listed else (k for k in found if k.block == block)
+    fits = (k for k in found if all(b % s == 0 for b, s in zip(block, k.block, strict=True)))
+    return next(iter(same), None) or next(fits)
+
+
+def widest(template: str) -> tuple[int, int]:
+    """The largest head dims of query and of value."""
+    table = _TABLES[template][0]
+    return max(d for d, _, _ in table), max(dv for _, dv, _ in table)

@@ -1,0 +1,104 @@
+"""Sections of work whose keys and values fit L2 together.
+
+Work in one section runs at about the same time, so what it shares is read from memory once. A
+section is either several units, each the heads that read the same tensors (a group of query heads
+and their kv head), or, where one unit alone is too large, a stretch of its neighbouring rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnkit.sparsity.block_runs import Runs
+from attnkit.util.csr import owners
+
+_GAIN = 0.9  # smaller sections balance worse: they must save a tenth of the traffic
+
+
+def unit_of_rows(
+    batch: int, heads: int, owners: tuple[int, int], rows: int, device: torch.device
+) -> Tensor:
+    """Which work rows read the same tensors: their unit, int64 [batch * heads * rows].
+
+    Args:
+        batch, heads, rows: work rows are numbered (b, h, row).
+        owners: batch and heads of what is read: `batch` or 1, and a divisor of `heads`.
+    """
+    b = torch.arange(batch, device=device)[:, None, None] * (owners[0] == batch)
+    h = torch.arange(heads, device=device)[None, :, None] // (heads // owners[1])
+    return (b * owners[1] + h).expand(batch, heads, rows).reshape(-1)
+
+
+def distinct(kinds: tuple[Runs, ...], rows: int, chunk: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Per stretch of `chunk` neighbouring rows of a head: different tiles, and tiles in all.
+
+    Returns:
+        int64 [heads, stretches] each; heads counts the leading (b, h) pairs of the runs.
+    """
+    pairs, stretches = kinds[0].rows // rows, -(-rows // chunk)
+    lists = []
+    for kind in kinds:
+        row = owners(kind.row_ptr.to(torch.int64).diff())
+        stretch = row // rows * stretches + row % rows // chunk
+        lists.append(torch.stack([stretch, kind.start.to(torch.int64), kind.length]))
+    stretch, start, length = torch.cat(lists, 1).unbind()
+    keys, order = torch.sort(stretch * (columns + 1) + start, stable=True)
+    stretch, length = stretch[order], length[order]
+    covered = torch.cummax(keys + length, 0).values.roll(1) if keys.numel() else keys
+    covered[:1] = 0
+    new = (keys + length - torch.maximum(keys, covered)).clamp(min=0)
+    none = length.new_zeros(pairs * stretches)
+    different = none.index_add(0, stretch, new).view(pairs, stretches)
+    return different, none.index_add(0, stretch, length).view(pairs, stretches)
+
+
+def chunk_of(kinds: tuple[Runs, ...], rows: int, columns: int, capacity: int, least: int) -> int:
+    """How many neighbouring rows of a unit to keep together, given that all do not fit.
+
+    Halves the unit while that saves traffic: a stretch that fits is read once, one that does not
+    is read tile by tile. Where each row alone is too large (causal, far down) nothing is gained and
+    the unit stays whole: its rows then share by running side by side.
+
+    Args:
+        capacity: tiles that fit.
+        least: rows below which a stretch would not keep all workers busy.
+    """
+    best, best_traffic = rows, torch.inf
+    chunk = rows
+    while chunk >= max(1, least):
+        different, every = distinct(kinds, rows, chunk, columns)
+        traffic = float(torch.where(different <= capacity, different, every).sum())
+        if traffic < _GAIN * best_traffic:
+            best, best_traffic = chunk, traffic
+        chunk //= 2
+    return best
+
+
+def sections(
+    kinds: tuple[Runs, ...],
+    units: int,
+    unit: Tensor,
+    rows: int,
+    columns: int,
+    capacity: int,
+    least: int,
+) -> Tensor:
+    """The section of each work row, int64 [work rows], numbered in natural order.
+
+    Args:
+        kinds: the FULL and PARTIAL runs of the rows.
+        units, unit: how many units there are, and each work row's, from `unit_of_rows`.
+        rows, columns: block rows of a head, and blocks that a row can have.
+        capacity: tiles that fit L2.
+        least: rows below which a unit is not cut; more than `rows` to leave units whole.
+    """
+    size = columns
+    if size > capacity:  # masks may keep less
+        size = int(distinct(kinds, rows, rows, columns)[0].max())
+    if size <= capacity:
+        together = max(1, capacity // max(1, size))
+        return unit * -(-units // together) // units
+    chunk = chunk_of(kinds, rows, columns, capacity, least)
+    row = torch.arange(unit.numel(), device=unit.device) % rows
+    return unit * -(-rows // chunk) + row // chunk

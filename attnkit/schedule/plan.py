@@ -1,0 +1,280 @@
+"""How a call will run: the template, its tile sizes, and why.
+
+A plan is frozen and hashable: together with the graphs it is the key of whatever is compiled or
+cached. Each legality rule is one predicate with its message; sizes come from a measured table.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from attnkit.errors import OptionError, UnsupportedError
+from attnkit.schedule.kernel_table import Kernel, kernels, mask_tiles, widest
+from attnkit.schedule.targets import (
+    EMULATED,
+    SM90,
+    Target,
+    missing_arch,
+    missing_capability,
+    of_arch,
+    of_capability,
+)
+from attnkit.sparsity.block_runs import BLOCK
+
+BACKENDS = ("auto", "eager", "cpu", "cute", "emulate")
+
+
+SILICON_NOTE = (
+    'executed in the emulator only, never on a GPU: where backend="auto" takes it, it is first tested '
+    "on this machine against the dense oracle"
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a plan must know of a call.
+
+    Attributes:
+        dtype: of query, key and value, as "bfloat16".
+        head_dim, value_dim: of query and key, and of value.
+        capability: compute capability of the query's device, None if it is no CUDA device.
+        listed: tile sizes of block lists that overrule the mask, None where there are none.
+        fixed: whether the caller gave tile sizes.
+        modded: whether there is a score_mod.
+        masked: whether there is a mask.
+        q_len: length of the query, None for a long one.
+    """
+
+    dtype: str
+    head_dim: int
+    value_dim: int
+    capability: tuple[int, int] | None = None
+    listed: tuple[int, int] | None = None
+    fixed: bool = False
+    modded: bool = False
+    masked: bool = True
+    q_len: int | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a call runs.
+
+    Attributes:
+        template: "cpu" (torch operators on any device, block-sparse), "eager" (dense oracle),
+            "sm90" (a Hopper kernel) or "emulate:sm90" (that kernel, executed on the CPU).
+        block: query and kv tile sizes of the mask's runs.
+        reason: why this template.
+        notes: options that this template has no use for.
+    """
+
+    template: str
+    block: tuple[int, int] = BLOCK
+    reason: str = ""
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"template {self.template}: {self.reason}"]
+        if self.template != "eager":
+            lines.append(f"tiles    {self.block[0]} x {self.block[1]}")
+        return "\n".join([*lines, *(f"note     {n}" for n in self.notes)])
+
+
+def _fits(inner: tuple[int, int], outer: tuple[int, int]) -> bool:
+    return outer[0] % inner[0] == 0 and outer[1] % inner[1] == 0
+
+
+def _kernels(call: Call, target: Target) -> tuple[Kernel, ...]:
+    return kernels(
+        call.head_dim,
+        call.value_dim,
+        call.modded,
+        target.template,
+        q_len=call.q_len,
+    )
+
+
+def _suitable(call: Call, block: tuple[int, int], target: Target) -> Kernel | None:
+    """The best kernel for the head dims and the tile sizes that are demanded."""
+    found = _kernels(call, target)
+    if call.listed is not None:
+        return next((k for k in found if _fits(k.block, call.listed)), None)
+    if call.fixed:
+        return next((k for k in found if k.block == block), None)
+    return next(iter(found), None)
+
+
+@functools.cache
+def has_dsl() -> bool:
+    """Whether kernels can be compiled here."""
+    return sys.platform == "linux" and importlib.util.find_spec("cutlass") is not None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Something a GPU kernel needs: whether it holds, and what to say if it does not."""
+
+    holds: Callable[[Call, tuple[int, int], Target], bool]
+    message: Callable[[Call, tuple[int, int], Target], str]
+
+
+def _widest(target: Target) -> str:
+    own, values = widest(target.template)
+    return str(own) if own == values else f"{own} with values up to {values}"
+
+
+_KERNEL_RULES = (
+    Rule(
+        lambda c, b, t: c.dtype in ("bfloat16", "float16"),
+        lambda c, b, t: (
+            f"the {t.card} kernel computes bfloat16 and float16, the query is {c.dtype}"
+        ),
+    ),
+    Rule(
+        lambda c, b, t: bool(_kernels(c, t)),
+        lambda c, b, t: (
+            f"the {t.card} kernel takes head dims up to {_widest(t)}, "
+            f"got {c.head_dim} and {c.value_dim}"
+        ),
+    ),
+    Rule(
+        lambda c, b, t: c.head_dim % 8 == 0 and c.value_dim % 8 == 0,
+        lambda c, b, t: (
+            f"the {t.card} kernel takes head dims that are multiples of 8, "
+            f"got {c.head_dim} and {c.value_dim}"
+        ),
+    ),
+    Rule(
+        lambda c, b, t: not _kernels(c, t) or _suitable(c, b, t) is not None,
+        lambda c, b, t: (
+            f"tiles of {c.listed or b} do not fit the {t.card} kernels for head dims "
+            f"{c.head_dim} and {c.value_dim}, which have "
+            f"{' or '.join(str(k.block) for k in _kernels(c, t))}"
+        ),
+    ),
+)
+
+
+def refusals(call: Call, block: tuple[int, int], *, target: Target | None = None) -> Iterator[str]:
+    """Why a GPU kernel cannot serve a call; nothing if it can.
+
+    Args:
+        call: the call.
+        block: tile sizes, if `call.fixed`.
+        target: whose kernel is executed on the CPU; None: that of the call's GPU, on it.
+    """
+    if target is None:
+        target = of_capability(call.capability)
+        if call.capability is None:
+            yield "query is not on a CUDA device"
+        elif target is None:
+            yield missing_capability(call.capability)
+    if not has_dsl():
+        yield "nvidia-cutlass-dsl is not installed (pip install nvidia-cutlass-dsl)"
+    for rule in _KERNEL_RULES:
+        if not rule.holds(call, block, target or SM90):
+            yield rule.message(call, block, target or SM90)
+
+
+def choose(
+    backend: str,
+    *,
+    device: str,
+    block: tuple[int, int] = BLOCK,
+    notes: tuple[str, ...] = (),
+    call: Call | None = None,
+) -> Plan:
+    """Choose the plan of a call.
+
+    Args:
+        backend: one of `BACKENDS`, or "emulate:" and an architecture.
+        device: type of the query's device.
+        block: tile sizes of the mask's runs, if the caller gave them.
+        notes: passed on.
+        call: the tensors; None if they are not known, then no GPU kernel is chosen.
+
+    Raises:
+        OptionError: unknown backend.
+        UnsupportedError: a GPU kernel was asked for and none can serve this call here.
+    """
+    kind, emulated = parsed(backend)
+    if kind == "eager":
+        return Plan("eager", block, "asked for; dense, holds every score", notes)
+    why = "asked for"
+    if kind != "cpu":
+        if call is None:
+            reasons = ["the tensors are not known"]
+        else:
+            reasons = list(refusals(call, block, target=emulated))
+        if emulated is not None and device != "cpu":
+            reasons.append(f"the emulator runs on CPU tensors, query is on {device}")
+        if not reasons and call is not None:
+            why = "asked for" if kind != "auto" else "the fastest for this GPU"
+            return _kernel_plan(call, block, emulated, why, notes)
+        if kind in ("cute", "emulate"):
+            raise refused(backend, "; ".join(reasons))
+        why = reasons[0]
+    return Plan("cpu", block, f"{why}; torch operators over the tiles that the mask keeps", notes)
+
+
+def parsed(backend: str) -> tuple[str, Target | None]:
+    """The backend without its architecture, and what is emulated."""
+    kind, colon, arch = str(backend).partition(":")
+    if kind not in BACKENDS or (colon and kind != "emulate"):
+        raise OptionError(
+            f"backend={backend!r} is not known; expected one of {', '.join(BACKENDS)}"
+        )
+    if kind != "emulate":
+        return kind, None
+    target = of_arch(arch) if colon else SM90
+    if target is None:
+        raise refused(backend, missing_arch(arch))
+    return kind, target
+
+
+def _kernel_plan(
+    call: Call,
+    block: tuple[int, int],
+    emulated: Target | None,
+    why: str,
+    notes: tuple[str, ...],
+) -> Plan:
+    """The plan of a call that nothing refuses."""
+    target = emulated or of_capability(call.capability)
+    assert target is not None
+    found = _suitable(call, block, target)
+    assert found is not None
+    tiles = found.block
+    if call.masked and not call.fixed and call.listed is None:
+        tiles = mask_tiles(_kernels(call, target))
+    if emulated is None:
+        notes = (*notes, *_notes(call, target))
+    name = EMULATED + target.name if emulated else target.name
+    return Plan(name, tiles, f"{why}; CuTe-DSL kernel for {target.arch}", notes)
+
+
+def _notes(call: Call, target: Target) -> Iterator[str]:
+    """What to know of a template's kernels on a GPU."""
+    if target.template == "sm100":
+        yield SILICON_NOTE
+
+
+class NoKernelError(UnsupportedError):
+    """A GPU kernel was asked for and cannot be had; `reason` is why."""
+
+    reason = ""
+
+
+def refused(backend: str, reason: str) -> NoKernelError:
+    """The error of a GPU kernel that was asked for and cannot be had."""
+    what = "a kernel compiled for a GPU" if backend == "cute" else "a GPU kernel in the emulator"
+    error = NoKernelError(
+        f"backend={backend!r} asks for {what}, and there is none for this call: {reason}. "
+        'backend="auto" takes torch operators instead (block-sparse, on any device)'
+    )
+    error.reason = reason
+    return error

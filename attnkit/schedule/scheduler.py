@@ -1,0 +1,395 @@
+"""The order in which persistent workers (CTAs) take the tiles of an attention, and its splits.
+
+A row of work computes one output tile: in the forward a (b, h, q block), walking along kv; in the
+backward a (b, h, kv block), walking along q by the transposed runs. Rows are ordered longest
+processing time first (Graham 1969) inside sections whose keys and values fit L2, heads that share
+them side by side; rows beyond their fair share are split, and the results of the pieces joined by
+`attnkit.runtime.merge_states.merge`. Workers take pieces in list order from one counter, so a long row delays
+nobody. Everything is torch operators on the runs' device; no loop over rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnkit.errors import OptionError, ShapeError
+from attnkit.schedule.l2_sections import sections, unit_of_rows
+from attnkit.schedule.split_kv import (
+    GRAIN,
+    Cost,
+    Pieces,
+    Rows,
+    even,
+    filled,
+    predicted,
+    whole,
+    wrapped,
+)
+from attnkit.sparsity.block_runs import BlockRuns, Runs
+from attnkit.util.csr import searched
+
+# Measured on one H200 with a Hopper prototype, tiles of 128 x 128, D = 128, bfloat16: 2209 cycles a
+# block and about 4000 a tile (fitted over lengths 2048, 8192 and 16384); a causal mask on 488
+# interior blocks took 0.117 M cycles, so 240 more each. `merge` is an estimate: 64 KB of float32
+# written and read once at the card's 5.5 TB/s from L2, shared by 132 SMs.
+FORWARD = Cost(full=2209, partial=2450, tile=4000, merge=4600)
+
+# The Hopper backward on one H200, full, D = 128: two of its blocks of 64 x 128, fitted over lengths
+# 2048 and 8192, and what a part of a row takes beside its blocks; the mask's share is an estimate.
+BACKWARD = Cost(full=6060, partial=6360, tile=9500, merge=6500)
+
+L2_BYTES = 32 << 20  # of the H200's 50 MB: 8 heads at 8192 were as fast as 4, 16 were slower
+
+ORDERS = ("longest", "grid", "ascending", "descending", "falling")
+MONOTONE = ("ascending", "descending")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a schedule must know of the tensors.
+
+    Attributes:
+        batch, heads: of the query.
+        tile_bytes: memory that one visited tile takes: K and V of a kv tile in the forward; Q, dO
+            and float32 dQ of a q tile in the backward.
+        kv_heads: heads of key and value, a divisor of `heads`; 0 means `heads`.
+        kv_batch: batch of key and value, `batch` or 1; 0 means `batch`.
+    """
+
+    batch: int
+    heads: int
+    tile_bytes: int
+    kv_heads: int = 0
+    kv_batch: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.batch, self.heads, self.tile_bytes) < 1:
+            raise ShapeError(f"batch, heads and tile_bytes must be at least 1, got {self}")
+        if self.heads % (self.kv_heads or self.heads):
+            raise ShapeError(f"kv_heads must divide heads, got {self}")
+        if self.kv_batch not in (0, 1, self.batch):
+            raise ShapeError(f"kv_batch must be the batch or 1, got {self}")
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """Pieces of work in the order in which they are to be started.
+
+    A piece is a part of the PARTIAL and of the FULL runs of one row. Each part is a cursor: begin
+    `skip` tiles into run number `run`, and go on through the row's following runs for `count` tiles.
+
+    Attributes:
+        shape, prices, workers, order, backward: what it was made for.
+        blocks: output tiles of a head.
+        b, h, tile: int32 [pieces], the output tile.
+        partial, full: int32 [pieces, 3], the cursors (run, skip, count); (0, 0, 0) if empty.
+        slot: int32 [pieces], -1 for a whole row, else where the partial result goes; the pieces of
+            a row have neighbouring slots.
+        split: int32 [split rows, 3], the (b, h, tile) whose slots are to be merged.
+        split_ptr: int32 [split rows + 1], their slots.
+        cost: int64 [pieces], in cycles.
+        unsplit: cost of all rows if none were split, in cycles.
+    """
+
+    shape: Shape
+    prices: Cost
+    workers: int
+    order: str
+    backward: bool
+    blocks: int
+    b: Tensor
+    h: Tensor
+    tile: Tensor
+    partial: Tensor
+    full: Tensor
+    slot: Tensor
+    split: Tensor
+    split_ptr: Tensor
+    cost: Tensor
+    unsplit: int
+
+    @property
+    def pieces(self) -> int:
+        """Number of pieces."""
+        return self.b.numel()
+
+    @property
+    def bound(self) -> float:
+        """No schedule of the same pieces ends sooner, in cycles.
+
+        The longest piece, or what each worker must do if rows were free to split.
+        """
+        return max(self.unsplit / self.workers, int(self.cost.max()))
+
+    def table(self) -> Tensor:
+        """int32 [pieces, 12], 48 bytes a piece, for a kernel to read.
+
+        b, h, tile, slot, then the PARTIAL and the FULL cursor, then the number among `split` of the
+        row that it is a part of, -1 for a whole row, and how many parts that has.
+        """
+        head = torch.stack([self.b, self.h, self.tile, self.slot], 1)
+        row = searched(self.split_ptr, self.slot) - 1
+        parts = torch.cat([self.split_ptr.diff(), self.split_ptr.new_ones(1)])[row]
+        tail = torch.stack([row.to(torch.int32), parts], 1)
+        return torch.cat([head, self.partial, self.full, tail], 1)
+
+    def __str__(self) -> str:
+        kind = "backward" if self.backward else "forward"
+        return (
+            f"{kind} schedule, {self.order}, for {self.workers} workers: {self.pieces} pieces of "
+            f"{self.shape.batch} x {self.shape.heads} x {self.blocks} tiles, "
+            f"{self.split.shape[0]} split; bound {self.bound:.0f} cycles"
+        )
+
+
+def schedule_forward(
+    runs: BlockRuns,
+    shape: Shape,
+    *,
+    workers: int,
+    cost: Cost = FORWARD,
+    l2_bytes: int = L2_BYTES,
+    order: str = "longest",
+    split: bool = True,
+) -> Schedule:
+    """Order the q tiles of a forward.
+
+    Args:
+        runs: the mask's tiles.
+        shape: the tensors; the runs' batch and heads must be theirs or 1.
+        workers: persistent CTAs, as a rule the number of SMs.
+        cost: of the work, see `Cost`.
+        l2_bytes: how much K and V a section may hold.
+        order: "longest" first in sections; "grid", (b, h, tile) as a plain launch does, never
+            split; "ascending" or "descending" by tile in sections; "falling", descending as far
+            as the shortest pieces are not kept for the end, never split.
+        split: allow rows to be split along kv.
+
+    Raises:
+        OptionError: an unknown order, or a number that is not positive.
+        ShapeError: the runs do not fit the tensors.
+    """
+    kv_batch, kv_heads = shape.kv_batch or shape.batch, shape.kv_heads or shape.heads
+    lists = (runs.full, runs.partial, runs.q_blocks, runs.kv_blocks)
+    work = _Work(runs, shape, workers, cost, l2_bytes, order, False, lists, (kv_batch, kv_heads))
+    return work.schedule(split)
+
+
+def schedule_backward(
+    runs: BlockRuns,
+    shape: Shape,
+    *,
+    workers: int,
+    cost: Cost = BACKWARD,
+    l2_bytes: int = L2_BYTES,
+    order: str = "longest",
+    split: bool = True,
+) -> Schedule:
+    """Order the kv tiles of a backward, each walking along q by the transposed runs.
+
+    A row computes dK and dV of one kv tile from one query head, and adds to dQ. Pieces of a split
+    row each hold a part of the sums dK and dV. Deterministic runs take "ascending" or "descending"
+    and `attnkit.schedule.deterministic_order`. Arguments and errors are those of `schedule_forward`.
+    """
+    lists = (runs.full_t, runs.partial_t, runs.kv_blocks, runs.q_blocks)
+    owners = (shape.batch, shape.heads)  # each head reads its own Q and dO
+    return _Work(runs, shape, workers, cost, l2_bytes, order, True, lists, owners).schedule(split)
+
+
+@dataclass(frozen=True, eq=False)
+class _Work:
+    """The arguments of a schedule, forward or backward."""
+
+    runs: BlockRuns
+    shape: Shape
+    workers: int
+    cost: Cost
+    l2_bytes: int
+    order: str
+    backward: bool
+    lists: tuple[Runs, Runs, int, int]  # FULL, PARTIAL, rows of a head, blocks of a row
+    owners: tuple[int, int]  # batch and heads of what is read
+
+    def __post_init__(self) -> None:
+        if self.order not in ORDERS:
+            raise OptionError(f"order={self.order!r} is not known; expected one of {ORDERS}")
+        if min(self.workers, self.l2_bytes) < 1:
+            raise OptionError(
+                f"workers and l2_bytes must be positive, got {self.workers} and {self.l2_bytes}"
+            )
+        runs, shape = self.runs, self.shape
+        if runs.batch not in (1, shape.batch) or runs.heads not in (1, shape.heads):
+            raise ShapeError(
+                f"the mask's runs are for batch {runs.batch} and {runs.heads} heads; the tensors "
+                f"have batch {shape.batch} and {shape.heads} heads: make runs for these, or for 1"
+            )
+
+    def schedule(self, split: bool) -> Schedule:
+        """Split, order and number."""
+        rows = self._rows()
+        section, place = self._sections(), self._places()
+        pieces, costs, order = self._chosen(rows, section, place, split)
+        unsplit = int((rows.body + self.cost.tile).sum())
+        return self._numbered(rows, pieces, costs, order, unsplit)
+
+    def _mask_rows(self) -> Tensor:
+        """int64 [work rows]: rows of the runs, shared batches and heads repeated."""
+        runs, blocks = self.runs, self.lists[2]
+        size = (runs.batch, runs.heads, blocks)
+        grid = torch.arange(runs.batch * runs.heads * blocks, device=runs.device).view(size)
+        return grid.expand(self.shape.batch, self.shape.heads, blocks).reshape(-1)
+
+    def _rows(self) -> Rows:
+        full, partial = (_tiles_of(kind)[self._mask_rows()] for kind in self.lists[:2])
+        return Rows(partial, full, self.cost)
+
+    def _sections(self) -> Tensor:
+        full, partial, blocks, columns = self.lists
+        batch, heads, units = self.shape.batch, self.shape.heads, self.owners[0] * self.owners[1]
+        unit = unit_of_rows(batch, heads, self.owners, blocks, self.runs.device)
+        if self.order == "grid":
+            return torch.zeros_like(unit)
+        capacity = self.l2_bytes // self.shape.tile_bytes
+        members = unit.numel() // (units * blocks)
+        # enough rows to keep the workers busy; a fixed order of a head's tiles is not cut
+        least = -(-self.workers // members) if self.order == "longest" else blocks + 1
+        return sections((full, partial), units, unit, blocks, columns, capacity, least)
+
+    def _places(self) -> Tensor:
+        """int64 [work rows]: neighbours of a tile, those that share K and V side by side."""
+        batch, heads = self.shape.batch, self.shape.heads
+        shared = self.owners[0] == 1 < batch
+        pair = torch.arange(batch * heads, device=self.runs.device).view(batch, self.owners[1], -1)
+        order = (pair.transpose(0, 1) if shared else pair).reshape(-1)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(batch * heads, device=order.device)
+        return place.repeat_interleave(self.lists[2])
+
+    def _chosen(
+        self, rows: Rows, section: Tensor, place: Tensor, split: bool
+    ) -> tuple[Pieces, Tensor, Tensor]:
+        """The pieces with the least predicted makespan, their costs and their order."""
+        total = int((rows.body + self.cost.tile).sum())
+        share, least = total // self.workers, -1
+        for pieces, level in self._options(rows, max(1, share), split, section, place):
+            costs = pieces.costs(rows)
+            order = self._ordered(pieces, costs, section, place, level)
+            if least < 0 and int(costs.max()) * GRAIN <= share:
+                return pieces, costs, order  # any order is good
+            makespan = predicted(costs[order], self.workers)
+            if least < 0 or makespan * 100 < least * 99:  # each cut must pay
+                least, best = makespan, (pieces, costs, order)
+            if least * 100 <= share * 101:  # within 1 % of what is possible
+                break
+        return best
+
+    def _options(
+        self, rows: Rows, share: int, split: bool, section: Tensor, place: Tensor
+    ) -> Iterator[tuple[Pieces, bool]]:
+        """Ways to split, few cuts first, and whether to keep the shortest pieces for the end."""
+        pieces = whole(rows)
+        yield pieces, False
+        if self.order in ("longest", "falling"):
+            yield pieces, True
+        split = split and self.order != "falling"
+        if split and self.order == "longest":
+            order = self._ordered(pieces, pieces.costs(rows), section, place, False)
+            yield filled(rows, order, self.workers), False
+        if split and self.order != "grid":
+            for limit in (share, share // 2, share // 4):
+                yield even(rows, limit), True
+            yield wrapped(rows, self.workers), True
+
+    def _ordered(
+        self, pieces: Pieces, costs: Tensor, section: Tensor, place: Tensor, level: bool
+    ) -> Tensor:
+        """int64 [pieces]: pieces in list order. Ties follow the natural order, on any device."""
+        blocks, count = self.lists[2], pieces.row.numel()
+        if self.order == "grid":
+            return torch.arange(count, device=costs.device)
+        section, sections = section[pieces.row], int(section.max()) + 1
+        # sections too small to keep the workers busy run side by side anyway: join them
+        wanted = min(sections, max(1, count // self.workers))
+        section = section * wanted // sections
+        tile, most = pieces.row % blocks, int(pieces.parts.max())
+        pairs = self.shape.batch * self.shape.heads
+        if self.order in MONOTONE:
+            tile = tile if self.order == "ascending" else blocks - 1 - tile
+            # pieces of a row stay together: its turn comes once
+            return _lexsort(place[pieces.row] * most + pieces.index, tile, section)
+        longest = costs.new_zeros(wanted).scatter_reduce(0, section, costs, "amax")
+        first = -longest[section]
+        if level:
+            # the end of the last section may be too coarse to fill the gaps: keep some of the
+            # shortest pieces of all, which read the least
+            rising, shortest = costs.sort(stable=True)
+            kept = rising.cumsum(0) <= self.workers * int(rising[-1]) // 2
+            end = costs < rising[int(kept.sum().clamp(max=count - 1))]
+            if self.order == "falling":  # and some of equal ones
+                end[shortest[kept]] = True
+            section, first = torch.where(end, wanted, section), torch.where(end, 1, first)
+        rank = -costs
+        if self.order == "falling":
+            tile, rank = blocks - 1 - tile, torch.where(section < wanted, 0, rank)
+        # heads that share K and V run the same piece side by side
+        near = (tile * most + pieces.index) * pairs + place[pieces.row]
+        return _lexsort(near, rank, section, first)
+
+    def _numbered(
+        self, rows: Rows, pieces: Pieces, costs: Tensor, order: Tensor, unsplit: int
+    ) -> Schedule:
+        full, partial, blocks, _ = self.lists
+        mask_row = self._mask_rows()[pieces.row]
+        many = pieces.parts > 1
+        slot = torch.where(many, many.cumsum(0) - 1, -1).to(torch.int32)
+        first = many & (pieces.index == 0)
+        ends = pieces.parts[first].cumsum(0)
+        b, h, tile = _coordinates(pieces.row, self.shape.heads, blocks)
+        return Schedule(
+            self.shape, self.cost, self.workers, self.order, self.backward, blocks,
+            b[order], h[order], tile[order],
+            partial=_cursor(partial, mask_row, *pieces.partial(rows))[order],
+            full=_cursor(full, mask_row, *pieces.full(rows))[order],
+            slot=slot[order],
+            split=torch.stack([b, h, tile], 1)[first],
+            split_ptr=torch.cat([ends.new_zeros(1), ends]).to(torch.int32),
+            cost=costs[order],
+            unsplit=unsplit,
+        )  # fmt: skip
+
+
+def _tiles_of(runs: Runs) -> Tensor:
+    """Tiles of each row, int64 [rows]."""
+    ends = torch.cat([runs.length.new_zeros(1, dtype=torch.int64), runs.length.cumsum(0)])
+    return ends[runs.row_ptr.to(torch.int64)].diff()
+
+
+def _cursor(runs: Runs, row: Tensor, first: Tensor, count: Tensor) -> Tensor:
+    """int32 [pieces, 3]: (run, skip, count) of stretches of the rows' tiles."""
+    if not runs.length.numel():
+        return torch.zeros(row.numel(), 3, dtype=torch.int32, device=row.device)
+    ends = runs.length.cumsum(0)
+    begins = ends - runs.length
+    begin = torch.cat([begins, ends[-1:]])[runs.row_ptr.to(torch.int64)[row]] + first
+    run = searched(ends, begin).clamp(max=ends.numel() - 1)
+    cursor = torch.stack([run, begin - begins[run], count], 1)
+    return torch.where(count[:, None] > 0, cursor, 0).to(torch.int32)
+
+
+def _coordinates(row: Tensor, heads: int, blocks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """int32 b, h and tile of work rows."""
+    pair = row // blocks
+    b, h, tile = pair // heads, pair % heads, row % blocks
+    return b.to(torch.int32), h.to(torch.int32), tile.to(torch.int32)
+
+
+def _lexsort(*keys: Tensor) -> Tensor:
+    """Stable order by the last key, then the one before, and so on."""
+    order = torch.arange(keys[0].numel(), device=keys[0].device)
+    for key in keys:
+        order = order[torch.argsort(key[order], stable=True)]
+    return order

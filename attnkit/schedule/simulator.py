@@ -1,0 +1,283 @@
+"""A schedule run on paper: when each worker does what, how long it idles, what L2 saves.
+
+Workers take pieces in list order as they become free, the cost model tells how long each takes, and
+L2 keeps the tiles that were used last. So schedules can be compared without a GPU.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnkit.errors import OptionError
+from attnkit.schedule.scheduler import L2_BYTES, Schedule
+from attnkit.sparsity.block_runs import BlockRuns, Runs
+from attnkit.util.csr import owners, searched
+
+_VISITS = 1 << 16  # more are sampled ...
+_SAMPLED_TILES = 64  # ... while L2 holds at least so many tiles of the sample
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """Who does which piece when.
+
+    Attributes:
+        start, end: int64 [pieces], cycles; waiting for a turn is between them.
+        worker: int32 [pieces].
+        workers: how many there are.
+        work: cycles of all pieces, waiting left out.
+    """
+
+    start: Tensor
+    end: Tensor
+    worker: Tensor
+    workers: int
+    work: int
+
+    @property
+    def makespan(self) -> int:
+        """When the last worker is done, in cycles."""
+        return int(self.end.max())
+
+    @property
+    def idle(self) -> float:
+        """Share of the workers' time that is not work, 0 to 1."""
+        return 1 - self.work / (self.workers * max(1, self.makespan))
+
+    def feed(self) -> tuple[Tensor, Tensor]:
+        """The same assignment fixed beforehand, for kernels without a counter.
+
+        Returns:
+            int32 [workers + 1] pointers into int32 [pieces]: the pieces of each worker, ascending.
+        """
+        order = torch.argsort(self.worker, stable=True)
+        counts = torch.bincount(self.worker, minlength=self.workers)
+        pointers = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        return pointers.to(torch.int32), order.to(torch.int32)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a simulation found.
+
+    Attributes:
+        workers: persistent CTAs.
+        pieces, split: pieces of work, and rows that were split.
+        makespan, bound: cycles; no schedule of these pieces ends before `bound`.
+        idle: share of the workers' time that is not work.
+        reuse: share of the visited tiles that L2 still held.
+    """
+
+    workers: int
+    pieces: int
+    split: int
+    makespan: int
+    bound: float
+    idle: float
+    reuse: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.workers} workers, {self.pieces} pieces ({self.split} rows split): "
+            f"{self.makespan} cycles, {self.makespan / self.bound:.3f} x the lower bound, "
+            f"idle {self.idle:.1%}, L2 reuse {self.reuse:.1%}"
+        )
+
+
+def report(
+    schedule: Schedule, runs: BlockRuns, workers: int | None = None, l2_bytes: int = L2_BYTES
+) -> Report:
+    """Simulate a schedule: see `simulate` and `l2_reuse`."""
+    timeline = simulate(schedule, workers)
+    return Report(
+        workers=timeline.workers,
+        pieces=schedule.pieces,
+        split=schedule.split.shape[0],
+        makespan=timeline.makespan,
+        bound=max(schedule.unsplit / timeline.workers, int(schedule.cost.max())),
+        idle=timeline.idle,
+        reuse=l2_reuse(schedule, runs, timeline, l2_bytes),
+    )
+
+
+def simulate(schedule: Schedule, workers: int | None = None) -> Timeline:
+    """Give each piece, in list order, to the worker that is free first.
+
+    One step of a heap per piece (a million pieces take about a second): each depends on all before.
+
+    Args:
+        workers: another number than the schedule was made for.
+    """
+    count = _positive(schedule.workers if workers is None else workers)
+    free = [(0, i) for i in range(count)]
+    starts, hands = [], []
+    costs = schedule.cost.tolist()
+    for cost in costs:
+        now, hand = free[0]
+        starts.append(now)
+        hands.append(hand)
+        heapq.heapreplace(free, (now + cost, hand))
+    start, cost = _column(starts), schedule.cost.cpu()
+    return Timeline(start, start + cost, _column(hands).to(torch.int32), count, sum(costs))
+
+
+def simulate_turns(schedule: Schedule, runs: BlockRuns, workers: int | None = None) -> Timeline:
+    """The same for a deterministic backward, where tiles wait for their turn at dQ.
+
+    A piece visits its q tiles in ascending order, FULL and PARTIAL alike, and adds to dQ at the end
+    of each; until it is its turn, its worker waits. In list order all waits are for what has been
+    simulated already, see `attnkit.schedule.deterministic_order`. One step per piece over its tiles.
+    """
+    piece, tile, partial = visits(schedule, runs)
+    order = torch.argsort(piece * (runs.q_blocks + 1) + tile)
+    counts = torch.bincount(piece, minlength=schedule.pieces)
+    b, h = schedule.b.to(torch.int64).cpu(), schedule.h.to(torch.int64).cpu()
+    head = ((b * schedule.shape.heads + h) * runs.q_blocks)[piece]
+    place, partial = (head + tile)[order], partial[order]
+    spent = torch.where(partial, schedule.prices.partial, schedule.prices.full)
+    count = _positive(schedule.workers if workers is None else workers)
+    free = [(0, i) for i in range(count)]
+    rows = schedule.shape.batch * schedule.shape.heads * runs.q_blocks
+    ready = torch.zeros(rows, dtype=torch.int64, device="cpu")
+    starts, ends, hands = [], [], []
+    parts = zip(place.split(counts.tolist()), spent.split(counts.tolist()), strict=True)
+    rest = schedule.cost.cpu() - torch.zeros_like(counts).index_add(0, piece[order], spent)
+    for (where, cost), overhead in zip(parts, rest.tolist(), strict=True):
+        now, hand = free[0]
+        # end of tile i = max(end of tile i - 1 + cost, ready), in closed form
+        sums = cost.cumsum(0)
+        late = torch.cummax(ready[where] - sums, 0).values if sums.numel() else sums
+        done = sums + late.clamp(min=now)
+        ready[where] = done
+        end = (int(done[-1]) if sums.numel() else now) + overhead
+        starts.append(now)
+        ends.append(end)
+        hands.append(hand)
+        heapq.heapreplace(free, (end, hand))
+    work = int(schedule.cost.sum())
+    return Timeline(_column(starts), _column(ends), _column(hands).to(torch.int32), count, work)
+
+
+def _column(numbers: list[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+
+def _positive(workers: int) -> int:
+    if workers < 1:
+        raise OptionError(f"workers must be positive, got {workers}")
+    return workers
+
+
+def visits(schedule: Schedule, runs: BlockRuns, every: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """The tiles that each piece visits, on the CPU.
+
+    Args:
+        every: list only tiles whose number is a multiple of it.
+
+    Returns:
+        piece, tile: int64 [visits], PARTIAL tiles first within a piece as kernels walk; partial:
+        bool [visits].
+    """
+    pairs = [(schedule.partial, runs.partial), (schedule.full, runs.full)]
+    if schedule.backward:
+        pairs = [(schedule.partial, runs.partial_t), (schedule.full, runs.full_t)]
+    found = [_walk(cursor.cpu().to(torch.int64), kind.to("cpu"), every) for cursor, kind in pairs]
+    piece = torch.cat([p for p, _ in found])
+    tile = torch.cat([t for _, t in found])
+    partial = torch.arange(piece.numel(), device="cpu") < found[0][0].numel()
+    order = torch.argsort(piece, stable=True)
+    return piece[order], tile[order], partial[order]
+
+
+def _walk(cursor: Tensor, runs: Runs, every: int) -> tuple[Tensor, Tensor]:
+    """Piece and tile of what cursors (run, skip, count) pass."""
+    run, skip, count = cursor.unbind(1)
+    if not runs.length.numel():
+        return run[:0], run[:0]
+    ends = runs.length.cumsum(0)
+    begins = ends - runs.length
+    low = begins[run] + skip
+    last = searched(ends, low + count - 1)
+    piece, local = _expanded(torch.where(count > 0, last - run + 1, 0))
+    run = run[piece] + local
+    first = torch.maximum(begins[run], low[piece])
+    length = torch.minimum(ends[run], (low + count)[piece]) - first
+    block = runs.start[run] + first - begins[run]
+    sample = -(-block // every)
+    part, local = _expanded(-(-(block + length) // every) - sample)
+    return piece[part], (sample[part] + local) * every
+
+
+def _expanded(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Index i repeated counts[i] times, and 0, 1, ... within each."""
+    owner = owners(counts)
+    return owner, torch.arange(owner.numel(), device="cpu") - (counts.cumsum(0) - counts)[owner]
+
+
+def l2_reuse(
+    schedule: Schedule, runs: BlockRuns, timeline: Timeline, l2_bytes: int = L2_BYTES
+) -> float:
+    """Share of the visited tiles, 0 to 1, that are still in an L2 that drops the least recent.
+
+    Exact for that model up to 65536 visits; beyond, every n-th tile is followed in an L2 of an n-th
+    of the size (Waldspurger et al. 2015).
+    """
+    shape, capacity = schedule.shape, l2_bytes // schedule.shape.tile_bytes
+    total = int((schedule.partial[:, 2] + schedule.full[:, 2]).sum())
+    every = max(1, min(-(-total // _VISITS), capacity // _SAMPLED_TILES))
+    piece, tile, _ = visits(schedule, runs, every)
+    if not piece.numel():
+        return 0.0
+    # a piece passes its tiles evenly between start and end
+    place = torch.arange(piece.numel(), device="cpu")
+    counts = torch.bincount(piece, minlength=schedule.pieces)
+    rank = (place - (counts.cumsum(0) - counts)[piece] + 0.5) / counts[piece]
+    length = (timeline.end - timeline.start)[piece]
+    order = torch.argsort(timeline.start[piece] + rank * length, stable=True)
+    heads = shape.heads if schedule.backward else shape.kv_heads or shape.heads
+    b, h = schedule.b.cpu().to(torch.int64), schedule.h.cpu() // (shape.heads // heads)
+    if not schedule.backward and shape.kv_batch == 1:
+        b = torch.zeros_like(b)
+    columns = runs.q_blocks if schedule.backward else runs.kv_blocks
+    item = (b * heads + h)[piece] * columns + tile
+    return float(lru_hits(item[order], capacity // every).double().mean())
+
+
+def lru_hits(items: Tensor, capacity: int) -> Tensor:
+    """Which accesses hit a cache of `capacity` items that drops the least recently used.
+
+    An access hits if fewer than `capacity` different items came since the last one of its own
+    (Mattson et al. 1970): those are the accesses in between whose own predecessor lies before.
+
+    Args:
+        items: int64 [n], in order of access.
+
+    Returns:
+        bool [n].
+    """
+    count = items.numel()
+    order = torch.argsort(items, stable=True)
+    before = torch.full_like(items, -1)
+    same = items[order][1:] == items[order][:-1]
+    before[order[1:][same]] = order[:-1][same]
+    different = _smaller_before(before) - (before + 1)
+    return (before >= 0) & (different < capacity) if count else items.bool()
+
+
+def _smaller_before(values: Tensor) -> Tensor:
+    """int64 [n]: how many earlier values are not larger; merge counting, n log^2 n."""
+    count = values.numel()
+    size = 1 << max(0, count - 1).bit_length()
+    padded = torch.nn.functional.pad(values, (0, size - count), value=size)
+    found = torch.zeros_like(padded)
+    half = 1
+    while half < size:
+        left, right = padded.view(-1, 2, half).unbind(1)
+        ranks = torch.searchsorted(left.sort(1).values, right.contiguous(), right=True)
+        found.view(-1, 2, half)[:, 1] += ranks
+        half *= 2
+    return found[:count]

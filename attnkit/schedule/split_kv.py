@@ -1,0 +1,214 @@
+"""Rows of tiles cut into pieces, so that no worker is left with more than its share.
+
+A row is the work of one output tile: its PARTIAL tiles, then its FULL tiles, in that sequence. A
+cut is a place in the sequence, on a run's boundary or inside a run.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnkit.errors import OptionError
+from attnkit.util.csr import owners, searched
+
+# Costs are told apart down to this part of a worker's share; also the guarantee of `longest first`
+# that makes splitting needless: list scheduling ends within the longest tile of the share.
+GRAIN = 32
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Linear cost of the work on one output tile, in SM clock cycles.
+
+    A row costs `tile + partial * partial tiles + full * full tiles`. Integers, so that sums are
+    exact and the same on every device.
+
+    Attributes:
+        full: a FULL tile.
+        partial: a PARTIAL tile, mask included.
+        tile: what each piece of work costs besides its tiles (prologue, epilogue).
+        merge: what a piece of a split row costs on top (partial result written and read again).
+    """
+
+    full: int
+    partial: int
+    tile: int
+    merge: int
+
+    def __post_init__(self) -> None:
+        values = (self.full, self.partial, self.tile, self.merge)
+        if not all(isinstance(v, int) for v in values) or min(values) < 0 or not self.full:
+            raise OptionError(f"costs must be integers, none negative and full > 0, got {self}")
+        if not self.partial:
+            raise OptionError(f"a partial tile cannot be free, got {self}")
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The rows to be scheduled: number of tiles of each kind, int64 [rows]."""
+
+    partial: Tensor
+    full: Tensor
+    cost: Cost
+
+    @property
+    def body(self) -> Tensor:
+        """Cost of the tiles alone, int64 [rows]."""
+        return self.partial * self.cost.partial + self.full * self.cost.full
+
+    @property
+    def tiles(self) -> Tensor:
+        """Tiles of either kind, int64 [rows]."""
+        return self.partial + self.full
+
+    def ordinal(self, row: Tensor, offset: Tensor) -> Tensor:
+        """The place in the sequence that is nearest to an offset in cost."""
+        a, b = self.cost.full, self.cost.partial
+        head = self.partial[row] * b
+        return torch.where(
+            offset < head,
+            (2 * offset + b) // (2 * b),
+            self.partial[row] + (2 * (offset - head) + a) // (2 * a),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """Rows in pieces, ascending by row and place; int64 [pieces] each.
+
+    Attributes:
+        row: whose piece.
+        first, stop: half-open stretch of the row's sequence.
+        index: 0, 1, ... within the row.
+        parts: pieces that the row has.
+    """
+
+    row: Tensor
+    first: Tensor
+    stop: Tensor
+    index: Tensor
+    parts: Tensor
+
+    def partial(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """First place and number of the PARTIAL tiles."""
+        limit = rows.partial[self.row]
+        first = torch.minimum(self.first, limit)
+        return first, torch.minimum(self.stop, limit) - first
+
+    def full(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """First place, among the FULL tiles, and number of the FULL tiles."""
+        skip = rows.partial[self.row]
+        first = (self.first - skip).clamp(min=0)
+        return first, (self.stop - skip).clamp(min=0) - first
+
+    def costs(self, rows: Rows) -> Tensor:
+        """Cost of each piece, int64 [pieces]."""
+        cost = rows.cost
+        body = self.partial(rows)[1] * cost.partial + self.full(rows)[1] * cost.full
+        return body + cost.tile + torch.where(self.parts > 1, cost.merge, 0)
+
+
+def whole(rows: Rows) -> Pieces:
+    """Every row in one piece."""
+    none = rows.full.new_empty(0)
+    return _cut(rows, none, none)
+
+
+def even(rows: Rows, limit: int) -> Pieces:
+    """Rows whose tiles cost more than `limit` in the fewest equal pieces whose tiles do not."""
+    parts = (-(-rows.body // max(1, limit))).clamp(min=1)
+    parts = torch.minimum(parts, rows.tiles.clamp(min=1))
+    row = owners(parts - 1)
+    before = (parts - 1).cumsum(0) - (parts - 1)
+    number = torch.arange(row.numel(), device=parts.device) - before[row] + 1
+    return _cut(rows, row, rows.ordinal(row, rows.body[row] * number // parts[row]))
+
+
+def wrapped(rows: Rows, workers: int) -> Pieces:
+    """Rows laid end to end, longest first, and cut into one stretch per worker.
+
+    McNaughton's wrap-around rule (1959): at most workers - 1 cuts, and every stretch is a worker's
+    fair share.
+    """
+    prices, order = torch.sort(rows.body + rows.cost.tile, descending=True, stable=True)
+    share = int(prices.sum()) // workers
+    return _laid(rows, order, torch.full((workers,), share, device=order.device))
+
+
+def filled(rows: Rows, order: Tensor, workers: int) -> Pieces:
+    """Rows whole, as far as they fit their workers' fair shares; the others fill what is left.
+
+    These are laid end to end and cut at the ends of the shares: fewer cuts than `wrapped` makes, and
+    pieces that longest first pairs well, the longest of one worker with the shortest of another.
+
+    Args:
+        rows: the rows.
+        order: int64 [rows], the list that workers take rows from.
+        workers: how many.
+    """
+    prices = (rows.body + rows.cost.tile)[order]
+    share = int(prices.sum()) // workers
+    loads, taken = [0] * workers, 0
+    for price in prices.tolist():
+        if loads[0] + price > share:
+            break
+        heapq.heapreplace(loads, loads[0] + price)
+        taken += 1
+    gaps = share - torch.tensor(loads, device=order.device)
+    return _laid(rows, order[taken:], gaps)
+
+
+def _laid(rows: Rows, order: Tensor, gaps: Tensor) -> Pieces:
+    """Some rows laid end to end in this order, cut where the gaps, laid end to end, end.
+
+    A cut whose piece would cost less than its own overhead is left out.
+    """
+    cost = rows.cost
+    prices = (rows.body + cost.tile)[order]
+    ends, at = prices.cumsum(0), gaps.cumsum(0)[:-1]
+    at = at[at < int(prices.sum())]
+    place = searched(ends, at)
+    offset = at - (ends[place] - prices[place]) - cost.tile
+    row, margin = order[place], cost.tile + cost.merge
+    keep = (offset > margin) & (offset + margin < rows.body[row])
+    return _cut(rows, row[keep], rows.ordinal(row[keep], offset[keep]))
+
+
+def _cut(rows: Rows, row: Tensor, place: Tensor) -> Pieces:
+    """Cut rows at places of their sequences; places at an end do not count."""
+    device, count = row.device, rows.full.numel()
+    inside = (place > 0) & (place < rows.tiles[row])
+    width = int(rows.tiles.max()) + 1
+    starts = torch.arange(count, device=device) * width
+    keys = torch.cat([starts, (row * width + place)[inside]]).unique()
+    row = keys // width
+    first = keys - row * width
+    parts = torch.bincount(row, minlength=count)
+    index = torch.arange(row.numel(), device=device) - (parts.cumsum(0) - parts)[row]
+    last = index + 1 == parts[row]
+    stop = torch.where(last, rows.tiles[row], first.roll(-1))
+    return Pieces(row, first, stop, index, parts[row])
+
+
+def predicted(costs: Tensor, workers: int) -> int:
+    """Makespan of costs, in list order, when each worker takes the next piece as it becomes free.
+
+    Neighbours that are small beside a worker's share are taken together, so the effort does not
+    grow with the number of pieces, and the result is right to a `GRAIN`th of the share.
+    """
+    if costs.numel() > workers * GRAIN:
+        ends = costs.cumsum(0)
+        width = max(1, int(ends[-1]) // (workers * GRAIN))
+        lump = (ends - 1).clamp(min=0) // width
+        costs = costs.new_zeros(int(lump[-1]) + 1).index_add_(0, lump, costs)
+    loads = [0] * workers
+    makespan = 0
+    for cost in costs.tolist():
+        end = loads[0] + cost
+        heapq.heapreplace(loads, end)
+        makespan = max(makespan, end)
+    return makespan

@@ -1,0 +1,209 @@
+"""A schedule as the tables that a GPU kernel reads: pieces of work with descending cursors.
+
+A kernel walks the kv blocks of a piece from the last to the first: scores tend to be largest near
+the diagonal, and a maximum found early is not rescaled later.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attnkit.errors import OptionError
+from attnkit.schedule.scheduler import Schedule
+from attnkit.sparsity.block_runs import BlockRuns, Runs
+from attnkit.util.csr import owners, searched
+
+
+@dataclass(frozen=True, eq=False)
+class WorkList:
+    """What a forward kernel reads.
+
+    Attributes:
+        pieces: int32 [pieces, 12]: b, h, tile, slot; the PARTIAL and the FULL cursor; how many
+            blocks come first and are masked; how many pieces keep anything, the same in all: the
+            others stand at the end of the list. A cursor is (run, take, count): the first `take`
+            blocks of a run, last one first, then the runs before it, `count` blocks in all.
+        partial, full: int32 [2, runs + 1]: starts and lengths; the last is a block beyond the end of
+            the tensor, for tiles that keep nothing.
+        split: int32 [rows, 3], the (b, h, tile) of the rows that were cut into several pieces.
+        split_ptr: int32 [rows + 1], their slots.
+        slots: how many there are.
+    """
+
+    pieces: Tensor
+    partial: Tensor
+    full: Tensor
+    split: Tensor
+    split_ptr: Tensor
+    slots: int
+
+    def to(self, device: torch.device) -> WorkList:
+        """The same on a device."""
+        return replace(
+            self,
+            pieces=self.pieces.to(device),
+            partial=self.partial.to(device),
+            full=self.full.to(device),
+            split=self.split.to(device),
+            split_ptr=self.split_ptr.to(device),
+        )
+
+
+def work_list(runs: BlockRuns, schedule: Schedule) -> WorkList:
+    """The tables of a forward schedule of these runs."""
+    table = schedule.table()
+    partial, _ = _descending(runs.partial, table[:, 4:7])
+    full, first = _descending(runs.full, table[:, 7:10])
+    # a FULL block that ends the tensor in the middle needs the mask: it comes first of its list
+    ragged = runs.kv_len % runs.block[1] != 0
+    edge = (first == runs.kv_blocks - 1) & ragged
+    masked = partial[:, 2] + edge.to(torch.int32)
+    # a tile that keeps nothing visits a block beyond the end, where all is masked
+    empty = (masked == 0) & (full[:, 2] == 0)
+    beyond = masked.new_tensor([runs.partial.start.numel(), 1, 1])
+    partial = torch.where(empty[:, None], beyond, partial)
+    masked = torch.where(empty, 1, masked)
+    live = (~empty).sum(dtype=torch.int32).expand_as(masked)
+    pieces = torch.cat([table[:, :4], partial, full, torch.stack([masked, live], 1)], 1)
+    pieces = pieces[empty.to(torch.int8).argsort(stable=True)].contiguous()
+    return WorkList(
+        pieces,
+        _pairs(runs.partial, runs),
+        _pairs(runs.full, runs),
+        schedule.split.to(torch.int32).contiguous(),
+        schedule.split_ptr.to(torch.int32),
+        int(schedule.split_ptr[-1]),
+    )
+
+
+def _descending(runs: Runs, cursor: Tensor) -> tuple[Tensor, Tensor]:
+    """Cursors (run, skip, count) turned to begin at their last block; and that block, or -1."""
+    run, skip, count = cursor.to(torch.int64).unbind(1)
+    if not runs.length.numel():
+        return torch.zeros_like(cursor), torch.full_like(cursor[:, 0], -1)
+    ends = runs.length.cumsum(0)
+    begins = ends - runs.length
+    last = begins[run] + skip + count - 1
+    at = searched(ends, last).clamp(max=ends.numel() - 1)
+    inside = last - begins[at]
+    some = count > 0
+    turned = torch.stack([at, inside + 1, count], 1)
+    block = torch.where(some, runs.start[at] + inside, -1)
+    return torch.where(some[:, None], turned, 0).to(torch.int32), block
+
+
+def _pairs(part: Runs, runs: BlockRuns) -> Tensor:
+    """int32 [2, runs + 1]: starts and lengths, and last a block beyond the end."""
+    pairs = torch.stack([part.start, part.length])
+    return torch.cat([pairs, pairs.new_tensor([[runs.kv_blocks], [1]])], 1)
+
+
+@functools.lru_cache(maxsize=64)
+def full_runs(q_len: int, kv_len: int, block: tuple[int, int], device: torch.device) -> BlockRuns:
+    """The runs of attention without a mask: every tile FULL."""
+    q_blocks, kv_blocks = -(-q_len // block[0]), -(-kv_len // block[1])
+
+    def whole(rows: int, blocks: int) -> Runs:
+        row_ptr = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        start = torch.zeros(rows, dtype=torch.int32, device=device)
+        return Runs(row_ptr, start, torch.full_like(start, blocks))
+
+    def none(rows: int) -> Runs:
+        empty = torch.zeros(0, dtype=torch.int32, device=device)
+        return Runs(torch.zeros(rows + 1, dtype=torch.int32, device=device), empty, empty)
+
+    return BlockRuns(
+        q_len, kv_len, block, 1, 1,
+        whole(q_blocks, kv_blocks), none(q_blocks), whole(kv_blocks, q_blocks), none(kv_blocks),
+    )  # fmt: skip
+
+
+def refined(runs: BlockRuns, block: tuple[int, int]) -> BlockRuns:
+    """The same tiles cut into smaller ones, whose sizes divide these.
+
+    A piece of a FULL tile is FULL; one of a PARTIAL tile stays PARTIAL.
+
+    Raises:
+        OptionError: the sizes do not divide.
+    """
+    if block == runs.block:
+        return runs
+    if any(own % new for own, new in zip(runs.block, block, strict=True)):
+        raise OptionError(f"tiles of {runs.block} cannot be cut into tiles of {block}")
+    states = runs.states()
+    for axis, (own, new) in enumerate(zip(runs.block, block, strict=True)):
+        states = states.repeat_interleave(own // new, dim=2 + axis)
+    rows, columns = -(-runs.q_len // block[0]), -(-runs.kv_len // block[1])
+    states = states[:, :, :rows, :columns].contiguous()
+    return BlockRuns.from_states(states, runs.q_len, runs.kv_len, block)
+
+
+def fitted(runs: BlockRuns, block: tuple[int, int]) -> BlockRuns:
+    """The same tiles in other sizes: cut, or joined where the sizes do not divide.
+
+    A joined tile is FULL or EMPTY only if all of its parts are.
+    """
+    if not any(own % new for own, new in zip(runs.block, block, strict=True)):
+        return refined(runs, block)
+    least = (math.gcd(runs.block[0], block[0]), math.gcd(runs.block[1], block[1]))
+    fine = refined(runs, least)
+    high, wide = block[0] // least[0], block[1] // least[1]
+    pairs, sizes = fine.batch * fine.heads, (fine.q_blocks, fine.kv_blocks)
+    full, partial = _joined((fine.full, fine.partial), pairs, sizes, (high, wide))
+    back = _joined((fine.full_t, fine.partial_t), pairs, sizes[::-1], (wide, high))
+    return replace(runs, block=block, full=full, partial=partial, full_t=back[0], partial_t=back[1])
+
+
+def _joined(
+    kinds: tuple[Runs, Runs], pairs: int, sizes: tuple[int, int], by: tuple[int, int]
+) -> tuple[Runs, Runs]:
+    """FULL and PARTIAL runs of joined tiles, at a cost that is that of the runs.
+
+    Args:
+        kinds: FULL and PARTIAL runs of the tiles.
+        pairs: of batch elements and heads.
+        sizes: rows and columns of a pair.
+        by: how many rows and columns are joined.
+    """
+    (rows, columns), (high, wide) = sizes, by
+    some, length = -(-rows // high), -(-columns // wide)
+
+    def ends(kind: Runs, inside: bool) -> tuple[Tensor, Tensor]:
+        """Where the joined columns that a run covers, or touches, begin and end."""
+        counts = kind.row_ptr.diff().to(torch.int64)
+        row = owners(counts)
+        base = (row // rows * some + row % rows // high) * (length + 1)
+        first, last = kind.start.to(torch.int64), (kind.start + kind.length).to(torch.int64)
+        if inside:  # the last column may be narrower
+            whole = torch.where(last == columns, length, last // wide)
+            first, last = (first + wide - 1) // wide, whole
+        else:
+            first, last = first // wide, (last + wide - 1) // wide
+        kept = first < last
+        return (base + first)[kept], (base + last)[kept]
+
+    places, changes = [], []
+    for kind, inside in ((kinds[0], True), (kinds[0], False), (kinds[1], False)):
+        for side, sign in zip(ends(kind, inside), (1, -1), strict=True):
+            change = side.new_zeros(side.numel(), 2)  # of rows that cover a column, that touch it
+            change[:, 0 if inside else 1] = sign
+            places.append(side)
+            changes.append(change)
+    place, order = torch.cat(places).sort()
+    counts = torch.cat(changes)[order].cumsum(0)
+    final = torch.ones_like(place, dtype=torch.bool)  # of the changes at a place
+    final[:-1] = place[1:] != place[:-1]
+    place, counts = place[final], counts[final]
+    heights = (rows - place // (length + 1) % some * high).clamp(max=high)
+    full = (counts[:, 0] == heights)[:-1]
+    kept = (counts[:, 1] > 0)[:-1]
+    first, last = place[:-1], place[1:]
+    whole, rest = (
+        Runs.joined(first[m], last[m], pairs * some, length) for m in (full, kept & ~full)
+    )
+    return whole, rest

@@ -1,0 +1,310 @@
+"""Interval normal form: a mask whose rows each keep a union of few column intervals.
+
+Then a kernel tests a score with two comparisons per interval against ends that are known per
+row, instead of evaluating the mask. Causal masks, windows, prefixes, sinks and padding have it
+by formula; documents, `ids[q] == ids[kv]`, where the ids are in order, by tables made from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from attnkit.errors import BoundsError, DTypeError
+from attnkit.graph import ir
+from attnkit.graph.affine import KV, shared
+from attnkit.graph.eval_torch import evaluate
+from attnkit.graph.ir import BOOL, Node
+from attnkit.graph.simplify import FALSE, TRUE, build
+from attnkit.sparsity.index_bounds import check_bounds
+from attnkit.sparsity.intervals.search import by_passes
+from attnkit.sparsity.intervals.solve import Solver
+from attnkit.sparsity.intervals.spans import UNLIMITED, ZERO, Algebra, Spans, ends
+from attnkit.sparsity.intervals.tables import Refusal, RowTables
+from attnkit.sparsity.mask_rewrites import equated
+from attnkit.sparsity.ranges.tables import Domain
+from attnkit.tracing.float64_checks import own_dtype
+from attnkit.tracing.guards import traced
+from attnkit.tracing.tracer import Traced
+from attnkit.util.arguments import check_captured, check_size
+from attnkit.util.tensor_cache import VersionedCache
+
+MOST = 4  # intervals a row: beyond that the mask itself is no dearer
+
+
+@dataclass(frozen=True, eq=False)
+class Intervals:
+    """A mask in interval normal form.
+
+    Row (b, h, q) keeps exactly the kv in 0 .. kv_len - 1 with `low <= kv < high` for one of the
+    pairs. Intervals of a row may overlap or be empty, and their ends may lie outside the lengths.
+
+    Attributes:
+        bounds: pairs (low, high) of int32 expressions of b, h, q and the tensors.
+        tensors: captured tensors of the mask by slot, then tables of ends made from their data,
+            int32; valid until a captured tensor is edited.
+        names: names of the tensors by slot.
+        captured: how many of the tensors are the mask's own.
+        shape: (batch, heads, q_len, kv_len) that this holds for; batch and heads are 1 where the
+            mask reads no b or h.
+    """
+
+    bounds: tuple[tuple[Node, Node], ...]
+    tensors: tuple[Tensor, ...] = field(repr=False)
+    names: tuple[str, ...]
+    captured: int
+    shape: tuple[int, int, int, int]
+
+    def __len__(self) -> int:
+        return len(self.bounds)
+
+    def predicate(self) -> Node:
+        """The mask again, as a bool expression of b, h, q, kv over `tensors`."""
+        kept = []
+        for low, high in self.bounds:
+            above = TRUE if low is ZERO else build("le", low, KV)
+            below = TRUE if high is UNLIMITED else build("lt", KV, high)
+            kept.append(build("and", above, below))
+        return reduce(lambda a, b: build("or", a, b), kept, FALSE)
+
+    def rows(
+        self, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+    ) -> Tensor:
+        """The ends in every row: int32 [batch, heads, q_len, intervals, 2], in 0 .. kv_len.
+
+        Args:
+            dtype: what the mask's floats are computed in.
+            device: where to; None: where the tensors are, else on the CPU.
+        """
+        batch, heads, q_len, _ = self.shape
+        values = self.ends(dtype, device)
+        if not values:
+            device = _device(self.tensors) if device is None else device
+            return torch.zeros(batch, heads, q_len, 0, 2, dtype=torch.int32, device=device)
+        return torch.stack(values, -1).view(batch, heads, q_len, -1, 2)
+
+    def ends(
+        self, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+    ) -> list[Tensor]:
+        """The ends one by one, low, high, low, ..., int32 [batch, heads, q_len]; see `rows`."""
+        batch, heads, q_len, kv_len = self.shape
+        device = _device(self.tensors) if device is None else device
+        names = (("b", batch, 2), ("h", heads, 1), ("q", q_len, 0))
+        env = {
+            name: torch.arange(size, dtype=torch.int32, device=device).view(-1, *(1,) * after)
+            for name, size, after in names
+        }
+        nodes = [n for pair in self.bounds for n in pair]
+        values = evaluate(nodes, env, self.tensors, dtype)
+        return [v.to(device).clamp(0, kv_len).expand(batch, heads, q_len) for v in values]
+
+    def __str__(self) -> str:
+        lines = [self._shown(low, high) for low, high in self.bounds] or ["nothing"]
+        tables = [
+            f"{name}: computed once, int32 {list(t.shape)}"
+            for name, t in zip(
+                self.names[self.captured :], self.tensors[self.captured :], strict=True
+            )
+        ]
+        count = f"{len(self)} interval{'s' * (len(self) != 1)} a row"
+        return "\n".join([count, *(f"  {line}" for line in [*lines, *tables])])
+
+    def _shown(self, low: Node, high: Node) -> str:
+        above = "" if low is ZERO else f"{ir.formula(low, self.names)} <= "
+        below = "" if high is UNLIMITED else f" < {ir.formula(high, self.names)}"
+        text = f"{above}kv{below}" if above or below else "every kv"
+        return text.replace(str(UNLIMITED.attr), "kv_len")
+
+
+@dataclass(frozen=True)
+class NoIntervals:
+    """A mask without interval normal form.
+
+    Attributes:
+        reason: why, to read.
+    """
+
+    reason: str
+
+    def __str__(self) -> str:
+        return f"no interval form: {self.reason}"
+
+
+Found: TypeAlias = Intervals | NoIntervals
+
+_found: VersionedCache[Found] = VersionedCache(64)
+
+
+def intervals_of(
+    mask_mod: Callable[..., Any],
+    *,
+    q_len: int,
+    kv_len: int,
+    batch: int = 1,
+    heads: int = 1,
+    device: torch.device | str | None = None,
+) -> Found:
+    """The interval normal form of a mask_mod or Mask; see `find_intervals`.
+
+    Args:
+        device: where query and key live; None: where the captured tensors live, else CPU.
+
+    Raises:
+        TraceError: the mask cannot be traced.
+        DeviceError: captured tensors live elsewhere.
+        As `find_intervals`.
+    """
+    if device is None:
+        held = traced(mask_mod, "mask", torch.device("cpu")).tensors
+        device = next((t.device for t in held if t.device.type != "cpu"), torch.device("cpu"))
+    mask = traced(mask_mod, "mask", torch.device(device))
+    check_captured("mask_mod", mask.names, mask.tensors, torch.device(device))
+    return find_intervals(
+        mask,
+        q_len=q_len,
+        kv_len=kv_len,
+        batch=batch,
+        heads=heads,
+        dtype=own_dtype(mask),
+        device=torch.device(device),
+    )
+
+
+def find_intervals(
+    mask: Traced,
+    *,
+    q_len: int,
+    kv_len: int,
+    batch: int = 1,
+    heads: int = 1,
+    most: int = MOST,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+    search: bool = True,
+) -> Found:
+    """The interval normal form of a traced mask, or why it has none.
+
+    The result is kept until a captured tensor is replaced or edited in place.
+
+    Args:
+        mask: a traced mask_mod; captured tensors on one device.
+        q_len, kv_len, batch, heads: sizes that the answer holds for.
+        most: intervals that a row may need.
+        dtype: what the mask's floats are computed in.
+        device: where tables are made; None: where the captured tensors are, else on the CPU.
+        search: also look where formulas do not tell; else the mask then counts as having none.
+
+    Raises:
+        BoundsError: an index leaves its captured tensor, or integer arithmetic leaves int32.
+        DTypeError: not a mask.
+        OptionError: a size is not a positive int.
+    """
+    if mask.root.type != BOOL:
+        raise DTypeError(f"a mask must be bool, got {mask.root.type}: {mask.root}")
+    for name, size in (("q_len", q_len), ("kv_len", kv_len), ("batch", batch), ("heads", heads)):
+        check_size(name, size)
+    check_size("most", most)
+    reads = ir.reads(mask.root)
+    shape = (batch if "b" in reads else 1, heads if "h" in reads else 1, q_len, kv_len)
+    device = _device(mask.tensors) if device is None else device
+    key = (mask.root, mask.names, shape, most, dtype, device, search)
+    return _found.get(key, mask.tensors, lambda: _find(mask, shape, most, dtype, device, search))
+
+
+def _find(
+    mask: Traced,
+    shape: tuple[int, int, int, int],
+    most: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    search: bool,
+) -> Found:
+    batch, heads, q_len, kv_len = shape
+    b = torch.arange(batch, dtype=torch.int32, device=device)
+    h = torch.arange(heads, dtype=torch.int32, device=device)
+    domain = Domain(mask.tensors, q_len, kv_len, b, h, dtype, shared())
+    root, proven = _prepared(mask, domain)
+    algebra = Algebra(domain.sides)
+    tables = RowTables(domain, mask.names, algebra, proven, search=search)
+    try:
+        spans = Solver(domain.sides, algebra, tables).solve(root)
+        spans = _reduced(spans, tables, most, kv_len)
+    except Refusal as refusal:
+        return NoIntervals(str(refusal))
+    return _result(spans, tables, len(mask.tensors), shape)
+
+
+def _device(tensors: Sequence[Tensor]) -> torch.device:
+    """Where the tensors are; those of one number may be on the CPU anyway."""
+    return max(tensors, key=lambda t: t.ndim).device if tensors else torch.device("cpu")
+
+
+def _prepared(mask: Traced, domain: Domain) -> tuple[Node, frozenset[Node]]:
+    """The mask's expression with equal values made one, and what of it is proven in bounds."""
+
+    def check(root: Node) -> frozenset[Node]:
+        return check_bounds(
+            [root],
+            mask.tensors,
+            mask.names,
+            q_len=domain.q_len,
+            kv_len=domain.kv_len,
+            batch=domain.b.numel(),
+            heads=domain.h.numel(),
+            dtype=domain.dtype,
+        )
+
+    root, checked = mask.root, check(mask.root)
+    better = equated(root, domain.sides)
+    if better is not root:
+        try:
+            root = better if check(better) <= checked else root
+        except BoundsError:  # an index that the equality protects
+            pass
+    return root, frozenset() if checked else frozenset(ir.topo(root))
+
+
+def _reduced(spans: Spans, tables: RowTables, most: int, kv_len: int) -> Spans:
+    """As few spans as the rows need: by formula where that has few, else by tables.
+
+    Raises:
+        Refusal: a row needs more than `most`.
+    """
+    nodes = [n for s in spans for n in ends(s)]
+    tables.check(nodes)
+    data = any(n >= tables.captured for n in ir.slots(*nodes))
+    if len(spans) <= most and not (data and len(spans) > 1):
+        return spans
+    found = by_passes(lambda *rows: rows, tables.ends_of(spans), kv_len)
+    if found is None:
+        raise AssertionError("nothing was searched")
+    count = found[0].shape[-1]
+    if count > most:
+        raise Refusal(f"a row keeps {count} separate intervals, more than {most}")
+    return spans if count == len(spans) else tables.stored(found, nodes)
+
+
+def _result(
+    spans: Spans, tables: RowTables, captured: int, shape: tuple[int, int, int, int]
+) -> Intervals:
+    """Number the tables that are used."""
+    pairs = tuple(ends(s) for s in spans)
+    used = [s for s in ir.slots(*(n for pair in pairs for n in pair)) if s >= captured]
+    slots = [*range(captured), *used]
+    number = {slot: i for i, slot in enumerate(slots)}
+    bounds = tuple(
+        (ir.renumber(low, number.__getitem__), ir.renumber(high, number.__getitem__))
+        for low, high in pairs
+    )
+    return Intervals(
+        bounds,
+        tuple(tables.tensors[s] for s in slots),
+        tuple(tables.names[s] for s in slots),
+        captured,
+        shape,
+    )

@@ -1,0 +1,282 @@
+"""Spans found from data: what a one-sided function of kv keeps, evaluated once at every position.
+
+`doc[q] == doc[kv]` with sorted ids is one span a row, but no formula gives its ends; they are
+found by searching the evaluated values, and kept in tables that the ends are loaded from. A table
+costs O((q_len + kv_len) log) to make, whatever the expression holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from attnkit.errors import BoundsError
+from attnkit.graph import ir
+from attnkit.graph.affine import Q, Side, Terms
+from attnkit.graph.eval_torch import evaluate
+from attnkit.graph.ir import I32, Node, arg, const, load
+from attnkit.graph.simplify import build
+from attnkit.sparsity.index_bounds import check_bounds
+from attnkit.sparsity.index_ranges import note_range
+from attnkit.sparsity.intervals.search import (
+    Ends,
+    Pieces,
+    Places,
+    Runs,
+    by_passes,
+    compacted,
+    equal_in_order,
+)
+from attnkit.sparsity.intervals.spans import EVERYTHING, Algebra, Span, Spans, ends
+from attnkit.sparsity.ranges.tables import Domain, Key, key_of
+
+# Spans a row that one condition may have by itself, and inside what others leave of the row.
+_ALONE, _WITHIN = 4, 16
+_MOST_ENTRIES = 1 << 24
+_MOST_SEARCHES = 100
+
+
+class Refusal(Exception):
+    """Why a mask has no interval form, to read."""
+
+
+class RowTables:
+    """Makes tables of ends for one domain.
+
+    Attributes:
+        tensors, names: the captured tensors, then the tables made, by slot.
+        captured: how many are captured.
+    """
+
+    def __init__(
+        self,
+        domain: Domain,
+        names: Sequence[str],
+        algebra: Algebra,
+        proven: frozenset[Node],
+        *,
+        search: bool,
+    ) -> None:
+        """Of a domain.
+
+        Args:
+            domain: the rows and columns.
+            names: names of its captured tensors.
+            algebra: of spans.
+            proven: expressions over the captured tensors that are known to stay in bounds.
+            search: whether to make tables at all.
+        """
+        self.tensors = list(domain.tensors)
+        self.captured = len(self.tensors)
+        self.names = list(names)
+        self._domain = domain
+        self._algebra = algebra
+        self._proven = proven
+        self._values: dict[Key, Tensor] = {}
+        self._left = _MOST_SEARCHES if search else 0
+
+    # --- searches
+
+    def _count(self) -> None:
+        if not self._left:
+            raise Refusal("it has too many conditions that need a search")
+        self._left -= 1
+
+    def equal(self, terms: Terms, wanted: Node, window: Spans) -> Spans:
+        """Where a sum of kv terms equals a row-level integer.
+
+        Raises:
+            Refusal: its values are in no useful order.
+        """
+        self._count()
+        (value,) = self._at_rows([wanted])
+        values, rows = self._kv_values(terms), value[..., None]
+        found = equal_in_order(values, rows) if values.device.type != "cpu" else None
+        if found is not None:
+            found = compacted(*found, self._domain.kv_len)
+        else:
+            places = Places(values)
+            found = by_passes(lambda x: places.equal(x, _ALONE), [rows], self._domain.kv_len)
+        if found is None:
+            stop = build("add", wanted, const(1))
+            return self.between(terms, wanted, stop, window)
+        sources = [*(n for n, _ in terms), wanted]
+        return self._algebra.meet(window, self.stored(found, sources))
+
+    def between(self, terms: Terms, low: Node | None, high: Node | None, window: Spans) -> Spans:
+        """Where `low <= sum of kv terms < high`.
+
+        Raises:
+            Refusal: the sum rises and falls too often.
+        """
+        limits = [n for n in (low, high) if n is not None]
+        at = dict(zip(limits, self._at_rows(limits), strict=True))
+        first, stop = (None if n is None else at[n][..., None] for n in (low, high))
+        sources = [*(n for n, _ in terms), *limits]
+        for sign in (1, -1):
+            self._count()
+            if sign < 0:  # low <= f < high  is  1 - high <= -f < 1 - low
+                first, stop = (None if x is None else 1 - x for x in (stop, first))
+            pieces = Pieces(self._kv_values(terms) * sign)
+            found = self._alone_or_within(pieces.between, [first, stop], sources, window)
+            if found is not None:
+                return found
+        shown = " + ".join(self.formula(n) for n, _ in terms)
+        raise Refusal(f"`{shown}` is not in order along kv")
+
+    def stretches(self, n: Node, keep: bool, window: Spans) -> Spans:
+        """Where a bool of the kv side equals `keep`.
+
+        Raises:
+            Refusal: in too many stretches.
+        """
+        self._count()
+        runs = Runs(self._domain.all_values(key_of(n, Side.KV)) == keep)
+        found = self._alone_or_within(runs.within, [], [n], window)
+        if found is None:
+            shown = self.formula(n if keep else build("not", n))
+            raise Refusal(f"`{shown}` holds in too many stretches of kv")
+        return found
+
+    def diagonals(self, n: Node, keep: bool, window: Spans) -> Spans:
+        """Where a bool of d = q - kv equals `keep`.
+
+        Raises:
+            Refusal: in too many stretches.
+        """
+        self._count()
+        mask = self._domain.all_values(key_of(n, Side.DIAGONAL)) == keep
+        points, before = mask.shape[-1], self._domain.kv_len - 1
+        runs = Runs(mask).within(*_same_ends(0, points, mask), _ALONE)
+        if runs is None:
+            shown = self.formula(n if keep else build("not", n))
+            raise Refusal(f"`{shown}` holds in too many stretches of q - kv")
+        low, high = runs
+        spans: list[Span] = []
+        for first, stop in zip(low.unbind(-1), high.unbind(-1), strict=True):
+            # first <= q - kv + before < stop
+            below = [self._table(first - 1 - before, [n], "first")] if (first > 0).any() else []
+            above = [self._table(stop - 1 - before, [n], "last")] if (stop < points).any() else []
+            lows = tuple(build("sub", Q, x) for x in above)
+            spans.append(Span(lows, tuple(build("sub", Q, x) for x in below)))
+        return self._algebra.meet(window, self._algebra.join((), tuple(spans)))
+
+    def _alone_or_within(
+        self,
+        search: Callable[..., Ends | None],
+        limits: Sequence[Tensor | None],
+        sources: Sequence[Node],
+        window: Spans,
+    ) -> Spans | None:
+        """Search whole rows, which leaves the window's own ends symbolic; else inside it."""
+        points = self._domain.kv_len
+        inside = [n for s in window for n in (*s.lows, *s.highs, *s.gates)]
+        if all(slot < self.captured for slot in ir.slots(*inside)):
+            ends = _same_ends(0, points, self._domain.b)
+            found = by_passes(lambda *x: search(*x, _ALONE), [*limits, *ends], points)
+            if found is not None:
+                return self._algebra.meet(window, self.stored(found, sources))
+        if window == EVERYTHING:
+            return None
+        ends = self.ends_of(window)
+        found = by_passes(lambda *x: search(*x, _WITHIN), [*limits, *ends], points)
+        return None if found is None else self.stored(found, [*sources, *inside])
+
+    # --- evaluation
+
+    def ends_of(self, spans: Spans) -> Ends:
+        """The ends in every row, int64 [b, h, rows, spans], clipped to 0 .. kv_len.
+
+        Raises:
+            Refusal: they may leave int32, or are too many to hold.
+        """
+        pairs = [ends(s) for s in spans]
+        values = self._at_rows([n for pair in pairs for n in pair])
+        values = [v.clamp(0, self._domain.kv_len) for v in values]
+        stacked = torch.stack(torch.broadcast_tensors(*values), -1)
+        return stacked[..., ::2], stacked[..., 1::2]
+
+    def check(self, nodes: Sequence[Node]) -> None:
+        """Refuse row-level expressions that may leave int32 or their tensors."""
+        if self._proven.issuperset(nodes):
+            return
+        domain = self._domain
+        sizes = {"b": domain.b.numel(), "h": domain.h.numel(), "q": domain.q_len}
+        try:
+            unproven = check_bounds(
+                nodes,
+                self.tensors,
+                self.names,
+                q_len=domain.q_len,
+                kv_len=domain.kv_len,
+                batch=sizes["b"],
+                heads=sizes["h"],
+                dtype=domain.dtype,
+            )
+        except BoundsError as error:
+            raise Refusal(f"the ends of its intervals cannot be computed: {error}") from None
+        if unproven:
+            raise Refusal(f"the index in `{self.formula(next(iter(unproven)))}` is not proven")
+
+    def _at_rows(self, nodes: Sequence[Node]) -> list[Tensor]:
+        """Values int64 [b, h, rows] of row-level integers."""
+        self.check(nodes)
+        domain = self._domain
+        env = {"b": domain.b.view(-1, 1, 1), "h": domain.h.view(-1, 1)}
+        env["q"] = torch.arange(domain.q_len, dtype=torch.int32, device=domain.device)
+        entries = len(nodes)
+        for name in ir.reads(*nodes):
+            entries *= env[name].numel()
+        if entries > _MOST_ENTRIES:
+            raise Refusal(f"its ends in all rows are {entries} numbers, too many to hold")
+        found = evaluate(nodes, env, self.tensors, domain.dtype)
+        wide = [v.to(domain.device, torch.int64) for v in found]
+        return [v.view((1,) * (3 - v.dim()) + v.shape) for v in wide]
+
+    def _kv_values(self, terms: Terms) -> Tensor:
+        key = Key(Side.KV, terms)
+        if key not in self._values:
+            self._values[key] = self._domain.all_values(key).to(torch.int64)
+        return self._values[key]
+
+    def formula(self, n: Node) -> str:
+        """The expression, with the names of its tensors."""
+        return ir.formula(n, self.names)
+
+    # --- tables
+
+    def stored(self, found: Ends, sources: Sequence[Node]) -> Spans:
+        """Spans whose ends, int64 [b, h, rows, spans], are loaded from new tables."""
+        low, high = found
+        spans = []
+        for first, stop in zip(low.unbind(-1), high.unbind(-1), strict=True):
+            needed = torch.stack((first.any(), (stop != self._domain.kv_len).any()))
+            some, not_all = needed.tolist()
+            lows = (self._table(first, sources, "start"),) if some else ()
+            highs = (self._table(stop, sources, "end"),) if not_all else ()
+            spans.append(Span(lows, highs))
+        return tuple(spans)
+
+    def _table(self, values: Tensor, sources: Sequence[Node], what: str) -> Node:
+        """A load of [b, h, rows] values; a constant where it is one number without data."""
+        loaded = ir.slots(*sources)
+        if values.numel() == 1 and not loaded:
+            return const(int(values))
+        kept = [(arg(n), size) for n, size in zip("bhq", values.shape, strict=True) if size > 1]
+        base = self.names[loaded[0]] if loaded and loaded[0] < self.captured else "row"
+        name, number = f"{base}_{what}", 2
+        while name in self.names:
+            name, number = f"{base}_{what}{number}", number + 1
+        table = values.reshape([size for _, size in kept]).to(torch.int32)
+        note_range(table, -self._domain.kv_len - 1, self._domain.q_len + self._domain.kv_len)
+        self.names.append(name)
+        self.tensors.append(table)
+        return load(len(self.tensors) - 1, I32, [n for n, _ in kept])
+
+
+def _same_ends(low: int, high: int, like: Tensor) -> Ends:
+    """The same interval for all."""
+    both = torch.tensor([[[[low, high]]]], device=like.device)
+    return both[..., :1], both[..., 1:]

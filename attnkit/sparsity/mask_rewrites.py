@@ -1,0 +1,141 @@
+"""Rewrites of a mask's logic that make classification exact more often.
+
+Three rules, all for the boolean structure only:
+
+* equate: `eq(A(q), B(kv)) and X  =  eq(A(q), B(kv)) and X[B := A]`. Where A and B differ both
+  sides are false, so replacing is sound; `start[doc[kv]]` becomes `start[doc[q]]`, one-sided,
+  and cancels.
+* regroup: the members of an `and` (or of an `or`) are ordered by side, so that those on one side
+  become one one-sided expression, tabulated exactly.
+* gate: `C(kv) and A(q) <= B(kv)  =  A(q) + (0 if C(kv) else P) <= B(kv)` with a P beyond all
+  integers: where C fails, so does the comparison. Then one table knows both, and the two
+  conditions are no longer judged apart. The same for conditions on q, for every comparison of q
+  with kv in the conjunction, and for `or`, with -P where C holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+from attnkit.graph import ir, simplify
+from attnkit.graph.affine import Side, Sides, comparable
+from attnkit.graph.ir import BOOL, I32, Node
+
+# Their product is beyond every difference of two numbers of int32.
+_FAR, _TIMES = 1 << 30, 16
+
+
+@lru_cache(maxsize=256)
+def equated(root: Node, sides: Sides) -> Node:
+    """Apply `equate` to every conjunction.
+
+    The result may evaluate loads and divisions at values that the original never reached, where
+    the equality fails: check its bounds before using it.
+    """
+    return _rebuilt(root, lambda op, m: _equate(m, sides) if op == "and" else m)
+
+
+def regrouped(root: Node, sides: Sides) -> Node:
+    """Apply `regroup` to every `and` and `or`."""
+    return _rebuilt(root, lambda op, members: _by_side(op, members, sides))
+
+
+def gated(root: Node, sides: Sides) -> Node:
+    """Apply `gate` to every `and` and `or`.
+
+    The result is for evaluation on tiles, where sums are exact: some of them leave int32.
+    """
+    done: set[Node] = set()  # one penalty may not cancel another
+    return _rebuilt(root, lambda op, members: _gated(op, members, sides, done))
+
+
+def _rebuilt(root: Node, rule: Callable[[str, list[Node]], list[Node]]) -> Node:
+    """Replace the members of every `and` and `or`, the inner ones first."""
+    done: dict[Node, Node] = {}
+    for n in ir.topo(root):
+        if n.type != BOOL or not any(a.type == BOOL for a in n.args):
+            done[n] = n
+        elif n.op in ("and", "or"):
+            done[n] = _chain(n.op, rule(n.op, [done[m] for m in members(n)]))
+        else:
+            mapping = {a: done[a] for a in n.args if done.get(a, a) is not a}
+            done[n] = ir.substitute(n, mapping) if mapping else n
+    return done[root]
+
+
+def members(n: Node) -> list[Node]:
+    """The members of a chain of one operation, left to right."""
+    found: list[Node] = []
+    stack = [n]
+    while stack:
+        m = stack.pop()
+        if m.op == n.op and m.type == BOOL:
+            stack.extend(reversed(m.args))
+        else:
+            found.append(m)
+    return list(dict.fromkeys(found))
+
+
+def _chain(op: str, members: Sequence[Node]) -> Node:
+    result = members[0]
+    for m in members[1:]:
+        result = simplify.build(op, result, m)
+    return result
+
+
+def _by_side(op: str, members: Sequence[Node], sides: Sides) -> list[Node]:
+    groups: dict[Side, list[Node]] = {side: [] for side in Side}
+    for m in members:
+        groups[sides.side(m)].append(m)
+    mixed = groups.pop(Side.MIXED)
+    return [_chain(op, group) for group in groups.values() if group] + mixed
+
+
+def _gated(op: str, members: list[Node], sides: Sides, done: set[Node]) -> list[Node]:
+    """Join the conditions on one side to the comparisons of both sides."""
+    gates = [m for m in members if sides.side(m) in (Side.Q, Side.KV, Side.CONST)]
+    found = []
+    for m in members:
+        if m in gates:
+            continue
+        if gates and m not in done and _can_be_gated(m, op, sides):
+            behind = _behind(m, gates, op)
+            if sides.side(behind) is Side.MIXED:  # else it would be evaluated, and leave int32
+                done.add(behind)
+                m = behind
+        found.append(m)
+    return found if any(m not in members for m in found) else members
+
+
+def _can_be_gated(n: Node, op: str, sides: Sides) -> bool:
+    """Whether `n` compares q terms with kv terms, and can be forced to fail, or for `or` to hold."""
+    if not comparable(n) or (n.op == "eq" and op == "or"):
+        return False
+    found = {sides.side(m) for m, _ in sides.difference(n).terms}
+    return found - {Side.CONST} == {Side.Q, Side.KV}
+
+
+def _behind(comparison: Node, gates: Sequence[Node], op: str) -> Node:
+    left, right = comparison.args
+    for gate in gates:
+        far = (0, _FAR) if op == "and" else (-_FAR, 0)
+        penalty = ir.node("where", gate, *(ir.const(x) for x in far))
+        left = ir.node("add", left, ir.node("mul", penalty, ir.const(_TIMES)))
+    return ir.node(comparison.op, left, right)
+
+
+def _equate(members: Sequence[Node], sides: Sides) -> list[Node]:
+    mapping: dict[Node, Node] = {}
+    defining: set[Node] = set()
+    for m in members:
+        if m.op != "eq" or m.args[0].type not in (I32, BOOL):
+            continue  # equal floats may still differ: 0.0 == -0.0
+        left, right = m.args
+        if (sides.side(left), sides.side(right)) == (Side.KV, Side.Q):
+            left, right = right, left
+        if (sides.side(left), sides.side(right)) != (Side.Q, Side.KV) or right in mapping:
+            continue
+        mapping[right] = left
+        defining.add(m)
+    return [m if m in defining else ir.substitute(m, mapping) for m in members]

@@ -1,0 +1,120 @@
+"""Ranges of a captured tensor over boxes of indices, for loads that read q and kv together.
+
+A box is covered by two overlapping windows of a power-of-two length along each axis, as in a
+sparse table for range-minimum queries; the tensor reduced over windows of each length that occurs
+is made once, by doubling. Exact for any box. Large tensors give their overall range instead, and
+the tiles in question are settled by evaluation.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attnkit.graph.ir import BOOL, F32, Node
+from attnkit.sparsity.ranges.eval_interval import Interval
+from attnkit.sparsity.ranges.tables import Domain, Reduce, extremes, value_range
+
+# Bytes that the reduced copies of one tensor may take.
+_MAX_BYTES = 32 << 20
+
+
+class Boxes:
+    """Answers range queries on the captured tensors of a domain."""
+
+    def __init__(self, domain: Domain) -> None:
+        self._domain = domain
+        self._copies: dict[tuple[object, ...], Interval] = {}
+        self._whole: dict[tuple[object, ...], Interval] = {}
+
+    def load(self, n: Node, index: Sequence[Interval]) -> Interval:
+        """Range of load `n` with each index in its interval (int64, shapes that broadcast)."""
+        slot = int(n.attr or 0)
+        tensor = self._domain.tensors[slot]
+        first, last, code = _boxes(index, tensor.shape)
+        codes = torch.unique(code).tolist()
+        if codes != [0] and len(codes) * self._bytes(tensor) > _MAX_BYTES:
+            return self._overall(n, slot)
+        low, high = self._query(slot, first, last, _powers(codes[0], tensor.dim()))
+        for c in codes[1:]:
+            other = self._query(slot, first, last, _powers(c, tensor.dim()))
+            low = torch.where(code == c, other[0], low)
+            high = torch.where(code == c, other[1], high)
+        return self._converted(n, low), self._converted(n, high)
+
+    def _bytes(self, tensor: Tensor) -> int:
+        return 2 * tensor.numel() * tensor.element_size()  # least and greatest
+
+    def _overall(self, n: Node, slot: int) -> Interval:
+        key = (slot, n.type)
+        if key not in self._whole:
+            self._whole[key] = value_range(self._domain.tensors[slot], n, self._domain.dtype)
+        return self._whole[key]
+
+    def _converted(self, n: Node, value: Tensor) -> Tensor:
+        if n.type == F32:
+            return value.to(self._domain.dtype)
+        return value.to(torch.bool if n.type == BOOL else torch.int64)
+
+    def _query(
+        self, slot: int, first: list[Tensor], last: list[Tensor], powers: tuple[int, ...]
+    ) -> Interval:
+        low, high = self._copy(slot, powers)
+        smaller, larger = extremes(low)
+        found: Interval | None = None
+        for corner in itertools.product(*((0, 1) if p else (0,) for p in powers)):
+            at = []
+            for axis, (end, p) in enumerate(zip(corner, powers, strict=True)):
+                position = last[axis] - (1 << p) + 1 if end else first[axis]
+                # boxes of other window lengths may fall outside; they are not used
+                at.append(position.clamp(0, low.shape[axis] - 1))
+            here = low[tuple(at)], high[tuple(at)]
+            found = (
+                here if found is None else (smaller(found[0], here[0]), larger(found[1], here[1]))
+            )
+        if found is None:
+            raise AssertionError("a product of no factors has one element")
+        return found
+
+    def _copy(self, slot: int, powers: tuple[int, ...]) -> Interval:
+        key = (slot, *powers)
+        if key not in self._copies:
+            low = high = self._domain.tensors[slot]
+            if any(powers) and len(self._copies) * self._bytes(low) > _MAX_BYTES:
+                self._copies.clear()
+            smaller, larger = extremes(low)
+            for axis, power in enumerate(powers):
+                for step in range(power):
+                    low = _doubled(low, axis, 1 << step, smaller)
+                    high = _doubled(high, axis, 1 << step, larger)
+            self._copies[key] = low, high
+        return self._copies[key]
+
+
+def _doubled(values: Tensor, axis: int, span: int, reduce: Reduce) -> Tensor:
+    length = values.shape[axis] - span
+    return reduce(values.narrow(axis, 0, length), values.narrow(axis, span, length))
+
+
+def _boxes(
+    index: Sequence[Interval], shape: Sequence[int]
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """First and last entry by axis, and the powers of the windows packed into one number."""
+    first, last = [], []
+    code = index[0][0].new_zeros(())
+    for axis, ((low, high), size) in enumerate(zip(index, shape, strict=True)):
+        wraps = high < 0  # all negative: counted from the end
+        low, high = torch.where(wraps, low + size, low), torch.where(wraps, high + size, high)
+        outside = (low < 0) | (high >= size)
+        first.append(low.masked_fill(outside, 0))
+        last.append(high.masked_fill(outside, size - 1))
+        length = (last[-1] - first[-1] + 1).to(torch.float64)
+        code = code + (torch.log2(length).floor().to(torch.int64) << (5 * axis))
+    return first, last, code
+
+
+def _powers(code: int, axes: int) -> tuple[int, ...]:
+    return tuple((code >> (5 * axis)) & 31 for axis in range(axes))

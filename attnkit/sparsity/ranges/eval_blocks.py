@@ -1,0 +1,281 @@
+"""A mask on whole tiles: interval evaluation with exact tables wherever one side is enough.
+
+`compile_blocks` turns a graph into a short list of steps, each with a recipe:
+
+* Exact: a one-sided value, looked up in its table;
+* Total: an integer sum, one table for its q terms, one for its kv terms, one for its diagonal
+  terms, plus the intervals of the mixed rest;
+* Compare: two such sums, moved to opposite sides of the comparison so that only [rows, 1] and
+  [1, columns] tensors meet;
+* Apply: any other operation, by the rules of `interval.py` (loads by `boxes.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from attnkit.graph import ir
+from attnkit.graph.affine import KV, Affine, Q, Side, Sides, comparable, is_diagonal_pair
+from attnkit.graph.ir import BOOL, I32, Node
+from attnkit.sparsity.ranges.boxes import Boxes
+from attnkit.sparsity.ranges.eval_interval import Interval, clamped, transfer
+from attnkit.sparsity.ranges.gather import Lead
+from attnkit.sparsity.ranges.tables import Key, Tables, key_of
+
+
+class At(NamedTuple):
+    """Tiles to evaluate.
+
+    Attributes:
+        q, kv: int64 block indices that broadcast together.
+        lead: int64 places of each tile in the domain's `b` and `h`, which broadcast with them;
+            None: the tiles of every (b, h).
+    """
+
+    q: Tensor
+    kv: Tensor
+    lead: Lead | None = None
+
+
+@dataclass(frozen=True)
+class Exact:
+    """The value of one key."""
+
+    key: Key
+
+
+@dataclass(frozen=True)
+class Total:
+    """`sum(keys) + sum(coefficient * node) + offset`."""
+
+    keys: tuple[Key, ...]
+    others: tuple[tuple[Node, int], ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class Compare:
+    """`left op right` of two totals; the right one holds the kv terms alone."""
+
+    left: Total
+    right: Total
+
+
+@dataclass(frozen=True)
+class Apply:
+    """The operation itself on the intervals of its arguments."""
+
+
+Recipe = Exact | Total | Compare | Apply
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A graph compiled for evaluation on tiles.
+
+    Attributes:
+        root: the bool expression.
+        steps: nodes with their recipes, arguments before users.
+        keys: every key that the recipes look up.
+    """
+
+    root: Node
+    steps: tuple[tuple[Node, Recipe], ...]
+    keys: tuple[Key, ...]
+
+    def run(self, tables: Tables, boxes: Boxes, at: At) -> Interval:
+        """(must, may) over tiles.
+
+        Args:
+            tables: ranges of at least `keys`.
+            boxes: range queries on the same domain.
+            at: which tiles.
+
+        Returns:
+            Two bool tensors that broadcast to the tiles' shape, after [b or 1, h or 1] where the
+            tiles are those of every (b, h).
+        """
+        found: dict[Node, Interval] = {}
+        for n, recipe in self.steps:
+            found[n] = self._step(n, recipe, found, tables, boxes, at)
+        return found[self.root]
+
+    def _step(
+        self,
+        n: Node,
+        recipe: Recipe,
+        found: dict[Node, Interval],
+        tables: Tables,
+        boxes: Boxes,
+        at: At,
+    ) -> Interval:
+        dtype = tables.domain.dtype
+        if isinstance(recipe, Exact):
+            return tables.look_up(recipe.key, *at)
+        if isinstance(recipe, Total):
+            return clamped(_total(recipe, found, tables, at))
+        if isinstance(recipe, Compare):
+            sums = [_total(t, found, tables, at) for t in (recipe.left, recipe.right)]
+            must, may = transfer(n, sums, dtype)
+            equal = tables.equal.get(n)
+            return (must, may) if equal is None else (must, equal.among(may, *at))
+        args = [found[a] for a in n.args]
+        if n.op == "load":
+            return boxes.load(n, args)
+        result = transfer(n, args, dtype)
+        return clamped(result) if n.type == I32 else result
+
+
+def _total(total: Total, found: dict[Node, Interval], tables: Tables, at: At) -> Interval:
+    parts = [tables.look_up(key, *at) for key in total.keys]
+    for n, c in total.others:
+        low, high = found[n]
+        parts.append((low * c, high * c) if c > 0 else (high * c, low * c))
+    if not parts:
+        offset = at.q.new_full((), total.offset)
+        return offset, offset
+    low, high = parts[0]
+    if total.offset:
+        low, high = low + total.offset, high + total.offset
+    for part in parts[1:]:
+        low, high = low + part[0], high + part[1]
+    return low, high
+
+
+def compile_blocks(root: Node, sides: Sides) -> Blocks:
+    """Choose a recipe for every node that the root needs on tiles."""
+    recipes: dict[Node, Recipe] = {}
+    stack = [root]
+    while stack:
+        n = stack.pop()
+        if n not in recipes:
+            recipes[n] = _recipe(n, sides)
+            stack.extend(_needs(n, recipes[n]))
+    steps = tuple((n, recipes[n]) for n in ir.topo(root) if n in recipes)
+    keys = dict.fromkeys(key for _, recipe in steps for key in _keys(recipe))
+    return Blocks(root, steps, tuple(keys))
+
+
+def _recipe(n: Node, sides: Sides) -> Recipe:
+    if comparable(n):
+        difference = sides.difference(n)
+        if sides.side(n) is Side.MIXED or _is_plain(n, difference):
+            return _comparison(difference, sides)
+    if _band(n, sides) is not None:
+        return Apply()
+    if sides.side(n) is not Side.MIXED:
+        return Exact(key_of(n, sides.side(n)))
+    if n.type == I32 and sides.affine(n).terms != ((n, 1),):
+        return _grouped(sides.affine(n), sides)
+    return Apply()
+
+
+def _is_plain(n: Node, difference: Affine) -> bool:
+    """Whether block ends alone decide a one-sided comparison, so that it needs no table."""
+    if any(m not in (Q, KV) for m, _ in difference.terms):
+        return False
+    return n.op != "eq" or all(abs(c) == 1 for _, c in difference.terms)  # no value is skipped
+
+
+def _band(n: Node, sides: Sides) -> tuple[float, float] | None:
+    """The (least, greatest) q - kv that a conjunction of plain comparisons keeps, if it keeps any.
+
+    Then it needs no table either: a tile sees a stretch of q - kv, and a stretch that meets two
+    others which meet each other meets what they have in common.
+    """
+    if n.type == BOOL and n.op == "and":
+        parts = [_band(a, sides) for a in n.args]
+        if parts[0] is None or parts[1] is None:
+            return None
+        low, high = max(p[0] for p in parts if p), min(p[1] for p in parts if p)
+        return (low, high) if low <= high else None
+    if n.op not in ("lt", "le") or not comparable(n):
+        return None
+    sums = sides.difference(n)
+    c = dict(sums.terms).get(Q, 0)
+    if not is_diagonal_pair(sums.terms) or abs(c) != 1:
+        return None
+    limit = -sums.offset - (n.op == "lt")  # c * (q - kv) <= limit
+    return (-math.inf, limit) if c > 0 else (-limit, math.inf)
+
+
+def _grouped(sums: Affine, sides: Sides) -> Total:
+    """Put the terms of each side into one key."""
+    groups: dict[Side, list[tuple[Node, int]]] = {side: [] for side in Side}
+    for n, c in sums.terms:
+        groups[sides.side(n)].append((n, c))
+    q, kv, diagonal = groups[Side.Q], groups[Side.KV], groups[Side.DIAGONAL]
+    if diagonal and is_diagonal_pair(q + kv):  # c * q - c * kv joins the diagonal terms
+        diagonal.append((ir.node("sub", Q, KV), q[0][1]))
+        q.clear()
+        kv.clear()
+    keys = tuple(
+        Key(side, tuple(terms))
+        for side, terms in groups.items()
+        if terms and side is not Side.MIXED
+    )
+    return Total(keys, tuple(groups[Side.MIXED]), sums.offset)
+
+
+def _comparison(difference: Affine, sides: Sides) -> Compare:
+    total = _grouped(difference, sides)
+    left = tuple(key for key in total.keys if key.side is not Side.KV)
+    right = tuple(
+        Key(Side.KV, tuple((n, -c) for n, c in key.terms))
+        for key in total.keys
+        if key.side is Side.KV
+    )
+    return Compare(Total(left, total.others, total.offset), Total(right, (), 0))
+
+
+def _needs(n: Node, recipe: Recipe) -> list[Node]:
+    if isinstance(recipe, Apply):
+        return list(n.args)
+    return [m for total in _totals(recipe) for m, _ in total.others]
+
+
+def _totals(recipe: Recipe) -> Iterator[Total]:
+    if isinstance(recipe, Total):
+        yield recipe
+    elif isinstance(recipe, Compare):
+        yield recipe.left
+        yield recipe.right
+
+
+def _keys(recipe: Recipe) -> Iterator[Key]:
+    if isinstance(recipe, Exact):
+        yield recipe.key
+    for total in _totals(recipe):
+        yield from total.keys
+
+
+def is_exact(n: Node, sides: Sides, equal: Collection[Node] = ()) -> bool:
+    """Whether (must, may) of `n` is exact: both what it claims and what it leaves open is so.
+
+    One-sided values are; so is an order between a q value and a kv value, which vary
+    independently, and an `and` or `or` of a condition on q with one on kv.
+
+    Args:
+        n: a node of the compiled graph.
+        sides: of its nodes.
+        equal: equalities that are exact (see `Tables.equal`).
+    """
+    if sides.side(n) is not Side.MIXED or n in equal:
+        return True
+    if n.op == "not":
+        return is_exact(n.args[0], sides, equal)
+    if n.op in ("lt", "le") and n.args[0].type == I32:
+        total = _grouped(sides.difference(n), sides)
+        return not total.others and Side.DIAGONAL not in {key.side for key in total.keys}
+    if n.type == BOOL and n.op in ("and", "or"):
+        return _independent([sides.side(a) for a in n.args])
+    return False
+
+
+def _independent(found: Sequence[Side]) -> bool:
+    return set(found) <= {Side.Q, Side.KV, Side.CONST}

@@ -1,0 +1,343 @@
+"""Exact ranges of one-sided expressions: evaluated at every point, reduced over every block.
+
+An expression of q alone costs q_len evaluations, one of d = q - kv costs q_len + kv_len - 1, and
+nothing is lost, whatever operations it holds: gathers, divisions, bit twiddling. A `Key` names
+such an expression; `Tables` holds the range of each key over each block of one tile size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from attnkit.graph import ir
+from attnkit.graph.affine import KV, Q, Side, Sides, Terms
+from attnkit.graph.ir import BOOL, F32, Node
+from attnkit.sparsity.ranges.equality_sets import Matches, Pairs
+from attnkit.sparsity.ranges.eval_interval import Interval
+from attnkit.sparsity.ranges.gather import Lead, entries
+from attnkit.sparsity.ranges.serial import evaluate_serial
+from attnkit.util.chunks import at_once
+
+Reduce = Callable[[Tensor, Tensor], Tensor]
+
+# Bytes of point values that one evaluation pass may hold.
+_PASS_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Key:
+    """A one-sided expression: one node, or an integer sum of nodes of one side."""
+
+    side: Side
+    terms: Terms
+
+    @property
+    def is_index(self) -> bool:
+        """Whether this is a multiple of `q` or of `kv` itself."""
+        return len(self.terms) == 1 and self.terms[0][0] in (Q, KV)
+
+
+def key_of(n: Node, side: Side) -> Key:
+    """The key of a single node."""
+    return Key(side, ((n, 1),))
+
+
+@dataclass(frozen=True, eq=False)
+class Domain:
+    """The points that a mask is asked about, and the captured tensors it reads.
+
+    `b` and `h` are int32 vectors: the batch and head numbers, of length 1 where the expression
+    does not read them. Point values have shape [b or 1, h or 1, points].
+    """
+
+    tensors: Sequence[Tensor]
+    q_len: int
+    kv_len: int
+    b: Tensor
+    h: Tensor
+    dtype: torch.dtype = torch.float32
+    sides: Sides = field(default_factory=Sides)
+
+    @property
+    def device(self) -> torch.device:
+        """Where everything is computed."""
+        return self.b.device
+
+    @property
+    def lead(self) -> int:
+        """Number of (b, h) pairs."""
+        return self.b.numel() * self.h.numel()
+
+    def span(self, side: Side) -> tuple[int, int]:
+        """First position and number of positions of a side."""
+        if side is Side.DIAGONAL:
+            return 1 - self.kv_len, self.q_len + self.kv_len - 1
+        return 0, {Side.Q: self.q_len, Side.KV: self.kv_len}.get(side, 1)
+
+    def evaluated(
+        self, forms: Sequence[Node], side: Side, start: int, stop: int
+    ) -> dict[Node, Tensor]:
+        """Point values of expressions that read one side only (see `Sides.alone`).
+
+        Positions count from the side's first one, which is 1 - kv_len on the diagonal. Shapes
+        broadcast to [b, h, stop - start].
+        """
+        at = torch.arange(start, stop, dtype=torch.int32, device=self.device)
+        at = (at + self.span(side)[0]).view(1, 1, -1)
+        env = {"b": self.b.view(-1, 1, 1), "h": self.h.view(1, -1, 1)}
+        env["kv" if side is Side.KV else "q"] = at
+        return evaluate_serial(forms, env, self.tensors, self.dtype)
+
+    def values(self, keys: Sequence[Key], start: int, stop: int) -> list[Tensor]:
+        """Point values [b or 1, h or 1, stop - start] of keys of one side; sums in int64."""
+        forms = [[(self.sides.alone(n), c) for n, c in key.terms] for key in keys]
+        memo = self.evaluated([n for form in forms for n, _ in form], keys[0].side, start, stop)
+        found = []
+        for (n, c), *others in forms:
+            value = memo[n]
+            if others or c != 1:
+                value = value.to(torch.int64) * c
+                for m, factor in others:
+                    value = value + memo[m].to(torch.int64) * factor
+            value = value.to(self.device)  # a constant, or a captured number left on the CPU
+            value = value.view((1,) * (3 - value.dim()) + value.shape)
+            found.append(value.expand(*value.shape[:2], stop - start))
+        return found
+
+    def all_values(self, key: Key) -> Tensor:
+        """Point values [b or 1, h or 1, points] of a key over its whole side."""
+        pieces = self.pieces([n for n, _ in key.terms], key.side, 1)
+        return torch.cat([self.values([key], *piece)[0] for piece in pieces], -1)
+
+    def pieces(self, nodes: Sequence[Node], side: Side, block: int) -> Iterator[tuple[int, int]]:
+        """Cut a side into pieces of bounded size: whole blocks, or parts of a single one."""
+        reads = ir.reads(*nodes)
+        lead = (self.b.numel() if "b" in reads else 1) * (self.h.numel() if "h" in reads else 1)
+        length = self.span(side)[1]
+        points = _PASS_BYTES // (8 * len(ir.topo(*nodes)) * lead)
+        points = max(1, min(points, at_once(length * lead, self.device) // lead))
+        step = points // block * block
+        if step:
+            yield from ((i, min(i + step, length)) for i in range(0, length, step))
+            return
+        for first in range(0, length, block):
+            last = min(first + block, length)
+            yield from ((i, min(i + points, last)) for i in range(first, last, points))
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """Ranges of keys over the blocks of one tile size.
+
+    Attributes:
+        domain: the points.
+        block: (q, kv) positions of a tile.
+        ranges: by key, (low, high) of shape [b or 1, h or 1, blocks] (windows on the diagonal).
+        equal: equalities of a q value and a kv value that are exact on tiles: which tiles hold
+            equal values, or None where the ranges tell by themselves.
+        samples: of other equalities, some tiles that hold equal values, and where.
+    """
+
+    domain: Domain
+    block: tuple[int, int]
+    ranges: dict[Key, Interval] = field(default_factory=dict)
+    equal: dict[Node, Matches | None] = field(default_factory=dict)
+    samples: list[Pairs] = field(default_factory=list)
+
+    def build(self, keys: Iterable[Key]) -> None:
+        """Tabulate keys that are not here yet."""
+        todo = [key for key in dict.fromkeys(keys) if key not in self.ranges]
+        for key in todo:
+            if key.is_index:
+                self.ranges[key] = self._index_range(key)
+        for side, block in ((Side.Q, self.block[0]), (Side.KV, self.block[1]), (Side.CONST, 1)):
+            mine = [key for key in todo if key.side is side and not key.is_index]
+            if mine:
+                self.ranges.update(zip(mine, _block_ranges(self.domain, mine, block), strict=True))
+        for key in todo:
+            if key.side is Side.DIAGONAL:
+                self.ranges[key] = self._diagonal_range(key)
+
+    def coarser(self, factor: int) -> Tables:
+        """Ranges of the same keys over groups of `factor` x `factor` tiles."""
+        groups = Tables(self.domain, (self.block[0] * factor, self.block[1] * factor))
+        for key, (low, high) in self.ranges.items():
+            if key.side is Side.CONST:
+                groups.ranges[key] = low, high
+            elif key.side is not Side.DIAGONAL and not key.is_index:
+                groups.ranges[key] = _reduced(low, factor)[0], _reduced(high, factor)[1]
+        groups.build(self.ranges)
+        for n, found in self.equal.items():
+            groups.equal[n] = None if found is None else found.coarser(factor)
+        return groups
+
+    def look_up(self, key: Key, qi: Tensor, ki: Tensor, lead: Lead | None = None) -> Interval:
+        """Ranges of a key over tiles.
+
+        Args:
+            key: one that was built.
+            qi, ki: int64 block indices that broadcast together to [...].
+            lead: int64 places in `domain.b` and `domain.h` that broadcast with them; None: the
+                tiles of every (b, h).
+
+        Returns:
+            Tensors that broadcast to [...], or without `lead` to [b, h, ...].
+        """
+        low, high = self.ranges[key]
+        if key.side is Side.CONST:
+            index = torch.zeros((1,) * max(qi.dim(), ki.dim()), dtype=torch.int64, device=qi.device)
+        elif key.side is Side.DIAGONAL:
+            index = self._window(qi, ki)
+        else:
+            index = qi if key.side is Side.Q else ki
+        return _wide(entries(low, index, lead)), _wide(entries(high, index, lead))
+
+    def _index_range(self, key: Key) -> Interval:
+        is_q = key.side is Side.Q
+        length = self.domain.q_len if is_q else self.domain.kv_len
+        step = self.block[0] if is_q else self.block[1]
+        first = torch.arange(0, length, step, device=self.domain.device).view(1, 1, -1)
+        last = (first + (step - 1)).clamp(max=length - 1)
+        c = key.terms[0][1]
+        return (first * c, last * c) if c > 0 else (last * c, first * c)
+
+    # On the diagonal a tile sees the window d = q_first - kv_last ... q_last - kv_first. Tiles at
+    # a ragged end see a shorter one, so there are up to four window lengths, one table each.
+
+    def _extents(self) -> list[tuple[int, int]]:
+        sizes = []
+        for length, step in zip((self.domain.q_len, self.domain.kv_len), self.block, strict=True):
+            whole, rest = min(step, length), length % step
+            sizes.append((whole, rest or whole))
+        (q_whole, q_rest), (kv_whole, kv_rest) = sizes
+        return [(q, kv) for q in (q_whole, q_rest) for kv in (kv_whole, kv_rest)]
+
+    def _diagonal_range(self, key: Key) -> Interval:
+        values = self.domain.all_values(key)
+        smaller, larger = extremes(values)
+        low, high = [], []
+        done: dict[int, Interval] = {}
+        for q, kv in self._extents():
+            width = q + kv - 1
+            if width not in done:
+                done[width] = (sliding(values, width, smaller), sliding(values, width, larger))
+            low.append(done[width][0])
+            high.append(done[width][1])
+        if len(done) == 1:  # every tile sees a window of this one length
+            return low[0], high[0]
+        return torch.cat(low, -1), torch.cat(high, -1)
+
+    def _window(self, qi: Tensor, ki: Tensor) -> Tensor:
+        """Where in a diagonal table the window of a tile stands."""
+        q_len, kv_len = self.domain.q_len, self.domain.kv_len
+        q_end, kv_end = (qi + 1) * self.block[0], (ki + 1) * self.block[1]
+        row = q_end - self.block[0]  # q_first - kv_last, counted from 1 - kv_len
+        column = kv_len - kv_end.clamp(max=kv_len)
+        if len({q + kv for q, kv in self._extents()}) > 1:  # one table after another
+            points = q_len + kv_len - 1
+            row = row + (q_end > q_len) * (2 * points)
+            column = column + (kv_end > kv_len) * points
+        return row + column
+
+
+def _wide(values: Tensor) -> Tensor:
+    """Integers as int64, in which intervals are computed."""
+    return values.to(torch.int64) if values.dtype == torch.int32 else values
+
+
+def extremes(values: Tensor) -> tuple[Reduce, Reduce]:
+    """The functions that take the smaller and the larger of two; NaN wins both."""
+    if values.dtype == torch.bool:
+        return torch.logical_and, torch.logical_or
+    return torch.minimum, torch.maximum
+
+
+def sliding(values: Tensor, width: int, reduce: Reduce) -> Tensor:
+    """Reduce every window of `width` entries along the last axis, by doubling.
+
+    Entry i of the result covers values[i : i + width]; the last width - 1 entries, which have no
+    whole window, are filled with the last one, so the length stays.
+    """
+    length = values.shape[-1]
+    whole = length - width + 1
+    lead = values[..., 0].numel()
+    step = max(1, width, at_once(values.numel(), values.device) // lead - width + 1)
+    found = [
+        _windows(values[..., first : min(first + step, whole) + width - 1], width, reduce)
+        for first in range(0, whole, step)
+    ]
+    tail = found[-1][..., -1:].expand(*values.shape[:-1], width - 1)
+    return torch.cat([*found, tail], -1)
+
+
+def _windows(values: Tensor, width: int, reduce: Reduce) -> Tensor:
+    span = 1
+    while 2 * span <= width:
+        values = reduce(values[..., :-span], values[..., span:])
+        span *= 2
+    rest = width - span
+    return reduce(values[..., :-rest], values[..., rest:]) if rest else values
+
+
+def _block_ranges(domain: Domain, keys: Sequence[Key], block: int) -> list[Interval]:
+    """Ranges of one-sided keys of one side, each [b, h, blocks]."""
+    parts: list[list[tuple[int, Interval]]] = [[] for _ in keys]
+    nodes = [n for key in keys for n, _ in key.terms]
+    for start, stop in domain.pieces(nodes, keys[0].side, block):
+        for part, value in zip(parts, domain.values(keys, start, stop), strict=True):
+            part.append((start // block, _reduced(value, block)))
+    return [_joined(part) for part in parts]
+
+
+def _reduced(value: Tensor, block: int) -> Interval:
+    whole = value.shape[-1] // block * block
+    parts = []
+    if whole:
+        parts.append(_ends(value[..., :whole].unflatten(-1, (-1, block))))
+    if whole < value.shape[-1]:
+        low, high = _ends(value[..., whole:])
+        parts.append((low[..., None], high[..., None]))
+    return parts[0] if len(parts) == 1 else _concatenated(parts)
+
+
+def _ends(value: Tensor) -> Interval:
+    if value.dtype == torch.bool:
+        return value.all(-1), value.any(-1)
+    low, high = value.amin(-1), value.amax(-1)  # NaN wins both
+    return low, high
+
+
+def _joined(parts: list[tuple[int, Interval]]) -> Interval:
+    """Concatenate pieces; several pieces of the same block are combined first."""
+    merged: list[Interval] = []
+    last = -1
+    for first, interval in parts:
+        if first == last:
+            both = [torch.stack([a, b], -1) for a, b in zip(merged[-1], interval, strict=True)]
+            merged[-1] = _ends(both[0])[0], _ends(both[1])[1]
+        else:
+            merged.append(interval)
+        last = first
+    return merged[0] if len(merged) == 1 else _concatenated(merged)
+
+
+def _concatenated(parts: Sequence[Interval]) -> Interval:
+    return torch.cat([p[0] for p in parts], -1), torch.cat([p[1] for p in parts], -1)
+
+
+def value_range(tensor: Tensor, n: Node, dtype: torch.dtype) -> Interval:
+    """Range of everything that load `n` can return from its tensor."""
+    if n.type == BOOL and tensor.dtype != torch.bool:
+        tensor = tensor != 0
+    flat = tensor.reshape(-1)
+    parts = [_ends(part) for part in flat.split(at_once(flat.numel(), flat.device))]
+    low, high = parts[0]
+    if len(parts) > 1:
+        low = _ends(torch.stack([p[0] for p in parts]))[0]
+        high = _ends(torch.stack([p[1] for p in parts]))[1]
+    kind = {F32: dtype, BOOL: torch.bool}.get(n.type, torch.int64)
+    return low.to(kind), high.to(kind)

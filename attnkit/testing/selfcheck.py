@@ -1,0 +1,108 @@
+"""Tests kernels against dense attention: `python -m attnkit.testing.selfcheck cute cuda:0`.
+
+Exit status 0: all is right; 1: something is wrong, and the last line says what. On a GPU of which no
+kernel was proven it is run once before they are used (`attnkit.runtime.hardware_gate`); `python -m attnkit.testing.selfcheck
+emulate:sm_100a cpu` does the same in the emulator, at small sizes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnkit.errors import AttnkitError
+from attnkit.runtime.variant import Variant
+from attnkit.testing.kernels import compare
+
+
+@dataclass(frozen=True)
+class Example:
+    """A call; lengths and heads are those on a GPU.
+
+    Attributes:
+        name: of the variant.
+        variant: made for a length, a number of heads and a device.
+        head_dim: of query, key and value.
+        group: query heads per kv head.
+    """
+
+    name: str
+    variant: Callable[[int, int, torch.device], Variant]
+    head_dim: int = 128
+    group: int = 1
+
+
+def _causal(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return q >= kv
+
+
+def _packed(length: int, heads: int, device: torch.device) -> Variant:
+    ids = torch.arange(length, device=device) // max(1, length // 5)
+    return Variant(
+        lambda score, b, h, q, kv: 20.0 * torch.tanh(score / 20.0),
+        lambda b, h, q, kv: (ids[q] == ids[kv]) & (q >= kv),
+    )
+
+
+def _biased(length: int, heads: int, device: torch.device) -> Variant:
+    slopes = 0.5 ** torch.arange(1.0, heads + 1, device=device)
+    return Variant(lambda score, b, h, q, kv: score - slopes[h] * (q - kv), _causal)
+
+
+EXAMPLES = (
+    Example("full", lambda *_: Variant()),
+    Example("causal, shared kv heads", lambda *_: Variant(None, _causal), 64, 4),
+    Example("softcap, packed documents", _packed),
+    Example("ALiBi, causal", _biased, 64),
+)
+
+
+def examine(backend: str, device: torch.device, examples: tuple[Example, ...] = EXAMPLES) -> str:
+    """What is wrong with a backend's kernels, the first thing found; empty if nothing is.
+
+    Args:
+        backend: "cute", or "emulate:" and an architecture.
+        device: where the tensors are.
+        examples: what to run.
+    """
+    for example in examples:
+        for wrong in _wrong(example, backend, device):
+            return f"{example.name}, D = {example.head_dim}: {wrong}"
+    return ""
+
+
+def _wrong(example: Example, backend: str, device: torch.device) -> Iterator[str]:
+    # several tiles a CTA, several laps of every ring, ragged ends
+    length, heads, batch = (1500, 16, 2) if device.type == "cuda" else (420, example.group, 1)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(count: int) -> Tensor:
+        shape = batch, count, length, example.head_dim
+        return torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+
+    qkv = [draw(heads), draw(heads // example.group), draw(heads // example.group)]
+    try:
+        errors = compare(
+            example.variant(length, heads, device), qkv, backend=backend, backward=True
+        )
+    except (AttnkitError, RuntimeError) as error:
+        yield f"{type(error).__name__}: {error}"
+        return
+    yield from (str(error) for error in errors if not error.ok)
+
+
+def main(arguments: list[str]) -> int:
+    """Examine; print the verdict."""
+    backend, device = arguments
+    found = examine(backend, torch.device(device))
+    sys.stdout.write(f"{found or 'all is right'}\n")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,230 @@
+"""How torch's arithmetic, bit operations, comparisons and selections act on traced Values.
+
+A handler takes the tracer and the call's arguments.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnkit.graph import ir
+from attnkit.graph.ir import BOOL, F32, I32, Node, const
+from attnkit.graph.simplify import build, cast, negate
+from attnkit.tracing.ops.math import truncated
+from attnkit.tracing.ops.registry import Handler, binary, elementwise, narrowing, register, wrapping
+from attnkit.tracing.proxy import HANDLERS, Tracer, Value
+
+
+def _arithmetic(op: str) -> Handler:
+    plain = binary(op)
+
+    def handler(tracer: Tracer, a: Any, b: Any, **kwargs: Any) -> Value:
+        if op == "sub" and all(tracer.lift(x).kind == BOOL for x in (a, b)):
+            tracer.fail("subtracting bools is not supported; use ^ or logical_not")
+        return plain(tracer, a, b, **kwargs)
+
+    return wrapping(handler)
+
+
+def _reversed(handler: Handler) -> Handler:
+    return lambda tracer, a, b: handler(tracer, b, a)
+
+
+def _integer_divide(op: str, a: Node, b: Node) -> Node:
+    if b.op == "const" and b.type != F32 and a.type != F32 and not b.attr:
+        raise ValueError(f"division by zero in {ir.formula(a)} {op} 0")
+    return build(op, a, b)
+
+
+@narrowing
+def _floor_divide(tracer: Tracer, a: Any, b: Any) -> Value:
+    return elementwise(tracer, lambda x, y: _integer_divide("fdiv", x, y), a, b)
+
+
+@narrowing
+def _remainder(tracer: Tracer, a: Any, b: Any) -> Value:
+    return elementwise(tracer, lambda x, y: _integer_divide("mod", x, y), a, b)
+
+
+@wrapping
+def _pow(tracer: Tracer, a: Any, b: Any) -> Value:
+    return elementwise(tracer, _power, a, b)
+
+
+def _power(a: Node, b: Node) -> Node:
+    if F32 in (a.type, b.type):
+        return build("pow", a, b)
+    if b.op == "const" and 0 <= int(b.attr) <= 32:  # type: ignore[arg-type]
+        result = const(1)
+        for _ in range(int(b.attr)):  # type: ignore[arg-type]
+            result = build("mul", result, a)
+        return result
+    if a.op == "const" and a.attr == 2:
+        return build("shl", const(1), b)  # 2 ** b; b < 0 is refused where bounds are checked
+    raise ValueError(f"integer power {ir.formula(a)} ** {ir.formula(b)}; convert to float")
+
+
+def _register_binary() -> None:
+    for op, names in {
+        "add": "add __add__ __radd__ __iadd__",
+        "mul": "mul multiply __mul__ __rmul__ __imul__",
+        "lt": "lt less __lt__",
+        "le": "le less_equal __le__",
+        "gt": "gt greater __gt__",
+        "ge": "ge greater_equal __ge__",
+        "eq": "eq __eq__",
+        "ne": "ne not_equal __ne__",
+        "min": "minimum",
+        "max": "maximum",
+    }.items():
+        handler = binary(op)
+        wide = {"add": wrapping, "mul": wrapping, "min": narrowing, "max": narrowing}.get(op)
+        register(*names.split())(wide(handler) if wide else handler)
+    register("sub", "subtract", "__sub__", "__isub__")(_arithmetic("sub"))
+    register("__rsub__")(_reversed(_arithmetic("sub")))
+    register(torch.rsub)(
+        lambda tracer, a, b, alpha=1: _arithmetic("sub")(tracer, b, _scaled(tracer, a, alpha))
+    )
+    register("floor_divide", "__floordiv__")(_floor_divide)
+    register("__rfloordiv__")(_reversed(_floor_divide))
+    register("remainder", "__mod__")(_remainder)
+    register("__rmod__")(_reversed(_remainder))
+    register("pow", "__pow__", "__ipow__", "float_power")(_pow)
+    register("__rpow__")(_reversed(_pow))
+
+
+def _scaled(tracer: Tracer, a: Any, alpha: Any) -> Any:
+    return a if alpha == 1 else elementwise(tracer, lambda x, y: build("mul", x, y), a, alpha)
+
+
+def _bitwise(op: str) -> Handler:
+    def node(a: Node, b: Node) -> Node:
+        if F32 in (a.type, b.type):
+            raise TypeError("bit operations need ints or bools, got a float")
+        if op in ("shl", "shr"):
+            a, b = cast(a, I32), cast(b, I32)
+        return build(op, a, b)
+
+    width = wrapping if op == "shl" else narrowing
+    return width(lambda tracer, a, b: elementwise(tracer, node, a, b))
+
+
+def _logical(op: str) -> Handler:
+    def node(a: Node, b: Node) -> Node:
+        return build(op, cast(a, BOOL), cast(b, BOOL))
+
+    return lambda tracer, a, b: elementwise(tracer, node, a, b)
+
+
+def _invert(a: Node) -> Node:
+    if a.type == F32:
+        raise TypeError("~ needs an int or a bool, got a float")
+    return negate(a) if a.type == BOOL else build("sub", const(-1), a)  # ~x = -1 - x
+
+
+def _register_bits() -> None:
+    for op, stem in {"and": "and", "or": "or", "xor": "xor"}.items():
+        register(f"__{stem}__", f"__r{stem}__", f"__i{stem}__", f"bitwise_{stem}")(_bitwise(op))
+        register(f"logical_{stem}")(_logical(op))
+    for op, stem, name in (("shl", "lshift", "left"), ("shr", "rshift", "right")):
+        register(f"__{stem}__", f"bitwise_{name}_shift")(_bitwise(op))
+        register(f"__r{stem}__")(_reversed(_bitwise(op)))
+    register("bitwise_not", "__invert__")(wrapping(lambda t, a: elementwise(t, _invert, a)))
+    register("logical_not")(lambda t, a: elementwise(t, lambda x: negate(cast(x, BOOL)), a))
+
+
+@register("div", "divide", "true_divide", "__truediv__", "__div__", "__itruediv__")
+def _div(tracer: Tracer, a: Any, b: Any, *, rounding_mode: str | None = None) -> Value:
+    if rounding_mode is None:
+        return elementwise(tracer, lambda x, y: build("div", x, y), a, b)
+    if rounding_mode == "floor":
+        return _floor_divide(tracer, a, b)
+    return elementwise(tracer, _truncated, a, b)
+
+
+register("__rtruediv__", "__rdiv__")(_reversed(_div))
+
+
+def _truncated(a: Node, b: Node) -> Node:
+    if F32 in (a.type, b.type):
+        return truncated(build("div", a, b))
+    return _integer_divide("tdiv", a, b)
+
+
+@register("fmod")
+@narrowing
+def _fmod(tracer: Tracer, a: Any, b: Any) -> Value:
+    def node(x: Node, y: Node) -> Node:
+        if F32 not in (x.type, y.type):
+            # fmod(x, y) = x - y * trunc(x / y)
+            return build("sub", x, build("mul", y, _integer_divide("tdiv", x, y)))
+        # the remainder of |x| by |y|, with the sign of x: exact, unlike x - y * trunc(x / y)
+        size = build("mod", build("abs", cast(x, F32)), build("abs", cast(y, F32)))
+        return build("where", build("lt", x, const(0.0)), build("neg", size), size)
+
+    return elementwise(tracer, node, a, b)
+
+
+@register("lerp")
+def _lerp(tracer: Tracer, start: Any, end: Any, weight: Any) -> Value:
+    def node(a: Node, b: Node, w: Node) -> Node:
+        return build("add", a, build("mul", w, build("sub", b, a)))
+
+    return elementwise(tracer, node, start, end, weight)
+
+
+@register("fmin", "fmax")
+def _fmin(tracer: Tracer, a: Any, b: Any) -> Value:
+    raise ValueError("fmin and fmax are not supported; use torch.minimum and torch.maximum")
+
+
+@register("where")
+@narrowing
+def _where(tracer: Tracer, condition: Any, a: Any = None, b: Any = None) -> Value:
+    if a is None or b is None:
+        raise TypeError("where needs a condition and two values")
+    if isinstance(condition, Value) and condition.kind != BOOL:
+        raise TypeError(f"where expects a bool condition, got {condition.dtype}")
+    return elementwise(tracer, lambda c, x, y: build("where", c, x, y), condition, a, b)
+
+
+HANDLERS[Tensor.where] = lambda tracer, a, condition, b: _where(tracer, condition, a, b)
+
+
+@register("masked_fill")
+@narrowing
+def _masked_fill(tracer: Tracer, a: Any, mask: Any, value: Any) -> Value:
+    def node(x: Node, m: Node, v: Node) -> Node:
+        return build("where", m, cast(v, x.type), x)
+
+    return elementwise(tracer, node, a, mask, value)
+
+
+@register("clamp", "clip")
+@narrowing
+def _clamp(tracer: Tracer, a: Any, min: Any = None, max: Any = None) -> Value:
+    if min is not None:
+        a = elementwise(tracer, lambda x, low: _bounded(x, low, "lt", "max"), a, min)
+    if max is not None:
+        a = elementwise(tracer, lambda x, high: _bounded(x, high, "gt", "min"), a, max)
+    return tracer.lift(a)
+
+
+def _bounded(x: Node, bound: Node, beyond: str, op: str) -> Node:
+    if F32 not in (x.type, bound.type):
+        return build(op, x, bound)  # keeps integer ranges easy to bound
+    return build("where", build(beyond, x, bound), bound, x)  # the derivative at a bound is 1
+
+
+register("clamp_min")(lambda tracer, a, min: _clamp(tracer, a, min=min))
+register("clamp_max")(lambda tracer, a, max: _clamp(tracer, a, max=max))
+register("hardtanh")(
+    lambda t, a, min_val=-1.0, max_val=1.0, inplace=False: _clamp(t, a, min_val, max_val)
+)
+
+
+_register_binary()
+_register_bits()

@@ -1,0 +1,152 @@
+"""Indexing of traced values, as torch does it: integers, slices, None, ..., and index tensors.
+
+Only integer index tensors of rank 0, or of one common broadcast shape, occur in mods; a Python
+integer beside them counts as an index tensor, as in torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attnkit.graph.ir import BOOL, F32, Node, const
+from attnkit.graph.simplify import build
+from attnkit.tracing.ops.registry import PARTS
+from attnkit.tracing.proxy import Part, Tracer, Value
+from attnkit.util.shapes import broadcast
+
+
+def index(tracer: Tracer, source: Value, at: tuple[Any, ...]) -> Value:
+    """`source[at]` as a Value; keeps `origin` where only constants index a captured tensor."""
+    items = _expand(source, at)
+    if source.part and not all(_inside(tracer, i, source.part) for i in items):
+        if source.origin is None:
+            tracer.fail(
+                "a part of a tensor is computed with, and the result indexed by a traced value; "
+                "index the part first, or the whole tensor"
+            )
+        source = tracer.cut(source.origin)
+    picks: list[Any] = []  # per dimension of the source: a Value, or (slice start, step, size)
+    layout: list[Any] = []  # per dimension of the result so far: None, "index", or the source dim
+    dim = 0
+    for item in items:
+        if item is None:
+            layout.append(None)
+            continue
+        if isinstance(item, slice):
+            span = range(*item.indices(source.sizes[dim]))
+            picks.append((span.start, span.step, len(span)))
+            layout.append(dim)
+        else:
+            picks.append(_position(tracer, item, dim, source.sizes[dim]))
+            layout.append("index")
+        dim += 1
+    return _assemble(tracer, source, at, picks, layout)
+
+
+def _inside(tracer: Tracer, item: Any, part: Part) -> bool:
+    """Whether an index into a part means the same in the tensor that it was cut from.
+
+    Indices that are never negative do where the part goes to the end: beyond it is beyond both.
+    """
+    if item is None or isinstance(item, slice):
+        return True
+    value = tracer.lift(item)
+    if value.sizes:
+        return False
+    return value.node.op == "const" or (part == "end" and never_negative(value.node))
+
+
+def never_negative(n: Node) -> bool:
+    """Whether it shows in its form that an integer is 0 or more."""
+    if n.op == "const":
+        return float(n.attr) >= 0  # type: ignore[arg-type]
+    if n.op == "arg":
+        return n.attr in ("b", "h", "q", "kv")
+    if n.op in ("add", "mul", "min", "fdiv", "mod"):
+        positive = n.op not in ("fdiv", "mod") or (n.args[1].op == "const" and n.args[1].attr != 0)
+        return positive and all(never_negative(a) for a in n.args)
+    return n.op == "max" and any(never_negative(a) for a in n.args)
+
+
+def _expand(source: Value, at: tuple[Any, ...]) -> list[Any]:
+    """Replace the ellipsis and missing trailing dimensions by full slices."""
+    used = sum(i is not None and i is not Ellipsis for i in at)
+    if used > len(source.sizes):
+        raise IndexError(f"too many indices ({used}) for a tensor of shape {source.sizes}")
+    fill = [slice(None)] * (len(source.sizes) - used)
+    where = next((n for n, i in enumerate(at) if i is Ellipsis), None)
+    if where is None:
+        return [*at, *fill]
+    return [*at[:where], *fill, *at[where + 1 :]]
+
+
+def _position(tracer: Tracer, item: Any, dim: int, size: int) -> Value:
+    value = tracer.lift(item)
+    if value.kind == F32:
+        raise TypeError("an index must be an integer, got a float; convert with .int()")
+    if value.kind == BOOL:
+        raise TypeError("indexing by a bool is not supported; use torch.where")
+    if not value.sizes and value.node.op == "const":
+        place = int(value.node.attr)  # type: ignore[arg-type]
+        if not -size <= place < size:
+            raise IndexError(f"index {place} is out of range for dimension {dim} of size {size}")
+        return Value(tracer, const(place % size))
+    return value
+
+
+def _assemble(
+    tracer: Tracer, source: Value, at: tuple[Any, ...], picks: list[Any], layout: list[Any]
+) -> Value:
+    vectors = [p for p in picks if isinstance(p, Value) and p.sizes]
+    common = tuple(broadcast(*(v.sizes for v in vectors)))
+    places = [n for n, kind in enumerate(layout) if kind == "index"]
+    # torch puts the dimensions of the index tensors where they stood if they stood together
+    together = places == list(range(places[0], places[-1] + 1)) if places else True
+    front = len([k for k in layout[: places[0]] if k != "index"]) if places and together else 0
+    rest = [k for k in layout if k != "index"]
+    sizes = [1 if k is None else picks[k][2] for k in rest]
+    part = max((source.part, _part(source, picks)), key=PARTS.index)
+    sizes[front:front] = common
+
+    def pick(*position: Node) -> Node:
+        inner = position[front : front + len(common)]
+        outer = dict(
+            zip(_keys(rest), position[:front] + position[front + len(common) :], strict=True)
+        )
+        return source.pick(*(_at(p, d, inner, outer) for d, p in enumerate(picks)))
+
+    if not sizes:
+        return Value(tracer, pick(), narrow=source.narrow)
+    static = all(not isinstance(p, Value) or p.node.op == "const" for p in picks if not _vector(p))
+    origin = None
+    if source.origin is not None and static and not vectors:
+        with torch._C.DisableTorchFunction():  # also where no mode has been left on the way here
+            origin = source.origin[at]
+    return Value(tracer, None, tuple(sizes), source.kind, pick, origin, part, source.narrow)
+
+
+def _part(source: Value, picks: list[Any]) -> Part:
+    """What slices leave of a Value."""
+    cuts = [(p, n) for p, n in zip(picks, source.sizes, strict=True) if not isinstance(p, Value)]
+    if all(start == 0 and step == 1 and size == n for (start, step, size), n in cuts):
+        return ""
+    to_end = all(step == 1 and start + size == n for (start, step, size), n in cuts)
+    return "end" if to_end else "inner"
+
+
+def _vector(p: Any) -> bool:
+    return isinstance(p, Value) and bool(p.sizes)
+
+
+def _keys(rest: list[Any]) -> list[Any]:
+    return [("new", n) if k is None else k for n, k in enumerate(rest)]
+
+
+def _at(p: Any, dim: int, inner: tuple[Node, ...], outer: dict[Any, Node]) -> Node:
+    if isinstance(p, Value):
+        own = inner[len(inner) - len(p.sizes) :] if p.sizes else ()
+        return p.pick(*(const(0) if n == 1 else i for n, i in zip(p.sizes, own, strict=True)))
+    start, step, _ = p
+    return build("add", build("mul", outer[dim], const(step)), const(start))

@@ -1,0 +1,195 @@
+"""How torch's functions of one number act on traced Values: exponentials, activations, rounding.
+
+Where a branch is not taken its argument is replaced too, so that no derivative becomes inf / inf.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from attnkit.graph.ir import F32, Node, const
+from attnkit.graph.simplify import FALSE, build, cast, negate
+from attnkit.tracing.ops.registry import elementwise, register, wrapping
+from attnkit.tracing.proxy import HANDLERS, Tracer, Value
+
+
+def _float(function: Callable[[Node], Node]) -> Callable[[Node], Node]:
+    return lambda x: function(cast(x, F32))
+
+
+def _whole(function: Callable[[Node], Node]) -> Callable[[Node], Node]:
+    return lambda x: function(x) if x.type == F32 else x  # rounding an int changes nothing
+
+
+def truncated(x: Node) -> Node:
+    """Rounded towards zero."""
+    down = build("floor", x)
+    up = build("neg", build("floor", build("neg", x)))
+    return build("where", build("lt", x, const(0.0)), up, down)
+
+
+def _rounded(x: Node) -> Node:
+    """Rounded to the nearest integer, halves to the even one; infinities remain."""
+    down = build("floor", x)
+    rest = build("sub", x, down)
+    even = build("add", down, build("mod", down, const(2.0)))
+    up = build("where", build("gt", rest, const(0.5)), build("add", down, const(1.0)), down)
+    return build("where", build("eq", rest, const(0.5)), even, up)
+
+
+def _sinh(x: Node) -> Node:
+    # expm1(x) - expm1(-x) keeps its digits near 0, where exp(x) - exp(-x) loses them
+    both = build("sub", build("expm1", x), build("expm1", build("neg", x)))
+    return build("mul", const(0.5), both)
+
+
+def _cosh(x: Node) -> Node:
+    return build("mul", const(0.5), build("add", build("exp", x), build("exp", build("neg", x))))
+
+
+def _nan(x: Node) -> Node:
+    return build("ne", x, x) if x.type == F32 else FALSE
+
+
+def _infinite(x: Node) -> Node:
+    return build("eq", build("abs", x), const(math.inf)) if x.type == F32 else FALSE
+
+
+def _sign(x: Node) -> Node:
+    zero, one = cast(const(0), x.type), cast(const(1), x.type)
+    negative = build("where", build("lt", x, zero), build("neg", one), zero)
+    return build("where", build("lt", zero, x), one, negative)
+
+
+def _relu(x: Node) -> Node:
+    zero = cast(const(0), x.type)
+    # relu'(0) = 0 and relu(NaN) = NaN, as torch
+    return build("where", build("le", x, zero), zero, x)
+
+
+def _gelu(x: Node, approximate: str) -> Node:
+    half = build("mul", x, const(0.5))
+    if approximate == "none":
+        inner = build("erf", build("mul", x, const(math.sqrt(0.5))))
+    else:
+        cube = build("mul", build("mul", x, x), x)
+        sum_ = build("add", x, build("mul", const(0.044715), cube))
+        inner = build("tanh", build("mul", const(math.sqrt(2 / math.pi)), sum_))
+    return build("mul", half, build("add", const(1.0), inner))
+
+
+def _softplus(x: Node, beta: float, threshold: float) -> Node:
+    scaled = build("mul", x, const(float(beta)))
+    large = build("gt", scaled, const(float(threshold)))
+    # the argument is replaced where the other branch is taken: exp must not overflow there,
+    # or its derivative would be inf / inf
+    safe = build("where", large, const(0.0), scaled)
+    small = build("div", build("log1p", build("exp", safe)), const(float(beta)))
+    return build("where", large, x, small)
+
+
+def _elu(x: Node, alpha: float) -> Node:
+    positive = build("gt", x, const(0.0))
+    safe = build("where", positive, const(0.0), x)
+    return build("where", positive, x, build("mul", const(float(alpha)), build("expm1", safe)))
+
+
+_UNARY: dict[str, Callable[[Node], Node]] = {
+    "neg negative __neg__": lambda x: build("neg", x),
+    "abs absolute __abs__": lambda x: build("abs", x),
+    "floor __floor__": _whole(lambda x: build("floor", x)),
+    "ceil __ceil__": _whole(lambda x: build("neg", build("floor", build("neg", x)))),
+    "trunc fix": _whole(truncated),
+    "frac": _float(lambda x: build("sub", x, truncated(x))),
+    "sinh": _float(_sinh),
+    "cosh": _float(_cosh),
+    "tan": _float(lambda x: build("div", build("sin", x), build("cos", x))),
+    "mish": _float(lambda x: build("mul", x, build("tanh", _softplus(x, 1.0, 20.0)))),
+    "square": lambda x: build("mul", x, x),
+    "reciprocal": _float(lambda x: build("div", const(1.0), x)),
+    "isnan": _nan,
+    "isinf": _infinite,
+    "isfinite": lambda x: negate(build("or", _nan(x), _infinite(x))),
+    "sign": _sign,
+    "relu": _relu,
+    "silu": _float(lambda x: build("mul", x, build("sigmoid", x))),
+    "softsign": _float(lambda x: build("div", x, build("add", const(1.0), build("abs", x)))),
+    **{
+        name: (lambda x, op=name: build(op, x))  # type: ignore[misc]
+        for name in "exp exp2 expm1 log log2 log1p sqrt rsqrt tanh sigmoid sin cos erf".split()
+    },
+    "logsigmoid": _float(lambda x: build("neg", _softplus(build("neg", x), 1.0, 20.0))),
+    "log10": _float(lambda x: build("mul", build("log", x), const(1 / math.log(10)))),
+    "expit": _float(lambda x: build("sigmoid", x)),
+}
+
+
+def _register_unary() -> None:
+    for names, function in _UNARY.items():
+        register(*names.split())(
+            wrapping(
+                lambda tracer, a, inplace=False, function=function: elementwise(tracer, function, a)
+            )
+        )
+    approximate = getattr(torch.ops.approx, "tanh", None) if hasattr(torch.ops, "approx") else None
+    if approximate is not None:
+        register(approximate)(HANDLERS[torch.tanh])
+
+
+@register("round")
+def _round(tracer: Tracer, a: Any, *, decimals: int = 0) -> Value:
+    if decimals:
+        raise ValueError(f"decimals={decimals} is not supported; scale, round and scale back")
+    return elementwise(tracer, _whole(_rounded), a)
+
+
+@register("logaddexp")
+def _logaddexp(tracer: Tracer, a: Any, b: Any) -> Value:
+    def node(x: Node, y: Node) -> Node:
+        x, y = cast(x, F32), cast(y, F32)
+        same = build("eq", x, y)  # of equal infinities the difference is NaN
+        apart = build("where", same, const(0.0), build("sub", x, y))
+        small = build("log1p", build("exp", build("neg", build("abs", apart))))
+        return build("add", build("max", x, y), small)
+
+    return elementwise(tracer, node, a, b)
+
+
+@register("relu6")
+def _relu6(tracer: Tracer, a: Any, inplace: bool = False) -> Value:
+    def node(x: Node) -> Node:
+        six = cast(const(6), x.type)
+        return _relu(build("where", build("le", six, x), six, x))
+
+    return elementwise(tracer, node, a)
+
+
+@register("gelu")
+def _gelu_handler(tracer: Tracer, a: Any, approximate: str = "none") -> Value:
+    return elementwise(tracer, lambda x: _gelu(cast(x, F32), approximate), a)
+
+
+@register("softplus")
+def _softplus_handler(tracer: Tracer, a: Any, beta: float = 1, threshold: float = 20) -> Value:
+    return elementwise(tracer, lambda x: _softplus(cast(x, F32), beta, threshold), a)
+
+
+@register("elu")
+def _elu_handler(tracer: Tracer, a: Any, alpha: float = 1.0, inplace: bool = False) -> Value:
+    return elementwise(tracer, lambda x: _elu(cast(x, F32), alpha), a)
+
+
+@register("leaky_relu")
+def _leaky(tracer: Tracer, a: Any, negative_slope: float = 0.01, inplace: bool = False) -> Value:
+    def node(x: Node) -> Node:
+        scaled = build("mul", x, const(float(negative_slope)))
+        return build("where", build("gt", x, const(0.0)), x, scaled)
+
+    return elementwise(tracer, node, a)
+
+
+_register_unary()

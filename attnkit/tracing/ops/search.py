@@ -1,0 +1,78 @@
+"""How torch's searches in a captured tensor act on a traced number: isin, bucketize, searchsorted.
+
+Each is a reduction over all elements, so the tensor must be small, as for any reduction.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from attnkit.graph.ir import I32, Node
+from attnkit.graph.simplify import FALSE, build, cast, negate
+from attnkit.tracing.ops.registry import elementwise, register
+from attnkit.tracing.ops.shape import reduced
+from attnkit.tracing.proxy import Tracer, Value
+
+
+@register("isin")
+def _isin(
+    tracer: Tracer,
+    elements: Any,
+    test_elements: Any,
+    *,
+    assume_unique: bool = False,
+    invert: bool = False,
+) -> Value:
+    element = _number(tracer, "elements", elements)
+    same = elementwise(tracer, lambda x, y: build("eq", x, y), element, test_elements)
+    found = reduced(tracer, same, lambda x, y: build("or", x, y), FALSE)
+    return elementwise(tracer, negate, found) if invert else found
+
+
+@register("bucketize")
+def _bucketize(
+    tracer: Tracer, x: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False
+) -> Value:
+    return _place(tracer, "input", x, "boundaries", boundaries, right)
+
+
+@register("searchsorted")
+def _searchsorted(
+    tracer: Tracer,
+    sorted_sequence: Any,
+    x: Any,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: Tensor | None = None,
+) -> Value:
+    if sorter is not None:
+        raise ValueError("sorter is not supported; sort the captured tensor outside")
+    if side is not None:
+        right = side == "right"
+    return _place(tracer, "input", x, "sorted_sequence", sorted_sequence, right)
+
+
+def _place(tracer: Tracer, what: str, x: Any, where: str, bounds: Any, right: bool) -> Value:
+    """How many of the bounds lie before a number: those less than it, or with `right` not greater."""
+    number, edges = _number(tracer, what, x), tracer.lift(bounds)
+    if len(edges.sizes) != 1:
+        raise ValueError(f"{where} of shape {edges.sizes} is not supported; expected one dimension")
+
+    def before(value: Node, edge: Node) -> Node:
+        # so that NaN has all of them before it, as in torch
+        beyond = build("lt" if right else "le", value, edge)
+        return cast(negate(beyond), I32)
+
+    counted = elementwise(tracer, before, number, edges)
+    return reduced(tracer, counted, lambda a, b: build("add", a, b), cast(FALSE, I32))
+
+
+def _number(tracer: Tracer, what: str, x: Any) -> Value:
+    value = tracer.lift(x)
+    if value.sizes:
+        raise ValueError(f"{what} of shape {value.sizes} is not supported; search one number")
+    return value

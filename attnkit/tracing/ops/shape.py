@@ -1,0 +1,290 @@
+"""How conversions, factories, shape changes and reductions act on traced Values.
+
+A reduction over a small axis is unrolled, so the graph needs no loops and every interpretation
+gets reductions for nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnkit.graph import ir
+from attnkit.graph.ir import BOOL, F32, I32, Node, const
+from attnkit.graph.simplify import FALSE, TRUE, build, cast
+from attnkit.tracing.ops.index import index
+from attnkit.tracing.ops.registry import Handler, binary, elementwise, register
+from attnkit.tracing.proxy import HANDLERS, Tracer, Value
+
+MAX_UNROLL = 128  # largest axis that a reduction unrolls
+
+
+# --- conversions ---------------------------------------------------------------------------
+_INTS = (torch.int32, torch.int64)
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def _convert(x: Node, dtype: torch.dtype) -> Node:
+    if dtype == torch.bool:
+        return cast(x, BOOL)
+    if dtype in _INTS:
+        return cast(x, I32)
+    if dtype in (torch.float32, torch.float64):
+        return cast(x, F32)
+    if dtype in _HALVES:
+        rounded = cast(x, F32)
+        return ir.node("round", rounded, attr=str(dtype).removeprefix("torch."))
+    raise TypeError(f"conversion to {dtype} is not supported; use torch.int32 or torch.float32")
+
+
+@register("to", "type", "_to_copy")
+def _to(tracer: Tracer, a: Any, *args: Any, **kwargs: Any) -> Value:
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, torch.dtype):
+            return elementwise(tracer, lambda n, x=x: _convert(n, x), a)
+        if isinstance(x, Value | Tensor):
+            return elementwise(tracer, lambda n, x=x: _convert(n, x.dtype), a)
+    return tracer.lift(a)
+
+
+register("type_as")(_to)
+
+
+def _register_conversions() -> None:
+    for name, dtype in {
+        "float": torch.float32,
+        "double": torch.float64,
+        "half": torch.float16,
+        "bfloat16": torch.bfloat16,
+        "int": torch.int32,
+        "long": torch.int64,
+        "bool": torch.bool,
+    }.items():
+        HANDLERS[getattr(Tensor, name)] = lambda tracer, a, dtype=dtype, **_: _to(tracer, a, dtype)
+    same = "positive __pos__ clone contiguous detach cpu cuda view_as expand_as"
+    for name in same.split():
+        register(name)(lambda tracer, a, *_, **__: tracer.lift(a))
+    HANDLERS[Tensor.view_as] = HANDLERS[Tensor.expand_as] = _same_shape
+    HANDLERS[Tensor.detach] = HANDLERS[torch.detach] = _detach
+
+
+def _same_shape(tracer: Tracer, a: Value, other: Any) -> Value:
+    if a.sizes or tracer.lift(other).sizes:
+        raise ValueError("view_as and expand_as are not supported for values with a shape")
+    return a
+
+
+def _detach(tracer: Tracer, a: Value) -> Value:
+    if a.kind == F32:
+        tracer.fail(
+            "detach() inside a score_mod would change its gradient, which is not supported; "
+            "detach the captured tensor outside of the function"
+        )
+    return a
+
+
+def _filled(tracer: Tracer, value: Any, like: Value, size: Any, dtype: Any) -> Value:
+    node = tracer.lift(value).node
+    node = cast(node, like.kind) if dtype is None else _convert(node, dtype)
+    sizes = (size,) if isinstance(size, int) else tuple(size)
+    return Value(tracer, None if sizes else node, sizes, node.type, lambda *_: node)
+
+
+def _register_factories() -> None:
+    for name, value in {"ones": 1, "zeros": 0}.items():
+        register(f"new_{name}")(
+            lambda t, a, size=(), *rest, dtype=None, value=value, **_: _filled(
+                t, value, a, (size, *rest) if rest else size, dtype
+            )
+        )
+        register(f"{name}_like")(
+            lambda t, a, dtype=None, value=value, **_: _filled(t, value, a, a.sizes, dtype)
+        )
+    register("new_full")(
+        lambda t, a, size, fill_value, dtype=None, **_: _filled(t, fill_value, a, size, dtype)
+    )
+    register("new_tensor", "scalar_tensor")(
+        lambda t, a, data, dtype=None, **_: _filled(t, data, a, (), dtype or torch.float32)
+    )
+    register("full_like")(
+        lambda t, a, fill_value, dtype=None, **_: _filled(t, fill_value, a, a.sizes, dtype)
+    )
+
+
+# --- shapes and reductions ------------------------------------------------------------------
+@register("__getitem__")
+def _getitem(tracer: Tracer, a: Any, at: Any) -> Value:
+    return index(tracer, tracer.lift(a), at if isinstance(at, tuple) else (at,))
+
+
+@register("unsqueeze")
+def _unsqueeze(tracer: Tracer, a: Any, dim: int) -> Value:
+    a = tracer.lift(a)
+    dim %= len(a.sizes) + 1
+    sizes = (*a.sizes[:dim], 1, *a.sizes[dim:])
+    return Value(tracer, None, sizes, a.kind, lambda *i: a.pick(*i[:dim], *i[dim + 1 :]))
+
+
+@register("squeeze")
+def _squeeze(tracer: Tracer, a: Any, dim: int | None = None) -> Value:
+    a = tracer.lift(a)
+    rank = len(a.sizes)
+    drop = {i for i, n in enumerate(a.sizes) if n == 1 and dim in (None, i, i - rank)}
+    return index(tracer, a, tuple(0 if i in drop else slice(None) for i in range(rank)))
+
+
+@register("view", "reshape", "expand", "flatten", "ravel")
+def _reshape(tracer: Tracer, a: Any, *size: Any) -> Value:
+    a = tracer.lift(a)
+    sizes = size[0] if len(size) == 1 and isinstance(size[0], tuple | list) else size
+    if not a.sizes and all(n in (1, -1) for n in sizes):
+        return Value(tracer, None, (1,) * len(sizes), a.kind, lambda *_: a.node) if sizes else a
+    raise ValueError(f"reshaping {a.sizes} to {tuple(sizes)} is not supported; use indexing")
+
+
+@register("stack")
+def _stack(tracer: Tracer, tensors: Any, dim: int = 0) -> Value:
+    values = [tracer.lift(t) for t in tensors]
+    if any(v.sizes for v in values) or dim not in (0, -1):
+        raise ValueError("stack takes numbers, one per (q, kv) pair, along dim 0")
+    nodes = [v.node for v in values]
+    if len({n.type for n in nodes}) != 1:
+        raise TypeError(f"stack needs one dtype, got {[v.dtype for v in values]}")
+
+    def pick(i: Node) -> Node:
+        if i.op != "const":
+            raise ValueError("a stack can be indexed by Python integers only")
+        return nodes[int(i.attr)]  # type: ignore[arg-type]
+
+    return Value(tracer, None, (len(nodes),), nodes[0].type, pick)
+
+
+def reduced(
+    tracer: Tracer, a: Any, join: Callable[[Node, Node], Node], empty: Node, dim: int | None = None
+) -> Value:
+    """A Value joined along one axis, or all of them; `empty` for none."""
+    source = tracer.lift(a)
+    if not source.sizes:
+        return source
+    if dim is None and len(source.sizes) > 1:
+        first = reduced(tracer, source, join, empty, -1)
+        return reduced(tracer, first, join, empty)
+    axis = (0 if dim is None else dim) % len(source.sizes)
+    length = source.sizes[axis]
+    if length > MAX_UNROLL:
+        raise ValueError(f"a reduction over {length} elements; at most {MAX_UNROLL} are unrolled")
+
+    def pick(*i: Node) -> Node:
+        parts = [source.pick(*i[:axis], const(k), *i[axis:]) for k in range(length)]
+        while len(parts) > 1:  # a balanced tree: short dependency chains, small rounding errors
+            pairs = [join(x, y) for x, y in zip(parts[::2], parts[1::2], strict=False)]
+            parts = pairs + parts[len(pairs) * 2 :]
+        return parts[0] if parts else empty
+
+    sizes = source.sizes[:axis] + source.sizes[axis + 1 :]
+    if not sizes:
+        return Value(tracer, pick())
+    return Value(tracer, None, sizes, source.kind, pick)
+
+
+def _sum(tracer: Tracer, a: Any, dim: int | None = None) -> Value:
+    if tracer.lift(a).kind == BOOL:
+        a = elementwise(tracer, lambda x: cast(x, I32), a)
+    empty = cast(const(0), tracer.lift(a).kind)
+    return reduced(tracer, a, lambda x, y: build("add", x, y), empty, dim)
+
+
+@register("sum")
+def _sum_handler(
+    tracer: Tracer, a: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Value:
+    return _keep(tracer, _sum(tracer, a, _one(dim)), dim, keepdim)
+
+
+@register("mean")
+def _mean(tracer: Tracer, a: Any, dim: Any = None, keepdim: bool = False) -> Value:
+    a = tracer.lift(a)
+    if a.kind != F32:
+        raise TypeError(f"mean needs a float, got {a.dtype}")
+    count = math.prod(a.sizes) if dim is None else a.sizes[_one(dim) or 0]
+    total = _sum(tracer, a, _one(dim))
+    mean = elementwise(tracer, lambda x: build("div", x, const(float(count))), total)
+    return _keep(tracer, mean, dim, keepdim)
+
+
+def _truth(join: str, empty: Node) -> Handler:
+    def handler(tracer: Tracer, a: Any, dim: Any = None, keepdim: bool = False) -> Value:
+        a = elementwise(tracer, lambda x: cast(x, BOOL), a)
+        joined = reduced(tracer, a, lambda x, y: build(join, x, y), empty, _one(dim))
+        return _keep(tracer, joined, dim, keepdim)
+
+    return handler
+
+
+register("any")(_truth("or", FALSE))
+register("all")(_truth("and", TRUE))
+
+
+def _extreme(op: str) -> Handler:
+    def handler(tracer: Tracer, a: Any, dim: Any = None, keepdim: bool = False) -> Value:
+        a = tracer.lift(a)
+        if a.kind == F32 and math.prod(a.sizes) > 2:
+            # torch shares the gradient of a tie evenly; a tree of max does not
+            raise ValueError(f"a{op} over floats is not supported; use torch.{op}imum pairwise")
+        if a.sizes and 0 in a.sizes:
+            raise ValueError(f"a{op} over an empty axis")
+        join: Callable[[Node, Node], Node] = lambda x, y: build(op, x, y)
+        return _keep(tracer, reduced(tracer, a, join, FALSE, _one(dim)), dim, keepdim)
+
+    return handler
+
+
+def _register_extremes() -> None:
+    for op in ("min", "max"):
+        reduce, pairwise = _extreme(op), binary(op)
+        register(f"a{op}")(reduce)
+
+        def either(
+            tracer: Tracer, a: Any, *rest: Any, r: Handler = reduce, p: Handler = pairwise
+        ) -> Value:
+            if len(rest) == 1 and isinstance(rest[0], Value | Tensor):
+                return p(tracer, a, rest[0])
+            if rest:
+                raise ValueError("min/max along a dimension returns indices too; use amin/amax")
+            return r(tracer, a)
+
+        register(op)(either)
+
+
+@register("dot", "inner", "vdot", "matmul", "__matmul__")
+def _dot(tracer: Tracer, a: Any, b: Any) -> Value:
+    a, b = tracer.lift(a), tracer.lift(b)
+    if len(a.sizes) != 1 or a.sizes != b.sizes:
+        raise ValueError(f"a dot product of shapes {a.sizes} and {b.sizes}; expected [n] and [n]")
+    return _sum(tracer, elementwise(tracer, lambda x, y: build("mul", x, y), a, b))
+
+
+def _one(dim: Any) -> int | None:
+    if isinstance(dim, tuple | list):
+        if len(dim) != 1:
+            raise ValueError("reduce one dimension at a time")
+        return int(dim[0])
+    return None if dim is None else int(dim)
+
+
+def _keep(tracer: Tracer, found: Value, dim: Any, keepdim: bool) -> Value:
+    if not keepdim:
+        return found
+    axis = _one(dim)
+    if axis is None:
+        raise ValueError("keepdim needs a dim")
+    return _unsqueeze(tracer, found, axis if axis >= 0 else len(found.sizes) + 1 + axis)
+
+
+_register_conversions()
+_register_factories()
+_register_extremes()

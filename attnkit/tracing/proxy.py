@@ -1,0 +1,392 @@
+"""What a traced function sees in place of tensors.
+
+A `Value` that stands for one number holds its node; one with a shape (a row of a captured tensor,
+say) holds a function from index nodes to a node, and must be indexed or reduced before it is
+returned. Operations on captured tensors alone run eagerly. `trace_ops` says what each torch
+function does to Values.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NoReturn, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from attnkit.errors import TraceError
+from attnkit.graph import ir
+from attnkit.graph.ir import BOOL, F32, I32, Node, Type, const
+from attnkit.util.package import FOLDER
+
+Pick: TypeAlias = Callable[..., Node]
+# Whether a Value is cut out of captured tensors: whole in every dimension, the end of some, or less.
+# What torch makes of an index beyond a part is not what it makes of that index into the tensor.
+Part: TypeAlias = Literal["", "end", "inner"]
+Handler: TypeAlias = Callable[..., Any]
+
+DTYPES: dict[Type, torch.dtype] = {I32: torch.int32, F32: torch.float32, BOOL: torch.bool}
+
+# Integers that torch lets wrap before they reach 32 bits.
+NARROW = (torch.int8, torch.uint8, torch.int16)
+
+# Filled by trace_ops: torch function or method -> how it acts on Values.
+HANDLERS: dict[Any, Handler] = {}
+
+# A mod never makes a new random number per score: neither FlexAttention nor a kernel could.
+_RANDOM = frozenset(
+    "rand randn randint randperm rand_like randn_like randint_like bernoulli normal multinomial "
+    "poisson dropout alpha_dropout uniform_ normal_ random_ bernoulli_ exponential_".split()
+)
+
+# Eager calls that read no data of a tensor ("__get__" is any attribute: shape, dtype, device, ...).
+_METADATA = frozenset(
+    "__get__ size stride dim ndimension numel nelement element_size is_floating_point is_complex "
+    "is_contiguous get_device __len__ data_ptr storage_offset is_signed type".split()
+)
+
+
+class Tracer:
+    """State of one trace: captured tensors, tensors made on the way, the first error."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.slots: dict[int, int] = {}
+        self.tensors: list[Tensor] = []
+        self.made: dict[int, tuple[Tensor, bool]] = {}  # id -> (tensor, made of captured ones)
+        self.derived = False
+        self.error: TraceError | None = None
+
+    def failure(self, message: str) -> TraceError:
+        """A TraceError at the user's line; remembered even if the user swallows it."""
+        error = TraceError(message + _user_line())
+        if self.error is None:
+            self.error = error
+        return error
+
+    def fail(self, message: str, cause: BaseException | None = None) -> NoReturn:
+        """Raise a TraceError at the user's line."""
+        raise self.failure(message) from cause
+
+    def ran(self, result: Any, arguments: Sequence[Any]) -> Any:
+        """Note the tensors that an eager operation made, and whether captured ones went in."""
+        if isinstance(result, Tensor):
+            inputs = [a for a in _leaves(arguments) if isinstance(a, Tensor)]
+            captured = any(id(a) not in self.made or self.made[id(a)][1] for a in inputs)
+            if not any(result is a for a in inputs):
+                self.made[id(result)] = (result, captured)
+        elif isinstance(result, tuple | list) and any(isinstance(r, Tensor) for r in result):
+            for r in result:
+                self.ran(r, arguments)
+        return result
+
+    def own(self, x: Any) -> bool:
+        """Whether a tensor was made while tracing, with memory of its own."""
+        base = x if not isinstance(x, Tensor) or x._base is None else x._base
+        return id(base) in self.made
+
+    def looked(self, function: Any, arguments: Sequence[Any]) -> None:
+        """Note an eager operation that may have turned a captured tensor's data into a number."""
+        if _title(function) not in _METADATA:
+            tensors = [a for a in arguments if isinstance(a, Tensor)]
+            self.derived |= any(id(t) not in self.made or self.made[id(t)][1] for t in tensors)
+
+    def lift(self, x: Any) -> Value:
+        """A Value for anything that a user may combine with one."""
+        if isinstance(x, Value):
+            return x
+        if isinstance(x, Tensor):
+            return self._capture(x)
+        if isinstance(x, bool | int | float):
+            return self._number(x)
+        if isinstance(x, np.generic):
+            return self._number(x.item())
+        if isinstance(x, np.ndarray):
+            self.fail("a numpy array cannot be used with a traced value; use torch.from_numpy(...)")
+        self.fail(f"cannot combine a traced value with {type(x).__name__} {x!r}")
+
+    def cut(self, x: Tensor) -> Value:
+        """A Value for a view of a captured tensor, as a tensor of its own."""
+        self.made[id(x)] = (x, True)
+        return self._capture(x)
+
+    def _number(self, x: bool | int | float | complex) -> Value:
+        if isinstance(x, complex):
+            self.fail("complex numbers are not supported")
+        if isinstance(x, int) and not -(2**31) <= x < 2**31:
+            self.fail(f"the integer {x} does not fit into 32 bits; write {float(x)} for a float")
+        return Value(self, const(x))
+
+    def _capture(self, x: Tensor) -> Value:
+        if x.dtype.is_complex or x.layout != torch.strided:
+            self.fail(f"a captured tensor must be dense and real, got {x.dtype} {x.layout}")
+        made, captured = self.made.get(id(x), (None, False))
+        if made is not None and not captured and x.ndim == 0:
+            return self._number(x.item())  # torch.tensor(0.5) inside the function
+        self.derived |= captured
+        slot = self.slots.setdefault(id(x), len(self.tensors))
+        if slot == len(self.tensors):
+            self.tensors.append(x)
+        kind: Type = BOOL if x.dtype == torch.bool else F32 if x.dtype.is_floating_point else I32
+        narrow = x.dtype if x.dtype in NARROW else None
+        if x.ndim == 0:
+            return Value(self, ir.load(slot, kind, ()), narrow=narrow)
+        shape = tuple(x.shape)
+        return Value(self, None, shape, kind, lambda *i: ir.load(slot, kind, i), x, narrow=narrow)
+
+
+class Value:
+    """What stands for a tensor while tracing; see the module's docstring."""
+
+    __array_ufunc__ = None  # numpy scalars leave `np.int64(3) * value` to us
+    __slots__ = ("_node", "kind", "narrow", "origin", "part", "pick", "sizes", "tracer")
+
+    def __init__(
+        self,
+        tracer: Tracer,
+        node: Node | None,
+        sizes: tuple[int, ...] = (),
+        kind: Type | None = None,
+        pick: Pick | None = None,
+        origin: Tensor | None = None,
+        part: Part = "",
+        narrow: torch.dtype | None = None,
+    ) -> None:
+        self.tracer = tracer
+        self.sizes = sizes
+        self._node = node
+        self.kind: Type = kind or node.type  # type: ignore[union-attr]
+        self.pick: Pick = pick or (lambda: node)  # type: ignore[assignment,return-value]
+        self.origin = origin  # the captured tensor (or a view of it) that this Value stands for
+        self.part = part
+        self.narrow = narrow  # what torch computes in, where that is narrower than int32
+
+    @property
+    def node(self) -> Node:
+        """The node of a Value without a shape."""
+        if self._node is None:
+            self.tracer.fail(
+                f"a value of shape {self.sizes} was used where one number per (q, kv) pair is "
+                "needed; index every dimension or reduce it with sum, any or dot"
+            )
+        return self._node
+
+    # --- tensor attributes that users read -------------------------------------------------
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.narrow or DTYPES[self.kind]
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.sizes)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def device(self) -> torch.device:
+        return self.tracer.device
+
+    requires_grad = False
+    is_cuda = property(lambda self: self.tracer.device.type == "cuda")
+
+    def __repr__(self) -> str:
+        return f"Value({self._node})" if self._node else f"Value(shape={self.sizes})"
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+    # --- what would need a number while tracing --------------------------------------------
+    def __bool__(self) -> bool:
+        raise self.tracer.failure(
+            "the truth of a traced value is not known while tracing, so `if`, `and`, `or`, `not`, "
+            "`a < b < c`, assert, min() and max() cannot depend on the score or an index; write "
+            "torch.where(condition, a, b), `&`, `|`, `~`, torch.minimum or torch.maximum"
+        )
+
+    def _no_number(self, *_: Any) -> NoReturn:
+        self.tracer.fail(
+            "a traced value cannot become a Python number: int(), float(), .item(), range(), "
+            "math.* and indexing a list or a numpy array need one; use the torch.* function, and "
+            "a torch tensor in place of a list or an array"
+        )
+
+    __int__ = __float__ = __index__ = __complex__ = __round__ = __trunc__ = _no_number
+    item = tolist = numpy = _no_number
+
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:
+        self.tracer.fail("a traced value cannot become a numpy array; use torch functions")
+
+    def __setitem__(self, *_: Any) -> NoReturn:
+        self.tracer.fail("assigning into a traced value is not supported; use torch.where")
+
+    def __iter__(self) -> Any:
+        if not self.sizes:
+            self.tracer.fail("a traced number cannot be iterated over")
+        return iter([self[i] for i in range(self.sizes[0])])
+
+    def __len__(self) -> int:
+        if not self.sizes:
+            self.tracer.fail("a traced number has no len()")
+        return self.sizes[0]
+
+    def __getitem__(self, index: Any) -> Any:
+        return dispatch(self.tracer, Tensor.__getitem__, (self, index), {})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        method = getattr(Tensor, name, None)
+        if method is None:
+            self.tracer.fail(f"a tensor has no attribute {name!r}")
+        if not callable(method):
+            self.tracer.fail(f"the attribute {name!r} is not known while tracing")
+        return lambda *args, **kwargs: dispatch(self.tracer, method, (self, *args), kwargs)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        tracer = _tracer_of((args, kwargs or {}))
+        if tracer is None:
+            raise AssertionError("a torch function without a traced argument")
+        return dispatch(tracer, function, args, kwargs or {})
+
+    __hash__ = object.__hash__
+
+
+def _operator(name: str) -> Callable[[Value, Any], Any]:
+    def method(self: Value, other: Any) -> Any:
+        if not isinstance(other, Value | Tensor | bool | int | float | np.generic | np.ndarray):
+            return NotImplemented
+        return dispatch(self.tracer, getattr(Tensor, name), (self, other), {})
+
+    return method
+
+
+def _unary(name: str) -> Callable[[Value], Any]:
+    return lambda self: dispatch(self.tracer, getattr(Tensor, name), (self,), {})
+
+
+for _name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split():
+    setattr(Value, f"__{_name}__", _operator(f"__{_name}__"))
+    setattr(Value, f"__r{_name}__", _operator(f"__r{_name}__"))
+for _name in "lt le gt ge eq ne".split():
+    setattr(Value, f"__{_name}__", _operator(f"__{_name}__"))
+for _name in "neg abs invert pos".split():
+    setattr(Value, f"__{_name}__", _unary(f"__{_name}__"))
+
+
+class Mode(TorchFunctionMode):
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return dispatch(self.tracer, function, args, kwargs or {})
+
+
+def dispatch(tracer: Tracer, function: Any, args: Any, kwargs: Any) -> Any:
+    """One torch call of the user's function: traced if a Value goes in, else run as it is."""
+    leaves = _leaves((args, kwargs))
+    if not any(isinstance(x, Value) for x in leaves):
+        if _title(function) in _RANDOM:
+            tracer.fail(f"{_title(function)} is random, a score_mod or mask_mod must not be")
+        if any(not tracer.own(t) for t in _changed(function, args, kwargs)):
+            tracer.fail(
+                f"{_title(function)} changes a captured tensor whenever the function is traced; "
+                "change it outside of the function"
+            )
+        if function is Tensor.__getitem__ and _static(args[1]):
+            return HANDLERS[function](tracer, tracer.lift(args[0]), args[1])
+        result = function(*args, **kwargs)
+        if not isinstance(result, Tensor):
+            tracer.looked(function, leaves)
+        return tracer.ran(result, leaves)
+    handler = HANDLERS.get(function)
+    if handler is None:
+        if all(x.origin is not None for x in leaves if isinstance(x, Value)):
+            args, kwargs = _origins(args), _origins(kwargs)
+            return tracer.ran(function(*args, **kwargs), _leaves((args, kwargs)))
+        name = _title(function)
+        if name == "__setitem__":
+            tracer.fail("assigning at a traced index is not supported; use torch.where")
+        if _in_place(function):
+            tracer.fail(f"{name} changes a value in place; write {name[:-1]} and use its result")
+        tracer.fail(f"{name} is not supported in a score_mod or mask_mod")
+    try:
+        return handler(tracer, *args, **kwargs)
+    except TraceError:
+        raise
+    except (TypeError, ValueError, IndexError) as error:
+        tracer.fail(f"{_title(function)}: {error}", error)
+
+
+def _title(function: Any) -> str:
+    return str(getattr(function, "__name__", function))
+
+
+def _in_place(function: Any) -> bool:
+    name = _title(function)
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+def _changed(function: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The tensors that a call changes."""
+    first = _in_place(function) or bool(kwargs.get("inplace"))
+    return [*args[:first], *_leaves(kwargs.get("out", ()))]
+
+
+def _leaves(x: Any) -> list[Any]:
+    if isinstance(x, tuple | list):
+        return [leaf for item in x for leaf in _leaves(item)]
+    if isinstance(x, dict):
+        return [leaf for item in x.values() for leaf in _leaves(item)]
+    return [x]
+
+
+def _origins(x: Any) -> Any:
+    if isinstance(x, Value):
+        return x.origin
+    if isinstance(x, tuple | list):
+        return type(x)(_origins(item) for item in x)
+    return {k: _origins(v) for k, v in x.items()} if isinstance(x, dict) else x
+
+
+def _static(index: Any) -> bool:
+    items = index if isinstance(index, tuple) else (index,)
+    return all(i is None or i is Ellipsis or type(i) in (int, slice) for i in items)
+
+
+def _tracer_of(x: Any) -> Tracer | None:
+    return next((v.tracer for v in _leaves(x) if isinstance(v, Value)), None)
+
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+def _user_line() -> str:
+    """File, line, source and a caret under the expression that is being evaluated."""
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_code.co_filename.startswith((FOLDER, _TORCH)):
+        frame = frame.f_back
+    code, line = frame.f_code, frame.f_lineno
+    source = linecache.getline(code.co_filename, line).rstrip("\n")
+    message = f"\n  {code.co_filename}:{line} in {code.co_name}\n    {source.strip()}"
+    positions = list(code.co_positions())[frame.f_lasti // 2]
+    first, last, start, end = positions
+    if source and first == last == line and start is not None and end is not None:
+        # columns count UTF-8 bytes
+        shown = source.encode()[:start].decode(errors="replace")
+        indent = len(shown) - (len(source) - len(source.lstrip()))
+        width = len(source.encode()[start:end].decode(errors="replace"))
+        message += "\n    " + " " * indent + "^" * width
+    return message

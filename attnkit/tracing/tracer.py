@@ -1,0 +1,225 @@
+"""Tracing: the user's function run once on symbols, giving its expression graph."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import reprlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attnkit.errors import DTypeError, TraceError
+from attnkit.graph import ir
+from attnkit.graph.ir import BOOL, F32, Node
+from attnkit.graph.simplify import cast
+from attnkit.tracing import ops  # noqa: F401  (registers the handlers of torch functions)
+from attnkit.tracing.proxy import DTYPES, Mode, Tracer, Value
+
+Kind: TypeAlias = Literal["score", "mask"]
+
+ARGUMENTS: dict[Kind, tuple[str, ...]] = {
+    "score": ("score", "b", "h", "q", "kv"),
+    "mask": ("b", "h", "q", "kv"),
+}
+
+
+class DTypeTraceError(TraceError, DTypeError):
+    """A traced function returned a value of the wrong dtype."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The graph of a traced function.
+
+    Attributes:
+        kind: "score" or "mask".
+        root: f32 expression of score, b, h, q, kv for a score_mod; bool expression of b, h, q, kv
+            for a mask_mod.
+        tensors: captured tensors by load slot.
+        names: their names in the user's code, by slot.
+        derived: a captured tensor was computed from others while tracing, so that the trace is
+            true for one call only.
+    """
+
+    kind: Kind
+    root: Node
+    tensors: tuple[Tensor, ...] = field(default=(), repr=False)
+    names: tuple[str, ...] = ()
+    derived: bool = False
+
+    def __str__(self) -> str:
+        arguments = ", ".join(ARGUMENTS[self.kind])
+        return f"{self.kind}({arguments}) = {ir.formula(self.root, self.names)}"
+
+
+def trace(function: Callable[..., Any], kind: Kind, device: torch.device | str = "cpu") -> Traced:
+    """Trace a `score_mod(score, b, h, q, kv)` or a `mask_mod(b, h, q, kv)`.
+
+    Args:
+        function: any callable with that many positional arguments.
+        kind: "score" or "mask".
+        device: what `.device` of a traced value answers.
+
+    Returns:
+        The graph, with the captured tensors by slot.
+
+    Raises:
+        TraceError: the function cannot be traced, returns nothing, a wrong type or a shape.
+    """
+    tracer = Tracer(torch.device(device))
+    names = ARGUMENTS[kind]
+    _check_arity(function, kind)
+    arguments = [Value(tracer, ir.arg(name)) for name in names]
+    try:
+        with Mode(tracer):
+            result = function(*arguments)
+            if tracer.error is None:
+                root = _root(tracer, function, kind, result)
+    except TraceError:
+        if tracer.error is None:
+            raise
+    except Exception as error:
+        if tracer.error is None:
+            raise TraceError(
+                f"{_name_of(function)} raised {type(error).__name__} while it was traced: "
+                f"{_said(error)}"
+            ) from error
+    if tracer.error is not None:
+        raise tracer.error
+    root, tensors = _used(root, tracer.tensors)
+    return Traced(kind, root, tensors, _names(function, tensors), tracer.derived)
+
+
+def _said(error: Exception) -> str:
+    """The message of an error of the user's code, with what numpy's own leaves unsaid."""
+    if "__array_ufunc__" in str(error):
+        return "a numpy function takes no traced value; use the torch function of that name"
+    return str(error)
+
+
+def _used(root: Node, tensors: list[Tensor]) -> tuple[Node, tuple[Tensor, ...]]:
+    """Number the slots by first use in the finished graph, so that equal graphs are equal."""
+    loads = [n for n in ir.topo(root) if n.op == "load"]
+    order = {slot: i for i, slot in enumerate(dict.fromkeys(n.attr for n in loads))}
+    if all(slot == i for slot, i in order.items()):
+        return root, tuple(tensors[: len(order)])
+    root = ir.renumber(root, lambda slot: order[slot])
+    return root, tuple(tensors[int(slot)] for slot in order)  # type: ignore[arg-type]
+
+
+def _check_arity(function: Callable[..., Any], kind: Kind) -> None:
+    names = ARGUMENTS[kind]
+    signature = f"{kind}_mod({', '.join(names)})"
+    if not callable(function):
+        got = f"{type(function).__name__} {reprlib.repr(function)}"
+        raise TraceError(f"{kind}_mod must be a callable {signature}, got {got}")
+    try:
+        parameters = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # a builtin without a signature: the call itself will tell
+    try:
+        parameters.bind(*names)
+    except TypeError as error:
+        raise TraceError(
+            f"{_name_of(function)}{parameters} cannot be called as {signature}: {error}. "
+            + _instead(function, kind)
+        ) from None
+
+
+def takes(function: Any, kind: Kind) -> bool:
+    """Whether a function can be called with the arguments of a kind."""
+    try:
+        inspect.signature(function).bind(*ARGUMENTS[kind])
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _instead(function: Callable[..., Any], kind: Kind) -> str:
+    """What was meant, for a function that does not take the arguments of its kind."""
+    other: Kind = "mask" if kind == "score" else "score"
+    if not takes(function, other):
+        return f"If it makes a {kind}_mod, pass what it returns: {_name_of(function)}(...)"
+    place = "block_mask" if other == "mask" else "score_mod"
+    return f"It takes what a {other}_mod takes: pass it as {place}"
+
+
+def _root(tracer: Tracer, function: Callable[..., Any], kind: Kind, result: Any) -> Node:
+    what = f"{kind}_mod {_name_of(function)}"
+    if not isinstance(result, Value | Tensor | bool | int | float | np.generic):
+        raise TraceError(f"{what} returned {type(result).__name__}; expected one tensor")
+    value = tracer.lift(result)
+    if value.sizes:
+        raise TraceError(
+            f"{what} returned a value of shape {value.sizes}; expected one number per (q, kv) pair"
+        )
+    node = value.node
+    if kind == "mask" and node.type != BOOL:
+        raise DTypeTraceError(
+            f"{what} returned {DTYPES[node.type]}; expected torch.bool. Compare (`!= 0`) or "
+            "convert with .bool()"
+        )
+    if kind == "score" and node.type == BOOL:
+        raise DTypeTraceError(
+            f"{what} returned torch.bool; expected a score (float). A mask belongs in block_mask, "
+            'or write torch.where(condition, score, -float("inf"))'
+        )
+    return node if kind == "mask" else cast(node, F32)
+
+
+def _name_of(function: Any) -> str:
+    if isinstance(function, functools.partial):
+        return f"partial({_name_of(function.func)})"
+    return getattr(function, "__qualname__", None) or type(function).__qualname__
+
+
+def _names(function: Any, tensors: tuple[Tensor, ...]) -> tuple[str, ...]:
+    """What the user calls each captured tensor, where that can be found."""
+    if not tensors:
+        return ()
+    wanted = {id(t): "" for t in tensors}
+    _find_names(function, wanted, depth=4)
+    found = [wanted[id(t)] or f"t{i}" for i, t in enumerate(tensors)]
+    return tuple(name if found.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(found))
+
+
+def _find_names(function: Any, wanted: dict[int, str], depth: int) -> None:
+    if depth == 0:
+        return
+    scope: dict[str, Any] = {}
+    if isinstance(function, functools.partial):
+        scope = {**{f"arg{i}": a for i, a in enumerate(function.args)}, **function.keywords}
+        scope["func"] = function.func
+    elif inspect.isfunction(function):
+        code = function.__code__
+        if function.__closure__:
+            for name, cell in zip(code.co_freevars, function.__closure__, strict=True):
+                try:
+                    scope[name] = cell.cell_contents
+                except ValueError:
+                    continue  # a name that is not bound yet
+        scope.update((n, function.__globals__.get(n)) for n in code.co_names)
+        defaults = function.__defaults__ or ()
+        positional = code.co_varnames[: code.co_argcount]
+        scope.update(zip(positional[len(positional) - len(defaults) :], defaults, strict=True))
+        scope.update(function.__kwdefaults__ or {})
+    else:
+        slots = (n for c in type(function).__mro__ for n in getattr(c, "__slots__", ()))
+        scope = {name: getattr(function, name, None) for name in slots}  # a Mask, for one
+        scope.update(getattr(function, "__dict__", {}))
+        scope.update(getattr(function, "_parameters", {}), **getattr(function, "_buffers", {}))
+    for name, value in scope.items():
+        if isinstance(value, Tensor):
+            if wanted.get(id(value)) == "":
+                wanted[id(value)] = name
+        elif isinstance(value, tuple | list):
+            for item in value:
+                if callable(item):
+                    _find_names(item, wanted, depth - 1)
+        elif callable(value) and not inspect.ismodule(value) and not inspect.isclass(value):
+            _find_names(value, wanted, depth - 1)

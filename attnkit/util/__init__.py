@@ -1,0 +1,6 @@
+"""Helpers that know nothing of attention.
+
+In: tensors, devices and arguments as the caller gave them. Out: argument checks, caches keyed by
+tensor identity and version, CSR helpers, and torch's private names. Every room may import this one;
+it imports only `errors`.
+"""

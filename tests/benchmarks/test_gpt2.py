@@ -1,0 +1,54 @@
+"""The training step benchmark runs the same model for all, and says where losses differ."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+SMALL = "--device cpu --eager --layers 2 --heads 2 --width 32 --vocabulary 64 --batch 2".split()
+SMALL += "--length 150 --document 40 --rounds 2".split()
+
+
+def test_contenders_take_the_same_steps(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    command = [sys.executable, str(FOLDER / "gpt2.py"), *SMALL, "--save", str(rows)]
+    command += ["--contenders", "attnkit,SDPA dense,no attention"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {row["contender"]: row for row in map(json.loads, rows.read_text().splitlines())}
+    ours, dense, none = (found[name] for name in ("attnkit", "SDPA dense", "no attention"))
+    assert ours["losses"] == pytest.approx(dense["losses"], abs=1e-3)
+    assert ours["losses"] != pytest.approx(none["losses"], abs=1e-5)
+    assert ours["ratio"] == 1
+    assert 0 < ours["density"] < 0.5
+    assert all(row["tokens_a_second"] > 0 for row in found.values())
+
+
+def test_unknown_contenders_are_named() -> None:
+    command = [sys.executable, str(FOLDER / "gpt2.py"), "--contenders", "attnkit,magic"]
+    done = subprocess.run([*command, *SMALL], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "magic" in done.stderr
+
+
+def test_documents_and_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    names = runpy.run_path(str(FOLDER / "gpt2.py"))
+    sizes = names["Sizes"](batch=3, length=400, document=50)
+    batch = names["Batch"].drawn(sizes, torch.device("cpu"))
+    first = batch.documents.diff(dim=1, prepend=torch.full((3, 1), -1)) != 0
+    assert torch.equal(batch.places == 0, first)  # every document begins at place 0
+    assert batch.count == first.sum()
+    kept = (batch.documents[:, :, None] == batch.documents[:, None]).tril()
+    assert batch.density == pytest.approx(float(kept.double().mean()))
+    rows = [{"contender": n, "losses": [x]} for n, x in (("attnkit", 9.0), ("a", 9.01), ("b", 9.1))]
+    assert names["disagreeing"](rows) == ["b"]
+    rows[1]["losses"] = [float("nan")]
+    assert names["disagreeing"](rows) == ["a", "b"]

@@ -1,0 +1,92 @@
+"""About how many instructions a score takes: what is counted, and the machine code of kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attnkit import masks
+from attnkit.codegen.instruction_cost import instructions
+from attnkit.graph.ir import F32, Node, arg, load
+from attnkit.graph.simplify import build
+from attnkit.jit import emulation, kernel
+from attnkit.runtime.variant import Variant
+from attnkit.tracing.guards import traced
+
+CPU = torch.device("cpu")
+TABLE = torch.zeros(4096)
+GRID = torch.zeros(256, 256)
+
+
+def score(mod: Any) -> Node:
+    return traced(mod, "score", CPU).root
+
+
+def test_what_is_known_once_a_row_is_not_counted() -> None:
+    assert instructions() == 0
+    assert instructions(score(lambda s, b, h, q, kv: s)) == 0
+    assert instructions(score(lambda s, b, h, q, kv: s * torch.log(q + 1.0))) == 1
+    assert instructions(score(lambda s, b, h, q, kv: s * torch.log(kv + 1.0))) > 6
+
+
+@given(st.integers(1, 6), st.integers(1, 6))
+def test_shared_operations_count_once(first: int, second: int) -> None:
+    """A sum of two chains of tanh takes the longer one, whose beginning is the other."""
+    chain = [arg("score")]
+    for _ in range(max(first, second)):
+        chain.append(build("tanh", chain[-1]))
+    both = instructions(chain[first], chain[second])
+    assert both == instructions(chain[max(first, second)]) == 3 * max(first, second)
+
+
+def test_what_loads_and_divides_takes() -> None:
+    index = build("add", arg("q"), arg("kv"))
+    row, place = load(0, F32, [arg("q")]), load(0, F32, [arg("q"), arg("kv")])
+    distance = load(0, F32, [build("sub", arg("q"), arg("kv"))])
+    assert instructions(row) == 0
+    assert instructions(place) > instructions(distance) - 1 > instructions(index) > 0
+    by_seven = score(lambda s, b, h, q, kv: s + kv // 7)
+    by_row = score(lambda s, b, h, q, kv: s + kv // (q + 1))
+    by_float = score(lambda s, b, h, q, kv: s % 2.5)
+    assert instructions(by_seven) < instructions(by_row) < instructions(by_float)
+
+
+MODS = {
+    "none": lambda s, b, h, q, kv: s * torch.sign(h - 0.5),
+    "exp": lambda s, b, h, q, kv: torch.exp(s),
+    "erf": lambda s, b, h, q, kv: torch.erf(s),
+    "distance": lambda s, b, h, q, kv: s + TABLE[q - kv + 256],
+    "grid": lambda s, b, h, q, kv: s + GRID[q, kv],
+    "divided": lambda s, b, h, q, kv: s + kv % 7,
+}
+
+
+def code(name: str) -> int:
+    """Instructions of the kernel for a mod: 128 columns, in masked blocks and others."""
+    pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
+    qkv: list[Tensor] = [torch.zeros(1, 1, 256, 128, dtype=torch.bfloat16)] * 3
+    with emulation.session(execute=False), kernel.asked() as sources:
+        Variant(MODS[name], masks.causal())(
+            *qkv, backend="emulate:sm_100a", kernel_options={"BLOCK_M": 256, "BLOCK_N": 128}
+        )
+    return sum(s.code for s in kernel.kernel(sources[0]).artifact.stats) // 16
+
+
+@pytest.mark.parametrize("name", [name for name in MODS if name != "none"])
+def test_estimates_are_of_the_size_of_the_machine_code(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Within a factor of two, in kernels with code for each column, which no cache may keep."""
+    softmax = pytest.importorskip("attnkit.templates.sm100.softmax")
+    monkeypatch.setattr(softmax, "HEAVY", 1000)
+    monkeypatch.setattr(kernel, "_kernels", {})
+    monkeypatch.setenv("ATTNKIT_CACHE_DIR", str(tmp_path))
+    taken = (code(name) - code("none")) / (2 * 128)
+    found = instructions(score(MODS[name])) - instructions(score(MODS["none"]))
+    assert found / 2 <= taken <= 2 * found, (found, taken)

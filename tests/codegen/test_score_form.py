@@ -1,0 +1,269 @@
+"""The form of a score_mod that kernels compute is the score_mod."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attnkit import mods
+from attnkit.codegen.score_form import LOG2E, is_relative, score_form
+from attnkit.graph import ir
+from attnkit.graph.eval_torch import evaluate
+from attnkit.graph.ir import Node
+from attnkit.testing.expressions import mask_mods, score_mods
+from attnkit.testing.limits import Limits
+from attnkit.tracing.tracer import trace
+
+N = 20
+SMALL = Limits((1, N), (1, N), (1, 2), (1, 3))
+SLOPES = torch.tensor([0.25, -0.5, 1.0])
+TABLE = torch.linspace(-1.0, 1.0, 2 * N)
+HEAD = {"b", "h", "scale"}
+
+
+def grid(q_len: int = N, kv_len: int = N, batch: int = 2, heads: int = 3) -> dict[str, Tensor]:
+    """All positions, and a raw score q . k for each."""
+    sizes = {"b": batch, "h": heads, "q": q_len, "kv": kv_len}
+    env = {
+        name: torch.arange(n, dtype=torch.int32).view([n if axis == at else 1 for axis in range(4)])
+        for at, (name, n) in enumerate(sizes.items())
+    }
+    env["score"] = torch.randn(batch, heads, q_len, kv_len, dtype=torch.float64) * 4
+    return env
+
+
+def value(n: Node | None, env: dict[str, Tensor], tensors: tuple[Tensor, ...]) -> Tensor:
+    if n is None:
+        return torch.zeros((), dtype=torch.float64)
+    return evaluate([n], env, [t.detach() for t in tensors], torch.float64)[0]
+
+
+def assert_same(function: Any, env: dict[str, Tensor], scale: float, origin: int) -> None:
+    """The parts, put together as a kernel does, are the modified score."""
+    for apart in (False, True):
+        _assert_same(function, env, scale, origin, apart)
+
+
+def _assert_same(
+    function: Any, env: dict[str, Tensor], scale: float, origin: int, apart: bool
+) -> None:
+    traced = trace(function, "score")
+    form, tensors = score_form(traced.root, apart=apart), traced.tensors
+    expected = value(traced.root, {**env, "score": env["score"] * scale}, tensors)
+    parts = {**env, "scale": torch.tensor(scale, dtype=torch.float64)}
+    x = value(form.rest, parts, tensors)
+    if form.factor is not None:
+        x = x + env["score"] * value(form.factor, parts, tensors)
+    distance = (env["kv"] - origin).double()
+    x = x + value(form.slope, parts, tensors) * distance
+    x = x + value(form.distance, parts, tensors) * (env["kv"] - env["q"]).double()
+    at_origin = {**parts, "kv": torch.tensor(origin, dtype=torch.int32)}
+    row = value(form.row, at_origin, tensors)
+    found, expected = torch.broadcast_tensors(x / LOG2E + row, expected)
+    finite = expected.isfinite()
+    assert torch.equal(found[~finite], expected[~finite])
+    size = 1 + sum(float(t[t.isfinite()].abs().max()) for t in (x, row))
+    assert float((found - expected)[finite].abs().max()) < 1e-11 * size
+    if form.factor is not None:
+        assert "score" not in ir.reads(form.factor)
+        assert form.rest is None or "score" not in ir.reads(form.rest)
+    if form.slope is not None:
+        assert ir.reads(form.slope) <= HEAD
+    if form.distance is not None:
+        assert apart
+        assert ir.reads(form.distance) <= HEAD
+    if form.row is not None:
+        assert "score" not in ir.reads(form.row)
+
+
+@given(score_mods(SMALL), st.floats(0.05, 2.0), st.integers(0, N - 1))
+def test_the_parts_are_the_mod(function: Any, scale: float, origin: int) -> None:
+    assert_same(function, grid(), scale, origin)
+
+
+TERMS = (
+    "score", "score * 2.0", "score / 3.0", "-score", "score * SLOPES[h]", "score * (q + 1)",
+    "score * TABLE[kv]", "SLOPES[h] * (kv - q)", "-kv * 0.5", "(q - kv) / 3", "SLOPES[h] * kv * b",
+    "SLOPES[h]", "TABLE[q]", "TABLE[kv]", "TABLE[q - kv]", "(q - kv).abs() * 0.1", "(kv * q) * 0.01",
+    "2.0", "torch.tanh(score)", "5.0 * torch.tanh(score / 5.0)", "(kv + h) * SLOPES[b]", "kv * kv",
+)  # fmt: skip
+
+
+@st.composite
+def sums(draw: st.DrawFn) -> Any:
+    """Sums and differences of terms, of which some are linear in kv."""
+    terms = draw(st.lists(st.sampled_from(TERMS), min_size=1, max_size=5))
+    body = "".join(f" {draw(st.sampled_from('+-'))} ({t})" for t in terms)
+    names = {"torch": torch, "SLOPES": SLOPES, "TABLE": TABLE}
+    return eval(f"lambda score, b, h, q, kv: (0.0{body})", names)
+
+
+@given(sums(), st.floats(0.05, 2.0), st.integers(0, N - 1))
+def test_sums(function: Any, scale: float, origin: int) -> None:
+    assert_same(function, grid(), scale, origin)
+
+
+@pytest.mark.parametrize("name", mods.examples())
+def test_library(name: str) -> None:
+    example = mods.examples(N, heads=3, batch=2)[name]
+    lengths = example.q_len, example.kv_len, example.batch, example.heads
+    assert_same(example.mod, grid(*lengths), 0.3, 5)
+
+
+def form_of(function: Any) -> Any:
+    return score_form(trace(function, "score").root)
+
+
+def test_a_linear_term_of_kv_is_split_from_the_elements() -> None:
+    form = form_of(mods.alibi(3))
+    assert form.slope is not None
+    assert form.rest is None
+    assert ir.reads(form.row) == {"h", "q", "kv"}
+    assert form_of(lambda s, b, h, q, kv: s + SLOPES[h] * (kv - q)).rest is None
+    assert form_of(lambda s, b, h, q, kv: s + TABLE[q] * kv).slope is None
+    assert form_of(lambda s, b, h, q, kv: s + (kv // 2) * 0.5).slope is None
+
+
+@pytest.mark.parametrize(
+    ("function", "apart"),
+    [
+        (lambda s, b, h, q, kv: s + SLOPES[h] * (kv - q), True),
+        (lambda s, b, h, q, kv: s - SLOPES[h] * (q.float() - kv.float()) / 3, True),
+        (lambda s, b, h, q, kv: torch.tanh(s) - ((q - kv) + (q - kv)) * 0.5, True),
+        (lambda s, b, h, q, kv: s + SLOPES[h] * (kv - q + 1), False),
+        (lambda s, b, h, q, kv: s + SLOPES[h] * (kv - 2 * q), False),
+        (lambda s, b, h, q, kv: s + SLOPES[h] * kv, False),
+    ],
+)
+def test_multiples_of_the_distance_may_be_apart(function: Any, apart: bool) -> None:
+    """Then nothing of them is in the row, nor in the slope."""
+    form = score_form(trace(function, "score").root, apart=True)
+    assert (form.distance is not None) is apart
+    assert (form.slope is None) is apart
+    assert (form.row is None) is apart
+    assert form_of(function).distance is None
+
+
+def test_terms_of_the_row_alone_leave_the_elements() -> None:
+    form = form_of(lambda s, b, h, q, kv: s * 2.0 + TABLE[q] - SLOPES[h] + 3.0)
+    assert form.rest is None
+    assert form.plain
+    assert form.row is not None
+
+
+@pytest.mark.parametrize(
+    ("function", "plain"),
+    [
+        (lambda s, b, h, q, kv: s, True),
+        (lambda s, b, h, q, kv: s * 0.25, True),
+        (lambda s, b, h, q, kv: -s, False),
+        (lambda s, b, h, q, kv: s * 0.0, False),
+        (lambda s, b, h, q, kv: s * SLOPES[h], False),
+        (lambda s, b, h, q, kv: s + TABLE[kv], False),
+        (lambda s, b, h, q, kv: s + kv, False),
+        (lambda s, b, h, q, kv: torch.tanh(s), False),
+    ],
+)
+def test_plain_is_the_score_times_a_positive_number(function: Any, plain: bool) -> None:
+    assert form_of(function).plain is plain
+    assert score_form(None).plain
+
+
+EXTREME = torch.tensor([-1e30, -1e4, -3.0, -0.1, 0.0, 0.1, 3.0, 1e4, 1e30], dtype=torch.float64)
+
+
+def largest(function: Any, scale: float) -> float:
+    """The largest |x| over extreme scores."""
+    traced = trace(function, "score")
+    form = score_form(traced.root)
+    env = grid()
+    env["score"] = EXTREME.view(-1, 1, 1, 1, 1)
+    env["scale"] = torch.tensor(scale, dtype=torch.float64)
+    return float(value(form.rest, env, traced.tensors).abs().max())
+
+
+@given(score_mods(SMALL), st.sampled_from([0.01, 0.125, 3.0]))
+def test_a_ceiling_bounds_every_score(function: Any, scale: float) -> None:
+    form = form_of(function)
+    if form.ceiling is not None:
+        assert form.factor is None
+        assert form.slope is None
+        assert largest(function, scale) <= form.ceiling * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("function", "ceiling"),
+    [
+        (mods.softcap(20.0), 20.0),
+        (lambda s, b, h, q, kv: torch.sigmoid(s) * 4.0 - 1.0, 4.0),
+        (lambda s, b, h, q, kv: 3.0 - 2.0 * torch.tanh(s * 0.1), 2.0),
+        (lambda s, b, h, q, kv: 5.0 * torch.tanh(s / 5.0) + TABLE[q], 5.0),
+        (lambda s, b, h, q, kv: 5.0 * torch.tanh(s / 5.0) + TABLE[kv], None),
+        (lambda s, b, h, q, kv: 5.0 * torch.tanh(s / 5.0) + kv, None),
+        (lambda s, b, h, q, kv: s, None),
+        (lambda s, b, h, q, kv: torch.tanh(s) * s, None),
+        (lambda s, b, h, q, kv: torch.tanh(s) * math.inf, None),
+    ],
+)
+def test_ceilings(function: Any, ceiling: float | None) -> None:
+    """Of the part that the score decides; what the row alone adds is left out of it."""
+    found = form_of(function).ceiling
+    if ceiling is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert largest(function, 0.5) <= found * (1 + 1e-12)
+        assert found <= 5 * ceiling * LOG2E  # of use to a kernel
+
+
+def assert_relative(n: Node, tensors: tuple[Tensor, ...]) -> None:
+    """One value for each difference q - kv, whatever the score."""
+    env = grid()
+    env["score"] = env["score"] * 10
+    shape = (2, 3, N, N)
+    values = value(n, env, tensors).expand(shape)
+    for shift in range(1 - N, N):
+        line = values.diagonal(shift, 2, 3)
+        same = (line == line[..., :1]) | (line.isnan() & line[..., :1].isnan())
+        assert bool(same.all()), ir.formula(n)
+
+
+@given(
+    st.one_of(
+        mask_mods(SMALL).map(lambda f: (f, "mask")), score_mods(SMALL).map(lambda f: (f, "score"))
+    )
+)
+def test_relative_values_depend_on_the_difference_alone(drawn: tuple[Any, Any]) -> None:
+    traced = trace(*drawn)
+    for n in ir.topo(traced.root):
+        if is_relative(n):
+            assert_relative(n, traced.tensors)
+
+
+@pytest.mark.parametrize(
+    ("function", "relative"),
+    [
+        (lambda s, b, h, q, kv: TABLE[q - kv] * SLOPES[h], True),
+        (lambda s, b, h, q, kv: ((q - kv).abs() < 3).float(), True),
+        (lambda s, b, h, q, kv: torch.where(q >= kv + b, 1.0, 0.0), True),
+        (lambda s, b, h, q, kv: (q + h - (kv - 2)) * 0.5, True),
+        (lambda s, b, h, q, kv: (q + kv) * 0.5, False),
+        (lambda s, b, h, q, kv: (q - 2 * kv) * 0.5, False),
+        (lambda s, b, h, q, kv: TABLE[q] - TABLE[kv], False),
+        (lambda s, b, h, q, kv: s + TABLE[q - kv], False),
+        (lambda s, b, h, q, kv: (q - kv + s.int()) * 0.5, False),
+        (lambda s, b, h, q, kv: TABLE[(q - kv + s.int()).clamp(0, 9)], False),
+        (lambda s, b, h, q, kv: torch.where(q - kv < s.int(), 1.0, 0.0), False),
+    ],
+)
+def test_is_relative(function: Any, relative: bool) -> None:
+    traced = trace(function, "score")
+    assert is_relative(traced.root) is relative
+    if relative:
+        assert_relative(traced.root, traced.tensors)

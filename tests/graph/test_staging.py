@@ -1,0 +1,93 @@
+"""Each value is known at the smallest level, and a linear score splits without a change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnkit.graph import ir
+from attnkit.graph.eval_torch import evaluate
+from attnkit.graph.ir import F32, Node, arg, const, load
+from attnkit.graph.simplify import build
+from attnkit.graph.staging import LEVELS, level_of, linear, stage
+from attnkit.tracing.tracer import trace
+
+SLOPES = torch.linspace(0.1, 1.0, 4)
+TABLE = torch.randn(4, 64)
+
+
+def root_of(function: Any) -> Node:
+    return trace(function, "score").root
+
+
+def test_levels_of_a_mod() -> None:
+    staging = stage(
+        root_of(lambda s, b, h, q, kv: s * (SLOPES[h] + 1) + TABLE[h, q] + TABLE[h, kv] + (kv - q))
+    )
+    found = {level: [ir.formula(n) for n in staging.at(level)] for level in LEVELS[1:4]}
+    assert found == {"head": ["t0[h] + 1.0"], "row": ["t1[h, q]"], "column": ["t1[h, kv]"]}
+    assert staging.levels[staging.root] == "element"
+    assert staging.operations("head") == 2
+    assert staging.operations("element") == 6
+    assert "column" in str(staging)
+
+
+@given(st.frozensets(st.sampled_from(["b", "h", "q", "kv", "score", "grad"])))
+def test_level_is_the_smallest_that_knows(names: frozenset[str]) -> None:
+    known = {"const": "", "head": "b h", "row": "b h q", "column": "b h kv"}
+    fits = [lv for lv, text in known.items() if names <= frozenset(text.split())]
+    assert level_of(names) == (fits[0] if fits else "element")
+
+
+@st.composite
+def linear_scores(draw: st.DrawFn) -> Node:
+    free = [load(0, F32, [arg("h")]), build("add", arg("q"), const(0.5)), const(-1.5)]
+    root = arg("score")
+    for _ in range(draw(st.integers(0, 6))):
+        op = draw(st.sampled_from(["add", "sub", "mul", "div", "neg", "rsub", "rmul", "self"]))
+        other = draw(st.sampled_from(free))
+        if op == "neg":
+            root = build("neg", root)
+        elif op == "self":
+            root = build("add", root, arg("score"))
+        elif op in ("rsub", "rmul"):
+            root = build(op[1:], other, root)
+        else:
+            root = build(op, root, other)
+    return root
+
+
+@given(linear_scores())
+def test_linear_split_has_the_same_value(root: Node) -> None:
+    split = linear(root)
+    assert split is not None
+    assert "score" not in ir.reads(split.factor, split.bias)
+    env = {
+        "score": torch.randn(5, 1, 1, dtype=torch.float64),
+        "h": torch.arange(4, dtype=torch.int32).view(4, 1),
+        "q": torch.arange(3, dtype=torch.int32),
+    }
+    again = build("add", build("mul", arg("score"), split.factor), split.bias)
+    a, b = evaluate([root, again], env, [SLOPES], torch.float64)
+    torch.testing.assert_close(*torch.broadcast_tensors(a, b), rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_not_linear() -> None:
+    for function in (
+        lambda s, b, h, q, kv: torch.tanh(s),
+        lambda s, b, h, q, kv: s * s,
+        lambda s, b, h, q, kv: 1 / s,
+        lambda s, b, h, q, kv: torch.where(q >= kv, s, -1.0),  # a NaN score must not pass
+        lambda s, b, h, q, kv: SLOPES[h] + 0 * q,
+    ):
+        assert linear(root_of(function)) is None
+
+
+def test_alibi_is_additive() -> None:
+    split = linear(root_of(lambda s, b, h, q, kv: s + SLOPES[h] * (kv - q)))
+    assert split is not None
+    assert split.factor is const(1.0)
+    assert ir.formula(split.bias) == "t0[h] * f32(kv - q)"

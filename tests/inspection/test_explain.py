@@ -1,0 +1,81 @@
+"""`explain` says what a variant means and how it would run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import attnkit
+from attnkit import UnsupportedError, Variant, explain
+from attnkit.schedule.plan import has_dsl
+
+SLOPES = torch.rand(4)
+IDS = torch.arange(4096) // 300
+
+
+def alibi(s: object, b: object, h: object, q: object, kv: object) -> object:
+    return s + SLOPES[h] * (kv - q)  # type: ignore[index,operator]
+
+
+def unproven(s: object, b: object, h: object, q: object, kv: object) -> object:
+    same = IDS[q] == IDS[kv]  # type: ignore[index]
+    return s + IDS[torch.where(same, q - kv, 0) * 12]  # type: ignore[call-overload,operator]
+
+
+def document(b: object, h: object, q: object, kv: object) -> object:
+    return (q >= kv) & (IDS[q] == IDS[kv])  # type: ignore[index,operator]
+
+
+def test_report() -> None:
+    found = explain(alibi, document, q_len=4096, heads=4)
+    report = str(found)
+    for part in (
+        "score(score, b, h, q, kv) = score + SLOPES[h] * f32(kv - q)",
+        "mask(b, h, q, kv) = (kv <= q) & (IDS[q] == IDS[kv])",
+        "d score' / d score = 1",
+        "d SLOPES[h] = grad * f32(kv - q)",
+        "head       1 ops   SLOPES[h]",
+        "row        1 ops   IDS[q]",
+        "column     1 ops   IDS[kv]",
+        "linear in the score: factor 1.0, bias SLOPES[h] * f32(kv - q)",
+        "B=1 H=4 Sq=4096 Skv=4096",
+        "shared by batch and heads",
+        "template cpu",
+        "tiles    128 x 128",
+    ):
+        assert part in report
+    assert found.runs is not None
+    empty, partial, full = found.runs.counts()
+    assert empty + partial + full == 32 * 32
+    assert f"{empty} empty, {partial} partial, {full} full of 1024" in report
+
+
+def test_nothing_to_explain() -> None:
+    report = str(explain(q_len=64))
+    assert "no score_mod, no mask" in report
+    assert "all tiles full" in report
+
+
+def test_variant_and_other_lengths() -> None:
+    variant = Variant(lambda s, b, h, q, kv: torch.tanh(s), lambda b, h, q, kv: q >= kv)
+    report = str(explain(variant, q_len=10, kv_len=300, batch=2, backend="eager"))
+    assert "Sq=10 Skv=300" in report
+    assert "template eager" in report
+    assert "1 - tanh" in report.replace("  ", " ") or "tanh" in report
+
+
+def test_plan_is_that_of_the_operator() -> None:
+    for backend in ("cute", "emulate"):
+        with pytest.raises(UnsupportedError, match="computes bfloat16 and float16, the query is f"):
+            explain(alibi, q_len=64, heads=4, backend=backend, dtype=torch.float32)
+    if has_dsl():
+        assert explain(alibi, q_len=64, heads=4, backend="emulate").plan.template == "emulate:sm90"
+        with pytest.raises(UnsupportedError, match="could not be proven to stay inside it"):
+            explain(unproven, q_len=600, backend="emulate")
+
+
+def test_errors_are_those_of_the_operator() -> None:
+    with pytest.raises(attnkit.OptionError, match="q_len must be a positive int"):
+        explain(alibi, q_len=0)
+    with pytest.raises(attnkit.BoundsError, match="IDS"):
+        explain(alibi, document, q_len=8192, heads=4)

@@ -1,0 +1,439 @@
+"""Kernels on disk: damaged, foreign and outdated entries, many processes, folders that fail."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from attnkit.jit import disk_cache, dsl_runtime, kernel
+from attnkit.jit.disk_cache import KernelCache, default_folder
+from attnkit.jit.kernel import Build, Source
+from attnkit.util.package import FOLDER
+
+FORK = multiprocessing.get_context("fork")
+ROOT = Path(__file__).parents[2]
+IN_ORDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> KernelCache:
+    return KernelCache(tmp_path / "cache")
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNKIT_CACHE_DIR", str(tmp_path / "kernels"))
+    monkeypatch.setattr(kernel, "_kernels", {})
+    monkeypatch.setattr(disk_cache, "_warned", set())
+
+
+def _python(program: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+# -- entries -------------------------------------------------------------------------------------
+
+
+def test_entries_are_found_by_their_keys(cache: KernelCache) -> None:
+    assert cache.get("a") is None
+    assert cache.put("a", b"first")
+    assert cache.put("b", b"")
+    assert cache.get("a") == b"first"
+    assert cache.get("b") == b""
+    assert cache.put("a", b"second")
+    assert cache.get("a") == b"second"
+    assert sorted(p.suffix for p in cache.folder.iterdir()) == [".kernel", ".kernel"]
+
+
+@IN_ORDER
+@given(
+    content=st.binary(max_size=200),
+    place=st.floats(0, 1, exclude_max=True),
+    flip=st.integers(1, 255),
+    key=st.text(max_size=20),
+)
+def test_no_flipped_byte_is_believed(
+    cache: KernelCache, content: bytes, place: float, flip: int, key: str
+) -> None:
+    cache.put(key, content)
+    path = cache.path(key)
+    data = bytearray(path.read_bytes())
+    data[int(place * len(data))] ^= flip
+    path.write_bytes(data)
+    assert cache.get(key) is None
+    cache.put(key, content)
+    assert cache.get(key) == content
+
+
+@IN_ORDER
+@given(content=st.binary(max_size=200), place=st.floats(0, 1, exclude_max=True), more=st.binary())
+def test_no_other_length_is_believed(
+    cache: KernelCache, content: bytes, place: float, more: bytes
+) -> None:
+    cache.put("key", content)
+    path = cache.path("key")
+    data = path.read_bytes()
+    path.write_bytes(data[: int(place * len(data))])
+    assert cache.get("key") is None
+    path.write_bytes(data + more)
+    assert cache.get("key") == (None if more else content)
+
+
+def test_another_entry_under_this_name_is_not_believed(cache: KernelCache) -> None:
+    cache.put("theirs", b"content")
+    cache.path("theirs").rename(cache.path("mine"))
+    assert cache.get("mine") is None
+    cache.path("mine").write_bytes(b"\x7fELF of another program")
+    assert cache.get("mine") is None
+    cache.path("mine").unlink()
+    cache.path("mine").mkdir()
+    assert cache.get("mine") is None
+
+
+def test_what_was_not_used_for_longest_goes_first(
+    cache: KernelCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_cache, "LIMIT", 3500)
+    old = time.time() - 10 * 86400
+    for age, key in enumerate("abc"):
+        cache.put(key, bytes(900))
+        os.utime(cache.path(key), (old + age, old + age))
+    assert cache.get("a") == bytes(900)  # used again
+    other = cache.folder / "notes.txt"
+    other.write_text("not ours")
+    for name in ("attnkit-new-1", "attnkit-new-2"):
+        (cache.folder / name).write_text("half")
+    os.utime(cache.folder / "attnkit-new-1", (old, old))
+    os.utime(other, (old, old))
+    cache.put("d", bytes(900))
+    assert [key for key in "abcd" if cache.get(key)] == ["a", "c", "d"]
+    left = {p.name for p in cache.folder.iterdir() if p.suffix != ".kernel"}
+    assert left == {"notes.txt", "attnkit-new-2"}
+
+
+def test_the_folder_is_named_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNKIT_CACHE_DIR", "/some/where")
+    assert default_folder() == Path("/some/where")
+    monkeypatch.setenv("ATTNKIT_CACHE_DIR", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert default_folder() == Path("/caches/attnkit")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert default_folder() == Path("/home/me/.cache/attnkit")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert default_folder() == Path("/home/me/Library/Caches/attnkit")
+
+
+def _write(folder: Path, letter: bytes) -> None:
+    cache = KernelCache(folder)
+    for i in range(300):
+        cache.put("key", letter * (1000 + i))
+
+
+def test_readers_never_see_half_an_entry(cache: KernelCache) -> None:
+    writers = [FORK.Process(target=_write, args=(cache.folder, x)) for x in (b"a", b"b")]
+    for w in writers:
+        w.start()
+    seen: set[bytes] = set()
+    while any(w.is_alive() for w in writers):
+        content = cache.get("key")
+        assert content is not None or not seen  # once there, it is always there, and whole
+        if content is not None:
+            assert content == content[:1] * len(content)
+            seen.add(content)
+    assert [w.exitcode for w in writers] == [0, 0]
+    assert len(seen) > 1
+    assert [p.suffix for p in cache.folder.iterdir()] == [".kernel"]
+
+
+# -- folders that fail ---------------------------------------------------------------------------
+
+
+def _impossible(tmp_path: Path) -> Path:
+    (tmp_path / "file").write_text("not a folder")
+    return tmp_path / "file" / "cache"
+
+
+def test_a_folder_that_cannot_be_made_warns_once(tmp_path: Path) -> None:
+    cache = KernelCache(_impossible(tmp_path))
+    with pytest.warns(RuntimeWarning, match="cannot be kept in .*ATTNKIT_CACHE_DIR"):
+        assert not cache.put("a", b"x")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not cache.put("b", b"x")
+        assert cache.get("a") is None
+        with cache.lock("a"):
+            pass
+
+
+def test_a_full_disk_leaves_nothing_behind(
+    cache: KernelCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.put("a", b"before")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.warns(RuntimeWarning, match="No space left"):
+        assert not cache.put("a", b"after")
+    assert cache.get("a") == b"before"
+    assert [p.suffix for p in cache.folder.iterdir()] == [".kernel"]
+
+
+# -- locks ---------------------------------------------------------------------------------------
+
+
+def _hold(folder: Path, held: Any) -> None:
+    with KernelCache(folder).lock("key"):
+        held.set()
+        time.sleep(60)
+
+
+def test_a_lock_ends_with_its_process(cache: KernelCache) -> None:
+    held = FORK.Event()
+    other = FORK.Process(target=_hold, args=(cache.folder, held))
+    other.start()
+    assert held.wait(60)
+    file = cache._open_lock("key")
+    assert file is not None
+    with pytest.raises(BlockingIOError):
+        disk_cache.fcntl.flock(file, disk_cache.fcntl.LOCK_EX | disk_cache.fcntl.LOCK_NB)
+    os.close(file)
+    other.kill()
+    other.join()
+    with cache.lock("key"):
+        cache.put("key", b"x")
+    assert [p.suffix for p in cache.folder.iterdir()] == [".kernel"]
+
+
+def test_a_wait_for_a_process_that_hangs_ends(
+    cache: KernelCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_cache, "PATIENCE", 0.05)
+    with cache.lock("key"):
+        entered = False
+        with cache.lock("key"):  # as another process would
+            entered = True
+    assert entered
+
+
+# -- kernels -------------------------------------------------------------------------------------
+
+# Makes one kernel; each compilation leaves a line in a log.
+MAKE = """
+import sys
+import attnkit.jit.kernel as c
+c._sources = lambda: "unchanged"
+
+def build():
+    with open(sys.argv[1], "a") as log:
+        log.write("built\\n")
+    from tests.jit import compiled_kernels
+    return compiled_kernels.affine(5.0)
+
+k = c.kernel(c.Source("shared", "sm_90a", build))
+print(k.stats[0].registers, len(k.artifact.code))
+"""
+
+
+def test_processes_at_once_compile_once(tmp_path: Path) -> None:
+    pytest.importorskip("cutlass")
+    log = tmp_path / "log"
+    running = [_python(MAKE, str(log)) for _ in range(3)]
+    said = set()
+    for process in running:
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+        said.add(out)
+    assert len(said) == 1
+    assert log.read_text() == "built\n"
+    assert [p.suffix for p in default_folder().iterdir()] == [".kernel"]
+
+
+def test_a_process_that_dies_while_compiling_holds_nobody_up(tmp_path: Path) -> None:
+    pytest.importorskip("cutlass")
+    log = tmp_path / "log"
+    stuck = MAKE.replace("    from tests", "    import time; time.sleep(600)\n    from tests")
+    dying = _python(stuck, str(log))
+    while not log.exists():
+        assert dying.poll() is None
+        time.sleep(0.05)
+    waiting = _python(MAKE, str(log))
+    time.sleep(1.0)
+    dying.send_signal(signal.SIGKILL)
+    out, err = waiting.communicate(timeout=300)
+    dying.communicate()
+    assert waiting.returncode == 0, err
+    assert out
+    assert log.read_text() == "built\nbuilt\n"
+
+
+class Counted:
+    """A source whose builds are counted."""
+
+    def __init__(self) -> None:
+        pytest.importorskip("cutlass")
+        self.builds = 0
+
+    def __call__(self, key: str = "k", arch: str = "sm_90a") -> kernel.Kernel:
+        kernel._kernels.clear()
+        return kernel.kernel(Source(key, arch, self.build))
+
+    def build(self) -> Build:
+        from tests.jit import compiled_kernels
+
+        self.builds += 1
+        return compiled_kernels.affine()
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    monkeypatch.setattr(kernel, "_sources", lambda: "unchanged")
+    return Counted()
+
+
+def test_whatever_changes_the_code_makes_another_kernel(
+    counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted()
+    counted()
+    assert counted.builds == 1
+    counted(key="other")
+    assert counted.builds == 2
+    assert counted(arch="sm_100a").artifact.ptx != counted().artifact.ptx
+    assert counted.builds == 3
+    for name in ("_sources", "identity"):
+        with monkeypatch.context() as patch:
+            patch.setattr(kernel, name, lambda: "edited")
+            counted()
+    assert counted.builds == 5
+    counted()
+    assert counted.builds == 5
+    monkeypatch.setenv("CUTE_DSL_LINEINFO", "1")
+    counted()
+    assert counted.builds == 6
+    monkeypatch.setenv("CUTE_DSL_DUMP_DIR", "/nowhere")  # has no influence on the code
+    counted()
+    assert counted.builds == 6
+
+
+def test_a_damaged_kernel_is_compiled_again(counted: Counted) -> None:
+    first = counted()
+    (path,) = default_folder().iterdir()
+    good = path.read_bytes()
+    for bad in (good[:-1], good[:100], b"", good[:-9] + b"\0" + good[-8:], b"x" * len(good)):
+        path.write_bytes(bad)
+        builds = counted.builds
+        assert counted().stats == first.stats
+        assert counted.builds == builds + 1
+        assert path.read_bytes() != bad
+    counted()
+    assert counted.builds == 6
+
+
+def test_an_entry_for_another_key_is_not_taken(counted: Counted) -> None:
+    counted("theirs")
+    (theirs,) = default_folder().iterdir()
+    mine = KernelCache().path(kernel.full_key(Source("mine", "sm_90a", counted.build)))
+    mine.write_bytes(theirs.read_bytes())
+    counted("mine")
+    assert counted.builds == 2
+
+
+def test_without_a_folder_kernels_live_in_memory(
+    counted: Counted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATTNKIT_CACHE_DIR", str(_impossible(tmp_path)))
+    with pytest.warns(RuntimeWarning, match="cannot be kept"):
+        first = counted("one")
+    source = Source("one", "sm_90a", counted.build)
+    assert kernel.kernel(source) is first
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert counted("two") is not first
+    assert counted.builds == 2
+
+
+def test_a_failed_build_leaves_nothing(counted: Counted) -> None:
+    def broken() -> Build:
+        raise RuntimeError("broken template")
+
+    source = Source("broken", "sm_90a", broken)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="broken template"):
+            kernel.kernel(source)
+    assert list(default_folder().iterdir()) == []
+
+
+def _package(root: Path) -> Path:
+    """A copy of the package's files, its links followed."""
+    return Path(shutil.copytree(FOLDER, root / "attnkit", ignore=shutil.ignore_patterns("*.pyc")))
+
+
+def test_every_file_that_shapes_a_kernel_enters_the_digest(tmp_path: Path) -> None:
+    """Edited, renamed or new: in each room whose code runs while a kernel is made, and in new rooms."""
+    root = _package(tmp_path)
+    seen = {kernel.sources_digest(str(root))}
+
+    def changes(what: str) -> None:
+        digest = kernel.sources_digest(str(root))
+        assert digest not in seen, what
+        seen.add(digest)
+
+    for room in (
+        *("graph", "codegen", "jit", "splice", "templates", "templates/sm90", "templates/sm100"),
+        *("", "a_new_room", "splice/a_new_room", "graph/cli", "jit/schedule", "codegen/runtime"),
+    ):
+        new = root / room / "a_new_file.py"
+        new.parent.mkdir(exist_ok=True)
+        for text in ("", "a = 1\n"):
+            new.write_text(text)
+            changes(f"{room}: {text!r}")
+        new.rename(new.with_name("renamed.py"))
+        changes(f"{room}: renamed")
+
+
+def test_files_that_shape_no_kernel_recompile_none(tmp_path: Path) -> None:
+    root = _package(tmp_path)
+    before = kernel.sources_digest(str(root))
+    for room in ("cli", "runtime", "schedule", "templates/cpu", "masks", "emulator"):
+        (root / room / "a_new_file.py").write_text("a = 1\n")
+    assert kernel.sources_digest(str(root)) == before
+
+
+def test_the_dsl_is_identified_without_importing_it() -> None:
+    pytest.importorskip("cutlass")
+    import cutlass
+
+    version, *libraries = dsl_runtime.identity().split()
+    assert version == cutlass.__version__
+    assert any(name.startswith("libcute_dsl_runtime.so:") for name in libraries)
+
+
+def test_the_header_is_as_documented(cache: KernelCache) -> None:
+    cache.put("kéy", b"content")
+    data = cache.path("kéy").read_bytes()
+    assert data[:16] == b"attnkit kernel\x00\x01"
+    assert struct.unpack_from("<QQ", data, 16) == (4, 7)
+    assert data[64:] == "kéy".encode() + b"content"

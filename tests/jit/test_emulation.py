@@ -1,0 +1,154 @@
+"""Running compiled kernels in the emulator: sessions, the limit, and what is missing."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+
+from attnkit import emulator
+from attnkit.errors import OptionError, UnsupportedError
+from attnkit.jit import emulation
+from tests.emulator.ptx_kit import kernel, per_thread, pointers
+
+
+class Compiled:
+    """A kernel as `attnkit.jit.kernel` makes them, from PTX."""
+
+    def __init__(self, text: str, name: str = "kernel", **launch: Any) -> None:
+        self.name, self.made = name, 0
+        self._target = emulator.Ptx(text, **launch)
+
+    def executable(self) -> Any:
+        self.made += 1
+        return self._target
+
+
+def doubling() -> tuple[Compiled, Any, Any]:
+    x, out = np.arange(32, dtype=np.float32), np.zeros(32, np.float32)
+    text = per_thread("add.f32 {o}, {a0}, {a0};", [x], out)
+    return Compiled(text, "doubling", block=(32, 1, 1)), x, out
+
+
+def racing() -> Compiled:
+    """Two warps store to the same place in shared memory, without order."""
+    body = "mov.u32 %r1, %tid.x; st.shared.u32 [dynamic], %r1;"
+    return Compiled(kernel(body, pointers(0)), "racing", block=(64, 1, 1), shared=1024)
+
+
+def test_a_kernel_runs_once_outside_of_a_session() -> None:
+    made, x, out = doubling()
+    report = emulation.run_emulated(made, (x, emulator.Undefined(out)))
+    assert isinstance(report, emulator.Report)
+    assert report.mode == "eager"
+    np.testing.assert_array_equal(out, 2 * x)
+    emulation.run_emulated(made, (x, out))
+    assert made.made == 1
+
+
+def test_executables_go_with_their_kernels() -> None:
+    made, x, out = doubling()
+    emulation.run_emulated(made, (x, out))
+    before = len(emulation._executables)
+    del made
+    gc.collect()
+    assert len(emulation._executables) == before - 1
+
+
+def test_a_session_keeps_reports() -> None:
+    made, x, out = doubling()
+    with emulation.session(mode="check", seeds=2) as session:
+        emulation.run_emulated(made, (x, out))
+        emulation.run_emulated(made, (x, out))
+    names, reports = zip(*session.reports, strict=True)
+    assert names == ("doubling", "doubling")
+    assert all(isinstance(r, emulator.CheckReport) and len(r.runs) == 4 for r in reports)
+    assert session.ok
+    emulation.run_emulated(made, (x, out))
+    assert len(session.reports) == 2
+
+
+@pytest.mark.parametrize(
+    ("mode", "ok"), [("eager", True), ("adversarial", True), ("race", False), ("check", False)]
+)
+def test_a_session_runs_the_mode_it_was_given(mode: str, ok: bool) -> None:
+    with emulation.session(mode=mode) as session:
+        emulation.run_emulated(racing(), ())
+    assert session.ok is ok
+
+
+def test_faults_are_raised_where_nothing_keeps_them() -> None:
+    trap = Compiled(kernel("trap;", pointers(0)), "trap")
+    with pytest.raises(emulator.KernelFault, match="trap"):
+        emulation.run_emulated(trap, ())
+    with emulation.session() as session:
+        emulation.run_emulated(trap, ())
+    assert not session.ok
+
+
+def test_a_timeline_leaves_the_arguments_for_the_run() -> None:
+    """The kernel adds to its output: run twice from the same start, it has added once."""
+    x, out = np.ones(32, np.float32), np.zeros(32, np.float32)
+    text = per_thread("add.f32 {o}, {a0}, {a0};", [x], out)
+    text = text.replace("st.global.b32", "red.global.add.f32")
+    with emulation.session(timeline=True) as session:
+        emulation.run_emulated(Compiled(text, "adding", block=(32, 1, 1)), (x, out))
+    np.testing.assert_array_equal(out, 2)
+    ((name, timeline),) = session.timelines
+    assert name == "adding"
+    assert timeline.clocks > 0
+
+
+def test_work_beyond_the_limit_is_refused_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, x, out = doubling()
+    work = emulation.RATES["eager"] * 60 * 15
+    with pytest.raises(UnsupportedError) as error:
+        emulation.run_emulated(made, (x, out), work=work)
+    text = str(error.value)
+    assert "doubling" in text
+    assert "15.0 minutes" in text
+    assert "limit is 10" in text
+    assert emulation.LIMIT_VARIABLE in text
+    assert not out.any()
+    monkeypatch.setenv(emulation.LIMIT_VARIABLE, "16")
+    emulation.run_emulated(made, (x, out), work=work)
+    with (
+        emulation.session(mode="check", minutes=20),
+        pytest.raises(UnsupportedError, match="check mode"),
+    ):
+        emulation.run_emulated(made, (x, out), work=work)
+
+
+def test_the_estimate_grows_with_what_is_computed() -> None:
+    one = emulation.attention_work(1, 1)
+    assert 5_000 < one < 20_000
+    assert emulation.attention_work(10, 1) > 5 * one
+    assert emulation.attention_work(1, 1, products=5) > 1.5 * one
+    assert emulation.attention_work(1, 1, block=(64, 64)) < one
+    eager, check = (emulation.Session(mode=m).runs for m in ("eager", "check"))
+    assert emulation.seconds(one, check) > 5 * emulation.seconds(one, eager)
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-3", "nan"])
+def test_a_limit_that_is_no_number_of_minutes(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(emulation.LIMIT_VARIABLE, text)
+    with pytest.raises(OptionError, match=f"{emulation.LIMIT_VARIABLE}='{text}'"):
+        emulation.limit()
+
+
+def test_options_of_a_session() -> None:
+    with pytest.raises(OptionError, match="mode='lazy': expected one of check, eager"):
+        emulation.Session(mode="lazy")
+    with pytest.raises(OptionError, match="seeds=0"):
+        emulation.Session(seeds=0)
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, x, out = doubling()
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(UnsupportedError, match="install gcc or clang"):
+        emulation.run_emulated(made, (x, out))
+    assert made.made == 0

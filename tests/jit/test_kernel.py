@@ -1,0 +1,465 @@
+"""Compiled kernels: their C interface on the CPU, calls, errors, and the emulator's view of them."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import struct
+import subprocess
+import sys
+import threading
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("cutlass")
+
+from cutlass import Boolean, Float32, Int32, Int64, cute
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
+
+from attnkit import emulator
+from attnkit.emulator import Undefined
+from attnkit.errors import (
+    ArgumentError,
+    DeviceError,
+    DTypeError,
+    LaunchError,
+    OptionError,
+    ShapeError,
+)
+from attnkit.jit import kernel as compiled
+from attnkit.jit.abi import Signature
+from attnkit.jit.arg_specs import Dim, NumberSpec, StreamSpec, TensorSpec
+from attnkit.jit.build import Artifact, compile_source
+from attnkit.jit.kernel import Build, Source
+from attnkit.jit.loader import Entry
+from tests.jit import compiled_kernels as kernels
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNKIT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiled, "_kernels", {})
+
+
+def affine_source(key: str = "affine", constant: float = 0.0, captured: int = 2) -> Source:
+    return Source(key, "sm_90a", lambda: kernels.affine(constant, captured), name=key)
+
+
+def no_stream(device: int) -> int:
+    return 0
+
+
+# -- what a compilation runs in ----------------------------------------------------------------
+
+
+class _Measured(Exception):
+    pass
+
+
+def _most_faults() -> int:
+    """Pages that 500 calls touch for the first time, at that depth of the stack where it is most."""
+
+    def nothing() -> None:
+        pass
+
+    def at(depth: int) -> int:
+        if depth:
+            return at(depth - 1)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(500):
+            nothing()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    return max(at(depth) for depth in range(250))
+
+
+def test_calls_while_compiling_need_no_new_memory() -> None:
+    found = []
+
+    def build() -> Build:
+        found.append(_most_faults())
+        raise _Measured
+
+    with pytest.raises(_Measured):
+        compile_source(Source("", "sm_90a", build))
+    assert found[0] < 100
+
+
+# -- the C interface: what a host function receives --------------------------------------------
+
+
+def _report_fakes() -> tuple[Any, ...]:
+    narrow, wide = cute.sym_int, cute.sym_int64
+    tensors = [
+        make_fake_compact_tensor(Int32, (narrow(),)),
+        make_fake_compact_tensor(Float32, (narrow(), narrow(divisibility=4)), stride_order=(1, 0)),
+        make_fake_tensor(Float32, (narrow(), 3, narrow()), (wide(), wide(), 1)),
+        make_fake_tensor(Float32, (wide(), narrow()), (narrow(), wide())),
+        make_fake_tensor(Float32, (narrow(), narrow()), (0, 1)),
+        make_fake_tensor(Float32, (narrow(), 5), (wide(divisibility=8), 1), assumed_align=16),
+    ]
+    out = make_fake_compact_tensor(Int64, (narrow(),))
+    return out, tensors, Int32(0), Float32(0), Int64(0), Boolean(True)
+
+
+@cache
+def reporter() -> Artifact:
+    return compile_source(Source("", "sm_90a", lambda: Build(kernels.report, _report_fakes())))
+
+
+def _meta(shape: tuple[int, ...], stride: tuple[int, ...], dtype: Any = torch.float32) -> Any:
+    """A tensor of any extent, without memory."""
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+
+
+SIZES = st.integers(0, 2**31 - 1)
+LONG = st.integers(0, 2**40)
+
+
+@given(
+    n=st.tuples(SIZES, SIZES.map(lambda n: n // 8), SIZES, SIZES, SIZES, SIZES, SIZES),
+    s=st.tuples(LONG, LONG, st.integers(0, 2**31 - 1), LONG, LONG.map(lambda n: n // 8)),
+    a=st.integers(-(2**31), 2**31 - 1),
+    b=st.floats(-1e9, 1e9, width=32).map(float),
+    c=st.integers(-(2**63), 2**63 - 1),
+    d=st.booleans(),
+)
+def test_a_host_function_receives_what_was_passed(
+    n: Any, s: Any, a: int, b: float, c: int, d: bool
+) -> None:
+    """Sizes, 64-bit strides, addresses and numbers of every kind, in the order of the arguments."""
+    report = reporter()
+    n = tuple(max(x, 2) for x in n)  # strides of axes with one element may change
+    tensors = [
+        _meta((n[0],), (1,), torch.int32),
+        _meta((n[2], 4 * n[1]), (4 * n[1], 1)),
+        _meta((n[3], 3, n[4]), (s[0], s[1], 1)),
+        _meta((n[5], n[6]), (s[2], s[3])),
+        _meta((n[0], n[3]), (0, 1)),
+        _meta((n[2], 5), (8 * s[4], 1)),
+    ]
+    out = torch.full((64,), -1)
+    entry = Entry(report.image, report.code, report.function, report.signature)
+    quick, device = report.signature._quick((out.to("meta"), *tensors, a, b, c, d), no_stream)
+    assert device == -1
+    slow, _ = report.signature.checked((out.to("meta"), *tensors, a, b, c, d), no_stream)
+    assert list(quick) == list(slow)
+    entry([out.data_ptr(), *quick[1:]])
+    want = [x for t in tensors for x in (*t.shape, *t.stride(), t.data_ptr())]
+    want += [a, int(b), c, int(d)]
+    assert out[: len(want)].tolist() == want
+    assert (out[len(want) :] == -1).all()
+
+
+def test_calls_from_many_threads_do_not_mix() -> None:
+    report = reporter()
+    entry = Entry(report.image, report.code, report.function, report.signature)
+    packing, _ = report.signature.layout
+    count = len(packing.unpack(bytes(packing.size)))
+    wrong: list[tuple[int, int]] = []
+
+    def calls(number: int) -> None:
+        out = torch.zeros(64, dtype=torch.int64)
+        for i in range(2000):
+            c = number * 1_000_000 + i
+            entry([out.data_ptr(), *range(count - 3), c, True])
+            if out[32] != c:
+                wrong.append((c, int(out[32])))
+
+    threads = [threading.Thread(target=calls, args=(k,)) for k in range(6)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert wrong == []
+
+
+def test_an_object_that_was_not_linked_runs_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without a C compiler the DSL's linker loads the object."""
+    report = reporter()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    made = compile_source(Source("", "sm_90a", lambda: Build(kernels.report, _report_fakes())))
+    assert made.image == b""
+    assert report.image != b""
+    outs = []
+    for artifact in (made, report):
+        out = torch.zeros(64, dtype=torch.int64)
+        entry = Entry(artifact.image, artifact.code, artifact.function, artifact.signature)
+        packing, _ = artifact.signature.layout
+        count = len(packing.unpack(bytes(packing.size)))
+        entry([out.data_ptr(), *range(count - 3), 7, True])
+        outs.append(out.tolist())
+    assert outs[0] == outs[1]
+    assert sum(outs[0]) > 100
+
+
+def test_the_status_of_the_host_function_is_an_error() -> None:
+    """Here the status of a launch where there is no driver."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a driver")
+    artifact = compiled.kernel(affine_source()).artifact
+    entry = Entry(artifact.image, artifact.code, artifact.function, artifact.signature)
+    with pytest.raises(LaunchError, match="cannot be loaded: cudaError"):
+        entry.prepare(0)
+    x, c = torch.zeros(4, 8), torch.zeros(4)
+    values, _ = artifact.signature.gather((x, x, c, c, 1.0, 4), no_stream)
+    with pytest.raises(LaunchError, match="launch of a kernel failed: cudaError"):
+        entry(values)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_is_collected_again_after_a_compilation(enabled: bool) -> None:
+    seen = []
+
+    def build() -> Build:
+        seen.append(gc.isenabled())
+        raise ZeroDivisionError
+
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with pytest.raises(ZeroDivisionError):
+            compile_source(Source("", "sm_90a", build))
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()
+    assert seen == [False]
+
+
+# -- signatures ----------------------------------------------------------------------------------
+
+
+def test_stand_ins_become_specifications() -> None:
+    made = compiled.kernel(affine_source(captured=1)).signature
+    rows = TensorSpec("float32", (Dim(32, 1), Dim(32, 8)), (Dim(64, 8), 1), 16)
+    column = TensorSpec("float32", (Dim(32, 1),), (1,), made.specs[2].align)  # type: ignore[union-attr]
+    numbers = (NumberSpec("Float32"), NumberSpec("Int32"))
+    assert made.specs == (rows, rows, column, *numbers, StreamSpec())
+    assert made.arity == 5
+    assert str(rows) == "float32 [n, 8n] with strides [8n, 1], aligned to 16 bytes"
+
+
+def test_a_signature_without_arguments() -> None:
+    assert Signature(()).gather((), no_stream) == ((), -1)
+    assert Signature((StreamSpec(),)).gather((), lambda device: 7) == ((7,), -1)
+
+
+def test_what_cannot_be_passed_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="argument 1 of a kernel is of type str"):
+        compile_source(Source("", "sm_90a", lambda: Build(kernels.Affine(), (Int32(1), "x"))))
+    with pytest.raises(ArgumentError, match="argument 0, 1 of a kernel is of type dict"):
+        compile_source(Source("", "sm_90a", lambda: Build(kernels.Affine(), ([Int32(1), {}],))))
+    with pytest.raises(ArgumentError, match="2 streams"):
+        Signature((StreamSpec(), StreamSpec()))
+    function, arguments = kernels.affine().function, kernels.affine().arguments
+    build = Build(function, arguments, "--gpu-arch sm_80")
+    with pytest.raises(OptionError, match="--gpu-arch"):
+        compile_source(Source("", "sm_90a", lambda: build))
+
+
+SPECS = (
+    TensorSpec("bfloat16", (Dim(), 64), (Dim(64, 8), 1), 16),
+    TensorSpec("float32", (Dim(),), (1,), 4),
+    NumberSpec("Float32"),
+    NumberSpec("Int32"),
+    StreamSpec(),
+)
+
+
+def _good() -> list[Any]:
+    return [torch.zeros(5, 64).bfloat16(), torch.zeros(5), 1.5, 7]
+
+
+def test_gathered_values_are_in_order() -> None:
+    x, y, a, n = _good()
+    values, device = Signature(SPECS).gather((x, y, a, n), lambda device: 99)
+    assert list(values) == [x.data_ptr(), 5, 64, y.data_ptr(), 5, 1.5, 7, 99]
+    assert device == -1
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "error", "text"),
+    [
+        (0, torch.zeros(5, 64), DTypeError, "argument 0: dtype torch.float32, .* for bfloat16"),
+        (0, torch.zeros(5, 32).bfloat16(), ShapeError, r"argument 0: shape \(5, 32\)"),
+        (0, torch.zeros(64).bfloat16(), ShapeError, "argument 0: shape"),
+        (0, torch.zeros(64, 5).bfloat16().T, ShapeError, r"strides \(1, 5\).*\[8n, 1\]"),
+        (0, torch.zeros(5, 68).bfloat16()[:, :64], ShapeError, r"strides \(68, 1\)"),
+        (0, torch.zeros(5, 72).bfloat16()[:, 4:68], ArgumentError, "not a multiple of 16 bytes"),
+        (0, [1], ArgumentError, "argument 0: expected a tensor, got list"),
+        (1, torch.zeros(5, device="meta"), DeviceError, "different devices: cpu, meta"),
+        (2, torch.zeros(()), ArgumentError, "argument 2: expected a Python number for Float32"),
+        (2, True, None, ""),
+        (2, 3, None, ""),
+        (2, 1e39, ArgumentError, "argument 2: 1e.39 does not fit into Float32"),
+        (3, 1.0, ArgumentError, "argument 3: expected a Python number for Int32, got float"),
+        (3, 2**31, ArgumentError, "argument 3: 2147483648 does not fit into Int32"),
+    ],
+)
+def test_arguments_are_checked(
+    at: int, value: Any, error: type[Exception] | None, text: str
+) -> None:
+    signature = Signature(SPECS)
+    arguments = _good()
+    arguments[at] = value
+    for gather in (signature.gather, signature.checked):
+        if error is DeviceError and gather == signature.gather:
+            continue  # neither tensor is on a GPU, which is all that it looks at
+        if error is None:
+            gather(arguments, no_stream)
+        elif "does not fit" in text and gather == signature.gather:
+            packing, _ = signature.layout  # numbers are checked where they are packed
+            with pytest.raises((struct.error, OverflowError)):
+                packing.pack(*gather(arguments, no_stream)[0])
+        else:
+            with pytest.raises(error, match=text):
+                gather(arguments, no_stream)
+    with pytest.raises(ArgumentError, match="3 arguments: the kernel takes 4"):
+        signature.gather(arguments[:3], no_stream)
+
+
+def test_strides_that_mean_nothing_are_mended() -> None:
+    signature = Signature(SPECS[:1])
+    odd = torch.zeros(5, 68).bfloat16()[:1, :64]
+    assert odd.stride() == (68, 1)
+    values, _ = signature.gather((odd,), no_stream)
+    assert list(values) == [odd.data_ptr(), 1, 72]
+    empty = torch.zeros(0, 64).bfloat16()
+    assert signature.gather((empty,), no_stream)[0][1:] == (0, 64)
+
+
+# -- kernels -------------------------------------------------------------------------------------
+
+
+def _emulated(kernel: compiled.Kernel, constant: float) -> None:
+    x, c = torch.randn(300, 8), [torch.randn(300), torch.randn(300)]
+    y = torch.full((300, 8), float("nan"))
+    report = emulator.run(kernel.executable(), x, Undefined(y), *c, 2.0, 250)
+    assert report.launches[0].warp_instructions > 0
+    want = 2 * x[:250, 0].double() + constant + c[0][:250] + c[1][:250]
+    assert torch.allclose(y[:250, 0].double(), want, atol=1e-5)
+    assert y[250:, 0].isnan().all()
+
+
+def test_the_emulator_runs_the_very_kernel() -> None:
+    kernel = compiled.kernel(affine_source(constant=3.0))
+    _emulated(kernel, 3.0)
+    compiled._kernels.clear()
+    again = compiled.kernel(affine_source(constant=3.0))
+    assert again is not kernel
+    assert again.artifact.code == kernel.artifact.code
+    assert again.ptx == kernel.ptx
+    _emulated(again, 3.0)
+
+
+def test_a_kernel_is_made_once() -> None:
+    builds: list[str] = []
+
+    def source(key: str, constant: float) -> Source:
+        def build() -> Build:
+            builds.append(key)
+            return kernels.affine(constant)
+
+        return Source(key, "sm_90a", build)
+
+    first = compiled.kernel(source("one", 1.0))
+    assert compiled.kernel(source("one", 1.0)) is first
+    assert compiled.kernel(source("two", 2.0)) is not first
+    assert builds == ["one", "two"]
+    compiled._kernels.clear()
+    assert compiled.kernel(source("one", 1.0)).stats == first.stats
+    assert builds == ["one", "two"]
+
+
+def test_an_artifact_survives_the_disk() -> None:
+    artifact = compiled.kernel(affine_source()).artifact
+    again = Artifact.load(artifact.dump())
+    assert again.signature.specs == artifact.signature.specs
+    assert (again.stats, again.seconds) == (artifact.stats, artifact.seconds)
+    assert (again.problems, artifact.problems) == ((), ())
+    slow = compile_source(Source("", "sm_90a", lambda: kernels.register_product(True)))
+    assert Artifact.load(slow.dump()).problems == slow.problems != ()
+    assert (again.code, again.image, again.ptx) == (artifact.code, artifact.image, artifact.ptx)
+    assert ".target sm_90a" in again.ptx
+    (stats,) = again.stats
+    assert (stats.threads, stats.stack) == (128, 0)
+    assert stats.registers > 0
+
+
+@pytest.mark.parametrize(
+    ("arch", "capability", "runs"),
+    [
+        ("sm_80", (8, 0), True),
+        ("sm_80", (8, 9), True),
+        ("sm_89", (8, 0), False),
+        ("sm_80", (9, 0), False),
+        ("sm_90a", (9, 0), True),
+        ("sm_100a", (10, 0), True),
+        ("sm_100a", (10, 3), False),
+        ("sm_120f", (12, 1), True),
+    ],
+)
+def test_code_runs_on_its_architecture(
+    arch: str, capability: tuple[int, int], runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert compiled.runs_on(arch, capability) == runs
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an old card")
+    with pytest.raises(DeviceError, match="affine for sm_90a> cannot run on cuda:0, an old card"):
+        compiled.kernel(affine_source()).prepare(0)
+
+
+def test_an_empty_list_is_no_argument(recwarn: pytest.WarningsRecorder) -> None:
+    kernel = compiled.kernel(affine_source("alone", captured=0))
+    assert kernel.signature.arity == 4
+    x, y = torch.randn(5, 8), torch.zeros(5, 8)
+    emulator.run(kernel.executable(), x, y, 2.0, 5)
+    assert torch.equal(y[:, 0], 2 * x[:, 0])
+    assert list(recwarn) == []
+
+
+def test_cpu_tensors_are_refused() -> None:
+    kernel = compiled.kernel(affine_source())
+    x, c = torch.zeros(4, 8), torch.zeros(4)
+    with pytest.raises(DeviceError, match=r"affine for sm_90a> takes CUDA tensors.*executable"):
+        kernel(x, x, c, c, 1.0, 4)
+    with pytest.raises(ShapeError):
+        kernel(x, x, c, c.expand(4, 4), 1.0, 4)
+
+
+def test_a_known_kernel_needs_no_dsl() -> None:
+    """A fresh process takes it from disk, checks and loads it, and never imports the DSL."""
+    program = """
+import sys
+import torch
+from attnkit.jit import kernel as compiled
+from attnkit.jit.loader import Entry
+
+def build():
+    from tests.jit import compiled_kernels
+    return compiled_kernels.affine()
+
+compiled._sources = lambda: "unchanged"
+k = compiled.kernel(compiled.Source("fresh", "sm_90a", build))
+a = k.artifact
+Entry(a.image, a.code, a.function, a.signature)
+k.signature.gather((torch.zeros(4, 8),) * 2 + (torch.zeros(4),) * 2 + (1.0, 4), lambda d: 0)
+print("cutlass" in sys.modules, a.signature.arity)
+"""
+    root = Path(__file__).parents[2]
+    said = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True
+        )
+        said.append(done.stdout.strip())
+    assert said == ["True 6", "False 6"]

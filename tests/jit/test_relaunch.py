@@ -1,0 +1,127 @@
+"""A repeated launch passes the values that a call in full would pass."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnkit.errors import ArgumentError, LaunchError, ShapeError
+from attnkit.jit.abi import Signature
+from attnkit.jit.arg_specs import Dim, NumberSpec, Spec, StreamSpec, TensorSpec
+from attnkit.jit.loader import Frame
+from attnkit.jit.relaunch import Again, repeated
+
+_EXTENTS = st.sampled_from([4, Dim(), Dim(64), Dim(divisibility=2)])
+_TENSORS = st.tuples(
+    st.sampled_from(["float32", "int32", "bfloat16"]), st.lists(_EXTENTS, max_size=4)
+).map(lambda t: TensorSpec(t[0], tuple(t[1]), (Dim(64),) * len(t[1]), 2))
+_NUMBERS = st.sampled_from(["Int32", "Float32", "Int8", "Float64"]).map(NumberSpec)
+_SPECS = st.lists(st.one_of(_TENSORS, _NUMBERS), max_size=6)
+
+
+class Entry:
+    """Stands for a loaded kernel; keeps the bytes of what it is launched with."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+        self.seen: list[bytes] = []
+
+    def launch(self, frame: Frame) -> None:
+        self.seen.append(bytes(frame.values))
+        if self.fails:
+            raise LaunchError("no GPU")
+
+
+def repeat(signature: Signature, arguments: Any, changing: Any, entry: Any = None) -> Again:
+    return repeated(entry or Entry(), signature, arguments, changing)
+
+
+def arguments(specs: list[Spec]) -> list[Any]:
+    made: list[Any] = []
+    for n, spec in enumerate(specs):
+        if isinstance(spec, TensorSpec):
+            shape = [x if isinstance(x, int) else 4 + 2 * n for x in spec.shape]
+            made.append(torch.zeros(shape, dtype=getattr(torch, spec.dtype)))
+        elif isinstance(spec, NumberSpec):
+            number = int(torch.randint(-9, 9, ()))
+            made.append(number / 2 if spec.kind.startswith("Float") else number)
+    return made
+
+
+def packed(signature: Signature, given: Any, stream: int) -> bytes:
+    """What a call in full passes."""
+    values, _ = signature.gather(given, lambda device: stream)
+    packing, offsets = signature.layout
+    return packing.pack(*values).ljust(offsets[-1] + 8, b"\0")
+
+
+@given(_SPECS, st.integers(0, 6), st.data())
+def test_the_same_values(specs: list[Spec], stream: int, data: st.DataObject) -> None:
+    own = [s for s in specs if not isinstance(s, StreamSpec)]
+    changing = sorted(data.draw(st.sets(st.sampled_from(range(len(own))))) if own else [])
+    specs.insert(min(stream, len(specs)), StreamSpec())
+    signature, entry = Signature(specs), Entry()
+    first = arguments(specs)
+    again = repeat(signature, first, changing, entry)
+    for handle in (5, 6, 6):
+        other = [x if i in changing else first[i] for i, x in enumerate(arguments(specs))]
+        given = [other[i] for i in changing]
+        again(
+            handle,
+            [x.data_ptr() for x in given if isinstance(x, torch.Tensor)],
+            [x for x in given if not isinstance(x, torch.Tensor)],
+        )
+        assert entry.seen[-1] == packed(signature, other, handle)
+
+
+def test_zeros_of_either_sign() -> None:
+    signature, entry = Signature([NumberSpec("Float32")]), Entry()
+    again = repeat(signature, [1.0], [0], entry)
+    for number in (0.0, -0.0, 0.0, 2.0, 2.0, -0.0):
+        again(0, (), (number,))
+        assert entry.seen[-1][:4] == struct.pack("<f", number)
+
+
+def test_a_launch_within_a_launch() -> None:
+    """As by another thread, while the first one has not returned."""
+    signature = Signature([NumberSpec("Int32")])
+
+    class Nested(Entry):
+        def launch(self, frame: Frame) -> None:
+            if len(self.seen) < 2:
+                self.seen.append(b"")
+                again(0, (), (len(self.seen) + 10,))
+            self.seen.append(bytes(frame.values)[:4])
+
+    entry = Nested()
+    again = repeat(signature, [1], [0], entry)
+    again(0, (), (10,))
+    assert entry.seen[2:] == [struct.pack("<i", n) for n in (12, 11, 10)]
+
+
+def test_the_first_arguments_are_checked() -> None:
+    signature = Signature([TensorSpec("float32", (4,), (1,), 4)])
+    with pytest.raises(ShapeError):
+        repeat(signature, [torch.zeros(5)], [0])
+
+
+def test_what_does_not_fit() -> None:
+    signature = Signature([TensorSpec("float32", (4,), (1,), 16), NumberSpec("Int8")])
+    entry = Entry()
+    again = repeat(signature, [torch.zeros(4), 1], [0, 1], entry)
+    with pytest.raises(ArgumentError, match="address"):
+        again(0, [torch.zeros(5)[1:].data_ptr()], [1])
+    for wrong in (300, 1.5):
+        with pytest.raises(ArgumentError, match="does not fit"):
+            again(0, [torch.zeros(4).data_ptr()], [wrong])
+    assert not entry.seen
+    failing = Entry(fails=True)
+    again = repeat(signature, [torch.zeros(4), 1], [0, 1], failing)
+    for _ in range(2):
+        with pytest.raises(LaunchError):
+            again(0, [torch.zeros(4).data_ptr()], [1])

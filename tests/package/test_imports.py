@@ -1,0 +1,88 @@
+"""What `import attnkit` loads, and that no file of the package is ever loaded twice."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LINKS = ("mods", "masks", "templates")
+
+# Where the DSL cannot be installed, the modules that need it are passed over.
+IMPORT_ALL = """
+import importlib, pkgutil, attnkit
+for module in pkgutil.walk_packages(attnkit.__path__, "attnkit."):
+    if not module.name.endswith("__main__"):
+        try:
+            importlib.import_module(module.name)
+        except ModuleNotFoundError as error:
+            if error.name != "cutlass":
+                raise
+"""
+
+
+def _modules_after(code: str) -> dict[str, str]:
+    """Run `code` in a fresh interpreter at the root; give {module: file} of what it then holds."""
+    report = (
+        "\nimport json, sys\n"
+        "print(json.dumps({n: getattr(m, '__file__', None) or '' "
+        "for n, m in list(sys.modules.items())}))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code + report],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    loaded: dict[str, str] = json.loads(run.stdout.splitlines()[-1])
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, str]:
+    return _modules_after("import attnkit")
+
+
+# torch._dynamo costs a second of import time and loads sympy: torch.compiler.disable and the first
+# call of a torch.library.custom_op import it, torch.library.Library does not.
+@pytest.mark.parametrize(
+    "library", ["cutlass", "sympy", "matplotlib", "hypothesis", "torch._dynamo"]
+)
+def test_import_attnkit_leaves_heavy_libraries_alone(loaded: dict[str, str], library: str) -> None:
+    assert "attnkit" in loaded
+    assert library not in loaded
+
+
+def test_every_module_imports_once() -> None:
+    """Each file under one name: a bare `mods` beside `attnkit.mods` would be a second copy."""
+    everything = _modules_after(IMPORT_ALL)
+    assert not everything.keys() & set(LINKS)
+
+    names: dict[Path, list[str]] = {}
+    for name, file in everything.items():
+        path = Path(file).resolve() if file else None
+        if path is not None and path.is_relative_to(ROOT) and "site-packages" not in path.parts:
+            names.setdefault(path, []).append(name)
+    assert ROOT / "attnkit" / "__init__.py" in names
+    assert {path: found for path, found in names.items() if len(found) > 1} == {}
+
+
+def test_first_call_loads_no_sympy() -> None:
+    code = (
+        "import sys, torch, attnkit\n"
+        "q = torch.randn(1, 2, 64, 8, requires_grad=True)\n"
+        "t = torch.rand(2, 3)\n"
+        "mod = lambda s, b, h, i, j: s + t[h, :2].sum() * (j - i)\n"
+        "out = attnkit.flex_attention(q, q, q, mod, lambda b, h, i, j: i >= j)\n"
+        "out.sum().backward()\n"
+        "print([n for n in ('sympy', 'torch._dynamo', 'cutlass') if n in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

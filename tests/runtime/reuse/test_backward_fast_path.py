@@ -1,0 +1,137 @@
+"""Which backwards are made again: for tensors alike, and nothing else changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnkit.runtime.reuse.backward_fast_path import _ATTEMPTS, Backwards
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch._C._dynamo.guards, "TensorGuards"), reason="torch has no tensor guards"
+)
+
+SCALE = 0.5
+
+
+def saved(length: int = 6, scores: int = 0, masks: int = 0) -> list[Tensor]:
+    """Query, key, value, out, LSE, captured tensors."""
+    q, k, v, out = (torch.randn(1, 2, length, 4) for _ in range(4))
+    tables = [torch.randn(2) for _ in range(scores + masks)]
+    return [q.requires_grad_(), k, v, out, torch.randn(1, 2, length), *tables]
+
+
+class Again:
+    """Gives as gradients what tells which tensors it was called with."""
+
+    def __init__(self, totals: int = 0) -> None:
+        self.seen: list[list[Tensor]] = []
+        self.totals = totals
+
+    def __call__(self, tensors: Any) -> list[Tensor]:
+        self.seen.append(list(tensors))
+        return [torch.full((2,), float(i)) for i in range(3 + self.totals)]
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_backward() -> Any:
+    with torch.no_grad():
+        yield
+
+
+def known(again: Again | None, tensors: list[Tensor], wanted: list[bool], lse: bool) -> Backwards:
+    backwards = Backwards()
+    grad_lse = tensors[4].clone() if lse else None
+    backwards.learn(tensors[3].clone(), grad_lse, tensors, SCALE, wanted, lambda: again)
+    return backwards
+
+
+@pytest.mark.parametrize("lse", [False, True])
+def test_a_backward_alike(lse: bool) -> None:
+    again = Again(totals=1)
+    backwards = known(again, saved(scores=2, masks=1), [False, True], lse)
+    tensors = saved(scores=2, masks=1)
+    grad_out, grad_lse = torch.randn_like(tensors[3]), tensors[4].clone() if lse else None
+    found = backwards.made(grad_out, grad_lse, tensors, SCALE, [False, True])
+    assert found is not None
+    assert len(found) == 5
+    assert [None if g is None else g[0].item() for g in found] == [0, 1, 2, None, 3]
+    query, key, value, out, row, *rest = tensors
+    expected = [
+        query,
+        key,
+        value,
+        out,
+        grad_out,
+        row,
+        *rest,
+        *([] if grad_lse is None else [grad_lse]),
+    ]
+    assert [id(t) for t in again.seen[0]] == [id(t) for t in expected]
+
+
+def test_a_gradient_has_the_dtype_of_its_tensor() -> None:
+    tensors = saved(scores=1)
+    tensors[5] = tensors[5].to(torch.bfloat16)
+    backwards = known(Again(totals=1), tensors, [True], False)
+    found = backwards.made(tensors[3].clone(), None, tensors, SCALE, [True])
+    assert found is not None
+    assert found[3] is not None
+    assert found[3].dtype is torch.bfloat16
+
+
+def other_calls() -> dict[str, dict[str, Any]]:
+    turned = torch.randn(1, 6, 2, 4).transpose(1, 2)
+    double = saved()
+    double[1] = double[1].double()
+    no_gradient = saved()
+    return {
+        "scale": {"scale": 0.25},
+        "length": {"tensors": saved(7)},
+        "strides of the gradient": {"grad_out": turned},
+        "dtype": {"tensors": double},
+        "gradient of the LSE": {"grad_lse": no_gradient[4].clone()},
+        "more tensors": {"tensors": saved(scores=1)},
+        "wanted": {"wanted": [True]},
+    }
+
+
+@pytest.mark.parametrize("what", other_calls())
+def test_a_backward_that_differs(what: str) -> None:
+    again = Again()
+    backwards = known(again, saved(), [], False)
+    tensors = saved()
+    call = {"grad_out": None, "grad_lse": None, "tensors": tensors, "scale": SCALE, "wanted": []}
+    call |= other_calls()[what]
+    grad = call["tensors"][3].clone() if call["grad_out"] is None else call["grad_out"]
+    found = backwards.made(grad, call["grad_lse"], call["tensors"], call["scale"], call["wanted"])
+    assert found is None
+    assert not again.seen
+
+
+def test_a_graph_of_the_backward_itself() -> None:
+    tensors = saved()
+    backwards = known(Again(), tensors, [], False)
+    with torch.enable_grad():
+        assert backwards.made(tensors[3].clone(), None, tensors, SCALE, []) is None
+
+
+def test_what_gives_nothing_gives_none() -> None:
+    class Refuses(Again):
+        def __call__(self, tensors: Any) -> Any:
+            return None
+
+    tensors = saved()
+    backwards = known(Refuses(), tensors, [], False)
+    assert backwards.made(tensors[3].clone(), None, tensors, SCALE, []) is None
+
+
+def test_learning_ends() -> None:
+    backwards, asked = Backwards(), []
+    for _ in range(_ATTEMPTS + 5):
+        tensors = saved()
+        backwards.learn(tensors[3], None, tensors, SCALE, [], lambda: asked.append(1))
+    assert len(asked) == _ATTEMPTS

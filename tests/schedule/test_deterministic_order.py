@@ -1,0 +1,255 @@
+"""Deterministic accumulation: one order whatever the workers do, and never a deadlock."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnkit.errors import OptionError, ShapeError
+from attnkit.schedule.deterministic_order import Turns, joined, turns
+from attnkit.schedule.scheduler import MONOTONE, Shape, schedule_backward, schedule_forward
+from attnkit.schedule.simulator import simulate
+from attnkit.sparsity.block_runs import BlockRuns, Runs
+from tests.schedule.schedule_cases import Case, cases, walked
+
+Key = tuple[int, int, int]
+deterministic = cases(orders=MONOTONE, backward=True, most=8)
+
+
+def mask_row(case: Case, b: int, h: int, q: int) -> int:
+    runs = case.runs
+    pair = (b if runs.batch > 1 else 0) * runs.heads + (h if runs.heads > 1 else 0)
+    return pair * runs.q_blocks + q
+
+
+def after(turn: Turns, row: int, column: int) -> int:
+    return int(turn.after(torch.tensor([row]), torch.tensor([column])))
+
+
+@given(case=cases())
+def test_joined_runs_are_the_kept_tiles(case: Case) -> None:
+    kept = joined(case.runs.full, case.runs.partial, case.runs.kv_blocks)
+    states = case.runs.states().flatten(0, 2) > 0
+    assert torch.equal(kept.expanded(case.runs.kv_blocks), states)
+    ends = kept.start + kept.length
+    for a, b in itertools.pairwise(kept.row_ptr.tolist()):
+        assert (kept.start[a:b][1:] > ends[a:b][:-1]).all()
+
+
+@given(case=deterministic)
+def test_turns_pass_through_the_kept_tiles_and_back_to_the_first(case: Case) -> None:
+    turn = turns(case.runs, case.schedule())
+    states = case.runs.states().flatten(0, 2) > 0
+    for row, kept in enumerate(states):
+        columns = kept.nonzero().squeeze(1).tolist()[:: turn.step]
+        if not columns:
+            assert int(turn.first[row]) == int(turn.last[row]) == -1
+            continue
+        found, column = [], int(turn.first[row])
+        for _ in columns:
+            found.append(column)
+            column = after(turn, row, column)
+        assert found == columns
+        assert column == columns[0]  # armed for the next launch
+        assert int(turn.last[row]) == columns[-1]
+
+
+@given(case=deterministic, workers=st.integers(1, 200))
+def test_every_turn_comes_after_pieces_earlier_in_the_list(case: Case, workers: int) -> None:
+    """So list order is a topological order of all waits, for any number of workers."""
+    schedule = case.schedule(workers=workers)
+    turn = turns(case.runs, schedule)
+    place: dict[tuple[Key, int], int] = {}  # (dQ tile, kv tile) -> piece
+    for piece, ((b, h, n), _, partial, full) in enumerate(walked(case, schedule)):
+        for q in partial + full:
+            assert ((b, h, q), n) not in place
+            place[(b, h, q), n] = piece
+    for ((b, h, q), n), piece in place.items():
+        row = mask_row(case, b, h, q)
+        following = after(turn, row, n)
+        if following != int(turn.first[row]):
+            assert place[(b, h, q), following] > piece
+
+
+@given(case=deterministic, workers=st.integers(1, 60))
+def test_the_order_of_dq_does_not_depend_on_the_workers(case: Case, workers: int) -> None:
+    mine, other = (turns(case.runs, case.schedule(workers=n)) for n in (case.workers, workers))
+    assert torch.equal(mine.first, other.first)
+    assert torch.equal(mine.kept.row_ptr, other.kept.row_ptr)
+    assert torch.equal(mine.kept.start, other.kept.start)
+    assert mine.step == other.step
+
+
+@given(case=deterministic)
+def test_shared_heads_take_turns_in_list_order(case: Case) -> None:
+    schedule = case.schedule()
+    turn = turns(case.runs, schedule)
+    size = case.shape.heads // (case.shape.kv_heads or case.shape.heads)
+    seen: dict[Key, list[list[int]]] = {}
+    for ((b, h, n), _, *kept), pair in zip(
+        walked(case, schedule), turn.group.tolist(), strict=True
+    ):
+        if not any(kept):
+            assert pair == [0, 0]  # it adds nothing
+            continue
+        owner = 0 if case.shape.kv_batch == 1 else b
+        seen.setdefault((owner, h // size, n), []).append(pair)
+    for pairs in seen.values():
+        assert pairs == [[i, len(pairs)] for i in range(len(pairs))]
+
+
+class Deadlock(Exception):
+    pass
+
+
+def execute(
+    case: Case, turn: Turns, pieces: list[tuple[Key, int, list[int], list[int]]],
+    feeds: list[list[int]] | None, workers: int, pick: Callable[[int], int],
+    resident: int | None = None,
+) -> tuple[dict[Key, list[int]], dict[Key, int]]:  # fmt: skip
+    """Run the protocol of `attnkit.schedule.deterministic_order`, one step of one worker that can move at a time.
+
+    No more than `resident` workers have begun and not ended; None for all.
+
+    Returns who added to each dQ tile in which order, and the semaphores at the end.
+    """
+    rows = case.runs.q_blocks
+    semaphore = {
+        (b, h, q): int(turn.first[mask_row(case, b, h, q)])
+        for b in range(case.shape.batch) for h in range(case.shape.heads) for q in range(rows)
+    }  # fmt: skip
+    added: dict[Key, list[int]] = {key: [] for key in semaphore}
+    groups: dict[Key, int] = {}
+    size = case.shape.heads // (case.shape.kv_heads or case.shape.heads)
+    counter = iter(range(len(pieces)))
+    own = [iter(feed) for feed in feeds] if feeds else [counter] * workers
+    state: list[tuple[int, list[int]] | None] = [None] * len(own)
+    done = [False] * len(own)
+
+    def step(worker: int) -> bool:
+        """Move a worker by one tile, or by one turn at dK and dV; False if it must wait."""
+        current = state[worker]
+        if current is None:
+            piece = next(own[worker], None)
+            if piece is None:
+                done[worker] = True
+            else:
+                state[worker] = piece, sorted(pieces[piece][2] + pieces[piece][3])
+            return True
+        piece, left = current
+        b, h, n = pieces[piece][0]
+        if left:
+            key = (b, h, left[0])
+            if semaphore[key] != n:
+                return False
+            added[key].append(n)
+            semaphore[key] = after(turn, mask_row(case, *key), n)
+            left.pop(0)
+            return True
+        if not pieces[piece][2] + pieces[piece][3]:
+            state[worker] = None
+            return True
+        shared = (0 if case.shape.kv_batch == 1 else b, h // size, n)
+        rank, count = turn.group[piece].tolist()
+        if groups.get(shared, 0) != rank:
+            return False
+        groups[shared] = (rank + 1) % count
+        state[worker] = None
+        return True
+
+    while not all(done):
+        order = [w for w in range(len(own)) if not done[w]][:resident]
+        start = pick(len(order))
+        if not any(step(w) for w in order[start:] + order[:start]):
+            raise Deadlock
+    assert not any(groups.values())
+    return added, semaphore
+
+
+@given(case=deterministic, workers=st.integers(1, 7), static=st.booleans(), data=st.data())
+def test_any_workers_at_any_speed_end_with_one_order(
+    case: Case, workers: int, static: bool, data: st.DataObject
+) -> None:
+    schedule = case.schedule()
+    turn, pieces = turns(case.runs, schedule), walked(case, schedule)
+    feeds = None
+    if static:
+        pointers, order = simulate(schedule, workers).feed()
+        feeds = [order[a:b].tolist() for a, b in itertools.pairwise(pointers.tolist())]
+    random = data.draw(st.randoms(use_true_random=False))
+    added, semaphore = execute(case, turn, pieces, feeds, workers, random.randrange)
+    states = (case.runs.states() > 0).expand(case.shape.batch, case.shape.heads, -1, -1)
+    for (b, h, q), columns in added.items():
+        assert columns == states[b, h, q].nonzero().squeeze(1).tolist()[:: turn.step]
+        assert semaphore[b, h, q] == int(turn.first[mask_row(case, b, h, q)])
+
+
+@given(case=deterministic, workers=st.integers(1, 7), data=st.data())
+def test_pieces_from_a_counter_need_no_workers_resident(
+    case: Case, workers: int, data: st.DataObject
+) -> None:
+    """As with pairs of CTAs, of which a GPU may hold fewer than were launched."""
+    resident = data.draw(st.integers(1, workers))
+    schedule = case.schedule()
+    turn, pieces = turns(case.runs, schedule), walked(case, schedule)
+    random = data.draw(st.randoms(use_true_random=False))
+    added, _ = execute(case, turn, pieces, None, workers, random.randrange, resident)
+    states = (case.runs.states() > 0).expand(case.shape.batch, case.shape.heads, -1, -1)
+    for (b, h, q), columns in added.items():
+        assert columns == states[b, h, q].nonzero().squeeze(1).tolist()[:: turn.step]
+
+
+def test_fixed_feeds_do_deadlock_where_few_workers_are_resident() -> None:
+    runs = BlockRuns.from_states(torch.ones(1, 1, 2, 4, dtype=torch.int8), 2, 4, (1, 1))
+    shape = Shape(1, 1, 1)
+    schedule = schedule_backward(runs, shape, workers=2, order="ascending", split=False)
+    case = Case(runs, shape, 2, schedule.prices, 1, "ascending", False, True)
+    turn, pieces = turns(runs, schedule), walked(case, schedule)
+    with pytest.raises(Deadlock):
+        execute(case, turn, pieces, [[0, 2], [1, 3]], 2, lambda n: 0, 1)
+    execute(case, turn, pieces, None, 2, lambda n: 0, 1)
+
+
+def test_the_protocol_does_deadlock_with_a_list_in_another_order() -> None:
+    """What the tests above would see if the order of the list were wrong."""
+    runs = BlockRuns.from_states(torch.ones(1, 1, 2, 4, dtype=torch.int8), 2, 4, (1, 1))
+    shape = Shape(1, 1, 1)
+    schedule = schedule_backward(runs, shape, workers=2, order="ascending", split=False)
+    case = Case(runs, shape, 2, schedule.prices, 1, "ascending", False, True)
+    turn, pieces = turns(runs, schedule), walked(case, schedule)
+    turn = Turns(turn.first, turn.last, turn.kept, turn.step, turn.group.flip(0))
+    with pytest.raises(Deadlock):
+        execute(case, turn, pieces[::-1], None, 2, lambda n: 0)
+
+
+def test_turns_of_a_million_tokens_need_no_tiles() -> None:
+    """Causal, 8192 x 8192 tiles: what is stored is a row's."""
+    count = 1 << 13
+    rows = torch.arange(count + 1, dtype=torch.int32)
+    partial = Runs(rows, rows[:-1], torch.ones(count, dtype=torch.int32))
+    full = Runs((rows - 1).clamp(min=0), torch.zeros(count - 1, dtype=torch.int32), rows[1:-1])
+    # below the diagonal, by columns
+    full_t = Runs(torch.cat([rows[:-1], rows[-2:-1]]), rows[1:-1], rows[1:-1].flip(0))
+    runs = BlockRuns(1 << 20, 1 << 20, (128, 128), 1, 1, full, partial, full_t, partial)
+    schedule = schedule_backward(runs, Shape(1, 4, 1 << 16), workers=132, order="descending")
+    turn = turns(runs, schedule)
+    assert turn.kept.start.numel() == count
+    assert torch.equal(turn.first, rows[:-1])
+    assert turn.after(torch.tensor([5, 5, 0]), torch.tensor([5, 0, 0])).tolist() == [4, 5, 0]
+
+
+def test_other_schedules_are_refused() -> None:
+    runs = BlockRuns.from_states(torch.ones(1, 1, 2, 3, dtype=torch.int8), 2, 3, (1, 1))
+    shape = Shape(1, 1, 1)
+    with pytest.raises(OptionError, match="got forward 'ascending'"):
+        turns(runs, schedule_forward(runs, shape, workers=2, order="ascending"))
+    with pytest.raises(OptionError, match="got backward 'longest'"):
+        turns(runs, schedule_backward(runs, shape, workers=2))
+    other = BlockRuns.from_states(torch.ones(1, 1, 2, 4, dtype=torch.int8), 2, 4, (1, 1))
+    with pytest.raises(ShapeError, match="3 kv tiles a head, the runs have 4"):
+        turns(other, schedule_backward(runs, shape, workers=2, order="ascending"))

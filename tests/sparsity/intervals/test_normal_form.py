@@ -1,0 +1,324 @@
+"""Interval normal form: exact by brute force, found where it should be, refused where not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attnkit import create_mask, masks
+from attnkit.errors import BoundsError, DeviceError, DTypeError, OptionError
+from attnkit.graph.eval_torch import evaluate
+from attnkit.sparsity.intervals.normal_form import (
+    Intervals,
+    NoIntervals,
+    find_intervals,
+    intervals_of,
+)
+from attnkit.tracing.guards import traced
+from attnkit.tracing.mask import Mask, per_batch, per_head
+from attnkit.tracing.tracer import Traced, trace
+from tests.sparsity.mask_graphs import Case, cases
+from tests.sparsity.mask_graphs import dense as dense_graph
+
+EXAMPLES = masks.examples(96)
+
+# What rows keep at most, in intervals, at length 96; the other examples have no interval form.
+COUNTS = {
+    "causal": 1, "sliding_window": 1, "sliding_window/both": 1, "sliding_window/right": 1,
+    "prefix_lm": 1, "longformer": 2, "streaming_llm": 2, "block_diagonal": 1,
+    "causal/bottom-right": 1, "prefix": 1, "block_diagonal/cross": 1, "block_diffusion": 2,
+    "document": 1, "document/causal": 1, "document_from_lengths": 1,
+    "document_from_cu_seqlens": 1, "shared_prefix": 2, "shared_prefix/groups": 2, "padding": 1,
+    "padding/rows": 1, "prefix_lm/batch": 1, "causal/cached": 1, "topk_blocks": 3, "natten": 1,
+    "natten/2d": 3, "sliding_tile": 2,
+}  # fmt: skip
+REFUSED = [
+    "dilated", "dilated/both", "strided", "fixed", "document/unsorted", "document/batch",
+    "topk_blocks/marked", "natten/3d", "tree_from_table", "paged",
+]  # fmt: skip
+
+
+def kept(found: Intervals) -> Tensor:
+    """What the ends in each row say: bool [batch, heads, q_len, kv_len]."""
+    low, high = found.rows().unbind(-1)
+    kv = torch.arange(found.shape[3])
+    return ((kv >= low[..., None]) & (kv < high[..., None])).any(-2)
+
+
+def check(mask: Callable[..., Any], q_len: int, kv_len: int, batch: int, heads: int) -> int:
+    """The found form equals the dense mask, by its expression and by its rows. -1: none found."""
+    found = intervals_of(mask, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads)
+    if isinstance(found, NoIntervals):
+        return -1
+    expected = create_mask(mask, batch, heads, q_len, kv_len)
+    assert torch.equal(kept(found).expand(expected.shape), expected)
+    case = Case(found.predicate(), found.tensors, q_len, kv_len, batch, heads)
+    assert torch.equal(dense_graph(case.root, case.tensors, case), expected)
+    return len(found)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_library(name: str) -> None:
+    count = check(*EXAMPLES[name])
+    if name in COUNTS:
+        assert count == COUNTS[name]
+    if name in REFUSED:
+        assert count == -1
+
+
+@pytest.mark.parametrize("length", [32, 61, 200])
+def test_library_at_other_lengths(length: int) -> None:
+    found = {name: check(*example) for name, example in masks.examples(length).items()}
+    assert sum(count > 0 for count in found.values()) > len(found) // 2
+
+
+# Masks of the library that fit any length, and random documents, at length up to 80.
+LENGTH = 80
+
+
+@st.composite
+def simple_masks(draw: st.DrawFn) -> Mask:
+    size = lambda least=0: draw(st.integers(least, LENGTH))
+    seed = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    ids = torch.randint(0, draw(st.integers(1, 6)), (LENGTH,), generator=seed)
+    own = torch.randint(0, 3, (2, LENGTH), generator=seed).sort(-1).values
+    lengths = torch.randint(0, LENGTH, (2,), generator=seed)
+    cuts = torch.randint(-1, LENGTH, (3, LENGTH), generator=seed)
+    return draw(
+        st.sampled_from(
+            [
+                lambda: masks.causal(),
+                lambda: masks.sliding_window(size(), size()),
+                lambda: masks.prefix(size()),
+                lambda: masks.prefix_lm(lengths),
+                lambda: masks.padding(lengths, lengths.flip(0)),
+                lambda: masks.streaming_llm(size(), size()),
+                lambda: masks.longformer(size(), draw(st.integers(0, 3))),
+                lambda: masks.block_diagonal(size(1), size(1)),
+                lambda: masks.dilated(size(), draw(st.integers(1, 30)), size()),
+                lambda: masks.fixed(size(8)),
+                lambda: masks.document(ids.sort().values),
+                lambda: masks.document(ids.sort(descending=True).values),
+                lambda: masks.document(ids),
+                lambda: masks.document(own),
+                lambda: Mask(lambda b, h, q, kv: cuts[h, q] > kv, "below()"),
+                lambda: Mask(lambda b, h, q, kv: (2 * kv + q).abs() < 3 * cuts[h, q], "wide()"),
+                lambda: Mask(lambda b, h, q, kv: kv * cuts[0, 5] <= q, "slope()"),
+                lambda: per_head([masks.causal(), masks.prefix(9), masks.sliding_window(5)]),
+                lambda: masks.causal().shift(q=draw(st.integers(-9, 9)), kv=-3),
+            ]
+        )
+    )()
+
+
+COMPOSED = st.recursive(
+    simple_masks(),
+    lambda inner: st.one_of(
+        st.tuples(inner, inner).map(lambda p: p[0] & p[1]),
+        st.tuples(inner, inner).map(lambda p: p[0] | p[1]),
+        st.tuples(inner, inner).map(lambda p: p[0] ^ p[1]),
+        inner.map(lambda m: ~m),
+    ),
+    max_leaves=3,
+)
+
+
+@given(COMPOSED, st.integers(1, LENGTH), st.integers(1, LENGTH))
+def test_compositions(mask: Mask, q_len: int, kv_len: int) -> None:
+    check(mask, q_len, kv_len, 2, 3)
+
+
+@given(cases(max_len=50, max_depth=3))
+def test_any_expression(case: Case) -> None:
+    mask = Traced("mask", case.root, case.tensors, tuple(f"t{i}" for i in range(9)))
+    try:
+        found = find_intervals(mask, **case.sizes())
+    except BoundsError:
+        return
+    if isinstance(found, Intervals):
+        expected = dense_graph(case.root, case.tensors, case)
+        assert torch.equal(kept(found).expand(expected.shape), expected)
+        assert torch.equal(dense_graph(found.predicate(), found.tensors, case), expected)
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=40), st.booleans())
+def test_documents_have_the_form_exactly_where_their_ids_stand_together(
+    ids: list[int], causal: bool
+) -> None:
+    table = torch.tensor(ids)
+    mask = masks.document(table) & masks.causal() if causal else masks.document(table)
+    count = check(mask, len(ids), len(ids), 1, 1)
+    dense = create_mask(mask, None, None, len(ids), len(ids))[0, 0].int()
+    runs = (dense.diff(prepend=torch.zeros(len(ids), 1), dim=1) > 0).sum(1).max()
+    if runs == 1:
+        assert count == 1
+    if runs > 4:
+        assert count == -1
+
+
+# --- what is found
+
+
+def shown(mask: Callable[..., Any], **sizes: int) -> str:
+    return str(intervals_of(mask, **{"q_len": 64, "kv_len": 64, **sizes}))
+
+
+def test_formulas() -> None:
+    one = "1 interval a row\n  "
+    assert shown(masks.causal()) == one + "kv < q + 1"
+    assert shown(masks.sliding_window(8, 2)) == one + "q - 8 <= kv < q + 3"
+    assert shown(masks.prefix_lm(9)) == one + "kv < max(q + 1, 9)"
+    assert shown(masks.block_diagonal(8)) == one + "q // 8 * 8 <= kv < q // 8 * 8 + 8"
+    assert shown(masks.causal() | ~masks.causal()) == one + "every kv"
+    assert shown(masks.causal() & ~masks.causal()) == "0 intervals a row\n  nothing"
+    near = Mask(lambda b, h, q, kv: (q - kv).abs() <= 3)
+    assert shown(near) == one + "q - 3 <= kv < q + 4"
+    assert shown(near ^ masks.causal()) == (
+        "2 intervals a row\n  q + 1 <= kv < q + 4\n  kv < q - 3"
+    )
+    assert shown(masks.streaming_llm(8, 4)) == (
+        "2 intervals a row\n  q - 8 <= kv < q + 1\n  kv < min(q + 1, 4)"
+    )
+
+
+def test_formulas_read_captured_tensors() -> None:
+    lengths = torch.tensor([3, 5])
+    found = intervals_of(lambda b, h, q, kv: kv < lengths[b], q_len=8, kv_len=8, batch=2)
+    assert str(found) == "1 interval a row\n  kv < lengths[b]"
+    assert isinstance(found, Intervals)
+    assert found.captured == len(found.tensors) == 1
+    assert found.tensors[0] is lengths
+
+
+def test_document_tables() -> None:
+    ids = torch.tensor([3, 3, 5, 5, 5, 9])
+    mask = lambda b, h, q, kv: (ids[q] == ids[kv]) & (kv <= q)
+    found = intervals_of(mask, q_len=6, kv_len=6)
+    assert isinstance(found, Intervals)
+    assert str(found) == (
+        "1 interval a row\n"
+        "  ids_start[q] <= kv < min(ids_end[q], q + 1)\n"
+        "  ids_start: computed once, int32 [6]\n"
+        "  ids_end: computed once, int32 [6]"
+    )
+    assert found.names == ("ids", "ids_start", "ids_end")
+    assert found.tensors[1].tolist() == [0, 0, 2, 2, 2, 5]
+    assert found.tensors[2].tolist() == [2, 2, 5, 5, 5, 6]
+
+
+def test_per_head_needs_no_more_intervals_than_a_head() -> None:
+    mask = per_head([masks.causal(), masks.sliding_window(4, 2), masks.prefix(5)])
+    assert check(mask, 20, 20, 1, 3) == 1
+    rows = per_batch([masks.streaming_llm(3, 2), masks.causal()])
+    assert check(rows, 20, 20, 2, 1) == 2
+
+
+def test_reasons() -> None:
+    ids = torch.tensor([0, 1] * 20)
+    reason = shown(lambda b, h, q, kv: ids[q] == ids[kv], q_len=40, kv_len=40)
+    assert reason == "no interval form: `ids[kv]` is not in order along kv"
+    assert "in too many stretches of q - kv" in shown(masks.dilated(30, 3))
+    table = torch.ones(64, 64, dtype=torch.bool)
+    assert "`table[q, kv]`" in shown(lambda b, h, q, kv: table[q, kv])
+    product = shown(lambda b, h, q, kv: q * kv < 30)
+    assert product == "no interval form: `q * kv` depends on q and kv together"
+    assert shown(masks.fixed(8)).endswith("separate intervals, more than 4")
+
+
+def test_most() -> None:
+    mask = trace(masks.streaming_llm(8, 4), "mask")
+    assert isinstance(find_intervals(mask, q_len=64, kv_len=64, most=2), Intervals)
+    assert isinstance(find_intervals(mask, q_len=64, kv_len=64, most=1), NoIntervals)
+    # the window reaches the sinks in every row: one interval is enough, as a table
+    found = find_intervals(mask, q_len=12, kv_len=64, most=1)
+    assert isinstance(found, Intervals)
+    assert len(found) == 1
+
+
+# --- when it is made again
+
+
+def test_kept_until_the_data_changes() -> None:
+    ids = torch.tensor([0, 0, 1, 1])
+    mask = trace(lambda b, h, q, kv: ids[q] == ids[kv], "mask")
+    first = find_intervals(mask, q_len=4, kv_len=4)
+    assert find_intervals(mask, q_len=4, kv_len=4) is first
+    ids[1] = 1
+    second = find_intervals(mask, q_len=4, kv_len=4)
+    assert isinstance(second, Intervals)
+    assert second.tensors[1].tolist() == [0, 1, 1, 1]
+
+
+def test_float64_masks_are_decided_in_float64() -> None:
+    edge = torch.tensor(1 + 1e-12, dtype=torch.float64)
+    mask = trace(lambda b, h, q, kv: kv.double() < edge, "mask")
+    counts = []
+    for dtype in (torch.float32, torch.float64):
+        found = find_intervals(mask, q_len=1, kv_len=4, dtype=dtype)
+        assert isinstance(found, Intervals)
+        kv = {"kv": torch.arange(4, dtype=torch.int32), "q": torch.zeros(1, dtype=torch.int32)}
+        (expected,) = evaluate([mask.root], kv, mask.tensors, dtype)
+        low, high = found.rows(dtype).unbind(-1)
+        counts.append(int(high - low))
+        assert counts[-1] == int(expected.sum())
+    assert counts == [1, 2]
+
+
+# --- the method of Mask
+
+
+def test_method() -> None:
+    found = masks.causal().intervals(5, 7)
+    assert found is not None
+    assert found.rows().tolist() == [[[[[0, q + 1]] for q in range(5)]]]
+    assert masks.dilated(30, 3).intervals(64, 64) is None
+    padded = masks.padding(torch.tensor([2, 3])).intervals(2, 4, batch=2)
+    assert padded is not None
+    assert padded.rows()[:, 0, 0, 0].tolist() == [[0, 2], [0, 3]]
+
+
+def test_bad_input() -> None:
+    with pytest.raises(OptionError, match="q_len must be a positive int, got 0"):
+        masks.causal().intervals(0, 4)
+    with pytest.raises(BoundsError, match="has 4 entries"):
+        masks.document(torch.tensor([0, 0, 1, 1])).intervals(8, 4)
+    with pytest.raises(DeviceError, match="meta"):
+        masks.document(torch.tensor([0, 1])).intervals(2, 2, device="meta")
+    score = replace(traced(masks.causal(), "mask", torch.device("cpu")))
+    wrong = replace(score, root=score.root.args[0])
+    with pytest.raises(DTypeError, match="a mask must be bool"):
+        find_intervals(wrong, q_len=2, kv_len=2)
+
+
+def test_ends_beyond_int32_are_refused() -> None:
+    mask = lambda b, h, q, kv: kv - q <= 2**31 - 1
+    assert "cannot be computed" in shown(mask)
+
+
+def test_a_mask_of_many_conditions_ends_in_time() -> None:
+    table = torch.randint(0, 50, (64, 40))
+
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        kept = table[kv, 0] == q
+        for i in range(1, 40):
+            kept = kept ^ (table[kv, i] <= q + i)
+        return kept
+
+    assert shown(mask).startswith("no interval form")
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 60), st.integers(1, 60), st.integers(0, 2**16))
+def test_sorted_tables_of_any_kind(q_len: int, kv_len: int, seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    keys = torch.randint(-20, 20, (2, kv_len), generator=random).sort(-1).values
+    limits = torch.randint(-25, 25, (3, q_len), generator=random)
+    mask = lambda b, h, q, kv: (keys[b, kv] <= limits[h, q]) & (limits[h, q] - 9 < keys[b, kv])
+    assert check(mask, q_len, kv_len, 2, 3) in (0, 1)

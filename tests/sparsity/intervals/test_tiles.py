@@ -1,0 +1,131 @@
+"""Tiles found from row intervals: those of brute force, or none at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnkit import Mask, create_block_mask, create_mask, masks
+from attnkit.sparsity.intervals.normal_form import Intervals, intervals_of
+from attnkit.sparsity.intervals.search import Places, equal_in_order
+from attnkit.sparsity.intervals.tiles import tiles_of
+from tests.sparsity.test_hierarchical import check, states_of
+
+LENGTH = 150
+# Rows of these keep one interval, in order.
+ORDERED = {
+    "causal", "sliding_window", "sliding_window/both", "sliding_window/right", "prefix_lm",
+    "block_diagonal", "prefix", "document", "document/causal", "document_from_lengths",
+    "document_from_cu_seqlens", "causal/bottom-right", "causal/cached", "padding",
+    "prefix_lm/batch",
+}  # fmt: skip
+
+
+def found_tiles(
+    mask: Callable[..., Any], sizes: tuple[int, int, int, int], block: tuple[int, int]
+) -> bool:
+    """Whether tiles are found; they are those of brute force, in both directions."""
+    q_len, kv_len, batch, heads = sizes
+    found = intervals_of(mask, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads)
+    tiles = tiles_of(found, block) if isinstance(found, Intervals) else None
+    if tiles is None:
+        return False
+    expected = states_of(create_mask(mask, batch, heads, q_len, kv_len), block)
+    check(tiles, expected)
+    return True
+
+
+@pytest.mark.parametrize("length", [96, 333])
+@pytest.mark.parametrize("block", [(16, 16), (24, 7), (128, 128)])
+def test_library(length: int, block: tuple[int, int]) -> None:
+    found = {
+        name
+        for name, e in masks.examples(length).items()
+        if found_tiles(e.mask, (e.q_len, e.kv_len, e.batch, e.heads), block)
+    }
+    assert found >= ORDERED
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> Mask:
+    """One interval a row: sorted ends, most of them touching, or any ends at all."""
+    ends = st.lists(st.integers(-5, LENGTH + 5), min_size=LENGTH, max_size=LENGTH)
+    low, high = torch.tensor(draw(ends)), torch.tensor(draw(ends))
+    if draw(st.booleans()):
+        low, high = low.sort().values, high.sort().values
+        low, high = torch.minimum(low, high), torch.maximum(low, high)
+    if draw(st.booleans()):
+        high = torch.maximum(high, low.roll(-1))
+    return Mask(lambda b, h, q, kv: (low[q] <= kv) & (kv < high[q]), "rows()")
+
+
+@st.composite
+def simple(draw: st.DrawFn) -> Mask:
+    size = lambda: draw(st.integers(0, LENGTH))
+    ids = torch.tensor(draw(st.lists(st.integers(0, 9), min_size=LENGTH, max_size=LENGTH)))
+    own = torch.tensor([[size(), size(), size()], [size(), size(), size()]])
+    return draw(
+        st.sampled_from(
+            [
+                lambda: masks.causal(),
+                lambda: masks.sliding_window(size(), size()),
+                lambda: masks.prefix_lm(size()),
+                lambda: masks.padding(own[0, :2]),
+                lambda: masks.document(ids.sort().values),
+                lambda: masks.block_diagonal(1 + size(), 1 + size()),
+                lambda: Mask(lambda b, h, q, kv: kv < q + own[b, h], "own()"),
+                lambda: masks.causal().shift(q=size() - LENGTH // 2),
+            ]
+        )
+    )()
+
+
+BLOCKS = st.tuples(st.integers(1, 40), st.integers(1, 40))
+SIZES = st.tuples(st.integers(1, LENGTH), st.integers(1, LENGTH))
+
+
+@given(st.one_of(rows(), simple(), st.tuples(simple(), simple()).map(lambda p: p[0] & p[1])),
+       SIZES, BLOCKS)  # fmt: skip
+def test_any_rows(mask: Mask, sizes: tuple[int, int], block: tuple[int, int]) -> None:
+    found_tiles(mask, (*sizes, 2, 3), block)
+
+
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [
+        ([0, 0, 5, 5], [2, 2, 7, 7]),  # a gap
+        ([3, 2, 1, 0], [8, 8, 8, 8]),  # falling
+        ([0, 1, 2, 3], [4, 1, 5, 6]),  # an empty row
+    ],
+)
+def test_out_of_order(low: list[int], high: list[int]) -> None:
+    a, b = torch.tensor(low), torch.tensor(high)
+    mask = Mask(lambda _, h, q, kv: (a[q] <= kv) & (kv < b[q]), "rows()")
+    found = intervals_of(mask, q_len=4, kv_len=8)
+    assert isinstance(found, Intervals)
+    assert tiles_of(found, (2, 2)) is None
+    runs = create_block_mask(mask, None, None, 4, 8, BLOCK_SIZE=2).runs
+    check(runs, states_of(create_mask(mask, 1, 1, 4, 8), (2, 2)))
+
+
+@given(st.lists(st.integers(-3, 9), min_size=1, max_size=30),
+       st.lists(st.integers(-4, 10), min_size=1, max_size=9), st.booleans())  # fmt: skip
+def test_two_searches_find_equal_values(ids: list[int], wanted: list[int], ordered: bool) -> None:
+    values = torch.tensor([[sorted(ids) if ordered else ids]])
+    rows = torch.tensor(wanted)[None, None, :, None]
+    found = equal_in_order(values, rows)
+    assert (found is not None) == (sorted(ids) == values.flatten().tolist())
+    if found is None:
+        return
+    known = Places(values).equal(rows, 1)
+    assert known is not None
+    for (low, high), (first, stop) in zip(
+        torch.cat(found, -1).view(-1, 2).tolist(), torch.cat(known, -1).view(-1, 2).tolist(),
+        strict=True,
+    ):  # fmt: skip
+        assert range(low, high) == range(first, stop)

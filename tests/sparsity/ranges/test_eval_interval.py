@@ -1,0 +1,406 @@
+"""Interval rules: sound for every operation, tight where the classifier relies on it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attnkit.errors import BoundsError
+from attnkit.graph import ir
+from attnkit.graph.affine import Side, Sides
+from attnkit.graph.eval_torch import evaluate
+from attnkit.graph.ir import BOOL, F32, I32, SIGNATURES, Node, load
+from attnkit.sparsity.index_bounds import check_bounds
+from attnkit.sparsity.mask_rewrites import equated, regrouped
+from attnkit.sparsity.ranges.boxes import Boxes
+from attnkit.sparsity.ranges.eval_blocks import At, compile_blocks, is_exact
+from attnkit.sparsity.ranges.eval_interval import INT_HIGH, INT_LOW, Interval, transfer
+from attnkit.sparsity.ranges.tables import Domain, Key, Tables, key_of, sliding
+from tests.sparsity.mask_graphs import Case, cases, dense, dense_nodes
+
+# Leaves whose values a test chooses freely, by type.
+FREE = {
+    I32: [ir.arg("q"), ir.arg("kv")],
+    F32: [ir.arg("score"), ir.arg("grad")],
+    BOOL: [load(0, BOOL, []), load(1, BOOL, []), load(2, BOOL, [])],
+}
+
+
+def operations() -> list[Node]:
+    """Every operation of the graph on free leaves, once per choice of types."""
+    found = []
+    for op, (letters, _) in SIGNATURES.items():
+        choices = {"n": (I32, F32), "w": (I32, BOOL), "T": (I32, F32, BOOL)}
+        letter = next((x for x in letters if x in choices), None)
+        for type_ in choices.get(letter or "", (None,)):
+            fixed = {"i": I32, "f": F32, "b": BOOL}
+            types = [fixed.get(x, type_) for x in letters]
+            leaves = {t: iter(FREE[t]) for t in FREE}
+            args = [next(leaves[t]) for t in types if t is not None]
+            if op == "cast":
+                found += [ir.node(op, *args, to=to) for to in FREE if to != args[0].type]
+            elif op == "round":
+                found += [ir.node(op, *args, attr=to) for to in ("float16", "bfloat16")]
+            else:
+                found.append(ir.node(op, *args))
+    return found
+
+
+def values_of(draw: st.DrawFn, type_: str) -> Tensor:
+    """A handful of values an argument may take."""
+    if type_ == BOOL:
+        return torch.tensor(draw(st.lists(st.booleans(), min_size=1, max_size=2)))
+    if type_ == F32:
+        special = st.sampled_from([0.0, -0.0, 1.0, -1.0, float("inf"), -float("inf"), float("nan"),
+                                   2.0**31, -(2.0**31), 1e-40, 3e38, 88.8])  # fmt: skip
+        plain = st.floats(-100, 100, width=32)
+        found = draw(st.lists(st.one_of(plain, plain, special), min_size=1, max_size=6))
+        return torch.tensor(found, dtype=torch.float32)
+    base = draw(st.sampled_from([0, 0, 0, 1, -1, 64, 1000, -1000, 2**20, INT_LOW, INT_HIGH]))
+    spread = draw(st.sampled_from([0, 9, 9, 3000, 2**31]))
+    near = draw(st.lists(st.integers(-spread, spread), min_size=1, max_size=6))
+    return torch.tensor([min(max(base + x, INT_LOW), INT_HIGH) for x in near], dtype=torch.int32)
+
+
+def arguments(draw: st.DrawFn, n: Node) -> list[Tensor]:
+    """Values for each argument of an operation; shift counts as they may be."""
+    args = [values_of(draw, a.type) for a in n.args]
+    if n.op in ("shl", "shr"):
+        counts = draw(st.lists(st.integers(0, 31), min_size=1, max_size=4))
+        args[1] = torch.tensor(counts, dtype=torch.int32)
+    if n.op in ("fdiv", "tdiv", "mod") and n.type == I32:
+        args[1] = torch.where(args[1] == 0, 1, args[1])
+    return args
+
+
+def hull(values: Tensor) -> Interval:
+    """The interval of a set of values, in the representation of the rules."""
+    if values.dtype == torch.bool:
+        return values.all(), values.any()
+    if values.dtype == torch.int32:
+        return values.amin().to(torch.int64), values.amax().to(torch.int64)
+    return values.amin(), values.amax()
+
+
+def exact(n: Node, args: list[Tensor]) -> Tensor:
+    """All results for all combinations of argument values; integers unwrapped, in int64."""
+    axes = range(len(args))
+    grid = [a.view([-1 if i == axis else 1 for i in axes]) for axis, a in enumerate(args)]
+    if n.type == I32 and all(a.type == I32 for a in n.args):
+        wide = [g.to(torch.int64) for g in grid]
+        memo = dict(zip(n.args, wide, strict=True))
+    else:
+        memo = dict(zip(n.args, grid, strict=True))
+    return evaluate([n], {}, [], memo=memo)[0]
+
+
+def holds(interval: Interval, values: Tensor) -> bool:
+    """Whether every value lies in the interval."""
+    low, high = interval
+    if values.dtype == torch.bool:
+        return bool(((~low | values) & (high | ~values)).all())
+    if values.dtype.is_floating_point:
+        anything = low.isnan() & high.isnan()
+        assert bool((low.isnan() == high.isnan()).all())
+        return bool((anything | ((low <= values) & (values <= high))).all())
+    return bool(((low <= values) & (values <= high)).all())
+
+
+OPERATIONS = operations()
+
+
+def test_every_operation_is_tried() -> None:
+    assert {n.op for n in OPERATIONS} == set(SIGNATURES)
+
+
+# one test per operation: each takes a share of the examples
+FEWER = settings(max_examples=max(10, settings.default.max_examples // 4))
+
+
+@pytest.mark.parametrize("n", OPERATIONS, ids=lambda n: f"{n.op}-{n.args[-1].type}-{n.type}")
+@FEWER
+@given(data=st.data())
+def test_rule_is_sound(n: Node, data: st.DataObject) -> None:
+    args = arguments(data.draw, n)
+    result = exact(n, args)
+    if n.type == I32 and n.args[0].type == F32:
+        # out of range the cast is the machine's choice; the interval must then be everything
+        inside = (args[0] > INT_LOW) & (args[0] < 2.0**31)
+        result = result[inside]
+    assert holds(transfer(n, [hull(a) for a in args]), result)
+
+
+SINGLE = [n for n in OPERATIONS if n.type != F32 and all(a.type != F32 for a in n.args)]
+
+
+@pytest.mark.parametrize("n", SINGLE, ids=lambda n: f"{n.op}-{n.args[-1].type}-{n.type}")
+@FEWER
+@given(data=st.data())
+def test_single_values_give_single_values(n: Node, data: st.DataObject) -> None:
+    """Exactness on points: what evaluating one-sided operations in int64 rests on."""
+    args = [a[:1] for a in arguments(data.draw, n)]
+    low, high = transfer(n, [hull(a) for a in args])
+    result = exact(n, args).flatten()
+    assert torch.equal(low.flatten().to(result.dtype), result)
+    assert torch.equal(high.flatten().to(result.dtype), result)
+
+
+# Operations whose ends are attained over whole intervals; the others are only sound there.
+TIGHT = {"add", "sub", "neg", "abs", "min", "max", "mul", "lt", "le", "eq", "fdiv", "tdiv", "shl"}
+INTEGER = [n for n in OPERATIONS if all(a.type == I32 for a in n.args) and n.op != "cast"]
+
+
+def small_intervals(op: str, place: int) -> list[tuple[int, int]]:
+    """All intervals of small numbers that an operation takes at a place."""
+    values = range(-5, 6)
+    if place and op in ("shl", "shr"):
+        values = range(0, 5)
+    pairs = list(itertools.combinations_with_replacement(values, 2))
+    if place and op in ("fdiv", "tdiv", "mod"):
+        return [(low, high) for low, high in pairs if low > 0 or high < 0]
+    return pairs
+
+
+@pytest.mark.parametrize("n", INTEGER, ids=lambda n: n.op)
+def test_integer_rules_on_all_small_intervals(n: Node) -> None:
+    places = [small_intervals(n.op, i) for i in range(len(n.args))]
+    cases = list(itertools.product(*places))
+    ends = torch.tensor(cases).unbind(1)  # for each argument [cases, 2]
+    low, high = transfer(n, [(e[:, 0], e[:, 1]) for e in ends])
+    for i, intervals in enumerate(cases):
+        sets = [torch.arange(first, last + 1, dtype=torch.int32) for first, last in intervals]
+        least, most = hull(result := exact(n, sets))
+        assert holds((low[i], high[i]), result), intervals
+        if n.op in TIGHT:
+            assert (low[i], high[i]) == (least, most), intervals
+
+
+@pytest.mark.parametrize("low", range(-9, 10, 3))
+@pytest.mark.parametrize("divisor", [-5, -1, 1, 4, 7])
+def test_mod_by_a_constant_is_tight_within_a_period(low: int, divisor: int) -> None:
+    n = ir.node("mod", *FREE[I32])
+    for high in range(low, low + 9):
+        values = torch.arange(low, high + 1)
+        first, last = (
+            torch.div(v, divisor, rounding_mode="floor") for v in (values[0], values[-1])
+        )
+        found = transfer(n, [hull(values.int()), hull(torch.tensor([divisor]).int())])
+        if first == last:
+            assert [int(x) for x in found] == [int(x) for x in hull((values % divisor).int())]
+
+
+@pytest.mark.parametrize("op", ["and", "or", "xor"])
+def test_bitwise_rules_at_every_width(op: str) -> None:
+    (n,) = [n for n in INTEGER if n.op == op]
+    for top, first in itertools.product([1 << power for power in range(31)], (0, 1, -1, -9)):
+        values = torch.tensor([first, 0, 1, top - 1, top], dtype=torch.int32)
+        values = values[values >= first]
+        for other in (values, values[-1:], values[:1]):
+            found = transfer(n, [hull(values), hull(other)])
+            assert holds(found, exact(n, [values, other]))
+
+
+SPECIAL = [-float("inf"), -1.0, -0.0, 0.0, 0.5, 1.0, 3e38, float("inf"), float("nan")]
+REAL = [n for n in OPERATIONS if n.args[0].type == F32 and n.op not in ("cast", "where")]
+
+
+@pytest.mark.parametrize("n", REAL, ids=lambda n: f"{n.op}-{n.attr}")
+def test_float_rules_on_all_special_intervals(n: Node) -> None:
+    """NaN arises inside an interval although the ends may not show it: inf - inf, 0 * inf."""
+    intervals = list(itertools.combinations_with_replacement(SPECIAL, 2))
+    for chosen in itertools.product(intervals, repeat=len(n.args)):
+        # everything of the special values that lies between, ends in any order
+        sets = [torch.tensor([x for x in SPECIAL if min(i) <= x <= max(i)] or list(i))
+                for i in chosen]  # fmt: skip
+        assert holds(transfer(n, [hull(s) for s in sets]), exact(n, sets)), chosen
+
+
+# --- whole expressions on tiles
+
+
+def domain_of(case: Case, sides: Sides) -> Domain:
+    b = torch.arange(case.batch, dtype=torch.int32)
+    h = torch.arange(case.heads, dtype=torch.int32)
+    return Domain(case.tensors, case.q_len, case.kv_len, b, h, torch.float32, sides)
+
+
+def assume_safe(case: Case) -> None:
+    try:
+        check_bounds([case.root], case.tensors, **case.sizes())
+    except BoundsError:
+        assume(False)
+
+
+def tiled(values: Tensor, block: tuple[int, int]) -> list[list[Tensor]]:
+    return [list(rows.split(block[1], 3)) for rows in values.split(block[0], 2)]
+
+
+SIZES = st.one_of(st.integers(1, 30), st.sampled_from([64, 500]))
+
+
+@given(case=cases(max_len=90), block=st.tuples(SIZES, SIZES))
+def test_every_step_on_tiles_is_sound(case: Case, block: tuple[int, int]) -> None:
+    """Each node's interval on each tile holds the values of that tile."""
+    assume_safe(case)
+    sides = Sides()
+    blocks = compile_blocks(regrouped(case.root, sides), sides)
+    domain = domain_of(case, sides)
+    tables = Tables(domain, block)
+    tables.build(blocks.keys)
+    rows, columns = -(-case.q_len // block[0]), -(-case.kv_len // block[1])
+    tiles = At(torch.arange(rows)[:, None], torch.arange(columns)[None])
+    found: dict[Node, Interval] = {}
+    boxes = Boxes(domain)
+    values = dense_nodes([n for n, _ in blocks.steps], case.tensors, case)
+    shape = (case.batch, case.heads, rows, columns)
+    for n, recipe in blocks.steps:
+        found[n] = blocks._step(n, recipe, found, tables, boxes, tiles)
+        low, high = (x.expand(shape) for x in found[n])
+        for (i, row), j in itertools.product(enumerate(tiled(values[n], block)), range(columns)):
+            at = (slice(None), slice(None), slice(i, i + 1), slice(j, j + 1))
+            assert holds((low[at], high[at]), row[j]), n
+
+
+@given(case=cases(max_len=60), block=st.tuples(SIZES, SIZES))
+def test_exact_claims_are_exact(case: Case, block: tuple[int, int]) -> None:
+    assume_safe(case)
+    sides = Sides()
+    root = regrouped(case.root, sides)
+    assume(is_exact(root, sides))
+    blocks = compile_blocks(root, sides)
+    tables = Tables(domain_of(case, sides), block)
+    tables.build(blocks.keys)
+    rows, columns = -(-case.q_len // block[0]), -(-case.kv_len // block[1])
+    at = At(torch.arange(rows)[:, None], torch.arange(columns)[None])
+    must, may = blocks.run(tables, Boxes(tables.domain), at)
+    for i, row in enumerate(tiled(dense(case.root, case.tensors, case), block)):
+        for j, tile in enumerate(row):
+            shape = (case.batch, case.heads, rows, columns)
+            assert torch.equal(must.expand(shape)[:, :, i, j], tile.all(3).all(2))
+            assert torch.equal(may.expand(shape)[:, :, i, j], tile.any(3).any(2))
+
+
+@given(case=cases(max_len=60))
+def test_rewrites_keep_the_mask(case: Case) -> None:
+    assume_safe(case)
+    sides = Sides()
+    expected = dense(case.root, case.tensors, case)
+    assert torch.equal(dense(regrouped(case.root, sides), case.tensors, case), expected)
+    better = equated(case.root, sides)
+    try:
+        check_bounds([better], case.tensors, **case.sizes())
+    except BoundsError:
+        return  # the classifier does not use it either
+    assert torch.equal(dense(better, case.tensors, case), expected)
+
+
+@given(case=cases(I32, max_len=60))
+def test_one_sided_forms_keep_the_value(case: Case) -> None:
+    """Every one-sided sub-expression equals its table at every position."""
+    assume_safe(case)
+    sides = Sides()
+    domain = domain_of(case, sides)
+    for n, value in dense_nodes([case.root], case.tensors, case).items():
+        side = sides.side(n)
+        if side is Side.MIXED:
+            continue
+        table = domain.all_values(key_of(n, side))
+        q, kv = torch.arange(case.q_len)[:, None], torch.arange(case.kv_len)
+        index = {Side.Q: q, Side.KV: kv, Side.DIAGONAL: q - kv + case.kv_len - 1}.get(side, q * 0)
+        assert torch.equal(torch.nan_to_num(table[..., index + 0 * (q + kv)].double()).expand(
+            value.shape), torch.nan_to_num(value.double()))  # fmt: skip
+
+
+@given(length=st.integers(1, 40), block=st.integers(1, 50), other=st.integers(1, 40))
+def test_tables_reduce_every_block(length: int, block: int, other: int) -> None:
+    tensor = torch.randn(length)
+    tensor[torch.rand(length) < 0.1] = float("nan")
+    n = load(0, F32, [ir.arg("q")])
+    empty = torch.zeros(1, dtype=torch.int32)
+    tables = Tables(Domain((tensor,), length, other, empty, empty), (block, 7))
+    tables.build([key_of(n, Side.Q)])
+    low, high = tables.ranges[key_of(n, Side.Q)]
+    expected = [(p.amin(), p.amax()) for p in tensor.split(block)]
+    assert torch.equal(
+        low.flatten().nan_to_num(9), torch.stack([e[0] for e in expected]).nan_to_num(9)
+    )
+    assert torch.equal(
+        high.flatten().nan_to_num(9), torch.stack([e[1] for e in expected]).nan_to_num(9)
+    )
+
+
+def test_tables_of_constants_live_with_the_tiles() -> None:
+    """Constants and captured numbers are made on the CPU; tiles of a GPU look them up there."""
+    there = torch.zeros(1, dtype=torch.int32, device="meta")
+    domain = Domain((torch.tensor(3),), 60, 50, there, there)
+    number = ir.const(2)
+    nodes = [number, load(0, I32, []), ir.node("lt", number, load(0, I32, []))]
+    tables = Tables(domain, (16, 16))
+    keys = [key_of(n, Side.CONST) for n in nodes]
+    tables.build(keys)
+    for key in keys:
+        assert all(end.device == there.device for end in tables.ranges[key])
+        found = tables.look_up(
+            key, torch.zeros(4, 1, dtype=torch.int64, device="meta"), there.long()
+        )
+        assert all(end.device == there.device for end in found)
+
+
+def test_tables_in_pieces_equal_tables_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.randint(-50, 50, (1000,), generator=torch.Generator().manual_seed(1))
+    q = ir.arg("q")
+    key = Key(Side.Q, ((load(0, I32, [q]), 2), (q, -3)))
+    empty = torch.zeros(1, dtype=torch.int32)
+    found = []
+    for size in (1 << 24, 5000, 700, 1):  # the whole side, many blocks, one block, one point
+        monkeypatch.setattr("attnkit.sparsity.ranges.tables._PASS_BYTES", size)
+        tables = Tables(Domain((tensor,), 1000, 10, empty, empty), (96, 8))
+        tables.build([key])
+        found.append(torch.stack(tables.ranges[key]))
+    assert all(torch.equal(f, found[0]) for f in found)
+    blocks = (tensor * 2 - 3 * torch.arange(1000)).split(96)
+    assert found[0][0].flatten().tolist() == [int(p.min()) for p in blocks]
+
+
+@given(values=st.lists(st.integers(-9, 9), min_size=1, max_size=40), data=st.data())
+def test_sliding_windows(values: list[int], data: st.DataObject) -> None:
+    width = data.draw(st.integers(1, len(values)))
+    tensor = torch.tensor(values)
+    found = sliding(tensor, width, torch.minimum)
+    assert found.shape == tensor.shape
+    expected = tensor.unfold(0, width, 1).amin(1)
+    assert torch.equal(found[: len(values) - width + 1], expected)
+
+
+@given(data=st.data())
+def test_boxes_are_exact(data: st.DataObject) -> None:
+    """The range over any box of any tensor, negative indices included."""
+    shape = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
+    tensor = torch.randint(-50, 50, shape)
+    n = load(0, I32, [ir.arg("q")] * len(shape))
+    empty = torch.zeros(1, dtype=torch.int32)
+    boxes = Boxes(Domain((tensor,), 1, 1, empty, empty))
+    index, cuts = [], []
+    for size in shape:
+        ends = sorted(data.draw(st.lists(st.integers(0, size - 1), min_size=2, max_size=2)))
+        shift = data.draw(st.sampled_from([0, -size]))
+        cuts.append(slice(ends[0], ends[1] + 1))
+        index.append((torch.tensor([ends[0] + shift]), torch.tensor([ends[1] + shift])))
+    low, high = boxes.load(n, index)
+    assert (int(low), int(high)) == (int(tensor[tuple(cuts)].min()), int(tensor[tuple(cuts)].max()))
+
+
+def test_boxes_outside_the_tensor_give_its_whole_range() -> None:
+    tensor = torch.tensor([3, 1, 2, 9, 0])
+    n = load(0, I32, [ir.arg("q")])
+    empty = torch.zeros(1, dtype=torch.int32)
+    boxes = Boxes(Domain((tensor,), 1, 1, empty, empty))
+    first, last = torch.tensor([-1, 2, 0, -4]), torch.tensor([0, 5, 0, -3])
+    low, high = boxes.load(n, [(first, last)])
+    assert low.tolist() == [0, 0, 3, 1]  # -1 to 0 wraps around, 2 to 5 leaves, -4 to -3 is 1, 2
+    assert high.tolist() == [9, 9, 3, 2]

@@ -1,0 +1,67 @@
+"""Rows of different lengths, as torch's own operators tell them, without these on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attnkit import create_block_mask, masks
+from attnkit.schedule.first_writer import chosen
+from attnkit.schedule.scheduler import Shape, schedule_backward, schedule_forward
+from attnkit.schedule.work_list import fitted, work_list
+from attnkit.util.csr import owners, searched
+
+KINDS = st.sampled_from([torch.int32, torch.int64])
+
+
+@given(counts=st.lists(st.integers(0, 5), max_size=12), kind=KINDS)
+def test_owners(counts: list[int], kind: torch.dtype) -> None:
+    own = torch.tensor(counts, dtype=kind)
+    expected = torch.arange(len(counts)).repeat_interleave(own)
+    torch.testing.assert_close(owners(own), expected, rtol=0, atol=0)
+
+
+@given(
+    ends=st.lists(st.integers(-3, 9), max_size=12),
+    at=st.lists(st.integers(-9, 12), max_size=12),
+    kinds=st.tuples(KINDS, KINDS),
+)
+def test_searched(ends: list[int], at: list[int], kinds: tuple[torch.dtype, torch.dtype]) -> None:
+    first, second = torch.tensor(sorted(ends), dtype=kinds[0]), torch.tensor(at, dtype=kinds[1])
+    expected = torch.searchsorted(first.to(torch.int64), second.to(torch.int64), right=True)
+    torch.testing.assert_close(searched(first, second), expected, rtol=0, atol=0)
+
+
+class Names(TorchDispatchMode):
+    """The operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_lists_of_work_wake_no_core() -> None:
+    """These operators take all threads for however few numbers."""
+    length, shape = 2048, Shape(2, 8, 65536)
+    runs = create_block_mask(masks.causal(), None, None, length, length, device="cpu").runs
+    with Names() as names:
+        torch.searchsorted(torch.arange(3), torch.arange(3))
+        torch.arange(3).repeat_interleave(torch.arange(3))
+    waking, names.found = names.found & {"searchsorted", "repeat_interleave"}, set()
+    assert len(waking) == 2
+    with names:
+        fine = fitted(runs, (64, 128))
+        work_list(fine, schedule_forward(fine, shape, workers=132))
+        backward = schedule_backward(fine, shape, workers=132)
+        backward.table()
+        chosen(fine, backward, 2 * 8 * length * 128)
+    assert names.found
+    assert not names.found & waking
