@@ -1,0 +1,182 @@
+"""Digests of the machine code of every mask and mod's kernels, to prove that a change alters none.
+
+`python benchmarks/machine_code.py --save before.jsonl` compiles the kernels of each variant of the
+library, forward and backward, and writes one row a kernel; after the change, `--against before.jsonl`
+compiles them once more and names each kernel whose instructions differ. Nothing is executed, and no
+GPU is needed. `--sample N` takes every N-th job: a check of minutes before the whole of an hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from emulate import DIRECTIONS, library
+from frames import head_dims
+
+from attnkit.errors import AttnkitError
+from attnkit.jit import emulation
+from attnkit.jit import kernel as compiled
+from attnkit.jit.cubin import kernel_code
+from attnkit.masks import causal
+from attnkit.runtime.variant import Variant
+
+LENGTH = 600
+ARCHS = ("sm_90a", "sm_100a")
+HEAD_DIMS = ((64, 64), (128, 128), (192, 192), (256, 256))
+_CUDA_ELF = b"\x7fELF\x02\x01\x01"
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A variant of the library in one direction.
+
+    Attributes:
+        variant: as `emulate.library` names it; "+ causal" for a mod with that mask.
+        arch: what its kernels are compiled for.
+        head_dims: of query and value.
+        direction: "forward" or "backward".
+        deterministic: whether the backward forms its sums in a fixed order.
+    """
+
+    variant: str
+    arch: str
+    head_dims: tuple[int, int]
+    direction: str
+    deterministic: bool = False
+
+
+def sources(job: Job) -> list[compiled.Source]:
+    """The kernels that a call of the job asks for."""
+    name, _, mask = job.variant.partition(" + ")
+    member = library(LENGTH)[name]
+    variant = Variant(member.variant.score_mod, causal()) if mask else member.variant
+    backward = job.direction == "backward"
+    wide, deep = job.head_dims
+    qkv = [
+        torch.zeros(
+            *(member.batch, member.heads, length, width),
+            dtype=torch.bfloat16,
+            requires_grad=backward,
+        )
+        for length, width in ((member.q_len, wide), (member.kv_len, wide), (member.kv_len, deep))
+    ]
+    with emulation.session(execute=False), compiled.asked() as found:
+        out = variant(*qkv, backend=f"emulate:{job.arch}", deterministic=job.deterministic)
+        if backward:
+            out.sum().backward()
+    return [s for s in found if backward or s.name.startswith("forward")]
+
+
+def digest(code: bytes) -> str:
+    """Digest of the instructions of the device code inside a host object."""
+    start = code.find(_CUDA_ELF, 1)
+    while start >= 0 and code[start + 18 : start + 20] != b"\xbe\x00":  # EM_CUDA
+        start = code.find(_CUDA_ELF, start + 1)
+    if start < 0:
+        return ""
+    found = hashlib.sha256()
+    for data in kernel_code(code[start:]).values():
+        found.update(data)
+    return found.hexdigest()[:16]
+
+
+def run(job: Job) -> list[Row]:
+    """One row a kernel; one row that says why where there is none."""
+    try:
+        wanted = sources(job)
+    except AttnkitError as error:
+        return [asdict(job) | {"kernel": "", "digest": type(error).__name__}]
+    rows = []
+    for source in wanted:
+        artifact = compiled.kernel(source).artifact
+        rows.append(
+            asdict(job)
+            | {
+                "kernel": source.name,
+                "digest": digest(artifact.code),
+                "registers": max(s.registers for s in artifact.stats),
+                "stack": max(s.stack for s in artifact.stats),
+            }
+        )
+    return rows
+
+
+def jobs(options: argparse.Namespace) -> Iterator[Job]:
+    """What the options ask for."""
+    for arch in options.arch:
+        for dims in options.head_dim:
+            for name, member in library(LENGTH).items():
+                if not name.startswith(tuple(options.only)):
+                    continue
+                modded = member.variant.score_mod is not None
+                if "forward" in options.direction:
+                    for variant in (name, f"{name} + causal")[modded:]:
+                        yield Job(variant, arch, dims, "forward")
+                if "backward" in options.direction:
+                    for fixed in (False, True)[: 1 + options.deterministic]:
+                        yield Job(name, arch, dims, "backward", fixed)
+
+
+def results(wanted: list[Job], workers: int) -> Iterator[Row]:
+    """Rows in the order of the jobs."""
+    context = get_context("spawn")
+    with ProcessPoolExecutor(workers, context, torch.set_num_threads, (1,)) as pool:
+        for rows in pool.map(run, wanted):
+            yield from rows
+
+
+def identity(row: Row) -> str:
+    """What a kernel is, apart from its code."""
+    return json.dumps({k: v for k, v in row.items() if k not in ("digest", "registers", "stack")})
+
+
+def main() -> int:
+    """Compile, and save or compare; the exit status is 1 if a kernel differs."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", nargs="*", default=[""], help="variants whose name begins so")
+    parser.add_argument("--arch", action="append", choices=ARCHS, help="default: both")
+    parser.add_argument("--head-dim", type=head_dims, action="append", help="128, or 192,128")
+    parser.add_argument("--direction", choices=DIRECTIONS, action="append", help="default: both")
+    parser.add_argument("--deterministic", action="store_true", help="fixed order as well")
+    parser.add_argument("--sample", type=int, default=1, help="every N-th job alone")
+    parser.add_argument("--workers", type=int, default=1, help="processes")
+    parser.add_argument("--save", type=Path, help="write the rows to this file")
+    parser.add_argument("--against", type=Path, help="compare with the rows of this file")
+    options = parser.parse_args()
+    options.arch = options.arch or ARCHS
+    options.head_dim = options.head_dim or HEAD_DIMS
+    options.direction = options.direction or DIRECTIONS
+    before: dict[str, Row] = {}
+    if options.against:
+        rows = (json.loads(line) for line in options.against.read_text().splitlines())
+        before = {identity(row): row for row in rows}
+    count = different = unknown = 0
+    stream = options.save.open("w") if options.save else None
+    for row in results(list(jobs(options))[:: options.sample], options.workers):
+        count += 1
+        if stream:
+            print(json.dumps(row), file=stream, flush=True)
+        old = before.get(identity(json.loads(json.dumps(row))))
+        unknown += bool(options.against) and old is None
+        if old and old["digest"] != row["digest"]:
+            different += 1
+            print(f"differs: {identity(row)}: {old['registers']} -> {row['registers']} registers")
+    print(
+        f"{count} kernels: {different} differ, {unknown} not in the file that they are compared to"
+    )
+    return bool(different or unknown)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
