@@ -25,7 +25,7 @@ Every mask of `attnkit.masks`. Each entry says what the mask keeps and shows sma
 the call, the formula that attnkit reads from the function, the intervals of keys that each row
 keeps (where formulas give them), and a picture. Queries go down, keys go to the right. Times are rows
 of [gpu.jsonl](../../benchmarks/results/gpu.jsonl), [masks.jsonl](../../benchmarks/results/masks.jsonl)
-and [classify.jsonl](../../benchmarks/results/classify.jsonl); a mask that nobody timed says so. The
+and [classify.jsonl](../../benchmarks/results/classify.jsonl); a mask without a row says so. The
 program `docs/scripts/write.py` writes this page, and a test compares it with the masks.
 
 ![every mask of the library](masks.svg)

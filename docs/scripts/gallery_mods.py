@@ -29,8 +29,8 @@ gradients.
 
 A picture with positions has queries down and keys to the right, 24 of each, one panel a head; it
 shows the change of a score of 1: blue is more, orange is less. A picture with curves shows the new score over the old one, from -4
-to 4, one curve a head. Times are rows of [gpu.jsonl](../../benchmarks/results/gpu.jsonl); a mod that nobody
-timed says so. The program `docs/scripts/write.py` writes this page, and a test compares it with the mods.
+to 4, one curve a head. Times are rows of [gpu.jsonl](../../benchmarks/results/gpu.jsonl); a mod without
+a row says so. The program `docs/scripts/write.py` writes this page, and a test compares it with the mods.
 """
 
 
