@@ -30,8 +30,10 @@ from attnkit.sparsity.mask_rewrites import equated
 from attnkit.sparsity.ranges.tables import Domain
 from attnkit.tracing.float64_checks import own_dtype
 from attnkit.tracing.guards import traced
+from attnkit.tracing.mask import check_built_for
 from attnkit.tracing.tracer import Traced
 from attnkit.util.arguments import check_captured, check_size
+from attnkit.util.devices import resolved
 from attnkit.util.tensor_cache import VersionedCache
 
 MOST = 4  # intervals a row: beyond that the mask itself is no dearer
@@ -140,6 +142,36 @@ Found: TypeAlias = Intervals | NoIntervals
 _found: VersionedCache[Found] = VersionedCache(64)
 
 
+def intervals(
+    mask: Callable[..., Any],
+    q_len: int,
+    kv_len: int,
+    batch: int = 1,
+    heads: int = 1,
+    *,
+    device: torch.device | str | None = None,
+) -> Intervals | None:
+    """Find the kv intervals that each query row of a mask attends to.
+
+    None if some row needs more than a few intervals; `find_intervals` also says why.
+
+    Args:
+        mask: a `Mask` or a `mask_mod(b, h, q, kv) -> bool`.
+        q_len, kv_len, batch, heads: sizes that the answer holds for.
+        device: where query and key live; None: where the captured tensors live, else CPU.
+
+    Raises:
+        TraceError: the mask cannot be traced.
+        BoundsError: an index leaves its captured tensor at these sizes.
+        DeviceError: captured tensors live on several devices.
+        OptionError: a size is not a positive int.
+        ShapeError: the mask was built for other lengths.
+    """
+    at = None if device is None else resolved(device)
+    found = intervals_of(mask, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads, device=at)
+    return found if isinstance(found, Intervals) else None
+
+
 def intervals_of(
     mask_mod: Callable[..., Any],
     *,
@@ -149,7 +181,7 @@ def intervals_of(
     heads: int = 1,
     device: torch.device | str | None = None,
 ) -> Found:
-    """The interval normal form of a mask_mod or Mask; see `find_intervals`.
+    """Find the interval normal form of a mask_mod or Mask, or why it has none.
 
     Args:
         device: where query and key live; None: where the captured tensors live, else CPU.
@@ -157,8 +189,10 @@ def intervals_of(
     Raises:
         TraceError: the mask cannot be traced.
         DeviceError: captured tensors live elsewhere.
+        ShapeError: the mask was built for other lengths.
         As `find_intervals`.
     """
+    check_built_for(mask_mod, q_len, kv_len)
     if device is None:
         held = traced(mask_mod, "mask", torch.device("cpu")).tensors
         device = next((t.device for t in held if t.device.type != "cpu"), torch.device("cpu"))
