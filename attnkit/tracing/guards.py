@@ -73,23 +73,23 @@ class Known:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Watched:
-    """A function that is watched.
+class GuardedFunction:
+    """A traced function with the guard of what it reads.
 
     Attributes:
-        reference: refers to it weakly.
-        known: what is known of it.
-        watch: tells whether it reads what it read.
+        reference: weak reference to the function.
+        record: its trace.
+        guard: checks that the function still reads the same objects.
     """
 
     reference: weakref.ref[Any]
-    known: Known
-    watch: Watch
+    record: Known
+    guard: Watch
 
 
 _cache: dict[tuple[Any, ...], Known] = {}
 # by id of the function, which is another one's once it is gone
-_watched: dict[tuple[int, Kind, torch.device], Watched] = {}
+_watched: dict[tuple[int, Kind, torch.device], GuardedFunction] = {}
 
 
 class _Unprovable(Exception):
@@ -219,14 +219,16 @@ def recalled(
     None where nothing is known or something that the function reads has changed: `traced` finds
     out more.
     """
-    found = watched(function, kind, device)
+    found = guarded_function(function, kind, device)
     if found is None:
         return None
-    met = found.watch.check()
-    return None if met is None else (found.known, found.known.tensors(met))
+    met = found.guard.check()
+    return None if met is None else (found.record, found.record.tensors(met))
 
 
-def watched(function: Callable[..., Any], kind: Kind, device: torch.device) -> Watched | None:
+def guarded_function(
+    function: Callable[..., Any], kind: Kind, device: torch.device
+) -> GuardedFunction | None:
     """What tells whether a function has changed; None where it is not watched."""
     found = _watched.get((id(function), kind, device))
     return found if found is not None and found.reference() is function else None
@@ -298,7 +300,7 @@ def _watch(
             del _watched[at]
 
     try:
-        _watched[at] = Watched(weakref.ref(function, forget), known, watch)
+        _watched[at] = GuardedFunction(weakref.ref(function, forget), known, watch)
     except TypeError:  # it cannot be referred to weakly
         return
 
