@@ -51,25 +51,25 @@ _LIVE = frozenset(
 
 
 @dataclass(frozen=True, eq=False)
-class Known:
-    """What all functions of one fingerprint have in common; one object for each fingerprint.
+class TraceRecord:
+    """The trace that all functions with one fingerprint share; one object per fingerprint.
 
     Attributes:
         root: the graph.
         names: names of the captured tensors, by slot.
-        places: by slot, which of the tensors met on the walk it is.
-        counts: whether proofs of the graph depend on data of the captured tensors: ranges of its
-            integers, or whether float32 holds its float64 numbers.
+        tensor_order: for each slot, the position of its tensor among those that the walk visits.
+        depends_on_data: whether proofs about the graph depend on the data of captured tensors:
+            ranges of integers, or whether float32 represents its float64 numbers exactly.
     """
 
     root: Node
     names: tuple[str, ...]
-    places: tuple[int, ...]
-    counts: bool
+    tensor_order: tuple[int, ...]
+    depends_on_data: bool
 
-    def tensors(self, met: list[Tensor]) -> tuple[Tensor, ...]:
-        """The captured tensors by slot, out of those met on the walk."""
-        return tuple([met[i] for i in self.places])
+    def tensors(self, visited: list[Tensor]) -> tuple[Tensor, ...]:
+        """Select the captured tensors, by slot, from those that the walk visited."""
+        return tuple([visited[i] for i in self.tensor_order])
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -83,11 +83,11 @@ class GuardedFunction:
     """
 
     reference: weakref.ref[Any]
-    record: Known
+    record: TraceRecord
     guard: Watch
 
 
-_cache: dict[tuple[Any, ...], Known] = {}
+_cache: dict[tuple[Any, ...], TraceRecord] = {}
 # by id of the function, which is another one's once it is gone
 _watched: dict[tuple[int, Kind, torch.device], GuardedFunction] = {}
 
@@ -213,7 +213,7 @@ def _reads_more(code: types.CodeType) -> bool:
 
 def recalled(
     function: Callable[..., Any], kind: Kind, device: torch.device
-) -> tuple[Known, tuple[Tensor, ...]] | None:
+) -> tuple[TraceRecord, tuple[Tensor, ...]] | None:
     """What is known of a function's graph, and its captured tensors by slot.
 
     None where nothing is known or something that the function reads has changed: `traced` finds
@@ -236,7 +236,7 @@ def guarded_function(
 
 def recognised(
     function: Callable[..., Any], kind: Kind, device: torch.device
-) -> tuple[Known, tuple[Tensor, ...]] | None:
+) -> tuple[TraceRecord, tuple[Tensor, ...]] | None:
     """The same of a function that is new, but has the fingerprint of one that is known."""
     walk = _Walk()
     try:
@@ -273,8 +273,10 @@ def traced(function: Callable[..., Any], kind: Kind, device: torch.device) -> Tr
     fresh = _trace(function, kind, device)
     order = {id(t): i for i, t in enumerate(walk.tensors)}
     if not fresh.derived and all(id(t) in order for t in fresh.tensors):
-        places = tuple(order[id(t)] for t in fresh.tensors)
-        known = Known(fresh.root, fresh.names, places, counts(fresh.root, wide(fresh.tensors)))
+        tensor_order = tuple(order[id(t)] for t in fresh.tensors)
+        known = TraceRecord(
+            fresh.root, fresh.names, tensor_order, counts(fresh.root, wide(fresh.tensors))
+        )
         _cache[key] = known
         if len(_cache) > _CACHE_SIZE:
             _cache.pop(next(iter(_cache)), None)
@@ -286,7 +288,7 @@ def _watch(
     function: Callable[..., Any],
     kind: Kind,
     device: torch.device,
-    known: Known,
+    known: TraceRecord,
     watch: Watch | None,
 ) -> None:
     """Watch a function from now on, until it is gone."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from attnkit.errors import UnsupportedError
 from attnkit.runtime.torch_ops import Settled
 from attnkit.sparsity.block_mask import BlockMask
-from attnkit.tracing.guards import Known, recalled, recognised
+from attnkit.tracing.guards import TraceRecord, recalled, recognised
 from attnkit.util.tensor_cache import Stamp
 
 _SIZE = 256
@@ -62,8 +62,8 @@ class Likeness:
     """
 
     key: Hashable
-    score: Known | None
-    mask: Known | None
+    score: TraceRecord | None
+    mask: TraceRecord | None
     scores: tuple[Tensor, ...]
     masks: tuple[Tensor, ...]
     data: tuple[Tensor, ...]
@@ -123,7 +123,7 @@ def likeness(
             if found is None:
                 return None
             score, scores = found
-            if score.counts:
+            if score.depends_on_data:
                 data = scores
         if block_mask is not None:
             function = block_mask

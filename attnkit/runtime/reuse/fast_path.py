@@ -123,8 +123,8 @@ class _Bucket:
         lists: _Lists | None,
         owners: tuple[weakref.ref[Any] | None, weakref.ref[Any] | None],
     ) -> None:
-        self.score = _nothing if score is None else score.guard.reader(score.record.places)
-        self.mask = _nothing if mask is None else mask.guard.reader(mask.record.places)
+        self.score = _nothing if score is None else score.guard.reader(score.record.tensor_order)
+        self.mask = _nothing if mask is None else mask.guard.reader(mask.record.tensor_order)
         self.lists, self.owners = lists, owners
         self.capturing = owners != (None, None)
         self.entries: tuple[_Entry, ...] = ()
