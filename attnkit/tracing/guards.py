@@ -211,7 +211,7 @@ def _reads_more(code: types.CodeType) -> bool:
     return any(_reads_more(c) for c in code.co_consts if isinstance(c, types.CodeType))
 
 
-def recalled(
+def lookup_by_identity(
     function: Callable[..., Any], kind: Kind, device: torch.device
 ) -> tuple[TraceRecord, tuple[Tensor, ...]] | None:
     """What is known of a function's graph, and its captured tensors by slot.
@@ -234,7 +234,7 @@ def guarded_function(
     return found if found is not None and found.reference() is function else None
 
 
-def recognised(
+def lookup_by_fingerprint(
     function: Callable[..., Any], kind: Kind, device: torch.device
 ) -> tuple[TraceRecord, tuple[Tensor, ...]] | None:
     """The same of a function that is new, but has the fingerprint of one that is known."""
@@ -260,7 +260,9 @@ def traced(function: Callable[..., Any], kind: Kind, device: torch.device) -> Tr
     Raises:
         TraceError: as `attnkit.tracing.tracer.trace`.
     """
-    found = recalled(function, kind, device) or recognised(function, kind, device)
+    found = lookup_by_identity(function, kind, device) or lookup_by_fingerprint(
+        function, kind, device
+    )
     if found is not None:
         known, tensors = found
         return Traced(kind, known.root, tensors, known.names)

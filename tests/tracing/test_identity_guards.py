@@ -18,7 +18,7 @@ from attnkit import masks
 from attnkit.masks._examples import examples as mask_examples
 from attnkit.mods._examples import examples as mod_examples
 from attnkit.tracing import guards
-from attnkit.tracing.guards import recalled, traced
+from attnkit.tracing.guards import lookup_by_identity, traced
 from attnkit.tracing.mask import Mask
 from attnkit.tracing.tracer import Kind, trace
 
@@ -37,7 +37,7 @@ def check(function: Any, kind: Kind = "mask") -> None:
 
 
 def watched(function: Any, kind: Kind = "mask") -> bool:
-    return recalled(function, kind, CPU) is not None
+    return lookup_by_identity(function, kind, CPU) is not None
 
 
 def inner_of(size: int) -> Any:
