@@ -22,7 +22,7 @@ from torch import Tensor
 from attnkit.tracing.mask import Mask
 
 ABSENT = object()  # in place of a global that does not exist
-GONE = (AttributeError, TypeError, ValueError)
+READ_ERRORS = (AttributeError, TypeError, ValueError)
 _IMMUTABLE = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device}
 )
@@ -146,7 +146,7 @@ class Watch:
             if self._found is None:
                 self._found = self.reader(range(len(self._tensors)))
             found = self._found()
-        except GONE:
+        except READ_ERRORS:
             return None
         return None if found is None else list(found)
 
@@ -190,7 +190,7 @@ class Watch:
         return f"{place} is not {self._reference(how())}"
 
     def reader(self, places: Sequence[int]) -> Callable[[], tuple[Tensor, ...] | None]:
-        """Finds some of the tensors, None if other objects are read now; raises `GONE` of one that
+        """Finds some of the tensors, None if other objects are read now; raises `READ_ERRORS` of one that
         is gone or of a cell that is empty.
 
         Args:

@@ -26,7 +26,7 @@ from attnkit.runtime.reuse.call_cache import Likeness, is_flex
 from attnkit.runtime.torch_ops import Attempt, Settled
 from attnkit.sparsity.block_mask import BlockMask
 from attnkit.tracing.guards import GuardedFunction, guarded_function
-from attnkit.tracing.identity_guards import GONE
+from attnkit.tracing.identity_guards import READ_ERRORS
 from attnkit.util.torch_state import alike, only_devices, undisturbed
 
 # Which tensors are given: of query, key, value, then those that score and mask capture.
@@ -139,7 +139,7 @@ class _Bucket:
             return None
         try:
             scores, masks = self.score(), self.mask()
-        except GONE:
+        except READ_ERRORS:
             return None
         lists: Sequence[Tensor] | None = ()
         if self.lists is not None:
