@@ -277,7 +277,7 @@ def traced(function: Callable[..., Any], kind: Kind, device: torch.device) -> Tr
     if not fresh.derived and all(id(t) in order for t in fresh.tensors):
         tensor_order = tuple(order[id(t)] for t in fresh.tensors)
         known = TraceRecord(
-            fresh.root, fresh.names, tensor_order, counts(fresh.root, wide(fresh.tensors))
+            fresh.root, fresh.names, tensor_order, depends_on_data(fresh.root, wide(fresh.tensors))
         )
         _cache[key] = known
         if len(_cache) > _CACHE_SIZE:
@@ -309,7 +309,7 @@ def _watch(
         return
 
 
-def counts(root: Node, slots: frozenset[int]) -> bool:
+def depends_on_data(root: Node, slots: frozenset[int]) -> bool:
     """Whether what is proven of a graph depends on captured tensors' data.
 
     Args:

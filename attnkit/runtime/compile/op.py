@@ -28,7 +28,7 @@ from attnkit.sparsity.block_mask import BlockMask
 from attnkit.sparsity.block_runs import BLOCK
 from attnkit.splice import compute_dtype, output_like
 from attnkit.tracing.float64_checks import wide
-from attnkit.tracing.guards import counts
+from attnkit.tracing.guards import depends_on_data
 from attnkit.tracing.tracer import Traced
 from attnkit.util.arguments import check_scale, check_tensors
 
@@ -207,7 +207,7 @@ def _settled(
 
 @functools.lru_cache(maxsize=1024)
 def _counts(score: str, slots: frozenset[int]) -> bool:
-    return bool(score) and counts(ir.parse(score), slots)
+    return bool(score) and depends_on_data(ir.parse(score), slots)
 
 
 @torch.library.impl("attnkit::attention", "CompositeExplicitAutograd")
