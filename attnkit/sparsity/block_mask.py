@@ -17,7 +17,7 @@ from attnkit.sparsity.index_bounds import check_bounds
 from attnkit.sparsity.intervals.normal_form import Intervals, find_intervals
 from attnkit.sparsity.intervals.tiles import tiles_of
 from attnkit.tracing.float64_checks import own_dtype
-from attnkit.tracing.guards import traced
+from attnkit.tracing.guards import trace_cached
 from attnkit.tracing.mask import check_built_for
 from attnkit.tracing.tracer import Kind, Traced, takes
 from attnkit.util.arguments import check_captured, check_size
@@ -169,7 +169,7 @@ class BlockMask:
 
     def traced(self) -> Traced:
         """The mask's graph, traced again if anything that it reads has changed."""
-        mask = traced(self.mask_mod, "mask", self.device)
+        mask = trace_cached(self.mask_mod, "mask", self.device)
         check_captured("mask_mod", mask.names, mask.tensors, self.device)
         return mask
 
@@ -312,7 +312,7 @@ def create_block_mask(
             device="cpu" if device is None else device,
         )
     if device is None:
-        captured = traced(mask_mod, "mask", torch.device("cpu")).tensors
+        captured = trace_cached(mask_mod, "mask", torch.device("cpu")).tensors
         # a small table may stay on the CPU: what lives elsewhere decides
         device = next((t.device for t in captured if t.device.type != "cpu"), torch.device("cpu"))
     mask = BlockMask(
@@ -354,7 +354,7 @@ def create_mask(
     shape = (B or 1, H or 1, Q_LEN, KV_LEN)
     device = resolved("cpu" if device is None else device)
     kind: Kind = "score" if takes(mod_fn, "score") and not takes(mod_fn, "mask") else "mask"
-    mask = traced(mod_fn, kind, device)
+    mask = trace_cached(mod_fn, kind, device)
     env = {
         name: torch.arange(n, dtype=torch.int32, device=device).view(
             [n if i == axis else 1 for i in range(4)]

@@ -1,7 +1,7 @@
 """When a trace may be used again.
 
 A trace depends on the function's code and on whatever the code reads: closure cells, defaults,
-globals, the functions it calls. `traced` walks all of that into a fingerprint. Numbers and strings
+globals, the functions it calls. `trace_cached` walks all of that into a fingerprint. Numbers and strings
 enter by value, tensors by shape and dtype (they are arguments of the graph, never baked in), so
 another closure of the same code over another tensor of the same shape needs no second trace.
 Anything that cannot be read this way (an object or a class with attributes, a numpy array, `eval`,
@@ -216,7 +216,7 @@ def lookup_by_identity(
 ) -> tuple[TraceRecord, tuple[Tensor, ...]] | None:
     """What is known of a function's graph, and its captured tensors by slot.
 
-    None where nothing is known or something that the function reads has changed: `traced` finds
+    None where nothing is known or something that the function reads has changed: `trace_cached` finds
     out more.
     """
     found = guarded_function(function, kind, device)
@@ -249,7 +249,7 @@ def lookup_by_fingerprint(
     return known, known.tensors(walk.tensors)
 
 
-def traced(function: Callable[..., Any], kind: Kind, device: torch.device) -> Traced:
+def trace_cached(function: Callable[..., Any], kind: Kind, device: torch.device) -> Traced:
     """The trace of a function: a known one if it is provably still true, else a new one.
 
     Args:

@@ -18,7 +18,7 @@ from attnkit import masks
 from attnkit.masks._examples import examples as mask_examples
 from attnkit.mods._examples import examples as mod_examples
 from attnkit.tracing import guards
-from attnkit.tracing.guards import lookup_by_identity, traced
+from attnkit.tracing.guards import lookup_by_identity, trace_cached
 from attnkit.tracing.mask import Mask
 from attnkit.tracing.tracer import Kind, trace
 
@@ -30,7 +30,7 @@ TABLE = torch.arange(8)
 def check(function: Any, kind: Kind = "mask") -> None:
     """The trace is the true one, twice: the second time it is recalled if it can be."""
     for _ in range(2):
-        found, true = traced(function, kind, CPU), trace(function, kind, CPU)
+        found, true = trace_cached(function, kind, CPU), trace(function, kind, CPU)
         assert found.root is true.root
         assert len(found.tensors) == len(true.tensors)
         assert all(a is b for a, b in zip(found.tensors, true.tensors, strict=True))

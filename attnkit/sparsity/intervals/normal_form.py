@@ -29,7 +29,7 @@ from attnkit.sparsity.intervals.tables import Refusal, RowTables
 from attnkit.sparsity.mask_rewrites import equated
 from attnkit.sparsity.ranges.tables import Domain
 from attnkit.tracing.float64_checks import own_dtype
-from attnkit.tracing.guards import traced
+from attnkit.tracing.guards import trace_cached
 from attnkit.tracing.tracer import Traced
 from attnkit.util.arguments import check_captured, check_size
 from attnkit.util.tensor_cache import VersionedCache
@@ -160,9 +160,9 @@ def intervals_of(
         As `find_intervals`.
     """
     if device is None:
-        held = traced(mask_mod, "mask", torch.device("cpu")).tensors
+        held = trace_cached(mask_mod, "mask", torch.device("cpu")).tensors
         device = next((t.device for t in held if t.device.type != "cpu"), torch.device("cpu"))
-    mask = traced(mask_mod, "mask", torch.device(device))
+    mask = trace_cached(mask_mod, "mask", torch.device(device))
     check_captured("mask_mod", mask.names, mask.tensors, torch.device(device))
     return find_intervals(
         mask,
