@@ -38,7 +38,7 @@ def check_precision(function: Traced, dtype: torch.dtype) -> None:
     """
     if dtype == torch.float64:
         return
-    for slot in exposed(function.root, wide(function.tensors)):
+    for slot in exposed(function.root, float64_slots(function.tensors)):
         if not _fits(function.tensors[slot]):
             name = function.names[slot] if slot < len(function.names) else f"t{slot}"
             does = "decides by" if function.kind == "mask" else "subtracts, rounds or compares"
@@ -50,14 +50,14 @@ def check_precision(function: Traced, dtype: torch.dtype) -> None:
             )
 
 
-def wide(tensors: Iterable[Tensor]) -> frozenset[int]:
+def float64_slots(tensors: Iterable[Tensor]) -> frozenset[int]:
     """Slots of the float64 tensors."""
     return frozenset(i for i, t in enumerate(tensors) if t.dtype == torch.float64)
 
 
 def own_dtype(function: Traced) -> torch.dtype:
     """What a function's floats are computed in where no query says it: float64 if it has such."""
-    return torch.float64 if wide(function.tensors) else torch.float32
+    return torch.float64 if float64_slots(function.tensors) else torch.float32
 
 
 def exposed(root: Node, slots: frozenset[int]) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from attnkit.graph import ir
 from attnkit.graph.ir import I32, Node
-from attnkit.tracing.float64_checks import exposed, wide
+from attnkit.tracing.float64_checks import exposed, float64_slots
 from attnkit.tracing.identity_guards import Unsteady, Watch
 from attnkit.tracing.mask import Mask
 from attnkit.tracing.tracer import Kind, Traced, trace
@@ -277,7 +277,10 @@ def trace_cached(function: Callable[..., Any], kind: Kind, device: torch.device)
     if not fresh.derived and all(id(t) in order for t in fresh.tensors):
         tensor_order = tuple(order[id(t)] for t in fresh.tensors)
         known = TraceRecord(
-            fresh.root, fresh.names, tensor_order, depends_on_data(fresh.root, wide(fresh.tensors))
+            fresh.root,
+            fresh.names,
+            tensor_order,
+            depends_on_data(fresh.root, float64_slots(fresh.tensors)),
         )
         _cache[key] = known
         if len(_cache) > _CACHE_SIZE:
