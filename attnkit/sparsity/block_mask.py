@@ -20,6 +20,7 @@ from attnkit.tracing.float64_checks import own_dtype
 from attnkit.tracing.guards import trace_cached
 from attnkit.tracing.mask import check_built_for
 from attnkit.tracing.tracer import Kind, Traced, takes
+from attnkit.util import caches
 from attnkit.util.arguments import check_captured, check_size
 from attnkit.util.devices import resolved
 from attnkit.util.tensor_cache import VersionedCache
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 _ON_HOST = 1 << 16  # rows and columns together
 
 _runs: VersionedCache[tuple[BlockRuns, frozenset[Node]]] = VersionedCache(64)
+caches.register(_runs.clear)
 
 
 def check_lengths(

@@ -16,6 +16,7 @@ from attnkit.errors import DTypeError
 from attnkit.graph import ir
 from attnkit.graph.ir import BOOL, F32, Node
 from attnkit.tracing.tracer import Traced
+from attnkit.util import caches
 from attnkit.util.tensor_cache import VersionedCache
 
 # Rounding an argument of these shows in the result beyond that result's own rounding.
@@ -24,6 +25,7 @@ _STEPS = frozenset("lt le eq floor fdiv mod sin cos".split())
 _TERMS = frozenset("add sub min max where".split())
 
 _exact: VersionedCache[bool] = VersionedCache(256, copies=False)
+caches.register(_exact.clear)
 
 
 def check_precision(function: Traced, dtype: torch.dtype) -> None:

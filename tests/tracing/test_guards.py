@@ -15,6 +15,7 @@ import torch
 from attnkit.tracing import guards
 from attnkit.tracing.guards import trace_cached
 from attnkit.tracing.mask import Mask
+from attnkit.util import caches
 
 CPU = torch.device("cpu")
 WINDOW = 3
@@ -34,7 +35,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
         return original(*arguments)
 
     monkeypatch.setattr(guards, "trace", counted)
-    guards._cache.clear()
+    caches.clear_all()
     return count  # type: ignore[return-value]
 
 
@@ -56,6 +57,14 @@ def test_unchanged_function_is_traced_once(counter: Counter) -> None:
     for _ in range(5):
         trace_cached(mask, "mask", CPU)
     assert counter.traces == 1
+
+
+def test_cleared_caches_trace_again(counter: Counter) -> None:
+    mask = window_of(5)
+    root = trace_cached(mask, "mask", CPU).root
+    caches.clear_all()
+    assert trace_cached(mask, "mask", CPU).root is root
+    assert counter.traces == 2
 
 
 def test_equal_closures_share_a_trace(counter: Counter) -> None:

@@ -245,7 +245,7 @@ def test_the_library_is_guarded() -> None:
         assert guarded(score.mod, "score"), name
 
 
-def test_what_cannot_be_watched_is_traced() -> None:
+def test_what_cannot_be_guarded_is_traced() -> None:
     class Window:
         size = 2
 
