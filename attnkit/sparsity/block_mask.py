@@ -16,7 +16,7 @@ from attnkit.sparsity.classify import classify
 from attnkit.sparsity.index_bounds import check_bounds
 from attnkit.sparsity.intervals.normal_form import Intervals, find_intervals
 from attnkit.sparsity.intervals.tiles import tiles_of
-from attnkit.tracing.float64_checks import own_dtype
+from attnkit.tracing.float64_checks import compute_dtype
 from attnkit.tracing.guards import trace_cached
 from attnkit.tracing.mask import check_built_for
 from attnkit.tracing.tracer import Kind, Traced, takes
@@ -199,7 +199,7 @@ class BlockMask:
     @property
     def runs(self) -> BlockRuns:
         """The tiles as runs."""
-        return self.checked_runs(own_dtype(self.traced()))[0]
+        return self.checked_runs(compute_dtype(self.traced()))[0]
 
     def numel(self) -> int:
         """Scores of the dense mask."""
@@ -363,8 +363,8 @@ def create_mask(
         )
         for axis, (name, n) in enumerate(zip(("b", "h", "q", "kv"), shape, strict=True))
     }
-    env["score"] = torch.zeros(1, 1, 1, 1, dtype=own_dtype(mask), device=device)
-    (kept,) = evaluate([mask.root], env, mask.tensors, own_dtype(mask))
+    env["score"] = torch.zeros(1, 1, 1, 1, dtype=compute_dtype(mask), device=device)
+    (kept,) = evaluate([mask.root], env, mask.tensors, compute_dtype(mask))
     kept = kept != -torch.inf if kind == "score" else kept
     return kept.to(device).expand(shape).contiguous()
 

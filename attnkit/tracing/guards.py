@@ -31,7 +31,7 @@ from torch import Tensor
 
 from attnkit.graph import ir
 from attnkit.graph.ir import I32, Node
-from attnkit.tracing.float64_checks import exposed, float64_slots
+from attnkit.tracing.float64_checks import float64_slots, rounding_sensitive_slots
 from attnkit.tracing.identity_guards import CannotGuardError, IdentityGuard
 from attnkit.tracing.mask import Mask
 from attnkit.tracing.tracer import Kind, Traced, trace
@@ -347,7 +347,7 @@ def depends_on_data(root: Node, slots: frozenset[int]) -> bool:
         root: the graph.
         slots: slots of its float64 tensors.
     """
-    if exposed(root, slots):
+    if rounding_sensitive_slots(root, slots):
         return True
     loaded: set[Node] = set()
     for n in ir.topo(root):

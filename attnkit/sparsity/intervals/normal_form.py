@@ -28,7 +28,7 @@ from attnkit.sparsity.intervals.spans import UNLIMITED, ZERO, Algebra, Spans, en
 from attnkit.sparsity.intervals.tables import Refusal, RowTables
 from attnkit.sparsity.mask_rewrites import equated
 from attnkit.sparsity.ranges.tables import Domain, shared_sides
-from attnkit.tracing.float64_checks import own_dtype
+from attnkit.tracing.float64_checks import compute_dtype
 from attnkit.tracing.guards import trace_cached
 from attnkit.tracing.tracer import Traced
 from attnkit.util import caches
@@ -172,7 +172,7 @@ def intervals_of(
         kv_len=kv_len,
         batch=batch,
         heads=heads,
-        dtype=own_dtype(mask),
+        dtype=compute_dtype(mask),
         device=torch.device(device),
     )
 
