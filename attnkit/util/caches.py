@@ -1,23 +1,22 @@
-"""Every cache of the process, so that one call empties them all."""
+"""Clear every cache of the package: each registers here, next to where it is defined."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-_clear: list[Callable[[], None]] = []
+_clears: list[Callable[[], None]] = []
 
 
 def register(clear: Callable[[], None]) -> None:
-    """Have `clear_all` call this function; each module registers the caches that it holds.
+    """Have `clear_all` call a function.
 
     Args:
-        clear: empties a cache. It must be safe to call at any time: what is in use stays alive
-            through its users.
+        clear: empties a cache; must leave what is in use now working.
     """
-    _clear.append(clear)
+    _clears.append(clear)
 
 
 def clear_all() -> None:
-    """Empty every registered cache."""
-    for clear in _clear:
+    """Empty every registered cache, in the order of registration."""
+    for clear in _clears:
         clear()

@@ -22,7 +22,7 @@ from attnkit.sparsity.intervals.normal_form import (
     find_intervals,
     intervals_of,
 )
-from attnkit.tracing.guards import traced
+from attnkit.tracing.guards import trace_cached
 from attnkit.tracing.mask import Mask, per_batch, per_head
 from attnkit.tracing.tracer import Traced, trace
 from tests.sparsity.mask_graphs import Case, cases
@@ -292,7 +292,7 @@ def test_bad_input() -> None:
         attnkit.intervals(masks.document(torch.tensor([0, 0, 1, 1])), 8, 4)
     with pytest.raises(DeviceError, match="meta"):
         attnkit.intervals(masks.document(torch.tensor([0, 1])), 2, 2, device="meta")
-    score = replace(traced(masks.causal(), "mask", torch.device("cpu")))
+    score = replace(trace_cached(masks.causal(), "mask", torch.device("cpu")))
     wrong = replace(score, root=score.root.args[0])
     with pytest.raises(DTypeError, match="a mask must be bool"):
         find_intervals(wrong, q_len=2, kv_len=2)
