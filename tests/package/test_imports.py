@@ -109,3 +109,16 @@ def test_first_call_loads_no_sympy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_only_calls_that_emulate_load_the_emulator() -> None:
+    code = (
+        "import sys, torch, attnkit.splice\n"
+        "q = torch.randn(1, 2, 64, 8, requires_grad=True)\n"
+        "attnkit.flex_attention(q, q, q, block_mask=lambda b, h, i, j: i >= j).sum().backward()\n"
+        "print(q.grad is not None, 'attnkit.emulator' in sys.modules)\n"
+        "from attnkit.jit import emulator_runs\n"
+        "print('attnkit.emulator' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False", "True"]
