@@ -26,7 +26,7 @@ from attnkit.runtime.torch_ops import Settled
 from attnkit.runtime.variant import Variant
 from attnkit.sparsity.block_mask import BlockMask
 from attnkit.sparsity.block_runs import BLOCK
-from attnkit.splice import compute_dtype, output_like
+from attnkit.splice import BackwardInputs, Captured, KernelCall, compute_dtype, output_like
 from attnkit.tracing.float64_checks import float64_slots
 from attnkit.tracing.guards import depends_on_data
 from attnkit.tracing.tracer import Traced
@@ -261,15 +261,20 @@ def _attention_backward(
     captured = score_tensors, mask_tensors
     made = _settled(Request.parse(request), (query, key, value), captured, lists, sizes, factor)
     scores, masks = _as_settled(made, score_tensors, mask_tensors)
-    dquery, dkey, dvalue, own = torch_ops.gradients(
-        *(made.template, made.program),
-        (grad_out, grad_lse if grad_lse.numel() else None),
-        (query, key, value, out, lse),
-        (scores, masks),
-        made.runs,
-        factor,
-        wanted,
+    inputs = BackwardInputs(
+        query=query,
+        key=key,
+        value=value,
+        out=out,
+        lse=lse,
+        grad_out=grad_out,
+        grad_lse=grad_lse if grad_lse.numel() else None,
+        captured=Captured(scores, masks),
+        needs_grad=wanted[: len(scores)],
+        scale=factor,
     )
+    call = KernelCall(made.template, made.program, made.runs, made.need_max)
+    dquery, dkey, dvalue, own = torch_ops.gradients(call, inputs)
     if len(own) < len(wanted):  # the score does not read them after all
         pairs = zip(score_tensors, wanted, strict=True)
         own = [torch.zeros_like(t) if need else query.new_empty(0) for t, need in pairs]

@@ -25,6 +25,7 @@ from attnkit.runtime import torch_ops
 from attnkit.runtime.reuse.call_cache import Likeness, is_flex
 from attnkit.runtime.torch_ops import Attempt, Settled
 from attnkit.sparsity.block_mask import BlockMask
+from attnkit.splice import Captured
 from attnkit.tracing.guards import GuardedFunction, guarded_function
 from attnkit.tracing.identity_guards import READ_ERRORS
 from attnkit.util.torch_state import alike, only_devices, undisturbed
@@ -183,12 +184,12 @@ def made(
             entry.settled, entry.again, scale, masks, return_lse, query, key, value, *scores
         )
         return recorded[:2] if return_lse else recorded  # type: ignore[no-any-return]
-    again = entry.again
-    out = None if again is None else again(query, key, value, (scores, masks), scale)
+    again, captured = entry.again, Captured(scores, masks)
+    out = None if again is None else again(query, key, value, captured, scale)
     if out is None:
         attention = entry.settled.attention
         assert attention is not None
-        out = attention(query, key, value, (scores, masks), scale)
+        out = attention(query, key, value, captured, scale)
     return out[:2] if return_lse else out[0]
 
 
