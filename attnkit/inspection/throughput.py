@@ -10,26 +10,32 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from attnkit.errors import AttnkitError, UnsupportedError
 from attnkit.jit import emulation
-from attnkit.jit.emulation import Timeline, busy
 from attnkit.runtime.variant import Variant
 from attnkit.schedule.plan import Call, Plan, choose
 from attnkit.schedule.split_kv import Cost
 from attnkit.schedule.targets import SM100, Target, of_template
 from attnkit.sparsity.block_runs import FULL, PARTIAL, BlockRuns
 from attnkit.splice import (
-    Lists,
+    BackwardInputs,
+    Captured,
+    ForwardInputs,
+    KernelCall,
     Program,
     backward_block,
     forward_block,
     run_backward,
     run_forward,
 )
+
+if TYPE_CHECKING:
+    from attnkit.jit.emulator_runs import Timeline
 
 SHORT, LONG = 4, 10  # blocks of the two runs: beyond the filling of the pipelines
 LISTED = 128  # columns of a Blackwell backward block of one CTA, which two would join
@@ -155,6 +161,8 @@ def _program(variant: Variant) -> Program:
 
 
 def _feeds(one: _Run, variant: Variant, target: Target) -> Feeds:
+    from attnkit.jit.emulator_runs import busy
+
     plain = Variant(variant.score_mod)
     short, long = (one.timeline(plain, blocks, FULL) for blocks in (SHORT, LONG))
     before, after = (busy(t.stats, target.arch) for t in (short, long))
@@ -213,7 +221,7 @@ class _Run(ABC):
         runs = BlockRuns.from_states(states, lengths[0], lengths[1], self.block)
         # tiles that are listed are not joined to those of another kernel
         program = dataclasses.replace(bound.program, listed=self.listed)
-        captured = (
+        captured = Captured(
             bound.score.tensors if bound.score else (),
             bound.mask.tensors if bound.mask else (),
         )
@@ -233,7 +241,7 @@ class _Run(ABC):
         variant: Variant,
         program: Program,
         qkv: tuple[Tensor, Tensor, Tensor],
-        captured: Lists,
+        captured: Captured,
         runs: BlockRuns,
     ) -> None:
         """Run the kernels."""
@@ -248,11 +256,11 @@ class _Forward(_Run):
         variant: Variant,
         program: Program,
         qkv: tuple[Tensor, Tensor, Tensor],
-        captured: Lists,
+        captured: Captured,
         runs: BlockRuns,
     ) -> None:
-        scale = self.head_dim**-0.5
-        run_forward(self.template, program, qkv, captured, runs, scale, need_max=False)
+        call = KernelCall(self.template, program, runs)
+        run_forward(call, ForwardInputs(*qkv, captured, self.head_dim**-0.5))
 
 
 class _Backward(_Run):
@@ -269,11 +277,18 @@ class _Backward(_Run):
         variant: Variant,
         program: Program,
         qkv: tuple[Tensor, Tensor, Tensor],
-        captured: Lists,
+        captured: Captured,
         runs: BlockRuns,
     ) -> None:
         out, lse = variant(*qkv, backend="eager", return_lse=True)
-        saved, wanted = (*qkv, out, lse), [False] * len(captured[0])
-        scale = self.head_dim**-0.5
-        grads = torch.ones_like(out), None
-        run_backward(self.template, program, grads, saved, captured, runs, scale, wanted)
+        inputs = BackwardInputs(
+            *qkv,
+            out=out,
+            lse=lse,
+            grad_out=torch.ones_like(out),
+            grad_lse=None,
+            captured=captured,
+            needs_grad=[False] * len(captured.scores),
+            scale=self.head_dim**-0.5,
+        )
+        run_backward(KernelCall(self.template, program, runs), inputs)
