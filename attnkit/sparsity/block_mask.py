@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 _ON_HOST = 1 << 16  # rows and columns together
 
 _runs: VersionedCache[tuple[BlockRuns, frozenset[Node]]] = VersionedCache(64)
+_proofs: VersionedCache[frozenset[Node]] = VersionedCache(256)
 caches.register(_runs.clear)
+caches.register(_proofs.clear)
 
 
 def check_lengths(
@@ -39,21 +41,30 @@ def check_lengths(
 ) -> frozenset[Node]:
     """Prove that a traced function's indices are legal at these lengths.
 
+    The proof is cached until a captured tensor is replaced or edited in place.
+
     Returns:
         The loads that could not be proven and are checked when they run.
 
     Raises:
         BoundsError: an index leaves its captured tensor, or integer arithmetic leaves int32.
     """
-    return check_bounds(
-        [function.root],
-        function.tensors,
-        function.names,
-        q_len=q_len,
-        kv_len=kv_len,
-        batch=batch,
-        heads=heads,
-    )
+    names = reads(function.root)
+    batch, heads = (batch if "b" in names else 1), (heads if "h" in names else 1)
+
+    def prove() -> frozenset[Node]:
+        return check_bounds(
+            [function.root],
+            function.tensors,
+            function.names,
+            q_len=q_len,
+            kv_len=kv_len,
+            batch=batch,
+            heads=heads,
+        )
+
+    key = (function.root, function.names, q_len, kv_len, batch, heads)
+    return _proofs.get(key, function.tensors, prove)
 
 
 def mask_runs(

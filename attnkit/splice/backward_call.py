@@ -25,7 +25,7 @@ from attnkit.splice.kernel_call import BackwardInputs, Captured, KernelCall
 from attnkit.splice.program import Program
 from attnkit.splice.replay import Made, Ran, Replay, replay
 from attnkit.util.tensor_cache import VersionedCache
-from attnkit.util.torch_fast import device_index, is_captured, maker, stream_of
+from attnkit.util.torch_private import device_index, is_captured, maker, stream_of
 
 if TYPE_CHECKING:
     from attnkit.splice.backward_settings import Settings

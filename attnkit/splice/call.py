@@ -15,7 +15,7 @@ from torch import Tensor
 from attnkit.jit.relaunch import Relaunch
 from attnkit.splice.kernel_call import Captured
 from attnkit.util.tensor_cache import VersionedCache
-from attnkit.util.torch_fast import device_index, is_captured, maker, stream_of
+from attnkit.util.torch_private import device_index, is_captured, maker, stream_of
 
 # Which captured tensor a kernel reads: of the score (0) or of the mask (1), and its slot; or an
 # own tensor. And whether the kernel takes it as it is.
