@@ -19,7 +19,7 @@ from attnkit.graph.eval_torch import evaluate
 from attnkit.graph.ir import I32, Node, arg, const, load
 from attnkit.graph.simplify import build
 from attnkit.sparsity.index_bounds import check_bounds
-from attnkit.sparsity.index_ranges import note_range
+from attnkit.sparsity.index_ranges import set_known_range
 from attnkit.sparsity.intervals.search import (
     Ends,
     Pieces,
@@ -270,7 +270,7 @@ class RowTables:
         while name in self.names:
             name, number = f"{base}_{what}{number}", number + 1
         table = values.reshape([size for _, size in kept]).to(torch.int32)
-        note_range(table, -self._domain.kv_len - 1, self._domain.q_len + self._domain.kv_len)
+        set_known_range(table, -self._domain.kv_len - 1, self._domain.q_len + self._domain.kv_len)
         self.names.append(name)
         self.tensors.append(table)
         return load(len(self.tensors) - 1, I32, [n for n, _ in kept])
