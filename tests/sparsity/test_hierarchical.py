@@ -73,10 +73,10 @@ def check(runs: BlockRuns, expected: Tensor) -> None:
     )
     assert torch.equal(runs.states().expand(expected.shape), expected)
     for name in ("full", "partial", "full_t", "partial_t"):
-        found, wanted = getattr(runs, name), getattr(again, name)
+        got, fresh = getattr(runs, name), getattr(again, name)
         for part in ("row_ptr", "start", "length"):
-            assert torch.equal(getattr(found, part), getattr(wanted, part)), (name, part)
-            assert getattr(found, part).dtype == torch.int32
+            assert torch.equal(getattr(got, part), getattr(fresh, part)), (name, part)
+            assert getattr(got, part).dtype == torch.int32
 
 
 def classified(traced: Traced, example: Example, block: tuple[int, int]) -> BlockRuns:
