@@ -2,8 +2,8 @@
 
 An expression over (q, kv) is *one-sided* when it depends on q alone, on kv alone, on the diagonal
 d = q - kv alone, or on neither; b and h count as constants, as they never vary inside a tile. A
-one-sided expression can be tabulated exactly in O(length), which makes classification both exact and
-cheap. Integer sums are brought to affine normal form first, so that terms cancel:
+one-sided expression can be tabulated exactly in O(length), which makes classification both exact
+and cheap. Integer sums are brought to affine normal form first, so that terms cancel:
 `(doc[q] + q) - (doc[q] + kv)` is `q - kv`, which depends on the diagonal.
 
 The affine rules hold for exact integers, so they are valid where no node leaves int32.

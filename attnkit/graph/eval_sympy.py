@@ -1,7 +1,7 @@
 """Convert the graph to sympy: formulas to read, and derivatives to check the adjoint against.
 
-Nothing here calls `sympy.simplify`, which takes seconds on a softcap. Importing this module does not
-import sympy; the functions do.
+Nothing here calls `sympy.simplify`, which takes seconds on a softcap. Importing this module does
+not import sympy; the functions do.
 """
 
 from __future__ import annotations

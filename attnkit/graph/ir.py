@@ -21,8 +21,9 @@ I32: Type = "i32"
 F32: Type = "f32"  # the compute dtype: float32, or float64 where the query is float64
 BOOL: Type = "bool"
 
-# The arguments of a user's function; `grad`, the cotangent of a score in adjoint graphs; and `scale`,
-# the softmax scale in the forms that kernels compute, where `score` is q . k without the scale.
+# The arguments of a user's function; `grad`, the cotangent of a score in adjoint graphs; and
+# `scale`, the softmax scale in the forms that kernels compute, where `score` is q . k without the
+# scale.
 ARG_TYPES: dict[str, Type] = {
     "score": F32,
     "scale": F32,
@@ -33,9 +34,9 @@ ARG_TYPES: dict[str, Type] = {
     "grad": F32,
 }
 
-# op -> (argument types, result type). Letters: "i", "f", "b" are i32, f32 and bool; "T" is any type,
-# the same for all T's; "n" is i32 or f32, "w" is i32 or bool, likewise. `load` takes one i32 per
-# dimension of its tensor.
+# op -> (argument types, result type). Letters: "i", "f", "b" are i32, f32 and bool; "T" is any
+# type, the same for all T's; "n" is i32 or f32, "w" is i32 or bool, likewise. `load` takes one i32
+# per dimension of its tensor.
 SIGNATURES: dict[str, tuple[str, str]] = {
     "add": ("nn", "n"),
     "sub": ("nn", "n"),
@@ -88,7 +89,9 @@ _LETTERS: dict[str, tuple[Type, ...]] = {
 
 
 class Node:
-    """Represent one operation of the graph; immutable. Only `node`, `const`, `arg` and `load` make one.
+    """Represent one operation of the graph; immutable.
+
+    Only `node`, `const`, `arg` and `load` make one.
 
     Attributes:
         op: a key of `SIGNATURES`, or one of the leaves "arg", "const", "load".
@@ -152,7 +155,7 @@ def const(value: bool | int | float) -> Node:
 
 
 def load(slot: int, type_: Type, index: Sequence[Node]) -> Node:
-    """Return a load of one element of captured tensor `slot`; negative indices count from the end."""
+    """Load one element of captured tensor `slot`; negative indices count from the end."""
     if any(i.type != I32 for i in index):
         raise AssertionError("a load takes i32 indices")
     return _intern("load", type_, tuple(index), slot)

@@ -56,7 +56,8 @@ def build(op: str, *args: Node) -> Node:
     """Build a node in normal form; promotes the arguments as torch promotes scalars.
 
     Args:
-        op: a key of `ir.SIGNATURES` except cast and round, or a derived comparison: "gt", "ge", "ne".
+        op: a key of `ir.SIGNATURES` except cast and round, or a derived comparison: "gt", "ge" or
+            "ne".
         args: the arguments.
     """
     if op in ("gt", "ge"):

@@ -282,7 +282,7 @@ class BlockMask:
 
     @staticmethod
     def from_kv_blocks(*arguments: Any, **options: Any) -> FlexBlockMask:
-        """Create PyTorch's BlockMask from lists of blocks; the arguments are those of its method."""
+        """Create PyTorch's BlockMask from lists of blocks; takes the arguments of its method."""
         from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
         return FlexBlockMask.from_kv_blocks(*arguments, **options)

@@ -1,9 +1,10 @@
 """Classify a mask's tiles exactly: EMPTY, PARTIAL or FULL, without its N x N values.
 
 Interval arithmetic evaluates the mask once per tile, with exact tables for every expression that
-depends on one side only (`ranges.eval_blocks`). A mask value that is proven True or False in a whole
-tile decides the tile. For the other tiles `witness` looks for one unmasked and one masked position,
-and evaluates every position only where it finds none. Each step is conservative; the result is exact.
+depends on one side only (`ranges.eval_blocks`). A mask value that is proven True or False in a
+whole tile decides the tile. For the other tiles `witness` looks for one unmasked and one masked
+position, and evaluates every position only where it finds none. Each step is conservative; the
+result is exact.
 """
 
 from __future__ import annotations

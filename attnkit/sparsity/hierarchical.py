@@ -1,9 +1,9 @@
 """Classify large grids of tiles at a cost that follows the mask's boundary.
 
-A node is a square of tiles. Interval arithmetic evaluates nodes first, as if they were tiles; a node
-that is EMPTY or FULL as a whole needs no more work. Of the other nodes it evaluates every tile, and
-extracts runs from each node's small dense grid. So the interior of a large EMPTY or FULL area costs
-neither time nor memory, and no dense grid of all tiles exists.
+A node is a square of tiles. Interval arithmetic evaluates nodes first, as if they were tiles; a
+node that is EMPTY or FULL as a whole needs no more work. Of the other nodes it evaluates every
+tile, and extracts runs from each node's small dense grid. So the interior of a large EMPTY or FULL
+area costs neither time nor memory, and no dense grid of all tiles exists.
 """
 
 from __future__ import annotations
@@ -113,10 +113,9 @@ class Grid:
             b, h, q, kv = nodes.unbind(1)
             segments.add(b * heads + h, q, kv, self._states_inside(b, h, q, kv, side))
         domain = self.tables.domain
-        return BlockRuns(
-            domain.q_len, domain.kv_len, self.tables.block, batch, heads,
-            *(segments.runs(backward, kind) for backward in (False, True) for kind in (FULL, PARTIAL)),
-        )  # fmt: skip
+        kinds = [(backward, kind) for backward in (False, True) for kind in (FULL, PARTIAL)]
+        runs = [segments.runs(*kind) for kind in kinds]
+        return BlockRuns(domain.q_len, domain.kv_len, self.tables.block, batch, heads, *runs)
 
     def states(self, tables: Tables) -> Tensor:
         """Evaluate the mask on intervals, tile by tile.

@@ -1,11 +1,11 @@
 """Prove integer safety: no i32 value leaves int32, no index leaves its captured tensor.
 
-Ranges are propagated through the graph (`index_ranges`). A violation that is certain, or that cannot
-be excluded, is refused, with one exception: an index that depends on q and kv together can be
-checked at run time instead.
+Ranges are propagated through the graph (`index_ranges`). A violation that is certain, or that
+cannot be excluded, is refused, with one exception: an index that depends on q and kv together can
+be checked at run time instead.
 
-Every load is evaluated at every position, also under a `where` that does not select it, so its index
-must be valid at every position.
+Every load is evaluated at every position, also under a `where` that does not select it, so its
+index must be valid at every position.
 """
 
 from __future__ import annotations

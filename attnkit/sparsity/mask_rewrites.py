@@ -31,8 +31,8 @@ _FAR, _TIMES = 1 << 30, 16
 def equated(root: Node, sides: Sides) -> Node:
     """Apply `equate` to every conjunction.
 
-    Where the equality fails, the result may evaluate loads and divisions at values that the original
-    never reaches: check its bounds before use.
+    Where the equality fails, the result may evaluate loads and divisions at values that the
+    original never reaches: check its bounds before use.
     """
     return _rebuilt(root, lambda op, m: _equate(m, sides) if op == "and" else m)
 

@@ -229,7 +229,7 @@ class Subdivision:
 
 
 def _factors(size: int) -> list[int]:
-    """List the numbers of equal parts into which to cut a side, level by level, until it is small."""
+    """List the numbers of parts into which each level cuts a side, until it is small."""
     factors = []
     while size > _SMALL:
         parts = [n for n in range(2, _PARTS + 1) if size % n == 0 and 2 * size >= n * _SMALL]

@@ -1,10 +1,10 @@
 """Decide the tiles that interval arithmetic leaves open.
 
-A tile is PARTIAL as soon as one unmasked and one masked position in it are known: its witnesses. The
-search tries the positions where a mask is likely to change: the corners; positions where a q value
-equals a kv value; the extremes of one-sided expressions in the block; and the diagonals on which an
-expression of q - kv changes between True and False. `subdivide` cuts the tiles without witnesses
-into boxes.
+A tile is PARTIAL as soon as one unmasked and one masked position in it are known: its witnesses.
+The search tries the positions where a mask is likely to change: the corners; positions where a q
+value equals a kv value; the extremes of one-sided expressions in the block; and the diagonals on
+which an expression of q - kv changes between True and False. `subdivide` cuts the tiles without
+witnesses into boxes.
 """
 
 from __future__ import annotations

@@ -33,9 +33,9 @@ class Mask:
     functions may stand on either side of an operator, as long as one side is a `Mask`.
 
     Args:
-        function: `mask_mod(b, h, q, kv)`. Each argument is an int32 tensor of shape [] (batch, query
-            head, query position and kv position); the function returns a bool tensor of shape [],
-            True where attention keeps the score. It may read captured tensors by index.
+        function: `mask_mod(b, h, q, kv)`. Each argument is an int32 tensor of shape [] (batch,
+            query head, query position and kv position); the function returns a bool tensor of shape
+            [], True where attention keeps the score. It may read captured tensors by index.
         label: text that `repr` shows, for example "causal()"; the function's name if None.
         lengths: (query length, kv length) that the mask was built for, None for any. Each entry is
             an int, a (least, most) pair whose most may be None, or None for any length. A mask is
@@ -44,8 +44,8 @@ class Mask:
     Attributes:
         function: the mask_mod; None for a combination of masks.
         label: the text that `repr` shows.
-        lengths: the query and kv lengths that the mask allows; for a combination, those that all its
-            parts allow.
+        lengths: the query and kv lengths that the mask allows; for a combination, those that all
+            its parts allow.
         op: "" for a plain mask; "and", "or", "xor" or "not" for a combination.
         parts: the masks that `op` combines.
 
@@ -130,8 +130,8 @@ class Mask:
         the remaining rows and columns, also after a shift by 0.
 
         Args:
-            q: shift of the rows: an int of either sign, or an integer tensor of shape [] or [B], one
-                shift per batch entry; None to leave the rows as they are.
+            q: shift of the rows: an int of either sign, or an integer tensor of shape [] or [B],
+                one shift per batch entry; None to leave the rows as they are.
             kv: shift of the columns, likewise. The values of a tensor may change between calls, so
                 the result accepts any length on that side.
 

@@ -49,8 +49,8 @@ class Lengths(NamedTuple):
     def shifted(self, label: str, q: int | None, kv: int | None) -> Lengths:
         """Compute the lengths that remain after the first `q` rows and `kv` columns.
 
-        A shifted mask is a window that need not reach the end of the mask, so it allows every length
-        from 1 on.
+        A shifted mask is a window that need not reach the end of the mask, so it allows every
+        length from 1 on.
 
         Args:
             label: label of the mask, for messages.

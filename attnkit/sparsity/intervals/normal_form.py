@@ -51,8 +51,8 @@ class Intervals:
             data; valid until a captured tensor is edited.
         names: names of the tensors by slot.
         captured: number of captured tensors.
-        shape: (batch, heads, q_len, kv_len) for which this is valid; batch and heads are 1 where the
-            mask does not read b, or h.
+        shape: (batch, heads, q_len, kv_len) for which this is valid; batch and heads are 1 where
+            the mask does not read b, or h.
     """
 
     bounds: tuple[tuple[Node, Node], ...]

@@ -2,8 +2,8 @@
 
 Negations are pushed to the comparisons. A conjunction narrows a window member by member; a
 disjunction unites what its members keep inside the window. A comparison is solved for kv by
-inverting affine sums, floor divisions, shifts, abs, min, max and where. An expression that cannot be
-inverted, but depends on kv alone or on q - kv alone, is evaluated and searched (`tables`).
+inverting affine sums, floor divisions, shifts, abs, min, max and where. An expression that cannot
+be inverted, but depends on kv alone or on q - kv alone, is evaluated and searched (`tables`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sets of kv positions per row, as unions of spans with symbolic ends.
 
-A `Span` keeps, in the rows where all its gates are True, the positions that are not below any of its
-`lows` and are below all of its `highs`. Ends and gates are expressions of b, h, q and captured
+A `Span` keeps, in the rows where all its gates are True, the positions that are not below any of
+its `lows` and are below all of its `highs`. Ends and gates are expressions of b, h, q and captured
 tensors. Intersection is exact: it collects the ends. A union of two spans becomes one span only
 where that is provably the same set.
 """
@@ -23,7 +23,7 @@ UNLIMITED = const(2**31 - 1)  # an end beyond every position
 
 @dataclass(frozen=True)
 class Span:
-    """Keep kv with `kv >= low` for all lows and `kv < high` for all highs, if all gates are True."""
+    """Keep kv with `low <= kv < high` for all lows and highs, in rows where all gates are True."""
 
     lows: tuple[Node, ...] = ()
     highs: tuple[Node, ...] = ()

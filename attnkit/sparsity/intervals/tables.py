@@ -172,7 +172,7 @@ class RowTables:
         sources: Sequence[Node],
         window: Spans,
     ) -> Spans | None:
-        """Search whole rows and intersect, so that the window's ends stay symbolic; else inside it."""
+        """Search whole rows, so that the window's ends stay symbolic; else inside the window."""
         points = self._domain.kv_len
         inside = [n for s in window for n in (*s.lows, *s.highs, *s.gates)]
         if all(slot < self.captured for slot in ir.slots(*inside)):

@@ -3,8 +3,8 @@
 The ranges of two blocks may overlap although the blocks share no value, so intervals say little
 about ids in no order or about selected blocks. Few different values are stored as one bit each, per
 block. For many values, the pairs of blocks that share a value are listed, each with a position of
-either side where it occurs. If the pairs are too many, a sample of them is listed; it serves only to
-find unmasked positions.
+either side where it occurs. If the pairs are too many, a sample of them is listed; it serves only
+to find unmasked positions.
 """
 
 from __future__ import annotations

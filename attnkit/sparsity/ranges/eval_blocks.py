@@ -185,9 +185,9 @@ def _is_plain(n: Node, difference: Affine) -> bool:
 def _band(n: Node, sides: Sides) -> tuple[float, float] | None:
     """Compute the (least, greatest) q - kv that a conjunction of plain comparisons keeps.
 
-    None if the node is no such conjunction, or keeps nothing. A band needs no table: the q - kv of a
-    tile are an interval, and an interval that intersects two overlapping intervals also intersects
-    their intersection.
+    None if the node is no such conjunction, or keeps nothing. A band needs no table: the q - kv of
+    a tile are an interval, and an interval that intersects two overlapping intervals also
+    intersects their intersection.
     """
     if n.type == BOOL and n.op == "and":
         parts = [_band(a, sides) for a in n.args]

@@ -2,8 +2,8 @@
 
 An interval is a pair of broadcastable tensors (low, high), whose ends need not be attained:
 
-* i32: exact integers in int64. Arguments must lie in int32; results do not wrap, so a result outside
-  int32 is visible.
+* i32: exact integers in int64. Arguments must lie in int32; results do not wrap, so a result
+  outside int32 is visible.
 * bool: (must, may): True everywhere, True somewhere.
 * f32: in the compute dtype. NaN at both ends means "any value, NaN included"; otherwise the value
   lies between the ends and is not NaN. Basic arithmetic rounds correctly, hence monotonically, so
@@ -165,9 +165,7 @@ def _unknown_bits(a: Interval, b: Interval) -> Tensor:
 
 
 def _bitwise(f: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Interval, Interval], Interval]:
-    """Bound a bitwise operation: all numbers of an interval share the bits above the highest bit in
-    which its ends differ.
-    """
+    """Bound a bitwise operation: all numbers of an interval share the leading bits of its ends."""
 
     def rule(a: Interval, b: Interval) -> Interval:
         unknown = _unknown_bits(a, b)

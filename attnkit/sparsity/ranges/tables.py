@@ -167,7 +167,8 @@ class Tables:
     Attributes:
         domain: positions and captured tensors.
         block: (q, kv) positions of a tile.
-        ranges: for each key, (low, high) of shape [b or 1, h or 1, blocks] (windows on the diagonal).
+        ranges: for each key, (low, high) of shape [b or 1, h or 1, blocks] (windows on the
+            diagonal).
         equal: for each equality of a q value and a kv value that is exact on tiles, the tiles that
             hold equal values, or None if the ranges alone are exact.
         samples: for other equalities, some tiles that hold equal values, with their positions.
@@ -212,8 +213,8 @@ class Tables:
         Args:
             key: a key that `build` has tabulated.
             qi, ki: int64 block indices that broadcast together to [...].
-            lead: int64 indices into `domain.b` and `domain.h` that broadcast with them; None for the
-                tiles of every (b, h).
+            lead: int64 indices into `domain.b` and `domain.h` that broadcast with them; None for
+                the tiles of every (b, h).
 
         Returns:
             Tensors that broadcast to [...], or without `lead` to [b, h, ...].
