@@ -34,7 +34,15 @@ from attnkit.graph.simplify import build
 from attnkit.runtime.variant import Variant
 from attnkit.schedule.scheduler import schedule_forward
 from attnkit.schedule.targets import SM90
-from attnkit.splice import forward, forward_source, sm90, spliced
+from attnkit.splice import (
+    Captured,
+    ForwardInputs,
+    KernelCall,
+    forward,
+    forward_source,
+    sm90,
+    spliced,
+)
 
 LENGTH = 8192
 
@@ -96,10 +104,11 @@ def _call(change: Change, score_mod: Any, mask: Any, qkv: Any) -> Callable[[], A
     query, key, _ = qkv
     with _changed(change):
         bound = Variant(score_mod, mask).bind(query, key, (128, 128))
-        captured = tuple(list(t.tensors) if t else [] for t in (bound.score, bound.mask))
-        options = True, False, SM90, False, forward._sms(query.device)
-        call = forward._prepare(bound.program, qkv, captured, bound.runs, query.stride(), *options)
+        captured = Captured(*(list(t.tensors) if t else [] for t in (bound.score, bound.mask)))
         scale = 1 / math.sqrt(query.shape[-1])
+        kernel_call = KernelCall(SM90.name, bound.program, bound.runs)
+        inputs = ForwardInputs(*qkv, captured, scale)
+        call = forward._prepare(kernel_call, inputs, forward._sms(query.device))
         call(*qkv, captured, scale)
         torch.cuda.synchronize()
     return lambda: call(*qkv, captured, scale)

@@ -24,7 +24,10 @@ from attnkit.schedule.split_kv import Cost
 from attnkit.schedule.targets import SM100, Target, of_template
 from attnkit.sparsity.block_runs import FULL, PARTIAL, BlockRuns
 from attnkit.splice import (
-    Lists,
+    BackwardInputs,
+    Captured,
+    ForwardInputs,
+    KernelCall,
     Program,
     backward_block,
     forward_block,
@@ -223,7 +226,7 @@ class _Run(ABC):
         states = torch.full((1, 1, rows, columns), state, dtype=torch.int8)
         runs = BlockRuns.from_states(states, lengths[0], lengths[1], self.block)
         program = dataclasses.replace(bound.program, listed=self.listed)
-        captured = (
+        captured = Captured(
             bound.score.tensors if bound.score else (),
             bound.mask.tensors if bound.mask else (),
         )
@@ -243,7 +246,7 @@ class _Run(ABC):
         variant: Variant,
         program: Program,
         qkv: tuple[Tensor, Tensor, Tensor],
-        captured: Lists,
+        captured: Captured,
         runs: BlockRuns,
     ) -> None:
         """Compute one forward or backward, in the emulator."""
@@ -258,11 +261,11 @@ class _Forward(_Run):
         variant: Variant,
         program: Program,
         qkv: tuple[Tensor, Tensor, Tensor],
-        captured: Lists,
+        captured: Captured,
         runs: BlockRuns,
     ) -> None:
-        scale = self.head_dim**-0.5
-        run_forward(self.template, program, qkv, captured, runs, scale, need_max=False)
+        call = KernelCall(self.template, program, runs)
+        run_forward(call, ForwardInputs(*qkv, captured, self.head_dim**-0.5))
 
 
 class _Backward(_Run):
@@ -279,11 +282,18 @@ class _Backward(_Run):
         variant: Variant,
         program: Program,
         qkv: tuple[Tensor, Tensor, Tensor],
-        captured: Lists,
+        captured: Captured,
         runs: BlockRuns,
     ) -> None:
         out, lse = variant(*qkv, backend="eager", return_lse=True)
-        saved, wanted = (*qkv, out, lse), [False] * len(captured[0])
-        scale = self.head_dim**-0.5
-        grads = torch.ones_like(out), None
-        run_backward(self.template, program, grads, saved, captured, runs, scale, wanted)
+        inputs = BackwardInputs(
+            *qkv,
+            out=out,
+            lse=lse,
+            grad_out=torch.ones_like(out),
+            grad_lse=None,
+            captured=captured,
+            needs_grad=[False] * len(captured.scores),
+            scale=self.head_dim**-0.5,
+        )
+        run_backward(KernelCall(self.template, program, runs), inputs)

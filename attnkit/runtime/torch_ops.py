@@ -21,12 +21,15 @@ from attnkit.runtime.reuse.backward_fast_path import Backwards
 from attnkit.sparsity.block_runs import BlockRuns, Runs
 from attnkit.splice import (
     Attention,
-    Lists,
+    BackwardInputs,
+    Captured,
+    ForwardInputs,
+    KernelCall,
     Program,
+    backward_replay,
     compute_dtype,
     output_like,
-    prepare,
-    repeated_backward,
+    prepare_forward,
     run_backward,
     run_forward,
 )
@@ -91,13 +94,8 @@ def _forward(
     need_max: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     out, lse, top = run_forward(
-        template,
-        Program.parse(program),
-        (query, key, value),
-        (score_tensors, mask_tensors),
-        pack(runs, layout),
-        scale,
-        need_max,
+        KernelCall(template, Program.parse(program), pack(runs, layout), need_max),
+        ForwardInputs(query, key, value, Captured(score_tensors, mask_tensors), scale),
     )
     return out, lse, lse.new_empty(0) if top is None else top
 
@@ -121,33 +119,30 @@ def _backward(
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     return gradients(
-        template,
-        Program.parse(program),
-        (grad_out, grad_lse if grad_lse.numel() else None),
-        (query, key, value, out, lse),
-        (score_tensors, mask_tensors),
-        pack(runs, layout),
-        scale,
-        wanted,
+        KernelCall(template, Program.parse(program), pack(runs, layout)),
+        BackwardInputs(
+            query=query,
+            key=key,
+            value=value,
+            out=out,
+            lse=lse,
+            grad_out=grad_out,
+            grad_lse=grad_lse if grad_lse.numel() else None,
+            captured=Captured(score_tensors, mask_tensors),
+            needs_grad=wanted,
+            scale=scale,
+        ),
     )
 
 
 def gradients(
-    template: str,
-    program: Program,
-    grads: tuple[Tensor, Tensor | None],
-    saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-    captured: Lists,
-    runs: BlockRuns | None,
-    scale: float,
-    wanted: Sequence[bool],
+    call: KernelCall, inputs: BackwardInputs
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """The gradients of query, key, value and the score's tensors, empty where not wanted."""
-    query = saved[0]
-    gradients, found = run_backward(template, program, grads, saved, captured, runs, scale, wanted)
+    """The gradients of query, key, value and the score's tensors, empty where not needed."""
+    gradients, captured = run_backward(call, inputs)
     shaped = [
-        query.new_empty(0) if g is None else g.to(t.dtype)
-        for g, t in zip(found, captured[0], strict=True)
+        inputs.query.new_empty(0) if g is None else g.to(t.dtype)
+        for g, t in zip(captured, inputs.captured.scores, strict=True)
     ]
     return *gradients, shaped
 
@@ -232,7 +227,7 @@ torch.library.register_autograd("attnkit::backward", no_second)
 # Out, LSE and the row maxima or None.
 Made: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 # An `Attention` that may give None, and then has done nothing.
-Attempt: TypeAlias = Callable[[Tensor, Tensor, Tensor, Lists, float], Made | None]
+Attempt: TypeAlias = Callable[[Tensor, Tensor, Tensor, Captured, float], Made | None]
 
 
 @dataclass(eq=False)
@@ -273,7 +268,7 @@ class _Recorded(torch.autograd.Function):
         value: Tensor,
         *scores: Tensor,
     ) -> Tensor | Made:
-        captured = scores, masks
+        captured = Captured(scores, masks)
         made = None if again is None else again(query, key, value, captured, scale)
         if made is None:
             assert settled.attention is not None
@@ -313,13 +308,22 @@ class _Recorded(torch.autograd.Function):
                 *(settled.template, scale, wanted),
             )
         else:
-            call = (
-                *(settled.template, settled.program, (grad_out, grad_lse), saved),
-                *((scores, masks), settled.runs, scale, wanted),
+            call = KernelCall(settled.template, settled.program, settled.runs, settled.need_max)
+            inputs = BackwardInputs(
+                query=query,
+                key=key,
+                value=value,
+                out=out,
+                lse=lse,
+                grad_out=grad_out,
+                grad_lse=grad_lse,
+                captured=Captured(scores, masks),
+                needs_grad=wanted,
+                scale=scale,
             )
-            dquery, dkey, dvalue, own = gradients(*call)
+            dquery, dkey, dvalue, own = gradients(call, inputs)
             settled.backwards.learn(
-                *(grad_out, grad_lse, kept, scale, wanted), lambda: repeated_backward(*call)
+                *(grad_out, grad_lse, kept, scale, wanted), lambda: backward_replay(call, inputs)
             )
         gradients_of_scores = [g if need else None for g, need in zip(own, wanted, strict=True)]
         return *_NO_GRADIENT, dquery, dkey, dvalue, *gradients_of_scores
@@ -356,16 +360,13 @@ def run(
     attention = settled.attention
     if attention is None:
         with torch.no_grad():
-            attention = settled.attention = prepare(
-                *(settled.template, settled.program, (query, key, value), (scores, masks)),
-                settled.runs,
-                positive=scale > 0,
-                need_max=settled.need_max,
-            )
+            call = KernelCall(settled.template, settled.program, settled.runs, settled.need_max)
+            inputs = ForwardInputs(query, key, value, Captured(scores, masks), scale)
+            attention = settled.attention = prepare_forward(call, inputs)
     if records((query, key, value, *scores)):
         found: Made = record(settled, None, scale, masks, True, query, key, value, *scores)
         return found
-    return attention(query, key, value, (scores, masks), scale)
+    return attention(query, key, value, Captured(scores, masks), scale)
 
 
 def records(tensors: Iterable[Tensor]) -> bool:

@@ -5,9 +5,9 @@ Nothing here waits for the GPU, and all of it may be captured in a CUDA graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,13 +16,13 @@ from attnkit.graph import ir
 from attnkit.graph.ir import Node
 from attnkit.jit.kernel import Source, kernel
 from attnkit.jit.relaunch import Relaunch
-from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice import exact_sums
 from attnkit.splice.backward_sources import finish_source, main_source, prepare_source
 from attnkit.splice.backward_work import UNIT, Work, work_of, workers
 from attnkit.splice.call import OWN, Place, _counter, is_plain, loadable, readable, steps
 from attnkit.splice.forward import bounds_of
-from attnkit.splice.program import Lists, Program
+from attnkit.splice.kernel_call import BackwardInputs, Captured, KernelCall
+from attnkit.splice.program import Program
 from attnkit.splice.replay import Made, Ran, Replay, replay
 from attnkit.util.tensor_cache import VersionedCache
 from attnkit.util.torch_fast import device_index, is_captured, maker, stream_of
@@ -30,10 +30,7 @@ from attnkit.util.torch_fast import device_index, is_captured, maker, stream_of
 if TYPE_CHECKING:
     from attnkit.splice.backward_settings import Settings
 
-Saved: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-Grads: TypeAlias = tuple[Tensor, Tensor | None]
-
-_calls: VersionedCache[Call] = VersionedCache(128)
+_calls: VersionedCache[BackwardCall] = VersionedCache(128)
 _counters: dict[tuple[int, int], Tensor] = {}
 # A CUDA graph reads the tables of the calls in it at every replay, and does not say when it is gone.
 _in_graphs: dict[tuple[int, ...], Any] = {}
@@ -57,7 +54,7 @@ class Rounding:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class BackwardCall:
     """A backward for tensors of given shapes, strides and dtypes.
 
     Attributes:
@@ -96,11 +93,18 @@ class Call:
     scale: float | None = field(init=False, default=None)
 
     def __call__(
-        self, grads: Grads, saved: Saved, captured: Lists, scale: float
+        self, inputs: BackwardInputs
     ) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor | None]]:
         """The gradients of query, key and value, and of the score's tensors, on the current stream."""
-        query, key, value, out, lse = saved
-        grad_out, grad_lse = grads
+        query, key, value, out, lse = (
+            inputs.query,
+            inputs.key,
+            inputs.value,
+            inputs.out,
+            inputs.lse,
+        )
+        grad_out, grad_lse = inputs.grad_out, inputs.grad_lse
+        captured, scale = inputs.captured, inputs.scale
         device, work = self.device, self.work
         same = (
             self.same
@@ -153,13 +157,18 @@ class Call:
         if not self.direct:
             for t, g in zip(own, (dq, dk, dv), strict=True):
                 t.copy_(g)
-        elif same and self.scale is None and not (capturing or self.settings.values["turns"]):
+        elif same and self.scale is None and not (capturing or self.deterministic):
             zeros = 4 * units[0] * UNIT if sum(units[1:]) else None
             made = Made(given, own, added, [sums, *rows, *marks], self._kept(), zeros)
             self._learn(ran, made, scale)
         found = iter(added)
         totals = [None if s is None else self._gradient(next(found), s) for s in shapes]
         return (own[0], own[1], own[2]), totals
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether the sums are formed in a fixed order."""
+        return bool(self.settings.values["turns"])
 
     def _learn(self, ran: Sequence[Ran | None], made: Made, scale: float) -> None:
         """Find how a call is made again, once its kernels are known."""
@@ -181,20 +190,20 @@ class Call:
 
     def _total(self, shape: torch.Size) -> Tensor:
         """Where the kernel adds up the gradient of a captured tensor."""
-        if self.settings.values["turns"]:
+        if self.deterministic:
             return exact_sums.empty_sums(shape, self.device)
         return torch.zeros(shape or (1,), dtype=torch.float32, device=self.device)
 
     def _gradient(self, total: Tensor, shape: torch.Size) -> Tensor:
         """The gradient of a captured tensor, float32, from what was added up."""
-        if self.settings.values["turns"]:
+        if self.deterministic:
             return exact_sums.rounded(total, shape)
         return total.view(shape)
 
     def _empty(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
 
-    def _read(self, captured: Lists, capturing: bool) -> list[Any]:
+    def _read(self, captured: Captured, capturing: bool) -> list[Any]:
         """The captured tensors that the kernel reads."""
         found: list[Any] = []
         for which, slot, plain in self.places:
@@ -246,37 +255,36 @@ class Call:
 
 
 def prepare(
-    program: Program,
-    options: Hashable,
-    settings: Callable[[], Settings],
-    grads: Grads,
-    saved: Saved,
-    captured: Lists,
-    runs: BlockRuns | None,
-    wanted: Sequence[bool],
-    *,
-    emulated: bool,
-) -> Call:
-    """The backward for tensors like these; see `backward.backward`.
+    kernel_call: KernelCall, inputs: BackwardInputs, settings: Callable[[], Settings]
+) -> BackwardCall:
+    """The backward for tensors like these.
 
     Args:
-        options: all on which `settings` depend that is not among the other arguments.
-        settings: what is fixed in the kernels.
+        kernel_call: what is computed.
+        inputs: tensors like those of every call; the mask's must be these with this data.
+        settings: gives what is fixed in the kernels.
     """
-    used = (*saved[:4], grads[0])
+    used = _loaded(inputs)
     sizes = tuple([(t.shape, t.stride()) for t in used])
-    kinds = tuple([(t.dtype, t.device, t.shape, t.stride()) for l in captured for t in l])
-    device = saved[0].device
-    case = runs, tuple(wanted), grads[1] is None, emulated, device
-    key = program, options, case, workers(device, emulated), saved[0].dtype, sizes, kinds
-    return _calls.get(key, captured[1], lambda: _prepare(program, settings(), captured, used, case))
+    kinds = tuple([(t.dtype, t.device, t.shape, t.stride()) for l in inputs.captured for t in l])
+    query = inputs.query
+    case = kernel_call.template, kernel_call.program, kernel_call.runs, tuple(inputs.needs_grad)
+    kind = inputs.grad_lse is None, query.dtype, query.device
+    key = case, kind, workers(query.device, kernel_call.spec.emulated), sizes, kinds
+    build = lambda: _prepare(kernel_call, inputs, settings())
+    return _calls.get(key, inputs.captured.masks, build)
 
 
-def _prepare(
-    program: Program, settings: Settings, captured: Lists, used: Sequence[Tensor], case: Any
-) -> Call:
-    runs, wanted, no_lse, emulated, device = case
-    query, key, value = used[:3]
+def _loaded(inputs: BackwardInputs) -> tuple[Tensor, ...]:
+    """The tensors that are read by TMA."""
+    return inputs.query, inputs.key, inputs.value, inputs.out, inputs.grad_out
+
+
+def _prepare(kernel_call: KernelCall, inputs: BackwardInputs, settings: Settings) -> BackwardCall:
+    query, key, value, captured = inputs.query, inputs.key, inputs.value, inputs.captured
+    program, emulated, device = kernel_call.program, kernel_call.spec.emulated, query.device
+    needs_grad = tuple(inputs.needs_grad)
+    runs = kernel_call.runs
     work = work_of(runs, settings, query, key, value, emulated)
     roundings = _roundings(settings, work)
     if work.stored:
@@ -289,19 +297,19 @@ def _prepare(
     read = [readable(t, device) for t in (*captured[0], *mask_tensors)]
     kinds = tuple((str(t.dtype).removeprefix("torch."), t.ndim, t.stride(-1) == 1) for t in read)
     like = [torch.empty_like(t, device="meta") for t in (query, key, value)]
-    return Call(
+    return BackwardCall(
         settings=settings,
         work=work,
         device=device,
         dtype=query.dtype,
-        prepare=prepare_source(settings, not no_lse),
-        main=main_source(program, ends, settings, kinds, wanted),
+        prepare=prepare_source(settings, inputs.grad_lse is not None),
+        main=main_source(program, ends, settings, kinds, needs_grad),
         roundings=roundings,
         places=places,
-        wanted=wanted,
+        wanted=needs_grad,
         like=tuple((tuple(t.shape), t.stride()) for t in like),
         direct=_stepped(like),
-        same=not emulated and _stepped(used),
+        same=not emulated and _stepped(_loaded(inputs)),
         group=query.shape[1] // key.shape[1],
         words=settings.template.words(settings),
         emulated=emulated,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnkit.jit.relaunch import Relaunch
-from attnkit.splice.program import Lists
+from attnkit.splice.kernel_call import Captured
 from attnkit.util.tensor_cache import VersionedCache
 from attnkit.util.torch_fast import device_index, is_captured, maker, stream_of
 
@@ -25,7 +25,7 @@ Place: TypeAlias = tuple[int, int | Tensor, bool]
 Run: TypeAlias = Callable[[Any, Sequence[Any], tuple[int, ...], Sequence[int]], Relaunch | None]
 # A `Call` as a function; None where it cannot make the call.
 Repeated: TypeAlias = Callable[
-    [Tensor, Tensor, Tensor, Lists, float], tuple[Tensor, Tensor, Tensor | None] | None
+    [Tensor, Tensor, Tensor, Captured, float], tuple[Tensor, Tensor, Tensor | None] | None
 ]
 
 OWN = 2
@@ -101,7 +101,7 @@ class Call:
         return torch.empty(shape, dtype=torch.float32, device=self.device)
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, captured: Lists, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, captured: Captured, scale: float
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """out, LSE and the row maxima or None; on the current stream."""
         if self.again is not None:
@@ -153,7 +153,7 @@ class Call:
                 yield _CAPTURED + i
         yield _CAPTURED + len(self.places)  # the scale
 
-    def _read(self, captured: Lists) -> list[Any]:
+    def _read(self, captured: Captured) -> list[Any]:
         """The captured tensors that the kernel reads."""
         found: list[Any] = []
         for which, slot, plain in self.places:
@@ -165,7 +165,7 @@ class Call:
         return found
 
 
-def repeated(call: Call, captured: Lists, again: Relaunch, combine: Relaunch | None) -> Repeated:
+def repeated(call: Call, captured: Captured, again: Relaunch, combine: Relaunch | None) -> Repeated:
     """The same call for other tensors of the same geometry: as little as can be done for it.
 
     Args:
@@ -192,7 +192,7 @@ def repeated(call: Call, captured: Lists, again: Relaunch, combine: Relaunch | N
     counters: dict[int, int] = {}  # by stream its counter's address
 
     def run(
-        query: Tensor, key: Tensor, value: Tensor, captured: Lists, scale: float
+        query: Tensor, key: Tensor, value: Tensor, captured: Captured, scale: float
     ) -> tuple[Tensor, Tensor, Tensor | None] | None:
         q, k, v = query.data_ptr(), key.data_ptr(), value.data_ptr()
         stream = 0

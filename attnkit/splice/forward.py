@@ -22,7 +22,7 @@ from attnkit.jit.kernel import Source, kernel
 from attnkit.jit.relaunch import Relaunch
 from attnkit.schedule.kernel_table import Kernel, kernels
 from attnkit.schedule.scheduler import Shape, schedule_forward
-from attnkit.schedule.targets import SM90, Target
+from attnkit.schedule.targets import Target, gpu_target
 from attnkit.schedule.work_list import WorkList, fitted, full_runs, work_list
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.sparsity.intervals.normal_form import Intervals, find_intervals
@@ -36,89 +36,98 @@ from attnkit.splice.call import (
     steps,
 )
 from attnkit.splice.forward_source import combine_source, source_of, template_of
+from attnkit.splice.kernel_call import Captured, ForwardInputs, KernelCall
 from attnkit.splice.layout import Layout
-from attnkit.splice.program import Lists, Program
+from attnkit.splice.program import Program
 from attnkit.splice.spliced import Spliced, spliced
+from attnkit.templates.cpu import output_strides
 from attnkit.tracing.tracer import Traced
 from attnkit.util.tensor_cache import VersionedCache
 
 _SMS_EMULATED = 2  # CTAs in the emulator: few, so that each computes several tiles
 
 
-def layout(
-    target: Target,
-    score: Node | None,
-    dtype: str,
+def layout_of(
+    template: str,
+    program: Program,
+    dtype: torch.dtype,
     head_dims: tuple[int, int],
     block: tuple[int, int],
 ) -> Layout:
-    """The inside of the kernel for a score_mod, in the tiles of `block`."""
-    template = template_of(target)
+    """Describe the inside of a GPU template's forward kernel.
+
+    Args:
+        template: of a plan.
+        program: the graphs.
+        dtype: of query, key and value.
+        head_dims: of query and key, and of value.
+        block: the plan's tile sizes.
+
+    Raises:
+        ArgumentError: `template` is no GPU kernel.
+    """
+    target, score = gpu_target(template), program.score
+    settings = template_of(target)
     found = kernels(*head_dims, score is not None, target.template)
     chosen = next(k for k in found if k.block == block)
     form = score_form(score)
-    chosen = template.fitted(chosen, form, masked=False)
-    config = template.config_of(form, chosen, dtype, head_dims, False, target.arch)
-    return template.layout_of(config)
+    chosen = settings.fitted(chosen, form, masked=False)
+    name = str(dtype).removeprefix("torch.")
+    config = settings.config_of(form, chosen, name, head_dims, False, target.arch)
+    return settings.layout_of(config)
+
+
+def forward_block(
+    template: str,
+    program: Program,
+    head_dims: tuple[int, int],
+    runs: BlockRuns | None = None,
+    q_len: int | None = None,
+) -> tuple[tuple[int, int], str]:
+    """Rows and columns of a block of a GPU template's forward kernel, and why that kernel.
+
+    If two CTAs work on a block, the rows are of both.
+
+    Args:
+        template: of a plan.
+        program: the graphs.
+        head_dims: of query and key, and of value.
+        runs: tiles to visit; None for all.
+        q_len: length of the query, None for a long one.
+
+    Raises:
+        ArgumentError: `template` is no GPU kernel.
+    """
+    found, why = kernel_of(head_dims, runs, program, gpu_target(template), q_len)
+    return found.block, why
 
 
 _calls: VersionedCache[Call] = VersionedCache(128)
 
 
-def prepare(
-    program: Program,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    captured: Lists,
-    runs: BlockRuns | None,
-    strides: tuple[int, ...],
-    *,
-    positive: bool,
-    need_max: bool,
-    target: Target = SM90,
-    emulated: bool = False,
-) -> Call:
+def prepare(kernel_call: KernelCall, inputs: ForwardInputs) -> Call:
     """Attention with a compiled kernel, for tensors like these.
 
     All tensors of a call must have the device, dtypes, shapes and strides of these, and the mask's
-    must be these with this data.
-
-    Args:
-        program: the graphs.
-        qkv: [B, H, S, D], see `flex_attention`.
-        captured: tensors of the score and of the mask.
-        runs: tiles to visit, in a kernel's tile sizes or multiples; None for all.
-        strides: of the output, [B, Hq, Sq, Dv].
-        positive: whether the softmax scale is.
-        need_max: also return the row maxima.
-        target: what the kernel is compiled for.
-        emulated: execute the kernel on the CPU.
+    must be these with this data. Of the scale only the sign counts.
     """
+    qkv, captured = (inputs.query, inputs.key, inputs.value), inputs.captured
     sizes = tuple((t.shape, t.stride()) for t in qkv)
     kinds = tuple((t.dtype, t.device, t.shape, t.stride()) for l in captured for t in l)
-    query = qkv[0]
-    geometry = sizes, query.dtype, query.device, kinds, strides
-    workers = emulation.ctas(_SMS_EMULATED) if emulated else _sms(query.device)
-    options = positive, need_max, target, emulated, workers
-    key = program, runs, geometry, options
-    build = lambda: _prepare(program, qkv, captured, runs, strides, *options)
-    return _calls.get(key, captured[1], build)
+    device = inputs.query.device
+    workers = emulation.ctas(_SMS_EMULATED) if kernel_call.spec.emulated else _sms(device)
+    key = kernel_call, sizes, inputs.query.dtype, device, kinds, inputs.scale > 0, workers
+    return _calls.get(key, captured.masks, lambda: _prepare(kernel_call, inputs, workers))
 
 
-def _prepare(
-    program: Program,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    captured: Lists,
-    runs: BlockRuns | None,
-    strides: tuple[int, ...],
-    positive: bool,
-    need_max: bool,
-    target: Target,
-    emulated: bool,
-    workers: int,
-) -> Call:
-    query, key, value = qkv
+def _prepare(kernel_call: KernelCall, inputs: ForwardInputs, workers: int) -> Call:
+    query, key, value, captured = inputs.query, inputs.key, inputs.value, inputs.captured
+    program, runs, need_max = kernel_call.program, kernel_call.runs, kernel_call.need_max
+    target, emulated = kernel_call.spec.target, kernel_call.spec.emulated
+    assert target is not None
     batch, heads, q_len, head_dim = query.shape
     head_dims = head_dim, value.shape[-1]
+    strides = output_strides(query, value.shape[-1])
     device, dtype = query.device, str(query.dtype).removeprefix("torch.")
     template = template_of(target)
     chosen, _ = kernel_of(head_dims, _near(runs, query), program, target, q_len)
@@ -156,14 +165,14 @@ def _prepare(
             tuple(
                 (str(t.dtype).removeprefix("torch."), t.ndim, _ends_contiguous(t)) for t in tensors
             ),
-            positive,
+            inputs.scale > 0,
         ),
         device=device,
         dtype=query.dtype,
         shape=(batch, heads, q_len, head_dims[1]),
         strides=strides,
         direct=steps((batch, heads, q_len, head_dims[1]), strides, size),
-        loadable=all(steps(t.shape, t.stride(), size) for t in qkv),
+        loadable=all(steps(t.shape, t.stride(), size) for t in (query, key, value)),
         tables=(work.pieces, work.partial, work.full),
         parts=((slots, *tile), (slots, tile[0])),
         places=places,
@@ -175,7 +184,7 @@ def _prepare(
 
 
 def _places(
-    variant: Spliced, captured: Lists, mask_tensors: Sequence[Tensor], device: torch.device
+    variant: Spliced, captured: Captured, mask_tensors: Sequence[Tensor], device: torch.device
 ) -> Iterator[Place]:
     """Where the captured tensors that the kernel reads are found at each call."""
     for slot in variant.slots[0]:

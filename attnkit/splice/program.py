@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -64,6 +62,3 @@ class Program:
 def compute_dtype(query: Tensor) -> torch.dtype:
     """The dtype of scores and row statistics: float64 for float64, else float32."""
     return torch.float64 if query.dtype == torch.float64 else torch.float32
-
-
-Lists: TypeAlias = tuple[Sequence[Tensor], Sequence[Tensor]]  # captured by score, by mask

@@ -17,7 +17,7 @@ from attnkit.graph.ir import F32, Node, arg, load
 from attnkit.graph.simplify import build
 from attnkit.jit import emulation, kernel
 from attnkit.runtime.variant import Variant
-from attnkit.tracing.guards import traced
+from attnkit.tracing.guards import trace_cached
 
 CPU = torch.device("cpu")
 TABLE = torch.zeros(4096)
@@ -25,7 +25,7 @@ GRID = torch.zeros(256, 256)
 
 
 def score(mod: Any) -> Node:
-    return traced(mod, "score", CPU).root
+    return trace_cached(mod, "score", CPU).root
 
 
 def test_what_is_known_once_a_row_is_not_counted() -> None:

@@ -14,7 +14,9 @@ from attnkit.runtime import reference
 from attnkit.runtime.reuse.backward_fast_path import Backwards
 from attnkit.runtime.variant import Variant
 from attnkit.schedule.targets import SM90
+from attnkit.splice import BackwardInputs
 from attnkit.splice import backward as splice_backward
+from attnkit.splice.backward_call import BackwardCall
 from attnkit.testing import Case
 from attnkit.testing.quantities import (
     Quantities,
@@ -44,11 +46,11 @@ def counted() -> Iterator[list[bool]]:
     One that is made again as an earlier one never is.
     """
     seen: list[bool] = []
-    plain, again = splice_backward.backward, Backwards.made
+    plain, again = BackwardCall.__call__, Backwards.made
 
-    def recorded(*arguments: Any, **options: Any) -> Any:
-        seen.append(options["deterministic"])
-        return plain(*arguments, **options)
+    def recorded(call: BackwardCall, inputs: BackwardInputs) -> Any:
+        seen.append(call.deterministic)
+        return plain(call, inputs)
 
     def repeated(*arguments: Any) -> Any:
         found = again(*arguments)
@@ -56,7 +58,7 @@ def counted() -> Iterator[list[bool]]:
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(splice_backward, "backward", recorded)
+        patch.setattr(BackwardCall, "__call__", recorded)
         patch.setattr(Backwards, "made", repeated)
         yield seen
 

@@ -7,6 +7,7 @@ before a kernel runs, and reading them is a fault.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from attnkit import flex_attention, masks
 from attnkit.jit import emulation
+from attnkit.schedule.targets import ORDERED
+from attnkit.splice import BackwardInputs, KernelCall, backward_call, backward_work
 from attnkit.splice import backward as splice_backward
-from attnkit.splice import backward_call, backward_work
 from attnkit.splice.backward_work import Work
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -181,13 +183,13 @@ def ordered(
     torch.manual_seed(0)
     inputs, weights = draw(200 if name else 400, heads=(2, 1), dims=dims)
     mod, captured = MODS[name] if name else (None, list)
-    plain = splice_backward.backward
+    plain = splice_backward.prepared
 
-    def fixed(*args: Any, **options: Any) -> Any:
-        return plain(*args, **{**options, "deterministic": True})
+    def fixed(call: KernelCall, inputs: BackwardInputs) -> Any:
+        return plain(replace(call, template=call.template + ORDERED), inputs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(splice_backward, "backward", fixed)
+        patch.setattr(splice_backward, "prepared", fixed)
         patch.setattr(backward_work, "_SMS_EMULATED", ctas)
         with emulation.session(mode=mode, seeds=ctas) as session:
             found = gradients(backend, inputs, weights, captured(), mod, mask, None)

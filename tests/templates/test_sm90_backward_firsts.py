@@ -17,8 +17,9 @@ from attnkit.schedule import first_writer
 
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
+from attnkit.schedule.targets import ORDERED
+from attnkit.splice import BackwardInputs, KernelCall, backward_work
 from attnkit.splice import backward as splice_backward
-from attnkit.splice import backward_work
 from attnkit.splice.backward_work import Work
 from tests.templates.backward_kit import (
     CAUSAL,
@@ -75,9 +76,12 @@ def test_gradients_of_captured_tensors(works: list[Work], name: str) -> None:
 @pytest.fixture
 def in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums are formed in a fixed order."""
-    plain = splice_backward.backward
-    fixed = lambda *args, **options: plain(*args, **{**options, "deterministic": True})
-    monkeypatch.setattr(splice_backward, "backward", fixed)
+    plain = splice_backward.prepared
+
+    def fixed(call: KernelCall, inputs: BackwardInputs) -> Any:
+        return plain(replace(call, template=call.template + ORDERED), inputs)
+
+    monkeypatch.setattr(splice_backward, "prepared", fixed)
 
 
 @pytest.mark.usefixtures("in_turn")
