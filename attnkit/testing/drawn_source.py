@@ -11,7 +11,7 @@ from attnkit.testing.source import Source, remember
 IMPORTS = "import torch\nfrom attnkit import masks, mods\n"
 
 
-def written(what: str, tables: Sequence[str], seed: int, lines: Sequence[str]) -> Any:
+def run_drawn(what: str, tables: Sequence[str], seed: int, lines: Sequence[str]) -> Any:
     """Run source inside a function and return what it returns.
 
     Args:
