@@ -27,10 +27,11 @@ from gpu_timing import MODES, CudaTimer, in_turn
 from gpu_variants import documents, window
 
 from attnkit import masks, mods
-from attnkit.codegen import staged_emitter
 from attnkit.codegen.score_form import LOG2E, ScoreForm, unscaled
+from attnkit.graph import staging
 from attnkit.graph.ir import arg, const
 from attnkit.graph.simplify import build
+from attnkit.graph.staging import Level
 from attnkit.runtime.variant import Variant
 from attnkit.schedule.scheduler import schedule_forward
 from attnkit.schedule.targets import SM90
@@ -87,7 +88,7 @@ def _changed(change: Change) -> Iterator[None]:
         patch(forward, "schedule_forward", order)
         if not change.staged:
             patch(spliced, "score_form", _unstaged)
-            patch(staged_emitter, "level_of", lambda n: "element")
+            patch(staging, "level_of", lambda n: Level.ELEMENT)
         _forget()
         yield
     _forget()

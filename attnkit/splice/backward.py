@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnkit.codegen.levels import index_level
 from attnkit.codegen.score_form import score_form
 from attnkit.graph import ir
 from attnkit.graph.adjoint import adjoint
 from attnkit.graph.ir import Node
+from attnkit.graph.staging import Level, index_level
 from attnkit.schedule.targets import SM90, Target, gpu_target
 from attnkit.schedule.work_list import fitted, full_runs
 from attnkit.sparsity.block_runs import BlockRuns
@@ -165,7 +165,7 @@ def backward_block(
 
 
 @functools.lru_cache(maxsize=1024)
-def _levels(score: Node | None, wanted: tuple[bool, ...]) -> frozenset[str]:
+def _levels(score: Node | None, wanted: tuple[bool, ...]) -> frozenset[Level]:
     """The levels at which the indices of loads with gradients are known."""
     if score is None or not any(wanted):
         return frozenset()

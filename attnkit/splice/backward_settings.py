@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from attnkit.graph.staging import Level
 from attnkit.schedule.split_kv import Cost
 from attnkit.schedule.targets import Target
 from attnkit.sparsity.block_runs import BlockRuns
@@ -42,7 +43,7 @@ class Template(Protocol):
         runs: BlockRuns,
         *,
         additive: bool,
-        learned: frozenset[str],
+        learned: frozenset[Level],
         listed: bool,
     ) -> dict[str, Any]:
         """What of its `BackwardConfig` depends on more of a call than its head dims.

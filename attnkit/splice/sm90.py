@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from attnkit.codegen.score_form import ScoreForm, is_relative
+from attnkit.codegen.score_form import ScoreForm
 from attnkit.graph import ir
 from attnkit.graph.ir import Node
+from attnkit.graph.staging import is_relative
 from attnkit.jit.kernel import Build
 from attnkit.schedule.kernel_table import Kernel, fitting, width
 from attnkit.sparsity.block_runs import BlockRuns
