@@ -78,7 +78,7 @@ def sources(job: Job) -> list[kernel.Source]:
     # of the tiles of a mask other kernels are made too, where these are predicted to be faster
     fewer = mock.patch.object(sm100_pairs, "fewer_clocks", return_value=job.ctas == "pair")
     chosen = mock.patch.object(sm100, "chosen", asked if job.block else sm100.chosen)
-    with fewer, chosen, emulation.session(execute=False), kernel.asked() as found:
+    with fewer, chosen, emulation.session(execute=False), kernel.requested_sources() as found:
         out = variant(
             *qkv,
             backend=f"emulate:{job.arch}",

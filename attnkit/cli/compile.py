@@ -16,7 +16,7 @@ from attnkit.schedule.targets import TARGETS, missing_arch, of_arch
 
 if TYPE_CHECKING:
     from attnkit.cli.arguments import Subparsers
-    from attnkit.jit.kernel import Kernel, Source
+    from attnkit.jit.kernel import CompiledKernel, Source
 
 LENGTH = 512
 
@@ -122,7 +122,7 @@ def sources(request: Request) -> Sequence[Source]:
         UnsupportedError: no GPU kernel serves the call.
     """
     from attnkit.jit import emulation
-    from attnkit.jit.kernel import asked
+    from attnkit.jit.kernel import requested_sources
 
     r = request
     if of_arch(r.arch) is None:
@@ -134,7 +134,7 @@ def sources(request: Request) -> Sequence[Source]:
     )
     tensors = [torch.zeros(s, dtype=r.dtype, requires_grad=r.backward) for s in shapes]
     # The emulator's calls are those of a GPU, on tensors that this machine can hold.
-    with emulation.session(execute=False), asked() as found:
+    with emulation.session(execute=False), requested_sources() as found:
         try:
             out = r.variant(*tensors, backend=f"emulate:{r.arch}", enable_gqa=r.heads != r.kv_heads)
         except NoKernelError as error:
@@ -166,7 +166,7 @@ def compile_all(wanted: Sequence[Source]) -> int:
     return status
 
 
-def _lines(kernel: Kernel) -> Iterator[str]:
+def _lines(kernel: CompiledKernel) -> Iterator[str]:
     """A line for each device function; the time of all of them in the first."""
     seconds = f"{kernel.artifact.seconds:8.2f}"
     shared = _shared(kernel)
@@ -180,12 +180,12 @@ def _lines(kernel: Kernel) -> Iterator[str]:
         seconds = ""
 
 
-def _shared(kernel: Kernel) -> dict[str, str]:
+def _shared(kernel: CompiledKernel) -> dict[str, str]:
     """Shared memory of a CTA by device function, as its host code asks for it at the launch.
 
     Without a C compiler the host code cannot be run, and nothing is known.
     """
-    from attnkit.jit.launches import launches
+    from attnkit.jit.emulator_runs import launches
 
     static = {s.name: s.shared for s in kernel.stats}
     try:

@@ -114,7 +114,7 @@ def _dsl() -> Finding:
 
 
 def _compiler() -> Finding:
-    from attnkit.jit.emulation import compiler
+    from attnkit.jit.emulator_runs import compiler
 
     try:
         return Finding(True, "C compiler", f"{compiler()}, for the emulator")

@@ -112,7 +112,7 @@ def _inputs(
 
 def _draw(session: Session, file: Path) -> None:
     """Print the predictions; one file for each kernel, numbered from the second on."""
-    from attnkit.jit.emulation import picture
+    from attnkit.jit.emulator_runs import picture
 
     for number, (name, timeline) in enumerate(session.timelines, 1):
         path = file if number == 1 else file.with_stem(f"{file.stem}-{number}")

@@ -1,6 +1,6 @@
 """The hooks of a GPU backward kernel, made from the graphs of a variant.
 
-`GraphBackward` is what `attnkit.templates.sm90.hooks.BackwardHooks` describes. Plain Python that
+`GraphBackward` is what `attnkit.templates.common.hooks.BackwardHooks` describes. Plain Python that
 runs while a kernel is traced; the kernel's hooks and this module know nothing else of each other.
 """
 

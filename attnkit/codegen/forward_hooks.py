@@ -1,6 +1,6 @@
 """The hooks of a GPU forward kernel, made from the graphs of a variant.
 
-`GraphForward` is what `attnkit.templates.sm90.hooks.ForwardHooks` describes. Plain Python that
+`GraphForward` is what `attnkit.templates.common.hooks.ForwardHooks` describes. Plain Python that
 runs while a kernel is traced; the kernel's hooks and this module know nothing else of each other.
 """
 

@@ -198,14 +198,3 @@ class Sides:
 def comparable(n: Node) -> bool:
     """Whether `n` compares two integers."""
     return n.type == BOOL and n.op in ("lt", "le", "eq") and n.args[0].type == I32
-
-
-_MOST_NODES = 1 << 14
-_shared = [Sides()]
-
-
-def shared() -> Sides:
-    """One that others have asked before: what it says of a node holds always."""
-    if len(_shared[0]) > _MOST_NODES:
-        _shared[0] = Sides()
-    return _shared[0]

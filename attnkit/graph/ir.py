@@ -202,6 +202,11 @@ def _topo(roots: tuple[Node, ...]) -> tuple[Node, ...]:
     return tuple(dict.fromkeys(order))
 
 
+def clear_caches() -> None:
+    """Forget the node orders that `topo` has computed; nodes stay interned."""
+    _topo.cache_clear()
+
+
 def reads(*roots: Node) -> frozenset[str]:
     """Names of the args that the roots depend on, of score, b, h, q, kv, grad."""
     return frozenset(str(n.attr) for n in topo(*roots) if n.op == "arg")

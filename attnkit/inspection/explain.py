@@ -41,7 +41,7 @@ from attnkit.splice import (
     forward_block,
     layout_of,
 )
-from attnkit.tracing.float64_checks import own_dtype
+from attnkit.tracing.float64_checks import compute_dtype
 from attnkit.tracing.mask import noop_mask
 from attnkit.tracing.tracer import Traced
 from attnkit.util.arguments import check_options, check_size
@@ -135,7 +135,7 @@ class Explanation:
             kv_len=kv_len,
             batch=batch,
             heads=heads,
-            dtype=own_dtype(self.mask),
+            dtype=compute_dtype(self.mask),
         )
         return str(found)
 

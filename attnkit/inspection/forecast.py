@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from attnkit.jit.emulation import rates_of
 from attnkit.schedule.scheduler import (
     BACKWARD,
     FORWARD,
@@ -45,6 +44,8 @@ class Card:
     @property
     def clock(self) -> float:
         """Clocks a second, in 10**9, at which the peak holds; under load it may be less."""
+        from attnkit.jit.emulator_runs import rates_of
+
         return self.peak * 1e3 / (self.sms * rates_of(self.arch).tensor)
 
 

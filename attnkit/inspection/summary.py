@@ -14,7 +14,7 @@ from attnkit.inspection.tile_map import stored_bytes
 from attnkit.sparsity.block_mask import BlockMask
 from attnkit.sparsity.block_runs import BlockRuns, Runs
 from attnkit.sparsity.intervals.normal_form import Intervals, find_intervals
-from attnkit.tracing.float64_checks import own_dtype
+from attnkit.tracing.float64_checks import compute_dtype
 from attnkit.tracing.mask import Mask
 from attnkit.tracing.mask_lengths import Lengths
 
@@ -79,7 +79,7 @@ def summarize(blocks: BlockMask, *, most_positions: int = _MOST_POSITIONS) -> Su
     """
     runs, mask = blocks.runs, blocks.traced()
     batch, heads, q_len, kv_len = blocks.shape
-    dtype = own_dtype(mask)
+    dtype = compute_dtype(mask)
     found = find_intervals(
         mask,
         q_len=q_len,

@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from attnkit.errors import AttnkitError, UnsupportedError
 from attnkit.jit import emulation
-from attnkit.jit.emulation import Timeline, busy
 from attnkit.runtime.variant import Variant
 from attnkit.schedule.plan import Call, Plan, choose
 from attnkit.schedule.split_kv import Cost
@@ -33,6 +33,9 @@ from attnkit.splice import (
     run_backward,
     run_forward,
 )
+
+if TYPE_CHECKING:
+    from attnkit.jit.emulator_runs import Timeline
 
 SHORT, LONG = 4, 10  # blocks of the two runs: beyond the filling of the pipelines
 LISTED = 128  # columns of a Blackwell backward block of one CTA, which two would join
@@ -158,6 +161,8 @@ def _program(variant: Variant) -> Program:
 
 
 def _feeds(one: _Run, variant: Variant, target: Target) -> Feeds:
+    from attnkit.jit.emulator_runs import busy
+
     plain = Variant(variant.score_mod)
     short, long = (one.timeline(plain, blocks, FULL) for blocks in (SHORT, LONG))
     before, after = (busy(t.stats, target.arch) for t in (short, long))

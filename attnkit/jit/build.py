@@ -23,7 +23,7 @@ from attnkit.jit.arg_specs import dump_spec, load_spec, read_specs
 from attnkit.jit.cubin import KernelStats, kernel_stats
 from attnkit.jit.dsl_runtime import runtime
 from attnkit.jit.loader import PREFIX, link
-from attnkit.jit.sass_loops import problems
+from attnkit.jit.sass_checks import problems
 from attnkit.util.package import FOLDER
 
 # Python keeps the frames of calls in chunks of 16 KiB, and gives a chunk back when the last frame in
@@ -97,7 +97,7 @@ class Artifact:
         arch: target.
         signature: the arguments.
         stats: registers and so on of each device function.
-        problems: what is wrong with the device code, see `cubin_loops.problems`.
+        problems: what is wrong with the device code, see `sass_checks.problems`.
         seconds: that the compilation took.
         code: host object with the device code in it.
         image: the object linked to a shared library; empty if there was no C compiler.

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from attnkit.errors import LaunchError, UnsupportedError
+from attnkit.errors import LaunchError
 from attnkit.jit.abi import Signature
 from attnkit.jit.dsl_runtime import error_name, library, runtime
 
@@ -28,11 +29,8 @@ def link(code: bytes) -> bytes:
     Raises:
         LaunchError: the compiler refused the object.
     """
-    from attnkit.emulator.host import compiler
-
-    try:
-        command = compiler()
-    except UnsupportedError:
+    compiler = _c_compiler()
+    if compiler is None:
         return b""
     with tempfile.TemporaryDirectory(prefix="attnkit-") as folder:
         obj, lib = Path(folder, "kernel.o"), Path(folder, "kernel.so")
@@ -40,7 +38,7 @@ def link(code: bytes) -> bytes:
         # Naming the runtime makes it a dependency by name: it is found once it is loaded.
         options = ["-shared", "-nostdlib", "-Wl,-Bsymbolic", "-Wl,-z,noexecstack"]
         done = subprocess.run(
-            [command, *options, "-o", str(lib), str(obj), str(library())],
+            [compiler, *options, "-o", str(lib), str(obj), str(library())],
             capture_output=True,
             text=True,
             check=False,
@@ -48,6 +46,12 @@ def link(code: bytes) -> bytes:
         if done.returncode:
             raise LaunchError(f"linking a compiled kernel failed:\n{done.stderr[-2000:]}")
         return lib.read_bytes()
+
+
+def _c_compiler() -> str | None:
+    """$CC, or cc, gcc or clang on the path: where the emulator looks, which is not loaded here."""
+    named = os.environ.get("CC", "").split()
+    return next(filter(None, map(shutil.which, (*named[:1], "cc", "gcc", "clang"))), None)
 
 
 def _load_library(image: bytes) -> ctypes.CDLL:

@@ -19,7 +19,7 @@ from attnkit.sparsity.block_mask import BlockMask, check_lengths, check_mask_sha
 from attnkit.sparsity.block_runs import BlockRuns, from_flex
 from attnkit.splice import Program, compute_dtype
 from attnkit.tracing.float64_checks import check_precision
-from attnkit.tracing.guards import traced
+from attnkit.tracing.guards import trace_cached
 from attnkit.tracing.mask import check_built_for
 from attnkit.tracing.tracer import Traced
 from attnkit.util.arguments import check_captured
@@ -100,10 +100,10 @@ class Variant:
 
     def trace(self, device: torch.device) -> tuple[Traced | None, Traced | None]:
         """The traced score_mod and mask_mod, None where there is none."""
-        score = None if self.score_mod is None else traced(self.score_mod, "score", device)
+        score = None if self.score_mod is None else trace_cached(self.score_mod, "score", device)
         block = _is_flex(self.mask) or isinstance(self.mask, BlockMask)
         mod = self.mask.mask_mod if block else self.mask
-        return score, None if mod is None else traced(mod, "mask", device)
+        return score, None if mod is None else trace_cached(mod, "mask", device)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
         """Attention with this variant; options as of `attnkit.flex_attention`."""

@@ -16,10 +16,11 @@ from attnkit.sparsity.classify import classify
 from attnkit.sparsity.index_bounds import check_bounds
 from attnkit.sparsity.intervals.normal_form import Intervals, find_intervals
 from attnkit.sparsity.intervals.tiles import tiles_of
-from attnkit.tracing.float64_checks import own_dtype
-from attnkit.tracing.guards import traced
+from attnkit.tracing.float64_checks import compute_dtype
+from attnkit.tracing.guards import trace_cached
 from attnkit.tracing.mask import check_built_for
 from attnkit.tracing.tracer import Kind, Traced, takes
+from attnkit.util import caches
 from attnkit.util.arguments import check_captured, check_size
 from attnkit.util.devices import resolved
 from attnkit.util.tensor_cache import VersionedCache
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 _ON_HOST = 1 << 16  # rows and columns together
 
 _runs: VersionedCache[tuple[BlockRuns, frozenset[Node]]] = VersionedCache(64)
+caches.register(_runs.clear)
 
 
 def check_lengths(
@@ -169,7 +171,7 @@ class BlockMask:
 
     def traced(self) -> Traced:
         """The mask's graph, traced again if anything that it reads has changed."""
-        mask = traced(self.mask_mod, "mask", self.device)
+        mask = trace_cached(self.mask_mod, "mask", self.device)
         check_captured("mask_mod", mask.names, mask.tensors, self.device)
         return mask
 
@@ -197,7 +199,7 @@ class BlockMask:
     @property
     def runs(self) -> BlockRuns:
         """The tiles as runs."""
-        return self.checked_runs(own_dtype(self.traced()))[0]
+        return self.checked_runs(compute_dtype(self.traced()))[0]
 
     def numel(self) -> int:
         """Scores of the dense mask."""
@@ -312,7 +314,7 @@ def create_block_mask(
             device="cpu" if device is None else device,
         )
     if device is None:
-        captured = traced(mask_mod, "mask", torch.device("cpu")).tensors
+        captured = trace_cached(mask_mod, "mask", torch.device("cpu")).tensors
         # a small table may stay on the CPU: what lives elsewhere decides
         device = next((t.device for t in captured if t.device.type != "cpu"), torch.device("cpu"))
     mask = BlockMask(
@@ -354,15 +356,15 @@ def create_mask(
     shape = (B or 1, H or 1, Q_LEN, KV_LEN)
     device = resolved("cpu" if device is None else device)
     kind: Kind = "score" if takes(mod_fn, "score") and not takes(mod_fn, "mask") else "mask"
-    mask = traced(mod_fn, kind, device)
+    mask = trace_cached(mod_fn, kind, device)
     env = {
         name: torch.arange(n, dtype=torch.int32, device=device).view(
             [n if i == axis else 1 for i in range(4)]
         )
         for axis, (name, n) in enumerate(zip(("b", "h", "q", "kv"), shape, strict=True))
     }
-    env["score"] = torch.zeros(1, 1, 1, 1, dtype=own_dtype(mask), device=device)
-    (kept,) = evaluate([mask.root], env, mask.tensors, own_dtype(mask))
+    env["score"] = torch.zeros(1, 1, 1, 1, dtype=compute_dtype(mask), device=device)
+    (kept,) = evaluate([mask.root], env, mask.tensors, compute_dtype(mask))
     kept = kept != -torch.inf if kind == "score" else kept
     return kept.to(device).expand(shape).contiguous()
 

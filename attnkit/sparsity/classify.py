@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attnkit.errors import BoundsError, DTypeError, OptionError, ShapeError
 from attnkit.graph import ir
-from attnkit.graph.affine import Sides, shared
+from attnkit.graph.affine import Sides
 from attnkit.graph.ir import BOOL, Node
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.sparsity.hierarchical import Grid, Statistics
@@ -26,7 +26,7 @@ from attnkit.sparsity.mask_rewrites import equated, gated, regrouped
 from attnkit.sparsity.ranges.boxes import Boxes
 from attnkit.sparsity.ranges.equality import settle_equalities
 from attnkit.sparsity.ranges.eval_blocks import Blocks, compile_blocks, is_exact
-from attnkit.sparsity.ranges.tables import Domain, Tables
+from attnkit.sparsity.ranges.tables import Domain, Tables, shared_sides
 from attnkit.sparsity.witness import Resolver
 
 # (b, h) pairs are classified together while their points and tiles stay below these numbers.
@@ -126,7 +126,7 @@ def _prepare(
     root: Node, check: Callable[[Sequence[Node]], frozenset[Node]], names: Sequence[str]
 ) -> _Classifier:
     """Rewrite and compile a mask; `check` returns unproven loads or raises BoundsError."""
-    sides = shared()
+    sides = shared_sides()
     checked = check([root])
     better = equated(root, sides)
     if better is not root:

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from attnkit.graph import ir
-from attnkit.graph.affine import shared
 from attnkit.graph.ir import F32, I32, Node
 from attnkit.sparsity.index_ranges import Checker, known_range, numbers
-from attnkit.sparsity.ranges.tables import Domain
+from attnkit.sparsity.ranges.tables import Domain, shared_sides
+from attnkit.util import caches
 
 _proofs: dict[Hashable, _Proof] = {}
+caches.register(_proofs.clear)
 _MOST_PROOFS = 256
 
 
@@ -100,7 +101,7 @@ def _prove(
     h = torch.arange(heads, dtype=torch.int32, device=device)
     nodes = ir.topo(*roots)
     truncates = any(n.op == "cast" and (n.type, n.args[0].type) == (I32, F32) for n in nodes)
-    domain = Domain(tensors, q_len, kv_len, b, h, dtype, shared())
+    domain = Domain(tensors, q_len, kv_len, b, h, dtype, shared_sides())
     checker = Checker(domain, tuple(names), truncates)
     with torch.no_grad():
         for n in nodes:

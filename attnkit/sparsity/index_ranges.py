@@ -21,6 +21,7 @@ from attnkit.sparsity.ranges.boxes import Boxes
 from attnkit.sparsity.ranges.eval_interval import INT_HIGH, INT_LOW, Interval, everything, transfer
 from attnkit.sparsity.ranges.pointwise import point_intervals
 from attnkit.sparsity.ranges.tables import Domain, value_range
+from attnkit.util import caches
 from attnkit.util.tensor_cache import VersionedCache
 
 _INT32 = f"int32 ({INT_LOW} to {INT_HIGH})"
@@ -29,6 +30,7 @@ _SHIFTS = ("shl", "shr")
 
 # Ranges of captured tensors, on the CPU: each check asks again, and a GPU is waited for.
 _values: VersionedCache[Interval] = VersionedCache(256, copies=False)
+caches.register(_values.clear)
 
 
 def note_range(tensor: Tensor, low: int, high: int) -> None:

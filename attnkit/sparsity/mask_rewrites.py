@@ -21,6 +21,7 @@ from functools import lru_cache
 from attnkit.graph import ir, simplify
 from attnkit.graph.affine import Side, Sides, comparable
 from attnkit.graph.ir import BOOL, I32, Node
+from attnkit.util import caches
 
 # Their product is beyond every difference of two numbers of int32.
 _FAR, _TIMES = 1 << 30, 16
@@ -34,6 +35,9 @@ def equated(root: Node, sides: Sides) -> Node:
     the equality fails: check its bounds before using it.
     """
     return _rebuilt(root, lambda op, m: _equate(m, sides) if op == "and" else m)
+
+
+caches.register(equated.cache_clear)
 
 
 def regrouped(root: Node, sides: Sides) -> Node:

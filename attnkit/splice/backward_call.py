@@ -14,9 +14,8 @@ from torch import Tensor
 
 from attnkit.graph import ir
 from attnkit.graph.ir import Node
-from attnkit.jit import emulation
 from attnkit.jit.kernel import Source, kernel
-from attnkit.jit.relaunch import Again
+from attnkit.jit.relaunch import Relaunch
 from attnkit.splice import exact_sums
 from attnkit.splice.backward_sources import finish_source, main_source, prepare_source
 from attnkit.splice.backward_work import UNIT, Work, work_of, workers
@@ -89,7 +88,7 @@ class BackwardCall:
     group: int
     words: tuple[int, int]
     emulated: bool
-    _again: dict[tuple[Source, int], Again] = field(default_factory=dict)
+    _again: dict[tuple[Source, int], Relaunch] = field(default_factory=dict)
     again: Replay | None = field(init=False, default=None)
     scale: float | None = field(init=False, default=None)
 
@@ -234,15 +233,17 @@ class BackwardCall:
             The launch, if one like it was made before.
         """
         if self.emulated:
+            from attnkit.jit.emulator_runs import run_emulated
+
             code = kernel(source, lines=True)
-            emulation.run_emulated(code, arguments, work=work, roles=self.settings.template.ROLES)
+            run_emulated(code, arguments, work=work, roles=self.settings.template.ROLES)
             return None
         again = self._again.get((source, which)) if same else None
         if again is None:
             code = kernel(source)
             code(*arguments)
             if same:
-                self._again[source, which] = code.repeated(arguments, range(len(arguments)))
+                self._again[source, which] = code.relauncher(arguments, range(len(arguments)))
             return None
         addresses = [a.data_ptr() for a in arguments if isinstance(a, Tensor)]
         again(
@@ -250,7 +251,7 @@ class BackwardCall:
             addresses,
             tuple(a for a in arguments if not isinstance(a, Tensor)),
         )
-        return Ran(kernel(source).repeated, arguments)
+        return Ran(kernel(source).relauncher, arguments)
 
 
 def prepare(
@@ -370,7 +371,7 @@ def _fresh(t: Tensor) -> Tensor:
 
 
 def _undefined(t: Tensor) -> Any:
-    from attnkit.jit.emulation import Undefined
+    from attnkit.jit.emulator_runs import Undefined
 
     return Undefined(t)
 

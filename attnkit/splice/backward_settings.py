@@ -11,7 +11,7 @@ from attnkit.schedule.targets import Target
 from attnkit.sparsity.block_runs import BlockRuns
 
 if TYPE_CHECKING:
-    from attnkit.templates.sm90.hooks import BackwardHooks
+    from attnkit.templates.common.hooks import BackwardHooks
 
 
 class Template(Protocol):

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from attnkit.jit.relaunch import Again
+from attnkit.jit.relaunch import Relaunch
 from attnkit.splice.kernel_call import Captured
 from attnkit.util.tensor_cache import VersionedCache
 from attnkit.util.torch_fast import device_index, is_captured, maker, stream_of
@@ -22,7 +22,7 @@ from attnkit.util.torch_fast import device_index, is_captured, maker, stream_of
 Place: TypeAlias = tuple[int, int | Tensor, bool]
 # Runs a kernel: its source, the arguments, which of them are outputs, and which would change if it
 # were run again. Gives back how to run it again, None if in the same way.
-Run: TypeAlias = Callable[[Any, Sequence[Any], tuple[int, ...], Sequence[int]], Again | None]
+Run: TypeAlias = Callable[[Any, Sequence[Any], tuple[int, ...], Sequence[int]], Relaunch | None]
 # A `Call` as a function; None where it cannot make the call.
 Repeated: TypeAlias = Callable[
     [Tensor, Tensor, Tensor, Captured, float], tuple[Tensor, Tensor, Tensor | None] | None
@@ -165,7 +165,7 @@ class Call:
         return found
 
 
-def repeated(call: Call, captured: Captured, again: Again, combine: Again | None) -> Repeated:
+def repeated(call: Call, captured: Captured, again: Relaunch, combine: Relaunch | None) -> Repeated:
     """The same call for other tensors of the same geometry: as little as can be done for it.
 
     Args:

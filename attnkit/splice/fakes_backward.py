@@ -61,7 +61,7 @@ def main_arguments(
         *runs,
         _ints(),
         [captured_tensor(*c) for c in captured],
-        # in a fixed order the gradients have bins: see `templates.sm90.exact_sums`
+        # in a fixed order the gradients have bins: see `templates.common.exact_sums`
         [
             captured_tensor("int64", n + 1, True)
             if with_turns

@@ -19,7 +19,7 @@ from attnkit.codegen.score_form import score_form
 from attnkit.graph.ir import Node
 from attnkit.jit import emulation
 from attnkit.jit.kernel import Source, kernel
-from attnkit.jit.relaunch import Again
+from attnkit.jit.relaunch import Relaunch
 from attnkit.schedule.kernel_table import Kernel, kernels
 from attnkit.schedule.scheduler import Shape, schedule_forward
 from attnkit.schedule.targets import Target, gpu_target
@@ -300,10 +300,10 @@ def _work(
 
 def _launch(
     source: Source, arguments: Sequence[Any], outputs: tuple[int, ...], changing: Sequence[int]
-) -> Again:
+) -> Relaunch:
     found = kernel(source)
     found(*arguments)
-    return found.repeated(arguments, changing)
+    return found.relauncher(arguments, changing)
 
 
 def _emulate(
@@ -316,9 +316,9 @@ def _emulate(
     changing: Sequence[int],
 ) -> None:
     """Execute a kernel on the CPU."""
-    from attnkit.jit.emulation import Undefined
+    from attnkit.jit.emulator_runs import Undefined, run_emulated
 
     counts = work.pieces[:, [6, 9]].sum()
     cost = emulation.attention_work(int(counts), work.pieces.shape[0], block=chosen.block)
     values = [Undefined(a) if i in outputs else a for i, a in enumerate(arguments)]
-    emulation.run_emulated(kernel(source, lines=True), values, work=cost, roles=layout.warps)
+    run_emulated(kernel(source, lines=True), values, work=cost, roles=layout.warps)

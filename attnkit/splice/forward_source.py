@@ -107,7 +107,7 @@ def combine_source(dtype: str, value_dim: int, tile: tuple[int, int], arch: str)
 
     def build() -> Build:
         from attnkit.splice.fakes import combine_arguments
-        from attnkit.templates.sm90.combine import Combine
+        from attnkit.templates.common.combine import Combine
 
         return Build(Combine(dtype, value_dim), combine_arguments(dtype, value_dim, tile))
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnkit.jit.relaunch import Again
+from attnkit.jit.relaunch import Relaunch
 from attnkit.util.torch_fast import device_index, is_captured, maker, stream_of
 
 _STEP = 256  # bytes, between tensors in one piece of memory
@@ -30,7 +30,7 @@ class Ran:
         arguments: its tensors and numbers.
     """
 
-    repeated: Callable[[Sequence[Any], Sequence[int]], Again | None]
+    repeated: Callable[[Sequence[Any], Sequence[int]], Relaunch | None]
     arguments: Sequence[Any]
 
 
@@ -75,7 +75,7 @@ class Replay:
         kept: what the kernels read at every call.
     """
 
-    launches: Sequence[tuple[Again, Callable[[Sequence[int]], Any]]]
+    launches: Sequence[tuple[Relaunch, Callable[[Sequence[int]], Any]]]
     returned: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
     zeroed: Sequence[tuple[tuple[int, ...], torch.dtype]]
     starts: Sequence[int]

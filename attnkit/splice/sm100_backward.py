@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from attnkit.schedule.split_kv import Cost
     from attnkit.sparsity.block_runs import BlockRuns
     from attnkit.splice.backward_settings import Settings
-    from attnkit.templates.sm90.hooks import BackwardHooks
+    from attnkit.templates.common.hooks import BackwardHooks
 
 ROLES = {
     "add": range(4),

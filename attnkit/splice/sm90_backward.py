@@ -9,7 +9,7 @@ from attnkit.schedule.split_kv import Cost
 if TYPE_CHECKING:
     from attnkit.sparsity.block_runs import BlockRuns
     from attnkit.splice.backward_settings import Settings
-    from attnkit.templates.sm90.hooks import BackwardHooks
+    from attnkit.templates.common.hooks import BackwardHooks
 
 ROLES = {
     "load": range(1),

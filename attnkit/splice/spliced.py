@@ -12,7 +12,7 @@ from attnkit.graph import ir
 from attnkit.graph.ir import Node
 
 if TYPE_CHECKING:
-    from attnkit.templates.sm90.hooks import ForwardHooks
+    from attnkit.templates.common.hooks import ForwardHooks
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from attnkit.errors import ArgumentError
 from attnkit.tracing.mask_lengths import Lengths, as_lengths, joined
-from attnkit.util.devices import resolved
-
-if TYPE_CHECKING:
-    from attnkit.sparsity.intervals.normal_form import Intervals
 
 MaskMod: TypeAlias = Callable[..., Any]
 
@@ -143,37 +139,6 @@ class Mask:
             if by is not None
         ]
         return Mask(keep, f"{shown}.shift({', '.join(given)})", lengths=lengths)
-
-    def intervals(
-        self,
-        q_len: int,
-        kv_len: int,
-        batch: int = 1,
-        heads: int = 1,
-        *,
-        device: torch.device | str | None = None,
-    ) -> Intervals | None:
-        """What each row keeps, as a union of few intervals of kv; None if it is no such union.
-
-        `attnkit.sparsity.intervals.normal_form.find_intervals` also says why not.
-
-        Args:
-            q_len, kv_len, batch, heads: sizes that the answer holds for.
-            device: where query and key live; None: where the captured tensors live, else CPU.
-
-        Raises:
-            TraceError: the mask cannot be traced.
-            BoundsError: an index leaves its captured tensor at these sizes.
-            DeviceError: captured tensors live on several devices.
-            OptionError: a size is not a positive int.
-            ShapeError: the mask was built for other lengths.
-        """
-        from attnkit.sparsity.intervals.normal_form import Intervals, intervals_of
-
-        self.lengths.check(self.label, q_len, kv_len)
-        at = None if device is None else resolved(device)
-        found = intervals_of(self, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads, device=at)
-        return found if isinstance(found, Intervals) else None
 
     def __bool__(self) -> bool:
         if sys._getframe(1).f_globals.get("__name__", "").startswith("torch._dynamo."):

@@ -19,6 +19,7 @@ from attnkit.graph.ir import BOOL, F32, Node
 from attnkit.graph.simplify import cast
 from attnkit.tracing import ops  # noqa: F401  (registers the handlers of torch functions)
 from attnkit.tracing.proxy import DTYPES, Mode, Tracer, Value
+from attnkit.util import caches
 
 Kind: TypeAlias = Literal["score", "mask"]
 
@@ -26,6 +27,9 @@ ARGUMENTS: dict[Kind, tuple[str, ...]] = {
     "score": ("score", "b", "h", "q", "kv"),
     "mask": ("b", "h", "q", "kv"),
 }
+
+
+caches.register(ir.clear_caches)  # here, as `graph` imports nothing of `util`
 
 
 class DTypeTraceError(TraceError, DTypeError):

@@ -22,10 +22,10 @@ from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import hopper_helpers
 
-from attnkit.templates.sm90 import device as sm90_device
+from attnkit.templates.common import device as sm90_device
+from attnkit.templates.common.tma import ordered, partition
 from attnkit.templates.sm90.backward_load import RECORD
 from attnkit.templates.sm90.backward_rows import CORE
-from attnkit.templates.sm90.copies import ordered, partition
 from attnkit.templates.sm100 import backward_device as device
 from attnkit.templates.sm100.backward_config import SLICE, BackwardConfig
 from attnkit.templates.sm100.backward_load import Loads
@@ -45,7 +45,7 @@ class Backward(Rows, Products, Loads, Weights, Sums):
 
     Args:
         config: what is fixed when the kernel is compiled.
-        hooks: the variant, see `templates.sm90.hooks.BackwardHooks`.
+        hooks: the variant, see `templates.common.hooks.BackwardHooks`.
 
     Raises:
         ValueError: the configuration is not supported; the message says what is.

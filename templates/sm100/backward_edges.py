@@ -10,7 +10,7 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-from attnkit.templates.sm90 import device
+from attnkit.templates.common import device
 from attnkit.templates.sm90.backward_edges import Prepare
 from attnkit.templates.sm100.backward_config import SLICE, UNIT, BackwardConfig
 

@@ -12,9 +12,9 @@ import cutlass
 from cutlass import Float32, Int32, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 
+from attnkit.templates.common.tma import partition
 from attnkit.templates.sm90 import backward_load
 from attnkit.templates.sm90.backward_load import RECORD
-from attnkit.templates.sm90.copies import partition
 
 
 class Loads(backward_load.Loads):

@@ -16,9 +16,9 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, const_expr, cute
 
-from attnkit.templates.sm90 import device as sm90_device
+from attnkit.templates.common import device as sm90_device
+from attnkit.templates.common.site import Site
 from attnkit.templates.sm90.backward_math import LOG2_E, MASKED, WHOLE
-from attnkit.templates.sm90.site import Site
 from attnkit.templates.sm100 import backward_device as device
 from attnkit.templates.sm100.backward_learned import Learned
 from attnkit.templates.sm100.config import HEAVIEST

@@ -18,10 +18,10 @@ from cutlass._mlir.dialects.nvvm import MemScopeKind
 from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import hopper_helpers
 
-from attnkit.templates.sm90 import device as sm90_device
+from attnkit.templates.common import device as sm90_device
+from attnkit.templates.common.tma import ordered
 from attnkit.templates.sm90.backward_load import RECORD
 from attnkit.templates.sm90.backward_rows import CORE
-from attnkit.templates.sm90.copies import ordered
 from attnkit.templates.sm100 import backward_device as device
 from attnkit.templates.sm100.backward import COMPUTE, EPILOGUE, LOAD, MULTIPLY, ROW, Backward
 from attnkit.templates.sm100.backward_config import SLICE

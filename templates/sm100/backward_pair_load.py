@@ -17,8 +17,8 @@ from cutlass import Float32, Int32, const_expr, cute
 from cutlass._mlir.dialects.nvvm import MemScopeKind
 from cutlass.cute.nvgpu import cpasync
 
+from attnkit.templates.common.tma import partition
 from attnkit.templates.sm90.backward_rows import WORDS
-from attnkit.templates.sm90.copies import partition
 from attnkit.templates.sm100 import backward_device as device
 from attnkit.templates.sm100.backward_pair_sums import HALF
 

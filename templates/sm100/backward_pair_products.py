@@ -10,7 +10,7 @@ from typing import Any
 import cutlass
 from cutlass import Int32, cute
 
-from attnkit.templates.sm90 import device as sm90_device
+from attnkit.templates.common import device as sm90_device
 from attnkit.templates.sm90.backward_load import RECORD
 from attnkit.templates.sm90.backward_rows import CORE
 from attnkit.templates.sm100 import backward_device as device

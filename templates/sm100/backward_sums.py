@@ -15,7 +15,7 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute
 
-from attnkit.templates.sm90 import device as sm90_device
+from attnkit.templates.common import device as sm90_device
 from attnkit.templates.sm90.backward_load import RECORD
 from attnkit.templates.sm90.backward_turns import Turns
 from attnkit.templates.sm100 import backward_device as device

@@ -21,9 +21,9 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Float32, Int32, const_expr, cute
 
-from attnkit.templates.sm90 import device as common
-from attnkit.templates.sm90.device import LN2, NEG_INF
-from attnkit.templates.sm90.site import Site
+from attnkit.templates.common import device as common
+from attnkit.templates.common.device import LN2, NEG_INF
+from attnkit.templates.common.site import Site
 from attnkit.templates.sm90.softmax import GROWTH
 from attnkit.templates.sm100 import device
 from attnkit.templates.sm100.config import HEAVIEST

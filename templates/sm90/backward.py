@@ -30,7 +30,9 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp, StMatrix8x8x16bOp
 from cutlass.utils import hopper_helpers
 
-from attnkit.templates.sm90 import device
+from attnkit.templates.common import device
+from attnkit.templates.common.site import Site
+from attnkit.templates.common.tma import ordered
 from attnkit.templates.sm90.backward_config import ROWS, BackwardConfig
 from attnkit.templates.sm90.backward_firsts import FirstParts
 from attnkit.templates.sm90.backward_load import RECORD, Loads
@@ -40,8 +42,6 @@ from attnkit.templates.sm90.backward_rows import CORE, LessLse
 from attnkit.templates.sm90.backward_store import Stores, chunk_layout
 from attnkit.templates.sm90.backward_sums import NOTE, SUM_FREE, Sums
 from attnkit.templates.sm90.backward_turns import OWED, InTurn
-from attnkit.templates.sm90.copies import ordered
-from attnkit.templates.sm90.site import Site
 
 CONSUMERS = 256  # threads
 PIECE = 12  # int32 words of a piece of work: see `Schedule.table`

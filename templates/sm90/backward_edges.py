@@ -12,7 +12,7 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute
 
-from attnkit.templates.sm90 import device
+from attnkit.templates.common import device
 from attnkit.templates.sm90.backward_config import ROWS, UNIT, BackwardConfig
 from attnkit.templates.sm90.backward_math import LOG2_E
 

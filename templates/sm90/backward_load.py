@@ -12,10 +12,10 @@ import cutlass
 from cutlass import Float32, Int32, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 
+from attnkit.templates.common.tma import partition
 from attnkit.templates.sm90.backward_config import ROWS
 from attnkit.templates.sm90.backward_math import MASKED, WHOLE
 from attnkit.templates.sm90.backward_sums import FIRST_PART
-from attnkit.templates.sm90.copies import partition
 
 RECORD = 8  # where the record of a piece begins in `info`, after the marks of the Q stages
 WORDS = 12  # of a piece

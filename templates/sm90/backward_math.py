@@ -16,10 +16,10 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from attnkit.templates.sm90 import device
+from attnkit.templates.common import device
+from attnkit.templates.common.site import Site
 from attnkit.templates.sm90.backward_distance import Distances
 from attnkit.templates.sm90.backward_learned import Learned, unpack
-from attnkit.templates.sm90.site import Site
 
 LOG2_E = 1.4426950408889634
 MASKED, WHOLE = 1, 2  # bits of a block's mark, below its number

@@ -27,7 +27,7 @@ from typing import Any
 import cutlass
 from cutlass import BFloat16, Float32, Int32, cute
 
-from attnkit.templates.sm90 import device
+from attnkit.templates.common import device
 from attnkit.templates.sm90.backward_config import ROWS
 from attnkit.templates.sm90.backward_edges import Prepare, store_vector
 from attnkit.templates.sm90.backward_math import LOG2_E

@@ -17,7 +17,7 @@ from typing import Any
 import cutlass
 from cutlass import Constexpr, Int32, Int64, const_expr, cute
 
-from attnkit.templates.sm90 import device
+from attnkit.templates.common import device
 from attnkit.templates.sm90.backward_sums import (
     FIRST_PART,
     NOTE,

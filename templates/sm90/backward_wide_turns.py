@@ -14,7 +14,7 @@ from typing import Any
 
 from cutlass import Int32, cute
 
-from attnkit.templates.sm90 import device
+from attnkit.templates.common import device
 from attnkit.templates.sm90.backward_sums import NOTE
 from attnkit.templates.sm90.backward_turns import InTurn
 

@@ -26,13 +26,13 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 from cutlass.utils import hopper_helpers
 
-from attnkit.templates.sm90 import device
+from attnkit.templates.common import device
+from attnkit.templates.common.device import NEG_INF
+from attnkit.templates.common.hooks import ForwardHooks
+from attnkit.templates.common.tma import ordered, partition
 from attnkit.templates.sm90.config import ForwardConfig
-from attnkit.templates.sm90.copies import ordered, partition
-from attnkit.templates.sm90.device import NEG_INF
 from attnkit.templates.sm90.forward_load import RECORD, WORDS, ForwardLoads
 from attnkit.templates.sm90.forward_store import ForwardStores
-from attnkit.templates.sm90.hooks import ForwardHooks
 from attnkit.templates.sm90.softmax import Softmax
 
 TURN = 1  # the first of the named barriers for the warpgroups' turns

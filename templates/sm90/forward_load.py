@@ -12,7 +12,7 @@ from typing import Any
 import cutlass
 from cutlass import Int32, const_expr, cute
 
-from attnkit.templates.sm90.copies import partition
+from attnkit.templates.common.tma import partition
 
 # int32 words of a piece of work: b, h, tile, slot; a cursor of three into the PARTIAL and one into
 # the FULL runs; how many of its blocks come first and are masked; how many pieces of the list keep

@@ -7,8 +7,8 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, const_expr, cute
 
-from attnkit.templates.sm90 import device
-from attnkit.templates.sm90.device import NEG_INF
+from attnkit.templates.common import device
+from attnkit.templates.common.device import NEG_INF
 from attnkit.templates.sm90.forward_load import LIVE
 from attnkit.templates.sm90.softmax import row_of
 

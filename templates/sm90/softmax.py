@@ -20,9 +20,9 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Float32, Int32, const_expr, cute
 
-from attnkit.templates.sm90 import device
-from attnkit.templates.sm90.device import NEG_INF
-from attnkit.templates.sm90.site import Site
+from attnkit.templates.common import device
+from attnkit.templates.common.device import NEG_INF
+from attnkit.templates.common.site import Site
 
 GROWTH = 8.0  # how far, in log2, a row's maximum may grow before sums and output are rescaled
 CEILING = 2.0**12  # sum of a thread's exponentials of a row, up to which the reference stays

@@ -21,7 +21,7 @@ from attnkit.schedule.targets import SM90, SM100
 from attnkit.schedule.work_list import full_runs
 from attnkit.sparsity.block_runs import FULL, BlockRuns
 from attnkit.splice.sm100_tiles import clocks_of, total
-from attnkit.tracing.guards import traced
+from attnkit.tracing.guards import trace_cached
 
 CPU = torch.device("cpu")
 
@@ -77,7 +77,7 @@ def test_pairs_of_ctas_reach_the_limit_of_the_tensor_cores() -> None:
 )
 def test_pairs_need_fewer_clocks_a_block(score: Any) -> None:
     """And what the choice of the kernel takes for them is no more than a quarter off."""
-    form = score_form(None if score is None else traced(score, "score", CPU).root)
+    form = score_form(None if score is None else trace_cached(score, "score", CPU).root)
     rows, found = {}, {}
     for block in ((256, 128), (512, 128)):
         made = forward_feeds(Variant(score, masks.causal()), SM100, head_dim=128, block=block)

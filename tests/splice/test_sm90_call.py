@@ -49,7 +49,7 @@ class Recorder:
             def __call__(self, *arguments: Any) -> None:
                 recorder.calls.append((source.key, arguments, False))
 
-            def repeated(self, like: Any, changing: Any) -> Callable[..., None]:
+            def relauncher(self, like: Any, changing: Any) -> Callable[..., None]:
                 tensors = [i for i in changing if isinstance(like[i], Tensor)]
                 others = [i for i in changing if i not in tensors]
 

@@ -35,7 +35,7 @@ class Kernels:
             def __call__(self, *arguments: Any) -> None:
                 note(arguments)
 
-            def repeated(self, like: Any, changing: Any) -> Any:
+            def relauncher(self, like: Any, changing: Any) -> Any:
                 if not kernels.again:
                     return None
                 numbers = [i for i in changing if not isinstance(like[i], Tensor)]

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 def kernels(*arguments: Any) -> list[Any]:
     """The main kernels of a backward, compiled."""
-    with emulation.session(execute=False), compiled.asked() as sources:
+    with emulation.session(execute=False), compiled.requested_sources() as sources:
         gradients(BACKEND, *arguments)
     return [compiled.kernel(s) for s in sources if s.name.startswith("backward")]
 
@@ -114,7 +114,7 @@ def test_the_same_bits_in_a_fixed_order(mask: Any) -> None:
     """Whatever the order of execution and the number of pairs; heads share K and V."""
     found = []
     for mode, ctas in (("eager", 2), ("check" if mask is None else "adversarial", 6)):
-        with compiled.asked() as sources:
+        with compiled.requested_sources() as sources:
             found.append(ordered(BACKEND, mode, ctas, (128, 128), mask))
     (source,) = (s for s in sources if s.name.startswith("backward"))
     kernel = compiled.kernel(source)

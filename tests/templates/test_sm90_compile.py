@@ -63,7 +63,7 @@ def source(name: str, head_dim: int, value_dim: int) -> compiled.Source:
     score, mask = VARIANTS[name]()
     query, key = (torch.zeros(1, HEADS, LENGTH, head_dim, dtype=torch.bfloat16) for _ in range(2))
     value = torch.zeros(1, HEADS, LENGTH, value_dim, dtype=torch.bfloat16)
-    with emulation.session(execute=False), compiled.asked() as sources:
+    with emulation.session(execute=False), compiled.requested_sources() as sources:
         flex_attention(query, key, value, score, mask, backend="emulate")
     (found,) = sources
     return found

@@ -19,7 +19,7 @@ from attnkit.runtime.variant import Variant
 from attnkit.schedule.plan import parsed
 from attnkit.sparsity.block_mask import BlockMask
 from attnkit.sparsity.block_runs import BLOCK
-from attnkit.tracing.guards import traced
+from attnkit.tracing.guards import trace_cached
 from attnkit.tracing.mask import check_built_for
 from attnkit.util.arguments import (
     AuxOutput,
@@ -54,8 +54,8 @@ def _attended(
     scale: float | None,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    score = None if score_mod is None else traced(score_mod, "score", query.device)
-    mask = None if mask_mod is None else traced(mask_mod, "mask", query.device)
+    score = None if score_mod is None else trace_cached(score_mod, "score", query.device)
+    mask = None if mask_mod is None else trace_cached(mask_mod, "mask", query.device)
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.attnkit.attention(
         *(query, key, value),
         *([] if t is None else list(t.tensors) for t in (score, mask)),

@@ -27,8 +27,8 @@ from attnkit.runtime.variant import Variant
 from attnkit.sparsity.block_mask import BlockMask
 from attnkit.sparsity.block_runs import BLOCK
 from attnkit.splice import BackwardInputs, Captured, KernelCall, compute_dtype, output_like
-from attnkit.tracing.float64_checks import wide
-from attnkit.tracing.guards import counts
+from attnkit.tracing.float64_checks import float64_slots
+from attnkit.tracing.guards import depends_on_data
 from attnkit.tracing.tracer import Traced
 from attnkit.util.arguments import check_scale, check_tensors
 
@@ -181,7 +181,7 @@ def _settled(
     query, key, value = qkv
     scores, masks = (tuple(tensors) for tensors in captured)
     ordered = request.deterministic or torch.are_deterministic_algorithms_enabled()
-    data = (*masks, *lists, *(scores if _counts(request.score, wide(scores)) else ()))
+    data = (*masks, *lists, *(scores if _counts(request.score, float64_slots(scores)) else ()))
     at = (
         *("deferred", request, tuple(sizes), ordered, scale > 0),
         *((t.shape, t.stride(), t.dtype, t.device) for t in (*qkv, *scores, *masks)),
@@ -207,7 +207,7 @@ def _settled(
 
 @functools.lru_cache(maxsize=1024)
 def _counts(score: str, slots: frozenset[int]) -> bool:
-    return bool(score) and counts(ir.parse(score), slots)
+    return bool(score) and depends_on_data(ir.parse(score), slots)
 
 
 @torch.library.impl("attnkit::attention", "CompositeExplicitAutograd")

@@ -1,6 +1,6 @@
 """Calls that were made before: a call that is like an earlier one is settled already.
 
-What a call is like is a key: the graphs of its functions (found again by `guards.recognised`), the
+What a call is like is a key: the graphs of its functions (found again by `guards.lookup_by_fingerprint`), the
 geometry of its tensors, its options; and the data of all tensors on which tiles or proofs of
 indices depend, told by identity and version counter. Where any of it cannot be told, the call is
 settled anew.
@@ -20,7 +20,7 @@ from torch import Tensor
 from attnkit.errors import UnsupportedError
 from attnkit.runtime.torch_ops import Settled
 from attnkit.sparsity.block_mask import BlockMask
-from attnkit.tracing.guards import Known, recalled, recognised
+from attnkit.tracing.guards import TraceRecord, lookup_by_fingerprint, lookup_by_identity
 from attnkit.util.tensor_cache import Stamp
 
 _SIZE = 256
@@ -62,8 +62,8 @@ class Likeness:
     """
 
     key: Hashable
-    score: Known | None
-    mask: Known | None
+    score: TraceRecord | None
+    mask: TraceRecord | None
     scores: tuple[Tensor, ...]
     masks: tuple[Tensor, ...]
     data: tuple[Tensor, ...]
@@ -117,13 +117,13 @@ def likeness(
         data: tuple[Tensor, ...] = ()
         again = True
         if score_mod is not None:
-            found = recalled(score_mod, "score", device)
+            found = lookup_by_identity(score_mod, "score", device)
             if found is None:
-                again, found = False, recognised(score_mod, "score", device)
+                again, found = False, lookup_by_fingerprint(score_mod, "score", device)
             if found is None:
                 return None
             score, scores = found
-            if score.counts:
+            if score.depends_on_data:
                 data = scores
         if block_mask is not None:
             function = block_mask
@@ -134,9 +134,9 @@ def likeness(
                 function = block_mask.mask_mod
                 listed, lists = flex_lists(block_mask)
                 data += listed
-            found = recalled(function, "mask", device)
+            found = lookup_by_identity(function, "mask", device)
             if found is None:
-                again, found = False, recognised(function, "mask", device)
+                again, found = False, lookup_by_fingerprint(function, "mask", device)
             if found is None:
                 return None
             mask, masks = found

@@ -26,8 +26,8 @@ from attnkit.runtime.reuse.call_cache import Likeness, is_flex
 from attnkit.runtime.torch_ops import Attempt, Settled
 from attnkit.sparsity.block_mask import BlockMask
 from attnkit.splice import Captured
-from attnkit.tracing.guards import Watched, watched
-from attnkit.tracing.identity_guards import GONE
+from attnkit.tracing.guards import GuardedFunction, guarded_function
+from attnkit.tracing.identity_guards import READ_ERRORS
 from attnkit.util.torch_state import alike, only_devices, undisturbed
 
 # Which tensors are given: of query, key, value, then those that score and mask capture.
@@ -119,13 +119,13 @@ class _Bucket:
 
     def __init__(
         self,
-        score: Watched | None,
-        mask: Watched | None,
+        score: GuardedFunction | None,
+        mask: GuardedFunction | None,
         lists: _Lists | None,
         owners: tuple[weakref.ref[Any] | None, weakref.ref[Any] | None],
     ) -> None:
-        self.score = _nothing if score is None else score.watch.reader(score.known.places)
-        self.mask = _nothing if mask is None else mask.watch.reader(mask.known.places)
+        self.score = _nothing if score is None else score.guard.reader(score.record.tensor_order)
+        self.mask = _nothing if mask is None else mask.guard.reader(mask.record.tensor_order)
         self.lists, self.owners = lists, owners
         self.capturing = owners != (None, None)
         self.entries: tuple[_Entry, ...] = ()
@@ -140,7 +140,7 @@ class _Bucket:
             return None
         try:
             scores, masks = self.score(), self.mask()
-        except GONE:
+        except READ_ERRORS:
             return None
         lists: Sequence[Tensor] | None = ()
         if self.lists is not None:
@@ -301,8 +301,8 @@ def _bucket(at: _Key, score_mod: Any, block_mask: Any, device: torch.device) -> 
     lists, function = None, block_mask
     if block_mask.__class__ is BlockMask or is_flex(block_mask):
         lists, function = _Lists(block_mask), block_mask.mask_mod
-    score = None if score_mod is None else watched(score_mod, "score", device)
-    mask = None if function is None else watched(function, "mask", device)
+    score = None if score_mod is None else guarded_function(score_mod, "score", device)
+    mask = None if function is None else guarded_function(function, "mask", device)
     if (score is None) != (score_mod is None) or (mask is None) != (function is None):
         return None
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attnkit.errors import BoundsError, DTypeError
 from attnkit.graph import ir
-from attnkit.graph.affine import KV, shared
+from attnkit.graph.affine import KV
 from attnkit.graph.eval_torch import evaluate
 from attnkit.graph.ir import BOOL, Node
 from attnkit.graph.simplify import FALSE, TRUE, build
@@ -27,11 +27,14 @@ from attnkit.sparsity.intervals.solve import Solver
 from attnkit.sparsity.intervals.spans import UNLIMITED, ZERO, Algebra, Spans, ends
 from attnkit.sparsity.intervals.tables import Refusal, RowTables
 from attnkit.sparsity.mask_rewrites import equated
-from attnkit.sparsity.ranges.tables import Domain
-from attnkit.tracing.float64_checks import own_dtype
-from attnkit.tracing.guards import traced
+from attnkit.sparsity.ranges.tables import Domain, shared_sides
+from attnkit.tracing.float64_checks import compute_dtype
+from attnkit.tracing.guards import trace_cached
+from attnkit.tracing.mask import check_built_for
 from attnkit.tracing.tracer import Traced
+from attnkit.util import caches
 from attnkit.util.arguments import check_captured, check_size
+from attnkit.util.devices import resolved
 from attnkit.util.tensor_cache import VersionedCache
 
 MOST = 4  # intervals a row: beyond that the mask itself is no dearer
@@ -138,6 +141,37 @@ class NoIntervals:
 Found: TypeAlias = Intervals | NoIntervals
 
 _found: VersionedCache[Found] = VersionedCache(64)
+caches.register(_found.clear)
+
+
+def intervals(
+    mask: Callable[..., Any],
+    q_len: int,
+    kv_len: int,
+    batch: int = 1,
+    heads: int = 1,
+    *,
+    device: torch.device | str | None = None,
+) -> Intervals | None:
+    """Find the kv intervals that each query row of a mask attends to.
+
+    None if some row needs more than a few intervals; `find_intervals` also says why.
+
+    Args:
+        mask: a `Mask` or a `mask_mod(b, h, q, kv) -> bool`.
+        q_len, kv_len, batch, heads: sizes that the answer holds for.
+        device: where query and key live; None: where the captured tensors live, else CPU.
+
+    Raises:
+        TraceError: the mask cannot be traced.
+        BoundsError: an index leaves its captured tensor at these sizes.
+        DeviceError: captured tensors live on several devices.
+        OptionError: a size is not a positive int.
+        ShapeError: the mask was built for other lengths.
+    """
+    at = None if device is None else resolved(device)
+    found = intervals_of(mask, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads, device=at)
+    return found if isinstance(found, Intervals) else None
 
 
 def intervals_of(
@@ -149,7 +183,7 @@ def intervals_of(
     heads: int = 1,
     device: torch.device | str | None = None,
 ) -> Found:
-    """The interval normal form of a mask_mod or Mask; see `find_intervals`.
+    """Find the interval normal form of a mask_mod or Mask, or why it has none.
 
     Args:
         device: where query and key live; None: where the captured tensors live, else CPU.
@@ -157,12 +191,14 @@ def intervals_of(
     Raises:
         TraceError: the mask cannot be traced.
         DeviceError: captured tensors live elsewhere.
+        ShapeError: the mask was built for other lengths.
         As `find_intervals`.
     """
+    check_built_for(mask_mod, q_len, kv_len)
     if device is None:
-        held = traced(mask_mod, "mask", torch.device("cpu")).tensors
+        held = trace_cached(mask_mod, "mask", torch.device("cpu")).tensors
         device = next((t.device for t in held if t.device.type != "cpu"), torch.device("cpu"))
-    mask = traced(mask_mod, "mask", torch.device(device))
+    mask = trace_cached(mask_mod, "mask", torch.device(device))
     check_captured("mask_mod", mask.names, mask.tensors, torch.device(device))
     return find_intervals(
         mask,
@@ -170,7 +206,7 @@ def intervals_of(
         kv_len=kv_len,
         batch=batch,
         heads=heads,
-        dtype=own_dtype(mask),
+        dtype=compute_dtype(mask),
         device=torch.device(device),
     )
 
@@ -227,7 +263,7 @@ def _find(
     batch, heads, q_len, kv_len = shape
     b = torch.arange(batch, dtype=torch.int32, device=device)
     h = torch.arange(heads, dtype=torch.int32, device=device)
-    domain = Domain(mask.tensors, q_len, kv_len, b, h, dtype, shared())
+    domain = Domain(mask.tensors, q_len, kv_len, b, h, dtype, shared_sides())
     root, proven = _prepared(mask, domain)
     algebra = Algebra(domain.sides)
     tables = RowTables(domain, mask.names, algebra, proven, search=search)

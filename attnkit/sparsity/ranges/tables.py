@@ -20,12 +20,31 @@ from attnkit.sparsity.ranges.equality_sets import Matches, Pairs
 from attnkit.sparsity.ranges.eval_interval import Interval
 from attnkit.sparsity.ranges.gather import Lead, entries
 from attnkit.sparsity.ranges.serial import evaluate_serial
+from attnkit.util import caches
 from attnkit.util.chunks import at_once
 
 Reduce = Callable[[Tensor, Tensor], Tensor]
 
 # Bytes of point values that one evaluation pass may hold.
 _PASS_BYTES = 16 << 20
+
+
+_MAX_NODES = 1 << 14
+_sides = [Sides()]
+
+
+def shared_sides() -> Sides:
+    """Return the `Sides` that all masks share: what it says of a node never changes."""
+    if len(_sides[0]) > _MAX_NODES:
+        _clear()
+    return _sides[0]
+
+
+def _clear() -> None:
+    _sides[0] = Sides()
+
+
+caches.register(_clear)
 
 
 @dataclass(frozen=True)

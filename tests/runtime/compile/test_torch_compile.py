@@ -233,7 +233,7 @@ def test_parts_are_merged() -> None:
             flex_attention(query, key[:, :, at], value[:, :, at], return_lse=True)
             for at in (slice(0, 64), slice(64, None))
         ]
-        return attnkit.merge(*parts[0], *parts[1])[0]
+        return attnkit.merge_states(*parts[0], *parts[1])[0]
 
     check(call, inputs())
 

@@ -308,7 +308,7 @@ def test_a_trace_that_changed_on_the_way_is_not_kept(monkeypatch: pytest.MonkeyP
         nonlocal size
         result = run(*arguments)
         size = 30
-        guards.traced(mask, "mask", CPU)
+        guards.trace_cached(mask, "mask", CPU)
         return result
 
     with monkeypatch.context() as patch:

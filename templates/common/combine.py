@@ -11,8 +11,8 @@ from typing import Any
 import cutlass
 from cutlass import Float32, cute
 
-from attnkit.templates.sm90 import device
-from attnkit.templates.sm90.device import LN2, NEG_INF
+from attnkit.templates.common import device
+from attnkit.templates.common.device import LN2, NEG_INF
 
 WARPS = 4
 LOG2E = 1.0 / LN2

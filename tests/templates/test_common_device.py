@@ -16,7 +16,7 @@ from cutlass import BFloat16, Float16, Float32, Int32, cute  # noqa: E402
 from cutlass.cute.runtime import make_fake_compact_tensor  # noqa: E402
 
 from attnkit import emulator  # noqa: E402
-from attnkit.templates.sm90 import device  # noqa: E402
+from attnkit.templates.common import device  # noqa: E402
 
 THREADS = 128
 

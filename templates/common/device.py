@@ -7,7 +7,7 @@ from typing import Any
 import cutlass
 from cutlass import BFloat16, Float16, Float32, Int32, cute
 
-from attnkit.templates.polynomials import EXP2_FROM_NEAREST
+from attnkit.templates.common.polynomials import EXP2_FROM_NEAREST
 
 LN2 = 0.6931471805599453
 NEG_INF = float("-inf")
