@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import attnkit
 from attnkit import flex_attention, masks
 from attnkit.errors import UnsupportedError
 from attnkit.runtime.reuse import call_cache, fast_path
 from attnkit.runtime.reuse.backward_fast_path import Backwards
-from attnkit.splice import backward_call, forward
 from tests.gpu import cute_kit as kit
 
 ROWS, COLUMNS = 300, 60
@@ -40,9 +40,9 @@ def inputs(seed: int, kv_heads: int = 4, dim: int = 64) -> list[Tensor]:
 
 
 def forget() -> None:
-    for entries in (call_cache._entries, fast_path._buckets, forward._calls._entries):
-        entries.clear()
-    backward_call._calls._entries.clear()
+    call_cache._entries.clear()
+    fast_path._buckets.clear()
+    attnkit.clear_caches()
 
 
 def close(found: list[Tensor], expected: list[Tensor]) -> None:

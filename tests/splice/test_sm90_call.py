@@ -17,7 +17,7 @@ import attnkit
 from attnkit import AuxRequest, flex_attention, masks
 from attnkit.runtime import prepare
 from attnkit.runtime.reuse import call_cache, fast_path
-from attnkit.splice import forward
+from attnkit.splice import forward, workers
 
 LENGTH = 300
 
@@ -80,7 +80,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder, call = Recorder(), prepare._call
     monkeypatch.setattr(prepare, "_call", lambda *a: replace(call(*a), capability=(9, 0)))
     monkeypatch.setattr(forward, "kernel", recorder.kernel)
-    monkeypatch.setattr(forward, "_sms", lambda device: 132)
+    monkeypatch.setattr(workers, "sm_count", lambda device: 132)
     monkeypatch.setattr(call_cache, "_entries", {})
     monkeypatch.setattr(fast_path, "_buckets", {})
     monkeypatch.setattr(forward._calls, "_entries", type(forward._calls._entries)())
