@@ -131,7 +131,7 @@ def check(variant: Variant, case: Case, **options: Any) -> Quantities:
     """The kernels run where there are any, whatever their memory held; all gradients are exact."""
     ordered = bool(options.get("deterministic"))
     dims = case.head_dim, case.value_dim
-    runs = 2 if splice_backward.template_of(SM90).widths(dims) is not None else 0
+    runs = 2 if splice_backward.backward_template(SM90).widths(dims) is not None else 0
     with poisoned(ordered=ordered), counted() as seen:
         found = gradients(variant, case, **options)
     assert seen == [ordered] * runs, (

@@ -17,7 +17,7 @@ from attnkit import explain, flex_attention
 from attnkit.emulator import Undefined
 from attnkit.runtime import hardware_gate, prepare
 from attnkit.schedule.targets import SM90, SM100, Target
-from attnkit.splice import forward
+from attnkit.splice import forward, workers
 from attnkit.testing import selfcheck
 from attnkit.testing.selfcheck import EXAMPLES, examine
 
@@ -102,7 +102,7 @@ def test_auto_takes_the_kernel_where_the_test_passes(monkeypatch: pytest.MonkeyP
         raise LookupError  # no such GPU here
 
     monkeypatch.setattr(forward, "kernel", kernel)
-    monkeypatch.setattr(forward, "_sms", lambda device: 148)
+    monkeypatch.setattr(workers, "sm_count", lambda device: 148)
     qkv = [torch.randn(1, 2, 200, 64, dtype=torch.bfloat16) for _ in range(3)]
     with pytest.raises(LookupError):
         flex_attention(*qkv, None, CAUSAL)

@@ -15,7 +15,7 @@ pytest.importorskip("cutlass")  # without it no call is planned for the kernel
 import attnkit
 from attnkit import AuxRequest, flex_attention, masks
 from attnkit.runtime import prepare
-from attnkit.splice import forward
+from attnkit.splice import forward, workers
 
 LENGTH = 300
 
@@ -78,7 +78,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
     monkeypatch.setattr(prepare, "_capability", lambda device: (9, 0))
     monkeypatch.setattr(forward, "kernel", recorder.kernel)
-    monkeypatch.setattr(forward, "_sms", lambda device: 132)
+    monkeypatch.setattr(workers, "sm_count", lambda device: 132)
     attnkit.clear_caches()
     return recorder
 

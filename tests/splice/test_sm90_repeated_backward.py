@@ -14,7 +14,7 @@ import attnkit
 from attnkit import flex_attention, masks
 from attnkit.runtime import prepare
 from attnkit.runtime.reuse.backward import BackwardReuse
-from attnkit.splice import backward_call, backward_work, forward, replay
+from attnkit.splice import backward_call, forward, replay, workers
 
 
 class Kernels:
@@ -63,12 +63,11 @@ def test_a_kernel_that_runs_for_several_gradients(
     monkeypatch.setattr(prepare, "_capability", lambda device: (9, 0))
     for module in (forward, backward_call):
         monkeypatch.setattr(module, "kernel", kernels.kernel)
-    monkeypatch.setattr(forward, "_sms", lambda device: 132)
-    monkeypatch.setattr(backward_work, "_sms", lambda device: 132, raising=False)
+    monkeypatch.setattr(workers, "sm_count", lambda device: 132)
     monkeypatch.setattr(backward_call, "device_index", lambda: None, raising=False)
     monkeypatch.setattr(backward_call, "stream_of", lambda index: 0, raising=False)
     counters = torch.zeros(1000, dtype=torch.int32)
-    monkeypatch.setattr(backward_call, "_counts", lambda device, capturing, count: counters)
+    monkeypatch.setattr(backward_call, "zero_counters", lambda device, capturing, count: counters)
     monkeypatch.setattr(replay, "device_index", lambda: None)
     monkeypatch.setattr(replay, "is_captured", lambda: False)
     monkeypatch.setattr(replay, "stream_of", lambda index: 0)

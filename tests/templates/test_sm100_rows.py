@@ -16,7 +16,7 @@ from cutlass import cute
 
 from attnkit import emulator, masks, mods
 from attnkit.codegen.score_form import score_form
-from attnkit.splice.fakes_backward import prepare_arguments
+from attnkit.splice.fake_backward_arguments import preprocess_arguments
 from attnkit.templates.sm90.backward_edges import NOTHING
 from attnkit.templates.sm90.backward_rows import PrepareColumns
 from attnkit.templates.sm100.backward_config import BackwardConfig
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 def prepare() -> emulator.Executable:
     """The kernel of the rows' statistics, with an LSE that has a gradient."""
     kernel = PrepareColumns(BackwardConfig(**PAIR, less_lse=True), True)
-    fakes = prepare_arguments("bfloat16", DEPTH)
+    fakes = preprocess_arguments("bfloat16", DEPTH)
     with tempfile.TemporaryDirectory() as folder:
         options = f"--keep-ptx --dump-dir={folder} --gpu-arch sm_100a"
         return emulator.Executable(cute.compile(kernel, *fakes, options=options), fakes)

@@ -1,4 +1,4 @@
-"""Stand-ins of the arguments of the Hopper backward's kernels, for their compilation."""
+"""Fake arguments to compile the kernels of a backward with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import cuda.bindings.driver as cuda
 from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import make_fake_tensor
 
-from attnkit.splice.fakes import captured_tensor, row_tensor, tile_tensor
+from attnkit.splice.fake_arguments import captured_tensor, row_tensor, tile_tensor
 
 
 def _floats() -> Any:
@@ -22,13 +22,13 @@ def _ints(*sizes: int) -> Any:
     return make_fake_tensor(Int32, (cute.sym_int(), *sizes), strides, assumed_align=4)
 
 
-def prepare_arguments(dtype: str, value_dim: int) -> tuple[Any, ...]:
+def preprocess_arguments(dtype: str, value_dim: int) -> tuple[Any, ...]:
     """The arguments of `templates.sm90.backward_edges.Prepare`."""
     tiles, rows = (tile_tensor(dtype, value_dim) for _ in range(2)), (row_tensor(), row_tensor())
     return (*tiles, *rows, _floats(), _floats(), _floats(), cuda.CUstream(0))
 
 
-def finish_arguments(dtype: str, head_dim: int) -> tuple[Any, ...]:
+def postprocess_arguments(dtype: str, head_dim: int) -> tuple[Any, ...]:
     """The arguments of `templates.sm90.backward_edges.Finish`."""
     return (_floats(), tile_tensor(dtype, head_dim), Int32(1), Float32(1.0), cuda.CUstream(0))
 
@@ -38,16 +38,17 @@ def main_arguments(
     head_dims: tuple[int, int],
     captured: Sequence[tuple[str, int, bool]],
     totals: Sequence[int],
-    with_turns: bool,
-    with_marks: bool,
+    *,
+    deterministic: bool,
+    first_writer: bool,
 ) -> tuple[Any, ...]:
     """The arguments of `templates.sm90.backward.Backward`.
 
     Args:
         captured: (dtype, rank, whether rows are contiguous) of the captured tensors.
         totals: ranks of those with a gradient.
-        with_turns: whether the order of the sums is fixed.
-        with_marks: whether their chunks have marks.
+        deterministic: whether the order of the sums is fixed.
+        first_writer: whether the first CTA of a row stores its part of dQ.
     """
     wide, deep = head_dims
     runs = (
@@ -64,11 +65,14 @@ def main_arguments(
         # in a fixed order the gradients have bins: see `templates.common.exact_sums`
         [
             captured_tensor("int64", n + 1, True)
-            if with_turns
+            if deterministic
             else captured_tensor("float32", n, True)
             for n in totals
         ],
-        [_ints(), _ints(4), _ints(), _ints(), _ints(2)] if with_turns else [_ints()] * with_marks,
+        # semaphores and the tables of their order; or flags of the chunks of dQ that are stored
+        [_ints(), _ints(4), _ints(), _ints(), _ints(2)]
+        if deterministic
+        else [_ints()] * first_writer,
         Float32(1.0),
         Int32(1),
         Int32(1),

@@ -1,4 +1,4 @@
-"""Stand-ins of a kernel's arguments for its compilation: which sizes and strides are known."""
+"""Fake arguments to compile kernels with: they say which sizes and strides are known."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def forward_arguments(
     captured: tuple[tuple[str, int, bool], ...],
 ) -> tuple[Any, ...]:
     """The arguments of `templates.sm90.forward.Forward`; tile: its rows and value columns."""
-    pieces = make_fake_tensor(Int32, (cute.sym_int(), 12), (12, 1), assumed_align=16)
+    work_tiles = make_fake_tensor(Int32, (cute.sym_int(), 12), (12, 1), assumed_align=16)
     runs = (
         make_fake_tensor(Int32, (2, cute.sym_int()), (cute.sym_int64(), 1), assumed_align=4)
         for _ in range(2)
@@ -68,7 +68,7 @@ def forward_arguments(
         tile_tensor(dtype, value_dim),
         row_tensor(),
         row_tensor(),
-        pieces,
+        work_tiles,
         *runs,
         counter,
         *part_tensors(*tile),

@@ -10,13 +10,14 @@ from attnkit.codegen.nonnegative import wrapping
 from attnkit.codegen.score_form import ScoreForm, score_form
 from attnkit.graph import ir
 from attnkit.graph.ir import Node
+from attnkit.util import caches
 
 if TYPE_CHECKING:
     from attnkit.templates.common.hooks import ForwardHooks
 
 
 @dataclass(frozen=True)
-class Spliced:
+class ForwardVariant:
     """A variant as a kernel takes it.
 
     Attributes:
@@ -58,13 +59,13 @@ class Spliced:
 
 
 @functools.lru_cache(maxsize=256)
-def spliced(
+def forward_variant(
     score: Node | None,
     mask: Node | None,
     ends: tuple[tuple[Node, Node], ...] | None,
     sizes: tuple[int, int, int, int],
-) -> Spliced:
-    """Put a variant in the form that a kernel computes, captured tensors numbered anew.
+) -> ForwardVariant:
+    """Put a variant in the form that a kernel computes, captured tensors renumbered.
 
     Args:
         score, mask: the graphs.
@@ -82,9 +83,12 @@ def spliced(
     used = ir.slots(*nodes)
     nodes = [ir.renumber(n, used.index) for n in nodes]
     if ends is None:
-        variant = Spliced(form, nodes[0] if nodes else None, None, (own, used))
+        variant = ForwardVariant(form, nodes[0] if nodes else None, None, (own, used))
     else:
         pairs = tuple(zip(nodes[::2], nodes[1::2], strict=True))
-        variant = Spliced(form, mask, pairs, (own, used))
+        variant = ForwardVariant(form, mask, pairs, (own, used))
     wraps = wrapping(variant.nodes(), dict(zip(("b", "h", "q", "kv"), sizes, strict=True)))
     return replace(variant, wraps=wraps)
+
+
+caches.register(forward_variant.cache_clear)
