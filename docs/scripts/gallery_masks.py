@@ -1,4 +1,4 @@
-"""Writes docs/masks.md and docs/masks.svg, every mask of the library: `python docs/masks.py`."""
+"""Every mask of the library for docs/gallery: `masks.md` and one picture of all, `masks.svg`."""
 
 from __future__ import annotations
 
@@ -9,38 +9,32 @@ from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 import torch
+from measured import Case, measured
 from torch import Tensor
 
+import attnkit
 from attnkit import Mask, Variant, create_mask, masks
-from attnkit.inspection.picture import show
-from attnkit.sparsity.intervals.normal_form import Intervals, intervals_of
 
-HERE = Path(__file__).parent
+GALLERY = Path(__file__).parents[1] / "gallery"
 NOT_MASKS = ("Example", "examples", "tile_order")
 
 HEAD = """\
 # Masks
 
-Every mask of `attnkit.masks`: what it keeps, a small instance as a call, its formula as attnkit
-reads it, its rows as intervals of keys where they are such, and its picture. Queries go down, keys
-go to the right. This page and the gallery are written by `python docs/masks.py`.
+Every mask of `attnkit.masks`. Each entry says what the mask keeps and shows small instances of it:
+the call, the formula that attnkit reads from the function, the intervals of keys that each row
+keeps (where formulas give them), and a picture. Queries go down, keys go to the right. Times are rows
+of [gpu.jsonl](../../benchmarks/results/gpu.jsonl), [masks.jsonl](../../benchmarks/results/masks.jsonl)
+and [classify.jsonl](../../benchmarks/results/classify.jsonl); a mask without a row says so. The
+program `docs/scripts/write.py` writes this page, and a test compares it with the masks.
 
 ![every mask of the library](masks.svg)
 
 Masks are values. They combine with `&`, `|`, `^` and `~`, with each other and with plain functions
-`mask_mod(b, h, q, kv)`; `mask.shift(q=512)` is a window on a mask that begins at query 512;
-`per_head([...])` and `per_batch([...])` choose one for each head or batch entry. A mask that has a
-meaning for given lengths alone knows them, and is refused at others wherever it is used.
-
-Look at any of them, or at a mask of your own, with
-
-```
-attnkit show "masks:causal() & sliding_window(256)" --q-len 4096
-attnkit show my_file.py:my_mask --q-len 4096 --output mask.svg
-attnkit explain masks:causal --q-len 4096
-```
-
-and in Python with `attnkit.inspection.picture.show`, `attnkit.inspection.picture.save` and `attnkit.explain`.
+`mask_mod(b, h, q, kv)`. `mask.shift(q=512)` is the same mask from query 512 on.
+`attnkit.per_head([...])` and `attnkit.per_batch([...])` choose one mask for each head or batch
+entry. Some masks are made for certain lengths: they refuse other lengths wherever they are used.
+[Look at a mask and debug it](../tutorials/debug.md) shows the tools for masks of your own.
 """
 
 
@@ -51,23 +45,9 @@ class Shown(NamedTuple):
     mask: Mask
     q_len: int
     kv_len: int
-    batch: int = 1
-    heads: int = 1
 
 
-def instances() -> dict[str, list[Shown]]:
-    """At least one small instance of every mask, by the mask's name."""
-    found: dict[str, list[Shown]] = {}
-    scope = vars(masks) | {"tensor": torch.tensor}
-    for text, *sizes in INSTANCES:
-        call = str(text)
-        made: Mask = eval(call, scope)
-        name = call.partition("(")[0]
-        found.setdefault(name, []).append(Shown(call, made, *(int(n) for n in sizes)))
-    return found
-
-
-INSTANCES: tuple[tuple[str | int, ...], ...] = (
+INSTANCES: tuple[tuple[str, int, int], ...] = (
     ("causal()", 16, 16),
     ('causal("bottom-right", q_len=8, kv_len=16)', 8, 16),
     ("sliding_window(4)", 16, 16),
@@ -97,40 +77,77 @@ INSTANCES: tuple[tuple[str | int, ...], ...] = (
     ("paged(causal(), tensor([[2, 0]]), page_size=4, pages=4)", 8, 16),
 )
 
+# The mask -> the GPU case that is this mask, and how the library writes it.
+ATTENTION = {
+    "causal": [Case("causal", "`causal()`"), Case("causal S=16384", "`causal()`")],
+    "sliding_window": [Case("causal window 1024", "`sliding_window(1023)`")],
+    "prefix": [Case("causal or kv<1024", "`causal() | prefix(1024)`")],
+    "document": [Case("causal, 16 documents", "`causal() & document(ids)`")],
+}
+TILES = {
+    "causal": [Case("causal", "`causal()`")],
+    "sliding_window": [Case("window 4096", "`sliding_window(4096)`")],
+    "document": [
+        Case("causal documents", "`causal() & document(ids)`"),
+        Case("1500 documents, causal", "`causal() & document(ids)`"),
+    ],
+}
+
+
+def instances() -> dict[str, list[Shown]]:
+    """At least one small instance of every mask, by the mask's name."""
+    shown: dict[str, list[Shown]] = {}
+    scope = vars(masks) | {"tensor": torch.tensor}
+    for call, q_len, kv_len in INSTANCES:
+        mask: Mask = eval(call, scope)
+        shown.setdefault(call.partition("(")[0], []).append(Shown(call, mask, q_len, kv_len))
+    return shown
+
 
 def dense(shown: Shown) -> Tensor:
-    """The first batch entry and head, bool [q, kv]."""
-    return create_mask(shown.mask, shown.batch, shown.heads, shown.q_len, shown.kv_len)[0, 0]
+    """What an instance keeps, bool [q, kv]."""
+    return create_mask(shown.mask, 1, 1, shown.q_len, shown.kv_len)[0, 0]
 
 
 def section(name: str, several: list[Shown]) -> str:
-    """One mask: its docstring's words, then its instances."""
+    """One mask: the first words of its docstring, its source, its times, then its instances."""
     words = inspect.getdoc(getattr(masks, name)) or ""
     summary = words.partition("\n\n")[0].replace("\n", " ")
     source = [part for part in words.split("\n\n") if part.startswith("Source:")]
     parts = [f"## {name}", summary, *(" ".join(part.split()) for part in source)]
+    parts.append(measured(ATTENTION.get(name, []), TILES.get(name, [])))
     return "\n\n".join([*parts, *(instance(shown) for shown in several)])
 
 
 def instance(shown: Shown) -> str:
     """The call, its formula, its intervals and its picture."""
-    sizes = {"q_len": shown.q_len, "kv_len": shown.kv_len, "batch": shown.batch}
-    found = intervals_of(shown.mask, heads=shown.heads, **sizes)
-    picture = show(shown.mask, shown.q_len, shown.kv_len, batch=shown.batch, block=1)
-    drawn = [line for line in picture.splitlines() if line.endswith(("|", " kv"))]
     formula = textwrap.wrap(str(Variant(None, shown.mask)), 98, subsequent_indent="    ")
-    text = [*formula, *intervals(found), "", *drawn]
-    return "\n".join([f"`{shown.call}`", "", "```", *text, "```"])
+    text = [*formula, *intervals(shown), "", *picture(dense(shown))]
+    return "\n".join(["```py", shown.call, "```", "", "```text", *text, "```"])
 
 
-def intervals(found: object) -> list[str]:
+def intervals(shown: Shown) -> list[str]:
     """The ends of each row's intervals, where formulas give them."""
-    if not isinstance(found, Intervals):
-        return ["intervals: none"]
-    lines = str(found).splitlines()
-    if len(found.tensors) > found.captured:
-        return [f"intervals: {lines[0]}, with ends from tables that are computed once"]
+    lines = attnkit.explain(
+        None, shown.mask, q_len=shown.q_len, kv_len=shown.kv_len, heads=1, batch=1
+    ).intervals.splitlines()
+    if any("computed once" in line for line in lines):
+        lines = [f"{lines[0]}, with ends from tables that are computed once"]
+    elif not lines[0].partition(" ")[0].isdigit():
+        lines = ["none"]
     return [f"intervals: {lines[0]}", *lines[1:]]
+
+
+def picture(kept: Tensor) -> list[str]:
+    """Rows as text, two characters a position."""
+    q_len, kv_len = kept.shape
+    margin = len(str(q_len - 1))
+    last = f"{kv_len - 1} kv"
+    lines = [" " * margin + "  0" + last.rjust(2 * kv_len + 2)]
+    for i, row in enumerate(kept.tolist()):
+        label = str(i) if i in (0, q_len - 1) else ""
+        lines.append(f"{label:>{margin}} |{''.join('██' if x else '··' for x in row)}|")
+    return lines
 
 
 def markdown() -> str:
@@ -139,25 +156,24 @@ def markdown() -> str:
     return "\n\n".join([HEAD.rstrip("\n"), *sections]) + "\n"
 
 
-# --- the gallery
+# --- the picture of all
 
 CELL, GAP, ACROSS, TITLE = 8, 28, 6, 22
 COLOURS = {"kept": "#27548a", "empty": "#f3f3f3", "text": "#444444"}
 
 
-def runs(row: Tensor) -> list[tuple[int, int]]:
+def stretches(row: Tensor) -> list[tuple[int, int]]:
     """Start and length of each stretch of kept keys."""
     edges = torch.nn.functional.pad(row.int(), (1, 1)).diff().nonzero().flatten().tolist()
     return [(a, b - a) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def panel(name: str, shown: Shown, x: int, y: int) -> list[str]:
-    """One mask of the gallery, its corner at (x, y)."""
-    kept = dense(shown)
+    """One mask of the picture, its corner at (x, y)."""
     bars = "".join(
         f"M{x + start * CELL} {y + i * CELL}h{length * CELL}v{CELL}h-{length * CELL}z"
-        for i, row in enumerate(kept)
-        for start, length in runs(row)
+        for i, row in enumerate(dense(shown))
+        for start, length in stretches(row)
     )
     width, height = shown.kv_len * CELL, shown.q_len * CELL
     return [
@@ -188,10 +204,6 @@ def gallery() -> str:
     )
 
 
-def main() -> None:
-    (HERE / "masks.md").write_text(markdown())
-    (HERE / "masks.svg").write_text(gallery())
-
-
-if __name__ == "__main__":
-    main()
+def files() -> dict[Path, str]:
+    """What this module writes."""
+    return {GALLERY / "masks.md": markdown(), GALLERY / "masks.svg": gallery()}
