@@ -88,11 +88,9 @@ def config(settings: Settings) -> Any:
 
 def prepare(settings: Settings, with_lse: bool) -> Any:
     """The kernel of the rows' statistics."""
-    from attnkit.templates.sm90.backward_edges import Prepare
-    from attnkit.templates.sm90.backward_rows import PrepareColumns
+    from attnkit.templates.common.preprocess import Preprocess
 
-    own = config(settings)
-    return (PrepareColumns if own.less_delta else Prepare)(own, with_lse)
+    return Preprocess(config(settings), with_lse)
 
 
 def words(settings: Settings) -> tuple[int, int]:
