@@ -27,7 +27,7 @@ from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 from cutlass.utils import hopper_helpers
 
 from attnkit.templates.common import device
-from attnkit.templates.common.device import NEG_INF
+from attnkit.templates.common.constants import NEG_INF
 from attnkit.templates.common.hooks import ForwardHooks
 from attnkit.templates.common.tma import ordered, partition
 from attnkit.templates.sm90.config import ForwardConfig

@@ -8,7 +8,7 @@ import cutlass
 from cutlass import Float32, Int32, const_expr, cute
 
 from attnkit.templates.common import device
-from attnkit.templates.common.device import NEG_INF
+from attnkit.templates.common.constants import LN2, NEG_INF
 from attnkit.templates.sm90.forward_load import LIVE
 from attnkit.templates.sm90.softmax import row_of
 
@@ -39,7 +39,7 @@ class ForwardStores:
             term = terms[r]
             value = cute.math.log(total)  # once a row: exact, as an LSE may be the result
             if self.config.softmax != "bounded":
-                value = value + row_max[r] * (unit * device.LN2)
+                value = value + row_max[r] * (unit * LN2)
             if term is not None:
                 # the term was left out of the scores: an infinite one shows here
                 wiped = term == Float32(NEG_INF)
@@ -47,7 +47,7 @@ class ForwardStores:
                 odd = cutlass.select_(wiped, Float32(0.0), scale[r] + (term - term))
                 scale[r] = cutlass.select_(dead | wiped, Float32(0.0), odd)
             value = cutlass.select_(dead, Float32(NEG_INF), value)
-            most = highest[r] * unit * device.LN2
+            most = highest[r] * unit * LN2
             if term is not None:
                 empty = most == Float32(NEG_INF)
                 most = cutlass.select_(empty, most, most + term)

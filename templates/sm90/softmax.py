@@ -21,10 +21,9 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, const_expr, cute
 
 from attnkit.templates.common import device
-from attnkit.templates.common.device import NEG_INF
+from attnkit.templates.common.constants import NEG_INF, RESCALE_THRESHOLD
 from attnkit.templates.common.site import Site
 
-GROWTH = 8.0  # how far, in log2, a row's maximum may grow before sums and output are rescaled
 CEILING = 2.0**12  # sum of a thread's exponentials of a row, up to which the reference stays
 CHAINS = 4  # independent chains of maxima and sums
 FEW = 8  # columns of a thread for which a mask without intervals is computed at once
@@ -394,7 +393,7 @@ class Softmax:
                 if const_expr(self.config.need_max):
                     top[r] = cute.arch.fmax(top[r], new, nan=nan)
                 # a small growth is left in P: nothing to rescale
-                new = cutlass.select_((new - old) * factor <= Float32(GROWTH), old, new)
+                new = cutlass.select_((new - old) * factor <= Float32(RESCALE_THRESHOLD), old, new)
                 row_max[r] = new
                 scale[r] = device.exp2((old - device.finite_or_zero(new)) * factor)
                 row_sum[r] = row_sum[r] * scale[r]
@@ -438,7 +437,11 @@ def _limit(row_max: Any, base: Any, factor: Any) -> Any:
     Scores of 0 and above are ordered as their bits are, and above all negative ones. Where the limit
     is negative, it is the least integer: any score may be too large.
     """
-    room = Float32(GROWTH) if factor is None else Float32(GROWTH) * cute.arch.rcp_approx(factor)
+    room = (
+        Float32(RESCALE_THRESHOLD)
+        if factor is None
+        else Float32(RESCALE_THRESHOLD) * cute.arch.rcp_approx(factor)
+    )
     limit = row_max + room if base is None else row_max + room - base
     return cutlass.select_(limit >= Float32(0.0), device.bits(limit), Int32(-(1 << 31)))
 
