@@ -78,6 +78,17 @@ class ConsumerThread:
     row: Int32
 
 
+@dataclass(frozen=True)
+class Consumer:
+    """What a consumer thread has throughout the kernel."""
+
+    thread: ConsumerThread
+    mma: ForwardMma
+    state: RowState
+    smem: SharedMemory
+    bars: ForwardBarriers
+
+
 class Forward:
     """A forward kernel for one configuration and one variant.
 
@@ -282,7 +293,7 @@ class Forward:
         captured: list,
         scalars: Scalars,
     ):
-        """A consumer warpgroup: products, softmax, self.epilogue."""
+        """A consumer warpgroup: products, softmax, epilogue."""
         c = self.config
         thread_idx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -293,6 +304,7 @@ class Forward:
         mma = ForwardMma.create(c, mmas, smem, ct)
         state = RowState.create()
         mma.set_accumulate()
+        consumer = Consumer(thread, mma, state, smem, bars)
         output = self.epilogue.output_tile(mma, smem.o, tma_o, ct)
 
         if const_expr(c.pingpong):
@@ -338,11 +350,11 @@ class Forward:
 
             # Masked blocks first, the others after: the second loop has no mask instructions.
             for _ in cutlass.range(1, num_masked, unroll=1):
-                self.mainloop_step(True, kv_pos, q_tile, tile, thread, mma, state, smem, bars)
+                self.mainloop_step(True, kv_pos, q_tile, tile, consumer)
                 kv_pos += 1
             first_is_unmasked = cutlass.select_(num_masked == 0, Int32(1), Int32(0))
             for _ in cutlass.range(num_unmasked - first_is_unmasked, unroll=1):
-                self.mainloop_step(False, kv_pos, q_tile, tile, thread, mma, state, smem, bars)
+                self.mainloop_step(False, kv_pos, q_tile, tile, consumer)
                 kv_pos += 1
 
             if const_expr(c.chained):
@@ -351,7 +363,7 @@ class Forward:
             v_stage = bars.v.stage(kv_pos - 1)
             if const_expr(c.chained):
                 # Q K of the next tile's first block is issued before the last P V, so that the tensor
-                # cores do not idle during this tile's self.epilogue. If there is no next tile, Q K of the
+                # cores do not idle during this tile's epilogue. If there is no next tile, Q K of the
                 # last block is computed again and not used.
                 bars.q.wait_full(tile_idx)
                 valid = cute.arch.make_warp_uniform(smem.info[record_of(tile_idx) + WorkTile.VALID])
@@ -379,16 +391,7 @@ class Forward:
                 device.arrive(bars.k.empty + stage)
             device.arrive(bars.v.empty + v_stage)
             self.epilogue.normalise(mma.acc_o, state)
-            if work.split_slot >= 0:  # a part of a row: float32, to be combined
-                self.epilogue.store_split(mma, results, place, wg)
-            elif const_expr(c.store_from_registers):
-                self.epilogue.store_from_registers(mma.acc_o, output.rounded, results.out, place)
-            else:
-                self.epilogue.copy_to_smem(mma.acc_o, output, wg, warp)
-                if warp % WARPGROUP_WARPS == 0:
-                    target = work.q_block * c.warpgroups + wg, work.head, work.batch
-                    cute.copy(output.tma, output.tma_from[None, wg], output.tma_to[None, *target])
-                    cute.arch.cp_async_bulk_commit_group()
+            self.epilogue.store(mma, output, results, place, wg, warp)
             if const_expr(not c.chained):
                 bars.q.wait_full(tile_idx)
                 valid = cute.arch.make_warp_uniform(smem.info[record_of(tile_idx) + WorkTile.VALID])
@@ -403,11 +406,7 @@ class Forward:
         kv_pos: Int32,
         q_tile: Int32,
         tile: TileValues,
-        thread: ConsumerThread,
-        mma: ForwardMma,
-        state: RowState,
-        smem: SharedMemory,
-        bars: ForwardBarriers,
+        consumer: Consumer,
     ) -> None:
         """One kv block: Q K of it and P V of the block before run while its softmax is computed.
 
@@ -416,12 +415,13 @@ class Forward:
             kv_pos: position of the block in the rings.
             q_tile: which 64 rows of Q in shared memory.
         """
-        softmax, count = self.softmax, cute.size(mma.acc_s)
+        softmax, mma, state, bars = self.softmax, consumer.mma, consumer.state, consumer.bars
+        warpgroup_idx, count = consumer.thread.warpgroup, cute.size(mma.acc_s)
         k_stage, v_stage = bars.k.stage(kv_pos), bars.v.stage(kv_pos - 1)
         cute.arch.mbarrier_wait(bars.k.full + k_stage, bars.k.phase(kv_pos))
-        kv_block = smem.info[k_stage]
+        kv_block = consumer.smem.info[k_stage]
         bits = softmax.mask_bits(tile, kv_block, masked)
-        self._pingpong_wait(thread.warpgroup)
+        self._pingpong_wait(warpgroup_idx)
         warpgroup.fence()
         mma.issue_qk(q_tile, k_stage)  # asynchronous, the first group
         if self.hooks.ahead:  # loads of a mod: their latency hides behind the products
@@ -430,7 +430,7 @@ class Forward:
         mma.issue_pv(v_stage)  # asynchronous, the second group; it reads P from registers
         if not self.hooks.ahead:
             block = softmax.block_values(tile, kv_block, masked, count)
-        self._pingpong_pass(thread.warpgroup)
+        self._pingpong_pass(warpgroup_idx)
         warpgroup.wait_group(1)  # S is there; P V may still run
         mma.release_k(bars.k, k_stage)
         # with two P buffers into the second one: P V still reads the first

@@ -156,6 +156,30 @@ class Epilogue:
         for i in range(cute.size(acc_o)):
             acc_o[i] = acc_o[i] * state.scale[row_of(i)]
 
+    @cute.jit
+    def store(
+        self,
+        mma: ForwardMma,
+        output: OutputTile,
+        results: Results,
+        place: RowPlace,
+        warpgroup: Int32,
+        warp: Int32,
+    ):
+        """Store a warpgroup's output: of a part of a split row, from registers, or by TMA."""
+        work = place.work
+        if work.split_slot >= 0:  # float32, for Combine
+            self.store_split(mma, results, place, warpgroup)
+        elif const_expr(self.config.store_from_registers):
+            self.store_from_registers(mma.acc_o, output.rounded, results.out, place)
+        else:
+            self.copy_to_smem(mma.acc_o, output, warpgroup, warp)
+            if warp % WARPGROUP_WARPS == 0:
+                q_rows = work.q_block * self.config.warpgroups + warpgroup
+                target = output.tma_to[None, q_rows, work.head, work.batch]
+                cute.copy(output.tma, output.tma_from[None, warpgroup], target)
+                cute.arch.cp_async_bulk_commit_group()
+
     def store_split(
         self, mma: ForwardMma, results: Results, place: RowPlace, warpgroup: Int32
     ) -> None:
