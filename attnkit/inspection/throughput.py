@@ -2,7 +2,7 @@
 
 A variant's own kernel is executed in the emulator for one tile of two lengths; what the longer run
 does more is that of its blocks. Units are busy with the instructions that were executed
-(`attnkit.emulator.cycles`); the time is that of the event timeline (`attnkit.emulator.timeline`).
+(`attnkit.emulator.timing.cycles`); the time is that of the event timeline (`attnkit.emulator.timeline`).
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 from attnkit import emulator
 from attnkit.emulator import Timeline, Undefined, picture
-from attnkit.emulator.cycles import busy, rates_of
-from attnkit.emulator.host import compiler
+from attnkit.emulator.host.host_function import compiler
+from attnkit.emulator.timing.cycles import busy, rates_of
 from attnkit.errors import OptionError, UnsupportedError
 
 # The emulator's names that rooms above use: they import them from here.

@@ -9,7 +9,7 @@ import torch
 from attnkit.jit.arg_specs import Dim, Extent, NumberSpec, StreamSpec, TensorSpec
 
 if TYPE_CHECKING:
-    from attnkit.emulator.host import Captured
+    from attnkit.emulator.host.host_function import Captured
     from attnkit.jit.kernel import Kernel
 
 
@@ -21,7 +21,7 @@ def launches(kernel: Kernel) -> list[Captured]:
     Raises:
         UnsupportedError: there is no C compiler.
     """
-    from attnkit.emulator.memory import GlobalMemory
+    from attnkit.emulator.machine.global_memory import GlobalMemory
 
     arguments: list[Any] = []
     for spec in kernel.signature.specs:

@@ -28,7 +28,7 @@ def link(code: bytes) -> bytes:
     Raises:
         LaunchError: the compiler refused the object.
     """
-    from attnkit.emulator.host import compiler
+    from attnkit.emulator.host.host_function import compiler
 
     try:
         command = compiler()
