@@ -19,6 +19,7 @@ from attnkit.splice.kernel_call import BackwardInputs, Captured, ForwardInputs, 
 from attnkit.splice.program import compute_dtype
 from attnkit.splice.replay import Replay
 from attnkit.templates import cpu
+from attnkit.util.torch_private import in_autocast
 
 Attention: TypeAlias = Callable[
     [Tensor, Tensor, Tensor, Captured, float], tuple[Tensor, Tensor, Tensor | None]
@@ -61,7 +62,7 @@ def run_backward(
         captured tensors in the compute dtype, None where none is needed.
     """
     if backward.supports(call, inputs):
-        return backward.prepared(call, inputs)(inputs)
+        return backward.prepare(call, inputs)(inputs)
     query = inputs.query
     with _without_autocast(query):
         hooks = CpuHooks(
@@ -94,12 +95,12 @@ def backward_replay(call: KernelCall, inputs: BackwardInputs) -> Replay | None:
         return None
     if not backward.supports(call, inputs):
         return None
-    prepared = backward.prepared(call, inputs)
+    prepared = backward.prepare(call, inputs)
     return prepared.again if prepared.scale == inputs.scale else None
 
 
 def _without_autocast(query: Tensor) -> AbstractContextManager[Any]:
     """Turn autocast off, which would round the operands of every product inside."""
-    if torch._C._is_any_autocast_enabled():
+    if in_autocast():
         return torch.autocast(query.device.type, enabled=False)
     return nullcontext()
