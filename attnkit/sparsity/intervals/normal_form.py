@@ -26,7 +26,7 @@ from attnkit.sparsity.intervals.search import search_in_passes
 from attnkit.sparsity.intervals.solve import Solver
 from attnkit.sparsity.intervals.spans import UNLIMITED, ZERO, SpanAlgebra, Spans, ends
 from attnkit.sparsity.intervals.tables import Refusal, RowTables
-from attnkit.sparsity.mask_rewrites import equated
+from attnkit.sparsity.mask_rewrites import equate
 from attnkit.sparsity.ranges.tables import Domain, shared_sides
 from attnkit.tracing.float64_checks import compute_dtype
 from attnkit.tracing.guards import trace_cached
@@ -253,7 +253,7 @@ def _device(tensors: Sequence[Tensor]) -> torch.device:
 
 
 def _prepared(mask: Traced, domain: Domain) -> tuple[Node, frozenset[Node]]:
-    """Rewrite the mask by its equalities (`equated`), and collect what is proven in bounds."""
+    """Rewrite the mask by its equalities (`equate`), and collect what is proven in bounds."""
 
     def check(root: Node) -> frozenset[Node]:
         return check_bounds(
@@ -268,7 +268,7 @@ def _prepared(mask: Traced, domain: Domain) -> tuple[Node, frozenset[Node]]:
         )
 
     root, checked = mask.root, check(mask.root)
-    rewritten = equated(root, domain.sides)
+    rewritten = equate(root, domain.sides)
     if rewritten is not root:
         try:
             root = rewritten if check(rewritten) <= checked else root
