@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 _HOST_LIMIT = 1 << 16  # rows plus columns up to which the CPU computes tiles for a GPU
 
 _runs: VersionedCache[tuple[BlockRuns, frozenset[Node]]] = VersionedCache(64)
+_proofs: VersionedCache[frozenset[Node]] = VersionedCache(256)
 caches.register(_runs.clear)
+caches.register(_proofs.clear)
 
 
 def check_lengths(
@@ -44,21 +46,30 @@ def check_lengths(
 ) -> frozenset[Node]:
     """Prove that a traced function's indices stay inside its captured tensors at these lengths.
 
+    The proof is cached until a captured tensor is replaced or edited in place.
+
     Returns:
         The loads without a proof; they must be checked at run time.
 
     Raises:
         BoundsError: an index leaves its captured tensor, or integer arithmetic leaves int32.
     """
-    return check_bounds(
-        [function.root],
-        function.tensors,
-        function.names,
-        q_len=q_len,
-        kv_len=kv_len,
-        batch=batch,
-        heads=heads,
-    )
+    names = reads(function.root)
+    batch, heads = (batch if "b" in names else 1), (heads if "h" in names else 1)
+
+    def prove() -> frozenset[Node]:
+        return check_bounds(
+            [function.root],
+            function.tensors,
+            function.names,
+            q_len=q_len,
+            kv_len=kv_len,
+            batch=batch,
+            heads=heads,
+        )
+
+    key = (function.root, function.names, q_len, kv_len, batch, heads)
+    return _proofs.get(key, function.tensors, prove)
 
 
 def mask_runs(

@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from attnkit.errors import ArgumentError
 from attnkit.tracing.mask_lengths import Lengths, as_lengths, intersect
-from attnkit.util.devices import resolved
-
-if TYPE_CHECKING:
-    from attnkit.sparsity.intervals.normal_form import Intervals
 
 MaskMod: TypeAlias = Callable[..., Any]
 
@@ -161,37 +157,6 @@ class Mask:
             if by is not None
         ]
         return Mask(keep, f"{shown}.shift({', '.join(shifts)})", lengths=lengths)
-
-    def intervals(
-        self,
-        q_len: int,
-        kv_len: int,
-        batch: int = 1,
-        heads: int = 1,
-        *,
-        device: torch.device | str | None = None,
-    ) -> Intervals | None:
-        """Describe each row as a union of few kv intervals; None if it has no such form.
-
-        `attnkit.sparsity.intervals.normal_form.find_intervals` also gives the reason.
-
-        Args:
-            q_len, kv_len, batch, heads: sizes for which the result is valid.
-            device: device of query and key; None: that of the captured tensors, else the CPU.
-
-        Raises:
-            TraceError: the mask cannot be traced.
-            BoundsError: an index leaves its captured tensor at these sizes.
-            DeviceError: captured tensors live on several devices.
-            OptionError: a size is not a positive int.
-            ShapeError: the mask was built for other lengths.
-        """
-        from attnkit.sparsity.intervals.normal_form import Intervals, intervals_of
-
-        self.lengths.check(self.label, q_len, kv_len)
-        at = None if device is None else resolved(device)
-        found = intervals_of(self, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads, device=at)
-        return found if isinstance(found, Intervals) else None
 
     def __bool__(self) -> bool:
         if sys._getframe(1).f_globals.get("__name__", "").startswith("torch._dynamo."):

@@ -71,7 +71,7 @@ def code(name: str) -> int:
     """Instructions of the kernel for a mod: 128 columns, in masked blocks and others."""
     pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
     qkv: list[Tensor] = [torch.zeros(1, 1, 256, 128, dtype=torch.bfloat16)] * 3
-    with emulation.session(execute=False), kernel.asked() as sources:
+    with emulation.session(execute=False), kernel.requested_sources() as sources:
         Variant(MODS[name], masks.causal())(
             *qkv, backend="emulate:sm_100a", kernel_options={"BLOCK_M": 256, "BLOCK_N": 128}
         )

@@ -30,9 +30,11 @@ from attnkit.sparsity.mask_rewrites import equate
 from attnkit.sparsity.ranges.tables import Domain, shared_sides
 from attnkit.tracing.float64_checks import compute_dtype
 from attnkit.tracing.guards import trace_cached
+from attnkit.tracing.mask import check_built_for
 from attnkit.tracing.tracer import Traced
 from attnkit.util import caches
 from attnkit.util.arguments import check_captured, check_size
+from attnkit.util.devices import resolved
 from attnkit.util.tensor_cache import VersionedCache
 
 MAX_INTERVALS = 4  # per row: with more, evaluating the mask costs no more
@@ -145,6 +147,46 @@ _results: VersionedCache[Result] = VersionedCache(64)
 caches.register(_results.clear)
 
 
+def intervals(
+    mask: Callable[..., Any],
+    q_len: int,
+    kv_len: int,
+    batch: int = 1,
+    heads: int = 1,
+    *,
+    device: torch.device | str | None = None,
+) -> Intervals | None:
+    """Find the kv intervals that each query row of a mask attends to.
+
+    Args:
+        mask: a `Mask` or a `mask_mod(b, h, q, kv) -> bool`.
+        q_len, kv_len, batch, heads: sizes for which the result is valid.
+        device: device of query and key; None: that of the captured tensors, else the CPU.
+
+    Returns:
+        The intervals; their `rows()` are int32 [batch or 1, heads or 1, q_len, intervals, 2], a pair
+        `low <= kv < high` for each interval. None if some row needs more than a few intervals;
+        `find_intervals` also gives the reason.
+
+    Raises:
+        TraceError: the mask cannot be traced.
+        BoundsError: an index leaves its captured tensor at these sizes.
+        DeviceError: captured tensors are on several devices.
+        OptionError: a size is not a positive int.
+        ShapeError: the mask was built for other lengths.
+
+    >>> form = intervals(lambda b, h, q, kv: (kv <= q) & (q - kv < 2), 4, 4)
+    >>> print(form)
+    1 interval a row
+      q - 1 <= kv < q + 1
+    >>> form.rows()[0, 0, :, 0].tolist()
+    [[0, 1], [0, 2], [1, 3], [2, 4]]
+    """
+    at = None if device is None else resolved(device)
+    form = intervals_of(mask, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads, device=at)
+    return form if isinstance(form, Intervals) else None
+
+
 def intervals_of(
     mask_mod: Callable[..., Any],
     *,
@@ -154,7 +196,7 @@ def intervals_of(
     heads: int = 1,
     device: torch.device | str | None = None,
 ) -> Result:
-    """Find the interval normal form of a mask_mod or Mask.
+    """Find the interval normal form of a mask_mod or Mask, or why it has none.
 
     Args:
         mask_mod: the function.
@@ -164,8 +206,10 @@ def intervals_of(
     Raises:
         TraceError: the mask cannot be traced.
         DeviceError: a captured tensor is on another device.
+        ShapeError: the mask was built for other lengths.
         BoundsError, OptionError: see `find_intervals`.
     """
+    check_built_for(mask_mod, q_len, kv_len)
     if device is None:
         captured = trace_cached(mask_mod, "mask", torch.device("cpu")).tensors
         device = next((t.device for t in captured if t.device.type != "cpu"), torch.device("cpu"))
