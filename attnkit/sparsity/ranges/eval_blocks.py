@@ -44,14 +44,14 @@ class At(NamedTuple):
 
 @dataclass(frozen=True)
 class Exact:
-    """The value of one key."""
+    """Look up the value of one key."""
 
     key: Key
 
 
 @dataclass(frozen=True)
 class Total:
-    """`sum(keys) + sum(coefficient * node) + offset`."""
+    """Compute `sum(keys) + sum(coefficient * node) + offset`."""
 
     keys: tuple[Key, ...]
     others: tuple[tuple[Node, int], ...]
@@ -60,7 +60,7 @@ class Total:
 
 @dataclass(frozen=True)
 class Compare:
-    """`left op right` of two totals; the right one holds only the kv terms."""
+    """Compute `left op right` of two totals; the right one holds only the kv terms."""
 
     left: Total
     right: Total
@@ -68,7 +68,7 @@ class Compare:
 
 @dataclass(frozen=True)
 class Apply:
-    """The operation itself on the intervals of its arguments."""
+    """Apply the operation to the intervals of its arguments."""
 
 
 Recipe = Exact | Total | Compare | Apply
