@@ -1,4 +1,4 @@
-"""Where the queries of a causal mask or a window stand among the keys."""
+"""Align the queries of a causal mask or a window with the keys."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Index: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
 class Alignment(NamedTuple):
-    """An alignment, as functions to be used inside of a mask_mod.
+    """An alignment, as functions for a mask_mod to call.
 
     Attributes:
-        place: of (b, q), the key position that the query stands at.
-        held: of (b, kv), whether the key is there.
-        padded: some keys may not be there.
-        lengths: (query, kv) lengths that it was made for, None where any will do.
-        shown: the arguments as they stand in a label.
+        place: (b, q) -> the key position of the query.
+        held: (b, kv) -> whether the key exists.
+        padded: whether some keys may not exist.
+        lengths: the (query, kv) lengths that it fits; None for any.
+        shown: the arguments as text, for a label.
     """
 
     place: Index
@@ -33,11 +33,11 @@ class Alignment(NamedTuple):
 
 
 def aligned(align: Align, q_len: int | None, kv_len: int | Tensor | None) -> Alignment:
-    """The alignment that a mask's arguments ask for.
+    """Build the alignment that a mask's arguments describe.
 
     Args:
-        align: "top-left", query 0 stands at key 0; or "bottom-right", the last query stands at
-            the last key.
+        align: "top-left" places query 0 at key 0; "bottom-right" places the last query at the last
+            key.
         q_len: query length; only for "bottom-right".
         kv_len: kv length, an int or int [B]; only for "bottom-right".
 
@@ -71,7 +71,7 @@ def aligned(align: Align, q_len: int | None, kv_len: int | Tensor | None) -> Ali
 
 
 def named(shown: tuple[str, ...]) -> tuple[str, ...]:
-    """The arguments of a label where `align` stands by keyword."""
+    """The arguments of a label in which `align` is a keyword argument."""
     return (f"align={shown[0]}", *shown[1:]) if shown else ()
 
 

@@ -1,4 +1,4 @@
-"""A window with gaps."""
+"""A sliding window with gaps."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ def dilated(
     """Keeps every `dilation`-th key of a window, counted from the query.
 
     Args:
-        left: positions before the query that the window reaches over.
-        dilation: distance between kept keys, from 1 on (1 is `sliding_window`).
-        right: positions after the query that the window reaches over.
-        align: "top-left", or "bottom-right" as of `causal`: the last query stands at the last key.
+        left: positions of the window before the query.
+        dilation: distance between the keys that are kept, from 1 on (1 is `sliding_window`).
+        right: positions of the window after the query.
+        align: "top-left", or "bottom-right" to place the last query at the last key, see `causal`.
         q_len: query length; only for "bottom-right".
         kv_len: kv length, an int, or int [B] with one length per batch entry (keys from
             `kv_len[b]` on are not kept); only for "bottom-right".
+
+    Returns:
+        The mask. It fits any lengths; aligned at the bottom right, those that are given.
 
     Raises:
         ArgumentError, OptionError: not ints, negative, or dilation 0.

@@ -31,7 +31,7 @@ from attnkit.masks._tree import tree, tree_from_table
 
 
 class Example(NamedTuple):
-    """A mask with lengths that it fits; batch and heads are 1 where it does not read b or h."""
+    """A mask with sizes that it fits; batch and heads are 1 if it does not read b or h."""
 
     mask: Mask
     q_len: int
@@ -41,7 +41,7 @@ class Example(NamedTuple):
 
 
 class _Draw:
-    """Random tensors from one seed, made on the CPU so that every device gets the same."""
+    """Draws random tensors from one seed, on the CPU so that every device gets the same."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -61,7 +61,7 @@ class _Draw:
         return torch.randperm(count, generator=self.generator).to(self.device)
 
     def lengths(self, total: int, parts: int) -> Tensor:
-        """`parts` lengths from 0 on that sum to `total`, int32."""
+        """`parts` lengths, at least 0, that sum to `total`, int32."""
         cuts = self.ints(0, total + 1, parts - 1).sort().values.cpu()
         ends = torch.cat((cuts, torch.tensor([total], dtype=torch.int32)))
         return ends.diff(prepend=ends.new_zeros(1)).to(self.device)
@@ -70,7 +70,7 @@ class _Draw:
 def examples(
     length: int = 128, *, device: torch.device | str = "cpu", seed: int = 0
 ) -> dict[str, Example]:
-    """At least one instance of every mask of the library.
+    """Build at least one instance of every mask of the library.
 
     Args:
         length: query and kv length, from 32 on; grids take the nearest smaller shape that fits,

@@ -10,14 +10,17 @@ from attnkit.masks._check import at_least, int_tensor, shown, whole
 
 
 def shared_prefix(prefixes: int | Tensor, suffixes: Tensor) -> Mask:
-    """Keeps, causally, the keys of the query's own suffix and of the prefix that it shares.
+    """Keeps the keys of the query's suffix and of the prefix that it shares, up to the query.
 
     The layout is prefix, suffix 1, suffix 2, ..., or several such groups one after another.
 
     Args:
         prefixes: prefix length, or int [G] with the prefix length of each group.
-        suffixes: int [N] the suffix lengths of the one group, or int [G, N] those of each group;
-            0 for a suffix that is not there.
+        suffixes: int [N], the suffix lengths of the only group, or int [G, N], those of each group;
+            0 for a suffix that does not exist.
+
+    Returns:
+        The mask, for query and kv length equal to the sum of all lengths.
 
     Raises:
         ArgumentError, ShapeError, DTypeError: an argument is not as described.

@@ -19,16 +19,19 @@ def sliding_window(
 ) -> Mask:
     """Keeps the keys from `left` positions before the query to `right` positions after it.
 
-    The query's own position is kept too, so a row keeps up to `left + 1 + right` keys
-    (FlashAttention's counting). With the default `right=0` the mask is causal by itself.
+    The query's own position is kept too, so a row keeps up to `left + 1 + right` keys, as
+    FlashAttention counts. With the default `right=0` the mask is causal.
 
     Args:
         left: keys before the query, or None for all of them.
         right: keys after the query, or None for all of them.
-        align: "top-left", or "bottom-right" as of `causal`: the last query stands at the last key.
+        align: "top-left", or "bottom-right" to place the last query at the last key, see `causal`.
         q_len: query length; only for "bottom-right".
         kv_len: kv length, an int, or int [B] with one length per batch entry (keys from
             `kv_len[b]` on are not kept); only for "bottom-right".
+
+    Returns:
+        The mask. It fits any lengths; aligned at the bottom right, those that are given.
 
     Raises:
         ArgumentError, OptionError: not ints, negative, or both None.

@@ -17,15 +17,18 @@ def streaming_llm(
     q_len: int | None = None,
     kv_len: int | Tensor | None = None,
 ) -> Mask:
-    """Keeps, of the keys up to the query, the first `sinks` and those of a window.
+    """Keeps the first `sinks` keys and a window of keys, both up to the query.
 
     Args:
         window: keys before the query (a row keeps up to `window + 1` local keys).
         sinks: keys at the start that every later query sees.
-        align: "top-left", or "bottom-right" as of `causal`: the last query stands at the last key.
+        align: "top-left", or "bottom-right" to place the last query at the last key, see `causal`.
         q_len: query length; only for "bottom-right".
         kv_len: kv length, an int, or int [B] with one length per batch entry (keys from
             `kv_len[b]` on are not kept); only for "bottom-right".
+
+    Returns:
+        The mask. It fits any lengths; aligned at the bottom right, those that are given.
 
     Raises:
         ArgumentError, OptionError: not ints, or negative.

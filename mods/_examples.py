@@ -24,7 +24,7 @@ from attnkit.mods._temperature import log_length, scalable_softmax
 
 
 class Example(NamedTuple):
-    """A mod, lengths that it fits, and its learned tensors."""
+    """A mod, sizes that it fits, and its learned tensors."""
 
     mod: ScoreMod
     q_len: int
@@ -35,7 +35,7 @@ class Example(NamedTuple):
 
 
 class _Draw:
-    """Random tensors from one seed, made on the CPU so that every device gets the same."""
+    """Draws random tensors from one seed, on the CPU so that every device gets the same."""
 
     def __init__(
         self, seed: int, device: torch.device, dtype: torch.dtype, requires_grad: bool
@@ -65,7 +65,7 @@ def examples(
     requires_grad: bool = False,
     seed: int = 0,
 ) -> dict[str, Example]:
-    """At least one instance of every mod of the library.
+    """Build at least one instance of every mod of the library.
 
     Args:
         length: query and kv length, from 4 on; `bias_2d` takes the nearest smaller square.
