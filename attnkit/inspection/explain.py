@@ -26,13 +26,14 @@ from attnkit.inspection.forecast import (
 )
 from attnkit.inspection.summary import summarize
 from attnkit.inspection.throughput import BlockClocks, backward_block_clocks, forward_block_clocks
-from attnkit.runtime.prepare import planned
+from attnkit.runtime.call import AttentionCall
+from attnkit.runtime.prepare import prepare
 from attnkit.runtime.variant import Variant
 from attnkit.schedule.plan import Plan
 from attnkit.schedule.targets import Target, missing_arch, of_arch
 from attnkit.schedule.work_list import fitted
 from attnkit.sparsity.block_mask import BlockMask, create_block_mask
-from attnkit.sparsity.block_runs import BLOCK, BlockRuns
+from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.sparsity.intervals.normal_form import find_intervals
 from attnkit.splice import (
     Layout,
@@ -45,7 +46,7 @@ from attnkit.splice import (
 from attnkit.tracing.float64_checks import compute_dtype
 from attnkit.tracing.mask import noop_mask
 from attnkit.tracing.tracer import Traced
-from attnkit.util.arguments import check_options, check_size
+from attnkit.util.arguments import check_size
 
 
 @dataclass(frozen=True)
@@ -380,12 +381,21 @@ def explain(
         )
     )
     batch, heads, q_len, kv_len, head_dim, sms = sizes
-    block, notes = check_options(kernel_options, BLOCK)
     # only shapes matter: expanded tensors take no memory
     one = torch.empty(1, dtype=dtype, device=device)
     query = one.expand(batch, heads, q_len, head_dim)
     key = one.expand(batch, heads, kv_len, head_dim)
-    plan, bound = planned(variant, query, key, key, backend, block, notes)
+    call = AttentionCall(
+        query,
+        key,
+        key,
+        variant.score_mod,
+        variant.mask,
+        kernel_options=kernel_options,
+        backend=backend,
+    )
+    preparation = prepare(call, launchable=False)
+    plan, bound = preparation.plan, preparation.bound
     shape = (batch, heads, q_len, kv_len)
     return Explanation(
         *(bound.score, bound.mask, bound.runs, plan, shape, head_dim, sms),

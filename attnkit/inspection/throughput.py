@@ -2,7 +2,7 @@
 
 Nothing is measured. The variant's kernel is executed in the emulator for one tile with few blocks
 and one with more: the difference is the cost of the additional blocks. The clocks of a unit are
-those of the instructions that were executed (`attnkit.emulator.cycles`); the time is that of the
+those of the instructions that were executed (`attnkit.emulator.timing.cycles`); the time is that of the
 event timeline (`attnkit.emulator.timeline`).
 """
 

@@ -15,7 +15,7 @@ from attnkit.splice.dispatch import (
 )
 from attnkit.splice.forward import forward_block, layout_of
 from attnkit.splice.kernel_call import BackwardInputs, Captured, ForwardInputs, KernelCall
-from attnkit.splice.layout import Layout
+from attnkit.splice.kernel_layout import Layout
 from attnkit.splice.program import Program, compute_dtype
 from attnkit.templates.cpu import output_like
 

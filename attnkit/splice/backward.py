@@ -1,6 +1,6 @@
-"""Running the backward of a variant with GPU kernels.
+"""Prepare the backward of a variant with GPU kernels.
 
-What differs between templates is in a module of their own: a `Template`.
+What differs between templates is in a `BackwardTemplate` of each.
 """
 
 from __future__ import annotations
@@ -12,31 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnkit.codegen.levels import index_level
 from attnkit.codegen.score_form import score_form
 from attnkit.graph import ir
 from attnkit.graph.adjoint import adjoint
 from attnkit.graph.ir import Node
+from attnkit.graph.staging import Level, index_level
 from attnkit.schedule.targets import SM90, Target, gpu_target
 from attnkit.schedule.work_list import fitted, full_runs
 from attnkit.sparsity.block_runs import BlockRuns
-from attnkit.splice import exact_sums
-from attnkit.splice.backward_call import BackwardCall, prepare
-from attnkit.splice.backward_settings import Settings, Template
+from attnkit.splice import backward_call, exact_sums
+from attnkit.splice.backward_call import BackwardCall
 from attnkit.splice.backward_work import scheduled
 from attnkit.splice.kernel_call import BackwardInputs, KernelCall
 from attnkit.splice.program import Program
+from attnkit.splice.template import BackwardCase, BackwardSettings
+from attnkit.splice.template_registry import backward_template
+from attnkit.util import caches
 
 _LONG = 4096  # length of a sequence where none is named
-
-
-@functools.cache
-def template_of(target: Target) -> Template:
-    """What the template of a target has of its own."""
-    from attnkit.splice import sm90_backward, sm100_backward
-
-    modules: dict[str, Template] = {"sm90": sm90_backward, "sm100": sm100_backward}
-    return modules[target.template]
 
 
 def supports(kernel_call: KernelCall, inputs: BackwardInputs) -> bool:
@@ -49,7 +42,7 @@ def supports(kernel_call: KernelCall, inputs: BackwardInputs) -> bool:
     )
     if spec.target is None:
         return False
-    template = template_of(spec.target)
+    template = backward_template(spec.target)
     widths = template.widths((query.shape[-1], inputs.value.shape[-1]))
     if query.dtype not in (torch.bfloat16, torch.float16) or widths is None:
         return False
@@ -68,29 +61,30 @@ def _learned(inputs: BackwardInputs) -> list[Tensor]:
     return [t for t, need in pairs if need]
 
 
-def prepared(kernel_call: KernelCall, inputs: BackwardInputs) -> BackwardCall:
-    """What computes the gradients of tensors like these; `supports` must hold.
+def prepare(kernel_call: KernelCall, inputs: BackwardInputs) -> BackwardCall:
+    """Prepare the gradients of tensors like these; `supports` must hold.
 
     In a deterministic call the sums of dQ, dK and dV are formed in
     a fixed order, and those of captured tensors exactly.
     """
-    return prepare(kernel_call, inputs, lambda: _settings_of(kernel_call, inputs))
+    return backward_call.prepare(kernel_call, inputs, lambda: _settings_of(kernel_call, inputs))
 
 
-def _settings_of(kernel_call: KernelCall, inputs: BackwardInputs) -> Settings:
+def _settings_of(kernel_call: KernelCall, inputs: BackwardInputs) -> BackwardSettings:
     program, spec, runs = kernel_call.program, kernel_call.spec, kernel_call.runs
     query, key, value = inputs.query, inputs.key, inputs.value
     assert spec.target is not None
-    template = template_of(spec.target)
+    template = backward_template(spec.target)
     widths = template.widths((query.shape[-1], value.shape[-1]))
     assert widths is not None
-    switches = template.switches(
+    case = BackwardCase(
         widths,
         runs or full_runs(query.shape[2], key.shape[2], (128, 128), query.device),
         additive=score_form(program.score).additive,
         learned=_levels(program.score, tuple(inputs.needs_grad)),
         listed=program.listed,
     )
+    switches = template.switches(case)
     light = _light(program, inputs.needs_grad)
     return _settings(spec.target, query, key, value, spec.deterministic, light, switches)
 
@@ -111,7 +105,7 @@ def first_parts(
         head_dim: of query, key and value.
         workers: CTAs that run at once.
     """
-    widths = template_of(SM90).widths((head_dim, head_dim))
+    widths = backward_template(SM90).widths((head_dim, head_dim))
     if widths is None:
         return f"no kernel for head_dim={head_dim}"
     batch, heads, q_len, kv_len = lengths
@@ -151,31 +145,36 @@ def backward_block(
     Raises:
         ArgumentError: `template` is no GPU kernel.
     """
-    settings = template_of(gpu_target(template))
+    settings = backward_template(gpu_target(template))
     widths = settings.widths(head_dims)
     if widths is None:
         return None
     runs = runs or full_runs(_LONG, _LONG, (128, 128), torch.device("cpu"))
     additive = score_form(program.score).additive
-    switches = settings.switches(
-        widths, runs, additive=additive, learned=frozenset(), listed=program.listed
-    )
+    case = BackwardCase(widths, runs, additive, learned=frozenset(), listed=program.listed)
+    switches = settings.switches(case)
     ctas = 2 if switches.get("pair") else 1
     return settings.block_q(widths, _light(program, ())), ctas * settings.block_kv(widths)
 
 
+caches.register(_has_slope.cache_clear)
+
+
 @functools.lru_cache(maxsize=1024)
-def _levels(score: Node | None, wanted: tuple[bool, ...]) -> frozenset[str]:
+def _levels(score: Node | None, needs_grad: tuple[bool, ...]) -> frozenset[Level]:
     """The levels at which the indices of loads with gradients are known."""
-    if score is None or not any(wanted):
+    if score is None or not any(needs_grad):
         return frozenset()
     loads = (load for load, _ in adjoint(score).loads)
-    return frozenset(index_level(load) for load in loads if wanted[int(str(load.attr))])
+    return frozenset(index_level(load) for load in loads if needs_grad[int(str(load.attr))])
 
 
-def _light(program: Program, wanted: Sequence[bool]) -> bool:
+caches.register(_levels.cache_clear)
+
+
+def _light(program: Program, needs_grad: Sequence[bool]) -> bool:
     """Whether dS is P (dP - delta), and no tensor has a gradient."""
-    return not any(wanted) and (program.score is None or not _has_slope(program.score))
+    return not any(needs_grad) and (program.score is None or not _has_slope(program.score))
 
 
 def _settings(
@@ -186,8 +185,8 @@ def _settings(
     deterministic: bool,
     light: bool,
     switches: dict[str, Any],
-) -> Settings:
-    template, dims = template_of(target), (query.shape[-1], value.shape[-1])
+) -> BackwardSettings:
+    template, dims = backward_template(target), (query.shape[-1], value.shape[-1])
     widths = template.widths(dims)
     assert widths is not None
     config = {
@@ -198,4 +197,4 @@ def _settings(
         "accumulate": key.shape[:2] != query.shape[:2],
         "turns": "descending" if deterministic else "",
     } | switches
-    return Settings(target, tuple(sorted(config.items())), dims, template)
+    return BackwardSettings(target, tuple(sorted(config.items())), dims, template)

@@ -61,7 +61,7 @@ def run_backward(
         captured tensors in the compute dtype, None where none is needed.
     """
     if backward.supports(call, inputs):
-        return backward.prepared(call, inputs)(inputs)
+        return backward.prepare(call, inputs)(inputs)
     query = inputs.query
     with _without_autocast(query):
         hooks = CpuHooks(
@@ -94,7 +94,7 @@ def backward_replay(call: KernelCall, inputs: BackwardInputs) -> Replay | None:
         return None
     if not backward.supports(call, inputs):
         return None
-    prepared = backward.prepared(call, inputs)
+    prepared = backward.prepare(call, inputs)
     return prepared.again if prepared.scale == inputs.scale else None
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnkit.graph import ir
 from attnkit.graph.ir import Node
+from attnkit.util import caches
 
 
 @dataclass(frozen=True)
@@ -62,3 +63,6 @@ class Program:
 def compute_dtype(query: Tensor) -> torch.dtype:
     """The dtype of scores and row statistics: float64 for float64, else float32."""
     return torch.float64 if query.dtype == torch.float64 else torch.float32
+
+
+caches.register(Program.parse.cache_clear)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnkit.runtime.variant import Bound, Variant
+from attnkit.runtime.bind import Bound
+from attnkit.runtime.variant import Variant
 from attnkit.testing import reproducer
 from attnkit.testing.backends import backend_rows, present_backends
 from attnkit.testing.case import Case

@@ -12,7 +12,7 @@ pytest.importorskip("cutlass")
 from attnkit import Variant, explain, masks, mods
 from attnkit.cli import main
 from attnkit.codegen.score_form import score_form
-from attnkit.emulator.cycles import Product, tile
+from attnkit.emulator.timing.cycles import Product, tile
 from attnkit.errors import ArgumentError, OptionError, UnsupportedError
 from attnkit.inspection.forecast import GPUS, forecast_forward
 from attnkit.inspection.throughput import BlockClocks, backward_block_clocks, forward_block_clocks

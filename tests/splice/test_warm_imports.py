@@ -12,7 +12,7 @@ import sys
 import torch
 from attnkit import masks, mods
 from attnkit.splice import (
-    BackwardInputs, Captured, ForwardInputs, KernelCall, Program, backward, backward_work, forward,
+    BackwardInputs, Captured, ForwardInputs, KernelCall, Program, backward, forward, workers,
 )
 from attnkit.schedule.targets import ORDERED, SM90, SM100
 from attnkit.tracing.tracer import trace
@@ -24,7 +24,7 @@ class Refused:
         assert name.partition(".")[0] != "cutlass", "the DSL is imported"
 sys.meta_path.insert(0, Refused())
 
-forward._sms = backward_work._sms = lambda device: 132
+workers.sm_count = lambda device: 132
 slopes = torch.rand(4)
 alibi = lambda score, b, h, q, kv: score - slopes[h] * (q - kv)
 cpu, length = torch.device("cpu"), 512
@@ -42,7 +42,7 @@ for dim in (64, 128, 256):
                 KernelCall(target.name, program, runs),
                 ForwardInputs(query, key, value, captured, 1.0),
             )
-            if backward.template_of(target).widths((dim, dim)) is None:
+            if backward.backward_template(target).widths((dim, dim)) is None:
                 continue
             for deterministic in (False, True):
                 for learned in (False, True)[: 1 + len(captured[0])]:
@@ -51,7 +51,7 @@ for dim in (64, 128, 256):
                         query, key, value, out, lse, out, None,
                         captured, [learned] * len(captured.scores), 1.0,
                     )
-                    backward.prepared(KernelCall(name, program, runs), inputs)
+                    backward.prepare(KernelCall(name, program, runs), inputs)
 assert not [name for name in sys.modules if name.partition(".")[0] == "cutlass"]
 print("prepared")
 """

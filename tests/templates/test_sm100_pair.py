@@ -17,7 +17,8 @@ from attnkit.jit import kernel as compiled
 from attnkit.schedule.work_list import full_runs
 from attnkit.sparsity.block_runs import FULL, BlockRuns
 from attnkit.splice import sm100_pairs
-from attnkit.splice.sm100_pairs import RULES, Case, fewer_clocks, kind_of, refusal
+from attnkit.splice.sm100_pairs import RULES, fewer_clocks, kind_of, refusal
+from attnkit.splice.template import BackwardCase
 from attnkit.templates.sm100.backward_config import BackwardConfig
 from attnkit.templates.sm100.backward_pair import PairBackward
 from tests.templates.backward_kit import (
@@ -133,14 +134,15 @@ def test_captured_tensors_in_a_fixed_order(monkeypatch: pytest.MonkeyPatch) -> N
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
-def case(**changes: Any) -> Case:
+def case(**changes: Any) -> BackwardCase:
     runs = full_runs(512, 512, (128, 128), CPU)
-    return Case(
+    return BackwardCase(
         **{
             "widths": (128, 128),
             "learned": frozenset(),
             "listed": False,
             "runs": runs,
+            "additive": True,
             **changes,
         }
     )

@@ -110,13 +110,13 @@ def test_gradients_of_captured_tensors(name: str) -> None:
 
 def test_the_option_reaches_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
-    plain = splice_backward.prepared
+    plain = splice_backward.prepare
 
     def recorded(call: KernelCall, inputs: BackwardInputs) -> Any:
         seen.append(call.spec.deterministic)
         return plain(call, inputs)
 
-    monkeypatch.setattr(splice_backward, "prepared", recorded)
+    monkeypatch.setattr(splice_backward, "prepare", recorded)
     for setting in (False, True):
         q, k, v = (torch.randn(1, 1, 140, 64, dtype=BF16, requires_grad=True) for _ in range(3))
         flex_attention(q, k, v, backend="emulate", deterministic=setting).sum().backward()
