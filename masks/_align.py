@@ -18,18 +18,18 @@ class Alignment(NamedTuple):
     """An alignment, as functions for a mask_mod to call.
 
     Attributes:
-        place: (b, q) -> the key position of the query.
-        held: (b, kv) -> whether the key exists.
+        position: (b, q) -> the key position of the query.
+        exists: (b, kv) -> whether the key exists.
         padded: whether some keys may not exist.
         lengths: the (query, kv) lengths that it fits; None for any.
-        shown: the arguments as text, for a label.
+        arguments: the arguments as text, for a label.
     """
 
-    place: Index
-    held: Index
+    position: Index
+    exists: Index
     padded: bool
     lengths: tuple[int | None, int | None]
-    shown: tuple[str, ...]
+    arguments: tuple[str, ...]
 
 
 def aligned(align: Align, q_len: int | None, kv_len: int | Tensor | None) -> Alignment:
@@ -47,7 +47,7 @@ def aligned(align: Align, q_len: int | None, kv_len: int | Tensor | None) -> Ali
     if align == "top-left":
         if q_len is not None or kv_len is not None:
             raise ArgumentError('q_len and kv_len have a meaning with align="bottom-right" only')
-        return Alignment(_same_place, _held, False, (None, None), ())
+        return Alignment(_same_position, _exists, False, (None, None), ())
     if align != "bottom-right":
         raise OptionError(f'align must be "top-left" or "bottom-right", got {align!r}')
     if q_len is None or kv_len is None:
@@ -57,27 +57,27 @@ def aligned(align: Align, q_len: int | None, kv_len: int | Tensor | None) -> Ali
     whole("q_len", q_len, least=1)
     if isinstance(kv_len, Tensor):
         lengths = per_batch("kv_len", kv_len)
-        shown = ('"bottom-right"', f"q_len={q_len}", "kv_len=[B]")
+        arguments = ('"bottom-right"', f"q_len={q_len}", "kv_len=[B]")
         return Alignment(
             lambda b, q: q + (lengths[b] - q_len),
             lambda b, kv: kv < lengths[b],
             True,
             (q_len, None),
-            shown,
+            arguments,
         )
     offset = whole("kv_len", kv_len, least=1) - q_len
-    shown = ('"bottom-right"', f"q_len={q_len}", f"kv_len={kv_len}")
-    return Alignment(lambda b, q: q + offset, _held, False, (q_len, kv_len), shown)
+    arguments = ('"bottom-right"', f"q_len={q_len}", f"kv_len={kv_len}")
+    return Alignment(lambda b, q: q + offset, _exists, False, (q_len, kv_len), arguments)
 
 
-def named(shown: tuple[str, ...]) -> tuple[str, ...]:
+def keyword_arguments(arguments: tuple[str, ...]) -> tuple[str, ...]:
     """The arguments of a label in which `align` is a keyword argument."""
-    return (f"align={shown[0]}", *shown[1:]) if shown else ()
+    return (f"align={arguments[0]}", *arguments[1:]) if arguments else ()
 
 
-def _same_place(b: Tensor, q: Tensor) -> Tensor:
+def _same_position(b: Tensor, q: Tensor) -> Tensor:
     return q
 
 
-def _held(b: Tensor, kv: Tensor) -> Tensor:
+def _exists(b: Tensor, kv: Tensor) -> Tensor:
     return kv >= 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from attnkit import Mask
-from attnkit.masks._check import int_tensor, shown, whole
+from attnkit.masks._check import int_tensor, shape_text, whole
 from attnkit.masks._topk_blocks import topk_blocks
 
 
@@ -51,5 +51,5 @@ def bigbird(
         near = (row - column <= window_blocks) & (column - row <= window_blocks)
         return near | (row < global_blocks) | (column < global_blocks)
 
-    label = f"bigbird({shown(random_blocks)}, {block})"
+    label = f"bigbird({shape_text(random_blocks)}, {block})"
     return Mask(random | keep, label)

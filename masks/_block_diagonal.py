@@ -35,5 +35,5 @@ def block_diagonal(size: int, kv_size: int | None = None) -> Mask:
     def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return q // size == kv // columns
 
-    shown = f"{size}" if kv_size is None else f"{size}, {kv_size}"
-    return Mask(keep, f"block_diagonal({shown})")
+    arguments = f"{size}" if kv_size is None else f"{size}, {kv_size}"
+    return Mask(keep, f"block_diagonal({arguments})")

@@ -44,9 +44,9 @@ def causal(
             [1, 1, 1, 1, 0],
             [1, 1, 1, 1, 1]], dtype=torch.int32)
     """
-    place, _, _, lengths, shown = aligned(align, q_len, kv_len)
+    position, _, _, lengths, arguments = aligned(align, q_len, kv_len)
 
     def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return kv <= place(b, q)
+        return kv <= position(b, q)
 
-    return Mask(keep, f"causal({', '.join(shown)})", lengths=lengths)
+    return Mask(keep, f"causal({', '.join(arguments)})", lengths=lengths)

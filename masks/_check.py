@@ -75,7 +75,7 @@ def int_tensor(name: str, value: Any, shapes: str, ranks: Sequence[int]) -> Tens
     return checked
 
 
-def shown(value: Tensor) -> str:
+def shape_text(value: Tensor) -> str:
     """Format a tensor's shape for a label; torch.compile has no text for symbolic lengths."""
     return "[...]" if torch.compiler.is_dynamo_compiling() else str(list(value.shape))
 

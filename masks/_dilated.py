@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from attnkit import Mask
-from attnkit.masks._align import Align, aligned, named
+from attnkit.masks._align import Align, aligned, keyword_arguments
 from attnkit.masks._check import whole
 
 
@@ -51,15 +51,15 @@ def dilated(
     whole("right", right)
     whole("dilation", dilation, least=1)
 
-    place, held, padded, lengths, shown = aligned(align, q_len, kv_len)
+    position, exists, padded, lengths, arguments = aligned(align, q_len, kv_len)
 
     def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        distance = place(b, q) - kv
+        distance = position(b, q) - kv
         return (distance <= left) & (distance >= -right) & (distance % dilation == 0)
 
-    def keep_held(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return keep(b, h, q, kv) & held(b, kv)
+    def keep_existing(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return keep(b, h, q, kv) & exists(b, kv)
 
     sizes = (left, dilation) if right == 0 else (left, dilation, right)
-    label = f"dilated({', '.join((*map(str, sizes), *named(shown)))})"
-    return Mask(keep_held if padded and right else keep, label, lengths=lengths)
+    label = f"dilated({', '.join((*map(str, sizes), *keyword_arguments(arguments)))})"
+    return Mask(keep_existing if padded and right else keep, label, lengths=lengths)

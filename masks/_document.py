@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnkit import Mask, OptionError, ShapeError
-from attnkit.masks._check import at_least, int_tensor, shown, whole
+from attnkit.masks._check import at_least, int_tensor, shape_text, whole
 
 MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -141,10 +141,10 @@ def _same(q_doc: Tensor, kv_doc: Tensor) -> MaskMod:
 
 
 def _ids(name: str, ids: Tensor, sorted_ids: bool) -> Tensor:
-    found = int_tensor(name, ids, "[S] or [B, S]", (1, 2))
-    if sorted_ids and bool((found[..., 1:] < found[..., :-1]).any()):
+    checked = int_tensor(name, ids, "[S] or [B, S]", (1, 2))
+    if sorted_ids and bool((checked[..., 1:] < checked[..., :-1]).any()):
         raise OptionError(f"{name} must not decrease along the sequence (sorted_ids=True)")
-    return found
+    return checked
 
 
 def _from_lengths(name: str, lengths: Tensor) -> Tensor:
@@ -158,18 +158,18 @@ def _from_lengths(name: str, lengths: Tensor) -> Tensor:
 
 
 def _differences(name: str, cu_seqlens: Tensor) -> Tensor:
-    found = int_tensor(name, cu_seqlens, "[N + 1]", (1,)).long()
-    if len(found) < 2:
-        raise ShapeError(f"{name} must have shape [N + 1] with N >= 1, got {tuple(found.shape)}")
-    lengths = found.diff()
-    first, shortest = torch.stack((found[0], lengths.amin())).tolist()
+    ends = int_tensor(name, cu_seqlens, "[N + 1]", (1,)).long()
+    if len(ends) < 2:
+        raise ShapeError(f"{name} must have shape [N + 1] with N >= 1, got {tuple(ends.shape)}")
+    lengths = ends.diff()
+    first, shortest = torch.stack((ends[0], lengths.amin())).tolist()
     if first != 0:
         raise OptionError(f"{name} must begin with 0, got {first}")
     if shortest < 0:
         at = int(lengths.argmin())
         raise OptionError(
             f"{name} must not decrease, or documents would overlap; entry {at + 1} is "
-            f"{int(found[at + 1])} after {int(found[at])}"
+            f"{int(ends[at + 1])} after {int(ends[at])}"
         )
     return lengths
 
@@ -184,4 +184,4 @@ def _same_count(name: str, value: Tensor, other_name: str, other: Tensor) -> Non
 
 def _shown(value: Tensor, other: Tensor | None) -> str:
     both = (value,) if other is None else (value, other)
-    return ", ".join(shown(t) for t in both)
+    return ", ".join(shape_text(t) for t in both)

@@ -86,12 +86,12 @@ def examples(
     """
     whole("length", length, least=32)
     draw = _Draw(seed, torch.device(device))
-    made = _patterns(length)
-    made |= _documents(length, draw)
-    made |= _batches(length, draw)
-    made |= _blocks(length, draw)
-    made |= _grids(length)
-    return made | _decoding(length, draw)
+    instances = _patterns(length)
+    instances |= _documents(length, draw)
+    instances |= _batches(length, draw)
+    instances |= _blocks(length, draw)
+    instances |= _grids(length)
+    return instances | _decoding(length, draw)
 
 
 def _patterns(length: int) -> dict[str, Example]:
@@ -112,15 +112,17 @@ def _patterns(length: int) -> dict[str, Example]:
         "streaming_llm": streaming_llm(near, 4),
         "block_diagonal": block_diagonal(near + 3),
     }
-    made = {name: Example(mask, length, length) for name, mask in square.items()}
-    made["causal/bottom-right"] = Example(causal(**end), half, length)
-    made["sliding_window/bottom-right"] = Example(sliding_window(near, 3, **end), half, length)
-    made["dilated/bottom-right"] = Example(dilated(2 * near, 3, **end), half, length)
-    made["streaming_llm/bottom-right"] = Example(streaming_llm(near, **end), half, length)
-    made["prefix"] = Example(prefix(near), length, length + 5)
-    made["block_diagonal/cross"] = Example(block_diagonal(7, 11), length, 2 * length)
-    made["block_diffusion"] = Example(block_diffusion(half, max(2, near // 2)), 2 * half, 2 * half)
-    return made
+    instances = {name: Example(mask, length, length) for name, mask in square.items()}
+    instances["causal/bottom-right"] = Example(causal(**end), half, length)
+    instances["sliding_window/bottom-right"] = Example(sliding_window(near, 3, **end), half, length)
+    instances["dilated/bottom-right"] = Example(dilated(2 * near, 3, **end), half, length)
+    instances["streaming_llm/bottom-right"] = Example(streaming_llm(near, **end), half, length)
+    instances["prefix"] = Example(prefix(near), length, length + 5)
+    instances["block_diagonal/cross"] = Example(block_diagonal(7, 11), length, 2 * length)
+    instances["block_diffusion"] = Example(
+        block_diffusion(half, max(2, near // 2)), 2 * half, 2 * half
+    )
+    return instances
 
 
 def _documents(length: int, draw: _Draw) -> dict[str, Example]:
@@ -206,10 +208,10 @@ def _grids(length: int) -> dict[str, Example]:
         "sliding_tile/2d": (image, sliding_tile(image, 2, 1 if side < 6 else 3)),
         "sliding_tile/3d": (video, sliding_tile(video, 2, odd)),
     }
-    made = {n: Example(mask, math.prod(s), math.prod(s)) for n, (s, mask) in masks.items()}
+    instances = {n: Example(mask, math.prod(s), math.prod(s)) for n, (s, mask) in masks.items()}
     tokens = math.prod(image) + 5
-    made["sliding_tile"] = Example(sliding_tile(image, 2, 1, text=5), tokens, tokens)
-    return made
+    instances["sliding_tile"] = Example(sliding_tile(image, 2, 1, text=5), tokens, tokens)
+    return instances
 
 
 def _decoding(length: int, draw: _Draw) -> dict[str, Example]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from attnkit import Mask
-from attnkit.masks._check import bool_tensor, shown, whole
+from attnkit.masks._check import bool_tensor, shape_text, whole
 
 
 def longformer(window: int, global_tokens: int | Tensor) -> Mask:
@@ -44,7 +44,7 @@ def longformer(window: int, global_tokens: int | Tensor) -> Mask:
         return Mask(keep, f"longformer({window}, {global_tokens})")
 
     is_global = bool_tensor("global_tokens", global_tokens, "[S] or [B, S]", (1, 2))
-    label = f"longformer({window}, {shown(is_global)})"
+    label = f"longformer({window}, {shape_text(is_global)})"
     if is_global.ndim == 1:
 
         def keep_marked(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:

@@ -88,8 +88,8 @@ def natten(
 
     extras = {"stride": stride, "dilation": dilation, "causal": causal, "tile": tile}
     plain = {"stride": 1, "dilation": 1, "causal": False, "tile": None}
-    shown = [f"{name}={value}" for name, value in extras.items() if value != plain[name]]
-    label = f"natten({', '.join([str(lengths), str(kernel), *shown])})"
+    named = [f"{name}={value}" for name, value in extras.items() if value != plain[name]]
+    label = f"natten({', '.join([str(lengths), str(kernel), *named])})"
     return Mask(keep, label, lengths=(math.prod(lengths),) * 2)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnkit import ArgumentError, Mask, OptionError, ShapeError
-from attnkit.masks._check import at_least, extent, int_tensor, per_batch, shown, whole
+from attnkit.masks._check import at_least, extent, int_tensor, per_batch, shape_text, whole
 
 
 def paged(
@@ -60,7 +60,7 @@ def paged(
     logical_page = _inverse(page_table, pages)
     name = mask.label if isinstance(mask, Mask) else getattr(mask, "__name__", "mask")
     sizes = _lengths(mask, name, page_table.shape[1] * page_size, pages * page_size, lengths)
-    label = f"paged({name}, {shown(page_table)}, {page_size}, {pages})"
+    label = f"paged({name}, {shape_text(page_table)}, {page_size}, {pages})"
 
     def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         page = logical_page[b, kv // page_size]

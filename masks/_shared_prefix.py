@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnkit import ArgumentError, Mask, OptionError, ShapeError
-from attnkit.masks._check import at_least, int_tensor, shown, whole
+from attnkit.masks._check import at_least, int_tensor, shape_text, whole
 
 
 def shared_prefix(prefixes: int | Tensor, suffixes: Tensor) -> Mask:
@@ -46,7 +46,7 @@ def shared_prefix(prefixes: int | Tensor, suffixes: Tensor) -> Mask:
     total = (len(part), len(part))
     # part = group * width + (0 for the prefix, i for suffix i)
     is_prefix = part % width == 0
-    label = f"shared_prefix({_shown(prefixes)}, {shown(suffixes)})"
+    label = f"shared_prefix({_shown(prefixes)}, {shape_text(suffixes)})"
     if groups == 1:
         length = int(lengths[0, 0])
 
@@ -80,4 +80,4 @@ def _lengths(prefixes: int | Tensor, suffixes: Tensor) -> Tensor:
 
 
 def _shown(prefixes: int | Tensor) -> str:
-    return shown(prefixes) if isinstance(prefixes, Tensor) else str(prefixes)
+    return shape_text(prefixes) if isinstance(prefixes, Tensor) else str(prefixes)

@@ -74,8 +74,8 @@ def sliding_tile(
             kept = kept & other
         return kept | (q >= tokens) | (kv >= tokens) if text else kept
 
-    shown = f"{lengths}, {parts}, {kernels}" + (f", text={text}" if text else "")
-    return Mask(keep, f"sliding_tile({shown})", lengths=(tokens + text,) * 2)
+    arguments = f"{lengths}, {parts}, {kernels}" + (f", text={text}" if text else "")
+    return Mask(keep, f"sliding_tile({arguments})", lengths=(tokens + text,) * 2)
 
 
 def _near(row: Tensor, column: Tensor, tiles: int, reach: int) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from attnkit import Mask
-from attnkit.masks._align import Align, aligned, named
+from attnkit.masks._align import Align, aligned, keyword_arguments
 from attnkit.masks._check import whole
 
 
@@ -48,11 +48,11 @@ def streaming_llm(
     whole("window", window)
     whole("sinks", sinks)
 
-    place, _, _, lengths, shown = aligned(align, q_len, kv_len)
+    position, _, _, lengths, arguments = aligned(align, q_len, kv_len)
 
     def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        at = place(b, q)
+        at = position(b, q)
         return (kv <= at) & ((at - kv <= window) | (kv < sinks))
 
-    label = f"streaming_llm({', '.join((str(window), str(sinks), *named(shown)))})"
+    label = f"streaming_llm({', '.join((str(window), str(sinks), *keyword_arguments(arguments)))})"
     return Mask(keep, label, lengths=lengths)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnkit import Mask, ShapeError
-from attnkit.masks._check import int_tensor, shown, tensor, whole
+from attnkit.masks._check import int_tensor, shape_text, tensor, whole
 
 MOST_SELECTED = 128  # indices per row: the comparison is unrolled
 
@@ -46,7 +46,7 @@ def topk_blocks(selected: Tensor, q_block: int, kv_block: int) -> Mask:
     whole("kv_block", kv_block, least=1)
     shapes = "[query blocks, K], [H, query blocks, K] or [B, H, query blocks, K]"
     tensor("selected", selected, shapes, (2, 3, 4))
-    label = f"topk_blocks({shown(selected)}, {q_block}, {kv_block})"
+    label = f"topk_blocks({shape_text(selected)}, {q_block}, {kv_block})"
     if selected.dtype == torch.bool:
 
         def keep_marked(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
