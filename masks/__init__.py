@@ -1,7 +1,7 @@
 """Build masks from the literature by name; combine them with `&`, `|`, `^` and `~`.
 
-Each function returns a `Mask`. `examples()` returns instances of all, for tests and benchmarks. This
-room uses the public API alone, as a user would.
+Each function returns a `Mask`. `examples()` returns instances of all, for tests and benchmarks.
+This room uses the public API alone, as a user would.
 """
 
 from __future__ import annotations

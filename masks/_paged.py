@@ -85,7 +85,7 @@ def paged(
 def _lengths(
     mask: Callable[..., Tensor], name: str, capacity: int, pool: int, held: Tensor | None
 ) -> tuple[Any, int]:
-    """The (query, kv) lengths of a paged mask: the queries of the mask, and all keys of the pool."""
+    """The (query, kv) lengths of a paged mask: those of the mask, and all keys of the pool."""
     if not isinstance(mask, Mask):
         return None, pool
     most = mask.lengths.kv[1]

@@ -1,8 +1,8 @@
 """Build score_mods from the literature by name; `compose` chains them.
 
-Each function returns a `score_mod(score, b, h, q, kv)`. Learned tables are tensors of the caller and
-get gradients. `examples()` returns instances of all, for tests and benchmarks. This room uses the
-public API alone, as a user would.
+Each function returns a `score_mod(score, b, h, q, kv)`. Learned tables are tensors of the caller
+and get gradients. `examples()` returns instances of all, for tests and benchmarks. This room uses
+the public API alone, as a user would.
 """
 
 from __future__ import annotations

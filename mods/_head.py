@@ -36,7 +36,7 @@ def head_scale(scale: Tensor) -> ScoreMod:
 
 
 def head_gate(gate: Tensor) -> ScoreMod:
-    """Multiplies the score by `sigmoid(gate[h])`: from uniform attention (0) to the score itself (1).
+    """Multiplies the score by `sigmoid(gate[h])`: from uniform attention (0) to the score (1).
 
     Args:
         gate: float [H], learned.

@@ -54,7 +54,7 @@ def log_length(trained: int, length: int | Tensor | None = None) -> ScoreMod:
 
 
 def scalable_softmax(scale: Tensor, length: int | Tensor | None = None) -> ScoreMod:
-    """Multiplies the scores of a row with n keys by `scale[h] * log(n)`, so attention stays focused.
+    """Multiplies the scores of a row with n keys by `scale[h] * log(n)`: attention stays focused.
 
     Args:
         scale: float [H], learned.

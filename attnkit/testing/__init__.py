@@ -2,8 +2,8 @@
 
 In: a score_mod, a mask or a `Variant`. Out: a `Report`, with a program that repeats a failure. The
 hypothesis strategies `variants`, `masks`, `library_masks`, `library_mods`, `mask_mods` and
-`score_mods` draw variants; `cases`, `lengths`, `layouts` and `dtypes` draw calls. `cli` imports this
-room, and `python -m attnkit.testing.selfcheck` runs on GPUs on which no kernel was proven.
+`score_mods` draw variants; `cases`, `lengths`, `layouts` and `dtypes` draw calls. `cli` imports
+this room, and `python -m attnkit.testing.selfcheck` runs on GPUs on which no kernel was proven.
 
 >>> from attnkit.masks import sliding_window
 >>> from attnkit.testing import check_variant

@@ -132,7 +132,7 @@ class Case:
         return self.batch, self.heads, self.q_len, self.kv_len
 
     def inputs(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
-        """Draw query, key and value: normal numbers with the case's strides, each requiring grad."""
+        """Draw query, key and value: normal numbers in the case's layouts that require grad."""
         generator = torch.Generator().manual_seed(self.seed)
         tensors = []
         for shape, layout, std in zip(

@@ -45,12 +45,13 @@ def check_variant(
 ) -> Report:
     """Check a variant on many calls against dense attention in float64.
 
-    Calls differ in lengths (ragged, unequal), batch, heads (grouped too), head dims, dtype, strides,
-    tile sizes, scale and values. For every backend that can run here, and for other tile sizes, the
-    check compares output, LSE, row maxima, the gradients of query, key, value and captured tensors
-    through the output and through the LSE, and fully masked rows and columns. It also compares the
-    trace with the user's function called by torch, and the tiles with the dense mask. An error may
-    be twice that of dense attention in the same dtype (`attnkit.testing.tolerance`).
+    Calls differ in lengths (ragged, unequal), batch, heads (grouped too), head dims, dtype,
+    strides, tile sizes, scale and values. For every backend that can run here, and for other tile
+    sizes, the check compares output, LSE, row maxima, the gradients of query, key, value and
+    captured tensors through the output and through the LSE, and fully masked rows and columns. It
+    also compares the trace with the user's function called by torch, and the tiles with the dense
+    mask. An error may be twice that of dense attention in the same dtype
+    (`attnkit.testing.tolerance`).
 
     Args:
         score_mod: a score_mod, or a whole `Variant` (then without mask).

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for the library's masks and mods, their combinations, and whole variants."""
+"""Hypothesis strategies for the library's masks and mods, combinations, and whole variants."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Eager:
 
 
 class _IndexWithoutItem(TorchFunctionMode):
-    """Turns indexing by 0-d tensors into an operator: Tensor.__getitem__ would ask vmap for ints."""
+    """Makes indexing by 0-d tensors an operator: Tensor.__getitem__ would ask vmap for ints."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None

@@ -74,8 +74,8 @@ def compare(
     names = ["dquery", "dkey", "dvalue", *(f"dcaptured {i}" for i in range(len(learned)))]
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(out)
     # Kernels compute rowsum(dO O) from the rounded output, which is as if the LSE had the gradient
-    # below. For query, key and value the output has rounded probabilities too, as in dense attention
-    # of 16 bits; for captured tensors, whose gradients sum over whole heads, it has not.
+    # below. For query, key and value the output has rounded probabilities too, as in dense
+    # attention of 16 bits; for captured tensors, whose gradients sum over whole heads, it has not.
     grads_lse = [(grad.float() * (o - rounded.float())).sum(-1).detach() for o in unrounded]
     got = torch.autograd.grad([out], [*inputs, *learned], [grad])
     expected = torch.autograd.grad([exact], [*wide, *learned], [grad.double()])
@@ -106,8 +106,8 @@ def _rounded(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute dense attention with the rounding that kernels with 16-bit products need.
 
-    Scores are float32; the probabilities, their gradients and those of the scores are rounded to the
-    inputs' dtype.
+    Scores are float32; the probabilities, their gradients and those of the scores are rounded to
+    the inputs' dtype.
 
     Returns:
         Output; LSE; the output before rounding; the output before rounding from probabilities that

@@ -108,7 +108,7 @@ def _largest(
     fixed: dict[str, Range],
     name: str,
 ) -> int:
-    """Find the largest legal size of one axis by bisection, with all others as small as possible."""
+    """Find the largest legal size of one axis by bisection, with all others at their least."""
     low, high = ranges[name]
     sizes = {n: fixed[n][0] if n in fixed else ranges[n][0] for n in ranges}
     if _legal(variant, device, sizes | {name: high}) or not _legal(variant, device, sizes):

@@ -81,7 +81,7 @@ def _leaves(t: Tensor) -> list[Tensor]:
 def differentiate(
     case: Case, results: Sequence[Tensor], inputs: Sequence[Tensor], captured: Captured
 ) -> Quantities:
-    """Compute gradients through the output alone and the LSE alone, so that neither hides the other.
+    """Compute gradients through the output and through the LSE separately: neither hides the other.
 
     Args:
         case: gives the gradients of the output and of the LSE.

@@ -111,7 +111,7 @@ def worst(rows: Iterable[Row]) -> tuple[Row, ...]:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Format rows as aligned text: quantity, backend, dtype, error, allowed, share of the allowed."""
+    """Format rows as a table: quantity, backend, dtype, error, allowed, share of the allowed."""
     head = ("quantity", "backend", "dtype", "error", "allowed", "used")
     lines = [head]
     for row in rows:

@@ -1,9 +1,9 @@
 """Sample what rounding can do to a result: dense attention in float64 with noise at each step.
 
-The error of the dense reference is one sample of the error that its dtype allows. On small inputs it
-may be zero by luck: with one key every weight is 1 and the reference's gradient of the query is
-exactly 0, while dO V^T - rowsum(dO O) is the difference of two rounded numbers. So noise of one unit
-in the last place is added here to each step of the formulas of attention.
+The error of the dense reference is one sample of the error that its dtype allows. On small inputs
+it may be zero by luck: with one key every weight is 1 and the reference's gradient of the query is
+exactly 0, while dO V^T - rowsum(dO O) is the difference of two rounded numbers. So noise of one
+unit in the last place is added here to each step of the formulas of attention.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from attnkit.testing.case import Case
 from attnkit.testing.quantities import DenseCall, Quantities, in_dtype
 from attnkit.tracing.tracer import Traced
 
-# A long sum may round to (nearly) the right number by luck, in the reference too: so many samples of
-# each kind are taken before a result counts as wrong.
+# A long sum may round to (nearly) the right number by luck, in the reference too: so many samples
+# of each kind are taken before a result counts as wrong.
 SAMPLES = 8
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -105,7 +105,7 @@ def _softmax(modified: Tensor, inner: Noise) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _pulled_back(modified: Tensor, targets: Sequence[Tensor], cotangent: Tensor) -> list[Tensor]:
-    """The gradients of the modified scores with respect to `targets`; zeros where there are none."""
+    """The gradients of the modified scores with respect to `targets`; zeros if there are none."""
     grads = torch.autograd.grad(modified, targets, cotangent, retain_graph=True, allow_unused=True)
     return [torch.zeros_like(t) if g is None else g for t, g in zip(targets, grads, strict=True)]
 

@@ -1,7 +1,7 @@
 """Test kernels against dense attention: `python -m attnkit.testing.selfcheck cute cuda:0`.
 
-Exit status 0: all is right; 1: something is wrong, and the last line says what. It runs once on a GPU
-on which no kernel was proven, before kernels are used there (`attnkit.runtime.hardware_gate`).
+Exit status 0: all is right; 1: something is wrong, and the last line says what. It runs once on a
+GPU on which no kernel was proven, before kernels are used there (`attnkit.runtime.hardware_gate`).
 `python -m attnkit.testing.selfcheck emulate:sm_100a cpu` does the same in the emulator, at small
 sizes.
 """

@@ -70,13 +70,13 @@ class _Stack:
         return t.transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
     def reindexed(self, score: Traced) -> Traced:
-        """The score_mod as a function of stacked rows and columns: b, h, q and kv come from tables."""
+        """The score_mod of stacked rows and columns, with b, h, q and kv from tables."""
         batch, group, q_len = self.sizes
         kv_batch, kv_heads = self.case.kv_batch, self.case.kv_heads
         b = torch.arange(kv_batch, device=self.rows.device)[:, None, None] * batch
         h = torch.arange(kv_heads, device=self.rows.device)[:, None] * group
-        # Every table has the full size [kv batch, kv heads, rows], so that the gradient of a captured
-        # tensor is summed score by score: the longest sum that any backend may choose.
+        # Every table has the full size [kv batch, kv heads, rows], so that the gradient of a
+        # captured tensor is summed score by score: the longest sum that any backend may choose.
         lead = [ir.arg("b"), ir.arg("h")]
         row, column = [*lead, ir.arg("q")], [*lead, ir.arg("kv")]
         tables = {

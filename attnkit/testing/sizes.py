@@ -41,7 +41,7 @@ def cases(
     *,
     dtype: torch.dtype | Sequence[torch.dtype] | None = None,
 ) -> Case:
-    """Calls of every kind: unequal lengths, grouped heads, a shared kv batch, other value head dims.
+    """Calls of every kind: unequal lengths, grouped heads, a shared kv batch, unequal head dims.
 
     Args:
         limits: smallest and largest sizes.

@@ -1,8 +1,8 @@
 """Compare results with the float64 oracle: the error may be twice that of dense attention.
 
-The error of the dense reference in the same dtype shows how exact the dtype can be on this input. If
-the reference happens to be (nearly) exact, a few units in the last place of the largest value are
-allowed instead. No limit is tuned to a case.
+The error of the dense reference in the same dtype shows how exact the dtype can be on this input.
+If the reference happens to be (nearly) exact, a few units in the last place of the largest value
+are allowed instead. No limit is tuned to a case.
 """
 
 from __future__ import annotations

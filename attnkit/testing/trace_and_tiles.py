@@ -41,9 +41,9 @@ def mask_row(
 def score_row(function: Callable[..., Any], score: Traced, case: Case, device: torch.device) -> Row:
     """Compare modified scores: the user's function in float32 with the graph in float64.
 
-    The error may be as large as that of the graph in float32, or as the effect of a unit in the last
-    place at each of its nodes. (torch computes with 16-bit captured tensors in 16 bits and the graph
-    does not: the unit is that of 16 bits there.)
+    The error may be as large as that of the graph in float32, or as the effect of a unit in the
+    last place at each of its nodes. (torch computes with 16-bit captured tensors in 16 bits and the
+    graph does not: the unit is that of 16 bits there.)
     """
     generator = torch.Generator().manual_seed(case.seed)
     raw = torch.randn(case.dense_shape, generator=generator).mul_(3 * case.spread).to(device)
