@@ -14,9 +14,9 @@ import torch
 
 from attnkit import emulator
 from attnkit.emulator import Timeline, Undefined, picture
-from attnkit.emulator.cycles import busy, rates_of
-from attnkit.emulator.host import Captured, compiler
-from attnkit.emulator.memory import GlobalMemory
+from attnkit.emulator.host.host_function import Captured, compiler
+from attnkit.emulator.machine.global_memory import GlobalMemory
+from attnkit.emulator.timing.cycles import busy, rates_of
 from attnkit.jit.arg_specs import Dim, Extent, NumberSpec, StreamSpec, TensorSpec
 from attnkit.jit.emulation import Session, current_session, refuse_long
 from attnkit.util import caches

@@ -35,7 +35,7 @@ from attnkit.jit.loader import PREFIX, Entry
 from attnkit.jit.relaunch import Relaunch, relauncher
 from attnkit.util import caches
 from attnkit.util.package import FOLDER
-from attnkit.util.torch_fast import device_index, stream_of
+from attnkit.util.torch_private import device_index, stream_of
 
 if TYPE_CHECKING:
     from attnkit.emulator import Executable

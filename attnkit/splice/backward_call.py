@@ -38,7 +38,7 @@ from attnkit.splice.tma import have_tma_strides, loadable
 from attnkit.splice.workers import worker_count
 from attnkit.util import caches
 from attnkit.util.tensor_cache import VersionedCache
-from attnkit.util.torch_fast import device_index, maker, stream_of
+from attnkit.util.torch_private import device_index, maker, stream_of
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnkit.util import caches
-from attnkit.util.torch_fast import stream_of
+from attnkit.util.torch_private import stream_of
 
 # By device index, stream, and whether there are several.
 _counters: dict[tuple[int, int, bool], Tensor] = {}

@@ -19,6 +19,7 @@ from attnkit.splice.kernel_call import BackwardInputs, Captured, ForwardInputs, 
 from attnkit.splice.program import compute_dtype
 from attnkit.splice.replay import Replay
 from attnkit.templates import cpu
+from attnkit.util.torch_private import in_autocast
 
 Attention: TypeAlias = Callable[
     [Tensor, Tensor, Tensor, Captured, float], tuple[Tensor, Tensor, Tensor | None]
@@ -100,6 +101,6 @@ def backward_replay(call: KernelCall, inputs: BackwardInputs) -> Replay | None:
 
 def _without_autocast(query: Tensor) -> AbstractContextManager[Any]:
     """Turn autocast off, which would round the operands of every product inside."""
-    if torch._C._is_any_autocast_enabled():
+    if in_autocast():
         return torch.autocast(query.device.type, enabled=False)
     return nullcontext()

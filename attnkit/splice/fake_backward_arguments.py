@@ -23,7 +23,7 @@ def _ints(*sizes: int) -> Any:
 
 
 def preprocess_arguments(dtype: str, value_dim: int) -> tuple[Any, ...]:
-    """The arguments of `templates.sm90.backward_edges.Prepare`."""
+    """The arguments of `templates.common.preprocess.Preprocess`."""
     tiles, rows = (tile_tensor(dtype, value_dim) for _ in range(2)), (row_tensor(), row_tensor())
     return (*tiles, *rows, _floats(), _floats(), _floats(), cuda.CUstream(0))
 

@@ -25,7 +25,7 @@ from attnkit.splice.counters import zero_counters
 from attnkit.splice.graph_capture import is_capturing, keep_while_replayable
 from attnkit.splice.kernel_call import Captured
 from attnkit.splice.tma import loadable
-from attnkit.util.torch_fast import device_index, is_captured, maker, stream_of
+from attnkit.util.torch_private import device_index, is_captured, maker, stream_of
 
 ForwardOutputs: TypeAlias = tuple[Tensor, Tensor, Tensor | None]  # out, LSE, row maxima
 # Runs a kernel: its source, the arguments, which of them are outputs, and which would change if it

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 
 from attnkit.util import caches
-from attnkit.util.torch_fast import is_captured, stream_of
+from attnkit.util.torch_private import is_captured, stream_of
 
 _SEMAPHORE_BYTES = 64  # sizeof(sem_t) is 32 at most
 _ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE

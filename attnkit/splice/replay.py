@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attnkit.jit.relaunch import Relaunch
-from attnkit.util.torch_fast import device_index, is_captured, maker, stream_of
+from attnkit.util.torch_private import device_index, is_captured, maker, stream_of
 
 _STEP = 256  # bytes, between tensors in one piece of memory
 

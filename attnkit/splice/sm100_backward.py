@@ -77,11 +77,9 @@ def config(settings: BackwardSettings) -> Any:
 
 def prepare(settings: BackwardSettings, with_lse: bool) -> Any:
     """The kernel of the rows' statistics."""
-    from attnkit.templates.sm90.backward_edges import Prepare
-    from attnkit.templates.sm90.backward_rows import PrepareColumns
+    from attnkit.templates.common.preprocess import Preprocess
 
-    own = config(settings)
-    return (PrepareColumns if own.less_delta else Prepare)(own, with_lse)
+    return Preprocess(config(settings), with_lse)
 
 
 def words(settings: BackwardSettings) -> tuple[int, int]:

@@ -70,14 +70,14 @@ def config_of(
     """The arguments of a `ForwardConfig`."""
     config: dict[str, Any] = {
         "dtype": dtype,
-        "width": width(head_dims[0]),
-        "value_width": width(head_dims[1]),
+        "head_dim": width(head_dims[0]),
+        "head_dim_v": width(head_dims[1]),
         "block_kv": chosen.block[1],
         "warpgroups": chosen.block[0] // 64,
         "softmax": chosen.softmax,
-        "early": chosen.early,
+        "double_buffer_p": chosen.early,
         "pingpong": chosen.pingpong,
-        "direct": chosen.alias,
+        "store_from_registers": chosen.alias,
         "need_max": need_max,
     }
     if (
@@ -87,10 +87,15 @@ def config_of(
         and not need_max
     ):
         # no maximum at all; then the exponential unit is the limit, with a tanh before it
-        config |= {"softmax": "bounded", "early": False, "hold": True, "poly": 4}
-    elif form.slope is not None and config["width"] > 128:
+        config |= {
+            "softmax": "no-max",
+            "double_buffer_p": False,
+            "exp_before_wait": True,
+            "poly": 4,
+        }
+    elif form.slope is not None and config["head_dim"] > 128:
         # the columns' terms are held in registers that a second P would need
-        config |= {"softmax": "online", "early": False}
+        config |= {"softmax": "online", "double_buffer_p": False}
     return config
 
 
@@ -124,7 +129,7 @@ def build(
     from attnkit.templates.sm90.forward import Forward
 
     settings = ForwardConfig(**config)
-    tile = settings.block_q, settings.value_width
+    tile = settings.block_q, settings.head_dim_v
     arguments = forward_arguments(settings.dtype, *head_dims, tile, captured)
     return Build(Forward(settings, variant.hooks(positive)), arguments)
 

@@ -93,11 +93,10 @@ def words(settings: BackwardSettings) -> tuple[int, int]:
 
 def prepare(settings: BackwardSettings, with_lse: bool) -> Any:
     """The kernel of the rows' statistics."""
-    from attnkit.templates.sm90.backward_edges import Prepare
-    from attnkit.templates.sm90.backward_rows import PrepareColumns
+    from attnkit.templates.common.preprocess import Preprocess
 
     own = config(settings)
-    return (PrepareColumns if own.less_lse else Prepare)(own, with_lse, own.marks)
+    return Preprocess(own, with_lse, own.marks)
 
 
 def finish(settings: BackwardSettings, width: int, block: int) -> Any:

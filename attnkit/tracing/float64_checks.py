@@ -100,7 +100,11 @@ def rounding_sensitive_slots(root: Node, slots: frozenset[int]) -> tuple[int, ..
 
 
 def _small(n: Node) -> bool:
-    """Whether a node is a constant of magnitude at most 1: adding it to x loses no digits of x."""
+    """Whether a node is a constant of magnitude at most 1.
+
+    Where such a constant cancels a number, the number is about 1 too, and its rounding 1e-7 at
+    most.
+    """
     return n.op == "const" and n.type == F32 and abs(float(n.attr or 0)) <= 1
 
 

@@ -77,9 +77,9 @@ def matches(x: Any, expected: Expected) -> bool:
 class IdentityGuard:
     """Everything that a function reads, as the walk of its fingerprint visits it.
 
-    The walk calls one of `add_function`, `add_mask`, `add_partial` and `add_tensor` for each object,
-    at most once per object. The guard then generates straight-line Python that compares all places,
-    because the check runs at every call.
+    The walk calls one of `add_function`, `add_mask`, `add_partial` and `add_tensor` for each
+    object, at most once per object. The guard then generates straight-line Python that compares all
+    places, because the check runs at every call.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Small device functions that the Hopper kernels share."""
+"""Small device functions that the kernels of both architectures use."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from typing import Any
 import cutlass
 from cutlass import BFloat16, Float16, Float32, Int32, cute
 
+from attnkit.templates.common.constants import NEG_INF
 from attnkit.templates.common.polynomials import EXP2_FROM_NEAREST
-
-LN2 = 0.6931471805599453
-NEG_INF = float("-inf")
 
 DTYPES = {"bfloat16": BFloat16, "float16": Float16}
 _PACK = {BFloat16: "cvt.rn.bf16x2.f32", Float16: "cvt.rn.f16x2.f32"}
@@ -175,4 +173,15 @@ def store_where(inside: Any, to: Any, words: list[Any]) -> None:
         "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0;"
         " @p st.global.v4.b32 [{$r1}], {{$r2}, {$r3}, {$r4}, {$r5}}; }",
         read_only_args=[cutlass.select_(inside, Int32(1), Int32(0)), to.toint(), *words],
+    )
+
+
+def store_vector(to: Any, words: list[Any]) -> None:
+    """Store four words to global memory, 16 bytes at a multiple of that.
+
+    The DSL copies a fragment of Int32 word by word.
+    """
+    cute.arch.inline_ptx(
+        "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[to.toint(), *words],
     )

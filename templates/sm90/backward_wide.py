@@ -27,8 +27,9 @@ from cutlass.utils import hopper_helpers
 
 from attnkit.templates.common import device
 from attnkit.templates.common.tma import ordered, partition
+from attnkit.templates.common.work_tile import RECORD
 from attnkit.templates.sm90.backward_config import ROWS
-from attnkit.templates.sm90.backward_load import RECORD, Loads
+from attnkit.templates.sm90.backward_load import Loads
 from attnkit.templates.sm90.backward_math import Weights
 from attnkit.templates.sm90.backward_wide_config import WideConfig
 from attnkit.templates.sm90.backward_wide_turns import OWN, WideTurns

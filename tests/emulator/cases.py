@@ -14,7 +14,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor
 import attnkit
 from attnkit import emulator, masks
 from attnkit.emulator import Executable, Undefined
-from attnkit.emulator.memory import arrays
+from attnkit.emulator.machine.global_memory import arrays
 from attnkit.jit import emulator_runs
 from tests.emulator.kernels import blackwell, hopper, micro, simt
 

@@ -16,8 +16,8 @@ pytest.importorskip("cutlass")
 import attnkit
 from attnkit.cli import main
 from attnkit.emulator import Executable
-from attnkit.emulator.ptx import Source
-from attnkit.emulator.wording import barrier_name, mbarrier_name
+from attnkit.emulator.ptx.barrier_names import barrier_name, mbarrier_name
+from attnkit.emulator.ptx.kernel import Source
 from attnkit.jit import emulator_runs, kernel
 from tests.emulator.mutation import mutants
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnkit.runtime import reference
-from attnkit.runtime.reuse.backward_fast_path import Backwards
+from attnkit.runtime.reuse.backward import BackwardReuse
 from attnkit.runtime.variant import Variant
 from attnkit.schedule.targets import SM90
 from attnkit.splice import BackwardInputs
@@ -46,7 +46,7 @@ def counted() -> Iterator[list[bool]]:
     One that is made again as an earlier one never is.
     """
     seen: list[bool] = []
-    plain, again = BackwardCall.__call__, Backwards.made
+    plain, again = BackwardCall.__call__, BackwardReuse.try_fast_path
 
     def recorded(call: BackwardCall, inputs: BackwardInputs) -> Any:
         seen.append(call.deterministic)
@@ -59,7 +59,7 @@ def counted() -> Iterator[list[bool]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BackwardCall, "__call__", recorded)
-        patch.setattr(Backwards, "made", repeated)
+        patch.setattr(BackwardReuse, "try_fast_path", repeated)
         yield seen
 
 

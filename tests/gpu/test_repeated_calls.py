@@ -11,7 +11,6 @@ from torch import Tensor
 
 import attnkit
 from attnkit import flex_attention, masks
-from attnkit.runtime.reuse import call_cache, fast_path
 from tests.gpu import cute_kit as kit
 
 LENGTH = 900
@@ -25,8 +24,6 @@ def inputs(seed: int = 0, length: int = LENGTH) -> list[Tensor]:
 
 def forget() -> None:
     """Empty every cache of prepared calls and what they read."""
-    call_cache._entries.clear()
-    fast_path._buckets.clear()
     attnkit.clear_caches()
     gc.collect()
 

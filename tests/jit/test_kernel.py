@@ -146,7 +146,7 @@ def test_a_host_function_receives_what_was_passed(
     ]
     out = torch.full((64,), -1)
     entry = Entry(report.image, report.code, report.function, report.signature)
-    quick, device = report.signature._quick((out.to("meta"), *tensors, a, b, c, d), no_stream)
+    quick, device = report.signature._generated((out.to("meta"), *tensors, a, b, c, d), no_stream)
     assert device == -1
     slow, _ = report.signature.checked((out.to("meta"), *tensors, a, b, c, d), no_stream)
     assert list(quick) == list(slow)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ pytest.importorskip("cutlass")  # without it no call is planned for the kernel
 import attnkit
 from attnkit import AuxRequest, flex_attention, masks
 from attnkit.runtime import prepare
-from attnkit.runtime.reuse import call_cache, fast_path
 from attnkit.splice import forward, forward_call, graph_capture, workers
 from tests.splice.test_graph_capture import Driver, destroy
 
@@ -79,15 +77,14 @@ class Recorder:
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    recorder, call = Recorder(), prepare._call
-    monkeypatch.setattr(prepare, "_call", lambda *a: replace(call(*a), capability=(9, 0)))
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    recorder = Recorder()
+    monkeypatch.setattr(prepare, "_capability", lambda device: (9, 0))
     monkeypatch.setattr(forward, "kernel", recorder.kernel)
     monkeypatch.setattr(workers, "sm_count", lambda device: 132)
-    monkeypatch.setattr(call_cache, "_entries", {})
-    monkeypatch.setattr(fast_path, "_buckets", {})
-    monkeypatch.setattr(forward._calls, "_entries", type(forward._calls._entries)())
-    return recorder
+    attnkit.clear_caches()
+    yield recorder
+    attnkit.clear_caches()
 
 
 def inputs(length: int = LENGTH, dim: int = 64) -> list[Tensor]:
@@ -257,8 +254,6 @@ def test_a_captured_call_keeps_its_tables(
 
     def forget() -> None:
         recorder.calls.clear()
-        call_cache._entries.clear()
-        fast_path._buckets.clear()
         attnkit.clear_caches()
         gc.collect()
 

@@ -1,0 +1,55 @@
+"""Every benchmark imports, prints lines and no progress bar, and every file of rows is described."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+
+# Where a GPU or the DSL is missing, so are the libraries that some programs need.
+IMPORT_ALL = """
+import importlib, sys
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name.partition(".")[0] not in ("cuda", "cutlass", "triton"):
+            raise
+"""
+
+
+def test_every_program_imports() -> None:
+    """Programs use modules inside of attnkit, which move."""
+    paths = os.pathsep.join([str(ROOT), str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])
+    names = sorted(path.stem for path in BENCHMARKS.glob("*.py"))
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL, *names],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "ablation" in names
+
+
+def test_no_program_redraws_a_line() -> None:
+    """Output that goes to a file has one line for each thing measured."""
+    for path in BENCHMARKS.glob("*.py"):
+        assert not re.search(r"tqdm|\\r", path.read_text()), path.name
+
+
+def test_every_file_of_rows_is_described() -> None:
+    page = (BENCHMARKS / "results" / "README.md").read_text()
+    files = {path.name for path in (BENCHMARKS / "results").glob("*.jsonl")}
+    described = {name for line in page.splitlines() if line.startswith("| `")
+                 for name in re.findall(r"`([\w-]+\.jsonl)`", line.split("|")[1])}  # fmt: skip
+    assert described == files
+    for program in re.findall(r"`((?:benchmarks|tests)/[\w/]+\.py)`", page):
+        assert (ROOT / program).exists(), program
