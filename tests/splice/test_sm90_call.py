@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -77,13 +77,14 @@ class Recorder:
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     recorder = Recorder()
     monkeypatch.setattr(prepare, "_capability", lambda device: (9, 0))
     monkeypatch.setattr(forward, "kernel", recorder.kernel)
     monkeypatch.setattr(workers, "sm_count", lambda device: 132)
     attnkit.clear_caches()
-    return recorder
+    yield recorder
+    attnkit.clear_caches()
 
 
 def inputs(length: int = LENGTH, dim: int = 64) -> list[Tensor]:
