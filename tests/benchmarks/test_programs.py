@@ -1,4 +1,4 @@
-"""Every benchmark imports, prints lines and no progress bar, and every file of rows is described."""
+"""Every benchmark imports and prints whole lines, and every file of rows is described."""
 
 from __future__ import annotations
 
