@@ -16,7 +16,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,15 +26,25 @@ from gpu_machine import describe_gpu
 from gpu_timing import MODES, CudaTimer, in_turn
 from gpu_variants import documents, window
 
-from attnkit import masks, mods
-from attnkit.codegen import staged_emitter
+from attnkit import clear_caches, masks, mods
 from attnkit.codegen.score_form import LOG2E, ScoreForm, unscaled
+from attnkit.graph import staging
 from attnkit.graph.ir import arg, const
 from attnkit.graph.simplify import build
+from attnkit.graph.staging import Level
 from attnkit.runtime.variant import Variant
 from attnkit.schedule.scheduler import schedule_forward
 from attnkit.schedule.targets import SM90
-from attnkit.splice import forward, forward_source, sm90, spliced
+from attnkit.splice import (
+    Captured,
+    ForwardInputs,
+    KernelCall,
+    forward,
+    forward_variant,
+    forward_work,
+    sm90,
+    workers,
+)
 
 LENGTH = 8192
 
@@ -75,22 +85,16 @@ def _unstaged(root: Any) -> ScoreForm:
 def _changed(change: Change) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         patch = lambda *a: stack.enter_context(mock.patch.object(*a))
-        whole = sm90.config_of
-        patch(sm90, "config_of", lambda *a: {**whole(*a), **change.settings})
+        config = lambda *a: {**sm90.config_of(*a), **change.settings}
+        patch(sm90, "FORWARD", replace(sm90.FORWARD, config=config))
         order = lambda *a, **k: schedule_forward(*a, **{**k, **change.schedule})
-        patch(forward, "schedule_forward", order)
+        patch(forward_work, "schedule_forward", order)
         if not change.staged:
-            patch(spliced, "score_form", _unstaged)
-            patch(staged_emitter, "level_of", lambda n: "element")
-        _forget()
+            patch(forward_variant, "score_form", _unstaged)
+            patch(staging, "level_of", lambda n: Level.ELEMENT)
+        clear_caches()
         yield
-    _forget()
-
-
-def _forget() -> None:
-    for known in (forward_source.source_of, spliced.spliced):
-        known.cache_clear()
-    forward._lists.clear()
+    clear_caches()
 
 
 def _call(change: Change, score_mod: Any, mask: Any, qkv: Any) -> Callable[[], Any]:
@@ -98,10 +102,11 @@ def _call(change: Change, score_mod: Any, mask: Any, qkv: Any) -> Callable[[], A
     query, key, _ = qkv
     with _changed(change):
         bound = Variant(score_mod, mask).bind(query, key, (128, 128))
-        captured = tuple(list(t.tensors) if t else [] for t in (bound.score, bound.mask))
-        options = True, False, SM90, False, forward._sms(query.device)
-        call = forward._prepare(bound.program, qkv, captured, bound.runs, query.stride(), *options)
+        captured = Captured(*(list(t.tensors) if t else [] for t in (bound.score, bound.mask)))
         scale = 1 / math.sqrt(query.shape[-1])
+        kernel_call = KernelCall(SM90.name, bound.program, bound.runs)
+        inputs = ForwardInputs(*qkv, captured, scale)
+        call = forward.build_call(kernel_call, inputs, workers.sm_count(query.device))
         call(*qkv, captured, scale)
         torch.cuda.synchronize()
     return lambda: call(*qkv, captured, scale)

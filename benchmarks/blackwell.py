@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from attnkit import create_block_mask, masks, mods, noop_mask
-from attnkit.inspection.forecast import CARDS, forecast_backward, forecast_forward
+from attnkit.inspection.forecast import GPUS, forecast_backward, forecast_forward
 from attnkit.inspection.summary import summarize
-from attnkit.inspection.throughput import Feeds, backward_feeds, forward_feeds
+from attnkit.inspection.throughput import BlockClocks, backward_block_clocks, forward_block_clocks
 from attnkit.runtime.variant import Variant
 from attnkit.schedule.targets import SM100
 from attnkit.splice import Program, forward_block
@@ -37,15 +37,15 @@ CAUSAL = masks.causal()
 
 
 @functools.cache
-def forward(variant: Variant, block: tuple[int, int]) -> Feeds:
+def forward(variant: Variant, block: tuple[int, int]) -> BlockClocks:
     """Predict the clocks of a forward kernel."""
-    return forward_feeds(variant, SM100, head_dim=HEAD_DIM, block=block)
+    return forward_block_clocks(variant, SM100, head_dim=HEAD_DIM, block=block)
 
 
 @functools.cache
-def backward(variant: Variant) -> Feeds:
+def backward(variant: Variant) -> BlockClocks:
     """Predict the clocks of the backward kernel for long sequences."""
-    return backward_feeds(variant, SM100, head_dim=HEAD_DIM)
+    return backward_block_clocks(variant, SM100, head_dim=HEAD_DIM)
 
 
 def tiles(mask: Any, length: int, block: tuple[int, int]) -> Any:
@@ -61,7 +61,7 @@ def taken(variant: Variant, length: int) -> tuple[int, int]:
     return forward_block(SM100.name, program, (HEAD_DIM, HEAD_DIM), runs, length)[0]
 
 
-def clocks(mask: Any, length: int, feeds: Feeds, backward: bool = False) -> float:
+def clocks(mask: Any, length: int, feeds: BlockClocks, backward: bool = False) -> float:
     """Predict the clocks of a pass over all tokens on a GPU."""
     predict = forecast_backward if backward else forecast_forward
     found = predict(
@@ -69,15 +69,15 @@ def clocks(mask: Any, length: int, feeds: Feeds, backward: bool = False) -> floa
         batch=TOKENS // length,
         heads=HEADS,
         head_dim=HEAD_DIM,
-        sms=CARDS[SM100.arch].sms // feeds.sms,
+        sms=GPUS[SM100.arch].sms // feeds.sms,
         cost=feeds.cost,
     )
     return found.timeline.makespan
 
 
-def rate(mask: Any, length: int, feeds: Feeds, backward: bool) -> float:
+def rate(mask: Any, length: int, feeds: BlockClocks, backward: bool) -> float:
     """Predict TFLOP/s, counting only unmasked scores."""
-    seconds = clocks(mask, length, feeds, backward) / (CARDS[SM100.arch].clock * 1e9)
+    seconds = clocks(mask, length, feeds, backward) / (GPUS[SM100.arch].clock * 1e9)
     kept = summarize(tiles(noop_mask if mask is None else mask, length, feeds.block)).kept
     assert kept is not None
     return (10 if backward else 4) * HEAD_DIM * kept * (TOKENS // length) * HEADS / seconds / 1e12

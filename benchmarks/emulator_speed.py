@@ -23,7 +23,7 @@ from machine import describe
 
 import attnkit
 from attnkit import emulator, masks, mods
-from attnkit.jit import emulation
+from attnkit.jit import emulator_runs
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def kernels(case: Case) -> list[tuple[str, emulator.Executable, list[Any]]]:
     q, k, v = (torch.randn(shape).bfloat16().requires_grad_(case.backward) for _ in range(3))
     mask = case.mask() if case.mask else None
     mod = case.mod() if case.mod else None
-    with mock.patch.object(emulation, "run_emulated", keep):
+    with mock.patch.object(emulator_runs, "run_emulated", keep):
         out = attnkit.flex_attention(q, k, v, score_mod=mod, block_mask=mask, backend="emulate")
         if case.backward:
             calls.clear()

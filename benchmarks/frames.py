@@ -15,7 +15,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -80,8 +80,9 @@ def sources(job: Job) -> list[kernel.Source]:
 
     # of the tiles of a mask other kernels are made too, where these are predicted to be faster
     fewer = mock.patch.object(sm100_pairs, "fewer_clocks", return_value=job.ctas == "pair")
-    chosen = mock.patch.object(sm100, "chosen", asked if job.block else sm100.chosen)
-    with fewer, chosen, emulation.session(execute=False), kernel.asked() as found:
+    choose = asked if job.block else sm100.chosen
+    chosen = mock.patch.object(sm100, "FORWARD", replace(sm100.FORWARD, choose=choose))
+    with fewer, chosen, emulation.session(execute=False), kernel.requested_sources() as found:
         out = variant(
             *qkv,
             backend=f"emulate:{job.arch}",

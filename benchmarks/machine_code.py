@@ -71,7 +71,7 @@ def sources(job: Job) -> list[compiled.Source]:
         )
         for length, width in ((member.q_len, wide), (member.kv_len, wide), (member.kv_len, deep))
     ]
-    with emulation.session(execute=False), compiled.asked() as found:
+    with emulation.session(execute=False), compiled.requested_sources() as found:
         out = variant(*qkv, backend=f"emulate:{job.arch}", deterministic=job.deterministic)
         if backward:
             out.sum().backward()

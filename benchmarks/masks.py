@@ -26,7 +26,7 @@ from timing import Times, in_turn
 from torch.nn.attention import flex_attention as flex
 
 import attnkit
-from attnkit.inspection.tile_map import stored_bytes
+from attnkit.inspection.summary import stored_bytes
 from attnkit.sparsity import block_mask as attnkit_masks
 from attnkit.util.tensor_cache import VersionedCache
 

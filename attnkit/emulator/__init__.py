@@ -23,11 +23,11 @@ from attnkit.emulator.faults import (
     PtxError,
     UnknownOpcode,
 )
-from attnkit.emulator.fences import missing_fences
-from attnkit.emulator.memory import Undefined, restore, snapshot
-from attnkit.emulator.prediction import Timeline, timeline
-from attnkit.emulator.replay import Constants
-from attnkit.emulator.timeline_svg import picture
+from attnkit.emulator.machine.global_memory import Undefined, restore, snapshot
+from attnkit.emulator.ptx.wgmma_fences import missing_fences
+from attnkit.emulator.timing.replay import Constants
+from attnkit.emulator.timing.timeline import Timeline, timeline
+from attnkit.emulator.timing.timeline_svg import picture
 
 __all__ = [
     "CheckReport",

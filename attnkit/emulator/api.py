@@ -11,17 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from attnkit.emulator.arguments import pack_all
+from attnkit.emulator.execution.generated_kernel import GeneratedKernel
+from attnkit.emulator.execution.grid import Grid, LaunchStats
 from attnkit.emulator.faults import Finding, KernelFault
-from attnkit.emulator.fences import missing_fences
-from attnkit.emulator.groups import mixed_groups
-from attnkit.emulator.host import Captured, HostFunction, host_function
-from attnkit.emulator.launch import LIMIT, Launch, Mode, Stats
-from attnkit.emulator.memory import GlobalMemory, Undefined, restore, snapshot
-from attnkit.emulator.parser import parse
-from attnkit.emulator.program import Program
-from attnkit.emulator.ptx import Kernel
-from attnkit.emulator.recorder import Recorder
+from attnkit.emulator.host.arguments import pack_all
+from attnkit.emulator.host.host_function import Captured, HostFunction, host_function
+from attnkit.emulator.machine.event_recorder import Recorder
+from attnkit.emulator.machine.global_memory import GlobalMemory, Undefined, restore, snapshot
+from attnkit.emulator.machine.launch import LIMIT, Launch, Mode
+from attnkit.emulator.ptx.cta_groups import mixed_groups
+from attnkit.emulator.ptx.kernel import PtxKernel
+from attnkit.emulator.ptx.parser import parse
+from attnkit.emulator.ptx.wgmma_fences import missing_fences
 from attnkit.errors import ArgumentError, OptionError
 
 Dim = tuple[int, int, int]
@@ -32,7 +33,7 @@ class Report:
     """What a run did and found. `findings` is empty for a kernel with which nothing is wrong."""
 
     findings: tuple[Finding, ...]
-    launches: tuple[Stats, ...]
+    launches: tuple[LaunchStats, ...]
     mode: str
     seed: int = 0
 
@@ -62,9 +63,9 @@ class Target(ABC):
 
     ptx: str
 
-    def __init__(self, kernels: dict[str, Kernel]) -> None:
+    def __init__(self, kernels: dict[str, PtxKernel]) -> None:
         self.kernels = kernels
-        self.programs: dict[str, Program] = {}
+        self._generated: dict[str, GeneratedKernel] = {}
         self.names: Mapping[int, str] = {}
         self.roles: Mapping[str, Iterable[int]] = {}
         self.sms = 132
@@ -73,11 +74,11 @@ class Target(ABC):
     def captured(self, args: Sequence[Any], memory: GlobalMemory) -> list[Captured]:
         """The launches that a call with these arguments makes."""
 
-    def program(self, kernel: Kernel) -> Program:
-        if kernel.name not in self.programs:
-            self.programs[kernel.name] = Program(kernel)
-            self.programs[kernel.name].check()
-        return self.programs[kernel.name]
+    def generated(self, kernel: PtxKernel) -> GeneratedKernel:
+        if kernel.name not in self._generated:
+            self._generated[kernel.name] = GeneratedKernel(kernel)
+            self._generated[kernel.name].check()
+        return self._generated[kernel.name]
 
     def describe(
         self,
@@ -231,14 +232,16 @@ def run(
     """
     memory = GlobalMemory()
     how = Mode.of(mode, seed, strict_loads=strict_loads)
-    stats: list[Stats] = []
+    stats: list[LaunchStats] = []
     findings: list[Finding] = []
     for number, c in enumerate(target.captured(args, memory)):
         watch = recorder if recorder is not None and recorder.launch == number else None
         if watch is not None:
             watch.kernel = c.kernel
+        code = target.generated(c.kernel)
         launch = Launch(
-            target.program(c.kernel),
+            c.kernel,
+            code.static,
             memory,
             c.params,
             c.grid,
@@ -253,7 +256,7 @@ def run(
             recorder=watch,
         )
         try:
-            stats.append(launch.run())
+            stats.append(Grid(launch, code).run())
         except KernelFault as fault:
             if raises:
                 raise

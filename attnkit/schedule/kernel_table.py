@@ -21,12 +21,12 @@ class Kernel:
         block: query and kv tile.
         ctas: CTAs that share the products of a query tile.
         alias: shared memory has no room for the output tile beside the query tile.
-        softmax, early, pingpong: as there, for Hopper.
+        softmax, early, pingpong: `softmax`, `double_buffer_p`, `pingpong` there, for Hopper.
     """
 
     block: tuple[int, int]
     alias: bool = False
-    softmax: str = "stale"
+    softmax: str = "delayed-max"
     early: bool = True
     pingpong: bool = True
     ctas: int = 1

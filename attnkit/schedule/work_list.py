@@ -204,6 +204,6 @@ def _joined(
     kept = (counts[:, 1] > 0)[:-1]
     first, last = place[:-1], place[1:]
     whole, rest = (
-        Runs.joined(first[m], last[m], pairs * some, length) for m in (full, kept & ~full)
+        Runs.from_segments(first[m], last[m], pairs * some, length) for m in (full, kept & ~full)
     )
     return whole, rest

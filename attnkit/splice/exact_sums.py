@@ -1,6 +1,6 @@
 """Gradients of captured tensors whose bits depend on no order: integers that kernels add to.
 
-See `attnkit.templates.sm90.exact_sums` for what they mean.
+See `attnkit.templates.common.exact_sums` for what they mean.
 """
 
 from __future__ import annotations

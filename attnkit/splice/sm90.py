@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from attnkit.codegen.score_form import ScoreForm, is_relative
+from attnkit.codegen.score_form import ScoreForm
 from attnkit.graph import ir
 from attnkit.graph.ir import Node
+from attnkit.graph.staging import is_relative
 from attnkit.jit.kernel import Build
 from attnkit.schedule.kernel_table import Kernel, fitting, width
 from attnkit.sparsity.block_runs import BlockRuns
-from attnkit.splice.layout import Layout, Role
-from attnkit.splice.spliced import Spliced
+from attnkit.splice.forward_variant import ForwardVariant
+from attnkit.splice.kernel_layout import Layout, Role
+from attnkit.splice.template import ForwardTemplate
 
 # |x| in log2 up to which no maximum is needed: sums of float32 and P of bfloat16 hold 2**48 safely
 CEILING = 48.0
@@ -68,14 +70,14 @@ def config_of(
     """The arguments of a `ForwardConfig`."""
     config: dict[str, Any] = {
         "dtype": dtype,
-        "width": width(head_dims[0]),
-        "value_width": width(head_dims[1]),
+        "head_dim": width(head_dims[0]),
+        "head_dim_v": width(head_dims[1]),
         "block_kv": chosen.block[1],
         "warpgroups": chosen.block[0] // 64,
         "softmax": chosen.softmax,
-        "early": chosen.early,
+        "double_buffer_p": chosen.early,
         "pingpong": chosen.pingpong,
-        "direct": chosen.alias,
+        "store_from_registers": chosen.alias,
         "need_max": need_max,
     }
     if (
@@ -85,10 +87,15 @@ def config_of(
         and not need_max
     ):
         # no maximum at all; then the exponential unit is the limit, with a tanh before it
-        config |= {"softmax": "bounded", "early": False, "hold": True, "poly": 4}
-    elif form.slope is not None and config["width"] > 128:
+        config |= {
+            "softmax": "no-max",
+            "double_buffer_p": False,
+            "exp_before_wait": True,
+            "poly": 4,
+        }
+    elif form.slope is not None and config["head_dim"] > 128:
         # the columns' terms are held in registers that a second P would need
-        config |= {"softmax": "online", "early": False}
+        config |= {"softmax": "online", "double_buffer_p": False}
     return config
 
 
@@ -110,18 +117,23 @@ def layout_of(config: dict[str, Any]) -> Layout:
 
 
 def build(
-    variant: Spliced,
+    variant: ForwardVariant,
     config: dict[str, Any],
     head_dims: tuple[int, int],
     captured: tuple[tuple[str, int, bool], ...],
     positive: bool,
 ) -> Build:
     """The kernel with stand-ins of its arguments."""
-    from attnkit.splice.fakes import forward_arguments
+    from attnkit.splice.fake_arguments import forward_arguments
     from attnkit.templates.sm90.config import ForwardConfig
     from attnkit.templates.sm90.forward import Forward
 
     settings = ForwardConfig(**config)
-    tile = settings.block_q, settings.value_width
+    tile = settings.block_q, settings.head_dim_v
     arguments = forward_arguments(settings.dtype, *head_dims, tile, captured)
     return Build(Forward(settings, variant.hooks(positive)), arguments)
+
+
+FORWARD = ForwardTemplate(
+    choose=chosen, fit=fitted, config=config_of, tile=tile_of, build=build, layout=layout_of
+)

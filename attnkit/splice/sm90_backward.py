@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from attnkit.schedule.split_kv import Cost
+from attnkit.splice.template import BackwardCase, BackwardSettings, BackwardTemplate
 
 if TYPE_CHECKING:
-    from attnkit.sparsity.block_runs import BlockRuns
-    from attnkit.splice.backward_settings import Settings
-    from attnkit.templates.sm90.hooks import BackwardHooks
+    from attnkit.templates.common.hooks import BackwardHooks
 
 ROLES = {
     "load": range(1),
@@ -49,37 +48,32 @@ def block_kv(widths: tuple[int, int]) -> int:
     return 64 if max(widths) > 128 else 128
 
 
-def switches(
-    widths: tuple[int, int],
-    runs: BlockRuns,
-    *,
-    additive: bool,
-    learned: frozenset[str],
-    listed: bool,
-) -> dict[str, Any]:
+def switches(case: BackwardCase) -> dict[str, Any]:
     """Whether LSE is a part of the products."""
-    return {"less_lse": additive and not learned} if max(widths) <= 128 else {}
+    if max(case.widths) > 128:
+        return {}
+    return {"less_lse": case.additive and not case.learned}
 
 
-def splits(settings: Settings) -> bool:
-    """Whether several pieces of work may share a kv tile."""
+def splits(settings: BackwardSettings) -> bool:
+    """Whether several work tiles may share a kv tile."""
     values = settings.values
     return not values["turns"] and (values["accumulate"] or not _wide(settings))
 
 
-def prices(settings: Settings) -> Cost:
+def prices(settings: BackwardSettings) -> Cost:
     """What the work costs."""
     if _wide(settings):
         return _WIDE
     return _TALL if settings.values["block_q"] == 128 else _PLAIN
 
 
-def stores(settings: Settings) -> bool:
+def stores(settings: BackwardSettings) -> bool:
     """Whether the first part of a sum of dQ may be stored, where nobody has cleared it."""
     return not _wide(settings)
 
 
-def config(settings: Settings) -> Any:
+def config(settings: BackwardSettings) -> Any:
     """The settings as the kernels take them."""
     from attnkit.templates.sm90.backward_config import BackwardConfig
     from attnkit.templates.sm90.backward_wide_config import WideConfig
@@ -87,35 +81,53 @@ def config(settings: Settings) -> Any:
     return (WideConfig if _wide(settings) else BackwardConfig)(**settings.values)
 
 
-def _wide(settings: Settings) -> bool:
+def _wide(settings: BackwardSettings) -> bool:
     return max(settings.head_dims) > 128
 
 
-def words(settings: Settings) -> tuple[int, int]:
+def words(settings: BackwardSettings) -> tuple[int, int]:
     """Float32 words of a row's LSE and of its delta."""
     found: tuple[int, int] = config(settings).words
     return found
 
 
-def prepare(settings: Settings, with_lse: bool) -> Any:
+def prepare(settings: BackwardSettings, with_lse: bool) -> Any:
     """The kernel of the rows' statistics."""
-    from attnkit.templates.sm90.backward_edges import Prepare
-    from attnkit.templates.sm90.backward_rows import PrepareColumns
+    from attnkit.templates.common.preprocess import Preprocess
 
     own = config(settings)
-    return (PrepareColumns if own.less_lse else Prepare)(own, with_lse, own.marks)
+    return Preprocess(own, with_lse, own.marks)
 
 
-def finish(settings: Settings, width: int, block: int) -> Any:
+def finish(settings: BackwardSettings, width: int, block: int) -> Any:
     """The kernel that rounds a gradient."""
     from attnkit.templates.sm90.backward_edges import Finish
 
     return Finish(config(settings), width, block)
 
 
-def main(settings: Settings, hooks: BackwardHooks) -> Any:
+def main(settings: BackwardSettings, hooks: BackwardHooks) -> Any:
     """The kernel of the gradients."""
     from attnkit.templates.sm90.backward import Backward
     from attnkit.templates.sm90.backward_wide import BackwardWide
 
     return (BackwardWide if _wide(settings) else Backward)(config(settings), hooks)
+
+
+BACKWARD = BackwardTemplate(
+    roles=ROLES,
+    options=OPTIONS,
+    semaphores=SEMAPHORES,
+    widths=widths,
+    block_q=block_q,
+    block_kv=block_kv,
+    switches=switches,
+    splits=splits,
+    cost=prices,
+    first_writer=stores,
+    config=config,
+    row_words=words,
+    preprocess=prepare,
+    postprocess=finish,
+    main=main,
+)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from attnkit.errors import UnsupportedError
-from attnkit.runtime.variant import Bound, Variant
+from attnkit.runtime.bind import Bound
+from attnkit.runtime.variant import Variant
 from attnkit.schedule.plan import BACKENDS, choose
 from attnkit.testing.case import Case
 from attnkit.testing.quantities import Captured, Quantities, captured_leaves, oracle, run

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, Verbosity, settings
 
 from attnkit.errors import ArgumentError, BoundsError
 from attnkit.runtime.variant import Variant
-from attnkit.testing import snippet
+from attnkit.testing import reproducer
 from attnkit.testing.backends import present_backends
 from attnkit.testing.case import Case
 from attnkit.testing.examine import Findings, bind, examine
@@ -106,7 +106,7 @@ def check_variant(
 
 def _report(search: _Search, failed: Case | None, seconds: float, code: str) -> Report:
     shown = list(search.findings.values()) if failed is None else [search.findings[failed]]
-    program = snippet.program
+    program = reproducer.program
     return Report(
         name=str(search.variant),
         rows=worst(row for found in shown for row in found.rows),

@@ -9,9 +9,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from attnkit.runtime.variant import Variant
+from attnkit.testing.drawn_source import run_drawn
 from attnkit.testing.expressions import mask_mods, score_mods
 from attnkit.testing.limits import ANY_SIZE, Limits
-from attnkit.testing.written import written
 from attnkit.tracing.mask import Mask
 
 # Calls of the library, and the captured tensors that they take. N is the largest length, B the
@@ -63,7 +63,7 @@ def _library(draw: st.DrawFn, name: str, calls: Calls, limits: Limits) -> Any:
     }
     tables = [f"t = {table.format(**holes)}"] if table else []
     seed = draw(st.integers(0, 99)) if table else 0
-    return written(f"{name}_drawn", tables, seed, [f"return {name}.{call.format(**holes)}"])
+    return run_drawn(f"{name}_drawn", tables, seed, [f"return {name}.{call.format(**holes)}"])
 
 
 @st.composite

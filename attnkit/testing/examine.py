@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnkit.runtime.variant import Bound, Variant
-from attnkit.testing import snippet
-from attnkit.testing.agreement import mask_row, score_row, tile_rows
+from attnkit.runtime.bind import Bound
+from attnkit.runtime.variant import Variant
+from attnkit.testing import reproducer
 from attnkit.testing.backends import backend_rows, present_backends
 from attnkit.testing.case import Case
 from attnkit.testing.report import CheckError, Report, Row
 from attnkit.testing.tolerance import exact
+from attnkit.testing.trace_and_tiles import mask_row, score_row, tile_rows
 from attnkit.tracing.tracer import Traced
 
 
@@ -138,7 +139,7 @@ def check_case(
         seconds=time.perf_counter() - began,
         notes=found.notes,
         failed=case if failed else None,
-        code=snippet.program(variant, case, device, code) if failed else "",
+        code=reproducer.program(variant, case, device, code) if failed else "",
     )
     if failed:
         raise CheckError(report)

@@ -12,8 +12,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from attnkit.testing.drawn_source import run_drawn
 from attnkit.testing.limits import ANY_SIZE, Limits
-from attnkit.testing.written import written
 
 _HEADERS = {"mask": "mask_mod(b, h, q, kv)", "score": "score_mod(score, b, h, q, kv)"}
 
@@ -168,7 +168,7 @@ _LEARNED = (
 
 def _function(kind: str, body: str, tables: list[str], seed: int) -> Callable[..., Any]:
     lines = [f"def {_HEADERS[kind]}:", f"    return {body}", f"return {kind}_mod"]
-    made: Callable[..., Any] = written(f"{kind}_mod", tables, seed, lines)
+    made: Callable[..., Any] = run_drawn(f"{kind}_mod", tables, seed, lines)
     return made
 
 

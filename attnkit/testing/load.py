@@ -15,7 +15,7 @@ from attnkit import masks, mods
 from attnkit.errors import ArgumentError, AttnkitError
 from attnkit.runtime.variant import Variant
 from attnkit.sparsity.block_mask import BlockMask
-from attnkit.testing import names
+from attnkit.testing import target_expressions
 from attnkit.testing.source import Source, remember
 from attnkit.tracing.mask import Mask
 
@@ -65,7 +65,7 @@ def _found(target: str) -> Any:
         library: ModuleType = masks if path == "masks" else mods
         shown = [n for n in library.__all__ if n.islower() and n != "examples"]
         scope = {n: getattr(library, n) for n in shown}
-        return names.evaluate(name, scope, f"attnkit.{path}", factories=True)
+        return target_expressions.evaluate(name, scope, f"attnkit.{path}", factories=True)
     at = target.find(".py:")
     if at < 0:
         hint = "" if colon else "; the name is missing"
@@ -74,7 +74,7 @@ def _found(target: str) -> Any:
             "mods:name(...)"
         )
     file, name = Path(target[: at + 3]), target[at + 4 :]
-    return names.evaluate(name, vars(_module(file)), str(file))
+    return target_expressions.evaluate(name, vars(_module(file)), str(file))
 
 
 def _module(file: Path) -> ModuleType:
@@ -129,7 +129,7 @@ def as_variant(x: Any, target: str) -> Variant:
             f"{target} takes {len(required)} arguments, {inspect.signature(x)}; expected {_KINDS}. "
             f"Arguments are given as in '{target}(64)'"
         )
-    made = names.guarded(x, f"{target}()")
+    made = target_expressions.guarded(x, f"{target}()")
     if inspect.isroutine(made) and made is x:
         raise ArgumentError(f"{target} gives itself; expected {_KINDS}")
     return as_variant(made, f"{target}()")

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from attnkit import masks
 from attnkit.errors import AttnkitError
 from attnkit.sparsity.block_mask import BlockMask
-from attnkit.testing import names
+from attnkit.testing import target_expressions
 from attnkit.tracing.mask import Mask
 
 T = TypeVar("T")
@@ -111,7 +111,7 @@ def _imported(x: Any) -> Source | None:
 def _labelled(x: Mask) -> Source | None:
     """A library mask whose label is the call that makes it."""
     try:
-        again = names.evaluate(x.label, vars(masks), "a label")
+        again = target_expressions.evaluate(x.label, vars(masks), "a label")
     except AttnkitError:
         return None
     if not isinstance(again, Mask) or again.label != x.label:

@@ -77,3 +77,7 @@ class VersionedCache(Generic[T]):
         while len(self._entries) > self._size:
             self._entries.popitem(last=False)
         return value
+
+    def clear(self) -> None:
+        """Forget all values."""
+        self._entries.clear()

@@ -12,8 +12,8 @@ from typing import Any
 import cutlass
 from cutlass import Float32, cute
 
-from attnkit.templates.sm90.exact_sums import ExactSums
-from attnkit.templates.sm90.site import Site
+from attnkit.templates.common.exact_sums import ExactSums
+from attnkit.templates.common.site import Site
 
 # values a thread sums over a piece
 KEPT = {"head": 1, "column": 1, "row": 0, "relative": 0, "element": 0}

@@ -11,7 +11,7 @@ from typing import Any
 
 from cutlass import Float32, Int32, cute
 
-from attnkit.templates.polynomials import EXP2_FROM_FLOOR
+from attnkit.templates.common.polynomials import EXP2_FROM_FLOOR
 from attnkit.templates.sm100 import device
 
 # of the polynomials, by the dtype that P is rounded to: less than one in a thousand is rounded to

@@ -32,10 +32,10 @@ from cutlass.cute.nvgpu import (
 )
 from cutlass.utils import blackwell_helpers
 
-from attnkit.templates.sm90 import device as common
-from attnkit.templates.sm90.copies import ordered
-from attnkit.templates.sm90.device import NEG_INF
-from attnkit.templates.sm90.hooks import ForwardHooks
+from attnkit.templates.common import device as common
+from attnkit.templates.common.constants import NEG_INF
+from attnkit.templates.common.hooks import ForwardHooks
+from attnkit.templates.common.tma import ordered
 from attnkit.templates.sm100 import device
 from attnkit.templates.sm100.config import ROWS, TMEM_COLUMNS, ForwardConfig
 from attnkit.templates.sm100.forward_common import NOTES, RECORD, RECORDS
@@ -83,7 +83,7 @@ class Forward(Softmax, ForwardLoads, ForwardProducts, ForwardStores):
         ctas: Int32,
         stream: Any,
     ):
-        """Launch; the arguments are those of `sm90.forward.Forward`.
+        """Launch; the arguments are those of Hopper's `Forward`.
 
         Args:
             ctas: that share the work, or pairs of them.

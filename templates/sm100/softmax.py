@@ -21,10 +21,9 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Float32, Int32, const_expr, cute
 
-from attnkit.templates.sm90 import device as common
-from attnkit.templates.sm90.device import LN2, NEG_INF
-from attnkit.templates.sm90.site import Site
-from attnkit.templates.sm90.softmax import GROWTH
+from attnkit.templates.common import device as common
+from attnkit.templates.common.constants import LN2, NEG_INF, RESCALE_THRESHOLD
+from attnkit.templates.common.site import Site
 from attnkit.templates.sm100 import device
 from attnkit.templates.sm100.config import HEAVIEST
 from attnkit.templates.sm100.exp2 import DEGREES, exp2_pair
@@ -274,7 +273,7 @@ class Softmax(ForwardCommon):
             top[0] = cute.arch.fmax(top[0], peak, nan=nan)
         growth = new - old if factor is None else (new - old) * factor
         # a small growth is left in P: nothing to rescale
-        new = cutlass.select_(growth <= Float32(GROWTH), old, new)
+        new = cutlass.select_(growth <= Float32(RESCALE_THRESHOLD), old, new)
         row_max[0] = new
         drop = old - common.finite_or_zero(new)
         return common.exp2(drop if factor is None else drop * factor)

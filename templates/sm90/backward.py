@@ -30,18 +30,20 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp, StMatrix8x8x16bOp
 from cutlass.utils import hopper_helpers
 
-from attnkit.templates.sm90 import device
+from attnkit.templates.common import device
+from attnkit.templates.common.lse_in_mma import CORE_WORDS
+from attnkit.templates.common.site import Site
+from attnkit.templates.common.tma import ordered
+from attnkit.templates.common.work_tile import RECORD
 from attnkit.templates.sm90.backward_config import ROWS, BackwardConfig
 from attnkit.templates.sm90.backward_firsts import FirstParts
-from attnkit.templates.sm90.backward_load import RECORD, Loads
+from attnkit.templates.sm90.backward_load import Loads
 from attnkit.templates.sm90.backward_math import Weights
 from attnkit.templates.sm90.backward_products import Parts, Products
-from attnkit.templates.sm90.backward_rows import CORE, LessLse
+from attnkit.templates.sm90.backward_rows import LessLse
 from attnkit.templates.sm90.backward_store import Stores, chunk_layout
 from attnkit.templates.sm90.backward_sums import NOTE, SUM_FREE, Sums
 from attnkit.templates.sm90.backward_turns import OWED, InTurn
-from attnkit.templates.sm90.copies import ordered
-from attnkit.templates.sm90.site import Site
 
 CONSUMERS = 256  # threads
 PIECE = 12  # int32 words of a piece of work: see `Schedule.table`
@@ -111,7 +113,7 @@ class Backward(Loads, Products, Weights, LessLse, Sums, FirstParts, InTurn, Stor
             query, key, value, grad_out, grad_key, grad_value: [B, H, S, D] of the config's dtype,
                 the last dimension contiguous, the others' strides and the address multiples of 16
                 bytes. The last two are not written if the config accumulates.
-            lse, delta: float32 [B * H * q blocks * block_q], of `backward_edges.Prepare`.
+            lse, delta: float32 [B * H * q blocks * block_q], of `common.preprocess.Preprocess`.
             sums: float32, zero, but for those of dQ where the config has firsts; units of dQ, then,
                 if the config accumulates, of dK and of dV; if it joins, dK and dV of every split kv
                 tile.
@@ -179,7 +181,7 @@ class Backward(Loads, Products, Weights, LessLse, Sums, FirstParts, InTurn, Stor
         class Storage:
             barriers: cute.struct.MemRange[Int64, 10 + 2 * c.k_stages + 6 * c.stages]
             info: cute.struct.MemRange[Int32, OWED + 8]
-            factors: cute.struct.Align[cute.struct.MemRange[Int32, CORE], 128]
+            factors: cute.struct.Align[cute.struct.MemRange[Int32, CORE_WORDS], 128]
             lse: cute.struct.Align[cute.struct.MemRange[Float32, c.stages * bm * c.words[0]], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, c.stages * bm], 128]
             # Time depends on what lies below 128 KiB: at 128, K, Q and dO

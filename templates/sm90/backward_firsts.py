@@ -11,6 +11,7 @@ from typing import Any
 
 from cutlass import Constexpr, Int32, Int64, cute
 
+from attnkit.templates.common.semaphore import fence_bulk, poll_turn, wait_turn
 from attnkit.templates.sm90.backward_sums import (
     FIRST_PART,
     NOTE,
@@ -19,12 +20,11 @@ from attnkit.templates.sm90.backward_sums import (
     add_chunk,
     store_chunk,
 )
-from attnkit.templates.sm90.backward_turns import Turns
 
 ARRIVED = 1
 
 
-class FirstParts(Turns):
+class FirstParts:
     """The part of a backward kernel that adds to sums that nobody has cleared."""
 
     config: Any
@@ -58,8 +58,8 @@ class FirstParts(Turns):
                     store_chunk(target, source, size)
                 else:
                     if chunk != ready and chunk < marks.shape[0]:
-                        self.await_turn(marks.iterator + chunk, Int32(ARRIVED))
-                        self.fence()
+                        wait_turn(marks.iterator + chunk, Int32(ARRIVED))
+                        fence_bulk()
                     add_chunk(target, source, size)
                 with cute.arch.elect_one():
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -69,7 +69,7 @@ class FirstParts(Turns):
                     self.set_mark(marks.iterator + at)
                 ready = Int32(-1)
                 if then >= 0 and then < FIRST_PART:
-                    ready = self.look(marks.iterator + then, Int32(ARRIVED), then)
+                    ready = poll_turn(marks.iterator + then, Int32(ARRIVED), then)
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
@@ -79,7 +79,7 @@ class FirstParts(Turns):
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0, read=False)
         cute.arch.sync_warp()
-        self.fence()
+        fence_bulk()
         with cute.arch.elect_one():
             cute.arch.store(mark, Int32(ARRIVED), sem="release", scope="gpu")
         cute.arch.sync_warp()

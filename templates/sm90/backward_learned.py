@@ -14,8 +14,8 @@ from typing import Any
 import cutlass
 from cutlass import BFloat16, Float32, Int32, cute
 
-from attnkit.templates.sm90 import device
-from attnkit.templates.sm90.exact_sums import ExactSums
+from attnkit.templates.common import device
+from attnkit.templates.common.exact_sums import ExactSums
 
 # values a thread sums over a piece
 KEPT = {"head": 1, "column": 2, "row": 0, "relative": 0, "element": 0}

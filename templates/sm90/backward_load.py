@@ -12,14 +12,18 @@ import cutlass
 from cutlass import Float32, Int32, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 
+from attnkit.templates.common.semaphore import write_turn
+from attnkit.templates.common.tma import partition
+from attnkit.templates.common.work_tile import (
+    ITEM_WORDS,
+    RECORD,
+    begin_runs,
+    block_word,
+    next_block,
+)
 from attnkit.templates.sm90.backward_config import ROWS
-from attnkit.templates.sm90.backward_math import MASKED, WHOLE
 from attnkit.templates.sm90.backward_sums import FIRST_PART
-from attnkit.templates.sm90.copies import partition
 
-RECORD = 8  # where the record of a piece begins in `info`, after the marks of the Q stages
-WORDS = 12  # of a piece
-NOWHERE = 1 << 30  # beyond every block
 # Blocks before the end of a piece at which the next one is claimed: early enough that nothing waits for
 # the list, and late, so that who is ahead takes more, and pieces begin in about the order of the list:
 # some may wait for those before them.
@@ -82,8 +86,8 @@ class Loads:
             )
             h_kv, b_kv = h // group, cutlass.min(b, kv_batch - 1)
             count = left + left_rest
-            some = self.enter(partial, run, skip, left)
-            rest = self.enter(full, run_rest, skip_rest, left_rest)
+            some = begin_runs(partial, run, skip, left)
+            rest = begin_runs(full, run_rest, skip_rest, left_rest)
             first_row = (b * heads + h) * blocks
             t = tc & (c.k_stages - 1)
             lap = self.k_lap(tc)
@@ -91,7 +95,7 @@ class Loads:
             ahead = cutlass.select_(parts > 1, Int32(1), Int32(AHEAD))
             claim = cutlass.max(count - ahead, Int32(0))
             for j in cutlass.range(count, unroll=1):
-                m, masked, some, rest = self.step(partial, full, some, rest)
+                m, masked, some, rest = next_block(partial, full, some, rest)
                 if j == 0:
                     part: tuple = ()  # of which split tile, and of how many parts
                     if const_expr(c.joins):
@@ -99,7 +103,7 @@ class Loads:
                     cute.arch.mbarrier_wait(k_free + t, lap ^ 1)
                     with cute.arch.elect_one():
                         self.leave_record(info, t, (tile, h, b, count, self.valid(tc), *part))
-                        self.note_group(info, turns, index, t)
+                        write_turn(c, info, self.record(t), turns, index)
                         cute.arch.mbarrier_arrive_and_expect_tx(k_full + t, c.block_kv * width * 2)
                     for w in cutlass.range_constexpr(wide):
                         cute.copy(
@@ -108,7 +112,7 @@ class Loads:
                             k_to[None, wide * t + w],
                             tma_bar_ptr=k_full + t,
                         )
-                mark = self.mark(m, masked, (m == last_q) | (tile == last_kv))
+                mark = block_word(m, masked, (m == last_q) | (tile == last_kv))
                 if const_expr(c.firsts):
                     mark += cutlass.select_(m < stop, Int32(4 * FIRST_BLOCK), Int32(0))
                 r, s = self.q_stage(kc), kc & 1
@@ -150,7 +154,7 @@ class Loads:
                     cute.arch.mbarrier_wait(k_free, lap ^ 1)
                     with cute.arch.elect_one():
                         self.leave_record(info, 0, (tile, h, b, count, self.valid(tc)))
-                        self.note_group(info, turns, index, 0)
+                        write_turn(c, info, RECORD, turns, index)
                         cute.arch.mbarrier_arrive(v_full)
                         cute.arch.mbarrier_arrive(k_full)
                     tc += 1
@@ -190,7 +194,7 @@ class Loads:
         """The words of a piece, one a lane; of any piece beyond the end of the list."""
         lane = cute.arch.lane_idx()
         row = cutlass.min(index, pieces.shape[0] - 1)
-        return pieces[row, cutlass.min(lane, Int32(WORDS - 1))]
+        return pieces[row, cutlass.min(lane, Int32(ITEM_WORDS - 1))]
 
     @cute.jit
     def claim(self, counter: cute.Tensor, total: Int32):
@@ -206,47 +210,3 @@ class Loads:
             if index == total + ctas - 1:  # the last of the launch leaves it at zero
                 counter[0] = Int32(0)
         return cute.arch.shuffle_sync(index, 0)
-
-    def note_group(self, info: Any, turns: Any, index: Any, stage: Any = 0) -> None:
-        """Tell the consumers a piece's turn at dK and dV, and how many turns there are."""
-        if self.config.turns and self.config.accumulate:
-            for i in range(2):
-                info[self.record(stage) + 5 + i] = turns[4][index, i]
-
-    @cute.jit
-    def enter(self, runs: cute.Tensor, run: Int32, skip: Int32, left: Int32):
-        """Begin a cursor: (next block, end of its run, run, blocks left); nowhere if there is none."""
-        at, end = Int32(NOWHERE), Int32(NOWHERE)
-        if left > 0:
-            end = runs[0, run] + runs[1, run]
-            at = runs[0, run] + skip
-        return at, end, run, left
-
-    @cute.jit
-    def step(self, partial: cute.Tensor, full: cute.Tensor, some: tuple, rest: tuple):
-        """Take the next block of a piece: its number, whether it is PARTIAL, the cursors behind it."""
-        masked = some[0] < rest[0]
-        m = cutlass.min(some[0], rest[0])
-        if masked:
-            some = self.advance(partial, *some)
-        else:
-            rest = self.advance(full, *rest)
-        return m, masked, some, rest
-
-    def mark(self, m: Any, masked: Any, ragged: Any) -> Any:
-        """A block's number, with what is to be done for it, as one word."""
-        mark = 4 * m + cutlass.select_(masked, Int32(0), Int32(WHOLE))
-        return mark + cutlass.select_(masked | ragged, Int32(MASKED), Int32(0))
-
-    @cute.jit
-    def advance(self, runs: cute.Tensor, at: Int32, end: Int32, run: Int32, left: Int32):
-        """Take the next block of a cursor."""
-        at, left = at + 1, left - 1
-        if left == 0:
-            at = Int32(NOWHERE)
-        else:
-            if at == end:
-                run = run + 1
-                at = runs[0, run]
-                end = at + runs[1, run]
-        return at, end, run, left

@@ -16,13 +16,12 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from attnkit.templates.sm90 import device
+from attnkit.templates.common import device
+from attnkit.templates.common.constants import LOG2_E
+from attnkit.templates.common.site import Site
+from attnkit.templates.common.work_tile import APPLY_MASK, FULL_BLOCK
 from attnkit.templates.sm90.backward_distance import Distances
 from attnkit.templates.sm90.backward_learned import Learned, unpack
-from attnkit.templates.sm90.site import Site
-
-LOG2_E = 1.4426950408889634
-MASKED, WHOLE = 1, 2  # bits of a block's mark, below its number
 
 
 def column_of(i: int) -> int:
@@ -162,7 +161,7 @@ class Weights(Learned, Distances):
                     above, under = (device.bits_below(x - first, 1)[0] for x in (low, high))
                     found = found | (under & ~above)
                 if hooks.listed:
-                    found = cutlass.select_((mark & WHOLE) != 0, Int32(-1), found)
+                    found = cutlass.select_((mark & FULL_BLOCK) != 0, Int32(-1), found)
                 word = word & found
             words.append(cutlass.select_(inside, word, Int32(0)))
         return words
@@ -174,7 +173,7 @@ class Weights(Learned, Distances):
         if hooks.has_mask and hooks.intervals is None:
             found = hooks.keep(self.site(tile), tile[1], rows, tile[2], pairs)
             if hooks.listed:
-                found = [one | ((mark & WHOLE) != 0) for one in found]
+                found = [one | ((mark & FULL_BLOCK) != 0) for one in found]
             kept = [one & other for one, other in zip(kept, found, strict=True)]
         return kept
 
@@ -200,7 +199,7 @@ class Weights(Learned, Distances):
         statistic: cute.Tensor,
     ):
         """`weigh`, with the mask where this block needs it."""
-        if (mark & MASKED) != 0:
+        if (mark & APPLY_MASK) != 0:
             self.weigh(mark, True, tile, row0, scores, slopes, weights, statistic)
         else:
             self.weigh(mark, False, tile, row0, scores, slopes, weights, statistic)
@@ -220,7 +219,7 @@ class Weights(Learned, Distances):
         totals: list,
     ):
         """`learn`, with the mask where this block needs it."""
-        if (mark & MASKED) != 0:
+        if (mark & APPLY_MASK) != 0:
             self.learn(mark, True, tile, row0, scores, weights, statistic, dp, out, running, totals)
         else:
             self.learn(

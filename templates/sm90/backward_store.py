@@ -13,7 +13,7 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute
 
-from attnkit.templates.sm90 import device
+from attnkit.templates.common import device
 from attnkit.templates.sm90.backward_config import ROWS
 from attnkit.templates.sm90.backward_sums import NOTE, SUM_FREE, SUM_FULL
 

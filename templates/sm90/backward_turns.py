@@ -17,7 +17,15 @@ from typing import Any
 import cutlass
 from cutlass import Constexpr, Int32, Int64, const_expr, cute
 
-from attnkit.templates.sm90 import device
+from attnkit.templates.common import device
+from attnkit.templates.common.semaphore import (
+    OrderRow,
+    OrderTable,
+    fence_bulk,
+    following_turn,
+    poll_turn,
+    wait_turn,
+)
 from attnkit.templates.sm90.backward_sums import (
     FIRST_PART,
     NOTE,
@@ -26,83 +34,16 @@ from attnkit.templates.sm90.backward_sums import (
     store_chunk,
 )
 
-FIRST, LAST = 2, 3  # where the first and last turn of a row stand in its entry
 # three words of `info` for each consumer: a chunk that has arrived, its turn, who follows; 16 bytes
 # apart, as the assembler reads four at once
 OWED = 32
 ARRIVAL = 1000  # nanoseconds in which a chunk arrives
 
 
-class Turns:
-    """Whose turn it is."""
+class InTurn:
+    """The part of a backward kernel that adds to sums in a fixed order."""
 
     config: Any
-
-    @cute.jit
-    def await_turn(self, semaphore: cute.Pointer, turn: Int32):
-        """Wait until a semaphore holds a turn; bulk copies that follow need a fence."""
-        now = cute.arch.load(semaphore, Int32, sem="acquire", scope="gpu")
-        while now != turn:
-            now = cute.arch.load(semaphore, Int32, sem="acquire", scope="gpu")
-
-    def fence(self) -> None:
-        """What was read before comes before bulk copies that follow, of a warp."""
-        cute.arch.fence_proxy("async.global")
-        cute.arch.sync_warp()  # waits for the fence: no branch must come between them
-
-    @cute.jit
-    def look(self, semaphore: cute.Pointer, turn: Int32, chunk: Int32):
-        """The chunk if its turn has come, or -1."""
-        ready = Int32(-1)
-        if cute.arch.load(semaphore, Int32, sem="acquire", scope="gpu") == turn:
-            self.fence()
-            ready = chunk
-        return ready
-
-    @cute.jit
-    def after(self, chunk: Int32, turn: Int32, following: Int32, turns: list):
-        """Who follows at a chunk, if it is -1."""
-        if following < 0:
-            entry = tuple(turns[1][chunk >> 1, i] for i in range(4))
-            following = self.following_turn(turn, entry, turns)
-        return following
-
-    @cute.jit
-    def following_turn(self, turn: Int32, row: tuple, turns: list):
-        """Whose turn is next: the next kv tile that the mask keeps in a row, or the first again.
-
-        Args:
-            row: the row's entry in `turns`.
-        """
-        low, high, first, last = row
-        following = turn + (1 if const_expr(self.config.turns == "ascending") else -1)
-        if turn == last:
-            following = first
-        elif low + 1 != high:
-            following = self.across(turn, (low, high), turns[2], turns[3])
-        return following
-
-    @cute.jit
-    def across(self, turn: Int32, bounds: tuple, starts: cute.Tensor, lengths: cute.Tensor):
-        """The turn after one that is not the last of a row of several runs."""
-        low, high = bounds
-        following = Int32(0)
-        for i in cutlass.range(low, high, unroll=1):
-            if const_expr(self.config.turns == "ascending"):
-                if turn >= starts[i] and turn < starts[i] + lengths[i]:
-                    following = turn + 1
-                    if turn + 1 == starts[i] + lengths[i]:
-                        following = starts[i + 1]
-            else:
-                if turn >= starts[i] and turn < starts[i] + lengths[i]:
-                    following = turn - 1
-                    if turn == starts[i]:
-                        following = starts[i - 1] + lengths[i - 1] - 1
-        return following
-
-
-class InTurn(Turns):
-    """The part of a backward kernel that adds to sums in a fixed order."""
 
     @cute.jit
     def add_in_turn(
@@ -141,15 +82,15 @@ class InTurn(Turns):
                 first = chunk >= FIRST_PART
                 chunk = chunk & (FIRST_PART - 1)
                 if owed >= 0 and chunk != ready:
-                    ready = self.look(turns[0].iterator + chunk, turn, chunk)
+                    ready = poll_turn(turns[OrderTable.SEMAPHORE].iterator + chunk, turn, chunk)
                 if chunk != ready:
                     if owed >= 0:
                         count = self.report(
                             (owed, owed_turn, owed_following), 0, count, info, bars, wg
                         )
                         owed = Int32(-1)
-                    self.await_turn(turns[0].iterator + chunk, turn)
-                    self.fence()
+                    wait_turn(turns[OrderTable.SEMAPHORE].iterator + chunk, turn)
+                    fence_bulk()
                 target = sums.iterator + Int64(chunk) * c.chunk
                 if const_expr(c.firsts):
                     if first:
@@ -167,7 +108,7 @@ class InTurn(Turns):
                 ready = Int32(-1)
                 if then >= 0:
                     then = then & (FIRST_PART - 1)
-                    ready = self.look(turns[0].iterator + then, turn, then)
+                    ready = poll_turn(turns[OrderTable.SEMAPHORE].iterator + then, turn, then)
         if owed >= 0:
             count = self.report((owed, owed_turn, owed_following), 0, count, info, bars, wg)
         self.report((Int32(-1), Int32(0), Int32(0)), 0, count, info, bars, wg)
@@ -217,13 +158,16 @@ class InTurn(Turns):
     @cute.jit
     def give_turn(self, chunk: Int32, turn: Int32, following: Int32, turns: list):
         """Give the turn of a chunk that has arrived to the next."""
-        bounds, row = turns[1], chunk >> 1
+        bounds, row = turns[OrderTable.ROW], chunk >> 1
         low, high, first, last = Int32(0), Int32(0), Int32(0), Int32(0)
         if following < 0:
-            low, high = bounds[row, 0], bounds[row, 1]
-            first, last = bounds[row, FIRST], bounds[row, LAST]
+            low, high = bounds[row, OrderRow.RUNS_BEGIN], bounds[row, OrderRow.RUNS_END]
+            first, last = bounds[row, OrderRow.FIRST_TURN], bounds[row, OrderRow.LAST_TURN]
         cute.arch.fence_acq_rel_gpu()
         if following < 0:
-            following = self.following_turn(turn, (low, high, first, last), turns)
+            ascending = self.config.turns == "ascending"
+            following = following_turn(ascending, turn, (low, high, first, last), turns)
         with cute.arch.elect_one():
-            cute.arch.store(turns[0].iterator + chunk, following, sem="relaxed", scope="gpu")
+            cute.arch.store(
+                turns[OrderTable.SEMAPHORE].iterator + chunk, following, sem="relaxed", scope="gpu"
+            )

@@ -25,13 +25,14 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 from cutlass.utils import hopper_helpers
 
-from attnkit.templates.sm90 import device
+from attnkit.templates.common import device
+from attnkit.templates.common.tma import ordered, partition
+from attnkit.templates.common.work_tile import RECORD
 from attnkit.templates.sm90.backward_config import ROWS
-from attnkit.templates.sm90.backward_load import RECORD, Loads
+from attnkit.templates.sm90.backward_load import Loads
 from attnkit.templates.sm90.backward_math import Weights
 from attnkit.templates.sm90.backward_wide_config import WideConfig
 from attnkit.templates.sm90.backward_wide_turns import OWN, WideTurns
-from attnkit.templates.sm90.copies import ordered, partition
 
 BOTH = 3  # a named barrier
 GROUP = 512  # floats of 64 rows and 8 columns of a sum

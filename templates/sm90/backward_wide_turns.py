@@ -14,14 +14,14 @@ from typing import Any
 
 from cutlass import Int32, cute
 
-from attnkit.templates.sm90 import device
+from attnkit.templates.common import device
+from attnkit.templates.common.semaphore import OrderRow, OrderTable, following_turn, wait_turn
 from attnkit.templates.sm90.backward_sums import NOTE
-from attnkit.templates.sm90.backward_turns import InTurn
 
 OWN = 1  # named barriers of a consumer each
 
 
-class WideTurns(InTurn):
+class WideTurns:
     """The part of a backward kernel for wide heads that keeps an order."""
 
     config: Any
@@ -68,7 +68,7 @@ class WideTurns(InTurn):
             cute.arch.mbarrier_wait(bars[0], count & 1)
             chunk, turn = info[NOTE + 2 * (count & 1)], info[NOTE + 2 * (count & 1) + 1]
             if chunk >= 0:
-                self.await_turn(turns[0].iterator + chunk, turn)
+                wait_turn(turns[OrderTable.SEMAPHORE].iterator + chunk, turn)
                 cute.arch.sync_warp()
                 device.arrive(bars[1])
             count += 1
@@ -84,13 +84,16 @@ class WideTurns(InTurn):
             cute.arch.sync_warp()
             device.arrive(bars[1])  # what was told has been read
             if chunk >= 0:
-                bounds, row = turns[1], chunk >> 1
-                entry = tuple(bounds[row, i] for i in range(4))
+                bounds, row = turns[OrderTable.ROW], chunk >> 1
+                entry = tuple(bounds[row, i] for i in OrderRow)
                 cute.arch.fence_acq_rel_gpu()  # of both consumers' sums
-                following = self.following_turn(turn, entry, turns)
+                following = following_turn(self.config.turns == "ascending", turn, entry, turns)
                 with cute.arch.elect_one():
                     cute.arch.store(
-                        turns[0].iterator + chunk, following, sem="relaxed", scope="gpu"
+                        turns[OrderTable.SEMAPHORE].iterator + chunk,
+                        following,
+                        sem="relaxed",
+                        scope="gpu",
                     )
             count += 1
 
@@ -111,7 +114,7 @@ class WideTurns(InTurn):
     def enter_turn(self, semaphore: Int32, turn: Int32, turns: list, wg: Int32, ct: Int32):
         """Wait until it is this consumer's turn at a sum."""
         if ct == 0:
-            self.await_turn(turns[0].iterator + semaphore, turn)
+            wait_turn(turns[OrderTable.SEMAPHORE].iterator + semaphore, turn)
         cute.arch.barrier(barrier_id=OWN + wg, number_of_threads=128)
 
     @cute.jit
@@ -120,4 +123,9 @@ class WideTurns(InTurn):
         cute.arch.barrier(barrier_id=OWN + wg, number_of_threads=128)
         if ct == 0:
             cute.arch.fence_acq_rel_gpu()
-            cute.arch.store(turns[0].iterator + semaphore, following, sem="relaxed", scope="gpu")
+            cute.arch.store(
+                turns[OrderTable.SEMAPHORE].iterator + semaphore,
+                following,
+                sem="relaxed",
+                scope="gpu",
+            )

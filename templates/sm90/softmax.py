@@ -1,33 +1,39 @@
-"""The softmax of a tile's scores in registers: mod, mask, maximum, exponentials, row sums.
+"""The softmax of a Hopper consumer warpgroup: mod, mask, maximum, exponentials, row sums.
 
 A thread of a consumer warpgroup holds two rows of a tile, 8 apart, and of each the columns
 8 g and 8 g + 1 from its first. Element i of the accumulator belongs to row (i >> 1) & 1 and to
 the thread's column 2 (i // 4) + (i & 1).
 
 Online softmax after Milakov and Gimelshein (2018). Rescaling only where a maximum grew by more
-than 2**8 is from FlashAttention-4; taking the exponentials against the maximum of the blocks
-before, with an exact redo from the scores where their sums are too large, needs no maximum at all
-in most blocks.
+than 2**8 is from FlashAttention-4. "delayed-max" computes P against the maximum of the blocks
+before, and recomputes it from the scores where the sums are too large: most blocks need no maximum.
 
 The methods are traced inside the kernel. Those with a dynamic branch are `cute.jit`; the others
-are plain Python, so that they may pass hooks' tuples around.
+are plain Python, so that they may pass records and the hooks' tuples.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, const_expr, cute
 
-from attnkit.templates.sm90 import device
-from attnkit.templates.sm90.device import NEG_INF
-from attnkit.templates.sm90.site import Site
+from attnkit.templates.common import device
+from attnkit.templates.common.constants import NEG_INF, RESCALE_THRESHOLD
+from attnkit.templates.common.hooks import ForwardHooks, Values
+from attnkit.templates.common.site import Site
+from attnkit.templates.common.softmax import largest
+from attnkit.templates.sm90.config import ForwardConfig
 
-GROWTH = 8.0  # how far, in log2, a row's maximum may grow before sums and output are rescaled
-CEILING = 2.0**12  # sum of a thread's exponentials of a row, up to which the reference stays
-CHAINS = 4  # independent chains of maxima and sums
-FEW = 8  # columns of a thread for which a mask without intervals is computed at once
+# A thread's sum of P of a row in one block, up to which the delayed maximum stays the reference. No P is
+# larger than that sum, so P in float16 (at most 65504) cannot overflow.
+SUM_CEILING = 2.0**12
+CHAINS = 4  # independent chains of maxima and sums: the latency of one hides behind the others
+MASK_COLUMNS = 8  # of a thread, for which a mask without intervals is computed at once
+ROWS = 2  # of a thread
+ROW_STEP = 8  # from a thread's first row to its second
 
 
 def row_of(i: int) -> int:
@@ -40,372 +46,464 @@ def column_of(i: int) -> int:
     return 2 * (i // 4) + (i & 1)
 
 
-class Softmax:
-    """The part of a forward kernel between Q K and P V."""
+@dataclass(frozen=True)
+class RowState:
+    """The running softmax of a thread's two rows.
 
-    hooks: Any
-    config: Any
-    dtype: Any
+    Attributes:
+        max: f32 [2], the reference of P and of `sum`.
+        sum: f32 [2], of P over the thread's columns.
+        scale: f32 [2], what O and the sums before the last block are to be multiplied by; in the
+            epilogue, what the output is to be multiplied by.
+        highest: f32 [2], the largest score, where the kernel writes the maxima.
+    """
+
+    max: cute.Tensor
+    sum: cute.Tensor
+    scale: cute.Tensor
+    highest: cute.Tensor
+
+    @staticmethod
+    def create() -> RowState:
+        """Allocate registers."""
+        row_max = cute.make_rmem_tensor(ROWS, Float32)  # f32 [2]
+        row_sum = cute.make_rmem_tensor(ROWS, Float32)  # f32 [2]
+        scale = cute.make_rmem_tensor(ROWS, Float32)  # f32 [2]
+        highest = cute.make_rmem_tensor(ROWS, Float32)  # f32 [2]
+        return RowState(row_max, row_sum, scale, highest)
+
+    def reset(self) -> None:
+        """Begin a work tile."""
+        for r in range(ROWS):
+            self.max[r], self.sum[r] = Float32(NEG_INF), Float32(0.0)
+            self.highest[r] = Float32(NEG_INF)
+
+
+@dataclass(frozen=True)
+class TileValues:
+    """What is known once a work tile.
+
+    Attributes:
+        site: where the tile is.
+        head: values of the head.
+        rows: (q, values of the row) of the thread's two rows; q is clamped to the tensor.
+        column_constants: for each of the thread's columns, what is the same in every block.
+        intervals: for each row, the intervals [low, high) of kv that it keeps; None if the mask has no
+            such form.
+        first_column: the thread's first column within a block.
+    """
+
+    site: Site
+    head: Values
+    rows: tuple[tuple[Any, Values], ...]
+    column_constants: tuple[Any, ...]
+    intervals: tuple[tuple[tuple[Any, Any], ...], ...] | None
+    first_column: Int32
+
+
+@dataclass(frozen=True)
+class BlockValues:
+    """What a block's scores need beside the products.
+
+    Attributes:
+        start: first column of the block.
+        columns: (kv, column constant, values of the column) of the thread's columns.
+        places: (row, column) of each element of the accumulator.
+        relatives: what depends on q - kv.
+    """
+
+    start: Int32
+    columns: list[tuple[Any, Any, Any]]
+    places: list[tuple[int, int]]
+    relatives: Any
+
+
+class Softmax:
+    """The softmax of a consumer warpgroup, from S = Q K^T to P.
+
+    Args:
+        config: the kernel's configuration.
+        hooks: the variant.
+    """
+
+    def __init__(self, config: ForwardConfig, hooks: ForwardHooks) -> None:
+        self.config = config
+        self.hooks = hooks
+        self.dtype = device.DTYPES[config.dtype]
 
     def columns_of_thread(self) -> list[int]:
         """Offsets of a thread's columns from its first."""
         return [8 * g + c for g in range(self.config.block_kv // 8) for c in (0, 1)]
 
-    def site(self, where: Any) -> Site:
-        """Where a tile is, as the hooks want it."""
-        tensors, b, h, q_len, kv_len, scale, origin = where
-        steps = (0, 8), self.columns_of_thread()
-        return Site(tensors, b, h, q_len, kv_len, scale, origin, steps)
+    def site(self, captured: Any, batch: Any, head: Any, scalars: Any, first_row: Any) -> Site:
+        """Where a work tile is; its first row is the origin of distances."""
+        steps = (0, ROW_STEP), self.columns_of_thread()
+        q_len, kv_len, scale = scalars.q_len, scalars.kv_len, scalars.scale
+        return Site(captured, batch, head, q_len, kv_len, scale, first_row, steps)
 
     # ------------------------------------------------------------------ values known once a tile
 
-    def begin(self, where: Any, first: Any, q: Any) -> Any:
-        """What is known once a tile.
+    def begin_tile(self, site: Site, first_column: Int32, row: Int32) -> TileValues:
+        """Evaluate what is known once a work tile.
 
         Args:
-            where: the fields of `Site` but the last.
-            first: the thread's first column within a block.
-            q: the thread's first row; the second is 8 below.
+            site: where the tile is.
+            first_column: the thread's first column within a block.
+            row: the thread's first row; the second is 8 below.
         """
-        site, hooks = self.site(where), self.hooks
-        inside = [cutlass.min(q + 8 * r, site.q_len - 1) for r in range(2)]
+        hooks = self.hooks
+        inside = [cutlass.min(row + ROW_STEP * r, site.q_len - 1) for r in range(ROWS)]
         head = hooks.head(site)
-        rows = tuple((at, hooks.row(site, head, at)) for at in inside)
-        held = hooks.held(site, head, [first + o for o in self.columns_of_thread()])
-        held = tuple(x if x is None or self._tight else device.pinned(x) for x in held)
+        rows = tuple((q, hooks.row(site, head, q)) for q in inside)
+        constants = hooks.held(site, head, [first_column + o for o in self.columns_of_thread()])
+        # pinned: the compiler would recompute them in each block
+        constants = tuple(x if x is None or self._tight else device.pinned(x) for x in constants)
         if not hooks.has_mask:
-            ends: Any = (((Int32(0), site.kv_len),),) * 2
+            intervals: Any = (((Int32(0), site.kv_len),),) * ROWS
         elif hooks.intervals is None:
-            ends = None
+            intervals = None
         else:
-            ends = tuple(
+            intervals = tuple(
                 tuple(
                     (cutlass.max(low, Int32(0)), cutlass.min(high, site.kv_len))
-                    for low, high in hooks.ends(site, head, at)
+                    for low, high in hooks.ends(site, head, q)
                 )
-                for at in inside
+                for q in inside
             )
-        return tuple(where), head, rows, held, ends, first
+        return TileValues(site, head, rows, constants, intervals, first_column)
 
     @property
     def _tight(self) -> bool:
-        """Whether there are no registers to hold what every block adds in a column.
+        """Whether no registers are left to hold the column constants through the blocks.
 
-        So it is with a mask without intervals beside the widest output.
+        So it is with a mask without intervals at the widest output.
         """
         hooks = self.hooks
-        return self.config.value_width > 192 and hooks.has_mask and hooks.intervals is None
+        return self.config.head_dim_v > 192 and hooks.has_mask and hooks.intervals is None
 
-    def factor(self, tile: Any) -> Any:
-        """What scores are multiplied by to be in log2 units."""
-        where, head, *_ = tile
-        return self.hooks.factor(self.site(where), head)
+    def factor(self, tile: TileValues) -> Any:
+        """What scores are multiplied by to be in log2 units, or None for 1."""
+        return self.hooks.factor(tile.site, tile.head)
 
-    def lse_terms(self, where: Any, q: Any) -> list[Any]:
-        """What the LSE of each row has beyond the softmax, or None; arguments as of `begin`."""
-        site, hooks = self.site(where), self.hooks
+    def lse_terms(self, site: Site, row: Int32) -> list[Any]:
+        """What the LSE of each row has beyond the softmax, or None; arguments as of `begin_tile`."""
+        hooks = self.hooks
         head = hooks.head(site)
-        inside = [cutlass.min(q + 8 * r, site.q_len - 1) for r in range(2)]
-        return [hooks.lse(site, head, hooks.row(site, head, at)) for at in inside]
+        inside = [cutlass.min(row + ROW_STEP * r, site.q_len - 1) for r in range(ROWS)]
+        return [hooks.lse(site, head, hooks.row(site, head, q)) for q in inside]
 
     # -------------------------------------------------------------------------- scores of a block
 
-    def ahead(self, tile: Any, n: Any, masked: bool, count: int) -> Any:
-        """What a block's scores need beside themselves; n is the number of the kv block."""
-        where, head, rows, held, *_ = tile
-        site, hooks = self.site(where), self.hooks
-        if self._tight and held[0] is not None:
-            # from a number that is made in each block: else the compiler holds them and spills others
-            first = device.pinned(Float32(tile[5]))
-            held = hooks.held(site, head, [first + Float32(o) for o in self.columns_of_thread()])
-        start, _, positions = self._positions(tile, n)
+    def block_values(
+        self, tile: TileValues, kv_block: Int32, masked: bool, count: int
+    ) -> BlockValues:
+        """Evaluate what the scores of a kv block need, `count` elements a thread."""
+        site, head, constants, hooks = tile.site, tile.head, tile.column_constants, self.hooks
+        if self._tight and constants[0] is not None:
+            # computed from an opaque number in each block: otherwise the compiler holds the constants
+            # through the loop, and spills others
+            first = device.pinned(Float32(tile.first_column))
+            constants = hooks.held(
+                site, head, [first + Float32(o) for o in self.columns_of_thread()]
+            )
+        start, _, positions = self._positions(tile, kv_block)
         if masked:  # what a mod or a mask loads must lie inside its tensors
-            positions = [cutlass.min(at, site.kv_len - 1) for at in positions]
+            positions = [cutlass.min(kv, site.kv_len - 1) for kv in positions]
         values = hooks.columns(site, head, positions, False)
-        columns = list(zip(positions, held, values, strict=True))
+        columns = list(zip(positions, constants, values, strict=True))
         places = [(row_of(i), column_of(i)) for i in range(count)]
-        relatives = None if hooks.raw else hooks.relatives(site, head, rows, columns, places)
-        return start, columns, places, relatives
+        relatives = None if hooks.raw else hooks.relatives(site, head, tile.rows, columns, places)
+        return BlockValues(start, columns, places, relatives)
 
-    def _positions(self, tile: Any, n: Any) -> Any:
+    def _positions(self, tile: TileValues, kv_block: Any) -> tuple[Any, Any, list[Any]]:
         """First column of a block, whether block lists keep all of it, the thread's columns.
 
-        Where block lists overrule the mask, ~n stands for a block that they keep whole: nothing but
-        the end of the tensor is masked there.
+        Where block lists overrule the mask, ~n stands for a FULL block n: nothing but the end of the
+        tensor is masked there.
         """
-        everything = Boolean(False)
+        full = Boolean(False)
         if self.hooks.listed:
-            everything = n < 0
-            n = cutlass.select_(everything, ~n, n)
-        start = n * self.config.block_kv
-        return start, everything, [start + tile[5] + o for o in self.columns_of_thread()]
+            full = kv_block < 0
+            kv_block = cutlass.select_(full, ~kv_block, kv_block)
+        start = kv_block * self.config.block_kv
+        return start, full, [start + tile.first_column + o for o in self.columns_of_thread()]
 
-    def kept(self, tile: Any, n: Any, masked: bool) -> Any:
-        """Which columns of block n each row keeps: bit masks of the rows, None for all.
+    def mask_bits(self, tile: TileValues, kv_block: Any, masked: bool) -> list[list[Any]] | None:
+        """Compute bit masks of the columns that each row keeps; None for all.
 
-        Needs no scores: it is found while their registers are free.
+        Needs no scores: it runs while the tensor cores compute them, their registers still free.
         """
         if not masked:
             return None
-        start, everything, positions = self._positions(tile, n)
-        kv_len, left = self.site(tile[0]).kv_len, start + tile[5]
-        if tile[4] is not None:
-            return self._inside(tile[4], left, everything, kv_len)
+        start, full, positions = self._positions(tile, kv_block)
+        kv_len, left = tile.site.kv_len, start + tile.first_column
+        if tile.intervals is not None:
+            return self._inside(tile.intervals, left, full, kv_len)
         valid = device.bits_below(kv_len - left, self._words())
-        masks = [list(valid) for _ in range(2)]
+        masks = [list(valid) for _ in range(ROWS)]
         for word in range(len(valid)):
-            for r, bits in enumerate(self._chosen(tile, positions, word)):
+            for r, bits in enumerate(self._evaluated(tile, positions, word)):
                 if self.hooks.listed:
-                    bits = cutlass.select_(everything, Int32(-1), bits)
+                    bits = cutlass.select_(full, Int32(-1), bits)
                 masks[r][word] = masks[r][word] & bits
         return masks
 
-    def _chosen(self, tile: Any, positions: Any, word: int) -> list[Any]:
-        """A word of the bit masks of a mask without intervals.
+    def _evaluated(self, tile: TileValues, positions: list[Any], word: int) -> list[Any]:
+        """Evaluate a word of the bit masks of a mask without intervals.
 
-        A few columns at a time, each beginning when the ones before are done: what a mask loads
+        A few columns at a time, each group beginning when the one before is done: what a mask loads
         and computes for all of them would not fit the registers.
         """
-        where, head, rows, *_ = tile
-        site, found = self.site(where), [Int32(0), Int32(0)]
-        for low in range(32 * word, min(32 * word + 32, len(positions)), FEW):
-            # none, but the compiler does not know that a length is not negative
-            ready = (found[0] | found[1]) & (site.kv_len >> 31)
-            some = [cutlass.min(at, site.kv_len - 1) | ready for at in positions[low : low + FEW]]
-            values = self.hooks.columns(site, head, some, True)
-            columns = [(at, None, own) for at, own in zip(some, values, strict=True)]
-            places = [(r, j) for r in range(2) for j in range(len(some))]
-            keep = self.hooks.keep(site, head, rows, columns, places)
+        site, bits = tile.site, [Int32(0), Int32(0)]
+        for low in range(32 * word, min(32 * word + 32, len(positions)), MASK_COLUMNS):
+            # always 0, but the compiler does not know that a length is not negative
+            ready = (bits[0] | bits[1]) & (site.kv_len >> 31)
+            group = positions[low : low + MASK_COLUMNS]
+            group = [cutlass.min(kv, site.kv_len - 1) | ready for kv in group]
+            values = self.hooks.columns(site, tile.head, group, True)
+            columns = [(kv, None, value) for kv, value in zip(group, values, strict=True)]
+            places = [(r, j) for r in range(ROWS) for j in range(len(group))]
+            keep = self.hooks.keep(site, tile.head, tile.rows, columns, places)
             for (r, j), yes in zip(places, keep, strict=True):
                 bit = Int32(device.one(low + j))
-                found[r] = found[r] | cutlass.select_(yes, bit, Int32(0))
-        return found
+                bits[r] = bits[r] | cutlass.select_(yes, bit, Int32(0))
+        return bits
 
-    def scores(self, tile: Any, known: Any, scores: Any) -> Any:
-        """Apply the mod in place; the block's own term or None."""
-        where, head, rows, *_ = tile
-        site, hooks = self.site(where), self.hooks
-        start, columns, places, relatives = known
+    def apply_score_mod(self, tile: TileValues, block: BlockValues, acc_s: cute.Tensor) -> Any:
+        """Apply the mod in place; returns what the block adds to all of its scores, or None."""
+        site, hooks = tile.site, self.hooks
         if not hooks.raw:
-            full = [(r, j, scores[i]) for i, (r, j) in enumerate(places)]
-            found = hooks.element(site, head, rows, columns, full, relatives)
+            elements = [(r, j, acc_s[i]) for i, (r, j) in enumerate(block.places)]
+            scores = hooks.element(
+                site, tile.head, tile.rows, block.columns, elements, block.relatives
+            )
             if hooks.blind:
-                # nothing reads the product: its registers would be taken while it is in flight
-                found = device.after(found, [s for _, _, s in full])
-            for i, x in enumerate(found):
-                scores[i] = x
-        return hooks.block(site, head, start)
+                # nothing reads the product: its registers would be reused while it is in flight
+                scores = device.after(scores, [s for _, _, s in elements])
+            for i, x in enumerate(scores):
+                acc_s[i] = x
+        return hooks.block(site, tile.head, block.start)
 
-    def hide(self, kept: Any, scores: Any) -> None:
-        """Give the scores that the mask does not keep the value of minus infinity, in place."""
-        if kept is not None:
-            for i in range(cute.size(scores)):
+    def apply_mask(self, bits: list[list[Any]] | None, acc_s: cute.Tensor) -> None:
+        """Set the masked scores to -inf, in place."""
+        if bits is not None:
+            for i in range(cute.size(acc_s)):
                 j = column_of(i)
-                keep = device.bit(kept[row_of(i)][j // 32], j)
-                scores[i] = cutlass.select_(keep, scores[i], Float32(NEG_INF))
+                keep = device.bit(bits[row_of(i)][j // 32], j)
+                acc_s[i] = cutlass.select_(keep, acc_s[i], Float32(NEG_INF))
 
     def _words(self) -> int:
         return (self.config.block_kv // 4 + 31) // 32
 
-    def _inside(self, ends: Any, left: Any, everything: Any, kv_len: Any) -> Any:
+    def _inside(self, intervals: Any, left: Any, full: Any, kv_len: Any) -> list[list[Any]]:
         """Bit masks of the columns that lie in one of their row's intervals."""
         words, masks = self._words(), []
-        for pairs in ends:
+        for pairs in intervals:
             total = [Int32(0)] * words
             for low, high in pairs:
                 below, above = (device.bits_below(end - left, words) for end in (high, low))
                 total = [t | (x & ~y) for t, x, y in zip(total, below, above, strict=True)]
             if self.hooks.listed:
                 valid = device.bits_below(kv_len - left, words)
-                total = [
-                    cutlass.select_(everything, v, t) for v, t in zip(valid, total, strict=True)
-                ]
+                total = [cutlass.select_(full, v, t) for v, t in zip(valid, total, strict=True)]
             masks.append(total)
         return masks
 
     # ------------------------------------------------------------------------------- exponentials
 
-    def exponentials(
+    def compute_p(
         self,
-        scores: Any,
-        packed: Any,
+        acc_s: cute.Tensor,
+        p: cute.Tensor | None,
         r: int,
-        less: Any,
+        reference: Any,
         factor: Any,
-        more: Any = None,
+        visit: Any = None,
         small: bool = True,
     ) -> Any:
-        """P of row r, packed into pairs, scores kept; the sum of the row.
+        """Compute P of row r from its scores; returns the thread's sum of the row.
 
         Args:
-            packed: where to; None leaves P unpacked in place of the scores.
-            less: what is subtracted in log2 units, or None.
-            more: called with each pair of elements, to interleave other work.
+            acc_s: scores; kept.
+            p: where packed pairs of P go; None leaves P unpacked in place of the scores.
+            reference: what is subtracted from the scores times the factor, log2 units, or None.
+            visit: called with each pair of elements, to interleave other work.
             small: whether an exponent may be below -126.
         """
-        mine = [i for i in range(cute.size(scores)) if row_of(i) == r]
+        mine = [i for i in range(cute.size(acc_s)) if row_of(i) == r]
         sums: list[Any] = [None] * CHAINS
-        pairs = None if packed is None else cute.recast_tensor(packed, Int32)
-        poly, minus = self.config.poly, None if less is None else -less
+        pairs = None if p is None else cute.recast_tensor(p, Int32)  # i32, two of P each
+        poly, minus = self.config.poly, None if reference is None else -reference
         for t in range(0, len(mine), 2):
             values = []
             for k, i in enumerate(mine[t : t + 2]):
-                x = device.shifted(scores[i], factor, minus)
+                x = device.shifted(acc_s[i], factor, minus)
                 on_fma = poly and not small and (t + k) % poly == poly - 1
                 values.append(device.exp2_on_fma(x) if on_fma else device.exp2(x))
-            for k, p in enumerate(values):
+            for k, value in enumerate(values):
                 c = (t + k) % CHAINS
-                sums[c] = p if sums[c] is None else sums[c] + p
+                sums[c] = value if sums[c] is None else sums[c] + value
             if pairs is None:
-                scores[mine[t]], scores[mine[t + 1]] = values
+                acc_s[mine[t]], acc_s[mine[t + 1]] = values
             else:
                 pairs[mine[t] // 2] = device.pack(values[0], values[1], self.dtype)
-            if more is not None:
-                more(mine[t], mine[t + 1])
+            if visit is not None:
+                visit(mine[t], mine[t + 1])
         return _added(sums)
 
-    def first(self, tile: Any, base: Any, scores: Any, packed: Any, stats: Any) -> None:
+    def first_block(
+        self, tile: TileValues, base: Any, acc_s: cute.Tensor, p: cute.Tensor, state: RowState
+    ) -> None:
         """Softmax of a tile's first block: maximum, then exponentials against it.
 
         Args:
-            base: the block's own term, or None.
+            base: what the block adds to all of its scores, or None.
         """
-        row_max, row_sum, _, top = stats
         nan = self.config.need_max  # torch's maximum passes NaN on
         factor = self.factor(tile)
-        for r in range(2):
-            less = None
-            if self.config.softmax != "bounded":
-                row_max[r] = device.quad_max(_peak(scores, r, base, nan), nan)
-                less = _reference(row_max[r], base, factor)
+        for r in range(ROWS):
+            reference = None
+            if self.config.softmax != "no-max":
+                state.max[r] = device.quad_max(_row_peak(acc_s, r, base, nan), nan)
+                reference = _reference(state.max[r], base, factor)
                 if const_expr(self.config.need_max):
-                    top[r] = row_max[r]
-            row_sum[r] = self.exponentials(scores, packed, r, less, factor)
+                    state.highest[r] = state.max[r]
+            state.sum[r] = self.compute_p(acc_s, p, r, reference, factor)
 
-    def next(self, tile: Any, known: Any, kept: Any, scores: Any, packed: Any, stats: Any) -> None:
-        """Softmax of a further block; `scale` says what O and the sums before are worth now."""
-        base, factor = self.scores(tile, known, scores), self.factor(tile)
-        self.hide(kept, scores)
+    def next_block(
+        self,
+        tile: TileValues,
+        block: BlockValues,
+        bits: list[list[Any]] | None,
+        acc_s: cute.Tensor,
+        p: cute.Tensor | None,
+        state: RowState,
+    ) -> None:
+        """Softmax of a further block; `state.scale` says how O is to be rescaled.
+
+        Args:
+            bits: of the mask, or None.
+            p: where P goes; None leaves it unpacked in place of the scores.
+        """
+        base, factor = self.apply_score_mod(tile, block, acc_s), self.factor(tile)
+        self.apply_mask(bits, acc_s)
         kind = self.config.softmax
-        if kind == "bounded":
-            row_sum = stats[1]
-            for r in range(2):
-                total = self.exponentials(scores, packed, r, None, factor, small=kept is not None)
+        if kind == "no-max":
+            row_sum = state.sum
+            for r in range(ROWS):
+                total = self.compute_p(acc_s, p, r, None, factor, small=bits is not None)
                 row_sum[r] = row_sum[r] + total
-        elif kind == "stale":
-            self._stale(scores, packed, stats, base, factor)
+        elif kind == "delayed-max":
+            self._delayed_max(acc_s, p, state, base, factor)
         else:
-            self._online(scores, packed, stats, base, factor)
+            self._online(acc_s, p, state, base, factor)
 
-    def _stale(self, scores: Any, packed: Any, stats: Any, base: Any, factor: Any) -> None:
+    def _delayed_max(self, acc_s: Any, p: Any, state: RowState, base: Any, factor: Any) -> None:
         """Exponentials against the maximum of the blocks before.
 
-        Whether that will do is seen from their sums: none is larger than the sum of its row.
+        Whether that will do shows in their sums: no exponential is larger than the sum of its row.
         """
-        row_max, row_sum, scale, top = stats
         exact = self.config.need_max
-        peak, total = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        peak = cute.make_rmem_tensor(ROWS, Float32)  # f32 [2], the block's maxima
+        total = cute.make_rmem_tensor(ROWS, Float32)  # f32 [2], the block's sums
         grown = Boolean(False)
-        for r in range(2):
-            highest = _Highest(scores, True)
-            less = _reference(row_max[r], base, factor)
-            more = highest.take if exact else None
-            total[r] = self.exponentials(scores, packed, r, less, factor, more)
-            scale[r] = Float32(1.0)
-            # a row that has kept nothing yet has no reference
-            grown = grown | (total[r] > Float32(CEILING)) | (row_max[r] == Float32(NEG_INF))
+        for r in range(ROWS):
+            highest = _Highest(acc_s, True)
+            reference = _reference(state.max[r], base, factor)
+            visit = highest.take if exact else None
+            total[r] = self.compute_p(acc_s, p, r, reference, factor, visit)
+            state.scale[r] = Float32(1.0)
+            # a row whose blocks so far were fully masked has no reference yet
+            unset = state.max[r] == Float32(NEG_INF)
+            grown = grown | (total[r] > Float32(SUM_CEILING)) | unset
             if const_expr(exact):
-                most = highest.found()
+                most = highest.value()
                 peak[r] = device.quad_max(most if base is None else most + base, True)
-                top[r] = cute.arch.fmax(top[r], peak[r], nan=True)
+                state.highest[r] = cute.arch.fmax(state.highest[r], peak[r], nan=True)
         shift = Float32(0.0) if base is None else base
         unit = Float32(1.0) if factor is None else factor
-        self._redo(scores, packed, row_max, row_sum, scale, peak, total, unit, shift, grown)
-        for r in range(2):
-            row_sum[r] = row_sum[r] + total[r]
+        self._recompute(acc_s, p, state, peak, total, unit, shift, grown)
+        for r in range(ROWS):
+            state.sum[r] = state.sum[r] + total[r]
 
     @cute.jit
-    def _redo(
+    def _recompute(
         self,
-        scores: cute.Tensor,
-        packed: cute.Tensor,
-        row_max: cute.Tensor,
-        row_sum: cute.Tensor,
-        scale: cute.Tensor,
+        acc_s: cute.Tensor,
+        p: cute.Tensor,
+        state: RowState,
         peak: cute.Tensor,
         total: cute.Tensor,
         factor: Float32,
         base: Float32,
         grown: Boolean,
     ):
-        """Where a maximum of the warp grew too far: the exponentials again, from the scores."""
+        """Where a maximum of the warp grew too far: compute P again, from the scores."""
+        row_max, row_sum, scale = state.max, state.sum, state.scale
         if cute.arch.vote_any_sync(grown):
-            for r in cutlass.range_constexpr(2):
+            for r in cutlass.range_constexpr(ROWS):
                 if const_expr(not self.config.need_max):
-                    peak[r] = device.quad_max(_peak(scores, r, base, False), False)
+                    peak[r] = device.quad_max(_row_peak(acc_s, r, base, False), False)
                 old = row_max[r]
                 row_max[r] = cute.arch.fmax(old, peak[r])
                 scale[r] = device.exp2((old - device.finite_or_zero(row_max[r])) * factor)
-                less = _reference(row_max[r], base, factor)
-                total[r] = self.exponentials(scores, packed, r, less, factor)
+                reference = _reference(row_max[r], base, factor)
+                total[r] = self.compute_p(acc_s, p, r, reference, factor)
                 row_sum[r] = row_sum[r] * scale[r]
 
-    def _online(self, scores: Any, packed: Any, stats: Any, base: Any, factor: Any) -> None:
+    def _online(self, acc_s: Any, p: Any, state: RowState, base: Any, factor: Any) -> None:
         """Maximum first, then exponentials against it."""
-        row_max, row_sum, scale, top = stats
         exact = self.config.need_max
         grown = Boolean(False)
-        for r in range(2):
-            scale[r] = Float32(1.0)
+        for r in range(ROWS):
+            state.scale[r] = Float32(1.0)
             if const_expr(exact):
                 grown = Boolean(True)
             else:
-                highest = _Highest(scores, False)
-                mine = [i for i in range(cute.size(scores)) if row_of(i) == r]
+                highest = _Highest(acc_s, False)
+                mine = [i for i in range(cute.size(acc_s)) if row_of(i) == r]
                 for t in range(0, len(mine), 2):
                     highest.take(*mine[t : t + 2])
-                grown = grown | (highest.found() >= _limit(row_max[r], base, factor))
+                grown = grown | (highest.value() >= _limit_bits(state.max[r], base, factor))
         shift = Float32(0.0) if base is None else base
         unit = Float32(1.0) if factor is None else factor
-        self._raise(scores, row_max, row_sum, scale, top, unit, shift, grown)
-        for r in range(2):
-            less = _reference(row_max[r], base, factor)
-            row_sum[r] = row_sum[r] + self.exponentials(scores, packed, r, less, factor)
+        self._raise_max(acc_s, state, unit, shift, grown)
+        for r in range(ROWS):
+            reference = _reference(state.max[r], base, factor)
+            state.sum[r] = state.sum[r] + self.compute_p(acc_s, p, r, reference, factor)
 
     @cute.jit
-    def _raise(
+    def _raise_max(
         self,
-        scores: cute.Tensor,
-        row_max: cute.Tensor,
-        row_sum: cute.Tensor,
-        scale: cute.Tensor,
-        top: cute.Tensor,
+        acc_s: cute.Tensor,
+        state: RowState,
         factor: Float32,
         base: Float32,
         grown: Boolean,
     ):
-        """Where a maximum of the warp may have grown too far: find it."""
+        """Where a maximum of the warp may have grown too far: compute it."""
+        row_max, row_sum, scale, highest = state.max, state.sum, state.scale, state.highest
         nan = self.config.need_max  # torch's maximum passes NaN on
         if cute.arch.vote_any_sync(grown):
-            for r in cutlass.range_constexpr(2):
+            for r in cutlass.range_constexpr(ROWS):
                 old = row_max[r]
-                peak = cute.arch.fmax(_peak(scores, r, base, nan), old, nan=nan)
+                peak = cute.arch.fmax(_row_peak(acc_s, r, base, nan), old, nan=nan)
                 new = device.quad_max(peak, nan)
                 if const_expr(self.config.need_max):
-                    top[r] = cute.arch.fmax(top[r], new, nan=nan)
+                    highest[r] = cute.arch.fmax(highest[r], new, nan=nan)
                 # a small growth is left in P: nothing to rescale
-                new = cutlass.select_((new - old) * factor <= Float32(GROWTH), old, new)
+                new = cutlass.select_((new - old) * factor <= Float32(RESCALE_THRESHOLD), old, new)
                 row_max[r] = new
                 scale[r] = device.exp2((old - device.finite_or_zero(new)) * factor)
                 row_sum[r] = row_sum[r] * scale[r]
 
     @cute.jit
-    def rescale(self, out: cute.Tensor, scale: cute.Tensor):
-        """Bring the output accumulated so far to the new maximum."""
-        if const_expr(self.config.softmax != "bounded"):
+    def rescale(self, acc_o: cute.Tensor, scale: cute.Tensor):
+        """Rescale the output accumulated so far to the new maximum."""
+        if const_expr(self.config.softmax != "no-max"):
             if cute.arch.vote_any_sync((scale[0] != Float32(1.0)) | (scale[1] != Float32(1.0))):
-                for i in cutlass.range_constexpr(cute.size(out)):
-                    out[i] = out[i] * scale[row_of(i)]
+                for i in cutlass.range_constexpr(cute.size(acc_o)):
+                    acc_o[i] = acc_o[i] * scale[row_of(i)]
 
 
 def _added(values: list[Any]) -> Any:
@@ -415,48 +513,42 @@ def _added(values: list[Any]) -> Any:
     return total
 
 
-def _largest(values: list[Any], nan: bool) -> Any:
-    most = values[0]
-    for x in values[1:]:
-        most = cute.arch.fmax(most, x, nan=nan)
-    return most
-
-
-def _peak(scores: Any, r: int, base: Any, nan: bool) -> Any:
+def _row_peak(acc_s: Any, r: int, base: Any, nan: bool) -> Any:
     """Largest score of row r that this thread holds, in chains."""
-    mine = [i for i in range(cute.size(scores)) if row_of(i) == r]
-    chains = [scores[i] for i in mine[:CHAINS]]
+    mine = [i for i in range(cute.size(acc_s)) if row_of(i) == r]
+    chains = [acc_s[i] for i in mine[:CHAINS]]
     for t in range(CHAINS, len(mine)):
-        chains[t % CHAINS] = cute.arch.fmax(chains[t % CHAINS], scores[mine[t]], nan=nan)
-    most = _largest(chains, nan)
+        chains[t % CHAINS] = cute.arch.fmax(chains[t % CHAINS], acc_s[mine[t]], nan=nan)
+    most = largest(chains, nan)
     return most if base is None else most + base
 
 
-def _limit(row_max: Any, base: Any, factor: Any) -> Any:
-    """Bits of the score from which on a maximum has grown too far, as an integer.
+def _limit_bits(row_max: Any, base: Any, factor: Any) -> Any:
+    """Bits of the least score with which a maximum has grown too far, as an integer.
 
     Scores of 0 and above are ordered as their bits are, and above all negative ones. Where the limit
     is negative, it is the least integer: any score may be too large.
     """
-    room = Float32(GROWTH) if factor is None else Float32(GROWTH) * cute.arch.rcp_approx(factor)
+    room = Float32(RESCALE_THRESHOLD)
+    room = room if factor is None else room * cute.arch.rcp_approx(factor)
     limit = row_max + room if base is None else row_max + room - base
     return cutlass.select_(limit >= Float32(0.0), device.bits(limit), Int32(-(1 << 31)))
 
 
 class _Highest:
-    """The largest of a thread's scores, taken up in pairs.
+    """The largest of a thread's scores, collected in pairs.
 
-    Either exact, NaN included, or in integers, whose maxima the machine finds three at a time: their
-    maximum is that of the scores if one is not negative, and else some negative number.
+    Either exact, NaN included, or in integers, whose maxima the machine computes three at a time:
+    their maximum is that of the scores if one is not negative, and otherwise some negative number.
     """
 
-    def __init__(self, scores: Any, exact: bool) -> None:
+    def __init__(self, acc_s: Any, exact: bool) -> None:
         self.exact = exact
-        self.values = scores if exact else cute.recast_tensor(scores, Int32)
+        self.values = acc_s if exact else cute.recast_tensor(acc_s, Int32)  # same elements
         self.chains: list[Any] = [None] * CHAINS
 
     def take(self, *pair: int) -> None:
-        """Two elements more."""
+        """Take two more elements into account."""
         if self.exact:
             for i in pair:
                 c = column_of(i) % CHAINS
@@ -466,7 +558,7 @@ class _Highest:
             for i in pair:
                 self.chains[c] = self._larger(self.chains[c], self.values[i])
 
-    def found(self) -> Any:
+    def value(self) -> Any:
         """The largest of them."""
         most = self.chains[0]
         for x in self.chains[1:]:
@@ -480,7 +572,7 @@ class _Highest:
 
 
 def _reference(row_max: Any, base: Any, factor: Any) -> Any:
-    """What to subtract from scores times factor."""
+    """What to subtract from scores times factor; 0 for a row without an unmasked score yet."""
     safe = device.finite_or_zero(row_max)
     safe = safe if base is None else safe - base
     return safe if factor is None else safe * factor

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from attnkit import emulator
-from attnkit.emulator.cycles import Product, Tile, busy, limit, rates_of, tile
+from attnkit.emulator.timing.cycles import Product, Tile, busy, limit, rates_of, tile
 from attnkit.errors import OptionError
 from tests.emulator.ptx_kit import per_thread
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnkit.emulator.port import Port
+from attnkit.emulator.timing.shared_memory_port import Port
 
 BOOKINGS = st.lists(
     st.tuples(st.integers(0, 5), st.integers(0, 40), st.integers(0, 9)), min_size=1, max_size=30

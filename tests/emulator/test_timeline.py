@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnkit import emulator
-from attnkit.emulator.cycles import rates_of
-from attnkit.emulator.parser import parse
-from attnkit.emulator.schedule import SHARED, Facts, Pace, Segment, segment
+from attnkit.emulator.ptx.parser import parse
+from attnkit.emulator.timing.cycles import rates_of
+from attnkit.emulator.timing.instruction_schedule import SHARED, Facts, Pace, Segment, segment
 from attnkit.errors import ArgumentError, UnsupportedError
 from tests.emulator.ptx_kit import init_barriers, kernel, pointers, wait
 

@@ -14,9 +14,9 @@ from attnkit.runtime import reference
 from attnkit.runtime.variant import Variant
 from attnkit.testing import Case
 from attnkit.testing.quantities import Quantities, captured_leaves, in_dtype
+from attnkit.testing.reproducer import definition
 from attnkit.testing.rounding import SAMPLES
 from attnkit.testing.shuffled import shuffled
-from attnkit.testing.snippet import definition
 from attnkit.testing.tolerance import FACTOR
 from attnkit.tracing.tracer import Traced
 

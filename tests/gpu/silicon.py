@@ -16,9 +16,9 @@ import torch
 
 from attnkit import emulator
 from attnkit.emulator.api import Report, Target
-from attnkit.emulator.host import Captured
-from attnkit.emulator.memory import GlobalMemory, arrays, extent
-from attnkit.emulator.tensormap import decode, encode
+from attnkit.emulator.host.host_function import Captured
+from attnkit.emulator.machine.global_memory import GlobalMemory, arrays, extent
+from attnkit.emulator.machine.tensor_maps import decode, encode
 
 _run = emulator.run
 

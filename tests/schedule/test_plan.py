@@ -160,8 +160,8 @@ def test_every_kernel_fits_shared_memory(head_dim: int, value_dim: int) -> None:
         settings = config.ForwardConfig(**fields)
         assert settings.smem_bytes <= config.SMEM_BYTES
         assert (settings.block_q, settings.block_kv) == kernel.block
-        assert settings.width >= head_dim
-        assert settings.value_width >= value_dim
+        assert settings.head_dim >= head_dim
+        assert settings.head_dim_v >= value_dim
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), DIMS)

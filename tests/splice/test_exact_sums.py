@@ -77,7 +77,7 @@ def test_shapes_are_those_of_the_tensors() -> None:
 
 def test_kernels_mean_the_same() -> None:
     pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
-    from attnkit.templates.sm90 import exact_sums
+    from attnkit.templates.common import exact_sums
 
     assert (exact_sums.STEP, exact_sums.BINS) == (STEP, BINS)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,8 +15,7 @@ pytest.importorskip("cutlass")  # without it no call is planned for the kernel
 import attnkit
 from attnkit import AuxRequest, flex_attention, masks
 from attnkit.runtime import prepare
-from attnkit.runtime.reuse import call_cache, fast_path
-from attnkit.splice import forward
+from attnkit.splice import forward, workers
 
 LENGTH = 300
 
@@ -49,7 +47,7 @@ class Recorder:
             def __call__(self, *arguments: Any) -> None:
                 recorder.calls.append((source.key, arguments, False))
 
-            def repeated(self, like: Any, changing: Any) -> Callable[..., None]:
+            def relauncher(self, like: Any, changing: Any) -> Callable[..., None]:
                 tensors = [i for i in changing if isinstance(like[i], Tensor)]
                 others = [i for i in changing if i not in tensors]
 
@@ -77,13 +75,11 @@ class Recorder:
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    recorder, call = Recorder(), prepare._call
-    monkeypatch.setattr(prepare, "_call", lambda *a: replace(call(*a), capability=(9, 0)))
+    recorder = Recorder()
+    monkeypatch.setattr(prepare, "_capability", lambda device: (9, 0))
     monkeypatch.setattr(forward, "kernel", recorder.kernel)
-    monkeypatch.setattr(forward, "_sms", lambda device: 132)
-    monkeypatch.setattr(call_cache, "_entries", {})
-    monkeypatch.setattr(fast_path, "_buckets", {})
-    monkeypatch.setattr(forward._calls, "_entries", type(forward._calls._entries)())
+    monkeypatch.setattr(workers, "sm_count", lambda device: 132)
+    attnkit.clear_caches()
     return recorder
 
 

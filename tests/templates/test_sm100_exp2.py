@@ -17,7 +17,7 @@ from cutlass import Float32, cute  # noqa: E402
 from cutlass.cute.runtime import make_fake_compact_tensor  # noqa: E402
 
 from attnkit import emulator  # noqa: E402
-from attnkit.templates.polynomials import EXP2_FROM_FLOOR, EXP2_FROM_NEAREST  # noqa: E402
+from attnkit.templates.common.polynomials import EXP2_FROM_FLOOR, EXP2_FROM_NEAREST  # noqa: E402
 from attnkit.templates.sm100.exp2 import DEGREES, exp2_pair  # noqa: E402
 from tests.templates.remez import exp2_polynomial  # noqa: E402
 

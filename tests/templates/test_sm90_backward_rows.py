@@ -10,8 +10,10 @@ import torch
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
 from attnkit import masks, mods
+from attnkit.graph.staging import Level
 from attnkit.schedule.work_list import full_runs
 from attnkit.splice.sm90_backward import switches
+from attnkit.splice.template import BackwardCase
 from attnkit.templates.sm90.backward_config import BackwardConfig
 from tests.templates.backward_kit import FP16, check, draw, poisoned  # noqa: F401
 
@@ -40,16 +42,16 @@ def test_mods_that_add(dims: tuple[int, int]) -> None:
     ("given", "less"),
     [
         ({"additive": True, "learned": frozenset()}, True),
-        ({"additive": True, "learned": frozenset({"row"})}, False),
+        ({"additive": True, "learned": frozenset({Level.ROW})}, False),
         ({"additive": False, "learned": frozenset()}, False),
     ],
 )
 def test_which_kernels_subtract_lse(given: Any, less: bool) -> None:
     runs = full_runs(64, 128, (64, 128), torch.device("cpu"))
     for widths in ((64, 64), (128, 128), (64, 128)):
-        found = switches(widths, runs, listed=False, **given)
+        found = switches(BackwardCase(widths, runs, listed=False, **given))
         assert found == {"less_lse": less}
-    assert switches((192, 128), runs, listed=False, **given) == {}
+    assert switches(BackwardCase((192, 128), runs, listed=False, **given)) == {}
 
 
 def test_shared_memory_is_enough_at_every_head_dim() -> None:

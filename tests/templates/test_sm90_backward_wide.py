@@ -131,7 +131,7 @@ def clean(variant: tuple[Any, Any], dims: tuple[int, int], shared: int, *, fixed
     qkv = [
         torch.zeros(1, h, LENGTH, d, dtype=torch.bfloat16, requires_grad=True) for h, d in shapes
     ]
-    with emulation.session(execute=False), kernel.asked() as sources:
+    with emulation.session(execute=False), kernel.requested_sources() as sources:
         out = flex_attention(
             *qkv, *variant, enable_gqa=True, backend="emulate", deterministic=fixed
         )

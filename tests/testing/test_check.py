@@ -23,6 +23,7 @@ from attnkit.runtime import variant
 from attnkit.runtime.variant import Variant
 from attnkit.sparsity import block_mask
 from attnkit.sparsity.block_runs import BlockRuns
+from attnkit.templates import cpu
 from attnkit.testing import Case, CheckError, Limits, Report, check, check_case, check_variant
 from attnkit.testing.source import source_of
 
@@ -156,7 +157,7 @@ def _forward(change: Callable[..., tuple[Tensor, Tensor, Any]]) -> Callable[...,
         def wrong(real: Any, query: Any, key: Any, value: Any, runs: Any, *a: Any, **k: Any) -> Any:
             return change(query, key, value, runs, *real(query, key, value, runs, *a, **k))
 
-        _around(monkeypatch, splice.cpu, "forward", wrong)
+        _around(monkeypatch, cpu, "forward", wrong)
 
     return seed
 
@@ -165,7 +166,7 @@ def _no_lse_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(real: Any, grad_out: Tensor, grad_lse: Any, *args: Any) -> Any:
         return real(grad_out, None, *args)
 
-    _around(monkeypatch, splice.cpu, "backward", wrong)
+    _around(monkeypatch, cpu, "backward", wrong)
 
 
 def _shared_key_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +176,7 @@ def _shared_key_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
         dquery, dkey, dvalue = real(grad_out, grad_lse, query, key, *a)
         return dquery, dkey / 2 if key.shape[0] < query.shape[0] else dkey, dvalue
 
-    _around(monkeypatch, splice.cpu, "backward", wrong)
+    _around(monkeypatch, cpu, "backward", wrong)
 
 
 def _crash(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +185,7 @@ def _crash(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("no such chunk")
         return real(query, key, *args, **kwargs)
 
-    _around(monkeypatch, splice.cpu, "forward", wrong)
+    _around(monkeypatch, cpu, "forward", wrong)
 
 
 FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {

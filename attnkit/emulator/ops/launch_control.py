@@ -1,0 +1,52 @@
+"""Cluster launch control (PTX ISA, clusterlaunchcontrol): a running cluster takes over one not yet launched."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from attnkit.emulator.faults import Trap
+from attnkit.emulator.machine.address_spaces import OFFSET_MASK, RANK_SHIFT
+from attnkit.emulator.machine.async_groups import Work
+from attnkit.emulator.machine.gang import Gang, Mask
+from attnkit.emulator.machine.race_detector import Clock
+from attnkit.emulator.numerics.formats import Lanes, u1, u4
+
+
+def clc_try_cancel(gang: Gang, a: Lanes, bar: Lanes, m: Mask, every: bool) -> None:
+    """Writes a 16-byte response and completes 16 bytes on the mbarrier, of every CTA if asked."""
+    if gang.cta.refused:
+        text = "a CTA that has seen a refusal asks for one more cluster: that is not defined"
+        raise Trap("launch-control", text)
+    for lane in gang.active(m).tolist():
+        ctaid = gang.launch.cancel(gang.cluster.rng)
+        data = np.frombuffer(gang.cta.clc_words(ctaid), u1)
+        ranks = range(len(gang.cluster.ctas)) if every else [int(a[lane]) >> RANK_SHIFT]
+        for r in ranks:
+            d = int(a[lane]) & OFFSET_MASK | r << RANK_SHIFT
+            b = int(bar[lane]) & OFFSET_MASK | r << RANK_SHIFT
+            clock = gang.issue("cluster launch control", ordered=False)
+            gang.cluster.submit("copy", _response(gang, d, b, data, clock), gang)
+
+
+def _response(gang: Gang, d: int, b: int, data: Lanes, clock: Clock | None) -> Work:
+    def work(line: int = gang.line) -> None:
+        gang.cluster.write_shared(d, data, clock, line, generic=False)
+        gang.cluster.complete_tx(b, 16, clock)
+
+    return work
+
+
+def clc_is_canceled(gang: Gang, x: Lanes, m: Mask) -> Lanes:
+    out: Lanes = x.view(u4).reshape(-1, 4)[:, 3] != 0
+    gang.cta.refused |= not out[gang.active(m)].all()
+    return out
+
+
+def clc_first_ctaid(x: Lanes) -> list[Lanes]:
+    words = x.view(u4).reshape(-1, 4)
+    return [
+        words[:, 0].copy(),
+        words[:, 1].copy(),
+        words[:, 2].copy(),
+        np.zeros(len(words), u4),
+    ]

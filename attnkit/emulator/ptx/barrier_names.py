@@ -1,0 +1,33 @@
+"""Names of barriers for reports, as the program that a kernel was compiled from gives them."""
+
+from __future__ import annotations
+
+import linecache
+import re
+
+from attnkit.emulator.ptx.kernel import Source
+
+_SPAN = 4  # lines over which a call is looked for
+_MBARRIER = re.compile(r"mbarrier_init\(\s*([^,]+?)\s*,", re.S)
+_NAMED = re.compile(r"barrier_id\s*=\s*([^,()]+(?:\([^()]*\))?)", re.S)
+
+
+def mbarrier_name(source: Source | None) -> str:
+    """What the program calls the mbarrier that it initialises at `source`; "" if that is unclear."""
+    return _found(_MBARRIER, source)
+
+
+def barrier_name(source: Source | None) -> str:
+    """What the program calls the named barrier that it uses at `source`; "" if that is unclear."""
+    return _found(_NAMED, source)
+
+
+def _found(pattern: re.Pattern[str], source: Source | None) -> str:
+    if source is None:
+        return ""
+    lines = [linecache.getline(source.file, source.line + i) for i in range(_SPAN)]
+    match = pattern.search("".join(lines))
+    at_start = match is not None and (
+        "\n" not in "".join(lines)[: match.start()]  # the call begins on the line itself
+    )
+    return " ".join(match.group(1).split()) if match is not None and at_start else ""

@@ -1,0 +1,187 @@
+"""Small device functions that the kernels of both architectures use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import BFloat16, Float16, Float32, Int32, cute
+
+from attnkit.templates.common.constants import NEG_INF
+from attnkit.templates.common.polynomials import EXP2_FROM_NEAREST
+
+DTYPES = {"bfloat16": BFloat16, "float16": Float16}
+_PACK = {BFloat16: "cvt.rn.bf16x2.f32", Float16: "cvt.rn.f16x2.f32"}
+
+
+def pack(low: Any, high: Any, dtype: Any) -> Any:
+    """Two float32 as a pair of 16-bit floats.
+
+    The DSL's own conversion of a fragment falls back to single values for most tile widths.
+    """
+    return cute.arch.inline_ptx(
+        _PACK[dtype] + " {$w0}, {$r0}, {$r1};",
+        write_only_types=[Int32],
+        read_only_args=[high, low],
+    )
+
+
+def bits_below(x: Any, words: int) -> list[Any]:
+    """Bit masks of a thread's columns that lie below x, x counted from its first column.
+
+    A thread owns columns 8 g and 8 g + 1 of a row for g = 0, 1, ...: bit 2 g + c of the masks.
+    """
+    count = (x >> 3) * 2 + cutlass.min(x & 7, Int32(2))
+    masks = []
+    for word in range(words):
+        inside = cutlass.min(cutlass.max(count - 32 * word, Int32(0)), Int32(32))
+        # a shift by 32 gives zero in PTX; in the DSL's arithmetic it is undefined
+        above = cute.arch.inline_ptx(
+            "shl.b32 {$w0}, {$r0}, {$r1};",
+            write_only_types=[Int32],
+            read_only_args=[Int32(-1), inside],
+        )
+        masks.append(~above)
+    return masks
+
+
+def bit(mask: Any, j: int) -> Any:
+    """Whether bit j is set."""
+    return (mask & Int32(one(j))) != 0
+
+
+def one(j: int) -> int:
+    """The 32-bit integer with bit j modulo 32 set."""
+    j %= 32
+    return (1 << j) - (1 << 32) * (j == 31)
+
+
+def shifted(x: Any, factor: Any, more: Any) -> Any:
+    """x * factor + more, None for 1 and 0; one instruction.
+
+    Written as a sum, the products would be shared between two uses and not fused.
+    """
+    if factor is None:
+        return x if more is None else x + more
+    return x * factor if more is None else cute.math.fma(x, factor, more)
+
+
+def exp2(x: Any) -> Any:
+    """2**x on the exponential unit; subnormal results are zero."""
+    return cute.math.exp2(x, fastmath=True)
+
+
+def exp2_on_fma(x: Any) -> Any:
+    """2**x without the exponential unit, relative error below 9e-5; x is above -126, or NaN.
+
+    x = j + f with j the nearest integer; a polynomial of degree 3 for 2**f, |f| <= 1/2, times
+    2**j from its exponent bits (see `polynomials`). It is a
+    product because adding j to the polynomial's bits would make a number of NaN.
+    """
+    magic = Float32(12582912.0)  # 1.5 * 2**23: the low bits of the sum are the nearest integer
+    t = x + magic
+    f = x - (t - magic)
+    *lower, p = (Float32(c) for c in EXP2_FROM_NEAREST)
+    for c in reversed(lower):
+        p = p * f + c
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 j; .reg .f32 s; mov.b32 j, {$r1}; shl.b32 j, j, 23;"
+        " add.s32 j, j, 1065353216; mov.b32 s, j; mul.f32 {$w0}, {$r0}, s; }",
+        write_only_types=[Float32],
+        read_only_args=[p, t],
+    )
+
+
+def pinned(x: Any) -> Any:
+    """Keep a loop-invariant Float32 in its register: the compiler recomputes it otherwise."""
+    return cute.arch.inline_ptx(
+        "mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x]
+    )
+
+
+def after(values: list[Any], others: list[Any]) -> list[Any]:
+    """The same values, that the compiler takes to depend on the others."""
+    none = cute.arch.inline_ptx("mov.b32 {$w0}, 0;", write_only_types=[Int32], read_only_args=[])
+    return [
+        cute.arch.inline_ptx(
+            "{ .reg .b32 a, b; mov.b32 a, {$r0}; mov.b32 b, {$r1};"
+            " lop3.b32 a, a, b, {$r2}, 0xF8; mov.b32 {$w0}, a; }",  # a | b & 0
+            write_only_types=[Float32],
+            read_only_args=[x, y, none],
+        )
+        for x, y in zip(values, others, strict=True)
+    ]
+
+
+def quad_max(x: Any, nan: bool) -> Any:
+    """Maximum over the four threads that hold a row; NaN passes if `nan`, else it is skipped."""
+    x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, 1), nan=nan)
+    return cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, 2), nan=nan)
+
+
+def quad_sum(x: Any) -> Any:
+    """Sum over the four threads that hold a row."""
+    x = x + cute.arch.shuffle_sync_bfly(x, 1)
+    return x + cute.arch.shuffle_sync_bfly(x, 2)
+
+
+def bits(x: Any) -> Any:
+    """A Float32's bits, as Int32."""
+    return cute.arch.inline_ptx(
+        "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x]
+    )
+
+
+def finite_or_zero(x: Any) -> Any:
+    """x, or 0 where it is -inf: a row that has kept nothing yet."""
+    return cutlass.select_(x == Float32(NEG_INF), Float32(0.0), x)
+
+
+def soon(barrier: Any, parity: Any, nanoseconds: int) -> Any:
+    """Whether a phase of a barrier is complete, or becomes so in about so long; the same for a warp."""
+    done = cute.arch.inline_ptx(
+        "{ .reg .pred done; mbarrier.try_wait.parity.shared::cta.b64 done, [{$r0}], {$r1}, {$r2}; "
+        "selp.b32 {$w0}, 1, 0, done; }",
+        write_only_types=[Int32],
+        read_only_args=[barrier.toint(), parity, Int32(nanoseconds)],
+    )
+    return cute.arch.make_warp_uniform(done) != 0
+
+
+def arrive(barrier: Any) -> None:
+    """One arrival a warp."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(barrier)
+
+
+def store_matrix(to: Any, words: list[Any]) -> None:
+    """Four matrices of 8 x 8 pairs in a warp's registers to shared memory.
+
+    Args:
+        to: a lane's row of 16 bytes: lane 8 m + r has row r of matrix m.
+        words: a word of each.
+    """
+    cute.arch.inline_ptx(
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[to.toint(), *words],
+    )
+
+
+def store_where(inside: Any, to: Any, words: list[Any]) -> None:
+    """16 bytes to global memory if a condition holds, without a branch."""
+    cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0;"
+        " @p st.global.v4.b32 [{$r1}], {{$r2}, {$r3}, {$r4}, {$r5}}; }",
+        read_only_args=[cutlass.select_(inside, Int32(1), Int32(0)), to.toint(), *words],
+    )
+
+
+def store_vector(to: Any, words: list[Any]) -> None:
+    """Store four words to global memory, 16 bytes at a multiple of that.
+
+    The DSL copies a fragment of Int32 word by word.
+    """
+    cute.arch.inline_ptx(
+        "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[to.toint(), *words],
+    )

@@ -1,0 +1,133 @@
+"""Barriers of the Hopper forward kernel: who waits for whom, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from cutlass import Int32, cute
+
+from attnkit.templates.sm90.config import WARP_THREADS, WARPGROUP_THREADS, ForwardConfig
+
+
+class NamedBarrier(IntEnum):
+    """Ids of `bar.sync`, one for each consumer warpgroup; 0 is the barrier of the whole CTA."""
+
+    PINGPONG_WG0 = 1  # the warpgroup may issue its products
+    PINGPONG_WG1 = 2
+    PINGPONG_WG2 = 3
+    EPILOGUE_WG0 = 5  # the warpgroup's output tile in shared memory
+    EPILOGUE_WG1 = 6
+    EPILOGUE_WG2 = 7
+
+
+PINGPONG_THREADS = 2 * WARPGROUP_THREADS  # the warpgroup that waits and the one that lets it go
+EPILOGUE_THREADS = WARPGROUP_THREADS
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A ring of stages in shared memory, with a full and an empty mbarrier for each.
+
+    Positions count all uses of the ring: use i takes stage i % stages.
+
+    Attributes:
+        full, empty: the barriers of stage 0; those of the others follow.
+        stages: a power of two.
+    """
+
+    full: cute.Pointer
+    empty: cute.Pointer
+    stages: int
+
+    def stage(self, position: Int32) -> Int32:
+        """Stage of a position."""
+        return position & (self.stages - 1)
+
+    def phase(self, position: Int32) -> Int32:
+        """Parity of the lap of a position, which `full` completes; `empty` is one lap behind."""
+        return (position >> (self.stages.bit_length() - 1)) & 1
+
+    def wait_full(self, position: Int32) -> Int32:
+        """Wait until a position is loaded; its stage."""
+        stage = self.stage(position)
+        cute.arch.mbarrier_wait(self.full + stage, self.phase(position))
+        return stage
+
+    def wait_empty(self, position: Int32) -> Int32:
+        """Wait until the last use of a position's stage was released; the stage."""
+        stage = self.stage(position)
+        cute.arch.mbarrier_wait(self.empty + stage, self.phase(position) ^ 1)
+        return stage
+
+
+@dataclass(frozen=True)
+class ForwardBarriers:
+    """The mbarriers of a CTA.
+
+    Attributes:
+        work: one stage, the next work tile. Full: its words are in shared memory. Empty: each lane of
+            the producer warp has read them.
+        q: query tiles. Full: the bytes of Q, and the work tile's record. Empty: every consumer warp
+            has issued its last Q K of the tile.
+        k: K blocks. Full: the bytes of K, and the number of the block. Empty: consumers have
+            read both.
+        v: V blocks. Full: the bytes of V. Empty: every consumer warp is done with P V.
+    """
+
+    work: Pipeline
+    q: Pipeline
+    k: Pipeline
+    v: Pipeline
+
+    @staticmethod
+    def count(config: ForwardConfig) -> int:
+        """How many mbarriers there are: a full and an empty one for each stage."""
+        return 2 * (1 + config.q_stages + 2 * config.stages)
+
+    @classmethod
+    def at(cls, base: cute.Pointer, config: ForwardConfig) -> ForwardBarriers:
+        """The barriers that begin at an address of shared memory."""
+        rings = []
+        for stages in (1, config.q_stages, config.stages, config.stages):
+            rings.append(Pipeline(base, base + stages, stages))
+            base = base + 2 * stages
+        return cls(*rings)
+
+    def init(self, config: ForwardConfig) -> None:
+        """Initialise them, by one thread."""
+        init = cute.arch.mbarrier_init
+        warps = config.consumer_warps
+        init(self.work.full, 1)
+        init(self.work.empty, WARP_THREADS)
+        for s in range(self.q.stages):
+            init(self.q.full + s, 1)
+            init(self.q.empty + s, warps)
+        for s in range(self.k.stages):
+            init(self.k.full + s, 1)
+            init(self.v.full + s, 1)
+            # see `ForwardMma.release_k`
+            init(self.k.empty + s, warps if config.chained else warps * WARP_THREADS)
+            init(self.v.empty + s, warps)
+
+
+def pingpong_wait(warpgroup: Int32) -> None:
+    """Wait until the warpgroup before has issued its products."""
+    cute.arch.barrier(
+        barrier_id=NamedBarrier.PINGPONG_WG0 + warpgroup, number_of_threads=PINGPONG_THREADS
+    )
+
+
+def pingpong_pass(warpgroup: Any) -> None:
+    """Let a warpgroup issue its products."""
+    cute.arch.barrier_arrive(
+        barrier_id=NamedBarrier.PINGPONG_WG0 + warpgroup, number_of_threads=PINGPONG_THREADS
+    )
+
+
+def epilogue_sync(warpgroup: Int32) -> None:
+    """Wait for all threads of the warpgroup."""
+    cute.arch.barrier(
+        barrier_id=NamedBarrier.EPILOGUE_WG0 + warpgroup, number_of_threads=EPILOGUE_THREADS
+    )

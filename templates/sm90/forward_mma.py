@@ -1,0 +1,141 @@
+"""The products of a Hopper forward consumer: S = Q K^T and O += P V, with their registers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cutlass import Float32, Int32, cute
+from cutlass.cute.nvgpu import warpgroup
+
+from attnkit.templates.common import device
+from attnkit.templates.sm90.config import WARPGROUP_ROWS, ForwardConfig
+from attnkit.templates.sm90.forward_barriers import Pipeline
+
+
+@dataclass(frozen=True)
+class ForwardMma:
+    """The two products of a consumer warpgroup.
+
+    Attributes:
+        config: the kernel's configuration.
+        qk_first, qk: S = Q K^T, overwriting and accumulating.
+        pv: O += P V, with P from registers.
+        thr_pv: this thread's slice of `pv`.
+        frag_q: descriptors of Q, (mma, m, k, warpgroup and stage).
+        frag_k: descriptors of K, (mma, n, k, stage).
+        frag_v: descriptors of V, (mma, n, k, stage).
+        acc_s: f32 [64, block_kv] / 128 threads: 2 rows a thread.
+        acc_o: f32 [64, head_dim_v] / 128 threads.
+        p: 16 bits [64, block_kv] / 128 threads, as the A operand of `pv`.
+        p_now: the registers of `p` in the order of `acc_s`.
+        p_next: P of the next block in the order of `acc_s`: registers of its own if the config has
+            two P buffers, otherwise `p_now`.
+    """
+
+    config: ForwardConfig
+    qk_first: cute.TiledMma
+    qk: cute.TiledMma
+    pv: cute.TiledMma
+    thr_pv: Any
+    frag_q: cute.Tensor
+    frag_k: cute.Tensor
+    frag_v: cute.Tensor
+    acc_s: cute.Tensor
+    acc_o: cute.Tensor
+    p: cute.Tensor
+    p_now: cute.Tensor
+    p_next: cute.Tensor
+
+    @staticmethod
+    def create(config: ForwardConfig, mmas: tuple, smem: Any, thread: Int32) -> ForwardMma:
+        """Build the fragments of a thread of a consumer warpgroup.
+
+        Args:
+            mmas: (Q K^T, Q K^T, P V); the first is a copy, for the products that overwrite.
+            smem: the tiles of Q, K and V in shared memory.
+            thread: number of the thread within its warpgroup.
+        """
+        qk_first, qk, pv = mmas
+        dtype, rows = device.DTYPES[config.dtype], WARPGROUP_ROWS
+        thr_qk, thr_pv = qk.get_slice(thread), pv.get_slice(thread)
+        # descriptors are those of the whole warpgroup: they must not depend on the thread
+        all_qk, all_pv = qk.get_slice(0), pv.get_slice(0)
+        frag_q = qk.make_fragment_A(all_qk.partition_A(smem.q))  # (mma, m, k, warpgroup and stage)
+        frag_k = qk.make_fragment_B(all_qk.partition_B(smem.k))  # (mma, n, k, stage)
+        frag_v = pv.make_fragment_B(all_pv.partition_B(smem.v))  # (mma, n, k, stage)
+        # f32 [64, block_kv] / 128 threads
+        acc_s = cute.make_rmem_tensor(thr_qk.partition_shape_C((rows, config.block_kv)), Float32)
+        # f32 [64, head_dim_v] / 128 threads
+        acc_o = cute.make_rmem_tensor(thr_pv.partition_shape_C((rows, config.head_dim_v)), Float32)
+        # 16 bits [64, block_kv] / 128 threads
+        p = cute.make_rmem_tensor(thr_pv.partition_shape_A((rows, config.block_kv)), dtype)
+        p_now = cute.make_tensor(p.iterator, acc_s.layout)  # the same registers
+        p_next = p_now
+        if config.double_buffer_p:
+            p_next = cute.make_rmem_tensor(acc_s.layout, dtype)  # as `p_now`, other registers
+        return ForwardMma(
+            config, qk_first, qk, pv, thr_pv,
+            frag_q, frag_k, frag_v, acc_s, acc_o, p, p_now, p_next,
+        )  # fmt: skip
+
+    def set_accumulate(self) -> None:
+        """Set whether the products overwrite; once, outside of every loop and branch.
+
+        The DSL keeps the value behind a set() in the region of the call: set inside of one, it could
+        not be used outside.
+        """
+        self.qk_first.set(warpgroup.Field.ACCUMULATE, False)
+        self.qk.set(warpgroup.Field.ACCUMULATE, True)
+        self.pv.set(warpgroup.Field.ACCUMULATE, True)
+
+    def issue_qk(self, q_tile: Int32, k_stage: Int32) -> None:
+        """Issue S = Q K^T, asynchronously, as one group.
+
+        Args:
+            q_tile: which 64 rows in shared memory: warpgroup + warpgroups * stage.
+        """
+        for k in range(cute.size(self.frag_q, mode=[2])):
+            cute.gemm(
+                self.qk_first if k == 0 else self.qk,
+                self.acc_s,
+                self.frag_q[None, None, k, q_tile],
+                self.frag_k[None, None, k, k_stage],
+                self.acc_s,
+            )
+        warpgroup.commit_group()
+
+    def issue_pv(self, v_stage: Int32) -> None:
+        """Issue O += P V, asynchronously, as one group."""
+        for k in range(cute.size(self.p, mode=[2])):
+            cute.gemm(
+                self.pv,
+                self.acc_o,
+                self.p[None, None, k],
+                self.frag_v[None, None, k, v_stage],
+                self.acc_o,
+            )
+        warpgroup.commit_group()
+
+    def release_k(self, k: Pipeline, stage: Int32) -> None:
+        """Release a K stage, and the block number that the producer wrote beside it.
+
+        Chained, the ping-pong barrier has ordered the lanes' reads of the number, and one lane of a
+        warp arrives. Otherwise nothing orders them, and every lane arrives.
+        """
+        if self.config.chained:
+            device.arrive(k.empty + stage)
+        else:
+            cute.arch.mbarrier_arrive(k.empty + stage)
+
+    def advance_p(self) -> None:
+        """Copy the next P to the operand of P V, through opaque moves.
+
+        The compiler would merge the two sets of registers otherwise, and serialise the products.
+        """
+        source = cute.recast_tensor(self.p_next, Int32)  # i32, pairs of P
+        target = cute.recast_tensor(self.p_now, Int32)  # i32, pairs of P
+        for i in range(cute.size(source)):
+            target[i] = cute.arch.inline_ptx(
+                "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[source[i]]
+            )

@@ -1,0 +1,341 @@
+"""The producer of the Hopper forward: work tiles, their kv blocks, TMA loads.
+
+One warp fetches the next work tile while the current one is loaded. Another walks the runs of a work
+tile from the last block to the first, loads Q, K and V, and tells the consumers through shared memory
+which block each K stage holds, so that they never see lists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import cutlass
+from cutlass import Int32, const_expr, cute
+
+from attnkit.templates.common.forward_work import CURSORS, ITEM_WORDS, WorkItem
+from attnkit.templates.common.hooks import ForwardHooks
+from attnkit.templates.common.tma import partition
+from attnkit.templates.sm90.config import WARPGROUP_ROWS, ForwardConfig
+from attnkit.templates.sm90.forward_barriers import ForwardBarriers, Pipeline
+
+# int32 words in shared memory for the consumers: block numbers of the K stages, then records. One
+# tensor for both: their addresses differ by constants, which costs no register.
+BLOCK_NUMBERS = 8  # at least as many as there are stages
+RECORD_WORDS, RECORDS = 8, 4  # a record must stay until its tile is written, two tiles later
+INFO_WORDS = BLOCK_NUMBERS + RECORD_WORDS * RECORDS
+NEXT_WORDS = 16  # of the fetched work tile, the used ones being those of `WorkItem`
+END = -1  # batch of the fetched work tile, where there is none left
+FETCH_AHEAD = 2  # kv blocks before the end of a work tile, the next one is fetched
+
+
+class WorkTile(IntEnum):
+    """int32 words of a work tile's record in shared memory, which the consumers read."""
+
+    Q_BLOCK = 0
+    HEAD = 1
+    BATCH = 2
+    NUM_MASKED = 3  # kv blocks that need the mask; they come first
+    NUM_UNMASKED = 4
+    VALID = 5  # 0 after the last work tile; the other words are then undefined
+    SPLIT_SLOT = 6  # >= 0: part of a split row
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """The numbers of a call.
+
+    Attributes:
+        scale: softmax scale.
+        group: query heads per kv head.
+        q_len, kv_len: lengths.
+        kv_batch: batch size of key and value, 1 where all batch elements share them.
+    """
+
+    scale: cutlass.Float32
+    group: Int32
+    q_len: Int32
+    kv_len: Int32
+    kv_batch: Int32
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """Tensors in the shared memory of a CTA.
+
+    Attributes:
+        q: 16 bits [64, head_dim, warpgroup and stage].
+        k: 16 bits [block_kv, head_dim, stage].
+        v: 16 bits [head_dim_v, block_kv, stage].
+        o: 16 bits [64, head_dim_v, warpgroup].
+        info: i32 [8 + 4 * 8], the number of the kv block in each K stage (~n for a FULL block n,
+            where block lists overrule the mask), then the records of the last work tiles.
+        next_tile: i32 [16], words of the fetched work tile.
+    """
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    o: cute.Tensor
+    info: cute.Tensor
+    next_tile: cute.Tensor
+
+
+def record_of(tile_idx: Int32) -> Int32:
+    """Word of `info` at which the record of the CTA's tile_idx-th work tile begins."""
+    return BLOCK_NUMBERS + RECORD_WORDS * (tile_idx & (RECORDS - 1))
+
+
+@dataclass(frozen=True)
+class Work:
+    """A work tile as a consumer reads it.
+
+    Attributes:
+        q_block, head, batch: of the query.
+        split_slot: of the part of a split row, negative for whole rows.
+    """
+
+    q_block: Int32
+    head: Int32
+    batch: Int32
+    split_slot: Int32
+
+    @staticmethod
+    def read(info: cute.Tensor, record: Int32) -> Work:
+        """Read the record that begins at word `record`."""
+        words = WorkTile.Q_BLOCK, WorkTile.HEAD, WorkTile.BATCH, WorkTile.SPLIT_SLOT
+        return Work(*(info[record + word] for word in words))
+
+
+@dataclass(frozen=True)
+class TmaLoad:
+    """A TMA load of one operand.
+
+    Attributes:
+        atom: the copy.
+        target: shared memory, (elements, stage).
+        source: global memory, (elements, block, head, batch).
+    """
+
+    atom: cute.CopyAtom
+    target: cute.Tensor
+    source: cute.Tensor
+
+
+class TileScheduler:
+    """The warp that fetches work tiles: dynamic, the longest first.
+
+    A CTA begins with the tile of its own number; the next ones come from a counter in global memory, so
+    that a CTA that is ahead takes more.
+    """
+
+    @cute.jit
+    def run(
+        self,
+        work_tiles: cute.Tensor,
+        counter: cute.Tensor,
+        next_tile: cute.Tensor,
+        work: Pipeline,
+    ):
+        """Put the work tiles of this CTA into shared memory, one ahead of the producer."""
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        live = work_tiles[0, WorkItem.NUM_LIVE]
+        index, position = Int32(cta), Int32(0)
+        while index < live:
+            words = [work_tiles[index, i] for i in range(ITEM_WORDS)]
+            work.wait_empty(position)
+            with cute.arch.elect_one():  # the lane that stores the words announces them
+                for i in cutlass.range_constexpr(ITEM_WORDS):
+                    next_tile[i] = words[i]
+                cute.arch.mbarrier_arrive(work.full)
+            position += 1
+            # the counter is read only once the producer nears the end of its tile: a tile that is
+            # taken earlier would be withheld from CTAs that are ahead
+            work.wait_empty(position)
+            old = Int32(0)
+            if cute.arch.lane_idx() == 0:
+                old = cute.arch.atomic_add(counter.iterator, Int32(1))
+                if old == live - 1:  # the last fetch of the launch leaves the counter at zero
+                    counter[0] = Int32(0)
+            index = cute.arch.shuffle_sync(old, 0) + ctas
+        with cute.arch.elect_one():
+            next_tile[WorkItem.BATCH] = Int32(END)
+            cute.arch.mbarrier_arrive(work.full)
+
+
+class Producer:
+    """The warp that loads.
+
+    Args:
+        config: the kernel's configuration.
+        hooks: the variant.
+    """
+
+    def __init__(self, config: ForwardConfig, hooks: ForwardHooks) -> None:
+        self.config = config
+        self.hooks = hooks
+
+    @cute.jit
+    def run(
+        self,
+        atoms: tuple,
+        tiles: tuple,
+        smem: SharedMemory,
+        bars: ForwardBarriers,
+        runs: tuple,
+        scalars: Scalars,
+    ):
+        """Load the blocks of the fetched work tiles.
+
+        V is loaded one block behind K, as it is consumed: P V of a block is issued after Q K of the
+        next, and chained, that is so from tile to tile.
+
+        Args:
+            atoms, tiles: TMA atoms and tensors of Q, K and V.
+            runs: of PARTIAL and of FULL kv blocks.
+        """
+        c = self.config
+        q, k, v = self._loads(atoms, tiles, smem)
+        next_tile = smem.next_tile
+        k_pos, v_pos, tile_idx = Int32(0), Int32(0), Int32(0)
+        # the block whose V is loaded next; negative for none
+        pending, pending_head, pending_batch = Int32(-1), Int32(0), Int32(0)
+        cute.arch.mbarrier_wait(bars.work.full, 0)
+        batch = next_tile[WorkItem.BATCH]
+        while batch >= 0:
+            head, q_block = next_tile[WorkItem.HEAD], next_tile[WorkItem.Q_BLOCK]
+            split_slot = next_tile[WorkItem.SPLIT_SLOT]
+            cursors = [tuple(next_tile[first + i] for i in range(3)) for first in CURSORS]
+            num_masked = next_tile[WorkItem.NUM_MASKED]
+            left_of_tile = cursors[0][2] + cursors[1][2]
+            fetch_at = cutlass.min(left_of_tile, FETCH_AHEAD)
+            kv_head, kv_batch = head // scalars.group, cutlass.min(batch, scalars.kv_batch - 1)
+            record = {
+                WorkTile.Q_BLOCK: q_block,
+                WorkTile.HEAD: head,
+                WorkTile.BATCH: batch,
+                WorkTile.NUM_MASKED: num_masked,
+                WorkTile.NUM_UNMASKED: left_of_tile - num_masked,
+                WorkTile.VALID: Int32(1),
+                WorkTile.SPLIT_SLOT: split_slot,
+            }
+            self._load_q(q, tile_idx, k_pos, record, smem.info, bars)
+            for kind in cutlass.range_constexpr(2):
+                run, take, left = cursors[kind]
+                while left > 0:
+                    last, steps = runs[kind][0, run] + take - 1, cutlass.min(take, left)
+                    for j in cutlass.range(steps, unroll=1):
+                        if left_of_tile == fetch_at:
+                            # let the scheduler fetch; each lane arrives, as each has read the words
+                            cute.arch.mbarrier_arrive(bars.work.empty)
+                        kv_block = last - j
+                        number = kv_block
+                        if const_expr(kind == 1 and self.hooks.listed):
+                            number = ~kv_block
+                        stage = bars.k.wait_empty(k_pos)
+                        with cute.arch.elect_one():
+                            smem.info[stage] = number
+                            cute.arch.mbarrier_arrive_and_expect_tx(bars.k.full + stage, c.k_bytes)
+                        cute.copy(
+                            k.atom,
+                            k.source[None, kv_block, kv_head, kv_batch],
+                            k.target[None, stage],
+                            tma_bar_ptr=bars.k.full + stage,
+                        )
+                        k_pos += 1
+                        if pending >= 0:
+                            block = pending, pending_head, pending_batch
+                            self._load_v(v, v_pos, block, bars.v)
+                            v_pos += 1
+                        pending, pending_head, pending_batch = kv_block, kv_head, kv_batch
+                        left_of_tile -= 1
+                    left -= steps
+                    run -= 1
+                    if left > 0:
+                        take = runs[kind][1, run]
+            if const_expr(not c.chained):
+                self._load_v(v, v_pos, (pending, pending_head, pending_batch), bars.v)
+                v_pos += 1
+                pending = Int32(-1)
+            tile_idx += 1
+            cute.arch.mbarrier_wait(bars.work.full, tile_idx & 1)
+            batch = next_tile[WorkItem.BATCH]
+        # a record that is not valid ends the consumers
+        stage = bars.q.stage(tile_idx)
+        self._wait_q_empty(tile_idx, k_pos, bars)
+        with cute.arch.elect_one():
+            smem.info[record_of(tile_idx) + WorkTile.VALID] = Int32(0)
+            cute.arch.mbarrier_arrive(bars.q.full + stage)
+        if pending >= 0:
+            self._load_v(v, v_pos, (pending, pending_head, pending_batch), bars.v)
+
+    def _loads(
+        self, atoms: tuple, tiles: tuple, smem: SharedMemory
+    ) -> tuple[TmaLoad, TmaLoad, TmaLoad]:
+        """Both sides of the TMA loads of Q, K and V."""
+        c = self.config
+        shape_q, shape_k = (WARPGROUP_ROWS, c.head_dim), (c.block_kv, c.head_dim)
+        shape_v = c.head_dim_v, c.block_kv
+        by_row, by_column = (None, 0, None, None), (0, None, None, None)
+        q = TmaLoad(atoms[0], *partition(atoms[0], smem.q, tiles[0], shape_q, by_row))
+        k = TmaLoad(atoms[1], *partition(atoms[1], smem.k, tiles[1], shape_k, by_row))
+        v = TmaLoad(atoms[2], *partition(atoms[2], smem.v, tiles[2], shape_v, by_column))
+        return q, k, v
+
+    def _wait_q_empty(self, tile_idx: Int32, k_pos: Int32, bars: ForwardBarriers) -> None:
+        """Wait until the consumers are done with the Q stage of a work tile's turn."""
+        if self.config.chained:
+            bars.q.wait_empty(tile_idx)
+        else:  # one Q stage: who has released the last K block is done with Q
+            last = k_pos - 1
+            cute.arch.mbarrier_wait(bars.k.empty + bars.k.stage(last), bars.k.phase(last))
+
+    @cute.jit
+    def _load_q(
+        self,
+        q: TmaLoad,
+        tile_idx: Int32,
+        k_pos: Int32,
+        record: dict,
+        info: cute.Tensor,
+        bars: ForwardBarriers,
+    ):
+        """Load a query tile, once its stage is empty, and write the work tile's record."""
+        c = self.config
+        stage = bars.q.stage(tile_idx)
+        full = bars.q.full + stage
+        self._wait_q_empty(tile_idx, k_pos, bars)
+        with cute.arch.elect_one():
+            for word, value in record.items():
+                info[record_of(tile_idx) + word] = value
+            cute.arch.mbarrier_arrive_and_expect_tx(full, c.q_bytes)
+        q_block, head, batch = (
+            record[WorkTile.Q_BLOCK],
+            record[WorkTile.HEAD],
+            record[WorkTile.BATCH],
+        )
+        for w in cutlass.range_constexpr(c.warpgroups):
+            cute.copy(
+                q.atom,
+                q.source[None, q_block * c.warpgroups + w, head, batch],
+                q.target[None, w + c.warpgroups * stage],
+                tma_bar_ptr=full,
+            )
+
+    @cute.jit
+    def _load_v(self, v: TmaLoad, v_pos: Int32, block: tuple, pipeline: Pipeline):
+        """Load a block of V, once its stage is empty.
+
+        Args:
+            block: number, head and batch element.
+        """
+        stage = pipeline.wait_empty(v_pos)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(pipeline.full + stage, self.config.v_bytes)
+        cute.copy(
+            v.atom,
+            v.source[None, *block],
+            v.target[None, stage],
+            tma_bar_ptr=pipeline.full + stage,
+        )

@@ -1,0 +1,105 @@
+"""The small device functions of the Hopper kernels, executed on the CPU."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+cutlass = pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
+
+import cuda.bindings.driver as cuda  # noqa: E402
+from cutlass import BFloat16, Float16, Float32, Int32, cute  # noqa: E402
+from cutlass.cute.runtime import make_fake_compact_tensor  # noqa: E402
+
+from attnkit import emulator  # noqa: E402
+from attnkit.templates.common import device  # noqa: E402
+
+THREADS = 128
+
+
+class Each:
+    """One call of a function for each thread: a number in, `outputs` numbers out."""
+
+    def __init__(self, function: Any, outputs: int = 1) -> None:
+        self.function = function
+        self.outputs = outputs
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, y: cute.Tensor, stream: cuda.CUstream):
+        blocks = (x.shape[0] + THREADS - 1) // THREADS
+        self.kernel(x, y).launch(grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(self, x: cute.Tensor, y: cute.Tensor):
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        i = block * THREADS + thread
+        if i < x.shape[0]:
+            self.store(x[i], y, i)
+
+    def store(self, x: Any, y: Any, i: Any) -> None:
+        values = self.function(x)
+        for j, value in enumerate(values if isinstance(values, list) else [values]):
+            y[i * self.outputs + j] = value
+
+
+def run(function: Any, x: Tensor, dtype: torch.dtype, outputs: int = 1) -> Tensor:
+    """y[i] = function(x[i]); int32 or float32."""
+    kinds = {torch.int32: Int32, torch.float32: Float32}
+    fakes = [make_fake_compact_tensor(kinds[t], (cute.sym_int(),)) for t in (x.dtype, dtype)]
+    options = "--gpu-arch sm_90a"
+    stream = cuda.CUstream(0)
+    exe = emulator.compile(Each(function, outputs), *fakes, stream, options=options)
+    y = torch.zeros(x.numel() * outputs, dtype=dtype)
+    emulator.run(exe, x, emulator.Undefined(y), raises=True)
+    return y.view(x.numel(), outputs) if outputs > 1 else y
+
+
+def test_exp2_on_the_fma_units() -> None:
+    x = torch.cat([torch.linspace(-125.9, 126, 2001), torch.linspace(-1, 1, 999)])
+    found = run(device.exp2_on_fma, x, torch.float32).double()
+    exact = torch.exp2(x.double())
+    assert float(((found - exact) / exact).abs().max()) < 9e-5
+
+
+def test_exp2_on_the_fma_units_passes_nan_of_any_bits() -> None:
+    bits = torch.tensor([0x7FFFFFFF, 0x7FC00000, 0x7F800001, -1, -0x400000], dtype=torch.int32)
+    found = run(device.exp2_on_fma, bits.view(torch.float32), torch.float32)
+    assert bool(found.isnan().all())
+
+
+def test_bits_of_the_columns_below() -> None:
+    """A thread's columns are 8 g and 8 g + 1: bit 2 g + c."""
+    x = torch.arange(-300, 300, dtype=torch.int32)
+    words = 2
+    found = run(lambda v: device.bits_below(v, words), x, torch.int32, words)
+    for below, masks in zip(x.tolist(), found.tolist(), strict=True):
+        columns = [8 * g + c for g in range(16 * words) for c in (0, 1)]
+        bits = [masks[j // 32] >> (j % 32) & 1 for j in range(32 * words)]
+        assert bits == [int(column < below) for column in columns]
+
+
+def test_bit() -> None:
+    x = torch.tensor([0, 1, -1, -(2**31), 2**31 - 1, 0x12345678], dtype=torch.int32)
+    found = run(lambda v: [Int32(device.bit(v, j)) for j in range(32)], x, torch.int32, 32)
+    assert found.tolist() == [[v >> j & 1 for j in range(32)] for v in x.tolist()]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(BFloat16, torch.bfloat16), (Float16, torch.float16)])
+def test_pack(kind: Any, dtype: torch.dtype) -> None:
+    """The first number in the low half, each rounded to the nearest."""
+    x = torch.tensor([0.0, 1.0, -1.00390625, 3.14159, 1e30, -1e-30, math.inf])
+    found = run(lambda v: device.pack(v, v * 0.5, kind), x, torch.int32)
+    halves = found.view(torch.int16).view(dtype).view(-1, 2)
+    assert torch.equal(halves[:, 0], x.to(dtype))
+    assert torch.equal(halves[:, 1], (x * 0.5).to(dtype))
+
+
+def test_finite_or_zero() -> None:
+    x = torch.tensor([-math.inf, math.inf, 0.0, -3.5])
+    found = run(device.finite_or_zero, x, torch.float32)
+    assert found.tolist() == [0.0, math.inf, 0.0, -3.5]
