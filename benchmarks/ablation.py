@@ -68,7 +68,7 @@ CHANGES = {
     "as it is": Change(),
     "no ping-pong": Change({"pingpong": False}),
     "maxima in the loop": Change({"softmax": "online"}),
-    "maxima in the loop, P packed late": Change({"softmax": "online", "early": False}),
+    "maxima in the loop, P packed late": Change({"softmax": "online", "double_buffer_p": False}),
     "grid order": Change({}, {"order": "grid"}),
     "longest first, not split": Change({}, {"split": False}),
 }

@@ -53,7 +53,7 @@ def tiles(mask: Any, length: int, block: tuple[int, int]) -> Any:
     return create_block_mask(mask, None, None, length, length, BLOCK_SIZE=block)
 
 
-def taken(variant: Variant, length: int) -> tuple[int, int]:
+def chosen_block(variant: Variant, length: int) -> tuple[int, int]:
     """Return rows and columns of the blocks of the chosen kernel."""
     runs = None if variant.mask is None else tiles(variant.mask, length, (128, 128)).runs
     score, _ = variant.trace(torch.device("cpu"))
@@ -95,7 +95,9 @@ def lines() -> Iterator[str]:
             said: dict[str, None] = {}
             for length in LENGTHS:
                 ahead = direction == "forward"
-                feeds = forward(variant, taken(variant, length)) if ahead else backward(variant)
+                feeds = (
+                    forward(variant, chosen_block(variant, length)) if ahead else backward(variant)
+                )
                 said[str(feeds)] = None
                 cell = f"{rate(mask, length, feeds, not ahead):.0f}"
                 stated = STATED.get((name, direction, length))
@@ -133,7 +135,7 @@ def pairs() -> Iterator[str]:
             # masked blocks are those of one interval a row
             timed = Variant(score, CAUSAL)
             one, two = (clocks(mask, LONG, forward(timed, b)) for b in (SINGLE, PAIR))
-            best = taken(Variant(score, mask), LONG)
+            best = chosen_block(Variant(score, mask), LONG)
             cells.append(f"{two / one:.3f} ({'pair' if best == PAIR else 'one'})")
         yield f"| {name} | {' | '.join(cells)} |"
         for block in (SINGLE, PAIR):

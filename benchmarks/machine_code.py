@@ -172,9 +172,8 @@ def main() -> int:
         if old and old["digest"] != row["digest"]:
             different += 1
             print(f"differs: {identity(row)}: {old['registers']} -> {row['registers']} registers")
-    print(
-        f"{count} kernels: {different} differ, {unknown} not in the file that they are compared to"
-    )
+    compared = f": {different} differ, {unknown} are not in the file" if options.against else ""
+    print(f"{count} kernels{compared}")
     return bool(different or unknown)
 
 

@@ -72,17 +72,17 @@ def builds(case: Case, length: int, device: torch.device) -> dict[str, Build]:
     return found | ({"torch compiled": theirs(True)} if device.type == "cuda" else {})
 
 
-def edited(case: Case) -> None:
+def invalidate(case: Case) -> None:
     """Invalidate everything that is cached about the captured tensors."""
     for t in case.tensors:
         t.copy_(t.clone())
 
 
-def settled(build: Build, case: Case, device: torch.device) -> Callable[[], Any]:
+def timed_build(build: Build, case: Case, device: torch.device) -> Callable[[], Any]:
     """Wrap a build for timing: caches are invalid before, the device is idle after."""
 
     def run() -> Any:
-        edited(case)
+        invalidate(case)
         made = build()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -110,7 +110,7 @@ def first_calls(
         skipped[name] = refusal(name, case, length, device)
         if skipped[name]:
             continue
-        run = settled(build, case, device)
+        run = timed_build(build, case, device)
         if cuda:
             torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device) if cuda else 0
