@@ -177,7 +177,9 @@ def arguments() -> argparse.ArgumentParser:
         "--contenders", default="", metavar="NAMES",
         help=f"only these, joined by commas, of: {', '.join(CONTENDERS)}",
     )  # fmt: skip
-    parser.add_argument("--ablations", action="store_true", help="attnkit with other plans")
+    parser.add_argument(
+        "--ablations", action="store_true", help="attnkit with other options as well"
+    )
     parser.add_argument("--backward", action="store_true", help="time the backward instead")
     parser.add_argument("--mode", choices=MODES, default="burst", help="rest or none; burst")
     parser.add_argument("--rounds", type=int, default=7, help="measurements of each; 7")
