@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from attnkit.splice.backward_settings import Settings
 
 UNIT = 64 * 64  # floats of a unit of the kernel's sums
-COUNTS = 8  # counters of a split kv tile, see `templates.sm90.backward_store`
+COUNTS = 8  # counters of a split kv tile, see `templates.sm90.backward_epilogue`
 
 
 @dataclass(frozen=True, eq=False)

@@ -82,9 +82,9 @@ def stores(settings: Settings) -> bool:
 def config(settings: Settings) -> Any:
     """The settings as the kernels take them."""
     from attnkit.templates.sm90.backward_config import BackwardConfig
-    from attnkit.templates.sm90.backward_wide_config import WideConfig
+    from attnkit.templates.sm90.backward_hd256_config import Hd256Config
 
-    return (WideConfig if _wide(settings) else BackwardConfig)(**settings.values)
+    return (Hd256Config if _wide(settings) else BackwardConfig)(**settings.values)
 
 
 def _wide(settings: Settings) -> bool:
@@ -107,14 +107,14 @@ def prepare(settings: Settings, with_lse: bool) -> Any:
 
 def finish(settings: Settings, width: int, block: int) -> Any:
     """The kernel that rounds a gradient."""
-    from attnkit.templates.sm90.backward_edges import Finish
+    from attnkit.templates.sm90.backward_postprocess import Postprocess
 
-    return Finish(config(settings), width, block)
+    return Postprocess(config(settings), width, block)
 
 
 def main(settings: Settings, hooks: BackwardHooks) -> Any:
     """The kernel of the gradients."""
     from attnkit.templates.sm90.backward import Backward
-    from attnkit.templates.sm90.backward_wide import BackwardWide
+    from attnkit.templates.sm90.backward_hd256 import BackwardHd256
 
-    return (BackwardWide if _wide(settings) else Backward)(config(settings), hooks)
+    return (BackwardHd256 if _wide(settings) else Backward)(config(settings), hooks)

@@ -18,13 +18,13 @@ VECTOR = 8  # elements of a store: 16 bytes
 THREADS = 128
 
 
-class Finish:
-    """A gradient of the dtype from its float32 sums.
+class Postprocess:
+    """Round a gradient from its float32 sums to the dtype.
 
     Args:
         config: that of the main kernel.
-        width: the gradient's head dim as computed.
-        block: positions of a tile, to which lengths are rounded up.
+        width: the head dim of the gradient as computed.
+        block: positions of a block, to which lengths are rounded up.
     """
 
     def __init__(self, config: BackwardConfig, width: int, block: int) -> None:

@@ -11,7 +11,7 @@ WIDTHS = (64, 128, 192, 256)
 
 
 @dataclass(frozen=True)
-class WideConfig(BackwardConfig):
+class Hd256Config(BackwardConfig):
     """Sizes and switches of the backward kernels for head dims above 128.
 
     The attributes are those of `BackwardConfig`; widths may be any of `WIDTHS`.
