@@ -1,4 +1,7 @@
-"""The Hopper backward kernels: their settings, and what they are built from."""
+"""Hopper backward: settings of its kernels, and the kernels themselves.
+
+A module is a `Template`, see `backward_settings`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ if TYPE_CHECKING:
     from attnkit.splice.backward_settings import Settings
     from attnkit.templates.common.hooks import BackwardHooks
 
-ROLES = {
+ROLES = {  # warps, see templates.sm90.backward_shared
     "load": range(1),
     "add": range(1, 3),
     "clear": range(3, 4),
@@ -19,11 +22,11 @@ ROLES = {
     "consumer 1": range(8, 12),
 }
 OPTIONS = ""
-# One for each consumer and chunk. Chunks are half of 64 rows of keys: of values of twice that width
-# there are four.
+# Of a q block, and of a kv block of dK or dV: one for each consumer and chunk. Chunks are half of 64
+# rows of keys: of values of twice that width there are four.
 SEMAPHORES = 2, 8
 
-# Measured on one H200, bfloat16: blocks of 64 x 128 at head dim 128, of 128 x 128 at 64, and of
+# Cycles, measured on one H200, bfloat16: blocks of 64 x 128 at head dim 128, of 128 x 128 at 64, and of
 # 64 x 64 at 256. `partial` and `merge` are estimates.
 _PLAIN = Cost(full=3030, partial=3180, tile=9500, merge=6500)
 _TALL = Cost(full=3500, partial=3700, tile=9500, merge=5000)
@@ -31,7 +34,7 @@ _WIDE = Cost(full=5700, partial=5850, tile=15000, merge=6000)
 
 
 def widths(head_dims: tuple[int, int]) -> tuple[int, int] | None:
-    """Head dims as they are computed, None where they are too wide."""
+    """Return (head_dim, head_dim_v) as computed: padded with zeros to 64; None if too wide."""
     if max(head_dims) > 256:
         return None
     wide, deep = (-(-d // 64) * 64 for d in head_dims)
@@ -40,12 +43,12 @@ def widths(head_dims: tuple[int, int]) -> tuple[int, int] | None:
 
 
 def block_q(widths: tuple[int, int], light: bool) -> int:
-    """Rows of a q tile."""
+    """Return the rows of a q block."""
     return 128 if widths == (64, 64) and light else 64
 
 
 def block_kv(widths: tuple[int, int]) -> int:
-    """Columns of a kv tile."""
+    """Return the columns of a kv block."""
     return 64 if max(widths) > 128 else 128
 
 
@@ -57,30 +60,30 @@ def switches(
     learned: frozenset[str],
     listed: bool,
 ) -> dict[str, Any]:
-    """Whether LSE is a part of the products."""
+    """Return the switches of the config that depend on the call: LSE in the products."""
     return {"less_lse": additive and not learned} if max(widths) <= 128 else {}
 
 
 def splits(settings: Settings) -> bool:
-    """Whether several pieces of work may share a kv tile."""
+    """Return whether several work tiles may share a kv block."""
     values = settings.values
     return not values["turns"] and (values["accumulate"] or not _wide(settings))
 
 
 def prices(settings: Settings) -> Cost:
-    """What the work costs."""
+    """Return the cost of the work in cycles."""
     if _wide(settings):
         return _WIDE
     return _TALL if settings.values["block_q"] == 128 else _PLAIN
 
 
 def stores(settings: Settings) -> bool:
-    """Whether the first part of a sum of dQ may be stored, where nobody has cleared it."""
+    """Return whether the first CTA of a row may store its dQ, so that dQ needs no memset."""
     return not _wide(settings)
 
 
 def config(settings: Settings) -> Any:
-    """The settings as the kernels take them."""
+    """Return the config of the kernels."""
     from attnkit.templates.sm90.backward_config import BackwardConfig
     from attnkit.templates.sm90.backward_hd256_config import Hd256Config
 
@@ -92,28 +95,28 @@ def _wide(settings: Settings) -> bool:
 
 
 def words(settings: Settings) -> tuple[int, int]:
-    """Float32 words of a row's LSE and of its delta."""
-    found: tuple[int, int] = config(settings).words
-    return found
+    """Return the float32 words of a row's LSE and of its delta."""
+    row_words: tuple[int, int] = config(settings).words
+    return row_words
 
 
 def prepare(settings: Settings, with_lse: bool) -> Any:
-    """The kernel of the rows' statistics."""
+    """Make the preprocess: LSE and delta of every row."""
     from attnkit.templates.common.preprocess import Preprocess
 
-    own = config(settings)
-    return Preprocess(own, with_lse, own.marks)
+    kernel_config = config(settings)
+    return Preprocess(kernel_config, with_lse, kernel_config.flags)
 
 
 def finish(settings: Settings, width: int, block: int) -> Any:
-    """The kernel that rounds a gradient."""
+    """Make the postprocess: it rounds a gradient."""
     from attnkit.templates.sm90.backward_postprocess import Postprocess
 
     return Postprocess(config(settings), width, block)
 
 
 def main(settings: Settings, hooks: BackwardHooks) -> Any:
-    """The kernel of the gradients."""
+    """Make the main kernel."""
     from attnkit.templates.sm90.backward import Backward
     from attnkit.templates.sm90.backward_hd256 import BackwardHd256
 

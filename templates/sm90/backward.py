@@ -345,7 +345,7 @@ class Backward:
         cute.arch.griddepcontrol_wait()  # all below reads what the preprocess has written
 
         if warp < WARPS:
-            cute.arch.setmaxregister_decrease(c.registers[1])
+            cute.arch.setmaxregister_decrease(c.producer_registers)
             if warp == LOAD_WARP:
                 lists = Lists(lse, delta, items, partial, full, counter, order)
                 self.producer.run(atoms, tiles, smem, bars.load, lists, problem)
@@ -357,7 +357,7 @@ class Backward:
                 if const_expr(c.turns):
                     self.deterministic.pass_turns(info, bars.chunk, order)
         else:
-            cute.arch.setmaxregister_increase(c.registers[0])
+            cute.arch.setmaxregister_increase(c.consumer_registers)
             self.consume(
                 (mmas_overwrite, mmas_accumulate), views, smem, bars, factors, captured, totals,
                 Results(grad_key, grad_value, staging, sums, counter), problem,

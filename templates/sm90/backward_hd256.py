@@ -191,7 +191,7 @@ class BackwardHd256:
             return cute.tile_to_shape(atom, (*shape, stages), order)
 
         mmas = hd256_tiled_mmas(c, dtype)
-        unit = head_dim // 2 // c.parts
+        unit = head_dim // 2 // c.dq_parts
         layouts = Hd256SmemLayouts(
             k=tiles(ROW, ROWS, head_dim, unit, 1),
             v=tiles(ROW, ROWS, head_dim_v, ROWS, 1),
@@ -322,7 +322,7 @@ class BackwardHd256:
         cute.arch.griddepcontrol_wait()  # all below reads what the preprocess has written
 
         if warp < WARPS:
-            cute.arch.setmaxregister_decrease(c.registers[1])
+            cute.arch.setmaxregister_decrease(c.producer_registers)
             if warp == LOAD_WARP:
                 self.producer.run(atoms[:4], tiles[:4], smem, bars, work, problem)
             if const_expr(c.turns):
@@ -331,7 +331,7 @@ class BackwardHd256:
                 if warp == PASS_TURN_WARP:
                     self.order.pass_turns(turns, info, work.order)
         else:
-            cute.arch.setmaxregister_increase(c.registers[0])
+            cute.arch.setmaxregister_increase(c.consumer_registers)
             self.consume(
                 (mmas_overwrite, mmas_accumulate), views, smem, (atoms[4:], tiles[4:]), bars, turns,
                 sums, captured, totals, work.order, problem,
@@ -407,20 +407,20 @@ class BackwardHd256:
                     cute.arch.mbarrier_arrive(bars.do_empty + s)
                     self.add_dq(w, first_row, word, q_count, 0)
                     self.announce(w, first_row, next_word, q_count + 1)
-                    if const_expr(c.parts == 2):
+                    if const_expr(c.dq_parts == 2):
                         mma.issue_dq(dq, 1)
                     cute.arch.mbarrier_wait(bars.do_full + t, ((q_count + 1) >> 1) & 1)
                     mma.issue_dp(dp, self.rows(smem.delta, t, row0), t)
-                    warpgroup.wait_group(c.parts)
+                    warpgroup.wait_group(c.dq_parts)
                     cute.arch.mbarrier_arrive(bars.q_empty + s)
-                    if const_expr(c.parts == 2 and self.tight):
+                    if const_expr(c.dq_parts == 2 and self.tight):
                         warpgroup.wait_group(1)
                         self.add_dq(w, first_row, word, q_count, 1)
                     block = QBlock(next_word, row0, self.rows(smem.lse, t, row0))
                     self.softmax.compute_p(block, tile, next_scores, scores, w.p)
                     warpgroup.wait_group(1)  # both consumers are done with dS before the barrier
                     self.write(w, w.p, w.p_smem[None, None, None, t])
-                    if const_expr(c.parts == 2 and not self.tight):
+                    if const_expr(c.dq_parts == 2 and not self.tight):
                         self.add_dq(w, first_row, word, q_count, 1)
                     word = next_word
                     q_count += 1
@@ -432,7 +432,7 @@ class BackwardHd256:
                 warpgroup.wait_group(1)
                 cute.arch.mbarrier_arrive(bars.do_empty + s)
                 self.add_dq(w, first_row, word, q_count, 0)
-                for part in cutlass.range_constexpr(1, c.parts):
+                for part in cutlass.range_constexpr(1, c.dq_parts):
                     mma.issue_dq(dq, part)
                     warpgroup.wait_group(0)
                     self.add_dq(w, first_row, word, q_count, part)
@@ -520,14 +520,14 @@ class BackwardHd256:
 
         scores, dp = registers(mma_s, bm // 2), registers(mma_s, bm // 2)
         dk, dv = registers(mma_dk, c.width // 2), registers(mma_dv, c.value_width // 2)
-        dq = registers(mma_dq, c.width // 2 // c.parts)
+        dq = registers(mma_dq, c.width // 2 // c.dq_parts)
         p = cute.make_rmem_tensor(scores.layout, dtype)  # dtype [64, block_q / 2] / 128 threads
         # set once: the value behind a set() in a helper must not leave the helper's region
         mma_s0.set(warpgroup.Field.ACCUMULATE, False)
         mma_dq0.set(warpgroup.Field.ACCUMULATE, False)
         for tiled_mma in accumulate:
             tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
-        mma = Hd256Mma(c.parts, wg, mma_s0, mma_dq0, accumulate, *operands)
+        mma = Hd256Mma(c.dq_parts, wg, mma_s0, mma_dq0, accumulate, *operands)
         copy = cute.make_tiled_copy_C(
             cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), dtype), mma_s
         )
@@ -612,11 +612,11 @@ class BackwardHd256:
         """
         c = self.config
         row, own = first_row + (word >> 2), c.width // COLUMNS // 2  # groups of a consumer
-        to = row * (c.width // COLUMNS) + w.wg * own + part * (own // c.parts)
+        to = row * (c.width // COLUMNS) + w.wg * own + part * (own // c.dq_parts)
         if c.turns and part == 0:
             self.order.may_add(w.turns, count)
         add(w.sums, w.dq, to, w.thread)
-        if c.turns and part == c.parts - 1:
+        if c.turns and part == c.dq_parts - 1:
             self.order.has_added(w.turns)
 
     def add_shared(

@@ -34,7 +34,7 @@ def hd256_tiled_mmas(c: Hd256Config, dtype: Any) -> Hd256TiledMmas:
 
     return Hd256TiledMmas(
         s=mma(k_major, k_major, c.block_q // 2),
-        dq=mma(mn_major, mn_major, c.width // 2 // c.parts),
+        dq=mma(mn_major, mn_major, c.width // 2 // c.dq_parts),
         dv=mma(k_major, mn_major, c.value_width // 2),
         dk=mma(k_major, mn_major, c.width // 2),
     )
@@ -45,7 +45,7 @@ class Hd256Mma:
     """Issues the products of a consumer warpgroup; every method commits one wgmma group.
 
     Attributes:
-        parts: in how many parts a consumer computes its columns of dQ.
+        dq_parts: in how many parts a consumer computes its columns of dQ.
         wg: number of the consumer, Int32.
         s_overwrite, dq_overwrite: instructions that overwrite their result.
         accumulate: those that add to it.
@@ -53,7 +53,7 @@ class Hd256Mma:
             `Hd256SmemLayouts`.
     """
 
-    parts: int
+    dq_parts: int
     wg: Int32
     s_overwrite: Any
     dq_overwrite: Any
@@ -100,7 +100,7 @@ class Hd256Mma:
     def issue_dq(self, acc: cute.Tensor, part: int) -> None:
         """Issue a part of the consumer's columns of dQ = dS K, f32 [64, columns] / 128 threads."""
         warpgroup.fence()
-        column = self.wg * self.parts + part
+        column = self.wg * self.dq_parts + part
         _issue(self.dq_overwrite, self.accumulate.dq, acc, self.ds, 0, self.k_t, column, 0)
 
 
