@@ -20,7 +20,8 @@ from attnkit.inspection.summary import summarize
 from attnkit.inspection.throughput import BlockClocks, backward_block_clocks, forward_block_clocks
 from attnkit.runtime.variant import Variant
 from attnkit.schedule.targets import SM100
-from attnkit.splice import Program, forward_block
+from attnkit.splice import Program
+from attnkit.splice.forward import forward_block
 
 TOKENS, HEADS, HEAD_DIM = 16384, 16, 128  # as in FlashAttention-4's figures
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
