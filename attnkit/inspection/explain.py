@@ -39,7 +39,7 @@ from attnkit.splice import (
     Layout,
     Program,
     backward_block,
-    first_parts,
+    first_writer_report,
     forward_block,
     layout_of,
 )
@@ -154,7 +154,9 @@ class Explanation:
         forecast = self.forecast
         if forecast is None:
             return "not simulated: more than a million rows of tiles"
-        begin = first_parts(self._program, self._tiles, self.lengths, self.head_dim, self.sms)
+        begin = first_writer_report(
+            self._program, self._tiles, self.lengths, self.head_dim, self.sms
+        )
         return f"{forecast}\ndQ        on Hopper, {begin}"
 
     @property

@@ -4,7 +4,7 @@ In: a `KernelCall` (template, graphs, tiles) and tensors. Out: attention and its
 this room names templates; `runtime` and `inspection` import it.
 """
 
-from attnkit.splice.backward import backward_block, first_parts
+from attnkit.splice.backward import backward_block, first_writer_report
 from attnkit.splice.cpu import CpuHooks
 from attnkit.splice.dispatch import (
     Attention,
@@ -31,7 +31,7 @@ __all__ = [
     "backward_block",
     "backward_replay",
     "compute_dtype",
-    "first_parts",
+    "first_writer_report",
     "forward_block",
     "layout_of",
     "output_like",
