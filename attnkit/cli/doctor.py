@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Finding(NamedTuple):
-    """One line: whether something is there, its name, its state, and what to do if it is not there."""
+    """One line: whether something is there, its name and state, and what to do if it is not."""
 
     present: bool
     name: str

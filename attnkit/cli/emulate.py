@@ -59,7 +59,7 @@ def register(subparsers: Subparsers) -> None:
         choices=MODES,
         default="check",
         help="eager: asynchronous operations complete at once; adversarial: as late as barriers "
-        "allow; race: report unordered accesses; check (default): all of them, from the same inputs",
+        "allow; race: report unordered accesses; check (default): all three, from the same inputs",
     )
     parser.add_argument(
         "--seeds", type=size, default=3, metavar="N", help="number of adversarial orders; default 3"

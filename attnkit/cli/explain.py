@@ -57,8 +57,8 @@ def register(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--arch",
         metavar="A",
-        help="predict the kernel for this architecture, such as sm_100a: roles, tensor memory, clocks "
-        "of each unit, speed. Executes a tile of it in the emulator, which takes up to a minute",
+        help="predict the kernel for this architecture, such as sm_100a: roles, tensor memory, "
+        "clocks of each unit, speed. Executes a tile of it in the emulator, which takes up to a minute",
     )
     parser.add_argument(
         "--sms",

@@ -18,8 +18,8 @@ def register(subparsers: Subparsers) -> None:
     """Add the command's parser."""
     parser = subparsers.add_parser("show", help="picture of a mask, its tiles and interval form")
     parser.description = (
-        "Draw the tiles of a mask as text or into a file, and print how many tiles and positions it "
-        "keeps, the memory of its tiles, and its interval form."
+        "Draw the tiles of a mask as text or into a file, and print how many tiles and positions "
+        "it keeps, the memory of its tiles, and its interval form."
     )
     parser.set_defaults(run=run)
     parser.add_argument("target", help=TARGET)

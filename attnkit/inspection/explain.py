@@ -35,14 +35,10 @@ from attnkit.schedule.work_list import fitted
 from attnkit.sparsity.block_mask import BlockMask, create_block_mask
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.sparsity.intervals.normal_form import find_intervals
-from attnkit.splice import (
-    Layout,
-    Program,
-    backward_block,
-    first_writer_report,
-    forward_block,
-    layout_of,
-)
+from attnkit.splice import Program
+from attnkit.splice.backward import backward_block, first_writer_report
+from attnkit.splice.forward import forward_block, layout_of
+from attnkit.splice.kernel_layout import Layout
 from attnkit.tracing.float64_checks import compute_dtype
 from attnkit.tracing.mask import noop_mask
 from attnkit.tracing.tracer import Traced
@@ -127,7 +123,7 @@ class Explanation:
 
     @property
     def intervals(self) -> str:
-        """The kv positions that each row keeps, as a union of few intervals, or why there is none."""
+        """The kv positions that each row keeps as a union of intervals, or why there is none."""
         if self.mask is None:
             return "every row keeps everything"
         batch, heads, q_len, kv_len = self.lengths
@@ -150,7 +146,7 @@ class Explanation:
 
     @property
     def schedule(self) -> str:
-        """Work tiles, splits and predicted cycles, against the bound and grid order; who clears dQ."""
+        """Work tiles, splits and cycles, against the bound and grid order; who clears dQ."""
         forecast = self.forecast
         if forecast is None:
             return "not simulated: more than a million rows of tiles"
@@ -205,7 +201,7 @@ class Explanation:
 
     @functools.cached_property
     def backward_block_clocks(self) -> BlockClocks:
-        """Predicted clocks of the backward's main kernel; executes it and raises as `block_clocks`."""
+        """Predicted clocks of the backward's main kernel; else as `block_clocks`."""
         dims = self.head_dim, self.head_dim
         block = backward_block(self.plan.template, self._program, dims, self._tiles)
         variant, target = self._subject
@@ -261,7 +257,7 @@ class Explanation:
         return forecast_backward(runs, **sizes, cost=clocks.cost)
 
     def _kept(self) -> int | None:
-        """Count the scores that the mask keeps, over batch and heads; None if that takes too long."""
+        """Count the unmasked scores, over batch and heads; None if that takes too long."""
         batch, heads, q_len, kv_len = self.lengths
         if self.mask is None or self.runs is None or self.variant is None:
             return batch * heads * q_len * kv_len

@@ -2,8 +2,8 @@
 
 Nothing is measured. The variant's kernel is executed in the emulator for one tile with few blocks
 and one with more: the difference is the cost of the additional blocks. The clocks of a unit are
-those of the instructions that were executed (`attnkit.emulator.timing.cycles`); the time is that of the
-event timeline (`attnkit.emulator.timeline`).
+those of the instructions that were executed (`attnkit.emulator.timing.cycles`); the time is that of
+the event timeline (`attnkit.emulator.timeline`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from attnkit.splice import (
     ForwardInputs,
     KernelCall,
     Program,
-    backward_block,
-    forward_block,
     run_backward,
     run_forward,
 )
+from attnkit.splice.backward import backward_block
+from attnkit.splice.forward import forward_block
 
 if TYPE_CHECKING:
     from attnkit.jit.emulator_runs import Timeline
@@ -92,7 +92,8 @@ class BlockClocks:
             [
                 f"a full block of {rows} x {columns} scores, D = {self.head_dim}{both}:",
                 *(f"  {line}" for line in lines),
-                f"from one full block to the next {self.full:.0f} clocks, {over:+.1f} % of the limit",
+                f"from one full block to the next {self.full:.0f} clocks, "
+                f"{over:+.1f} % of the limit",
                 f"from one masked block to the next {self.partial:.0f}, a tile beside them "
                 f"{self.tile:.0f}",
                 *([f"note: {self.note}"] if self.note else []),
@@ -212,7 +213,7 @@ class _Run(ABC):
         return False
 
     def timeline(self, variant: Variant, blocks: int, state: int, tiles: int = 1) -> Timeline:
-        """Run `tiles` tiles of `blocks` blocks in the emulator, all in one state (FULL or PARTIAL)."""
+        """Run `tiles` tiles of `blocks` blocks in the emulator, all FULL or all PARTIAL."""
         rows, columns = self.grid(tiles, blocks)
         lengths = rows * self.block[0], columns * self.block[1], columns * self.block[1]
         generator = torch.Generator().manual_seed(0)

@@ -32,9 +32,9 @@ def save_timeline(
 ) -> Path:
     """Draw which SM runs which work tile when: longest first above, grid order below.
 
-    Each row is an SM, each bar a work tile, darker the longer it takes; parts of a row that is split
-    along KV are orange. The dashed line is the bound that no schedule beats. All of it is predicted
-    by the cost model; nothing is measured.
+    Each row is an SM, each bar a work tile, darker the longer it takes; parts of a row that is
+    split along KV are orange. The dashed line is the bound that no schedule beats. All of it is
+    predicted by the cost model; nothing is measured.
 
     Args:
         path: ends in .png or .svg.

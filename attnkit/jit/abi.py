@@ -54,7 +54,7 @@ class Signature:
 
     @cached_property
     def layout(self) -> tuple[struct.Struct, list[int]]:
-        """How the values of a call are packed, and the offsets of each argument and of the status."""
+        """The packing of a call's values, and the offsets of each argument and of the status."""
         code, size, offsets = "<", 0, []
         for spec in self.specs:
             code, size = _padded(code, size, 8)
@@ -138,7 +138,7 @@ def _padded(code: str, size: int, align: int) -> tuple[str, int]:
 
 
 def _gatherer(specs: Sequence[Spec]) -> Iterator[str]:
-    """Generate the lines of `gather`, see the top of this file; it returns None if a check fails."""
+    """Generate the lines of `gather`, see the top of this file; None if a check fails."""
     names = "".join(f"a{i}, " for i, s in enumerate(specs) if not isinstance(s, StreamSpec))
     first = next((i for i, s in enumerate(specs) if isinstance(s, TensorSpec)), None)
     values: list[str] = []

@@ -101,7 +101,7 @@ Spec: TypeAlias = TensorSpec | NumberSpec | StreamSpec
 
 
 def read_specs(arguments: Sequence[Any], name: str = "argument") -> Iterator[Spec]:
-    """Read specs from the fake arguments of `cute.compile`: sequences are flattened, None is skipped.
+    """Read specs from the fake arguments of `cute.compile`; flattens sequences, skips None.
 
     Raises:
         ArgumentError: one is neither a fake tensor, a number of the DSL, a sequence nor a stream.

@@ -32,8 +32,8 @@ from attnkit.util.package import FOLDER
 # values gets a chunk of 2 MiB instead, and half of it remains for the calls that it makes.
 _STACK = 1 << 17
 
-# Options that switch off passes of the DSL, by its version and the architecture. These passes change
-# no kernel, and take a twelfth of the time to compile one (for Blackwell a twentieth).
+# Options that switch off passes of the DSL, by its version and the architecture. These passes
+# change no kernel, and take a twelfth of the time to compile one (for Blackwell a twentieth).
 _SKIPPED_PASSES = {
     ("4.8.1", "sm_90a"): "use-strength-reduction-pass=false use-nvgpu-optimization-pass=false",
     ("4.8.1", "sm_100a"): "use-strength-reduction-pass=false",
@@ -101,8 +101,8 @@ class Artifact:
         seconds: duration of the compilation.
         code: host object with the device code in it.
         image: the object linked to a shared library; empty if there was no C compiler.
-        packed_ptx: the device code as PTX text, compressed; its paths of attnkit's files are replaced
-            by a prefix.
+        packed_ptx: the device code as PTX text, compressed; a prefix stands for the package's
+            folder in its paths.
     """
 
     function: str

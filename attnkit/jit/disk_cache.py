@@ -105,7 +105,7 @@ class KernelCache:
         return True
 
     def _trim(self) -> None:
-        """Remove the least recently used entries beyond the limit, and files of writes that failed."""
+        """Remove the least recently used entries beyond the limit, and files of failed writes."""
         entries = []
         for path in self.folder.iterdir():
             with contextlib.suppress(OSError):  # another process may have removed it
@@ -124,7 +124,7 @@ class KernelCache:
 
     @contextlib.contextmanager
     def lock(self, key: str) -> Iterator[None]:
-        """Hold the lock of an entry, which one process has at a time, where the folder allows locks."""
+        """Hold the lock of an entry, for one process at a time, if the folder allows locks."""
         file = self._open_lock(key)
         if file is None:
             yield

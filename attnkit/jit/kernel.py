@@ -204,8 +204,8 @@ if hasattr(os, "register_at_fork"):  # another thread of the parent may have hel
 def _forget_kernels() -> None:
     """Drop the kernels in memory. Whoever holds one can go on calling it.
 
-    Code that was loaded on a device stays there until the process ends (see `loader.Entry`), because
-    a captured CUDA graph may launch it.
+    Code that was loaded on a device stays there until the process ends (see `loader.Entry`),
+    because a captured CUDA graph may launch it.
     """
     with _lock:
         _kernels.clear()

@@ -1,8 +1,8 @@
 """Relaunch a kernel with other addresses and numbers, without checking or packing the rest.
 
 Every repeated call of `flex_attention` on a GPU ends here, so the launch is Python text that is
-generated for the arguments that change, and compiled once for each layout of them. For a kernel with
-two tensors that change, its stream and a number, the text is
+generated for the arguments that change, and compiled once for each layout of them. For a kernel
+with two tensors that change, its stream and a number, the text is
 
     def relaunch(stream, addresses, numbers=()):
         a0, a1, = addresses

@@ -1,4 +1,4 @@
-"""Find what is wrong with compiled device code: spilled registers, serialised products, late fences.
+"""Find problems of compiled device code: spilled registers, serialised products, late fences.
 
 The last two are looked for in the instructions of Hopper code (sm_90a):
 
@@ -12,8 +12,8 @@ The last two are looked for in the instructions of Hopper code (sm_90a):
   such fences.
 
 Encodings are those that nvdisasm 13.5 prints for sm_90a: 16 bytes an instruction, the opcode in the
-lowest 9 bits; of the upper 8 bytes, bits 46 to 48 name the counter that an instruction releases when
-it is done, bits 52 to 57 the counters that it waits for.
+lowest 9 bits; of the upper 8 bytes, bits 46 to 48 name the counter that an instruction releases
+when it is done, bits 52 to 57 the counters that it waits for.
 """
 
 from __future__ import annotations

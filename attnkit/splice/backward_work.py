@@ -17,7 +17,7 @@ from attnkit.splice.runs_cache import cached_for_runs, on_host_if_few, wait_for_
 from attnkit.splice.template import BackwardSettings
 
 UNIT = 64 * 64  # floats of a unit of the kernel's sums
-COUNTERS = 8  # of a split kv tile, see `templates.sm90.backward_store`
+COUNTERS = 8  # of a split kv tile, see `templates.sm90.backward_epilogue`
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,7 +29,7 @@ def preprocess_arguments(dtype: str, value_dim: int) -> tuple[Any, ...]:
 
 
 def postprocess_arguments(dtype: str, head_dim: int) -> tuple[Any, ...]:
-    """The arguments of `templates.sm90.backward_edges.Finish`."""
+    """The arguments of `templates.sm90.backward_postprocess.Postprocess`."""
     return (_floats(), tile_tensor(dtype, head_dim), Int32(1), Float32(1.0), cuda.CUstream(0))
 
 

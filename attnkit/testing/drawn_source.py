@@ -1,4 +1,4 @@
-"""Objects made by running source that is drawn, and remembered with it."""
+"""Run random Python source, and remember it with the object that it returns."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ def run_drawn(what: str, tables: Sequence[str], seed: int, lines: Sequence[str])
     """Run source inside a function and return what it returns.
 
     Args:
-        what: for the name of the function.
+        what: the first part of the function's name.
         tables: lines that define captured tensors with the generator `random`.
         seed: of that generator.
-        lines: the rest; the last one returns.
+        lines: the other lines; the last one returns.
+
+    Returns:
+        What the function returns; `source.remembered` has its source.
     """
     seeded = [f"random = torch.Generator().manual_seed({seed})"] if tables else []
     inner = "\n".join(f"    {line}" for line in [*seeded, *tables, *lines])

@@ -1,4 +1,4 @@
-"""A failed case as a program that fails in the same way."""
+"""Write a program that repeats a failed case."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from attnkit.testing.source import Source, remembered, source_of
 
 
 def program(variant: Variant, case: Case, device: torch.device, code: str = "") -> str:
-    """Python source that checks a variant at a case.
+    """Write Python source that checks a variant at a case.
 
     Args:
-        variant: what is checked.
+        variant: what to check.
         case: sizes, dtype, strides and seed.
-        device: where.
-        code: source that defines `variant`; found out if empty.
+        device: where to run.
+        code: source that defines `variant`; if empty, `definition(variant)`.
     """
     where = "" if device.type == "cpu" else f", device={str(device)!r}"
     return "\n".join(
@@ -34,7 +34,7 @@ def program(variant: Variant, case: Case, device: torch.device, code: str = "") 
 
 
 def definition(variant: Variant) -> str:
-    """Source that defines `variant`."""
+    """Write Python source that defines `variant`."""
     known = remembered(variant)
     if known is not None:
         return known.text

@@ -1,7 +1,7 @@
-"""Expressions such as `sliding_window(64) & causal()`, read without running arbitrary code.
+"""Evaluate expressions such as `sliding_window(64) & causal()` without running arbitrary code.
 
-Allowed are names, attributes, calls with literal arguments, methods of masks, and `&`, `|`, `^`,
-`~`.
+An expression has names, attributes, calls with literal arguments, methods of masks, and the
+operators `&`, `|`, `^` and `~`.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ _SIGNS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 def evaluate(text: str, scope: Mapping[str, Any], where: str, *, factories: bool = False) -> Any:
-    """The value of an expression.
+    """Evaluate an expression.
 
     Args:
         text: the expression.
-        scope: what its names mean.
-        where: what the scope is called in messages.
-        factories: names stand for functions that are called, without arguments where none are
-            given.
+        scope: values of its names.
+        where: name of the scope, for messages.
+        factories: whether a name without a call stands for a call without arguments.
 
     Raises:
-        ArgumentError: not such an expression, an unknown name, or a call that fails.
+        ArgumentError: the text is no such expression, a name is unknown, or a call fails.
     """
     try:
         tree = ast.parse(text.strip(), mode="eval").body
@@ -46,13 +45,15 @@ def evaluate(text: str, scope: Mapping[str, Any], where: str, *, factories: bool
 
 
 class _Reader:
+    """Evaluates the parts of an expression."""
+
     def __init__(self, scope: Mapping[str, Any], where: str, factories: bool) -> None:
         self.scope = scope
         self.where = where
         self.factories = factories
 
     def read(self, n: ast.expr) -> Any:
-        """The value of a part of the expression."""
+        """Evaluate a part of the expression."""
         if isinstance(n, ast.BinOp) and type(n.op) in _SIGNS:
             left, right = self.read(n.left), self.read(n.right)
             return self._joined(n, lambda: _SIGNS[type(n.op)](left, right))
@@ -102,7 +103,7 @@ class _Reader:
         )
 
     def _method(self, n: ast.expr) -> Any:
-        """A method of a mask that an expression gives; None for a plain name."""
+        """The method of a mask that is itself an expression; None for a plain name."""
         if not isinstance(n, ast.Attribute) or isinstance(n.value, ast.Name | ast.Attribute):
             return None
         owner = self.read(n.value)
@@ -134,11 +135,11 @@ def _literal(n: ast.expr) -> Any:
 
 
 def guarded(make: Callable[[], Any], shown: str) -> Any:
-    """The result of a user's function; what it raises becomes an ArgumentError.
+    """Call a user's function; an error that it raises becomes an ArgumentError.
 
     Args:
-        make: calls it.
-        shown: the call, for the message.
+        make: calls the function.
+        shown: the call as text, for the message.
     """
     try:
         return make()

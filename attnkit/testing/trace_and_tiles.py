@@ -1,4 +1,4 @@
-"""A trace against the user's own function, and tiles against the dense mask."""
+"""Compare a trace with the user's function called by torch, and tiles with the dense mask."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from attnkit.tracing.tracer import Traced
 def mask_row(
     function: Callable[..., Any], mask: Traced, case: Case, device: torch.device
 ) -> tuple[Tensor, Row]:
-    """The dense mask [B, Hq, Sq, Skv] for the case's dtype, and the trace's row.
+    """Evaluate the dense mask [B, Hq, Sq, Skv] for the case's dtype, and compare the trace.
 
-    torch computes floats in a mask in float32; so does the graph, but for float64 queries.
+    torch computes floats in a mask in float32. The graph does too, except for float64 queries.
     """
     env = positions(case.dense_shape, device)
     (traced,) = evaluate([mask.root], env, mask.tensors)
@@ -39,11 +39,11 @@ def mask_row(
 
 
 def score_row(function: Callable[..., Any], score: Traced, case: Case, device: torch.device) -> Row:
-    """Modified scores: the user's function in float32 against the graph in float64.
+    """Compare modified scores: the user's function in float32 with the graph in float64.
 
-    Allowed is what the graph loses in float32, or what a unit in the last place does at each of
-    its nodes. (torch computes with 16-bit captured tensors in 16 bits, which the graph does not:
-    there the unit is theirs.)
+    The error may be as large as that of the graph in float32, or as the effect of a unit in the
+    last place at each of its nodes. (torch computes with 16-bit captured tensors in 16 bits and the
+    graph does not: the unit is that of 16 bits there.)
     """
     generator = torch.Generator().manual_seed(case.seed)
     raw = torch.randn(case.dense_shape, generator=generator).mul_(3 * case.spread).to(device)
@@ -54,16 +54,16 @@ def score_row(function: Callable[..., Any], score: Traced, case: Case, device: t
         env["score"] = raw.double()
         wide = in_dtype(score, torch.float64)
         (exact_values,) = evaluate([wide.root], env, wide.tensors, torch.float64)
-        found, own, gold = (
+        torch_values, graph_values, gold = (
             t.to(torch.float64)
             for t in (eager.values, eager.pick(narrow), eager.pick(exact_values))
         )
-        # inf and NaN must be the same as in the graph at float32
-        odd = ~(found.isfinite() & own.isfinite() & gold.isfinite())
-        same = (found == own) | (found.isnan() & own.isnan())
-        error = (found - gold).abs().masked_fill(odd, 0).masked_fill(odd & ~same, torch.inf)
+        # inf and NaN must be those of the graph in float32
+        odd = ~(torch_values.isfinite() & graph_values.isfinite() & gold.isfinite())
+        same = (torch_values == graph_values) | (torch_values.isnan() & graph_values.isnan())
+        error = (torch_values - gold).abs().masked_fill(odd, 0).masked_fill(odd & ~same, torch.inf)
         allowed = ULPS * torch.finfo(torch.float32).eps * _largest(gold, odd)
-        allowed = max(allowed, FACTOR * _largest(own - gold, odd))
+        allowed = max(allowed, FACTOR * _largest(graph_values - gold, odd))
         for _ in range(SAMPLES):
             if float(error.max()) <= allowed:
                 break
@@ -72,12 +72,12 @@ def score_row(function: Callable[..., Any], score: Traced, case: Case, device: t
     return Row("score", "trace", float(error.max()), allowed, case, place(error))
 
 
-def _largest(values: Tensor, left_out: Tensor) -> float:
-    return float(values.nan_to_num().abs().masked_fill(left_out, 0).max())
+def _largest(values: Tensor, ignored: Tensor) -> float:
+    return float(values.nan_to_num().abs().masked_fill(ignored, 0).max())
 
 
 def tile_rows(kept: Tensor, runs: BlockRuns, case: Case) -> list[Row]:
-    """EMPTY, PARTIAL and FULL tiles, and their transposed lists, against the dense mask."""
+    """Compare EMPTY, PARTIAL and FULL tiles, in both directions, with the dense mask."""
     expected = brute_force(kept, runs.block)
     states = runs.states()
     transposed = 2 * runs.full_t.expanded(runs.q_blocks) + runs.partial_t.expanded(
@@ -91,11 +91,14 @@ def tile_rows(kept: Tensor, runs: BlockRuns, case: Case) -> list[Row]:
 
 
 def brute_force(kept: Tensor, block: tuple[int, int]) -> Tensor:
-    """Tile states from a dense mask: 0 nothing kept, 2 everything that exists, 1 else.
+    """Compute tile states from a dense mask by counting.
 
     Args:
-        kept: bool [B, H, Sq, Skv].
+        kept: the mask, bool [B, H, Sq, Skv].
         block: (q, kv) tile sizes.
+
+    Returns:
+        int8 [B, H, q tiles, kv tiles]: 0 EMPTY, 1 PARTIAL, 2 FULL.
     """
     counts, sizes = (t.to(torch.int32) for t in (kept, torch.ones_like(kept)))
     for axis, size in ((2, block[0]), (3, block[1])):

@@ -26,6 +26,18 @@ def pack(low: Any, high: Any, dtype: Any) -> Any:
     )
 
 
+def unpack(pair: Any, dtype: Any) -> tuple[Any, Any]:
+    """Return two 16-bit floats of a word as float32."""
+    if dtype is BFloat16:  # the upper half of a float32
+        text = "shl.b32 {$w0}, {$r0}, 16; and.b32 {$w1}, {$r0}, 0xffff0000;"
+    else:
+        text = (
+            "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; "
+            "cvt.f32.f16 {$w0}, low; cvt.f32.f16 {$w1}, high; }"
+        )
+    return cute.arch.inline_ptx(text, write_only_types=[Float32, Float32], read_only_args=[pair])
+
+
 def bits_below(x: Any, words: int) -> list[Any]:
     """Bit masks of a thread's columns that lie below x, x counted from its first column.
 

@@ -46,6 +46,17 @@ def test_outputs_are_compared() -> None:
     assert not outputs.agrees("took ... ms", "took 1.5\nms")
 
 
+def test_commands_are_run_where_their_output_is_shown() -> None:
+    page = "```sh\nattnkit show masks:causal --q-len 9  # small\n```\n\n```text\n...\n```\n"
+    [(match, out)] = outputs.printed(page, "page")
+    assert match["commands"].startswith("attnkit show")
+    assert out.startswith("causal()\n9 queries x 9 keys")
+    assert outputs.printed("```sh\nrm -r site\n```\n", "page") == []
+    for command in ("rm -r site", "attnkit show masks:none"):
+        with pytest.raises(ValueError, match="not a command"):
+            outputs.printed(f"```sh\n{command}\n```\n\n```text\n```\n", "page")
+
+
 def test_an_error_shows_the_line_of_the_page() -> None:
     page = "# Title\n\n```python\nraise ValueError\n```\n"
     with pytest.raises(ValueError, match=r"^$") as error:

@@ -19,6 +19,7 @@ from attnkit.splice import backward as splice_backward
 from attnkit.splice.backward_call import BackwardCall
 from attnkit.testing import Case
 from attnkit.testing.quantities import (
+    DenseCall,
     Quantities,
     captured_leaves,
     differentiate,
@@ -94,18 +95,18 @@ def wrong(found: Quantities, variant: Variant, case: Case) -> list[str]:
     device = torch.device(kit.DEVICE)
     score, kept = variant.trace(device)[0], kept_by(variant, case)
     captured = captured_leaves(score)
-    arguments = score, kept, case, captured, device
-    gold = oracle(*arguments)
+    call = DenseCall(score, kept, case, captured, device)
+    gold = oracle(call)
     del gold["max_scores"]
     samples = [
         run(variant, case, captured, backend="eager", device=device),
-        perturbed(*arguments, 0),
+        perturbed(call, 0),
     ]
     for i in range(1, SAMPLES + 2):
         bad = [row for row in compare(found, gold, samples, case, kit.BACKEND) if not row.ok]
         if not bad or i > SAMPLES:
             break
-        samples += [sample(*arguments, i) for sample in (shuffled, perturbed)]
+        samples += [sample(call, i) for sample in (shuffled, perturbed)]
     said = [f"{r.quantity}: error {r.error:.3g} at {r.where}, {r.allowed:.3g} allowed" for r in bad]
     return said + _dead(found, gold, kept, case)
 

@@ -50,7 +50,7 @@ GOOD: dict[str, Variant] = {
     "softcap in a window": Variant(mods.softcap(5.0), masks.sliding_window(20, 3)),
     "2-d table": Variant(lambda s, b, h, q, kv: s * torch.sigmoid(BIAS[h, q]) + BIAS[h, kv]),
     "derived table": Variant(lambda s, b, h, q, kv: s + (SLOPES * 2).exp()[h]),
-    "dead rows": Variant(mods.softcap(2.0), lambda b, h, q, kv: (q % 3 > 0) & (kv > 5)),
+    "fully masked rows": Variant(mods.softcap(2.0), lambda b, h, q, kv: (q % 3 > 0) & (kv > 5)),
     "score_mod that masks": Variant(lambda s, b, h, q, kv: torch.where(q >= kv, s, -math.inf)),
     "block mask": Variant(None, create_block_mask(masks.causal(), None, None, 50, 70)),
     "PyTorch's block mask": Variant(
@@ -67,7 +67,9 @@ def test_passes(name: str) -> None:
     assert report.failures == ()
     assert report.code == ""
     assert f"passed: 6 cases, {len(report.rows)} quantities" in str(report)
-    assert {"out", "dquery", "dkey through lse", "dead rows"} <= {r.quantity for r in report.rows}
+    assert {"out", "dquery", "dkey through lse", "fully masked rows"} <= {
+        r.quantity for r in report.rows
+    }
 
 
 def test_compares_captured_gradients_traces_tiles_and_other_tiles() -> None:
@@ -147,7 +149,7 @@ def _wrong_trace(monkeypatch: pytest.MonkeyPatch) -> None:
         strict = simplify.build("lt", arg("kv"), arg("q"))
         return dataclasses.replace(found, root=simplify.build("and", found.root, strict))
 
-    _around(monkeypatch, variant, "traced", wrong)
+    _around(monkeypatch, variant, "trace_cached", wrong)
 
 
 def _forward(change: Callable[..., tuple[Tensor, Tensor, Any]]) -> Callable[..., None]:
@@ -202,14 +204,14 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     ),
     "lse gradient dropped": (_no_lse_gradient, "dkey through lse"),
     "gradient of a shared key": (_shared_key_gradient, "dkey"),
-    "dead rows that are not zero": (
+    "fully masked rows that are not zero": (
         _forward(
             lambda q, k, v, runs, out, lse, top: (
                 out.masked_fill(lse[..., None] == -math.inf, 1e-30),
                 *(lse, top),
             )
         ),
-        "dead rows",
+        "fully masked rows",
     ),
     "tile size that changes the result": (
         _forward(

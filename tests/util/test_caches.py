@@ -44,7 +44,7 @@ attnkit.explain(mod, masks.causal(), q_len=64, heads=2)
 used = sum(size > 0 for *_, size in caches())
 attnkit.clear_caches()
 left = {(n, a) for n, a, size in caches() if size} - MAY_STAY
-print(used > 10, sorted(left))
+print(used > 8, sorted(left))
 """
 
 

@@ -19,7 +19,7 @@ pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
 from attnkit.jit import emulation, kernel
 from attnkit.splice.sm90_backward import block_kv, widths
-from attnkit.templates.sm90.backward_wide_config import WideConfig
+from attnkit.templates.sm90.backward_hd256_config import Hd256Config
 from tests.templates.backward_kit import (
     CAUSAL,
     FP16,
@@ -33,7 +33,7 @@ from tests.templates.backward_kit import (
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
-PLAIN = WideConfig()
+PLAIN = Hd256Config()
 
 
 @pytest.mark.parametrize("mask", [None, CAUSAL, CAUSAL & masks.sliding_window(90)], ids=str)
@@ -161,7 +161,7 @@ def test_every_head_dim_has_a_kernel() -> None:
             found = widths((head_dim, value_dim))
             assert found is not None
             if max(found) > 128:
-                assert WideConfig(width=found[0], value_width=found[1]).problem() is None
+                assert Hd256Config(width=found[0], value_width=found[1]).problem() is None
                 assert block_kv(found) == PLAIN.block_kv
 
 
@@ -174,4 +174,4 @@ def test_every_head_dim_has_a_kernel() -> None:
     ],
 )
 def test_sizes_that_do_not_work_are_named(sizes: dict[str, Any], named: str) -> None:
-    assert named in str(WideConfig(**sizes).problem())
+    assert named in str(Hd256Config(**sizes).problem())

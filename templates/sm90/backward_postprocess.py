@@ -18,13 +18,13 @@ VECTOR = 8  # elements of a store: 16 bytes
 THREADS = 128
 
 
-class Finish:
-    """A gradient of the dtype from its float32 sums.
+class Postprocess:
+    """Round a gradient from its float32 sums to the dtype.
 
     Args:
         config: that of the main kernel.
-        width: the gradient's head dim as computed.
-        block: positions of a tile, to which lengths are rounded up.
+        width: the head dim of the gradient as computed.
+        block: positions of a block, to which lengths are rounded up.
     """
 
     def __init__(self, config: BackwardConfig, width: int, block: int) -> None:
@@ -56,13 +56,14 @@ class Finish:
     @cute.kernel
     def kernel(self, sums: cute.Tensor, grad: cute.Tensor, first: Int32, factor: Float32):
         thread, _, _ = cute.arch.thread_idx()
-        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_wait()  # for the sums of the main kernel
         (block, h, b), (blocks, heads, _) = reversed_block_idx()
         warp, lane = thread // 32, thread % 32
         row = block * ROWS + warp * 16 + lane // 4
         wide = self.width // ROWS
         unit = first + ((b * heads + h) * blocks + block) * wide
         for i in cutlass.range_constexpr(wide):
+            # f32 [64, 64] / 128 threads: a unit, in the order of an accumulator
             part = cute.make_rmem_tensor(32, Float32)
             start = sums.iterator + (Int64(unit + i) * UNIT + thread * 4)
             cute.autovec_copy(
@@ -79,7 +80,12 @@ class Finish:
                         device.store_vector(at, pairs)
 
     def row(self, part: Any, half: int, group: int, factor: Any, lane: Any) -> list[Any]:
-        """Eight columns of a row, of 32 that four lanes have two by two."""
+        """Return eight columns of a row as four words, from 32 columns that four lanes have two by two.
+
+        Args:
+            half: 0, or 1 for the row 8 beyond.
+            group: which 32 of the unit's 64 columns.
+        """
         pairs = []
         for k in range(4):
             at = 16 * group + 4 * k + 2 * half

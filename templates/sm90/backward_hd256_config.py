@@ -1,4 +1,4 @@
-"""What is fixed when the Hopper backward for wide heads is compiled."""
+"""What is fixed when the Hopper backward for head dims above 128 is compiled."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from attnkit.templates.sm90.backward_config import ROWS, BackwardConfig
 from attnkit.templates.sm90.config import SMEM_BYTES
 
-WIDTHS = (64, 128, 192, 256)
+HEAD_DIMS = (64, 128, 192, 256)
 
 
 @dataclass(frozen=True)
-class WideConfig(BackwardConfig):
-    """Sizes and switches of the backward kernels for head dims above 128.
+class Hd256Config(BackwardConfig):
+    """Sizes and switches of the backward kernel for head dims above 128.
 
-    The attributes are those of `BackwardConfig`; widths may be any of `WIDTHS`.
+    The attributes are those of `BackwardConfig`; head dims may be any of `HEAD_DIMS`.
     """
 
     width: int = 256
@@ -27,14 +27,19 @@ class WideConfig(BackwardConfig):
     joins = False
 
     @property
-    def registers(self) -> tuple[int, int]:  # type: ignore[override]
-        """Registers a thread of a consumer and of the producer warpgroup."""
+    def producer_registers(self) -> int:  # type: ignore[override]
+        """Registers a thread of the producer warpgroup."""
         # rows of 192 are loaded in six boxes; turns are looked up
-        return (232, 40) if 192 in (self.width, self.value_width) else (240, 24)
+        return 40 if 192 in (self.width, self.value_width) else 24
 
     @property
-    def parts(self) -> int:
-        """In how many pieces a consumer computes its columns of dQ: all would spill."""
+    def consumer_registers(self) -> int:  # type: ignore[override]
+        """Registers a thread of a consumer: those that the producer warpgroup leaves."""
+        return 232 if self.producer_registers == 40 else 240
+
+    @property
+    def dq_parts(self) -> int:
+        """Parts in which a consumer computes its columns of dQ: all at once would spill."""
         return 2 if self.width > 192 else 1
 
     @property
@@ -47,9 +52,9 @@ class WideConfig(BackwardConfig):
         return 2 * tiles + 4 * rows + 1024
 
     def problem(self) -> str | None:
-        """Why these sizes do not work, or None."""
-        if self.width not in WIDTHS or self.value_width not in WIDTHS:
-            return f"head dims of {self.width} and {self.value_width}: expected some of {WIDTHS}"
+        """Return why these sizes do not work, or None."""
+        if self.width not in HEAD_DIMS or self.value_width not in HEAD_DIMS:
+            return f"head dims of {self.width} and {self.value_width}: expected some of {HEAD_DIMS}"
         if self.block_q != ROWS:
             return f"block_q={self.block_q}: expected {ROWS}"
         if self.turns not in ("", "ascending", "descending"):

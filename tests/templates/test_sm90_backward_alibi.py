@@ -12,7 +12,7 @@ pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
 from attnkit import create_block_mask, masks, mods
 from attnkit.codegen.backward_hooks import GraphBackward
-from attnkit.templates.sm90.backward import HELD, Backward
+from attnkit.templates.sm90.backward import HELD_STEPS, Backward
 from attnkit.templates.sm90.backward_config import BackwardConfig
 from attnkit.tracing.tracer import trace
 from tests.templates.backward_kit import BF16, CAUSAL, FP16, check, draw, poisoned  # noqa: F401
@@ -92,10 +92,10 @@ def test_nothing_of_it_is_left_for_a_row() -> None:
     assert own.form.row is None
     config = BackwardConfig(less_lse=True)
     kernel = Backward(config, own)
-    assert kernel.inclined
-    assert kernel.held_steps == HELD - 1
-    assert not Backward(BackwardConfig(), own).inclined
-    assert Backward(config, hooks(lambda s, b, h, q, kv: s + 1.0)).held_steps == HELD
+    assert kernel.lse_in_mma.with_slope
+    assert kernel.held_steps == HELD_STEPS - 1
+    assert not Backward(BackwardConfig(), own).lse_in_mma.with_slope
+    assert Backward(config, hooks(lambda s, b, h, q, kv: s + 1.0)).held_steps == HELD_STEPS
     capped = hooks(lambda s, b, h, q, kv: torch.tanh(s) + 0.3 * (kv - q))
     assert capped.sloped
     assert not capped.distant
