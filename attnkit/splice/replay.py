@@ -123,12 +123,12 @@ class Replay:
         ]
         for which, offset in self.offsets:
             pool.append(pool[which] + offset)
-        for again, pick in self.launches:
-            again(stream, pick(pool))
+        for relaunch, pick in self.launches:
+            relaunch(stream, pick(pool))
         return outputs
 
 
-def replay(
+def prepare_replay(
     launches: Sequence[Launch],
     tensors: CallTensors,
     counter: Callable[[], Tensor],
@@ -160,10 +160,10 @@ def replay(
                 changing.append(i)
                 new = moving + len(offsets)
                 at.append(offsets.setdefault(location, new) if offset else which)
-        again = launch.relauncher(launch.arguments, changing)
-        if again is None or len(at) < 2:  # an itemgetter of one gives no tuple
+        relaunch = launch.relauncher(launch.arguments, changing)
+        if relaunch is None or len(at) < 2:  # an itemgetter of one gives no tuple
             return None
-        relaunches.append((again, itemgetter(*at)))
+        relaunches.append((relaunch, itemgetter(*at)))
     cleared = tensors.cleared
     return Replay(
         relaunches,
