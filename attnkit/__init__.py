@@ -26,7 +26,6 @@ from attnkit.runtime.api import flex_attention
 from attnkit.runtime.merge_states import merge, merge_states
 from attnkit.runtime.variant import Variant
 from attnkit.sparsity.block_mask import BlockMask, create_block_mask, create_mask
-from attnkit.sparsity.intervals.normal_form import intervals
 from attnkit.tracing.mask import Mask, and_masks, noop_mask, or_masks, per_batch, per_head
 from attnkit.util.arguments import AuxOutput, AuxRequest, FlexKernelOptions
 from attnkit.util.caches import clear_all as clear_caches
@@ -34,6 +33,7 @@ from attnkit.util.caches import clear_all as clear_caches
 if TYPE_CHECKING:
     from attnkit import masks, mods, testing
     from attnkit.inspection.explain import Explanation, explain
+    from attnkit.sparsity.intervals.normal_form import intervals
 
 __version__ = "0.1.0"
 
@@ -76,6 +76,7 @@ __all__ = [
 _LAZY = {
     "Explanation": "attnkit.inspection.explain",
     "explain": "attnkit.inspection.explain",
+    "intervals": "attnkit.sparsity.intervals.normal_form",
     "masks": "attnkit.masks",
     "mods": "attnkit.mods",
     "testing": "attnkit.testing",

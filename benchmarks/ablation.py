@@ -1,8 +1,8 @@
-"""Measure what each idea of the Hopper forward is worth: `python benchmarks/ablation.py [--save FILE]`.
+"""Measure each idea of the Hopper forward: `python benchmarks/ablation.py [--save FILE]`.
 
-Changes one thing of the forward kernel at a time and measures all variants in turn, at B=2 H=16 S=8192
-D=128 bfloat16: full, causal, a window and 16 causal documents; staging with causal ALiBi and a causal
-relative bias. Several processes compile the kernels first, into the cache on disk.
+Changes one thing of the forward kernel at a time and measures all variants in turn, at B=2 H=16
+S=8192 D=128 bfloat16: full, causal, a window and 16 causal documents; staging with causal ALiBi and
+a causal relative bias. Several processes compile the kernels first, into the cache on disk.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ CHANGES = {
     "as it is": Change(),
     "no ping-pong": Change({"pingpong": False}),
     "maxima in the loop": Change({"softmax": "online"}),
-    "maxima in the loop, P packed late": Change({"softmax": "online", "early": False}),
+    "maxima in the loop, P packed late": Change({"softmax": "online", "double_buffer_p": False}),
     "grid order": Change({}, {"order": "grid"}),
     "longest first, not split": Change({}, {"split": False}),
 }

@@ -1,10 +1,10 @@
 """Stack frames and compile times of the Blackwell kernels of every mask and mod.
 
-`python benchmarks/frames.py --ctas one` compiles the one-CTA kernels for each variant of the library,
-forward and backward. It prints each kernel that has a stack frame (spilled registers) or took more than
-five seconds. The forward of a mod has a causal mask; with `--ctas pair` it is also compiled without one.
-`--save` appends one row for each group of kernels that differ in their variant only. Nothing is executed,
-and no GPU is needed.
+`python benchmarks/frames.py --ctas one` compiles the one-CTA kernels for each variant of the
+library, forward and backward. It prints each kernel that has a stack frame (spilled registers) or
+took more than five seconds. The forward of a mod has a causal mask; with `--ctas pair` it is also
+compiled without one. `--save` appends one row for each group of kernels that differ in their
+variant only. Nothing is executed, and no GPU is needed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Job:
-    """Main kernels of a variant of the library, in a direction.
+    """Name the main kernels of a variant of the library in one direction.
 
     Attributes:
         variant: as `emulate.library` names it; "+ causal" for a mod with that mask.
@@ -60,7 +60,7 @@ class Job:
 
 
 def sources(job: Job) -> list[kernel.Source]:
-    """The kernels of a job."""
+    """Return the kernels that a job compiles."""
     name, _, mask = job.variant.partition(" + ")
     member = library(LENGTH)[name]
     variant = Variant(member.variant.score_mod, causal()) if mask else member.variant
@@ -145,7 +145,7 @@ def results(wanted: list[Job], workers: int) -> Iterator[Row]:
 
 
 def grouped(rows: Sequence[Row]) -> list[Row]:
-    """One row for each group of kernels that differ in their variant only, in order of appearance."""
+    """Summarize kernels that differ in their variant only: one row a group."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row[name] for name in GROUP), []).append(row)

@@ -35,14 +35,10 @@ from attnkit.schedule.work_list import fitted
 from attnkit.sparsity.block_mask import BlockMask, create_block_mask
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.sparsity.intervals.normal_form import find_intervals
-from attnkit.splice import (
-    Layout,
-    Program,
-    backward_block,
-    first_parts,
-    forward_block,
-    layout_of,
-)
+from attnkit.splice import Program
+from attnkit.splice.backward import backward_block, first_parts
+from attnkit.splice.forward import forward_block, layout_of
+from attnkit.splice.kernel_layout import Layout
 from attnkit.tracing.float64_checks import compute_dtype
 from attnkit.tracing.mask import noop_mask
 from attnkit.tracing.tracer import Traced

@@ -29,11 +29,11 @@ from attnkit.splice import (
     ForwardInputs,
     KernelCall,
     Program,
-    backward_block,
-    forward_block,
     run_backward,
     run_forward,
 )
+from attnkit.splice.backward import backward_block
+from attnkit.splice.forward import forward_block
 
 if TYPE_CHECKING:
     from attnkit.jit.emulator_runs import Timeline

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnkit.graph.ir import Node
-from attnkit.runtime import hardware_gate, reference
+from attnkit.runtime import reference
 from attnkit.runtime.bind import Bound, TracedVariant, classify, prove, trace
 from attnkit.runtime.call import AttentionCall, CallSettings
 from attnkit.runtime.prepared_call import ForwardResult, PreparedCall
@@ -128,7 +128,11 @@ def _reason_against_kernel(
             "an index of a captured tensor could not be proven to stay inside it, and a kernel does "
             "not check indices; write the index so that its range shows, with clamp for example"
         )
-    return hardware_gate.doubt(target, device) if backend == "auto" else ""
+    if backend != "auto":
+        return ""
+    from attnkit.runtime import hardware_gate  # which imports the compiler's side
+
+    return hardware_gate.doubt(target, device)
 
 
 def _dense(bound: Bound) -> Attention:

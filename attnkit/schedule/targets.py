@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 
 from attnkit.errors import ArgumentError
+from attnkit.util import caches
 
 EMULATED = "emulate:"  # prefix of a GPU template that runs in the emulator
 ORDERED = ":ordered"  # suffix of a GPU template whose sums are formed in a fixed order
@@ -87,6 +88,9 @@ class TemplateSpec:
         name = template.removeprefix(EMULATED).removesuffix(ORDERED)
         target = next((t for t in TARGETS if t.name == name), None)
         return TemplateSpec(name, target, template.startswith(EMULATED), template.endswith(ORDERED))
+
+
+caches.register(TemplateSpec.parse.cache_clear)
 
 
 def gpu_target(template: str) -> Target:

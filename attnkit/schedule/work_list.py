@@ -16,6 +16,7 @@ from torch import Tensor
 from attnkit.errors import OptionError
 from attnkit.schedule.scheduler import Schedule
 from attnkit.sparsity.block_runs import BlockRuns, Runs
+from attnkit.util import caches
 from attnkit.util.csr import owners, searched
 
 
@@ -121,6 +122,9 @@ def full_runs(q_len: int, kv_len: int, block: tuple[int, int], device: torch.dev
         q_len, kv_len, block, 1, 1,
         whole(q_blocks, kv_blocks), none(q_blocks), whole(kv_blocks, q_blocks), none(kv_blocks),
     )  # fmt: skip
+
+
+caches.register(full_runs.cache_clear)
 
 
 def refined(runs: BlockRuns, block: tuple[int, int]) -> BlockRuns:

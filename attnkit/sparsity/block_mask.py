@@ -2,7 +2,8 @@
 
 The class and `create_block_mask` have the names and arguments of PyTorch's FlexAttention. Unlike
 there, creating a block mask computes no tile; `mask_runs` classifies them at first use and caches
-the result until a captured tensor changes.
+the result until a captured tensor changes. What proves and classifies, a sixth of the package, is
+imported by the first call that needs it.
 """
 
 from __future__ import annotations
@@ -17,10 +18,6 @@ from attnkit.errors import ArgumentError, OptionError, ShapeError
 from attnkit.graph.eval_torch import evaluate
 from attnkit.graph.ir import Node, reads
 from attnkit.sparsity.block_runs import BLOCK, BlockRuns
-from attnkit.sparsity.classify import classify
-from attnkit.sparsity.index_bounds import check_bounds
-from attnkit.sparsity.intervals.normal_form import Intervals, find_intervals
-from attnkit.sparsity.intervals.tiles import tiles_of
 from attnkit.tracing.float64_checks import compute_dtype
 from attnkit.tracing.guards import trace_cached
 from attnkit.tracing.mask import check_built_for
@@ -58,6 +55,8 @@ def check_lengths(
     batch, heads = (batch if "b" in names else 1), (heads if "h" in names else 1)
 
     def prove() -> frozenset[Node]:
+        from attnkit.sparsity.index_bounds import check_bounds
+
         return check_bounds(
             [function.root],
             function.tensors,
@@ -112,6 +111,8 @@ def mask_runs(
         if device.type != "cpu" and not checked:
             runs = _runs_by_intervals(mask, shape, block, device, dtype)
         if runs is None:
+            from attnkit.sparsity.classify import classify
+
             runs = classify(
                 mask.root,
                 mask.tensors,
@@ -149,6 +150,9 @@ def _runs_by_intervals(
     """
     q_len, kv_len, batch, heads = shape
     data = _has_data(mask)
+    from attnkit.sparsity.intervals.normal_form import Intervals, find_intervals
+    from attnkit.sparsity.intervals.tiles import tiles_of
+
     intervals = find_intervals(
         mask,
         q_len=q_len,

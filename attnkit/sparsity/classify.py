@@ -23,7 +23,7 @@ from attnkit.graph.ir import BOOL, Node
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.sparsity.hierarchical import Grid, Statistics
 from attnkit.sparsity.index_bounds import check_bounds
-from attnkit.sparsity.mask_rewrites import equated, gated, regrouped
+from attnkit.sparsity.mask_rewrites import equate, gate, regroup
 from attnkit.sparsity.ranges.boxes import Boxes
 from attnkit.sparsity.ranges.equality import tabulate_equalities
 from attnkit.sparsity.ranges.eval_blocks import Blocks, compile_blocks, is_exact
@@ -143,14 +143,14 @@ def _prepare(
     """
     sides = shared_sides()
     checked = check([root])
-    rewritten = equated(root, sides)
+    rewritten = equate(root, sides)
     if rewritten is not root:
         try:
             sound = check([rewritten]) <= checked
         except BoundsError:
             sound = False  # an index that only the equality keeps in range
         rewritten = rewritten if sound else root
-    blocks = compile_blocks(gated(regrouped(rewritten, sides), sides), sides)
+    blocks = compile_blocks(gate(regroup(rewritten, sides), sides), sides)
     return _Classifier(root, blocks, sides, checked, tuple(names))
 
 

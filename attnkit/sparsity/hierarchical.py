@@ -235,7 +235,7 @@ class _Segments:
         for key, parts in self.parts.items():
             new = parts[before.get(key, 0) :]
             if sum(first.numel() for first, _ in new) > _MAX_SEGMENTS:
-                parts[before.get(key, 0) :] = [merge_segments(*_concatenated(new))]
+                parts[before.get(key, 0) :] = [merge_segments(*_concatenate(new))]
 
     def _add(
         self, pair: Tensor, row: Tensor, column: Tensor, states: Tensor, *, backward: bool
@@ -259,11 +259,11 @@ class _Segments:
         rows, blocks = self._sizes(backward)
         nothing = torch.zeros(0, dtype=torch.int64, device=self.device)
         parts = self.parts.get((backward, kind), [(nothing, nothing)])
-        return Runs.from_segments(*_concatenated(parts), self.pairs * rows, blocks)
+        return Runs.from_segments(*_concatenate(parts), self.pairs * rows, blocks)
 
     def _sizes(self, backward: bool) -> tuple[int, int]:
         return self.tiles[::-1] if backward else self.tiles
 
 
-def _concatenated(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _concatenate(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.cat([first for first, _ in parts]), torch.cat([last for _, last in parts])

@@ -28,33 +28,33 @@ _FAR, _TIMES = 1 << 30, 16
 
 
 @lru_cache(maxsize=256)
-def equated(root: Node, sides: Sides) -> Node:
+def equate(root: Node, sides: Sides) -> Node:
     """Apply `equate` to every conjunction.
 
     Where the equality fails, the result may evaluate loads and divisions at values that the
     original never reaches: check its bounds before use.
     """
-    return _rebuilt(root, lambda op, m: _equate(m, sides) if op == "and" else m)
+    return _rewrite(root, lambda op, m: _equate_members(m, sides) if op == "and" else m)
 
 
-caches.register(equated.cache_clear)
+caches.register(equate.cache_clear)
 
 
-def regrouped(root: Node, sides: Sides) -> Node:
+def regroup(root: Node, sides: Sides) -> Node:
     """Apply `regroup` to every `and` and `or`."""
-    return _rebuilt(root, lambda op, members: _by_side(op, members, sides))
+    return _rewrite(root, lambda op, members: _by_side(op, members, sides))
 
 
-def gated(root: Node, sides: Sides) -> Node:
+def gate(root: Node, sides: Sides) -> Node:
     """Apply `gate` to every `and` and `or`.
 
     Use the result only for interval arithmetic on tiles, where sums are exact: some leave int32.
     """
     done: set[Node] = set()  # one penalty may not cancel another
-    return _rebuilt(root, lambda op, members: _gated(op, members, sides, done))
+    return _rewrite(root, lambda op, members: _gate_members(op, members, sides, done))
 
 
-def _rebuilt(root: Node, rule: Callable[[str, list[Node]], list[Node]]) -> Node:
+def _rewrite(root: Node, rule: Callable[[str, list[Node]], list[Node]]) -> Node:
     """Replace the members of every `and` and `or`, the inner ones first."""
     done: dict[Node, Node] = {}
     for n in ir.topo(root):
@@ -96,7 +96,7 @@ def _by_side(op: str, members: Sequence[Node], sides: Sides) -> list[Node]:
     return [_chain(op, group) for group in groups.values() if group] + mixed
 
 
-def _gated(op: str, members: list[Node], sides: Sides, done: set[Node]) -> list[Node]:
+def _gate_members(op: str, members: list[Node], sides: Sides, done: set[Node]) -> list[Node]:
     """Merge the conditions on one side into the comparisons of both sides."""
     gates = [m for m in members if sides.side(m) in (Side.Q, Side.KV, Side.CONST)]
     remaining = []
@@ -113,7 +113,7 @@ def _gated(op: str, members: list[Node], sides: Sides, done: set[Node]) -> list[
 
 
 def _can_be_gated(n: Node, op: str, sides: Sides) -> bool:
-    """Whether `n` compares q terms with kv terms and a penalty can decide it (see gate)."""
+    """Whether `n` compares q terms with kv terms and a penalty can decide it (see `gate`)."""
     if not comparable(n) or (n.op == "eq" and op == "or"):
         return False
     present = {sides.side(m) for m, _ in sides.difference(n).terms}
@@ -122,14 +122,14 @@ def _can_be_gated(n: Node, op: str, sides: Sides) -> bool:
 
 def _with_gates(comparison: Node, gates: Sequence[Node], op: str) -> Node:
     left, right = comparison.args
-    for gate in gates:
+    for condition in gates:
         far = (0, _FAR) if op == "and" else (-_FAR, 0)
-        penalty = ir.node("where", gate, *(ir.const(x) for x in far))
+        penalty = ir.node("where", condition, *(ir.const(x) for x in far))
         left = ir.node("add", left, ir.node("mul", penalty, ir.const(_TIMES)))
     return ir.node(comparison.op, left, right)
 
 
-def _equate(members: Sequence[Node], sides: Sides) -> list[Node]:
+def _equate_members(members: Sequence[Node], sides: Sides) -> list[Node]:
     mapping: dict[Node, Node] = {}
     defining: set[Node] = set()
     for m in members:

@@ -1,10 +1,10 @@
 """Bind a variant's graphs to the hooks of a template, and run it.
 
 In: a `KernelCall` (template, graphs, tiles) and tensors. Out: attention and its gradients. Only
-this room names templates; `runtime` and `inspection` import it.
+this room names templates; `runtime` and `inspection` import it. What describes kernels, for
+`inspection`, is in `forward`, `backward` and `kernel_layout`.
 """
 
-from attnkit.splice.backward import backward_block, first_parts
 from attnkit.splice.cpu import CpuHooks
 from attnkit.splice.dispatch import (
     Attention,
@@ -13,9 +13,7 @@ from attnkit.splice.dispatch import (
     run_backward,
     run_forward,
 )
-from attnkit.splice.forward import forward_block, layout_of
 from attnkit.splice.kernel_call import BackwardInputs, Captured, ForwardInputs, KernelCall
-from attnkit.splice.kernel_layout import Layout
 from attnkit.splice.program import Program, compute_dtype
 from attnkit.templates.cpu import output_like
 
@@ -26,14 +24,9 @@ __all__ = [
     "CpuHooks",
     "ForwardInputs",
     "KernelCall",
-    "Layout",
     "Program",
-    "backward_block",
     "backward_replay",
     "compute_dtype",
-    "first_parts",
-    "forward_block",
-    "layout_of",
     "output_like",
     "prepare_forward",
     "run_backward",

@@ -29,7 +29,7 @@ from attnkit.splice.captured_arguments import (
     tensor_kinds,
 )
 from attnkit.splice.counters import zero_counters
-from attnkit.splice.graph_capture import keep_while_replayable
+from attnkit.splice.graph_capture import is_capturing, keep_while_replayable
 from attnkit.splice.kernel_call import BackwardInputs, Captured, KernelCall
 from attnkit.splice.mask_intervals import column_intervals
 from attnkit.splice.replay import CallTensors, Launch, Replay, replay
@@ -38,7 +38,7 @@ from attnkit.splice.tma import have_tma_strides, loadable
 from attnkit.splice.workers import worker_count
 from attnkit.util import caches
 from attnkit.util.tensor_cache import VersionedCache
-from attnkit.util.torch_private import device_index, is_captured, maker, stream_of
+from attnkit.util.torch_private import device_index, maker, stream_of
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class BackwardCall:
         brought = [query, key, value, out, grad_out, lse, *captured.scores, *captured.masks]
         brought += [] if inputs.grad_lse is None else [inputs.grad_lse]
         grad_lse = lse if inputs.grad_lse is None else inputs.grad_lse.contiguous()
-        capturing = device.type == "cuda" and is_captured()
+        capturing = is_capturing(device)
 
         make = maker(device) if repeatable and self._relaunches else self._empty
         grads = [make(*l, self.dtype) for l in self.like]
@@ -130,8 +130,7 @@ class BackwardCall:
         launches = [self._launch(self.preprocess, first, repeatable)]
         read = read_captured(self.captured, captured, device)
         if capturing:
-            kept = self, own_tensors(self.captured, read)
-            keep_while_replayable(stream_of(device.index), kept)
+            keep_while_replayable(device, (self, own_tensors(self.captured, read)))
         scores = zip(captured.scores, self.needs_grad, strict=True)
         shapes = [t.shape if need else None for t, need in scores]
         totals = [self._total(shape) for shape in shapes if shape is not None]

@@ -1,24 +1,26 @@
 """Run a kernel call with the template that it names.
 
 GPU kernels where the template has them; torch operators (the `cpu` template, on any device) for all
-else.
+else. What GPU kernels need (half of the package) is imported by the first call that takes one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from attnkit.splice import backward, forward
 from attnkit.splice.cpu import CpuHooks
 from attnkit.splice.kernel_call import BackwardInputs, Captured, ForwardInputs, KernelCall
 from attnkit.splice.program import compute_dtype
-from attnkit.splice.replay import Replay
 from attnkit.templates import cpu
+from attnkit.util.torch_private import in_autocast
+
+if TYPE_CHECKING:
+    from attnkit.splice.replay import Replay
 
 Attention: TypeAlias = Callable[
     [Tensor, Tensor, Tensor, Captured, float], tuple[Tensor, Tensor, Tensor | None]
@@ -39,6 +41,8 @@ def prepare_forward(call: KernelCall, inputs: ForwardInputs) -> Attention:
     from that.
     """
     if call.spec.target is not None:
+        from attnkit.splice import forward
+
         return forward.prepare(call, inputs)
 
     def attention(
@@ -60,8 +64,11 @@ def run_backward(
         The gradients of query, key and value; and by slot of the score graph the gradients of the
         captured tensors in the compute dtype, None where none is needed.
     """
-    if backward.supports(call, inputs):
-        return backward.prepare(call, inputs)(inputs)
+    if call.spec.target is not None:
+        from attnkit.splice import backward
+
+        if backward.supports(call, inputs):
+            return backward.prepare(call, inputs)(inputs)
     query = inputs.query
     with _without_autocast(query):
         hooks = CpuHooks(
@@ -90,8 +97,10 @@ def backward_replay(call: KernelCall, inputs: BackwardInputs) -> Replay | None:
         gradient if there is one. It gives the gradients of query, key and value, and float32
         gradients of the score's tensors where they are needed.
     """
-    if call.spec.emulated or call.spec.deterministic:  # every run needs new semaphores
-        return None
+    if call.spec.target is None or call.spec.emulated or call.spec.deterministic:
+        return None  # a deterministic run needs new semaphores
+    from attnkit.splice import backward
+
     if not backward.supports(call, inputs):
         return None
     prepared = backward.prepare(call, inputs)
@@ -100,6 +109,6 @@ def backward_replay(call: KernelCall, inputs: BackwardInputs) -> Replay | None:
 
 def _without_autocast(query: Tensor) -> AbstractContextManager[Any]:
     """Turn autocast off, which would round the operands of every product inside."""
-    if torch._C._is_any_autocast_enabled():
+    if in_autocast():
         return torch.autocast(query.device.type, enabled=False)
     return nullcontext()

@@ -22,7 +22,7 @@ from attnkit.splice.captured_arguments import (
     readable,
 )
 from attnkit.splice.counters import zero_counters
-from attnkit.splice.graph_capture import keep_while_replayable
+from attnkit.splice.graph_capture import is_capturing, keep_while_replayable
 from attnkit.splice.kernel_call import Captured
 from attnkit.splice.tma import loadable
 from attnkit.util.torch_private import device_index, is_captured, maker, stream_of
@@ -124,12 +124,12 @@ class ForwardCall:
         )
         lse = self._empty(self.shape[:3])
         top = self._empty(self.shape[:3]) if self.need_max else lse
-        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        capturing = is_capturing(self.device)
         counter = zero_counters(self.device, capturing)
         tensors = read_captured(self.captured, captured, self.device)
         if capturing:
             read = self, own_tensors(self.captured, tensors)
-            keep_while_replayable(stream_of(self.device.index), read)
+            keep_while_replayable(self.device, read)
         parts = self.spare or tuple(self._empty(s) for s in self.parts)
         arguments = (
             *(query, key, value, target, lse, top, *self.tables, counter, *parts, *tensors),

@@ -14,9 +14,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from typing import Protocol
 
+import torch
+
 from attnkit.util import caches
+from attnkit.util.torch_private import is_captured, stream_of
 
 _SEMAPHORE_BYTES = 64  # sizeof(sem_t) is 32 at most
 _ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
@@ -27,6 +31,7 @@ _MOVE = 1  # CU_GRAPH_USER_OBJECT_MOVE: the graph takes over the only reference
 _kept: dict[int, object] = {}
 # What graphs read where the driver cannot say when they are gone: kept until the process ends.
 _kept_for_ever: list[object] = []
+_lock = threading.Lock()
 
 
 class Driver(Protocol):
@@ -40,7 +45,7 @@ class Driver(Protocol):
         """
 
 
-class _Cuda:
+class CudaDriver:
     """The driver of this machine."""
 
     def __init__(self) -> None:
@@ -50,6 +55,7 @@ class _Cuda:
         self._retain = library.cuGraphRetainUserObject
 
     def call_with_graph(self, stream: int, destructor: int, argument: int) -> bool:
+        """See `Driver`."""
         status, graph, user_object = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
         pointer = ctypes.c_void_p
         failed = self._capture_info(
@@ -63,14 +69,15 @@ class _Cuda:
         )
         if failed:
             return False
-        # it fails only for a graph or an object that does not exist; then the object is leaked
+        # fails only for a graph or an object that does not exist: its destructor never runs then
         return not self._retain(graph, user_object, ctypes.c_uint(1), ctypes.c_uint(_MOVE))
 
 
 @functools.cache
-def _driver() -> Driver | None:
+def driver() -> Driver | None:
+    """The driver of this machine; None if there is none that knows user objects."""
     try:
-        return _Cuda()
+        return CudaDriver()
     except (OSError, AttributeError):  # no driver, or one before CUDA 11.3
         return None
 
@@ -82,21 +89,28 @@ def _libc() -> ctypes.CDLL:
     return library
 
 
-def keep_while_replayable(stream: int, kept: object) -> None:
-    """Keep an object alive until the graph that a stream captures can no longer be replayed.
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is captured on the current stream of a device."""
+    return device.type == "cuda" and is_captured()
+
+
+def keep_while_replayable(device: torch.device, kept: object) -> None:
+    """Keep an object alive until the graph that is being captured can no longer be replayed.
 
     Args:
-        stream: handle of a stream on which a CUDA graph is captured.
+        device: on whose current stream a CUDA graph is captured.
         kept: what holds the tensors that the graph reads.
     """
     release_unreplayable()
-    driver, libc = _driver(), _libc()
+    cuda, libc = driver(), _libc()
+    stream = 0 if device.index is None else stream_of(device.index)
     # of malloc, not of ctypes: a graph may outlive the interpreter
     semaphore = libc.malloc(ctypes.c_size_t(_SEMAPHORE_BYTES))
     libc.sem_init(ctypes.c_void_p(semaphore), 0, ctypes.c_uint(0))
     post = ctypes.cast(libc.sem_post, ctypes.c_void_p).value
-    if driver is not None and post and driver.call_with_graph(stream, post, semaphore):
-        _kept[semaphore] = kept
+    if cuda is not None and post and cuda.call_with_graph(stream, post, semaphore):
+        with _lock:
+            _kept[semaphore] = kept
         return
     libc.free(ctypes.c_void_p(semaphore))
     _kept_for_ever.append(kept)
@@ -105,10 +119,12 @@ def keep_while_replayable(stream: int, kept: object) -> None:
 def release_unreplayable() -> None:
     """Drop what was kept for graphs that are gone."""
     libc = _libc()
-    gone = [s for s in _kept if libc.sem_trywait(ctypes.c_void_p(s)) == 0]
-    for semaphore in gone:
-        del _kept[semaphore]
-        libc.free(ctypes.c_void_p(semaphore))
+    with _lock:
+        gone = [s for s in _kept if libc.sem_trywait(ctypes.c_void_p(s)) == 0]
+        released = [_kept.pop(s) for s in gone]
+        for semaphore in gone:
+            libc.free(ctypes.c_void_p(semaphore))
+    del released  # outside of the lock: it may run anything
 
 
 caches.register(release_unreplayable)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from attnkit.sparsity.block_runs import BlockRuns
+from attnkit.splice.graph_capture import is_capturing
 from attnkit.util import caches
 
 T = TypeVar("T")
@@ -37,5 +38,5 @@ def on_host_if_few(runs: BlockRuns, rows: int) -> BlockRuns:
 
 def wait_for_tables(device: torch.device) -> None:
     """Wait until tables are written: other streams may read them next."""
-    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+    if device.type == "cuda" and not is_capturing(device):
         torch.cuda.current_stream(device).synchronize()

@@ -36,6 +36,7 @@ from attnkit.tracing.identity_guards import CannotGuardError, IdentityGuard
 from attnkit.tracing.mask import Mask
 from attnkit.tracing.tracer import Kind, Traced, trace
 from attnkit.util import caches
+from attnkit.util.torch_private import OpOverload, OpOverloadPacket
 
 _CACHE_SIZE = 1024
 
@@ -168,7 +169,7 @@ class _Walk:
                 return x
             if isinstance(owner, types.ModuleType) and _root(owner.__name__) in _BUILTINS:
                 return x
-        if _is_fixed_type(x) or isinstance(x, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        if _is_fixed_type(x) or isinstance(x, OpOverload | OpOverloadPacket):
             return x
         raise _NoFingerprintError
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attnkit.errors import ArgumentError
-from attnkit.tracing.mask_lengths import Lengths, as_lengths, joined
+from attnkit.tracing.mask_lengths import Lengths, as_lengths, intersect
 
 MaskMod: TypeAlias = Callable[..., Any]
 
@@ -281,7 +281,7 @@ def check_built_for(mask: Any, q_len: int, kv_len: int) -> None:
 
 
 def _common(masks: Sequence[Mask]) -> Lengths:
-    return joined((m.label, m.lengths) for m in masks)
+    return intersect((m.label, m.lengths) for m in masks)
 
 
 def _check_shift(name: str, by: Any) -> int | Tensor | None:

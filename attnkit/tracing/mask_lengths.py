@@ -90,7 +90,7 @@ def as_lengths(value: Any) -> Lengths:
     return Lengths(*(_range(entry, value) for entry in value))
 
 
-def joined(masks: Iterable[tuple[str, Lengths]]) -> Lengths:
+def intersect(masks: Iterable[tuple[str, Lengths]]) -> Lengths:
     """Intersect the lengths of several masks.
 
     Args:

@@ -1,12 +1,19 @@
-"""Every benchmark imports, prints lines and no progress bar, and every file of rows is described."""
+"""Every benchmark imports and prints whole lines, and every file of rows is described."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from attnkit.schedule.scheduler import schedule_forward
+from attnkit.templates.sm90.config import ForwardConfig
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -37,6 +44,17 @@ def test_every_program_imports() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "ablation" in names
+
+
+def test_the_ablation_changes_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its changes are fields of the kernel's settings and arguments of the scheduler."""
+    pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    changes = importlib.import_module("ablation").CHANGES
+    for name, change in changes.items():
+        if name != "as it is":
+            assert ForwardConfig(**change.settings) != ForwardConfig() or change.schedule, name
+        assert change.schedule.keys() <= inspect.signature(schedule_forward).parameters.keys()
 
 
 def test_no_program_redraws_a_line() -> None:

@@ -21,7 +21,9 @@ def targets(text: str) -> set[str]:
 
 def test_the_workflow_calls_the_gates() -> None:
     called = targets(WORKFLOW)
-    assert {"lint", "test", "test-assemblers", "demo"} <= called
+    assert {"lint", "docs", "test", "test-assemblers", "demo"} <= called
+    local = set(re.findall(r"^make ([a-z-]+)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE))
+    assert local <= called
 
 
 @pytest.mark.parametrize("page", [".github/workflows/ci.yml", *PAGES])

@@ -32,7 +32,7 @@ def random(seed: int) -> torch.Generator:
 
 @pytest.fixture
 def by_nodes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Makes every grid, however small, go by nodes of the given size."""
+    """Classify every grid by nodes of one size, however small the grid is."""
 
     def use(side: int) -> None:
         monkeypatch.setattr("attnkit.sparsity.classify._DENSE_TILES", 0)
@@ -67,7 +67,7 @@ def dense_states(traced: Traced, example: Example, block: tuple[int, int]) -> Te
 
 
 def check(runs: BlockRuns, expected: Tensor) -> None:
-    """The runs say what the states say, in both directions, as few as possible."""
+    """The runs equal the states in both directions and are maximal."""
     again = BlockRuns.from_states(
         expected[: runs.batch, : runs.heads], runs.q_len, runs.kv_len, runs.block
     )
@@ -115,7 +115,7 @@ def test_library_at_4096(name: str, by_nodes: Callable[[int], None]) -> None:
 
 @st.composite
 def compositions(draw: st.DrawFn) -> Example:
-    """Three masks of the library joined by random operators."""
+    """Combine three masks of the library by random operators."""
     made = library(draw(st.sampled_from([36, 64, 99, 144, 256, 400])))  # squares fit the grids
     first = made[draw(st.sampled_from(NAMES))]
     lengths = first.q_len, first.kv_len
@@ -163,7 +163,7 @@ def test_random_expressions(case: Case, block: tuple[int, int], side: int) -> No
 
 @given(case=cases(max_len=150), block=st.tuples(SIZE, SIZE))
 def test_small_passes_change_nothing(case: Case, block: tuple[int, int]) -> None:
-    """Every loop that exists to save memory, forced to take many turns."""
+    """Every loop that bounds memory runs many iterations."""
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("attnkit.sparsity.classify._DENSE_TILES", 0)
@@ -262,7 +262,7 @@ def test_a_grid_that_is_open_everywhere_goes_flat(monkeypatch: pytest.MonkeyPatc
 
 @st.composite
 def values(draw: st.DrawFn) -> Tensor:
-    """int64 [b, h, n], in order or not, few kinds or many."""
+    """int64 [b, h, n], sorted or not, few or many different values."""
     shape = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 120))
     kinds = draw(st.sampled_from([1, 3, 40, 90, 1000, 1 << 33]))
     found = torch.randint(-kinds, kinds, shape, generator=random(draw(st.integers(0, 999))))
@@ -344,7 +344,7 @@ def test_of_too_many_pairs_some_are_listed(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_ids_in_any_order_with_too_many_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles are those of brute force, and next to none of them is evaluated whole."""
+    """Tiles equal brute force, and almost none is evaluated at every position."""
     monkeypatch.setattr("attnkit.sparsity.ranges.equality_sets._MAX_PAIRS", 1 << 14)
     ids = torch.randint(0, 100, (2048,), generator=random(1))
     for mask in (masks.document(ids), masks.document(ids) & masks.sliding_window(300)):

@@ -1,4 +1,4 @@
-"""A trace is used again only while it is provably true, and then it costs no second trace."""
+"""A trace is reused exactly as long as it is provably valid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masks compose like the booleans that they stand for."""
+"""Masks compose like booleans."""
 
 from __future__ import annotations
 

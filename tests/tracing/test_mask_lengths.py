@@ -1,4 +1,4 @@
-"""Masks that were built for given lengths say so, together and wherever they are used."""
+"""Masks for fixed lengths are refused at other lengths, alone and in combination."""
 
 from __future__ import annotations
 

@@ -132,7 +132,9 @@ def _private_names(tree: ast.AST) -> set[str]:
             while isinstance(root, ast.Attribute):
                 root = root.value
             of_torch = isinstance(root, ast.Name) and root.id in ("torch", "_C", "forward_ad")
-            if node.attr == "_version" or (of_torch and node.attr.startswith("_")):
+            private = node.attr.startswith("_") and not node.attr.endswith("__")
+            of_tensor = node.attr == "_version" and ast.unparse(node.value) != "self"
+            if of_tensor or (of_torch and private):
                 found.add(ast.unparse(node))
         modules = []
         if isinstance(node, ast.ImportFrom) and node.module:

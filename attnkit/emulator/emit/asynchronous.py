@@ -1,4 +1,4 @@
-"""Asynchronous copies and tensor-core instructions: cp.async, mma, wgmma, tcgen05."""
+"""Emits asynchronous copies and tensor-core instructions: cp.async, mma, wgmma, tcgen05."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from attnkit.emulator.ptx.kernel import Instr
 
 
 def cp(e: Emitter, c: Instr) -> list[str]:
-    """cp.async, cp.async.bulk, cp.async.bulk.tensor, cp.reduce.async.bulk and their groups."""
+    """Emit cp.async, cp.async.bulk, cp.async.bulk.tensor, cp.reduce.async.bulk and their groups."""
     op, p = c.op, c.parts
     if op.startswith("cp.async.bulk.commit_group"):
         return ["bulk_commit(W,m)"]
@@ -35,7 +35,7 @@ def cp(e: Emitter, c: Instr) -> list[str]:
 
 
 def _map_operand(e: Emitter, a: str) -> tuple[str, str]:
-    """`[descriptor, {coordinates}]`."""
+    """Split `[descriptor, {coordinates}]` into two expressions."""
     inner = a.strip()[1:-1]
     i = inner.index("{")
     coords = e.values(inner[i:], "i4")
@@ -43,6 +43,7 @@ def _map_operand(e: Emitter, a: str) -> tuple[str, str]:
 
 
 def _tensor(e: Emitter, c: Instr) -> list[str]:
+    """Emit a TMA load or store."""
     p, a = c.parts, c.args
     if not c.has("tile") and any(x.startswith("im2col") or "gather" in x for x in p):
         raise e.fail(c)
@@ -58,6 +59,7 @@ def _tensor(e: Emitter, c: Instr) -> list[str]:
 
 
 def _bulk(e: Emitter, c: Instr) -> list[str]:
+    """Emit a bulk copy without a tensor map."""
     p, a = c.parts, c.args
     spaces = [x.split("::")[0] for x in p if x.split("::")[0] in ("shared", "global")]
     size = e.val(a[2], "u4")
@@ -77,7 +79,7 @@ def _bulk(e: Emitter, c: Instr) -> list[str]:
 
 
 def wgmma(e: Emitter, c: Instr) -> list[str]:
-    """wgmma.mma_async of one warpgroup."""
+    """Emit wgmma.mma_async of one warpgroup, its fence, commit and wait."""
     p, a = c.parts, c.args
     if p[1] == "fence":
         return []  # registers are ordered here anyway; `ptx.wgmma_fences` checks for it
@@ -104,7 +106,7 @@ def wgmma(e: Emitter, c: Instr) -> list[str]:
 
 
 def mma(e: Emitter, c: Instr) -> list[str]:
-    """mma.sync: one small product per warp."""
+    """Emit mma.sync: one small product per warp."""
     p, a = c.parts, c.args
     shapes = [re.fullmatch(r"m(\d+)n(\d+)k(\d+)", x) for x in p]
     shape = next((x for x in shapes if x), None)
@@ -123,7 +125,7 @@ def mma(e: Emitter, c: Instr) -> list[str]:
 
 
 def tcgen05(e: Emitter, c: Instr) -> list[str]:
-    """Tensor-memory instructions of Blackwell."""
+    """Emit the tensor-memory instructions of Blackwell."""
     what, a = c.parts[1], c.args
     group = 2 if "cta_group::2" in c.op else 1
     if what == "alloc":
@@ -149,6 +151,7 @@ def tcgen05(e: Emitter, c: Instr) -> list[str]:
 
 
 def _tc_cp_shape(e: Emitter, c: Instr) -> str:
+    """Return the shape of a tcgen05.cp."""
     shape = c.option("128x256b", "128x128b", "32x128b", "64x128b", "4x256b")
     if shape is None or shape in ("64x128b", "4x256b") or any(x.startswith("b") for x in c.parts):
         raise e.fail(c)
@@ -156,6 +159,7 @@ def _tc_cp_shape(e: Emitter, c: Instr) -> str:
 
 
 def _tc_move(e: Emitter, c: Instr) -> list[str]:
+    """Emit tcgen05.ld or tcgen05.st."""
     shape = c.option("32x32b", "16x128b", "16x256b")
     if shape is None or c.has("red", "pack::16b", "unpack::16b", "spill"):
         raise e.fail(c)
@@ -169,6 +173,7 @@ def _tc_move(e: Emitter, c: Instr) -> list[str]:
 
 
 def _tc_mma(e: Emitter, c: Instr, group: int) -> list[str]:
+    """Emit tcgen05.mma."""
     kind = next((x for x in c.parts if x.startswith("kind::")), "")
     if kind not in ("kind::f16", "kind::tf32", "kind::f8f6f4", "kind::i8"):
         raise e.fail(c)
@@ -189,7 +194,7 @@ def _tc_mma(e: Emitter, c: Instr, group: int) -> list[str]:
 
 
 def clc(e: Emitter, c: Instr) -> list[str]:
-    """Cluster launch control: ask for the next cluster of the grid."""
+    """Emit cluster launch control: ask for the next cluster of the grid."""
     if c.parts[1] == "try_cancel":
         every = any("multicast" in x for x in c.parts)
         return [f"clc_try_cancel(W,{e.addr(c.args[0])},{e.addr(c.args[1])},m,{every})"]

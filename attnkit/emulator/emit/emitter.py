@@ -1,4 +1,4 @@
-"""Operands of instructions as Python expressions; registers, constants and symbols of a kernel.
+"""Turns operands of instructions into Python expressions.
 
 Generated code sees `W` (the gang of warps), `R` (its registers) and `m` (the mask of active lanes).
 Each register is an immutable vector of lanes in one storage type of its size; a 32-bit register
@@ -101,7 +101,7 @@ _ADDRESS = re.compile(r"^([^+]+?)\s*(?:\+\s*(-?(?:0x[0-9a-fA-F]+|\d+)))?$")
 
 
 def storage_types(kernel: PtxKernel) -> dict[str, str]:
-    """The numpy type in which each register is kept."""
+    """Return the numpy type in which each register is kept, by vote of the instructions."""
     votes: Counter[str] = Counter()
     for c in kernel.instructions():
         kinds = [p for p in c.parts[1:] if p in ("f32", "f64", "s32", "u32", "s64", "u64", "b32")]
@@ -125,7 +125,15 @@ def storage_types(kernel: PtxKernel) -> dict[str, str]:
 
 
 class Emitter:
-    """Turns operands into expressions. `symbols`: name -> (space, offset or address)."""
+    """Turns operands into expressions, and collects the constants of a kernel.
+
+    Attributes:
+        symbols: name -> (space, offset or address).
+        index: number of each register.
+        store: numpy type of each register.
+        constants, objects: values that generated code refers to by name.
+        masked: destinations keep their old value in inactive lanes.
+    """
 
     def __init__(self, kernel: PtxKernel, symbols: dict[str, tuple[str, int]]) -> None:
         self.kernel = kernel
@@ -138,12 +146,13 @@ class Emitter:
         self.masked = False
 
     def fail(self, c: Instr, why: str = "") -> UnknownOpcode:
+        """Return the error for an instruction that is not implemented."""
         text = f"PTX line {c.line}: {c.op} is not implemented by the emulator"
         return UnknownOpcode(text + (f" ({why})" if why else "") + f": {c}"[:200])
 
     # ---- operands
     def const(self, value: int | float | bool, kind: str) -> str:
-        """A constant of every lane; `kind` is a numpy type or "bool"."""
+        """Return the name of a constant of every lane; `kind` is a numpy type or "bool"."""
         if kind == "bool":
             scalar: Any = np.bool_(value)
         elif kind in ("f4", "f8"):
@@ -155,6 +164,7 @@ class Emitter:
         return self._constant(scalar, kind)
 
     def _constant(self, scalar: Any, kind: str) -> str:
+        """Return the name of a scalar; the same scalar has one name."""
         key = (scalar.tobytes(), kind)
         if key not in self._names:
             self._names[key] = f"C{len(self._names)}"
@@ -162,12 +172,13 @@ class Emitter:
         return self._names[key]
 
     def object(self, value: Any) -> str:
-        """The name of a value that is the same in every run, such as the form of a product."""
+        """Return the name of a value that is the same in every run, as the form of a product is."""
         name = next((n for n, v in self.objects.items() if v == value), f"X{len(self.objects)}")
         self.objects[name] = value
         return name
 
     def _float_bits(self, text: str, kind: str | None) -> str:
+        """Return the name of a floating-point constant that PTX writes as bits."""
         size = 4 if len(text) == 10 else 8
         scalar: Any = np.array(int(text[2:], 16), f"u{size}")
         kind = kind or f"f{size}"
@@ -176,10 +187,11 @@ class Emitter:
         return self._constant(scalar.view(kind)[()], kind)
 
     def is_reg(self, a: str) -> bool:
+        """Whether operand `a` is a register."""
         return a in self.index
 
     def val(self, a: str, kind: str | None = None) -> str:
-        """Operand `a` as a vector of numpy type `kind` (None: as stored)."""
+        """Return operand `a` as a vector of numpy type `kind` (None: as stored)."""
         if a in self.index:
             return self._register(a, kind)
         if _FLOAT.match(a):
@@ -197,6 +209,7 @@ class Emitter:
         raise UnknownOpcode(f"operand {a!r} is not a register, number or symbol known here")
 
     def _register(self, a: str, kind: str | None) -> str:
+        """Return register `a` as a vector of numpy type `kind` (None: as stored)."""
         have, r = self.store[a], f"R[{self.index[a]}]"
         if kind is None or kind == have or have == "bool":
             return r
@@ -212,6 +225,7 @@ class Emitter:
         return f"{r}.astype({kind})"
 
     def _symbol(self, name: str, offset: int, kind: str) -> str:
+        """Return the address of a variable of the kernel."""
         space, value = self.symbols[name]
         if space == "shared":
             e = f"(W.rank_bits|{self.const(value + offset, 'u4')})"
@@ -219,12 +233,13 @@ class Emitter:
         return self.const(value + offset, kind)
 
     def boolean(self, a: str) -> str:
+        """Return operand `a` as a vector of booleans."""
         return (
             self.val(a, "bool") if self.is_reg(a) else self.const(a not in ("0", "false"), "bool")
         )
 
     def addr(self, a: str) -> str:
-        """`[base+offset]` as a vector of unsigned addresses (u4 for shared, u8 otherwise)."""
+        """Return `[base+offset]` as unsigned addresses (u4 for shared, u8 otherwise)."""
         m = _ADDRESS.match(a.strip()[1:-1].strip())
         if m is None:
             raise UnknownOpcode(f"address {a!r} cannot be read")
@@ -239,16 +254,17 @@ class Emitter:
         return self.const(int(base, 0) + off, "u8")
 
     def vector(self, a: str) -> list[str]:
-        """The elements of `{a, b, ...}`, or the one operand."""
+        """Return the elements of `{a, b, ...}`, or the one operand."""
         a = a.strip()
         return [x.strip() for x in a[1:-1].split(",")] if a.startswith("{") else [a]
 
     def values(self, a: str, kind: str) -> str:
+        """Return the elements of an operand as the text of a list of vectors."""
         return "[" + ",".join(self.val(x, kind) for x in self.vector(a)) + "]"
 
     # ---- destinations
     def put(self, d: str, e: str, kind: str) -> list[str]:
-        """Assigns expression `e` of numpy type `kind` to register `d`."""
+        """Assign expression `e` of numpy type `kind` to register `d`."""
         if d == "_":
             return []
         have, i = self.store[d], self.index[d]
@@ -257,6 +273,7 @@ class Emitter:
         return [f"R[{i}]=" + (f"where(m,{e},R[{i}])" if self.masked else e)]
 
     def _convert(self, e: str, kind: str, have: str) -> str:
+        """Convert an expression from one storage type to another."""
         a, b = BYTES[kind], BYTES[have]
         if a == b:
             return f"({e}).view({have})"
@@ -264,6 +281,6 @@ class Emitter:
         return f"({e}).astype({mid}).view({have})"
 
     def stored(self, a: str, size: int) -> str:
-        """The storage type of register `a` if it has `size` bytes, else the unsigned type."""
+        """Return the storage type of register `a` if it has `size` bytes, else unsigned."""
         have = self.store.get(a, "bool")
         return have if BYTES.get(have) == size else f"u{size}"

@@ -1,4 +1,4 @@
-"""Floating-point instructions of the PTX ISA: f16, bf16, f32, f64 and packed pairs."""
+"""Emits the floating-point instructions of the PTX ISA: f16, bf16, f32, f64 and packed pairs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ROUND = ("rz", "rm", "rp")
 
 
 def arithmetic(e: Emitter, c: Instr) -> list[str]:
-    """add, sub, mul, fma, div, min, max, neg, abs and friends: by type, integers elsewhere."""
+    """Emit add, sub, mul, fma, div, min, max, neg, abs and the like, by type of their operands."""
     kind = c.parts[-1]
     if kind in ("bf16", "f16") and "f32" in c.parts:
         return _mixed(e, c)
@@ -45,10 +45,12 @@ def arithmetic(e: Emitter, c: Instr) -> list[str]:
 
 
 def _flush(e: Emitter, c: Instr, x: str) -> str:
+    """Flush subnormals of expression `x`, if the instruction says so."""
     return f"ftz({x})" if "ftz" in c.parts else x
 
 
 def _scalar(e: Emitter, c: Instr) -> list[str]:
+    """Emit arithmetic of f32 or f64."""
     op, p, a = c.parts[0], c.parts, c.args
     t = "f4" if p[-1] == "f32" else "f8"
     x = [_flush(e, c, e.val(v, t)) for v in a[1:]]
@@ -77,7 +79,10 @@ def _scalar(e: Emitter, c: Instr) -> list[str]:
 
 
 def _directed(op: str, x: list[str], mode: str) -> str:
-    """float32 arithmetic that rounds in one direction: products are exact in float64, sums not."""
+    """Emit float32 arithmetic that rounds in one direction.
+
+    Products are exact in float64, sums are not.
+    """
     product = f"{x[0]}.astype(f8)*{x[1]}"
     if op == "mul":
         return f"directed({product},'{mode}')"
@@ -87,6 +92,7 @@ def _directed(op: str, x: list[str], mode: str) -> str:
 
 
 def _extremum(e: Emitter, c: Instr, x: list[str], t: str) -> str:
+    """Emit min or max."""
     if c.has("xorsign"):
         raise e.fail(c)
     if c.has("abs"):
@@ -100,7 +106,7 @@ def _extremum(e: Emitter, c: Instr, x: list[str], t: str) -> str:
 
 
 def _pair(e: Emitter, c: Instr) -> list[str]:
-    """f32x2: a 64-bit register seen as two floats per lane."""
+    """Emit f32x2: a 64-bit register is seen as two floats per lane."""
     op, a = c.parts[0], c.args
     x = [_flush(e, c, f"{e.val(v, 'u8')}.view(f4)") for v in a[1:]]
     mode = c.option(*_ROUND)
@@ -116,7 +122,10 @@ def _pair(e: Emitter, c: Instr) -> list[str]:
 
 
 def _mixed(e: Emitter, c: Instr) -> list[str]:
-    """add, sub, fma with f32 result and 16-bit operands ("Mixed Precision Floating-Point Instructions"): fma.rn.f32.bf16."""
+    """Emit add, sub or fma with an f32 result and 16-bit operands, such as fma.rn.f32.bf16.
+
+    PTX ISA, "Mixed Precision Floating-Point Instructions".
+    """
     op, a, kind = c.parts[0], c.args, c.parts[-1]
 
     def operand(v: str) -> str:
@@ -133,6 +142,7 @@ def _mixed(e: Emitter, c: Instr) -> list[str]:
 
 
 def _half(e: Emitter, c: Instr) -> list[str]:
+    """Emit arithmetic of f16, bf16 or pairs of them."""
     op, a = c.parts[0], c.args
     two = c.parts[-1].endswith("x2")
     kind = c.parts[-1].removesuffix("x2")
@@ -150,7 +160,7 @@ def _half(e: Emitter, c: Instr) -> list[str]:
 
 
 def special(e: Emitter, c: Instr) -> list[str]:
-    """ex2, lg2, rcp, sqrt, rsqrt, sin, cos, tanh; approximations are computed exactly."""
+    """Emit ex2, lg2, rcp, sqrt, rsqrt, sin, cos or tanh; approximations are computed exactly."""
     op, kind = c.parts[0], c.parts[-1]
     if kind in ("f16", "f16x2", "bf16", "bf16x2"):
         return _half(e, c)

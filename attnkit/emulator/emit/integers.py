@@ -1,4 +1,4 @@
-"""Integer and bit instructions of the PTX ISA."""
+"""Emits the integer and bit instructions of the PTX ISA."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PACKED = ("s16x2", "u16x2")
 
 
 def integer(e: Emitter, c: Instr) -> list[str]:
-    """Dispatches the opcodes of this module on an integer type."""
+    """Emit an instruction of integer type."""
     op, p, a = c.parts[0], c.parts, c.args
     if p[-1] == "pred":
         return _predicate(e, c)
@@ -39,6 +39,7 @@ def integer(e: Emitter, c: Instr) -> list[str]:
 
 
 def _predicate(e: Emitter, c: Instr) -> list[str]:
+    """Emit logic on predicates."""
     a = c.args
     x = [e.boolean(v) for v in a[1:]]
     expr = {"not": "~{0}"}.get(c.parts[0]) or "{0}" + _INFIX[c.parts[0]] + "{1}"
@@ -46,6 +47,7 @@ def _predicate(e: Emitter, c: Instr) -> list[str]:
 
 
 def _product(e: Emitter, c: Instr, t: str) -> list[str]:
+    """Emit mul or mad."""
     p, a, size = c.parts, c.args, BYTES[t]
     un, half = f"u{size}", p[1]
     add = "+{}" if p[0].startswith("mad") else ""
@@ -69,7 +71,7 @@ def _product(e: Emitter, c: Instr, t: str) -> list[str]:
 
 
 def _carried(e: Emitter, c: Instr, t: str) -> list[str]:
-    """Sums of 32 bits that set the carry flag, add it, or both."""
+    """Emit sums of 32 bits that set the carry flag, add it, or both."""
     p, a = c.parts, c.args
     if BYTES[t] != 4 or (p[0].startswith("mad") and p[1] not in ("lo", "hi")):
         raise e.fail(c, "carry flag of other than 32 bits")
@@ -90,6 +92,7 @@ def _carried(e: Emitter, c: Instr, t: str) -> list[str]:
 
 
 def _shift(e: Emitter, c: Instr, t: str) -> list[str]:
+    """Emit shl or shr."""
     op, a, size = c.parts[0], c.args, BYTES[t]
     kind = t if op == "shr" and t[0] == "i" else f"u{size}"
     bits = size * 8
@@ -103,6 +106,7 @@ def _shift(e: Emitter, c: Instr, t: str) -> list[str]:
 
 
 def _one_operand(e: Emitter, c: Instr, t: str) -> list[str]:
+    """Emit instructions of one operand, bit fields and permutations."""
     op, p, a, un = c.parts[0], c.parts, c.args, f"u{BYTES[t]}"
     if op == "not":
         return e.put(a[0], f"~{e.val(a[1], un)}", un)

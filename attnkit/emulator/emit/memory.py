@@ -1,4 +1,4 @@
-"""Loads, stores, atomics, matrix moves and mbarrier operations."""
+"""Emits loads, stores, atomics, matrix moves and mbarrier operations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _SPACES = ("global", "shared", "param", "const", "local")
 
 
 def space_of(c: Instr) -> str:
-    """The state space among the modifiers, or "generic"."""
+    """Return the state space among the modifiers, or "generic"."""
     for p in c.parts[1:]:
         name = p.split("::")[0]
         if name in _SPACES:
@@ -18,6 +18,7 @@ def space_of(c: Instr) -> str:
 
 
 def _element(e: Emitter, c: Instr) -> tuple[str, int]:
+    """Return the numpy type of an element, and the number of elements."""
     kind = c.parts[-1]
     if kind not in NUMPY:
         raise e.fail(c)
@@ -26,6 +27,7 @@ def _element(e: Emitter, c: Instr) -> tuple[str, int]:
 
 
 def load(e: Emitter, c: Instr) -> list[str]:
+    """Emit ld."""
     kind, n = _element(e, c)
     space, regs = space_of(c), e.vector(c.args[0])
     size = BYTES[kind]
@@ -44,6 +46,7 @@ def load(e: Emitter, c: Instr) -> list[str]:
 
 
 def _load_param(e: Emitter, c: Instr, regs: list[str], size: int, kind: str) -> list[str]:
+    """Emit ld.param."""
     inner = c.args[1].strip()[1:-1]
     base, _, off = inner.partition("+")
     name = base.strip()
@@ -64,6 +67,7 @@ def _load_param(e: Emitter, c: Instr, regs: list[str], size: int, kind: str) -> 
 
 
 def store(e: Emitter, c: Instr) -> list[str]:
+    """Emit st."""
     if c.parts[1] == "async":
         return _store_async(e, c)
     kind, _ = _element(e, c)
@@ -75,7 +79,7 @@ def store(e: Emitter, c: Instr) -> list[str]:
 
 
 def _store_async(e: Emitter, c: Instr) -> list[str]:
-    """st.async to another CTA's shared memory, completing on its mbarrier."""
+    """Emit st.async to another CTA's shared memory; it completes on that CTA's mbarrier."""
     kind, _ = _element(e, c)
     t = f"u{BYTES[kind]}"
     return [f"st_async(W,{e.addr(c.args[0])},{e.values(c.args[1], t)},{e.addr(c.args[2])},m,{t})"]
@@ -85,7 +89,7 @@ _ATOMS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
 
 
 def atomic(e: Emitter, c: Instr) -> list[str]:
-    """atom and red."""
+    """Emit atom or red."""
     if c.parts[1] == "async":
         raise e.fail(c)
     how, kind = c.option(*_ATOMS), c.parts[-1]
@@ -108,6 +112,7 @@ def atomic(e: Emitter, c: Instr) -> list[str]:
 
 
 def mbarrier(e: Emitter, c: Instr) -> list[str]:
+    """Emit the mbarrier instructions that do not wait."""
     what, a = c.parts[1], c.args
     if what == "init":
         return [f"mbarrier_init(W,{e.addr(a[0])},{e.val(a[1], 'u4')},m)"]
@@ -131,7 +136,7 @@ def mbarrier(e: Emitter, c: Instr) -> list[str]:
 
 
 def matrix_move(e: Emitter, c: Instr) -> list[str]:
-    """ldmatrix and stmatrix of 8x8 matrices of 16-bit elements."""
+    """Emit ldmatrix or stmatrix of 8x8 matrices of 16-bit elements."""
     if not c.has("m8n8") or c.parts[-1] != "b16":
         raise e.fail(c)
     trans = "trans" in c.parts

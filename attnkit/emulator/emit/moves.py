@@ -1,4 +1,4 @@
-"""Moves, selection, comparison, conversion and warp-wide instructions."""
+"""Emits moves, selection, comparison, conversion and warp-wide instructions."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ _CMP = {*_INT_CMP, "neu", "equ", "nan", "num", *_INVERSE}
 
 
 def mov(e: Emitter, c: Instr) -> list[str]:
+    """Emit mov, with packing and unpacking of vectors."""
     d, s = c.args[0], c.args[1]
     if c.parts[-1] == "pred":
         return e.put(d, e.boolean(s), "bool")
@@ -25,6 +26,7 @@ def mov(e: Emitter, c: Instr) -> list[str]:
 
 
 def _unpack(e: Emitter, d: str, s: str, size: int) -> list[str]:
+    """Emit the split of a register into its parts."""
     regs = e.vector(d)
     if size == 16:
         out = [f"T={e.val(s, 'c16')}.view(u8)"]
@@ -40,6 +42,7 @@ def _unpack(e: Emitter, d: str, s: str, size: int) -> list[str]:
 
 
 def _pack(e: Emitter, s: str, size: int) -> str:
+    """Return the expression of a register that is made of parts."""
     regs = e.vector(s)
     if size == 16:
         return f"quad({e.val(regs[0], 'u8')},{e.val(regs[1], 'u8')})"
@@ -53,12 +56,14 @@ def _pack(e: Emitter, s: str, size: int) -> str:
 
 
 def selp(e: Emitter, c: Instr) -> list[str]:
+    """Emit selp."""
     a = c.args
     t = e.stored(a[0], BYTES[NUMPY[c.parts[-1]]])
     return e.put(a[0], f"where({e.boolean(a[3])},{e.val(a[1], t)},{e.val(a[2], t)})", t)
 
 
 def compare(e: Emitter, c: Instr, cmp: str, kind: str) -> str:
+    """Return the expression of a comparison."""
     a, b = c.args[1], c.args[2]
     if kind in ("f16", "bf16"):
         x, y = (f"{kind}_to_f32({e.val(v, 'u2')})" for v in (a, b))
@@ -84,7 +89,7 @@ def compare(e: Emitter, c: Instr, cmp: str, kind: str) -> str:
 
 
 def setp(e: Emitter, c: Instr) -> list[str]:
-    """setp, with an optional second destination and Boolean operand."""
+    """Emit setp, with an optional second destination and Boolean operand."""
     cmp, kind = c.option(*_CMP), c.parts[-1]
     if cmp is None or (kind not in NUMPY and kind not in ("f16", "bf16")):
         raise e.fail(c)
@@ -104,6 +109,7 @@ def setp(e: Emitter, c: Instr) -> list[str]:
 
 
 def cvt(e: Emitter, c: Instr) -> list[str]:
+    """Emit cvt."""
     p, a = c.parts, c.args
     dt, st = p[-2], p[-1]
     if dt in ("bf16x2", "f16x2", "e4m3x2", "e5m2x2") or st in ("e4m3x2", "e5m2x2"):
@@ -122,6 +128,7 @@ def cvt(e: Emitter, c: Instr) -> list[str]:
 
 
 def _cvt_scalar(e: Emitter, c: Instr, x: str, src: str, dst: str) -> str:
+    """Return the expression of a conversion between numpy types."""
     p = c.parts
     mode = c.option("rzi", "rni", "rmi", "rpi")
     directed = c.option("rz", "rm", "rp")
@@ -142,6 +149,7 @@ def _cvt_scalar(e: Emitter, c: Instr, x: str, src: str, dst: str) -> str:
 
 
 def _cvt_half(e: Emitter, c: Instr, x: str, src: str, dst: str) -> list[str]:
+    """Emit a conversion to f16 or bf16."""
     if c.has("rz") and dst == "bf16":
         fn = "f32_to_bf16_rz"
     elif c.has("rn", "rna"):
@@ -154,7 +162,7 @@ def _cvt_half(e: Emitter, c: Instr, x: str, src: str, dst: str) -> list[str]:
 
 
 def _cvt_pair(e: Emitter, c: Instr, dt: str, st: str) -> list[str]:
-    """Two values to a packed pair: the first source is the upper half."""
+    """Emit a conversion of two values to a packed pair: the first source is the upper half."""
     a = c.args
     if dt in ("bf16x2", "f16x2") and st == "f32":
         hi, lo = e.val(a[1], "f4"), e.val(a[2], "f4")
@@ -175,11 +183,13 @@ def _cvt_pair(e: Emitter, c: Instr, dt: str, st: str) -> list[str]:
 
 
 def cvta(e: Emitter, c: Instr) -> list[str]:
+    """Emit cvta: addresses are the same in every space."""
     size = BYTES[NUMPY[c.parts[-1]]]
     return e.put(c.args[0], e.val(c.args[1], f"u{size}"), f"u{size}")
 
 
 def elect(e: Emitter, c: Instr) -> list[str]:
+    """Emit elect.sync."""
     d, p = (x.strip() for x in c.args[0].split("|"))
     out = ["T=elect(W,m)"]
     if d != "_":
@@ -188,6 +198,7 @@ def elect(e: Emitter, c: Instr) -> list[str]:
 
 
 def shfl(e: Emitter, c: Instr) -> list[str]:
+    """Emit shfl.sync."""
     a = c.args
     mode = c.option("idx", "bfly", "up", "down")
     both = [x.strip() for x in a[0].split("|")]
@@ -198,7 +209,7 @@ def shfl(e: Emitter, c: Instr) -> list[str]:
 
 
 def warp_op(e: Emitter, c: Instr) -> list[str]:
-    """vote, redux, match, activemask."""
+    """Emit vote, redux, match or activemask."""
     op, p, a = c.parts[0], c.parts, c.args
     if op == "vote":
         kind = c.option("all", "any", "uni", "ballot") or ""
@@ -217,6 +228,7 @@ def warp_op(e: Emitter, c: Instr) -> list[str]:
 
 
 def mapa(e: Emitter, c: Instr) -> list[str]:
+    """Emit mapa: the address of the same variable in another CTA of the cluster."""
     t = NUMPY[c.parts[-1]]
     x = e.addr(c.args[1]) if c.args[1].startswith("[") else e.val(c.args[1], t)
     low = f"({x}&{e.const(0xFFFFFF, t)})"
@@ -226,11 +238,13 @@ def mapa(e: Emitter, c: Instr) -> list[str]:
 
 
 def getctarank(e: Emitter, c: Instr) -> list[str]:
+    """Emit getctarank."""
     t = NUMPY[c.parts[-1]]
     return e.put(c.args[0], f"({e.val(c.args[1], t)}>>{e.const(24, t)}).astype(u4)", "u4")
 
 
 def isspacep(e: Emitter, c: Instr) -> list[str]:
+    """Emit isspacep."""
     space = c.parts[1].split("::")[0]
     return e.put(c.args[0], f"is_in_space(W,{e.val(c.args[1], 'u8')},'{space}')", "bool")
 

@@ -1,4 +1,4 @@
-"""Instructions that may block: each yields a function that returns None while it must wait."""
+"""Emits instructions that may block: each is a block whose function returns None while it waits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def is_spin(kernel: PtxKernel, index: int) -> bool:
 
 
 def waiting(e: Emitter, index: int) -> list[str]:
-    """The body of block `index`, which holds one instruction that may block."""
+    """Return the lines of block `index`, which holds one instruction that may block."""
     c = e.kernel.blocks[index][0]
     e.masked = True
     out = []
@@ -43,6 +43,7 @@ def waiting(e: Emitter, index: int) -> list[str]:
 
 
 def _try_wait(e: Emitter, c: Instr, index: int) -> list[str]:
+    """Emit mbarrier.try_wait or mbarrier.test_wait."""
     spin = is_spin(e.kernel, index)
     parity = "parity" in c.parts
     phase = e.val(c.args[2], "u4" if parity else "u8")
@@ -52,12 +53,14 @@ def _try_wait(e: Emitter, c: Instr, index: int) -> list[str]:
 
 
 def _poll(e: Emitter, c: Instr, index: int) -> list[str]:
+    """Emit a read of global memory by which a warp may spin."""
     body = load(e, c) if c.parts[0] == "ld" else atomic(e, c)
     watch = [e.index[r] for r in e.vector(c.args[0]) if r in e.index]
     return [*body, f"note_poll(W,{index},{watch},m)"]
 
 
 def _call(e: Emitter, c: Instr, index: int) -> str:
+    """Return the call of an operation that says whether the wait is over."""
     p, a, op = c.parts, c.args, c.op
     if p[0] in ("bar", "barrier") and "cluster" in p:
         return f"cluster_arrive(W,m,{'relaxed' in p})" if "arrive" in p else "cluster_wait(W,m)"

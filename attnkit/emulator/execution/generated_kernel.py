@@ -17,7 +17,7 @@ from attnkit.emulator.emit.emitter import Emitter
 from attnkit.emulator.machine.static_memory import StaticMemory
 from attnkit.emulator.numerics.lane_arithmetic import NAMESPACE
 from attnkit.emulator.ops.namespace import OPERATIONS
-from attnkit.emulator.ptx.control_flow import Flow
+from attnkit.emulator.ptx.control_flow import PostDominators
 from attnkit.emulator.ptx.kernel import PtxKernel
 
 BlockFunction = Callable[[Any, list[Any], Any], Any]
@@ -36,7 +36,7 @@ class GeneratedKernel:
         self._code: dict[tuple[int, bool], CodeType] = {}
         self._spaces: dict[int, dict[str, Any]] = {}
         self._tables: dict[int, tuple[Table, Bind]] = {}
-        self.flow = Flow(kernel)
+        self.post_dominators = PostDominators(kernel)
 
     def functions(self, width: int) -> tuple[Table, Bind]:
         """Return the block functions of gangs of `width` lanes, and what binds one.

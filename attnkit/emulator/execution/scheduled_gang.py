@@ -193,7 +193,7 @@ class ScheduledGang(Gang):
 
         Otherwise one of them would wait for the other.
         """
-        if self.events is None or len(self.groups) < 2 or not self._code.flow.parts(pc):
+        if self.events is None or len(self.groups) < 2 or not self._code.post_dominators.parts(pc):
             return
         rows = self.groups[target].reshape(-1, 32)
         if (rows.all(1) == rows.any(1)).all():

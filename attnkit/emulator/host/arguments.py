@@ -1,4 +1,4 @@
-"""Packing of run-time values as the C interface of a compiled DSL function takes them.
+"""Packs run-time values as the C interface of a compiled DSL function takes them.
 
 A tensor is a C structure of its pointer, dynamic shapes and dynamic strides; which of them are
 dynamic, and how wide, the compile-time stand-in of the tensor says. Numbers go by pointer.
@@ -32,11 +32,12 @@ _SCALARS = {
 
 
 def is_stream(spec: Any) -> bool:
+    """Whether a compile-time argument stands for a stream."""
     return "stream" in type(spec).__name__.lower()
 
 
 def pack_all(specs: Sequence[Any], values: Sequence[Any], memory: GlobalMemory) -> list[bytes]:
-    """One blob per C argument. `values` match `specs` without the streams.
+    """Return one blob per C argument. `values` match `specs` without the streams.
 
     Raises:
         ArgumentError, ShapeError: a value does not fit what the kernel was compiled for.
@@ -55,6 +56,7 @@ def pack_all(specs: Sequence[Any], values: Sequence[Any], memory: GlobalMemory) 
 
 
 def _pack(spec: Any, value: Any, memory: GlobalMemory, name: str) -> Iterator[bytes]:
+    """Yield the blobs of one argument."""
     if spec is None:
         return
     if isinstance(spec, list | tuple):
@@ -78,6 +80,7 @@ def _pack(spec: Any, value: Any, memory: GlobalMemory, name: str) -> Iterator[by
 
 
 def _tensor(spec: Any, value: Any, memory: GlobalMemory, name: str) -> bytes:
+    """Return the C structure of a tensor."""
     undefined = isinstance(value, Undefined)
     array = value.array if undefined else value
     address = memory.add(name, array, undefined=undefined)
@@ -109,7 +112,7 @@ def _tensor(spec: Any, value: Any, memory: GlobalMemory, name: str) -> bytes:
 def _dynamic(
     values: Sequence[int], spec: Sequence[Any], mask: Sequence[int], width: int
 ) -> list[tuple[int, int]]:
-    """(value, bits) of the dynamic entries; a symbolic integer of the DSL says its width."""
+    """Return (value, bits) of the dynamic entries; a symbolic integer of the DSL says its width."""
     return [
         (v, int(getattr(s, "width", width)))
         for v, s, d in zip(values, tuple(spec), mask, strict=True)

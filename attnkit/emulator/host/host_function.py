@@ -1,4 +1,4 @@
-"""Runs the generated host function of a compiled kernel against a runtime that only captures.
+"""Runs the generated host function of a compiled kernel without a GPU, and captures its launches.
 
 The host object is linked by the system's C compiler with `shim.c`, which stands in for CUDA. So
 grid, cluster, shared memory size, tensor maps and every kernel parameter are those of a real call.
@@ -45,7 +45,7 @@ _Callback = ctypes.CFUNCTYPE(
 
 @dataclass(frozen=True)
 class Captured:
-    """One kernel launch that the host function asked for."""
+    """Describes one kernel launch that the host function asked for."""
 
     kernel: PtxKernel
     grid: tuple[int, int, int]
@@ -56,7 +56,7 @@ class Captured:
 
 
 def compiler() -> str:
-    """The C compiler: $CC, or cc, gcc or clang on the path.
+    """Return the path of the C compiler: $CC, or cc, gcc or clang on the path.
 
     Raises:
         UnsupportedError: there is none.
@@ -73,6 +73,7 @@ def compiler() -> str:
 
 def _link(code: bytes, folder: str) -> ctypes.CDLL:
     # -Bsymbolic: the DSL's runtime, loaded in this process, exports the same names.
+    """Link a host object with `shim.c`, and load the library."""
     obj, lib = Path(folder, "kernel.o"), Path(folder, "kernel.so")
     obj.write_bytes(code)
     shim = Path(__file__).with_name("shim.c")
@@ -94,7 +95,7 @@ def _link(code: bytes, folder: str) -> ctypes.CDLL:
 
 
 class HostFunction:
-    """The host function of a compiled object, callable with packed C arguments."""
+    """Calls the host function of a compiled object with packed C arguments."""
 
     def __init__(
         self, code: bytes, name: str, kernels: dict[str, PtxKernel], prefix: str = _PREFIX
@@ -108,7 +109,7 @@ class HostFunction:
         self._load()
 
     def _load(self) -> None:
-        """The module's own initialisation, as its loader would call it."""
+        """Initialise the module, as its loader would."""
         pointer = ctypes.c_void_p(0)
         self._handle = ctypes.pointer(pointer)
         status, device = ctypes.c_int32(0), ctypes.c_int32(0)
@@ -120,11 +121,12 @@ class HostFunction:
             raise EmulatorError(f"the kernel's module failed to load: status {status.value}")
 
     def _call(self, name: str, slots: Sequence[Any]) -> None:
+        """Call a function of the library with an array of pointers."""
         array = (ctypes.c_void_p * len(slots))(*[ctypes.cast(s, ctypes.c_void_p) for s in slots])
         getattr(self.library, name)(array)
 
     def capture(self, arguments: Sequence[bytes]) -> list[Captured]:
-        """The launches that a call with these packed arguments makes, in order."""
+        """Return the launches that a call with these packed arguments makes, in order."""
         launches: list[Captured] = []
         errors: list[Exception] = []
 
@@ -150,6 +152,7 @@ class HostFunction:
         return launches
 
     def _captured(self, config: _Config, name: str, params: Any) -> Captured:
+        """Return a launch from the C structures that describe it."""
         kernel = self.kernels[name]
         blob = bytearray(kernel.param_bytes)
         for i, p in enumerate(kernel.params):
@@ -166,8 +169,11 @@ class HostFunction:
 
 
 def _load_runtime() -> None:
-    """Loads the DSL's runtime: an object compiled for an architecture other than that of
-    CUTE_DSL_ARCH cannot be written out until its symbols are in the process."""
+    """Load the DSL's runtime.
+
+    An object compiled for an architecture other than that of CUTE_DSL_ARCH cannot be written out
+    until its symbols are in the process.
+    """
     from cutlass.base_dsl.env_manager import get_prefix_dsl_libs
 
     for path in (get_prefix_dsl_libs("CUTE_DSL") or "").split(":"):
@@ -176,6 +182,6 @@ def _load_runtime() -> None:
 
 
 def host_function(compiled: Any, kernels: dict[str, PtxKernel]) -> HostFunction:
-    """The host function of an object that `cute.compile` returned."""
+    """Return the host function of an object that `cute.compile` returned."""
     _load_runtime()
     return HostFunction(compiled.dump_to_object(_PREFIX), compiled.function_name, kernels)

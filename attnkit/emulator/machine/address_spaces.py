@@ -1,4 +1,4 @@
-"""Where the address spaces lie in the emulator's generic space."""
+"""Says where the address spaces lie in the emulator's generic space."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of asynchronous operations that a gang or a thread has started and not waited for."""
+"""Holds groups of asynchronous operations that a gang or a thread has not waited for."""
 
 from __future__ import annotations
 

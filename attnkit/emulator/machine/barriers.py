@@ -1,4 +1,4 @@
-"""State of mbarriers, named barriers and the cluster barrier."""
+"""Models mbarriers, named barriers and the cluster barrier."""
 
 from __future__ import annotations
 
@@ -14,9 +14,19 @@ MAX_COUNT = (1 << 20) - 1
 
 @dataclass(eq=False)
 class MBarrier:
-    """An mbarrier object (PTX ISA, "mbarrier"): phase, pending arrivals and transaction count.
+    """Models an mbarrier object (PTX ISA, "mbarrier").
 
-    The phase completes when no arrivals are pending and the transaction count is zero.
+    A phase completes when no arrivals are pending and the transaction count is zero.
+
+    Attributes:
+        offset: its address in shared memory.
+        count: arrivals that a phase needs; `pending`: those still missing.
+        line: the line of the PTX that initialised it.
+        tx: the transaction count, in bytes.
+        flips: how many phases have completed.
+        released: what those who arrived in this phase know, if races are watched.
+        done: what those who wait for the last completed phase learn.
+        initialised: (agent, time) of its initialisation.
     """
 
     offset: int
@@ -29,7 +39,7 @@ class MBarrier:
     flips: int = 0
     released: tuple[Vector, Vector] | None = None
     done: tuple[Vector, Vector] | None = None
-    made: tuple[int, int] | None = None
+    initialised: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.count <= MAX_COUNT:
@@ -37,23 +47,26 @@ class MBarrier:
         self.pending = self.count
 
     def release(self, who: Clock | None, relaxed: bool = False) -> None:
-        """Adds what `who` knows to what a waiter will learn."""
+        """Add what `who` knows to what a waiter will learn."""
         if who is not None:
             self.released = joined(self.released, who.handed_on(relaxed))
 
     def arrive(self, n: int) -> None:
+        """Count `n` arrivals."""
         self.pending -= n
         if self.pending < 0:
             raise Trap("barrier", f"more arrivals than expected on {self}")
         self._complete()
 
     def expect(self, tx: int) -> None:
+        """Add `tx` bytes to the transaction count; a negative number completes bytes."""
         self.tx += tx
         if not -MAX_TX <= self.tx <= MAX_TX:
             raise Trap("barrier", f"transaction count out of range on {self}")
         self._complete()
 
     def _complete(self) -> None:
+        """Complete the phase, if nothing is missing."""
         if self.pending == 0 and self.tx == 0:
             self.done = self.released
             self.phase ^= 1
@@ -69,7 +82,7 @@ class MBarrier:
 
 @dataclass(eq=False)
 class NamedBarrier:
-    """bar.sync / bar.arrive (PTX ISA, bar): counts threads, in warps."""
+    """Models a barrier of bar.sync and bar.arrive (PTX ISA, bar); it counts threads, in warps."""
 
     number: int
     threads: int = 0
@@ -80,7 +93,7 @@ class NamedBarrier:
     clocks: dict[int, tuple[Vector, Vector]] = field(default_factory=dict)
 
     def arrive(self, lanes: int, threads: int, warps: tuple[int, ...]) -> bool:
-        """Counts `lanes` more threads of `threads`; True if that completes the barrier."""
+        """Count `lanes` more threads of `threads`; return whether that completes the barrier."""
         if threads % 32 or threads <= 0:
             raise Trap("barrier", f"barrier {self.number}: {threads} threads is no multiple of 32")
         if self.arrived and self.threads != threads:
@@ -101,6 +114,7 @@ class NamedBarrier:
         return False
 
     def release(self, who: Clock | None) -> None:
+        """Add what `who` knows to what those who wait will learn."""
         if who is not None:
             accumulate(self.clocks, self.generation, who)
 
@@ -114,7 +128,7 @@ class NamedBarrier:
 
 @dataclass(eq=False)
 class ClusterBarrier:
-    """barrier.cluster (PTX ISA) over all warps of a cluster."""
+    """Models barrier.cluster (PTX ISA) over all warps of a cluster."""
 
     warps: int
     arrived: int = 0
@@ -122,6 +136,7 @@ class ClusterBarrier:
     clocks: dict[int, tuple[Vector, Vector]] = field(default_factory=dict)
 
     def arrive(self, n: int) -> None:
+        """Count the arrival of `n` warps."""
         self.arrived += n
         if self.arrived == self.warps:
             self.arrived = 0
@@ -131,7 +146,7 @@ class ClusterBarrier:
 
 
 def accumulate(clocks: dict[int, Any], generation: int, who: Clock, relaxed: bool = False) -> None:
-    """Joins the clock of `who` into what generation `generation` of a barrier hands on."""
+    """Join the clock of `who` into what generation `generation` of a barrier hands on."""
     told = joined(clocks.get(generation), who.handed_on(relaxed))
     if told is not None:
         clocks[generation] = told

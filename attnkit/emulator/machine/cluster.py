@@ -1,4 +1,4 @@
-"""A cluster of CTAs: asynchronous work, shared memory across CTAs, and barriers."""
+"""Models a cluster of CTAs: asynchronous work, shared memory across CTAs, and barriers."""
 
 from __future__ import annotations
 

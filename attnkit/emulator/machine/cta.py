@@ -1,4 +1,4 @@
-"""One CTA: its shared, local and tensor memory, its barriers and its parameters."""
+"""Models a CTA: its shared, local and tensor memory, its barriers and its parameters."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Cta:
         return self.exited < self.threads
 
     def view(self, dtype: Any, n: int) -> Lanes:
-        """Shared memory as items of `dtype`, in rows of n if n > 1."""
+        """Return shared memory as items of `dtype`, in rows of n if n > 1."""
         key = (dtype, n)
         if key not in self._views:
             v = self.smem.view(dtype)
@@ -70,7 +70,7 @@ class Cta:
         return self._views[key]
 
     def checked(self, offsets: Lanes) -> Lanes:
-        """`offsets` into shared memory, if all are inside."""
+        """Return `offsets` into shared memory, if all are inside."""
         lo, hi = int(offsets.min()), int(offsets.max())
         if lo < 0 or hi >= self.smem.size:
             raise Trap(
@@ -79,6 +79,7 @@ class Cta:
         return offsets
 
     def param(self, offset: int, dtype: Any, width: int) -> Lanes:
+        """Return a kernel parameter as a vector of `width` lanes."""
         key = (offset, dtype, width)
         if key not in self._params:
             size = np.dtype(dtype).itemsize
@@ -87,6 +88,7 @@ class Cta:
         return self._params[key]
 
     def tensor_map(self, address: int) -> TensorMap:
+        """Return the tensor map at an address of a parameter or of global memory."""
         if address not in self._maps:
             off = address - PARAM_BASE
             if 0 <= off <= len(self.launch.params) - 128:
@@ -100,8 +102,10 @@ class Cta:
         return self._maps[address]
 
     def barrier_name(self, offset: int, line: int) -> str:
-        """A word for the mbarrier at `offset`, initialised at a line of the PTX: as it was given, or
-        as the program calls it."""
+        """Return a word for the mbarrier at `offset`, initialised at a line of the PTX.
+
+        It is the one that `describe` gave, or the one that the kernel's source uses.
+        """
         given = self.launch.names.get(offset)
         if given is not None:
             return given
@@ -112,7 +116,9 @@ class Cta:
         )
 
     def clc_words(self, ctaid: tuple[int, int, int] | None) -> bytes:
-        """Our encoding of the opaque response of clusterlaunchcontrol.try_cancel; the numbers in a
-        refusal are undefined, so they are none that a grid has."""
+        """Encode a response of clusterlaunchcontrol.try_cancel, which is opaque to programs.
+
+        The numbers in a refusal are undefined, so they are none that a grid has.
+        """
         x, y, z = ctaid or (UNDEFINED, UNDEFINED, UNDEFINED)
         return struct.pack("<4I", x, y, z, 1 if ctaid else 0)

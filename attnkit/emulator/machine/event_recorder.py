@@ -1,7 +1,7 @@
-"""What the warps of one cluster did, in order: the input of the timeline.
+"""Records what the warps of one cluster did, in order: the input of the timeline.
 
 Only with a recorder in the launch are events kept. They name barriers by object and phase, so that
-whoever replays them knows what waits for what, whatever the order in which the emulator ran it.
+a replay knows what waits for what, whatever the order in which the emulator ran it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ Kind = Literal[
 
 
 class Event(NamedTuple):
-    """`line` of the PTX; `what` is a barrier (or as said above), `phase` its phase."""
+    """Records one event at `line` of the PTX.
+
+    `what` is a barrier (or as said at `Kind`), `phase` its phase.
+    """
 
     kind: Kind
     line: int
@@ -39,7 +42,7 @@ class Event(NamedTuple):
 
 @dataclass(eq=False)
 class Stream:
-    """The events of warps that run together. A stream may begin within another one."""
+    """Holds the events of warps that run together. A stream may begin within another one."""
 
     cta: tuple[int, int, int]
     rank: int
@@ -51,9 +54,11 @@ class Stream:
     def add(
         self, kind: Kind, line: int, amount: float = 0.0, what: Any = None, phase: int = 0
     ) -> None:
+        """Append an event."""
         self.events.append(Event(kind, line, amount, what, phase))
 
     def part(self, warps: tuple[int, ...]) -> Stream:
+        """Return the stream of warps that leave this one."""
         return Stream(self.cta, self.rank, warps, self, len(self.events))
 
 
@@ -76,14 +81,14 @@ class Recorder:
     def stream(
         self, ids: list[tuple[int, int, int]], rank: int, warps: tuple[int, ...]
     ) -> Stream | None:
-        """A new stream, if the cluster of CTAs `ids` is the one that is watched."""
+        """Return a new stream, if the cluster of CTAs `ids` is the one that is watched."""
         if self.cta not in ids:
             return None
         self.streams.append(Stream(ids[rank], rank, warps))
         return self.streams[-1]
 
     def part(self, of: Stream | None, warps: tuple[int, ...]) -> Stream | None:
-        """The stream of warps that leave another."""
+        """Return the stream of warps that leave another."""
         if of is None:
             return None
         self.streams.append(of.part(warps))

@@ -1,4 +1,4 @@
-"""A gang: the warps of one CTA that run in lockstep, as instructions see them.
+"""Models a gang: warps of one CTA that run in lockstep, as instructions see them.
 
 The word is ISPC's. Registers are vectors with one element per thread of the gang (32, 64, 96 or
 128); instructions work on all of them at once.

@@ -1,4 +1,4 @@
-"""Global memory: the caller's arrays, and nothing else, by their real addresses."""
+"""Models global memory: the caller's arrays, and nothing else, by their real addresses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from attnkit.errors import ArgumentError
 
 @dataclass(eq=False)
 class Buffer:
-    """One range of global memory. `written` marks the bytes with a defined value, if tracked."""
+    """Holds one range of global memory; `written` marks bytes with a defined value, if tracked."""
 
     name: str
     base: int
@@ -26,9 +26,11 @@ class Buffer:
 
     @property
     def end(self) -> int:
+        """Return the address after the last byte."""
         return self.base + self.data.size
 
     def view(self, dtype: Any) -> Lanes:
+        """Return the bytes as items of `dtype`."""
         if dtype not in self.views:
             size = np.dtype(dtype).itemsize
             self.views[dtype] = self.data[: self.data.size // size * size].view(dtype)
@@ -36,7 +38,7 @@ class Buffer:
 
 
 def extent(array: Any) -> tuple[int, int]:
-    """(address, bytes) that a numpy array or a torch CPU tensor spans."""
+    """Return (address, bytes) that a numpy array or a torch CPU tensor spans."""
     if isinstance(array, np.ndarray):
         address, shape = array.__array_interface__["data"][0], array.shape
         strides: Sequence[int] = array.strides
@@ -63,14 +65,14 @@ class Undefined:
 
 
 class GlobalMemory:
-    """The buffers that a launch may touch; an access outside all of them is a fault."""
+    """Holds the buffers that a launch may access; an access outside all of them is a fault."""
 
     def __init__(self) -> None:
         self.buffers: list[Buffer] = []
         self._keep: list[Any] = []
 
     def add(self, name: str, array: Any, *, undefined: bool = False) -> int:
-        """Registers `array` and returns its address; `undefined`: reads before writes are faults."""
+        """Register `array` and return its address; `undefined`: reads before writes are faults."""
         address, size = extent(array)
         if size:
             raw = (ctypes.c_ubyte * size).from_address(address)
@@ -81,7 +83,7 @@ class GlobalMemory:
         return address
 
     def find(self, lo: int, hi: int) -> Buffer:
-        """The buffer that holds bytes [lo, hi)."""
+        """Return the buffer that holds bytes [lo, hi)."""
         for b in self.buffers:
             if b.base <= lo and hi <= b.end:
                 return b
@@ -89,7 +91,7 @@ class GlobalMemory:
         raise Trap("bounds", f"global access [{lo:#x}, {hi:#x}) is in no argument: {near}")
 
     def check_defined(self, b: Buffer, lo: Any, size: int) -> None:
-        """Faults if any byte of [lo, lo + size) (offsets, scalar or vector) was never written."""
+        """Fault if any byte of [lo, lo + size) (offsets, scalar or vector) was never written."""
         if (
             b.written is not None
             and not b.written[np.asarray(lo)[..., None] + np.arange(size)].all()
@@ -97,12 +99,13 @@ class GlobalMemory:
             raise Trap("uninitialised", f"read of {b.name} before anything was written there")
 
     def mark(self, b: Buffer, lo: Any, size: int) -> None:
+        """Mark the bytes [lo, lo + size) as written."""
         if b.written is not None:
             b.written[(np.asarray(lo)[..., None] + np.arange(size)).ravel()] = True
 
 
 def arrays(args: Sequence[Any]) -> list[Any]:
-    """The arrays among the arguments of a run, those in sequences and outputs included."""
+    """Return the arrays among the arguments of a run, those in sequences and outputs included."""
     out: list[Any] = []
     for a in args:
         if isinstance(a, list | tuple):
@@ -115,18 +118,18 @@ def arrays(args: Sequence[Any]) -> list[Any]:
 
 
 def snapshot(args: Sequence[Any]) -> list[Lanes]:
-    """Copies of the bytes that the arrays among `args` span."""
+    """Return copies of the bytes that the arrays among `args` span."""
     return [_bytes(a).copy() for a in arrays(args)]
 
 
 def restore(args: Sequence[Any], saved: Sequence[Lanes]) -> None:
-    """Writes a snapshot back."""
+    """Write a snapshot back."""
     for a, data in zip(arrays(args), saved, strict=True):
         _bytes(a)[:] = data
 
 
 def _bytes(array: Any) -> Lanes:
-    """The bytes that an array spans, as a view."""
+    """Return the bytes that an array spans, as a view."""
     memory = GlobalMemory()
     memory.add("array", array)
     return memory.buffers[0].data if memory.buffers else np.zeros(0, np.uint8)

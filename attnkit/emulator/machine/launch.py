@@ -1,4 +1,4 @@
-"""A launch: the grid of a kernel, its parameters, how it is to be run, and what was found."""
+"""Holds a launch: the grid of a kernel, its parameters, its mode, and its findings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matrix descriptors of wgmma and tcgen05: which bytes of shared memory hold an operand.
+"""Decodes matrix descriptors of wgmma and tcgen05: which bytes of shared memory hold an operand.
 
 PTX ISA, "Matrix Descriptor Format" of wgmma, "Shared Memory Descriptor" of tcgen05, and the
 sections "Canonical Layouts" and "Swizzling Modes".
@@ -21,8 +21,8 @@ _WIDTH = {7: 128, 3: 64, 1: 32, 0: 16}
 
 
 @dataclass(frozen=True)
-class Matrix:
-    """Start address, leading and stride byte offsets, and the swizzle as an XOR mask."""
+class MatrixDescriptor:
+    """Holds start address, leading and stride byte offsets, and the swizzle as an XOR mask."""
 
     start: int
     leading: int
@@ -30,13 +30,15 @@ class Matrix:
     mask: int
 
 
-def of_wgmma(d: int) -> Matrix:
+def of_wgmma(d: int) -> MatrixDescriptor:
+    """Decode a matrix descriptor of wgmma."""
     if (d >> 49) & 7:
         raise Trap("descriptor", f"wgmma descriptor {d:#x}: base offset {(d >> 49) & 7} is not 0")
     return _fields(d, _WGMMA_SWIZZLE[d >> 62])
 
 
-def of_tcgen05(d: int) -> Matrix:
+def of_tcgen05(d: int) -> MatrixDescriptor:
+    """Decode a shared memory descriptor of tcgen05."""
     if (d >> 46) & 7 != 1:
         raise Trap("descriptor", f"tcgen05 descriptor {d:#x}: bits 46-48 must be 0b001")
     if (d >> 49) & 7:
@@ -48,18 +50,23 @@ def of_tcgen05(d: int) -> Matrix:
     return _fields(d, _TCGEN_SWIZZLE[d >> 61])
 
 
-def _fields(d: int, mask: int) -> Matrix:
-    return Matrix((d & 0x3FFF) << 4, ((d >> 16) & 0x3FFF) << 4, ((d >> 32) & 0x3FFF) << 4, mask)
+def _fields(d: int, mask: int) -> MatrixDescriptor:
+    """Decode the fields that both descriptors have."""
+    return MatrixDescriptor(
+        (d & 0x3FFF) << 4, ((d >> 16) & 0x3FFF) << 4, ((d >> 32) & 0x3FFF) << 4, mask
+    )
 
 
 def swizzled(address: Lanes, mask: int) -> Lanes:
-    """XOR of address bits 4-6 with bits 7-9, as far as the mask reaches."""
+    """Return the XOR of address bits 4-6 with bits 7-9, as far as the mask reaches."""
     return address ^ (((address >> 7) & mask) << 4) if mask else address
 
 
 @lru_cache(maxsize=4096)
-def elements(m: Matrix, rows: tuple[int, int], k: int, item: int, mn_major: bool) -> Lanes:
-    """Offsets in shared memory, in bytes, [rows, k], of the elements of rows rows[0] to rows[1]."""
+def elements(
+    m: MatrixDescriptor, rows: tuple[int, int], k: int, item: int, mn_major: bool
+) -> Lanes:
+    """Return offsets in shared memory, in bytes, [rows, k], of rows rows[0] to rows[1]."""
     r, c = np.arange(*rows)[:, None], np.arange(k)[None, :]
     width = _WIDTH[m.mask]
     per_row = width // item

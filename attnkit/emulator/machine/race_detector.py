@@ -1,12 +1,13 @@
-"""Happens-before race detection with vector clocks, on shared and tensor memory.
+"""Detects races by happens-before, with vector clocks, on shared and tensor memory.
 
-Shared memory is tracked in granules of 4 bytes (fewer if the kernel stores fewer), tensor memory by column and quarter of the lanes.
-Every warp and every asynchronous unit is an agent with a clock; barriers carry clocks from those
-that arrive to those that wait. A second clock, `fenced`, holds what a proxy fence has made visible
-to the asynchronous proxy (PTX ISA, "Proxies", and fence.proxy). A granule without a writer is uninitialised.
+Shared memory is tracked in granules of 4 bytes (fewer if the kernel stores fewer), tensor memory by
+column and quarter of the lanes. Every warp and every asynchronous unit is an agent with a clock;
+barriers carry clocks from those that arrive to those that wait. A second clock, `fenced`, holds
+what a proxy fence has made visible to the asynchronous proxy (PTX ISA, "Proxies", and fence.proxy).
+A granule without a writer is uninitialised.
 
-A relaxed arrival hands on only what its agent knew at its last fence, and what a relaxed wait brings
-counts from the next fence on (PTX ISA, "Release and Acquire Patterns").
+A relaxed arrival hands on only what its agent knew at its last fence, and what a relaxed wait
+brings counts from the next fence on (PTX ISA, "Release and Acquire Patterns").
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ TMEM_GRANULES = 512 * 4
 
 @dataclass(eq=False)
 class Clock:
-    """An agent at a moment: its own time, and what it knows of the others."""
+    """Holds the time of an agent, and what it knows of the others (a vector clock)."""
 
     agent: int
     known: Vector
@@ -35,28 +36,31 @@ class Clock:
 
     @property
     def now(self) -> int:
+        """Return the agent's own time."""
         return int(self.known[self.agent])
 
     def tick(self) -> None:
+        """Advance the agent's own time."""
         self.known[self.agent] += 1
 
     def join(self, known: Vector, fenced: Vector) -> None:
+        """Add what others know."""
         np.maximum(self.known, known, out=self.known)
         np.maximum(self.fenced, fenced, out=self.fenced)
 
     def handed_on(self, relaxed: bool) -> tuple[Vector, Vector] | None:
-        """What an arrival tells those who wait for it."""
+        """Return what an arrival tells those who wait for it."""
         return self.published if relaxed else (self.known, self.fenced)
 
     def learn(self, told: tuple[Vector, Vector], relaxed: bool) -> None:
-        """Takes what a wait brought."""
+        """Take what a wait brought."""
         if relaxed:
             self.awaited = joined(self.awaited, told)
         else:
             self.join(*told)
 
     def fence(self) -> None:
-        """fence.acq_rel, fence.sc, membar."""
+        """Execute fence.acq_rel, fence.sc or membar."""
         if self.awaited is not None:
             self.join(*self.awaited)
             self.awaited = None
@@ -67,7 +71,7 @@ class Clock:
 def joined(
     a: tuple[Vector, Vector] | None, b: tuple[Vector, Vector] | None
 ) -> tuple[Vector, Vector] | None:
-    """What is known from one or the other; tuples of their own."""
+    """Return what is known from one or the other, in tuples of their own."""
     if a is None or b is None:
         one = b if a is None else a
         return None if one is None else (one[0].copy(), one[1].copy())
@@ -76,7 +80,7 @@ def joined(
 
 @dataclass(frozen=True)
 class Conflict:
-    """A pair of accesses without an order. `first` and `second`: (agent's name, PTX line)."""
+    """Describes two accesses without an order. `first` and `second`: (agent's name, PTX line)."""
 
     kind: str
     text: str
@@ -86,7 +90,7 @@ class Conflict:
 
 
 class RaceDetector:
-    """Shadow state of the shared and tensor memory of one cluster."""
+    """Holds the shadow state of the shared and tensor memory of one cluster, and its conflicts."""
 
     def __init__(self, ctas: int, size: int, agents: int, grain: int = 4) -> None:
         self.grain = grain
@@ -110,6 +114,7 @@ class RaceDetector:
         self.counts: dict[tuple[str, int, int], int] = {}
 
     def agent(self, name: str) -> int:
+        """Return the number of an agent."""
         if name not in self.index:
             # When the table is full, the last agents share one clock: fewer races are seen.
             self.index[name] = min(len(self.names), self.agents - 1)
@@ -118,13 +123,14 @@ class RaceDetector:
         return self.index[name]
 
     def warp(self, name: str) -> Clock:
+        """Return the clock of a warp that starts."""
         a = self.agent(name)
         known = np.zeros(self.agents, np.int32)
         known[a] = 1
         return Clock(a, known, np.zeros(self.agents, np.int32))
 
     def issue(self, by: Clock, unit: str, line: int, *, ordered: bool) -> Clock:
-        """The clock of an asynchronous operation; `ordered`: after all earlier ones of the unit."""
+        """Return the clock of an asynchronous operation; `ordered`: after those of the unit before."""
         a = self.agent(unit)
         last = self.units.get(unit)
         op = Clock(a, by.known.copy(), by.fenced.copy(), line)
@@ -137,7 +143,7 @@ class RaceDetector:
 
     # ---- accesses
     def shared(self, rank: int, byte: int | NDArray[Any], size: int) -> Index:
-        """Granules of `size` bytes from offset(s) `byte` of a CTA's shared memory."""
+        """Return the granules of `size` bytes from offset(s) `byte` of a CTA's shared memory."""
         first = self.stride * rank
         if isinstance(byte, int):
             return slice(first + byte // self.grain, first + -(-(byte + size) // self.grain))
@@ -146,7 +152,7 @@ class RaceDetector:
         return base if n == 1 else (base[:, None] + np.arange(n)).ravel()
 
     def granules(self, rank: int, offsets: NDArray[Any]) -> Index:
-        """Granules of the bytes at `offsets`, each once."""
+        """Return the granules of the bytes at `offsets`, each once."""
         key = (id(offsets), rank)
         if key not in self._granules:
             found = self.stride * rank + np.unique(offsets // self.grain)
@@ -154,12 +160,14 @@ class RaceDetector:
         return self._granules[key][1]
 
     def tensor(self, rank: int, column: int, columns: int, quarter: int | None = None) -> Index:
+        """Return the granules of columns of a CTA's tensor memory."""
         base = self.stride * rank + self.words + 4 * column
         if quarter is None:
             return slice(base, base + 4 * columns)
         return slice(base + quarter, base + 4 * columns, 4)
 
     def read(self, i: Index, who: Clock, *, asynchronous: bool, line: int) -> None:
+        """Record a read, and report it if it is not ordered after the last write."""
         a, t = self.writer[i], self.written[i]
         if (a < 0).any():
             self._report(
@@ -177,6 +185,7 @@ class RaceDetector:
         self.read_line[i] = line
 
     def write(self, i: Index, who: Clock, *, generic: bool, line: int) -> None:
+        """Record a write, and report it if it is not ordered after earlier accesses."""
         a, t = self.writer[i], self.written[i]
         bad = t > who.known[a]
         if bad.any():
@@ -194,7 +203,9 @@ class RaceDetector:
         self.by_atomic[i] = False
 
     def atomic(self, i: Index, who: Clock, *, line: int) -> None:
-        """An atomic: it races with plain accesses, not with other atomics, which order it too."""
+        """Record an atomic: it races with plain accesses, not with other atomics, which order it
+        too.
+        """
         shared = self.atomics.setdefault(
             "all", Clock(who.agent, who.known.copy(), who.fenced.copy())
         )
@@ -208,7 +219,7 @@ class RaceDetector:
         who.tick()
 
     def ordered(self, agent: int, time: int, who: Clock, text: str, line: int, first: int) -> None:
-        """Reports unless `who` knows of `agent` at `time` (used for mbarrier.init)."""
+        """Report unless `who` knows of `agent` at `time` (used for mbarrier.init)."""
         if time > who.known[agent]:
             key = (text, first, line)
             a, b = (self.names[agent], first), (self.names[who.agent], line)
@@ -218,6 +229,7 @@ class RaceDetector:
     def _report(
         self, kind: str, text: str, i: Index, bad: Any, who: Clock, line: int, other: int = -1
     ) -> None:
+        """Add a conflict, or count it if it is known."""
         j = int(np.flatnonzero(bad)[0])
         g = int(i.start + j * (i.step or 1) if isinstance(i, slice) else np.ravel(i)[j])
         lines = self.read_line if other >= 0 else self.write_line
@@ -231,8 +243,10 @@ class RaceDetector:
         self.counts[key] = self.counts.get(key, 0) + 1
 
     def where(self, granule: int) -> str:
+        """Return words for the place of a granule."""
         rank, off = divmod(granule, self.stride)
         if off < self.words:
             return f"shared memory +{self.grain * off:#x} of CTA rank {rank}"
         column, quarter = divmod(off - self.words, 4)
-        return f"tensor memory column {column}, lanes {32 * quarter}-{32 * quarter + 31}, CTA rank {rank}"
+        lanes = f"{32 * quarter}-{32 * quarter + 31}"
+        return f"tensor memory column {column}, lanes {lanes}, CTA rank {rank}"

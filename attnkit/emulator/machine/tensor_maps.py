@@ -1,4 +1,4 @@
-"""The 128-byte tensor map, as host code of the CuTe DSL builds it, and the boxes it selects."""
+"""Decodes the 128-byte tensor map of the CuTe DSL's host code, and selects boxes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ _ALWAYS = 1 << 1 | 1 << 18  # bits that the DSL always sets
 
 @dataclass(frozen=True)
 class TensorMap:
-    """Lists have the innermost dimension first; strides are in bytes."""
+    """Holds a decoded tensor map.
+
+    Lists have the innermost dimension first; strides are in bytes.
+    """
 
     base: int
     kind: str
@@ -43,16 +46,17 @@ class TensorMap:
 
     @cached_property
     def box_bytes(self) -> int:
+        """Return the bytes of a box."""
         return int(np.prod(self.box)) * self.item
 
     @cached_property
     def chunks(self) -> Lanes:
-        """Order of the 16-byte chunks of the box, before the swizzle."""
+        """Return the order of the 16-byte chunks of the box, before the swizzle."""
         return np.arange(self.box_bytes // 16)
 
 
 def decode(raw: bytes) -> TensorMap:
-    """Decodes a tensor map of the layout that the DSL's host code writes (found by experiment)."""
+    """Decode a tensor map of the layout that the DSL's host code writes (found by experiment)."""
     w = struct.unpack("<16Q", raw)
     rank = ((w[1] >> 4) & 7) + 1
     code, interleave, swizzle = (w[1] >> 7) & 15, (w[1] >> 11) & 3, (w[1] >> 13) & 3
@@ -79,7 +83,7 @@ def decode(raw: bytes) -> TensorMap:
 
 
 def encode(m: TensorMap) -> bytes:
-    """The inverse of `decode`, for tests and for launches without the DSL's host code."""
+    """Encode a tensor map, for tests and for launches without the DSL's host code."""
     w = [0] * 16
     rank = len(m.dims)
     code = next(c for c, (n, k) in ELEMENTS.items() if (n, k) == (m.item, m.kind))
@@ -100,7 +104,7 @@ def encode(m: TensorMap) -> bytes:
 
 
 def _check(m: TensorMap) -> None:
-    """Restrictions of tensor maps (CUDA driver API, cuTensorMapEncodeTiled)."""
+    """Check the restrictions of tensor maps (CUDA driver API, cuTensorMapEncodeTiled)."""
     if m.base % 16:
         raise Trap("descriptor", f"tensor map base {m.base:#x} is not 16-byte aligned")
     inner = m.box[0] * m.item
@@ -115,8 +119,11 @@ def _check(m: TensorMap) -> None:
 
 @dataclass(frozen=True)
 class Box:
-    """The part of a box inside the tensor: its address, shape and strides (outer first), and
-    the slices of the dense box that it fills."""
+    """Describes the part of a box that is inside the tensor.
+
+    `shape` and `strides` have the outermost dimension first; `slices` are those of the dense box
+    that the part fills.
+    """
 
     address: int
     shape: tuple[int, ...]
@@ -126,7 +133,7 @@ class Box:
 
 
 def select(m: TensorMap, at: list[int]) -> Box | None:
-    """The box at signed coordinates `at` (innermost first); None if it lies wholly outside."""
+    """Return the box at signed coordinates `at` (innermost first); None if it is wholly outside."""
     lo, slices, shape = [], [], []
     for x, n, b in zip(at, m.dims, m.box, strict=True):
         first, last = max(0, x), min(n, x + b)

@@ -1,4 +1,4 @@
-"""The tensor memory of a CTA and its allocation (PTX ISA, "Tensor Memory")."""
+"""Models the tensor memory of a CTA and its allocation (PTX ISA, "Tensor Memory")."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TMEM_COLUMNS = 512
 
 
 class TensorMemory:
-    """512 columns of 128 lanes of 32 bits, and what of them is allocated (PTX ISA, "Tensor Memory")."""
+    """Holds 512 columns of 128 lanes of 32 bits, and what of them is allocated."""
 
     def __init__(self) -> None:
         self._data: Lanes | None = None
@@ -22,13 +22,13 @@ class TensorMemory:
 
     @property
     def data(self) -> Lanes:
-        """[column, lane]; filled with a NaN at first."""
+        """Return the contents [column, lane]; filled with a NaN at first."""
         if self._data is None:
             self._data = np.full((TMEM_COLUMNS, 128), 0x7FC0DEAD, u4)
         return self._data
 
     def allocate(self, columns: int, group: int = 1) -> int:
-        """The first column of the allocation; `group`: CTAs that allocate together."""
+        """Allocate columns and return the first; `group`: CTAs that allocate together."""
         if columns < 32 or columns > TMEM_COLUMNS or columns & (columns - 1):
             raise Trap(
                 "tensor-memory", f"tcgen05.alloc of {columns} columns: a power of 2, 32 to 512"
@@ -54,6 +54,7 @@ class TensorMemory:
         return at
 
     def free(self, base: int, columns: int, group: int = 1) -> None:
+        """Free an allocation."""
         if group == 2:
             self.collective.append(("dealloc", base, columns))
         if self.live.pop(base, None) != columns:
@@ -62,6 +63,7 @@ class TensorMemory:
             )
 
     def check(self, column: int, n: int) -> None:
+        """Fault unless `n` columns from `column` on are allocated."""
         for base, size in self.live.items():
             if base <= column and column + n <= base + size:
                 return

@@ -1,4 +1,4 @@
-"""Number formats that numpy lacks: bf16, tf32 and the two fp8 formats, to and from float32.
+"""Converts number formats that numpy lacks, bf16, tf32 and two of fp8, to and from float32.
 
 Rounding is to nearest even. NaN becomes the canonical NaN of the format (PTX ISA, cvt).
 """
@@ -18,41 +18,46 @@ f2, f4, f8 = np.float16, np.float32, np.float64
 
 
 def bf16_to_f32(bits: Lanes) -> Lanes:
+    """Convert bits of bf16 to float32."""
     return (bits.astype(u4) << u4(16)).view(f4)
 
 
 def f32_to_bf16(x: Lanes) -> Lanes:
+    """Round float32 to bits of bf16."""
     bits = np.ascontiguousarray(x).view(u4)
     rounded = ((bits + u4(0x7FFF) + ((bits >> u4(16)) & u4(1))) >> u4(16)).astype(u2)
     return np.where(x != x, u2(0x7FFF), rounded)
 
 
 def f32_to_bf16_rz(x: Lanes) -> Lanes:
+    """Round float32 toward zero, to bits of bf16."""
     return np.where(x != x, u2(0x7FFF), (x.view(u4) >> u4(16)).astype(u2))
 
 
 def f16_to_f32(bits: Lanes) -> Lanes:
+    """Convert bits of f16 to float32."""
     return bits.view(f2).astype(f4)
 
 
 def f32_to_f16(x: Lanes) -> Lanes:
+    """Round float32 to bits of f16."""
     return np.where(x != x, u2(0x7FFF), x.astype(f2).view(u2))
 
 
 def f32_to_tf32(x: Lanes) -> Lanes:
-    """cvt.rna.tf32: nearest, ties away from zero, on the 10 upper bits of the mantissa."""
+    """Round to tf32 (cvt.rna): nearest, ties away from zero, on 10 bits of the mantissa."""
     bits = x.view(u4)
     return np.where(np.isfinite(x), (bits + u4(0x1000)) & u4(0xFFFFE000), bits).view(f4)
 
 
 def tf32_operand(bits: Lanes) -> Lanes:
-    """What a tensor core reads of a tf32 operand: the lower 13 bits are ignored."""
+    """Return what a tensor core reads of a tf32 operand: the lower 13 bits are ignored."""
     return (bits & u4(0xFFFFE000)).view(f4)
 
 
 @cache
 def fp8_table(kind: str) -> NDArray[np.float32]:
-    """The 256 values of e4m3 (no infinity, NaN = 0x7f) or e5m2 (IEEE-like)."""
+    """Return the 256 values of e4m3 (no infinity, NaN = 0x7f) or e5m2 (IEEE-like)."""
     exp_bits, man_bits, bias = (4, 3, 7) if kind == "e4m3" else (5, 2, 15)
     code = np.arange(256)
     sign = np.where(code & 0x80, -1.0, 1.0)
@@ -70,11 +75,12 @@ def fp8_table(kind: str) -> NDArray[np.float32]:
 
 
 def fp8_to_f32(bits: Lanes, kind: str) -> Lanes:
+    """Convert bits of fp8 to float32."""
     return fp8_table(kind)[bits]
 
 
 def f32_to_fp8(x: Lanes, kind: str) -> Lanes:
-    """cvt.rn.satfinite: nearest even, overflow becomes the largest finite value."""
+    """Round to fp8 (cvt.rn.satfinite): nearest even, overflow becomes the largest finite value."""
     table = fp8_table(kind)[:128]
     finite = table[np.isfinite(table)].astype(f8)
     a = np.minimum(np.abs(np.nan_to_num(x.astype(f8))), finite[-1])
@@ -87,7 +93,7 @@ def f32_to_fp8(x: Lanes, kind: str) -> Lanes:
 
 
 def to_f32(bits: Lanes, kind: str) -> Lanes:
-    """Elements of a tensor-core operand, as stored, to float32 (or int32 for s8 and u8)."""
+    """Convert elements of a tensor-core operand to float32 (to float64 for s8 and u8)."""
     if kind == "bf16":
         return bf16_to_f32(bits)
     if kind == "f16":

@@ -1,4 +1,4 @@
-"""Register layouts of tensor-core fragments of mma and wgmma, for many warps at once.
+"""Converts register fragments of mma and wgmma to matrices and back, for many warps at once.
 
 Lane t of a warp holds row t // 4 of each 8-row half and, of each 16-byte chunk of the other
 dimension, the 4 bytes number t % 4.
@@ -22,7 +22,7 @@ from attnkit.emulator.numerics.formats import (
 
 
 def a_operand(regs: list[Lanes], kind: str) -> Lanes:
-    """[warps, 16, K] float32 from registers: register j has row half j % 2, K chunk j // 2."""
+    """Return A, [warps, 16, K] float32: register j has row half j % 2, K chunk j // 2."""
     item = ELEMENT_BYTES[kind]
     x = np.stack([r.view(u4) for r in regs]).reshape(len(regs) // 2, 2, -1, 8, 4)
     x = x[..., None].view(STORAGE[item])
@@ -31,7 +31,7 @@ def a_operand(regs: list[Lanes], kind: str) -> Lanes:
 
 
 def b_operand(regs: list[Lanes], kind: str) -> Lanes:
-    """[warps, 8, K] float32 from registers: register j has K chunk j."""
+    """Return B, [warps, 8, K] float32: register j has K chunk j."""
     item = ELEMENT_BYTES[kind]
     x = np.stack([r.view(u4) for r in regs]).reshape(len(regs), -1, 8, 4)
     x = x[..., None].view(STORAGE[item])
@@ -40,14 +40,17 @@ def b_operand(regs: list[Lanes], kind: str) -> Lanes:
 
 
 def to_registers(d: Lanes) -> Lanes:
-    """[warps, 16, N] to [N / 2, lanes]: register 4 n + 2 h + l is row half h, column 8 n + ... l."""
+    """Convert [warps, 16, N] to [N / 2, lanes].
+
+    Register 4 n + 2 h + l is row half h, column 8 n + ... l.
+    """
     warps, _, n = d.shape
     x = d.reshape(warps, 2, 8, n // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4)
     return np.ascontiguousarray(x).reshape(n // 2, warps * 32)
 
 
 def accumulators(regs: list[Any], kind: str) -> list[Lanes]:
-    """Accumulator registers as float32 (f32, f16 unpacked) or int32 vectors."""
+    """Return accumulator registers as float32 (f32, f16 unpacked) or int32 vectors."""
     if kind == "f32":
         return [r.view(f4) for r in regs]
     if kind == "s32":
@@ -60,7 +63,7 @@ def accumulators(regs: list[Any], kind: str) -> list[Lanes]:
 
 
 def packed_accumulators(values: list[Lanes], kind: str) -> list[Lanes]:
-    """The inverse of `accumulators`, as u4 (f16, s32) or f4 vectors."""
+    """Convert the vectors of `accumulators` back, to u4 (f16, s32) or f4 vectors."""
     if kind == "f32":
         return values
     if kind == "s32":

@@ -1,4 +1,4 @@
-"""Functions that generated code calls: arithmetic on vectors of lanes that numpy has no name for.
+"""Computes on vectors of lanes what numpy has no name for; generated code calls these functions.
 
 A vector of lanes has one element per thread of a gang (32, 64, 96 or 128).
 """
@@ -33,6 +33,7 @@ TINY = f4(np.finfo(f4).tiny)
 
 
 def pack2(lo: Lanes, hi: Lanes) -> Lanes:
+    """Pack two 32-bit registers into a 64-bit one."""
     out = np.empty((lo.size, 2), u4)
     out[:, 0] = lo
     out[:, 1] = hi
@@ -40,7 +41,10 @@ def pack2(lo: Lanes, hi: Lanes) -> Lanes:
 
 
 def quad(lo: Lanes, hi: Lanes) -> Lanes:
-    """A b128 register: 16 opaque bytes, held as complex128 so that `where` can move it."""
+    """Pack two 64-bit registers into a b128 one.
+
+    Its 16 opaque bytes are held as complex128, so that `where` can move them.
+    """
     out = np.empty((lo.size, 2), u8)
     out[:, 0] = lo
     out[:, 1] = hi
@@ -48,17 +52,17 @@ def quad(lo: Lanes, hi: Lanes) -> Lanes:
 
 
 def ftz(x: Lanes) -> Lanes:
-    """Subnormals become zero of the same sign."""
+    """Flush subnormals to zero of the same sign."""
     return x * (np.abs(x) >= TINY)
 
 
 def fma(a: Lanes, b: Lanes, c: Lanes) -> Lanes:
-    """float32 fused multiply-add: the product is exact in float64, the sum is rounded twice."""
+    """Multiply and add float32: the product is exact in float64, the sum is rounded twice."""
     return (a.astype(f8) * b + c).astype(f4)
 
 
 def directed(x: Lanes, mode: str, rest: Lanes | None = None) -> Lanes:
-    """float64 to float32, rounding toward zero (rz), down (rm) or up (rp).
+    """Convert float64 to float32, rounding toward zero (rz), down (rm) or up (rp).
 
     Args:
         rest: what `x` lacks of the exact value, less than its last bit.
@@ -76,7 +80,7 @@ def directed(x: Lanes, mode: str, rest: Lanes | None = None) -> Lanes:
 
 
 def directed_sum(a: Lanes, b: Lanes, mode: str) -> Lanes:
-    """a + b of float64, each exact, rounded once to float32 as `directed` does."""
+    """Add float64 values, each exact, and round once to float32 as `directed` does."""
     s = a + b
     t = s - a
     rest = (a - (s - t)) + (b - t)  # what the float64 sum lacks
@@ -92,6 +96,7 @@ _HALF, _ONE, _SIXTEEN, _UPPER = u4(0x7FFF), u4(1), u4(16), u4(0xFFFF0000)
 
 
 def bf16x2(hi: Lanes, lo: Lanes) -> Lanes:
+    """Round two float32 to a packed pair of bf16."""
     total = hi + lo
     if (total != total).any():  # a NaN, or infinities of both signs
         return (f32_to_bf16(hi).astype(u4) << _SIXTEEN) | f32_to_bf16(lo)
@@ -102,50 +107,55 @@ def bf16x2(hi: Lanes, lo: Lanes) -> Lanes:
 
 
 def f16x2(hi: Lanes, lo: Lanes) -> Lanes:
+    """Round two float32 to a packed pair of f16."""
     return (f32_to_f16(hi).astype(u4) << u4(16)) | f32_to_f16(lo)
 
 
 def bf16x2_rz(hi: Lanes, lo: Lanes) -> Lanes:
+    """Round two float32 toward zero to a packed pair of bf16."""
     return (f32_to_bf16_rz(hi).astype(u4) << u4(16)) | f32_to_bf16_rz(lo)
 
 
 def fp8x2(hi: Lanes, lo: Lanes, kind: str) -> Lanes:
+    """Round two float32 to a packed pair of fp8."""
     return (f32_to_fp8(hi, kind).astype(u2) << u2(8)) | f32_to_fp8(lo, kind)
 
 
 def fp8x2_to_f16x2(x: Lanes, kind: str) -> Lanes:
+    """Convert a packed pair of fp8 to one of f16."""
     lo, hi = (x & u2(0xFF)).astype(u1), (x >> u2(8)).astype(u1)
     return f16x2(fp8_to_f32(hi, kind), fp8_to_f32(lo, kind))
 
 
 def f16x2_to_fp8x2(x: Lanes, kind: str) -> Lanes:
+    """Convert a packed pair of f16 to one of fp8."""
     hi, lo = halves(x, "f16")
     return fp8x2(hi, lo, kind)
 
 
 def halves(x: Lanes, kind: str) -> tuple[Lanes, Lanes]:
-    """(high, low) of a packed pair as float32."""
+    """Return (high, low) of a packed pair as float32."""
     if kind == "bf16":
         return (x & u4(0xFFFF0000)).view(f4), (x << u4(16)).view(f4)
     return f16_to_f32((x >> u4(16)).astype(u2)), f16_to_f32((x & u4(0xFFFF)).astype(u2))
 
 
 def packed(fn: Callable[..., Lanes], kind: str, *xs: Lanes) -> Lanes:
-    """`fn` on float32 of both halves, rounded back to the 16-bit format."""
+    """Apply `fn` to float32 of both halves, and round back to the 16-bit format."""
     pairs = [halves(x, kind) for x in xs]
     hi, lo = fn(*[p[0] for p in pairs]), fn(*[p[1] for p in pairs])
     return bf16x2(hi, lo) if kind == "bf16" else f16x2(hi, lo)
 
 
 def half(fn: Callable[..., Lanes], kind: str, *xs: Lanes) -> Lanes:
-    """`fn` on float32 of 16-bit operands, rounded back."""
+    """Apply `fn` to float32 of 16-bit operands, and round back."""
     if kind == "bf16":
         return f32_to_bf16(fn(*[bf16_to_f32(x) for x in xs]))
     return f32_to_f16(fn(*[f16_to_f32(x) for x in xs]))
 
 
 def idiv(a: Lanes, b: Lanes) -> Lanes:
-    """Integer division toward zero; by zero gives all ones, as NVIDIA's code sequence does."""
+    """Divide integers toward zero; by zero gives all ones, as NVIDIA's code sequence does."""
     if a.dtype.kind == "u":
         quotient: Lanes = np.where(b == 0, ~a.dtype.type(0), a // np.maximum(b, a.dtype.type(1)))
         return quotient
@@ -157,6 +167,7 @@ def idiv(a: Lanes, b: Lanes) -> Lanes:
 
 
 def irem(a: Lanes, b: Lanes) -> Lanes:
+    """Return the remainder of `idiv`."""
     with np.errstate(over="ignore"):
         out: Lanes = (a - idiv(a, b) * b).astype(a.dtype)
     return out
@@ -169,19 +180,21 @@ def mulhi64(a: Lanes, b: Lanes) -> Lanes:
 
 
 def shl(a: Lanes, n: Lanes, bits: int) -> Lanes:
+    """Shift left; by `bits` or more gives 0."""
     s: Lanes = a << np.minimum(n, u4(bits - 1)).astype(a.dtype)
     out: Lanes = np.where(n < bits, s, a.dtype.type(0))
     return out
 
 
 def shr(a: Lanes, n: Lanes, bits: int) -> Lanes:
+    """Shift right, arithmetically if `a` is signed; by `bits` or more fills with the sign or 0."""
     s: Lanes = a >> np.minimum(n, u4(bits - 1)).astype(a.dtype)
     out: Lanes = s if a.dtype.kind == "i" else np.where(n < bits, s, a.dtype.type(0))
     return out
 
 
 def funnel(lo: Lanes, hi: Lanes, n: Lanes, left: bool, clamp: bool) -> Lanes:
-    """shf.l / shf.r on a pair of b32."""
+    """Shift a pair of b32 as shf.l or shf.r do."""
     k = np.minimum(n, u4(32)) if clamp else n & u4(31)
     both = (hi.astype(u8) << u8(32)) | lo
     k8 = k.astype(u8)
@@ -189,7 +202,7 @@ def funnel(lo: Lanes, hi: Lanes, n: Lanes, left: bool, clamp: bool) -> Lanes:
 
 
 def prmt(a: Lanes, b: Lanes, sel: Lanes) -> Lanes:
-    """Byte permute, default mode (PTX ISA, prmt)."""
+    """Permute bytes, in the default mode (PTX ISA, prmt)."""
     both = (b.astype(u8) << u8(32)) | a
     out = np.zeros(a.size, u4)
     for i in range(4):
@@ -201,6 +214,7 @@ def prmt(a: Lanes, b: Lanes, sel: Lanes) -> Lanes:
 
 
 def lop3(a: Lanes, b: Lanes, c: Lanes, table: int) -> Lanes:
+    """Apply the Boolean function of three operands that `table` holds (PTX ISA, lop3)."""
     out = np.zeros(a.size, u4)
     for i in range(8):
         if table >> i & 1:
@@ -209,7 +223,7 @@ def lop3(a: Lanes, b: Lanes, c: Lanes, table: int) -> Lanes:
 
 
 def bfe(a: Lanes, pos: Lanes, length: Lanes) -> Lanes:
-    """Bit field extract; signed for signed `a` (PTX ISA, bfe)."""
+    """Extract a bit field; signed for signed `a` (PTX ISA, bfe)."""
     bits = a.dtype.itemsize * 8
     p, n = (pos & u4(255)).astype(i8), (length & u4(255)).astype(i8)
     out = np.zeros(a.size, object)
@@ -225,7 +239,7 @@ def bfe(a: Lanes, pos: Lanes, length: Lanes) -> Lanes:
 
 
 def bfi(a: Lanes, b: Lanes, pos: Lanes, length: Lanes) -> Lanes:
-    """Bit field insert of a into b."""
+    """Insert a bit field of `a` into `b` (PTX ISA, bfi)."""
     bits = u8(a.dtype.itemsize * 8)
     p = np.minimum((pos & u4(255)).astype(u8), u8(63))
     n = np.minimum((length & u4(255)).astype(u8), u8(63))
@@ -235,20 +249,24 @@ def bfi(a: Lanes, b: Lanes, pos: Lanes, length: Lanes) -> Lanes:
 
 
 def popc(a: Lanes) -> Lanes:
+    """Count the bits that are set."""
     return np.bitwise_count(a).astype(u4)
 
 
 def clz(a: Lanes) -> Lanes:
+    """Count the leading zeros."""
     n = a.dtype.itemsize * 8
     return np.array([n - int(x).bit_length() for x in a.tolist()], u4)
 
 
 def brev(a: Lanes) -> Lanes:
+    """Reverse the bits."""
     n = a.dtype.itemsize * 8
     return np.array([int(f"{x:0{n}b}"[::-1], 2) for x in a.tolist()], a.dtype)
 
 
 def bfind(a: Lanes) -> Lanes:
+    """Return the highest bit that is set or, for negative numbers, clear (PTX ISA, bfind)."""
     if a.dtype.kind == "i":
         a = np.where(a < 0, ~a, a)
     return np.array([(x.bit_length() - 1) & 0xFFFFFFFF for x in a.tolist()], u4)
@@ -258,7 +276,7 @@ _INTEGRAL = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
 
 
 def float_to_int(x: Lanes, mode: str, dtype: Any) -> Lanes:
-    """cvt to an integer: out of range saturates, NaN is 0 for f32 (PTX ISA, cvt)."""
+    """Convert to an integer: out of range saturates, NaN is 0 for f32 (PTX ISA, cvt)."""
     info = np.iinfo(dtype)
     y = np.nan_to_num(_INTEGRAL[mode](x.astype(f8)), nan=0.0, posinf=2.0**70, neginf=-(2.0**70))
     big, small = y >= float(info.max), y <= float(info.min)
@@ -267,7 +285,7 @@ def float_to_int(x: Lanes, mode: str, dtype: Any) -> Lanes:
 
 
 def int_to_int(x: Lanes, dtype: Any) -> Lanes:
-    """cvt.sat between integers."""
+    """Convert between integers with saturation (cvt.sat)."""
     info = np.iinfo(dtype)
     lo = max(int(info.min), int(np.iinfo(x.dtype).min))
     hi = min(int(info.max), int(np.iinfo(x.dtype).max))

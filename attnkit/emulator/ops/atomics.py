@@ -1,4 +1,4 @@
-"""Atomics on shared, global and generic addresses (PTX ISA, atom and red).
+"""Executes atomics on shared, global and generic addresses (PTX ISA, atom and red).
 
 Lanes act in order of their number. Lanes with addresses of their own act at once.
 """
@@ -35,8 +35,8 @@ _REDUCE: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def reduced(how: str, fmt: str | None, old: Any, new: Any) -> Any:
-    """`old` combined with `new`; `fmt` names a 16-bit float format held as bits."""
+def combine(how: str, fmt: str | None, old: Any, new: Any) -> Any:
+    """Combine `old` with `new`; `fmt` names a 16-bit float format held as bits."""
     fn = _REDUCE[how]
     if fmt is None:
         return fn(old, new)
@@ -46,15 +46,16 @@ def reduced(how: str, fmt: str | None, old: Any, new: Any) -> Any:
 
 
 def _combined(how: str, fmt: str | None, old: Lanes, values: list[Lanes]) -> Lanes:
+    """Return what an atomic stores."""
     if how == "cas":
         swapped: Lanes = np.where(old == values[0], values[1], old)
         return swapped
-    out: Lanes = reduced(how, fmt, old, values[0])
+    out: Lanes = combine(how, fmt, old, values[0])
     return out
 
 
 def _apply(view: Lanes, i: Lanes, how: str, fmt: str | None, values: list[Lanes]) -> Lanes:
-    """Acts on items `i` of `view`, one per lane in order; returns what each lane found."""
+    """Act on items `i` of `view`, one per lane in order; return what was there before each."""
     if np.unique(i).size == i.size:
         old: Lanes = view[i]
         view[i] = _combined(how, fmt, old, values)
@@ -70,6 +71,7 @@ def _apply(view: Lanes, i: Lanes, how: str, fmt: str | None, values: list[Lanes]
 def atom_global(
     gang: Gang, a: Lanes, m: Mask, dt: Any, how: str, values: list[Lanes], fmt: str | None
 ) -> Lanes:
+    """Execute atom on global memory; return the old values."""
     item, rest = np.dtype(dt).itemsize, m
     old = np.zeros(gang.width, dt)
     while True:
@@ -87,6 +89,7 @@ def atom_global(
 def red_vector(
     gang: Gang, a: Lanes, m: Mask, dt: Any, how: str, values: list[Lanes], fmt: str | None
 ) -> None:
+    """Execute red on a vector of elements of global memory."""
     item = np.dtype(dt).itemsize
     for j, v in enumerate(values):
         atom_global(gang, a + u8(j * item), m, dt, how, [v], fmt)
@@ -95,6 +98,7 @@ def red_vector(
 def atom_shared(
     gang: Gang, a: Lanes, m: Mask, dt: Any, how: str, values: list[Lanes], fmt: str | None
 ) -> Lanes:
+    """Execute atom on shared memory; return the old values."""
     item = np.dtype(dt).itemsize
     old = np.zeros(gang.width, dt)
     for part in masks_by_rank(gang, a, m):
@@ -111,6 +115,7 @@ def atom_shared(
 def atom_generic(
     gang: Gang, a: Lanes, m: Mask, dt: Any, how: str, values: list[Lanes], fmt: str | None
 ) -> Lanes:
+    """Execute atom on generic addresses; return the old values."""
     kind = generic_space(gang, a, m)
     if kind == "local":
         raise Trap("bounds", "atomic on local memory")

@@ -1,4 +1,4 @@
-"""mbarriers, named barriers, the cluster barrier, proxy fences."""
+"""Executes mbarriers, named barriers, the cluster barrier, fences and polls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attnkit.emulator.ptx.barrier_names import barrier_name
 
 
 def lanes_by_address(gang: Gang, a: Lanes, m: Mask) -> list[tuple[int, int]]:
-    """(address, number of lanes that name it), in order of the lanes."""
+    """Return (address, number of lanes that name it), in order of the lanes."""
     x = a if m is gang.full else a[m]
     first = int(x[0])
     if x.size == 1 or (x == x[0]).all():
@@ -26,13 +26,14 @@ def lanes_by_address(gang: Gang, a: Lanes, m: Mask) -> list[tuple[int, int]]:
 
 
 def _check_init_visible(gang: Gang, b: MBarrier) -> None:
-    """With race detection: the initialisation must be visible to whoever uses the barrier."""
-    if gang.race is not None and gang.clock is not None and b.made is not None:
+    """Report a use of a barrier whose initialisation is not visible here, if races are watched."""
+    if gang.race is not None and gang.clock is not None and b.initialised is not None:
         text = f"use of {b.name} not ordered after its mbarrier.init"
-        gang.race.ordered(*b.made, gang.clock, text, gang.line, b.line)
+        gang.race.ordered(*b.initialised, gang.clock, text, gang.line, b.line)
 
 
 def mbarrier_init(gang: Gang, a: Lanes, count: Lanes, m: Mask) -> None:
+    """Execute mbarrier.init."""
     for address, n in lanes_by_address(gang, a, m):
         who = m & (a == a.dtype.type(address))
         if n > 1:
@@ -47,12 +48,15 @@ def mbarrier_init(gang: Gang, a: Lanes, count: Lanes, m: Mask) -> None:
         name = gang.cta.barrier_name(off - SHARED_BASE, gang.line)
         b = gang.cta.mbarriers[off] = MBarrier(off, c, gang.line, name)
         if gang.clock is not None:
-            b.made = (gang.clock.agent, gang.clock.now)
+            b.initialised = (gang.clock.agent, gang.clock.now)
 
 
 def _shared_init(gang: Gang, address: int, count: Lanes, who: Mask) -> None:
-    """Several threads initialise one object: undefined by the PTX ISA (mbarrier.init of a valid
-    object), yet published kernels let all lanes of one warp do it at once."""
+    """Warn of, or refuse, several threads that initialise one object.
+
+    The PTX ISA leaves it undefined (mbarrier.init of a valid object), yet published kernels let all
+    lanes of one warp do it at once.
+    """
     n, warps = np.count_nonzero(who), gang.warps_of(who)
     if len(warps) > 1 or np.unique(count[who]).size > 1:
         raise Trap("barrier", f"mbarrier.init of one object by {n} threads of warps {warps}")
@@ -61,12 +65,14 @@ def _shared_init(gang: Gang, address: int, count: Lanes, who: Mask) -> None:
 
 
 def mbarrier_inval(gang: Gang, a: Lanes, m: Mask) -> None:
+    """Execute mbarrier.inval."""
     for address, _ in lanes_by_address(gang, a, m):
         gang.cluster.mbarrier(address)
         del gang.cta.mbarriers[address & OFFSET_MASK]
 
 
 def mbarrier_expect_tx(gang: Gang, a: Lanes, tx: Lanes, m: Mask) -> None:
+    """Execute mbarrier.expect_tx."""
     for lane in gang.active(m).tolist():
         b = gang.cluster.mbarrier(int(a[lane]))
         _check_init_visible(gang, b)
@@ -75,6 +81,7 @@ def mbarrier_expect_tx(gang: Gang, a: Lanes, tx: Lanes, m: Mask) -> None:
 
 
 def mbarrier_complete_tx(gang: Gang, a: Lanes, tx: Lanes, m: Mask) -> None:
+    """Execute mbarrier.complete_tx."""
     for lane in gang.active(m).tolist():
         gang.cluster.mbarrier(int(a[lane])).expect(-int(tx[lane]))
     gang.cluster.events += 1
@@ -83,7 +90,7 @@ def mbarrier_complete_tx(gang: Gang, a: Lanes, tx: Lanes, m: Mask) -> None:
 def mbarrier_arrive(
     gang: Gang, a: Lanes, n: Lanes, m: Mask, tx: Lanes | None, drop: bool, relaxed: bool
 ) -> Lanes:
-    """mbarrier.arrive[.expect_tx]; returns the phase before, as the state token."""
+    """Execute mbarrier.arrive[.expect_tx]; return the phase before, as the state token."""
     state = 0
     for address, lanes in lanes_by_address(gang, a, m):
         b = gang.cluster.mbarrier(address)
@@ -107,8 +114,14 @@ def mbarrier_arrive(
 def mbarrier_test_wait(
     gang: Gang, a: Lanes, phase: Lanes, m: Mask, spin: bool, parity: bool, relaxed: bool
 ) -> Lanes | None:
-    """Lanes whose phase is complete; None when all must wait. A fresh barrier lets parity 1
-    pass (PTX ISA, mbarrier.test_wait: the phase before the current one is complete)."""
+    """Return the lanes whose phase is complete; None when all must wait.
+
+    A fresh barrier lets parity 1 pass (PTX ISA, mbarrier.test_wait: the phase before the current
+    one is complete).
+
+    Args:
+        spin: the kernel only waits here, so the gang may sleep until the phase completes.
+    """
     ok = np.zeros(gang.width, bool)
     bits = phase & phase.dtype.type(1)
     waits = ""
@@ -139,7 +152,7 @@ def mbarrier_test_wait(
 def bar(
     gang: Gang, block: int, number: Lanes, threads: Lanes | None, m: Mask, arrive: bool
 ) -> bool:
-    """bar.sync and bar.arrive, counted in whole warps; False while it must wait."""
+    """Execute bar.sync or bar.arrive, counted in whole warps; return False while it must wait."""
     if block in gang.bar_waits:
         return _resume_bar(gang, block)
     if _warps_differ(gang, number, m, "number") or (
@@ -174,8 +187,10 @@ def bar(
 
 
 def _warps_differ(gang: Gang, x: Lanes, m: Mask, what: str) -> bool:
-    """Whether the warps of the gang disagree on `x`; those that disagree with the first then
-    leave the gang, before either part goes on."""
+    """Whether the warps of the gang disagree on `x`.
+
+    Those that disagree with the first then leave the gang, before either part goes on.
+    """
     first = gang.uniform(x, m)
     same = m & (x == x.dtype.type(first))
     if np.count_nonzero(same) == np.count_nonzero(m):
@@ -188,6 +203,7 @@ def _warps_differ(gang: Gang, x: Lanes, m: Mask, what: str) -> bool:
 
 
 def _resume_bar(gang: Gang, block: int) -> bool:
+    """Return whether the barrier at which block `block` waits has completed."""
     i, generation = gang.bar_waits[block]
     b = gang.cta.named[i]
     if b.generation == generation:
@@ -200,6 +216,7 @@ def _resume_bar(gang: Gang, block: int) -> bool:
 
 
 def _learn_named(gang: Gang, b: NamedBarrier, generation: int) -> None:
+    """Record the end of a wait at a named barrier."""
     if gang.events is not None:
         gang.events.add("wait", gang.line, what=b, phase=generation)
     if gang.clock is not None:
@@ -208,6 +225,7 @@ def _learn_named(gang: Gang, b: NamedBarrier, generation: int) -> None:
 
 # ---- cluster barrier
 def cluster_arrive(gang: Gang, m: Mask, relaxed: bool) -> bool:
+    """Execute barrier.cluster.arrive."""
     b = gang.cluster.barrier
     if gang.cluster_wait_for >= 0:
         raise Trap("barrier", "barrier.cluster.arrive twice without a wait")
@@ -221,6 +239,7 @@ def cluster_arrive(gang: Gang, m: Mask, relaxed: bool) -> bool:
 
 
 def cluster_wait(gang: Gang, m: Mask) -> bool:
+    """Execute barrier.cluster.wait; return False while it must wait."""
     b = gang.cluster.barrier
     if gang.cluster_wait_for < 0:
         raise Trap("barrier", "barrier.cluster.wait without an arrive")
@@ -239,20 +258,22 @@ def cluster_wait(gang: Gang, m: Mask) -> bool:
 
 # ---- others
 def fence_proxy(gang: Gang) -> None:
-    """fence.proxy.async: generic writes known here become visible to the async proxy."""
+    """Execute fence.proxy.async: generic writes known here become visible to the async proxy."""
     if gang.clock is not None:
         np.maximum(gang.clock.fenced, gang.clock.known, out=gang.clock.fenced)
         gang.clock.tick()
 
 
 def fence(gang: Gang) -> None:
-    """What is known here may be handed on by relaxed arrivals, what they brought is known."""
+    """Execute a fence: relaxed arrivals hand on what is known here, relaxed waits have brought
+    theirs.
+    """
     if gang.clock is not None:
         gang.clock.fence()
 
 
 def note_poll(gang: Gang, block: int, registers: list[int], m: Mask) -> None:
-    """A strong load of global memory: yields if it brought nothing new."""
+    """Yield after a strong load of global memory that brought nothing new."""
     values: Any = b"".join(gang.R[i][m].tobytes() for i in registers)
     if gang.last_polls.get(block) == values:
         gang.yielded = gang.polling = True

@@ -1,4 +1,4 @@
-"""Asynchronous copies: cp.async, bulk copies and TMA (PTX ISA, "Asynchronous copy")."""
+"""Executes asynchronous copies: cp.async, bulk copies, TMA and st.async (PTX ISA)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attnkit.emulator.machine.gang import Gang, Mask
 from attnkit.emulator.machine.race_detector import Clock
 from attnkit.emulator.machine.tensor_maps import TensorMap, select
 from attnkit.emulator.numerics.formats import Lanes, u1
-from attnkit.emulator.ops.atomics import reduced
+from attnkit.emulator.ops.atomics import combine
 from attnkit.emulator.ops.barriers import lanes_by_address
 
 _KINDS = {"f16": "f2", "s32": "i4", "u32": "u4", "s64": "i8", "u64": "u8", "f32": "f4", "f64": "f8"}
@@ -22,7 +22,7 @@ _KINDS |= {"b32": "u4", "b64": "u8"}
 
 # ---- cp.async (non-bulk)
 def cp_async(gang: Gang, dst: Lanes, src: Lanes, n: int, valid: Lanes, m: Mask) -> None:
-    """Copies `valid` bytes per lane and fills with zeros up to n."""
+    """Copy `valid` bytes per lane, and fill with zeros up to n."""
     lanes = gang.active(m).tolist()
     for lane in lanes:
         if int(dst[lane]) % n or (int(valid[lane]) and int(src[lane]) % n):
@@ -48,12 +48,13 @@ def cp_async(gang: Gang, dst: Lanes, src: Lanes, n: int, valid: Lanes, m: Mask) 
 
 
 def cp_async_commit(gang: Gang) -> None:
+    """Execute cp.async.commit_group."""
     gang.cp_groups.append(gang.cp_current)
     gang.cp_current = CopyGroup()
 
 
 def cp_async_wait(gang: Gang, n: int) -> bool:
-    """wait_group n, or wait_all for n < 0."""
+    """Execute cp.async.wait_group n, or wait_all for n < 0."""
     if n < 0:
         cp_async_commit(gang)
         n = 0
@@ -63,6 +64,7 @@ def cp_async_wait(gang: Gang, n: int) -> bool:
 
 
 def _complete_copies(gang: Gang, group: CopyGroup) -> None:
+    """Complete the copies of a group, and learn that they are done."""
     for work in group.work:
         work()
     for clock in group.clocks:
@@ -71,7 +73,7 @@ def _complete_copies(gang: Gang, group: CopyGroup) -> None:
 
 
 def cp_async_arrive(gang: Gang, a: Lanes, m: Mask, noinc: bool) -> None:
-    """The mbarrier is told once all earlier cp.async of the threads are done."""
+    """Arrive at an mbarrier once all earlier cp.async of the threads are done."""
     groups = [*gang.cp_groups, gang.cp_current]
     work = [w for g in groups for w in g.work]
     for g in groups:
@@ -99,7 +101,7 @@ def cp_async_arrive(gang: Gang, a: Lanes, m: Mask, noinc: bool) -> None:
 def tma_load(
     gang: Gang, dst: Lanes, desc: Lanes, at: list[Lanes], bar: Lanes, m: Mask, mask: Lanes | None
 ) -> None:
-    """cp.async.bulk.tensor to shared memory; with `mask`, to the same offset of many CTAs."""
+    """Load a box of a tensor map to shared memory; with `mask`, to the same offset of many CTAs."""
     for lane in gang.active(m).tolist():
         tm = gang.cta.tensor_map(int(desc[lane]))
         coords = [int(c[lane]) for c in at]
@@ -115,7 +117,7 @@ def tma_load(
 
 
 def record_load(gang: Gang, size: int, bar: int) -> None:
-    """Records a copy that will complete on the barrier at `bar`."""
+    """Record a copy that will complete on the barrier at `bar`."""
     if gang.events is not None:
         b = gang.cluster.mbarrier(bar)
         gang.events.add("load", gang.line, size, b, b.flips)
@@ -124,6 +126,7 @@ def record_load(gang: Gang, size: int, bar: int) -> None:
 def _multicast_targets(
     gang: Gang, d: int, b: int, mask: Lanes | None, lane: int
 ) -> list[tuple[int, int]]:
+    """Return (destination, barrier) of each CTA that a copy goes to."""
     if mask is None:
         return [(d, b)]
     ranks = [r for r in range(16) if int(mask[lane]) >> r & 1]
@@ -135,6 +138,8 @@ def _multicast_targets(
 def _load_work(
     gang: Gang, tm: TensorMap, at: list[int], dst: int, bar: int, clock: Clock | None
 ) -> Work:
+    """Return what completes a TMA load."""
+
     def work(line: int = gang.line) -> None:
         dt = np.dtype(f"u{tm.item}")
         dense = np.zeros(tm.box[::-1], dt)
@@ -153,10 +158,10 @@ def _load_work(
 def tma_store(
     gang: Gang, desc: Lanes, at: list[Lanes], src: Lanes, m: Mask, how: str | None
 ) -> None:
-    """cp.async.bulk.tensor or cp.reduce.async.bulk.tensor from shared to global memory.
+    """Store or reduce a box of shared memory to global memory.
 
-    The compiler leaves out elect.sync before plain stores: the machine instruction is one per
-    warp. Lanes of a warp that ask for the same are therefore one store.
+    The compiler leaves out elect.sync before plain stores: the machine instruction is one per warp.
+    Lanes of a warp that ask for the same are therefore one store.
     """
     lanes = gang.active(m)
     if how is None and lanes.size > 1:
@@ -173,12 +178,15 @@ def tma_store(
 
 
 def _distinct_stores(gang: Gang, lanes: Lanes, fields: list[Lanes]) -> Lanes:
+    """Return the lanes whose operands differ from those of all lanes before."""
     keys = np.stack([gang.warp_start[lanes], *(f[lanes].astype(np.int64) for f in fields)])
     _, first = np.unique(keys, axis=1, return_index=True)
     return lanes[np.sort(first)]
 
 
 def _store_work(gang: Gang, tm: TensorMap, at: list[int], src: int, how: str | None) -> Work:
+    """Return what completes a TMA store."""
+
     def work() -> None:
         raw = gang.cluster.read_swizzled(src, tm)
         box = select(tm, at)
@@ -193,7 +201,7 @@ def _store_work(gang: Gang, tm: TensorMap, at: list[int], src: int, how: str | N
         else:
             fmt = tm.kind if tm.kind in ("f16", "bf16") else None
             arith = dt if fmt else np.dtype(tm.kind)
-            new = reduced(how, fmt, out.view(arith), dense.view(arith))
+            new = combine(how, fmt, out.view(arith), dense.view(arith))
             out.view(arith)[...] = new
         if b.written is not None:
             mark: Lanes = np.ndarray(
@@ -212,6 +220,7 @@ def _store_work(gang: Gang, tm: TensorMap, at: list[int], src: int, how: str | N
 def bulk_load(
     gang: Gang, dst: Lanes, src: Lanes, n: Lanes, bar: Lanes, m: Mask, mask: Lanes | None
 ) -> None:
+    """Copy bytes of global memory to shared memory, of many CTAs with `mask`."""
     for lane in gang.active(m).tolist():
         s, size = int(src[lane]), _checked(int(dst[lane]), int(src[lane]), int(n[lane]))
         for d, b in _multicast_targets(gang, int(dst[lane]), int(bar[lane]), mask, lane):
@@ -222,6 +231,8 @@ def bulk_load(
 
 
 def _bulk_work(gang: Gang, dst: int, src: int, size: int, bar: int, clock: Clock | None) -> Work:
+    """Return what completes a bulk load."""
+
     def work(line: int = gang.line) -> None:
         b = gang.memory.find(src, src + size)
         gang.memory.check_defined(b, src - b.base, size)
@@ -235,7 +246,7 @@ def _bulk_work(gang: Gang, dst: int, src: int, size: int, bar: int, clock: Clock
 def bulk_remote(
     gang: Gang, dst: Lanes, src: Lanes, n: Lanes, bar: Lanes, m: Mask, how: str | None, kind: str
 ) -> None:
-    """Shared memory to the shared memory of another CTA of the cluster."""
+    """Copy shared memory to the shared memory of another CTA of the cluster."""
     for lane in gang.active(m).tolist():
         d, s, b = int(dst[lane]), int(src[lane]), int(bar[lane])
         size = _checked(d, s, int(n[lane]))
@@ -255,13 +266,15 @@ def _remote_work(
     clock: Clock | None,
     how: tuple[str | None, str],
 ) -> Work:
+    """Return what completes a copy to another CTA."""
+
     def work(line: int = gang.line) -> None:
         cluster = gang.cluster
         data = cluster.read_shared(src, size, clock, line)
         if how[0] is not None:
             dt = _KINDS[how[1]]
             old = cluster.read_shared(dst, size, None, line)
-            data = reduced(how[0], None, old.view(dt), data.view(dt)).view(u1)
+            data = combine(how[0], None, old.view(dt), data.view(dt)).view(u1)
         cluster.write_shared(dst, data, clock, line, generic=False)
         cluster.complete_tx(bar, size, clock)
 
@@ -271,6 +284,7 @@ def _remote_work(
 def bulk_store(
     gang: Gang, dst: Lanes, src: Lanes, n: Lanes, m: Mask, how: str | None, kind: str
 ) -> None:
+    """Store or reduce bytes of shared memory to global memory."""
     for lane in gang.active(m).tolist():
         d, s = int(dst[lane]), int(src[lane])
         size = _checked(d, s, int(n[lane]))
@@ -287,7 +301,7 @@ def bulk_store(
             else:
                 fmt = kind if kind in ("f16", "bf16") else None
                 dt = "u2" if fmt else _KINDS[kind]
-                out.view(dt)[:] = reduced(how, fmt, out.view(dt), data.view(dt))
+                out.view(dt)[:] = combine(how, fmt, out.view(dt), data.view(dt))
             gang.memory.mark(b, d - b.base, size)
 
         _issue_bulk_store(gang, lane, work, clock, size)
@@ -295,6 +309,7 @@ def bulk_store(
 
 
 def _issue_bulk_store(gang: Gang, lane: int, work: Work, clock: Clock | None, size: int) -> None:
+    """Add a store to the bulk async-group of its thread."""
     if gang.events is not None:
         gang.events.add("store", gang.line, size)
     state = gang.cta.bulk.setdefault(int(gang.thread[lane]), BulkGroups())
@@ -305,6 +320,7 @@ def _issue_bulk_store(gang: Gang, lane: int, work: Work, clock: Clock | None, si
 
 
 def _bulk_states(gang: Gang, m: Mask) -> list[BulkGroups]:
+    """Return the bulk async-groups of the active threads."""
     if not gang.cta.bulk:
         return []
     mine = [gang.cta.bulk.get(t) for t in gang.thread[m].tolist()]
@@ -312,6 +328,7 @@ def _bulk_states(gang: Gang, m: Mask) -> list[BulkGroups]:
 
 
 def bulk_commit(gang: Gang, m: Mask) -> None:
+    """Execute cp.async.bulk.commit_group."""
     if gang.events is not None:
         gang.events.add("store commit", gang.line)
     for s in _bulk_states(gang, m):
@@ -324,7 +341,7 @@ def bulk_commit(gang: Gang, m: Mask) -> None:
 
 
 def bulk_wait(gang: Gang, n: int, read: bool, m: Mask) -> bool:
-    """wait_group: completes all but the n latest groups (`read`: of their sources)."""
+    """Complete all but the n latest groups (cp.async.bulk.wait_group; `read`: of their sources)."""
     if gang.events is not None:
         gang.events.add("store wait", gang.line, n)
     for s in _bulk_states(gang, m):
@@ -335,6 +352,7 @@ def bulk_wait(gang: Gang, n: int, read: bool, m: Mask) -> bool:
 
 # ---- st.async
 def st_async(gang: Gang, a: Lanes, values: list[Lanes], bar: Lanes, m: Mask, dt: Any) -> None:
+    """Execute st.async: store to a CTA's shared memory, and complete on its mbarrier."""
     for lane in gang.active(m).tolist():
         data = np.array([v[lane] for v in values], dt).view(u1)
         d, b = int(a[lane]), int(bar[lane])
@@ -349,6 +367,7 @@ def st_async(gang: Gang, a: Lanes, values: list[Lanes], bar: Lanes, m: Mask, dt:
 
 
 def _checked(dst: int, src: int, size: int) -> int:
+    """Return the size of a bulk copy, if it and both addresses are multiples of 16."""
     if dst % 16 or src % 16 or size % 16:
         raise Trap("alignment", f"bulk copy of {size} bytes from {src:#x} to {dst:#x}: 16 needed")
     return size

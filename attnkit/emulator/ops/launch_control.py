@@ -1,4 +1,7 @@
-"""Cluster launch control (PTX ISA, clusterlaunchcontrol): a running cluster takes over one not yet launched."""
+"""Executes cluster launch control: a running cluster takes over one that was not launched yet.
+
+PTX ISA, clusterlaunchcontrol.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,11 @@ from attnkit.emulator.numerics.formats import Lanes, u1, u4
 
 
 def clc_try_cancel(gang: Gang, a: Lanes, bar: Lanes, m: Mask, every: bool) -> None:
-    """Writes a 16-byte response and completes 16 bytes on the mbarrier, of every CTA if asked."""
+    """Ask for another cluster: write a 16-byte response, and complete 16 bytes on the mbarrier.
+
+    Args:
+        every: do so in every CTA of the cluster.
+    """
     if gang.cta.refused:
         text = "a CTA that has seen a refusal asks for one more cluster: that is not defined"
         raise Trap("launch-control", text)
@@ -29,6 +36,8 @@ def clc_try_cancel(gang: Gang, a: Lanes, bar: Lanes, m: Mask, every: bool) -> No
 
 
 def _response(gang: Gang, d: int, b: int, data: Lanes, clock: Clock | None) -> Work:
+    """Return what completes a request."""
+
     def work(line: int = gang.line) -> None:
         gang.cluster.write_shared(d, data, clock, line, generic=False)
         gang.cluster.complete_tx(b, 16, clock)
@@ -37,12 +46,14 @@ def _response(gang: Gang, d: int, b: int, data: Lanes, clock: Clock | None) -> W
 
 
 def clc_is_canceled(gang: Gang, x: Lanes, m: Mask) -> Lanes:
+    """Return whether a response brought a cluster."""
     out: Lanes = x.view(u4).reshape(-1, 4)[:, 3] != 0
     gang.cta.refused |= not out[gang.active(m)].all()
     return out
 
 
 def clc_first_ctaid(x: Lanes) -> list[Lanes]:
+    """Return x, y and z of the first CTA of the cluster in a response, and 0."""
     words = x.view(u4).reshape(-1, 4)
     return [
         words[:, 0].copy(),

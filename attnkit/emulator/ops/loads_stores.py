@@ -1,4 +1,4 @@
-"""Loads and stores on shared, global, local and generic addresses (PTX ISA, ld and st)."""
+"""Executes loads and stores on shared, global, local and generic addresses (PTX ISA, ld and st)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from attnkit.emulator.numerics.formats import Lanes, u8
 
 # ---- shared memory
 def shared_offsets(gang: Gang, a: Lanes, m: Mask, size: int) -> tuple[int, Lanes]:
-    """(rank, byte offsets of the active lanes); all lanes of one CTA, aligned, in bounds."""
+    """Return (rank, byte offsets of the active lanes); all lanes of one CTA, aligned, in bounds."""
     x = a if m is gang.full else a[m]
     bits = int(np.bitwise_or.reduce(x))
     rank = int(x[0]) >> RANK_SHIFT
@@ -41,7 +41,7 @@ def shared_offsets(gang: Gang, a: Lanes, m: Mask, size: int) -> tuple[int, Lanes
 
 
 def masks_by_rank(gang: Gang, a: Lanes, m: Mask) -> list[Mask]:
-    """Masks of lanes that address the same CTA's shared memory."""
+    """Return masks of lanes that address the same CTA's shared memory."""
     if len(gang.cluster.ctas) == 1:
         return [m]
     ranks = (a >> a.dtype.type(RANK_SHIFT)).astype(np.int64)
@@ -50,6 +50,7 @@ def masks_by_rank(gang: Gang, a: Lanes, m: Mask) -> list[Mask]:
 
 
 def ld_shared(gang: Gang, a: Lanes, m: Mask, dt: Any, n: int) -> list[Lanes]:
+    """Load `n` elements a lane from shared memory."""
     parts = masks_by_rank(gang, a, m)
     size = np.dtype(dt).itemsize * n
     out = np.zeros((n, gang.width), dt)
@@ -66,6 +67,7 @@ def ld_shared(gang: Gang, a: Lanes, m: Mask, dt: Any, n: int) -> list[Lanes]:
 
 
 def st_shared(gang: Gang, a: Lanes, m: Mask, dt: Any, values: list[Lanes]) -> None:
+    """Store elements to shared memory."""
     n = len(values)
     size = np.dtype(dt).itemsize * n
     for part in masks_by_rank(gang, a, m):
@@ -85,7 +87,7 @@ def st_shared(gang: Gang, a: Lanes, m: Mask, dt: Any, values: list[Lanes]) -> No
 
 # ---- global memory
 def global_offsets(gang: Gang, a: Lanes, m: Mask, size: int) -> tuple[Any, Lanes, Mask]:
-    """(buffer, byte offsets of the lanes of one buffer, the mask of those lanes)."""
+    """Return (buffer, byte offsets of the lanes of one buffer, the mask of those lanes)."""
     x = a if m is gang.full else a[m]
     if int(np.bitwise_or.reduce(x)) & (size - 1):
         bad = int(x[(x & u8(size - 1)) != 0][0])
@@ -101,6 +103,7 @@ def global_offsets(gang: Gang, a: Lanes, m: Mask, size: int) -> tuple[Any, Lanes
 
 
 def ld_global(gang: Gang, a: Lanes, m: Mask, dt: Any, n: int) -> list[Lanes]:
+    """Load `n` elements a lane from global memory."""
     item = np.dtype(dt).itemsize
     out, rest = np.zeros((n, gang.width), dt), m
     while True:
@@ -117,6 +120,7 @@ def ld_global(gang: Gang, a: Lanes, m: Mask, dt: Any, n: int) -> list[Lanes]:
 
 
 def st_global(gang: Gang, a: Lanes, m: Mask, dt: Any, values: list[Lanes]) -> None:
+    """Store elements to global memory."""
     item, rest = np.dtype(dt).itemsize, m
     while True:
         b, off, part = global_offsets(gang, a, rest, item * len(values))
@@ -131,7 +135,7 @@ def st_global(gang: Gang, a: Lanes, m: Mask, dt: Any, values: list[Lanes]) -> No
 
 
 def items_of(b: Any, off: Any, dt: Any) -> tuple[Lanes, Lanes]:
-    """A view of a buffer whose items are aligned as the addresses are, and the indices."""
+    """Return a view of a buffer whose items are aligned as the addresses are, and the indices."""
     item = np.dtype(dt).itemsize
     skew = -b.base % item
     if skew == 0:
@@ -142,6 +146,7 @@ def items_of(b: Any, off: Any, dt: Any) -> tuple[Lanes, Lanes]:
 
 # ---- local and generic addresses
 def ld_local(gang: Gang, a: Lanes, m: Mask, dt: Any, n: int) -> list[Lanes]:
+    """Load `n` elements a lane from local memory."""
     rows, i, view = _local_items(gang, a, m, dt, n)
     out = np.zeros((n, gang.width), dt)
     for j in range(n):
@@ -150,12 +155,14 @@ def ld_local(gang: Gang, a: Lanes, m: Mask, dt: Any, n: int) -> list[Lanes]:
 
 
 def st_local(gang: Gang, a: Lanes, m: Mask, dt: Any, values: list[Lanes]) -> None:
+    """Store elements to local memory."""
     rows, i, view = _local_items(gang, a, m, dt, len(values))
     for j, v in enumerate(values):
         view[rows, i + j] = v[m]
 
 
 def _local_items(gang: Gang, a: Lanes, m: Mask, dt: Any, n: int) -> tuple[Lanes, Lanes, Lanes]:
+    """Return (threads, indices of items, local memory as items) of the active lanes."""
     item, memory = np.dtype(dt).itemsize, gang.cta.local
     off = a[m].astype(np.int64) - LOCAL_BASE
     if (off < 0).any() or (off + item * n > memory.shape[1]).any():
@@ -166,6 +173,7 @@ def _local_items(gang: Gang, a: Lanes, m: Mask, dt: Any, n: int) -> tuple[Lanes,
 
 
 def generic_space(gang: Gang, a: Lanes, m: Mask) -> str:
+    """Return the space of generic addresses: "shared", "local" or "global"."""
     x = gang.uniform(a, m)
     if x < 1 << 32:  # where an interpreter may have its heap, too
         low = any(b.base <= x < b.end for b in gang.memory.buffers)
@@ -178,6 +186,7 @@ _STORES = {"shared": st_shared, "global": st_global, "local": st_local}
 
 
 def ld_generic(gang: Gang, a: Lanes, m: Mask, dt: Any, n: int) -> list[Lanes]:
+    """Load `n` elements a lane from generic addresses."""
     x = gang.uniform(a, m)
     if PARAM_BASE <= x < PARAM_BASE + (1 << 20):
         item = np.dtype(dt).itemsize
@@ -186,10 +195,12 @@ def ld_generic(gang: Gang, a: Lanes, m: Mask, dt: Any, n: int) -> list[Lanes]:
 
 
 def st_generic(gang: Gang, a: Lanes, m: Mask, dt: Any, values: list[Lanes]) -> None:
+    """Store elements to generic addresses."""
     _STORES[generic_space(gang, a, m)](gang, a, m, dt, values)
 
 
 def is_in_space(gang: Gang, a: Lanes, space: str) -> Lanes:
+    """Return which generic addresses lie in a state space (isspacep)."""
     small = a < u8(1 << 32)
     for b in gang.memory.buffers:
         if b.base < 1 << 32:
@@ -199,5 +210,5 @@ def is_in_space(gang: Gang, a: Lanes, space: str) -> Lanes:
 
 
 def ld_param(gang: Gang, address: int, dt: Any) -> Lanes:
-    """A kernel parameter, the same in every lane."""
+    """Return a kernel parameter, the same in every lane."""
     return gang.cta.param(address - PARAM_BASE, dt, gang.width)

@@ -1,4 +1,4 @@
-"""mma.sync, ldmatrix, stmatrix: products and moves of one warp."""
+"""Executes mma.sync, ldmatrix and stmatrix: products and moves of one warp."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def mma(
     c: list[Lanes],
     m: Mask,
 ) -> list[Lanes]:
-    """D = A B + C of each warp."""
+    """Compute D = A B + C of each warp."""
     dt, at, bt = types
     x, y = a_operand(a, at), b_operand(b, bt)
     if x.shape[2] != shape[2] or y.shape[2] != shape[2]:
@@ -45,7 +45,7 @@ def mma(
 
 # ---- ldmatrix, stmatrix
 def _matrix_rows(gang: Gang, a: Lanes, n: int, m: Mask) -> tuple[Any, Lanes, Lanes]:
-    """(CTA, offsets [warps, 8 n] of the rows, which warps are active)."""
+    """Return (CTA, offsets [warps, 8 n] of the rows, which warps are active)."""
     rows = a.reshape(-1, 32)[:, : 8 * n].astype(np.int64)
     on = m.reshape(-1, 32).any(1)
     rows = rows[on]
@@ -60,6 +60,7 @@ def _matrix_rows(gang: Gang, a: Lanes, n: int, m: Mask) -> tuple[Any, Lanes, Lan
 
 
 def ldmatrix(gang: Gang, a: Lanes, n: int, trans: bool, m: Mask) -> list[Lanes]:
+    """Load `n` 8x8 matrices of 16-bit elements a warp."""
     cta, off, on = _matrix_rows(gang, a, n, m)
     if gang.race is not None and gang.clock is not None:
         i = gang.race.shared(cta.rank, off.ravel(), 16)
@@ -81,6 +82,7 @@ def ldmatrix(gang: Gang, a: Lanes, n: int, trans: bool, m: Mask) -> list[Lanes]:
 
 
 def stmatrix(gang: Gang, a: Lanes, values: list[Lanes], trans: bool, m: Mask) -> None:
+    """Store 8x8 matrices of 16-bit elements."""
     cta, off, on = _matrix_rows(gang, a, len(values), m)
     if gang.race is not None and gang.clock is not None:
         i = gang.race.shared(cta.rank, off.ravel(), 16)

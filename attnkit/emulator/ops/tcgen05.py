@@ -1,4 +1,4 @@
-"""Tensor memory and the fifth-generation tensor cores (PTX ISA, tcgen05)."""
+"""Executes tcgen05: tensor memory and the fifth-generation tensor cores (PTX ISA, tcgen05)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attnkit.emulator.faults import Finding, Trap
 from attnkit.emulator.machine.address_spaces import OFFSET_MASK, RANK_SHIFT
 from attnkit.emulator.machine.cta import Cta
 from attnkit.emulator.machine.gang import Gang, Mask
-from attnkit.emulator.machine.matrix_descriptors import Matrix, elements, of_tcgen05
+from attnkit.emulator.machine.matrix_descriptors import MatrixDescriptor, elements, of_tcgen05
 from attnkit.emulator.machine.race_detector import Clock
 from attnkit.emulator.numerics.formats import ELEMENT_BYTES, STORAGE, Lanes, f4, to_f32, u1, u4
 from attnkit.emulator.ops.loads_stores import st_shared
@@ -32,7 +32,10 @@ _SHAPES = {"32x32b": (1, 1), "16x128b": (4, 2), "16x256b": (8, 4)}
 
 @dataclass(frozen=True)
 class DecodedMma:
-    """A decoded tcgen05.mma: fields of the instruction descriptor and operands."""
+    """Holds the operands of a tcgen05.mma, and the fields of its instruction descriptor.
+
+    `a` is a column of tensor memory or a descriptor; `d` a column; `disabled` masks lanes of D.
+    """
 
     m: int
     n: int
@@ -45,8 +48,8 @@ class DecodedMma:
     integer: bool
     d: int
     lane: int
-    a: Matrix | int
-    b: Matrix
+    a: MatrixDescriptor | int
+    b: MatrixDescriptor
     accumulate: bool
     group: int
     disabled: tuple[int, ...]
@@ -54,21 +57,25 @@ class DecodedMma:
 
 # ---- allocation
 def tcgen05_alloc(gang: Gang, a: Lanes, n: Lanes, group: int, m: Mask) -> None:
+    """Allocate columns, and write the first to shared memory."""
     columns = gang.uniform(n, m)
     base = gang.cta.tmem.allocate(columns, group)
     st_shared(gang, a, elect(gang, m)[0], u4, [np.full(gang.width, base, u4)])
 
 
 def tcgen05_dealloc(gang: Gang, t: Lanes, n: Lanes, group: int, m: Mask) -> None:
+    """Free columns."""
     gang.cta.tmem.free(gang.uniform(t, m) & 0xFFFF, gang.uniform(n, m), group)
 
 
 def tcgen05_relinquish_alloc_permit(gang: Gang) -> None:
+    """Forbid the CTA further allocations."""
     gang.cta.tmem.relinquished = True
 
 
 # ---- commit
 def tcgen05_commit(gang: Gang, a: Lanes, m: Mask, mask: Lanes | None, group: int) -> None:
+    """Arrive at mbarriers once earlier tensor-core work of this CTA is done."""
     for lane in gang.active(m).tolist():
         address = int(a[lane])
         targets = [address]
@@ -96,8 +103,11 @@ def tcgen05_commit(gang: Gang, a: Lanes, m: Mask, mask: Lanes | None, group: int
 
 
 def _has_exited(gang: Gang, address: int, line: int) -> bool:
-    """Whether a commit arrives at a CTA that has exited meanwhile. Published kernels issue their
-    last commits without waiting for them; the time that the peer still needs lets that pass."""
+    """Whether a commit arrives at a CTA that has exited meanwhile; warns of it.
+
+    Published kernels issue their last commits without waiting for them; the time that the peer
+    still needs lets that pass.
+    """
     rank, ctas = address >> RANK_SHIFT, gang.cluster.ctas
     if rank == gang.cta.rank or rank >= len(ctas) or ctas[rank].alive:
         return False
@@ -107,12 +117,16 @@ def _has_exited(gang: Gang, address: int, line: int) -> bool:
 
 
 def _tensor_core(gang: Gang) -> str:
+    """Return the name of the tensor cores of the gang's CTA."""
     return f"tcgen05 of CTA rank {gang.cta.rank}"
 
 
 def _ctas_of_group(gang: Gang, group: int) -> list[Cta]:
-    """The CTAs that an operation of `group` CTAs works on, the even one of a pair first (PTX
-    ISA, "CTA Pair"); none of them may have exited ("Issue Granularity")."""
+    """Return the CTAs that an operation of `group` CTAs works on.
+
+    The even one of a pair is first (PTX ISA, "CTA Pair"); none of them may have exited ("Issue
+    Granularity").
+    """
     if group == 1:
         return [gang.cta]
     even, ctas = gang.cta.rank & ~1, gang.cluster.ctas
@@ -138,6 +152,16 @@ def tcgen05_mma(
     m: Mask,
     disable: list[Lanes] | None,
 ) -> None:
+    """Start a product into tensor memory.
+
+    Args:
+        d, a, b: column of D; descriptor or column of A; descriptor of B.
+        in_tmem: A is in tensor memory.
+        idesc: instruction descriptor.
+        kind: as PTX names it, such as "f16".
+        group: CTAs that compute it together.
+        disable: masks of lanes of D to leave as they are.
+    """
     for lane in gang.active(m).tolist():
         off = tuple(int(x[lane]) for x in disable or ())
         fields = _instruction(kind, int(idesc[lane]))
@@ -163,7 +187,7 @@ def tcgen05_mma(
 
         gang.cluster.submit(_tensor_core(gang), work, gang)
         gang.cluster.record("tensor", 2 * p.m * p.n * p.k)
-        rows = p.m if isinstance(p.a, Matrix) else 0
+        rows = p.m if isinstance(p.a, MatrixDescriptor) else 0
         operands = (rows + p.n) * p.k * ELEMENT_BYTES[p.a_kind]
         gang.cluster.record("operands", operands)
         if gang.events is not None:
@@ -172,6 +196,7 @@ def tcgen05_mma(
 
 
 def _product(gang: Gang, p: DecodedMma, clock: Clock | None, line: int) -> None:
+    """Compute a product, and add it to tensor memory."""
     pair = _ctas_of_group(gang, p.group)
     rows_b = p.n // p.group
     right = np.concatenate([_operand(c, p.b, rows_b, p.k, p.b_kind, p.b_major) for c in pair])
@@ -187,8 +212,10 @@ def _product(gang: Gang, p: DecodedMma, clock: Clock | None, line: int) -> None:
 
 
 def _accumulate(c: Cta, p: DecodedMma, out: Lanes, rows: int, number: int) -> None:
-    """Writes D: 128 rows by lane; 64 rows by 16 lanes of each quarter, or in two halves (PTX
-    ISA, "Data Path Layout Organization": layouts A and D, F, B)."""
+    """Write D: 128 rows by lane; 64 rows by 16 lanes of each quarter, or in two halves.
+
+    PTX ISA, "Data Path Layout Organization": layouts A and D, F, B.
+    """
     columns = p.n
     if rows == 64 and p.group == 2:
         out = np.concatenate([out[:, : p.n // 2], out[:, p.n // 2 :]])
@@ -215,15 +242,16 @@ def _accumulate(c: Cta, p: DecodedMma, out: Lanes, rows: int, number: int) -> No
 def _note_product(
     gang: Gang, c: Cta, p: DecodedMma, rows: int, rows_b: int, clock: Clock, line: int
 ) -> None:
+    """Tell the race detector of the accesses of a product."""
     race = gang.race
     assert race is not None
 
-    def read(x: Matrix, n: int, kind: str, major: bool) -> None:
+    def read(x: MatrixDescriptor, n: int, kind: str, major: bool) -> None:
         i = race.granules(c.rank, elements(x, (0, n), p.k, ELEMENT_BYTES[kind], major))
         race.read(i, clock, asynchronous=True, line=line)
 
     read(p.b, rows_b, p.b_kind, p.b_major)
-    if isinstance(p.a, Matrix):
+    if isinstance(p.a, MatrixDescriptor):
         read(p.a, rows, p.a_kind, p.a_major)
     else:
         race.read(race.tensor(c.rank, p.a, 8), clock, asynchronous=False, line=line)
@@ -236,14 +264,17 @@ def _note_product(
 
 # ---- cp
 def tcgen05_cp(gang: Gang, t: Lanes, desc: Lanes, shape: str, group: int, m: Mask) -> None:
-    """tcgen05.cp: rows of shared memory to the lanes of tensor memory."""
+    """Copy rows of shared memory to the lanes of tensor memory."""
     rows, bits = (int(x) for x in shape.removesuffix("b").split("x"))
     for lane in gang.active(m).tolist():
         x, column = of_tcgen05(int(desc[lane])), int(t[lane]) & 0xFFFF
         clock, line = gang.issue(_tensor_core(gang), ordered=True), gang.line
 
         def work(
-            x: Matrix = x, column: int = column, clock: Clock | None = clock, line: int = line
+            x: MatrixDescriptor = x,
+            column: int = column,
+            clock: Clock | None = clock,
+            line: int = line,
         ) -> None:
             for c in _ctas_of_group(gang, group):
                 index = c.checked(elements(x, (0, rows), bits // 8, 1, False))
@@ -263,7 +294,7 @@ def tcgen05_cp(gang: Gang, t: Lanes, desc: Lanes, shape: str, group: int, m: Mas
 def _tmem_places(
     gang: Gang, a: Lanes, m: Mask, shape: str, registers: int
 ) -> list[tuple[int, int, int]]:
-    """Per active warp: (first lane of the gang, tensor-memory lane, column)."""
+    """Return per active warp (first lane of the gang, tensor-memory lane, column)."""
     columns = registers * _SHAPES[shape][0] // _SHAPES[shape][1]
     out = []
     for w in gang.warps_of(m):
@@ -282,7 +313,7 @@ def _tmem_places(
 def _tmem_cells(
     gang: Gang, shape: str, lane: int, column: int, registers: int
 ) -> tuple[Lanes, Lanes]:
-    """(column, lane) of every register [registers, 32] of a warp."""
+    """Return (column, lane) of every register [registers, 32] of a warp."""
     r, t = np.arange(registers)[:, None], np.arange(32)[None, :]
     if shape == "32x32b":
         return column + r + 0 * t, lane + t + 0 * r
@@ -292,6 +323,7 @@ def _tmem_cells(
 
 
 def _note_tmem(gang: Gang, lane: int, column: int, n: int, write: bool) -> None:
+    """Tell the race detector of a tcgen05.ld or tcgen05.st."""
     if gang.race is None:
         return
     clock = gang.issue(f"tcgen05.{'st' if write else 'ld'} of {gang.agent_name}", ordered=True)
@@ -309,6 +341,7 @@ def _note_tmem(gang: Gang, lane: int, column: int, n: int, write: bool) -> None:
 
 
 def tcgen05_ld(gang: Gang, a: Lanes, shape: str, n: int, m: Mask) -> list[Lanes]:
+    """Load registers from tensor memory."""
     places = _tmem_places(gang, a, m, shape, n)
     data = gang.cta.tmem.data
     gang.cluster.record("tmem", 128 * n * len(places))
@@ -330,6 +363,7 @@ def tcgen05_ld(gang: Gang, a: Lanes, shape: str, n: int, m: Mask) -> list[Lanes]
 
 
 def tcgen05_st(gang: Gang, a: Lanes, shape: str, values: list[Lanes], m: Mask) -> None:
+    """Store registers to tensor memory."""
     n = len(values)
     gang.cluster.record("tmem", 128 * n * len(gang.warps_of(m)))
     for at, lane, column in _tmem_places(gang, a, m, shape, n):
@@ -347,6 +381,7 @@ def tcgen05_st(gang: Gang, a: Lanes, shape: str, values: list[Lanes], m: Mask) -
 
 
 def tcgen05_wait(gang: Gang, stores: bool) -> bool:
+    """Execute tcgen05.wait::st or wait::ld."""
     if stores:
         for work in gang.st_pending:
             work()
@@ -358,7 +393,10 @@ def tcgen05_wait(gang: Gang, stores: bool) -> bool:
 
 
 def _instruction(kind: str, i: int) -> tuple[int, int, int, str, str, bool, bool, int, bool]:
-    """The fields of an instruction descriptor (PTX ISA, "Instruction descriptor") in the order of `DecodedMma`."""
+    """Decode an instruction descriptor to the first fields of `DecodedMma`.
+
+    PTX ISA, "Instruction descriptor".
+    """
     fa, fb, fd = (i >> 7) & 7, (i >> 10) & 7, (i >> 4) & 3
     table, integer = _FORMATS[kind], kind == "i8"
     if fa not in table or fb not in table or fd != (2 if integer else 1) or i & 0b1100:
@@ -372,7 +410,7 @@ def _instruction(kind: str, i: int) -> tuple[int, int, int, str, str, bool, bool
 
 
 def _check_shape(m: int, n: int, kind: str, group: int) -> None:
-    """PTX ISA, "Matrix Shape" of tcgen05: N in steps of 8, of 16 for more rows or two CTAs."""
+    """Check M and N: N in steps of 8, or 16 for more rows or two CTAs (PTX ISA, "Matrix Shape")."""
     step = 32 if kind == "i8" and group == 2 else 8 if (m, group) == (64, 1) else 16
     if m not in ((64, 128) if group == 1 else (128, 256)) or n % step or not 8 <= n <= 256:
         raise Trap(
@@ -383,22 +421,26 @@ def _check_shape(m: int, n: int, kind: str, group: int) -> None:
 
 
 def _first_lane(d: int, m: int, group: int) -> int:
-    """The first lane of D: 0, or 16 where half of the lanes are used (layout F)."""
+    """Return the first lane of D: 0, or 16 where half of the lanes are used (layout F)."""
     lane = d >> 16
     if lane and not (lane == 16 and (m, group) == (64, 1)):
         raise Trap("tensor-memory", f"tcgen05.mma accumulator at lane {lane}, M={m}")
     return lane
 
 
-def _operand(c: Cta, x: Matrix, rows: int, k: int, kind: str, major: bool) -> Lanes:
+def _operand(c: Cta, x: MatrixDescriptor, rows: int, k: int, kind: str, major: bool) -> Lanes:
+    """Return an operand in shared memory, [rows, K] float32."""
     item = ELEMENT_BYTES[kind]
     index = c.checked(elements(x, (0, rows), k, item, major))
     return to_f32(c.view(STORAGE[item], 1)[index // item], kind)
 
 
 def _from_tensor_memory(c: Cta, p: DecodedMma, rows: int, right: Lanes) -> Lanes:
-    """A from tensor memory: 32 bytes of a row are 8 columns of its lane. With 64 rows of a pair's
-    128, the upper lanes hold A once more, and make the second half of the columns."""
+    """Multiply A from tensor memory: 32 bytes of a row are 8 columns of its lane.
+
+    With 64 rows of a pair's 128, the upper lanes hold A once more, and make the second half of the
+    columns.
+    """
     assert isinstance(p.a, int)
     c.tmem.check(p.a, 8)
     lanes = p.lane + _QUARTERS if (rows, p.group) == (64, 1) else np.arange(128)

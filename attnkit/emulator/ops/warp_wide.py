@@ -1,4 +1,4 @@
-"""Instructions across the lanes of a warp: elect, shfl, vote, redux, match, as in the PTX ISA."""
+"""Executes instructions across the lanes of a warp: elect, shfl, vote, redux, match (PTX ISA)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REDUX = {
 
 
 def elect(gang: Gang, m: Mask) -> tuple[Lanes, Lanes]:
-    """(predicate, leader's lane): the lowest active lane of each warp."""
+    """Return (predicate, leader's lane): the lowest active lane of each warp."""
     if m is gang.full:
         return gang.first_lane, np.zeros(gang.width, u4)
     rows = m.reshape(-1, 32)
@@ -32,7 +32,7 @@ def elect(gang: Gang, m: Mask) -> tuple[Lanes, Lanes]:
 
 
 def shfl(gang: Gang, a: Lanes, b: Lanes, c: Lanes, mode: str | None) -> tuple[Lanes, Lanes]:
-    """(value, whether the source lane was in range); `c` holds clamp and segment mask."""
+    """Return (value, whether the source lane was in range); `c` holds clamp and segment mask."""
     lane = gang.lane
     segment = (c >> u4(8)) & u4(31)
     low = lane & segment
@@ -52,11 +52,13 @@ def shfl(gang: Gang, a: Lanes, b: Lanes, c: Lanes, mode: str | None) -> tuple[La
 
 
 def _gather(gang: Gang, a: Lanes, j: Lanes) -> Lanes:
+    """Return `a` of lane `j` of the same warp."""
     out: Lanes = a[gang.warp_start + j]
     return out
 
 
 def vote(gang: Gang, p: Lanes, m: Mask, kind: str) -> Lanes:
+    """Execute vote.all, any, uni or ballot."""
     rows = (p & m).reshape(-1, 32)
     if kind == "ballot":
         bits = (rows.astype(u8) << np.arange(32, dtype=u8)).sum(1).astype(u4)
@@ -68,6 +70,7 @@ def vote(gang: Gang, p: Lanes, m: Mask, kind: str) -> Lanes:
 
 
 def redux(gang: Gang, x: Lanes, m: Mask, how: str, nan: bool) -> Lanes:
+    """Combine the values of the active lanes of each warp."""
     fn: Any = _REDUX[how]
     if x.dtype.kind == "f" and not nan:
         fn = {"min": np.fmin, "max": np.fmax}[how]
@@ -79,6 +82,7 @@ def redux(gang: Gang, x: Lanes, m: Mask, how: str, nan: bool) -> Lanes:
 
 
 def match(gang: Gang, x: Lanes, m: Mask) -> Lanes:
+    """Return the mask of the lanes with the same value (match.any)."""
     rows, active = x.reshape(-1, 32), m.reshape(-1, 32)
     same = (rows[:, :, None] == rows[:, None, :]) & active[:, None, :]
     bits: Lanes = (same.astype(u8) << np.arange(32, dtype=u8)).sum(2).astype(u4)
@@ -86,6 +90,7 @@ def match(gang: Gang, x: Lanes, m: Mask) -> Lanes:
 
 
 def lanemask(gang: Gang, kind: str) -> Lanes:
+    """Return %lanemask_eq, lt, le, gt or ge."""
     bit = u8(1) << gang.lane.astype(u8)
     full = u8(0xFFFFFFFF)
     table = {
@@ -99,16 +104,17 @@ def lanemask(gang: Gang, kind: str) -> Lanes:
 
 
 def read_clock(gang: Gang, size: int) -> Lanes:
-    """%clock and its kin: a count of what happened, not a time."""
+    """Return %clock and the like: a count of reads, not a time."""
     gang.cluster.ticks += 1
     return np.full(gang.width, gang.cluster.ticks, f"u{size}")
 
 
 def trap(gang: Gang) -> None:
+    """Fault: the kernel executed trap or brkpt."""
     raise Trap("trap", "the kernel executed trap or brkpt")
 
 
 def nanosleep(gang: Gang) -> bool:
-    """nanosleep: lets others run."""
+    """Let others run."""
     gang.yielded = True
     return True

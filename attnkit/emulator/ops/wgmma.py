@@ -1,4 +1,4 @@
-"""Warpgroup-wide asynchronous products, wgmma (PTX ISA, wgmma.mma_async).
+"""Executes warpgroup-wide asynchronous products (PTX ISA, wgmma.mma_async).
 
 WgmmaGroup are collected until their group is committed; there, or at the wait in the adversarial
 mode, those that accumulate in the same registers one after another are one product of larger K.
@@ -33,7 +33,8 @@ _CHUNK = 16  # bytes that every canonical layout keeps together
 def _chunks(
     descriptors: tuple[int, ...], rows: tuple[int, int], k: int, item: int, mn_major: bool
 ) -> tuple[Lanes, int]:
-    """Numbers of the 16-byte chunks of operands that follow each other along K, and the largest.
+    """Return numbers of the 16-byte chunks of operands that follow each other along K, and the
+    largest.
 
     [rows, chunks along K], or [K, chunks along the rows] for operands that are MN-major.
     """
@@ -49,7 +50,7 @@ def _chunks(
 
 
 def wgmma(gang: Gang, form: WgmmaForm, a: Any, b: Lanes, accumulate: Lanes, m: Mask) -> None:
-    """The rows of this gang's warps of one warpgroup-wide product."""
+    """Add the rows of this gang's warps of one warpgroup-wide product to the current group."""
     if m is not gang.full:
         raise Trap("encoding", "wgmma with inactive lanes")
     first = a if form.a_in_registers else gang.uniform(a, m)
@@ -74,27 +75,31 @@ def wgmma(gang: Gang, form: WgmmaForm, a: Any, b: Lanes, accumulate: Lanes, m: M
 
 
 def _record_product(gang: Gang, form: WgmmaForm) -> None:
+    """Count the work of a product."""
     record = gang.cluster.record
     record("tensor", 2 * 16 * form.n * form.k * len(gang.warps))
     record("operands", _operand_bytes(gang, form))
 
 
 def _operand_bytes(gang: Gang, form: WgmmaForm) -> int:
-    """What the gang's part of a product reads from shared memory; B is read once for the four
-    warps of the warpgroup."""
+    """Return what the gang's part of a product reads from shared memory.
+
+    B is read once for the four warps of the warpgroup.
+    """
     warps = len(gang.warps)
     rows = 0 if form.a_in_registers else 16 * warps
     return (rows + form.n * warps // 4) * form.k * ELEMENT_BYTES[form.types[1]]
 
 
 def _row_range(gang: Gang) -> tuple[int, int]:
-    """The rows of the tile from the gang's first warp to its last."""
+    """Return the rows of the tile from the gang's first warp to its last."""
     return 16 * (gang.warps[0] % 4), 16 * (gang.warps[-1] % 4) + 16
 
 
 def _note_operand_read(
     gang: Gang, descriptor: int, rows: tuple[int, int], form: WgmmaForm, side: int, clock: Clock
 ) -> None:
+    """Tell the race detector of the read of an operand."""
     assert gang.race is not None
     item, mn_major = ELEMENT_BYTES[form.types[1 + side]], bool(form.major[side])
     bytes_ = elements(of_wgmma(descriptor), rows, form.k, item, mn_major)
@@ -104,6 +109,7 @@ def _note_operand_read(
 
 # ---- groups
 def wgmma_commit(gang: Gang) -> None:
+    """Execute wgmma.commit_group."""
     if gang.events is not None:
         gang.events.add("product commit", gang.line)
     if not gang.mode.late:
@@ -113,6 +119,7 @@ def wgmma_commit(gang: Gang) -> None:
 
 
 def wgmma_wait(gang: Gang, n: int) -> bool:
+    """Complete all but the n latest groups (wgmma.wait_group)."""
     if gang.events is not None:
         gang.events.add("product wait", gang.line, n)
     while len(gang.wgmma_groups) > n:
@@ -124,6 +131,7 @@ def wgmma_wait(gang: Gang, n: int) -> bool:
 
 
 def multiply_group(gang: Gang, group: WgmmaGroup) -> None:
+    """Compute the products of a group, those that accumulate in the same registers at once."""
     items, group.items = group.items, []
     start = 0
     for i, (form, _, _, _) in enumerate(items):
@@ -134,7 +142,7 @@ def multiply_group(gang: Gang, group: WgmmaGroup) -> None:
 
 
 def _fused(gang: Gang, form: WgmmaForm, items: list[tuple[WgmmaForm, Any, int, bool]]) -> None:
-    """WgmmaGroup of one form whose accumulators follow from each other, as one."""
+    """Compute products of one form, whose accumulators follow from each other, as one."""
     dt, at, _ = form.types
     right = _operand(gang, tuple(x[2] for x in items), (0, form.n), form, 1)
     if form.a_in_registers:
@@ -160,7 +168,7 @@ def _fused(gang: Gang, form: WgmmaForm, items: list[tuple[WgmmaForm, Any, int, b
 def _operand(
     gang: Gang, descriptors: tuple[int, ...], rows: tuple[int, int], form: WgmmaForm, side: int
 ) -> Lanes:
-    """[rows, K] float32 (float64 for 8-bit integers) from shared memory."""
+    """Return an operand in shared memory, [rows, K] float32 (float64 for 8-bit integers)."""
     kind, mn_major = form.types[1 + side], bool(form.major[side])
     item = ELEMENT_BYTES[kind]
     index, last = _chunks(descriptors, rows, form.k, item, mn_major)
@@ -172,7 +180,7 @@ def _operand(
 
 
 def _add_float(registers: list[Any], d: tuple[int, ...], o: Lanes, acc: bool) -> None:
-    """Adds the rows of `o` to float32 registers, or replaces them."""
+    """Add the rows of `o` to float32 registers, or replace them."""
     for i, x in zip(d, o, strict=True):
         old = registers[i]
         if old.dtype == f4:

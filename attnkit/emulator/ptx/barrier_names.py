@@ -1,4 +1,4 @@
-"""Names of barriers for reports, as the program that a kernel was compiled from gives them."""
+"""Finds names of barriers for reports in the source that a kernel was compiled from."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ _NAMED = re.compile(r"barrier_id\s*=\s*([^,()]+(?:\([^()]*\))?)", re.S)
 
 
 def mbarrier_name(source: Source | None) -> str:
-    """What the program calls the mbarrier that it initialises at `source`; "" if that is unclear."""
+    """Return what the source calls the mbarrier that it initialises at `source`, or ""."""
     return _found(_MBARRIER, source)
 
 
 def barrier_name(source: Source | None) -> str:
-    """What the program calls the named barrier that it uses at `source`; "" if that is unclear."""
+    """Return what the source calls the named barrier that it uses at `source`, or ""."""
     return _found(_NAMED, source)
 
 
 def _found(pattern: re.Pattern[str], source: Source | None) -> str:
+    """Return the argument that `pattern` finds in a call at `source`, or ""."""
     if source is None:
         return ""
     lines = [linecache.getline(source.file, source.line + i) for i in range(_SPAN)]

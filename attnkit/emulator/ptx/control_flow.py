@@ -1,4 +1,4 @@
-"""Control flow between the basic blocks of a kernel."""
+"""Analyses the control flow between the basic blocks of a kernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from attnkit.emulator.ptx.kernel import PtxKernel, is_blocking
 
 
 def successors(kernel: PtxKernel, b: int) -> list[int]:
-    """The blocks that may follow block `b`; none after an exit."""
+    """Return the blocks that may follow block `b`; none after an exit."""
     last = kernel.blocks[b][-1]
     if last.parts[0] in ("ret", "exit"):
         return [b + 1] if last.pred else []
@@ -18,8 +18,8 @@ def successors(kernel: PtxKernel, b: int) -> list[int]:
     return [b + 1] if b + 1 < len(kernel.blocks) else []
 
 
-class Flow:
-    """Post-dominators, as bit sets over the blocks."""
+class PostDominators:
+    """Computes post-dominators, as bit sets over the blocks."""
 
     def __init__(self, kernel: PtxKernel) -> None:
         self.kernel = kernel
@@ -27,7 +27,7 @@ class Flow:
 
     @cached_property
     def _dominators(self) -> list[int]:
-        """For each block the blocks that every path from it to an exit passes, itself included."""
+        """Return for each block those that every path from it to an exit passes, and itself."""
         n = len(self.after)
         every = (1 << n) - 1
         sets = [every] * n
@@ -45,7 +45,7 @@ class Flow:
 
     @cached_property
     def _acting(self) -> list[bool]:
-        """Whether any block that can be reached from a block waits or multiplies."""
+        """Return for each block whether one that can be reached from it waits or multiplies."""
         out = [
             any(is_blocking(c) or c.parts[0] in ("wgmma", "mma") for c in block)
             for block in self.kernel.blocks
@@ -59,6 +59,6 @@ class Flow:
         return out
 
     def parts(self, b: int) -> bool:
-        """Whether what leaves block `b` in several directions has no work in common any more."""
+        """Whether the warps that leave block `b` in several directions share no more work."""
         meeting = self._dominators[b] & ~(1 << b)
         return not any(meeting >> i & 1 and self._acting[i] for i in range(len(self.after)))

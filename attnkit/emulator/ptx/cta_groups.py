@@ -1,4 +1,4 @@
-"""Static check of tcgen05: one kernel is for single CTAs or for pairs of them, not for both.
+"""Checks that a kernel uses tcgen05 for single CTAs or for pairs of them, not for both.
 
 PTX ISA, tcgen05.alloc, tcgen05.mma and others: all tcgen05 instructions of a kernel give the same
 value of .cta_group.
@@ -10,8 +10,8 @@ from attnkit.emulator.faults import Finding, Place
 from attnkit.emulator.ptx.kernel import PtxKernel
 
 
-def mixed_groups(kernel: PtxKernel) -> list[Finding]:
-    """The first tcgen05 instruction whose .cta_group is not that of those before it, if any."""
+def mixed_cta_groups(kernel: PtxKernel) -> list[Finding]:
+    """Return the first tcgen05 instruction with another .cta_group than those before, if any."""
     first: tuple[str, int] | None = None
     for c in kernel.instructions():
         group = next((p for p in c.parts if p.startswith("cta_group::")), None)

@@ -1,4 +1,4 @@
-"""What the parser of PTX yields: kernels as lists of basic blocks of decoded instructions."""
+"""Defines what the parser of PTX returns: kernels as basic blocks of decoded instructions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TYPE_BYTES = {
 
 @dataclass(frozen=True)
 class Source:
-    """A line of the program that the PTX was compiled from (`.loc`)."""
+    """Names a line of the program that the PTX was compiled from (`.loc`)."""
 
     file: str
     line: int
@@ -42,8 +42,15 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Instr:
-    """One instruction. `args` are the operands as written, brackets and braces kept; `inline`: it
-    stands in inline assembly, which compilers leave as it is."""
+    """Holds one instruction.
+
+    Attributes:
+        op: opcode and modifiers; `parts`: the same, split.
+        args: operands as written, brackets and braces kept.
+        pred, negated: the guard predicate.
+        line: in the PTX; `source`: in the program.
+        inline: it stands in inline assembly, which compilers leave as it is.
+    """
 
     op: str
     args: tuple[str, ...]
@@ -72,6 +79,8 @@ class Instr:
 
 @dataclass(frozen=True)
 class Param:
+    """Describes a kernel parameter; offset and size are in bytes."""
+
     name: str
     offset: int
     size: int
@@ -79,7 +88,7 @@ class Param:
 
 @dataclass(frozen=True)
 class Variable:
-    """A `.shared`, `.local`, `.global` or `.const` variable; size 0 is `extern .shared`."""
+    """Describes a .shared, .local, .global or .const variable; size 0 is `extern .shared`."""
 
     name: str
     space: str
@@ -90,7 +99,13 @@ class Variable:
 
 @dataclass(eq=False)
 class PtxKernel:
-    """One `.entry`. `blocks[labels[l]]` starts at label l; registers have PTX's size classes."""
+    """Holds one `.entry`.
+
+    Attributes:
+        threads: of a CTA, if the kernel requires them.
+        regs: size class of each register.
+        blocks: basic blocks; `blocks[labels[l]]` starts at label l.
+    """
 
     name: str
     arch: str
@@ -103,6 +118,7 @@ class PtxKernel:
     labels: dict[str, int] = field(default_factory=dict)
 
     def instructions(self) -> list[Instr]:
+        """Return the instructions of all blocks."""
         return [i for block in self.blocks for i in block]
 
 
@@ -148,7 +164,7 @@ def is_blocking(instr: Instr) -> bool:
 
 
 def is_poll(instr: Instr) -> bool:
-    """Reads of global memory by which a warp may spin on another CTA's store."""
+    """Whether `instr` reads global memory such that a warp may spin on another CTA's store."""
     p = instr.parts
     if p[0] == "ld":
         strong = instr.has("acquire", "relaxed", "volatile", "mmio")

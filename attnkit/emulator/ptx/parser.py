@@ -1,4 +1,4 @@
-"""Parser of PTX text, as NVVM and inline assembly write it (PTX ISA, "Syntax")."""
+"""Parses PTX text, as NVVM and inline assembly write it (PTX ISA, "Syntax")."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _NAME = re.compile(r"[%A-Za-z_$][\w$]*(?:\.[xyzw])?")
 
 
 def parse(text: str) -> dict[str, PtxKernel]:
-    """All kernels of a PTX module by name.
+    """Return all kernels of a PTX module by name.
 
     Raises:
         PtxError: the text has no `.entry`, or one that cannot be read.
@@ -76,6 +76,7 @@ def parse(text: str) -> dict[str, PtxKernel]:
 
 
 def _body(text: str, start: int) -> tuple[str, int]:
+    """Return the text of a function body that begins at `start`, and its end."""
     depth, i = 1, start
     while depth:
         nxt = re.compile(r"[{}]").search(text, i)
@@ -87,6 +88,7 @@ def _body(text: str, start: int) -> tuple[str, int]:
 
 
 def _outside(text: str, spans: list[tuple[int, int]]) -> str:
+    """Return the text that lies in none of the spans."""
     out, last = [], 0
     for a, b in spans:
         out.append(text[last:a])
@@ -95,10 +97,12 @@ def _outside(text: str, spans: list[tuple[int, int]]) -> str:
 
 
 def _variables(text: str) -> list[Variable]:
+    """Return the variables that a text declares."""
     return [_variable(m) for m in _VARIABLE.finditer(text)]
 
 
 def _variable(m: re.Match[str]) -> Variable:
+    """Decode the declaration of a variable."""
     space, align, kind, name, count, init = m.groups()
     item = TYPE_BYTES[kind]
     n = 1 if count is None else int(count or 0)
@@ -110,6 +114,7 @@ def _variable(m: re.Match[str]) -> Variable:
 
 
 def _params(text: str) -> tuple[tuple[Param, ...], int]:
+    """Return the parameters of a kernel, and their size in bytes."""
     params, offset = [], 0
     for align, kind, name, count in _PARAM.findall(text):
         item = TYPE_BYTES[kind]
@@ -121,7 +126,7 @@ def _params(text: str) -> tuple[tuple[Param, ...], int]:
 
 
 def split_operands(text: str) -> tuple[str, ...]:
-    """Operands of an instruction: split at commas outside braces, brackets and parentheses."""
+    """Split the operands of an instruction at commas outside braces, brackets and parentheses."""
     out, depth, current = [], 0, ""
     for ch in text:
         depth += (ch in "{[(") - (ch in "}])")
@@ -136,6 +141,8 @@ def split_operands(text: str) -> tuple[str, ...]:
 
 
 class _Scope(NamedTuple):
+    """Holds the names that a `{}` scope declares."""
+
     number: int
     names: dict[str, str]
 
@@ -154,6 +161,7 @@ class _Body:
         self.code: list[Instr | str] = []
 
     def read(self, body: str) -> None:
+        """Read the statements of a body, and cut them into basic blocks."""
         pos, line, seen = 0, self.first_line, 0
         while m := _TOKEN.match(body, pos):
             start = m.start(m.lastgroup or 0)
@@ -178,20 +186,24 @@ class _Body:
 
     def _loc(self, text: str) -> None:
         # Inside an inline-assembly scope NVVM numbers the lines of the assembly text.
+        """Remember the line of the program that the next instructions come from."""
         if len(self.scopes) == 1:
             f, line = text.split()[:2]
             self.source = Source(self.files.get(f, f"file {f}"), int(line))
 
     def _label(self, name: str) -> str:
+        """Return the unique name of a label."""
         return name if name.startswith("$L_") else f"{name}@{self.scopes[-1].number}"
 
     def _resolve(self, name: str) -> str:
+        """Return the unique name of a register or variable."""
         for scope in reversed(self.scopes):
             if name in scope.names:
                 return scope.names[name]
         return name
 
     def _statement(self, text: str, line: int) -> None:
+        """Read an instruction or a directive."""
         if text.startswith("."):
             self._directive(text, line)
             return
@@ -210,6 +222,7 @@ class _Body:
         self.code.append(Instr(op, args, pred, negated, line, self.source, self.inline))
 
     def _directive(self, text: str, line: int) -> None:
+        """Read a directive."""
         if text.startswith(".inline"):
             self.inline = text.endswith("begin")
         elif text.startswith(".reg"):
@@ -223,6 +236,7 @@ class _Body:
             self.kernel.variables += (_variable(m),)
 
     def _declare(self, name: str, kind: str) -> None:
+        """Declare registers."""
         m = re.match(r"([%$\w]+)<(\d+)>", name)
         names = [f"{m.group(1)}{i}" for i in range(int(m.group(2)))] if m else [name]
         scope = self.scopes[-1]
@@ -233,7 +247,7 @@ class _Body:
 
 
 def _blocks(kernel: PtxKernel, code: list[Instr | str]) -> None:
-    """Cuts the code at labels, branches and instructions that may block."""
+    """Cut the code at labels, branches and instructions that may block."""
     blocks: list[list[Instr]] = []
     current: list[Instr] = []
 

@@ -1,4 +1,4 @@
-"""What a warp is for, by what it executed: a word for reports."""
+"""Names the role of a warp for reports, by what it executed."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ _MARKS = (
 
 
 def _to_global(op: str) -> bool:
+    """Whether an instruction is a bulk store."""
     return ".global.shared" in op
 
 
 def role_of(kernel: PtxKernel, blocks: Iterable[int]) -> str:
-    """Words for what the executed blocks do, most telling first."""
+    """Return words for what the executed blocks do, most telling first."""
     ops = {c.op for b in blocks for c in kernel.blocks[b]}
     found = [
         word

@@ -1,4 +1,4 @@
-"""Static check for missing wgmma.fence, which running a kernel cannot see.
+"""Checks for a missing wgmma.fence, which running a kernel cannot see.
 
 PTX ISA, wgmma.fence: a warpgroup must execute wgmma.fence before its first wgmma.mma_async, and
 whenever registers (accumulator or A fragment) were written since, except that wgmma.mma_async of
@@ -33,7 +33,7 @@ FIRST = "(none yet)"  # in a state: no fence since the entry of the kernel
 
 
 def missing_fences(kernel: PtxKernel) -> list[Finding]:
-    """wgmma.mma_async with registers that were written since the last wgmma.fence.
+    """Return each wgmma.mma_async with registers that were written since the last wgmma.fence.
 
     The state is the set of accumulator and A registers written since the last fence, joined over
     all paths of the control flow.
@@ -57,13 +57,14 @@ def missing_fences(kernel: PtxKernel) -> list[Finding]:
 
 
 def _operands(c: Instr) -> tuple[set[str], set[str]]:
-    """(accumulators, A registers) of a wgmma.mma_async."""
+    """Return (accumulators, A registers) of a wgmma.mma_async."""
     d = set(_REGISTER.findall(c.args[0]))
     a = set(_REGISTER.findall(c.args[1])) if c.args[1].startswith("{") else set()
     return d, a
 
 
 def _watched(kernel: PtxKernel) -> set[str]:
+    """Return the registers of all wgmma.mma_async."""
     out: set[str] = set()
     for c in kernel.instructions():
         if c.op.startswith("wgmma.mma_async"):
@@ -73,6 +74,7 @@ def _watched(kernel: PtxKernel) -> set[str]:
 
 
 def _step(c: Instr, state: State, watched: set[str], found: dict[int, Finding]) -> State:
+    """Return the state after an instruction, and note a missing fence."""
     if c.op.startswith("wgmma.fence"):
         return frozenset()
     if c.op.startswith("wgmma.mma_async"):

@@ -1,4 +1,4 @@
-"""Cycle model: how long each unit of an SM is busy with what a launch executed.
+"""Estimates how long each unit of an SM is busy with what a launch executed.
 
 The largest of them is a lower bound of the time of one SM; waiting, latency and the order of
 instructions are not modelled here. Nothing is calibrated: rates are those of the sources below.
@@ -18,8 +18,11 @@ from attnkit.errors import OptionError
 
 @dataclass(frozen=True)
 class Rates:
-    """Per SM and clock: dense 16-bit tensor FLOP, special functions, float32 and integer lanes,
-    warp instructions issued, and bytes of shared memory, of bulk copies and of tensor memory."""
+    """Holds what an SM does per clock.
+
+    Dense 16-bit tensor FLOP, special functions, float32 and integer lanes, warp instructions
+    issued, and bytes of shared memory, of bulk copies and of tensor memory.
+    """
 
     tensor: float
     special: float
@@ -50,7 +53,7 @@ _FREE = ("mov", "bra", "ret", "cvta", "exit")
 
 
 def rates_of(arch: str) -> Rates:
-    """The rates of an architecture such as "sm_90a".
+    """Return the rates of an architecture such as "sm_90a".
 
     Raises:
         OptionError: it is not in the table.
@@ -62,7 +65,7 @@ def rates_of(arch: str) -> Rates:
 
 
 def unit_of(op: str) -> tuple[str, float]:
-    """(unit, lanes of work per thread) of an opcode; the unit "" only issues.
+    """Return (unit, lanes of work per thread) of an opcode; the unit "" only issues.
 
     Comparison, minimum, maximum and conversion run on the integer lanes (CUDA C++ Programming
     Guide, "Arithmetic Instructions"); a shuffle takes a path to shared memory, 4 bytes a thread.
@@ -85,7 +88,7 @@ def unit_of(op: str) -> tuple[str, float]:
 
 
 def busy(stats: LaunchStats | Iterable[LaunchStats], arch: str) -> dict[str, float]:
-    """Clocks for which each unit is busy, summed over the CTAs of the launches."""
+    """Return the clocks for which each unit is busy, summed over the CTAs of the launches."""
     rates = rates_of(arch)
     total: defaultdict[str, float] = defaultdict(float)
     for s in [stats] if isinstance(stats, LaunchStats) else stats:
@@ -103,13 +106,13 @@ def busy(stats: LaunchStats | Iterable[LaunchStats], arch: str) -> dict[str, flo
 
 
 def limit(clocks: dict[str, float]) -> str:
-    """The unit that is busy longest."""
+    """Return the unit that is busy longest."""
     return max(clocks, key=lambda unit: clocks[unit])
 
 
 @dataclass(frozen=True)
 class Product:
-    """One tensor-core product of a tile; `a_shared`: A comes from shared, else from tensor memory."""
+    """Describes one product of a tile; without `a_shared` A comes from tensor memory."""
 
     m: int
     n: int
@@ -118,17 +121,18 @@ class Product:
 
     @property
     def flops(self) -> int:
+        """Return the FLOP of the product."""
         return 2 * self.m * self.n * self.k
 
     def operand_bytes(self, kind: str, ctas: int) -> int:
-        """Bytes that one CTA reads from shared memory; a pair of CTAs shares B."""
+        """Return the bytes that one CTA reads from shared memory; a pair of CTAs shares B."""
         item = ELEMENT_BYTES[kind]
         return (self.m * self.a_shared + self.n // ctas) * self.k * item
 
 
 @dataclass(frozen=True)
-class Tile:
-    """Clocks of one tile per unit, as in the feeds-and-speeds tables of FlashAttention-4."""
+class TileClocks:
+    """Holds the clocks of a tile by unit, as the feeds-and-speeds tables of FlashAttention-4 do."""
 
     tensor: float
     shared: float
@@ -143,8 +147,8 @@ def tile(
     kind: str = "bf16",
     ctas: int = 1,
     arch: str = "sm_100",
-) -> Tile:
-    """The clocks that each unit needs for a tile.
+) -> TileClocks:
+    """Return the clocks that each unit needs for a tile.
 
     Args:
         other_shared_bytes: traffic of shared memory besides operands (stores, bulk copies).
@@ -152,4 +156,6 @@ def tile(
     """
     r, all_ = rates_of(arch), list(products)
     shared = sum(p.operand_bytes(kind, ctas) for p in all_) + other_shared_bytes
-    return Tile(sum(p.flops for p in all_) / r.tensor, shared / r.shared, exponentials / r.special)
+    return TileClocks(
+        sum(p.flops for p in all_) / r.tensor, shared / r.shared, exponentials / r.special
+    )

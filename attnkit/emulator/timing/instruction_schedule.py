@@ -1,8 +1,8 @@
-"""How long straight-line code takes a warp that has its part of the SM to itself.
+"""Schedules straight-line code of a warp that has its part of the SM to itself.
 
-Every clock the first instruction issues whose operands are there and whose unit of `cycles` is
-free, in the order of the PTX: compilers look ahead, and keep the order of what is independent. An
-SM has four equal parts, and warp w runs on part w % 4.
+Every clock the first instruction issues whose operands are ready and whose unit of `cycles` is
+free, in the order of the PTX: compilers look ahead, and keep the order of independent instructions.
+An SM has four equal parts, and warp w runs on part w % 4.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from attnkit.emulator.timing.cycles import Rates, unit_of
 
 PARTS = 4  # of an SM
 # Clocks until a dependent instruction can issue (microbenchmarks of Volta to Hopper, rounded):
-# arithmetic, special functions, shared memory and shuffles, votes, loads from the second-level cache.
+# arithmetic, special functions, shared memory and shuffles, votes, loads from the L2 cache.
 # Tensor memory, beside the transfer itself, is assumed to answer as shared memory does.
 ALU, SPECIAL, SHARED, VOTE, GLOBAL = 4, 18, 24, 12, 280
 _LATENCY = {"special": SPECIAL, "shared": SHARED}
@@ -32,8 +32,12 @@ _REGISTER = re.compile(r"%[\w$]+(?:@\d+)?")
 
 @dataclass(frozen=True)
 class Pace:
-    """How a warp goes through its instructions: clocks from one to the next, and by how much
-    longer than its rate says each holds its unit."""
+    """Says how fast a warp goes through its instructions.
+
+    Attributes:
+        step: clocks from one instruction to the next.
+        hold: by how much longer than its rate says each holds its unit.
+    """
 
     step: float = 1.0
     hold: float = 1.0
@@ -41,8 +45,13 @@ class Pace:
 
 @dataclass(frozen=True)
 class Segment:
-    """Code without events: how long it takes, how long beside busy tensor cores, and for how long
-    each unit is busy, in clocks."""
+    """Holds the time of code without events, in clocks.
+
+    Attributes:
+        clocks: how long it takes alone.
+        beside: how long it takes while tensor cores are busy.
+        units: for how long each unit is busy.
+    """
 
     clocks: float
     beside: float
@@ -50,7 +59,7 @@ class Segment:
 
 
 def registers(c: Instr) -> tuple[list[str], list[str]]:
-    """(written, read)."""
+    """Return (registers written, registers read)."""
     stores = c.parts[0] in ("st", "red", "bra", "stmatrix", "nanosleep", "cp", "bar", "barrier")
     stores = stores or c.op.startswith("tcgen05.st")
     found = [_REGISTER.findall(a) for a in c.args]
@@ -60,8 +69,8 @@ def registers(c: Instr) -> tuple[list[str], list[str]]:
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What a segment must know of its kernel.
+class KernelFacts:
+    """Holds what a segment must know of its kernel.
 
     Attributes:
         read: how many instructions read each register.
@@ -73,7 +82,8 @@ class Facts:
     varying: frozenset[str]
 
     @classmethod
-    def of(cls, kernel: PtxKernel) -> Facts:
+    def of(cls, kernel: PtxKernel) -> KernelFacts:
+        """Return the facts of a kernel."""
         code = [(c, *registers(c)) for c in kernel.instructions()]
         read = Counter(r for _, _, used in code for r in set(used))
         readers: dict[str, list[tuple[Instr, list[str]]]] = {}
@@ -91,12 +101,12 @@ class Facts:
 
 
 def _unites(c: Instr) -> bool:
-    """The result is the same in all threads, whatever the operands."""
+    """Whether the result is the same in all threads, whatever the operands."""
     return c.parts[0] in ("vote", "redux") or c.op.startswith("shfl.sync.idx")
 
 
 def _diverges(c: Instr, used: list[str]) -> bool:
-    """The result may differ between threads, whatever the operands."""
+    """Whether the result may differ between threads, whatever the operands."""
     loads = c.parts[0] in ("ld", "ldmatrix", "mma", "elect", "atom", "tcgen05", "wgmma")
     if loads and "param" not in c.op:
         return True
@@ -106,12 +116,15 @@ def _diverges(c: Instr, used: list[str]) -> bool:
 
 
 def _contracts(c: Instr, kinds: tuple[str, ...]) -> bool:
+    """Whether ptxas may contract this product or sum."""
     return c.parts[0] in kinds and c.parts[-1] in ("f32", "f64") and "rn" not in c.parts
 
 
 def fused(code: Sequence[Instr], read: Counter[str]) -> set[int]:
-    """Instructions that ptxas merges with the one that uses their result: a product with the sum
-    that it is added to, a conjunction with its comparison."""
+    """Return the instructions that ptxas merges with the one that uses their result.
+
+    That is a product with the sum that it is added to, and a conjunction with its comparison.
+    """
     first: dict[str, int] = {}
     out = set()
     for i, c in enumerate(code):
@@ -127,7 +140,7 @@ def fused(code: Sequence[Instr], read: Counter[str]) -> set[int]:
 
 
 def occupancy(c: Instr, rates: Rates) -> tuple[str, float]:
-    """(unit, clocks that one warp's instruction keeps a part's unit busy)."""
+    """Return (unit, clocks that one warp's instruction keeps a part's unit busy)."""
     if c.op.startswith("mma.sync"):
         m, n, k = re.search(r"m(\d+)n(\d+)k(\d+)", c.op).groups()  # type: ignore[union-attr]
         return "tensor", 2 * int(m) * int(n) * int(k) * PARTS / rates.tensor
@@ -141,20 +154,21 @@ def occupancy(c: Instr, rates: Rates) -> tuple[str, float]:
 
 
 def _free(c: Instr) -> bool:
-    """Costs nothing here: moves that only rename, and what the timeline has events for."""
+    """Whether it costs nothing here: moves that only rename, and events of the timeline."""
     if c.op.startswith(("tcgen05.ld", "tcgen05.st")) or (c.inline and c.parts[0] == "mov"):
         return False
     return c.parts[0] in _FREE and not c.op.startswith("tcgen05.wait")
 
 
 def _latency(c: Instr, unit: str) -> int:
+    """Return the clocks until a dependent instruction can issue."""
     if c.parts[0] == "ld" and "shared" not in c.op and "param" not in c.op:
         return GLOBAL
     return _OF_OPCODE.get(c.parts[0], _LATENCY.get(unit, ALU))
 
 
-def segment(code: Sequence[Instr], rates: Rates, facts: Facts, beside: Pace) -> Segment:
-    """Schedules `code`, a part of the kernel that `facts` describes.
+def segment(code: Sequence[Instr], rates: Rates, facts: KernelFacts, beside: Pace) -> Segment:
+    """Schedule `code`, a part of the kernel that `facts` describes.
 
     Args:
         beside: the pace while tensor cores work.
@@ -199,8 +213,10 @@ def segment(code: Sequence[Instr], rates: Rates, facts: Facts, beside: Pace) -> 
 def _makespan(
     nodes: list[tuple[str, float, int]], after: list[list[int]], waits: list[int], pace: Pace
 ) -> float:
-    """Clocks until the last instruction has issued: always the first one, in program order, whose
-    operands and unit are free."""
+    """Return the clocks until the last instruction has issued.
+
+    The next to issue is always the first one, in program order, whose operands and unit are free.
+    """
     free: dict[str, float] = {}
     ready_at = [0.0] * len(nodes)
     future = [(0.0, i) for i, n in enumerate(waits) if not n]

@@ -1,4 +1,4 @@
-"""When things happen on an SM: a replay of what the emulator recorded, with units, queues and waits.
+"""Replays what the emulator recorded with time: units, queues and waits of an SM.
 
 Warps go through their steps; code takes the time of its schedule, and longer when warps of the
 same part of the SM want the same unit or tensor cores are busy. Products queue for the tensor
@@ -20,12 +20,14 @@ from attnkit.emulator.ptx.kernel import PtxKernel
 from attnkit.emulator.timing.cycles import Rates
 from attnkit.emulator.timing.instruction_schedule import PARTS, Pace, Segment
 from attnkit.emulator.timing.replay_steps import Step, Steps
-from attnkit.emulator.timing.shared_memory_port import Port
+from attnkit.emulator.timing.shared_memory_port import SharedMemoryPort
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What no data sheet says, in clocks unless said otherwise. Found on an H200 (docs/emulator.md).
+    """Holds what no data sheet says, in clocks unless said otherwise.
+
+    The values were found on an H200 (docs/emulator.md).
 
     Attributes:
         step, hold: the pace of instructions while tensor cores work with accumulators in the
@@ -51,7 +53,7 @@ class Constants:
 
 @dataclass(frozen=True)
 class Interval:
-    """Clocks from `start` to `end` in which a warp or a unit did one thing."""
+    """Spans the clocks in which a warp or a unit did one thing."""
 
     start: float
     end: float
@@ -60,12 +62,13 @@ class Interval:
 
     @property
     def clocks(self) -> float:
+        """Return the length."""
         return self.end - self.start
 
 
 @dataclass(eq=False)
 class Process:
-    """Warps on their way through their steps."""
+    """Holds the state of warps on their way through their steps."""
 
     stream: Stream
     steps: Iterator[Step]
@@ -87,8 +90,8 @@ class Process:
     marks: list[tuple[int, float]] = field(default_factory=list)  # (block, when it ended)
 
 
-class Replay:
-    """One cluster of CTAs, alone on its SMs."""
+class ClusterReplay:
+    """Replays one cluster of CTAs, alone on its SMs."""
 
     def __init__(
         self, streams: list[Stream], kernel: PtxKernel, rates: Rates, constants: Constants
@@ -103,7 +106,9 @@ class Replay:
         self.file: defaultdict[int, float] = defaultdict(float)  # products in the register file
         self.pipe_work: defaultdict[int, list[Interval]] = defaultdict(list)
         early = kernel.arch.startswith("sm_100")  # products are booked long before they run
-        self.shared: defaultdict[int, Port] = defaultdict(lambda: Port(early))
+        self.shared: defaultdict[int, SharedMemoryPort] = defaultdict(
+            lambda: SharedMemoryPort(early)
+        )
         self.copies: defaultdict[int, float] = defaultdict(float)
         self.copy_work: defaultdict[int, list[Interval]] = defaultdict(list)
         self.units: defaultdict[str, float] = defaultdict(float)
@@ -117,7 +122,7 @@ class Replay:
 
     # ---- running
     def run(self) -> None:
-        """Until every warp is through.
+        """Replay until every warp has finished.
 
         Raises:
             EmulatorError: warps wait for what the recording does not hold.
@@ -139,7 +144,7 @@ class Replay:
             self.now = then
 
     def _settle(self) -> None:
-        """Takes every process as far as it goes at this moment, those again that others free."""
+        """Advance every process as far as it goes now, and again those that others free."""
         before = -1
         while self.steps_taken != before:
             before = self.steps_taken
@@ -147,7 +152,7 @@ class Replay:
                 self._advance(p)
 
     def _speeds(self) -> list[tuple[Process, float]]:
-        """Processes in code, and how much of it they get done per clock."""
+        """Return the processes in code, and how much of it they get done per clock."""
         running = [p for p in self.processes if p.code is not None]
         load: defaultdict[tuple[int, int, str], float] = defaultdict(float)
         for p in running:
@@ -167,7 +172,7 @@ class Replay:
         return out
 
     def _advance(self, p: Process) -> None:
-        """Takes `p` as far as it goes at this moment."""
+        """Advance `p` as far as it goes at this moment."""
         while not p.done:
             if p.code is not None:
                 if p.left > 1e-6:
@@ -195,7 +200,7 @@ class Replay:
                 return
 
     def _next(self, p: Process) -> bool:
-        """Fetches the next step; False if it has to wait for the stream that it is part of."""
+        """Fetch the next step; False if it has to wait for the stream that it is part of."""
         parent = p.stream.parent
         if parent is not None and not p.seen and not p.began:
             other = self._of[id(parent)]
@@ -219,6 +224,7 @@ class Replay:
         return True
 
     def _note(self, p: Process, kind: str) -> None:
+        """Add what `p` did since it began to its intervals."""
         if self.now - p.began > 1e-6:
             text = p.why if kind == "wait" else ""
             last = p.intervals[-1] if p.intervals else None
@@ -230,6 +236,7 @@ class Replay:
 
     # ---- events
     def _happen(self, p: Process, e: Event) -> None:
+        """Start what an event does."""
         p.began = self.now
         if e.kind == "arrive":
             self._contribute(e, self.now)
@@ -257,10 +264,12 @@ class Replay:
             self._until(p, max(left, default=0.0), "stores")
 
     def _until(self, p: Process, at: float, why: str) -> None:
+        """Let `p` wait until a clock."""
         if at > self.now:
             p.until, p.why = at, why
 
     def _contribute(self, e: Event, at: float) -> None:
+        """Count an arrival at a phase of a barrier; the last one completes it."""
         key = (id(e.what), e.phase)
         self.expected[key] -= 1
         self._partial[key] = max(self._partial.get(key, 0.0), at)
@@ -269,10 +278,11 @@ class Replay:
             self.complete[key] = self._partial[key]
 
     def _access(self, p: Process, clocks: float) -> None:
-        """Shared memory is busy for so long: operands of products have to wait."""
+        """Book shared memory for so long; operands of products have to wait."""
         self.shared[p.stream.rank].book(self.now, self.now, clocks)
 
     def _copy(self, p: Process, size: float) -> float:
+        """Queue a bulk copy; return when it is done."""
         rank = p.stream.rank
         self._access(p, size / self.rates.shared)
         start = max(self.now, self.copies[rank])
@@ -282,8 +292,7 @@ class Replay:
         return end
 
     def _busy(self, rank: int, flop: float, operands: float, text: str) -> float:
-        """Queues a product with so many bytes of operands in shared memory; returns when it is
-        done."""
+        """Queue a product with `operands` bytes of shared memory; return when it is done."""
         start = max(self.now, self.pipe[rank])
         early = max(self.now, start - flop / self.rates.tensor)  # beside the product before
         read = self.shared[rank].book(self.now, early, operands / self.rates.shared)
@@ -298,6 +307,7 @@ class Replay:
         return end
 
     def _product(self, p: Process, e: Event) -> None:
+        """Issue a product of a warpgroup."""
         c = self.constants
         in_registers, operands = e.what
         text = f"warps {p.stream.warps[0]}-{p.stream.warps[-1]}"
@@ -308,6 +318,7 @@ class Replay:
         p.why = "issue"
 
     def _tensor_product(self, p: Process, e: Event) -> None:
+        """Issue a product into tensor memory."""
         group, operands = e.what
         ranks = [p.stream.rank] if group == 1 else [p.stream.rank & ~1, p.stream.rank | 1]
         for rank in ranks:
@@ -316,6 +327,7 @@ class Replay:
 
 
 def _name(barrier: Any) -> str:
+    """Return words for a barrier."""
     if isinstance(barrier, MBarrier):
         return barrier.name
     return f"barrier {barrier.number}" if isinstance(barrier, NamedBarrier) else "cluster barrier"

@@ -1,6 +1,7 @@
-"""Steps of a timeline: recorded events with the straight-line code between them.
+"""Cuts recorded streams into steps: events with the straight-line code between them.
 
-An event stands at a line of its block; the code before it is a segment that `schedule` times.
+An event stands at a line of its block; the code before it is a segment that `instruction_schedule`
+times.
 """
 
 from __future__ import annotations
@@ -11,13 +12,18 @@ from typing import NamedTuple
 from attnkit.emulator.machine.event_recorder import Event, Stream
 from attnkit.emulator.ptx.kernel import Instr, PtxKernel
 from attnkit.emulator.timing.cycles import Rates
-from attnkit.emulator.timing.instruction_schedule import Facts, Pace, Segment, segment
+from attnkit.emulator.timing.instruction_schedule import KernelFacts, Pace, Segment, segment
 
 _EVENTFUL = ("mbarrier", "bar", "barrier", "cp", "wgmma", "tcgen05", "st")
 
 
 class Step(NamedTuple):
-    """Code, then what happens after it. `seen`: how many events of the stream are done with it."""
+    """Holds code, and the event after it.
+
+    Attributes:
+        seen: how many events of the stream are done with it.
+        block: the block that ends with the step, or -1.
+    """
 
     code: Segment | None
     event: Event | None
@@ -32,11 +38,11 @@ class Steps:
         self.kernel = kernel
         self.rates = rates
         self.beside = beside
-        self.facts = Facts.of(kernel)
+        self.facts = KernelFacts.of(kernel)
         self._segments: dict[tuple[int, int, int], Segment] = {}
 
     def of(self, stream: Stream) -> Iterator[Step]:
-        """The steps of a stream, in order."""
+        """Yield the steps of a stream, in order."""
         pending: list[tuple[int, Event]] = []
         for seen, event in enumerate(stream.events, 1):
             if event.kind == "block":
@@ -48,6 +54,7 @@ class Steps:
             yield Step(None, event, seen, -1)
 
     def _block(self, number: int, events: list[tuple[int, Event]], last: int) -> Iterator[Step]:
+        """Yield the steps of one execution of a block."""
         code = self.kernel.blocks[number]
         at = 0
         for seen, event in events:
@@ -57,6 +64,7 @@ class Steps:
         yield Step(self._segment(number, at, len(code)), None, last, number)
 
     def _segment(self, block: int, start: int, stop: int) -> Segment | None:
+        """Return the schedule of a part of a block; None if it is empty."""
         if start >= stop:
             return None
         key = (block, start, stop)
@@ -67,7 +75,10 @@ class Steps:
 
 
 def _position(code: list[Instr], line: int, at: int) -> int:
-    """Behind the instruction at `line` that an event came from; `at` if it is not in this block."""
+    """Return the index after the instruction at `line` that an event came from.
+
+    It is `at` if the instruction is not in this block.
+    """
     for i in range(max(at - 1, 0), len(code)):
         if code[i].line == line and code[i].parts[0] in _EVENTFUL:
             return max(i + 1, at)

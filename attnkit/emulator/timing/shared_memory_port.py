@@ -1,10 +1,10 @@
-"""Shared memory of an SM in the timeline: it serves one at a time."""
+"""Books the shared memory of an SM in the timeline: it serves one request at a time."""
 
 from __future__ import annotations
 
 
-class Port:
-    """When shared memory is taken, booked in the order in which the replay comes to it.
+class SharedMemoryPort:
+    """Books when shared memory is busy, in the order in which the replay asks.
 
     Args:
         gaps: whether a later booking takes clocks that lie before an earlier one. Products in
@@ -17,7 +17,7 @@ class Port:
         self._taken: list[tuple[float, float]] = []  # ascending, apart from each other
 
     def book(self, now: float, at: float, clocks: float) -> float:
-        """Take the first free clocks from `at` on, in pieces if need be; returns their end.
+        """Take the first free clocks from `at` on, in pieces if need be; return their end.
 
         Args:
             now: nothing is booked before it any more.
@@ -49,7 +49,7 @@ class Port:
 
 
 def _joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Spans that touch made one."""
+    """Merge spans that touch."""
     found: list[tuple[float, float]] = []
     for start, end in spans:
         if found and start <= found[-1][1] + 1e-9:

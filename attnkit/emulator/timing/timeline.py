@@ -1,4 +1,4 @@
-"""Predicted clocks of a kernel, with what each set of warps and each unit does meanwhile."""
+"""Predicts the clocks of a kernel, with what each set of warps and each unit does meanwhile."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from attnkit.emulator.api import Target, run
+from attnkit.emulator.api import Launchable, run
 from attnkit.emulator.execution.grid import LaunchStats
 from attnkit.emulator.machine.event_recorder import Recorder
 from attnkit.emulator.ptx.kernel import PtxKernel
 from attnkit.emulator.ptx.warp_roles import role_of
 from attnkit.emulator.timing.cycles import rates_of
-from attnkit.emulator.timing.replay import Constants, Interval, Process, Replay
+from attnkit.emulator.timing.replay import ClusterReplay, Constants, Interval, Process
 from attnkit.errors import ArgumentError, UnsupportedError
 
 TURNS = 8  # of a loop, at least, to speak of its period
 
 
 @dataclass(frozen=True)
-class Row:
-    """What one set of warps, or one unit, did.
+class TimelineRow:
+    """Holds what one set of warps, or one unit, did.
 
     `marks`: (number of a basic block of the PTX, clock at which it ended).
     """
@@ -32,13 +32,13 @@ class Row:
     marks: tuple[tuple[int, float], ...] = ()
 
     def clocks(self, kind: str) -> float:
-        """Sum of the intervals of a kind: "code", "issue", "wait", "busy"."""
+        """Sum the intervals of a kind: "code", "issue", "wait", "busy"."""
         return sum(i.clocks for i in self.intervals if i.kind == kind)
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """One CTA's time on its SM, in clocks. Latencies of the launch itself are not in it.
+    """Holds one CTA's time on its SM, in clocks. Latencies of the launch itself are not in it.
 
     Attributes:
         kernel: its name.
@@ -53,26 +53,26 @@ class Timeline:
     kernel: str
     arch: str
     clocks: float
-    warps: tuple[Row, ...]
-    tensor: Row
-    copies: Row
+    warps: tuple[TimelineRow, ...]
+    tensor: TimelineRow
+    copies: TimelineRow
     units: dict[str, float]
     stats: LaunchStats
 
     @property
     def limit(self) -> str:
-        """The unit that was busy longest."""
+        """Return the unit that was busy longest."""
         return max(self.units, key=lambda u: self.units[u], default="")
 
     @property
     def period(self) -> float:
-        """Median clocks between the ends of successive turns of the busiest loop; 0 if none."""
+        """Return the median clocks of an iteration of the busiest loop; 0 if there is none."""
         row = max(self.warps, key=lambda r: r.clocks("code") + r.clocks("issue"))
         return row_period(row)
 
     @property
     def bubbles(self) -> tuple[Interval, ...]:
-        """When the tensor cores waited between their first product and their last."""
+        """Return when the tensor cores waited between their first product and their last."""
         work = self.tensor.intervals
         gaps = [Interval(a.end, b.start, "wait", b.text) for a, b in itertools.pairwise(work)]
         return tuple(g for g in gaps if g.clocks > 0.5)
@@ -96,8 +96,8 @@ class Timeline:
         return "\n".join(lines)
 
 
-def row_period(row: Row) -> float:
-    """Median clocks between successive ends of the block that ends most often; 0 if too rarely."""
+def row_period(row: TimelineRow) -> float:
+    """Return the median clocks between ends of the block that ends most often; 0 if too rarely."""
     ends: dict[int, list[float]] = {}
     for block, at in row.marks:
         ends.setdefault(block, []).append(at)
@@ -108,7 +108,8 @@ def row_period(row: Row) -> float:
     return median(b - a for a, b in itertools.pairwise(times))
 
 
-def _waits(row: Row) -> list[tuple[str, float]]:
+def _waits(row: TimelineRow) -> list[tuple[str, float]]:
+    """Return (what was waited for, clocks), longest first."""
     total: dict[str, float] = {}
     for i in row.intervals:
         if i.kind == "wait":
@@ -117,13 +118,13 @@ def _waits(row: Row) -> list[tuple[str, float]]:
 
 
 def timeline(
-    target: Target,
+    target: Launchable,
     *args: Any,
     cta: tuple[int, int, int] = (0, 0, 0),
     launch: int = 0,
     constants: Constants | None = None,
 ) -> Timeline:
-    """Runs a kernel in eager order, on the arrays themselves, and predicts the time of one CTA.
+    """Run a kernel in eager order, on the arrays themselves, and predict the time of one CTA.
 
     Args:
         target: an `Executable` or `Ptx`.
@@ -146,12 +147,14 @@ def timeline(
         raise UnsupportedError(f"timeline for {kernel.arch}: only sm_90 and sm_100 are modelled")
     if not recorder.streams:
         raise ArgumentError(f"cta={cta}: no such CTA in the grid of the launch")
-    replay = Replay(recorder.streams, kernel, rates_of(kernel.arch), constants or Constants())
+    replay = ClusterReplay(
+        recorder.streams, kernel, rates_of(kernel.arch), constants or Constants()
+    )
     replay.run()
     ids = [s.cta for s in recorder.streams]
     rank = next(s.rank for s in recorder.streams if s.cta == cta)
     rows = [
-        Row(_role(target, kernel, p), p.stream.warps, tuple(p.intervals), tuple(p.marks))
+        TimelineRow(_role(target, kernel, p), p.stream.warps, tuple(p.intervals), tuple(p.marks))
         for p in replay.processes
         if p.stream.rank == rank and p.intervals
     ]
@@ -160,14 +163,15 @@ def timeline(
         kernel.arch,
         replay.now,
         tuple(sorted(rows, key=lambda r: r.warps)),
-        Row("tensor cores", (), tuple(replay.pipe_work[rank])),
-        Row("copies", (), tuple(replay.copy_work[rank])),
+        TimelineRow("tensor cores", (), tuple(replay.pipe_work[rank])),
+        TimelineRow("copies", (), tuple(replay.copy_work[rank])),
         {u: x / len(set(ids)) for u, x in replay.units.items()},
         report.launches[launch],
     )
 
 
-def _role(target: Target, kernel: PtxKernel, p: Process) -> str:
+def _role(target: Launchable, kernel: PtxKernel, p: Process) -> str:
+    """Return the name of a row: warps and their role."""
     warps = set(p.stream.warps)
     words = [word for word, members in target.roles.items() if warps <= set(members)]
     role = words[0] if words else role_of(kernel, {b for b, _ in p.marks})

@@ -1,4 +1,4 @@
-"""A picture of a timeline: a row for each set of warps and each unit, clocks from left to right."""
+"""Draws a timeline: a row for each set of warps and each unit, clocks from left to right."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TURNS = 6  # of the busiest loop, when the whole does not fit
 
 
 def picture(timeline: Timeline, window: tuple[float, float] | None = None) -> str:
-    """The timeline as an SVG document.
+    """Return the timeline as an SVG document.
 
     Args:
         window: first and last clock to show; None shows everything, or six turns of the busiest

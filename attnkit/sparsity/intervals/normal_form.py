@@ -26,7 +26,7 @@ from attnkit.sparsity.intervals.search import search_in_passes
 from attnkit.sparsity.intervals.solve import Solver
 from attnkit.sparsity.intervals.spans import UNLIMITED, ZERO, SpanAlgebra, Spans, ends
 from attnkit.sparsity.intervals.tables import Refusal, RowTables
-from attnkit.sparsity.mask_rewrites import equated
+from attnkit.sparsity.mask_rewrites import equate
 from attnkit.sparsity.ranges.tables import Domain, shared_sides
 from attnkit.tracing.float64_checks import compute_dtype
 from attnkit.tracing.guards import trace_cached
@@ -158,23 +158,33 @@ def intervals(
 ) -> Intervals | None:
     """Find the kv intervals that each query row of a mask attends to.
 
-    None if some row needs more than a few intervals; `find_intervals` also says why.
-
     Args:
         mask: a `Mask` or a `mask_mod(b, h, q, kv) -> bool`.
-        q_len, kv_len, batch, heads: sizes that the answer holds for.
-        device: where query and key live; None: where the captured tensors live, else CPU.
+        q_len, kv_len, batch, heads: sizes for which the result is valid.
+        device: device of query and key; None: that of the captured tensors, else the CPU.
+
+    Returns:
+        The intervals; their `rows()` are int32 [batch or 1, heads or 1, q_len, intervals, 2], a pair
+        `low <= kv < high` for each interval. None if some row needs more than a few intervals;
+        `find_intervals` also gives the reason.
 
     Raises:
         TraceError: the mask cannot be traced.
         BoundsError: an index leaves its captured tensor at these sizes.
-        DeviceError: captured tensors live on several devices.
+        DeviceError: captured tensors are on several devices.
         OptionError: a size is not a positive int.
         ShapeError: the mask was built for other lengths.
+
+    >>> form = intervals(lambda b, h, q, kv: (kv <= q) & (q - kv < 2), 4, 4)
+    >>> print(form)
+    1 interval a row
+      q - 1 <= kv < q + 1
+    >>> form.rows()[0, 0, :, 0].tolist()
+    [[0, 1], [0, 2], [1, 3], [2, 4]]
     """
     at = None if device is None else resolved(device)
-    found = intervals_of(mask, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads, device=at)
-    return found if isinstance(found, Intervals) else None
+    form = intervals_of(mask, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads, device=at)
+    return form if isinstance(form, Intervals) else None
 
 
 def intervals_of(
@@ -287,7 +297,7 @@ def _device(tensors: Sequence[Tensor]) -> torch.device:
 
 
 def _prepared(mask: Traced, domain: Domain) -> tuple[Node, frozenset[Node]]:
-    """Rewrite the mask by its equalities (`equated`), and collect what is proven in bounds."""
+    """Rewrite the mask by its equalities (`equate`), and collect what is proven in bounds."""
 
     def check(root: Node) -> frozenset[Node]:
         return check_bounds(
@@ -302,7 +312,7 @@ def _prepared(mask: Traced, domain: Domain) -> tuple[Node, frozenset[Node]]:
         )
 
     root, checked = mask.root, check(mask.root)
-    rewritten = equated(root, domain.sides)
+    rewritten = equate(root, domain.sides)
     if rewritten is not root:
         try:
             root = rewritten if check(rewritten) <= checked else root

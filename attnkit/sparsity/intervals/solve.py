@@ -21,7 +21,7 @@ from attnkit.sparsity.intervals.spans import (
     SpanAlgebra,
     Spans,
     rows_where,
-    summed,
+    to_node,
 )
 from attnkit.sparsity.intervals.tables import Refusal, RowTables
 from attnkit.sparsity.mask_rewrites import members
@@ -225,7 +225,7 @@ class Solver:
         return ends[0], ends[1]
 
     def _node(self, sums: Affine) -> Node:
-        return summed(Affine(tuple((self._sides.alone(n), c) for n, c in sums.terms), sums.offset))
+        return to_node(Affine(tuple((self._sides.alone(n), c) for n, c in sums.terms), sums.offset))
 
     def _searched(
         self,

@@ -50,7 +50,7 @@ def ends(span: Span) -> tuple[Node, Node]:
     return low, build("where", _folded("and", span.gates), high, ZERO) if span.gates else high
 
 
-def summed(sums: Affine) -> Node:
+def to_node(sums: Affine) -> Node:
     """Build the expression of an affine sum, as a person would write it: `q - 5`, not `q + -5`."""
     result: Node | None = None
     for n, c in sorted(sums.terms, key=lambda term: term[1] < 0):

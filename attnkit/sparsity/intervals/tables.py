@@ -93,19 +93,19 @@ class RowTables:
         self._count()
         (value,) = self._at_rows([target])
         values, rows = self._kv_values(terms), value[..., None]
-        found = equal_in_order(values, rows) if values.device.type != "cpu" else None
-        if found is not None:
-            found = compact(*found, self._domain.kv_len)
+        row_ends = equal_in_order(values, rows) if values.device.type != "cpu" else None
+        if row_ends is not None:
+            row_ends = compact(*row_ends, self._domain.kv_len)
         else:
             index = ValueIndex(values)
-            found = search_in_passes(
+            row_ends = search_in_passes(
                 lambda x: index.equal(x, _MAX_ALONE), [rows], self._domain.kv_len
             )
-        if found is None:
+        if row_ends is None:
             stop = build("add", target, const(1))
             return self.between(terms, target, stop, window)
         sources = [*(n for n, _ in terms), target]
-        return self._algebra.meet(window, self.store(found, sources))
+        return self._algebra.meet(window, self.store(row_ends, sources))
 
     def between(self, terms: Terms, low: Node | None, high: Node | None, window: Spans) -> Spans:
         """Find where `low <= sum of kv terms < high`.
@@ -122,9 +122,9 @@ class RowTables:
             if sign < 0:  # low <= f < high  is  1 - high <= -f < 1 - low
                 first, stop = (None if x is None else 1 - x for x in (stop, first))
             pieces = AscendingPieces(self._kv_values(terms) * sign)
-            found = self._search_window(pieces.between, [first, stop], sources, window)
-            if found is not None:
-                return found
+            spans = self._search_window(pieces.between, [first, stop], sources, window)
+            if spans is not None:
+                return spans
         shown = " + ".join(self.formula(n) for n, _ in terms)
         raise Refusal(f"`{shown}` is not in order along kv")
 
@@ -136,11 +136,11 @@ class RowTables:
         """
         self._count()
         runs = TrueRuns(self._domain.all_values(key_of(n, Side.KV)) == keep)
-        found = self._search_window(runs.within, [], [n], window)
-        if found is None:
+        spans = self._search_window(runs.within, [], [n], window)
+        if spans is None:
             shown = self.formula(n if keep else build("not", n))
             raise Refusal(f"`{shown}` holds in too many stretches of kv")
-        return found
+        return spans
 
     def where_diagonal(self, n: Node, keep: bool, window: Spans) -> Spans:
         """Find where a bool of d = q - kv equals `keep`.
@@ -177,14 +177,14 @@ class RowTables:
         inside = [n for s in window for n in (*s.lows, *s.highs, *s.gates)]
         if all(slot < self.captured for slot in ir.slots(*inside)):
             ends = _same_ends(0, points, self._domain.b)
-            found = search_in_passes(lambda *x: search(*x, _MAX_ALONE), [*limits, *ends], points)
-            if found is not None:
-                return self._algebra.meet(window, self.store(found, sources))
+            row_ends = search_in_passes(lambda *x: search(*x, _MAX_ALONE), [*limits, *ends], points)
+            if row_ends is not None:
+                return self._algebra.meet(window, self.store(row_ends, sources))
         if window == EVERYTHING:
             return None
         ends = self.ends_of(window)
-        found = search_in_passes(lambda *x: search(*x, _MAX_WITHIN), [*limits, *ends], points)
-        return None if found is None else self.store(found, [*sources, *inside])
+        row_ends = search_in_passes(lambda *x: search(*x, _MAX_WITHIN), [*limits, *ends], points)
+        return None if row_ends is None else self.store(row_ends, [*sources, *inside])
 
     # --- evaluation
 
@@ -253,14 +253,14 @@ class RowTables:
 
     # --- tables
 
-    def store(self, found: Ends, sources: Sequence[Node]) -> Spans:
+    def store(self, row_ends: Ends, sources: Sequence[Node]) -> Spans:
         """Store ends, int64 [b, h, rows, spans], in new tables; return spans that load them.
 
         Args:
-            found: the ends.
+            row_ends: the ends.
             sources: the expressions that the ends depend on; they give the tables their names.
         """
-        low, high = found
+        low, high = row_ends
         spans = []
         for first, stop in zip(low.unbind(-1), high.unbind(-1), strict=True):
             needed = torch.stack((first.any(), (stop != self._domain.kv_len).any()))

@@ -23,7 +23,7 @@ from attnkit.graph import ir
 from attnkit.graph.affine import KV, Affine, Q, Side, Sides, comparable, is_diagonal_pair
 from attnkit.graph.ir import BOOL, I32, Node
 from attnkit.sparsity.ranges.boxes import Boxes
-from attnkit.sparsity.ranges.eval_interval import Interval, clamped, transfer
+from attnkit.sparsity.ranges.eval_interval import Interval, clamp_int32, transfer
 from attnkit.sparsity.ranges.gather import Lead
 from attnkit.sparsity.ranges.tables import Key, Tables, key_of
 
@@ -44,14 +44,14 @@ class At(NamedTuple):
 
 @dataclass(frozen=True)
 class Exact:
-    """The value of one key."""
+    """Look up the value of one key."""
 
     key: Key
 
 
 @dataclass(frozen=True)
 class Total:
-    """`sum(keys) + sum(coefficient * node) + offset`."""
+    """Compute `sum(keys) + sum(coefficient * node) + offset`."""
 
     keys: tuple[Key, ...]
     others: tuple[tuple[Node, int], ...]
@@ -60,7 +60,7 @@ class Total:
 
 @dataclass(frozen=True)
 class Compare:
-    """`left op right` of two totals; the right one holds only the kv terms."""
+    """Compute `left op right` of two totals; the right one holds only the kv terms."""
 
     left: Total
     right: Total
@@ -68,7 +68,7 @@ class Compare:
 
 @dataclass(frozen=True)
 class Apply:
-    """The operation itself on the intervals of its arguments."""
+    """Apply the operation to the intervals of its arguments."""
 
 
 Recipe = Exact | Total | Compare | Apply
@@ -118,7 +118,7 @@ class Blocks:
         if isinstance(recipe, Exact):
             return tables.look_up(recipe.key, *at)
         if isinstance(recipe, Total):
-            return clamped(_total(recipe, values, tables, at))
+            return clamp_int32(_total(recipe, values, tables, at))
         if isinstance(recipe, Compare):
             sums = [_total(t, values, tables, at) for t in (recipe.left, recipe.right)]
             must, may = transfer(n, sums, dtype)
@@ -128,7 +128,7 @@ class Blocks:
         if n.op == "load":
             return boxes.load(n, args)
         result = transfer(n, args, dtype)
-        return clamped(result) if n.type == I32 else result
+        return clamp_int32(result) if n.type == I32 else result
 
 
 def _total(total: Total, values: dict[Node, Interval], tables: Tables, at: At) -> Interval:

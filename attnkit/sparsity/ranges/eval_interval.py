@@ -63,7 +63,7 @@ def everything(n: Node, like: Tensor, dtype: torch.dtype) -> Interval:
     )
 
 
-def clamped(x: Interval) -> Interval:
+def clamp_int32(x: Interval) -> Interval:
     """Clip an integer interval to int32, for values that are proven to lie there."""
     return x[0].clamp(INT_LOW, INT_HIGH), x[1].clamp(INT_LOW, INT_HIGH)
 

@@ -15,7 +15,7 @@ from attnkit.graph import ir
 from attnkit.graph.affine import Side
 from attnkit.graph.ir import F32, Node
 from attnkit.sparsity.ranges.boxes import Boxes
-from attnkit.sparsity.ranges.eval_interval import Interval, clamped, transfer
+from attnkit.sparsity.ranges.eval_interval import Interval, clamp_int32, transfer
 from attnkit.sparsity.ranges.tables import Domain
 
 
@@ -43,7 +43,7 @@ def point_intervals(
             intervals[n] = boxes.load(n, [intervals[a] for a in n.args])
         else:
             result = transfer(n, [intervals[a] for a in n.args], domain.dtype)
-            intervals[n] = clamped(result) if n.type == ir.I32 else result
+            intervals[n] = clamp_int32(result) if n.type == ir.I32 else result
     return [intervals[n] for n in forms]
 
 

@@ -201,7 +201,7 @@ class Tables:
             if key.side is Side.CONST:
                 groups.ranges[key] = low, high
             elif key.side is not Side.DIAGONAL and not key.is_index:
-                groups.ranges[key] = _reduced(low, factor)[0], _reduced(high, factor)[1]
+                groups.ranges[key] = _reduce_blocks(low, factor)[0], _reduce_blocks(high, factor)[1]
         groups.build(self.ranges)
         for n, matches in self.equal.items():
             groups.equal[n] = None if matches is None else matches.coarser(factor)
@@ -321,11 +321,11 @@ def _block_ranges(domain: Domain, keys: Sequence[Key], block: int) -> list[Inter
     nodes = [n for key in keys for n, _ in key.terms]
     for start, stop in domain.pieces(nodes, keys[0].side, block):
         for part, value in zip(parts, domain.values(keys, start, stop), strict=True):
-            part.append((start // block, _reduced(value, block)))
-    return [_joined(part) for part in parts]
+            part.append((start // block, _reduce_blocks(value, block)))
+    return [_combine(part) for part in parts]
 
 
-def _reduced(value: Tensor, block: int) -> Interval:
+def _reduce_blocks(value: Tensor, block: int) -> Interval:
     whole = value.shape[-1] // block * block
     parts = []
     if whole:
@@ -333,7 +333,7 @@ def _reduced(value: Tensor, block: int) -> Interval:
     if whole < value.shape[-1]:
         low, high = _ends(value[..., whole:])
         parts.append((low[..., None], high[..., None]))
-    return parts[0] if len(parts) == 1 else _concatenated(parts)
+    return parts[0] if len(parts) == 1 else _concatenate(parts)
 
 
 def _ends(value: Tensor) -> Interval:
@@ -343,7 +343,7 @@ def _ends(value: Tensor) -> Interval:
     return low, high
 
 
-def _joined(parts: list[tuple[int, Interval]]) -> Interval:
+def _combine(parts: list[tuple[int, Interval]]) -> Interval:
     """Concatenate pieces; combine several pieces of the same block first."""
     merged: list[Interval] = []
     last = -1
@@ -354,10 +354,10 @@ def _joined(parts: list[tuple[int, Interval]]) -> Interval:
         else:
             merged.append(interval)
         last = first
-    return merged[0] if len(merged) == 1 else _concatenated(merged)
+    return merged[0] if len(merged) == 1 else _concatenate(merged)
 
 
-def _concatenated(parts: Sequence[Interval]) -> Interval:
+def _concatenate(parts: Sequence[Interval]) -> Interval:
     return torch.cat([p[0] for p in parts], -1), torch.cat([p[1] for p in parts], -1)
 
 

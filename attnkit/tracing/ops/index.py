@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from attnkit.graph.ir import BOOL, F32, Node, const
 from attnkit.graph.simplify import build
 from attnkit.tracing.ops.registry import PARTS
 from attnkit.tracing.proxy import Part, Tracer, Value
 from attnkit.util.shapes import broadcast
+from attnkit.util.torch_private import DisableTorchFunction
 
 
 def index(tracer: Tracer, source: Value, at: tuple[Any, ...]) -> Value:
@@ -123,7 +122,7 @@ def _assemble(
     static = all(not isinstance(p, Value) or p.node.op == "const" for p in picks if not _vector(p))
     origin = None
     if source.origin is not None and static and not vectors:
-        with torch._C.DisableTorchFunction():  # a tracing mode may still be active here
+        with DisableTorchFunction():  # a tracing mode may still be active here
             origin = source.origin[at]
     return Value(tracer, None, tuple(sizes), source.kind, pick, origin, part, source.narrow)
 

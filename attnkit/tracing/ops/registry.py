@@ -12,6 +12,7 @@ from attnkit.graph.ir import BOOL, I32, Node, const
 from attnkit.graph.simplify import build
 from attnkit.tracing.proxy import HANDLERS, Tracer, Value
 from attnkit.util.shapes import broadcast
+from attnkit.util.torch_private import neural_functions
 
 Handler: TypeAlias = Callable[..., Value]
 
@@ -33,7 +34,7 @@ def register(*names: Any) -> Callable[[Handler], Handler]:
             if not isinstance(name, str):
                 HANDLERS[name] = handler
                 continue
-            for space in (torch, Tensor, torch.nn.functional, torch.special, torch._C._nn):
+            for space in (torch, Tensor, torch.nn.functional, torch.special, neural_functions):
                 function = getattr(space, name, None)
                 if callable(function):
                     HANDLERS[function] = handler

@@ -1,4 +1,4 @@
-"""Interval normal form: exact by brute force, found where it should be, refused where not."""
+"""Interval normal form: equal to brute force, with a reason where a mask has none."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ REFUSED = [
 
 
 def kept(found: Intervals) -> Tensor:
-    """What the ends in each row say: bool [batch, heads, q_len, kv_len]."""
+    """The mask that the ends of each row describe: bool [batch, heads, q_len, kv_len]."""
     low, high = found.rows().unbind(-1)
     kv = torch.arange(found.shape[3])
     return ((kv >= low[..., None]) & (kv < high[..., None])).any(-2)
 
 
 def check(mask: Callable[..., Any], q_len: int, kv_len: int, batch: int, heads: int) -> int:
-    """The found form equals the dense mask, by its expression and by its rows. -1: none found."""
+    """The form equals the dense mask, by its expression and by its rows; -1 if there is no form."""
     found = intervals_of(mask, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads)
     if isinstance(found, NoIntervals):
         return -1

@@ -1,4 +1,4 @@
-"""Tiles found from row intervals: those of brute force, or none at all."""
+"""Tiles from row intervals: equal to brute force, or None."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ORDERED = {
 def found_tiles(
     mask: Callable[..., Any], sizes: tuple[int, int, int, int], block: tuple[int, int]
 ) -> bool:
-    """Whether tiles are found; they are those of brute force, in both directions."""
+    """Whether row intervals give the tiles; they must equal brute force in both directions."""
     q_len, kv_len, batch, heads = sizes
     found = intervals_of(mask, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads)
     tiles = tiles_of(found, block) if isinstance(found, Intervals) else None
@@ -53,7 +53,7 @@ def test_library(length: int, block: tuple[int, int]) -> None:
 
 @st.composite
 def rows(draw: st.DrawFn) -> Mask:
-    """One interval a row: sorted ends, most of them touching, or any ends at all."""
+    """One interval per row: sorted ends, most of them touching, or random ends."""
     ends = st.lists(st.integers(-5, LENGTH + 5), min_size=LENGTH, max_size=LENGTH)
     low, high = torch.tensor(draw(ends)), torch.tensor(draw(ends))
     if draw(st.booleans()):

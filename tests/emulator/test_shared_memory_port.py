@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnkit.emulator.timing.shared_memory_port import Port
+from attnkit.emulator.timing.shared_memory_port import SharedMemoryPort
 
 BOOKINGS = st.lists(
     st.tuples(st.integers(0, 5), st.integers(0, 40), st.integers(0, 9)), min_size=1, max_size=30
@@ -17,7 +17,7 @@ def test_clocks_are_those_of_a_list_of_free_ones(
     bookings: list[tuple[int, int, int]], gaps: bool
 ) -> None:
     """Against a set of taken clocks; `now` moves on by the first number of each booking."""
-    port, taken, now = Port(gaps), set[int](), 0
+    port, taken, now = SharedMemoryPort(gaps), set[int](), 0
     for passed, later, clocks in bookings:
         now += passed
         at = now + later
@@ -30,9 +30,9 @@ def test_clocks_are_those_of_a_list_of_free_ones(
 
 
 def test_what_comes_early_goes_before_what_was_booked_for_later() -> None:
-    late = Port(gaps=True)
+    late = SharedMemoryPort(gaps=True)
     assert late.book(0, 100, 50) == 150
     assert late.book(0, 0, 120) == 170  # 100 before, 20 after
-    in_order = Port(gaps=False)
+    in_order = SharedMemoryPort(gaps=False)
     assert in_order.book(0, 100, 50) == 150
     assert in_order.book(0, 0, 120) == 270
