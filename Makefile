@@ -18,7 +18,7 @@ OTHER_STAMP := $(OTHER_FOLDER)/.stamp
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-assemblers test-gpu emulate-all lint format bench clean distclean
+.PHONY: help setup demo test test-assemblers test-gpu emulate-all lint format docs bench clean distclean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -36,7 +36,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "setup: $(VENV), 2 of 3: torch"
 	@$(PIP) install --constraint constraints.txt torch
 	@echo "setup: $(VENV), 3 of 3: attnkit and its tools"
-	@$(PIP) install --constraint constraints.txt --editable '.[demo,lint,plot,test]'
+	@$(PIP) install --constraint constraints.txt --editable '.[demo,docs,lint,plot,test]'
 	@touch $@
 
 demo: $(STAMP)  ## train a small model on packed documents
@@ -73,11 +73,14 @@ format: $(STAMP)  ## write what `make lint` wants to see
 	$(BIN)/python -m ruff check --fix-only --quiet .
 	$(BIN)/python -m ruff format .
 
+docs: $(STAMP)  ## build the documentation into site/; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet $(ARGS)
+
 bench: $(STAMP)  ## the benchmarks
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
 clean:  ## remove build outputs and caches
-	rm -rf build dist out .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf build dist out site .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean  ## and .venv

@@ -8,6 +8,9 @@
 torch.Size([1, 2, 256, 16])
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from attnkit.errors import (
     ArgumentError,
     AttnkitError,
@@ -19,13 +22,18 @@ from attnkit.errors import (
     TraceError,
     UnsupportedError,
 )
-from attnkit.inspection.explain import Explanation, explain
 from attnkit.runtime.api import flex_attention
-from attnkit.runtime.merge_states import merge
+from attnkit.runtime.merge_states import merge, merge_states
 from attnkit.runtime.variant import Variant
 from attnkit.sparsity.block_mask import BlockMask, create_block_mask, create_mask
 from attnkit.tracing.mask import Mask, and_masks, noop_mask, or_masks, per_batch, per_head
 from attnkit.util.arguments import AuxOutput, AuxRequest, FlexKernelOptions
+from attnkit.util.caches import clear_all as clear_caches
+
+if TYPE_CHECKING:
+    from attnkit import masks, mods, testing
+    from attnkit.inspection.explain import Explanation, explain
+    from attnkit.sparsity.intervals.normal_form import intervals
 
 __version__ = "0.1.0"
 
@@ -47,13 +55,44 @@ __all__ = [
     "UnsupportedError",
     "Variant",
     "and_masks",
+    "clear_caches",
     "create_block_mask",
     "create_mask",
     "explain",
     "flex_attention",
+    "intervals",
+    "masks",
     "merge",
+    "merge_states",
+    "mods",
     "noop_mask",
     "or_masks",
     "per_batch",
     "per_head",
+    "testing",
 ]
+
+# Loaded when they are first asked for: what a call of `flex_attention` does not need.
+_LAZY = {
+    "Explanation": "attnkit.inspection.explain",
+    "explain": "attnkit.inspection.explain",
+    "intervals": "attnkit.sparsity.intervals.normal_form",
+    "masks": "attnkit.masks",
+    "mods": "attnkit.mods",
+    "testing": "attnkit.testing",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a lazy attribute."""
+    if name not in _LAZY:
+        raise AttributeError(f"module 'attnkit' has no attribute {name!r}")
+    module = importlib.import_module(_LAZY[name])
+    found = module if module.__name__ == f"attnkit.{name}" else getattr(module, name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    """The public names, lazy ones included."""
+    return sorted({*globals(), *_LAZY})

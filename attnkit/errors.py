@@ -1,7 +1,7 @@
-"""Every error that attnkit raises on purpose.
+"""Define every error that attnkit raises on purpose.
 
 Each class also derives from the builtin that a Python user would expect, so `except TypeError`
-keeps working. A message names the argument, what came, what was expected and what to do.
+keeps working. A message names the argument, its value, what was expected and what to do.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class DTypeError(AttnkitError, TypeError):
 
 
 class DeviceError(AttnkitError, ValueError):
-    """A tensor lives on another device than the query."""
+    """A tensor is on another device than the query."""
 
 
 class OptionError(AttnkitError, ValueError):
@@ -40,7 +40,7 @@ class BoundsError(AttnkitError, IndexError):
 
 
 class UnsupportedError(AttnkitError, NotImplementedError):
-    """A valid request that no backend present can serve."""
+    """A valid request that no backend can serve here."""
 
 
 class LaunchError(AttnkitError, RuntimeError):

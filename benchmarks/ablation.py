@@ -1,8 +1,8 @@
-"""What each idea of the Hopper forward is worth: `python benchmarks/ablation.py [--save FILE]`.
+"""Measure each idea of the Hopper forward: `python benchmarks/ablation.py [--save FILE]`.
 
-The kernel of attnkit with one thing changed at a time, all measured in turn: B=2 H=16 S=8192 D=128
-bfloat16, full, causal, a window, 16 causal documents, and for staging causal with ALiBi and a relative
-bias. Kernels are compiled by several processes first, and kept on disk.
+Changes one thing of the forward kernel at a time and measures all variants in turn, at B=2 H=16
+S=8192 D=128 bfloat16: full, causal, a window and 16 causal documents; staging with causal ALiBi and
+a causal relative bias. Several processes compile the kernels first, into the cache on disk.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,22 +26,38 @@ from gpu_machine import describe_gpu
 from gpu_timing import MODES, CudaTimer, in_turn
 from gpu_variants import documents, window
 
-from attnkit import masks, mods
-from attnkit.codegen import staged_emitter
+from attnkit import clear_caches, masks, mods
 from attnkit.codegen.score_form import LOG2E, ScoreForm, unscaled
+from attnkit.graph import staging
 from attnkit.graph.ir import arg, const
 from attnkit.graph.simplify import build
+from attnkit.graph.staging import Level
 from attnkit.runtime.variant import Variant
 from attnkit.schedule.scheduler import schedule_forward
 from attnkit.schedule.targets import SM90
-from attnkit.splice import forward, forward_source, sm90, spliced
+from attnkit.splice import (
+    Captured,
+    ForwardInputs,
+    KernelCall,
+    forward,
+    forward_variant,
+    forward_work,
+    sm90,
+    workers,
+)
 
 LENGTH = 8192
 
 
 @dataclass(frozen=True)
 class Change:
-    """One change: settings of the kernel, of the schedule, and whether mods are staged."""
+    """One change to the forward.
+
+    Attributes:
+        settings: fields of `ForwardConfig` to replace.
+        schedule: arguments of `schedule_forward` to replace.
+        staged: False to compute the mod for every element.
+    """
 
     settings: dict[str, Any] = field(default_factory=dict)
     schedule: dict[str, Any] = field(default_factory=dict)
@@ -50,13 +66,9 @@ class Change:
 
 CHANGES = {
     "as it is": Change(),
-    "no overlap of Q K with P V": Change({"overlap": False, "chain": False}),
     "no ping-pong": Change({"pingpong": False}),
-    "each tile by itself": Change({"chain": False}),
     "maxima in the loop": Change({"softmax": "online"}),
-    "maxima in the loop, P packed late": Change({"softmax": "online", "early": False}),
-    "masks on every tile": Change({"skip_masks": False}),
-    "tiles by turns, no counter": Change({"dynamic": False}),
+    "maxima in the loop, P packed late": Change({"softmax": "online", "double_buffer_p": False}),
     "grid order": Change({}, {"order": "grid"}),
     "longest first, not split": Change({}, {"split": False}),
 }
@@ -64,7 +76,7 @@ STAGING = {"as it is": Change(), "no staging": Change(staged=False)}
 
 
 def _unstaged(root: Any) -> ScoreForm:
-    """A score_mod as it is written, for every element."""
+    """Return the form of a score_mod that is computed as written, for every element."""
     x = build("mul", unscaled(arg("score") if root is None else root), const(LOG2E))
     return ScoreForm(None, x, None, None, None)
 
@@ -73,44 +85,39 @@ def _unstaged(root: Any) -> ScoreForm:
 def _changed(change: Change) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         patch = lambda *a: stack.enter_context(mock.patch.object(*a))
-        whole = sm90.config_of
-        patch(sm90, "config_of", lambda *a: {**whole(*a), **change.settings})
+        config = lambda *a: {**sm90.config_of(*a), **change.settings}
+        patch(sm90, "FORWARD", replace(sm90.FORWARD, config=config))
         order = lambda *a, **k: schedule_forward(*a, **{**k, **change.schedule})
-        patch(forward, "schedule_forward", order)
+        patch(forward_work, "schedule_forward", order)
         if not change.staged:
-            patch(spliced, "score_form", _unstaged)
-            patch(staged_emitter, "level_of", lambda n: "element")
-        _forget()
+            patch(forward_variant, "score_form", _unstaged)
+            patch(staging, "level_of", lambda n: Level.ELEMENT)
+        clear_caches()
         yield
-    _forget()
-
-
-def _forget() -> None:
-    for known in (forward_source.source_of, spliced.spliced):
-        known.cache_clear()
-    forward._lists.clear()
+    clear_caches()
 
 
 def _call(change: Change, score_mod: Any, mask: Any, qkv: Any) -> Callable[[], Any]:
-    """The kernel of a variant with a change, ready to be called."""
+    """Prepare the kernel of a variant with a change; the result takes no arguments."""
     query, key, _ = qkv
     with _changed(change):
         bound = Variant(score_mod, mask).bind(query, key, (128, 128))
-        captured = tuple(list(t.tensors) if t else [] for t in (bound.score, bound.mask))
-        options = True, False, SM90, False, forward._sms(query.device)
-        call = forward._prepare(bound.program, qkv, captured, bound.runs, query.stride(), *options)
+        captured = Captured(*(list(t.tensors) if t else [] for t in (bound.score, bound.mask)))
         scale = 1 / math.sqrt(query.shape[-1])
+        kernel_call = KernelCall(SM90.name, bound.program, bound.runs)
+        inputs = ForwardInputs(*qkv, captured, scale)
+        call = forward.build_call(kernel_call, inputs, workers.sm_count(query.device))
         call(*qkv, captured, scale)
         torch.cuda.synchronize()
     return lambda: call(*qkv, captured, scale)
 
 
-Case = tuple[Any, Any, dict[str, Change]]  # score_mod, mask, what is changed
+Case = tuple[Any, Any, dict[str, Change]]  # score_mod, mask, changes by name
 
 
 @functools.cache
 def _inputs() -> tuple[tuple[torch.Tensor, ...], dict[str, Case]]:
-    """Query, key and value, and the cases by name."""
+    """Return query, key and value, and the cases by name."""
     torch.manual_seed(0)
     device = torch.device("cuda")
     qkv = tuple(
@@ -132,11 +139,12 @@ def _inputs() -> tuple[tuple[torch.Tensor, ...], dict[str, Case]]:
     }
 
 
-def _compile(place: tuple[str, str]) -> None:
-    """Compile the kernel of a case and a change, for other processes to find on disk."""
+def _compile(job: tuple[str, str]) -> None:
+    """Compile the kernel of a (case, change) into the cache on disk."""
+    case, change = job
     qkv, cases = _inputs()
-    score_mod, mask, changes = cases[place[0]]
-    _call(changes[place[1]], score_mod, mask, qkv)
+    score_mod, mask, changes = cases[case]
+    _call(changes[change], score_mod, mask, qkv)
 
 
 def main() -> int:
@@ -149,9 +157,9 @@ def main() -> int:
     parser.add_argument("--commit", help="to record, where the checkout has no git")
     options = parser.parse_args()
     qkv, cases = _inputs()
-    places = [(name, what) for name, (_, _, changes) in cases.items() for what in changes]
+    jobs = [(name, what) for name, (_, _, changes) in cases.items() for what in changes]
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-        pool.map(_compile, places, chunksize=1)
+        pool.map(_compile, jobs, chunksize=1)
     device, rows = qkv[0].device, []
     for name, (score_mod, mask, changes) in cases.items():
         calls = {what: _call(change, score_mod, mask, qkv) for what, change in changes.items()}

@@ -1,7 +1,7 @@
-"""Predicted speed of the Blackwell kernels beside what FlashAttention-4 states: tables for docs.
+"""Print the predicted speed of the Blackwell kernels, compared with what FlashAttention-4 states.
 
-`--pairs` prints what the forward of a pair of CTAs takes over that of one CTA, for some variants.
-Nothing is measured: the clocks are those of the emulator's timeline, see `attnkit.inspection.throughput`.
+`--pairs` prints the clocks of a two-CTA forward relative to those of one CTA, for some variants.
+Nothing is measured: the clocks come from the emulator's timeline (`attnkit.inspection.throughput`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from attnkit import create_block_mask, masks, mods, noop_mask
-from attnkit.inspection.forecast import CARDS, forecast_backward, forecast_forward
+from attnkit.inspection.forecast import GPUS, forecast_backward, forecast_forward
 from attnkit.inspection.summary import summarize
-from attnkit.inspection.throughput import Feeds, backward_feeds, forward_feeds
+from attnkit.inspection.throughput import BlockClocks, backward_block_clocks, forward_block_clocks
 from attnkit.runtime.variant import Variant
 from attnkit.schedule.targets import SM100
-from attnkit.splice import Program, forward_block
+from attnkit.splice import Program
+from attnkit.splice.forward import forward_block
 
 TOKENS, HEADS, HEAD_DIM = 16384, 16, 128  # as in FlashAttention-4's figures
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
@@ -37,54 +38,54 @@ CAUSAL = masks.causal()
 
 
 @functools.cache
-def forward(variant: Variant, block: tuple[int, int]) -> Feeds:
-    """Clocks of a forward kernel."""
-    return forward_feeds(variant, SM100, head_dim=HEAD_DIM, block=block)
+def forward(variant: Variant, block: tuple[int, int]) -> BlockClocks:
+    """Predict the clocks of a forward kernel."""
+    return forward_block_clocks(variant, SM100, head_dim=HEAD_DIM, block=block)
 
 
 @functools.cache
-def backward(variant: Variant) -> Feeds:
-    """Clocks of the backward kernel of long sequences."""
-    return backward_feeds(variant, SM100, head_dim=HEAD_DIM)
+def backward(variant: Variant) -> BlockClocks:
+    """Predict the clocks of the backward kernel for long sequences."""
+    return backward_block_clocks(variant, SM100, head_dim=HEAD_DIM)
 
 
 def tiles(mask: Any, length: int, block: tuple[int, int]) -> Any:
-    """A mask's tiles."""
+    """Return a mask's block runs."""
     return create_block_mask(mask, None, None, length, length, BLOCK_SIZE=block)
 
 
-def taken(variant: Variant, length: int) -> tuple[int, int]:
-    """Rows and columns of the blocks of the kernel that is taken."""
+def chosen_block(variant: Variant, length: int) -> tuple[int, int]:
+    """Return rows and columns of the blocks of the chosen kernel."""
     runs = None if variant.mask is None else tiles(variant.mask, length, (128, 128)).runs
     score, _ = variant.trace(torch.device("cpu"))
     program = Program(None if score is None else score.root)
     return forward_block(SM100.name, program, (HEAD_DIM, HEAD_DIM), runs, length)[0]
 
 
-def clocks(mask: Any, length: int, feeds: Feeds, backward: bool = False) -> float:
-    """Clocks of a pass over all tokens on a card."""
+def clocks(mask: Any, length: int, feeds: BlockClocks, backward: bool = False) -> float:
+    """Predict the clocks of a pass over all tokens on a GPU."""
     predict = forecast_backward if backward else forecast_forward
     found = predict(
         tiles(noop_mask if mask is None else mask, length, feeds.block).runs,
         batch=TOKENS // length,
         heads=HEADS,
         head_dim=HEAD_DIM,
-        sms=CARDS[SM100.arch].sms // feeds.sms,
+        sms=GPUS[SM100.arch].sms // feeds.sms,
         cost=feeds.cost,
     )
     return found.timeline.makespan
 
 
-def rate(mask: Any, length: int, feeds: Feeds, backward: bool) -> float:
-    """TFLOP/s of the kept scores, predicted."""
-    seconds = clocks(mask, length, feeds, backward) / (CARDS[SM100.arch].clock * 1e9)
+def rate(mask: Any, length: int, feeds: BlockClocks, backward: bool) -> float:
+    """Predict TFLOP/s, counting only unmasked scores."""
+    seconds = clocks(mask, length, feeds, backward) / (GPUS[SM100.arch].clock * 1e9)
     kept = summarize(tiles(noop_mask if mask is None else mask, length, feeds.block)).kept
     assert kept is not None
     return (10 if backward else 4) * HEAD_DIM * kept * (TOKENS // length) * HEADS / seconds / 1e12
 
 
 def lines() -> Iterator[str]:
-    """The table of speeds."""
+    """Yield the lines of the table of speeds."""
     yield (
         "| B200, head dim 128, predicted TFLOP/s | " + " | ".join(map(str, LENGTHS)) + " | limit |"
     )
@@ -95,7 +96,9 @@ def lines() -> Iterator[str]:
             said: dict[str, None] = {}
             for length in LENGTHS:
                 ahead = direction == "forward"
-                feeds = forward(variant, taken(variant, length)) if ahead else backward(variant)
+                feeds = (
+                    forward(variant, chosen_block(variant, length)) if ahead else backward(variant)
+                )
                 said[str(feeds)] = None
                 cell = f"{rate(mask, length, feeds, not ahead):.0f}"
                 stated = STATED.get((name, direction, length))
@@ -106,13 +109,13 @@ def lines() -> Iterator[str]:
 
 
 def documents(length: int) -> Any:
-    """Causal documents of eight lengths, about 1000 tokens on average."""
+    """Return a causal mask of documents in eight lengths, about 1000 tokens on average."""
     sizes = torch.tensor([350, 700, 900, 1000, 1100, 1200, 1400, length - 6650])
     return CAUSAL & masks.document_from_lengths(sizes)
 
 
 def pairs() -> Iterator[str]:
-    """The table of pairs: clocks over those of one CTA; what is taken is marked."""
+    """Yield the table of CTA pairs: clocks relative to one CTA; the chosen kernel is marked."""
     scores = {
         "no score_mod": None,
         "ALiBi": mods.alibi(HEADS),
@@ -133,7 +136,7 @@ def pairs() -> Iterator[str]:
             # masked blocks are those of one interval a row
             timed = Variant(score, CAUSAL)
             one, two = (clocks(mask, LONG, forward(timed, b)) for b in (SINGLE, PAIR))
-            best = taken(Variant(score, mask), LONG)
+            best = chosen_block(Variant(score, mask), LONG)
             cells.append(f"{two / one:.3f} ({'pair' if best == PAIR else 'one'})")
         yield f"| {name} | {' | '.join(cells)} |"
         for block in (SINGLE, PAIR):

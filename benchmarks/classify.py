@@ -1,8 +1,8 @@
-"""Time and memory of tile classification: `python benchmarks/classify.py [--json FILE]`.
+"""Measure time and memory of tile classification: `python benchmarks/classify.py [--json FILE]`.
 
-Masks are classified into 128 x 128 tiles, one batch and head; with `--library`, every mask of the
-library at 131072 positions, with the batch and heads of its example. On the CPU each case runs in
-a fresh process, so that its peak memory is its own.
+Classifies masks into 128 x 128 tiles, for one batch element and head. With `--library` it takes
+every mask of the library at 131072 positions, with the batch and heads of its example. On the CPU
+each case runs in a fresh process, so that the measured peak memory belongs to that case.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BLOCK = (128, 128)
 
 
 class Limit(NamedTuple):
-    """What a case may cost: milliseconds, MB while it runs, MB of the result."""
+    """State what a case may cost: milliseconds, MB while it runs, MB of the result."""
 
     ms: float
     mb: float
@@ -50,14 +50,14 @@ LIMITS_BY_NAME = {
 
 
 def causal_documents(length: int) -> Mask:
-    """Causal within documents of random lengths, 1500 positions on average."""
+    """Return a causal mask within documents of random lengths, 1500 positions on average."""
     sizes = torch.randint(1, 3000, (length,), generator=torch.Generator().manual_seed(0))
     ids = torch.searchsorted(sizes.cumsum(0), torch.arange(length), right=True)
     return masks.causal() & masks.document(ids)
 
 
 def documents_1500(length: int) -> Mask:
-    """1500 documents with random ends."""
+    """Return a mask of 1500 documents with random ends."""
     drawn = torch.randint(0, length, (1499,), generator=torch.Generator().manual_seed(0))
     return masks.document(torch.searchsorted(drawn.sort().values, torch.arange(length), right=True))
 
@@ -75,7 +75,7 @@ CASES: dict[str, tuple[tuple[int, ...], Callable[[int], Mask]]] = {
 
 
 def example(case: str, length: int, device: torch.device) -> Example:
-    """A case of `CASES`, or `library/NAME`."""
+    """Look up a case of `CASES`, or `library/NAME`."""
     if case.startswith("library/"):
         return masks.examples(length, device=device)[case.removeprefix("library/")]
     with torch.device(device):
@@ -83,7 +83,7 @@ def example(case: str, length: int, device: torch.device) -> Example:
 
 
 def memory(field: str) -> float:
-    """A field of this process's memory account, in MB (Linux)."""
+    """Read a field of /proc/self/status, in MB (Linux)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) / 1024
@@ -91,7 +91,7 @@ def memory(field: str) -> float:
 
 
 class Peak:
-    """The most memory in use since it was made, beyond what was in use then, in MB."""
+    """Measure the peak memory since its creation, above the use at that time, in MB."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -109,13 +109,13 @@ class Peak:
 
 
 def stored_mb(runs: BlockRuns) -> float:
-    """Size of the runs, both directions."""
+    """Return the size of the block runs in both directions, in MB."""
     kinds = (runs.full, runs.partial, runs.full_t, runs.partial_t)
     return sum(t.nbytes for kind in kinds for t in (kind.row_ptr, kind.start, kind.length)) / 1e6
 
 
 def measure(case: str, length: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Classify one mask again and again in this process."""
+    """Classify one mask repeatedly in this process."""
     device = torch.device(options.device)
     made = example(case, length, device)
     traced = trace(made.mask, "mask")
@@ -169,7 +169,7 @@ def child(case: str, length: int, options: argparse.Namespace) -> dict[str, Any]
 
 
 def is_over(row: dict[str, Any]) -> bool:
-    """Whether a row costs more than its limit; the least time counts, on a machine in use."""
+    """Return whether a row exceeds its limit. The least time counts, as the machine may be busy."""
     key = row["case"], row["length"]
     limit = LIMITS_BY_NAME.get(key) or LIMITS.get(row["length"])
     if limit is None or row["case"].startswith("library/"):
@@ -230,7 +230,7 @@ def main() -> int:
 
 
 def verdict(rows: list[dict[str, Any]], *, library: bool) -> int:
-    """Say whether the limits were kept; the exit status."""
+    """Print whether all rows are within their limits; return the exit status."""
     if library and rows:
         median = statistics.median(row["least_ms"] for row in rows)
         print(f"median of the least times: {median:.1f} ms, limit {LIBRARY_MEDIAN_MS} ms")

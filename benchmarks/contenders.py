@@ -1,4 +1,4 @@
-"""attnkit and its peers on one problem: each a function without arguments, ready to be timed."""
+"""Build attnkit and its peers for one problem: functions without arguments, ready to be timed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Run = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Problem:
-    """Inputs of one measurement; query, key, value [B, H, S, D]."""
+    """Hold the inputs of one measurement; query, key, value [B, H, S, D]."""
 
     query: Tensor
     key: Tensor
@@ -32,12 +32,12 @@ class Problem:
         return self.query.shape[2]
 
     def without_grad(self) -> Problem:
-        """The same problem for inference."""
+        """Return the same problem without gradients."""
         query, key, value = (t.detach() for t in (self.query, self.key, self.value))
         return replace(self, query=query, key=key, value=value)
 
     def grid(self) -> tuple[Tensor, ...]:
-        """b, h, q, kv, broadcastable to the scores [1, H, S, S]."""
+        """Return b, h, q, kv, broadcastable to the scores [1, H, S, S]."""
         sizes = (1, self.query.shape[1], self.length, self.length)
         return tuple(
             torch.arange(n, dtype=torch.int32).view([n if i == axis else 1 for i in range(4)])
@@ -45,7 +45,7 @@ class Problem:
         )
 
     def kept(self) -> Tensor:
-        """The dense mask, bool [1, 1, S, S]."""
+        """Return the dense mask, bool [1, 1, S, S]."""
         return self.mask_mod(*self.grid())
 
 
@@ -62,7 +62,7 @@ def flex_run(p: Problem) -> Run:
 
 
 def dense_run(p: Problem) -> Run:
-    """SDPA with the mask, and an additive score_mod, as one tensor of scores."""
+    """Call SDPA with mask and additive score_mod as one tensor of scores."""
     bias = kept = p.kept()
     if p.score_mod is not None:
         bias = p.score_mod(torch.zeros(()), *p.grid()).masked_fill(~kept, -torch.inf)
@@ -84,7 +84,7 @@ CONTENDERS: dict[str, Callable[[Problem], Run]] = {
 
 
 def dense(p: Problem, dtype: torch.dtype) -> list[Tensor]:
-    """Output and gradients of query, key and value, head by head, in plain torch operators.
+    """Compute output and gradients head by head in plain torch operators.
 
     In float64 this is the truth; its own error in a smaller dtype says what that dtype allows.
     """
@@ -101,6 +101,6 @@ def dense(p: Problem, dtype: torch.dtype) -> list[Tensor]:
 
 
 def error(found: list[Tensor], truth: list[Tensor]) -> float:
-    """Largest difference, as a share of the largest entry; the worst of the tensors."""
+    """Return the largest difference as a share of the largest entry, over all tensors."""
     pairs = zip(found, truth, strict=True)
     return max(((a.double() - b).abs().max() / b.abs().max()).item() for a, b in pairs)

@@ -1,10 +1,11 @@
-"""What each rounding of a kernel does to dQ of a sharp score_mod, found in float64 without a kernel.
+"""Compute in float64 what each rounding of a kernel does to dQ of a sharp score_mod.
 
-A kernel rounds P and O in its forward, dS and dQ in its backward, and takes delta = rowsum(dO O)
-from the rounded O. Where one weight of a row is nearly 1, what P was rounded by moves O by as much
-of that key's V. The weight itself is exact if the row's maximum is what exponents are taken
-relative to; not if that is a maximum found before, as in forwards that rescale by need. The one on
-sm_100a divides O by a sum in which the largest weight of each block is rounded as well.
+A kernel rounds P and O in its forward, dS and dQ in its backward, and computes delta = rowsum(dO O)
+from the rounded O. Where one weight of a row is nearly 1, the rounding error of P moves O by the
+same share of that key's V. That weight is exact if exponents are relative to the row's own maximum.
+It is not exact if they are relative to an earlier maximum, as in a forward that rescales only when
+needed. The forward for sm_100a divides O by a sum in which the largest weight of each block is
+rounded too.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ GROWTH = 8 * math.log(2)  # of a maximum, before the forward on sm_100a rescales
 
 
 def rounded(x: Tensor) -> Tensor:
-    """To bfloat16 and back."""
+    """Round to bfloat16 and back."""
     return x.bfloat16().double()
 
 
 def references(scores: Tensor) -> Tensor:
-    """What the exponents of each score are relative to, kv blocks from the last to the first."""
+    """Return the running maximum for each score, walking kv blocks from the last to the first."""
     found, at = torch.empty_like(scores), None
     for start in reversed(range(0, scores.shape[-1], BLOCK)):
         top = scores[..., start : start + BLOCK].amax(-1, keepdim=True)
@@ -41,7 +42,7 @@ def references(scores: Tensor) -> Tensor:
 
 
 def outputs(scores: Tensor, value: Tensor) -> dict[str, Tensor]:
-    """O by what P is rounded relative to."""
+    """Compute O for each choice of the maximum that P is rounded relative to."""
     top = scores.amax(-1, keepdim=True)
     found = {"nothing": scores.softmax(-1) @ value}
     total = (scores - top).exp().sum(-1, keepdim=True)
@@ -57,7 +58,7 @@ def outputs(scores: Tensor, value: Tensor) -> dict[str, Tensor]:
 
 
 def largest(x: Tensor, scores: Tensor) -> Tensor:
-    """The sum of x over the largest score of each block of a row."""
+    """Sum x at the largest score of each block of a row."""
     both = zip(x.split(BLOCK, -1), scores.split(BLOCK, -1), strict=True)
     return sum(
         (part.gather(-1, block.argmax(-1, keepdim=True)) for part, block in both),
@@ -66,7 +67,7 @@ def largest(x: Tensor, scores: Tensor) -> Tensor:
 
 
 def errors(mod: mods.Example, draw: int, gradients: int) -> dict[str, float]:
-    """Largest errors of dQ by what was rounded, over some gradients of one query, key and value."""
+    """Return the largest error of dQ by what is rounded, over several output gradients."""
     generator = torch.Generator().manual_seed(draw)
     shape = (1, HEADS, LENGTH, HEAD_DIM)
     query, key, value = (

@@ -1,11 +1,11 @@
-"""Every mask and mod of the library through the GPU kernels, in the emulator.
+"""Run every mask and mod of the library through the GPU kernels, in the emulator.
 
 `python benchmarks/emulate.py --arch sm_100a` compiles the kernels of each variant, executes them on
-the CPU (eager, late and random completion of asynchronous work, race detection), and compares with
-dense attention in float64: one row a variant. Gradients of several draws of all inputs are compared,
-those after the first in eager order: one says little of a gradient of few numbers, where dense may
-be right by chance. A variant whose kernel cannot be had is a row too. With --resume, rows of
-the file that ask for the same are kept, and their variants not run again.
+the CPU (eager, late and random completion of asynchronous work, race detection), and compares them
+with dense attention in float64: one row a variant. Gradients are compared for several draws of all
+inputs, in eager order after the first: where a gradient has few numbers, dense attention may be
+right by chance. A variant without a kernel gets a row that says why. `--resume` keeps rows of the
+file that answer the same job, and does not run those variants again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Job:
-    """A variant of the library and how it is run."""
+    """Name a variant of the library and how to run it."""
 
     name: str
     arch: str
@@ -56,7 +56,7 @@ class Job:
 
     @property
     def row(self) -> Row:
-        """What a row says of it."""
+        """Return the fields of a row that describe the job."""
         own = dataclasses.asdict(self)
         name, backward = own.pop("name"), own.pop("backward")
         return {"variant": name, "direction": DIRECTIONS[backward]} | own
@@ -64,7 +64,7 @@ class Job:
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """A variant of the library, with sizes that it fits."""
+    """Hold a variant of the library with sizes that it fits."""
 
     variant: Variant
     q_len: int
@@ -75,7 +75,7 @@ class Member:
 
 
 def library(length: int) -> dict[str, Member]:
-    """All of it: "masks:name", "mods:name"."""
+    """Return the whole library by name: "masks:name", "mods:name"."""
     found = {
         f"masks:{name}": Member(Variant(None, e.mask), e.q_len, e.kv_len, e.batch, e.heads)
         for name, e in masks.examples(length).items()
@@ -86,7 +86,7 @@ def library(length: int) -> dict[str, Member]:
 
 
 def run(job: Job) -> Row:
-    """Emulate a variant; a row."""
+    """Emulate a variant; return its row."""
     torch.set_num_threads(1)
     member = library(job.length)[job.name]
     dtype = getattr(torch, job.dtype)
@@ -129,14 +129,14 @@ def run(job: Job) -> Row:
 
 
 def worse(one: Error, other: Error) -> Error:
-    """Of two draws of one result: the larger error beside the larger of dense."""
+    """Join two draws of one result: the larger error, and the larger error of dense attention."""
     # the comparison is false for NaN: a result that is not a number stays the worse one
     size = other.size if one.size <= other.size or math.isnan(other.size) else one.size
     return dataclasses.replace(one, size=size, limit=max(one.limit, other.limit))
 
 
 def results(jobs: list[Job], workers: int) -> Iterator[Row]:
-    """Rows in the order of the jobs."""
+    """Yield the rows of all jobs, in their order."""
     if workers == 1:
         yield from map(run, jobs)
         return
@@ -145,7 +145,7 @@ def results(jobs: list[Job], workers: int) -> Iterator[Row]:
 
 
 def line(row: Row) -> str:
-    """A row, to read."""
+    """Format a row for reading."""
     name = f"{row['variant']:32} {row['arch']:8} {row['direction']:8}"
     if "refused" in row:
         return f"{name} refused: {row['refused']}"
@@ -204,7 +204,7 @@ def main() -> int:
 
 
 def known_rows(file: Path | None, jobs: list[Job]) -> list[Row]:
-    """Rows of a file that answer one of the jobs."""
+    """Return the rows of a file that answer one of the jobs."""
     if file is None or not file.exists():
         return []
     rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -212,7 +212,7 @@ def known_rows(file: Path | None, jobs: list[Job]) -> list[Row]:
 
 
 def save(file: Path | None, row: Row, mode: str) -> None:
-    """Write a row, as soon as it is known."""
+    """Append a row to the file at once."""
     if file is not None:
         with file.open(mode) as stream:
             stream.write(json.dumps(row) + "\n")

@@ -1,10 +1,11 @@
-"""Clocks that the emulator predicts for the Hopper kernels, against those measured on a GPU.
+"""Compare the clocks that the emulator predicts for the Hopper kernels with measured ones.
 
     python benchmarks/emulator_cycles.py [--only CASE] [--backward CASE=CYCLES ...] [--save FILE]
 
-Each case of gpu_cases.toml whose mask looks the same at every length (none, or causal) is predicted
-at two small lengths with one head and one CTA. Clocks of such a kernel are a length + b length^2:
-that, over the heads and SMs of the case, is held against the newest row of results/gpu.jsonl.
+Takes each case of gpu_cases.toml whose mask looks the same at every length (none, or causal), and
+predicts it at two small lengths with one head and one CTA. Fits clocks = a length + b length^2,
+scales that by the heads and SMs of the case, and compares it with the newest row of
+results/gpu.jsonl.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ Row = dict[str, Any]
 
 
 def measured() -> dict[tuple[str, str], Row]:
-    """(case, direction) -> the newest row of attnkit."""
+    """Return the newest row of attnkit by (case, direction)."""
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
     ours = [r for r in rows if r.get("contender") == "attnkit" and "cycles" in r]
     return {(r["case"], r["direction"]): r for r in ours}
 
 
 def predicted(case: Row, shape: Shape, length: int, backward: bool) -> float:
-    """Clocks of one head on one SM; those of the main kernel in the backward."""
+    """Predict the clocks of one head on one SM; in the backward those of the main kernel."""
     small = Shape(1, 1, 1, length, shape.head_dim, shape.value_dim)
     p = problem(case, small, torch.device("cpu"), backward)
     with emulation.session(mode="eager", timeline=True, minutes=60, ctas=1) as session:
@@ -59,7 +60,7 @@ def _call(p: Problem, backward: bool) -> None:
 
 
 def extrapolated(case: Row, shape: Shape, sms: int, backward: bool) -> float:
-    """Clocks of the whole problem, evenly spread over the SMs."""
+    """Return the clocks of the whole problem, evenly spread over the SMs."""
     low, high = BACKWARD_LENGTHS if backward else LENGTHS
     at = {n: predicted(case, shape, n, backward) for n in (low, high)}
     square = (at[high] / high - at[low] / low) / (high - low)

@@ -1,11 +1,12 @@
-"""FlashAttention-4's own kernels in the emulator: an independent check of its semantics.
+"""Run FlashAttention-4's own kernels in the emulator: an independent check of the emulator.
 
     python benchmarks/emulator_flash_attention.py [CASE ...] [--mode check] [--save FILE]
 
-Needs the package flash-attn-4 (`flash_attn.cute`) and what it imports (quack-kernels, triton), no GPU:
-its kernels are compiled for the architecture of the case and executed on the CPU through its own
-interface, with torch CPU tensors. Each case runs in a process of its own, because the architecture
-is fixed when the package is imported. Prints a row of JSON for each kernel and each result.
+Needs the package flash-attn-4 (`flash_attn.cute`) and what it imports (quack-kernels, triton), but
+no GPU. Compiles its kernels for the architecture of the case and executes them on the CPU through
+their own interface, with torch CPU tensors. Each case runs in a separate process, because the
+architecture is fixed when the package is imported. Prints a row of JSON for each kernel and each
+result.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SMS = {"sm_90a": 132, "sm_100a": 148}
 
 @dataclass(frozen=True)
 class Case:
-    """One problem: batch 1, `heads` query heads, bfloat16."""
+    """Hold the sizes of one problem: batch 1, `heads` query heads, bfloat16."""
 
     arch: str
     length: int
@@ -54,7 +55,7 @@ CASES = {
 
 
 def prepare(arch: str) -> Any:
-    """FlashAttention-4's interface, compiling for `arch` and taking CPU tensors for CUDA tensors."""
+    """Import FlashAttention-4's interface, compiling for `arch` and accepting CPU tensors."""
     os.environ["CUTE_DSL_ARCH"] = arch
     os.environ["FLASH_ATTENTION_ARCH"] = arch.rstrip("a")
     os.environ["FLASH_ATTENTION_NUM_SMS"] = str(SMS[arch])
@@ -93,7 +94,7 @@ def prepare(arch: str) -> Any:
 
 
 class Emulated:
-    """Stands in for `cute.compile` and for the compiled kernel; keeps rows of what ran."""
+    """Replace `cute.compile` and the compiled kernel; record a row for each run."""
 
     mode = "check"
     rows: list[dict[str, Any]] = []  # noqa: RUF012
@@ -142,7 +143,7 @@ def _is_stream(value: Any) -> bool:
 
 
 def results(case: Case, mode: str) -> Iterator[dict[str, Any]]:
-    """Rows of the case: first of its results, then of its kernels."""
+    """Run the case; yield rows of its results, then of its kernels."""
     Emulated.mode = mode
     interface = prepare(case.arch)
     import torch
@@ -172,7 +173,7 @@ def results(case: Case, mode: str) -> Iterator[dict[str, Any]]:
 
 
 def dense(q: Any, k: Any, v: Any, grad: Any, case: Case, dtype: Any) -> list[Any]:
-    """Output, LSE and gradients of dense attention in `dtype`."""
+    """Compute output, LSE and gradients of dense attention in `dtype`."""
     import torch
 
     a, b, c = (x.to(dtype).requires_grad_() for x in (q, k, v))

@@ -1,10 +1,10 @@
-"""What the emulator costs, and whether it reports correct kernels.
+"""Measure the emulator, and count false reports on correct kernels.
 
     python benchmarks/emulator_speed.py [--seeds N] [--save FILE]
 
-attnkit's own Hopper kernels, compiled before anything is timed. Times are those of the process on
-the processor, not of the clock on the wall: other programs may run beside it. Each kernel also runs
-in N adversarial orders and in race mode, where every finding would be a false report.
+Runs attnkit's own Hopper kernels, compiled before anything is timed. Times are CPU time of the
+process, not wall time, as other programs may run at the same time. Each kernel also runs in N
+adversarial orders and in race mode, where every finding is a false report.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from machine import describe
 
 import attnkit
 from attnkit import emulator, masks, mods
-from attnkit.jit import emulation
+from attnkit.jit import emulator_runs
 
 
 @dataclass(frozen=True)
 class Case:
-    """Attention of one head, bfloat16."""
+    """Hold the sizes of attention with one head, bfloat16."""
 
     length: int
     head_dim: int = 128
@@ -51,7 +51,7 @@ CASES = {
 
 
 def kernels(case: Case) -> list[tuple[str, emulator.Executable, list[Any]]]:
-    """(name, kernel, arguments) of the calls that the case makes."""
+    """Return (name, kernel, arguments) of each call that the case makes."""
     calls: list[tuple[str, emulator.Executable, list[Any]]] = []
 
     def keep(kernel: Any, arguments: Any, **_: Any) -> None:
@@ -63,7 +63,7 @@ def kernels(case: Case) -> list[tuple[str, emulator.Executable, list[Any]]]:
     q, k, v = (torch.randn(shape).bfloat16().requires_grad_(case.backward) for _ in range(3))
     mask = case.mask() if case.mask else None
     mod = case.mod() if case.mod else None
-    with mock.patch.object(emulation, "run_emulated", keep):
+    with mock.patch.object(emulator_runs, "run_emulated", keep):
         out = attnkit.flex_attention(q, k, v, score_mod=mod, block_mask=mask, backend="emulate")
         if case.backward:
             calls.clear()
@@ -90,7 +90,7 @@ def rows(case: Case, seeds: int) -> Iterator[dict[str, Any]]:
 
 
 def timed(exe: emulator.Executable, args: list[Any], start: Any, mode: str) -> dict[str, Any]:
-    """The better of two runs; the first also generates the mode's functions."""
+    """Return the faster of two runs; the first one also generates the mode's functions."""
     best, number = float("inf"), 0
     for _ in range(2):
         emulator.restore(args, start)

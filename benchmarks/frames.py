@@ -1,19 +1,21 @@
-"""Stack frames of the Blackwell kernels of every mask and mod, and what they take to compile.
+"""Stack frames and compile times of the Blackwell kernels of every mask and mod.
 
-`python benchmarks/frames.py --ctas one` compiles the kernels of one CTA for each variant of the library,
-forward and backward, and prints those whose registers are spilled or that took more than five seconds.
-The forward of a mod has a causal mask; with `--ctas pair` it is compiled without one besides. Nothing is
-executed, and no GPU is needed.
+`python benchmarks/frames.py --ctas one` compiles the one-CTA kernels for each variant of the
+library, forward and backward. It prints each kernel that has a stack frame (spilled registers) or
+took more than five seconds. The forward of a mod has a causal mask; with `--ctas pair` it is also
+compiled without one. `--save` appends one row for each group of kernels that differ in their
+variant only. Nothing is executed, and no GPU is needed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -32,12 +34,13 @@ from attnkit.splice import sm100, sm100_pairs
 LENGTH = 600
 SECONDS = 5.0
 CTAS = {"one": 1, "pair": 2}  # that share products
+GROUP = ("arch", "ctas", "direction", "dtype", "head_dims", "block", "deterministic")
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Job:
-    """Main kernels of a variant of the library, in a direction.
+    """Name the main kernels of a variant of the library in one direction.
 
     Attributes:
         variant: as `emulate.library` names it; "+ causal" for a mod with that mask.
@@ -57,7 +60,7 @@ class Job:
 
 
 def sources(job: Job) -> list[kernel.Source]:
-    """The kernels of a job."""
+    """Return the kernels that a job compiles."""
     name, _, mask = job.variant.partition(" + ")
     member = library(LENGTH)[name]
     variant = Variant(member.variant.score_mod, causal()) if mask else member.variant
@@ -77,8 +80,9 @@ def sources(job: Job) -> list[kernel.Source]:
 
     # of the tiles of a mask other kernels are made too, where these are predicted to be faster
     fewer = mock.patch.object(sm100_pairs, "fewer_clocks", return_value=job.ctas == "pair")
-    chosen = mock.patch.object(sm100, "chosen", asked if job.block else sm100.chosen)
-    with fewer, chosen, emulation.session(execute=False), kernel.asked() as found:
+    choose = asked if job.block else sm100.chosen
+    chosen = mock.patch.object(sm100, "FORWARD", replace(sm100.FORWARD, choose=choose))
+    with fewer, chosen, emulation.session(execute=False), kernel.requested_sources() as found:
         out = variant(
             *qkv,
             backend=f"emulate:{job.arch}",
@@ -91,7 +95,7 @@ def sources(job: Job) -> list[kernel.Source]:
 
 
 def run(job: Job) -> list[Row]:
-    """What the assembler made of each kernel, and how long it took when it was compiled."""
+    """Compile a job's kernels: one row a kernel, with stack frame, code size and seconds."""
     rows = []
     for source in sources(job):
         artifact = kernel.kernel(source).artifact
@@ -109,7 +113,7 @@ def run(job: Job) -> list[Row]:
 
 
 def jobs(options: argparse.Namespace) -> Iterator[Job]:
-    """What the options ask for."""
+    """Yield the jobs that the options ask for."""
     for dims in options.head_dim:
         rest = dims, options.dtype, options.arch, options.ctas
         found = [k for k in kernels(*dims, template="sm100") if k.ctas == CTAS[options.ctas]]
@@ -128,7 +132,7 @@ def jobs(options: argparse.Namespace) -> Iterator[Job]:
 
 
 def results(wanted: list[Job], workers: int) -> Iterator[Row]:
-    """Rows in the order of the jobs."""
+    """Yield the rows of all jobs, in their order."""
     if workers == 1:
         torch.set_num_threads(1)
         for job in wanted:
@@ -140,20 +144,39 @@ def results(wanted: list[Job], workers: int) -> Iterator[Row]:
             yield from rows
 
 
+def grouped(rows: Sequence[Row]) -> list[Row]:
+    """Summarize kernels that differ in their variant only: one row a group."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in GROUP), []).append(row)
+    return [
+        dict(zip(GROUP, key, strict=True))
+        | {
+            "kernels": len(group),
+            "with_frame": {row["variant"]: row["stack"] for row in group if row["stack"]},
+            "code_most": max(row["code"] for row in group),
+            "seconds_median": round(statistics.median(row["seconds"] for row in group), 2),
+            "seconds_most": max(row["seconds"] for row in group),
+            "slow": {row["variant"]: row["seconds"] for row in group if row["seconds"] > SECONDS},
+        }
+        for key, group in groups.items()
+    ]
+
+
 def tile(text: str) -> tuple[int, int]:
-    """Rows and columns: "128x64"."""
+    """Parse rows and columns: "128x64"."""
     rows, _, columns = text.partition("x")
     return int(rows), int(columns)
 
 
 def head_dims(text: str) -> tuple[int, int]:
-    """Of query and value: "128", or "192,128"."""
+    """Parse head dims of query and value: "128", or "192,128"."""
     wide, _, deep = text.partition(",")
     return int(wide), int(deep or wide)
 
 
 def line(row: Row) -> str:
-    """A row, to read."""
+    """Format a row for reading."""
     block = "{}x{}".format(*row["block"]) if row["block"] else ""
     ctas = "pair" if row["pair"] else "one"
     name = f"{row['variant']:36} {row['kernel']:34} {ctas:5} {block:8}"
@@ -174,21 +197,22 @@ def main() -> int:
     parser.add_argument("--direction", choices=DIRECTIONS, action="append", help="default: both")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--workers", type=int, default=1, help="processes")
-    parser.add_argument("--save", type=Path, help="append the rows to this file")
+    parser.add_argument("--save", type=Path, help="append one row a group to this file")
     options = parser.parse_args()
     options.head_dim = options.head_dim or [(128, 128)]
     options.direction = options.direction or DIRECTIONS
     options.block = options.block or []
-    count = spilled = slow = 0
+    rows = []
     for row in results(list(jobs(options)), options.workers):
-        count, spilled = count + 1, spilled + bool(row["stack"])
-        slow += row["seconds"] > SECONDS
+        rows.append(row)
         if row["stack"] or row["seconds"] > SECONDS:
             print(line(row), flush=True)
-        if options.save:
-            with options.save.open("a") as stream:
-                stream.write(json.dumps(row) + "\n")
-    print(f"{count} kernels: {spilled} with a frame, {slow} over {SECONDS:g} s")
+    if options.save:
+        with options.save.open("a") as stream:
+            stream.writelines(json.dumps(row) + "\n" for row in grouped(rows))
+    spilled = sum(row["stack"] > 0 for row in rows)
+    slow = sum(row["seconds"] > SECONDS for row in rows)
+    print(f"{len(rows)} kernels: {spilled} with a frame, {slow} over {SECONDS:g} s")
     return bool(spilled)
 
 

@@ -1,12 +1,12 @@
-"""A training step of GPT-2 small on packed documents, attention by attnkit and by its peers.
+"""Time a training step of GPT-2 small on packed documents, with attnkit and with its peers.
 
     python benchmarks/gpt2.py --save
 
-Twelve layers of 12 heads of 64, 8 sequences of 4096 tokens, each packed with documents of drawn
-lengths, bfloat16: forward, backward and AdamW. Every contender has a model of its own with the same
-weights, compiled layer by layer; steps are timed in turn in this process. Before that a few steps
-are taken, and the losses compared. "no attention" has the value in place of attention: the rest of
-the step. The exit status is 1 if attnkit failed.
+Twelve layers of 12 heads of 64, 8 sequences of 4096 tokens, each packed with documents of random
+lengths, bfloat16: forward, backward and AdamW. Every contender trains its own model from the same
+weights, compiled layer by layer. A few steps are compared by their losses, then steps are timed in
+turns in this process. "no attention" returns the value instead: the time of the rest of the step.
+The exit status is 1 if attnkit failed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # [B, H, S, D]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the model and of a batch."""
+    """Hold the sizes of the model and of a batch."""
 
     layers: int = 12
     heads: int = 12
@@ -53,7 +53,7 @@ class Sizes:
 
 
 class Block(nn.Module):
-    """A layer: attention and a perceptron, each added to what came in."""
+    """Apply attention and a perceptron, each with a residual connection."""
 
     def __init__(self, sizes: Sizes, attention: Attention) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """The loss of every token's successor, in float32; the output is tied to the input."""
+    """Return the next-token loss in float32; output and input embedding are tied."""
 
     def __init__(self, tokens: nn.Embedding) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Head(nn.Module):
 
 
 class Model(nn.Module):
-    """GPT-2."""
+    """Implement GPT-2."""
 
     def __init__(self, sizes: Sizes, attention: Attention) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Model(nn.Module):
                 nn.init.normal_(p, std=0.02)
 
     def forward(self, tokens: Tensor, places: Tensor) -> Tensor:
-        """The loss; tokens and places as of `Batch`."""
+        """Return the loss; tokens and positions as in `Batch`."""
         x = self.tokens(tokens) + self.places(places)
         for block in self.blocks:
             x = block(x)
@@ -107,7 +107,7 @@ class Model(nn.Module):
 
 @dataclass(frozen=True)
 class Batch:
-    """Tokens, the document of each, and its place there; all int64 [B, S]."""
+    """Hold tokens, document ids and positions within the document; all int64 [B, S]."""
 
     tokens: Tensor
     documents: Tensor
@@ -115,7 +115,7 @@ class Batch:
 
     @staticmethod
     def drawn(sizes: Sizes, device: torch.device) -> Batch:
-        """Documents of log-normal lengths, as those of web pages; the last one is cut."""
+        """Draw documents of log-normal lengths, as of web pages; the last one is cut."""
         random = torch.Generator().manual_seed(0)
         shape = (sizes.batch, sizes.length)
         tokens = torch.randint(sizes.vocabulary, shape, generator=random)
@@ -128,23 +128,23 @@ class Batch:
 
     @property
     def count(self) -> int:
-        """Number of documents."""
+        """Return the number of documents."""
         return int((self.documents[:, -1] + 1).sum())
 
     @property
     def density(self) -> float:
-        """Share of the scores that the mask keeps."""
+        """Return the share of scores that the mask keeps."""
         return float((self.places + 1).sum() / self.places.shape[1] / self.places.numel())
 
 
 def attnkit_attention(batch: Batch) -> Attention:
-    """The mask as it is said; tiles are found by the first call."""
+    """Build attention by attnkit; the first call classifies the tiles."""
     mask = masks.causal() & masks.document(batch.documents)
     return lambda q, k, v: attnkit.flex_attention(q, k, v, block_mask=mask)
 
 
 def flex_attention(batch: Batch, options: dict[str, Any] | None = None) -> Attention:
-    """FlexAttention, its block mask made once."""
+    """Build attention by FlexAttention; the block mask is built once."""
     documents = batch.documents
 
     def keep(b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -156,7 +156,7 @@ def flex_attention(batch: Batch, options: dict[str, Any] | None = None) -> Atten
 
 
 def dense_attention(batch: Batch) -> Attention:
-    """scaled_dot_product_attention with a dense mask."""
+    """Build attention by scaled_dot_product_attention with a dense mask."""
     at = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
     kept = batch.documents[:, :, None] == batch.documents[:, None]
     kept = (kept & (at[:, None] >= at))[:, None]
@@ -175,7 +175,7 @@ DEFAULT = "attnkit,Flex Triton,Flex FLASH,no attention"
 
 @dataclass(frozen=True)
 class Contender:
-    """A model that is ready to be timed.
+    """Hold a model that is ready to be timed.
 
     Attributes:
         step: takes one, and gives the loss.
@@ -187,7 +187,7 @@ class Contender:
 
 
 def prepared(attention: Attention, batch: Batch, sizes: Sizes, whole: bool) -> Contender:
-    """A model, its first losses and its peak memory."""
+    """Build a model; return it with its first losses and its peak memory."""
     began = time.perf_counter()
     device = batch.tokens.device
     torch.manual_seed(0)
@@ -216,7 +216,7 @@ def prepared(attention: Attention, batch: Batch, sizes: Sizes, whole: bool) -> C
 
 
 class WallTimer:
-    """The wall clock, where there is no GPU."""
+    """Time by the wall clock, where there is no GPU."""
 
     def prepare(self, function: Function) -> None:
         function()
@@ -230,7 +230,7 @@ class WallTimer:
 def measured(
     names: list[str], batch: Batch, sizes: Sizes, timer: Timer, rounds: int, whole: bool
 ) -> list[Row]:
-    """A row for each contender."""
+    """Yield a row for each contender."""
     ready: dict[str, Contender] = {}
     rows: dict[str, Row] = {}
     for name in names:
@@ -249,7 +249,7 @@ def measured(
 
 
 def figures(own: Series, ours: Series | None, tokens: int) -> Row:
-    """Times, clock, throughput; ratio: how many times attnkit's time that is."""
+    """Return times, clock, throughput, and the ratio to attnkit's time."""
     row: Row = {"ms": own.times.median, "ms_least": own.times.least}
     row |= {"ms_most": max(own.times.rounds), "rounds": len(own.readings), "ghz": own.ghz}
     row["tokens_a_second"] = round(1000 * tokens / own.times.median)
@@ -257,7 +257,7 @@ def figures(own: Series, ours: Series | None, tokens: int) -> Row:
 
 
 def disagreeing(rows: list[Row]) -> list[str]:
-    """Contenders whose losses are not attnkit's; without attention they are not meant to be."""
+    """Return contenders whose losses differ from attnkit's; "no attention" may differ."""
     losses = {r["contender"]: r["losses"] for r in rows if "losses" in r}
     ours = losses.get(OURS, [])
     return [
@@ -269,7 +269,7 @@ def disagreeing(rows: list[Row]) -> list[str]:
 
 
 def line(row: Row) -> str:
-    """A row for people."""
+    """Format a row for reading."""
     if "skipped" in row:
         return f"{row['contender']:18}skipped: {row['skipped']}"
     peak, clock = row.get("peak_bytes", 0) / 2**30, row["ghz"]

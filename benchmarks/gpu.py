@@ -1,7 +1,7 @@
 """Measure attnkit against its peers on a GPU: `python benchmarks/gpu.py` (`--help` for choices).
 
-Each case of gpu_cases.toml is checked against float64 for every contender, then all contenders of
-the case are timed in turn in this process. A contender that is absent, refuses the case or computes
+Checks every contender of each case of gpu_cases.toml against float64, then times all contenders of
+the case in turns in this process. A contender that is not installed, refuses the case or computes
 something else is named with the reason. The exit status is 1 if attnkit failed or was wrong.
 """
 
@@ -35,7 +35,7 @@ Function = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Settings:
-    """What is asked of each case."""
+    """Hold how each case is measured."""
 
     backward: bool
     mode: str
@@ -48,7 +48,7 @@ def shape_of(case: Row, config: Row) -> Shape:
 
 
 def wanted(config: Row, only: str, backward: bool) -> list[Row]:
-    """The cases to measure, in the file's order."""
+    """Return the cases to measure, in the file's order."""
     return [
         case
         for case in config["case"]
@@ -59,7 +59,7 @@ def wanted(config: Row, only: str, backward: bool) -> list[Row]:
 def prepare(
     p: Problem, builders: Mapping[str, Builder], check: Check
 ) -> tuple[dict[str, Function], dict[str, Row]]:
-    """What to time, and what is known of each contender before; by name.
+    """Build and check each contender; return what to time, and fields of its row, by name.
 
     A contender that is left out says why in "skipped"; "failed" is said of ours where it should not
     have been: it was wrong, or raised something else than UnsupportedError.
@@ -89,7 +89,7 @@ def prepare(
 
 
 def alive(name: str, device: torch.device) -> None:
-    """Stop if the last contender broke the CUDA context: nothing after it would count."""
+    """Stop if the last contender broke the CUDA context; later results would be invalid."""
     if device.type != "cuda":
         return
     try:
@@ -106,7 +106,7 @@ def measure(
     settings: Settings,
     device: torch.device,
 ) -> Iterator[Row]:
-    """The rows of one case: one for each contender."""
+    """Measure one case; yield one row for each contender."""
     torch.compiler.reset()  # else the peers' compiles of earlier cases count towards a limit
     p = problem(case, shape, device, settings.backward)
     check = Check(p, settings.backward)
@@ -123,7 +123,7 @@ def measure(
 
 
 def figures(own: Series, ours: Series | None, flops: float) -> Row:
-    """Times, clock and throughput; ratio: how many times attnkit's time that is."""
+    """Return times, clock and throughput, and the ratio to attnkit's time."""
     row: Row = {"ms": own.times.median, "ms_least": own.times.least}
     row |= {"ms_most": max(own.times.rounds), "rounds": len(own.readings)}
     row |= {"ghz": own.ghz, "cycles": own.cycles, "tflops": flops / own.times.median / 1e9}
@@ -142,7 +142,7 @@ HEAD = (
 
 
 def line(row: Row) -> str:
-    """A row for people."""
+    """Format a row for reading."""
     text = f"{row['contender']:26}"
     if "skipped" in row:
         return f"{text}{'FAILED' if 'failed' in row else 'skipped'}: {row['skipped']}"
@@ -159,12 +159,12 @@ def line(row: Row) -> str:
 
 
 def listed(names: str) -> list[str]:
-    """The names in a text, between commas."""
+    """Split a text at commas."""
     return [part.strip() for part in names.split(",") if part.strip()]
 
 
 def chosen(config: Row, case: str, options: argparse.Namespace) -> dict[str, Builder]:
-    """The contenders of a case; with ablations only ours, unless peers are named."""
+    """Return the contenders of a case; with ablations only ours, unless peers are named."""
     names = listed(options.contenders) or ([OURS] if options.ablations else list(CONTENDERS))
     found = {name: build for name, build in CONTENDERS.items() if name in names}
     return found | (ablations(config, case) if options.ablations else {})
@@ -177,7 +177,9 @@ def arguments() -> argparse.ArgumentParser:
         "--contenders", default="", metavar="NAMES",
         help=f"only these, joined by commas, of: {', '.join(CONTENDERS)}",
     )  # fmt: skip
-    parser.add_argument("--ablations", action="store_true", help="attnkit with other plans")
+    parser.add_argument(
+        "--ablations", action="store_true", help="attnkit with other options as well"
+    )
     parser.add_argument("--backward", action="store_true", help="time the backward instead")
     parser.add_argument("--mode", choices=MODES, default="burst", help="rest or none; burst")
     parser.add_argument("--rounds", type=int, default=7, help="measurements of each; 7")
@@ -226,7 +228,7 @@ def main(argv: list[str] | None = None) -> int:
 def run(
     config: Row, cases: list[Row], options: argparse.Namespace, timer: Timer, device: torch.device
 ) -> int:
-    """Measure cases and print them; 1 if attnkit was wrong."""
+    """Measure cases and print them; return 1 if attnkit was wrong."""
     where = describe_gpu(device, options.commit) if device.type == "cuda" else {}
     print(*(f"{k}: {v}" for k, v in where.items()), sep=", ")
     settings = Settings(options.backward, options.mode, options.rounds, options.case_seconds)

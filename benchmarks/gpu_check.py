@@ -1,7 +1,7 @@
-"""Is it right? Sampled rows, and gradients of the last head, against dense attention in float64.
+"""Compare sampled rows, and gradients of the last head, with dense attention in float64.
 
-What the dtype can give is the error of the same dense attention in the inputs' own dtype: products
-rounded to it, the softmax in float32. A result may be off by twice that.
+The limit is twice the error of the same dense attention in the inputs' own dtype: products rounded
+to it, the softmax in float32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SCORES_HELD = 1 << 26  # of one part of the gradients' reference
 
 @dataclass(frozen=True)
 class Verdict:
-    """Errors as shares of the largest true value; those of the worst tensor.
+    """Hold errors as shares of the largest true value, of the worst tensor.
 
     Attributes:
         error: of what was checked.
@@ -33,12 +33,12 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
-        """False also where the result has a NaN."""
+        """Return whether the error is within the limit; False if the result has a NaN."""
         return self.error <= self.allowed
 
 
 class Check:
-    """The truth of one problem and direction.
+    """Hold the exact result of one problem and direction.
 
     Args:
         p: the problem; its inputs require grad in the backward.
@@ -62,7 +62,7 @@ class Check:
         ]
 
     def __call__(self, found: Sequence[Tensor]) -> Verdict:
-        """Judge an output [B, H, S, Dv], or gradients of query, key, value and learned tables."""
+        """Compare an output [B, H, S, Dv], or gradients of query, key, value and learned tables."""
         picked = self._picked(found)
         pairs = zip(picked, self.truth, self.allowed, strict=True)
         verdicts = [Verdict(_off(a.double(), b), allowed) for a, b, allowed in pairs]
@@ -90,7 +90,7 @@ class Check:
         return found
 
     def _gradients(self, dtype: torch.dtype) -> list[Tensor]:
-        """Those of the query heads that share the last kv head, over all batch elements."""
+        """Compute gradients of the query heads that share the last kv head, of all batches."""
         p, shape = self.p, self.p.shape
         group = shape.heads // shape.kv_heads
         wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -139,7 +139,7 @@ def _attention(
     place: tuple[int, int],
     tables: tuple[Tensor, ...],
 ) -> Tensor:
-    """Dense attention of some rows of one head; a row that keeps nothing gives 0."""
+    """Compute dense attention for some rows of one head; fully masked rows give 0."""
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     scores = (query @ key.mT).to(wide) * query.shape[-1] ** -0.5
     score_mod: Callable[..., Tensor] | None = p.modified_by(tables)
@@ -156,6 +156,6 @@ def _attention(
 
 
 def _off(found: Tensor, truth: Tensor) -> float:
-    """Largest difference, as a share of the largest true value (of 1 where all are 0)."""
+    """Return the largest difference as a share of the largest true value (of 1 if all are 0)."""
     top = truth.abs().max()
     return float((found - truth).abs().max() / torch.where(top > 0, top, 1))

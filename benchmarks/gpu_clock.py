@@ -1,6 +1,6 @@
-"""A kernel that notes each SM's cycle counter and timer, for the clock between two points.
+"""Record each SM's cycle counter and timer in a kernel, to compute the clock between two points.
 
-Imported only where a CUDA device is: Triton comes with PyTorch's CUDA builds.
+Import this only where there is a CUDA device: Triton comes with PyTorch's CUDA builds.
 """
 
 from __future__ import annotations

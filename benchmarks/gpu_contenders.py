@@ -1,7 +1,7 @@
-"""attnkit and its peers on a GPU case: each a call that is ready to be timed.
+"""Build attnkit and its peers for a GPU case: calls that are ready to be timed.
 
-A builder takes a `Problem` and gives a `Run`, or raises: `Unsuitable` where the peer is absent or
-has no way to express the case, else whatever the peer itself raises.
+A builder takes a `Problem` and returns a `Run`. It raises `Unsuitable` where the peer is not
+installed or cannot express the case, or whatever the peer itself raises.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import attnkit
 
 
 class Unsuitable(Exception):
-    """Why a contender has no place in a case."""
+    """Say why a contender cannot take part in a case."""
 
 
 def _same(t: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def _same(t: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Run:
-    """One contender on one problem.
+    """Hold one contender on one problem.
 
     Attributes:
         call: runs the forward; gives the output in the contender's own layout.
@@ -47,7 +47,7 @@ class Run:
     shown: Callable[[Tensor], Tensor] = _same
 
     def directed(self, grad: Tensor | None) -> Callable[[], list[Tensor]]:
-        """What is timed: the forward, or with a gradient [B, H, S, D] the backward alone."""
+        """Return what is timed: the forward, or with a gradient [B, H, S, D] only the backward."""
         if grad is None:
             return lambda: [self.call()]
         out, native = self.call(), self.own(grad).contiguous()
@@ -65,7 +65,7 @@ def attnkit_run(
     backend: str = "cute",
     deterministic: bool = False,
 ) -> Run:
-    """attnkit; the mask is given as a function, so that the plan chooses its tiles."""
+    """Build attnkit; the mask is passed as a function, so that the plan chooses its tiles."""
     grouped, score_mod = p.shape.heads != p.shape.kv_heads, p.score_mod
 
     def call() -> Tensor:
@@ -84,7 +84,7 @@ def attnkit_run(
 
 
 def deterministic_run(p: Problem) -> Run:
-    """attnkit with sums of one order: a forward has no other, so only a backward is timed."""
+    """Build attnkit with `deterministic=True`; only a backward differs, so only that is timed."""
     if not p.query.requires_grad:
         raise Unsuitable("a forward is deterministic as it is")
     return attnkit_run(p, deterministic=True)
@@ -105,7 +105,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def flex_run(p: Problem, kernel_options: dict[str, Any] | None = None) -> Run:
-    """FlexAttention as its documentation says; the block mask is made once."""
+    """Build FlexAttention as its documentation says; the block mask is built once."""
     mask = None
     if p.mask_mod is not None:
         length = p.shape.length
@@ -122,7 +122,7 @@ def flex_run(p: Problem, kernel_options: dict[str, Any] | None = None) -> Run:
 
 
 def flex_flash_run(p: Problem) -> Run:
-    """FlexAttention on FlashAttention-4's kernels."""
+    """Build FlexAttention on FlashAttention-4's kernels."""
     _flash_attention_4()
     return flex_run(p, {"BACKEND": "FLASH"})
 
@@ -136,7 +136,7 @@ def _flash_attention_4() -> Any:
 
 
 def fa4_run(p: Problem) -> Run:
-    """FlashAttention-4 called directly, in its layout [B, S, H, D], with what it has built in."""
+    """Build a direct call of FlashAttention-4 ([B, S, H, D]) with its built-in variants."""
     interface = _flash_attention_4()
     options: dict[str, Any] = {
         "": {},
@@ -159,7 +159,7 @@ def fa4_run(p: Problem) -> Run:
 
 
 def _fa4_documents(p: Problem, function: Callable[..., Any], options: dict[str, Any]) -> Run:
-    """Documents as sequences of their own, end to end: [B S, H, D]."""
+    """Pack documents as separate sequences, end to end: [B S, H, D]."""
     shape = p.shape
 
     def packed(t: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ def _leaf(t: Tensor, like: Tensor) -> Tensor:
 
 
 def sdpa_run(p: Problem, backend: attention.SDPBackend) -> Run:
-    """PyTorch's scaled_dot_product_attention by one of its kernels."""
+    """Build PyTorch's scaled_dot_product_attention with one of its kernels."""
     if p.score or p.mask not in ("", "causal"):
         raise Unsuitable("has no such mask or score")
     grouped = p.shape.heads != p.shape.kv_heads
@@ -211,7 +211,7 @@ CONTENDERS: dict[str, Builder] = {
 
 
 def skipped(name: str, error: Exception) -> dict[str, Any]:
-    """The fields of a row that tell why a contender was left out.
+    """Return the fields of a row that say why a contender was skipped.
 
     "failed" says that ours should not have been: it raised something else than UnsupportedError.
     """
@@ -225,7 +225,7 @@ def skipped(name: str, error: Exception) -> dict[str, Any]:
 
 
 def ablations(config: dict[str, Any], case: str) -> dict[str, Builder]:
-    """Further attnkit contenders of a case, by name: other options of the plan."""
+    """Return further attnkit contenders of a case by name: other options of the plan."""
 
     def builder(entry: dict[str, Any]) -> Builder:
         options, environment = entry.get("kernel_options"), entry.get("environment")

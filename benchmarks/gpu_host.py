@@ -1,11 +1,11 @@
-"""Host time of a call and time of first calls on a GPU: `python benchmarks/gpu.py --host`.
+"""Measure the host time of a call and the time of first calls: `python benchmarks/gpu.py --host`.
 
-Host time is that of queueing a small problem, whose device time hides behind it: a forward, one
-that is recorded for autograd, and a backward alone. Beside them stand what a user calls without a
-score_mod, SDPA, and operators of torch that do next to nothing. First calls are those of fresh
-processes: the very first one, with what it imports by itself, that of another variant after it, and
-a first backward, after one of a product in torch, which loads code of its own for 0.3 s; with empty
-caches on disk (cold) and again with what that left there (warm).
+Host time is the time to queue a small problem, whose device time is shorter: a forward, a forward
+recorded for autograd, and a backward. For comparison there are SDPA, which a user would call
+without a score_mod, and torch operators that do almost nothing. First calls run in fresh processes:
+the very first call, with its imports; the first call of another variant; and a first backward.
+Before the latter, torch runs the backward of a product, as that loads code of torch for 0.3 s. Each
+is measured with empty caches on disk (cold) and again with filled ones (warm).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ CACHES = (
 
 
 def main(options: argparse.Namespace) -> int:
-    """Both benchmarks; options as of gpu.py."""
+    """Run both benchmarks; options as in gpu.py."""
     device = torch.device("cuda", torch.cuda.current_device())
     where = describe_gpu(device, options.commit)
     config = tomllib.loads(options.cases.read_text())
@@ -66,7 +66,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def line(row: Row) -> str:
-    """A row for people."""
+    """Format a row for reading."""
     text = f"{row['benchmark']:16}{row['case']:24}{row['contender']:20}"
     if "direction" in row:
         text += f"{row['direction']:18}"
@@ -81,7 +81,7 @@ def line(row: Row) -> str:
 
 
 def wait(device: torch.device) -> None:
-    """Until the device is done; a CPU always is."""
+    """Wait for the device; do nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -90,7 +90,7 @@ def wait(device: torch.device) -> None:
 
 
 def sdpa(p: Problem) -> Run:
-    """scaled_dot_product_attention as it is called, with the kernel that torch chooses."""
+    """Build scaled_dot_product_attention with the kernel that torch chooses."""
     if p.score or p.mask not in ("", "causal"):
         raise Unsuitable("has no such mask or score")
     causal = p.mask == "causal"
@@ -101,7 +101,7 @@ def sdpa(p: Problem) -> Run:
 
 
 def add(p: Problem) -> Run:
-    """One kernel of one element, into a tensor that is there."""
+    """Build an addition of one element into an existing tensor."""
     if p.mask or p.score:
         raise Unsuitable("is measured once")
     x, out = torch.zeros(2, device=p.query.device)
@@ -109,7 +109,7 @@ def add(p: Problem) -> Run:
 
 
 def empty(p: Problem) -> Run:
-    """A new tensor like the output."""
+    """Build the allocation of a tensor like the output."""
     if p.mask or p.score:
         raise Unsuitable("is measured once")
     like = p.query.detach()
@@ -117,7 +117,7 @@ def empty(p: Problem) -> Run:
 
 
 def host_rows(config: Row, only: str, names: list[str], device: torch.device) -> Iterator[Row]:
-    """Microseconds that the host needs to queue a call."""
+    """Yield rows with the microseconds that the host needs to queue a call."""
     beside: dict[str, Builder] = {"SDPA": sdpa, "torch.add": add, "torch.empty_like": empty}
     chosen = {name: CONTENDERS[name] for name in names or CONTENDERS} | beside
     for case in config["case"]:
@@ -134,7 +134,7 @@ def host_rows(config: Row, only: str, names: list[str], device: torch.device) ->
 
 
 def host_time(name: str, builder: Builder, p: Problem, direction: str, device: torch.device) -> Row:
-    """The fields of a row that tell what was found."""
+    """Measure one contender; return the fields of its row."""
     try:
         run = builder(p)
         if direction != "forward" and not run.leaves:
@@ -147,7 +147,7 @@ def host_time(name: str, builder: Builder, p: Problem, direction: str, device: t
 
 
 def host_us(call: Any, device: torch.device) -> float:
-    """Median over repeats of the mean of many calls, none of which waits for the device."""
+    """Return the median over repeats of the mean time of many calls without a wait between."""
     found = []
     for _ in range(REPEATS):
         wait(device)
@@ -162,7 +162,7 @@ def host_us(call: Any, device: torch.device) -> float:
 
 
 def first_rows(options: argparse.Namespace, names: list[str]) -> Iterator[Row]:
-    """Seconds of first calls, each contender in two fresh processes."""
+    """Yield rows with the seconds of first calls, each contender in two fresh processes."""
     write_bytecode(names)
     for name in names or CONTENDERS:
         with tempfile.TemporaryDirectory() as folder:
@@ -176,7 +176,7 @@ def first_rows(options: argparse.Namespace, names: list[str]) -> Iterator[Row]:
 
 
 def write_bytecode(names: list[str]) -> None:
-    """Have bytecode of what first calls import: an installer has made it, or should."""
+    """Compile the bytecode of what first calls import, as an installer does."""
     own = Path(attnkit.__file__).parent
     folders = [own, *(own / link for link in ("masks", "mods", "templates"))]
     modules = ["cutlass.cute"]
@@ -190,7 +190,7 @@ def write_bytecode(names: list[str]) -> None:
 
 
 def first(name: str, cases: Path, folder: Path) -> Row:
-    """What a fresh process measures, its caches in a folder."""
+    """Measure in a fresh process that has its caches in a folder."""
     own = {variable: str(folder / variable.lower()) for variable in CACHES}
     own["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] = "1"
     command = [sys.executable, __file__, name, str(cases)]

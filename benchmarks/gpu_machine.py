@@ -1,4 +1,4 @@
-"""Which GPU, driver and packages a row was measured with."""
+"""Describe the GPU, driver and packages that a row was measured with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PACKAGES = ("triton", "nvidia-cutlass-dsl", "flash-attn-4")
 
 
 def describe_gpu(device: torch.device, commit: str | None = None) -> dict[str, object]:
-    """The fields of a row that do not depend on the case.
+    """Return the fields of a row that do not depend on the case.
 
     Args:
         device: a CUDA device.
@@ -38,7 +38,7 @@ def _version(package: str) -> str:
 
 
 def _smi(field: str) -> str:
-    """One value of the first GPU, empty where nvidia-smi is not found or does not say."""
+    """Ask nvidia-smi for one value of the first GPU; empty if there is no answer."""
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits", "--id=0"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)

@@ -1,7 +1,7 @@
-"""Saved GPU rows as Markdown and as a bar chart: `python benchmarks/gpu_table.py [--chart FILE.svg]`.
+"""Print saved GPU rows, or draw them: `python benchmarks/gpu_table.py [--chart FILE.svg]`.
 
-Of each case the rows of one run are shown, the newest that has it: figures of different runs do not
-compare, since the clock of the card moves.
+Each case shows the rows of its newest run only: figures of different runs do not compare, since the
+clock of the GPU changes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 
 def newest(rows: Sequence[Row], direction: str, mode: str) -> dict[str, dict[str, Row]]:
-    """Case -> contender -> row, each case of its newest run; cases in the order of the rows."""
+    """Return case -> contender -> row, each case from its newest run, in the order of the rows."""
     found: dict[str, dict[str, Row]] = {}
     runs: dict[str, str] = {}
     for row in rows:
@@ -39,7 +39,7 @@ def newest(rows: Sequence[Row], direction: str, mode: str) -> dict[str, dict[str
 
 
 def contenders(cases: dict[str, dict[str, Row]]) -> list[str]:
-    """Those that were timed anywhere, ours first."""
+    """Return the contenders that were timed in any case, ours first."""
     timed = dict.fromkeys(
         name for rows in cases.values() for name, row in rows.items() if "ms" in row
     )
@@ -47,7 +47,7 @@ def contenders(cases: dict[str, dict[str, Row]]) -> list[str]:
 
 
 def cell(row: Row | None) -> str:
-    """TFLOP/s, milliseconds, and how many times our time that is."""
+    """Format TFLOP/s, milliseconds, and the ratio to our time."""
     if row is None or "ms" not in row:
         return ""
     text = f"{row['tflops']:.0f} ({row['ms']:.3f})"
@@ -57,7 +57,7 @@ def cell(row: Row | None) -> str:
 
 
 def best(rows: dict[str, Row]) -> str:
-    """How many times our time the fastest peer takes."""
+    """Format the time of the fastest peer as a multiple of ours."""
     ratios = [
         (row["ratio"], name)
         for name, row in rows.items()
@@ -70,7 +70,7 @@ def best(rows: dict[str, Row]) -> str:
 
 
 def markdown(rows: Sequence[Row], direction: str, mode: str) -> str:
-    """One line a case: useful TFLOP/s (ms) and the time as a multiple of ours."""
+    """Format one line a case: useful TFLOP/s (ms) and the time as a multiple of ours."""
     cases = newest(rows, direction, mode)
     names = contenders(cases)
     titles = ["density", *names, "best peer"]
@@ -83,7 +83,7 @@ def markdown(rows: Sequence[Row], direction: str, mode: str) -> str:
 
 
 def skips(rows: Sequence[Row], direction: str, mode: str) -> list[str]:
-    """Why contenders are missing."""
+    """Return lines that say why contenders are missing."""
     return [
         f"- {case}, {name}: {row['skipped']}"
         for case, own in newest(rows, direction, mode).items()
@@ -96,7 +96,7 @@ BAR, GAP, LEFT, WIDTH, TOP = 11, 12, 250, 560, 60
 
 
 def chart(rows: Sequence[Row], direction: str, mode: str) -> str:
-    """A bar chart as SVG: useful TFLOP/s of every contender, case by case."""
+    """Draw a bar chart as SVG: useful TFLOP/s of every contender, case by case."""
     cases = newest(rows, direction, mode)
     names = contenders(cases)
     top = max((row.get("tflops", 0.0) for own in cases.values() for row in own.values()), default=0)
@@ -130,7 +130,7 @@ def chart(rows: Sequence[Row], direction: str, mode: str) -> str:
 
 
 def label(x: float, y: float, content: str, anchor: str, size: int = 11) -> str:
-    """An SVG text element."""
+    """Return an SVG text element."""
     place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}"'
     return f"<text {place}>{escape(content)}</text>"
 

@@ -1,8 +1,8 @@
-"""Device times of several functions measured in turn, each with the SM clock that it ran at.
+"""Measure device times of several functions round-robin, each with its SM clock.
 
-A card that is limited by its power runs the slower the longer it works. So all functions of a case
-take turns in one process, and either rest before each short measurement (burst) or never
-(sustained). Compare only what was measured together; cycles move least from run to run.
+A GPU that is limited by its power slows down the longer it works. So all functions of a case are
+measured in turns in one process, either with a rest before each short measurement (burst) or
+without (sustained). Compare only what was measured together; cycles vary least from run to run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LEAST, MOST = 0.1, 4.0  # GHz; outside of them a counter was reset in between
 
 @dataclass(frozen=True)
 class Mode:
-    """How a measurement is taken.
+    """Hold how a measurement is taken.
 
     Attributes:
         rest: seconds without work before it.
@@ -42,7 +42,7 @@ MODES = {"burst": Mode(0.12, 4, 10), "sustained": Mode(0, 4, 35)}
 
 @dataclass(frozen=True)
 class Reading:
-    """One measurement: milliseconds of one launch, and the SM clock in GHz if known."""
+    """Hold one measurement: milliseconds of one launch, and the SM clock in GHz if known."""
 
     ms: float
     ghz: float | None
@@ -50,7 +50,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Series:
-    """The measurements of one function."""
+    """Hold the measurements of one function."""
 
     readings: tuple[Reading, ...]
 
@@ -60,19 +60,19 @@ class Series:
 
     @property
     def ghz(self) -> float | None:
-        """Median of the SM clock."""
+        """Return the median SM clock."""
         known = [r.ghz for r in self.readings if r.ghz is not None]
         return statistics.median(known) if known else None
 
     @property
     def cycles(self) -> float | None:
-        """SM cycles of one launch: the median over the measurements of time x clock."""
+        """Return SM cycles of one launch: the median over the measurements of time x clock."""
         known = [1e6 * r.ms * r.ghz for r in self.readings if r.ghz is not None]
         return statistics.median(known) if known else None
 
 
 class Timer(Protocol):
-    """What takes a measurement; `prepare` is called once for each function before."""
+    """Take measurements; `prepare` is called once for each function before."""
 
     def prepare(self, function: Function) -> Any: ...
 
@@ -81,7 +81,7 @@ class Timer(Protocol):
 
 @dataclass(frozen=True)
 class Launches:
-    """How to measure a function.
+    """Hold how to measure a function.
 
     Attributes:
         timed, settling: number of calls.
@@ -94,7 +94,7 @@ class Launches:
 
 
 class CudaTimer:
-    """CUDA events around many launches.
+    """Measure many launches between two CUDA events.
 
     Args:
         mode: how long, after which rest.
@@ -108,7 +108,7 @@ class CudaTimer:
         self.stamp(device)
 
     def prepare(self, function: Function, calls: int = 3) -> Launches:
-        """Run it a few times, and find how many launches a measurement takes."""
+        """Run the function a few times, and choose how many launches a measurement has."""
         function()
         torch.cuda.synchronize(self.device)
         start, end = _events()
@@ -128,7 +128,7 @@ class CudaTimer:
         return Launches(timed, round(self.mode.settle / ms), cycles)
 
     def measure(self, function: Function, prepared: Launches) -> Reading:
-        """One measurement."""
+        """Take one measurement."""
         torch.cuda.synchronize(self.device)
         time.sleep(self.mode.rest)
         for _ in range(prepared.settling):
@@ -152,7 +152,7 @@ def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
 
 
 def gigahertz(before: Tensor, after: Tensor) -> float | None:
-    """The clock between two stamps, the median over the SMs; None if no reading makes sense."""
+    """Compute the clock between two stamps: the median over SMs, None if nothing is plausible."""
     first = {sm: (cycles, ns) for sm, cycles, ns in before.tolist()}
     rates = []
     for sm, cycles, ns in after.tolist():

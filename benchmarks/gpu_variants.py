@@ -1,4 +1,4 @@
-"""Masks, scores and inputs of the GPU cases, as plain functions: every contender gets the same.
+"""Define masks, scores and inputs of the GPU cases, the same for every contender.
 
 A case of gpu_cases.toml names a mask and a score of this file; `problem` draws its tensors.
 """
@@ -21,7 +21,7 @@ SOFTCAP = 20.0
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a case: query [batch, heads, length, head_dim], key and value with kv_heads."""
+    """Hold the sizes of a case: query [batch, heads, length, head_dim]; key, value: kv_heads."""
 
     batch: int
     heads: int
@@ -32,7 +32,7 @@ class Shape:
 
     @classmethod
     def of(cls, given: dict[str, int]) -> Shape:
-        """From a case's table; kv_heads and value_dim are as heads and head_dim if not given."""
+        """Read a case's table; kv_heads and value_dim default to heads and head_dim."""
         defaults = {"kv_heads": given["heads"], "value_dim": given["head_dim"]}
         return cls(**(defaults | given))
 
@@ -45,30 +45,30 @@ def causal(length: int, device: torch.device) -> Mod:
 
 
 def window(length: int, device: torch.device) -> Mod:
-    """Each query sees itself and the 1023 keys before it."""
+    """Return a mask where each query attends to itself and the 1023 keys before it."""
     return lambda b, h, q, kv: (q >= kv) & (q - kv < WINDOW)
 
 
 def prefix(length: int, device: torch.device) -> Mod:
-    """Causal, and every query sees the first 1024 keys."""
+    """Return a causal mask where every query also attends to the first 1024 keys."""
     return lambda b, h, q, kv: (q >= kv) | (kv < WINDOW)
 
 
 def document_cuts(length: int, count: int = 16) -> Tensor:
-    """Where documents begin, but for the first, in increasing order, int64 on the CPU."""
+    """Draw where documents begin, without the first one, in increasing order, int64 on the CPU."""
     random = torch.Generator().manual_seed(0)
     return (1 + torch.randperm(length - 1, generator=random)[: count - 1]).sort().values
 
 
 def documents(length: int, device: torch.device) -> Mod:
-    """Causal within 16 documents, cut at random."""
+    """Return a causal mask within 16 documents, cut at random."""
     ids = torch.searchsorted(document_cuts(length), torch.arange(length), right=True)
     ids = ids.to(device, torch.int32)
     return lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv])
 
 
 def random_blocks(percent: int) -> Callable[[int, torch.device], Mod]:
-    """That share of the 128 x 128 blocks, the same for all heads; rows may be left with none."""
+    """Return random 128 x 128 blocks, the same for all heads; rows may be fully masked."""
 
     def make(length: int, device: torch.device) -> Mod:
         side = -(-length // BLOCK)
@@ -95,7 +95,7 @@ MASKS: dict[str, Callable[[int, torch.device], Mod]] = {
 
 @dataclass(frozen=True)
 class Score:
-    """A score_mod with its captured tensors apart, so that a reference may use wider ones.
+    """Hold a score_mod and its captured tensors, which a reference can replace by wider ones.
 
     Attributes:
         tables: shape -> captured tensors, float32 on the CPU, the first axis is the head.
@@ -141,7 +141,7 @@ SCORES: dict[str, Score] = {
 
 @dataclass(frozen=True)
 class Problem:
-    """A case with its tensors.
+    """Hold a case with its tensors.
 
     Attributes:
         query, key, value, grad: [B, H, S, D] in the case's dtype; grad arrives at the output.
@@ -164,7 +164,7 @@ class Problem:
 
     @property
     def learned(self) -> tuple[Tensor, ...]:
-        """The captured tensors that get a gradient."""
+        """Return the captured tensors that get a gradient."""
         return tuple(t for t in self.tables if t.requires_grad)
 
     @property
@@ -172,18 +172,18 @@ class Problem:
         return self.modified_by(self.tables)
 
     def modified_by(self, tables: tuple[Tensor, ...]) -> Mod | None:
-        """The score_mod over other captured tensors."""
+        """Return the score_mod over other captured tensors."""
         return SCORES[self.score].mod(*tables) if self.score else None
 
     def for_backward(self) -> Problem:
-        """The same problem, its inputs leaves that require grad."""
+        """Return the same problem with inputs that are leaves and require grad."""
         query, key, value = (
             t.detach().requires_grad_() for t in (self.query, self.key, self.value)
         )
         return replace(self, query=query, key=key, value=value)
 
     def useful_flops(self, backward: bool) -> float:
-        """Floating-point operations of the kept scores; the backward has 2.5 times those."""
+        """Count operations of the unmasked scores; the backward has 2.5 times as many."""
         s = self.shape
         pairs = s.batch * s.heads * s.length * s.length * self.density
         return (2.5 if backward else 1.0) * 2 * pairs * (s.head_dim + s.value_dim)
@@ -215,7 +215,7 @@ def problem(case: dict[str, Any], shape: Shape, device: torch.device, backward: 
 
 
 def kept_rows(mask_mod: Mod, rows: Tensor, length: int) -> Tensor:
-    """The dense mask of some rows, bool [rows, length]."""
+    """Return the dense mask of some rows, bool [rows, length]."""
     none = torch.zeros((), dtype=torch.int32, device=rows.device)
     columns = torch.arange(length, dtype=torch.int32, device=rows.device)
     kept: Tensor = mask_mod(none, none, rows[:, None], columns[None])

@@ -1,4 +1,4 @@
-"""Where and with what a row was measured."""
+"""Describe the machine and packages that a row was measured with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import attnkit
 
 
 def _git(*words: str) -> str:
-    """A git answer about this checkout, empty outside of one."""
+    """Ask git about this checkout; empty outside of one."""
     found = subprocess.run(
         ["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
     )
@@ -22,7 +22,7 @@ def _git(*words: str) -> str:
 
 
 def cpu_model() -> str:
-    """The processor's name, as far as the system tells."""
+    """Return the processor's name, as far as the system tells."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():
@@ -32,7 +32,7 @@ def cpu_model() -> str:
 
 
 def describe() -> dict[str, object]:
-    """The fields of a row that do not depend on the case."""
+    """Return the fields of a row that do not depend on the case."""
     changed = _git("status", "--porcelain", "--", "../attnkit", "../templates")
     return {
         "date": date.today().isoformat(),

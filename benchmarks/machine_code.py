@@ -1,9 +1,9 @@
-"""Digests of the machine code of every mask and mod's kernels, to prove that a change alters none.
+"""Compare the machine code of every mask and mod's kernels before and after a change.
 
 `python benchmarks/machine_code.py --save before.jsonl` compiles the kernels of each variant of the
-library, forward and backward, and writes one row a kernel; after the change, `--against before.jsonl`
-compiles them once more and names each kernel whose instructions differ. Nothing is executed, and no
-GPU is needed. `--sample N` takes every N-th job: a check of minutes before the whole of an hour.
+library, forward and backward, and writes one row a kernel. After the change, `--against
+before.jsonl` compiles them again and names each kernel whose instructions differ. Nothing is
+executed, and no GPU is needed. `--sample N` takes every N-th job: minutes instead of an hour.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Job:
-    """A variant of the library in one direction.
+    """Name a variant of the library in one direction.
 
     Attributes:
         variant: as `emulate.library` names it; "+ causal" for a mod with that mask.
@@ -57,7 +57,7 @@ class Job:
 
 
 def sources(job: Job) -> list[compiled.Source]:
-    """The kernels that a call of the job asks for."""
+    """Return the kernels that a call of the job compiles."""
     name, _, mask = job.variant.partition(" + ")
     member = library(LENGTH)[name]
     variant = Variant(member.variant.score_mod, causal()) if mask else member.variant
@@ -71,7 +71,7 @@ def sources(job: Job) -> list[compiled.Source]:
         )
         for length, width in ((member.q_len, wide), (member.kv_len, wide), (member.kv_len, deep))
     ]
-    with emulation.session(execute=False), compiled.asked() as found:
+    with emulation.session(execute=False), compiled.requested_sources() as found:
         out = variant(*qkv, backend=f"emulate:{job.arch}", deterministic=job.deterministic)
         if backward:
             out.sum().backward()
@@ -79,7 +79,7 @@ def sources(job: Job) -> list[compiled.Source]:
 
 
 def digest(code: bytes) -> str:
-    """Digest of the instructions of the device code inside a host object."""
+    """Hash the instructions of the device code inside a host object."""
     start = code.find(_CUDA_ELF, 1)
     while start >= 0 and code[start + 18 : start + 20] != b"\xbe\x00":  # EM_CUDA
         start = code.find(_CUDA_ELF, start + 1)
@@ -92,7 +92,7 @@ def digest(code: bytes) -> str:
 
 
 def run(job: Job) -> list[Row]:
-    """One row a kernel; one row that says why where there is none."""
+    """Compile a job: one row a kernel, or one row that says why there is none."""
     try:
         wanted = sources(job)
     except AttnkitError as error:
@@ -113,7 +113,7 @@ def run(job: Job) -> list[Row]:
 
 
 def jobs(options: argparse.Namespace) -> Iterator[Job]:
-    """What the options ask for."""
+    """Yield the jobs that the options ask for."""
     for arch in options.arch:
         for dims in options.head_dim:
             for name, member in library(LENGTH).items():
@@ -129,7 +129,7 @@ def jobs(options: argparse.Namespace) -> Iterator[Job]:
 
 
 def results(wanted: list[Job], workers: int) -> Iterator[Row]:
-    """Rows in the order of the jobs."""
+    """Yield the rows of all jobs, in their order."""
     context = get_context("spawn")
     with ProcessPoolExecutor(workers, context, torch.set_num_threads, (1,)) as pool:
         for rows in pool.map(run, wanted):
@@ -137,12 +137,12 @@ def results(wanted: list[Job], workers: int) -> Iterator[Row]:
 
 
 def identity(row: Row) -> str:
-    """What a kernel is, apart from its code."""
+    """Return the fields that identify a kernel, without its code."""
     return json.dumps({k: v for k, v in row.items() if k not in ("digest", "registers", "stack")})
 
 
 def main() -> int:
-    """Compile, and save or compare; the exit status is 1 if a kernel differs."""
+    """Compile, and save or compare; return 1 if a kernel differs."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="*", default=[""], help="variants whose name begins so")
     parser.add_argument("--arch", action="append", choices=ARCHS, help="default: both")
@@ -172,9 +172,8 @@ def main() -> int:
         if old and old["digest"] != row["digest"]:
             different += 1
             print(f"differs: {identity(row)}: {old['registers']} -> {row['registers']} registers")
-    print(
-        f"{count} kernels: {different} differ, {unknown} not in the file that they are compared to"
-    )
+    compared = f": {different} differ, {unknown} are not in the file" if options.against else ""
+    print(f"{count} kernels{compared}")
     return bool(different or unknown)
 
 

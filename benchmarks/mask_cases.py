@@ -1,4 +1,4 @@
-"""Masks to be built: plain functions, so that attnkit and FlexAttention get the same ones."""
+"""Define the masks to build as plain functions, the same for attnkit and FlexAttention."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Case(NamedTuple):
-    """A mask, its captured tensors, and the batch and heads that it reads (1 where it does not)."""
+    """Hold a mask, its captured tensors, and batch and heads (1 where it does not read them)."""
 
     mask_mod: MaskMod
     tensors: tuple[Tensor, ...] = ()
@@ -33,12 +33,12 @@ def window(length: int, device: torch.device) -> Case:
 
 
 def sinks(length: int, device: torch.device) -> Case:
-    """A causal window, and the first 4 keys."""
+    """Return a causal window with the first 4 keys."""
     return Case(lambda b, h, q, kv: (q >= kv) & ((q - kv < 1024) | (kv < 4)))
 
 
 def image(length: int, device: torch.device) -> Case:
-    """The 13 x 13 neighbours of each token of an image that is twice as wide as high, or square."""
+    """Return the 13 x 13 neighbours of each token of an image, square or twice as wide as high."""
     width = 1 << (length.bit_length() // 2)
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def image(length: int, device: torch.device) -> Case:
 
 
 def diffusion(length: int, device: torch.device) -> Case:
-    """Block diffusion in training: a noisy copy of a text, then the text, in blocks of 32."""
+    """Return the training mask of block diffusion: a noisy copy of a text, then the text."""
     text = length // 2
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -61,32 +61,32 @@ def diffusion(length: int, device: torch.device) -> Case:
 
 
 def document_ids(length: int, mean: int, seed: int) -> Tensor:
-    """int32 [length]: documents of 1 to 2 * mean - 1 positions."""
+    """Draw document ids, int32 [length]: documents of 1 to 2 * mean - 1 positions."""
     sizes = torch.randint(1, 2 * mean, (length,), generator=torch.Generator().manual_seed(seed))
     ids = torch.searchsorted(sizes.cumsum(0), torch.arange(length), right=True)
     return ids.to(torch.int32)
 
 
 def documents(length: int, device: torch.device) -> Case:
-    """Causal within documents of 1500 positions on average."""
+    """Return a causal mask within documents of 1500 positions on average."""
     ids = document_ids(length, 1500, 0).to(device)
     return Case(lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv]), (ids,))
 
 
 def documents_batch(length: int, device: torch.device) -> Case:
-    """The same for 4 sequences with documents of their own."""
+    """Return the same for 4 sequences with different documents."""
     ids = torch.stack([document_ids(length, 1500, seed) for seed in range(4)]).to(device)
     return Case(lambda b, h, q, kv: (q >= kv) & (ids[b, q] == ids[b, kv]), (ids,), batch=4)
 
 
 def windows_by_head(length: int, device: torch.device) -> Case:
-    """A causal window of another size for each of 8 heads."""
+    """Return a causal window of a different size for each of 8 heads."""
     sizes = (128 * 2 ** torch.arange(8, dtype=torch.int32)).to(device)
     return Case(lambda b, h, q, kv: (q >= kv) & (q - kv < sizes[h]), (sizes,), heads=8)
 
 
 def selected(length: int, device: torch.device) -> Case:
-    """Causal, in random blocks of 64 keys, an eighth of them, for each 64 queries."""
+    """Return a causal mask of random blocks of 64: an eighth of those in a row of blocks."""
     rows = math.ceil(length / 64)
     random = torch.Generator().manual_seed(0)
     marks = (torch.rand(rows, rows, generator=random) < 1 / 8).to(device)

@@ -1,10 +1,10 @@
-"""Building masks, beside FlexAttention: `python benchmarks/masks.py` (`--help` for the choices).
+"""Time building masks, and FlexAttention too: `python benchmarks/masks.py` (see `--help`).
 
-Each mask is built by attnkit, by torch's `create_block_mask`, and on CUDA by that with
-`_compile=True`; first the tiles are compared, then all are timed in turn, on the host's clock, with
-the device at rest before and after. Before each call the captured tensors are edited in place, so
-that nothing known of them holds, and attnkit's own memory of masks is off; `again` is attnkit with
-that memory, and nothing edited: what a step costs whose mask is the one before.
+Builds each mask by attnkit, by torch's `create_block_mask`, and on CUDA by that with
+`_compile=True`. Compares the tiles, then times all in turns by the host's clock, with an idle
+device before and after. Before each call the captured tensors are edited in place, so that nothing
+cached about them is valid, and attnkit's cache of masks is off. `again` is attnkit with that cache
+and no edit: the cost of a step that uses the same mask as the step before.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from timing import Times, in_turn
 from torch.nn.attention import flex_attention as flex
 
 import attnkit
-from attnkit.inspection.tile_map import stored_bytes
+from attnkit.inspection.summary import stored_bytes
 from attnkit.sparsity import block_mask as attnkit_masks
 from attnkit.util.tensor_cache import VersionedCache
 
@@ -43,7 +43,7 @@ Build = Callable[[], Any]
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that a mask may take on the device."""
+    """Return the memory that a mask may take on the device."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(device)[0])
@@ -54,7 +54,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def builds(case: Case, length: int, device: torch.device) -> dict[str, Build]:
-    """What builds the mask, by name."""
+    """Return the functions that build the mask, by name."""
     sizes = (case.batch, case.heads, length, length)
 
     def ours() -> Any:
@@ -72,17 +72,17 @@ def builds(case: Case, length: int, device: torch.device) -> dict[str, Build]:
     return found | ({"torch compiled": theirs(True)} if device.type == "cuda" else {})
 
 
-def edited(case: Case) -> None:
-    """Make everything that is known of the captured tensors out of date."""
+def invalidate(case: Case) -> None:
+    """Invalidate everything that is cached about the captured tensors."""
     for t in case.tensors:
         t.copy_(t.clone())
 
 
-def settled(build: Build, case: Case, device: torch.device) -> Callable[[], Any]:
-    """A build to be timed: nothing known before, the device done after."""
+def timed_build(build: Build, case: Case, device: torch.device) -> Callable[[], Any]:
+    """Wrap a build for timing: caches are invalid before, the device is idle after."""
 
     def run() -> Any:
-        edited(case)
+        invalidate(case)
         made = build()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -92,7 +92,7 @@ def settled(build: Build, case: Case, device: torch.device) -> Callable[[], Any]
 
 
 def refusal(name: str, case: Case, length: int, device: torch.device) -> str:
-    """Why a peer is not tried, or nothing."""
+    """Say why a peer is not tried, or return an empty text."""
     need = EAGER_BYTES * case.batch * case.heads * length**2
     room = FREE_SHARE * free_bytes(device)
     if name != "torch eager" or need <= room:
@@ -103,14 +103,14 @@ def refusal(name: str, case: Case, length: int, device: torch.device) -> str:
 def first_calls(
     case: Case, length: int, device: torch.device
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, Row], dict[str, str]]:
-    """Call each once: what can be timed, what the first call told, and why others are skipped."""
+    """Call each once; return what can be timed, facts of the first call, and refusals."""
     runs, told, skipped = {}, {}, {}
     cuda = device.type == "cuda"
     for name, build in builds(case, length, device).items():
         skipped[name] = refusal(name, case, length, device)
         if skipped[name]:
             continue
-        run = settled(build, case, device)
+        run = timed_build(build, case, device)
         if cuda:
             torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device) if cuda else 0
@@ -132,7 +132,7 @@ def first_calls(
 
 
 def contents(made: Any) -> Row:
-    """Tiles and stored bytes of a mask, ours or torch's."""
+    """Return tiles and stored bytes of a mask, ours or torch's."""
     if isinstance(made, attnkit_masks.BlockRuns):
         _, partial, full = made.counts()
         return {"partial": partial, "full": full, "stored_bytes": stored_bytes(made)}
@@ -145,7 +145,7 @@ def contents(made: Any) -> Row:
 
 
 def remembered(case: Case, length: int, device: torch.device) -> Times:
-    """attnkit with its memory of masks, nothing edited; the device is not waited for."""
+    """Time attnkit with its cache of masks and no edit; do not wait for the device."""
     build = builds(case, length, device)["attnkit"]
     return in_turn({"again": build}, seconds=0, least_rounds=20)["again"]
 
@@ -153,7 +153,7 @@ def remembered(case: Case, length: int, device: torch.device) -> Times:
 def measure(
     name: str, length: int, device: torch.device, seconds: float, attempts: int
 ) -> list[Row]:
-    """The rows of one case: one for each peer."""
+    """Measure one case; yield one row for each peer."""
     torch.compiler.reset()  # else the ninth mask meets dynamo's limit and is built eagerly
     case = CASES[name](length, device)
     memory = attnkit_masks._runs
@@ -176,7 +176,7 @@ def measure(
 def compared(
     ours: Times, times: dict[str, Times], told: dict[str, Row], peer: str, skipped: str
 ) -> Row:
-    """The fields of a row that depend on the peer."""
+    """Return the fields of a row that depend on the peer."""
     if skipped:
         return {"peer": peer, "skipped": skipped}
     theirs, mine = times[peer], told["attnkit"]
@@ -191,7 +191,7 @@ def compared(
 
 
 def line(row: Row) -> str:
-    """A row of the table."""
+    """Format a row of the table."""
     text = f"{row['case']:18}{row['length']:7}{row['ours_ms']:9.2f}{1000 * row['again_ms']:8.0f}"
     text += f"{row['ours_stored_bytes'] / 1024:9.0f}  {row['peer']:15}"
     if "skipped" in row:
@@ -204,14 +204,14 @@ def line(row: Row) -> str:
 
 
 def cell(rows: list[Row]) -> str:
-    """Our time, and how many times that each peer takes, from the rows of one case and length."""
+    """Format our time, and the time of each peer as a multiple of it, for one case and length."""
     newest = {row["peer"]: row for row in rows}
     parts = [f"{newest[peer]['ratio']:.0f}x" for peer in newest if "ratio" in newest[peer]]
     return f"{rows[-1]['ours_ms']:.1f} ms" + (f" ({', '.join(parts)})" if parts else "")
 
 
 def markdown(rows: list[Row], device: str) -> str:
-    """The newest saved rows of a kind of device, one line for each mask."""
+    """Format the newest saved rows of a kind of device, one line for each mask."""
     own = [row for row in rows if row["device"] == device]
     lengths = sorted({row["length"] for row in own})
     peers = ", ".join(dict.fromkeys(row["peer"] for row in own))
@@ -224,7 +224,7 @@ def markdown(rows: list[Row], device: str) -> str:
 
 
 def where(device: torch.device) -> Row:
-    """Machine and versions."""
+    """Describe machine and versions."""
     if device.type == "cuda":
         from gpu_machine import describe_gpu
 

@@ -1,7 +1,7 @@
 """Measure attnkit against its peers: `python benchmarks/run.py` (`--help` for the choices).
 
-Each case of cases.toml, in each direction and dtype, is first checked against float64, then timed
-in turn with its peers. A peer's compile time does not count; what a peer refuses is said.
+Checks each case of cases.toml against float64, in each direction and dtype, then times it in turns
+with its peers. A peer's compile time does not count; a refusal of a peer is printed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Row = dict[str, Any]
 
 
 def problem(case: Row, shape: dict[str, int], dtype: torch.dtype) -> Problem:
-    """Random inputs that require grad, and the variant."""
+    """Draw inputs that require grad, and build the variant."""
     torch.manual_seed(0)
     sizes = (shape["batch"], shape["heads"], shape["length"], shape["head_dim"])
     query, key, value, grad = (torch.randn(sizes).to(dtype) for _ in range(4))
@@ -40,7 +40,7 @@ def problem(case: Row, shape: dict[str, int], dtype: torch.dtype) -> Problem:
 
 
 def directed(p: Problem, attention: Run, direction: str) -> Callable[[], list[Tensor]]:
-    """The pass that is timed; gives the tensors to check."""
+    """Return the pass that is timed; it returns the tensors to check."""
     if direction == "forward":
         return lambda: [attention()]
     out = attention()
@@ -51,7 +51,7 @@ def directed(p: Problem, attention: Run, direction: str) -> Callable[[], list[Te
 def prepare(
     p: Problem, peers: list[str], direction: str, truth: list[Tensor]
 ) -> tuple[dict[str, Callable[[], list[Tensor]]], dict[str, float], dict[str, str]]:
-    """What to time and its error, by name; and why the others are skipped."""
+    """Return what to time and its error, by name, and why the others are skipped."""
     runs, errors, skipped = {}, {}, {}
     for name in (OURS, *peers):
         try:
@@ -70,7 +70,7 @@ def prepare(
 
 
 def measure(case: Row, config: Row, seconds: float, attempts: int) -> Iterator[Row]:
-    """The rows of one case: one for each direction, dtype and peer."""
+    """Measure one case; yield one row for each direction, dtype and peer."""
     for dtype in case["dtypes"]:
         p = problem(case, config["shape"], getattr(torch, dtype))
         truth, same_dtype = dense(p, torch.float64), dense(p, p.query.dtype)
@@ -90,7 +90,7 @@ def measure(case: Row, config: Row, seconds: float, attempts: int) -> Iterator[R
 def compared(
     times: dict[str, Times], errors: dict[str, float], skipped: dict[str, str], peer: str
 ) -> Row:
-    """The fields of a row that depend on the peer."""
+    """Return the fields of a row that depend on the peer."""
     ours = times[OURS]
     row: Row = {"ours_ms": ours.median, "ours_min": ours.least, "error": errors[OURS]}
     row |= {"rounds": len(ours.rounds), "noisy": ours.noisy, "peer": peer}
@@ -103,7 +103,7 @@ def compared(
 
 
 def wanted(row: Row, targets: list[Row]) -> float | None:
-    """The least ratio that we want of a row."""
+    """Return the ratio that a row has to reach, if there is one."""
     for target in targets:
         same = all(target[k] == row[k] for k in ("direction", "dtype", "peer"))
         if same and row["case"] in target["cases"]:
@@ -112,7 +112,7 @@ def wanted(row: Row, targets: list[Row]) -> float | None:
 
 
 def line(row: Row, least: float | None) -> str:
-    """A row of the table."""
+    """Format a row of the table."""
     text = f"{row['case']:18}{row['direction']:9}{row['dtype']:9}{row['ours_ms']:8.1f}"
     text += f"{row['error']:9.1e}  {row['peer']:15}"
     if "skipped" in row:

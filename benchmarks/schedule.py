@@ -1,11 +1,16 @@
-"""Simulated schedules on 132 and 148 SMs: `python benchmarks/schedule.py [--json FILE]`.
+"""Simulate schedules on 132 and 148 SMs: `python benchmarks/schedule.py [--json FILE]`.
 
-No GPU is needed: costs are those of `attnkit.schedule.scheduler`, in SM cycles. For each mask, length and
-direction: the makespan in list order, against the lower bound max(work / SMs, longest piece), where
-the work is that of the unsplit rows, and against grid order; the share of visited tiles found in
-L2, also for grid order and for longest first without sections; and, for the backward, what waiting
-for turns costs in deterministic mode. Length 2048 is shown only: where an SM has one or two tiles,
-no schedule is near the bound.
+No GPU is needed: costs are those of `attnkit.schedule.scheduler`, in SM cycles. Prints for each
+mask, length and direction:
+
+- the makespan in list order, relative to the lower bound max(work / SMs, longest work tile), where
+  the work is that of the unsplit rows, and relative to grid order;
+- the share of visited tiles that are in L2, also for grid order and for longest first without
+  sections;
+- for the backward, the cost of waiting in deterministic order.
+
+Length 2048 is shown without a limit: where an SM has one or two tiles, no schedule is near the
+bound.
 """
 
 from __future__ import annotations
@@ -53,7 +58,7 @@ def window(length: int) -> MaskMod:
 
 
 def documents(length: int) -> MaskMod:
-    """Causal within 16 documents, cut at random."""
+    """Return a causal mask within 16 documents, cut at random."""
     cuts = torch.randperm(length - 1, generator=torch.Generator().manual_seed(0))[:15] + 1
     ids = torch.searchsorted(cuts.sort().values, torch.arange(length), right=True)
     return lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv])
@@ -64,7 +69,7 @@ def full(length: int) -> MaskMod:
 
 
 def skewed(length: int) -> BlockRuns:
-    """Random blocks, other ones for each head; the density of a row is the 4th power of a uniform."""
+    """Return random blocks by head; the density of a row is the 4th power of a uniform."""
     random, blocks = torch.Generator().manual_seed(0), length // BLOCK[0]
     density = torch.rand(1, HEADS, blocks, 1, generator=random) ** 4
     kept = torch.rand(1, HEADS, blocks, blocks, generator=random) < density
@@ -76,7 +81,7 @@ MASKS = {"full": full, "causal": causal, "window 1024": window, "16 documents": 
 
 
 def runs_of(mask: str, length: int) -> BlockRuns:
-    """The tiles of a case."""
+    """Return the block runs of a case."""
     if mask == "skewed blocks":
         return skewed(length)
     found = trace(MASKS[mask](length), "mask")
@@ -85,7 +90,7 @@ def runs_of(mask: str, length: int) -> BlockRuns:
 
 
 def timed(make: Callable[[], Schedule]) -> tuple[Schedule, float]:
-    """A schedule, and the median of five times that it takes, in ms."""
+    """Build a schedule; return it with the median of five build times, in ms."""
     times = []
     for _ in range(5):
         start = time.perf_counter()
@@ -95,7 +100,7 @@ def timed(make: Callable[[], Schedule]) -> tuple[Schedule, float]:
 
 
 def measure(mask: str, length: int, workers: int, backward: bool) -> dict[str, Any]:
-    """One case."""
+    """Simulate one case; return its row."""
     runs, make = runs_of(mask, length), schedule_backward if backward else schedule_forward
     # bf16: K and V, or Q, dO and a float32 dQ
     tile_bytes = BLOCK[0] * HEAD_DIM * (8 if backward else 4)
@@ -126,7 +131,7 @@ HEAD = (
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row for people."""
+    """Format a row for reading."""
     turns = ""
     if row["backward"]:
         turns = (

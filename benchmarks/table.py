@@ -1,4 +1,4 @@
-"""Saved rows as a Markdown table, the newest of each case: `python benchmarks/table.py`."""
+"""Print the newest saved rows of each case as a Markdown table: `python benchmarks/table.py`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Row = dict[str, Any]
 
 
 def cell(rows: list[Row], direction: str, peer: str | None) -> str:
-    """Our time, or how many times that a peer takes, for each dtype that was measured."""
+    """Format our time, or a peer's time as a multiple of it, for each measured dtype."""
     parts = []
     for dtype in DTYPES:
         own = [r for r in rows if (r["direction"], r["dtype"]) == (direction, dtype)]
@@ -34,7 +34,7 @@ def cell(rows: list[Row], direction: str, peer: str | None) -> str:
 
 
 def markdown(rows: list[Row]) -> str:
-    """The table, one line for each case; float32, bfloat16."""
+    """Format the table, one line for each case; float32, bfloat16."""
     titles = [title for title, _, _ in COLUMNS]
     lines = [f"| float32, bfloat16 | {' | '.join(titles)} |", "| --- |" + " --- |" * len(titles)]
     for case in dict.fromkeys(row["case"] for row in rows):
@@ -45,7 +45,7 @@ def markdown(rows: list[Row]) -> str:
 
 
 def saved() -> list[Row]:
-    """The rows that `run.py --save` wrote, oldest first."""
+    """Read the rows that `run.py --save` wrote, oldest first."""
     return [json.loads(line) for line in ROWS.read_text().splitlines()]
 
 

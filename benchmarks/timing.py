@@ -1,4 +1,4 @@
-"""Times of several functions measured in turn, so that a busy machine is unfair to none."""
+"""Time several functions round-robin, so that a busy machine slows all of them alike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NOISY = 1.25
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds of one function, round by round."""
+    """Hold milliseconds of one function, round by round."""
 
     rounds: tuple[float, ...]
 
@@ -26,11 +26,11 @@ class Times:
 
     @property
     def noisy(self) -> bool:
-        """The median is so far above the least time that the machine must have been busy."""
+        """Return whether the median is far above the least time: the machine was busy."""
         return self.median > NOISY * self.least
 
     def over(self, other: Times) -> float:
-        """How many times the other's time this is: the median of the ratios within a round."""
+        """Return this time as a multiple of the other's: the median of ratios within a round."""
         pairs = zip(self.rounds, other.rounds, strict=True)
         return statistics.median(mine / theirs for mine, theirs in pairs)
 

@@ -1,4 +1,4 @@
-"""Masks and scores of the cases, as plain functions: ours and FlexAttention get the same ones."""
+"""Define masks and scores of the cases, the same for attnkit and FlexAttention."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def causal(length: int) -> Mod:
 
 
 def window_512(length: int) -> Mod:
-    """Each query sees itself and the 511 keys before it."""
+    """Return a mask where each query attends to itself and the 511 keys before it."""
 
     def mask_mod(b, h, q, kv):
         return (q >= kv) & (q - kv < 512)
@@ -27,7 +27,7 @@ def window_512(length: int) -> Mod:
 
 
 def documents_8(length: int) -> Mod:
-    """Causal in each of 8 documents, cut at random places."""
+    """Return a causal mask within 8 documents, cut at random."""
     random = torch.Generator().manual_seed(8)
     cuts = 1 + torch.randperm(length - 1, generator=random)[:7]
     ids = torch.zeros(length, dtype=torch.int32)

@@ -130,8 +130,9 @@ def train(model: Model, files: list[bytes], steps: int, length: int) -> list[flo
     draw, losses = random.Random(0), []
     optimizer = torch.optim.AdamW(model.parameters())
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, steps + 1, pct_start=0.1)
-    bar = trange(steps, desc="training", unit="step", leave=True)
-    for _ in bar:
+    quarters = {math.ceil(steps * part / 4) for part in (1, 2, 3, 4)}
+    bar = trange(1, steps + 1, desc="training", unit="step", disable=None)  # None: on a terminal
+    for step in bar:
         tokens, ids = pack(files, length, draw)
         loss = loss_of(model, tokens, ids, sparse_attention(ids))
         optimizer.zero_grad()
@@ -140,6 +141,8 @@ def train(model: Model, files: list[bytes], steps: int, length: int) -> list[flo
         schedule.step()
         losses.append(loss.item())
         bar.set_postfix(loss=f"{losses[-1]:.2f}")
+        if bar.disable and step in quarters:
+            print(f"training  step {step} of {steps}, loss {losses[-1]:.2f}", flush=True)
     return losses
 
 

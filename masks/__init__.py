@@ -1,6 +1,7 @@
-"""Masks by name: functions that give a `Mask`, to be combined with `&`, `|`, `^` and `~`.
+"""Build masks from the literature by name; combine them with `&`, `|`, `^` and `~`.
 
-`examples()` gives instances of each, for tests and benchmarks that go through the library.
+Each function returns a `Mask`. `examples()` returns instances of all, for tests and benchmarks.
+This room uses the public API alone, as a user would.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the queries of a causal mask or a window stand among the keys."""
+"""Align the queries of a causal mask or a window with the keys."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ Index: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
 class Alignment(NamedTuple):
-    """An alignment, as functions to be used inside of a mask_mod.
+    """An alignment, as functions for a mask_mod to call.
 
     Attributes:
-        place: of (b, q), the key position that the query stands at.
-        held: of (b, kv), whether the key is there.
-        padded: some keys may not be there.
-        lengths: (query, kv) lengths that it was made for, None where any will do.
-        shown: the arguments as they stand in a label.
+        position: (b, q) -> the key position of the query.
+        exists: (b, kv) -> whether the key exists.
+        padded: whether some keys may not exist.
+        lengths: the (query, kv) lengths that it fits; None for any.
+        arguments: the arguments as text, for a label.
     """
 
-    place: Index
-    held: Index
+    position: Index
+    exists: Index
     padded: bool
     lengths: tuple[int | None, int | None]
-    shown: tuple[str, ...]
+    arguments: tuple[str, ...]
 
 
 def aligned(align: Align, q_len: int | None, kv_len: int | Tensor | None) -> Alignment:
-    """The alignment that a mask's arguments ask for.
+    """Build the alignment that a mask's arguments describe.
 
     Args:
-        align: "top-left", query 0 stands at key 0; or "bottom-right", the last query stands at
-            the last key.
+        align: "top-left" places query 0 at key 0; "bottom-right" places the last query at the last
+            key.
         q_len: query length; only for "bottom-right".
         kv_len: kv length, an int or int [B]; only for "bottom-right".
 
@@ -47,7 +47,7 @@ def aligned(align: Align, q_len: int | None, kv_len: int | Tensor | None) -> Ali
     if align == "top-left":
         if q_len is not None or kv_len is not None:
             raise ArgumentError('q_len and kv_len have a meaning with align="bottom-right" only')
-        return Alignment(_same_place, _held, False, (None, None), ())
+        return Alignment(_same_position, _exists, False, (None, None), ())
     if align != "bottom-right":
         raise OptionError(f'align must be "top-left" or "bottom-right", got {align!r}')
     if q_len is None or kv_len is None:
@@ -57,27 +57,27 @@ def aligned(align: Align, q_len: int | None, kv_len: int | Tensor | None) -> Ali
     whole("q_len", q_len, least=1)
     if isinstance(kv_len, Tensor):
         lengths = per_batch("kv_len", kv_len)
-        shown = ('"bottom-right"', f"q_len={q_len}", "kv_len=[B]")
+        arguments = ('"bottom-right"', f"q_len={q_len}", "kv_len=[B]")
         return Alignment(
             lambda b, q: q + (lengths[b] - q_len),
             lambda b, kv: kv < lengths[b],
             True,
             (q_len, None),
-            shown,
+            arguments,
         )
     offset = whole("kv_len", kv_len, least=1) - q_len
-    shown = ('"bottom-right"', f"q_len={q_len}", f"kv_len={kv_len}")
-    return Alignment(lambda b, q: q + offset, _held, False, (q_len, kv_len), shown)
+    arguments = ('"bottom-right"', f"q_len={q_len}", f"kv_len={kv_len}")
+    return Alignment(lambda b, q: q + offset, _exists, False, (q_len, kv_len), arguments)
 
 
-def named(shown: tuple[str, ...]) -> tuple[str, ...]:
-    """The arguments of a label where `align` stands by keyword."""
-    return (f"align={shown[0]}", *shown[1:]) if shown else ()
+def keyword_arguments(arguments: tuple[str, ...]) -> tuple[str, ...]:
+    """The arguments of a label in which `align` is a keyword argument."""
+    return (f"align={arguments[0]}", *arguments[1:]) if arguments else ()
 
 
-def _same_place(b: Tensor, q: Tensor) -> Tensor:
+def _same_position(b: Tensor, q: Tensor) -> Tensor:
     return q
 
 
-def _held(b: Tensor, kv: Tensor) -> Tensor:
+def _exists(b: Tensor, kv: Tensor) -> Tensor:
     return kv >= 0

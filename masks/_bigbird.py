@@ -5,21 +5,24 @@ from __future__ import annotations
 from torch import Tensor
 
 from attnkit import Mask
-from attnkit.masks._check import int_tensor, shown, whole
+from attnkit.masks._check import int_tensor, shape_text, whole
 from attnkit.masks._topk_blocks import topk_blocks
 
 
 def bigbird(
     random_blocks: Tensor, block: int, *, window_blocks: int = 1, global_blocks: int = 1
 ) -> Mask:
-    """Keeps neighbouring blocks, the first blocks as rows and columns, and given random blocks.
+    """Keeps neighbouring blocks, the rows and columns of the first blocks, and given random blocks.
 
     Args:
         random_blocks: int [query blocks, R] or [H, query blocks, R], the random kv blocks of each
-            query block, -1 for an unused place; R up to 128.
+            query block, -1 for an unused entry; R up to 128.
         block: positions in a block.
         window_blocks: neighbouring blocks on each side (1: three blocks in all).
         global_blocks: blocks at the start that see everything and that everything sees.
+
+    Returns:
+        The mask, for query lengths up to `block` times the query blocks.
 
     Raises:
         ArgumentError, OptionError, ShapeError, DTypeError: an argument is not as described.
@@ -48,5 +51,5 @@ def bigbird(
         near = (row - column <= window_blocks) & (column - row <= window_blocks)
         return near | (row < global_blocks) | (column < global_blocks)
 
-    label = f"bigbird({shown(random_blocks)}, {block})"
+    label = f"bigbird({shape_text(random_blocks)}, {block})"
     return Mask(random | keep, label)

@@ -1,4 +1,4 @@
-"""Blocks on the diagonal."""
+"""Attention inside of blocks on the diagonal."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from attnkit.masks._check import whole
 
 
 def block_diagonal(size: int, kv_size: int | None = None) -> Mask:
-    """Keeps the pairs in blocks of the same number.
+    """Keeps the pairs whose query block and key block have the same number.
 
     Args:
         size: queries in a block.
-        kv_size: keys in a block, if they differ from the queries.
+        kv_size: keys in a block; `size` if None.
+
+    Returns:
+        The mask, for any lengths.
 
     Raises:
         ArgumentError, OptionError: not positive ints.
@@ -32,5 +35,5 @@ def block_diagonal(size: int, kv_size: int | None = None) -> Mask:
     def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return q // size == kv // columns
 
-    shown = f"{size}" if kv_size is None else f"{size}, {kv_size}"
-    return Mask(keep, f"block_diagonal({shown})")
+    arguments = f"{size}" if kv_size is None else f"{size}, {kv_size}"
+    return Mask(keep, f"block_diagonal({arguments})")

@@ -1,4 +1,4 @@
-"""Block diffusion language models in training."""
+"""Training of block diffusion language models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from attnkit.masks._check import whole
 
 
 def block_diffusion(length: int, block: int) -> Mask:
-    """The training mask over a noisy copy of a text followed by the clean text.
+    """Keeps the pairs that training block diffusion needs: a noisy copy of a text, then the text.
 
     Positions `0 .. length - 1` hold the noisy copy, `length .. 2 * length - 1` the clean text, in
     blocks of `block`. A noisy block sees itself and the clean blocks before it; a clean block sees
@@ -18,6 +18,9 @@ def block_diffusion(length: int, block: int) -> Mask:
     Args:
         length: tokens of the text; query and kv length are `2 * length`.
         block: tokens in a diffusion block.
+
+    Returns:
+        The mask, for query and kv length `2 * length`.
 
     Raises:
         ArgumentError, OptionError: not positive ints.

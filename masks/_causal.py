@@ -1,4 +1,4 @@
-"""Causal attention, aligned at the top left or at the bottom right."""
+"""Causal attention, with queries aligned at the first or at the last key."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ def causal(
     """Keeps the keys that are not after the query.
 
     Aligned at the top left, query `q` sees keys `0 .. q` (as `is_causal` of PyTorch's SDPA).
-    Aligned at the bottom right, the last query sees the last key (as FlashAttention): what a
-    KV cache needs, where the `q_len` new queries stand at the end of `kv_len` keys.
+    Aligned at the bottom right, the last query sees the last key (as in FlashAttention). A KV cache
+    needs this: its `q_len` new queries are the last of `kv_len` positions.
 
     Args:
         align: "top-left" or "bottom-right".
         q_len: query length; only for "bottom-right".
         kv_len: kv length, an int, or int [B] with one length per batch entry (keys from
-            `kv_len[b]` on are after every query, hence not kept); only for "bottom-right".
+            `kv_len[b]` on are after every query, so they are masked); only for "bottom-right".
+
+    Returns:
+        The mask. It fits any lengths; aligned at the bottom right, those that are given.
 
     Raises:
         ArgumentError, OptionError, ShapeError, DTypeError: an argument is not as described.
@@ -41,9 +44,9 @@ def causal(
             [1, 1, 1, 1, 0],
             [1, 1, 1, 1, 1]], dtype=torch.int32)
     """
-    place, _, _, lengths, shown = aligned(align, q_len, kv_len)
+    position, _, _, lengths, arguments = aligned(align, q_len, kv_len)
 
     def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return kv <= place(b, q)
+        return kv <= position(b, q)
 
-    return Mask(keep, f"causal({', '.join(shown)})", lengths=lengths)
+    return Mask(keep, f"causal({', '.join(arguments)})", lengths=lengths)

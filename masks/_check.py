@@ -1,4 +1,4 @@
-"""Argument checks that the masks share. Each error names the argument, what came, what is due."""
+"""Check arguments of masks. Each error names the argument, the value and what was expected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INT_MAX = 2**31 - 1
 
 
 def whole(name: str, value: Any, least: int = 0, most: int = INT_MAX) -> int:
-    """A Python int from `least` to `most`."""
+    """Check a Python int from `least` to `most`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ArgumentError(f"{name} must be an int, got {type(value).__name__}")
     if value < least:
@@ -26,7 +26,7 @@ def whole(name: str, value: Any, least: int = 0, most: int = INT_MAX) -> int:
 
 
 def limit(name: str, value: Any) -> int | None:
-    """A distance: an int from 0 on, or None for no limit."""
+    """Check a distance: an int from 0 on, or None for no limit."""
     if value is None:
         return None
     if isinstance(value, int) and value < 0:
@@ -35,7 +35,7 @@ def limit(name: str, value: Any) -> int | None:
 
 
 def sizes(name: str, value: Any, axes: int, least: int = 1) -> tuple[int, ...]:
-    """One int per axis; a single int stands for all axes."""
+    """Check one int per axis; a single int stands for all axes."""
     if isinstance(value, int):
         return (whole(name, value, least),) * axes
     if not isinstance(value, Sequence) or isinstance(value, str):
@@ -48,7 +48,7 @@ def sizes(name: str, value: Any, axes: int, least: int = 1) -> tuple[int, ...]:
 
 
 def grid(name: str, value: Any, most_axes: int = 3) -> tuple[int, ...]:
-    """The shape of a grid of tokens: a tuple of 1 to `most_axes` positive ints."""
+    """Check the shape of a grid of tokens: a tuple of 1 to `most_axes` positive ints."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise ArgumentError(f"{name} must be a tuple of ints, got {type(value).__name__}")
     if not 1 <= len(value) <= most_axes:
@@ -57,7 +57,7 @@ def grid(name: str, value: Any, most_axes: int = 3) -> tuple[int, ...]:
 
 
 def tensor(name: str, value: Any, shapes: str, ranks: Sequence[int]) -> Tensor:
-    """A tensor that is not empty, of one of the given ranks; `shapes` names them for the user."""
+    """Check a tensor that is not empty, of one of the ranks; `shapes` names them for the user."""
     if not isinstance(value, Tensor):
         raise ArgumentError(f"{name} must be a tensor {shapes}, got {type(value).__name__}")
     if value.ndim not in ranks:
@@ -68,26 +68,26 @@ def tensor(name: str, value: Any, shapes: str, ranks: Sequence[int]) -> Tensor:
 
 
 def int_tensor(name: str, value: Any, shapes: str, ranks: Sequence[int]) -> Tensor:
-    """An integer tensor. That int64 values fit into 32 bits is checked where the mask is used."""
-    found = tensor(name, value, shapes, ranks)
-    if found.dtype not in INTS:
-        raise DTypeError(f"{name} must hold integers (torch.int32), got {found.dtype}")
-    return found
+    """Check an integer tensor. Whether int64 values fit into 32 bits is checked when it is used."""
+    checked = tensor(name, value, shapes, ranks)
+    if checked.dtype not in INTS:
+        raise DTypeError(f"{name} must hold integers (torch.int32), got {checked.dtype}")
+    return checked
 
 
-def shown(value: Tensor) -> str:
-    """A tensor's shape, for a label; torch.compile has no text for lengths that are symbols."""
+def shape_text(value: Tensor) -> str:
+    """Format a tensor's shape for a label; torch.compile has no text for symbolic lengths."""
     return "[...]" if torch.compiler.is_dynamo_compiling() else str(list(value.shape))
 
 
 def extent(value: Tensor) -> tuple[int, int]:
-    """Smallest and largest value, read from the device once."""
+    """The smallest and the largest value, read from the device once."""
     low, high = torch.stack(torch.aminmax(value)).tolist()
     return int(low), int(high)
 
 
 def at_least(name: str, value: Tensor, least: int) -> Tensor:
-    """No entry below `least`; inside of torch.compile, where there is no data, any is accepted."""
+    """Check that no entry is below `least`; torch.compile has no data, so it accepts any entry."""
     if torch.compiler.is_dynamo_compiling():
         return value
     low, _ = extent(value)
@@ -97,13 +97,13 @@ def at_least(name: str, value: Tensor, least: int) -> Tensor:
 
 
 def per_batch(name: str, value: Any, least: int = 0) -> Tensor:
-    """An integer per batch entry, none below `least`: shape [B]."""
+    """Check an integer tensor [B] with no entry below `least`."""
     return at_least(name, int_tensor(name, value, "[B]", (1,)), least)
 
 
 def bool_tensor(name: str, value: Any, shapes: str, ranks: Sequence[int]) -> Tensor:
-    """A bool tensor."""
-    found = tensor(name, value, shapes, ranks)
-    if found.dtype != torch.bool:
-        raise DTypeError(f"{name} must be torch.bool, got {found.dtype}")
-    return found
+    """Check a bool tensor."""
+    checked = tensor(name, value, shapes, ranks)
+    if checked.dtype != torch.bool:
+        raise DTypeError(f"{name} must be torch.bool, got {checked.dtype}")
+    return checked

@@ -1,11 +1,11 @@
-"""A window with gaps."""
+"""A sliding window with gaps."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from attnkit import Mask
-from attnkit.masks._align import Align, aligned, named
+from attnkit.masks._align import Align, aligned, keyword_arguments
 from attnkit.masks._check import whole
 
 
@@ -21,13 +21,16 @@ def dilated(
     """Keeps every `dilation`-th key of a window, counted from the query.
 
     Args:
-        left: positions before the query that the window reaches over.
-        dilation: distance between kept keys, from 1 on (1 is `sliding_window`).
-        right: positions after the query that the window reaches over.
-        align: "top-left", or "bottom-right" as of `causal`: the last query stands at the last key.
+        left: positions of the window before the query.
+        dilation: distance between the keys that are kept, from 1 on (1 is `sliding_window`).
+        right: positions of the window after the query.
+        align: "top-left", or "bottom-right" to place the last query at the last key, see `causal`.
         q_len: query length; only for "bottom-right".
         kv_len: kv length, an int, or int [B] with one length per batch entry (keys from
             `kv_len[b]` on are not kept); only for "bottom-right".
+
+    Returns:
+        The mask. It fits any lengths; aligned at the bottom right, those that are given.
 
     Raises:
         ArgumentError, OptionError: not ints, negative, or dilation 0.
@@ -48,15 +51,15 @@ def dilated(
     whole("right", right)
     whole("dilation", dilation, least=1)
 
-    place, held, padded, lengths, shown = aligned(align, q_len, kv_len)
+    position, exists, padded, lengths, arguments = aligned(align, q_len, kv_len)
 
     def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        distance = place(b, q) - kv
+        distance = position(b, q) - kv
         return (distance <= left) & (distance >= -right) & (distance % dilation == 0)
 
-    def keep_held(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return keep(b, h, q, kv) & held(b, kv)
+    def keep_existing(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return keep(b, h, q, kv) & exists(b, kv)
 
     sizes = (left, dilation) if right == 0 else (left, dilation, right)
-    label = f"dilated({', '.join((*map(str, sizes), *named(shown)))})"
-    return Mask(keep_held if padded and right else keep, label, lengths=lengths)
+    label = f"dilated({', '.join((*map(str, sizes), *keyword_arguments(arguments)))})"
+    return Mask(keep_existing if padded and right else keep, label, lengths=lengths)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnkit import Mask, OptionError, ShapeError
-from attnkit.masks._check import at_least, int_tensor, shown, whole
+from attnkit.masks._check import at_least, int_tensor, shape_text, whole
 
 MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -17,17 +17,20 @@ MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 def document(ids: Tensor, kv_ids: Tensor | None = None, *, sorted_ids: bool = False) -> Mask:
     """Keeps the pairs whose document ids are equal.
 
-    The mask reads `ids` when it is used: edits in place count at the next call.
+    The mask reads `ids` when it is used: the next call sees edits in place.
 
     Args:
         ids: int [S] or [B, S], the document of each position (queries and keys alike, or queries
             only if `kv_ids` is given).
         kv_ids: int [Skv] or [B, Skv], the document of each key.
-        sorted_ids: promise that ids never decrease along the sequence; checked here.
+        sorted_ids: check that ids never decrease along the sequence.
+
+    Returns:
+        The mask, for lengths up to those of the ids.
 
     Raises:
         ArgumentError, ShapeError, DTypeError: not an integer tensor of that shape.
-        OptionError: ids decrease where sorted ones are promised.
+        OptionError: ids decrease, with `sorted_ids`.
 
     Source: Krell et al. 2021 (packing), arXiv:2107.02027.
 
@@ -57,8 +60,11 @@ def document_from_lengths(
 
     Args:
         lengths: int [N], the length of each document.
-        kv_lengths: int [N], the lengths on the kv side, where they differ.
-        total: query length, if it is to be checked against the sum of the lengths.
+        kv_lengths: int [N], the lengths on the kv side, if they differ.
+        total: query length, to check the sum of the lengths.
+
+    Returns:
+        The mask, for the query and kv lengths that the documents sum to.
 
     Raises:
         ArgumentError, ShapeError, DTypeError: not an integer tensor of that shape.
@@ -86,13 +92,16 @@ def document_from_lengths(
 def document_from_cu_seqlens(
     cu_seqlens: Tensor, kv_cu_seqlens: Tensor | None = None, *, total: int | None = None
 ) -> Mask:
-    """Keeps the pairs in the same document, given where documents start.
+    """Keeps the pairs in the same document; `cu_seqlens` says where documents start.
 
     Args:
         cu_seqlens: int [N + 1], 0 followed by the ends of the N documents, as FlashAttention's
             varlen interface takes them.
-        kv_cu_seqlens: int [N + 1], the same on the kv side, where it differs.
-        total: query length, if it is to be checked against the last entry.
+        kv_cu_seqlens: int [N + 1], the same on the kv side, if it differs.
+        total: query length, to check the last entry.
+
+    Returns:
+        The mask, for the query and kv lengths that the last entries give.
 
     Raises:
         ArgumentError, ShapeError, DTypeError: not an integer tensor of that shape.
@@ -125,17 +134,17 @@ def _same(q_doc: Tensor, kv_doc: Tensor) -> MaskMod:
 
         return keep
 
-    def keep_own(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    def keep_batched(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return q_doc[b, q] == kv_doc[b, kv]
 
-    return keep_own
+    return keep_batched
 
 
 def _ids(name: str, ids: Tensor, sorted_ids: bool) -> Tensor:
-    found = int_tensor(name, ids, "[S] or [B, S]", (1, 2))
-    if sorted_ids and bool((found[..., 1:] < found[..., :-1]).any()):
+    checked = int_tensor(name, ids, "[S] or [B, S]", (1, 2))
+    if sorted_ids and bool((checked[..., 1:] < checked[..., :-1]).any()):
         raise OptionError(f"{name} must not decrease along the sequence (sorted_ids=True)")
-    return found
+    return checked
 
 
 def _from_lengths(name: str, lengths: Tensor) -> Tensor:
@@ -149,18 +158,18 @@ def _from_lengths(name: str, lengths: Tensor) -> Tensor:
 
 
 def _differences(name: str, cu_seqlens: Tensor) -> Tensor:
-    found = int_tensor(name, cu_seqlens, "[N + 1]", (1,)).long()
-    if len(found) < 2:
-        raise ShapeError(f"{name} must have shape [N + 1] with N >= 1, got {tuple(found.shape)}")
-    lengths = found.diff()
-    first, shortest = torch.stack((found[0], lengths.amin())).tolist()
+    ends = int_tensor(name, cu_seqlens, "[N + 1]", (1,)).long()
+    if len(ends) < 2:
+        raise ShapeError(f"{name} must have shape [N + 1] with N >= 1, got {tuple(ends.shape)}")
+    lengths = ends.diff()
+    first, shortest = torch.stack((ends[0], lengths.amin())).tolist()
     if first != 0:
         raise OptionError(f"{name} must begin with 0, got {first}")
     if shortest < 0:
         at = int(lengths.argmin())
         raise OptionError(
             f"{name} must not decrease, or documents would overlap; entry {at + 1} is "
-            f"{int(found[at + 1])} after {int(found[at])}"
+            f"{int(ends[at + 1])} after {int(ends[at])}"
         )
     return lengths
 
@@ -175,4 +184,4 @@ def _same_count(name: str, value: Tensor, other_name: str, other: Tensor) -> Non
 
 def _shown(value: Tensor, other: Tensor | None) -> str:
     both = (value,) if other is None else (value, other)
-    return ", ".join(shown(t) for t in both)
+    return ", ".join(shape_text(t) for t in both)

@@ -31,7 +31,7 @@ from attnkit.masks._tree import tree, tree_from_table
 
 
 class Example(NamedTuple):
-    """A mask with lengths that it fits; batch and heads are 1 where it does not read b or h."""
+    """A mask with sizes that it fits; batch and heads are 1 if it does not read b or h."""
 
     mask: Mask
     q_len: int
@@ -41,7 +41,7 @@ class Example(NamedTuple):
 
 
 class _Draw:
-    """Random tensors from one seed, made on the CPU so that every device gets the same."""
+    """Draws random tensors from one seed, on the CPU so that every device gets the same."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -61,7 +61,7 @@ class _Draw:
         return torch.randperm(count, generator=self.generator).to(self.device)
 
     def lengths(self, total: int, parts: int) -> Tensor:
-        """`parts` lengths from 0 on that sum to `total`, int32."""
+        """`parts` lengths, at least 0, that sum to `total`, int32."""
         cuts = self.ints(0, total + 1, parts - 1).sort().values.cpu()
         ends = torch.cat((cuts, torch.tensor([total], dtype=torch.int32)))
         return ends.diff(prepend=ends.new_zeros(1)).to(self.device)
@@ -70,7 +70,7 @@ class _Draw:
 def examples(
     length: int = 128, *, device: torch.device | str = "cpu", seed: int = 0
 ) -> dict[str, Example]:
-    """At least one instance of every mask of the library.
+    """Build at least one instance of every mask of the library.
 
     Args:
         length: query and kv length, from 32 on; grids take the nearest smaller shape that fits,
@@ -86,12 +86,12 @@ def examples(
     """
     whole("length", length, least=32)
     draw = _Draw(seed, torch.device(device))
-    made = _patterns(length)
-    made |= _documents(length, draw)
-    made |= _batches(length, draw)
-    made |= _blocks(length, draw)
-    made |= _grids(length)
-    return made | _decoding(length, draw)
+    instances = _patterns(length)
+    instances |= _documents(length, draw)
+    instances |= _batches(length, draw)
+    instances |= _blocks(length, draw)
+    instances |= _grids(length)
+    return instances | _decoding(length, draw)
 
 
 def _patterns(length: int) -> dict[str, Example]:
@@ -112,15 +112,17 @@ def _patterns(length: int) -> dict[str, Example]:
         "streaming_llm": streaming_llm(near, 4),
         "block_diagonal": block_diagonal(near + 3),
     }
-    made = {name: Example(mask, length, length) for name, mask in square.items()}
-    made["causal/bottom-right"] = Example(causal(**end), half, length)
-    made["sliding_window/bottom-right"] = Example(sliding_window(near, 3, **end), half, length)
-    made["dilated/bottom-right"] = Example(dilated(2 * near, 3, **end), half, length)
-    made["streaming_llm/bottom-right"] = Example(streaming_llm(near, **end), half, length)
-    made["prefix"] = Example(prefix(near), length, length + 5)
-    made["block_diagonal/cross"] = Example(block_diagonal(7, 11), length, 2 * length)
-    made["block_diffusion"] = Example(block_diffusion(half, max(2, near // 2)), 2 * half, 2 * half)
-    return made
+    instances = {name: Example(mask, length, length) for name, mask in square.items()}
+    instances["causal/bottom-right"] = Example(causal(**end), half, length)
+    instances["sliding_window/bottom-right"] = Example(sliding_window(near, 3, **end), half, length)
+    instances["dilated/bottom-right"] = Example(dilated(2 * near, 3, **end), half, length)
+    instances["streaming_llm/bottom-right"] = Example(streaming_llm(near, **end), half, length)
+    instances["prefix"] = Example(prefix(near), length, length + 5)
+    instances["block_diagonal/cross"] = Example(block_diagonal(7, 11), length, 2 * length)
+    instances["block_diffusion"] = Example(
+        block_diffusion(half, max(2, near // 2)), 2 * half, 2 * half
+    )
+    return instances
 
 
 def _documents(length: int, draw: _Draw) -> dict[str, Example]:
@@ -206,10 +208,10 @@ def _grids(length: int) -> dict[str, Example]:
         "sliding_tile/2d": (image, sliding_tile(image, 2, 1 if side < 6 else 3)),
         "sliding_tile/3d": (video, sliding_tile(video, 2, odd)),
     }
-    made = {n: Example(mask, math.prod(s), math.prod(s)) for n, (s, mask) in masks.items()}
+    instances = {n: Example(mask, math.prod(s), math.prod(s)) for n, (s, mask) in masks.items()}
     tokens = math.prod(image) + 5
-    made["sliding_tile"] = Example(sliding_tile(image, 2, 1, text=5), tokens, tokens)
-    return made
+    instances["sliding_tile"] = Example(sliding_tile(image, 2, 1, text=5), tokens, tokens)
+    return instances
 
 
 def _decoding(length: int, draw: _Draw) -> dict[str, Example]:

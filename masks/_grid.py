@@ -1,4 +1,4 @@
-"""Grids of tokens: images and videos laid out as a sequence, row by row or tile by tile."""
+"""Order the tokens of images and videos in a sequence, row by row or tile by tile."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from attnkit.masks._check import grid, sizes
 
 
 def unravel(place: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """The coordinates of a place in row-major order (the last axis runs fastest)."""
-    found: list[Tensor] = []
+    """The coordinates of an index in row-major order (the last axis runs fastest)."""
+    reverse: list[Tensor] = []
     for size in reversed(shape[1:]):
-        found.append(place % size)
+        reverse.append(place % size)
         place = place // size
-    return (place, *reversed(found))
+    return (place, *reversed(reverse))
 
 
 def coordinates(
     place: Tensor, shape: tuple[int, ...], tile: tuple[int, ...] | None
 ) -> tuple[Tensor, ...]:
-    """The coordinates of the token at a place of the sequence.
+    """The coordinates of the token at an index of the sequence.
 
     Args:
         place: integer, from 0 to the product of `shape` less 1.
         shape: the grid.
-        tile: the layout goes tile by tile, row-major among tiles and inside each; None: row-major.
+        tile: order tokens tile by tile, row-major among tiles and inside of each; None: row-major.
     """
     if tile is None:
         return unravel(place, shape)
@@ -40,18 +40,18 @@ def coordinates(
 
 
 def check_tile(shape: tuple[int, ...], tile: int | Sequence[int]) -> tuple[int, ...]:
-    """A tile that divides the grid."""
-    found = sizes("tile", tile, len(shape))
-    if any(size % part for size, part in zip(shape, found, strict=True)):
-        raise OptionError(f"tile must divide shape {shape} along every axis, got {found}")
-    return found
+    """Check a tile, which must divide the grid."""
+    parts = sizes("tile", tile, len(shape))
+    if any(size % part for size, part in zip(shape, parts, strict=True)):
+        raise OptionError(f"tile must divide shape {shape} along every axis, got {parts}")
+    return parts
 
 
 def tile_order(shape: Sequence[int], tile: int | Sequence[int]) -> Tensor:
-    """Where the tokens of a tiled layout stand in the row-major one.
+    """The row-major index of each token of a tiled layout.
 
-    `x[..., order, :]` brings row-major tokens to the tiled layout that `natten(tile=...)` and
-    `sliding_tile` expect; `y[..., order.argsort(), :]` brings the result back.
+    `x[..., order, :]` reorders row-major tokens to the tiled layout that `natten(tile=...)` and
+    `sliding_tile` expect; `y[..., order.argsort(), :]` reorders the result back.
 
     Args:
         shape: the grid, 1 to 3 axes.

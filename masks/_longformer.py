@@ -1,11 +1,11 @@
-"""Global tokens plus a window."""
+"""Global tokens and a sliding window."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from attnkit import Mask
-from attnkit.masks._check import bool_tensor, shown, whole
+from attnkit.masks._check import bool_tensor, shape_text, whole
 
 
 def longformer(window: int, global_tokens: int | Tensor) -> Mask:
@@ -13,8 +13,11 @@ def longformer(window: int, global_tokens: int | Tensor) -> Mask:
 
     Args:
         window: keys on each side of the query (a row keeps up to `2 * window + 1` local keys).
-        global_tokens: how many tokens at the start are global, or bool [S] or [B, S] that is
-            True at the global ones.
+        global_tokens: number of global tokens at the start, or bool [S] or [B, S], True at the
+            global tokens.
+
+    Returns:
+        The mask, for any lengths, or up to S if `global_tokens` is a tensor.
 
     Raises:
         ArgumentError, OptionError, ShapeError, DTypeError: an argument is not as described.
@@ -41,7 +44,7 @@ def longformer(window: int, global_tokens: int | Tensor) -> Mask:
         return Mask(keep, f"longformer({window}, {global_tokens})")
 
     is_global = bool_tensor("global_tokens", global_tokens, "[S] or [B, S]", (1, 2))
-    label = f"longformer({window}, {shown(is_global)})"
+    label = f"longformer({window}, {shape_text(is_global)})"
     if is_global.ndim == 1:
 
         def keep_marked(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -50,8 +53,8 @@ def longformer(window: int, global_tokens: int | Tensor) -> Mask:
 
         return Mask(keep_marked, label)
 
-    def keep_own(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    def keep_batched(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         near = (q - kv <= window) & (kv - q <= window)
         return near | is_global[b, q] | is_global[b, kv]
 
-    return Mask(keep_own, label)
+    return Mask(keep_batched, label)

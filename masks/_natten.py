@@ -34,10 +34,13 @@ def natten(
         stride: this many neighbouring queries share the window of one of them (generalised
             neighbourhood attention), 1 to `kernel`.
         dilation: distance between neighbours.
-        causal: along these axes, the query's own position and those before it only (the window
-            is then cut at the border, not moved).
-        tile: None for row-major tokens, else the tile of a tiled layout (see `tile_order`),
-            which makes near tokens neighbours in memory and the mask denser in blocks.
+        causal: along these axes keep only the query's position and those before it (the window is
+            then cut at the border, not moved).
+        tile: the tile of a tiled layout (see `tile_order`), which places near tokens next to each
+            other in the sequence, so that fewer blocks are computed; None for row-major tokens.
+
+    Returns:
+        The mask, for query and kv length equal to the product of `shape`.
 
     Raises:
         ArgumentError, OptionError: an argument is not as described, or `kernel * dilation` is
@@ -85,8 +88,8 @@ def natten(
 
     extras = {"stride": stride, "dilation": dilation, "causal": causal, "tile": tile}
     plain = {"stride": 1, "dilation": 1, "causal": False, "tile": None}
-    shown = [f"{name}={value}" for name, value in extras.items() if value != plain[name]]
-    label = f"natten({', '.join([str(lengths), str(kernel), *shown])})"
+    named = [f"{name}={value}" for name, value in extras.items() if value != plain[name]]
+    label = f"natten({', '.join([str(lengths), str(kernel), *named])})"
     return Mask(keep, label, lengths=(math.prod(lengths),) * 2)
 
 
@@ -105,7 +108,7 @@ def _near(
 def _in_window(
     q: Tensor, kv: Tensor, length: int | Tensor, kernel: int, stride: int, causal: bool
 ) -> Tensor:
-    # the query of the stride group whose window all of the group use
+    # the query whose window the whole stride group uses
     leader = q if stride == 1 else q // stride * stride + (stride - 1 if causal else stride // 2)
     if causal:
         return (kv <= q) & (_at_most(leader, length - 1) - kv < kernel)
@@ -118,9 +121,9 @@ def _at_most(x: Tensor, bound: int | Tensor) -> Tensor:
 
 
 def _directions(causal: bool | Sequence[bool], axes: int) -> tuple[bool, ...]:
-    found = (causal,) * axes if isinstance(causal, bool) else causal
-    if not isinstance(found, Sequence) or not all(isinstance(c, bool) for c in found):
+    flags = (causal,) * axes if isinstance(causal, bool) else causal
+    if not isinstance(flags, Sequence) or not all(isinstance(c, bool) for c in flags):
         raise ArgumentError(f"causal must be a bool or a tuple of bools, got {causal!r}")
-    if len(found) != axes:
-        raise OptionError(f"causal must have {axes} entries, one per axis, got {tuple(found)}")
-    return tuple(found)
+    if len(flags) != axes:
+        raise OptionError(f"causal must have {axes} entries, one per axis, got {tuple(flags)}")
+    return tuple(flags)

@@ -13,8 +13,11 @@ def padding(kv_lengths: Tensor, q_lengths: Tensor | None = None) -> Mask:
 
     Args:
         kv_lengths: int [B], keys that are not padding.
-        q_lengths: int [B], queries that are not padding: the rows after them keep nothing, so
-            their output and gradients are 0. None keeps all rows.
+        q_lengths: int [B], queries that are not padding: rows after them are fully masked, so their
+            output and gradients are 0. None: no row is padding.
+
+    Returns:
+        The mask, for any lengths.
 
     Raises:
         ArgumentError, OptionError, ShapeError, DTypeError: an argument is not as described.

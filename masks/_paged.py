@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnkit import ArgumentError, Mask, OptionError, ShapeError
-from attnkit.masks._check import at_least, extent, int_tensor, per_batch, shown, whole
+from attnkit.masks._check import at_least, extent, int_tensor, per_batch, shape_text, whole
 
 
 def paged(
@@ -19,23 +19,27 @@ def paged(
     pages: int,
     lengths: Tensor | None = None,
 ) -> Mask:
-    """Keeps what a mask over logical positions keeps, with keys stored in pages.
+    """Applies a mask over logical key positions to keys that are stored in pages.
 
-    Key and value are one pool [1, H, pages * page_size, D] for all batch entries; entry `b` finds
-    its logical page `i` at `page_table[b, i]`. Keys in pages of other entries are not kept.
+    Key and value are one pool [1, H, pages * page_size, D] for all batch entries; logical
+    page `i` of entry `b` is stored in page `page_table[b, i]`. Keys in pages of other entries are
+    masked.
 
     Args:
         mask: `mask_mod(b, h, q, kv)` or a Mask, over logical key positions.
-        page_table: int [B, P], physical page of each logical page; -1 for a page that is not
-            there. The pages of an entry are distinct; entries may share pages (a common prefix).
+        page_table: int [B, P], physical page of each logical page; -1 for a page that does not
+            exist. The pages of an entry are distinct; entries may share pages (a common prefix).
         page_size: keys in a page.
         pages: physical pages; kv length is `pages * page_size`.
-        lengths: int [B], keys of each entry (the rest of the last page is not kept); None: all.
+        lengths: int [B], keys of each entry (the rest of the last page is masked); None: all.
+
+    Returns:
+        The mask, for kv length `pages * page_size` and the query lengths of `mask`.
 
     Raises:
         ArgumentError, ShapeError, DTypeError: an argument is not as described, or the mask was
             built for fewer keys than an entry's pages hold.
-        OptionError: a page is out of range, or twice in one entry.
+        OptionError: a page is out of range, or an entry has it twice.
 
     Source: Kwon et al. 2023 (PagedAttention), arXiv:2309.06180.
 
@@ -56,7 +60,7 @@ def paged(
     logical_page = _inverse(page_table, pages)
     name = mask.label if isinstance(mask, Mask) else getattr(mask, "__name__", "mask")
     sizes = _lengths(mask, name, page_table.shape[1] * page_size, pages * page_size, lengths)
-    label = f"paged({name}, {shown(page_table)}, {page_size}, {pages})"
+    label = f"paged({name}, {shape_text(page_table)}, {page_size}, {pages})"
 
     def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         page = logical_page[b, kv // page_size]
@@ -81,7 +85,7 @@ def paged(
 def _lengths(
     mask: Callable[..., Tensor], name: str, capacity: int, pool: int, held: Tensor | None
 ) -> tuple[Any, int]:
-    """The (query, kv) lengths of a paged mask: the mask's own queries, and all keys of the pool."""
+    """The (query, kv) lengths of a paged mask: those of the mask, and all keys of the pool."""
     if not isinstance(mask, Mask):
         return None, pool
     most = mask.lengths.kv[1]
@@ -105,6 +109,6 @@ def _inverse(page_table: Tensor, pages: int) -> Tensor:
     physical = table[row, logical]
     if len((row * pages + physical).unique()) != len(physical):
         raise OptionError("page_table must hold distinct pages in each row, got one page twice")
-    found = torch.full((len(table), pages), -1, dtype=torch.int32, device=table.device)
-    found[row, physical] = logical.int()
-    return found
+    logical_page = torch.full((len(table), pages), -1, dtype=torch.int32, device=table.device)
+    logical_page[row, physical] = logical.int()
+    return logical_page

@@ -1,4 +1,4 @@
-"""A prefix that every query sees, alone and with causal attention after it."""
+"""A prefix that every query sees, alone and with causal attention."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ def prefix(length: int | Tensor) -> Mask:
     Args:
         length: an int, or int [B] with one length per batch entry.
 
+    Returns:
+        The mask, for any lengths.
+
     Raises:
         ArgumentError, OptionError, ShapeError, DTypeError: an argument is not as described.
 
@@ -27,10 +30,10 @@ def prefix(length: int | Tensor) -> Mask:
     if isinstance(length, Tensor):
         lengths = per_batch("length", length)
 
-        def keep_own(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        def keep_batched(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
             return kv < lengths[b]
 
-        return Mask(keep_own, "prefix([B])")
+        return Mask(keep_batched, "prefix([B])")
     whole("length", length)
 
     def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -44,6 +47,9 @@ def prefix_lm(length: int | Tensor) -> Mask:
 
     Args:
         length: an int, or int [B] with one length per batch entry.
+
+    Returns:
+        The mask, for any lengths.
 
     Raises:
         ArgumentError, OptionError, ShapeError, DTypeError: an argument is not as described.

@@ -6,18 +6,21 @@ import torch
 from torch import Tensor
 
 from attnkit import ArgumentError, Mask, OptionError, ShapeError
-from attnkit.masks._check import at_least, int_tensor, shown, whole
+from attnkit.masks._check import at_least, int_tensor, shape_text, whole
 
 
 def shared_prefix(prefixes: int | Tensor, suffixes: Tensor) -> Mask:
-    """Keeps, causally, the keys of the query's own suffix and of the prefix that it shares.
+    """Keeps the keys of the query's suffix and of the prefix that it shares, up to the query.
 
     The layout is prefix, suffix 1, suffix 2, ..., or several such groups one after another.
 
     Args:
         prefixes: prefix length, or int [G] with the prefix length of each group.
-        suffixes: int [N] the suffix lengths of the one group, or int [G, N] those of each group;
-            0 for a suffix that is not there.
+        suffixes: int [N], the suffix lengths of the only group, or int [G, N], those of each group;
+            0 for a suffix that does not exist.
+
+    Returns:
+        The mask, for query and kv length equal to the sum of all lengths.
 
     Raises:
         ArgumentError, ShapeError, DTypeError: an argument is not as described.
@@ -43,7 +46,7 @@ def shared_prefix(prefixes: int | Tensor, suffixes: Tensor) -> Mask:
     total = (len(part), len(part))
     # part = group * width + (0 for the prefix, i for suffix i)
     is_prefix = part % width == 0
-    label = f"shared_prefix({_shown(prefixes)}, {shown(suffixes)})"
+    label = f"shared_prefix({_shown(prefixes)}, {shape_text(suffixes)})"
     if groups == 1:
         length = int(lengths[0, 0])
 
@@ -77,4 +80,4 @@ def _lengths(prefixes: int | Tensor, suffixes: Tensor) -> Tensor:
 
 
 def _shown(prefixes: int | Tensor) -> str:
-    return shown(prefixes) if isinstance(prefixes, Tensor) else str(prefixes)
+    return shape_text(prefixes) if isinstance(prefixes, Tensor) else str(prefixes)

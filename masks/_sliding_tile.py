@@ -1,4 +1,4 @@
-"""Sliding tile attention: neighbourhood attention among whole tiles."""
+"""Sliding tile attention: neighbourhood attention between whole tiles."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def sliding_tile(
 ) -> Mask:
     """Keeps the `kernel` nearest tiles along each axis of a tiled grid, and all of the text.
 
-    A query sees the same tiles as every query of its tile, so with tiles of a whole number of
-    blocks no block is partial. Tokens are in the tiled layout (see `tile_order`), text tokens
-    after them; text sees everything and everything sees text.
+    All queries of a tile see the same tiles, so no block is partial if a tile has a whole number of
+    blocks. Tokens are in the tiled layout (see `tile_order`), and text tokens follow; text sees
+    everything and everything sees text.
 
     Args:
         shape: the grid in tokens, 1 to 3 axes.
@@ -31,6 +31,9 @@ def sliding_tile(
         kernel: tiles along each axis, odd, at most the tiles of the grid.
         text: text tokens after the grid; query and kv length are the product of `shape`, plus
             `text`.
+
+    Returns:
+        The mask, for query and kv length equal to the product of `shape` plus `text`.
 
     Raises:
         ArgumentError, OptionError: an argument is not as described.
@@ -71,8 +74,8 @@ def sliding_tile(
             kept = kept & other
         return kept | (q >= tokens) | (kv >= tokens) if text else kept
 
-    shown = f"{lengths}, {parts}, {kernels}" + (f", text={text}" if text else "")
-    return Mask(keep, f"sliding_tile({shown})", lengths=(tokens + text,) * 2)
+    arguments = f"{lengths}, {parts}, {kernels}" + (f", text={text}" if text else "")
+    return Mask(keep, f"sliding_tile({arguments})", lengths=(tokens + text,) * 2)
 
 
 def _near(row: Tensor, column: Tensor, tiles: int, reach: int) -> Tensor:

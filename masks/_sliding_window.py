@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from attnkit import ArgumentError, Mask
-from attnkit.masks._align import Align, aligned, named
+from attnkit.masks._align import Align, aligned, keyword_arguments
 from attnkit.masks._check import limit
 
 
@@ -19,16 +19,19 @@ def sliding_window(
 ) -> Mask:
     """Keeps the keys from `left` positions before the query to `right` positions after it.
 
-    The query's own position is kept too, so a row keeps up to `left + 1 + right` keys
-    (FlashAttention's counting). With the default `right=0` the mask is causal by itself.
+    The query's own position is kept too, so a row keeps up to `left + 1 + right` keys, as
+    FlashAttention counts. With the default `right=0` the mask is causal.
 
     Args:
         left: keys before the query, or None for all of them.
         right: keys after the query, or None for all of them.
-        align: "top-left", or "bottom-right" as of `causal`: the last query stands at the last key.
+        align: "top-left", or "bottom-right" to place the last query at the last key, see `causal`.
         q_len: query length; only for "bottom-right".
         kv_len: kv length, an int, or int [B] with one length per batch entry (keys from
             `kv_len[b]` on are not kept); only for "bottom-right".
+
+    Returns:
+        The mask. It fits any lengths; aligned at the bottom right, those that are given.
 
     Raises:
         ArgumentError, OptionError: not ints, negative, or both None.
@@ -49,17 +52,17 @@ def sliding_window(
     before, after = limit("left", left), limit("right", right)
     if before is None and after is None:
         raise ArgumentError("left and right are both None, which keeps everything; use noop_mask")
-    place, held, padded, lengths, shown = aligned(align, q_len, kv_len)
+    position, exists, padded, lengths, arguments = aligned(align, q_len, kv_len)
 
     def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        at = place(b, q)
+        at = position(b, q)
         sides = ((at - kv, before), (kv - at, after))
         near = [distance <= most for distance, most in sides if most is not None]
         return near[0] & near[1] if len(near) == 2 else near[0]
 
-    def keep_held(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return keep(b, h, q, kv) & held(b, kv)
+    def keep_existing(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return keep(b, h, q, kv) & exists(b, kv)
 
     given = (str(left),) if right == 0 else (str(left), str(right))
-    label = f"sliding_window({', '.join(given + named(shown))})"
-    return Mask(keep_held if padded and after != 0 else keep, label, lengths=lengths)
+    label = f"sliding_window({', '.join(given + keyword_arguments(arguments))})"
+    return Mask(keep_existing if padded and after != 0 else keep, label, lengths=lengths)

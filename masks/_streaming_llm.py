@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from attnkit import Mask
-from attnkit.masks._align import Align, aligned, named
+from attnkit.masks._align import Align, aligned, keyword_arguments
 from attnkit.masks._check import whole
 
 
@@ -17,15 +17,18 @@ def streaming_llm(
     q_len: int | None = None,
     kv_len: int | Tensor | None = None,
 ) -> Mask:
-    """Keeps, of the keys up to the query, the first `sinks` and those of a window.
+    """Keeps the first `sinks` keys and a window of keys, both up to the query.
 
     Args:
         window: keys before the query (a row keeps up to `window + 1` local keys).
         sinks: keys at the start that every later query sees.
-        align: "top-left", or "bottom-right" as of `causal`: the last query stands at the last key.
+        align: "top-left", or "bottom-right" to place the last query at the last key, see `causal`.
         q_len: query length; only for "bottom-right".
         kv_len: kv length, an int, or int [B] with one length per batch entry (keys from
             `kv_len[b]` on are not kept); only for "bottom-right".
+
+    Returns:
+        The mask. It fits any lengths; aligned at the bottom right, those that are given.
 
     Raises:
         ArgumentError, OptionError: not ints, or negative.
@@ -45,11 +48,11 @@ def streaming_llm(
     whole("window", window)
     whole("sinks", sinks)
 
-    place, _, _, lengths, shown = aligned(align, q_len, kv_len)
+    position, _, _, lengths, arguments = aligned(align, q_len, kv_len)
 
     def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        at = place(b, q)
+        at = position(b, q)
         return (kv <= at) & ((at - kv <= window) | (kv < sinks))
 
-    label = f"streaming_llm({', '.join((str(window), str(sinks), *named(shown)))})"
+    label = f"streaming_llm({', '.join((str(window), str(sinks), *keyword_arguments(arguments)))})"
     return Mask(keep, label, lengths=lengths)

@@ -1,4 +1,4 @@
-"""The two patterns of sparse transformers."""
+"""The two patterns of Sparse Transformers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from attnkit.masks._check import whole
 
 
 def strided(stride: int) -> Mask:
-    """Keeps, of the keys up to the query, the last `stride + 1` and every `stride`-th before.
+    """Keeps the last `stride + 1` keys up to the query, and every `stride`-th key before them.
 
     Args:
-        stride: from 1 on, in the paper near the square root of the length.
+        stride: from 1 on; in the paper, about the square root of the length.
+
+    Returns:
+        The mask, for any lengths.
 
     Raises:
         ArgumentError, OptionError: not a positive int.
@@ -39,11 +42,14 @@ def strided(stride: int) -> Mask:
 
 
 def fixed(block: int, summary: int = 1) -> Mask:
-    """Keeps, of the keys up to the query, its own block and the last `summary` of each block.
+    """Keeps the query's block and the last `summary` keys of each block, up to the query.
 
     Args:
         block: positions in a block, from 1 on.
         summary: positions at the end of each block that every later query sees, 1 to `block`.
+
+    Returns:
+        The mask, for any lengths.
 
     Raises:
         ArgumentError, OptionError: not positive ints, or summary greater than block.

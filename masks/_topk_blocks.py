@@ -1,4 +1,4 @@
-"""Blocks of keys that a router has selected."""
+"""Blocks of keys that a router selects."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnkit import Mask, ShapeError
-from attnkit.masks._check import int_tensor, shown, tensor, whole
+from attnkit.masks._check import int_tensor, shape_text, tensor, whole
 
 MOST_SELECTED = 128  # indices per row: the comparison is unrolled
 
@@ -14,15 +14,18 @@ MOST_SELECTED = 128  # indices per row: the comparison is unrolled
 def topk_blocks(selected: Tensor, q_block: int, kv_block: int) -> Mask:
     """Keeps the blocks of keys that are selected for the query's block.
 
-    The mask reads `selected` when it is used, so one mask serves a router that writes its
-    choice into the same tensor at each step. Compose with `causal()` where the model does.
+    The mask reads `selected` when it is used, so one mask serves a router that writes its choice
+    into the same tensor at each step. Combine it with `causal()` if the model is causal.
 
     Args:
         selected: int [..., query blocks, K], the selected kv blocks of each query block in any
-            order, -1 for an unused place, K up to 128; or bool [..., query blocks, kv blocks].
-            Before these two dimensions: nothing, [H], or [B, H].
+            order, -1 for an unused entry, K up to 128; or bool [..., query blocks, kv blocks].
+            The dimensions before these two are none, [H] or [B, H].
         q_block: queries in a block (1: each query has its own selection).
         kv_block: keys in a block.
+
+    Returns:
+        The mask, for query lengths up to `q_block` times the query blocks.
 
     Raises:
         ArgumentError, OptionError, ShapeError, DTypeError: an argument is not as described.
@@ -43,7 +46,7 @@ def topk_blocks(selected: Tensor, q_block: int, kv_block: int) -> Mask:
     whole("kv_block", kv_block, least=1)
     shapes = "[query blocks, K], [H, query blocks, K] or [B, H, query blocks, K]"
     tensor("selected", selected, shapes, (2, 3, 4))
-    label = f"topk_blocks({shown(selected)}, {q_block}, {kv_block})"
+    label = f"topk_blocks({shape_text(selected)}, {q_block}, {kv_block})"
     if selected.dtype == torch.bool:
 
         def keep_marked(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -64,7 +67,7 @@ def topk_blocks(selected: Tensor, q_block: int, kv_block: int) -> Mask:
 
 
 def _row(selected: Tensor, b: Tensor, h: Tensor, block: Tensor) -> Tensor:
-    """The choice of one query block, a tensor [K] or [kv blocks]."""
+    """The selection of one query block, a tensor [K] or [kv blocks]."""
     if selected.ndim == 2:
         return selected[block]
     return selected[h, block] if selected.ndim == 3 else selected[b, h, block]

@@ -9,26 +9,29 @@ import torch
 from torch import Tensor
 
 from attnkit import Mask, OptionError
-from attnkit.masks._check import bool_tensor, int_tensor, per_batch, shown, whole
+from attnkit.masks._check import bool_tensor, int_tensor, per_batch, shape_text, whole
 
 MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def tree(parents: Tensor, context: int | Tensor = 0) -> Mask:
-    """Keeps the context, and of the draft tokens the query itself and its ancestors.
+    """Keeps the context, the query itself and its ancestors among the draft tokens.
 
     Queries are the N draft tokens; keys are the context followed by the N draft tokens. Ancestry
-    is two comparisons of positions in a preorder walk, so nothing of size N^2 is stored.
+    is tested by two comparisons of positions in a preorder walk, so no N x N table is stored.
 
     Args:
-        parents: int [N] or [B, N], the parent of each token; -1 for a root. A parent stands
-            before its children (as in Medusa's and EAGLE's trees).
+        parents: int [N] or [B, N], the parent of each token; -1 for a root. A parent comes before
+            its children (as in Medusa's and EAGLE's trees).
         context: keys before the draft tokens, an int, or int [B] with the length of each KV cache
-            (batch entry b then has `context[b] + N` keys, later ones are not kept).
+            (batch entry b then has `context[b] + N` keys, later ones are masked).
+
+    Returns:
+        The mask, for query length N and kv length `context + N` (any, if `context` is a tensor).
 
     Raises:
         ArgumentError, ShapeError, DTypeError: an argument is not as described.
-        OptionError: a parent is below -1 or does not stand before its child.
+        OptionError: a parent is below -1, or does not come before its child.
 
     Source: Miao et al. 2023 (SpecInfer), arXiv:2305.09781; Cai et al. 2024 (Medusa),
     arXiv:2401.10774.
@@ -50,7 +53,7 @@ def tree(parents: Tensor, context: int | Tensor = 0) -> Mask:
         .contiguous()
         for i in (0, 1)
     )
-    label = f"tree({shown(parents)}, {_shown(context)})"
+    label = f"tree({shape_text(parents)}, {_shown(context)})"
 
     if parents.ndim == 1:
 
@@ -59,20 +62,23 @@ def tree(parents: Tensor, context: int | Tensor = 0) -> Mask:
 
         return _after_context(keep, context, (parents.shape[-1],) * 2, label)
 
-    def keep_own(b: Tensor, h: Tensor, q: Tensor, token: Tensor) -> Tensor:
+    def keep_batched(b: Tensor, h: Tensor, q: Tensor, token: Tensor) -> Tensor:
         return (first[b, token] <= first[b, q]) & (first[b, q] < last[b, token])
 
-    return _after_context(keep_own, context, (parents.shape[-1],) * 2, label)
+    return _after_context(keep_batched, context, (parents.shape[-1],) * 2, label)
 
 
 def tree_from_table(table: Tensor, context: int | Tensor = 0) -> Mask:
-    """Keeps the context, and of the draft tokens what a table says.
+    """Keeps the context, and the draft tokens that a table marks.
 
-    The mask reads `table` when it is used: edits in place count at the next call.
+    The mask reads `table` when it is used: the next call sees edits in place.
 
     Args:
         table: bool [N, M] or [B, N, M], True where draft query n sees draft token m.
         context: keys before the draft tokens, an int, or int [B] (see `tree`).
+
+    Returns:
+        The mask, for query length N and kv length `context + M` (any with a tensor).
 
     Raises:
         ArgumentError, OptionError, ShapeError, DTypeError: an argument is not as described.
@@ -86,7 +92,7 @@ def tree_from_table(table: Tensor, context: int | Tensor = 0) -> Mask:
             [1, 1, 0, 1]], dtype=torch.int32)
     """
     bool_tensor("table", table, "[N, M] or [B, N, M]", (2, 3))
-    label = f"tree_from_table({shown(table)}, {_shown(context)})"
+    label = f"tree_from_table({shape_text(table)}, {_shown(context)})"
     if table.ndim == 2:
 
         def keep(b: Tensor, h: Tensor, q: Tensor, token: Tensor) -> Tensor:
@@ -94,14 +100,14 @@ def tree_from_table(table: Tensor, context: int | Tensor = 0) -> Mask:
 
         return _after_context(keep, context, (table.shape[-2], table.shape[-1]), label)
 
-    def keep_own(b: Tensor, h: Tensor, q: Tensor, token: Tensor) -> Tensor:
+    def keep_batched(b: Tensor, h: Tensor, q: Tensor, token: Tensor) -> Tensor:
         return table[b, q, token]
 
-    return _after_context(keep_own, context, (table.shape[-2], table.shape[-1]), label)
+    return _after_context(keep_batched, context, (table.shape[-2], table.shape[-1]), label)
 
 
 def _preorder(parents: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Of each node, its place in a preorder walk and the end of its subtree's places."""
+    """Compute each node's index in a preorder walk, and the end of its subtree's indices."""
     size = [1] * len(parents)
     for node in reversed(range(len(parents))):
         parent = parents[node]
@@ -112,7 +118,7 @@ def _preorder(parents: Sequence[int]) -> tuple[list[int], list[int]]:
         if parent >= 0:
             size[parent] += size[node]
     first = [0] * len(parents)
-    free = [0] * (len(parents) + 1)  # next place below each node; the last entry is the roots'
+    free = [0] * (len(parents) + 1)  # next index below each node; the last entry is for roots
     for node, parent in enumerate(parents):
         first[node] = free[parent]
         free[parent] += size[node]
@@ -123,7 +129,7 @@ def _preorder(parents: Sequence[int]) -> tuple[list[int], list[int]]:
 def _after_context(
     keep: MaskMod, context: int | Tensor, drafts: tuple[int, int], label: str
 ) -> Mask:
-    """A mask over (query, kv) draft tokens, made to see the context in front of them too."""
+    """Extend a mask over (query, kv) draft tokens to the context before them."""
     rows, count = drafts
     if isinstance(context, Tensor):
         contexts = per_batch("context", context)

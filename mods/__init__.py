@@ -1,7 +1,8 @@
-"""Score mods by name: functions that give a `score_mod(score, b, h, q, kv)`.
+"""Build score_mods from the literature by name; `compose` chains them.
 
-Learned tables are tensors of the caller and get gradients. `examples()` gives instances of each,
-for tests and benchmarks that go through the library.
+Each function returns a `score_mod(score, b, h, q, kv)`. Learned tables are tensors of the caller
+and get gradients. `examples()` returns instances of all, for tests and benchmarks. This room uses
+the public API alone, as a user would.
 """
 
 from __future__ import annotations

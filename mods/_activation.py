@@ -1,4 +1,4 @@
-"""Other activations than the exponential, as softmax of their logarithm."""
+"""Activations other than the exponential, as the softmax of their logarithm."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from attnkit.mods._check import ScoreMod, number
 
 
 def log_sigmoid(bias: float = 0.0) -> ScoreMod:
-    """Gives `log(sigmoid(score + bias))`: weights in proportion to sigmoids, summing to 1.
+    """Replaces the score by `log(sigmoid(score + bias))`: weights are normalised sigmoids.
 
     Args:
-        bias: added to the score; `-log(n)` for n keys makes it near to softmax.
+        bias: added to the score; with `-log(n)` for n keys the result is close to softmax.
+
+    Returns:
+        The score_mod.
 
     Raises:
         ArgumentError, OptionError: not a finite number.
@@ -34,13 +37,16 @@ def log_sigmoid(bias: float = 0.0) -> ScoreMod:
 
 
 def log_relu(power: float = 2.0) -> ScoreMod:
-    """Gives `log(relu(score) ** power)`: weights in proportion to it, summing to 1.
+    """Replaces the score by `log(relu(score) ** power)`: weights are normalised powers of ReLU.
 
-    A score that is not positive gets no weight and no gradient; a row without a positive score
-    gives 0, as a row that is masked fully.
+    A score that is not positive gets no weight and no gradient. The output of a row without a
+    positive score is 0, like that of a fully masked row.
 
     Args:
         power: 2 for squared ReLU, 1 for ReLU.
+
+    Returns:
+        The score_mod.
 
     Raises:
         ArgumentError, OptionError: not a finite number greater than 0.

@@ -1,4 +1,4 @@
-"""ALiBi: scores fall linearly with the distance, faster in some heads than in others."""
+"""ALiBi: scores fall linearly with the distance, with a slope for each head."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from attnkit.mods._check import ScoreMod, table, whole
 def alibi(heads: int | Tensor, *, symmetric: bool = False) -> ScoreMod:
     """Adds `slope[h] * (kv - q)`.
 
-    The default slopes are those of the paper: for H a power of two `2 ** (-8 * (h + 1) / H)`; else
-    those of the power of two below, followed by every other slope of the one above.
+    The default slopes are those of the paper: `2 ** (-8 * (h + 1) / H)` if H is a power of two;
+    otherwise those of the next lower power of two, then every other slope of the next higher one.
 
     Args:
-        heads: H for the default slopes, or float [H] with a slope per head (learned ones get
+        heads: H for the default slopes, or float [H] with a slope per head (learned slopes get
             gradients).
-        symmetric: subtract `slope[h] * |q - kv|` instead, for attention in both directions.
+        symmetric: subtract `slope[h] * |q - kv|` instead, for bidirectional attention.
+
+    Returns:
+        The score_mod.
 
     Raises:
         ArgumentError, OptionError, ShapeError, DTypeError: an argument is not as described.
@@ -54,7 +57,7 @@ def _given(slopes: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def _default(heads: int) -> Callable[[Tensor], Tensor]:
-    power = 1 << (heads.bit_length() - 1)  # the power of two not above H
+    power = 1 << (heads.bit_length() - 1)  # the largest power of two that is at most H
 
     def slope(h: Tensor) -> Tensor:
         exponent = (h + 1) * (-8 / power)

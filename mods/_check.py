@@ -1,4 +1,4 @@
-"""Argument checks that the mods share. Each error names the argument, what came, what is due."""
+"""Check arguments of mods. Each error names the argument, the value and what was expected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INT_MAX = 2**31 - 1
 
 
 def whole(name: str, value: Any, least: int = 0) -> int:
-    """A Python int from `least` on."""
+    """Check a Python int, at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ArgumentError(f"{name} must be an int, got {type(value).__name__}")
     if not least <= value <= INT_MAX:
@@ -28,7 +28,7 @@ def whole(name: str, value: Any, least: int = 0) -> int:
 
 
 def number(name: str, value: Any, *, positive: bool = False) -> float:
-    """A finite Python number, greater than 0 if so asked."""
+    """Check a finite Python number, greater than 0 if `positive`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ArgumentError(f"{name} must be a number, got {type(value).__name__}")
     if not math.isfinite(value):
@@ -39,7 +39,7 @@ def number(name: str, value: Any, *, positive: bool = False) -> float:
 
 
 def tensor(name: str, value: Any, shapes: str, ranks: Sequence[int]) -> Tensor:
-    """A tensor that is not empty, of one of the given ranks; `shapes` names them for the user."""
+    """Check a tensor that is not empty, of one of the ranks; `shapes` names them for the user."""
     if not isinstance(value, Tensor):
         raise ArgumentError(f"{name} must be a tensor {shapes}, got {type(value).__name__}")
     if value.ndim not in ranks:
@@ -50,23 +50,23 @@ def tensor(name: str, value: Any, shapes: str, ranks: Sequence[int]) -> Tensor:
 
 
 def table(name: str, value: Any, shapes: str, ranks: Sequence[int]) -> Tensor:
-    """A tensor of floats, learned or not."""
-    found = tensor(name, value, shapes, ranks)
-    if not found.dtype.is_floating_point:
-        raise DTypeError(f"{name} must hold floats, got {found.dtype}")
-    return found
+    """Check a tensor of floats."""
+    checked = tensor(name, value, shapes, ranks)
+    if not checked.dtype.is_floating_point:
+        raise DTypeError(f"{name} must hold floats, got {checked.dtype}")
+    return checked
 
 
 def int_tensor(name: str, value: Any, shapes: str, ranks: Sequence[int]) -> Tensor:
-    """A tensor of integers."""
-    found = tensor(name, value, shapes, ranks)
-    if found.dtype not in INTS:
-        raise DTypeError(f"{name} must hold integers (torch.int32), got {found.dtype}")
-    return found
+    """Check a tensor of integers."""
+    checked = tensor(name, value, shapes, ranks)
+    if checked.dtype not in INTS:
+        raise DTypeError(f"{name} must hold integers (torch.int32), got {checked.dtype}")
+    return checked
 
 
 def odd(name: str, value: Tensor, axis: int, shapes: str) -> int:
-    """The size of an axis that holds distances -n .. n, and is odd therefore."""
+    """Check that the axis of distances -n .. n has an odd size, and return the size."""
     size = value.shape[axis]
     if size % 2 == 0:
         raise ShapeError(f"{name} must have shape {shapes}, got {tuple(value.shape)}")

@@ -1,4 +1,4 @@
-"""One mod after the other."""
+"""Apply several mods, one after the other."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from attnkit.mods._check import ScoreMod
 
 
 def compose(*mods: ScoreMod) -> ScoreMod:
-    """Applies the mods in the order given: each receives the score that the one before returned.
+    """Applies the mods in order: each receives the score that the previous one returned.
 
     Args:
-        mods: any number of `score_mod(score, b, h, q, kv)`; none give the score itself.
+        mods: any number of `score_mod(score, b, h, q, kv)`; without any, scores do not change.
+
+    Returns:
+        The score_mod.
 
     Raises:
         ArgumentError: a mod is not callable.

@@ -10,11 +10,14 @@ from attnkit.mods._check import ScoreMod, number, table
 
 
 def distance_decay(rate: Tensor, power: float = 1.0) -> ScoreMod:
-    """Subtracts `rate[h] * |q - kv| ** power`: weights are multiplied by its negative exponential.
+    """Subtracts `rate[h] * |q - kv| ** power`: weights decay exponentially with it.
 
     Args:
-        rate: float [H], learned or not; `-log(gamma)` for RetNet's decay gamma.
-        power: greater than 0; 1 decays as RetNet, other powers as the power variant of KERPLE.
+        rate: float [H], may be learned; `-log(gamma)` for RetNet's decay gamma.
+        power: greater than 0; 1 is RetNet's decay, other powers are KERPLE's power variant.
+
+    Returns:
+        The score_mod.
 
     Raises:
         ArgumentError, OptionError, ShapeError, DTypeError: an argument is not as described.
@@ -39,8 +42,11 @@ def kerple(rate: Tensor, scale: Tensor) -> ScoreMod:
     """Subtracts `rate[h] * log(1 + scale[h] * |q - kv|)`.
 
     Args:
-        rate: float [H], learned, to be kept positive.
-        scale: float [H], learned, to be kept positive.
+        rate: float [H], learned; must stay positive.
+        scale: float [H], learned; must stay positive.
+
+    Returns:
+        The score_mod.
 
     Raises:
         ArgumentError, ShapeError, DTypeError: not float tensors of that shape.

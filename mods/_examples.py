@@ -24,7 +24,7 @@ from attnkit.mods._temperature import log_length, scalable_softmax
 
 
 class Example(NamedTuple):
-    """A mod, lengths that it fits, and its learned tensors."""
+    """A mod, sizes that it fits, and its learned tensors."""
 
     mod: ScoreMod
     q_len: int
@@ -35,7 +35,7 @@ class Example(NamedTuple):
 
 
 class _Draw:
-    """Random tensors from one seed, made on the CPU so that every device gets the same."""
+    """Draws random tensors from one seed, on the CPU so that every device gets the same."""
 
     def __init__(
         self, seed: int, device: torch.device, dtype: torch.dtype, requires_grad: bool
@@ -46,8 +46,8 @@ class _Draw:
     def learned(self, *shape: int, low: float = -1.0, high: float = 1.0) -> Tensor:
         """Uniform floats from low to high."""
         drawn = torch.rand(shape, generator=self.generator, dtype=torch.float64)
-        found = (low + (high - low) * drawn).to(self.device, self.dtype)
-        return found.requires_grad_(self.requires_grad)
+        values = (low + (high - low) * drawn).to(self.device, self.dtype)
+        return values.requires_grad_(self.requires_grad)
 
     def ints(self, low: int, high: int, *shape: int) -> Tensor:
         """int32 from low to high - 1."""
@@ -65,7 +65,7 @@ def examples(
     requires_grad: bool = False,
     seed: int = 0,
 ) -> dict[str, Example]:
-    """At least one instance of every mod of the library.
+    """Build at least one instance of every mod of the library.
 
     Args:
         length: query and kv length, from 4 on; `bias_2d` takes the nearest smaller square.
@@ -85,19 +85,19 @@ def examples(
     whole("heads", heads, 1)
     whole("batch", batch, 1)
     draw = _Draw(seed, torch.device(device), dtype, requires_grad)
-    made = _fixed(length, heads, draw.device) | _by_head(length, heads, batch, draw)
-    made |= _tables(length, heads, batch, draw)
-    found = {}
-    for name, (mod, *learned) in made.items():
+    instances = _fixed(length, heads, draw.device) | _by_head(length, heads, batch, draw)
+    instances |= _tables(length, heads, batch, draw)
+    result = {}
+    for name, (mod, *learned) in instances.items():
         size = math.isqrt(length) ** 2 if name == "bias_2d" else length
-        found[name] = Example(mod, size, size, batch, heads, tuple(learned))
-    return found
+        result[name] = Example(mod, size, size, batch, heads, tuple(learned))
+    return result
 
 
-_Made: TypeAlias = dict[str, tuple[ScoreMod, *tuple[Tensor, ...]]]
+_Instances: TypeAlias = dict[str, tuple[ScoreMod, *tuple[Tensor, ...]]]
 
 
-def _fixed(length: int, heads: int, device: torch.device) -> _Made:
+def _fixed(length: int, heads: int, device: torch.device) -> _Instances:
     return {
         "softcap": (softcap(5.0),),
         "alibi": (alibi(heads),),
@@ -112,7 +112,7 @@ def _fixed(length: int, heads: int, device: torch.device) -> _Made:
     }
 
 
-def _by_head(length: int, heads: int, batch: int, draw: _Draw) -> _Made:
+def _by_head(length: int, heads: int, batch: int, draw: _Draw) -> _Instances:
     slopes, scale, gate = (draw.learned(heads, low=0.1) for _ in range(3))
     rate, reach, focus = (draw.learned(heads, low=0.1) for _ in range(3))
     lengths = draw.ints(1, length + 1, batch)
@@ -131,7 +131,7 @@ def _by_head(length: int, heads: int, batch: int, draw: _Draw) -> _Made:
     }
 
 
-def _tables(length: int, heads: int, batch: int, draw: _Draw) -> _Made:
+def _tables(length: int, heads: int, batch: int, draw: _Draw) -> _Instances:
     reach, side, nodes = max(1, length // 8), math.isqrt(length), 6
     t5, decoder = draw.learned(heads, 16), draw.learned(heads, 8)
     near = draw.learned(heads, 2 * reach + 1)

@@ -1,4 +1,4 @@
-"""A bias per score."""
+"""A bias for each score."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ def full_bias(bias: Tensor) -> ScoreMod:
     """Adds `bias[b, h, q, kv]`.
 
     Args:
-        bias: float [Sq, Skv], [H, Sq, Skv] or [B, H, Sq, Skv], learned or not; a size of 1 stands
-            for all.
+        bias: float [Sq, Skv], [H, Sq, Skv] or [B, H, Sq, Skv], may be learned; axes of size 1 are
+            broadcast.
+
+    Returns:
+        The score_mod.
 
     Raises:
         ArgumentError, ShapeError, DTypeError: not a float tensor of that shape.
@@ -27,7 +30,7 @@ def full_bias(bias: Tensor) -> ScoreMod:
     shared = tuple(size == 1 for size in bias.shape)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        own = (b, h, q, kv)[4 - rank :]
-        return score + bias[tuple(0 if s else i for s, i in zip(shared, own, strict=True))]
+        indices = (b, h, q, kv)[4 - rank :]
+        return score + bias[tuple(0 if s else i for s, i in zip(shared, indices, strict=True))]
 
     return score_mod

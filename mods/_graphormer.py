@@ -12,11 +12,13 @@ def graphormer(bias: Tensor, distance: Tensor) -> ScoreMod:
     """Adds `bias[h, distance[q, kv]]`.
 
     Args:
-        bias: float [H, P], learned; of a Hugging Face Graphormer,
+        bias: float [H, P], learned; in a Hugging Face Graphormer it is
             `spatial_pos_encoder.weight.T`.
-        distance: int [N, N] or [B, N, N], the spatial position of each pair (for example the
-            length of the shortest path, with one number kept for pairs without a path), from 0
-            to P - 1.
+        distance: int [N, N] or [B, N, N], the spatial position of each pair, from 0 to P - 1 (for
+            example the length of the shortest path, with one number for pairs without a path).
+
+    Returns:
+        The score_mod.
 
     Raises:
         ArgumentError, ShapeError, DTypeError: an argument is not as described.

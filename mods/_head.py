@@ -9,10 +9,13 @@ from attnkit.mods._check import ScoreMod, table
 
 
 def head_scale(scale: Tensor) -> ScoreMod:
-    """Gives `score * scale[h]`.
+    """Multiplies the score by `scale[h]`.
 
     Args:
         scale: float [H], learned.
+
+    Returns:
+        The score_mod.
 
     Raises:
         ArgumentError, ShapeError, DTypeError: not a float tensor of that shape.
@@ -33,10 +36,13 @@ def head_scale(scale: Tensor) -> ScoreMod:
 
 
 def head_gate(gate: Tensor) -> ScoreMod:
-    """Gives `score * sigmoid(gate[h])`: between even attention (0) and the score itself (1).
+    """Multiplies the score by `sigmoid(gate[h])`: from uniform attention (0) to the score (1).
 
     Args:
         gate: float [H], learned.
+
+    Returns:
+        The score_mod.
 
     Raises:
         ArgumentError, ShapeError, DTypeError: not a float tensor of that shape.

@@ -11,7 +11,10 @@ def relative_bias(bias: Tensor) -> ScoreMod:
     """Adds `bias[h, W + clamp(kv - q, -W, W)]`.
 
     Args:
-        bias: float [H, 2 * W + 1], learned; entry W is for the query's own position.
+        bias: float [H, 2 * W + 1], learned; entry W is for `kv == q`.
+
+    Returns:
+        The score_mod.
 
     Raises:
         ArgumentError, ShapeError, DTypeError: not a float tensor of that shape.
@@ -42,6 +45,9 @@ def bias_2d(bias: Tensor) -> ScoreMod:
     Args:
         bias: float [H, 2 * R - 1, 2 * C - 1], learned; tokens are in row-major order, query and
             kv length at most R * C.
+
+    Returns:
+        The score_mod.
 
     Raises:
         ArgumentError, ShapeError, DTypeError: not a float tensor of that shape.

@@ -1,4 +1,4 @@
-"""Sandwich: the bias that sinusoidal position embeddings give by themselves."""
+"""Sandwich: the bias of sinusoidal position embeddings."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ def sandwich(
 ) -> ScoreMod:
     """Adds `(sum_i cos(|q - kv| / 10000 ** (2 * i / dims)) - dims / 2) * H / (8 * (h + 1))`.
 
-    The sum runs over `i = 1 .. dims / 2`; it is the product of two sinusoidal embeddings, tabled
-    by distance once. At distance 0 the bias is 0, and it falls about as the logarithm.
+    The sum runs over `i = 1 .. dims / 2`; it is the product of two sinusoidal embeddings, computed
+    once into a table by distance. The bias is 0 at distance 0 and falls about logarithmically.
 
     Args:
         heads: H.
-        length: query or kv length, whichever is greater; greater distances are refused.
-        dims: size of the embeddings, even, independent of the head size.
-        device: where the query lives.
+        length: query or kv length, whichever is greater; longer sequences are refused.
+        dims: size of the embeddings, even, independent of the head dim.
+        device: of the query.
+
+    Returns:
+        The score_mod.
 
     Raises:
         ArgumentError, OptionError: an argument is not as described.

@@ -1,4 +1,4 @@
-"""Scores kept between two bounds."""
+"""Softcap: limit scores smoothly."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from attnkit.mods._check import ScoreMod, number
 
 
 def softcap(cap: float) -> ScoreMod:
-    """Gives `cap * tanh(score / cap)`: near the score itself while small, never beyond `cap`.
+    """Replaces the score by `cap * tanh(score / cap)`, which stays between `-cap` and `cap`.
 
     Args:
         cap: greater than 0.
+
+    Returns:
+        The score_mod.
 
     Raises:
         ArgumentError, OptionError: not a finite number greater than 0.

@@ -15,19 +15,22 @@ def t5_bias(bias: Tensor, *, bidirectional: bool = True, max_distance: int = 128
     """Adds `bias[h, bucket(kv - q)]`.
 
     Half of the buckets are for single distances, half for ranges that grow up to `max_distance`;
-    all greater distances share the last. With `bidirectional`, keys before and after the query
-    have half of the buckets each; without, keys after the query count as distance 0.
+    all greater distances share the last bucket. With `bidirectional`, keys before and after the
+    query have half of the buckets each; without it, keys after the query count as distance 0.
 
     Args:
-        bias: float [H, buckets], learned; of a Hugging Face T5,
+        bias: float [H, buckets], learned; in a Hugging Face T5 it is
             `relative_attention_bias.weight.T`.
         bidirectional: True in an encoder, False in a decoder.
         max_distance: where the last bucket begins.
 
+    Returns:
+        The score_mod.
+
     Raises:
         ArgumentError, ShapeError, DTypeError: an argument is not as described.
-        OptionError: fewer than 2 buckets on a side, an odd number of them where both sides share
-            them, or `max_distance` is not beyond the single distances.
+        OptionError: there are fewer than 2 buckets on a side, their number is odd with
+            `bidirectional`, or `max_distance` is not beyond the single distances.
 
     Source: Raffel et al. 2020 (T5), arXiv:1910.10683; buckets as in Mesh TensorFlow.
 

@@ -1,4 +1,4 @@
-"""Temperatures that follow the number of keys."""
+"""Scale scores by the logarithm of the number of keys."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from attnkit.mods._check import ScoreMod, int_tensor, table, whole
 
 
 def log_length(trained: int, length: int | Tensor | None = None) -> ScoreMod:
-    """Gives `score * max(1, log(n) / log(trained))` for a row with n keys.
+    """Multiplies the scores of a row with n keys by `max(1, log(n) / log(trained))`.
 
     Args:
-        trained: length that the model was trained at, from 2 on.
+        trained: sequence length in training, from 2 on.
         length: n for all rows, an int, or int [B] per batch entry; None for causal attention,
             where row q has `n = q + 1` keys.
+
+    Returns:
+        The score_mod.
 
     Raises:
         ArgumentError, OptionError, ShapeError, DTypeError: an argument is not as described.
@@ -51,12 +54,15 @@ def log_length(trained: int, length: int | Tensor | None = None) -> ScoreMod:
 
 
 def scalable_softmax(scale: Tensor, length: int | Tensor | None = None) -> ScoreMod:
-    """Gives `score * scale[h] * log(n)` for a row with n keys, so that attention stays focused.
+    """Multiplies the scores of a row with n keys by `scale[h] * log(n)`: attention stays focused.
 
     Args:
         scale: float [H], learned.
         length: n for all rows, an int, or int [B] per batch entry; None for causal attention,
             where row q has `n = q + 1` keys.
+
+    Returns:
+        The score_mod.
 
     Raises:
         ArgumentError, OptionError, ShapeError, DTypeError: an argument is not as described.
@@ -91,8 +97,8 @@ def scalable_softmax(scale: Tensor, length: int | Tensor | None = None) -> Score
 
 
 def _lengths(length: Tensor) -> Tensor:
-    found = int_tensor("length", length, "[B]", (1,))
-    least = int(found.min())
+    lengths = int_tensor("length", length, "[B]", (1,))
+    least = int(lengths.min())
     if least < 1:
         raise OptionError(f"length must be at least 1 everywhere, got {least}")
-    return found
+    return lengths

@@ -1,8 +1,10 @@
-"""The command `attnkit`: one module of this package for each of its commands.
+"""Run the command `attnkit`; each of its commands is a module of this package.
 
-A command's module has `register(subparsers)`, which adds its parser and sets `run` as the default
-of that name, and `run(options) -> int`, which does the work and gives the exit status. It is part
-of the command line once it stands in `COMMANDS`.
+In: command line arguments. Out: text and an exit status. Nothing imports this room but `__main__`.
+
+The module of a command has `register(subparsers)`, which adds its parser and sets `run` as the
+default of that name, and `run(options) -> int`, which does the work and returns the exit status.
+`COMMANDS` lists the modules.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ COMMANDS: tuple[ModuleType, ...] = (show, explain, check, doctor, emulate, compi
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line."""
+    """Build the parser of the whole command line."""
     whole = argparse.ArgumentParser(
-        prog="attnkit", description="Custom attention: what variants mean, keep and cost."
+        prog="attnkit", description="Custom attention: explain, draw, check and compile variants."
     )
     whole.add_argument("--version", action="version", version=f"attnkit {attnkit.__version__}")
     subparsers = whole.add_subparsers(metavar="command", required=True)
@@ -43,11 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         options = parser().parse_args(argv)
-    except SystemExit as stop:  # argparse has printed what is wrong, or the help
+    except SystemExit as stop:  # argparse has printed an error or the help
         return stop.code if isinstance(stop.code, int) else MISUSED
     run: Callable[[argparse.Namespace], int] = options.run
     try:
         return run(options)
-    except (AttnkitError, OSError) as error:  # such as a folder that does not exist
+    except (AttnkitError, OSError) as error:  # OSError: such as a folder that does not exist
         print(f"attnkit: {error}", file=sys.stderr)
         return MISUSED

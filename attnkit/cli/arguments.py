@@ -1,4 +1,4 @@
-"""What the commands share: exit statuses, and arguments read from text."""
+"""Parse arguments that several commands take, and name the exit statuses."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ TARGET = (
 )
 _DTYPES = {str(d).removeprefix("torch."): d for d in DTYPES}
 DTYPE_NAMES = ", ".join(_DTYPES)
-LENGTH = 1024  # of masks that have none, where nothing is computed
+LENGTH = 1024  # default for masks that fit any length, in commands that compute no attention
 
 
 def size(text: str) -> int:
-    """A positive number."""
+    """Parse a positive number."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)
 
 
 def size_or_range(text: str) -> int | tuple[int, int]:
-    """A positive number, or LOW:HIGH."""
+    """Parse a positive number, or a range LOW:HIGH."""
     low, colon, high = text.partition(":")
     if not colon:
         return size(text)
@@ -42,7 +42,7 @@ def size_or_range(text: str) -> int | tuple[int, int]:
 
 
 def dtypes(text: str) -> list[torch.dtype]:
-    """Names of dtypes, with commas between."""
+    """Parse names of dtypes, separated by commas."""
     unknown = [name for name in text.split(",") if name not in _DTYPES]
     if unknown:
         raise argparse.ArgumentTypeError(
@@ -52,25 +52,25 @@ def dtypes(text: str) -> list[torch.dtype]:
 
 
 def dtype(text: str) -> torch.dtype:
-    """The name of one dtype."""
+    """Parse the name of one dtype."""
     if "," in text:
         raise argparse.ArgumentTypeError(f"{text!r} is more than one dtype")
     return dtypes(text)[0]
 
 
 def device(text: str) -> torch.device:
-    """A device that tensors can be made on."""
+    """Parse a device, on which tensors can be created."""
     try:
-        found = torch.device(text)
-        torch.empty(1, device=found)
+        parsed = torch.device(text)
+        torch.empty(1, device=parsed)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise argparse.ArgumentTypeError(f"cannot use {text!r}: {reason}") from None
-    return found
+    return parsed
 
 
-def own_lengths(mask: Any) -> tuple[int | None, int | None]:
-    """The query and kv length that a mask or block mask was built for, None where any will do."""
+def built_lengths(mask: Any) -> tuple[int | None, int | None]:
+    """The query and kv length that a mask or block mask was built for; None if any length fits."""
     if hasattr(mask, "seq_lengths"):
         return mask.seq_lengths[0], mask.seq_lengths[1]
     if not isinstance(mask, Mask):
@@ -80,14 +80,14 @@ def own_lengths(mask: Any) -> tuple[int | None, int | None]:
 
 
 def lengths(mask: Any, options: argparse.Namespace, default: int) -> tuple[int, int]:
-    """--q-len and --kv-len where they are given, else the mask's own, else a default."""
-    own_q, own_kv = own_lengths(mask)
-    q_len = options.q_len or own_q or options.kv_len or own_kv or default
-    return q_len, options.kv_len or own_kv or q_len
+    """Choose the query and kv length: the options, else those of the mask, else a default."""
+    mask_q, mask_kv = built_lengths(mask)
+    q_len = options.q_len or mask_q or options.kv_len or mask_kv or default
+    return q_len, options.kv_len or mask_kv or q_len
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """Let the parser take --device."""
+    """Add --device to a parser."""
     parser.add_argument(
         "--device", type=device, default=torch.device("cpu"), metavar="D", help="default cpu"
     )

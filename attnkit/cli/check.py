@@ -1,4 +1,4 @@
-"""`attnkit check`: property test of a variant."""
+"""Run a property test of a variant: `attnkit check`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def register(subparsers: Subparsers) -> None:
     """Add the command's parser."""
     parser = subparsers.add_parser("check", help="property test of a variant")
     parser.description = (
-        "Compare every backend with dense float64 attention on drawn calls: output, LSE, "
+        "Compare every backend with dense float64 attention on random calls: output, LSE, "
         "gradients, tiles. Exit status 0: passed, 1: failed, 2: could not be run."
     )
     parser.set_defaults(run=run)
@@ -47,14 +47,16 @@ def register(subparsers: Subparsers) -> None:
         "--dtype", type=dtypes, metavar="D,...", help=f"of {DTYPE_NAMES}; default all"
     )
     parser.add_argument(
-        "--examples", type=size, default=40, metavar="N", help="calls to draw; default 40"
+        "--examples", type=size, default=40, metavar="N", help="number of random calls; default 40"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the drawing")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the random calls; default 0"
+    )
     add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check the target; print the report."""
+    """Check the target, and print the report."""
     from attnkit.testing import CheckError, check_variant, load
 
     with _Progress(sys.stderr) as progress:
@@ -78,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 class _Progress:
-    """A line that counts, on a terminal; nothing elsewhere."""
+    """Shows progress as a line on a terminal, and nothing elsewhere."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream if stream.isatty() else None

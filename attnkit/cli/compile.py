@@ -1,4 +1,4 @@
-"""`attnkit compile`: kernels ahead of time, without a GPU."""
+"""Compile kernels ahead of time, without a GPU: `attnkit compile`."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from attnkit.schedule.targets import TARGETS, missing_arch, of_arch
 
 if TYPE_CHECKING:
     from attnkit.cli.arguments import Subparsers
-    from attnkit.jit.kernel import Kernel, Source
+    from attnkit.jit.kernel import CompiledKernel, Source
 
 LENGTH = 512
 
 
 @dataclass(frozen=True)
 class Request:
-    """A call whose kernels are wanted.
+    """A call whose kernels are compiled.
 
     Attributes:
         variant: callable with query, key and value.
-        dtype: of these.
-        arch: as "sm_90a".
-        batch, heads, kv_heads, q_len, kv_len, head_dim, value_dim: their sizes. Kernels serve all
-            lengths, batches and heads; these must only fit the variant.
-        backward: the kernels of the gradients too.
+        dtype: of query, key and value.
+        arch: architecture, such as "sm_90a".
+        batch, heads, kv_heads, q_len, kv_len, head_dim, value_dim: sizes of query, key and value.
+            Kernels serve all lengths, batches and heads; these sizes must fit the variant.
+        backward: whether to compile the kernels of the gradients too.
     """
 
     variant: Any
@@ -49,7 +49,7 @@ class Request:
 
 def register(subparsers: Subparsers) -> None:
     """Add the command's parser."""
-    parser = subparsers.add_parser("compile", help="kernels ahead of time, without a GPU")
+    parser = subparsers.add_parser("compile", help="compile kernels ahead of time, without a GPU")
     parser.description = (
         "Compile the kernels of a variant into the cache folder (ATTNKIT_CACHE_DIR) and print what "
         "they use; needs no GPU. Exit status 0: done, 1: done, but a kernel is slower than it "
@@ -71,31 +71,31 @@ def register(subparsers: Subparsers) -> None:
         help="float16, bfloat16; default bfloat16",
     )
     for name, default, what in (
-        ("head-dim", 128, "width of a head of query and key"),
-        ("value-dim", None, "width of a head of value; default head-dim"),
+        ("head-dim", 128, "head dim of query and key"),
+        ("value-dim", None, "head dim of value; default head-dim"),
         ("heads", 1, "query heads, as many as the variant's tables have"),
         ("kv-heads", None, "key and value heads; default heads"),
         (
             "q-len",
             None,
-            f"query length that the variant is built for; default its own, or {LENGTH}",
+            f"query length that the variant is built for; default that of the mask, or {LENGTH}",
         ),
-        ("kv-len", None, "kv length that it is built for; default its own, or q-len"),
+        ("kv-len", None, "kv length that it is built for; default that of the mask, or q-len"),
         ("batch", 1, "batch size that it is built for"),
     ):
         text = what if default is None else f"{what}; default {default}"
         parser.add_argument(f"--{name}", type=size, default=default, metavar="N", help=text)
     parser.add_argument(
-        "--backward", action="store_true", help="the kernels of the gradients as well"
+        "--backward", action="store_true", help="compile the kernels of the gradients too"
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compile; print a line for each kernel, and what is wrong with it."""
+    """Compile the target's kernels; print a line for each kernel and its problems."""
     from attnkit.testing.load import load
 
     variant = load(options.target)
-    wanted: dict[Source, None] = {}
+    unique: dict[Source, None] = {}
     q_len, kv_len = lengths(variant.mask, options, LENGTH)
     for dtype in options.dtype:
         request = Request(
@@ -111,18 +111,18 @@ def run(options: argparse.Namespace) -> int:
             options.value_dim or options.head_dim,
             options.backward,
         )
-        wanted |= dict.fromkeys(sources(request))
-    return compile_all(list(wanted))
+        unique |= dict.fromkeys(sources(request))
+    return compile_all(list(unique))
 
 
 def sources(request: Request) -> Sequence[Source]:
-    """The kernels that a call asks for, compiled; the call computes nothing.
+    """Compile the kernels that a call needs, without computing anything; returns their sources.
 
     Raises:
         UnsupportedError: no GPU kernel serves the call.
     """
     from attnkit.jit import emulation
-    from attnkit.jit.kernel import asked
+    from attnkit.jit.kernel import requested_sources
 
     r = request
     if of_arch(r.arch) is None:
@@ -134,28 +134,28 @@ def sources(request: Request) -> Sequence[Source]:
     )
     tensors = [torch.zeros(s, dtype=r.dtype, requires_grad=r.backward) for s in shapes]
     # The emulator's calls are those of a GPU, on tensors that this machine can hold.
-    with emulation.session(execute=False), asked() as found:
+    with emulation.session(execute=False), requested_sources() as requested:
         try:
             out = r.variant(*tensors, backend=f"emulate:{r.arch}", enable_gqa=r.heads != r.kv_heads)
         except NoKernelError as error:
             raise UnsupportedError(f"there is no kernel to compile: {error.reason}") from None
         if r.backward:
             out.sum().backward()
-    return found
+    return requested
 
 
-def compile_all(wanted: Sequence[Source]) -> int:
-    """Compile sources; print a line for each kernel, and what is wrong with it.
+def compile_all(sources: Sequence[Source]) -> int:
+    """Compile sources; print a line for each kernel and its problems.
 
     Returns:
-        Exit status: 1 if a kernel spills registers or serialises its products.
+        Exit status: 1 if a kernel has a problem, such as spilled registers or serialised products.
     """
     from attnkit.jit import kernel as compiled
     from attnkit.jit.disk_cache import default_folder
 
     print(f"{'kernel':32} {'registers':>9} {'stack':>7} {'shared':>9} {'code':>9} {'seconds':>8}")
     status = OK
-    for source in wanted:
+    for source in sources:
         kernel = compiled.kernel(source)
         for line in _lines(kernel):
             print(line)
@@ -166,8 +166,8 @@ def compile_all(wanted: Sequence[Source]) -> int:
     return status
 
 
-def _lines(kernel: Kernel) -> Iterator[str]:
-    """A line for each device function; the time of all of them in the first."""
+def _lines(kernel: CompiledKernel) -> Iterator[str]:
+    """Format a line for each device function; the first has the time of all of them."""
     seconds = f"{kernel.artifact.seconds:8.2f}"
     shared = _shared(kernel)
     many = len(kernel.stats) > 1
@@ -180,16 +180,16 @@ def _lines(kernel: Kernel) -> Iterator[str]:
         seconds = ""
 
 
-def _shared(kernel: Kernel) -> dict[str, str]:
-    """Shared memory of a CTA by device function, as its host code asks for it at the launch.
+def _shared(kernel: CompiledKernel) -> dict[str, str]:
+    """Shared memory of a CTA for each device function, as the host code requests it at a launch.
 
-    Without a C compiler the host code cannot be run, and nothing is known.
+    Empty without a C compiler, as the host code cannot be run then.
     """
-    from attnkit.jit.launches import launches
+    from attnkit.jit.emulator_runs import launches
 
     static = {s.name: s.shared for s in kernel.stats}
     try:
-        found = launches(kernel)
+        captured = launches(kernel)
     except UnsupportedError:
         return {}
-    return {x.kernel.name: f"{(x.shared + static[x.kernel.name]) / 1024:.1f} KiB" for x in found}
+    return {x.kernel.name: f"{(x.shared + static[x.kernel.name]) / 1024:.1f} KiB" for x in captured}

@@ -1,4 +1,4 @@
-"""`attnkit doctor`: what this machine can run, and why not the rest."""
+"""Say what this machine can run, and why not the rest: `attnkit doctor`."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 
 class Finding(NamedTuple):
-    """One line: whether something is there, what it is called, what was found, and what to do."""
+    """One line: whether something is there, its name and state, and what to do if it is not."""
 
     present: bool
     name: str
-    found: str
+    state: str
     todo: str = ""
 
     def __str__(self) -> str:
         mark = "ok" if self.present else "--"
-        return f"{mark}  {self.name:24}{self.found}" + (f": {self.todo}" if self.todo else "")
+        return f"{mark}  {self.name:24}{self.state}" + (f": {self.todo}" if self.todo else "")
 
 
 def register(subparsers: Subparsers) -> None:
@@ -47,14 +47,14 @@ def register(subparsers: Subparsers) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print a line for everything that matters."""
+    """Print a line for each thing that was looked at."""
     for finding in findings():
         print(finding)
     return OK
 
 
 def findings() -> Iterator[Finding]:
-    """What was found, the base first and the backends last."""
+    """Look at packages, devices, the compiler, the cache folder and the backends, in this order."""
     yield Finding(True, "attnkit", f"{attnkit.__version__}, Python {platform.python_version()}")
     yield Finding(True, "torch", torch.__version__)
     for look in (_cuda, _dsl, _compiler, _cache):
@@ -83,12 +83,12 @@ def _cuda() -> Finding:
             "see whether `nvidia-smi` lists one and CUDA_VISIBLE_DEVICES allows it",
         )
     properties = torch.cuda.get_device_properties(0)
-    found = (
+    state = (
         f"{properties.name}, sm_{properties.major}{properties.minor}, "
         f"{properties.multi_processor_count} SMs, {properties.total_memory / 2**30:.0f} GiB"
     )
     more = torch.cuda.device_count() - 1
-    return Finding(True, name, found + (f", and {more} more" if more else ""))
+    return Finding(True, name, state + (f", and {more} more" if more else ""))
 
 
 def _dsl() -> Finding:
@@ -114,7 +114,7 @@ def _dsl() -> Finding:
 
 
 def _compiler() -> Finding:
-    from attnkit.jit.emulation import compiler
+    from attnkit.jit.emulator_runs import compiler
 
     try:
         return Finding(True, "C compiler", f"{compiler()}, for the emulator")
@@ -139,6 +139,7 @@ def _cache() -> Finding:
 
 
 def _kept(folder: Path) -> str:
+    """Count the kernels in the cache folder."""
     entries = [path.stat().st_size for path in folder.glob("*.kernel")] if folder.exists() else []
     return f"{len(entries)} kernels, {sum(entries) / 2**20:.1f} MiB" if entries else "empty"
 
@@ -153,7 +154,7 @@ def _package(name: str, extra: str, purpose: str) -> Finding:
 
 
 def _backends() -> Iterator[Finding]:
-    """What the plan says of each backend for bfloat16 and head dim 128 on the best device here."""
+    """Plan a call with each backend, with bfloat16 and head dim 128 on the best device here."""
     cuda = torch.cuda.is_available()
     capability = torch.cuda.get_device_capability() if cuda else None
     call = Call("bfloat16", 128, 128, capability)
@@ -163,7 +164,7 @@ def _backends() -> Iterator[Finding]:
         device = "cuda" if cuda and not backend.startswith("emulate") else "cpu"
         try:
             plan = choose(backend, device=device, call=call)
-            found = Finding(True, name, "; ".join((plan.reason, *plan.notes)))
+            finding = Finding(True, name, "; ".join((plan.reason, *plan.notes)))
         except AttnkitError as error:
-            found = Finding(False, name, str(error))
-        yield found
+            finding = Finding(False, name, str(error))
+        yield finding

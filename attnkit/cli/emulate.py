@@ -1,4 +1,4 @@
-"""`attnkit emulate`: a variant's kernels, executed on the CPU."""
+"""Execute a variant's GPU kernels on the CPU: `attnkit emulate`."""
 
 from __future__ import annotations
 
@@ -35,13 +35,22 @@ def register(subparsers: Subparsers) -> None:
         "--arch", default="sm_90a", metavar="A", help=f"one of {ARCHS}; default sm_90a"
     )
     parser.add_argument(
-        "--q-len", type=size, metavar="N", help=f"default the mask's own, or {LENGTH}"
+        "--q-len",
+        type=size,
+        metavar="N",
+        help=f"query length; default that of the mask, or {LENGTH}",
     )
-    parser.add_argument("--kv-len", type=size, metavar="N", help="default the mask's own, or q-len")
+    parser.add_argument(
+        "--kv-len", type=size, metavar="N", help="kv length; default that of the mask, or q-len"
+    )
     parser.add_argument("--heads", type=size, default=1, metavar="N", help="query heads; default 1")
-    parser.add_argument("--kv-heads", type=size, metavar="N", help="default heads")
-    parser.add_argument("--batch", type=size, default=1, metavar="N", help="default 1")
-    parser.add_argument("--head-dim", type=size, default=64, metavar="N", help="default 64")
+    parser.add_argument(
+        "--kv-heads", type=size, metavar="N", help="heads of key and value; default heads"
+    )
+    parser.add_argument("--batch", type=size, default=1, metavar="N", help="batch size; default 1")
+    parser.add_argument(
+        "--head-dim", type=size, default=64, metavar="N", help="head dim; default 64"
+    )
     parser.add_argument(
         "--dtype", type=dtype, metavar="D", help="float16 or bfloat16; default bfloat16"
     )
@@ -49,24 +58,28 @@ def register(subparsers: Subparsers) -> None:
         "--mode",
         choices=MODES,
         default="check",
-        help="eager: asynchronous work at once; adversarial: as late as barriers allow; race: "
-        "unordered accesses; check (default): all of them, from the same inputs",
+        help="eager: asynchronous operations complete at once; adversarial: as late as barriers "
+        "allow; race: report unordered accesses; check (default): all three, from the same inputs",
     )
     parser.add_argument(
-        "--seeds", type=size, default=3, metavar="N", help="adversarial orders; default 3"
+        "--seeds", type=size, default=3, metavar="N", help="number of adversarial orders; default 3"
     )
-    parser.add_argument("--backward", action="store_true", help="gradients too")
+    parser.add_argument(
+        "--backward", action="store_true", help="run the kernels of the gradients too"
+    )
     parser.add_argument(
         "--timeline", metavar="FILE.svg", type=Path, help="predict clocks and draw them"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the inputs")
     parser.add_argument(
-        "--minutes", type=float, metavar="N", help="refuse kernels that would take longer"
+        "--seed", type=int, default=0, metavar="N", help="of the random inputs; default 0"
+    )
+    parser.add_argument(
+        "--minutes", type=float, metavar="N", help="refuse kernels with a longer estimated time"
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Emulate the target; print what came of it."""
+    """Emulate the target, and print errors and reports."""
     import torch
 
     from attnkit.jit import emulation
@@ -100,6 +113,7 @@ def run(options: argparse.Namespace) -> int:
 def _inputs(
     options: argparse.Namespace, sizes: tuple[int, int], dtype: torch.dtype
 ) -> list[Tensor]:
+    """Draw query, key and value."""
     import torch
 
     generator = torch.Generator().manual_seed(options.seed)
@@ -111,8 +125,8 @@ def _inputs(
 
 
 def _draw(session: Session, file: Path) -> None:
-    """Print the predictions; one file for each kernel, numbered from the second on."""
-    from attnkit.jit.emulation import picture
+    """Print the predictions, and draw one file for each kernel, numbered from the second on."""
+    from attnkit.jit.emulator_runs import picture
 
     for number, (name, timeline) in enumerate(session.timelines, 1):
         path = file if number == 1 else file.with_stem(f"{file.stem}-{number}")

@@ -1,4 +1,4 @@
-"""`attnkit explain`: what a variant means and how it would run."""
+"""Explain what a variant means and how it would run: `attnkit explain`."""
 
 from __future__ import annotations
 
@@ -30,21 +30,23 @@ if TYPE_CHECKING:
 def register(subparsers: Subparsers) -> None:
     """Add the command's parser."""
     parser = subparsers.add_parser("explain", help="formula, derivative, tiles, plan and schedule")
-    parser.description = "Say what a variant means and how it would run; computes no attention."
+    parser.description = "Explain what a variant means and how it would run; computes no attention."
     parser.set_defaults(run=run)
     parser.add_argument("target", help=TARGET)
     parser.add_argument(
         "--q-len",
         type=size,
         metavar="N",
-        help=f"query length; default the mask's own, or {LENGTH}",
+        help=f"query length; default that of the mask, or {LENGTH}",
     )
     parser.add_argument(
-        "--kv-len", type=size, metavar="N", help="kv length; default the mask's own, or q-len"
+        "--kv-len", type=size, metavar="N", help="kv length; default that of the mask, or q-len"
     )
-    parser.add_argument("--heads", type=size, default=1, metavar="N", help="query heads")
-    parser.add_argument("--batch", type=size, default=1, metavar="N", help="batch size")
-    parser.add_argument("--head-dim", type=size, default=64, metavar="N", help="head width")
+    parser.add_argument("--heads", type=size, default=1, metavar="N", help="query heads; default 1")
+    parser.add_argument("--batch", type=size, default=1, metavar="N", help="batch size; default 1")
+    parser.add_argument(
+        "--head-dim", type=size, default=64, metavar="N", help="head dim; default 64"
+    )
     parser.add_argument(
         "--dtype",
         type=dtype,
@@ -55,15 +57,15 @@ def register(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--arch",
         metavar="A",
-        help="predict the kernel for this architecture, say sm_100a: roles, tensor memory, clocks by "
-        "unit, speed. Executes a tile of it in the emulator, up to a minute",
+        help="predict the kernel for this architecture, such as sm_100a: roles, tensor memory, "
+        "clocks of each unit, speed. Executes a tile of it in the emulator, which takes up to a minute",
     )
     parser.add_argument(
         "--sms",
         type=size,
         metavar="N",
-        help="SMs that the schedule is predicted for; default those of the architecture's card, "
-        f"{HOPPER_SMS} (an H100 or H200) if none is named",
+        help="SMs that the schedule is predicted for; default those of the architecture's GPU, "
+        f"{HOPPER_SMS} (an H100 or H200) without --arch",
     )
     parser.add_argument(
         "--timeline", metavar="FILE", help="draw the forward's schedule into a .png or .svg file"
@@ -71,18 +73,18 @@ def register(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--backward",
         action="store_true",
-        help="the backward's schedule for --timeline; with --arch its kernel too",
+        help="draw the backward's schedule with --timeline; predict its kernel too with --arch",
     )
     add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Explain the target."""
+    """Explain the target, and draw its schedule if that was asked for."""
     from attnkit.testing.load import load
 
     variant = load(options.target)
     q_len, kv_len = lengths(variant.mask, options, LENGTH)
-    found = attnkit.explain(
+    explanation = attnkit.explain(
         variant,
         q_len=q_len,
         kv_len=kv_len,
@@ -94,21 +96,23 @@ def run(options: argparse.Namespace) -> int:
         sms=options.sms,
         arch=options.arch,
     )
-    print(found)
+    print(explanation)
     if options.arch is not None and options.backward:
         print(f"backward kernel for {options.arch} (predicted, not measured)")
-        print(textwrap.indent(found.backward_kernel, "  "))
+        print(textwrap.indent(explanation.backward_kernel, "  "))
     if options.timeline is not None:
-        _draw(found, options)
+        _draw(explanation, options)
     return OK
 
 
-def _draw(found: Explanation, options: argparse.Namespace) -> None:
+def _draw(explanation: Explanation, options: argparse.Namespace) -> None:
     from attnkit.inspection.timeline import save_timeline
 
-    simulated = found.forecast
+    simulated = explanation.forecast
     if simulated is None:
-        raise UnsupportedError(f"--timeline cannot be drawn: the schedule is {found.schedule}")
+        raise UnsupportedError(
+            f"--timeline cannot be drawn: the schedule is {explanation.schedule}"
+        )
     which = "backward" if options.backward else "forward"
     title = f"{options.target}, {which}"
     path = save_timeline(options.timeline, simulated, backward=options.backward, title=title)

@@ -1,4 +1,4 @@
-"""`attnkit show`: a mask as a picture, with its counts."""
+"""Draw a mask, and count its tiles: `attnkit show`."""
 
 from __future__ import annotations
 
@@ -18,32 +18,37 @@ def register(subparsers: Subparsers) -> None:
     """Add the command's parser."""
     parser = subparsers.add_parser("show", help="picture of a mask, its tiles and interval form")
     parser.description = (
-        "Draw the tiles of a mask as text, or into a file, and say how many there are, how much "
-        "is kept, what storing it takes, and its interval form."
+        "Draw the tiles of a mask as text or into a file, and print how many tiles and positions "
+        "it keeps, the memory of its tiles, and its interval form."
     )
     parser.set_defaults(run=run)
     parser.add_argument("target", help=TARGET)
     parser.add_argument(
-        "--q-len", type=size, metavar="N", help=f"query length; default the mask's own, or {LENGTH}"
+        "--q-len",
+        type=size,
+        metavar="N",
+        help=f"query length; default that of the mask, or {LENGTH}",
     )
     parser.add_argument(
-        "--kv-len", type=size, metavar="N", help="kv length; default the mask's own, or q-len"
+        "--kv-len", type=size, metavar="N", help="kv length; default that of the mask, or q-len"
     )
-    parser.add_argument("--heads", type=size, default=1, metavar="N", help="query heads")
-    parser.add_argument("--batch", type=size, default=1, metavar="N", help="batch size")
+    parser.add_argument("--heads", type=size, default=1, metavar="N", help="query heads; default 1")
+    parser.add_argument("--batch", type=size, default=1, metavar="N", help="batch size; default 1")
     parser.add_argument(
-        "--at", type=_place, default=(0, 0), metavar="B,H", help="which to show; default 0,0"
+        "--at",
+        type=_place,
+        default=(0, 0),
+        metavar="B,H",
+        help="batch entry and head to show; default 0,0",
     )
     parser.add_argument("--block", type=_block, metavar="N[,N]", help="tile size; default 128")
-    parser.add_argument(
-        "--output", metavar="FILE", help="draw into a .png or .svg file (all heads)"
-    )
-    parser.add_argument("--plain", action="store_true", help="ASCII only")
+    parser.add_argument("--output", metavar="FILE", help="draw all heads into a .png or .svg file")
+    parser.add_argument("--plain", action="store_true", help="use ASCII only")
     add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show the target."""
+    """Draw the target's mask, and print its counts."""
     from attnkit.inspection import picture
     from attnkit.inspection.summary import summarize
     from attnkit.sparsity.block_mask import BlockMask, create_block_mask
@@ -79,6 +84,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _refuse_sizes(options: argparse.Namespace) -> None:
+    """Refuse options that set sizes: a BlockMask has its own."""
     given = [n for n in ("q_len", "kv_len", "block") if getattr(options, n) is not None]
     given += [n for n in ("heads", "batch") if getattr(options, n) != 1]
     if given:
@@ -104,7 +110,7 @@ def _place(text: str) -> tuple[int, int]:
 
 
 def _prints(text: str) -> bool:
-    """Whether the output can carry these characters."""
+    """Whether the output's encoding has these characters."""
     try:
         text.encode(sys.stdout.encoding or "ascii")
     except UnicodeEncodeError:

@@ -14,13 +14,13 @@ from cutlass import Int32, select_
 
 from attnkit.codegen.emit_cute import emit
 from attnkit.codegen.forward_hooks import Columns, Ends, GraphForward, Rows
-from attnkit.codegen.levels import index_level, level_of
 from attnkit.codegen.score_form import score_form, unscaled
 from attnkit.codegen.staged_emitter import Element, Stages, Values
 from attnkit.graph import ir
 from attnkit.graph.adjoint import adjoint
 from attnkit.graph.ir import Node, arg, const
 from attnkit.graph.simplify import build
+from attnkit.graph.staging import Level, index_level, level_of
 
 _ONE = const(1.0)
 
@@ -40,8 +40,7 @@ class GraphBackward(GraphForward):
 
     Attributes:
         sloped: whether the derivative of the mod by the score is not 1.
-        learned: for each load with a gradient, the level of its index: "head", "row", "column",
-            "relative" or "element".
+        learned: for each load with a gradient, the level of its index, from `Level.HEAD` up.
         slots: for each such load, which of the wanted tensors it reads.
         gathers: whether a captured tensor is read for every score, or every q - kv.
         distant: whether a number of the head times kv - q is added apart, see `distance`; only
@@ -78,13 +77,13 @@ class GraphBackward(GraphForward):
         super().__init__(form, mask, ends, scores=scores, listed=listed, positive=positive)
         parts = [n for n in (form.factor, form.rest, form.slope) if n is not None]
         self.distant = form.distance is not None
-        self.learned = tuple(index_level(load) for load in self._loads)
+        self.learned: tuple[str, ...] = tuple(index_level(load) for load in self._loads)
         adjoints = [self._dscore, *self._cotangents] if self.learned else []
         # one set of stages, so that a mod and its slope share what they have in common
         self._score = Stages([*parts, self._slope] if self.sloped else parts)
         self._adjoint = Stages(adjoints)
         self.gathers = any(
-            n.op == "load" and level_of(n) in ("relative", "element")
+            n.op == "load" and level_of(n) in (Level.RELATIVE, Level.ELEMENT)
             for n in ir.topo(*self._score.roots, *self._kept.roots)
         )
 

@@ -17,6 +17,7 @@ from attnkit.codegen.score_form import ScoreForm
 from attnkit.codegen.staged_emitter import Element, Stages, Values
 from attnkit.graph import ir
 from attnkit.graph.ir import Node
+from attnkit.graph.staging import Level
 
 Ends: TypeAlias = tuple[tuple[Node, Node], ...]
 Rows: TypeAlias = Sequence[tuple[Any, Values]]
@@ -64,7 +65,7 @@ class GraphForward:
         )
         self.effort = instructions(*parts)
         self.row_factor = form.factor is not None and "q" in ir.reads(form.factor)
-        self.ahead = bool(self._score.known("column") or self._score.known("relative"))
+        self.ahead = bool(self._score.known(Level.COLUMN) or self._score.known(Level.RELATIVE))
 
     def _tensors(self, site: Any) -> tuple[Any, Any]:
         return site.tensors[: self._scores], site.tensors[self._scores :]
@@ -74,7 +75,7 @@ class GraphForward:
         scores, masks = self._tensors(site)
         own = self._score.head(site, scores)
         slope = factor = None
-        memo = dict(zip(self._score.known("head"), own, strict=True))
+        memo = dict(zip(self._score.known(Level.HEAD), own, strict=True))
         env = {"b": site.b, "h": site.h, "scale": site.scale}
         if self.form.slope is not None:
             slope = emit([self.form.slope], env, scores, fast=True, wrap=self._wrap, memo=memo)[0]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from attnkit.codegen.score_form import is_relative
 from attnkit.graph import ir
 from attnkit.graph.ir import Node
-from attnkit.graph.staging import stage
+from attnkit.graph.staging import Level, is_relative, level_of
 
 # Instructions of an operation where it is not about one, counted in the machine code of Blackwell
 # kernels (DSL 4.8.1): emitted as `attnkit.codegen.emit_cute.emit` does with `fast`.
@@ -27,6 +26,8 @@ _TAKES = {
     "cos": 80,
 }
 _LOAD, _FAR_LOAD = 5, 7  # at a distance, a row or a column; at a row and a column by themselves
+# A warp holds one row or few: what rows and heads know is computed once for many scores.
+_COUNTED = (Level.COLUMN, Level.RELATIVE, Level.ELEMENT)
 _DIVIDES = ("fdiv", "mod", "tdiv")
 _BY_CONSTANT, _BY_INT, _BY_FLOAT = 9, 20, 60
 
@@ -38,9 +39,13 @@ def instructions(*roots: Node) -> int:
     """
     counted: set[Node] = set()
     for root in roots:
-        levels = stage(root).levels
-        counted.update(n for n, level in levels.items() if level in ("column", "element"))
+        counted.update(n for n in ir.topo(root) if _is_counted(n))
     return sum(map(_takes, counted))
+
+
+def _is_counted(n: Node) -> bool:
+    # the tables of predicted clocks were fitted with products of the scale counted for each score
+    return level_of(n) in _COUNTED or "scale" in ir.reads(n)
 
 
 def _takes(n: Node) -> int:

@@ -246,38 +246,3 @@ def _reach(n: Node) -> tuple[float, float] | None:
             ends = (a * c, a * d, b * c, b * d)
             return min(ends), max(ends)
     return None
-
-
-def is_relative(n: Node) -> bool:
-    """Whether an expression sees q and kv through their difference only, and no score."""
-    seen: dict[Node, bool] = {}
-    for part in ir.topo(n):
-        own = _coefficients(part) if part.type == I32 else None
-        if own is None and part.op in ("lt", "le", "eq") and part.args[0].type == I32:
-            own = _coefficients(ir.node("sub", *part.args))
-        if own is not None and (own[0] or own[1]):
-            seen[part] = own[0] == -own[1]
-        elif part.op == "arg":
-            seen[part] = part.attr not in ("q", "kv", "score", "grad")
-        else:
-            seen[part] = all(seen[a] for a in part.args)
-    return seen[n]
-
-
-def _coefficients(n: Node) -> tuple[int, int] | None:
-    """Factors of q and of kv in an integer sum that sees them in no other way."""
-    if n.op == "arg" and n.attr in ("q", "kv"):
-        return (1, 0) if n.attr == "q" else (0, 1)
-    names = ir.reads(n)
-    if names & {"score", "grad"}:
-        return None
-    if not names & {"q", "kv"}:
-        return 0, 0
-    if n.op in ("add", "sub", "neg"):
-        parts = [_coefficients(a) for a in n.args]
-        if any(p is None for p in parts):
-            return None
-        sign = -1 if n.op in ("sub", "neg") else 1
-        (a, b), (c, d) = (parts[0], parts[1]) if len(parts) == 2 else ((0, 0), parts[0])  # type: ignore[misc]
-        return a + sign * c, b + sign * d
-    return None

@@ -1,4 +1,4 @@
-"""Expressions emitted into a kernel, each part at the level where it is known, see `levels`.
+"""Expressions emitted into a kernel, each part at the level where it is known, see `graph.staging`.
 
 Plain Python that runs while a kernel is traced.
 """
@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from attnkit.codegen.emit_cute import emit
-from attnkit.codegen.levels import level_of
-from attnkit.graph import ir
 from attnkit.graph.ir import Node
+from attnkit.graph.staging import Level, hoisted
 
 Values: TypeAlias = tuple[Any, ...]
 Key: TypeAlias = Any
@@ -53,38 +52,26 @@ class Stages:
         self.roots = tuple(roots)
         self._wrap = wrap
         self._fast = fast
-        order = ir.topo(*self.roots)
-        levels = {n: level_of(n) for n in order}
-        wanted: dict[str, dict[Node, None]] = {
-            level: {} for level in ("head", "row", "column", "relative")
-        }
-        used = [(None, r) for r in self.roots] + [(n, a) for n in order for a in n.args]
-        for user, n in used:
-            level = levels[n]
-            if level == "element" or n.op in ("arg", "const"):
-                continue
-            if user is None or levels[user] != level:
-                wanted[level][n] = None
-        self._known = {level: tuple(nodes) for level, nodes in wanted.items()}
+        self._known = hoisted(self.roots)
 
-    def known(self, level: str) -> tuple[Node, ...]:
+    def known(self, level: Level) -> tuple[Node, ...]:
         """The sub-expressions that are emitted at a level."""
         return self._known[level]
 
     def head(self, site: Any, tensors: Sequence[Any]) -> Values:
         """Values of a tile."""
         env = {"b": site.b, "h": site.h, "scale": site.scale}
-        return tuple(self._emit(self._known["head"], env, tensors, {}))
+        return tuple(self._emit(self._known[Level.HEAD], env, tensors, {}))
 
     def row(self, site: Any, tensors: Sequence[Any], head: Values, q: Any) -> Values:
         """Values of a row."""
         env = {"b": site.b, "h": site.h, "scale": site.scale, "q": q}
-        return tuple(self._emit(self._known["row"], env, tensors, self._memo(head)))
+        return tuple(self._emit(self._known[Level.ROW], env, tensors, self._memo(head)))
 
     def column(self, site: Any, tensors: Sequence[Any], head: Values, kv: Any) -> Values:
         """Values of a column."""
         env = {"b": site.b, "h": site.h, "scale": site.scale, "kv": kv}
-        return tuple(self._emit(self._known["column"], env, tensors, self._memo(head)))
+        return tuple(self._emit(self._known[Level.COLUMN], env, tensors, self._memo(head)))
 
     def relatives(
         self, site: Any, tensors: Sequence[Any], head: Values, elements: Sequence[Element]
@@ -94,7 +81,7 @@ class Stages:
         They are emitted for the first element of each step, whose positions must be the true ones
         if those of any element of that step are.
         """
-        nodes = self._known["relative"]
+        nodes = self._known[Level.RELATIVE]
         found: dict[Key, Values] = {}
         for e in elements if nodes else ():
             if e.step is not None and e.step not in found:
@@ -114,10 +101,10 @@ class Stages:
         values = []
         for e in elements:
             memo = self._memo(head)
-            memo.update(zip(self._known["row"], e.row, strict=True))
-            memo.update(zip(self._known["column"], e.column, strict=True))
+            memo.update(zip(self._known[Level.ROW], e.row, strict=True))
+            memo.update(zip(self._known[Level.COLUMN], e.column, strict=True))
             if e.step in relatives:
-                memo.update(zip(self._known["relative"], relatives[e.step], strict=True))
+                memo.update(zip(self._known[Level.RELATIVE], relatives[e.step], strict=True))
             env = self._positions(site, e)
             if e.score is not None:
                 env["score"] = e.score
@@ -130,7 +117,7 @@ class Stages:
         return {"b": site.b, "h": site.h, "scale": site.scale, "q": e.q, "kv": e.kv}
 
     def _memo(self, head: Values) -> dict[Node, Any]:
-        return dict(zip(self._known["head"], head, strict=True))
+        return dict(zip(self._known[Level.HEAD], head, strict=True))
 
     def _emit(
         self, roots: Sequence[Node], env: dict[str, Any], tensors: Sequence[Any], memo: Any

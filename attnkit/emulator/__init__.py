@@ -1,7 +1,10 @@
-"""Runs generated GPU kernels (PTX and their host code) on the CPU, to test them.
+"""Executes generated GPU kernels on the CPU, to test them without a GPU.
 
-`run` executes a kernel in one of three ways, `check` in all of them; docs/emulator.md says what
-that proves and what not. Needs numpy, and a C compiler for the host code of compiled kernels.
+PTX or a compiled kernel with its host code comes in, with numpy arrays or torch CPU tensors as
+arguments; out go the arrays as the kernel leaves them, reports of what is wrong with it (`run`,
+`check`), and a prediction of its time (`timeline`). The room knows nothing of attention. It imports
+numpy and `attnkit.errors`, needs a C compiler for host code, and only `jit` may import it.
+docs/emulator.md says what a report proves and what not.
 """
 
 from __future__ import annotations
@@ -23,11 +26,11 @@ from attnkit.emulator.faults import (
     PtxError,
     UnknownOpcode,
 )
-from attnkit.emulator.fences import missing_fences
-from attnkit.emulator.memory import Undefined, restore, snapshot
-from attnkit.emulator.prediction import Timeline, timeline
-from attnkit.emulator.replay import Constants
-from attnkit.emulator.timeline_svg import picture
+from attnkit.emulator.machine.global_memory import Undefined, restore, snapshot
+from attnkit.emulator.ptx.wgmma_fences import missing_fences
+from attnkit.emulator.timing.replay import Constants
+from attnkit.emulator.timing.timeline import Timeline, timeline
+from attnkit.emulator.timing.timeline_svg import picture
 
 __all__ = [
     "CheckReport",

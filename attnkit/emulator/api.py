@@ -1,4 +1,4 @@
-"""The public entry: run a kernel in one of three ways, or check it in all of them."""
+"""Runs a kernel in one of three modes, or checks it in all of them: the public entry."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from attnkit.emulator.arguments import pack_all
+from attnkit.emulator.execution.generated_kernel import GeneratedKernel
+from attnkit.emulator.execution.grid import Grid, LaunchStats
 from attnkit.emulator.faults import Finding, KernelFault
-from attnkit.emulator.fences import missing_fences
-from attnkit.emulator.groups import mixed_groups
-from attnkit.emulator.host import Captured, HostFunction, host_function
-from attnkit.emulator.launch import LIMIT, Launch, Mode, Stats
-from attnkit.emulator.memory import GlobalMemory, Undefined, restore, snapshot
-from attnkit.emulator.parser import parse
-from attnkit.emulator.program import Program
-from attnkit.emulator.ptx import Kernel
-from attnkit.emulator.recorder import Recorder
+from attnkit.emulator.host.arguments import pack_all
+from attnkit.emulator.host.host_function import Captured, HostFunction, host_function
+from attnkit.emulator.machine.event_recorder import Recorder
+from attnkit.emulator.machine.global_memory import GlobalMemory, Undefined, restore, snapshot
+from attnkit.emulator.machine.launch import LIMIT, Launch, Mode
+from attnkit.emulator.ptx.cta_groups import mixed_cta_groups
+from attnkit.emulator.ptx.kernel import PtxKernel
+from attnkit.emulator.ptx.parser import parse
+from attnkit.emulator.ptx.wgmma_fences import missing_fences
 from attnkit.errors import ArgumentError, OptionError
 
 Dim = tuple[int, int, int]
@@ -29,24 +30,32 @@ Dim = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Report:
-    """What a run did and found. `findings` is empty for a kernel with which nothing is wrong."""
+    """Reports what a run did, and what is wrong with the kernel.
+
+    Attributes:
+        findings: empty for a kernel with which nothing is wrong.
+        launches: what each launch executed.
+        mode, seed: how the kernel ran.
+    """
 
     findings: tuple[Finding, ...]
-    launches: tuple[Stats, ...]
+    launches: tuple[LaunchStats, ...]
     mode: str
     seed: int = 0
 
     @property
     def ok(self) -> bool:
-        """No errors (there may be warnings)."""
+        """Whether there are no errors; there may be warnings."""
         return not any(f.severity == "error" for f in self.findings)
 
     @property
     def warp_instructions(self) -> int:
+        """Count the instructions of all launches, each once for every warp."""
         return sum(s.warp_instructions for s in self.launches)
 
     @property
     def seconds(self) -> float:
+        """Sum the seconds that the emulator took."""
         return sum(s.seconds for s in self.launches)
 
     def __str__(self) -> str:
@@ -57,42 +66,53 @@ class Report:
         return "\n".join([head, *(str(f) for f in self.findings)])
 
 
-class Target(ABC):
-    """Something that can be run: it turns call arguments into launches."""
+class Launchable(ABC):
+    """Turns call arguments into launches of kernels; base of what can be run.
+
+    Attributes:
+        ptx: the text of the device code.
+        kernels: the kernels in it, by name.
+        names, roles: see `describe`.
+        sms: how many SMs the GPU says it has.
+    """
 
     ptx: str
 
-    def __init__(self, kernels: dict[str, Kernel]) -> None:
+    def __init__(self, kernels: dict[str, PtxKernel]) -> None:
         self.kernels = kernels
-        self.programs: dict[str, Program] = {}
+        self._generated: dict[str, GeneratedKernel] = {}
         self.names: Mapping[int, str] = {}
         self.roles: Mapping[str, Iterable[int]] = {}
         self.sms = 132
 
     @abstractmethod
     def captured(self, args: Sequence[Any], memory: GlobalMemory) -> list[Captured]:
-        """The launches that a call with these arguments makes."""
+        """Return the launches that a call with these arguments makes."""
 
-    def program(self, kernel: Kernel) -> Program:
-        if kernel.name not in self.programs:
-            self.programs[kernel.name] = Program(kernel)
-            self.programs[kernel.name].check()
-        return self.programs[kernel.name]
+    def generated(self, kernel: PtxKernel) -> GeneratedKernel:
+        """Return the generated code of a kernel; check it when it is first asked for."""
+        if kernel.name not in self._generated:
+            self._generated[kernel.name] = GeneratedKernel(kernel)
+            self._generated[kernel.name].check()
+        return self._generated[kernel.name]
 
     def describe(
         self,
         *,
         names: Mapping[int, str] | None = None,
         roles: Mapping[str, Iterable[int]] | None = None,
-    ) -> Target:
-        """Words for reports: mbarriers by offset in shared memory, warps by role."""
+    ) -> Launchable:
+        """Set words for reports: mbarriers by offset in shared memory, warps by role."""
         self.names, self.roles = names or self.names, roles or self.roles
         return self
 
 
-class Ptx(Target):
-    """A kernel given as PTX text, with its launch. Arguments are arrays (passed as pointers),
-    Python ints and floats (as the parameter's size says) and bytes (a structure or tensor map)."""
+class Ptx(Launchable):
+    """Runs a kernel given as PTX text, with a launch of its own.
+
+    Arguments are arrays (passed as pointers), Python ints and floats (as the parameter's size says)
+    and bytes (a structure or tensor map).
+    """
 
     def __init__(
         self,
@@ -113,6 +133,7 @@ class Ptx(Target):
         self.shared = shared
 
     def captured(self, args: Sequence[Any], memory: GlobalMemory) -> list[Captured]:
+        """Return the one launch, with the arguments packed into its parameters."""
         params = self.kernel.params
         if len(args) != len(params):
             raise ArgumentError(f"{len(args)} arguments: the kernel has {len(params)} parameters")
@@ -124,6 +145,7 @@ class Ptx(Target):
 
 
 def _parameter(a: Any, size: int, memory: GlobalMemory, name: str) -> bytes:
+    """Return the bytes of a kernel parameter."""
     if isinstance(a, bytes):
         out = a
     elif isinstance(a, float):
@@ -139,8 +161,8 @@ def _parameter(a: Any, size: int, memory: GlobalMemory, name: str) -> bytes:
     return out
 
 
-class Executable(Target):
-    """A function compiled by the CuTe DSL (with --keep-ptx), run with its own host code.
+class Executable(Launchable):
+    """Runs a function compiled by the CuTe DSL (with --keep-ptx) with its own host code.
 
     `specs` are the arguments of `cute.compile`: stand-ins of tensors, numbers, sequences, streams.
     """
@@ -156,6 +178,7 @@ class Executable(Target):
         self.host: HostFunction = host_function(compiled, self.kernels)
 
     def captured(self, args: Sequence[Any], memory: GlobalMemory) -> list[Captured]:
+        """Return the launches that the host code makes with these arguments."""
         found = self.host.capture(pack_all(self.specs, args, memory))
         return [replace(c, kernel=self.kernels[c.kernel.name]) for c in found]
 
@@ -163,7 +186,7 @@ class Executable(Target):
     def of(
         cls, text: str, code: bytes, function: str, specs: Sequence[Any], prefix: str
     ) -> Executable:
-        """A function that was compiled before.
+        """Return a function that was compiled before.
 
         Args:
             text: its PTX.
@@ -173,22 +196,22 @@ class Executable(Target):
                 `arguments` reads, numbers by their `kind`, a stream.
         """
         self = object.__new__(cls)
-        Target.__init__(self, parse(text))
+        Launchable.__init__(self, parse(text))
         self.ptx, self.cubin, self.specs = text, None, tuple(specs)
         self.host = HostFunction(code, function, self.kernels, prefix)
         return self
 
     def with_ptx(self, text: str) -> Executable:
-        """The same host code with other device code: for studies of seeded faults."""
+        """Return the same host code with other device code, for studies of seeded faults."""
         other = object.__new__(Executable)
-        Target.__init__(other, parse(text))
+        Launchable.__init__(other, parse(text))
         other.ptx, other.cubin, other.specs, other.host = text, None, self.specs, self.host
         other.names, other.roles = self.names, self.roles
         return other
 
 
 def compile(fn: Any, *specs: Any, options: str = "", **kwargs: Any) -> Executable:
-    """`cute.compile(fn, *specs)` with what the emulator needs: PTX and source lines.
+    """Compile `cute.compile(fn, *specs)`, and keep what the emulator needs: PTX and source lines.
 
     The target architecture is that of the DSL (CUTE_DSL_ARCH, or --gpu-arch in `options`).
     """
@@ -203,7 +226,7 @@ def compile(fn: Any, *specs: Any, options: str = "", **kwargs: Any) -> Executabl
 
 
 def run(
-    target: Target,
+    target: Launchable,
     *args: Any,
     mode: str = "eager",
     seed: int = 0,
@@ -212,7 +235,7 @@ def run(
     limit: int = LIMIT,
     recorder: Recorder | None = None,
 ) -> Report:
-    """Runs every launch that a call of `target` with `args` makes, on the arrays themselves.
+    """Run every launch that a call of `target` with `args` makes, on the arrays themselves.
 
     Args:
         target: an `Executable` or `Ptx`.
@@ -231,14 +254,16 @@ def run(
     """
     memory = GlobalMemory()
     how = Mode.of(mode, seed, strict_loads=strict_loads)
-    stats: list[Stats] = []
+    stats: list[LaunchStats] = []
     findings: list[Finding] = []
     for number, c in enumerate(target.captured(args, memory)):
         watch = recorder if recorder is not None and recorder.launch == number else None
         if watch is not None:
             watch.kernel = c.kernel
+        code = target.generated(c.kernel)
         launch = Launch(
-            target.program(c.kernel),
+            c.kernel,
+            code.static,
             memory,
             c.params,
             c.grid,
@@ -253,7 +278,7 @@ def run(
             recorder=watch,
         )
         try:
-            stats.append(launch.run())
+            stats.append(Grid(launch, code).run())
         except KernelFault as fault:
             if raises:
                 raise
@@ -265,7 +290,7 @@ def run(
 
 @dataclass(frozen=True)
 class CheckReport:
-    """The runs of a check; `findings` has each finding once, the static ones first."""
+    """Reports the runs of a check; `findings` has each finding once, the static ones first."""
 
     static: tuple[Finding, ...]
     runs: tuple[Report, ...]
@@ -274,6 +299,7 @@ class CheckReport:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
+        """Return each finding once: those of static checks, of runs, then differing results."""
         seen: dict[tuple[str, str, int], Finding] = {}
         for f in (*self.static, *(f for r in self.runs for f in r.findings), *self.differences):
             seen.setdefault((f.kind, f.text, f.place.line), f)
@@ -281,6 +307,7 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
+        """Whether there are no errors; there may be warnings."""
         return not any(f.severity == "error" for f in self.findings)
 
     def __str__(self) -> str:
@@ -290,14 +317,14 @@ class CheckReport:
 
 
 def check(
-    target: Target,
+    target: Launchable,
     *args: Any,
     seeds: int = 3,
     expect: Callable[[], str | None] | None = None,
     deterministic: bool = True,
     strict_loads: bool = False,
 ) -> CheckReport:
-    """Static checks, then eager, adversarial (by seed) and race runs, from the same inputs.
+    """Run static checks, then eager, adversarial (by seed) and race runs, from the same inputs.
 
     Args:
         seeds: number of adversarial runs.
@@ -308,7 +335,7 @@ def check(
     The arrays hold the results of the last run afterwards.
     """
     static = tuple(
-        f for k in target.kernels.values() for f in (*missing_fences(k), *mixed_groups(k))
+        f for k in target.kernels.values() for f in (*missing_fences(k), *mixed_cta_groups(k))
     )
     before = snapshot(args)
     first: list[Any] | None = None

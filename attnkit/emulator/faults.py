@@ -1,4 +1,4 @@
-"""What the emulator raises and reports: faults of a kernel, each with the place where it happened."""
+"""Defines the errors and findings of the emulator, each with the place where it happened."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ class EmulatorError(AttnkitError, RuntimeError):
 
 
 class UnknownOpcode(UnsupportedError):
-    """The PTX holds an instruction, or a form of one, that the emulator does not implement."""
+    """Says that the PTX holds an instruction, or a form of one, that is not implemented."""
 
 
 class PtxError(EmulatorError):
-    """The text is not PTX that the parser can read."""
+    """Says that the text is not PTX that the parser can read."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where in the kernel: CTA, warps, the line in the PTX and in the source of the kernel."""
+    """Names a place in a kernel: CTA, warps, the line in the PTX and in the kernel's source."""
 
     cta: tuple[int, int, int] | None = None
     warps: tuple[int, ...] = ()
@@ -43,6 +43,7 @@ class Place:
 
 
 def _warps(warps: tuple[int, ...]) -> str:
+    """Return words for the numbers of warps."""
     if len(warps) == 1:
         return f"warp {warps[0]}"
     if warps == tuple(range(warps[0], warps[-1] + 1)):
@@ -52,11 +53,14 @@ def _warps(warps: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong with a kernel.
+    """Describes one thing that is wrong with a kernel.
 
-    `kind` is one of: bounds, alignment, barrier, deadlock, descriptor, race, fence, uninitialised,
-    unfinished, exited, tensor-memory, launch-control, encoding, runaway, trap, convergence, difference. `severity` is "error" or
-    "warning": a warning is something that the PTX ISA does not allow and that hardware is known to let pass.
+    Attributes:
+        kind: bounds, alignment, barrier, deadlock, descriptor, race, fence, uninitialised,
+            unfinished, exited, tensor-memory, launch-control, encoding, runaway, trap, convergence
+            or difference.
+        severity: "error" or "warning": a warning is something that the PTX ISA does not allow and
+            that hardware is known to let pass.
     """
 
     kind: str
@@ -74,7 +78,7 @@ class Finding:
 
 
 class KernelFault(EmulatorError):
-    """The kernel did something that ends its execution; `.finding` says what and where."""
+    """Ends the execution of a kernel; `.finding` says what is wrong and where."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(str(finding))
@@ -82,7 +86,10 @@ class KernelFault(EmulatorError):
 
 
 class Trap(Exception):
-    """Raised by the units, without a place; the machine adds it and raises `KernelFault`."""
+    """Signals a fault in an operation, without its place.
+
+    `execution` adds the place and raises `KernelFault`.
+    """
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)

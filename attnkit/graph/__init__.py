@@ -1,6 +1,7 @@
-"""The expression graph of a score_mod or mask_mod, and its interpretations.
+"""The expression graph of a score_mod or mask_mod, and its evaluation.
 
-In: typed, interned nodes (`ir`). Out: simplified graphs, derivatives (`adjoint`), the loop level at
-which each value is known (`staging`), affine forms, and evaluation by torch (the oracle) and by
-sympy (formulas). Imported by `tracing` and every room above it; imports only `util` and `errors`.
+In: typed, interned nodes (`ir`), built by the tracer. Out: simplified graphs (`simplify`),
+gradients (`adjoint`), the level at which each value is known (`staging`), affine forms (`affine`),
+values in torch (`eval_torch`, the reference) and formulas in sympy (`eval_sympy`). Imported by
+`tracing` and every room above it; imports only `errors`.
 """

@@ -1,9 +1,9 @@
-"""Reverse mode on the graph: from a score expression to the expressions of its gradients.
+"""Reverse-mode differentiation on the graph: from a score expression to those of its gradients.
 
-The rules are those of torch.autograd (`derivatives.yaml`), ties and non-finite values included: at
-a tie `max` and `min` give half to each side, `abs` gives 0 at 0, `where` gives the branch not taken
-exactly 0, and whatever passes through an integer or `floor` has gradient 0. `round` passes the
-gradient unrounded, where torch would round it too.
+The rules are those of torch.autograd (`derivatives.yaml`), also at ties and for non-finite values:
+at a tie `max` and `min` give half to each side; `abs` gives 0 at 0; `where` gives exactly 0 to the
+branch that it does not select; integers and `floor` have gradient 0. One rule differs: `round`
+passes the gradient without rounding, where torch rounds it too.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _ZERO = const(0.0)
 
 @dataclass(frozen=True)
 class Adjoint:
-    """The gradients of a score expression, in terms of its arguments and of `grad`.
+    """Hold the gradients of a score expression, as expressions of its arguments and of `grad`.
 
     Attributes:
         dscore: cotangent of the argument `score`.
-        loads: (load, its cotangent) for every float load that the root depends on differentiably;
-            the gradient of a captured tensor is the sum of these over all (b, h, q, kv), each
-            added at the index of its load.
+        loads: (load, its cotangent) for every float load that the root depends on differentiably.
+            The gradient of a captured tensor is the sum of its cotangents over all (b, h, q, kv),
+            each added at the index of its load.
     """
 
     dscore: Node
     loads: tuple[tuple[Node, Node], ...]
 
     def describe(self, names: Sequence[str] = ()) -> str:
-        """One line for each gradient; `names` are those of the captured tensors by slot."""
+        """Write one line per gradient; `names` are those of the captured tensors by slot."""
         lines = [f"d score = {ir.formula(self.dscore, names)}"]
         for load, cotangent in self.loads:
             lines.append(f"d {ir.formula(load, names)} = {ir.formula(cotangent, names)}")
@@ -51,7 +51,7 @@ def adjoint(root: Node) -> Adjoint:
     """Differentiate a score expression.
 
     Args:
-        root: an f32 expression of score, b, h, q, kv and captured tensors; must not read `grad`.
+        root: an f32 expression of score, b, h, q, kv and captured tensors; it must not read `grad`.
 
     Returns:
         The cotangents of `score` and of each float load, for the cotangent `grad` of the root.
@@ -76,14 +76,14 @@ def adjoint(root: Node) -> Adjoint:
 
 
 def _depends(order: Sequence[Node]) -> set[Node]:
-    """The nodes that depend differentiably on the score or on a float load."""
-    found: set[Node] = set()
+    """Collect the nodes that depend differentiably on the score or on a float load."""
+    dependent: set[Node] = set()
     for n in order:
         leaf = (n.op == "arg" and n.attr == "score") or (n.op == "load" and n.type == F32)
         pairs = zip(n.args, _RULES.get(n.op, ()), strict=False) if n.type == F32 else ()
-        if leaf or any(rule is not None and a in found for a, rule in pairs):
-            found.add(n)
-    return found
+        if leaf or any(rule is not None and a in dependent for a, rule in pairs):
+            dependent.add(n)
+    return dependent
 
 
 def _accumulate(cotangents: dict[Node, Node], n: Node, term: Node) -> None:
@@ -132,7 +132,7 @@ def _negated(n: Node, g: Node) -> Node:
 
 
 def _by(factor: Callable[[Node], Node]) -> Rule:
-    """A rule that multiplies the cotangent by a function of the node."""
+    """Make a rule that multiplies the cotangent by a function of the node."""
     return lambda n, g: _times(g, factor(n))
 
 
@@ -141,12 +141,16 @@ def _other(i: int) -> Rule:
 
 
 def _extreme(i: int) -> Rule:
-    """max or min, argument i: all to the winner, half to each at a tie, all to both at NaN."""
+    """Make the rule of argument i of max or min.
+
+    The larger (smaller) argument gets the whole cotangent, at a tie each gets half, and at NaN each
+    gets the whole.
+    """
 
     def rule(n: Node, g: Node) -> Node:
-        own, other = n.args[i], n.args[1 - i]
-        loses = build("lt", own, other) if n.op == "max" else build("lt", other, own)
-        shared = build("where", build("eq", own, other), _times(g, const(0.5)), g)
+        this, other = n.args[i], n.args[1 - i]
+        loses = build("lt", this, other) if n.op == "max" else build("lt", other, this)
+        shared = build("where", build("eq", this, other), _times(g, const(0.5)), g)
         return build("where", loses, _ZERO, shared)
 
     return rule
@@ -205,13 +209,13 @@ def _sigmoid(n: Node, g: Node) -> Node:
     return build("mul", build("mul", g, build("sub", const(1.0), n)), n)  # g * (1 - y) * y
 
 
-def _bell(n: Node) -> Node:
+def _gaussian(n: Node) -> Node:
     square = build("mul", n.args[0], n.args[0])
     return build("mul", const(2.0 / math.sqrt(math.pi)), build("exp", build("neg", square)))
 
 
-# op -> the rule of each argument, None where there is no gradient. Operations that are not here
-# (floor, fdiv, comparisons, casts, integers) have none at all.
+# op -> the rule of each argument, None for no gradient. Operations that are missing here (floor,
+# fdiv, comparisons, casts, integer operations) have no gradient.
 _RULES: dict[str, tuple[Rule | None, ...]] = {
     "add": (_pass, _pass),
     "sub": (_pass, _negated),
@@ -235,7 +239,7 @@ _RULES: dict[str, tuple[Rule | None, ...]] = {
     "sigmoid": (_sigmoid,),
     "sin": (_by(lambda n: build("cos", n.args[0])),),
     "cos": (_by(lambda n: build("neg", build("sin", n.args[0]))),),
-    "erf": (_by(_bell),),
+    "erf": (_by(_gaussian),),
     "round": (_pass,),
     "where": (None, _where(1), _where(2)),
 }

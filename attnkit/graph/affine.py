@@ -1,13 +1,13 @@
-"""Which side of the mask an expression depends on, and integers as affine sums.
+"""Find which side of the mask an expression depends on, and bring integer sums to affine form.
 
 An expression over (q, kv) is *one-sided* when it depends on q alone, on kv alone, on the diagonal
-d = q - kv alone, or on neither (b and h are constants here: they never vary inside a tile). Such
-an expression can be tabulated exactly in O(length), which is what makes classification both
-exact and cheap. Integer sums are brought to affine normal form first, so that terms cancel:
-`(doc[q] + q) - (doc[q] + kv)` is `q - kv` and lives on the diagonal.
+d = q - kv alone, or on neither; b and h count as constants, as they never vary inside a tile. A
+one-sided expression can be tabulated exactly in O(length), which makes classification both exact
+and cheap. Integer sums are brought to affine normal form first, so that terms cancel:
+`(doc[q] + q) - (doc[q] + kv)` is `q - kv`, which depends on the diagonal.
 
-The affine rules hold for exact integers. They are valid where no node leaves int32, which
-`bounds.check_bounds` proves before anything here is used for a mask.
+The affine rules hold for exact integers, so they are valid where no node leaves int32.
+`sparsity.index_bounds.check_bounds` proves that before any use for a mask.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from attnkit.graph.ir import BOOL, I32, Node
 
 
 class Side(enum.Enum):
-    """What an expression varies with inside a tile."""
+    """Say what an expression varies with inside a tile."""
 
     CONST = "const"
     Q = "q"
@@ -32,7 +32,7 @@ class Side(enum.Enum):
 
 _ARG_SIDE = {"q": Side.Q, "kv": Side.KV, "b": Side.CONST, "h": Side.CONST}
 
-# Products beyond these stay opaque, so that sums of intervals cannot leave int64.
+# Larger products are not expanded, so that sums of intervals cannot leave int64.
 _MAX_COEFFICIENT = 1 << 20
 _MAX_OFFSET = 1 << 40
 
@@ -44,19 +44,19 @@ Terms = tuple[tuple[Node, int], ...]
 
 @dataclass(frozen=True)
 class Affine:
-    """The integer `sum(coefficient * node) + offset`; nodes distinct, coefficients not zero."""
+    """Represent `sum(coefficient * node) + offset`: distinct nodes, no coefficient is zero."""
 
     terms: Terms
     offset: int
 
     def scaled(self, factor: int) -> Affine:
-        """This sum times an integer."""
+        """Multiply by an integer."""
         if factor == 0:
             return Affine((), 0)
         return Affine(tuple((n, c * factor) for n, c in self.terms), self.offset * factor)
 
     def plus(self, other: Affine) -> Affine:
-        """The sum of two sums; terms that cancel disappear."""
+        """Add another sum; terms that cancel disappear."""
         total = dict(self.terms)
         for n, c in other.terms:
             total[n] = total.get(n, 0) + c
@@ -66,12 +66,12 @@ class Affine:
 
 def is_diagonal_pair(terms: Iterable[tuple[Node, int]]) -> bool:
     """Whether the terms are exactly `c * q - c * kv`."""
-    found = dict(terms)
-    return set(found) == {Q, KV} and found[Q] == -found[KV]
+    coefficients = dict(terms)
+    return set(coefficients) == {Q, KV} and coefficients[Q] == -coefficients[KV]
 
 
 class Sides:
-    """Side and affine form of nodes, computed once per node."""
+    """Compute the side and the affine form of nodes, once per node."""
 
     def __init__(self) -> None:
         self._affine: dict[Node, Affine] = {}
@@ -79,32 +79,31 @@ class Sides:
         self._reads: dict[Node, frozenset[str]] = {}
 
     def side(self, n: Node) -> Side:
-        """What `n` varies with."""
+        """Return what `n` varies with."""
         self._visit(n)
         return self._side[n]
 
     def affine(self, n: Node) -> Affine:
-        """The affine form of an i32 node; the node itself where it is no sum."""
+        """Return the affine form of an i32 node; the node itself if it is no sum."""
         self._visit(n)
         return self._affine[n]
 
     def difference(self, comparison: Node) -> Affine:
-        """`left - right` of an i32 comparison."""
+        """Return `left - right` of an i32 comparison."""
         left, right = comparison.args
         return self.affine(left).plus(self.affine(right).scaled(-1))
 
     def join(self, nodes: Iterable[Node]) -> Side:
-        """What a function of these nodes varies with, as far as the nodes alone tell."""
-        found = {self.side(n) for n in nodes} - {Side.CONST}
-        if not found:
+        """Return what a function of these nodes varies with, judged by the nodes alone."""
+        sides = {self.side(n) for n in nodes} - {Side.CONST}
+        if not sides:
             return Side.CONST
-        return found.pop() if len(found) == 1 else Side.MIXED
+        return sides.pop() if len(sides) == 1 else Side.MIXED
 
     def alone(self, n: Node) -> Node:
-        """A one-sided node rewritten so that it reads its own side only.
+        """Rewrite a one-sided node so that it reads its own side only.
 
-        Terms that cancel are dropped; on the diagonal the result is written with arg `q`
-        standing for d = q - kv.
+        Terms that cancel are dropped. On the diagonal, arg `q` of the result stands for d = q - kv.
         """
         side = self.side(n)
         if side is Side.MIXED:
@@ -118,7 +117,7 @@ class Sides:
             if here is not side and here is not Side.CONST:
                 continue
             if m.args and self.join(m.args) is Side.MIXED:
-                replaced[m] = self._rebuilt(m, replaced)
+                replaced[m] = self._rebuild(m, replaced)
         return ir.substitute(n, replaced)
 
     def __len__(self) -> int:
@@ -132,8 +131,8 @@ class Sides:
                 if n.type == I32:
                     self._affine[n] = self._affine_of(n)
                 self._side[n] = self._side_of(n)
-                own = frozenset((str(n.attr),)) if n.op == "arg" else frozenset[str]()
-                self._reads[n] = own.union(*(self._reads[a] for a in n.args))
+                name = frozenset((str(n.attr),)) if n.op == "arg" else frozenset[str]()
+                self._reads[n] = name.union(*(self._reads[a] for a in n.args))
 
     def _affine_of(self, n: Node) -> Affine:
         form: Affine | None = None
@@ -157,11 +156,11 @@ class Sides:
     def _side_of(self, n: Node) -> Side:
         if n.op == "arg":
             return _ARG_SIDE.get(str(n.attr), Side.MIXED)
-        found = self.join(n.args)
-        if found is not Side.MIXED:
-            return found
+        side = self.join(n.args)
+        if side is not Side.MIXED:
+            return side
         sums = self._sum_under(n)
-        return found if sums is None else self._side_of_sum(n, sums)
+        return side if sums is None else self._side_of_sum(n, sums)
 
     def _sum_under(self, n: Node) -> Affine | None:
         if n.op in ("lt", "le", "eq") and n.args[0].type == I32:
@@ -182,7 +181,7 @@ class Sides:
             return Side.DIAGONAL
         return Side.MIXED
 
-    def _rebuilt(self, m: Node, replaced: dict[Node, Node]) -> Node:
+    def _rebuild(self, m: Node, replaced: dict[Node, Node]) -> Node:
         sums = self._sum_under(m)
         if sums is None:
             raise AssertionError(f"{m.op} is one-sided but no sum")
@@ -198,14 +197,3 @@ class Sides:
 def comparable(n: Node) -> bool:
     """Whether `n` compares two integers."""
     return n.type == BOOL and n.op in ("lt", "le", "eq") and n.args[0].type == I32
-
-
-_MOST_NODES = 1 << 14
-_shared = [Sides()]
-
-
-def shared() -> Sides:
-    """One that others have asked before: what it says of a node holds always."""
-    if len(_shared[0]) > _MOST_NODES:
-        _shared[0] = Sides()
-    return _shared[0]

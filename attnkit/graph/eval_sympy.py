@@ -1,7 +1,7 @@
-"""The graph as sympy expressions: formulas to read, and derivatives to check the adjoint against.
+"""Convert the graph to sympy: formulas to read, and derivatives to check the adjoint against.
 
-Nothing here calls `sympy.simplify`, which takes seconds on a softcap. sympy is imported when a
-function is called, never by importing this module.
+Nothing here calls `sympy.simplify`, which takes seconds on a softcap. Importing this module does
+not import sympy; the functions do.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ def to_sympy(root: Node, names: Sequence[str] = ()) -> Any:
         names: names of the captured tensors by slot; `t0`, `t1`, ... where missing.
 
     Returns:
-        A sympy expression, a sympy Boolean where the root is bool. Arguments are symbols of their
-        names (see `symbol`), a load is an application of an undefined function, bit operations
-        and roundings are functions without a meaning to sympy.
+        A sympy expression, or a sympy Boolean if the root is bool. Arguments are symbols of their
+        names (see `symbol`), a load is an application of an undefined function, bit operations and
+        roundings are functions that sympy does not interpret.
     """
-    made: dict[Node, Any] = {}
+    values: dict[Node, Any] = {}
     for n in ir.topo(root):
-        args = [made[a] for a in n.args]
-        made[n] = _leaf(n, args, names) if n.op in _LEAVES else _operations()[n.op](n, *args)
-    return made[root]
+        args = [values[a] for a in n.args]
+        values[n] = _leaf(n, args, names) if n.op in _LEAVES else _operations()[n.op](n, *args)
+    return values[root]
 
 
 def symbol(name: str) -> Any:
-    """The symbol of an argument: score and grad are real, b, h, q and kv integers >= 0."""
+    """Return the symbol of an argument: score and grad are real, b, h, q and kv integers >= 0."""
     import sympy
 
     if name in _NOT_NEGATIVE:
@@ -47,17 +47,18 @@ def symbol(name: str) -> Any:
 
 
 def derivative(root: Node, names: Sequence[str] = ()) -> Any:
-    """d root / d score as sympy computes it; `floor` and conversions to integer are flat."""
+    """Differentiate by the score; `floor` and conversions to integer have derivative 0."""
     return to_sympy(root, names).diff(symbol("score"))
 
 
 def describe(root: Node, names: Sequence[str] = (), *, width: int = 100) -> str:
-    """The formula, and for a score its derivative, as text to read.
+    """Write the formula, and for a score its derivative, as text for people.
 
     Args:
         root: the expression.
         names: names of the captured tensors by slot.
-        width: columns at most for the two-dimensional form; what is wider is written on one line.
+        width: largest number of columns of the two-dimensional form; a wider formula is written on
+            one line.
     """
     if root.type == BOOL:
         return _lay_out("keep", to_sympy(root, names), width)
@@ -111,7 +112,7 @@ def _number(value: Any) -> Any:
 
 @functools.cache
 def _opaque(name: str, slope: int = 0, integer: bool = False) -> Any:
-    """A real function of unknown meaning, with a constant derivative."""
+    """Return a real function that sympy does not interpret, with a constant derivative."""
     import sympy
 
     def fdiff(self: Any, argindex: int = 1) -> Any:
@@ -123,7 +124,7 @@ def _opaque(name: str, slope: int = 0, integer: bool = False) -> Any:
 
 @functools.cache
 def _stepwise(name: str) -> Any:
-    """sympy's floor or Mod (integers), with the derivative 0 that sympy leaves open."""
+    """Return sympy's floor or Mod (of integers) with derivative 0, which sympy leaves undefined."""
     import sympy
 
     return type(name, (getattr(sympy, name),), {"_eval_derivative": lambda self, s: sympy.S.Zero})
@@ -189,7 +190,7 @@ def _at_most(n: Node, a: Any, b: Any) -> Any:
 
 @functools.cache
 def _operations() -> dict[str, Callable[..., Any]]:
-    """op -> function of the node and its converted arguments."""
+    """Map each op to a function of the node and its converted arguments."""
     import sympy as s
 
     floor = _stepwise("floor")

@@ -1,7 +1,7 @@
-"""The graph evaluated with torch operators: the meaning that every other interpretation must match.
+"""Evaluate the graph with torch operators: the reference for every other interpretation.
 
-Arguments come as broadcastable tensors, so a value that depends on the head or on a row alone is
-computed once per head or row, by broadcasting. Differentiable by autograd.
+Arguments are broadcastable tensors, so broadcasting computes a value that depends on the head or on
+the row alone once per head or row. Autograd can differentiate the result.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ def evaluate(
         env: argument name -> tensor; indices int32, score and grad of `dtype`; any shapes that
             broadcast together.
         tensors: captured tensors by slot; loads convert to int32, `dtype` or bool.
-        dtype: what the graph's f32 means here, float32 or float64.
-        memo: values already known, by node; filled with everything computed.
-        checked: loads whose index range is not proven; each is checked here.
+        dtype: dtype of the graph's f32, float32 or float64.
+        memo: node -> value, for values that are already computed; receives all others.
+        checked: loads whose index is not proven to be in range; each is checked.
         names: names of the captured tensors by slot, for messages.
 
     Returns:
-        One tensor per root, in its broadcast shape (not expanded).
+        One tensor per root, in its broadcast shape, not expanded.
 
     Raises:
         BoundsError: a checked load leaves its tensor.
@@ -101,7 +101,9 @@ def evaluate(
         if n.op == "arg":
             value = env[str(n.attr)]
         elif n.op == "const":
-            value = torch.tensor(n.attr, dtype=kinds[n.type], device="cpu")  # goes with any
+            value = torch.tensor(
+                n.attr, dtype=kinds[n.type], device="cpu"
+            )  # 0-d: combines with tensors of any device
         elif n.op == "load":
             tensor = tensors[int(n.attr)]  # type: ignore[arg-type]
             if n in checked:

@@ -1,8 +1,9 @@
 """The expression graph: small, typed, interned.
 
-A node is made once: two nodes with the same operation, type, attribute and arguments are the same
-object, so equality is identity, common subexpressions are shared, and a root node is a cache key.
-Nothing here knows tensors; `interp/` gives the graph its meanings.
+Nodes are interned: two nodes with the same operation, type, attribute and arguments are the same
+object. So equality is identity, common subexpressions are shared, and a root node is a cache key.
+This module knows no tensors; `eval_torch`, `eval_sympy`, `attnkit.sparsity.ranges` and
+`attnkit.codegen` evaluate the graph.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ I32: Type = "i32"
 F32: Type = "f32"  # the compute dtype: float32, or float64 where the query is float64
 BOOL: Type = "bool"
 
-# The leaves that a function receives; `grad`, the cotangent of a score in adjoint graphs; and
-# `scale`, the softmax scale, in the forms that kernels compute, where `score` is q . k unscaled.
+# The arguments of a user's function; `grad`, the cotangent of a score in adjoint graphs; and
+# `scale`, the softmax scale in the forms that kernels compute, where `score` is q . k without the
+# scale.
 ARG_TYPES: dict[str, Type] = {
     "score": F32,
     "scale": F32,
@@ -32,8 +34,9 @@ ARG_TYPES: dict[str, Type] = {
     "grad": F32,
 }
 
-# op -> (argument types, result type). "T" is one type shared by all the T's, "n" is i32 or f32
-# likewise, "w" is i32 or bool likewise. `load` takes one i32 per dimension of its tensor.
+# op -> (argument types, result type). Letters: "i", "f", "b" are i32, f32 and bool; "T" is any
+# type, the same for all T's; "n" is i32 or f32, "w" is i32 or bool, likewise. `load` takes one i32
+# per dimension of its tensor.
 SIGNATURES: dict[str, tuple[str, str]] = {
     "add": ("nn", "n"),
     "sub": ("nn", "n"),
@@ -61,7 +64,7 @@ SIGNATURES: dict[str, tuple[str, str]] = {
     "cos": ("f", "f"),
     "erf": ("f", "f"),
     "floor": ("f", "f"),
-    "round": ("f", "f"),  # attr "float16" or "bfloat16": round to that precision and back
+    "round": ("f", "f"),  # attr "float16" or "bfloat16": round to that precision, keep the type
     "and": ("ww", "w"),
     "or": ("ww", "w"),
     "xor": ("ww", "w"),
@@ -86,13 +89,15 @@ _LETTERS: dict[str, tuple[Type, ...]] = {
 
 
 class Node:
-    """One operation of the graph. Made by `node`, `const`, `arg` and `load` only; immutable.
+    """Represent one operation of the graph; immutable.
+
+    Only `node`, `const`, `arg` and `load` make one.
 
     Attributes:
         op: a key of `SIGNATURES`, or one of the leaves "arg", "const", "load".
         type: "i32", "f32" or "bool".
         args: the argument nodes.
-        attr: name of an arg, value of a const, slot of a load, target of a round; else None.
+        attr: name of an arg, value of a const, slot of a load, dtype of a round; else None.
     """
 
     __slots__ = ("__weakref__", "args", "attr", "op", "type")
@@ -120,28 +125,28 @@ _lock = threading.Lock()
 
 
 def _intern(op: str, type_: Type, args: tuple[Node, ...], attr: Attr) -> Node:
-    # float.hex tells -0.0 from 0.0 and finds NaN again; the arguments hash by identity
+    # float.hex distinguishes -0.0 from 0.0 and equates NaN with NaN; the arguments hash by identity
     key = (op, type_, attr.hex() if isinstance(attr, float) else attr, args)
-    found = _table.get(key)
-    if found is not None:
-        return found
+    existing = _table.get(key)
+    if existing is not None:
+        return existing
     with _lock:
-        found = _table.get(key)
-        if found is None:
-            found = Node()
+        existing = _table.get(key)
+        if existing is None:
+            existing = Node()
             for name, value in (("op", op), ("type", type_), ("args", args), ("attr", attr)):
-                object.__setattr__(found, name, value)
-            _table[key] = found
-    return found
+                object.__setattr__(existing, name, value)
+            _table[key] = existing
+    return existing
 
 
 def arg(name: str) -> Node:
-    """The leaf for an argument of the user's function: score, b, h, q, kv (or grad, scale)."""
+    """Return the leaf of an argument: score, b, h, q, kv, grad or scale."""
     return _intern("arg", ARG_TYPES[name], (), name)
 
 
 def const(value: bool | int | float) -> Node:
-    """A constant; its type follows the Python type of the value."""
+    """Return a constant; its type follows the Python type of the value."""
     if isinstance(value, bool):
         return _intern("const", BOOL, (), value)
     if isinstance(value, int):
@@ -150,14 +155,14 @@ def const(value: bool | int | float) -> Node:
 
 
 def load(slot: int, type_: Type, index: Sequence[Node]) -> Node:
-    """One element of captured tensor number `slot`; negative indices count from the end."""
+    """Load one element of captured tensor `slot`; negative indices count from the end."""
     if any(i.type != I32 for i in index):
         raise AssertionError("a load takes i32 indices")
     return _intern("load", type_, tuple(index), slot)
 
 
 def node(op: str, *args: Node, attr: Attr = None, to: Type | None = None) -> Node:
-    """Make (or find) the node of an operation, checking its argument types.
+    """Return the node of an operation; checks the argument types.
 
     Args:
         op: a key of `SIGNATURES`.
@@ -181,7 +186,7 @@ def node(op: str, *args: Node, attr: Attr = None, to: Type | None = None) -> Nod
 
 
 def topo(*roots: Node) -> list[Node]:
-    """All nodes below the roots, arguments before users, each once, in a fixed order."""
+    """List all nodes that the roots depend on, arguments before users, in a fixed order."""
     return list(_topo(roots))
 
 
@@ -198,22 +203,27 @@ def _topo(roots: tuple[Node, ...]) -> tuple[Node, ...]:
             seen.add(n)
             stack.append((n, True))
             stack.extend((a, False) for a in reversed(n.args) if a not in seen)
-    # a node may be pushed twice before its first visit: keep the first completion only
+    # the stack may hold a node twice before its first visit: keep its first completion only
     return tuple(dict.fromkeys(order))
 
 
+def clear_caches() -> None:
+    """Forget the node orders that `topo` has computed; nodes stay interned."""
+    _topo.cache_clear()
+
+
 def reads(*roots: Node) -> frozenset[str]:
-    """Names of the args that the roots depend on, of score, b, h, q, kv, grad."""
+    """Return the names of the arguments that the roots depend on."""
     return frozenset(str(n.attr) for n in topo(*roots) if n.op == "arg")
 
 
 def slots(*roots: Node) -> tuple[int, ...]:
-    """Slots of the captured tensors that the roots load from, ascending."""
+    """Return the slots of the captured tensors that the roots load from, ascending."""
     return tuple(sorted({int(n.attr) for n in topo(*roots) if n.op == "load"}))  # type: ignore[arg-type]
 
 
 def substitute(root: Node, mapping: dict[Node, Node]) -> Node:
-    """The same expression with some nodes replaced (types must agree)."""
+    """Replace some nodes of an expression by others of the same type."""
     done: dict[Node, Node] = dict(mapping)
     for n in topo(root):
         if n not in done:
@@ -223,7 +233,7 @@ def substitute(root: Node, mapping: dict[Node, Node]) -> Node:
 
 
 def renumber(root: Node, slot: Callable[[int], int]) -> Node:
-    """The same expression with its captured tensors in other slots."""
+    """Move the captured tensors of an expression to other slots."""
     done: dict[Node, Node] = {}
     for n in topo(root):
         args = tuple(done[a] for a in n.args)
@@ -233,7 +243,7 @@ def renumber(root: Node, slot: Callable[[int], int]) -> Node:
 
 
 def text(*roots: Node) -> str:
-    """Canonical one-line text of a graph; `parse` reads it back to the same nodes.
+    """Write a graph as canonical one-line text; `parse` reads it back to the same nodes.
 
     Equal texts mean equal graphs, so the text can be stored, hashed and sent to other processes.
     """
@@ -248,19 +258,19 @@ def text(*roots: Node) -> str:
 
 
 def parse_all(source: str) -> tuple[Node, ...]:
-    """Read a `text` back: the roots in their order."""
-    made: list[Node] = []
+    """Read the output of `text`: the roots in their order."""
+    nodes: list[Node] = []
     *lines, out = source.split(";")
     for line in lines:
         op, type_, attr, *args = line.split(" ")
-        made.append(
-            _intern(op, _type(type_), tuple(made[int(a)] for a in args), _attr(op, type_, attr))
+        nodes.append(
+            _intern(op, _type(type_), tuple(nodes[int(a)] for a in args), _attr(op, type_, attr))
         )
-    return tuple(made[int(i)] for i in out.split(" ")[1:])
+    return tuple(nodes[int(i)] for i in out.split(" ")[1:])
 
 
 def parse(source: str) -> Node:
-    """Read the `text` of one root back."""
+    """Read the output of `text` for one root."""
     (root,) = parse_all(source)
     return root
 
@@ -284,7 +294,7 @@ def _attr(op: str, type_: str, source: str) -> Attr:
     return int(source) if type_ == I32 else source == "True"
 
 
-# How an operation is written: infix with its binding strength, or a function name.
+# Operations that are written infix, with their binding strength; others are function calls.
 _INFIX = {
     "eq": ("==", 1), "lt": ("<", 1), "le": ("<=", 1), "or": ("|", 2), "xor": ("^", 3),
     "and": ("&", 4), "shl": ("<<", 5), "shr": (">>", 5), "add": ("+", 6), "sub": ("-", 6),
@@ -294,7 +304,7 @@ _ATOM = 10
 
 
 def formula(root: Node, names: Sequence[str] = ()) -> str:
-    """The expression as a line of Python-like text.
+    """Write an expression as one line of Python-like text.
 
     Args:
         root: the expression.
@@ -303,18 +313,18 @@ def formula(root: Node, names: Sequence[str] = ()) -> str:
     shown: dict[Node, tuple[str, int]] = {}
     for n in topo(root):
         shown[n] = _show(n, shown, names)
-        if len(shown[n][0]) > _LONGEST:  # shared parts may repeat without end
+        if len(shown[n][0]) > _MAX_TEXT:  # shared parts may repeat exponentially often
             shown[n] = f"<{n.op} of {len(topo(n))} nodes>", _ATOM
     return shown[root][0]
 
 
-_LONGEST = 2000
+_MAX_TEXT = 2000
 
 
 def _show(n: Node, shown: dict[Node, tuple[str, int]], names: Sequence[str]) -> tuple[str, int]:
-    def at(i: int, strength: int) -> str:
-        body, own = shown[n.args[i]]
-        return body if own >= strength else f"({body})"
+    def operand(i: int, strength: int) -> str:
+        body, binding = shown[n.args[i]]
+        return body if binding >= strength else f"({body})"
 
     if n.op == "arg":
         return str(n.attr), _ATOM
@@ -327,11 +337,11 @@ def _show(n: Node, shown: dict[Node, tuple[str, int]], names: Sequence[str]) -> 
     if n.op in _INFIX:
         sign, strength = _INFIX[n.op]
         left = strength + (strength == 1)  # comparisons do not chain
-        return f"{at(0, left)} {sign} {at(1, strength + 1)}", strength
+        return f"{operand(0, left)} {sign} {operand(1, strength + 1)}", strength
     if n.op == "neg":
-        return f"-{at(0, 8)}", 8
+        return f"-{operand(0, 8)}", 8
     if n.op == "not":
-        return f"~{at(0, 8)}", 8
+        return f"~{operand(0, 8)}", 8
     name = {"cast": str(n.type), "round": str(n.attr)}.get(n.op, n.op)
     return f"{name}({', '.join(shown[a][0] for a in n.args)})", _ATOM
 

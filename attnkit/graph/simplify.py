@@ -1,8 +1,8 @@
-"""Building nodes in normal form: promotion, constant folding and a few exact identities.
+"""Build nodes in normal form: promotion, constant folding and a few exact identities.
 
-`build(op, ...)` is how the tracer, the adjoint and the mask algebra make nodes. Every rule is
-exact for all inputs, NaN and infinities included (a zero may lose its sign); the algebra stands in the trailing comment and
-`tests/graph/test_simplify.py` checks each rule on random values.
+The tracer, the adjoint and the rewrites of masks build nodes by `build(op, ...)`. Every rule is
+exact for all inputs, NaN and infinities included (a zero may lose its sign). The algebra of a rule
+is in its trailing comment; `tests/graph/test_simplify.py` checks each rule on random values.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def cast(n: Node, to: Type) -> Node:
 
 
 def promote(*nodes: Node, least: Type = BOOL) -> tuple[Node, ...]:
-    """Cast all to their common type, bool < i32 < f32, at least `least`."""
+    """Cast all nodes to their common type, bool < i32 < f32, but at least `least`."""
     to = _ORDER[max(_RANK[least], *(_RANK[n.type] for n in nodes))]
     return tuple(cast(n, to) for n in nodes)
 
 
 def negate(n: Node) -> Node:
-    """Logical not of a bool node."""
+    """Return the logical not of a bool node."""
     if n.op == "not":
         return n.args[0]  # ~~x = x
     if n.op == "const":
@@ -53,10 +53,12 @@ def negate(n: Node) -> Node:
 
 
 def build(op: str, *args: Node) -> Node:
-    """Make a node in normal form, promoting the arguments as torch does for scalars.
+    """Build a node in normal form; promotes the arguments as torch promotes scalars.
 
-    `op` is a key of `expr.SIGNATURES` other than cast and round, or one of the derived
-    comparisons "gt", "ge", "ne".
+    Args:
+        op: a key of `ir.SIGNATURES` except cast and round, or a derived comparison: "gt", "ge" or
+            "ne".
+        args: the arguments.
     """
     if op in ("gt", "ge"):
         return build({"gt": "lt", "ge": "le"}[op], args[1], args[0])  # a > b = b < a
@@ -83,16 +85,16 @@ def build(op: str, *args: Node) -> Node:
 
 
 def _fold(op: str, args: tuple[Node, ...]) -> Node | None:
-    """Constant folding where Python computes what int32 or float32 would compute exactly."""
+    """Fold constants where Python computes exactly what int32 or float32 would compute."""
     if op == "where":
         return args[1] if args[0].attr else args[2]
     if op in _FOLD_ANY or (args[0].type != F32 and op in _FOLD_INT):
         function = _FOLD_ANY.get(op) or _FOLD_INT[op]
         if op in ("fdiv", "mod", "tdiv") and not args[1].attr:
-            return None  # division by zero stays, and is refused where bounds are checked
+            return None  # division by zero stays; `sparsity.index_bounds` refuses it
         value = function(*(a.attr for a in args))
         if isinstance(value, int) and not -(2**31) <= value < 2**31:
-            return None  # leaves int32: stays, and is refused where bounds are checked
+            return None  # leaves int32: stays; `sparsity.index_bounds` refuses it
         return const(value)
     return None
 
@@ -164,7 +166,7 @@ def _div(a: Node, b: Node) -> Node | None:
     return None
 
 
-def _whole(a: Node, b: Node) -> Node | None:
+def _by_one(a: Node, b: Node) -> Node | None:
     return a if _is(b, 1) and a.type == I32 else None  # x // 1 = x
 
 
@@ -172,7 +174,7 @@ def _mod(a: Node, b: Node) -> Node | None:
     return const(0) if _is(b, 1) and a.type == I32 else None  # x % 1 = 0
 
 
-def _idem(a: Node, b: Node) -> Node | None:
+def _idempotent(a: Node, b: Node) -> Node | None:
     return a if a is b else None  # min(x, x) = x, and likewise max
 
 
@@ -244,11 +246,11 @@ _RULES: dict[str, Callable[..., Node | None]] = {
     "sub": _sub,
     "mul": _mul,
     "div": _div,
-    "fdiv": _whole,
-    "tdiv": _whole,
+    "fdiv": _by_one,
+    "tdiv": _by_one,
     "mod": _mod,
-    "min": _idem,
-    "max": _idem,
+    "min": _idempotent,
+    "max": _idempotent,
     "and": _and,
     "or": _or,
     "xor": _xor,

@@ -1,38 +1,113 @@
-"""At which level a value is known: the reason why a mod is nearly free.
+"""Classify values by the level at which they are known: the reason why a mod is nearly free.
 
 Each node gets the smallest level at which it is known. A template computes head values once per
-head, row values once per query tile, column values once per kv tile, and element values per score.
-`linear` splits a score_mod that is linear in the score into `score * factor + bias`.
+head, row values once per query tile, column values once per kv tile, relative values once per
+distance, and element values per score. `linear` splits a score_mod that is linear in the score into
+`score * factor + bias`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from enum import StrEnum
 
 from attnkit.graph import ir
-from attnkit.graph.ir import Node, const
+from attnkit.graph.ir import I32, Node, const
 from attnkit.graph.simplify import build
 
-Level: TypeAlias = Literal["const", "head", "row", "column", "element"]
 
-LEVELS: tuple[Level, ...] = ("const", "head", "row", "column", "element")
+class Level(StrEnum):
+    """What a value depends on, from the least to the most.
 
-# Levels as sets of what they may read; joining two levels is the union of the sets.
-_READS: dict[Level, frozenset[str]] = {
-    "const": frozenset(),
-    "head": frozenset("bh"),
-    "row": frozenset({"b", "h", "q"}),
-    "column": frozenset({"b", "h", "kv"}),
-}
+    A string, because templates compare the levels that hooks name and do not import the graph.
+    """
+
+    CONSTANT = "constant"  # known when the kernel is compiled
+    HEAD = "head"  # captured tensors, b, h and the softmax scale
+    ROW = "row"  # and q
+    COLUMN = "column"  # as HEAD, and kv
+    RELATIVE = "relative"  # as HEAD, and q - kv: one value for a diagonal
+    ELEMENT = "element"  # q and kv in any other way, the score or its gradient
 
 
-def level_of(names: frozenset[str]) -> Level:
-    """The smallest level that knows all the named arguments."""
+_HEAD = frozenset({"b", "h", "scale"})
+_READS = {Level.HEAD: _HEAD, Level.ROW: _HEAD | {"q"}, Level.COLUMN: _HEAD | {"kv"}}
+
+
+def level_of(n: Node) -> Level:
+    """The smallest level at which an expression is known."""
+    if n.op == "const":
+        return Level.CONSTANT
+    names = ir.reads(n)
     for level, known in _READS.items():
         if names <= known:
             return level
-    return "element"
+    return Level.RELATIVE if is_relative(n) else Level.ELEMENT
+
+
+def hoisted(roots: Sequence[Node]) -> dict[Level, tuple[Node, ...]]:
+    """The values that a kernel computes once for several elements, by level.
+
+    These are the maximal sub-expressions below the element level that a value of another level
+    uses, and the roots below it; arguments and constants are left out.
+    """
+    order = ir.topo(*roots)
+    levels = {n: level_of(n) for n in order}
+    values: dict[Level, dict[Node, None]] = {
+        level: {} for level in Level if level not in (Level.CONSTANT, Level.ELEMENT)
+    }
+    used = [(None, r) for r in roots] + [(n, a) for n in order for a in n.args]
+    for user, n in used:
+        level = levels[n]
+        if level is Level.ELEMENT or n.op in ("arg", "const"):
+            continue
+        if user is None or levels[user] is not level:
+            values[level][n] = None
+    return {level: tuple(nodes) for level, nodes in values.items()}
+
+
+def index_level(load: Node) -> Level:
+    """The smallest level, of those of a kernel, at which all indices of a load are known."""
+    levels = {level_of(n) for n in load.args} - {Level.CONSTANT, Level.HEAD}
+    if not levels:
+        return Level.HEAD
+    return levels.pop() if len(levels) == 1 else Level.ELEMENT
+
+
+def is_relative(n: Node) -> bool:
+    """Whether an expression sees q and kv through their difference only, and no score."""
+    seen: dict[Node, bool] = {}
+    for part in ir.topo(n):
+        own = _coefficients(part) if part.type == I32 else None
+        if own is None and part.op in ("lt", "le", "eq") and part.args[0].type == I32:
+            own = _coefficients(ir.node("sub", *part.args))
+        if own is not None and (own[0] or own[1]):
+            seen[part] = own[0] == -own[1]
+        elif part.op == "arg":
+            seen[part] = part.attr not in ("q", "kv", "score", "grad")
+        else:
+            seen[part] = all(seen[a] for a in part.args)
+    return seen[n]
+
+
+def _coefficients(n: Node) -> tuple[int, int] | None:
+    """Factors of q and of kv in an integer sum that sees them in no other way."""
+    if n.op == "arg" and n.attr in ("q", "kv"):
+        return (1, 0) if n.attr == "q" else (0, 1)
+    names = ir.reads(n)
+    if names & {"score", "grad"}:
+        return None
+    if not names & {"q", "kv"}:
+        return 0, 0
+    if n.op in ("add", "sub", "neg"):
+        parts = [_coefficients(a) for a in n.args]
+        if any(p is None for p in parts):
+            return None
+        sign = -1 if n.op in ("sub", "neg") else 1
+        (a, b), (c, d) = (parts[0], parts[1]) if len(parts) == 2 else ((0, 0), parts[0])  # type: ignore[misc]
+        return a + sign * c, b + sign * d
+    return None
 
 
 @dataclass(frozen=True)
@@ -42,32 +117,27 @@ class Staging:
     Attributes:
         root: the expression.
         levels: level of every node below the root.
-        hoisted: maximal sub-expressions below the element level that element nodes use, constants
-            left out, in evaluation order: what a template computes ahead.
+        hoisted: what a template computes ahead of the elements, see `hoisted`.
     """
 
     root: Node
     levels: dict[Node, Level]
-    hoisted: tuple[Node, ...]
-
-    def at(self, level: Level) -> tuple[Node, ...]:
-        """The hoisted values of a level."""
-        return tuple(n for n in self.hoisted if self.levels[n] == level)
+    hoisted: dict[Level, tuple[Node, ...]]
 
     def operations(self, level: Level) -> int:
         """How many operations (leaves not counted) run at a level."""
         leaves = ("arg", "const")
-        return sum(lv == level and n.op not in leaves for n, lv in self.levels.items())
+        return sum(lv is level and n.op not in leaves for n, lv in self.levels.items())
 
     def table(self, names: tuple[str, ...] = ()) -> str:
         """The staging table that `explain` prints."""
         lines = []
-        for level in LEVELS[1:]:
-            shown = [self.root] if self.levels[self.root] == level else list(self.at(level))
-            if shown:
-                text = "; ".join(ir.formula(n, names) for n in shown)
+        shown = self.hoisted | {self.levels[self.root]: (self.root,)}
+        for level in list(Level)[1:]:
+            if shown.get(level):
+                text = "; ".join(ir.formula(n, names) for n in shown[level])
                 lines.append(f"{level:8}{self.operations(level):4} ops   {text}")
-        return "\n".join(lines) or "const"
+        return "\n".join(lines) or str(Level.CONSTANT)
 
     def __str__(self) -> str:
         return self.table()
@@ -75,17 +145,8 @@ class Staging:
 
 def stage(root: Node) -> Staging:
     """Give every node of an expression its level."""
-    read: dict[Node, frozenset[str]] = {}
-    order = ir.topo(root)
-    for n in order:
-        own = frozenset({str(n.attr)}) if n.op == "arg" else frozenset()
-        read[n] = own.union(*(read[a] for a in n.args))
-    levels = {n: level_of(read[n]) for n in order}
-    used = dict.fromkeys(
-        a for n in order if levels[n] == "element" for a in n.args if levels[a] != "element"
-    )
-    hoisted = tuple(n for n in used if n.op not in ("const", "arg"))
-    return Staging(root, levels, hoisted)
+    levels = {n: level_of(n) for n in ir.topo(root)}
+    return Staging(root, levels, hoisted([root]))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`explain`: formula, derivative, staging, tiles, plan and schedule of a variant, to read."""
+"""Explain a variant: its formula, derivative, staging, tiles, plan and predicted schedule."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from attnkit.graph.adjoint import adjoint
 from attnkit.graph.eval_sympy import describe
 from attnkit.graph.staging import linear, stage
 from attnkit.inspection.forecast import (
-    CARDS,
+    GPUS,
     HOPPER_SMS,
+    Direction,
     Forecast,
     cycles,
     forecast,
@@ -24,45 +25,42 @@ from attnkit.inspection.forecast import (
     forecast_forward,
 )
 from attnkit.inspection.summary import summarize
-from attnkit.inspection.throughput import Feeds, backward_feeds, forward_feeds
-from attnkit.runtime.prepare import planned
+from attnkit.inspection.throughput import BlockClocks, backward_block_clocks, forward_block_clocks
+from attnkit.runtime.call import AttentionCall
+from attnkit.runtime.prepare import prepare
 from attnkit.runtime.variant import Variant
 from attnkit.schedule.plan import Plan
 from attnkit.schedule.targets import Target, missing_arch, of_arch
 from attnkit.schedule.work_list import fitted
 from attnkit.sparsity.block_mask import BlockMask, create_block_mask
-from attnkit.sparsity.block_runs import BLOCK, BlockRuns
+from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.sparsity.intervals.normal_form import find_intervals
-from attnkit.splice import (
-    Layout,
-    Program,
-    backward_block,
-    first_parts,
-    forward_block,
-    layout_of,
-)
-from attnkit.tracing.float64_checks import own_dtype
+from attnkit.splice import Program
+from attnkit.splice.backward import backward_block, first_parts
+from attnkit.splice.forward import forward_block, layout_of
+from attnkit.splice.kernel_layout import Layout
+from attnkit.tracing.float64_checks import compute_dtype
 from attnkit.tracing.mask import noop_mask
 from attnkit.tracing.tracer import Traced
-from attnkit.util.arguments import check_options, check_size
+from attnkit.util.arguments import check_size
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found; `str` gives the report.
+    """The result of `explain`; `str` gives the report.
 
     Attributes:
-        score: the traced score_mod, None where the score stays as it is.
-        mask: the traced mask_mod, None where everything is kept.
-        runs: tiles of the mask, None where everything is kept.
+        score: the traced score_mod; None if the score is not changed.
+        mask: the traced mask_mod; None if there is no mask.
+        runs: tiles of the mask; None if there is no mask.
         plan: template and tile sizes.
         lengths: (batch, query heads, query length, kv length).
-        head_dim: width of query and key.
+        head_dim: of query and key.
         sms: SMs that the schedule is predicted for.
-        target: what a kernel is predicted for, None for none.
-        variant: what is explained.
+        target: architecture that a kernel is predicted for, if any.
+        variant: the variant.
         dtype: of query, key and value.
-        listed: block lists overrule the mask function.
+        listed: whether block lists overrule the mask function.
     """
 
     score: Traced | None
@@ -79,26 +77,26 @@ class Explanation:
 
     @property
     def formula(self) -> str:
-        """The traced functions, one a line."""
-        found = [str(t) for t in (self.score, self.mask) if t is not None]
-        return "\n".join(found) or "softmax attention, no score_mod, no mask"
+        """The traced functions, one on each line."""
+        lines = [str(t) for t in (self.score, self.mask) if t is not None]
+        return "\n".join(lines) or "softmax attention, no score_mod, no mask"
 
     @property
     def derivative(self) -> str:
-        """The derivative of score_mod by the score, and the gradient of each captured tensor."""
+        """The derivative of score_mod with respect to the score and to each captured tensor."""
         if self.score is None:
             return "d score' / d score = 1"
-        own = describe(self.score.root, self.score.names)
+        by_score = describe(self.score.root, self.score.names)
         loads = adjoint(self.score.root).loads
-        shown = [
+        by_captured = [
             f"d {ir.formula(load, self.score.names)} = {ir.formula(c, self.score.names)}"
             for load, c in loads
         ]
-        return "\n".join([own, *shown])
+        return "\n".join([by_score, *by_captured])
 
     @property
     def staging(self) -> str:
-        """Where each part is computed: per head, row, column or element."""
+        """How often each part is computed: once per head, row, column or element."""
         parts = []
         for traced in (self.score, self.mask):
             if traced is not None:
@@ -112,7 +110,7 @@ class Explanation:
 
     @property
     def tiles(self) -> str:
-        """Counts of empty, partial and full tiles, and the share that is computed."""
+        """Numbers of empty, partial and full tiles, and the share that is computed."""
         if self.runs is None:
             return "all tiles full (no mask)"
         empty, partial, full = self.runs.counts()
@@ -125,39 +123,39 @@ class Explanation:
 
     @property
     def intervals(self) -> str:
-        """What each row keeps, as a union of few intervals of kv, or why it is none."""
+        """The kv positions that each row keeps as a union of intervals, or why there is none."""
         if self.mask is None:
             return "every row keeps everything"
         batch, heads, q_len, kv_len = self.lengths
-        found = find_intervals(
+        intervals = find_intervals(
             self.mask,
             q_len=q_len,
             kv_len=kv_len,
             batch=batch,
             heads=heads,
-            dtype=own_dtype(self.mask),
+            dtype=compute_dtype(self.mask),
         )
-        return str(found)
+        return str(intervals)
 
     @property
     def forecast(self) -> Forecast | None:
-        """The schedule, simulated; None where that would take too long."""
+        """The simulated schedule; None if simulating it would take too long."""
         batch, heads, _, _ = self.lengths
         runs = self._tiles
         return forecast(runs, batch=batch, heads=heads, head_dim=self.head_dim, sms=self.sms)
 
     @property
     def schedule(self) -> str:
-        """Pieces, splits and predicted cycles, against the bound and grid order; how dQ begins."""
-        found = self.forecast
-        if found is None:
+        """Work tiles, splits and cycles, against the bound and grid order; who clears dQ."""
+        forecast = self.forecast
+        if forecast is None:
             return "not simulated: more than a million rows of tiles"
         begin = first_parts(self._program, self._tiles, self.lengths, self.head_dim, self.sms)
-        return f"{found}\ndQ        on Hopper, {begin}"
+        return f"{forecast}\ndQ        on Hopper, {begin}"
 
     @property
     def _tiles(self) -> BlockRuns:
-        """The runs, also of a mask that keeps everything."""
+        """The runs; without a mask, those of a mask that keeps everything."""
         if self.runs is not None:
             return self.runs
         _, _, q_len, kv_len = self.lengths
@@ -170,7 +168,7 @@ class Explanation:
         """Roles, registers and memory of the kernel.
 
         Raises:
-            ArgumentError: nothing is predicted for an architecture.
+            ArgumentError: no architecture was named.
         """
         dims = self.head_dim, self.head_dim
         block, _ = self._kernel
@@ -182,68 +180,82 @@ class Explanation:
 
     @functools.cached_property
     def _kernel(self) -> tuple[tuple[int, int], str]:
-        """Rows and columns of the kernel's blocks, and why these."""
+        """Rows and columns of the kernel's blocks, and the reason for them."""
         dims, q_len = (self.head_dim, self.head_dim), self.lengths[2]
         return forward_block(self.plan.template, self._program, dims, self.runs, q_len)
 
     @functools.cached_property
-    def feeds(self) -> Feeds:
-        """Clocks of the kernel by unit and by block; executes it in the emulator, some seconds.
+    def block_clocks(self) -> BlockClocks:
+        """Predicted clocks of the forward kernel; executes it in the emulator for some seconds.
 
         Raises:
-            ArgumentError: nothing is predicted for an architecture.
+            ArgumentError: no architecture was named.
             UnsupportedError: the kernel cannot be emulated here.
         """
-        subject, (block, _) = self._subject, self._kernel
-        return forward_feeds(*subject, head_dim=self.head_dim, dtype=self.dtype, block=block)
+        (variant, target), (block, _) = self._subject, self._kernel
+        return forward_block_clocks(
+            variant, target, head_dim=self.head_dim, dtype=self.dtype, block=block
+        )
 
     @functools.cached_property
-    def backward_feeds(self) -> Feeds:
-        """The same of the backward."""
+    def backward_block_clocks(self) -> BlockClocks:
+        """Predicted clocks of the backward's main kernel; else as `block_clocks`."""
         dims = self.head_dim, self.head_dim
         block = backward_block(self.plan.template, self._program, dims, self._tiles)
-        subject = self._subject
-        return backward_feeds(*subject, head_dim=self.head_dim, dtype=self.dtype, block=block)
+        variant, target = self._subject
+        return backward_block_clocks(
+            variant, target, head_dim=self.head_dim, dtype=self.dtype, block=block
+        )
 
     @property
     def _subject(self) -> tuple[Variant, Target]:
+        """What a kernel is predicted for."""
         if self.target is None or self.variant is None:
             raise ArgumentError("no architecture was named: explain(..., arch='sm_100a')")
         return self.variant, self.target
 
     def rate(self, backward: bool = False) -> str:
-        """Time and TFLOP/s of a pass on one card, predicted."""
-        variant, target = self._subject
-        if target.arch not in CARDS:
-            return f"no card for {target.arch} is modelled"
-        card = CARDS[target.arch]
-        batch, heads, q_len, kv_len = self.lengths
-        shared = (self.backward_feeds if backward else self.feeds).sms
-        sizes = {"batch": batch, "heads": heads, "head_dim": self.head_dim}
-        sizes["sms"] = max(1, self.sms // shared)
-        if backward:
-            mask = noop_mask if self.mask is None else variant.mask
-            runs = self._tiles
-            if not isinstance(mask, BlockMask):
-                size = runs.batch, runs.heads, q_len, kv_len
-                block = self.backward_feeds.block
-                runs = create_block_mask(mask, *size, BLOCK_SIZE=block).runs
-            found = forecast_backward(runs, **sizes, cost=self.backward_feeds.cost)
-        else:
-            tiles = fitted(self._tiles, self.feeds.block)
-            found = forecast_forward(tiles, **sizes, cost=self.feeds.cost)
-        seconds = found.timeline.makespan / (card.clock * 1e9)
-        text = f"{cycles(found.timeline.makespan)} cycles on {self.sms} SMs, {1e3 * seconds:.3g} ms"
-        text += f" at {card.clock:.2f} GHz"
+        """Predict the time and the TFLOP/s of the forward or the backward on a GPU, as text.
+
+        Args:
+            backward: predict the backward's main kernel.
+
+        Raises:
+            As `block_clocks`.
+        """
+        _, target = self._subject
+        if target.arch not in GPUS:
+            return f"no GPU for {target.arch} is modelled"
+        gpu = GPUS[target.arch]
+        makespan = self._simulated(backward).timeline.makespan
+        seconds = makespan / (gpu.clock * 1e9)
+        text = f"{cycles(makespan)} cycles on {self.sms} SMs, {1e3 * seconds:.3g} ms"
+        text += f" at {gpu.clock:.2f} GHz"
         kept = self._kept()
         if kept is None:
             return text
         flops = (10 if backward else 4) * self.head_dim * kept
         rate = flops / seconds / 1e12
-        return f"{text}: {rate:.0f} TFLOP/s of the kept scores ({card.peak:.0f} peak)"
+        return f"{text}: {rate:.0f} TFLOP/s of the unmasked scores ({gpu.peak:.0f} peak)"
+
+    def _simulated(self, backward: bool) -> Direction:
+        """The schedule of the kernel for the architecture, with the clocks of its blocks."""
+        batch, heads, q_len, kv_len = self.lengths
+        clocks = self.backward_block_clocks if backward else self.block_clocks
+        sizes = {"batch": batch, "heads": heads, "head_dim": self.head_dim}
+        sizes["sms"] = max(1, self.sms // clocks.sms)
+        runs = self._tiles
+        if not backward:
+            return forecast_forward(fitted(runs, clocks.block), **sizes, cost=clocks.cost)
+        variant, _ = self._subject
+        mask = noop_mask if self.mask is None else variant.mask
+        if not isinstance(mask, BlockMask):
+            shape = runs.batch, runs.heads, q_len, kv_len
+            runs = create_block_mask(mask, *shape, BLOCK_SIZE=clocks.block).runs
+        return forecast_backward(runs, **sizes, cost=clocks.cost)
 
     def _kept(self) -> int | None:
-        """Scores that the mask keeps, over batch and heads; None where counting takes too long."""
+        """Count the unmasked scores, over batch and heads; None if that takes too long."""
         batch, heads, q_len, kv_len = self.lengths
         if self.mask is None or self.runs is None or self.variant is None:
             return batch * heads * q_len * kv_len
@@ -256,15 +268,15 @@ class Explanation:
 
     @property
     def kernel(self) -> str:
-        """The kernel for an architecture: roles, memory, clocks, predicted speed."""
+        """The forward kernel for the architecture: roles, memory, clocks, predicted speed."""
         (rows, columns), why = self._kernel
         chosen = f"blocks of {rows} x {columns}: {why}"
-        return f"{chosen}\n{self.layout}\n{self.feeds}\n{self.rate()}"
+        return f"{chosen}\n{self.layout}\n{self.block_clocks}\n{self.rate()}"
 
     @property
     def backward_kernel(self) -> str:
-        """The backward's main kernel for an architecture: clocks, predicted speed."""
-        return f"{self.backward_feeds}\n{self.rate(backward=True)}"
+        """The backward's main kernel for the architecture: clocks, predicted speed."""
+        return f"{self.backward_block_clocks}\n{self.rate(backward=True)}"
 
     def __str__(self) -> str:
         batch, heads, q_len, kv_len = self.lengths
@@ -286,6 +298,18 @@ def _indent(text: str) -> str:
     return "\n".join(f"  {line}" for line in text.splitlines())
 
 
+def _target(arch: str | None, backend: str) -> Target | None:
+    """The target of an architecture that a caller named."""
+    if arch is None:
+        return None
+    target = of_arch(arch)
+    if target is None:
+        raise UnsupportedError(f"arch={arch!r}: {missing_arch(arch)}")
+    if backend != "auto":
+        raise OptionError(f"arch={arch!r} with backend={backend!r}: give one of them")
+    return target
+
+
 def explain(
     score_mod: Callable[..., Any] | Variant | None = None,
     block_mask: Any = None,
@@ -302,24 +326,32 @@ def explain(
     sms: int | None = None,
     arch: str | None = None,
 ) -> Explanation:
-    """Say what a variant means and how it would run; computes no attention.
+    """Explain what a variant means and how it would run; computes no attention.
+
+    >>> from attnkit import explain, masks
+    >>> explanation = explain(lambda s, b, h, q, kv: s / 2, masks.causal(), q_len=512)
+    >>> print(explanation.formula)
+    score(score, b, h, q, kv) = score * 0.5
+    mask(b, h, q, kv) = kv <= q
+    >>> print(explanation.tiles)
+    6 empty, 4 partial, 6 full of 16; 62.5% computed; shared by batch and heads
 
     Args:
-        score_mod: score_mod, or a whole `Variant` (then without block_mask).
+        score_mod: a score_mod, or a whole `Variant` (then without block_mask).
         block_mask: as of `flex_attention`.
         q_len: query length.
         kv_len: kv length; q_len if None.
         batch: batch size.
         heads: query heads.
-        head_dim: width of query and key.
-        device: where the tensors would live.
+        head_dim: of query and key.
+        device: of the tensors.
         kernel_options: as of `flex_attention`.
         backend: as of `flex_attention`.
         dtype: of query, key and value.
-        sms: SMs of the GPU that the schedule is predicted for; those of the architecture's card,
-            an H200 if none is named.
-        arch: predict the kernel for this architecture, say "sm_100a": printing the explanation
-            executes a tile of it in the emulator.
+        sms: SMs of the GPU that the schedule is predicted for; None: those of a B200 or H200,
+            as `arch` says, of an H200 without `arch`.
+        arch: predict the kernel for this architecture, such as "sm_100a". Printing the explanation
+            then executes a tile of the kernel in the emulator, which takes up to a minute.
 
     Returns:
         The explanation; print it.
@@ -327,16 +359,11 @@ def explain(
     Raises:
         What flex_attention would raise for these functions and lengths.
     """
-    target = None
-    if arch is not None:
-        target = of_arch(arch)
-        if target is None:
-            raise UnsupportedError(f"arch={arch!r}: {missing_arch(arch)}")
-        if backend != "auto":
-            raise OptionError(f"arch={arch!r} with backend={backend!r}: give one of them")
+    target = _target(arch, backend)
+    if target is not None:
         backend = f"emulate:{arch}"
     if sms is None:
-        sms = CARDS[arch].sms if arch in CARDS else HOPPER_SMS
+        sms = GPUS[arch].sms if arch in GPUS else HOPPER_SMS
     variant = score_mod if isinstance(score_mod, Variant) else Variant(score_mod, block_mask)
     sizes = tuple(
         check_size(name, n)
@@ -350,12 +377,21 @@ def explain(
         )
     )
     batch, heads, q_len, kv_len, head_dim, sms = sizes
-    block, notes = check_options(kernel_options, BLOCK)
-    # shapes only: no memory is used for the tensors
+    # only shapes matter: expanded tensors take no memory
     one = torch.empty(1, dtype=dtype, device=device)
     query = one.expand(batch, heads, q_len, head_dim)
     key = one.expand(batch, heads, kv_len, head_dim)
-    plan, bound = planned(variant, query, key, key, backend, block, notes)
+    call = AttentionCall(
+        query,
+        key,
+        key,
+        variant.score_mod,
+        variant.mask,
+        kernel_options=kernel_options,
+        backend=backend,
+    )
+    preparation = prepare(call, launchable=False)
+    plan, bound = preparation.plan, preparation.bound
     shape = (batch, heads, q_len, kv_len)
     return Explanation(
         *(bound.score, bound.mask, bound.runs, plan, shape, head_dim, sms),

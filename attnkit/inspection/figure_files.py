@@ -1,4 +1,4 @@
-"""Files that pictures are written to, with matplotlib: the same picture gives the same bytes."""
+"""Write matplotlib figures to files: the same figure gives the same bytes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def checked_path(path: str | os.PathLike[str]) -> Path:
-    """A path that a picture can have.
+    """Check the suffix of a picture's path, and return it.
 
     Raises:
-        OptionError: another kind of file than .png or .svg.
+        OptionError: the suffix is neither .png nor .svg.
     """
     target = Path(path)
     if target.suffix not in (".png", ".svg"):
@@ -26,12 +26,15 @@ def checked_path(path: str | os.PathLike[str]) -> Path:
 
 
 def write(target: Path, draw: Callable[[], Figure], instead: str) -> Path:
-    """Draw a figure into a file.
+    """Draw a figure, and write it to a file.
 
     Args:
-        target: of `checked_path`.
-        draw: makes the figure; matplotlib is there when it is called.
+        target: path of the file, see `checked_path`.
+        draw: draws the figure; called only if matplotlib is installed.
         instead: what to do without matplotlib, for the error.
+
+    Returns:
+        The path.
 
     Raises:
         UnsupportedError: matplotlib is not installed.

@@ -1,6 +1,6 @@
-"""What the schedule of a mask is predicted to take on a GPU, against the bound and grid order.
+"""Predict the time of a mask's schedule on a GPU, against a lower bound and grid order.
 
-Nothing is measured: pieces take what the cost model of `attnkit.schedule.scheduler` says, in SM cycles.
+Nothing is measured: a work tile takes the SM cycles of `attnkit.schedule.scheduler`'s cost model.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from attnkit.jit.emulation import rates_of
 from attnkit.schedule.scheduler import (
     BACKWARD,
     FORWARD,
@@ -22,17 +21,17 @@ from attnkit.schedule.split_kv import Cost
 from attnkit.sparsity.block_runs import BlockRuns
 
 HOPPER_SMS = 132  # of an H100 SXM or an H200
-MODEL_BLOCK, MODEL_HEAD_DIM = (128, 128), 128  # what the costs were measured at
+MODEL_BLOCK, MODEL_HEAD_DIM = (128, 128), 128  # where the costs were measured
 _MOST_ROWS = 1 << 20
 
 
 @dataclass(frozen=True)
-class Card:
-    """A GPU, as its data sheet has it.
+class Gpu:
+    """A GPU, as its data sheet describes it.
 
     Attributes:
-        name: the GPU.
-        arch: what its kernels are compiled for.
+        name: for people.
+        arch: architecture of its kernels.
         sms: streaming multiprocessors.
         peak: dense 16-bit TFLOP/s of its tensor cores.
     """
@@ -44,27 +43,29 @@ class Card:
 
     @property
     def clock(self) -> float:
-        """Clocks a second, in 10**9, at which the peak holds; under load it may be less."""
+        """The clock at which the peak holds, in GHz; under load it may be lower."""
+        from attnkit.jit.emulator_runs import rates_of
+
         return self.peak * 1e3 / (self.sms * rates_of(self.arch).tensor)
 
 
 # H200 SXM and B200 data sheets, without sparsity
-CARDS = {
-    card.arch: card
-    for card in (
-        Card("H200", "sm_90a", HOPPER_SMS, 989.0),
-        Card("B200", "sm_100a", 148, 2250.0),
+GPUS = {
+    gpu.arch: gpu
+    for gpu in (
+        Gpu("H200", "sm_90a", HOPPER_SMS, 989.0),
+        Gpu("B200", "sm_100a", 148, 2250.0),
     )
 }
 
 
 @dataclass(frozen=True, eq=False)
 class Direction:
-    """One pass, simulated twice.
+    """The forward or the backward, simulated with two schedules.
 
     Attributes:
-        schedule, timeline: longest first, split where that pays.
-        grid, grid_timeline: the same rows in the order of a plain launch.
+        schedule, timeline: longest work tiles first, long rows split along KV where that pays.
+        grid, grid_timeline: whole rows in the order of a plain launch.
     """
 
     schedule: Schedule
@@ -74,16 +75,16 @@ class Direction:
 
     @property
     def bound(self) -> float:
-        """No schedule of these pieces ends sooner, in cycles."""
+        """Cycles that every schedule of these work tiles takes at least."""
         return self.schedule.bound
 
     def __str__(self) -> str:
         schedule, makespan = self.schedule, self.timeline.makespan
         rows, splits = schedule.pieces, schedule.split.shape[0]
-        pieces = int(schedule.split_ptr[-1]) if splits else 0
-        cut = f", {splits} rows in {pieces} pieces" if splits else ""
+        parts = int(schedule.split_ptr[-1]) if splits else 0
+        split = f", {splits} rows split into {parts} parts" if splits else ""
         return (
-            f"{rows} piece{'s' * (rows != 1)}{cut}: {cycles(makespan)} cycles, "
+            f"{rows} work tile{'s' * (rows != 1)}{split}: {cycles(makespan)} cycles, "
             f"{makespan / self.bound:.3f} x the bound of {cycles(self.bound)}, "
             f"idle {self.timeline.idle:.1%}; grid order {cycles(self.grid_timeline.makespan)}, "
             f"{self.grid_timeline.makespan / makespan:.2f} x as long"
@@ -97,7 +98,7 @@ class Forecast:
     Attributes:
         sms: streaming multiprocessors, one persistent CTA each.
         block, head_dim: what is scheduled; the cost model holds for 128 x 128 and 128.
-        forward, backward: the passes.
+        forward, backward: the two directions.
     """
 
     sms: int
@@ -119,13 +120,16 @@ class Forecast:
 def forecast(
     runs: BlockRuns, *, batch: int, heads: int, head_dim: int, sms: int = HOPPER_SMS
 ) -> Forecast | None:
-    """Schedule and simulate; None where there are more rows than are worth it (a million).
+    """Schedule the work tiles of a mask, and simulate them.
 
     Args:
         runs: the mask's tiles, for this batch and these heads or for 1.
         batch, heads: of the query; key and value have as many.
-        head_dim: width of query, key and value, in 16 bits.
-        sms: how many pieces run at a time.
+        head_dim: of query, key and value, whose elements have 16 bits.
+        sms: how many work tiles run at a time.
+
+    Returns:
+        The forecast; None if there are more than a million rows of tiles.
 
     Raises:
         OptionError: sms is not positive.
@@ -145,8 +149,8 @@ def forecast(
 def forecast_forward(
     runs: BlockRuns, *, batch: int, heads: int, head_dim: int, sms: int, cost: Cost = FORWARD
 ) -> Direction:
-    """The forward alone, with costs of one's own; arguments and errors as of `forecast`."""
-    # 16 bits: K and V of a kv tile
+    """Schedule and simulate the forward alone, with any costs; arguments as of `forecast`."""
+    # bytes of K and V of a kv tile, 16 bits each
     shape = Shape(batch, heads, runs.block[1] * head_dim * 4)
     return _direction(schedule_forward, runs, shape, sms, cost)
 
@@ -154,8 +158,8 @@ def forecast_forward(
 def forecast_backward(
     runs: BlockRuns, *, batch: int, heads: int, head_dim: int, sms: int, cost: Cost = BACKWARD
 ) -> Direction:
-    """The backward alone, with costs of one's own; arguments and errors as of `forecast`."""
-    # 16 bits: Q, dO and a float32 dQ of a q tile
+    """Schedule and simulate the backward alone, with any costs; arguments as of `forecast`."""
+    # bytes of Q and dO of a q tile, 16 bits each, and of its float32 dQ
     shape = Shape(batch, heads, runs.block[0] * head_dim * 8)
     return _direction(schedule_backward, runs, shape, sms, cost)
 
@@ -169,7 +173,11 @@ def _direction(
 
 
 def cycles(count: float) -> str:
-    """A number of cycles, to be read."""
+    """Format a number of cycles for a reader.
+
+    >>> cycles(1_180_000)
+    '1.18M'
+    """
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if count >= size:
             return f"{count / size:.3g}{unit}"

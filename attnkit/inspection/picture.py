@@ -1,6 +1,6 @@
-"""Pictures of masks: which tiles are empty, partial or full, and the runs that they form.
+"""Draw masks: which tiles are empty, partial or full, and the runs that they form.
 
-`show` gives text for a terminal, `save` a PNG or SVG file (with matplotlib).
+`show` returns text for a terminal, `save` writes a PNG or SVG file (with matplotlib).
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from attnkit.errors import ArgumentError, OptionError
 from attnkit.inspection.figure_files import checked_path, write
-from attnkit.inspection.tile_map import counts, label_of, rows_of, shares
+from attnkit.inspection.summary import label_of, runs_of, tile_counts
 from attnkit.sparsity.block_mask import BlockMask, create_block_mask, create_mask
 from attnkit.sparsity.block_runs import BLOCK, BlockRuns, Runs
 from attnkit.util.arguments import check_size
@@ -24,11 +25,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Text: how much of a character's area is kept, from nothing to everything.
+# Text: the share of a character's area that the mask keeps, from nothing to everything.
 _SHADES = "·░▒▓█"
 _PLAIN_SHADES = ".-+*#"
 
-# Image: colours, and up to which size single runs and single positions are drawn.
+# Image: colours, and up to how many of them single runs and single positions are drawn.
 _COLOURS = {"full": "#27548a", "partial": "#f6c28b", "kept": "#c8641b", "empty": "#f3f3f3"}
 _MOST_BARS = 4000
 _MOST_POSITIONS = 1 << 20
@@ -49,21 +50,37 @@ def show(
     width: int = 64,
     plain: bool = False,
 ) -> str:
-    """The tile map of a mask as text, with counts of tiles and runs.
+    """Draw the tiles of a mask as text, with counts of tiles and runs.
 
-    Where a character stands for several tiles, its shade is the share that they keep, a partial
-    tile counted as half.
+    >>> from attnkit import masks
+    >>> print(show(masks.causal(), 512, 768, plain=True))
+    causal()
+    512 queries x 768 keys in tiles of 128 x 128
+         0        767 kv
+      0 |++..........|
+        |##++........|
+        |####++......|
+    511 |######++....|
+    . empty  + partial  # full
+    tiles: 6 full, 4 partial, 14 empty; 41.7% computed
+    runs: 3 full, 4 partial; at most 2 in a row of tiles
+
+    A character that stands for several tiles is shaded by the share that they keep, where a partial
+    tile counts as half.
 
     Args:
-        mask: a mask_mod, a Mask, or a BlockMask, which brings its own sizes.
+        mask: a mask_mod, a Mask, or a BlockMask, whose own sizes are used.
         q_len: query length.
         kv_len: kv length; q_len if None.
-        batch, heads: sizes, for masks that read b or h.
+        batch, heads: batch size and query heads, for masks that read b or h.
         at: which batch entry and head to show.
-        block: tile size, or (query, kv) tile sizes.
-        device: where captured tensors live; None: found from them.
-        width: characters in a line of the map, at most.
-        plain: ASCII only.
+        block: tile size, or (q, kv) tile sizes.
+        device: of the captured tensors; None: taken from them.
+        width: the largest number of characters in a line of the map.
+        plain: use ASCII only.
+
+    Returns:
+        The text, without a newline at its end.
 
     Raises:
         ArgumentError: a size is missing.
@@ -74,7 +91,7 @@ def show(
     blocks = _block_mask(mask, q_len, kv_len, batch, heads, block, device)
     b, h = _checked_at(at, blocks)
     runs = blocks.runs
-    cells = shares(runs, b, h, *_text_size(runs, width))
+    cells = tile_shares(runs, b, h, *_text_size(runs, width))
     shades = _PLAIN_SHADES if plain else _SHADES
     lines = ["".join(shades[_level(x)] for x in row) for row in cells.tolist()]
     return "\n".join(
@@ -84,7 +101,7 @@ def show(
             f"{runs.block[0]} x {runs.block[1]}",
             *_framed(lines, runs.q_len - 1, runs.kv_len - 1),
             _key(runs, cells.shape[0], cells.shape[1], shades),
-            *counts(runs, b, h),
+            *tile_counts(runs, b, h),
         ]
     )
 
@@ -101,10 +118,10 @@ def save(
     device: torch.device | str | None = None,
     title: str | None = None,
 ) -> Path:
-    """Draw the tile map of a mask into a file; one panel for each batch entry and head.
+    """Draw the tiles of a mask into a file, one panel for each batch entry and head.
 
-    Each run of tiles is a bar. Up to a million positions, those that a partial tile keeps are
-    drawn too. The same mask gives the same file.
+    Each run of tiles is a bar. Masks of up to a million positions also show which positions their
+    partial tiles keep. The same mask gives the same file.
 
     Args:
         path: ends in .png or .svg.
@@ -116,7 +133,7 @@ def save(
 
     Raises:
         UnsupportedError: matplotlib is not installed.
-        OptionError: another kind of file.
+        OptionError: the path has another suffix.
         As `show`.
     """
     target = checked_path(path)
@@ -154,8 +171,8 @@ def _checked_at(at: tuple[int, int], blocks: BlockMask) -> tuple[int, int]:
 
 
 def _name(mask: Callable[..., Any] | BlockMask) -> str:
-    own = mask.mask_mod if isinstance(mask, BlockMask) else mask
-    return str(getattr(own, "label", None) or getattr(own, "__name__", type(own).__name__))
+    mod = mask.mask_mod if isinstance(mask, BlockMask) else mask
+    return str(getattr(mod, "label", None) or getattr(mod, "__name__", type(mod).__name__))
 
 
 def _text_size(runs: BlockRuns, width: int) -> tuple[int, int]:
@@ -167,7 +184,7 @@ def _text_size(runs: BlockRuns, width: int) -> tuple[int, int]:
 
 
 def _framed(lines: list[str], last_q: int, last_kv: int) -> list[str]:
-    """The map between the first and last positions of its sides, where there is room."""
+    """Frame the map, with the first and last positions at its sides where there is room."""
     width, edge = len(lines[0]), len(str(last_q))
     ticks = ["0", *[""] * (len(lines) - 2), str(last_q)][: len(lines)]
     body = [f"{tick:>{edge}} |{line}|" for tick, line in zip(ticks, lines, strict=True)]
@@ -190,6 +207,34 @@ def _level(share: float) -> int:
     if share in (0.0, 1.0):
         return 4 * int(share)
     return 1 if share < 1 / 3 else 2 if share < 2 / 3 else 3
+
+
+def tile_shares(runs: BlockRuns, b: int, h: int, rows: int, columns: int) -> Tensor:
+    """Compute the share that the tiles of each cell keep, 0 to 1; a partial tile counts half.
+
+    Args:
+        runs: of all batch entries and heads.
+        b, h: the batch entry and the head.
+        rows, columns: number of cells, which may be more or fewer than the tiles.
+
+    Returns:
+        float64 [rows, columns]; 0 only where nothing is kept, 1 only where everything is.
+    """
+    cells = torch.zeros(rows, columns, dtype=torch.float64)
+    tops = [(runs.q_blocks * i // rows, -(-runs.q_blocks * (i + 1) // rows)) for i in range(rows)]
+    lefts = torch.arange(columns) * runs.kv_blocks // columns
+    rights = -(-(torch.arange(columns) + 1) * runs.kv_blocks // columns)
+    for weight, kind in ((1.0, runs.full), (0.5, runs.partial)):
+        selected = runs_of(kind, runs, b, h)
+        for i, (top, bottom) in enumerate(tops):
+            first, last = int(selected.row_ptr[top]), int(selected.row_ptr[bottom])
+            pointers = selected.row_ptr[top : bottom + 1] - first
+            part = Runs(pointers, selected.start[first:last], selected.length[first:last])
+            tiles = part.expanded(runs.kv_blocks).sum(0)
+            before = pad(tiles.cumsum(0), (1, 0))
+            area = (rights - lefts).double() * (bottom - top)
+            cells[i] += weight * (before[rights] - before[lefts]) / area
+    return cells
 
 
 # --- images
@@ -232,7 +277,7 @@ def _wrapped(text: str, width: int) -> str:
 
 
 def _positions(blocks: BlockMask) -> Tensor | None:
-    """The dense mask where it is small enough to be drawn, bool [b, h, q, kv] on the CPU."""
+    """The dense mask, bool [b, h, q, kv] on the CPU; None if it is too large to be drawn."""
     _, _, q_len, kv_len = blocks.shape
     runs = blocks.runs
     if q_len * kv_len * min(runs.batch * runs.heads, _MOST_PANELS) > _MOST_POSITIONS:
@@ -242,7 +287,7 @@ def _positions(blocks: BlockMask) -> Tensor | None:
 
 
 def _draw(axes: Axes, runs: BlockRuns, b: int, h: int, dense: Tensor | None) -> None:
-    """One panel: bars for runs, or an image of shares where they are too many."""
+    """Draw one panel: bars for runs, or an image of shares where there are too many runs."""
     from matplotlib.ticker import MultipleLocator
 
     ratio = runs.q_len / runs.kv_len
@@ -255,16 +300,16 @@ def _draw(axes: Axes, runs: BlockRuns, b: int, h: int, dense: Tensor | None) -> 
     axes.tick_params(length=2, labelsize=6)
     for axis, length in ((axes.xaxis, runs.kv_len), (axes.yaxis, runs.q_len)):
         axis.set_major_locator(MultipleLocator(1 << max(0, (length // 4).bit_length() - 1)))
-    own = [rows_of(kind, runs, b, h) for kind in (runs.full, runs.partial)]
-    if sum(r.start.numel() for r in own) <= _MOST_BARS:
-        _bars(axes, runs, own)
+    kinds = [runs_of(kind, runs, b, h) for kind in (runs.full, runs.partial)]
+    if sum(kind.start.numel() for kind in kinds) <= _MOST_BARS:
+        _bars(axes, runs, kinds)
     else:
         _image(axes, runs, b, h)
     if dense is not None:
-        _kept(axes, runs, dense[b if runs.batch > 1 else 0, h if runs.heads > 1 else 0], own[1])
-    axes.set_xlim(0, runs.kv_len)  # an image would set its own
+        _kept(axes, runs, dense[b if runs.batch > 1 else 0, h if runs.heads > 1 else 0], kinds[1])
+    axes.set_xlim(0, runs.kv_len)  # imshow sets other limits
     axes.set_ylim(runs.q_len, 0)
-    caption = "\n".join(counts(runs, b, h))
+    caption = "\n".join(tile_counts(runs, b, h))
     which = label_of(runs, b, h).removeprefix(", ")
     axes.text(
         0.0, -0.02, f"{which}\n{caption}" if which else caption,
@@ -272,23 +317,24 @@ def _draw(axes: Axes, runs: BlockRuns, b: int, h: int, dense: Tensor | None) -> 
     )  # fmt: skip
 
 
-def _bars(axes: Axes, runs: BlockRuns, own: list[Runs]) -> None:
+def _bars(axes: Axes, runs: BlockRuns, kinds: list[Runs]) -> None:
+    """Draw the full and the partial runs of one batch entry and head as bars."""
     from matplotlib.collections import PolyCollection
 
     height, width = runs.block
     gap = 0.06 * min(height, width)
 
     def inner(first: int, last: int, size: int, length: int) -> tuple[float, float]:
-        """The ends of tiles first to last, less a gap that leaves something of a ragged one."""
+        """The ends of tiles first to last, less a gap that leaves part of a ragged tile."""
         low, high = first * size, min(last * size, length)
         inset = min(gap, 0.25 * (high - low))
         return low + inset, high - inset
 
-    for name, kind in zip(("full", "partial"), own, strict=True):
+    for name, kind in zip(("full", "partial"), kinds, strict=True):
         rows = torch.arange(kind.rows).repeat_interleave(kind.row_ptr.diff())
         corners = []
-        listed = zip(rows.tolist(), kind.start.tolist(), kind.length.tolist(), strict=True)
-        for row, start, count in listed:
+        spans = zip(rows.tolist(), kind.start.tolist(), kind.length.tolist(), strict=True)
+        for row, start, count in spans:
             left, right = inner(start, start + count, width, runs.kv_len)
             top, bottom = inner(row, row + 1, height, runs.q_len)
             corners.append([(left, top), (right, top), (right, bottom), (left, bottom)])
@@ -299,7 +345,7 @@ def _image(axes: Axes, runs: BlockRuns, b: int, h: int) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
     rows, columns = (min(n, _MOST_CELLS) for n in (runs.q_blocks, runs.kv_blocks))
-    cells = shares(runs, b, h, rows, columns)
+    cells = tile_shares(runs, b, h, rows, columns)
     shades = [_COLOURS[name] for name in ("empty", "partial", "full")]
     axes.imshow(
         cells.numpy(),
@@ -313,7 +359,7 @@ def _image(axes: Axes, runs: BlockRuns, b: int, h: int) -> None:
 
 
 def _kept(axes: Axes, runs: BlockRuns, dense: Tensor, partial: Runs) -> None:
-    """The positions that partial tiles keep."""
+    """Draw the positions that partial tiles keep."""
     from matplotlib.colors import to_rgb
 
     tiles = partial.expanded(runs.kv_blocks)

@@ -1,4 +1,4 @@
-"""A mask in numbers: tiles and positions that it keeps, what storing it takes, its interval form."""
+"""Count the tiles and positions that a mask keeps, its memory, and describe its interval form."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ import torch
 from torch import Tensor
 
 from attnkit.graph.eval_torch import evaluate
-from attnkit.inspection.tile_map import stored_bytes
 from attnkit.sparsity.block_mask import BlockMask
 from attnkit.sparsity.block_runs import BlockRuns, Runs
 from attnkit.sparsity.intervals.normal_form import Intervals, find_intervals
-from attnkit.tracing.float64_checks import own_dtype
+from attnkit.tracing.float64_checks import compute_dtype
 from attnkit.tracing.mask import Mask
 from attnkit.tracing.mask_lengths import Lengths
 
-_MOST_POSITIONS = 1 << 27  # of partial tiles that are evaluated to be counted
+_MOST_POSITIONS = 1 << 27  # of partial tiles that are counted by evaluating the mask
 _AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What `summarize` found; `str` gives the report.
+    """The counts of `summarize`; `str` gives a report.
 
     Attributes:
-        shape: (batch, heads, query length, kv length) of what is counted; batch and heads are 1
-            where the mask does not read b or h.
+        shape: (batch, heads, query length, kv length) of the counts; batch and heads are 1 if the
+            mask does not read b or h.
         tiles: numbers of (empty, partial, full) tiles.
-        kept: positions that are kept; None where counting them would take too long.
+        kept: positions that the mask keeps; None if counting them would take too long.
         stored: bytes of the tiles as runs.
         flex: bytes of the index tensors of FlexAttention's BlockMask with the same tiles.
         dense: bytes of the dense mask, bool.
-        lengths: which lengths the mask was built for.
-        intervals: what each row keeps, as intervals of kv, or why it is no such union.
+        lengths: the lengths that the mask was built for.
+        intervals: the kv positions that each row keeps as a union of intervals, or why there is no
+            such union.
     """
 
     shape: tuple[int, int, int, int]
@@ -67,20 +67,20 @@ class Summary:
 
 
 def summarize(blocks: BlockMask, *, most_positions: int = _MOST_POSITIONS) -> Summary:
-    """Count what a mask keeps; finds its tiles.
+    """Count the tiles and positions that a mask keeps.
 
     Args:
-        blocks: of `create_block_mask`.
-        most_positions: look at so many ends of intervals, or positions of partial tiles where
-            there are no intervals; beyond, `kept` is None.
+        blocks: the mask and its tiles, of `create_block_mask`.
+        most_positions: the largest number of interval ends, or of positions in partial tiles if
+            there are no intervals, that is looked at; above it, `kept` is None.
 
     Raises:
         What using the mask would raise.
     """
     runs, mask = blocks.runs, blocks.traced()
     batch, heads, q_len, kv_len = blocks.shape
-    dtype = own_dtype(mask)
-    found = find_intervals(
+    dtype = compute_dtype(mask)
+    intervals = find_intervals(
         mask,
         q_len=q_len,
         kv_len=kv_len,
@@ -95,12 +95,12 @@ def summarize(blocks: BlockMask, *, most_positions: int = _MOST_POSITIONS) -> Su
         return evaluate([mask.root], env, mask.tensors, dtype)[0]
 
     count = None
-    if isinstance(found, Intervals):
-        if q_len * len(found) * runs.batch * runs.heads <= most_positions:
-            count = _interval_positions(found, dtype)
+    if isinstance(intervals, Intervals):
+        if q_len * len(intervals) * runs.batch * runs.heads <= most_positions:
+            count = _interval_positions(intervals, dtype)
     elif int(runs.partial.length.sum()) * runs.block[0] * runs.block[1] <= most_positions:
         count = _full_positions(runs) + _partial_positions(runs, kept)
-    own = blocks.mask_mod.lengths if isinstance(blocks.mask_mod, Mask) else Lengths()
+    lengths = blocks.mask_mod.lengths if isinstance(blocks.mask_mod, Mask) else Lengths()
     return Summary(
         shape=(runs.batch, runs.heads, q_len, kv_len),
         tiles=runs.counts(),
@@ -108,19 +108,60 @@ def summarize(blocks: BlockMask, *, most_positions: int = _MOST_POSITIONS) -> Su
         stored=stored_bytes(runs),
         flex=flex_bytes(runs),
         dense=runs.batch * runs.heads * q_len * kv_len,
-        lengths=own,
-        intervals=str(found).removeprefix("no interval form: "),
+        lengths=lengths,
+        intervals=str(intervals).removeprefix("no interval form: "),
     )
 
 
+def label_of(runs: BlockRuns, b: int, h: int) -> str:
+    """Name a batch entry and head, if there is more than one: ", b=0 h=1"."""
+    shown = [f"b={b}"] if runs.batch > 1 else []
+    shown += [f"h={h}"] if runs.heads > 1 else []
+    return f", {' '.join(shown)}" if shown else ""
+
+
+def tile_counts(runs: BlockRuns, b: int, h: int) -> list[str]:
+    """Describe the tiles and runs of one batch entry and head, in two lines."""
+    full, partial = (runs_of(kind, runs, b, h) for kind in (runs.full, runs.partial))
+    total = runs.q_blocks * runs.kv_blocks
+    tiles = [int(kind.length.sum()) for kind in (full, partial)]
+    a_row = full.row_ptr.diff() + partial.row_ptr.diff()
+    kept = 100 * sum(tiles) / total
+    return [
+        f"tiles: {tiles[0]} full, {tiles[1]} partial, {total - sum(tiles)} empty; "
+        f"{kept:.3g}% computed",
+        f"runs: {full.start.numel()} full, {partial.start.numel()} partial; "
+        f"at most {int(a_row.max())} in a row of tiles",
+    ]
+
+
+def runs_of(kind: Runs, runs: BlockRuns, b: int, h: int) -> Runs:
+    """Select the FULL or PARTIAL runs of one batch entry and head; they are copied to the CPU."""
+    group = (b if runs.batch > 1 else 0) * runs.heads + (h if runs.heads > 1 else 0)
+    pointers = kind.row_ptr[group * runs.q_blocks : (group + 1) * runs.q_blocks + 1].cpu()
+    first, last = int(pointers[0]), int(pointers[-1])
+    return Runs(pointers - first, kind.start[first:last].cpu(), kind.length[first:last].cpu())
+
+
+def stored_bytes(runs: BlockRuns) -> int:
+    """The memory of the runs in both directions (by q tile and by kv tile), in bytes."""
+    kinds = (runs.full, runs.partial, runs.full_t, runs.partial_t)
+    tensors = [t for kind in kinds for t in (kind.row_ptr, kind.start, kind.length)]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
 def flex_bytes(runs: BlockRuns) -> int:
-    """Memory of FlexAttention's eight index tensors for the same tiles, in bytes."""
+    """The memory of FlexAttention's eight index tensors for the same tiles, in bytes."""
     a_head = 4 * runs.q_blocks * runs.kv_blocks + 2 * (runs.q_blocks + runs.kv_blocks)
     return 4 * runs.batch * runs.heads * a_head
 
 
 def bytes_shown(count: int) -> str:
-    """A number of bytes, to be read."""
+    """Format a number of bytes for a reader.
+
+    >>> bytes_shown(1536), bytes_shown(10)
+    ('1.5 KiB', '10 bytes')
+    """
     size, unit = float(count), 0
     while size >= 1024 and unit < 4:
         size, unit = size / 1024, unit + 1
@@ -128,18 +169,19 @@ def bytes_shown(count: int) -> str:
     return f"{shown} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
 
 
-def _interval_positions(found: Intervals, dtype: torch.dtype) -> int:
-    """The positions in the union of each row's intervals."""
-    low, high = found.rows(dtype).long().unbind(-1)
+def _interval_positions(intervals: Intervals, dtype: torch.dtype) -> int:
+    """Count the positions in the union of each row's intervals."""
+    low, high = intervals.rows(dtype).long().unbind(-1)
     low, order = low.sort(-1)
     high = high.gather(-1, order)
-    covered = high.cummax(-1).values.roll(1, -1)  # by the intervals that begin before
+    covered = high.cummax(-1).values.roll(1, -1)  # by the intervals that begin earlier
     covered[..., :1] = 0
     return int((high - torch.maximum(low, covered)).clamp(min=0).sum())
 
 
 def _full_positions(runs: BlockRuns) -> int:
-    row, first, last = _listed(runs.full)
+    """Count the positions of full tiles."""
+    row, first, last = _spans(runs.full)
     height, width = runs.block
     rows = ((row % runs.q_blocks + 1) * height).clamp(max=runs.q_len)
     rows = rows - row % runs.q_blocks * height
@@ -148,28 +190,30 @@ def _full_positions(runs: BlockRuns) -> int:
 
 
 def _partial_positions(runs: BlockRuns, kept: Callable[..., Any]) -> int:
-    """The positions that partial tiles keep, some tiles at a time."""
-    row, first, last = _listed(runs.partial)
+    """Count the positions that partial tiles keep, some tiles at a time."""
+    row, first, last = _spans(runs.partial)
     tiles = row.repeat_interleave(last - first)
     before = (last - first).cumsum(0) - (last - first)
     column = torch.arange(len(tiles)) - (before - first).repeat_interleave(last - first)
     height, width = runs.block
     inside = [torch.arange(n, dtype=torch.int32, device=runs.device) for n in runs.block]
-    found = 0
+    total = 0
     for at in torch.arange(len(tiles)).split(max(1, _AT_ONCE // (height * width))):
-        own = [x[at].to(runs.device, torch.int32).view(-1, 1, 1) for x in (tiles, column)]
-        q = own[0] % runs.q_blocks * height + inside[0].view(1, -1, 1)
-        kv = own[1] * width + inside[1]
-        pair = own[0] // runs.q_blocks
+        tile_row, tile_column = (
+            x[at].to(runs.device, torch.int32).view(-1, 1, 1) for x in (tiles, column)
+        )
+        q = tile_row % runs.q_blocks * height + inside[0].view(1, -1, 1)
+        kv = tile_column * width + inside[1]
+        pair = tile_row // runs.q_blocks
         real = (q < runs.q_len) & (kv < runs.kv_len)
-        # what lies beyond the lengths may be beyond a captured tensor too
+        # positions beyond the lengths may be outside of a captured tensor too
         q, kv = q.clamp(max=runs.q_len - 1), kv.clamp(max=runs.kv_len - 1)
-        found += int((kept(pair // runs.heads, pair % runs.heads, q, kv) & real).sum())
-    return found
+        total += int((kept(pair // runs.heads, pair % runs.heads, q, kv) & real).sum())
+    return total
 
 
-def _listed(kind: Runs) -> tuple[Tensor, Tensor, Tensor]:
-    """Row, first tile and end of each run, int64 on the CPU."""
+def _spans(kind: Runs) -> tuple[Tensor, Tensor, Tensor]:
+    """The row, the first tile and the end of each run, int64 on the CPU."""
     pointers, start, length = (t.cpu().long() for t in (kind.row_ptr, kind.start, kind.length))
     row = torch.arange(kind.rows).repeat_interleave(pointers.diff())
     return row, start, start + length

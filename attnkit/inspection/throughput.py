@@ -1,8 +1,9 @@
-"""What a block of scores costs the units of an SM, and how long it takes: predicted, nothing measured.
+"""Predict how long a block of scores takes on an SM, and how long each unit is busy with it.
 
-A variant's own kernel is executed in the emulator for one tile of two lengths; what the longer run
-does more is that of its blocks. Units are busy with the instructions that were executed
-(`attnkit.emulator.cycles`); the time is that of the event timeline (`attnkit.emulator.timeline`).
+Nothing is measured. The variant's kernel is executed in the emulator for one tile with few blocks
+and one with more: the difference is the cost of the additional blocks. The clocks of a unit are
+those of the instructions that were executed (`attnkit.emulator.timing.cycles`); the time is that of
+the event timeline (`attnkit.emulator.timeline`).
 """
 
 from __future__ import annotations
@@ -10,41 +11,47 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from attnkit.errors import AttnkitError, UnsupportedError
 from attnkit.jit import emulation
-from attnkit.jit.emulation import Timeline, busy
 from attnkit.runtime.variant import Variant
 from attnkit.schedule.plan import Call, Plan, choose
 from attnkit.schedule.split_kv import Cost
 from attnkit.schedule.targets import SM100, Target, of_template
 from attnkit.sparsity.block_runs import FULL, PARTIAL, BlockRuns
 from attnkit.splice import (
-    Lists,
+    BackwardInputs,
+    Captured,
+    ForwardInputs,
+    KernelCall,
     Program,
-    backward_block,
-    forward_block,
     run_backward,
     run_forward,
 )
+from attnkit.splice.backward import backward_block
+from attnkit.splice.forward import forward_block
 
-SHORT, LONG = 4, 10  # blocks of the two runs: beyond the filling of the pipelines
-LISTED = 128  # columns of a Blackwell backward block of one CTA, which two would join
+if TYPE_CHECKING:
+    from attnkit.jit.emulator_runs import Timeline
+
+SHORT, LONG = 4, 10  # blocks of the two runs: enough to fill the pipelines
+LISTED = 128  # columns of a Blackwell backward block of one CTA; a pair of CTAs would join two
 
 
 @dataclass(frozen=True)
-class Feeds:
-    """Clocks of one SM.
+class BlockClocks:
+    """Predicted clocks of one SM for a block of scores, as in FlashAttention-4's tables.
 
     Attributes:
         block: rows and columns of a block of scores.
         head_dim: columns of query, key and value.
-        units: for which each unit is busy with a FULL block.
-        full, partial: from one FULL, or PARTIAL, block to the next.
-        tile: of a tile of rows beside its blocks, where one tile follows another.
+        units: clocks that each unit is busy with a FULL block.
+        full, partial: clocks from one FULL, or PARTIAL, block to the next.
+        tile: clocks of a tile without those of its blocks, if it follows another tile.
         sms: SMs that work on a block together; clocks are of one of them.
         note: what could not be predicted, and why.
     """
@@ -65,14 +72,14 @@ class Feeds:
 
     @property
     def roofline(self) -> float:
-        """How long it is: no order of the instructions is faster."""
+        """The clocks of that unit: no order of the instructions is faster."""
         return self.units[self.limit]
 
     @property
     def cost(self) -> Cost:
-        """For a schedule; what is merged is written and read in float32 at 128 bytes a clock."""
-        merged = 2 * self.block[0] * self.head_dim * 4 // 128
-        return Cost(*(round(x) for x in (self.full, self.partial, self.tile, merged)))
+        """The costs for a schedule; splits are written and read in float32 at 128 bytes a clock."""
+        merge = 2 * self.block[0] * self.head_dim * 4 // 128
+        return Cost(*(round(x) for x in (self.full, self.partial, self.tile, merge)))
 
     def __str__(self) -> str:
         rows, columns = self.block
@@ -85,7 +92,8 @@ class Feeds:
             [
                 f"a full block of {rows} x {columns} scores, D = {self.head_dim}{both}:",
                 *(f"  {line}" for line in lines),
-                f"from one full block to the next {self.full:.0f} clocks, {over:+.1f} % of the limit",
+                f"from one full block to the next {self.full:.0f} clocks, "
+                f"{over:+.1f} % of the limit",
                 f"from one masked block to the next {self.partial:.0f}, a tile beside them "
                 f"{self.tile:.0f}",
                 *([f"note: {self.note}"] if self.note else []),
@@ -93,23 +101,23 @@ class Feeds:
         )
 
 
-def forward_feeds(
+def forward_block_clocks(
     variant: Variant,
     target: Target,
     *,
     head_dim: int,
     dtype: torch.dtype = torch.bfloat16,
     block: tuple[int, int] | None = None,
-) -> Feeds:
-    """Predict the forward of a variant, for one head.
+) -> BlockClocks:
+    """Predict the forward kernel of a variant, for one head.
 
     Args:
         variant: score_mod and mask.
-        target: whose kernel.
+        target: architecture of the kernel.
         head_dim: of query, key and value.
-        dtype: of these.
-        block: of the kernel, see `splice.forward_block`; None for that of long sequences where
-            little is masked.
+        dtype: of query, key and value.
+        block: rows and columns of the kernel's blocks, see `splice.forward_block`; None for those
+            of long sequences with few masked blocks.
 
     Raises:
         UnsupportedError: there is no such kernel for the variant, or it cannot be emulated here.
@@ -117,29 +125,34 @@ def forward_feeds(
     plan = _plan(variant, target, head_dim, dtype)
     if block is None:
         block, _ = forward_block(plan.template, _program(variant), (head_dim, head_dim))
-    one = _Forward(plan.template, block, head_dim, dtype)
-    return _feeds(one, variant, target)
+    return _block_clocks(_Forward(plan.template, block, head_dim, dtype), variant, target)
 
 
-def backward_feeds(
+def backward_block_clocks(
     variant: Variant,
     target: Target,
     *,
     head_dim: int,
     dtype: torch.dtype = torch.bfloat16,
     block: tuple[int, int] | None = None,
-) -> Feeds:
-    """Predict the backward of a variant, its main kernel, for one head.
+) -> BlockClocks:
+    """Predict the main kernel of a variant's backward, for one head.
 
-    A tile is one of kv, its blocks go along q. Arguments and errors are those of `forward_feeds`,
-    the block that of `splice.backward_block`; gradients of captured tensors are not computed.
+    A tile is a kv tile here, with blocks along q. Gradients of captured tensors are not computed.
+
+    Args:
+        variant, target, head_dim, dtype: as of `forward_block_clocks`.
+        block: rows and columns of the kernel's blocks, see `splice.backward_block`.
+
+    Raises:
+        As `forward_block_clocks`.
     """
     plan = _plan(variant, target, head_dim, dtype)
     if block is None:
         block = backward_block(plan.template, _program(variant), (head_dim, head_dim))
     if block is None:
         raise UnsupportedError(f"the backward for {target.arch} takes no head dim of {head_dim}")
-    return _feeds(_Backward(plan.template, block, head_dim, dtype), variant, target)
+    return _block_clocks(_Backward(plan.template, block, head_dim, dtype), variant, target)
 
 
 def _plan(variant: Variant, target: Target, head_dim: int, dtype: torch.dtype) -> Plan:
@@ -154,23 +167,25 @@ def _program(variant: Variant) -> Program:
     return Program(None if score is None else score.root)
 
 
-def _feeds(one: _Run, variant: Variant, target: Target) -> Feeds:
+def _block_clocks(run: _Run, variant: Variant, target: Target) -> BlockClocks:
+    from attnkit.jit.emulator_runs import busy
+
     plain = Variant(variant.score_mod)
-    short, long = (one.timeline(plain, blocks, FULL) for blocks in (SHORT, LONG))
+    short, long = (run.timeline(plain, blocks, FULL) for blocks in (SHORT, LONG))
     before, after = (busy(t.stats, target.arch) for t in (short, long))
-    sms = long.stats.ctas  # one CTA each: of one piece of work at a time
+    sms = long.stats.ctas  # one CTA on each
     units = {u: (x - before.get(u, 0.0)) / (LONG - SHORT) / sms for u, x in after.items()}
     full = _slope(short, long)
     partial, note = full, ""
     if variant.mask is not None:
         try:
-            partial = _slope(*(one.timeline(variant, n, PARTIAL) for n in (SHORT, LONG)))
+            partial = _slope(*(run.timeline(variant, n, PARTIAL) for n in (SHORT, LONG)))
         except AttnkitError as error:
             note = f"masked blocks are taken to cost what full ones do, as {error}"
-    # what is not hidden behind the tile before it
-    two = one.timeline(plain, SHORT, FULL, tiles=2)
+    # The second tile overlaps with the first; what it adds beside its blocks is not hidden.
+    two = run.timeline(plain, SHORT, FULL, tiles=2)
     tile = max(0.0, two.clocks - short.clocks - SHORT * full)
-    return Feeds(one.block, one.head_dim, units, full, partial, tile, sms, note)
+    return BlockClocks(run.block, run.head_dim, units, full, partial, tile, sms, note)
 
 
 def _slope(short: Timeline, long: Timeline) -> float:
@@ -179,10 +194,10 @@ def _slope(short: Timeline, long: Timeline) -> float:
 
 @dataclass(frozen=True)
 class _Run(ABC):
-    """Runs on one CTA.
+    """A forward or backward on one CTA, whose clocks are predicted.
 
     Attributes:
-        template: whose kernels.
+        template: name of the kernels' template.
         block: rows and columns of a block.
         head_dim, dtype: of query, key and value.
     """
@@ -194,11 +209,11 @@ class _Run(ABC):
 
     @property
     def listed(self) -> bool:
-        """Whether the tiles are block lists."""
+        """Whether the tiles are passed as block lists, which no kernel joins to larger ones."""
         return False
 
     def timeline(self, variant: Variant, blocks: int, state: int, tiles: int = 1) -> Timeline:
-        """The prediction for tiles with so many blocks each, all in one state."""
+        """Run `tiles` tiles of `blocks` blocks in the emulator, all FULL or all PARTIAL."""
         rows, columns = self.grid(tiles, blocks)
         lengths = rows * self.block[0], columns * self.block[1], columns * self.block[1]
         generator = torch.Generator().manual_seed(0)
@@ -211,9 +226,8 @@ class _Run(ABC):
             raise UnsupportedError("an index is not proven at these lengths")
         states = torch.full((1, 1, rows, columns), state, dtype=torch.int8)
         runs = BlockRuns.from_states(states, lengths[0], lengths[1], self.block)
-        # tiles that are listed are not joined to those of another kernel
         program = dataclasses.replace(bound.program, listed=self.listed)
-        captured = (
+        captured = Captured(
             bound.score.tensors if bound.score else (),
             bound.mask.tensors if bound.mask else (),
         )
@@ -225,7 +239,7 @@ class _Run(ABC):
 
     @abstractmethod
     def grid(self, tiles: int, blocks: int) -> tuple[int, int]:
-        """Rows and columns of blocks."""
+        """How many rows and columns of blocks the mask has."""
 
     @abstractmethod
     def call(
@@ -233,10 +247,10 @@ class _Run(ABC):
         variant: Variant,
         program: Program,
         qkv: tuple[Tensor, Tensor, Tensor],
-        captured: Lists,
+        captured: Captured,
         runs: BlockRuns,
     ) -> None:
-        """Run the kernels."""
+        """Compute one forward or backward, in the emulator."""
 
 
 class _Forward(_Run):
@@ -248,11 +262,11 @@ class _Forward(_Run):
         variant: Variant,
         program: Program,
         qkv: tuple[Tensor, Tensor, Tensor],
-        captured: Lists,
+        captured: Captured,
         runs: BlockRuns,
     ) -> None:
-        scale = self.head_dim**-0.5
-        run_forward(self.template, program, qkv, captured, runs, scale, need_max=False)
+        call = KernelCall(self.template, program, runs)
+        run_forward(call, ForwardInputs(*qkv, captured, self.head_dim**-0.5))
 
 
 class _Backward(_Run):
@@ -269,11 +283,18 @@ class _Backward(_Run):
         variant: Variant,
         program: Program,
         qkv: tuple[Tensor, Tensor, Tensor],
-        captured: Lists,
+        captured: Captured,
         runs: BlockRuns,
     ) -> None:
         out, lse = variant(*qkv, backend="eager", return_lse=True)
-        saved, wanted = (*qkv, out, lse), [False] * len(captured[0])
-        scale = self.head_dim**-0.5
-        grads = torch.ones_like(out), None
-        run_backward(self.template, program, grads, saved, captured, runs, scale, wanted)
+        inputs = BackwardInputs(
+            *qkv,
+            out=out,
+            lse=lse,
+            grad_out=torch.ones_like(out),
+            grad_lse=None,
+            captured=captured,
+            needs_grad=[False] * len(captured.scores),
+            scale=self.head_dim**-0.5,
+        )
+        run_backward(KernelCall(self.template, program, runs), inputs)

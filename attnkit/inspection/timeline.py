@@ -1,4 +1,4 @@
-"""Pictures of schedules: a row for each SM, a bar for each piece of work, as predicted."""
+"""Draw predicted schedules: a row for each SM, a bar for each work tile."""
 
 from __future__ import annotations
 
@@ -20,47 +20,48 @@ if TYPE_CHECKING:
 
 _SHORT, _LONG, _SPLIT = "#b9d0e8", "#27548a", "#c8641b"
 _FEW_ROWS = 48
-_MOST_SHAPES = 4000  # more are drawn as an image inside of an SVG
+_MOST_SHAPES = 4000  # in an SVG, more are drawn as an image
 
 
 def save_timeline(
     path: str | os.PathLike[str],
-    found: Forecast,
+    forecast: Forecast,
     *,
     backward: bool = False,
     title: str | None = None,
 ) -> Path:
-    """Draw who does what when: longest first above, grid order below, on one scale.
+    """Draw which SM runs which work tile when: longest first above, grid order below.
 
-    Each row is an SM, each bar a piece, darker the longer it takes; parts of a split row are
-    orange. The dashed line is the bound that no schedule beats. All of it is predicted by the cost
-    model, nothing is measured.
+    Each row is an SM, each bar a work tile, darker the longer it takes; parts of a row that is
+    split along KV are orange. The dashed line is the bound that no schedule beats. All of it is
+    predicted by the cost model; nothing is measured.
 
     Args:
         path: ends in .png or .svg.
-        found: of `forecast`.
-        backward: the backward instead of the forward.
-        title: headline.
+        forecast: of `attnkit.inspection.forecast.forecast`.
+        backward: draw the backward instead of the forward.
+        title: headline; "forward" or "backward" if None.
 
     Returns:
         The path.
 
     Raises:
         UnsupportedError: matplotlib is not installed.
-        OptionError: another kind of file.
+        OptionError: the path has another suffix.
     """
-    direction = found.backward if backward else found.forward
+    direction = forecast.backward if backward else forecast.forward
     name = title or ("backward" if backward else "forward")
-    headline = f"{name}\npredicted for {found.sms} SMs, not measured"
+    headline = f"{name}\npredicted for {forecast.sms} SMs, not measured"
     return write(
         checked_path(path), lambda: _figure(direction, headline), "print the forecast instead"
     )
 
 
 def bars(timeline: Timeline) -> Tensor:
-    """The corners of each piece's bar, float64 [pieces, 4, 2]: (cycle, SM), clockwise.
+    """Compute the corners of each work tile's bar, float64 [work tiles, 4, 2]: (cycle, SM).
 
-    A bar ends a little early, so that pieces can be told apart; rows too, where there are few.
+    They are in clockwise order. Bars end a little early, and rows too if there are few, so that
+    neighbours can be told apart.
     """
     left, right = timeline.start.double(), timeline.end.double()
     right = right - (0.2 * (right - left)).clamp(max=0.0015 * timeline.makespan)
@@ -72,12 +73,12 @@ def bars(timeline: Timeline) -> Tensor:
 
 
 def colours(schedule: Schedule) -> list[tuple[float, float, float]]:
-    """The colour of each piece."""
+    """The colour of each work tile: RGB, 0 to 1."""
     from matplotlib.colors import LinearSegmentedColormap, to_rgb
 
     cost = schedule.cost.cpu().double()
     share = (cost - cost.min()) / max(1.0, float(cost.max() - cost.min()))
-    shades = LinearSegmentedColormap.from_list("pieces", [_SHORT, _LONG])(share.numpy())
+    shades = LinearSegmentedColormap.from_list("work tiles", [_SHORT, _LONG])(share.numpy())
     split = to_rgb(_SPLIT)
     parts = (schedule.slot >= 0).tolist()
     return [
@@ -107,8 +108,8 @@ def _figure(direction: Direction, headline: str) -> Figure:
             fontsize=8, loc="left",
         )  # fmt: skip
     handles = [
-        Patch(facecolor=_SHORT, label="shortest piece"),
-        Patch(facecolor=_LONG, label="longest piece"),
+        Patch(facecolor=_SHORT, label="shortest work tile"),
+        Patch(facecolor=_LONG, label="longest work tile"),
         Patch(facecolor=_SPLIT, label="part of a split row"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=7)

@@ -1,6 +1,6 @@
-"""Compile a kernel once, keep it in memory and on disk, load it and launch it.
+"""Compile a kernel once, store it in memory and on disk, load it and launch it.
 
 In: a `Source`: a key, an architecture and a function that builds the kernel. Out: a callable
-`Kernel`, its machine code and its statistics, or the same kernel in the emulator. Knows nothing of
-attention. Imported by `splice` and every room above it.
+`CompiledKernel`, its machine code and its statistics, or the same kernel in the emulator. Knows
+nothing of attention. Imported by `splice` and every room above it.
 """

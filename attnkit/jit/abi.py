@@ -1,11 +1,24 @@
-"""The C interface of a compiled function: how the values of a call are gathered and laid out.
+"""Lay out the arguments of a call for the C interface of a compiled function, and check them.
 
 A function takes an array of pointers: for each tensor to a structure of its address, its dynamic
-sizes and its dynamic strides, for each number and for the stream to the value, at last to an int
-for the status. Sequences of tensors are flattened. All values of a call live in one buffer.
+sizes and its dynamic strides; for each number and for the stream to the value; the last one to an
+int for the status. Sequences of tensors are flattened. All values of a call are in one buffer.
 
-Gathering is on the path of every call: `Signature.gather` is straight-line Python, written for the
-arguments at hand. Where that does not fit, `Signature.checked` finds out why, slowly.
+`Signature.gather` checks the arguments of every launch that is not a relaunch and reads addresses,
+sizes and strides from them. It runs Python text that is generated for the kernel's arguments: for a
+tensor [n, 8] of float32 and an Int32
+
+    def gather(arguments, stream):
+        a0, a1, = arguments
+        device = a0.get_device()
+        p0 = a0.data_ptr()
+        n0_0, n0_1, = a0.shape
+        s0_0, s0_1, = a0.stride()
+        if a0.dtype is not torch.float32 or p0 % 16 or n0_1 != 8 or ...: return None
+        if a1.__class__ not in (int, bool): return None
+        return (p0, n0_0, s0_0, a1, stream(device), ), device
+
+If a check fails, `Signature.checked`, which is slower, raises an error that says which.
 """
 
 from __future__ import annotations
@@ -20,7 +33,7 @@ import torch
 from attnkit.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from attnkit.jit.arg_specs import NUMBERS, Dim, Extent, NumberSpec, Spec, StreamSpec, TensorSpec
 
-# Values to pack, and the index of the tensors' device: -1 for the CPU and without tensors.
+# Values to pack, and the index of the tensors' device: -1 for the CPU, and if there are no tensors.
 Gathered: TypeAlias = tuple[Sequence[Any], int]
 Stream: TypeAlias = Callable[[int], int]  # handle of the stream to use on a device
 
@@ -29,8 +42,8 @@ class Signature:
     """The flattened arguments of a compiled function.
 
     Attributes:
-        specs: what it takes, in order, the stream included.
-        arity: number of arguments of a call: without the stream.
+        specs: of the arguments and of the stream, in order.
+        arity: number of arguments of a call, without the stream.
     """
 
     def __init__(self, specs: Sequence[Spec]) -> None:
@@ -41,7 +54,7 @@ class Signature:
 
     @cached_property
     def layout(self) -> tuple[struct.Struct, list[int]]:
-        """How the values of a call are packed, and where each argument and the status begin."""
+        """The packing of a call's values, and the offsets of each argument and of the status."""
         code, size, offsets = "<", 0, []
         for spec in self.specs:
             code, size = _padded(code, size, 8)
@@ -57,31 +70,34 @@ class Signature:
         return struct.Struct(code), [*offsets, size]
 
     @cached_property
-    def _quick(self) -> Callable[[Sequence[Any], Stream], Gathered | None]:
+    def _generated(self) -> Callable[[Sequence[Any], Stream], Gathered | None]:
         names: dict[str, Any] = {}
         exec("\n".join(_gatherer(self.specs)), names | {"torch": torch}, names)
-        quick: Callable[[Sequence[Any], Stream], Gathered | None] = names["gather"]
-        return quick
+        gather: Callable[[Sequence[Any], Stream], Gathered | None] = names["gather"]
+        return gather
 
     def gather(self, arguments: Sequence[Any], stream: Stream) -> Gathered:
-        """The values of a call.
+        """Check the arguments of a call, and read the values to pass from them.
 
         Args:
             arguments: tensors and Python numbers.
-            stream: called once, at last.
+            stream: gives the stream for a device; called once, after all checks.
 
         Raises:
             ArgumentError, DTypeError, ShapeError, DeviceError: an argument does not fit what the
                 kernel was compiled for.
         """
         try:
-            found = self._quick(arguments, stream)
+            gathered = self._generated(arguments, stream)
         except (TypeError, ValueError, AttributeError):
-            found = None
-        return self.checked(arguments, stream) if found is None else found
+            gathered = None
+        return self.checked(arguments, stream) if gathered is None else gathered
 
     def checked(self, arguments: Sequence[Any], stream: Stream) -> Gathered:
-        """The same, with messages; strides of axes of one element, which mean nothing, are mended."""
+        """Do what `gather` does, slowly, and raise an error that says what does not fit.
+
+        The stride of an axis of size 1 has no effect: where it does not fit it is replaced.
+        """
         if len(arguments) != self.arity:
             raise ArgumentError(
                 f"{len(arguments)} arguments: the kernel takes {self.arity}, "
@@ -108,7 +124,7 @@ class Signature:
 
 
 def _structures(spec: Spec) -> list[str]:
-    """The letters, as of `struct`, of the values of an argument: sizes and strides apart."""
+    """The `struct` letters of an argument's values: one text for the sizes, one for the strides."""
     if isinstance(spec, NumberSpec):
         return [NUMBERS[spec.kind]]
     if isinstance(spec, StreamSpec):
@@ -122,12 +138,12 @@ def _padded(code: str, size: int, align: int) -> tuple[str, int]:
 
 
 def _gatherer(specs: Sequence[Spec]) -> Iterator[str]:
-    """Text of `gather(arguments, stream)`: the values and the device, or None if a check fails."""
-    given = "".join(f"a{i}, " for i, s in enumerate(specs) if not isinstance(s, StreamSpec))
+    """Generate the lines of `gather`, see the top of this file; None if a check fails."""
+    names = "".join(f"a{i}, " for i, s in enumerate(specs) if not isinstance(s, StreamSpec))
     first = next((i for i, s in enumerate(specs) if isinstance(s, TensorSpec)), None)
     values: list[str] = []
     yield "def gather(arguments, stream):"
-    yield f"    {given or '()'} = arguments"
+    yield f"    {names or '()'} = arguments"
     yield "    device = " + ("-1" if first is None else f"a{first}.get_device()")
     for i, spec in enumerate(specs):
         if isinstance(spec, StreamSpec):
@@ -142,7 +158,7 @@ def _gatherer(specs: Sequence[Spec]) -> Iterator[str]:
 
 
 def _tensor_gatherer(i: int, spec: TensorSpec, values: list[str]) -> Iterator[str]:
-    """Text that takes a tensor apart and checks it; the names of its values go to `values`."""
+    """Generate the lines that check a tensor; adds the names of its values to `values`."""
     shape = [f"n{i}_{k}" for k in range(len(spec.shape))]
     stride = [f"s{i}_{k}" for k in range(len(spec.shape))]
     yield f"    p{i} = a{i}.data_ptr()"
@@ -150,19 +166,19 @@ def _tensor_gatherer(i: int, spec: TensorSpec, values: list[str]) -> Iterator[st
     if shape:
         yield f"    {', '.join(shape)}, = a{i}.shape"
         yield f"    {', '.join(stride)}, = a{i}.stride()"
-    wrong = [
+    faults = [
         f"a{i}.dtype is not torch.{spec.dtype}",
         f"a{i}.get_device() != device",
         f"p{i} % {spec.align}",
     ]
     for name, want in zip((*shape, *stride), (*spec.shape, *spec.stride), strict=True):
         if isinstance(want, int):
-            wrong.append(f"{name} != {want}")
+            faults.append(f"{name} != {want}")
             continue
         values.append(name)
         if want.divisibility > 1:
-            wrong.append(f"{name} % {want.divisibility}")
-    yield f"    if {' or '.join(wrong)}: return None"
+            faults.append(f"{name} % {want.divisibility}")
+    yield f"    if {' or '.join(faults)}: return None"
 
 
 def _number(x: Any, spec: NumberSpec, name: str) -> int | float:
@@ -183,9 +199,9 @@ def _tensor(x: Any, spec: TensorSpec, name: str) -> list[int]:
         raise ArgumentError(f"{name}: expected a tensor, got {type(x).__name__}")
     if str(x.dtype) != f"torch.{spec.dtype}":
         raise DTypeError(f"{name}: dtype {x.dtype}, the kernel was compiled for {spec.dtype}")
-    sizes = (*x.shape, *_mended(x, spec))
-    wanted = (*spec.shape, *spec.stride)
-    if len(sizes) != len(wanted) or not all(map(_fits, sizes, wanted)):
+    sizes = (*x.shape, *_effective_strides(x, spec))
+    extents = (*spec.shape, *spec.stride)
+    if len(sizes) != len(extents) or not all(map(_fits, sizes, extents)):
         raise ShapeError(
             f"{name}: shape {tuple(x.shape)} with strides {x.stride()}, the kernel was compiled "
             f"for {spec}"
@@ -193,18 +209,19 @@ def _tensor(x: Any, spec: TensorSpec, name: str) -> list[int]:
     address = x.data_ptr()
     if address % spec.align:
         raise misplaced(name, address, spec.align)
-    return [address, *(n for n, want in zip(sizes, wanted, strict=True) if isinstance(want, Dim))]
+    return [address, *(n for n, want in zip(sizes, extents, strict=True) if isinstance(want, Dim))]
 
 
 def misplaced(name: str, address: int, align: int) -> ArgumentError:
-    """What to raise for a tensor whose address is not a multiple of what the kernel needs."""
+    """The error for a tensor whose address is not aligned as the kernel needs it."""
     return ArgumentError(
         f"{name}: its address {address:#x} is not a multiple of {align} bytes, for which the kernel "
         "was compiled"
     )
 
 
-def _mended(x: torch.Tensor, spec: TensorSpec) -> list[int]:
+def _effective_strides(x: torch.Tensor, spec: TensorSpec) -> list[int]:
+    """The strides of a tensor, those of axes of size 1 replaced where they do not fit."""
     strides = list(x.stride())
     for axis, (size, want) in enumerate(zip(x.shape, spec.stride, strict=False)):
         if size <= 1 and not _fits(strides[axis], want):

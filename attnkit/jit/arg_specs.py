@@ -1,4 +1,4 @@
-"""What a compiled function takes: tensors, numbers and a stream, as plain values."""
+"""Describe the arguments of a compiled function as plain values: tensors, numbers, a stream."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Dim:
-    """A size or a stride that is known at the call.
+    """A size or a stride that each call passes.
 
     Attributes:
         width: bits of its slot, 32 or 64.
-        divisibility: it is a multiple of this, of which the generated code makes use.
+        divisibility: the generated code relies on it being a multiple of this.
     """
 
     width: int = 32
@@ -63,8 +63,8 @@ class TensorSpec:
 
     Attributes:
         dtype: name of the torch dtype.
-        shape, stride: by axis the value that is compiled in, or a `Dim`; strides in elements.
-        align: bytes of which the address is a multiple.
+        shape, stride: for each axis the value that is compiled in, or a `Dim`; in elements.
+        align: the address is a multiple of so many bytes.
     """
 
     dtype: str
@@ -87,7 +87,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class NumberSpec:
-    """A number, by the name of its type in the DSL, as "Int32"."""
+    """A number; `kind` is the name of its type in the DSL, such as "Int32"."""
 
     kind: str
 
@@ -101,7 +101,7 @@ Spec: TypeAlias = TensorSpec | NumberSpec | StreamSpec
 
 
 def read_specs(arguments: Sequence[Any], name: str = "argument") -> Iterator[Spec]:
-    """The specifications of stand-ins of `cute.compile`, sequences flattened, None left out.
+    """Read specs from the fake arguments of `cute.compile`; flattens sequences, skips None.
 
     Raises:
         ArgumentError: one is neither a fake tensor, a number of the DSL, a sequence nor a stream.
@@ -148,12 +148,12 @@ def _extents(values: Sequence[Any], dynamic: Sequence[int], width: int) -> tuple
 
 
 def dump_spec(spec: Spec) -> dict[str, Any]:
-    """As plain values for JSON."""
+    """Convert a spec to plain values for JSON."""
     return {"is": type(spec).__name__, **asdict(spec)}
 
 
 def load_spec(value: dict[str, Any]) -> Spec:
-    """The reverse of `dump_spec`."""
+    """Convert plain values of `dump_spec` back to a spec."""
     if value["is"] == "StreamSpec":
         return StreamSpec()
     if value["is"] == "NumberSpec":

@@ -1,4 +1,4 @@
-"""From a source to an artifact: all that is kept of a compiled kernel, in memory or on disk."""
+"""Compile a source with the CuTe DSL to an artifact: a kernel as it is stored on disk."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from attnkit.jit.arg_specs import dump_spec, load_spec, read_specs
 from attnkit.jit.cubin import KernelStats, kernel_stats
 from attnkit.jit.dsl_runtime import runtime
 from attnkit.jit.loader import PREFIX, link
-from attnkit.jit.sass_loops import problems
+from attnkit.jit.sass_checks import problems
 from attnkit.util.package import FOLDER
 
-# Python keeps the frames of calls in chunks of 16 KiB, and gives a chunk back when the last frame in
-# it returns: where a chunk ends among the calls of a long loop, each of them maps memory and unmaps
-# it, which took a third of a trace. A function that asks for a stack of so many values gets a chunk
-# of 2 MiB, half of it left for all calls that it makes.
+# Python allocates the frames of calls in chunks of 16 KiB, and frees a chunk when the last frame in
+# it returns. If a chunk ends just where a long loop makes its calls, each call maps and unmaps
+# memory, which took a third of the time of a trace. A function that declares a stack of this many
+# values gets a chunk of 2 MiB instead, and half of it remains for the calls that it makes.
 _STACK = 1 << 17
 
-# Passes of the DSL, by its version and the architecture, that change no kernel and take a twelfth
-# of the time of compiling one (for Blackwell a twentieth).
-_IDLE = {
+# Options that switch off passes of the DSL, by its version and the architecture. These passes
+# change no kernel, and take a twelfth of the time to compile one (for Blackwell a twentieth).
+_SKIPPED_PASSES = {
     ("4.8.1", "sm_90a"): "use-strength-reduction-pass=false use-nvgpu-optimization-pass=false",
     ("4.8.1", "sm_100a"): "use-strength-reduction-pass=false",
 }
 
-# A cache may be shared by copies of attnkit too: a PTX text at rest names the files of this folder
-# as if they lay in one of that name, and each copy reads its own path.
-_ANYWHERE = "<attnkit>/"
+# Copies of attnkit in other folders may share a cache: on disk, PTX text names files of this folder
+# by this prefix, and each copy replaces it by its own path.
+_PACKAGE_PREFIX = "<attnkit>/"
 
-# A cache may be shared by machines: the host code is for any processor of the family.
+# Machines may share a cache: the host code runs on any processor of the family.
 _HOSTS = {
     "x86_64": "llvm -mtriple=x86_64-unknown-linux-gnu -mcpu=x86-64",
     "aarch64": "llvm -mtriple=aarch64-unknown-linux-gnu -mcpu=generic",
@@ -52,12 +52,12 @@ _HOSTS = {
 
 @dataclass(frozen=True)
 class Build:
-    """What `cute.compile` takes.
+    """The arguments of `cute.compile`.
 
     Attributes:
-        function: a `@cute.jit` callable. What is constant belongs into its own state.
-        arguments: stand-ins: fake tensors, numbers of the DSL, lists of fake tensors, None; the
-            stream, `CUstream(0)`, at last.
+        function: a `@cute.jit` callable. Constants belong into its own state.
+        arguments: fake tensors, numbers of the DSL, lists of fake tensors, None; the last one is
+            the stream, `CUstream(0)`.
         options: "--opt-level=N", or nothing for level 3.
     """
 
@@ -71,14 +71,14 @@ class Source:
     """A kernel that may have to be compiled.
 
     Attributes:
-        key: text that says all on which the generated code depends, and nothing else: the graph,
-            the plan, dtypes, alignments. Versions, the architecture and the text of attnkit itself
-            are added to it.
-        arch: target, as "sm_90a".
+        key: text that names everything on which the generated code depends, and nothing else: the
+            graph, the plan, dtypes, alignments. `kernel.full_key` adds versions, the architecture
+            and the text of attnkit itself.
+        arch: target architecture, such as "sm_90a".
         build: called only if the kernel is neither in memory nor on disk.
         name: for people.
-        lines: keep the lines of the program that the code comes from: the same machine code, in a
-            larger object.
+        lines: whether to keep line numbers of the program: the same machine code, in a larger
+            object.
     """
 
     key: str
@@ -90,18 +90,19 @@ class Source:
 
 @dataclass(frozen=True)
 class Artifact:
-    """A compiled kernel at rest.
+    """A compiled kernel as it is stored on disk.
 
     Attributes:
         function: name of the entry in the object.
-        arch: target.
+        arch: target architecture.
         signature: the arguments.
         stats: registers and so on of each device function.
-        problems: what is wrong with the device code, see `cubin_loops.problems`.
-        seconds: that the compilation took.
+        problems: what is wrong with the device code, see `sass_checks.problems`.
+        seconds: duration of the compilation.
         code: host object with the device code in it.
         image: the object linked to a shared library; empty if there was no C compiler.
-        packed_ptx: the device code as PTX text, compressed; files of attnkit by no place.
+        packed_ptx: the device code as PTX text, compressed; a prefix stands for the package's
+            folder in its paths.
     """
 
     function: str
@@ -116,11 +117,11 @@ class Artifact:
 
     @cached_property
     def ptx(self) -> str:
-        """The device code as PTX text; files of attnkit are those of this copy."""
-        return _moved(zlib.decompress(self.packed_ptx).decode(), _ANYWHERE, FOLDER)
+        """The device code as PTX text, with paths of this copy of attnkit."""
+        return _with_folder(zlib.decompress(self.packed_ptx).decode(), _PACKAGE_PREFIX, FOLDER)
 
     def dump(self) -> bytes:
-        """As bytes for the disk."""
+        """Convert to bytes for the disk."""
         parts = (self.code, self.image, self.packed_ptx)
         head = {
             "function": self.function,
@@ -136,7 +137,7 @@ class Artifact:
 
     @staticmethod
     def load(data: bytes) -> Artifact:
-        """The reverse of `dump`."""
+        """Convert bytes of `dump` back to an artifact."""
         start = 8 + struct.unpack_from("<Q", data)[0]
         head = json.loads(data[8:start])
         parts = []
@@ -154,18 +155,18 @@ class Artifact:
         )
 
 
-def _moved(ptx: str, source: str, target: str) -> str:
-    """A PTX text whose files in one folder are in another."""
+def _with_folder(ptx: str, source: str, target: str) -> str:
+    """Replace a folder in the paths of a PTX text."""
     return re.sub(
         rf'^(\s*\.file\s+\d+\s+"){re.escape(source)}', lambda m: m[1] + target, ptx, flags=re.M
     )
 
 
 def host_target() -> str:
-    """The DSL's name of the machine's family of processors.
+    """The DSL's options for host code of this machine's processor family.
 
     Raises:
-        OptionError: the DSL generates no code for it.
+        OptionError: the DSL generates no code for this processor.
     """
     machine = platform.machine()
     if machine not in _HOSTS:
@@ -180,17 +181,17 @@ def compile_source(source: Source) -> Artifact:
     """Compile a source; needs no GPU.
 
     Raises:
-        OptionError: the source's options are others than a level.
+        OptionError: the build's options are not an optimisation level.
         ArgumentError: the build's arguments cannot be passed at run time.
         LaunchError: the object does not link.
     """
-    with _uncollected():
+    with _without_garbage_collection():
         return _compiled(source)
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without garbage collection, which would look at all that torch and the DSL keep, many times."""
+def _without_garbage_collection() -> Iterator[None]:
+    """Pause the garbage collector: it would scan all objects of torch and the DSL many times."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -203,17 +204,17 @@ def _uncollected() -> Iterator[None]:
 def _compiled(source: Source) -> Artifact:
     from cutlass import cute
 
-    runtime()  # before the DSL writes out an object
+    runtime()  # the DSL needs its symbols to write out an object
     start = time.perf_counter()
     build = source.build()
     signature = Signature(list(read_specs(build.arguments)))
     with tempfile.TemporaryDirectory(prefix="attnkit-") as folder:
         compiler = cute.compile[_options(build, source, folder)]
         with warnings.catch_warnings():
-            # An empty list is passed as what it is, no arguments; loops are unrolled on purpose.
+            # An empty list means no arguments, as it should; loops are unrolled on purpose.
             warnings.filterwarnings("ignore", "Argument .* cannot be converted to a JitArgument")
             warnings.filterwarnings("ignore", "This static loop has")
-            # `Entry` loads and calls the object: the DSL need not make the code ready for itself.
+            # `Entry` loads and calls the object, so the DSL needs no engine of its own.
             compiled = compiler(build.function, *build.arguments, no_jit_engine=True)
     code = compiled.dump_to_object(PREFIX)
     image = link(code)
@@ -227,12 +228,12 @@ def _compiled(source: Source) -> Artifact:
         time.perf_counter() - start,
         code,
         image,
-        zlib.compress(_moved(compiled.artifacts.PTX or "", FOLDER, _ANYWHERE).encode()),
+        zlib.compress(_with_folder(compiled.artifacts.PTX or "", FOLDER, _PACKAGE_PREFIX).encode()),
     )
 
 
 def _options(build: Build, source: Source, folder: str) -> tuple[Any, ...]:
-    """Options of `cute.compile`; the folder is for files that it writes."""
+    """The options of `cute.compile`, which writes PTX and CUBIN files to the folder."""
     import cutlass
     from cutlass import cute
     from cutlass.base_dsl.compiler import DumpDir, ExtraCompilerOpts, HostTarget
@@ -246,14 +247,15 @@ def _options(build: Build, source: Source, folder: str) -> tuple[Any, ...]:
     return (
         cute.OptLevel(int(level[1] or 3)),
         cute.GPUArch(source.arch),
-        # PTX and CUBIN are kept only by writing them to files too.
+        # The DSL keeps PTX and CUBIN in memory only if it writes them to files too.
         cute.KeepPTX(True),
         cute.KeepCUBIN(True),
         DumpDir(folder),
         HostTarget(host_target()),
         cute.GenerateLineInfo(source.lines),
-        ExtraCompilerOpts(_IDLE.get((cutlass.__version__, source.arch), "")),
+        ExtraCompilerOpts(_SKIPPED_PASSES.get((cutlass.__version__, source.arch), "")),
     )
 
 
+# See _STACK.
 _compiled.__code__ = _compiled.__code__.replace(co_stacksize=_STACK)

@@ -1,4 +1,4 @@
-"""Reads compiled device code (CUBIN, an ELF file): what its kernels use, and their instructions.
+"""Read compiled device code (CUBIN, an ELF file): resources of its kernels, and instructions.
 
 Needs no CUDA tools. Section and attribute numbers are those that the CUDA binary utilities print.
 """
@@ -20,15 +20,15 @@ _REGISTERS, _FRAME, _BLOCK = 0x2F, 0x11, 0x10
 
 @dataclass(frozen=True)
 class KernelStats:
-    """What one device function of a CUBIN uses.
+    """Resources of one device function of a CUBIN.
 
     Attributes:
         name: symbol of the function.
-        registers: a thread, at launch; `setmaxnreg` moves them between warpgroups afterwards.
-        stack: bytes of a thread's stack frame; above 0, registers were spilled.
-        shared: bytes of static shared memory, what is given at launch not included.
+        registers: per thread at launch; `setmaxnreg` moves them between warpgroups afterwards.
+        stack: bytes of a thread's stack frame; above 0 if registers were spilled.
+        shared: bytes of static shared memory, without what a launch adds.
         code: bytes of instructions.
-        threads: of a CTA, 0 if not fixed.
+        threads: of a CTA; 0 if they are not fixed.
     """
 
     name: str
@@ -64,7 +64,7 @@ def _sections(cubin: bytes) -> list[_Section]:
 
 
 def _data(cubin: bytes, section: tuple[int, ...]) -> bytes:
-    no_bits = section[1] in (0, 8)  # empty, or without bytes in the file
+    no_bits = section[1] in (0, 8)  # types of sections that have no bytes in the file
     return b"" if no_bits else cubin[section[4] : section[4] + section[5]]
 
 
@@ -82,7 +82,7 @@ def _symbols(sections: list[_Section]) -> list[str]:
 
 
 def _attributes(info: bytes) -> Iterator[tuple[int, bytes]]:
-    """Numbers and values of the attributes that have a value of their own length."""
+    """Numbers and values of the attributes whose value has a length of its own."""
     i = 0
     while i + 4 <= len(info):
         form, name, length = struct.unpack_from("<BBH", info, i)
@@ -93,10 +93,10 @@ def _attributes(info: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def kernel_stats(cubin: bytes) -> tuple[KernelStats, ...]:
-    """The kernels of a CUBIN, in the order of their code.
+    """Read the resources of the kernels of a CUBIN, in the order of their code.
 
     Raises:
-        ArgumentError: it is none, or not whole.
+        ArgumentError: it is not a CUBIN, or a part is missing.
     """
     sections = _sections(cubin)
     try:
@@ -104,7 +104,7 @@ def kernel_stats(cubin: bytes) -> tuple[KernelStats, ...]:
     except (struct.error, IndexError, ValueError) as error:
         raise ArgumentError(f"not a whole CUBIN: {error}") from None
     shared = {s.name: s.size for s in sections if s.name.startswith(".nv.shared.")}
-    found = []
+    stats = []
     for s in sections:
         if s.name.startswith(".text."):
             name = s.name.removeprefix(".text.")
@@ -112,11 +112,12 @@ def kernel_stats(cubin: bytes) -> tuple[KernelStats, ...]:
                 values.get((name, which), 0) for which in (_REGISTERS, _FRAME, _BLOCK)
             )
             static = shared.get(f".nv.shared.{name}", 0)
-            found.append(KernelStats(name, registers, frame, static, s.size, block))
-    return tuple(found)
+            stats.append(KernelStats(name, registers, frame, static, s.size, block))
+    return tuple(stats)
 
 
 def _values(sections: list[_Section]) -> dict[tuple[str, int], int]:
+    """The numbers of each kernel by its name and the attribute."""
     symbols = _symbols(sections)
     values: dict[tuple[str, int], int] = {}
     for s in sections:
@@ -134,10 +135,10 @@ def _values(sections: list[_Section]) -> dict[tuple[str, int], int]:
 
 
 def kernel_code(cubin: bytes) -> dict[str, bytes]:
-    """The instructions of each kernel, 16 bytes each.
+    """The machine code of each kernel of a CUBIN, by name; an instruction has 16 bytes.
 
     Raises:
-        ArgumentError: it is none.
+        ArgumentError: it is not a CUBIN.
     """
     return {
         s.name.removeprefix(".text."): s.data

@@ -1,10 +1,10 @@
-"""Compiled kernels on disk: one file an entry, checked before its content is believed.
+"""Store compiled kernels on disk: one file an entry, verified when it is read.
 
 A file holds a magic number, the lengths of key and content, the sha256 of both, the full text of
-the key, and the content. It is written aside and renamed, so a reader sees all of it or nothing;
-anything that does not check is a miss, and written again. A process that makes an entry holds a
-lock on it, so that others wait instead of doing the same work; the system drops the lock when the
-process ends, and a wait is not longer than `PATIENCE`.
+the key, and the content. It is written under another name and renamed, so a reader sees all of it
+or nothing. A file that fails the check is a miss, and is written again. A process that compiles an
+entry holds a lock on it, so that others wait instead of doing the same work. The system drops the
+lock when the process ends, and nobody waits longer than `PATIENCE`.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ except ImportError:  # Windows: no locks; the last writer wins
 _MAGIC = b"attnkit kernel\x00\x01"
 _HEADER = struct.Struct(f"<{len(_MAGIC)}sQQ32s")
 PATIENCE = 300.0  # seconds to wait for another process's compilation
-LIMIT = 2**30  # bytes of all entries; those not used for longest go first
+LIMIT = 2**30  # bytes of all entries; the least recently used are removed first
 _DAY = 86400.0
-_ASIDE = "attnkit-new-"  # names of files that are being written
+_TEMPORARY = "attnkit-new-"  # prefix of files that are being written
 
 _warned: set[Path] = set()
 
 
 def default_folder() -> Path:
-    """ATTNKIT_CACHE_DIR, or `attnkit` in the platform's folder for caches.
+    """The folder of the cache: ATTNKIT_CACHE_DIR, or `attnkit` in the platform's cache folder.
 
-    Without a home directory it is a folder of the user's own among the temporary files.
+    Without a home directory it is a folder of this user in the folder for temporary files.
     """
     if named := os.environ.get("ATTNKIT_CACHE_DIR"):
         return Path(named).expanduser()
@@ -53,10 +53,10 @@ def default_folder() -> Path:
 
 
 class KernelCache:
-    """A folder of entries, each found by its key.
+    """A folder of entries, one for each key.
 
     Args:
-        folder: made at the first write; `default_folder()` if None.
+        folder: where the entries are, created by the first write; `default_folder()` if None.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -67,7 +67,7 @@ class KernelCache:
         return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:40]}.kernel"
 
     def get(self, key: str) -> bytes | None:
-        """The content of an entry; None if there is none, or it is damaged or another's."""
+        """Read an entry; None if there is none, it is damaged, or another user wrote it."""
         path = self.path(key)
         try:
             with open(path, "rb") as file:
@@ -79,17 +79,17 @@ class KernelCache:
             return None
         if time.time() - status.st_mtime > _DAY:
             with contextlib.suppress(OSError):  # a folder that is read only
-                os.utime(path)  # it is in use
+                os.utime(path)  # `_trim` removes what is not used
         return _checked(data, key.encode())
 
     def put(self, key: str, content: bytes) -> bool:
-        """Write an entry; whether that was possible. A warning says, once, that it was not."""
+        """Write an entry; returns whether it could. Warns once for a folder if it could not."""
         text = key.encode()
         digest = hashlib.sha256(text + content).digest()
         header = _HEADER.pack(_MAGIC, len(text), len(content), digest)
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            file, name = tempfile.mkstemp(dir=self.folder, prefix=_ASIDE)
+            file, name = tempfile.mkstemp(dir=self.folder, prefix=_TEMPORARY)
             try:
                 with os.fdopen(file, "wb") as out:
                     out.write(header + text + content)
@@ -105,14 +105,14 @@ class KernelCache:
         return True
 
     def _trim(self) -> None:
-        """Remove what was not used for longest beyond the limit, and what was never finished."""
+        """Remove the least recently used entries beyond the limit, and files of failed writes."""
         entries = []
         for path in self.folder.iterdir():
             with contextlib.suppress(OSError):  # another process may have removed it
                 status = path.stat()
                 if path.suffix == ".kernel":
                     entries.append((status.st_mtime, status.st_size, path))
-                elif path.name.startswith(_ASIDE) and time.time() - status.st_mtime > _DAY:
+                elif path.name.startswith(_TEMPORARY) and time.time() - status.st_mtime > _DAY:
                     path.unlink()
         excess = sum(size for _, size, _ in entries) - LIMIT
         for _, size, path in sorted(entries):
@@ -124,7 +124,7 @@ class KernelCache:
 
     @contextlib.contextmanager
     def lock(self, key: str) -> Iterator[None]:
-        """Held by one process at a time, where the folder allows it."""
+        """Hold the lock of an entry, for one process at a time, if the folder allows locks."""
         file = self._open_lock(key)
         if file is None:
             yield
@@ -136,7 +136,8 @@ class KernelCache:
                 yield
             finally:
                 if held:
-                    # Those who wait on the removed file find the entry; latecomers make a new one.
+                    # Those who wait on the removed file find the entry; later ones create a new
+                    # lock file.
                     with contextlib.suppress(OSError):
                         os.unlink(path)
                     fcntl.flock(file, fcntl.LOCK_UN)
@@ -166,13 +167,14 @@ class KernelCache:
 
 
 def _trusted(status: os.stat_result) -> bool:
-    """Whether the file is this user's, root's, or in a folder that was named on purpose."""
+    """Whether this user or root owns the file, or the user chose the folder."""
     if os.environ.get("ATTNKIT_CACHE_DIR") or not hasattr(os, "getuid"):
         return True
     return status.st_uid in (os.getuid(), 0)
 
 
 def _checked(data: bytes, key: bytes) -> bytes | None:
+    """The content of a file's bytes; None if they are damaged or of another key."""
     if len(data) < _HEADER.size:
         return None
     magic, key_length, length, digest = _HEADER.unpack_from(data)
@@ -185,7 +187,7 @@ def _checked(data: bytes, key: bytes) -> bytes | None:
 
 
 def _acquire(file: int) -> bool:
-    """Wait for the lock; False if that takes too long, or the file system has no locks."""
+    """Wait for a lock; returns False if that takes too long or the file system has no locks."""
     end = time.monotonic() + PATIENCE
     pause = 0.005
     while True:

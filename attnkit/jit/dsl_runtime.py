@@ -1,6 +1,6 @@
-"""Where the CuTe DSL is installed, which one it is, and its runtime library.
+"""Locate the CuTe DSL, identify its build, and load its runtime library.
 
-Nothing here imports the DSL: a kernel that was compiled before runs with its runtime library alone.
+Nothing here imports the DSL: a kernel that was compiled before needs its runtime library only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from attnkit.errors import UnsupportedError
 
 _PACKAGE = "nvidia_cutlass_dsl"
 _LIBRARY = "libcute_dsl_runtime.so"
-# Settings of the DSL that have no influence on what it generates; ARCH is overridden.
+# Settings of the DSL that do not change the code that it generates; ARCH is overridden.
 _NEUTRAL = re.compile(
     "CUTE_DSL_(ARCH|LIBS|CACHE|DISABLE_FILE|NO_CACHE|JIT_|DUMP|KEEP|LOG|PRINT|SHOW|FILTER)"
 )
@@ -40,9 +40,9 @@ def folder() -> Path:
 
 
 def library() -> Path:
-    """The DSL's runtime library: that of CUTE_DSL_LIBS, or one of the package's.
+    """The path of the DSL's runtime library: as CUTE_DSL_LIBS says, or in the package.
 
-    With the builds for CUDA 12 and 13 side by side it is the former, which older drivers run too.
+    If there are builds for CUDA 12 and 13, it is the one for 12, which older drivers run too.
 
     Raises:
         UnsupportedError: there is none.
@@ -60,13 +60,13 @@ def library() -> Path:
 
 @cache
 def runtime() -> ctypes.CDLL:
-    """The runtime library, loaded so that the DSL finds its symbols too.
+    """Load the runtime library, once, so that the DSL finds its symbols too.
 
-    The DSL needs them to write out objects for another architecture than the machine's.
+    The DSL needs them to write objects for another architecture than the machine's.
     """
-    found = ctypes.CDLL(str(library()), mode=ctypes.RTLD_GLOBAL)
-    found.cuda_dialect_get_error_name.restype = ctypes.c_char_p
-    return found
+    loaded = ctypes.CDLL(str(library()), mode=ctypes.RTLD_GLOBAL)
+    loaded.cuda_dialect_get_error_name.restype = ctypes.c_char_p
+    return loaded
 
 
 def error_name(status: int) -> str:
@@ -77,7 +77,7 @@ def error_name(status: int) -> str:
 
 @cache
 def identity() -> str:
-    """What tells one build of the DSL from another: version, and names and sizes of libraries."""
+    """Text that differs between builds of the DSL: version, names and sizes of its libraries."""
     package = folder() / "dsl_packages" / "cutlass"
     text = Path(package, "__init__.py").read_text(encoding="utf-8")
     version = re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE)
@@ -87,6 +87,6 @@ def identity() -> str:
 
 
 def settings() -> str:
-    """The environment's settings of the DSL that change what it generates."""
-    found = sorted(k for k in os.environ if k.startswith("CUTE_DSL_") and not _NEUTRAL.match(k))
-    return " ".join(f"{name}={os.environ[name]}" for name in found)
+    """The DSL's environment variables that change the code that it generates, with their values."""
+    names = sorted(k for k in os.environ if k.startswith("CUTE_DSL_") and not _NEUTRAL.match(k))
+    return " ".join(f"{name}={os.environ[name]}" for name in names)

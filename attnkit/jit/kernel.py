@@ -1,11 +1,12 @@
-"""Compiled kernels: made once for a key, kept in memory and on disk, called without ceremony.
+"""Get a compiled kernel for a key, from memory, from disk or from the compiler, and launch it.
 
     source = Source(key, "sm_90a", lambda: Build(forward, (query, key, value, ..., CUstream(0))))
     kernel(source)(query, key, value, ...)      # on torch's current stream, no synchronisation
 
-The key says all on which the generated code depends; `build` is called only if no kernel with that
-key exists. `kernel(source)` compiles if it must and touches no GPU; the first call of the kernel on
-a device loads it there. Call a kernel once before capturing it in a CUDA graph, or `prepare` it.
+The key names everything on which the generated code depends; `build` is called only if there is no
+kernel with that key. `kernel(source)` compiles if it must and touches no GPU; the first call of the
+kernel on a device loads it there. Before capturing a kernel in a CUDA graph, call it once or
+`prepare` it.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ from attnkit.jit.cubin import KernelStats
 from attnkit.jit.disk_cache import KernelCache
 from attnkit.jit.dsl_runtime import identity, settings
 from attnkit.jit.loader import PREFIX, Entry
-from attnkit.jit.relaunch import Again, repeated
+from attnkit.jit.relaunch import Relaunch, relauncher
+from attnkit.util import caches
 from attnkit.util.package import FOLDER
-from attnkit.util.torch_fast import device_index, stream_of
+from attnkit.util.torch_private import device_index, stream_of
 
 if TYPE_CHECKING:
     from attnkit.emulator import Executable
@@ -41,27 +43,27 @@ if TYPE_CHECKING:
 __all__ = [
     "Artifact",
     "Build",
-    "Kernel",
+    "CompiledKernel",
     "KernelStats",
     "Source",
-    "asked",
     "full_key",
     "kernel",
+    "requested_sources",
     "runs_on",
 ]
 
-# Rooms with no part in what a kernel is compiled to: what they decide stands in the key, or is
-# passed at run time. Every other file of the package counts, a new file or a new room too.
-_APART = frozenset(
+# Folders whose text is not part of a kernel's key: what they decide is in `Source.key` already, or
+# is passed at run time. Every other file of the package counts, a new file or a new room too.
+_NOT_IN_KEY = frozenset(
     "cli emulator inspection masks mods runtime schedule sparsity testing tracing util".split()
 ) | {"templates/cpu"}
 
 
-class Kernel:
+class CompiledKernel:
     """A compiled kernel, callable with tensors and numbers.
 
     Attributes:
-        artifact: what was compiled.
+        artifact: what the compiler produced.
         name: for people.
     """
 
@@ -117,7 +119,7 @@ class Kernel:
 
         Args:
             arguments: CUDA tensors of one device and Python numbers, in the order of the build's
-                arguments; lists of tensors one by one, None and the stream left out.
+                arguments; lists of tensors flattened, without None and without the stream.
 
         Raises:
             ArgumentError, DTypeError, ShapeError, DeviceError: an argument does not fit what the
@@ -126,12 +128,12 @@ class Kernel:
         """
         self._start(arguments, *self._gather(arguments, self._stream))
 
-    def repeated(self, arguments: Sequence[Any], changing: Sequence[int]) -> Again:
-        """Quicker launches of the kernel, for arguments like these, of which some change.
+    def relauncher(self, arguments: Sequence[Any], changing: Sequence[int]) -> Relaunch:
+        """Build a faster launch for calls that differ from an earlier one in some arguments only.
 
         Args:
-            arguments: of a call that was made.
-            changing: their indices, in increasing order.
+            arguments: of the earlier call.
+            changing: indices of the arguments that differ, in increasing order.
 
         Raises:
             As a call.
@@ -139,7 +141,7 @@ class Kernel:
         _, device = self._gather(arguments, self._stream)
         self.prepare(device)
         assert self._entry is not None
-        return repeated(self._entry, self.signature, arguments, changing)
+        return relauncher(self._entry, self.signature, arguments, changing)
 
     def _start(self, arguments: Sequence[Any], values: Sequence[Any], device: int) -> None:
         if device == device_index():
@@ -161,12 +163,12 @@ class Kernel:
         assert self._entry is not None
         try:
             self._entry(values)
-        except (struct.error, OverflowError):  # a number that is out of range: say which
+        except (struct.error, OverflowError):  # a number is out of range: say which
             self.signature.checked(arguments, self._stream)
             raise
 
     def executable(self) -> Executable:
-        """The same kernel for the emulator, which runs it on CPU tensors.
+        """Build the form of the kernel that the emulator runs on CPU tensors.
 
         The arguments of a run are those of a call; `emulator.Undefined` marks outputs.
 
@@ -192,62 +194,80 @@ def runs_on(arch: str, capability: tuple[int, int]) -> bool:
     return major == capability[0] and minor <= capability[1]
 
 
-_kernels: dict[Source, Kernel] = {}
-_asked: ContextVar[list[Source] | None] = ContextVar("kernels asked for", default=None)
+_kernels: dict[Source, CompiledKernel] = {}
+_requested: ContextVar[list[Source] | None] = ContextVar("requested kernel sources", default=None)
 _lock = threading.RLock()
 if hasattr(os, "register_at_fork"):  # another thread of the parent may have held it
     os.register_at_fork(after_in_child=lambda: _lock._at_fork_reinit())  # type: ignore[attr-defined]
 
 
+def _forget_kernels() -> None:
+    """Drop the kernels in memory. Whoever holds one can go on calling it.
+
+    Code that was loaded on a device stays there until the process ends (see `loader.Entry`),
+    because a captured CUDA graph may launch it.
+    """
+    with _lock:
+        _kernels.clear()
+
+
+caches.register(_forget_kernels)
+
+
 @contextmanager
-def asked() -> Iterator[list[Source]]:
-    """The sources of the kernels that the block asks for, each once, in order."""
+def requested_sources() -> Iterator[list[Source]]:
+    """Record the sources of the kernels that the block asks for, each once, in order."""
     sources: list[Source] = []
-    token = _asked.set(sources)
+    token = _requested.set(sources)
     try:
         yield sources
     finally:
-        _asked.reset(token)
+        _requested.reset(token)
 
 
-def kernel(source: Source, *, lines: bool = False) -> Kernel:
-    """The kernel of a source: from memory, from disk, or compiled and kept.
+def kernel(source: Source, *, lines: bool = False) -> CompiledKernel:
+    """Get the kernel of a source: from memory, from disk, or compile it and store it.
 
-    Needs no GPU. Processes that want the same kernel at once compile it once, where the cache's
-    folder has locks. `lines`: it is for the emulator, whose reports name lines of the program.
+    Needs no GPU. If several processes need the same kernel at once, one of them compiles it and the
+    others wait, where the cache's folder has locks.
+
+    Args:
+        source: what to compile.
+        lines: whether to keep line numbers of the program, which the emulator's reports name.
 
     Raises:
         UnsupportedError: the CuTe DSL is not installed, and the kernel was never compiled.
         Others: as `compile_source`.
     """
-    if lines and _asked.get() is None:
+    requested = _requested.get()
+    if lines and requested is None:
         source = replace(source, lines=True)
-    found = _kernels.get(source)
-    if found is None:
+    compiled = _kernels.get(source)
+    if compiled is None:
         with _lock:
-            found = _kernels.get(source)
-            if found is None:
-                found = _kernels[source] = Kernel(_artifact(source), source.name)
-    sources = _asked.get()
-    if sources is not None and source not in sources:
-        sources.append(source)
-    return found
+            compiled = _kernels.get(source)
+            if compiled is None:
+                compiled = _kernels[source] = CompiledKernel(_artifact(source), source.name)
+    if requested is not None and source not in requested:
+        requested.append(source)
+    return compiled
 
 
 def _artifact(source: Source) -> Artifact:
-    cache, key = KernelCache(), full_key(source)
-    if data := cache.get(key):
+    """Read the artifact of a source from disk, or compile it and write it there."""
+    disk, key = KernelCache(), full_key(source)
+    if data := disk.get(key):
         return Artifact.load(data)
-    with cache.lock(key):
-        if data := cache.get(key):  # another process was first
+    with disk.lock(key):
+        if data := disk.get(key):  # another process was first
             return Artifact.load(data)
         artifact = compile_source(source)
-        cache.put(key, artifact.dump())
+        disk.put(key, artifact.dump())
     return artifact
 
 
 def full_key(source: Source) -> str:
-    """A source's key with all else on which the generated code depends."""
+    """The key on disk: a source's key and everything else on which the generated code depends."""
     lines = [
         f"attnkit {_sources()}",
         f"dsl {identity()}",
@@ -267,16 +287,19 @@ def _sources() -> str:
 
 
 def sources_digest(root: str) -> str:
-    """Digest of the files of the rooms that decide what a kernel is compiled to.
+    """Compute a digest of the files of the rooms that decide what a kernel is compiled to.
 
     Args:
         root: the package's folder.
+
+    Returns:
+        32 hexadecimal digits.
     """
     digest = hashlib.sha256()
     for folder, inner, files in os.walk(root, followlinks=True):
         here = os.path.relpath(folder, root).replace(os.sep, "/")
         above = "" if here == "." else f"{here}/"
-        inner[:] = sorted(f for f in inner if f != "__pycache__" and above + f not in _APART)
+        inner[:] = sorted(f for f in inner if f != "__pycache__" and above + f not in _NOT_IN_KEY)
         for name in sorted(f for f in files if f.endswith(".py")):
             with open(os.path.join(folder, name), "rb") as file:
                 digest.update(f"{above}{name}\0".encode() + file.read() + b"\0")

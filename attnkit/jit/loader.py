@@ -1,21 +1,22 @@
-"""The direct entry of an exported object: linked, loaded, and called with packed values.
+"""Link the object that the DSL exports, load it, and call its host function with packed values.
 
-An object is linked into a shared library when it is compiled, if there is a C compiler; loading one
-takes well under a millisecond and needs of the DSL its runtime library only. Without a C compiler
-the DSL's own linker loads the object, which imports the DSL.
+If there is a C compiler, an object is linked to a shared library when it is compiled; loading that
+takes well under a millisecond and needs the DSL's runtime library only. Without a C compiler the
+DSL's own linker loads the object, which imports the DSL.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from attnkit.errors import LaunchError, UnsupportedError
+from attnkit.errors import LaunchError
 from attnkit.jit.abi import Signature
 from attnkit.jit.dsl_runtime import error_name, library, runtime
 
@@ -23,24 +24,21 @@ PREFIX = "attnkit"  # of the exported symbols
 
 
 def link(code: bytes) -> bytes:
-    """A shared library of an exported object; empty without a C compiler.
+    """Link an exported object to a shared library; returns nothing (b"") without a C compiler.
 
     Raises:
         LaunchError: the compiler refused the object.
     """
-    from attnkit.emulator.host import compiler
-
-    try:
-        command = compiler()
-    except UnsupportedError:
+    compiler = _c_compiler()
+    if compiler is None:
         return b""
     with tempfile.TemporaryDirectory(prefix="attnkit-") as folder:
         obj, lib = Path(folder, "kernel.o"), Path(folder, "kernel.so")
         obj.write_bytes(code)
-        # Naming the runtime makes it a dependency by name: it is found once it is loaded.
+        # Naming the runtime makes it a dependency by name, which resolves once it is loaded.
         options = ["-shared", "-nostdlib", "-Wl,-Bsymbolic", "-Wl,-z,noexecstack"]
         done = subprocess.run(
-            [command, *options, "-o", str(lib), str(obj), str(library())],
+            [compiler, *options, "-o", str(lib), str(obj), str(library())],
             capture_output=True,
             text=True,
             check=False,
@@ -50,8 +48,14 @@ def link(code: bytes) -> bytes:
         return lib.read_bytes()
 
 
+def _c_compiler() -> str | None:
+    """$CC, or cc, gcc or clang on the path: where the emulator looks, which is not loaded here."""
+    named = os.environ.get("CC", "").split()
+    return next(filter(None, map(shutil.which, (*named[:1], "cc", "gcc", "clang"))), None)
+
+
 def _load_library(image: bytes) -> ctypes.CDLL:
-    # Each library needs a file name of its own: the loader takes equal names for the same library.
+    # Each library needs its own file name: the loader takes equal names for the same library.
     file, path = tempfile.mkstemp(prefix="attnkit-", suffix=".so")
     try:
         with os.fdopen(file, "wb") as out:
@@ -67,7 +71,7 @@ def _load_library(image: bytes) -> ctypes.CDLL:
 
 
 class _Engine:
-    """The functions of an object that the DSL's linker loaded, by name."""
+    """Loads an object with the DSL's linker; its functions are attributes."""
 
     def __init__(self, code: bytes) -> None:
         from cutlass.cute.runtime import load_module
@@ -82,7 +86,7 @@ class _Engine:
 
 
 class Frame:
-    """Memory of one call: the values, the array of pointers to them, the status."""
+    """Memory for one call: the values, the array of pointers to them, the status."""
 
     def __init__(self, signature: Signature) -> None:
         packing, offsets = signature.layout
@@ -91,17 +95,21 @@ class Frame:
         base = ctypes.addressof(self.values)
         self.pointers = (ctypes.c_void_p * len(offsets))(*[base + n for n in offsets])
         self.count = len(offsets)
-        # of length 1: an element of it is read in a fraction of the time of a ctypes attribute
+        # a view of length 1, which is read in a fraction of the time of a ctypes attribute
         self.status = memoryview(self.values).cast("B").cast("i")[offsets[-1] // 4 :][:1]
 
 
 class Entry:
     """A loaded kernel, for all devices of the process.
 
+    Nothing unloads it: the shared library and the device code stay until the process ends, because
+    a captured CUDA graph may launch the code when no `Entry` is left.
+
     Args:
         image: its shared library; may be empty.
-        code: its object, used without a library.
+        code: its object, which is loaded if there is no library.
         function: name of the compiled function.
+        signature: its arguments.
     """
 
     def __init__(self, image: bytes, code: bytes, function: str, signature: Signature) -> None:
@@ -109,11 +117,11 @@ class Entry:
         self._library: Any = _load_library(image) if image else _Engine(code)
         self._function = getattr(self._library, f"_mlir_{PREFIX}__mlir_ciface_{function}")
         self._signature = signature
-        self._frames: list[Frame] = []  # not in use now; calls of other threads may be under way
+        self._frames: list[Frame] = []  # not in use; calls of other threads take theirs out
         self._module = ctypes.c_void_p()  # cudaLibrary_t
 
     def prepare(self, device: int) -> None:
-        """Load the device code and set its attributes for a device. Once for each.
+        """Load the device code on a device and set its attributes there; call it once per device.
 
         Raises:
             LaunchError: CUDA refuses.
@@ -133,7 +141,7 @@ class Entry:
             )
 
     def __call__(self, values: Sequence[Any]) -> None:
-        """Run the host function with the values of `Signature.gather`.
+        """Launch the kernel with the values of `Signature.gather`.
 
         Raises:
             LaunchError: the launch failed.
@@ -150,7 +158,7 @@ class Entry:
             self._frames.append(frame)
 
     def launch(self, frame: Frame) -> None:
-        """Run the host function with the values of a frame.
+        """Launch the kernel with the values in a frame.
 
         Raises:
             LaunchError: the launch failed.

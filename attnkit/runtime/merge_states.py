@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
 
 from attnkit.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 
 
-def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+def merge_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
+) -> tuple[Tensor, Tensor]:
     """Join two partial attention results into the result over all their keys.
 
     Softmax over a union is the mean of the two outputs weighted by exp(LSE): exact but for
@@ -40,12 +44,22 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     return (parts / safe[..., None]).to(out_a.dtype), lse
 
 
+def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Call `merge_states`, which is the name to use; this one goes with version 0.2."""
+    warnings.warn(
+        "attnkit.merge is now attnkit.merge_states; the old name goes with version 0.2",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return merge_states(out_a, lse_a, out_b, lse_b)
+
+
 def _check(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
     named = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
     for name, t in named.items():
         if not isinstance(t, Tensor):
             raise ArgumentError(
-                f"{name} must be a torch.Tensor, got {type(t).__name__}; merge takes four tensors, "
+                f"{name} must be a torch.Tensor, got {type(t).__name__}; merge_states takes four tensors, "
                 "the outputs and LSEs of two calls with return_lse=True"
             )
         if t.device != out_a.device:

@@ -1,89 +1,166 @@
-"""From a variant and tensors to a settled call: the plan, the tiles, what runs them."""
+"""From a call to what runs it: trace, prove, plan, classify, schedule, compile."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from attnkit.runtime import hardware_gate
-from attnkit.runtime.torch_ops import Settled
-from attnkit.runtime.variant import Bound, Variant, lists_of
-from attnkit.schedule.plan import Call, Plan, choose, refused
+from attnkit.graph.ir import Node
+from attnkit.runtime import reference
+from attnkit.runtime.bind import Bound, TracedVariant, classify, prove, trace
+from attnkit.runtime.call import AttentionCall, CallSettings
+from attnkit.runtime.prepared_call import ForwardResult, PreparedCall
+from attnkit.runtime.reuse.backward import BackwardReuse
+from attnkit.schedule import plan as plans
+from attnkit.schedule.plan import Plan
 from attnkit.schedule.targets import ORDERED, of_template
-from attnkit.sparsity.block_runs import BLOCK
+from attnkit.sparsity.block_runs import BLOCK, FULL, PARTIAL
+from attnkit.splice import Attention, Captured, KernelCall, prepare_forward
+from attnkit.util.torch_private import undisturbed
 
 
-def planned(
-    variant: Variant,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    backend: str,
-    block: tuple[int, int],
-    notes: tuple[str, ...],
-) -> tuple[Plan, Bound]:
-    """The plan of a call, and the variant bound for it.
+@dataclass(frozen=True)
+class Preparation:
+    """What `prepare` makes of a call.
+
+    Attributes:
+        plan: backend, template and tile sizes, with the reasons.
+        bound: the graphs, the tiles and the captured tensors.
+        call: what runs it, and calls like it.
+    """
+
+    plan: Plan
+    bound: Bound
+    call: PreparedCall
+
+
+def prepare(
+    call: AttentionCall, variant: TracedVariant | None = None, *, launchable: bool = True
+) -> Preparation:
+    """Decide everything about a call before it runs: the whole way on one screen.
+
+    The plan comes before the tiles are classified, because their sizes are the plan's.
 
     Args:
-        variant: score_mod and mask.
-        query, key, value: as of `flex_attention`.
-        backend: as there.
-        block, notes: what `check_options` made of kernel_options.
+        call: the arguments of `flex_attention`.
+        variant: its graphs, where the functions themselves are gone (in `torch.compile`).
+        launchable: also schedule and compile; without, nothing is made that only a launch needs.
+
+    Raises:
+        As documented for `flex_attention`.
     """
-    call = _call(query, value, variant, block is not BLOCK)
-    plan = choose(backend, device=query.device.type, block=block, notes=notes, call=call)
-    bound = variant.bind(query, key, plan.block)
-    reason = _doubts(bound, plan, backend, query)
-    if reason:
-        plan = _without_kernel(backend, reason, query, block, notes)
-        bound = variant.bind(query, key, plan.block)
-    return plan, bound
+    settings = call.check()
+    query, key = call.query, call.key
+    if variant is None:  # trace: run both functions once on symbols
+        variant = trace(call.score_mod, call.block_mask, query.device)
+    unproven = prove(variant, query, key)  # indices stay inside their tensors, and in int32
+    plan = _plan(call, settings, variant, unproven)  # template and tile sizes
+    bound = classify(variant, unproven, query, key, plan.block)  # EMPTY, PARTIAL, FULL
+    ordered = call.is_deterministic and of_template(plan.template) is not None
+    template = plan.template + (ORDERED if ordered else "")
+    kernel_call = KernelCall(template, bound.program, bound.runs, settings.aux.max_scores)
+    prepared = PreparedCall(kernel_call, BackwardReuse())
+    if plan.template == "eager":
+        prepared.attention, prepared.is_dense = _dense(bound), True
+    elif launchable and undisturbed(
+        (query, key, call.value, *bound.captured.scores, *bound.captured.masks)
+    ):
+        with torch.no_grad():  # schedule the tiles, compile or load the kernels
+            prepared.attention = prepare_forward(kernel_call, call.inputs(bound.captured))
+    return Preparation(plan, bound, prepared)
 
 
-def settled(plan: Plan, bound: Bound, *, ordered: bool, need_max: bool) -> Settled:
-    """A planned call, ready to be made.
-
-    Args:
-        plan, bound: of `planned`.
-        ordered: the backward forms its sums in a fixed order.
-        need_max: the row maxima are wanted.
-    """
-    template = plan.template + (ORDERED if ordered and of_template(plan.template) else "")
-    return Settled(template, bound.program, bound.runs, need_max)
-
-
-def _call(query: Tensor, value: Tensor, variant: Variant, fixed: bool) -> Call:
-    """What a plan must know of the tensors."""
-    capability = None
-    if query.device.type == "cuda" and torch.version.hip is None:
-        capability = torch.cuda.get_device_capability(query.device)
-    dtype = str(query.dtype).removeprefix("torch.")
-    listed, modded = lists_of(variant.mask), variant.score_mod is not None
-    masked, q_len = variant.mask is not None, query.shape[-2]
-    dims = query.shape[-1], value.shape[-1]
-    return Call(dtype, *dims, capability, listed, fixed, modded, masked, q_len)
+def _plan(
+    call: AttentionCall, settings: CallSettings, variant: TracedVariant, unproven: frozenset[Node]
+) -> Plan:
+    """Choose template and tile sizes; torch operators where a kernel must not be taken."""
+    query, backend = call.query, call.backend
+    plan = plans.choose(
+        backend,
+        device=query.device.type,
+        block=settings.block,
+        notes=settings.notes,
+        call=_plan_facts(call, settings, variant),
+    )
+    reason = _reason_against_kernel(plan, backend, unproven, query.device)
+    if not reason:
+        return plan
+    if backend != "auto":
+        raise plans.refused(backend, reason)
+    cpu = plans.choose("cpu", device=query.device.type, block=settings.block, notes=settings.notes)
+    return replace(cpu, reason=cpu.reason.replace("asked for", reason))
 
 
-def _doubts(bound: Bound, plan: Plan, backend: str, query: Tensor) -> str:
-    """Why a kernel that the plan has chosen is not to be taken, empty if it is."""
+def _plan_facts(call: AttentionCall, settings: CallSettings, variant: TracedVariant) -> plans.Call:
+    """What the choice of a plan depends on."""
+    query = call.query
+    return plans.Call(
+        dtype=str(query.dtype).removeprefix("torch."),
+        head_dim=query.shape[-1],
+        value_dim=call.value.shape[-1],
+        capability=_capability(query.device),
+        listed=variant.block_lists,
+        fixed=settings.block is not BLOCK,
+        modded=variant.score is not None,
+        masked=variant.block_mask is not None,
+        q_len=query.shape[-2],
+    )
+
+
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability of a CUDA device, None for any other."""
+    if device.type == "cuda" and torch.version.hip is None:
+        return torch.cuda.get_device_capability(device)
+    return None
+
+
+def _reason_against_kernel(
+    plan: Plan, backend: str, unproven: frozenset[Node], device: torch.device
+) -> str:
+    """Why a kernel that the plan has chosen must not be taken; empty if it may."""
     target = of_template(plan.template)
     if target is None:
         return ""
-    if bound.program.checked:
+    if unproven:
         return (
             "an index of a captured tensor could not be proven to stay inside it, and a kernel does "
             "not check indices; write the index so that its range shows, with clamp for example"
         )
-    return hardware_gate.doubt(target, query.device) if backend == "auto" else ""
-
-
-def _without_kernel(
-    backend: str, reason: str, query: Tensor, block: tuple[int, int], notes: tuple[str, ...]
-) -> Plan:
-    """The plan where a kernel is not to be taken."""
     if backend != "auto":
-        raise refused(backend, reason)
-    plan = choose("cpu", device=query.device.type, block=block, notes=notes)
-    return replace(plan, reason=plan.reason.replace("asked for", reason))
+        return ""
+    from attnkit.runtime import hardware_gate  # which imports the compiler's side
+
+    return hardware_gate.doubt(target, device)
+
+
+def _dense(bound: Bound) -> Attention:
+    """The dense oracle as a forward, differentiable by autograd itself."""
+
+    def attention(
+        query: Tensor, key: Tensor, value: Tensor, captured: Captured, scale: float
+    ) -> ForwardResult:
+        with torch.autocast(query.device.type, enabled=False):
+            mask, allowed = bound.mask, _allowed(bound, query, key)
+            if allowed is not None:
+                mask = None
+            return reference.attention(
+                query, key, value, bound.score, mask, scale=scale, allowed=allowed
+            )
+
+    return attention
+
+
+def _allowed(bound: Bound, query: Tensor, key: Tensor) -> Tensor | None:
+    """The block lists of PyTorch's BlockMask expanded to single positions; None for no lists."""
+    if not bound.listed or bound.runs is None:
+        return None
+    states = bound.runs.states()
+    for axis, size in ((2, bound.runs.block[0]), (3, bound.runs.block[1])):
+        states = states.repeat_interleave(size, dim=axis)
+    states = states[:, :, : query.shape[2], : key.shape[2]]
+    inside = torch.ones((), dtype=torch.bool, device=query.device)
+    if bound.mask is not None:
+        inside = reference.kept(bound.mask, query, key)
+    return (states == FULL) | ((states == PARTIAL) & inside)

@@ -1,36 +1,38 @@
-"""The operators `torch.ops.attnkit.forward` and `.backward`, with autograd outside of them.
+"""Run a prepared call: as torch operators, or directly, with autograd either way.
 
-Graphs cross as canonical text, block runs as a list of index tensors with their sizes, captured
-tensors as tensor lists: the operators hold no state and their schema does not depend on the
-variant. Where nothing in torch would see a call of an operator (no mode, transform or subclass),
-what it does is done directly: that takes a tenth of the time.
+`torch.ops.attnkit.forward` and `.backward` take graphs as canonical text, block runs as a list of
+index tensors with their sizes, and captured tensors as tensor lists: they hold no state, and their
+schema does not depend on the variant. Where nothing in torch would see a call of an operator (no
+mode, transform or subclass), the call runs directly, which costs a tenth of the host time.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from attnkit.errors import UnsupportedError
-from attnkit.runtime.reuse.backward_fast_path import Backwards
+from attnkit.runtime.prepared_call import ForwardResult, PreparedCall, Relaunch
 from attnkit.sparsity.block_runs import BlockRuns, Runs
 from attnkit.splice import (
-    Attention,
-    Lists,
+    BackwardInputs,
+    Captured,
+    ForwardInputs,
+    KernelCall,
     Program,
+    backward_replay,
     compute_dtype,
     output_like,
-    prepare,
-    repeated_backward,
+    prepare_forward,
     run_backward,
     run_forward,
 )
-from attnkit.util.torch_state import refuse_transforms, undisturbed
+from attnkit.util.torch_private import is_batched, is_grad_tracking, undisturbed
 
 FORWARD = (
     "(Tensor query, Tensor key, Tensor value, Tensor[] score_tensors, Tensor[] mask_tensors, "
@@ -47,7 +49,7 @@ BACKWARD = (
 torch.library.define("attnkit::forward", FORWARD)
 torch.library.define("attnkit::backward", BACKWARD)
 
-# runs that were taken apart, by their first tensor: what is cached per BlockRuns is found again
+# Runs that `unpack` has seen, by their first tensor: what is cached per BlockRuns is found again.
 _whole: weakref.WeakValueDictionary[int, BlockRuns] = weakref.WeakValueDictionary()
 
 
@@ -91,13 +93,8 @@ def _forward(
     need_max: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     out, lse, top = run_forward(
-        template,
-        Program.parse(program),
-        (query, key, value),
-        (score_tensors, mask_tensors),
-        pack(runs, layout),
-        scale,
-        need_max,
+        KernelCall(template, Program.parse(program), pack(runs, layout), need_max),
+        ForwardInputs(query, key, value, Captured(score_tensors, mask_tensors), scale),
     )
     return out, lse, lse.new_empty(0) if top is None else top
 
@@ -121,33 +118,30 @@ def _backward(
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     return gradients(
-        template,
-        Program.parse(program),
-        (grad_out, grad_lse if grad_lse.numel() else None),
-        (query, key, value, out, lse),
-        (score_tensors, mask_tensors),
-        pack(runs, layout),
-        scale,
-        wanted,
+        KernelCall(template, Program.parse(program), pack(runs, layout)),
+        BackwardInputs(
+            query=query,
+            key=key,
+            value=value,
+            out=out,
+            lse=lse,
+            grad_out=grad_out,
+            grad_lse=grad_lse if grad_lse.numel() else None,
+            captured=Captured(score_tensors, mask_tensors),
+            needs_grad=wanted,
+            scale=scale,
+        ),
     )
 
 
 def gradients(
-    template: str,
-    program: Program,
-    grads: tuple[Tensor, Tensor | None],
-    saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-    captured: Lists,
-    runs: BlockRuns | None,
-    scale: float,
-    wanted: Sequence[bool],
+    call: KernelCall, inputs: BackwardInputs
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """The gradients of query, key, value and the score's tensors, empty where not wanted."""
-    query = saved[0]
-    gradients, found = run_backward(template, program, grads, saved, captured, runs, scale, wanted)
+    """The gradients of query, key, value and the score's tensors, empty where not needed."""
+    gradients, captured = run_backward(call, inputs)
     shaped = [
-        query.new_empty(0) if g is None else g.to(t.dtype)
-        for g, t in zip(found, captured[0], strict=True)
+        inputs.query.new_empty(0) if g is None else g.to(t.dtype)
+        for g, t in zip(captured, inputs.captured.scores, strict=True)
     ]
     return *gradients, shaped
 
@@ -214,8 +208,8 @@ def _gradient(
 torch.library.register_autograd("attnkit::forward", _gradient, setup_context=_save)
 
 
-def no_second(ctx: Any, *_: Any) -> None:
-    """The backward of a backward.
+def refuse_second_derivative(ctx: Any, *_: Any) -> None:
+    """Refuse the backward of a backward.
 
     Raises:
         UnsupportedError: always.
@@ -226,65 +220,40 @@ def no_second(ctx: Any, *_: Any) -> None:
     )
 
 
-torch.library.register_autograd("attnkit::backward", no_second)
+torch.library.register_autograd("attnkit::backward", refuse_second_derivative)
 
 
-# Out, LSE and the row maxima or None.
-Made: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
-# An `Attention` that may give None, and then has done nothing.
-Attempt: TypeAlias = Callable[[Tensor, Tensor, Tensor, Lists, float], Made | None]
+_NO_GRADIENT = (None,) * 5  # of the arguments of `_Attention` before the query
 
 
-@dataclass(eq=False)
-class Settled:
-    """All that is decided of a call before it is made.
-
-    Attributes:
-        template, program, runs: what computes which tiles.
-        need_max: whether the row maxima are wanted.
-        attention: the template's forward, once it was prepared for tensors like those of the call.
-        backwards: quicker ways of its backward.
-    """
-
-    template: str
-    program: Program
-    runs: BlockRuns | None
-    need_max: bool
-    attention: Attention | None = None
-    backwards: Backwards = field(default_factory=Backwards)
-
-
-_NO_GRADIENT = (None,) * 5  # of what stands before the query
-
-
-class _Recorded(torch.autograd.Function):
-    """What autograd does with the operators, without them."""
+class _Attention(torch.autograd.Function):
+    """Autograd for a prepared call, without the operators."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        settled: Settled,
-        again: Attempt | None,
+        prepared: PreparedCall,
+        relaunch: Relaunch | None,
         scale: float,
         masks: Sequence[Tensor],
-        whole: bool,
+        all_outputs: bool,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         *scores: Tensor,
-    ) -> Tensor | Made:
-        captured = scores, masks
-        made = None if again is None else again(query, key, value, captured, scale)
-        if made is None:
-            assert settled.attention is not None
-            made = settled.attention(query, key, value, captured, scale)
-        out, lse, top = made
+    ) -> Tensor | ForwardResult:
+        captured = Captured(scores, masks)
+        result = None if relaunch is None else relaunch(query, key, value, captured, scale)
+        if result is None:
+            assert prepared.attention is not None
+            result = prepared.attention(query, key, value, captured, scale)
+        out, lse, top = result
         ctx.save_for_backward(query, key, value, out, lse, *scores, *masks)
         if top is not None:
             ctx.mark_non_differentiable(top)
-        ctx.call = settled, scale, [t.requires_grad for t in scores]
+        ctx.call = prepared, scale, [t.requires_grad for t in scores]
         ctx.set_materialize_grads(False)
-        return made if whole else out
+        return result if all_outputs else out
 
     @staticmethod
     def backward(
@@ -293,93 +262,145 @@ class _Recorded(torch.autograd.Function):
         grad_lse: Tensor | None = None,
         _: Tensor | None = None,
     ) -> tuple[Any, ...]:
-        kept = ctx.saved_tensors
-        settled, scale, wanted = ctx.call
+        saved = ctx.saved_tensors
+        prepared, scale, needs_grad = ctx.call
         if grad_out is not None:
-            made = settled.backwards.made(grad_out, grad_lse, kept, scale, wanted)
-            if made is not None:
-                return *_NO_GRADIENT, *made
-        query, key, value, out, lse, *captured = kept
-        scores, masks = captured[: len(wanted)], captured[len(wanted) :]
-        if grad_out is None:
-            grad_out = torch.zeros_like(out)
-        saved = query, key, value, out, lse
-        given = [grad_out, *saved, *captured, *([] if grad_lse is None else [grad_lse])]
-        if torch.is_grad_enabled() or not undisturbed(given):
-            runs, layout = unpack(settled.runs)
-            dquery, dkey, dvalue, own = torch.ops.attnkit.backward(
-                *(grad_out, lse.new_empty(0) if grad_lse is None else grad_lse, *saved),
-                *(scores, [_detached(t) for t in masks], runs, layout, settled.program.text),
-                *(settled.template, scale, wanted),
+            gradients = prepared.backward.try_fast_path(
+                grad_out, grad_lse, saved, scale, needs_grad
             )
-        else:
-            call = (
-                *(settled.template, settled.program, (grad_out, grad_lse), saved),
-                *((scores, masks), settled.runs, scale, wanted),
-            )
-            dquery, dkey, dvalue, own = gradients(*call)
-            settled.backwards.learn(
-                *(grad_out, grad_lse, kept, scale, wanted), lambda: repeated_backward(*call)
-            )
-        gradients_of_scores = [g if need else None for g, need in zip(own, wanted, strict=True)]
-        return *_NO_GRADIENT, dquery, dkey, dvalue, *gradients_of_scores
+            if gradients is not None:
+                return *_NO_GRADIENT, *gradients
+        query, key, value, out, lse, *captured = saved
+        inputs = BackwardInputs(
+            query=query,
+            key=key,
+            value=value,
+            out=out,
+            lse=lse,
+            grad_out=torch.zeros_like(out) if grad_out is None else grad_out,
+            grad_lse=grad_lse,
+            captured=Captured(captured[: len(needs_grad)], captured[len(needs_grad) :]),
+            needs_grad=needs_grad,
+            scale=scale,
+        )
+        return *_NO_GRADIENT, *_backward_of(prepared, inputs, saved)
 
 
-def run(
-    settled: Settled,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scores: Sequence[Tensor],
-    masks: Sequence[Tensor],
-    scale: float,
-) -> Made:
-    """Make a call; differentiable in query, key, value, LSE and the score's tensors.
+def _backward_of(
+    prepared: PreparedCall, inputs: BackwardInputs, saved: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of query, key, value and the score's tensors; remembers how to relaunch them."""
+    call, needs_grad = prepared.kernel_call, list(inputs.needs_grad)
+    grad_lse = inputs.grad_lse
+    tensors = [inputs.grad_out, *saved, *([] if grad_lse is None else [grad_lse])]
+    if torch.is_grad_enabled() or not undisturbed(tensors):
+        runs, layout = unpack(call.runs)
+        query, key, value, out, lse = saved[:5]
+        scores, masks = inputs.captured
+        dquery, dkey, dvalue, captured = torch.ops.attnkit.backward(
+            inputs.grad_out,
+            lse.new_empty(0) if grad_lse is None else grad_lse,
+            query,
+            key,
+            value,
+            out,
+            lse,
+            scores,
+            [_detached(t) for t in masks],
+            runs,
+            layout,
+            call.program.text,
+            call.template,
+            inputs.scale,
+            needs_grad,
+        )
+    else:
+        dquery, dkey, dvalue, captured = gradients(call, inputs)
+        prepared.backward.remember(inputs, saved, lambda: backward_replay(call, inputs))
+    own = [g if need else None for g, need in zip(captured, needs_grad, strict=True)]
+    return dquery, dkey, dvalue, *own
+
+
+def run(prepared: PreparedCall, inputs: ForwardInputs) -> ForwardResult:
+    """Run a call; differentiable in query, key, value, LSE and the score's tensors.
 
     Args:
-        settled: the call.
-        query, key, value: as those that it was settled for.
-        scores, masks: captured tensors.
-        scale: factor on q k^T.
+        prepared: the call.
+        inputs: tensors of the geometry that it was prepared for.
 
     Raises:
         UnsupportedError: a forward-mode derivative, or a transform of torch.func, is wanted.
     """
+    query, key, value, scale = inputs.query, inputs.key, inputs.value, inputs.scale
+    scores, masks = inputs.captured
+    if prepared.is_dense:
+        assert prepared.attention is not None
+        return prepared.attention(query, key, value, inputs.captured, scale)
     if not undisturbed((query, key, value, *scores, *masks)):
-        refuse_transforms((query, key, value, *scores))
-        runs, layout = unpack(settled.runs)
+        _refuse_transforms((query, key, value, *scores))
+        call = prepared.kernel_call
+        runs, layout = unpack(call.runs)
         out, lse, top = torch.ops.attnkit.forward(
-            *(query, key, value, list(scores), [_detached(t) for t in masks]),
-            *(runs, layout, settled.program.text, settled.template, scale, settled.need_max),
+            query,
+            key,
+            value,
+            list(scores),
+            [_detached(t) for t in masks],
+            runs,
+            layout,
+            call.program.text,
+            call.template,
+            scale,
+            call.need_max,
         )
         return out, lse, top
-    attention = settled.attention
-    if attention is None:
+    if prepared.attention is None:
         with torch.no_grad():
-            attention = settled.attention = prepare(
-                *(settled.template, settled.program, (query, key, value), (scores, masks)),
-                settled.runs,
-                positive=scale > 0,
-                need_max=settled.need_max,
-            )
-    if records((query, key, value, *scores)):
-        found: Made = record(settled, None, scale, masks, True, query, key, value, *scores)
-        return found
-    return attention(query, key, value, (scores, masks), scale)
+            prepared.attention = prepare_forward(prepared.kernel_call, inputs)
+    if is_recorded((query, key, value, *scores)):
+        result: ForwardResult = record(
+            prepared, None, scale, masks, True, query, key, value, *scores
+        )
+        return result
+    return prepared.attention(query, key, value, inputs.captured, scale)
 
 
-def records(tensors: Iterable[Tensor]) -> bool:
+def is_recorded(tensors: Iterable[Tensor]) -> bool:
     """Whether autograd records an operation on these tensors."""
     return torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
 
 
-# Makes a prepared, undisturbed call with autograd: (settled, again, scale, masks, whole, query, key,
-# value, *scores) -> out, LSE and row maxima; `whole` or the output alone. `again` is a quicker way
-# than the attention of `settled`, or None. `Function.apply` itself looks at each argument for what
-# functorch left behind, in Python: here it is known already that there is nothing of the kind.
-record: Callable[..., Any] = super(torch.autograd.Function, _Recorded).apply
+# Runs a prepared, undisturbed call with autograd: (prepared, relaunch, scale, masks, all_outputs,
+# query, key, value, *scores) -> out, LSE and row maxima, or the output alone. `relaunch` may be
+# None. `Function.apply` itself looks at each argument for what functorch left behind, in Python:
+# here it is known already that there is nothing of the kind.
+record: Callable[..., Any] = super(torch.autograd.Function, _Attention).apply
 
 
 def _detached(t: Tensor) -> Tensor:
     """The tensor without its gradient; itself if it has none, as caches go by identity."""
     return t.detach() if t.requires_grad else t
+
+
+def _refuse_transforms(tensors: Iterable[Tensor]) -> None:
+    """Refuse tensors of which an operator would drop what a transform needs.
+
+    Raises:
+        UnsupportedError: one is batched by torch.func, or a derivative is taken by it.
+    """
+    if any(is_batched(t) for t in tensors):
+        raise UnsupportedError(
+            "attnkit's attention has no rule for torch.func.vmap; give it batches, or take "
+            'backend="eager" (dense)'
+        )
+    # torch drops the tangents of an operator's inputs where no gradient is recorded
+    if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise UnsupportedError(
+            "attnkit's attention has no forward-mode derivative; take the reverse mode, or use "
+            'backend="eager" (dense, differentiable in both)'
+        )
+    if any(is_grad_tracking(t) for t in tensors):
+        raise UnsupportedError(
+            "attnkit's attention has no rule for torch.func.grad; take torch.autograd, or "
+            'backend="eager" (dense)'
+        )

@@ -24,6 +24,7 @@ from attnkit.schedule.targets import (
     of_capability,
 )
 from attnkit.sparsity.block_runs import BLOCK
+from attnkit.util import caches
 
 BACKENDS = ("auto", "eager", "cpu", "cute", "emulate")
 
@@ -112,6 +113,9 @@ def _suitable(call: Call, block: tuple[int, int], target: Target) -> Kernel | No
 def has_dsl() -> bool:
     """Whether kernels can be compiled here."""
     return sys.platform == "linux" and importlib.util.find_spec("cutlass") is not None
+
+
+caches.register(has_dsl.cache_clear)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+
+from attnkit.errors import ArgumentError
+from attnkit.util import caches
 
 EMULATED = "emulate:"  # prefix of a GPU template that runs in the emulator
 ORDERED = ":ordered"  # suffix of a GPU template whose sums are formed in a fixed order
@@ -58,8 +62,47 @@ def of_capability(capability: tuple[int, int] | None) -> Target | None:
 
 def of_template(template: str) -> Target | None:
     """The target of a plan's template, emulated and ordered or not; None if it is no kernel."""
-    name = template.removeprefix(EMULATED).removesuffix(ORDERED)
-    return next((t for t in TARGETS if t.name == name), None)
+    return TemplateSpec.parse(template).target
+
+
+@dataclass(frozen=True)
+class TemplateSpec:
+    """The parts of a template's name, such as "emulate:sm90:ordered".
+
+    Attributes:
+        name: without prefix and suffix.
+        target: the GPU architecture of the template; None if it is no GPU kernel.
+        emulated: whether the kernels are executed in the emulator.
+        deterministic: whether the backward forms its sums in a fixed order.
+    """
+
+    name: str
+    target: Target | None
+    emulated: bool = False
+    deterministic: bool = False
+
+    @staticmethod
+    @functools.lru_cache(maxsize=64)
+    def parse(template: str) -> TemplateSpec:
+        """Take a template's name apart."""
+        name = template.removeprefix(EMULATED).removesuffix(ORDERED)
+        target = next((t for t in TARGETS if t.name == name), None)
+        return TemplateSpec(name, target, template.startswith(EMULATED), template.endswith(ORDERED))
+
+
+caches.register(TemplateSpec.parse.cache_clear)
+
+
+def gpu_target(template: str) -> Target:
+    """The target of a GPU template.
+
+    Raises:
+        ArgumentError: the template is no GPU kernel.
+    """
+    target = of_template(template)
+    if target is None:
+        raise ArgumentError(f"template={template!r} is no GPU kernel")
+    return target
 
 
 def missing_arch(arch: str) -> str:

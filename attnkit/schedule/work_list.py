@@ -16,6 +16,7 @@ from torch import Tensor
 from attnkit.errors import OptionError
 from attnkit.schedule.scheduler import Schedule
 from attnkit.sparsity.block_runs import BlockRuns, Runs
+from attnkit.util import caches
 from attnkit.util.csr import owners, searched
 
 
@@ -123,6 +124,9 @@ def full_runs(q_len: int, kv_len: int, block: tuple[int, int], device: torch.dev
     )  # fmt: skip
 
 
+caches.register(full_runs.cache_clear)
+
+
 def refined(runs: BlockRuns, block: tuple[int, int]) -> BlockRuns:
     """The same tiles cut into smaller ones, whose sizes divide these.
 
@@ -204,6 +208,6 @@ def _joined(
     kept = (counts[:, 1] > 0)[:-1]
     first, last = place[:-1], place[1:]
     whole, rest = (
-        Runs.joined(first[m], last[m], pairs * some, length) for m in (full, kept & ~full)
+        Runs.from_segments(first[m], last[m], pairs * some, length) for m in (full, kept & ~full)
     )
     return whole, rest

@@ -1,4 +1,10 @@
-"""`BlockMask`: a mask with its lengths and its tiles, as FlexAttention's."""
+"""`BlockMask`: a mask_mod for fixed lengths, with the tiles that it keeps.
+
+The class and `create_block_mask` have the names and arguments of PyTorch's FlexAttention. Unlike
+there, creating a block mask computes no tile; `mask_runs` classifies them at first use and caches
+the result until a captured tensor changes. What proves and classifies, a sixth of the package, is
+imported by the first call that needs it.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +18,11 @@ from attnkit.errors import ArgumentError, OptionError, ShapeError
 from attnkit.graph.eval_torch import evaluate
 from attnkit.graph.ir import Node, reads
 from attnkit.sparsity.block_runs import BLOCK, BlockRuns
-from attnkit.sparsity.classify import classify
-from attnkit.sparsity.index_bounds import check_bounds
-from attnkit.sparsity.intervals.normal_form import Intervals, find_intervals
-from attnkit.sparsity.intervals.tiles import tiles_of
-from attnkit.tracing.float64_checks import own_dtype
-from attnkit.tracing.guards import traced
+from attnkit.tracing.float64_checks import compute_dtype
+from attnkit.tracing.guards import trace_cached
 from attnkit.tracing.mask import check_built_for
 from attnkit.tracing.tracer import Kind, Traced, takes
+from attnkit.util import caches
 from attnkit.util.arguments import check_captured, check_size
 from attnkit.util.devices import resolved
 from attnkit.util.tensor_cache import VersionedCache
@@ -27,31 +30,45 @@ from attnkit.util.tensor_cache import VersionedCache
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
-_ON_HOST = 1 << 16  # rows and columns together
+_HOST_LIMIT = 1 << 16  # rows plus columns up to which the CPU computes tiles for a GPU
 
 _runs: VersionedCache[tuple[BlockRuns, frozenset[Node]]] = VersionedCache(64)
+_proofs: VersionedCache[frozenset[Node]] = VersionedCache(256)
+caches.register(_runs.clear)
+caches.register(_proofs.clear)
 
 
 def check_lengths(
     function: Traced, q_len: int, kv_len: int, batch: int, heads: int
 ) -> frozenset[Node]:
-    """Prove that a traced function's indices are legal at these lengths.
+    """Prove that a traced function's indices stay inside its captured tensors at these lengths.
+
+    The proof is cached until a captured tensor is replaced or edited in place.
 
     Returns:
-        The loads that could not be proven and are checked when they run.
+        The loads without a proof; they must be checked at run time.
 
     Raises:
         BoundsError: an index leaves its captured tensor, or integer arithmetic leaves int32.
     """
-    return check_bounds(
-        [function.root],
-        function.tensors,
-        function.names,
-        q_len=q_len,
-        kv_len=kv_len,
-        batch=batch,
-        heads=heads,
-    )
+    names = reads(function.root)
+    batch, heads = (batch if "b" in names else 1), (heads if "h" in names else 1)
+
+    def prove() -> frozenset[Node]:
+        from attnkit.sparsity.index_bounds import check_bounds
+
+        return check_bounds(
+            [function.root],
+            function.tensors,
+            function.names,
+            q_len=q_len,
+            kv_len=kv_len,
+            batch=batch,
+            heads=heads,
+        )
+
+    key = (function.root, function.names, q_len, kv_len, batch, heads)
+    return _proofs.get(key, function.tensors, prove)
 
 
 def mask_runs(
@@ -65,11 +82,21 @@ def mask_runs(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[BlockRuns, frozenset[Node]]:
-    """The runs of a traced mask, and its loads that need a check at run time.
+    """Classify the tiles of a traced mask.
 
-    `dtype` is what floats in the mask are computed in: float64 for float64 queries.
+    The result is cached until a captured tensor is replaced or edited in place.
 
-    Kept until a captured tensor is replaced or edited in place.
+    Args:
+        mask: a traced mask_mod; its captured tensors on `device`.
+        q_len, kv_len: lengths in positions, at least 1.
+        block: (q, kv) positions of a tile.
+        batch, heads: batch size and number of query heads; the runs have 1 instead where the mask
+            does not read b, or h.
+        device: device of the runs.
+        dtype: dtype of floats in the mask: float64 for float64 queries, else float32.
+
+    Returns:
+        The runs, and the loads whose index must be checked at run time.
 
     Raises:
         BoundsError: an index leaves its captured tensor, or integer arithmetic leaves int32.
@@ -82,8 +109,10 @@ def mask_runs(
         shape = q_len, kv_len, batch, heads
         runs = None
         if device.type != "cpu" and not checked:
-            runs = _runs_of_rows(mask, shape, block, device, dtype)
+            runs = _runs_by_intervals(mask, shape, block, device, dtype)
         if runs is None:
+            from attnkit.sparsity.classify import classify
+
             runs = classify(
                 mask.root,
                 mask.tensors,
@@ -103,25 +132,28 @@ def mask_runs(
 
 
 def _has_data(mask: Traced) -> bool:
-    """Whether the mask captures tensors of a GPU."""
+    """Whether the mask captures tensors on a GPU."""
     return any(t.device.type != "cpu" for t in mask.tensors)
 
 
-def _runs_of_rows(
+def _runs_by_intervals(
     mask: Traced,
     shape: tuple[int, int, int, int],
     block: tuple[int, int],
     device: torch.device,
     dtype: torch.dtype,
 ) -> BlockRuns | None:
-    """The runs of a mask by the intervals of its rows, for a GPU; None where they do not tell.
+    """Classify tiles by the kv interval of each row, for a GPU; None where rows have no such form.
 
-    An operator costs its launch on a GPU, the first of its kind milliseconds: there is done what
-    lives there, and what is long.
+    Every operator on a GPU costs a launch, and the first of its kind milliseconds. So the work runs
+    on the GPU only if the mask reads data there, or the lengths are large.
     """
     q_len, kv_len, batch, heads = shape
     data = _has_data(mask)
-    found = find_intervals(
+    from attnkit.sparsity.intervals.normal_form import Intervals, find_intervals
+    from attnkit.sparsity.intervals.tiles import tiles_of
+
+    intervals = find_intervals(
         mask,
         q_len=q_len,
         kv_len=kv_len,
@@ -131,23 +163,38 @@ def _runs_of_rows(
         device=device,
         search=data,
     )
-    if not isinstance(found, Intervals):
+    if not isinstance(intervals, Intervals):
         return None
-    there = data or q_len + kv_len > _ON_HOST
-    return tiles_of(found, block, dtype, device if there else torch.device("cpu"))
+    on_gpu = data or q_len + kv_len > _HOST_LIMIT
+    return tiles_of(intervals, block, dtype, device if on_gpu else torch.device("cpu"))
 
 
 class BlockMask:
-    """A mask_mod with its lengths, and the tiles that it keeps.
+    """Hold a mask_mod for fixed lengths, and the tiles that it keeps.
 
-    The tiles are found when they are first needed and again after a captured tensor was edited in
-    place. Made by `create_block_mask`.
+    `create_block_mask` creates one. Tiles are classified at first use, and again after a captured
+    tensor was edited in place.
 
     Attributes:
-        mask_mod: the function.
-        seq_lengths: (query length, kv length).
-        BLOCK_SIZE: (query, kv) tile sizes.
-        shape: (B, H, query length, kv length).
+        mask_mod: the function, or `Mask`.
+        seq_lengths: (query length, kv length) in positions.
+        BLOCK_SIZE: (query, kv) positions of a tile.
+        shape: (B, H, query length, kv length); B or H is 1 where the mask is shared.
+        device: device of query, key and value.
+
+    >>> window = lambda b, h, q, kv: (kv <= q) & (q - kv < 256)
+    >>> mask = create_block_mask(window, None, None, 1024, 1024)
+    >>> mask.shape, mask.BLOCK_SIZE, mask.sparsity()
+    ((1, 1, 1024, 1024), (128, 128), 67.1875)
+    >>> print(mask.runs.picture())
+    |+       |
+    |#+      |
+    |+#+     |
+    | +#+    |
+    |  +#+   |
+    |   +#+  |
+    |    +#+ |
+    |     +#+|
     """
 
     def __init__(
@@ -168,19 +215,30 @@ class BlockMask:
         self.device = resolved(device)
 
     def traced(self) -> Traced:
-        """The mask's graph, traced again if anything that it reads has changed."""
-        mask = traced(self.mask_mod, "mask", self.device)
+        """Trace the mask_mod, or reuse its trace if nothing that it reads has changed.
+
+        Raises:
+            TraceError: the mask_mod cannot be traced.
+            DeviceError: a captured tensor is on another device.
+        """
+        mask = trace_cached(self.mask_mod, "mask", self.device)
         check_captured("mask_mod", mask.names, mask.tensors, self.device)
         return mask
 
     def checked_runs(
         self, dtype: torch.dtype = torch.float32, block: tuple[int, int] | None = None
     ) -> tuple[BlockRuns, frozenset[Node]]:
-        """The runs, and the loads that need a check at run time.
+        """Classify the tiles; see `mask_runs`.
 
         Args:
-            dtype: as of `mask_runs`.
-            block: tile sizes, BLOCK_SIZE if None.
+            dtype: dtype of floats in the mask, float32 or float64.
+            block: (query, kv) positions of a tile; BLOCK_SIZE if None.
+
+        Returns:
+            The runs, and the loads whose index must be checked at run time.
+
+        Raises:
+            BoundsError: an index leaves its captured tensor, or integer arithmetic leaves int32.
         """
         batch, heads, q_len, kv_len = self.shape
         return mask_runs(
@@ -196,24 +254,32 @@ class BlockMask:
 
     @property
     def runs(self) -> BlockRuns:
-        """The tiles as runs."""
-        return self.checked_runs(own_dtype(self.traced()))[0]
+        """The FULL and PARTIAL tiles, as runs of neighbouring tiles.
+
+        Raises:
+            BoundsError: an index leaves its captured tensor, or integer arithmetic leaves int32.
+        """
+        return self.checked_runs(compute_dtype(self.traced()))[0]
 
     def numel(self) -> int:
-        """Scores of the dense mask."""
+        """Count the scores of the dense mask: B * H * query length * kv length."""
         batch, heads, q_len, kv_len = self.shape
         return batch * heads * q_len * kv_len
 
     def sparsity(self) -> float:
-        """Percentage of tiles that are empty."""
+        """Compute the percentage of tiles that are EMPTY, 0 to 100."""
         return 100 * (1 - self.runs.density())
 
     def to_dense(self) -> Tensor:
-        """Which tiles are kept, int32 [B or 1, H or 1, query tiles, kv tiles]."""
+        """Return which tiles are not EMPTY.
+
+        Returns:
+            int32 [B or 1, H or 1, query tiles, kv tiles]: 1 for FULL and PARTIAL tiles, else 0.
+        """
         return (self.runs.states() > 0).to(torch.int32)
 
     def to(self, device: torch.device | str) -> BlockMask:
-        """The same mask for another device; its captured tensors must be there too."""
+        """Return the same mask for another device; its captured tensors must be there too."""
         batch, heads, q_len, kv_len = self.shape
         return BlockMask(
             self.mask_mod,
@@ -226,25 +292,26 @@ class BlockMask:
         )
 
     def to_flex(self) -> FlexBlockMask:
-        """The same mask as PyTorch's BlockMask."""
+        """Convert to `torch.nn.attention.flex_attention.BlockMask`."""
         return self.runs.to_flex(self.mask_mod)
 
     @staticmethod
     def from_kv_blocks(*arguments: Any, **options: Any) -> FlexBlockMask:
-        """PyTorch's BlockMask with these lists of blocks, as its own method makes it."""
+        """Create PyTorch's BlockMask from lists of blocks; takes the arguments of its method."""
         from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
         return FlexBlockMask.from_kv_blocks(*arguments, **options)
 
     def __getitem__(self, index: Any) -> FlexBlockMask:
-        """Some batch entries, heads and rows of tiles of PyTorch's BlockMask.
+        """Select batch entries, heads and rows of tiles; returns PyTorch's BlockMask.
 
-        As there, the result needs a mask_mod that fits it, and seq_lengths where rows are left out.
+        As with PyTorch's class, the caller must set a mask_mod that fits the selection, and
+        seq_lengths if it leaves out rows.
         """
         return self.to_flex()[index]
 
     def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
-        """The same mask for other lengths."""
+        """Return the same mask for other lengths."""
         batch, heads, _, _ = self.shape
         sizes = (batch, heads, new_q_len, new_kv_len)
         return create_block_mask(self.mask_mod, *sizes, self.device, self.BLOCK_SIZE)
@@ -275,60 +342,67 @@ def create_block_mask(
     compute_dq_write_order: bool = False,
     dq_kv_order: bool = True,
 ) -> BlockMask:
-    """A mask for fixed lengths, in FlexAttention's words. Costs nothing until it is used.
+    """Create a mask for fixed lengths, with FlexAttention's signature.
+
+    The call traces the mask_mod and checks the arguments; it computes no tile.
 
     Args:
         mask_mod: `mask_mod(b, h, q, kv) -> bool`, or a `Mask`.
-        B: batch size, None if the mask does not read `b`.
-        H: query heads, None if the mask does not read `h`.
-        Q_LEN: query length.
-        KV_LEN: kv length.
-        device: where query, key and value live; None: where the captured tensors live, else CPU.
-        BLOCK_SIZE: tile size, or (query, kv) tile sizes.
+        B: batch size; None if the mask does not read `b`.
+        H: number of query heads; None if the mask does not read `h`.
+        Q_LEN: query length, at least 1.
+        KV_LEN: kv length, at least 1.
+        device: device of query, key and value; None: that of the captured tensors, else the CPU.
+        BLOCK_SIZE: positions of a tile: one int, or (query, kv).
         _compile, separate_full_blocks, compute_dq_write_order, dq_kv_order: accepted for
-            FlexAttention's sake; they change nothing.
+            compatibility with FlexAttention; they change nothing.
 
     Raises:
         TraceError: the mask cannot be traced.
         ArgumentError: the mask reads b or h, and B or H is None.
         OptionError: a length or tile size is not a positive int.
         ShapeError: the mask was built for other lengths.
+
+    >>> create_block_mask(lambda b, h, q, kv: kv <= q, None, None, 512, 512).runs.counts()
+    (6, 4, 6)
     """
-    sizes = BLOCK_SIZE if isinstance(BLOCK_SIZE, tuple | list) else (BLOCK_SIZE, BLOCK_SIZE)
-    if len(sizes) != 2:
-        raise OptionError(f"BLOCK_SIZE must be an int or a (query, kv) pair, got {BLOCK_SIZE!r}")
-    block = (check_size("BLOCK_SIZE", sizes[0]), check_size("BLOCK_SIZE", sizes[1]))
+    block = _tile_sizes(BLOCK_SIZE)
     for name, length in (("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
         check_size(name, length)
     check_built_for(mask_mod, Q_LEN, KV_LEN)
-    if torch.compiler.is_dynamo_compiling():  # what is left to say is said where it is used
-        return BlockMask(
-            mask_mod,
-            batch=1 if B is None else B,
-            heads=1 if H is None else H,
-            q_len=Q_LEN,
-            kv_len=KV_LEN,
-            block=block,
-            device="cpu" if device is None else device,
-        )
+    compiling = torch.compiler.is_dynamo_compiling()  # the call that uses the mask checks the rest
     if device is None:
-        captured = traced(mask_mod, "mask", torch.device("cpu")).tensors
-        # a small table may stay on the CPU: what lives elsewhere decides
-        device = next((t.device for t in captured if t.device.type != "cpu"), torch.device("cpu"))
+        device = "cpu" if compiling else _device_of(mask_mod)
     mask = BlockMask(
         mask_mod,
-        batch=1 if B is None else check_size("B", B),
-        heads=1 if H is None else check_size("H", H),
+        batch=1 if B is None else B if compiling else check_size("B", B),
+        heads=1 if H is None else H if compiling else check_size("H", H),
         q_len=Q_LEN,
         kv_len=KV_LEN,
         block=block,
         device=device,
     )
-    names = reads(mask.traced().root)
-    for name, given, size in (("b", "B", B), ("h", "H", H)):
-        if name in names and size is None:
-            raise ArgumentError(f"mask_mod reads {name}, but {given}=None; give {given} its size")
+    if not compiling:
+        names = reads(mask.traced().root)
+        for name, argument, size in (("b", "B", B), ("h", "H", H)):
+            if name in names and size is None:
+                raise ArgumentError(
+                    f"mask_mod reads {name}, but {argument}=None; give {argument} its size"
+                )
     return mask
+
+
+def _tile_sizes(size: int | tuple[int, int]) -> tuple[int, int]:
+    sizes = size if isinstance(size, tuple | list) else (size, size)
+    if len(sizes) != 2:
+        raise OptionError(f"BLOCK_SIZE must be an int or a (query, kv) pair, got {size!r}")
+    return check_size("BLOCK_SIZE", sizes[0]), check_size("BLOCK_SIZE", sizes[1])
+
+
+def _device_of(mask_mod: Callable[..., Any]) -> torch.device:
+    """Find the device of a mask's captured tensors; a small table on the CPU does not decide."""
+    captured = trace_cached(mask_mod, "mask", torch.device("cpu")).tensors
+    return next((t.device for t in captured if t.device.type != "cpu"), torch.device("cpu"))
 
 
 def create_mask(
@@ -339,14 +413,29 @@ def create_mask(
     KV_LEN: int,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """The dense mask, bool [B or 1, H or 1, Q_LEN, KV_LEN]; for tests and pictures.
+    """Evaluate a mask at every position, for tests and pictures.
 
-    Of a score_mod: where it does not make a score of 0 minus infinity. `device` None is the CPU.
+    Args:
+        mod_fn: a mask_mod, or a score_mod: that counts as a mask which keeps the positions where a
+            score of 0 does not become -inf.
+        B: batch size; None for 1.
+        H: number of query heads; None for 1.
+        Q_LEN: query length, at least 1.
+        KV_LEN: kv length, at least 1.
+        device: device of the result; None: the CPU.
+
+    Returns:
+        bool [B or 1, H or 1, Q_LEN, KV_LEN], True where the mask keeps the score.
 
     Raises:
-        TraceError: the mask cannot be traced.
+        TraceError: the function cannot be traced.
         OptionError: a length is not a positive int.
         ShapeError: the mask was built for other lengths.
+
+    >>> create_mask(lambda b, h, q, kv: kv <= q, None, None, 3, 3)[0, 0].int()
+    tensor([[1, 0, 0],
+            [1, 1, 0],
+            [1, 1, 1]], dtype=torch.int32)
     """
     for name, size in (("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
         check_size(name, size)
@@ -354,15 +443,15 @@ def create_mask(
     shape = (B or 1, H or 1, Q_LEN, KV_LEN)
     device = resolved("cpu" if device is None else device)
     kind: Kind = "score" if takes(mod_fn, "score") and not takes(mod_fn, "mask") else "mask"
-    mask = traced(mod_fn, kind, device)
+    mask = trace_cached(mod_fn, kind, device)
     env = {
         name: torch.arange(n, dtype=torch.int32, device=device).view(
             [n if i == axis else 1 for i in range(4)]
         )
         for axis, (name, n) in enumerate(zip(("b", "h", "q", "kv"), shape, strict=True))
     }
-    env["score"] = torch.zeros(1, 1, 1, 1, dtype=own_dtype(mask), device=device)
-    (kept,) = evaluate([mask.root], env, mask.tensors, own_dtype(mask))
+    env["score"] = torch.zeros(1, 1, 1, 1, dtype=compute_dtype(mask), device=device)
+    (kept,) = evaluate([mask.root], env, mask.tensors, compute_dtype(mask))
     kept = kept != -torch.inf if kind == "score" else kept
     return kept.to(device).expand(shape).contiguous()
 
@@ -370,16 +459,16 @@ def create_mask(
 def check_mask_shape(
     batch: int, heads: int, lengths: tuple[int, int], query: Tensor, key: Tensor
 ) -> None:
-    """A block mask fits query and key.
+    """Check that a block mask fits query and key.
 
     Raises:
-        ShapeError: other lengths, batch or heads than the mask was built for.
+        ShapeError: query and key have other lengths, batch or heads than the mask was built for.
     """
-    found = (query.shape[2], key.shape[2])
-    if tuple(lengths) != found:
+    got = (query.shape[2], key.shape[2])
+    if tuple(lengths) != got:
         raise ShapeError(
             f"block_mask was built for query length {lengths[0]} and kv length {lengths[1]}, got "
-            f"query length {found[0]} and key length {found[1]}; build it for these lengths, or "
+            f"query length {got[0]} and key length {got[1]}; build it for these lengths, or "
             "pass the mask itself as block_mask and let attnkit do it"
         )
     for what, size, own in (("batch", batch, query.shape[0]), ("heads", heads, query.shape[1])):

@@ -1,8 +1,9 @@
-"""The one sparse format: rows of runs of blocks, FULL and PARTIAL apart, both ways.
+"""`BlockRuns`, the sparse format of all rooms: CSR rows of runs of blocks.
 
-A row belongs to one (batch, head, block row); a run is a stretch of neighbouring blocks of the
-same state. Causal masks have one run a row whatever the length, so the format costs what the
-boundary costs, not the area.
+A row belongs to one (batch, head, block row). A run is a maximal sequence of neighbouring blocks in
+the same state; FULL and PARTIAL runs are separate lists. The format stores both directions: runs of
+kv blocks by query block, and runs of query blocks by kv block. Its size follows the boundary of the
+mask, not the area: a causal mask has one run per row at any length.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
-BLOCK = (128, 128)  # FlexAttention's block; strips of the CPU template join several
-_PICTURE = " +#"  # by state
+BLOCK = (128, 128)  # (query, kv) positions: the default of FlexAttention
+_PICTURE = " +#"  # character of each state
 
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Rows of block runs in CSR form.
+    """Hold rows of block runs in CSR form.
 
     Attributes:
         row_ptr: int32 [rows + 1]; the runs of row r are row_ptr[r] to row_ptr[r + 1] - 1.
@@ -46,11 +47,11 @@ class Runs:
         return self.row_ptr.numel() - 1
 
     def to(self, device: torch.device | str) -> Runs:
-        """The same runs on a device."""
+        """Copy the runs to a device."""
         return Runs(self.row_ptr.to(device), self.start.to(device), self.length.to(device))
 
     def expanded(self, blocks: int) -> Tensor:
-        """Dense form: bool [rows, blocks], true inside the runs."""
+        """Return the dense form: bool [rows, blocks], True inside the runs."""
         counts = self.row_ptr.to(torch.int64).diff()
         first = owners(counts) * (blocks + 1) + self.start
         steps = torch.zeros(self.rows * (blocks + 1), dtype=torch.int8, device=counts.device)
@@ -61,16 +62,16 @@ class Runs:
         return inside[:, :blocks] > 0
 
     @staticmethod
-    def joined(first: Tensor, last: Tensor, rows: int, blocks: int) -> Runs:
-        """The rows made of pieces of runs, in any order.
+    def from_segments(first: Tensor, last: Tensor, rows: int, blocks: int) -> Runs:
+        """Build rows from segments of runs in any order.
 
         Args:
-            first: int64 [pieces], row * (blocks + 1) + first block of each.
-            last: int64 [pieces], the same of the block after the last one; pieces may touch, but
-                not overlap.
-            rows, blocks: how many there are.
+            first: int64 [segments], row * (blocks + 1) + first block of each segment.
+            last: int64 [segments], row * (blocks + 1) + the block after its last one. Segments may
+                touch but not overlap.
+            rows, blocks: number of rows, and of blocks in a row.
         """
-        first, last = merged(first, last)
+        first, last = merge_segments(first, last)
         row = first // (blocks + 1)
         pointers = torch.zeros(rows + 1, dtype=torch.int32, device=first.device)
         torch.cumsum(torch.bincount(row, minlength=rows), 0, dtype=torch.int32, out=pointers[1:])
@@ -78,8 +79,8 @@ class Runs:
         return Runs(pointers, start, (last - first).to(torch.int32))
 
     @staticmethod
-    def concatenated(parts: Sequence[Runs]) -> Runs:
-        """The rows of several, one after another."""
+    def concatenate(parts: Sequence[Runs]) -> Runs:
+        """Append the rows of several parts, in order."""
         ends = torch.stack([p.row_ptr[-1] for p in parts]).cumsum(0, dtype=torch.int32)
         pointers = [parts[0].row_ptr]
         pointers += [p.row_ptr[1:] + end for p, end in zip(parts[1:], ends, strict=False)]
@@ -90,20 +91,21 @@ class Runs:
         )
 
 
-def merged(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """Pieces `first` to `last` (not included) in order, those that touch made one.
+def merge_segments(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """Sort segments, and merge those that touch.
 
     Args:
-        first, last: int64 [pieces], in any order; pieces do not overlap.
+        first: int64 [segments], first place of each segment, in any order.
+        last: int64 [segments], the place after its last one; segments do not overlap.
     """
-    first, last = first.sort().values, last.sort().values  # piece i is still first[i]..last[i]
+    first, last = first.sort().values, last.sort().values  # segment i is still first[i]..last[i]
     fresh = first.new_ones(first.numel() + 1, dtype=torch.bool)
     torch.ne(first[1:], last[:-1], out=fresh[1:-1])
     return first.masked_select(fresh[:-1]), last.masked_select(fresh[1:])
 
 
 def _bands(grid: Tensor) -> Iterator[Tensor]:
-    """Cut states [pairs, rows, blocks] into consecutive rows [n, blocks]."""
+    """Split states [pairs, rows, blocks] into consecutive rows [n, blocks]."""
     _, rows, blocks = grid.shape
     limit = at_once(grid.numel(), grid.device)
     for pairs in grid.split(max(1, limit // (rows * blocks))):
@@ -113,10 +115,15 @@ def _bands(grid: Tensor) -> Iterator[Tensor]:
             yield pairs.reshape(-1, blocks)
 
 
-def stretches(grid: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the state changes along rows of [pairs, rows, blocks], and to what.
+def state_changes(grid: Tensor) -> tuple[Tensor, Tensor]:
+    """Find where the state changes along the rows of a grid.
 
-    Places count blocks through all rows; each row begins with a change.
+    Args:
+        grid: int8 states [pairs, rows, blocks].
+
+    Returns:
+        int64 [changes], the places of the changes, counting blocks through all rows; and int8
+        [changes], the new states. Each row begins with a change.
     """
     places, states = [], []
     first = 0
@@ -131,35 +138,35 @@ def stretches(grid: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _runs_of(grid: Tensor) -> dict[int, Runs]:
-    """FULL and PARTIAL runs of int8 states [pairs, rows, blocks]."""
+    """Build the FULL and the PARTIAL runs of int8 states [pairs, rows, blocks]."""
     pairs, rows, blocks = grid.shape
-    at, state = stretches(grid)
+    at, state = state_changes(grid)
     length = at.diff(append=at.new_full((1,), grid.numel()))
     row = at // blocks
-    found = {}
+    runs = {}
     for kind in (PARTIAL, FULL):
         mine = state == kind
         pointers = torch.zeros(pairs * rows + 1, dtype=torch.int32, device=grid.device)
         counts = torch.bincount(row[mine], minlength=pairs * rows)
         torch.cumsum(counts, 0, dtype=torch.int32, out=pointers[1:])
         start = (at[mine] - row[mine] * blocks).to(torch.int32)
-        found[kind] = Runs(pointers, start, length[mine].to(torch.int32))
-    return found
+        runs[kind] = Runs(pointers, start, length[mine].to(torch.int32))
+    return runs
 
 
 @dataclass(frozen=True, eq=False)
 class BlockRuns:
-    """Which tiles of a mask are kept, and which of those need the mask.
+    """Hold the state of every tile of a mask: EMPTY, PARTIAL or FULL.
 
-    A tile is FULL where the mask keeps every position (q < q_len, kv < kv_len) in it, EMPTY where
-    it keeps none, else PARTIAL. Tiles at a ragged end are judged on the positions that exist.
+    A tile is FULL if the mask keeps every position in it, EMPTY if it keeps none, else PARTIAL.
+    Only positions with q < q_len and kv < kv_len count, so a tile at a ragged end may be FULL.
 
     Attributes:
         q_len, kv_len: lengths in positions.
         block: (q, kv) positions of a tile.
-        batch, heads: leading sizes; 1 means shared by all.
-        full, partial: one row per (b, h, q block), runs of kv blocks.
-        full_t, partial_t: one row per (b, h, kv block), runs of q blocks.
+        batch, heads: batch size and number of query heads; 1 means shared by all.
+        full, partial: runs of kv blocks, one row per (b, h, q block).
+        full_t, partial_t: runs of q blocks, one row per (b, h, kv block).
     """
 
     q_len: int
@@ -174,17 +181,17 @@ class BlockRuns:
 
     @property
     def q_blocks(self) -> int:
-        """Number of block rows, the last one perhaps ragged."""
+        """Number of block rows; the last one may be ragged."""
         return -(-self.q_len // self.block[0])
 
     @property
     def kv_blocks(self) -> int:
-        """Number of block columns, the last one perhaps ragged."""
+        """Number of block columns; the last one may be ragged."""
         return -(-self.kv_len // self.block[1])
 
     @property
     def device(self) -> torch.device:
-        """Where the runs are."""
+        """Device of the runs."""
         return self.full.row_ptr.device
 
     @staticmethod
@@ -211,39 +218,43 @@ class BlockRuns:
         )  # fmt: skip
 
     @staticmethod
-    def stacked(parts: Sequence[BlockRuns], batch: int, heads: int) -> BlockRuns:
-        """Join runs of consecutive (b, h) pairs, in order, into one of `batch` by `heads`."""
+    def stack(parts: Sequence[BlockRuns], batch: int, heads: int) -> BlockRuns:
+        """Combine runs of consecutive (b, h) pairs, in order, into runs of `batch` by `heads`."""
         if sum(p.batch * p.heads for p in parts) != batch * heads:
             raise AssertionError("the parts do not add up to batch * heads")
         return replace(
             parts[0],
             batch=batch,
             heads=heads,
-            full=Runs.concatenated([p.full for p in parts]),
-            partial=Runs.concatenated([p.partial for p in parts]),
-            full_t=Runs.concatenated([p.full_t for p in parts]),
-            partial_t=Runs.concatenated([p.partial_t for p in parts]),
+            full=Runs.concatenate([p.full for p in parts]),
+            partial=Runs.concatenate([p.partial for p in parts]),
+            full_t=Runs.concatenate([p.full_t for p in parts]),
+            partial_t=Runs.concatenate([p.partial_t for p in parts]),
         )
 
     def states(self) -> Tensor:
-        """The dense grid: int8 [batch, heads, q blocks, kv blocks], 0 EMPTY, 1 PARTIAL, 2 FULL."""
+        """Return the dense grid of states.
+
+        Returns:
+            int8 [batch, heads, q blocks, kv blocks]: 0 EMPTY, 1 PARTIAL, 2 FULL.
+        """
         full = self.full.expanded(self.kv_blocks).to(torch.int8)
         grid = full * FULL + self.partial.expanded(self.kv_blocks).to(torch.int8) * PARTIAL
         return grid.view(self.batch, self.heads, self.q_blocks, self.kv_blocks)
 
     def counts(self) -> tuple[int, int, int]:
-        """Number of EMPTY, PARTIAL and FULL tiles; shared batches and heads count once."""
+        """Count the EMPTY, PARTIAL and FULL tiles; shared batches and heads count once."""
         total = self.batch * self.heads * self.q_blocks * self.kv_blocks
         partial, full = int(self.partial.length.sum()), int(self.full.length.sum())
         return total - partial - full, partial, full
 
     def density(self) -> float:
-        """Share of the tiles that are not EMPTY, 0 to 1."""
+        """Compute the share of the tiles that are not EMPTY, 0 to 1."""
         empty, partial, full = self.counts()
         return (partial + full) / (empty + partial + full)
 
     def to(self, device: torch.device | str) -> BlockRuns:
-        """The same runs on a device."""
+        """Copy the runs to a device."""
         return replace(
             self,
             full=self.full.to(device),
@@ -264,7 +275,10 @@ class BlockRuns:
         )
 
     def picture(self, limit: int = 32) -> str:
-        """The first batch and head in at most limit x limit signs: `#` full, `+` mixed, else empty."""
+        """Draw the first batch and head in at most limit x limit characters.
+
+        `#` stands for tiles that are all FULL, a space for EMPTY ones, `+` for any other.
+        """
         grid = self.states()[0, 0].to("cpu")
         rows, columns = min(limit, grid.shape[0]), min(limit, grid.shape[1])
         lines = []
@@ -274,17 +288,17 @@ class BlockRuns:
         return "\n".join(f"|{line}|" for line in lines)
 
     def to_flex(self, mask_mod: Callable[..., Tensor] | None = None) -> BlockMask:
-        """The same tiles as PyTorch's BlockMask.
+        """Convert to PyTorch's BlockMask.
 
         FULL tiles stay full at ragged ends, where FlexAttention checks the lengths by itself.
 
         Args:
-            mask_mod: the mask function that FlexAttention applies on PARTIAL tiles.
+            mask_mod: the mask function that FlexAttention applies in PARTIAL tiles.
         """
         from torch.nn.attention import flex_attention
 
         states = self.states()
-        lists = [_listed(states == kind) for kind in (PARTIAL, FULL)]
+        lists = [_block_lists(states == kind) for kind in (PARTIAL, FULL)]
         return flex_attention.BlockMask.from_kv_blocks(
             *lists[0],
             *lists[1],
@@ -295,14 +309,14 @@ class BlockRuns:
 
 
 def from_flex(block_mask: BlockMask) -> BlockRuns:
-    """The tiles of PyTorch's BlockMask.
+    """Read the tiles of PyTorch's BlockMask.
 
-    Only the q -> kv lists are read; the transposed ones are made anew. Where the block mask keeps
-    no list of full blocks, every listed block is PARTIAL. Entries of `kv_indices` beyond
+    Only its q -> kv lists are read; the transposed runs are computed from them. If the block mask
+    has no list of full blocks, every listed block is PARTIAL. Entries of `kv_indices` beyond
     `kv_num_blocks` are ignored.
 
     Raises:
-        ArgumentError: not a BlockMask.
+        ArgumentError: block_mask is not PyTorch's BlockMask.
         ShapeError: the lists do not fit the lengths, or name a block twice.
     """
     from torch.nn.attention import flex_attention
@@ -315,10 +329,12 @@ def from_flex(block_mask: BlockMask) -> BlockRuns:
     q_len, kv_len = block_mask.seq_lengths
     block = (block_mask.BLOCK_SIZE[0], block_mask.BLOCK_SIZE[1])
     columns = -(-kv_len // block[1])
-    partial = _grid(block_mask.kv_num_blocks, block_mask.kv_indices, columns, "kv")
+    partial = _grid_of_lists(block_mask.kv_num_blocks, block_mask.kv_indices, columns, "kv")
     states = partial.to(torch.int8) * PARTIAL
     if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
-        full = _grid(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, columns, "full_kv")
+        full = _grid_of_lists(
+            block_mask.full_kv_num_blocks, block_mask.full_kv_indices, columns, "full_kv"
+        )
         if full.shape != partial.shape:
             raise ShapeError(
                 f"block_mask lists partial blocks of shape {tuple(partial.shape)} and full blocks "
@@ -348,14 +364,14 @@ def _check_grid(states: Tensor, q_len: int, kv_len: int, block: tuple[int, int])
         )
 
 
-def _listed(grid: Tensor) -> tuple[Tensor, Tensor]:
-    """Counts [..., rows] and indices [..., rows, columns]: listed blocks first, ascending."""
+def _block_lists(grid: Tensor) -> tuple[Tensor, Tensor]:
+    """Return counts [..., rows] and indices [..., rows, columns]: True blocks first, ascending."""
     order = torch.argsort(grid.to(torch.int8), dim=-1, descending=True, stable=True)
     return grid.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
 
-def _grid(counts: Tensor, indices: Tensor, columns: int, name: str) -> Tensor:
-    """Bool [batch, heads, rows, columns] from counts [.., rows] and indices [.., rows, n]."""
+def _grid_of_lists(counts: Tensor, indices: Tensor, columns: int, name: str) -> Tensor:
+    """Return bool [batch, heads, rows, columns] from counts [.., rows], indices [.., rows, n]."""
     while indices.dim() < 4:
         counts, indices = counts[None], indices[None]
     width = indices.shape[-1]

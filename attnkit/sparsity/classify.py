@@ -1,9 +1,10 @@
-"""Exact classification of a mask's tiles: EMPTY, PARTIAL or FULL, without the mask's N x N values.
+"""Classify a mask's tiles exactly: EMPTY, PARTIAL or FULL, without its N x N values.
 
-The mask is evaluated on intervals, one value per tile, with exact tables for everything that
-depends on one side only (`interp/blockwise.py`). What is proven true or false everywhere is
-settled; in the rest a kept and a dropped position are looked for (`witness.py`), and only tiles
-without them are evaluated whole. The method is conservative at each step and exact at the end.
+Interval arithmetic evaluates the mask once per tile, with exact tables for every expression that
+depends on one side only (`ranges.eval_blocks`). A mask value that is proven True or False in a
+whole tile decides the tile. For the other tiles `witness` looks for one unmasked and one masked
+position, and evaluates every position only where it finds none. Each step is conservative; the
+result is exact.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from torch import Tensor
 
 from attnkit.errors import BoundsError, DTypeError, OptionError, ShapeError
 from attnkit.graph import ir
-from attnkit.graph.affine import Sides, shared
+from attnkit.graph.affine import Sides
 from attnkit.graph.ir import BOOL, Node
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.sparsity.hierarchical import Grid, Statistics
 from attnkit.sparsity.index_bounds import check_bounds
-from attnkit.sparsity.mask_rewrites import equated, gated, regrouped
+from attnkit.sparsity.mask_rewrites import equate, gate, regroup
 from attnkit.sparsity.ranges.boxes import Boxes
-from attnkit.sparsity.ranges.equality import settle_equalities
+from attnkit.sparsity.ranges.equality import tabulate_equalities
 from attnkit.sparsity.ranges.eval_blocks import Blocks, compile_blocks, is_exact
-from attnkit.sparsity.ranges.tables import Domain, Tables
+from attnkit.sparsity.ranges.tables import Domain, Tables, shared_sides
 from attnkit.sparsity.witness import Resolver
 
 # (b, h) pairs are classified together while their points and tiles stay below these numbers.
 _MAX_POINTS = 1 << 21
 _MAX_TILES = 1 << 23
-# Grids with more tiles go by nodes of _NODE x _NODE tiles, or larger ones if they were too many.
-_FLAT_TILES = 1 << 17
+# Larger grids are classified by nodes of _NODE x _NODE tiles, or larger nodes beyond _MAX_NODES.
+_DENSE_TILES = 1 << 17
 _NODE = 16
 _MAX_NODES = 1 << 18
 
@@ -52,19 +53,19 @@ def classify(
     names: Sequence[str] = (),
     statistics: Statistics | None = None,
 ) -> BlockRuns:
-    """Find which tiles a mask keeps, exactly.
+    """Classify every tile of a mask.
 
     Args:
         root: bool expression of b, h, q, kv.
         tensors: captured tensors by slot, on `device`.
-        q_len, kv_len: lengths in positions, at least 1, any.
+        q_len, kv_len: lengths in positions, at least 1.
         block: (q, kv) positions of a tile, any positive sizes.
-        batch, heads: how many the mask is asked for; the result has 1 instead where the
+        batch, heads: batch size and number of query heads; the result has 1 instead where the
             expression does not read b, or h.
-        device: where the work is done and the result lies.
-        dtype: what the graph's f32 means, float32 or float64.
+        device: device of the computation and of the result.
+        dtype: dtype of the graph's f32, float32 or float64.
         names: names of the captured tensors by slot, for messages.
-        statistics: filled, if given, with how the tiles were settled.
+        statistics: receives counts of how the tiles were decided, unless None.
 
     Raises:
         BoundsError: an index can leave its captured tensor, or an integer can leave int32.
@@ -85,18 +86,26 @@ def classify(
         dtype=dtype,
     )
     classifier = _prepare(root, check, names)
-    count = Statistics() if statistics is None else statistics
+    statistics = Statistics() if statistics is None else statistics
     parts = []
     with torch.no_grad():
         for b, h in _chunks(batch, heads, q_len, kv_len, block, device):
             domain = Domain(tensors, q_len, kv_len, b, h, dtype, classifier.sides)
-            parts.append(classifier.runs(domain, block, count))
-    return BlockRuns.stacked(parts, batch, heads)
+            parts.append(classifier.runs(domain, block, statistics))
+    return BlockRuns.stack(parts, batch, heads)
 
 
 @dataclass(frozen=True, eq=False)
 class _Classifier:
-    """A mask prepared for classification at any block size."""
+    """Classify one mask at any block size.
+
+    Attributes:
+        root: the mask.
+        blocks: the mask, rewritten and compiled for evaluation on tiles.
+        sides: of its nodes.
+        checked: loads of the root whose index is not proven to be in range.
+        names: names of the captured tensors by slot, for messages.
+    """
 
     root: Node
     blocks: Blocks
@@ -104,38 +113,44 @@ class _Classifier:
     checked: frozenset[Node]
     names: tuple[str, ...]
 
-    def runs(self, domain: Domain, block: tuple[int, int], count: Statistics) -> BlockRuns:
-        """The runs of a domain; adds to the statistics."""
+    def runs(self, domain: Domain, block: tuple[int, int], statistics: Statistics) -> BlockRuns:
+        """Classify the tiles of a domain; adds to the statistics."""
         tables = Tables(domain, block)
         tables.build(self.blocks.keys)
-        settle_equalities(self.blocks, tables)
+        tabulate_equalities(self.blocks, tables)
         resolver = None
         if not is_exact(self.blocks.root, self.sides, tables.equal):
             resolver = Resolver(self.root, self.blocks, tables, self.checked, self.names)
-        grid = Grid(self.blocks, tables, Boxes(domain), resolver, count)
+        grid = Grid(self.blocks, tables, Boxes(domain), resolver, statistics)
         _, _, rows, columns = grid.shape
-        if rows * columns <= _FLAT_TILES:
-            return grid.flat()
+        if rows * columns <= _DENSE_TILES:
+            return grid.runs_dense()
         side = _NODE
         while -(-rows // side) * -(-columns // side) > _MAX_NODES:
             side *= 2
-        return grid.by_nodes(side)
+        return grid.runs_by_nodes(side)
 
 
 def _prepare(
     root: Node, check: Callable[[Sequence[Node]], frozenset[Node]], names: Sequence[str]
 ) -> _Classifier:
-    """Rewrite and compile a mask; `check` returns unproven loads or raises BoundsError."""
-    sides = shared()
+    """Rewrite and compile a mask.
+
+    Args:
+        root: the mask.
+        check: returns the loads without a proof, or raises BoundsError; see `check_bounds`.
+        names: names of the captured tensors by slot.
+    """
+    sides = shared_sides()
     checked = check([root])
-    better = equated(root, sides)
-    if better is not root:
+    rewritten = equate(root, sides)
+    if rewritten is not root:
         try:
-            sound = check([better]) <= checked
+            sound = check([rewritten]) <= checked
         except BoundsError:
             sound = False  # an index that only the equality keeps in range
-        better = better if sound else root
-    blocks = compile_blocks(gated(regrouped(better, sides), sides), sides)
+        rewritten = rewritten if sound else root
+    blocks = compile_blocks(gate(regroup(rewritten, sides), sides), sides)
     return _Classifier(root, blocks, sides, checked, tuple(names))
 
 
@@ -147,7 +162,7 @@ def _chunks(
     block: tuple[int, int],
     device: torch.device | str,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batch and head numbers to classify together, in row order."""
+    """Yield the batch and head numbers to classify together, in row order."""
     tiles = -(-q_len // block[0]) * -(-kv_len // block[1])
     pairs = max(1, min(_MAX_POINTS // (q_len + kv_len), _MAX_TILES // tiles))
     b_step, h_step = (max(1, pairs // heads), heads) if pairs >= heads else (1, pairs)

@@ -1,10 +1,11 @@
-"""Integer safety: no i32 value leaves int32, no index leaves its captured tensor.
+"""Prove integer safety: no i32 value leaves int32, no index leaves its captured tensor.
 
-Ranges are propagated through the graph (`bounds_checker`). What is then still possible is refused,
-except an index that depends on q and kv together, which can be checked at run time instead.
+Ranges are propagated through the graph (`index_ranges`). A violation that is certain, or that
+cannot be excluded, is refused, with one exception: an index that depends on q and kv together can
+be checked at run time instead.
 
-Every load is evaluated everywhere, also under a `where` that does not choose it, so its index must
-be valid everywhere.
+Every load is evaluated at every position, also under a `where` that does not select it, so its
+index must be valid at every position.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ import torch
 from torch import Tensor
 
 from attnkit.graph import ir
-from attnkit.graph.affine import shared
 from attnkit.graph.ir import F32, I32, Node
-from attnkit.sparsity.index_ranges import Checker, known_range, numbers
-from attnkit.sparsity.ranges.tables import Domain
+from attnkit.sparsity.index_ranges import RangeChecker, known_range, to_numbers
+from attnkit.sparsity.ranges.tables import Domain, shared_sides
+from attnkit.util import caches
 
 _proofs: dict[Hashable, _Proof] = {}
-_MOST_PROOFS = 256
+caches.register(_proofs.clear)
+_MAX_PROOFS = 256
 
 
 def check_bounds(
@@ -43,46 +45,45 @@ def check_bounds(
         tensors: captured tensors by slot.
         names: names of the captured tensors by slot, for messages.
         q_len, kv_len, batch, heads: b < batch, h < heads, q < q_len, kv < kv_len.
-        dtype: what the graph's f32 means, float32 or float64.
+        dtype: dtype of the graph's f32, float32 or float64.
 
     Returns:
-        The loads whose index could be proven neither valid nor invalid; they must be checked
-        where they are evaluated.
+        The loads whose index is proven neither valid nor invalid; they must be checked where they
+        are evaluated.
 
     Raises:
-        BoundsError: an index certainly leaves its tensor; an integer leaves int32, a divisor is
-            zero or a shift count is outside 0..31, or that cannot be excluded; a captured tensor
-            holds integers outside int32.
+        BoundsError: an index leaves its tensor; an integer may leave int32, a divisor may be zero,
+            or a shift count may be outside 0..31; a captured tensor holds integers outside int32.
     """
-    like = tuple((t.shape, t.dtype, t.device) for t in tensors)
-    key = (tuple(roots), tuple(names), q_len, kv_len, batch, heads, dtype, like)
-    known = _proofs.get(key)
-    if known is None or not known.holds(tensors, dtype):
-        known = _prove(roots, tensors, names, (q_len, kv_len, batch, heads), dtype)
-        if len(_proofs) >= _MOST_PROOFS:
+    properties = tuple((t.shape, t.dtype, t.device) for t in tensors)
+    key = (tuple(roots), tuple(names), q_len, kv_len, batch, heads, dtype, properties)
+    proof = _proofs.get(key)
+    if proof is None or not proof.holds(tensors, dtype):
+        proof = _prove(roots, tensors, names, (q_len, kv_len, batch, heads), dtype)
+        if len(_proofs) >= _MAX_PROOFS:
             _proofs.clear()
-        _proofs[key] = known
-    return known.unproven
+        _proofs[key] = proof
+    return proof.unproven
 
 
 @dataclass(frozen=True)
 class _Proof:
-    """What was found, and what of the captured tensors' data it rests on.
+    """A result of `check_bounds`, and the facts about captured data on which it depends.
 
     Attributes:
-        unproven: loads to be checked at run time.
-        ranges: least and greatest number of a tensor, by the loads whose values matter.
-        by_data: whether more than those ranges was looked at.
+        unproven: the loads to be checked at run time.
+        ranges: (load, least and greatest number of its tensor) for the loads whose values matter.
+        uses_values: whether the result depends on more of the data than those ranges.
     """
 
     unproven: frozenset[Node]
     ranges: tuple[tuple[Node, tuple[float, float]], ...]
-    by_data: bool
+    uses_values: bool
 
     def holds(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> bool:
-        """Whether data as it is now gives the same."""
-        return not self.by_data and all(
-            numbers(known_range(tensors[int(n.attr or 0)], n, dtype)) == ends
+        """Whether the proof is valid for the data that the tensors hold now."""
+        return not self.uses_values and all(
+            to_numbers(known_range(tensors[int(n.attr or 0)], n, dtype)) == ends
             for n, ends in self.ranges
         )
 
@@ -100,10 +101,10 @@ def _prove(
     h = torch.arange(heads, dtype=torch.int32, device=device)
     nodes = ir.topo(*roots)
     truncates = any(n.op == "cast" and (n.type, n.args[0].type) == (I32, F32) for n in nodes)
-    domain = Domain(tensors, q_len, kv_len, b, h, dtype, shared())
-    checker = Checker(domain, tuple(names), truncates)
+    domain = Domain(tensors, q_len, kv_len, b, h, dtype, shared_sides())
+    checker = RangeChecker(domain, tuple(names), truncates)
     with torch.no_grad():
         for n in nodes:
             checker.visit(n)
-    ranges = tuple((n, numbers(ends)) for n, ends in checker.read.items())
-    return _Proof(frozenset(checker.unproven), ranges, checker.by_data)
+    ranges = tuple((n, to_numbers(ends)) for n, ends in checker.data_ranges.items())
+    return _Proof(frozenset(checker.unproven), ranges, checker.uses_values)

@@ -1,7 +1,7 @@
-"""Ranges of a graph's integers, found node by node; what may go wrong is refused.
+"""Compute the range of every integer of a graph, node by node; refuse what may leave its range.
 
-First by interval arithmetic; where that is too coarse, sums are put in affine form and one-sided
-expressions are evaluated at every position they can see.
+Interval arithmetic comes first. Where it is too coarse, sums are brought to affine form, and
+one-sided expressions are evaluated at every position of their side.
 """
 
 from __future__ import annotations
@@ -21,28 +21,30 @@ from attnkit.sparsity.ranges.boxes import Boxes
 from attnkit.sparsity.ranges.eval_interval import INT_HIGH, INT_LOW, Interval, everything, transfer
 from attnkit.sparsity.ranges.pointwise import point_intervals
 from attnkit.sparsity.ranges.tables import Domain, value_range
+from attnkit.util import caches
 from attnkit.util.tensor_cache import VersionedCache
 
 _INT32 = f"int32 ({INT_LOW} to {INT_HIGH})"
 _DIVISIONS = ("fdiv", "mod", "tdiv")
 _SHIFTS = ("shl", "shr")
 
-# Ranges of captured tensors, on the CPU: each check asks again, and a GPU is waited for.
+# Ranges of captured tensors, on the CPU: every check needs them, and reading a GPU tensor waits.
 _values: VersionedCache[Interval] = VersionedCache(256, copies=False)
+caches.register(_values.clear)
 
 
-def note_range(tensor: Tensor, low: int, high: int) -> None:
-    """Say of an integer tensor that was just made what it holds, so that it is not read for that."""
+def set_known_range(tensor: Tensor, low: int, high: int) -> None:
+    """Record the range of a new integer tensor, so that no check reads its data."""
     ends = _scalar(low), _scalar(high)
     _values.get((I32, None), (tensor,), lambda: ends)
 
 
 def _scalar(value: Any, dtype: torch.dtype | None = None) -> Tensor:
-    return torch.tensor(value, dtype=dtype, device="cpu")  # whatever the default device
+    return torch.tensor(value, dtype=dtype, device="cpu")  # not the default device
 
 
 def known_range(tensor: Tensor, n: Node, dtype: torch.dtype) -> Interval:
-    """Range of everything that load `n` can return from its tensor, on the CPU."""
+    """Return the range of all values that load `n` can return, as 0-d tensors on the CPU."""
 
     def read() -> Interval:
         low, high = torch.stack(value_range(tensor, n, dtype)).cpu()
@@ -51,14 +53,19 @@ def known_range(tensor: Tensor, n: Node, dtype: torch.dtype) -> Interval:
     return _values.get((n.type, dtype if n.type == F32 else None), (tensor,), read)
 
 
-def numbers(ends: Interval) -> tuple[float, float]:
-    """Both ends of a range."""
+def to_numbers(ends: Interval) -> tuple[float, float]:
+    """Convert both ends of a range to Python numbers."""
     return ends[0].item(), ends[1].item()
 
 
 @dataclass(frozen=True)
 class _Range:
-    """Bounds of an integer; `attained` where both ends are known to occur."""
+    """Bounds of an integer.
+
+    Attributes:
+        low, high: the bounds, both included.
+        attained: whether both ends are known to occur.
+    """
 
     low: int
     high: int
@@ -68,19 +75,31 @@ class _Range:
         return low <= self.low and self.high <= high
 
     def outside(self, low: int, high: int) -> bool:
-        """Whether some value is certainly outside."""
-        apart = self.high < low or self.low > high
-        return apart or (self.attained and not self.within(low, high))
+        """Whether some value is certainly outside low .. high."""
+        disjoint = self.high < low or self.low > high
+        return disjoint or (self.attained and not self.within(low, high))
 
 
-class Checker:
-    """Ranges of the nodes visited so far, arguments before users."""
+class RangeChecker:
+    """Compute and check the ranges of nodes; visit arguments before users.
+
+    Attributes:
+        unproven: loads whose index must be checked at run time.
+        data_ranges: ranges of the captured tensors that were read, by load.
+        uses_values: whether a check depends on more of the captured data than its ranges.
+    """
 
     def __init__(self, domain: Domain, names: tuple[str, ...], truncates: bool) -> None:
-        """`truncates`: some float becomes an integer, so ranges of floats matter."""
+        """Start with no node visited.
+
+        Args:
+            domain: positions and captured tensors of the graph.
+            names: names of the captured tensors by slot, for messages.
+            truncates: whether some float becomes an integer, so that ranges of floats matter.
+        """
         self.unproven: set[Node] = set()
-        self.read: dict[Node, Interval] = {}
-        self.by_data = False
+        self.data_ranges: dict[Node, Interval] = {}
+        self.uses_values = False
         self._truncates = truncates
         self._domain = domain
         self._sides = domain.sides
@@ -90,7 +109,11 @@ class Checker:
         self._tight: dict[Node, _Range] = {}
 
     def visit(self, n: Node) -> None:
-        """Find the range of a node; refuse what may go wrong in it."""
+        """Compute the range of a node and check its index, divisor or shift count.
+
+        Raises:
+            BoundsError: see `index_bounds.check_bounds`.
+        """
         if n.op == "arg":
             self._ranges[n] = self._argument(n)
         elif n.op == "const":
@@ -127,9 +150,9 @@ class Checker:
     def _loaded(self, n: Node) -> Interval:
         tensor = self._domain.tensors[int(n.attr or 0)]
         needed = n.type == I32 or (n.type == F32 and self._truncates)
-        if not tensor.numel() or not needed:  # large tensors are not read for nothing
+        if not tensor.numel() or not needed:  # do not read a large tensor without need
             return everything(n, _scalar(0), self._domain.dtype)
-        low, high = self.read[n] = known_range(tensor, n, self._domain.dtype)
+        low, high = self.data_ranges[n] = known_range(tensor, n, self._domain.dtype)
         if n.type == I32 and not (int(low) >= INT_LOW and int(high) <= INT_HIGH):
             raise BoundsError(
                 f"captured tensor {self._name(n)} holds integers from {int(low)} to {int(high)}; "
@@ -141,7 +164,7 @@ class Checker:
         result = transfer(n, [self._ranges[a] for a in n.args], self._domain.dtype)
         if n.type != I32 or _Range(int(result[0]), int(result[1])).within(INT_LOW, INT_HIGH):
             return result
-        exact = self._tightened(n)
+        exact = self._tight_range(n)
         if not exact.within(INT_LOW, INT_HIGH):
             self._refuse(
                 n,
@@ -156,10 +179,10 @@ class Checker:
         low, high = self._ranges[n]
         return _Range(int(low), int(high))
 
-    # --- tighter ranges, where those do not suffice
+    # --- tighter ranges, where interval arithmetic does not suffice
 
-    def _tightened(self, n: Node) -> _Range:
-        """The range of an i32 node whose arguments are proven; the node itself need not be."""
+    def _tight_range(self, n: Node) -> _Range:
+        """Compute a tighter range of an i32 node; its arguments are checked, it need not be."""
         if n not in self._tight:
             sums = self._sides.affine(n)
             if sums.terms != ((n, 1),) or n.op == "arg":
@@ -173,7 +196,7 @@ class Checker:
     def _mixed_range(self, n: Node) -> _Range:
         if n.op == "mul" and {self._sides.side(a) for a in n.args} == {Side.Q, Side.KV}:
             # the factors vary independently, so the extreme products occur
-            x, y = (self._tightened(a) for a in n.args)
+            x, y = (self._tight_range(a) for a in n.args)
             ends = [i * j for i in (x.low, x.high) for j in (y.low, y.high)]
             return _Range(min(ends), max(ends), x.attained and y.attained)
         if n in self._ranges:
@@ -182,7 +205,7 @@ class Checker:
         return _Range(int(low), int(high))
 
     def _sum_range(self, sums: Affine) -> _Range:
-        """Sum the ranges of the q terms, of the kv terms, ... each found by evaluation."""
+        """Sum the ranges of the q terms, the kv terms and so on, each found by evaluation."""
         groups: dict[Side, list[tuple[Node, int]]] = {}
         for n, c in sums.terms:
             groups.setdefault(self._sides.side(n), []).append((n, c))
@@ -195,32 +218,32 @@ class Checker:
             ends = [c * end for end in (self._range(n).low, self._range(n).high)]
             low, high = low + min(ends), high + max(ends)
         for side, terms in groups.items():
-            least, most, solid = self._group_range(side, terms)
+            least, most, certain = self._group_range(side, terms)
             low, high = low + least, high + most
-            attained = attained and solid
+            attained = attained and certain
         return _Range(int(low.min()), int(high.max()), attained)
 
     def _group_range(
         self, side: Side, terms: Sequence[tuple[Node, int]]
     ) -> tuple[Tensor, Tensor, bool]:
-        """Least and greatest sum by (b, h), and whether every value is certain."""
-        found = []
+        """Compute the least and greatest sum by (b, h), and whether every value is certain."""
+        parts = []
         for values in self._points([n for n, _ in terms], side):
             low, high = torch.zeros_like(values[0][0]), torch.zeros_like(values[0][0])
             for (least, most), (_, c) in zip(values, terms, strict=True):
                 ends = (least * c, most * c) if c > 0 else (most * c, least * c)
                 low, high = low + ends[0], high + ends[1]
-            found.append((low.amin(-1), high.amax(-1), bool((low == high).all())))
-        lows, highs, solid = zip(*found, strict=True)
-        return torch.stack(lows).amin(0), torch.stack(highs).amax(0), all(solid)
+            parts.append((low.amin(-1), high.amax(-1), bool((low == high).all())))
+        lows, highs, certain = zip(*parts, strict=True)
+        return torch.stack(lows).amin(0), torch.stack(highs).amax(0), all(certain)
 
     def _operation_range(self, n: Node) -> _Range:
-        """A one-sided operation on the values of its arguments, in int64, unwrapped."""
+        """Apply a one-sided operation to the values of its arguments, in int64 without wrapping."""
         side = self._sides.join(n.args)
         low, high, attained = 2**63 - 1, -(2**63), True
         for values in self._points(n.args or [n], side):
             if n.op == "load":
-                self.by_data = True
+                self.uses_values = True
                 least, most = self._boxes.load(n, values) if n.args else values[0]
             else:
                 least, most = transfer(n, values, self._domain.dtype)
@@ -229,7 +252,7 @@ class Checker:
         return _Range(low, high, attained)
 
     def _points(self, nodes: Sequence[Node], side: Side) -> Iterator[list[Interval]]:
-        self.by_data = self.by_data or bool(ir.slots(*nodes))
+        self.uses_values = self.uses_values or bool(ir.slots(*nodes))
         for start, stop in self._domain.pieces(nodes, side, 1):
             yield point_intervals(self._domain, self._boxes, nodes, side, start, stop)
 
@@ -240,46 +263,46 @@ class Checker:
         for axis, (index, size) in enumerate(zip(n.args, shape, strict=True)):
             if self._range(index).within(-size, size - 1):
                 continue
-            found = self._tightened(index)
-            if found.outside(-size, size - 1):
-                self._refuse_index(n, axis, size, found)
-            if not found.within(-size, size - 1):
+            values = self._tight_range(index)
+            if values.outside(-size, size - 1):
+                self._refuse_index(n, axis, size, values)
+            if not values.within(-size, size - 1):
                 self.unproven.add(n)
 
     def _check_operand(self, n: Node) -> None:
-        """Divisors are not zero, shift counts are 0 to 31."""
+        """Check that a divisor is not zero and a shift count is 0 to 31."""
         if n.type != I32 or n.op not in _DIVISIONS + _SHIFTS:
             return
         operand = n.args[1]
-        found = self._range(operand)
+        values = self._range(operand)
         if n.op in _SHIFTS:
-            if not found.within(0, 31):
-                found = self._tightened(operand)
-            if not found.within(0, 31):
-                self._refuse(n, operand, found, "shift by 0 to 31", "Clamp the shift count")
-        elif found.low <= 0 <= found.high:
-            found = self._tightened(operand)
-            if found.low <= 0 <= found.high and (zero := self._is_zero(operand)) is not False:
-                found = replace(found, attained=bool(zero))
+            if not values.within(0, 31):
+                values = self._tight_range(operand)
+            if not values.within(0, 31):
+                self._refuse(n, operand, values, "shift by 0 to 31", "Clamp the shift count")
+        elif values.low <= 0 <= values.high:
+            values = self._tight_range(operand)
+            if values.low <= 0 <= values.high and (zero := self._is_zero(operand)) is not False:
+                values = replace(values, attained=bool(zero))
                 self._refuse(
                     n,
                     operand,
-                    found,
+                    values,
                     "divide by other than zero",
                     "Keep the divisor away from zero, e.g. torch.clamp(x, min=1)",
                 )
 
     def _is_zero(self, n: Node) -> bool | None:
-        """Whether a value is zero somewhere; None where that is not known."""
+        """Whether a value is zero at some position; None if that is unknown."""
         side = self._sides.side(n)
         if side is Side.MIXED:
             return None
-        seen = False
+        may_be_zero = False
         for ((low, high),) in self._points([n], side):
             if bool(((low == 0) & (high == 0)).any()):
                 return True
-            seen = seen or bool(((low <= 0) & (high >= 0)).any())
-        return None if seen else False
+            may_be_zero = may_be_zero or bool(((low <= 0) & (high >= 0)).any())
+        return None if may_be_zero else False
 
     # --- messages
 
@@ -299,24 +322,24 @@ class Checker:
         return f" at {', '.join(shown)}" if shown else ""
 
     def _refuse(
-        self, n: Node, operand: Node, found: _Range, expected: str, advice: str
+        self, n: Node, operand: Node, values: _Range, expected: str, advice: str
     ) -> NoReturn:
-        verb = "does not" if found.attained else "cannot be proven to"
+        verb = "does not" if values.attained else "cannot be proven to"
         subject = "it" if operand is n else f"`{ir.formula(operand, self._names)}`"
         raise BoundsError(
             f"`{ir.formula(n, self._names)}` {verb} {expected}: {subject} ranges from "
-            f"{found.low} to {found.high}{self._at(operand)}. {advice}"
+            f"{values.low} to {values.high}{self._at(operand)}. {advice}"
         )
 
-    def _refuse_index(self, n: Node, axis: int, size: int, found: _Range) -> NoReturn:
+    def _refuse_index(self, n: Node, axis: int, size: int, values: _Range) -> NoReturn:
         index = n.args[axis]
         tensor = self._domain.tensors[int(n.attr or 0)]
         where = f" in dimension {axis}" if tensor.dim() > 1 else ""
-        worst = found.high if found.high >= size else found.low
+        worst = values.high if values.high >= size else values.low
         raise BoundsError(
             f"captured tensor {self._name(n)} has {size} entries{where} but index "
             f"`{ir.formula(index, self._names)}` reaches {worst}{self._at(index)} "
-            f"(it ranges from {found.low} to {found.high}; expected {-size} to {size - 1}). "
+            f"(it ranges from {values.low} to {values.high}; expected {-size} to {size - 1}). "
             "Enlarge the tensor or clamp the index; torch.where does not protect it, "
             "both branches are evaluated"
         )

@@ -1,16 +1,16 @@
-"""Rewrites of a mask's logic that make classification exact more often.
+"""Rewrite the boolean structure of a mask so that tile classification is exact more often.
 
-Three rules, all for the boolean structure only:
+Three rules:
 
-* equate: `eq(A(q), B(kv)) and X  =  eq(A(q), B(kv)) and X[B := A]`. Where A and B differ both
-  sides are false, so replacing is sound; `start[doc[kv]]` becomes `start[doc[q]]`, one-sided,
-  and cancels.
-* regroup: the members of an `and` (or of an `or`) are ordered by side, so that those on one side
-  become one one-sided expression, tabulated exactly.
-* gate: `C(kv) and A(q) <= B(kv)  =  A(q) + (0 if C(kv) else P) <= B(kv)` with a P beyond all
-  integers: where C fails, so does the comparison. Then one table knows both, and the two
-  conditions are no longer judged apart. The same for conditions on q, for every comparison of q
-  with kv in the conjunction, and for `or`, with -P where C holds.
+* equate: `eq(A(q), B(kv)) and X  =  eq(A(q), B(kv)) and X[B := A]`. Where A and B differ, both
+  sides are False, so the replacement is sound. `start[doc[kv]]` becomes `start[doc[q]]`, which is
+  one-sided and cancels.
+* regroup: order the members of an `and` (or of an `or`) by side, so that the members of one side
+  become one one-sided expression, which is tabulated exactly.
+* gate: `C(kv) and A(q) <= B(kv)  =  A(q) + (0 if C(kv) else P) <= B(kv)`, with a P beyond all
+  integers: where C fails, so does the comparison. One table then holds both conditions, so they are
+  evaluated together. The rule also applies to conditions on q, to every comparison of q with kv in
+  the conjunction, and to `or`, with -P where C holds.
 """
 
 from __future__ import annotations
@@ -21,36 +21,40 @@ from functools import lru_cache
 from attnkit.graph import ir, simplify
 from attnkit.graph.affine import Side, Sides, comparable
 from attnkit.graph.ir import BOOL, I32, Node
+from attnkit.util import caches
 
-# Their product is beyond every difference of two numbers of int32.
+# Their product exceeds every difference of two int32 numbers.
 _FAR, _TIMES = 1 << 30, 16
 
 
 @lru_cache(maxsize=256)
-def equated(root: Node, sides: Sides) -> Node:
+def equate(root: Node, sides: Sides) -> Node:
     """Apply `equate` to every conjunction.
 
-    The result may evaluate loads and divisions at values that the original never reached, where
-    the equality fails: check its bounds before using it.
+    Where the equality fails, the result may evaluate loads and divisions at values that the
+    original never reaches: check its bounds before use.
     """
-    return _rebuilt(root, lambda op, m: _equate(m, sides) if op == "and" else m)
+    return _rewrite(root, lambda op, m: _equate_members(m, sides) if op == "and" else m)
 
 
-def regrouped(root: Node, sides: Sides) -> Node:
+caches.register(equate.cache_clear)
+
+
+def regroup(root: Node, sides: Sides) -> Node:
     """Apply `regroup` to every `and` and `or`."""
-    return _rebuilt(root, lambda op, members: _by_side(op, members, sides))
+    return _rewrite(root, lambda op, members: _by_side(op, members, sides))
 
 
-def gated(root: Node, sides: Sides) -> Node:
+def gate(root: Node, sides: Sides) -> Node:
     """Apply `gate` to every `and` and `or`.
 
-    The result is for evaluation on tiles, where sums are exact: some of them leave int32.
+    Use the result only for interval arithmetic on tiles, where sums are exact: some leave int32.
     """
     done: set[Node] = set()  # one penalty may not cancel another
-    return _rebuilt(root, lambda op, members: _gated(op, members, sides, done))
+    return _rewrite(root, lambda op, members: _gate_members(op, members, sides, done))
 
 
-def _rebuilt(root: Node, rule: Callable[[str, list[Node]], list[Node]]) -> Node:
+def _rewrite(root: Node, rule: Callable[[str, list[Node]], list[Node]]) -> Node:
     """Replace the members of every `and` and `or`, the inner ones first."""
     done: dict[Node, Node] = {}
     for n in ir.topo(root):
@@ -65,16 +69,16 @@ def _rebuilt(root: Node, rule: Callable[[str, list[Node]], list[Node]]) -> Node:
 
 
 def members(n: Node) -> list[Node]:
-    """The members of a chain of one operation, left to right."""
-    found: list[Node] = []
+    """List the members of a chain of one operation, left to right."""
+    operands: list[Node] = []
     stack = [n]
     while stack:
         m = stack.pop()
         if m.op == n.op and m.type == BOOL:
             stack.extend(reversed(m.args))
         else:
-            found.append(m)
-    return list(dict.fromkeys(found))
+            operands.append(m)
+    return list(dict.fromkeys(operands))
 
 
 def _chain(op: str, members: Sequence[Node]) -> Node:
@@ -92,40 +96,40 @@ def _by_side(op: str, members: Sequence[Node], sides: Sides) -> list[Node]:
     return [_chain(op, group) for group in groups.values() if group] + mixed
 
 
-def _gated(op: str, members: list[Node], sides: Sides, done: set[Node]) -> list[Node]:
-    """Join the conditions on one side to the comparisons of both sides."""
+def _gate_members(op: str, members: list[Node], sides: Sides, done: set[Node]) -> list[Node]:
+    """Merge the conditions on one side into the comparisons of both sides."""
     gates = [m for m in members if sides.side(m) in (Side.Q, Side.KV, Side.CONST)]
-    found = []
+    remaining = []
     for m in members:
         if m in gates:
             continue
         if gates and m not in done and _can_be_gated(m, op, sides):
-            behind = _behind(m, gates, op)
-            if sides.side(behind) is Side.MIXED:  # else it would be evaluated, and leave int32
-                done.add(behind)
-                m = behind
-        found.append(m)
-    return found if any(m not in members for m in found) else members
+            comparison = _with_gates(m, gates, op)
+            if sides.side(comparison) is Side.MIXED:  # else tables would evaluate it in int32
+                done.add(comparison)
+                m = comparison
+        remaining.append(m)
+    return remaining if any(m not in members for m in remaining) else members
 
 
 def _can_be_gated(n: Node, op: str, sides: Sides) -> bool:
-    """Whether `n` compares q terms with kv terms, and can be forced to fail, or for `or` to hold."""
+    """Whether `n` compares q terms with kv terms and a penalty can decide it (see `gate`)."""
     if not comparable(n) or (n.op == "eq" and op == "or"):
         return False
-    found = {sides.side(m) for m, _ in sides.difference(n).terms}
-    return found - {Side.CONST} == {Side.Q, Side.KV}
+    present = {sides.side(m) for m, _ in sides.difference(n).terms}
+    return present - {Side.CONST} == {Side.Q, Side.KV}
 
 
-def _behind(comparison: Node, gates: Sequence[Node], op: str) -> Node:
+def _with_gates(comparison: Node, gates: Sequence[Node], op: str) -> Node:
     left, right = comparison.args
-    for gate in gates:
+    for condition in gates:
         far = (0, _FAR) if op == "and" else (-_FAR, 0)
-        penalty = ir.node("where", gate, *(ir.const(x) for x in far))
+        penalty = ir.node("where", condition, *(ir.const(x) for x in far))
         left = ir.node("add", left, ir.node("mul", penalty, ir.const(_TIMES)))
     return ir.node(comparison.op, left, right)
 
 
-def _equate(members: Sequence[Node], sides: Sides) -> list[Node]:
+def _equate_members(members: Sequence[Node], sides: Sides) -> list[Node]:
     mapping: dict[Node, Node] = {}
     defining: set[Node] = set()
     for m in members:

@@ -1,8 +1,8 @@
-"""Deciding tiles that have no known witness, by cutting them into smaller and smaller boxes.
+"""Decide tiles without known witnesses by cutting them into smaller and smaller boxes.
 
-Boxes are evaluated on intervals like tiles. Most of a tile is soon found to be kept or dropped as
-a whole; only the boxes that stay undecided are cut again, and in the end evaluated at every
-position, unless the rest of the tile has made it PARTIAL already.
+Boxes are evaluated on intervals, like tiles. Most of a tile is soon proven unmasked or masked as a
+whole. Only the undecided boxes are cut again, and the smallest ones evaluated at every position,
+unless the rest of the tile has already made it PARTIAL.
 """
 
 from __future__ import annotations
@@ -20,17 +20,24 @@ from attnkit.sparsity.ranges.eval_blocks import At, Blocks
 from attnkit.sparsity.ranges.tables import Domain, Tables
 from attnkit.util.chunks import at_once
 
-_SMALL = 8  # a box of so many positions along each side is evaluated whole
-_PARTS = 8  # at most so many boxes along a side of the larger one
-_PASS_BYTES = 24 << 20  # of intervals
-_MAX_BOXES = 1 << 20  # held together
+_SMALL = 8  # positions along a side of a box that is evaluated at every position
+_PARTS = 8  # boxes at most along a side of the box that is cut
+_PASS_BYTES = 24 << 20  # bytes of intervals in one pass
+_MAX_BOXES = 1 << 20  # boxes in memory together
 
 Sizes = tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """A list of tiles and what is known of each: int64 indices [n], bool knowledge [n]."""
+    """A list of tiles, and what is known about each.
+
+    Attributes:
+        b, h: int64 [n], indices into the domain's `b` and `h`.
+        q, kv: int64 [n], block indices.
+        kept: bool [n], whether an unmasked position is known.
+        dropped: bool [n], whether a masked position is known.
+    """
 
     b: Tensor
     h: Tensor
@@ -40,19 +47,25 @@ class Tiles:
     dropped: Tensor
 
     def at(self, where: Tensor) -> Tiles:
-        """Some of the tiles."""
+        """Select some of the tiles."""
         return Tiles(
             *(x.index_select(0, where) for x in (self.b, self.h, self.q, self.kv)),
             *(x.index_select(0, where) for x in (self.kept, self.dropped)),
         )
 
     def learn(self, which: Tensor, kept: Tensor, dropped: Tensor) -> None:
-        """Note that positions of tiles `which` [m] are kept, or dropped; tiles may repeat."""
+        """Record what was evaluated in tiles `which` [m]; tiles may repeat.
+
+        Args:
+            which: int64 [m], indices of tiles.
+            kept: bool [m], whether an unmasked position was found.
+            dropped: bool [m], whether a masked position was found.
+        """
         self.kept.index_fill_(0, which.masked_select(kept), True)
         self.dropped.index_fill_(0, which.masked_select(dropped), True)
 
     def undecided(self, which: Tensor) -> Tensor:
-        """Which of tiles [m] are not known to be PARTIAL, bool [m]."""
+        """Return bool [m]: which of these tiles are not yet known to be PARTIAL."""
         return ~(self.kept.index_select(0, which) & self.dropped.index_select(0, which))
 
     def __len__(self) -> int:
@@ -60,36 +73,36 @@ class Tiles:
 
 
 @dataclass(frozen=True, eq=False)
-class Boxed:
-    """Boxes of one size: numbers of their tiles and their block indices, all int64 [n]."""
+class BoxList:
+    """Boxes of one size: the indices of their tiles and their box indices, all int64 [n]."""
 
     tile: Tensor
     q: Tensor
     kv: Tensor
 
-    def at(self, where: Tensor) -> Boxed:
-        """Some of the boxes."""
-        return Boxed(*(x.index_select(0, where) for x in (self.tile, self.q, self.kv)))
+    def at(self, where: Tensor) -> BoxList:
+        """Select some of the boxes."""
+        return BoxList(*(x.index_select(0, where) for x in (self.tile, self.q, self.kv)))
 
-    def split(self, count: int) -> list[Boxed]:
-        """Parts of at most so many boxes."""
+    def split(self, count: int) -> list[BoxList]:
+        """Split into parts of at most `count` boxes."""
         parts = zip(*(x.split(max(1, count)) for x in (self.tile, self.q, self.kv)), strict=True)
-        return [Boxed(*part) for part in parts]
+        return [BoxList(*part) for part in parts]
 
     def __len__(self) -> int:
         return self.q.numel()
 
 
 @dataclass(frozen=True, eq=False)
-class Refinement:
-    """Cuts tiles of one mask into boxes.
+class Subdivision:
+    """Decide tiles of one mask by cutting them into boxes.
 
     Attributes:
         blocks: the mask, compiled for evaluation on intervals.
-        domain: where.
+        domain: positions and captured tensors of the mask.
         block: (q, kv) positions of a tile.
-        evaluate: the mask at positions of tiles, as `witness.Resolver` does it.
-        at_once: positions that it can evaluate together.
+        evaluate: evaluates the mask at positions [n, x, 1] and [n, 1, y] of tiles [n].
+        at_once: number of positions that `evaluate` takes together.
     """
 
     blocks: Blocks
@@ -98,18 +111,21 @@ class Refinement:
     evaluate: Callable[[Tiles, Tensor, Tensor], Tensor]
     at_once: int
 
-    def settle(self, tiles: Tiles, left: Tensor) -> int:
-        """Complete what is known of tiles; returns how many were evaluated at positions.
+    def decide(self, tiles: Tiles, left: Tensor) -> int:
+        """Record in `tiles` what decides the tiles `left`.
 
         Args:
-            tiles: some of them known.
-            left: int64 [n], those to decide.
+            tiles: all tiles.
+            left: int64 [n], indices of the tiles to decide.
+
+        Returns:
+            The number of tiles that were evaluated at every position.
         """
         cuts = self._cuts
         first = cuts[0][0] * cuts[0][1] if cuts else 1
         whole = 0
         for part in left.split(max(1, _MAX_BOXES // first)):
-            boxes = Boxed(part, *(x.index_select(0, part) for x in (tiles.q, tiles.kv)))
+            boxes = BoxList(part, *(x.index_select(0, part) for x in (tiles.q, tiles.kv)))
             size = self._whole
             for cut in cuts:
                 size = size[0] // cut[0], size[1] // cut[1]
@@ -119,7 +135,7 @@ class Refinement:
 
     @cached_property
     def _whole(self) -> Sizes:
-        """The size of a tile; a power of two where one tile is all there is."""
+        """The size of a tile; a power of two where one tile covers the whole length."""
         lengths = self.domain.q_len, self.domain.kv_len
         q, kv = (
             block if block < length else 1 << (length - 1).bit_length()
@@ -129,7 +145,7 @@ class Refinement:
 
     @cached_property
     def _cuts(self) -> list[Sizes]:
-        """Into how many boxes the sides (q, kv) are cut, from tiles down."""
+        """Numbers of boxes (q, kv) into which each level cuts a box, from tiles down."""
         q, kv = (_factors(size) for size in self._whole)
         depth = max(len(q), len(kv))
         padded = [f + [1] * (depth - len(f)) for f in (q, kv)]
@@ -143,8 +159,8 @@ class Refinement:
     def _tables(self) -> dict[Sizes, Tables]:
         return {}
 
-    def _cut(self, tiles: Tiles, boxes: Boxed, cut: Sizes, size: Sizes) -> Boxed:
-        """The undecided parts of undecided boxes."""
+    def _cut(self, tiles: Tiles, boxes: BoxList, cut: Sizes, size: Sizes) -> BoxList:
+        """Cut boxes, evaluate the parts on intervals, and return the undecided ones."""
         if size not in self._tables:
             self._tables[size] = Tables(self.domain, size)
             self._tables[size].build(self.blocks.keys)
@@ -153,7 +169,7 @@ class Refinement:
         varying = sum(self.domain.sides.side(n) is Side.MIXED for n, _ in self.blocks.steps)
         total = len(boxes) * cut[0] * cut[1]
         limit = min(_PASS_BYTES // (32 * (varying + 1)), at_once(total, self.domain.device))
-        found = []
+        undecided = []
         for part in boxes.split(limit // (cut[0] * cut[1])):
             # clamping repeats the last box of a ragged tile, which changes nothing
             q = (part.q[:, None] * cut[0] + steps[0]).clamp(max=last[0])
@@ -169,35 +185,35 @@ class Refinement:
                 x.reshape(-1).index_select(0, n * len(step) + k)
                 for x, step, k in ((q, steps[0], i), (kv, steps[1], j))
             )
-            found.append(Boxed(part.tile.index_select(0, n), at_q, at_kv))
-        joined = Boxed(
-            *(torch.cat([getattr(f, name) for f in found]) for name in ("tile", "q", "kv"))
+            undecided.append(BoxList(part.tile.index_select(0, n), at_q, at_kv))
+        parts = BoxList(
+            *(torch.cat([getattr(p, name) for p in undecided]) for name in ("tile", "q", "kv"))
         )
-        return joined.at(tiles.undecided(joined.tile).nonzero().squeeze(1))
+        return parts.at(tiles.undecided(parts.tile).nonzero().squeeze(1))
 
-    def _by_positions(self, tiles: Tiles, boxes: Boxed, size: Sizes) -> int:
+    def _by_positions(self, tiles: Tiles, boxes: BoxList, size: Sizes) -> int:
         """Evaluate boxes at their corners, then at every position, until their tiles are decided.
 
         Returns:
-            How many tiles were not decided by the corners.
+            The number of tiles that the corners did not decide.
         """
         sides = [
             torch.arange(min(n, length), device=self.domain.device)
             for n, length in zip(size, (self.domain.q_len, self.domain.kv_len), strict=True)
         ]
         ends = [side[[0, -1]] for side in sides]
-        boxes = self._evaluated(tiles, boxes, size, ends[0], ends[1])
+        boxes = self._evaluate(tiles, boxes, size, ends[0], ends[1])
         count = int(torch.unique(boxes.tile).numel())
         rows = sides[0].split(max(1, self.at_once // min(self.at_once, len(sides[1]))))
         for row in rows:
             for column in sides[1].split(self.at_once):
-                boxes = self._evaluated(tiles, boxes, size, row, column)
+                boxes = self._evaluate(tiles, boxes, size, row, column)
         return count
 
-    def _evaluated(
-        self, tiles: Tiles, boxes: Boxed, size: Sizes, row: Tensor, column: Tensor
-    ) -> Boxed:
-        """Evaluate boxes at some of their rows and columns; those of undecided tiles are left."""
+    def _evaluate(
+        self, tiles: Tiles, boxes: BoxList, size: Sizes, row: Tensor, column: Tensor
+    ) -> BoxList:
+        """Evaluate boxes at some of their rows and columns; return those of undecided tiles."""
         points = len(row) * len(column)
         limit = min(self.at_once, at_once(len(boxes) * points, self.domain.device))
         for part in boxes.split(limit // points):
@@ -213,12 +229,12 @@ class Refinement:
 
 
 def _factors(size: int) -> list[int]:
-    """Into how many equal parts to cut a side, again and again, until it is small."""
-    found = []
+    """List the numbers of parts into which each level cuts a side, until it is small."""
+    factors = []
     while size > _SMALL:
         parts = [n for n in range(2, _PARTS + 1) if size % n == 0 and 2 * size >= n * _SMALL]
         if not parts:
-            break  # no divisor: evaluated as it is
-        found.append(parts[-1])
+            break  # no divisor: the box is evaluated as it is
+        factors.append(parts[-1])
         size //= parts[-1]
-    return found
+    return factors

@@ -1,9 +1,10 @@
-"""Settling the tiles that intervals leave open.
+"""Decide the tiles that interval arithmetic leaves open.
 
-A tile is PARTIAL as soon as one kept and one dropped position of it are known. Positions are tried
-where a mask is likely to change: the corners, then where two sides are known to be equal, wherever
-a one-sided expression takes its extremes over a block, and along the diagonals where an expression
-of q - kv turns true or false. Tiles without such witnesses are cut into boxes (`refinement.py`).
+A tile is PARTIAL as soon as one unmasked and one masked position in it are known: its witnesses.
+The search tries the positions where a mask is likely to change: the corners; positions where a q
+value equals a kv value; the extremes of one-sided expressions in the block; and the diagonals on
+which an expression of q - kv changes between True and False. `subdivide` cuts the tiles without
+witnesses into boxes.
 """
 
 from __future__ import annotations
@@ -22,25 +23,25 @@ from attnkit.sparsity.ranges.equality_sets import Pairs
 from attnkit.sparsity.ranges.eval_blocks import Blocks
 from attnkit.sparsity.ranges.serial import evaluate_serial
 from attnkit.sparsity.ranges.tables import Domain, Key, Tables, key_of
-from attnkit.sparsity.subdivide import Refinement, Tiles
+from attnkit.sparsity.subdivide import Subdivision, Tiles
 from attnkit.util.chunks import at_once
 
-# Bytes of intermediate values that one evaluation may hold.
+# Bytes of intermediate values in one evaluation.
 _PASS_BYTES = 24 << 20
 _MAX_CRITICAL_KEYS = 6
-_MAX_TILES = 1 << 18  # looked at together
+_MAX_TILES = 1 << 18  # that are decided together
 
-_OPEN = 1  # the state of a tile that is not settled, which is PARTIAL unless shown otherwise
+_OPEN = 1  # the state of an undecided tile: that of PARTIAL, which it is unless proven otherwise
 
 
 @dataclass(frozen=True, eq=False)
 class Resolver:
-    """Decides tiles of one mask by evaluating it at positions.
+    """Decide tiles of one mask by evaluating it at positions.
 
     Attributes:
         root: the mask.
-        blocks: the same mask, rewritten and compiled; says where to look.
-        tables: of its keys.
+        blocks: the same mask, rewritten and compiled; its keys say which positions to try.
+        tables: ranges of the keys.
         checked: loads of the root whose index is not proven to be in range.
         names: names of the captured tensors by slot, for messages.
     """
@@ -53,7 +54,7 @@ class Resolver:
 
     @property
     def domain(self) -> Domain:
-        """The points that the mask is asked about."""
+        """Positions and captured tensors of the mask."""
         return self.tables.domain
 
     @property
@@ -68,40 +69,41 @@ class Resolver:
         return max(1, _PASS_BYTES // (5 * max(1, len(nodes))))
 
     def resolve(self, states: Tensor) -> tuple[int, int]:
-        """Turn the open entries (1) of `states` [b, h, q blocks, kv blocks] into exact states.
+        """Replace the open entries (1) of `states` [b, h, q blocks, kv blocks] by exact states.
 
         Returns:
-            How many tiles were open, and how many of them had to be evaluated whole.
+            The number of open tiles, and how many of them were evaluated at every position.
         """
         _, h_count, rows, columns = states.shape
         flat = states.view(-1)
-        found: list[Tensor] = []
+        open_tiles: list[Tensor] = []
         first = total = dense = 0
         for part in flat.split(at_once(flat.numel(), flat.device)):
-            found.append((part == _OPEN).nonzero().squeeze(1) + first)
+            open_tiles.append((part == _OPEN).nonzero().squeeze(1) + first)
             first += part.numel()
-            if first == flat.numel() or sum(f.numel() for f in found) >= _MAX_TILES:
-                places = torch.cat(found)
-                found.clear()
+            if first == flat.numel() or sum(t.numel() for t in open_tiles) >= _MAX_TILES:
+                places = torch.cat(open_tiles)
+                open_tiles.clear()
                 total += places.numel()
                 for some in places.split(at_once(places.numel(), flat.device)):
                     line = some // columns
                     pair = line // rows
                     b = pair // h_count
                     q, kv = line - pair * rows, some - line * columns
-                    settled, whole = self.settle(b, pair - b * h_count, q, kv)
-                    flat.index_copy_(0, some, settled)
+                    decided, whole = self.decide(b, pair - b * h_count, q, kv)
+                    flat.index_copy_(0, some, decided)
                     dense += whole
         return total, dense
 
-    def settle(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> tuple[Tensor, int]:
-        """Decide open tiles.
+    def decide(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> tuple[Tensor, int]:
+        """Classify open tiles.
 
         Args:
-            b, h, q, kv: int64 [n], places in the domain's `b` and `h` and block indices.
+            b, h: int64 [n], indices into the domain's `b` and `h`.
+            q, kv: int64 [n], block indices.
 
         Returns:
-            States int8 [n], and how many tiles had to be evaluated whole.
+            States int8 [n], and the number of tiles that were evaluated at every position.
         """
         unknown = torch.zeros_like(q, dtype=torch.bool)
         tiles = Tiles(b, h, q, kv, unknown, unknown.clone())
@@ -110,12 +112,12 @@ class Resolver:
         for stage in stages:
             if left.numel():
                 left = self._search(tiles, left, stage)
-        dense = self._refinement.settle(tiles, left) if left.numel() else 0
+        dense = self._subdivision.decide(tiles, left) if left.numel() else 0
         return tiles.kept.to(torch.int8) + (tiles.kept & ~tiles.dropped).to(torch.int8), dense
 
     @cached_property
-    def _refinement(self) -> Refinement:
-        return Refinement(self.blocks, self.domain, self.block, self._mask, self._points_at_once)
+    def _subdivision(self) -> Subdivision:
+        return Subdivision(self.blocks, self.domain, self.block, self._mask, self._points_at_once)
 
     # --- positions to try: each stage maps tiles [n] to (q, kv) positions, [n, x, 1] and [n, 1, y]
 
@@ -140,7 +142,7 @@ class Resolver:
     def _critical(self) -> _Points | None:
         q, kv = self._extremes
         if q.shape[-1] + kv.shape[-1] == 4:
-            return None  # corners only, and those are done
+            return None  # only the corners, which are tried already
 
         def positions(tiles: Tiles) -> tuple[Tensor, Tensor]:
             return _at(q, tiles, tiles.q)[:, :, None], _at(kv, tiles, tiles.kv)[:, None]
@@ -149,48 +151,48 @@ class Resolver:
 
     def _equal(self) -> _Points | None:
         exact = [match for match in self.tables.equal.values() if isinstance(match, Pairs)]
-        known = exact + self.tables.samples
-        if not known:
+        lists = exact + self.tables.samples
+        if not lists:
             return None
 
         def positions(tiles: Tiles) -> tuple[Tensor, Tensor]:
             (q0, _), (kv0, _) = self._ends(tiles)
-            found = [match.witnesses(tiles.q, tiles.kv, (tiles.b, tiles.h)) for match in known]
-            at_q = [torch.where(there, q, q0) for q, _, there in found]
-            at_kv = [torch.where(there, kv, kv0) for _, kv, there in found]
+            pairs = [match.witnesses(tiles.q, tiles.kv, (tiles.b, tiles.h)) for match in lists]
+            at_q = [torch.where(exists, q, q0) for q, _, exists in pairs]
+            at_kv = [torch.where(exists, kv, kv0) for _, kv, exists in pairs]
             return torch.stack(at_q, 1)[:, :, None], torch.stack(at_kv, 1)[:, :, None]
 
-        return _Points(len(known), positions)
+        return _Points(len(lists), positions)
 
     def _diagonals(self) -> _Points | None:
-        turns = self._turns
-        if not turns:
+        changes = self._changes
+        if not changes:
             return None
 
         def positions(tiles: Tiles) -> tuple[Tensor, Tensor]:
             (q0, q1), (kv0, kv1) = self._ends(tiles)
             at_q, at_kv = [], []
-            for d in self._diagonals_of(tiles, turns):
+            for d in self._diagonals_of(tiles, changes):
                 low, high = torch.maximum(q0, kv0 + d), torch.minimum(q1, kv1 + d)
                 for q in (low, (low + high) // 2, high):
                     at_q.append(q)
                     at_kv.append(q - d)
             return torch.stack(at_q, 1)[:, :, None], torch.stack(at_kv, 1)[:, :, None]
 
-        return _Points(12 * len(turns), positions)
+        return _Points(12 * len(changes), positions)
 
-    def _diagonals_of(self, tiles: Tiles, turns: Sequence[_Turns]) -> Iterator[Tensor]:
-        """The first and last diagonal of each tile on which a condition holds, and fails."""
+    def _diagonals_of(self, tiles: Tiles, changes: Sequence[_Changes]) -> Iterator[Tensor]:
+        """Yield each tile's first and last diagonal on which a condition holds, then fails."""
         (q0, q1), (kv0, kv1) = self._ends(tiles)
         first, last = q0 - kv1, q1 - kv0
         origin = self.domain.kv_len - 1
-        for turn in turns:
-            for table, start in zip(turn, (first, last, first, last), strict=True):
+        for change in changes:
+            for table, start in zip(change, (first, last, first, last), strict=True):
                 d = _at(table, tiles, start + origin) - origin
                 yield torch.minimum(torch.maximum(d, first), last)
 
     def _conditions(self, side: Side) -> list[Key]:
-        """The largest conditions of one side in the hints."""
+        """Find the largest bool expressions of one side in the compiled mask."""
         nodes = [
             n
             for n in ir.topo(self.blocks.root)
@@ -201,9 +203,9 @@ class Resolver:
 
     @cached_property
     def _extremes(self) -> tuple[Tensor, Tensor]:
-        """Positions [b, h, blocks, x] of q and of kv: block ends, and where keys are extreme."""
+        """Positions [b, h, blocks, x] of q and of kv: block ends, and the extremes of keys."""
         b, h = self.domain.b.numel(), self.domain.h.numel()
-        found = []
+        tables = []
         for side, block in zip((Side.Q, Side.KV), self.block, strict=True):
             length = self.domain.span(side)[1]
             first = torch.arange(0, length, block, device=self.domain.device)
@@ -211,13 +213,13 @@ class Resolver:
             mine = [key for key in self.blocks.keys if key.side is side and not key.is_index]
             for key in dict.fromkeys(self._conditions(side) + mine[:_MAX_CRITICAL_KEYS]):
                 places += _extreme_positions(self.domain.all_values(key), block)
-            found.append(torch.stack([x.expand(b, h, -1) for x in places], -1))
-        return found[0], found[1]
+            tables.append(torch.stack([x.expand(b, h, -1) for x in places], -1))
+        return tables[0], tables[1]
 
     @cached_property
-    def _turns(self) -> list[_Turns]:
+    def _changes(self) -> list[_Changes]:
         keys = self._conditions(Side.DIAGONAL)
-        return [_turning_points(self.domain.all_values(key)) for key in keys]
+        return [_nearest_changes(self.domain.all_values(key)) for key in keys]
 
     # --- evaluation
 
@@ -228,7 +230,7 @@ class Resolver:
         return (q0, q1), (kv0, kv1)
 
     def _mask(self, tiles: Tiles, q: Tensor, kv: Tensor) -> Tensor:
-        """The mask at positions [n, x, 1] and [n, 1, y]: [n, points]."""
+        """Evaluate the mask at positions [n, x, 1] and [n, 1, y]: bool [n, points]."""
         env = {
             "b": self.domain.b.index_select(0, tiles.b).view(-1, 1, 1),
             "h": self.domain.h.index_select(0, tiles.h).view(-1, 1, 1),
@@ -247,19 +249,19 @@ class Resolver:
         return values[self.root].expand(shape).flatten(1)
 
 
-_Turns = tuple[Tensor, Tensor, Tensor, Tensor]
+_Changes = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class _Points:
-    """Positions to try in each tile, and how many there are."""
+    """Positions to try in each tile, and their number."""
 
     count: int
     positions: Callable[[Tiles], tuple[Tensor, Tensor]]
 
 
 def _at(table: Tensor, tiles: Tiles, index: Tensor) -> Tensor:
-    """Entries of a table [b, h, length, ...] for each tile; b or h may be shared."""
+    """Gather one entry of a table [b, h, length, ...] per tile; b or h may be shared."""
     b, h, length = table.shape[:3]
     for size, place, stride in ((b, tiles.b, h * length), (h, tiles.h, length)):
         if size > 1:
@@ -268,7 +270,7 @@ def _at(table: Tensor, tiles: Tiles, index: Tensor) -> Tensor:
 
 
 def _extreme_positions(value: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Where a value [b, h, length] is least and greatest in each block, as positions."""
+    """Find the positions of the least and the greatest value [b, h, length] in each block."""
     if value.dtype == torch.bool:
         value = value.to(torch.uint8)
     length = value.shape[-1]
@@ -289,8 +291,8 @@ def _extreme_positions(value: Tensor, block: int) -> tuple[Tensor, Tensor]:
     return torch.cat(low, -1) + start, torch.cat(high, -1) + start
 
 
-def _turning_points(value: Tensor) -> _Turns:
-    """For every diagonal the next and previous one where `value` holds, then where it fails."""
+def _nearest_changes(value: Tensor) -> _Changes:
+    """Find, for every diagonal, the next and the previous one where `value` holds, and fails."""
     length = value.shape[-1]
     at = torch.arange(length, device=value.device).expand(value.shape)
     tables = []

@@ -1,144 +1,92 @@
-"""Running the backward of a variant with GPU kernels.
+"""Prepare the backward of a variant with GPU kernels.
 
-What differs between templates is in a module of their own: a `Template`.
+What differs between templates is in a `BackwardTemplate` of each.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnkit.codegen.levels import index_level
 from attnkit.codegen.score_form import score_form
 from attnkit.graph import ir
 from attnkit.graph.adjoint import adjoint
 from attnkit.graph.ir import Node
-from attnkit.schedule.targets import SM90, Target
+from attnkit.graph.staging import Level, index_level
+from attnkit.schedule.targets import SM90, Target, gpu_target
 from attnkit.schedule.work_list import fitted, full_runs
 from attnkit.sparsity.block_runs import BlockRuns
-from attnkit.splice.backward_call import Call, prepare
-from attnkit.splice.backward_settings import Settings, Template
+from attnkit.splice import backward_call, exact_sums
+from attnkit.splice.backward_call import BackwardCall
 from attnkit.splice.backward_work import scheduled
-from attnkit.splice.program import Lists, Program
+from attnkit.splice.kernel_call import BackwardInputs, KernelCall
+from attnkit.splice.program import Program
+from attnkit.splice.template import BackwardCase, BackwardSettings
+from attnkit.splice.template_registry import backward_template
+from attnkit.util import caches
 
-if TYPE_CHECKING:
-    pass
-
-
-@functools.cache
-def template_of(target: Target) -> Template:
-    """What the template of a target has of its own."""
-    from attnkit.splice import sm90_backward, sm100_backward
-
-    modules: dict[str, Template] = {"sm90": sm90_backward, "sm100": sm100_backward}
-    return modules[target.template]
+_LONG = 4096  # length of a sequence where none is named
 
 
-def supports(
-    target: Target,
-    program: Program,
-    query: Tensor,
-    value: Tensor,
-    runs: BlockRuns | None,
-    emulated: bool,
-) -> bool:
-    """Whether the kernels of a target can compute this backward."""
-    template = template_of(target)
-    widths = template.widths((query.shape[-1], value.shape[-1]))
+def supports(kernel_call: KernelCall, inputs: BackwardInputs) -> bool:
+    """Whether the kernels of the call's target can compute this backward."""
+    program, spec, runs, query = (
+        kernel_call.program,
+        kernel_call.spec,
+        kernel_call.runs,
+        inputs.query,
+    )
+    if spec.target is None:
+        return False
+    template = backward_template(spec.target)
+    widths = template.widths((query.shape[-1], inputs.value.shape[-1]))
     if query.dtype not in (torch.bfloat16, torch.float16) or widths is None:
         return False
-    if program.checked or not (emulated or query.is_cuda):
+    if program.checked or not (spec.emulated or query.is_cuda):
+        return False
+    if spec.deterministic and not exact_sums.fit(query, inputs.key, _learned(inputs)):
         return False
     columns = template.block_kv(widths)
     fits = runs is None or not (runs.block[0] % 64 or runs.block[1] % columns)
     return fits or not program.listed  # lists that overrule the mask cannot be joined to tiles
 
 
-def backward(
-    program: Program,
-    grads: tuple[Tensor, Tensor | None],
-    saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-    captured: Lists,
-    runs: BlockRuns | None,
-    scale: float,
-    wanted: Sequence[bool],
-    *,
-    target: Target = SM90,
-    deterministic: bool = False,
-    emulated: bool = False,
-) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor | None]]:
-    """Gradients of attention.
+def _learned(inputs: BackwardInputs) -> list[Tensor]:
+    """The captured tensors whose gradients are needed."""
+    pairs = zip(inputs.captured.scores, inputs.needs_grad, strict=True)
+    return [t for t, need in pairs if need]
 
-    Args:
-        program: the graphs; `supports` must hold.
-        grads: of the output and of the LSE; None for none.
-        saved: query, key, value, output and LSE of the forward.
-        captured: tensors of the score and of the mask.
-        runs: tiles to visit; None for all.
-        scale: softmax scale.
-        wanted: for each tensor of the score, whether its gradient is.
-        target: what the kernels are compiled for.
-        deterministic: form the sums of dQ, dK and dV in a fixed order, and those of captured
-            tensors exactly; `exact_sums.fit` must hold.
-        emulated: execute the kernels on the CPU.
 
-    Returns:
-        The gradients of query, key and value; float32 gradients of the score's tensors, None where
-        not wanted.
+def prepare(kernel_call: KernelCall, inputs: BackwardInputs) -> BackwardCall:
+    """Prepare the gradients of tensors like these; `supports` must hold.
+
+    In a deterministic call the sums of dQ, dK and dV are formed in
+    a fixed order, and those of captured tensors exactly.
     """
-    call = prepared(
-        *(program, grads, saved, captured, runs, wanted),
-        target=target,
-        deterministic=deterministic,
-        emulated=emulated,
+    return backward_call.prepare(kernel_call, inputs, lambda: _settings_of(kernel_call, inputs))
+
+
+def _settings_of(kernel_call: KernelCall, inputs: BackwardInputs) -> BackwardSettings:
+    program, spec, runs = kernel_call.program, kernel_call.spec, kernel_call.runs
+    query, key, value = inputs.query, inputs.key, inputs.value
+    assert spec.target is not None
+    template = backward_template(spec.target)
+    widths = template.widths((query.shape[-1], value.shape[-1]))
+    assert widths is not None
+    case = BackwardCase(
+        widths,
+        runs or full_runs(query.shape[2], key.shape[2], (128, 128), query.device),
+        additive=score_form(program.score).additive,
+        learned=_levels(program.score, tuple(inputs.needs_grad)),
+        listed=program.listed,
     )
-    return call(grads, saved, captured, scale)
-
-
-def prepared(
-    program: Program,
-    grads: tuple[Tensor, Tensor | None],
-    saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-    captured: Lists,
-    runs: BlockRuns | None,
-    wanted: Sequence[bool],
-    *,
-    target: Target,
-    deterministic: bool,
-    emulated: bool = False,
-) -> Call:
-    """What computes the gradients of tensors like these; arguments are those of `backward`."""
-    query, key, value = saved[:3]
-
-    def chosen() -> Settings:
-        template = template_of(target)
-        widths = template.widths((query.shape[-1], value.shape[-1]))
-        assert widths is not None
-        switches = template.switches(
-            widths,
-            runs or full_runs(query.shape[2], key.shape[2], (128, 128), query.device),
-            additive=score_form(program.score).additive,
-            learned=_levels(program.score, tuple(wanted)),
-            listed=program.listed,
-        )
-        light = _light(program, wanted)
-        return _settings(target, query, key, value, deterministic, light, switches)
-
-    return prepare(
-        program,
-        (target, deterministic),
-        chosen,
-        grads,
-        saved,
-        captured,
-        runs,
-        wanted,
-        emulated=emulated,
-    )
+    switches = template.switches(case)
+    light = _light(program, inputs.needs_grad)
+    return _settings(spec.target, query, key, value, spec.deterministic, light, switches)
 
 
 def first_parts(
@@ -148,8 +96,16 @@ def first_parts(
     head_dim: int,
     workers: int,
 ) -> str:
-    """How the sums of dQ begin on Hopper, and why; see `attnkit.splice.first_parts`."""
-    widths = template_of(SM90).widths((head_dim, head_dim))
+    """How the sums of dQ begin in the Hopper backward, and why.
+
+    Args:
+        program: the graphs; no captured tensor has a gradient.
+        runs: tiles to visit.
+        lengths: batch, heads and length of query, and length of key and value.
+        head_dim: of query, key and value.
+        workers: CTAs that run at once.
+    """
+    widths = backward_template(SM90).widths((head_dim, head_dim))
     if widths is None:
         return f"no kernel for head_dim={head_dim}"
     batch, heads, q_len, kv_len = lengths
@@ -169,34 +125,56 @@ def _has_slope(score: Node) -> bool:
     return adjoint(score).dscore is not ir.arg("grad")
 
 
-def block_of(
-    target: Target, program: Program, head_dims: tuple[int, int], runs: BlockRuns
+def backward_block(
+    template: str,
+    program: Program,
+    head_dims: tuple[int, int],
+    runs: BlockRuns | None = None,
 ) -> tuple[int, int] | None:
-    """Rows and columns of a block, without gradients of captured tensors; None for no kernel."""
-    template = template_of(target)
-    widths = template.widths(head_dims)
+    """Rows and columns of a block of a GPU template's backward, None where it has none.
+
+    Without captured tensors that have gradients. If two CTAs work on a block, the columns are of
+    both.
+
+    Args:
+        template: of a plan.
+        program: the graphs.
+        head_dims: of query and key, and of value.
+        runs: tiles to visit; None for those of long sequences without a mask.
+
+    Raises:
+        ArgumentError: `template` is no GPU kernel.
+    """
+    settings = backward_template(gpu_target(template))
+    widths = settings.widths(head_dims)
     if widths is None:
         return None
+    runs = runs or full_runs(_LONG, _LONG, (128, 128), torch.device("cpu"))
     additive = score_form(program.score).additive
-    switches = template.switches(
-        widths, runs, additive=additive, learned=frozenset(), listed=program.listed
-    )
+    case = BackwardCase(widths, runs, additive, learned=frozenset(), listed=program.listed)
+    switches = settings.switches(case)
     ctas = 2 if switches.get("pair") else 1
-    return template.block_q(widths, _light(program, ())), ctas * template.block_kv(widths)
+    return settings.block_q(widths, _light(program, ())), ctas * settings.block_kv(widths)
+
+
+caches.register(_has_slope.cache_clear)
 
 
 @functools.lru_cache(maxsize=1024)
-def _levels(score: Node | None, wanted: tuple[bool, ...]) -> frozenset[str]:
+def _levels(score: Node | None, needs_grad: tuple[bool, ...]) -> frozenset[Level]:
     """The levels at which the indices of loads with gradients are known."""
-    if score is None or not any(wanted):
+    if score is None or not any(needs_grad):
         return frozenset()
     loads = (load for load, _ in adjoint(score).loads)
-    return frozenset(index_level(load) for load in loads if wanted[int(str(load.attr))])
+    return frozenset(index_level(load) for load in loads if needs_grad[int(str(load.attr))])
 
 
-def _light(program: Program, wanted: Sequence[bool]) -> bool:
+caches.register(_levels.cache_clear)
+
+
+def _light(program: Program, needs_grad: Sequence[bool]) -> bool:
     """Whether dS is P (dP - delta), and no tensor has a gradient."""
-    return not any(wanted) and (program.score is None or not _has_slope(program.score))
+    return not any(needs_grad) and (program.score is None or not _has_slope(program.score))
 
 
 def _settings(
@@ -207,8 +185,8 @@ def _settings(
     deterministic: bool,
     light: bool,
     switches: dict[str, Any],
-) -> Settings:
-    template, dims = template_of(target), (query.shape[-1], value.shape[-1])
+) -> BackwardSettings:
+    template, dims = backward_template(target), (query.shape[-1], value.shape[-1])
     widths = template.widths(dims)
     assert widths is not None
     config = {
@@ -219,4 +197,4 @@ def _settings(
         "accumulate": key.shape[:2] != query.shape[:2],
         "turns": "descending" if deterministic else "",
     } | switches
-    return Settings(target, tuple(sorted(config.items())), dims, template)
+    return BackwardSettings(target, tuple(sorted(config.items())), dims, template)

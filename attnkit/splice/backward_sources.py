@@ -1,88 +1,101 @@
-"""The kernels of a backward: what they are compiled from."""
+"""The sources of a backward's kernels: what they are compiled from."""
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 from attnkit.graph import ir
-from attnkit.graph.ir import Node
 from attnkit.jit.kernel import Build, Source
+from attnkit.splice.captured_arguments import TensorKind
+from attnkit.splice.mask_intervals import Bounds
 from attnkit.splice.program import Program
+from attnkit.splice.template import BackwardSettings
+from attnkit.util import caches
 
-if TYPE_CHECKING:
-    from attnkit.splice.backward_settings import Settings
 
-
-def _title(settings: Settings) -> str:
+def _title(settings: BackwardSettings) -> str:
     return f"{settings.values['dtype']} {settings.head_dims[0]}x{settings.head_dims[1]}"
 
 
 @functools.lru_cache(maxsize=64)
-def prepare_source(settings: Settings, with_lse: bool) -> Source:
+def preprocess_source(settings: BackwardSettings, with_lse: bool) -> Source:
     """The kernel of the rows' statistics."""
 
     def build() -> Build:
-        from attnkit.splice.fakes_backward import prepare_arguments
+        from attnkit.splice.fake_backward_arguments import preprocess_arguments
 
-        arguments = prepare_arguments(settings.values["dtype"], settings.head_dims[1])
-        return Build(settings.template.prepare(settings, with_lse), arguments)
+        arguments = preprocess_arguments(settings.values["dtype"], settings.head_dims[1])
+        return Build(settings.template.preprocess(settings, with_lse), arguments)
 
-    key = f"backward prepare\n{settings} {with_lse}"
+    key = f"backward preprocess\n{settings} {with_lse}"
     return Source(key, settings.target.arch, build, f"prepare {_title(settings)}")
 
 
+caches.register(preprocess_source.cache_clear)
+
+
 @functools.lru_cache(maxsize=64)
-def finish_source(settings: Settings, head_dim: int, width: int, block: int) -> Source:
+def postprocess_source(settings: BackwardSettings, head_dim: int, width: int, block: int) -> Source:
     """The kernel that rounds a gradient."""
 
     def build() -> Build:
-        from attnkit.splice.fakes_backward import finish_arguments
+        from attnkit.splice.fake_backward_arguments import postprocess_arguments
 
-        arguments = finish_arguments(settings.values["dtype"], head_dim)
-        return Build(settings.template.finish(settings, width, block), arguments)
+        arguments = postprocess_arguments(settings.values["dtype"], head_dim)
+        return Build(settings.template.postprocess(settings, width, block), arguments)
 
-    key = f"backward finish\n{settings} {head_dim} {width} {block}"
+    key = f"backward postprocess\n{settings} {head_dim} {width} {block}"
     return Source(key, settings.target.arch, build, f"finish {_title(settings)}")
+
+
+caches.register(postprocess_source.cache_clear)
 
 
 @functools.lru_cache(maxsize=1024)
 def main_source(
     program: Program,
-    ends: tuple[tuple[Node, Node], ...] | None,
-    settings: Settings,
-    captured: tuple[tuple[str, int, bool], ...],
-    wanted: tuple[bool, ...],
+    bounds: Bounds | None,
+    settings: BackwardSettings,
+    captured: tuple[TensorKind, ...],
+    needs_grad: tuple[bool, ...],
 ) -> Source:
     """The kernel of the gradients.
 
     Args:
         program: the graphs.
-        ends: the intervals of q that every column keeps, if the mask has that form.
+        bounds: the intervals of q that every column keeps, if the mask has that form.
         settings: what is fixed.
-        captured: (dtype, rank, whether rows are contiguous) of the tensors that it reads.
-        wanted: for each tensor of the score, whether its gradient is.
+        captured: kinds of the captured tensors that it reads.
+        needs_grad: for each tensor that the score captures, whether its gradient is needed.
     """
 
     def build() -> Build:
         from attnkit.codegen.backward_hooks import GraphBackward
-        from attnkit.splice.fakes_backward import main_arguments
+        from attnkit.splice.fake_backward_arguments import main_arguments
 
         hooks = GraphBackward(
             program.score,
             program.mask,
-            ends,
-            scores=len(wanted),
+            bounds,
+            scores=len(needs_grad),
             listed=program.listed,
-            wanted=wanted,
+            wanted=needs_grad,
         )
-        totals = [ndim for (_, ndim, _), need in zip(captured, wanted, strict=False) if need]
-        config = settings.values
-        kinds = bool(config["turns"]), bool(config.get("firsts"))
-        arguments = main_arguments(config["dtype"], settings.head_dims, captured, totals, *kinds)
-        return Build(settings.template.main(settings, hooks), arguments, settings.template.OPTIONS)
+        totals = [ndim for (_, ndim, _), need in zip(captured, needs_grad, strict=False) if need]
+        arguments = main_arguments(
+            settings.values["dtype"],
+            settings.head_dims,
+            captured,
+            totals,
+            deterministic=settings.deterministic,
+            first_writer=settings.first_writer,
+        )
+        return Build(settings.template.main(settings, hooks), arguments, settings.template.options)
 
-    bounds = "" if ends is None else ir.text(*(n for pair in ends for n in pair))
-    shape = (len(ends) if ends is not None else None, captured, wanted)
-    key = "\n".join(["backward", program.text, bounds, str(settings), str(shape)])
+    intervals = "" if bounds is None else ir.text(*(n for pair in bounds for n in pair))
+    shape = (len(bounds) if bounds is not None else None, captured, needs_grad)
+    key = "\n".join(["backward", program.text, intervals, str(settings), str(shape)])
     return Source(key, settings.target.arch, build, f"backward {_title(settings)}")
+
+
+caches.register(main_source.cache_clear)

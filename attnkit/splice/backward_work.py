@@ -1,10 +1,8 @@
-"""The tables of a backward: which tiles in which order, and the turns of a deterministic run."""
+"""The tables of a backward: work tiles in order, and the order of the sums of a deterministic run."""
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,161 +13,159 @@ from attnkit.schedule.first_writer import Firsts, chosen, firsts
 from attnkit.schedule.scheduler import Schedule, Shape, schedule_backward
 from attnkit.schedule.work_list import fitted, full_runs
 from attnkit.sparsity.block_runs import BlockRuns
-from attnkit.splice.forward import _ON_HOST, _SMS_EMULATED, _sms
-
-if TYPE_CHECKING:
-    from attnkit.splice.backward_settings import Settings
+from attnkit.splice.runs_cache import cached_for_runs, on_host_if_few, wait_for_tables
+from attnkit.splice.template import BackwardSettings
 
 UNIT = 64 * 64  # floats of a unit of the kernel's sums
-COUNTS = 8  # counters of a split kv tile, see `templates.sm90.backward_store`
+COUNTERS = 8  # of a split kv tile, see `templates.sm90.backward_epilogue`
 
 
 @dataclass(frozen=True, eq=False)
-class Work:
+class BackwardWork:
     """Tables of the kernel.
 
     Attributes:
-        pieces, partial, full: see `templates.sm90.backward.Backward`.
-        order: turns of a deterministic run, with the semaphores as they are between launches.
-        marks: of the chunks of dQ, if somebody waits for them.
-        stored: the first part of a sum of dQ is stored, and nobody clears it.
+        work_tiles, partial, full: see `templates.sm90.backward.Backward`.
+        order: tables of a deterministic run's order, the first the semaphores before a launch.
+        flags: of the chunks of dQ, if a CTA waits for them.
+        first_writer: the first CTA of a row stores its part of dQ, and nobody clears it.
         units: of the sums of dQ, of shared dK and dV, and of dK and dV of split kv tiles.
         rows: of the statistics.
-        counts: counters of the kernel.
+        counters: of the kernel.
         workers: CTAs, or pairs of them.
         cost: estimated warp instructions in the emulator.
     """
 
-    pieces: Tensor
+    work_tiles: Tensor
     partial: Tensor
     full: Tensor
     order: tuple[Tensor, ...]
-    marks: int
-    stored: bool
+    flags: int
+    first_writer: bool
     units: tuple[int, int, int, int]
     rows: int
-    counts: int
+    counters: int
     workers: int
     cost: float
 
-    def to(self, device: torch.device) -> Work:
+    def to(self, device: torch.device) -> BackwardWork:
         """The same tables on a device."""
         return replace(
             self,
-            pieces=self.pieces.to(device),
+            work_tiles=self.work_tiles.to(device),
             partial=self.partial.to(device),
             full=self.full.to(device),
             order=tuple(t.to(device) for t in self.order),
         )
 
-    def turn_tables(self) -> tuple[Tensor, ...]:
-        """The tables of turns; semaphores of its own for every launch."""
+    def order_tables(self) -> tuple[Tensor, ...]:
+        """The tables of the order, for one launch: it has semaphores of its own."""
         return (self.order[0].clone(), *self.order[1:]) if self.order else ()
 
 
-_lists: weakref.WeakKeyDictionary[BlockRuns, dict[Any, Work]] = weakref.WeakKeyDictionary()
-
-
-def work_of(
+def backward_work(
     runs: BlockRuns | None,
-    settings: Settings,
+    settings: BackwardSettings,
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    workers: int,
     emulated: bool,
-) -> Work:
-    """The tables for runs and tensors, made once."""
-    block = settings.block
+) -> BackwardWork:
+    """The tables of a backward, on the device of the query.
+
+    Args:
+        runs: tiles to visit; None for all.
+        settings: what is fixed in the kernels.
+        query, key, value: for their shapes.
+        workers: CTAs that run at once.
+        emulated: whether the kernels are executed on the CPU.
+    """
     if runs is None:
-        runs = full_runs(query.shape[2], key.shape[2], block, query.device)
-    known = _lists.setdefault(runs, {})
-    count = workers(query.device, emulated)
-    wanted = (settings, query.shape, key.shape, value.shape, emulated, count)
-    if wanted not in known:
-        tiles = query.shape[0] * query.shape[1] * max(runs.q_blocks, runs.kv_blocks)
-        near = runs.to("cpu") if tiles <= _ON_HOST else runs
-        made = _tables(fitted(near, block), settings, query, key, count, emulated)
-        known[wanted] = made.to(query.device)
-        if query.is_cuda and not torch.cuda.is_current_stream_capturing():
-            # other streams may read the tables next
-            torch.cuda.current_stream(query.device).synchronize()
-    return known[wanted]
+        runs = full_runs(query.shape[2], key.shape[2], settings.block, query.device)
+    tiles = runs
+
+    def build() -> BackwardWork:
+        rows = query.shape[0] * query.shape[1] * max(tiles.q_blocks, tiles.kv_blocks)
+        fine = fitted(on_host_if_few(tiles, rows), settings.block)
+        tables = build_tables(fine, settings, query, key, workers, emulated).to(query.device)
+        wait_for_tables(query.device)
+        return tables
+
+    shapes = query.shape, key.shape, value.shape
+    return cached_for_runs(runs, ("backward", settings, shapes, emulated, workers), build)
 
 
-def workers(device: torch.device, emulated: bool) -> int:
-    """CTAs that a device runs at once."""
-    return emulation.ctas(_SMS_EMULATED) if emulated else _sms(device)
-
-
-def _tables(
+def build_tables(
     runs: BlockRuns,
-    settings: Settings,
+    settings: BackwardSettings,
     query: Tensor,
     key: Tensor,
     workers: int,
     emulated: bool,
-) -> Work:
-    config = settings.values
+) -> BackwardWork:
+    """The tables for tiles of the kernel's sizes, on the device of the runs."""
     batch, heads = query.shape[:2]
-    wide, deep, rows = config["width"], config["value_width"], config["block_q"]
+    (wide, deep), (rows, columns) = settings.widths, settings.block
     schedule, first = scheduled(runs, settings, query, key, workers)
     units = [batch * heads * runs.q_blocks * (rows * wide // UNIT), 0, 0, 0]
-    if config["accumulate"]:
-        tiles = key.shape[0] * key.shape[1] * runs.kv_blocks * (settings.block[1] // 64)
+    if settings.values["accumulate"]:
+        tiles = key.shape[0] * key.shape[1] * runs.kv_blocks * (columns // 64)
         units[1:3] = [tiles * wide // 64, tiles * deep // 64]
-        shared = 0
+        split = 0
     else:
-        shared = schedule.split.shape[0]  # kv tiles whose pieces meet in the kernel
-        units[3] = shared * (settings.block[1] // 64) * (wide + deep) // 64
-    pieces = schedule.table().contiguous()
-    stored = isinstance(first, Firsts)
-    dq, dk = (settings.ctas * n for n in settings.template.SEMAPHORES)
+        split = schedule.split.shape[0]  # kv tiles that several work tiles share
+        units[3] = split * (columns // 64) * (wide + deep) // 64
+    work_tiles = schedule.table().contiguous()
+    first_writer = isinstance(first, Firsts)
     if isinstance(first, Firsts):
-        pieces[:, 3] = first.stop
-    visited = int(pieces[:, [6, 9]].sum()) if emulated else 0
-    return Work(
-        pieces,
-        _pairs(runs.partial_t.start, runs.partial_t.length),
-        _pairs(runs.full_t.start, runs.full_t.length),
-        _order(turns(runs, schedule), runs, schedule.shape, (dq, dk), bool(units[1]))
-        if config["turns"]
-        else (),
-        2 * batch * heads * runs.q_blocks * (stored and not config["turns"]),
-        stored,
-        (units[0], units[1], units[2], units[3]),
-        batch * heads * runs.q_blocks * rows,
-        1 + COUNTS * shared,
-        min(schedule.workers, schedule.pieces),
-        emulation.attention_work(visited, schedule.pieces, block=settings.block, products=5),
+        work_tiles[:, 3] = first.stop
+    order: tuple[Tensor, ...] = ()
+    if settings.deterministic:
+        dq, dk = (settings.ctas * n for n in settings.template.semaphores)
+        order = _order(turns(runs, schedule), runs, schedule.shape, (dq, dk), bool(units[1]))
+    visited = int(work_tiles[:, [6, 9]].sum()) if emulated else 0
+    return BackwardWork(
+        work_tiles=work_tiles,
+        partial=_pairs(runs.partial_t.start, runs.partial_t.length),
+        full=_pairs(runs.full_t.start, runs.full_t.length),
+        order=order,
+        flags=2 * batch * heads * runs.q_blocks * (first_writer and not order),
+        first_writer=first_writer,
+        units=(units[0], units[1], units[2], units[3]),
+        rows=batch * heads * runs.q_blocks * rows,
+        counters=1 + COUNTERS * split,
+        workers=min(schedule.workers, schedule.pieces),
+        cost=emulation.attention_work(visited, schedule.pieces, block=settings.block, products=5),
     )
 
 
 def scheduled(
-    runs: BlockRuns, settings: Settings, query: Tensor, key: Tensor, workers: int
+    runs: BlockRuns, settings: BackwardSettings, query: Tensor, key: Tensor, workers: int
 ) -> tuple[Schedule, Firsts | str]:
-    """The order of the kv tiles, and who stores the first part of dQ's sums or why nobody does.
+    """The order of the kv tiles; and which CTA stores dQ first, or why none does.
 
     Args:
         runs: tiles in the kernel's sizes.
+        settings: what is fixed in the kernels.
         query, key: for their shapes.
         workers: CTAs that a device runs at once.
     """
-    config, template = settings.values, settings.template
-    wide, rows = config["width"], config["block_q"]
+    template, (wide, deep), (rows, _) = settings.template, settings.widths, settings.block
     batch, heads = query.shape[:2]
-    size = rows * (2 * (wide + config["value_width"]) + 4 * wide)
+    size = rows * (2 * (wide + deep) + 4 * wide)
     shape = Shape(batch, heads, size, kv_heads=key.shape[1], kv_batch=key.shape[0])
     schedule = schedule_backward(
         runs,
         shape,
         workers=max(1, workers // settings.ctas),
-        cost=template.prices(settings),
-        order=config["turns"] or "longest",
+        cost=template.cost(settings),
+        order=settings.values["turns"] or "longest",
         split=template.splits(settings),
     )
-    if not template.stores(settings):
+    if not template.first_writer(settings):
         return schedule, "this kernel always adds"
-    if config["turns"]:
+    if settings.deterministic:
         return schedule, firsts(runs, schedule)
     found = chosen(runs, schedule, batch * heads * runs.q_blocks * rows * wide)
     return (schedule, found) if isinstance(found, str) else found

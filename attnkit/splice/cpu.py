@@ -16,12 +16,16 @@ from attnkit.graph.eval_torch import evaluate
 from attnkit.graph.ir import Node
 from attnkit.splice.program import Program
 from attnkit.templates.cpu import Tile
+from attnkit.util import caches
 from attnkit.util.shapes import broadcast
 
 
 @functools.lru_cache(maxsize=1024)
 def _adjoint(root: Node) -> Adjoint:
     return adjoint(root)
+
+
+caches.register(_adjoint.cache_clear)
 
 
 class CpuHooks:

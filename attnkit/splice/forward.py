@@ -1,300 +1,210 @@
-"""Running a variant with a GPU forward kernel: hooks, work list, compiled kernel, launch.
+"""Prepare a forward with a GPU kernel: hooks, work list, compiled kernel.
 
-What differs between templates, such as their settings, is in a module of their own: a `Template` of
-`forward_source`.
+What differs between templates, such as their settings, is in a `ForwardTemplate` of each.
 """
 
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnkit.codegen.score_form import score_form
-from attnkit.graph.ir import Node
 from attnkit.jit import emulation
 from attnkit.jit.kernel import Source, kernel
-from attnkit.jit.relaunch import Again
+from attnkit.jit.relaunch import Relaunch
 from attnkit.schedule.kernel_table import Kernel, kernels
-from attnkit.schedule.scheduler import Shape, schedule_forward
-from attnkit.schedule.targets import SM90, Target
-from attnkit.schedule.work_list import WorkList, fitted, full_runs, work_list
+from attnkit.schedule.targets import gpu_target
+from attnkit.schedule.work_list import WorkList
 from attnkit.sparsity.block_runs import BlockRuns
-from attnkit.sparsity.intervals.normal_form import Intervals, find_intervals
-from attnkit.splice.call import (
-    OWN,
-    Call,
-    Combining,
-    Place,
-    is_plain,
+from attnkit.splice.captured_arguments import (
+    MASK,
+    SCORE,
+    CapturedArgument,
+    captured_slot,
+    read_captured,
     readable,
-    steps,
+    tensor_kinds,
 )
-from attnkit.splice.forward_source import combine_source, source_of, template_of
-from attnkit.splice.layout import Layout
-from attnkit.splice.program import Lists, Program
-from attnkit.splice.spliced import Spliced, spliced
-from attnkit.tracing.tracer import Traced
+from attnkit.splice.forward_call import CombineKernel, ForwardCall
+from attnkit.splice.forward_sources import combine_source, forward_source
+from attnkit.splice.forward_variant import ForwardVariant, forward_variant
+from attnkit.splice.forward_work import choose_kernel, forward_work, near_runs
+from attnkit.splice.kernel_call import Captured, ForwardInputs, KernelCall
+from attnkit.splice.kernel_layout import Layout
+from attnkit.splice.mask_intervals import row_intervals
+from attnkit.splice.program import Program
+from attnkit.splice.runs_cache import wait_for_tables
+from attnkit.splice.template_registry import forward_template
+from attnkit.splice.tma import has_tma_strides, have_tma_strides
+from attnkit.splice.workers import worker_count
+from attnkit.templates.cpu import output_strides
+from attnkit.util import caches
 from attnkit.util.tensor_cache import VersionedCache
 
-_SMS_EMULATED = 2  # CTAs in the emulator: few, so that each computes several tiles
+_calls: VersionedCache[ForwardCall] = VersionedCache(128)
+caches.register(_calls.clear)
 
 
-def layout(
-    target: Target,
-    score: Node | None,
-    dtype: str,
+def layout_of(
+    template: str,
+    program: Program,
+    dtype: torch.dtype,
     head_dims: tuple[int, int],
     block: tuple[int, int],
 ) -> Layout:
-    """The inside of the kernel for a score_mod, in the tiles of `block`."""
-    template = template_of(target)
-    found = kernels(*head_dims, score is not None, target.template)
-    chosen = next(k for k in found if k.block == block)
-    form = score_form(score)
-    chosen = template.fitted(chosen, form, masked=False)
-    config = template.config_of(form, chosen, dtype, head_dims, False, target.arch)
-    return template.layout_of(config)
-
-
-_calls: VersionedCache[Call] = VersionedCache(128)
-
-
-def prepare(
-    program: Program,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    captured: Lists,
-    runs: BlockRuns | None,
-    strides: tuple[int, ...],
-    *,
-    positive: bool,
-    need_max: bool,
-    target: Target = SM90,
-    emulated: bool = False,
-) -> Call:
-    """Attention with a compiled kernel, for tensors like these.
-
-    All tensors of a call must have the device, dtypes, shapes and strides of these, and the mask's
-    must be these with this data.
+    """Describe the inside of a GPU template's forward kernel.
 
     Args:
+        template: of a plan.
         program: the graphs.
-        qkv: [B, H, S, D], see `flex_attention`.
-        captured: tensors of the score and of the mask.
-        runs: tiles to visit, in a kernel's tile sizes or multiples; None for all.
-        strides: of the output, [B, Hq, Sq, Dv].
-        positive: whether the softmax scale is.
-        need_max: also return the row maxima.
-        target: what the kernel is compiled for.
-        emulated: execute the kernel on the CPU.
+        dtype: of query, key and value.
+        head_dims: of query and key, and of value.
+        block: the plan's tile sizes.
+
+    Raises:
+        ArgumentError: `template` is no GPU kernel.
     """
+    target, form = gpu_target(template), score_form(program.score)
+    settings = forward_template(target)
+    candidates = kernels(*head_dims, program.score is not None, target.template)
+    chosen = settings.fit(next(k for k in candidates if k.block == block), form, False)
+    name = str(dtype).removeprefix("torch.")
+    return settings.layout(settings.config(form, chosen, name, head_dims, False, target.arch))
+
+
+def forward_block(
+    template: str,
+    program: Program,
+    head_dims: tuple[int, int],
+    runs: BlockRuns | None = None,
+    q_len: int | None = None,
+) -> tuple[tuple[int, int], str]:
+    """Rows and columns of a block of a GPU template's forward kernel, and why that kernel.
+
+    If two CTAs work on a block, the rows are of both.
+
+    Args:
+        template: of a plan.
+        program: the graphs.
+        head_dims: of query and key, and of value.
+        runs: tiles to visit; None for all.
+        q_len: length of the query, None for a long one.
+
+    Raises:
+        ArgumentError: `template` is no GPU kernel.
+    """
+    chosen, why = choose_kernel(head_dims, runs, program, gpu_target(template), q_len)
+    return chosen.block, why
+
+
+def prepare(kernel_call: KernelCall, inputs: ForwardInputs) -> ForwardCall:
+    """Prepare attention with a compiled kernel, for tensors like these.
+
+    All tensors of a call must have the device, dtypes, shapes and strides of these, and the mask's
+    must be these with this data. Of the scale only the sign counts.
+    """
+    qkv, captured = (inputs.query, inputs.key, inputs.value), inputs.captured
     sizes = tuple((t.shape, t.stride()) for t in qkv)
     kinds = tuple((t.dtype, t.device, t.shape, t.stride()) for l in captured for t in l)
-    query = qkv[0]
-    geometry = sizes, query.dtype, query.device, kinds, strides
-    workers = emulation.ctas(_SMS_EMULATED) if emulated else _sms(query.device)
-    options = positive, need_max, target, emulated, workers
-    key = program, runs, geometry, options
-    build = lambda: _prepare(program, qkv, captured, runs, strides, *options)
-    return _calls.get(key, captured[1], build)
+    device = inputs.query.device
+    workers = worker_count(device, kernel_call.spec.emulated)
+    key = kernel_call, sizes, inputs.query.dtype, device, kinds, inputs.scale > 0, workers
+    return _calls.get(key, captured.masks, lambda: build_call(kernel_call, inputs, workers))
 
 
-def _prepare(
-    program: Program,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    captured: Lists,
-    runs: BlockRuns | None,
-    strides: tuple[int, ...],
-    positive: bool,
-    need_max: bool,
-    target: Target,
-    emulated: bool,
-    workers: int,
-) -> Call:
-    query, key, value = qkv
+def build_call(kernel_call: KernelCall, inputs: ForwardInputs, workers: int) -> ForwardCall:
+    """Prepare a call without the cache of `prepare`; `workers`: CTAs that run at once."""
+    query, key, value, captured = inputs.query, inputs.key, inputs.value, inputs.captured
+    program, runs, need_max = kernel_call.program, kernel_call.runs, kernel_call.need_max
+    target = gpu_target(kernel_call.template)
     batch, heads, q_len, head_dim = query.shape
     head_dims = head_dim, value.shape[-1]
     device, dtype = query.device, str(query.dtype).removeprefix("torch.")
-    template = template_of(target)
-    chosen, _ = kernel_of(head_dims, _near(runs, query), program, target, q_len)
+    template = forward_template(target)
+    near = None if runs is None else near_runs(runs, query)
+    chosen, _ = choose_kernel(head_dims, near, program, target, q_len)
     workers = max(1, workers // chosen.ctas)
-    ends, mask_tensors = _intervals(program, captured[1], query, key)
-    variant = spliced(program.score, program.mask, ends, (batch, heads, q_len, key.shape[2]))
+
+    bounds, mask_tensors = row_intervals(program.mask, captured.masks, query, key)
+    variant = forward_variant(
+        program.score, program.mask, bounds, (batch, heads, q_len, key.shape[2])
+    )
     variant = replace(variant, listed=program.listed)
-    places = tuple(_places(variant, captured, mask_tensors, device))
-    tensors = [
-        readable(slot if isinstance(slot, Tensor) else captured[which][slot], device)
-        for which, slot, _ in places
-    ]
-    chosen = template.fitted(chosen, variant.form, variant.mask is not None or variant.listed)
-    config = template.config_of(variant.form, chosen, dtype, head_dims, need_max, target.arch)
-    work = _work(runs, chosen, query, key, value, workers, split=not need_max)
-    tile = template.tile_of(chosen, head_dims)
-    combining = None
+    arguments = tuple(captured_arguments(variant, captured, mask_tensors, device))
+    chosen = template.fit(chosen, variant.form, variant.mask is not None or variant.listed)
+    config = template.config(variant.form, chosen, dtype, head_dims, need_max, target.arch)
+    source = forward_source(
+        target,
+        variant,
+        tuple(sorted(config.items())),
+        head_dims,
+        tensor_kinds(read_captured(arguments, captured, device)),
+        inputs.scale > 0,
+    )
+
+    work = forward_work(runs, chosen, query, key, value, workers, split=not need_max)
+    tile = template.tile(chosen, head_dims)
+    combine = None
     if work.slots:
-        combining = Combining(
-            combine_source(dtype, head_dims[1], tile, target.arch), (work.split, work.split_ptr)
-        )
-    slots = max(1, work.slots)
-    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-        torch.cuda.current_stream(device).synchronize()  # other streams may read the tables next
-    size = query.element_size()
-    return Call(
-        run=functools.partial(_emulate, template.layout_of(config), work, chosen)
-        if emulated
-        else _launch,
-        source=source_of(
-            target,
-            variant,
-            tuple(sorted(config.items())),
-            head_dims,
-            tuple(
-                (str(t.dtype).removeprefix("torch."), t.ndim, _ends_contiguous(t)) for t in tensors
-            ),
-            positive,
-        ),
+        tables = work.split, work.split_ptr
+        combine = CombineKernel(combine_source(dtype, head_dims[1], tile, target.arch), tables)
+    wait_for_tables(device)
+    emulated, slots = kernel_call.spec.emulated, max(1, work.slots)
+    run = functools.partial(_emulate, template.layout(config), work, chosen) if emulated else None
+    shape, strides = (batch, heads, q_len, head_dims[1]), output_strides(query, head_dims[1])
+    return ForwardCall(
+        run=run or _launch,
+        source=source,
         device=device,
         dtype=query.dtype,
-        shape=(batch, heads, q_len, head_dims[1]),
+        shape=shape,
         strides=strides,
-        direct=steps((batch, heads, q_len, head_dims[1]), strides, size),
-        loadable=all(steps(t.shape, t.stride(), size) for t in qkv),
+        direct=has_tma_strides(shape, strides, query.element_size()),
+        tma_strides=have_tma_strides((query, key, value)),
         tables=(work.pieces, work.partial, work.full),
         parts=((slots, *tile), (slots, tile[0])),
-        places=places,
+        captured=arguments,
         numbers=(heads // key.shape[1], min(workers, work.pieces.shape[0])),
-        combining=combining,
+        combine=combine,
         need_max=need_max,
         emulated=emulated,
     )
 
 
-def _places(
-    variant: Spliced, captured: Lists, mask_tensors: Sequence[Tensor], device: torch.device
-) -> Iterator[Place]:
-    """Where the captured tensors that the kernel reads are found at each call."""
-    for slot in variant.slots[0]:
-        yield 0, slot, is_plain(captured[0][slot], device)
-    for slot in variant.slots[1]:
-        t = mask_tensors[slot]
-        own = slot >= len(captured[1])  # a table of intervals
-        yield (OWN, readable(t, device), True) if own else (1, slot, is_plain(t, device))
-
-
-def _ends_contiguous(t: Tensor) -> bool:
-    return t.ndim == 0 or t.stride(-1) == 1
-
-
-def kernel_of(
-    head_dims: tuple[int, int],
-    runs: BlockRuns | None,
-    program: Program,
-    target: Target,
-    q_len: int | None,
-) -> tuple[Kernel, str]:
-    """The kernel for these tiles, None for all, and why; a q_len of None is a long one."""
-    found = kernels(*head_dims, program.score is not None, target.template, q_len=q_len)
-    form = score_form(program.score)
-    return template_of(target).chosen(found, head_dims, runs, program.listed, form)
-
-
-def _intervals(
-    program: Program, tensors: Sequence[Tensor], query: Tensor, key: Tensor
-) -> tuple[tuple[tuple[Node, Node], ...] | None, Sequence[Tensor]]:
-    """The mask's intervals, if it has that form, and the tensors that they or the mask read."""
-    if program.mask is None:
-        return None, ()
-    return bounds_of(program.mask, tensors, query, (query.shape[2], key.shape[2]))
-
-
-def bounds_of(
-    mask: Node, tensors: Sequence[Tensor], query: Tensor, lengths: tuple[int, int]
-) -> tuple[tuple[tuple[Node, Node], ...] | None, Sequence[Tensor]]:
-    """The intervals of kv that a mask keeps in every row q, if it has that form, and its tensors.
+def captured_arguments(
+    variant: ForwardVariant,
+    captured: Captured,
+    mask_tensors: Sequence[Tensor],
+    device: torch.device,
+) -> Iterator[CapturedArgument]:
+    """Where the captured tensors that a kernel reads are found at each call.
 
     Args:
-        lengths: of the mask's q and of its kv.
+        variant: what the kernel computes.
+        captured: tensors of the score and of the mask.
+        mask_tensors: those of the mask, then tables of its intervals.
+        device: of the kernel.
     """
-    found = find_intervals(
-        Traced("mask", mask, tuple(tensors), tuple(f"t{i}" for i in range(len(tensors)))),
-        q_len=lengths[0],
-        kv_len=lengths[1],
-        batch=query.shape[0],
-        heads=query.shape[1],
-        device=query.device,
-    )
-    if isinstance(found, Intervals):
-        return found.bounds, found.tensors
-    return None, tensors
-
-
-@functools.lru_cache(maxsize=16)
-def _sms(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-# Tiles that are ordered on the host: so few operators cost less there than their launches, and at
-# the first call much less, as a GPU loads the code of each.
-_ON_HOST = 1 << 15
-
-_lists: weakref.WeakKeyDictionary[BlockRuns, dict[Any, WorkList]] = weakref.WeakKeyDictionary()
-
-
-@overload
-def _near(runs: BlockRuns, query: Tensor) -> BlockRuns: ...
-
-
-@overload
-def _near(runs: None, query: Tensor) -> None: ...
-
-
-def _near(runs: BlockRuns | None, query: Tensor) -> BlockRuns | None:
-    """The runs on the host, if they are few."""
-    if runs is None or query.shape[0] * query.shape[1] * runs.q_blocks > _ON_HOST:
-        return runs
-    return runs.to("cpu")
-
-
-def _work(
-    runs: BlockRuns | None,
-    chosen: Kernel,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    workers: int,
-    split: bool,
-) -> WorkList:
-    """The work list of runs for these tensors, made once."""
-    lengths = (query.shape[2], key.shape[2])
-    if runs is None:
-        runs = full_runs(*lengths, chosen.block, query.device)
-    shape = Shape(
-        query.shape[0],
-        query.shape[1],
-        chosen.block[1] * (key.shape[3] + value.shape[3]) * key.element_size(),
-        kv_heads=key.shape[1],
-        kv_batch=key.shape[0],
-    )
-    known = _lists.setdefault(runs, {})
-    wanted = (shape, chosen.block, workers, split)
-    if wanted not in known:
-        fine = fitted(_near(runs, query), chosen.block)
-        order = schedule_forward(fine, shape, workers=workers, split=split)
-        known[wanted] = work_list(fine, order).to(query.device)
-    return known[wanted]
+    for slot in variant.slots[0]:
+        yield captured_slot(SCORE, slot, captured, device)
+    for slot in variant.slots[1]:
+        if slot < len(captured.masks):
+            yield captured_slot(MASK, slot, captured, device)
+        else:
+            yield readable(mask_tensors[slot], device)
 
 
 def _launch(
     source: Source, arguments: Sequence[Any], outputs: tuple[int, ...], changing: Sequence[int]
-) -> Again:
-    found = kernel(source)
-    found(*arguments)
-    return found.repeated(arguments, changing)
+) -> Relaunch:
+    code = kernel(source)
+    code(*arguments)
+    return code.relauncher(arguments, changing)
 
 
 def _emulate(
@@ -307,9 +217,9 @@ def _emulate(
     changing: Sequence[int],
 ) -> None:
     """Execute a kernel on the CPU."""
-    from attnkit.jit.emulation import Undefined
+    from attnkit.jit.emulator_runs import Undefined, run_emulated
 
     counts = work.pieces[:, [6, 9]].sum()
     cost = emulation.attention_work(int(counts), work.pieces.shape[0], block=chosen.block)
     values = [Undefined(a) if i in outputs else a for i, a in enumerate(arguments)]
-    emulation.run_emulated(kernel(source, lines=True), values, work=cost, roles=layout.warps)
+    run_emulated(kernel(source, lines=True), values, work=cost, roles=layout.warps)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from attnkit.graph import ir
 from attnkit.graph.ir import Node
+from attnkit.util import caches
 
 
 @dataclass(frozen=True)
@@ -66,4 +65,4 @@ def compute_dtype(query: Tensor) -> torch.dtype:
     return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
-Lists: TypeAlias = tuple[Sequence[Tensor], Sequence[Tensor]]  # captured by score, by mask
+caches.register(Program.parse.cache_clear)

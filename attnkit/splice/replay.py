@@ -1,8 +1,7 @@
-"""Kernels of a call, run again for other tensors of the same geometry: their launches with new
-addresses.
+"""Relaunch all kernels of a call for other tensors of the same geometry: with new addresses only.
 
-What a call has made and launched is looked at once: each address that a kernel was given lies in a
-tensor that the caller brings, in one that the call makes, or in one that stays, such as a table.
+The tensors and launches of one call are looked at once. Each address that a kernel was given lies in
+a tensor that the caller brings, in one that the call makes, or in one that stays, such as a table.
 """
 
 from __future__ import annotations
@@ -15,68 +14,68 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnkit.jit.relaunch import Again
-from attnkit.util.torch_fast import device_index, is_captured, maker, stream_of
+from attnkit.jit.relaunch import Relaunch
+from attnkit.util.torch_private import device_index, is_captured, maker, stream_of
 
 _STEP = 256  # bytes, between tensors in one piece of memory
 
 
 @dataclass(frozen=True)
-class Ran:
-    """A launch that was made.
+class Launch:
+    """A launch of a kernel.
 
     Attributes:
-        repeated: gives quicker launches like it, of which the arguments of these indices change.
+        relauncher: (arguments, indices of those that change) -> the relaunch of the kernel.
         arguments: its tensors and numbers.
     """
 
-    repeated: Callable[[Sequence[Any], Sequence[int]], Again | None]
+    relauncher: Callable[[Sequence[Any], Sequence[int]], Relaunch | None]
     arguments: Sequence[Any]
 
 
 @dataclass(frozen=True)
-class Made:
+class CallTensors:
     """Tensors of a call.
 
     Attributes:
-        given: those that the caller brings, in the order of a replay.
-        returned: new ones that the caller gets.
+        inputs: those that the caller brings, in the order of a replay.
+        outputs: new ones that the caller gets.
         zeroed: the same, which are zero before the kernels run.
-        working: new ones that nobody sees afterwards.
-        kept: those of every call.
-        cleared: from which byte on the first of `working` is zero before the kernels run; None if
+        workspace: new ones that nobody sees afterwards.
+        tables: those of every call.
+        cleared: from which byte on the first of `workspace` is zero before the kernels run; None if
             it need not be.
     """
 
-    given: Sequence[Tensor]
-    returned: Sequence[Tensor]
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
     zeroed: Sequence[Tensor]
-    working: Sequence[Tensor]
-    kept: Sequence[Tensor]
+    workspace: Sequence[Tensor]
+    tables: Sequence[Tensor]
     cleared: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """A call that can be made again: a function of the tensors that the caller brings.
+    """Relaunch a call, as a function of the tensors that the caller brings.
 
-    It makes new tensors to return and to work in, and takes every number as it was. It is for
-    tensors of the same shapes, strides and dtypes on the same device, which it does not check.
+    It makes new outputs and a new workspace, and takes every number as it was. It is for tensors of
+    the same shapes, strides and dtypes on the same device, which it does not check.
 
     Attributes:
-        launches: of each kernel how it is launched again, and its addresses among all of a call.
-        returned, zeroed: shapes, strides and dtypes of the tensors that are returned.
-        starts, size: where the tensors to work in begin in one piece of memory, in bytes.
+        launches: for each kernel its relaunch, and its addresses among all of a call.
+        outputs, zeroed: shapes, strides and dtypes of the tensors that are returned.
+        starts, size: where the tensors of the workspace begin in one piece of memory, in bytes.
         cleared: the bytes of it that are set to zero.
         offsets: addresses inside of tensors: which one, and how far from its start, in bytes.
-        counter: the tensor that kernels count with, of the current stream.
-        aligned: how many of the given tensors are read by TMA.
+        counter: gives the tensor that kernels count with on the current stream.
+        aligned: how many of the inputs are read by TMA.
         device: of all tensors.
-        kept: what the kernels read at every call.
+        tables: what the kernels read at every call.
     """
 
-    launches: Sequence[tuple[Again, Callable[[Sequence[int]], Any]]]
-    returned: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
+    launches: Sequence[tuple[Relaunch, Callable[[Sequence[int]], Any]]]
+    outputs: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
     zeroed: Sequence[tuple[tuple[int, ...], torch.dtype]]
     starts: Sequence[int]
     size: int
@@ -85,14 +84,14 @@ class Replay:
     counter: Callable[[], Tensor]
     aligned: int
     device: torch.device
-    kept: Sequence[Tensor]
+    tables: Sequence[Tensor]
     _counters: dict[int, Tensor] = field(default_factory=dict)  # by stream
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_make", maker(self.device))
 
-    def __call__(self, given: Sequence[Tensor]) -> list[Tensor] | None:
-        """The tensors of `returned` and `zeroed`, on the current stream.
+    def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor] | None:
+        """The tensors of `outputs` and `zeroed`, on the current stream.
 
         None, and nothing is done, on another current device, while a CUDA graph is captured, or if
         an address is off a multiple of 16 bytes that may not be.
@@ -100,7 +99,7 @@ class Replay:
         index, make = self.device.index, self._make  # type: ignore[attr-defined]
         if device_index() != index or is_captured():
             return None
-        pool = [t.data_ptr() for t in given]
+        pool = [t.data_ptr() for t in inputs]
         bits = 0
         for address in pool[: self.aligned]:
             bits |= address
@@ -110,69 +109,74 @@ class Replay:
         count = self._counters.get(stream)
         if count is None:
             count = self._counters[stream] = self.counter()
-        found = [make(*m) for m in self.returned]
+        outputs = [make(*m) for m in self.outputs]
         for shape, dtype in self.zeroed:
-            found.append(torch.zeros(shape, dtype=dtype, device=self.device))
+            outputs.append(torch.zeros(shape, dtype=dtype, device=self.device))
         space = make((self.size,), (1,), torch.uint8)
         base = space.data_ptr()
         if self.cleared.stop:
             space[self.cleared].zero_()
-        pool += [count.data_ptr(), *[t.data_ptr() for t in found], *[base + n for n in self.starts]]
+        pool += [
+            count.data_ptr(),
+            *[t.data_ptr() for t in outputs],
+            *[base + n for n in self.starts],
+        ]
         for which, offset in self.offsets:
             pool.append(pool[which] + offset)
         for again, pick in self.launches:
             again(stream, pick(pool))
-        return found
+        return outputs
 
 
 def replay(
-    ran: Sequence[Ran],
-    made: Made,
+    launches: Sequence[Launch],
+    tensors: CallTensors,
     counter: Callable[[], Tensor],
     aligned: int,
     device: torch.device,
 ) -> Replay | None:
-    """How to make a call again; None if one of its addresses lies in none of its tensors.
+    """Prepare the replay of a call; None if one of its addresses lies in none of its tensors.
 
     Args:
-        ran: the launches.
-        made: the tensors; those that are given have different addresses.
+        launches: of its kernels.
+        tensors: of the call; its inputs have different addresses.
         counter, aligned, device: see `Replay`.
     """
-    place = _places(made, counter())
-    starts, size = _starts(made.working)
-    moving = len(made.given) + 1 + len(made.returned) + len(made.zeroed) + len(made.working)
-    launches = []
+    place = _places(tensors, counter())
+    starts, size = _starts(tensors.workspace)
+    moving = sum(map(len, (tensors.inputs, tensors.outputs, tensors.zeroed, tensors.workspace))) + 1
+    relaunches = []
     offsets: dict[tuple[int, int], int] = {}  # to their place among the addresses
-    for one in ran:
+    for launch in launches:
         changing, at = [], []
-        for i, a in enumerate(one.arguments):
+        for i, a in enumerate(launch.arguments):
             if not isinstance(a, Tensor):
                 continue
-            found = place(a)
-            if found is None:
+            location = place(a)
+            if location is None:
                 return None
-            which, offset = found
+            which, offset = location
             if which >= 0:
                 changing.append(i)
                 new = moving + len(offsets)
-                at.append(offsets.setdefault(found, new) if offset else which)
-        again = one.repeated(one.arguments, changing)
+                at.append(offsets.setdefault(location, new) if offset else which)
+        again = launch.relauncher(launch.arguments, changing)
         if again is None or len(at) < 2:  # an itemgetter of one gives no tuple
             return None
-        launches.append((again, itemgetter(*at)))
+        relaunches.append((again, itemgetter(*at)))
+    cleared = tensors.cleared
     return Replay(
-        launches,
-        [(tuple(t.shape), t.stride(), t.dtype) for t in made.returned],
-        [(tuple(t.shape), t.dtype) for t in made.zeroed],
+        relaunches,
+        [(tuple(t.shape), t.stride(), t.dtype) for t in tensors.outputs],
+        [(tuple(t.shape), t.dtype) for t in tensors.zeroed],
         starts,
         size,
-        slice(0, 0) if made.cleared is None else slice(made.cleared, _bytes(made.working[0])),
+        slice(0, 0) if cleared is None else slice(cleared, _bytes(tensors.workspace[0])),
         tuple(offsets),
         counter,
         aligned,
         device,
-        tuple(made.kept),
+        tuple(tensors.tables),
     )
 
 
@@ -190,20 +194,20 @@ def _bytes(t: Tensor) -> int:
     return (last + 1) * t.element_size() if t.numel() else 0
 
 
-def _places(made: Made, counter: Tensor) -> Callable[[Tensor], tuple[int, int] | None]:
-    """Finds where an argument lies: which of the moving tensors, or -1, and bytes from its start."""
-    moving = [*made.given, counter, *made.returned, *made.zeroed, *made.working]
+def _places(tensors: CallTensors, counter: Tensor) -> Callable[[Tensor], tuple[int, int] | None]:
+    """Find where an argument lies: which of the moving tensors, or -1, and bytes from its start."""
+    moving = [*tensors.inputs, counter, *tensors.outputs, *tensors.zeroed, *tensors.workspace]
     known = {t.data_ptr(): i for i, t in enumerate(moving)}
-    own = [(t.data_ptr(), _bytes(t), i) for i, t in enumerate(moving) if i > len(made.given)]
-    kept = {t.data_ptr() for t in made.kept}
+    new = [(t.data_ptr(), _bytes(t), i) for i, t in enumerate(moving) if i > len(tensors.inputs)]
+    tables = {t.data_ptr() for t in tensors.tables}
 
     def place(t: Tensor) -> tuple[int, int] | None:
         address = t.data_ptr()
         if address in known:
             return known[address], 0
-        for start, size, i in own:
+        for start, size, i in new:
             if start <= address < start + size:
                 return i, address - start
-        return (-1, 0) if address in kept else None
+        return (-1, 0) if address in tables else None
 
     return place

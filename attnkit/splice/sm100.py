@@ -9,9 +9,10 @@ from attnkit.graph import ir
 from attnkit.jit.kernel import Build
 from attnkit.schedule.kernel_table import Kernel, width
 from attnkit.schedule.targets import SM103
-from attnkit.splice.layout import Layout, Role
+from attnkit.splice.forward_variant import ForwardVariant
+from attnkit.splice.kernel_layout import Layout, Role
 from attnkit.splice.sm100_tiles import chosen
-from attnkit.splice.spliced import Spliced
+from attnkit.splice.template import ForwardTemplate
 
 __all__ = ["build", "chosen", "config_of", "fitted", "layout_of", "poly_of", "tile_of"]
 
@@ -87,14 +88,14 @@ def layout_of(config: dict[str, Any]) -> Layout:
 
 
 def build(
-    variant: Spliced,
+    variant: ForwardVariant,
     config: dict[str, Any],
     head_dims: tuple[int, int],
     captured: tuple[tuple[str, int, bool], ...],
     positive: bool,
 ) -> Build:
     """The kernel with stand-ins of its arguments."""
-    from attnkit.splice.fakes import forward_arguments
+    from attnkit.splice.fake_arguments import forward_arguments
     from attnkit.templates.sm100.config import ForwardConfig, options_of
     from attnkit.templates.sm100.forward import Forward
 
@@ -103,3 +104,8 @@ def build(
     arguments = forward_arguments(settings.dtype, *head_dims, tile, captured)
     hooks = variant.hooks(positive)
     return Build(Forward(settings, hooks), arguments, options_of(hooks))
+
+
+FORWARD = ForwardTemplate(
+    choose=chosen, fit=fitted, config=config_of, tile=tile_of, build=build, layout=layout_of
+)

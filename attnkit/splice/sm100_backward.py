@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attnkit.schedule.scheduler import BACKWARD
+from attnkit.schedule.scheduler import BACKWARD as BACKWARD_COST
+from attnkit.splice.sm100_pairs import refusal
+from attnkit.splice.template import BackwardCase, BackwardSettings, BackwardTemplate
 
 if TYPE_CHECKING:
     from attnkit.schedule.split_kv import Cost
-    from attnkit.sparsity.block_runs import BlockRuns
-    from attnkit.splice.backward_settings import Settings
     from attnkit.templates.common.hooks import BackwardHooks
 
 ROLES = {
@@ -43,74 +43,80 @@ def block_kv(widths: tuple[int, int]) -> int:
     return 128
 
 
-def switches(
-    widths: tuple[int, int],
-    runs: BlockRuns,
-    *,
-    additive: bool,
-    learned: frozenset[str],
-    listed: bool,
-) -> dict[str, Any]:
-    """Whether pairs of CTAs work on a piece, and whether LSE is a part of the products."""
-    from attnkit.splice.sm100_pairs import Case, refusal
+def switches(case: BackwardCase) -> dict[str, Any]:
+    """Whether pairs of CTAs share a work tile, and whether LSE is a part of the products."""
     from attnkit.templates.sm100.backward_config import BackwardConfig
 
-    own: dict[str, Any] = {}
-    if not refusal(Case(widths, learned, listed, runs)):
-        own = {"pair": True}
-    sizes: dict[str, Any] = {"width": widths[0], "value_width": widths[1]}
-    return own | {
-        "less_lse": additive and not learned and BackwardConfig(**sizes, **own).less_delta
-    }
+    pair: dict[str, Any] = {} if refusal(case) else {"pair": True}
+    sizes: dict[str, Any] = {"width": case.widths[0], "value_width": case.widths[1]}
+    fits = case.additive and not case.learned and BackwardConfig(**sizes, **pair).less_delta
+    return pair | {"less_lse": fits}
 
 
-def splits(settings: Settings) -> bool:
-    """Whether several pieces of work may share a kv tile."""
+def splits(settings: BackwardSettings) -> bool:
+    """Whether several work tiles may share a kv tile."""
     return False
 
 
-def prices(settings: Settings) -> Cost:
+def prices(settings: BackwardSettings) -> Cost:
     """What the work costs."""
-    return BACKWARD
+    return BACKWARD_COST
 
 
-def stores(settings: Settings) -> bool:
+def stores(settings: BackwardSettings) -> bool:
     """Whether the first part of a sum of dQ may be stored, where nobody has cleared it."""
     return False
 
 
-def config(settings: Settings) -> Any:
+def config(settings: BackwardSettings) -> Any:
     """The settings as the kernels take them."""
     from attnkit.templates.sm100.backward_config import BackwardConfig
 
     return BackwardConfig(**settings.values)
 
 
-def prepare(settings: Settings, with_lse: bool) -> Any:
+def prepare(settings: BackwardSettings, with_lse: bool) -> Any:
     """The kernel of the rows' statistics."""
-    from attnkit.templates.sm90.backward_edges import Prepare
-    from attnkit.templates.sm90.backward_rows import PrepareColumns
+    from attnkit.templates.common.preprocess import Preprocess
 
-    own = config(settings)
-    return (PrepareColumns if own.less_delta else Prepare)(own, with_lse)
+    return Preprocess(config(settings), with_lse)
 
 
-def words(settings: Settings) -> tuple[int, int]:
+def words(settings: BackwardSettings) -> tuple[int, int]:
     """Float32 words of a row's LSE and of its delta."""
     found: tuple[int, int] = config(settings).words
     return found
 
 
-def finish(settings: Settings, width: int, block: int) -> Any:
+def finish(settings: BackwardSettings, width: int, block: int) -> Any:
     """The kernel that rounds a gradient."""
     from attnkit.templates.sm100.backward_edges import Finish
 
     return Finish(config(settings), width, block)
 
 
-def main(settings: Settings, hooks: BackwardHooks) -> Any:
+def main(settings: BackwardSettings, hooks: BackwardHooks) -> Any:
     """The kernel of the gradients."""
     from attnkit.templates.sm100.backward import Backward
     from attnkit.templates.sm100.backward_pair import PairBackward
 
     return (PairBackward if settings.ctas > 1 else Backward)(config(settings), hooks)
+
+
+BACKWARD = BackwardTemplate(
+    roles=ROLES,
+    options=OPTIONS,
+    semaphores=SEMAPHORES,
+    widths=widths,
+    block_q=block_q,
+    block_kv=block_kv,
+    switches=switches,
+    splits=splits,
+    cost=prices,
+    first_writer=stores,
+    config=config,
+    row_words=words,
+    preprocess=prepare,
+    postprocess=finish,
+    main=main,
+)

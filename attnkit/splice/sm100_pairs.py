@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from attnkit.graph.staging import Level
 from attnkit.schedule.work_list import fitted
 from attnkit.sparsity.block_runs import BlockRuns
+from attnkit.splice.runs_cache import cached_for_runs
+from attnkit.splice.template import BackwardCase
 
 COLUMNS = 256  # of a kv tile of a pair; a single CTA has half
 
@@ -27,29 +29,12 @@ SINGLE = {NOTHING: Clocks(5141, 4387), SUMMED: Clocks(5653, 4530), SPREAD: Clock
 PAIR = {NOTHING: Clocks(2954, 4421), SUMMED: Clocks(4209, 2825), SPREAD: Clocks(12024, 2678)}
 
 
-@dataclass(frozen=True, eq=False)
-class Case:
-    """What the rules look at.
-
-    Attributes:
-        widths: head dims as computed.
-        learned: levels of the loads that have gradients.
-        listed: whether block lists overrule the mask.
-        runs: tiles to visit.
-    """
-
-    widths: tuple[int, int]
-    learned: frozenset[str]
-    listed: bool
-    runs: BlockRuns
-
-
 @dataclass(frozen=True)
 class Rule:
     """Something that pairs need: whether it holds, and what to say if it does not."""
 
-    holds: Callable[[Case], bool]
-    message: Callable[[Case], str]
+    holds: Callable[[BackwardCase], bool]
+    message: Callable[[BackwardCase], str]
 
 
 # The cheap ones first.
@@ -69,28 +54,26 @@ RULES = (
 )
 
 
-def refusal(case: Case) -> str:
+def refusal(case: BackwardCase) -> str:
     """Why a backward does not take pairs, "" if it does."""
     return next((rule.message(case) for rule in RULES if not rule.holds(case)), "")
 
 
-def kind_of(learned: frozenset[str]) -> str:
+def kind_of(learned: frozenset[Level]) -> str:
     """What is done for gradients of captured tensors."""
     if not learned:
         return NOTHING
-    return SUMMED if learned <= {"head", "column"} else SPREAD
-
-
-_known: weakref.WeakKeyDictionary[BlockRuns, dict[str, bool]] = weakref.WeakKeyDictionary()
+    return SUMMED if learned <= {Level.HEAD, Level.COLUMN} else SPREAD
 
 
 def fewer_clocks(runs: BlockRuns, kind: str = NOTHING) -> bool:
     """Whether two SMs are predicted to need less for these tiles as a pair than each alone."""
-    known = _known.setdefault(runs, {})
-    if kind not in known:
+
+    def fewer() -> bool:
         single, pair = fitted(runs, (128, COLUMNS // 2)), fitted(runs, (128, COLUMNS))
-        known[kind] = 2 * _clocks(pair, PAIR[kind]) < _clocks(single, SINGLE[kind])
-    return known[kind]
+        return 2 * _clocks(pair, PAIR[kind]) < _clocks(single, SINGLE[kind])
+
+    return cached_for_runs(runs, ("sm100 pairs", kind), fewer)
 
 
 def _clocks(runs: BlockRuns, of: Clocks) -> int:

@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from attnkit.codegen.score_form import ScoreForm, is_relative
+from attnkit.codegen.score_form import ScoreForm
 from attnkit.graph import ir
 from attnkit.graph.ir import Node
+from attnkit.graph.staging import is_relative
 from attnkit.jit.kernel import Build
 from attnkit.schedule.kernel_table import Kernel, fitting, width
 from attnkit.sparsity.block_runs import BlockRuns
-from attnkit.splice.layout import Layout, Role
-from attnkit.splice.spliced import Spliced
+from attnkit.splice.forward_variant import ForwardVariant
+from attnkit.splice.kernel_layout import Layout, Role
+from attnkit.splice.template import ForwardTemplate
 
 # |x| in log2 up to which no maximum is needed: sums of float32 and P of bfloat16 hold 2**48 safely
 CEILING = 48.0
@@ -115,14 +117,14 @@ def layout_of(config: dict[str, Any]) -> Layout:
 
 
 def build(
-    variant: Spliced,
+    variant: ForwardVariant,
     config: dict[str, Any],
     head_dims: tuple[int, int],
     captured: tuple[tuple[str, int, bool], ...],
     positive: bool,
 ) -> Build:
     """The kernel with stand-ins of its arguments."""
-    from attnkit.splice.fakes import forward_arguments
+    from attnkit.splice.fake_arguments import forward_arguments
     from attnkit.templates.sm90.config import ForwardConfig
     from attnkit.templates.sm90.forward import Forward
 
@@ -130,3 +132,8 @@ def build(
     tile = settings.block_q, settings.head_dim_v
     arguments = forward_arguments(settings.dtype, *head_dims, tile, captured)
     return Build(Forward(settings, variant.hooks(positive)), arguments)
+
+
+FORWARD = ForwardTemplate(
+    choose=chosen, fit=fitted, config=config_of, tile=tile_of, build=build, layout=layout_of
+)

@@ -1,17 +1,19 @@
-"""The Hopper backward kernels: their settings, and what they are built from."""
+"""Hopper backward: settings of its kernels, and the kernels themselves.
+
+A module is a `Template`, see `backward_settings`.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from attnkit.schedule.split_kv import Cost
+from attnkit.splice.template import BackwardCase, BackwardSettings, BackwardTemplate
 
 if TYPE_CHECKING:
-    from attnkit.sparsity.block_runs import BlockRuns
-    from attnkit.splice.backward_settings import Settings
     from attnkit.templates.common.hooks import BackwardHooks
 
-ROLES = {
+ROLES = {  # warps, see templates.sm90.backward_shared
     "load": range(1),
     "add": range(1, 3),
     "clear": range(3, 4),
@@ -19,11 +21,11 @@ ROLES = {
     "consumer 1": range(8, 12),
 }
 OPTIONS = ""
-# One for each consumer and chunk. Chunks are half of 64 rows of keys: of values of twice that width
-# there are four.
+# Of a q block, and of a kv block of dK or dV: one for each consumer and chunk. Chunks are half of 64
+# rows of keys: of values of twice that width there are four.
 SEMAPHORES = 2, 8
 
-# Measured on one H200, bfloat16: blocks of 64 x 128 at head dim 128, of 128 x 128 at 64, and of
+# Cycles, measured on one H200, bfloat16: blocks of 64 x 128 at head dim 128, of 128 x 128 at 64, and of
 # 64 x 64 at 256. `partial` and `merge` are estimates.
 _PLAIN = Cost(full=3030, partial=3180, tile=9500, merge=6500)
 _TALL = Cost(full=3500, partial=3700, tile=9500, merge=5000)
@@ -31,7 +33,7 @@ _WIDE = Cost(full=5700, partial=5850, tile=15000, merge=6000)
 
 
 def widths(head_dims: tuple[int, int]) -> tuple[int, int] | None:
-    """Head dims as they are computed, None where they are too wide."""
+    """Return (head_dim, head_dim_v) as computed: padded with zeros to 64; None if too wide."""
     if max(head_dims) > 256:
         return None
     wide, deep = (-(-d // 64) * 64 for d in head_dims)
@@ -40,82 +42,95 @@ def widths(head_dims: tuple[int, int]) -> tuple[int, int] | None:
 
 
 def block_q(widths: tuple[int, int], light: bool) -> int:
-    """Rows of a q tile."""
+    """Return the rows of a q block."""
     return 128 if widths == (64, 64) and light else 64
 
 
 def block_kv(widths: tuple[int, int]) -> int:
-    """Columns of a kv tile."""
+    """Return the columns of a kv block."""
     return 64 if max(widths) > 128 else 128
 
 
-def switches(
-    widths: tuple[int, int],
-    runs: BlockRuns,
-    *,
-    additive: bool,
-    learned: frozenset[str],
-    listed: bool,
-) -> dict[str, Any]:
-    """Whether LSE is a part of the products."""
-    return {"less_lse": additive and not learned} if max(widths) <= 128 else {}
+def switches(case: BackwardCase) -> dict[str, Any]:
+    """Return the switches of the config that depend on the call: LSE in the products."""
+    if max(case.widths) > 128:
+        return {}
+    return {"less_lse": case.additive and not case.learned}
 
 
-def splits(settings: Settings) -> bool:
-    """Whether several pieces of work may share a kv tile."""
+def splits(settings: BackwardSettings) -> bool:
+    """Return whether several work tiles may share a kv block."""
     values = settings.values
     return not values["turns"] and (values["accumulate"] or not _wide(settings))
 
 
-def prices(settings: Settings) -> Cost:
-    """What the work costs."""
+def prices(settings: BackwardSettings) -> Cost:
+    """Return the cost of the work in cycles."""
     if _wide(settings):
         return _WIDE
     return _TALL if settings.values["block_q"] == 128 else _PLAIN
 
 
-def stores(settings: Settings) -> bool:
-    """Whether the first part of a sum of dQ may be stored, where nobody has cleared it."""
+def stores(settings: BackwardSettings) -> bool:
+    """Return whether the first CTA of a row may store its dQ, so that dQ needs no memset."""
     return not _wide(settings)
 
 
-def config(settings: Settings) -> Any:
-    """The settings as the kernels take them."""
+def config(settings: BackwardSettings) -> Any:
+    """Return the config of the kernels."""
     from attnkit.templates.sm90.backward_config import BackwardConfig
-    from attnkit.templates.sm90.backward_wide_config import WideConfig
+    from attnkit.templates.sm90.backward_hd256_config import Hd256Config
 
-    return (WideConfig if _wide(settings) else BackwardConfig)(**settings.values)
+    return (Hd256Config if _wide(settings) else BackwardConfig)(**settings.values)
 
 
-def _wide(settings: Settings) -> bool:
+def _wide(settings: BackwardSettings) -> bool:
     return max(settings.head_dims) > 128
 
 
-def words(settings: Settings) -> tuple[int, int]:
-    """Float32 words of a row's LSE and of its delta."""
-    found: tuple[int, int] = config(settings).words
-    return found
+def words(settings: BackwardSettings) -> tuple[int, int]:
+    """Return the float32 words of a row's LSE and of its delta."""
+    row_words: tuple[int, int] = config(settings).words
+    return row_words
 
 
-def prepare(settings: Settings, with_lse: bool) -> Any:
-    """The kernel of the rows' statistics."""
-    from attnkit.templates.sm90.backward_edges import Prepare
-    from attnkit.templates.sm90.backward_rows import PrepareColumns
+def prepare(settings: BackwardSettings, with_lse: bool) -> Any:
+    """Make the preprocess: LSE and delta of every row."""
+    from attnkit.templates.common.preprocess import Preprocess
 
-    own = config(settings)
-    return (PrepareColumns if own.less_lse else Prepare)(own, with_lse, own.marks)
-
-
-def finish(settings: Settings, width: int, block: int) -> Any:
-    """The kernel that rounds a gradient."""
-    from attnkit.templates.sm90.backward_edges import Finish
-
-    return Finish(config(settings), width, block)
+    kernel_config = config(settings)
+    return Preprocess(kernel_config, with_lse, kernel_config.flags)
 
 
-def main(settings: Settings, hooks: BackwardHooks) -> Any:
-    """The kernel of the gradients."""
+def finish(settings: BackwardSettings, width: int, block: int) -> Any:
+    """Make the postprocess: it rounds a gradient."""
+    from attnkit.templates.sm90.backward_postprocess import Postprocess
+
+    return Postprocess(config(settings), width, block)
+
+
+def main(settings: BackwardSettings, hooks: BackwardHooks) -> Any:
+    """Make the main kernel."""
     from attnkit.templates.sm90.backward import Backward
-    from attnkit.templates.sm90.backward_wide import BackwardWide
+    from attnkit.templates.sm90.backward_hd256 import BackwardHd256
 
-    return (BackwardWide if _wide(settings) else Backward)(config(settings), hooks)
+    return (BackwardHd256 if _wide(settings) else Backward)(config(settings), hooks)
+
+
+BACKWARD = BackwardTemplate(
+    roles=ROLES,
+    options=OPTIONS,
+    semaphores=SEMAPHORES,
+    widths=widths,
+    block_q=block_q,
+    block_kv=block_kv,
+    switches=switches,
+    splits=splits,
+    cost=prices,
+    first_writer=stores,
+    config=config,
+    row_words=words,
+    preprocess=prepare,
+    postprocess=finish,
+    main=main,
+)

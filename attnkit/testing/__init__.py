@@ -1,7 +1,9 @@
-"""Property tests of attention variants: `check_variant`, and the hypothesis strategies behind it.
+"""Test attention variants against dense attention in float64: `check_variant`, and its strategies.
 
-Strategies for what is checked: `variants`, `masks`, `library_masks`, `library_mods`, `mask_mods`,
-`score_mods`; for how it is called: `cases`, `lengths`, `layouts`, `dtypes`.
+In: a score_mod, a mask or a `Variant`. Out: a `Report`, with a program that repeats a failure. The
+hypothesis strategies `variants`, `masks`, `library_masks`, `library_mods`, `mask_mods` and
+`score_mods` draw variants; `cases`, `lengths`, `layouts` and `dtypes` draw calls. `cli` imports
+this room, and `python -m attnkit.testing.selfcheck` runs on GPUs on which no kernel was proven.
 
 >>> from attnkit.masks import sliding_window
 >>> from attnkit.testing import check_variant
@@ -50,7 +52,7 @@ __all__ = [
     "variants",
 ]
 
-# These need hypothesis, which only those who test have; a case repeats itself without it.
+# These need hypothesis, an optional package. `check_case`, which repeats a failure, does not.
 _WITH_HYPOTHESIS = {
     **dict.fromkeys(("cases", "dtypes", "layouts", "lengths"), "sizes"),
     "check_variant": "check",
@@ -60,9 +62,10 @@ _WITH_HYPOTHESIS = {
 
 
 def __getattr__(name: str) -> object:
+    """Load what needs hypothesis when it is first used."""
     if name not in _WITH_HYPOTHESIS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     importlib.import_module("attnkit.testing._require")
-    found = getattr(importlib.import_module(f"{__name__}.{_WITH_HYPOTHESIS[name]}"), name)
-    globals()[name] = found
-    return found
+    value = getattr(importlib.import_module(f"{__name__}.{_WITH_HYPOTHESIS[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,4 +1,4 @@
-"""What `attnkit.testing` needs beyond attnkit itself; imported before anything that uses it."""
+"""Raise an error that says what to install if hypothesis is missing; imported before its users."""
 
 from __future__ import annotations
 

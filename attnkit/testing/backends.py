@@ -1,4 +1,4 @@
-"""Every backend that can run here against the oracle, at one case."""
+"""Compare every backend that can run here with the oracle, at one case."""
 
 from __future__ import annotations
 
@@ -9,77 +9,73 @@ import torch
 from torch import Tensor
 
 from attnkit.errors import UnsupportedError
-from attnkit.runtime.variant import Bound, Variant
+from attnkit.runtime.bind import Bound
+from attnkit.runtime.variant import Variant
 from attnkit.schedule.plan import BACKENDS, choose
 from attnkit.testing.case import Case
-from attnkit.testing.quantities import Captured, Quantities, captured_leaves, oracle, run
+from attnkit.testing.quantities import DenseCall, Quantities, captured_leaves, oracle, run
 from attnkit.testing.report import Row
 from attnkit.testing.rounding import SAMPLES, perturbed
 from attnkit.testing.shuffled import shuffled
 from attnkit.testing.tolerance import compare
 
-CERTAIN = 1000.0  # an error that many times too large is no matter of luck
+CERTAIN = 1000.0  # an error so many times too large is not due to rounding
 
 
 def present_backends(device: torch.device) -> tuple[str, ...]:
-    """The backends that can run here, beside the dense ones that they are compared with."""
-    found = []
+    """List the backends that can run on a device, without the dense reference."""
+    present = []
     for name in BACKENDS:
-        if name in ("auto", "eager"):  # another name for one of these; the reference
+        if name in ("auto", "eager"):  # an alias; the reference
             continue
         try:
             choose(name, device=device.type)
         except UnsupportedError:
             continue
-        found.append(name)
-    return tuple(found)
+        present.append(name)
+    return tuple(present)
 
 
 class _Samples:
-    """What the dtype can give: dense references, and noise where it comes in.
+    """Samples of what a dtype can give: dense references, and attention with noise of rounding.
 
     A sum over thousands of scores may round to (nearly) the right number by luck, so more samples
-    are taken before a result is called wrong.
+    are taken before a result counts as wrong.
+
+    Attributes:
+        results: the samples so far.
     """
 
-    def __init__(
-        self,
-        variant: Variant,
-        bound: Bound,
-        kept: Tensor | None,
-        case: Case,
-        captured: Captured,
-        device: torch.device,
-        gold: Quantities,
-    ) -> None:
-        self._arguments = bound.score, kept, case, captured, device
+    def __init__(self, variant: Variant, call: DenseCall, gold: Quantities) -> None:
+        self._call = call
         self._count = 0
-        self.taken: list[Quantities] = []
+        self.results: list[Quantities] = []
+        case, captured, device = call.case, call.captured, call.device
         if case.dtype != torch.float64:
-            self.taken.append(run(variant, case, captured, backend="eager", device=device))
-            self.taken.append(perturbed(*self._arguments, 0))
+            self.results.append(run(variant, case, captured, backend="eager", device=device))
+            self.results.append(perturbed(call, 0))
             return
-        # In float64 that would be the oracle itself. The errors of float32, scaled down by the
-        # units of the two, tell how exact the oracle is.
+        # In float64 the dense reference is the oracle itself. The errors of float32, scaled down by
+        # the ratio of the units in the last place, show how exact the oracle is.
         narrow = dataclasses.replace(case, dtype=torch.float32)
-        found = run(variant, narrow, captured, backend="eager", device=device)
+        rough = run(variant, narrow, captured, backend="eager", device=device)
         ratio = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-        pairs = ((name, t, found[name].to(t.dtype)) for name, t in gold.items())
-        self.taken.append({name: t + (f - t).nan_to_num() * ratio for name, t, f in pairs})
-        self.more()
+        pairs = ((name, t, rough[name].to(t.dtype)) for name, t in gold.items())
+        self.results.append({name: t + (r - t).nan_to_num() * ratio for name, t, r in pairs})
+        self.add()
 
-    def more(self) -> bool:
-        """Take two more, unless there are enough."""
+    def add(self) -> bool:
+        """Add two samples, unless there are `SAMPLES` of each kind; returns whether it did."""
         if self._count == SAMPLES:
             return False
         self._count += 1
         for sample in (shuffled, perturbed):
-            self.taken.append(sample(*self._arguments, self._count))
+            self.results.append(sample(self._call, self._count))
         return True
 
 
 def _blocks(variant: Variant, case: Case) -> tuple[tuple[int, int] | None, ...]:
-    """Tile sizes to run with: the plan's own, and the case's where they are not the mask's."""
+    """Tile sizes to run with: None for the plan's, and the case's unless the mask fixes them."""
     fixed = variant.mask is None or hasattr(variant.mask, "BLOCK_SIZE")
     return (None,) if fixed else (None, case.block)
 
@@ -93,21 +89,22 @@ def backend_rows(
     backends: Sequence[str],
     notes: list[str],
 ) -> list[Row]:
-    """Compare outputs and gradients, with the plan's own tiles and with the case's.
+    """Compare outputs and gradients, with the plan's tiles and with the case's.
 
     Args:
         variant: what to run.
         bound: the variant for this case.
-        kept: the dense mask [B, Hq, Sq, Skv]; None keeps everything.
+        kept: the dense mask [B, Hq, Sq, Skv]; None without a mask.
         case: sizes, dtype and seed.
         device: where to run.
         backends: what to compare.
-        notes: told what is left out.
+        notes: receives notes on what is not compared.
     """
     captured = captured_leaves(bound.score)
-    gold = oracle(bound.score, kept, case, captured, device)
-    samples = _Samples(variant, bound, kept, case, captured, device, gold)
-    notes += _left_out(gold, samples.taken)
+    call = DenseCall(bound.score, kept, case, captured, device)
+    gold = oracle(call)
+    samples = _Samples(variant, call, gold)
+    notes += _not_compared(gold, samples.results)
     rows = []
     for backend in backends:
         for block in _blocks(variant, case):
@@ -121,22 +118,22 @@ def backend_rows(
                 where = f"{type(error).__name__}: {error}"
                 rows.append(Row("call", label, float("inf"), 0.0, case, where))
                 continue
-            compared = compare(results, gold, samples.taken, case, label)
-            while _in_doubt(compared) and samples.more():
-                compared = compare(results, gold, samples.taken, case, label)
+            compared = compare(results, gold, samples.results, case, label)
+            while _in_doubt(compared) and samples.add():
+                compared = compare(results, gold, samples.results, case, label)
             rows += compared
-            rows.append(_dead_row(results, gold, kept, case, label))
+            rows.append(_masked_row(results, gold, kept, case, label))
     return rows
 
 
 def _in_doubt(rows: Sequence[Row]) -> bool:
-    """Whether an error is too large, and not so large that no rounding explains it."""
+    """Whether an error is too large, but small enough to be due to rounding."""
     ratios = [row.ratio for row in rows if not row.ok and row.allowed > 0]
     return any(not row.ok for row in rows) and all(ratio < CERTAIN for ratio in ratios)
 
 
-def _left_out(gold: Quantities, samples: Sequence[Quantities]) -> list[str]:
-    """Notes on values that cannot be compared. (LSE and maximum of a dead row can: -inf.)"""
+def _not_compared(gold: Quantities, samples: Sequence[Quantities]) -> list[str]:
+    """Notes on values that cannot be compared; -inf as LSE or maximum can be."""
     notes = []
     names = [name for name in gold if name not in ("lse", "max_scores")]
     lost = sum(int((~gold[name].isfinite()).sum()) for name in names)
@@ -147,21 +144,21 @@ def _left_out(gold: Quantities, samples: Sequence[Quantities]) -> list[str]:
     return notes
 
 
-def _dead_row(
+def _masked_row(
     results: Quantities, gold: Quantities, kept: Tensor | None, case: Case, label: str
 ) -> Row:
-    """Rows that keep nothing, and keys that nobody keeps: exact zeros, LSE and maximum -inf."""
-    dead = gold["lse"] == -torch.inf
-    wrong = (results["out"][dead] != 0).sum()
+    """Compare fully masked rows and columns: exact zeros, LSE and maximum -inf."""
+    masked = gold["lse"] == -torch.inf
+    wrong = (results["out"][masked] != 0).sum()
     for name in ("lse", "max_scores"):
-        wrong += (results[name][dead] != -torch.inf).sum()
-    unused = torch.zeros(case.shapes[1][:3], dtype=torch.bool, device=dead.device)
+        wrong += (results[name][masked] != -torch.inf).sum()
+    unused = torch.zeros(case.shapes[1][:3], dtype=torch.bool, device=masked.device)
     if kept is not None:
         seen = kept.expand(case.dense_shape).any(2)
         seen = seen.unflatten(1, (case.kv_heads, -1)).any(2)
         unused = ~(seen.any(0, keepdim=True) if case.kv_batch == 1 else seen)
     for suffix in ("", " through lse"):
-        wrong += (results["dquery" + suffix][dead] != 0).sum()
+        wrong += (results["dquery" + suffix][masked] != 0).sum()
         for name in ("dkey", "dvalue"):
             wrong += (results[name + suffix][unused] != 0).sum()
-    return Row("dead rows", label, float(wrong), 0.0, case)
+    return Row("fully masked rows", label, float(wrong), 0.0, case)

@@ -1,4 +1,4 @@
-"""`Case`: the sizes, dtype, strides and seed of one call, and the tensors they stand for."""
+"""Describe one attention call by sizes, dtype, strides and a seed, and draw its tensors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _expanded(shape: Shape, draw: Callable[..., Tensor]) -> Tensor:
     return draw(b, 1, s, d).expand(shape)
 
 
-_MAKERS = {
+_DRAW = {
     "contiguous": _contiguous,
     "transposed": _transposed,
     "columns": _columns,
@@ -52,10 +52,10 @@ _MAKERS = {
     "expanded": _expanded,
 }
 
-#: How a [B, H, S, D] tensor can lie in memory. contiguous: as written; transposed: [B, S, H, D];
+#: Memory layouts of a [B, H, S, D] tensor. contiguous: in this order; transposed: [B, S, H, D];
 #: columns: [B, H, D, S]; sliced: the inner part of a larger tensor; stepped: every second row and
-#: feature of one; expanded: one head shared by all, stride 0.
-LAYOUTS = tuple(_MAKERS)
+#: feature of a larger tensor; expanded: one head shared by all, stride 0.
+LAYOUTS = tuple(_DRAW)
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,13 @@ class Case:
         heads: query heads.
         kv_heads: heads of key and value, a divisor of heads.
         kv_batch: batch size of key and value, 1 or batch.
-        head_dim: width of query and key.
-        value_dim: width of value.
+        head_dim: of query and key.
+        value_dim: of value.
         dtype: of query, key and value.
         layouts: of query, key and value, each one of `LAYOUTS`.
-        block: (q, kv) tile sizes that are tried beside the default ones.
+        block: (q, kv) tile sizes that are tried in addition to the default ones.
         scale: factor on q k^T; 1 / sqrt(head_dim) if None.
-        spread: standard deviation of query and key; large values make a peaked softmax.
+        spread: standard deviation of query and key; large values give a peaked softmax.
         seed: of the random numbers.
 
     Raises:
@@ -111,7 +111,7 @@ class Case:
             raise ShapeError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
         if self.kv_batch not in (1, self.batch):
             raise ShapeError(f"kv_batch must be 1 or batch={self.batch}, got {self.kv_batch}")
-        unknown = [name for name in self.layouts if name not in _MAKERS]
+        unknown = [name for name in self.layouts if name not in _DRAW]
         if len(self.layouts) != 3 or unknown:
             raise OptionError(
                 f"layouts must be three of {', '.join(LAYOUTS)}, got {self.layouts!r}"
@@ -132,18 +132,18 @@ class Case:
         return self.batch, self.heads, self.q_len, self.kv_len
 
     def inputs(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value: normal numbers with the case's strides, each requiring grad."""
+        """Draw query, key and value: normal numbers in the case's layouts that require grad."""
         generator = torch.Generator().manual_seed(self.seed)
-        made = []
+        tensors = []
         for shape, layout, std in zip(
             self.shapes, self.layouts, (self.spread, self.spread, 1.0), strict=True
         ):
-            t = _MAKERS[layout](shape, self._normal(generator, std, device))
-            made.append(t.detach().requires_grad_())
-        return made[0], made[1], made[2]
+            t = _DRAW[layout](shape, self._normal(generator, std, device))
+            tensors.append(t.detach().requires_grad_())
+        return tensors[0], tensors[1], tensors[2]
 
     def cotangents(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """Gradients that arrive at the output [B, Hq, Sq, Dv] and at the LSE [B, Hq, Sq]."""
+        """Draw gradients of the output [B, Hq, Sq, Dv] and of the LSE [B, Hq, Sq]."""
         generator = torch.Generator().manual_seed(self.seed + 1)
         shape = (self.batch, self.heads, self.q_len)
         out = self._normal(generator, 1.0, device)(*shape, self.value_dim)
@@ -170,7 +170,7 @@ class Case:
         return " ".join([*parts, f"spread {self.spread:g} seed {self.seed}"])
 
     def code(self) -> str:
-        """The case as Python source; what equals the default is left out."""
+        """Write the case as Python source, without arguments that equal their default."""
         shown = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

@@ -1,4 +1,4 @@
-"""`check_variant`: a property test of a variant in one line."""
+"""Property test of a variant in one line: `check_variant`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, Verbosity, settings
 
 from attnkit.errors import ArgumentError, BoundsError
 from attnkit.runtime.variant import Variant
-from attnkit.testing import snippet
+from attnkit.testing import reproducer
 from attnkit.testing.backends import present_backends
 from attnkit.testing.case import Case
 from attnkit.testing.examine import Findings, bind, examine
@@ -21,8 +21,8 @@ from attnkit.testing.report import CheckError, Report, worst
 from attnkit.testing.sizes import cases
 from attnkit.util.arguments import check_size
 
-SHRINK_SECONDS = 10.0  # how long a failure is made smaller
-REFUSALS = 200  # draws of sizes that are all illegal before giving up
+SHRINK_SECONDS = 10.0  # time to shrink a failure
+REFUSALS = 200  # give up after so many draws of sizes that are all illegal
 
 Progress = Callable[[int, int], None]
 
@@ -45,12 +45,13 @@ def check_variant(
 ) -> Report:
     """Check a variant on many calls against dense attention in float64.
 
-    Drawn are lengths (ragged, unequal), batch, heads (grouped too), widths, dtype, strides, tile
-    sizes, scale and values. Compared are, for every backend that can run here and for other tile
-    sizes: output, LSE, row maxima, the gradients of query, key, value and captured tensors through
-    the output and through the LSE, rows and keys that are not attended; further the trace with the
-    user's own function called by torch, and the tiles with the dense mask. An error may be twice
-    that of dense attention in the same dtype (`attnkit.testing.tolerance`).
+    Calls differ in lengths (ragged, unequal), batch, heads (grouped too), head dims, dtype,
+    strides, tile sizes, scale and values. For every backend that can run here, and for other tile
+    sizes, the check compares output, LSE, row maxima, the gradients of query, key, value and
+    captured tensors through the output and through the LSE, and fully masked rows and columns. It
+    also compares the trace with the user's function called by torch, and the tiles with the dense
+    mask. An error may be twice that of dense attention in the same dtype
+    (`attnkit.testing.tolerance`).
 
     Args:
         score_mod: a score_mod, or a whole `Variant` (then without mask).
@@ -59,20 +60,20 @@ def check_variant(
             200, 200, 3 and 8, less where captured tensors are smaller.
         dtype: of query, key and value; one, several, or all four if None.
         examples: calls to draw.
-        seed: of the drawing; the same seed draws the same calls.
+        seed: of the random draws; the same seed draws the same calls.
         device: where to run; captured tensors must be there.
         backends: names to compare; all that can run here if None.
-        code: Python source that defines `variant`, for the program that a failure prints; found
-            out where the functions can be imported.
+        code: Python source that defines `variant`, for the program that a failure prints; not
+            needed for functions that can be imported.
         progress: called with (calls compared, calls to draw).
 
     Returns:
         A report whose `str` is a table of the worst error per quantity.
 
     Raises:
-        CheckError: a comparison failed. The report holds the smallest failing call that was found
-            and a program that repeats it.
-        ArgumentError: no sizes could be found that the captured tensors allow.
+        CheckError: a comparison failed. Its report has the smallest failing call of the search and
+            a program that repeats it.
+        ArgumentError: no sizes were drawn that the captured tensors allow.
         TraceError, DeviceError, ...: as of `flex_attention`.
 
     >>> from attnkit.masks import causal
@@ -106,28 +107,28 @@ def check_variant(
 
 def _report(search: _Search, failed: Case | None, seconds: float, code: str) -> Report:
     shown = list(search.findings.values()) if failed is None else [search.findings[failed]]
-    program = snippet.program
+    program = reproducer.program
     return Report(
         name=str(search.variant),
-        rows=worst(row for found in shown for row in found.rows),
+        rows=worst(row for findings in shown for row in findings.rows),
         cases=len(search.findings),
         seconds=seconds,
-        notes=tuple(dict.fromkeys(note for found in shown for note in found.notes)),
+        notes=tuple(dict.fromkeys(note for findings in shown for note in findings.notes)),
         failed=failed,
         code="" if failed is None else program(search.variant, failed, search.device, code),
     )
 
 
 class _Failure(Exception):
-    """A case failed; for hypothesis, which makes it smaller."""
+    """A case failed; tells hypothesis to shrink it."""
 
 
-class _Enough(BaseException):
-    """Stops the search; no Exception, which hypothesis would take for a failure."""
+class _Stop(BaseException):
+    """Stops the search; not an Exception, which hypothesis would take for a failure."""
 
 
 class _Search:
-    """The drawn cases of one check; each case is examined once."""
+    """The search of one check: draws cases and examines each once."""
 
     def __init__(
         self,
@@ -151,7 +152,7 @@ class _Search:
     def run(
         self, limits: Limits, dtype: torch.dtype | Sequence[torch.dtype] | None, seed: int
     ) -> Case | None:
-        """Examine cases; the smallest failing one, if any."""
+        """Examine drawn cases; returns the smallest failing one, if any."""
 
         @hypothesis.seed(seed)
         @settings(
@@ -173,8 +174,8 @@ class _Search:
         torch.set_num_threads(1)
         try:
             body()
-        except (_Failure, _Enough):
-            # every case that hypothesis tries after a failure is smaller than those before
+        except (_Failure, _Stop):
+            # hypothesis tries smaller and smaller cases after a failure: the last is the smallest
             return self.last_failure
         except hypothesis.errors.Unsatisfiable:
             return None
@@ -183,15 +184,15 @@ class _Search:
         return None
 
     def _one(self, case: Case) -> None:
-        known = self.findings.get(case)
-        if known is None:
+        findings = self.findings.get(case)
+        if findings is None:
             if self.deadline is not None and time.perf_counter() > self.deadline:
-                raise _Enough
-            known = self._examine(case)
-            self.findings[case] = known
+                raise _Stop
+            findings = self._examine(case)
+            self.findings[case] = findings
             if self.progress is not None:
                 self.progress(min(len(self.findings), self.examples), self.examples)
-        if not all(row.ok for row in known.rows):
+        if not all(row.ok for row in findings.rows):
             self.last_failure = case
             if self.deadline is None:
                 self.deadline = time.perf_counter() + SHRINK_SECONDS
@@ -204,6 +205,6 @@ class _Search:
             self.refusal = error
             self.refusals += 1
             if self.refusals >= REFUSALS and not self.findings:
-                raise _Enough from None
+                raise _Stop from None
             hypothesis.reject()
         return examine(self.variant, case, device=self.device, backends=self.backends, bound=bound)

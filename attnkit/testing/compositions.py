@@ -1,4 +1,4 @@
-"""Hypothesis strategies for the library's masks and mods, compositions, and whole variants."""
+"""Hypothesis strategies for the library's masks and mods, combinations, and whole variants."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from hypothesis import strategies as st
 
 from attnkit.runtime.variant import Variant
+from attnkit.testing.drawn_source import run_drawn
 from attnkit.testing.expressions import mask_mods, score_mods
 from attnkit.testing.limits import ANY_SIZE, Limits
-from attnkit.testing.written import written
 from attnkit.tracing.mask import Mask
 
-# Calls of the library, and the captured tensors that they take. N is the largest length, B the
-# batch and H the heads; n and m are drawn.
+# Calls of the library, each with the source of its captured tensor. N is the largest length, B the
+# batch and H the heads; n and m are random numbers.
 Calls = Sequence[tuple[str, str]]
 
 _MASKS: Calls = (
@@ -53,6 +53,7 @@ _MODS: Calls = (
 
 
 def _library(draw: st.DrawFn, name: str, calls: Calls, limits: Limits) -> Any:
+    """Draw a call of `attnkit.<name>`, run it, and return the mask or mod."""
     call, table = draw(st.sampled_from(calls))
     holes = {
         "N": max(limits.q_len[1], limits.kv_len[1]),
@@ -63,29 +64,29 @@ def _library(draw: st.DrawFn, name: str, calls: Calls, limits: Limits) -> Any:
     }
     tables = [f"t = {table.format(**holes)}"] if table else []
     seed = draw(st.integers(0, 99)) if table else 0
-    return written(f"{name}_drawn", tables, seed, [f"return {name}.{call.format(**holes)}"])
+    return run_drawn(f"{name}_drawn", tables, seed, [f"return {name}.{call.format(**holes)}"])
 
 
 @st.composite
 def library_masks(draw: st.DrawFn, limits: Limits = ANY_SIZE) -> Mask:
-    """Masks of `attnkit.masks` with drawn arguments.
+    """Masks of `attnkit.masks` with random arguments.
 
     Args:
         limits: the largest sizes that the mask must serve.
     """
-    made: Mask = _library(draw, "masks", _MASKS, limits)
-    return made
+    mask: Mask = _library(draw, "masks", _MASKS, limits)
+    return mask
 
 
 @st.composite
 def library_mods(draw: st.DrawFn, limits: Limits = ANY_SIZE) -> Callable[..., Any]:
-    """Mods of `attnkit.mods` with drawn arguments; learned tensors require grad.
+    """Mods of `attnkit.mods` with random arguments; learned tensors require grad.
 
     Args:
         limits: the largest sizes that the mod must serve.
     """
-    made: Callable[..., Any] = _library(draw, "mods", _MODS, limits)
-    return made
+    mod: Callable[..., Any] = _library(draw, "mods", _MODS, limits)
+    return mod
 
 
 def masks(limits: Limits = ANY_SIZE) -> st.SearchStrategy[Mask]:
@@ -105,7 +106,7 @@ def masks(limits: Limits = ANY_SIZE) -> st.SearchStrategy[Mask]:
 
 
 def variants(limits: Limits = ANY_SIZE) -> st.SearchStrategy[Variant]:
-    """A mod of the library, a random one or none, with a mask or none.
+    """Variants: a mod of the library, a random mod or none, with a mask or none.
 
     Args:
         limits: the largest sizes that the variant must serve.

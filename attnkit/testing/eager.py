@@ -1,7 +1,7 @@
-"""The user's own function called by torch, without attnkit: what a trace must agree with.
+"""Call the user's function with torch, without attnkit: a trace must give the same values.
 
 `torch.vmap` calls the function once over all positions, with 0-d tensors as FlexAttention's eager
-mode does. A function that vmap cannot run is called position by position, at some of them.
+mode does. A function that vmap cannot run is called one by one at some positions.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-POINTS = 200  # positions that are called one by one where vmap fails
+POINTS = 200  # number of positions to call one by one if vmap fails
 
 
 @dataclass(frozen=True)
 class Eager:
-    """What the function gave.
+    """Values of the function.
 
     Attributes:
-        values: [B, H, Sq, Skv] if every position was called, else one per point.
-        points: None, or the b, h, q, kv of the points, int64 each.
+        values: [B, H, Sq, Skv] if every position was called, else one value per point.
+        points: the b, h, q and kv of the points, int64 each; None if every position was called.
     """
 
     values: Tensor
     points: tuple[Tensor, ...] | None = None
 
     def pick(self, dense: Tensor) -> Tensor:
-        """The same positions of a tensor that broadcasts to [B, H, Sq, Skv]."""
+        """Select these positions of a tensor that broadcasts to [B, H, Sq, Skv]."""
         if self.points is None:
             return dense.expand(self.values.shape)
         return dense[
@@ -39,7 +39,7 @@ class Eager:
 
 
 class _IndexWithoutItem(TorchFunctionMode):
-    """Indexing by 0-d tensors as an operator: Tensor.__getitem__ would ask vmap for numbers."""
+    """Makes indexing by 0-d tensors an operator: Tensor.__getitem__ would ask vmap for ints."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -54,10 +54,10 @@ class _IndexWithoutItem(TorchFunctionMode):
 
 def _index(source: Tensor, items: tuple[Any, ...]) -> Tensor:
     basic = tuple(slice(None) if isinstance(i, Tensor) else i for i in items)
-    rest = source[basic]  # the mode is off while it handles a call
+    sliced = source[basic]  # the mode is off while it handles a call
     tensors = [i if isinstance(i, Tensor) else None for i in items if not isinstance(i, int)]
-    found: Tensor = torch.ops.aten.index.Tensor(rest, tensors)
-    return found
+    indexed: Tensor = torch.ops.aten.index.Tensor(sliced, tensors)
+    return indexed
 
 
 @torch.no_grad()
@@ -67,7 +67,7 @@ def call(
     device: torch.device,
     score: Tensor | None = None,
 ) -> Eager:
-    """Call a mask_mod, or a score_mod with its scores.
+    """Call a mask_mod or a score_mod at every position, or at some if vmap cannot run it.
 
     Args:
         function: mask_mod(b, h, q, kv), or score_mod(score, b, h, q, kv) if score is given.
@@ -84,8 +84,8 @@ def call(
     called: Callable[..., Tensor] = tensor
     prefix = (0,) * len(lead)
     for axis in (3, 2, 1, 0):
-        own = tuple(0 if i == axis else None for i in range(4))
-        called = torch.vmap(called, in_dims=prefix + own)
+        dims = tuple(0 if i == axis else None for i in range(4))
+        called = torch.vmap(called, in_dims=prefix + dims)
     try:
         with _IndexWithoutItem():
             return Eager(called(*lead, *ranges))

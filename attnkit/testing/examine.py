@@ -1,4 +1,4 @@
-"""Everything that one case of a variant must satisfy."""
+"""Check a variant at one case: backends, trace and tiles."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnkit.runtime.variant import Bound, Variant
-from attnkit.testing import snippet
-from attnkit.testing.agreement import mask_row, score_row, tile_rows
+from attnkit.runtime.bind import Bound
+from attnkit.runtime.variant import Variant
+from attnkit.testing import reproducer
 from attnkit.testing.backends import backend_rows, present_backends
 from attnkit.testing.case import Case
 from attnkit.testing.report import CheckError, Report, Row
 from attnkit.testing.tolerance import exact
+from attnkit.testing.trace_and_tiles import mask_row, score_row, tile_rows
 from attnkit.tracing.tracer import Traced
 
 
 @dataclass(frozen=True, eq=False)
 class Findings:
-    """The comparisons of one case, and what was left out of them."""
+    """The comparisons of one case, and notes on what was not compared."""
 
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
 
 
 def bind(variant: Variant, case: Case, device: torch.device) -> Bound:
-    """The variant for a case's sizes, without tensors of that size.
+    """Bind a variant for a case's sizes, without allocating its tensors.
 
     Raises:
         BoundsError: the variant's captured tensors do not allow these sizes.
@@ -51,10 +52,10 @@ def examine(
 
     Args:
         variant: what to check.
-        case: at which sizes.
+        case: sizes, dtype, strides and seed.
         device: where to run.
         backends: what to compare.
-        bound: the variant for this case, if known.
+        bound: the variant for this case, if it was bound before.
     """
     bound = bind(variant, case, device) if bound is None else bound
     rows: list[Row] = []
@@ -75,7 +76,7 @@ def _kept(
     device: torch.device,
     rows: list[Row],
 ) -> Tensor:
-    """The dense mask; adds the rows of the trace and the tiles."""
+    """Evaluate the dense mask; adds the rows that compare the trace and the tiles."""
     function = getattr(variant.mask, "mask_mod", variant.mask)
     kept, row = mask_row(function, traced, case, device)
     rows.append(row)
@@ -89,7 +90,7 @@ def _kept(
 
 
 def _listed(mask: object, kept: Tensor) -> Tensor:
-    """What PyTorch's BlockMask keeps: its full blocks whole, its partial blocks by the mask."""
+    """The dense mask of PyTorch's BlockMask: full blocks whole, partial blocks by the mask_mod."""
     grids = []
     for prefix in ("", "full_"):
         counts = getattr(mask, f"{prefix}kv_num_blocks")
@@ -114,7 +115,7 @@ def check_case(
     backends: Sequence[str] | None = None,
     code: str = "",
 ) -> Report:
-    """Check a variant at one case; what the code of a failed `check_variant` calls.
+    """Check a variant at one case; the program of a failed `check_variant` calls this.
 
     Args:
         variant: what to check.
@@ -130,15 +131,15 @@ def check_case(
     began = time.perf_counter()
     device = torch.device(device)
     chosen = present_backends(device) if backends is None else tuple(backends)
-    found = examine(variant, case, device=device, backends=chosen)
-    failed = any(not row.ok for row in found.rows)
+    findings = examine(variant, case, device=device, backends=chosen)
+    failed = any(not row.ok for row in findings.rows)
     report = Report(
         name=str(variant),
-        rows=found.rows,
+        rows=findings.rows,
         seconds=time.perf_counter() - began,
-        notes=found.notes,
+        notes=findings.notes,
         failed=case if failed else None,
-        code=snippet.program(variant, case, device, code) if failed else "",
+        code=reproducer.program(variant, case, device, code) if failed else "",
     )
     if failed:
         raise CheckError(report)

@@ -1,8 +1,8 @@
-"""Hypothesis strategies for random mask_mods and score_mods, written as Python source.
+"""Hypothesis strategies for random mask_mods and score_mods, as Python source.
 
-A drawn function is real source that was executed, so it traces, differentiates and prints like one
-that a user wrote, and a failure can show it. The grammar keeps integers small, indices inside
-their tables and scores moderate; everything else is free.
+A random function is source that is executed, so it traces, differentiates and prints like a user's
+function, and a failure can show it. The grammar keeps integers small, indices inside their tables
+and scores moderate; it limits nothing else.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from attnkit.testing.drawn_source import run_drawn
 from attnkit.testing.limits import ANY_SIZE, Limits
-from attnkit.testing.written import written
 
 _HEADERS = {"mask": "mask_mod(b, h, q, kv)", "score": "score_mod(score, b, h, q, kv)"}
 
@@ -137,7 +137,7 @@ class _Writer:
         return self.fill(form, self.real, depth)
 
     def fill(self, form: str, same: Callable[[int], str], depth: int) -> str:
-        """A form with its holes filled: a, b like the result, t bool, c, d and x numbers."""
+        """Fill the holes of a form: a, b like the result, t bool, c, d and x numbers."""
         holes: dict[str, Any] = {}
         for hole, make in (
             ("a", lambda: same(depth - 1)),
@@ -159,7 +159,7 @@ _FLOATS = "torch.randn({shape}, generator=random)"
 _LEARNED = (
     "torch.randn({shape}, generator=random, requires_grad=True)",
     "torch.randn({shape}, generator=random)",
-    # of numbers that float32 holds, as others are refused below float64 queries
+    # values that float32 represents: others are refused unless the query is float64
     "torch.randn({shape}, generator=random).double().requires_grad_()",
     "torch.randn({shape}, generator=random, dtype=torch.bfloat16, requires_grad=True)",
     "torch.randn(2, {shape}, generator=random, requires_grad=True)[1]",
@@ -167,9 +167,10 @@ _LEARNED = (
 
 
 def _function(kind: str, body: str, tables: list[str], seed: int) -> Callable[..., Any]:
+    """Execute a drawn function that returns `body`."""
     lines = [f"def {_HEADERS[kind]}:", f"    return {body}", f"return {kind}_mod"]
-    made: Callable[..., Any] = written(f"{kind}_mod", tables, seed, lines)
-    return made
+    function: Callable[..., Any] = run_drawn(f"{kind}_mod", tables, seed, lines)
+    return function
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""Which sizes a variant's captured tensors allow."""
+"""Find the sizes that a variant's captured tensors allow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attnkit.tracing.mask import Mask
 
 Range = tuple[int, int]
 
-LENGTH = 200  # largest length drawn by default: several of the smallest tiles, and ragged
+LENGTH = 200  # largest length by default: several of the smallest tiles, and ragged
 BATCH = 3
 HEADS = 8
 
@@ -46,12 +46,12 @@ def find_limits(
     batch: int | Range | None = None,
     heads: int | Range | None = None,
 ) -> Limits:
-    """The sizes to draw: those that are given, else as large as the captured tensors allow.
+    """Find the sizes to draw from: as given, else as large as the captured tensors allow.
 
     Args:
         variant: what will be checked.
-        device: where.
-        q_len, kv_len, batch, heads: a size, a range (low, high), or None to find out.
+        device: where it will run.
+        q_len, kv_len, batch, heads: a size, a range (low, high), or None to find it.
 
     Raises:
         OptionError: not a size or a range.
@@ -64,15 +64,15 @@ def find_limits(
         fixed.setdefault(name, (size, size))
     free = vars(ANY_SIZE) | _of_mask(variant)
     fixed = {n: r for n, r in free.items() if r[0] == r[1]} | fixed
-    found = {n: fixed.get(n, free[n]) for n in ("q_len", "kv_len", "batch", "heads")}
-    for name in found:
+    ranges = {n: fixed.get(n, free[n]) for n in ("q_len", "kv_len", "batch", "heads")}
+    for name in ranges:
         if name not in fixed:
-            found[name] = (found[name][0], _largest(variant, device, found, fixed, name))
-    return Limits(**found)
+            ranges[name] = (ranges[name][0], _largest(variant, device, ranges, fixed, name))
+    return Limits(**ranges)
 
 
 def _of_block_mask(variant: Variant) -> dict[str, int]:
-    """Sizes that a block mask was built for."""
+    """The sizes that a block mask was built for."""
     mask = variant.mask
     if not isinstance(mask, BlockMask) and not hasattr(mask, "kv_num_blocks"):
         return {}
@@ -81,14 +81,14 @@ def _of_block_mask(variant: Variant) -> dict[str, int]:
 
 
 def _of_mask(variant: Variant) -> dict[str, Range]:
-    """Lengths that a mask was built for, as ranges to draw from."""
+    """The lengths that a mask was built for, as ranges to draw from."""
     if not isinstance(variant.mask, Mask):
         return {}
-    found = {}
+    ranges = {}
     for name, (least, most) in zip(("q_len", "kv_len"), variant.mask.lengths, strict=True):
         high = max(LENGTH, least)
-        found[name] = (least, high if most is None else min(high, most))
-    return found
+        ranges[name] = (least, high if most is None else min(high, most))
+    return ranges
 
 
 def _range(name: str, given: int | Range) -> Range:
@@ -104,13 +104,13 @@ def _range(name: str, given: int | Range) -> Range:
 def _largest(
     variant: Variant,
     device: torch.device,
-    found: dict[str, Range],
+    ranges: dict[str, Range],
     fixed: dict[str, Range],
     name: str,
 ) -> int:
-    """The largest legal size of one axis, the others being as small as may be; by bisection."""
-    low, high = found[name]
-    sizes = {n: fixed[n][0] if n in fixed else found[n][0] for n in found}
+    """Find the largest legal size of one axis by bisection, with all others at their least."""
+    low, high = ranges[name]
+    sizes = {n: fixed[n][0] if n in fixed else ranges[n][0] for n in ranges}
     if _legal(variant, device, sizes | {name: high}) or not _legal(variant, device, sizes):
         return high
     while high - low > 1:

@@ -1,4 +1,4 @@
-"""`load("file.py:name")` and `load("masks:sliding_window(64)")`: a variant from its name."""
+"""Load a variant by its name: `load("file.py:name")`, `load("masks:sliding_window(64)")`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attnkit import masks, mods
 from attnkit.errors import ArgumentError, AttnkitError
 from attnkit.runtime.variant import Variant
 from attnkit.sparsity.block_mask import BlockMask
-from attnkit.testing import names
+from attnkit.testing import target_expressions
 from attnkit.testing.source import Source, remember
 from attnkit.tracing.mask import Mask
 
@@ -26,18 +26,18 @@ _KINDS = (
 
 
 def load(target: str) -> Variant:
-    """The variant that a target names.
+    """Load the variant that a target names.
 
     Args:
         target: "path/to/file.py:name", "masks:name" or "mods:name". The name may be an attribute
             ("make.causal"), a call with literal arguments ("sliding_window(64)") and a combination
-            of masks ("causal() & sliding_window(64)"). It stands for a `Variant`, a `Mask`, a
+            of masks ("causal() & sliding_window(64)"). Its value is a `Variant`, a `Mask`, a
             `BlockMask`, a score_mod, a mask_mod, or a function without required arguments that
-            gives one.
+            returns one of these.
 
     Raises:
-        ArgumentError: no such file or name, a file that fails when it is run, or another kind of
-            object.
+        ArgumentError: there is no such file or name, running the file fails, or the value is of
+            another kind.
 
     >>> print(load("masks:causal() & sliding_window(64)"))
     mask(b, h, q, kv) = (kv <= q) & ((q - kv <= 64) & (kv - q <= 0))
@@ -48,24 +48,24 @@ def load(target: str) -> Variant:
 
 
 def load_object(target: str) -> Any:
-    """What a target names, as it is.
+    """Load the object that a target names, whatever it is.
 
     Raises:
         ArgumentError: as of `load`.
     """
-    made = _found(target)
+    value = _evaluated(target)
     name = f"loaded_{hashlib.sha256(target.encode()).hexdigest()[:6]}"
     text = f"from attnkit.testing import load_object\n{name} = load_object({target!r})"
-    return remember(made, Source(name, text))
+    return remember(value, Source(name, text))
 
 
-def _found(target: str) -> Any:
+def _evaluated(target: str) -> Any:
     path, colon, name = target.partition(":")
     if path in ("masks", "mods"):
         library: ModuleType = masks if path == "masks" else mods
-        shown = [n for n in library.__all__ if n.islower() and n != "examples"]
-        scope = {n: getattr(library, n) for n in shown}
-        return names.evaluate(name, scope, f"attnkit.{path}", factories=True)
+        public = [n for n in library.__all__ if n.islower() and n != "examples"]
+        scope = {n: getattr(library, n) for n in public}
+        return target_expressions.evaluate(name, scope, f"attnkit.{path}", factories=True)
     at = target.find(".py:")
     if at < 0:
         hint = "" if colon else "; the name is missing"
@@ -74,7 +74,7 @@ def _found(target: str) -> Any:
             "mods:name(...)"
         )
     file, name = Path(target[: at + 3]), target[at + 4 :]
-    return names.evaluate(name, vars(_module(file)), str(file))
+    return target_expressions.evaluate(name, vars(_module(file)), str(file))
 
 
 def _module(file: Path) -> ModuleType:
@@ -86,7 +86,9 @@ def _module(file: Path) -> ModuleType:
         raise ArgumentError(f"{str(file)!r} cannot be imported as a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
-    sys.path.insert(0, str(file.resolve().parent))  # its neighbours import, as for `python file.py`
+    sys.path.insert(
+        0, str(file.resolve().parent)
+    )  # so that it can import its neighbours, as with `python file.py`
     try:
         spec.loader.exec_module(module)
     except AttnkitError:
@@ -103,10 +105,14 @@ def _module(file: Path) -> ModuleType:
 
 
 def as_variant(x: Any, target: str) -> Variant:
-    """A variant of whatever can stand for one.
+    """Make a variant of an object that can stand for one.
+
+    Args:
+        x: the object, see `load`.
+        target: its name, for messages.
 
     Raises:
-        ArgumentError: it cannot.
+        ArgumentError: it is of another kind.
     """
     if isinstance(x, Variant):
         return x
@@ -129,10 +135,10 @@ def as_variant(x: Any, target: str) -> Variant:
             f"{target} takes {len(required)} arguments, {inspect.signature(x)}; expected {_KINDS}. "
             f"Arguments are given as in '{target}(64)'"
         )
-    made = names.guarded(x, f"{target}()")
-    if inspect.isroutine(made) and made is x:
+    result = target_expressions.guarded(x, f"{target}()")
+    if inspect.isroutine(result) and result is x:
         raise ArgumentError(f"{target} gives itself; expected {_KINDS}")
-    return as_variant(made, f"{target}()")
+    return as_variant(result, f"{target}()")
 
 
 def _kind(x: Any) -> str:

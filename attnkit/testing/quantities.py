@@ -1,4 +1,4 @@
-"""What one attention call gives: outputs and gradients, by name."""
+"""Compute the outputs and gradients of one attention call, by name."""
 
 from __future__ import annotations
 
@@ -23,24 +23,44 @@ INPUTS = ("query", "key", "value")
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """The leaf tensors that a score_mod's gradient flows to, with names for the report."""
+    """The leaf tensors that receive gradients of a score_mod, with names for the report."""
 
     names: tuple[str, ...] = ()
     tensors: tuple[Tensor, ...] = ()
 
 
+@dataclass(frozen=True, eq=False)
+class DenseCall:
+    """A dense attention call, for the oracle and for samples of what a dtype can give.
+
+    Attributes:
+        score: the traced score_mod.
+        kept: the dense mask, broadcastable to [B, Hq, Sq, Skv]; None without a mask.
+        case: sizes, dtype and seed.
+        captured: leaves to differentiate with respect to.
+        device: where to run.
+    """
+
+    score: Traced | None
+    kept: Tensor | None
+    case: Case
+    captured: Captured
+    device: torch.device
+
+
 def captured_leaves(score: Traced | None) -> Captured:
-    """The captured tensors that require grad; for a computed one, the leaves behind it."""
-    found: dict[int, tuple[str, Tensor]] = {}
+    """Find the captured tensors that require grad; for a computed one, the leaves behind it."""
+    by_id: dict[int, tuple[str, Tensor]] = {}
     for name, t in zip(score.names, score.tensors, strict=True) if score is not None else ():
         leaves = _leaves(t)
         for i, leaf in enumerate(leaves):
-            own = name if leaf is t else f"{name} (leaf {i})"
-            found.setdefault(id(leaf), (own, leaf))
-    return Captured(tuple(n for n, _ in found.values()), tuple(t for _, t in found.values()))
+            leaf_name = name if leaf is t else f"{name} (leaf {i})"
+            by_id.setdefault(id(leaf), (leaf_name, leaf))
+    return Captured(tuple(n for n, _ in by_id.values()), tuple(t for _, t in by_id.values()))
 
 
 def _leaves(t: Tensor) -> list[Tensor]:
+    """The leaf tensors that a tensor was computed from, or the tensor itself."""
     if not t.requires_grad:
         return []
     if t.grad_fn is None:
@@ -61,9 +81,19 @@ def _leaves(t: Tensor) -> list[Tensor]:
 def differentiate(
     case: Case, results: Sequence[Tensor], inputs: Sequence[Tensor], captured: Captured
 ) -> Quantities:
-    """Gradients through the output alone and through the LSE alone: neither can hide the other."""
+    """Compute gradients through the output and through the LSE separately: neither hides the other.
+
+    Args:
+        case: gives the gradients of the output and of the LSE.
+        results: output, LSE and row maxima.
+        inputs: query, key and value.
+        captured: leaves to differentiate with respect to.
+
+    Returns:
+        Results and gradients by name, such as "out", "dquery" and "dquery through lse".
+    """
     out, lse = results[:2]
-    found = dict(zip(OUTPUTS, (r.detach() for r in results), strict=True))
+    quantities = dict(zip(OUTPUTS, (r.detach() for r in results), strict=True))
     grad_out, grad_lse = case.cotangents(out.device)
     targets = [*inputs, *captured.tensors]
     names = [f"d{name}" for name in (*INPUTS, *captured.names)]
@@ -77,8 +107,8 @@ def differentiate(
                 result, targets, grad, retain_graph=True, allow_unused=True
             )
         for name, target, g in zip(names, targets, gradients, strict=True):
-            found[name + through] = torch.zeros_like(target) if g is None else g
-    return found
+            quantities[name + through] = torch.zeros_like(target) if g is None else g
+    return quantities
 
 
 def run(
@@ -90,7 +120,7 @@ def run(
     device: torch.device,
     block: tuple[int, int] | None = None,
 ) -> Quantities:
-    """Attention by a backend.
+    """Run a variant with a backend, forward and backward.
 
     Args:
         variant: what to run.
@@ -98,7 +128,7 @@ def run(
         captured: of the variant.
         backend: as of `flex_attention`.
         device: where to run.
-        block: tile sizes, the plan's own if None.
+        block: (q, kv) tile sizes; those of the plan if None.
     """
     inputs = case.inputs(device)
     out, aux = variant(
@@ -113,32 +143,20 @@ def run(
 
 
 def in_dtype(score: Traced, dtype: torch.dtype) -> Traced:
-    """The same score_mod over its captured tensors in a compute dtype.
+    """Convert the captured tensors of a score_mod to a compute dtype.
 
-    They are converted, not detached: a gradient is summed in that dtype, and rounded to the leaf's
-    own at the end.
+    They stay attached: a gradient is summed in that dtype, and rounded to the leaf's at the end.
     """
     tensors = tuple(t.to(dtype) if t.dtype.is_floating_point else t for t in score.tensors)
     return dataclasses.replace(score, tensors=tensors)
 
 
-def oracle(
-    score: Traced | None,
-    kept: Tensor | None,
-    case: Case,
-    captured: Captured,
-    device: torch.device,
-) -> Quantities:
-    """Dense attention in float64, captured tensors included.
-
-    Args:
-        score: the traced score_mod.
-        kept: the dense mask, broadcastable to [B, Hq, Sq, Skv]; None keeps everything.
-        case: sizes, dtype and seed.
-        captured: leaves to differentiate by.
-        device: where to run.
-    """
-    query, key, value = (t.detach().to(torch.float64).requires_grad_() for t in case.inputs(device))
-    score = None if score is None else in_dtype(score, torch.float64)
-    results = reference.attention(query, key, value, score, scale=case.scale, allowed=kept)
-    return differentiate(case, results, (query, key, value), captured)
+def oracle(call: DenseCall) -> Quantities:
+    """Compute dense attention in float64, captured tensors included."""
+    case = call.case
+    query, key, value = (
+        t.detach().to(torch.float64).requires_grad_() for t in case.inputs(call.device)
+    )
+    score = None if call.score is None else in_dtype(call.score, torch.float64)
+    results = reference.attention(query, key, value, score, scale=case.scale, allowed=call.kept)
+    return differentiate(case, results, (query, key, value), call.captured)

@@ -1,4 +1,4 @@
-"""What a check found, to read: one line per quantity."""
+"""The results of a check, as a table with one line for each quantity."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Row:
 
     Attributes:
         quantity: "out", "lse", "dquery", "dquery through lse", "d<captured tensor>", "tiles", ...
-        backend: what was compared: "cpu", "cpu 16x32" (with these tiles), "trace", "tiles".
-        error: largest difference from the oracle, or a count of wrong entries.
-        allowed: largest difference that passes.
-        case: where this happened.
-        where: the position of the largest difference, for a failure.
+        backend: what was compared: "cpu", "cpu other tiles", "trace", "tiles".
+        error: largest difference from the oracle, or number of wrong entries.
+        allowed: largest error that passes.
+        case: the call.
+        where: the position of the largest difference; empty if there is none.
     """
 
     quantity: str
@@ -37,7 +37,7 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """error / allowed; 0 for no error, inf where none is allowed."""
+        """error / allowed; 0 for no error, inf if no error is allowed."""
         if self.error == 0:
             return 0.0
         if math.isnan(self.error) or self.allowed == 0:
@@ -52,10 +52,10 @@ class Report:
     Attributes:
         name: the variant's formulas.
         rows: the worst comparison for each quantity and backend.
-        cases: how many cases were compared.
-        seconds: how long it took.
+        cases: number of cases that were compared.
+        seconds: duration of the check.
         notes: what was not compared, and why.
-        failed: the case that failed, as small as could be found; None if all passed.
+        failed: the smallest case that failed in the search; None if all passed.
         code: Python source that repeats the failed case; empty if all passed.
     """
 
@@ -91,7 +91,7 @@ class CheckError(AttnkitError, AssertionError):
     """A variant does not agree with the oracle.
 
     Attributes:
-        report: everything that was found, with code that shows it again.
+        report: all comparisons, with code that repeats the failure.
     """
 
     def __init__(self, report: Report) -> None:
@@ -100,18 +100,18 @@ class CheckError(AttnkitError, AssertionError):
 
 
 def worst(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """For each quantity and backend the row that came closest to failing, or failed most."""
-    found: dict[tuple[str, str], Row] = {}
+    """Select for each quantity and backend the row with the largest share of the allowed error."""
+    selected: dict[tuple[str, str], Row] = {}
     for row in rows:
-        known = found.get((row.quantity, row.backend))
-        # among rows without error the one that allows least says most
+        known = selected.get((row.quantity, row.backend))
+        # among rows without error, the one that allows least is the strictest
         if known is None or (row.ratio, -row.allowed) > (known.ratio, -known.allowed):
-            found[row.quantity, row.backend] = row
-    return tuple(found.values())
+            selected[row.quantity, row.backend] = row
+    return tuple(selected.values())
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Rows as aligned text: quantity, backend, dtype, error, allowed, share of the allowed."""
+    """Format rows as a table: quantity, backend, dtype, error, allowed, share of the allowed."""
     head = ("quantity", "backend", "dtype", "error", "allowed", "used")
     lines = [head]
     for row in rows:
@@ -135,6 +135,7 @@ def _count(report: Report) -> str:
 
 
 def _sentence(row: Row) -> str:
+    """Describe a failed comparison."""
     what, place = f"{row.quantity} ({row.backend})", f" at {row.where}" if row.where else ""
     if row.quantity == "call":
         return f"{what} raised {row.where}"

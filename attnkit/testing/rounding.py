@@ -1,9 +1,9 @@
-"""What rounding can do to a result: dense attention in float64 with one unit of noise at each step.
+"""Sample what rounding can do to a result: dense attention in float64 with noise at each step.
 
-The error of the dense reference is one sample of what its dtype can give, and on small inputs it
-may be zero by luck: with one key every weight is 1 and the reference's gradient of the query is
-exactly 0, while dO V^T - rowsum(dO O) is the difference of two rounded numbers. So the noise that
-rounding may put in is sampled here as well, from the formulas of attention alone.
+The error of the dense reference is one sample of the error that its dtype allows. On small inputs
+it may be zero by luck: with one key every weight is 1 and the reference's gradient of the query is
+exactly 0, while dO V^T - rowsum(dO O) is the difference of two rounded numbers. So noise of one
+unit in the last place is added here to each step of the formulas of attention.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from attnkit.graph.eval_torch import evaluate
 from attnkit.graph.ir import Node
 from attnkit.runtime.reference import positions
 from attnkit.testing.case import Case
-from attnkit.testing.quantities import Captured, Quantities, in_dtype
+from attnkit.testing.quantities import DenseCall, Quantities, in_dtype
 from attnkit.tracing.tracer import Traced
 
-# A long sum may round to (nearly) the right number by luck, in the reference too: before a result
-# is called wrong, this many samples of each kind are taken.
+# A long sum may round to (nearly) the right number by luck, in the reference too: so many samples
+# of each kind are taken before a result counts as wrong.
 SAMPLES = 8
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -32,7 +32,7 @@ Noise = Callable[[Tensor, Tensor], Tensor]  # (value, size of its summands) -> v
 
 
 def noise(dtype: torch.dtype, generator: torch.Generator) -> Noise:
-    """Adds or subtracts one unit in the last place of the size, at random."""
+    """Build a function that adds or subtracts one unit in the last place of a size, at random."""
     unit = torch.finfo(dtype).eps
 
     def add(value: Tensor, size: Tensor) -> Tensor:
@@ -42,34 +42,24 @@ def noise(dtype: torch.dtype, generator: torch.Generator) -> Noise:
     return add
 
 
-def perturbed(
-    score: Traced | None,
-    kept: Tensor | None,
-    case: Case,
-    captured: Captured,
-    device: torch.device,
-    sample: int,
-) -> Quantities:
-    """Attention and its gradients in float64, by their formulas, with noise at each step.
+def perturbed(call: DenseCall, sample: int) -> Quantities:
+    """Compute attention and its gradients in float64, by their formulas, with noise at each step.
 
-    Scores, row statistics and sums get noise of the compute dtype; the weights, the output and the
-    gradients of the scores, which are operands of products, get that of the case's dtype.
+    Scores, row statistics and sums get noise of the compute dtype. The weights, the output and the
+    gradients of the scores are operands of products and get noise of the case's dtype.
 
     Args:
-        score: the traced score_mod.
-        kept: the dense mask, broadcastable to [B, Hq, Sq, Skv]; None keeps everything.
-        case: sizes, dtype and seed.
-        captured: leaves to differentiate by.
-        device: where to run.
-        sample: which noise.
+        call: what to compute.
+        sample: seed of the noise.
 
     Returns:
         Quantities by the names that `quantities.run` uses.
     """
+    case, captured = call.case, call.captured
     generator = torch.Generator().manual_seed(1000 * sample + case.seed)
     wide = torch.float64 if case.dtype == torch.float64 else torch.float32
     inner, outer = noise(wide, generator), noise(case.dtype, generator)
-    q, key, value = (t.detach().to(torch.float64) for t in case.inputs(device))
+    q, key, value = (t.detach().to(torch.float64) for t in case.inputs(call.device))
     k, v = (t.repeat_interleave(case.heads // case.kv_heads, 1) for t in (key, value))
     scale = 1 / math.sqrt(case.head_dim) if case.scale is None else case.scale
 
@@ -77,15 +67,15 @@ def perturbed(
         return inner(a @ b, a.abs() @ b.abs())
 
     raw = (scale * product(q, k.mT)).requires_grad_()
-    modified = _modified(score, raw, kept)
+    modified = _modified(call.score, raw, call.kept)
     m, lse, exact = _softmax(modified.detach(), inner)
     weights = outer(exact, exact)
     out = product(weights, v)
     out = outer(out, out.abs())
-    found = {"out": out, "lse": lse.squeeze(-1), "max_scores": m.amax(-1)}
-    grad_out, grad_lse = (g.to(torch.float64) for g in case.cotangents(device))
+    quantities = {"out": out, "lse": lse.squeeze(-1), "max_scores": m.amax(-1)}
+    grad_out, grad_lse = (g.to(torch.float64) for g in case.cotangents(call.device))
     terms = grad_out * out
-    # the sizes of what is subtracted: the difference itself may be 0
+    # the noise has the size of the two operands: their difference may be 0
     sizes = terms.abs().sum(-1, keepdim=True) + grad_out.abs() @ v.abs().mT
     difference = inner(grad_out @ v.mT - terms.sum(-1, keepdim=True), sizes)
     for through, cotangent, dvalue in (
@@ -95,16 +85,16 @@ def perturbed(
         cotangent = inner(cotangent, cotangent.abs())
         draw, *others = _pulled_back(modified, (raw, *captured.tensors), cotangent)
         draw = outer(draw, draw.abs())
-        found["dquery" + through] = scale * product(draw, k)
-        found["dkey" + through] = _shared(scale * product(draw.mT, q), case)
-        found["dvalue" + through] = _shared(dvalue, case)
+        quantities["dquery" + through] = scale * product(draw, k)
+        quantities["dkey" + through] = _shared(scale * product(draw.mT, q), case)
+        quantities["dvalue" + through] = _shared(dvalue, case)
         for name, gradient in zip(captured.names, others, strict=True):
-            found[f"d{name}{through}"] = gradient
-    return found
+            quantities[f"d{name}{through}"] = gradient
+    return quantities
 
 
 def _softmax(modified: Tensor, inner: Noise) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores, LSE and weights, as they are computed again in a backward pass."""
+    """Scores, LSE and weights with noise, as a backward pass recomputes them."""
     m = modified.masked_fill(~modified.isfinite(), -math.inf)
     m = inner(m, m.masked_fill(m == -math.inf, 0).abs())
     lse = m.logsumexp(-1, keepdim=True)
@@ -115,42 +105,45 @@ def _softmax(modified: Tensor, inner: Noise) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _pulled_back(modified: Tensor, targets: Sequence[Tensor], cotangent: Tensor) -> list[Tensor]:
-    found = torch.autograd.grad(modified, targets, cotangent, retain_graph=True, allow_unused=True)
-    return [torch.zeros_like(t) if g is None else g for t, g in zip(targets, found, strict=True)]
+    """The gradients of the modified scores with respect to `targets`; zeros if there are none."""
+    grads = torch.autograd.grad(modified, targets, cotangent, retain_graph=True, allow_unused=True)
+    return [torch.zeros_like(t) if g is None else g for t, g in zip(targets, grads, strict=True)]
 
 
 def _modified(score: Traced | None, raw: Tensor, kept: Tensor | None) -> Tensor:
+    """Scores after score_mod and mask, in float64."""
     modified = raw
     if score is not None:
         env = {**positions(raw.shape, raw.device), "score": raw}
         (modified,) = evaluate(
             [score.root], env, in_dtype(score, torch.float64).tensors, torch.float64
         )
-    modified = modified.expand(raw.shape) + 0 * raw  # differentiable, whatever score_mod reads
+    modified = modified.expand(raw.shape) + 0 * raw  # differentiable even if score_mod ignores it
     return modified if kept is None else torch.where(kept, modified, -math.inf)
 
 
 def _shared(gradient: Tensor, case: Case) -> Tensor:
-    """Sum of the gradients [B, Hq, Skv, n] over the heads and batches that share a key."""
+    """Sum gradients [B, Hq, Skv, n] over the heads and batches that share a key."""
     gradient = gradient.unflatten(1, (case.kv_heads, -1)).sum(2)
     return gradient.sum(0, keepdim=True) if case.kv_batch != case.batch else gradient
 
 
 def noisy_values(
-    wide: Traced, own: Sequence[Tensor], env: Mapping[str, Tensor], generator: torch.Generator
+    wide: Traced, captured: Sequence[Tensor], env: Mapping[str, Tensor], generator: torch.Generator
 ) -> Tensor:
-    """Values of a score_mod in float64, each of its nodes with noise of float32.
+    """Evaluate a score_mod in float64, with noise of float32 at each of its nodes.
 
     Args:
         wide: the score_mod over captured tensors in float64.
-        own: the captured tensors in their own dtype; what depends on 16-bit ones gets their noise.
+        captured: the captured tensors in their own dtype; nodes that depend on 16-bit tensors get
+            noise of that dtype.
         env: arguments in float64 and int32.
         generator: of the noise.
     """
     memo: dict[Node, Tensor] = {}
     coarse: dict[Node, torch.dtype] = {}
     for n in ir.topo(wide.root):
-        dtype = own[int(n.attr or 0)].dtype if n.op == "load" else torch.float32
+        dtype = captured[int(n.attr or 0)].dtype if n.op == "load" else torch.float32
         units = [dtype] if dtype in HALVES else [torch.float32]
         units += [coarse[a] for a in n.args]
         coarse[n] = max(units, key=lambda d: torch.finfo(d).eps)

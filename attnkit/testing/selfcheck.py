@@ -1,8 +1,9 @@
-"""Tests kernels against dense attention: `python -m attnkit.testing.selfcheck cute cuda:0`.
+"""Test kernels against dense attention: `python -m attnkit.testing.selfcheck cute cuda:0`.
 
-Exit status 0: all is right; 1: something is wrong, and the last line says what. On a GPU of which no
-kernel was proven it is run once before they are used (`attnkit.runtime.hardware_gate`); `python -m attnkit.testing.selfcheck
-emulate:sm_100a cpu` does the same in the emulator, at small sizes.
+Exit status 0: all is right; 1: something is wrong, and the last line says what. It runs once on a
+GPU on which no kernel was proven, before kernels are used there (`attnkit.runtime.hardware_gate`).
+`python -m attnkit.testing.selfcheck emulate:sm_100a cpu` does the same in the emulator, at small
+sizes.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from attnkit.testing.kernels import compare
 
 @dataclass(frozen=True)
 class Example:
-    """A call; lengths and heads are those on a GPU.
+    """A call to test.
 
     Attributes:
         name: of the variant.
-        variant: made for a length, a number of heads and a device.
+        variant: makes the variant for a length, a number of heads and a device.
         head_dim: of query, key and value.
         group: query heads per kv head.
     """
@@ -63,20 +64,24 @@ EXAMPLES = (
 
 
 def examine(backend: str, device: torch.device, examples: tuple[Example, ...] = EXAMPLES) -> str:
-    """What is wrong with a backend's kernels, the first thing found; empty if nothing is.
+    """Run examples with a backend's kernels until one is wrong.
 
     Args:
         backend: "cute", or "emulate:" and an architecture.
         device: where the tensors are.
         examples: what to run.
+
+    Returns:
+        What is wrong with the first wrong example; empty if all are right.
     """
     for example in examples:
-        for wrong in _wrong(example, backend, device):
-            return f"{example.name}, D = {example.head_dim}: {wrong}"
+        for error in _errors(example, backend, device):
+            return f"{example.name}, D = {example.head_dim}: {error}"
     return ""
 
 
-def _wrong(example: Example, backend: str, device: torch.device) -> Iterator[str]:
+def _errors(example: Example, backend: str, device: torch.device) -> Iterator[str]:
+    """Describe each error of an example."""
     # several tiles a CTA, several laps of every ring, ragged ends
     length, heads, batch = (1500, 16, 2) if device.type == "cuda" else (420, example.group, 1)
     generator = torch.Generator().manual_seed(0)
@@ -97,11 +102,11 @@ def _wrong(example: Example, backend: str, device: torch.device) -> Iterator[str
 
 
 def main(arguments: list[str]) -> int:
-    """Examine; print the verdict."""
+    """Test a backend's kernels on a device; prints the verdict and returns the exit status."""
     backend, device = arguments
-    found = examine(backend, torch.device(device))
-    sys.stdout.write(f"{found or 'all is right'}\n")
-    return bool(found)
+    error = examine(backend, torch.device(device))
+    sys.stdout.write(f"{error or 'all is right'}\n")
+    return bool(error)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Dense attention in the case's own dtype, with its sums in another order.
+"""Compute dense attention in the case's dtype with its sums in another order.
 
-The order of a sum changes its rounding and nothing else, so each order is another sample of what
-the dense reference may be off by. All queries that share a key (of the heads of a group, and of
-the batch where key and value are shared) are stacked and shuffled, and so are the keys.
+The order of a sum changes its rounding and nothing else, so each order is another sample of the
+dense reference's error. All queries that share a key (those of the heads of a group, and of the
+batch if key and value are shared) are stacked and shuffled, and so are the keys.
 """
 
 from __future__ import annotations
@@ -15,35 +15,28 @@ from torch import Tensor
 from attnkit.graph import ir
 from attnkit.runtime import reference
 from attnkit.testing.case import Case
-from attnkit.testing.quantities import Captured, Quantities, differentiate, in_dtype
+from attnkit.testing.quantities import DenseCall, Quantities, differentiate, in_dtype
 from attnkit.tracing.tracer import Traced
 
 
-def shuffled(
-    score: Traced | None,
-    kept: Tensor | None,
-    case: Case,
-    captured: Captured,
-    device: torch.device,
-    sample: int,
-) -> Quantities:
-    """The dense reference on stacked and shuffled queries and keys; results in the usual order.
+def shuffled(call: DenseCall, sample: int) -> Quantities:
+    """Run the dense reference on stacked and shuffled queries and keys.
 
     Args:
-        score: the traced score_mod.
-        kept: the dense mask, broadcastable to [B, Hq, Sq, Skv]; None keeps everything.
-        case: sizes, dtype and seed.
-        captured: leaves to differentiate by.
-        device: where to run.
-        sample: which order.
+        call: what to compute.
+        sample: seed of the order.
+
+    Returns:
+        Results and gradients in the usual order.
     """
+    case, device, score, kept = call.case, call.device, call.score, call.kept
     generator = torch.Generator().manual_seed(1000 * sample + case.seed)
     stack = _Stack(case, generator, device)
     inputs = case.inputs(device)
     key, value = (t[:, :, stack.columns] for t in inputs[1:])
     if score is not None:
         wide = torch.float64 if case.dtype == torch.float64 else torch.float32
-        score = stack.moved(in_dtype(score, wide))
+        score = stack.reindexed(in_dtype(score, wide))
     if kept is not None:
         kept = stack.stacked(kept.expand(case.dense_shape))[..., stack.columns]
     results = reference.attention(
@@ -52,7 +45,7 @@ def shuffled(
         allowed=kept,
     )
     results = tuple(stack.unstacked(r) for r in results)  # type: ignore[assignment]
-    return differentiate(case, results, inputs, captured)
+    return differentiate(case, results, inputs, call.captured)
 
 
 class _Stack:
@@ -60,30 +53,30 @@ class _Stack:
 
     def __init__(self, case: Case, generator: torch.Generator, device: torch.device) -> None:
         self.case = case
-        self.own = case.batch // case.kv_batch, case.heads // case.kv_heads, case.q_len
-        count = self.own[0] * self.own[1] * self.own[2]
+        self.sizes = case.batch // case.kv_batch, case.heads // case.kv_heads, case.q_len
+        count = self.sizes[0] * self.sizes[1] * self.sizes[2]
         self.rows = torch.randperm(count, generator=generator).to(device)
         self.columns = torch.randperm(case.kv_len, generator=generator).to(device)
 
     def stacked(self, t: Tensor) -> Tensor:
-        """[B, Hq, Sq, n] as [kv batch, kv heads, rows, n]."""
-        batch, group, _ = self.own
+        """Reshape [B, Hq, Sq, n] to [kv batch, kv heads, rows, n], in the random order."""
+        batch, group, _ = self.sizes
         t = t.unflatten(0, (-1, batch)).unflatten(2, (-1, group))
         return t.transpose(1, 2).flatten(2, 4)[:, :, self.rows]
 
     def unstacked(self, t: Tensor) -> Tensor:
-        """[kv batch, kv heads, rows, ...] as [B, Hq, Sq, ...]."""
-        t = t[:, :, self.rows.argsort()].unflatten(2, self.own)
+        """Reshape [kv batch, kv heads, rows, ...] to [B, Hq, Sq, ...], in the usual order."""
+        t = t[:, :, self.rows.argsort()].unflatten(2, self.sizes)
         return t.transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
-    def moved(self, score: Traced) -> Traced:
-        """The same score_mod, with the arguments that a stacked row and column stand for."""
-        batch, group, q_len = self.own
+    def reindexed(self, score: Traced) -> Traced:
+        """The score_mod of stacked rows and columns, with b, h, q and kv from tables."""
+        batch, group, q_len = self.sizes
         kv_batch, kv_heads = self.case.kv_batch, self.case.kv_heads
         b = torch.arange(kv_batch, device=self.rows.device)[:, None, None] * batch
         h = torch.arange(kv_heads, device=self.rows.device)[:, None] * group
-        # Every table is full, [kv batch, kv heads, rows]: then the gradient of a captured tensor
-        # is summed score by score, which is the longest sum that any backend may choose.
+        # Every table has the full size [kv batch, kv heads, rows], so that the gradient of a
+        # captured tensor is summed score by score: the longest sum that any backend may choose.
         lead = [ir.arg("b"), ir.arg("h")]
         row, column = [*lead, ir.arg("q")], [*lead, ir.arg("kv")]
         tables = {

@@ -22,13 +22,13 @@ def dtypes() -> st.SearchStrategy[torch.dtype]:
 
 
 def layouts() -> st.SearchStrategy[tuple[str, str, str]]:
-    """How query, key and value lie in memory; shrinks to contiguous."""
+    """Memory layouts of query, key and value; shrinks to contiguous."""
     one = st.sampled_from(LAYOUTS)
     return st.one_of(st.just(("contiguous",) * 3), st.tuples(one, one, one))
 
 
 def lengths(low: int = 1, high: int = 200) -> st.SearchStrategy[int]:
-    """Lengths from low to high, often at or beside a multiple of 16; shrinks to low."""
+    """Lengths from low to high, often a multiple of 16 or one more or less; shrinks to low."""
     edges = [m + d for m in range(16, high + 1, 16) for d in (-1, 0, 1)]
     special = [n for n in edges if low <= n <= high]
     return st.integers(low, high) | st.sampled_from(special) if special else st.integers(low, high)
@@ -41,13 +41,13 @@ def cases(
     *,
     dtype: torch.dtype | Sequence[torch.dtype] | None = None,
 ) -> Case:
-    """Calls of every kind: unequal lengths, grouped heads, a shared kv batch, other value widths.
+    """Calls of every kind: unequal lengths, grouped heads, a shared kv batch, unequal head dims.
 
     Args:
         limits: smallest and largest sizes.
-        dtype: one, or several to choose from; all four if None.
+        dtype: one dtype, or several to choose from; all four if None.
     """
-    wanted = [dtype] if isinstance(dtype, torch.dtype) else list(dtype or [])
+    choices = [dtype] if isinstance(dtype, torch.dtype) else list(dtype or [])
     q_len = draw(lengths(*limits.q_len))
     kv_len = (
         draw(st.just(q_len) | lengths(*limits.kv_len))
@@ -66,7 +66,7 @@ def cases(
         kv_batch=draw(st.sampled_from(sorted({batch, 1}, reverse=True))),
         head_dim=head_dim,
         value_dim=draw(st.just(head_dim) | st.sampled_from(WIDTHS)),
-        dtype=draw(st.sampled_from(wanted) if wanted else dtypes()),
+        dtype=draw(st.sampled_from(choices) if choices else dtypes()),
         layouts=draw(layouts()),
         block=draw(st.sampled_from(BLOCKS)),
         scale=draw(st.sampled_from([None, None, 0.5, -1.0])),

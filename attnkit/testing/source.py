@@ -1,4 +1,4 @@
-"""Where the functions of a variant come from, as Python source that makes them again."""
+"""Find Python source that defines the functions of a variant."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from typing import Any, TypeVar
 from attnkit import masks
 from attnkit.errors import AttnkitError
 from attnkit.sparsity.block_mask import BlockMask
-from attnkit.testing import names
+from attnkit.testing import target_expressions
 from attnkit.tracing.mask import Mask
 
 T = TypeVar("T")
 
-_KEPT = 4096
-_known: OrderedDict[int, tuple[object, Source]] = OrderedDict()
+_MOST = 4096
+# The objects that were made from source, with that source, by identity.
+_sources: OrderedDict[int, tuple[object, Source]] = OrderedDict()
 
 
 @dataclass(frozen=True)
@@ -35,24 +36,24 @@ class Source:
     text: str = ""
 
 
-def remember(made: T, source: Source) -> T:
-    """Note how an object was made. The last few thousand are remembered."""
-    _known[id(made)] = (made, source)
-    _known.move_to_end(id(made))
-    if len(_known) > _KEPT:
-        _known.popitem(last=False)
-    return made
+def remember(x: T, source: Source) -> T:
+    """Remember the source that an object was made from, for the last few thousand objects."""
+    _sources[id(x)] = (x, source)
+    _sources.move_to_end(id(x))
+    if len(_sources) > _MOST:
+        _sources.popitem(last=False)
+    return x
 
 
 def source_of(x: Any, what: str) -> Source:
-    """Source that makes a function or a mask again.
+    """Find source that defines a function or a mask.
 
     Args:
         x: the function or mask.
-        what: what it is called in the source, where it has no name of its own.
+        what: its name in the source, if it has none of its own.
 
     Returns:
-        The source; where the object cannot be found from outside, source that says so when run.
+        The source. For an object that cannot be imported, source that raises an error saying so.
     """
     if isinstance(x, BlockMask):
         return remembered(x) or _block_mask(x, what)
@@ -66,9 +67,9 @@ def source_of(x: Any, what: str) -> Source:
 
 
 def remembered(x: Any) -> Source | None:
-    """How an object was made, if that was noted."""
-    found = _known.get(id(x))
-    return found[1] if found is not None and found[0] is x else None
+    """The source that `remember` stored for an object, if any."""
+    entry = _sources.get(id(x))
+    return entry[1] if entry is not None and entry[0] is x else None
 
 
 def _block_mask(x: BlockMask, what: str) -> Source:
@@ -80,6 +81,7 @@ def _block_mask(x: BlockMask, what: str) -> Source:
 
 
 def _joined(mask: Mask, what: str) -> Source:
+    """Source of a mask that combines others."""
     parts = [source_of(part, f"{what}_{i}") for i, part in enumerate(mask.parts)]
     shown = [
         f"({p.name})" if part.op else p.name for p, part in zip(parts, mask.parts, strict=True)
@@ -90,7 +92,7 @@ def _joined(mask: Mask, what: str) -> Source:
 
 
 def _imported(x: Any) -> Source | None:
-    """A function or class instance that a module holds under its own name."""
+    """Source that imports an object from the module that defines it under its own name."""
     module = sys.modules.get(getattr(x, "__module__", None) or "")
     name = getattr(x, "__qualname__", "")
     if module is None or not name.isidentifier() or getattr(module, name, None) is not x:
@@ -109,17 +111,18 @@ def _imported(x: Any) -> Source | None:
 
 
 def _labelled(x: Mask) -> Source | None:
-    """A library mask whose label is the call that makes it."""
+    """Source of a library mask, whose label is the call that makes it."""
     try:
-        again = names.evaluate(x.label, vars(masks), "a label")
+        evaluated = target_expressions.evaluate(x.label, vars(masks), "a label")
     except AttnkitError:
         return None
-    if not isinstance(again, Mask) or again.label != x.label:
+    if not isinstance(evaluated, Mask) or evaluated.label != x.label:
         return None
     return Source(f"masks.{x.label}", "from attnkit import masks")
 
 
 def _unknown(x: Any, what: str) -> Source:
+    """Source that shows the definition of an object in a comment, and raises an error."""
     try:
         body = textwrap.dedent(inspect.getsource(x))
     except (OSError, TypeError):

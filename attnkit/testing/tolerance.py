@@ -1,8 +1,8 @@
-"""How far a result may be from the float64 oracle: twice as far as dense attention in its dtype.
+"""Compare results with the float64 oracle: the error may be twice that of dense attention.
 
-The error of the dense reference says what the dtype can give on this input. Where it happens to be
-(nearly) exact, a few units in the last place of the largest value are allowed instead. Nothing is
-tuned to a case.
+The error of the dense reference in the same dtype shows how exact the dtype can be on this input.
+If the reference happens to be (nearly) exact, a few units in the last place of the largest value
+are allowed instead. No limit is tuned to a case.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from attnkit.testing.quantities import OUTPUTS, Quantities
 from attnkit.testing.report import Row
 
 FACTOR = 2.0
-# Captured gradients sum over many scores in an order of the backend's own, each rounded to 16 bits
-# in the reference but not in the kernel, or the other way around.
+# Each backend sums the gradients of captured tensors over many scores in its own order, and either
+# the reference or the kernel rounds each of them to 16 bits.
 CAPTURED_16_BIT_FACTOR = 3.0
 ULPS = 4.0
 
@@ -35,8 +35,8 @@ def compare(
     Args:
         results: of the backend.
         gold: of the float64 oracle.
-        rough: samples of what the dtype can give: the dense reference in the case's dtype, and
-            the noise of `rounding`.
+        rough: samples of the error that the dtype allows: the dense reference in the case's dtype
+            and results of `rounding` and `shuffled`.
         case: sizes and dtype.
         backend: for the report.
     """
@@ -44,26 +44,26 @@ def compare(
     names = OUTPUTS if gold["out"].isnan().any() else gold  # a NaN has no gradients to compare
     for name in names:
         expected = gold[name].to(torch.float64)
-        found, *samples = (r[name].to(torch.float64) for r in (results, *rough))
+        result, *samples = (r[name].to(torch.float64) for r in (results, *rough))
         comparable = expected.isfinite()
         for sample in samples:
             comparable &= sample.isfinite()
-        error = (found - expected).abs().masked_fill(~comparable, 0)
-        wrong = comparable & ~found.isfinite()
+        error = (result - expected).abs().masked_fill(~comparable, 0)
+        wrong = comparable & ~result.isfinite()
         if name in OUTPUTS:  # NaN passes through
-            wrong |= expected.isnan() & ~found.isnan()
+            wrong |= expected.isnan() & ~result.isnan()
         error = error.masked_fill(wrong, torch.inf)
         factor, ulp = _limits(name, case, results[name].dtype)
         allowed = ULPS * ulp * float(expected.abs().masked_fill(~comparable, 0).max())
         for sample in samples:
-            own = (sample - expected).abs().masked_fill(~comparable, 0).max()
-            allowed = max(allowed, factor * float(own))
+            largest = (sample - expected).abs().masked_fill(~comparable, 0).max()
+            allowed = max(allowed, factor * float(largest))
         rows.append(Row(name, backend, float(error.max()), allowed, case, place(error)))
     return rows
 
 
 def _limits(name: str, case: Case, dtype: torch.dtype) -> tuple[float, float]:
-    """Factor on the reference's error, and the relative unit in the last place."""
+    """The factor on the reference's error, and the relative unit in the last place."""
     unit = torch.finfo(case.dtype).eps
     base = name.removesuffix(" through lse")
     if base in OUTPUTS or base in ("dquery", "dkey", "dvalue"):
@@ -74,13 +74,13 @@ def _limits(name: str, case: Case, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def exact(name: str, backend: str, found: Tensor, expected: Tensor, case: Case) -> Row:
-    """A row for values that must be equal; the error is the number of differences."""
+    """Compare values that must be equal; the error is the number of differences."""
     differ = (found != expected) & ~(found.isnan() & expected.isnan())
     return Row(name, backend, float(differ.sum()), 0.0, case, place(differ.to(torch.float64)))
 
 
 def place(error: Tensor) -> str:
-    """Index of the largest error, empty if there is none."""
+    """The index of the largest error as text; empty if there is no error."""
     if error.ndim == 0 or error.numel() == 0 or float(error.max()) == 0:
         return ""
     at = torch.unravel_index(error.argmax(), error.shape)

@@ -1,5 +1,7 @@
-"""From Python functions to graphs: run the function once on symbols.
+"""From Python functions to graphs: run the function once on proxy values.
 
-In: a `score_mod`, a `mask_mod` or a `Mask`. Out: a `Traced` graph with its captured tensors, and the
-guards that say when the trace may be reused. Imported by `sparsity` and every room above it.
+In: a `score_mod`, a `mask_mod` or a `Mask` (`mask`). Out: a `Traced` graph with its captured
+tensors (`tracer`), the guards that decide when a trace may be reused (`guards`, `identity_guards`),
+and the check of captured float64 numbers (`float64_checks`). Imported by `sparsity` and every room
+above it; imports `graph`, `util` and `errors`.
 """

@@ -1,15 +1,17 @@
-"""When a trace may be used again.
+"""Decide when a trace may be reused.
 
-A trace depends on the function's code and on whatever the code reads: closure cells, defaults,
-globals, the functions it calls. `traced` walks all of that into a fingerprint. Numbers and strings
-enter by value, tensors by shape and dtype (they are arguments of the graph, never baked in), so
-another closure of the same code over another tensor of the same shape needs no second trace.
-Anything that cannot be read this way (an object or a class with attributes, a numpy array, `eval`,
-an import inside the function, a setting of torch) makes the function unprovable: it is traced again
-at every call rather than trusted.
+A trace depends on the function's code and on everything that the code reads: closure cells,
+defaults, globals, the functions it calls. `trace_cached` walks over all of that and builds a
+fingerprint. Numbers and strings enter the fingerprint by value. Tensors enter by shape and dtype:
+they are arguments of the graph, never baked in, so another closure of the same code over another
+tensor of the same shape reuses the trace.
 
-The walk takes tens of microseconds; a function that was walked over before is watched instead
-(`watch`), where that tells as much.
+Some values cannot be read this way: an object or a class with attributes, a numpy array, `eval`, an
+import inside the function, a setting of torch. Such a function has no fingerprint; it is traced
+again at every call.
+
+The walk takes tens of microseconds. A function that has been walked over before is checked by its
+identity guard instead (`identity_guards`), where everything that it reads can be guarded.
 """
 
 from __future__ import annotations
@@ -29,20 +31,22 @@ from torch import Tensor
 
 from attnkit.graph import ir
 from attnkit.graph.ir import I32, Node
-from attnkit.tracing.float64_checks import exposed, wide
-from attnkit.tracing.identity_guards import Unsteady, Watch
+from attnkit.tracing.float64_checks import float64_slots, rounding_sensitive_slots
+from attnkit.tracing.identity_guards import CannotGuardError, IdentityGuard
 from attnkit.tracing.mask import Mask
 from attnkit.tracing.tracer import Kind, Traced, trace
+from attnkit.util import caches
+from attnkit.util.torch_private import OpOverload, OpOverloadPacket
 
 _CACHE_SIZE = 1024
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, np.generic)
 _MODULES = frozenset({"torch", "math", "numpy", "operator", "functools", "attnkit", "typing"})
-_TYPES = _MODULES | {"builtins"}  # whose classes do not change
-_BUILTINS = _TYPES | {"_functools", "_operator"}  # where functions in C say that they live
+_TYPES = _MODULES | {"builtins"}  # the classes of these do not change
+_BUILTINS = _TYPES | {"_functools", "_operator"}  # modules that functions in C name as their own
 _IMPORT = dis.opmap["IMPORT_NAME"]
-# What answers by more than its arguments: the walk cannot see what that is.
-_LIVE = frozenset(
+# Functions whose result depends on more than their arguments: the walk cannot see the rest.
+_STATEFUL = frozenset(
     "eval exec globals locals vars input open __import__ import_module is_grad_enabled "
     "is_inference_mode_enabled is_autocast_enabled is_autocast_cpu_enabled get_autocast_dtype "
     "are_deterministic_algorithms_enabled get_default_dtype get_default_device get_num_threads "
@@ -51,102 +55,112 @@ _LIVE = frozenset(
 
 
 @dataclass(frozen=True, eq=False)
-class Known:
-    """What all functions of one fingerprint have in common; one object for each fingerprint.
+class TraceRecord:
+    """The trace that all functions with one fingerprint share; one object per fingerprint.
 
     Attributes:
         root: the graph.
         names: names of the captured tensors, by slot.
-        places: by slot, which of the tensors met on the walk it is.
-        counts: whether proofs of the graph depend on data of the captured tensors: ranges of its
-            integers, or whether float32 holds its float64 numbers.
+        tensor_order: for each slot, the position of its tensor among those that the walk visits.
+        depends_on_data: whether proofs about the graph depend on the data of captured tensors:
+            ranges of integers, or whether float32 represents its float64 numbers exactly.
     """
 
     root: Node
     names: tuple[str, ...]
-    places: tuple[int, ...]
-    counts: bool
+    tensor_order: tuple[int, ...]
+    depends_on_data: bool
 
-    def tensors(self, met: list[Tensor]) -> tuple[Tensor, ...]:
-        """The captured tensors by slot, out of those met on the walk."""
-        return tuple([met[i] for i in self.places])
+    def tensors(self, visited: list[Tensor]) -> tuple[Tensor, ...]:
+        """Select the captured tensors, by slot, from those that the walk visited."""
+        return tuple([visited[i] for i in self.tensor_order])
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Watched:
-    """A function that is watched.
+class GuardedFunction:
+    """A traced function with the guard of what it reads.
 
     Attributes:
-        reference: refers to it weakly.
-        known: what is known of it.
-        watch: tells whether it reads what it read.
+        reference: weak reference to the function.
+        record: its trace.
+        guard: checks that the function still reads the same objects.
     """
 
     reference: weakref.ref[Any]
-    known: Known
-    watch: Watch
+    record: TraceRecord
+    guard: IdentityGuard
 
 
-_cache: dict[tuple[Any, ...], Known] = {}
-# by id of the function, which is another one's once it is gone
-_watched: dict[tuple[int, Kind, torch.device], Watched] = {}
+_cache: dict[tuple[Any, ...], TraceRecord] = {}
+# The key holds the id of the function, which another function may have after this one is deleted.
+_guarded: dict[tuple[int, Kind, torch.device], GuardedFunction] = {}
 
 
-class _Unprovable(Exception):
-    """Something was read that may change without trace."""
+class _NoFingerprintError(Exception):
+    """A function reads something that may change without a sign of it."""
 
 
 class _Walk:
-    """One walk over a function: hashable parts, the tensors met in order, and a watch."""
+    """One walk over everything that a function reads.
+
+    Attributes:
+        tensors: the tensors that the function reads, in the order of the walk.
+        seen: id of each visited object -> its number.
+        guard: the identity guard of the same objects; None if one of them cannot be guarded.
+    """
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.seen: dict[int, int] = {}
-        self.watch: Watch | None = Watch()
+        self.guard: IdentityGuard | None = IdentityGuard()
 
     def key(self, x: Any) -> Any:
-        """A hashable stand-in for `x`, equal only if the trace cannot tell the difference."""
+        """Return a hashable key of `x`; keys are equal only if the trace would be the same.
+
+        Raises:
+            _NoFingerprintError: `x` may change without a sign of it.
+        """
         if isinstance(x, _PLAIN):
             return (type(x), str(x) if isinstance(x, float) else x)
         if type(x) is Tensor or type(x) is torch.nn.Parameter:
             return self._tensor(x)
-        known = self.seen.get(id(x))
-        if known is not None:
-            return ("again", known)
+        number = self.seen.get(id(x))
+        if number is not None:
+            return ("again", number)
         self.seen[id(x)] = len(self.seen)
         if isinstance(x, types.FunctionType):
             return self._function(x)
         if isinstance(x, functools.partial):
-            self._watch(Watch.partial, x)
+            self._guard(IdentityGuard.add_partial, x)
             return ("partial", self.key(x.func), self.key(x.args), self.key(x.keywords))
         if type(x) in (tuple, list):
             return (type(x), tuple(self.key(item) for item in x))
         if type(x) is dict:
             return (dict, tuple((self.key(k), self.key(v)) for k, v in x.items()))
         if type(x) is Mask:
-            self._watch(Watch.mask, x)
+            self._guard(IdentityGuard.add_mask, x)
             return (Mask, x.op, x.lengths, self.key(x.function), self.key(x.parts))
-        return self._fixed(x)
+        return self._immutable(x)
 
-    def _watch(self, add: Callable[..., None], *what: Any) -> None:
-        if self.watch is not None:
+    def _guard(self, add: Callable[..., None], *what: Any) -> None:
+        if self.guard is not None:
             try:
-                add(self.watch, *what)
-            except (Unsteady, AttributeError, TypeError):
-                self.watch = None
+                add(self.guard, *what)
+            except (CannotGuardError, AttributeError, TypeError):
+                self.guard = None
 
     def _tensor(self, x: Tensor) -> Any:
-        known = self.seen.get(id(x))
-        if known is None:
-            known = self.seen[id(x)] = len(self.seen)
+        number = self.seen.get(id(x))
+        if number is None:
+            number = self.seen[id(x)] = len(self.seen)
             self.tensors.append(x)
-            self._watch(Watch.tensor, x)
-        return (known, type(x), x.shape, x.dtype, x.device, x.requires_grad)
+            self._guard(IdentityGuard.add_tensor, x)
+        return (number, type(x), x.shape, x.dtype, x.device, x.requires_grad)
 
-    def _fixed(self, x: Any) -> Any:
-        """Objects that cannot change: library functions, modules and classes."""
-        if getattr(x, "__name__", None) in _LIVE:
-            raise _Unprovable
+    def _immutable(self, x: Any) -> Any:
+        """Accept objects that cannot change: library functions, modules and classes."""
+        if getattr(x, "__name__", None) in _STATEFUL:
+            raise _NoFingerprintError
         if isinstance(x, types.ModuleType) and _root(x.__name__) in _MODULES:
             return x
         if isinstance(x, types.BuiltinFunctionType):
@@ -155,33 +169,33 @@ class _Walk:
                 return x
             if isinstance(owner, types.ModuleType) and _root(owner.__name__) in _BUILTINS:
                 return x
-        if _is_fixed_type(x) or isinstance(x, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        if _is_fixed_type(x) or isinstance(x, OpOverload | OpOverloadPacket):
             return x
-        raise _Unprovable
+        raise _NoFingerprintError
 
     def _function(self, x: types.FunctionType) -> Any:
-        if x.__name__ in _LIVE:
-            raise _Unprovable
-        # torch's own, but not what it makes around a user's: and_masks(one, other)
+        if x.__name__ in _STATEFUL:
+            raise _NoFingerprintError
+        # a function of torch, but not a closure over a user's functions: and_masks(one, other)
         if _root(str(x.__module__)) == "torch" and not x.__closure__:
             return x
-        if _reads_more(x.__code__):
-            raise _Unprovable
+        if _reads_state(x.__code__):
+            raise _NoFingerprintError
         cells = []
         for cell in x.__closure__ or ():
             try:
                 cells.append(self.key(cell.cell_contents))
             except ValueError:  # an empty cell
-                raise _Unprovable from None
+                raise _NoFingerprintError from None
         scope, names = x.__globals__, _names_read(x.__code__)
         read = tuple((n, self.key(scope[n])) for n in names if n in scope)
         extras = self.key(x.__defaults__), self.key(x.__kwdefaults__), self.key(x.__dict__)
-        self._watch(Watch.function, x, names)
+        self._guard(IdentityGuard.add_function, x, names)
         return (x.__code__, tuple(cells), read, extras)
 
 
 def _root(name: str) -> str:
-    """The package of a module."""
+    """Return the top-level package of a module."""
     return name.partition(".")[0]
 
 
@@ -191,7 +205,7 @@ def _is_fixed_type(x: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _names_read(code: types.CodeType) -> tuple[str, ...]:
-    """Global names that the code, or a function defined in it, may read."""
+    """List the global names that the code, or a function defined in it, may read."""
     names = dict.fromkeys(code.co_names)
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
@@ -200,117 +214,141 @@ def _names_read(code: types.CodeType) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _reads_more(code: types.CodeType) -> bool:
-    """Whether the code, or a function defined in it, may read what is not seen from its names."""
-    if not _LIVE.isdisjoint(code.co_names):
+def _reads_state(code: types.CodeType) -> bool:
+    """Whether the code, or a function defined in it, may read state that its names do not show."""
+    if not _STATEFUL.isdisjoint(code.co_names):
         return True
-    if _IMPORT in code.co_code[::2]:  # seldom: reading the instructions takes longer than a trace
+    if _IMPORT in code.co_code[::2]:  # rare: reading the instructions takes longer than a trace
         for step in dis.get_instructions(code):
             if step.opcode == _IMPORT and _root(str(step.argval)) not in _MODULES:
                 return True
-    return any(_reads_more(c) for c in code.co_consts if isinstance(c, types.CodeType))
+    return any(_reads_state(c) for c in code.co_consts if isinstance(c, types.CodeType))
 
 
-def recalled(
+def lookup_by_identity(
     function: Callable[..., Any], kind: Kind, device: torch.device
-) -> tuple[Known, tuple[Tensor, ...]] | None:
-    """What is known of a function's graph, and its captured tensors by slot.
+) -> tuple[TraceRecord, tuple[Tensor, ...]] | None:
+    """Find the trace of a function that was traced before and still reads the same objects.
 
-    None where nothing is known or something that the function reads has changed: `traced` finds
-    out more.
+    Returns:
+        The trace and the captured tensors by slot; None if the function has no identity guard or
+        reads something else now.
     """
-    found = watched(function, kind, device)
-    if found is None:
+    entry = guarded_function(function, kind, device)
+    if entry is None:
         return None
-    met = found.watch.check()
-    return None if met is None else (found.known, found.known.tensors(met))
+    visited = entry.guard.check()
+    return None if visited is None else (entry.record, entry.record.tensors(visited))
 
 
-def watched(function: Callable[..., Any], kind: Kind, device: torch.device) -> Watched | None:
-    """What tells whether a function has changed; None where it is not watched."""
-    found = _watched.get((id(function), kind, device))
-    return found if found is not None and found.reference() is function else None
-
-
-def recognised(
+def guarded_function(
     function: Callable[..., Any], kind: Kind, device: torch.device
-) -> tuple[Known, tuple[Tensor, ...]] | None:
-    """The same of a function that is new, but has the fingerprint of one that is known."""
+) -> GuardedFunction | None:
+    """Find the identity guard of a function; None if it has none."""
+    entry = _guarded.get((id(function), kind, device))
+    return entry if entry is not None and entry.reference() is function else None
+
+
+def lookup_by_fingerprint(
+    function: Callable[..., Any], kind: Kind, device: torch.device
+) -> tuple[TraceRecord, tuple[Tensor, ...]] | None:
+    """Find the trace of any function with the same fingerprint, and guard this function with it.
+
+    Returns:
+        The trace and the captured tensors by slot; None if no traced function has this fingerprint,
+        or the function has none.
+    """
     walk = _Walk()
     try:
-        known = _cache.get((kind, device, walk.key(function)))
-    except (_Unprovable, TypeError):  # TypeError: something in the key does not hash
+        record = _cache.get((kind, device, walk.key(function)))
+    except (_NoFingerprintError, TypeError):  # TypeError: something in the key does not hash
         return None
-    if known is None:
+    if record is None:
         return None
-    _watch(function, kind, device, known, walk.watch)
-    return known, known.tensors(walk.tensors)
+    _guard(function, kind, device, record, walk.guard)
+    return record, record.tensors(walk.tensors)
 
 
-def traced(function: Callable[..., Any], kind: Kind, device: torch.device) -> Traced:
-    """The trace of a function: a known one if it is provably still true, else a new one.
+def trace_cached(function: Callable[..., Any], kind: Kind, device: torch.device) -> Traced:
+    """Trace a function, or reuse a trace that is provably still valid.
 
     Args:
         function: `score_mod` or `mask_mod`.
         kind: "score" or "mask".
-        device: where the query lives.
+        device: device of the query.
 
     Raises:
         TraceError: as `attnkit.tracing.tracer.trace`.
     """
-    found = recalled(function, kind, device) or recognised(function, kind, device)
-    if found is not None:
-        known, tensors = found
-        return Traced(kind, known.root, tensors, known.names)
+    cached = lookup_by_identity(function, kind, device) or lookup_by_fingerprint(
+        function, kind, device
+    )
+    if cached is not None:
+        record, tensors = cached
+        return Traced(kind, record.root, tensors, record.names)
     walk = _Walk()
     try:
         key = (kind, device, walk.key(function))
         hash(key)
-    except (_Unprovable, TypeError):
+    except (_NoFingerprintError, TypeError):
         return _trace(function, kind, device)
     fresh = _trace(function, kind, device)
     order = {id(t): i for i, t in enumerate(walk.tensors)}
     if not fresh.derived and all(id(t) in order for t in fresh.tensors):
-        places = tuple(order[id(t)] for t in fresh.tensors)
-        known = Known(fresh.root, fresh.names, places, counts(fresh.root, wide(fresh.tensors)))
-        _cache[key] = known
+        record = TraceRecord(
+            fresh.root,
+            fresh.names,
+            tuple(order[id(t)] for t in fresh.tensors),
+            depends_on_data(fresh.root, float64_slots(fresh.tensors)),
+        )
+        _cache[key] = record
         if len(_cache) > _CACHE_SIZE:
             _cache.pop(next(iter(_cache)), None)
-        _watch(function, kind, device, known, walk.watch)
+        _guard(function, kind, device, record, walk.guard)
     return fresh
 
 
-def _watch(
+def _guard(
     function: Callable[..., Any],
     kind: Kind,
     device: torch.device,
-    known: Known,
-    watch: Watch | None,
+    record: TraceRecord,
+    guard: IdentityGuard | None,
 ) -> None:
-    """Watch a function from now on, until it is gone."""
-    if watch is None:
+    """Check a function by its identity guard from now on, until it is deleted."""
+    if guard is None:
         return
-    at = (id(function), kind, device)
+    key = (id(function), kind, device)
 
     def forget(reference: Any) -> None:
-        found = _watched.get(at)
-        if found is not None and found.reference is reference:
-            del _watched[at]
+        entry = _guarded.get(key)
+        if entry is not None and entry.reference is reference:
+            del _guarded[key]
 
     try:
-        _watched[at] = Watched(weakref.ref(function, forget), known, watch)
-    except TypeError:  # it cannot be referred to weakly
+        _guarded[key] = GuardedFunction(weakref.ref(function, forget), record, guard)
+    except TypeError:  # the function does not support weak references
         return
 
 
-def counts(root: Node, slots: frozenset[int]) -> bool:
-    """Whether what is proven of a graph depends on captured tensors' data.
+def _clear() -> None:
+    _cache.clear()
+    _guarded.clear()
+    _names_read.cache_clear()
+    _reads_state.cache_clear()
+
+
+caches.register(_clear)
+
+
+def depends_on_data(root: Node, slots: frozenset[int]) -> bool:
+    """Whether proofs about a graph depend on the data of its captured tensors.
 
     Args:
         root: the graph.
-        slots: of its float64 tensors.
+        slots: slots of its float64 tensors.
     """
-    if exposed(root, slots):
+    if rounding_sensitive_slots(root, slots):
         return True
     loaded: set[Node] = set()
     for n in ir.topo(root):
@@ -334,7 +372,7 @@ def _trace(function: Callable[..., Any], kind: Kind, device: torch.device) -> Tr
 
 
 def _custom_gradient(function: Any) -> type | None:
-    """A torch.autograd.Function that the function reads by name, if any."""
+    """Find a torch.autograd.Function that the function reads by name, if any."""
     if isinstance(function, functools.partial):
         return _custom_gradient(function.func)
     if not isinstance(function, types.FunctionType):

@@ -1,10 +1,10 @@
-"""Whether a function still reads the very same objects, found out in a microsecond.
+"""Check in a microsecond that a function still reads the very same objects.
 
-A fingerprint (`guards`) walks over all that a function reads, every time. Once it is known, it is
-enough that each place that was walked over (closure cell, global, default, part of a mask) still
-holds the same object, where that object cannot change: a number, a string, a library function. A
-tensor's shape, and a function's or mask's own places, are looked at again. Nothing is kept alive
-by a watch: what may be large, or lead to what is large, is held weakly.
+A fingerprint (`guards`) walks over everything that a function reads, at every call. Once a function
+has a fingerprint, a cheaper check suffices: each place of the walk (closure cell, global, default,
+part of a mask) still holds the same object, and that object cannot change: a number, a string, a
+library function. The shapes of tensors and the places inside functions and masks are compared
+again. A guard keeps nothing large alive: it refers weakly to functions, masks and tensors.
 """
 
 from __future__ import annotations
@@ -20,29 +20,32 @@ import torch
 from torch import Tensor
 
 from attnkit.tracing.mask import Mask
+from attnkit.util import caches
 
-ABSENT = object()  # in place of a global that does not exist
-GONE = (AttributeError, TypeError, ValueError)
+# What a check raises where an object was deleted or a closure cell was emptied.
+READ_ERRORS = (AttributeError, TypeError, ValueError)
+
+_MISSING = object()  # stands for a global that does not exist
 _IMMUTABLE = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device}
 )
 _WEAK = (types.FunctionType, functools.partial, Mask, Tensor)
-_DEPTH = 4  # of lists within lists; a list may hold itself
+_DEPTH = 4  # of lists within lists; a list may contain itself
 
-# What a place must hold, as (object, None): this one; as (None, reference): the one that it
-# refers to; as (type, entries): a list, tuple or dict of such.
-Held: TypeAlias = tuple[Any, Any]
-
-
-class Unsteady(Exception):
-    """Something was read that may change and remain the same object."""
+# The value that a place must hold. (object, None): this object. (None, reference): the object that
+# the weak reference points to. (type, entries): a list, tuple or dict of such values.
+Expected: TypeAlias = tuple[Any, Any]
 
 
-def held(x: Any, depth: int = 0) -> Held:
-    """What a place must hold for `x` to be in it unchanged.
+class CannotGuardError(Exception):
+    """A function reads a value that may change while it remains the same object."""
+
+
+def expect(x: Any, depth: int = 0) -> Expected:
+    """Describe what a place must hold as long as it holds `x` unchanged.
 
     Raises:
-        Unsteady: `x` may change and remain the same object.
+        CannotGuardError: `x` may change while it remains the same object.
     """
     kind = type(x)
     if kind in _IMMUTABLE or (isinstance(x, np.generic) and not isinstance(x, np.void)):
@@ -50,112 +53,110 @@ def held(x: Any, depth: int = 0) -> Held:
     if isinstance(x, _WEAK):
         return None, weakref.ref(x)
     if depth < _DEPTH and kind in (list, tuple):
-        return kind, [held(item, depth + 1) for item in x]
+        return kind, [expect(item, depth + 1) for item in x]
     if depth < _DEPTH and kind is dict:
-        return kind, [held(item, depth + 1) for pair in x.items() for item in pair]
+        return kind, [expect(item, depth + 1) for pair in x.items() for item in pair]
     if isinstance(x, list | tuple | dict | int | float | complex | str | bytes | np.void):
-        raise Unsteady
-    return x, None  # a module, a class or a function of a library: the fingerprint saw to that
+        raise CannotGuardError
+    return x, None  # a module, class or function of a library: the fingerprint refuses all others
 
 
-def holds(x: Any, wanted: Held) -> bool:
+def matches(x: Any, expected: Expected) -> bool:
     """Whether `x` is what a place must hold."""
-    what, how = wanted
+    value, how = expected
     if how is None:
-        return x is what
+        return x is value
     if isinstance(how, list):
-        if type(x) is not what:
+        if type(x) is not value:
             return False
-        items = [item for pair in x.items() for item in pair] if what is dict else x
-        return len(items) == len(how) and all(map(holds, items, how))
+        items = [item for pair in x.items() for item in pair] if value is dict else x
+        return len(items) == len(how) and all(map(matches, items, how))
     return x is not None and x is how()
 
 
-class Watch:
-    """All that a function reads, as a walk found it.
+class IdentityGuard:
+    """Everything that a function reads, as the walk of its fingerprint visits it.
 
-    `function`, `mask`, `partial` and `tensor` are called for each as it is met, at most once.
+    The walk calls one of `add_function`, `add_mask`, `add_partial` and `add_tensor` for each
+    object, at most once per object. The guard then generates straight-line Python that compares all
+    places, because the check runs at every call.
     """
 
     def __init__(self) -> None:
-        self._lines: list[str] = []
-        self._names: dict[str, Any] = {"holds": holds, "ABSENT": ABSENT, "tuple": tuple}
-        self._references: dict[int, str] = {}  # by id of a reference the name of what it refers to
+        self._conditions: list[str] = []  # Python text; each is true if a place has changed
+        self._names: dict[str, Any] = {"matches": matches, "MISSING": _MISSING, "tuple": tuple}
+        self._references: dict[int, str] = {}  # id of a weak reference -> name of its object
         self._tensors: list[tuple[str, Any, Any, Any, Any, Any]] = []
-        self._found: Callable[[], tuple[Tensor, ...] | None] | None = None
+        self._read: Callable[[], tuple[Tensor, ...] | None] | None = None
 
-    def function(self, f: types.FunctionType, names: Sequence[str]) -> None:
-        """Watch a function's code, closure cells, defaults, attributes, and globals by name.
+    def add_function(self, f: types.FunctionType, names: Sequence[str]) -> None:
+        """Guard a function's code, closure cells, defaults, attributes and the named globals.
 
         Raises:
-            Unsteady: one of them may change and remain the same object.
+            CannotGuardError: one of them may change while it remains the same object.
         """
-        own, is_not = self._reference(f), []
-        is_not.append(f"{own}.__code__ is not {self._name(f.__code__)}")
+        own = self._object(f)
+        changed = [f"{own}.__code__ is not {self._constant(f.__code__)}"]
         if f.__defaults__ is not None or f.__kwdefaults__ is not None or f.__dict__:
-            extras = f"{self._name(_extras)}({own})"
-            is_not.append(self._differs(extras, held(_extras(f))))
+            extras = f"{self._constant(_extras)}({own})"
+            changed.append(self._differs(extras, expect(_extras(f))))
         else:
-            is_not += [f"{own}.__defaults__ is not None", f"{own}.__kwdefaults__ is not None"]
-            is_not.append(f"{own}.__dict__")
+            changed += [f"{own}.__defaults__ is not None", f"{own}.__kwdefaults__ is not None"]
+            changed.append(f"{own}.__dict__")
         for i, cell in enumerate(f.__closure__ or ()):
             place = f"{own}.__closure__[{i}].cell_contents"
-            is_not.append(self._differs(place, held(cell.cell_contents)))
+            changed.append(self._differs(place, expect(cell.cell_contents)))
         scope = f.__globals__
         for name in names:
-            place = f"{own}.__globals__.get({self._name(name)}, ABSENT)"
-            is_not.append(self._differs(place, held(scope.get(name, ABSENT))))
-        self._lines += is_not
+            place = f"{own}.__globals__.get({self._constant(name)}, MISSING)"
+            changed.append(self._differs(place, expect(scope.get(name, _MISSING))))
+        self._conditions += changed
 
-    def mask(self, m: Mask) -> None:
-        """Watch a mask's function, parts and lengths.
+    def add_mask(self, m: Mask) -> None:
+        """Guard a mask's function, parts and lengths.
 
         Raises:
-            Unsteady: its function may change and remain the same object.
+            CannotGuardError: its function may change while it remains the same object.
         """
-        own = self._reference(m)
-        self._lines += [
-            f"{own}.op is not {self._name(m.op)}",
-            f"{own}.lengths is not {self._name(m.lengths)}",
-            self._differs(f"{own}.function", held(m.function)),
+        own = self._object(m)
+        self._conditions += [
+            f"{own}.op is not {self._constant(m.op)}",
+            f"{own}.lengths is not {self._constant(m.lengths)}",
+            self._differs(f"{own}.function", expect(m.function)),
             f"{own}.parts.__class__ is not tuple",
             f"len({own}.parts) != {len(m.parts)}",
-            *(f"{own}.parts[{i}] is not {self._reference(p)}" for i, p in enumerate(m.parts)),
+            *(f"{own}.parts[{i}] is not {self._object(p)}" for i, p in enumerate(m.parts)),
         ]
 
-    def partial(self, p: functools.partial[Any]) -> None:
-        """Watch a partial's function and arguments.
+    def add_partial(self, p: functools.partial[Any]) -> None:
+        """Guard a partial's function and arguments.
 
         Raises:
-            Unsteady: one of them may change and remain the same object.
+            CannotGuardError: one of them may change while it remains the same object.
         """
-        fields = f"{self._name(_partial_fields)}({self._reference(p)})"
-        self._lines.append(self._differs(fields, held(_partial_fields(p))))
+        fields = f"{self._constant(_partial_fields)}({self._object(p)})"
+        self._conditions.append(self._differs(fields, expect(_partial_fields(p))))
 
-    def tensor(self, t: Tensor) -> None:
-        """Watch what a trace depends on in a tensor."""
-        name = self._reference(t)
+    def add_tensor(self, t: Tensor) -> None:
+        """Guard the properties of a tensor on which a trace depends."""
+        name = self._object(t)
         self._tensors.append((name, type(t), t.shape, t.dtype, t.device, t.requires_grad))
 
-    def met(self) -> list[Tensor] | None:
-        """The tensors in the order in which they were met, None if other objects are read now.
+    def check(self) -> list[Tensor] | None:
+        """Return the tensors in the order of the walk; None if a new trace could differ.
 
-        Of the tensors only the identity is told.
+        A trace depends on the identity of the objects, and on the class, shape, dtype, device and
+        requires_grad of the tensors.
         """
         try:
-            if self._found is None:
-                self._found = self.reader(range(len(self._tensors)))
-            found = self._found()
-        except GONE:
+            if self._read is None:
+                self._read = self.reader(range(len(self._tensors)))
+            tensors = self._read()
+        except READ_ERRORS:
             return None
-        return None if found is None else list(found)
-
-    def check(self) -> list[Tensor] | None:
-        """The same, None also if a trace would be another one for what the tensors are now."""
-        found = self.met()
-        if found is None:
+        if tensors is None:
             return None
-        for t, (_, kind, shape, dtype, device, grad) in zip(found, self._tensors, strict=True):
+        for t, (_, kind, shape, dtype, device, grad) in zip(tensors, self._tensors, strict=True):
             if (
                 t.__class__ is not kind
                 or t.shape != shape
@@ -164,58 +165,64 @@ class Watch:
                 or t.requires_grad is not grad
             ):
                 return None
-        return found
+        return list(tensors)
 
-    # What is looked at stands in straight-line Python, as it is on the path of every call.
+    def reader(self, positions: Sequence[int]) -> Callable[[], tuple[Tensor, ...] | None]:
+        """Compile a function that compares all identities and returns some of the tensors.
 
-    def _name(self, x: Any) -> str:
-        name = f"x{len(self._names)}"
-        self._names[name] = x
-        return name
-
-    def _reference(self, x: Any) -> str:
-        reference = weakref.ref(x)  # the same one for the same object, as it has no callback
-        at = id(reference)
-        if at not in self._references:
-            self._references[at] = self._name(reference).replace("x", "o")
-        return self._references[at]
-
-    def _differs(self, place: str, wanted: Held) -> str:
-        """Text that is true where a place does not hold what it must."""
-        what, how = wanted
-        if how is None:
-            return f"{place} is not {self._name(what)}"
-        if isinstance(how, list):
-            return f"not holds({place}, {self._name(wanted)})"
-        return f"{place} is not {self._reference(how())}"
-
-    def reader(self, places: Sequence[int]) -> Callable[[], tuple[Tensor, ...] | None]:
-        """Finds some of the tensors, None if other objects are read now; raises `GONE` of one that
-        is gone or of a cell that is empty.
+        The compiled function returns None if the guarded function reads other objects now, and
+        raises one of `READ_ERRORS` if an object was deleted or a closure cell is empty. It does not
+        compare the shapes of the tensors.
 
         Args:
-            places: which of those that were met, in order.
+            positions: which tensors, by their order in the walk.
         """
         own = sorted(self._references.values(), key=lambda name: int(name[1:]))
-        gone = [f"{name} is None" for name in own]
-        tests = [*gone, *self._lines]
+        deleted = [f"{name} is None" for name in own]
+        changed = [*deleted, *self._conditions]
         text = "\n".join(
             [
-                "def found():",
+                "def read():",
                 *(f"    {name} = {name.replace('o', 'x')}()" for name in own),
-                f"    if {' or '.join(tests)}: return None" if tests else "",
-                f"    return ({''.join(f'{self._tensors[i][0]}, ' for i in places)})",
+                f"    if {' or '.join(changed)}: return None" if changed else "",
+                f"    return ({''.join(f'{self._tensors[i][0]}, ' for i in positions)})",
             ]
         )
         names = dict(self._names)
         exec(_code(text), names)
-        found: Callable[[], tuple[Tensor, ...] | None] = names["found"]
-        return found
+        read: Callable[[], tuple[Tensor, ...] | None] = names["read"]
+        return read
+
+    def _constant(self, x: Any) -> str:
+        """Name a value for the generated code: `x` and a number."""
+        name = f"x{len(self._names)}"
+        self._names[name] = x
+        return name
+
+    def _object(self, x: Any) -> str:
+        """Name an object that the guard refers to weakly: `o` and the number of its reference."""
+        reference = weakref.ref(x)  # the same one for the same object, as it has no callback
+        key = id(reference)
+        if key not in self._references:
+            self._references[key] = self._constant(reference).replace("x", "o")
+        return self._references[key]
+
+    def _differs(self, place: str, expected: Expected) -> str:
+        """Return Python text that is true where a place does not hold what it must."""
+        value, how = expected
+        if how is None:
+            return f"{place} is not {self._constant(value)}"
+        if isinstance(how, list):
+            return f"not matches({place}, {self._constant(expected)})"
+        return f"{place} is not {self._object(how())}"
 
 
 @functools.lru_cache(maxsize=1024)
 def _code(text: str) -> types.CodeType:
-    return compile(text, "<watch>", "exec")
+    return compile(text, "<identity guard>", "exec")
+
+
+caches.register(_code.cache_clear)
 
 
 def _extras(f: types.FunctionType) -> tuple[Any, ...]:

@@ -1,24 +1,21 @@
 """Masks as values: `causal() & sliding_window(1024) | prefix(128)`, `~mask`.
 
-A mask is a function `mask_mod(b, h, q, kv)` that says which positions are kept, with the boolean
-operators on it. Nothing is computed until attention needs the tiles.
+A mask is a function `mask_mod(b, h, q, kv)` that says which scores attention keeps. `Mask` adds the
+boolean operators. Building or combining masks computes nothing; attention traces the mask and
+classifies its tiles when it first needs them.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from attnkit.errors import ArgumentError
-from attnkit.tracing.mask_lengths import Lengths, as_lengths, joined
-from attnkit.util.devices import resolved
-
-if TYPE_CHECKING:
-    from attnkit.sparsity.intervals.normal_form import Intervals
+from attnkit.tracing.mask_lengths import Lengths, as_lengths, intersect
 
 MaskMod: TypeAlias = Callable[..., Any]
 
@@ -26,22 +23,38 @@ _SIGNS = {"and": "&", "or": "|", "xor": "^"}
 
 
 class Mask:
-    """A mask_mod that composes with `&`, `|`, `^` and `~`; plain functions mix in anywhere.
+    """Wrap a mask_mod so that it composes with `&`, `|`, `^` and `~`.
+
+    A `Mask` is itself a mask_mod: pass it wherever attnkit or FlexAttention takes one. Plain
+    functions may stand on either side of an operator, as long as one side is a `Mask`.
 
     Args:
-        function: `mask_mod(b, h, q, kv) -> bool tensor`; indices are int32 scalars.
-        label: what `repr` shows, for example "causal()".
-        lengths: (query, kv) lengths that the mask was built for, each an int, a (least, most) pair
-            or None for any. Masks that are combined must agree; at other lengths a mask is refused
-            (ShapeError) wherever it is used.
+        function: `mask_mod(b, h, q, kv)`. Each argument is an int32 tensor of shape [] (batch,
+            query head, query position and kv position); the function returns a bool tensor of shape
+            [], True where attention keeps the score. It may read captured tensors by index.
+        label: text that `repr` shows, for example "causal()"; the function's name if None.
+        lengths: (query length, kv length) that the mask was built for, None for any. Each entry is
+            an int, a (least, most) pair whose most may be None, or None for any length. A mask is
+            refused at other lengths (ShapeError) wherever it is used.
 
     Attributes:
-        lengths: the ranges of query and kv length, those of all parts together.
+        function: the mask_mod; None for a combination of masks.
+        label: the text that `repr` shows.
+        lengths: the query and kv lengths that the mask allows; for a combination, those that all
+            its parts allow.
+        op: "" for a plain mask; "and", "or", "xor" or "not" for a combination.
+        parts: the masks that `op` combines.
 
     Raises:
         ArgumentError: function is not callable.
-        OptionError: lengths is not such a pair.
-        ShapeError: masks are combined that no length suits.
+        OptionError: lengths is not such a pair, or has a length below 1.
+        ShapeError: the operators combine masks that have no length in common.
+
+    >>> causal = Mask(lambda b, h, q, kv: kv <= q, "causal()")
+    >>> causal & (lambda b, h, q, kv: q - kv < 1024)
+    causal() & <lambda>
+    >>> ~causal | Mask(lambda b, h, q, kv: kv < 128, "prefix(128)")
+    ~causal() | prefix(128)
     """
 
     __slots__ = ("__weakref__", "function", "label", "lengths", "op", "parts")
@@ -105,79 +118,49 @@ class Mask:
         return self.parts[0] if self.op == "not" else Mask._join("not", self)
 
     def shift(self, q: int | Tensor | None = None, kv: int | Tensor | None = None) -> Mask:
-        """This mask moved along the queries or the keys.
+        """Move this mask along the queries or the keys.
 
-        The result keeps (q', kv') where this mask keeps (q' + q, kv' + kv): its first row is row
-        `q` of this mask. What lies before the first row or column of this mask is not kept. The
-        result may be used with fewer rows or columns than are left, also for a shift by 0: it is a
-        window on this mask, as for the queries of one chunk.
+        The result keeps (q', kv') where this mask keeps (q' + q, kv' + kv), so row 0 of the result
+        is row `q` of this mask. Positions before row 0 or column 0 of this mask are masked. The
+        result is a window on this mask, as for one chunk of the queries: it accepts any number of
+        the remaining rows and columns, also after a shift by 0.
 
         Args:
-            q, kv: an int of either sign, or an integer tensor, [] or [B] with one per batch entry;
-                None to leave that side as it is. A tensor may change, so the lengths that the mask
-                was built for are not known of the result.
+            q: shift of the rows: an int of either sign, or an integer tensor of shape [] or [B],
+                one shift per batch entry; None to leave the rows as they are.
+            kv: shift of the columns, likewise. The values of a tensor may change between calls, so
+                the result accepts any length on that side.
 
         Raises:
-            ArgumentError: neither.
-            ShapeError: nothing is left of a mask that was built for given lengths.
+            ArgumentError: q or kv is something else.
+            ShapeError: the mask was built for fixed lengths, and the shift leaves no row or column.
 
         >>> causal = Mask(lambda b, h, q, kv: kv <= q, "causal()")
-        >>> causal.shift(q=5)  # the queries stand behind 5 keys of a cache
+        >>> causal.shift(q=5)  # the queries follow 5 keys of a cache
         causal().shift(q=5)
         """
         q_shift, kv_shift = _check_shift("q", q), _check_shift("kv", kv)
-        lengths = _moved_lengths(self, q_shift, kv_shift)
+        lengths = _shifted_lengths(self, q_shift, kv_shift)
 
         def keep(b: Any, h: Any, q: Any, kv: Any) -> Any:
-            row, behind = _moved(q, q_shift, b)
-            column, inside = _moved(kv, kv_shift, b)
+            row, row_exists = _shifted(q, q_shift, b)
+            column, column_exists = _shifted(kv, kv_shift, b)
             kept = self(b, h, row, column)
-            for condition in (behind, inside):
+            for condition in (row_exists, column_exists):
                 kept = kept if condition is None else condition & kept
             return kept
 
         shown = f"({self.label})" if self.op else self.label
-        given = [
+        shifts = [
             f"{n}={list(by.shape) if isinstance(by, Tensor) else by}"
             for n, by in (("q", q), ("kv", kv))
             if by is not None
         ]
-        return Mask(keep, f"{shown}.shift({', '.join(given)})", lengths=lengths)
-
-    def intervals(
-        self,
-        q_len: int,
-        kv_len: int,
-        batch: int = 1,
-        heads: int = 1,
-        *,
-        device: torch.device | str | None = None,
-    ) -> Intervals | None:
-        """What each row keeps, as a union of few intervals of kv; None if it is no such union.
-
-        `attnkit.sparsity.intervals.normal_form.find_intervals` also says why not.
-
-        Args:
-            q_len, kv_len, batch, heads: sizes that the answer holds for.
-            device: where query and key live; None: where the captured tensors live, else CPU.
-
-        Raises:
-            TraceError: the mask cannot be traced.
-            BoundsError: an index leaves its captured tensor at these sizes.
-            DeviceError: captured tensors live on several devices.
-            OptionError: a size is not a positive int.
-            ShapeError: the mask was built for other lengths.
-        """
-        from attnkit.sparsity.intervals.normal_form import Intervals, intervals_of
-
-        self.lengths.check(self.label, q_len, kv_len)
-        at = None if device is None else resolved(device)
-        found = intervals_of(self, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads, device=at)
-        return found if isinstance(found, Intervals) else None
+        return Mask(keep, f"{shown}.shift({', '.join(shifts)})", lengths=lengths)
 
     def __bool__(self) -> bool:
         if sys._getframe(1).f_globals.get("__name__", "").startswith("torch._dynamo."):
-            return True  # torch 2.11 asks this of whatever a compiled function calls
+            return True  # torch 2.11 tests the truth of every object that a compiled function calls
         raise ArgumentError(
             f"the mask {self.label} has no truth value; combine masks with `&`, `|`, `~`, not with "
             "`and`, `or`, `not`, and compare with `is None`"
@@ -188,41 +171,65 @@ class Mask:
 
 
 def and_masks(*mask_mods: MaskMod) -> Mask:
-    """The mask that keeps what all of the given masks keep (everything, for none)."""
+    """Combine masks by `&`: keep the scores that every mask keeps (all scores, for no mask).
+
+    Args:
+        mask_mods: masks or plain mask_mod functions.
+
+    Raises:
+        ArgumentError: an argument is not callable.
+        ShapeError: the masks have no length in common.
+    """
     return Mask._join("and", *mask_mods) if mask_mods else Mask(noop_mask)
 
 
 def or_masks(*mask_mods: MaskMod) -> Mask:
-    """The mask that keeps what any of the given masks keeps (nothing, for none)."""
+    """Combine masks by `|`: keep the scores that any mask keeps (no score, for no mask).
+
+    Args:
+        mask_mods: masks or plain mask_mod functions.
+
+    Raises:
+        ArgumentError: an argument is not callable.
+        ShapeError: the masks have no length in common.
+    """
     return Mask._join("or", *mask_mods) if mask_mods else ~Mask(noop_mask)
 
 
 def per_head(masks: Sequence[MaskMod]) -> Mask:
-    """The mask that is `masks[h]` for query head h.
+    """Apply `masks[h]` to query head h.
 
     Attention with more heads than masks is refused (BoundsError).
 
     Args:
-        masks: one mask or mask_mod for each query head; the same one may stand there repeatedly.
+        masks: one mask or mask_mod per query head; the list may repeat a mask.
 
     Raises:
-        ArgumentError: not a sequence of callables, or an empty one.
-        ShapeError: masks that were built for different lengths.
+        ArgumentError: masks is empty, or is not a sequence of callables.
+        ShapeError: the masks have no length in common.
+
+    >>> causal = Mask(lambda b, h, q, kv: kv <= q, "causal()")
+    >>> per_head([causal, noop_mask])
+    per_head([causal(), noop_mask])
     """
     return _per("head", masks)
 
 
 def per_batch(masks: Sequence[MaskMod]) -> Mask:
-    """The mask that is `masks[b]` for batch entry b.
+    """Apply `masks[b]` to batch entry b.
 
     Attention with more batch entries than masks is refused (BoundsError).
 
     Args:
-        masks: one mask or mask_mod for each batch entry; the same one may stand there repeatedly.
+        masks: one mask or mask_mod per batch entry; the list may repeat a mask.
 
     Raises:
-        ArgumentError: not a sequence of callables, or an empty one.
-        ShapeError: masks that were built for different lengths.
+        ArgumentError: masks is empty, or is not a sequence of callables.
+        ShapeError: the masks have no length in common.
+
+    >>> causal = Mask(lambda b, h, q, kv: kv <= q, "causal()")
+    >>> per_batch([causal, noop_mask])
+    per_batch([causal(), noop_mask])
     """
     return _per("batch", masks)
 
@@ -237,8 +244,8 @@ def _per(what: str, masks: Sequence[MaskMod]) -> Mask:
     place = {key: i for i, key in enumerate(different)}
     choice = [place[id(m)] for m in masks]
     options = tuple(different.values())
-    # The choice is a tensor on each device in use, not arithmetic on h, so that an index beyond
-    # the masks is found out like any index that leaves its captured tensor.
+    # The choice is a captured tensor on each device in use, not arithmetic on h, so that an index
+    # beyond the masks is refused like any other index that leaves its tensor.
     tables: dict[str, Tensor] = {}
 
     def keep(b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -264,17 +271,17 @@ def _per(what: str, masks: Sequence[MaskMod]) -> Mask:
 
 
 def check_built_for(mask: Any, q_len: int, kv_len: int) -> None:
-    """Lengths at which a mask is used; a plain function has none of its own.
+    """Check that a mask allows these lengths; a plain function allows any.
 
     Raises:
-        ShapeError: the mask was built for others.
+        ShapeError: the mask was built for other lengths.
     """
     if isinstance(mask, Mask):
         mask.lengths.check(mask.label, q_len, kv_len)
 
 
 def _common(masks: Sequence[Mask]) -> Lengths:
-    return joined((m.label, m.lengths) for m in masks)
+    return intersect((m.label, m.lengths) for m in masks)
 
 
 def _check_shift(name: str, by: Any) -> int | Tensor | None:
@@ -292,27 +299,27 @@ def _check_shift(name: str, by: Any) -> int | Tensor | None:
     return by  # type: ignore[no-any-return]
 
 
-def _moved_lengths(mask: Mask, q: int | Tensor | None, kv: int | Tensor | None) -> Lengths:
-    """The lengths of a moved mask; any where a tensor says how far."""
-    known = [None if isinstance(by, Tensor) else by for by in (q, kv)]
-    found = mask.lengths.moved(mask.label, *known)
+def _shifted_lengths(mask: Mask, q: int | Tensor | None, kv: int | Tensor | None) -> Lengths:
+    """Compute the lengths that a shifted mask allows; any length where the shift is a tensor."""
+    ints = [None if isinstance(by, Tensor) else by for by in (q, kv)]
+    limited = mask.lengths.shifted(mask.label, *ints)
     free = Lengths()
     return Lengths(
-        free.q if isinstance(q, Tensor) else found.q,
-        free.kv if isinstance(kv, Tensor) else found.kv,
+        free.q if isinstance(q, Tensor) else limited.q,
+        free.kv if isinstance(kv, Tensor) else limited.kv,
     )
 
 
-def _moved(at: Any, by: int | Tensor | None, b: Any) -> tuple[Any, Any]:
-    """A moved index, and where it is not before the first position (None: everywhere)."""
+def _shifted(at: Any, by: int | Tensor | None, b: Any) -> tuple[Any, Any]:
+    """Shift an index; also return where it is at least 0 (None: everywhere)."""
     if by is None:
         return at, None
     if isinstance(by, Tensor):
-        moved = at + (by[b] if by.ndim else by)
-        return moved, moved >= 0
+        shifted = at + (by[b] if by.ndim else by)
+        return shifted, shifted >= 0
     return (at + by, at + by >= 0) if by < 0 else (at + by, None)
 
 
 def noop_mask(b: Any, h: Any, q: Any, kv: Any) -> bool:
-    """The mask that keeps everything."""
+    """Keep every score: the mask_mod of attention without a mask."""
     return True

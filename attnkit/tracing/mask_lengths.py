@@ -1,4 +1,4 @@
-"""The query and kv lengths that a mask was built for: a range each, joined by intersection."""
+"""The query and kv lengths that a mask allows: one range each; combined masks intersect them."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ _NAMES = ("query length", "kv length")
 
 
 class Lengths(NamedTuple):
-    """Query and kv lengths that a mask may be used with.
+    """Query and kv lengths that a mask allows.
 
     Attributes:
-        q, kv: (least, most), both included; most is None where there is no limit.
+        q, kv: (least, most) length, both included; most is None where there is no limit.
     """
 
     q: Range = ANY
     kv: Range = ANY
 
     def __str__(self) -> str:
-        given = zip(_NAMES, self, strict=True)
-        known = [f"{name} {_shown(limits)}" for name, limits in given if limits != ANY]
-        return ", ".join(known) or "any lengths"
+        sides = zip(_NAMES, self, strict=True)
+        limited = [f"{name} {_shown(limits)}" for name, limits in sides if limits != ANY]
+        return ", ".join(limited) or "any lengths"
 
     def check(self, label: str, q_len: int, kv_len: int) -> None:
-        """Lengths at which the mask `label` is used.
+        """Check the lengths at which the mask `label` is used.
 
         Raises:
-            ShapeError: the mask was built for others.
+            ShapeError: the mask was built for other lengths.
         """
         for side, name, limits, got in zip(
             self._fields, _NAMES, self, (q_len, kv_len), strict=True
@@ -46,62 +46,63 @@ class Lengths(NamedTuple):
                 f"the lengths that it is used with{part if got < least else ''}"
             )
 
-    def moved(self, label: str, q: int | None, kv: int | None) -> Lengths:
-        """What is left behind the first `q` rows and `kv` columns.
+    def shifted(self, label: str, q: int | None, kv: int | None) -> Lengths:
+        """Compute the lengths that remain after the first `q` rows and `kv` columns.
 
-        Any part of that may be used: a window on the mask need not reach to its end.
+        A shifted mask is a window that need not reach the end of the mask, so it allows every
+        length from 1 on.
 
         Args:
-            label: of the mask that is moved.
+            label: label of the mask, for messages.
             q, kv: an int of either sign, None to leave the range as it is.
 
         Raises:
-            ShapeError: nothing is left.
+            ShapeError: no row or no column remains.
         """
-        found = []
+        ranges = []
         for name, (least, most), by in zip(_NAMES, self, (q, kv), strict=True):
             if by is None:
-                found.append((least, most))
+                ranges.append((least, most))
                 continue
             if most is not None and by >= most:
                 raise ShapeError(
                     f"the mask {label} was built for {name} {_shown((least, most))}; shifted by "
                     f"{by} nothing is left of it"
                 )
-            found.append((1, None if most is None else most - by))
-        return Lengths(*found)
+            ranges.append((1, None if most is None else most - by))
+        return Lengths(*ranges)
 
 
-def as_lengths(given: Any) -> Lengths:
-    """The ranges that a user gave as a (query, kv) pair.
+def as_lengths(value: Any) -> Lengths:
+    """Parse the `lengths` argument of a mask.
 
     Args:
-        given: None, or a pair whose entries are None (any length), an int (this length) or a
-            pair (least, most), most an int or None.
+        value: None, or a (query, kv) pair whose entries are None (any length), an int (this length)
+            or a pair (least, most), most an int or None.
 
     Raises:
-        OptionError: something else, or a length below 1.
+        OptionError: value is something else, or has a length below 1.
     """
-    if given is None:
+    if value is None:
         return Lengths()
-    if not isinstance(given, tuple | list) or len(given) != 2:
-        raise OptionError(f"lengths must be a (query, kv) pair or None, got {given!r}")
-    return Lengths(*(_range(entry, given) for entry in given))
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise OptionError(f"lengths must be a (query, kv) pair or None, got {value!r}")
+    return Lengths(*(_range(entry, value) for entry in value))
 
 
-def joined(masks: Iterable[tuple[str, Lengths]]) -> Lengths:
-    """The lengths that suit all of some masks.
+def intersect(masks: Iterable[tuple[str, Lengths]]) -> Lengths:
+    """Intersect the lengths of several masks.
 
     Args:
-        masks: label and lengths of each.
+        masks: label and lengths of each mask.
 
     Raises:
-        ShapeError: no length suits two of them.
+        ShapeError: two masks have no length in common.
     """
-    known = list(masks)
-    found = []
+    masks = list(masks)
+    common = []
     for axis, name in enumerate(_NAMES):
-        ranges = [(label, lengths[axis]) for label, lengths in known]
+        ranges = [(label, lengths[axis]) for label, lengths in masks]
         low = max(ranges, key=lambda r: r[1][0])
         limited = [r for r in ranges if r[1][1] is not None]
         high = min(limited, key=lambda r: r[1][1] or 0) if limited else low
@@ -111,18 +112,18 @@ def joined(masks: Iterable[tuple[str, Lengths]]) -> Lengths:
                 f"{low[0]} was built for {name} {_shown(low[1])} and {high[0]} for "
                 f"{_shown(high[1])}: they cannot be combined; build both for the same {name}"
             )
-        found.append((least, most))
-    return Lengths(*found)
+        common.append((least, most))
+    return Lengths(*common)
 
 
-def _range(entry: Any, given: Any) -> Range:
+def _range(entry: Any, value: Any) -> Range:
     pair = entry if isinstance(entry, tuple | list) else ANY if entry is None else (entry, entry)
     if len(pair) == 2 and _whole(pair[0]) and (pair[1] is None or _whole(pair[1])):
         least, most = pair
         if most is None or least <= most:
             return least, most
     raise OptionError(
-        f"each of lengths must be None, a positive int, or (least, most), got {given!r}"
+        f"each of lengths must be None, a positive int, or (least, most), got {value!r}"
     )
 
 

@@ -1,9 +1,9 @@
-"""What a traced function sees in place of tensors.
+"""The proxy values that a traced function receives in place of tensors.
 
-A `Value` that stands for one number holds its node; one with a shape (a row of a captured tensor,
-say) holds a function from index nodes to a node, and must be indexed or reduced before it is
-returned. Operations on captured tensors alone run eagerly. `trace_ops` says what each torch
-function does to Values.
+A `Value` that stands for one number holds its node. A `Value` with a shape, such as a row of a
+captured tensor, holds a function from index nodes to a node; it must be indexed or reduced before
+the traced function returns it. Operations on captured tensors alone run eagerly.
+`attnkit.tracing.ops` defines what each torch function does with a `Value`.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from attnkit.graph.ir import BOOL, F32, I32, Node, Type, const
 from attnkit.util.package import FOLDER
 
 Pick: TypeAlias = Callable[..., Node]
-# Whether a Value is cut out of captured tensors: whole in every dimension, the end of some, or less.
-# What torch makes of an index beyond a part is not what it makes of that index into the tensor.
+# How much of a captured tensor a Value covers: all of it, the end of some dimensions, or less. An
+# index beyond a part means another element, or none, in the whole tensor.
 Part: TypeAlias = Literal["", "end", "inner"]
 Handler: TypeAlias = Callable[..., Any]
 
 DTYPES: dict[Type, torch.dtype] = {I32: torch.int32, F32: torch.float32, BOOL: torch.bool}
 
-# Integers that torch lets wrap before they reach 32 bits.
+# Integers that wrap in torch below 32 bits.
 NARROW = (torch.int8, torch.uint8, torch.int16)
 
-# Filled by trace_ops: torch function or method -> how it acts on Values.
+# torch function or method -> its handler, which acts on Values; `attnkit.tracing.ops` fills it.
 HANDLERS: dict[Any, Handler] = {}
 
-# A mod never makes a new random number per score: neither FlexAttention nor a kernel could.
+# Random functions are refused: neither FlexAttention nor a kernel can draw a number per score.
 _RANDOM = frozenset(
     "rand randn randint randperm rand_like randn_like randint_like bernoulli normal multinomial "
     "poisson dropout alpha_dropout uniform_ normal_ random_ bernoulli_ exponential_".split()
@@ -52,18 +52,29 @@ _METADATA = frozenset(
 
 
 class Tracer:
-    """State of one trace: captured tensors, tensors made on the way, the first error."""
+    """Hold the state of one trace.
+
+    Attributes:
+        device: what `.device` of a traced value answers.
+        slots: id of each captured tensor -> its slot.
+        tensors: captured tensors by slot.
+        results: id of each tensor that an eager operation returned -> (the tensor, whether it
+            depends on captured tensors).
+        derived: whether a captured tensor was computed from others, so that the trace is valid for
+            one call only.
+        error: the first error, also if the user's function swallows it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.slots: dict[int, int] = {}
         self.tensors: list[Tensor] = []
-        self.made: dict[int, tuple[Tensor, bool]] = {}  # id -> (tensor, made of captured ones)
+        self.results: dict[int, tuple[Tensor, bool]] = {}
         self.derived = False
         self.error: TraceError | None = None
 
     def failure(self, message: str) -> TraceError:
-        """A TraceError at the user's line; remembered even if the user swallows it."""
+        """Create a TraceError at the user's line, and record it in case the user swallows it."""
         error = TraceError(message + _user_line())
         if self.error is None:
             self.error = error
@@ -73,31 +84,37 @@ class Tracer:
         """Raise a TraceError at the user's line."""
         raise self.failure(message) from cause
 
-    def ran(self, result: Any, arguments: Sequence[Any]) -> Any:
-        """Note the tensors that an eager operation made, and whether captured ones went in."""
+    def record_result(self, result: Any, arguments: Sequence[Any]) -> Any:
+        """Record the tensors that an eager operation returned; return the result."""
         if isinstance(result, Tensor):
             inputs = [a for a in _leaves(arguments) if isinstance(a, Tensor)]
-            captured = any(id(a) not in self.made or self.made[id(a)][1] for a in inputs)
+            captured = any(id(a) not in self.results or self.results[id(a)][1] for a in inputs)
             if not any(result is a for a in inputs):
-                self.made[id(result)] = (result, captured)
+                self.results[id(result)] = (result, captured)
         elif isinstance(result, tuple | list) and any(isinstance(r, Tensor) for r in result):
             for r in result:
-                self.ran(r, arguments)
+                self.record_result(r, arguments)
         return result
 
-    def own(self, x: Any) -> bool:
-        """Whether a tensor was made while tracing, with memory of its own."""
+    def is_local(self, x: Any) -> bool:
+        """Whether the memory of a tensor was allocated while tracing."""
         base = x if not isinstance(x, Tensor) or x._base is None else x._base
-        return id(base) in self.made
+        return id(base) in self.results
 
-    def looked(self, function: Any, arguments: Sequence[Any]) -> None:
-        """Note an eager operation that may have turned a captured tensor's data into a number."""
+    def record_read(self, function: Any, arguments: Sequence[Any]) -> None:
+        """Record an eager operation that may have read a captured tensor's data as a number."""
         if _title(function) not in _METADATA:
             tensors = [a for a in arguments if isinstance(a, Tensor)]
-            self.derived |= any(id(t) not in self.made or self.made[id(t)][1] for t in tensors)
+            self.derived |= any(
+                id(t) not in self.results or self.results[id(t)][1] for t in tensors
+            )
 
     def lift(self, x: Any) -> Value:
-        """A Value for anything that a user may combine with one."""
+        """Convert anything that a user may combine with a Value to a Value.
+
+        Raises:
+            TraceError: it cannot be combined with a traced value.
+        """
         if isinstance(x, Value):
             return x
         if isinstance(x, Tensor):
@@ -110,9 +127,9 @@ class Tracer:
             self.fail("a numpy array cannot be used with a traced value; use torch.from_numpy(...)")
         self.fail(f"cannot combine a traced value with {type(x).__name__} {x!r}")
 
-    def cut(self, x: Tensor) -> Value:
-        """A Value for a view of a captured tensor, as a tensor of its own."""
-        self.made[id(x)] = (x, True)
+    def capture_view(self, x: Tensor) -> Value:
+        """Capture a view of a captured tensor as a tensor of its own."""
+        self.results[id(x)] = (x, True)
         return self._capture(x)
 
     def _number(self, x: bool | int | float | complex) -> Value:
@@ -125,8 +142,8 @@ class Tracer:
     def _capture(self, x: Tensor) -> Value:
         if x.dtype.is_complex or x.layout != torch.strided:
             self.fail(f"a captured tensor must be dense and real, got {x.dtype} {x.layout}")
-        made, captured = self.made.get(id(x), (None, False))
-        if made is not None and not captured and x.ndim == 0:
+        result, captured = self.results.get(id(x), (None, False))
+        if result is not None and not captured and x.ndim == 0:
             return self._number(x.item())  # torch.tensor(0.5) inside the function
         self.derived |= captured
         slot = self.slots.setdefault(id(x), len(self.tensors))
@@ -141,7 +158,17 @@ class Tracer:
 
 
 class Value:
-    """What stands for a tensor while tracing; see the module's docstring."""
+    """Stand for a tensor while tracing; see the module's docstring.
+
+    Attributes:
+        tracer: the trace.
+        sizes: the shape; () for one number.
+        kind: type of the node.
+        pick: function from index nodes, one per dimension, to the node of that element.
+        origin: the captured tensor, or view of one, that this Value stands for, if it is one.
+        part: how much of the captured tensor this Value covers.
+        narrow: the dtype in which torch computes, if it is narrower than int32.
+    """
 
     __array_ufunc__ = None  # numpy scalars leave `np.int64(3) * value` to us
     __slots__ = ("_node", "kind", "narrow", "origin", "part", "pick", "sizes", "tracer")
@@ -162,13 +189,17 @@ class Value:
         self._node = node
         self.kind: Type = kind or node.type  # type: ignore[union-attr]
         self.pick: Pick = pick or (lambda: node)  # type: ignore[assignment,return-value]
-        self.origin = origin  # the captured tensor (or a view of it) that this Value stands for
+        self.origin = origin
         self.part = part
-        self.narrow = narrow  # what torch computes in, where that is narrower than int32
+        self.narrow = narrow
 
     @property
     def node(self) -> Node:
-        """The node of a Value without a shape."""
+        """The node of a Value without a shape.
+
+        Raises:
+            TraceError: the Value has a shape.
+        """
         if self._node is None:
             self.tracer.fail(
                 f"a value of shape {self.sizes} was used where one number per (q, kv) pair is "
@@ -202,7 +233,7 @@ class Value:
     def __format__(self, spec: str) -> str:
         return repr(self)
 
-    # --- what would need a number while tracing --------------------------------------------
+    # --- operations that need a number while tracing ---------------------------------------
     def __bool__(self) -> bool:
         raise self.tracer.failure(
             "the truth of a traced value is not known while tracing, so `if`, `and`, `or`, `not`, "
@@ -283,7 +314,9 @@ for _name in "neg abs invert pos".split():
     setattr(Value, f"__{_name}__", _unary(f"__{_name}__"))
 
 
-class Mode(TorchFunctionMode):
+class TracingMode(TorchFunctionMode):
+    """Send every torch call inside the user's function to `dispatch`."""
+
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
         self.tracer = tracer
@@ -295,12 +328,16 @@ class Mode(TorchFunctionMode):
 
 
 def dispatch(tracer: Tracer, function: Any, args: Any, kwargs: Any) -> Any:
-    """One torch call of the user's function: traced if a Value goes in, else run as it is."""
+    """Handle one torch call of the user's function: trace it if an argument is a Value, or run it.
+
+    Raises:
+        TraceError: the call is not supported, or its arguments are wrong.
+    """
     leaves = _leaves((args, kwargs))
     if not any(isinstance(x, Value) for x in leaves):
         if _title(function) in _RANDOM:
             tracer.fail(f"{_title(function)} is random, a score_mod or mask_mod must not be")
-        if any(not tracer.own(t) for t in _changed(function, args, kwargs)):
+        if any(not tracer.is_local(t) for t in _mutated(function, args, kwargs)):
             tracer.fail(
                 f"{_title(function)} changes a captured tensor whenever the function is traced; "
                 "change it outside of the function"
@@ -309,13 +346,13 @@ def dispatch(tracer: Tracer, function: Any, args: Any, kwargs: Any) -> Any:
             return HANDLERS[function](tracer, tracer.lift(args[0]), args[1])
         result = function(*args, **kwargs)
         if not isinstance(result, Tensor):
-            tracer.looked(function, leaves)
-        return tracer.ran(result, leaves)
+            tracer.record_read(function, leaves)
+        return tracer.record_result(result, leaves)
     handler = HANDLERS.get(function)
     if handler is None:
         if all(x.origin is not None for x in leaves if isinstance(x, Value)):
             args, kwargs = _origins(args), _origins(kwargs)
-            return tracer.ran(function(*args, **kwargs), _leaves((args, kwargs)))
+            return tracer.record_result(function(*args, **kwargs), _leaves((args, kwargs)))
         name = _title(function)
         if name == "__setitem__":
             tracer.fail("assigning at a traced index is not supported; use torch.where")
@@ -339,8 +376,8 @@ def _in_place(function: Any) -> bool:
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
-def _changed(function: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The tensors that a call changes."""
+def _mutated(function: Any, args: Any, kwargs: Any) -> list[Any]:
+    """List the tensors that a call mutates."""
     first = _in_place(function) or bool(kwargs.get("inplace"))
     return [*args[:first], *_leaves(kwargs.get("out", ()))]
 
@@ -374,7 +411,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def _user_line() -> str:
-    """File, line, source and a caret under the expression that is being evaluated."""
+    """Show file, line and source of the user's code, with a caret under the current expression."""
     frame = sys._getframe(1)
     while frame.f_back and frame.f_code.co_filename.startswith((FOLDER, _TORCH)):
         frame = frame.f_back

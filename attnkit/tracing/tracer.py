@@ -1,4 +1,4 @@
-"""Tracing: the user's function run once on symbols, giving its expression graph."""
+"""Trace a user's function: run it once on proxy values and read off its expression graph."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from attnkit.graph import ir
 from attnkit.graph.ir import BOOL, F32, Node
 from attnkit.graph.simplify import cast
 from attnkit.tracing import ops  # noqa: F401  (registers the handlers of torch functions)
-from attnkit.tracing.proxy import DTYPES, Mode, Tracer, Value
+from attnkit.tracing.proxy import DTYPES, Tracer, TracingMode, Value
+from attnkit.util import caches
 
 Kind: TypeAlias = Literal["score", "mask"]
 
@@ -28,22 +29,25 @@ ARGUMENTS: dict[Kind, tuple[str, ...]] = {
 }
 
 
+caches.register(ir.clear_caches)  # here, as `graph` imports nothing of `util`
+
+
 class DTypeTraceError(TraceError, DTypeError):
     """A traced function returned a value of the wrong dtype."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """The graph of a traced function.
+    """Hold the graph of a traced function.
 
     Attributes:
         kind: "score" or "mask".
         root: f32 expression of score, b, h, q, kv for a score_mod; bool expression of b, h, q, kv
             for a mask_mod.
         tensors: captured tensors by load slot.
-        names: their names in the user's code, by slot.
-        derived: a captured tensor was computed from others while tracing, so that the trace is
-            true for one call only.
+        names: names of the captured tensors in the user's code, by slot.
+        derived: whether a captured tensor was computed from others while tracing, so that the trace
+            is valid for one call only.
     """
 
     kind: Kind
@@ -69,14 +73,15 @@ def trace(function: Callable[..., Any], kind: Kind, device: torch.device | str =
         The graph, with the captured tensors by slot.
 
     Raises:
-        TraceError: the function cannot be traced, returns nothing, a wrong type or a shape.
+        TraceError: the function cannot be traced, or returns no number per score.
+        DTypeTraceError: it returns a number of the wrong dtype.
     """
     tracer = Tracer(torch.device(device))
     names = ARGUMENTS[kind]
     _check_arity(function, kind)
     arguments = [Value(tracer, ir.arg(name)) for name in names]
     try:
-        with Mode(tracer):
+        with TracingMode(tracer):
             result = function(*arguments)
             if tracer.error is None:
                 root = _root(tracer, function, kind, result)
@@ -87,22 +92,22 @@ def trace(function: Callable[..., Any], kind: Kind, device: torch.device | str =
         if tracer.error is None:
             raise TraceError(
                 f"{_name_of(function)} raised {type(error).__name__} while it was traced: "
-                f"{_said(error)}"
+                f"{_message_of(error)}"
             ) from error
     if tracer.error is not None:
         raise tracer.error
-    root, tensors = _used(root, tracer.tensors)
+    root, tensors = _renumber_slots(root, tracer.tensors)
     return Traced(kind, root, tensors, _names(function, tensors), tracer.derived)
 
 
-def _said(error: Exception) -> str:
-    """The message of an error of the user's code, with what numpy's own leaves unsaid."""
+def _message_of(error: Exception) -> str:
+    """Return the message of an error in the user's code; explain the one that numpy raises."""
     if "__array_ufunc__" in str(error):
         return "a numpy function takes no traced value; use the torch function of that name"
     return str(error)
 
 
-def _used(root: Node, tensors: list[Tensor]) -> tuple[Node, tuple[Tensor, ...]]:
+def _renumber_slots(root: Node, tensors: list[Tensor]) -> tuple[Node, tuple[Tensor, ...]]:
     """Number the slots by first use in the finished graph, so that equal graphs are equal."""
     loads = [n for n in ir.topo(root) if n.op == "load"]
     order = {slot: i for i, slot in enumerate(dict.fromkeys(n.attr for n in loads))}
@@ -121,13 +126,13 @@ def _check_arity(function: Callable[..., Any], kind: Kind) -> None:
     try:
         parameters = inspect.signature(function)
     except (TypeError, ValueError):
-        return  # a builtin without a signature: the call itself will tell
+        return  # a builtin without a signature: the call itself raises
     try:
         parameters.bind(*names)
     except TypeError as error:
         raise TraceError(
             f"{_name_of(function)}{parameters} cannot be called as {signature}: {error}. "
-            + _instead(function, kind)
+            + _advice(function, kind)
         ) from None
 
 
@@ -140,8 +145,8 @@ def takes(function: Any, kind: Kind) -> bool:
     return True
 
 
-def _instead(function: Callable[..., Any], kind: Kind) -> str:
-    """What was meant, for a function that does not take the arguments of its kind."""
+def _advice(function: Callable[..., Any], kind: Kind) -> str:
+    """Guess what the user meant by a function that does not take the arguments of its kind."""
     other: Kind = "mask" if kind == "score" else "score"
     if not takes(function, other):
         return f"If it makes a {kind}_mod, pass what it returns: {_name_of(function)}(...)"
@@ -179,18 +184,33 @@ def _name_of(function: Any) -> str:
 
 
 def _names(function: Any, tensors: tuple[Tensor, ...]) -> tuple[str, ...]:
-    """What the user calls each captured tensor, where that can be found."""
+    """Find the names of captured tensors in the user's code; `t0`, `t1`, ... without one."""
     if not tensors:
         return ()
-    wanted = {id(t): "" for t in tensors}
-    _find_names(function, wanted, depth=4)
-    found = [wanted[id(t)] or f"t{i}" for i, t in enumerate(tensors)]
-    return tuple(name if found.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(found))
+    name_of = {id(t): "" for t in tensors}
+    _find_names(function, name_of, depth=4)
+    names = [name_of[id(t)] or f"t{i}" for i, t in enumerate(tensors)]
+    return tuple(name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names))
 
 
-def _find_names(function: Any, wanted: dict[int, str], depth: int) -> None:
+def _find_names(function: Any, name_of: dict[int, str], depth: int) -> None:
+    """Fill `name_of` (id of a tensor -> name) from the scope of a function and of its callees."""
     if depth == 0:
         return
+    for name, value in _scope(function).items():
+        if isinstance(value, Tensor):
+            if name_of.get(id(value)) == "":
+                name_of[id(value)] = name
+        elif isinstance(value, tuple | list):
+            for item in value:
+                if callable(item):
+                    _find_names(item, name_of, depth - 1)
+        elif callable(value) and not inspect.ismodule(value) and not inspect.isclass(value):
+            _find_names(value, name_of, depth - 1)
+
+
+def _scope(function: Any) -> dict[str, Any]:
+    """Collect the values that a function reads by name: cells, globals, defaults, attributes."""
     scope: dict[str, Any] = {}
     if isinstance(function, functools.partial):
         scope = {**{f"arg{i}": a for i, a in enumerate(function.args)}, **function.keywords}
@@ -202,7 +222,7 @@ def _find_names(function: Any, wanted: dict[int, str], depth: int) -> None:
                 try:
                     scope[name] = cell.cell_contents
                 except ValueError:
-                    continue  # a name that is not bound yet
+                    continue  # the name has no value yet
         scope.update((n, function.__globals__.get(n)) for n in code.co_names)
         defaults = function.__defaults__ or ()
         positional = code.co_varnames[: code.co_argcount]
@@ -210,16 +230,7 @@ def _find_names(function: Any, wanted: dict[int, str], depth: int) -> None:
         scope.update(function.__kwdefaults__ or {})
     else:
         slots = (n for c in type(function).__mro__ for n in getattr(c, "__slots__", ()))
-        scope = {name: getattr(function, name, None) for name in slots}  # a Mask, for one
+        scope = {name: getattr(function, name, None) for name in slots}  # for example a Mask
         scope.update(getattr(function, "__dict__", {}))
         scope.update(getattr(function, "_parameters", {}), **getattr(function, "_buffers", {}))
-    for name, value in scope.items():
-        if isinstance(value, Tensor):
-            if wanted.get(id(value)) == "":
-                wanted[id(value)] = name
-        elif isinstance(value, tuple | list):
-            for item in value:
-                if callable(item):
-                    _find_names(item, wanted, depth - 1)
-        elif callable(value) and not inspect.ismodule(value) and not inspect.isclass(value):
-            _find_names(value, wanted, depth - 1)
+    return scope

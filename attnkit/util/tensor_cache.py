@@ -10,6 +10,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from attnkit.util.torch_private import version
+
 T = TypeVar("T")
 
 
@@ -31,7 +33,7 @@ class Stamp:
     def __init__(self, tensor: Tensor) -> None:
         self._reference = weakref.ref(tensor)
         self._copy = tensor.clone() if tensor.is_inference() else None
-        self._version = -1 if tensor.is_inference() else tensor._version
+        self._version = -1 if tensor.is_inference() else version(tensor)
         self._address = address(tensor)
 
     def holds(self, tensor: Tensor) -> bool:
@@ -39,7 +41,7 @@ class Stamp:
         if self._reference() is not tensor:
             return False
         if self._copy is None:
-            return tensor._version == self._version and address(tensor) == self._address
+            return version(tensor) == self._version and address(tensor) == self._address
         return self._equal(tensor, self._copy)
 
     def _equal(self, tensor: Tensor, copy: Tensor) -> bool:
@@ -77,3 +79,7 @@ class VersionedCache(Generic[T]):
         while len(self._entries) > self._size:
             self._entries.popitem(last=False)
         return value
+
+    def clear(self) -> None:
+        """Forget all values."""
+        self._entries.clear()

@@ -12,10 +12,9 @@ import cutlass
 from cutlass import Float32, cute
 
 from attnkit.templates.common import device
-from attnkit.templates.common.device import LN2, NEG_INF
+from attnkit.templates.common.constants import LOG2_E, NEG_INF
 
 WARPS = 4
-LOG2E = 1.0 / LN2
 
 
 class Combine:
@@ -81,7 +80,7 @@ class Combine:
             columns = cute.make_rmem_tensor((self.value_dim + 31) // 32, Float32)
             columns.fill(0.0)
             for slot in cutlass.range(first, last, unroll=1):
-                weight = device.exp2((part_lse[slot, within] - shift) * Float32(LOG2E))
+                weight = device.exp2((part_lse[slot, within] - shift) * Float32(LOG2_E))
                 total = total + weight
                 for j in cutlass.range_constexpr((self.value_dim + 31) // 32):
                     columns[j] = columns[j] + weight * parts[slot, within, lane + 32 * j]

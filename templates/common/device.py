@@ -1,4 +1,4 @@
-"""Small device functions that the Hopper kernels share."""
+"""Small device functions that the kernels of both architectures use."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from typing import Any
 import cutlass
 from cutlass import BFloat16, Float16, Float32, Int32, cute
 
+from attnkit.templates.common.constants import NEG_INF
 from attnkit.templates.common.polynomials import EXP2_FROM_NEAREST
-
-LN2 = 0.6931471805599453
-NEG_INF = float("-inf")
 
 DTYPES = {"bfloat16": BFloat16, "float16": Float16}
 _PACK = {BFloat16: "cvt.rn.bf16x2.f32", Float16: "cvt.rn.f16x2.f32"}
@@ -26,6 +24,18 @@ def pack(low: Any, high: Any, dtype: Any) -> Any:
         write_only_types=[Int32],
         read_only_args=[high, low],
     )
+
+
+def unpack(pair: Any, dtype: Any) -> tuple[Any, Any]:
+    """Return two 16-bit floats of a word as float32."""
+    if dtype is BFloat16:  # the upper half of a float32
+        text = "shl.b32 {$w0}, {$r0}, 16; and.b32 {$w1}, {$r0}, 0xffff0000;"
+    else:
+        text = (
+            "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; "
+            "cvt.f32.f16 {$w0}, low; cvt.f32.f16 {$w1}, high; }"
+        )
+    return cute.arch.inline_ptx(text, write_only_types=[Float32, Float32], read_only_args=[pair])
 
 
 def bits_below(x: Any, words: int) -> list[Any]:
@@ -175,4 +185,15 @@ def store_where(inside: Any, to: Any, words: list[Any]) -> None:
         "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0;"
         " @p st.global.v4.b32 [{$r1}], {{$r2}, {$r3}, {$r4}, {$r5}}; }",
         read_only_args=[cutlass.select_(inside, Int32(1), Int32(0)), to.toint(), *words],
+    )
+
+
+def store_vector(to: Any, words: list[Any]) -> None:
+    """Store four words to global memory, 16 bytes at a multiple of that.
+
+    The DSL copies a fragment of Int32 word by word.
+    """
+    cute.arch.inline_ptx(
+        "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[to.toint(), *words],
     )

@@ -23,9 +23,9 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import hopper_helpers
 
 from attnkit.templates.common import device as sm90_device
+from attnkit.templates.common.lse_in_mma import CORE_WORDS
 from attnkit.templates.common.tma import ordered, partition
-from attnkit.templates.sm90.backward_load import RECORD
-from attnkit.templates.sm90.backward_rows import CORE
+from attnkit.templates.common.work_tile import RECORD
 from attnkit.templates.sm100 import backward_device as device
 from attnkit.templates.sm100.backward_config import SLICE, BackwardConfig
 from attnkit.templates.sm100.backward_load import Loads
@@ -87,10 +87,10 @@ class Backward(Rows, Products, Loads, Weights, Sums):
         ctas: Int32,
         stream: Any,
     ):
-        """Launch; the arguments are those of `sm90.backward.Backward`.
+        """Launch; the arguments are those of Hopper's `Backward`.
 
         Args:
-            lse, delta: as there, or as `PrepareColumns` writes them.
+            lse, delta: as there, or as columns, see `common.lse_in_mma`.
             sums: as there, in tiles, in the order of `backward_sums`.
             turns: as there, with one semaphore a tile of the sums.
         """
@@ -129,7 +129,7 @@ class Backward(Rows, Products, Loads, Weights, Sums):
             barriers: cute.struct.MemRange[Int64, 10 + 2 * c.q_stages + 2 * c.stages]
             base: Int32
             info: cute.struct.MemRange[Int32, 16]
-            factors: cute.struct.Align[cute.struct.MemRange[Int32, 2 * CORE], 128]
+            factors: cute.struct.Align[cute.struct.MemRange[Int32, 2 * CORE_WORDS], 128]
             lse: cute.struct.Align[cute.struct.MemRange[Float32, c.rows_words[0]], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, c.rows_words[1]], 128]
             v: cute.struct.Align[cute.struct.MemRange[dtype, bn * deep], 1024]

@@ -1,7 +1,4 @@
-"""What follows the main kernel of the Blackwell backward: float32 sums become gradients.
-
-What precedes it, `Prepare`, is that of Hopper: it uses nothing of either architecture.
-"""
+"""Postprocess of the Blackwell backward: float32 sums become gradients."""
 
 from __future__ import annotations
 
@@ -11,10 +8,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
 from attnkit.templates.common import device
-from attnkit.templates.sm90.backward_edges import Prepare
 from attnkit.templates.sm100.backward_config import SLICE, UNIT, BackwardConfig
-
-__all__ = ["Finish", "Prepare"]
 
 
 class Finish:

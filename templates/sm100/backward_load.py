@@ -12,14 +12,17 @@ import cutlass
 from cutlass import Float32, Int32, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 
+from attnkit.templates.common.semaphore import write_turn
 from attnkit.templates.common.tma import partition
-from attnkit.templates.sm90 import backward_load
-from attnkit.templates.sm90.backward_load import RECORD
+from attnkit.templates.common.work_tile import RECORD, begin_runs, block_word, next_block
 
 
-class Loads(backward_load.Loads):
+class Loads:
     """The part of a backward kernel that loads."""
 
+    config: Any
+    q_stage: Any
+    q_lap: Any
     do_stage: Any
     do_lap: Any
 
@@ -71,8 +74,8 @@ class Loads(backward_load.Loads):
             some, rest = self.cursors(partial, full, pieces, index)
             first_row = (b * heads + h) * blocks
             for j in cutlass.range(count, unroll=1):
-                m, masked, some, rest = self.step(partial, full, some, rest)
-                mark = self.mark(m, masked, (m == last_q) | (tile == last_kv))
+                m, masked, some, rest = next_block(partial, full, some, rest)
+                mark = block_word(m, masked, (m == last_q) | (tile == last_kv))
                 r, s = self.q_stage(kc), self.do_stage(kc)
                 cute.arch.mbarrier_wait(q_free + r, self.q_lap(kc) ^ 1)
                 with cute.arch.elect_one():
@@ -97,7 +100,7 @@ class Loads(backward_load.Loads):
                     with cute.arch.elect_one():
                         info[RECORD], info[RECORD + 1], info[RECORD + 2] = tile, h, b
                         info[RECORD + 3], info[RECORD + 4] = count, Int32(1)
-                        self.note_group(info, turns, index)
+                        write_turn(c, info, RECORD, turns, index)
                         cute.arch.mbarrier_arrive_and_expect_tx(k_full, bn * width * 2)
                         cute.arch.mbarrier_arrive_and_expect_tx(v_full, bn * deep * 2)
                     cute.copy(
@@ -123,7 +126,7 @@ class Loads(backward_load.Loads):
                 with cute.arch.elect_one():
                     info[RECORD], info[RECORD + 1], info[RECORD + 2] = tile, h, b
                     info[RECORD + 3], info[RECORD + 4] = count, Int32(1)
-                    self.note_group(info, turns, index)
+                    write_turn(c, info, RECORD, turns, index)
                     cute.arch.mbarrier_arrive(v_full)
                     cute.arch.mbarrier_arrive(k_full)
             following = index + ctas
@@ -145,5 +148,5 @@ class Loads(backward_load.Loads):
         """Begin the cursors of a piece's PARTIAL and FULL blocks."""
         begun = []
         for runs, word in ((partial, 4), (full, 7)):
-            begun.append(self.enter(runs, *(pieces[index, word + i] for i in range(3))))
+            begun.append(begin_runs(runs, *(pieces[index, word + i] for i in range(3))))
         return begun

@@ -17,8 +17,9 @@ import cutlass
 from cutlass import Float32, Int32, const_expr, cute
 
 from attnkit.templates.common import device as sm90_device
+from attnkit.templates.common.constants import LOG2_E
 from attnkit.templates.common.site import Site
-from attnkit.templates.sm90.backward_math import LOG2_E, MASKED, WHOLE
+from attnkit.templates.common.work_tile import APPLY_MASK, FULL_BLOCK
 from attnkit.templates.sm100 import backward_device as device
 from attnkit.templates.sm100.backward_learned import Learned
 from attnkit.templates.sm100.config import HEAVIEST
@@ -65,7 +66,7 @@ class Weights(Learned):
         hooks = self.hooks
         if const_expr(hooks.effort >= HEAVIEST and not (hooks.listed or self.by_element)):
             self.weigh(mark, True, tile, row0, address, slopes, kept, lse)
-        elif (mark & MASKED) != 0:
+        elif (mark & APPLY_MASK) != 0:
             self.weigh(mark, True, tile, row0, address, slopes, kept, lse)
         else:
             self.weigh(mark, False, tile, row0, address, slopes, kept, lse)
@@ -161,7 +162,7 @@ class Weights(Learned):
             if self.by_element:
                 found = hooks.keep(site, head, rows, columns, [(k, 0) for k in range(count)])
                 if hooks.listed:
-                    found = [one | ((mark & WHOLE) != 0) for one in found]
+                    found = [one | ((mark & FULL_BLOCK) != 0) for one in found]
                 keep = [one & other for one, other in zip(keep, found, strict=True)]
             ps = [cutlass.select_(k, p, Float32(0.0)) for k, p in zip(keep, ps, strict=True)]
         ws = ps
@@ -200,7 +201,7 @@ class Weights(Learned):
                 for low, high in ends:
                     found = found | (bits_below(high - start) & ~bits_below(low - start))
                 if hooks.listed:
-                    found = cutlass.select_((mark & WHOLE) != 0, Int32(-1), found)
+                    found = cutlass.select_((mark & FULL_BLOCK) != 0, Int32(-1), found)
                 word = word & found
             words.append(cutlass.select_(valid[0], word, Int32(0)))
         return words

@@ -19,9 +19,9 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import hopper_helpers
 
 from attnkit.templates.common import device as sm90_device
+from attnkit.templates.common.lse_in_mma import CORE_WORDS
 from attnkit.templates.common.tma import ordered
-from attnkit.templates.sm90.backward_load import RECORD
-from attnkit.templates.sm90.backward_rows import CORE
+from attnkit.templates.common.work_tile import RECORD
 from attnkit.templates.sm100 import backward_device as device
 from attnkit.templates.sm100.backward import COMPUTE, EPILOGUE, LOAD, MULTIPLY, ROW, Backward
 from attnkit.templates.sm100.backward_config import SLICE
@@ -97,7 +97,7 @@ class PairBackward(PairLoads, PairProducts, PairSums, Backward):
             barriers: cute.struct.MemRange[Int64, 28]
             base: Int32
             info: cute.struct.Align[cute.struct.MemRange[Int32, INFO], 16]
-            factors: cute.struct.Align[cute.struct.MemRange[Int32, 2 * CORE], 128]
+            factors: cute.struct.Align[cute.struct.MemRange[Int32, 2 * CORE_WORDS], 128]
             lse: cute.struct.Align[cute.struct.MemRange[Float32, c.rows_words[0]], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, c.rows_words[1]], 128]
             v: cute.struct.Align[cute.struct.MemRange[dtype, bn * deep], 1024]

@@ -17,8 +17,10 @@ from cutlass import Float32, Int32, const_expr, cute
 from cutlass._mlir.dialects.nvvm import MemScopeKind
 from cutlass.cute.nvgpu import cpasync
 
+from attnkit.templates.common.lse_in_mma import ROW_WORDS
+from attnkit.templates.common.semaphore import write_turn
 from attnkit.templates.common.tma import partition
-from attnkit.templates.sm90.backward_rows import WORDS
+from attnkit.templates.common.work_tile import block_word, next_block
 from attnkit.templates.sm100 import backward_device as device
 from attnkit.templates.sm100.backward_pair_sums import HALF
 
@@ -34,14 +36,11 @@ class PairLoads:
 
     config: Any
     cursors: Any
-    mark: Any
-    note_group: Any
     q_lap: Any
     q_stage: Any
     rank: Any
     record: Any
     signal: Any
-    step: Any
 
     @cute.jit
     def produce(
@@ -75,7 +74,7 @@ class PairLoads:
         ]
         side = ((atoms[4], *sides[4]), (atoms[5], *sides[5]), bars, info, turns)
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
-        own = HALF * WORDS
+        own = HALF * ROW_WORDS
         lse_tiles = cute.flat_divide(lse, (own if const_expr(c.less_lse) else bm,))
         delta_tiles = cute.flat_divide(delta, (own,))
         loads = (
@@ -100,8 +99,8 @@ class PairLoads:
             first_row = (b * heads + h) * blocks
             before = Int32(0)
             for j in cutlass.range(count, unroll=1):
-                m, masked, some, rest = self.step(partial, full, some, rest)
-                mark = self.mark(m, masked, (m == last_q) | (tile == last_kv))
+                m, masked, some, rest = next_block(partial, full, some, rest)
+                mark = block_word(m, masked, (m == last_q) | (tile == last_kv))
                 r = self.q_stage(kc)
                 cute.arch.mbarrier_wait(rows_free + r, self.q_lap(kc) ^ 1)
                 with cute.arch.elect_one():
@@ -198,7 +197,7 @@ class PairLoads:
         at, (what, index) = self.record(pieces), piece
         for i, value in enumerate((*what, Int32(1))):
             info[at + i] = value
-        self.note_group(info, turns, index, pieces)
+        write_turn(self.config, info, at, turns, index)
 
     @cute.jit
     def claim(
@@ -252,7 +251,7 @@ class PairLoads:
         rank = self.rank()
         with_rows = which == 2 or (which == 0 and c.less_lse)
         with cute.arch.elect_one():
-            size = HALF * c.width * 2 + (4 * HALF * WORDS if const_expr(with_rows) else 0)
+            size = HALF * c.width * 2 + (4 * HALF * ROW_WORDS if const_expr(with_rows) else 0)
             cute.arch.mbarrier_arrive_and_expect_tx(full_bar, size)
             if const_expr(with_rows):
                 cute.copy(

@@ -11,8 +11,8 @@ import cutlass
 from cutlass import Int32, cute
 
 from attnkit.templates.common import device as sm90_device
-from attnkit.templates.sm90.backward_load import RECORD
-from attnkit.templates.sm90.backward_rows import CORE
+from attnkit.templates.common.lse_in_mma import CORE_WORDS
+from attnkit.templates.common.work_tile import RECORD
 from attnkit.templates.sm100 import backward_device as device
 from attnkit.templates.sm100.backward_pair_sums import HALF
 
@@ -129,7 +129,7 @@ class PairProducts:
         cute.arch.mbarrier_wait(do[0], kc & 1)
         cute.arch.mbarrier_wait(dq_free, (kc & 1) ^ 1)
         device.fence_after()
-        rows = (at[-4] + 4 * CORE, at[-2])
+        rows = (at[-4] + 4 * CORE_WORDS, at[-2])
         self.square(at[-1] + self.config.dp_column, (at[2], at[3]), rows, (full, do[1]))
 
     def square(self, out: Any, operands: Any, rows: Any, done: Any) -> None:

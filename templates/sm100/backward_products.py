@@ -12,8 +12,8 @@ import cutlass
 from cutlass import Int32, cute
 
 from attnkit.templates.common import device as sm90_device
-from attnkit.templates.sm90.backward_load import RECORD
-from attnkit.templates.sm90.backward_rows import CORE, WORDS
+from attnkit.templates.common.lse_in_mma import CORE_WORDS, ROW_WORDS
+from attnkit.templates.common.work_tile import RECORD
 from attnkit.templates.sm100 import backward_device as device
 
 
@@ -102,7 +102,7 @@ class Products:
                     in_tensor=False,
                 )
             if c.less_lse:
-                rows = lse + self.q_stage(kc) * (4 * WORDS * c.block_q)
+                rows = lse + self.q_stage(kc) * (4 * ROW_WORDS * c.block_q)
                 self.subtract(memory + c.s_column, factors, rows)
             device.commit(full)
 
@@ -127,8 +127,8 @@ class Products:
                     in_tensor=False,
                 )
             if c.less_delta:
-                rows = delta + self.do_stage(kc) * (4 * WORDS * c.block_q)
-                self.subtract(memory + c.dp_column, factors + 4 * CORE, rows)
+                rows = delta + self.do_stage(kc) * (4 * ROW_WORDS * c.block_q)
+                self.subtract(memory + c.dp_column, factors + 4 * CORE_WORDS, rows)
             device.commit(full)
 
     def issue_dv(self, places: Any, kc: Any, p_ready: Any, do_free: Any, more: Any) -> None:

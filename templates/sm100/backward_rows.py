@@ -1,4 +1,4 @@
-"""LSE and delta of the rows as one more step of the products; see `sm90.backward_rows`."""
+"""LSE and delta of the rows as one more step of the products; see `common.lse_in_mma`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from cutlass import BFloat16, Float32, cute
 
-from attnkit.templates.sm90.backward_rows import CORE, away_from_zero, write_factor
+from attnkit.templates.common.lse_in_mma import CORE_WORDS, nonzero_scale, write_factor
 from attnkit.templates.sm100 import backward_device as device
 
 
@@ -17,7 +17,7 @@ class Rows:
 
     def score_scale(self, scale: Any) -> Any:
         """The softmax scale as LSE was divided by it."""
-        return away_from_zero(scale) if self.config.less_lse else scale
+        return nonzero_scale(scale) if self.config.less_lse else scale
 
     def statistics(self, stats: Any, stage: Any, row0: Any) -> tuple[Any, Any]:
         """LSE and -delta of the thread's rows, in shared memory; None for what the products have."""
@@ -45,7 +45,7 @@ class Rows:
     def write_factors(self, start: Any, scale: Any) -> None:
         """The columns of K and of V, a core matrix each, by one warp."""
         for i, x in enumerate((Float32(0.5) / self.score_scale(scale), Float32(0.5))):
-            write_factor(start + i * CORE, x)
+            write_factor(start + i * CORE_WORDS, x)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
 
@@ -60,5 +60,5 @@ class Rows:
             True,
             in_tensor=False,
             ctas=c.ctas,
-            strides=(0, 4 * CORE),
+            strides=(0, 4 * CORE_WORDS),
         )

@@ -16,17 +16,18 @@ import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute
 
 from attnkit.templates.common import device as sm90_device
-from attnkit.templates.sm90.backward_load import RECORD
-from attnkit.templates.sm90.backward_turns import Turns
+from attnkit.templates.common.semaphore import following_or_lookup, wait_turn
+from attnkit.templates.common.work_tile import RECORD
 from attnkit.templates.sm100 import backward_device as device
 from attnkit.templates.sm100.backward_config import SLICE
 
 OWN = 1  # named barrier of the warpgroup
 
 
-class Sums(Turns):
+class Sums:
     """The part of a backward kernel that adds to sums in memory."""
 
+    config: Any
     q_stage: Any
     q_lap: Any
     own_tile: Any
@@ -234,7 +235,7 @@ class Sums(Turns):
     @cute.jit
     def take_turn_at(self, semaphore: cute.Pointer, turn: Int32, thread: Int32):
         if thread == 0:
-            self.await_turn(semaphore, turn)
+            wait_turn(semaphore, turn)
             cute.arch.fence_proxy("async.global")
 
     def pass_turn(self, turns: Any, tile: Any, chunk: Any, turn: Any, thread: Any) -> None:
@@ -251,7 +252,9 @@ class Sums(Turns):
     @cute.jit
     def pass_turn_at(self, turns: list, tile: Int32, chunk: Int32, turn: tuple, thread: Int32):
         if thread == 0:
-            following = self.after(chunk, turn[0], turn[1], turns)
+            following = following_or_lookup(
+                self.config.turns == "ascending", turn[0], turn[1], chunk, turns
+            )
             cute.arch.cp_async_bulk_wait_group(0, read=False)
             cute.arch.fence_proxy("async")
             cute.arch.fence_acq_rel_gpu()

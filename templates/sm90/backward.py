@@ -1,65 +1,133 @@
-"""The backward kernel for Hopper (sm_90a): one kv tile a piece of work, in a loop over its q tiles.
+"""The backward kernel for Hopper (sm_90a): one kv block a work tile, in a loop over its q blocks.
 
 One CTA per SM, persistent. Warpgroup 0 holds a warp that loads by TMA and two that add dQ to
-float32 sums; the other two warpgroups are consumers of 64 kv positions each. For every q tile a
-consumer recomputes S^T = K Q^T and dP^T = V dO^T, makes P and dS in registers, and adds
+float32 sums; the other two warpgroups are consumers of 64 kv positions each. For every q block a
+consumer recomputes S^T = K Q^T and dP^T = V dO^T, computes P and dS in registers, and adds
 dV += P^T dO and dK += dS^T Q from there. What limits it is shared memory, so that four steps
-of 16 columns of K come from registers as well, read once a kv tile, where the variant leaves room.
+of 16 columns of K come from registers as well, read once a kv block, where the variant leaves room.
 dS also goes through shared memory, transposed, where a consumer reads both halves for its part of
-dQ = dS K: that of the tile before, so that no consumer waits for the other, and the tensor cores
+dQ = dS K: that of the q block before, so that no consumer waits for the other, and the tensor cores
 have the products of one while the other computes. dQ leaves through shared memory by bulk reductions.
 
-Kv tiles overlap: K has two places, so that the next tile's is there, and V one, free once dP of the
-last q tile is done. dK and dV of a tile leave from registers while the first S and dP of the next
-are computed, and dQ of its last q tile is the first that the next one issues.
+Work tiles overlap: K has two stages, so that the next one's is there, and V one, free once dP of the
+last q block is done. dK and dV leave from registers while the first S and dP of the next work tile
+are computed, and dQ of the last q block is the first that the next work tile issues.
 
 Query and kv blocks come in ascending order, PARTIAL and FULL mixed; only blocks marked as masked
 run mask instructions. Float32 sums are kept in units of 64 x 64 in the order of the accumulators'
-registers, so that they are read and written in whole lines (`backward_edges` undoes it).
+registers, so that they are read and written in whole lines (`backward_postprocess` undoes it).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.memory
 import cutlass.tensor_utils
-from cutlass import BFloat16, Float32, Int32, Int64, const_expr, cute
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass import Float32, Int32, Int64, const_expr, cute
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp, StMatrix8x8x16bOp
 from cutlass.utils import hopper_helpers
 
 from attnkit.templates.common import device
+from attnkit.templates.common.hooks import BackwardHooks
+from attnkit.templates.common.lse_in_mma import CORE_WORDS
 from attnkit.templates.common.site import Site
 from attnkit.templates.common.tma import ordered
+from attnkit.templates.common.work_tile import RECORD, WorkTile
+from attnkit.templates.sm90.backward_alibi import Alibi
+from attnkit.templates.sm90.backward_captured_grads import CapturedGrads, CapturedSums
 from attnkit.templates.sm90.backward_config import ROWS, BackwardConfig
-from attnkit.templates.sm90.backward_firsts import FirstParts
-from attnkit.templates.sm90.backward_load import RECORD, Loads
-from attnkit.templates.sm90.backward_math import Weights
-from attnkit.templates.sm90.backward_products import Parts, Products
-from attnkit.templates.sm90.backward_rows import CORE, LessLse
-from attnkit.templates.sm90.backward_store import Stores, chunk_layout
-from attnkit.templates.sm90.backward_sums import NOTE, SUM_FREE, Sums
-from attnkit.templates.sm90.backward_turns import OWED, InTurn
+from attnkit.templates.sm90.backward_deterministic import DeterministicReduce
+from attnkit.templates.sm90.backward_dq_reduce import DqReduce, Reduce
+from attnkit.templates.sm90.backward_epilogue import Epilogue, Outputs, Results, chunk_layout
+from attnkit.templates.sm90.backward_first_writer import FirstWriterReduce
+from attnkit.templates.sm90.backward_lse_in_mma import LseInMma
+from attnkit.templates.sm90.backward_mma import ConsumerMma, TiledMmas, in_layout_of, tiled_mmas
+from attnkit.templates.sm90.backward_producer import LoadTargets, Producer
+from attnkit.templates.sm90.backward_shared import (
+    CLEAR_WARP,
+    CONSUMERS,
+    DQ_WARP,
+    LOAD_WARP,
+    THREADS,
+    WARPGROUP,
+    WARPS,
+    Barriers,
+    Lists,
+    Problem,
+    Word,
+    barrier_count,
+    init_barriers,
+    k_phase,
+    place_barriers,
+    q_phase,
+    q_stage,
+    record_of,
+    row_pairs,
+)
+from attnkit.templates.sm90.backward_softmax import KvBlock, QBlock, SoftmaxBackward, init_dp
 
-CONSUMERS = 256  # threads
-PIECE = 12  # int32 words of a piece of work: see `Schedule.table`
-HELD = 4  # steps of 16 columns of K in registers, for variants that leave room
+HELD_STEPS = 4  # steps of 16 columns of K in registers, for variants that leave room
 
 ROW = cutlass.tensor_utils.LayoutEnum.ROW_MAJOR
 COLUMN = cutlass.tensor_utils.LayoutEnum.COL_MAJOR
 
 
-class Backward(Loads, Products, Weights, LessLse, Sums, FirstParts, InTurn, Stores):
+class SmemLayouts(NamedTuple):
+    """Layouts of operands in shared memory. Several are of the same memory."""
+
+    k: Any  # dtype [64, head_dim, 2 k_stages], a consumer's keys a stage
+    v: Any  # dtype [64, head_dim_v, 2]
+    q: Any  # dtype [block_q, head_dim, stages]
+    do: Any  # dtype [block_q, head_dim_v, stages]
+    ds_written: Any  # dtype [64, block_q, 2 stages], dS^T, a consumer's keys a stage
+    q_t: Any  # of q: dtype [head_dim, block_q, stages]
+    do_t: Any  # of do: dtype [head_dim_v, block_q, stages]
+    ds: Any  # of ds_written: dtype [64, 64, squares]
+    k_t: Any  # of k: dtype [64, 64, squares]
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """A thread of a consumer warpgroup: what it has through the kernel.
+
+    Attributes:
+        mma: operands, accumulators and instructions.
+        bars: mbarriers.
+        smem: LSE, delta and words in shared memory.
+        out: where results go.
+        row0: the thread's first row within a q block.
+        ds_copy, ds_thread, ds_smem: copy of dS to shared memory, the thread's part of it, and where
+            to: dtype [64, block_q, 2 stages].
+    """
+
+    mma: ConsumerMma
+    bars: Barriers
+    smem: LoadTargets
+    out: Outputs
+    row0: Int32
+    ds_copy: Any
+    ds_thread: Any
+    ds_smem: cute.Tensor
+
+
+class Backward:
     """A backward kernel for one configuration and one variant.
 
     Args:
         config: what is fixed when the kernel is compiled.
         hooks: the variant.
+
+    Raises:
+        ValueError: the configuration is not supported; the message says what is.
     """
 
-    def __init__(self, config: BackwardConfig, hooks: Any) -> None:
+    storage: Any  # shared memory of a CTA, laid out by `__call__`
+
+    def __init__(self, config: BackwardConfig, hooks: BackwardHooks) -> None:
         problem = config.problem()
         if problem:
             raise ValueError(problem)
@@ -71,13 +139,22 @@ class Backward(Loads, Products, Weights, LessLse, Sums, FirstParts, InTurn, Stor
         self.config = config
         self.hooks = hooks
         self.dtype = device.DTYPES[config.dtype]
-        self.late = not (hooks.sloped or hooks.learned or config.rounded)
-        # a mask that is computed for every score wants registers beside a tile of 128 rows
-        tight = hooks.gathers or (config.rounded and hooks.has_mask and hooks.intervals is None)
-        self.held_steps = 0 if tight or hooks.sloped or hooks.learned else HELD
-        self.inclined = config.less_lse and hooks.distant
-        if self.inclined and self.held_steps:
-            self.held_steps -= 1  # for the operand of `incline`
+        self.lse_in_mma = LseInMma(config, hooks)
+        self.producer = Producer(config)
+        alibi = Alibi(hooks, config.block_q, self.lse_in_mma.with_slope)
+        late = not (hooks.sloped or hooks.learned or config.rounded)
+        self.softmax = SoftmaxBackward(config, hooks, alibi, late)
+        self.captured_grads = CapturedGrads(config, self.softmax)
+        self.epilogue = Epilogue(config)
+        self.deterministic = DeterministicReduce(config)
+        self.dq_reduce: Reduce = DqReduce(config.chunk)
+        if config.turns:
+            self.dq_reduce = self.deterministic
+        elif config.firsts:
+            self.dq_reduce = FirstWriterReduce(config.chunk)
+        self.held_steps = _held_steps(config, hooks)
+        if self.lse_in_mma.with_slope and self.held_steps:
+            self.held_steps -= 1  # for K's columns of the slope
 
     # ------------------------------------------------------------------------------------ host
 
@@ -93,13 +170,13 @@ class Backward(Loads, Products, Weights, LessLse, Sums, FirstParts, InTurn, Stor
         lse: cute.Tensor,
         delta: cute.Tensor,
         sums: cute.Tensor,
-        pieces: cute.Tensor,
+        items: cute.Tensor,
         partial: cute.Tensor,
         full: cute.Tensor,
         counter: cute.Tensor,
         captured: list,
         totals: list,
-        turns: list,
+        order: list,
         scale: Float32,
         group: Int32,
         ctas: Int32,
@@ -111,82 +188,69 @@ class Backward(Loads, Products, Weights, LessLse, Sums, FirstParts, InTurn, Stor
             query, key, value, grad_out, grad_key, grad_value: [B, H, S, D] of the config's dtype,
                 the last dimension contiguous, the others' strides and the address multiples of 16
                 bytes. The last two are not written if the config accumulates.
-            lse, delta: float32 [B * H * q blocks * block_q], of `backward_edges.Prepare`.
-            sums: float32, zero, but for those of dQ where the config has firsts; units of dQ, then,
-                if the config accumulates, of dK and of dV; if it joins, dK and dV of every split kv
-                tile.
-            pieces: int32 [pieces, 12], see `Schedule.table`; where the config has firsts, the fourth
-                is `Firsts.stop`.
+            lse, delta: float32 [B * H * q blocks * block_q], of `common.preprocess.Preprocess`.
+            sums: float32, zero, but for those of dQ where the config has first writers; units of
+                dQ, then, if the config accumulates, of dK and of dV; if it joins, dK and dV of
+                every split kv block.
+            items: the work list, int32 [work tiles, 12], see `WorkItem`.
             partial, full: int32 [2, runs], starts and lengths of the transposed runs.
-            counter: int32 [1 + 8 * split kv tiles], zero; left at zero.
+            counter: int32 [1 + 8 * split kv blocks], zero; left at zero.
             captured: captured tensors.
-            totals: gradients of the wanted ones among them, float32, of their shapes; added to. If the config has
-                turns, int64 with a last dimension of bins, see `exact_sums`.
-            turns: empty; where the config has firsts alone, int32 marks of the chunks of dQ, zero; where
-                it has turns, all int32: semaphores, one a chunk of the sums, those of dQ holding
-                the first kv tile of their row, the others 0, left as they are; of every (b, h, q block) the first and last + 1 of its kept runs, and the
-                first and last turn (see `attnkit.schedule.deterministic_order`), [rows, 4]; starts and lengths of the
-                runs; `group` there.
+            totals: gradients of those that want one, float32, of their shapes; added to. In a fixed
+                order, int64 with a last dimension of bins, see `common.exact_sums`.
+            order: empty; with first writers alone, int32 flags of the chunks of dQ, zero; in a
+                fixed order, the tensors of `common.semaphore.OrderTable`. Their semaphores, one a
+                chunk of the sums, hold the first turn of their row, those of dK and dV 0, and are
+                left as they are.
             scale: softmax scale.
             group: query heads per kv head.
-            ctas: at most the number of pieces.
+            ctas: at most the number of work tiles.
         """
         c, dtype = self.config, self.dtype
-        width, deep, bm = c.width, c.value_width, c.block_q
-        query, key, value, grad_out, grad_key, grad_value = (
+        head_dim, head_dim_v, bm = c.width, c.value_width, c.block_q
+        query, key, value, grad_out, grad_key, grad_value = (  # [S, D, H, B]
             ordered(t, (2, 3, 1, 0)) for t in (query, key, value, grad_out, grad_key, grad_value)
         )
-        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
-        smem, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
-
-        def mma(a: Any, b: Any, n: int, source: Any = smem, of: Any = dtype) -> Any:
-            return hopper_helpers.make_trivial_tiled_mma(
-                of, of, a, b, Float32, (1, 1, 1), (ROWS, n), a_source=source
-            )
-
-        mma_s = mma(k_major, k_major, bm)
-        mma_held = mma(k_major, k_major, bm, registers)
-        mma_lse = mma(k_major, k_major, bm, registers if self.inclined else smem, BFloat16)
-        mma_dq = mma(k_major, mn_major, c.chunk // ROWS)
-        mma_dv = mma(k_major, mn_major, deep, registers)
-        mma_dk = mma(k_major, mn_major, width, registers)
+        mmas = tiled_mmas(c, dtype, self.lse_in_mma.with_slope)
         make_a, make_b = hopper_helpers.make_smem_layout_a, hopper_helpers.make_smem_layout_b
         halves = 2 * c.stages
-        layouts = (
-            make_a(ROW, (ROWS, bm, width), dtype, 2 * c.k_stages),  # K, a consumer's half a stage
-            make_a(ROW, (ROWS, bm, deep), dtype, 2),  # V
-            make_b(ROW, (ROWS, bm, width), dtype, c.stages),  # Q
-            make_b(ROW, (ROWS, bm, deep), dtype, c.stages),  # dO
-            make_a(COLUMN, (ROWS, ROWS, bm), dtype, halves),  # dS^T as written
-            # the same memory as other operands: the last two in squares of 64
-            make_b(COLUMN, (ROWS, width, bm), dtype, c.stages),  # Q^T
-            make_b(COLUMN, (ROWS, deep, bm), dtype, c.stages),  # dO^T
-            make_a(ROW, (ROWS, ROWS, ROWS), dtype, halves * (bm // ROWS)),  # dS
-            make_b(COLUMN, (ROWS, ROWS, ROWS), dtype, 2 * c.k_stages * (width // ROWS)),  # K^T
+        layouts = SmemLayouts(
+            k=make_a(ROW, (ROWS, bm, head_dim), dtype, 2 * c.k_stages),
+            v=make_a(ROW, (ROWS, bm, head_dim_v), dtype, 2),
+            q=make_b(ROW, (ROWS, bm, head_dim), dtype, c.stages),
+            do=make_b(ROW, (ROWS, bm, head_dim_v), dtype, c.stages),
+            ds_written=make_a(COLUMN, (ROWS, ROWS, bm), dtype, halves),
+            q_t=make_b(COLUMN, (ROWS, head_dim, bm), dtype, c.stages),
+            do_t=make_b(COLUMN, (ROWS, head_dim_v, bm), dtype, c.stages),
+            ds=make_a(ROW, (ROWS, ROWS, ROWS), dtype, halves * (bm // ROWS)),
+            k_t=make_b(COLUMN, (ROWS, ROWS, ROWS), dtype, 2 * c.k_stages * (head_dim // ROWS)),
         )
         load = cpasync.CopyBulkTensorTileG2SOp()
         tma = [
             cpasync.make_tiled_tma_atom(load, t, cute.slice_(layout, (None, None, 0)), shape)
             for t, layout, shape in (
-                (query, layouts[2], (bm, width)),
-                (key, layouts[0], (ROWS, width)),
-                (value, layouts[1], (ROWS, deep)),
-                (grad_out, layouts[3], (bm, deep)),
+                (query, layouts.q, (bm, head_dim)),
+                (key, layouts.k, (ROWS, head_dim)),
+                (value, layouts.v, (ROWS, head_dim_v)),
+                (grad_out, layouts.do, (bm, head_dim_v)),
             )
         ]
 
         @cute.struct
         class Storage:
-            barriers: cute.struct.MemRange[Int64, 10 + 2 * c.k_stages + 6 * c.stages]
-            info: cute.struct.MemRange[Int32, OWED + 8]
-            factors: cute.struct.Align[cute.struct.MemRange[Int32, CORE], 128]
+            barriers: cute.struct.MemRange[Int64, barrier_count(c)]
+            info: cute.struct.MemRange[Int32, Word.COUNT]
+            factors: cute.struct.Align[cute.struct.MemRange[Int32, CORE_WORDS], 128]
             lse: cute.struct.Align[cute.struct.MemRange[Float32, c.stages * bm * c.words[0]], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, c.stages * bm], 128]
-            # Time depends on what lies below 128 KiB: at 128, K, Q and dO
-            k: cute.struct.Align[cute.struct.MemRange[dtype, 2 * c.k_stages * ROWS * width], 1024]
-            q: cute.struct.Align[cute.struct.MemRange[dtype, c.stages * bm * width], 1024]
-            do: cute.struct.Align[cute.struct.MemRange[dtype, c.stages * bm * deep], 1024]
-            v: cute.struct.Align[cute.struct.MemRange[dtype, 2 * ROWS * deep], 1024]
+            # Time depends on what lies below 128 KiB: at head dim 128, K, Q and dO. Other halves
+            # cost up to 13 % (docs/hopper.md, "Two halves of shared memory").
+            k: cute.struct.Align[
+                cute.struct.MemRange[dtype, 2 * c.k_stages * ROWS * head_dim], 1024
+            ]
+            q: cute.struct.Align[cute.struct.MemRange[dtype, c.stages * bm * head_dim], 1024]
+            do: cute.struct.Align[cute.struct.MemRange[dtype, c.stages * bm * head_dim_v], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[dtype, 2 * ROWS * head_dim_v], 1024]
             ds: cute.struct.Align[cute.struct.MemRange[dtype, halves * ROWS * bm], 1024]
             dq: cute.struct.Align[cute.struct.MemRange[Float32, 2 * c.chunk], 128]
 
@@ -194,25 +258,29 @@ class Backward(Loads, Products, Weights, LessLse, Sums, FirstParts, InTurn, Stor
         lengths = (query.shape[0], key.shape[0])
         heads = (query.shape[2], key.shape[2], query.shape[3], key.shape[3])
         self.kernel(
-            (mma_s, mma_dq, mma_dv, mma_dk, mma_held, mma_lse),
-            (mma_s, mma_dq, mma_dv, mma_dk, mma_held, mma_lse),
+            tuple(mmas),
+            tuple(mmas),
             tuple(atom for atom, _ in tma),
             tuple(tiles for _, tiles in tma),
-            layouts,
+            tuple(layouts),
             (grad_key, grad_value),
             lse,
             delta,
             sums,
-            pieces,
+            items,
             partial,
             full,
             counter,
             captured,
             totals,
-            turns,
+            order,
             (scale, group, *lengths, *heads),
         ).launch(
-            grid=(ctas, 1, 1), block=(384, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
+            grid=(ctas, 1, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
         )
 
     # ---------------------------------------------------------------------------------- device
@@ -220,8 +288,8 @@ class Backward(Loads, Products, Weights, LessLse, Sums, FirstParts, InTurn, Stor
     @cute.kernel
     def kernel(
         self,
-        mmas_first: tuple,
-        mmas: tuple,
+        mmas_overwrite: tuple,
+        mmas_accumulate: tuple,
         atoms: tuple,
         tiles: tuple,
         layouts: tuple,
@@ -229,325 +297,324 @@ class Backward(Loads, Products, Weights, LessLse, Sums, FirstParts, InTurn, Stor
         lse: cute.Tensor,
         delta: cute.Tensor,
         sums: cute.Tensor,
-        pieces: cute.Tensor,
+        items: cute.Tensor,
         partial: cute.Tensor,
         full: cute.Tensor,
         counter: cute.Tensor,
         captured: list,
         totals: list,
-        turns: list,
-        numbers: tuple,
+        order: list,
+        sizes: tuple,
     ):
-        """Roles: warp 0 loads, 1 and 2 add up, 3 writes zeros and gives turns, warpgroups 1 and 2 compute."""
+        """Set up shared memory, then take a role, see `backward_shared`."""
         c = self.config
+        problem, (grad_key, grad_value) = Problem(*sizes), grads
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp == 0:
+        if warp == LOAD_WARP:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
-        info = storage.info.get_tensor(cute.make_layout(32))
-        stats = (
-            storage.lse.get_tensor(cute.make_layout((c.block_q * c.words[0], c.stages))),
-            storage.delta.get_tensor(cute.make_layout((c.block_q, c.stages))),
+        info = storage.info.get_tensor(cute.make_layout(32))  # int32 words
+        smem_lse = storage.lse.get_tensor(  # f32 [block_q * words, stages]
+            cute.make_layout((c.block_q * c.words[0], c.stages))
         )
-        parts = (storage.k, storage.v, storage.q, storage.do, storage.ds)
-        views = tuple(
-            parts[at].get_tensor(layouts[i].outer, swizzle=layouts[i].inner)
-            for i, at in enumerate((0, 1, 2, 3, 4, 2, 3, 4, 0))
+        smem_delta = storage.delta.get_tensor(  # f32 [block_q, stages]
+            cute.make_layout((c.block_q, c.stages))
         )
-        outgoing = storage.dq.data_ptr()
-        base = storage.barriers.data_ptr()
-        v_full, v_free, k_full = base, base + 2, base + 4
-        k_free, ends = k_full + c.k_stages, k_full + 2 * c.k_stages
-        rings = tuple(ends + c.stages * i for i in range(6))
-        q_full, q_free, do_full, do_free, ds_full, ds_free = rings
-        bars = (k_full, v_full, k_free, v_free, *rings)
-        # of each consumer: a chunk is there, to be added in turn; has arrived; that was noticed
-        told, arrived, taken = (ends + 6 * c.stages + 2 * i for i in range(3))
-        if warp == 0:
+        memory = (
+            storage.k, storage.v, storage.q, storage.do, storage.ds,
+            storage.q, storage.do, storage.ds, storage.k,
+        )  # fmt: skip
+        views = SmemLayouts(  # tensors of these shapes
+            *(
+                part.get_tensor(layout.outer, swizzle=layout.inner)
+                for part, layout in zip(memory, layouts, strict=True)
+            )
+        )
+        staging = storage.dq.data_ptr()
+        bars = place_barriers(c, storage.barriers.data_ptr())
+        smem = LoadTargets(views.k, views.v, views.q, views.do, smem_lse, smem_delta, info)
+        if warp == LOAD_WARP:
             with cute.arch.elect_one():
-                for w in cutlass.range_constexpr(2):  # a consumer's half of V each
-                    cute.arch.mbarrier_init(v_full + w, 1)
-                    cute.arch.mbarrier_init(v_free + w, 4)
-                    cute.arch.mbarrier_init(told + w, 4)
-                    cute.arch.mbarrier_init(arrived + w, 1)
-                    cute.arch.mbarrier_init(taken + w, 32)
-                for s in cutlass.range_constexpr(c.k_stages):
-                    cute.arch.mbarrier_init(k_full + s, 1)
-                    cute.arch.mbarrier_init(k_free + s, CONSUMERS)
-                for s in cutlass.range_constexpr(c.stages):
-                    cute.arch.mbarrier_init(q_full + s, 1)
-                    cute.arch.mbarrier_init(q_free + s, CONSUMERS)
-                    cute.arch.mbarrier_init(do_full + s, 1)
-                    cute.arch.mbarrier_init(do_free + s, CONSUMERS)
-                    cute.arch.mbarrier_init(ds_full + s, 8)
-                    cute.arch.mbarrier_init(ds_free + s, 8)
+                init_barriers(c, bars)
         factors = storage.factors.data_ptr()
-        if const_expr(c.less_lse and not self.inclined):
-            self.write_factors(factors, numbers[0], warp)
+        if const_expr(c.less_lse and not self.lse_in_mma.with_slope):
+            self.lse_in_mma.write_factors(factors, problem.scale, warp)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_wait()  # all below reads what the preprocess has written
 
-        if warp < 4:
-            cute.arch.setmaxregister_decrease(c.registers[1])
-            if warp == 0:
-                self.produce(
-                    atoms,
-                    tiles,
-                    views[:4],
-                    stats,
-                    bars,
-                    info,
-                    (lse, delta, pieces, partial, full, counter, turns),
-                    numbers,
-                )
-            for wg in cutlass.range_constexpr(2):
-                if warp == 1 + wg:
-                    if const_expr(c.turns):
-                        self.add_in_turn(wg, outgoing, info, (told, arrived, taken), sums, turns)
-                    elif const_expr(c.firsts):
-                        self.add_to_first(wg, outgoing, info, sums, turns[0])
-                    else:
-                        self.add_up(wg, outgoing, info, sums)
-            if warp == 3:
-                self.clear(pieces, *grads)
+        if warp < WARPS:
+            cute.arch.setmaxregister_decrease(c.producer_registers)
+            if warp == LOAD_WARP:
+                lists = Lists(lse, delta, items, partial, full, counter, order)
+                self.producer.run(atoms, tiles, smem, bars.load, lists, problem)
+            for wg in cutlass.range_constexpr(CONSUMERS):
+                if warp == DQ_WARP + wg:
+                    self.dq_reduce.run(wg, staging, info, bars.chunk, sums, order)
+            if warp == CLEAR_WARP:
+                self.epilogue.clear_masked(items, grad_key, grad_value)
                 if const_expr(c.turns):
-                    self.give_turns(info, (told, arrived, taken), turns)
+                    self.deterministic.pass_turns(info, bars.chunk, order)
         else:
-            cute.arch.setmaxregister_increase(c.registers[0])
+            cute.arch.setmaxregister_increase(c.consumer_registers)
             self.consume(
-                mmas_first, mmas, views, stats,
-                (grads, numbers, outgoing, info, sums, counter, told), bars, factors, captured, totals,
+                (mmas_overwrite, mmas_accumulate), views, smem, bars, factors, captured, totals,
+                Results(grad_key, grad_value, staging, sums, counter), problem,
             )  # fmt: skip
 
     @cute.jit
     def consume(
         self,
-        mmas_first: tuple,
         mmas: tuple,
-        views: tuple,
-        stats: tuple,
-        leaving: tuple,
-        bars: tuple,
+        views: SmemLayouts,
+        smem: LoadTargets,
+        bars: Barriers,
         factors: cute.Pointer,
         captured: list,
         totals: list,
+        results: Results,
+        problem: Problem,
     ):
-        """A consumer warpgroup: products, P, dS, and what leaves at the end of a piece."""
-        c, dtype = self.config, self.dtype
-        _, numbers, _, info, _, _, told = leaving
-        mma_s, mma_dq, mma_dv, mma_dk, mma_held, mma_lse = mmas
-        scale, _, q_len, kv_len, heads, *_ = numbers
-        k_full = bars[0]
+        """The loop of a consumer warpgroup: products, P, dS, and the epilogue of each work tile."""
+        c, p, info = self.config, problem, smem.info
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
-        wg, ct = warp // 4 - 1, thread % 128
-        column0 = wg * ROWS + (warp % 4) * 16 + lane // 4
+        wg, thread = warp // WARPS - 1, thread % WARPGROUP
+        column0 = wg * ROWS + (warp % WARPS) * 16 + lane // 4
         row0 = (lane % 4) * 2
-        bm = c.block_q
-
-        def operand(make: Any, part: Any, at: int) -> Any:
-            return make(part(views[at]))
-
-        all_s, all_dq = mma_s.get_slice(0), mma_dq.get_slice(0)
-        all_dv, all_dk = mma_dv.get_slice(0), mma_dk.get_slice(0)
-        frags = (
-            mma_s.make_fragment_A(all_s.partition_A(views[0])),
-            mma_s.make_fragment_A(all_s.partition_A(views[1])),
-            mma_s.make_fragment_B(all_s.partition_B(views[2])),
-            mma_s.make_fragment_B(all_s.partition_B(views[3])),
-            mma_dk.make_fragment_B(all_dk.partition_B(views[5])),
-            mma_dv.make_fragment_B(all_dv.partition_B(views[6])),
-            mma_dq.make_fragment_A(all_dq.partition_A(views[7])),
-            mma_dq.make_fragment_B(all_dq.partition_B(views[8])),
-        )
-        scores = cute.make_rmem_tensor(mma_s.get_slice(ct).partition_shape_C((ROWS, bm)), Float32)
-        dp = cute.make_rmem_tensor(scores.layout, Float32)
-        # apart from dP though after it: parts of one accumulator for another serialise products
-        dq = cute.make_rmem_tensor(chunk_layout(c.chunk), Float32)
-        thr_dk, thr_dv = mma_dk.get_slice(ct), mma_dv.get_slice(ct)
-        dk = cute.make_rmem_tensor(thr_dk.partition_shape_C((ROWS, c.width)), Float32)
-        dv = cute.make_rmem_tensor(thr_dv.partition_shape_C((ROWS, c.value_width)), Float32)
-        p = cute.make_rmem_tensor(thr_dv.partition_shape_A((ROWS, bm)), dtype)
-        ds = cute.make_rmem_tensor(p.layout, dtype)
-        # set once: the value behind a set() in a helper must not leave the helper's region
-        for first, further in zip(mmas_first, mmas, strict=True):
-            first.set(warpgroup.Field.ACCUMULATE, False)
-            further.set(warpgroup.Field.ACCUMULATE, True)
-        k_held = cute.make_rmem_tensor(
-            mma_held.get_slice(ct).partition_shape_A((ROWS, c.width)), dtype
-        )
-        load_k = cute.make_tiled_copy_A(
-            cute.make_copy_atom(LdMatrix8x8x16bOp(False, 4), dtype), mma_held
-        )
-        thr_k = load_k.get_slice(ct)
-        k_from, k_to = thr_k.partition_S(views[0]), thr_k.retile(k_held)
-        of_lse = self.step_of_lse(mma_lse, factors, stats[0]) if c.less_lse else ()
-        parts = Parts(mmas_first, mmas, scores, dp, dk, dv, p, ds, dq, k_held, frags, of_lse)
-
-        write_ds = cute.make_tiled_copy_C(
-            cute.make_copy_atom(StMatrix8x8x16bOp(True, 4), dtype), mma_s
-        )
-        thr_ds = write_ds.get_slice(ct)
-        ds_copy = (write_ds, thr_ds, thr_ds.partition_D(views[4]))
-        q_chunks = (q_len + bm - 1) // bm * 2  # of a head
-        running = self.running()
-        kc, tc = Int32(0), Int32(0)
-        before = (Int32(0), Int32(0))
-        for one in (dk, dv):
-            one.fill(0.0)
-        cute.arch.mbarrier_wait(k_full, 0)
-        valid = info[RECORD + 4]
+        out = Outputs(results, problem, info, bars, wg, thread)
+        consumer, load_k = self.set_up(mmas, views, smem, bars, factors, out, row0)
+        mma = consumer.mma
+        q_chunks = (p.q_len + c.block_q - 1) // c.block_q * 2  # of a head
+        sums = self.captured_grads.begin(totals)
+        q_count, kv_count = Int32(0), Int32(0)  # blocks and work tiles before
+        note = (Int32(0), Int32(0))  # where dQ of the q block before goes, and whose turn it is
+        for acc in (mma.dk, mma.dv):
+            acc.fill(0.0)
+        cute.arch.mbarrier_wait(bars.load.k_full, 0)
+        valid = info[RECORD + WorkTile.VALID]
         while valid != 0:
             for k in cutlass.range_constexpr(self.held_steps):
-                cute.copy(load_k, k_from[None, None, k, 2 * (tc & 1) + wg], k_to[None, None, k])
-            record = self.record(tc & 1)
-            if const_expr(self.inclined):
-                of = info[record + 2], info[record + 1], q_len, kv_len
-                self.incline(of_lse, Site(captured, *of, self.score_scale(scale), Int32(0)))
-            begun = self.start(True, parts, stats, bars, leaving, row0, wg, ct, kc, tc)
-            at, h, b, count = (info[record + i] for i in range(4))
-            turn = at if const_expr(c.turns) else Int32(0)
-            place = ((b * heads + h) * q_chunks + wg, turn)  # where dQ goes, and whose turn it is
-            where = (captured, b, h, q_len, kv_len, self.score_scale(scale), at * c.block_kv)
-            tile = self.begin(where, column0)
-            running.fill(0.0)
-            values = (tile, row0, running, totals)
-            before = self.finish(
-                True, count == 1, parts, begun, values, bars, ds_copy, place, leaving, wg, ct, kc,
-                tc, before,
-            )  # fmt: skip
-            kc += 1
+                load_k(k, kv_count & 1)
+            record = record_of(c, kv_count & 1)
+            if const_expr(self.lse_in_mma.with_slope):
+                where = info[record + WorkTile.BATCH], info[record + WorkTile.HEAD]
+                scaled = self.lse_in_mma.scale(p.scale)
+                site = Site(captured, *where, p.q_len, p.kv_len, scaled, Int32(0))
+                self.lse_in_mma.write_slope(mma.lse[0], site)
+            block = self.start_block(True, consumer, q_count, kv_count)
+            kv_block, h, b, count = (
+                info[record + i]
+                for i in (WorkTile.KV_BLOCK, WorkTile.HEAD, WorkTile.BATCH, WorkTile.NUM_BLOCKS)
+            )
+            turn = kv_block if const_expr(c.turns) else Int32(0)
+            # chunk and turn of dQ of the kv block's first q block
+            place = ((b * p.heads + h) * q_chunks + wg, turn)
+            scaled = self.lse_in_mma.scale(p.scale)
+            site = Site(captured, b, h, p.q_len, p.kv_len, scaled, kv_block * c.block_kv)
+            tile = self.softmax.begin(site, column0)
+            sums.running.fill(0.0)
+            note = self.finish_block(
+                True, count == 1, consumer, block, tile, sums, place, q_count, kv_count, note
+            )
+            q_count += 1
             for j in cutlass.range(count - 1, unroll=1):
-                begun = self.start(False, parts, stats, bars, leaving, row0, wg, ct, kc, tc)
-                before = self.finish(
-                    False, j == count - 2, parts, begun, values, bars, ds_copy, place, leaving, wg,
-                    ct, kc, tc, before,
+                block = self.start_block(False, consumer, q_count, kv_count)
+                note = self.finish_block(
+                    False, j == count - 2, consumer, block, tile, sums, place, q_count, kv_count,
+                    note,
                 )  # fmt: skip
-                kc += 1
-            self.flush(tile, running, totals)
-            tc += 1
-            cute.arch.mbarrier_wait(k_full + (tc & 1), self.k_lap(tc))
-            valid = info[self.record(tc & 1) + 4]
-        if tc > 0:
-            self.issue_dq(parts, bars, wg, kc - 1, tc - 1)
+                q_count += 1
+            self.captured_grads.flush(tile, sums)
+            kv_count += 1
+            cute.arch.mbarrier_wait(bars.load.k_full + (kv_count & 1), k_phase(c, kv_count))
+            valid = info[record_of(c, kv_count & 1) + WorkTile.VALID]
+        if kv_count > 0:
+            mma.issue_dq(bars, q_count - 1, kv_count - 1)
             warpgroup.wait_group(0)
-            self.conclude(dk, dv, leaving, wg, ct, tc)
+            self.epilogue.write_dk_dv(mma.dk, mma.dv, out, kv_count)
             free = not c.accumulate
-            self.send_block(dq, before, bars, kc - 1, leaving, wg, ct, free)
-        cute.arch.barrier(barrier_id=SUM_FREE + wg, number_of_threads=160)
-        if ct == 0:
-            info[NOTE + 4 * wg] = Int32(-1)
-        self.tell(told, wg)
+            self.epilogue.send_dq(mma.dq, note, out, q_count - 1, free)
+        self.epilogue.finish(out)
 
-    # ---------------------------------------------- pieces of the consumer, inlined while tracing
+    # ------------------------------------------------ parts of the consumer, inlined while tracing
 
-    def start(
-        self, first: bool, parts: Any, stats: Any, bars: Any, leaving: Any, row0: Any, wg: Any,
-        ct: Any, kc: Any, tc: Any,
-    ) -> Any:  # fmt: skip
-        """Issue S and dP of a q tile; if it is the first of a kv tile, the last one's dK and dV leave.
+    def set_up(
+        self, mmas: tuple, views: SmemLayouts, smem: LoadTargets, bars: Barriers, factors: Any,
+        out: Outputs, row0: Any,
+    ) -> tuple[Consumer, Any]:  # fmt: skip
+        """Make operands and accumulators.
 
         Returns:
-            Its mark, and the statistics of the thread's rows.
+            The consumer, and a function that loads a step of K from a stage to registers.
         """
-        _, v_full, _, _, q_full, _, do_full, *_ = bars
-        s, lap, rounded = self.q_stage(kc), self.q_lap(kc), self.config.rounded
-        statistic = None if self.config.less_lse else self.rows(stats[0], s, row0)
-        delta = self.rows(stats[1], s, row0)
+        c, dtype, wg, thread = self.config, self.dtype, out.wg, out.thread
+        overwrite, accumulate = (TiledMmas(*m) for m in mmas)
+        mma_s, mma_dq, mma_dv, mma_dk, mma_held, mma_lse = accumulate
+        all_s, all_dq = mma_s.get_slice(0), mma_dq.get_slice(0)
+        all_dv, all_dk = mma_dv.get_slice(0), mma_dk.get_slice(0)
+        # descriptors of shared memory, shapes as in `SmemLayouts`
+        k = mma_s.make_fragment_A(all_s.partition_A(views.k))
+        v = mma_s.make_fragment_A(all_s.partition_A(views.v))
+        q = mma_s.make_fragment_B(all_s.partition_B(views.q))
+        do = mma_s.make_fragment_B(all_s.partition_B(views.do))
+        q_t = mma_dk.make_fragment_B(all_dk.partition_B(views.q_t))
+        do_t = mma_dv.make_fragment_B(all_dv.partition_B(views.do_t))
+        ds_smem = mma_dq.make_fragment_A(all_dq.partition_A(views.ds))
+        k_t = mma_dq.make_fragment_B(all_dq.partition_B(views.k_t))
+        # f32 [64, block_q] / 128 threads
+        s = cute.make_rmem_tensor(
+            mma_s.get_slice(thread).partition_shape_C((ROWS, c.block_q)), Float32
+        )
+        dp = cute.make_rmem_tensor(s.layout, Float32)  # f32 [64, block_q] / 128 threads
+        # apart from dP though after it: parts of one accumulator for another serialise products
+        dq = cute.make_rmem_tensor(chunk_layout(c.chunk), Float32)  # f32 [chunk] / 128 threads
+        thr_dk, thr_dv = mma_dk.get_slice(thread), mma_dv.get_slice(thread)
+        # f32 [64, head_dim] and [64, head_dim_v] / 128 threads
+        dk = cute.make_rmem_tensor(thr_dk.partition_shape_C((ROWS, c.width)), Float32)
+        dv = cute.make_rmem_tensor(thr_dv.partition_shape_C((ROWS, c.value_width)), Float32)
+        # dtype [64, block_q] / 128 threads, both as A operands
+        p = cute.make_rmem_tensor(thr_dv.partition_shape_A((ROWS, c.block_q)), dtype)
+        ds = cute.make_rmem_tensor(p.layout, dtype)
+        # set once: the value behind a set() in a helper must not leave the helper's region
+        for first, further in zip(overwrite, accumulate, strict=True):
+            first.set(warpgroup.Field.ACCUMULATE, False)
+            further.set(warpgroup.Field.ACCUMULATE, True)
+        # dtype [64, head_dim] / 128 threads
+        k_held = cute.make_rmem_tensor(
+            mma_held.get_slice(thread).partition_shape_A((ROWS, c.width)), dtype
+        )
+        copy_k = cute.make_tiled_copy_A(
+            cute.make_copy_atom(LdMatrix8x8x16bOp(False, 4), dtype), mma_held
+        )
+        thr_k = copy_k.get_slice(thread)
+        k_from, k_to = thr_k.partition_S(views.k), thr_k.retile(k_held)
+        lse = self.lse_in_mma.operands(mma_lse, factors, smem.lse) if c.less_lse else None
+        mma = ConsumerMma(
+            c, self.held_steps, wg, overwrite, accumulate, k, v, q, do, q_t, do_t, ds_smem, k_t, s,
+            dp, dk, dv, dq, p, ds, k_held, lse,
+        )  # fmt: skip
+        ds_copy = cute.make_tiled_copy_C(
+            cute.make_copy_atom(StMatrix8x8x16bOp(True, 4), dtype), mma_s
+        )
+        ds_thread = ds_copy.get_slice(thread)
+        ds_to = ds_thread.partition_D(views.ds_written)
+        consumer = Consumer(mma, bars, smem, out, row0, ds_copy, ds_thread, ds_to)
+
+        def load_k(step: int, k_stage: Any) -> None:
+            cute.copy(copy_k, k_from[None, None, step, 2 * k_stage + wg], k_to[None, None, step])
+
+        return consumer, load_k
+
+    def start_block(self, first: bool, w: Consumer, q_count: Any, kv_count: Any) -> QBlock:
+        """Issue S and dP of a q block; on the first of a work tile, write dK and dV of the last one.
+
+        Args:
+            first: whether it is the first of its work tile.
+            q_count, kv_count: blocks and work tiles before.
+        """
+        c, mma, load, out = self.config, w.mma, w.bars.load, w.out
+        s, phase, rounded = q_stage(c, q_count), q_phase(c, q_count), c.rounded
+        lse = None if c.less_lse else row_pairs(w.smem.lse, s, w.row0, c.block_q, c.block_q)
+        delta = row_pairs(w.smem.delta, s, w.row0, c.block_q, c.block_q)
         if not (first or rounded):
-            cute.arch.mbarrier_wait(do_full + s, lap)
-            self.start_dp(parts.dp, delta)
-        cute.arch.mbarrier_wait(q_full + s, lap)
-        mark = leaving[3][s]
+            cute.arch.mbarrier_wait(load.do_full + s, phase)
+            init_dp(mma.dp, delta)
+        cute.arch.mbarrier_wait(load.q_full + s, phase)
+        word = w.smem.info[s]
         warpgroup.fence()
-        self.issue_s(parts, wg, s, tc & 1)
+        mma.issue_s(s, kv_count & 1)
         if first:  # of the waits, those that leave all in flight tell the assembler what is not
             warpgroup.wait_group(1)
             if rounded:  # dP as well would take registers
-                self.conclude(parts.dk, parts.dv, leaving, wg, ct, tc)
+                self.epilogue.write_dk_dv(mma.dk, mma.dv, out, kv_count)
         if first or rounded:
-            cute.arch.mbarrier_wait(do_full + s, lap)
+            cute.arch.mbarrier_wait(load.do_full + s, phase)
         if first:  # V comes last
-            cute.arch.mbarrier_wait(v_full + wg, tc & 1)
+            cute.arch.mbarrier_wait(load.v_full + out.wg, kv_count & 1)
             if not rounded:
-                self.start_dp(parts.dp, delta)
+                init_dp(mma.dp, delta)
                 warpgroup.fence()
-        self.issue_dp(parts, wg, s)
+        mma.issue_dp(s)
         if first and not rounded:
             warpgroup.wait_group(2)
-            self.conclude(parts.dk, parts.dv, leaving, wg, ct, tc)
-        return mark, statistic, delta
+            self.epilogue.write_dk_dv(mma.dk, mma.dv, out, kv_count)
+        return QBlock(word, w.row0, lse, delta)
 
-    def finish(
-        self, first: bool, last: Any, parts: Any, begun: Any, values: Any, bars: Any,
-        ds_copy: Any, place: Any, leaving: Any, wg: Any, ct: Any, kc: Any, tc: Any, before: Any,
+    def finish_block(
+        self, first: bool, last: Any, w: Consumer, block: QBlock, tile: KvBlock,
+        sums: CapturedSums, place: Any, q_count: Any, kv_count: Any, note: Any,
     ) -> Any:  # fmt: skip
-        """P and dS of a q tile and the products with them, and dQ of the tile before.
+        """Compute P and dS of a q block, issue the products with them, and dQ of the block before.
 
         Args:
-            first, last: whether it is the first and the last of its kv tile.
-            begun: see `start`.
-            place: the first chunk of dQ of the kv tile, and its turn.
-            before: where dQ of the tile before goes; that of the kv tile before, if it is the first.
+            first, last: whether it is the first and the last of its work tile.
+            place: the first chunk of dQ of the kv block, and its turn.
+            note: where dQ of the block before goes; that of the work tile before, if it is the first.
 
         Returns:
             Where its own dQ goes.
         """
-        _, _, _, v_free, _, q_free, _, do_free, ds_full, ds_free = bars
-        tile, row0, running, totals = values
-        mark, statistic, delta = begun
-        scores, dp = parts.scores, parts.dp
-        p, ds = _as(parts.p, scores), _as(parts.ds, scores)
-        s, lap = self.q_stage(kc), self.q_lap(kc)
+        c, mma, bars, out = self.config, w.mma, w.bars, w.out
+        # P and dS as A operands, in the order of the accumulator of S
+        p, ds = in_layout_of(mma.p, mma.s), in_layout_of(mma.ds, mma.s)
+        s, phase = q_stage(c, q_count), q_phase(c, q_count)
+        v_empty = bars.load.v_empty + out.wg
         if self.hooks.learned:
             warpgroup.wait_group(0)
-            self.release(last, v_free + wg)
-            self.learn_either(mark, tile, row0, scores, p, statistic, dp, ds, running, totals)
+            self.release_last(last, v_empty)
+            self.captured_grads.compute_p_ds(block, tile, mma.s, p, mma.dp, ds, sums)
         else:
-            warpgroup.wait_group(1)
-            self.weigh_either(mark, tile, row0, scores, scores, p, statistic)
+            warpgroup.wait_group(1)  # S is there; dP runs beside the exponentials
+            self.softmax.compute_p(block, tile, mma.s, mma.s, p)
             warpgroup.wait_group(0)
-            self.release(last, v_free + wg)
-            self.gradients(scores, p, dp, delta, ds)
-        # both consumers have read dS of two tiles before
-        cute.arch.mbarrier_wait(ds_free + s, lap ^ 1)
-        copy, thr, to = ds_copy
-        cute.copy(copy, thr.retile(ds), to[None, None, None, s * 2 + wg])
+            self.release_last(last, v_empty)
+            self.softmax.compute_ds(mma.s, p, mma.dp, block.delta, ds)
+        # both consumers have read dS of two blocks before
+        cute.arch.mbarrier_wait(bars.ds_empty + s, phase ^ 1)
+        cute.copy(
+            w.ds_copy, w.ds_thread.retile(ds), w.ds_smem[None, None, None, s * CONSUMERS + out.wg]
+        )
+        # wgmma of both consumers reads it by the async proxy
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
-        device.arrive(ds_full + s)
+        device.arrive(bars.ds_full + s)
         warpgroup.fence()
-        mmas = parts.first if first else parts.further
-        self.issue_from_registers(mmas[2], parts.further[2], parts.dv, parts.p, parts.frags[5], s)
-        # at the very beginning there is none before: a tile's own, which is not sent
-        self.issue_dq(
-            parts, bars, wg, *((_before(kc), _before(tc)) if first else (kc - 1, tc))
-        )  # fmt: skip
-        self.issue_from_registers(mmas[3], parts.further[3], parts.dk, parts.ds, parts.frags[4], s)
-        warpgroup.wait_group(1)
+        mma.issue_dv(s, first)
+        # at the very beginning there is none before: the block's own, which is not sent
+        mma.issue_dq(
+            bars, *((_before(q_count), _before(kv_count)) if first else (q_count - 1, kv_count))
+        )
+        mma.issue_dk(s, first)
+        warpgroup.wait_group(1)  # dQ is there; dK runs
         if first:
-            self.send_before(parts.dq, before, bars, kc, tc, leaving, wg, ct)
+            self.epilogue.send_last_dq(mma.dq, note, out, q_count, kv_count)
         else:
-            then = place[0] + 2 * (mark >> 2)
-            self.send_block(parts.dq, before, bars, kc - 1, leaving, wg, ct, then=then)
+            next_chunk = place[0] + 2 * (block.word >> 2)
+            self.epilogue.send_dq(mma.dq, note, out, q_count - 1, next_chunk=next_chunk)
         warpgroup.wait_group(0)
-        cute.arch.mbarrier_arrive(q_free + s)  # every lane, as each has read the statistics
-        cute.arch.mbarrier_arrive(do_free + s)
-        return place[0] + 2 * (mark >> 2), place[1]
+        cute.arch.mbarrier_arrive(
+            bars.load.q_empty + s
+        )  # every lane, as each has read LSE and delta
+        cute.arch.mbarrier_arrive(bars.load.do_empty + s)
+        return place[0] + 2 * (block.word >> 2), place[1]
 
     @cute.jit
-    def release(self, last: cutlass.Boolean, barrier: cute.Pointer):
-        """Let the next tile come in, if this block was the last that read there."""
+    def release_last(self, last: cutlass.Boolean, barrier: cute.Pointer):
+        """Release V of the work tile if this block was its last."""
         if last:
             device.arrive(barrier)
 
 
-def _as(tensor: Any, other: Any) -> Any:
-    """The same registers in the order of another tensor."""
-    return cute.make_tensor(tensor.iterator, other.layout)
+def _held_steps(config: BackwardConfig, hooks: BackwardHooks) -> int:
+    """Return for how many steps of 16 columns of K the variant leaves registers."""
+    if hooks.sloped or hooks.learned or hooks.gathers:
+        return 0
+    # a mask that is computed for every score takes registers beside a block of 128 rows
+    by_element = hooks.has_mask and hooks.intervals is None
+    return 0 if config.rounded and by_element else HELD_STEPS
 
 
 def _before(count: Any) -> Any:

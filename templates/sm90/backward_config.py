@@ -12,20 +12,22 @@ ROWS = 64  # rows of a warpgroup's products
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """Sizes and switches of the backward kernels.
+    """Sizes and switches of the backward kernel for head dims up to 128.
 
     Attributes:
         dtype: "bfloat16" or "float16", of all inputs and gradients.
-        width, value_width: head dims as computed, the tensors' own rounded up by zeros: 64 or 128.
-        block_q: rows of a q tile, 64, or 128 with a width of 64.
+        width, value_width: head_dim and head_dim_v as computed, the tensors' own padded with zeros:
+            64 or 128.
+        block_q: rows of a q block, 64, or 128 with a width of 64.
         accumulate: dK and dV are added to float32 sums, for query heads that share a kv head;
             otherwise they are stored in the dtype.
-        turns: "ascending" or "descending": sums are formed in this order of kv tiles, that of the
+        turns: "ascending" or "descending": sums are formed in this order of kv blocks, that of the
             schedule; "" for any order.
-        firsts: of the kv tiles that add to a q tile, the first in the list stores its part instead,
-            and the others wait for its mark, or for their turn; see `attnkit.schedule.first_writer`.
-        less_lse: the tensor cores subtract LSE / scale from S, see `backward_rows`; for mods that
-            add to the score what does not depend on it.
+        firsts: first-writer dQ: of the kv blocks that add to a q block, the first in the list stores
+            its part instead, and the others wait for its flag, or for their turn; see
+            `attnkit.schedule.first_writer`.
+        less_lse: the tensor cores subtract LSE / scale from S, see `backward_lse_in_mma`; for mods
+            that add to the score what does not depend on it.
     """
 
     dtype: str = "bfloat16"
@@ -37,28 +39,30 @@ class BackwardConfig:
     firsts: bool = False
     less_lse: bool = False
 
-    block_kv = 2 * ROWS
+    block_kv = 2 * ROWS  # 64 keys of each consumer
     stages = q_stages = 2  # of the rings of dO and dS, and of Q
-    less_delta = False
-    k_stages = 2  # K of a tile is read when the next one's has begun
-    registers = (240, 24)  # a thread of a consumer and of the producer warpgroup
+    k_stages = 2  # K of a work tile is read when the next one's has begun
+    less_delta = False  # costs 7 % at head dim 128, see docs/hopper.md
+    # Registers a thread. 2 * 128 * 240 + 128 * 24 = 64512 of 65536: what the consumers get more
+    # than the 168 of the launch, the producer warpgroup gives back.
+    consumer_registers, producer_registers = 240, 24
 
     @property
     def joins(self) -> bool:
-        """Whether the pieces of a split kv tile put their dK and dV together."""
+        """Whether the work tiles of a split kv block add up their dK and dV in the kernel."""
         return not (self.accumulate or self.turns or self.firsts)
 
     @property
     def chunk(self) -> int:
-        """Floats that a warpgroup adds to a sum at a time: its half of a tile of dQ."""
+        """Floats that a warpgroup adds to a sum at a time: its half of a block of dQ."""
         return self.block_q * self.width // 2
 
     @property
-    def marks(self) -> int | None:
-        """Marks of the chunks of 64 rows of dQ, cleared in place of its sums; None: these are."""
+    def flags(self) -> int | None:
+        """Flags of the chunks of 64 rows of dQ, cleared instead of its sums; None to clear these."""
         if not self.firsts:
             return None
-        return 0 if self.turns else 2 * ROWS // self.block_q  # who has a turn needs no mark
+        return 0 if self.turns else 2 * ROWS // self.block_q  # who has a turn needs no flag
 
     @property
     def words(self) -> tuple[int, int]:
@@ -67,7 +71,7 @@ class BackwardConfig:
 
     @property
     def rounded(self) -> bool:
-        """dS is made from P in the dtype: of a tile of 128 rows the registers hold no more."""
+        """dS is computed from P in the dtype: of a block of 128 rows the registers hold no more."""
         return self.block_q > ROWS
 
     @property
@@ -77,11 +81,11 @@ class BackwardConfig:
         tiles = self.block_kv * (self.k_stages * self.width + self.value_width)
         tiles += self.block_q * rings
         rows = 4 * self.block_q * self.stages * sum(self.words)
-        # barriers, notes and the factors of LSE are below 512 bytes
+        # barriers, words and the factors of LSE are below 512 bytes
         return 2 * tiles + 8 * self.chunk + -(-(512 + rows) // 1024) * 1024
 
     def problem(self) -> str | None:
-        """Why these sizes do not work, or None."""
+        """Return why these sizes do not work, or None."""
         if self.width not in (64, 128) or self.value_width not in (64, 128):
             return f"head dims of {self.width} and {self.value_width}: expected 64 or 128"
         if self.block_q not in (64, 128) or self.block_q * self.width > 2 * UNIT:

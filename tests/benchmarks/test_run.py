@@ -159,7 +159,7 @@ def test_gpu_ablations_are_contenders(gpu: Any, monkeypatch: pytest.MonkeyPatch)
     )
     config = GPU_CASES | {
         "ablation": [
-            {"name": "slow", "cases": ["causal"], "kernel_options": {"PLAN": {"stages": 1}}},
+            {"name": "slow", "cases": ["causal"], "kernel_options": {"BLOCK_N": 64}},
             {"name": "other", "cases": ["causal"], "environment": {"SWITCH": "1"}},
             {"name": "elsewhere", "cases": ["full"]},
         ]
@@ -172,7 +172,7 @@ def test_gpu_ablations_are_contenders(gpu: Any, monkeypatch: pytest.MonkeyPatch)
     p = problem(case, small(gpu, case, 40), torch.device("cpu"), False)
     for build in found.values():
         build(p).call()
-    assert seen == [(None, None), (None, {"PLAN": {"stages": 1}}), ("1", None)]
+    assert seen == [(None, None), (None, {"BLOCK_N": 64}), ("1", None)]
     assert "SWITCH" not in os.environ
 
 

@@ -303,7 +303,7 @@ def test_doctor_says_what_is_missing_and_what_to_do(
     }.items():
         assert not found[name].present
         assert todo in found[name].todo
-    assert str(folder) in found["cache folder"].found
+    assert str(folder) in found["cache folder"].state
 
 
 def test_doctor_names_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,7 +315,7 @@ def test_doctor_names_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     found = {finding.name: finding for finding in doctor.findings()}["CUDA device"]
-    assert (found.present, found.found) == (
+    assert (found.present, found.state) == (
         True,
         "NVIDIA H200, sm_90, 132 SMs, 139 GiB, and 1 more",
     )
@@ -325,7 +325,7 @@ def test_doctor_counts_cached_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setenv("ATTNKIT_CACHE_DIR", str(tmp_path))
     KernelCache().put("key", b"x" * (1 << 20))
     found = {finding.name: finding for finding in doctor.findings()}["cache folder"]
-    assert found.found == f"{tmp_path}, 1 kernels, 1.0 MiB"
+    assert found.state == f"{tmp_path}, 1 kernels, 1.0 MiB"
 
 
 @pytest.mark.parametrize(

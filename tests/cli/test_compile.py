@@ -15,8 +15,8 @@ pytest.importorskip("cutlass")
 from attnkit.cli import compile as command
 from attnkit.cli import main
 from attnkit.jit import kernel
+from attnkit.jit.emulator_runs import launches
 from attnkit.jit.kernel import Source
-from attnkit.jit.launches import launches
 from tests.jit import compiled_kernels as kernels
 
 

@@ -17,7 +17,7 @@ from attnkit.graph.ir import F32, Node, arg, load
 from attnkit.graph.simplify import build
 from attnkit.jit import emulation, kernel
 from attnkit.runtime.variant import Variant
-from attnkit.tracing.guards import traced
+from attnkit.tracing.guards import trace_cached
 
 CPU = torch.device("cpu")
 TABLE = torch.zeros(4096)
@@ -25,7 +25,7 @@ GRID = torch.zeros(256, 256)
 
 
 def score(mod: Any) -> Node:
-    return traced(mod, "score", CPU).root
+    return trace_cached(mod, "score", CPU).root
 
 
 def test_what_is_known_once_a_row_is_not_counted() -> None:
@@ -71,7 +71,7 @@ def code(name: str) -> int:
     """Instructions of the kernel for a mod: 128 columns, in masked blocks and others."""
     pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
     qkv: list[Tensor] = [torch.zeros(1, 1, 256, 128, dtype=torch.bfloat16)] * 3
-    with emulation.session(execute=False), kernel.asked() as sources:
+    with emulation.session(execute=False), kernel.requested_sources() as sources:
         Variant(MODS[name], masks.causal())(
             *qkv, backend="emulate:sm_100a", kernel_options={"BLOCK_M": 256, "BLOCK_N": 128}
         )

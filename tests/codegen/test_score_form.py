@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attnkit import mods
-from attnkit.codegen.score_form import LOG2E, is_relative, score_form
+from attnkit.codegen.score_form import LOG2E, score_form
 from attnkit.graph import ir
 from attnkit.graph.eval_torch import evaluate
 from attnkit.graph.ir import Node
+from attnkit.graph.staging import is_relative
 from attnkit.testing.expressions import mask_mods, score_mods
 from attnkit.testing.limits import Limits
 from attnkit.tracing.tracer import trace

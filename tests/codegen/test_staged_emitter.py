@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attnkit import mods
-from attnkit.codegen.levels import level_of
 from attnkit.codegen.score_form import score_form
 from attnkit.graph import ir
 from attnkit.graph.eval_torch import evaluate
 from attnkit.graph.ir import BOOL, F32, I32, Node, arg, const, load
 from attnkit.graph.simplify import build, cast
+from attnkit.graph.staging import Level, level_of
 from attnkit.tracing.tracer import trace
 
 cutlass = pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
@@ -47,23 +47,23 @@ RELATIVE = load(3, F32, [build("add", DISTANCE, const(N))])
 @pytest.mark.parametrize(
     ("node", "level"),
     [
-        (const(1.0), "head"),
-        (build("mul", scale, cast(h, F32)), "head"),
-        (BY_Q, "row"),
-        (BY_KV, "column"),
-        (cast(DISTANCE, F32), "relative"),
-        (RELATIVE, "relative"),
-        (build("mul", RELATIVE, cast(h, F32)), "relative"),
-        (build("le", kv, q), "relative"),
-        (build("eq", IDS_Q, IDS_KV), "element"),
-        (build("add", BY_Q, BY_KV), "element"),
-        (build("mul", score, RELATIVE), "element"),
-        (build("mul", score, scale), "element"),
-        (cast(build("add", q, kv), F32), "element"),
+        (const(1.0), Level.CONSTANT),
+        (build("mul", scale, cast(h, F32)), Level.HEAD),
+        (BY_Q, Level.ROW),
+        (BY_KV, Level.COLUMN),
+        (cast(DISTANCE, F32), Level.RELATIVE),
+        (RELATIVE, Level.RELATIVE),
+        (build("mul", RELATIVE, cast(h, F32)), Level.RELATIVE),
+        (build("le", kv, q), Level.RELATIVE),
+        (build("eq", IDS_Q, IDS_KV), Level.ELEMENT),
+        (build("add", BY_Q, BY_KV), Level.ELEMENT),
+        (build("mul", score, RELATIVE), Level.ELEMENT),
+        (build("mul", score, scale), Level.ELEMENT),
+        (cast(build("add", q, kv), F32), Level.ELEMENT),
     ],
 )
-def test_level(node: Node, level: str) -> None:
-    assert level_of(node) == level
+def test_level(node: Node, level: Level) -> None:
+    assert level_of(node) is level
 
 
 def test_each_part_is_known_at_its_level_once() -> None:
@@ -73,10 +73,10 @@ def test_each_part_is_known_at_its_level_once() -> None:
         build("mul", BY_KV, build("mul", scale, const(2.0))),
     )
     stages = Stages([root])
-    assert stages.known("head") == (build("mul", scale, const(2.0)),)
-    assert stages.known("row") == (build("add", BY_Q, const(1.0)),)
-    assert stages.known("column") == (root.args[1],)
-    assert stages.known("relative") == (RELATIVE,)
+    assert stages.known(Level.HEAD) == (build("mul", scale, const(2.0)),)
+    assert stages.known(Level.ROW) == (build("add", BY_Q, const(1.0)),)
+    assert stages.known(Level.COLUMN) == (root.args[1],)
+    assert stages.known(Level.RELATIVE) == (RELATIVE,)
 
 
 # ------------------------------------------------------------------------------------------ values

@@ -7,16 +7,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
-def packed_documents(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """The example in its fast mode, on one thread."""
+def packed_documents(
+    out: Path, *options: str, stderr: int = subprocess.PIPE
+) -> subprocess.CompletedProcess[str]:
+    """Run the example in its fast mode, on one thread."""
     command = [sys.executable, ROOT / "examples" / "packed_documents.py", "--quick", "--out", out]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     return subprocess.run(
-        [*command, *options], env=env, capture_output=True, text=True, timeout=300, check=False
+        [*command, *options],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        timeout=300,
+        check=False,
     )
 
 
@@ -25,8 +35,30 @@ def test_packed_documents_learns_and_is_exact(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for word in ("loss", "mask", "exact", "time", "picture", "never computed", "d slopes"):
         assert word in done.stdout
-    assert "3/3" in done.stderr  # the progress bar
     assert (tmp_path / "packed_documents.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_progress_in_a_log_is_a_line_a_quarter(tmp_path: Path) -> None:
+    done = packed_documents(tmp_path, "--steps", "8")
+    assert done.stderr == ""
+    progress = [line for line in done.stdout.splitlines() if line.startswith("training")]
+    assert [line.split(",")[0] for line in progress] == [
+        f"training  step {step} of 8" for step in (2, 4, 6, 8)
+    ]
+
+
+def test_progress_on_a_terminal_is_a_bar(tmp_path: Path) -> None:
+    termios = pytest.importorskip("termios", reason="Windows has no pseudo-terminals")
+    terminal, end = os.openpty()
+    termios.tcsetwinsize(end, (24, 80))
+    try:
+        done = packed_documents(tmp_path, "--steps", "3", stderr=end)
+        shown = os.read(terminal, 1 << 16).decode()
+    finally:
+        os.close(end)
+        os.close(terminal)
+    assert "3/3" in shown
+    assert "training  step" not in done.stdout
 
 
 def test_packed_documents_fails_when_nothing_is_learned(tmp_path: Path) -> None:

@@ -63,12 +63,11 @@ def test_command_line_examples_run() -> None:
         assert "% computed" in done.stdout
 
 
-@pytest.mark.parametrize("program", ["table.py", "gpu_table.py"])
-def test_measured_tables_are_those_of_the_saved_rows(program: str) -> None:
-    command = [sys.executable, ROOT / "benchmarks" / program]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    for table in printed.strip().split("\n\n"):
-        head, *rows = table.splitlines()
-        shown = README.split(head + "\n")[1].split("\n\n")[0].splitlines()  # not every case is
-        assert len(shown) > 4
-        assert set(shown) <= set(rows)
+def test_it_is_short() -> None:
+    assert README.count("\n") <= 120
+
+
+def test_it_has_no_figures_of_speed_but_the_plot() -> None:
+    """Tables of measured figures stand in docs/benchmarks.md, where a test holds them to their rows."""
+    assert "](docs/images/speed.svg)" in README
+    assert not re.search(r"\d\s?(x|ms|us|TFLOP/s|MB|GiB)\b", README)

@@ -14,8 +14,8 @@ from cutlass.cute.runtime import make_fake_compact_tensor
 import attnkit
 from attnkit import emulator, masks
 from attnkit.emulator import Executable, Undefined
-from attnkit.emulator.memory import arrays
-from attnkit.jit import emulation
+from attnkit.emulator.machine.global_memory import arrays
+from attnkit.jit import emulator_runs
 from tests.emulator.kernels import blackwell, hopper, micro, simt
 
 Case = tuple[Executable, list[Any], Callable[[], str | None]]
@@ -79,7 +79,7 @@ def forward_case() -> Case:
 
     q, k, v = (torch.randn(1, 1, n, 64).bfloat16() for n in (420, 600, 600))
     mask = masks.causal("bottom-right", q_len=420, kv_len=600)
-    with mock.patch.object(emulation, "run_emulated", keep):
+    with mock.patch.object(emulator_runs, "run_emulated", keep):
         attnkit.flex_attention(q, k, v, block_mask=mask, backend="emulate")
     ((exe, args),) = calls
     want = attnkit.flex_attention(
@@ -104,7 +104,7 @@ def backward_case() -> Case:
 
     q, k, v = (torch.randn(1, 1, n, 64).bfloat16().requires_grad_() for n in (420, 600, 600))
     mask = masks.causal("bottom-right", q_len=420, kv_len=600)
-    with mock.patch.object(emulation, "run_emulated", keep):
+    with mock.patch.object(emulator_runs, "run_emulated", keep):
         out = attnkit.flex_attention(q, k, v, block_mask=mask, backend="emulate")
         torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
     ((exe, args, before, after),) = calls

@@ -17,7 +17,7 @@ from typing import Any
 
 from attnkit import emulator
 from attnkit.emulator import Executable
-from attnkit.emulator.parser import parse
+from attnkit.emulator.ptx.parser import parse
 
 Edit = Callable[[str], str]
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from attnkit.emulator import KernelFault
-from attnkit.emulator.barriers import MBarrier, NamedBarrier
 from attnkit.emulator.faults import Trap
+from attnkit.emulator.machine.barriers import MBarrier, NamedBarrier
 from tests.emulator.ptx_kit import init_barriers, run, wait
 from tests.emulator.sections import ours, section
 

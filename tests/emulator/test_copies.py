@@ -11,7 +11,7 @@ import torch
 
 from attnkit import emulator
 from attnkit.emulator import KernelFault
-from attnkit.emulator.tensormap import TensorMap, decode, encode
+from attnkit.emulator.machine.tensor_maps import TensorMap, decode, encode
 from tests.emulator.ptx_kit import init_barriers, kernel, run, wait
 from tests.emulator.sections import ours, section
 

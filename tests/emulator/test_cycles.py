@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from attnkit import emulator
-from attnkit.emulator.cycles import Product, Tile, busy, limit, rates_of, tile
+from attnkit.emulator.timing.cycles import Product, TileClocks, busy, limit, rates_of, tile
 from attnkit.errors import OptionError
 from tests.emulator.ptx_kit import per_thread
 
@@ -17,7 +17,7 @@ SQUARE = SIDE * SIDE
 def test_forward_table() -> None:
     """Forward: scores from shared memory, output with P in tensor memory."""
     scores, output = Product(SIDE, SIDE, SIDE), Product(SIDE, SIDE, SIDE, a_shared=False)
-    assert tile([scores, output], SQUARE) == Tile(1024, 768, 1024)
+    assert tile([scores, output], SQUARE) == TileClocks(1024, 768, 1024)
 
 
 @pytest.mark.parametrize(("ctas", "shared"), [(1, 3328), (2, 2688)])
@@ -27,7 +27,7 @@ def test_backward_table(ctas: int, shared: int) -> None:
     both, one = Product(SIDE, SIDE, SIDE), Product(SIDE, SIDE, SIDE, a_shared=False)
     other = 2 * SQUARE + 2 * 4 * SQUARE
     got = tile([both, both, one, one, both], SQUARE, other_shared_bytes=other, ctas=ctas)
-    assert got == Tile(2560, shared, 1024)
+    assert got == TileClocks(2560, shared, 1024)
 
 
 def test_hopper_has_half_the_tensor_rate() -> None:

@@ -14,8 +14,9 @@ pytest.importorskip("cutlass")
 from cutlass import Float32, Int32
 
 from attnkit import emulator
-from attnkit.emulator import Executable, host
-from attnkit.emulator.memory import GlobalMemory
+from attnkit.emulator import Executable
+from attnkit.emulator.host import host_function
+from attnkit.emulator.machine.global_memory import GlobalMemory
 from attnkit.errors import ArgumentError, OptionError, ShapeError, UnsupportedError
 from tests.emulator.kernels import micro, simt
 
@@ -63,7 +64,7 @@ def test_without_a_compiler_the_error_says_so(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     with pytest.raises(UnsupportedError, match="C compiler"):
-        host.compiler()
+        host_function.compiler()
 
 
 def test_without_ptx_the_error_says_so() -> None:

@@ -16,9 +16,9 @@ pytest.importorskip("cutlass")
 import attnkit
 from attnkit.cli import main
 from attnkit.emulator import Executable
-from attnkit.emulator.ptx import Source
-from attnkit.emulator.wording import barrier_name, mbarrier_name
-from attnkit.jit import emulation, kernel
+from attnkit.emulator.ptx.barrier_names import barrier_name, mbarrier_name
+from attnkit.emulator.ptx.kernel import Source
+from attnkit.jit import emulator_runs, kernel
 from tests.emulator.mutation import mutants
 
 PROGRAM = """
@@ -55,16 +55,16 @@ SIZES = ["--q-len", "260", "--heads", "1", "--head-dim", "64", "--mode", "eager"
 
 def faulty(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The forward kernel gets one fault, wherever it comes from."""
-    whole = kernel.Kernel.executable
+    whole = kernel.CompiledKernel.executable
 
-    def executable(self: kernel.Kernel) -> Executable:
+    def executable(self: kernel.CompiledKernel) -> Executable:
         exe = whole(self)
         text = next(m.text for m in mutants(exe.ptx) if m.fault == fault)
         return exe.with_ptx(text)
 
-    monkeypatch.setattr(kernel.Kernel, "executable", executable)
+    monkeypatch.setattr(kernel.CompiledKernel, "executable", executable)
     # what is kept of it must be gone with the fault
-    monkeypatch.setattr(emulation, "_executables", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(emulator_runs, "_executables", weakref.WeakKeyDictionary())
 
 
 def test_the_command_names_role_line_source_and_barrier(

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnkit import emulator
-from attnkit.emulator.cycles import rates_of
-from attnkit.emulator.parser import parse
-from attnkit.emulator.schedule import SHARED, Facts, Pace, Segment, segment
+from attnkit.emulator.ptx.parser import parse
+from attnkit.emulator.timing.cycles import rates_of
+from attnkit.emulator.timing.instruction_schedule import SHARED, KernelFacts, Pace, Segment, segment
 from attnkit.errors import ArgumentError, UnsupportedError
 from tests.emulator.ptx_kit import init_barriers, kernel, pointers, wait
 
@@ -25,7 +25,7 @@ def scheduled(body: str, pace: Pace | None = None) -> Segment:
     body = f"mov.u32 %r90, %tid.x;\n{body}"
     (made,) = parse(kernel(body, "")).values()
     code = made.blocks[0]
-    return segment(code[1:-1], HOPPER, Facts.of(made), pace or Pace())
+    return segment(code[1:-1], HOPPER, KernelFacts.of(made), pace or Pace())
 
 
 def floats(op: str, n: int) -> str:
@@ -75,7 +75,7 @@ def test_tensor_memory_answers_after_the_transfer() -> None:
     tcgen05.wait::st.sync.aligned;
     """
     (made,) = parse(kernel(body, "", arch="sm_100a")).values()
-    rates, facts = rates_of("sm_100a"), Facts.of(made)
+    rates, facts = rates_of("sm_100a"), KernelFacts.of(made)
     found = [segment(block, rates, facts, Pace()).clocks for block in made.blocks[:4]]
     assert found == [6, SHARED + 1, 3, SHARED + 1]
 

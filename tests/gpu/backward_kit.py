@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from attnkit.runtime import reference
-from attnkit.runtime.reuse.backward_fast_path import Backwards
+from attnkit.runtime.reuse.backward import BackwardReuse
 from attnkit.runtime.variant import Variant
 from attnkit.schedule.targets import SM90
+from attnkit.splice import BackwardInputs
 from attnkit.splice import backward as splice_backward
+from attnkit.splice.backward_call import BackwardCall
 from attnkit.testing import Case
 from attnkit.testing.quantities import (
+    DenseCall,
     Quantities,
     captured_leaves,
     differentiate,
@@ -44,11 +47,11 @@ def counted() -> Iterator[list[bool]]:
     One that is made again as an earlier one never is.
     """
     seen: list[bool] = []
-    plain, again = splice_backward.backward, Backwards.made
+    plain, again = BackwardCall.__call__, BackwardReuse.try_fast_path
 
-    def recorded(*arguments: Any, **options: Any) -> Any:
-        seen.append(options["deterministic"])
-        return plain(*arguments, **options)
+    def recorded(call: BackwardCall, inputs: BackwardInputs) -> Any:
+        seen.append(call.deterministic)
+        return plain(call, inputs)
 
     def repeated(*arguments: Any) -> Any:
         found = again(*arguments)
@@ -56,8 +59,8 @@ def counted() -> Iterator[list[bool]]:
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(splice_backward, "backward", recorded)
-        patch.setattr(Backwards, "made", repeated)
+        patch.setattr(BackwardCall, "__call__", recorded)
+        patch.setattr(BackwardReuse, "try_fast_path", repeated)
         yield seen
 
 
@@ -92,18 +95,18 @@ def wrong(found: Quantities, variant: Variant, case: Case) -> list[str]:
     device = torch.device(kit.DEVICE)
     score, kept = variant.trace(device)[0], kept_by(variant, case)
     captured = captured_leaves(score)
-    arguments = score, kept, case, captured, device
-    gold = oracle(*arguments)
+    call = DenseCall(score, kept, case, captured, device)
+    gold = oracle(call)
     del gold["max_scores"]
     samples = [
         run(variant, case, captured, backend="eager", device=device),
-        perturbed(*arguments, 0),
+        perturbed(call, 0),
     ]
     for i in range(1, SAMPLES + 2):
         bad = [row for row in compare(found, gold, samples, case, kit.BACKEND) if not row.ok]
         if not bad or i > SAMPLES:
             break
-        samples += [sample(*arguments, i) for sample in (shuffled, perturbed)]
+        samples += [sample(call, i) for sample in (shuffled, perturbed)]
     said = [f"{r.quantity}: error {r.error:.3g} at {r.where}, {r.allowed:.3g} allowed" for r in bad]
     return said + _dead(found, gold, kept, case)
 
@@ -129,7 +132,7 @@ def check(variant: Variant, case: Case, **options: Any) -> Quantities:
     """The kernels run where there are any, whatever their memory held; all gradients are exact."""
     ordered = bool(options.get("deterministic"))
     dims = case.head_dim, case.value_dim
-    runs = 2 if splice_backward.template_of(SM90).widths(dims) is not None else 0
+    runs = 2 if splice_backward.backward_template(SM90).widths(dims) is not None else 0
     with poisoned(ordered=ordered), counted() as seen:
         found = gradients(variant, case, **options)
     assert seen == [ordered] * runs, (

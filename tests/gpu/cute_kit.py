@@ -13,10 +13,10 @@ from torch import Tensor
 from attnkit.runtime import reference
 from attnkit.runtime.variant import Variant
 from attnkit.testing import Case
-from attnkit.testing.quantities import Quantities, captured_leaves, in_dtype
+from attnkit.testing.quantities import DenseCall, Quantities, captured_leaves, in_dtype
+from attnkit.testing.reproducer import definition
 from attnkit.testing.rounding import SAMPLES
 from attnkit.testing.shuffled import shuffled
-from attnkit.testing.snippet import definition
 from attnkit.testing.tolerance import FACTOR
 from attnkit.tracing.tracer import Traced
 
@@ -130,8 +130,8 @@ def wrong(found: Quantities, expected: Dense, case: Case) -> list[str]:
         if not said or not found["out"].isfinite().all():
             break
         captured = captured_leaves(expected.score)
-        device = torch.device(DEVICE)
-        samples.append(shuffled(expected.score, expected.kept, case, captured, device, i))
+        call = DenseCall(expected.score, expected.kept, case, captured, torch.device(DEVICE))
+        samples.append(shuffled(call, i))
         said = _excesses(found, expected.gold, samples)
     dead = expected.gold["lse"] == -torch.inf
     if not torch.equal(found["lse"] == -torch.inf, dead):

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from attnkit import emulator
-from attnkit.emulator.api import Report, Target
-from attnkit.emulator.host import Captured
-from attnkit.emulator.memory import GlobalMemory, arrays, extent
-from attnkit.emulator.tensormap import decode, encode
+from attnkit.emulator.api import Launchable, Report
+from attnkit.emulator.host.host_function import Captured
+from attnkit.emulator.machine.global_memory import GlobalMemory, arrays, extent
+from attnkit.emulator.machine.tensor_maps import decode, encode
 
 _run = emulator.run
 
@@ -70,7 +70,7 @@ class Silicon:
     def __init__(self) -> None:
         self.comparisons: list[Comparison] = []
 
-    def run(self, target: Target, *args: Any, **options: Any) -> Report:
+    def run(self, target: Launchable, *args: Any, **options: Any) -> Report:
         before = emulator.snapshot(args)
         report = _run(target, *args, **options)
         fit = f".target sm_{''.join(map(str, torch.cuda.get_device_capability()))}"
@@ -88,7 +88,7 @@ class Silicon:
         return report
 
 
-def execute(target: Target, args: Sequence[Any]) -> None:
+def execute(target: Launchable, args: Sequence[Any]) -> None:
     """One call of `target` on the GPU, on the arrays themselves."""
     memory = DeviceMemory()
     for i, a in enumerate(arrays(args)):

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from attnkit import flex_attention, masks, mods
 from attnkit.schedule import first_writer
-from attnkit.splice import backward_work
-from attnkit.splice.backward_work import Work
+from attnkit.splice import backward_call, backward_work
+from attnkit.splice.backward_work import BackwardWork
 from tests.gpu import cute_kit as kit
 from tests.gpu.test_repeated_backwards import close, forget, poison, replayed  # noqa: F401
 
@@ -26,18 +26,17 @@ HEADS = 8
 
 
 @contextmanager
-def storing(wanted: bool) -> Iterator[list[Work]]:
+def storing(wanted: bool) -> Iterator[list[BackwardWork]]:
     """Backwards that store first parts wherever they can, or never; their tables."""
-    found: list[Work] = []
-    plain = backward_work._tables
+    found: list[BackwardWork] = []
+    plain = backward_work.build_tables
 
-    def kept(*args: Any) -> Work:
+    def kept(*args: Any) -> BackwardWork:
         found.append(plain(*args))
         return found[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backward_work, "_tables", kept)
-        patch.setattr(backward_work, "_lists", type(backward_work._lists)())
+        patch.setattr(backward_work, "build_tables", kept)
         patch.setattr(first_writer, "BYTES_A_CLOCK", 1 if wanted else 1 << 40)
         forget()
         yield found
@@ -85,12 +84,12 @@ def test_as_with_zeros(
     made, mask = drawn(length, dim, kv_heads), bands(length)[name]
     with storing(False) as works:
         expected = gradients(made, mask)
-        assert not works[-1].marks
+        assert not works[-1].flags
     with storing(True) as works:
         for _ in range(12):
             poison()
             close(gradients(made, mask), expected)
-        assert works[-1].marks
+        assert works[-1].flags
     assert replayed[-1]
 
 
@@ -100,7 +99,7 @@ def test_with_a_slope() -> None:
         expected = gradients(made, CAUSAL, mods.softcap(20.0))
     with storing(True) as works:
         close(gradients(made, CAUSAL, mods.softcap(20.0)), expected)
-        assert works[-1].marks
+        assert works[-1].flags
 
 
 def test_where_many_wait() -> None:
@@ -111,7 +110,7 @@ def test_where_many_wait() -> None:
     with storing(True) as works:
         for _ in range(5):
             close(gradients(made, None), expected)
-        assert works[-1].marks
+        assert works[-1].flags
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -120,13 +119,13 @@ def test_more_ctas_than_run_at_once(deterministic: bool, monkeypatch: pytest.Mon
     made, mask = drawn(4096, 128, 8), bands(4096)["window"]
     with storing(False):
         expected = gradients(made, mask)
-    plain = backward_work.workers
-    monkeypatch.setattr(backward_work, "workers", lambda *args: 3 * plain(*args))
+    plain = backward_call.worker_count
+    monkeypatch.setattr(backward_call, "worker_count", lambda *args: 3 * plain(*args))
     with storing(True) as works:
         for _ in range(5):
             close(gradients(made, mask, deterministic=deterministic), expected)
-        assert works[-1].workers == works[-1].pieces.shape[0]
-        assert works[-1].stored
+        assert works[-1].workers == works[-1].work_tiles.shape[0]
+        assert works[-1].first_writer
 
 
 def test_graph() -> None:
@@ -134,7 +133,7 @@ def test_graph() -> None:
     mask = bands(4096)["window"]
     with storing(True) as works:
         expected = gradients(made, mask)
-        assert works[-1].marks
+        assert works[-1].flags
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             found = gradients(made, mask)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,20 +13,24 @@ pytest.importorskip("cutlass")
 
 from attnkit.errors import DeviceError
 from attnkit.jit import kernel as compiled
-from attnkit.jit.kernel import Build, Kernel, Source
+from attnkit.jit.kernel import Build, CompiledKernel, Source
+from attnkit.util import caches
 from tests.jit import compiled_kernels as kernels
 
 
-@pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
-    """The affine kernel, as a process finds it on disk."""
+def arch() -> str:
     major, minor = torch.cuda.get_device_capability()
-    arch = f"sm_{major}{minor}" + "a" * (major >= 9)
+    return f"sm_{major}{minor}" + "a" * (major >= 9)
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> CompiledKernel:
+    """The affine kernel, as a process finds it on disk."""
 
     def build() -> Build:
         return kernels.affine(3.0)
 
-    source = Source("affine on a GPU", arch, build)
+    source = Source("affine on a GPU", arch(), build)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ATTNKIT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
         compiled.kernel(source)
@@ -42,7 +48,7 @@ def _want(x: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
     return 2 * x[:, 0] + 3 + c + d
 
 
-def test_a_kernel_runs_and_runs_again(kernel: Kernel) -> None:
+def test_a_kernel_runs_and_runs_again(kernel: CompiledKernel) -> None:
     for n in (1, 300, 70_000):
         x, y, c, d = _operands(n)
         kernel(x, y, c, d, 2.0, n)
@@ -50,7 +56,7 @@ def test_a_kernel_runs_and_runs_again(kernel: Kernel) -> None:
         assert y[:, 1:].isnan().all()
 
 
-def test_it_runs_on_the_current_stream_and_waits_for_nothing(kernel: Kernel) -> None:
+def test_it_runs_on_the_current_stream_and_waits_for_nothing(kernel: CompiledKernel) -> None:
     x, y, c, d = _operands(5000)
     kernel(x, y, c, d, 2.0, 5000)
     torch.cuda.synchronize()
@@ -66,7 +72,7 @@ def test_it_runs_on_the_current_stream_and_waits_for_nothing(kernel: Kernel) -> 
     assert torch.allclose(y[:, 0], 5 + c + d)
 
 
-def test_a_new_thread_can_launch(kernel: Kernel) -> None:
+def test_a_new_thread_can_launch(kernel: CompiledKernel) -> None:
     x, y, c, d = _operands(300)
     torch.cuda.synchronize()
 
@@ -80,7 +86,7 @@ def test_a_new_thread_can_launch(kernel: Kernel) -> None:
     assert torch.allclose(y[:, 0], _want(x, c, d))
 
 
-def test_a_graph_captures_the_launch(kernel: Kernel) -> None:
+def test_a_graph_captures_the_launch(kernel: CompiledKernel) -> None:
     x, y, c, d = _operands(300)
     kernel.prepare(x.get_device())
     graph = torch.cuda.CUDAGraph()
@@ -94,7 +100,25 @@ def test_a_graph_captures_the_launch(kernel: Kernel) -> None:
         assert torch.allclose(y[:, 0], _want(x, c, d))
 
 
-def test_rows_further_apart_than_32_bits_count(kernel: Kernel) -> None:
+def test_a_captured_launch_outlives_the_kernel(tmp_path: Path) -> None:
+    """Code on the device stays when the kernel is dropped, as `clear_caches` does."""
+    source = Source("captured and dropped", arch(), lambda: kernels.affine(3.0))
+    x, y, c, d = _operands(300)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ATTNKIT_CACHE_DIR", str(tmp_path))
+        compiled.kernel(source).prepare(x.get_device())
+        with torch.cuda.graph(graph):
+            compiled.kernel(source)(x, y, c, d, 2.0, 300)
+        caches.clear_all()
+        gc.collect()
+        compiled.kernel(source)(x, torch.empty_like(y), c, d, 2.0, 300)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.allclose(y[:, 0], _want(x, c, d))
+
+
+def test_rows_further_apart_than_32_bits_count(kernel: CompiledKernel) -> None:
     stride = 2**31 + 8
     if torch.cuda.mem_get_info()[0] < 3 * 4 * stride:
         pytest.skip("needs 26 GB of free GPU memory")
@@ -106,7 +130,7 @@ def test_rows_further_apart_than_32_bits_count(kernel: Kernel) -> None:
     assert torch.allclose(y[:, 0], _want(x, c, d))
 
 
-def test_every_device_runs_it(kernel: Kernel) -> None:
+def test_every_device_runs_it(kernel: CompiledKernel) -> None:
     """Also one that is not current; the current one stays current."""
     count = torch.cuda.device_count()
     if count < 2:
@@ -121,7 +145,7 @@ def test_every_device_runs_it(kernel: Kernel) -> None:
         kernel(x, y, c.to("cuda:1"), d, 2.0, 300)
 
 
-def test_tensors_of_the_cpu_are_refused(kernel: Kernel) -> None:
+def test_tensors_of_the_cpu_are_refused(kernel: CompiledKernel) -> None:
     x, y, c, d = _operands(300)
     with pytest.raises(DeviceError, match="cpu, cuda:0"):
         kernel(x, y, c.cpu(), d, 2.0, 300)

@@ -22,8 +22,8 @@ def classified(name: str, length: int, device: torch.device) -> BlockRuns:
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("name", sorted(masks.examples()))
 def test_library_as_on_the_cpu(name: str, flat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnkit.sparsity.classify._FLAT_TILES", 1 << 40 if flat else 0)
-    monkeypatch.setattr("attnkit.sparsity.hierarchical._MAX_FLAT", 0)
+    monkeypatch.setattr("attnkit.sparsity.classify._DENSE_TILES", 1 << 40 if flat else 0)
+    monkeypatch.setattr("attnkit.sparsity.hierarchical._MAX_DENSE_TILES", 0)
     device = torch.device("cuda", torch.cuda.current_device())
     here, there = (classified(name, 2000, d) for d in (torch.device("cpu"), device))
     for kind in ("full", "partial", "full_t", "partial_t"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import attnkit
 from attnkit import ShapeError, create_block_mask, create_mask, explain, flex_attention, masks
 from attnkit.cli import doctor
 from attnkit.inspection import picture
@@ -41,7 +42,7 @@ def test_a_device_without_its_number_is_the_current_one() -> None:
     assert torch.equal(
         flex_attention(x, x, x, block_mask=blocks), flex_attention(x, x, x, block_mask=mask)
     )
-    found = mask.intervals(LENGTH, LENGTH, device="cuda")
+    found = attnkit.intervals(mask, LENGTH, LENGTH, device="cuda")
     assert found is not None
     assert len(found) == 1
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import attnkit
 from attnkit import flex_attention, masks
 from attnkit.errors import UnsupportedError
-from attnkit.runtime.reuse import call_cache, fast_path
-from attnkit.runtime.reuse.backward_fast_path import Backwards
-from attnkit.splice import backward_call, forward
+from attnkit.runtime.reuse.backward import BackwardReuse
 from tests.gpu import cute_kit as kit
 
 ROWS, COLUMNS = 300, 60
@@ -21,14 +20,14 @@ ROWS, COLUMNS = 300, 60
 @pytest.fixture
 def replayed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each backward whether it was one made before."""
-    made, found = Backwards.made, []
+    made, found = BackwardReuse.try_fast_path, []
 
     def noted(*a: Any) -> Any:
         gradients = made(*a)
         found.append(gradients is not None)
         return gradients
 
-    monkeypatch.setattr(Backwards, "made", noted)
+    monkeypatch.setattr(BackwardReuse, "try_fast_path", noted)
     return found
 
 
@@ -40,9 +39,7 @@ def inputs(seed: int, kv_heads: int = 4, dim: int = 64) -> list[Tensor]:
 
 
 def forget() -> None:
-    for entries in (call_cache._entries, fast_path._buckets, forward._calls._entries):
-        entries.clear()
-    backward_call._calls._entries.clear()
+    attnkit.clear_caches()
 
 
 def close(found: list[Tensor], expected: list[Tensor]) -> None:

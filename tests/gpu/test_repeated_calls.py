@@ -9,11 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import attnkit
 from attnkit import flex_attention, masks
-from attnkit.runtime.reuse import call_cache, fast_path
-from attnkit.sparsity import block_mask
-from attnkit.sparsity.intervals import normal_form
-from attnkit.splice import forward
 from tests.gpu import cute_kit as kit
 
 LENGTH = 900
@@ -27,12 +24,7 @@ def inputs(seed: int = 0, length: int = LENGTH) -> list[Tensor]:
 
 def forget() -> None:
     """Empty every cache of prepared calls and what they read."""
-    call_cache._entries.clear()
-    fast_path._buckets.clear()
-    forward._calls._entries.clear()
-    forward._lists.clear()
-    block_mask._runs._entries.clear()
-    normal_form._found._entries.clear()
+    attnkit.clear_caches()
     gc.collect()
 
 

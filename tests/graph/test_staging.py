@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from hypothesis import strategies as st
 from attnkit.graph import ir
 from attnkit.graph.eval_torch import evaluate
 from attnkit.graph.ir import F32, Node, arg, const, load
-from attnkit.graph.simplify import build
-from attnkit.graph.staging import LEVELS, level_of, linear, stage
+from attnkit.graph.simplify import build, cast
+from attnkit.graph.staging import Level, index_level, level_of, linear, stage
 from attnkit.tracing.tracer import trace
 
 SLOPES = torch.linspace(0.1, 1.0, 4)
@@ -27,19 +28,55 @@ def test_levels_of_a_mod() -> None:
     staging = stage(
         root_of(lambda s, b, h, q, kv: s * (SLOPES[h] + 1) + TABLE[h, q] + TABLE[h, kv] + (kv - q))
     )
-    found = {level: [ir.formula(n) for n in staging.at(level)] for level in LEVELS[1:4]}
-    assert found == {"head": ["t0[h] + 1.0"], "row": ["t1[h, q]"], "column": ["t1[h, kv]"]}
-    assert staging.levels[staging.root] == "element"
-    assert staging.operations("head") == 2
-    assert staging.operations("element") == 6
+    formulas = {level: [ir.formula(n) for n in nodes] for level, nodes in staging.hoisted.items()}
+    assert formulas == {
+        Level.HEAD: ["t0[h] + 1.0"],
+        Level.ROW: ["t1[h, q]"],
+        Level.COLUMN: ["t1[h, kv]"],
+        Level.RELATIVE: ["f32(kv - q)"],
+    }
+    assert staging.levels[staging.root] is Level.ELEMENT
+    assert staging.operations(Level.HEAD) == 2
+    assert staging.operations(Level.RELATIVE) == 2
+    assert staging.operations(Level.ELEMENT) == 4
     assert "column" in str(staging)
 
 
-@given(st.frozensets(st.sampled_from(["b", "h", "q", "kv", "score", "grad"])))
+@given(st.frozensets(st.sampled_from(["b", "h", "scale", "q", "kv", "score", "grad"])))
 def test_level_is_the_smallest_that_knows(names: frozenset[str]) -> None:
-    known = {"const": "", "head": "b h", "row": "b h q", "column": "b h kv"}
-    fits = [lv for lv, text in known.items() if names <= frozenset(text.split())]
-    assert level_of(names) == (fits[0] if fits else "element")
+    # squares, so that q and kv do not meet in a difference
+    squares = [build("mul", cast(arg(n), F32), cast(arg(n), F32)) for n in sorted(names)]
+    root = functools.reduce(lambda a, b: build("mul", a, b), squares, load(0, F32, []))
+    known = {
+        Level.HEAD: "b h scale",
+        Level.ROW: "b h scale q",
+        Level.COLUMN: "b h scale kv",
+    }
+    fits = [level for level, text in known.items() if names <= frozenset(text.split())]
+    assert level_of(root) is (fits[0] if fits else Level.ELEMENT)
+
+
+@given(st.integers(-3, 3), st.integers(-3, 3), st.sampled_from(["sub", "add"]))
+def test_a_distance_is_relative(i: int, j: int, op: str) -> None:
+    q, kv = (build("add", arg(n), const(k)) for n, k in (("q", i), ("kv", j)))
+    level = level_of(cast(build(op, q, kv), F32))
+    assert level is (Level.RELATIVE if op == "sub" else Level.ELEMENT)
+
+
+def test_level_of_an_index() -> None:
+    b, h, q, kv = (arg(n) for n in ("b", "h", "q", "kv"))
+    distance = build("sub", q, kv)
+    for index, level in (
+        ([], Level.HEAD),
+        ([const(3)], Level.HEAD),
+        ([b, h], Level.HEAD),
+        ([h, q], Level.ROW),
+        ([kv, const(0)], Level.COLUMN),
+        ([h, distance], Level.RELATIVE),
+        ([q, kv], Level.ELEMENT),
+        ([q, distance], Level.ELEMENT),
+    ):
+        assert index_level(load(0, F32, index)) is level
 
 
 @st.composite

@@ -61,7 +61,7 @@ def test_report() -> None:
     for name, direction in (("forward", found.forward), ("backward", found.backward)):
         (line,) = [line for line in str(found).splitlines() if line.startswith(name)]
         shape = (
-            rf"{name} +64 pieces: ({number}) cycles, ([\d.]+) x the bound of ({number}), "
+            rf"{name} +64 work tiles: ({number}) cycles, ([\d.]+) x the bound of ({number}), "
             rf"idle ([\d.]+)%; grid order ({number}), ([\d.]+) x as long"
         )
         match = re.fullmatch(shape, line)
@@ -81,19 +81,19 @@ def test_split_rows_are_counted() -> None:
     found = causal(8192, sms=132).forward
     assert 0 < found.schedule.split.shape[0] < found.schedule.pieces
     parts = int((found.schedule.slot >= 0).sum())
-    assert f"{found.schedule.split.shape[0]} rows in {parts} pieces" in str(found)
+    assert f"{found.schedule.split.shape[0]} rows split into {parts} parts" in str(found)
 
 
 def test_explain_shows_it() -> None:
     found = explain(None, masks.causal(), q_len=1024, heads=4, head_dim=128, sms=16)
-    assert "schedule (predicted for 16 SMs, not measured)\n  forward   32 pieces" in str(found)
+    assert "schedule (predicted for 16 SMs, not measured)\n  forward   32 work tiles" in str(found)
     assert found.forecast is not None
     times, clearing = found.schedule.rsplit("\n", 1)
     assert times == str(found.forecast)
     assert clearing.startswith("dQ        on Hopper, zeros are written before: ")
     nothing = explain(q_len=300, kv_len=200)  # no mask: all tiles
     assert "schedule (predicted for 132 SMs, not measured)" in str(nothing)
-    assert "forward   3 pieces" in nothing.schedule
+    assert "forward   3 work tiles" in nothing.schedule
     with pytest.raises(OptionError, match="sms must be a positive int, got 0"):
         explain(q_len=64, sms=0)
 

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from attnkit import create_block_mask, masks
 from attnkit.errors import ArgumentError, OptionError, UnsupportedError
 from attnkit.inspection import picture
-from attnkit.inspection.picture import save, show
-from attnkit.inspection.tile_map import shares
+from attnkit.inspection.picture import save, show, tile_shares
 from attnkit.sparsity.block_runs import FULL, PARTIAL, BlockRuns
 from attnkit.tracing.mask import Mask, per_head
 
@@ -97,7 +96,7 @@ def test_shares(rows: int, columns: int, out_rows: int, out_columns: int, seed: 
     assert (PARTIAL, FULL) == (1, 2)
     for b in range(2):
         for h in range(3):
-            found = shares(runs, b, h, out_rows, out_columns)
+            found = tile_shares(runs, b, h, out_rows, out_columns)
             for i in range(out_rows):
                 top, bottom = rows * i // out_rows, -(-rows * (i + 1) // out_rows)
                 for j in range(out_columns):

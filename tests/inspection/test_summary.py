@@ -10,8 +10,7 @@ from torch.nn.attention import flex_attention as flex
 
 from attnkit import create_block_mask, create_mask, masks, noop_mask, or_masks, per_head
 from attnkit.inspection import summary
-from attnkit.inspection.summary import bytes_shown, summarize
-from attnkit.inspection.tile_map import stored_bytes
+from attnkit.inspection.summary import bytes_shown, stored_bytes, summarize
 
 EXAMPLES = masks.examples(64)
 

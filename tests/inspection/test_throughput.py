@@ -12,27 +12,27 @@ pytest.importorskip("cutlass")
 from attnkit import Variant, explain, masks, mods
 from attnkit.cli import main
 from attnkit.codegen.score_form import score_form
-from attnkit.emulator.cycles import Product, tile
+from attnkit.emulator.timing.cycles import Product, tile
 from attnkit.errors import ArgumentError, OptionError, UnsupportedError
-from attnkit.inspection.forecast import CARDS, forecast_forward
-from attnkit.inspection.throughput import Feeds, backward_feeds, forward_feeds
+from attnkit.inspection.forecast import GPUS, forecast_forward
+from attnkit.inspection.throughput import BlockClocks, backward_block_clocks, forward_block_clocks
 from attnkit.schedule.kernel_table import kernels
 from attnkit.schedule.targets import SM90, SM100
 from attnkit.schedule.work_list import full_runs
 from attnkit.sparsity.block_runs import FULL, BlockRuns
 from attnkit.splice.sm100_tiles import clocks_of, total
-from attnkit.tracing.guards import traced
+from attnkit.tracing.guards import trace_cached
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def blackwell() -> Feeds:
+def blackwell() -> BlockClocks:
     causal = Variant(None, masks.causal())
-    return forward_feeds(causal, SM100, head_dim=128, block=(256, 128))
+    return forward_block_clocks(causal, SM100, head_dim=128, block=(256, 128))
 
 
-def test_the_feeds_are_those_of_the_paper(blackwell: Feeds) -> None:
+def test_the_clocks_of_units_are_those_of_the_paper(blackwell: BlockClocks) -> None:
     """FlashAttention-4: 1024 clocks of products and of exponentials a block of 128 x 128."""
     products = [Product(128, 128, 128), Product(128, 128, 128, a_shared=False)]
     expected = tile(products, 128 * 128)
@@ -45,7 +45,7 @@ def test_the_feeds_are_those_of_the_paper(blackwell: Feeds) -> None:
     assert blackwell.limit == "tensor"
 
 
-def test_no_prediction_beats_the_units(blackwell: Feeds) -> None:
+def test_no_prediction_beats_the_units(blackwell: BlockClocks) -> None:
     assert blackwell.full >= 0.99 * blackwell.roofline
     assert blackwell.partial >= blackwell.full  # the mask is not free
     assert blackwell.tile > 0
@@ -53,19 +53,19 @@ def test_no_prediction_beats_the_units(blackwell: Feeds) -> None:
 
 
 def test_the_backward_has_five_products_and_two_steps() -> None:
-    found = backward_feeds(Variant(), SM100, head_dim=128)
+    found = backward_block_clocks(Variant(), SM100, head_dim=128)
     assert (found.block, found.sms) == ((128, 256), 2)  # a pair of CTAs
     # and one more step of 16 for the statistics in S and dP
     assert found.units["tensor"] == (5 * 2 * 128**3 + 2 * 2 * 128 * 128 * 16) / 8192 == 2688
     assert "128 x 256 scores, D = 128, on 2 SMs:" in str(found)
     assert 0.99 * found.roofline <= found.full <= 1.1 * found.roofline
     with pytest.raises(UnsupportedError, match="backward for sm_100a takes no head dim of 256"):
-        backward_feeds(Variant(), SM100, head_dim=256)
+        backward_block_clocks(Variant(), SM100, head_dim=256)
 
 
 def test_pairs_of_ctas_reach_the_limit_of_the_tensor_cores() -> None:
     """Full attention at head dim 128: no tenth of the time is lost."""
-    found = forward_feeds(Variant(), SM100, head_dim=128)
+    found = forward_block_clocks(Variant(), SM100, head_dim=128)
     assert (found.block, found.sms) == ((512, 128), 2)
     assert found.units["tensor"] == 2048
     assert found.limit == "tensor"
@@ -77,10 +77,12 @@ def test_pairs_of_ctas_reach_the_limit_of_the_tensor_cores() -> None:
 )
 def test_pairs_need_fewer_clocks_a_block(score: Any) -> None:
     """And what the choice of the kernel takes for them is no more than a quarter off."""
-    form = score_form(None if score is None else traced(score, "score", CPU).root)
+    form = score_form(None if score is None else trace_cached(score, "score", CPU).root)
     rows, found = {}, {}
     for block in ((256, 128), (512, 128)):
-        made = forward_feeds(Variant(score, masks.causal()), SM100, head_dim=128, block=block)
+        made = forward_block_clocks(
+            Variant(score, masks.causal()), SM100, head_dim=128, block=block
+        )
         assert made.block == block
         states = torch.full((1, 1, 4096 // block[0], 32), FULL, dtype=torch.int8)
         runs = BlockRuns.from_states(states, 4096, 4096, block)
@@ -93,7 +95,7 @@ def test_pairs_need_fewer_clocks_a_block(score: Any) -> None:
         assert 0.87 < each[512, 128] / each[256, 128] < 0.99
 
 
-def test_the_report(blackwell: Feeds) -> None:
+def test_the_report(blackwell: BlockClocks) -> None:
     lines = str(blackwell).splitlines()
     assert lines[0] == "a full block of 256 x 128 scores, D = 128:"
     assert lines[1].endswith("the limit")
@@ -102,47 +104,47 @@ def test_the_report(blackwell: Feeds) -> None:
 
 
 def test_a_mask_with_lengths_of_its_own_is_noted() -> None:
-    found = forward_feeds(Variant(None, masks.natten((20, 20), 5)), SM90, head_dim=64)
+    found = forward_block_clocks(Variant(None, masks.natten((20, 20), 5)), SM90, head_dim=64)
     assert found.partial == found.full
     assert "masked blocks are taken to cost what full ones do" in str(found)
 
 
-def test_the_speed_of_a_card_is_that_of_the_schedule(blackwell: Feeds) -> None:
-    card = CARDS["sm_100a"]
+def test_the_speed_of_a_gpu_is_that_of_the_schedule(blackwell: BlockClocks) -> None:
+    gpu = GPUS["sm_100a"]
     runs = full_runs(8192, 8192, blackwell.block, torch.device("cpu"))
     found = forecast_forward(
-        runs, batch=2, heads=16, head_dim=128, sms=card.sms, cost=blackwell.cost
+        runs, batch=2, heads=16, head_dim=128, sms=gpu.sms, cost=blackwell.cost
     )
-    seconds = found.timeline.makespan / (card.clock * 1e9)
+    seconds = found.timeline.makespan / (gpu.clock * 1e9)
     rate = 4 * 128 * 2 * 16 * 8192**2 / seconds / 1e12
-    assert 0.5 * card.peak < rate < card.peak
+    assert 0.5 * gpu.peak < rate < gpu.peak
 
 
 def test_explain_shows_the_kernel() -> None:
     found = explain(None, masks.causal(), q_len=512, head_dim=128, arch="sm_100a")
-    assert found.sms == CARDS["sm_100a"].sms
+    assert found.sms == GPUS["sm_100a"].sms
     assert found.plan.template == "emulate:sm100"
     text = str(found)
     assert "kernel for sm_100a (predicted, not measured)" in text
     for part in ("tensor memory columns", "softmax 0", "registers a thread", "the limit"):
         assert part in text
-    assert "TFLOP/s of the kept scores (2250 peak)" in text
-    assert found.feeds.full < found.feeds.partial
+    assert "TFLOP/s of the unmasked scores (2250 peak)" in text
+    assert found.block_clocks.full < found.block_clocks.partial
     assert "blocks of 256 x 128: one CTA: predicted" in text  # 512 rows are one tile of a pair
 
 
 def test_blocks_of_128_have_backwards_of_one_cta() -> None:
     blocks = masks.block_diagonal(128)
-    found = explain(None, blocks, q_len=2048, head_dim=128, arch="sm_100a").backward_feeds
+    found = explain(None, blocks, q_len=2048, head_dim=128, arch="sm_100a").backward_block_clocks
     assert (found.block, found.sms) == ((128, 128), 1)
     assert found.tile > 0
     found = explain(None, masks.causal(), q_len=8192, head_dim=128, arch="sm_100a")
-    assert found.backward_feeds.block == (128, 256)
+    assert found.backward_block_clocks.block == (128, 256)
 
 
 def test_explain_says_where_a_pair_takes_a_mask() -> None:
     found = explain(None, masks.causal(), q_len=8192, head_dim=128, arch="sm_100a")
-    assert found.feeds.sms == 2
+    assert found.block_clocks.sms == 2
     assert "blocks of 512 x 128: a pair of CTAs: predicted 0.9" in found.kernel
 
 
@@ -152,5 +154,5 @@ def test_what_cannot_be_explained() -> None:
     with pytest.raises(OptionError, match="arch='sm_100a' with backend='cpu': give one of them"):
         explain(q_len=64, arch="sm_100a", backend="cpu")
     with pytest.raises(ArgumentError, match="no architecture was named"):
-        _ = explain(q_len=64).feeds
+        _ = explain(q_len=64).block_clocks
     assert main(["explain", "masks:causal", "--q-len", "64", "--arch", "sm_80"]) == 2

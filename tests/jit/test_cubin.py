@@ -18,8 +18,7 @@ from cutlass import cute
 from attnkit.errors import ArgumentError
 from attnkit.jit.cubin import kernel_code, kernel_stats
 from attnkit.jit.kernel import Build
-from attnkit.jit.sass_fences import late_fences
-from attnkit.jit.sass_loops import loops, problems
+from attnkit.jit.sass_checks import late_fences, loops, problems
 from tests.jit import compiled_kernels as kernels
 
 BUILDS = {

@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from attnkit.errors import DeviceError
 from attnkit.jit import disk_cache, dsl_runtime, kernel
 from attnkit.jit.disk_cache import KernelCache, default_folder
 from attnkit.jit.kernel import Build, Source
+from attnkit.util import caches
 from attnkit.util.package import FOLDER
 
 FORK = multiprocessing.get_context("fork")
@@ -296,7 +299,7 @@ class Counted:
         pytest.importorskip("cutlass")
         self.builds = 0
 
-    def __call__(self, key: str = "k", arch: str = "sm_90a") -> kernel.Kernel:
+    def __call__(self, key: str = "k", arch: str = "sm_90a") -> kernel.CompiledKernel:
         kernel._kernels.clear()
         return kernel.kernel(Source(key, arch, self.build))
 
@@ -311,6 +314,20 @@ class Counted:
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
     monkeypatch.setattr(kernel, "_sources", lambda: "unchanged")
     return Counted()
+
+
+def test_cleared_caches_drop_kernels_that_stay_callable(counted: Counted) -> None:
+    source = Source("cleared", "sm_90a", counted.build)
+    before = kernel.kernel(source)
+    assert kernel.kernel(source) is before
+    caches.clear_all()
+    after = kernel.kernel(source)  # from disk
+    assert after is not before
+    assert counted.builds == 1
+    x, c = torch.zeros(4, 8), torch.zeros(4)
+    for each in (before, after):  # both check their arguments up to the device
+        with pytest.raises(DeviceError, match="takes CUDA tensors"):
+            each(x, x, c, c, 1.0, 4)
 
 
 def test_whatever_changes_the_code_makes_another_kernel(

@@ -10,7 +10,8 @@ import pytest
 
 from attnkit import emulator
 from attnkit.errors import OptionError, UnsupportedError
-from attnkit.jit import emulation
+from attnkit.jit import emulation, emulator_runs
+from attnkit.jit.emulator_runs import run_emulated
 from tests.emulator.ptx_kit import kernel, per_thread, pointers
 
 
@@ -40,33 +41,33 @@ def racing() -> Compiled:
 
 def test_a_kernel_runs_once_outside_of_a_session() -> None:
     made, x, out = doubling()
-    report = emulation.run_emulated(made, (x, emulator.Undefined(out)))
+    report = run_emulated(made, (x, emulator.Undefined(out)))
     assert isinstance(report, emulator.Report)
     assert report.mode == "eager"
     np.testing.assert_array_equal(out, 2 * x)
-    emulation.run_emulated(made, (x, out))
+    run_emulated(made, (x, out))
     assert made.made == 1
 
 
 def test_executables_go_with_their_kernels() -> None:
     made, x, out = doubling()
-    emulation.run_emulated(made, (x, out))
-    before = len(emulation._executables)
+    run_emulated(made, (x, out))
+    before = len(emulator_runs._executables)
     del made
     gc.collect()
-    assert len(emulation._executables) == before - 1
+    assert len(emulator_runs._executables) == before - 1
 
 
 def test_a_session_keeps_reports() -> None:
     made, x, out = doubling()
     with emulation.session(mode="check", seeds=2) as session:
-        emulation.run_emulated(made, (x, out))
-        emulation.run_emulated(made, (x, out))
+        run_emulated(made, (x, out))
+        run_emulated(made, (x, out))
     names, reports = zip(*session.reports, strict=True)
     assert names == ("doubling", "doubling")
     assert all(isinstance(r, emulator.CheckReport) and len(r.runs) == 4 for r in reports)
     assert session.ok
-    emulation.run_emulated(made, (x, out))
+    run_emulated(made, (x, out))
     assert len(session.reports) == 2
 
 
@@ -75,16 +76,16 @@ def test_a_session_keeps_reports() -> None:
 )
 def test_a_session_runs_the_mode_it_was_given(mode: str, ok: bool) -> None:
     with emulation.session(mode=mode) as session:
-        emulation.run_emulated(racing(), ())
+        run_emulated(racing(), ())
     assert session.ok is ok
 
 
 def test_faults_are_raised_where_nothing_keeps_them() -> None:
     trap = Compiled(kernel("trap;", pointers(0)), "trap")
     with pytest.raises(emulator.KernelFault, match="trap"):
-        emulation.run_emulated(trap, ())
+        run_emulated(trap, ())
     with emulation.session() as session:
-        emulation.run_emulated(trap, ())
+        run_emulated(trap, ())
     assert not session.ok
 
 
@@ -94,7 +95,7 @@ def test_a_timeline_leaves_the_arguments_for_the_run() -> None:
     text = per_thread("add.f32 {o}, {a0}, {a0};", [x], out)
     text = text.replace("st.global.b32", "red.global.add.f32")
     with emulation.session(timeline=True) as session:
-        emulation.run_emulated(Compiled(text, "adding", block=(32, 1, 1)), (x, out))
+        run_emulated(Compiled(text, "adding", block=(32, 1, 1)), (x, out))
     np.testing.assert_array_equal(out, 2)
     ((name, timeline),) = session.timelines
     assert name == "adding"
@@ -105,7 +106,7 @@ def test_work_beyond_the_limit_is_refused_before_it_runs(monkeypatch: pytest.Mon
     made, x, out = doubling()
     work = emulation.RATES["eager"] * 60 * 15
     with pytest.raises(UnsupportedError) as error:
-        emulation.run_emulated(made, (x, out), work=work)
+        run_emulated(made, (x, out), work=work)
     text = str(error.value)
     assert "doubling" in text
     assert "15.0 minutes" in text
@@ -113,12 +114,12 @@ def test_work_beyond_the_limit_is_refused_before_it_runs(monkeypatch: pytest.Mon
     assert emulation.LIMIT_VARIABLE in text
     assert not out.any()
     monkeypatch.setenv(emulation.LIMIT_VARIABLE, "16")
-    emulation.run_emulated(made, (x, out), work=work)
+    run_emulated(made, (x, out), work=work)
     with (
         emulation.session(mode="check", minutes=20),
         pytest.raises(UnsupportedError, match="check mode"),
     ):
-        emulation.run_emulated(made, (x, out), work=work)
+        run_emulated(made, (x, out), work=work)
 
 
 def test_the_estimate_grows_with_what_is_computed() -> None:
@@ -150,5 +151,5 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
     with pytest.raises(UnsupportedError, match="install gcc or clang"):
-        emulation.run_emulated(made, (x, out))
+        run_emulated(made, (x, out))
     assert made.made == 0

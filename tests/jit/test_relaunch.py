@@ -14,7 +14,7 @@ from attnkit.errors import ArgumentError, LaunchError, ShapeError
 from attnkit.jit.abi import Signature
 from attnkit.jit.arg_specs import Dim, NumberSpec, Spec, StreamSpec, TensorSpec
 from attnkit.jit.loader import Frame
-from attnkit.jit.relaunch import Again, repeated
+from attnkit.jit.relaunch import Relaunch, relauncher
 
 _EXTENTS = st.sampled_from([4, Dim(), Dim(64), Dim(divisibility=2)])
 _TENSORS = st.tuples(
@@ -37,8 +37,8 @@ class Entry:
             raise LaunchError("no GPU")
 
 
-def repeat(signature: Signature, arguments: Any, changing: Any, entry: Any = None) -> Again:
-    return repeated(entry or Entry(), signature, arguments, changing)
+def repeat(signature: Signature, arguments: Any, changing: Any, entry: Any = None) -> Relaunch:
+    return relauncher(entry or Entry(), signature, arguments, changing)
 
 
 def arguments(specs: list[Spec]) -> list[Any]:

@@ -78,9 +78,9 @@ def test_one_trace_serves_every_mask_of_the_same_shape(name, monkeypatch):
 
     monkeypatch.setattr(guards, "trace", counted)
     monkeypatch.setattr(guards, "_cache", type(guards._cache)())
-    first = guards.traced(EXAMPLES[name].mask, "mask", CPU)
-    again = guards.traced(EXAMPLES[name].mask, "mask", CPU)
-    rebuilt = guards.traced(masks.examples(40)[name].mask, "mask", CPU)
+    first = guards.trace_cached(EXAMPLES[name].mask, "mask", CPU)
+    again = guards.trace_cached(EXAMPLES[name].mask, "mask", CPU)
+    rebuilt = guards.trace_cached(masks.examples(40)[name].mask, "mask", CPU)
     assert count == 1
     assert first.root is again.root is rebuilt.root
 

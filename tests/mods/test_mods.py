@@ -103,9 +103,9 @@ def test_one_trace_serves_every_mod_of_the_same_shape(name, monkeypatch):
 
     monkeypatch.setattr(guards, "trace", counted)
     monkeypatch.setattr(guards, "_cache", type(guards._cache)())
-    first = guards.traced(EXAMPLES[name].mod, "score", CPU)
-    again = guards.traced(EXAMPLES[name].mod, "score", CPU)
-    rebuilt = guards.traced(mods.examples(17)[name].mod, "score", CPU)
+    first = guards.trace_cached(EXAMPLES[name].mod, "score", CPU)
+    again = guards.trace_cached(EXAMPLES[name].mod, "score", CPU)
+    rebuilt = guards.trace_cached(mods.examples(17)[name].mod, "score", CPU)
     assert count == 1
     assert first.root is again.root is rebuilt.root
 

@@ -60,6 +60,32 @@ def test_import_attnkit_leaves_heavy_libraries_alone(loaded: dict[str, str], lib
     assert library not in loaded
 
 
+def test_import_attnkit_loads_what_a_call_needs_alone(loaded: dict[str, str]) -> None:
+    """Neither the emulator nor what shows, tests or lists variants."""
+    rooms = {name.split(".")[1] for name in loaded if name.startswith("attnkit.")}
+    assert rooms & {"emulator", "inspection", "testing", "cli", "masks", "mods"} == set()
+    # The compiler's side and the tile engines come with the first call that needs them.
+    assert rooms & {"codegen", "jit"} == set()
+    assert sum(name.startswith("attnkit.") for name in loaded) <= 78
+
+
+def test_lazy_attributes_are_there() -> None:
+    program = """
+import attnkit
+assert attnkit.masks.causal and attnkit.mods.alibi and attnkit.testing.check_variant
+assert attnkit.explain is attnkit.inspection.explain.explain
+assert {"masks", "mods", "testing", "explain", "Explanation"} <= set(dir(attnkit))
+for name in attnkit.__all__:
+    getattr(attnkit, name)
+try:
+    attnkit.nothing
+except AttributeError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == "module 'attnkit' has no attribute 'nothing'", done.stderr
+
+
 def test_every_module_imports_once() -> None:
     """Each file under one name: a bare `mods` beside `attnkit.mods` would be a second copy."""
     everything = _modules_after(IMPORT_ALL)
@@ -86,3 +112,16 @@ def test_first_call_loads_no_sympy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_only_calls_that_emulate_load_the_emulator() -> None:
+    code = (
+        "import sys, torch, attnkit.splice\n"
+        "q = torch.randn(1, 2, 64, 8, requires_grad=True)\n"
+        "attnkit.flex_attention(q, q, q, block_mask=lambda b, h, i, j: i >= j).sum().backward()\n"
+        "print(q.grad is not None, 'attnkit.emulator' in sys.modules)\n"
+        "from attnkit.jit import emulator_runs\n"
+        "print('attnkit.emulator' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False", "True"]

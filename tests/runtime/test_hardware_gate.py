@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,12 @@ import torch
 
 pytest.importorskip("cutlass")  # without it no call is planned for a kernel
 
+import attnkit
 from attnkit import explain, flex_attention
 from attnkit.emulator import Undefined
 from attnkit.runtime import hardware_gate, prepare
-from attnkit.runtime.reuse import call_cache
 from attnkit.schedule.targets import SM90, SM100, Target
-from attnkit.splice import forward
+from attnkit.splice import forward, workers
 from attnkit.testing import selfcheck
 from attnkit.testing.selfcheck import EXAMPLES, examine
 
@@ -30,16 +29,14 @@ CAUSAL = lambda b, h, q, kv: q >= kv
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ATTNKIT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(hardware_gate, "_verdicts", {})
-    monkeypatch.setattr(call_cache, "_entries", {})
-    monkeypatch.setattr(forward._calls, "_entries", type(forward._calls._entries)())
+    attnkit.clear_caches()
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a Blackwell card")
 
 
 @pytest.fixture
 def blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are made as for a GPU of compute capability 10.0."""
-    call = prepare._call
-    monkeypatch.setattr(prepare, "_call", lambda *a: replace(call(*a), capability=(10, 0)))
+    monkeypatch.setattr(prepare, "_capability", lambda device: (10, 0))
 
 
 class Verdict:
@@ -105,7 +102,7 @@ def test_auto_takes_the_kernel_where_the_test_passes(monkeypatch: pytest.MonkeyP
         raise LookupError  # no such GPU here
 
     monkeypatch.setattr(forward, "kernel", kernel)
-    monkeypatch.setattr(forward, "_sms", lambda device: 148)
+    monkeypatch.setattr(workers, "sm_count", lambda device: 148)
     qkv = [torch.randn(1, 2, 200, 64, dtype=torch.bfloat16) for _ in range(3)]
     with pytest.raises(LookupError):
         flex_attention(*qkv, None, CAUSAL)

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import attnkit
 from attnkit.errors import ArgumentError, DeviceError, DTypeError, ShapeError
-from attnkit.runtime.merge_states import merge
+from attnkit.runtime.merge_states import merge_states
 
 F64 = torch.float64
 INF = float("inf")
@@ -56,7 +57,7 @@ def test_any_chain_of_merges_is_the_unsplit_softmax(
     out, lse = pieces.pop(-1 if backwards else 0)
     while pieces:
         piece = pieces.pop(-1 if backwards else 0)
-        out, lse = merge(*piece, out, lse) if backwards else merge(out, lse, *piece)
+        out, lse = merge_states(*piece, out, lse) if backwards else merge_states(out, lse, *piece)
     expected = attend(scores, value)
     torch.testing.assert_close(out, expected[0], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(lse, expected[1], rtol=1e-13, atol=1e-13)
@@ -75,7 +76,7 @@ def test_gradients_are_those_of_the_unsplit_softmax(
         inputs = scores.clone().requires_grad_(), value.clone().requires_grad_()
         if split:
             (out_a, lse_a), (out_b, lse_b) = parts(*inputs, [cut])
-            out, lse = merge(out_a, lse_a, out_b, lse_b)
+            out, lse = merge_states(out_a, lse_a, out_b, lse_b)
         else:
             out, lse = attend(*inputs)
         total = (out * tangents[0])[alive].sum() + (lse * tangents[1])[alive].sum()
@@ -91,7 +92,7 @@ def test_gradcheck_with_a_dead_part_and_a_dead_row() -> None:
     lse_b = torch.tensor([0.1, 0.7, -INF, -INF], dtype=F64)
     out_a, out_b = (torch.randn(4, 2, dtype=F64, requires_grad=True) for _ in range(2))
     a, b = (t.clone().requires_grad_() for t in (lse_a, lse_b))
-    out, lse = merge(out_a, a, out_b, b)
+    out, lse = merge_states(out_a, a, out_b, b)
     assert lse.tolist()[3] == -INF
     assert torch.equal(out[3], torch.zeros(2, dtype=F64))
     assert torch.equal(out[1], out_b[1])
@@ -101,8 +102,8 @@ def test_gradcheck_with_a_dead_part_and_a_dead_row() -> None:
     assert all(bool(torch.isfinite(g).all()) for g in gradients)
     assert [float(g[3].abs().sum()) for g in gradients] == [0, 0, 0, 0]
     finite = [t[:1].detach().clone().requires_grad_() for t in (out_a, a, out_b, b)]
-    assert torch.autograd.gradcheck(merge, finite)
-    assert torch.autograd.gradgradcheck(merge, finite)
+    assert torch.autograd.gradcheck(merge_states, finite)
+    assert torch.autograd.gradgradcheck(merge_states, finite)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -110,7 +111,7 @@ def test_half_outputs_are_merged_in_the_dtype_of_the_lse(dtype: torch.dtype) -> 
     scores, value = torch.randn(64, 96, dtype=F64), torch.randn(96, 3, dtype=F64)
     exact, exact_lse = attend(scores, value)
     (out_a, lse_a), (out_b, lse_b) = parts(scores, value, [40])
-    out, lse = merge(out_a.to(dtype), lse_a.float(), out_b.to(dtype), lse_b.float())
+    out, lse = merge_states(out_a.to(dtype), lse_a.float(), out_b.to(dtype), lse_b.float())
     assert (out.dtype, lse.dtype) == (dtype, torch.float32)
     rounding = (exact.to(dtype).double() - exact).abs().max()
     # the parts were rounded once, the result once more
@@ -119,7 +120,7 @@ def test_half_outputs_are_merged_in_the_dtype_of_the_lse(dtype: torch.dtype) -> 
 
 
 def test_nan_is_passed_on() -> None:
-    out, lse = merge(torch.ones(2, 1), torch.tensor([float("nan"), 0.0]), torch.ones(2, 1),
+    out, lse = merge_states(torch.ones(2, 1), torch.tensor([float("nan"), 0.0]), torch.ones(2, 1),
                      torch.zeros(2))  # fmt: skip
     assert lse.isnan().tolist() == [True, False]
     assert out.isnan().squeeze(1).tolist() == [True, False]
@@ -128,15 +129,22 @@ def test_nan_is_passed_on() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     out, lse = torch.zeros(2, 3), torch.zeros(2)
     with pytest.raises(ShapeError, match=r"one shape \[..., Dv\].*\(2, 3\), \(3, 3\)"):
-        merge(out, lse, torch.zeros(3, 3), lse)
+        merge_states(out, lse, torch.zeros(3, 3), lse)
     with pytest.raises(ShapeError, match=r"must be \(2,\), got \(3,\)"):
-        merge(out, torch.zeros(3), out, torch.zeros(3))
+        merge_states(out, torch.zeros(3), out, torch.zeros(3))
     with pytest.raises(DTypeError, match="one dtype"):
-        merge(out, lse, out.half(), lse)
+        merge_states(out, lse, out.half(), lse)
     with pytest.raises(DTypeError, match="one floating dtype"):
-        merge(out, lse.int(), out, lse.int())
+        merge_states(out, lse.int(), out, lse.int())
     whole: Any = (out, lse)
     with pytest.raises(ArgumentError, match=r"out_a must be a torch\.Tensor, got tuple"):
-        merge(whole, lse, out, lse)
+        merge_states(whole, lse, out, lse)
     with pytest.raises(DeviceError, match="lse_b is on meta, out_a is on cpu"):
-        merge(out, lse, out, lse.to("meta"))
+        merge_states(out, lse, out, lse.to("meta"))
+
+
+def test_the_old_name_warns() -> None:
+    out, lse = torch.randn(2, 3, 4), torch.randn(2, 3)
+    with pytest.warns(DeprecationWarning, match="attnkit.merge is now attnkit.merge_states"):
+        found = attnkit.merge(out, lse, out, lse)
+    assert torch.equal(found[0], attnkit.merge_states(out, lse, out, lse)[0])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attnkit.errors import OptionError, ShapeError
-from attnkit.runtime.merge_states import merge
+from attnkit.runtime.merge_states import merge_states
 from attnkit.schedule.l2_sections import chunk_of, distinct
 from attnkit.schedule.scheduler import FORWARD, Shape, schedule_backward, schedule_forward
 from attnkit.schedule.simulator import simulate
@@ -275,7 +275,7 @@ def test_merged_pieces_are_the_unsplit_attention(case: Case) -> None:
     ):
         out, lse = partials[first]
         for slot in range(first + 1, stop):
-            out, lse = merge(out, lse, *partials[slot])
+            out, lse = merge_states(out, lse, *partials[slot])
         expected = attend((b, h, row), [*lists[b, h, row][0], *lists[b, h, row][1]])
         torch.testing.assert_close(out, expected[0], rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(lse, expected[1], rtol=1e-12, atol=1e-12)

@@ -79,7 +79,7 @@ def test_stacking_pairs_of_batch_and_head(runs: BlockRuns) -> None:
     parts = [
         BlockRuns.from_states(s[None, None], runs.q_len, runs.kv_len, runs.block) for s in states
     ]
-    again = BlockRuns.stacked(parts, runs.batch, runs.heads)
+    again = BlockRuns.stack(parts, runs.batch, runs.heads)
     assert torch.equal(again.states(), runs.states())
     assert listed(again.partial_t) == listed(runs.partial_t)
     assert listed(again.full) == listed(runs.full)

@@ -51,7 +51,7 @@ def test_equals_brute_force(case: Case, block: tuple[int, int]) -> None:
 
 @given(case=cases(max_len=150), block=blocks())
 def test_small_passes_change_nothing(case: Case, block: tuple[int, int]) -> None:
-    """Every loop that exists to save memory, forced to take many turns."""
+    """Every loop that bounds memory runs many iterations."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("attnkit.sparsity.ranges.tables._PASS_BYTES", 2000)
         patch.setattr("attnkit.sparsity.witness._PASS_BYTES", 4000)
@@ -68,7 +68,7 @@ def test_small_passes_change_nothing(case: Case, block: tuple[int, int]) -> None
 def test_tiles_larger_than_a_pass_are_left_once_they_are_decided(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A side that cannot be divided: evaluated whole, strip by strip."""
+    """A side that cannot be divided is evaluated at every position, strip by strip."""
     monkeypatch.setattr("attnkit.sparsity.witness._PASS_BYTES", 45)
     traced = trace(
         lambda b, h, q, kv: (DOCUMENT[q] == DOCUMENT[kv]) & (q - kv >= 10) & (q - kv <= 20), "mask"
@@ -230,7 +230,7 @@ def test_masks_in_use(name: str) -> None:
 
 
 def test_no_mask_needs_its_dense_form() -> None:
-    """One tile larger than the lengths, a million tiles of one position: all the same to it."""
+    """One tile that exceeds the lengths, and a million tiles of one position."""
     root = trace(MASKS["causal document"], "mask")
     whole = classified(root, N, N, (1 << 30, 1 << 30), Statistics())
     assert whole.counts() == (0, 1, 0)

@@ -18,7 +18,7 @@ from attnkit.masks import Example
 from attnkit.sparsity.block_runs import BlockRuns, Runs
 from attnkit.sparsity.classify import classify
 from attnkit.sparsity.hierarchical import Statistics
-from attnkit.sparsity.ranges.equality_sets import Bits, Held, Pairs, matches
+from attnkit.sparsity.ranges.equality_sets import Bits, BlockValues, Pairs, find_matches
 from attnkit.tracing.tracer import Traced, trace
 from tests.sparsity.mask_graphs import Case, cases, dense
 
@@ -32,12 +32,12 @@ def random(seed: int) -> torch.Generator:
 
 @pytest.fixture
 def by_nodes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Makes every grid, however small, go by nodes of the given size."""
+    """Classify every grid by nodes of one size, however small the grid is."""
 
     def use(side: int) -> None:
-        monkeypatch.setattr("attnkit.sparsity.classify._FLAT_TILES", 0)
+        monkeypatch.setattr("attnkit.sparsity.classify._DENSE_TILES", 0)
         monkeypatch.setattr("attnkit.sparsity.classify._NODE", side)
-        monkeypatch.setattr("attnkit.sparsity.hierarchical._MAX_FLAT", 0)
+        monkeypatch.setattr("attnkit.sparsity.hierarchical._MAX_DENSE_TILES", 0)
 
     return use
 
@@ -67,16 +67,16 @@ def dense_states(traced: Traced, example: Example, block: tuple[int, int]) -> Te
 
 
 def check(runs: BlockRuns, expected: Tensor) -> None:
-    """The runs say what the states say, in both directions, as few as possible."""
+    """The runs equal the states in both directions and are maximal."""
     again = BlockRuns.from_states(
         expected[: runs.batch, : runs.heads], runs.q_len, runs.kv_len, runs.block
     )
     assert torch.equal(runs.states().expand(expected.shape), expected)
     for name in ("full", "partial", "full_t", "partial_t"):
-        found, wanted = getattr(runs, name), getattr(again, name)
+        got, fresh = getattr(runs, name), getattr(again, name)
         for part in ("row_ptr", "start", "length"):
-            assert torch.equal(getattr(found, part), getattr(wanted, part)), (name, part)
-            assert getattr(found, part).dtype == torch.int32
+            assert torch.equal(getattr(got, part), getattr(fresh, part)), (name, part)
+            assert getattr(got, part).dtype == torch.int32
 
 
 def classified(traced: Traced, example: Example, block: tuple[int, int]) -> BlockRuns:
@@ -115,7 +115,7 @@ def test_library_at_4096(name: str, by_nodes: Callable[[int], None]) -> None:
 
 @st.composite
 def compositions(draw: st.DrawFn) -> Example:
-    """Three masks of the library joined by random operators."""
+    """Combine three masks of the library by random operators."""
     made = library(draw(st.sampled_from([36, 64, 99, 144, 256, 400])))  # squares fit the grids
     first = made[draw(st.sampled_from(NAMES))]
     lengths = first.q_len, first.kv_len
@@ -139,9 +139,9 @@ def test_compositions_of_three(example: Example, block: tuple[int, int], side: i
     traced = trace(example.mask, "mask")
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("attnkit.sparsity.classify._FLAT_TILES", 0 if side > 1 else 1 << 40)
+            patch.setattr("attnkit.sparsity.classify._DENSE_TILES", 0 if side > 1 else 1 << 40)
             patch.setattr("attnkit.sparsity.classify._NODE", side)
-            patch.setattr("attnkit.sparsity.hierarchical._MAX_FLAT", 0)
+            patch.setattr("attnkit.sparsity.hierarchical._MAX_DENSE_TILES", 0)
             runs = classified(traced, example, block)
     except BoundsError:
         reject()
@@ -152,9 +152,9 @@ def test_compositions_of_three(example: Example, block: tuple[int, int], side: i
 def test_random_expressions(case: Case, block: tuple[int, int], side: int) -> None:
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("attnkit.sparsity.classify._FLAT_TILES", 0)
+            patch.setattr("attnkit.sparsity.classify._DENSE_TILES", 0)
             patch.setattr("attnkit.sparsity.classify._NODE", side)
-            patch.setattr("attnkit.sparsity.hierarchical._MAX_FLAT", 0)
+            patch.setattr("attnkit.sparsity.hierarchical._MAX_DENSE_TILES", 0)
             runs = classify(case.root, case.tensors, block=block, device=CPU, **case.sizes())
     except BoundsError:
         reject()
@@ -163,16 +163,16 @@ def test_random_expressions(case: Case, block: tuple[int, int], side: int) -> No
 
 @given(case=cases(max_len=150), block=st.tuples(SIZE, SIZE))
 def test_small_passes_change_nothing(case: Case, block: tuple[int, int]) -> None:
-    """Every loop that exists to save memory, forced to take many turns."""
+    """Every loop that bounds memory runs many iterations."""
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("attnkit.sparsity.classify._FLAT_TILES", 0)
+            patch.setattr("attnkit.sparsity.classify._DENSE_TILES", 0)
             patch.setattr("attnkit.sparsity.classify._NODE", 3)
-            patch.setattr("attnkit.sparsity.hierarchical._MAX_FLAT", 0)
+            patch.setattr("attnkit.sparsity.hierarchical._MAX_DENSE_TILES", 0)
             patch.setattr("attnkit.sparsity.hierarchical._PASS_BYTES", 4000)
             patch.setattr("attnkit.sparsity.hierarchical._MAX_TILES", 30)
             patch.setattr("attnkit.sparsity.hierarchical._MAX_OPEN", 5)
-            patch.setattr("attnkit.sparsity.hierarchical._MANY_PIECES", 2)
+            patch.setattr("attnkit.sparsity.hierarchical._MAX_SEGMENTS", 2)
             patch.setattr("attnkit.sparsity.classify._MAX_NODES", 4)
             patch.setattr("attnkit.sparsity.subdivide._PASS_BYTES", 4000)
             patch.setattr("attnkit.sparsity.subdivide._MAX_BOXES", 100)
@@ -247,7 +247,7 @@ def test_global_tokens_and_window_million() -> None:
 
 
 def test_a_grid_that_is_open_everywhere_goes_flat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnkit.sparsity.classify._FLAT_TILES", 0)
+    monkeypatch.setattr("attnkit.sparsity.classify._DENSE_TILES", 0)
     ids = torch.randint(0, 3, (900,), generator=random(0))
     for mask, nodes in ((masks.document(ids), 0), (masks.causal(), 4)):
         traced, statistics = trace(mask, "mask"), Statistics()
@@ -262,7 +262,7 @@ def test_a_grid_that_is_open_everywhere_goes_flat(monkeypatch: pytest.MonkeyPatc
 
 @st.composite
 def values(draw: st.DrawFn) -> Tensor:
-    """int64 [b, h, n], in order or not, few kinds or many."""
+    """int64 [b, h, n], sorted or not, few or many different values."""
     shape = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 120))
     kinds = draw(st.sampled_from([1, 3, 40, 90, 1000, 1 << 33]))
     found = torch.randint(-kinds, kinds, shape, generator=random(draw(st.integers(0, 999))))
@@ -271,10 +271,10 @@ def values(draw: st.DrawFn) -> Tensor:
     return found.repeat_interleave(draw(st.integers(1, 5)), -1)
 
 
-def held(values: Tensor, block: int, piece: int = 1 << 40) -> Held:
+def block_values(values: Tensor, block: int, piece: int = 1 << 40) -> BlockValues:
     length = values.shape[-1]
     pieces = ((i, values[..., i : i + piece]) for i in range(0, length, piece))
-    return Held.of(pieces, length, block)
+    return BlockValues.of(pieces, length, block)
 
 
 def equal_tiles(q: Tensor, kv: Tensor, block: tuple[int, int]) -> Tensor:
@@ -297,7 +297,9 @@ def test_tiles_with_equal_values(
         patch.setattr("attnkit.sparsity.ranges.equality_sets._MAX_BITS", bits)
         if bits == 5:
             patch.setattr("attnkit.sparsity.ranges.equality_sets._MAX_DENSE", 0)
-        found = matches(held(q, block[0], pieces[0]), held(kv, block[1], pieces[1]), block)
+        found = find_matches(
+            block_values(q, block[0], pieces[0]), block_values(kv, block[1], pieces[1]), block
+        )
         assert found is not None
         levels = ((found, block), (found.coarser(factor), (block[0] * factor, block[1] * factor)))
         for level, size in levels:
@@ -324,14 +326,16 @@ def test_tiles_with_equal_values(
 def test_too_many_pairs_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnkit.sparsity.ranges.equality_sets._MAX_PAIRS", 10)
     q = torch.arange(100).view(1, 1, -1) * 7
-    assert matches(held(q, 4), held(q.flip(-1), 4), (4, 4)) is None
-    assert isinstance(matches(held(q, 4), held(q + 1, 4), (4, 4)), Bits)  # none in common
+    assert find_matches(block_values(q, 4), block_values(q.flip(-1), 4), (4, 4)) is None
+    assert isinstance(
+        find_matches(block_values(q, 4), block_values(q + 1, 4), (4, 4)), Bits
+    )  # none in common
 
 
 def test_of_too_many_pairs_some_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnkit.sparsity.ranges.equality_sets._MAX_PAIRS", 1 << 13)
     ids = torch.randint(0, 100, (1, 1, 2048), generator=random(0))
-    found = matches(held(ids, 64), held(ids, 64), (64, 64))
+    found = find_matches(block_values(ids, 64), block_values(ids, 64), (64, 64))
     assert isinstance(found, Pairs)
     assert not found.whole
     assert torch.equal(ids[0, 0, found.q], ids[0, 0, found.kv])
@@ -340,7 +344,7 @@ def test_of_too_many_pairs_some_are_listed(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_ids_in_any_order_with_too_many_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles are those of brute force, and next to none of them is evaluated whole."""
+    """Tiles equal brute force, and almost none is evaluated at every position."""
     monkeypatch.setattr("attnkit.sparsity.ranges.equality_sets._MAX_PAIRS", 1 << 14)
     ids = torch.randint(0, 100, (2048,), generator=random(1))
     for mask in (masks.document(ids), masks.document(ids) & masks.sliding_window(300)):
@@ -355,8 +359,8 @@ def test_ids_in_any_order_with_too_many_pairs(monkeypatch: pytest.MonkeyPatch) -
 
 @given(v=values(), block=st.integers(1, 50), piece=st.integers(1, 70))
 def test_solid_blocks_miss_no_integer(v: Tensor, block: int, piece: int) -> None:
-    assert torch.equal(held(v, block, piece).solid, held(v, block).solid)
-    if held(v, block).solid:
+    assert torch.equal(block_values(v, block, piece).solid, block_values(v, block).solid)
+    if block_values(v, block).solid:
         for part in v.split(block, -1):
             for row in part.flatten(0, 1):
                 assert len(row.unique()) == int(row.max()) - int(row.min()) + 1
@@ -367,8 +371,8 @@ def test_solid_ranges_overlap_where_values_are_equal(
     q: Tensor, kv: Tensor, block: tuple[int, int]
 ) -> None:
     q, kv = q[:1, :1].cumsum(-1).sign().cumsum(-1), kv[:1, :1].sign().cumsum(-1)  # steps of one
-    assert held(q, block[0]).solid
-    assert held(kv, block[1]).solid
+    assert block_values(q, block[0]).solid
+    assert block_values(kv, block[1]).solid
     (q_low, q_high), (kv_low, kv_high) = (
         tuple(torch.stack([getattr(p[0, 0], end)() for p in x.split(size, -1)])
               for end in ("min", "max"))
@@ -378,7 +382,7 @@ def test_solid_ranges_overlap_where_values_are_equal(
     assert torch.equal(overlap, equal_tiles(q, kv, block)[0, 0])
 
 
-# --- masks that are settled without looking at positions
+# --- masks that are decided without evaluating positions
 
 
 def open_tiles(mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> int:
@@ -437,7 +441,7 @@ def test_pieces_in_any_order_are_joined(seed: int, rows: int, blocks: int) -> No
     place = kept.flatten().nonzero().squeeze(1)
     place = place[torch.randperm(len(place), generator=random(seed))]
     first = place + place // blocks  # one spare place after each row
-    runs = Runs.joined(first, first + 1, rows, blocks)
+    runs = Runs.from_segments(first, first + 1, rows, blocks)
     assert torch.equal(runs.expanded(blocks), kept)
     assert torch.equal(runs.row_ptr[1:].long(), runs.row_ptr.long()[:-1] + runs.row_ptr.diff())
     ends = (runs.start + runs.length).tolist()

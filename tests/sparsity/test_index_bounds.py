@@ -110,7 +110,7 @@ def test_nothing_unsafe_passes(case: Case) -> None:
 
 
 def outcome(case: Case) -> tuple[frozenset[Node], str | None]:
-    """The unproven loads, or the message of the refusal."""
+    """The loads without a proof, or the error message."""
     try:
         return check_bounds([case.root], case.tensors, **case.sizes()), None
     except BoundsError as error:
@@ -119,7 +119,7 @@ def outcome(case: Case) -> tuple[frozenset[Node], str | None]:
 
 @given(case=cases(I32, max_len=40))
 def test_loads_of_one_side_are_always_decided(case: Case) -> None:
-    """What depends on one side is evaluated, so it is never left for run time."""
+    """One-sided indices are evaluated at every position, so none is left for run time."""
     for side in (Q, KV):
         other = KV if side is Q else Q
         one_sided = ir.substitute(case.root, {other: const(0)})
@@ -131,7 +131,7 @@ def test_loads_of_one_side_are_always_decided(case: Case) -> None:
 
 
 def is_whole(n: Node) -> bool:
-    """Whether no float takes part, whose last digit may differ between machines."""
+    """Whether the result depends on no float, whose last digit may differ between machines."""
     return all(m.type != "f32" for m in ir.topo(n))
 
 

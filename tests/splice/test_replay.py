@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnkit.splice import replay as module
-from attnkit.splice.replay import Made, Ran, Replay, replay
+from attnkit.splice.replay import CallTensors, Launch, Replay, replay
 
 N = 12
 CPU = torch.device("cpu")
@@ -29,11 +29,11 @@ class Kernel:
         self.function = function
         self.streams: list[int] = []
 
-    def __call__(self, *arguments: Any) -> Ran:
+    def __call__(self, *arguments: Any) -> Launch:
         self.function(*[a.data_ptr() if isinstance(a, Tensor) else a for a in arguments])
-        return Ran(self.repeated, arguments)
+        return Launch(self.relauncher, arguments)
 
-    def repeated(self, arguments: Sequence[Any], changing: Sequence[int]) -> Any:
+    def relauncher(self, arguments: Sequence[Any], changing: Sequence[int]) -> Any:
         first = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
 
         def again(stream: int, addresses: Sequence[int], numbers: Sequence[float] = ()) -> None:
@@ -72,11 +72,11 @@ class Case:
         self.table, self.counter = torch.rand(N), torch.zeros(1)
         self.kernels = Kernel(combine), Kernel(finish)
 
-    def call(self, a: Tensor, b: Tensor) -> tuple[list[Ran], Made]:
+    def call(self, a: Tensor, b: Tensor) -> tuple[list[Launch], CallTensors]:
         out, total, working = torch.empty(N), torch.zeros(1), torch.empty(N)
         first, second = self.kernels
         ran = [first(a, b, working, self.table, 3.0), second(working[N // 2 :], out, total)]
-        return ran, Made([a, b], [out], [total], [working], [self.table])
+        return ran, CallTensors([a, b], [out], [total], [working], [self.table])
 
     def expected(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         half = (a * self.table + 3 * b)[N // 2 :]
@@ -109,7 +109,7 @@ def test_memory_that_a_kernel_adds_to() -> None:
         lambda a, sums, to: (at(sums, N)[4:].add_(at(a, N)[4:]), at(to, N).copy_(at(sums, N)))
     )
     a, sums, out = torch.rand(N), torch.zeros(N), torch.empty(N)
-    made = Made([a], [out], [], [sums], [], cleared=16)
+    made = CallTensors([a], [out], [], [sums], [], cleared=16)
     again = replay([add(a, sums, out)], made, lambda: torch.zeros(1), 1, CPU)
     assert again is not None
     for _ in range(5):
@@ -138,7 +138,7 @@ def test_an_address_of_no_known_tensor() -> None:
 def test_a_kernel_that_cannot_be_launched_again() -> None:
     case = Case()
     ran, made = case.call(torch.rand(N), torch.rand(N))
-    ran[1] = Ran(lambda arguments, changing: None, ran[1].arguments)
+    ran[1] = Launch(lambda arguments, changing: None, ran[1].arguments)
     assert replay(ran, made, lambda: case.counter, 2, CPU) is None
 
 
@@ -163,7 +163,7 @@ def test_an_address_that_is_not_aligned() -> None:
 def test_tables_live_as_long_as_the_replay() -> None:
     case = Case()
     again = case.learned()
-    assert any(t is case.table for t in again.kept)
+    assert any(t is case.table for t in again.tables)
 
 
 def test_tensors_to_work_in_lie_apart() -> None:

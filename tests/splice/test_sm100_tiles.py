@@ -18,7 +18,7 @@ from attnkit.schedule.kernel_table import Kernel, kernels
 from attnkit.schedule.work_list import full_runs
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice.sm100_tiles import INSTRUCTION, chosen, clocks_of, total
-from attnkit.tracing.guards import traced
+from attnkit.tracing.guards import trace_cached
 
 CPU = torch.device("cpu")
 PLAIN = score_form(None)
@@ -30,7 +30,7 @@ SOFTCAP = 6  # instructions of a score
 
 
 def form_of(mod: Any) -> ScoreForm:
-    return score_form(traced(mod, "score", CPU).root)
+    return score_form(trace_cached(mod, "score", CPU).root)
 
 
 def tiles(mask: Any, length: int, block: tuple[int, int] = (128, 128)) -> BlockRuns:

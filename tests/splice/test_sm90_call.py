@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import gc
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,8 +17,8 @@ pytest.importorskip("cutlass")  # without it no call is planned for the kernel
 import attnkit
 from attnkit import AuxRequest, flex_attention, masks
 from attnkit.runtime import prepare
-from attnkit.runtime.reuse import call_cache, fast_path
-from attnkit.splice import forward
+from attnkit.splice import forward, forward_call, graph_capture, workers
+from tests.splice.test_graph_capture import Driver, destroy
 
 LENGTH = 300
 
@@ -49,7 +50,7 @@ class Recorder:
             def __call__(self, *arguments: Any) -> None:
                 recorder.calls.append((source.key, arguments, False))
 
-            def repeated(self, like: Any, changing: Any) -> Callable[..., None]:
+            def relauncher(self, like: Any, changing: Any) -> Callable[..., None]:
                 tensors = [i for i in changing if isinstance(like[i], Tensor)]
                 others = [i for i in changing if i not in tensors]
 
@@ -76,15 +77,14 @@ class Recorder:
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    recorder, call = Recorder(), prepare._call
-    monkeypatch.setattr(prepare, "_call", lambda *a: replace(call(*a), capability=(9, 0)))
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    recorder = Recorder()
+    monkeypatch.setattr(prepare, "_capability", lambda device: (9, 0))
     monkeypatch.setattr(forward, "kernel", recorder.kernel)
-    monkeypatch.setattr(forward, "_sms", lambda device: 132)
-    monkeypatch.setattr(call_cache, "_entries", {})
-    monkeypatch.setattr(fast_path, "_buckets", {})
-    monkeypatch.setattr(forward._calls, "_entries", type(forward._calls._entries)())
-    return recorder
+    monkeypatch.setattr(workers, "sm_count", lambda device: 132)
+    attnkit.clear_caches()
+    yield recorder
+    attnkit.clear_caches()
 
 
 def inputs(length: int = LENGTH, dim: int = 64) -> list[Tensor]:
@@ -240,3 +240,25 @@ def test_rows_that_are_split_are_put_together(recorder: Recorder) -> None:
         assert all(map(same_memory, joined[:2], given[10:12]))
         assert all(map(same_memory, joined[4:], (out, lse)))
     assert len(keys) == 1
+
+
+def test_a_captured_call_keeps_its_tables(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While its graph can be replayed, whatever is cleared; and no longer."""
+    driver = Driver()
+    monkeypatch.setattr(graph_capture, "driver", lambda: driver)
+    monkeypatch.setattr(forward_call, "is_capturing", lambda device: True)
+    attention(inputs(), None, masks.document(torch.arange(LENGTH) // 130))
+    tables = [weakref.ref(t) for t in recorder.last[6:9]]
+
+    def forget() -> None:
+        recorder.calls.clear()
+        attnkit.clear_caches()
+        gc.collect()
+
+    forget()
+    assert all(t() is not None for t in tables)
+    destroy(driver.captured)
+    forget()
+    assert all(t() is None for t in tables)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,11 +10,11 @@ from torch import Tensor
 
 pytest.importorskip("cutlass")  # without it no call is planned for the kernel
 
+import attnkit
 from attnkit import flex_attention, masks
 from attnkit.runtime import prepare
-from attnkit.runtime.reuse import call_cache, fast_path
-from attnkit.runtime.reuse.backward_fast_path import Backwards
-from attnkit.splice import backward_call, backward_work, forward, replay
+from attnkit.runtime.reuse.backward import BackwardReuse
+from attnkit.splice import backward_call, forward, replay, workers
 
 
 class Kernels:
@@ -35,7 +34,7 @@ class Kernels:
             def __call__(self, *arguments: Any) -> None:
                 note(arguments)
 
-            def repeated(self, like: Any, changing: Any) -> Any:
+            def relauncher(self, like: Any, changing: Any) -> Any:
                 if not kernels.again:
                     return None
                 numbers = [i for i in changing if not isinstance(like[i], Tensor)]
@@ -60,32 +59,28 @@ def what(a: Any) -> Any:
 def test_a_kernel_that_runs_for_several_gradients(
     monkeypatch: pytest.MonkeyPatch, dim: int, kv_heads: int
 ) -> None:
-    kernels, call = Kernels(), prepare._call
-    monkeypatch.setattr(prepare, "_call", lambda *a: replace(call(*a), capability=(9, 0)))
+    kernels = Kernels()
+    monkeypatch.setattr(prepare, "_capability", lambda device: (9, 0))
     for module in (forward, backward_call):
         monkeypatch.setattr(module, "kernel", kernels.kernel)
-    monkeypatch.setattr(forward, "_sms", lambda device: 132)
-    monkeypatch.setattr(backward_work, "_sms", lambda device: 132, raising=False)
+    monkeypatch.setattr(workers, "sm_count", lambda device: 132)
     monkeypatch.setattr(backward_call, "device_index", lambda: None, raising=False)
     monkeypatch.setattr(backward_call, "stream_of", lambda index: 0, raising=False)
     counters = torch.zeros(1000, dtype=torch.int32)
-    monkeypatch.setattr(backward_call, "_counts", lambda device, capturing, count: counters)
+    monkeypatch.setattr(backward_call, "zero_counters", lambda device, capturing, count: counters)
     monkeypatch.setattr(replay, "device_index", lambda: None)
     monkeypatch.setattr(replay, "is_captured", lambda: False)
     monkeypatch.setattr(replay, "stream_of", lambda index: 0)
-    made, replayed = Backwards.made, []
+    relaunch, replayed = BackwardReuse.try_fast_path, []
 
     def noted(*a: Any) -> Any:
-        found = made(*a)
+        found = relaunch(*a)
         replayed.append(found is not None)
         return found
 
-    monkeypatch.setattr(Backwards, "made", noted)
+    monkeypatch.setattr(BackwardReuse, "try_fast_path", noted)
     monkeypatch.setattr("attnkit.splice.backward.supports", lambda *a: True)
-    monkeypatch.setattr(backward_call._calls, "_entries", type(backward_call._calls._entries)())
-    monkeypatch.setattr(forward._calls, "_entries", type(forward._calls._entries)())
-    monkeypatch.setattr(call_cache, "_entries", {})
-    monkeypatch.setattr(fast_path, "_buckets", {})
+    attnkit.clear_caches()
     q = torch.randn(2, 4, 200, dim, dtype=torch.bfloat16, requires_grad=True)
     k = torch.randn(2, kv_heads, 260, dim, dtype=torch.bfloat16, requires_grad=True)
     v = torch.randn(2, 260, kv_heads, dim, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()

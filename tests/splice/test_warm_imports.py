@@ -11,8 +11,10 @@ PREPARED = """
 import sys
 import torch
 from attnkit import masks, mods
-from attnkit.splice import Program, backward, backward_call, backward_work, forward
-from attnkit.schedule.targets import SM90, SM100
+from attnkit.splice import (
+    BackwardInputs, Captured, ForwardInputs, KernelCall, Program, backward, forward, workers,
+)
+from attnkit.schedule.targets import ORDERED, SM90, SM100
 from attnkit.tracing.tracer import trace
 from attnkit.schedule.work_list import full_runs
 
@@ -22,7 +24,7 @@ class Refused:
         assert name.partition(".")[0] != "cutlass", "the DSL is imported"
 sys.meta_path.insert(0, Refused())
 
-forward._sms = backward_work._sms = lambda device: 132
+workers.sm_count = lambda device: 132
 slopes = torch.rand(4)
 alibi = lambda score, b, h, q, kv: score - slopes[h] * (q - kv)
 cpu, length = torch.device("cpu"), 512
@@ -32,22 +34,24 @@ for dim in (64, 128, 256):
         for kv_heads in (4, 2):
             score = None if own is None else trace(own, "score", cpu)
             program = Program(None if own is None else score.root, causal.root)
-            captured = ((), ()) if score is None else (score.tensors, ())
+            captured = Captured((), ()) if score is None else Captured(score.tensors, ())
             query, out = (torch.zeros(1, 4, length, dim, dtype=torch.bfloat16) for _ in range(2))
             key, value = torch.zeros(2, 1, kv_heads, length, dim, dtype=torch.bfloat16)
             runs, lse = full_runs(length, length, (128, 128), cpu), torch.zeros(1, 4, length)
             forward.prepare(
-                program, (query, key, value), captured, runs, out.stride(),
-                positive=True, need_max=False, target=target, emulated=False,
+                KernelCall(target.name, program, runs),
+                ForwardInputs(query, key, value, captured, 1.0),
             )
-            if backward.template_of(target).widths((dim, dim)) is None:
+            if backward.backward_template(target).widths((dim, dim)) is None:
                 continue
             for deterministic in (False, True):
                 for learned in (False, True)[: 1 + len(captured[0])]:
-                    backward.prepared(
-                        program, (out, None), (query, key, value, out, lse), captured, runs,
-                        [learned] * len(captured[0]), target=target, deterministic=deterministic,
+                    name = target.name + (ORDERED if deterministic else "")
+                    inputs = BackwardInputs(
+                        query, key, value, out, lse, out, None,
+                        captured, [learned] * len(captured.scores), 1.0,
                     )
+                    backward.prepare(KernelCall(name, program, runs), inputs)
 assert not [name for name in sys.modules if name.partition(".")[0] == "cutlass"]
 print("prepared")
 """

@@ -7,6 +7,7 @@ before a kernel runs, and reading them is a fault.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +16,17 @@ from torch import Tensor
 
 from attnkit import flex_attention, masks
 from attnkit.jit import emulation
+from attnkit.schedule.targets import ORDERED
+from attnkit.splice import (
+    BackwardInputs,
+    KernelCall,
+    backward_call,
+    backward_work,
+    runs_cache,
+    workers,
+)
 from attnkit.splice import backward as splice_backward
-from attnkit.splice import backward_call, backward_work
-from attnkit.splice.backward_work import Work
+from attnkit.splice.backward_work import BackwardWork
 
 BF16, FP16 = torch.bfloat16, torch.float16
 CAUSAL = masks.causal()
@@ -34,24 +43,24 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def observed(monkeypatch: pytest.MonkeyPatch, ctas: int) -> list[Work]:
+def observed(monkeypatch: pytest.MonkeyPatch, ctas: int) -> list[BackwardWork]:
     """The tables of the backwards that are made from now on, all anew, for so many CTAs."""
-    found: list[Work] = []
-    plain = backward_work._tables
+    found: list[BackwardWork] = []
+    plain = backward_work.build_tables
 
-    def kept(*args: Any) -> Work:
+    def kept(*args: Any) -> BackwardWork:
         found.append(plain(*args))
         return found[-1]
 
-    monkeypatch.setattr(backward_work, "_tables", kept)
-    monkeypatch.setattr(backward_work, "_SMS_EMULATED", ctas)
+    monkeypatch.setattr(backward_work, "build_tables", kept)
+    monkeypatch.setattr(workers, "EMULATED_SMS", ctas)
     forget(monkeypatch)
     return found
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make all tables anew."""
-    monkeypatch.setattr(backward_work, "_lists", type(backward_work._lists)())
+    monkeypatch.setattr(runs_cache, "_derived", type(runs_cache._derived)())
     entries = type(backward_call._calls._entries)()
     monkeypatch.setattr(backward_call._calls, "_entries", entries)
 
@@ -181,14 +190,14 @@ def ordered(
     torch.manual_seed(0)
     inputs, weights = draw(200 if name else 400, heads=(2, 1), dims=dims)
     mod, captured = MODS[name] if name else (None, list)
-    plain = splice_backward.backward
+    plain = splice_backward.prepare
 
-    def fixed(*args: Any, **options: Any) -> Any:
-        return plain(*args, **{**options, "deterministic": True})
+    def fixed(call: KernelCall, inputs: BackwardInputs) -> Any:
+        return plain(replace(call, template=call.template + ORDERED), inputs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(splice_backward, "backward", fixed)
-        patch.setattr(backward_work, "_SMS_EMULATED", ctas)
+        patch.setattr(splice_backward, "prepare", fixed)
+        patch.setattr(workers, "EMULATED_SMS", ctas)
         with emulation.session(mode=mode, seeds=ctas) as session:
             found = gradients(backend, inputs, weights, captured(), mod, mask, None)
     assert session.ok

@@ -17,9 +17,12 @@ from attnkit.jit.cubin import kernel_stats
 from attnkit.runtime.variant import Variant
 from attnkit.schedule.scheduler import Shape, schedule_forward
 from attnkit.schedule.work_list import full_runs, refined, work_list
-from attnkit.splice.call import readable
-from attnkit.splice.fakes import forward_arguments
-from attnkit.splice.forward import _ends_contiguous, _intervals, _places, spliced
+from attnkit.splice import Captured
+from attnkit.splice.captured_arguments import read_captured, tensor_kinds
+from attnkit.splice.fake_arguments import forward_arguments
+from attnkit.splice.forward import captured_arguments
+from attnkit.splice.forward_variant import forward_variant
+from attnkit.splice.mask_intervals import row_intervals
 from attnkit.templates.sm100.config import ForwardConfig, options_of
 from attnkit.templates.sm100.forward import Forward
 
@@ -104,17 +107,15 @@ def case(
     block = config.block_q, config.block_kv
     bound = Variant(score, mask).bind(query, key, block)
     program = bound.program
-    captured = (
+    captured = Captured(
         bound.score.tensors if bound.score else (),
         bound.mask.tensors if bound.mask else (),
     )
-    ends, mask_tensors = _intervals(program, captured[1], query, key)
-    variant = spliced(program.score, program.mask, ends, (batch, heads, q_len, key.shape[2]))
-    places = tuple(_places(variant, captured, mask_tensors, query.device))
-    tensors = [
-        readable(slot if isinstance(slot, Tensor) else captured[which][slot], query.device)
-        for which, slot, _ in places
-    ]
+    ends, mask_tensors = row_intervals(program.mask, captured.masks, query, key)
+    lengths = batch, heads, q_len, key.shape[2]
+    variant = forward_variant(program.score, program.mask, ends, lengths)
+    slots = tuple(captured_arguments(variant, captured, mask_tensors, query.device))
+    tensors = read_captured(slots, captured, query.device)
     runs = bound.runs or full_runs(q_len, key.shape[2], block, query.device)
     runs = refined(runs, block)
     shape = Shape(
@@ -132,9 +133,7 @@ def case(
         positive=scale > 0,
         wrap=variant.wraps,
     )
-    kinds = tuple(
-        (str(t.dtype).removeprefix("torch."), t.ndim, _ends_contiguous(t)) for t in tensors
-    )
+    kinds = tensor_kinds(tensors)
     tile = block[0], config.head_dim_v
     fakes = forward_arguments(dtype, *dims, tile, kinds)
     key_ = (config, dims, kinds, program, ends, scale > 0, variant.wraps)

@@ -112,7 +112,7 @@ def test_deterministic_bits_of_captured_gradients(name: str) -> None:
 )
 def test_no_spilled_registers(name: str, dims: tuple[int, int]) -> None:
     mod, captured = MODS[name]
-    with emulation.session(execute=False), kernel.asked() as sources:
+    with emulation.session(execute=False), kernel.requested_sources() as sources:
         inputs, weights = draw(200, dims=dims)
         gradients(BACKEND, inputs, weights, captured(), mod, CAUSAL, None)
     (source,) = (s for s in sources if s.name.startswith("backward"))

@@ -14,7 +14,7 @@ from attnkit.jit import emulation
 
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
-from attnkit.jit.kernel import asked, kernel
+from attnkit.jit.kernel import kernel, requested_sources
 from attnkit.schedule.kernel_table import Kernel, kernels
 from attnkit.templates.sm100.config import ForwardConfig
 from tests.templates.test_sm90_forward import MASKS, MODS, close, draw, stairs
@@ -68,7 +68,7 @@ def attend(
     qkv: tuple[Tensor, ...], mask: Any = None, backend: str = BACKEND, score: Any = None
 ) -> tuple[Any, str]:
     """Output and LSE, and the PTX of the kernel; the emulator finds nothing wrong."""
-    with emulation.session(ctas=4) as session, asked() as sources:
+    with emulation.session(ctas=4) as session, requested_sources() as sources:
         result = flex_attention(*qkv, score, mask, backend=backend, return_lse=True)
     if backend != BACKEND:
         return result, ""

@@ -17,7 +17,8 @@ from attnkit.jit import kernel as compiled
 from attnkit.schedule.work_list import full_runs
 from attnkit.sparsity.block_runs import FULL, BlockRuns
 from attnkit.splice import sm100_pairs
-from attnkit.splice.sm100_pairs import RULES, Case, fewer_clocks, kind_of, refusal
+from attnkit.splice.sm100_pairs import RULES, fewer_clocks, kind_of, refusal
+from attnkit.splice.template import BackwardCase
 from attnkit.templates.sm100.backward_config import BackwardConfig
 from attnkit.templates.sm100.backward_pair import PairBackward
 from tests.templates.backward_kit import (
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 def kernels(*arguments: Any) -> list[Any]:
     """The main kernels of a backward, compiled."""
-    with emulation.session(execute=False), compiled.asked() as sources:
+    with emulation.session(execute=False), compiled.requested_sources() as sources:
         gradients(BACKEND, *arguments)
     return [compiled.kernel(s) for s in sources if s.name.startswith("backward")]
 
@@ -114,7 +115,7 @@ def test_the_same_bits_in_a_fixed_order(mask: Any) -> None:
     """Whatever the order of execution and the number of pairs; heads share K and V."""
     found = []
     for mode, ctas in (("eager", 2), ("check" if mask is None else "adversarial", 6)):
-        with compiled.asked() as sources:
+        with compiled.requested_sources() as sources:
             found.append(ordered(BACKEND, mode, ctas, (128, 128), mask))
     (source,) = (s for s in sources if s.name.startswith("backward"))
     kernel = compiled.kernel(source)
@@ -133,14 +134,15 @@ def test_captured_tensors_in_a_fixed_order(monkeypatch: pytest.MonkeyPatch) -> N
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
-def case(**changes: Any) -> Case:
+def case(**changes: Any) -> BackwardCase:
     runs = full_runs(512, 512, (128, 128), CPU)
-    return Case(
+    return BackwardCase(
         **{
             "widths": (128, 128),
             "learned": frozenset(),
             "listed": False,
             "runs": runs,
+            "additive": True,
             **changes,
         }
     )

@@ -16,9 +16,8 @@ from cutlass import cute
 
 from attnkit import emulator, masks, mods
 from attnkit.codegen.score_form import score_form
-from attnkit.splice.fakes_backward import prepare_arguments
-from attnkit.templates.sm90.backward_edges import NOTHING
-from attnkit.templates.sm90.backward_rows import PrepareColumns
+from attnkit.splice.fake_backward_arguments import preprocess_arguments
+from attnkit.templates.common.preprocess import MASKED_ROW, Preprocess
 from attnkit.templates.sm100.backward_config import BackwardConfig
 from attnkit.tracing.tracer import trace
 from tests.templates.backward_kit import FP16, check, draw, poisoned  # noqa: F401
@@ -33,8 +32,8 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 @functools.cache
 def prepare() -> emulator.Executable:
     """The kernel of the rows' statistics, with an LSE that has a gradient."""
-    kernel = PrepareColumns(BackwardConfig(**PAIR, less_lse=True), True)
-    fakes = prepare_arguments("bfloat16", DEPTH)
+    kernel = Preprocess(BackwardConfig(**PAIR, less_lse=True), True)
+    fakes = preprocess_arguments("bfloat16", DEPTH)
     with tempfile.TemporaryDirectory() as folder:
         options = f"--keep-ptx --dump-dir={folder} --gpu-arch sm_100a"
         return emulator.Executable(cute.compile(kernel, *fakes, options=options), fakes)
@@ -80,7 +79,7 @@ def test_columns_hold_float32(size: float) -> None:
 
 def test_rows_that_keep_nothing_are_finite() -> None:
     lse, delta = written(torch.full((ROWS,), -torch.inf), torch.randn(ROWS))
-    assert (lse[:, 0] == NOTHING).all()
+    assert (lse[:, 0] == MASKED_ROW).all()
     assert not lse[:, [1, 3]].any()
     assert not delta[:, :6].any()
     assert torch.equal(delta[:, 6:].double(), PLACES)

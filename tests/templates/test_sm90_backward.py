@@ -17,8 +17,8 @@ from attnkit import create_block_mask, flex_attention, masks
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
 from attnkit.sparsity.block_runs import BlockRuns
+from attnkit.splice import BackwardInputs, KernelCall, backward_work
 from attnkit.splice import backward as splice_backward
-from attnkit.splice import backward_work
 from tests.templates.backward_kit import (
     BF16,
     CAUSAL,
@@ -110,13 +110,13 @@ def test_gradients_of_captured_tensors(name: str) -> None:
 
 def test_the_option_reaches_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
-    plain = splice_backward.backward
+    plain = splice_backward.prepare
 
-    def recorded(*args: Any, **options: Any) -> Any:
-        seen.append(options["deterministic"])
-        return plain(*args, **options)
+    def recorded(call: KernelCall, inputs: BackwardInputs) -> Any:
+        seen.append(call.spec.deterministic)
+        return plain(call, inputs)
 
-    monkeypatch.setattr(splice_backward, "backward", recorded)
+    monkeypatch.setattr(splice_backward, "prepare", recorded)
     for setting in (False, True):
         q, k, v = (torch.randn(1, 1, 140, 64, dtype=BF16, requires_grad=True) for _ in range(3))
         flex_attention(q, k, v, backend="emulate", deterministic=setting).sum().backward()

@@ -77,7 +77,7 @@ def clean(name: str, head_dim: int, deterministic: bool = False) -> None:
         torch.zeros(1, HEADS, LENGTH, head_dim, dtype=torch.bfloat16, requires_grad=True)
         for _ in range(3)
     )
-    with emulation.session(execute=False), kernel.asked() as sources:
+    with emulation.session(execute=False), kernel.requested_sources() as sources:
         out = flex_attention(*inputs, score, mask, backend="emulate", deterministic=deterministic)
         out.sum().backward()
     (source,) = (s for s in sources if s.name.startswith("backward"))

@@ -23,6 +23,7 @@ from attnkit.runtime import variant
 from attnkit.runtime.variant import Variant
 from attnkit.sparsity import block_mask
 from attnkit.sparsity.block_runs import BlockRuns
+from attnkit.templates import cpu
 from attnkit.testing import Case, CheckError, Limits, Report, check, check_case, check_variant
 from attnkit.testing.source import source_of
 
@@ -49,7 +50,7 @@ GOOD: dict[str, Variant] = {
     "softcap in a window": Variant(mods.softcap(5.0), masks.sliding_window(20, 3)),
     "2-d table": Variant(lambda s, b, h, q, kv: s * torch.sigmoid(BIAS[h, q]) + BIAS[h, kv]),
     "derived table": Variant(lambda s, b, h, q, kv: s + (SLOPES * 2).exp()[h]),
-    "dead rows": Variant(mods.softcap(2.0), lambda b, h, q, kv: (q % 3 > 0) & (kv > 5)),
+    "fully masked rows": Variant(mods.softcap(2.0), lambda b, h, q, kv: (q % 3 > 0) & (kv > 5)),
     "score_mod that masks": Variant(lambda s, b, h, q, kv: torch.where(q >= kv, s, -math.inf)),
     "block mask": Variant(None, create_block_mask(masks.causal(), None, None, 50, 70)),
     "PyTorch's block mask": Variant(
@@ -66,7 +67,9 @@ def test_passes(name: str) -> None:
     assert report.failures == ()
     assert report.code == ""
     assert f"passed: 6 cases, {len(report.rows)} quantities" in str(report)
-    assert {"out", "dquery", "dkey through lse", "dead rows"} <= {r.quantity for r in report.rows}
+    assert {"out", "dquery", "dkey through lse", "fully masked rows"} <= {
+        r.quantity for r in report.rows
+    }
 
 
 def test_compares_captured_gradients_traces_tiles_and_other_tiles() -> None:
@@ -146,7 +149,7 @@ def _wrong_trace(monkeypatch: pytest.MonkeyPatch) -> None:
         strict = simplify.build("lt", arg("kv"), arg("q"))
         return dataclasses.replace(found, root=simplify.build("and", found.root, strict))
 
-    _around(monkeypatch, variant, "traced", wrong)
+    _around(monkeypatch, variant, "trace_cached", wrong)
 
 
 def _forward(change: Callable[..., tuple[Tensor, Tensor, Any]]) -> Callable[..., None]:
@@ -156,7 +159,7 @@ def _forward(change: Callable[..., tuple[Tensor, Tensor, Any]]) -> Callable[...,
         def wrong(real: Any, query: Any, key: Any, value: Any, runs: Any, *a: Any, **k: Any) -> Any:
             return change(query, key, value, runs, *real(query, key, value, runs, *a, **k))
 
-        _around(monkeypatch, splice.cpu, "forward", wrong)
+        _around(monkeypatch, cpu, "forward", wrong)
 
     return seed
 
@@ -165,7 +168,7 @@ def _no_lse_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(real: Any, grad_out: Tensor, grad_lse: Any, *args: Any) -> Any:
         return real(grad_out, None, *args)
 
-    _around(monkeypatch, splice.cpu, "backward", wrong)
+    _around(monkeypatch, cpu, "backward", wrong)
 
 
 def _shared_key_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +178,7 @@ def _shared_key_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
         dquery, dkey, dvalue = real(grad_out, grad_lse, query, key, *a)
         return dquery, dkey / 2 if key.shape[0] < query.shape[0] else dkey, dvalue
 
-    _around(monkeypatch, splice.cpu, "backward", wrong)
+    _around(monkeypatch, cpu, "backward", wrong)
 
 
 def _crash(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +187,7 @@ def _crash(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("no such chunk")
         return real(query, key, *args, **kwargs)
 
-    _around(monkeypatch, splice.cpu, "forward", wrong)
+    _around(monkeypatch, cpu, "forward", wrong)
 
 
 FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
@@ -201,14 +204,14 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     ),
     "lse gradient dropped": (_no_lse_gradient, "dkey through lse"),
     "gradient of a shared key": (_shared_key_gradient, "dkey"),
-    "dead rows that are not zero": (
+    "fully masked rows that are not zero": (
         _forward(
             lambda q, k, v, runs, out, lse, top: (
                 out.masked_fill(lse[..., None] == -math.inf, 1e-30),
                 *(lse, top),
             )
         ),
-        "dead rows",
+        "fully masked rows",
     ),
     "tile size that changes the result": (
         _forward(

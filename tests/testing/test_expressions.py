@@ -16,7 +16,7 @@ from attnkit.graph import ir
 from attnkit.runtime.variant import Variant
 from attnkit.testing import Case, Limits
 from attnkit.testing.examine import bind
-from attnkit.testing.snippet import definition
+from attnkit.testing.reproducer import definition
 from attnkit.testing.source import source_of
 from attnkit.tracing.mask import Mask
 from attnkit.tracing.tracer import Traced, trace

@@ -45,7 +45,7 @@ def test_every_kind_of_failure_has_its_sentence() -> None:
         Row("call", "cpu", math.inf, 0.0, CASE, "RuntimeError: no"): "raised RuntimeError: no",
         Row("out", "cpu", math.inf, 1.0, CASE, "[2]"): "is not finite, or not NaN where it should",
         Row("tiles", "tiles", 3.0, 0.0, CASE, "[1]"): "differs in 3 entries, one at [1]",
-        Row("dead rows", "cpu", 2.0, 0.0, CASE): "differs in 2 entries",
+        Row("fully masked rows", "cpu", 2.0, 0.0, CASE): "differs in 2 entries",
         Row("out", "cpu", 1e-3, 0.0, CASE, "[0]"): "is off by 0.001 at [0]; allowed is 0",
     }
     for row, sentence in rows.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from attnkit import create_mask, masks, testing
 from attnkit.runtime.variant import Variant
 from attnkit.testing import Case, Limits
 from attnkit.testing.examine import bind
-from attnkit.testing.quantities import OUTPUTS, captured_leaves, oracle
+from attnkit.testing.quantities import OUTPUTS, DenseCall, captured_leaves, oracle
 from attnkit.testing.rounding import perturbed
 from attnkit.testing.shuffled import shuffled
 from attnkit.testing.tolerance import FACTOR, ULPS, compare, exact
@@ -24,18 +23,18 @@ CPU = torch.device("cpu")
 SMALL = Limits(q_len=(1, 30), kv_len=(1, 30))
 
 
-def parts(variant: Variant, case: Case) -> tuple[Any, ...]:
+def dense_call(variant: Variant, case: Case) -> DenseCall:
     bound = bind(variant, case, CPU)
     kept = None if variant.mask is None else create_mask(variant.mask, *case.dense_shape)
-    return bound.score, kept, case, captured_leaves(bound.score), CPU
+    return DenseCall(bound.score, kept, case, captured_leaves(bound.score), CPU)
 
 
 @given(testing.variants(SMALL), testing.cases(SMALL, dtype=torch.float64), st.integers(0, 9))
 def test_samples_are_the_oracle_up_to_rounding(variant: Variant, case: Case, sample: int) -> None:
-    arguments = parts(variant, case)
-    gold = oracle(*arguments)
-    for made in (shuffled, perturbed):
-        found = made(*arguments, sample)
+    call = dense_call(variant, case)
+    gold = oracle(call)
+    for sampler in (shuffled, perturbed):
+        found = sampler(call, sample)
         assert found.keys() == gold.keys()
         for name, expected in gold.items():
             torch.testing.assert_close(
@@ -47,8 +46,8 @@ def test_noise_scales_with_the_dtype() -> None:
     variant = Variant(lambda s, b, h, q, kv: torch.tanh(s), masks.causal())
     errors = {}
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        arguments = parts(variant, Case(20, 20, dtype=dtype))
-        gold, noisy = oracle(*arguments), perturbed(*arguments, 0)
+        call = dense_call(variant, Case(20, 20, dtype=dtype))
+        gold, noisy = oracle(call), perturbed(call, 0)
         errors[dtype] = float((noisy["dquery"] - gold["dquery"]).abs().max())
     assert 1e-17 < errors[torch.float64] < 1e-14
     assert 1e-8 < errors[torch.float32] < 1e-5
@@ -57,9 +56,9 @@ def test_noise_scales_with_the_dtype() -> None:
 
 def test_one_key_leaves_room_for_a_difference_of_equal_numbers() -> None:
     # dO V^T and rowsum(dO O) cancel: the oracle's gradient is 0, a backend's is their rounding
-    arguments = parts(Variant(), Case(1, 1))
-    assert not oracle(*arguments)["dquery"].any()
-    assert perturbed(*arguments, 0)["dquery"].any()
+    call = dense_call(Variant(), Case(1, 1))
+    assert not oracle(call)["dquery"].any()
+    assert perturbed(call, 0)["dquery"].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

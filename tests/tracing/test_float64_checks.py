@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnkit import DTypeError, create_block_mask, create_mask, flex_attention
 from attnkit.inspection.summary import summarize
-from attnkit.tracing.float64_checks import exposed, wide
+from attnkit.tracing.float64_checks import float64_slots, rounding_sensitive_slots
 from attnkit.tracing.tracer import trace
 
 S = 150
@@ -114,9 +114,10 @@ HARMLESS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("name", SHOWS)
 def test_scores_whose_rounding_shows(name: str) -> None:
     traced = trace(SHOWS[name], "score")
-    assert [traced.tensors[i] is TIMES for i in exposed(traced.root, wide(traced.tensors))] == [
-        True
-    ]
+    assert [
+        traced.tensors[i] is TIMES
+        for i in rounding_sensitive_slots(traced.root, float64_slots(traced.tensors))
+    ] == [True]
     q, k, v = inputs()
     with pytest.raises(DTypeError, match=r"'TIMES' holds .*float\(\)"):
         flex_attention(q, k, v, SHOWS[name])
@@ -125,7 +126,7 @@ def test_scores_whose_rounding_shows(name: str) -> None:
 @pytest.mark.parametrize("name", HARMLESS)
 def test_factors_and_terms_of_the_score_are_rounded_as_it_is(name: str) -> None:
     traced = trace(HARMLESS[name], "score")
-    assert exposed(traced.root, wide(traced.tensors)) == ()
+    assert rounding_sensitive_slots(traced.root, float64_slots(traced.tensors)) == ()
     q, k, v = inputs()
     exact = flex_attention(q.double(), k.double(), v.double(), HARMLESS[name])
     found = flex_attention(q, k, v, HARMLESS[name])

@@ -1,4 +1,4 @@
-"""A trace is used again only while it is provably true, and then it costs no second trace."""
+"""A trace is reused exactly as long as it is provably valid."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from attnkit.tracing import guards
-from attnkit.tracing.guards import traced
+from attnkit.tracing.guards import trace_cached
 from attnkit.tracing.mask import Mask
+from attnkit.util import caches
 
 CPU = torch.device("cpu")
 WINDOW = 3
@@ -34,12 +35,12 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
         return original(*arguments)
 
     monkeypatch.setattr(guards, "trace", counted)
-    guards._cache.clear()
+    caches.clear_all()
     return count  # type: ignore[return-value]
 
 
 def text(function: Any, kind: Any = "mask") -> str:
-    return str(traced(function, kind, CPU)).split(" = ")[1]
+    return str(trace_cached(function, kind, CPU)).split(" = ")[1]
 
 
 def window_of(size: int) -> Any:
@@ -54,8 +55,16 @@ def test_unchanged_function_is_traced_once(counter: Counter) -> None:
     table = torch.arange(8)
     mask = lambda b, h, q, kv: table[q] - table[kv] <= WINDOW
     for _ in range(5):
-        traced(mask, "mask", CPU)
+        trace_cached(mask, "mask", CPU)
     assert counter.traces == 1
+
+
+def test_cleared_caches_trace_again(counter: Counter) -> None:
+    mask = window_of(5)
+    root = trace_cached(mask, "mask", CPU).root
+    caches.clear_all()
+    assert trace_cached(mask, "mask", CPU).root is root
+    assert counter.traces == 2
 
 
 def test_equal_closures_share_a_trace(counter: Counter) -> None:
@@ -67,10 +76,10 @@ def test_equal_closures_share_a_trace(counter: Counter) -> None:
 
 def test_another_tensor_of_the_same_shape_is_an_argument(counter: Counter) -> None:
     first, second = torch.ones(4), torch.zeros(4)
-    assert traced(slopes_of(first), "score", CPU).tensors[0] is first
-    assert traced(slopes_of(second), "score", CPU).tensors[0] is second
+    assert trace_cached(slopes_of(first), "score", CPU).tensors[0] is first
+    assert trace_cached(slopes_of(second), "score", CPU).tensors[0] is second
     assert counter.traces == 1
-    traced(slopes_of(torch.ones(5)), "score", CPU)
+    trace_cached(slopes_of(torch.ones(5)), "score", CPU)
     assert counter.traces == 2
 
 
@@ -79,11 +88,11 @@ def test_swapped_tensors_stay_swapped(counter: Counter) -> None:
         return lambda s, b, h, q, kv: s * x[h] + y[h]
 
     one, two = torch.ones(4), torch.zeros(4)
-    assert traced(pair(one, two), "score", CPU).tensors == (one, two)
-    swapped = traced(pair(two, one), "score", CPU).tensors
+    assert trace_cached(pair(one, two), "score", CPU).tensors == (one, two)
+    swapped = trace_cached(pair(two, one), "score", CPU).tensors
     assert swapped[0] is two
     assert swapped[1] is one
-    both = traced(pair(one, one), "score", CPU)
+    both = trace_cached(pair(one, one), "score", CPU)
     assert len(both.tensors) == 1  # the same tensor twice is one argument: another graph
 
 
@@ -185,7 +194,7 @@ def test_one_tensor_read_by_two_names(counter: Counter) -> None:
         return lambda b, h, q, kv: first[q] >= second[kv]
 
     for a, b in ((one, one), (other, other), (one, other)):
-        found = traced(pair(a, b), "mask", CPU).tensors
+        found = trace_cached(pair(a, b), "mask", CPU).tensors
         assert {id(t) for t in found} == {id(a), id(b)}
     assert counter.traces == 2
 
@@ -255,17 +264,17 @@ def test_imports_that_do_not_change_are_known(counter: Counter) -> None:
         return functional.softplus(s) * math.sqrt(4)
 
     for _ in range(3):
-        traced(score, "score", CPU)
+        trace_cached(score, "score", CPU)
     assert counter.traces == 1
 
 
 def test_edited_tensor_needs_no_second_trace(counter: Counter) -> None:
     table = torch.arange(8)
     mask = lambda b, h, q, kv: table[q] >= kv
-    first = traced(mask, "mask", CPU)
+    first = trace_cached(mask, "mask", CPU)
     table.add_(1)
-    assert traced(mask, "mask", CPU).tensors[0] is table
-    assert traced(mask, "mask", CPU).root is first.root
+    assert trace_cached(mask, "mask", CPU).tensors[0] is table
+    assert trace_cached(mask, "mask", CPU).root is first.root
     assert counter.traces == 1
 
 
@@ -274,7 +283,7 @@ def test_no_tensor_is_kept_alive() -> None:
 
     table = torch.arange(8)
     alive = weakref.ref(table)
-    traced((lambda t: lambda b, h, q, kv: t[q] >= kv)(table), "mask", CPU)
+    trace_cached((lambda t: lambda b, h, q, kv: t[q] >= kv)(table), "mask", CPU)
     del table
     assert alive() is None
 

@@ -1,4 +1,4 @@
-"""A watched function gives the trace that a new trace would give, whatever was edited between."""
+"""A guarded function gives the trace that a new trace would give, whatever was edited in between."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attnkit import masks
 from attnkit.masks._examples import examples as mask_examples
 from attnkit.mods._examples import examples as mod_examples
 from attnkit.tracing import guards
-from attnkit.tracing.guards import recalled, traced
+from attnkit.tracing.guards import lookup_by_identity, trace_cached
 from attnkit.tracing.mask import Mask
 from attnkit.tracing.tracer import Kind, trace
 
@@ -28,16 +28,16 @@ TABLE = torch.arange(8)
 
 
 def check(function: Any, kind: Kind = "mask") -> None:
-    """The trace is the true one, twice: the second time it is recalled if it can be."""
+    """Both traces equal a new one; the second is looked up by identity where possible."""
     for _ in range(2):
-        found, true = traced(function, kind, CPU), trace(function, kind, CPU)
-        assert found.root is true.root
-        assert len(found.tensors) == len(true.tensors)
-        assert all(a is b for a, b in zip(found.tensors, true.tensors, strict=True))
+        cached, true = trace_cached(function, kind, CPU), trace(function, kind, CPU)
+        assert cached.root is true.root
+        assert len(cached.tensors) == len(true.tensors)
+        assert all(a is b for a, b in zip(cached.tensors, true.tensors, strict=True))
 
 
-def watched(function: Any, kind: Kind = "mask") -> bool:
-    return recalled(function, kind, CPU) is not None
+def guarded(function: Any, kind: Kind = "mask") -> bool:
+    return lookup_by_identity(function, kind, CPU) is not None
 
 
 def inner_of(size: int) -> Any:
@@ -111,7 +111,7 @@ def test_edits_are_seen(edits: list[tuple[str, int]]) -> None:
     try:
         state = State()
         check(state.mask)
-        assert watched(state.mask)
+        assert guarded(state.mask)
         for name, n in edits:
             EDITS[name](state, n)
             check(state.mask)
@@ -127,7 +127,7 @@ def test_each_edit_is_seen(name: str) -> None:
         check(state.mask)
         EDITS[name](state, 7)
         changed = name != "a tensor's data"  # that is no part of a trace
-        assert watched(state.mask) is not changed
+        assert guarded(state.mask) is not changed
         check(state.mask)
     finally:
         globals().update(LAG=kept[0], TABLE=kept[1])
@@ -139,7 +139,7 @@ def test_a_tensor_that_is_gone_is_not_none() -> None:
     check(mod, "score")
     bias = None
     gc.collect()
-    assert not watched(mod, "score")
+    assert not guarded(mod, "score")
     check(mod, "score")
 
 
@@ -147,9 +147,9 @@ def test_a_global_that_appears() -> None:
     scope: dict[str, Any] = {"__name__": "user"}
     exec("def mask(b, h, q, kv):\n    return abs(q - kv) <= 2", scope)
     check(scope["mask"])
-    assert watched(scope["mask"])
+    assert guarded(scope["mask"])
     scope["abs"] = lambda x: x
-    assert not watched(scope["mask"])
+    assert not guarded(scope["mask"])
     check(scope["mask"])
 
 
@@ -157,9 +157,9 @@ def test_gradients_wanted_of_a_captured_tensor() -> None:
     bias = torch.ones(4)
     mod = lambda s, b, h, q, kv: s + bias[h]
     check(mod, "score")
-    assert watched(mod, "score")
+    assert guarded(mod, "score")
     bias.requires_grad_()
-    assert not watched(mod, "score")
+    assert not guarded(mod, "score")
     check(mod, "score")
 
 
@@ -202,50 +202,50 @@ def test_a_watch_keeps_nothing_alive() -> None:
         return (table[q] >= kv) & (holder[0][q] >= kv) & (other[q] >= kv)
 
     check(mask)
-    assert watched(mask)
+    assert guarded(mask)
     alive = weakref.ref(table), weakref.ref(other), weakref.ref(mask)
     table = other = holder[0] = torch.arange(9)
     gc.collect()
     assert alive[0]() is alive[1]() is None
-    before = len(guards._watched)
+    before = len(guards._guarded)
     del mask
     gc.collect()
     assert alive[2]() is None
-    assert len(guards._watched) == before - 1
+    assert len(guards._guarded) == before - 1
 
 
-def test_partials_and_masks_are_watched() -> None:
+def test_partials_and_masks_are_guarded() -> None:
     def mask(b: Any, h: Any, q: Any, kv: Any, size: int) -> Any:
         return q - kv <= size
 
     some = functools.partial(mask, size=2)
     check(some)
-    assert watched(some)
+    assert guarded(some)
     some.keywords["size"] = 5
     check(some)
     joined = masks.causal() & masks.document(torch.arange(8) // 3)
     check(joined)
-    assert watched(joined)
+    assert guarded(joined)
 
 
 def test_a_mask_for_other_lengths_is_another() -> None:
     mask = Mask(inner_of(2), lengths=(8, 8))
     check(mask)
-    assert watched(mask)
+    assert guarded(mask)
     mask.lengths = Mask(inner_of(2), lengths=(9, 9)).lengths
-    assert not watched(mask)
+    assert not guarded(mask)
 
 
-def test_the_library_is_watched() -> None:
+def test_the_library_is_guarded() -> None:
     for name, example in mask_examples(64).items():
         check(example.mask)
-        assert watched(example.mask), name
+        assert guarded(example.mask), name
     for name, score in mod_examples(64).items():
         check(score.mod, "score")
-        assert watched(score.mod, "score"), name
+        assert guarded(score.mod, "score"), name
 
 
-def test_what_cannot_be_watched_is_traced() -> None:
+def test_what_cannot_be_guarded_is_traced() -> None:
     class Window:
         size = 2
 
@@ -254,6 +254,6 @@ def test_what_cannot_be_watched_is_traced() -> None:
 
     window = Window()
     check(window)
-    assert not watched(window)
+    assert not guarded(window)
     window.size = 4
     check(window)

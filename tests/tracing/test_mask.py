@@ -1,4 +1,4 @@
-"""Masks compose like the booleans that they stand for."""
+"""Masks compose like booleans."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from attnkit import create_block_mask, create_mask
 from attnkit.errors import ArgumentError, BoundsError
 from attnkit.graph.eval_torch import evaluate
-from attnkit.tracing.guards import traced
+from attnkit.tracing.guards import trace_cached
 from attnkit.tracing.mask import Mask, and_masks, noop_mask, or_masks, per_batch, per_head
 from attnkit.tracing.tracer import trace
 
@@ -164,13 +164,13 @@ def test_traces_of_new_forms_are_reused_while_true() -> None:
         return per_head(masks).shift(q=q) & CAUSAL.shift(kv=context)
 
     mask = made(1, [CAUSAL, NEAR])
-    roots = [traced(mask, "mask", device).root for _ in range(3)]
+    roots = [trace_cached(mask, "mask", device).root for _ in range(3)]
     assert roots[0] is roots[1] is roots[2]
-    tensors = [traced(mask, "mask", device).tensors for _ in range(2)]
+    tensors = [trace_cached(mask, "mask", device).tensors for _ in range(2)]
     assert all(x is y for x, y in zip(*tensors, strict=True))  # what is known of them stays known
-    assert traced(made(2, [CAUSAL, NEAR]), "mask", device).root is not roots[0]
-    assert traced(made(1, [CAUSAL, ODD]), "mask", device).root is not roots[0]
-    by_value = traced(made(1, [NEAR, CAUSAL]), "mask", device)
+    assert trace_cached(made(2, [CAUSAL, NEAR]), "mask", device).root is not roots[0]
+    assert trace_cached(made(1, [CAUSAL, ODD]), "mask", device).root is not roots[0]
+    by_value = trace_cached(made(1, [NEAR, CAUSAL]), "mask", device)
     kept = create_mask(made(1, [NEAR, CAUSAL]), 2, 2, N, N)
     assert not torch.equal(kept, create_mask(mask, 2, 2, N, N))
     assert by_value.root is not roots[0]

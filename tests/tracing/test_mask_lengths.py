@@ -1,4 +1,4 @@
-"""Masks that were built for given lengths say so, together and wherever they are used."""
+"""Masks for fixed lengths are refused at other lengths, alone and in combination."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_every_way_in_refuses_other_lengths() -> None:
         lambda: create_mask(IMAGE, None, None, 12, 16),
         lambda: Variant(None, IMAGE)(query, key, key),
         lambda: explain(None, IMAGE, q_len=12, kv_len=16),
-        lambda: IMAGE.intervals(12, 16),
+        lambda: attnkit.intervals(IMAGE, 12, 16),
         lambda: picture.show(IMAGE, 12, 16),
         lambda: check_variant(None, IMAGE, q_len=12, examples=1),
     ]

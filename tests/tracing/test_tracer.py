@@ -1,4 +1,4 @@
-"""A traced function means what PyTorch means by it: graph value = eager value, position by position."""
+"""A traced function has PyTorch's meaning: the graph equals eager evaluation at every position."""
 
 from __future__ import annotations
 

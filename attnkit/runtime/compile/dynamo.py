@@ -13,21 +13,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex, mod_index
-from torch._dynamo.exc import UserError, UserErrorType
-from torch._dynamo.source import GlobalSource
-from torch._dynamo.variables import higher_order_ops
-from torch._dynamo.variables.base import VariableTracker
-from torch._dynamo.variables.builder import wrap_fx_proxy
 
 from attnkit.errors import AttnkitError
 from attnkit.runtime.compile.hop import attend
-from attnkit.runtime.compile.op import requested
+from attnkit.runtime.compile.op import request_of
 from attnkit.tracing.tracer import ARGUMENTS, Kind, Traced, trace
+from attnkit.util.torch_private import dynamo_parts
+
+_dynamo: Any = dynamo_parts()
+_OperatorVariable: Any = _dynamo.OperatorVariable
 
 
-class AttendVariable(higher_order_ops.TorchHigherOrderOperatorVariable):
-    """`whole_graph.attend` while Dynamo runs it."""
+class AttendVariable(_OperatorVariable):  # type: ignore[misc]
+    """`hop.attend` while Dynamo runs it."""
 
     _HOP_NAME = "attnkit.flex_attention"
 
@@ -35,7 +33,7 @@ class AttendVariable(higher_order_ops.TorchHigherOrderOperatorVariable):
         query, key, value, score_mod, mask_mod, lists, sizes, scale, *options = args
         score, scores = self._mod(tx, query, score_mod, "score")
         mask, masks = self._mod(tx, query, mask_mod, "mask")
-        request = requested(score, mask, *(o.as_python_constant() for o in options))
+        request = request_of(score, mask, *(o.as_python_constant() for o in options))
         proxy = tx.output.create_proxy(
             "call_function",
             torch.ops.attnkit.attention.default,
@@ -46,7 +44,7 @@ class AttendVariable(higher_order_ops.TorchHigherOrderOperatorVariable):
             ),
             {},
         )
-        return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)
+        return _dynamo.wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)
 
     def _mod(
         self, tx: Any, query: Any, function: Any, kind: Kind
@@ -58,13 +56,16 @@ class AttendVariable(higher_order_ops.TorchHigherOrderOperatorVariable):
 
         def symbol(name: str) -> Any:
             dtype = score if name == "score" else torch.int32
-            empty, made = VariableTracker.build(tx, []), VariableTracker.build(tx, dtype)
+            empty, made = (
+                _dynamo.VariableTracker.build(tx, []),
+                _dynamo.VariableTracker.build(tx, dtype),
+            )
             return query.call_method(tx, "new_empty", [empty], {"dtype": made})
 
-        with higher_order_ops.discard_graph_changes(tx):
+        with _dynamo.discard_graph_changes(tx):
             arguments = [symbol(name) for name in ARGUMENTS[kind]]
-        with TransformGetItemToIndex():
-            _, graph, captured = higher_order_ops.speculate_subgraph(
+        with _dynamo.TransformGetItemToIndex():
+            _, graph, captured = _dynamo.speculate_subgraph(
                 tx,
                 function,
                 arguments,
@@ -77,8 +78,8 @@ class AttendVariable(higher_order_ops.TorchHigherOrderOperatorVariable):
         try:
             found = trace(body.run, kind, query.device)  # a method hides what is behind it
         except AttnkitError as error:
-            raise UserError(
-                UserErrorType.INVALID_INPUT, str(error).replace("_Body.run ", "")
+            raise _dynamo.UserError(
+                _dynamo.UserErrorType.INVALID_INPUT, str(error).replace("_Body.run ", "")
             ) from error
         tensors = [body.proxy(t) for t in found.tensors]
         return replace(found, names=tuple(t.node.name for t in tensors)), tensors
@@ -128,7 +129,7 @@ class _Body:
         """What a node does, done to symbols and constants."""
         found: Any = fx.map_arg((node.args, node.kwargs), known.__getitem__)
         args, kwargs = found
-        if node.target is mod_index:
+        if node.target is _dynamo.mod_index:
             return args[0][tuple(args[1])]
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
@@ -150,7 +151,7 @@ class _Body:
         """What stands for a tensor in the graph of the caller; a table made inside joins it."""
         if id(t) not in self.outer:
             name = self._tx.output.install_global_by_id("attnkit_table", t)
-            made = VariableTracker.build(self._tx, t, GlobalSource(name))
+            made = _dynamo.VariableTracker.build(self._tx, t, _dynamo.GlobalSource(name))
             self.outer[id(t)] = made.as_proxy()
         return self.outer[id(t)]
 
@@ -166,8 +167,7 @@ class _Body:
         return value
 
 
-def registered() -> bool:
-    """Dynamo knows what to do with `whole_graph.attend`."""
-    classes = higher_order_ops._hop_name_to_variable_class
-    classes[attend.__name__] = AttendVariable
+def register() -> bool:
+    """Tell Dynamo what to do with `hop.attend`."""
+    _dynamo.operator_variables[attend.__name__] = AttendVariable
     return True

@@ -1,9 +1,8 @@
-"""Attention that is settled when it runs: what a call becomes inside torch.compile.
+"""`torch.ops.attnkit.attention`: the operator that a call becomes inside torch.compile.
 
-There, tensors have no data and lengths may be symbols, so tiles cannot be found nor indices be
-proven. A call becomes one of the operators
-`torch.ops.attnkit.attention`, which carries the graphs as text; it is settled when it runs, and
-found again by calls like it (`repeats`). One compiled program so serves every length.
+There, tensors have no data and lengths may be symbols, so tiles cannot be classified and indices
+cannot be proven. The operator carries the graphs as text and prepares the call when it runs, or looks
+it up in the call cache. One compiled program serves every sequence length.
 """
 
 from __future__ import annotations
@@ -20,17 +19,18 @@ from torch import Tensor
 from attnkit.errors import UnsupportedError
 from attnkit.graph import ir
 from attnkit.runtime import torch_ops
-from attnkit.runtime.prepare import planned, settled
-from attnkit.runtime.reuse.call_cache import Likeness
-from attnkit.runtime.torch_ops import Settled
-from attnkit.runtime.variant import Variant
+from attnkit.runtime.bind import TracedVariant
+from attnkit.runtime.call import AttentionCall
+from attnkit.runtime.prepare import prepare
+from attnkit.runtime.prepared_call import PreparedCall
+from attnkit.runtime.reuse.call_cache import CallKey, lookup, store
+from attnkit.schedule.plan import parsed
 from attnkit.sparsity.block_mask import BlockMask
-from attnkit.sparsity.block_runs import BLOCK
-from attnkit.splice import compute_dtype, output_like
-from attnkit.tracing.float64_checks import wide
-from attnkit.tracing.guards import counts
+from attnkit.splice import BackwardInputs, Captured, ForwardInputs, compute_dtype, output_like
+from attnkit.tracing.float64_checks import float64_slots
+from attnkit.tracing.guards import depends_on_data
 from attnkit.tracing.tracer import Traced
-from attnkit.util.arguments import check_scale, check_tensors
+from attnkit.util.arguments import BLOCK_OPTIONS, AuxRequest, check_scale
 
 ATTENTION = (
     "(Tensor query, Tensor key, Tensor value, Tensor[] score_tensors, Tensor[] mask_tensors, "
@@ -75,6 +75,11 @@ class Request:
     deterministic: bool = False
     need_max: bool = False
 
+    @property
+    def kernel_options(self) -> dict[str, int] | None:
+        """The tile sizes as options of `flex_attention`, None where the caller gave none."""
+        return dict(zip(BLOCK_OPTIONS, self.block, strict=True)) if self.block else None
+
     @functools.cached_property
     def text(self) -> str:
         """The request as an operator carries it; `parse` reads it back."""
@@ -91,123 +96,130 @@ class Request:
         }
         return Request(**values)
 
-    def traces(
-        self, scores: Sequence[Tensor], masks: Sequence[Tensor]
-    ) -> tuple[Traced | None, Traced | None]:
-        """The graphs with captured tensors."""
+    def variant(
+        self, tensors: OperatorTensors, sizes: Sequence[int], device: torch.device
+    ) -> TracedVariant:
+        """Put the graphs together with their captured tensors and block lists.
+
+        Args:
+            tensors: of the operator.
+            sizes: as `kind` says.
+            device: where the query lives.
+        """
         score = mask = None
         if self.score:
-            score = Traced("score", ir.parse(self.score), tuple(scores), self.score_names)
+            captured = tuple(tensors.captured.scores)
+            score = Traced("score", ir.parse(self.score), captured, self.score_names)
         if self.mask:
-            mask = Traced("mask", ir.parse(self.mask), tuple(masks), self.mask_names)
-        return score, mask
+            captured = tuple(tensors.captured.masks)
+            mask = Traced("mask", ir.parse(self.mask), captured, self.mask_names)
+        given: Any = None if mask is None else _graph_is_known
+        if self.kind == "block" and mask is not None:
+            batch, heads, q_len, kv_len, *block = sizes
+            given = BlockMask(
+                _graph_is_known,
+                batch=batch,
+                heads=heads,
+                q_len=q_len,
+                kv_len=kv_len,
+                block=(block[0], block[1]),
+                device=device,
+            )
+        elif self.kind == "flex":
+            given = _flex_block_mask(tensors.lists, sizes)
+        return TracedVariant(score, mask, given)
 
 
-def _unused(*_: Any) -> Any:
-    raise AssertionError("the graph of this function is known")
+def _graph_is_known(*_: Any) -> Any:
+    raise AssertionError("the graph of this function is known, so nobody traces it")
 
 
-class _KnownBlockMask(BlockMask):
-    """A block mask whose graph is known."""
+def _flex_block_mask(lists: Sequence[Tensor], sizes: Sequence[int]) -> Any:
+    """PyTorch's BlockMask with these block lists; sizes: BLOCK_SIZE, then lengths."""
+    from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
-    def __init__(self, mask: Traced, sizes: Sequence[int], device: torch.device) -> None:
-        batch, heads, q_len, kv_len, *block = sizes
-        super().__init__(
-            _unused,
-            batch=batch,
-            heads=heads,
-            q_len=q_len,
-            kv_len=kv_len,
-            block=(block[0], block[1]),
-            device=device,
-        )
-        self._known = mask
-
-    def traced(self) -> Traced:
-        return self._known
-
-
-class _Known(Variant):
-    """A variant whose graphs are known."""
-
-    def __init__(self, score: Traced | None, mask: Traced | None, given: Any) -> None:
-        super().__init__(None if score is None else _unused, given)
-        object.__setattr__(self, "_traces", (score, mask))
-
-    def trace(self, device: torch.device) -> tuple[Traced | None, Traced | None]:
-        found: tuple[Traced | None, Traced | None] = self._traces  # type: ignore[attr-defined]
-        return found
+    partial, full = lists[:2], lists[2:] or (None, None)
+    return FlexBlockMask(
+        (sizes[2], sizes[3]),
+        partial[0],
+        partial[1],
+        full[0],
+        full[1],
+        None,  # the transposed lists, which are not read
+        None,
+        None,
+        None,
+        BLOCK_SIZE=(sizes[0], sizes[1]),
+        mask_mod=_graph_is_known,
+    )
 
 
-def _variant(
-    request: Request,
-    scores: Sequence[Tensor],
-    masks: Sequence[Tensor],
-    lists: Sequence[Tensor],
-    sizes: Sequence[int],
-    device: torch.device,
-) -> Variant:
-    """The variant of a call."""
-    score, mask = request.traces(scores, masks)
-    given: Any = None if mask is None else _unused
-    if request.kind == "block" and mask is not None:
-        given = _KnownBlockMask(mask, sizes, device)
-    elif request.kind == "flex":
-        from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
+@dataclass(frozen=True, eq=False)
+class OperatorTensors:
+    """Tensors of the operators.
 
-        partial, full = lists[:2], lists[2:] or (None, None)
-        given = FlexBlockMask(
-            (sizes[2], sizes[3]),
-            partial[0],
-            partial[1],
-            full[0],
-            full[1],
-            *(None, None, None, None),  # the transposed lists, which are not read
-            BLOCK_SIZE=(sizes[0], sizes[1]),
-            mask_mod=_unused,
-        )
-    return _Known(score, mask, given)
+    Attributes:
+        query, key, value: as of `flex_attention`.
+        captured: tensors that the graphs capture.
+        lists: block lists of PyTorch's BlockMask, empty for another mask.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    captured: Captured
+    lists: Sequence[Tensor]
 
 
-def _settled(
-    request: Request,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    captured: tuple[Sequence[Tensor], Sequence[Tensor]],
-    lists: Sequence[Tensor],
-    sizes: Sequence[int],
-    scale: float,
-) -> Settled:
-    """What a call comes to, known from an earlier one like it or settled now."""
-    query, key, value = qkv
-    scores, masks = (tuple(tensors) for tensors in captured)
-    ordered = request.deterministic or torch.are_deterministic_algorithms_enabled()
-    data = (*masks, *lists, *(scores if _counts(request.score, wide(scores)) else ()))
+def _prepared(
+    request: Request, tensors: OperatorTensors, sizes: Sequence[int], scale: float
+) -> tuple[PreparedCall, ForwardInputs]:
+    """Prepare a call, or look up what was prepared for an earlier one like it."""
+    query, key, value = tensors.query, tensors.key, tensors.value
+    scores, masks = (tuple(part) for part in tensors.captured)
+    call = AttentionCall(
+        query,
+        key,
+        value,
+        scale=scale,
+        enable_gqa=request.enable_gqa,
+        kernel_options=request.kernel_options,
+        return_aux=AuxRequest(max_scores=request.need_max),
+        backend=request.backend,
+        deterministic=request.deterministic,
+    )
+    by_data = _depends_on_data(request.score, float64_slots(scores))
+    data = (*masks, *tensors.lists, *(scores if by_data else ()))
     at = (
-        *("deferred", request, tuple(sizes), ordered, scale > 0),
-        *((t.shape, t.stride(), t.dtype, t.device) for t in (*qkv, *scores, *masks)),
+        "operator",
+        request,
+        tuple(sizes),
+        call.is_deterministic,
+        scale > 0,
+        *[(t.shape, t.stride(), t.dtype, t.device) for t in (query, key, value, *scores, *masks)],
         *map(id, data),
     )
-    like = Likeness(at, None, None, scores, masks, data)
-    found = like.settled()
-    if found is not None:
-        return found
-    check_tensors(*qkv, request.enable_gqa)
-    variant = _variant(request, scores, masks, lists, sizes, query.device)
-    block = (request.block[0], request.block[1]) if request.block else BLOCK
-    plan, bound = planned(variant, query, key, value, request.backend, block, ())
-    if plan.template == "eager":
-        raise UnsupportedError(
-            'backend="eager" is no operator that torch.compile can hold; call it outside of the '
-            'compiled function, or take backend="cpu"'
-        )
-    fresh = settled(plan, bound, ordered=ordered, need_max=request.need_max)
-    like.keep(fresh)
-    return fresh
+    known = CallKey(at, None, None, Captured(scores, masks), data)
+    prepared = lookup(known)
+    if prepared is None:
+        if parsed(request.backend)[0] == "eager":
+            raise UnsupportedError(
+                'backend="eager" is no operator that torch.compile can hold; call it outside of the '
+                'compiled function, or take backend="cpu"'
+            )
+        variant = request.variant(tensors, sizes, query.device)
+        prepared = prepare(call, variant, launchable=False).call
+        store(known, prepared)
+    program = prepared.kernel_call.program  # no tensors where a graph came to nothing
+    captured = Captured(
+        scores if program.score is not None else (), masks if program.mask is not None else ()
+    )
+    return prepared, ForwardInputs(query, key, value, captured, scale)
 
 
 @functools.lru_cache(maxsize=1024)
-def _counts(score: str, slots: frozenset[int]) -> bool:
-    return bool(score) and counts(ir.parse(score), slots)
+def _depends_on_data(score: str, slots: frozenset[int]) -> bool:
+    return bool(score) and depends_on_data(ir.parse(score), slots)
 
 
 @torch.library.impl("attnkit::attention", "CompositeExplicitAutograd")
@@ -223,20 +235,12 @@ def _attention(
     request: str,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    captured = Captured(score_tensors, mask_tensors)
+    tensors = OperatorTensors(query, key, value, captured, lists)
     factor = check_scale(scale, query.shape[-1])
-    captured = score_tensors, mask_tensors
-    made = _settled(Request.parse(request), (query, key, value), captured, lists, sizes, factor)
-    scores, masks = _as_settled(made, score_tensors, mask_tensors)
-    out, lse, top = torch_ops.run(made, query, key, value, scores, masks, factor)
+    prepared, inputs = _prepared(Request.parse(request), tensors, sizes, factor)
+    out, lse, top = torch_ops.run(prepared, inputs)
     return out, lse, lse.new_empty(0) if top is None else top
-
-
-def _as_settled(
-    made: Settled, scores: Sequence[Tensor], masks: Sequence[Tensor]
-) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """The captured tensors, none where a graph came to nothing."""
-    program = made.program
-    return scores if program.score is not None else (), masks if program.mask is not None else ()
 
 
 @torch.library.impl("attnkit::attention_backward", "CompositeExplicitAutograd")
@@ -257,19 +261,23 @@ def _attention_backward(
     scale: float | None,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    captured = Captured(score_tensors, mask_tensors)
+    tensors = OperatorTensors(query, key, value, captured, lists)
     factor = check_scale(scale, query.shape[-1])
-    captured = score_tensors, mask_tensors
-    made = _settled(Request.parse(request), (query, key, value), captured, lists, sizes, factor)
-    scores, masks = _as_settled(made, score_tensors, mask_tensors)
-    dquery, dkey, dvalue, own = torch_ops.gradients(
-        *(made.template, made.program),
-        (grad_out, grad_lse if grad_lse.numel() else None),
-        (query, key, value, out, lse),
-        (scores, masks),
-        made.runs,
-        factor,
-        wanted,
+    prepared, forward = _prepared(Request.parse(request), tensors, sizes, factor)
+    inputs = BackwardInputs(
+        query=query,
+        key=key,
+        value=value,
+        out=out,
+        lse=lse,
+        grad_out=grad_out,
+        grad_lse=grad_lse if grad_lse.numel() else None,
+        captured=forward.captured,
+        needs_grad=wanted[: len(forward.captured.scores)],
+        scale=factor,
     )
+    dquery, dkey, dvalue, own = torch_ops.gradients(prepared.kernel_call, inputs)
     if len(own) < len(wanted):  # the score does not read them after all
         pairs = zip(score_tensors, wanted, strict=True)
         own = [torch.zeros_like(t) if need else query.new_empty(0) for t, need in pairs]
@@ -323,10 +331,10 @@ def _gradient(
 
 
 torch.library.register_autograd("attnkit::attention", _gradient, setup_context=_save)
-torch.library.register_autograd("attnkit::attention_backward", torch_ops.no_second)
+torch.library.register_autograd("attnkit::attention_backward", torch_ops.refuse_second_derivative)
 
 
-def requested(
+def request_of(
     score: Traced | None,
     mask: Traced | None,
     kind: str,

@@ -1,5 +1,11 @@
 """Reuse what was prepared for an earlier call.
 
-In: a call. Out: the prepared call of an earlier one with the same functions, shapes and options, or
-a miss. Imported by `runtime.api` and `runtime.torch_ops`.
+In: a call. Out: its result by the fast path, or the prepared call of an earlier one with the same
+functions, shapes and options, or a miss. `fast_path` compares objects, `call_cache` fingerprints;
+`backward` is the fast path of backwards. Imported by `runtime.api` and `runtime.compile`.
 """
+
+from attnkit.runtime.reuse.call_cache import CallKey, key_of, lookup, store
+from attnkit.runtime.reuse.fast_path import remember, try_fast_path
+
+__all__ = ["CallKey", "key_of", "lookup", "remember", "store", "try_fast_path"]

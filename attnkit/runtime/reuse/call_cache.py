@@ -1,16 +1,16 @@
-"""Calls that were made before: a call that is like an earlier one is settled already.
+"""Cache of prepared calls: a call like an earlier one needs no preparation.
 
-What a call is like is a key: the graphs of its functions (found again by `guards.recognised`), the
-geometry of its tensors, its options; and the data of all tensors on which tiles or proofs of
-indices depend, told by identity and version counter. Where any of it cannot be told, the call is
-settled anew.
+The key says what a call is like: the graphs of its functions (looked up by identity, else by
+fingerprint), the geometry of its tensors, its options; and the data of all tensors on which tiles or
+proofs of indices depend, by identity and version counter. A call of which any of that cannot be told
+is prepared each time.
 """
 
 from __future__ import annotations
 
-import sys
+import math
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,18 +18,27 @@ import torch
 from torch import Tensor
 
 from attnkit.errors import UnsupportedError
-from attnkit.runtime.torch_ops import Settled
+from attnkit.graph import ir
+from attnkit.graph.ir import Node
+from attnkit.graph.simplify import TRUE
+from attnkit.runtime.bind import flex_lists, is_flex
+from attnkit.runtime.call import AttentionCall
+from attnkit.runtime.prepared_call import PreparedCall
 from attnkit.sparsity.block_mask import BlockMask
-from attnkit.tracing.guards import Known, recalled, recognised
+from attnkit.splice import Captured
+from attnkit.tracing.guards import TraceRecord, lookup_by_fingerprint, lookup_by_identity
+from attnkit.tracing.tracer import Kind
+from attnkit.util import caches
+from attnkit.util.arguments import AuxRequest
 from attnkit.util.tensor_cache import Stamp
+from attnkit.util.torch_private import PLAIN
 
 _SIZE = 256
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _lock = threading.Lock()
 
 
 class CapturedStamp(Stamp):
-    """A stamp that may be asked while a CUDA graph is captured, which cannot wait for the GPU."""
+    """A stamp that works while a CUDA graph is captured, which cannot wait for the GPU."""
 
     def _equal(self, tensor: Tensor, copy: Tensor) -> bool:
         """Whether the data is the same.
@@ -46,68 +55,81 @@ class CapturedStamp(Stamp):
         return super()._equal(tensor, copy)
 
 
-_entries: dict[Hashable, tuple[Settled, tuple[CapturedStamp, ...]]] = {}
+_entries: dict[Hashable, tuple[PreparedCall, tuple[CapturedStamp, ...]]] = {}
+caches.register(_entries.clear)
 
 
 @dataclass(eq=False, slots=True)  # frozen would take a microsecond more at every call
-class Likeness:
+class CallKey:
     """What a call is like.
 
     Attributes:
-        key: equal for calls that may share what is settled, as far as the stamps hold.
+        key: equal for calls that may share what is prepared, as long as the stamps hold.
         score, mask: what is known of the functions, None where there is none.
-        scores, masks: the captured tensors.
+        captured: the captured tensors.
         data: the tensors whose data matters.
-        recalled: the functions are those of an earlier call, not others like them.
+        by_identity: the functions are those of an earlier call, not new ones with a known
+            fingerprint.
     """
 
     key: Hashable
-    score: Known | None
-    mask: Known | None
-    scores: tuple[Tensor, ...]
-    masks: tuple[Tensor, ...]
+    score: TraceRecord | None
+    mask: TraceRecord | None
+    captured: Captured
     data: tuple[Tensor, ...]
-    recalled: bool = False
+    by_identity: bool = False
 
-    def settled(self) -> Settled | None:
-        """What was settled for a call like this; None if nothing, or if data was edited since."""
-        found = _entries.get(self.key)
-        if found is None:
+    def fits(self, prepared: PreparedCall, captured: Captured) -> bool:
+        """Whether the key was made of the functions and tensors of a prepared call."""
+        program = prepared.kernel_call.program
+        return _same(self.score, program.score, ir.arg("score")) and (
+            _same(self.mask, program.mask, TRUE)
+            and _are(self.captured.scores, captured.scores)
+            and _are(self.captured.masks, captured.masks)
+        )
+
+
+def _same(known: TraceRecord | None, root: Node | None, nothing: Node) -> bool:
+    """Whether a record is that of a graph; None and `nothing` are the graph that changes nothing."""
+    return (nothing if known is None else known.root) is (nothing if root is None else root)
+
+
+def _are(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+
+
+def lookup(key: CallKey | None) -> PreparedCall | None:
+    """Find a prepared call; None if there is none, or if data was edited since."""
+    entry = None if key is None else _entries.get(key.key)
+    if key is None or entry is None:
+        return None
+    prepared, stamps = entry
+    for t, stamp in zip(key.data, stamps, strict=True):
+        if not stamp.holds(t):
             return None
-        settled, stamps = found
-        for t, stamp in zip(self.data, stamps, strict=True):
-            if not stamp.holds(t):
-                return None
-        return settled
-
-    def keep(self, settled: Settled) -> None:
-        """Keep what was settled for calls like this."""
-        stamps = tuple([CapturedStamp(t) for t in self.data])
-        with _lock:
-            if len(_entries) >= _SIZE and self.key not in _entries:
-                _entries.pop(next(iter(_entries)))
-            _entries[self.key] = settled, stamps
+    return prepared
 
 
-def likeness(
-    query: Any,
-    key: Any,
-    value: Any,
-    score_mod: Callable[..., Any] | None,
-    block_mask: Any,
-    options: Hashable,
-) -> Likeness | None:
-    """What a call is like; None if that cannot be told without settling it.
+def store(key: CallKey, prepared: PreparedCall) -> None:
+    """Keep a prepared call for calls with this key."""
+    stamps = tuple([CapturedStamp(t) for t in key.data])
+    with _lock:
+        if len(_entries) >= _SIZE and key.key not in _entries:
+            _entries.pop(next(iter(_entries)))
+        _entries[key.key] = prepared, stamps
+
+
+def key_of(call: AttentionCall) -> CallKey | None:
+    """Find out what a call is like; None if that cannot be told without preparing it.
 
     Args:
-        query, key, value, score_mod, block_mask: as of `flex_attention`, unchecked.
-        options: all else on which it depends what is settled.
+        call: unchecked arguments.
     """
-    if (
-        query.__class__ not in _PLAIN
-        or key.__class__ not in _PLAIN
-        or value.__class__ not in _PLAIN
-    ):
+    query, key, value = call.query, call.key, call.value
+    if query.__class__ not in PLAIN or key.__class__ not in PLAIN or value.__class__ not in PLAIN:
+        return None
+    options = _options(call)
+    if options is None:
         return None
     try:
         device = query.device
@@ -115,16 +137,15 @@ def likeness(
         scores: tuple[Tensor, ...] = ()
         masks: tuple[Tensor, ...] = ()
         data: tuple[Tensor, ...] = ()
-        again = True
-        if score_mod is not None:
-            found = recalled(score_mod, "score", device)
-            if found is None:
-                again, found = False, recognised(score_mod, "score", device)
-            if found is None:
+        by_identity = True
+        if call.score_mod is not None:
+            known = _lookup_function(call.score_mod, "score", device)
+            if known is None:
                 return None
-            score, scores = found
-            if score.counts:
+            score, scores, by_identity = known
+            if score.depends_on_data:
                 data = scores
+        block_mask = call.block_mask
         if block_mask is not None:
             function = block_mask
             if block_mask.__class__ is BlockMask:
@@ -132,38 +153,60 @@ def likeness(
                 lists = block_mask.shape, block_mask.seq_lengths, block_mask.device
             elif is_flex(block_mask):
                 function = block_mask.mask_mod
-                listed, lists = flex_lists(block_mask)
-                data += listed
-            found = recalled(function, "mask", device)
-            if found is None:
-                again, found = False, recognised(function, "mask", device)
-            if found is None:
+                tensors, lists = flex_lists(block_mask)
+                data += tensors
+            known = _lookup_function(function, "mask", device)
+            if known is None:
                 return None
-            mask, masks = found
+            mask, masks, same = known
+            by_identity = by_identity and same
             data += masks
         at = (
-            *(score, mask, lists, options),
-            *(query.shape, key.shape, value.shape),
-            *(query.stride(), key.stride(), value.stride()),
-            *(query.dtype, key.dtype, value.dtype, device, key.device, value.device),
+            score,
+            mask,
+            lists,
+            options,
+            *[(t.shape, t.stride(), t.dtype, t.device) for t in (query, key, value)],
             *[t.stride() for t in scores],
             *[t.stride() for t in masks],
             *map(id, data),
         )
-        return Likeness(at, score, mask, scores, masks, data, again)
+        return CallKey(at, score, mask, Captured(scores, masks), data, by_identity)
     except (AttributeError, TypeError, RuntimeError):  # not strided, not what it must be
         return None
 
 
-def flex_lists(mask: Any) -> tuple[tuple[Tensor, ...], Hashable]:
-    """What PyTorch's BlockMask says beside its mask_mod: tensors, and all else."""
-    lists = mask.kv_num_blocks, mask.kv_indices
-    full = mask.full_kv_num_blocks, mask.full_kv_indices
-    whole = full[0] is not None and full[1] is not None
-    return (*lists, *full) if whole else lists, (*mask.BLOCK_SIZE, *mask.seq_lengths, whole)
+def _lookup_function(
+    function: Any, kind: Kind, device: torch.device
+) -> tuple[TraceRecord, tuple[Tensor, ...], bool] | None:
+    """What is known of a function, its captured tensors, and whether it was met before itself."""
+    known = lookup_by_identity(function, kind, device)
+    if known is not None:
+        return *known, True
+    known = lookup_by_fingerprint(function, kind, device)
+    return None if known is None else (*known, False)
 
 
-def is_flex(mask: Any) -> bool:
-    """Whether this is PyTorch's BlockMask (whose module is not imported for the question)."""
-    module = sys.modules.get("torch.nn.attention.flex_attention")
-    return module is not None and mask.__class__ is module.BlockMask
+def _options(call: AttentionCall) -> Hashable | None:
+    """The options that decide anything, scale by its sign; None for any that must be checked."""
+    scale = call.scale
+    if scale is None:
+        positive = True
+    elif scale.__class__ is float and -math.inf < scale < math.inf:
+        positive = scale > 0
+    else:
+        return None
+    if (
+        call.enable_gqa.__class__ is not bool
+        or call.return_lse.__class__ is not bool
+        or call.deterministic.__class__ is not bool
+        or call.backend.__class__ is not str
+        or call.kernel_options is not None
+    ):
+        return None
+    need_max = False
+    if call.return_aux is not None:
+        if call.return_aux.__class__ is not AuxRequest or call.return_lse:
+            return None
+        need_max = bool(call.return_aux.max_scores)
+    return call.enable_gqa, call.backend, call.is_deterministic, positive, need_max

@@ -1,6 +1,6 @@
-"""A mask as a union of few kv intervals per row.
+"""The interval normal form of a mask: each row keeps a union of few kv intervals.
 
-In: a traced mask_mod. Out: `Intervals` (two comparisons per score in a kernel, tiles without any
-search), or the reason why the mask has no such form. Imported by `sparsity`, `splice` and
-`inspection`.
+In: a traced mask_mod and lengths. Out: `Intervals` (`normal_form`), by which a kernel tests a score
+with two comparisons per interval and `tiles` classifies tiles without a search, or the reason why
+the mask has no such form. Imported by `sparsity`, `splice` and `inspection`.
 """

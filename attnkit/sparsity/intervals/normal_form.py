@@ -1,8 +1,8 @@
-"""Interval normal form: a mask whose rows each keep a union of few column intervals.
+"""Interval normal form: each row of the mask keeps a union of few kv intervals.
 
-Then a kernel tests a score with two comparisons per interval against ends that are known per
-row, instead of evaluating the mask. Causal masks, windows, prefixes, sinks and padding have it
-by formula; documents, `ids[q] == ids[kv]`, where the ids are in order, by tables made from them.
+A kernel then tests a score with two comparisons per interval, against ends that are known per row,
+instead of evaluating the mask. Causal masks, windows, prefixes, sinks and padding have formulas for
+their ends. Documents, `ids[q] == ids[kv]` with ids in order, have tables computed from the ids.
 """
 
 from __future__ import annotations
@@ -17,41 +17,44 @@ from torch import Tensor
 
 from attnkit.errors import BoundsError, DTypeError
 from attnkit.graph import ir
-from attnkit.graph.affine import KV, shared
+from attnkit.graph.affine import KV
 from attnkit.graph.eval_torch import evaluate
 from attnkit.graph.ir import BOOL, Node
 from attnkit.graph.simplify import FALSE, TRUE, build
 from attnkit.sparsity.index_bounds import check_bounds
-from attnkit.sparsity.intervals.search import by_passes
+from attnkit.sparsity.intervals.search import search_in_passes
 from attnkit.sparsity.intervals.solve import Solver
-from attnkit.sparsity.intervals.spans import UNLIMITED, ZERO, Algebra, Spans, ends
+from attnkit.sparsity.intervals.spans import UNLIMITED, ZERO, SpanAlgebra, Spans, ends
 from attnkit.sparsity.intervals.tables import Refusal, RowTables
-from attnkit.sparsity.mask_rewrites import equated
-from attnkit.sparsity.ranges.tables import Domain
-from attnkit.tracing.float64_checks import own_dtype
-from attnkit.tracing.guards import traced
+from attnkit.sparsity.mask_rewrites import equate
+from attnkit.sparsity.ranges.tables import Domain, shared_sides
+from attnkit.tracing.float64_checks import compute_dtype
+from attnkit.tracing.guards import trace_cached
+from attnkit.tracing.mask import check_built_for
 from attnkit.tracing.tracer import Traced
+from attnkit.util import caches
 from attnkit.util.arguments import check_captured, check_size
+from attnkit.util.devices import resolved
 from attnkit.util.tensor_cache import VersionedCache
 
-MOST = 4  # intervals a row: beyond that the mask itself is no dearer
+MAX_INTERVALS = 4  # per row: with more, evaluating the mask costs no more
 
 
 @dataclass(frozen=True, eq=False)
 class Intervals:
-    """A mask in interval normal form.
+    """Hold a mask in interval normal form.
 
     Row (b, h, q) keeps exactly the kv in 0 .. kv_len - 1 with `low <= kv < high` for one of the
-    pairs. Intervals of a row may overlap or be empty, and their ends may lie outside the lengths.
+    pairs. Intervals of a row may overlap or be empty; their ends may lie outside 0 .. kv_len.
 
     Attributes:
         bounds: pairs (low, high) of int32 expressions of b, h, q and the tensors.
-        tensors: captured tensors of the mask by slot, then tables of ends made from their data,
-            int32; valid until a captured tensor is edited.
+        tensors: captured tensors of the mask by slot, then int32 tables of ends computed from their
+            data; valid until a captured tensor is edited.
         names: names of the tensors by slot.
-        captured: how many of the tensors are the mask's own.
-        shape: (batch, heads, q_len, kv_len) that this holds for; batch and heads are 1 where the
-            mask reads no b or h.
+        captured: number of captured tensors.
+        shape: (batch, heads, q_len, kv_len) for which this is valid; batch and heads are 1 where
+            the mask does not read b, or h.
     """
 
     bounds: tuple[tuple[Node, Node], ...]
@@ -64,7 +67,7 @@ class Intervals:
         return len(self.bounds)
 
     def predicate(self) -> Node:
-        """The mask again, as a bool expression of b, h, q, kv over `tensors`."""
+        """Build the mask's bool expression of b, h, q, kv over `tensors`."""
         kept = []
         for low, high in self.bounds:
             above = TRUE if low is ZERO else build("le", low, KV)
@@ -75,11 +78,14 @@ class Intervals:
     def rows(
         self, dtype: torch.dtype = torch.float32, device: torch.device | None = None
     ) -> Tensor:
-        """The ends in every row: int32 [batch, heads, q_len, intervals, 2], in 0 .. kv_len.
+        """Evaluate the ends in every row.
 
         Args:
-            dtype: what the mask's floats are computed in.
-            device: where to; None: where the tensors are, else on the CPU.
+            dtype: dtype of the mask's floats.
+            device: device of the result; None: that of the tensors, else the CPU.
+
+        Returns:
+            int32 [batch, heads, q_len, intervals, 2], clipped to 0 .. kv_len.
         """
         batch, heads, q_len, _ = self.shape
         values = self.ends(dtype, device)
@@ -91,7 +97,7 @@ class Intervals:
     def ends(
         self, dtype: torch.dtype = torch.float32, device: torch.device | None = None
     ) -> list[Tensor]:
-        """The ends one by one, low, high, low, ..., int32 [batch, heads, q_len]; see `rows`."""
+        """Evaluate the ends one by one: low, high, low, ..., int32 [batch, heads, q_len] each."""
         batch, heads, q_len, kv_len = self.shape
         device = _device(self.tensors) if device is None else device
         names = (("b", batch, 2), ("h", heads, 1), ("q", q_len, 0))
@@ -123,10 +129,10 @@ class Intervals:
 
 @dataclass(frozen=True)
 class NoIntervals:
-    """A mask without interval normal form.
+    """Say why a mask has no interval normal form.
 
     Attributes:
-        reason: why, to read.
+        reason: the reason, as text.
     """
 
     reason: str
@@ -135,9 +141,50 @@ class NoIntervals:
         return f"no interval form: {self.reason}"
 
 
-Found: TypeAlias = Intervals | NoIntervals
+Result: TypeAlias = Intervals | NoIntervals
 
-_found: VersionedCache[Found] = VersionedCache(64)
+_results: VersionedCache[Result] = VersionedCache(64)
+caches.register(_results.clear)
+
+
+def intervals(
+    mask: Callable[..., Any],
+    q_len: int,
+    kv_len: int,
+    batch: int = 1,
+    heads: int = 1,
+    *,
+    device: torch.device | str | None = None,
+) -> Intervals | None:
+    """Find the kv intervals that each query row of a mask attends to.
+
+    Args:
+        mask: a `Mask` or a `mask_mod(b, h, q, kv) -> bool`.
+        q_len, kv_len, batch, heads: sizes for which the result is valid.
+        device: device of query and key; None: that of the captured tensors, else the CPU.
+
+    Returns:
+        The intervals; their `rows()` are int32 [batch or 1, heads or 1, q_len, intervals, 2], a pair
+        `low <= kv < high` for each interval. None if some row needs more than a few intervals;
+        `find_intervals` also gives the reason.
+
+    Raises:
+        TraceError: the mask cannot be traced.
+        BoundsError: an index leaves its captured tensor at these sizes.
+        DeviceError: captured tensors are on several devices.
+        OptionError: a size is not a positive int.
+        ShapeError: the mask was built for other lengths.
+
+    >>> form = intervals(lambda b, h, q, kv: (kv <= q) & (q - kv < 2), 4, 4)
+    >>> print(form)
+    1 interval a row
+      q - 1 <= kv < q + 1
+    >>> form.rows()[0, 0, :, 0].tolist()
+    [[0, 1], [0, 2], [1, 3], [2, 4]]
+    """
+    at = None if device is None else resolved(device)
+    form = intervals_of(mask, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads, device=at)
+    return form if isinstance(form, Intervals) else None
 
 
 def intervals_of(
@@ -148,21 +195,25 @@ def intervals_of(
     batch: int = 1,
     heads: int = 1,
     device: torch.device | str | None = None,
-) -> Found:
-    """The interval normal form of a mask_mod or Mask; see `find_intervals`.
+) -> Result:
+    """Find the interval normal form of a mask_mod or Mask, or why it has none.
 
     Args:
-        device: where query and key live; None: where the captured tensors live, else CPU.
+        mask_mod: the function.
+        q_len, kv_len, batch, heads: sizes for which the result is valid.
+        device: device of query and key; None: that of the captured tensors, else the CPU.
 
     Raises:
         TraceError: the mask cannot be traced.
-        DeviceError: captured tensors live elsewhere.
-        As `find_intervals`.
+        DeviceError: a captured tensor is on another device.
+        ShapeError: the mask was built for other lengths.
+        BoundsError, OptionError: see `find_intervals`.
     """
+    check_built_for(mask_mod, q_len, kv_len)
     if device is None:
-        held = traced(mask_mod, "mask", torch.device("cpu")).tensors
-        device = next((t.device for t in held if t.device.type != "cpu"), torch.device("cpu"))
-    mask = traced(mask_mod, "mask", torch.device(device))
+        captured = trace_cached(mask_mod, "mask", torch.device("cpu")).tensors
+        device = next((t.device for t in captured if t.device.type != "cpu"), torch.device("cpu"))
+    mask = trace_cached(mask_mod, "mask", torch.device(device))
     check_captured("mask_mod", mask.names, mask.tensors, torch.device(device))
     return find_intervals(
         mask,
@@ -170,7 +221,7 @@ def intervals_of(
         kv_len=kv_len,
         batch=batch,
         heads=heads,
-        dtype=own_dtype(mask),
+        dtype=compute_dtype(mask),
         device=torch.device(device),
     )
 
@@ -182,26 +233,27 @@ def find_intervals(
     kv_len: int,
     batch: int = 1,
     heads: int = 1,
-    most: int = MOST,
+    most: int = MAX_INTERVALS,
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
     search: bool = True,
-) -> Found:
-    """The interval normal form of a traced mask, or why it has none.
+) -> Result:
+    """Find the interval normal form of a traced mask, or the reason why it has none.
 
-    The result is kept until a captured tensor is replaced or edited in place.
+    The result is cached until a captured tensor is replaced or edited in place.
 
     Args:
         mask: a traced mask_mod; captured tensors on one device.
-        q_len, kv_len, batch, heads: sizes that the answer holds for.
-        most: intervals that a row may need.
-        dtype: what the mask's floats are computed in.
-        device: where tables are made; None: where the captured tensors are, else on the CPU.
-        search: also look where formulas do not tell; else the mask then counts as having none.
+        q_len, kv_len, batch, heads: sizes for which the result is valid.
+        most: number of intervals that a row may need at most.
+        dtype: dtype of the mask's floats.
+        device: device of tables; None: that of the captured tensors, else the CPU.
+        search: whether to compute tables of ends where no formula gives them; if False, such a mask
+            has no interval form.
 
     Raises:
         BoundsError: an index leaves its captured tensor, or integer arithmetic leaves int32.
-        DTypeError: not a mask.
+        DTypeError: the graph is not a mask.
         OptionError: a size is not a positive int.
     """
     if mask.root.type != BOOL:
@@ -213,7 +265,7 @@ def find_intervals(
     shape = (batch if "b" in reads else 1, heads if "h" in reads else 1, q_len, kv_len)
     device = _device(mask.tensors) if device is None else device
     key = (mask.root, mask.names, shape, most, dtype, device, search)
-    return _found.get(key, mask.tensors, lambda: _find(mask, shape, most, dtype, device, search))
+    return _results.get(key, mask.tensors, lambda: _find(mask, shape, most, dtype, device, search))
 
 
 def _find(
@@ -223,13 +275,13 @@ def _find(
     dtype: torch.dtype,
     device: torch.device,
     search: bool,
-) -> Found:
+) -> Result:
     batch, heads, q_len, kv_len = shape
     b = torch.arange(batch, dtype=torch.int32, device=device)
     h = torch.arange(heads, dtype=torch.int32, device=device)
-    domain = Domain(mask.tensors, q_len, kv_len, b, h, dtype, shared())
+    domain = Domain(mask.tensors, q_len, kv_len, b, h, dtype, shared_sides())
     root, proven = _prepared(mask, domain)
-    algebra = Algebra(domain.sides)
+    algebra = SpanAlgebra(domain.sides)
     tables = RowTables(domain, mask.names, algebra, proven, search=search)
     try:
         spans = Solver(domain.sides, algebra, tables).solve(root)
@@ -240,12 +292,12 @@ def _find(
 
 
 def _device(tensors: Sequence[Tensor]) -> torch.device:
-    """Where the tensors are; those of one number may be on the CPU anyway."""
+    """Find the device of the tensors; tensors of one number may be on the CPU all the same."""
     return max(tensors, key=lambda t: t.ndim).device if tensors else torch.device("cpu")
 
 
 def _prepared(mask: Traced, domain: Domain) -> tuple[Node, frozenset[Node]]:
-    """The mask's expression with equal values made one, and what of it is proven in bounds."""
+    """Rewrite the mask by its equalities (`equate`), and collect what is proven in bounds."""
 
     def check(root: Node) -> frozenset[Node]:
         return check_bounds(
@@ -260,17 +312,17 @@ def _prepared(mask: Traced, domain: Domain) -> tuple[Node, frozenset[Node]]:
         )
 
     root, checked = mask.root, check(mask.root)
-    better = equated(root, domain.sides)
-    if better is not root:
+    rewritten = equate(root, domain.sides)
+    if rewritten is not root:
         try:
-            root = better if check(better) <= checked else root
+            root = rewritten if check(rewritten) <= checked else root
         except BoundsError:  # an index that the equality protects
             pass
     return root, frozenset() if checked else frozenset(ir.topo(root))
 
 
 def _reduced(spans: Spans, tables: RowTables, most: int, kv_len: int) -> Spans:
-    """As few spans as the rows need: by formula where that has few, else by tables.
+    """Reduce spans to as few as the rows need: by formula if it has few, else by tables.
 
     Raises:
         Refusal: a row needs more than `most`.
@@ -280,19 +332,19 @@ def _reduced(spans: Spans, tables: RowTables, most: int, kv_len: int) -> Spans:
     data = any(n >= tables.captured for n in ir.slots(*nodes))
     if len(spans) <= most and not (data and len(spans) > 1):
         return spans
-    found = by_passes(lambda *rows: rows, tables.ends_of(spans), kv_len)
-    if found is None:
+    compacted = search_in_passes(lambda *rows: rows, tables.ends_of(spans), kv_len)
+    if compacted is None:
         raise AssertionError("nothing was searched")
-    count = found[0].shape[-1]
+    count = compacted[0].shape[-1]
     if count > most:
         raise Refusal(f"a row keeps {count} separate intervals, more than {most}")
-    return spans if count == len(spans) else tables.stored(found, nodes)
+    return spans if count == len(spans) else tables.store(compacted, nodes)
 
 
 def _result(
     spans: Spans, tables: RowTables, captured: int, shape: tuple[int, int, int, int]
 ) -> Intervals:
-    """Number the tables that are used."""
+    """Build the result; unused tables are dropped and the slots renumbered."""
     pairs = tuple(ends(s) for s in spans)
     used = [s for s in ir.slots(*(n for pair in pairs for n in pair)) if s >= captured]
     slots = [*range(captured), *used]

@@ -1,9 +1,9 @@
-"""Solving a mask for kv: from the graph to the spans that each row keeps.
+"""Solve a mask for kv: from its graph to the spans that each row keeps.
 
-Negations are pushed to the comparisons; a conjunction narrows a window member by member, a
-disjunction joins what its members keep inside the window. A comparison is solved for kv by
-inverting affine sums, floor divisions, shifts, abs, min, max and where; what cannot be inverted
-but depends on kv alone, or on q - kv alone, is searched in its values (`interval_tables`).
+Negations are pushed to the comparisons. A conjunction narrows a window member by member; a
+disjunction unites what its members keep inside the window. A comparison is solved for kv by
+inverting affine sums, floor divisions, shifts, abs, min, max and where. An expression that cannot
+be inverted, but depends on kv alone or on q - kv alone, is evaluated and searched (`tables`).
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from attnkit.graph.simplify import build, negate
 from attnkit.sparsity.intervals.spans import (
     EVERYTHING,
     NOTHING,
-    Algebra,
     Span,
+    SpanAlgebra,
     Spans,
-    gated,
-    summed,
+    rows_where,
+    to_node,
 )
 from attnkit.sparsity.intervals.tables import Refusal, RowTables
 from attnkit.sparsity.mask_rewrites import members
 
-_MOST_STEPS = 4000
-_MOST_SPANS = 64
+_MAX_STEPS = 4000
+_MAX_SPANS = 64
 _ROW = (Side.CONST, Side.Q)
 _SEARCHED = (Side.KV, Side.DIAGONAL)
 
@@ -35,19 +35,19 @@ _ONE = Affine((), 1)
 
 
 class Solver:
-    """Solves bool expressions for kv, within windows of each row."""
+    """Solve bool expressions for kv, inside a window of each row."""
 
-    def __init__(self, sides: Sides, algebra: Algebra, tables: RowTables) -> None:
+    def __init__(self, sides: Sides, algebra: SpanAlgebra, tables: RowTables) -> None:
         self._sides = sides
         self._algebra = algebra
         self._tables = tables
         self._steps = 0
 
     def solve(self, n: Node, keep: bool = True, window: Spans = EVERYTHING) -> Spans:
-        """The part of the window where a bool expression equals `keep`.
+        """Return the part of the window where a bool expression equals `keep`.
 
         Raises:
-            Refusal: it is not a union of few intervals, as far as this method can tell.
+            Refusal: the solver finds no union of few intervals.
         """
         self._step()
         if not window:
@@ -55,7 +55,7 @@ class Solver:
         side = self._sides.side(n)
         if side in _ROW:
             gate = self._sides.alone(n)
-            return self._algebra.meet(window, gated(gate if keep else negate(gate)))
+            return self._algebra.meet(window, rows_where(gate if keep else negate(gate)))
         try:
             return self._bounded(self._by_structure(n, keep, window))
         except Refusal:
@@ -65,12 +65,12 @@ class Solver:
 
     def _step(self) -> None:
         self._steps += 1
-        if self._steps > _MOST_STEPS:
+        if self._steps > _MAX_STEPS:
             raise Refusal("its logic is too deep")
 
     def _bounded(self, spans: Spans) -> Spans:
-        if len(spans) > _MOST_SPANS:
-            raise Refusal(f"its rows are unions of more than {_MOST_SPANS} intervals")
+        if len(spans) > _MAX_SPANS:
+            raise Refusal(f"its rows are unions of more than {_MAX_SPANS} intervals")
         return spans
 
     # --- logic
@@ -97,7 +97,7 @@ class Solver:
         return self.solve(build(op, negate(a), b), keep, window)
 
     def _choose(self, c: Node, a: Node, b: Node, keep: bool, window: Spans) -> Spans:
-        """`where(c, a, b)`, with the side that depends on the row alone as the condition."""
+        """Solve `where(c, a, b)`; the condition should depend on the row alone."""
         if self._sides.side(c) not in _ROW and self._sides.side(b) in _ROW and a is negate(b):
             c, a, b = b, negate(c), c  # c ^ b = b ^ c
         then = self.solve(a, keep, self.solve(c, True, window))
@@ -105,7 +105,7 @@ class Solver:
         return self._algebra.join(then, other)
 
     def _every(self, op: str, members: Sequence[Node], keep: bool, window: Spans) -> Spans:
-        """Narrow the window by each member, those that need a narrow one last."""
+        """Narrow the window by each member; retry refused members in the narrower window."""
         waiting = list(members)
         while waiting:
             refused: dict[Node, Refusal] = {}
@@ -123,11 +123,11 @@ class Solver:
         return window
 
     def _any(self, op: str, members: Sequence[Node], keep: bool, window: Spans) -> Spans:
-        found = NOTHING
+        union = NOTHING
         refused: dict[Node, Refusal] = {}
         for m in members:
             try:
-                found = self._bounded(self._algebra.join(found, self.solve(m, keep, window)))
+                union = self._bounded(self._algebra.join(union, self.solve(m, keep, window)))
             except Refusal as refusal:
                 refused[m] = refusal
         while refused:
@@ -136,19 +136,23 @@ class Solver:
             if len(group) < 2:
                 raise refused[first]
             more = self._by_values(reduce(lambda a, b: build(op, a, b), group), keep, window)
-            found = self._bounded(self._algebra.join(found, more))
+            union = self._bounded(self._algebra.join(union, more))
             refused = {m: r for m, r in refused.items() if m not in group}
-        return found
+        return union
 
     def _group(self, n: Node, members: Sequence[Node]) -> list[Node]:
-        """Those on the same side, if they can be searched as one expression."""
+        """Select the members on the same side as `n`, if one search can answer all of them."""
         side = self._sides.side(n)
         return [m for m in members if self._sides.side(m) is side] if side in _SEARCHED else []
 
     def _grouped(
         self, op: str, members: Sequence[Node], refused: list[Node], keep: bool, window: Spans
     ) -> tuple[list[Node], Spans]:
-        """Search members of one side together: few stretches may be left where each has many."""
+        """Search refused members of one side together: combined they may keep fewer intervals.
+
+        Returns:
+            The members that are still refused, and the narrowed window.
+        """
         for n in refused:
             group = self._group(n, members)
             if len(group) > 1:
@@ -161,9 +165,9 @@ class Solver:
         return refused, window
 
     def _by_values(self, n: Node, keep: bool, window: Spans) -> Spans:
-        """As `solve`, by the values of an expression of kv, or of q - kv, alone."""
+        """Solve by evaluating an expression of kv alone, or of q - kv alone, at every position."""
         side = self._sides.side(n)
-        search = self._tables.stretches if side is Side.KV else self._tables.diagonals
+        search = self._tables.where_kv if side is Side.KV else self._tables.where_diagonal
         return search(n, keep, window)
 
     # --- comparisons of integers
@@ -184,7 +188,7 @@ class Solver:
     def _between(
         self, sums: Affine, low: Affine | None, high: Affine | None, window: Spans
     ) -> Spans:
-        """Where `low <= sums < high`; low and high are row-level."""
+        """Find where `low <= sums < high`; low and high depend on the row alone."""
         terms = [(n, c) for n, c in sums.terms if self._sides.side(n) not in _ROW]
         row = Affine(tuple(t for t in sums.terms if t not in terms), sums.offset).scaled(-1)
         low, high = (None if x is None else x.plus(row) for x in (low, high))
@@ -196,32 +200,32 @@ class Solver:
         return self._searched(terms, low, high, window)
 
     def _gate(self, low: Affine | None, high: Affine | None, window: Spans) -> Spans:
-        """Where `low <= 0 < high`."""
+        """Keep the window in the rows where `low <= 0 < high`."""
         for op, x in (("le", low), ("gt", high)):
             if x is not None:
                 gate = build(op, self._node(x), const(0))
-                window = self._algebra.meet(window, gated(gate))
+                window = self._algebra.meet(window, rows_where(gate))
         return window
 
     def _divided(
         self, low: Affine | None, high: Affine | None, c: int
     ) -> tuple[Affine | None, Affine | None]:
-        """The ends of x where `low <= c * x < high`."""
+        """Return the ends of x for which `low <= c * x < high`."""
         if c < 0:  # 1 - high <= -c * x < 1 - low
             low, high = (None if x is None else _ONE.plus(x.scaled(-1)) for x in (high, low))
         if abs(c) == 1:
             return low, high
         up = Affine((), abs(c) - 1)  # x >= ceil(low / c), x < ceil(high / c)
-        halves = [
+        ends = [
             None
             if x is None
             else self._sides.affine(build("fdiv", self._node(x.plus(up)), const(abs(c))))
             for x in (low, high)
         ]
-        return halves[0], halves[1]
+        return ends[0], ends[1]
 
     def _node(self, sums: Affine) -> Node:
-        return summed(Affine(tuple((self._sides.alone(n), c) for n, c in sums.terms), sums.offset))
+        return to_node(Affine(tuple((self._sides.alone(n), c) for n, c in sums.terms), sums.offset))
 
     def _searched(
         self,
@@ -239,7 +243,7 @@ class Solver:
         return self._tables.between(tuple(terms), first, stop, window)
 
     def _inverted(self, n: Node, low: Affine | None, high: Affine | None, window: Spans) -> Spans:
-        """Where `low <= n < high` for one node that depends on kv."""
+        """Find where `low <= n < high` for one node that depends on kv."""
         self._step()
         if n is KV:
             lows = () if low is None else (self._node(low),)
@@ -254,7 +258,7 @@ class Solver:
                 raise
         return self._searched([(n, 1)], low, high, window)
 
-    # --- inverses: where `low <= n < high`, for one operation each
+    # --- inverses: each finds where `low <= n < high` for one operation
 
     def _inside(self, n: Node, low: Affine | None, high: Affine | None, window: Spans) -> Spans:
         return self._between(self._sides.affine(n), low, high, window)
@@ -279,7 +283,7 @@ class Solver:
         return self._algebra.join(above, below)
 
     def _least(self, n: Node, low: Affine | None, high: Affine | None, window: Spans) -> Spans:
-        """min: both are at least low, one is below high. max: the other way round."""
+        """Solve min: both arguments are at least low, one is below high. For max: vice versa."""
         ends = ((low, None), (None, high))
         every, some = ends if n.op == "min" else ends[::-1]
         if every != (None, None):
@@ -287,8 +291,8 @@ class Solver:
                 window = self._inside(x, every[0], every[1], window)
         if some == (None, None):
             return window
-        found = [self._inside(x, some[0], some[1], window) for x in n.args]
-        return self._algebra.join(*found)
+        parts = [self._inside(x, some[0], some[1], window) for x in n.args]
+        return self._algebra.join(*parts)
 
     def _where(self, n: Node, low: Affine | None, high: Affine | None, window: Spans) -> Spans:
         c, a, b = n.args

@@ -1,8 +1,9 @@
 """Sets of kv positions per row, as unions of spans with symbolic ends.
 
-A `Span` is what a row keeps if all its gates are true: the positions not below any of `lows` and
-below all of `highs`. Ends and gates are expressions of b, h, q and captured tensors. Intersections
-are exact by collecting ends; unions are joined into one span where that is provably the same set.
+A `Span` keeps, in the rows where all its gates are True, the positions that are not below any of
+its `lows` and are below all of its `highs`. Ends and gates are expressions of b, h, q and captured
+tensors. Intersection is exact: it collects the ends. A union of two spans becomes one span only
+where that is provably the same set.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from attnkit.graph.ir import I32, Node, const
 from attnkit.graph.simplify import TRUE, build, negate
 
 ZERO = const(0)
-UNLIMITED = const(2**31 - 1)  # an end behind every position
+UNLIMITED = const(2**31 - 1)  # an end beyond every position
 
 
 @dataclass(frozen=True)
 class Span:
-    """kv with `kv >= low` for all lows and `kv < high` for all highs, where all gates are true."""
+    """Keep kv with `low <= kv < high` for all lows and highs, in rows where all gates are True."""
 
     lows: tuple[Node, ...] = ()
     highs: tuple[Node, ...] = ()
@@ -35,22 +36,22 @@ EVERYTHING: Spans = (Span(),)
 NOTHING: Spans = ()
 
 
-def gated(gate: Node) -> Spans:
-    """Everything in rows where a row-level bool is true, nothing in others."""
+def rows_where(gate: Node) -> Spans:
+    """Keep every position in the rows where a row-level bool is True, none in other rows."""
     if gate.op == "const":
         return EVERYTHING if gate.attr else NOTHING
     return (Span(gates=(gate,)),)
 
 
 def ends(span: Span) -> tuple[Node, Node]:
-    """A span as one low and one high end; an empty one, if a gate is false, ends at 0."""
+    """Return a span as one low and one high end; if a gate is False the high end is 0."""
     low = _folded("max", span.lows) if span.lows else ZERO
     high = _folded("min", span.highs) if span.highs else UNLIMITED
     return low, build("where", _folded("and", span.gates), high, ZERO) if span.gates else high
 
 
-def summed(sums: Affine) -> Node:
-    """An affine sum as an expression, written as a person would: `q - 5`, not `q + -5`."""
+def to_node(sums: Affine) -> Node:
+    """Build the expression of an affine sum, as a person would write it: `q - 5`, not `q + -5`."""
     result: Node | None = None
     for n, c in sorted(sums.terms, key=lambda term: term[1] < 0):
         part = n if abs(c) == 1 else build("mul", n, const(abs(c)))
@@ -66,14 +67,14 @@ def summed(sums: Affine) -> Node:
     return build(op, result, const(abs(sums.offset)))
 
 
-class Algebra:
-    """Intersection and union of spans, simplified by what can be proven about their ends."""
+class SpanAlgebra:
+    """Intersect and unite spans, simplified by what can be proven about their ends."""
 
     def __init__(self, sides: Sides) -> None:
         self._sides = sides
 
     def at_most(self, a: Node, b: Node) -> bool:
-        """Whether `a <= b` is certain in every row, as far as the expressions alone tell."""
+        """Whether the expressions alone prove `a <= b` in every row."""
         if b is UNLIMITED or self._is_nonnegative(b, a):
             return True
         if a.op == "max" and a.type == I32:
@@ -89,14 +90,14 @@ class Algebra:
         return sums.offset >= 0 and all(n.op == "arg" and c > 0 for n, c in sums.terms)
 
     def meet(self, a: Spans, b: Spans) -> Spans:
-        """What is in both."""
-        found: Spans = NOTHING
+        """Return the intersection."""
+        common: Spans = NOTHING
         for x in a:
             for y in b:
                 both = self._both(x, y)
                 if both is not None:
-                    found = self.join(found, (both,))
-        return found
+                    common = self.join(common, (both,))
+        return common
 
     def _both(self, x: Span, y: Span) -> Span | None:
         gates = tuple(dict.fromkeys((*x.gates, *y.gates)))
@@ -111,7 +112,7 @@ class Algebra:
 
     @staticmethod
     def _tightest(nodes: Iterable[Node], implies: Callable[[Node, Node], bool]) -> tuple[Node, ...]:
-        """The ends that no other one implies."""
+        """Select the ends that no other end implies."""
         kept: list[Node] = []
         for n in dict.fromkeys(nodes):
             if not any(implies(m, n) for m in kept):
@@ -119,24 +120,24 @@ class Algebra:
         return tuple(kept)
 
     def join(self, a: Spans, b: Spans) -> Spans:
-        """What is in either."""
+        """Return the union."""
         spans = list(a)
         for new in b:
             merged = new
-            again = True
-            while again:
-                again = False
+            changed = True
+            while changed:
+                changed = False
                 for i, old in enumerate(spans):
                     union = self._merged(old, merged)
                     if union is not None:
-                        merged, again = union, True
+                        merged, changed = union, True
                         del spans[i]
                         break
             spans.append(merged)
         return tuple(spans)
 
     def _merged(self, x: Span, y: Span) -> Span | None:
-        """One span that is the union of two, where that is certain."""
+        """Return one span that is provably the union of two; None if there is none."""
         if self._inside(x, y):
             return y
         if self._inside(y, x):
@@ -153,11 +154,11 @@ class Algebra:
         )
 
     def _hull(self, x: Span, y: Span) -> Span | None:
-        """Of two spans with the same gates: they begin or end together, or surely touch."""
+        """Unite two spans with the same gates that begin or end together, or provably touch."""
         same_low, same_high = set(x.lows) == set(y.lows), set(x.highs) == set(y.highs)
         touch = all(
             self.at_most(low, high) for low in (*x.lows, *y.lows) for high in (*x.highs, *y.highs)
-        )  # also the ends of each: an empty span far away would stretch the hull
+        )  # each span's own ends too: a distant empty span would extend the hull
         if not (same_low or same_high or touch):
             return None
         lows: tuple[Node, ...] = x.lows
@@ -173,7 +174,7 @@ class Algebra:
         return Span(lows, highs, x.gates)
 
     def _chosen(self, x: Span, y: Span) -> Span | None:
-        """`where(gate, x, y)`: gates exclude each other, or one span is a whole row."""
+        """Unite by `where(gate, x, y)`: gates exclude each other, or one span is a whole row."""
         common = tuple(g for g in x.gates if g in y.gates)
         opposed = next((g for g in x.gates if negate(g) in y.gates), None)
         if opposed is not None:

@@ -1,8 +1,8 @@
-"""Spans found from data: what a one-sided function of kv keeps, evaluated once at every position.
+"""Spans from data: evaluate a one-sided function of kv at every position, and search the values.
 
-`doc[q] == doc[kv]` with sorted ids is one span a row, but no formula gives its ends; they are
-found by searching the evaluated values, and kept in tables that the ends are loaded from. A table
-costs O((q_len + kv_len) log) to make, whatever the expression holds.
+`doc[q] == doc[kv]` with sorted ids keeps one span per row, but no formula gives its ends. A search
+in the evaluated values finds them, and tables store them; the ends of the span are loads from these
+tables. A table costs O((q_len + kv_len) log) to compute, whatever the expression is.
 """
 
 from __future__ import annotations
@@ -19,54 +19,54 @@ from attnkit.graph.eval_torch import evaluate
 from attnkit.graph.ir import I32, Node, arg, const, load
 from attnkit.graph.simplify import build
 from attnkit.sparsity.index_bounds import check_bounds
-from attnkit.sparsity.index_ranges import note_range
+from attnkit.sparsity.index_ranges import set_known_range
 from attnkit.sparsity.intervals.search import (
+    AscendingPieces,
     Ends,
-    Pieces,
-    Places,
-    Runs,
-    by_passes,
-    compacted,
+    TrueRuns,
+    ValueIndex,
+    compact,
     equal_in_order,
+    search_in_passes,
 )
-from attnkit.sparsity.intervals.spans import EVERYTHING, Algebra, Span, Spans, ends
+from attnkit.sparsity.intervals.spans import EVERYTHING, Span, SpanAlgebra, Spans, ends
 from attnkit.sparsity.ranges.tables import Domain, Key, key_of
 
-# Spans a row that one condition may have by itself, and inside what others leave of the row.
-_ALONE, _WITHIN = 4, 16
-_MOST_ENTRIES = 1 << 24
-_MOST_SEARCHES = 100
+# Spans per row of one condition: in whole rows, and inside the window that other conditions leave.
+_MAX_ALONE, _MAX_WITHIN = 4, 16
+_MAX_ENTRIES = 1 << 24
+_MAX_SEARCHES = 100
 
 
 class Refusal(Exception):
-    """Why a mask has no interval form, to read."""
+    """A mask has no interval form; the message says why."""
 
 
 class RowTables:
-    """Makes tables of ends for one domain.
+    """Compute tables of interval ends for one domain.
 
     Attributes:
-        tensors, names: the captured tensors, then the tables made, by slot.
-        captured: how many are captured.
+        tensors, names: the captured tensors, then the tables of ends, by slot.
+        captured: number of captured tensors.
     """
 
     def __init__(
         self,
         domain: Domain,
         names: Sequence[str],
-        algebra: Algebra,
+        algebra: SpanAlgebra,
         proven: frozenset[Node],
         *,
         search: bool,
     ) -> None:
-        """Of a domain.
+        """Start without tables.
 
         Args:
-            domain: the rows and columns.
-            names: names of its captured tensors.
-            algebra: of spans.
-            proven: expressions over the captured tensors that are known to stay in bounds.
-            search: whether to make tables at all.
+            domain: positions and captured tensors of the mask.
+            names: names of the captured tensors.
+            algebra: intersects and unites spans.
+            proven: expressions over the captured tensors that are proven to stay in bounds.
+            search: False to refuse every condition that needs a table.
         """
         self.tensors = list(domain.tensors)
         self.captured = len(self.tensors)
@@ -75,7 +75,7 @@ class RowTables:
         self._algebra = algebra
         self._proven = proven
         self._values: dict[Key, Tensor] = {}
-        self._left = _MOST_SEARCHES if search else 0
+        self._left = _MAX_SEARCHES if search else 0
 
     # --- searches
 
@@ -84,32 +84,34 @@ class RowTables:
             raise Refusal("it has too many conditions that need a search")
         self._left -= 1
 
-    def equal(self, terms: Terms, wanted: Node, window: Spans) -> Spans:
-        """Where a sum of kv terms equals a row-level integer.
+    def equal(self, terms: Terms, target: Node, window: Spans) -> Spans:
+        """Find where a sum of kv terms equals a row-level integer.
 
         Raises:
-            Refusal: its values are in no useful order.
+            Refusal: the sum takes the value in too many places.
         """
         self._count()
-        (value,) = self._at_rows([wanted])
+        (value,) = self._at_rows([target])
         values, rows = self._kv_values(terms), value[..., None]
-        found = equal_in_order(values, rows) if values.device.type != "cpu" else None
-        if found is not None:
-            found = compacted(*found, self._domain.kv_len)
+        row_ends = equal_in_order(values, rows) if values.device.type != "cpu" else None
+        if row_ends is not None:
+            row_ends = compact(*row_ends, self._domain.kv_len)
         else:
-            places = Places(values)
-            found = by_passes(lambda x: places.equal(x, _ALONE), [rows], self._domain.kv_len)
-        if found is None:
-            stop = build("add", wanted, const(1))
-            return self.between(terms, wanted, stop, window)
-        sources = [*(n for n, _ in terms), wanted]
-        return self._algebra.meet(window, self.stored(found, sources))
+            index = ValueIndex(values)
+            row_ends = search_in_passes(
+                lambda x: index.equal(x, _MAX_ALONE), [rows], self._domain.kv_len
+            )
+        if row_ends is None:
+            stop = build("add", target, const(1))
+            return self.between(terms, target, stop, window)
+        sources = [*(n for n, _ in terms), target]
+        return self._algebra.meet(window, self.store(row_ends, sources))
 
     def between(self, terms: Terms, low: Node | None, high: Node | None, window: Spans) -> Spans:
-        """Where `low <= sum of kv terms < high`.
+        """Find where `low <= sum of kv terms < high`.
 
         Raises:
-            Refusal: the sum rises and falls too often.
+            Refusal: the sum increases and decreases too often.
         """
         limits = [n for n in (low, high) if n is not None]
         at = dict(zip(limits, self._at_rows(limits), strict=True))
@@ -119,37 +121,37 @@ class RowTables:
             self._count()
             if sign < 0:  # low <= f < high  is  1 - high <= -f < 1 - low
                 first, stop = (None if x is None else 1 - x for x in (stop, first))
-            pieces = Pieces(self._kv_values(terms) * sign)
-            found = self._alone_or_within(pieces.between, [first, stop], sources, window)
-            if found is not None:
-                return found
+            pieces = AscendingPieces(self._kv_values(terms) * sign)
+            spans = self._search_window(pieces.between, [first, stop], sources, window)
+            if spans is not None:
+                return spans
         shown = " + ".join(self.formula(n) for n, _ in terms)
         raise Refusal(f"`{shown}` is not in order along kv")
 
-    def stretches(self, n: Node, keep: bool, window: Spans) -> Spans:
-        """Where a bool of the kv side equals `keep`.
+    def where_kv(self, n: Node, keep: bool, window: Spans) -> Spans:
+        """Find where a bool of the kv side equals `keep`.
 
         Raises:
-            Refusal: in too many stretches.
+            Refusal: it does in too many separate intervals.
         """
         self._count()
-        runs = Runs(self._domain.all_values(key_of(n, Side.KV)) == keep)
-        found = self._alone_or_within(runs.within, [], [n], window)
-        if found is None:
+        runs = TrueRuns(self._domain.all_values(key_of(n, Side.KV)) == keep)
+        spans = self._search_window(runs.within, [], [n], window)
+        if spans is None:
             shown = self.formula(n if keep else build("not", n))
             raise Refusal(f"`{shown}` holds in too many stretches of kv")
-        return found
+        return spans
 
-    def diagonals(self, n: Node, keep: bool, window: Spans) -> Spans:
-        """Where a bool of d = q - kv equals `keep`.
+    def where_diagonal(self, n: Node, keep: bool, window: Spans) -> Spans:
+        """Find where a bool of d = q - kv equals `keep`.
 
         Raises:
-            Refusal: in too many stretches.
+            Refusal: it does in too many separate intervals.
         """
         self._count()
         mask = self._domain.all_values(key_of(n, Side.DIAGONAL)) == keep
         points, before = mask.shape[-1], self._domain.kv_len - 1
-        runs = Runs(mask).within(*_same_ends(0, points, mask), _ALONE)
+        runs = TrueRuns(mask).within(*_same_ends(0, points, mask), _MAX_ALONE)
         if runs is None:
             shown = self.formula(n if keep else build("not", n))
             raise Refusal(f"`{shown}` holds in too many stretches of q - kv")
@@ -163,34 +165,34 @@ class RowTables:
             spans.append(Span(lows, tuple(build("sub", Q, x) for x in below)))
         return self._algebra.meet(window, self._algebra.join((), tuple(spans)))
 
-    def _alone_or_within(
+    def _search_window(
         self,
         search: Callable[..., Ends | None],
         limits: Sequence[Tensor | None],
         sources: Sequence[Node],
         window: Spans,
     ) -> Spans | None:
-        """Search whole rows, which leaves the window's own ends symbolic; else inside it."""
+        """Search whole rows, so that the window's ends stay symbolic; else inside the window."""
         points = self._domain.kv_len
         inside = [n for s in window for n in (*s.lows, *s.highs, *s.gates)]
         if all(slot < self.captured for slot in ir.slots(*inside)):
             ends = _same_ends(0, points, self._domain.b)
-            found = by_passes(lambda *x: search(*x, _ALONE), [*limits, *ends], points)
-            if found is not None:
-                return self._algebra.meet(window, self.stored(found, sources))
+            row_ends = search_in_passes(lambda *x: search(*x, _MAX_ALONE), [*limits, *ends], points)
+            if row_ends is not None:
+                return self._algebra.meet(window, self.store(row_ends, sources))
         if window == EVERYTHING:
             return None
         ends = self.ends_of(window)
-        found = by_passes(lambda *x: search(*x, _WITHIN), [*limits, *ends], points)
-        return None if found is None else self.stored(found, [*sources, *inside])
+        row_ends = search_in_passes(lambda *x: search(*x, _MAX_WITHIN), [*limits, *ends], points)
+        return None if row_ends is None else self.store(row_ends, [*sources, *inside])
 
     # --- evaluation
 
     def ends_of(self, spans: Spans) -> Ends:
-        """The ends in every row, int64 [b, h, rows, spans], clipped to 0 .. kv_len.
+        """Evaluate the ends in every row: int64 [b, h, rows, spans], clipped to 0 .. kv_len.
 
         Raises:
-            Refusal: they may leave int32, or are too many to hold.
+            Refusal: an end may leave int32, or there are too many to hold in memory.
         """
         pairs = [ends(s) for s in spans]
         values = self._at_rows([n for pair in pairs for n in pair])
@@ -199,7 +201,11 @@ class RowTables:
         return stacked[..., ::2], stacked[..., 1::2]
 
     def check(self, nodes: Sequence[Node]) -> None:
-        """Refuse row-level expressions that may leave int32 or their tensors."""
+        """Check that row-level expressions stay in int32 and inside their tensors.
+
+        Raises:
+            Refusal: one may not.
+        """
         if self._proven.issuperset(nodes):
             return
         domain = self._domain
@@ -221,7 +227,7 @@ class RowTables:
             raise Refusal(f"the index in `{self.formula(next(iter(unproven)))}` is not proven")
 
     def _at_rows(self, nodes: Sequence[Node]) -> list[Tensor]:
-        """Values int64 [b, h, rows] of row-level integers."""
+        """Evaluate row-level integers: int64 [b, h, rows]."""
         self.check(nodes)
         domain = self._domain
         env = {"b": domain.b.view(-1, 1, 1), "h": domain.h.view(-1, 1)}
@@ -229,11 +235,11 @@ class RowTables:
         entries = len(nodes)
         for name in ir.reads(*nodes):
             entries *= env[name].numel()
-        if entries > _MOST_ENTRIES:
+        if entries > _MAX_ENTRIES:
             raise Refusal(f"its ends in all rows are {entries} numbers, too many to hold")
-        found = evaluate(nodes, env, self.tensors, domain.dtype)
-        wide = [v.to(domain.device, torch.int64) for v in found]
-        return [v.view((1,) * (3 - v.dim()) + v.shape) for v in wide]
+        values = evaluate(nodes, env, self.tensors, domain.dtype)
+        values = [v.to(domain.device, torch.int64) for v in values]
+        return [v.view((1,) * (3 - v.dim()) + v.shape) for v in values]
 
     def _kv_values(self, terms: Terms) -> Tensor:
         key = Key(Side.KV, terms)
@@ -242,25 +248,30 @@ class RowTables:
         return self._values[key]
 
     def formula(self, n: Node) -> str:
-        """The expression, with the names of its tensors."""
+        """Write an expression as text, with the names of its tensors."""
         return ir.formula(n, self.names)
 
     # --- tables
 
-    def stored(self, found: Ends, sources: Sequence[Node]) -> Spans:
-        """Spans whose ends, int64 [b, h, rows, spans], are loaded from new tables."""
-        low, high = found
+    def store(self, row_ends: Ends, sources: Sequence[Node]) -> Spans:
+        """Store ends, int64 [b, h, rows, spans], in new tables; return spans that load them.
+
+        Args:
+            row_ends: the ends.
+            sources: the expressions that the ends depend on; they give the tables their names.
+        """
+        low, high = row_ends
         spans = []
         for first, stop in zip(low.unbind(-1), high.unbind(-1), strict=True):
             needed = torch.stack((first.any(), (stop != self._domain.kv_len).any()))
-            some, not_all = needed.tolist()
-            lows = (self._table(first, sources, "start"),) if some else ()
-            highs = (self._table(stop, sources, "end"),) if not_all else ()
+            needs_low, needs_high = needed.tolist()
+            lows = (self._table(first, sources, "start"),) if needs_low else ()
+            highs = (self._table(stop, sources, "end"),) if needs_high else ()
             spans.append(Span(lows, highs))
         return tuple(spans)
 
     def _table(self, values: Tensor, sources: Sequence[Node], what: str) -> Node:
-        """A load of [b, h, rows] values; a constant where it is one number without data."""
+        """Return a load of [b, h, rows] values; a constant for one number that reads no data."""
         loaded = ir.slots(*sources)
         if values.numel() == 1 and not loaded:
             return const(int(values))
@@ -270,13 +281,13 @@ class RowTables:
         while name in self.names:
             name, number = f"{base}_{what}{number}", number + 1
         table = values.reshape([size for _, size in kept]).to(torch.int32)
-        note_range(table, -self._domain.kv_len - 1, self._domain.q_len + self._domain.kv_len)
+        set_known_range(table, -self._domain.kv_len - 1, self._domain.q_len + self._domain.kv_len)
         self.names.append(name)
         self.tensors.append(table)
         return load(len(self.tensors) - 1, I32, [n for n, _ in kept])
 
 
 def _same_ends(low: int, high: int, like: Tensor) -> Ends:
-    """The same interval for all."""
+    """Return one interval as ends that broadcast to all rows."""
     both = torch.tensor([[[[low, high]]]], device=like.device)
     return both[..., :1], both[..., 1:]

@@ -1,5 +1,6 @@
-"""Interval arithmetic over boxes of positions: what a node can be inside of a tile.
+"""Interval arithmetic over boxes of positions: the values that a node can take inside a tile.
 
-In: graphs and boxes of (b, h, q, kv). Out: lower and upper bounds, equality sets and table summaries
-from which tiles are classified. Imported by `sparsity` alone.
+In: graphs, captured tensors, and boxes of (b, h, q, kv). Out: lower and upper bounds of nodes
+(`eval_interval`, `eval_blocks`), tables of one-sided expressions (`tables`), ranges of captured
+tensors (`boxes`), and the tiles that hold equal values (`equality`). Imported by `sparsity` alone.
 """

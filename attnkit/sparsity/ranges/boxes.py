@@ -1,9 +1,9 @@
-"""Ranges of a captured tensor over boxes of indices, for loads that read q and kv together.
+"""Ranges of a captured tensor over boxes of indices, for loads whose index reads q and kv together.
 
-A box is covered by two overlapping windows of a power-of-two length along each axis, as in a
-sparse table for range-minimum queries; the tensor reduced over windows of each length that occurs
-is made once, by doubling. Exact for any box. Large tensors give their overall range instead, and
-the tiles in question are settled by evaluation.
+Two overlapping windows of a power-of-two length along each axis cover a box, as in a sparse table
+for range-minimum queries. For each window length that occurs, the tensor is reduced over windows
+once, by doubling. The range is exact for any box. For a large tensor the range is that of the whole
+tensor, and the tiles in question are decided by evaluation.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from attnkit.graph.ir import BOOL, F32, Node
 from attnkit.sparsity.ranges.eval_interval import Interval
 from attnkit.sparsity.ranges.tables import Domain, Reduce, extremes, value_range
 
-# Bytes that the reduced copies of one tensor may take.
+# Bytes of all reduced copies of one tensor.
 _MAX_BYTES = 32 << 20
 
 
 class Boxes:
-    """Answers range queries on the captured tensors of a domain."""
+    """Answer range queries on the captured tensors of a domain."""
 
     def __init__(self, domain: Domain) -> None:
         self._domain = domain
@@ -31,7 +31,7 @@ class Boxes:
         self._whole: dict[tuple[object, ...], Interval] = {}
 
     def load(self, n: Node, index: Sequence[Interval]) -> Interval:
-        """Range of load `n` with each index in its interval (int64, shapes that broadcast)."""
+        """Compute the range of load `n` with each index in its interval (int64, broadcastable)."""
         slot = int(n.attr or 0)
         tensor = self._domain.tensors[slot]
         first, last, code = _boxes(index, tensor.shape)
@@ -46,7 +46,7 @@ class Boxes:
         return self._converted(n, low), self._converted(n, high)
 
     def _bytes(self, tensor: Tensor) -> int:
-        return 2 * tensor.numel() * tensor.element_size()  # least and greatest
+        return 2 * tensor.numel() * tensor.element_size()  # two copies: least and greatest
 
     def _overall(self, n: Node, slot: int) -> Interval:
         key = (slot, n.type)
@@ -64,20 +64,22 @@ class Boxes:
     ) -> Interval:
         low, high = self._copy(slot, powers)
         smaller, larger = extremes(low)
-        found: Interval | None = None
+        result: Interval | None = None
         for corner in itertools.product(*((0, 1) if p else (0,) for p in powers)):
             at = []
             for axis, (end, p) in enumerate(zip(corner, powers, strict=True)):
                 position = last[axis] - (1 << p) + 1 if end else first[axis]
-                # boxes of other window lengths may fall outside; they are not used
+                # boxes with other window lengths may leave the tensor; their result is not used
                 at.append(position.clamp(0, low.shape[axis] - 1))
             here = low[tuple(at)], high[tuple(at)]
-            found = (
-                here if found is None else (smaller(found[0], here[0]), larger(found[1], here[1]))
+            result = (
+                here
+                if result is None
+                else (smaller(result[0], here[0]), larger(result[1], here[1]))
             )
-        if found is None:
+        if result is None:
             raise AssertionError("a product of no factors has one element")
-        return found
+        return result
 
     def _copy(self, slot: int, powers: tuple[int, ...]) -> Interval:
         key = (slot, *powers)
@@ -102,7 +104,7 @@ def _doubled(values: Tensor, axis: int, span: int, reduce: Reduce) -> Tensor:
 def _boxes(
     index: Sequence[Interval], shape: Sequence[int]
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """First and last entry by axis, and the powers of the windows packed into one number."""
+    """Return first and last entry by axis, and the powers of the windows packed into one number."""
     first, last = [], []
     code = index[0][0].new_zeros(())
     for axis, ((low, high), size) in enumerate(zip(index, shape, strict=True)):

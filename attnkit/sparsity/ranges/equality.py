@@ -1,8 +1,8 @@
-"""Equalities between a value of q and a value of kv, made exact on tiles.
+"""Make equalities between a q value and a kv value exact on tiles.
 
-Where every block holds all the integers between its least and its greatest one, as sorted ids do,
-intervals are exact already. Otherwise the tiles that hold equal values are found out and kept with
-the tables (`matches.py`); of too many to list, samples are.
+Interval arithmetic is exact already where every block holds all integers between its least and its
+greatest value, as sorted ids do. Otherwise the tiles that hold equal values are tabulated
+(`equality_sets`); if they are too many to list, the tables hold a sample of them.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ import torch
 from torch import Tensor
 
 from attnkit.graph.affine import Side
-from attnkit.sparsity.ranges.equality_sets import Held, Pairs, matches
+from attnkit.sparsity.ranges.equality_sets import BlockValues, Pairs, find_matches
 from attnkit.sparsity.ranges.eval_blocks import Blocks, Compare, Total
 from attnkit.sparsity.ranges.tables import Domain, Tables
 
 
-def settle_equalities(blocks: Blocks, tables: Tables) -> None:
+def tabulate_equalities(blocks: Blocks, tables: Tables) -> None:
     """Fill `tables.equal` and `tables.samples` for the equalities of a compiled mask."""
     domain, block = tables.domain, tables.block
     for n, recipe in blocks.steps:
         if n.op != "eq" or not isinstance(recipe, Compare) or not _is_two_sided(recipe):
             continue
-        q = _held(recipe.left, domain, Side.Q, block[0])
-        kv = _held(recipe.right, domain, Side.KV, block[1])
+        q = _values_of(recipe.left, domain, Side.Q, block[0])
+        kv = _values_of(recipe.right, domain, Side.KV, block[1])
         if bool(q.solid & kv.solid):
             tables.equal[n] = None
         else:
-            found = matches(q, kv, block)
-            if isinstance(found, Pairs) and not found.whole:
-                tables.samples.append(found)
-            elif found is not None:
-                tables.equal[n] = found
+            matches = find_matches(q, kv, block)
+            if isinstance(matches, Pairs) and not matches.whole:
+                tables.samples.append(matches)
+            elif matches is not None:
+                tables.equal[n] = matches
 
 
 def _is_two_sided(recipe: Compare) -> bool:
     left = {key.side for key in recipe.left.keys}
     right = {key.side for key in recipe.right.keys}
-    apart = Side.Q in left and Side.DIAGONAL not in left and right == {Side.KV}
-    return apart and not recipe.left.others
+    separate = Side.Q in left and Side.DIAGONAL not in left and right == {Side.KV}
+    return separate and not recipe.left.others
 
 
-def _held(total: Total, domain: Domain, side: Side, block: int) -> Held:
-    """The values of a sum of keys of one side, and constant ones."""
+def _values_of(total: Total, domain: Domain, side: Side, block: int) -> BlockValues:
+    """Evaluate a sum of keys of one side and of constant keys."""
     varying = [key for key in total.keys if key.side is side]
     constant = [key for key in total.keys if key.side is not side]
     offset = sum(
@@ -58,4 +58,4 @@ def _held(total: Total, domain: Domain, side: Side, block: int) -> Held:
             values = [v.to(torch.int64) for v in domain.values(varying, start, stop)]
             yield start, reduce(torch.add, values) + offset
 
-    return Held.of(pieces(), domain.span(side)[1], block)
+    return BlockValues.of(pieces(), domain.span(side)[1], block)

@@ -1,9 +1,10 @@
 """Which tiles hold equal values: the exact answer to `A(q) == B(kv)` for values in any order.
 
-Two blocks may enclose the same numbers without sharing one, so intervals say little about ids in
-no order or about selected blocks. Few different values are kept as one bit each, by block. Of many
-values, the pairs of blocks that share one are listed, each with positions where it does; where the
-pairs are too many some are, which says only where to look for a kept position.
+The ranges of two blocks may overlap although the blocks share no value, so intervals say little
+about ids in no order or about selected blocks. Few different values are stored as one bit each, per
+block. For many values, the pairs of blocks that share a value are listed, each with a position of
+either side where it occurs. If the pairs are too many, a sample of them is listed; it serves only
+to find unmasked positions.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from torch.nn.functional import pad
 
 from attnkit.sparsity.ranges.gather import Lead, entries
 
-_MAX_BITS = 62  # of an int64, the sign not counted
+_MAX_BITS = 62  # of an int64, without the sign
 _MAX_PAIRS = 1 << 21
-_MAX_DENSE = 1 << 24  # tiles that a table of one byte each is made for
+_MAX_DENSE = 1 << 24  # tiles of a table of one byte each
 
 
 @dataclass(frozen=True, eq=False)
 class Bits:
-    """The values that each block holds, one bit each.
+    """Hold the values of each block, one bit per value.
 
     Attributes:
         q, kv: int64 [b or 1, h or 1, blocks].
@@ -35,24 +36,24 @@ class Bits:
     kv: Tensor
 
     def among(self, may: Tensor, qi: Tensor, ki: Tensor, lead: Lead | None) -> Tensor:
-        """Which of the tiles that may hold equal values do; tiles as for `Tables.look_up`."""
+        """Return which of the tiles `may` hold equal values; tiles as for `Tables.look_up`."""
         return may & ((entries(self.q, qi, lead) & entries(self.kv, ki, lead)) != 0)
 
     def coarser(self, factor: int) -> Bits:
-        """The same for groups of `factor` x `factor` tiles."""
-        return Bits(*(_gathered(bits, factor) for bits in (self.q, self.kv)))
+        """Return the same for groups of `factor` x `factor` tiles."""
+        return Bits(*(_grouped(bits, factor) for bits in (self.q, self.kv)))
 
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """The tiles that hold a pair of equal values.
+    """List the tiles that hold a pair of equal values.
 
     Attributes:
         shape: (b or 1, h or 1, q blocks, kv blocks).
-        tile: int64 [n], ascending: numbers of the tiles in that shape.
-        q, kv: int64 [n], in each tile a position of either side where the values are equal.
-        dense: bool [all tiles], whether each is in the list; None where that were too many.
-        whole: all such tiles are listed, not some.
+        tile: int64 [n], flat indices of the tiles in that shape, ascending.
+        q, kv: int64 [n], for each tile a position of either side where the values are equal.
+        dense: bool [all tiles], whether each tile is in the list; None if there are too many tiles.
+        whole: whether all such tiles are listed, not only a sample.
     """
 
     shape: tuple[int, int, int, int]
@@ -63,10 +64,10 @@ class Pairs:
     whole: bool = True
 
     @staticmethod
-    def listed(
+    def from_tiles(
         shape: tuple[int, int, int, int], tile: Tensor, q: Tensor, kv: Tensor, whole: bool = True
     ) -> Pairs:
-        """From tiles in any order, which may repeat."""
+        """List tiles given in any order; tiles may repeat."""
         tile, order = tile.sort()
         fresh = torch.ones_like(tile, dtype=torch.bool)
         torch.ne(tile[1:], tile[:-1], out=fresh[1:])
@@ -79,30 +80,34 @@ class Pairs:
         return Pairs(shape, tile, q.index_select(0, order), kv.index_select(0, order), dense, whole)
 
     def among(self, may: Tensor, qi: Tensor, ki: Tensor, lead: Lead | None) -> Tensor:
-        """Which of the tiles that may hold equal values do; tiles as for `Tables.look_up`."""
+        """Return which of the tiles `may` hold equal values; tiles as for `Tables.look_up`."""
         number, may = torch.broadcast_tensors(self._number(qi, ki, lead), may)
         if self.dense is not None:
             return may & self.dense.index_select(0, number.reshape(-1)).view(number.shape)
-        found = self._place(number.masked_select(may))[1]
-        return torch.zeros_like(may).masked_scatter(may, found)
+        listed = self._place(number.masked_select(may))[1]
+        return torch.zeros_like(may).masked_scatter(may, listed)
 
     def witnesses(self, qi: Tensor, ki: Tensor, lead: Lead) -> tuple[Tensor, Tensor, Tensor]:
-        """Positions (q, kv) in tiles [n] where values are equal, and whether there are any."""
-        place, found = self._place(self._number(qi, ki, lead))
-        return self.q.index_select(0, place), self.kv.index_select(0, place), found
+        """Find a position in each of tiles [n] where the values are equal.
+
+        Returns:
+            q and kv, int64 [n], and bool [n]: whether the tile is listed.
+        """
+        place, listed = self._place(self._number(qi, ki, lead))
+        return self.q.index_select(0, place), self.kv.index_select(0, place), listed
 
     def coarser(self, factor: int) -> Pairs:
-        """The same for groups of `factor` x `factor` tiles."""
+        """Return the same for groups of `factor` x `factor` tiles."""
         b, h, rows, columns = self.shape
         shape = b, h, -(-rows // factor), -(-columns // factor)
         line = self.tile // columns
         pair = line // rows
         row, column = line - pair * rows, self.tile - line * columns
         tile = (pair * shape[2] + row // factor) * shape[3] + column // factor
-        return Pairs.listed(shape, tile, self.q, self.kv)
+        return Pairs.from_tiles(shape, tile, self.q, self.kv)
 
     def _place(self, number: Tensor) -> tuple[Tensor, Tensor]:
-        """Where tiles stand in the list, and whether they do; the list may not be empty."""
+        """Find tiles in the list, which must not be empty: their places, and whether they occur."""
         place = torch.searchsorted(self.tile, number).clamp(max=self.tile.numel() - 1)
         return place, self.tile.index_select(0, place) == number
 
@@ -122,14 +127,16 @@ Matches = Bits | Pairs
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
-    """The values that blocks hold, neighbouring repetitions left out.
+class BlockValues:
+    """Hold the values at the positions of all blocks, without repetitions of neighbours.
 
     Attributes:
         shape: (b or 1, h or 1, positions).
-        place: int64 [n], numbers of positions in that shape, the first of each block among them.
-        value: int64 [n].
-        solid: bool [], no integer between two values of a block is missing, as far as steps tell.
+        place: int64 [n], flat indices of positions in that shape: the first of each block, and each
+            position whose value differs from the one before.
+        value: int64 [n], their values.
+        solid: bool [], whether neighbours in a block differ by at most 1, so that every integer
+            between two values of a block occurs in it.
     """
 
     shape: tuple[int, int, int]
@@ -138,12 +145,12 @@ class Held:
     solid: Tensor
 
     @staticmethod
-    def of(pieces: Iterable[tuple[int, Tensor]], length: int, block: int) -> Held:
-        """From the values of consecutive pieces, each with its first position.
+    def of(pieces: Iterable[tuple[int, Tensor]], length: int, block: int) -> BlockValues:
+        """Collect the values of consecutive pieces.
 
         Args:
-            pieces: int64 [b or 1, h or 1, positions of the piece].
-            length: positions in all.
+            pieces: first position, and int64 values [b or 1, h or 1, positions], of each piece.
+            length: positions of all pieces together.
             block: positions of a block.
         """
         places, values, gaps = [], [], []
@@ -158,7 +165,7 @@ class Held:
             new[..., first::block] = True
             step[..., (first or block) - 1 :: block] = 0
             gaps.append((step.abs() > 1).any())
-            if first and last is not None:  # the piece goes on with a block
+            if first and last is not None:  # the piece continues a block
                 gaps.append(((value[..., 0] - last).abs() > 1).any())
             last = value[..., -1]
             at = new.flatten().nonzero().squeeze(1)
@@ -166,25 +173,25 @@ class Held:
             places.append(pair * (length - count) + at + start)
             values.append(value.reshape(-1).index_select(0, at))
         solid = ~torch.stack(gaps).any()
-        return Held((b, h, length), torch.cat(places), torch.cat(values), solid)
+        return BlockValues((b, h, length), torch.cat(places), torch.cat(values), solid)
 
-    def within(self, low: int, high: int) -> Held:
-        """Those from low to high."""
+    def within(self, low: int, high: int) -> BlockValues:
+        """Select the values from low to high, both included."""
         inside = (self.value >= low) & (self.value <= high)
         place, value = (x.masked_select(inside) for x in (self.place, self.value))
-        return Held(self.shape, place, value, self.solid)
+        return BlockValues(self.shape, place, value, self.solid)
 
-    def spread(self, b: int, h: int) -> Held:
-        """The same for all of `b` x `h`."""
+    def expand(self, b: int, h: int) -> BlockValues:
+        """Repeat shared values for all of `b` x `h`."""
         if self.shape[:2] == (b, h):
             return self
         length = self.shape[2]
-        own = self.place // length
-        from_b, from_h = own // self.shape[1], own % self.shape[1]
-        to_b = from_b if self.shape[0] > 1 else torch.arange(b, device=own.device)[:, None, None]
-        to_h = from_h if self.shape[1] > 1 else torch.arange(h, device=own.device)[:, None]
+        pair = self.place // length
+        from_b, from_h = pair // self.shape[1], pair % self.shape[1]
+        to_b = from_b if self.shape[0] > 1 else torch.arange(b, device=pair.device)[:, None, None]
+        to_h = from_h if self.shape[1] > 1 else torch.arange(h, device=pair.device)[:, None]
         place = (to_b * h + to_h) * length + self.place % length
-        return Held(
+        return BlockValues(
             (b, h, length),
             place.flatten(),
             self.value.expand(place.shape).flatten(),
@@ -192,12 +199,15 @@ class Held:
         )
 
 
-def matches(q: Held, kv: Held, block: tuple[int, int]) -> Matches | None:
-    """Which tiles hold equal values; some of them, or None, where that is too much to list.
+def find_matches(q: BlockValues, kv: BlockValues, block: tuple[int, int]) -> Matches | None:
+    """Find the tiles that hold equal values.
 
     Args:
         q, kv: the values.
         block: (q, kv) positions of a tile.
+
+    Returns:
+        All such tiles; a sample of them (`Pairs` with whole=False), or None, if they are too many.
     """
     ends = torch.stack([end for x in (q, kv) for end in torch.aminmax(x.value)]).tolist()
     low, high = max(ends[0], ends[2]), min(ends[1], ends[3])
@@ -207,27 +217,27 @@ def matches(q: Held, kv: Held, block: tuple[int, int]) -> Matches | None:
     return _pairs(q, kv, block, high - low + 1)
 
 
-def _bits(held: Held, block: int, low: int, high: int) -> Tensor:
-    b, h, length = held.shape
+def _bits(values: BlockValues, block: int, low: int, high: int) -> Tensor:
+    b, h, length = values.shape
     kinds, blocks = max(high - low + 1, 1), -(-length // block)
-    pair = held.place // length
-    at = pair * blocks + (held.place - pair * length) // block
-    found = torch.zeros(b * h * blocks * kinds, dtype=torch.bool, device=at.device)
-    found.index_fill_(0, at * kinds + (held.value - low), True)
+    pair = values.place // length
+    at = pair * blocks + (values.place - pair * length) // block
+    present = torch.zeros(b * h * blocks * kinds, dtype=torch.bool, device=at.device)
+    present.index_fill_(0, at * kinds + (values.value - low), True)
     weight = torch.ones((), dtype=torch.int64, device=at.device) << torch.arange(
         kinds, device=at.device
     )
-    return (found.view(b, h, blocks, kinds) * weight).sum(-1)
+    return (present.view(b, h, blocks, kinds) * weight).sum(-1)
 
 
-def _pairs(q: Held, kv: Held, block: tuple[int, int], span: int) -> Matches | None:
+def _pairs(q: BlockValues, kv: BlockValues, block: tuple[int, int], span: int) -> Matches | None:
     b, h = max(q.shape[0], kv.shape[0]), max(q.shape[1], kv.shape[1])
     if span * b * h >= 1 << 62:
         return None
-    q, kv = q.spread(b, h), kv.spread(b, h)
+    q, kv = q.expand(b, h), kv.expand(b, h)
     lengths = q.shape[2], kv.shape[2]
     shape = b, h, -(-lengths[0] // block[0]), -(-lengths[1] // block[1])
-    # one number for each value by (b, h); all values lie within one span, wherever it begins
+    # one number per value and (b, h): all values lie within one span, so `% span` is unique
     kv_key, order = (kv.place // lengths[1] * span + kv.value % span).sort()
     q_key = q.place // lengths[0] * span + q.value % span
     first = torch.searchsorted(kv_key, q_key)
@@ -237,26 +247,26 @@ def _pairs(q: Held, kv: Held, block: tuple[int, int], span: int) -> Matches | No
         return Bits(
             *(torch.zeros(b, h, n, dtype=torch.int64, device=count.device) for n in shape[2:])
         )
-    taken, whole = count, total <= _MAX_PAIRS
+    sampled, whole = count, total <= _MAX_PAIRS
     if not whole:
-        taken = count.clamp(max=_MAX_PAIRS // count.numel())
-        total = int(taken.sum())
+        sampled = count.clamp(max=_MAX_PAIRS // count.numel())
+        total = int(sampled.sum())
         if total == 0:
             return None
-    entry = torch.arange(count.numel(), device=count.device).repeat_interleave(taken)
-    turn = torch.arange(total, device=count.device)
-    turn = turn - (taken.cumsum(0) - taken).index_select(0, entry)
-    if not whole:  # spread over all, from another one on for each entry
+    entry = torch.arange(count.numel(), device=count.device).repeat_interleave(sampled)
+    number = torch.arange(total, device=count.device)
+    number = number - (sampled.cumsum(0) - sampled).index_select(0, entry)
+    if not whole:  # spread the sample over all partners, with another start for each entry
         every = count.index_select(0, entry)
-        turn = (turn * every // taken.index_select(0, entry) + entry) % every
-    place = order.index_select(0, first.index_select(0, entry) + turn)
+        number = (number * every // sampled.index_select(0, entry) + entry) % every
+    place = order.index_select(0, first.index_select(0, entry) + number)
     q_place, kv_place = q.place.index_select(0, entry), kv.place.index_select(0, place)
     pair = q_place // lengths[0]
     q_place, kv_place = q_place - pair * lengths[0], kv_place - pair * lengths[1]
     tile = (pair * shape[2] + q_place // block[0]) * shape[3] + kv_place // block[1]
-    return Pairs.listed(shape, tile, q_place, kv_place, whole)
+    return Pairs.from_tiles(shape, tile, q_place, kv_place, whole)
 
 
-def _gathered(bits: Tensor, factor: int) -> Tensor:
+def _grouped(bits: Tensor, factor: int) -> Tensor:
     bits = pad(bits, (0, -bits.shape[-1] % factor)).unflatten(-1, (-1, factor))
     return reduce(torch.bitwise_or, bits.unbind(-1))

@@ -1,13 +1,13 @@
-"""A mask on whole tiles: interval evaluation with exact tables wherever one side is enough.
+"""Evaluate a mask on whole tiles: interval arithmetic, with exact tables for one-sided expressions.
 
 `compile_blocks` turns a graph into a short list of steps, each with a recipe:
 
 * Exact: a one-sided value, looked up in its table;
-* Total: an integer sum, one table for its q terms, one for its kv terms, one for its diagonal
+* Total: an integer sum: one table for its q terms, one for its kv terms, one for its diagonal
   terms, plus the intervals of the mixed rest;
 * Compare: two such sums, moved to opposite sides of the comparison so that only [rows, 1] and
   [1, columns] tensors meet;
-* Apply: any other operation, by the rules of `interval.py` (loads by `boxes.py`).
+* Apply: any other operation, by the rules of `eval_interval` (loads by `boxes`).
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from attnkit.graph import ir
 from attnkit.graph.affine import KV, Affine, Q, Side, Sides, comparable, is_diagonal_pair
 from attnkit.graph.ir import BOOL, I32, Node
 from attnkit.sparsity.ranges.boxes import Boxes
-from attnkit.sparsity.ranges.eval_interval import Interval, clamped, transfer
+from attnkit.sparsity.ranges.eval_interval import Interval, clamp_int32, transfer
 from attnkit.sparsity.ranges.gather import Lead
 from attnkit.sparsity.ranges.tables import Key, Tables, key_of
 
 
 class At(NamedTuple):
-    """Tiles to evaluate.
+    """Select the tiles to evaluate.
 
     Attributes:
         q, kv: int64 block indices that broadcast together.
-        lead: int64 places of each tile in the domain's `b` and `h`, which broadcast with them;
-            None: the tiles of every (b, h).
+        lead: int64 indices of each tile into the domain's `b` and `h`, which broadcast with them;
+            None for the tiles of every (b, h).
     """
 
     q: Tensor
@@ -44,14 +44,14 @@ class At(NamedTuple):
 
 @dataclass(frozen=True)
 class Exact:
-    """The value of one key."""
+    """Look up the value of one key."""
 
     key: Key
 
 
 @dataclass(frozen=True)
 class Total:
-    """`sum(keys) + sum(coefficient * node) + offset`."""
+    """Compute `sum(keys) + sum(coefficient * node) + offset`."""
 
     keys: tuple[Key, ...]
     others: tuple[tuple[Node, int], ...]
@@ -60,7 +60,7 @@ class Total:
 
 @dataclass(frozen=True)
 class Compare:
-    """`left op right` of two totals; the right one holds the kv terms alone."""
+    """Compute `left op right` of two totals; the right one holds only the kv terms."""
 
     left: Total
     right: Total
@@ -68,7 +68,7 @@ class Compare:
 
 @dataclass(frozen=True)
 class Apply:
-    """The operation itself on the intervals of its arguments."""
+    """Apply the operation to the intervals of its arguments."""
 
 
 Recipe = Exact | Total | Compare | Apply
@@ -76,7 +76,7 @@ Recipe = Exact | Total | Compare | Apply
 
 @dataclass(frozen=True)
 class Blocks:
-    """A graph compiled for evaluation on tiles.
+    """Hold a graph compiled for evaluation on tiles.
 
     Attributes:
         root: the bool expression.
@@ -89,27 +89,27 @@ class Blocks:
     keys: tuple[Key, ...]
 
     def run(self, tables: Tables, boxes: Boxes, at: At) -> Interval:
-        """(must, may) over tiles.
+        """Evaluate the root on tiles: whether it must hold, and whether it may hold.
 
         Args:
             tables: ranges of at least `keys`.
             boxes: range queries on the same domain.
-            at: which tiles.
+            at: the tiles.
 
         Returns:
-            Two bool tensors that broadcast to the tiles' shape, after [b or 1, h or 1] where the
-            tiles are those of every (b, h).
+            (must, may): True at every position of the tile; True at some position, perhaps. bool,
+            broadcast to the shape of the tiles, after [b or 1, h or 1] if `at` has no `lead`.
         """
-        found: dict[Node, Interval] = {}
+        values: dict[Node, Interval] = {}
         for n, recipe in self.steps:
-            found[n] = self._step(n, recipe, found, tables, boxes, at)
-        return found[self.root]
+            values[n] = self._step(n, recipe, values, tables, boxes, at)
+        return values[self.root]
 
     def _step(
         self,
         n: Node,
         recipe: Recipe,
-        found: dict[Node, Interval],
+        values: dict[Node, Interval],
         tables: Tables,
         boxes: Boxes,
         at: At,
@@ -118,23 +118,23 @@ class Blocks:
         if isinstance(recipe, Exact):
             return tables.look_up(recipe.key, *at)
         if isinstance(recipe, Total):
-            return clamped(_total(recipe, found, tables, at))
+            return clamp_int32(_total(recipe, values, tables, at))
         if isinstance(recipe, Compare):
-            sums = [_total(t, found, tables, at) for t in (recipe.left, recipe.right)]
+            sums = [_total(t, values, tables, at) for t in (recipe.left, recipe.right)]
             must, may = transfer(n, sums, dtype)
             equal = tables.equal.get(n)
             return (must, may) if equal is None else (must, equal.among(may, *at))
-        args = [found[a] for a in n.args]
+        args = [values[a] for a in n.args]
         if n.op == "load":
             return boxes.load(n, args)
         result = transfer(n, args, dtype)
-        return clamped(result) if n.type == I32 else result
+        return clamp_int32(result) if n.type == I32 else result
 
 
-def _total(total: Total, found: dict[Node, Interval], tables: Tables, at: At) -> Interval:
+def _total(total: Total, values: dict[Node, Interval], tables: Tables, at: At) -> Interval:
     parts = [tables.look_up(key, *at) for key in total.keys]
     for n, c in total.others:
-        low, high = found[n]
+        low, high = values[n]
         parts.append((low * c, high * c) if c > 0 else (high * c, low * c))
     if not parts:
         offset = at.q.new_full((), total.offset)
@@ -148,7 +148,7 @@ def _total(total: Total, found: dict[Node, Interval], tables: Tables, at: At) ->
 
 
 def compile_blocks(root: Node, sides: Sides) -> Blocks:
-    """Choose a recipe for every node that the root needs on tiles."""
+    """Compile a graph: choose a recipe for every node that the root needs on tiles."""
     recipes: dict[Node, Recipe] = {}
     stack = [root]
     while stack:
@@ -176,17 +176,18 @@ def _recipe(n: Node, sides: Sides) -> Recipe:
 
 
 def _is_plain(n: Node, difference: Affine) -> bool:
-    """Whether block ends alone decide a one-sided comparison, so that it needs no table."""
+    """Whether the ends of the blocks decide a one-sided comparison, so that it needs no table."""
     if any(m not in (Q, KV) for m, _ in difference.terms):
         return False
     return n.op != "eq" or all(abs(c) == 1 for _, c in difference.terms)  # no value is skipped
 
 
 def _band(n: Node, sides: Sides) -> tuple[float, float] | None:
-    """The (least, greatest) q - kv that a conjunction of plain comparisons keeps, if it keeps any.
+    """Compute the (least, greatest) q - kv that a conjunction of plain comparisons keeps.
 
-    Then it needs no table either: a tile sees a stretch of q - kv, and a stretch that meets two
-    others which meet each other meets what they have in common.
+    None if the node is no such conjunction, or keeps nothing. A band needs no table: the q - kv of
+    a tile are an interval, and an interval that intersects two overlapping intervals also
+    intersects their intersection.
     """
     if n.type == BOOL and n.op == "and":
         parts = [_band(a, sides) for a in n.args]
@@ -205,7 +206,7 @@ def _band(n: Node, sides: Sides) -> tuple[float, float] | None:
 
 
 def _grouped(sums: Affine, sides: Sides) -> Total:
-    """Put the terms of each side into one key."""
+    """Collect the terms of each side in one key."""
     groups: dict[Side, list[tuple[Node, int]]] = {side: [] for side in Side}
     for n, c in sums.terms:
         groups[sides.side(n)].append((n, c))
@@ -255,14 +256,14 @@ def _keys(recipe: Recipe) -> Iterator[Key]:
 
 
 def is_exact(n: Node, sides: Sides, equal: Collection[Node] = ()) -> bool:
-    """Whether (must, may) of `n` is exact: both what it claims and what it leaves open is so.
+    """Whether (must, may) of `n` is exact: undecided tiles really are PARTIAL.
 
-    One-sided values are; so is an order between a q value and a kv value, which vary
-    independently, and an `and` or `or` of a condition on q with one on kv.
+    It is exact for one-sided values; for `<` and `<=` between a q value and a kv value, which vary
+    independently; and for `and` and `or` of a condition on q with one on kv.
 
     Args:
         n: a node of the compiled graph.
-        sides: of its nodes.
+        sides: sides of its nodes.
         equal: equalities that are exact (see `Tables.equal`).
     """
     if sides.side(n) is not Side.MIXED or n in equal:
@@ -277,5 +278,5 @@ def is_exact(n: Node, sides: Sides, equal: Collection[Node] = ()) -> bool:
     return False
 
 
-def _independent(found: Sequence[Side]) -> bool:
-    return set(found) <= {Side.Q, Side.KV, Side.CONST}
+def _independent(sides: Sequence[Side]) -> bool:
+    return set(sides) <= {Side.Q, Side.KV, Side.CONST}

@@ -1,17 +1,17 @@
-"""The graph evaluated on intervals: bounds that hold for every value the arguments can take.
+"""Evaluate the graph on intervals: bounds for every value that the arguments can take.
 
-An interval is a pair of broadcastable tensors (low, high), both ends attained or not:
+An interval is a pair of broadcastable tensors (low, high), whose ends need not be attained:
 
-* i32: exact integers in int64. Arguments must lie in int32; results are not wrapped, so a result
-  that leaves int32 shows.
-* bool: (must, may): true everywhere, true somewhere.
-* f32: in the compute dtype. NaN at both ends means "any value, NaN included"; otherwise the
-  value lies between the ends and is not NaN. Basic arithmetic rounds correctly, hence
-  monotonically, so the same operation on the ends bounds the rounded result. Where nothing safe
-  is known the result is NaN, NaN.
+* i32: exact integers in int64. Arguments must lie in int32; results do not wrap, so a result
+  outside int32 is visible.
+* bool: (must, may): True everywhere, True somewhere.
+* f32: in the compute dtype. NaN at both ends means "any value, NaN included"; otherwise the value
+  lies between the ends and is not NaN. Basic arithmetic rounds correctly, hence monotonically, so
+  the same operation on the ends bounds the rounded result. Where no bound is safe, the result is
+  (NaN, NaN).
 
-Divisors may not be zero, though their interval may contain it. The rules are sound, not always
-tight; what they leave undecided is settled by evaluation.
+Divisors may not be zero, but their interval may contain zero. The rules are sound but not always
+tight; tiles that they leave undecided are evaluated.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ INT_HIGH = 2**31 - 1
 
 
 def transfer(n: Node, args: Sequence[Interval], dtype: torch.dtype = torch.float32) -> Interval:
-    """Bounds of an operation from the bounds of its arguments.
+    """Compute the bounds of an operation from the bounds of its arguments.
 
     Args:
-        n: any node but an arg, a const or a load.
+        n: any node except an arg, a const or a load.
         args: one interval per argument, in the representation of this module.
-        dtype: what the graph's f32 means.
+        dtype: dtype of the graph's f32.
     """
     if n.op == "cast":
         return _cast(n, args[0], dtype)
@@ -51,7 +51,7 @@ def transfer(n: Node, args: Sequence[Interval], dtype: torch.dtype = torch.float
 
 
 def everything(n: Node, like: Tensor, dtype: torch.dtype) -> Interval:
-    """The whole range of the node's type, on the device of `like`."""
+    """Return the whole range of the node's type, on the device of `like`."""
     if n.type == BOOL:
         return like.new_zeros((), dtype=torch.bool), like.new_ones((), dtype=torch.bool)
     if n.type == F32:
@@ -63,8 +63,8 @@ def everything(n: Node, like: Tensor, dtype: torch.dtype) -> Interval:
     )
 
 
-def clamped(x: Interval) -> Interval:
-    """An integer interval cut to int32, for values that are known to lie there."""
+def clamp_int32(x: Interval) -> Interval:
+    """Clip an integer interval to int32, for values that are proven to lie there."""
     return x[0].clamp(INT_LOW, INT_HIGH), x[1].clamp(INT_LOW, INT_HIGH)
 
 
@@ -80,7 +80,7 @@ def _full_where(condition: Tensor, x: Interval) -> Interval:
 
 
 def _corners(f: Callable[[Tensor, Tensor], Tensor], a: Interval, b: Interval) -> Interval:
-    """Bounds of a function that is monotone in each argument while the other is held."""
+    """Bound a function that is monotone in each argument while the other one is fixed."""
     corners = [f(x, y) for x in a for y in b]
     low = high = corners[0]
     for c in corners[1:]:
@@ -157,7 +157,7 @@ def _mod(a: Interval, b: Interval) -> Interval:
 
 
 def _unknown_bits(a: Interval, b: Interval) -> Tensor:
-    """All ones from the highest bit that varies in `a` or `b` downwards; -1 where a sign does."""
+    """Return ones from the highest bit that varies in `a` or `b` downwards; -1 if a sign varies."""
     bits = (a[0] ^ a[1]) | (b[0] ^ b[1])
     for shift in (1, 2, 4, 8, 16):
         bits = bits | (bits >> shift)
@@ -165,7 +165,7 @@ def _unknown_bits(a: Interval, b: Interval) -> Tensor:
 
 
 def _bitwise(f: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Interval, Interval], Interval]:
-    """Every number of an interval shares the bits above the highest one in which its ends differ."""
+    """Bound a bitwise operation: all numbers of an interval share the leading bits of its ends."""
 
     def rule(a: Interval, b: Interval) -> Interval:
         unknown = _unknown_bits(a, b)
@@ -247,7 +247,7 @@ def _choose_tight(c: Interval, a: Interval, b: Interval) -> Interval:
 
 
 def _real(low: Tensor, high: Tensor, unknown: Tensor | None = None) -> Interval:
-    """Make both ends NaN where one is, or where `unknown` says so."""
+    """Set both ends to NaN where one end is NaN, or where `unknown` is True."""
     nan = low.isnan() | high.isnan()
     if unknown is not None:
         nan = nan | unknown
@@ -277,7 +277,7 @@ def _div_real(a: Interval, b: Interval) -> Interval:
 
 
 def _increasing(f: Callable[[Tensor], Tensor]) -> Callable[[Interval], Interval]:
-    """A function that is monotone even after rounding; NaN at an end makes the result unknown."""
+    """Bound a function that is monotone even after rounding; NaN at an end makes it unknown."""
 
     def rule(a: Interval) -> Interval:
         return _real(f(a[0]), f(a[1]))
@@ -286,7 +286,7 @@ def _increasing(f: Callable[[Tensor], Tensor]) -> Callable[[Interval], Interval]
 
 
 def _nearly_increasing(f: Callable[[Tensor], Tensor]) -> Callable[[Interval], Interval]:
-    """Implementations of these differ by some ulp, so the ends are moved out by far more."""
+    """Bound a function whose implementations differ by some ulp: widen the ends by far more."""
 
     def rule(a: Interval) -> Interval:
         low, high = f(a[0]), f(a[1])
@@ -319,7 +319,7 @@ def _cast(n: Node, a: Interval, dtype: torch.dtype) -> Interval:
         return (a[0] > 0) | (a[1] < 0), ~zero  # anything to bool is `!= 0`; NaN is true
     if source == BOOL:
         return a[0].to(torch.int64), a[1].to(torch.int64)
-    # below int32 every machine gives its minimum; above, and for NaN, they differ
+    # below int32 every machine gives the minimum; above it, and for NaN, machines differ
     unsafe = ~(a[1] < 2.0**31)
     low = a[0].masked_fill(unsafe, INT_LOW).clamp(min=INT_LOW).to(torch.int64)
     high = a[1].masked_fill(unsafe, 0).clamp(min=INT_LOW).to(torch.int64)

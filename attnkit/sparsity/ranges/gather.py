@@ -1,7 +1,7 @@
-"""Entries of tables [b or 1, h or 1, length] for tiles, gathered on the calling thread.
+"""Gather entries of tables [b or 1, h or 1, length] for tiles, on the calling thread.
 
-Tiles are given by indices into the last axis that broadcast to [...], and by `lead`: their places
-on the first two axes, which broadcast with the indices, or None for the tiles of every (b, h).
+Tiles are given by indices into the last axis, which broadcast to [...], and by `lead`: their
+indices on the first two axes, which broadcast with them, or None for the tiles of every (b, h).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ Lead = tuple[Tensor, Tensor]
 
 
 def entries(table: Tensor, index: Tensor, lead: Lead | None) -> Tensor:
-    """The entries at int64 indices: [...], or without `lead` [b or 1, h or 1, ...]."""
+    """Gather the entries at int64 indices: [...], or without `lead` [b or 1, h or 1, ...]."""
     b, h, length = table.shape
     if lead is None:
-        found = table.reshape(-1, length).index_select(1, index.reshape(-1))
-        return found.view(b, h, *index.shape)
+        gathered = table.reshape(-1, length).index_select(1, index.reshape(-1))
+        return gathered.view(b, h, *index.shape)
     for size, place, stride in ((b, lead[0], h * length), (h, lead[1], length)):
         if size > 1:
             index = index + place * stride

@@ -1,8 +1,8 @@
-"""One-sided expressions at every position, as intervals.
+"""Evaluate one-sided expressions at every position, as intervals.
 
-Integers, bools, loads and constants are evaluated, exactly. Floating-point results are kept as
-intervals, because another machine's `log` may differ in the last place and be truncated to the
-neighbouring integer; what is derived from them is bounded by the rules of `interval.py`.
+Integers, bools, loads and constants are exact. Results in floating point are intervals, because the
+`log` of another machine may differ in the last place and truncate to the neighbouring integer; the
+rules of `eval_interval` bound what is computed from them.
 """
 
 from __future__ import annotations
@@ -15,41 +15,42 @@ from attnkit.graph import ir
 from attnkit.graph.affine import Side
 from attnkit.graph.ir import F32, Node
 from attnkit.sparsity.ranges.boxes import Boxes
-from attnkit.sparsity.ranges.eval_interval import Interval, clamped, transfer
+from attnkit.sparsity.ranges.eval_interval import Interval, clamp_int32, transfer
 from attnkit.sparsity.ranges.tables import Domain
 
 
 def point_intervals(
     domain: Domain, boxes: Boxes, nodes: Sequence[Node], side: Side, start: int, stop: int
 ) -> list[Interval]:
-    """Intervals [b or 1, h or 1, points or 1] of nodes of one side, or constant ones.
+    """Evaluate nodes of one side, or constant ones: intervals [b or 1, h or 1, points or 1].
 
     Args:
-        domain: the points; `start` to `stop` count from the side's first position.
+        domain: positions and captured tensors.
         boxes: range queries on the same domain.
-        nodes: one-sided nodes whose every sub-expression is proven to be in bounds.
+        nodes: one-sided nodes; all their sub-expressions must be proven in bounds.
+        side: the side.
+        start, stop: which points, counted from the side's first position.
     """
     forms = [domain.sides.alone(n) for n in nodes]
-    solid = _solid(forms)
-    known = domain.evaluated(solid, side, start, stop)
-    found: dict[Node, Interval] = {}
+    known = domain.evaluate(_portable(forms), side, start, stop)
+    intervals: dict[Node, Interval] = {}
     for n in ir.topo(*forms):
         if n in known:
             value = known[n]
             value = value.to(torch.int64) if value.dtype == torch.int32 else value
-            found[n] = value, value
+            intervals[n] = value, value
         elif n.op == "load":
-            found[n] = boxes.load(n, [found[a] for a in n.args])
+            intervals[n] = boxes.load(n, [intervals[a] for a in n.args])
         else:
-            result = transfer(n, [found[a] for a in n.args], domain.dtype)
-            found[n] = clamped(result) if n.type == ir.I32 else result
-    return [found[n] for n in forms]
+            result = transfer(n, [intervals[a] for a in n.args], domain.dtype)
+            intervals[n] = clamp_int32(result) if n.type == ir.I32 else result
+    return [intervals[n] for n in forms]
 
 
-def _solid(roots: Sequence[Node]) -> list[Node]:
-    """Nodes that every machine computes alike."""
-    solid: dict[Node, bool] = {}
+def _portable(roots: Sequence[Node]) -> list[Node]:
+    """List the nodes that have the same value on every machine."""
+    portable: dict[Node, bool] = {}
     for n in ir.topo(*roots):
-        plain = n.type != F32 or n.op in ("arg", "const", "load")
-        solid[n] = plain and all(solid[a] for a in n.args)
-    return [n for n, yes in solid.items() if yes]
+        exact = n.type != F32 or n.op in ("arg", "const", "load")
+        portable[n] = exact and all(portable[a] for a in n.args)
+    return [n for n, yes in portable.items() if yes]

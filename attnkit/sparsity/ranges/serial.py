@@ -1,7 +1,7 @@
-"""Evaluation on the calling thread, for the many small steps of building a mask.
+"""Evaluate a graph on the calling thread, for the many small steps of building a mask.
 
-torch spreads indexing over its threads from 3000 elements on, `index_select` never; on a busy
-machine that is the difference between microseconds and milliseconds.
+torch distributes indexing over its threads from 3000 elements on, but never `index_select`. On a
+busy machine that is the difference between milliseconds and microseconds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ def evaluate_serial(
     checked: frozenset[Node] = frozenset(),
     names: Sequence[str] = (),
 ) -> dict[Node, Tensor]:
-    """As `evaluate`, returning every node's value; loads are gathered on the calling thread."""
+    """Evaluate expressions as `eval_torch.evaluate`, and return the value of every node.
+
+    Loads from contiguous CPU tensors are gathered on the calling thread.
+    """
     memo: dict[Node, Tensor] = {}
     for n in ir.topo(*roots):
         if n.op != "load" or not n.args or n in checked:
@@ -34,13 +37,13 @@ def evaluate_serial(
         if tensor.device.type == "cpu" and tensor.is_contiguous():
             index = evaluate(n.args, env, tensors, dtype, memo=memo, checked=checked, names=names)
             kind = dtype if n.type == F32 else torch.bool if n.type == BOOL else torch.int32
-            memo[n] = gathered(tensor, index).to(kind)
+            memo[n] = gather(tensor, index).to(kind)
     evaluate(roots, env, tensors, dtype, memo=memo, checked=checked, names=names)
     return memo
 
 
-def gathered(tensor: Tensor, index: Sequence[Tensor]) -> Tensor:
-    """`tensor[index]` of a contiguous tensor, one broadcastable index for each dimension."""
+def gather(tensor: Tensor, index: Sequence[Tensor]) -> Tensor:
+    """Return `tensor[index]` of a contiguous tensor, with one broadcastable index per dimension."""
     place: Tensor | None = None
     for i, size in zip(index, tensor.shape, strict=True):
         i = i.to(torch.int64)

@@ -1,8 +1,8 @@
-"""Exact ranges of one-sided expressions: evaluated at every point, reduced over every block.
+"""Exact ranges of one-sided expressions: evaluate at every point, reduce over every block.
 
-An expression of q alone costs q_len evaluations, one of d = q - kv costs q_len + kv_len - 1, and
-nothing is lost, whatever operations it holds: gathers, divisions, bit twiddling. A `Key` names
-such an expression; `Tables` holds the range of each key over each block of one tile size.
+An expression of q alone costs q_len evaluations, one of d = q - kv costs q_len + kv_len - 1. The
+result is exact for any operation: gathers, divisions, bit operations. A `Key` identifies such an
+expression; `Tables` holds the range of each key over each block of one tile size.
 """
 
 from __future__ import annotations
@@ -20,38 +20,63 @@ from attnkit.sparsity.ranges.equality_sets import Matches, Pairs
 from attnkit.sparsity.ranges.eval_interval import Interval
 from attnkit.sparsity.ranges.gather import Lead, entries
 from attnkit.sparsity.ranges.serial import evaluate_serial
+from attnkit.util import caches
 from attnkit.util.chunks import at_once
 
 Reduce = Callable[[Tensor, Tensor], Tensor]
 
-# Bytes of point values that one evaluation pass may hold.
+# Bytes of point values in one evaluation pass.
 _PASS_BYTES = 16 << 20
+
+
+_MAX_NODES = 1 << 14
+_sides = [Sides()]
+
+
+def shared_sides() -> Sides:
+    """Return the `Sides` that all masks share: what it says of a node never changes."""
+    if len(_sides[0]) > _MAX_NODES:
+        _clear()
+    return _sides[0]
+
+
+def _clear() -> None:
+    _sides[0] = Sides()
+
+
+caches.register(_clear)
 
 
 @dataclass(frozen=True)
 class Key:
-    """A one-sided expression: one node, or an integer sum of nodes of one side."""
+    """Identify a one-sided expression: one node, or an integer sum of nodes of one side."""
 
     side: Side
     terms: Terms
 
     @property
     def is_index(self) -> bool:
-        """Whether this is a multiple of `q` or of `kv` itself."""
+        """Whether the key is a multiple of `q` or of `kv` itself."""
         return len(self.terms) == 1 and self.terms[0][0] in (Q, KV)
 
 
 def key_of(n: Node, side: Side) -> Key:
-    """The key of a single node."""
+    """Return the key of a single node."""
     return Key(side, ((n, 1),))
 
 
 @dataclass(frozen=True, eq=False)
 class Domain:
-    """The points that a mask is asked about, and the captured tensors it reads.
+    """Hold the positions at which a mask is classified, and the captured tensors that it reads.
 
-    `b` and `h` are int32 vectors: the batch and head numbers, of length 1 where the expression
-    does not read them. Point values have shape [b or 1, h or 1, points].
+    Values at points have shape [b or 1, h or 1, points].
+
+    Attributes:
+        tensors: captured tensors by slot.
+        q_len, kv_len: lengths in positions.
+        b, h: int32 vectors of batch and head numbers; of length 1 if the mask does not read them.
+        dtype: dtype of the graph's f32.
+        sides: side of each node.
     """
 
     tensors: Sequence[Tensor]
@@ -64,7 +89,7 @@ class Domain:
 
     @property
     def device(self) -> torch.device:
-        """Where everything is computed."""
+        """Device of the computation."""
         return self.b.device
 
     @property
@@ -73,18 +98,24 @@ class Domain:
         return self.b.numel() * self.h.numel()
 
     def span(self, side: Side) -> tuple[int, int]:
-        """First position and number of positions of a side."""
+        """Return the first position and the number of positions of a side."""
         if side is Side.DIAGONAL:
             return 1 - self.kv_len, self.q_len + self.kv_len - 1
         return 0, {Side.Q: self.q_len, Side.KV: self.kv_len}.get(side, 1)
 
-    def evaluated(
+    def evaluate(
         self, forms: Sequence[Node], side: Side, start: int, stop: int
     ) -> dict[Node, Tensor]:
-        """Point values of expressions that read one side only (see `Sides.alone`).
+        """Evaluate expressions that read one side only (see `Sides.alone`) at some points.
 
-        Positions count from the side's first one, which is 1 - kv_len on the diagonal. Shapes
-        broadcast to [b, h, stop - start].
+        Args:
+            forms: the expressions.
+            side: the side.
+            start, stop: which points, counted from the side's first position (1 - kv_len on the
+                diagonal).
+
+        Returns:
+            The value of every node, in shapes that broadcast to [b, h, stop - start].
         """
         at = torch.arange(start, stop, dtype=torch.int32, device=self.device)
         at = (at + self.span(side)[0]).view(1, 1, -1)
@@ -93,28 +124,28 @@ class Domain:
         return evaluate_serial(forms, env, self.tensors, self.dtype)
 
     def values(self, keys: Sequence[Key], start: int, stop: int) -> list[Tensor]:
-        """Point values [b or 1, h or 1, stop - start] of keys of one side; sums in int64."""
+        """Evaluate keys of one side: [b or 1, h or 1, stop - start] each; sums in int64."""
         forms = [[(self.sides.alone(n), c) for n, c in key.terms] for key in keys]
-        memo = self.evaluated([n for form in forms for n, _ in form], keys[0].side, start, stop)
-        found = []
+        memo = self.evaluate([n for form in forms for n, _ in form], keys[0].side, start, stop)
+        values = []
         for (n, c), *others in forms:
             value = memo[n]
             if others or c != 1:
                 value = value.to(torch.int64) * c
                 for m, factor in others:
                     value = value + memo[m].to(torch.int64) * factor
-            value = value.to(self.device)  # a constant, or a captured number left on the CPU
+            value = value.to(self.device)  # a constant, or a captured number on the CPU
             value = value.view((1,) * (3 - value.dim()) + value.shape)
-            found.append(value.expand(*value.shape[:2], stop - start))
-        return found
+            values.append(value.expand(*value.shape[:2], stop - start))
+        return values
 
     def all_values(self, key: Key) -> Tensor:
-        """Point values [b or 1, h or 1, points] of a key over its whole side."""
+        """Evaluate a key over its whole side: [b or 1, h or 1, points]."""
         pieces = self.pieces([n for n, _ in key.terms], key.side, 1)
         return torch.cat([self.values([key], *piece)[0] for piece in pieces], -1)
 
     def pieces(self, nodes: Sequence[Node], side: Side, block: int) -> Iterator[tuple[int, int]]:
-        """Cut a side into pieces of bounded size: whole blocks, or parts of a single one."""
+        """Split a side into pieces of bounded size: whole blocks, or parts of a single one."""
         reads = ir.reads(*nodes)
         lead = (self.b.numel() if "b" in reads else 1) * (self.h.numel() if "h" in reads else 1)
         length = self.span(side)[1]
@@ -131,15 +162,16 @@ class Domain:
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """Ranges of keys over the blocks of one tile size.
+    """Tabulate the ranges of keys over the blocks of one tile size.
 
     Attributes:
-        domain: the points.
+        domain: positions and captured tensors.
         block: (q, kv) positions of a tile.
-        ranges: by key, (low, high) of shape [b or 1, h or 1, blocks] (windows on the diagonal).
-        equal: equalities of a q value and a kv value that are exact on tiles: which tiles hold
-            equal values, or None where the ranges tell by themselves.
-        samples: of other equalities, some tiles that hold equal values, and where.
+        ranges: for each key, (low, high) of shape [b or 1, h or 1, blocks] (windows on the
+            diagonal).
+        equal: for each equality of a q value and a kv value that is exact on tiles, the tiles that
+            hold equal values, or None if the ranges alone are exact.
+        samples: for other equalities, some tiles that hold equal values, with their positions.
     """
 
     domain: Domain
@@ -149,7 +181,7 @@ class Tables:
     samples: list[Pairs] = field(default_factory=list)
 
     def build(self, keys: Iterable[Key]) -> None:
-        """Tabulate keys that are not here yet."""
+        """Tabulate the keys that have no table yet."""
         todo = [key for key in dict.fromkeys(keys) if key not in self.ranges]
         for key in todo:
             if key.is_index:
@@ -163,26 +195,26 @@ class Tables:
                 self.ranges[key] = self._diagonal_range(key)
 
     def coarser(self, factor: int) -> Tables:
-        """Ranges of the same keys over groups of `factor` x `factor` tiles."""
+        """Tabulate the same keys over groups of `factor` x `factor` tiles."""
         groups = Tables(self.domain, (self.block[0] * factor, self.block[1] * factor))
         for key, (low, high) in self.ranges.items():
             if key.side is Side.CONST:
                 groups.ranges[key] = low, high
             elif key.side is not Side.DIAGONAL and not key.is_index:
-                groups.ranges[key] = _reduced(low, factor)[0], _reduced(high, factor)[1]
+                groups.ranges[key] = _reduce_blocks(low, factor)[0], _reduce_blocks(high, factor)[1]
         groups.build(self.ranges)
-        for n, found in self.equal.items():
-            groups.equal[n] = None if found is None else found.coarser(factor)
+        for n, matches in self.equal.items():
+            groups.equal[n] = None if matches is None else matches.coarser(factor)
         return groups
 
     def look_up(self, key: Key, qi: Tensor, ki: Tensor, lead: Lead | None = None) -> Interval:
-        """Ranges of a key over tiles.
+        """Look up the ranges of a key over tiles.
 
         Args:
-            key: one that was built.
+            key: a key that `build` has tabulated.
             qi, ki: int64 block indices that broadcast together to [...].
-            lead: int64 places in `domain.b` and `domain.h` that broadcast with them; None: the
-                tiles of every (b, h).
+            lead: int64 indices into `domain.b` and `domain.h` that broadcast with them; None for
+                the tiles of every (b, h).
 
         Returns:
             Tensors that broadcast to [...], or without `lead` to [b, h, ...].
@@ -194,7 +226,7 @@ class Tables:
             index = self._window(qi, ki)
         else:
             index = qi if key.side is Side.Q else ki
-        return _wide(entries(low, index, lead)), _wide(entries(high, index, lead))
+        return _as_int64(entries(low, index, lead)), _as_int64(entries(high, index, lead))
 
     def _index_range(self, key: Key) -> Interval:
         is_q = key.side is Side.Q
@@ -205,8 +237,8 @@ class Tables:
         c = key.terms[0][1]
         return (first * c, last * c) if c > 0 else (last * c, first * c)
 
-    # On the diagonal a tile sees the window d = q_first - kv_last ... q_last - kv_first. Tiles at
-    # a ragged end see a shorter one, so there are up to four window lengths, one table each.
+    # On the diagonal a tile covers the window d = q_first - kv_last ... q_last - kv_first. Tiles at
+    # a ragged end cover a shorter one, so there are up to four window lengths, with one table each.
 
     def _extents(self) -> list[tuple[int, int]]:
         sizes = []
@@ -227,30 +259,30 @@ class Tables:
                 done[width] = (sliding(values, width, smaller), sliding(values, width, larger))
             low.append(done[width][0])
             high.append(done[width][1])
-        if len(done) == 1:  # every tile sees a window of this one length
+        if len(done) == 1:  # the windows of all tiles have this length
             return low[0], high[0]
         return torch.cat(low, -1), torch.cat(high, -1)
 
     def _window(self, qi: Tensor, ki: Tensor) -> Tensor:
-        """Where in a diagonal table the window of a tile stands."""
+        """Return the index of a tile's window in a diagonal table."""
         q_len, kv_len = self.domain.q_len, self.domain.kv_len
         q_end, kv_end = (qi + 1) * self.block[0], (ki + 1) * self.block[1]
         row = q_end - self.block[0]  # q_first - kv_last, counted from 1 - kv_len
         column = kv_len - kv_end.clamp(max=kv_len)
-        if len({q + kv for q, kv in self._extents()}) > 1:  # one table after another
+        if len({q + kv for q, kv in self._extents()}) > 1:  # the tables are concatenated
             points = q_len + kv_len - 1
             row = row + (q_end > q_len) * (2 * points)
             column = column + (kv_end > kv_len) * points
         return row + column
 
 
-def _wide(values: Tensor) -> Tensor:
-    """Integers as int64, in which intervals are computed."""
+def _as_int64(values: Tensor) -> Tensor:
+    """Convert integers to int64, the dtype of integer intervals."""
     return values.to(torch.int64) if values.dtype == torch.int32 else values
 
 
 def extremes(values: Tensor) -> tuple[Reduce, Reduce]:
-    """The functions that take the smaller and the larger of two; NaN wins both."""
+    """Return the functions for the smaller and the larger of two values; NaN wins both."""
     if values.dtype == torch.bool:
         return torch.logical_and, torch.logical_or
     return torch.minimum, torch.maximum
@@ -259,19 +291,19 @@ def extremes(values: Tensor) -> tuple[Reduce, Reduce]:
 def sliding(values: Tensor, width: int, reduce: Reduce) -> Tensor:
     """Reduce every window of `width` entries along the last axis, by doubling.
 
-    Entry i of the result covers values[i : i + width]; the last width - 1 entries, which have no
-    whole window, are filled with the last one, so the length stays.
+    Entry i of the result covers values[i : i + width]. The last width - 1 entries have no whole
+    window; they repeat the last one, so the length stays the same.
     """
     length = values.shape[-1]
     whole = length - width + 1
     lead = values[..., 0].numel()
     step = max(1, width, at_once(values.numel(), values.device) // lead - width + 1)
-    found = [
+    parts = [
         _windows(values[..., first : min(first + step, whole) + width - 1], width, reduce)
         for first in range(0, whole, step)
     ]
-    tail = found[-1][..., -1:].expand(*values.shape[:-1], width - 1)
-    return torch.cat([*found, tail], -1)
+    tail = parts[-1][..., -1:].expand(*values.shape[:-1], width - 1)
+    return torch.cat([*parts, tail], -1)
 
 
 def _windows(values: Tensor, width: int, reduce: Reduce) -> Tensor:
@@ -284,16 +316,16 @@ def _windows(values: Tensor, width: int, reduce: Reduce) -> Tensor:
 
 
 def _block_ranges(domain: Domain, keys: Sequence[Key], block: int) -> list[Interval]:
-    """Ranges of one-sided keys of one side, each [b, h, blocks]."""
+    """Compute the ranges of keys of one side: [b, h, blocks] each."""
     parts: list[list[tuple[int, Interval]]] = [[] for _ in keys]
     nodes = [n for key in keys for n, _ in key.terms]
     for start, stop in domain.pieces(nodes, keys[0].side, block):
         for part, value in zip(parts, domain.values(keys, start, stop), strict=True):
-            part.append((start // block, _reduced(value, block)))
-    return [_joined(part) for part in parts]
+            part.append((start // block, _reduce_blocks(value, block)))
+    return [_combine(part) for part in parts]
 
 
-def _reduced(value: Tensor, block: int) -> Interval:
+def _reduce_blocks(value: Tensor, block: int) -> Interval:
     whole = value.shape[-1] // block * block
     parts = []
     if whole:
@@ -301,7 +333,7 @@ def _reduced(value: Tensor, block: int) -> Interval:
     if whole < value.shape[-1]:
         low, high = _ends(value[..., whole:])
         parts.append((low[..., None], high[..., None]))
-    return parts[0] if len(parts) == 1 else _concatenated(parts)
+    return parts[0] if len(parts) == 1 else _concatenate(parts)
 
 
 def _ends(value: Tensor) -> Interval:
@@ -311,8 +343,8 @@ def _ends(value: Tensor) -> Interval:
     return low, high
 
 
-def _joined(parts: list[tuple[int, Interval]]) -> Interval:
-    """Concatenate pieces; several pieces of the same block are combined first."""
+def _combine(parts: list[tuple[int, Interval]]) -> Interval:
+    """Concatenate pieces; combine several pieces of the same block first."""
     merged: list[Interval] = []
     last = -1
     for first, interval in parts:
@@ -322,15 +354,15 @@ def _joined(parts: list[tuple[int, Interval]]) -> Interval:
         else:
             merged.append(interval)
         last = first
-    return merged[0] if len(merged) == 1 else _concatenated(merged)
+    return merged[0] if len(merged) == 1 else _concatenate(merged)
 
 
-def _concatenated(parts: Sequence[Interval]) -> Interval:
+def _concatenate(parts: Sequence[Interval]) -> Interval:
     return torch.cat([p[0] for p in parts], -1), torch.cat([p[1] for p in parts], -1)
 
 
 def value_range(tensor: Tensor, n: Node, dtype: torch.dtype) -> Interval:
-    """Range of everything that load `n` can return from its tensor."""
+    """Compute the range of all values that load `n` can return from its tensor."""
     if n.type == BOOL and tensor.dtype != torch.bool:
         tensor = tensor != 0
     flat = tensor.reshape(-1)

@@ -1,6 +1,6 @@
-"""How torch's arithmetic, bit operations, comparisons and selections act on traced Values.
+"""Handlers of torch's arithmetic, bit operations, comparisons and selections.
 
-A handler takes the tracer and the call's arguments.
+A handler takes the tracer and the arguments of the torch call, and returns a Value.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from torch import Tensor
 from attnkit.graph import ir
 from attnkit.graph.ir import BOOL, F32, I32, Node, const
 from attnkit.graph.simplify import build, cast, negate
-from attnkit.tracing.ops.math import truncated
+from attnkit.tracing.ops.math import truncate
 from attnkit.tracing.ops.registry import Handler, binary, elementwise, narrowing, register, wrapping
 from attnkit.tracing.proxy import HANDLERS, Tracer, Value
 
 
 def _arithmetic(op: str) -> Handler:
-    plain = binary(op)
+    combine = binary(op)
 
     def handler(tracer: Tracer, a: Any, b: Any, **kwargs: Any) -> Value:
         if op == "sub" and all(tracer.lift(x).kind == BOOL for x in (a, b)):
             tracer.fail("subtracting bools is not supported; use ^ or logical_not")
-        return plain(tracer, a, b, **kwargs)
+        return combine(tracer, a, b, **kwargs)
 
     return wrapping(handler)
 
 
-def _reversed(handler: Handler) -> Handler:
+def _swapped(handler: Handler) -> Handler:
     return lambda tracer, a, b: handler(tracer, b, a)
 
 
@@ -63,7 +63,7 @@ def _power(a: Node, b: Node) -> Node:
             result = build("mul", result, a)
         return result
     if a.op == "const" and a.attr == 2:
-        return build("shl", const(1), b)  # 2 ** b; b < 0 is refused where bounds are checked
+        return build("shl", const(1), b)  # 2 ** b; `sparsity.index_bounds` refuses b < 0
     raise ValueError(f"integer power {ir.formula(a)} ** {ir.formula(b)}; convert to float")
 
 
@@ -81,19 +81,19 @@ def _register_binary() -> None:
         "max": "maximum",
     }.items():
         handler = binary(op)
-        wide = {"add": wrapping, "mul": wrapping, "min": narrowing, "max": narrowing}.get(op)
-        register(*names.split())(wide(handler) if wide else handler)
+        adapt = {"add": wrapping, "mul": wrapping, "min": narrowing, "max": narrowing}.get(op)
+        register(*names.split())(adapt(handler) if adapt else handler)
     register("sub", "subtract", "__sub__", "__isub__")(_arithmetic("sub"))
-    register("__rsub__")(_reversed(_arithmetic("sub")))
+    register("__rsub__")(_swapped(_arithmetic("sub")))
     register(torch.rsub)(
         lambda tracer, a, b, alpha=1: _arithmetic("sub")(tracer, b, _scaled(tracer, a, alpha))
     )
     register("floor_divide", "__floordiv__")(_floor_divide)
-    register("__rfloordiv__")(_reversed(_floor_divide))
+    register("__rfloordiv__")(_swapped(_floor_divide))
     register("remainder", "__mod__")(_remainder)
-    register("__rmod__")(_reversed(_remainder))
+    register("__rmod__")(_swapped(_remainder))
     register("pow", "__pow__", "__ipow__", "float_power")(_pow)
-    register("__rpow__")(_reversed(_pow))
+    register("__rpow__")(_swapped(_pow))
 
 
 def _scaled(tracer: Tracer, a: Any, alpha: Any) -> Any:
@@ -108,8 +108,8 @@ def _bitwise(op: str) -> Handler:
             a, b = cast(a, I32), cast(b, I32)
         return build(op, a, b)
 
-    width = wrapping if op == "shl" else narrowing
-    return width(lambda tracer, a, b: elementwise(tracer, node, a, b))
+    adapt = wrapping if op == "shl" else narrowing
+    return adapt(lambda tracer, a, b: elementwise(tracer, node, a, b))
 
 
 def _logical(op: str) -> Handler:
@@ -131,7 +131,7 @@ def _register_bits() -> None:
         register(f"logical_{stem}")(_logical(op))
     for op, stem, name in (("shl", "lshift", "left"), ("shr", "rshift", "right")):
         register(f"__{stem}__", f"bitwise_{name}_shift")(_bitwise(op))
-        register(f"__r{stem}__")(_reversed(_bitwise(op)))
+        register(f"__r{stem}__")(_swapped(_bitwise(op)))
     register("bitwise_not", "__invert__")(wrapping(lambda t, a: elementwise(t, _invert, a)))
     register("logical_not")(lambda t, a: elementwise(t, lambda x: negate(cast(x, BOOL)), a))
 
@@ -142,15 +142,15 @@ def _div(tracer: Tracer, a: Any, b: Any, *, rounding_mode: str | None = None) ->
         return elementwise(tracer, lambda x, y: build("div", x, y), a, b)
     if rounding_mode == "floor":
         return _floor_divide(tracer, a, b)
-    return elementwise(tracer, _truncated, a, b)
+    return elementwise(tracer, _truncate_divide, a, b)
 
 
-register("__rtruediv__", "__rdiv__")(_reversed(_div))
+register("__rtruediv__", "__rdiv__")(_swapped(_div))
 
 
-def _truncated(a: Node, b: Node) -> Node:
+def _truncate_divide(a: Node, b: Node) -> Node:
     if F32 in (a.type, b.type):
-        return truncated(build("div", a, b))
+        return truncate(build("div", a, b))
     return _integer_divide("tdiv", a, b)
 
 
@@ -207,15 +207,15 @@ def _masked_fill(tracer: Tracer, a: Any, mask: Any, value: Any) -> Value:
 @narrowing
 def _clamp(tracer: Tracer, a: Any, min: Any = None, max: Any = None) -> Value:
     if min is not None:
-        a = elementwise(tracer, lambda x, low: _bounded(x, low, "lt", "max"), a, min)
+        a = elementwise(tracer, lambda x, low: _bound(x, low, "lt", "max"), a, min)
     if max is not None:
-        a = elementwise(tracer, lambda x, high: _bounded(x, high, "gt", "min"), a, max)
+        a = elementwise(tracer, lambda x, high: _bound(x, high, "gt", "min"), a, max)
     return tracer.lift(a)
 
 
-def _bounded(x: Node, bound: Node, beyond: str, op: str) -> Node:
+def _bound(x: Node, bound: Node, beyond: str, op: str) -> Node:
     if F32 not in (x.type, bound.type):
-        return build(op, x, bound)  # keeps integer ranges easy to bound
+        return build(op, x, bound)  # min and max have tight integer ranges
     return build("where", build(beyond, x, bound), bound, x)  # the derivative at a bound is 1
 
 

@@ -1,32 +1,31 @@
-"""Indexing of traced values, as torch does it: integers, slices, None, ..., and index tensors.
+"""Index traced values as torch does: by integers, slices, None, ... and index tensors.
 
-Only integer index tensors of rank 0, or of one common broadcast shape, occur in mods; a Python
-integer beside them counts as an index tensor, as in torch.
+Only integer index tensors of rank 0, or with one common broadcast shape, are supported. A Python
+integer next to an index tensor counts as an index tensor, as in torch.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from attnkit.graph.ir import BOOL, F32, Node, const
 from attnkit.graph.simplify import build
 from attnkit.tracing.ops.registry import PARTS
 from attnkit.tracing.proxy import Part, Tracer, Value
 from attnkit.util.shapes import broadcast
+from attnkit.util.torch_private import DisableTorchFunction
 
 
 def index(tracer: Tracer, source: Value, at: tuple[Any, ...]) -> Value:
-    """`source[at]` as a Value; keeps `origin` where only constants index a captured tensor."""
+    """Index a Value: `source[at]`. Keeps `origin` if only constants index a captured tensor."""
     items = _expand(source, at)
-    if source.part and not all(_inside(tracer, i, source.part) for i in items):
+    if source.part and not all(_same_in_whole(tracer, i, source.part) for i in items):
         if source.origin is None:
             tracer.fail(
                 "a part of a tensor is computed with, and the result indexed by a traced value; "
                 "index the part first, or the whole tensor"
             )
-        source = tracer.cut(source.origin)
+        source = tracer.capture_view(source.origin)
     picks: list[Any] = []  # per dimension of the source: a Value, or (slice start, step, size)
     layout: list[Any] = []  # per dimension of the result so far: None, "index", or the source dim
     dim = 0
@@ -45,10 +44,11 @@ def index(tracer: Tracer, source: Value, at: tuple[Any, ...]) -> Value:
     return _assemble(tracer, source, at, picks, layout)
 
 
-def _inside(tracer: Tracer, item: Any, part: Part) -> bool:
-    """Whether an index into a part means the same in the tensor that it was cut from.
+def _same_in_whole(tracer: Tracer, item: Any, part: Part) -> bool:
+    """Whether an index into a part of a tensor selects the same elements in the whole tensor.
 
-    Indices that are never negative do where the part goes to the end: beyond it is beyond both.
+    If the part reaches the end, an index that is never negative does: what is beyond the part is
+    also beyond the tensor.
     """
     if item is None or isinstance(item, slice):
         return True
@@ -59,7 +59,7 @@ def _inside(tracer: Tracer, item: Any, part: Part) -> bool:
 
 
 def never_negative(n: Node) -> bool:
-    """Whether it shows in its form that an integer is 0 or more."""
+    """Whether the form of an integer expression shows that it is at least 0."""
     if n.op == "const":
         return float(n.attr) >= 0  # type: ignore[arg-type]
     if n.op == "arg":
@@ -102,18 +102,18 @@ def _assemble(
     vectors = [p for p in picks if isinstance(p, Value) and p.sizes]
     common = tuple(broadcast(*(v.sizes for v in vectors)))
     places = [n for n, kind in enumerate(layout) if kind == "index"]
-    # torch puts the dimensions of the index tensors where they stood if they stood together
+    # torch keeps the dimensions of adjacent index tensors in place, and moves others to the front
     together = places == list(range(places[0], places[-1] + 1)) if places else True
     front = len([k for k in layout[: places[0]] if k != "index"]) if places and together else 0
-    rest = [k for k in layout if k != "index"]
-    sizes = [1 if k is None else picks[k][2] for k in rest]
+    kept = [k for k in layout if k != "index"]
+    sizes = [1 if k is None else picks[k][2] for k in kept]
     part = max((source.part, _part(source, picks)), key=PARTS.index)
     sizes[front:front] = common
 
     def pick(*position: Node) -> Node:
         inner = position[front : front + len(common)]
         outer = dict(
-            zip(_keys(rest), position[:front] + position[front + len(common) :], strict=True)
+            zip(_keys(kept), position[:front] + position[front + len(common) :], strict=True)
         )
         return source.pick(*(_at(p, d, inner, outer) for d, p in enumerate(picks)))
 
@@ -122,13 +122,13 @@ def _assemble(
     static = all(not isinstance(p, Value) or p.node.op == "const" for p in picks if not _vector(p))
     origin = None
     if source.origin is not None and static and not vectors:
-        with torch._C.DisableTorchFunction():  # also where no mode has been left on the way here
+        with DisableTorchFunction():  # a tracing mode may still be active here
             origin = source.origin[at]
     return Value(tracer, None, tuple(sizes), source.kind, pick, origin, part, source.narrow)
 
 
 def _part(source: Value, picks: list[Any]) -> Part:
-    """What slices leave of a Value."""
+    """Say how much of a Value the slices cover."""
     cuts = [(p, n) for p, n in zip(picks, source.sizes, strict=True) if not isinstance(p, Value)]
     if all(start == 0 and step == 1 and size == n for (start, step, size), n in cuts):
         return ""
@@ -140,13 +140,13 @@ def _vector(p: Any) -> bool:
     return isinstance(p, Value) and bool(p.sizes)
 
 
-def _keys(rest: list[Any]) -> list[Any]:
-    return [("new", n) if k is None else k for n, k in enumerate(rest)]
+def _keys(dims: list[Any]) -> list[Any]:
+    return [("new", n) if k is None else k for n, k in enumerate(dims)]
 
 
 def _at(p: Any, dim: int, inner: tuple[Node, ...], outer: dict[Any, Node]) -> Node:
     if isinstance(p, Value):
-        own = inner[len(inner) - len(p.sizes) :] if p.sizes else ()
-        return p.pick(*(const(0) if n == 1 else i for n, i in zip(p.sizes, own, strict=True)))
+        index = inner[len(inner) - len(p.sizes) :] if p.sizes else ()
+        return p.pick(*(const(0) if n == 1 else i for n, i in zip(p.sizes, index, strict=True)))
     start, step, _ = p
     return build("add", build("mul", outer[dim], const(step)), const(start))

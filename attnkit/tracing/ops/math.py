@@ -1,6 +1,7 @@
-"""How torch's functions of one number act on traced Values: exponentials, activations, rounding.
+"""Handlers of torch's functions of one number: exponentials, activations, rounding.
 
-Where a branch is not taken its argument is replaced too, so that no derivative becomes inf / inf.
+Where a function selects between two formulas, the argument of the formula that is not selected is
+replaced by a safe one, so that no derivative becomes inf / inf.
 """
 
 from __future__ import annotations
@@ -21,28 +22,28 @@ def _float(function: Callable[[Node], Node]) -> Callable[[Node], Node]:
     return lambda x: function(cast(x, F32))
 
 
-def _whole(function: Callable[[Node], Node]) -> Callable[[Node], Node]:
-    return lambda x: function(x) if x.type == F32 else x  # rounding an int changes nothing
+def _unless_int(function: Callable[[Node], Node]) -> Callable[[Node], Node]:
+    return lambda x: function(x) if x.type == F32 else x  # rounding leaves an int as it is
 
 
-def truncated(x: Node) -> Node:
-    """Rounded towards zero."""
+def truncate(x: Node) -> Node:
+    """Round towards zero."""
     down = build("floor", x)
     up = build("neg", build("floor", build("neg", x)))
     return build("where", build("lt", x, const(0.0)), up, down)
 
 
-def _rounded(x: Node) -> Node:
-    """Rounded to the nearest integer, halves to the even one; infinities remain."""
+def _round_half_even(x: Node) -> Node:
+    """Round to the nearest integer, halves to the even one; infinities stay."""
     down = build("floor", x)
-    rest = build("sub", x, down)
+    fraction = build("sub", x, down)
     even = build("add", down, build("mod", down, const(2.0)))
-    up = build("where", build("gt", rest, const(0.5)), build("add", down, const(1.0)), down)
-    return build("where", build("eq", rest, const(0.5)), even, up)
+    up = build("where", build("gt", fraction, const(0.5)), build("add", down, const(1.0)), down)
+    return build("where", build("eq", fraction, const(0.5)), even, up)
 
 
 def _sinh(x: Node) -> Node:
-    # expm1(x) - expm1(-x) keeps its digits near 0, where exp(x) - exp(-x) loses them
+    # expm1(x) - expm1(-x) is accurate near 0, where exp(x) - exp(-x) cancels
     both = build("sub", build("expm1", x), build("expm1", build("neg", x)))
     return build("mul", const(0.5), both)
 
@@ -85,8 +86,8 @@ def _gelu(x: Node, approximate: str) -> Node:
 def _softplus(x: Node, beta: float, threshold: float) -> Node:
     scaled = build("mul", x, const(float(beta)))
     large = build("gt", scaled, const(float(threshold)))
-    # the argument is replaced where the other branch is taken: exp must not overflow there,
-    # or its derivative would be inf / inf
+    # the argument is replaced where the other branch is selected: if exp overflows there, its
+    # derivative is inf / inf
     safe = build("where", large, const(0.0), scaled)
     small = build("div", build("log1p", build("exp", safe)), const(float(beta)))
     return build("where", large, x, small)
@@ -101,10 +102,10 @@ def _elu(x: Node, alpha: float) -> Node:
 _UNARY: dict[str, Callable[[Node], Node]] = {
     "neg negative __neg__": lambda x: build("neg", x),
     "abs absolute __abs__": lambda x: build("abs", x),
-    "floor __floor__": _whole(lambda x: build("floor", x)),
-    "ceil __ceil__": _whole(lambda x: build("neg", build("floor", build("neg", x)))),
-    "trunc fix": _whole(truncated),
-    "frac": _float(lambda x: build("sub", x, truncated(x))),
+    "floor __floor__": _unless_int(lambda x: build("floor", x)),
+    "ceil __ceil__": _unless_int(lambda x: build("neg", build("floor", build("neg", x)))),
+    "trunc fix": _unless_int(truncate),
+    "frac": _float(lambda x: build("sub", x, truncate(x))),
     "sinh": _float(_sinh),
     "cosh": _float(_cosh),
     "tan": _float(lambda x: build("div", build("sin", x), build("cos", x))),
@@ -144,16 +145,16 @@ def _register_unary() -> None:
 def _round(tracer: Tracer, a: Any, *, decimals: int = 0) -> Value:
     if decimals:
         raise ValueError(f"decimals={decimals} is not supported; scale, round and scale back")
-    return elementwise(tracer, _whole(_rounded), a)
+    return elementwise(tracer, _unless_int(_round_half_even), a)
 
 
 @register("logaddexp")
 def _logaddexp(tracer: Tracer, a: Any, b: Any) -> Value:
     def node(x: Node, y: Node) -> Node:
         x, y = cast(x, F32), cast(y, F32)
-        same = build("eq", x, y)  # of equal infinities the difference is NaN
-        apart = build("where", same, const(0.0), build("sub", x, y))
-        small = build("log1p", build("exp", build("neg", build("abs", apart))))
+        same = build("eq", x, y)  # the difference of equal infinities is NaN
+        difference = build("where", same, const(0.0), build("sub", x, y))
+        small = build("log1p", build("exp", build("neg", build("abs", difference))))
         return build("add", build("max", x, y), small)
 
     return elementwise(tracer, node, a, b)

@@ -1,4 +1,4 @@
-"""What every handler needs: registering, and applying a function of nodes to shaped Values."""
+"""Register handlers of torch functions, and apply functions of nodes to Values with shapes."""
 
 from __future__ import annotations
 
@@ -12,24 +12,29 @@ from attnkit.graph.ir import BOOL, I32, Node, const
 from attnkit.graph.simplify import build
 from attnkit.tracing.proxy import HANDLERS, Tracer, Value
 from attnkit.util.shapes import broadcast
+from attnkit.util.torch_private import neural_functions
 
 Handler: TypeAlias = Callable[..., Value]
 
-PARTS = ("", "end", "inner")  # from whole to less
+PARTS = ("", "end", "inner")  # in order: the whole tensor first
 
-# What torch makes of arithmetic on two bools, whose result is a bool.
+# Arithmetic on two bools is a logical operation in torch.
 _OF_BOOLS = {"add": "or", "mul": "and", "min": "and", "max": "or"}
 
 
 def register(*names: Any) -> Callable[[Handler], Handler]:
-    """Register a handler for torch functions, by name in every namespace or by object."""
+    """Return a decorator that registers a handler for torch functions.
+
+    Args:
+        names: the functions, or their names in every namespace of torch.
+    """
 
     def decorate(handler: Handler) -> Handler:
         for name in names:
             if not isinstance(name, str):
                 HANDLERS[name] = handler
                 continue
-            for space in (torch, Tensor, torch.nn.functional, torch.special, torch._C._nn):
+            for space in (torch, Tensor, torch.nn.functional, torch.special, neural_functions):
                 function = getattr(space, name, None)
                 if callable(function):
                     HANDLERS[function] = handler
@@ -39,16 +44,16 @@ def register(*names: Any) -> Callable[[Handler], Handler]:
 
 
 def elementwise(tracer: Tracer, function: Callable[..., Node], *inputs: Any) -> Value:
-    """Apply a function of nodes to Values, broadcasting their shapes."""
+    """Apply a function of nodes to Values element by element, broadcasting their shapes."""
     values = [tracer.lift(x) for x in inputs]
     if not any(v.sizes for v in values):
         return Value(tracer, function(*(v.node for v in values)))
     sizes = broadcast(*(v.sizes for v in values))
 
     def at(v: Value, position: tuple[Node, ...]) -> Node:
-        own = position[len(position) - len(v.sizes) :]
+        index = position[len(position) - len(v.sizes) :]
         zero = const(0)
-        return v.pick(*(zero if n == 1 else i for n, i in zip(v.sizes, own, strict=True)))
+        return v.pick(*(zero if n == 1 else i for n, i in zip(v.sizes, index, strict=True)))
 
     def pick(*position: Node) -> Node:
         return function(*(at(v, position) for v in values))
@@ -59,11 +64,11 @@ def elementwise(tracer: Tracer, function: Callable[..., Node], *inputs: Any) -> 
 
 
 def wrapping(handler: Handler) -> Handler:
-    """A handler of integer arithmetic whose result wraps as torch's does, in 8 or 16 bits."""
+    """Decorate a handler of integer arithmetic: its result wraps as in torch, in 8 or 16 bits."""
 
     def handled(tracer: Tracer, *inputs: Any, **options: Any) -> Value:
         result = handler(tracer, *inputs, **options)
-        dtype = _narrow(tracer, inputs)
+        dtype = _narrow_dtype(tracer, inputs)
         if dtype is None or result.kind != I32:
             return result
         least, size = torch.iinfo(dtype).min, 2 ** torch.iinfo(dtype).bits
@@ -72,47 +77,47 @@ def wrapping(handler: Handler) -> Handler:
             above = build("and", build("sub", x, const(least)), const(size - 1))
             return build("add", above, const(least))
 
-        return _marked(elementwise(tracer, wrap, result), dtype)
+        return _with_dtype(elementwise(tracer, wrap, result), dtype)
 
     return handled
 
 
 def narrowing(handler: Handler) -> Handler:
-    """A handler whose result is no wider than its inputs, and cannot wrap."""
+    """Decorate a handler whose result has the narrow dtype of its inputs and cannot wrap."""
 
     def handled(tracer: Tracer, *inputs: Any, **options: Any) -> Value:
         result = handler(tracer, *inputs, **options)
-        dtype = _narrow(tracer, [*inputs, *options.values()])
-        return _marked(result, dtype) if dtype is not None and result.kind == I32 else result
+        dtype = _narrow_dtype(tracer, [*inputs, *options.values()])
+        return _with_dtype(result, dtype) if dtype is not None and result.kind == I32 else result
 
     return handled
 
 
-def _marked(value: Value, dtype: torch.dtype) -> Value:
-    """A value in which torch computes with a dtype below int32."""
+def _with_dtype(value: Value, dtype: torch.dtype) -> Value:
+    """Return a Value with the dtype, narrower than int32, in which torch computes it."""
     node = None if value.sizes else value.node
     return Value(
         value.tracer, node, value.sizes, value.kind, value.pick, value.origin, value.part, dtype
     )
 
 
-def _narrow(tracer: Tracer, inputs: Sequence[Any]) -> torch.dtype | None:
-    """The dtype below int32 in which torch computes with integers, if it does."""
-    found: torch.dtype | None = None
+def _narrow_dtype(tracer: Tracer, inputs: Sequence[Any]) -> torch.dtype | None:
+    """Find the dtype, if narrower than int32, in which torch computes with these integers."""
+    result: torch.dtype | None = None
     for x in inputs:
         if not isinstance(x, Value | Tensor):
-            continue  # Python's numbers take the dtype of the others
+            continue  # Python numbers take the dtype of the other inputs
         value = tracer.lift(x)
         if value.kind == BOOL:
             continue
         if value.narrow is None:
             return None
-        found = value.narrow if found is None else torch.promote_types(found, value.narrow)
-    return found
+        result = value.narrow if result is None else torch.promote_types(result, value.narrow)
+    return result
 
 
 def binary(op: str) -> Handler:
-    """The handler of an operation on two Values, with torch's `alpha`."""
+    """Make the handler of an operation on two Values, with torch's `alpha`."""
 
     def node(x: Node, y: Node) -> Node:
         bools = x.type == y.type == BOOL

@@ -1,6 +1,7 @@
-"""How torch's searches in a captured tensor act on a traced number: isin, bucketize, searchsorted.
+"""Handlers of torch's searches in a captured tensor: isin, bucketize and searchsorted.
 
-Each is a reduction over all elements, so the tensor must be small, as for any reduction.
+Each takes one traced number and is a reduction over all elements of the tensor, so the tensor must
+be small, as for any reduction.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import Tensor
 from attnkit.graph.ir import I32, Node
 from attnkit.graph.simplify import FALSE, build, cast, negate
 from attnkit.tracing.ops.registry import elementwise, register
-from attnkit.tracing.ops.shape import reduced
+from attnkit.tracing.ops.shape import reduce
 from attnkit.tracing.proxy import Tracer, Value
 
 
@@ -27,15 +28,15 @@ def _isin(
 ) -> Value:
     element = _number(tracer, "elements", elements)
     same = elementwise(tracer, lambda x, y: build("eq", x, y), element, test_elements)
-    found = reduced(tracer, same, lambda x, y: build("or", x, y), FALSE)
-    return elementwise(tracer, negate, found) if invert else found
+    any_same = reduce(tracer, same, lambda x, y: build("or", x, y), FALSE)
+    return elementwise(tracer, negate, any_same) if invert else any_same
 
 
 @register("bucketize")
 def _bucketize(
     tracer: Tracer, x: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False
 ) -> Value:
-    return _place(tracer, "input", x, "boundaries", boundaries, right)
+    return _count_before(tracer, "input", x, "boundaries", boundaries, right)
 
 
 @register("searchsorted")
@@ -53,22 +54,22 @@ def _searchsorted(
         raise ValueError("sorter is not supported; sort the captured tensor outside")
     if side is not None:
         right = side == "right"
-    return _place(tracer, "input", x, "sorted_sequence", sorted_sequence, right)
+    return _count_before(tracer, "input", x, "sorted_sequence", sorted_sequence, right)
 
 
-def _place(tracer: Tracer, what: str, x: Any, where: str, bounds: Any, right: bool) -> Value:
-    """How many of the bounds lie before a number: those less than it, or with `right` not greater."""
+def _count_before(tracer: Tracer, what: str, x: Any, where: str, bounds: Any, right: bool) -> Value:
+    """Count the bounds that are less than a number, or with `right` not greater."""
     number, edges = _number(tracer, what, x), tracer.lift(bounds)
     if len(edges.sizes) != 1:
         raise ValueError(f"{where} of shape {edges.sizes} is not supported; expected one dimension")
 
     def before(value: Node, edge: Node) -> Node:
-        # so that NaN has all of them before it, as in torch
+        # negated, so that all bounds are before NaN, as in torch
         beyond = build("lt" if right else "le", value, edge)
         return cast(negate(beyond), I32)
 
     counted = elementwise(tracer, before, number, edges)
-    return reduced(tracer, counted, lambda a, b: build("add", a, b), cast(FALSE, I32))
+    return reduce(tracer, counted, lambda a, b: build("add", a, b), cast(FALSE, I32))
 
 
 def _number(tracer: Tracer, what: str, x: Any) -> Value:

@@ -1,7 +1,7 @@
-"""How conversions, factories, shape changes and reductions act on traced Values.
+"""Handlers of torch's conversions, factories, shape changes and reductions.
 
-A reduction over a small axis is unrolled, so the graph needs no loops and every interpretation
-gets reductions for nothing.
+A reduction over a small axis is unrolled, so the graph has no loops, and whatever evaluates the
+graph needs no code for reductions.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _detach(tracer: Tracer, a: Value) -> Value:
     return a
 
 
-def _filled(tracer: Tracer, value: Any, like: Value, size: Any, dtype: Any) -> Value:
+def _fill(tracer: Tracer, value: Any, like: Value, size: Any, dtype: Any) -> Value:
     node = tracer.lift(value).node
     node = cast(node, like.kind) if dtype is None else _convert(node, dtype)
     sizes = (size,) if isinstance(size, int) else tuple(size)
@@ -97,21 +97,21 @@ def _filled(tracer: Tracer, value: Any, like: Value, size: Any, dtype: Any) -> V
 def _register_factories() -> None:
     for name, value in {"ones": 1, "zeros": 0}.items():
         register(f"new_{name}")(
-            lambda t, a, size=(), *rest, dtype=None, value=value, **_: _filled(
+            lambda t, a, size=(), *rest, dtype=None, value=value, **_: _fill(
                 t, value, a, (size, *rest) if rest else size, dtype
             )
         )
         register(f"{name}_like")(
-            lambda t, a, dtype=None, value=value, **_: _filled(t, value, a, a.sizes, dtype)
+            lambda t, a, dtype=None, value=value, **_: _fill(t, value, a, a.sizes, dtype)
         )
     register("new_full")(
-        lambda t, a, size, fill_value, dtype=None, **_: _filled(t, fill_value, a, size, dtype)
+        lambda t, a, size, fill_value, dtype=None, **_: _fill(t, fill_value, a, size, dtype)
     )
     register("new_tensor", "scalar_tensor")(
-        lambda t, a, data, dtype=None, **_: _filled(t, data, a, (), dtype or torch.float32)
+        lambda t, a, data, dtype=None, **_: _fill(t, data, a, (), dtype or torch.float32)
     )
     register("full_like")(
-        lambda t, a, fill_value, dtype=None, **_: _filled(t, fill_value, a, a.sizes, dtype)
+        lambda t, a, fill_value, dtype=None, **_: _fill(t, fill_value, a, a.sizes, dtype)
     )
 
 
@@ -163,16 +163,24 @@ def _stack(tracer: Tracer, tensors: Any, dim: int = 0) -> Value:
     return Value(tracer, None, (len(nodes),), nodes[0].type, pick)
 
 
-def reduced(
+def reduce(
     tracer: Tracer, a: Any, join: Callable[[Node, Node], Node], empty: Node, dim: int | None = None
 ) -> Value:
-    """A Value joined along one axis, or all of them; `empty` for none."""
+    """Reduce a Value along one axis, or along all axes if dim is None.
+
+    Args:
+        tracer: the trace.
+        a: the Value.
+        join: combines two nodes.
+        empty: the result for an axis without elements.
+        dim: the axis.
+    """
     source = tracer.lift(a)
     if not source.sizes:
         return source
     if dim is None and len(source.sizes) > 1:
-        first = reduced(tracer, source, join, empty, -1)
-        return reduced(tracer, first, join, empty)
+        first = reduce(tracer, source, join, empty, -1)
+        return reduce(tracer, first, join, empty)
     axis = (0 if dim is None else dim) % len(source.sizes)
     length = source.sizes[axis]
     if length > MAX_UNROLL:
@@ -195,14 +203,14 @@ def _sum(tracer: Tracer, a: Any, dim: int | None = None) -> Value:
     if tracer.lift(a).kind == BOOL:
         a = elementwise(tracer, lambda x: cast(x, I32), a)
     empty = cast(const(0), tracer.lift(a).kind)
-    return reduced(tracer, a, lambda x, y: build("add", x, y), empty, dim)
+    return reduce(tracer, a, lambda x, y: build("add", x, y), empty, dim)
 
 
 @register("sum")
 def _sum_handler(
     tracer: Tracer, a: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Value:
-    return _keep(tracer, _sum(tracer, a, _one(dim)), dim, keepdim)
+    return _keep_dim(tracer, _sum(tracer, a, _one(dim)), dim, keepdim)
 
 
 @register("mean")
@@ -213,14 +221,14 @@ def _mean(tracer: Tracer, a: Any, dim: Any = None, keepdim: bool = False) -> Val
     count = math.prod(a.sizes) if dim is None else a.sizes[_one(dim) or 0]
     total = _sum(tracer, a, _one(dim))
     mean = elementwise(tracer, lambda x: build("div", x, const(float(count))), total)
-    return _keep(tracer, mean, dim, keepdim)
+    return _keep_dim(tracer, mean, dim, keepdim)
 
 
 def _truth(join: str, empty: Node) -> Handler:
     def handler(tracer: Tracer, a: Any, dim: Any = None, keepdim: bool = False) -> Value:
         a = elementwise(tracer, lambda x: cast(x, BOOL), a)
-        joined = reduced(tracer, a, lambda x, y: build(join, x, y), empty, _one(dim))
-        return _keep(tracer, joined, dim, keepdim)
+        joined = reduce(tracer, a, lambda x, y: build(join, x, y), empty, _one(dim))
+        return _keep_dim(tracer, joined, dim, keepdim)
 
     return handler
 
@@ -233,23 +241,23 @@ def _extreme(op: str) -> Handler:
     def handler(tracer: Tracer, a: Any, dim: Any = None, keepdim: bool = False) -> Value:
         a = tracer.lift(a)
         if a.kind == F32 and math.prod(a.sizes) > 2:
-            # torch shares the gradient of a tie evenly; a tree of max does not
+            # torch divides the gradient of a tie evenly; a tree of max does not
             raise ValueError(f"a{op} over floats is not supported; use torch.{op}imum pairwise")
         if a.sizes and 0 in a.sizes:
             raise ValueError(f"a{op} over an empty axis")
         join: Callable[[Node, Node], Node] = lambda x, y: build(op, x, y)
-        return _keep(tracer, reduced(tracer, a, join, FALSE, _one(dim)), dim, keepdim)
+        return _keep_dim(tracer, reduce(tracer, a, join, FALSE, _one(dim)), dim, keepdim)
 
     return handler
 
 
 def _register_extremes() -> None:
     for op in ("min", "max"):
-        reduce, pairwise = _extreme(op), binary(op)
-        register(f"a{op}")(reduce)
+        over_axis, pairwise = _extreme(op), binary(op)
+        register(f"a{op}")(over_axis)
 
         def either(
-            tracer: Tracer, a: Any, *rest: Any, r: Handler = reduce, p: Handler = pairwise
+            tracer: Tracer, a: Any, *rest: Any, r: Handler = over_axis, p: Handler = pairwise
         ) -> Value:
             if len(rest) == 1 and isinstance(rest[0], Value | Tensor):
                 return p(tracer, a, rest[0])
@@ -276,13 +284,13 @@ def _one(dim: Any) -> int | None:
     return None if dim is None else int(dim)
 
 
-def _keep(tracer: Tracer, found: Value, dim: Any, keepdim: bool) -> Value:
+def _keep_dim(tracer: Tracer, result: Value, dim: Any, keepdim: bool) -> Value:
     if not keepdim:
-        return found
+        return result
     axis = _one(dim)
     if axis is None:
         raise ValueError("keepdim needs a dim")
-    return _unsqueeze(tracer, found, axis if axis >= 0 else len(found.sizes) + 1 + axis)
+    return _unsqueeze(tracer, result, axis if axis >= 0 else len(result.sizes) + 1 + axis)
 
 
 _register_conversions()

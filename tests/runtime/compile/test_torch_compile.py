@@ -20,6 +20,7 @@ import attnkit
 from attnkit import AuxRequest, Variant, create_block_mask, flex_attention, masks, mods
 from attnkit.masks._examples import examples as mask_examples
 from attnkit.mods._examples import examples as mod_examples
+from attnkit.runtime.compile import op
 from attnkit.runtime.compile.op import Request
 from attnkit.tracing.tracer import trace
 
@@ -233,7 +234,7 @@ def test_parts_are_merged() -> None:
             flex_attention(query, key[:, :, at], value[:, :, at], return_lse=True)
             for at in (slice(0, 64), slice(64, None))
         ]
-        return attnkit.merge(*parts[0], *parts[1])[0]
+        return attnkit.merge_states(*parts[0], *parts[1])[0]
 
     check(call, inputs())
 
@@ -301,16 +302,14 @@ def test_repeated_calls_are_settled_once(monkeypatch: pytest.MonkeyPatch) -> Non
     layer, made = Layer(), inputs()
     call = compiled(layer)
     call(*made).sum().backward()
-    planned: list[Any] = []
-    plain = attnkit.runtime.compile.op.planned
-    monkeypatch.setattr(
-        attnkit.runtime.compile.op, "planned", lambda *a: planned.append(a) or plain(*a)
-    )
+    prepared: list[Any] = []
+    plain = op.prepare
+    monkeypatch.setattr(op, "prepare", lambda *a, **k: prepared.append(a) or plain(*a, **k))
     for _ in range(3):
         call(*made).sum().backward()
-    assert not planned
+    assert not prepared
     call(*inputs(70)).sum().backward()
-    assert planned
+    assert prepared
 
 
 # --- options
@@ -367,9 +366,7 @@ def test_operators_are_what_they_claim() -> None:
     documents = torch.arange(LENGTH) // 40
     score = trace(lambda s, b, h, q, kv: s + table[h, q - kv + LENGTH], "score")
     mask = trace(lambda b, h, q, kv: documents[q] == documents[kv], "mask")
-    request = attnkit.runtime.compile.op.requested(
-        score, mask, "plain", (), "auto", False, False, False
-    )
+    request = op.request_of(score, mask, "plain", (), "auto", False, False, False)
     arguments = (*inputs(), [table], [documents], [], [], request.text, None)
     torch.library.opcheck(torch.ops.attnkit.attention.default, arguments)
     for dtype in (torch.float32, torch.bfloat16):
@@ -387,9 +384,7 @@ def test_strides_are_those_of_the_fake() -> None:
     shape = given[0].shape
     queries = [torch.randn(shape[::-1]).permute(3, 2, 1, 0)]
     queries += [torch.randn(shape[-1]).expand(shape), torch.randn(1, *shape[1:]).expand(shape)]
-    request = attnkit.runtime.compile.op.requested(
-        None, None, "plain", (), "auto", False, False, False
-    )
+    request = op.request_of(None, None, "plain", (), "auto", False, False, False)
     for query in queries:
         tensors = (query, *(t.detach() for t in given[1:]))
         arguments = (*tensors, [], [], [], [], request.text, None)
@@ -443,7 +438,7 @@ def test_what_dynamo_cannot_read_runs_outside_of_the_graph() -> None:
 
 
 def test_another_dynamo_runs_it_outside_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(attnkit, "dynamo", raising=False)
+    monkeypatch.delattr(attnkit.runtime.compile, "dynamo", raising=False)
     monkeypatch.setitem(sys.modules, "attnkit.runtime.compile.dynamo", None)
     monkeypatch.delitem(higher_order_ops._hop_name_to_variable_class, "attnkit_attention", False)
     made = inputs()

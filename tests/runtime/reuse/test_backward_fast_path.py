@@ -1,4 +1,4 @@
-"""Which backwards are made again: for tensors alike, and nothing else changed."""
+"""Backwards are relaunched for tensors alike, and only where nothing else has changed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnkit.runtime.reuse.backward_fast_path import _ATTEMPTS, Backwards
+from attnkit.runtime.reuse.backward import BackwardReuse
+from attnkit.runtime.reuse.entries import ATTEMPTS
+from attnkit.splice import BackwardInputs, Captured
+from attnkit.util import torch_private
 
 pytestmark = pytest.mark.skipif(
-    not hasattr(torch._C._dynamo.guards, "TensorGuards"), reason="torch has no tensor guards"
+    torch_private.alike([]) is None, reason="torch has no tensor guards"
 )
 
 SCALE = 0.5
@@ -42,10 +45,30 @@ def as_in_a_backward() -> Any:
         yield
 
 
-def known(again: Again | None, tensors: list[Tensor], wanted: list[bool], lse: bool) -> Backwards:
-    backwards = Backwards()
-    grad_lse = tensors[4].clone() if lse else None
-    backwards.learn(tensors[3].clone(), grad_lse, tensors, SCALE, wanted, lambda: again)
+def remember(
+    backwards: BackwardReuse, tensors: list[Tensor], wanted: list[bool], lse: bool, again: Any
+) -> None:
+    query, key, value, out, row, *captured = tensors
+    inputs = BackwardInputs(
+        query=query,
+        key=key,
+        value=value,
+        out=out,
+        lse=row,
+        grad_out=out.clone(),
+        grad_lse=row.clone() if lse else None,
+        captured=Captured(captured[: len(wanted)], captured[len(wanted) :]),
+        needs_grad=wanted,
+        scale=SCALE,
+    )
+    backwards.remember(inputs, tensors, again)
+
+
+def known(
+    again: Again | None, tensors: list[Tensor], wanted: list[bool], lse: bool
+) -> BackwardReuse:
+    backwards = BackwardReuse()
+    remember(backwards, tensors, wanted, lse, lambda: again)
     return backwards
 
 
@@ -55,7 +78,7 @@ def test_a_backward_alike(lse: bool) -> None:
     backwards = known(again, saved(scores=2, masks=1), [False, True], lse)
     tensors = saved(scores=2, masks=1)
     grad_out, grad_lse = torch.randn_like(tensors[3]), tensors[4].clone() if lse else None
-    found = backwards.made(grad_out, grad_lse, tensors, SCALE, [False, True])
+    found = backwards.try_fast_path(grad_out, grad_lse, tensors, SCALE, [False, True])
     assert found is not None
     assert len(found) == 5
     assert [None if g is None else g[0].item() for g in found] == [0, 1, 2, None, 3]
@@ -77,7 +100,7 @@ def test_a_gradient_has_the_dtype_of_its_tensor() -> None:
     tensors = saved(scores=1)
     tensors[5] = tensors[5].to(torch.bfloat16)
     backwards = known(Again(totals=1), tensors, [True], False)
-    found = backwards.made(tensors[3].clone(), None, tensors, SCALE, [True])
+    found = backwards.try_fast_path(tensors[3].clone(), None, tensors, SCALE, [True])
     assert found is not None
     assert found[3] is not None
     assert found[3].dtype is torch.bfloat16
@@ -107,7 +130,9 @@ def test_a_backward_that_differs(what: str) -> None:
     call = {"grad_out": None, "grad_lse": None, "tensors": tensors, "scale": SCALE, "wanted": []}
     call |= other_calls()[what]
     grad = call["tensors"][3].clone() if call["grad_out"] is None else call["grad_out"]
-    found = backwards.made(grad, call["grad_lse"], call["tensors"], call["scale"], call["wanted"])
+    found = backwards.try_fast_path(
+        grad, call["grad_lse"], call["tensors"], call["scale"], call["wanted"]
+    )
     assert found is None
     assert not again.seen
 
@@ -116,7 +141,7 @@ def test_a_graph_of_the_backward_itself() -> None:
     tensors = saved()
     backwards = known(Again(), tensors, [], False)
     with torch.enable_grad():
-        assert backwards.made(tensors[3].clone(), None, tensors, SCALE, []) is None
+        assert backwards.try_fast_path(tensors[3].clone(), None, tensors, SCALE, []) is None
 
 
 def test_what_gives_nothing_gives_none() -> None:
@@ -126,12 +151,11 @@ def test_what_gives_nothing_gives_none() -> None:
 
     tensors = saved()
     backwards = known(Refuses(), tensors, [], False)
-    assert backwards.made(tensors[3].clone(), None, tensors, SCALE, []) is None
+    assert backwards.try_fast_path(tensors[3].clone(), None, tensors, SCALE, []) is None
 
 
 def test_learning_ends() -> None:
-    backwards, asked = Backwards(), []
-    for _ in range(_ATTEMPTS + 5):
-        tensors = saved()
-        backwards.learn(tensors[3], None, tensors, SCALE, [], lambda: asked.append(1))
-    assert len(asked) == _ATTEMPTS
+    backwards, asked = BackwardReuse(), []
+    for _ in range(ATTEMPTS + 5):
+        remember(backwards, saved(), [], False, lambda: asked.append(1))
+    assert len(asked) == ATTEMPTS

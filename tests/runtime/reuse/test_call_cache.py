@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import attnkit
 from attnkit import AuxRequest, create_block_mask, flex_attention, masks
 from attnkit.runtime import api
-from attnkit.runtime.reuse import call_cache, fast_path
+from attnkit.runtime.reuse import call_cache
 from attnkit.tracing import guards
 from attnkit.tracing.mask import Mask
 from attnkit.tracing.tracer import trace
@@ -26,20 +26,19 @@ CPU = torch.device("cpu")
 
 class Counter:
     def __init__(self) -> None:
-        self.settled = 0
+        self.prepared = 0
 
 
 @pytest.fixture
 def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
-    count, bind = Counter(), api.Variant.bind
+    count, prepare = Counter(), api.prepare
 
-    def counted(self: Any, *arguments: Any) -> Any:
-        count.settled += 1
-        return bind(self, *arguments)
+    def counted(*arguments: Any) -> Any:
+        count.prepared += 1
+        return prepare(*arguments)
 
-    monkeypatch.setattr(api.Variant, "bind", counted)
-    monkeypatch.setattr(call_cache, "_entries", {})
-    monkeypatch.setattr(fast_path, "_buckets", {})
+    monkeypatch.setattr(api, "prepare", counted)
+    attnkit.clear_caches()
     return count
 
 
@@ -85,12 +84,12 @@ def test_repeated_calls_are_settled_once(counter: Counter) -> None:
         (None, masks.document(documents) & causal),
     ]
     for score_mod, mask in variants:
-        before = counter.settled
+        before = counter.prepared
         for _ in range(3):
             qkv = inputs()
             mask_mod = getattr(mask, "mask_mod", mask)
             check(qkv, score_mod, mask_mod, mask)
-        assert counter.settled == before + 1
+        assert counter.prepared == before + 1
 
 
 def test_new_functions_of_the_same_code_share(counter: Counter) -> None:
@@ -99,10 +98,10 @@ def test_new_functions_of_the_same_code_share(counter: Counter) -> None:
 
     for _ in range(3):
         check(inputs(), biased(torch.randn(2)), window(4))
-    assert counter.settled == 1
+    assert counter.prepared == 1
     check(inputs(), biased(torch.randn(3)), window(4))  # another shape: other proofs
     check(inputs(), biased(torch.randn(2)), window(5))
-    assert counter.settled == 3
+    assert counter.prepared == 3
 
 
 def test_results_of_every_kind(counter: Counter) -> None:
@@ -121,7 +120,7 @@ def test_results_of_every_kind(counter: Counter) -> None:
         assert none == (None, None)
         assert torch.equal(lse, aux.lse)
         torch.testing.assert_close((same, *aux), (dense[0], *dense[1]))
-    assert counter.settled == 2 + 2  # with and without maxima; the oracle
+    assert counter.prepared == 2 + 2  # with and without maxima; the oracle
 
 
 # -- what differs --------------------------------------------------------------------------------
@@ -133,7 +132,7 @@ def test_geometry_and_options(counter: Counter) -> None:
         for length in (LENGTH, 33):
             check(inputs(dtype, length), None, mask)
             check(inputs(dtype, length), None, mask)
-    assert counter.settled == 4
+    assert counter.prepared == 4
     q, k, v = inputs()
     turned = q.transpose(1, 2).contiguous().transpose(1, 2)
     for _ in range(2):
@@ -296,23 +295,23 @@ def test_bounded(monkeypatch: pytest.MonkeyPatch, counter: Counter) -> None:
     for length in (10, 11, 12, 10):
         check(inputs(length=length), None, mask)
     assert len(call_cache._entries) == 2
-    assert counter.settled == 4
+    assert counter.prepared == 4
 
 
 def test_a_trace_that_changed_on_the_way_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     size: Any = 3
     mask = lambda b, h, q, kv: q - kv <= size
-    run = api.launch.run
+    run = api.torch_ops.run
 
     def late(*arguments: Any) -> Any:
         nonlocal size
         result = run(*arguments)
         size = 30
-        guards.traced(mask, "mask", CPU)
+        guards.trace_cached(mask, "mask", CPU)
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(api.launch, "run", late)
+        patch.setattr(api.torch_ops, "run", late)
         flex_attention(*inputs(), block_mask=mask)
     check(inputs(), None, mask)
 
@@ -345,10 +344,10 @@ def test_gradients_are_those_of_the_operators(counter: Counter) -> None:
     mask = lambda b, h, q, kv: (q >= kv) & (table[q] == table[kv])
     qkv = tuple(t.requires_grad_() for t in inputs())
     direct = [gradients(qkv, mod, mask, (bias,)) for _ in range(2)]
-    assert counter.settled == 1
+    assert counter.prepared == 1
     with Seen() as seen:
         through = gradients(qkv, mod, mask, (bias,))
-    assert counter.settled == 1
+    assert counter.prepared == 1
     assert "attnkit.forward.default" in seen.names
     assert "attnkit.backward.default" in seen.names
     for found in direct:
@@ -440,7 +439,7 @@ def test_views_that_are_not_what_memory_holds() -> None:
     q, k, v = inputs()
     for _ in range(2):
         negative = torch._neg_view(q)
-        assert not api.launch.undisturbed([negative])
+        assert not api.torch_ops.undisturbed([negative])
         out = flex_attention(negative, k, v)
         torch.testing.assert_close(out, expected((-q, k, v)))
 

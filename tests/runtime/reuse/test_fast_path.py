@@ -16,13 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnkit
 from attnkit import AuxRequest, create_block_mask, flex_attention, masks
-from attnkit.runtime.reuse import call_cache, fast_path
-from attnkit.util import torch_state
+from attnkit.runtime import reuse
+from attnkit.runtime.reuse import fast_path
+from attnkit.runtime.reuse.entries import ATTEMPTS, LIMIT
+from attnkit.util import torch_private
 
 LENGTH = 40
 
 pytestmark = pytest.mark.skipif(
-    torch_state._Guards is None, reason="torch does not compare tensors"
+    torch_private.alike([]) is None, reason="torch does not compare tensors"
 )
 
 
@@ -35,16 +37,15 @@ class Count:
 
 @pytest.fixture
 def count(monkeypatch: pytest.MonkeyPatch) -> Count:
-    count, made = Count(), fast_path.made
+    count, made = Count(), fast_path.try_fast_path
 
     def counted(*arguments: Any) -> Any:
         found = made(*arguments)
         count.made += found is not None
         return found
 
-    monkeypatch.setattr(fast_path, "made", counted)
-    monkeypatch.setattr(fast_path, "_buckets", {})
-    monkeypatch.setattr(call_cache, "_entries", {})
+    monkeypatch.setattr(reuse, "try_fast_path", counted)
+    attnkit.clear_caches()
     return count
 
 
@@ -298,8 +299,8 @@ def test_bounded(count: Count, monkeypatch: pytest.MonkeyPatch) -> None:
         for shape in shapes:
             flex_attention(torch.randn(shape), torch.randn(shape), torch.randn(shape))
     (bucket,) = (b for b in fast_path._buckets.values() if not b.capturing)
-    assert len(bucket.entries) == fast_path._ENTRIES
-    assert bucket.attempts == fast_path._ATTEMPTS
+    assert len(bucket.entries.all) == LIMIT
+    assert bucket.entries.attempts == ATTEMPTS
 
 
 def test_functions_made_anew_are_not_remembered(count: Count) -> None:
@@ -309,7 +310,7 @@ def test_functions_made_anew_are_not_remembered(count: Count) -> None:
 
 
 def test_without_what_torch_may_lack(count: Count, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_state, "_Guards", None)
+    monkeypatch.setattr(torch_private, "_TENSOR_GUARDS", None)
     qkv = inputs()
     taught(lambda: flex_attention(*qkv))
     with way(count, short=False):

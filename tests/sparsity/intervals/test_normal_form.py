@@ -1,4 +1,4 @@
-"""Interval normal form: exact by brute force, found where it should be, refused where not."""
+"""Interval normal form: equal to brute force, with a reason where a mask has none."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import attnkit
 from attnkit import create_mask, masks
 from attnkit.errors import BoundsError, DeviceError, DTypeError, OptionError
 from attnkit.graph.eval_torch import evaluate
@@ -21,7 +22,7 @@ from attnkit.sparsity.intervals.normal_form import (
     find_intervals,
     intervals_of,
 )
-from attnkit.tracing.guards import traced
+from attnkit.tracing.guards import trace_cached
 from attnkit.tracing.mask import Mask, per_batch, per_head
 from attnkit.tracing.tracer import Traced, trace
 from tests.sparsity.mask_graphs import Case, cases
@@ -46,14 +47,14 @@ REFUSED = [
 
 
 def kept(found: Intervals) -> Tensor:
-    """What the ends in each row say: bool [batch, heads, q_len, kv_len]."""
+    """The mask that the ends of each row describe: bool [batch, heads, q_len, kv_len]."""
     low, high = found.rows().unbind(-1)
     kv = torch.arange(found.shape[3])
     return ((kv >= low[..., None]) & (kv < high[..., None])).any(-2)
 
 
 def check(mask: Callable[..., Any], q_len: int, kv_len: int, batch: int, heads: int) -> int:
-    """The found form equals the dense mask, by its expression and by its rows. -1: none found."""
+    """The form equals the dense mask, by its expression and by its rows; -1 if there is no form."""
     found = intervals_of(mask, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads)
     if isinstance(found, NoIntervals):
         return -1
@@ -271,27 +272,27 @@ def test_float64_masks_are_decided_in_float64() -> None:
     assert counts == [1, 2]
 
 
-# --- the method of Mask
+# --- the public function
 
 
-def test_method() -> None:
-    found = masks.causal().intervals(5, 7)
+def test_public_function() -> None:
+    found = attnkit.intervals(masks.causal(), 5, 7)
     assert found is not None
     assert found.rows().tolist() == [[[[[0, q + 1]] for q in range(5)]]]
-    assert masks.dilated(30, 3).intervals(64, 64) is None
-    padded = masks.padding(torch.tensor([2, 3])).intervals(2, 4, batch=2)
+    assert attnkit.intervals(masks.dilated(30, 3), 64, 64) is None
+    padded = attnkit.intervals(masks.padding(torch.tensor([2, 3])), 2, 4, batch=2)
     assert padded is not None
     assert padded.rows()[:, 0, 0, 0].tolist() == [[0, 2], [0, 3]]
 
 
 def test_bad_input() -> None:
     with pytest.raises(OptionError, match="q_len must be a positive int, got 0"):
-        masks.causal().intervals(0, 4)
+        attnkit.intervals(masks.causal(), 0, 4)
     with pytest.raises(BoundsError, match="has 4 entries"):
-        masks.document(torch.tensor([0, 0, 1, 1])).intervals(8, 4)
+        attnkit.intervals(masks.document(torch.tensor([0, 0, 1, 1])), 8, 4)
     with pytest.raises(DeviceError, match="meta"):
-        masks.document(torch.tensor([0, 1])).intervals(2, 2, device="meta")
-    score = replace(traced(masks.causal(), "mask", torch.device("cpu")))
+        attnkit.intervals(masks.document(torch.tensor([0, 1])), 2, 2, device="meta")
+    score = replace(trace_cached(masks.causal(), "mask", torch.device("cpu")))
     wrong = replace(score, root=score.root.args[0])
     with pytest.raises(DTypeError, match="a mask must be bool"):
         find_intervals(wrong, q_len=2, kv_len=2)

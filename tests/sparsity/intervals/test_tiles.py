@@ -1,4 +1,4 @@
-"""Tiles found from row intervals: those of brute force, or none at all."""
+"""Tiles from row intervals: equal to brute force, or None."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from attnkit import Mask, create_block_mask, create_mask, masks
 from attnkit.sparsity.intervals.normal_form import Intervals, intervals_of
-from attnkit.sparsity.intervals.search import Places, equal_in_order
+from attnkit.sparsity.intervals.search import ValueIndex, equal_in_order
 from attnkit.sparsity.intervals.tiles import tiles_of
 from tests.sparsity.test_hierarchical import check, states_of
 
@@ -29,7 +29,7 @@ ORDERED = {
 def found_tiles(
     mask: Callable[..., Any], sizes: tuple[int, int, int, int], block: tuple[int, int]
 ) -> bool:
-    """Whether tiles are found; they are those of brute force, in both directions."""
+    """Whether row intervals give the tiles; they must equal brute force in both directions."""
     q_len, kv_len, batch, heads = sizes
     found = intervals_of(mask, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads)
     tiles = tiles_of(found, block) if isinstance(found, Intervals) else None
@@ -53,7 +53,7 @@ def test_library(length: int, block: tuple[int, int]) -> None:
 
 @st.composite
 def rows(draw: st.DrawFn) -> Mask:
-    """One interval a row: sorted ends, most of them touching, or any ends at all."""
+    """One interval per row: sorted ends, most of them touching, or random ends."""
     ends = st.lists(st.integers(-5, LENGTH + 5), min_size=LENGTH, max_size=LENGTH)
     low, high = torch.tensor(draw(ends)), torch.tensor(draw(ends))
     if draw(st.booleans()):
@@ -115,14 +115,14 @@ def test_out_of_order(low: list[int], high: list[int]) -> None:
 
 @given(st.lists(st.integers(-3, 9), min_size=1, max_size=30),
        st.lists(st.integers(-4, 10), min_size=1, max_size=9), st.booleans())  # fmt: skip
-def test_two_searches_find_equal_values(ids: list[int], wanted: list[int], ordered: bool) -> None:
+def test_two_searches_find_equal_values(ids: list[int], targets: list[int], ordered: bool) -> None:
     values = torch.tensor([[sorted(ids) if ordered else ids]])
-    rows = torch.tensor(wanted)[None, None, :, None]
+    rows = torch.tensor(targets)[None, None, :, None]
     found = equal_in_order(values, rows)
     assert (found is not None) == (sorted(ids) == values.flatten().tolist())
     if found is None:
         return
-    known = Places(values).equal(rows, 1)
+    known = ValueIndex(values).equal(rows, 1)
     assert known is not None
     for (low, high), (first, stop) in zip(
         torch.cat(found, -1).view(-1, 2).tolist(), torch.cat(known, -1).view(-1, 2).tolist(),

@@ -16,7 +16,7 @@ from attnkit.graph.affine import Side, Sides
 from attnkit.graph.eval_torch import evaluate
 from attnkit.graph.ir import BOOL, F32, I32, SIGNATURES, Node, load
 from attnkit.sparsity.index_bounds import check_bounds
-from attnkit.sparsity.mask_rewrites import equated, regrouped
+from attnkit.sparsity.mask_rewrites import equate, regroup
 from attnkit.sparsity.ranges.boxes import Boxes
 from attnkit.sparsity.ranges.eval_blocks import At, compile_blocks, is_exact
 from attnkit.sparsity.ranges.eval_interval import INT_HIGH, INT_LOW, Interval, transfer
@@ -248,7 +248,7 @@ def test_every_step_on_tiles_is_sound(case: Case, block: tuple[int, int]) -> Non
     """Each node's interval on each tile holds the values of that tile."""
     assume_safe(case)
     sides = Sides()
-    blocks = compile_blocks(regrouped(case.root, sides), sides)
+    blocks = compile_blocks(regroup(case.root, sides), sides)
     domain = domain_of(case, sides)
     tables = Tables(domain, block)
     tables.build(blocks.keys)
@@ -270,7 +270,7 @@ def test_every_step_on_tiles_is_sound(case: Case, block: tuple[int, int]) -> Non
 def test_exact_claims_are_exact(case: Case, block: tuple[int, int]) -> None:
     assume_safe(case)
     sides = Sides()
-    root = regrouped(case.root, sides)
+    root = regroup(case.root, sides)
     assume(is_exact(root, sides))
     blocks = compile_blocks(root, sides)
     tables = Tables(domain_of(case, sides), block)
@@ -290,8 +290,8 @@ def test_rewrites_keep_the_mask(case: Case) -> None:
     assume_safe(case)
     sides = Sides()
     expected = dense(case.root, case.tensors, case)
-    assert torch.equal(dense(regrouped(case.root, sides), case.tensors, case), expected)
-    better = equated(case.root, sides)
+    assert torch.equal(dense(regroup(case.root, sides), case.tensors, case), expected)
+    better = equate(case.root, sides)
     try:
         check_bounds([better], case.tensors, **case.sizes())
     except BoundsError:

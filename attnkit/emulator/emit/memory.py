@@ -1,0 +1,161 @@
+"""Emits loads, stores, atomics, matrix moves and mbarrier operations."""
+
+from __future__ import annotations
+
+from attnkit.emulator.emit.emitter import BYTES, NUMPY, Emitter
+from attnkit.emulator.ptx.kernel import Instr
+
+_SPACES = ("global", "shared", "param", "const", "local")
+
+
+def space_of(c: Instr) -> str:
+    """Return the state space among the modifiers, or "generic"."""
+    for p in c.parts[1:]:
+        name = p.split("::")[0]
+        if name in _SPACES:
+            return name
+    return "generic"
+
+
+def _element(e: Emitter, c: Instr) -> tuple[str, int]:
+    """Return the numpy type of an element, and the number of elements."""
+    kind = c.parts[-1]
+    if kind not in NUMPY:
+        raise e.fail(c)
+    n = next((int(p[1:]) for p in c.parts if p in ("v2", "v4", "v8")), 1)
+    return NUMPY[kind], n
+
+
+def load(e: Emitter, c: Instr) -> list[str]:
+    """Emit ld."""
+    kind, n = _element(e, c)
+    space, regs = space_of(c), e.vector(c.args[0])
+    size = BYTES[kind]
+    if space == "param":
+        return _load_param(e, c, regs, size, kind)
+    kinds = {e.stored(r, size) for r in regs if r != "_"}
+    t = kinds.pop() if len(kinds) == 1 else f"u{size}"
+    if kind[0] == "i" and size < 4:
+        t = kind
+    if space in ("const",):
+        space = "global"
+    out = [f"T=ld_{space}(W,{e.addr(c.args[1])},m,{t},{n})"]
+    for j, r in enumerate(regs):
+        out += e.put(r, f"T[{j}]", t)
+    return out
+
+
+def _load_param(e: Emitter, c: Instr, regs: list[str], size: int, kind: str) -> list[str]:
+    """Emit ld.param."""
+    inner = c.args[1].strip()[1:-1]
+    base, _, off = inner.partition("+")
+    name = base.strip()
+    if name not in e.symbols or e.symbols[name][0] != "param":
+        return [
+            line
+            for j, r in enumerate(regs)
+            for line in e.put(
+                r, f"ld_generic(W,{e.addr(c.args[1])},m,{kind},{len(regs)})[{j}]", kind
+            )
+        ]
+    start = e.symbols[name][1] + int(off or "0", 0)
+    out: list[str] = []
+    for j, r in enumerate(regs):
+        t = e.stored(r, size) if kind[0] != "i" else kind
+        out += e.put(r, f"ld_param(W,{start + j * size},{t})", t)
+    return out
+
+
+def store(e: Emitter, c: Instr) -> list[str]:
+    """Emit st."""
+    if c.parts[1] == "async":
+        return _store_async(e, c)
+    kind, _ = _element(e, c)
+    size, space = BYTES[kind], space_of(c)
+    values = e.vector(c.args[1])
+    kinds = {e.stored(v, size) for v in values}
+    t = kinds.pop() if len(kinds) == 1 else f"u{size}"
+    return [f"st_{space}(W,{e.addr(c.args[0])},m,{t},{e.values(c.args[1], t)})"]
+
+
+def _store_async(e: Emitter, c: Instr) -> list[str]:
+    """Emit st.async to another CTA's shared memory; it completes on that CTA's mbarrier."""
+    kind, _ = _element(e, c)
+    t = f"u{BYTES[kind]}"
+    return [f"st_async(W,{e.addr(c.args[0])},{e.values(c.args[1], t)},{e.addr(c.args[2])},m,{t})"]
+
+
+_ATOMS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
+
+
+def atomic(e: Emitter, c: Instr) -> list[str]:
+    """Emit atom or red."""
+    if c.parts[1] == "async":
+        raise e.fail(c)
+    how, kind = c.option(*_ATOMS), c.parts[-1]
+    if how is None:
+        raise e.fail(c)
+    n = next((int(p[1:]) for p in c.parts if p in ("v2", "v4", "v8")), 1)
+    is_half = kind in ("bf16x2", "f16x2", "f16", "bf16")
+    t = ("u4" if kind.endswith("x2") else "u2") if is_half else NUMPY.get(kind, "")
+    if not t or (c.parts[0] == "atom" and (n > 1 or is_half)):
+        raise e.fail(c)
+    space = space_of(c)
+    at = 1 if c.parts[0] == "atom" else 0
+    fmt = f"'{kind}'" if is_half else "None"
+    if n > 1:
+        args = e.values(c.args[at + 1], t)
+        return [f"red_vector(W,{e.addr(c.args[at])},m,{t},'{how}',{args},{fmt})"]
+    values = "[" + ",".join(e.val(x, t) for x in c.args[at + 1 :][:2]) + "]"
+    call = f"atom_{space}(W,{e.addr(c.args[at])},m,{t},'{how}',{values},{fmt})"
+    return e.put(c.args[0], call, t) or [call] if at else [call]
+
+
+def mbarrier(e: Emitter, c: Instr) -> list[str]:
+    """Emit the mbarrier instructions that do not wait."""
+    what, a = c.parts[1], c.args
+    if what == "init":
+        return [f"mbarrier_init(W,{e.addr(a[0])},{e.val(a[1], 'u4')},m)"]
+    if what == "inval":
+        return [f"mbarrier_inval(W,{e.addr(a[0])},m)"]
+    if what == "expect_tx":
+        return [f"mbarrier_expect_tx(W,{e.addr(a[0])},{e.val(a[1], 'u4')},m)"]
+    if what == "complete_tx":
+        return [f"mbarrier_complete_tx(W,{e.addr(a[0])},{e.val(a[1], 'u4')},m)"]
+    if what in ("arrive", "arrive_drop"):
+        # With a destination the address is the second operand; remote arrivals may have none.
+        at = 0 if a[0].startswith("[") else 1
+        tx = "expect_tx" in c.parts
+        extra = e.val(a[at + 1], "u4") if len(a) > at + 1 else e.const(1, "u4")
+        n = e.const(1, "u4") if tx else extra
+        drop = what == "arrive_drop"
+        rest = f"{extra if tx else 'None'},{drop},{'relaxed' in c.parts}"
+        call = f"mbarrier_arrive(W,{e.addr(a[at])},{n},m,{rest})"
+        return e.put(a[0], call, "u8") or [call] if at else [call]
+    raise e.fail(c)
+
+
+def matrix_move(e: Emitter, c: Instr) -> list[str]:
+    """Emit ldmatrix or stmatrix of 8x8 matrices of 16-bit elements."""
+    if not c.has("m8n8") or c.parts[-1] != "b16":
+        raise e.fail(c)
+    trans = "trans" in c.parts
+    if c.parts[0] == "stmatrix":
+        return [f"stmatrix(W,{e.addr(c.args[0])},{e.values(c.args[1], 'u4')},{trans},m)"]
+    regs = e.vector(c.args[0])
+    out = [f"T=ldmatrix(W,{e.addr(c.args[1])},{len(regs)},{trans},m)"]
+    for j, r in enumerate(regs):
+        out += e.put(r, f"T[{j}]", "u4")
+    return out
+
+
+MEMORY_OPS = {
+    "ld": load,
+    "ldu": load,
+    "st": store,
+    "atom": atomic,
+    "red": atomic,
+    "mbarrier": mbarrier,
+    "ldmatrix": matrix_move,
+    "stmatrix": matrix_move,
+}

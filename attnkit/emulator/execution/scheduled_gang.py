@@ -1,0 +1,264 @@
+"""Runs a gang of warps: divergence as groups of lanes by block, and gangs that split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from attnkit.emulator.execution.generated_kernel import GeneratedKernel
+from attnkit.emulator.faults import Finding, Trap
+from attnkit.emulator.machine.async_groups import WgmmaGroup
+from attnkit.emulator.machine.cluster import Cluster
+from attnkit.emulator.machine.cta import Cta
+from attnkit.emulator.machine.gang import Gang
+from attnkit.emulator.numerics.formats import Lanes
+from attnkit.emulator.ops.wgmma import multiply_group
+
+TURN = 50_000  # blocks that a gang runs before others have their turn
+
+
+class ScheduledGang(Gang):
+    """Runs the blocks of a kernel for the warps of a gang.
+
+    Groups at the same block merge; the group at the lowest block runs first, and another one if
+    that has to wait. A group of whole warps that waits while others do not becomes a gang of its
+    own, so that warps of different roles stop sharing masks.
+
+    Attributes:
+        groups: the mask of each group of lanes, by the block that comes next. Exited lanes are in
+            none.
+        siblings: all gangs of the CTA; gangs that split off are added to it.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        cta: Cta,
+        warps: tuple[int, ...],
+        registers: list[Any],
+        code: GeneratedKernel,
+        siblings: list[ScheduledGang],
+    ) -> None:
+        super().__init__(cluster, cta, warps, registers)
+        self.groups: dict[int, Any] = {}
+        self.siblings = siblings
+        self._code = code
+        self._functions = code.functions(self.width)
+
+    @classmethod
+    def start(
+        cls,
+        cluster: Cluster,
+        cta: Cta,
+        warps: tuple[int, ...],
+        code: GeneratedKernel,
+        siblings: list[ScheduledGang],
+    ) -> ScheduledGang:
+        """Return a gang at the entry of the kernel."""
+        gang = cls(cluster, cta, warps, code.initial_registers(32 * len(warps)), code, siblings)
+        mask = gang.thread < cta.threads
+        gang.groups = {0: gang.full if mask.all() else mask}
+        if gang.launch.recorder is not None:
+            gang.events = gang.launch.recorder.stream(cluster.ids, cta.rank, warps)
+        gang.race = cluster.race
+        if gang.race is not None:
+            gang.clock = gang.race.warp(gang.agent_name)
+        return gang
+
+    # ---- running
+    def run(self) -> bool:
+        """Run until every group waits, yields or is gone; return whether anything ran."""
+        ran = False
+        self.polling = False
+        try:
+            for _ in range(TURN):
+                if not self.groups:
+                    break
+                if len(self.groups) == 1:
+                    ((pc, m),) = self.groups.items()
+                    if m is self.full:
+                        moved, again = self._run_full(pc)
+                        ran |= moved
+                        if not again:
+                            return ran
+                        continue
+                    if self._shed(pc, m):
+                        return True
+                if not self._run_groups():
+                    return ran
+                ran = True
+                if self.yielded:
+                    self.yielded = False
+                    return ran
+        except Trap as trap:
+            raise self.fault(trap, self.line) from None
+        return ran
+
+    def _run_full(self, pc: int) -> tuple[bool, bool]:
+        """Run with all lanes together; return (whether anything ran, whether to go on)."""
+        table, bind = self._functions
+        functions, registers, full, width = table[0], self.R, self.full, self.width
+        count = np.count_nonzero
+        executed, seen, warps = self.launch.executed, self.seen, len(self.warps)
+        events = self.events
+        ran = False
+        for _ in range(TURN):
+            f = functions[pc] or bind(pc, False)
+            result = f(self, registers, full)
+            if result is None:
+                self.groups = {pc: full}
+                return self._leave(pc) or ran, False
+            if events is not None:
+                events.add("block", 0, pc)
+            if type(result) is int:
+                after = result
+            else:
+                p, yes, no = result
+                n = count(p)
+                if n != width and n:
+                    executed[pc] += warps
+                    seen.add(pc)
+                    self.groups = {}
+                    self._add(yes, p)
+                    self._add(no, ~p)
+                    self._part_roles(pc, yes)
+                    return True, True
+                after = yes if n else no
+            ran = True
+            executed[pc] += warps
+            seen.add(pc)
+            pc = after
+            if pc < 0:
+                self.groups = {}
+                self.cta.exited += width
+                return True, False
+            if self.yielded:
+                break
+        self.yielded = False
+        self.groups = {pc: full}
+        return ran, False
+
+    def _run_groups(self) -> bool:
+        """Run one block of the first group that can; False if none can."""
+        table, bind = self._functions
+        for pc in sorted(self.groups):
+            m = self.groups[pc]
+            f = table[1][pc] or bind(pc, True)
+            result = f(self, self.R, m)
+            if result is None:
+                if self._leave(pc):
+                    return True
+                self._split(pc, m)
+                continue
+            if self.events is not None:
+                self.events.add("block", 0, pc)
+            self.launch.executed[pc] += int(np.count_nonzero(m.reshape(-1, 32).any(1)))
+            self.seen.add(pc)
+            del self.groups[pc]
+            if type(result) is int:
+                self._add(result, m)
+            else:
+                p, yes, no = result
+                self._add(yes, m & p)
+                self._add(no, m & ~p)
+            return True
+        return False
+
+    def _add(self, pc: int, m: Any) -> None:
+        """Let the lanes `m` go on at block `pc`; below 0 they exit."""
+        if pc < 0:
+            self.cta.exited += int(np.count_nonzero(m))
+            return
+        if not m.any():
+            return
+        if pc in self.groups:
+            if pc in self.bar_waits:
+                raise Trap("barrier", "lanes of one warp reach a barrier at different times")
+            m = self.groups[pc] | m
+        self.groups[pc] = self.full if m.all() else m
+
+    # ---- splitting
+    def _shed(self, pc: int, m: Any) -> bool:
+        """Go on as a narrower gang, if whole warps have exited; return whether they have."""
+        rows = m.reshape(-1, 32)
+        some = rows.any(1)
+        if some.all():
+            return False
+        self._part(pc, m, some)
+        return True
+
+    def _part_roles(self, pc: int, target: int) -> None:
+        """Part warps that branch at block `pc` and meet no more, if the run is recorded.
+
+        Otherwise one of them would wait for the other.
+        """
+        if self.events is None or len(self.groups) < 2 or not self._code.post_dominators.parts(pc):
+            return
+        rows = self.groups[target].reshape(-1, 32)
+        if (rows.all(1) == rows.any(1)).all():
+            self._part(target, self.groups[target], rows.any(1))
+
+    def _leave(self, pc: int) -> bool:
+        """Part the warps that the block at `pc` found to differ; return whether there were any."""
+        if self.leaving is None:
+            return False
+        lanes, self.leaving = self.leaving, None
+        m, some = self.groups[pc], np.asarray(lanes.reshape(-1, 32).any(1))
+        self._part(pc, m & lanes, some, m & ~lanes)
+        return True
+
+    def _split(self, pc: int, m: Any) -> None:
+        """Part whole warps that wait while others run."""
+        rows = m.reshape(-1, 32)
+        some = rows.any(1)
+        if len(self.groups) > 1 and (rows.all(1) == some).all() and not some.all():
+            self._part(pc, m, some)
+
+    def _part(self, pc: int, m: Any, some: Lanes, rest: Any = None) -> None:
+        """Move the warps `some`, with lanes `m` at block `pc`, to a gang of their own.
+
+        Args:
+            rest: lanes that stay at block `pc`.
+        """
+        multiply_group(
+            self, self.wgmma_current
+        )  # by all the warps that issued it, while they are here
+        lanes = np.flatnonzero(np.repeat(some, 32))
+        warps = tuple(w for w, s in zip(self.warps, some.tolist(), strict=True) if s)
+        registers = [r[lanes] for r in self.R]
+        part = ScheduledGang(self.cluster, self.cta, warps, registers, self._code, self.siblings)
+        mask = m[lanes]
+        part.groups = {pc: part.full if mask.all() else mask}
+        part.why, part.line, part.seen = self.why, self.line, set(self.seen)
+        part.cluster_wait_for = self.cluster_wait_for
+        part.last_polls = dict(self.last_polls)
+        part.tmem_clocks = dict(self.tmem_clocks)
+        if recorder := self.launch.recorder:
+            part.events = recorder.part(self.events, warps)
+        if pc in self.bar_waits:
+            part.bar_waits[pc] = self.bar_waits.pop(pc)
+        part.wgmma_groups = list(self.wgmma_groups)
+        part.wgmma_current.lines = list(self.wgmma_current.lines)
+        self.siblings.append(part)
+        del self.groups[pc]
+        if rest is not None:
+            self._add(pc, rest)
+        if not self.groups:  # the parts have to wait for what is under way
+            self.wgmma_current, self.wgmma_groups = WgmmaGroup(), []
+
+    # ---- reports
+    def block_line(self, pc: int) -> int:
+        """Return the line of the PTX at which a block begins."""
+        return self.launch.kernel.blocks[pc][0].line
+
+    def exit_checks(self) -> None:
+        """Report asynchronous work of these warps that nobody waited for."""
+        left = [g for g in [*self.wgmma_groups, self.wgmma_current] if g.lines]
+        if left:
+            text = "wgmma not waited for at exit"
+            self.launch.note(Finding("unfinished", text, self.place(left[0].lines[0])))
+        if self.st_pending:
+            self.launch.note(
+                Finding("unfinished", "tcgen05.st without wait::st at exit", self.place(0))
+            )

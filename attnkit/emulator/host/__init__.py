@@ -1,0 +1,1 @@
+"""Runs the host code of compiled kernels: arguments come in, captured launches go out."""

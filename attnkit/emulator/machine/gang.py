@@ -1,0 +1,160 @@
+"""Models a gang: warps of one CTA that run in lockstep, as instructions see them.
+
+The word is ISPC's. Registers are vectors with one element per thread of the gang (32, 64, 96 or
+128); instructions work on all of them at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from attnkit.emulator.faults import Finding, KernelFault, Place, Trap
+from attnkit.emulator.machine.async_groups import CopyGroup, WgmmaGroup
+from attnkit.emulator.machine.cluster import Cluster
+from attnkit.emulator.machine.cta import Cta
+from attnkit.emulator.machine.event_recorder import Stream
+from attnkit.emulator.machine.race_detector import Clock, RaceDetector
+from attnkit.emulator.numerics.formats import Lanes, u4
+from attnkit.emulator.ptx.warp_roles import role_of
+
+Mask = Any  # a bool vector of lanes; `full` itself when all lanes are active
+
+
+class Gang:
+    """Holds registers, special registers and unfinished work of warps that run in lockstep.
+
+    Attributes:
+        warps: their numbers in the CTA.
+        width: how many lanes they have.
+        R: registers, each a vector of lanes.
+        full: the mask of all lanes; a mask of all lanes is this very object.
+        line: the line of the PTX that is being executed.
+        seen: the basic blocks that were executed.
+        why: what the gang waits for, in words.
+        yielded: it lets others run before it goes on.
+        polling: it tests again and again what only others can change.
+        leaving: lanes of warps that must leave the gang before its block can run, or None.
+        race, clock: the race detector and the gang's clock, if races are watched.
+        events: where events are recorded, if they are.
+        bar_waits: (number, generation) of the named barrier at which a block waits, by block.
+        cluster_wait_for: the phase of the cluster barrier that was arrived at, or -1.
+        last_polls: what a block that polls global memory last read, by block.
+        cp_current, cp_groups: cp.async since the last commit, and committed groups.
+        wgmma_current, wgmma_groups: the same for wgmma.
+        st_pending: tcgen05.st that were put off.
+        tmem_clocks: clock of the last tcgen05.ld (False) and tcgen05.st (True).
+    """
+
+    def __init__(self, cluster: Cluster, cta: Cta, warps: tuple[int, ...], registers: list[Any]):
+        self.cluster = cluster
+        self.cta = cta
+        self.launch = cluster.launch
+        self.mode = cluster.launch.mode
+        self.memory = cluster.launch.memory
+        self.warps = warps
+        self.width = 32 * len(warps)
+        self.R = registers
+        self.full = np.ones(self.width, bool)
+        self.full.setflags(write=False)
+        self.line = 0
+        self.seen: set[int] = set()
+        self.why = ""
+        self.yielded = self.polling = False
+        self.leaving: Lanes | None = None
+        self.race: RaceDetector | None = None
+        self.clock: Clock | None = None
+        self.events: Stream | None = None
+        self.bar_waits: dict[int, tuple[int, int]] = {}
+        self.cluster_wait_for = -1
+        self.last_polls: dict[int, bytes] = {}
+        self.cp_current = CopyGroup()
+        self.cp_groups: list[CopyGroup] = []
+        self.wgmma_current = WgmmaGroup()
+        self.wgmma_groups: list[WgmmaGroup] = []
+        self.st_pending: list[Callable[[], None]] = []
+        self.tmem_clocks: dict[bool, Clock] = {}
+        self._set_special_registers()
+
+    def _set_special_registers(self) -> None:
+        """Fill the special registers of PTX, as vectors of lanes."""
+        n, cta, launch = self.width, self.cta, self.launch
+        one = np.arange(32, dtype=u4)
+        self.lane = np.tile(one, len(self.warps))
+        self.warp_start = np.repeat(32 * np.arange(len(self.warps)), 32)
+        self.warpid = np.repeat(np.array(self.warps, u4), 32)
+        self.thread = (self.warpid * u4(32) + self.lane).astype(np.int64)
+        self.first_lane = self.lane == 0
+        bx, by, _ = launch.block
+        t = self.thread.astype(u4)
+        self.tid = (t % u4(bx), t // u4(bx) % u4(by), t // u4(bx * by))
+
+        def full(values: tuple[int, ...]) -> tuple[Lanes, ...]:
+            return tuple(np.full(n, v, u4) for v in values)
+
+        shape, grid, at = launch.cluster, launch.grid, cta.ctaid
+        self.ntid, self.nctaid, self.ctaid = full(launch.block), full(grid), full(at)
+        self.cluster_ctaid = full(tuple(x % c for x, c in zip(at, shape, strict=True)))
+        self.cluster_nctaid = full(shape)
+        self.clusterid = full(tuple(x // c for x, c in zip(at, shape, strict=True)))
+        self.nclusterid = full(tuple(g // c for g, c in zip(grid, shape, strict=True)))
+        size = shape[0] * shape[1] * shape[2]
+        linear = at[0] + grid[0] * (at[1] + grid[1] * at[2])
+        self.cluster_rank, self.cluster_size, self.smid, self.nsmid = full(
+            (cta.rank, size, linear % launch.sms, launch.sms)
+        )
+        self.nwarpid, self.warp_size = full((64, 32))
+        total = launch.shared + launch.static.shared_bytes
+        self.dynamic_smem_size, self.total_smem_size = full((launch.shared, total))
+        self.rank_bits = np.full(n, cta.rank << 24, u4)
+
+    # ---- masks
+    def active(self, m: Mask) -> Lanes:
+        """Return the indices of the active lanes."""
+        return np.flatnonzero(m)
+
+    def warps_of(self, m: Mask) -> tuple[int, ...]:
+        """Return the numbers of the warps with an active lane."""
+        if m is self.full:
+            return self.warps
+        some = m.reshape(-1, 32).any(1)
+        return tuple(w for w, s in zip(self.warps, some.tolist(), strict=True) if s)
+
+    def uniform(self, x: Lanes, m: Mask) -> int:
+        """Return the value of `x` in the first active lane."""
+        return int(x[0]) if m is self.full else int(x[m.argmax()])
+
+    def narrowed(self, m: Mask, p: Lanes) -> Mask | None:
+        """Return `m & p`; None if no lane is left, `full` if all are."""
+        n = np.count_nonzero(p)
+        if m is self.full and n == self.width:
+            return m
+        if n == 0:
+            return None
+        out = m & p
+        return out if out.any() else None
+
+    # ---- races
+    @property
+    def agent_name(self) -> str:
+        """Return the gang's name in the race detector."""
+        return f"warp {self.cta.rank}.{self.warps[0]}"
+
+    def issue(self, unit: str, *, ordered: bool) -> Clock | None:
+        """Return the clock of an asynchronous operation that starts here, if races are watched."""
+        if self.race is None or self.clock is None:
+            return None
+        return self.race.issue(self.clock, unit, self.line, ordered=ordered)
+
+    # ---- reports
+    def place(self, line: int) -> Place:
+        """Return where in the kernel this gang stands, for a report."""
+        launch = self.launch
+        role = launch.role(self.warps) or role_of(launch.kernel, self.seen)
+        return Place(self.cta.ctaid, self.warps, role, line, launch.source(line))
+
+    def fault(self, trap: Trap, line: int) -> KernelFault:
+        """Return the fault of an instruction of these warps at `line` of the PTX."""
+        return KernelFault(Finding(trap.kind, trap.text, self.place(line)))

@@ -1,0 +1,160 @@
+"""Holds a launch: the grid of a kernel, its parameters, its mode, and its findings."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from attnkit.emulator.faults import Finding
+from attnkit.emulator.machine.event_recorder import Recorder
+from attnkit.emulator.machine.global_memory import GlobalMemory
+from attnkit.emulator.machine.static_memory import StaticMemory
+from attnkit.emulator.ptx.kernel import PtxKernel, Source
+from attnkit.errors import OptionError
+
+MODES = ("eager", "adversarial", "race")
+LIMIT = 200_000_000  # blocks times warps of a launch, by default
+EARLY = 0.2  # of the requests for another cluster fail early
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Says how to schedule a launch.
+
+    Attributes:
+        name: "eager", "adversarial" or "race".
+        seed: of the adversarial order.
+        late: asynchronous work waits until nothing else can run.
+        race: watch memory for accesses without an order.
+        prompt: probability that asynchronous work runs at once although `late`.
+        strict_loads: a tcgen05.ld is complete only at tcgen05.wait::ld.
+        together: how many clusters run side by side from the start.
+    """
+
+    name: str = "eager"
+    seed: int = 0
+    late: bool = False
+    race: bool = False
+    prompt: float = 0.0
+    strict_loads: bool = False
+    together: int = 8
+
+    @classmethod
+    def of(cls, name: str, seed: int = 0, *, strict_loads: bool = False) -> Mode:
+        """Return the mode of that name; seed 0 of the adversarial mode delays all work, others mix.
+
+        Raises:
+            OptionError: there is no such mode.
+        """
+        if name not in MODES:
+            raise OptionError(f"mode={name!r}: expected one of {', '.join(MODES)}")
+        rng, late = random.Random(seed), name == "adversarial"
+        prompt = 0.0 if seed == 0 else rng.choice((0.0, 0.1, 0.5))
+        together = rng.choice((1, 2, 4)) if late else 2 if name == "race" else cls.together
+        return cls(
+            name,
+            seed,
+            late,
+            name == "race",
+            prompt,
+            strict_loads and name == "race",
+            together,
+        )
+
+
+@dataclass(eq=False)
+class Launch:
+    """Holds one launch of one kernel, and collects its findings.
+
+    Attributes:
+        shared: size of the dynamic shared memory in bytes.
+        names: words for mbarriers, by offset in shared memory.
+        roles: warps by word.
+        sms: how many SMs the GPU says it has.
+        limit: basic blocks, counted per warp, after which the launch is taken for endless.
+        executed: how often a warp executed each basic block.
+        waiting: clusters that were not started yet, by index.
+    """
+
+    kernel: PtxKernel
+    static: StaticMemory
+    memory: GlobalMemory
+    params: bytes
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared: int = 0
+    cluster: tuple[int, int, int] = (1, 1, 1)
+    mode: Mode = field(default_factory=Mode)
+    names: Mapping[int, str] = field(default_factory=dict)
+    roles: Mapping[str, Iterable[int]] = field(default_factory=dict)
+    sms: int = 132
+    limit: int = LIMIT
+    recorder: Recorder | None = None
+    findings: dict[tuple[str, str, int], Finding] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if any(g % c for g, c in zip(self.grid, self.cluster, strict=True)):
+            raise OptionError(f"grid {self.grid} is no multiple of the cluster {self.cluster}")
+        want = self.kernel.threads
+        if want is not None and want != self.threads:
+            raise OptionError(f"block {self.block}: the kernel requires {want} threads")
+        self.executed = [0] * len(self.kernel.blocks)
+        self._sources = {c.line: c.source for c in self.kernel.instructions()}
+        x, y, z = (g // c for g, c in zip(self.grid, self.cluster, strict=True))
+        self.waiting = [(i, j, k) for k in range(z) for j in range(y) for i in range(x)]
+
+    @property
+    def threads(self) -> int:
+        """Return the number of threads of a CTA."""
+        return self.block[0] * self.block[1] * self.block[2]
+
+    @property
+    def grain(self) -> int:
+        """Return the bytes of the smallest store to shared memory, 4 at most."""
+        sizes = {"b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2}
+        sizes_seen = [4]
+        for c in self.kernel.instructions():
+            if c.parts[0] == "st" and any(p.startswith("shared") for p in c.parts):
+                wide = next((int(p[1:]) for p in c.parts if p in ("v2", "v4", "v8")), 1)
+                sizes_seen.append(sizes.get(c.parts[-1], 4) * wide)
+        return min(sizes_seen)
+
+    # ---- reports
+    def source_of(self, line: int) -> Source | None:
+        """Return the line of the program that a line of the PTX comes from."""
+        return self._sources.get(line)
+
+    def source(self, line: int) -> str:
+        """Return the same as "file:line", or "" if it is unknown."""
+        return str(self.source_of(line) or "")
+
+    def role(self, warps: tuple[int, ...]) -> str:
+        """Return the word that `describe` gave for these warps, or ""."""
+        for word, members in self.roles.items():
+            if set(warps) <= set(members):
+                return word
+        return ""
+
+    def note(self, finding: Finding) -> None:
+        """Add a finding; count it if the same was found at the same line."""
+        key = (finding.kind, finding.text, finding.place.line)
+        old = self.findings.get(key)
+        self.findings[key] = replace(old, count=old.count + 1) if old else finding
+
+    # ---- clusters that wait to be launched
+    def cancel(self, rng: random.Random) -> tuple[int, int, int] | None:
+        """Take the next cluster off the queue (cluster launch control) and return its first CTA.
+
+        In the adversarial mode, except with seed 0, some requests fail although clusters wait;
+        those are launched later.
+        """
+        early = self.mode.late and self.mode.seed > 0 and rng.random() < EARLY
+        if early or not self.waiting:
+            return None
+        return self.first_cta(self.waiting.pop(0))
+
+    def first_cta(self, cluster: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Return the index of the first CTA of a cluster."""
+        x, y, z = (i * n for i, n in zip(cluster, self.cluster, strict=True))
+        return x, y, z

@@ -1,0 +1,70 @@
+"""Models the tensor memory of a CTA and its allocation (PTX ISA, "Tensor Memory")."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from attnkit.emulator.faults import Trap
+from attnkit.emulator.numerics.formats import Lanes, u4
+
+TMEM_COLUMNS = 512
+
+
+class TensorMemory:
+    """Holds 512 columns of 128 lanes of 32 bits, and what of them is allocated."""
+
+    def __init__(self) -> None:
+        self._data: Lanes | None = None
+        self.live: dict[int, int] = {}
+        self.relinquished = False
+        self.last = TMEM_COLUMNS  # columns of the last allocation: they must not increase
+        self.collective: list[tuple[str, int, int]] = []  # what the peer CTA has to do as well
+
+    @property
+    def data(self) -> Lanes:
+        """Return the contents [column, lane]; filled with a NaN at first."""
+        if self._data is None:
+            self._data = np.full((TMEM_COLUMNS, 128), 0x7FC0DEAD, u4)
+        return self._data
+
+    def allocate(self, columns: int, group: int = 1) -> int:
+        """Allocate columns and return the first; `group`: CTAs that allocate together."""
+        if columns < 32 or columns > TMEM_COLUMNS or columns & (columns - 1):
+            raise Trap(
+                "tensor-memory", f"tcgen05.alloc of {columns} columns: a power of 2, 32 to 512"
+            )
+        if self.relinquished:
+            raise Trap("tensor-memory", "tcgen05.alloc after relinquish_alloc_permit")
+        if columns > self.last:
+            raise Trap(
+                "tensor-memory",
+                f"tcgen05.alloc of {columns} columns after one of {self.last}: must not increase",
+            )
+        self.last = columns
+        at = 0
+        for base in sorted(self.live):
+            if base - at >= columns:
+                break
+            at = base + self.live[base]
+        if at + columns > TMEM_COLUMNS:
+            raise Trap("tensor-memory", f"no {columns} free columns, allocated: {self.live}")
+        self.live[at] = columns
+        if group == 2:
+            self.collective.append(("alloc", at, columns))
+        return at
+
+    def free(self, base: int, columns: int, group: int = 1) -> None:
+        """Free an allocation."""
+        if group == 2:
+            self.collective.append(("dealloc", base, columns))
+        if self.live.pop(base, None) != columns:
+            raise Trap(
+                "tensor-memory", f"tcgen05.dealloc of {columns} columns at {base}: not allocated"
+            )
+
+    def check(self, column: int, n: int) -> None:
+        """Fault unless `n` columns from `column` on are allocated."""
+        for base, size in self.live.items():
+            if base <= column and column + n <= base + size:
+                return
+        raise Trap("tensor-memory", f"columns {column} to {column + n - 1} are not allocated")

@@ -1,0 +1,1 @@
+"""Computes on vectors of lanes: number formats, arithmetic that numpy lacks, fragment layouts."""

@@ -1,0 +1,72 @@
+"""Converts register fragments of mma and wgmma to matrices and back, for many warps at once.
+
+Lane t of a warp holds row t // 4 of each 8-row half and, of each 16-byte chunk of the other
+dimension, the 4 bytes number t % 4.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from attnkit.emulator.numerics.formats import (
+    ELEMENT_BYTES,
+    STORAGE,
+    Lanes,
+    f4,
+    f32_to_f16,
+    to_f32,
+    u4,
+)
+
+
+def a_operand(regs: list[Lanes], kind: str) -> Lanes:
+    """Return A, [warps, 16, K] float32: register j has row half j % 2, K chunk j // 2."""
+    item = ELEMENT_BYTES[kind]
+    x = np.stack([r.view(u4) for r in regs]).reshape(len(regs) // 2, 2, -1, 8, 4)
+    x = x[..., None].view(STORAGE[item])
+    x = np.ascontiguousarray(x.transpose(2, 1, 3, 0, 4, 5))
+    return to_f32(x.reshape(x.shape[0], 16, -1), kind)
+
+
+def b_operand(regs: list[Lanes], kind: str) -> Lanes:
+    """Return B, [warps, 8, K] float32: register j has K chunk j."""
+    item = ELEMENT_BYTES[kind]
+    x = np.stack([r.view(u4) for r in regs]).reshape(len(regs), -1, 8, 4)
+    x = x[..., None].view(STORAGE[item])
+    x = np.ascontiguousarray(x.transpose(1, 2, 0, 3, 4))
+    return to_f32(x.reshape(x.shape[0], 8, -1), kind)
+
+
+def to_registers(d: Lanes) -> Lanes:
+    """Convert [warps, 16, N] to [N / 2, lanes].
+
+    Register 4 n + 2 h + l is row half h, column 8 n + ... l.
+    """
+    warps, _, n = d.shape
+    x = d.reshape(warps, 2, 8, n // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4)
+    return np.ascontiguousarray(x).reshape(n // 2, warps * 32)
+
+
+def accumulators(regs: list[Any], kind: str) -> list[Lanes]:
+    """Return accumulator registers as float32 (f32, f16 unpacked) or int32 vectors."""
+    if kind == "f32":
+        return [r.view(f4) for r in regs]
+    if kind == "s32":
+        return [r.view(np.int32) for r in regs]
+    out = []
+    for r in regs:
+        pair = r.view(np.float16).astype(f4)
+        out += [pair[0::2], pair[1::2]]
+    return out
+
+
+def packed_accumulators(values: list[Lanes], kind: str) -> list[Lanes]:
+    """Convert the vectors of `accumulators` back, to u4 (f16, s32) or f4 vectors."""
+    if kind == "f32":
+        return values
+    if kind == "s32":
+        return [v.astype(np.int32).view(u4) for v in values]
+    halves = [f32_to_f16(v).astype(u4) for v in values]
+    return [lo | hi << u4(16) for lo, hi in zip(halves[0::2], halves[1::2], strict=True)]

@@ -1,0 +1,320 @@
+"""Computes on vectors of lanes what numpy has no name for; generated code calls these functions.
+
+A vector of lanes has one element per thread of a gang (32, 64, 96 or 128).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from attnkit.emulator.numerics.formats import (
+    Lanes,
+    bf16_to_f32,
+    f4,
+    f8,
+    f16_to_f32,
+    f32_to_bf16,
+    f32_to_bf16_rz,
+    f32_to_f16,
+    f32_to_fp8,
+    f32_to_tf32,
+    fp8_to_f32,
+    u1,
+    u2,
+    u4,
+    u8,
+)
+
+i4, i8 = np.int32, np.int64
+TINY = f4(np.finfo(f4).tiny)
+
+
+def pack2(lo: Lanes, hi: Lanes) -> Lanes:
+    """Pack two 32-bit registers into a 64-bit one."""
+    out = np.empty((lo.size, 2), u4)
+    out[:, 0] = lo
+    out[:, 1] = hi
+    return out.view(u8).ravel()
+
+
+def quad(lo: Lanes, hi: Lanes) -> Lanes:
+    """Pack two 64-bit registers into a b128 one.
+
+    Its 16 opaque bytes are held as complex128, so that `where` can move them.
+    """
+    out = np.empty((lo.size, 2), u8)
+    out[:, 0] = lo
+    out[:, 1] = hi
+    return out.view(np.complex128).ravel()
+
+
+def ftz(x: Lanes) -> Lanes:
+    """Flush subnormals to zero of the same sign."""
+    return x * (np.abs(x) >= TINY)
+
+
+def fma(a: Lanes, b: Lanes, c: Lanes) -> Lanes:
+    """Multiply and add float32: the product is exact in float64, the sum is rounded twice."""
+    return (a.astype(f8) * b + c).astype(f4)
+
+
+def directed(x: Lanes, mode: str, rest: Lanes | None = None) -> Lanes:
+    """Convert float64 to float32, rounding toward zero (rz), down (rm) or up (rp).
+
+    Args:
+        rest: what `x` lacks of the exact value, less than its last bit.
+    """
+    r = x.astype(f4)
+    wide = r.astype(f8)
+    above = (wide > x).astype(np.int8) - (wide < x)
+    if rest is not None:
+        above = np.where(wide == x, -np.sign(rest).astype(np.int8), above)
+    if mode == "rm":
+        return np.where(above > 0, np.nextafter(r, f4(-np.inf)), r)
+    if mode == "rp":
+        return np.where(above < 0, np.nextafter(r, f4(np.inf)), r)
+    return np.where(above * np.sign(x) > 0, np.nextafter(r, f4(0)), r)
+
+
+def directed_sum(a: Lanes, b: Lanes, mode: str) -> Lanes:
+    """Add float64 values, each exact, and round once to float32 as `directed` does."""
+    s = a + b
+    t = s - a
+    rest = (a - (s - t)) + (b - t)  # what the float64 sum lacks
+    rest = np.where(np.isfinite(rest), rest, 0.0)
+    out = directed(s, mode, rest)
+    if mode != "rm":
+        return out
+    positive = ~(np.signbit(a) | np.signbit(b))
+    return np.where((s == 0) & (rest == 0) & ~positive, f4(-0.0), out)
+
+
+_HALF, _ONE, _SIXTEEN, _UPPER = u4(0x7FFF), u4(1), u4(16), u4(0xFFFF0000)
+
+
+def bf16x2(hi: Lanes, lo: Lanes) -> Lanes:
+    """Round two float32 to a packed pair of bf16."""
+    total = hi + lo
+    if (total != total).any():  # a NaN, or infinities of both signs
+        return (f32_to_bf16(hi).astype(u4) << _SIXTEEN) | f32_to_bf16(lo)
+    bits = np.concatenate((hi, lo)).view(u4)
+    bits += ((bits >> _SIXTEEN) & _ONE) + _HALF
+    n = hi.size
+    return (bits[:n] & _UPPER) | (bits[n:] >> _SIXTEEN)
+
+
+def f16x2(hi: Lanes, lo: Lanes) -> Lanes:
+    """Round two float32 to a packed pair of f16."""
+    return (f32_to_f16(hi).astype(u4) << u4(16)) | f32_to_f16(lo)
+
+
+def bf16x2_rz(hi: Lanes, lo: Lanes) -> Lanes:
+    """Round two float32 toward zero to a packed pair of bf16."""
+    return (f32_to_bf16_rz(hi).astype(u4) << u4(16)) | f32_to_bf16_rz(lo)
+
+
+def fp8x2(hi: Lanes, lo: Lanes, kind: str) -> Lanes:
+    """Round two float32 to a packed pair of fp8."""
+    return (f32_to_fp8(hi, kind).astype(u2) << u2(8)) | f32_to_fp8(lo, kind)
+
+
+def fp8x2_to_f16x2(x: Lanes, kind: str) -> Lanes:
+    """Convert a packed pair of fp8 to one of f16."""
+    lo, hi = (x & u2(0xFF)).astype(u1), (x >> u2(8)).astype(u1)
+    return f16x2(fp8_to_f32(hi, kind), fp8_to_f32(lo, kind))
+
+
+def f16x2_to_fp8x2(x: Lanes, kind: str) -> Lanes:
+    """Convert a packed pair of f16 to one of fp8."""
+    hi, lo = halves(x, "f16")
+    return fp8x2(hi, lo, kind)
+
+
+def halves(x: Lanes, kind: str) -> tuple[Lanes, Lanes]:
+    """Return (high, low) of a packed pair as float32."""
+    if kind == "bf16":
+        return (x & u4(0xFFFF0000)).view(f4), (x << u4(16)).view(f4)
+    return f16_to_f32((x >> u4(16)).astype(u2)), f16_to_f32((x & u4(0xFFFF)).astype(u2))
+
+
+def packed(fn: Callable[..., Lanes], kind: str, *xs: Lanes) -> Lanes:
+    """Apply `fn` to float32 of both halves, and round back to the 16-bit format."""
+    pairs = [halves(x, kind) for x in xs]
+    hi, lo = fn(*[p[0] for p in pairs]), fn(*[p[1] for p in pairs])
+    return bf16x2(hi, lo) if kind == "bf16" else f16x2(hi, lo)
+
+
+def half(fn: Callable[..., Lanes], kind: str, *xs: Lanes) -> Lanes:
+    """Apply `fn` to float32 of 16-bit operands, and round back."""
+    if kind == "bf16":
+        return f32_to_bf16(fn(*[bf16_to_f32(x) for x in xs]))
+    return f32_to_f16(fn(*[f16_to_f32(x) for x in xs]))
+
+
+def idiv(a: Lanes, b: Lanes) -> Lanes:
+    """Divide integers toward zero; by zero gives all ones, as NVIDIA's code sequence does."""
+    if a.dtype.kind == "u":
+        quotient: Lanes = np.where(b == 0, ~a.dtype.type(0), a // np.maximum(b, a.dtype.type(1)))
+        return quotient
+    wide = a.astype(i8)
+    div = np.where(b == 0, 1, b).astype(i8)
+    q = np.abs(wide) // np.abs(div) * (np.sign(wide) * np.sign(div))
+    out: Lanes = np.where(b == 0, -1, q).astype(a.dtype)
+    return out
+
+
+def irem(a: Lanes, b: Lanes) -> Lanes:
+    """Return the remainder of `idiv`."""
+    with np.errstate(over="ignore"):
+        out: Lanes = (a - idiv(a, b) * b).astype(a.dtype)
+    return out
+
+
+def mulhi64(a: Lanes, b: Lanes) -> Lanes:
+    """Return the upper 64 bits of products of unsigned 64-bit integers."""
+    prod = [(x * y) >> 64 for x, y in zip(a.tolist(), b.tolist(), strict=True)]
+    return np.array(prod, u8)
+
+
+def shl(a: Lanes, n: Lanes, bits: int) -> Lanes:
+    """Shift left; by `bits` or more gives 0."""
+    s: Lanes = a << np.minimum(n, u4(bits - 1)).astype(a.dtype)
+    out: Lanes = np.where(n < bits, s, a.dtype.type(0))
+    return out
+
+
+def shr(a: Lanes, n: Lanes, bits: int) -> Lanes:
+    """Shift right, arithmetically if `a` is signed; by `bits` or more fills with the sign or 0."""
+    s: Lanes = a >> np.minimum(n, u4(bits - 1)).astype(a.dtype)
+    out: Lanes = s if a.dtype.kind == "i" else np.where(n < bits, s, a.dtype.type(0))
+    return out
+
+
+def funnel(lo: Lanes, hi: Lanes, n: Lanes, left: bool, clamp: bool) -> Lanes:
+    """Shift a pair of b32 as shf.l or shf.r do."""
+    k = np.minimum(n, u4(32)) if clamp else n & u4(31)
+    both = (hi.astype(u8) << u8(32)) | lo
+    k8 = k.astype(u8)
+    return (((both << k8) >> u8(32)) if left else (both >> k8)).astype(u4)
+
+
+def prmt(a: Lanes, b: Lanes, sel: Lanes) -> Lanes:
+    """Permute bytes, in the default mode (PTX ISA, prmt)."""
+    both = (b.astype(u8) << u8(32)) | a
+    out = np.zeros(a.size, u4)
+    for i in range(4):
+        s = (sel >> u4(4 * i)) & u4(15)
+        byte = ((both >> ((s & u4(7)).astype(u8) * u8(8))) & u8(0xFF)).astype(u4)
+        sign = np.where(byte & u4(0x80), u4(0xFF), u4(0))
+        out |= np.where(s & u4(8), sign, byte) << u4(8 * i)
+    return out
+
+
+def lop3(a: Lanes, b: Lanes, c: Lanes, table: int) -> Lanes:
+    """Apply the Boolean function of three operands that `table` holds (PTX ISA, lop3)."""
+    out = np.zeros(a.size, u4)
+    for i in range(8):
+        if table >> i & 1:
+            out |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+    return out
+
+
+def bfe(a: Lanes, pos: Lanes, length: Lanes) -> Lanes:
+    """Extract a bit field; signed for signed `a` (PTX ISA, bfe)."""
+    bits = a.dtype.itemsize * 8
+    p, n = (pos & u4(255)).astype(i8), (length & u4(255)).astype(i8)
+    out = np.zeros(a.size, object)
+    for i, (x, q, k) in enumerate(zip(a.tolist(), p.tolist(), n.tolist(), strict=True)):
+        field = (x & ((1 << bits) - 1)) >> q if q < bits else 0
+        field &= (1 << k) - 1
+        if a.dtype.kind == "i" and k:
+            top = min(q + k - 1, bits - 1)
+            if x >> top & 1:
+                field |= -1 << min(k, bits - q if q < bits else 0)
+        out[i] = field & ((1 << bits) - 1)
+    return out.astype(f"u{a.dtype.itemsize}").view(a.dtype)
+
+
+def bfi(a: Lanes, b: Lanes, pos: Lanes, length: Lanes) -> Lanes:
+    """Insert a bit field of `a` into `b` (PTX ISA, bfi)."""
+    bits = u8(a.dtype.itemsize * 8)
+    p = np.minimum((pos & u4(255)).astype(u8), u8(63))
+    n = np.minimum((length & u4(255)).astype(u8), u8(63))
+    mask = np.where((length & u4(255)) >= bits, ~u8(0), (u8(1) << n) - u8(1)) << p
+    mask = np.where((pos & u4(255)) >= bits, u8(0), mask)
+    return ((b.astype(u8) & ~mask) | ((a.astype(u8) << p) & mask)).astype(a.dtype)
+
+
+def popc(a: Lanes) -> Lanes:
+    """Count the bits that are set."""
+    return np.bitwise_count(a).astype(u4)
+
+
+def clz(a: Lanes) -> Lanes:
+    """Count the leading zeros."""
+    n = a.dtype.itemsize * 8
+    return np.array([n - int(x).bit_length() for x in a.tolist()], u4)
+
+
+def brev(a: Lanes) -> Lanes:
+    """Reverse the bits."""
+    n = a.dtype.itemsize * 8
+    return np.array([int(f"{x:0{n}b}"[::-1], 2) for x in a.tolist()], a.dtype)
+
+
+def bfind(a: Lanes) -> Lanes:
+    """Return the highest bit that is set or, for negative numbers, clear (PTX ISA, bfind)."""
+    if a.dtype.kind == "i":
+        a = np.where(a < 0, ~a, a)
+    return np.array([(x.bit_length() - 1) & 0xFFFFFFFF for x in a.tolist()], u4)
+
+
+_INTEGRAL = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
+
+
+def float_to_int(x: Lanes, mode: str, dtype: Any) -> Lanes:
+    """Convert to an integer: out of range saturates, NaN is 0 for f32 (PTX ISA, cvt)."""
+    info = np.iinfo(dtype)
+    y = np.nan_to_num(_INTEGRAL[mode](x.astype(f8)), nan=0.0, posinf=2.0**70, neginf=-(2.0**70))
+    big, small = y >= float(info.max), y <= float(info.min)
+    out = np.where(big | small, 0, y).astype(dtype)
+    return np.where(big, dtype(info.max), np.where(small, dtype(info.min), out))
+
+
+def int_to_int(x: Lanes, dtype: Any) -> Lanes:
+    """Convert between integers with saturation (cvt.sat)."""
+    info = np.iinfo(dtype)
+    lo = max(int(info.min), int(np.iinfo(x.dtype).min))
+    hi = min(int(info.max), int(np.iinfo(x.dtype).max))
+    return np.clip(x, lo, hi).astype(dtype)
+
+
+NAMESPACE: dict[str, Any] = {
+    "np": np,
+    "where": np.where,
+    "f2": np.float16,
+    "f4": f4,
+    "f8": f8,
+    "i1": np.int8,
+    "i2": np.int16,
+    "i4": i4,
+    "i8": i8,
+    "u1": u1,
+    "u2": u2,
+    "u4": u4,
+    "u8": u8,
+    "c16": np.complex128,
+    "count": np.count_nonzero,
+    **{
+        f.__name__: f
+        for f in (
+            pack2, quad, ftz, fma, directed, directed_sum, bf16x2, f16x2, bf16x2_rz, fp8x2, fp8x2_to_f16x2,
+            f16x2_to_fp8x2, halves, packed, half, idiv, irem, mulhi64, shl, shr, funnel, prmt, lop3, bfe,
+            bfi, popc, clz, brev, bfind, float_to_int, int_to_int, bf16_to_f32, f16_to_f32,
+            f32_to_bf16, f32_to_bf16_rz, f32_to_f16, f32_to_tf32,
+        )
+    },
+}  # fmt: skip

@@ -1,0 +1,123 @@
+"""Executes atomics on shared, global and generic addresses (PTX ISA, atom and red).
+
+Lanes act in order of their number. Lanes with addresses of their own act at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from attnkit.emulator.faults import Trap
+from attnkit.emulator.machine.gang import Gang, Mask
+from attnkit.emulator.numerics.formats import Lanes, u8
+from attnkit.emulator.numerics.lane_arithmetic import half, packed
+from attnkit.emulator.ops.loads_stores import (
+    generic_space,
+    global_offsets,
+    items_of,
+    masks_by_rank,
+    shared_offsets,
+)
+
+_REDUCE: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lambda a, b: a + b,
+    "min": lambda a, b: np.fmin(a, b) if a.dtype.kind == "f" else np.minimum(a, b),
+    "max": lambda a, b: np.fmax(a, b) if a.dtype.kind == "f" else np.maximum(a, b),
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+    "xor": lambda a, b: a ^ b,
+    "exch": lambda a, b: b,
+    "inc": lambda a, b: np.where(a >= b, a.dtype.type(0), a + a.dtype.type(1)),
+    "dec": lambda a, b: np.where((a == 0) | (a > b), b, a - a.dtype.type(1)),
+}
+
+
+def combine(how: str, fmt: str | None, old: Any, new: Any) -> Any:
+    """Combine `old` with `new`; `fmt` names a 16-bit float format held as bits."""
+    fn = _REDUCE[how]
+    if fmt is None:
+        return fn(old, new)
+    kind = fmt.removesuffix("x2")
+    one = packed if fmt.endswith("x2") else half
+    return one(fn, kind, np.atleast_1d(old), np.atleast_1d(new))
+
+
+def _combined(how: str, fmt: str | None, old: Lanes, values: list[Lanes]) -> Lanes:
+    """Return what an atomic stores."""
+    if how == "cas":
+        swapped: Lanes = np.where(old == values[0], values[1], old)
+        return swapped
+    out: Lanes = combine(how, fmt, old, values[0])
+    return out
+
+
+def _apply(view: Lanes, i: Lanes, how: str, fmt: str | None, values: list[Lanes]) -> Lanes:
+    """Act on items `i` of `view`, one per lane in order; return what was there before each."""
+    if np.unique(i).size == i.size:
+        old: Lanes = view[i]
+        view[i] = _combined(how, fmt, old, values)
+        return old
+    found = np.empty(i.size, view.dtype)
+    for lane, at in enumerate(i.tolist()):
+        one = slice(at, at + 1)
+        found[lane] = view[at]
+        view[one] = _combined(how, fmt, view[one], [v[lane : lane + 1] for v in values])
+    return found
+
+
+def atom_global(
+    gang: Gang, a: Lanes, m: Mask, dt: Any, how: str, values: list[Lanes], fmt: str | None
+) -> Lanes:
+    """Execute atom on global memory; return the old values."""
+    item, rest = np.dtype(dt).itemsize, m
+    old = np.zeros(gang.width, dt)
+    while True:
+        b, off, part = global_offsets(gang, a, rest, item)
+        gang.memory.check_defined(b, off, item)
+        view, i = items_of(b, off, dt)
+        old[part] = _apply(view, i, how, fmt, [v[part] for v in values])
+        rest = rest & ~part
+        if part is gang.full or not rest.any():
+            break
+    gang.cluster.events += 1
+    return old
+
+
+def red_vector(
+    gang: Gang, a: Lanes, m: Mask, dt: Any, how: str, values: list[Lanes], fmt: str | None
+) -> None:
+    """Execute red on a vector of elements of global memory."""
+    item = np.dtype(dt).itemsize
+    for j, v in enumerate(values):
+        atom_global(gang, a + u8(j * item), m, dt, how, [v], fmt)
+
+
+def atom_shared(
+    gang: Gang, a: Lanes, m: Mask, dt: Any, how: str, values: list[Lanes], fmt: str | None
+) -> Lanes:
+    """Execute atom on shared memory; return the old values."""
+    item = np.dtype(dt).itemsize
+    old = np.zeros(gang.width, dt)
+    for part in masks_by_rank(gang, a, m):
+        rank, off = shared_offsets(gang, a, part, item)
+        if gang.race is not None and gang.clock is not None:
+            i = gang.race.shared(rank, off, item)
+            gang.race.atomic(i, gang.clock, line=gang.line)
+        view = gang.cluster.ctas[rank].view(dt, 1)
+        old[part] = _apply(view, off // item, how, fmt, [v[part] for v in values])
+    gang.cluster.events += 1
+    return old
+
+
+def atom_generic(
+    gang: Gang, a: Lanes, m: Mask, dt: Any, how: str, values: list[Lanes], fmt: str | None
+) -> Lanes:
+    """Execute atom on generic addresses; return the old values."""
+    kind = generic_space(gang, a, m)
+    if kind == "local":
+        raise Trap("bounds", "atomic on local memory")
+    on = atom_shared if kind == "shared" else atom_global
+    return on(gang, a, m, dt, how, values, fmt)

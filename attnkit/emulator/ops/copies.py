@@ -1,0 +1,373 @@
+"""Executes asynchronous copies: cp.async, bulk copies, TMA and st.async (PTX ISA)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from attnkit.emulator.faults import Trap
+from attnkit.emulator.machine.address_spaces import OFFSET_MASK, RANK_SHIFT
+from attnkit.emulator.machine.async_groups import BulkGroups, CopyGroup, Work
+from attnkit.emulator.machine.gang import Gang, Mask
+from attnkit.emulator.machine.race_detector import Clock
+from attnkit.emulator.machine.tensor_maps import TensorMap, select
+from attnkit.emulator.numerics.formats import Lanes, u1
+from attnkit.emulator.ops.atomics import combine
+from attnkit.emulator.ops.barriers import lanes_by_address
+
+_KINDS = {"f16": "f2", "s32": "i4", "u32": "u4", "s64": "i8", "u64": "u8", "f32": "f4", "f64": "f8"}
+_KINDS |= {"b32": "u4", "b64": "u8"}
+
+
+# ---- cp.async (non-bulk)
+def cp_async(gang: Gang, dst: Lanes, src: Lanes, n: int, valid: Lanes, m: Mask) -> None:
+    """Copy `valid` bytes per lane, and fill with zeros up to n."""
+    lanes = gang.active(m).tolist()
+    for lane in lanes:
+        if int(dst[lane]) % n or (int(valid[lane]) and int(src[lane]) % n):
+            raise Trap("alignment", f"cp.async of {n} bytes from {int(src[lane]):#x}")
+    args = [(int(dst[i]), int(src[i]), int(valid[i])) for i in lanes]
+    clock = gang.issue(f"cp.async of {gang.agent_name}", ordered=False)
+
+    def work(line: int = gang.line) -> None:
+        for d, s, k in args:
+            data = np.zeros(n, u1)
+            if k:
+                b = gang.memory.find(s, s + k)
+                gang.memory.check_defined(b, s - b.base, k)
+                data[:k] = b.data[s - b.base : s - b.base + k]
+            gang.cluster.write_shared(d, data, clock, line, generic=True)
+
+    if gang.mode.late:
+        gang.cp_current.work.append(work)
+    else:
+        work()
+    if clock is not None:
+        gang.cp_current.clocks.append(clock)
+
+
+def cp_async_commit(gang: Gang) -> None:
+    """Execute cp.async.commit_group."""
+    gang.cp_groups.append(gang.cp_current)
+    gang.cp_current = CopyGroup()
+
+
+def cp_async_wait(gang: Gang, n: int) -> bool:
+    """Execute cp.async.wait_group n, or wait_all for n < 0."""
+    if n < 0:
+        cp_async_commit(gang)
+        n = 0
+    while len(gang.cp_groups) > n:
+        _complete_copies(gang, gang.cp_groups.pop(0))
+    return True
+
+
+def _complete_copies(gang: Gang, group: CopyGroup) -> None:
+    """Complete the copies of a group, and learn that they are done."""
+    for work in group.work:
+        work()
+    for clock in group.clocks:
+        if gang.clock is not None:
+            gang.clock.join(clock.known, clock.fenced)
+
+
+def cp_async_arrive(gang: Gang, a: Lanes, m: Mask, noinc: bool) -> None:
+    """Arrive at an mbarrier once all earlier cp.async of the threads are done."""
+    groups = [*gang.cp_groups, gang.cp_current]
+    work = [w for g in groups for w in g.work]
+    for g in groups:
+        g.work = []
+    clocks = [c for g in groups for c in g.clocks]
+    targets = lanes_by_address(gang, a, m)
+    for address, n in targets:
+        if not noinc:
+            gang.cluster.mbarrier(address).pending += n
+
+    def done() -> None:
+        for w in work:
+            w()
+        for address, n in targets:
+            b = gang.cluster.mbarrier(address)
+            for c in clocks:
+                b.release(c)
+            b.release(gang.clock)
+            b.arrive(n)
+
+    gang.cluster.submit("copy", done, gang)
+
+
+# ---- TMA
+def tma_load(
+    gang: Gang, dst: Lanes, desc: Lanes, at: list[Lanes], bar: Lanes, m: Mask, mask: Lanes | None
+) -> None:
+    """Load a box of a tensor map to shared memory; with `mask`, to the same offset of many CTAs."""
+    for lane in gang.active(m).tolist():
+        tm = gang.cta.tensor_map(int(desc[lane]))
+        coords = [int(c[lane]) for c in at]
+        if len(coords) != len(tm.dims):
+            raise Trap("descriptor", f"{len(coords)} coordinates for a map of rank {len(tm.dims)}")
+        d, b = int(dst[lane]), int(bar[lane])
+        for x, y in _multicast_targets(gang, d, b, mask, lane):
+            clock = gang.issue(f"TMA load to {gang.cluster.mbarrier(y).name}", ordered=False)
+            work = _load_work(gang, tm, coords, x, y, clock)
+            record_load(gang, tm.box_bytes, y)
+            gang.cluster.submit("copy", work, gang)
+        gang.cluster.record("tma", tm.box_bytes)
+
+
+def record_load(gang: Gang, size: int, bar: int) -> None:
+    """Record a copy that will complete on the barrier at `bar`."""
+    if gang.events is not None:
+        b = gang.cluster.mbarrier(bar)
+        gang.events.add("load", gang.line, size, b, b.flips)
+
+
+def _multicast_targets(
+    gang: Gang, d: int, b: int, mask: Lanes | None, lane: int
+) -> list[tuple[int, int]]:
+    """Return (destination, barrier) of each CTA that a copy goes to."""
+    if mask is None:
+        return [(d, b)]
+    ranks = [r for r in range(16) if int(mask[lane]) >> r & 1]
+    if any(r >= len(gang.cluster.ctas) for r in ranks):
+        raise Trap("bounds", f"multicast to ranks {ranks} of a smaller cluster")
+    return [(d & OFFSET_MASK | r << RANK_SHIFT, b & OFFSET_MASK | r << RANK_SHIFT) for r in ranks]
+
+
+def _load_work(
+    gang: Gang, tm: TensorMap, at: list[int], dst: int, bar: int, clock: Clock | None
+) -> Work:
+    """Return what completes a TMA load."""
+
+    def work(line: int = gang.line) -> None:
+        dt = np.dtype(f"u{tm.item}")
+        dense = np.zeros(tm.box[::-1], dt)
+        box = select(tm, at)
+        if box is not None:
+            b = gang.memory.find(box.address, box.address + box.size)
+            gang.memory.check_defined(b, box.address - b.base, box.size)
+            view: Lanes = np.ndarray(box.shape, dt, b.data.data, box.address - b.base, box.strides)
+            dense[box.slices] = view
+        gang.cluster.write_swizzled(dst, dense.reshape(-1).view(u1), tm, clock, line)
+        gang.cluster.complete_tx(bar, tm.box_bytes, clock)
+
+    return work
+
+
+def tma_store(
+    gang: Gang, desc: Lanes, at: list[Lanes], src: Lanes, m: Mask, how: str | None
+) -> None:
+    """Store or reduce a box of shared memory to global memory.
+
+    The compiler leaves out elect.sync before plain stores: the machine instruction is one per warp.
+    Lanes of a warp that ask for the same are therefore one store.
+    """
+    lanes = gang.active(m)
+    if how is None and lanes.size > 1:
+        lanes = _distinct_stores(gang, lanes, [desc, src, *at])
+    for lane in lanes.tolist():
+        tm, s = gang.cta.tensor_map(int(desc[lane])), int(src[lane])
+        coords = [int(c[lane]) for c in at]
+        clock = gang.issue(f"TMA store of {gang.agent_name}", ordered=False)
+        box = select(tm, coords)
+        if clock is not None and box is not None:
+            gang.cluster.note_swizzled_read(s, tm, box, clock, gang.line)
+        _issue_bulk_store(gang, lane, _store_work(gang, tm, coords, s, how), clock, tm.box_bytes)
+        gang.cluster.record("tma", tm.box_bytes)
+
+
+def _distinct_stores(gang: Gang, lanes: Lanes, fields: list[Lanes]) -> Lanes:
+    """Return the lanes whose operands differ from those of all lanes before."""
+    keys = np.stack([gang.warp_start[lanes], *(f[lanes].astype(np.int64) for f in fields)])
+    _, first = np.unique(keys, axis=1, return_index=True)
+    return lanes[np.sort(first)]
+
+
+def _store_work(gang: Gang, tm: TensorMap, at: list[int], src: int, how: str | None) -> Work:
+    """Return what completes a TMA store."""
+
+    def work() -> None:
+        raw = gang.cluster.read_swizzled(src, tm)
+        box = select(tm, at)
+        if box is None:
+            return
+        dt = np.dtype(f"u{tm.item}")
+        dense = raw.view(dt).reshape(tm.box[::-1])[box.slices]
+        b = gang.memory.find(box.address, box.address + box.size)
+        out: Lanes = np.ndarray(box.shape, dt, b.data.data, box.address - b.base, box.strides)
+        if how is None:
+            out[...] = dense
+        else:
+            fmt = tm.kind if tm.kind in ("f16", "bf16") else None
+            arith = dt if fmt else np.dtype(tm.kind)
+            new = combine(how, fmt, out.view(arith), dense.view(arith))
+            out.view(arith)[...] = new
+        if b.written is not None:
+            mark: Lanes = np.ndarray(
+                (*box.shape, tm.item),
+                bool,
+                b.written.data,
+                box.address - b.base,
+                (*box.strides, 1),
+            )
+            mark[...] = True
+
+    return work
+
+
+# ---- bulk copies without a tensor map
+def bulk_load(
+    gang: Gang, dst: Lanes, src: Lanes, n: Lanes, bar: Lanes, m: Mask, mask: Lanes | None
+) -> None:
+    """Copy bytes of global memory to shared memory, of many CTAs with `mask`."""
+    for lane in gang.active(m).tolist():
+        s, size = int(src[lane]), _checked(int(dst[lane]), int(src[lane]), int(n[lane]))
+        for d, b in _multicast_targets(gang, int(dst[lane]), int(bar[lane]), mask, lane):
+            clock = gang.issue(f"bulk load to {gang.cluster.mbarrier(b).name}", ordered=False)
+            record_load(gang, size, b)
+            gang.cluster.submit("copy", _bulk_work(gang, d, s, size, b, clock), gang)
+        gang.cluster.record("tma", size)
+
+
+def _bulk_work(gang: Gang, dst: int, src: int, size: int, bar: int, clock: Clock | None) -> Work:
+    """Return what completes a bulk load."""
+
+    def work(line: int = gang.line) -> None:
+        b = gang.memory.find(src, src + size)
+        gang.memory.check_defined(b, src - b.base, size)
+        data = b.data[src - b.base : src - b.base + size]
+        gang.cluster.write_shared(dst, data, clock, line, generic=False)
+        gang.cluster.complete_tx(bar, size, clock)
+
+    return work
+
+
+def bulk_remote(
+    gang: Gang, dst: Lanes, src: Lanes, n: Lanes, bar: Lanes, m: Mask, how: str | None, kind: str
+) -> None:
+    """Copy shared memory to the shared memory of another CTA of the cluster."""
+    for lane in gang.active(m).tolist():
+        d, s, b = int(dst[lane]), int(src[lane]), int(bar[lane])
+        size = _checked(d, s, int(n[lane]))
+        clock = gang.issue(f"copy to {gang.cluster.mbarrier(b).name}", ordered=False)
+        record_load(gang, size, b)
+        work = _remote_work(gang, d, s, size, b, clock, (how, kind))
+        gang.cluster.submit("copy", work, gang)
+        gang.cluster.record("tma", size)
+
+
+def _remote_work(
+    gang: Gang,
+    dst: int,
+    src: int,
+    size: int,
+    bar: int,
+    clock: Clock | None,
+    how: tuple[str | None, str],
+) -> Work:
+    """Return what completes a copy to another CTA."""
+
+    def work(line: int = gang.line) -> None:
+        cluster = gang.cluster
+        data = cluster.read_shared(src, size, clock, line)
+        if how[0] is not None:
+            dt = _KINDS[how[1]]
+            old = cluster.read_shared(dst, size, None, line)
+            data = combine(how[0], None, old.view(dt), data.view(dt)).view(u1)
+        cluster.write_shared(dst, data, clock, line, generic=False)
+        cluster.complete_tx(bar, size, clock)
+
+    return work
+
+
+def bulk_store(
+    gang: Gang, dst: Lanes, src: Lanes, n: Lanes, m: Mask, how: str | None, kind: str
+) -> None:
+    """Store or reduce bytes of shared memory to global memory."""
+    for lane in gang.active(m).tolist():
+        d, s = int(dst[lane]), int(src[lane])
+        size = _checked(d, s, int(n[lane]))
+        clock = gang.issue(f"bulk store of {gang.agent_name}", ordered=False)
+        if clock is not None:
+            gang.cluster.read_shared(s, size, clock, gang.line)
+
+        def work(d: int = d, s: int = s, size: int = size) -> None:
+            data = gang.cluster.read_shared(s, size, None, 0)
+            b = gang.memory.find(d, d + size)
+            out = b.data[d - b.base : d - b.base + size]
+            if how is None:
+                out[:] = data
+            else:
+                fmt = kind if kind in ("f16", "bf16") else None
+                dt = "u2" if fmt else _KINDS[kind]
+                out.view(dt)[:] = combine(how, fmt, out.view(dt), data.view(dt))
+            gang.memory.mark(b, d - b.base, size)
+
+        _issue_bulk_store(gang, lane, work, clock, size)
+        gang.cluster.record("tma", size)
+
+
+def _issue_bulk_store(gang: Gang, lane: int, work: Work, clock: Clock | None, size: int) -> None:
+    """Add a store to the bulk async-group of its thread."""
+    if gang.events is not None:
+        gang.events.add("store", gang.line, size)
+    state = gang.cta.bulk.setdefault(int(gang.thread[lane]), BulkGroups())
+    state.current.work.append(work)
+    state.current.lines.append(gang.line)
+    if clock is not None:
+        state.current.clocks.append(clock)
+
+
+def _bulk_states(gang: Gang, m: Mask) -> list[BulkGroups]:
+    """Return the bulk async-groups of the active threads."""
+    if not gang.cta.bulk:
+        return []
+    mine = [gang.cta.bulk.get(t) for t in gang.thread[m].tolist()]
+    return [s for s in mine if s is not None]
+
+
+def bulk_commit(gang: Gang, m: Mask) -> None:
+    """Execute cp.async.bulk.commit_group."""
+    if gang.events is not None:
+        gang.events.add("store commit", gang.line)
+    for s in _bulk_states(gang, m):
+        if not gang.mode.late:
+            for work in s.current.work:
+                work()
+            s.current.work = []
+        s.committed.append(s.current)
+        s.current = CopyGroup()
+
+
+def bulk_wait(gang: Gang, n: int, read: bool, m: Mask) -> bool:
+    """Complete all but the n latest groups (cp.async.bulk.wait_group; `read`: of their sources)."""
+    if gang.events is not None:
+        gang.events.add("store wait", gang.line, n)
+    for s in _bulk_states(gang, m):
+        while len(s.committed) > n:
+            _complete_copies(gang, s.committed.pop(0))
+    return True
+
+
+# ---- st.async
+def st_async(gang: Gang, a: Lanes, values: list[Lanes], bar: Lanes, m: Mask, dt: Any) -> None:
+    """Execute st.async: store to a CTA's shared memory, and complete on its mbarrier."""
+    for lane in gang.active(m).tolist():
+        data = np.array([v[lane] for v in values], dt).view(u1)
+        d, b = int(a[lane]), int(bar[lane])
+        clock = gang.issue(f"st.async to {gang.cluster.mbarrier(b).name}", ordered=False)
+        record_load(gang, data.size, b)
+
+        def work(d: int = d, b: int = b, data: Lanes = data, c: Clock | None = clock) -> None:
+            gang.cluster.write_shared(d, data, c, gang.line, generic=False)
+            gang.cluster.complete_tx(b, data.size, c)
+
+        gang.cluster.submit("copy", work, gang)
+
+
+def _checked(dst: int, src: int, size: int) -> int:
+    """Return the size of a bulk copy, if it and both addresses are multiples of 16."""
+    if dst % 16 or src % 16 or size % 16:
+        raise Trap("alignment", f"bulk copy of {size} bytes from {src:#x} to {dst:#x}: 16 needed")
+    return size

@@ -1,0 +1,214 @@
+"""Executes loads and stores on shared, global, local and generic addresses (PTX ISA, ld and st)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from attnkit.emulator.faults import Trap
+from attnkit.emulator.machine.address_spaces import (
+    LOCAL_BASE,
+    OFFSET_MASK,
+    PARAM_BASE,
+    RANK_SHIFT,
+    SHARED_BASE,
+)
+from attnkit.emulator.machine.gang import Gang, Mask
+from attnkit.emulator.numerics.formats import Lanes, u8
+
+
+# ---- shared memory
+def shared_offsets(gang: Gang, a: Lanes, m: Mask, size: int) -> tuple[int, Lanes]:
+    """Return (rank, byte offsets of the active lanes); all lanes of one CTA, aligned, in bounds."""
+    x = a if m is gang.full else a[m]
+    bits = int(np.bitwise_or.reduce(x))
+    rank = int(x[0]) >> RANK_SHIFT
+    if rank >= len(gang.cluster.ctas):
+        raise Trap("bounds", f"shared address {int(x[0]):#x}: no CTA of rank {rank} in the cluster")
+    if rank != gang.cta.rank:
+        gang.cluster.reached(rank)
+    if bits & (size - 1):
+        bad = int(x[(x & x.dtype.type(size - 1)) != 0][0]) & OFFSET_MASK
+        raise Trap("alignment", f"shared access of {size} bytes at +{bad - SHARED_BASE:#x}")
+    off = (x & x.dtype.type(OFFSET_MASK)).astype(np.int64) - SHARED_BASE
+    lo, hi = int(off.min()), int(off.max())
+    if lo < 0 or hi + size > gang.cluster.ctas[rank].smem.size:
+        bad = lo if lo < 0 else hi
+        have = gang.cluster.ctas[rank].smem.size
+        raise Trap("bounds", f"shared access of {size} bytes at {bad:+#x}, size {have:#x}")
+    return rank, off
+
+
+def masks_by_rank(gang: Gang, a: Lanes, m: Mask) -> list[Mask]:
+    """Return masks of lanes that address the same CTA's shared memory."""
+    if len(gang.cluster.ctas) == 1:
+        return [m]
+    ranks = (a >> a.dtype.type(RANK_SHIFT)).astype(np.int64)
+    every = np.unique(ranks[m])
+    return [m] if every.size == 1 else [m & (ranks == r) for r in every]
+
+
+def ld_shared(gang: Gang, a: Lanes, m: Mask, dt: Any, n: int) -> list[Lanes]:
+    """Load `n` elements a lane from shared memory."""
+    parts = masks_by_rank(gang, a, m)
+    size = np.dtype(dt).itemsize * n
+    out = np.zeros((n, gang.width), dt)
+    for part in parts:
+        rank, off = shared_offsets(gang, a, part, size)
+        if gang.race is not None and gang.clock is not None:
+            i = gang.race.shared(rank, off, size)
+            gang.race.read(i, gang.clock, asynchronous=False, line=gang.line)
+        got = gang.cluster.ctas[rank].view(dt, n)[off // size]
+        if part is gang.full:
+            return list(np.ascontiguousarray(got.T)) if n > 1 else [got]
+        out[:, part] = got.T
+    return list(out)
+
+
+def st_shared(gang: Gang, a: Lanes, m: Mask, dt: Any, values: list[Lanes]) -> None:
+    """Store elements to shared memory."""
+    n = len(values)
+    size = np.dtype(dt).itemsize * n
+    for part in masks_by_rank(gang, a, m):
+        rank, off = shared_offsets(gang, a, part, size)
+        if gang.race is not None and gang.clock is not None:
+            i = gang.race.shared(rank, off, size)
+            gang.race.write(i, gang.clock, generic=True, line=gang.line)
+        target = gang.cluster.ctas[rank].view(dt, n)
+        i = off // size
+        chosen = values if part is gang.full else [v[part] for v in values]
+        if n == 1:
+            target[i] = chosen[0]
+        else:
+            for j, v in enumerate(chosen):
+                target[i, j] = v
+
+
+# ---- global memory
+def global_offsets(gang: Gang, a: Lanes, m: Mask, size: int) -> tuple[Any, Lanes, Mask]:
+    """Return (buffer, byte offsets of the lanes of one buffer, the mask of those lanes)."""
+    x = a if m is gang.full else a[m]
+    if int(np.bitwise_or.reduce(x)) & (size - 1):
+        bad = int(x[(x & u8(size - 1)) != 0][0])
+        raise Trap("alignment", f"global access of {size} bytes at {bad:#x}")
+    lo, hi = int(x.min()), int(x.max())
+    memory = gang.memory
+    for b in memory.buffers:
+        if b.base <= lo and hi + size <= b.end:
+            return b, (x - u8(b.base)).astype(np.int64), m
+    b = memory.find(lo, lo + size)
+    part = m & (a >= u8(b.base)) & (a + u8(size) <= u8(b.end))
+    return b, (a[part] - u8(b.base)).astype(np.int64), part
+
+
+def ld_global(gang: Gang, a: Lanes, m: Mask, dt: Any, n: int) -> list[Lanes]:
+    """Load `n` elements a lane from global memory."""
+    item = np.dtype(dt).itemsize
+    out, rest = np.zeros((n, gang.width), dt), m
+    while True:
+        b, off, part = global_offsets(gang, a, rest, item * n)
+        gang.memory.check_defined(b, off, item * n)
+        view, i = items_of(b, off, dt)
+        if part is gang.full:
+            return [view[i + j] for j in range(n)]
+        for j in range(n):
+            out[j, part] = view[i + j]
+        rest = rest & ~part
+        if not rest.any():
+            return list(out)
+
+
+def st_global(gang: Gang, a: Lanes, m: Mask, dt: Any, values: list[Lanes]) -> None:
+    """Store elements to global memory."""
+    item, rest = np.dtype(dt).itemsize, m
+    while True:
+        b, off, part = global_offsets(gang, a, rest, item * len(values))
+        gang.memory.mark(b, off, item * len(values))
+        view, i = items_of(b, off, dt)
+        for j, v in enumerate(values):
+            view[i + j] = v if part is gang.full else v[part]
+        gang.cluster.events += 1
+        rest = rest & ~part
+        if part is gang.full or not rest.any():
+            return
+
+
+def items_of(b: Any, off: Any, dt: Any) -> tuple[Lanes, Lanes]:
+    """Return a view of a buffer whose items are aligned as the addresses are, and the indices."""
+    item = np.dtype(dt).itemsize
+    skew = -b.base % item
+    if skew == 0:
+        return b.view(dt), off // item
+    data = b.data[skew:]
+    return data[: data.size // item * item].view(dt), (off - skew) // item
+
+
+# ---- local and generic addresses
+def ld_local(gang: Gang, a: Lanes, m: Mask, dt: Any, n: int) -> list[Lanes]:
+    """Load `n` elements a lane from local memory."""
+    rows, i, view = _local_items(gang, a, m, dt, n)
+    out = np.zeros((n, gang.width), dt)
+    for j in range(n):
+        out[j, m] = view[rows, i + j]
+    return list(out)
+
+
+def st_local(gang: Gang, a: Lanes, m: Mask, dt: Any, values: list[Lanes]) -> None:
+    """Store elements to local memory."""
+    rows, i, view = _local_items(gang, a, m, dt, len(values))
+    for j, v in enumerate(values):
+        view[rows, i + j] = v[m]
+
+
+def _local_items(gang: Gang, a: Lanes, m: Mask, dt: Any, n: int) -> tuple[Lanes, Lanes, Lanes]:
+    """Return (threads, indices of items, local memory as items) of the active lanes."""
+    item, memory = np.dtype(dt).itemsize, gang.cta.local
+    off = a[m].astype(np.int64) - LOCAL_BASE
+    if (off < 0).any() or (off + item * n > memory.shape[1]).any():
+        raise Trap("bounds", f"local access at {int(off.min()):+#x}, size {memory.shape[1]:#x}")
+    if (off % (item * n)).any():
+        raise Trap("alignment", f"local access of {item * n} bytes at {int(off.max()):+#x}")
+    return gang.thread[m], off // item, memory.view(dt)
+
+
+def generic_space(gang: Gang, a: Lanes, m: Mask) -> str:
+    """Return the space of generic addresses: "shared", "local" or "global"."""
+    x = gang.uniform(a, m)
+    if x < 1 << 32:  # where an interpreter may have its heap, too
+        low = any(b.base <= x < b.end for b in gang.memory.buffers)
+        return "global" if low else "shared"
+    return "local" if LOCAL_BASE <= x < LOCAL_BASE + (1 << 32) else "global"
+
+
+_LOADS = {"shared": ld_shared, "global": ld_global, "local": ld_local}
+_STORES = {"shared": st_shared, "global": st_global, "local": st_local}
+
+
+def ld_generic(gang: Gang, a: Lanes, m: Mask, dt: Any, n: int) -> list[Lanes]:
+    """Load `n` elements a lane from generic addresses."""
+    x = gang.uniform(a, m)
+    if PARAM_BASE <= x < PARAM_BASE + (1 << 20):
+        item = np.dtype(dt).itemsize
+        return [ld_param(gang, x + j * item, dt) for j in range(n)]
+    return _LOADS[generic_space(gang, a, m)](gang, a, m, dt, n)
+
+
+def st_generic(gang: Gang, a: Lanes, m: Mask, dt: Any, values: list[Lanes]) -> None:
+    """Store elements to generic addresses."""
+    _STORES[generic_space(gang, a, m)](gang, a, m, dt, values)
+
+
+def is_in_space(gang: Gang, a: Lanes, space: str) -> Lanes:
+    """Return which generic addresses lie in a state space (isspacep)."""
+    small = a < u8(1 << 32)
+    for b in gang.memory.buffers:
+        if b.base < 1 << 32:
+            small &= (a < u8(b.base)) | (a >= u8(b.end))
+    local = (a >= u8(LOCAL_BASE)) & (a < u8(LOCAL_BASE + (1 << 32)))
+    return {"shared": small, "local": local}.get(space, ~small & ~local)
+
+
+def ld_param(gang: Gang, address: int, dt: Any) -> Lanes:
+    """Return a kernel parameter, the same in every lane."""
+    return gang.cta.param(address - PARAM_BASE, dt, gang.width)

@@ -1,0 +1,120 @@
+"""Executes instructions across the lanes of a warp: elect, shfl, vote, redux, match (PTX ISA)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from attnkit.emulator.faults import Trap
+from attnkit.emulator.machine.gang import Gang, Mask
+from attnkit.emulator.numerics.formats import Lanes, u4, u8
+
+_REDUX = {
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
+
+
+def elect(gang: Gang, m: Mask) -> tuple[Lanes, Lanes]:
+    """Return (predicate, leader's lane): the lowest active lane of each warp."""
+    if m is gang.full:
+        return gang.first_lane, np.zeros(gang.width, u4)
+    rows = m.reshape(-1, 32)
+    first = rows.argmax(1)
+    out = np.zeros(rows.shape, bool)
+    out[np.arange(len(rows)), first] = True
+    return out.ravel() & m, np.repeat(first, 32).astype(u4)
+
+
+def shfl(gang: Gang, a: Lanes, b: Lanes, c: Lanes, mode: str | None) -> tuple[Lanes, Lanes]:
+    """Return (value, whether the source lane was in range); `c` holds clamp and segment mask."""
+    lane = gang.lane
+    segment = (c >> u4(8)) & u4(31)
+    low = lane & segment
+    high = low | (c & ~segment & u4(31))
+    if mode == "idx":
+        j = low | (b & ~segment & u4(31))
+    elif mode == "bfly":
+        j = lane ^ (b & u4(31))
+    elif mode == "down":
+        j = lane + (b & u4(31))
+    else:
+        up = lane.astype(np.int64) - (b & u4(31))
+        ok = up >= (c & u4(31) | low).astype(np.int64)
+        return _gather(gang, a, np.where(ok, up, lane)), ok
+    ok = j <= high
+    return _gather(gang, a, np.where(ok, j, lane)), ok
+
+
+def _gather(gang: Gang, a: Lanes, j: Lanes) -> Lanes:
+    """Return `a` of lane `j` of the same warp."""
+    out: Lanes = a[gang.warp_start + j]
+    return out
+
+
+def vote(gang: Gang, p: Lanes, m: Mask, kind: str) -> Lanes:
+    """Execute vote.all, any, uni or ballot."""
+    rows = (p & m).reshape(-1, 32)
+    if kind == "ballot":
+        bits = (rows.astype(u8) << np.arange(32, dtype=u8)).sum(1).astype(u4)
+        return np.repeat(bits, 32)
+    if kind == "any":
+        return np.repeat(rows.any(1), 32)
+    every = np.repeat((rows | ~m.reshape(-1, 32)).all(1), 32)
+    return every if kind == "all" else every | ~np.repeat(rows.any(1), 32)
+
+
+def redux(gang: Gang, x: Lanes, m: Mask, how: str, nan: bool) -> Lanes:
+    """Combine the values of the active lanes of each warp."""
+    fn: Any = _REDUX[how]
+    if x.dtype.kind == "f" and not nan:
+        fn = {"min": np.fmin, "max": np.fmax}[how]
+    rows, active = x.reshape(-1, 32), m.reshape(-1, 32)
+    out = [
+        fn.reduce(r[k]) if k.any() else x.dtype.type(0) for r, k in zip(rows, active, strict=True)
+    ]
+    return np.repeat(np.array(out, x.dtype), 32)
+
+
+def match(gang: Gang, x: Lanes, m: Mask) -> Lanes:
+    """Return the mask of the lanes with the same value (match.any)."""
+    rows, active = x.reshape(-1, 32), m.reshape(-1, 32)
+    same = (rows[:, :, None] == rows[:, None, :]) & active[:, None, :]
+    bits: Lanes = (same.astype(u8) << np.arange(32, dtype=u8)).sum(2).astype(u4)
+    return bits.ravel()
+
+
+def lanemask(gang: Gang, kind: str) -> Lanes:
+    """Return %lanemask_eq, lt, le, gt or ge."""
+    bit = u8(1) << gang.lane.astype(u8)
+    full = u8(0xFFFFFFFF)
+    table = {
+        "eq": bit,
+        "lt": bit - u8(1),
+        "le": bit * u8(2) - u8(1),
+        "gt": full & ~(bit * u8(2) - u8(1)),
+        "ge": full & ~(bit - u8(1)),
+    }
+    return table[kind].astype(u4)
+
+
+def read_clock(gang: Gang, size: int) -> Lanes:
+    """Return %clock and the like: a count of reads, not a time."""
+    gang.cluster.ticks += 1
+    return np.full(gang.width, gang.cluster.ticks, f"u{size}")
+
+
+def trap(gang: Gang) -> None:
+    """Fault: the kernel executed trap or brkpt."""
+    raise Trap("trap", "the kernel executed trap or brkpt")
+
+
+def nanosleep(gang: Gang) -> bool:
+    """Let others run."""
+    gang.yielded = True
+    return True

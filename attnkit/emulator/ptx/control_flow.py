@@ -1,0 +1,64 @@
+"""Analyses the control flow between the basic blocks of a kernel."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from attnkit.emulator.ptx.kernel import PtxKernel, is_blocking
+
+
+def successors(kernel: PtxKernel, b: int) -> list[int]:
+    """Return the blocks that may follow block `b`; none after an exit."""
+    last = kernel.blocks[b][-1]
+    if last.parts[0] in ("ret", "exit"):
+        return [b + 1] if last.pred else []
+    if last.parts[0] == "bra":
+        target = kernel.labels.get(last.args[0], b + 1)
+        return [target, b + 1] if last.pred else [target]
+    return [b + 1] if b + 1 < len(kernel.blocks) else []
+
+
+class PostDominators:
+    """Computes post-dominators, as bit sets over the blocks."""
+
+    def __init__(self, kernel: PtxKernel) -> None:
+        self.kernel = kernel
+        self.after = [successors(kernel, b) for b in range(len(kernel.blocks))]
+
+    @cached_property
+    def _dominators(self) -> list[int]:
+        """Return for each block those that every path from it to an exit passes, and itself."""
+        n = len(self.after)
+        every = (1 << n) - 1
+        sets = [every] * n
+        changed = True
+        while changed:
+            changed = False
+            for b in range(n - 1, -1, -1):
+                common = every if self.after[b] else 0
+                for s in self.after[b]:
+                    common &= sets[s]
+                new = common | 1 << b
+                if new != sets[b]:
+                    sets[b], changed = new, True
+        return sets
+
+    @cached_property
+    def _acting(self) -> list[bool]:
+        """Return for each block whether one that can be reached from it waits or multiplies."""
+        out = [
+            any(is_blocking(c) or c.parts[0] in ("wgmma", "mma") for c in block)
+            for block in self.kernel.blocks
+        ]
+        changed = True
+        while changed:
+            changed = False
+            for b in range(len(out) - 1, -1, -1):
+                if not out[b] and any(out[s] for s in self.after[b]):
+                    out[b] = changed = True
+        return out
+
+    def parts(self, b: int) -> bool:
+        """Whether the warps that leave block `b` in several directions share no more work."""
+        meeting = self._dominators[b] & ~(1 << b)
+        return not any(meeting >> i & 1 and self._acting[i] for i in range(len(self.after)))

@@ -1,0 +1,35 @@
+"""Names the role of a warp for reports, by what it executed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from attnkit.emulator.ptx.kernel import PtxKernel
+
+_MARKS = (
+    ("TMA load", ("cp.async.bulk.tensor", "cp.async.bulk.shared")),
+    ("tcgen05.mma", ("tcgen05.mma",)),
+    ("wgmma", ("wgmma.mma_async",)),
+    ("mma", ("mma.sync",)),
+    ("exponential", ("ex2",)),
+    ("tensor-memory reader", ("tcgen05.ld",)),
+    ("store", ("st.global",)),
+)
+
+
+def _to_global(op: str) -> bool:
+    """Whether an instruction is a bulk store."""
+    return ".global.shared" in op
+
+
+def role_of(kernel: PtxKernel, blocks: Iterable[int]) -> str:
+    """Return words for what the executed blocks do, most telling first."""
+    ops = {c.op for b in blocks for c in kernel.blocks[b]}
+    found = [
+        word
+        for word, marks in _MARKS
+        if any(op.startswith(marks) and not _to_global(op) for op in ops)
+    ]
+    if any(_to_global(op) for op in ops):
+        found.append("bulk store")
+    return " + ".join(found[:3])

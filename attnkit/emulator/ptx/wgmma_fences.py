@@ -1,0 +1,95 @@
+"""Checks for a missing wgmma.fence, which running a kernel cannot see.
+
+PTX ISA, wgmma.fence: a warpgroup must execute wgmma.fence before its first wgmma.mma_async, and
+whenever registers (accumulator or A fragment) were written since, except that wgmma.mma_async of
+the same shape may accumulate in the same registers one after another.
+"""
+
+from __future__ import annotations
+
+import re
+
+from attnkit.emulator.faults import Finding, Place
+from attnkit.emulator.ptx.control_flow import successors
+from attnkit.emulator.ptx.kernel import Instr, PtxKernel
+
+# Instructions whose first operand is not a destination.
+_NO_DESTINATION: tuple[str, ...] = (
+    "st",
+    "red",
+    "bra",
+    "ret",
+    "exit",
+    "bar",
+    "barrier",
+    "fence",
+    "cp",
+    "wgmma",
+)
+_NO_DESTINATION += ("stmatrix", "prefetch", "setmaxnreg", "membar", "nanosleep", "griddepcontrol")
+_REGISTER = re.compile(r"%?[\w$]+(?:@\d+)?")
+State = frozenset[str]
+FIRST = "(none yet)"  # in a state: no fence since the entry of the kernel
+
+
+def missing_fences(kernel: PtxKernel) -> list[Finding]:
+    """Return each wgmma.mma_async with registers that were written since the last wgmma.fence.
+
+    The state is the set of accumulator and A registers written since the last fence, joined over
+    all paths of the control flow.
+    """
+    watched = _watched(kernel)
+    if not watched:
+        return []
+    entry: dict[int, State] = {0: frozenset({FIRST})}
+    work, found = [0], dict[int, Finding]()
+    while work:
+        b = work.pop()
+        state = entry[b]
+        for c in kernel.blocks[b]:
+            state = _step(c, state, watched, found)
+        for nxt in successors(kernel, b):
+            joined = entry.get(nxt, frozenset()) | state
+            if nxt not in entry or joined != entry[nxt]:
+                entry[nxt] = joined
+                work.append(nxt)
+    return [found[line] for line in sorted(found)]
+
+
+def _operands(c: Instr) -> tuple[set[str], set[str]]:
+    """Return (accumulators, A registers) of a wgmma.mma_async."""
+    d = set(_REGISTER.findall(c.args[0]))
+    a = set(_REGISTER.findall(c.args[1])) if c.args[1].startswith("{") else set()
+    return d, a
+
+
+def _watched(kernel: PtxKernel) -> set[str]:
+    """Return the registers of all wgmma.mma_async."""
+    out: set[str] = set()
+    for c in kernel.instructions():
+        if c.op.startswith("wgmma.mma_async"):
+            d, a = _operands(c)
+            out |= d | a
+    return out
+
+
+def _step(c: Instr, state: State, watched: set[str], found: dict[int, Finding]) -> State:
+    """Return the state after an instruction, and note a missing fence."""
+    if c.op.startswith("wgmma.fence"):
+        return frozenset()
+    if c.op.startswith("wgmma.mma_async"):
+        d, a = _operands(c)
+        bad = state & (d | a | {FIRST})
+        # A product that overwrites its accumulator still needs the fence for earlier writes.
+        if bad:
+            regs = ", ".join(sorted(x for x in bad if x != FIRST)[:4])
+            text = (
+                f"no wgmma.fence since {regs} was written" if regs else "no wgmma.fence before it"
+            )
+            place = Place(line=c.line, source=str(c.source or ""))
+            found.setdefault(c.line, Finding("fence", f"wgmma.mma_async: {text}", place))
+        return state - d - {FIRST}
+    if c.parts[0] in _NO_DESTINATION or not c.args:
+        return state
+    written = set(_REGISTER.findall(c.args[0])) & watched
+    return state | written if written else state

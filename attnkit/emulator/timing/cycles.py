@@ -1,0 +1,161 @@
+"""Estimates how long each unit of an SM is busy with what a launch executed.
+
+The largest of them is a lower bound of the time of one SM; waiting, latency and the order of
+instructions are not modelled here. Nothing is calibrated: rates are those of the sources below.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from attnkit.emulator.execution.grid import LaunchStats
+from attnkit.emulator.numerics.formats import ELEMENT_BYTES
+from attnkit.errors import OptionError
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Holds what an SM does per clock.
+
+    Dense 16-bit tensor FLOP, special functions, float32 and integer lanes, warp instructions
+    issued, and bytes of shared memory, of bulk copies and of tensor memory.
+    """
+
+    tensor: float
+    special: float
+    float32: float
+    integer: float
+    issue: float
+    shared: float
+    bulk: float
+    tensor_memory: float
+
+
+# Tensor, exponential and shared-memory rates of sm_100: FlashAttention-4 paper (8192 FLOP, 16
+# exponentials, 128 bytes per clock and SM); sm_90: half the tensor rate. Lanes and issue: CUDA C++
+# Programming Guide, "Arithmetic Instructions" (128 float32, 64 integer, 16 special function lanes,
+# four schedulers). sm_80: 2048 FLOP (A100 whitepaper). Bulk copies: assumed as wide as shared
+# memory. Tensor memory: 16 bytes per clock and lane group of 32 lanes (tcgen05 microbenchmarks are
+# not public): an assumption.
+RATES = {
+    "sm_80": Rates(2048, 16, 64, 64, 4, 128, 128, 1),
+    "sm_90": Rates(4096, 16, 128, 64, 4, 128, 128, 1),
+    "sm_100": Rates(8192, 16, 128, 64, 4, 128, 128, 512),
+}
+_SPECIAL = ("ex2", "lg2", "tanh", "rcp", "sqrt", "rsqrt", "sin", "cos")
+_FLOAT = ("add", "sub", "mul", "fma")
+_INTEGER = set("add sub mul mad and or xor not shl shr setp selp cvt min max prmt lop3 neg".split())
+_INTEGER |= set("abs shf bfe bfi popc clz copysign".split())
+_FREE = ("mov", "bra", "ret", "cvta", "exit")
+
+
+def rates_of(arch: str) -> Rates:
+    """Return the rates of an architecture such as "sm_90a".
+
+    Raises:
+        OptionError: it is not in the table.
+    """
+    name = arch.rstrip("af")
+    if name not in RATES:
+        raise OptionError(f"arch={arch!r}: rates are known for {', '.join(RATES)}")
+    return RATES[name]
+
+
+def unit_of(op: str) -> tuple[str, float]:
+    """Return (unit, lanes of work per thread) of an opcode; the unit "" only issues.
+
+    Comparison, minimum, maximum and conversion run on the integer lanes (CUDA C++ Programming
+    Guide, "Arithmetic Instructions"); a shuffle takes a path to shared memory, 4 bytes a thread.
+    """
+    parts = op.split(".")
+    if parts[0] in _SPECIAL:
+        return "special", 2.0 if parts[-1].endswith("x2") else 1.0
+    if parts[0] in _FLOAT and parts[-1] in ("f32", "f32x2"):
+        return "float32", 2.0 if parts[-1] == "f32x2" else 1.0
+    if parts[0] in ("ld", "st", "ldmatrix", "stmatrix") and any(
+        p.split("::")[0] == "shared" for p in parts
+    ):
+        wide = re.search(r"\.[vx](\d+)", op)
+        size = {"8": 1, "16": 2, "32": 4, "64": 8}[re.sub(r"\D", "", parts[-1])]
+        size = 4 if parts[0].endswith("matrix") else size
+        return "shared", float(size * (int(wide.group(1)) if wide else 1))
+    if parts[0] == "shfl":
+        return "shared", 4.0
+    return ("integer", 1.0) if parts[0] in _INTEGER else ("", 0.0)
+
+
+def busy(stats: LaunchStats | Iterable[LaunchStats], arch: str) -> dict[str, float]:
+    """Return the clocks for which each unit is busy, summed over the CTAs of the launches."""
+    rates = rates_of(arch)
+    total: defaultdict[str, float] = defaultdict(float)
+    for s in [stats] if isinstance(stats, LaunchStats) else stats:
+        for op, n in s.opcodes.items():
+            unit, lanes = unit_of(op)
+            if unit:
+                total[unit] += 32 * n * lanes
+            if not op.startswith(_FREE):
+                total["issue"] += n
+        total["tensor"] += s.work["tensor"]
+        total["bulk"] += s.work["tma"]
+        total["shared"] += s.work["operands"]
+        total["tensor_memory"] += s.work["tmem"]
+    return {unit: amount / getattr(rates, unit) for unit, amount in total.items() if amount}
+
+
+def limit(clocks: dict[str, float]) -> str:
+    """Return the unit that is busy longest."""
+    return max(clocks, key=lambda unit: clocks[unit])
+
+
+@dataclass(frozen=True)
+class Product:
+    """Describes one product of a tile; without `a_shared` A comes from tensor memory."""
+
+    m: int
+    n: int
+    k: int
+    a_shared: bool = True
+
+    @property
+    def flops(self) -> int:
+        """Return the FLOP of the product."""
+        return 2 * self.m * self.n * self.k
+
+    def operand_bytes(self, kind: str, ctas: int) -> int:
+        """Return the bytes that one CTA reads from shared memory; a pair of CTAs shares B."""
+        item = ELEMENT_BYTES[kind]
+        return (self.m * self.a_shared + self.n // ctas) * self.k * item
+
+
+@dataclass(frozen=True)
+class TileClocks:
+    """Holds the clocks of a tile by unit, as the feeds-and-speeds tables of FlashAttention-4 do."""
+
+    tensor: float
+    shared: float
+    exponential: float
+
+
+def tile(
+    products: Iterable[Product],
+    exponentials: int,
+    *,
+    other_shared_bytes: int = 0,
+    kind: str = "bf16",
+    ctas: int = 1,
+    arch: str = "sm_100",
+) -> TileClocks:
+    """Return the clocks that each unit needs for a tile.
+
+    Args:
+        other_shared_bytes: traffic of shared memory besides operands (stores, bulk copies).
+        ctas: CTAs that share a product (cta_group).
+    """
+    r, all_ = rates_of(arch), list(products)
+    shared = sum(p.operand_bytes(kind, ctas) for p in all_) + other_shared_bytes
+    return TileClocks(
+        sum(p.flops for p in all_) / r.tensor, shared / r.shared, exponentials / r.special
+    )

@@ -1,0 +1,254 @@
+"""Schedules straight-line code of a warp that has its part of the SM to itself.
+
+Every clock the first instruction issues whose operands are ready and whose unit of `cycles` is
+free, in the order of the PTX: compilers look ahead, and keep the order of independent instructions.
+An SM has four equal parts, and warp w runs on part w % 4.
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from attnkit.emulator.ptx.kernel import Instr, PtxKernel
+from attnkit.emulator.timing.cycles import Rates, unit_of
+
+PARTS = 4  # of an SM
+# Clocks until a dependent instruction can issue (microbenchmarks of Volta to Hopper, rounded):
+# arithmetic, special functions, shared memory and shuffles, votes, loads from the L2 cache.
+# Tensor memory, beside the transfer itself, is assumed to answer as shared memory does.
+ALU, SPECIAL, SHARED, VOTE, GLOBAL = 4, 18, 24, 12, 280
+_LATENCY = {"special": SPECIAL, "shared": SHARED}
+_OF_OPCODE = {"vote": VOTE, "redux": VOTE, "match": VOTE, "mma": 33, "atom": 2 * GLOBAL}
+
+# Registers of a variable move by being named; fences and waits are events of the timeline.
+_FREE = {"mov", "cvta", "ret", "exit", "mbarrier", "wgmma", "tcgen05", "cp", "bar", "barrier"}
+_FREE |= {"fence", "setmaxnreg", "griddepcontrol", "prefetch", "prefetchu", "createpolicy"}
+_REGISTER = re.compile(r"%[\w$]+(?:@\d+)?")
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Says how fast a warp goes through its instructions.
+
+    Attributes:
+        step: clocks from one instruction to the next.
+        hold: by how much longer than its rate says each holds its unit.
+    """
+
+    step: float = 1.0
+    hold: float = 1.0
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Holds the time of code without events, in clocks.
+
+    Attributes:
+        clocks: how long it takes alone.
+        beside: how long it takes while tensor cores are busy.
+        units: for how long each unit is busy.
+    """
+
+    clocks: float
+    beside: float
+    units: dict[str, float]
+
+
+def registers(c: Instr) -> tuple[list[str], list[str]]:
+    """Return (registers written, registers read)."""
+    stores = c.parts[0] in ("st", "red", "bra", "stmatrix", "nanosleep", "cp", "bar", "barrier")
+    stores = stores or c.op.startswith("tcgen05.st")
+    found = [_REGISTER.findall(a) for a in c.args]
+    written = [] if stores or not found else found[0]
+    read = [r for a in found[0 if stores else 1 :] for r in a]
+    return written, read + ([c.pred] if c.pred else [])
+
+
+@dataclass(frozen=True)
+class KernelFacts:
+    """Holds what a segment must know of its kernel.
+
+    Attributes:
+        read: how many instructions read each register.
+        varying: registers that may differ between the threads of a warp; others are kept in
+            uniform registers, and their arithmetic takes nothing but its turn to issue.
+    """
+
+    read: Counter[str]
+    varying: frozenset[str]
+
+    @classmethod
+    def of(cls, kernel: PtxKernel) -> KernelFacts:
+        """Return the facts of a kernel."""
+        code = [(c, *registers(c)) for c in kernel.instructions()]
+        read = Counter(r for _, _, used in code for r in set(used))
+        readers: dict[str, list[tuple[Instr, list[str]]]] = {}
+        for c, written, used in code:
+            for r in used:
+                readers.setdefault(r, []).append((c, written))
+        work = [r for c, written, used in code if _diverges(c, used) for r in written]
+        varying: set[str] = set()
+        while work:
+            r = work.pop()
+            if r not in varying:
+                varying.add(r)
+                work += [w for c, ws in readers.get(r, ()) if not _unites(c) for w in ws]
+        return cls(read, frozenset(varying))
+
+
+def _unites(c: Instr) -> bool:
+    """Whether the result is the same in all threads, whatever the operands."""
+    return c.parts[0] in ("vote", "redux") or c.op.startswith("shfl.sync.idx")
+
+
+def _diverges(c: Instr, used: list[str]) -> bool:
+    """Whether the result may differ between threads, whatever the operands."""
+    loads = c.parts[0] in ("ld", "ldmatrix", "mma", "elect", "atom", "tcgen05", "wgmma")
+    if loads and "param" not in c.op:
+        return True
+    if c.parts[-1] in ("f32", "f32x2", "f16x2", "bf16x2"):  # Hopper has no uniform float arithmetic
+        return c.parts[0] not in ("mov", "ld")
+    return any(x.startswith(("%tid", "%laneid", "%lanemask", "%clock")) for x in used)
+
+
+def _contracts(c: Instr, kinds: tuple[str, ...]) -> bool:
+    """Whether ptxas may contract this product or sum."""
+    return c.parts[0] in kinds and c.parts[-1] in ("f32", "f64") and "rn" not in c.parts
+
+
+def fused(code: Sequence[Instr], read: Counter[str]) -> set[int]:
+    """Return the instructions that ptxas merges with the one that uses their result.
+
+    That is a product with the sum that it is added to, and a conjunction with its comparison.
+    """
+    first: dict[str, int] = {}
+    out = set()
+    for i, c in enumerate(code):
+        written, used = registers(c)
+        if _contracts(c, ("add", "sub")) or (c.parts[0] == "setp" and c.parts[-1] == "b32"):
+            found = next((r for r in used if r in first), None)
+            if found is not None:
+                out.add(first.pop(found))
+        merges = _contracts(c, ("mul",)) or c.op == "and.b32"
+        if merges and written and read[written[0]] == 1:
+            first[written[0]] = i
+    return out
+
+
+def occupancy(c: Instr, rates: Rates) -> tuple[str, float]:
+    """Return (unit, clocks that one warp's instruction keeps a part's unit busy)."""
+    if c.op.startswith("mma.sync"):
+        m, n, k = re.search(r"m(\d+)n(\d+)k(\d+)", c.op).groups()  # type: ignore[union-attr]
+        return "tensor", 2 * int(m) * int(n) * int(k) * PARTS / rates.tensor
+    if c.op.startswith(("tcgen05.ld", "tcgen05.st")):
+        wide = re.search(r"\.x(\d+)", c.op)
+        return "tensor_memory", 128 * int(
+            wide.group(1) if wide else 1
+        ) * PARTS / rates.tensor_memory
+    unit, lanes = unit_of(c.op)
+    return unit, 32 * lanes * PARTS / getattr(rates, unit) if unit else 0.0
+
+
+def _free(c: Instr) -> bool:
+    """Whether it costs nothing here: moves that only rename, and events of the timeline."""
+    if c.op.startswith(("tcgen05.ld", "tcgen05.st")) or (c.inline and c.parts[0] == "mov"):
+        return False
+    return c.parts[0] in _FREE and not c.op.startswith("tcgen05.wait")
+
+
+def _latency(c: Instr, unit: str) -> int:
+    """Return the clocks until a dependent instruction can issue."""
+    if c.parts[0] == "ld" and "shared" not in c.op and "param" not in c.op:
+        return GLOBAL
+    return _OF_OPCODE.get(c.parts[0], _LATENCY.get(unit, ALU))
+
+
+def segment(code: Sequence[Instr], rates: Rates, facts: KernelFacts, beside: Pace) -> Segment:
+    """Schedule `code`, a part of the kernel that `facts` describes.
+
+    Args:
+        beside: the pace while tensor cores work.
+    """
+    dropped = fused(code, facts.read)
+    nodes: list[tuple[str, float, int]] = []  # unit, occupancy, latency
+    after: list[list[int]] = []
+    waits: list[int] = []
+    maker: dict[str, int] = {}
+    for i, c in enumerate(code):
+        written, used = registers(c)
+        makers = {maker[r] for r in used if r in maker}
+        if c.op.startswith("tcgen05.wait"):  # a block of its own: the one before has transferred
+            nodes.append(("", 0.0, SHARED))
+            after.append([])
+            waits.append(0)
+            makers = {len(nodes) - 1}
+        if i in dropped or _free(c):
+            for r in written:  # as ready as the last of its operands, by the order of the program
+                maker.pop(r, None)
+                if makers:
+                    maker[r] = max(makers)
+            continue
+        uniform = not any(r in facts.varying for r in (*written, *used))
+        unit, clocks = ("", 0.0) if uniform else occupancy(c, rates)
+        node = len(nodes)
+        nodes.append((unit, clocks, _latency(c, unit)))
+        after.append([])
+        waits.append(len(makers))
+        for j in makers:
+            after[j].append(node)
+        maker.update(dict.fromkeys(written, node))
+    units: defaultdict[str, float] = defaultdict(float)
+    for unit, clocks, _ in nodes:
+        units["issue"] += 1
+        if unit:
+            units[unit] += clocks
+    alone, slower = (_makespan(nodes, after, list(waits), x) for x in (Pace(), beside))
+    return Segment(alone, slower, dict(units))
+
+
+def _makespan(
+    nodes: list[tuple[str, float, int]], after: list[list[int]], waits: list[int], pace: Pace
+) -> float:
+    """Return the clocks until the last instruction has issued.
+
+    The next to issue is always the first one, in program order, whose operands and unit are free.
+    """
+    free: dict[str, float] = {}
+    ready_at = [0.0] * len(nodes)
+    future = [(0.0, i) for i, n in enumerate(waits) if not n]
+    heapq.heapify(future)
+    ready: list[int] = []
+    now, end = 0.0, 0.0
+    while future or ready:
+        while future and future[0][0] <= now:
+            i = heapq.heappop(future)[1]
+            heapq.heappush(ready, i)
+        held = []
+        chosen = -1
+        while ready:
+            i = heapq.heappop(ready)
+            if free.get(nodes[i][0], 0.0) <= now or not nodes[i][0]:
+                chosen = i
+                break
+            held.append(i)
+        for i in held:
+            heapq.heappush(ready, i)
+        if chosen < 0:
+            times = [free[nodes[i][0]] for i in held] + ([future[0][0]] if future else [])
+            now = max(now + 1, min(times)) if times else now + 1
+            continue
+        unit, clocks, latency = nodes[chosen]
+        if unit:
+            free[unit] = now + pace.hold * clocks
+        end = max(end, now + max(pace.hold * clocks, 1.0))
+        for j in after[chosen]:
+            ready_at[j] = max(ready_at[j], now + latency)
+            waits[j] -= 1
+            if not waits[j]:
+                heapq.heappush(future, (ready_at[j], j))
+        now += pace.step if unit else 1.0
+    return end

@@ -1,0 +1,85 @@
+"""Cuts recorded streams into steps: events with the straight-line code between them.
+
+An event stands at a line of its block; the code before it is a segment that `instruction_schedule`
+times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from attnkit.emulator.machine.event_recorder import Event, Stream
+from attnkit.emulator.ptx.kernel import Instr, PtxKernel
+from attnkit.emulator.timing.cycles import Rates
+from attnkit.emulator.timing.instruction_schedule import KernelFacts, Pace, Segment, segment
+
+_EVENTFUL = ("mbarrier", "bar", "barrier", "cp", "wgmma", "tcgen05", "st")
+
+
+class Step(NamedTuple):
+    """Holds code, and the event after it.
+
+    Attributes:
+        seen: how many events of the stream are done with it.
+        block: the block that ends with the step, or -1.
+    """
+
+    code: Segment | None
+    event: Event | None
+    seen: int
+    block: int  # that ends with the step, or -1
+
+
+class Steps:
+    """Turns streams of one kernel into steps."""
+
+    def __init__(self, kernel: PtxKernel, rates: Rates, beside: Pace) -> None:
+        self.kernel = kernel
+        self.rates = rates
+        self.beside = beside
+        self.facts = KernelFacts.of(kernel)
+        self._segments: dict[tuple[int, int, int], Segment] = {}
+
+    def of(self, stream: Stream) -> Iterator[Step]:
+        """Yield the steps of a stream, in order."""
+        pending: list[tuple[int, Event]] = []
+        for seen, event in enumerate(stream.events, 1):
+            if event.kind == "block":
+                yield from self._block(int(event.amount), pending, seen)
+                pending = []
+            else:
+                pending.append((seen, event))
+        for seen, event in pending:
+            yield Step(None, event, seen, -1)
+
+    def _block(self, number: int, events: list[tuple[int, Event]], last: int) -> Iterator[Step]:
+        """Yield the steps of one execution of a block."""
+        code = self.kernel.blocks[number]
+        at = 0
+        for seen, event in events:
+            stop = _position(code, event.line, at)
+            yield Step(self._segment(number, at, stop), event, seen, -1)
+            at = stop
+        yield Step(self._segment(number, at, len(code)), None, last, number)
+
+    def _segment(self, block: int, start: int, stop: int) -> Segment | None:
+        """Return the schedule of a part of a block; None if it is empty."""
+        if start >= stop:
+            return None
+        key = (block, start, stop)
+        if key not in self._segments:
+            code = self.kernel.blocks[block][start:stop]
+            self._segments[key] = segment(code, self.rates, self.facts, self.beside)
+        return self._segments[key]
+
+
+def _position(code: list[Instr], line: int, at: int) -> int:
+    """Return the index after the instruction at `line` that an event came from.
+
+    It is `at` if the instruction is not in this block.
+    """
+    for i in range(max(at - 1, 0), len(code)):
+        if code[i].line == line and code[i].parts[0] in _EVENTFUL:
+            return max(i + 1, at)
+    return at

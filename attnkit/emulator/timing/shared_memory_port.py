@@ -1,0 +1,59 @@
+"""Books the shared memory of an SM in the timeline: it serves one request at a time."""
+
+from __future__ import annotations
+
+
+class SharedMemoryPort:
+    """Books when shared memory is busy, in the order in which the replay asks.
+
+    Args:
+        gaps: whether a later booking takes clocks that lie before an earlier one. Products in
+            tensor memory are booked long before they run, when one warp issues them; those of a
+            warpgroup are not, as it waits for them.
+    """
+
+    def __init__(self, gaps: bool) -> None:
+        self._gaps = gaps
+        self._taken: list[tuple[float, float]] = []  # ascending, apart from each other
+
+    def book(self, now: float, at: float, clocks: float) -> float:
+        """Take the first free clocks from `at` on, in pieces if need be; return their end.
+
+        Args:
+            now: nothing is booked before it any more.
+            at: not before `now`.
+            clocks: how many; with 0 nothing is taken, and `at` returned.
+        """
+        if clocks <= 0:
+            return at
+        if not self._gaps:
+            at = max(at, self._taken[-1][1]) if self._taken else at
+            self._taken = [(at, at + clocks)]
+            return at + clocks
+        spans = [span for span in self._taken if span[1] > now]
+        own: list[tuple[float, float]] = []
+        for start, end in spans:
+            piece = min(clocks, start - at)
+            if piece > 0:
+                own.append((at, at + piece))
+                clocks -= piece
+                at += piece
+            if clocks <= 0:
+                break
+            at = max(at, end)
+        if clocks > 0:
+            own.append((at, at + clocks))
+            at += clocks
+        self._taken = _joined(sorted(spans + own))
+        return at
+
+
+def _joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Merge spans that touch."""
+    found: list[tuple[float, float]] = []
+    for start, end in spans:
+        if found and start <= found[-1][1] + 1e-9:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return found

@@ -1,0 +1,232 @@
+"""Trace a score_mod and a mask, prove their indices, classify the tiles."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnkit.errors import ArgumentError, DeviceError
+from attnkit.graph import ir
+from attnkit.graph.ir import Node
+from attnkit.graph.simplify import TRUE
+from attnkit.sparsity.block_mask import BlockMask, check_lengths, check_mask_shape, mask_runs
+from attnkit.sparsity.block_runs import BlockRuns, from_flex
+from attnkit.splice import Captured, Program, compute_dtype
+from attnkit.tracing.float64_checks import check_precision
+from attnkit.tracing.guards import trace_cached
+from attnkit.tracing.mask import check_built_for
+from attnkit.tracing.tracer import Traced
+from attnkit.util import caches
+from attnkit.util.arguments import check_captured
+from attnkit.util.tensor_cache import VersionedCache
+
+_flex_runs: VersionedCache[BlockRuns] = VersionedCache(64)
+caches.register(_flex_runs.clear)
+
+
+@dataclass(frozen=True)
+class TracedVariant:
+    """The graphs of a score_mod and a mask.
+
+    Attributes:
+        score, mask: the graphs, None where there is no function.
+        block_mask: what the mask was given as: a `BlockMask` (PyTorch's too) has lengths and block
+            lists of its own.
+    """
+
+    score: Traced | None
+    mask: Traced | None
+    block_mask: Any = None
+
+    @property
+    def block_lists(self) -> tuple[int, int] | None:
+        """Tile sizes of PyTorch's block lists, which overrule the mask; None where there are none."""
+        if not is_flex(self.block_mask):
+            return None
+        rows, columns = self.block_mask.BLOCK_SIZE
+        return rows, columns
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A variant traced, proven and classified for one call.
+
+    Attributes:
+        score: the traced score_mod, None where it leaves the score as it is.
+        mask: the traced mask_mod, None where it keeps everything.
+        runs: tiles to visit, None for all.
+        listed: the runs say more than the mask_mod (PyTorch's BlockMask with its own block lists).
+        program: the graphs for the operators.
+    """
+
+    score: Traced | None
+    mask: Traced | None
+    runs: BlockRuns | None
+    listed: bool
+    program: Program
+
+    @property
+    def captured(self) -> Captured:
+        """The tensors that the graphs read."""
+        return Captured(*(() if t is None else t.tensors for t in (self.score, self.mask)))
+
+
+def check_functions(score_mod: Any, mask: Any) -> None:
+    """Check what is given as score_mod and mask.
+
+    Raises:
+        ArgumentError: one of them is neither a function nor a mask.
+    """
+    if score_mod is not None and not callable(score_mod):
+        raise ArgumentError(
+            "score_mod must be a function score_mod(score, b, h, q, kv) or None, got "
+            f"{type(score_mod).__name__}"
+        )
+    if mask is not None and not is_flex(mask) and not isinstance(mask, BlockMask):
+        if isinstance(mask, Tensor) or not callable(mask):
+            raise ArgumentError(
+                "block_mask must be a BlockMask, a Mask, a function mask_mod(b, h, q, kv) or "
+                f"None, got {type(mask).__name__}"
+            )
+
+
+def trace(score_mod: Any, mask: Any, device: torch.device) -> TracedVariant:
+    """Trace a score_mod and a mask, or reuse their traces.
+
+    Args:
+        score_mod: `score_mod(score, b, h, q, kv) -> score`, or None.
+        mask: a `Mask`, a `mask_mod(b, h, q, kv) -> bool`, a `BlockMask` (PyTorch's too), or None.
+        device: where the query lives.
+
+    Raises:
+        ArgumentError: one of them is neither a function nor a mask.
+        TraceError: a function cannot be traced.
+    """
+    check_functions(score_mod, mask)
+    score = None if score_mod is None else trace_cached(score_mod, "score", device)
+    has_blocks = is_flex(mask) or isinstance(mask, BlockMask)
+    mask_mod = mask.mask_mod if has_blocks else mask
+    graph = None if mask_mod is None else trace_cached(mask_mod, "mask", device)
+    return TracedVariant(score, graph, mask)
+
+
+def prove(variant: TracedVariant, query: Tensor, key: Tensor) -> frozenset[Node]:
+    """Prove that the graphs are legal for these tensors: devices, lengths, indices, rounding.
+
+    Returns:
+        The loads whose index could not be proven; they are checked when they run, and no GPU
+        kernel takes them.
+
+    Raises:
+        BoundsError, ShapeError, DTypeError, DeviceError: as documented for `flex_attention`.
+    """
+    score, mask, given = variant.score, variant.mask, variant.block_mask
+    for what, t in (("score_mod", score), ("mask_mod", mask)):
+        if t is not None:
+            check_captured(what, t.names, t.tensors, query.device)
+            check_precision(t, compute_dtype(query))
+    batch, heads, q_len, kv_len = *query.shape[:3], key.shape[2]
+    unproven = frozenset[Node]()
+    if score is not None:
+        unproven |= check_lengths(score, q_len, kv_len, batch, heads)
+    if mask is None:
+        return unproven
+    check_built_for(getattr(given, "mask_mod", given), q_len, kv_len)
+    if is_flex(given) or isinstance(given, BlockMask):
+        _check_block_mask(given, query, key)
+        if isinstance(given, BlockMask):
+            batch, heads = given.shape[:2]
+    return unproven | check_lengths(mask, q_len, kv_len, batch, heads)
+
+
+def _check_block_mask(given: Any, query: Tensor, key: Tensor) -> None:
+    """Check that a BlockMask was made for the shapes and the device of a call."""
+    check_mask_shape(given.shape[0], given.shape[1], given.seq_lengths, query, key)
+    if isinstance(given, BlockMask):
+        if given.device != query.device:
+            raise DeviceError(
+                f"block_mask was built for {given.device}, query is on {query.device}; build "
+                f"it with device={str(query.device)!r}"
+            )
+    elif given.kv_num_blocks.device != query.device:
+        raise DeviceError(
+            f"block_mask is on {given.kv_num_blocks.device}, query is on {query.device}; "
+            f"move it with block_mask.to({str(query.device)!r})"
+        )
+
+
+def classify(
+    variant: TracedVariant,
+    unproven: frozenset[Node],
+    query: Tensor,
+    key: Tensor,
+    block: tuple[int, int],
+) -> Bound:
+    """Classify the tiles of a call as empty, partial or full.
+
+    Args:
+        variant: the graphs.
+        unproven: result of `prove`.
+        query, key: of the call.
+        block: query and kv tile size.
+    """
+    score, mask = variant.score, variant.mask
+    if score is not None and score.root is ir.arg("score"):
+        score = None
+    runs, listed = None, False
+    if mask is not None:
+        runs, listed = _runs(variant, mask, query, key, block)
+        if mask.root is TRUE:
+            mask = None
+            runs = runs if listed else None
+    program = Program(
+        None if score is None else score.root,
+        None if mask is None else mask.root,
+        listed=listed and mask is not None,
+    )
+    if unproven:
+        names = (score.names if score else ()), (mask.names if mask else ())
+        program = replace(program, checked=unproven, names=names)
+    return Bound(score, mask, runs, listed, program)
+
+
+def _runs(
+    variant: TracedVariant, mask: Traced, query: Tensor, key: Tensor, block: tuple[int, int]
+) -> tuple[BlockRuns, bool]:
+    """The tiles, and whether they are block lists that say more than the mask."""
+    given = variant.block_mask
+    if is_flex(given):
+        lists, rest = flex_lists(given)
+        return _flex_runs.get(rest, lists, lambda: from_flex(given)), True
+    batch, heads, q_len, kv_len = *query.shape[:3], key.shape[2]
+    if isinstance(given, BlockMask):
+        batch, heads, q_len, kv_len = given.shape
+    runs, _ = mask_runs(
+        mask,
+        q_len=q_len,
+        kv_len=kv_len,
+        block=block,
+        batch=batch,
+        heads=heads,
+        device=query.device,
+        dtype=compute_dtype(query),
+    )
+    return runs, False
+
+
+def flex_lists(mask: Any) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+    """What PyTorch's BlockMask says besides its mask_mod: tensors, and all else."""
+    lists = mask.kv_num_blocks, mask.kv_indices
+    full = mask.full_kv_num_blocks, mask.full_kv_indices
+    has_full = full[0] is not None and full[1] is not None
+    return (*lists, *full) if has_full else lists, (*mask.BLOCK_SIZE, *mask.seq_lengths, has_full)
+
+
+def is_flex(mask: Any) -> bool:
+    """Whether this is PyTorch's BlockMask (whose module is not imported for the question)."""
+    module = sys.modules.get("torch.nn.attention.flex_attention")
+    return module is not None and isinstance(mask, module.BlockMask)

@@ -1,0 +1,108 @@
+"""The arguments of `flex_attention` as one frozen record, and what is checked of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnkit.sparsity.block_runs import BLOCK
+from attnkit.splice import Captured, ForwardInputs
+from attnkit.util.arguments import (
+    DTYPES,
+    AuxOutput,
+    AuxRequest,
+    check_aux,
+    check_flag,
+    check_options,
+    check_scale,
+    check_tensors,
+)
+
+
+@dataclass(frozen=True)
+class CallSettings:
+    """The checked options of a call.
+
+    Attributes:
+        scale: factor on q k^T.
+        aux: which auxiliary outputs to return.
+        block: tile sizes that the caller gave, else `BLOCK` itself.
+        notes: options that change nothing here.
+    """
+
+    scale: float
+    aux: AuxRequest
+    block: tuple[int, int]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """The arguments of one call of `flex_attention`, which documents them."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    score_mod: Callable[..., Any] | None = None
+    block_mask: Any = None
+    scale: float | None = None
+    enable_gqa: bool = False
+    return_lse: bool = False
+    kernel_options: dict[str, Any] | None = None
+    return_aux: AuxRequest | None = None
+    backend: str = "auto"
+    deterministic: bool = False
+
+    def check(self) -> CallSettings:
+        """Check every argument but the functions, which are checked where they are traced.
+
+        Raises:
+            ArgumentError, ShapeError, DTypeError, DeviceError, OptionError, UnsupportedError: by
+                what is wrong.
+        """
+        check_tensors(self.query, self.key, self.value, self.enable_gqa)
+        scale = check_scale(self.scale, self.query.shape[-1])
+        aux = check_aux(self.return_lse, self.return_aux)
+        check_flag("deterministic", self.deterministic)
+        block, notes = check_options(self.kernel_options, BLOCK)
+        return CallSettings(scale, aux, block, notes)
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether the backward forms its sums in a fixed order."""
+        return self.deterministic or torch.are_deterministic_algorithms_enabled()
+
+    def inputs(self, captured: Captured) -> ForwardInputs:
+        """The tensors of the call; `scale` must have been checked."""
+        scale = check_scale(self.scale, self.query.shape[-1])
+        return ForwardInputs(self.query, self.key, self.value, captured, scale)
+
+    def results(self, out: Tensor, lse: Tensor, max_scores: Tensor | None) -> Any:
+        """Return what the caller asked for.
+
+        Args:
+            out: [B, Hq, Sq, Dv].
+            lse: [B, Hq, Sq], natural logarithm.
+            max_scores: [B, Hq, Sq], if the call needs them.
+        """
+        aux = self.return_aux
+        if aux is None:
+            return (out, lse) if self.return_lse else out
+        return out, AuxOutput(lse if aux.lse else None, max_scores if aux.max_scores else None)
+
+
+def under_autocast(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+    """Cast query, key and value to the dtype of `torch.autocast`, as it casts for products."""
+    kind = query.device.type if isinstance(query, Tensor) else ""
+    if not kind or not torch.is_autocast_enabled(kind):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(kind)
+    query, key, value = [
+        t.to(dtype) if isinstance(t, Tensor) and t.dtype in DTYPES[:3] else t
+        for t in (query, key, value)
+    ]
+    return query, key, value

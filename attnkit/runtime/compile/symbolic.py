@@ -1,0 +1,106 @@
+"""Calls whose tensors have no data: inside torch.compile, on the meta device, in a FakeTensorMode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnkit.runtime.bind import check_functions
+from attnkit.runtime.call import AttentionCall
+from attnkit.runtime.compile.hop import attend, attend_eagerly
+from attnkit.schedule.plan import parsed
+from attnkit.sparsity.block_mask import BlockMask
+from attnkit.sparsity.block_runs import BLOCK
+from attnkit.tracing.mask import check_built_for
+from attnkit.util.arguments import AuxOutput, check_aux, check_options
+from attnkit.util.torch_private import is_fake, mark_constant
+
+
+def _known_to_dynamo() -> bool:
+    """Tell Dynamo what to do with `attend`; it breaks the graph there if it cannot be told."""
+    try:
+        from attnkit.runtime.compile import dynamo  # takes a second to import
+    except ImportError:  # parts of Dynamo that are not public
+        return False
+    return dynamo.register()
+
+
+mark_constant(_known_to_dynamo)
+
+
+def compiled(call: AttentionCall) -> Any:
+    """Run a call as torch.compile reads it: one operator, with functions in it."""
+    _known_to_dynamo()
+    return _deferred(attend, call)
+
+
+def shaped(call: AttentionCall) -> Any:
+    """Check a call of tensors without data, and give results without data."""
+    call.check()
+    parsed(call.backend)
+    check_functions(call.score_mod, call.block_mask)
+    return _deferred(attend_eagerly, call)
+
+
+def has_no_data(query: Any) -> bool:
+    """Whether a tensor has a shape alone: on the meta device, or in a `FakeTensorMode`."""
+    return isinstance(query, Tensor) and (query.is_meta or is_fake(query))
+
+
+def _deferred(attended: Callable[..., Any], call: AttentionCall) -> Any:
+    """Hand a call to an operator that prepares it when it runs."""
+    aux = check_aux(call.return_lse, call.return_aux)
+    block, _ = check_options(call.kernel_options, BLOCK)
+    query, score_mod = call.query, call.score_mod
+    mask_mod, kind, lists, sizes = _parts(call.block_mask)
+    check_built_for(mask_mod, query.shape[2], call.key.shape[2])
+    score = mask = None
+    if score_mod is not None:
+
+        def score(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+            return _as_tensor(score_mod(s, b, h, q, kv), s)
+
+    if mask_mod is not None:
+
+        def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+            return _as_tensor(mask_mod(b, h, q, kv), b)
+
+    out, lse, top = attended(
+        query,
+        call.key,
+        call.value,
+        score,
+        mask,
+        lists,
+        sizes,
+        call.scale,
+        kind,
+        () if block is BLOCK else block,
+        call.backend,
+        call.enable_gqa,
+        call.deterministic,
+        aux.max_scores,
+    )
+    if call.return_aux is not None:
+        return out, AuxOutput(lse if aux.lse else None, top if aux.max_scores else None)
+    return (out, lse) if aux.lse else out
+
+
+def _parts(given: Any) -> tuple[Any, str, tuple[Tensor, ...], tuple[int, ...]]:
+    """Split a mask into its function, kind, block lists and sizes (see `op.Request.kind`)."""
+    if isinstance(given, BlockMask):
+        return given.mask_mod, "block", (), (*given.shape, *given.BLOCK_SIZE)
+    if hasattr(given, "kv_num_blocks"):
+        lists: tuple[Tensor, ...] = (given.kv_num_blocks, given.kv_indices)
+        if given.full_kv_num_blocks is not None:
+            lists = (*lists, given.full_kv_num_blocks, given.full_kv_indices)
+        return given.mask_mod, "flex", lists, (*given.BLOCK_SIZE, *given.seq_lengths)
+    return given, "plain", (), ()
+
+
+def _as_tensor(x: Any, like: Tensor) -> Any:
+    """What a function returned; a number as a tensor, which is all that a graph returns."""
+    return torch.full_like(like, x, dtype=torch.bool) if isinstance(x, bool) else x

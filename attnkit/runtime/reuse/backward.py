@@ -1,0 +1,133 @@
+"""Fast path for repeated backwards: compare tensors, then relaunch.
+
+torch compares all tensors at once, as in `fast_path`; the launches are those of an earlier backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from attnkit.runtime.prepared_call import BackwardRelaunch
+from attnkit.runtime.reuse.entries import Entries
+from attnkit.splice import BackwardInputs
+from attnkit.util.torch_private import alike, grad_enabled, in_forward_ad, modes, only_devices
+
+_ShapeAndDtype: TypeAlias = tuple[torch.Size, torch.dtype]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Entry:
+    """A backward that has run.
+
+    Attributes:
+        same: whether tensors are like its own.
+        scale, needs_grad: of it.
+        with_lse: whether the LSE had a gradient.
+        relaunch: runs it for other tensors.
+        count: number of its tensors.
+        captured: shape and dtype of each gradient of the score's tensors, None where none is needed.
+    """
+
+    same: Callable[..., bool]
+    scale: float
+    needs_grad: list[bool]
+    with_lse: bool
+    relaunch: BackwardRelaunch
+    count: int
+    captured: tuple[_ShapeAndDtype | None, ...]
+
+
+class BackwardReuse:
+    """The remembered backwards of one prepared call."""
+
+    def __init__(self) -> None:
+        self.entries: Entries[_Entry] = Entries()
+
+    def try_fast_path(
+        self,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        saved: Sequence[Tensor],
+        scale: float,
+        needs_grad: list[bool],
+    ) -> tuple[Tensor | None, ...] | None:
+        """Relaunch a remembered backward; None if none is like this one.
+
+        Args:
+            grad_out, grad_lse: gradients of the output and of the LSE; None for none.
+            saved: query, key, value, output, LSE, and what score and mask capture.
+            scale: softmax scale.
+            needs_grad: for each tensor of the score, whether its gradient is needed.
+
+        Returns:
+            The gradients of query, key, value and the score's tensors.
+        """
+        if grad_enabled() or in_forward_ad() or (modes() and not only_devices()):
+            return None
+        tensors = _in_order(grad_out, grad_lse, saved)
+        for entry in self.entries.all:
+            if (
+                entry.scale == scale
+                and entry.with_lse is (grad_lse is not None)
+                and entry.needs_grad == needs_grad
+                and entry.count == len(tensors)
+                and entry.same(*tensors)
+            ):
+                gradients = entry.relaunch(tensors)
+                return None if gradients is None else _shaped(gradients, entry.captured)
+        return None
+
+    def remember(
+        self,
+        inputs: BackwardInputs,
+        saved: Sequence[Tensor],
+        find_relaunch: Callable[[], BackwardRelaunch | None],
+    ) -> None:
+        """Remember a backward that has run, undisturbed and without a graph of its own.
+
+        Args:
+            inputs: its tensors.
+            saved: those of the forward, as in `try_fast_path`.
+            find_relaunch: finds how to relaunch it.
+        """
+        if not self.entries.may_learn():
+            return
+        relaunch = find_relaunch()
+        tensors = _in_order(inputs.grad_out, inputs.grad_lse, saved)
+        same = None if relaunch is None else alike(tensors)
+        if relaunch is None or same is None:
+            return
+        needs_grad = list(inputs.needs_grad)
+        scores = zip(saved[5:], needs_grad, strict=False)
+        captured = tuple([(t.shape, t.dtype) if need else None for t, need in scores])
+        with_lse = inputs.grad_lse is not None
+        self.entries.add(
+            _Entry(same, inputs.scale, needs_grad, with_lse, relaunch, len(tensors), captured)
+        )
+
+
+def _in_order(grad_out: Tensor, grad_lse: Tensor | None, saved: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors as a `BackwardRelaunch` takes them."""
+    query, key, value, out, lse, *captured = saved
+    tensors = [query, key, value, out, grad_out, lse, *captured]
+    if grad_lse is not None:
+        tensors.append(grad_lse)
+    return tensors
+
+
+def _shaped(
+    gradients: list[Tensor], captured: Sequence[_ShapeAndDtype | None]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the score's tensors in the shapes and dtypes of these."""
+    if not captured:
+        return tuple(gradients)
+    result: list[Tensor | None] = [*gradients[:3]]
+    remaining = iter(gradients[3:])
+    for kind in captured:
+        result.append(None if kind is None else next(remaining).view(kind[0]).to(kind[1]))
+    return tuple(result)

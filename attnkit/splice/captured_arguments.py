@@ -1,0 +1,86 @@
+"""Captured tensors as a kernel takes them, and where it finds them at each call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from attnkit.splice.kernel_call import Captured
+from attnkit.util import caches
+from attnkit.util.tensor_cache import VersionedCache
+
+SCORE, MASK = 0, 1
+
+# (dtype, rank, whether rows are contiguous): what a kernel is compiled for.
+TensorKind: TypeAlias = tuple[str, int, bool]
+
+_moved: VersionedCache[Tensor] = VersionedCache(64)
+caches.register(_moved.clear)
+
+
+@dataclass(frozen=True)
+class CapturedSlot:
+    """Where a kernel's argument is found among the captured tensors of a call.
+
+    Attributes:
+        graph: `SCORE` or `MASK`.
+        slot: its number there.
+        as_is: whether the kernel takes the tensor as it is; if not, it takes what `readable` gives.
+    """
+
+    graph: int
+    slot: int
+    as_is: bool
+
+
+# A tensor of each call, or a table that all calls read.
+CapturedArgument: TypeAlias = CapturedSlot | Tensor
+
+
+def captured_slot(
+    graph: int, slot: int, captured: Captured, device: torch.device
+) -> CapturedArgument:
+    """The argument for a slot of tensors like `captured`."""
+    t = captured[graph][slot]
+    return CapturedSlot(graph, slot, t.device == device and t.dtype != torch.bool and t.ndim > 0)
+
+
+def read_captured(
+    arguments: Sequence[CapturedArgument], captured: Captured, device: torch.device
+) -> list[Tensor]:
+    """The tensors that a kernel reads in a call."""
+    found = []
+    for a in arguments:
+        if isinstance(a, CapturedSlot):
+            t = captured[a.graph][a.slot]
+            a = t if a.as_is else readable(t, device)
+        found.append(a)
+    return found
+
+
+def own_tensors(arguments: Sequence[CapturedArgument], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Of what `read_captured` gave, tables and copies: who captures a CUDA graph does not hold them."""
+    pairs = zip(arguments, tensors, strict=True)
+    return [t for a, t in pairs if not (isinstance(a, CapturedSlot) and a.as_is)]
+
+
+def readable(t: Tensor, device: torch.device) -> Tensor:
+    """A captured tensor as a kernel takes it: on its device, of no bool, of rank 1 or more."""
+    t = t.detach() if t.requires_grad else t
+    if t.device != device:
+        t = _moved.get(device, [t], lambda: t.to(device))
+    if t.dtype == torch.bool:
+        t = t.view(torch.uint8)
+    return t.reshape(1) if t.ndim == 0 else t
+
+
+def tensor_kinds(tensors: Sequence[Tensor]) -> tuple[TensorKind, ...]:
+    """What a kernel must know of its captured tensors when it is compiled."""
+    return tuple(
+        (str(t.dtype).removeprefix("torch."), t.ndim, t.ndim == 0 or t.stride(-1) == 1)
+        for t in tensors
+    )

@@ -1,0 +1,114 @@
+"""Run a kernel call with the template that it names.
+
+GPU kernels where the template has them; torch operators (the `cpu` template, on any device) for all
+else. What GPU kernels need (half of the package) is imported by the first call that takes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from attnkit.splice.cpu import CpuHooks
+from attnkit.splice.kernel_call import BackwardInputs, Captured, ForwardInputs, KernelCall
+from attnkit.splice.program import compute_dtype
+from attnkit.templates import cpu
+from attnkit.util.torch_private import in_autocast
+
+if TYPE_CHECKING:
+    from attnkit.splice.replay import Replay
+
+Attention: TypeAlias = Callable[
+    [Tensor, Tensor, Tensor, Captured, float], tuple[Tensor, Tensor, Tensor | None]
+]  # query, key, value, captured tensors, scale -> out, LSE, row maxima
+
+
+def run_forward(call: KernelCall, inputs: ForwardInputs) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Run a template's forward: out, LSE, and the row maxima if `call` needs them."""
+    attention = prepare_forward(call, inputs)
+    return attention(inputs.query, inputs.key, inputs.value, inputs.captured, inputs.scale)
+
+
+def prepare_forward(call: KernelCall, inputs: ForwardInputs) -> Attention:
+    """Prepare a template's forward for tensors like `inputs`.
+
+    It may be called with other tensors of the same shapes, strides, dtypes and devices, and a scale
+    of the same sign; but only with the same mask tensors holding the same data, as the runs come
+    from that.
+    """
+    if call.spec.target is not None:
+        from attnkit.splice import forward
+
+        return forward.prepare(call, inputs)
+
+    def attention(
+        query: Tensor, key: Tensor, value: Tensor, captured: Captured, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        with torch.no_grad(), _without_autocast(query):
+            hooks = CpuHooks(call.program, *captured, compute_dtype(query), query.device)
+            return cpu.forward(query, key, value, call.runs, hooks, scale, need_max=call.need_max)
+
+    return attention
+
+
+def run_backward(
+    call: KernelCall, inputs: BackwardInputs
+) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor | None]]:
+    """Run a template's backward; a deterministic one gives the same bits at every run.
+
+    Returns:
+        The gradients of query, key and value; and by slot of the score graph the gradients of the
+        captured tensors in the compute dtype, None where none is needed.
+    """
+    if call.spec.target is not None:
+        from attnkit.splice import backward
+
+        if backward.supports(call, inputs):
+            return backward.prepare(call, inputs)(inputs)
+    query = inputs.query
+    with _without_autocast(query):
+        hooks = CpuHooks(
+            call.program, *inputs.captured, compute_dtype(query), query.device, inputs.needs_grad
+        )
+        gradients = cpu.backward(
+            inputs.grad_out,
+            inputs.grad_lse,
+            query,
+            inputs.key,
+            inputs.value,
+            inputs.out,
+            inputs.lse,
+            call.runs,
+            hooks,
+            inputs.scale,
+        )
+        return gradients, hooks.gradients
+
+
+def backward_replay(call: KernelCall, inputs: BackwardInputs) -> Replay | None:
+    """Give the relaunch of a backward that `run_backward` has run; None if there is none.
+
+    Returns:
+        A function of query, key, value, output, its gradient, LSE, captured tensors and the LSE's
+        gradient if there is one. It gives the gradients of query, key and value, and float32
+        gradients of the score's tensors where they are needed.
+    """
+    if call.spec.target is None or call.spec.emulated or call.spec.deterministic:
+        return None  # a deterministic run needs new semaphores
+    from attnkit.splice import backward
+
+    if not backward.supports(call, inputs):
+        return None
+    prepared = backward.prepare(call, inputs)
+    return prepared.again if prepared.scale == inputs.scale else None
+
+
+def _without_autocast(query: Tensor) -> AbstractContextManager[Any]:
+    """Turn autocast off, which would round the operands of every product inside."""
+    if in_autocast():
+        return torch.autocast(query.device.type, enabled=False)
+    return nullcontext()

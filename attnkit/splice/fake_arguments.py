@@ -1,0 +1,98 @@
+"""Fake arguments to compile kernels with: they say which sizes and strides are known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.cute.runtime import make_fake_tensor
+
+_DTYPES = {
+    "float16": cutlass.Float16,
+    "bfloat16": cutlass.BFloat16,
+    "float32": cutlass.Float32,
+    "float64": cutlass.Float64,
+    "int64": cutlass.Int64,
+    "int32": cutlass.Int32,
+    "int16": cutlass.Int16,
+    "int8": cutlass.Int8,
+    "uint8": cutlass.Uint8,
+}
+
+
+def tile_tensor(dtype: str, head_dim: int) -> Any:
+    """[B, H, S, D] with rows of D, the other strides multiples of 16 bytes."""
+    strides = tuple(cute.sym_int64(divisibility=8) for _ in range(3))
+    return make_fake_tensor(_DTYPES[dtype], (*_sizes(3), head_dim), (*strides, 1), assumed_align=16)
+
+
+def row_tensor() -> Any:
+    """Float32 [B, H, S]."""
+    strides = (cute.sym_int64(), cute.sym_int64(), 1)
+    return make_fake_tensor(Float32, _sizes(3), strides, assumed_align=4)
+
+
+def captured_tensor(dtype: str, ndim: int, contiguous: bool) -> Any:
+    """A captured tensor of any sizes and strides, or with contiguous rows."""
+    number = _DTYPES[dtype]
+    strides: tuple[Any, ...] = tuple(cute.sym_int64() for _ in range(ndim))
+    if contiguous:
+        strides = (*strides[:-1], 1)
+    return make_fake_tensor(number, _sizes(ndim), strides, assumed_align=number.width // 8)
+
+
+def _sizes(count: int) -> tuple[Any, ...]:
+    return tuple(cute.sym_int() for _ in range(count))
+
+
+def forward_arguments(
+    dtype: str,
+    head_dim: int,
+    value_dim: int,
+    tile: tuple[int, int],
+    captured: tuple[tuple[str, int, bool], ...],
+) -> tuple[Any, ...]:
+    """The arguments of `templates.sm90.forward.Forward`; tile: its rows and value columns."""
+    work_tiles = make_fake_tensor(Int32, (cute.sym_int(), 12), (12, 1), assumed_align=16)
+    runs = (
+        make_fake_tensor(Int32, (2, cute.sym_int()), (cute.sym_int64(), 1), assumed_align=4)
+        for _ in range(2)
+    )
+    counter = make_fake_tensor(Int32, (1,), (1,), assumed_align=4)
+    return (
+        tile_tensor(dtype, head_dim),
+        tile_tensor(dtype, head_dim),
+        tile_tensor(dtype, value_dim),
+        tile_tensor(dtype, value_dim),
+        row_tensor(),
+        row_tensor(),
+        work_tiles,
+        *runs,
+        counter,
+        *part_tensors(*tile),
+        [captured_tensor(*c) for c in captured],
+        Float32(1.0),
+        Int32(1),
+        Int32(1),
+        cuda.CUstream(0),
+    )
+
+
+def part_tensors(rows: int, value_width: int) -> tuple[Any, Any]:
+    """Output and LSE of parts of rows, by slot."""
+    slots = cute.sym_int()
+    sizes = (slots, rows, value_width)
+    strides = (cute.sym_int64(divisibility=32), value_width, 1)
+    parts = make_fake_tensor(Float32, sizes, strides, assumed_align=16)
+    lse = make_fake_tensor(Float32, sizes[:2], (cute.sym_int64(), 1), assumed_align=4)
+    return parts, lse
+
+
+def combine_arguments(dtype: str, value_dim: int, tile: tuple[int, int]) -> tuple[Any, ...]:
+    """The arguments of `templates.common.combine.Combine`; tile: rows and value columns of parts."""
+    split = make_fake_tensor(Int32, (cute.sym_int(), 3), (3, 1), assumed_align=4)
+    split_ptr = make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4)
+    out = tile_tensor(dtype, value_dim)
+    return (*part_tensors(*tile), split, split_ptr, out, row_tensor(), cuda.CUstream(0))

@@ -1,0 +1,80 @@
+"""Fake arguments to compile the kernels of a backward with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import cuda.bindings.driver as cuda
+from cutlass import Float32, Int32, cute
+from cutlass.cute.runtime import make_fake_tensor
+
+from attnkit.splice.fake_arguments import captured_tensor, row_tensor, tile_tensor
+
+
+def _floats() -> Any:
+    return make_fake_tensor(Float32, (cute.sym_int64(),), (1,), assumed_align=16)
+
+
+def _ints(*sizes: int) -> Any:
+    """int32 [any, *sizes], contiguous."""
+    strides = (sizes[0], 1) if sizes else (1,)
+    return make_fake_tensor(Int32, (cute.sym_int(), *sizes), strides, assumed_align=4)
+
+
+def preprocess_arguments(dtype: str, value_dim: int) -> tuple[Any, ...]:
+    """The arguments of `templates.common.preprocess.Preprocess`."""
+    tiles, rows = (tile_tensor(dtype, value_dim) for _ in range(2)), (row_tensor(), row_tensor())
+    return (*tiles, *rows, _floats(), _floats(), _floats(), cuda.CUstream(0))
+
+
+def postprocess_arguments(dtype: str, head_dim: int) -> tuple[Any, ...]:
+    """The arguments of `templates.sm90.backward_postprocess.Postprocess`."""
+    return (_floats(), tile_tensor(dtype, head_dim), Int32(1), Float32(1.0), cuda.CUstream(0))
+
+
+def main_arguments(
+    dtype: str,
+    head_dims: tuple[int, int],
+    captured: Sequence[tuple[str, int, bool]],
+    totals: Sequence[int],
+    *,
+    deterministic: bool,
+    first_writer: bool,
+) -> tuple[Any, ...]:
+    """The arguments of `templates.sm90.backward.Backward`.
+
+    Args:
+        captured: (dtype, rank, whether rows are contiguous) of the captured tensors.
+        totals: ranks of those with a gradient.
+        deterministic: whether the order of the sums is fixed.
+        first_writer: whether the first CTA of a row stores its part of dQ.
+    """
+    wide, deep = head_dims
+    runs = (
+        make_fake_tensor(Int32, (2, cute.sym_int()), (cute.sym_int64(), 1), assumed_align=4)
+        for _ in range(2)
+    )
+    return (
+        *(tile_tensor(dtype, d) for d in (wide, wide, deep, deep, wide, deep)),
+        *(_floats() for _ in range(3)),
+        make_fake_tensor(Int32, (cute.sym_int(), 12), (12, 1), assumed_align=16),
+        *runs,
+        _ints(),
+        [captured_tensor(*c) for c in captured],
+        # in a fixed order the gradients have bins: see `templates.common.exact_sums`
+        [
+            captured_tensor("int64", n + 1, True)
+            if deterministic
+            else captured_tensor("float32", n, True)
+            for n in totals
+        ],
+        # semaphores and the tables of their order; or flags of the chunks of dQ that are stored
+        [_ints(), _ints(4), _ints(), _ints(), _ints(2)]
+        if deterministic
+        else [_ints()] * first_writer,
+        Float32(1.0),
+        Int32(1),
+        Int32(1),
+        cuda.CUstream(0),
+    )

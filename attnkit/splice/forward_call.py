@@ -1,0 +1,232 @@
+"""A prepared forward call: what is left to do at each call, and the relaunch of a repeated one.
+
+Nothing here waits for the GPU, and all of it may be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from attnkit.jit.kernel import Source
+from attnkit.jit.relaunch import Relaunch
+from attnkit.splice.captured_arguments import (
+    CapturedArgument,
+    CapturedSlot,
+    own_tensors,
+    read_captured,
+    readable,
+)
+from attnkit.splice.counters import zero_counters
+from attnkit.splice.graph_capture import is_capturing, keep_while_replayable
+from attnkit.splice.kernel_call import Captured
+from attnkit.splice.tma import loadable
+from attnkit.util.torch_private import device_index, is_captured, maker, stream_of
+
+ForwardOutputs: TypeAlias = tuple[Tensor, Tensor, Tensor | None]  # out, LSE, row maxima
+# Runs a kernel: its source, the arguments, which of them are outputs, and which would change if it
+# were run once more. Gives its relaunch, None if it must be run in the same way.
+Runner: TypeAlias = Callable[
+    [Source, Sequence[object], tuple[int, ...], Sequence[int]], Relaunch | None
+]
+# A `ForwardCall` as a function; None where it cannot make the call.
+RepeatedForward: TypeAlias = Callable[
+    [Tensor, Tensor, Tensor, Captured, float], ForwardOutputs | None
+]
+
+_OUTPUTS = (3, 4, 5)
+_TENSORS = (0, 1, 2, 3, 4, 5)  # query, key, value, output, LSE, row maxima
+_COUNTER, _PARTS, _CAPTURED = 9, (10, 11), 12
+
+
+@dataclass(frozen=True, eq=False)
+class CombineKernel:
+    """How the parts of split rows are combined.
+
+    Attributes:
+        source: the kernel.
+        tables: what it reads: split rows, and where their parts begin.
+    """
+
+    source: Source
+    tables: tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardCall:
+    """A forward call for tensors of given shapes, strides and dtype.
+
+    Attributes:
+        run: runs a kernel.
+        source: the kernel.
+        device: of all tensors.
+        dtype: of query, key, value and output.
+        shape, strides: of the output.
+        direct: whether the kernel can write an output with these strides.
+        tma_strides: whether query, key and value have strides that TMA can read.
+        tables: of the work list.
+        parts: shapes of the parts of split rows and of their statistics.
+        captured: the captured tensors that the kernel reads.
+        numbers: query heads per kv head, and CTAs.
+        combine: the kernel for split rows, None if there are none.
+        need_max: whether the row maxima are returned.
+        emulated: the kernel is executed on the CPU.
+        again: the relaunch of this call, once its kernels have been launched.
+    """
+
+    run: Runner
+    source: Source
+    device: torch.device
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    direct: bool
+    tma_strides: bool
+    tables: tuple[Tensor, Tensor, Tensor]
+    parts: tuple[tuple[int, ...], tuple[int, ...]]
+    captured: tuple[CapturedArgument, ...]
+    numbers: tuple[int, int]
+    combine: CombineKernel | None
+    need_max: bool
+    emulated: bool
+    spare: tuple[Tensor, ...] = field(init=False)
+    again: RepeatedForward | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        # a kernel takes no empty tensor; where nothing is split, this is neither written nor read
+        none = () if self.combine else tuple(self._empty(s) for s in self.parts)
+        object.__setattr__(self, "spare", none)
+
+    def _empty(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=self.device)
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, captured: Captured, scale: float
+    ) -> ForwardOutputs:
+        """out, LSE and the row maxima or None; on the current stream."""
+        if self.again is not None:
+            outputs = self.again(query, key, value, captured, scale)
+            if outputs is not None:
+                return outputs
+        # copies, and the emulator's memory, are not to be relaunched
+        repeatable = self.tma_strides and not (
+            (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15 or self.emulated
+        )
+        if not repeatable:
+            query, key, value = loadable(query), loadable(key), loadable(value)
+        out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+        target = (
+            out if self.direct else torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        )
+        lse = self._empty(self.shape[:3])
+        top = self._empty(self.shape[:3]) if self.need_max else lse
+        capturing = is_capturing(self.device)
+        counter = zero_counters(self.device, capturing)
+        tensors = read_captured(self.captured, captured, self.device)
+        if capturing:
+            read = self, own_tensors(self.captured, tensors)
+            keep_while_replayable(self.device, read)
+        parts = self.spare or tuple(self._empty(s) for s in self.parts)
+        arguments = (
+            *(query, key, value, target, lse, top, *self.tables, counter, *parts, *tensors),
+            *(scale, *self.numbers),
+        )
+        again = self.run(self.source, arguments, _OUTPUTS, tuple(self._changing()))
+        combine = None
+        if self.combine is not None:
+            combined = (*parts, *self.combine.tables, target, lse)
+            combine = self.run(self.combine.source, combined, (), (0, 1, 4, 5))
+        if target is not out:
+            out.copy_(target)
+        elif repeatable and self.again is None and again is not None:
+            object.__setattr__(self, "again", repeated_forward(self, captured, again, combine))
+        return out, lse, top if self.need_max else None
+
+    def _changing(self) -> Iterator[int]:
+        """Which arguments of the kernel are not the same at every call."""
+        yield from _TENSORS
+        yield _COUNTER
+        if self.combine is not None:
+            yield from _PARTS
+        for i, argument in enumerate(self.captured):
+            if isinstance(argument, CapturedSlot):
+                yield _CAPTURED + i
+        yield _CAPTURED + len(self.captured)  # the scale
+
+
+def repeated_forward(
+    call: ForwardCall, captured: Captured, again: Relaunch, combine: Relaunch | None
+) -> RepeatedForward:
+    """The same call for other tensors of the same geometry, with as little work as possible.
+
+    Args:
+        call: one that was made.
+        captured: tensors of the score and of the mask that it was made with.
+        again, combine: relaunch its kernels.
+
+    Returns:
+        A function of query, key, value, captured tensors and scale that makes the call, or gives
+        None where that is not as before: on another device, while a CUDA graph is captured, with
+        addresses that a kernel cannot read.
+    """
+    make = maker(call.device)
+    shape, strides, dtype = call.shape, call.strides, call.dtype
+    row_shape, row_strides = shape[:3], _compact(shape[:3])
+    parts = [(s, _compact(s)) for s in call.parts] if combine is not None else []
+    device, index, need_max = call.device, call.device.index, call.need_max
+    slots = [
+        (a.graph, a.slot, captured[a.graph][a.slot].device == device)
+        for a in call.captured
+        if isinstance(a, CapturedSlot)
+    ]
+    on_gpu = device.type == "cuda"
+    counters: dict[int, tuple[int, Tensor]] = {}  # by stream: the address, and what lies there
+
+    def run(
+        query: Tensor, key: Tensor, value: Tensor, captured: Captured, scale: float
+    ) -> ForwardOutputs | None:
+        q, k, v = query.data_ptr(), key.data_ptr(), value.data_ptr()
+        stream = 0
+        if on_gpu:
+            if device_index() != index or is_captured():
+                return None
+            stream = stream_of(index)
+        if (q | k | v) & 15:
+            return None
+        counter = counters.get(stream)
+        if counter is None:
+            zero = zero_counters(device, False)
+            counter = counters[stream] = zero.data_ptr(), zero
+        out = make(shape, strides, dtype)
+        lse = make(row_shape, row_strides, torch.float32)
+        top = make(row_shape, row_strides, torch.float32) if need_max else None
+        o, l = out.data_ptr(), lse.data_ptr()
+        addresses = [q, k, v, o, l, l if top is None else top.data_ptr(), counter[0]]
+        if combine is not None:
+            split = [make(s, t, torch.float32) for s, t in parts]
+            addresses += [t.data_ptr() for t in split]
+        copies: list[Tensor] = []  # until the launch
+        for graph, slot, near in slots:
+            t = captured[graph][slot]
+            if not near:
+                t = readable(t, device)
+                copies.append(t)
+            addresses.append(t.data_ptr())
+        again(stream, addresses, (scale,))
+        if combine is not None:
+            combine(stream, [*addresses[7:9], o, l])
+        return out, lse, top
+
+    return run
+
+
+def _compact(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, size = [], 1
+    for n in reversed(shape):
+        strides.append(size)
+        size *= max(1, n)
+    return tuple(reversed(strides))

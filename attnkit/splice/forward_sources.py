@@ -1,0 +1,68 @@
+"""The sources of a forward's kernels: what they are compiled from."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from attnkit.graph import ir
+from attnkit.jit.kernel import Build, Source
+from attnkit.schedule.targets import Target
+from attnkit.splice.captured_arguments import TensorKind
+from attnkit.splice.forward_variant import ForwardVariant
+from attnkit.splice.template_registry import forward_template
+from attnkit.util import caches
+
+
+@functools.lru_cache(maxsize=1024)
+def forward_source(
+    target: Target,
+    variant: ForwardVariant,
+    config: tuple[tuple[str, Any], ...],
+    head_dims: tuple[int, int],
+    captured: tuple[TensorKind, ...],
+    positive: bool,
+) -> Source:
+    """The kernel of a variant; compiled where it is first called.
+
+    Args:
+        target: what it is compiled for.
+        variant: the graphs.
+        config: arguments of a `ForwardConfig`, in order of their names.
+        head_dims: of query and key, and of value.
+        captured: kinds of the captured tensors that it reads.
+        positive: whether the softmax scale is above 0.
+    """
+    template = forward_template(target)
+    parts = [variant.form.factor, variant.form.rest, variant.form.slope, variant.form.row]
+    parts += [variant.mask, *(n for pair in variant.ends or () for n in pair)]
+    graph = "|".join("" if n is None else ir.text(n) for n in parts)
+    ends = None if variant.ends is None else len(variant.ends)
+    loads = [n in variant.wraps for n in ir.topo(*variant.nodes()) if n.op == "load"]
+    rest = (head_dims, captured, len(variant.slots[0]), positive, ends, loads, variant.listed)
+    return Source(
+        "\n".join([f"{target.template} forward", graph, repr(list(config)), repr(rest)]),
+        target.arch,
+        lambda: template.build(variant, dict(config), head_dims, captured, positive),
+        f"forward {dict(config)['dtype']} {head_dims[0]}x{head_dims[1]}",
+    )
+
+
+caches.register(forward_source.cache_clear)
+
+
+@functools.lru_cache(maxsize=64)
+def combine_source(dtype: str, value_dim: int, tile: tuple[int, int], arch: str) -> Source:
+    """The kernel that combines the parts of split rows."""
+
+    def build() -> Build:
+        from attnkit.splice.fake_arguments import combine_arguments
+        from attnkit.templates.common.combine import Combine
+
+        return Build(Combine(dtype, value_dim), combine_arguments(dtype, value_dim, tile))
+
+    key = f"sm90 combine\n{dtype} {value_dim} {tile}"
+    return Source(key, arch, build, f"combine {dtype} {value_dim}")
+
+
+caches.register(combine_source.cache_clear)

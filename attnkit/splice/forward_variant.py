@@ -1,0 +1,94 @@
+"""A variant in the form that a forward kernel computes."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from attnkit.codegen.nonnegative import wrapping
+from attnkit.codegen.score_form import ScoreForm, score_form
+from attnkit.graph import ir
+from attnkit.graph.ir import Node
+from attnkit.util import caches
+
+if TYPE_CHECKING:
+    from attnkit.templates.common.hooks import ForwardHooks
+
+
+@dataclass(frozen=True)
+class ForwardVariant:
+    """A variant as a kernel takes it.
+
+    Attributes:
+        form: the score_mod.
+        mask: bool expression, None to keep everything.
+        ends: the mask as intervals, if it has that form.
+        slots: which captured tensors of the score, and of the mask, the kernel reads.
+        wraps: loads whose index may be negative at the lengths in question.
+        listed: block lists overrule the mask.
+    """
+
+    form: ScoreForm
+    mask: Node | None
+    ends: tuple[tuple[Node, Node], ...] | None
+    slots: tuple[tuple[int, ...], tuple[int, ...]]
+    wraps: frozenset[Node] = frozenset()
+    listed: bool = False
+
+    def nodes(self) -> list[Node]:
+        """All expressions that the kernel computes."""
+        form = self.form
+        parts = [form.factor, form.rest, form.slope, form.row]
+        parts += [n for pair in self.ends or () for n in pair] or [self.mask]
+        return [n for n in parts if n is not None]
+
+    def hooks(self, positive: bool) -> ForwardHooks:
+        """What the kernel calls while it is traced; positive: whether the softmax scale is."""
+        from attnkit.codegen.forward_hooks import GraphForward
+
+        return GraphForward(
+            self.form,
+            self.mask,
+            self.ends,
+            scores=len(self.slots[0]),
+            listed=self.listed,
+            positive=positive,
+            wrap=self.wraps,
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def forward_variant(
+    score: Node | None,
+    mask: Node | None,
+    ends: tuple[tuple[Node, Node], ...] | None,
+    sizes: tuple[int, int, int, int],
+) -> ForwardVariant:
+    """Put a variant in the form that a kernel computes, captured tensors renumbered.
+
+    Args:
+        score, mask: the graphs.
+        ends: the mask as intervals, if it has that form.
+        sizes: batch, heads, query and kv length.
+    """
+    form = score_form(score)
+    parts = {"factor": form.factor, "rest": form.rest, "slope": form.slope, "row": form.row}
+    own = ir.slots(*(n for n in parts.values() if n is not None))
+    parts = {name: n and ir.renumber(n, own.index) for name, n in parts.items()}
+    form = ScoreForm(**parts, ceiling=form.ceiling)
+    nodes = [n for pair in ends or () for n in pair]
+    if ends is None and mask is not None:
+        nodes = [mask]
+    used = ir.slots(*nodes)
+    nodes = [ir.renumber(n, used.index) for n in nodes]
+    if ends is None:
+        variant = ForwardVariant(form, nodes[0] if nodes else None, None, (own, used))
+    else:
+        pairs = tuple(zip(nodes[::2], nodes[1::2], strict=True))
+        variant = ForwardVariant(form, mask, pairs, (own, used))
+    wraps = wrapping(variant.nodes(), dict(zip(("b", "h", "q", "kv"), sizes, strict=True)))
+    return replace(variant, wraps=wraps)
+
+
+caches.register(forward_variant.cache_clear)

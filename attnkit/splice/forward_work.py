@@ -1,0 +1,78 @@
+"""The work list of a forward, and the kernel that takes it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from attnkit.codegen.score_form import score_form
+from attnkit.schedule.kernel_table import Kernel, kernels
+from attnkit.schedule.scheduler import Shape, schedule_forward
+from attnkit.schedule.targets import Target
+from attnkit.schedule.work_list import WorkList, fitted, full_runs, work_list
+from attnkit.sparsity.block_runs import BlockRuns
+from attnkit.splice.program import Program
+from attnkit.splice.runs_cache import cached_for_runs, on_host_if_few
+from attnkit.splice.template_registry import forward_template
+
+
+def choose_kernel(
+    head_dims: tuple[int, int],
+    runs: BlockRuns | None,
+    program: Program,
+    target: Target,
+    q_len: int | None,
+) -> tuple[Kernel, str]:
+    """The kernel for these tiles, and why.
+
+    Args:
+        head_dims: of query and key, and of value.
+        runs: tiles to visit; None for all.
+        program: the graphs.
+        target: what the kernel is compiled for.
+        q_len: length of the query, None for a long one.
+    """
+    found = kernels(*head_dims, program.score is not None, target.template, q_len=q_len)
+    form = score_form(program.score)
+    return forward_template(target).choose(found, head_dims, runs, program.listed, form)
+
+
+def near_runs(runs: BlockRuns, query: Tensor) -> BlockRuns:
+    """The runs on the host, if they are few."""
+    return on_host_if_few(runs, query.shape[0] * query.shape[1] * runs.q_blocks)
+
+
+def forward_work(
+    runs: BlockRuns | None,
+    kernel: Kernel,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    workers: int,
+    split: bool,
+) -> WorkList:
+    """The work list of a forward, on the device of the query.
+
+    Args:
+        runs: tiles to visit; None for all.
+        kernel: whose tiles it lists.
+        query, key, value: for their shapes.
+        workers: CTAs that run at once.
+        split: whether long rows may be split along KV.
+    """
+    if runs is None:
+        runs = full_runs(query.shape[2], key.shape[2], kernel.block, query.device)
+    tiles = runs
+    shape = Shape(
+        query.shape[0],
+        query.shape[1],
+        kernel.block[1] * (key.shape[3] + value.shape[3]) * key.element_size(),
+        kv_heads=key.shape[1],
+        kv_batch=key.shape[0],
+    )
+
+    def build() -> WorkList:
+        fine = fitted(near_runs(tiles, query), kernel.block)
+        order = schedule_forward(fine, shape, workers=workers, split=split)
+        return work_list(fine, order).to(query.device)
+
+    return cached_for_runs(runs, ("forward", shape, kernel.block, workers, split), build)

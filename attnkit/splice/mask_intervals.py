@@ -1,0 +1,61 @@
+"""A mask as intervals of positions, for kernels that compare positions with bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from torch import Tensor
+
+from attnkit.graph import ir
+from attnkit.graph.ir import Node
+from attnkit.sparsity.intervals.normal_form import Intervals, find_intervals
+from attnkit.tracing.tracer import Traced
+
+# (first, past the last) of each interval.
+Bounds: TypeAlias = tuple[tuple[Node, Node], ...]
+
+
+def row_intervals(
+    mask: Node | None, tensors: Sequence[Tensor], query: Tensor, key: Tensor
+) -> tuple[Bounds | None, Sequence[Tensor]]:
+    """The intervals of kv that the mask keeps in every row q.
+
+    Args:
+        mask: the graph; None for no mask.
+        tensors: that it captures.
+        query, key: for their shapes and device.
+
+    Returns:
+        The intervals, None if the mask has no such form; and the tensors that they or the mask
+        read: those of `tensors` first, then tables of the intervals.
+    """
+    return _intervals(mask, tensors, query, (query.shape[2], key.shape[2]))
+
+
+def column_intervals(
+    mask: Node | None, tensors: Sequence[Tensor], query: Tensor, key: Tensor
+) -> tuple[Bounds | None, Sequence[Tensor]]:
+    """The intervals of q that every column kv keeps, as `row_intervals` for the transposed mask."""
+    if mask is not None:
+        q, kv = ir.arg("q"), ir.arg("kv")
+        mask = ir.substitute(mask, {q: kv, kv: q})
+    return _intervals(mask, tensors, query, (key.shape[2], query.shape[2]))
+
+
+def _intervals(
+    mask: Node | None, tensors: Sequence[Tensor], query: Tensor, lengths: tuple[int, int]
+) -> tuple[Bounds | None, Sequence[Tensor]]:
+    if mask is None:
+        return None, ()
+    found = find_intervals(
+        Traced("mask", mask, tuple(tensors), tuple(f"t{i}" for i in range(len(tensors)))),
+        q_len=lengths[0],
+        kv_len=lengths[1],
+        batch=query.shape[0],
+        heads=query.shape[1],
+        device=query.device,
+    )
+    if isinstance(found, Intervals):
+        return found.bounds, found.tensors
+    return None, tensors

@@ -1,0 +1,42 @@
+"""Cache what is derived from the tiles of a mask, such as the tables that kernels read."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import torch
+
+from attnkit.sparsity.block_runs import BlockRuns
+from attnkit.splice.graph_capture import is_capturing
+from attnkit.util import caches
+
+T = TypeVar("T")
+
+# Up to so many rows of tiles the work is ordered on the host. So few operators cost less there than
+# their launches on a GPU, and at the first call much less, as a GPU loads the code of each.
+_FEW_ROWS = 1 << 15
+
+_derived: weakref.WeakKeyDictionary[BlockRuns, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+caches.register(_derived.clear)
+
+
+def cached_for_runs(runs: BlockRuns, key: Hashable, build: Callable[[], T]) -> T:
+    """What `build` gives for some runs and a key; it is called once as long as the runs live."""
+    known = _derived.setdefault(runs, {})
+    if key not in known:
+        known[key] = build()
+    value: T = known[key]
+    return value
+
+
+def on_host_if_few(runs: BlockRuns, rows: int) -> BlockRuns:
+    """Move runs to the host if there are few rows of tiles in all heads."""
+    return runs if rows > _FEW_ROWS else runs.to("cpu")
+
+
+def wait_for_tables(device: torch.device) -> None:
+    """Wait until tables are written: other streams may read them next."""
+    if device.type == "cuda" and not is_capturing(device):
+        torch.cuda.current_stream(device).synchronize()

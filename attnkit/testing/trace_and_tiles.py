@@ -1,0 +1,109 @@
+"""Compare a trace with the user's function called by torch, and tiles with the dense mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnkit.graph.eval_torch import evaluate
+from attnkit.runtime.reference import positions
+from attnkit.sparsity.block_runs import BlockRuns
+from attnkit.testing.case import Case
+from attnkit.testing.eager import call
+from attnkit.testing.quantities import in_dtype
+from attnkit.testing.report import Row
+from attnkit.testing.rounding import SAMPLES, noisy_values
+from attnkit.testing.tolerance import FACTOR, ULPS, exact, place
+from attnkit.tracing.tracer import Traced
+
+
+def mask_row(
+    function: Callable[..., Any], mask: Traced, case: Case, device: torch.device
+) -> tuple[Tensor, Row]:
+    """Evaluate the dense mask [B, Hq, Sq, Skv] for the case's dtype, and compare the trace.
+
+    torch computes floats in a mask in float32. The graph does too, except for float64 queries.
+    """
+    env = positions(case.dense_shape, device)
+    (traced,) = evaluate([mask.root], env, mask.tensors)
+    eager = call(function, case.dense_shape, device)
+    row = exact("mask", "trace", eager.pick(traced), eager.values.to(torch.bool), case)
+    if case.dtype == torch.float64:
+        (kept,) = evaluate([mask.root], env, mask.tensors, torch.float64)
+        return kept.expand(case.dense_shape), row
+    kept = traced if eager.points is not None else eager.values.to(torch.bool)
+    return kept.expand(case.dense_shape), row
+
+
+def score_row(function: Callable[..., Any], score: Traced, case: Case, device: torch.device) -> Row:
+    """Compare modified scores: the user's function in float32 with the graph in float64.
+
+    The error may be as large as that of the graph in float32, or as the effect of a unit in the
+    last place at each of its nodes. (torch computes with 16-bit captured tensors in 16 bits and the
+    graph does not: the unit is that of 16 bits there.)
+    """
+    generator = torch.Generator().manual_seed(case.seed)
+    raw = torch.randn(case.dense_shape, generator=generator).mul_(3 * case.spread).to(device)
+    eager = call(function, case.dense_shape, device, raw)
+    env = {**positions(case.dense_shape, device), "score": raw}
+    with torch.no_grad():
+        (narrow,) = evaluate([score.root], env, score.tensors)
+        env["score"] = raw.double()
+        wide = in_dtype(score, torch.float64)
+        (exact_values,) = evaluate([wide.root], env, wide.tensors, torch.float64)
+        torch_values, graph_values, gold = (
+            t.to(torch.float64)
+            for t in (eager.values, eager.pick(narrow), eager.pick(exact_values))
+        )
+        # inf and NaN must be those of the graph in float32
+        odd = ~(torch_values.isfinite() & graph_values.isfinite() & gold.isfinite())
+        same = (torch_values == graph_values) | (torch_values.isnan() & graph_values.isnan())
+        error = (torch_values - gold).abs().masked_fill(odd, 0).masked_fill(odd & ~same, torch.inf)
+        allowed = ULPS * torch.finfo(torch.float32).eps * _largest(gold, odd)
+        allowed = max(allowed, FACTOR * _largest(graph_values - gold, odd))
+        for _ in range(SAMPLES):
+            if float(error.max()) <= allowed:
+                break
+            sample = eager.pick(noisy_values(wide, score.tensors, env, generator))
+            allowed = max(allowed, FACTOR * _largest(sample - gold, odd))
+    return Row("score", "trace", float(error.max()), allowed, case, place(error))
+
+
+def _largest(values: Tensor, ignored: Tensor) -> float:
+    return float(values.nan_to_num().abs().masked_fill(ignored, 0).max())
+
+
+def tile_rows(kept: Tensor, runs: BlockRuns, case: Case) -> list[Row]:
+    """Compare EMPTY, PARTIAL and FULL tiles, in both directions, with the dense mask."""
+    expected = brute_force(kept, runs.block)
+    states = runs.states()
+    transposed = 2 * runs.full_t.expanded(runs.q_blocks) + runs.partial_t.expanded(
+        runs.q_blocks
+    ).to(torch.int8)
+    transposed = transposed.view(runs.batch, runs.heads, runs.kv_blocks, runs.q_blocks).mT
+    return [
+        exact("tiles", "tiles", states.expand(expected.shape), expected, case),
+        exact("tiles transposed", "tiles", transposed.expand(expected.shape), expected, case),
+    ]
+
+
+def brute_force(kept: Tensor, block: tuple[int, int]) -> Tensor:
+    """Compute tile states from a dense mask by counting.
+
+    Args:
+        kept: the mask, bool [B, H, Sq, Skv].
+        block: (q, kv) tile sizes.
+
+    Returns:
+        int8 [B, H, q tiles, kv tiles]: 0 EMPTY, 1 PARTIAL, 2 FULL.
+    """
+    counts, sizes = (t.to(torch.int32) for t in (kept, torch.ones_like(kept)))
+    for axis, size in ((2, block[0]), (3, block[1])):
+        counts, sizes = (
+            torch.stack([part.sum(axis, dtype=torch.int32) for part in t.split(size, axis)], axis)
+            for t in (counts, sizes)
+        )
+    return (counts > 0).to(torch.int8) + (counts == sizes).to(torch.int8)

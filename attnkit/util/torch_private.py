@@ -1,0 +1,193 @@
+"""Every private name of torch that attnkit uses, and nothing else that is private is used elsewhere.
+
+torch offers no public counterpart for these, or one that costs microseconds at every call. Where a
+version lacks an optional name, the public counterpart or a slower way takes its place.
+tests/util/test_torch_private.py says which version has which name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
+from types import SimpleNamespace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
+
+__all__ = [
+    "PLAIN",
+    "DisableTorchFunction",
+    "HigherOrderOperator",
+    "Maker",
+    "OpOverload",
+    "OpOverloadPacket",
+    "alike",
+    "deterministic_enabled",
+    "device_index",
+    "dynamo_parts",
+    "grad_enabled",
+    "in_autocast",
+    "in_forward_ad",
+    "is_batched",
+    "is_captured",
+    "is_fake",
+    "is_grad_tracking",
+    "maker",
+    "mark_constant",
+    "modes",
+    "neural_functions",
+    "only_devices",
+    "stream_of",
+    "undisturbed",
+    "version",
+]
+
+# Shape, strides, dtype -> a tensor whose elements are not set.
+Maker: TypeAlias = Callable[[Sequence[int], Sequence[int], torch.dtype], Tensor]
+
+# Classes of tensors without behaviour of their own.
+PLAIN = frozenset({Tensor, torch.nn.Parameter})
+
+_C: Any = torch._C
+_GUARDS: Any = getattr(getattr(_C, "_dynamo", None), "guards", None)
+_TENSOR_GUARDS: Any = getattr(_GUARDS, "TensorGuards", None)
+_PRE_DISPATCH = _C.DispatchKey.PreDispatch
+
+# torch.nn.functional's functions in C.
+neural_functions: Any = _C._nn
+# A context in which no mode and no subclass sees a call.
+DisableTorchFunction: Any = _C.DisableTorchFunction
+# How often a tensor was edited in place.
+version: Callable[[Tensor], int] = attrgetter("_version")
+grad_enabled: Callable[[], bool] = _C.is_grad_enabled
+deterministic_enabled: Callable[[], bool] = _C._get_deterministic_algorithms
+in_autocast: Callable[[], bool] = _C._is_any_autocast_enabled
+# How many `TorchFunctionMode`s are active.
+modes: Callable[[], int] = _C._len_torch_function_stack
+is_batched: Callable[[Tensor], bool] = _C._functorch.is_batchedtensor
+is_grad_tracking: Callable[[Tensor], bool] = _C._functorch.is_gradtrackingtensor
+
+
+def _stream(index: int) -> int:
+    return int(torch.cuda.current_stream(index).cuda_stream)
+
+
+# The handle of the current stream of a CUDA device, without an object around it.
+stream_of: Callable[[int], int] = getattr(_C, "_cuda_getCurrentRawStream", _stream)
+# The current CUDA device.
+device_index: Callable[[], int] = getattr(_C, "_cuda_getDevice", torch.cuda.current_device)
+# Whether a CUDA graph is captured on the current stream of the current CUDA device.
+is_captured: Callable[[], bool] = getattr(
+    _C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
+
+
+def maker(device: torch.device) -> Maker:
+    """Make tensors on a device, which must be the current one whenever a CUDA tensor is made."""
+    found: Maker | None = getattr(_GUARDS, f"_empty_strided_{device.type}", None)
+    if found is not None:
+        return found
+
+    def make(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+    return make
+
+
+def in_forward_ad() -> bool:
+    """Whether forward-mode derivatives are being computed."""
+    return forward_ad._current_level >= 0
+
+
+def undisturbed(tensors: Iterable[Tensor]) -> bool:
+    """Whether nothing in torch but autograd would see an operator called with these tensors.
+
+    No mode (but torch.device as a context, which only makes new tensors), no functorch transform,
+    no forward-mode derivative, no jit trace; no subclass, and no tensor whose data is not what its
+    memory holds.
+    """
+    if (
+        _C._len_torch_dispatch_stack()
+        or _C._functorch.peek_interpreter_stack() is not None
+        or _C._get_tracing_state() is not None
+        or in_forward_ad()
+        or _C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
+    ):
+        return False
+    if not only_devices():
+        return False
+    for t in tensors:
+        if t.__class__ not in PLAIN or t.is_neg() or t._is_zerotensor():
+            return False
+    return True
+
+
+def only_devices() -> bool:
+    """Whether torch.device as a context is all that would see a call of a torch function."""
+    for i in range(modes()):
+        if type(_C._get_function_stack_at(i)) is not DeviceContext:
+            return False
+    return True
+
+
+def alike(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
+    """Build a test of whether other tensors are like these; None where torch has no way for that.
+
+    It compares classes, dtypes, devices, shapes, strides, whether gradients are required, and what
+    modes, transforms and autocast put between a call and its kernel.
+    """
+    if _TENSOR_GUARDS is None:
+        return None
+    same: Callable[..., bool] = _TENSOR_GUARDS(
+        *tensors,
+        dynamic_dims_sizes=[list(t.shape) for t in tensors],
+        dynamic_dims_strides=[list(t.stride()) for t in tensors],
+    ).check
+    return same if same(*tensors) else None
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor belongs to a `FakeTensorMode`, whose module is not imported for that."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and isinstance(tensor, module.FakeTensor)
+
+
+def mark_constant(function: Callable[..., Any]) -> None:
+    """Have torch.compile call a function while it compiles, and take its result as a constant.
+
+    That is what `torch.compiler.assume_constant_result` does, which imports Dynamo (a second).
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def dynamo_parts() -> SimpleNamespace:
+    """Import the parts of Dynamo that its support of FlexAttention is made of.
+
+    Raises:
+        ImportError: this version of torch has them elsewhere.
+    """
+    from torch._dynamo import _trace_wrapped_higher_order_op as wrapped
+    from torch._dynamo.exc import UserError, UserErrorType
+    from torch._dynamo.source import GlobalSource
+    from torch._dynamo.variables import higher_order_ops
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.builder import wrap_fx_proxy
+
+    return SimpleNamespace(
+        GlobalSource=GlobalSource,
+        OperatorVariable=higher_order_ops.TorchHigherOrderOperatorVariable,
+        TransformGetItemToIndex=wrapped.TransformGetItemToIndex,
+        UserError=UserError,
+        UserErrorType=UserErrorType,
+        VariableTracker=VariableTracker,
+        discard_graph_changes=higher_order_ops.discard_graph_changes,
+        mod_index=wrapped.mod_index,
+        operator_variables=higher_order_ops._hop_name_to_variable_class,
+        speculate_subgraph=higher_order_ops.speculate_subgraph,
+        wrap_fx_proxy=wrap_fx_proxy,
+    )

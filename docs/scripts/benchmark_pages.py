@@ -1,0 +1,226 @@
+"""The tables and plots of docs/benchmarks.md, and README's plot, out of the committed rows."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from measured import Row, cpu_table, gpu_table, load, newest_tiles
+
+DOCS = Path(__file__).parents[1]
+PAGE = DOCS / "benchmarks.md"
+IMAGES = DOCS / "images"
+TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+COLOURS = {
+    "attnkit": "#27548a",
+    "attnkit deterministic": "#8fb0d3",
+    "Flex FLASH": "#e0a45c",
+    "FlashAttention-4": "#7a9e4b",
+}
+README_CASES = (
+    *("full", "causal", "causal window 1024", "causal, 16 documents"),
+    *("causal + ALiBi", "causal + softcap 20"),
+)
+
+
+def attention(direction: str) -> str:
+    """Every case on the GPU: all contenders of its newest run."""
+    return gpu_table.markdown(load("gpu"), direction, "sustained")
+
+
+def runs() -> str:
+    """The runs behind the two tables of attention, with attnkit's clocks and spread in them."""
+    lines = [
+        "| run | commit | direction | lines | rounds | SM clock, GHz | largest spread |",
+        "| --- |" + " --- |" * 6,
+    ]
+    by_run: dict[tuple[str, str], list[Row]] = {}
+    for direction in gpu_table.DIRECTIONS:
+        for case in gpu_table.newest(load("gpu"), direction, "sustained").values():
+            own = case["attnkit"]
+            by_run.setdefault((own["run"], direction), []).append(own)
+    for (run, direction), own in sorted(by_run.items()):
+        clocks = [row["ghz"] for row in own]
+        spread = max((row["ms_most"] - row["ms_least"]) / row["ms"] for row in own)
+        lines.append(
+            f"| {run[:16].replace('T', ' ')} | {own[0]['commit']} | {direction} | {len(own)} | "
+            f"{own[0]['rounds']} | {min(clocks):.2f} to {max(clocks):.2f} | {100 * spread:.0f} % |"
+        )
+    return "\n".join(lines)
+
+
+def tiles() -> str:
+    """Finding the tiles of a mask on the GPU, beside PyTorch's create_block_mask."""
+    lines = [
+        "| mask, S, batch | attnkit, ms | create_block_mask, ms | ratio | attnkit, MB | "
+        "create_block_mask, MB |",
+        "| --- |" + " --- |" * 5,
+    ]
+    for (case, length, batch), row in newest_tiles().items():
+        lines.append(
+            f"| {case}, {length}, {batch} | {row['ours_ms']:.2f} | {row['peer_ms']:.1f} | "
+            f"{row['ratio']:.1f}x | {row['ours_stored_bytes'] / 1e6:.2f} | "
+            f"{row['peer_stored_bytes'] / 1e6:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def lengths() -> str:
+    """Finding tiles on one CPU thread, by length."""
+    lines = ["| mask | S | ms | computed tiles | all tiles | MB stored |", "| --- |" + " --- |" * 5]
+    for row in load("classify"):
+        computed = row["partial"] + row["full"]
+        lines.append(
+            f"| {row['case']} | {row['length']} | {row['least_ms']:.1f} | {computed} | "
+            f"{computed + row['empty']} | {row['stored_mb']:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+def gpt2_rows() -> dict[str, Row]:
+    """The newest run of the training step, by contender."""
+    rows = load("gpt2")
+    newest = max(row["run"] for row in rows)
+    return {row["contender"]: row for row in rows if row["run"] == newest}
+
+
+def gpt2() -> str:
+    """A training step with each attention."""
+    lines = ["| attention | ms a step | peak memory, GiB |", "| --- | --- | --- |"]
+    for name, row in gpt2_rows().items():
+        lines.append(f"| {name} | {row['ms']:.1f} | {row['peak_bytes'] / 2**30:.2f} |")
+    return "\n".join(lines)
+
+
+def tables() -> dict[str, str]:
+    """Every table of the page, by its name."""
+    return {
+        "runs": runs(),
+        "forward": attention("forward"),
+        "backward": attention("backward"),
+        "tiles": tiles(),
+        "lengths": lengths(),
+        "gpt2": gpt2(),
+        "cpu": cpu_table.markdown(cpu_table.saved()),
+    }
+
+
+def files() -> dict[Path, str]:
+    """The page with its tables filled in."""
+    made = tables()
+    return {PAGE: TABLE.sub(lambda m: f"{m[1]}\n{made[m[2]]}\n\n{m[3]}", PAGE.read_text())}
+
+
+# --- plots
+
+
+Bars = dict[str, dict[str, float]]  # case -> contender -> TFLOP/s
+
+
+def bars(direction: str) -> Bars:
+    """What a plot of attention shows."""
+    cases = gpu_table.newest(load("gpu"), direction, "sustained")
+    return {
+        case: {name: rows[name]["tflops"] for name in COLOURS if "tflops" in rows.get(name, {})}
+        for case, rows in cases.items()
+    }
+
+
+def draw() -> None:
+    """Write all plots."""
+    for direction in gpu_table.DIRECTIONS:
+        shown = bars(direction)
+        figure = new_figure(8, 0.9 + 0.155 * sum(len(own) + 0.8 for own in shown.values()))
+        draw_bars(figure.subplots(), shown)
+        legend(figure, [shown])
+        save(figure, IMAGES / f"{direction}.svg")
+    draw_speed(IMAGES / "speed.svg")
+    draw_tiles(IMAGES / "tiles.svg")
+
+
+def draw_speed(path: Path) -> None:
+    """README's plot: a few cases, both directions."""
+    both = [bars(direction) for direction in gpu_table.DIRECTIONS]
+    both = [{case: shown[case] for case in README_CASES} for shown in both]
+    figure = new_figure(9, 4)
+    for axes, shown, direction in zip(
+        figure.subplots(1, 2), both, gpu_table.DIRECTIONS, strict=True
+    ):
+        draw_bars(axes, shown)
+        axes.set_title(direction, fontsize=9)
+    legend(figure, both)
+    save(figure, path)
+
+
+def draw_bars(axes: Any, shown: Bars) -> None:
+    """A bar for each contender, case by case."""
+    middles, y = [], 0.0
+    for own in shown.values():
+        for i, (name, value) in enumerate(own.items()):
+            axes.barh(y + i, value, 0.9, color=COLOURS[name])
+            axes.text(value + 4, y + i, f"{value:.0f}", va="center", fontsize=7, color="#444444")
+        middles.append(y + (len(own) - 1) / 2)
+        y += len(own) + 0.8
+    axes.set_yticks(middles, shown, fontsize=8)
+    axes.set_ylim(y - 0.8, -1)
+    axes.set_xlabel("TFLOP/s of the scores that the mask keeps", fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def legend(figure: Any, plots: list[Bars]) -> None:
+    """The contenders that any of the plots shows."""
+    from matplotlib.patches import Patch
+
+    names = [n for n in COLOURS if any(n in own for shown in plots for own in shown.values())]
+    handles = [Patch(color=COLOURS[name], label=name) for name in names]
+    figure.legend(handles=handles, loc="outside upper right", ncols=len(names), frameon=False)
+
+
+def draw_tiles(path: Path) -> None:
+    """Left: beside create_block_mask on the GPU. Right: growth with the length, one CPU thread."""
+    figure = new_figure(8, 3.2)
+    left, right = figure.subplots(1, 2)
+    rows = newest_tiles()
+    for i, row in enumerate(rows.values()):
+        for shift, key, colour in ((-0.2, "ours_ms", "attnkit"), (0.2, "peer_ms", "Flex FLASH")):
+            left.barh(i + shift, row[key], 0.36, color=COLOURS[colour])
+            left.text(row[key] * 1.05, i + shift, f"{row[key]:.1f}", va="center", fontsize=7)
+    left.set_yticks(range(len(rows)), [case for case, *_ in rows], fontsize=8)
+    left.set(xscale="log", xlim=(0.5, 100), xlabel="ms on one H200, S=131072")
+    left.set_title("attnkit (blue), create_block_mask (orange)", fontsize=9)
+    left.invert_yaxis()
+    by_case: dict[str, list[Row]] = {}
+    for row in load("classify"):
+        by_case.setdefault(row["case"], []).append(row)
+    for case, own in by_case.items():
+        points = [(row["length"], row["least_ms"]) for row in own]
+        right.plot(*zip(*points, strict=True), marker="o", markersize=3, label=case)
+    right.set(xscale="log", yscale="log", xlabel="S", ylabel="ms, one CPU thread")
+    right.legend(fontsize=6, frameon=False)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    save(figure, path)
+
+
+def new_figure(width: float, height: float) -> Any:
+    """A figure whose text stays text."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    matplotlib.rcParams.update(
+        {
+            "svg.fonttype": "none",
+            "svg.hashsalt": "attnkit",
+            "font.size": 8,
+            "font.family": "sans-serif",
+        }
+    )
+    return Figure(figsize=(width, height), layout="constrained", facecolor="white")
+
+
+def save(figure: Any, path: Path) -> None:
+    """The same file for the same rows."""
+    figure.savefig(path, metadata={"Date": None, "Creator": None})
+    lines = [line.rstrip() for line in path.read_text().splitlines()]
+    path.write_text("\n".join(lines) + "\n")

@@ -1,0 +1,40 @@
+"""Docstrings as the reference shows them, for mkdocstrings: doctests as code, arguments one by one."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+
+DOCTEST = re.compile(r"(?m)^( *)>>> (?:.+\n?)+")
+
+ARGUMENTS = re.compile(r"(?m)^Args:\n(?:(?: .*)?\n)+")
+JOINED = re.compile(r"(?m)^    (\w+(?:, \w+)+): (.*(?:\n {5,}.*)*)")
+
+
+def fenced(text: str) -> str:
+    """A docstring with a fence around each doctest: the prompt and the lines below it."""
+
+    def fence(match: re.Match[str]) -> str:
+        indent = match[1]
+        return f"{indent}```pycon\n{match[0].rstrip()}\n{indent}```\n"
+
+    return DOCTEST.sub(fence, text)
+
+
+def separated(text: str) -> str:
+    """A docstring whose `query, key: ...` is an entry for each, so that each gets its type and default."""
+
+    def entries(match: re.Match[str]) -> str:
+        return "\n".join(f"    {name}: {match[2]}" for name in match[1].split(", "))
+
+    return ARGUMENTS.sub(lambda section: JOINED.sub(entries, section[0]), text)
+
+
+class Docstrings(griffe.Extension):
+    """Prepares the docstring of every object before it is parsed."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring is not None:
+            obj.docstring.value = separated(fenced(obj.docstring.value))

@@ -1,0 +1,47 @@
+"""What mkdocs does beside Markdown: help texts of the command line, and rows as files of the site."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parents[2]
+ROWS = ROOT / "benchmarks" / "results"
+COMMAND = re.compile(r"<!-- help: ?([a-z]*) -->")
+
+
+def on_files(files: Any, *, config: Any) -> Any:
+    """Add the measured rows, so that pages can link to them."""
+    for path in sorted(ROWS.glob("*.jsonl")):
+        files.append(File.generated(config, f"rows/{path.name}", abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
+    """Put help texts in their places, and point links to rows at the site's copies."""
+    up = "../" * page.file.src_uri.count("/")
+    markdown = markdown.replace(f"]({up}../benchmarks/results/", f"]({up}rows/")
+    return COMMAND.sub(lambda found: help_of(found[1]), markdown)
+
+
+def help_of(command: str) -> str:
+    """The help text of a command of `attnkit`, or of all if it is empty, as a code block."""
+    from attnkit.cli import parser
+
+    whole = parser()
+    if command:
+        commands = next(a for a in whole._actions if isinstance(a, argparse._SubParsersAction))
+        whole = commands.choices[command]
+    whole.formatter_class = _Formatter
+    return f"```text\n{whole.format_help().strip()}\n```"
+
+
+class _Formatter(argparse.HelpFormatter):
+    """As argparse's, at one width whatever the terminal."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=88)

@@ -1,0 +1,26 @@
+"""Writes every generated part of docs/: `python docs/scripts/write.py`.
+
+These are the gallery, the tables and plots of the benchmarks, the map of rooms, and the outputs
+below the code of the tutorials. tests/docs compares all of them with what is written here.
+"""
+
+from __future__ import annotations
+
+import benchmark_pages
+import gallery_masks
+import gallery_mods
+import outputs
+import rooms
+
+
+def main() -> None:
+    for module in (gallery_masks, gallery_mods, benchmark_pages, rooms):
+        for path, text in module.files().items():
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+    benchmark_pages.draw()
+    outputs.rewrite()
+
+
+if __name__ == "__main__":
+    main()

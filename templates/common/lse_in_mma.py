@@ -1,0 +1,77 @@
+"""LSE and delta of the rows as one more step of the backward's products.
+
+A thread of the backward has one kv position, or two, and needs the statistics of many rows, which
+it would read from shared memory one by one. Instead S^T = K Q^T gets 16 more columns of K and of Q
+whose products sum to -LSE / scale, and where the config says so dP^T = V dO^T gets others for
+-delta. Then P = 2**(factor S) and dS = P dP, and no thread reads these statistics.
+
+A float32 number x is the sum of three bfloat16 numbers x0 + x1 + x2, to its last bit. A row of Q's
+columns is x0 x1 x0 x2 x1 x0 v v of x = -LSE, where v is its position in the q block. A row of K's
+columns is a0 a0 a1 a0 a1 a2 0 0 of a = 1 / (2 scale). The products that are left out are below
+2**-24 of the largest. A step has 16 columns, of which the last eight are the first eight once more,
+hence the half. These columns are bfloat16 whatever the dtype of the tensors.
+
+In shared memory they are core matrices without swizzle: eight rows of eight columns in 128 bytes.
+All rows of K's columns are equal, so that one core matrix, with strides of zero, is all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import BFloat16, Float32, Int32, cute
+
+from attnkit.templates.common import device
+
+ROW_WORDS = 4  # 32-bit words of a row: eight columns
+CORE_WORDS = 8 * ROW_WORDS  # of a core matrix
+MIN_SCALE = 2.0**-60  # smaller scales are taken for this: S * scale rounds to zero
+
+
+def split_bfloat16(x: Any) -> tuple[Any, Any, Any]:
+    """Split a float32 into three float32 that bfloat16 holds exactly and that sum to it."""
+    terms, rest = [], x
+    for _ in range(3):
+        word = device.pack(rest, Float32(0.0), BFloat16)
+        term = cute.arch.inline_ptx(
+            "shl.b32 {$w0}, {$r0}, 16;", write_only_types=[Float32], read_only_args=[word]
+        )
+        terms.append(term)
+        rest = rest - term
+    return terms[0], terms[1], terms[2]
+
+
+def row_columns(x: tuple[Any, Any, Any], last: Any) -> list[Any]:
+    """Return a row's eight columns of Q or dO as four words: `x` split, then the pair `last`."""
+    return _words((x[0], x[1], x[0], x[2], x[1], x[0]), last)
+
+
+def factor_columns(x: tuple[Any, Any, Any], last: Any = (0.0, 0.0)) -> list[Any]:
+    """Return a row's eight columns of K or V as four words: `x` split, then the pair `last`."""
+    return _words((x[0], x[0], x[1], x[0], x[1], x[2]), last)
+
+
+def _words(six: tuple[Any, ...], last: Any) -> list[Any]:
+    pairs = (six[:2], six[2:4], six[4:], last)
+    return [device.pack(Float32(low), Float32(high), BFloat16) for low, high in pairs]
+
+
+def nonzero_scale(scale: Any) -> Any:
+    """Return the scale, or `MIN_SCALE` for one too near to zero to divide by."""
+    small = cutlass.max(scale, -scale) < Float32(MIN_SCALE)
+    return cutlass.select_(small, Float32(MIN_SCALE), scale)
+
+
+def write_factor(start: Any, x: Any) -> None:
+    """Write the columns of K or V, one core matrix, by one warp; a fence must follow.
+
+    Args:
+        start: int32 pointer to shared memory.
+        x: Float32, the factor of the rows' numbers.
+    """
+    lane = cute.arch.lane_idx()
+    words, own = factor_columns(split_bfloat16(x)), Int32(0)
+    for k in range(3):  # the fourth word is zero
+        own = cutlass.select_(lane % ROW_WORDS == k, words[k], own)
+    (start + lane).store(own)

@@ -1,0 +1,64 @@
+"""slope * (kv - q), as ALiBi adds it, in the Hopper backward.
+
+A thread has two columns and many rows. Where the products have the rows' part
+(`backward_lse_in_mma`), its elements need one number a column and block; otherwise one for all
+elements of equal q - kv, a multiply-add each. Either is the addend of the multiply-add by the
+scale. Terms are relative to a block, and rounded as float32 of their size. The slope is read once a
+kv block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cutlass import Float32, cute
+
+from attnkit.templates.common.hooks import BackwardHooks
+
+if TYPE_CHECKING:
+    from attnkit.templates.sm90.backward_softmax import KvBlock, QBlock
+
+Term = Callable[[int, int], Any]
+
+
+@dataclass(frozen=True)
+class Alibi:
+    """Adds to the exponents what is linear in kv - q.
+
+    Attributes:
+        hooks: the variant.
+        block_q: rows of a q block.
+        rows_in_mma: the products have the part that depends on the row.
+    """
+
+    hooks: BackwardHooks
+    block_q: int
+    rows_in_mma: bool
+
+    def terms(self, block: QBlock, tile: KvBlock) -> Term | None:
+        """Return what the exponents of a block have for their distances and the products do not.
+
+        Returns:
+            A function of an element's step, its q - kv less that of the thread's first, and of
+            which of the thread's columns it is in; None for nothing.
+        """
+        slope = self.hooks.distance(tile.site, tile.head)
+        if slope is None:
+            return None
+        begin = (block.word >> 2) * self.block_q
+        kv = tile.first_column
+        if self.rows_in_mma:
+            first = slope * Float32(kv - begin)
+            columns = first, cute.math.fma(slope, Float32(8.0), first)
+            return lambda step, column: columns[column]
+        first = slope * Float32(kv - (begin + block.row0))
+        by_step: dict[int, Any] = {0: first}
+
+        def term(step: int, column: int) -> Any:
+            if step not in by_step:
+                by_step[step] = cute.math.fma(slope, Float32(float(-step)), first)
+            return by_step[step]
+
+        return term

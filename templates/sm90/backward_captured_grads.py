@@ -1,0 +1,266 @@
+"""Gradients of captured tensors, in the Hopper backward.
+
+A load whose index is known per head or per column is summed in registers over a whole work tile,
+one whose index is known per row over the columns of a warp, and one that depends on q - kv along
+the diagonals of a warp (`Diagonals`), before anything is added to the gradient in memory. Any other
+is added element by element. All sums are float32, or exact in memory where sums have an order
+(`common.exact_sums`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, cute
+
+from attnkit.templates.common import device
+from attnkit.templates.common.exact_sums import ExactSums
+from attnkit.templates.common.work_tile import APPLY_MASK
+from attnkit.templates.sm90.backward_config import BackwardConfig
+from attnkit.templates.sm90.backward_shared import load_pair
+from attnkit.templates.sm90.backward_softmax import KvBlock, QBlock, SoftmaxBackward
+
+# values that a thread sums over a work tile, by the level of the load
+RUNNING = {"head": 1, "column": 2, "row": 0, "relative": 0, "element": 0}
+
+
+@dataclass(frozen=True)
+class CapturedSums:
+    """Where the gradients of captured tensors are summed.
+
+    Attributes:
+        running: f32 [values of `RUNNING`] a thread, over a work tile.
+        totals: the gradients in memory, see `Backward.__call__`.
+    """
+
+    running: cute.Tensor
+    totals: Any
+
+
+class CapturedGrads(ExactSums):
+    """Adds up the gradients of captured tensors.
+
+    Args:
+        softmax: recomputes P, with mod and mask.
+    """
+
+    def __init__(self, config: BackwardConfig, softmax: SoftmaxBackward) -> None:
+        self.config = config
+        self.softmax = softmax
+        self.hooks = softmax.hooks
+        self.dtype = softmax.dtype
+
+    def begin(self, totals: Any) -> CapturedSums:
+        """Take registers for the sums of a work tile."""
+        count = sum(RUNNING[level] for level in self.hooks.learned)
+        running = cute.make_rmem_tensor(max(count, 1), Float32)  # f32 [values]
+        return CapturedSums(running, totals)
+
+    @cute.jit
+    def compute_p_ds(
+        self,
+        block: QBlock,
+        tile: KvBlock,
+        scores: cute.Tensor,
+        p: cute.Tensor,
+        dp: cute.Tensor,
+        ds: cute.Tensor,
+        sums: CapturedSums,
+    ):
+        """`compute`, with the mask where this block needs it."""
+        if (block.word & APPLY_MASK) != 0:
+            self.compute(block, True, tile, scores, p, dp, ds, sums)
+        else:
+            self.compute(block, False, tile, scores, p, dp, ds, sums)
+
+    def compute(
+        self, block: QBlock, masked: bool | None, tile: KvBlock, scores: Any, p: Any, dp: Any,
+        ds: Any, sums: CapturedSums,
+    ) -> None:  # fmt: skip
+        """Write P to `p` and dS to `ds` in the dtype, and add the gradients of captured tensors.
+
+        Args:
+            masked: compute the mask, and the ends of the tensors; None: `p` is there, 0 where
+                masked, and stays.
+            scores: f32 S, raw.
+            dp: f32 dP - delta.
+        """
+        softmax, learned = self.softmax, self.hooks.learned
+        site, head, columns = tile.site, tile.head, tile.columns
+        first = (block.word >> 2) * self.config.block_q + block.row0
+        pairs, results = cute.recast_tensor(p, Int32), cute.recast_tensor(ds, Int32)
+        bits = softmax.mask_bits(block, tile, first) if masked else []
+        diagonals: list[Any] = [Diagonals() if level == "relative" else None for level in learned]
+        d0 = first - tile.first_column  # of columns beyond the end too: the lanes count from it
+        shared: dict[Any, Any] = {}
+        terms = softmax.alibi.terms(block, tile)
+        for g in range(cute.size(scores) // 4):
+            rows, places = softmax.group(masked is not False, tile, first, g, scores)
+            lse = load_pair(block.lse, g)
+            ps, _ = softmax.exponentials(tile, rows, places, lse, g, shared, terms)
+            keep = softmax.keep(block, tile, rows, bits, g) if masked else None
+            if masked is None:
+                rough = (w for k in range(2) for w in device.unpack(pairs[2 * g + k], self.dtype))
+                keep = [w != Float32(0.0) for w in rough]
+            ps = _select(keep, ps)
+            grads = [(j, c, s, ps[i] * dp[4 * g + i]) for i, (j, c, s) in enumerate(places)]
+            dscores, values = self.hooks.adjoint(site, head, rows, columns, grads)
+            if masked is None:
+                keep = None  # P alone was masked: more selections would take registers
+            dscores = _select(keep, dscores)
+            for k in range(2):
+                if masked is not None:
+                    pairs[2 * g + k] = device.pack(ps[2 * k], ps[2 * k + 1], self.dtype)
+                results[2 * g + k] = device.pack(dscores[2 * k], dscores[2 * k + 1], self.dtype)
+            at = 0
+            for i, level in enumerate(learned):
+                kept = _select(keep, values[i])
+                if level == "relative":
+                    self._add_along(i, diagonals[i].take(kept), d0, site, sums)
+                else:
+                    self._add(i, level, at, site, rows, columns, kept, sums)
+                at += RUNNING[level]
+        for i, one in enumerate(diagonals):
+            if one is not None:
+                self._add_along(i, one.rest(), d0, site, sums)
+
+    def _add_along(self, i: int, diagonals: Any, d0: Any, site: Any, sums: CapturedSums) -> None:
+        """Add what `Diagonals` has summed to memory.
+
+        Args:
+            d0: q - kv of the thread's first element.
+        """
+        total = sums.totals[self.hooks.slots[i]]
+        lane = cute.arch.lane_idx()
+        start = d0 - 2 * (lane % 4) + lane // 4  # of the warp's first row and column
+        for offset, value in diagonals:
+            d = start + offset
+            q = cutlass.min(cutlass.max(d, Int32(0)), site.q_len - 1)
+            kv = cutlass.min(cutlass.max(-d, Int32(0)), site.kv_len - 1)
+            place = self.place_of(i, site, total, q, kv)
+            self.add_where(value != Float32(0.0), total, place, value)
+
+    def _add(
+        self, i: int, level: str, at: int, site: Any, rows: Any, columns: Any, values: Any,
+        sums: CapturedSums,
+    ) -> None:  # fmt: skip
+        """Add the gradients of four elements of load i."""
+        total, running = sums.totals[self.hooks.slots[i]], sums.running
+        if level == "head":
+            running[at] = running[at] + ((values[0] + values[1]) + (values[2] + values[3]))
+        elif level == "column":
+            running[at] = running[at] + (values[0] + values[1])
+            running[at + 1] = running[at + 1] + (values[2] + values[3])
+        elif level == "row":
+            low, high = values[0] + values[2], values[1] + values[3]
+            lane = cute.arch.lane_idx()
+            upper = (lane & 16) != 0
+            # lanes that differ in bits 2 to 4 have the same rows: half of them take each
+            own, other = cutlass.select_(upper, high, low), cutlass.select_(upper, low, high)
+            own = own + cute.arch.shuffle_sync_bfly(other, 16)
+            own = own + cute.arch.shuffle_sync_bfly(own, 8)
+            own = own + cute.arch.shuffle_sync_bfly(own, 4)
+            q = cutlass.select_(upper, rows[1][0], rows[0][0])
+            place = self.place_of(i, site, total, q, None)
+            self.add_where((lane & 12) == 0, total, place, own)
+        else:
+            for k, value in enumerate(values):
+                q, kv = rows[k % 2][0], columns[k // 2][0]
+                place = self.place_of(i, site, total, q, kv)
+                self.add_where(value != Float32(0.0), total, place, value)
+
+    def flush(self, tile: KvBlock, sums: CapturedSums) -> None:
+        """Add what was summed over a work tile to memory."""
+        if not self.hooks.learned:
+            return
+        site, columns, running, at = tile.site, tile.columns, sums.running, 0
+        lane = cute.arch.lane_idx()
+        for i, level in enumerate(self.hooks.learned):
+            total = sums.totals[self.hooks.slots[i]]
+            if level == "head":
+                self.add_of_warp(i, site, total, running[at])
+            elif level == "column":
+                for c in range(2):
+                    value = device.quad_sum(running[at + c])
+                    place = self.place_of(i, site, total, None, columns[c][0])
+                    self.add_where((lane & 3) == 0, total, place, value)
+            at += RUNNING[level]
+
+
+def _select(keep: Any, values: list[Any]) -> list[Any]:
+    """Return the values that the mask keeps, 0 for the others; all if `keep` is None."""
+    if keep is None:
+        return values
+    return [cutlass.select_(k, x, Float32(0.0)) for k, x in zip(keep, values, strict=True)]
+
+
+class Diagonals:
+    """Sums along the diagonals of a warp's scores: 16 columns, rows eight at a time.
+
+    A group of eight rows and eight columns is rotated, its column r by r rows, so that each lane
+    gets two values of the same diagonals whatever its column; those that wrap around belong to the
+    group before. The eight lanes of equal rows then sum them, each keeping one of eight groups.
+    """
+
+    def __init__(self) -> None:
+        lane = cute.arch.lane_idx()
+        r, u = lane // 4, 2 * (lane % 4)
+        self.lane, self.odd = lane, (r & 1) != 0
+        quad = lane & 28
+        self.sources = [quad | ((lane + (r + k) // 2) & 3) for k in range(2)]
+        self.wraps = [u + k + r >= 8 for k in range(2)]
+        zero = Float32(0.0)
+        self.carry, self.last = [zero, zero], [zero, zero]
+        self.waiting: dict[int, Any] = {}
+        self.group = -2  # of the next result: its first diagonal is 8 times that
+
+    def take(self, values: Any) -> list[Any]:
+        """Add the next eight rows: values of (row, column) (0, 0), (1, 0), (0, 1), (1, 1).
+
+        Returns:
+            What is complete now: (diagonal from the warp's first element, sum) of this lane.
+        """
+        low = [self.carry[k] + values[2 + k] for k in range(2)]
+        self.carry = [values[0], values[1]]
+        return self._rotate(low)
+
+    def rest(self) -> list[Any]:
+        """Return what is left after the last rows, as `take` does."""
+        done = self._rotate(self.carry) + self._rotate([Float32(0.0)] * 2)
+        bit = 1
+        while self.waiting:
+            if bit in self.waiting:
+                done += self._merge([Float32(0.0)] * 2, bit, self.group + bit - 1)
+                self.group += bit
+            bit *= 2
+        return done
+
+    def _rotate(self, pair: list[Any]) -> list[Any]:
+        """Rotate a group of eight rows, and merge the one that is complete."""
+        sent = [cutlass.select_(self.odd, pair[1 - k], pair[k]) for k in range(2)]
+        now = [cute.arch.shuffle_sync(x, at) for x, at in zip(sent, self.sources, strict=True)]
+        both = zip(self.wraps, now, self.last, strict=True)
+        done = [cutlass.select_(turned, x, before) for turned, x, before in both]
+        self.last = now
+        self.group += 1
+        return self._merge(done, 1, self.group - 1)
+
+    def _merge(self, pair: list[Any], bit: int, group: int) -> list[Any]:
+        """Sum over the lanes, as in a binary counter: results of two groups make one."""
+        if bit == 8:
+            lane = self.lane
+            mine = (lane >> 4 & 1) | (lane >> 2 & 2) | (lane & 4)
+            first = 8 * (group - 7 + mine) + 2 * (lane % 4)
+            return [(first + k, x) for k, x in enumerate(pair)]
+        if bit not in self.waiting:
+            self.waiting[bit] = pair
+            return []
+        other, step = self.waiting.pop(bit), 16 // bit
+        upper = (self.lane & step) != 0
+        merged = []
+        for before, x in zip(other, pair, strict=True):
+            own, rest = cutlass.select_(upper, x, before), cutlass.select_(upper, before, x)
+            merged.append(own + cute.arch.shuffle_sync_bfly(rest, step))
+        return self._merge(merged, 2 * bit, group)

@@ -1,0 +1,185 @@
+"""Sums in a fixed order: the warps that add chunks of dQ, and of shared dK and dV, by semaphores.
+
+The order is that of `attnkit.schedule.deterministic_order`: a semaphore a chunk says whose turn it
+is. With first writers, who has the first turn stores; nobody has cleared the sum.
+
+A warp adds a chunk once its turn has come, and the turn passes to the next kv block once the chunk
+has landed, which takes as long as a block of products. So the warp adds the next chunk first, if
+that is ready by then and has its turn. It does not pass the turn itself either, as a fence would
+wait for what is under way: another warp is told of chunks that have landed, and passes their turns.
+
+No deadlock: a warp that waits for a turn, or for a chunk, holds no chunk whose turn it has not
+reported. The warp that passes turns serves both consumers alternately: what it holds of one may wait
+until a chunk of the other has landed, which itself waits for earlier work tiles only. Loads and
+products wait for no turn, and run ahead.
+"""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Constexpr, Int32, Int64, const_expr, cute
+
+from attnkit.templates.common import device
+from attnkit.templates.common.semaphore import (
+    OrderRow,
+    OrderTable,
+    fence_bulk,
+    following_turn,
+    poll_turn,
+    wait_turn,
+)
+from attnkit.templates.sm90.backward_config import BackwardConfig
+from attnkit.templates.sm90.backward_dq_reduce import (
+    add_chunk,
+    read_note,
+    release_staging,
+    store_chunk,
+)
+from attnkit.templates.sm90.backward_shared import (
+    CONSUMERS,
+    FIRST_WRITER,
+    NOTE_WORDS,
+    ChunkBarriers,
+    ChunkNote,
+    Word,
+)
+
+LANDING = 1000  # nanoseconds in which a chunk lands
+LANDED_WORDS = 3  # chunk, turn, following turn: the first words of its note
+
+
+class DeterministicReduce:
+    """Adds chunks in the order of their semaphores.
+
+    Args:
+        config: its `turns` is the order, its `firsts` whether the first turn stores.
+    """
+
+    def __init__(self, config: BackwardConfig) -> None:
+        self.config = config
+
+    @cute.jit
+    def run(
+        self, wg: Constexpr, staging: cute.Pointer, info: cute.Tensor, bars: ChunkBarriers,
+        sums: cute.Tensor, order: list,
+    ):  # fmt: skip
+        """See `backward_dq_reduce.Reduce.run`."""
+        c = self.config
+        semaphores = order[OrderTable.SEMAPHORE]
+        chunk_ready = bars.ready + wg
+        release_staging(wg)
+        # a chunk whose turn has come; one that is under way, whose turn is still to be reported
+        ready, pending, count = Int32(-1), Int32(-1), Int32(0)
+        pending_turn, pending_following = Int32(0), Int32(0)
+        chunk, phase = Int32(0), Int32(0)
+        while chunk >= 0:
+            if pending >= 0:
+                # the consumer is slower than the copy lands: report before waiting for it
+                if not device.soon(chunk_ready, phase, LANDING):
+                    count = self.report(
+                        (pending, pending_turn, pending_following), 0, count, info, bars, wg
+                    )
+                    pending = Int32(-1)
+            cute.arch.mbarrier_wait(chunk_ready, phase)
+            phase = phase ^ 1
+            chunk = read_note(info, wg, ChunkNote.CHUNK)
+            if chunk >= 0:
+                turn = read_note(info, wg, ChunkNote.TURN)
+                following = read_note(info, wg, ChunkNote.FOLLOWING)
+                next_chunk = read_note(info, wg, ChunkNote.NEXT_CHUNK)
+                first = chunk >= FIRST_WRITER
+                chunk = chunk & (FIRST_WRITER - 1)
+                if pending >= 0 and chunk != ready:
+                    ready = poll_turn(semaphores.iterator + chunk, turn, chunk)
+                if chunk != ready:
+                    if pending >= 0:  # or others might wait for it, and this warp for them
+                        count = self.report(
+                            (pending, pending_turn, pending_following), 0, count, info, bars, wg
+                        )
+                        pending = Int32(-1)
+                    wait_turn(semaphores.iterator + chunk, turn)
+                    fence_bulk()
+                target = sums.iterator + Int64(chunk) * c.chunk
+                if const_expr(c.firsts):
+                    if first:
+                        store_chunk(target, staging + wg * c.chunk, c.chunk)
+                    else:
+                        add_chunk(target, staging + wg * c.chunk, c.chunk)
+                else:
+                    add_chunk(target, staging + wg * c.chunk, c.chunk)
+                if pending >= 0:
+                    count = self.report(
+                        (pending, pending_turn, pending_following), 1, count, info, bars, wg
+                    )
+                with cute.arch.elect_one():
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                release_staging(wg)
+                pending, pending_turn, pending_following = chunk, turn, following
+                ready = Int32(-1)
+                if next_chunk >= 0:
+                    next_chunk = next_chunk & (FIRST_WRITER - 1)
+                    ready = poll_turn(semaphores.iterator + next_chunk, turn, next_chunk)
+        if pending >= 0:
+            count = self.report(
+                (pending, pending_turn, pending_following), 0, count, info, bars, wg
+            )
+        self.report((Int32(-1), Int32(0), Int32(0)), 0, count, info, bars, wg)
+
+    @cute.jit
+    def report(
+        self, pending: tuple, in_flight: Constexpr, count: Int32, info: cute.Tensor,
+        bars: ChunkBarriers, wg: Constexpr,
+    ):  # fmt: skip
+        """Wait until a chunk has landed, and tell the warp that passes turns.
+
+        Args:
+            pending: the chunk, -1: no more come; whose turn it was, and who follows, or -1.
+            in_flight: chunks that were sent after it and are under way.
+            count: chunks that were reported before.
+
+        Returns:
+            The next count.
+        """
+        cute.arch.mbarrier_wait(bars.landed_ack + wg, (count & 1) ^ 1)
+        with cute.arch.elect_one():
+            cute.arch.cp_async_bulk_wait_group(in_flight, read=False)
+            for i in cutlass.range_constexpr(LANDED_WORDS):
+                info[Word.LANDED + NOTE_WORDS * wg + i] = pending[i]
+            cute.arch.mbarrier_arrive(bars.landed + wg)
+        cute.arch.sync_warp()
+        return count + 1
+
+    @cute.jit
+    def pass_turns(self, info: cute.Tensor, bars: ChunkBarriers, order: list):
+        """The loop of a warp that passes the turns of landed chunks, of both consumers in turn.
+
+        These send equally many.
+        """
+        count, chunk = Int32(0), Int32(0)
+        while chunk >= 0:
+            for wg in cutlass.range_constexpr(CONSUMERS):
+                cute.arch.mbarrier_wait(bars.landed + wg, count & 1)
+                chunk, turn, following = (
+                    info[Word.LANDED + NOTE_WORDS * wg + i] for i in range(LANDED_WORDS)
+                )
+                cute.arch.mbarrier_arrive(bars.landed_ack + wg)  # every lane, as each has read them
+                if chunk >= 0:
+                    self.pass_turn(chunk, turn, following, order)
+            count += 1
+
+    @cute.jit
+    def pass_turn(self, chunk: Int32, turn: Int32, following: Int32, order: list):
+        """Pass the turn of a chunk that has landed to the next kv block."""
+        rows, row = order[OrderTable.ROW], chunk >> 1
+        low, high, first, last = Int32(0), Int32(0), Int32(0), Int32(0)
+        if following < 0:  # loaded before the fence, which takes as long
+            low, high = rows[row, OrderRow.RUNS_BEGIN], rows[row, OrderRow.RUNS_END]
+            first, last = rows[row, OrderRow.FIRST_TURN], rows[row, OrderRow.LAST_TURN]
+        cute.arch.fence_acq_rel_gpu()
+        if following < 0:
+            ascending = self.config.turns == "ascending"
+            following = following_turn(ascending, turn, (low, high, first, last), order)
+        with cute.arch.elect_one():
+            cute.arch.store(
+                order[OrderTable.SEMAPHORE].iterator + chunk, following, sem="relaxed", scope="gpu"
+            )

@@ -1,0 +1,105 @@
+"""The warps that add chunks of dQ, and of shared dK and dV, to float32 sums in memory.
+
+A consumer leaves a chunk in shared memory and a note of where it goes; a warp of its own adds it
+by one bulk reduction. `backward_first_writer` and `backward_deterministic` are other ways.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from cutlass import Constexpr, Int32, Int64, cute
+
+from attnkit.templates.sm90.backward_shared import (
+    DQ_THREADS,
+    NOTE_WORDS,
+    ChunkBarriers,
+    ChunkNote,
+    NamedBarrier,
+    Word,
+)
+
+
+class Reduce(Protocol):
+    """A way to add chunks to sums in memory."""
+
+    def run(
+        self, wg: int, staging: Any, info: Any, bars: ChunkBarriers, sums: Any, order: Any
+    ) -> None:
+        """The loop of a warp that adds a consumer's chunks.
+
+        Args:
+            wg: number of the consumer.
+            staging: f32 [2, chunk] in shared memory, a chunk of each consumer.
+            info: int32 words in shared memory, with the notes.
+            bars: for a fixed order.
+            sums: float32 sums in memory, by chunks.
+            order: flags or semaphores of the chunks, see `Backward.__call__`.
+        """
+
+
+class DqReduce:
+    """Adds chunks in any order to sums that are zero before.
+
+    Args:
+        chunk: its floats.
+    """
+
+    def __init__(self, chunk: int) -> None:
+        self.chunk = chunk
+
+    @cute.jit
+    def run(
+        self, wg: Constexpr, staging: cute.Pointer, info: cute.Tensor, bars: ChunkBarriers,
+        sums: cute.Tensor, order: list,
+    ):  # fmt: skip
+        """See `Reduce.run`."""
+        size = self.chunk
+        release_staging(wg)
+        chunk = Int32(0)
+        while chunk >= 0:
+            wait_staging(wg)
+            chunk = read_note(info, wg, ChunkNote.CHUNK)
+            if chunk >= 0:
+                add_chunk(sums.iterator + Int64(chunk) * size, staging + wg * size, size)
+                with cute.arch.elect_one():
+                    # the bulk copy has read shared memory; the sum in memory may have it later
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                release_staging(wg)
+        with cute.arch.elect_one():
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+
+def wait_staging(wg: Any) -> None:
+    """Wait until a consumer has left a chunk and its note."""
+    cute.arch.barrier(barrier_id=NamedBarrier.DQ_FULL + wg, number_of_threads=DQ_THREADS)
+
+
+def release_staging(wg: Any) -> None:
+    """Let a consumer write its next chunk."""
+    cute.arch.barrier_arrive(barrier_id=NamedBarrier.DQ_EMPTY + wg, number_of_threads=DQ_THREADS)
+
+
+def read_note(info: cute.Tensor, wg: Any, word: ChunkNote) -> Any:
+    """Return a word of a consumer's note."""
+    return info[Word.NOTE + NOTE_WORDS * wg + word]
+
+
+def store_chunk(target: cute.Pointer, source: cute.Pointer, size: int) -> None:
+    """Begin to store floats in shared memory to memory; one group of bulk copies."""
+    with cute.arch.elect_one():
+        cute.arch.inline_ptx(
+            "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
+            read_only_args=[target.toint(), source.toint(), Int32(4 * size)],
+        )
+        cute.arch.cp_async_bulk_commit_group()
+
+
+def add_chunk(target: cute.Pointer, source: cute.Pointer, size: int) -> None:
+    """Begin to add floats in shared memory to a sum in memory; one group of bulk copies."""
+    with cute.arch.elect_one():
+        cute.arch.inline_ptx(
+            "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+            read_only_args=[target.toint(), source.toint(), Int32(4 * size)],
+        )
+        cute.arch.cp_async_bulk_commit_group()

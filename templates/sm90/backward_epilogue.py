@@ -1,0 +1,411 @@
+"""Epilogue of the Hopper backward: a consumer hands on dQ, and at the end of a kv block dK and dV.
+
+dK and dV are rounded and written in whole rows, through the memory where dQ leaves otherwise: K and
+V of the next work tile are already in theirs. Where several work tiles share a kv block, each adds
+its part to float32 sums, and the last one to do so rounds and writes these. Another warp writes
+zeros where a kv block is fully masked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, const_expr, cute
+
+from attnkit.templates.common import device
+from attnkit.templates.common.work_tile import WorkItem, WorkTile
+from attnkit.templates.sm90.backward_config import ROWS, BackwardConfig
+from attnkit.templates.sm90.backward_shared import (
+    CONSUMERS,
+    DQ_THREADS,
+    NOTE_WORDS,
+    WARP,
+    WARPGROUP,
+    WARPS,
+    Barriers,
+    ChunkNote,
+    NamedBarrier,
+    Problem,
+    Word,
+    record_of,
+)
+
+VECTOR = 8  # elements of 16 bytes
+SQUARE = 64 * 64  # elements of a swizzled square of shared memory
+# Counters of a split kv block, one a consumer warp: how many parts have been added. The host makes
+# as many (`splice.backward_work`), after the one of the work list.
+COUNTERS = CONSUMERS * WARPS
+LANE_STRIDE = 4 * WARPGROUP  # floats from a thread's 16 bytes of a chunk to its next ones
+
+
+@dataclass(frozen=True)
+class Results:
+    """Where results go.
+
+    Attributes:
+        grad_key, grad_value: [S, D, H, B] of the dtype.
+        staging: f32 [2, chunk] in shared memory, a chunk of each consumer.
+        sums: float32 sums in memory.
+        counter: int32 in memory, of the work list and of split kv blocks.
+    """
+
+    grad_key: cute.Tensor
+    grad_value: cute.Tensor
+    staging: cute.Pointer
+    sums: cute.Tensor
+    counter: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a consumer needs to hand on its results.
+
+    Attributes:
+        to: where they go.
+        info: int32 words in shared memory.
+        wg, thread: number of the consumer, and of the thread in it.
+    """
+
+    to: Results
+    problem: Problem
+    info: cute.Tensor
+    bars: Barriers
+    wg: Int32
+    thread: Int32
+
+
+class Epilogue:
+    """Hands on the results of a consumer.
+
+    Args:
+        config: what is fixed when the kernel is compiled.
+    """
+
+    def __init__(self, config: BackwardConfig) -> None:
+        self.config = config
+        self.dtype = device.DTYPES[config.dtype]
+
+    # ------------------------------------------------------------------------------- chunks of dQ
+
+    @cute.jit
+    def send_last_dq(
+        self, dq: cute.Tensor, note: tuple, out: Outputs, q_count: Int32, kv_count: Int32
+    ):
+        """Hand over the last dQ of the work tile before, if there is one, and release its K."""
+        if kv_count > 0:
+            # every lane, as each has read the record
+            cute.arch.mbarrier_arrive(out.bars.load.k_empty + ((kv_count - 1) & 1))
+            free = not self.config.accumulate  # as `write_dk_dv` has waited
+            self.send_dq(dq, note, out, q_count - 1, free)
+
+    def send_dq(
+        self, dq: Any, note: Any, out: Outputs, q_count: Any, free: bool = False,
+        next_chunk: Any = None,
+    ) -> None:  # fmt: skip
+        """Hand over a block's dQ, and release its dS.
+
+        Args:
+            dq: f32 [chunk] / 128 threads.
+            note: chunk and turn.
+            next_chunk: the chunk that follows, of the same turn, if it is known.
+        """
+        device.arrive(out.bars.ds_empty + (q_count & 1))
+        rest = () if next_chunk is None else (next_chunk,)
+        self.send(dq, (*note, Int32(-1), *rest), out, free)
+
+    def send(self, chunk: Any, note: Any, out: Outputs, free: bool = False) -> None:
+        """Hand a chunk to the warp that adds it to the sums.
+
+        Args:
+            chunk: f32 [chunk] / 128 threads.
+            note: words of `ChunkNote`.
+            free: it is known not to read the chunk before any more.
+        """
+        count = self.config.chunk // LANE_STRIDE
+        if not free:
+            wait_staging_empty(out.wg)
+        self.write_note(out.info, note, out.wg, out.thread)
+        start = out.to.staging + (out.wg * self.config.chunk + out.thread * 4)
+        cute.autovec_copy(
+            cute.make_tensor(chunk.iterator, cute.make_layout((4, count))),
+            cute.make_tensor(
+                start.align(16), cute.make_layout((4, count), stride=(1, LANE_STRIDE))
+            ),
+        )
+        # bulk copies read shared memory by the async proxy
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.announce(out)
+
+    def announce(self, out: Outputs) -> None:
+        """Tell the warp that adds that a chunk is there, or that no more comes."""
+        if self.config.turns:
+            cute.arch.sync_warp()
+            device.arrive(out.bars.chunk.ready + out.wg)
+        else:
+            cute.arch.barrier_arrive(
+                barrier_id=NamedBarrier.DQ_FULL + out.wg, number_of_threads=DQ_THREADS
+            )
+
+    def finish(self, out: Outputs) -> None:
+        """Tell the warp that adds that no more chunks come."""
+        wait_staging_empty(out.wg)
+        self.write_end(out.info, out.wg, out.thread)
+        self.announce(out)
+
+    @cute.jit
+    def write_note(self, info: cute.Tensor, note: tuple, wg: Int32, thread: Int32):
+        """Write the note of a chunk, by one thread."""
+        if thread == 0:
+            at = Word.NOTE + NOTE_WORDS * wg
+            info[at + ChunkNote.CHUNK] = note[0]
+            if const_expr(self.config.turns):
+                for i in cutlass.range_constexpr(1, NOTE_WORDS):
+                    info[at + i] = note[i] if i < len(note) else Int32(-1)
+            if const_expr(self.config.firsts):
+                info[at + ChunkNote.NEXT_CHUNK] = note[3] if len(note) > 3 else Int32(-1)
+
+    @cute.jit
+    def write_end(self, info: cute.Tensor, wg: Int32, thread: Int32):
+        """Write the note that no more chunks come, by one thread."""
+        if thread == 0:
+            info[Word.NOTE + NOTE_WORDS * wg] = Int32(-1)
+
+    # ------------------------------------------------------------------------------ dK and dV
+
+    @cute.jit
+    def write_dk_dv(self, dk: cute.Tensor, dv: cute.Tensor, out: Outputs, kv_count: Int32):
+        """Write dK and dV of the work tile before, if there is one.
+
+        Args:
+            dk, dv: f32 [64, head_dim] and [64, head_dim_v] / 128 threads.
+        """
+        if kv_count > 0:
+            info, wg = out.info, out.wg
+            record = record_of(self.config, (kv_count - 1) & 1)
+            place = (
+                info[record + WorkTile.KV_BLOCK],
+                info[record + WorkTile.HEAD],
+                info[record + WorkTile.BATCH],
+            )
+            if const_expr(self.config.accumulate):
+                self.add_shared(dk, dv, place, record, out)
+            else:
+                complete = Int32(1)
+                if const_expr(self.config.joins):
+                    split = info[record + WorkTile.SPLIT]
+                    parts = info[record + WorkTile.NUM_PARTS]
+                    if split >= 0:
+                        complete = self.join(dk, dv, split, parts, out)
+                wait_staging_empty(wg)
+                if complete != 0:
+                    # times 1: addresses known before would keep registers through all blocks
+                    lane = cute.arch.lane_idx() * info[record + WorkTile.VALID]
+                    self.write(dv, out.to.grad_value, place, None, out.to.staging, wg, lane)
+                    self.write(
+                        dk, out.to.grad_key, place, out.problem.scale, out.to.staging, wg, lane
+                    )
+                # all warps have read the staging memory before dQ goes there
+                cute.arch.barrier(
+                    barrier_id=NamedBarrier.EPILOGUE + wg, number_of_threads=WARPGROUP
+                )
+
+    @cute.jit
+    def join(self, dk: cute.Tensor, dv: cute.Tensor, split: Int32, parts: Int32, out: Outputs):
+        """Add a consumer's dK and dV to the sums of a split kv block; the last one takes these.
+
+        Each warp does so by itself: no other warp has its rows.
+
+        Args:
+            split: number of the block among those that are split.
+            parts: work tiles that it has.
+
+        Returns:
+            1 in a warp whose registers hold the sums of all parts now, else 0.
+        """
+        c, p = self.config, out.problem
+        blocks = (p.q_len + c.block_q - 1) // c.block_q
+        own = ROWS * (c.width + c.value_width)  # floats of a consumer
+        at = Int64(p.batch * p.heads * blocks) * (c.block_q * c.width)
+        at = at + Int64(CONSUMERS * split + out.wg) * own
+        start = (out.to.sums.iterator + (at + out.thread * 4)).toint()
+        add_all(dk, start)
+        add_all(dv, start + cute.size(dk) * 4 * WARPGROUP)
+        cute.arch.sync_warp()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
+        arrived = out.to.counter.iterator + (1 + COUNTERS * split + WARPS * out.wg + warp)
+        before = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            # release: the sums of this part; acquire: those of the others
+            before = cute.arch.atomic_add(arrived, Int32(1), sem="acq_rel", scope="gpu")
+            if before == parts - 1:  # left at zero for the next launch
+                cute.arch.store(arrived, Int32(0), sem="relaxed", scope="gpu")
+        before = cute.arch.shuffle_sync(before, 0)
+        cute.arch.sync_warp()
+        complete = Int32(0)
+        if before == parts - 1:
+            complete = Int32(1)
+            load_all(dk, start)
+            load_all(dv, start + cute.size(dk) * 4 * WARPGROUP)
+        return complete
+
+    def chunks(self, p: Problem, place: Any) -> list[tuple[Any, int]]:
+        """Return for dK and for dV of a kv block: the first chunk, and how many 64 rows have.
+
+        Args:
+            place: the kv block, head and batch element.
+        """
+        c = self.config
+        kv_block, h, b = place
+        blocks = (p.q_len + c.block_q - 1) // c.block_q
+        kv_blocks = (p.kv_len + c.block_kv - 1) // c.block_kv
+        tile = (cutlass.min(b, p.kv_batch - 1) * p.kv_heads + h // p.group) * kv_blocks + kv_block
+        first, chunks = p.batch * p.heads * blocks * 2, []
+        for head_dim in (c.width, c.value_width):
+            count = ROWS * head_dim // c.chunk
+            chunks.append((first + 2 * count * tile, count))
+            first = first + p.kv_batch * p.kv_heads * kv_blocks * 2 * count
+        return chunks
+
+    def add_shared(self, dk: Any, dv: Any, place: Any, record: Any, out: Outputs) -> None:
+        """Send a consumer's dK and dV to sums that the query heads of a kv head share."""
+        turn = out.info[record + WorkTile.TURN]
+        turns = out.info[record + WorkTile.NUM_TURNS]
+        following = cutlass.select_(turn + 1 == turns, Int32(0), turn + 1)
+        for acc, (first, count) in zip((dk, dv), self.chunks(out.problem, place), strict=True):
+            for i in range(count):
+                note = (first + out.wg * count + i, turn, following)
+                self.send(chunk_of(acc, i, self.config.chunk), note, out)
+
+    def write(
+        self, acc: Any, target: Any, place: Any, factor: Any, staging: Any, wg: Any, lane: Any
+    ) -> None:
+        """Round a consumer's dK or dV and write it, through a warp's own part of shared memory.
+
+        Args:
+            acc: f32 [64, head_dim] / 128 threads.
+            target: the gradient, [S, D, H, B].
+            place: the kv block, head and batch element.
+            factor: what it is multiplied by, or None.
+            staging: where dQ leaves; the warp that adds dQ is not reading there.
+            lane: the thread's.
+        """
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
+        kv_block, h, b = place
+        squares, room = cute.size(acc) // 32, self.config.chunk * 4 // (2 * SQUARE)
+        start = cute.recast_ptr(staging + wg * self.config.chunk, dtype=self.dtype)
+        # squares of 64 x 64, their rows of 128 bytes, whose 16 bytes are swapped by row
+        own_row = (16 * warp + lane % 16) * 64
+        first = kv_block * self.config.block_kv + wg * ROWS + 16 * warp + lane // 8
+        column = lane % 8 * VECTOR
+        # once: an address from four coordinates takes as many instructions as all that follows
+        base = cute.domain_offset((first, column, h, b), target).iterator
+        for left in range(0, squares, room):
+            batch = range(left, min(left + room, squares))
+            cute.arch.sync_warp()
+            for i in batch:
+                for g in range(4):
+                    words = []
+                    for k in range(4):
+                        at = 32 * i + 8 * g + 2 * k
+                        low, high = acc[at], acc[at + 1]
+                        if factor is not None:
+                            low, high = low * factor, high * factor
+                        words.append(device.pack(low, high, self.dtype))
+                    vector = (2 * g + lane // 16) ^ (lane % 8)
+                    to = start + ((i - left) * SQUARE + own_row + vector * VECTOR)
+                    device.store_matrix(to, words)
+            cute.arch.sync_warp()
+            for i in batch:
+                for step in range(4):
+                    row = lane // 8 + 4 * step
+                    at = (i - left) * SQUARE + (16 * warp + row) * 64
+                    at = start + (at + (lane % 8 ^ row % 8) * VECTOR)
+                    words = cute.make_rmem_tensor(4, Int32)  # 8 of the dtype
+                    source = cute.recast_ptr(at.align(16), dtype=Int32)
+                    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), words)
+                    inside = first + 4 * step < target.shape[0]
+                    inside = inside & (column + 64 * i < target.shape[1])
+                    to = base + (4 * step * target.stride[0] + 64 * i)
+                    device.store_where(inside, to, [words[k] for k in range(4)])
+
+    # ------------------------------------------------------------------- fully masked kv blocks
+
+    @cute.jit
+    def clear_masked(self, items: cute.Tensor, grad_key: cute.Tensor, grad_value: cute.Tensor):
+        """A warp: write zeros to the gradients of fully masked kv blocks.
+
+        Not to shared gradients, which are formed from sums that are zero before.
+        """
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        lane = cute.arch.lane_idx()
+        total = 0 if const_expr(self.config.accumulate) else items.shape[0]
+        for first in cutlass.range(WARP * cta, total, WARP * ctas, unroll=1):
+            item = cutlass.min(first + lane, total - 1)
+            blocks = items[item, WorkItem.NUM_PARTIAL] + items[item, WorkItem.NUM_FULL]
+            masked = (blocks == 0) & (first + lane < total)
+            lanes = cute.arch.vote_ballot_sync(masked)
+            while lanes != 0:
+                index = first + cute.arch.popc((lanes & -lanes) - 1)
+                lanes = lanes & (lanes - 1)
+                place = (
+                    items[index, WorkItem.KV_BLOCK],
+                    items[index, WorkItem.HEAD],
+                    items[index, WorkItem.BATCH],
+                )
+                for target in (grad_key, grad_value):
+                    self.zero(target, place)
+
+    @cute.jit
+    def zero(self, target: cute.Tensor, place: tuple):
+        """Write zeros to a kv block of a gradient, by one warp."""
+        kv_block, h, b = place
+        lane = cute.arch.lane_idx()
+        vectors = target.shape[1] // VECTOR
+        first = kv_block * self.config.block_kv
+        rows = cutlass.min(Int32(self.config.block_kv), target.shape[0] - first)
+        zeros = cute.make_rmem_tensor(VECTOR, self.dtype)  # dtype [8]
+        zeros.fill(0.0)
+        for i in cutlass.range(lane, rows * vectors, WARP, unroll=1):
+            at = first + i // vectors, i % vectors * VECTOR, h, b
+            to = cute.domain_offset(at, target).iterator
+            cute.autovec_copy(zeros, cute.make_tensor(to.align(16), cute.make_layout(VECTOR)))
+
+
+def wait_staging_empty(wg: Any) -> None:
+    """Wait until the consumer's chunk before has been read from shared memory."""
+    cute.arch.barrier(barrier_id=NamedBarrier.DQ_EMPTY + wg, number_of_threads=DQ_THREADS)
+
+
+def add_all(acc: Any, start: Any) -> None:
+    """Add an accumulator to sums that lie in its order, 16 bytes of every thread in turn."""
+    for i in range(0, cute.size(acc), 4):
+        cute.arch.inline_ptx(
+            f"red.relaxed.gpu.global.add.v4.f32 [{{$r0}}+{512 * i}], {{{{$r1}}, {{$r2}}, {{$r3}}, "
+            "{$r4}};",
+            read_only_args=[start, *(acc[i + k] for k in range(4))],
+        )
+
+
+def load_all(acc: Any, start: Any) -> None:
+    """Load an accumulator that `add_all` has added; past the first-level cache, where it may be old."""
+    for i in range(0, cute.size(acc), 4):
+        words = cute.arch.inline_ptx(
+            f"ld.relaxed.gpu.global.v4.f32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}+{512 * i}];",
+            write_only_types=[Float32] * 4,
+            read_only_args=[start],
+        )
+        for k in range(4):
+            acc[i + k] = words[k]
+
+
+def chunk_of(acc: Any, i: int, size: int) -> Any:
+    """Return some of an accumulator's columns as an accumulator, f32 [size] / 128 threads."""
+    return cute.make_tensor(acc.iterator + size // WARPGROUP * i, chunk_layout(size))
+
+
+def chunk_layout(size: int) -> Any:
+    """Return the layout of a chunk in a thread's registers."""
+    return cute.make_layout(((2, 2, size // LANE_STRIDE), 1, 1), stride=((1, 2, 4), 0, 0))

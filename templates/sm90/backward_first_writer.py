@@ -1,0 +1,83 @@
+"""First-writer dQ: the first kv block of a row stores instead of adding, so dQ needs no memset.
+
+See `attnkit.schedule.first_writer`. A chunk has a flag, 0 until its first part has landed. The warp
+that stores that part waits until it has landed before it takes the next chunk: few of a band's kv
+blocks are first at a row. The others look at the flag of the next chunk while they wait for that
+chunk anyway.
+"""
+
+from __future__ import annotations
+
+from cutlass import Constexpr, Int32, Int64, cute
+
+from attnkit.templates.common.semaphore import OrderTable, fence_bulk, poll_turn, wait_turn
+from attnkit.templates.sm90.backward_dq_reduce import (
+    add_chunk,
+    read_note,
+    release_staging,
+    store_chunk,
+    wait_staging,
+)
+from attnkit.templates.sm90.backward_shared import FIRST_WRITER, ChunkBarriers, ChunkNote
+
+STORED = 1  # value of a chunk's flag once its first part has landed
+
+
+class FirstWriterReduce:
+    """Stores chunks where they are first, and adds them elsewhere.
+
+    Args:
+        chunk: its floats.
+    """
+
+    def __init__(self, chunk: int) -> None:
+        self.chunk = chunk
+
+    @cute.jit
+    def run(
+        self, wg: Constexpr, staging: cute.Pointer, info: cute.Tensor, bars: ChunkBarriers,
+        sums: cute.Tensor, order: list,
+    ):  # fmt: skip
+        """See `backward_dq_reduce.Reduce.run`; sums behind those of dQ are zero before."""
+        size, flags = self.chunk, order[OrderTable.SEMAPHORE]
+        source = staging + wg * size
+        release_staging(wg)
+        ready, chunk = Int32(-1), Int32(0)
+        while chunk >= 0:
+            wait_staging(wg)
+            chunk = read_note(info, wg, ChunkNote.CHUNK)
+            if chunk >= 0:
+                next_chunk = read_note(info, wg, ChunkNote.NEXT_CHUNK)
+                at = chunk & (FIRST_WRITER - 1)
+                target = sums.iterator + Int64(at) * size
+                if chunk >= FIRST_WRITER:
+                    store_chunk(target, source, size)
+                else:
+                    # chunks of dK and dV have no flag
+                    if chunk != ready and chunk < flags.shape[0]:
+                        wait_turn(flags.iterator + chunk, Int32(STORED))
+                        fence_bulk()
+                    add_chunk(target, source, size)
+                with cute.arch.elect_one():
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.sync_warp()
+                release_staging(wg)
+                if chunk >= FIRST_WRITER:
+                    self.set_flag(flags.iterator + at)
+                ready = Int32(-1)
+                if next_chunk >= 0 and next_chunk < FIRST_WRITER:
+                    ready = poll_turn(flags.iterator + next_chunk, Int32(STORED), next_chunk)
+        with cute.arch.elect_one():
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    @cute.jit
+    def set_flag(self, flag: cute.Pointer):
+        """Tell all others that a chunk has been stored, once that has landed."""
+        with cute.arch.elect_one():
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
+        cute.arch.sync_warp()
+        # orders the bulk copy, of the async proxy, before the flag
+        fence_bulk()
+        with cute.arch.elect_one():
+            cute.arch.store(flag, Int32(STORED), sem="release", scope="gpu")
+        cute.arch.sync_warp()

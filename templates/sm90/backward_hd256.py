@@ -1,0 +1,696 @@
+"""The backward kernel for Hopper (sm_90a) and head dims above 128.
+
+As in `backward`, a CTA takes a kv block and loops over its q blocks. dK and dV of a whole block do
+not fit the registers of the warpgroup that computes their scores, so that the block has 64 positions
+and the two consumers divide its products otherwise: S^T = K Q^T and dP^T = V dO^T by the rows of the
+q block, dV += P^T dO, dK += dS^T Q and dQ = dS K by columns. P and dS pass through shared memory.
+
+    tensor cores: S dP | dV dQ dK S dP | dV ...
+    P is computed while dP is, dS while dV is; S and dP of the next q block follow dQ and dK.
+
+dQ is added to its float32 sums straight from registers, 512 contiguous bytes a warp instruction,
+while dK and the next S, or the next dP and dV, run: a tile in shared memory on the way would take a
+third of its bandwidth, which is what limits these products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.memory
+import cutlass.tensor_utils
+from cutlass import Float32, Int32, Int64, const_expr, cute
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
+from cutlass.utils import hopper_helpers
+
+from attnkit.templates.common import device
+from attnkit.templates.common.hooks import BackwardHooks
+from attnkit.templates.common.site import Site
+from attnkit.templates.common.tma import ordered, partition
+from attnkit.templates.common.work_tile import RECORD, WorkTile
+from attnkit.templates.sm90.backward_alibi import Alibi
+from attnkit.templates.sm90.backward_captured_grads import CapturedGrads, CapturedSums
+from attnkit.templates.sm90.backward_config import ROWS
+from attnkit.templates.sm90.backward_hd256_config import Hd256Config
+from attnkit.templates.sm90.backward_hd256_deterministic import Hd256Order, TurnBarriers
+from attnkit.templates.sm90.backward_hd256_mma import (
+    Hd256Mma,
+    Hd256TiledMmas,
+    hd256_tiled_mmas,
+)
+from attnkit.templates.sm90.backward_producer import LoadTargets, Producer
+from attnkit.templates.sm90.backward_shared import (
+    CONSUMER_THREADS,
+    LOAD_WARP,
+    THREADS,
+    WARPGROUP,
+    WARPS,
+    Hd256Barrier,
+    Lists,
+    LoadBarriers,
+    Problem,
+    row_pairs,
+)
+from attnkit.templates.sm90.backward_softmax import KvBlock, QBlock, SoftmaxBackward
+
+WAIT_TURN_WARP, PASS_TURN_WARP = 1, 2  # in a fixed order
+GROUP = 512  # floats of 64 rows and 8 columns of a sum
+COLUMNS = 8  # of a group
+
+ROW = cutlass.tensor_utils.LayoutEnum.ROW_MAJOR
+COLUMN = cutlass.tensor_utils.LayoutEnum.COL_MAJOR
+
+
+class Hd256SmemLayouts(NamedTuple):
+    """Layouts in shared memory. Several are of the same memory."""
+
+    k: Any  # dtype [64, head_dim, 1]
+    v: Any  # dtype [64, head_dim_v, 1]
+    q: Any  # dtype [block_q, head_dim, q_stages]
+    do: Any  # dtype [block_q, head_dim_v, stages]
+    p_t: Any  # dtype [64, block_q, stages]
+    ds_t: Any  # dtype [64, block_q, 1]
+    q_t: Any  # of q: dtype [head_dim, block_q, q_stages]
+    do_t: Any  # of do: dtype [head_dim_v, block_q, stages]
+    ds: Any  # of ds_t: dtype [block_q, 64, 1]
+    k_t: Any  # of k: dtype [head_dim, 64, 1]
+    dk: Any  # of k: dtype [64, head_dim / 2, 2], of each consumer
+    dv: Any  # of v: dtype [64, head_dim_v / 2, 2]
+
+
+@dataclass(frozen=True)
+class Hd256Consumer:
+    """A thread of a consumer warpgroup: what it has through the kernel.
+
+    Attributes:
+        mma: operands and instructions of the products.
+        smem: LSE, delta and words in shared memory.
+        turns: mbarriers of the turns.
+        sums: float32 sums in memory.
+        wg, thread: number of the consumer, and of the thread in it.
+        row0: the thread's first row within a q block.
+        copy, part: copy of P and dS to shared memory, and the thread's part of it.
+        p_smem, ds_smem: where to: dtype [64, block_q / 2, stages] and [64, block_q / 2, 1].
+        scores: S, f32 [64, block_q / 2] / 128 threads.
+        dp: dP - delta, the same.
+        dq: a part of dQ, f32 [64, columns] / 128 threads.
+        p: P, dtype [64, block_q / 2] / 128 threads.
+    """
+
+    mma: Hd256Mma
+    smem: LoadTargets
+    turns: TurnBarriers
+    sums: cute.Tensor
+    wg: Int32
+    thread: Int32
+    row0: Int32
+    copy: Any
+    part: Any
+    p_smem: cute.Tensor
+    ds_smem: cute.Tensor
+    scores: cute.Tensor
+    dp: cute.Tensor
+    dq: cute.Tensor
+    p: cute.Tensor
+
+
+class BackwardHd256:
+    """A backward kernel for one configuration and one variant.
+
+    Args:
+        config: what is fixed when the kernel is compiled.
+        hooks: the variant.
+
+    Raises:
+        ValueError: the configuration is not supported; the message says what is.
+    """
+
+    storage: Any  # shared memory of a CTA, laid out by `__call__`
+
+    def __init__(self, config: Hd256Config, hooks: BackwardHooks) -> None:
+        problem = config.problem()
+        if problem:
+            raise ValueError(problem)
+        self.config = config
+        self.hooks = hooks
+        self.dtype = device.DTYPES[config.dtype]
+        self.producer = Producer(config)
+        self.softmax = SoftmaxBackward(config, hooks, Alibi(hooks, config.block_q, False))
+        self.captured_grads = CapturedGrads(config, self.softmax)
+        self.order = Hd256Order(config)
+        # registers are short: dQ leaves them before P is computed
+        self.tight = bool(hooks.learned)
+
+    # ------------------------------------------------------------------------------------ host
+
+    @cute.jit
+    def __call__(
+        self,
+        query: cute.Tensor,
+        key: cute.Tensor,
+        value: cute.Tensor,
+        grad_out: cute.Tensor,
+        grad_key: cute.Tensor,
+        grad_value: cute.Tensor,
+        lse: cute.Tensor,
+        delta: cute.Tensor,
+        sums: cute.Tensor,
+        items: cute.Tensor,
+        partial: cute.Tensor,
+        full: cute.Tensor,
+        counter: cute.Tensor,
+        captured: list,
+        totals: list,
+        order: list,
+        scale: Float32,
+        group: Int32,
+        ctas: Int32,
+        stream: Any,
+    ):
+        """Launch; the arguments are those of `backward.Backward`.
+
+        Semaphores of `order`: two a q block, of which one is used, then two a kv block for dK, and
+        two for dV.
+        """
+        c, dtype = self.config, self.dtype
+        head_dim, head_dim_v, bm = c.width, c.value_width, c.block_q
+        query, key, value, grad_out, grad_key, grad_value = (  # [S, D, H, B]
+            ordered(t, (2, 3, 1, 0)) for t in (query, key, value, grad_out, grad_key, grad_value)
+        )
+
+        def tiles(kind: Any, rows: int, columns: int, unit: int, stages: int) -> Any:
+            # swizzled in units that divide what a consumer takes of the columns
+            atom = warpgroup.make_smem_layout_atom(
+                hopper_helpers.get_smem_layout_atom(kind, dtype, unit), dtype
+            )
+            shape = (rows, columns) if kind is ROW else (columns, rows)
+            order = (0, 1, 2) if kind is ROW else (1, 0, 2)
+            return cute.tile_to_shape(atom, (*shape, stages), order)
+
+        mmas = hd256_tiled_mmas(c, dtype)
+        unit = head_dim // 2 // c.dq_parts
+        layouts = Hd256SmemLayouts(
+            k=tiles(ROW, ROWS, head_dim, unit, 1),
+            v=tiles(ROW, ROWS, head_dim_v, ROWS, 1),
+            q=tiles(ROW, bm, head_dim, head_dim // 2, c.q_stages),
+            do=tiles(ROW, bm, head_dim_v, head_dim_v // 2, c.stages),
+            p_t=tiles(ROW, ROWS, bm, bm, c.stages),
+            ds_t=tiles(ROW, ROWS, bm, bm, 1),
+            q_t=tiles(COLUMN, bm, head_dim, head_dim // 2, c.q_stages),
+            do_t=tiles(COLUMN, bm, head_dim_v, head_dim_v // 2, c.stages),
+            ds=tiles(COLUMN, ROWS, bm, bm, 1),
+            k_t=tiles(COLUMN, ROWS, head_dim, unit, 1),
+            dk=tiles(ROW, ROWS, head_dim // 2, head_dim // 2, 2),
+            dv=tiles(ROW, ROWS, head_dim_v // 2, head_dim_v // 2, 2),
+        )
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        tma = [
+            cpasync.make_tiled_tma_atom(op, t, cute.slice_(layout, (None, None, 0)), shape)
+            for op, t, layout, shape in (
+                (load, query, layouts.q, (bm, head_dim)),
+                (load, key, layouts.k, (ROWS, head_dim)),
+                (load, value, layouts.v, (ROWS, head_dim_v)),
+                (load, grad_out, layouts.do, (bm, head_dim_v)),
+                (store, grad_key, layouts.dk, (ROWS, head_dim // 2)),
+                (store, grad_value, layouts.dv, (ROWS, head_dim_v // 2)),
+            )
+        ]
+
+        @cute.struct
+        class Storage:
+            barriers: cute.struct.MemRange[Int64, 7 + 2 * c.q_stages + 2 * c.stages]
+            info: cute.struct.MemRange[Int32, 32]
+            lse: cute.struct.Align[cute.struct.MemRange[Float32, c.q_stages * bm], 128]
+            delta: cute.struct.Align[cute.struct.MemRange[Float32, c.stages * bm], 128]
+            # Time depends on what lies below 128 KiB: at head dim 256, all but dO and V
+            # (docs/hopper.md, "Two halves of shared memory").
+            k: cute.struct.Align[cute.struct.MemRange[dtype, ROWS * head_dim], 1024]
+            p: cute.struct.Align[cute.struct.MemRange[dtype, c.stages * ROWS * bm], 1024]
+            ds: cute.struct.Align[cute.struct.MemRange[dtype, ROWS * bm], 1024]
+            q: cute.struct.Align[cute.struct.MemRange[dtype, c.q_stages * bm * head_dim], 1024]
+            do: cute.struct.Align[cute.struct.MemRange[dtype, c.stages * bm * head_dim_v], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[dtype, ROWS * head_dim_v], 1024]
+
+        self.storage = Storage
+        lengths = (query.shape[0], key.shape[0])
+        heads = (query.shape[2], key.shape[2], query.shape[3], key.shape[3])
+        self.kernel(
+            (mmas.s, mmas.dq),
+            tuple(mmas),
+            tuple(atom for atom, _ in tma),
+            tuple(tiles for _, tiles in tma),
+            tuple(layouts),
+            (lse, delta, items, partial, full, counter, order),
+            sums,
+            captured,
+            totals,
+            (scale, group, *lengths, *heads),
+        ).launch(
+            grid=(ctas, 1, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
+        )
+
+    # ---------------------------------------------------------------------------------- device
+
+    @cute.kernel
+    def kernel(
+        self,
+        mmas_overwrite: tuple,
+        mmas_accumulate: tuple,
+        atoms: tuple,
+        tiles: tuple,
+        layouts: tuple,
+        lists: tuple,
+        sums: cute.Tensor,
+        captured: list,
+        totals: list,
+        sizes: tuple,
+    ):
+        """Roles: warp 0 loads, 1 and 2 keep the order of sums, warpgroups 1 and 2 compute."""
+        c = self.config
+        problem, work = Problem(*sizes), Lists(*lists)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == LOAD_WARP:
+            for atom in atoms:
+                cpasync.prefetch_descriptor(atom)
+        storage = cutlass.memory.SmemAllocator().allocate(self.storage)
+        info = storage.info.get_tensor(cute.make_layout(32))  # int32 words
+        # f32 [block_q, q_stages] and [block_q, stages]
+        smem_lse = storage.lse.get_tensor(cute.make_layout((c.block_q, c.q_stages)))
+        smem_delta = storage.delta.get_tensor(cute.make_layout((c.block_q, c.stages)))
+        memory = (
+            storage.k, storage.v, storage.q, storage.do, storage.p, storage.ds,
+            storage.q, storage.do, storage.ds, storage.k, storage.k, storage.v,
+        )  # fmt: skip
+        views = Hd256SmemLayouts(  # tensors of these shapes
+            *(
+                part.get_tensor(layout.outer, swizzle=layout.inner)
+                for part, layout in zip(memory, layouts, strict=True)
+            )
+        )
+        smem = LoadTargets(views.k, views.v, views.q, views.do, smem_lse, smem_delta, info)
+        base = storage.barriers.data_ptr()
+        k_full, v_full, kv_empty = base, base + 1, base + 2  # the fourth is not used
+        q_full, q_empty = base + 4, base + 4 + c.q_stages
+        do_full = base + 4 + 2 * c.q_stages
+        do_empty = do_full + c.stages
+        # K and V are released together
+        bars = LoadBarriers(k_full, kv_empty, v_full, kv_empty, q_full, q_empty, do_full, do_empty)
+        turns = TurnBarriers(*(do_empty + c.stages + i for i in range(3)))
+        if warp == LOAD_WARP:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_init(k_full, 1)  # of the producer, with the bytes to come
+                cute.arch.mbarrier_init(v_full, 1)
+                # every lane of the consumers, as each reads the record; below, LSE and delta
+                cute.arch.mbarrier_init(kv_empty, CONSUMER_THREADS)
+                for s in cutlass.range_constexpr(c.q_stages):
+                    cute.arch.mbarrier_init(q_full + s, 1)
+                    cute.arch.mbarrier_init(q_empty + s, CONSUMER_THREADS)
+                for s in cutlass.range_constexpr(c.stages):
+                    cute.arch.mbarrier_init(do_full + s, 1)
+                    cute.arch.mbarrier_init(do_empty + s, CONSUMER_THREADS)
+                if const_expr(c.turns):
+                    turns.init()
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        cute.arch.griddepcontrol_wait()  # all below reads what the preprocess has written
+
+        if warp < WARPS:
+            cute.arch.setmaxregister_decrease(c.producer_registers)
+            if warp == LOAD_WARP:
+                self.producer.run(atoms[:4], tiles[:4], smem, bars, work, problem)
+            if const_expr(c.turns):
+                if warp == WAIT_TURN_WARP:
+                    self.order.wait_turns(turns, info, work.order)
+                if warp == PASS_TURN_WARP:
+                    self.order.pass_turns(turns, info, work.order)
+        else:
+            cute.arch.setmaxregister_increase(c.consumer_registers)
+            self.consume(
+                (mmas_overwrite, mmas_accumulate), views, smem, (atoms[4:], tiles[4:]), bars, turns,
+                sums, captured, totals, work.order, problem,
+            )  # fmt: skip
+
+    @cute.jit
+    def consume(
+        self,
+        mmas: tuple,
+        views: Hd256SmemLayouts,
+        smem: LoadTargets,
+        store_tma: tuple,
+        bars: LoadBarriers,
+        turns: TurnBarriers,
+        sums: cute.Tensor,
+        captured: list,
+        totals: list,
+        order: list,
+        problem: Problem,
+    ):
+        """The loop of a consumer warpgroup: products, P, dS, and the epilogue of each work tile."""
+        c, p, info = self.config, problem, smem.info
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        wg, thread = warp // WARPS - 1, thread % WARPGROUP
+        bm = c.block_q
+        column0 = (warp % WARPS) * 16 + lane // 4
+        row0 = wg * (bm // 2) + (lane % 4) * 2
+        w, dk, dv = self.set_up(mmas, views, smem, turns, sums, wg, thread, row0)
+        mma, scores, dp, dq = w.mma, w.scores, w.dp, w.dq
+        mma_dv, mma_dk = mma.accumulate.dv, mma.accumulate.dk
+        blocks = (p.q_len + bm - 1) // bm
+        kv_blocks = (p.kv_len + c.block_kv - 1) // c.block_kv
+        # of the sums of dQ: their groups, and their semaphores; of dK, the same
+        q_tiles, kv_tiles = p.batch * p.heads * blocks, p.kv_batch * p.kv_heads * kv_blocks
+        learned = self.captured_grads.begin(totals)
+        q_count = Int32(0)  # blocks before
+        cute.arch.mbarrier_wait(bars.k_full, 0)
+        valid = info[RECORD + WorkTile.VALID]
+        while valid != 0:
+            kv_block, h = info[RECORD + WorkTile.KV_BLOCK], info[RECORD + WorkTile.HEAD]
+            b, count = info[RECORD + WorkTile.BATCH], info[RECORD + WorkTile.NUM_BLOCKS]
+            origin = kv_block * c.block_kv
+            site = Site(captured, b, h, p.q_len, p.kv_len, p.scale, origin)
+            tile = self.softmax.begin(site, column0)
+            learned.running.fill(0.0)
+            first_row = (b * p.heads + h) * blocks
+            dk.fill(0.0)
+            dv.fill(0.0)
+            cute.arch.mbarrier_wait(bars.v_full, valid - 1)
+            if count > 0:
+                r, s = q_count & 1, q_count & 1
+                cute.arch.mbarrier_wait(bars.q_full + r, (q_count >> 1) & 1)
+                mma.issue_s(scores, r)
+                warpgroup.wait_group(0)
+                cute.arch.mbarrier_wait(bars.do_full + s, (q_count >> 1) & 1)
+                mma.issue_dp(dp, self.rows(smem.delta, s, row0), s)
+                word = info[r]
+                self.announce(w, first_row, word, q_count)
+                self.compute_p(w, word, tile, scores, r, s)
+                for _ in cutlass.range(count - 1, unroll=1):
+                    s, t = q_count & 1, (q_count + 1) & 1
+                    self.begin_dv(w, dv, s)
+                    self.compute_ds(w, word, tile, s, learned)
+                    mma.issue_dq(dq, 0)
+                    mma.issue_dk(dk, s)
+                    cute.arch.mbarrier_wait(bars.q_full + t, ((q_count + 1) >> 1) & 1)
+                    next_scores = self.next_scores(scores)
+                    mma.issue_s(next_scores, t)
+                    next_word = info[t]
+                    warpgroup.wait_group(2)
+                    cute.arch.mbarrier_arrive(bars.do_empty + s)
+                    self.add_dq(w, first_row, word, q_count, 0)
+                    self.announce(w, first_row, next_word, q_count + 1)
+                    if const_expr(c.dq_parts == 2):
+                        mma.issue_dq(dq, 1)
+                    cute.arch.mbarrier_wait(bars.do_full + t, ((q_count + 1) >> 1) & 1)
+                    mma.issue_dp(dp, self.rows(smem.delta, t, row0), t)
+                    warpgroup.wait_group(c.dq_parts)
+                    cute.arch.mbarrier_arrive(bars.q_empty + s)
+                    if const_expr(c.dq_parts == 2 and self.tight):
+                        warpgroup.wait_group(1)
+                        self.add_dq(w, first_row, word, q_count, 1)
+                    block = QBlock(next_word, row0, self.rows(smem.lse, t, row0))
+                    self.softmax.compute_p(block, tile, next_scores, scores, w.p)
+                    warpgroup.wait_group(1)  # both consumers are done with dS before the barrier
+                    self.write(w, w.p, w.p_smem[None, None, None, t])
+                    if const_expr(c.dq_parts == 2 and not self.tight):
+                        self.add_dq(w, first_row, word, q_count, 1)
+                    word = next_word
+                    q_count += 1
+                s = q_count & 1
+                self.begin_dv(w, dv, s)
+                self.compute_ds(w, word, tile, s, learned)
+                mma.issue_dq(dq, 0)
+                mma.issue_dk(dk, s)
+                warpgroup.wait_group(1)
+                cute.arch.mbarrier_arrive(bars.do_empty + s)
+                self.add_dq(w, first_row, word, q_count, 0)
+                for part in cutlass.range_constexpr(1, c.dq_parts):
+                    mma.issue_dq(dq, part)
+                    warpgroup.wait_group(0)
+                    self.add_dq(w, first_row, word, q_count, part)
+                warpgroup.wait_group(0)
+                cute.arch.mbarrier_arrive(bars.q_empty + s)
+                q_count += 1
+                # here and below read again: through the loop they would take registers
+                kv_block, h = info[RECORD + WorkTile.KV_BLOCK], info[RECORD + WorkTile.HEAD]
+                b = info[RECORD + WorkTile.BATCH]
+                origin = kv_block * c.block_kv
+                site = Site(captured, b, h, p.q_len, p.kv_len, p.scale, origin)
+                self.captured_grads.flush(replace(tile, site=site), learned)
+            place = (
+                info[RECORD + WorkTile.KV_BLOCK],
+                info[RECORD + WorkTile.HEAD],
+                info[RECORD + WorkTile.BATCH],
+            )
+            if const_expr(c.accumulate):
+                if count > 0:
+                    kv_block, h, b = place
+                    kv_tile = cutlass.min(b, p.kv_batch - 1) * p.kv_heads + h // p.group
+                    kv_tile = kv_tile * kv_blocks + kv_block
+                    self.add_shared(w, dk, dv, kv_tile, q_tiles, kv_tiles, order)
+                    # all threads of the consumer have read the record
+                    cute.arch.barrier(
+                        barrier_id=Hd256Barrier.CONSUMER + wg, number_of_threads=WARPGROUP
+                    )
+            else:
+                # dK and dV leave through the memory of K and V, which both consumers read
+                cute.arch.barrier(
+                    barrier_id=Hd256Barrier.BOTH_CONSUMERS, number_of_threads=CONSUMER_THREADS
+                )
+                one, scale = Float32(1.0), p.scale
+                self.store(w, mma_dv, dv, views.dv, store_tma, 1, place, one)
+                self.store(w, mma_dk, dk, views.dk, store_tma, 0, place, scale)
+                if warp % WARPS == 0:
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+            parity = info[RECORD + WorkTile.VALID] & 1  # of the next work tile
+            # every lane, as each has read the record
+            cute.arch.mbarrier_arrive(bars.k_empty)
+            cute.arch.mbarrier_wait(bars.k_full, parity)
+            valid = info[RECORD + WorkTile.VALID]
+        if const_expr(c.turns):
+            self.order.announce(turns, info, Int32(-1), q_count, wg, thread)
+            self.order.has_added(turns)
+        if warp % WARPS == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    # ------------------------------------------------ parts of the consumer, inlined while tracing
+
+    def set_up(
+        self, mmas: tuple, views: Hd256SmemLayouts, smem: LoadTargets, turns: TurnBarriers,
+        sums: cute.Tensor, wg: Any, thread: Any, row0: Any,
+    ) -> tuple[Hd256Consumer, cute.Tensor, cute.Tensor]:  # fmt: skip
+        """Make operands and accumulators.
+
+        Returns:
+            The consumer, and its dK and dV: f32 [64, head_dim / 2] and [64, head_dim_v / 2] / 128
+            threads.
+        """
+        c, dtype, bm = self.config, self.dtype, self.config.block_q
+        mma_s0, mma_dq0 = mmas[0]
+        accumulate = Hd256TiledMmas(*mmas[1])
+        mma_s, mma_dq, mma_dv, mma_dk = accumulate
+        all_s, all_dq = mma_s.get_slice(0), mma_dq.get_slice(0)
+        all_dv, all_dk = mma_dv.get_slice(0), mma_dk.get_slice(0)
+        # descriptors of shared memory, shapes as in `Hd256SmemLayouts`
+        operands = (
+            mma_s.make_fragment_A(all_s.partition_A(views.k)),
+            mma_s.make_fragment_A(all_s.partition_A(views.v)),
+            mma_s.make_fragment_B(all_s.partition_B(views.q)),
+            mma_s.make_fragment_B(all_s.partition_B(views.do)),
+            mma_dv.make_fragment_A(all_dv.partition_A(views.p_t)),
+            mma_dv.make_fragment_B(all_dv.partition_B(views.do_t)),
+            mma_dk.make_fragment_A(all_dk.partition_A(views.ds_t)),
+            mma_dk.make_fragment_B(all_dk.partition_B(views.q_t)),
+            mma_dq.make_fragment_A(all_dq.partition_A(views.ds)),
+            mma_dq.make_fragment_B(all_dq.partition_B(views.k_t)),
+        )
+
+        def registers(tiled_mma: Any, columns: int) -> Any:
+            return cute.make_rmem_tensor(  # f32 [64, columns] / 128 threads
+                tiled_mma.get_slice(thread).partition_shape_C((ROWS, columns)), Float32
+            )
+
+        scores, dp = registers(mma_s, bm // 2), registers(mma_s, bm // 2)
+        dk, dv = registers(mma_dk, c.width // 2), registers(mma_dv, c.value_width // 2)
+        dq = registers(mma_dq, c.width // 2 // c.dq_parts)
+        p = cute.make_rmem_tensor(scores.layout, dtype)  # dtype [64, block_q / 2] / 128 threads
+        # set once: the value behind a set() in a helper must not leave the helper's region
+        mma_s0.set(warpgroup.Field.ACCUMULATE, False)
+        mma_dq0.set(warpgroup.Field.ACCUMULATE, False)
+        for tiled_mma in accumulate:
+            tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+        mma = Hd256Mma(c.dq_parts, wg, mma_s0, mma_dq0, accumulate, *operands)
+        copy = cute.make_tiled_copy_C(
+            cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), dtype), mma_s
+        )
+        part = copy.get_slice(thread)
+        p_smem, ds_smem = (
+            part.partition_D(cute.local_tile(view, (ROWS, bm // 2), (0, wg, None)))
+            for view in (views.p_t, views.ds_t)
+        )
+        consumer = Hd256Consumer(
+            mma, smem, turns, sums, wg, thread, row0, copy, part, p_smem, ds_smem, scores, dp, dq, p
+        )
+        return consumer, dk, dv
+
+    def rows(self, values: cute.Tensor, stage: Any, row0: Any) -> cute.Tensor:
+        """Return the thread's rows of a statistic in shared memory, f32 [2, pairs]."""
+        return row_pairs(values, stage, row0, self.config.block_q, self.config.block_q // 2)
+
+    def next_scores(self, scores: Any) -> Any:
+        """Return where S of the next q block goes, f32 [64, block_q / 2] / 128 threads.
+
+        Its own registers or those of S, whichever the assembler takes without spills.
+        """
+        if self.hooks.learned:
+            return scores
+        return cute.make_rmem_tensor(scores.layout, Float32)
+
+    def compute_p(
+        self, w: Hd256Consumer, word: Any, tile: KvBlock, scores: Any, q_stage: Any, stage: Any
+    ) -> None:
+        """Compute P of the first q block and write it to shared memory."""
+        block = QBlock(word, w.row0, self.rows(w.smem.lse, q_stage, w.row0))
+        self.softmax.compute_p(block, tile, scores, scores, w.p)
+        self.write(w, w.p, w.p_smem[None, None, None, stage])
+
+    def begin_dv(self, w: Hd256Consumer, dv: Any, stage: Any) -> None:
+        """Wait for P of both consumers and for dP, and issue dV."""
+        self.meet()
+        # all, and before dV: counting groups across turns of the loop, the assembler serialises
+        warpgroup.wait_group(0)
+        w.mma.issue_dv(dv, stage)
+
+    def compute_ds(
+        self, w: Hd256Consumer, word: Any, tile: KvBlock, stage: Any, learned: CapturedSums
+    ) -> None:
+        """Compute dS in registers and write it to shared memory, while dV runs."""
+        lse = self.rows(w.smem.lse, stage, w.row0)
+        ds = cute.make_rmem_tensor(w.scores.layout, self.dtype)  # dtype [64, block_q / 2] / 128
+        if self.hooks.learned:
+            block = QBlock(word, w.row0, lse)
+            self.captured_grads.compute(block, None, tile, w.scores, w.p, w.dp, ds, learned)
+        else:
+            self.softmax.compute_ds(w.scores, w.p, w.dp, None, ds)
+        self.write(w, ds, w.ds_smem[None, None, None, 0])
+        self.meet()
+
+    def write(self, w: Hd256Consumer, values: Any, to: Any) -> None:
+        """Write the consumer's half of P or dS to shared memory, for the products of both."""
+        cute.copy(w.copy, w.part.retile(values), to)
+        # wgmma of both consumers reads it by the async proxy
+        cute.arch.fence_proxy("async.shared", space="cta")
+        # The assembler waits for the fence here. Waiting only at the barrier, behind the loop's
+        # branch, as it would, an H200 lets the other warps read what was there before.
+        cute.arch.sync_warp()
+
+    def meet(self) -> None:
+        """Wait for the other consumer: its half of P or dS is there."""
+        cute.arch.barrier(
+            barrier_id=Hd256Barrier.BOTH_CONSUMERS, number_of_threads=CONSUMER_THREADS
+        )
+
+    def announce(self, w: Hd256Consumer, first_row: Any, word: Any, count: Any) -> None:
+        """In a fixed order, say to which q block the count-th one adds its dQ."""
+        if self.config.turns:
+            chunk = 2 * (first_row + (word >> 2))
+            self.order.announce(w.turns, w.smem.info, chunk, count, w.wg, w.thread)
+
+    def add_dq(self, w: Hd256Consumer, first_row: Any, word: Any, count: Any, part: int) -> None:
+        """Add a part of the count-th block's dQ to its sums.
+
+        Args:
+            first_row: number of the head's first q block.
+        """
+        c = self.config
+        row, own = first_row + (word >> 2), c.width // COLUMNS // 2  # groups of a consumer
+        to = row * (c.width // COLUMNS) + w.wg * own + part * (own // c.dq_parts)
+        if c.turns and part == 0:
+            self.order.may_add(w.turns, count)
+        add(w.sums, w.dq, to, w.thread)
+        if c.turns and part == c.dq_parts - 1:
+            self.order.has_added(w.turns)
+
+    def add_shared(
+        self, w: Hd256Consumer, dk: Any, dv: Any, kv_tile: Any, q_tiles: Any, kv_tiles: Any,
+        order: Any,
+    ) -> None:  # fmt: skip
+        """Add dK and dV to sums that the query heads of a kv head share.
+
+        Args:
+            kv_tile: number of the kv block among all of the kv heads.
+            q_tiles, kv_tiles: how many q blocks, and kv blocks, all heads have.
+        """
+        c, wg, info = self.config, w.wg, w.smem.info
+        turn, turns = info[RECORD + WorkTile.TURN], info[RECORD + WorkTile.NUM_TURNS]
+        following = cutlass.select_(turn + 1 == turns, Int32(0), turn + 1)
+        first, semaphore = q_tiles * (c.width // COLUMNS), q_tiles
+        for acc, head_dim in ((dk, c.width), (dv, c.value_width)):
+            groups = head_dim // COLUMNS
+            to = first + kv_tile * groups + wg * (groups // 2)
+            own = 2 * (semaphore + kv_tile) + wg
+            if c.turns:
+                self.order.enter_turn(own, turn, order, wg, w.thread)
+            add(w.sums, acc, to, w.thread)
+            if c.turns:
+                self.order.leave_turn(own, following, order, wg, w.thread)
+            first, semaphore = first + kv_tiles * groups, semaphore + kv_tiles
+
+    def store(
+        self, w: Hd256Consumer, mma: Any, acc: Any, smem: Any, tma: Any, which: int, place: Any,
+        factor: Any,
+    ) -> None:  # fmt: skip
+        """Round a consumer's columns of dK or dV and store them by TMA.
+
+        Args:
+            acc: f32 [64, columns] / 128 threads.
+            smem: dtype [64, columns, 2].
+            tma: atoms and tiles of dK and dV.
+            which: 0 for dK, 1 for dV.
+            place: the kv block, head and batch element.
+        """
+        copy = cute.make_tiled_copy_C(
+            cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), self.dtype), mma
+        )
+        thr = copy.get_slice(w.thread)
+        rounded = cute.make_rmem_tensor(acc.layout, self.dtype)  # dtype [64, columns] / 128 threads
+        pairs = cute.recast_tensor(rounded, Int32)
+        for i in range(cute.size(pairs)):
+            pairs[i] = device.pack(acc[2 * i] * factor, acc[2 * i + 1] * factor, self.dtype)
+        cute.copy(copy, thr.retile(rounded), thr.partition_D(smem)[None, None, None, w.wg])
+        # TMA reads it by the async proxy
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=Hd256Barrier.CONSUMER + w.wg, number_of_threads=WARPGROUP)
+        atoms, tiles = tma
+        shape = (ROWS, (self.config.value_width if which else self.config.width) // 2)
+        source, to = partition(atoms[which], smem, tiles[which], shape, (None,) * 4)
+        self.issue_store(atoms[which], source, to, place, w.wg)
+
+    @cute.jit
+    def issue_store(
+        self, atom: cute.CopyAtom, source: cute.Tensor, to: cute.Tensor, place: tuple, wg: Int32
+    ):
+        """Store by TMA, by the consumer's first warp."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp % WARPS == 0:
+            cute.copy(atom, source[None, wg], to[None, place[0], wg, *place[1:]])
+            cute.arch.cp_async_bulk_commit_group()
+
+
+def add(sums: cute.Tensor, acc: cute.Tensor, to: Any, thread: Any) -> None:
+    """Add an accumulator to sums in memory, from group `to` on."""
+    start = (sums.iterator + (Int64(to) * GROUP + thread * 4)).toint()
+    for i in range(cute.size(acc) // 4):
+        cute.arch.inline_ptx(
+            f"red.relaxed.gpu.global.add.v4.f32 [{{$r0}}+{4 * GROUP * i}], "
+            "{{$r1}, {$r2}, {$r3}, {$r4}};",
+            read_only_args=[start, *(acc[4 * i + k] for k in range(4))],
+        )

@@ -1,0 +1,127 @@
+"""Sums in a fixed order for head dims above 128, whose consumers add dQ from registers.
+
+One warp waits for the turn of the next q block while the consumers compute, another passes it to the
+next kv block once both have added; a consumer does neither, and waits only where its turn is late.
+
+    announced    a consumer says which q block comes next, as soon as it knows
+    may_add      its turn has come, and the note before has been read: the consumers add
+    added        both have added; the turn is passed on behind a fence
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cutlass import Int32, cute
+
+from attnkit.templates.common import device
+from attnkit.templates.common.semaphore import OrderRow, OrderTable, following_turn, wait_turn
+from attnkit.templates.common.work_tile import RECORD, WorkTile
+from attnkit.templates.sm90.backward_hd256_config import Hd256Config
+from attnkit.templates.sm90.backward_shared import (
+    CONSUMER_WARPS,
+    WARPGROUP,
+    Hd256Barrier,
+    Word,
+)
+
+
+@dataclass(frozen=True)
+class TurnBarriers:
+    """mbarriers of the turns."""
+
+    announced: cute.Pointer
+    may_add: cute.Pointer
+    added: cute.Pointer
+
+    def init(self) -> None:
+        """Initialise the mbarriers with their numbers of arrivals, by one thread."""
+        cute.arch.mbarrier_init(self.announced, 1)
+        cute.arch.mbarrier_init(self.may_add, 2)  # of both warps
+        cute.arch.mbarrier_init(self.added, CONSUMER_WARPS)
+
+
+class Hd256Order:
+    """Forms sums in the order of their semaphores.
+
+    Args:
+        config: its `turns` is the order, "" for none.
+    """
+
+    def __init__(self, config: Hd256Config) -> None:
+        self.config = config
+
+    @cute.jit
+    def announce(
+        self, bars: TurnBarriers, info: cute.Tensor, chunk: Int32, count: Int32, wg: Int32,
+        thread: Int32,
+    ):  # fmt: skip
+        """Say which semaphore the count-th q block waits for; -1: there are no more."""
+        if wg == 0 and thread == 0:
+            # two notes: the one before may still be read
+            info[Word.NOTE + 2 * (count & 1)] = chunk
+            info[Word.NOTE + 2 * (count & 1) + 1] = info[RECORD + WorkTile.KV_BLOCK]
+            cute.arch.mbarrier_arrive(bars.announced)
+
+    def may_add(self, bars: TurnBarriers, count: Any) -> None:
+        """Wait for the turn of the count-th q block."""
+        cute.arch.mbarrier_wait(bars.may_add, count & 1)
+
+    def has_added(self, bars: TurnBarriers) -> None:
+        """Say that this warp has added to a q block."""
+        cute.arch.sync_warp()
+        device.arrive(bars.added)
+
+    @cute.jit
+    def wait_turns(self, bars: TurnBarriers, info: cute.Tensor, order: list):
+        """The loop of a warp that waits for turns."""
+        count, chunk = Int32(0), Int32(0)
+        while chunk >= 0:
+            cute.arch.mbarrier_wait(bars.announced, count & 1)
+            chunk, turn = info[Word.NOTE + 2 * (count & 1)], info[Word.NOTE + 2 * (count & 1) + 1]
+            if chunk >= 0:
+                wait_turn(order[OrderTable.SEMAPHORE].iterator + chunk, turn)
+                cute.arch.sync_warp()
+                device.arrive(bars.may_add)
+            count += 1
+
+    @cute.jit
+    def pass_turns(self, bars: TurnBarriers, info: cute.Tensor, order: list):
+        """The loop of a warp that passes turns to the next kv block."""
+        device.arrive(bars.may_add)
+        count, chunk = Int32(0), Int32(0)
+        while chunk >= 0:
+            cute.arch.mbarrier_wait(bars.added, count & 1)
+            chunk, turn = info[Word.NOTE + 2 * (count & 1)], info[Word.NOTE + 2 * (count & 1) + 1]
+            cute.arch.sync_warp()
+            device.arrive(bars.may_add)  # the note has been read
+            if chunk >= 0:
+                rows, row = order[OrderTable.ROW], chunk >> 1
+                entry = tuple(rows[row, i] for i in OrderRow)
+                cute.arch.fence_acq_rel_gpu()  # of both consumers' sums
+                following = following_turn(self.config.turns == "ascending", turn, entry, order)
+                with cute.arch.elect_one():
+                    cute.arch.store(
+                        order[OrderTable.SEMAPHORE].iterator + chunk, following, sem="relaxed",
+                        scope="gpu",
+                    )  # fmt: skip
+            count += 1
+
+    @cute.jit
+    def enter_turn(self, semaphore: Int32, turn: Int32, order: list, wg: Int32, thread: Int32):
+        """Wait until it is this consumer's turn at a sum of dK or dV."""
+        if thread == 0:
+            wait_turn(order[OrderTable.SEMAPHORE].iterator + semaphore, turn)
+        cute.arch.barrier(barrier_id=Hd256Barrier.CONSUMER + wg, number_of_threads=WARPGROUP)
+
+    @cute.jit
+    def leave_turn(self, semaphore: Int32, following: Int32, order: list, wg: Int32, thread: Int32):
+        """Pass the turn to the next work tile, once all threads of the consumer have added."""
+        cute.arch.barrier(barrier_id=Hd256Barrier.CONSUMER + wg, number_of_threads=WARPGROUP)
+        if thread == 0:
+            cute.arch.fence_acq_rel_gpu()
+            cute.arch.store(
+                order[OrderTable.SEMAPHORE].iterator + semaphore, following, sem="relaxed",
+                scope="gpu",
+            )  # fmt: skip

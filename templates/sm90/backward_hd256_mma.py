@@ -1,0 +1,117 @@
+"""The five matrix products of a consumer of the Hopper backward for head dims above 128."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from cutlass import Float32, Int32, cute
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.utils import hopper_helpers
+
+from attnkit.templates.sm90.backward_config import ROWS
+from attnkit.templates.sm90.backward_hd256_config import Hd256Config
+from attnkit.templates.sm90.backward_softmax import init_dp
+
+
+class Hd256TiledMmas(NamedTuple):
+    """Instructions of the products, all operands in shared memory."""
+
+    s: Any  # S^T = K Q^T and dP^T = V dO^T: a consumer's half of the rows of Q
+    dq: Any  # dQ = dS K: a part of a consumer's half of the columns
+    dv: Any  # dV += P^T dO: a consumer's half of the columns
+    dk: Any  # dK += dS^T Q: the same
+
+
+def hd256_tiled_mmas(c: Hd256Config, dtype: Any) -> Hd256TiledMmas:
+    """Make the instructions, each of a warpgroup with 64 rows."""
+    k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+
+    def mma(a: Any, b: Any, n: int) -> Any:
+        return hopper_helpers.make_trivial_tiled_mma(
+            dtype, dtype, a, b, Float32, (1, 1, 1), (ROWS, n)
+        )
+
+    return Hd256TiledMmas(
+        s=mma(k_major, k_major, c.block_q // 2),
+        dq=mma(mn_major, mn_major, c.width // 2 // c.dq_parts),
+        dv=mma(k_major, mn_major, c.value_width // 2),
+        dk=mma(k_major, mn_major, c.width // 2),
+    )
+
+
+@dataclass(frozen=True)
+class Hd256Mma:
+    """Issues the products of a consumer warpgroup; every method commits one wgmma group.
+
+    Attributes:
+        dq_parts: in how many parts a consumer computes its columns of dQ.
+        wg: number of the consumer, Int32.
+        s_overwrite, dq_overwrite: instructions that overwrite their result.
+        accumulate: those that add to it.
+        k, v, q, do, p_t, do_t, ds_t, q_t, ds, k_t: operands in shared memory, see
+            `Hd256SmemLayouts`.
+    """
+
+    dq_parts: int
+    wg: Int32
+    s_overwrite: Any
+    dq_overwrite: Any
+    accumulate: Hd256TiledMmas
+    k: cute.Tensor
+    v: cute.Tensor
+    q: cute.Tensor
+    do: cute.Tensor
+    p_t: cute.Tensor
+    do_t: cute.Tensor
+    ds_t: cute.Tensor
+    q_t: cute.Tensor
+    ds: cute.Tensor
+    k_t: cute.Tensor
+
+    def issue_s(self, acc: cute.Tensor, stage: Any) -> None:
+        """Issue S^T = K Q^T, f32 [64, 32] / 128 threads."""
+        warpgroup.fence()
+        _issue(self.s_overwrite, self.accumulate.s, acc, self.k, 0, self.q, self.wg, stage)
+
+    def issue_dp(self, acc: cute.Tensor, delta: cute.Tensor, stage: Any) -> None:
+        """Issue dP^T - delta = V dO^T - delta: the accumulator begins with -delta.
+
+        Args:
+            acc: f32 [64, 32] / 128 threads.
+            delta: -delta of the thread's rows, f32 [2, pairs].
+        """
+        init_dp(acc, delta)
+        warpgroup.fence()
+        mma = self.accumulate.s
+        _issue(mma, mma, acc, self.v, 0, self.do, self.wg, stage)
+
+    def issue_dv(self, acc: cute.Tensor, stage: Any) -> None:
+        """Issue dV += P^T dO, f32 [64, head_dim_v / 2] / 128 threads."""
+        warpgroup.fence()
+        mma = self.accumulate.dv
+        _issue(mma, mma, acc, self.p_t, stage, self.do_t, self.wg, stage)
+
+    def issue_dk(self, acc: cute.Tensor, stage: Any) -> None:
+        """Issue dK += dS^T Q, f32 [64, head_dim / 2] / 128 threads."""
+        mma = self.accumulate.dk
+        _issue(mma, mma, acc, self.ds_t, 0, self.q_t, self.wg, stage)
+
+    def issue_dq(self, acc: cute.Tensor, part: int) -> None:
+        """Issue a part of the consumer's columns of dQ = dS K, f32 [64, columns] / 128 threads."""
+        warpgroup.fence()
+        column = self.wg * self.dq_parts + part
+        _issue(self.dq_overwrite, self.accumulate.dq, acc, self.ds, 0, self.k_t, column, 0)
+
+
+def _issue(
+    first: Any, further: Any, acc: Any, a: Any, a_stage: Any, b: Any, n: Any, b_stage: Any
+) -> None:
+    for k in range(cute.size(a, mode=[2])):
+        mma = first if k == 0 else further
+        rows, columns = a[None, None, k, a_stage], b[None, n, k, b_stage]
+        columns = cute.make_tensor(
+            columns.iterator, cute.append(columns.layout, cute.make_layout(1))
+        )
+        cute.gemm(mma, acc, rows, columns, acc)
+    warpgroup.commit_group()

@@ -1,0 +1,163 @@
+"""The five matrix products of a consumer of the Hopper backward, and their operands.
+
+S and dP are transposed, keys by rows. Products that overwrite their result and products that add to
+it are two instructions of the DSL: what is set on one must not change while the kernel is traced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from cutlass import BFloat16, Float32, Int32, cute
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.utils import hopper_helpers
+
+from attnkit.templates.sm90.backward_config import ROWS, BackwardConfig
+from attnkit.templates.sm90.backward_shared import Barriers
+
+SMEM, RMEM = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
+
+
+class TiledMmas(NamedTuple):
+    """Instructions of the products."""
+
+    s: Any  # S^T = K Q^T and dP^T = V dO^T, both from shared memory
+    dq: Any  # dQ = dS K
+    dv: Any  # dV += P^T dO, P from registers
+    dk: Any  # dK += dS^T Q, dS from registers
+    s_held: Any  # S^T with K from registers
+    lse: Any  # the step of `backward_lse_in_mma`
+
+
+def tiled_mmas(c: BackwardConfig, dtype: Any, lse_from_registers: bool) -> TiledMmas:
+    """Make the instructions, each of a warpgroup with 64 rows."""
+
+    def mma(a: Any, b: Any, n: int, source: Any = SMEM, of: Any = dtype) -> Any:
+        return hopper_helpers.make_trivial_tiled_mma(
+            of, of, a, b, Float32, (1, 1, 1), (ROWS, n), a_source=source
+        )
+
+    s = mma(K_MAJOR, K_MAJOR, c.block_q)
+    s_held = mma(K_MAJOR, K_MAJOR, c.block_q, RMEM)
+    lse = mma(K_MAJOR, K_MAJOR, c.block_q, RMEM if lse_from_registers else SMEM, BFloat16)
+    dq = mma(K_MAJOR, MN_MAJOR, c.chunk // ROWS)
+    dv = mma(K_MAJOR, MN_MAJOR, c.value_width, RMEM)
+    dk = mma(K_MAJOR, MN_MAJOR, c.width, RMEM)
+    return TiledMmas(s, dq, dv, dk, s_held, lse)
+
+
+@dataclass(frozen=True)
+class ConsumerMma:
+    """Issues the products of a consumer warpgroup; every method commits one wgmma group.
+
+    Shapes are those of a warpgroup; `block_kv` is its 64 keys.
+
+    Attributes:
+        config: what is fixed when the kernel is compiled.
+        held_steps: steps of 16 columns of K that are in registers.
+        wg: number of the consumer.
+        overwrite, accumulate: the same instructions; the second add to their result.
+        k, v: A operands in shared memory, [64, head_dim] and [64, head_dim_v], by consumer.
+        q, do: B operands in shared memory, [block_q, head_dim] and [block_q, head_dim_v], by stage.
+        q_t, do_t: the same memory transposed.
+        ds_smem, k_t: operands of dQ in shared memory, in squares of 64 x 64.
+        s, dp: accumulators of S^T and dP^T, f32 [64, block_q] / 128 threads.
+        dk, dv: accumulators, f32 [64, head_dim] and [64, head_dim_v] / 128 threads.
+        dq: accumulator of the consumer's half of dQ, f32 [chunk] / 128 threads.
+        p, ds: P^T and dS^T as A operands in registers, dtype [64, block_q] / 128 threads.
+        k_held: K as an A operand in registers, dtype [64, head_dim] / 128 threads.
+        lse: K's and Q's operands of the step of `backward_lse_in_mma`, None for no such step.
+    """
+
+    config: BackwardConfig
+    held_steps: int
+    wg: Int32
+    overwrite: TiledMmas
+    accumulate: TiledMmas
+    k: cute.Tensor
+    v: cute.Tensor
+    q: cute.Tensor
+    do: cute.Tensor
+    q_t: cute.Tensor
+    do_t: cute.Tensor
+    ds_smem: cute.Tensor
+    k_t: cute.Tensor
+    s: cute.Tensor
+    dp: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
+    dq: cute.Tensor
+    p: cute.Tensor
+    ds: cute.Tensor
+    k_held: cute.Tensor
+    lse: Any
+
+    def issue_s(self, stage: Any, k_stage: Any) -> None:
+        """Issue S^T = K Q^T, with `less_lse` less LSE / scale."""
+        for k in range(cute.size(self.k, mode=[2])):
+            mmas = self.overwrite if k == 0 else self.accumulate
+            if k < self.held_steps:
+                mma, a = mmas.s_held, self.k_held[None, None, k]
+            else:
+                mma, a = mmas.s, self.k[None, None, k, 2 * k_stage + self.wg]
+            cute.gemm(mma, self.s, a, self.q[None, None, k, stage], self.s)
+        if self.lse is not None:
+            a, columns = self.lse
+            cute.gemm(self.accumulate.lse, self.s, a, columns[None, None, stage], self.s)
+        warpgroup.commit_group()
+
+    def issue_dp(self, stage: Any) -> None:
+        """Issue dP^T = V dO^T; unless `rounded`, its accumulator begins with -delta."""
+        a, b, acc = self.v, self.do, self.dp
+        for k in range(cute.size(a, mode=[2])):
+            first = k == 0 and self.config.rounded
+            mma = (self.overwrite if first else self.accumulate).s
+            cute.gemm(mma, acc, a[None, None, k, self.wg], b[None, None, k, stage], acc)
+        warpgroup.commit_group()
+
+    def issue_dv(self, stage: Any, first: bool) -> None:
+        """Issue dV += P^T dO; `first`: dV = P^T dO."""
+        overwrite = self.overwrite.dv if first else self.accumulate.dv
+        _issue_rs(overwrite, self.accumulate.dv, self.dv, self.p, self.do_t, stage)
+
+    def issue_dk(self, stage: Any, first: bool) -> None:
+        """Issue dK += dS^T Q; `first`: dK = dS^T Q."""
+        overwrite = self.overwrite.dk if first else self.accumulate.dk
+        _issue_rs(overwrite, self.accumulate.dk, self.dk, self.ds, self.q_t, stage)
+
+    def issue_dq(self, bars: Barriers, q_count: Any, kv_count: Any) -> None:
+        """Issue the consumer's part of dQ = dS K: its columns, or its rows of a q block of 128.
+
+        Args:
+            q_count, kv_count: number of the q block and of the work tile, for stages and phases.
+        """
+        c = self.config
+        high, wide = c.block_q // ROWS, c.width // ROWS
+        stage, k_first = q_count & 1, (kv_count & 1) * 2 * wide
+        cute.arch.mbarrier_wait(bars.ds_full + stage, (q_count >> 1) & 1)
+        warpgroup.fence()
+        for half in range(2):  # the keys of each consumer
+            row = (stage * 2 + half) * high + (self.wg if high == 2 else 0)
+            column = k_first + half * wide + (self.wg if wide == 2 else 0)
+            n = self.wg if high * wide == 1 else 0  # which 32 of 64 columns
+            for k in range(cute.size(self.ds_smem, mode=[2])):
+                mma = (self.overwrite if half == 0 and k == 0 else self.accumulate).dq
+                b = self.k_t[None, n, k, column]
+                b = cute.make_tensor(b.iterator, cute.append(b.layout, cute.make_layout(1)))
+                cute.gemm(mma, self.dq, self.ds_smem[None, None, k, row], b, self.dq)
+        warpgroup.commit_group()
+
+
+def _issue_rs(first: Any, further: Any, acc: Any, a: Any, b: Any, stage: Any) -> None:
+    """Issue a product with its A operand in registers."""
+    for k in range(cute.size(a, mode=[2])):
+        mma = first if k == 0 else further
+        cute.gemm(mma, acc, a[None, None, k], b[None, None, k, stage], acc)
+    warpgroup.commit_group()
+
+
+def in_layout_of(tensor: cute.Tensor, other: cute.Tensor) -> cute.Tensor:
+    """Return the same registers in the order of another tensor."""
+    return cute.make_tensor(tensor.iterator, other.layout)

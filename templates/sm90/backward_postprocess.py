@@ -1,0 +1,101 @@
+"""Postprocess of the Hopper backward: float32 sums become gradients of the dtype.
+
+Bound by memory; uses nothing of Hopper but the order of its accumulators.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+
+from attnkit.templates.common import device
+from attnkit.templates.common.preprocess import reversed_block_idx
+from attnkit.templates.sm90.backward_config import ROWS, UNIT, BackwardConfig
+
+VECTOR = 8  # elements of a store: 16 bytes
+THREADS = 128
+
+
+class Postprocess:
+    """Round a gradient from its float32 sums to the dtype.
+
+    Args:
+        config: that of the main kernel.
+        width: the head dim of the gradient as computed.
+        block: positions of a block, to which lengths are rounded up.
+    """
+
+    def __init__(self, config: BackwardConfig, width: int, block: int) -> None:
+        self.config = config
+        self.width = width
+        self.block = block
+        self.dtype = device.DTYPES[config.dtype]
+
+    @cute.jit
+    def __call__(
+        self, sums: cute.Tensor, grad: cute.Tensor, first: Int32, factor: Float32, stream: Any
+    ):
+        """Launch, a CTA for 64 rows.
+
+        Args:
+            sums: float32, all units.
+            grad: [B, H, S, D] of the dtype, the last dimension contiguous.
+            first: number of the gradient's first unit.
+            factor: what the sums are multiplied by.
+        """
+        blocks = (grad.shape[2] + self.block - 1) // self.block * (self.block // ROWS)
+        self.kernel(sums, grad, first, factor).launch(
+            grid=(blocks, grad.shape[1], grad.shape[0]),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(self, sums: cute.Tensor, grad: cute.Tensor, first: Int32, factor: Float32):
+        thread, _, _ = cute.arch.thread_idx()
+        cute.arch.griddepcontrol_wait()  # for the sums of the main kernel
+        (block, h, b), (blocks, heads, _) = reversed_block_idx()
+        warp, lane = thread // 32, thread % 32
+        row = block * ROWS + warp * 16 + lane // 4
+        wide = self.width // ROWS
+        unit = first + ((b * heads + h) * blocks + block) * wide
+        for i in cutlass.range_constexpr(wide):
+            # f32 [64, 64] / 128 threads: a unit, in the order of an accumulator
+            part = cute.make_rmem_tensor(32, Float32)
+            start = sums.iterator + (Int64(unit + i) * UNIT + thread * 4)
+            cute.autovec_copy(
+                cute.make_tensor(start.align(16), cute.make_layout((4, 8), stride=(1, 512))),
+                cute.make_tensor(part.iterator, cute.make_layout((4, 8))),
+            )
+            for half in cutlass.range_constexpr(2):  # eight rows apart
+                q = row + 8 * half
+                for group in cutlass.range_constexpr(2):
+                    column = i * ROWS + group * 32 + lane % 4 * VECTOR
+                    pairs = self.row(part, half, group, factor, lane)
+                    if q < grad.shape[2] and column < grad.shape[3]:
+                        at = cute.domain_offset((b, h, q, column), grad).iterator.align(16)
+                        device.store_vector(at, pairs)
+
+    def row(self, part: Any, half: int, group: int, factor: Any, lane: Any) -> list[Any]:
+        """Return eight columns of a row as four words, from 32 columns that four lanes have two by two.
+
+        Args:
+            half: 0, or 1 for the row 8 beyond.
+            group: which 32 of the unit's 64 columns.
+        """
+        pairs = []
+        for k in range(4):
+            at = 16 * group + 4 * k + 2 * half
+            pairs.append(device.pack(part[at] * factor, part[at + 1] * factor, self.dtype))
+        for bit in (1, 2):
+            upper = (lane & bit) != 0
+            for k in (k for k in range(4) if not k & bit):
+                low, high = pairs[k], pairs[k | bit]
+                own, other = cutlass.select_(upper, high, low), cutlass.select_(upper, low, high)
+                other = cute.arch.shuffle_sync_bfly(other, bit)
+                pairs[k] = cutlass.select_(upper, other, own)
+                pairs[k | bit] = cutlass.select_(upper, own, other)
+        return pairs

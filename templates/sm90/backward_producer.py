@@ -1,0 +1,252 @@
+"""Producer of the Hopper backward: one warp takes work tiles, walks their blocks, and loads by TMA.
+
+It walks the PARTIAL and FULL runs of a work tile merged in ascending order, and tells the consumers
+through shared memory what each stage holds, so that they never see lists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, const_expr, cute
+from cutlass.cute.nvgpu import cpasync
+
+from attnkit.templates.common.semaphore import write_turn
+from attnkit.templates.common.tma import partition
+from attnkit.templates.common.work_tile import (
+    ITEM_WORDS,
+    RECORD,
+    WorkItem,
+    WorkTile,
+    begin_runs,
+    block_word,
+    next_block,
+)
+from attnkit.templates.sm90.backward_config import ROWS, BackwardConfig
+from attnkit.templates.sm90.backward_shared import (
+    FIRST_WRITER_BLOCK,
+    Lists,
+    LoadBarriers,
+    Problem,
+    k_phase,
+    q_phase,
+    q_stage,
+    record_of,
+)
+
+# Blocks before the end of a work tile at which the next one is claimed: early enough that nothing
+# waits for the list, and late, so that a CTA that is ahead takes more, and work tiles begin in about
+# the order of the list: some may wait for those before them.
+CLAIM_AHEAD = 3
+# Parts of a split kv block come last and are of all lengths: who is free first takes the next.
+CLAIM_AHEAD_PARTS = 1
+
+
+@dataclass(frozen=True)
+class LoadTargets:
+    """Where the producer loads to, in shared memory.
+
+    Attributes:
+        q, do: dtype [block_q, head_dim, stages] and [block_q, head_dim_v, stages].
+        k, v: dtype [64, head_dim, 64 rows by stage] and [64, head_dim_v, 64 rows].
+        lse, delta: f32 [block_q * words, stages] and [block_q, stages].
+        info: int32 words.
+    """
+
+    k: cute.Tensor
+    v: cute.Tensor
+    q: cute.Tensor
+    do: cute.Tensor
+    lse: cute.Tensor
+    delta: cute.Tensor
+    info: cute.Tensor
+
+
+class Producer:
+    """Takes work tiles and loads their blocks.
+
+    Args:
+        config: what is fixed when the kernel is compiled.
+    """
+
+    def __init__(self, config: BackwardConfig) -> None:
+        self.config = config
+
+    @cute.jit
+    def run(
+        self,
+        atoms: tuple,
+        tiles: tuple,
+        smem: LoadTargets,
+        bars: LoadBarriers,
+        lists: Lists,
+        problem: Problem,
+    ):
+        """The loop of the producer warp.
+
+        Args:
+            atoms, tiles: TMA of Q, K, V and dO.
+        """
+        c, info, p = self.config, smem.info, problem
+        tma_q, tma_k, tma_v, tma_do = atoms
+        head_dim, head_dim_v, bm = c.width, c.value_width, c.block_q
+        whole = (None, 0, None, None)  # of a tensor [S, D, H, B]
+        q_to, q_from = partition(tma_q, smem.q, tiles[0], (bm, head_dim), whole)
+        k_to, k_from = partition(tma_k, smem.k, tiles[1], (ROWS, head_dim), whole)
+        v_to, v_from = partition(tma_v, smem.v, tiles[2], (ROWS, head_dim_v), whole)
+        do_to, do_from = partition(tma_do, smem.do, tiles[3], (bm, head_dim_v), whole)
+        bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+        lse_words = c.words[0]
+        lse_tiles = cute.flat_divide(lists.lse, (bm * lse_words,))
+        delta_tiles = cute.flat_divide(lists.delta, (bm,))
+        blocks = (p.q_len + bm - 1) // bm
+        ragged_q, ragged_kv = p.q_len // bm, p.kv_len // c.block_kv  # if there are any
+        halves = c.block_kv // ROWS  # of K and V: a consumer's 64 keys each
+        total = lists.items.shape[0]
+        index, q_count, kv_count = self.claim(lists.counter, total), Int32(0), Int32(0)
+        word = self.look_up(lists.items, index)
+        while index < total:
+            b, h, kv_block = (
+                cute.arch.shuffle_sync(word, i)
+                for i in (WorkItem.BATCH, WorkItem.HEAD, WorkItem.KV_BLOCK)
+            )
+            store_end, run, skip, left, full_run, full_skip, full_left = (
+                cute.arch.shuffle_sync(word, i)
+                for i in range(WorkItem.STORE_END, WorkItem.NUM_FULL + 1)
+            )
+            parts = cute.arch.shuffle_sync(word, WorkItem.NUM_PARTS)
+            h_kv, b_kv = h // p.group, cutlass.min(b, p.kv_batch - 1)
+            count = left + full_left
+            in_partial = begin_runs(lists.partial, run, skip, left)
+            in_full = begin_runs(lists.full, full_run, full_skip, full_left)
+            first_row = (b * p.heads + h) * blocks
+            k_stage = kv_count & (c.k_stages - 1)
+            phase = k_phase(c, kv_count)
+            ahead = cutlass.select_(parts > 1, Int32(CLAIM_AHEAD_PARTS), Int32(CLAIM_AHEAD))
+            claim_at = cutlass.max(count - ahead, Int32(0))
+            for j in cutlass.range(count, unroll=1):
+                block, is_partial, in_partial, in_full = next_block(
+                    lists.partial, lists.full, in_partial, in_full
+                )
+                if j == 0:
+                    split: tuple = ()  # of which split kv block, and of how many parts
+                    if const_expr(c.joins):
+                        split = cute.arch.shuffle_sync(word, WorkItem.SPLIT), parts
+                    cute.arch.mbarrier_wait(bars.k_empty + k_stage, phase ^ 1)
+                    with cute.arch.elect_one():
+                        # one lane writes the record and announces it
+                        record = (kv_block, h, b, count, self.valid(kv_count), *split)
+                        self.write_record(info, k_stage, record)
+                        write_turn(c, info, record_of(c, k_stage), lists.order, index)
+                        cute.arch.mbarrier_arrive_and_expect_tx(
+                            bars.k_full + k_stage, c.block_kv * head_dim * 2
+                        )
+                    for w in cutlass.range_constexpr(halves):
+                        cute.copy(
+                            tma_k,
+                            k_from[None, halves * kv_block + w, h_kv, b_kv],
+                            k_to[None, halves * k_stage + w],
+                            tma_bar_ptr=bars.k_full + k_stage,
+                        )
+                q_word = block_word(
+                    block, is_partial, (block == ragged_q) | (kv_block == ragged_kv)
+                )
+                if const_expr(c.firsts):
+                    first_writer = Int32(4 * FIRST_WRITER_BLOCK)
+                    q_word += cutlass.select_(block < store_end, first_writer, Int32(0))
+                r, s = q_stage(c, q_count), q_count & 1
+                cute.arch.mbarrier_wait(bars.q_empty + r, q_phase(c, q_count) ^ 1)
+                with cute.arch.elect_one():
+                    info[r] = q_word
+                    cute.arch.mbarrier_arrive_and_expect_tx(
+                        bars.q_full + r, bm * (2 * head_dim + 4 * lse_words)
+                    )
+                    cute.copy(
+                        bulk, lse_tiles[None, first_row + block], smem.lse[None, r],
+                        mbar_ptr=bars.q_full + r,
+                    )  # fmt: skip
+                cute.copy(
+                    tma_q, q_from[None, block, h, b], q_to[None, r], tma_bar_ptr=bars.q_full + r
+                )
+                cute.arch.mbarrier_wait(bars.do_empty + s, ((q_count >> 1) & 1) ^ 1)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(
+                        bars.do_full + s, bm * (2 * head_dim_v + 4)
+                    )
+                    cute.copy(
+                        bulk, delta_tiles[None, first_row + block], smem.delta[None, s],
+                        mbar_ptr=bars.do_full + s,
+                    )  # fmt: skip
+                cute.copy(
+                    tma_do, do_from[None, block, h, b], do_to[None, s],
+                    tma_bar_ptr=bars.do_full + s,
+                )  # fmt: skip
+                if j == 0:  # V last: dP of the work tile before may still read it
+                    for w in cutlass.range_constexpr(halves):
+                        cute.arch.mbarrier_wait(bars.v_empty + w, (kv_count & 1) ^ 1)
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive_and_expect_tx(
+                                bars.v_full + w, ROWS * head_dim_v * 2
+                            )
+                        cute.copy(
+                            tma_v,
+                            v_from[None, halves * kv_block + w, h_kv, b_kv],
+                            v_to[None, w],
+                            tma_bar_ptr=bars.v_full + w,
+                        )
+                if j == claim_at:
+                    index = self.claim(lists.counter, total)
+                    word = self.look_up(lists.items, index)
+                q_count += 1
+            if count == 0:
+                if const_expr(c.k_stages == 1):  # fully masked: the record alone
+                    cute.arch.mbarrier_wait(bars.k_empty, phase ^ 1)
+                    with cute.arch.elect_one():
+                        record = (kv_block, h, b, count, self.valid(kv_count))
+                        self.write_record(info, 0, record)
+                        write_turn(c, info, RECORD, lists.order, index)
+                        cute.arch.mbarrier_arrive(bars.v_full)
+                        cute.arch.mbarrier_arrive(bars.k_full)
+                    kv_count += 1
+                index = self.claim(lists.counter, total)
+                word = self.look_up(lists.items, index)
+            else:
+                kv_count += 1
+        k_stage = kv_count & (c.k_stages - 1)
+        cute.arch.mbarrier_wait(bars.k_empty + k_stage, k_phase(c, kv_count) ^ 1)
+        with cute.arch.elect_one():
+            info[record_of(c, k_stage) + WorkTile.VALID] = Int32(0)
+            cute.arch.mbarrier_arrive(bars.k_full + k_stage)
+
+    def valid(self, count: Any) -> Any:
+        """Return what says that the count-th work tile is one: without a ring of K, 1 + its parity."""
+        return Int32(1) if self.config.k_stages > 1 else 1 + (count & 1)
+
+    def write_record(self, info: cute.Tensor, stage: Any, words: tuple) -> None:
+        """Tell the consumers what a work tile is, see `WorkTile`."""
+        for i, word in enumerate(words):
+            info[record_of(self.config, stage) + i] = word
+
+    @cute.jit
+    def look_up(self, items: cute.Tensor, index: Int32):
+        """Return the words of a row of the work list, one a lane; of the last row beyond the end."""
+        lane = cute.arch.lane_idx()
+        row = cutlass.min(index, items.shape[0] - 1)
+        return items[row, cutlass.min(lane, Int32(ITEM_WORDS - 1))]
+
+    @cute.jit
+    def claim(self, counter: cute.Tensor, total: Int32):
+        """Take the next work tile from a counter: a CTA that is ahead takes more.
+
+        The first one too: a work tile that waits for those before it must find them with CTAs that
+        run, of which there may be fewer than were launched.
+        """
+        ctas, _, _ = cute.arch.grid_dim()
+        index = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            index = cute.arch.atomic_add(counter.iterator, Int32(1))
+            if index == total + ctas - 1:  # the last of the launch leaves it at zero
+                counter[0] = Int32(0)
+        return cute.arch.shuffle_sync(index, 0)

@@ -1,0 +1,227 @@
+"""What the roles of the Hopper backward share: barriers, words in shared memory, the problem's sizes.
+
+Ids, counts and words have their one definition here. The counts say who arrives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+from cutlass import Float32, Int32, cute
+
+from attnkit.templates.common.work_tile import RECORD
+
+if TYPE_CHECKING:
+    from attnkit.templates.sm90.backward_config import BackwardConfig
+
+# Roles of the 12 warps: warpgroup 0 loads, adds dQ and clears; warpgroups 1 and 2 compute.
+WARP, WARPGROUP = 32, 128  # threads
+WARPS = 4  # of a warpgroup
+CONSUMERS = 2  # warpgroups
+CONSUMER_THREADS = CONSUMERS * WARPGROUP
+CONSUMER_WARPS = CONSUMERS * WARPS
+THREADS = WARPGROUP + CONSUMER_THREADS
+LOAD_WARP = 0
+DQ_WARP = 1  # and the next: one for each consumer
+CLEAR_WARP = 3
+
+
+class NamedBarrier(IntEnum):
+    """Ids of bar.sync; 0 is __syncthreads. Add the number of the consumer warpgroup."""
+
+    DQ_FULL = 1  # a chunk is in shared memory; threads: `DQ_THREADS`
+    DQ_EMPTY = 3  # the chunk before has been read; threads: `DQ_THREADS`
+    EPILOGUE = 5  # threads: those of the consumer
+
+
+DQ_THREADS = WARPGROUP + WARP  # a consumer and the warp that adds its dQ
+
+
+class Hd256Barrier(IntEnum):
+    """Ids of bar.sync in the kernel for head dims above 128."""
+
+    CONSUMER = 1  # add the number of the consumer warpgroup
+    BOTH_CONSUMERS = 3
+
+
+class ChunkNote(IntEnum):
+    """int32 words that a consumer writes beside a chunk of dQ, dK or dV in shared memory."""
+
+    CHUNK = 0  # where it goes in the sums; -1: no more come
+    TURN = 1  # deterministic: whose turn it is to add
+    FOLLOWING = 2  # deterministic: whose turn is next; -1: look it up
+    NEXT_CHUNK = 3  # the chunk that comes next; -1: not known
+
+
+class Word:
+    """Where things begin among the int32 words in shared memory; the Q stages' blocks are at 0."""
+
+    NOTE = 16  # a `ChunkNote` for each consumer
+    # Deterministic: chunk, turn and following turn of a chunk that has landed, for each consumer;
+    # 16 bytes apart, as the assembler reads four at once.
+    LANDED = 32
+    COUNT = 40
+
+
+NOTE_WORDS = 4
+RECORD_STRIDE = 2 * RECORD  # of the records of two K stages: the notes lie between them
+
+# Bit of a chunk's number: no kv block has added to it before, so that this one stores. A block's
+# number in the word of a Q stage has it at half of that: the number of a chunk is twice as large.
+# Those of rows, at least 64 times as large, lose it beyond their 32 bits.
+FIRST_WRITER = 1 << 27
+FIRST_WRITER_BLOCK = FIRST_WRITER // 2
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sizes of a launch, all Int32 but the scale.
+
+    Attributes:
+        scale: softmax scale, Float32.
+        group: query heads per kv head.
+    """
+
+    scale: Float32
+    group: Int32
+    q_len: Int32
+    kv_len: Int32
+    heads: Int32
+    kv_heads: Int32
+    batch: Int32
+    kv_batch: Int32
+
+
+@dataclass(frozen=True)
+class Lists:
+    """Tensors of the work list, see `Backward.__call__`."""
+
+    lse: cute.Tensor
+    delta: cute.Tensor
+    items: cute.Tensor
+    partial: cute.Tensor
+    full: cute.Tensor
+    counter: cute.Tensor
+    order: Any  # tensors of the semaphores
+
+
+@dataclass(frozen=True)
+class LoadBarriers:
+    """mbarriers between the producer and the consumers: pointers to their first stage.
+
+    `full` completes with the TMA bytes, `empty` once the consumers have read.
+    """
+
+    k_full: cute.Pointer
+    k_empty: cute.Pointer
+    v_full: cute.Pointer
+    v_empty: cute.Pointer
+    q_full: cute.Pointer
+    q_empty: cute.Pointer
+    do_full: cute.Pointer
+    do_empty: cute.Pointer
+
+
+@dataclass(frozen=True)
+class ChunkBarriers:
+    """mbarriers of chunks that are added in a fixed order, one for each consumer."""
+
+    ready: cute.Pointer  # the consumer has left a chunk and its note
+    landed: cute.Pointer  # the sum in memory has it
+    landed_ack: cute.Pointer  # the warp that passes turns has read which
+
+
+@dataclass(frozen=True)
+class Barriers:
+    """All mbarriers of the kernel for head dims up to 128."""
+
+    load: LoadBarriers
+    ds_full: cute.Pointer  # both consumers have written their half of dS
+    ds_empty: cute.Pointer  # both have read it for dQ
+    chunk: ChunkBarriers
+
+
+def barrier_count(c: BackwardConfig) -> int:
+    """Return how many mbarriers `place_barriers` places."""
+    return 2 * CONSUMERS + 2 * c.k_stages + 6 * c.stages + 3 * CONSUMERS
+
+
+def place_barriers(c: BackwardConfig, base: cute.Pointer) -> Barriers:
+    """Place the mbarriers one after another from `base` on."""
+    v_full = base
+    v_empty = v_full + CONSUMERS
+    k_full = base + 2 * CONSUMERS
+    k_empty = k_full + c.k_stages
+    rings = k_full + 2 * c.k_stages
+    q_full, q_empty, do_full, do_empty, ds_full, ds_empty = (rings + c.stages * i for i in range(6))
+    return Barriers(
+        LoadBarriers(k_full, k_empty, v_full, v_empty, q_full, q_empty, do_full, do_empty),
+        ds_full,
+        ds_empty,
+        ChunkBarriers(*(rings + (6 * c.stages + CONSUMERS * i) for i in range(3))),
+    )
+
+
+def init_barriers(c: BackwardConfig, bars: Barriers) -> None:
+    """Initialise the mbarriers with their numbers of arrivals, by one thread."""
+    init, load, chunk = cute.arch.mbarrier_init, bars.load, bars.chunk
+    for wg in range(CONSUMERS):  # each has its half of V
+        init(load.v_full + wg, 1)  # of the producer, with the bytes to come
+        init(load.v_empty + wg, WARPS)
+        init(chunk.ready + wg, WARPS)
+        init(chunk.landed + wg, 1)
+        init(chunk.landed_ack + wg, WARP)  # every lane, as each reads the note
+    for s in range(c.k_stages):
+        init(load.k_full + s, 1)
+        init(load.k_empty + s, CONSUMER_THREADS)  # every lane, as each reads the record
+    for s in range(c.stages):
+        init(load.q_full + s, 1)
+        init(load.q_empty + s, CONSUMER_THREADS)  # every lane, as each reads LSE and delta
+        init(load.do_full + s, 1)
+        init(load.do_empty + s, CONSUMER_THREADS)
+        init(bars.ds_full + s, CONSUMER_WARPS)
+        init(bars.ds_empty + s, CONSUMER_WARPS)
+
+
+def record_of(c: BackwardConfig, stage: Any) -> Any:
+    """Return the word at which the record of the work tile in a K stage begins."""
+    return RECORD + RECORD_STRIDE * stage
+
+
+def q_stage(c: BackwardConfig, count: Any) -> Any:
+    """Return the stage of the count-th q block."""
+    return count & (c.q_stages - 1)
+
+
+def q_phase(c: BackwardConfig, count: Any) -> Any:
+    """Return the parity of the count-th q block's round of the ring."""
+    return (count >> (c.q_stages.bit_length() - 1)) & 1
+
+
+def k_phase(c: BackwardConfig, count: Any) -> Any:
+    """Return the parity of the count-th work tile's round of the ring of K."""
+    return (count >> (c.k_stages.bit_length() - 1)) & 1
+
+
+def load_pair(rows: Any, g: int) -> Any:
+    """Load a statistic of the thread's rows of group g where it is used: all take 32 registers."""
+    if rows is None:
+        return None
+    pair = cute.make_rmem_tensor(2, Float32)  # f32 [2]
+    cute.autovec_copy(rows[None, g], pair)
+    return pair
+
+
+def row_pairs(values: cute.Tensor, stage: Any, row0: Any, block_q: int, rows: int) -> cute.Tensor:
+    """Return the thread's rows of a statistic in shared memory, f32 [2, pairs].
+
+    Args:
+        values: f32 [block_q, stages].
+        row0: the thread's first row; it has rows 8 g and 8 g + 1 from there.
+        rows: of the warpgroup's accumulator.
+    """
+    start = values.iterator + (stage * block_q + row0)
+    layout = cute.make_layout((2, rows // 8), stride=(1, 8))
+    return cute.make_tensor(start.align(8), layout)

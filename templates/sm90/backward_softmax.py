@@ -1,0 +1,272 @@
+"""Softmax of the Hopper backward: from S and dP to P and dS in registers, with mod and mask.
+
+The backward computes transposed scores: a thread of a consumer warpgroup holds two columns kv of
+the attention matrix, 8 apart, and of each the rows q = 8 g and 8 g + 1 from its first. Element i
+of the accumulator belongs to column (i >> 1) & 1 and to the thread's row 2 (i // 4) + (i & 1).
+
+The gradient of the raw scores is dS = P J (dP - delta), where J is the slope of the mod: its
+derivative by the raw score. P J replaces the scores in their registers as soon as they are known,
+so that a mod costs no registers and what the mod and its slope share is computed once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, cute
+
+from attnkit.templates.common import device
+from attnkit.templates.common.constants import LOG2_E
+from attnkit.templates.common.hooks import BackwardHooks
+from attnkit.templates.common.site import Site
+from attnkit.templates.common.work_tile import APPLY_MASK, FULL_BLOCK
+from attnkit.templates.sm90.backward_alibi import Alibi, Term
+from attnkit.templates.sm90.backward_config import BackwardConfig
+from attnkit.templates.sm90.backward_shared import load_pair
+
+
+def column_of(i: int) -> int:
+    """Return which of the thread's two columns holds element i of the accumulator."""
+    return (i >> 1) & 1
+
+
+def row_of(i: int) -> int:
+    """Return which of the thread's rows holds element i of the accumulator."""
+    return 2 * (i // 4) + (i & 1)
+
+
+@dataclass(frozen=True)
+class KvBlock:
+    """What a thread knows once a kv block.
+
+    Attributes:
+        site: where the block is; the origin is its first column.
+        head: values of the hook `head`.
+        columns: (kv, value of `held`, values of `columns`) of the thread's two columns.
+        inside: whether they lie inside the tensors.
+        first_column: position of the first of them.
+    """
+
+    site: Site
+    head: Any
+    columns: tuple[Any, ...]
+    inside: tuple[Any, ...]
+    first_column: Int32
+
+
+@dataclass(frozen=True)
+class QBlock:
+    """A q block, as a thread sees it.
+
+    Attributes:
+        word: its number and bits, see `common.work_tile`.
+        row0: the thread's first row within the block.
+        lse: LSE of the thread's rows in log2 units, inf for fully masked rows, f32 [2, pairs] in
+            shared memory; None where the products have subtracted it.
+        delta: -delta of these rows; None where the accumulator of dP began with it.
+    """
+
+    word: Int32
+    row0: Int32
+    lse: cute.Tensor | None
+    delta: cute.Tensor | None = None
+
+
+class SoftmaxBackward:
+    """Computes P and dS of a q block.
+
+    Args:
+        config: what is fixed when the kernel is compiled.
+        hooks: the variant.
+        alibi: terms that are linear in kv - q.
+        late: round P beside dS, not before all of dP is in registers as well.
+    """
+
+    def __init__(
+        self, config: BackwardConfig, hooks: BackwardHooks, alibi: Alibi, late: bool = False
+    ) -> None:
+        self.config = config
+        self.hooks = hooks
+        self.alibi = alibi
+        self.late = late
+        self.dtype = device.DTYPES[config.dtype]
+
+    def begin(self, site: Site, offset: Any) -> KvBlock:
+        """Ask the hooks for what is known once a kv block.
+
+        Args:
+            site: its origin is the block's first column.
+            offset: the thread's first column within the block; the second is 8 beyond.
+        """
+        hooks = self.hooks
+        head = hooks.head(site)
+        offsets = [offset, offset + 8]
+        kv = [site.origin + o for o in offsets]
+        clamped = [cutlass.min(at, site.kv_len - 1) for at in kv]
+        held = hooks.held(site, head, offsets)
+        values = hooks.columns(site, head, clamped, hooks.has_mask)
+        columns = tuple(zip(clamped, held, values, strict=True))
+        inside = tuple(at < site.kv_len for at in kv)
+        return KvBlock(site, head, columns, inside, kv[0])
+
+    @cute.jit
+    def compute_p(
+        self,
+        block: QBlock,
+        tile: KvBlock,
+        scores: cute.Tensor,
+        slopes: cute.Tensor,
+        p: cute.Tensor,
+    ):
+        """From scores, P J to `slopes` and P to `p` in the dtype, with the mask where needed.
+
+        Where captured tensors have gradients, `slopes` receives the scores as they are; if
+        `rounded`, nothing: the slope is 1. If `late`, P is rounded in `compute_ds`.
+
+        Args:
+            scores: f32, accumulator of S^T; may be the same registers as `slopes`.
+        """
+        # two copies of the code: a FULL block runs no instruction of the mask
+        if (block.word & APPLY_MASK) != 0:
+            self._compute_p(block, True, tile, scores, slopes, p)
+        else:
+            self._compute_p(block, False, tile, scores, slopes, p)
+
+    def _compute_p(
+        self, block: QBlock, masked: bool, tile: KvBlock, scores: Any, slopes: Any, p: Any
+    ) -> None:
+        hooks = self.hooks
+        first = (block.word >> 2) * self.config.block_q + block.row0
+        out = cute.recast_tensor(p, Int32)  # pairs of the dtype
+        bits = self.mask_bits(block, tile, first) if masked else []
+        shared: dict[Any, Any] = {}
+        terms = self.alibi.terms(block, tile)
+        for g in range(cute.size(scores) // 4):
+            # two rows of both columns at a time: more would take registers
+            rows, places = self.group(masked, tile, first, g, scores)
+            lse = load_pair(block.lse, g)
+            ps, slope = self.exponentials(tile, rows, places, lse, g, shared, terms)
+            ws = ps if slope is None else [w * j for w, j in zip(ps, slope, strict=True)]
+            if masked:
+                keep = self.keep(block, tile, rows, bits, g)
+                ps, ws = (
+                    [cutlass.select_(k, x, Float32(0.0)) for k, x in zip(keep, xs, strict=True)]
+                    for xs in (ps, ws)
+                )
+            if not self.late:
+                for k in range(2):
+                    out[2 * g + k] = device.pack(ps[2 * k], ps[2 * k + 1], self.dtype)
+            if not self.config.rounded:
+                for i, w in enumerate(ws):
+                    slopes[4 * g + i] = scores[4 * g + i] if hooks.learned else w
+
+    def group(
+        self, masked: bool, tile: KvBlock, first: Any, g: int, scores: Any
+    ) -> tuple[list[Any], list[Any]]:
+        """Return (q, values) of the rows of group g, and (row, column, score) of its elements."""
+        inside = [first + 8 * g + k for k in range(2)]
+        if masked:
+            inside = [cutlass.min(at, tile.site.q_len - 1) for at in inside]
+        rows = [(at, self.hooks.row(tile.site, tile.head, at)) for at in inside]
+        return rows, [(row_of(i), column_of(i), scores[4 * g + i]) for i in range(4)]
+
+    def exponentials(
+        self, tile: KvBlock, rows: Any, places: Any, lse: Any, g: int, shared: dict[Any, Any],
+        terms: Term | None,
+    ) -> tuple[list[Any], list[Any] | None]:  # fmt: skip
+        """Return P of the elements of group g before the mask, and the slopes of the mod.
+
+        Args:
+            lse: of the group's rows, f32 [2]; None if the products have subtracted it.
+            shared: values of the groups before by q - kv: that of a column 8 beyond, and rows 8
+                beyond, is the same.
+            terms: see `Alibi.terms`.
+        """
+        site, head = tile.site, tile.head
+        steps = [8 * (g - c) + j for j, c, _ in places]
+        x, slope = self.hooks.both(site, head, rows, tile.columns, places, steps, shared)
+        factor = self.hooks.factor(site, head)
+        bounds = self._bounds(tile, rows, lse)
+        addends = [terms and terms(at, c) for at, (_, c, _) in zip(steps, places, strict=True)]
+        scaled = [device.shifted(s, factor, a) for s, a in zip(x, addends, strict=True)]
+        if bounds is not None:
+            scaled = [s - bounds[j] for s, (j, *_) in zip(scaled, places, strict=True)]
+        return [device.exp2(s) for s in scaled], slope
+
+    def mask_bits(self, block: QBlock, tile: KvBlock, first: Any) -> list[Any]:
+        """Return which rows of each of the thread's columns to keep: bit 2 g + k for 8 g + k.
+
+        Those inside the tensors, and inside one of the column's intervals if the mask has them.
+        """
+        site, hooks, words = tile.site, self.hooks, []
+        below = device.bits_below(site.q_len - first, 1)[0]
+        for (kv, *_), inside in zip(tile.columns, tile.inside, strict=True):
+            word = below
+            if hooks.has_mask and hooks.intervals is not None:
+                unmasked = Int32(0)
+                for low, high in hooks.ends(site, tile.head, kv):
+                    above, under = (device.bits_below(x - first, 1)[0] for x in (low, high))
+                    unmasked = unmasked | (under & ~above)
+                if hooks.listed:
+                    is_full = (block.word & FULL_BLOCK) != 0
+                    unmasked = cutlass.select_(is_full, Int32(-1), unmasked)
+                word = word & unmasked
+            words.append(cutlass.select_(inside, word, Int32(0)))
+        return words
+
+    def keep(self, block: QBlock, tile: KvBlock, rows: Any, bits: Any, g: int) -> list[Any]:
+        """Return whether the mask keeps the elements of group g; `bits`: of `mask_bits`."""
+        hooks, pairs = self.hooks, [(row_of(i), column_of(i)) for i in range(4)]
+        keep = [device.bit(bits[c], 2 * g + j) for j, c in pairs]
+        if hooks.has_mask and hooks.intervals is None:
+            unmasked = hooks.keep(tile.site, tile.head, rows, tile.columns, pairs)
+            if hooks.listed:
+                unmasked = [one | ((block.word & FULL_BLOCK) != 0) for one in unmasked]
+            keep = [one & other for one, other in zip(keep, unmasked, strict=True)]
+        return keep
+
+    def _bounds(self, tile: KvBlock, rows: Any, lse: Any) -> list[Any] | None:
+        """Return what the exponents of two rows are reduced by; None for nothing."""
+        terms = [self.hooks.lse(tile.site, tile.head, row[1]) for row in rows]
+        if lse is None:
+            return None if terms[0] is None else [-term * LOG2_E for term in terms]
+        return [lse[k] if term is None else lse[k] - term * LOG2_E for k, term in enumerate(terms)]
+
+    def compute_ds(self, slopes: Any, p: Any, dp: Any, delta: Any, ds: Any) -> None:
+        """Write dS = P J (dP - delta) to `ds` in the dtype.
+
+        Args:
+            slopes: f32 P J; not read if `rounded`, where J is 1.
+            p: P in the dtype, written here if `late`.
+            dp: f32 dP; less delta unless `rounded`.
+            delta: -delta of the thread's rows, f32 [2, pairs].
+        """
+        pairs, rounded = cute.recast_tensor(ds, Int32), cute.recast_tensor(p, Int32)
+        for i in range(0, cute.size(dp), 2):  # two rows of a column
+            low, high = dp[i], dp[i + 1]
+            if self.config.rounded:
+                pair = load_pair(delta, i // 4)
+                low, high = low + pair[0], high + pair[1]
+                weights = device.unpack(rounded[i // 2], self.dtype)
+            else:
+                weights = slopes[i], slopes[i + 1]
+                if self.late:
+                    rounded[i // 2] = device.pack(*weights, self.dtype)
+            pairs[i // 2] = device.pack(weights[0] * low, weights[1] * high, self.dtype)
+
+
+def init_dp(acc: cute.Tensor, delta: cute.Tensor) -> None:
+    """Begin the accumulator of dP with -delta: dS then needs no subtraction.
+
+    Args:
+        acc: f32, 4 elements for each pair of rows.
+        delta: -delta of the thread's rows, f32 [2, pairs].
+    """
+    for g in range(cute.size(acc) // 4):
+        pair = load_pair(delta, g)
+        for i in range(2):  # both columns of the thread have the same rows
+            acc[4 * g + i] = pair[i]
+            # opaque: the compiler would move a plain copy behind the fence of the product
+            acc[4 * g + 2 + i] = device.pinned(pair[i])

@@ -1,0 +1,71 @@
+"""The workflow and the documents for contributors name make targets and files that exist."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MAKEFILE = (ROOT / "Makefile").read_text()
+WORKFLOW = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+PAGES = ("CONTRIBUTING.md", ".github/PULL_REQUEST_TEMPLATE.md", "SECURITY.md")
+
+
+def targets(text: str) -> set[str]:
+    """The make targets that a text calls."""
+    return set(re.findall(r"(?:run: |`)make ([a-z-]+)", text))
+
+
+def test_the_workflow_calls_the_gates() -> None:
+    called = targets(WORKFLOW)
+    assert {"lint", "docs", "test", "test-assemblers", "demo"} <= called
+    local = set(re.findall(r"^make ([a-z-]+)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE))
+    assert local <= called
+
+
+@pytest.mark.parametrize("page", [".github/workflows/ci.yml", *PAGES])
+def test_make_targets_exist(page: str) -> None:
+    for target in targets((ROOT / page).read_text()):
+        assert re.search(rf"^{target}:", MAKEFILE, re.MULTILINE), target
+
+
+def test_the_workflow_tests_the_pythons_that_the_package_takes() -> None:
+    least = re.search(r'requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    versions = re.search(r"python: \[(.*)\]", WORKFLOW)
+    assert least
+    assert versions
+    assert least[1] == re.findall(r'"([\d.]+)"', versions[1])[0]
+
+
+def test_the_map_of_the_rooms_is_the_enforced_order() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    contracts = project["tool"]["importlinter"]["contracts"]
+    (layers,) = (contract["layers"] for contract in contracts if contract["id"] == "rooms")
+    section = (
+        (ROOT / "CONTRIBUTING.md").read_text().partition("## The rooms")[2].partition("\n## ")[0]
+    )
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert [set(re.findall(r"`(\w+)`", row)) for row in rows] == [
+        set(re.findall(r"\w+", layer)) for layer in layers
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_named_files_exist(page: str) -> None:
+    paths = re.findall(r"`((?:attnkit|templates|tests|benchmarks|docs|masks|mods)/[\w./]+)`",
+                       (ROOT / page).read_text())  # fmt: skip
+    for path in paths:
+        assert (ROOT / path).exists(), path
+
+
+def test_tables_that_an_operation_enters_are_where_the_page_says() -> None:
+    named = re.findall(r"`([\w/]+\.py)`, `(\w+)`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(named) > 8
+    for path, name in named:
+        assert re.search(rf"^(def )?{name}\b", (ROOT / path).read_text(), re.MULTILINE), (
+            path,
+            name,
+        )

@@ -1,0 +1,66 @@
+"""Counters: one a stream, others while a CUDA graph is captured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import attnkit
+from attnkit.splice import counters
+from attnkit.splice.counters import zero_counters
+
+CPU = torch.device("cpu")
+
+
+class Device:
+    """Stands for a GPU: tensors are made on the host."""
+
+    index = 0
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The current stream, to be set."""
+    current, zeros = [1], torch.zeros
+    monkeypatch.setattr(counters, "stream_of", lambda index: current[0])
+    monkeypatch.setattr(torch, "zeros", lambda *a, device, **k: zeros(*a, **k))
+    attnkit.clear_caches()
+    return current
+
+
+@pytest.mark.parametrize("count", [1, 9])
+def test_one_a_stream(stream: list[int], count: int) -> None:
+    device: Any = Device()
+    first = zero_counters(device, False, count)
+    assert zero_counters(device, False, count) is first
+    stream[0] = 2
+    assert zero_counters(device, False, count) is not first
+    stream[0] = 1
+    assert zero_counters(device, False, count) is first
+    assert first.dtype == torch.int32
+    assert not first.any()
+    assert first.numel() == count
+
+
+def test_a_longer_call_gets_more(stream: list[int]) -> None:
+    device: Any = Device()
+    single, short = zero_counters(device, False), zero_counters(device, False, 9)
+    long = zero_counters(device, False, 17)
+    assert long.numel() == 17
+    assert zero_counters(device, False, 9) is long is not short
+    assert zero_counters(device, False) is single  # a kernel may take just one
+
+
+def test_a_graph_has_its_own(stream: list[int]) -> None:
+    device: Any = Device()
+    shared = zero_counters(device, False)
+    captured = [zero_counters(device, True) for _ in range(2)]
+    assert captured[0] is not captured[1]
+    assert all(t is not shared for t in captured)
+    assert zero_counters(device, False) is shared
+
+
+def test_on_the_host_each_call_has_its_own() -> None:
+    assert zero_counters(CPU, False) is not zero_counters(CPU, False)

@@ -1,0 +1,101 @@
+"""slope * (kv - q) in the Hopper backward: in the products, and as one number for equal q - kv."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
+
+from attnkit import create_block_mask, masks, mods
+from attnkit.codegen.backward_hooks import GraphBackward
+from attnkit.templates.sm90.backward import HELD_STEPS, Backward
+from attnkit.templates.sm90.backward_config import BackwardConfig
+from attnkit.tracing.tracer import trace
+from tests.templates.backward_kit import BF16, CAUSAL, FP16, check, draw, poisoned  # noqa: F401
+
+BACKEND = "emulate:sm_90a"
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+
+def steep(*slopes: float) -> Callable[[], Any]:
+    """ALiBi with these slopes of the heads."""
+    table = torch.tensor(slopes)
+    return lambda: mods.alibi(table)
+
+
+def hooks(mod: Any) -> GraphBackward:
+    traced = trace(mod, "score")
+    return GraphBackward(traced.root, None, None, scores=len(traced.tensors))
+
+
+@pytest.mark.parametrize(
+    ("dims", "dtype"), [((64, 64), BF16), ((128, 128), FP16), ((192, 128), BF16)], ids=str
+)
+def test_both_directions(dims: tuple[int, int], dtype: torch.dtype) -> None:
+    """Without a mask, so that the last keys win in one head, and the first in the other."""
+    check(draw(140, 200, dims=dims, dtype=dtype), steep(0.7, -0.2), backend=BACKEND)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_in_all_orders(dim: int) -> None:
+    mask = CAUSAL & masks.document(torch.arange(200) // 70)
+    drawn = draw(200, dims=(dim, dim), heads=(2, 1))
+    check(drawn, steep(0.5, 0.01), mask, mode="check", backend=BACKEND)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_far_away(dim: int) -> None:
+    """Only keys 1900 positions off: LSE takes terms of 190 away again."""
+    length = 2000
+    keep = lambda b, h, q, kv: (q >= length - 70) & (kv < 130)
+    mask = create_block_mask(keep, None, None, length, length, device="cpu")
+    check(draw(length, dims=(dim, dim), heads=(1, 1)), steep(0.1), mask, backend=BACKEND)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.088, 8.0])
+def test_softmax_scales(scale: float) -> None:
+    check(draw(140, 200, heads=(1, 1)), steep(0.3), backend=BACKEND, scale=scale)
+
+
+TABLE = torch.linspace(-2.0, 2.0, 600)
+OTHERS: dict[str, Any] = {
+    "a number of the row": lambda s, b, h, q, kv: s + 0.2 * (kv - q) + 0.01 * q,
+    "a table of q - kv": lambda s, b, h, q, kv: s - (q - kv) / 7 + TABLE[q - kv + 300],
+    "two slopes": lambda s, b, h, q, kv: s + 0.3 * (kv - q) - 0.02 * kv,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_with_other_terms(name: str) -> None:
+    assert hooks(OTHERS[name]).distant
+    check(draw(140, 200, heads=(1, 1)), lambda: OTHERS[name], backend=BACKEND)
+
+
+def test_learned_slopes() -> None:
+    mod = lambda slopes: lambda s, b, h, q, kv: s + slopes[h] * (kv - q)
+    check(draw(200, dims=(128, 128)), mod, CAUSAL, [torch.tensor([0.5, 0.05])], backend=BACKEND)
+
+
+def test_nothing_of_it_is_left_for_a_row() -> None:
+    """The term is in `distance` alone, and LSE and it are one step of the products.
+
+    A mod with a slope by the score needs the registers.
+    """
+    own = hooks(mods.alibi(8))
+    assert own.distant
+    assert own.raw
+    assert own.form.row is None
+    config = BackwardConfig(less_lse=True)
+    kernel = Backward(config, own)
+    assert kernel.lse_in_mma.with_slope
+    assert kernel.held_steps == HELD_STEPS - 1
+    assert not Backward(BackwardConfig(), own).lse_in_mma.with_slope
+    assert Backward(config, hooks(lambda s, b, h, q, kv: s + 1.0)).held_steps == HELD_STEPS
+    capped = hooks(lambda s, b, h, q, kv: torch.tanh(s) + 0.3 * (kv - q))
+    assert capped.sloped
+    assert not capped.distant

@@ -1,0 +1,61 @@
+"""LSE of the rows as columns of the Hopper backward's products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
+
+from attnkit import masks, mods
+from attnkit.graph.staging import Level
+from attnkit.schedule.work_list import full_runs
+from attnkit.splice.sm90_backward import switches
+from attnkit.splice.template import BackwardCase
+from attnkit.templates.sm90.backward_config import BackwardConfig
+from tests.templates.backward_kit import FP16, check, draw, poisoned  # noqa: F401
+
+BACKEND = "emulate:sm_90a"
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 128), (FP16, 64)], ids=str)
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-4, 0.088, -0.088, 8.0])
+def test_softmax_scales(scale: float, dtype: torch.dtype, dim: int) -> None:
+    """Of any sign and size: with the largest, LSE is near 400 and differs by hundreds among rows."""
+    drawn = draw(140, 260, dims=(dim, dim), heads=(1, 1), dtype=dtype)
+    check(drawn, backend=BACKEND, scale=scale)
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (64, 128)], ids=str)
+def test_mods_that_add(dims: tuple[int, int]) -> None:
+    """ALiBi and a bias a head go with LSE in the products, in every order, with rows that keep nothing."""
+    mod = lambda: mods.compose(mods.alibi(2), lambda s, b, h, q, kv: s + 0.5 * h)
+    mask = masks.causal() & masks.sliding_window(70) & (lambda b, h, q, kv: q // 32 != 2)
+    check(draw(200, 300, dims=dims), mod, mask, mode="check", backend=BACKEND)
+
+
+@pytest.mark.parametrize(
+    ("given", "less"),
+    [
+        ({"additive": True, "learned": frozenset()}, True),
+        ({"additive": True, "learned": frozenset({Level.ROW})}, False),
+        ({"additive": False, "learned": frozenset()}, False),
+    ],
+)
+def test_which_kernels_subtract_lse(given: Any, less: bool) -> None:
+    runs = full_runs(64, 128, (64, 128), torch.device("cpu"))
+    for widths in ((64, 64), (128, 128), (64, 128)):
+        found = switches(BackwardCase(widths, runs, listed=False, **given))
+        assert found == {"less_lse": less}
+    assert switches(BackwardCase((192, 128), runs, listed=False, **given)) == {}
+
+
+def test_shared_memory_is_enough_at_every_head_dim() -> None:
+    for less in (False, True):
+        for width, depth, rows in ((64, 64, 128), (64, 128, 64), (128, 64, 64), (128, 128, 64)):
+            config = BackwardConfig(width=width, value_width=depth, block_q=rows, less_lse=less)
+            assert config.problem() is None

@@ -1,0 +1,64 @@
+"""`attnkit.clear_caches` empties every cache of the process, and calls go on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+import attnkit
+from attnkit import flex_attention, masks
+
+# Makes calls of every kind, clears, and lists the caches that still hold something. What a machine
+# has (a library, a compiler) is no data of calls and may stay; interned nodes are held weakly.
+PROGRAM = """
+import importlib, pkgutil, sys, weakref
+import torch, attnkit
+from attnkit import flex_attention, masks, mods
+from attnkit.util.tensor_cache import VersionedCache
+
+MAY_STAY = {("attnkit.schedule.plan", "has_dsl"), ("attnkit.splice.graph_capture", "_libc"),
+            ("attnkit.graph.ir", "_table")}
+
+def caches():
+    for name, module in sorted(sys.modules.items()):
+        if name.startswith("attnkit"):
+            for attribute, x in vars(module).items():
+                if isinstance(x, VersionedCache):
+                    yield name, attribute, len(x._entries)
+                elif hasattr(x, "cache_info"):
+                    yield name, attribute, x.cache_info().currsize
+                elif isinstance(x, (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)):
+                    yield name, attribute, len(x)
+
+q, k, v = torch.randn(3, 1, 2, 64, 16, requires_grad=True)
+bias, ids = torch.rand(2, requires_grad=True), torch.arange(64) // 20
+mod = lambda score, b, h, i, j: score + bias[h] * (i - j)
+for backend in ("cpu", "eager"):
+    for _ in range(3):
+        mask = masks.causal() & masks.document(ids)
+        flex_attention(q, k, v, mod, mask, backend=backend).sum().backward()
+attnkit.explain(mod, masks.causal(), q_len=64, heads=2)
+used = sum(size > 0 for *_, size in caches())
+attnkit.clear_caches()
+left = {(n, a) for n, a, size in caches() if size} - MAY_STAY
+print(used > 8, sorted(left))
+"""
+
+
+def test_every_cache_is_emptied() -> None:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "True []", done.stderr
+
+
+def test_calls_go_on() -> None:
+    q, k, v = torch.randn(3, 1, 2, 40, 8)
+    mask = masks.causal()
+    before = [flex_attention(q, k, v, block_mask=mask) for _ in range(3)]
+    attnkit.clear_caches()
+    after = [flex_attention(q, k, v, block_mask=mask) for _ in range(3)]
+    assert all(torch.equal(a, before[0]) for a in before + after)

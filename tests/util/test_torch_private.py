@@ -1,0 +1,161 @@
+"""Private names of torch: each supported version has them, they mean what we take them for."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+import attnkit
+from attnkit.util import torch_private
+from attnkit.util.package import FOLDER
+
+# By version of torch: names that attnkit does without where they are missing.
+OPTIONAL = {
+    "2.11": {"TensorGuards", "_empty_strided_cpu", "_empty_strided_cuda"},
+    "2.12": {"TensorGuards", "_empty_strided_cpu", "_empty_strided_cuda"},
+    "2.13": {"TensorGuards", "_empty_strided_cpu", "_empty_strided_cuda"},
+}
+VERSION = ".".join(torch.__version__.split(".")[:2])
+
+
+def test_this_version_is_supported_and_has_the_optional_names() -> None:
+    assert VERSION in OPTIONAL, f"torch {VERSION}: add it here, and to what pyproject.toml allows"
+    guards: Any = torch._C._dynamo.guards
+    assert {name for name in OPTIONAL[VERSION] if hasattr(guards, name)} == OPTIONAL[VERSION]
+
+
+def test_dynamo_has_its_parts() -> None:
+    parts = vars(torch_private.dynamo_parts())
+    assert all(part is not None for part in parts.values())
+    assert isinstance(parts["operator_variables"], dict)
+
+
+def test_settings_are_read() -> None:
+    assert torch_private.grad_enabled()
+    with torch.no_grad():
+        assert not torch_private.grad_enabled()
+    assert not torch_private.in_autocast()
+    with torch.autocast("cpu"):
+        assert torch_private.in_autocast()
+    assert not torch_private.deterministic_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch_private.deterministic_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not torch_private.in_forward_ad()
+    with forward_ad.dual_level():
+        assert torch_private.in_forward_ad()
+
+
+def test_versions_count_edits() -> None:
+    t = torch.zeros(3)
+    before = torch_private.version(t)
+    t.add_(1)
+    assert torch_private.version(t) == before + 1
+
+
+def test_makers_make_what_was_asked_for() -> None:
+    t = torch_private.maker(torch.device("cpu"))((2, 3), (1, 2), torch.bfloat16)
+    assert (t.shape, t.stride(), t.dtype) == ((2, 3), (1, 2), torch.bfloat16)
+
+
+def test_likeness_is_that_of_class_dtype_shape_strides_and_gradient() -> None:
+    same = torch_private.alike([torch.zeros(2, 3), torch.zeros(4)])
+    assert same is not None
+    assert same(torch.ones(2, 3), torch.ones(4))
+    for other in (
+        torch.ones(3, 2).t(),
+        torch.ones(3, 2),
+        torch.ones(2, 3).double(),
+        torch.ones(2, 3, requires_grad=True),
+        torch.nn.Parameter(torch.ones(2, 3)),
+    ):
+        assert not same(other, torch.ones(4))
+
+
+class _Mode(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class _Subclass(Tensor):
+    pass
+
+
+def test_what_disturbs_a_call() -> None:
+    x = torch.zeros(2)
+    assert torch_private.undisturbed([x])
+    with torch.device("cpu"):
+        assert torch_private.undisturbed([x])
+    with _Mode():
+        assert torch_private.modes() == 1
+        assert not torch_private.only_devices()
+        assert not torch_private.undisturbed([x])
+    assert not torch_private.undisturbed([x.as_subclass(_Subclass)])
+    assert not torch_private.undisturbed([torch.zeros(2, dtype=torch.cfloat).conj().imag])
+
+    def batched(t: Tensor) -> Tensor:
+        assert torch_private.is_batched(t)
+        assert not torch_private.undisturbed([t])
+        return t
+
+    torch.vmap(batched)(x)
+
+    def tracked(t: Tensor) -> Tensor:
+        assert torch_private.is_grad_tracking(t)
+        return t.sum()
+
+    torch.func.grad(tracked)(x)
+
+
+def test_fake_tensors_are_told() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        assert torch_private.is_fake(torch.zeros(2))
+    assert not torch_private.is_fake(torch.zeros(2))
+
+
+def _private_names(tree: ast.AST) -> set[str]:
+    """Private names of torch in a file: `torch._x`, imports of such, and counters of tensors."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            root: ast.expr = node
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            of_torch = isinstance(root, ast.Name) and root.id in ("torch", "_C", "forward_ad")
+            private = node.attr.startswith("_") and not node.attr.endswith("__")
+            of_tensor = node.attr == "_version" and ast.unparse(node.value) != "self"
+            if of_tensor or (of_torch and private):
+                found.add(ast.unparse(node))
+        modules = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            modules = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        for name in modules:
+            if name.split(".")[0] == "torch" and any(p.startswith("_") for p in name.split(".")):
+                found.add(name)
+    return found
+
+
+def test_no_other_file_uses_a_private_name() -> None:
+    files = [p for p in Path(FOLDER).rglob("*.py") if p.name != "torch_private.py"]
+    assert len(files) > 200
+    users = {str(p): _private_names(ast.parse(p.read_text())) for p in files}
+    assert {path: names for path, names in users.items() if names} == {}
+    assert _private_names(ast.parse(Path(torch_private.__file__).read_text()))
+    assert attnkit.__version__
+
+
+@pytest.mark.parametrize("name", torch_private.__all__)
+def test_every_name_is_there(name: str) -> None:
+    assert getattr(torch_private, name) is not None
