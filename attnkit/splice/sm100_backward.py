@@ -90,17 +90,17 @@ def words(settings: BackwardSettings) -> tuple[int, int]:
 
 def finish(settings: BackwardSettings, width: int, block: int) -> Any:
     """The kernel that rounds a gradient."""
-    from attnkit.templates.sm100.backward_edges import Finish
+    from attnkit.templates.sm100.backward_postprocess import Postprocess
 
-    return Finish(config(settings), width, block)
+    return Postprocess(config(settings), width, block)
 
 
 def main(settings: BackwardSettings, hooks: BackwardHooks) -> Any:
     """The kernel of the gradients."""
     from attnkit.templates.sm100.backward import Backward
-    from attnkit.templates.sm100.backward_pair import PairBackward
+    from attnkit.templates.sm100.backward_2cta import Backward2Cta
 
-    return (PairBackward if settings.ctas > 1 else Backward)(config(settings), hooks)
+    return (Backward2Cta if settings.ctas > 1 else Backward)(config(settings), hooks)
 
 
 BACKWARD = BackwardTemplate(

@@ -26,7 +26,7 @@ class BackwardConfig:
         dynamic: CTAs take their next piece from a counter, not by turns.
         pair: two CTAs work on a piece, 128 kv positions each, and share their tensor cores'
             operands; head dims of 128, dynamic.
-        less_lse: the tensor cores subtract LSE / scale from S, see `backward_rows`; where they
+        less_lse: the tensor cores subtract LSE / scale from S, see `LseInMma`; where they
             subtract delta from dP, for a mod that adds to the score what does not depend on it, and
             no captured tensor with a gradient.
     """
