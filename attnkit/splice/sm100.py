@@ -38,16 +38,16 @@ def config_of(
     """The arguments of a `ForwardConfig`."""
     from attnkit.templates.sm100.config import ForwardConfig
 
-    wide, deep = (width(d) for d in head_dims)
+    head_dim, head_dim_v = (width(d) for d in head_dims)
     if chosen.alias:  # the output tile takes the place of the query tile
-        wide = max(wide, deep)
+        head_dim = max(head_dim, head_dim_v)
     config: dict[str, Any] = {
         "dtype": dtype,
-        "width": wide,
-        "value_width": deep,
+        "head_dim": head_dim,
+        "head_dim_v": head_dim_v,
         "block_kv": chosen.block[1],
         "q_tiles": chosen.block[0] // (128 * chosen.ctas),
-        "pair": chosen.ctas == 2,
+        "two_cta": chosen.ctas == 2,
         # work tiles differ, and a counter's number would have to pass between the CTAs of a pair
         "work": "counter" if chosen.ctas == 1 else "clc",
         "alias": chosen.alias,
@@ -56,7 +56,7 @@ def config_of(
     }
     # Q K in halves shortens the chain of a tile, and reads Q twice: wide heads wait for shared
     # memory then
-    narrow = max(wide, deep) <= 64 and chosen.block == (256, 128)
+    narrow = max(head_dim, head_dim_v) <= 64 and chosen.block == (256, 128)
     return config | {"halves": narrow and ForwardConfig(**config).stages >= 4}
 
 
@@ -100,7 +100,7 @@ def build(
     from attnkit.templates.sm100.forward import Forward
 
     settings = ForwardConfig(**config)
-    tile = settings.block_q, settings.value_width
+    tile = settings.block_q, settings.head_dim_v
     arguments = forward_arguments(settings.dtype, *head_dims, tile, captured)
     hooks = variant.hooks(positive)
     return Build(Forward(settings, hooks), arguments, options_of(hooks))

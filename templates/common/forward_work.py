@@ -1,8 +1,11 @@
-"""The work list of a forward kernel, as the host writes it and the producers walk it."""
+"""What a forward kernel is given: the work list, which the producers walk, and the call's numbers."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntEnum
+
+from cutlass import Float32, Int32
 
 
 class WorkItem(IntEnum):
@@ -29,3 +32,21 @@ class WorkItem(IntEnum):
 
 ITEM_WORDS = len(WorkItem)
 CURSORS = (WorkItem.PARTIAL_RUN, WorkItem.FULL_RUN)  # PARTIAL blocks are visited first
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """The numbers of a call.
+
+    Attributes:
+        scale: softmax scale.
+        group: query heads per kv head.
+        q_len, kv_len: lengths.
+        kv_batch: batch size of key and value, 1 where all batch elements share them.
+    """
+
+    scale: Float32
+    group: Int32
+    q_len: Int32
+    kv_len: Int32
+    kv_batch: Int32

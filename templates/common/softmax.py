@@ -12,7 +12,7 @@ from attnkit.templates.common.constants import LN2, NEG_INF
 
 def row_results(
     total: Float32,
-    divisor: Float32,
+    gap: Float32 | None,
     row_max: Float32 | None,
     highest: Float32,
     factor: Float32 | None,
@@ -22,7 +22,7 @@ def row_results(
 
     Args:
         total: sum of the row's P.
-        divisor: what the output is divided by: `total`, corrected for roundings.
+        gap: what the output is divided by beyond `total`, a correction for roundings; None for 0.
         row_max: the reference that P was computed against; None for none.
         highest: the largest score; read only where the kernel writes the maxima.
         factor: what takes scores to log2 units; None for 1.
@@ -33,6 +33,7 @@ def row_results(
         row has 0, -inf and -inf.
     """
     masked = total == Float32(0.0)
+    divisor = total if gap is None else total + gap
     scale = cutlass.select_(masked, Float32(0.0), cute.arch.rcp_approx(divisor))
     unit = Float32(1.0) if factor is None else factor
     lse = cute.math.log(total)  # once a row: exact, as an LSE may be the result

@@ -1,4 +1,4 @@
-"""What is fixed when a Blackwell kernel is compiled."""
+"""Compile-time configuration of the Blackwell forward kernel."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from typing import Any
 OPTIONS = "--opt-level=2"
 
 SMEM_BYTES = 227 * 1024  # what one CTA may use
-SMALL_BYTES = 3 * 1024  # barriers, records, one number a row, and alignment
+SMALL_BYTES = 3 * 1024  # barriers, records, two numbers a row, and alignment
 TMEM_COLUMNS = 512  # tensor memory of an SM: 128 lanes of so many 32-bit words
 MAX_STAGES = 8
 # Instructions of a score from which on little code is worth a few clocks: with more, a kernel would take
 # more than five seconds to compile.
 HEAVIEST = 40
 ROWS = 128  # of a query tile: the lanes of tensor memory
-WORK = ("counter", "turns", "clc")
+WARPGROUP_WARPS = 4
+WARPGROUP_THREADS = 128
+S_STAGES = 2  # places of S, and so of P, in tensor memory
+WORK = ("counter", "clc")
 
 
 def options_of(hooks: Any) -> str:
-    """Options of `cute.compile` for a forward with these hooks, with which it does not spill.
+    """Options of `cute.compile` with which a forward with these hooks does not spill.
 
-    Found for version 4.8.1: level 3 spills in the warps with few registers, level 2 where a mod loads.
+    For version 4.8.1: level 3 spills in the warps with few registers, level 2 where a mod loads.
     """
     return "--opt-level=1" if hooks.ahead else OPTIONS
 
@@ -32,40 +35,37 @@ class ForwardConfig:
 
     Attributes:
         dtype: "bfloat16" or "float16", of query, key, value and output.
-        width, value_width: head dims as computed, the tensors' own rounded up by zeros; multiples
-            of 32, at most 256.
-        block_kv: columns of a tile, 64 or 128.
+        head_dim, head_dim_v: head dims as the kernel computes them: those of the tensors, padded to a
+            multiple of 32, at most 256; TMA fills the padding with zeros.
+        block_kv: kv columns of a block, 64 or 128.
         q_tiles: query tiles of 128 rows that a CTA works on, 1 or 2. Two are worked on in
             ping-pong; they share the loads of K and V, and all blocks of the work list. With one,
             Q K of a block is computed during the softmax of the block before.
-        alias: output tiles take the place of query tiles in shared memory; they must not be wider.
-        out_tiles: places for output tiles in shared memory, 1 or `q_tiles`; with one, the second tile
-            waits for the store of the first. `alias` needs none.
+        alias: the output tiles take the place of the query tiles in shared memory; they must not be
+            wider. Otherwise there is one place for an output tile, and the second tile waits for the
+            store of the first.
         halves: Q K of a block is computed in two halves of its columns, the first of which does not
             wait for P V of the block before: P takes the place of the other. The operands are read
             from shared memory one and a half times as often. For q_tiles=2 and block_kv=128.
-        pair: two CTAs work on twice the rows, with products of both: each keeps half of K and V in its
-            shared memory. For q_tiles=2 and block_kv=128, and not with work="counter".
-        poly: every how many pairs of exponentials one is computed on the FMA units; 0 for none.
-        skip_masks: full tiles are computed without mask instructions.
-        work: how a CTA, or a pair, finds its next piece of work. "turns": it takes every n-th of n
-            that share the work. "counter": it counts in memory, so that one that is ahead takes
-            more. "clc": so too, by cluster launch control: the grid has a CTA, or a pair, for each
-            piece, and one that is done takes the place of one that was not launched yet.
+        two_cta: two CTAs work on twice the rows, with products of both: each keeps half of K and V
+            in its shared memory. For q_tiles=2, block_kv=128 and work="clc".
+        poly: compute one of every `poly` pairs of exponentials on the FMA units; 0 for none.
+        work: how a CTA, or a pair, fetches its next work tile. "counter": it counts in global
+            memory, so that one that is ahead takes more. "clc": by cluster launch control: the grid
+            has a CTA, or a pair, for each work tile, and one that is done takes the place of one that
+            was not launched yet.
         need_max: also write the row maxima.
     """
 
     dtype: str = "bfloat16"
-    width: int = 128
-    value_width: int = 128
+    head_dim: int = 128
+    head_dim_v: int = 128
     block_kv: int = 128
     q_tiles: int = 2
     alias: bool = False
-    out_tiles: int = 1
     halves: bool = False
-    pair: bool = False
+    two_cta: bool = False
     poly: int = 0
-    skip_masks: bool = True
     work: str = "counter"
     need_max: bool = False
 
@@ -78,7 +78,7 @@ class ForwardConfig:
         found = []
         if self.dtype not in ("bfloat16", "float16"):
             found.append(f"dtype={self.dtype!r}: expected 'bfloat16' or 'float16'")
-        for name in ("width", "value_width"):
+        for name in ("head_dim", "head_dim_v"):
             size = getattr(self, name)
             if size % 32 or not 32 <= size <= 256:
                 found.append(f"{name}={size}: expected a multiple of 32, at most 256")
@@ -86,11 +86,6 @@ class ForwardConfig:
             found.append(f"block_kv={self.block_kv}: expected 64 or 128")
         if self.q_tiles not in (1, 2):
             found.append(f"q_tiles={self.q_tiles}: expected 1 or 2")
-        if self.out_tiles not in (1, self.q_tiles) or (self.alias and self.out_tiles > 1):
-            found.append(
-                f"out_tiles={self.out_tiles} with q_tiles={self.q_tiles} and alias={self.alias}: "
-                "expected 1, or without alias q_tiles"
-            )
         if self.halves and (self.q_tiles, self.block_kv) != (2, 128):
             found.append(
                 f"halves=True with q_tiles={self.q_tiles} and block_kv={self.block_kv}: expected "
@@ -98,25 +93,25 @@ class ForwardConfig:
             )
         if self.work not in WORK:
             found.append(f"work={self.work!r}: expected one of {', '.join(map(repr, WORK))}")
-        if self.pair and ((self.q_tiles, self.block_kv) != (2, 128) or self.work == "counter"):
+        if self.two_cta and ((self.q_tiles, self.block_kv) != (2, 128) or self.work == "counter"):
             found.append(
-                f"pair=True with q_tiles={self.q_tiles}, block_kv={self.block_kv} and "
-                f"work={self.work!r}: expected 2, 128 and 'turns' or 'clc'"
+                f"two_cta=True with q_tiles={self.q_tiles}, block_kv={self.block_kv} and "
+                f"work={self.work!r}: expected 2, 128 and 'clc'"
             )
-        if self.alias and self.value_width > self.width:
+        if self.alias and self.head_dim_v > self.head_dim:
             found.append(
-                f"alias=True with value_width={self.value_width}: expected at most {self.width}, "
-                "the width of the query tile"
+                f"alias=True with head_dim_v={self.head_dim_v}: expected at most {self.head_dim}, "
+                "the head_dim of the query tile"
             )
-        columns = 2 * self.block_kv + self.q_tiles * self.value_width
+        columns = 2 * self.block_kv + self.q_tiles * self.head_dim_v
         if columns > TMEM_COLUMNS:
             found.append(
-                f"q_tiles={self.q_tiles}, block_kv={self.block_kv}, value_width={self.value_width} "
+                f"q_tiles={self.q_tiles}, block_kv={self.block_kv}, head_dim_v={self.head_dim_v} "
                 f"take {columns} columns of tensor memory, there are {TMEM_COLUMNS}: take q_tiles=1"
             )
         if not found and self.stages < 2:
             found.append(
-                f"{self.q_tiles} query tiles of width {self.width} leave no room for K and V in "
+                f"{self.q_tiles} query tiles of head_dim={self.head_dim} leave no room for K and V in "
                 f"{SMEM_BYTES} bytes of shared memory: take alias=True, q_tiles=1 or block_kv=64"
             )
         return found
@@ -124,41 +119,50 @@ class ForwardConfig:
     @property
     def ctas(self) -> int:
         """CTAs that share their products."""
-        return 2 if self.pair else 1
+        return 2 if self.two_cta else 1
 
     @property
-    def rows(self) -> int:
-        """Rows of a product: a query tile of each of them."""
+    def mma_rows(self) -> int:
+        """M of a product: the rows of a query tile of each CTA that shares it."""
         return ROWS * self.ctas
 
     @property
     def block_q(self) -> int:
-        """Rows of a tile of the work list."""
-        return self.rows * self.q_tiles
+        """Query rows of a work tile."""
+        return self.mma_rows * self.q_tiles
 
     @property
-    def parts(self) -> tuple[int, ...]:
-        """Ends of the columns of P that are announced together: their product waits for no others."""
+    def p_parts(self) -> tuple[int, ...]:
+        """Ends of the columns of P that are announced together: P V of a part waits for no other."""
         return (32, 64) if self.block_kv == 64 else (64, 96, 128)
 
     @property
-    def slot(self) -> int:
-        """Elements of a slot of the ring that holds a CTA's part of K and V tiles in turns."""
-        return self.block_kv * max(self.width, self.value_width) // self.ctas
+    def stage_elements(self) -> int:
+        """Elements of a stage of the ring, which holds a CTA's part of a K or a V block."""
+        return self.block_kv * max(self.head_dim, self.head_dim_v) // self.ctas
+
+    @property
+    def o_stages(self) -> int:
+        """Output tiles in shared memory that do not take the place of query tiles."""
+        return 0 if self.alias else 1
+
+    @property
+    def o_places(self) -> int:
+        """Output tiles that there is room for."""
+        return self.q_tiles if self.alias else self.o_stages
 
     @property
     def stages(self) -> int:
-        """Slots of the ring, as many as fit."""
-        rest = SMEM_BYTES - SMALL_BYTES - 2 * self.q_tiles * ROWS * self.width
-        if not self.alias:
-            rest -= 2 * self.out_tiles * ROWS * self.value_width
-        return min(MAX_STAGES, rest // (2 * self.slot))
+        """Stages of the ring that K and V blocks share in turns, as many as fit."""
+        rest = SMEM_BYTES - SMALL_BYTES - 2 * self.q_tiles * ROWS * self.head_dim
+        rest -= 2 * self.o_stages * ROWS * self.head_dim_v
+        return min(MAX_STAGES, rest // (2 * self.stage_elements))
 
     @property
     def smem_bytes(self) -> int:
         """Shared memory of a CTA: tiles of Q, K, V and O."""
-        out = 0 if self.alias else self.out_tiles * ROWS * self.value_width
-        return 2 * (self.q_tiles * ROWS * self.width + out + self.stages * self.slot)
+        out = self.o_stages * ROWS * self.head_dim_v
+        return 2 * (self.q_tiles * ROWS * self.head_dim + out + self.stages * self.stage_elements)
 
     @property
     def registers(self) -> tuple[int, int, int]:
@@ -182,14 +186,50 @@ class ForwardConfig:
         tiles = range(self.q_tiles)
         return [
             *((f"S {t}", t * self.block_kv, self.block_kv) for t in range(2)),
-            *((f"O {t}", self.out_column(t), self.value_width) for t in tiles),
+            *((f"O {t}", self.out_column(t), self.head_dim_v) for t in tiles),
         ]
 
     def out_column(self, t: int) -> int:
-        """Where the output of query tile t begins in tensor memory."""
-        return 2 * self.block_kv + t * self.value_width
+        """First column of the output of query tile t in tensor memory."""
+        return 2 * self.block_kv + t * self.head_dim_v
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA."""
-        return 128 * (self.q_tiles + 2)
+        """Threads of a CTA: a warpgroup for each query tile, the correction, and the last one."""
+        return WARPGROUP_THREADS * (self.q_tiles + 2)
+
+    @property
+    def correction_warp(self) -> int:
+        """First warp of the correction warpgroup."""
+        return WARPGROUP_WARPS * self.q_tiles
+
+    @property
+    def mma_warp(self) -> int:
+        """The warp that issues the products, the first of the last warpgroup."""
+        return self.correction_warp + WARPGROUP_WARPS
+
+    @property
+    def load_warp(self) -> int:
+        """The warp that loads."""
+        return self.mma_warp + 1
+
+    @property
+    def store_warp(self) -> int:
+        """The warp that stores."""
+        return self.mma_warp + 2
+
+    def s_column(self, stage: Any) -> Any:
+        """First column of a place of S in tensor memory."""
+        return stage * self.block_kv
+
+    def p_column(self, stage: Any) -> Any:
+        """First column of a place of P: the upper half of S, which has been read by then."""
+        return self.s_column(stage) + self.block_kv // 2
+
+    def s_stage(self, t: Any, kv_idx: Any) -> Any:
+        """Which place of S, and so of P, the kv_idx-th block of query tile t takes."""
+        return t if self.q_tiles == 2 else kv_idx & 1
+
+    def s_phase(self, kv_idx: Any) -> Any:
+        """Parity of the use of that place."""
+        return kv_idx & 1 if self.q_tiles == 2 else (kv_idx >> 1) & 1

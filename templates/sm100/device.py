@@ -22,26 +22,32 @@ _LETTERS = {Int32: "r", Float32: "f"}
 
 @dsl_user_op
 def pure(op: str, result: Any, *args: Any, loc: Any = None, ip: Any = None) -> Any:
-    """The result of one PTX instruction, which depends on its operands alone.
+    """Emit one PTX instruction whose result depends on its operands alone.
 
     Unlike `cute.arch.inline_ptx`, it names no copy of each operand.
     """
-    places = ", ".join(f"${i}" for i in range(len(args) + 1))
+    operands = ", ".join(f"${i}" for i in range(len(args) + 1))
     letters = ",".join([f"={_LETTERS[result]}", *(_LETTERS[type(a)] for a in args)])
     values = [a.ir_value(loc=loc, ip=ip) for a in args]
-    found = llvm.inline_asm(
-        result.mlir_type, values, f"{op} {places};", letters, has_side_effects=False, loc=loc, ip=ip
+    value = llvm.inline_asm(
+        result.mlir_type,
+        values,
+        f"{op} {operands};",
+        letters,
+        has_side_effects=False,
+        loc=loc,
+        ip=ip,
     )
-    return result(found)
+    return result(value)
 
 
 def pack(low: Any, high: Any, dtype: Any) -> Any:
-    """Two float32 as a pair of 16-bit floats."""
+    """Round two float32 to a pair of 16-bit floats."""
     return pure(_PACK[dtype], Int32, high, low)
 
 
 def rounded(x: Any, dtype: Any) -> Any:
-    """A float32 rounded to a 16-bit float, as a float32."""
+    """Round a float32 to a 16-bit float and back."""
     if dtype is BFloat16:
         return pack(Float32(0.0), x, dtype).bitcast(Float32)
     return x.to(dtype).to(Float32)
@@ -101,14 +107,14 @@ def _warp_column(thread: Any, start: Any, loc: Any, ip: Any) -> Any:
 
 
 def arrive(barrier: Any) -> None:
-    """One arrival a warp, for what all its threads did before."""
+    """Arrive, once a warp, for what all its threads did before."""
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(barrier)
 
 
 def arrive_first(barrier: Any) -> None:
-    """The same at the barrier of the first CTA of the pair, tensor memory included."""
+    """Arrive, once a warp, at the barrier of the first CTA of the pair; orders tensor memory too."""
     fence_before()
     cute.arch.sync_warp()
     with cute.arch.elect_one():
@@ -116,29 +122,33 @@ def arrive_first(barrier: Any) -> None:
 
 
 def commit(barrier: Any) -> None:
-    """An arrival once all matrix products that this warp issued so far are done."""
+    """Arrive once all products that this warp issued so far are done."""
     with cute.arch.elect_one():
         tcgen05.commit(barrier)
 
 
 def commit_pair(barrier: Any) -> None:
-    """The same for products of a pair of CTAs, in both."""
+    """Arrive in both CTAs of a pair once all their products issued so far are done."""
     with cute.arch.elect_one():
         tcgen05.commit(barrier, 3, tcgen05.CtaGroup.TWO)
 
 
 def fence_before() -> None:
-    """Order this thread's accesses of tensor memory before what a barrier lets go."""
+    """Order this thread's accesses to tensor memory before an arrival at a barrier."""
     cute.arch.inline_ptx("tcgen05.fence::before_thread_sync;")
 
 
 def fence_after() -> None:
-    """Order this thread's accesses of tensor memory after a barrier that it waited for."""
+    """Order this thread's accesses to tensor memory after a barrier that it waited for."""
     cute.arch.inline_ptx("tcgen05.fence::after_thread_sync;")
 
 
 def after(value: Any, others: Sequence[Any], zero: Any) -> Any:
-    """The same Int32, that the compiler takes to depend on other numbers; zero: unknown to it."""
+    """The same Int32, which the compiler takes to depend on the others.
+
+    Args:
+        zero: 0, but unknown to the compiler.
+    """
     for other in others:
         value = cute.arch.inline_ptx(
             "{ .reg .b32 a; mov.b32 a, {$r1}; lop3.b32 {$w0}, {$r0}, a, {$r2}, 0xF8; }",  # r0 | a & r2
@@ -148,8 +158,11 @@ def after(value: Any, others: Sequence[Any], zero: Any) -> Any:
     return value
 
 
-def anew(x: Any, when: Any) -> Any:
-    """The same Int32, computed from again wherever `when` changes: not kept in many registers."""
+def opaque_copy(x: Any, when: Any) -> Any:
+    """The same Int32, which the compiler takes to depend on `when`.
+
+    What is computed from it is computed again wherever `when` changes, not held in registers.
+    """
     return cute.arch.inline_ptx(
         "{ .reg .b32 t; mov.b32 t, {$r1}; mov.b32 {$w0}, {$r0}; }",
         write_only_types=[Int32],

@@ -1,256 +1,339 @@
-"""The softmax of a tile's scores: mod, mask, maximum, exponentials, row sums.
+"""The softmax of a row's scores on Blackwell: mod, mask, maximum, exponentials, row sums.
 
-A thread holds one row, the lane of tensor memory of its number. The row is treated in chunks of 32
-or 16 columns: of each the hooks are asked for what a block of that width needs, and one 32-bit word
-says which of its columns are kept.
+A thread holds one row, the lane of tensor memory of its number. The row is computed in chunks of 32
+or 16 columns: for each the hooks evaluate what a block of that width needs, and one 32-bit word says
+which of its columns the mask keeps.
 
-Online softmax after Milakov and Gimelshein (2018). The maximum that exponentials are taken against
-only moves when it grew by more than 2**8, as in FlashAttention-4: output and sums are rescaled then.
-So a row's largest weight need not be 1, and is rounded as the others are. Where it is nearly all of the
-row, that would move the output by as much of its value; the output is therefore divided by a sum in
-which the largest weight of each block is rounded too. The LSE has the sum of the exact ones.
+Online softmax after Milakov and Gimelshein (2018). The reference of the exponentials only moves when
+the maximum grew by more than 2**8, as in FlashAttention-4: output and sums are rescaled then. So a
+row's largest P need not be 1, and is rounded as the others are. Where it is nearly all of the row,
+that would move the output by as much of its value. The output is therefore divided by a sum in which
+the largest P of each block is rounded too. The LSE has the sum of the exact ones.
 
 The methods are traced inside the kernel. Those with a dynamic branch are `cute.jit`; the others
-are plain Python, so that they may pass hooks' tuples around.
+are plain Python, so that they may pass records and the hooks' tuples.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, const_expr, cute
 
 from attnkit.templates.common import device as common
-from attnkit.templates.common.constants import LN2, NEG_INF, RESCALE_THRESHOLD
+from attnkit.templates.common.constants import NEG_INF, RESCALE_THRESHOLD
+from attnkit.templates.common.forward_work import Scalars
+from attnkit.templates.common.hooks import ForwardHooks, Values
 from attnkit.templates.common.site import Site
+from attnkit.templates.common.softmax import largest, row_results
 from attnkit.templates.sm100 import device
-from attnkit.templates.sm100.config import HEAVIEST
+from attnkit.templates.sm100.config import HEAVIEST, ForwardConfig
+from attnkit.templates.sm100.cta_group import CtaGroup
 from attnkit.templates.sm100.exp2 import DEGREES, exp2_pair
-from attnkit.templates.sm100.forward_common import ForwardCommon
 
 # Instructions of a score from which on a loop goes over a row's columns; in a pair of CTAs, whose
 # threads have fewer registers to spare.
 HEAVY, HEAVY_IN_PAIRS = 10, 8
 CHAINS = 4  # independent chains of maxima, and of pairs of sums
+CHUNK = 32  # columns of a chunk, at most: the bits of a mask word
 
 
-class Softmax(ForwardCommon):
-    """The part of a forward kernel between Q K and P V."""
+@dataclass(frozen=True)
+class RowState:
+    """The running softmax of a thread's row.
 
-    hooks: Any
+    Attributes:
+        max: f32 [1], the reference of P and of `sum`.
+        sum: f32 [1], of P.
+        highest: f32 [1], the largest score, where the kernel writes the maxima.
+    """
+
+    max: cute.Tensor
+    sum: cute.Tensor
+    highest: cute.Tensor
+
+    @staticmethod
+    def create() -> RowState:
+        """Allocate registers."""
+        return RowState(*(cute.make_rmem_tensor(1, Float32) for _ in range(3)))  # f32 [1] each
+
+    def reset(self) -> None:
+        """Begin a work tile."""
+        self.max[0], self.sum[0] = Float32(NEG_INF), Float32(0.0)
+        self.highest[0] = Float32(NEG_INF)
+
+
+@dataclass(frozen=True)
+class TileValues:
+    """What is known once a work tile.
+
+    Attributes:
+        site: where the tile is.
+        head: values of the head.
+        row: (q, values of the row) of the thread's row; q is clamped to the tensor.
+        column_constants: for the columns of a chunk, what is the same in every block.
+        intervals: the intervals [low, high) of kv that the row keeps; None if the mask has no such
+            form.
+    """
+
+    site: Site
+    head: Values
+    row: tuple[Any, Values]
+    column_constants: tuple[Any, ...]
+    intervals: tuple[tuple[Any, Any], ...] | None
+
+
+@dataclass(frozen=True)
+class UpperHalf:
+    """The barriers of the upper half of S, where it is computed after the lower one.
+
+    Attributes:
+        full, phase: the half is computed.
+        empty: all of S is read.
+    """
+
+    full: cute.Pointer
+    phase: Int32
+    empty: cute.Pointer
+
+
+@dataclass(frozen=True)
+class BlockScores:
+    """The scores of a row in a block.
+
+    Attributes:
+        chunks: f32 values of each chunk.
+        bases: what each chunk adds to its scores, or None.
+        peak: the largest score of the row.
+    """
+
+    chunks: list[list[Any]]
+    bases: list[Any]
+    peak: Any
+
+
+class Softmax:
+    """The softmax of a thread's row, from S = Q K^T to P.
+
+    Args:
+        config: the kernel's configuration.
+        hooks: the variant.
+        group: the CTAs that share products.
+    """
+
+    def __init__(self, config: ForwardConfig, hooks: ForwardHooks, group: CtaGroup) -> None:
+        self.config = config
+        self.hooks = hooks
+        self.group = group
+        self.dtype = common.DTYPES[config.dtype]
 
     def chunk(self, masked: bool) -> int:
         """Columns that are computed together: few where each takes registers of its own."""
         hooks = self.hooks
         if self.rolled(masked):
-            return 16 if hooks.effort >= HEAVIEST else 32
-        return 16 if hooks.ahead or hooks.selects or hooks.row_factor else 32
+            return CHUNK // 2 if hooks.effort >= HEAVIEST else CHUNK
+        return CHUNK // 2 if hooks.ahead or hooks.selects or hooks.row_factor else CHUNK
 
     def rolled(self, masked: bool) -> bool:
-        """Whether chunks are computed in a loop, and scores put back into tensor memory meanwhile.
+        """Whether chunks are computed in a loop, which writes scores back to tensor memory.
 
-        Where many instructions go into a score, code for each column is more than the caches of
-        instructions hold, takes long to compile, and is computed for all chunks at once, with more
+        Where many instructions go into a score, code for each column is more than the instruction
+        caches hold, takes long to compile, and is computed for all chunks at once, with more
         registers than there are.
         """
-        heavy = HEAVY_IN_PAIRS if self.config.pair else HEAVY
+        heavy = HEAVY_IN_PAIRS if self.config.two_cta else HEAVY
         return self.hooks.effort >= heavy or (masked and self.by_element)
 
     @property
     def by_element(self) -> bool:
-        """Whether the mask has to be asked for every element."""
+        """Whether the mask is to be evaluated for every element."""
         return self.hooks.has_mask and self.hooks.intervals is None
 
     @property
     def sums(self) -> int:
         """Independent chains of pairs of sums: few where exponentials leave few registers.
 
-        Those of float16 are of a higher degree, and a mod that reads the score multiplies each.
+        Those of float16 have a polynomial of higher degree, and a mod that reads the score multiplies
+        each.
         """
-        crowded = self.config.pair and self.config.dtype == "float16" and not self.hooks.blind
+        crowded = self.config.two_cta and self.config.dtype == "float16" and not self.hooks.blind
         return CHAINS // 2 if crowded else CHAINS
 
-    def site(self, where: Any) -> Site:
-        """Where a tile is, as the hooks want it."""
-        tensors, b, h, q_len, kv_len, scale, origin = where
-        return Site(tensors, b, h, q_len, kv_len, scale, origin, ((0,), range(32)))
+    def site(
+        self, captured: list, batch: Int32, head: Int32, scalars: Scalars, first_row: Int32
+    ) -> Site:
+        """Where a work tile is; its first row is the origin of distances."""
+        steps = (0,), range(CHUNK)
+        q_len, kv_len, scale = scalars.q_len, scalars.kv_len, scalars.scale
+        return Site(captured, batch, head, q_len, kv_len, scale, first_row, steps)
 
     # ------------------------------------------------------------------ values known once a tile
 
-    def begin(self, where: Any, q: Any) -> Any:
-        """What is known once a tile of this thread's row.
-
-        Args:
-            where: the fields of `Site` but the last.
-            q: the row.
-        """
-        site, hooks = self.site(where), self.hooks
+    def begin_tile(self, site: Site, q: Any) -> TileValues:
+        """Evaluate what is known once a work tile of this thread's row q."""
+        hooks = self.hooks
         inside = cutlass.min(q, site.q_len - 1)
         head = hooks.head(site)
         row = (inside, hooks.row(site, head, inside))
-        held = hooks.held(site, head, list(range(32)))
-        held = tuple(x if x is None or hooks.ahead else common.pinned(x) for x in held)
+        constants = hooks.held(site, head, list(range(CHUNK)))
+        # pinned: the compiler would recompute them in each block
+        constants = tuple(x if x is None or hooks.ahead else common.pinned(x) for x in constants)
         if not hooks.has_mask:
-            ends: Any = ((Int32(0), site.kv_len),)
+            intervals: Any = ((Int32(0), site.kv_len),)
         elif self.by_element:
-            ends = None
+            intervals = None
         else:
-            ends = tuple(
+            intervals = tuple(
                 (low, cutlass.min(high, site.kv_len))
                 for low, high in hooks.ends(site, head, inside)
             )
-        return tuple(where), head, row, held, ends
+        return TileValues(site, head, row, constants, intervals)
 
-    def factor(self, tile: Any) -> Any:
-        """What scores are multiplied by to be in log2 units."""
-        where, head, *_ = tile
-        return self.hooks.factor(self.site(where), head)
+    def factor(self, tile: TileValues) -> Any:
+        """What scores are multiplied by to be in log2 units, or None for 1."""
+        return self.hooks.factor(tile.site, tile.head)
 
     # -------------------------------------------------------------------------- scores of a block
 
     def scores(
         self,
-        tile: Any,
-        mark: Any,
+        tile: TileValues,
+        number: Any,
         masked: bool,
         row: Any,
-        at: Any,
-        upper: Any,
-    ) -> tuple[list[list[Any]], list[Any], Any]:
-        """The scores of a block, mod and mask (if `masked`) applied.
+        column: Any,
+        upper: UpperHalf | None,
+    ) -> BlockScores:
+        """Load the scores of a block and apply the mod and (if `masked`) the mask.
 
         Args:
-            tile: what `begin` gave.
-            mark: number of the kv block. Where block lists overrule the mask, ~mark stands for a
-                block that they keep whole: nothing but the end of the tensor is masked there.
-            row: of the thread, whose scores begin at column `at` of tensor memory.
-            upper: (barrier, parity, barrier): where the upper half of the columns comes later, what
-                announces it, and what to tell that all are read; else None.
-
-        Returns:
-            The scores by chunk, what each chunk adds to its scores, or None, and the largest score of
-            the row.
+            number: of the kv block. Where block lists overrule the mask, ~number stands for a FULL
+                block: nothing but the end of the tensor is masked there.
+            row: of the thread, whose scores begin at `column` of tensor memory.
+            upper: where the upper half of the columns comes later; otherwise None.
         """
-        everything, n = Boolean(False), mark
+        full, kv_block = Boolean(False), number
         if self.hooks.listed:
-            everything = mark < 0
-            n = cutlass.select_(everything, ~mark, mark)
-        start, rolled = n * self.config.block_kv, self.rolled(masked)
+            full = number < 0
+            kv_block = cutlass.select_(full, ~number, number)
+        start, rolled = kv_block * self.config.block_kv, self.rolled(masked)
         wide = self.chunk(masked)
         count = self.config.block_kv // wide
         half = count // 2
         chains: list[Any] = [None] * CHAINS
-        found = None
+        peak = None
         if rolled:
-            found = self._rolled(tile, start, everything, masked, row, at, upper)
+            peak = self._rolled(tile, start, full, masked, row, column, upper)
         loaded: list[Any] = []
-        values: list[list[Any]] = []
+        chunks: list[list[Any]] = []
         bases: list[Any] = []
         for c in range(count):
             if upper is not None and c == half and not rolled:
-                cute.arch.mbarrier_wait(*upper[:2])
+                cute.arch.mbarrier_wait(upper.full, upper.phase)
             if not self.hooks.raw and not rolled:
                 loading = [c]  # one by one: a mod has values of its own in registers
-            else:  # by halves: the maximum of one is found while the other comes
+            else:  # by halves: the maximum of one is computed while the other comes
                 loading = list(range(c, c + half)) if c % half == 0 else []
-            loaded += [device.load_row(row, at + wide * k, wide) for k in loading]
+            loaded += [device.load_row(row, column + wide * k, wide) for k in loading]
             if loading:
                 cute.arch.fence_view_async_tmem_load()
                 if upper is not None and loading[-1] == count - 1:
-                    self.signal(upper[2])
+                    self.group.arrive_leader(upper.empty)
             chunk, base = loaded[c], None
             if not rolled:
-                chunk, base = self._chunk(tile, start + wide * c, everything, masked, chunk)
-                found, chains = self._peak(chunk, base, found, chains)
-            values.append(chunk)
+                chunk, base = self._chunk(tile, start + wide * c, full, masked, chunk)
+                peak, chains = self._peak(chunk, base, peak, chains)
+            chunks.append(chunk)
             bases.append(base)
         if chains[0] is not None:
-            found = _largest(chains, self.config.need_max)
-        return values, bases, found
+            peak = largest(chains, self.config.need_max)
+        return BlockScores(chunks, bases, peak)
 
     def _rolled(
         self,
-        tile: Any,
+        tile: TileValues,
         start: Any,
-        everything: Any,
+        full: Any,
         masked: bool,
         row: Any,
-        at: Any,
-        upper: Any,
+        column: Any,
+        upper: UpperHalf | None,
     ) -> Any:
-        """Replace the scores of a block in tensor memory; the arguments are those of `scores`.
+        """Replace the scores of a block in tensor memory; returns the largest score of the row.
 
-        Returns:
-            The largest score of the row.
+        Args:
+            start: first kv column of the block.
+            full: whether block lists keep all of it.
+            Others: as of `scores`.
         """
         wide, nan = self.chunk(masked), self.config.need_max
 
-        def compute(c: Any, found: Any) -> Any:
-            place = at + wide * c
+        def compute(c: Any, peak: Any) -> Any:
+            place = column + wide * c
             chunk = device.load_row(row, place, wide)
             cute.arch.fence_view_async_tmem_load()
-            chunk, base = self._chunk(tile, start + wide * c, everything, masked, chunk)
+            chunk, base = self._chunk(tile, start + wide * c, full, masked, chunk)
             if base is not None:
                 chunk = [x + base for x in chunk]
             device.store_row(row, place, chunk)
             _, chains = self._peak(chunk, None, None, [None] * CHAINS)
-            return _larger(found, _largest(chains, nan), nan)
+            return _larger(peak, largest(chains, nan), nan)
 
-        count, found = self.config.block_kv // wide, Float32(NEG_INF)
+        count, peak = self.config.block_kv // wide, Float32(NEG_INF)
         if upper is None:
-            found = _repeated(compute, 0, count, found)
+            peak = _repeated(compute, 0, count, peak)
         else:
-            found = _repeated(compute, 0, count // 2, found)
-            cute.arch.mbarrier_wait(*upper[:2])
-            found = _repeated(compute, count // 2, count, found)
+            peak = _repeated(compute, 0, count // 2, peak)
+            cute.arch.mbarrier_wait(upper.full, upper.phase)
+            peak = _repeated(compute, count // 2, count, peak)
         cute.arch.fence_view_async_tmem_store()
-        return found
+        return peak
 
     def _chunk(
-        self, tile: Any, start: Any, everything: Any, masked: bool, chunk: list[Any]
+        self, tile: TileValues, start: Any, full: Any, masked: bool, chunk: list[Any]
     ) -> tuple[list[Any], Any]:
         """Scores of a chunk with mod and mask applied, and what it adds to all of them, or None."""
-        where, head, row, held, ends = tile
-        site, hooks = self.site(where), self.hooks
+        site, head, hooks = tile.site, tile.head, self.hooks
         wide = len(chunk)
-        rows, places = [row], [(0, j) for j in range(wide)]
+        rows, places = [tile.row], [(0, j) for j in range(wide)]
         positions = [start + j for j in range(wide)]
         if masked:  # what a mod or a mask loads must lie inside its tensors
-            positions = [cutlass.min(at, site.kv_len - 1) for at in positions]
+            positions = [cutlass.min(kv, site.kv_len - 1) for kv in positions]
         values = hooks.columns(site, head, positions, masked)
-        columns = list(zip(positions, held[:wide], values, strict=True))
+        columns = list(zip(positions, tile.column_constants[:wide], values, strict=True))
         if not hooks.raw:
             relatives = hooks.relatives(site, head, rows, columns, places)
-            full = [(r, j, chunk[j]) for r, j in places]
-            chunk = list(hooks.element(site, head, rows, columns, full, relatives))
+            elements = [(r, j, chunk[j]) for r, j in places]
+            chunk = list(hooks.element(site, head, rows, columns, elements, relatives))
         if masked:
             valid = device.bits_below(site.kv_len - start)
-            if ends is not None:
-                word = self._inside(ends, start)
+            if tile.intervals is not None:
+                word = self._inside(tile.intervals, start)
                 if hooks.listed:
-                    word = cutlass.select_(everything, valid, word)
-                kept = [common.bit(word, j) for j in range(wide)]
+                    word = cutlass.select_(full, valid, word)
+                keep = [common.bit(word, j) for j in range(wide)]
             else:
-                kept = hooks.keep(site, head, rows, columns, places)
-                kept = [
-                    (k | everything if hooks.listed else k) & common.bit(valid, j)
-                    for j, k in enumerate(kept)
+                keep = hooks.keep(site, head, rows, columns, places)
+                keep = [
+                    (yes | full if hooks.listed else yes) & common.bit(valid, j)
+                    for j, yes in enumerate(keep)
                 ]
             out = Float32(NEG_INF)
-            chunk = [cutlass.select_(yes, x, out) for yes, x in zip(kept, chunk, strict=True)]
+            chunk = [cutlass.select_(yes, x, out) for yes, x in zip(keep, chunk, strict=True)]
         return [Float32(x) for x in chunk], hooks.block(site, head, start)
 
-    def _inside(self, ends: Any, start: Any) -> Any:
+    def _inside(self, intervals: Any, start: Any) -> Any:
         """The columns of a chunk that lie in one of the row's intervals, as bits."""
         total = Int32(0)
-        for low, high in ends:
+        for low, high in intervals:
             total = total | (device.bits_below(high - start) & ~device.bits_below(low - start))
         return total
 
     # ------------------------------------------------------------------------------- exponentials
 
-    def _peak(self, chunk: Any, base: Any, found: Any, chains: list[Any]) -> Any:
+    def _peak(self, chunk: Any, base: Any, peak: Any, chains: list[Any]) -> tuple[Any, list[Any]]:
         """The largest score so far: of earlier chunks, and chains of maxima that lack their base."""
         nan, chains = self.config.need_max, list(chains)  # torch's maximum passes NaN on
         for j in range(0, len(chunk), 2):
@@ -260,30 +343,29 @@ class Softmax(ForwardCommon):
             else:
                 chains[c] = device.fmax3(chains[c], x, y, nan)
         if base is None:
-            return found, chains
-        return _larger(found, _largest(chains, nan) + base, nan), [None] * CHAINS
+            return peak, chains
+        return _larger(peak, largest(chains, nan) + base, nan), [None] * CHAINS
 
-    def move_maximum(self, stats: Any, peak: Any, factor: Any) -> Any:
-        """Take a block's maximum into account; what output and sums so far are worth now."""
-        row_max, _, top = stats
+    def move_maximum(self, state: RowState, peak: Any, factor: Any) -> Any:
+        """Take a block's maximum into account; returns what to multiply O and the sum by."""
         nan = self.config.need_max
-        old = row_max[0]
+        old = state.max[0]
         new = cute.arch.fmax(old, peak, nan=nan)
         if const_expr(self.config.need_max):
-            top[0] = cute.arch.fmax(top[0], peak, nan=nan)
+            state.highest[0] = cute.arch.fmax(state.highest[0], peak, nan=nan)
         growth = new - old if factor is None else (new - old) * factor
         # a small growth is left in P: nothing to rescale
         new = cutlass.select_(growth <= Float32(RESCALE_THRESHOLD), old, new)
-        row_max[0] = new
+        state.max[0] = new
         drop = old - common.finite_or_zero(new)
         return common.exp2(drop if factor is None else drop * factor)
 
-    def powers(
+    def compute_p(
         self, values: list[Any], first: int, base: Any, row_max: Any, factor: Any
     ) -> list[Any]:
-        """P of neighbouring columns from the `first` of a block on, float32, in pairs."""
+        """Compute P of neighbouring columns from the `first` of a block on, float32, in pairs."""
         less = self.shift(base, row_max, factor)
-        found = []
+        pairs = []
         for j in range(0, len(values), 2):
             pair = values[j], values[j + 1]
             if factor is None:
@@ -295,8 +377,8 @@ class Softmax(ForwardCommon):
                 pair = exp2_pair(pair[0], pair[1], DEGREES[self.config.dtype])
             else:
                 pair = common.exp2(pair[0]), common.exp2(pair[1])
-            found.append(pair)
-        return found
+            pairs.append(pair)
+        return pairs
 
     def shift(self, base: Any, row_max: Any, factor: Any) -> Any:
         """What is added to scores, once multiplied by the factor, for the exponents of P."""
@@ -309,55 +391,37 @@ class Softmax(ForwardCommon):
         less = self.shift(None, row_max, factor)
         if factor is None:
             power = peak + less
-        else:  # as in `powers`, to the bit
+        else:  # as in `compute_p`, to the bit
             power = device.pure("fma.rn.f32", Float32, peak, factor, less)
-        largest = common.exp2(power)
-        return device.rounded(largest, self.dtype) - largest
+        greatest = common.exp2(power)
+        return device.rounded(greatest, self.dtype) - greatest
 
-    def keep(self, pairs: list[Any], row: Any, at: Any, sums: list[Any]) -> None:
-        """Add pairs of P to the sums of the row, and begin to store them from column `at` on."""
+    def store_p(self, pairs: list[Any], row: Any, column: Any, sums: list[Any]) -> None:
+        """Add pairs of P to the sums of the row, and begin to store them from `column` on."""
         for j, pair in enumerate(pairs):
             c = j % len(sums)
             sums[c] = pair if sums[c] is None else cute.arch.add_packed_f32x2(sums[c], pair)
-        device.store_row(row, at, [device.pack(x, y, self.dtype) for x, y in pairs])
+        device.store_row(row, column, [device.pack(x, y, self.dtype) for x, y in pairs])
 
     # ------------------------------------------------------------------------------ end of a tile
 
-    def finish(self, tile: Any, stats: Any, gap: Any) -> tuple[Any, Any, Any]:
+    def finish(self, tile: TileValues, state: RowState, gap: Any) -> tuple[Any, Any, Any]:
         """What the output is multiplied by, the LSE, and the largest score, of the row.
 
         Args:
-            tile: what `begin` gave.
-            stats: of the row: reference, sum, maximum.
-            gap: what roundings of largest weights add to the sum.
+            gap: what roundings of the largest P of each block add to the sum.
         """
-        where, head, row, *_ = tile
         factor = self.factor(tile)
-        row_max, row_sum, top = (x[0] for x in stats)
-        term = self.hooks.lse(self.site(where), head, row[1])
-        dead = row_sum == Float32(0.0)
-        scale = cutlass.select_(dead, Float32(0.0), cute.arch.rcp_approx(row_sum + gap))
-        unit = Float32(1.0) if factor is None else factor
-        # once a row: exact, as an LSE may be the result
-        value = cute.math.log(row_sum) + row_max * (unit * LN2)
-        if term is not None:
-            # the term was left out of the scores: an infinite one shows here
-            wiped = term == Float32(NEG_INF)
-            value = value + cutlass.select_(wiped, term, term + (term - term))
-            odd = cutlass.select_(wiped, Float32(0.0), scale + (term - term))
-            scale = cutlass.select_(dead | wiped, Float32(0.0), odd)
-        value = cutlass.select_(dead, Float32(NEG_INF), value)
-        most = top * unit * LN2
-        if term is not None:
-            most = cutlass.select_(most == Float32(NEG_INF), most, most + term)
-        return scale, value, most
+        row_max, row_sum, highest = state.max[0], state.sum[0], state.highest[0]
+        lse_term = self.hooks.lse(tile.site, tile.head, tile.row[1])
+        return row_results(row_sum, gap, row_max, highest, factor, lse_term)
 
 
 @cute.jit
 def _repeated(
     compute: cutlass.Constexpr, first: cutlass.Constexpr, end: cutlass.Constexpr, found: Float32
 ):
-    """What `compute` made of `found`, for each number from `first` to `end` in a loop."""
+    """Compute `found = compute(c, found)` for c from `first` to `end`, in a loop."""
     for c in cutlass.range(first, end, unroll=1):
         found = compute(c, found)
     return found
@@ -369,13 +433,6 @@ def total_of(sums: Any) -> Any:
     for other in sums[1:]:
         pair = cute.arch.add_packed_f32x2(pair, other)
     return pair[0] + pair[1]
-
-
-def _largest(values: list[Any], nan: bool) -> Any:
-    most = values[0]
-    for x in values[1:]:
-        most = cute.arch.fmax(most, x, nan=nan)
-    return most
 
 
 def _larger(a: Any, b: Any, nan: bool) -> Any:

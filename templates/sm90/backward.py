@@ -314,7 +314,7 @@ class Backward:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
-        info = storage.info.get_tensor(cute.make_layout(32))  # int32 words
+        info = storage.info.get_tensor(cute.make_layout(Word.COUNT))  # int32 [words]
         smem_lse = storage.lse.get_tensor(  # f32 [block_q * words, stages]
             cute.make_layout((c.block_q * c.words[0], c.stages))
         )
@@ -391,7 +391,7 @@ class Backward:
         sums = self.captured_grads.begin(totals)
         q_count, kv_count = Int32(0), Int32(0)  # blocks and work tiles before
         note = (Int32(0), Int32(0))  # where dQ of the q block before goes, and whose turn it is
-        for acc in (mma.dk, mma.dv):
+        for acc in (mma.dk, mma.dv):  # defined before the loop; its first products overwrite them
             acc.fill(0.0)
         cute.arch.mbarrier_wait(bars.load.k_full, 0)
         valid = info[RECORD + WorkTile.VALID]
@@ -404,6 +404,7 @@ class Backward:
                 scaled = self.lse_in_mma.scale(p.scale)
                 site = Site(captured, *where, p.q_len, p.kv_len, scaled, Int32(0))
                 self.lse_in_mma.write_slope(mma.lse[0], site)
+            # S and dP of this work tile run while dK and dV of the one before are written
             block = self.start_block(True, consumer, q_count, kv_count)
             kv_block, h, b, count = (
                 info[record + i]
@@ -431,11 +432,12 @@ class Backward:
             kv_count += 1
             cute.arch.mbarrier_wait(bars.load.k_full + (kv_count & 1), k_phase(c, kv_count))
             valid = info[record_of(c, kv_count & 1) + WorkTile.VALID]
+        # the last work tile has no next one to do this
         if kv_count > 0:
             mma.issue_dq(bars, q_count - 1, kv_count - 1)
             warpgroup.wait_group(0)
             self.epilogue.write_dk_dv(mma.dk, mma.dv, out, kv_count)
-            free = not c.accumulate
+            free = not c.accumulate  # then `write_dk_dv` has waited
             self.epilogue.send_dq(mma.dq, note, out, q_count - 1, free)
         self.epilogue.finish(out)
 

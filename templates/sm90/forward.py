@@ -29,6 +29,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import hopper_helpers
 
 from attnkit.templates.common import device
+from attnkit.templates.common.forward_work import Scalars
 from attnkit.templates.common.hooks import ForwardHooks
 from attnkit.templates.common.site import Site
 from attnkit.templates.common.tma import ordered
@@ -46,7 +47,6 @@ from attnkit.templates.sm90.forward_producer import (
     INFO_WORDS,
     NEXT_WORDS,
     Producer,
-    Scalars,
     SharedMemory,
     TileScheduler,
     Work,

@@ -127,7 +127,7 @@ class Epilogue:
             total = device.quad_sum(state.sum[r])
             row_max = None if self.config.softmax == "no-max" else state.max[r]
             state.scale[r], lse, max_score = row_results(
-                total, total, row_max, state.highest[r], factor, lse_terms[r]
+                total, None, row_max, state.highest[r], factor, lse_terms[r]
             )
             self._write_row(results, lse, max_score, place, r)
 

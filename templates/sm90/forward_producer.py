@@ -13,7 +13,7 @@ from enum import IntEnum
 import cutlass
 from cutlass import Int32, const_expr, cute
 
-from attnkit.templates.common.forward_work import CURSORS, ITEM_WORDS, WorkItem
+from attnkit.templates.common.forward_work import CURSORS, ITEM_WORDS, Scalars, WorkItem
 from attnkit.templates.common.hooks import ForwardHooks
 from attnkit.templates.common.tma import partition
 from attnkit.templates.sm90.config import WARPGROUP_ROWS, ForwardConfig
@@ -39,24 +39,6 @@ class WorkTile(IntEnum):
     NUM_UNMASKED = 4
     VALID = 5  # 0 after the last work tile; the other words are then undefined
     SPLIT_SLOT = 6  # >= 0: part of a split row
-
-
-@dataclass(frozen=True)
-class Scalars:
-    """The numbers of a call.
-
-    Attributes:
-        scale: softmax scale.
-        group: query heads per kv head.
-        q_len, kv_len: lengths.
-        kv_batch: batch size of key and value, 1 where all batch elements share them.
-    """
-
-    scale: cutlass.Float32
-    group: Int32
-    q_len: Int32
-    kv_len: Int32
-    kv_batch: Int32
 
 
 @dataclass(frozen=True)

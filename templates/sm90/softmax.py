@@ -22,6 +22,7 @@ from cutlass import Boolean, Float32, Int32, const_expr, cute
 
 from attnkit.templates.common import device
 from attnkit.templates.common.constants import NEG_INF, RESCALE_THRESHOLD
+from attnkit.templates.common.forward_work import Scalars
 from attnkit.templates.common.hooks import ForwardHooks, Values
 from attnkit.templates.common.site import Site
 from attnkit.templates.common.softmax import largest
@@ -135,7 +136,9 @@ class Softmax:
         """Offsets of a thread's columns from its first."""
         return [8 * g + c for g in range(self.config.block_kv // 8) for c in (0, 1)]
 
-    def site(self, captured: Any, batch: Any, head: Any, scalars: Any, first_row: Any) -> Site:
+    def site(
+        self, captured: list, batch: Int32, head: Int32, scalars: Scalars, first_row: Int32
+    ) -> Site:
         """Where a work tile is; its first row is the origin of distances."""
         steps = (0, ROW_STEP), self.columns_of_thread()
         q_len, kv_len, scale = scalars.q_len, scalars.kv_len, scalars.scale

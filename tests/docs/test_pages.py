@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import outputs
@@ -22,6 +23,20 @@ def test_code_runs_and_prints_what_the_page_says(
     for match, out in outputs.printed(path.read_text(), path.name):
         if match["text"] is not None:
             assert outputs.agrees(match["text"], out), f"{AGAIN}; printed:\n{out}"
+
+
+def test_files_that_pages_name_exist() -> None:
+    root = outputs.DOCS.parent
+    pages = [path for path in outputs.DOCS.rglob("*.md") if "notes" not in path.parts]  # diaries
+    named = {
+        (relative(page), name)
+        for page in pages
+        for name in re.findall(
+            r"`((?:attnkit|benchmarks|docs|templates|tests)/[\w/.]+)`", page.read_text()
+        )
+    }
+    assert len(named) > 4
+    assert not {(page, name) for page, name in named if not (root / name).exists()}
 
 
 def test_every_tutorial_has_code_that_runs() -> None:

@@ -1,4 +1,4 @@
-"""Predicted schedules: what `explain` says of them, and their pictures."""
+"""Predicted schedules: numbers, the report of `explain`, pictures."""
 
 from __future__ import annotations
 

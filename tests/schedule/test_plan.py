@@ -175,8 +175,8 @@ def test_every_blackwell_kernel_fits_its_memories(head_dim: int, value_dim: int)
         fields = sm100.config_of(form, kernel, "bfloat16", dims, False, "sm_100a")
         settings = config.ForwardConfig(**fields)  # or it says what does not fit
         assert (settings.block_q, settings.block_kv) == kernel.block
-        assert settings.width >= head_dim
-        assert settings.value_width >= value_dim
+        assert settings.head_dim >= head_dim
+        assert settings.head_dim_v >= value_dim
         layout = sm100.layout_of(fields)
         assert layout.shared_bytes <= config.SMEM_BYTES
         taken = [c for _, first, count in layout.columns for c in range(first, first + count)]

@@ -77,9 +77,9 @@ def compiled(kernel: Any, fakes: tuple[Any, ...], options: str) -> tuple[emulato
     """A kernel for the emulator, and its spilled bytes."""
     with tempfile.TemporaryDirectory() as folder:
         keep = f"--keep-ptx --keep-cubin --generate-line-info --dump-dir={folder}"
-        found = cute.compile(kernel, *fakes, options=f"{keep} --gpu-arch sm_100a {options}")
-    (stats,) = kernel_stats(found.artifacts.CUBIN)
-    return emulator.Executable(found, fakes), stats.stack
+        result = cute.compile(kernel, *fakes, options=f"{keep} --gpu-arch sm_100a {options}")
+    (stats,) = kernel_stats(result.artifacts.CUBIN)
+    return emulator.Executable(result, fakes), stats.stack
 
 
 def case(
@@ -99,7 +99,7 @@ def case(
     dtype = str(query.dtype).removeprefix("torch.")
     config = ForwardConfig(
         **(
-            {"dtype": dtype, "width": width(dims[0]), "value_width": width(dims[1])}
+            {"dtype": dtype, "head_dim": width(dims[0]), "head_dim_v": width(dims[1])}
             | settings_of(dims)
             | settings
         )
@@ -134,7 +134,7 @@ def case(
         wrap=variant.wraps,
     )
     kinds = tensor_kinds(tensors)
-    tile = block[0], config.value_width
+    tile = block[0], config.head_dim_v
     fakes = forward_arguments(dtype, *dims, tile, kinds)
     key_ = (config, dims, kinds, program, ends, scale > 0, variant.wraps)
     build = lambda: compiled(Forward(config, hooks), fakes, options_of(hooks))
@@ -153,13 +153,13 @@ def case(
     return Case(exe, arguments, work, stack)
 
 
-def join_parts(made: Case) -> None:
-    """Put the parts of split rows together in out and LSE, in float64."""
-    out, lse, _ = made.results()
-    parts, part_lse = made.arguments[10].double(), made.arguments[11].double()
-    slots = made.work.split_ptr.tolist()
+def join_parts(case: Case) -> None:
+    """Combine the parts of split rows in out and LSE, in float64."""
+    out, lse, _ = case.results()
+    parts, part_lse = case.arguments[10].double(), case.arguments[11].double()
+    slots = case.work.split_ptr.tolist()
     for (b, h, tile), first, last in zip(
-        made.work.split.tolist(), slots[:-1], slots[1:], strict=True
+        case.work.split.tolist(), slots[:-1], slots[1:], strict=True
     ):
         rows = slice(tile * parts.shape[1], min((tile + 1) * parts.shape[1], lse.shape[2]))
         count, dim = rows.stop - rows.start, out.shape[3]

@@ -47,7 +47,7 @@ def check(
     split: bool = False,
     **settings: Any,
 ) -> Result:
-    """Run the kernel in all orders; compare; give back what it computed."""
+    """Run the kernel in all orders; compare; return what it computed."""
     case = kit.case(qkv, score, mask, scale=scale, need_max=top, split=split, **settings)
     assert case.stack == 0
     report: Any
@@ -59,18 +59,18 @@ def check(
     out, lse, most = case.results()
     assert (case.work.slots > 0) == split
     kit.join_parts(case)
-    found = Result(out, lse, most if top else None)
+    result = Result(out, lse, most if top else None)
     wide = (qkv[0].double(), qkv[1].double(), qkv[2].double())
     expected = attend(wide, score, mask, backend="eager", top=top, scale=scale)
     dense = attend(qkv, score, mask, backend="eager", top=top, scale=scale)
-    close("out", found.out, expected.out, dense.out)
-    close("lse", found.lse, expected.lse, dense.lse)
+    close("out", result.out, expected.out, dense.out)
+    close("lse", result.lse, expected.lse, dense.lse)
     if top:
-        assert found.top is not None
+        assert result.top is not None
         assert expected.top is not None
         assert dense.top is not None
-        close("max scores", found.top, expected.top, dense.top)
-    return found
+        close("max scores", result.top, expected.top, dense.top)
+    return result
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,6 @@ def test_variants(dims: tuple[int, int], dtype: torch.dtype, score: str, mask: s
         {"q_tiles": 1},
         {"q_tiles": 1, "block_kv": 64},
         {"halves": True, "alias": True, "poly": 4},
-        {"skip_masks": False, "work": "turns", "out_tiles": 2},
     ],
     ids=str,
 )
@@ -113,7 +112,7 @@ def test_settings(settings: dict[str, Any]) -> None:
 
 
 def test_cluster_launch_control() -> None:
-    """One CTA a piece of work; those that run take over those that have not begun."""
+    """One CTA a work tile; those that run take the tiles of those that were not launched yet."""
     check(draw(300, 64, heads=(6, 1)), work="clc")
 
 
@@ -124,22 +123,22 @@ def test_lengths(q_len: int, kv_len: int) -> None:
     check(draw(q_len, kv_len), mode="adversarial")
 
 
-def test_rows_that_keep_nothing_give_zero_and_minus_infinity() -> None:
-    """Whole tiles that keep nothing, too; and the largest scores."""
-    found = check(draw(600), None, lambda b, h, q, kv: (q >= kv + 290) | (q == 3), top=True)
-    dead = torch.arange(600) < 290
-    dead[3] = False
-    assert bool((found.out[:, :, dead] == 0).all())
-    assert bool((found.lse[:, :, dead] == -math.inf).all())
-    assert found.top is not None
-    assert bool((found.top[:, :, dead] == -math.inf).all())
+def test_fully_masked_rows_give_zero_and_minus_infinity() -> None:
+    """Whole tiles that are fully masked, too; and the largest scores."""
+    result = check(draw(600), None, lambda b, h, q, kv: (q >= kv + 290) | (q == 3), top=True)
+    masked = torch.arange(600) < 290
+    masked[3] = False
+    assert bool((result.out[:, :, masked] == 0).all())
+    assert bool((result.lse[:, :, masked] == -math.inf).all())
+    assert result.top is not None
+    assert bool((result.top[:, :, masked] == -math.inf).all())
 
 
 def test_row_terms_that_are_not_finite() -> None:
-    found = check(draw(200), row_term, lambda b, h, q, kv: q >= kv, top=True, mode="eager")
-    assert bool((found.out[:, :, 3] == 0).all())
-    assert bool(found.out[:, :, 70:72].isnan().all())
-    assert bool(found.out[:, :, [2, 72, 150]].isfinite().all())
+    result = check(draw(200), row_term, lambda b, h, q, kv: q >= kv, top=True, mode="eager")
+    assert bool((result.out[:, :, 3] == 0).all())
+    assert bool(result.out[:, :, 70:72].isnan().all())
+    assert bool(result.out[:, :, [2, 72, 150]].isfinite().all())
 
 
 @pytest.mark.parametrize("score", ["plain", "alibi"])
@@ -155,14 +154,14 @@ def test_exponentials_on_the_fma_units_pass_infinities_and_nan() -> None:
     query[:, :, 5, 0] = math.nan
     key[:, :, 250:254, 1] = math.nan  # reaches the rows that keep it, and no other
     mask = lambda b, h, q, kv: q >= kv
-    found = check((query, key, value), None, mask, top=True, poly=2, mode="eager")
-    assert bool(found.out[:, :, 5].isnan().all())
-    assert bool(found.out[:, :, 250:].isnan().all())
-    assert bool(found.out[:, :, 6:250].isfinite().all())
+    result = check((query, key, value), None, mask, top=True, poly=2, mode="eager")
+    assert bool(result.out[:, :, 5].isnan().all())
+    assert bool(result.out[:, :, 250:].isnan().all())
+    assert bool(result.out[:, :, 6:250].isfinite().all())
 
 
 def test_rows_that_are_split_along_kv() -> None:
-    """Late rows are dead in the first part."""
+    """Late rows are fully masked in the first part."""
     check(draw(150, 1400, heads=(1, 1)), None, lambda b, h, q, kv: kv >= q * 9, split=True)
 
 
@@ -176,11 +175,10 @@ def test_block_lists_overrule_the_mask() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"value_width": 256}, "take 768 columns of tensor memory, there are 512: take q_tiles=1"),
-        ({"width": 256, "value_width": 128}, "take alias=True, q_tiles=1 or block_kv=64"),
-        ({"value_width": 192, "q_tiles": 1, "alias": True}, "alias=True with value_width=192"),
-        ({"out_tiles": 3}, "out_tiles=3 with q_tiles=2 and alias=False: expected 1"),
-        ({"width": 100}, "width=100: expected a multiple of 32"),
+        ({"head_dim_v": 256}, "take 768 columns of tensor memory, there are 512: take q_tiles=1"),
+        ({"head_dim": 256, "head_dim_v": 128}, "take alias=True, q_tiles=1 or block_kv=64"),
+        ({"head_dim_v": 192, "q_tiles": 1, "alias": True}, "alias=True with head_dim_v=192"),
+        ({"head_dim": 100}, "head_dim=100: expected a multiple of 32"),
         ({"dtype": "float32"}, "expected 'bfloat16' or 'float16'"),
         ({"q_tiles": 3}, "expected 1 or 2"),
         ({"q_tiles": 1, "halves": True}, "halves=True with q_tiles=1 and block_kv=128"),

@@ -20,7 +20,7 @@ from attnkit.templates.sm100.config import ForwardConfig
 from tests.templates.test_sm90_forward import MASKS, MODS, close, draw, stairs
 from tests.templates.test_sm100_forward import check
 
-PAIR = {"pair": True, "work": "clc"}
+TWO_CTA = {"two_cta": True, "work": "clc"}
 BACKEND = "emulate:sm_100a"
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -40,28 +40,28 @@ def test_variants(dims: tuple[int, int], dtype: torch.dtype, score: str, mask: s
     batch = (2, 2) if mask == "by head and batch" else (1, 1)
     long = score is None and mask is None
     qkv = draw(*(600, 640) if long else (300, 310), dims=dims, dtype=dtype, batch=batch)
-    check(qkv, MODS[score]() if score else None, MASKS[mask]() if mask else None, **PAIR)
+    check(qkv, MODS[score]() if score else None, MASKS[mask]() if mask else None, **TWO_CTA)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"halves": True}, {"alias": True, "poly": 2}, {"work": "turns"}], ids=str
-)
+@pytest.mark.parametrize("settings", [{"halves": True}, {"alias": True, "poly": 2}], ids=str)
 def test_settings(settings: dict[str, Any]) -> None:
-    check(draw(600, 300), None, masks.causal(), **PAIR | settings)
+    check(draw(600, 300), None, masks.causal(), **TWO_CTA | settings)
 
 
 @pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (7, 129), (129, 7), (257, 128), (513, 600)])
 def test_lengths(q_len: int, kv_len: int) -> None:
     """Query tiles of one CTA, of both, of none."""
-    check(draw(q_len, kv_len), mode="adversarial", **PAIR)
+    check(draw(q_len, kv_len), mode="adversarial", **TWO_CTA)
 
 
 def test_maxima_that_move_from_block_to_block() -> None:
-    check(stairs(16.0, (64, 64), 3, True), scale=1.0, **PAIR)
+    check(stairs(16.0, (64, 64), 3, True), scale=1.0, **TWO_CTA)
 
 
 def test_rows_that_are_split_along_kv() -> None:
-    check(draw(150, 1400, heads=(1, 1)), None, lambda b, h, q, kv: kv >= q * 9, split=True, **PAIR)
+    check(
+        draw(150, 1400, heads=(1, 1)), None, lambda b, h, q, kv: kv >= q * 9, split=True, **TWO_CTA
+    )
 
 
 def attend(
@@ -69,12 +69,12 @@ def attend(
 ) -> tuple[Any, str]:
     """Output and LSE, and the PTX of the kernel; the emulator finds nothing wrong."""
     with emulation.session(ctas=4) as session, requested_sources() as sources:
-        found = flex_attention(*qkv, score, mask, backend=backend, return_lse=True)
+        result = flex_attention(*qkv, score, mask, backend=backend, return_lse=True)
     if backend != BACKEND:
-        return found, ""
+        return result, ""
     assert session.ok, session.reports
     (source,) = (s for s in sources if s.name.startswith("forward"))
-    return found, kernel(source).ptx
+    return result, kernel(source).ptx
 
 
 FEW = lambda b, h, q, kv: kv < 700
@@ -108,11 +108,11 @@ def test_an_operator_takes_pairs_where_they_are_predicted_better(
 
 def test_maxima_of_pairs_are_exact() -> None:
     qkv = draw(520, 300, heads=(1, 1), dims=(128, 128))
-    asked_for: dict[str, Any] = {"return_aux": AuxRequest(max_scores=True)}
-    _, found = flex_attention(*qkv, mods.alibi(1), FEW, backend=BACKEND, **asked_for)
+    options: dict[str, Any] = {"return_aux": AuxRequest(max_scores=True)}
+    _, result = flex_attention(*qkv, mods.alibi(1), FEW, backend=BACKEND, **options)
     wide = tuple(x.double() for x in qkv)
-    _, exact = flex_attention(*wide, mods.alibi(1), FEW, backend="eager", **asked_for)
-    torch.testing.assert_close(found.max_scores, exact.max_scores.float())
+    _, exact = flex_attention(*wide, mods.alibi(1), FEW, backend="eager", **options)
+    torch.testing.assert_close(result.max_scores, exact.max_scores.float())
 
 
 @pytest.mark.parametrize("dims", [(128, 128), (192, 128)])
@@ -129,5 +129,5 @@ def test_the_table_prefers_pairs_for_long_queries(dims: tuple[int, int]) -> None
 
 @pytest.mark.parametrize("other", [{"q_tiles": 1}, {"block_kv": 64}, {"work": "counter"}])
 def test_what_cannot_be_built_says_why(other: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=re.escape("expected 2, 128 and 'turns' or 'clc'")):
-        ForwardConfig(**(PAIR | other))
+    with pytest.raises(ValueError, match=re.escape("expected 2, 128 and 'clc'")):
+        ForwardConfig(**(TWO_CTA | other))

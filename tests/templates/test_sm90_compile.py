@@ -59,14 +59,14 @@ DIMS = [(64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)]
 
 
 def source(name: str, head_dim: int, value_dim: int) -> compiled.Source:
-    """The forward kernel of a variant; made, and kept for `kernel`."""
+    """The source of a variant's forward kernel."""
     score, mask = VARIANTS[name]()
     query, key = (torch.zeros(1, HEADS, LENGTH, head_dim, dtype=torch.bfloat16) for _ in range(2))
     value = torch.zeros(1, HEADS, LENGTH, value_dim, dtype=torch.bfloat16)
     with emulation.session(execute=False), compiled.requested_sources() as sources:
         flex_attention(query, key, value, score, mask, backend="emulate")
-    (found,) = sources
-    return found
+    (result,) = sources
+    return result
 
 
 @functools.cache
@@ -79,10 +79,10 @@ def kernel(name: str, head_dim: int, value_dim: int) -> compiled.Kernel:
 @pytest.mark.parametrize(("head_dim", "value_dim"), DIMS)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_no_spills_and_no_serialised_products(name: str, head_dim: int, value_dim: int) -> None:
-    found = kernel(name, head_dim, value_dim)
-    assert found.artifact.arch == "sm_90a"
-    assert found.artifact.problems == ()
-    assert [s.stack for s in found.stats] == [0]
+    compiled_kernel = kernel(name, head_dim, value_dim)
+    assert compiled_kernel.artifact.arch == "sm_90a"
+    assert compiled_kernel.artifact.problems == ()
+    assert [s.stack for s in compiled_kernel.stats] == [0]
 
 
 def test_passes_that_are_left_out_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def product_loops(ptx: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("name", ["alibi", "documents"])
-def test_blocks_that_are_kept_whole_are_computed_without_the_mask(name: str) -> None:
+def test_full_blocks_are_computed_without_the_mask(name: str) -> None:
     """One loop selects between score and -inf for each of a thread's scores; the other never."""
     counts = sorted(
         sum(line.startswith(("selp.f32", "selp.b32")) for line in loop)

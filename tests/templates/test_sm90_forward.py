@@ -28,7 +28,7 @@ LN2 = math.log(2.0)
 
 @pytest.fixture(autouse=True)
 def _poisoned() -> Iterator[None]:
-    """Memory that nobody has written holds NaN."""
+    """Unwritten memory holds NaN."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -78,17 +78,17 @@ def attend(
     return Result(out, aux.lse, aux.max_scores)
 
 
-def close(name: str, found: Tensor, expected: Tensor, dense: Tensor) -> None:
+def close(name: str, actual: Tensor, expected: Tensor, dense: Tensor) -> None:
     """Equal where not finite; else an error of at most twice that of the dense computation."""
-    found, dense = found.double(), dense.double()
-    assert torch.equal(found.isnan(), expected.isnan()), f"{name}: NaN"
+    actual, dense = actual.double(), dense.double()
+    assert torch.equal(actual.isnan(), expected.isnan()), f"{name}: NaN"
     ends = expected.isinf()
-    assert torch.equal(found[ends], expected[ends]), f"{name}: infinities"
+    assert torch.equal(actual[ends], expected[ends]), f"{name}: infinities"
     finite = expected.isfinite()
-    assert bool(found[finite].isfinite().all()), f"{name}: not finite"
+    assert bool(actual[finite].isfinite().all()), f"{name}: not finite"
     comparable = finite & dense.isfinite()
     own = (dense - expected)[comparable].abs()
-    error = (found - expected)[finite].abs()
+    error = (actual - expected)[finite].abs()
     # the dense computation may happen to be exact: then a few roundings of float32 are allowed
     rounding = 4 * torch.finfo(torch.float32).eps
     largest = float(expected[finite].abs().max()) if finite.any() else 0.0
@@ -105,25 +105,25 @@ def check(
     scale: float | None = None,
     top: bool = False,
 ) -> Result:
-    """Run the kernel in all orders; compare; give back what it computed."""
+    """Run the kernel in all orders; compare; return what it computed."""
     with emulation.session(mode="check", seeds=2) as ran:
-        found = attend(qkv, score, mask, backend="emulate", top=top, scale=scale)
+        result = attend(qkv, score, mask, backend="emulate", top=top, scale=scale)
     assert ran.reports
     assert ran.ok, "\n".join(str(report) for _, report in ran.reports)
     wide = (qkv[0].double(), qkv[1].double(), qkv[2].double())
     expected = attend(wide, score, mask, backend="eager", top=top, scale=scale)
     dense = attend(qkv, score, mask, backend="eager", top=top, scale=scale)
-    assert found.out.dtype == qkv[0].dtype
-    assert found.lse.dtype == torch.float32
-    close("out", found.out, expected.out, dense.out)
-    close("lse", found.lse, expected.lse, dense.lse)
+    assert result.out.dtype == qkv[0].dtype
+    assert result.lse.dtype == torch.float32
+    close("out", result.out, expected.out, dense.out)
+    close("lse", result.lse, expected.lse, dense.lse)
     if top:
-        assert found.top is not None
+        assert result.top is not None
         assert expected.top is not None
         assert dense.top is not None
-        close("max scores", found.top, expected.top, dense.top)
-    found.kernels = len(ran.reports)
-    return found
+        close("max scores", result.top, expected.top, dense.top)
+    result.kernels = len(ran.reports)
+    return result
 
 
 # ------------------------------------------------------------------------------- shapes and dtypes
@@ -177,7 +177,7 @@ MASKS: dict[str, Callable[[], Any]] = {
     "two intervals": lambda: lambda b, h, q, kv: (q >= kv) & ((kv < 20) | (q - kv < 40)),
     "no intervals": lambda: lambda b, h, q, kv: ((q + kv) % 3 != 0) & (q >= kv),
     "by head and batch": lambda: lambda b, h, q, kv: (kv + b * 70 + h * 30) % 200 < 90,
-    "keeps nothing": lambda: lambda b, h, q, kv: q < kv - 1000,
+    "fully masked": lambda: lambda b, h, q, kv: q < kv - 1000,
     "kv length": lambda: lambda b, h, q, kv: kv < 140,
 }
 
@@ -189,16 +189,16 @@ def test_masks(name: str) -> None:
 
 
 @pytest.mark.parametrize(("score", "top"), [("plain", True), ("softcap", False), ("alibi", False)])
-def test_rows_that_keep_nothing_give_zero_and_minus_infinity(score: str, top: bool) -> None:
+def test_fully_masked_rows_give_zero_and_minus_infinity(score: str, top: bool) -> None:
     mod = None if score == "plain" else MODS[score]()
-    found = check(draw(300), mod, lambda b, h, q, kv: (q >= kv + 130) | (q == 3), top=top)
-    dead = torch.arange(300) < 130
-    dead[3] = False
-    assert bool((found.out[:, :, dead] == 0).all())
-    assert bool((found.lse[:, :, dead] == -math.inf).all())
-    assert bool(found.lse[:, :, ~dead].isfinite().all())
-    if found.top is not None:
-        assert bool((found.top[:, :, dead] == -math.inf).all())
+    result = check(draw(300), mod, lambda b, h, q, kv: (q >= kv + 130) | (q == 3), top=top)
+    masked = torch.arange(300) < 130
+    masked[3] = False
+    assert bool((result.out[:, :, masked] == 0).all())
+    assert bool((result.lse[:, :, masked] == -math.inf).all())
+    assert bool(result.lse[:, :, ~masked].isfinite().all())
+    if result.top is not None:
+        assert bool((result.top[:, :, masked] == -math.inf).all())
 
 
 # -------------------------------------------------------------------------------------------- mods
@@ -272,18 +272,18 @@ ROWS[3], ROWS[70], ROWS[71], ROWS[150] = -math.inf, math.inf, math.nan, 3e4
 
 
 def test_row_terms_that_are_not_finite() -> None:
-    found = check(draw(200), row_term, lambda b, h, q, kv: q >= kv, top=True)
-    assert bool((found.out[:, :, 3] == 0).all())
-    assert bool((found.lse[:, :, 3] == -math.inf).all())
-    assert bool(found.out[:, :, 70:72].isnan().all())
-    assert bool(found.out[:, :, [2, 72, 150]].isfinite().all())
+    result = check(draw(200), row_term, lambda b, h, q, kv: q >= kv, top=True)
+    assert bool((result.out[:, :, 3] == 0).all())
+    assert bool((result.lse[:, :, 3] == -math.inf).all())
+    assert bool(result.out[:, :, 70:72].isnan().all())
+    assert bool(result.out[:, :, [2, 72, 150]].isfinite().all())
 
 
-def test_a_term_that_is_not_finite_in_a_row_that_keeps_nothing() -> None:
-    found = check(
+def test_a_term_that_is_not_finite_in_a_fully_masked_row() -> None:
+    result = check(
         draw(200), row_term, lambda b, h, q, kv: (q >= kv) & (q != 70) & (q != 71), top=True
     )
-    assert bool((found.out[:, :, 70:72] == 0).all())
+    assert bool((result.out[:, :, 70:72] == 0).all())
 
 
 @pytest.mark.parametrize(
@@ -295,24 +295,26 @@ def test_inputs_that_are_not_finite(dim: int, score: str) -> None:
     query[:, :, 6, 0] = math.inf
     key[:, :, 250:254, 1] = math.nan  # reaches the rows that keep it, and no other
     mod = None if score == "plain" else MODS[score]()
-    found = check((query, key, value), mod, lambda b, h, q, kv: q >= kv, top=score == "plain")
-    assert bool(found.out[:, :, 5].isnan().all())
-    assert bool(found.out[:, :, 250:].isnan().all())
-    assert bool(found.out[:, :, 7:250].isfinite().all())
+    result = check((query, key, value), mod, lambda b, h, q, kv: q >= kv, top=score == "plain")
+    assert bool(result.out[:, :, 5].isnan().all())
+    assert bool(result.out[:, :, 250:].isnan().all())
+    assert bool(result.out[:, :, 7:250].isfinite().all())
 
 
 @pytest.mark.parametrize("score", ["plain", "alibi", "not finite"])
 def test_rows_that_are_split_along_kv(score: str) -> None:
     """Their parts are computed by several CTAs and put together by a second kernel."""
     mod = {"plain": None, "alibi": mods.alibi(1), "not finite": row_term}[score]
-    found = check(
+    result = check(
         draw(75, 1400, heads=(1, 1)),
         mod,
-        lambda b, h, q, kv: (kv >= q * 18) & (q != 5),  # late rows are dead in the first part
+        lambda b, h, q, kv: (
+            (kv >= q * 18) & (q != 5)
+        ),  # late rows are fully masked in the first part
     )
-    assert found.kernels == 2
-    assert bool((found.out[:, :, 5] == 0).all())
-    assert bool((found.lse[:, :, 5] == -math.inf).all())
+    assert result.kernels == 2
+    assert bool((result.out[:, :, 5] == 0).all())
+    assert bool((result.lse[:, :, 5] == -math.inf).all())
 
 
 def stairs(
@@ -347,16 +349,18 @@ def test_maxima_that_move_below_zero(dim: int, score: str) -> None:
     check((query, key, value), mods.alibi(2) if score == "alibi" else None, scale=1.0)
 
 
-def test_tiles_that_keep_nothing() -> None:
-    """Cleared by warps of their own, in any layout, to the last row of the tensor."""
+def test_fully_masked_tiles() -> None:
+    """Written by warps of their own, in any layout, to the last row of the tensor."""
     query, key, value = draw(450, heads=(2, 2))
     swapped = query.transpose(1, 2).contiguous().transpose(1, 2)
-    found = check((swapped, key, value), None, lambda b, h, q, kv: (q >= 192) & (q < 380), top=True)
-    assert found.top is not None
-    for dead in (slice(0, 192), slice(380, 450)):
-        assert bool((found.out[:, :, dead] == 0).all())
-        assert bool((found.lse[:, :, dead] == -math.inf).all())
-        assert bool((found.top[:, :, dead] == -math.inf).all())
+    result = check(
+        (swapped, key, value), None, lambda b, h, q, kv: (q >= 192) & (q < 380), top=True
+    )
+    assert result.top is not None
+    for masked in (slice(0, 192), slice(380, 450)):
+        assert bool((result.out[:, :, masked] == 0).all())
+        assert bool((result.lse[:, :, masked] == -math.inf).all())
+        assert bool((result.top[:, :, masked] == -math.inf).all())
 
 
 # ------------------------------------------------------------------------------ layouts and options
@@ -370,10 +374,10 @@ def test_strides() -> None:
     wide = torch.zeros(*value.shape[:3], 65, dtype=BF16)
     wide[..., 1:] = value
     folded = key.transpose(2, 3).contiguous().transpose(2, 3)
-    found = check((swapped, folded, wide[..., 1:]), None, mask)
-    assert torch.equal(found.out, plain.out)
-    assert torch.equal(found.lse, plain.lse)
-    assert found.out.stride() == swapped.stride()
+    result = check((swapped, folded, wide[..., 1:]), None, mask)
+    assert torch.equal(result.out, plain.out)
+    assert torch.equal(result.lse, plain.lse)
+    assert result.out.stride() == swapped.stride()
     row = key[:1, :1, :1].expand(2, 2, 150, 64)
     check((query, row, value[:1].expand(2, 2, 150, 64)), None, mask)
 
@@ -391,9 +395,9 @@ def listed(states: list[list[int]], lengths: tuple[int, int], mask_mod: Any) -> 
     grid = torch.tensor(states)[None, None]
 
     def lists(kind: int) -> tuple[Tensor, Tensor]:
-        found = (grid == kind).int()
-        order = found.argsort(dim=-1, descending=True, stable=True).int()
-        return found.sum(-1).int(), order
+        present = (grid == kind).int()
+        order = present.argsort(dim=-1, descending=True, stable=True).int()
+        return present.sum(-1).int(), order
 
     return BlockMask.from_kv_blocks(
         *lists(1),
@@ -423,5 +427,5 @@ def test_block_masks() -> None:
     """attnkit's own is as good as its mask; tile sizes that a kernel has are taken."""
     mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 300, 300, device="cpu")
     qkv = draw(300)
-    found = check(qkv, None, mask)
-    assert torch.equal(found.out, check(qkv, None, masks.causal()).out)
+    result = check(qkv, None, mask)
+    assert torch.equal(result.out, check(qkv, None, masks.causal()).out)

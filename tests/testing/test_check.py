@@ -1,4 +1,4 @@
-"""check_variant: passes what is right; finds, names, shrinks and reprints what is wrong."""
+"""check_variant passes correct variants; it finds, names, shrinks and reprints faults."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_any_variant_passes_any_case(drawn: Variant, case: Case) -> None:
 def _around(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Callable[..., Any]
 ) -> None:
-    """Replace owner.name by fault, which gets the real one first."""
+    """Replace owner.name by a fault, whose first argument is the original."""
     monkeypatch.setattr(owner, name, functools.partial(fault, getattr(owner, name)))
 
 
@@ -252,7 +252,7 @@ def found(score_mod: Any, mask: Any, **options: Any) -> Report:
 
 
 def window(name: str) -> Any:
-    """A window of its own for each fault, so that no cache of another test knows its tiles."""
+    """A different window for each fault, so that no cache of another test has its tiles."""
     return masks.sliding_window(20 + list(FAULTS).index(name), 2)
 
 

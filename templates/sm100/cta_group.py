@@ -1,0 +1,68 @@
+"""The CTAs that share products: one, or a pair whose first CTA leads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Int32, const_expr, cute
+
+from attnkit.templates.sm100 import device
+
+
+@dataclass(frozen=True)
+class CtaGroup:
+    """One CTA, or a pair of them with common products (`tcgen05` with `cta_group::2`).
+
+    The first CTA of a pair leads: it issues the products for both, and waits for what they read.
+
+    Attributes:
+        two_cta: whether it is a pair.
+    """
+
+    two_cta: bool
+
+    @property
+    def size(self) -> int:
+        """CTAs of the group."""
+        return 2 if self.two_cta else 1
+
+    def rank(self) -> Int32:
+        """Which CTA of the group this is; 0 leads."""
+        if not self.two_cta:
+            return Int32(0)
+        cta, _, _ = cute.arch.block_idx()
+        return cta & 1
+
+    def query_tile(self, t: int | Int32) -> Int32:
+        """Which query tile of a work tile is this CTA's t-th."""
+        return self.size * t + self.rank()
+
+    def arrive_leader(self, barrier: cute.Pointer) -> None:
+        """One arrival a warp, at the barrier of the CTA where the products are issued."""
+        (device.arrive_first if self.two_cta else device.arrive)(barrier)
+
+    def commit(self, barrier: cute.Pointer) -> None:
+        """One arrival in every CTA of the group, once all products issued so far are done."""
+        (device.commit_pair if self.two_cta else device.commit)(barrier)
+
+    @cute.jit
+    def expect_bytes(self, barrier: cute.Pointer, size: cutlass.Constexpr):
+        """Announce the bytes of a load of the whole group, at the leader's barrier."""
+        if const_expr(not self.two_cta):
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
+        elif self.rank() == 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
+
+    def sync(self) -> None:
+        """Wait for all threads of all CTAs of the group."""
+        if self.two_cta:
+            # the cluster barrier does not order tensor memory by itself
+            device.fence_before()
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+            device.fence_after()
+        else:
+            cute.arch.sync_threads()

@@ -1,0 +1,136 @@
+"""The mbarriers of the Blackwell forward kernel: who waits for whom, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cutlass import cute
+
+from attnkit.templates.sm100.config import S_STAGES, WARPGROUP_WARPS, ForwardConfig
+from attnkit.templates.sm100.cta_group import CtaGroup
+
+RECORDS = 2  # records of work tiles
+# Numbers of kv blocks on their way to the softmax. They need no empty barrier: when the load of a block
+# of K begins, the softmax is done with all but the last `MAX_STAGES // 2` blocks before it, as their V
+# has left the ring, or K of the block after theirs.
+BLOCK_NUMBERS = 8
+
+
+@dataclass(frozen=True)
+class ForwardBarriers:
+    """The mbarriers of a CTA; each field is the first of as many as `sizes` says.
+
+    Attributes:
+        s_half: the lower half of the columns of S is computed; only with `halves`.
+        s_full: S is computed.
+        s_empty: the softmax has read S, so that its upper half may be computed; only with `halves`.
+        p_full: for each part of P: the softmax has stored it; for the first part also: the correction
+            has rescaled O.
+        q_full: the bytes of Q.
+        q_empty: the products that read Q are done; with `alias`, the output in its place is stored.
+        o_full: O is computed: at the end of a work tile, with one query tile after each block.
+        scale_full: the softmax has a number for each row of the correction.
+        scale_empty: the correction has read them.
+        out_full: the correction has written the output tile to shared memory.
+        out_empty: the output tile was stored; with `alias`, the same as `q_empty`.
+        kv_full: the bytes of K or V.
+        kv_empty: the products that read them are done.
+        work_full: the record of a work tile is written.
+        work_empty: all roles have read it.
+        block_full: the number of a kv block is written.
+        clc_full: the answer of cluster launch control is there.
+        clc_ready: the second CTA of a pair expects the next answer.
+    """
+
+    s_half: cute.Pointer
+    s_full: cute.Pointer
+    s_empty: cute.Pointer
+    p_full: tuple[cute.Pointer, ...]
+    q_full: cute.Pointer
+    q_empty: cute.Pointer
+    o_full: cute.Pointer
+    scale_full: cute.Pointer
+    scale_empty: cute.Pointer
+    out_full: cute.Pointer
+    out_empty: cute.Pointer
+    kv_full: cute.Pointer
+    kv_empty: cute.Pointer
+    work_full: cute.Pointer
+    work_empty: cute.Pointer
+    block_full: cute.Pointer
+    clc_full: cute.Pointer
+    clc_ready: cute.Pointer
+
+    @staticmethod
+    def sizes(config: ForwardConfig) -> dict[str, int]:
+        """How many barriers each field stands for, in their order in shared memory."""
+        s_names = "s_half", "s_full", "s_empty"
+        q_names = (
+            "q_full",
+            "q_empty",
+            "o_full",
+            "scale_full",
+            "scale_empty",
+            "out_full",
+            "out_empty",
+        )
+        return {
+            **dict.fromkeys(s_names, S_STAGES),
+            "p_full": S_STAGES * len(config.p_parts),
+            **dict.fromkeys(q_names, config.q_tiles),
+            **dict.fromkeys(("kv_full", "kv_empty"), config.stages),
+            **dict.fromkeys(("work_full", "work_empty"), RECORDS),
+            "block_full": BLOCK_NUMBERS,
+            **dict.fromkeys(("clc_full", "clc_ready"), 1),
+        }
+
+    @classmethod
+    def count(cls, config: ForwardConfig) -> int:
+        """How many mbarriers there are."""
+        return sum(cls.sizes(config).values())
+
+    @classmethod
+    def at(cls, base: cute.Pointer, config: ForwardConfig) -> ForwardBarriers:
+        """The barriers that begin at an address of shared memory."""
+        fields: dict[str, Any] = {}
+        offset = 0
+        for name, size in cls.sizes(config).items():
+            if name == "p_full":
+                parts = range(0, size, S_STAGES)
+                fields[name] = tuple(base + (offset + part) for part in parts)
+            else:
+                fields[name] = base + offset
+            offset += size
+        if config.alias:
+            fields["out_empty"] = fields["q_empty"]
+        return cls(**fields)
+
+    def init(self, config: ForwardConfig, group: CtaGroup) -> None:
+        """Initialise them, by one thread, with how many arrivals complete a phase."""
+        init, warps = cute.arch.mbarrier_init, WARPGROUP_WARPS
+        for u in range(S_STAGES):
+            init(self.s_half + u, 1)
+            init(self.s_full + u, 1)
+            init(self.s_empty + u, warps * config.ctas)
+            for part, barrier in enumerate(self.p_full):
+                # the first part waits for the warps of the correction as well
+                init(barrier + u, (warps if part else 2 * warps) * config.ctas)
+        for t in range(config.q_tiles):
+            for barrier in (self.q_full, self.q_empty, self.o_full):
+                init(barrier + t, 1)
+            for barrier in (self.scale_full, self.scale_empty, self.out_full):
+                init(barrier + t, warps)
+            if not config.alias:
+                init(self.out_empty + t, 1)
+        for s in range(config.stages):
+            init(self.kv_full + s, 1)
+            init(self.kv_empty + s, 1)
+        for r in range(RECORDS):
+            init(self.work_full + r, 1)
+            # softmax and correction, the store warp, and the products' warp, which only the leader has
+            init(self.work_empty + r, warps * (config.q_tiles + 1) + 2 - group.rank())
+        for s in range(BLOCK_NUMBERS):
+            init(self.block_full + s, 1)
+        init(self.clc_full, 1)
+        init(self.clc_ready, 1)

@@ -1,0 +1,220 @@
+"""The warp that issues the products of the Blackwell forward: S = Q K^T and O += P V.
+
+In a pair of CTAs it is that of the first one, and issues for both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Int32, const_expr, cute
+from cutlass.cute.nvgpu import tcgen05
+
+from attnkit.templates.common.device import DTYPES
+from attnkit.templates.sm100 import device
+from attnkit.templates.sm100.config import ForwardConfig
+from attnkit.templates.sm100.cta_group import CtaGroup
+from attnkit.templates.sm100.forward_barriers import ForwardBarriers
+from attnkit.templates.sm100.forward_work import RingPosition, WorkRing
+
+MMA_K = 16  # columns of P that one instruction of P V reads
+HALVES = (0, 1)  # of the columns of S
+
+
+@dataclass(frozen=True)
+class Products:
+    """The products of a CTA, or of a pair.
+
+    Attributes:
+        qk_first, qk: S = Q K^T, overwriting and accumulating.
+        pv: O += P V.
+        frag_q: descriptors of Q, (mma, m, k, query tile).
+        frag_k: descriptors of K, (mma, n, k, stage).
+        frag_v: descriptors of V, (mma, n, k, stage).
+        s_layout: of S in tensor memory, f32 (mma, m, n).
+        p_layout: of P in tensor memory, 16 bits (mma, m, k).
+        out: O of each query tile in tensor memory, f32 (mma, m, n).
+    """
+
+    qk_first: cute.TiledMma
+    qk: cute.TiledMma
+    pv: cute.TiledMma
+    frag_q: cute.Tensor
+    frag_k: cute.Tensor
+    frag_v: cute.Tensor
+    s_layout: Any
+    p_layout: Any
+    out: list[cute.Tensor]
+
+
+@dataclass(frozen=True)
+class VBlock:
+    """A block of V: its stage in the ring, the barrier of its bytes, and the parity of its lap."""
+
+    stage: Int32
+    full: cute.Pointer
+    lap: Int32
+
+
+class MmaWarp:
+    """The warp that issues the products.
+
+    For each query tile they are issued in the order P V of a block, then Q K of the next: S of the
+    next block overwrites P, which P V has read by then, as products complete in their order.
+
+    Args:
+        config: the kernel's configuration.
+        group: the CTAs that share products.
+    """
+
+    def __init__(self, config: ForwardConfig, group: CtaGroup) -> None:
+        self.config = config
+        self.group = group
+        self.dtype = DTYPES[config.dtype]
+
+    @cute.jit
+    def run(self, mmas: tuple, smem: Any, work_ring: WorkRing, bars: ForwardBarriers):
+        """Issue the products of all work tiles.
+
+        Args:
+            mmas: (Q K^T, Q K^T, P V, P V), each twice: one overwrites, one accumulates.
+            smem: tiles of Q, K and V in shared memory.
+        """
+        c = self.config
+        mma = self._products(mmas, smem)
+        pv_first = mmas[2]  # of a block; whether it overwrites O is set for each
+        mma.qk_first.set(tcgen05.Field.ACCUMULATE, False)
+        mma.qk.set(tcgen05.Field.ACCUMULATE, True)
+        mma.pv.set(tcgen05.Field.ACCUMULATE, True)
+        kv_idx, tile_idx = Int32(0), Int32(0)
+        position = RingPosition.first()
+        work = work_ring.read(tile_idx)
+        while work.valid != 0:
+            # S of the first block of each query tile
+            cute.arch.mbarrier_wait(bars.kv_full + position.stage, position.lap)
+            for t in cutlass.range_constexpr(c.q_tiles):
+                cute.arch.mbarrier_wait(bars.q_full + t, tile_idx & 1)
+                self.issue_qk(mma, t, kv_idx, position.stage, bars, HALVES)
+            self.group.commit(bars.kv_empty + position.stage)
+            position = position.next(c.stages)
+            for j in cutlass.range(work.num_blocks, unroll=1):
+                v = VBlock(position.stage, bars.kv_full + position.stage, position.lap)
+                position = position.next(c.stages)
+                pv_first.set(tcgen05.Field.ACCUMULATE, j > 0)
+                more = j + 1 < work.num_blocks
+                if const_expr(c.q_tiles == 1):
+                    # S of the next block, into the other place, while the softmax of this one runs
+                    if more:
+                        cute.arch.mbarrier_wait(bars.kv_full + position.stage, position.lap)
+                        self.issue_qk(mma, 0, kv_idx + 1, position.stage, bars, HALVES)
+                        self.group.commit(bars.kv_empty + position.stage)
+                    self.issue_pv(mma, pv_first, 0, kv_idx, v, bars)
+                    self.group.commit(bars.kv_empty + v.stage)
+                    if j + 1 == work.num_blocks:
+                        if const_expr(not c.alias):  # else the output is still to take its place
+                            self.group.commit(bars.q_empty)
+                    self.group.commit(bars.o_full)
+                else:
+                    for t in cutlass.range_constexpr(2):
+                        if const_expr(c.halves):
+                            # the lower half of S does not overlap P
+                            if more:
+                                if const_expr(t == 0):
+                                    cute.arch.mbarrier_wait(
+                                        bars.kv_full + position.stage, position.lap
+                                    )
+                                cute.arch.mbarrier_wait(bars.s_empty + t, kv_idx & 1)
+                                self.issue_qk(mma, t, kv_idx + 1, position.stage, bars, (0,))
+                        self.issue_pv(mma, pv_first, t, kv_idx, v, bars)
+                        if const_expr(t == 1):
+                            self.group.commit(bars.kv_empty + v.stage)
+                        if more:
+                            if const_expr(t == 0 and not c.halves):
+                                cute.arch.mbarrier_wait(bars.kv_full + position.stage, position.lap)
+                            rest = (1,) if const_expr(c.halves) else HALVES
+                            self.issue_qk(mma, t, kv_idx + 1, position.stage, bars, rest)
+                        else:
+                            if const_expr(not c.alias):
+                                self.group.commit(bars.q_empty + t)
+                            self.group.commit(bars.o_full + t)
+                    if more:
+                        self.group.commit(bars.kv_empty + position.stage)
+                if more:
+                    position = position.next(c.stages)
+                kv_idx += 1
+            tile_idx += 1
+            work = work_ring.read(tile_idx)
+
+    def _products(self, mmas: tuple, smem: Any) -> Products:
+        """The operands in shared memory and the accumulators in tensor memory."""
+        c = self.config
+        qk_first, qk, _, pv = mmas
+        frag_q, frag_k = qk.make_fragment_A(smem.q), qk.make_fragment_B(smem.k)
+        frag_v = pv.make_fragment_B(smem.v)
+        shape_s = qk.partition_shape_C((c.mma_rows, c.block_kv))
+        shape_o = pv.partition_shape_C((c.mma_rows, c.head_dim_v))
+        shape_p = pv.partition_shape_A((c.mma_rows, c.block_kv))
+        s_layout = qk.make_fragment_C(shape_s).layout
+        o_layout = pv.make_fragment_C(shape_o).layout
+        p_layout = pv.make_fragment_A(shape_p).layout
+        out = [
+            cute.make_tensor(device.column(c.out_column(t)), o_layout)  # f32 (mma, m, n)
+            for t in range(c.q_tiles)
+        ]
+        return Products(qk_first, qk, pv, frag_q, frag_k, frag_v, s_layout, p_layout, out)
+
+    def issue_qk(
+        self,
+        mma: Products,
+        t: int,
+        kv_idx: Int32,
+        stage: Int32,
+        bars: ForwardBarriers,
+        halves: tuple[int, ...],
+    ) -> None:
+        """Issue S of the kv_idx-th block of query tile t, or of a half of its columns."""
+        c, u = self.config, self.config.s_stage(t, kv_idx)
+        scores = cute.make_tensor(device.column(c.s_column(u)), mma.s_layout)  # f32 (mma, m, n)
+        for half in halves if c.halves else (0,):
+            for k in range(cute.size(mma.frag_q, mode=[2])):
+                cute.gemm(
+                    mma.qk_first if k == 0 else mma.qk,
+                    scores[None, 0, half],
+                    mma.frag_q[None, 0, k, t],
+                    mma.frag_k[None, half, k, stage],
+                    scores[None, 0, half],
+                )
+            whole = half == 1 or not c.halves
+            self.group.commit((bars.s_full if whole else bars.s_half) + u)
+
+    def issue_pv(
+        self,
+        mma: Products,
+        pv_first: cute.TiledMma,
+        t: int,
+        kv_idx: Int32,
+        v: VBlock,
+        bars: ForwardBarriers,
+    ) -> None:
+        """Issue O += P V of the kv_idx-th block of query tile t, each part of P once it is stored."""
+        c, u = self.config, self.config.s_stage(t, kv_idx)
+        place = device.column(c.p_column(u))
+        # 16 bits (mma, m, k)
+        p = cute.make_tensor(cute.recast_ptr(place, dtype=self.dtype), mma.p_layout)
+        if t == 0:
+            cute.arch.mbarrier_wait(v.full, v.lap)
+        starts = [end // MMA_K for end in (0, *c.p_parts[:-1])]
+        for k in range(c.block_kv // MMA_K):
+            if k in starts:
+                cute.arch.mbarrier_wait(bars.p_full[starts.index(k)] + u, c.s_phase(kv_idx))
+                if c.two_cta:  # P of the other CTA: its arrival comes from another SM
+                    device.fence_after()
+            cute.gemm(
+                pv_first if k == 0 else mma.pv,
+                mma.out[t],
+                p[None, None, k],
+                mma.frag_v[None, None, k, v.stage],
+                mma.out[t],
+            )
