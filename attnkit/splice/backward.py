@@ -34,12 +34,8 @@ _LONG = 4096  # length of a sequence where none is named
 
 def supports(kernel_call: KernelCall, inputs: BackwardInputs) -> bool:
     """Whether the kernels of the call's target can compute this backward."""
-    program, spec, runs, query = (
-        kernel_call.program,
-        kernel_call.spec,
-        kernel_call.runs,
-        inputs.query,
-    )
+    program, spec, runs = kernel_call.program, kernel_call.spec, kernel_call.runs
+    query = inputs.query
     if spec.target is None:
         return False
     template = backward_template(spec.target)
@@ -64,8 +60,8 @@ def _learned(inputs: BackwardInputs) -> list[Tensor]:
 def prepare(kernel_call: KernelCall, inputs: BackwardInputs) -> BackwardCall:
     """Prepare the gradients of tensors like these; `supports` must hold.
 
-    In a deterministic call the sums of dQ, dK and dV are formed in
-    a fixed order, and those of captured tensors exactly.
+    In a deterministic call the sums of dQ, dK and dV are formed in a fixed order, and those of
+    captured tensors exactly.
     """
     return backward_call.prepare(kernel_call, inputs, lambda: _settings_of(kernel_call, inputs))
 
