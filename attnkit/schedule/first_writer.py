@@ -33,7 +33,7 @@ from attnkit.sparsity.block_runs import BlockRuns
 # Measured on one H200: 134 MB of zeros take 28 us at 1.6 GHz.
 BYTES_A_CLOCK = 3000
 ARRIVAL = 4000  # clocks from a q tile's last product until its flag can be seen, an estimate
-MOST = 128  # kv tiles that a q tile may meet on average; beyond, zeros are little beside the work
+MOST = 128  # kv tiles that a q tile may meet on average; beyond, zeros are little against the work
 
 _AT_ONCE = 1 << 16  # visits, of which a dozen arrays fit a cache
 

@@ -5,7 +5,7 @@ backward a (b, h, kv block), walking along q by the transposed runs. Rows are or
 processing time first (Graham 1969) inside sections whose keys and values fit L2, heads that share
 them side by side; rows beyond their fair share are split, and the results of the work tiles joined
 by `attnkit.runtime.merge_states.merge`. Workers take work tiles in list order from one counter, so
-a long row delays nobody. Everything is torch operators on the runs' device; no loop over rows.
+a long row delays no other. Everything is torch operators on the runs' device; no loop over rows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from attnkit.util.csr import searched
 FORWARD = Cost(full=2209, partial=2450, tile=4000, merge=4600)
 
 # The Hopper backward on one H200, full, D = 128: two of its blocks of 64 x 128, fitted over lengths
-# 2048 and 8192, and what a part of a row takes beside its blocks; the mask's share is an estimate.
+# 2048 and 8192, and what a part of a row takes without its blocks; the mask's share is an estimate.
 BACKWARD = Cost(full=6060, partial=6360, tile=9500, merge=6500)
 
 L2_BYTES = 32 << 20  # of the H200's 50 MB: 8 heads at 8192 were as fast as 4, 16 were slower

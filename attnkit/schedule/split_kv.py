@@ -15,7 +15,7 @@ from torch import Tensor
 from attnkit.errors import OptionError
 from attnkit.util.csr import owners, searched
 
-# Costs are told apart down to this part of a worker's share; also the guarantee of `longest first`
+# Costs are compared down to this part of a worker's share; also the guarantee of `longest first`
 # that makes splitting needless: list scheduling ends within the longest tile of the share.
 GRAIN = 32
 
@@ -198,7 +198,7 @@ def _cut(rows: Rows, row: Tensor, place: Tensor) -> WorkTiles:
 def predicted(costs: Tensor, workers: int) -> int:
     """Makespan of costs, in list order, when each free worker takes the next work tile.
 
-    Neighbours that are small beside a worker's share are taken together, so the effort does not
+    Neighbours that are small against a worker's share are merged, so the effort does not
     grow with the number of work tiles, and the result is right to a `GRAIN`th of the share.
     """
     if costs.numel() > workers * GRAIN:

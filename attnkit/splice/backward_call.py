@@ -102,7 +102,7 @@ class BackwardCall:
     def __call__(
         self, inputs: BackwardInputs
     ) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor | None]]:
-        """The gradients of query, key and value, and of the score's tensors, on the current stream."""
+        """The gradients of query, key, value and the score's tensors, on the current stream."""
         tensors = query, key, value, out, grad_out = loaded(inputs)
         captured, scale = inputs.captured, inputs.scale
         device, work = self.device, self.work
@@ -314,7 +314,7 @@ def _build_call(
 
 
 def _mask_argument(t: Tensor, captured: Captured, device: torch.device) -> CapturedArgument:
-    """Where a tensor of the mask is found at each call: among the captured ones, or it is a table."""
+    """Where a tensor of the mask is found at each call: captured, or a table."""
     slot = next((i for i, own in enumerate(captured.masks) if own is t), None)
     return readable(t, device) if slot is None else captured_slot(MASK, slot, captured, device)
 

@@ -1,4 +1,4 @@
-"""The tables of a backward: work tiles in order, and the order of the sums of a deterministic run."""
+"""The tables of a backward: work tiles, and the order of the sums of a deterministic run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class BackwardWork:
         work_tiles, partial, full: see `templates.sm90.backward.Backward`.
         order: tables of a deterministic run's order, the first the semaphores before a launch.
         flags: of the chunks of dQ, if a CTA waits for them.
-        first_writer: the first CTA of a row stores its part of dQ, and nobody clears it.
+        first_writer: the first CTA of a row stores its part of dQ, which is not cleared.
         units: of the sums of dQ, of shared dK and dV, and of dK and dV of split kv tiles.
         rows: of the statistics.
         counters: of the kernel.
