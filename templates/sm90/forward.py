@@ -104,7 +104,7 @@ class Forward:
         self.scheduler = TileScheduler()
         self.producer = Producer(config, hooks)
         self.softmax = Softmax(config, hooks)
-        self.epilogue = Epilogue(config, self.softmax)
+        self.epilogue = Epilogue(config)
 
     # ------------------------------------------------------------------------------------ host
 
