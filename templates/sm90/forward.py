@@ -315,7 +315,9 @@ class Forward:
         cute.arch.mbarrier_wait(bars.q.full, 0)
         valid = cute.arch.make_warp_uniform(smem.info[record_of(Int32(0)) + WorkTile.VALID])
         if const_expr(c.chained):
-            if valid != 0:  # S of the first tile's first block; that of later tiles comes with O
+            if (
+                valid != 0
+            ):  # Q K of the first block; later tiles' is issued with the last P V before
                 cute.arch.mbarrier_wait(bars.k.full, 0)
                 kv_block = smem.info[0]
                 warpgroup.fence()
