@@ -315,9 +315,8 @@ class Forward:
         cute.arch.mbarrier_wait(bars.q.full, 0)
         valid = cute.arch.make_warp_uniform(smem.info[record_of(Int32(0)) + WorkTile.VALID])
         if const_expr(c.chained):
-            if (
-                valid != 0
-            ):  # Q K of the first block; later tiles' is issued with the last P V before
+            # Q K of the first tile's first block; for later tiles `issue_next_tile` issues it
+            if valid != 0:
                 cute.arch.mbarrier_wait(bars.k.full, 0)
                 kv_block = smem.info[0]
                 warpgroup.fence()
@@ -371,7 +370,7 @@ class Forward:
             work = Work.read(smem.info, record_of(tile_idx - 1))
             site, place = self._place(work, thread, captured, scalars)
             lse_terms = self.softmax.lse_terms(site, place.row)
-            # while the products run
+            # while the products run:
             self.epilogue.write_rows(self.softmax.factor(tile), lse_terms, state, results, place)
             warpgroup.wait_group(0)
             if const_expr(c.chained):
