@@ -170,7 +170,7 @@ def main() -> int:
     parser.add_argument("--direction", choices=DIRECTIONS, action="append", help="default: both")
     parser.add_argument("--only", default="", help="variants whose name begins so")
     parser.add_argument("--workers", type=int, default=2, help="processes")
-    parser.add_argument("--save", type=Path, help="write the rows to this file, anew")
+    parser.add_argument("--save", type=Path, help="write the rows to this file, replacing it")
     parser.add_argument("--resume", action="store_true", help="go on with the rows of that file")
     options = parser.parse_args()
     known = {t.arch for t in TARGETS}

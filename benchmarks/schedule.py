@@ -112,7 +112,7 @@ def measure(mask: str, length: int, workers: int, backward: bool) -> dict[str, A
     row = {
         "benchmark": "schedule", "mask": mask, "length": length, "batch": BATCH, "heads": HEADS,
         "block": BLOCK, "backward": backward, "workers": workers, "l2_bytes": L2_BYTES,
-        "pieces": mine.pieces, "split": mine.split, "makespan": mine.makespan,
+        "pieces": mine.work_tile_count, "split": mine.split, "makespan": mine.makespan,
         "ratio": mine.makespan / mine.bound, "idle": mine.idle, "reuse": mine.reuse,
         "grid": grid.makespan / mine.makespan, "grid_idle": grid.idle, "grid_reuse": grid.reuse,
         "one_section_reuse": report(apart, runs).reuse, "plan_ms": plan_ms,

@@ -1,8 +1,8 @@
-"""Train a small language model on packed documents, with attention of our own.
+"""Train a small language model on packed documents, with its own mask and score_mod.
 
-Source files of Python's standard library are packed into one sequence. A byte sees the bytes before
-it, of its own document, at most WINDOW back (the mask), and pays for distance with a slope that
-each head learns (ALiBi, the score_mod). Tiles that the mask empties are never computed.
+Packs source files of Python's standard library into one sequence. A byte attends to the bytes
+before it in the same document, at most WINDOW back (the mask). Each head learns a slope by which
+scores fall with distance (ALiBi, the score_mod). Fully masked tiles are never computed.
 
 Exits with 1 if the model does not learn, or if attention is not exact.
 """
@@ -32,12 +32,12 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # query, key, value
 
 
 def packed(ids: Tensor) -> attnkit.Mask:
-    """Earlier bytes of the same document in a window; ids [S] is the document of each byte."""
+    """Keep earlier bytes of the same document in a window; ids [S] is the document of each byte."""
     return causal() & document(ids) & sliding_window(WINDOW)
 
 
 def sparse_attention(ids: Tensor, backend: str = "auto") -> Attend:
-    """attnkit. New ids and slopes need no new trace: they are arguments of the traced graph."""
+    """Attend by attnkit. New ids and slopes need no new trace: they are arguments of the graph."""
     mask = packed(ids)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ def sparse_attention(ids: Tensor, backend: str = "auto") -> Attend:
 
 
 def dense_attention(ids: Tensor) -> Attend:
-    """The same in plain PyTorch: a bias for every head and every pair of positions."""
+    """Attend by plain PyTorch, with a bias for every head and every pair of positions."""
     place = torch.arange(len(ids))
     distance = place[:, None] - place
     dropped = (distance < 0) | (distance > WINDOW) | (ids[:, None] != ids)
@@ -63,7 +63,7 @@ def dense_attention(ids: Tensor) -> Attend:
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer on the residual stream [S, WIDTH]."""
+    """Apply attention and a feed-forward layer to the residual stream [S, WIDTH]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Block(nn.Module):
         self.log_slopes = nn.Parameter(-math.log(2) * torch.arange(1.0, HEADS + 1))
 
     def heads(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Query, key, value [1, HEADS, S, WIDTH / HEADS] and slopes [HEADS]."""
+        """Return query, key, value [1, HEADS, S, WIDTH / HEADS] and slopes [HEADS]."""
         qkv = self.qkv(self.norm(x)).unflatten(-1, (3, 1, HEADS, -1))
         return *qkv.permute(1, 2, 3, 0, 4), self.log_slopes.exp()
 
@@ -85,7 +85,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Bytes [S] to logits [S, 256]."""
+    """Map bytes [S] to logits [S, 256]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,20 +101,20 @@ class Model(nn.Module):
 
 
 def loss_of(model: Model, tokens: Tensor, ids: Tensor, attend: Attend) -> Tensor:
-    """Mean loss of the next byte, in nats; the end of a document predicts nothing."""
+    """Return the mean loss of the next byte, in nats; the end of a document predicts nothing."""
     targets = tokens[1:].masked_fill(ids[1:] != ids[:-1], -100)  # -100: cross_entropy skips it
     return F.cross_entropy(model(tokens, attend)[:-1], targets)
 
 
 def read_files() -> list[bytes]:
-    """Modules of Python's standard library."""
+    """Read modules of Python's standard library."""
     folder = Path(sysconfig.get_path("stdlib"))
     files = [path.read_bytes() for path in sorted(folder.glob("*.py"))]
     return [text for text in files if len(text) > 2000] or sys.exit(f"no source in {folder}")
 
 
 def pack(files: list[bytes], length: int, draw: random.Random) -> tuple[Tensor, Tensor]:
-    """Tokens and document ids, both [length]: stretches of random files, one after another."""
+    """Pack stretches of random files; return tokens and document ids, both [length]."""
     text, ids = b"", []
     while len(text) < length:
         source = draw.choice(files)
@@ -126,7 +126,7 @@ def pack(files: list[bytes], length: int, draw: random.Random) -> tuple[Tensor, 
 
 
 def train(model: Model, files: list[bytes], steps: int, length: int) -> list[float]:
-    """Train on new documents at every step; the loss of each step."""
+    """Train on new documents at every step; return the loss of each step."""
     draw, losses = random.Random(0), []
     optimizer = torch.optim.AdamW(model.parameters())
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, steps + 1, pct_start=0.1)
@@ -155,7 +155,7 @@ def main() -> int:
     length, bound = (512, 5.4) if args.quick else (2048, 2.2)  # guessing gives log(256) = 5.55
     torch.manual_seed(0)
     files, model = read_files(), Model()
-    print(f"{len(files)} source files, packed anew at each step into {length} bytes")
+    print(f"{len(files)} source files, packed again at each step into {length} bytes")
     losses = train(model, files, args.steps, length)
     reached = statistics.mean(losses[-max(1, args.steps // 10) :])
     print(f"loss      {losses[0]:.2f} -> {reached:.2f} nats per byte (bound {bound:.2f})")

@@ -36,14 +36,14 @@ class GraphBackward(GraphForward):
         scores: how many of the captured tensors are the score's; the mask's follow.
         listed: block lists overrule the mask.
         positive: whether the softmax scale is above 0.
-        wanted: for each captured tensor of the score, whether its gradient is needed.
+        needs_grad: for each captured tensor of the score, whether its gradient is needed.
 
     Attributes:
         sloped: whether the derivative of the mod by the score is not 1.
         learned: for each load with a gradient, the level of its index, from `Level.HEAD` up.
-        slots: for each such load, which of the wanted tensors it reads.
+        slots: for each such load, which of the tensors that need a gradient it reads.
         gathers: whether a captured tensor is read for every score, or every q - kv.
-        distant: whether a number of the head times kv - q is added apart, see `distance`; only
+        distant: whether a number of the head times kv - q is added by itself, see `distance`; only
             where the mod's slope is 1.
     """
 
@@ -56,16 +56,16 @@ class GraphBackward(GraphForward):
         scores: int,
         listed: bool = False,
         positive: bool = True,
-        wanted: Sequence[bool] = (),
+        needs_grad: Sequence[bool] = (),
     ) -> None:
         loads: tuple[tuple[Node, Node], ...] = ()
         dscore = arg("grad")
         if root is not None:
             found = adjoint(root)
             dscore = found.dscore
-            wants = [i for i, need in enumerate(wanted) if need]
-            loads = tuple((n, c) for n, c in found.loads if int(str(n.attr)) in wants)
-            self.slots = tuple(wants.index(int(str(n.attr))) for n, _ in loads)
+            learned = [i for i, need in enumerate(needs_grad) if need]
+            loads = tuple((n, c) for n, c in found.loads if int(str(n.attr)) in learned)
+            self.slots = tuple(learned.index(int(str(n.attr))) for n, _ in loads)
         else:
             self.slots = ()
         self._loads = tuple(load for load, _ in loads)
@@ -73,7 +73,9 @@ class GraphBackward(GraphForward):
         self._dscore = unscaled(dscore)
         self._slope = unscaled(_with_unit_gradient(dscore))
         self.sloped = self._slope is not _ONE
-        form = score_form(root, apart=not self.sloped)  # a slope leaves no registers for it
+        form = score_form(
+            root, separate_distance=not self.sloped
+        )  # a slope leaves no registers for it
         super().__init__(form, mask, ends, scores=scores, listed=listed, positive=positive)
         parts = [n for n in (form.factor, form.rest, form.slope) if n is not None]
         self.distant = form.distance is not None
@@ -97,7 +99,7 @@ class GraphBackward(GraphForward):
         return (*super().head(site), self._adjoint.head(site, scores), distance)
 
     def distance(self, site: Any, head: Values) -> Any:
-        """What x has for each step of kv - q, beside what `both` gives; None for nothing."""
+        """What x has for each step of kv - q, besides what `both` gives; None for nothing."""
         return head[5]
 
     def row(self, site: Any, head: Values, q: Any) -> Values:

@@ -6,7 +6,7 @@ The softmax scale and log2(e) are folded in, so that a mod that is linear in the
 multiply-add an element before the exponential. What depends on the row alone does not change the
 probabilities: it is left out and joins the LSE. A term that is linear in kv with a factor known
 per head, such as ALiBi's, is split around an origin: a part known per row, one per block and one
-per column of any block. Kernels that do better with slope * (kv - q) ask for it apart.
+per column of any block. Kernels that do better with slope * (kv - q) ask for it by itself.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ class ScoreForm:
         return self.factor is build("mul", SCALE, const(LOG2E))
 
 
-def score_form(root: Node | None, *, apart: bool = False) -> ScoreForm:
+def score_form(root: Node | None, *, separate_distance: bool = False) -> ScoreForm:
     """The form of a score_mod; None stands for the score itself.
 
     Args:
         root: the score_mod.
-        apart: whether terms slope * (kv - q) are `distance`.
+        separate_distance: whether terms slope * (kv - q) are `distance`.
     """
     root = SCORE if root is None else root
     cores: list[Node] = []
@@ -83,7 +83,7 @@ def score_form(root: Node | None, *, apart: bool = False) -> ScoreForm:
             cores.append(term)
         elif names <= _ROW:
             rows.append(term)
-        elif slope is not None and apart and _vanishes(term):
+        elif slope is not None and separate_distance and _vanishes(term):
             distances.append(slope)
         elif slope is not None:
             slopes.append(slope)
@@ -145,7 +145,7 @@ def _sum(terms: list[Node]) -> Node | None:
 
 
 def _scaled(n: Node, by: Node) -> Node:
-    """n * by, with a constant factor of n joined to `by`, and sums taken apart."""
+    """n * by, with a constant factor of n joined to `by`, and sums expanded."""
     if n.op == "const":
         return const(float(str(n.attr)) * float(str(by.attr)))
     if n.op == "mul":

@@ -9,15 +9,7 @@ docs/emulator.md says what a report proves and what not.
 
 from __future__ import annotations
 
-from attnkit.emulator.api import (
-    CheckReport,
-    Executable,
-    Ptx,
-    Report,
-    check,
-    compile,
-    run,
-)
+from attnkit.emulator.api import CheckReport, Report, check, run
 from attnkit.emulator.faults import (
     EmulatorError,
     Finding,
@@ -26,6 +18,7 @@ from attnkit.emulator.faults import (
     PtxError,
     UnknownOpcode,
 )
+from attnkit.emulator.launchables import Executable, Ptx, compile
 from attnkit.emulator.machine.global_memory import Undefined, restore, snapshot
 from attnkit.emulator.ptx.wgmma_fences import missing_fences
 from attnkit.emulator.timing.replay import Constants

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import struct
-import tempfile
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from attnkit.emulator.execution.generated_kernel import GeneratedKernel
 from attnkit.emulator.execution.grid import Grid, LaunchStats
 from attnkit.emulator.faults import Finding, KernelFault
-from attnkit.emulator.host.arguments import pack_all
-from attnkit.emulator.host.host_function import Captured, HostFunction, host_function
+from attnkit.emulator.launchables import Launchable
 from attnkit.emulator.machine.event_recorder import Recorder
-from attnkit.emulator.machine.global_memory import GlobalMemory, Undefined, restore, snapshot
+from attnkit.emulator.machine.global_memory import GlobalMemory, restore, snapshot
 from attnkit.emulator.machine.launch import LIMIT, Launch, Mode
 from attnkit.emulator.ptx.cta_groups import mixed_cta_groups
-from attnkit.emulator.ptx.kernel import PtxKernel
-from attnkit.emulator.ptx.parser import parse
 from attnkit.emulator.ptx.wgmma_fences import missing_fences
-from attnkit.errors import ArgumentError, OptionError
-
-Dim = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -64,165 +54,6 @@ class Report:
             part = ", ".join(f"{100 * s.covered:.0f} %" for s in self.launches)
             head += f", {part} of the kernel's instructions reached"
         return "\n".join([head, *(str(f) for f in self.findings)])
-
-
-class Launchable(ABC):
-    """Turns call arguments into launches of kernels; base of what can be run.
-
-    Attributes:
-        ptx: the text of the device code.
-        kernels: the kernels in it, by name.
-        names, roles: see `describe`.
-        sms: how many SMs the GPU says it has.
-    """
-
-    ptx: str
-
-    def __init__(self, kernels: dict[str, PtxKernel]) -> None:
-        self.kernels = kernels
-        self._generated: dict[str, GeneratedKernel] = {}
-        self.names: Mapping[int, str] = {}
-        self.roles: Mapping[str, Iterable[int]] = {}
-        self.sms = 132
-
-    @abstractmethod
-    def captured(self, args: Sequence[Any], memory: GlobalMemory) -> list[Captured]:
-        """Return the launches that a call with these arguments makes."""
-
-    def generated(self, kernel: PtxKernel) -> GeneratedKernel:
-        """Return the generated code of a kernel; check it when it is first asked for."""
-        if kernel.name not in self._generated:
-            self._generated[kernel.name] = GeneratedKernel(kernel)
-            self._generated[kernel.name].check()
-        return self._generated[kernel.name]
-
-    def describe(
-        self,
-        *,
-        names: Mapping[int, str] | None = None,
-        roles: Mapping[str, Iterable[int]] | None = None,
-    ) -> Launchable:
-        """Set words for reports: mbarriers by offset in shared memory, warps by role."""
-        self.names, self.roles = names or self.names, roles or self.roles
-        return self
-
-
-class Ptx(Launchable):
-    """Runs a kernel given as PTX text, with a launch of its own.
-
-    Arguments are arrays (passed as pointers), Python ints and floats (as the parameter's size says)
-    and bytes (a structure or tensor map).
-    """
-
-    def __init__(
-        self,
-        text: str,
-        *,
-        grid: Dim = (1, 1, 1),
-        block: Dim = (32, 1, 1),
-        cluster: Dim = (1, 1, 1),
-        shared: int = 0,
-        kernel: str | None = None,
-    ) -> None:
-        super().__init__(parse(text))
-        self.ptx = text
-        if kernel is None and len(self.kernels) > 1:
-            raise OptionError(f"kernel=None: the text has several, {sorted(self.kernels)}")
-        self.kernel = self.kernels[kernel] if kernel else next(iter(self.kernels.values()))
-        self.shape = (grid, block, cluster)
-        self.shared = shared
-
-    def captured(self, args: Sequence[Any], memory: GlobalMemory) -> list[Captured]:
-        """Return the one launch, with the arguments packed into its parameters."""
-        params = self.kernel.params
-        if len(args) != len(params):
-            raise ArgumentError(f"{len(args)} arguments: the kernel has {len(params)} parameters")
-        blob = bytearray(self.kernel.param_bytes)
-        for i, (p, a) in enumerate(zip(params, args, strict=True)):
-            blob[p.offset : p.offset + p.size] = _parameter(a, p.size, memory, f"argument {i}")
-        grid, block, cluster = self.shape
-        return [Captured(self.kernel, grid, block, cluster, self.shared, bytes(blob))]
-
-
-def _parameter(a: Any, size: int, memory: GlobalMemory, name: str) -> bytes:
-    """Return the bytes of a kernel parameter."""
-    if isinstance(a, bytes):
-        out = a
-    elif isinstance(a, float):
-        out = struct.pack("<f" if size == 4 else "<d", a)
-    elif isinstance(a, int | np.integer):
-        out = (int(a) & ((1 << 8 * size) - 1)).to_bytes(size, "little")
-    elif isinstance(a, Undefined):
-        out = struct.pack("<Q", memory.add(name, a.array, undefined=True))
-    else:
-        out = struct.pack("<Q", memory.add(name, a))
-    if len(out) != size:
-        raise ArgumentError(f"{name}: {len(out)} bytes, the parameter has {size}")
-    return out
-
-
-class Executable(Launchable):
-    """Runs a function compiled by the CuTe DSL (with --keep-ptx) with its own host code.
-
-    `specs` are the arguments of `cute.compile`: stand-ins of tensors, numbers, sequences, streams.
-    """
-
-    def __init__(self, compiled: Any, specs: Sequence[Any]) -> None:
-        text = getattr(compiled.artifacts, "PTX", None)
-        if not text:
-            raise OptionError("compiled without PTX: add --keep-ptx to the options of cute.compile")
-        super().__init__(parse(text))
-        self.ptx = text
-        self.cubin: bytes | None = getattr(compiled.artifacts, "CUBIN", None)
-        self.specs = tuple(specs)
-        self.host: HostFunction = host_function(compiled, self.kernels)
-
-    def captured(self, args: Sequence[Any], memory: GlobalMemory) -> list[Captured]:
-        """Return the launches that the host code makes with these arguments."""
-        found = self.host.capture(pack_all(self.specs, args, memory))
-        return [replace(c, kernel=self.kernels[c.kernel.name]) for c in found]
-
-    @classmethod
-    def of(
-        cls, text: str, code: bytes, function: str, specs: Sequence[Any], prefix: str
-    ) -> Executable:
-        """Return a function that was compiled before.
-
-        Args:
-            text: its PTX.
-            code: its host object, exported with symbols of that prefix.
-            function: its name.
-            specs: what it takes, flattened: objects with the attributes of fake tensors that
-                `arguments` reads, numbers by their `kind`, a stream.
-        """
-        self = object.__new__(cls)
-        Launchable.__init__(self, parse(text))
-        self.ptx, self.cubin, self.specs = text, None, tuple(specs)
-        self.host = HostFunction(code, function, self.kernels, prefix)
-        return self
-
-    def with_ptx(self, text: str) -> Executable:
-        """Return the same host code with other device code, for studies of seeded faults."""
-        other = object.__new__(Executable)
-        Launchable.__init__(other, parse(text))
-        other.ptx, other.cubin, other.specs, other.host = text, None, self.specs, self.host
-        other.names, other.roles = self.names, self.roles
-        return other
-
-
-def compile(fn: Any, *specs: Any, options: str = "", **kwargs: Any) -> Executable:
-    """Compile `cute.compile(fn, *specs)`, and keep what the emulator needs: PTX and source lines.
-
-    The target architecture is that of the DSL (CUTE_DSL_ARCH, or --gpu-arch in `options`).
-    """
-    import cutlass.cute as cute
-
-    # The DSL keeps PTX by writing it to a file too, by default in the working directory.
-    with tempfile.TemporaryDirectory(prefix="attnkit-emulator-") as folder:
-        keep = "--keep-ptx --keep-cubin --generate-line-info"
-        wanted = f"{keep} --dump-dir={folder} {options}".strip()
-        compiled = cute.compile(fn, *specs, options=wanted, **kwargs)
-    return Executable(compiled, (*specs, *kwargs.values()))
 
 
 def run(

@@ -36,7 +36,7 @@ from attnkit.sparsity.block_mask import BlockMask, create_block_mask
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.sparsity.intervals.normal_form import find_intervals
 from attnkit.splice import Program
-from attnkit.splice.backward import backward_block, first_parts
+from attnkit.splice.backward import backward_block, first_writer_report
 from attnkit.splice.forward import forward_block, layout_of
 from attnkit.splice.kernel_layout import Layout
 from attnkit.tracing.float64_checks import compute_dtype
@@ -150,7 +150,9 @@ class Explanation:
         forecast = self.forecast
         if forecast is None:
             return "not simulated: more than a million rows of tiles"
-        begin = first_parts(self._program, self._tiles, self.lengths, self.head_dim, self.sms)
+        begin = first_writer_report(
+            self._program, self._tiles, self.lengths, self.head_dim, self.sms
+        )
         return f"{forecast}\ndQ        on Hopper, {begin}"
 
     @property

@@ -80,7 +80,7 @@ class Direction:
 
     def __str__(self) -> str:
         schedule, makespan = self.schedule, self.timeline.makespan
-        rows, splits = schedule.pieces, schedule.split.shape[0]
+        rows, splits = schedule.work_tile_count, schedule.split.shape[0]
         parts = int(schedule.split_ptr[-1]) if splits else 0
         split = f", {splits} rows split into {parts} parts" if splits else ""
         return (

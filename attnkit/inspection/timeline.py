@@ -120,7 +120,7 @@ def _draw(axes: Axes, schedule: Schedule, timeline: Timeline, bound: float) -> N
     from matplotlib.collections import PolyCollection
     from matplotlib.ticker import FuncFormatter
 
-    many = schedule.pieces > _MOST_SHAPES
+    many = schedule.work_tile_count > _MOST_SHAPES
     axes.add_collection(
         PolyCollection(
             list(bars(timeline).numpy()), facecolors=colours(schedule),

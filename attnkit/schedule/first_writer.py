@@ -1,17 +1,17 @@
-"""Sums of dQ that nobody clears: the first kv tile at a q tile stores its part, all others add.
+"""First-writer dQ: the first kv tile at a q tile stores its part instead of adding it.
 
-Zeros for the sums of dQ are written before the main kernel of a backward, as much memory as dQ in
-float32, and read again by the first addition. Where the work list says beforehand which of the
-kv tiles that visit a q tile is first, that one can store instead. It sets a mark when what it
-stored has arrived, and the others add once they have seen the mark.
+So the sums of dQ need no memset. Zeros would be written before the main kernel of a backward, as
+much memory as dQ in float32, and be read again by the first addition. Where the work list says
+beforehand which of the kv tiles that visit a q tile is first, that one can store. It sets a flag
+when what it stored has arrived, and the others add once they have seen the flag.
 
-Nobody waits for a piece that comes after its own in the list, so that this cannot deadlock, by the
-argument of `attnkit.schedule.deterministic_order`; sums in a fixed order have its turns, and need no marks. But to wait
-costs time. In the order "falling" of a band, a causal mask or documents the first kv tile at a q
-tile is the one on the diagonal, which begins with it, and all others come later; there nearly every
-mark is set when it is looked at.
+No work tile waits for one that comes after it in the list, so that this cannot deadlock, by the
+argument of `attnkit.schedule.deterministic_order`; sums in a fixed order have its semaphores, and
+need no flags. But to wait costs time. In the order "falling" of a band, a causal mask or documents
+the first kv tile at a q tile is the one on the diagonal, which begins with it, and all others come
+later; there nearly every flag is set when it is looked at.
 
-All this is looked at on the host by NumPy, some heads at a time: a device would load the code of each
+NumPy computes all this on the host, some heads at a time: a device would load the code of each
 operator at a first backward, and the visits of all heads may be more than a cache holds, or memory.
 """
 
@@ -32,8 +32,8 @@ from attnkit.sparsity.block_runs import BlockRuns
 
 # Measured on one H200: 134 MB of zeros take 28 us at 1.6 GHz.
 BYTES_A_CLOCK = 3000
-ARRIVAL = 4000  # clocks from a q tile's last product until its mark can be seen, an estimate
-MOST = 128  # kv tiles that a q tile may meet on average; beyond, zeros are little beside the work
+ARRIVAL = 4000  # clocks from a q tile's last product until its flag can be seen, an estimate
+MOST = 128  # kv tiles that a q tile may meet on average; beyond, zeros are little against the work
 
 _AT_ONCE = 1 << 16  # visits, of which a dozen arrays fit a cache
 
@@ -41,12 +41,12 @@ _Numbers: TypeAlias = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
-class Firsts:
-    """Who is first at each q tile.
+class FirstWriters:
+    """Which work tile is first at each q tile.
 
     Attributes:
-        stop: int32 [pieces]: a piece is first at those of its q tiles that are below this.
-        cycles: what pieces are predicted to wait for marks, on average over the workers.
+        stop: int32 [work tiles]: a work tile is first at those of its q tiles that are below this.
+        cycles: what work tiles are predicted to wait for flags, on average over the workers.
         saved: cycles that all this is predicted to save.
     """
 
@@ -60,16 +60,16 @@ class _Visits:
     """Visits of the kv tiles of some heads to q tiles; the attributes are int64 arrays.
 
     Attributes:
-        pieces: of these heads, those of a head in list order.
+        work_tiles: of these heads, those of a head in list order.
         counts: how many visits each of them makes.
-        number: of each visit, by piece: which of `pieces` makes it.
+        number: of each visit, by work tile: which of `work_tiles` makes it.
         at: how many that has made before.
-        q: the q tile, ascending within a piece.
+        q: the q tile, ascending within a work tile.
         row: the q tile among those of all these heads.
         rows: how many q tiles they have.
     """
 
-    pieces: _Numbers
+    work_tiles: _Numbers
     counts: _Numbers
     number: _Numbers
     at: _Numbers
@@ -78,8 +78,10 @@ class _Visits:
     rows: int
 
 
-def chosen(runs: BlockRuns, schedule: Schedule, floats: int) -> tuple[Schedule, Firsts] | str:
-    """A schedule in which the first at each q tile stores, if that is predicted to save time.
+def choose_first_writers(
+    runs: BlockRuns, schedule: Schedule, floats: int
+) -> tuple[Schedule, FirstWriters] | str:
+    """Make a schedule in which the first at each q tile stores, if that is predicted to save time.
 
     Args:
         runs: the mask's tiles.
@@ -87,61 +89,61 @@ def chosen(runs: BlockRuns, schedule: Schedule, floats: int) -> tuple[Schedule, 
         floats: of the sums of dQ.
 
     Returns:
-        The schedule and who is first in it, or why sums are to be cleared.
+        The schedule and its first writers, or why the sums must be cleared.
     """
-    unfit = _unfit(runs)
-    if unfit:
-        return unfit
+    obstacle = _obstacle(runs)
+    if obstacle:
+        return obstacle
     workers, cost = schedule.workers, schedule.prices
     other = schedule_backward(runs, schedule.shape, workers=workers, cost=cost, order="falling")
     timeline = simulate(other)
     gain = simulate(schedule).makespan + 4 * floats // BYTES_A_CLOCK - timeline.makespan
     if gain <= 0:
-        return _dearer(-gain)
-    found = firsts(runs, other, (timeline.start, gain))
+        return _slower_by(-gain)
+    found = first_writers(runs, other, (timeline.start, gain))
     return found if isinstance(found, str) else (other, replace(found, saved=gain - found.cycles))
 
 
-def firsts(
-    runs: BlockRuns, schedule: Schedule, marks: tuple[Tensor, int] | None = None
-) -> Firsts | str:
-    """Who is first at each q tile in a schedule of whole kv tiles, or why nobody is to be.
+def first_writers(
+    runs: BlockRuns, schedule: Schedule, flags: tuple[Tensor, int] | None = None
+) -> FirstWriters | str:
+    """The first writers of a schedule of whole kv tiles, or why there can be none.
 
     Args:
         runs: what was scheduled.
         schedule: a backward's.
-        marks: int64 [pieces], when each begins, and how long workers may wait for marks to gain by
-            them, in cycles; None where nobody waits for any.
+        flags: int64 [work tiles], when each begins, and how long workers may wait for flags to gain
+            by them, in cycles; None where none waits.
     """
     if schedule.split.numel():
         return "kv tiles are split"
-    unfit = _unfit(runs)
-    if unfit:
-        return unfit
-    stop = np.zeros(schedule.pieces, np.int32)
+    obstacle = _obstacle(runs)
+    if obstacle:
+        return obstacle
+    stop = np.zeros(schedule.work_tile_count, np.int32)
     cycles = 0
     for visits in _visits(runs, schedule):
         first = np.empty(visits.rows, np.int64)
         first[visits.row[::-1]] = visits.number[::-1]  # of several the last one stays
         own = first[visits.row] == visits.number
-        owned = np.bincount(visits.number[own], minlength=visits.pieces.size)
+        owned = np.bincount(visits.number[own], minlength=visits.work_tiles.size)
         if (own & (visits.at >= owned[visits.number])).any():
             return "a kv tile is first at q tiles that are not the first of its own"
         last = visits.at == owned[visits.number] - 1
-        stop[visits.pieces[visits.number[last]]] = visits.q[last] + 1
-        if marks is not None:
-            begin = _array(marks[0])[visits.pieces]
+        stop[visits.work_tiles[visits.number[last]]] = visits.q[last] + 1
+        if flags is not None:
+            begin = _array(flags[0])[visits.work_tiles]
             cycles += _waits(visits, own, owned, begin, schedule.prices.full)
-            if cycles // schedule.workers >= marks[1]:  # other heads wait too
-                return _dearer(cycles // schedule.workers - marks[1])
-    return Firsts(torch.from_numpy(stop).to(runs.device), cycles // schedule.workers)
+            if cycles // schedule.workers >= flags[1]:  # other heads wait too
+                return _slower_by(cycles // schedule.workers - flags[1])
+    return FirstWriters(torch.from_numpy(stop).to(runs.device), cycles // schedule.workers)
 
 
-def _dearer(cycles: int) -> str:
+def _slower_by(cycles: int) -> str:
     return f"without them the work would take at least {cycles} cycles more"
 
 
-def _unfit(runs: BlockRuns) -> str:
+def _obstacle(runs: BlockRuns) -> str:
     """Why sums of these tiles are to be cleared in any order; "" if nothing speaks for that."""
     count = int(runs.full_t.length.sum()) + int(runs.partial_t.length.sum())
     if count > MOST * runs.batch * runs.heads * runs.q_blocks:
@@ -153,20 +155,20 @@ def _unfit(runs: BlockRuns) -> str:
 def _waits(
     visits: _Visits, own: NDArray[np.bool_], owned: _Numbers, begin: _Numbers, block: int
 ) -> int:
-    """How long pieces wait for marks, in cycles.
+    """How long work tiles wait for flags, in cycles.
 
     Args:
         visits: of some heads.
-        own: of each visit, whether its piece is first there.
-        owned: of each piece, how many of these it makes.
-        begin: when each piece begins.
+        own: of each visit, whether its work tile is first there.
+        owned: of each work tile, how many of these it makes.
+        begin: when each work tile begins.
         block: cycles of a visit.
     """
-    # when each piece has added to each of its q tiles, were there nothing to wait for; what it stores
-    # arrives before the next leaves
+    # when each work tile has added to each of its q tiles, were there nothing to wait for; what it
+    # stores arrives before the next leaves
     slower = max(0, ARRIVAL - block)
-    piece, made = visits.number, visits.at + 1
-    done = begin[piece] + made * block + np.minimum(made, owned[piece]) * slower
+    work_tile, made = visits.number, visits.at + 1
+    done = begin[work_tile] + made * block + np.minimum(made, owned[work_tile]) * slower
     stored = np.empty(visits.rows, np.int64)
     stored[visits.row[own]] = done[own]
     late = stored[visits.row] + ARRIVAL - done
@@ -189,15 +191,15 @@ def _visits(runs: BlockRuns, schedule: Schedule) -> Iterator[_Visits]:
     order = np.argsort(head, kind="stable")
     many = max(1, _AT_ONCE * runs.batch * runs.heads // max(1, tiles.size))
     for some in range(0, heads, many):
-        pieces = order[some * blocks : (some + many) * blocks]
-        first = begins[mask_row[pieces]]
-        counts = ends[mask_row[pieces]] - first
-        number = np.repeat(np.arange(pieces.size), counts)
+        work_tiles = order[some * blocks : (some + many) * blocks]
+        first = begins[mask_row[work_tiles]]
+        counts = ends[mask_row[work_tiles]] - first
+        number = np.repeat(np.arange(work_tiles.size), counts)
         at = np.arange(number.size) - np.repeat(counts.cumsum() - counts, counts)
         q = tiles[np.repeat(first, counts) + at]
-        row = np.repeat(head[pieces] - some, counts) * runs.q_blocks + q
+        row = np.repeat(head[work_tiles] - some, counts) * runs.q_blocks + q
         rows = min(many, heads - some) * runs.q_blocks
-        yield _Visits(pieces, counts, number, at, q, row, rows)
+        yield _Visits(work_tiles, counts, number, at, q, row, rows)
 
 
 def _q_tiles(runs: BlockRuns) -> tuple[_Numbers, _Numbers]:

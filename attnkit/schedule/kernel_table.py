@@ -20,7 +20,7 @@ class Kernel:
     Attributes:
         block: query and kv tile.
         ctas: CTAs that share the products of a query tile.
-        alias: shared memory has no room for the output tile beside the query tile.
+        alias: shared memory has no room for both the output tile and the query tile.
         softmax, early, pingpong: `softmax`, `double_buffer_p`, `pingpong` there, for Hopper.
     """
 

@@ -3,9 +3,9 @@
 A row of work computes one output tile: in the forward a (b, h, q block), walking along kv; in the
 backward a (b, h, kv block), walking along q by the transposed runs. Rows are ordered longest
 processing time first (Graham 1969) inside sections whose keys and values fit L2, heads that share
-them side by side; rows beyond their fair share are split, and the results of the pieces joined by
-`attnkit.runtime.merge_states.merge`. Workers take pieces in list order from one counter, so a long row delays
-nobody. Everything is torch operators on the runs' device; no loop over rows.
+them side by side; rows beyond their fair share are split, and the results of the work tiles joined
+by `attnkit.runtime.merge_states.merge`. Workers take work tiles in list order from one counter, so
+a long row delays no other. Everything is torch operators on the runs' device; no loop over rows.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from attnkit.schedule.l2_sections import sections, unit_of_rows
 from attnkit.schedule.split_kv import (
     GRAIN,
     Cost,
-    Pieces,
     Rows,
+    WorkTiles,
     even,
     filled,
     predicted,
@@ -39,7 +39,7 @@ from attnkit.util.csr import searched
 FORWARD = Cost(full=2209, partial=2450, tile=4000, merge=4600)
 
 # The Hopper backward on one H200, full, D = 128: two of its blocks of 64 x 128, fitted over lengths
-# 2048 and 8192, and what a part of a row takes beside its blocks; the mask's share is an estimate.
+# 2048 and 8192, and what a part of a row takes without its blocks; the mask's share is an estimate.
 BACKWARD = Cost(full=6060, partial=6360, tile=9500, merge=6500)
 
 L2_BYTES = 32 << 20  # of the H200's 50 MB: 8 heads at 8192 were as fast as 4, 16 were slower
@@ -77,21 +77,22 @@ class Shape:
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """Pieces of work in the order in which they are to be started.
+    """Work tiles in the order in which they are to be started.
 
-    A piece is a part of the PARTIAL and of the FULL runs of one row. Each part is a cursor: begin
-    `skip` tiles into run number `run`, and go on through the row's following runs for `count` tiles.
+    A work tile is a part of the PARTIAL and of the FULL runs of one row. Each part is a cursor:
+    begin `skip` tiles into run number `run`, and go on through the row's following runs for `count`
+    tiles.
 
     Attributes:
         shape, prices, workers, order, backward: what it was made for.
         blocks: output tiles of a head.
-        b, h, tile: int32 [pieces], the output tile.
-        partial, full: int32 [pieces, 3], the cursors (run, skip, count); (0, 0, 0) if empty.
-        slot: int32 [pieces], -1 for a whole row, else where the partial result goes; the pieces of
-            a row have neighbouring slots.
+        b, h, tile: int32 [work tiles], the output tile.
+        partial, full: int32 [work tiles, 3], the cursors (run, skip, count); (0, 0, 0) if empty.
+        slot: int32 [work tiles], -1 for a whole row, else where the partial result goes; the work
+            tiles of a row have neighbouring slots.
         split: int32 [split rows, 3], the (b, h, tile) whose slots are to be merged.
         split_ptr: int32 [split rows + 1], their slots.
-        cost: int64 [pieces], in cycles.
+        cost: int64 [work tiles], in cycles.
         unsplit: cost of all rows if none were split, in cycles.
     """
 
@@ -113,20 +114,20 @@ class Schedule:
     unsplit: int
 
     @property
-    def pieces(self) -> int:
-        """Number of pieces."""
+    def work_tile_count(self) -> int:
+        """Number of work tiles."""
         return self.b.numel()
 
     @property
     def bound(self) -> float:
-        """No schedule of the same pieces ends sooner, in cycles.
+        """No schedule of the same work tiles ends sooner, in cycles.
 
-        The longest piece, or what each worker must do if rows were free to split.
+        The longest work tile, or what each worker must do if rows were free to split.
         """
         return max(self.unsplit / self.workers, int(self.cost.max()))
 
     def table(self) -> Tensor:
-        """int32 [pieces, 12], 48 bytes a piece, for a kernel to read.
+        """int32 [work tiles, 12], 48 bytes a work tile, for a kernel to read.
 
         b, h, tile, slot, then the PARTIAL and the FULL cursor, then the number among `split` of the
         row that it is a part of, -1 for a whole row, and how many parts that has.
@@ -140,9 +141,9 @@ class Schedule:
     def __str__(self) -> str:
         kind = "backward" if self.backward else "forward"
         return (
-            f"{kind} schedule, {self.order}, for {self.workers} workers: {self.pieces} pieces of "
-            f"{self.shape.batch} x {self.shape.heads} x {self.blocks} tiles, "
-            f"{self.split.shape[0]} split; bound {self.bound:.0f} cycles"
+            f"{kind} schedule, {self.order}, for {self.workers} workers: "
+            f"{self.work_tile_count} work tiles of {self.shape.batch} x {self.shape.heads} x "
+            f"{self.blocks} tiles, {self.split.shape[0]} split; bound {self.bound:.0f} cycles"
         )
 
 
@@ -166,7 +167,7 @@ def schedule_forward(
         l2_bytes: how much K and V a section may hold.
         order: "longest" first in sections; "grid", (b, h, tile) as a plain launch does, never
             split; "ascending" or "descending" by tile in sections; "falling", descending as far
-            as the shortest pieces are not kept for the end, never split.
+            as the shortest work tiles are not kept for the end, never split.
         split: allow rows to be split along kv.
 
     Raises:
@@ -191,9 +192,10 @@ def schedule_backward(
 ) -> Schedule:
     """Order the kv tiles of a backward, each walking along q by the transposed runs.
 
-    A row computes dK and dV of one kv tile from one query head, and adds to dQ. Pieces of a split
-    row each hold a part of the sums dK and dV. Deterministic runs take "ascending" or "descending"
-    and `attnkit.schedule.deterministic_order`. Arguments and errors are those of `schedule_forward`.
+    A row computes dK and dV of one kv tile from one query head, and adds to dQ. Work tiles of a
+    split row each hold a part of the sums dK and dV. Deterministic runs take "ascending" or
+    "descending" and `attnkit.schedule.deterministic_order`. Arguments and errors are those of
+    `schedule_forward`.
     """
     lists = (runs.full_t, runs.partial_t, runs.kv_blocks, runs.q_blocks)
     owners = (shape.batch, shape.heads)  # each head reads its own Q and dO
@@ -232,9 +234,9 @@ class _Work:
         """Split, order and number."""
         rows = self._rows()
         section, place = self._sections(), self._places()
-        pieces, costs, order = self._chosen(rows, section, place, split)
+        work_tiles, costs, order = self._chosen(rows, section, place, split)
         unsplit = int((rows.body + self.cost.tile).sum())
-        return self._numbered(rows, pieces, costs, order, unsplit)
+        return self._numbered(rows, work_tiles, costs, order, unsplit)
 
     def _mask_rows(self) -> Tensor:
         """int64 [work rows]: rows of the runs, shared batches and heads repeated."""
@@ -271,33 +273,33 @@ class _Work:
 
     def _chosen(
         self, rows: Rows, section: Tensor, place: Tensor, split: bool
-    ) -> tuple[Pieces, Tensor, Tensor]:
-        """The pieces with the least predicted makespan, their costs and their order."""
+    ) -> tuple[WorkTiles, Tensor, Tensor]:
+        """The work tiles with the least predicted makespan, their costs and their order."""
         total = int((rows.body + self.cost.tile).sum())
         share, least = total // self.workers, -1
-        for pieces, level in self._options(rows, max(1, share), split, section, place):
-            costs = pieces.costs(rows)
-            order = self._ordered(pieces, costs, section, place, level)
+        for work_tiles, level in self._options(rows, max(1, share), split, section, place):
+            costs = work_tiles.costs(rows)
+            order = self._ordered(work_tiles, costs, section, place, level)
             if least < 0 and int(costs.max()) * GRAIN <= share:
-                return pieces, costs, order  # any order is good
+                return work_tiles, costs, order  # any order is good
             makespan = predicted(costs[order], self.workers)
             if least < 0 or makespan * 100 < least * 99:  # each cut must pay
-                least, best = makespan, (pieces, costs, order)
+                least, best = makespan, (work_tiles, costs, order)
             if least * 100 <= share * 101:  # within 1 % of what is possible
                 break
         return best
 
     def _options(
         self, rows: Rows, share: int, split: bool, section: Tensor, place: Tensor
-    ) -> Iterator[tuple[Pieces, bool]]:
-        """Ways to split, few cuts first, and whether to keep the shortest pieces for the end."""
-        pieces = whole(rows)
-        yield pieces, False
+    ) -> Iterator[tuple[WorkTiles, bool]]:
+        """Ways to split, few cuts first, and whether the shortest work tiles come at the end."""
+        work_tiles = whole(rows)
+        yield work_tiles, False
         if self.order in ("longest", "falling"):
-            yield pieces, True
+            yield work_tiles, True
         split = split and self.order != "falling"
         if split and self.order == "longest":
-            order = self._ordered(pieces, pieces.costs(rows), section, place, False)
+            order = self._ordered(work_tiles, work_tiles.costs(rows), section, place, False)
             yield filled(rows, order, self.workers), False
         if split and self.order != "grid":
             for limit in (share, share // 2, share // 4):
@@ -305,27 +307,27 @@ class _Work:
             yield wrapped(rows, self.workers), True
 
     def _ordered(
-        self, pieces: Pieces, costs: Tensor, section: Tensor, place: Tensor, level: bool
+        self, work_tiles: WorkTiles, costs: Tensor, section: Tensor, place: Tensor, level: bool
     ) -> Tensor:
-        """int64 [pieces]: pieces in list order. Ties follow the natural order, on any device."""
-        blocks, count = self.lists[2], pieces.row.numel()
+        """int64 [work tiles]: these in list order. Ties follow the natural order, on any device."""
+        blocks, count = self.lists[2], work_tiles.row.numel()
         if self.order == "grid":
             return torch.arange(count, device=costs.device)
-        section, sections = section[pieces.row], int(section.max()) + 1
+        section, sections = section[work_tiles.row], int(section.max()) + 1
         # sections too small to keep the workers busy run side by side anyway: join them
         wanted = min(sections, max(1, count // self.workers))
         section = section * wanted // sections
-        tile, most = pieces.row % blocks, int(pieces.parts.max())
+        tile, most = work_tiles.row % blocks, int(work_tiles.parts.max())
         pairs = self.shape.batch * self.shape.heads
         if self.order in MONOTONE:
             tile = tile if self.order == "ascending" else blocks - 1 - tile
-            # pieces of a row stay together: its turn comes once
-            return _lexsort(place[pieces.row] * most + pieces.index, tile, section)
+            # work tiles of a row stay together: its turn comes once
+            return _lexsort(place[work_tiles.row] * most + work_tiles.index, tile, section)
         longest = costs.new_zeros(wanted).scatter_reduce(0, section, costs, "amax")
         first = -longest[section]
         if level:
             # the end of the last section may be too coarse to fill the gaps: keep some of the
-            # shortest pieces of all, which read the least
+            # shortest work tiles of all, which read the least
             rising, shortest = costs.sort(stable=True)
             kept = rising.cumsum(0) <= self.workers * int(rising[-1]) // 2
             end = costs < rising[int(kept.sum().clamp(max=count - 1))]
@@ -335,25 +337,25 @@ class _Work:
         rank = -costs
         if self.order == "falling":
             tile, rank = blocks - 1 - tile, torch.where(section < wanted, 0, rank)
-        # heads that share K and V run the same piece side by side
-        near = (tile * most + pieces.index) * pairs + place[pieces.row]
+        # heads that share K and V run the same work tile side by side
+        near = (tile * most + work_tiles.index) * pairs + place[work_tiles.row]
         return _lexsort(near, rank, section, first)
 
     def _numbered(
-        self, rows: Rows, pieces: Pieces, costs: Tensor, order: Tensor, unsplit: int
+        self, rows: Rows, work_tiles: WorkTiles, costs: Tensor, order: Tensor, unsplit: int
     ) -> Schedule:
         full, partial, blocks, _ = self.lists
-        mask_row = self._mask_rows()[pieces.row]
-        many = pieces.parts > 1
+        mask_row = self._mask_rows()[work_tiles.row]
+        many = work_tiles.parts > 1
         slot = torch.where(many, many.cumsum(0) - 1, -1).to(torch.int32)
-        first = many & (pieces.index == 0)
-        ends = pieces.parts[first].cumsum(0)
-        b, h, tile = _coordinates(pieces.row, self.shape.heads, blocks)
+        first = many & (work_tiles.index == 0)
+        ends = work_tiles.parts[first].cumsum(0)
+        b, h, tile = _coordinates(work_tiles.row, self.shape.heads, blocks)
         return Schedule(
             self.shape, self.cost, self.workers, self.order, self.backward, blocks,
             b[order], h[order], tile[order],
-            partial=_cursor(partial, mask_row, *pieces.partial(rows))[order],
-            full=_cursor(full, mask_row, *pieces.full(rows))[order],
+            partial=_cursor(partial, mask_row, *work_tiles.partial(rows))[order],
+            full=_cursor(full, mask_row, *work_tiles.full(rows))[order],
             slot=slot[order],
             split=torch.stack([b, h, tile], 1)[first],
             split_ptr=torch.cat([ends.new_zeros(1), ends]).to(torch.int32),
@@ -369,7 +371,7 @@ def _tiles_of(runs: Runs) -> Tensor:
 
 
 def _cursor(runs: Runs, row: Tensor, first: Tensor, count: Tensor) -> Tensor:
-    """int32 [pieces, 3]: (run, skip, count) of stretches of the rows' tiles."""
+    """int32 [work tiles, 3]: (run, skip, count) of stretches of the rows' tiles."""
     if not runs.length.numel():
         return torch.zeros(row.numel(), 3, dtype=torch.int32, device=row.device)
     ends = runs.length.cumsum(0)

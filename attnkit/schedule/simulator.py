@@ -1,7 +1,7 @@
 """A schedule run on paper: when each worker does what, how long it idles, what L2 saves.
 
-Workers take pieces in list order as they become free, the cost model tells how long each takes, and
-L2 keeps the tiles that were used last. So schedules can be compared without a GPU.
+Workers take work tiles in list order as they become free, the cost model tells how long each takes,
+and L2 keeps the tiles that were used last. So schedules can be compared without a GPU.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _SAMPLED_TILES = 64  # ... while L2 holds at least so many tiles of the sample
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """Who does which piece when.
+    """Who does which work tile when.
 
     Attributes:
-        start, end: int64 [pieces], cycles; waiting for a turn is between them.
-        worker: int32 [pieces].
+        start, end: int64 [work tiles], cycles; waiting for a turn is between them.
+        worker: int32 [work tiles].
         workers: how many there are.
-        work: cycles of all pieces, waiting left out.
+        work: cycles of all work tiles, waiting left out.
     """
 
     start: Tensor
@@ -52,7 +52,8 @@ class Timeline:
         """The same assignment fixed beforehand, for kernels without a counter.
 
         Returns:
-            int32 [workers + 1] pointers into int32 [pieces]: the pieces of each worker, ascending.
+            int32 [workers + 1] pointers into int32 [work tiles]: the work tiles of each worker,
+            ascending.
         """
         order = torch.argsort(self.worker, stable=True)
         counts = torch.bincount(self.worker, minlength=self.workers)
@@ -66,14 +67,14 @@ class Report:
 
     Attributes:
         workers: persistent CTAs.
-        pieces, split: pieces of work, and rows that were split.
-        makespan, bound: cycles; no schedule of these pieces ends before `bound`.
+        work_tile_count, split: work tiles, and rows that were split.
+        makespan, bound: cycles; no schedule of these work tiles ends before `bound`.
         idle: share of the workers' time that is not work.
         reuse: share of the visited tiles that L2 still held.
     """
 
     workers: int
-    pieces: int
+    work_tile_count: int
     split: int
     makespan: int
     bound: float
@@ -82,7 +83,7 @@ class Report:
 
     def __str__(self) -> str:
         return (
-            f"{self.workers} workers, {self.pieces} pieces ({self.split} rows split): "
+            f"{self.workers} workers, {self.work_tile_count} work tiles ({self.split} rows split): "
             f"{self.makespan} cycles, {self.makespan / self.bound:.3f} x the lower bound, "
             f"idle {self.idle:.1%}, L2 reuse {self.reuse:.1%}"
         )
@@ -95,7 +96,7 @@ def report(
     timeline = simulate(schedule, workers)
     return Report(
         workers=timeline.workers,
-        pieces=schedule.pieces,
+        work_tile_count=schedule.work_tile_count,
         split=schedule.split.shape[0],
         makespan=timeline.makespan,
         bound=max(schedule.unsplit / timeline.workers, int(schedule.cost.max())),
@@ -105,9 +106,10 @@ def report(
 
 
 def simulate(schedule: Schedule, workers: int | None = None) -> Timeline:
-    """Give each piece, in list order, to the worker that is free first.
+    """Give each work tile, in list order, to the worker that is free first.
 
-    One step of a heap per piece (a million pieces take about a second): each depends on all before.
+    One step of a heap per work tile (a million work tiles take about a second): each depends on all
+    before.
 
     Args:
         workers: another number than the schedule was made for.
@@ -128,15 +130,16 @@ def simulate(schedule: Schedule, workers: int | None = None) -> Timeline:
 def simulate_turns(schedule: Schedule, runs: BlockRuns, workers: int | None = None) -> Timeline:
     """The same for a deterministic backward, where tiles wait for their turn at dQ.
 
-    A piece visits its q tiles in ascending order, FULL and PARTIAL alike, and adds to dQ at the end
-    of each; until it is its turn, its worker waits. In list order all waits are for what has been
-    simulated already, see `attnkit.schedule.deterministic_order`. One step per piece over its tiles.
+    A work tile visits its q tiles in ascending order, FULL and PARTIAL alike, and adds to dQ at the
+    end of each; until it is its turn, its worker waits. In list order all waits are for what has
+    been simulated already, see `attnkit.schedule.deterministic_order`. One step per work tile over
+    its tiles.
     """
-    piece, tile, partial = visits(schedule, runs)
-    order = torch.argsort(piece * (runs.q_blocks + 1) + tile)
-    counts = torch.bincount(piece, minlength=schedule.pieces)
+    work_tile, tile, partial = visits(schedule, runs)
+    order = torch.argsort(work_tile * (runs.q_blocks + 1) + tile)
+    counts = torch.bincount(work_tile, minlength=schedule.work_tile_count)
     b, h = schedule.b.to(torch.int64).cpu(), schedule.h.to(torch.int64).cpu()
-    head = ((b * schedule.shape.heads + h) * runs.q_blocks)[piece]
+    head = ((b * schedule.shape.heads + h) * runs.q_blocks)[work_tile]
     place, partial = (head + tile)[order], partial[order]
     spent = torch.where(partial, schedule.prices.partial, schedule.prices.full)
     count = _positive(schedule.workers if workers is None else workers)
@@ -145,7 +148,7 @@ def simulate_turns(schedule: Schedule, runs: BlockRuns, workers: int | None = No
     ready = torch.zeros(rows, dtype=torch.int64, device="cpu")
     starts, ends, hands = [], [], []
     parts = zip(place.split(counts.tolist()), spent.split(counts.tolist()), strict=True)
-    rest = schedule.cost.cpu() - torch.zeros_like(counts).index_add(0, piece[order], spent)
+    rest = schedule.cost.cpu() - torch.zeros_like(counts).index_add(0, work_tile[order], spent)
     for (where, cost), overhead in zip(parts, rest.tolist(), strict=True):
         now, hand = free[0]
         # end of tile i = max(end of tile i - 1 + cost, ready), in closed form
@@ -173,24 +176,24 @@ def _positive(workers: int) -> int:
 
 
 def visits(schedule: Schedule, runs: BlockRuns, every: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """The tiles that each piece visits, on the CPU.
+    """The tiles that each work tile visits, on the CPU.
 
     Args:
         every: list only tiles whose number is a multiple of it.
 
     Returns:
-        piece, tile: int64 [visits], PARTIAL tiles first within a piece as kernels walk; partial:
-        bool [visits].
+        work tile, tile: int64 [visits], PARTIAL tiles first within a work tile as kernels walk;
+        partial: bool [visits].
     """
     pairs = [(schedule.partial, runs.partial), (schedule.full, runs.full)]
     if schedule.backward:
         pairs = [(schedule.partial, runs.partial_t), (schedule.full, runs.full_t)]
     found = [_walk(cursor.cpu().to(torch.int64), kind.to("cpu"), every) for cursor, kind in pairs]
-    piece = torch.cat([p for p, _ in found])
+    work_tile = torch.cat([p for p, _ in found])
     tile = torch.cat([t for _, t in found])
-    partial = torch.arange(piece.numel(), device="cpu") < found[0][0].numel()
-    order = torch.argsort(piece, stable=True)
-    return piece[order], tile[order], partial[order]
+    partial = torch.arange(work_tile.numel(), device="cpu") < found[0][0].numel()
+    order = torch.argsort(work_tile, stable=True)
+    return work_tile[order], tile[order], partial[order]
 
 
 def _walk(cursor: Tensor, runs: Runs, every: int) -> tuple[Tensor, Tensor]:
@@ -202,14 +205,14 @@ def _walk(cursor: Tensor, runs: Runs, every: int) -> tuple[Tensor, Tensor]:
     begins = ends - runs.length
     low = begins[run] + skip
     last = searched(ends, low + count - 1)
-    piece, local = _expanded(torch.where(count > 0, last - run + 1, 0))
-    run = run[piece] + local
-    first = torch.maximum(begins[run], low[piece])
-    length = torch.minimum(ends[run], (low + count)[piece]) - first
+    work_tile, local = _expanded(torch.where(count > 0, last - run + 1, 0))
+    run = run[work_tile] + local
+    first = torch.maximum(begins[run], low[work_tile])
+    length = torch.minimum(ends[run], (low + count)[work_tile]) - first
     block = runs.start[run] + first - begins[run]
     sample = -(-block // every)
     part, local = _expanded(-(-(block + length) // every) - sample)
-    return piece[part], (sample[part] + local) * every
+    return work_tile[part], (sample[part] + local) * every
 
 
 def _expanded(counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -229,21 +232,21 @@ def l2_reuse(
     shape, capacity = schedule.shape, l2_bytes // schedule.shape.tile_bytes
     total = int((schedule.partial[:, 2] + schedule.full[:, 2]).sum())
     every = max(1, min(-(-total // _VISITS), capacity // _SAMPLED_TILES))
-    piece, tile, _ = visits(schedule, runs, every)
-    if not piece.numel():
+    work_tile, tile, _ = visits(schedule, runs, every)
+    if not work_tile.numel():
         return 0.0
-    # a piece passes its tiles evenly between start and end
-    place = torch.arange(piece.numel(), device="cpu")
-    counts = torch.bincount(piece, minlength=schedule.pieces)
-    rank = (place - (counts.cumsum(0) - counts)[piece] + 0.5) / counts[piece]
-    length = (timeline.end - timeline.start)[piece]
-    order = torch.argsort(timeline.start[piece] + rank * length, stable=True)
+    # a work tile passes its tiles evenly between start and end
+    place = torch.arange(work_tile.numel(), device="cpu")
+    counts = torch.bincount(work_tile, minlength=schedule.work_tile_count)
+    rank = (place - (counts.cumsum(0) - counts)[work_tile] + 0.5) / counts[work_tile]
+    length = (timeline.end - timeline.start)[work_tile]
+    order = torch.argsort(timeline.start[work_tile] + rank * length, stable=True)
     heads = shape.heads if schedule.backward else shape.kv_heads or shape.heads
     b, h = schedule.b.cpu().to(torch.int64), schedule.h.cpu() // (shape.heads // heads)
     if not schedule.backward and shape.kv_batch == 1:
         b = torch.zeros_like(b)
     columns = runs.q_blocks if schedule.backward else runs.kv_blocks
-    item = (b * heads + h)[piece] * columns + tile
+    item = (b * heads + h)[work_tile] * columns + tile
     return float(lru_hits(item[order], capacity // every).double().mean())
 
 

@@ -1,4 +1,4 @@
-"""Rows of tiles cut into pieces, so that no worker is left with more than its share.
+"""Rows of tiles cut into work tiles, so that no worker is left with more than its share.
 
 A row is the work of one output tile: its PARTIAL tiles, then its FULL tiles, in that sequence. A
 cut is a place in the sequence, on a run's boundary or inside a run.
@@ -15,7 +15,7 @@ from torch import Tensor
 from attnkit.errors import OptionError
 from attnkit.util.csr import owners, searched
 
-# Costs are told apart down to this part of a worker's share; also the guarantee of `longest first`
+# Costs are compared down to this part of a worker's share; also the guarantee of `longest first`
 # that makes splitting needless: list scheduling ends within the longest tile of the share.
 GRAIN = 32
 
@@ -30,8 +30,8 @@ class Cost:
     Attributes:
         full: a FULL tile.
         partial: a PARTIAL tile, mask included.
-        tile: what each piece of work costs besides its tiles (prologue, epilogue).
-        merge: what a piece of a split row costs on top (partial result written and read again).
+        tile: what each work tile costs besides its tiles (prologue, epilogue).
+        merge: what a work tile of a split row costs on top (partial result written and read again).
     """
 
     full: int
@@ -77,14 +77,14 @@ class Rows:
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces:
-    """Rows in pieces, ascending by row and place; int64 [pieces] each.
+class WorkTiles:
+    """Rows in work tiles, ascending by row and place; int64 [work tiles] each.
 
     Attributes:
-        row: whose piece.
+        row: whose work tile.
         first, stop: half-open stretch of the row's sequence.
         index: 0, 1, ... within the row.
-        parts: pieces that the row has.
+        parts: work tiles that the row has.
     """
 
     row: Tensor
@@ -106,20 +106,20 @@ class Pieces:
         return first, (self.stop - skip).clamp(min=0) - first
 
     def costs(self, rows: Rows) -> Tensor:
-        """Cost of each piece, int64 [pieces]."""
+        """Cost of each work tile, int64 [work tiles]."""
         cost = rows.cost
         body = self.partial(rows)[1] * cost.partial + self.full(rows)[1] * cost.full
         return body + cost.tile + torch.where(self.parts > 1, cost.merge, 0)
 
 
-def whole(rows: Rows) -> Pieces:
-    """Every row in one piece."""
+def whole(rows: Rows) -> WorkTiles:
+    """Every row in one work tile."""
     none = rows.full.new_empty(0)
     return _cut(rows, none, none)
 
 
-def even(rows: Rows, limit: int) -> Pieces:
-    """Rows whose tiles cost more than `limit` in the fewest equal pieces whose tiles do not."""
+def even(rows: Rows, limit: int) -> WorkTiles:
+    """Rows whose tiles cost more than `limit` in the fewest equal work tiles whose tiles do not."""
     parts = (-(-rows.body // max(1, limit))).clamp(min=1)
     parts = torch.minimum(parts, rows.tiles.clamp(min=1))
     row = owners(parts - 1)
@@ -128,7 +128,7 @@ def even(rows: Rows, limit: int) -> Pieces:
     return _cut(rows, row, rows.ordinal(row, rows.body[row] * number // parts[row]))
 
 
-def wrapped(rows: Rows, workers: int) -> Pieces:
+def wrapped(rows: Rows, workers: int) -> WorkTiles:
     """Rows laid end to end, longest first, and cut into one stretch per worker.
 
     McNaughton's wrap-around rule (1959): at most workers - 1 cuts, and every stretch is a worker's
@@ -139,11 +139,12 @@ def wrapped(rows: Rows, workers: int) -> Pieces:
     return _laid(rows, order, torch.full((workers,), share, device=order.device))
 
 
-def filled(rows: Rows, order: Tensor, workers: int) -> Pieces:
+def filled(rows: Rows, order: Tensor, workers: int) -> WorkTiles:
     """Rows whole, as far as they fit their workers' fair shares; the others fill what is left.
 
-    These are laid end to end and cut at the ends of the shares: fewer cuts than `wrapped` makes, and
-    pieces that longest first pairs well, the longest of one worker with the shortest of another.
+    These are laid end to end and cut at the ends of the shares: fewer cuts than `wrapped` makes,
+    and work tiles that longest first pairs well, the longest of one worker with the shortest of
+    another.
 
     Args:
         rows: the rows.
@@ -162,10 +163,10 @@ def filled(rows: Rows, order: Tensor, workers: int) -> Pieces:
     return _laid(rows, order[taken:], gaps)
 
 
-def _laid(rows: Rows, order: Tensor, gaps: Tensor) -> Pieces:
+def _laid(rows: Rows, order: Tensor, gaps: Tensor) -> WorkTiles:
     """Some rows laid end to end in this order, cut where the gaps, laid end to end, end.
 
-    A cut whose piece would cost less than its own overhead is left out.
+    A cut whose work tile would cost less than its own overhead is left out.
     """
     cost = rows.cost
     prices = (rows.body + cost.tile)[order]
@@ -178,7 +179,7 @@ def _laid(rows: Rows, order: Tensor, gaps: Tensor) -> Pieces:
     return _cut(rows, row[keep], rows.ordinal(row[keep], offset[keep]))
 
 
-def _cut(rows: Rows, row: Tensor, place: Tensor) -> Pieces:
+def _cut(rows: Rows, row: Tensor, place: Tensor) -> WorkTiles:
     """Cut rows at places of their sequences; places at an end do not count."""
     device, count = row.device, rows.full.numel()
     inside = (place > 0) & (place < rows.tiles[row])
@@ -191,14 +192,14 @@ def _cut(rows: Rows, row: Tensor, place: Tensor) -> Pieces:
     index = torch.arange(row.numel(), device=device) - (parts.cumsum(0) - parts)[row]
     last = index + 1 == parts[row]
     stop = torch.where(last, rows.tiles[row], first.roll(-1))
-    return Pieces(row, first, stop, index, parts[row])
+    return WorkTiles(row, first, stop, index, parts[row])
 
 
 def predicted(costs: Tensor, workers: int) -> int:
-    """Makespan of costs, in list order, when each worker takes the next piece as it becomes free.
+    """Makespan of costs, in list order, when each free worker takes the next work tile.
 
-    Neighbours that are small beside a worker's share are taken together, so the effort does not
-    grow with the number of pieces, and the result is right to a `GRAIN`th of the share.
+    Neighbours that are small against a worker's share are merged, so the effort does not
+    grow with the number of work tiles, and the result is right to a `GRAIN`th of the share.
     """
     if costs.numel() > workers * GRAIN:
         ends = costs.cumsum(0)

@@ -84,7 +84,7 @@ class TemplateSpec:
     @staticmethod
     @functools.lru_cache(maxsize=64)
     def parse(template: str) -> TemplateSpec:
-        """Take a template's name apart."""
+        """Split a template's name into its parts."""
         name = template.removeprefix(EMULATED).removesuffix(ORDERED)
         target = next((t for t in TARGETS if t.name == name), None)
         return TemplateSpec(name, target, template.startswith(EMULATED), template.endswith(ORDERED))

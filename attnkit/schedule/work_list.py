@@ -1,7 +1,7 @@
-"""A schedule as the tables that a GPU kernel reads: pieces of work with descending cursors.
+"""A schedule as the tables that a GPU kernel reads: work tiles with descending cursors.
 
-A kernel walks the kv blocks of a piece from the last to the first: scores tend to be largest near
-the diagonal, and a maximum found early is not rescaled later.
+A kernel walks the kv blocks of a work tile from the last to the first: scores tend to be largest
+near the diagonal, and a maximum found early is not rescaled later.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ class WorkList:
     """What a forward kernel reads.
 
     Attributes:
-        pieces: int32 [pieces, 12]: b, h, tile, slot; the PARTIAL and the FULL cursor; how many
-            blocks come first and are masked; how many pieces keep anything, the same in all: the
-            others stand at the end of the list. A cursor is (run, take, count): the first `take`
-            blocks of a run, last one first, then the runs before it, `count` blocks in all.
-        partial, full: int32 [2, runs + 1]: starts and lengths; the last is a block beyond the end of
-            the tensor, for tiles that keep nothing.
-        split: int32 [rows, 3], the (b, h, tile) of the rows that were cut into several pieces.
+        work_tiles: int32 [work tiles, 12]: b, h, tile, slot; the PARTIAL and the FULL cursor; how
+            many blocks come first and are masked; how many work tiles keep anything, the same in
+            all: the others stand at the end of the list. A cursor is (run, take, count): the first
+            `take` blocks of a run, last one first, then the runs before it, `count` blocks in all.
+        partial, full: int32 [2, runs + 1]: starts and lengths; the last is a block beyond the end
+            of the tensor, for tiles that keep nothing.
+        split: int32 [rows, 3], the (b, h, tile) of the rows that were cut into several work tiles.
         split_ptr: int32 [rows + 1], their slots.
         slots: how many there are.
     """
 
-    pieces: Tensor
+    work_tiles: Tensor
     partial: Tensor
     full: Tensor
     split: Tensor
@@ -47,7 +47,7 @@ class WorkList:
         """The same on a device."""
         return replace(
             self,
-            pieces=self.pieces.to(device),
+            work_tiles=self.work_tiles.to(device),
             partial=self.partial.to(device),
             full=self.full.to(device),
             split=self.split.to(device),
@@ -70,10 +70,10 @@ def work_list(runs: BlockRuns, schedule: Schedule) -> WorkList:
     partial = torch.where(empty[:, None], beyond, partial)
     masked = torch.where(empty, 1, masked)
     live = (~empty).sum(dtype=torch.int32).expand_as(masked)
-    pieces = torch.cat([table[:, :4], partial, full, torch.stack([masked, live], 1)], 1)
-    pieces = pieces[empty.to(torch.int8).argsort(stable=True)].contiguous()
+    work_tiles = torch.cat([table[:, :4], partial, full, torch.stack([masked, live], 1)], 1)
+    work_tiles = work_tiles[empty.to(torch.int8).argsort(stable=True)].contiguous()
     return WorkList(
-        pieces,
+        work_tiles,
         _pairs(runs.partial, runs),
         _pairs(runs.full, runs),
         schedule.split.to(torch.int32).contiguous(),
@@ -130,7 +130,7 @@ caches.register(full_runs.cache_clear)
 def refined(runs: BlockRuns, block: tuple[int, int]) -> BlockRuns:
     """The same tiles cut into smaller ones, whose sizes divide these.
 
-    A piece of a FULL tile is FULL; one of a PARTIAL tile stays PARTIAL.
+    A part of a FULL tile is FULL; one of a PARTIAL tile stays PARTIAL.
 
     Raises:
         OptionError: the sizes do not divide.

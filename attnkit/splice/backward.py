@@ -89,14 +89,14 @@ def _settings_of(kernel_call: KernelCall, inputs: BackwardInputs) -> BackwardSet
     return _settings(spec.target, query, key, value, spec.deterministic, light, switches)
 
 
-def first_parts(
+def first_writer_report(
     program: Program,
     runs: BlockRuns,
     lengths: tuple[int, int, int, int],
     head_dim: int,
     workers: int,
 ) -> str:
-    """How the sums of dQ begin in the Hopper backward, and why.
+    """Say whether the first kv tile at a q tile stores dQ in the Hopper backward, and why.
 
     Args:
         program: the graphs; no captured tensor has a gradient.
@@ -114,10 +114,10 @@ def first_parts(
         for n in (q_len, kv_len)
     )
     settings = _settings(SM90, query, key, key, False, _light(program, ()), {})
-    _, found = scheduled(fitted(runs, settings.block), settings, query, key, workers)
-    if isinstance(found, str):
-        return f"zeros are written before: {found}"
-    return f"the first kv tile at each q tile stores, {found.saved} cycles less than with zeros"
+    _, first = scheduled(fitted(runs, settings.block), settings, query, key, workers)
+    if isinstance(first, str):
+        return f"zeros are written before: {first}"
+    return f"the first kv tile at each q tile stores, {first.saved} cycles less than with zeros"
 
 
 @functools.lru_cache(maxsize=1024)

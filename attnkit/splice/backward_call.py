@@ -32,7 +32,7 @@ from attnkit.splice.counters import zero_counters
 from attnkit.splice.graph_capture import is_capturing, keep_while_replayable
 from attnkit.splice.kernel_call import BackwardInputs, Captured, KernelCall
 from attnkit.splice.mask_intervals import column_intervals
-from attnkit.splice.replay import CallTensors, Launch, Replay, replay
+from attnkit.splice.replay import CallTensors, Launch, Replay, prepare_replay
 from attnkit.splice.template import BackwardSettings
 from attnkit.splice.tma import have_tma_strides, loadable
 from attnkit.splice.workers import worker_count
@@ -77,7 +77,7 @@ class BackwardCall:
         group: query heads per kv head.
         row_words: of a row's LSE and of its delta, see `BackwardTemplate`.
         emulated: the kernels are executed on the CPU.
-        again, scale: the relaunch of this call with the scale of an earlier one; None if not known.
+        replay, scale: relaunches this call with the scale of an earlier one; None if not known.
     """
 
     settings: BackwardSettings
@@ -96,13 +96,13 @@ class BackwardCall:
     row_words: tuple[int, int]
     emulated: bool
     _relaunches: dict[tuple[Source, int], Relaunch] = field(default_factory=dict)
-    again: Replay | None = field(init=False, default=None)
+    replay: Replay | None = field(init=False, default=None)
     scale: float | None = field(init=False, default=None)
 
     def __call__(
         self, inputs: BackwardInputs
     ) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor | None]]:
-        """The gradients of query, key and value, and of the score's tensors, on the current stream."""
+        """The gradients of query, key, value and the score's tensors, on the current stream."""
         tensors = query, key, value, out, grad_out = loaded(inputs)
         captured, scale = inputs.captured, inputs.scale
         device, work = self.device, self.work
@@ -182,8 +182,8 @@ class BackwardCall:
         if len(known) < len(launches) or not distinct:  # whose an address is must be clear
             return
         counter = lambda: zero_counters(self.device, False, self.work.counters)
-        again = replay(known, call, counter, 5, self.device)
-        object.__setattr__(self, "again", again)
+        replay = prepare_replay(known, call, counter, 5, self.device)
+        object.__setattr__(self, "replay", replay)
         object.__setattr__(self, "scale", scale)
 
     def _tables(self) -> list[Tensor]:
@@ -233,17 +233,17 @@ class BackwardCall:
             code = kernel(source, lines=True)
             run_emulated(code, arguments, work=work, roles=self.settings.template.roles)
             return None
-        again = self._relaunches.get((source, which)) if repeatable else None
-        if again is None:
+        relaunch = self._relaunches.get((source, which)) if repeatable else None
+        if relaunch is None:
             code = kernel(source)
             code(*arguments)
             if repeatable:
-                relaunch = code.relauncher(arguments, range(len(arguments)))
-                self._relaunches[source, which] = relaunch
+                known = code.relauncher(arguments, range(len(arguments)))
+                self._relaunches[source, which] = known
             return None
         addresses = [a.data_ptr() for a in arguments if isinstance(a, Tensor)]
         numbers = tuple(a for a in arguments if not isinstance(a, Tensor))
-        again(stream_of(self.device.index), addresses, numbers)
+        relaunch(stream_of(self.device.index), addresses, numbers)
         return Launch(kernel(source).relauncher, arguments)
 
 
@@ -314,7 +314,7 @@ def _build_call(
 
 
 def _mask_argument(t: Tensor, captured: Captured, device: torch.device) -> CapturedArgument:
-    """Where a tensor of the mask is found at each call: among the captured ones, or it is a table."""
+    """Where a tensor of the mask is found at each call: captured, or a table."""
     slot = next((i for i, own in enumerate(captured.masks) if own is t), None)
     return readable(t, device) if slot is None else captured_slot(MASK, slot, captured, device)
 

@@ -79,7 +79,7 @@ def main_source(
             bounds,
             scores=len(needs_grad),
             listed=program.listed,
-            wanted=needs_grad,
+            needs_grad=needs_grad,
         )
         totals = [ndim for (_, ndim, _), need in zip(captured, needs_grad, strict=False) if need]
         arguments = main_arguments(

@@ -1,4 +1,4 @@
-"""The tables of a backward: work tiles in order, and the order of the sums of a deterministic run."""
+"""The tables of a backward: work tiles, and the order of the sums of a deterministic run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from attnkit.jit import emulation
-from attnkit.schedule.deterministic_order import Turns, turns
-from attnkit.schedule.first_writer import Firsts, chosen, firsts
+from attnkit.schedule.deterministic_order import DeterministicOrder, deterministic_order
+from attnkit.schedule.first_writer import FirstWriters, choose_first_writers, first_writers
 from attnkit.schedule.scheduler import Schedule, Shape, schedule_backward
 from attnkit.schedule.work_list import fitted, full_runs
 from attnkit.sparsity.block_runs import BlockRuns
@@ -28,7 +28,7 @@ class BackwardWork:
         work_tiles, partial, full: see `templates.sm90.backward.Backward`.
         order: tables of a deterministic run's order, the first the semaphores before a launch.
         flags: of the chunks of dQ, if a CTA waits for them.
-        first_writer: the first CTA of a row stores its part of dQ, and nobody clears it.
+        first_writer: the first CTA of a row stores its part of dQ, which is not cleared.
         units: of the sums of dQ, of shared dK and dV, and of dK and dV of split kv tiles.
         rows: of the statistics.
         counters: of the kernel.
@@ -117,13 +117,15 @@ def build_tables(
         split = schedule.split.shape[0]  # kv tiles that several work tiles share
         units[3] = split * (columns // 64) * (wide + deep) // 64
     work_tiles = schedule.table().contiguous()
-    first_writer = isinstance(first, Firsts)
-    if isinstance(first, Firsts):
+    first_writer = isinstance(first, FirstWriters)
+    if isinstance(first, FirstWriters):
         work_tiles[:, 3] = first.stop
     order: tuple[Tensor, ...] = ()
     if settings.deterministic:
         dq, dk = (settings.ctas * n for n in settings.template.semaphores)
-        order = _order(turns(runs, schedule), runs, schedule.shape, (dq, dk), bool(units[1]))
+        order = _order(
+            deterministic_order(runs, schedule), runs, schedule.shape, (dq, dk), bool(units[1])
+        )
     visited = int(work_tiles[:, [6, 9]].sum()) if emulated else 0
     return BackwardWork(
         work_tiles=work_tiles,
@@ -135,14 +137,16 @@ def build_tables(
         units=(units[0], units[1], units[2], units[3]),
         rows=batch * heads * runs.q_blocks * rows,
         counters=1 + COUNTERS * split,
-        workers=min(schedule.workers, schedule.pieces),
-        cost=emulation.attention_work(visited, schedule.pieces, block=settings.block, products=5),
+        workers=min(schedule.workers, schedule.work_tile_count),
+        cost=emulation.attention_work(
+            visited, schedule.work_tile_count, block=settings.block, products=5
+        ),
     )
 
 
 def scheduled(
     runs: BlockRuns, settings: BackwardSettings, query: Tensor, key: Tensor, workers: int
-) -> tuple[Schedule, Firsts | str]:
+) -> tuple[Schedule, FirstWriters | str]:
     """The order of the kv tiles; and which CTA stores dQ first, or why none does.
 
     Args:
@@ -166,36 +170,44 @@ def scheduled(
     if not template.first_writer(settings):
         return schedule, "this kernel always adds"
     if settings.deterministic:
-        return schedule, firsts(runs, schedule)
-    found = chosen(runs, schedule, batch * heads * runs.q_blocks * rows * wide)
+        return schedule, first_writers(runs, schedule)
+    found = choose_first_writers(runs, schedule, batch * heads * runs.q_blocks * rows * wide)
     return (schedule, found) if isinstance(found, str) else found
 
 
 def _order(
-    found: Turns, runs: BlockRuns, shape: Shape, semaphores: tuple[int, int], shared: bool
+    order: DeterministicOrder,
+    runs: BlockRuns,
+    shape: Shape,
+    semaphores: tuple[int, int],
+    shared: bool,
 ) -> tuple[Tensor, ...]:
-    """Semaphores; kept runs and first and last turn of every (b, h, q block); the runs; turns of
-    pieces.
+    """Tables of the order of the sums, for the kernel.
 
     Args:
-        found: turns of the schedule.
+        order: of the schedule.
         runs, shape: what was scheduled.
         semaphores: of a tile of dQ, and of dK or dV.
         shared: whether dK and dV are sums too.
+
+    Returns:
+        int32 each: the semaphores before a launch; [(b, h, q tile), 4], where the visited runs of a
+        row begin and end, and its first and last kv tile; starts, and lengths, of the visited runs;
+        [work tiles, 2], see `DeterministicOrder.group`.
     """
-    kept = found.kept
-    rows = torch.stack([kept.row_ptr[:-1], kept.row_ptr[1:], found.first, found.last], 1)
+    visited = order.visited
+    rows = torch.stack([visited.row_ptr[:-1], visited.row_ptr[1:], order.first, order.last], 1)
     full = (shape.batch, shape.heads, runs.q_blocks)
     own = (runs.batch, runs.heads, runs.q_blocks)
-    first = found.first.view(own).expand(full).reshape(-1, 1).expand(-1, semaphores[0])
+    first = order.first.view(own).expand(full).reshape(-1, 1).expand(-1, semaphores[0])
     pairs = (shape.kv_batch or shape.batch) * (shape.kv_heads or shape.heads) * runs.kv_blocks
-    others = found.first.new_zeros(shared * 2 * semaphores[1] * pairs)
+    others = order.first.new_zeros(shared * 2 * semaphores[1] * pairs)
     return (
         torch.cat([first.reshape(-1), others]),
         rows.view(*own, 4).expand(*full, 4).reshape(-1, 4).contiguous(),
-        kept.start,
-        kept.length,
-        found.group,
+        visited.start,
+        visited.length,
+        order.group,
     )
 
 

@@ -37,7 +37,7 @@ class CpuHooks:
         mask_tensors: captured tensors of the mask graph, by slot.
         dtype: compute dtype, float32 or float64.
         device: where the score tensor lives.
-        wanted: by slot of the score graph, whether its gradient is needed.
+        needs_grad: by slot of the score graph, whether its gradient is needed.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class CpuHooks:
         mask_tensors: Sequence[Tensor],
         dtype: torch.dtype,
         device: torch.device,
-        wanted: Sequence[bool] = (),
+        needs_grad: Sequence[bool] = (),
     ) -> None:
         self.program = program
         self.score_tensors = score_tensors
@@ -57,7 +57,7 @@ class CpuHooks:
         self.has_score = program.score is not None
         self.gradients: list[Tensor | None] = [
             torch.zeros(t.shape, dtype=dtype, device=device) if need else None
-            for t, need in zip(score_tensors, wanted, strict=False)
+            for t, need in zip(score_tensors, needs_grad, strict=False)
         ]
         self.needs_captured_grad = any(g is not None for g in self.gradients)
 
@@ -92,15 +92,15 @@ class CpuHooks:
         if self.program.score is None:
             return
         env = {**_positions(tile), "score": s, "grad": grad}
-        wanted = [
+        pairs = [
             (load, cotangent)
             for load, cotangent in _adjoint(self.program.score).loads
             if self.gradients[int(load.attr)] is not None  # type: ignore[arg-type]
         ]
-        roots = [c for _, c in wanted] + [i for load, _ in wanted for i in load.args]
+        roots = [c for _, c in pairs] + [i for load, _ in pairs for i in load.args]
         values = self._run(roots, env, mask=False)
-        indices = iter(values[len(wanted) :])
-        for (load, _), cotangent in zip(wanted, values, strict=False):
+        indices = iter(values[len(pairs) :])
+        for (load, _), cotangent in zip(pairs, values, strict=False):
             total = self.gradients[int(load.attr)]  # type: ignore[arg-type]
             if total is not None:
                 _scatter(total, [next(indices) for _ in load.args], cotangent.expand(s.shape))

@@ -104,7 +104,7 @@ def backward_replay(call: KernelCall, inputs: BackwardInputs) -> Replay | None:
     if not backward.supports(call, inputs):
         return None
     prepared = backward.prepare(call, inputs)
-    return prepared.again if prepared.scale == inputs.scale else None
+    return prepared.replay if prepared.scale == inputs.scale else None
 
 
 def _without_autocast(query: Tensor) -> AbstractContextManager[Any]:

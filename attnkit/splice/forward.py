@@ -166,10 +166,10 @@ def build_call(kernel_call: KernelCall, inputs: ForwardInputs, workers: int) -> 
         strides=strides,
         direct=has_tma_strides(shape, strides, query.element_size()),
         tma_strides=have_tma_strides((query, key, value)),
-        tables=(work.pieces, work.partial, work.full),
+        tables=(work.work_tiles, work.partial, work.full),
         parts=((slots, *tile), (slots, tile[0])),
         captured=arguments,
-        numbers=(heads // key.shape[1], min(workers, work.pieces.shape[0])),
+        numbers=(heads // key.shape[1], min(workers, work.work_tiles.shape[0])),
         combine=combine,
         need_max=need_max,
         emulated=emulated,
@@ -219,7 +219,7 @@ def _emulate(
     """Execute a kernel on the CPU."""
     from attnkit.jit.emulator_runs import Undefined, run_emulated
 
-    counts = work.pieces[:, [6, 9]].sum()
-    cost = emulation.attention_work(int(counts), work.pieces.shape[0], block=chosen.block)
+    counts = work.work_tiles[:, [6, 9]].sum()
+    cost = emulation.attention_work(int(counts), work.work_tiles.shape[0], block=chosen.block)
     values = [Undefined(a) if i in outputs else a for i, a in enumerate(arguments)]
     run_emulated(kernel(source, lines=True), values, work=cost, roles=layout.warps)

@@ -75,7 +75,7 @@ class ForwardCall:
         combine: the kernel for split rows, None if there are none.
         need_max: whether the row maxima are returned.
         emulated: the kernel is executed on the CPU.
-        again: the relaunch of this call, once its kernels have been launched.
+        relaunch: the relaunch of this call, once its kernels have been launched.
     """
 
     run: Runner
@@ -94,7 +94,7 @@ class ForwardCall:
     need_max: bool
     emulated: bool
     spare: tuple[Tensor, ...] = field(init=False)
-    again: RepeatedForward | None = field(init=False, default=None)
+    relaunch: RepeatedForward | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         # a kernel takes no empty tensor; where nothing is split, this is neither written nor read
@@ -108,8 +108,8 @@ class ForwardCall:
         self, query: Tensor, key: Tensor, value: Tensor, captured: Captured, scale: float
     ) -> ForwardOutputs:
         """out, LSE and the row maxima or None; on the current stream."""
-        if self.again is not None:
-            outputs = self.again(query, key, value, captured, scale)
+        if self.relaunch is not None:
+            outputs = self.relaunch(query, key, value, captured, scale)
             if outputs is not None:
                 return outputs
         # copies, and the emulator's memory, are not to be relaunched
@@ -135,15 +135,16 @@ class ForwardCall:
             *(query, key, value, target, lse, top, *self.tables, counter, *parts, *tensors),
             *(scale, *self.numbers),
         )
-        again = self.run(self.source, arguments, _OUTPUTS, tuple(self._changing()))
+        main = self.run(self.source, arguments, _OUTPUTS, tuple(self._changing()))
         combine = None
         if self.combine is not None:
             combined = (*parts, *self.combine.tables, target, lse)
             combine = self.run(self.combine.source, combined, (), (0, 1, 4, 5))
         if target is not out:
             out.copy_(target)
-        elif repeatable and self.again is None and again is not None:
-            object.__setattr__(self, "again", repeated_forward(self, captured, again, combine))
+        elif repeatable and self.relaunch is None and main is not None:
+            relaunch = repeated_forward(self, captured, main, combine)
+            object.__setattr__(self, "relaunch", relaunch)
         return out, lse, top if self.need_max else None
 
     def _changing(self) -> Iterator[int]:
@@ -159,14 +160,14 @@ class ForwardCall:
 
 
 def repeated_forward(
-    call: ForwardCall, captured: Captured, again: Relaunch, combine: Relaunch | None
+    call: ForwardCall, captured: Captured, main: Relaunch, combine: Relaunch | None
 ) -> RepeatedForward:
     """The same call for other tensors of the same geometry, with as little work as possible.
 
     Args:
         call: one that was made.
         captured: tensors of the score and of the mask that it was made with.
-        again, combine: relaunch its kernels.
+        main, combine: relaunch its kernels.
 
     Returns:
         A function of query, key, value, captured tensors and scale that makes the call, or gives
@@ -216,7 +217,7 @@ def repeated_forward(
                 t = readable(t, device)
                 copies.append(t)
             addresses.append(t.data_ptr())
-        again(stream, addresses, (scale,))
+        main(stream, addresses, (scale,))
         if combine is not None:
             combine(stream, [*addresses[7:9], o, l])
         return out, lse, top

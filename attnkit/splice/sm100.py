@@ -48,7 +48,7 @@ def config_of(
         "block_kv": chosen.block[1],
         "q_tiles": chosen.block[0] // (128 * chosen.ctas),
         "two_cta": chosen.ctas == 2,
-        # work tiles differ, and a counter's number would have to go from one CTA of a pair to the other
+        # work tiles differ, and a counter's number would have to pass between the CTAs of a pair
         "work": "counter" if chosen.ctas == 1 else "clc",
         "alias": chosen.alias,
         "poly": poly_of(form, arch),

@@ -25,7 +25,7 @@ class Clocks:
 
     Attributes:
         full, partial: from one FULL, or PARTIAL, block to the next.
-        tile: a tile beside its blocks.
+        tile: a tile without its blocks.
         modded: as `full` and `partial`, with a score_mod that does nothing for each score.
     """
 

@@ -1,6 +1,6 @@
 """Hopper backward: settings of its kernels, and the kernels themselves.
 
-A module is a `Template`, see `backward_settings`.
+`BACKWARD` binds them, see `attnkit.splice.template`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 On every page but the laboratory notes, blocks marked `python` run, in order, in one namespace a page;
 blocks marked `py` are to read. A block marked `text` right below a `python` block is what that
-block prints; in it, `...` stands for anything within a line, and a line `...` for any lines.
+block prints; right below an `sh` block, what its `attnkit` commands print. In it, `...` stands for
+anything within a line, and a line `...` for any lines.
 """
 
 from __future__ import annotations
@@ -10,13 +11,26 @@ from __future__ import annotations
 import contextlib
 import io
 import linecache
+import os
 import re
+import shlex
 from pathlib import Path
+from unittest import mock
+
+from attnkit.cli import main
 
 DOCS = Path(__file__).parents[1]
 BLOCK = re.compile(
-    r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<text>.*?)^```\n)?", re.M | re.S
+    r"^```(?:python\n(?P<code>.*?)^```\n|sh\n(?P<commands>[^`]*?)^```\n(?=\n```text\n))"
+    r"(?:\n```text\n(?P<text>.*?)^```\n)?",
+    re.MULTILINE | re.DOTALL,
 )
+
+
+class Terminal(io.StringIO):
+    """Collects what is printed, as a terminal that shows any character."""
+
+    encoding = "utf-8"
 
 
 def pages() -> list[Path]:
@@ -31,14 +45,25 @@ def printed(page: str, name: str) -> list[tuple[re.Match[str], str]]:
     linecache.cache[name] = (len(page), None, page.splitlines(keepends=True), name)  # for errors
     results = []
     for match in BLOCK.finditer(page):
-        line = page[: match.start("code")].count("\n")
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out):
-            # dont_inherit: this file's __future__ imports are not the reader's
-            code = compile("\n" * line + match["code"], name, "exec", dont_inherit=True)
-            exec(code, names)
+        out = Terminal()
+        with contextlib.redirect_stdout(out), mock.patch.dict(os.environ, COLUMNS="80"):
+            if match["commands"] is not None:
+                run_commands(match["commands"])
+            else:
+                line = page[: match.start("code")].count("\n")
+                # dont_inherit: this file's __future__ imports are not the reader's
+                code = compile("\n" * line + match["code"], name, "exec", dont_inherit=True)
+                exec(code, names)
         results.append((match, out.getvalue()))
     return results
+
+
+def run_commands(text: str) -> None:
+    """Run commands of `attnkit`, a line each."""
+    for line in text.splitlines():
+        program, *arguments = shlex.split(line, comments=True)
+        if program != "attnkit" or main(arguments) != 0:
+            raise ValueError(f"not a command of attnkit that succeeds: {line}")
 
 
 def agrees(text: str, out: str) -> bool:

@@ -1,6 +1,6 @@
-"""Puts the parts of rows that were split along kv together, exactly.
+"""Split KV combine: merge the partial results of rows that were split along kv, exactly.
 
-Each part is a softmax over some of the columns, with its LSE; the output of the row is their mean
+Each part is a softmax over some of the columns, with its LSE. The output of the row is their mean
 weighted by 2**(LSE in log2), which needs no second look at the scores (Milakov and Gimelshein 2018).
 """
 
@@ -18,7 +18,7 @@ WARPS = 4
 
 
 class Combine:
-    """The kernel that follows a forward with split rows.
+    """Merges the parts of split rows, after a forward.
 
     Args:
         dtype: "bfloat16" or "float16", of the output.
@@ -43,9 +43,9 @@ class Combine:
         """Launch.
 
         Args:
-            parts, part_lse: float32 [slots, rows, >= Dv] and [slots, rows].
-            split: int32 [n, 3], the (b, h, tile) of each split row of tiles.
-            split_ptr: int32 [n + 1], its slots.
+            parts, part_lse: float32 [slots, block_q, >= Dv] and [slots, block_q].
+            split: int32 [n, 3], the (b, h, q block) of each split row of blocks.
+            split_ptr: int32 [n + 1], the first slot of each.
             out: [B, H, S, Dv].
             lse: float32 [B, H, S].
         """
@@ -64,7 +64,7 @@ class Combine:
         out: cute.Tensor,
         lse: cute.Tensor,
     ):
-        """A warp a row."""
+        """Merge one row a warp."""
         item, chunk, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         lane, within = thread % 32, chunk * WARPS + thread // 32
@@ -72,23 +72,23 @@ class Combine:
         row = tile * part_lse.shape[1] + within
         first, last = split_ptr[item], split_ptr[item + 1]
         if row < lse.shape[2]:
-            most = Float32(NEG_INF)
+            highest = Float32(NEG_INF)
             for slot in cutlass.range(first, last, unroll=1):
-                most = cute.arch.fmax(most, part_lse[slot, within])
-            shift = cutlass.select_(most == Float32(NEG_INF), Float32(0.0), most)
+                highest = cute.arch.fmax(highest, part_lse[slot, within])
+            shift = cutlass.select_(highest == Float32(NEG_INF), Float32(0.0), highest)
             total = Float32(0.0)
-            columns = cute.make_rmem_tensor((self.value_dim + 31) // 32, Float32)
+            columns = cute.make_rmem_tensor((self.value_dim + 31) // 32, Float32)  # f32 [Dv] / 32
             columns.fill(0.0)
             for slot in cutlass.range(first, last, unroll=1):
                 weight = device.exp2((part_lse[slot, within] - shift) * Float32(LOG2_E))
                 total = total + weight
                 for j in cutlass.range_constexpr((self.value_dim + 31) // 32):
                     columns[j] = columns[j] + weight * parts[slot, within, lane + 32 * j]
-            dead = total == Float32(0.0)
-            scale = cutlass.select_(dead, Float32(0.0), Float32(1.0) / total)
+            masked = total == Float32(0.0)
+            scale = cutlass.select_(masked, Float32(0.0), Float32(1.0) / total)
             for j in cutlass.range_constexpr((self.value_dim + 31) // 32):
                 if lane + 32 * j < self.value_dim:
                     out[b, h, row, lane + 32 * j] = self.dtype(columns[j] * scale)
             if lane == 0:
                 value = shift + cute.math.log(total)
-                lse[b, h, row] = cutlass.select_(dead, Float32(NEG_INF), value)
+                lse[b, h, row] = cutlass.select_(masked, Float32(NEG_INF), value)

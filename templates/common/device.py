@@ -15,7 +15,7 @@ _PACK = {BFloat16: "cvt.rn.bf16x2.f32", Float16: "cvt.rn.f16x2.f32"}
 
 
 def pack(low: Any, high: Any, dtype: Any) -> Any:
-    """Two float32 as a pair of 16-bit floats.
+    """Round two float32 to a pair of 16-bit floats, one Int32.
 
     The DSL's own conversion of a fragment falls back to single values for most tile widths.
     """
@@ -39,9 +39,13 @@ def unpack(pair: Any, dtype: Any) -> tuple[Any, Any]:
 
 
 def bits_below(x: Any, words: int) -> list[Any]:
-    """Bit masks of a thread's columns that lie below x, x counted from its first column.
+    """Return bit masks of a thread's columns that lie below x, x counted from its first column.
 
-    A thread owns columns 8 g and 8 g + 1 of a row for g = 0, 1, ...: bit 2 g + c of the masks.
+    A thread has columns 8 g and 8 g + 1 of a row for g = 0, 1, ...: bit 2 g + c of the masks.
+
+    Args:
+        x: Int32.
+        words: how many Int32 to return, 16 groups g each.
     """
     count = (x >> 3) * 2 + cutlass.min(x & 7, Int32(2))
     masks = []
@@ -58,18 +62,18 @@ def bits_below(x: Any, words: int) -> list[Any]:
 
 
 def bit(mask: Any, j: int) -> Any:
-    """Whether bit j is set."""
+    """Return whether bit j of an Int32 is set."""
     return (mask & Int32(one(j))) != 0
 
 
 def one(j: int) -> int:
-    """The 32-bit integer with bit j modulo 32 set."""
+    """Return the signed 32-bit integer with bit j modulo 32 set."""
     j %= 32
     return (1 << j) - (1 << 32) * (j == 31)
 
 
 def shifted(x: Any, factor: Any, more: Any) -> Any:
-    """x * factor + more, None for 1 and 0; one instruction.
+    """Return x * factor + more in one instruction; a factor of None is 1, an addend of None 0.
 
     Written as a sum, the products would be shared between two uses and not fused.
     """
@@ -79,12 +83,12 @@ def shifted(x: Any, factor: Any, more: Any) -> Any:
 
 
 def exp2(x: Any) -> Any:
-    """2**x on the exponential unit; subnormal results are zero."""
+    """Return 2**x from the exponential unit; subnormal results are zero."""
     return cute.math.exp2(x, fastmath=True)
 
 
 def exp2_on_fma(x: Any) -> Any:
-    """2**x without the exponential unit, relative error below 9e-5; x is above -126, or NaN.
+    """Return 2**x without the exponential unit; relative error below 9e-5; x is above -126, or NaN.
 
     x = j + f with j the nearest integer; a polynomial of degree 3 for 2**f, |f| <= 1/2, times
     2**j from its exponent bits (see `polynomials`). It is a
@@ -112,7 +116,7 @@ def pinned(x: Any) -> Any:
 
 
 def after(values: list[Any], others: list[Any]) -> list[Any]:
-    """The same values, that the compiler takes to depend on the others."""
+    """Return the same values, made to depend on the others: the compiler computes them after those."""
     none = cute.arch.inline_ptx("mov.b32 {$w0}, 0;", write_only_types=[Int32], read_only_args=[])
     return [
         cute.arch.inline_ptx(
@@ -126,31 +130,31 @@ def after(values: list[Any], others: list[Any]) -> list[Any]:
 
 
 def quad_max(x: Any, nan: bool) -> Any:
-    """Maximum over the four threads that hold a row; NaN passes if `nan`, else it is skipped."""
+    """Return the maximum over the four threads of a row; NaN passes if `nan`, else it is skipped."""
     x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, 1), nan=nan)
     return cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, 2), nan=nan)
 
 
 def quad_sum(x: Any) -> Any:
-    """Sum over the four threads that hold a row."""
+    """Return the sum over the four threads of a row."""
     x = x + cute.arch.shuffle_sync_bfly(x, 1)
     return x + cute.arch.shuffle_sync_bfly(x, 2)
 
 
 def bits(x: Any) -> Any:
-    """A Float32's bits, as Int32."""
+    """Return the bits of a Float32 as Int32."""
     return cute.arch.inline_ptx(
         "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x]
     )
 
 
 def finite_or_zero(x: Any) -> Any:
-    """x, or 0 where it is -inf: a row that has kept nothing yet."""
+    """Return x, or 0 for -inf: the maximum of a row that is fully masked so far."""
     return cutlass.select_(x == Float32(NEG_INF), Float32(0.0), x)
 
 
-def soon(barrier: Any, parity: Any, nanoseconds: int) -> Any:
-    """Whether a phase of a barrier is complete, or becomes so in about so long; the same for a warp."""
+def try_wait(barrier: Any, parity: Any, nanoseconds: int) -> Any:
+    """Return whether a phase of a barrier is complete, or becomes so in about so long; warp-uniform."""
     done = cute.arch.inline_ptx(
         "{ .reg .pred done; mbarrier.try_wait.parity.shared::cta.b64 done, [{$r0}], {$r1}, {$r2}; "
         "selp.b32 {$w0}, 1, 0, done; }",
@@ -161,17 +165,17 @@ def soon(barrier: Any, parity: Any, nanoseconds: int) -> Any:
 
 
 def arrive(barrier: Any) -> None:
-    """One arrival a warp."""
+    """Arrive at an mbarrier, once a warp."""
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(barrier)
 
 
 def store_matrix(to: Any, words: list[Any]) -> None:
-    """Four matrices of 8 x 8 pairs in a warp's registers to shared memory.
+    """Store four matrices of 8 x 8 16-bit floats from a warp's registers to shared memory.
 
     Args:
-        to: a lane's row of 16 bytes: lane 8 m + r has row r of matrix m.
-        words: a word of each.
+        to: the lane's row of 16 bytes: lane 8 m + r has row r of matrix m.
+        words: the lane's word of each matrix.
     """
     cute.arch.inline_ptx(
         "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
@@ -180,7 +184,7 @@ def store_matrix(to: Any, words: list[Any]) -> None:
 
 
 def store_where(inside: Any, to: Any, words: list[Any]) -> None:
-    """16 bytes to global memory if a condition holds, without a branch."""
+    """Store 16 bytes to global memory if a condition holds, without a branch."""
     cute.arch.inline_ptx(
         "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0;"
         " @p st.global.v4.b32 [{$r1}], {{$r2}, {$r3}, {$r4}, {$r5}}; }",

@@ -1,9 +1,10 @@
-"""Sums of gradients of captured tensors: floats in any order, or exact ones that no order changes.
+"""Gradients of captured tensors: float32 sums in any order, or exact sums that no order changes.
 
-An exact sum is kept in integers. A float is a whole number of 24 bits times a power of two; numbers
-whose exponents agree but for their last three bits are added in one of 32 integers of 64 bits, its
-bin, and what is infinite or NaN is noted as bits of a last one. Integers add up to the same
-whatever the order. 2**32 numbers fit a bin; `attnkit.splice.exact_sums` reads the sums.
+An exact sum consists of integers, so that the order of the additions does not matter. A float is a
+whole number of 24 bits times a power of two. Numbers whose exponents agree but for their last three
+bits are added to one of 32 integers of 64 bits, their bin; infinite numbers and NaN set bits of one
+more. 2**32 numbers fit a bin. `attnkit.splice.exact_sums` reads the sums. After the long accumulator
+of Kulisch and Miranker (1981).
 """
 
 from __future__ import annotations
@@ -21,25 +22,25 @@ INFINITE, NEGATIVE, NO_NUMBER = 1, 2, 4  # bits of the last bin
 
 
 class ExactSums:
-    """The part of a backward kernel that adds to gradients of captured tensors."""
+    """Adds to gradients of captured tensors in memory."""
 
     hooks: Any
     config: Any
 
     def place_of(self, i: int, site: Any, total: Any, q: Any, kv: Any) -> tuple[Any, ...]:
-        """Where load i of an element is in its gradient."""
+        """Return the index of load i of an element in its gradient."""
         shape = total.shape[:-1] if self.config.turns else total.shape
         return self.hooks.place(i, site, shape, q, kv)
 
     def add_where(self, condition: Any, total: Any, place: Any, value: Any) -> None:
-        """Add a value to a gradient in memory; in a fixed order of sums, to its bins."""
+        """Add a value to a gradient in memory; where sums have an order, to its bins."""
         if self.config.turns:
             self.add_exactly(condition, cute.domain_offset((*place, 0), total).iterator, value)
         else:
             self.add_at(condition, cute.domain_offset(place, total).iterator, value)
 
     def add_of_warp(self, i: int, site: Any, total: Any, value: Any) -> None:
-        """Add the warp's values to load i, of an index that is known per head."""
+        """Add the sum of the warp's values to load i, whose index is known per head."""
         for step in (16, 8, 4, 2, 1):
             value = value + cute.arch.shuffle_sync_bfly(value, step)
         place = self.place_of(i, site, total, None, None)
@@ -47,12 +48,13 @@ class ExactSums:
 
     @cute.jit
     def add_at(self, condition: cutlass.Boolean, target: cute.Pointer, value: Float32):
+        """Add a value to a float32 in memory, if a condition holds."""
         if condition:
             cute.arch.red(target, value, op="add", dtype="f32", sem="relaxed", scope="gpu")
 
     @cute.jit
     def add_exactly(self, condition: cutlass.Boolean, bins: cute.Pointer, value: Float32):
-        """Add a value to its bin."""
+        """Add a value to its bin, if a condition holds."""
         if condition:
             bits = cute.arch.inline_ptx(
                 "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value]

@@ -1,9 +1,9 @@
-"""What a variant gives to a GPU kernel: values, emitted while the kernel is traced.
+"""The interface of a variant to the GPU kernels: functions that emit code while a kernel is traced.
 
 Hooks are plain Python objects. A kernel calls their methods while it is traced; they return
-scalars of the DSL (Float32, Int32, Boolean) and tuples of them. What is known once a head, a row,
-a column or a block is asked for once, and handed back to the hooks that follow. All positions are
-Int32 and lie inside the tensors: the kernel clamps those of rows and columns beyond the ends.
+scalars of the DSL (Float32, Int32, Boolean) and tuples of them. The kernel asks once for values of a
+head, a row, a column or a block, and passes them to the hooks that follow. All positions are Int32
+and lie inside the tensors: the kernel clamps those of rows and columns beyond the ends.
 
 Scores are in units of log2: a kernel computes probabilities as 2**(x * factor + block - maximum).
 """
@@ -18,16 +18,16 @@ Values: TypeAlias = tuple[Any, ...]
 
 
 class Site(Protocol):
-    """Where a tile is: given to every hook.
+    """Says where a tile is; every hook receives one.
 
     Attributes:
-        tensors: captured tensors, kernel arguments; one of no dimensions has shape (1,).
+        tensors: captured tensors, arguments of the kernel; a scalar has shape (1,).
         b, h: batch element and query head.
         q_len, kv_len: lengths.
         scale: softmax scale, natural units.
-        origin: a position within the tile, from which distances along kv are best counted.
-        steps: offsets of the thread's rows, and of its columns, from their first: elements whose
-            offsets differ by the same number have the same q - kv. None if that is not known.
+        origin: position along kv within the tile, from which distances are counted.
+        steps: offsets of the thread's rows, and of its columns, from the first: elements whose
+            offsets differ by the same number have the same q - kv. None if not known.
     """
 
     tensors: Sequence[Any]
@@ -41,19 +41,19 @@ class Site(Protocol):
 
 
 class ForwardHooks(Protocol):
-    """The functions of a variant's forward.
+    """Emits the score mod and the mask of a forward.
 
     Attributes:
-        intervals: intervals a row keeps, for `ends`; None if the mask has no such form.
-        has_mask: False if every score is kept.
-        raw: whether x is the raw score, and `factor` does all there is to do.
-        blind: whether x does not depend on the score at all.
-        ahead: whether `columns` or `relatives` give values that are best asked for early, such as
-            loads.
-        selects: whether x is chosen by a condition on the score.
-        row_factor: whether scores are multiplied by a number of their row.
-        effort: about how many instructions x takes.
-        listed: block lists overrule the mask: blocks that they keep whole are not masked.
+        intervals: how many intervals of kv a row keeps, for `ends`; None if the mask has no such
+            form.
+        has_mask: False if no score is masked.
+        raw: x is the raw score; `factor` is all that the mod does.
+        blind: x does not depend on the score.
+        ahead: `columns` or `relatives` return values to ask for early, such as loads.
+        selects: a condition on the score selects x.
+        row_factor: scores are multiplied by a number of their row.
+        effort: estimated instructions of x.
+        listed: block lists overrule the mask: it is not applied to their FULL blocks.
     """
 
     intervals: int | None
@@ -67,25 +67,25 @@ class ForwardHooks(Protocol):
     listed: bool
 
     def head(self, site: Any) -> Values:
-        """Values of a tile, once a tile."""
+        """Return values of a head, once a tile."""
         ...
 
     def row(self, site: Any, head: Values, q: Value) -> Values:
-        """Values of one row, once a tile."""
+        """Return values of a row, once a tile."""
         ...
 
     def held(self, site: Any, head: Values, offsets: Sequence[Value]) -> Values:
-        """For columns at these offsets from a block's first: what is the same in every block."""
+        """Return values of columns, by offset from a block's first, that are the same in every block."""
         ...
 
     def block(self, site: Any, head: Values, kv: Value) -> Value:
-        """One value for a block whose first column is kv: added to all of its x, or None."""
+        """Return a value to add to every x of the block whose first column is kv, or None."""
         ...
 
     def columns(
         self, site: Any, head: Values, kv: Sequence[Value], masked: bool
     ) -> Sequence[Values]:
-        """Values of columns, once a block; what `keep` needs only if the block is masked."""
+        """Return values of columns, once a block; those that `keep` needs only if `masked`."""
         ...
 
     def relatives(
@@ -96,8 +96,8 @@ class ForwardHooks(Protocol):
         columns: Sequence[tuple[Value, Value, Values]],
         places: Sequence[tuple[int, int]],
     ) -> Any:
-        """What `element` needs that depends on q - kv, once a block; may be asked for before the
-        scores are there."""
+        """Return the values of q - kv that `element` needs, once a block; may be called before the
+        scores are computed."""
         ...
 
     def element(
@@ -109,21 +109,22 @@ class ForwardHooks(Protocol):
         places: Sequence[tuple[int, int, Value]],
         relatives: Any,
     ) -> list[Value]:
-        """x of scores, in units such that p = 2**(x * factor + block - maximum).
+        """Return x of scores, in units such that p = 2**(x * factor + block - maximum).
 
         Args:
             rows: (q, values of `row`) of this thread's rows.
             columns: (kv, value of `held`, values of `columns`) of this thread's columns.
             places: (which row, which column, raw score q . k) of each element.
+            relatives: what the hook of that name has returned.
         """
         ...
 
     def factor(self, site: Any, head: Values) -> Value:
-        """What x is multiplied by, above 0 and the same for a tile; None stands for 1."""
+        """Return the factor of x, above 0 and the same for a tile; None for 1."""
         ...
 
     def ends(self, site: Any, head: Values, q: Value) -> Sequence[tuple[Value, Value]]:
-        """The intervals [low, high) of kv that row q keeps."""
+        """Return the intervals [low, high) of kv that row q keeps."""
         ...
 
     def keep(
@@ -134,29 +135,29 @@ class ForwardHooks(Protocol):
         columns: Sequence[tuple[Value, Value, Values]],
         places: Sequence[tuple[int, int]],
     ) -> list[Value]:
-        """Whether scores are kept (Boolean), for masks without intervals."""
+        """Return whether the mask keeps scores (Boolean), for masks without intervals."""
         ...
 
     def lse(self, site: Any, head: Values, row: Values) -> Value:
-        """What the row adds to its LSE (natural units) and leaves out of x, or None."""
+        """Return what a row adds to its LSE (natural units) and leaves out of x, or None."""
         ...
 
 
 class BackwardHooks(ForwardHooks, Protocol):
-    """The functions of a variant's backward: the score again, its slope, and gradients.
+    """Emits the score again, its slope, and gradients, for a backward.
 
-    The tile is a kv tile: its columns are asked for once, and its first column is the origin, so
-    that `block` is not used. Rows come two at a time, with `row` asked for in every block. `ends`
-    is asked for columns: the intervals of q that a column keeps. What is linear in kv - q is in no
-    other hook than `distance`.
+    A tile is a kv block: the kernel asks for its columns once, and its first column is the origin,
+    so that `block` is not used. Rows come two at a time, with `row` called in every block. `ends` is
+    called for columns: the intervals of q that a column keeps. Terms that are linear in kv - q are in
+    no other hook than `distance`.
 
     Attributes:
-        sloped: whether the derivative of the mod by the score is other than 1.
+        sloped: whether the derivative of the mod by the score differs from 1.
         learned: for each load of a captured tensor that gets a gradient, the level at which its
             index is known: "head", "row", "column", "relative" (q - kv) or "element".
         slots: for each such load, the number of its gradient in `totals`.
         gathers: whether a captured tensor is read for every score, or every q - kv.
-        distant: whether `distance` gives something.
+        distant: whether `distance` returns a term.
     """
 
     sloped: bool
@@ -175,18 +176,19 @@ class BackwardHooks(ForwardHooks, Protocol):
         steps: Sequence[int] | None = None,
         shared: dict[Any, Values] | None = None,
     ) -> tuple[list[Value], list[Value] | None]:
-        """x of scores as in `element`, and the derivatives of the mod by the score.
+        """Return x of scores as `element` does, and the derivatives of the mod by the score.
 
         Args:
             steps: of each element, q - kv less that of the thread's first.
-            shared: what depends on q - kv alone, by step; added to.
+            shared: values that depend on q - kv alone, by step; the hook adds to it.
 
-        None instead of the derivatives if they are 1.
+        Returns:
+            x, and the derivatives; None for these if they are 1.
         """
         ...
 
     def distance(self, site: Any, head: Values) -> Value:
-        """What the exponent has for each step of kv - q, log2 units, or None."""
+        """Return the term of the exponent for each step of kv - q, log2 units, or None."""
         ...
 
     def adjoint(
@@ -197,7 +199,9 @@ class BackwardHooks(ForwardHooks, Protocol):
         columns: Sequence[tuple[Value, Value, Values]],
         places: Sequence[tuple[int, int, Value, Value]],
     ) -> tuple[list[Value], list[list[Value]]]:
-        """Gradients of scores, and for each learned load those of its values; needed if `learned`.
+        """Return gradients of scores, and for each learned load those of its values.
+
+        Called only if `learned` is not empty.
 
         Args:
             places: (row, column, raw score q . k, gradient of the modified score) of each element.
@@ -210,5 +214,5 @@ class BackwardHooks(ForwardHooks, Protocol):
     def place(
         self, i: int, site: Any, shape: Sequence[Value], q: Value | None, kv: Value | None
     ) -> tuple[Value, ...]:
-        """The index of learned load i in its tensor, of this shape; q and kv as its level says."""
+        """Return the index of learned load i in its tensor, of this shape; q and kv as its level says."""
         ...

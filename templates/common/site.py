@@ -1,4 +1,4 @@
-"""Where a tile is, as the kernels tell their hooks."""
+"""The record of a tile's position that kernels pass to their hooks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Site:
-    """Where a tile is; see `hooks.Site`."""
+    """Says where a tile is; see `hooks.Site` for the fields."""
 
     tensors: Any
     b: Any

@@ -1,4 +1,4 @@
-"""Tensors as the Hopper kernels hand them to TMA."""
+"""Views of tensors for TMA copies."""
 
 from __future__ import annotations
 
@@ -9,12 +9,19 @@ from cutlass.cute.nvgpu import cpasync
 
 
 def ordered(tensor: Any, modes: tuple[int, ...]) -> Any:
-    """The tensor with its dimensions in another order."""
+    """Return the tensor with its dimensions in another order."""
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=list(modes)))
 
 
 def partition(atom: Any, smem: Any, tiles: Any, shape: Any, coordinates: Any) -> Any:
-    """A TMA copy's two sides: (in shared memory by stage, in global memory by tile)."""
+    """Return both sides of a TMA copy: (in shared memory by stage, in global memory by tile).
+
+    Args:
+        atom: the TMA copy.
+        smem: [rows, columns, stages] in shared memory.
+        tiles: the TMA coordinate tensor.
+        shape, coordinates: of `cute.local_tile`.
+    """
     return cpasync.tma_partition(
         atom,
         0,

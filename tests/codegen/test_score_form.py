@@ -55,7 +55,7 @@ def _assert_same(
     function: Any, env: dict[str, Tensor], scale: float, origin: int, apart: bool
 ) -> None:
     traced = trace(function, "score")
-    form, tensors = score_form(traced.root, apart=apart), traced.tensors
+    form, tensors = score_form(traced.root, separate_distance=apart), traced.tensors
     expected = value(traced.root, {**env, "score": env["score"] * scale}, tensors)
     parts = {**env, "scale": torch.tensor(scale, dtype=torch.float64)}
     x = value(form.rest, parts, tensors)
@@ -144,7 +144,7 @@ def test_a_linear_term_of_kv_is_split_from_the_elements() -> None:
 )
 def test_multiples_of_the_distance_may_be_apart(function: Any, apart: bool) -> None:
     """Then nothing of them is in the row, nor in the slope."""
-    form = score_form(trace(function, "score").root, apart=True)
+    form = score_form(trace(function, "score").root, separate_distance=True)
     assert (form.distance is not None) is apart
     assert (form.slope is None) is apart
     assert (form.row is None) is apart

@@ -1,4 +1,4 @@
-"""Kernels with operands for the mutation study: three laps of every ring, ragged edges."""
+"""Builds kernels with operands for the mutation study: three laps of every ring, ragged edges."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ Case = tuple[Executable, list[Any], Callable[[], str | None]]
 
 
 def comparison(got: torch.Tensor, want: torch.Tensor, rtol: float) -> Callable[[], str | None]:
+    """Return a check that `got` is `want` up to `rtol` of its largest value."""
+
     def wrong() -> str | None:
         error = (got.double() - want.double()).abs().max()
         top = want.abs().max()
@@ -70,8 +72,10 @@ def ring_case() -> Case:
 
 
 def forward_case() -> Case:
-    """attnkit's own forward kernel for Hopper, as `backend="emulate"` calls it: causal, ragged, two
-    tiles a CTA, five laps of the rings of K and V."""
+    """Return attnkit's own forward kernel for Hopper, as `backend="emulate"` calls it.
+
+    It is causal and ragged, with two tiles a CTA and five laps of the rings of K and V.
+    """
     calls: list[tuple[Any, list[Any]]] = []
 
     def keep(kernel: Any, arguments: Any, **_: Any) -> None:
@@ -90,9 +94,11 @@ def forward_case() -> Case:
 
 
 def backward_case() -> Case:
-    """attnkit's main backward kernel for Hopper: causal, ragged, several laps of the rings of Q and
-    dO. Held against what it computes itself in eager order, with room for the order in which dQ is
-    added up."""
+    """Return attnkit's main backward kernel for Hopper.
+
+    It is causal and ragged, with several laps of the rings of Q and dO. Its results are held
+    against those in eager order, with room for the order in which dQ is added up.
+    """
     calls: list[tuple[Any, list[Any], list[Any], list[Any]]] = []
 
     def keep(kernel: Any, arguments: Any, **_: Any) -> None:

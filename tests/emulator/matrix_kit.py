@@ -1,4 +1,4 @@
-"""Operands of tensor-core products, as bytes in the layouts of the PTX ISA."""
+"""Builds operands of tensor-core products, as bytes in the layouts of the PTX ISA."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TORCH = {
 
 
 def values(kind: str, *shape: int) -> tuple[Any, Any]:
-    """(float64 values, their bytes as uint8 with a last axis of the item size)."""
+    """Return (float64 values, their bytes as uint8 with a last axis of the item size)."""
     if kind == "s8":
         x = torch.randint(-100, 100, shape, dtype=torch.int8)
     else:
@@ -30,12 +30,12 @@ def values(kind: str, *shape: int) -> tuple[Any, Any]:
 
 
 def words(raw: Any) -> Any:
-    """[..., bytes] to 32-bit words."""
+    """Convert [..., bytes] to 32-bit words."""
     return np.ascontiguousarray(raw).view(np.uint32)
 
 
 def core_image(raw: Any, leading: int, stride: int) -> Any:
-    """K-major operand [rows, k, item] in the canonical layout without swizzle."""
+    """Lay out a K-major operand [rows, k, item] canonically, without swizzle."""
     rows, k, item = raw.shape
     image = np.zeros(8192, np.uint8)
     flat = raw.reshape(rows, k * item)
@@ -46,7 +46,10 @@ def core_image(raw: Any, leading: int, stride: int) -> Any:
 
 
 def mn_image(raw: Any, leading: int, stride: int) -> Any:
-    """MN-major operand (16-bit) without swizzle: 8 k x 8 mn core matrices, mn contiguous."""
+    """Lay out an MN-major operand (16-bit) without swizzle.
+
+    Core matrices are 8 k x 8 mn, with mn contiguous.
+    """
     rows, k, item = raw.shape
     image = np.zeros(8192, np.uint8)
     for r in range(rows):

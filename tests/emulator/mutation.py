@@ -1,4 +1,4 @@
-"""Mutation study: one fault at a time in the PTX of a kernel; does `check` catch it?
+"""Seeds one fault at a time in the PTX of a kernel, and asks whether `check` catches it.
 
 Run as a program for the table: python -m tests.emulator.mutation CASE [LIMIT]
 CASE is hopper, blackwell, ring, forward or backward
@@ -23,7 +23,7 @@ Edit = Callable[[str], str]
 
 
 def _drop(line: str) -> str:
-    """The statement without effect; a destination of it keeps its old value."""
+    """Return the statement without effect; a destination of it keeps its old value."""
     return ""
 
 
@@ -32,7 +32,7 @@ def _deeper(line: str) -> str:
 
 
 def _other_parity(line: str) -> str:
-    """The wait is for a constant parity."""
+    """Return the wait with a constant parity."""
     return re.sub(r"(\[[^\]]*\], )([^,;]+)", r"\g<1>0", line, count=1)
 
 
@@ -43,7 +43,7 @@ def _no_wait(line: str) -> str:
 
 
 def _last(value: int) -> Edit:
-    """The last operand becomes `value`."""
+    """Return the statement with `value` as its last operand."""
     return lambda line: re.sub(r", ([%\w]+);", f", {value};", line)
 
 
@@ -76,7 +76,7 @@ class Mutant:
 
 
 def mutants(text: str, limit: int | None = None, seed: int = 0) -> Iterator[Mutant]:
-    """Every mutant of a PTX text, or `limit` of each fault, drawn by `seed`."""
+    """Return every mutant of a PTX text, or `limit` of each fault, drawn by `seed`."""
     lines, rng = text.split("\n"), random.Random(seed)
     for fault, (pattern, edit) in FAULTS.items():
         sites = [i for i, line in enumerate(lines) if re.search(pattern, line)]
@@ -95,7 +95,7 @@ def caught_by(
     wrong: Callable[[], str | None],
     deterministic: bool = True,
 ) -> str:
-    """The first way of running that shows the fault, or "" if none does."""
+    """Return the first mode that shows the fault, or "" if none does."""
     changed = exe.with_ptx(mutant.text)
     known = {f.text for k in exe.kernels.values() for f in emulator.missing_fences(k)}
     static = [f for k in parse(mutant.text).values() for f in emulator.missing_fences(k)]
@@ -117,7 +117,7 @@ def study(
     limit: int | None = None,
     deterministic: bool = True,
 ) -> list[tuple[Mutant, str]]:
-    """(mutant, what caught it) for the mutants of a kernel, which itself must be clean."""
+    """Yield (mutant, what caught it) for the mutants of a kernel, which itself must be clean."""
     start = emulator.snapshot(args)
     out = []
     for m in (Mutant("none", 0, exe.ptx), *mutants(exe.ptx, limit)):
@@ -139,7 +139,11 @@ EQUIVALENT = {
 
 
 def equivalent(exe: Executable, mutant: Mutant, idle: Collection[int] = ()) -> str:
-    """Why the mutant behaves as the kernel does, or ""; `idle`: lines that nothing executed."""
+    """Return why the mutant behaves as the kernel does, or "".
+
+    Args:
+        idle: lines that nothing executed.
+    """
     if mutant.line in idle:
         return "is not executed with these operands"
     sources = {c.line: c.source for k in exe.kernels.values() for c in k.instructions()}

@@ -1,4 +1,4 @@
-"""PTX for tests: small kernels around a few instructions."""
+"""Builds and runs small PTX kernels around a few instructions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOAD = {1: "u8", 2: "b16", 4: "b32", 8: "b64"}
 
 
 def kernel(body: str, params: str, *, arch: str = "sm_90a", variables: str = "") -> str:
-    """A module with one kernel `k`; registers %p %h %r %d %q %f0..., parameters `params`."""
+    """Return a module with one kernel `k`; registers %p %h %r %d %q %f0..., parameters `params`."""
     return f"""
 .version 8.8
 .target {arch}
@@ -34,12 +34,12 @@ def kernel(body: str, params: str, *, arch: str = "sm_90a", variables: str = "")
 
 
 def pointers(n: int) -> str:
-    """n pointer parameters p0, p1, ..."""
+    """Return n pointer parameters p0, p1, ..."""
     return ", ".join(f".param .u64 p{i}" for i in range(n))
 
 
 def per_thread(instructions: str, inputs: list[Any], out: Any, arch: str = "sm_90a") -> str:
-    """Each thread loads its element of every input (a0, a1, ...), runs, stores `o`.
+    """Return a kernel whose threads load an element of each input (a0, ...), run, and store `o`.
 
     In `instructions`, {a0}, {a1}, ... and {o} name registers of the arrays' sizes.
     """
@@ -67,7 +67,7 @@ def per_thread(instructions: str, inputs: list[Any], out: Any, arch: str = "sm_9
 
 
 def evaluate(instructions: str, inputs: list[Any], dtype: Any, arch: str = "sm_90a") -> Any:
-    """The result of `instructions` for each element of equally long inputs."""
+    """Return the result of `instructions` for each element of equally long inputs."""
     n = len(inputs[0])
     out = np.zeros(n, dtype)
     target = emulator.Ptx(per_thread(instructions, inputs, out, arch), block=(n, 1, 1))
@@ -77,7 +77,7 @@ def evaluate(instructions: str, inputs: list[Any], dtype: Any, arch: str = "sm_9
 
 
 def run(body: str, *args: Any, mode: str = "eager", seed: int = 0, **launch: Any) -> Any:
-    """Runs `body` with pointer parameters p0, p1, ... bound to the arrays."""
+    """Run `body` with pointer parameters p0, p1, ... bound to the arrays."""
     raises = launch.pop("raises", True)
     variables = launch.pop("variables", "")
     arch = launch.pop("arch", "sm_90a")
@@ -100,12 +100,12 @@ $L_init_done_{0}:
 
 
 def init_barriers(*pairs: tuple[int, int]) -> str:
-    """Initialises mbarriers: (offset, count) each; then all threads meet."""
+    """Return code that initialises mbarriers, (offset, count) each, and then synchronises."""
     return "".join(INIT.format(o, c) for o, c in pairs) + "    bar.sync 0;\n"
 
 
 def wait(offset: str, parity: str, label: str) -> str:
-    """The spin loop that the compiler makes of an mbarrier wait."""
+    """Return the spin loop that the compiler makes of an mbarrier wait."""
     return f"""
 $L_wait_{label}:
     mbarrier.try_wait.parity.shared.b64 %p8, [{offset}], {parity}, 10000000;

@@ -1,4 +1,4 @@
-"""Where the PTX ISA specifies what a test of the emulator tests.
+"""Lists where the PTX ISA specifies what a test of the emulator tests.
 
 Titles are those of the document's headings, an instruction's without what stands before the colon;
 numbers are those of PTX ISA 9.2 and move from version to version, titles hardly.
@@ -113,7 +113,7 @@ Test = TypeVar("Test", bound=Callable[..., None])
 
 
 def section(*titles: str) -> Callable[[Test], Test]:
-    """The test of a semantic that the sections with these titles specify."""
+    """Mark the test of a semantic that the sections with these titles specify."""
     for title in titles:
         if title not in SECTIONS:
             raise KeyError(f"{title!r} is no section of the PTX ISA that is listed in {__name__}")
@@ -126,6 +126,6 @@ def section(*titles: str) -> Callable[[Test], Test]:
 
 
 def ours(test: Test) -> Test:
-    """The test of something that the PTX ISA does not specify: reports, limits, ways of running."""
+    """Mark the test of something that the PTX ISA does not specify: reports, limits, modes."""
     test.sections = ()  # type: ignore[attr-defined]
     return test

@@ -1,4 +1,4 @@
-"""What a report names: role of the warps, line of the PTX and of the kernel, barrier and its state."""
+"""Checks what a report names: role of the warps, line of the PTX and of the kernel, barrier and its state."""
 
 from __future__ import annotations
 

@@ -80,11 +80,11 @@ def test_tensor_memory_answers_after_the_transfer() -> None:
     assert found == [6, SHARED + 1, 3, SHARED + 1]
 
 
-def test_the_pace_beside_tensor_cores() -> None:
+def test_the_pace_while_tensor_cores_are_busy() -> None:
     s = scheduled(floats("ex2.approx.f32", 10), Pace(step=3.0, hold=2.0))
-    assert (s.clocks, s.beside) == (80, 160)
+    assert (s.clocks, s.contended) == (80, 160)
     s = scheduled("".join(f"add.f32 %r{i + 50}, %r90, %r90;\n" for i in range(30)), Pace(3.0, 2.0))
-    assert s.beside == pytest.approx(29 * 3 + 2)
+    assert s.contended == pytest.approx(29 * 3 + 2)
 
 
 OPCODES = ("ex2.approx.f32 {d}, {a};", "add.f32 {d}, {a}, {b};", "max.f32 {d}, {a}, {b};")
@@ -105,7 +105,7 @@ def test_a_schedule_lies_between_its_bounds(
     assert max(s.units.values()) <= s.clocks + 1e-9
     assert s.clocks <= sum(s.units.values()) + 24 * len(code)
     held = [hold * x for unit, x in s.units.items() if unit != "issue"]
-    assert max(held, default=0.0) <= s.beside + 1e-9
+    assert max(held, default=0.0) <= s.contended + 1e-9
     assert s.units["issue"] <= len(code)
 
 
@@ -210,7 +210,7 @@ def test_two_warpgroups_share_the_tensor_cores() -> None:
     assert two.clocks > 1.9 * (one.clocks - 100)
 
 
-def test_code_is_slower_beside_busy_tensor_cores() -> None:
+def test_code_is_slower_while_tensor_cores_are_busy() -> None:
     """The exponentials stand behind the last issue; the pipe is busy for 64 clocks per product."""
     body = product(128, 40).replace("wgmma.wait_group.sync.aligned 0;\n", "")
     code = "".join(f"ex2.approx.f32 %r{i + 100}, %r92;\n" for i in range(50))

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from attnkit import emulator
-from attnkit.emulator.api import Launchable, Report
+from attnkit.emulator.api import Report
 from attnkit.emulator.host.host_function import Captured
+from attnkit.emulator.launchables import Launchable
 from attnkit.emulator.machine.global_memory import GlobalMemory, arrays, extent
 from attnkit.emulator.machine.tensor_maps import decode, encode
 

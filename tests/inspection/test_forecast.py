@@ -1,4 +1,4 @@
-"""Predicted schedules: what `explain` says of them, and their pictures."""
+"""Predicted schedules: numbers, the report of `explain`, pictures."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_report() -> None:
 
 def test_split_rows_are_counted() -> None:
     found = causal(8192, sms=132).forward
-    assert 0 < found.schedule.split.shape[0] < found.schedule.pieces
+    assert 0 < found.schedule.split.shape[0] < found.schedule.work_tile_count
     parts = int((found.schedule.slot >= 0).sum())
     assert f"{found.schedule.split.shape[0]} rows split into {parts} parts" in str(found)
 

@@ -1,4 +1,4 @@
-"""Pictures show the tiles that are there."""
+"""Pictures of masks show their tiles."""
 
 from __future__ import annotations
 

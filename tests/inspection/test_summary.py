@@ -1,4 +1,4 @@
-"""A mask in numbers, against the dense mask and FlexAttention's own tensors."""
+"""Counts of a mask agree with the dense mask and FlexAttention's tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clocks of a kernel's blocks: units from what was executed, time from the timeline."""
+"""Predicted clocks of blocks: of units by instructions executed, of time by the timeline."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_pairs_of_ctas_reach_the_limit_of_the_tensor_cores() -> None:
     "score", [None, mods.alibi(1), mods.softcap(20.0)], ids=["none", "alibi", "softcap"]
 )
 def test_pairs_need_fewer_clocks_a_block(score: Any) -> None:
-    """And what the choice of the kernel takes for them is no more than a quarter off."""
+    """The clocks that choose the kernel differ from the predicted ones by a quarter at most."""
     form = score_form(None if score is None else trace_cached(score, "score", CPU).root)
     rows, found = {}, {}
     for block in ((256, 128), (512, 128)):

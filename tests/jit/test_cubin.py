@@ -1,4 +1,4 @@
-"""Reading CUBINs: against the assembler's own report, and instructions against nvdisasm's text."""
+"""CUBIN statistics agree with the assembler's report, and instructions with nvdisasm's text."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_what_is_no_cubin_is_refused(cubins: dict[str, bytes]) -> None:
 
 @given(data=st.data())
 def test_a_damaged_cubin_is_refused_or_read(cubins: dict[str, bytes], data: st.DataObject) -> None:
-    """Never another error than the library's own."""
+    """Damaged files raise no error but ArgumentError."""
     damaged = bytearray(cubins["affine"])
     for _ in range(data.draw(st.integers(0, 4))):
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))

@@ -404,12 +404,12 @@ def test_a_failed_build_leaves_nothing(counted: Counted) -> None:
 
 
 def _package(root: Path) -> Path:
-    """A copy of the package's files, its links followed."""
+    """A copy of the package's files, with links resolved."""
     return Path(shutil.copytree(FOLDER, root / "attnkit", ignore=shutil.ignore_patterns("*.pyc")))
 
 
 def test_every_file_that_shapes_a_kernel_enters_the_digest(tmp_path: Path) -> None:
-    """Edited, renamed or new: in each room whose code runs while a kernel is made, and in new rooms."""
+    """An edited, renamed or new file counts in every room that decides a kernel, and in new rooms."""
     root = _package(tmp_path)
     seen = {kernel.sources_digest(str(root))}
 

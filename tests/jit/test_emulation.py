@@ -1,4 +1,4 @@
-"""Running compiled kernels in the emulator: sessions, the limit, and what is missing."""
+"""Compiled kernels run in the emulator: sessions, the time limit, a missing C compiler."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.emulator.ptx_kit import kernel, per_thread, pointers
 
 
 class Compiled:
-    """A kernel as `attnkit.jit.kernel` makes them, from PTX."""
+    """Stands for a compiled kernel, with code from PTX text."""
 
     def __init__(self, text: str, name: str = "kernel", **launch: Any) -> None:
-        self.name, self.made = name, 0
+        self.name, self.builds = name, 0
         self._target = emulator.Ptx(text, **launch)
 
     def executable(self) -> Any:
-        self.made += 1
+        self.builds += 1
         return self._target
 
 
@@ -34,40 +34,40 @@ def doubling() -> tuple[Compiled, Any, Any]:
 
 
 def racing() -> Compiled:
-    """Two warps store to the same place in shared memory, without order."""
+    """Two warps store to the same address in shared memory, unordered."""
     body = "mov.u32 %r1, %tid.x; st.shared.u32 [dynamic], %r1;"
     return Compiled(kernel(body, pointers(0)), "racing", block=(64, 1, 1), shared=1024)
 
 
 def test_a_kernel_runs_once_outside_of_a_session() -> None:
-    made, x, out = doubling()
-    report = run_emulated(made, (x, emulator.Undefined(out)))
+    compiled, x, out = doubling()
+    report = run_emulated(compiled, (x, emulator.Undefined(out)))
     assert isinstance(report, emulator.Report)
     assert report.mode == "eager"
     np.testing.assert_array_equal(out, 2 * x)
-    run_emulated(made, (x, out))
-    assert made.made == 1
+    run_emulated(compiled, (x, out))
+    assert compiled.builds == 1
 
 
 def test_executables_go_with_their_kernels() -> None:
-    made, x, out = doubling()
-    run_emulated(made, (x, out))
+    compiled, x, out = doubling()
+    run_emulated(compiled, (x, out))
     before = len(emulator_runs._executables)
-    del made
+    del compiled
     gc.collect()
     assert len(emulator_runs._executables) == before - 1
 
 
 def test_a_session_keeps_reports() -> None:
-    made, x, out = doubling()
+    compiled, x, out = doubling()
     with emulation.session(mode="check", seeds=2) as session:
-        run_emulated(made, (x, out))
-        run_emulated(made, (x, out))
+        run_emulated(compiled, (x, out))
+        run_emulated(compiled, (x, out))
     names, reports = zip(*session.reports, strict=True)
     assert names == ("doubling", "doubling")
     assert all(isinstance(r, emulator.CheckReport) and len(r.runs) == 4 for r in reports)
     assert session.ok
-    run_emulated(made, (x, out))
+    run_emulated(compiled, (x, out))
     assert len(session.reports) == 2
 
 
@@ -90,7 +90,7 @@ def test_faults_are_raised_where_nothing_keeps_them() -> None:
 
 
 def test_a_timeline_leaves_the_arguments_for_the_run() -> None:
-    """The kernel adds to its output: run twice from the same start, it has added once."""
+    """The kernel adds to its output: predicting its time must not add a second time."""
     x, out = np.ones(32, np.float32), np.zeros(32, np.float32)
     text = per_thread("add.f32 {o}, {a0}, {a0};", [x], out)
     text = text.replace("st.global.b32", "red.global.add.f32")
@@ -103,10 +103,10 @@ def test_a_timeline_leaves_the_arguments_for_the_run() -> None:
 
 
 def test_work_beyond_the_limit_is_refused_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, x, out = doubling()
+    compiled, x, out = doubling()
     work = emulation.RATES["eager"] * 60 * 15
     with pytest.raises(UnsupportedError) as error:
-        run_emulated(made, (x, out), work=work)
+        run_emulated(compiled, (x, out), work=work)
     text = str(error.value)
     assert "doubling" in text
     assert "15.0 minutes" in text
@@ -114,12 +114,12 @@ def test_work_beyond_the_limit_is_refused_before_it_runs(monkeypatch: pytest.Mon
     assert emulation.LIMIT_VARIABLE in text
     assert not out.any()
     monkeypatch.setenv(emulation.LIMIT_VARIABLE, "16")
-    run_emulated(made, (x, out), work=work)
+    run_emulated(compiled, (x, out), work=work)
     with (
         emulation.session(mode="check", minutes=20),
         pytest.raises(UnsupportedError, match="check mode"),
     ):
-        run_emulated(made, (x, out), work=work)
+        run_emulated(compiled, (x, out), work=work)
 
 
 def test_the_estimate_grows_with_what_is_computed() -> None:
@@ -147,9 +147,9 @@ def test_options_of_a_session() -> None:
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, x, out = doubling()
+    compiled, x, out = doubling()
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
     with pytest.raises(UnsupportedError, match="install gcc or clang"):
-        run_emulated(made, (x, out))
-    assert made.made == 0
+        run_emulated(compiled, (x, out))
+    assert compiled.builds == 0

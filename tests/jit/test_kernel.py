@@ -63,7 +63,7 @@ class _Measured(Exception):
 
 
 def _most_faults() -> int:
-    """Pages that 500 calls touch for the first time, at that depth of the stack where it is most."""
+    """Page faults of 500 calls, at the depth of the stack where there are most."""
 
     def nothing() -> None:
         pass
@@ -203,7 +203,7 @@ def test_an_object_that_was_not_linked_runs_too(
 
 
 def test_the_status_of_the_host_function_is_an_error() -> None:
-    """Here the status of a launch where there is no driver."""
+    """Without a driver, a launch fails with its status."""
     if torch.cuda.is_available():
         pytest.skip("there is a driver")
     artifact = compiled.kernel(affine_source()).artifact
@@ -327,7 +327,7 @@ def test_arguments_are_checked(
         signature.gather(arguments[:3], no_stream)
 
 
-def test_strides_that_mean_nothing_are_mended() -> None:
+def test_strides_without_effect_are_replaced() -> None:
     signature = Signature(SPECS[:1])
     odd = torch.zeros(5, 68).bfloat16()[:1, :64]
     assert odd.stride() == (68, 1)

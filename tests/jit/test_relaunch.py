@@ -1,4 +1,4 @@
-"""A repeated launch passes the values that a call in full would pass."""
+"""A relaunch passes the values that a full call passes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SPECS = st.lists(st.one_of(_TENSORS, _NUMBERS), max_size=6)
 
 
 class Entry:
-    """Stands for a loaded kernel; keeps the bytes of what it is launched with."""
+    """Stands for a loaded kernel; records the bytes of its launches."""
 
     def __init__(self, fails: bool = False) -> None:
         self.fails = fails
@@ -42,19 +42,19 @@ def repeat(signature: Signature, arguments: Any, changing: Any, entry: Any = Non
 
 
 def arguments(specs: list[Spec]) -> list[Any]:
-    made: list[Any] = []
+    values: list[Any] = []
     for n, spec in enumerate(specs):
         if isinstance(spec, TensorSpec):
             shape = [x if isinstance(x, int) else 4 + 2 * n for x in spec.shape]
-            made.append(torch.zeros(shape, dtype=getattr(torch, spec.dtype)))
+            values.append(torch.zeros(shape, dtype=getattr(torch, spec.dtype)))
         elif isinstance(spec, NumberSpec):
             number = int(torch.randint(-9, 9, ()))
-            made.append(number / 2 if spec.kind.startswith("Float") else number)
-    return made
+            values.append(number / 2 if spec.kind.startswith("Float") else number)
+    return values
 
 
 def packed(signature: Signature, given: Any, stream: int) -> bytes:
-    """What a call in full passes."""
+    """The bytes that a full call passes."""
     values, _ = signature.gather(given, lambda device: stream)
     packing, offsets = signature.layout
     return packing.pack(*values).ljust(offsets[-1] + 8, b"\0")
@@ -62,8 +62,8 @@ def packed(signature: Signature, given: Any, stream: int) -> bytes:
 
 @given(_SPECS, st.integers(0, 6), st.data())
 def test_the_same_values(specs: list[Spec], stream: int, data: st.DataObject) -> None:
-    own = [s for s in specs if not isinstance(s, StreamSpec)]
-    changing = sorted(data.draw(st.sets(st.sampled_from(range(len(own))))) if own else [])
+    passed = [s for s in specs if not isinstance(s, StreamSpec)]
+    changing = sorted(data.draw(st.sets(st.sampled_from(range(len(passed))))) if passed else [])
     specs.insert(min(stream, len(specs)), StreamSpec())
     signature, entry = Signature(specs), Entry()
     first = arguments(specs)
@@ -88,7 +88,7 @@ def test_zeros_of_either_sign() -> None:
 
 
 def test_a_launch_within_a_launch() -> None:
-    """As by another thread, while the first one has not returned."""
+    """As another thread does, before the first launch has returned."""
     signature = Signature([NumberSpec("Int32")])
 
     class Nested(Entry):

@@ -57,9 +57,9 @@ def bools(draw: Draw, *shape: int) -> torch.Tensor:
 
 
 def alignment(draw):
-    """Arguments of an alignment, query length, kv lengths by batch entry, and places.
+    """Arguments of an alignment, query length, kv lengths by batch entry, and positions.
 
-    A place is the key position, possibly before the first, that the query of an entry stands at.
+    The last maps (b, q) to the key position of a query, which may be before the first key.
     """
     q_len, kv_len = draw(lengths), draw(lengths)
     if draw(st.booleans()):

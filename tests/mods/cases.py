@@ -37,7 +37,7 @@ def case(function):
 
 
 def learned(draw, *shape, low=-2.0, high=2.0):
-    """A float64 table that wants gradients; torch's generator is seeded by hypothesis."""
+    """A float64 table that requires grad; hypothesis seeds torch's generator."""
     draw(st.integers(0, 3))  # another example, other numbers
     return (low + (high - low) * torch.rand(shape, dtype=torch.float64)).requires_grad_()
 

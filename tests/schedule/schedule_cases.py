@@ -100,7 +100,7 @@ def walk(cursor: list[int], runs: Runs) -> list[int]:
 
 
 def walked(case: Case, schedule: Schedule) -> list[tuple[Tile, int, list[int], list[int]]]:
-    """For each piece in list order: output tile, slot, PARTIAL tiles and FULL tiles."""
+    """For each work tile in list order: output tile, slot, PARTIAL tiles and FULL tiles."""
     runs = case.runs
     full, partial = (runs.full_t, runs.partial_t) if case.backward else (runs.full, runs.partial)
     return [

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnkit.errors import OptionError, ShapeError
-from attnkit.schedule.deterministic_order import Turns, joined, turns
+from attnkit.schedule.deterministic_order import DeterministicOrder, deterministic_order, joined
 from attnkit.schedule.scheduler import MONOTONE, Shape, schedule_backward, schedule_forward
 from attnkit.schedule.simulator import simulate
 from attnkit.sparsity.block_runs import BlockRuns, Runs
@@ -27,7 +27,7 @@ def mask_row(case: Case, b: int, h: int, q: int) -> int:
     return pair * runs.q_blocks + q
 
 
-def after(turn: Turns, row: int, column: int) -> int:
+def after(turn: DeterministicOrder, row: int, column: int) -> int:
     return int(turn.after(torch.tensor([row]), torch.tensor([column])))
 
 
@@ -43,7 +43,7 @@ def test_joined_runs_are_the_kept_tiles(case: Case) -> None:
 
 @given(case=deterministic)
 def test_turns_pass_through_the_kept_tiles_and_back_to_the_first(case: Case) -> None:
-    turn = turns(case.runs, case.schedule())
+    turn = deterministic_order(case.runs, case.schedule())
     states = case.runs.states().flatten(0, 2) > 0
     for row, kept in enumerate(states):
         columns = kept.nonzero().squeeze(1).tolist()[:: turn.step]
@@ -63,32 +63,34 @@ def test_turns_pass_through_the_kept_tiles_and_back_to_the_first(case: Case) -> 
 def test_every_turn_comes_after_pieces_earlier_in_the_list(case: Case, workers: int) -> None:
     """So list order is a topological order of all waits, for any number of workers."""
     schedule = case.schedule(workers=workers)
-    turn = turns(case.runs, schedule)
-    place: dict[tuple[Key, int], int] = {}  # (dQ tile, kv tile) -> piece
-    for piece, ((b, h, n), _, partial, full) in enumerate(walked(case, schedule)):
+    turn = deterministic_order(case.runs, schedule)
+    place: dict[tuple[Key, int], int] = {}  # (dQ tile, kv tile) -> work tile
+    for work_tile, ((b, h, n), _, partial, full) in enumerate(walked(case, schedule)):
         for q in partial + full:
             assert ((b, h, q), n) not in place
-            place[(b, h, q), n] = piece
-    for ((b, h, q), n), piece in place.items():
+            place[(b, h, q), n] = work_tile
+    for ((b, h, q), n), work_tile in place.items():
         row = mask_row(case, b, h, q)
         following = after(turn, row, n)
         if following != int(turn.first[row]):
-            assert place[(b, h, q), following] > piece
+            assert place[(b, h, q), following] > work_tile
 
 
 @given(case=deterministic, workers=st.integers(1, 60))
 def test_the_order_of_dq_does_not_depend_on_the_workers(case: Case, workers: int) -> None:
-    mine, other = (turns(case.runs, case.schedule(workers=n)) for n in (case.workers, workers))
+    mine, other = (
+        deterministic_order(case.runs, case.schedule(workers=n)) for n in (case.workers, workers)
+    )
     assert torch.equal(mine.first, other.first)
-    assert torch.equal(mine.kept.row_ptr, other.kept.row_ptr)
-    assert torch.equal(mine.kept.start, other.kept.start)
+    assert torch.equal(mine.visited.row_ptr, other.visited.row_ptr)
+    assert torch.equal(mine.visited.start, other.visited.start)
     assert mine.step == other.step
 
 
 @given(case=deterministic)
 def test_shared_heads_take_turns_in_list_order(case: Case) -> None:
     schedule = case.schedule()
-    turn = turns(case.runs, schedule)
+    turn = deterministic_order(case.runs, schedule)
     size = case.shape.heads // (case.shape.kv_heads or case.shape.heads)
     seen: dict[Key, list[list[int]]] = {}
     for ((b, h, n), _, *kept), pair in zip(
@@ -108,7 +110,7 @@ class Deadlock(Exception):
 
 
 def execute(
-    case: Case, turn: Turns, pieces: list[tuple[Key, int, list[int], list[int]]],
+    case: Case, turn: DeterministicOrder, work_tiles: list[tuple[Key, int, list[int], list[int]]],
     feeds: list[list[int]] | None, workers: int, pick: Callable[[int], int],
     resident: int | None = None,
 ) -> tuple[dict[Key, list[int]], dict[Key, int]]:  # fmt: skip
@@ -126,7 +128,7 @@ def execute(
     added: dict[Key, list[int]] = {key: [] for key in semaphore}
     groups: dict[Key, int] = {}
     size = case.shape.heads // (case.shape.kv_heads or case.shape.heads)
-    counter = iter(range(len(pieces)))
+    counter = iter(range(len(work_tiles)))
     own = [iter(feed) for feed in feeds] if feeds else [counter] * workers
     state: list[tuple[int, list[int]] | None] = [None] * len(own)
     done = [False] * len(own)
@@ -135,14 +137,17 @@ def execute(
         """Move a worker by one tile, or by one turn at dK and dV; False if it must wait."""
         current = state[worker]
         if current is None:
-            piece = next(own[worker], None)
-            if piece is None:
+            work_tile = next(own[worker], None)
+            if work_tile is None:
                 done[worker] = True
             else:
-                state[worker] = piece, sorted(pieces[piece][2] + pieces[piece][3])
+                state[worker] = (
+                    work_tile,
+                    sorted(work_tiles[work_tile][2] + work_tiles[work_tile][3]),
+                )
             return True
-        piece, left = current
-        b, h, n = pieces[piece][0]
+        work_tile, left = current
+        b, h, n = work_tiles[work_tile][0]
         if left:
             key = (b, h, left[0])
             if semaphore[key] != n:
@@ -151,11 +156,11 @@ def execute(
             semaphore[key] = after(turn, mask_row(case, *key), n)
             left.pop(0)
             return True
-        if not pieces[piece][2] + pieces[piece][3]:
+        if not work_tiles[work_tile][2] + work_tiles[work_tile][3]:
             state[worker] = None
             return True
         shared = (0 if case.shape.kv_batch == 1 else b, h // size, n)
-        rank, count = turn.group[piece].tolist()
+        rank, count = turn.group[work_tile].tolist()
         if groups.get(shared, 0) != rank:
             return False
         groups[shared] = (rank + 1) % count
@@ -176,13 +181,13 @@ def test_any_workers_at_any_speed_end_with_one_order(
     case: Case, workers: int, static: bool, data: st.DataObject
 ) -> None:
     schedule = case.schedule()
-    turn, pieces = turns(case.runs, schedule), walked(case, schedule)
+    turn, work_tiles = deterministic_order(case.runs, schedule), walked(case, schedule)
     feeds = None
     if static:
         pointers, order = simulate(schedule, workers).feed()
         feeds = [order[a:b].tolist() for a, b in itertools.pairwise(pointers.tolist())]
     random = data.draw(st.randoms(use_true_random=False))
-    added, semaphore = execute(case, turn, pieces, feeds, workers, random.randrange)
+    added, semaphore = execute(case, turn, work_tiles, feeds, workers, random.randrange)
     states = (case.runs.states() > 0).expand(case.shape.batch, case.shape.heads, -1, -1)
     for (b, h, q), columns in added.items():
         assert columns == states[b, h, q].nonzero().squeeze(1).tolist()[:: turn.step]
@@ -196,9 +201,9 @@ def test_pieces_from_a_counter_need_no_workers_resident(
     """As with pairs of CTAs, of which a GPU may hold fewer than were launched."""
     resident = data.draw(st.integers(1, workers))
     schedule = case.schedule()
-    turn, pieces = turns(case.runs, schedule), walked(case, schedule)
+    turn, work_tiles = deterministic_order(case.runs, schedule), walked(case, schedule)
     random = data.draw(st.randoms(use_true_random=False))
-    added, _ = execute(case, turn, pieces, None, workers, random.randrange, resident)
+    added, _ = execute(case, turn, work_tiles, None, workers, random.randrange, resident)
     states = (case.runs.states() > 0).expand(case.shape.batch, case.shape.heads, -1, -1)
     for (b, h, q), columns in added.items():
         assert columns == states[b, h, q].nonzero().squeeze(1).tolist()[:: turn.step]
@@ -209,10 +214,10 @@ def test_fixed_feeds_do_deadlock_where_few_workers_are_resident() -> None:
     shape = Shape(1, 1, 1)
     schedule = schedule_backward(runs, shape, workers=2, order="ascending", split=False)
     case = Case(runs, shape, 2, schedule.prices, 1, "ascending", False, True)
-    turn, pieces = turns(runs, schedule), walked(case, schedule)
+    turn, work_tiles = deterministic_order(runs, schedule), walked(case, schedule)
     with pytest.raises(Deadlock):
-        execute(case, turn, pieces, [[0, 2], [1, 3]], 2, lambda n: 0, 1)
-    execute(case, turn, pieces, None, 2, lambda n: 0, 1)
+        execute(case, turn, work_tiles, [[0, 2], [1, 3]], 2, lambda n: 0, 1)
+    execute(case, turn, work_tiles, None, 2, lambda n: 0, 1)
 
 
 def test_the_protocol_does_deadlock_with_a_list_in_another_order() -> None:
@@ -221,10 +226,10 @@ def test_the_protocol_does_deadlock_with_a_list_in_another_order() -> None:
     shape = Shape(1, 1, 1)
     schedule = schedule_backward(runs, shape, workers=2, order="ascending", split=False)
     case = Case(runs, shape, 2, schedule.prices, 1, "ascending", False, True)
-    turn, pieces = turns(runs, schedule), walked(case, schedule)
-    turn = Turns(turn.first, turn.last, turn.kept, turn.step, turn.group.flip(0))
+    turn, work_tiles = deterministic_order(runs, schedule), walked(case, schedule)
+    turn = DeterministicOrder(turn.first, turn.last, turn.visited, turn.step, turn.group.flip(0))
     with pytest.raises(Deadlock):
-        execute(case, turn, pieces[::-1], None, 2, lambda n: 0)
+        execute(case, turn, work_tiles[::-1], None, 2, lambda n: 0)
 
 
 def test_turns_of_a_million_tokens_need_no_tiles() -> None:
@@ -237,8 +242,8 @@ def test_turns_of_a_million_tokens_need_no_tiles() -> None:
     full_t = Runs(torch.cat([rows[:-1], rows[-2:-1]]), rows[1:-1], rows[1:-1].flip(0))
     runs = BlockRuns(1 << 20, 1 << 20, (128, 128), 1, 1, full, partial, full_t, partial)
     schedule = schedule_backward(runs, Shape(1, 4, 1 << 16), workers=132, order="descending")
-    turn = turns(runs, schedule)
-    assert turn.kept.start.numel() == count
+    turn = deterministic_order(runs, schedule)
+    assert turn.visited.start.numel() == count
     assert torch.equal(turn.first, rows[:-1])
     assert turn.after(torch.tensor([5, 5, 0]), torch.tensor([5, 0, 0])).tolist() == [4, 5, 0]
 
@@ -247,9 +252,9 @@ def test_other_schedules_are_refused() -> None:
     runs = BlockRuns.from_states(torch.ones(1, 1, 2, 3, dtype=torch.int8), 2, 3, (1, 1))
     shape = Shape(1, 1, 1)
     with pytest.raises(OptionError, match="got forward 'ascending'"):
-        turns(runs, schedule_forward(runs, shape, workers=2, order="ascending"))
+        deterministic_order(runs, schedule_forward(runs, shape, workers=2, order="ascending"))
     with pytest.raises(OptionError, match="got backward 'longest'"):
-        turns(runs, schedule_backward(runs, shape, workers=2))
+        deterministic_order(runs, schedule_backward(runs, shape, workers=2))
     other = BlockRuns.from_states(torch.ones(1, 1, 2, 4, dtype=torch.int8), 2, 4, (1, 1))
     with pytest.raises(ShapeError, match="3 kv tiles a head, the runs have 4"):
-        turns(other, schedule_backward(runs, shape, workers=2, order="ascending"))
+        deterministic_order(other, schedule_backward(runs, shape, workers=2, order="ascending"))

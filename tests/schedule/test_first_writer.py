@@ -1,4 +1,4 @@
-"""Who stores the first part of each sum of dQ: one piece, the first in the list, and its first tiles."""
+"""Who stores the first part of each sum of dQ: one work tile, the first in the list, and its first tiles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given
 
 from attnkit import create_block_mask, masks
 from attnkit.schedule import first_writer as module
-from attnkit.schedule.first_writer import ARRIVAL, Firsts, chosen, firsts
+from attnkit.schedule.first_writer import ARRIVAL, FirstWriters, choose_first_writers, first_writers
 from attnkit.schedule.scheduler import Schedule, Shape, schedule_backward
 from attnkit.schedule.simulator import simulate
 from attnkit.schedule.split_kv import Cost
@@ -29,13 +29,13 @@ def test_who_stores_is_first_in_the_list(case: Case) -> None:
     schedule = case.schedule()
     visits: dict[tuple[int, int, int], list[int]] = {}
     tiles = []
-    for piece, ((b, h, _), _, partial, full) in enumerate(walked(case, schedule)):
+    for work_tile, ((b, h, _), _, partial, full) in enumerate(walked(case, schedule)):
         tiles.append(sorted(partial + full))
         for q in tiles[-1]:
-            visits.setdefault((b, h, q), []).append(piece)
+            visits.setdefault((b, h, q), []).append(work_tile)
     every = case.shape.batch * case.shape.heads * case.runs.q_blocks
-    found = firsts(case.runs, schedule)
-    first = {key: pieces[0] for key, pieces in visits.items()}
+    found = first_writers(case.runs, schedule)
+    first = {key: work_tiles[0] for key, work_tiles in visits.items()}
     where = list(zip(schedule.b.tolist(), schedule.h.tolist(), strict=True))
     stores = [[first[b, h, q] == p for q in tiles[p]] for p, (b, h) in enumerate(where)]
     together = all(a or not b for own in stores for a, b in pairwise(own))
@@ -44,19 +44,19 @@ def test_who_stores_is_first_in_the_list(case: Case) -> None:
     elif not together:
         assert found == "a kv tile is first at q tiles that are not the first of its own"
     else:
-        assert isinstance(found, Firsts)
+        assert isinstance(found, FirstWriters)
         stop = found.stop.tolist()
         assert [[q < stop[p] for q in own] for p, own in enumerate(tiles)] == stores
-        timed = firsts(case.runs, schedule, (simulate(schedule).start, FOREVER))
-        assert isinstance(timed, Firsts)
+        timed = first_writers(case.runs, schedule, (simulate(schedule).start, FOREVER))
+        assert isinstance(timed, FirstWriters)
         assert timed.cycles == waited(schedule, tiles, stores) // schedule.workers
 
 
 def waited(schedule: Schedule, tiles: list[list[int]], stores: list[list[bool]]) -> int:
-    """What all pieces wait for marks, each to its last one.
+    """What all work tiles wait for marks, each to its last one.
 
     Args:
-        tiles: the q tiles of each piece.
+        tiles: the q tiles of each work tile.
         stores: at which of them it stores.
     """
     block, begin = schedule.prices.full, simulate(schedule).start.tolist()
@@ -64,13 +64,15 @@ def waited(schedule: Schedule, tiles: list[list[int]], stores: list[list[bool]])
     heads = list(zip(schedule.b.tolist(), schedule.h.tolist(), strict=True))
     stored: dict[tuple[int, int, int], int] = {}
     found = 0
-    for piece, (visited, own) in enumerate(zip(tiles, stores, strict=True)):  # stores come first
-        now, wait = begin[piece], max(0, sum(own) * slower - block)
+    for work_tile, (visited, own) in enumerate(
+        zip(tiles, stores, strict=True)
+    ):  # stores come first
+        now, wait = begin[work_tile], max(0, sum(own) * slower - block)
         for q, first in zip(visited, own, strict=True):
             now += block + first * slower
             if first:
-                stored[*heads[piece], q] = now
-            wait = max(wait, stored[*heads[piece], q] + ARRIVAL - now) if not first else wait
+                stored[*heads[work_tile], q] = now
+            wait = max(wait, stored[*heads[work_tile], q] + ARRIVAL - now) if not first else wait
         found += wait
     return found
 
@@ -98,7 +100,7 @@ BANDS = {
 def test_bands_take_it_without_waiting(name: str) -> None:
     runs = made(BANDS[name], 4096)
     before = scheduled(runs, 32)
-    found = chosen(runs, before, 32 * 4096 * 128)
+    found = choose_first_writers(runs, before, 32 * 4096 * 128)
     assert not isinstance(found, str), found
     schedule, owners = found
     assert owners.cycles * 100 < before.bound
@@ -109,18 +111,21 @@ def test_bands_take_it_without_waiting(name: str) -> None:
 def test_all_at_once_would_wait(length: int) -> None:
     """Without a mask all kv tiles begin at the first q tile."""
     runs = made(None, length)
-    assert "cycles more" in chosen(runs, scheduled(runs, 32), 32 * length * 128)
+    assert "cycles more" in choose_first_writers(runs, scheduled(runs, 32), 32 * length * 128)
 
 
 def test_long_rows_are_not_looked_at() -> None:
     runs = made(None, 17000)
-    assert chosen(runs, scheduled(runs, 1), 17000 * 128) == "a q tile meets more than 128 kv tiles"
+    assert (
+        choose_first_writers(runs, scheduled(runs, 1), 17000 * 128)
+        == "a q tile meets more than 128 kv tiles"
+    )
 
 
 def test_rows_that_keep_nothing_need_zeros() -> None:
     keep = lambda b, h, q, kv: (kv <= q) & (q - kv < 300) & ((q < 1024) | (q >= 1280))
     runs = create_block_mask(keep, None, None, 4096, 4096, BLOCK_SIZE=(64, 128), device="cpu").runs
-    found = chosen(runs, scheduled(runs, 32), 32 * 4096 * 128)
+    found = choose_first_writers(runs, scheduled(runs, 32), 32 * 4096 * 128)
     assert found == "some q tiles meet no kv tile"
 
 
@@ -129,7 +134,7 @@ def test_parts_of_a_kv_tile_are_refused() -> None:
     other = replace(COST, tile=1, merge=1)
     schedule = schedule_backward(runs, Shape(1, 1, 65536), workers=WORKERS, cost=other)
     assert schedule.split.numel()
-    assert firsts(runs, schedule) == "kv tiles are split"
+    assert first_writers(runs, schedule) == "kv tiles are split"
 
 
 @pytest.mark.parametrize("at_once", [1, 5000])
@@ -142,11 +147,11 @@ def test_heads_may_be_looked_at_one_after_another(
         runs, Shape(2, 6, 65536), workers=WORKERS, cost=COST, order="falling"
     )
     marks = simulate(schedule).start, FOREVER
-    together = firsts(runs, schedule, marks)
+    together = first_writers(runs, schedule, marks)
     monkeypatch.setattr(module, "_AT_ONCE", at_once)
-    apart = firsts(runs, schedule, marks)
-    assert isinstance(together, Firsts)
-    assert isinstance(apart, Firsts)
+    apart = first_writers(runs, schedule, marks)
+    assert isinstance(together, FirstWriters)
+    assert isinstance(apart, FirstWriters)
     assert torch.equal(together.stop, apart.stop)
     assert together.cycles == apart.cycles > 0
 
@@ -165,7 +170,7 @@ def test_a_schedule_is_made_and_simulated_once(monkeypatch: pytest.MonkeyPatch) 
 
         monkeypatch.setattr(module, name, call)
 
-    for name in ("simulate", "schedule_backward", "firsts"):
+    for name in ("simulate", "schedule_backward", "first_writers"):
         counted(name)
-    chosen(runs, schedule, 16 * 2048 * 128)
-    assert sorted(calls) == ["firsts", "schedule_backward", "simulate", "simulate"]
+    choose_first_writers(runs, schedule, 16 * 2048 * 128)
+    assert sorted(calls) == ["first_writers", "schedule_backward", "simulate", "simulate"]

@@ -55,15 +55,15 @@ def made(kind: str, blocks: int) -> BlockRuns:
 @given(case=cases())
 def test_every_tile_is_visited_exactly_once(case: Case) -> None:
     schedule = case.schedule()
-    pieces: dict[tuple[int, int, int], list[tuple[int, list[int], list[int]]]] = {}
+    work_tiles: dict[tuple[int, int, int], list[tuple[int, list[int], list[int]]]] = {}
     for tile, slot, partial, full in walked(case, schedule):
-        pieces.setdefault(tile, []).append((slot, partial, full))
+        work_tiles.setdefault(tile, []).append((slot, partial, full))
     lists = case.lists()
-    assert pieces.keys() == lists.keys()
+    assert work_tiles.keys() == lists.keys()
     split = {}
-    for tile, mine in pieces.items():
-        mine.sort(key=lambda piece: piece[0])
-        # in the order of their slots, pieces are consecutive stretches: PARTIAL first, then FULL
+    for tile, mine in work_tiles.items():
+        mine.sort(key=lambda work_tile: work_tile[0])
+        # in the order of their slots, work tiles are consecutive stretches: PARTIAL first, then FULL
         assert [t for _, partial, _ in mine for t in partial] == lists[tile][0]
         assert [t for _, _, full in mine for t in full] == lists[tile][1]
         if len(mine) == 1:
@@ -122,7 +122,7 @@ def test_longest_first_with_ties_in_natural_order(case: Case) -> None:
         b, h, row = tile
         rank[tile] += 1
         keys.append(((-cost, row, rank[tile], case.unit(b, h), b, h), (tile, slot, cost)))
-    assert [piece for _, piece in sorted(keys)] == found
+    assert [work_tile for _, work_tile in sorted(keys)] == found
 
 
 @given(case=cases(orders=("grid", "ascending", "descending")))
@@ -221,9 +221,9 @@ def test_filled_cuts_only_what_does_not_fit_a_share(
     partial, full = torch.tensor(tiles).unbind(1)
     rows = Rows(partial, full, cost)
     order = torch.randperm(len(tiles), generator=torch.Generator().manual_seed(seed))
-    pieces = filled(rows, order, workers)
-    assert pieces.row.numel() - len(tiles) < workers
-    count = torch.zeros_like(full).index_add_(0, pieces.row, pieces.stop - pieces.first)
+    work_tiles = filled(rows, order, workers)
+    assert work_tiles.row.numel() - len(tiles) < workers
+    count = torch.zeros_like(full).index_add_(0, work_tiles.row, work_tiles.stop - work_tiles.first)
     assert torch.equal(count, rows.tiles)
     prices = rows.body + cost.tile
     loads, share = [0] * workers, int(prices.sum()) // workers
@@ -232,7 +232,7 @@ def test_filled_cuts_only_what_does_not_fit_a_share(
         loads[0] += int(prices[row])
         if loads[0] > share:
             break
-        assert pieces.parts[pieces.row == row].tolist() == [1]
+        assert work_tiles.parts[work_tiles.row == row].tolist() == [1]
 
 
 def test_the_last_wave_is_cut_where_it_pays() -> None:
@@ -240,12 +240,12 @@ def test_the_last_wave_is_cut_where_it_pays() -> None:
     states = torch.full((1, 1, 64, 103), FULL, dtype=torch.int8)
     runs = BlockRuns.from_states(states, 8192, 8192, (128, 80))
     schedule = schedule_forward(runs, Shape(2, 8, 80 << 10), workers=132)
-    assert schedule.pieces < 1024 + 132
+    assert schedule.work_tile_count < 1024 + 132
     assert simulate(schedule).makespan <= 1.01 * schedule.unsplit / 132
 
 
 def test_a_cheap_last_wave_is_not_cut() -> None:
-    """Balanced work stays whole: pieces cost a prologue and a merge each."""
+    """Balanced work stays whole: work tiles cost a prologue and a merge each."""
     runs = made("causal", 64)
     assert not len(schedule_forward(runs, Shape(2, 16, 1 << 16), workers=132).split)
 
@@ -355,7 +355,7 @@ def test_a_million_tokens() -> None:
     full = Runs((rows - 1).clamp(min=0), torch.zeros_like(one[1:]), rows[1:-1])
     runs = BlockRuns(1 << 20, 1 << 20, (128, 128), 1, 1, full, partial, full, partial)
     schedule = schedule_forward(runs, Shape(1, 16, 1 << 16, kv_heads=4), workers=132)
-    assert schedule.pieces == 16 * count
+    assert schedule.work_tile_count == 16 * count
     assert int(schedule.full[:, 2].sum()) == 16 * count * (count - 1) // 2
     assert schedule.tile[:16].tolist() == [count - 1] * 4 + [count - 2] * 4 + [
         count - 3] * 4 + [count - 4] * 4  # fmt: skip
@@ -385,4 +385,6 @@ def test_bad_arguments_are_named() -> None:
 
 def test_it_reads_as_a_sentence() -> None:
     schedule = schedule_forward(made("causal", 4), Shape(2, 4, 1024), workers=4)
-    assert str(schedule).startswith("forward schedule, longest, for 4 workers: 32 pieces of 2 x 4")
+    assert str(schedule).startswith(
+        "forward schedule, longest, for 4 workers: 32 work tiles of 2 x 4"
+    )

@@ -32,7 +32,7 @@ def test_pieces_go_to_the_first_free_worker(case: Case, workers: int) -> None:
     total = workers * max(1, max(free))
     assert timeline.idle == pytest.approx(1 - int(schedule.cost.sum()) / total)
     pointers, order = timeline.feed()
-    assert sorted(order.tolist()) == list(range(schedule.pieces))
+    assert sorted(order.tolist()) == list(range(schedule.work_tile_count))
     for hand, (a, b) in enumerate(itertools.pairwise(pointers.tolist())):
         assert order[a:b].tolist() == [
             i for i, w in enumerate(timeline.worker.tolist()) if w == hand
@@ -43,8 +43,8 @@ def test_pieces_go_to_the_first_free_worker(case: Case, workers: int) -> None:
 def test_visits_are_what_the_cursors_pass(case: Case, every: int) -> None:
     schedule = case.schedule()
     expected = [
-        (piece, tile, kind)
-        for piece, (_, _, partial, full) in enumerate(walked(case, schedule))
+        (work_tile, tile, kind)
+        for work_tile, (_, _, partial, full) in enumerate(walked(case, schedule))
         for tiles, kind in ((partial, True), (full, False))
         for tile in tiles
         if tile % every == 0
@@ -97,27 +97,27 @@ def test_sampled_reuse_is_near_the_exact_one(monkeypatch: pytest.MonkeyPatch) ->
 
 @given(case=cases(orders=MONOTONE, backward=True), workers=st.integers(1, 5))
 def test_waiting_for_turns(case: Case, workers: int) -> None:
-    """Against a clock that ticks: each worker does one cycle of its piece, or waits."""
+    """Against a clock that ticks: each worker does one cycle of its work tile, or waits."""
     schedule = case.schedule()
     timeline = simulate_turns(schedule, case.runs, workers)
-    pieces = walked(case, schedule)
+    work_tiles = walked(case, schedule)
     shared: dict[tuple[int, int, int], list[int]] = {}
-    for piece, ((b, h, _), _, partial, full) in enumerate(pieces):
+    for work_tile, ((b, h, _), _, partial, full) in enumerate(work_tiles):
         for q in partial + full:
-            shared.setdefault((b, h, q), []).append(piece)
-    ends: dict[tuple[int, int], int] = {}  # (piece, q) -> when it added
+            shared.setdefault((b, h, q), []).append(work_tile)
+    ends: dict[tuple[int, int], int] = {}  # (work tile, q) -> when it added
     finish: list[int] = []
     free = [0] * workers
-    for piece, ((b, h, _), _, partial, full) in enumerate(pieces):
+    for work_tile, ((b, h, _), _, partial, full) in enumerate(work_tiles):
         now = min(free)
         hand = free.index(now)
-        assert int(timeline.start[piece]) == now
-        rest = int(schedule.cost[piece])
+        assert int(timeline.start[work_tile]) == now
+        rest = int(schedule.cost[work_tile])
         for q in sorted(partial + full):
             cost = case.cost.partial if q in partial else case.cost.full
-            before = [p for p in shared[b, h, q] if p < piece]
+            before = [p for p in shared[b, h, q] if p < work_tile]
             now = max([now + cost, *(ends[p, q] for p in before)])
-            ends[piece, q] = now
+            ends[work_tile, q] = now
             rest -= cost
         finish.append(now + rest)
         free[hand] = now + rest
@@ -134,6 +134,6 @@ def test_report_says_it_in_a_line() -> None:
     assert (found.makespan, found.bound, found.idle) == (25672, 25672.0, 0.0)
     assert found.reuse == pytest.approx(0.75)
     assert str(found) == (
-        "4 workers, 8 pieces (0 rows split): 25672 cycles, 1.000 x the lower bound, "
+        "4 workers, 8 work tiles (0 rows split): 25672 cycles, 1.000 x the lower bound, "
         "idle 0.0%, L2 reuse 75.0%"
     )

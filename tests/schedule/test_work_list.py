@@ -18,8 +18,8 @@ from tests.schedule.schedule_cases import Case, Tile, cases
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What a kernel does for one piece."""
+class WorkTile:
+    """What a kernel does for one work tile."""
 
     tile: Tile
     slot: int
@@ -43,12 +43,12 @@ def walk(cursor: list[int], runs: list[list[int]]) -> list[int]:
     return found
 
 
-def pieces(work: WorkList) -> list[Piece]:
+def work_tiles(work: WorkList) -> list[WorkTile]:
     partial, full = work.partial.tolist(), work.full.tolist()
     found = []
-    for p in work.pieces.tolist():
+    for p in work.work_tiles.tolist():
         order = walk(p[4:7], partial) + walk(p[7:10], full)
-        found.append(Piece((p[0], p[1], p[2]), p[3], order[: p[10]], order[p[10] :]))
+        found.append(WorkTile((p[0], p[1], p[2]), p[3], order[: p[10]], order[p[10] :]))
     return found
 
 
@@ -66,11 +66,11 @@ def test_every_kept_block_is_visited_once_masked_ones_first(case: Case) -> None:
     work = work_list(case.runs, case.schedule())
     ragged = case.runs.kv_len % case.runs.block[1] != 0
     last, beyond = case.runs.kv_blocks - 1, case.runs.kv_blocks
-    seen: dict[Tile, list[Piece]] = {}
-    for piece in pieces(work):
-        seen.setdefault(piece.tile, []).append(piece)
+    seen: dict[Tile, list[WorkTile]] = {}
+    for work_tile in work_tiles(work):
+        seen.setdefault(work_tile.tile, []).append(work_tile)
         # descending: the PARTIAL ones, and after them the FULL ones
-        assert piece.whole == sorted(piece.whole, reverse=True)
+        assert work_tile.whole == sorted(work_tile.whole, reverse=True)
     for tile, (partial, full) in case.lists().items():
         own = seen.pop(tile)
         if not partial and not full:
@@ -89,13 +89,13 @@ def test_every_kept_block_is_visited_once_masked_ones_first(case: Case) -> None:
 def test_pieces_keep_their_slots_and_their_order_but_empty_ones_come_last(case: Case) -> None:
     schedule = case.schedule()
     work = work_list(case.runs, schedule)
-    assert work.pieces.dtype == work.partial.dtype == work.full.dtype == torch.int32
-    assert work.pieces.shape == (schedule.pieces, 12)
-    assert work.pieces.is_contiguous()
+    assert work.work_tiles.dtype == work.partial.dtype == work.full.dtype == torch.int32
+    assert work.work_tiles.shape == (schedule.work_tile_count, 12)
+    assert work.work_tiles.is_contiguous()
     table = schedule.table()
     empty = table[:, 6] + table[:, 9] == 0
-    assert torch.equal(work.pieces[:, :4], torch.cat([table[~empty], table[empty]])[:, :4])
-    assert set(work.pieces[:, 11].tolist()) == {int((~empty).sum())}
+    assert torch.equal(work.work_tiles[:, :4], torch.cat([table[~empty], table[empty]])[:, :4])
+    assert set(work.work_tiles[:, 11].tolist()) == {int((~empty).sum())}
 
 
 def split_rows(states: Tensor, kv_len: int) -> tuple[BlockRuns, Schedule]:
@@ -107,7 +107,7 @@ def test_a_split_row_is_joined_from_its_pieces() -> None:
     states = torch.full((1, 1, 1, 64), FULL, dtype=torch.int8)
     states[..., 60] = PARTIAL
     runs, schedule = split_rows(states, 64 * 4 - 1)
-    found = pieces(work_list(runs, schedule))
+    found = work_tiles(work_list(runs, schedule))
     assert len(found) > 1
     assert {p.slot for p in found} == set(range(len(found)))
     assert sorted(b for p in found for b in p.masked) == [60, 63]
@@ -117,7 +117,7 @@ def test_a_split_row_is_joined_from_its_pieces() -> None:
 def test_a_row_that_keeps_nothing_visits_one_masked_block_beyond_the_end() -> None:
     states = torch.tensor([[[[EMPTY, EMPTY], [FULL, EMPTY]]]], dtype=torch.int8)
     runs, schedule = split_rows(states, 8)
-    found = {p.tile[2]: (p.masked, p.whole) for p in pieces(work_list(runs, schedule))}
+    found = {p.tile[2]: (p.masked, p.whole) for p in work_tiles(work_list(runs, schedule))}
     assert found == {0: ([2], []), 1: ([], [0])}
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnkit.splice import replay as module
-from attnkit.splice.replay import CallTensors, Launch, Replay, replay
+from attnkit.splice.replay import CallTensors, Launch, Replay, prepare_replay
 
 N = 12
 CPU = torch.device("cpu")
@@ -84,7 +84,7 @@ class Case:
 
     def learned(self) -> Replay:
         made = self.call(torch.rand(N), torch.rand(N))
-        found = replay(*made, lambda: self.counter, 2, CPU)
+        found = prepare_replay(*made, lambda: self.counter, 2, CPU)
         assert found is not None
         return found
 
@@ -110,7 +110,7 @@ def test_memory_that_a_kernel_adds_to() -> None:
     )
     a, sums, out = torch.rand(N), torch.zeros(N), torch.empty(N)
     made = CallTensors([a], [out], [], [sums], [], cleared=16)
-    again = replay([add(a, sums, out)], made, lambda: torch.zeros(1), 1, CPU)
+    again = prepare_replay([add(a, sums, out)], made, lambda: torch.zeros(1), 1, CPU)
     assert again is not None
     for _ in range(5):
         a = torch.rand(N)
@@ -132,14 +132,14 @@ def test_an_address_of_no_known_tensor() -> None:
     a, b, strange = torch.rand(N), torch.rand(N), torch.rand(N)
     ran, made = case.call(a, b)
     ran.append(case.kernels[0](a, b, strange, case.table, 1.0))
-    assert replay(ran, made, lambda: case.counter, 2, CPU) is None
+    assert prepare_replay(ran, made, lambda: case.counter, 2, CPU) is None
 
 
 def test_a_kernel_that_cannot_be_launched_again() -> None:
     case = Case()
     ran, made = case.call(torch.rand(N), torch.rand(N))
     ran[1] = Launch(lambda arguments, changing: None, ran[1].arguments)
-    assert replay(ran, made, lambda: case.counter, 2, CPU) is None
+    assert prepare_replay(ran, made, lambda: case.counter, 2, CPU) is None
 
 
 @pytest.mark.parametrize("what", ["device_index", "is_captured"])

@@ -145,10 +145,10 @@ def case(
     top = nan(batch, heads, q_len) if config.need_max else lse
     slots = max(1, work.slots)
     arguments = (
-        *(query, key, value, out, lse, top, work.pieces, work.partial, work.full),
+        *(query, key, value, out, lse, top, work.work_tiles, work.partial, work.full),
         torch.zeros(1, dtype=torch.int32),
         *(nan(slots, *tile), nan(slots, tile[0]), tensors),
-        *(scale, heads // key.shape[1], min(workers, work.pieces.shape[0])),
+        *(scale, heads // key.shape[1], min(workers, work.work_tiles.shape[0])),
     )
     return Case(exe, arguments, work, stack)
 

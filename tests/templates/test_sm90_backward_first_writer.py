@@ -113,12 +113,12 @@ def test_who_adds_waits_for_what_is_stored(
     works: list[BackwardWork], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If nobody stores, the kernel cannot end."""
-    plain = backward_work.chosen
+    plain = backward_work.choose_first_writers
 
     def nobody(*args: Any) -> Any:
         schedule, found = plain(*args)
         return schedule, replace(found, stop=torch.zeros_like(found.stop))
 
-    monkeypatch.setattr(backward_work, "chosen", nobody)
+    monkeypatch.setattr(backward_work, "choose_first_writers", nobody)
     with pytest.raises(AssertionError, match=r"(?s)deadlock.*polls global memory"):
         check(draw(200), mask=CAUSAL)

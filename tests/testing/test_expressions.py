@@ -1,4 +1,4 @@
-"""Drawn functions are ordinary functions: they trace, differ, and their source makes them again."""
+"""Random functions are ordinary functions: they trace, differ, and their source defines them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports read well: every line that a person sees."""
+"""Every line of a report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tolerance: tight where the reference is, never zero by luck, and blind to no real error."""
+"""The tolerance is as tight as the reference, is never zero by luck, and finds real errors."""
 
 from __future__ import annotations
 

@@ -97,9 +97,11 @@ def wgmma(e: Emitter, c: Instr) -> list[str]:
     first = str(tuple(e.index[x] for x in e.vector(a[1]))) if in_regs else e.val(a[1], "u8")
     imm = [int(x, 0) for x in a[4:]]
     scale = (imm[0], imm[1]) if dt != "s32" else (1, 1)
-    rest = imm[2:]
+    transposed = imm[2:]
     ta, tb = (
-        (0, rest[0]) if in_regs and rest else ((rest[0], rest[1]) if len(rest) == 2 else (0, 0))
+        (0, transposed[0])
+        if in_regs and transposed
+        else ((transposed[0], transposed[1]) if len(transposed) == 2 else (0, 0))
     )
     form = e.object(WgmmaForm(d, n, k, (dt, at, bt), scale, (ta, tb), in_regs))
     return [f"wgmma(W,{form},{first},{e.val(a[2], 'u8')},{e.boolean(a[3])},m)"]
@@ -182,10 +184,12 @@ def _tc_mma(e: Emitter, c: Instr, group: int) -> list[str]:
     a = c.args
     in_tmem = a[1].startswith("[")
     first = e.addr(a[1]) if in_tmem else e.val(a[1], "u8")
-    rest = list(a[4:])
-    disable = e.values(rest.pop(0), "u4") if rest and rest[0].startswith("{") else "None"
-    accumulate = e.boolean(rest.pop(0)) if rest else e.const(True, "bool")
-    if rest:
+    optional = list(a[4:])
+    disable = (
+        e.values(optional.pop(0), "u4") if optional and optional[0].startswith("{") else "None"
+    )
+    accumulate = e.boolean(optional.pop(0)) if optional else e.const(True, "bool")
+    if optional:
         raise e.fail(c, "scale-input-d")
     return [
         f"tcgen05_mma(W,{e.addr(a[0])},{first},{in_tmem},{e.val(a[2], 'u8')},{e.val(a[3], 'u4')},"

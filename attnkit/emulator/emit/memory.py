@@ -129,8 +129,8 @@ def mbarrier(e: Emitter, c: Instr) -> list[str]:
         extra = e.val(a[at + 1], "u4") if len(a) > at + 1 else e.const(1, "u4")
         n = e.const(1, "u4") if tx else extra
         drop = what == "arrive_drop"
-        rest = f"{extra if tx else 'None'},{drop},{'relaxed' in c.parts}"
-        call = f"mbarrier_arrive(W,{e.addr(a[at])},{n},m,{rest})"
+        flags = f"{extra if tx else 'None'},{drop},{'relaxed' in c.parts}"
+        call = f"mbarrier_arrive(W,{e.addr(a[at])},{n},m,{flags})"
         return e.put(a[0], call, "u8") or [call] if at else [call]
     raise e.fail(c)
 

@@ -99,12 +99,12 @@ def setp(e: Emitter, c: Instr) -> list[str]:
     if op is None and len(both) == 1:
         return e.put(both[0], out, "bool")
     code = [f"T={out}"]
-    rest = e.boolean(c.args[3].lstrip("!")) if op else ""
+    operand = e.boolean(c.args[3].lstrip("!")) if op else ""
     if op and c.args[3].startswith("!"):
-        rest = f"~{rest}"
+        operand = f"~{operand}"
     sign = {"and": "&", "or": "|", "xor": "^"}.get(op or "", "")
     for d, value in zip(both, ("T", "~T"), strict=False):
-        code += e.put(d.strip(), f"({value}){sign}{rest}" if op else value, "bool")
+        code += e.put(d.strip(), f"({value}){sign}{operand}" if op else value, "bool")
     return code
 
 

@@ -47,8 +47,8 @@ def _try_wait(e: Emitter, c: Instr, index: int) -> list[str]:
     spin = is_spin(e.kernel, index)
     parity = "parity" in c.parts
     phase = e.val(c.args[2], "u4" if parity else "u8")
-    rest = f"{spin},{parity},{'relaxed' in c.parts}"
-    out = [f"T=mbarrier_test_wait(W,{e.addr(c.args[1])},{phase},m,{rest})", "if T is None:"]
+    flags = f"{spin},{parity},{'relaxed' in c.parts}"
+    out = [f"T=mbarrier_test_wait(W,{e.addr(c.args[1])},{phase},m,{flags})", "if T is None:"]
     return [*out, "  return None", *e.put(c.args[0], "T", "bool")]
 
 

@@ -78,9 +78,9 @@ class ScheduledGang(Gang):
                 if len(self.groups) == 1:
                     ((pc, m),) = self.groups.items()
                     if m is self.full:
-                        moved, again = self._run_full(pc)
+                        moved, go_on = self._run_full(pc)
                         ran |= moved
-                        if not again:
+                        if not go_on:
                             return ran
                         continue
                     if self._shed(pc, m):
@@ -215,11 +215,11 @@ class ScheduledGang(Gang):
         if len(self.groups) > 1 and (rows.all(1) == some).all() and not some.all():
             self._part(pc, m, some)
 
-    def _part(self, pc: int, m: Any, some: Lanes, rest: Any = None) -> None:
+    def _part(self, pc: int, m: Any, some: Lanes, staying: Any = None) -> None:
         """Move the warps `some`, with lanes `m` at block `pc`, to a gang of their own.
 
         Args:
-            rest: lanes that stay at block `pc`.
+            staying: lanes that stay at block `pc`.
         """
         multiply_group(
             self, self.wgmma_current
@@ -242,8 +242,8 @@ class ScheduledGang(Gang):
         part.wgmma_current.lines = list(self.wgmma_current.lines)
         self.siblings.append(part)
         del self.groups[pc]
-        if rest is not None:
-            self._add(pc, rest)
+        if staying is not None:
+            self._add(pc, staying)
         if not self.groups:  # the parts have to wait for what is under way
             self.wgmma_current, self.wgmma_groups = WgmmaGroup(), []
 

@@ -42,15 +42,15 @@ def pack_all(specs: Sequence[Any], values: Sequence[Any], memory: GlobalMemory) 
     Raises:
         ArgumentError, ShapeError: a value does not fit what the kernel was compiled for.
     """
-    wanted = [s for s in specs if not is_stream(s)]
-    if len(values) != len(wanted):
-        raise ArgumentError(f"{len(values)} arguments: the kernel was compiled for {len(wanted)}")
-    rest, out, number = iter(values), [], 0
+    passed = [s for s in specs if not is_stream(s)]
+    if len(values) != len(passed):
+        raise ArgumentError(f"{len(values)} arguments: the kernel was compiled for {len(passed)}")
+    remaining, out, number = iter(values), [], 0
     for spec in specs:
         if is_stream(spec):
             out.append(struct.pack("<Q", 0))
             continue
-        out += _pack(spec, next(rest), memory, f"argument {number}")
+        out += _pack(spec, next(remaining), memory, f"argument {number}")
         number += 1
     return out
 

@@ -61,8 +61,8 @@ def compiler() -> str:
     Raises:
         UnsupportedError: there is none.
     """
-    wanted = os.environ.get("CC", "").split()
-    for name in (*wanted[:1], "cc", "gcc", "clang"):
+    named = os.environ.get("CC", "").split()
+    for name in (*named[:1], "cc", "gcc", "clang"):
         if path := shutil.which(name):
             return path
     raise UnsupportedError(

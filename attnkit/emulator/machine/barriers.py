@@ -147,6 +147,6 @@ class ClusterBarrier:
 
 def accumulate(clocks: dict[int, Any], generation: int, who: Clock, relaxed: bool = False) -> None:
     """Join the clock of `who` into what generation `generation` of a barrier hands on."""
-    told = joined(clocks.get(generation), who.handed_on(relaxed))
-    if told is not None:
-        clocks[generation] = told
+    knowledge = joined(clocks.get(generation), who.handed_on(relaxed))
+    if knowledge is not None:
+        clocks[generation] = knowledge

@@ -106,9 +106,9 @@ class Cta:
 
         It is the one that `describe` gave, or the one that the kernel's source uses.
         """
-        given = self.launch.names.get(offset)
-        if given is not None:
-            return given
+        name = self.launch.names.get(offset)
+        if name is not None:
+            return name
         source = self.launch.source_of(line)
         name = mbarrier_name(source)
         return f"mbarrier {name}{' at ' if name else ''}smem+{offset:#x} of rank {self.rank}" + (

@@ -35,7 +35,7 @@ class Gang:
         seen: the basic blocks that were executed.
         why: what the gang waits for, in words.
         yielded: it lets others run before it goes on.
-        polling: it tests again and again what only others can change.
+        polling: it keeps testing what only others can change.
         leaving: lanes of warps that must leave the gang before its block can run, or None.
         race, clock: the race detector and the gang's clock, if races are watched.
         events: where events are recorded, if they are.

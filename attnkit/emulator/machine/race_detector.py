@@ -52,12 +52,12 @@ class Clock:
         """Return what an arrival tells those who wait for it."""
         return self.published if relaxed else (self.known, self.fenced)
 
-    def learn(self, told: tuple[Vector, Vector], relaxed: bool) -> None:
+    def learn(self, knowledge: tuple[Vector, Vector], relaxed: bool) -> None:
         """Take what a wait brought."""
         if relaxed:
-            self.awaited = joined(self.awaited, told)
+            self.awaited = joined(self.awaited, knowledge)
         else:
-            self.join(*told)
+            self.join(*knowledge)
 
     def fence(self) -> None:
         """Execute fence.acq_rel, fence.sc or membar."""
@@ -71,7 +71,7 @@ class Clock:
 def joined(
     a: tuple[Vector, Vector] | None, b: tuple[Vector, Vector] | None
 ) -> tuple[Vector, Vector] | None:
-    """Return what is known from one or the other, in tuples of their own."""
+    """Return what is known from one or the other, in new tuples."""
     if a is None or b is None:
         one = b if a is None else a
         return None if one is None else (one[0].copy(), one[1].copy())
@@ -155,8 +155,8 @@ class RaceDetector:
         """Return the granules of the bytes at `offsets`, each once."""
         key = (id(offsets), rank)
         if key not in self._granules:
-            found = self.stride * rank + np.unique(offsets // self.grain)
-            self._granules[key] = (offsets, found)  # keeps `offsets`, and so its id, alive
+            granules = self.stride * rank + np.unique(offsets // self.grain)
+            self._granules[key] = (offsets, granules)  # keeps `offsets`, and so its id, alive
         return self._granules[key][1]
 
     def tensor(self, rank: int, column: int, columns: int, quarter: int | None = None) -> Index:

@@ -61,17 +61,17 @@ def fma(a: Lanes, b: Lanes, c: Lanes) -> Lanes:
     return (a.astype(f8) * b + c).astype(f4)
 
 
-def directed(x: Lanes, mode: str, rest: Lanes | None = None) -> Lanes:
+def directed(x: Lanes, mode: str, residual: Lanes | None = None) -> Lanes:
     """Convert float64 to float32, rounding toward zero (rz), down (rm) or up (rp).
 
     Args:
-        rest: what `x` lacks of the exact value, less than its last bit.
+        residual: what `x` lacks of the exact value, less than its last bit.
     """
     r = x.astype(f4)
     wide = r.astype(f8)
     above = (wide > x).astype(np.int8) - (wide < x)
-    if rest is not None:
-        above = np.where(wide == x, -np.sign(rest).astype(np.int8), above)
+    if residual is not None:
+        above = np.where(wide == x, -np.sign(residual).astype(np.int8), above)
     if mode == "rm":
         return np.where(above > 0, np.nextafter(r, f4(-np.inf)), r)
     if mode == "rp":
@@ -83,13 +83,13 @@ def directed_sum(a: Lanes, b: Lanes, mode: str) -> Lanes:
     """Add float64 values, each exact, and round once to float32 as `directed` does."""
     s = a + b
     t = s - a
-    rest = (a - (s - t)) + (b - t)  # what the float64 sum lacks
-    rest = np.where(np.isfinite(rest), rest, 0.0)
-    out = directed(s, mode, rest)
+    residual = (a - (s - t)) + (b - t)  # what the float64 sum lacks
+    residual = np.where(np.isfinite(residual), residual, 0.0)
+    out = directed(s, mode, residual)
     if mode != "rm":
         return out
     positive = ~(np.signbit(a) | np.signbit(b))
-    return np.where((s == 0) & (rest == 0) & ~positive, f4(-0.0), out)
+    return np.where((s == 0) & (residual == 0) & ~positive, f4(-0.0), out)
 
 
 _HALF, _ONE, _SIXTEEN, _UPPER = u4(0x7FFF), u4(1), u4(16), u4(0xFFFF0000)

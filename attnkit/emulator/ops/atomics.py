@@ -60,27 +60,27 @@ def _apply(view: Lanes, i: Lanes, how: str, fmt: str | None, values: list[Lanes]
         old: Lanes = view[i]
         view[i] = _combined(how, fmt, old, values)
         return old
-    found = np.empty(i.size, view.dtype)
+    before = np.empty(i.size, view.dtype)
     for lane, at in enumerate(i.tolist()):
         one = slice(at, at + 1)
-        found[lane] = view[at]
+        before[lane] = view[at]
         view[one] = _combined(how, fmt, view[one], [v[lane : lane + 1] for v in values])
-    return found
+    return before
 
 
 def atom_global(
     gang: Gang, a: Lanes, m: Mask, dt: Any, how: str, values: list[Lanes], fmt: str | None
 ) -> Lanes:
     """Execute atom on global memory; return the old values."""
-    item, rest = np.dtype(dt).itemsize, m
+    item, left = np.dtype(dt).itemsize, m
     old = np.zeros(gang.width, dt)
     while True:
-        b, off, part = global_offsets(gang, a, rest, item)
+        b, off, part = global_offsets(gang, a, left, item)
         gang.memory.check_defined(b, off, item)
         view, i = items_of(b, off, dt)
         old[part] = _apply(view, i, how, fmt, [v[part] for v in values])
-        rest = rest & ~part
-        if part is gang.full or not rest.any():
+        left = left & ~part
+        if part is gang.full or not left.any():
             break
     gang.cluster.events += 1
     return old

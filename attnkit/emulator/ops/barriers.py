@@ -195,10 +195,10 @@ def _warps_differ(gang: Gang, x: Lanes, m: Mask, what: str) -> bool:
     same = m & (x == x.dtype.type(first))
     if np.count_nonzero(same) == np.count_nonzero(m):
         return False
-    rest = (m & ~same).reshape(-1, 32).any(1)
-    if (rest & same.reshape(-1, 32).any(1)).any():
+    others = (m & ~same).reshape(-1, 32).any(1)
+    if (others & same.reshape(-1, 32).any(1)).any():
         raise Trap("barrier", f"lanes of one warp give a barrier's {what} differently")
-    gang.leaving = np.repeat(rest, 32)
+    gang.leaving = np.repeat(others, 32)
     return True
 
 
@@ -247,9 +247,9 @@ def cluster_wait(gang: Gang, m: Mask) -> bool:
         gang.why = f"waits at barrier.cluster ({b.arrived} of {b.warps} warps)"
         return False
     if gang.clock is not None:
-        told = b.clocks.get(gang.cluster_wait_for)
-        if told is not None:  # else all arrived relaxed, with nothing fenced
-            gang.clock.join(*told)
+        knowledge = b.clocks.get(gang.cluster_wait_for)
+        if knowledge is not None:  # else all arrived relaxed, with nothing fenced
+            gang.clock.join(*knowledge)
     if gang.events is not None:
         gang.events.add("wait", gang.line, what=b, phase=gang.cluster_wait_for)
     gang.cluster_wait_for, gang.why = -1, ""

@@ -105,32 +105,32 @@ def global_offsets(gang: Gang, a: Lanes, m: Mask, size: int) -> tuple[Any, Lanes
 def ld_global(gang: Gang, a: Lanes, m: Mask, dt: Any, n: int) -> list[Lanes]:
     """Load `n` elements a lane from global memory."""
     item = np.dtype(dt).itemsize
-    out, rest = np.zeros((n, gang.width), dt), m
+    out, left = np.zeros((n, gang.width), dt), m
     while True:
-        b, off, part = global_offsets(gang, a, rest, item * n)
+        b, off, part = global_offsets(gang, a, left, item * n)
         gang.memory.check_defined(b, off, item * n)
         view, i = items_of(b, off, dt)
         if part is gang.full:
             return [view[i + j] for j in range(n)]
         for j in range(n):
             out[j, part] = view[i + j]
-        rest = rest & ~part
-        if not rest.any():
+        left = left & ~part
+        if not left.any():
             return list(out)
 
 
 def st_global(gang: Gang, a: Lanes, m: Mask, dt: Any, values: list[Lanes]) -> None:
     """Store elements to global memory."""
-    item, rest = np.dtype(dt).itemsize, m
+    item, left = np.dtype(dt).itemsize, m
     while True:
-        b, off, part = global_offsets(gang, a, rest, item * len(values))
+        b, off, part = global_offsets(gang, a, left, item * len(values))
         gang.memory.mark(b, off, item * len(values))
         view, i = items_of(b, off, dt)
         for j, v in enumerate(values):
             view[i + j] = v if part is gang.full else v[part]
         gang.cluster.events += 1
-        rest = rest & ~part
-        if part is gang.full or not rest.any():
+        left = left & ~part
+        if part is gang.full or not left.any():
             return
 
 

@@ -13,6 +13,7 @@ from attnkit.emulator.ops import (
     loads_stores,
     matrices,
     tcgen05,
+    tcgen05_mma,
     warp_wide,
     wgmma,
 )
@@ -67,7 +68,7 @@ _FUNCTIONS: tuple[Callable[..., Any], ...] = (
     tcgen05.tcgen05_cp,
     tcgen05.tcgen05_dealloc,
     tcgen05.tcgen05_ld,
-    tcgen05.tcgen05_mma,
+    tcgen05_mma.tcgen05_mma,
     tcgen05.tcgen05_relinquish_alloc_permit,
     tcgen05.tcgen05_st,
     tcgen05.tcgen05_wait,

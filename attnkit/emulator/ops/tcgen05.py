@@ -1,8 +1,7 @@
-"""Executes tcgen05: tensor memory and the fifth-generation tensor cores (PTX ISA, tcgen05)."""
+"""Executes tcgen05 but for its products: allocation, commit, copies, loads and stores (PTX ISA)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,46 +12,12 @@ from attnkit.emulator.machine.cta import Cta
 from attnkit.emulator.machine.gang import Gang, Mask
 from attnkit.emulator.machine.matrix_descriptors import MatrixDescriptor, elements, of_tcgen05
 from attnkit.emulator.machine.race_detector import Clock
-from attnkit.emulator.numerics.formats import ELEMENT_BYTES, STORAGE, Lanes, f4, to_f32, u1, u4
+from attnkit.emulator.numerics.formats import Lanes, u1, u4
 from attnkit.emulator.ops.loads_stores import st_shared
 from attnkit.emulator.ops.warp_wide import elect
 
-POISON = 0x7FC0BEEF
-_FORMATS = {
-    "f16": {0: "f16", 1: "bf16"},
-    "tf32": {2: "tf32"},
-    "f8f6f4": {0: "e4m3", 1: "e5m2"},
-    "i8": {0: "u8", 1: "s8"},
-}
-# Lanes of 64 rows where half of the lanes are used.
-_QUARTERS = np.arange(64) // 16 * 32 + np.arange(64) % 16
 # Columns and registers per repetition of the tcgen05.ld and st shapes.
 _SHAPES = {"32x32b": (1, 1), "16x128b": (4, 2), "16x256b": (8, 4)}
-
-
-@dataclass(frozen=True)
-class DecodedMma:
-    """Holds the operands of a tcgen05.mma, and the fields of its instruction descriptor.
-
-    `a` is a column of tensor memory or a descriptor; `d` a column; `disabled` masks lanes of D.
-    """
-
-    m: int
-    n: int
-    k: int
-    a_kind: str
-    b_kind: str
-    a_major: bool
-    b_major: bool
-    sign: int
-    integer: bool
-    d: int
-    lane: int
-    a: MatrixDescriptor | int
-    b: MatrixDescriptor
-    accumulate: bool
-    group: int
-    disabled: tuple[int, ...]
 
 
 # ---- allocation
@@ -79,11 +44,11 @@ def tcgen05_commit(gang: Gang, a: Lanes, m: Mask, mask: Lanes | None, group: int
     for lane in gang.active(m).tolist():
         address = int(a[lane])
         targets = [address]
-        _ctas_of_group(gang, group)
+        ctas_of_group(gang, group)
         if mask is not None:
             ranks = [r for r in range(16) if int(mask[lane]) >> r & 1]
             targets = [address & OFFSET_MASK | r << RANK_SHIFT for r in ranks]
-        clock = gang.issue(_tensor_core(gang), ordered=True)
+        clock = gang.issue(tensor_core(gang), ordered=True)
         if gang.events is not None:
             for t in targets:
                 b = gang.cluster.mbarrier(t)
@@ -99,11 +64,11 @@ def tcgen05_commit(gang: Gang, a: Lanes, m: Mask, mask: Lanes | None, group: int
                 b.release(clock)
                 b.arrive(1)
 
-        gang.cluster.submit(_tensor_core(gang), work, gang)
+        gang.cluster.submit(tensor_core(gang), work, gang)
 
 
 def _has_exited(gang: Gang, address: int, line: int) -> bool:
-    """Whether a commit arrives at a CTA that has exited meanwhile; warns of it.
+    """Whether a commit arrives at a CTA that has exited in the meantime; warn of it.
 
     Published kernels issue their last commits without waiting for them; the time that the peer
     still needs lets that pass.
@@ -116,12 +81,12 @@ def _has_exited(gang: Gang, address: int, line: int) -> bool:
     return True
 
 
-def _tensor_core(gang: Gang) -> str:
+def tensor_core(gang: Gang) -> str:
     """Return the name of the tensor cores of the gang's CTA."""
     return f"tcgen05 of CTA rank {gang.cta.rank}"
 
 
-def _ctas_of_group(gang: Gang, group: int) -> list[Cta]:
+def ctas_of_group(gang: Gang, group: int) -> list[Cta]:
     """Return the CTAs that an operation of `group` CTAs works on.
 
     The even one of a pair is first (PTX ISA, "CTA Pair"); none of them may have exited ("Issue
@@ -138,137 +103,13 @@ def _ctas_of_group(gang: Gang, group: int) -> list[Cta]:
     return ctas[even : even + 2]
 
 
-# ---- mma
-def tcgen05_mma(
-    gang: Gang,
-    d: Lanes,
-    a: Lanes,
-    in_tmem: bool,
-    b: Lanes,
-    idesc: Lanes,
-    accumulate: Lanes,
-    kind: str,
-    group: int,
-    m: Mask,
-    disable: list[Lanes] | None,
-) -> None:
-    """Start a product into tensor memory.
-
-    Args:
-        d, a, b: column of D; descriptor or column of A; descriptor of B.
-        in_tmem: A is in tensor memory.
-        idesc: instruction descriptor.
-        kind: as PTX names it, such as "f16".
-        group: CTAs that compute it together.
-        disable: masks of lanes of D to leave as they are.
-    """
-    for lane in gang.active(m).tolist():
-        off = tuple(int(x[lane]) for x in disable or ())
-        fields = _instruction(kind, int(idesc[lane]))
-        _check_shape(fields[0], fields[1], kind, group)
-        at = _first_lane(int(d[lane]), fields[0], group)
-        if in_tmem and int(a[lane]) >> 16 != at:
-            raise Trap("tensor-memory", f"tcgen05.mma: A at lane {int(a[lane]) >> 16}, D at {at}")
-        p = DecodedMma(
-            *fields,
-            int(d[lane]) & 0xFFFF,
-            at,
-            (int(a[lane]) & 0xFFFF) if in_tmem else of_tcgen05(int(a[lane])),
-            of_tcgen05(int(b[lane])),
-            bool(accumulate[lane]),
-            group,
-            tuple(0 if x == POISON else x for x in off),
-        )
-        _ctas_of_group(gang, group)
-        clock = gang.issue(_tensor_core(gang), ordered=True)
-
-        def work(p: DecodedMma = p, clock: Clock | None = clock, line: int = gang.line) -> None:
-            _product(gang, p, clock, line)
-
-        gang.cluster.submit(_tensor_core(gang), work, gang)
-        gang.cluster.record("tensor", 2 * p.m * p.n * p.k)
-        rows = p.m if isinstance(p.a, MatrixDescriptor) else 0
-        operands = (rows + p.n) * p.k * ELEMENT_BYTES[p.a_kind]
-        gang.cluster.record("operands", operands)
-        if gang.events is not None:
-            flop = 2 * p.m * p.n * p.k
-            gang.events.add("tensor product", gang.line, flop, (group, operands))
-
-
-def _product(gang: Gang, p: DecodedMma, clock: Clock | None, line: int) -> None:
-    """Compute a product, and add it to tensor memory."""
-    pair = _ctas_of_group(gang, p.group)
-    rows_b = p.n // p.group
-    right = np.concatenate([_operand(c, p.b, rows_b, p.k, p.b_kind, p.b_major) for c in pair])
-    rows = p.m // p.group
-    for number, c in enumerate(pair):
-        if clock is not None:
-            _note_product(gang, c, p, rows, rows_b, clock, line)
-        if isinstance(p.a, int):
-            out = _from_tensor_memory(c, p, rows, right)
-        else:
-            out = _operand(c, p.a, rows, p.k, p.a_kind, p.a_major) @ right.T
-        _accumulate(c, p, p.sign * out, rows, number)
-
-
-def _accumulate(c: Cta, p: DecodedMma, out: Lanes, rows: int, number: int) -> None:
-    """Write D: 128 rows by lane; 64 rows by 16 lanes of each quarter, or in two halves.
-
-    PTX ISA, "Data Path Layout Organization": layouts A and D, F, B.
-    """
-    columns = p.n
-    if rows == 64 and p.group == 2:
-        out = np.concatenate([out[:, : p.n // 2], out[:, p.n // 2 :]])
-        columns = p.n // 2
-    c.tmem.check(p.d, columns)
-    lanes: Any = slice(None)
-    if rows == 64 and p.group == 1:
-        lanes = p.lane + _QUARTERS
-    target = c.tmem.data[p.d : p.d + columns]
-    view: Lanes = target.view(np.int32 if p.integer else f4)
-    new: Lanes = out.T.astype(view.dtype)
-    if p.accumulate:
-        new = view[:, lanes] + new
-    skip = np.zeros(128, bool)
-    for i, word in enumerate(p.disabled[4 * number : 4 * number + 4]):
-        skip[32 * i : 32 * i + 32] = (word >> np.arange(32)) & 1
-    keep = ~skip[lanes]
-    if keep.all():
-        view[:, lanes] = new
-    else:
-        view[:, np.arange(128)[lanes][keep]] = new[:, keep]
-
-
-def _note_product(
-    gang: Gang, c: Cta, p: DecodedMma, rows: int, rows_b: int, clock: Clock, line: int
-) -> None:
-    """Tell the race detector of the accesses of a product."""
-    race = gang.race
-    assert race is not None
-
-    def read(x: MatrixDescriptor, n: int, kind: str, major: bool) -> None:
-        i = race.granules(c.rank, elements(x, (0, n), p.k, ELEMENT_BYTES[kind], major))
-        race.read(i, clock, asynchronous=True, line=line)
-
-    read(p.b, rows_b, p.b_kind, p.b_major)
-    if isinstance(p.a, MatrixDescriptor):
-        read(p.a, rows, p.a_kind, p.a_major)
-    else:
-        race.read(race.tensor(c.rank, p.a, 8), clock, asynchronous=False, line=line)
-    columns = p.n // 2 if rows == 64 and p.group == 2 else p.n
-    i = race.tensor(c.rank, p.d, columns)
-    if p.accumulate:
-        race.read(i, clock, asynchronous=False, line=line)
-    race.write(i, clock, generic=False, line=line)
-
-
 # ---- cp
 def tcgen05_cp(gang: Gang, t: Lanes, desc: Lanes, shape: str, group: int, m: Mask) -> None:
     """Copy rows of shared memory to the lanes of tensor memory."""
     rows, bits = (int(x) for x in shape.removesuffix("b").split("x"))
     for lane in gang.active(m).tolist():
         x, column = of_tcgen05(int(desc[lane])), int(t[lane]) & 0xFFFF
-        clock, line = gang.issue(_tensor_core(gang), ordered=True), gang.line
+        clock, line = gang.issue(tensor_core(gang), ordered=True), gang.line
 
         def work(
             x: MatrixDescriptor = x,
@@ -276,7 +117,7 @@ def tcgen05_cp(gang: Gang, t: Lanes, desc: Lanes, shape: str, group: int, m: Mas
             clock: Clock | None = clock,
             line: int = line,
         ) -> None:
-            for c in _ctas_of_group(gang, group):
+            for c in ctas_of_group(gang, group):
                 index = c.checked(elements(x, (0, rows), bits // 8, 1, False))
                 words = c.view(u1, 1)[index].view(u4)
                 c.tmem.check(column, bits // 32)
@@ -287,7 +128,7 @@ def tcgen05_cp(gang: Gang, t: Lanes, desc: Lanes, shape: str, group: int, m: Mas
                     i = gang.race.tensor(c.rank, column, bits // 32)
                     gang.race.write(i, clock, generic=False, line=line)
 
-        gang.cluster.submit(_tensor_core(gang), work, gang)
+        gang.cluster.submit(tensor_core(gang), work, gang)
 
 
 # ---- ld, st, wait
@@ -390,63 +231,3 @@ def tcgen05_wait(gang: Gang, stores: bool) -> bool:
     if clock is not None and gang.clock is not None:
         gang.clock.join(clock.known, clock.fenced)
     return True
-
-
-def _instruction(kind: str, i: int) -> tuple[int, int, int, str, str, bool, bool, int, bool]:
-    """Decode an instruction descriptor to the first fields of `DecodedMma`.
-
-    PTX ISA, "Instruction descriptor".
-    """
-    fa, fb, fd = (i >> 7) & 7, (i >> 10) & 7, (i >> 4) & 3
-    table, integer = _FORMATS[kind], kind == "i8"
-    if fa not in table or fb not in table or fd != (2 if integer else 1) or i & 0b1100:
-        raise Trap(
-            "encoding", f"tcgen05.mma kind::{kind} descriptor {i:#x}: format not implemented"
-        )
-    m, n = ((i >> 24) & 31) * 16, ((i >> 17) & 63) * 8
-    k = 32 // ELEMENT_BYTES[table[fa]]
-    sign = (-1 if i >> 13 & 1 else 1) * (-1 if i >> 14 & 1 else 1)
-    return m, n, k, table[fa], table[fb], bool(i >> 15 & 1), bool(i >> 16 & 1), sign, integer
-
-
-def _check_shape(m: int, n: int, kind: str, group: int) -> None:
-    """Check M and N: N in steps of 8, or 16 for more rows or two CTAs (PTX ISA, "Matrix Shape")."""
-    step = 32 if kind == "i8" and group == 2 else 8 if (m, group) == (64, 1) else 16
-    if m not in ((64, 128) if group == 1 else (128, 256)) or n % step or not 8 <= n <= 256:
-        raise Trap(
-            "encoding",
-            f"tcgen05.mma.kind::{kind} of M={m} N={n} with cta_group::{group}: M is "
-            f"{'64 or 128' if group == 1 else '128 or 256'}, N a multiple of {step} up to 256",
-        )
-
-
-def _first_lane(d: int, m: int, group: int) -> int:
-    """Return the first lane of D: 0, or 16 where half of the lanes are used (layout F)."""
-    lane = d >> 16
-    if lane and not (lane == 16 and (m, group) == (64, 1)):
-        raise Trap("tensor-memory", f"tcgen05.mma accumulator at lane {lane}, M={m}")
-    return lane
-
-
-def _operand(c: Cta, x: MatrixDescriptor, rows: int, k: int, kind: str, major: bool) -> Lanes:
-    """Return an operand in shared memory, [rows, K] float32."""
-    item = ELEMENT_BYTES[kind]
-    index = c.checked(elements(x, (0, rows), k, item, major))
-    return to_f32(c.view(STORAGE[item], 1)[index // item], kind)
-
-
-def _from_tensor_memory(c: Cta, p: DecodedMma, rows: int, right: Lanes) -> Lanes:
-    """Multiply A from tensor memory: 32 bytes of a row are 8 columns of its lane.
-
-    With 64 rows of a pair's 128, the upper lanes hold A once more, and make the second half of the
-    columns.
-    """
-    assert isinstance(p.a, int)
-    c.tmem.check(p.a, 8)
-    lanes = p.lane + _QUARTERS if (rows, p.group) == (64, 1) else np.arange(128)
-    words = np.ascontiguousarray(c.tmem.data[p.a : p.a + 8][:, lanes].T)
-    left = to_f32(words.view(STORAGE[ELEMENT_BYTES[p.a_kind]]), p.a_kind)
-    if (rows, p.group) != (64, 2):
-        return left @ right.T
-    half = p.n // 2
-    return np.concatenate([left[:64] @ right[:half].T, left[64:] @ right[half:].T], axis=1)

@@ -25,11 +25,11 @@ def _to_global(op: str) -> bool:
 def role_of(kernel: PtxKernel, blocks: Iterable[int]) -> str:
     """Return words for what the executed blocks do, most telling first."""
     ops = {c.op for b in blocks for c in kernel.blocks[b]}
-    found = [
+    words = [
         word
         for word, marks in _MARKS
         if any(op.startswith(marks) and not _to_global(op) for op in ops)
     ]
     if any(_to_global(op) for op in ops):
-        found.append("bulk store")
-    return " + ".join(found[:3])
+        words.append("bulk store")
+    return " + ".join(words[:3])

@@ -42,18 +42,18 @@ def missing_fences(kernel: PtxKernel) -> list[Finding]:
     if not watched:
         return []
     entry: dict[int, State] = {0: frozenset({FIRST})}
-    work, found = [0], dict[int, Finding]()
+    work, findings = [0], dict[int, Finding]()
     while work:
         b = work.pop()
         state = entry[b]
         for c in kernel.blocks[b]:
-            state = _step(c, state, watched, found)
+            state = _step(c, state, watched, findings)
         for nxt in successors(kernel, b):
             joined = entry.get(nxt, frozenset()) | state
             if nxt not in entry or joined != entry[nxt]:
                 entry[nxt] = joined
                 work.append(nxt)
-    return [found[line] for line in sorted(found)]
+    return [findings[line] for line in sorted(findings)]
 
 
 def _operands(c: Instr) -> tuple[set[str], set[str]]:
@@ -73,7 +73,7 @@ def _watched(kernel: PtxKernel) -> set[str]:
     return out
 
 
-def _step(c: Instr, state: State, watched: set[str], found: dict[int, Finding]) -> State:
+def _step(c: Instr, state: State, watched: set[str], findings: dict[int, Finding]) -> State:
     """Return the state after an instruction, and note a missing fence."""
     if c.op.startswith("wgmma.fence"):
         return frozenset()
@@ -87,7 +87,7 @@ def _step(c: Instr, state: State, watched: set[str], found: dict[int, Finding]) 
                 f"no wgmma.fence since {regs} was written" if regs else "no wgmma.fence before it"
             )
             place = Place(line=c.line, source=str(c.source or ""))
-            found.setdefault(c.line, Finding("fence", f"wgmma.mma_async: {text}", place))
+            findings.setdefault(c.line, Finding("fence", f"wgmma.mma_async: {text}", place))
         return state - d - {FIRST}
     if c.parts[0] in _NO_DESTINATION or not c.args:
         return state

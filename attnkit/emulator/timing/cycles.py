@@ -151,7 +151,7 @@ def tile(
     """Return the clocks that each unit needs for a tile.
 
     Args:
-        other_shared_bytes: traffic of shared memory besides operands (stores, bulk copies).
+        other_shared_bytes: traffic of shared memory other than operands (stores, bulk copies).
         ctas: CTAs that share a product (cta_group).
     """
     r, all_ = rates_of(arch), list(products)

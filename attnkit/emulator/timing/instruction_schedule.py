@@ -19,7 +19,7 @@ from attnkit.emulator.timing.cycles import Rates, unit_of
 PARTS = 4  # of an SM
 # Clocks until a dependent instruction can issue (microbenchmarks of Volta to Hopper, rounded):
 # arithmetic, special functions, shared memory and shuffles, votes, loads from the L2 cache.
-# Tensor memory, beside the transfer itself, is assumed to answer as shared memory does.
+# Tensor memory, after the transfer itself, is assumed to answer as shared memory does.
 ALU, SPECIAL, SHARED, VOTE, GLOBAL = 4, 18, 24, 12, 280
 _LATENCY = {"special": SPECIAL, "shared": SHARED}
 _OF_OPCODE = {"vote": VOTE, "redux": VOTE, "match": VOTE, "mma": 33, "atom": 2 * GLOBAL}
@@ -49,12 +49,12 @@ class Segment:
 
     Attributes:
         clocks: how long it takes alone.
-        beside: how long it takes while tensor cores are busy.
+        contended: how long it takes while tensor cores are busy.
         units: for how long each unit is busy.
     """
 
     clocks: float
-    beside: float
+    contended: float
     units: dict[str, float]
 
 
@@ -62,9 +62,9 @@ def registers(c: Instr) -> tuple[list[str], list[str]]:
     """Return (registers written, registers read)."""
     stores = c.parts[0] in ("st", "red", "bra", "stmatrix", "nanosleep", "cp", "bar", "barrier")
     stores = stores or c.op.startswith("tcgen05.st")
-    found = [_REGISTER.findall(a) for a in c.args]
-    written = [] if stores or not found else found[0]
-    read = [r for a in found[0 if stores else 1 :] for r in a]
+    operands = [_REGISTER.findall(a) for a in c.args]
+    written = [] if stores or not operands else operands[0]
+    read = [r for a in operands[0 if stores else 1 :] for r in a]
     return written, read + ([c.pred] if c.pred else [])
 
 
@@ -130,9 +130,9 @@ def fused(code: Sequence[Instr], read: Counter[str]) -> set[int]:
     for i, c in enumerate(code):
         written, used = registers(c)
         if _contracts(c, ("add", "sub")) or (c.parts[0] == "setp" and c.parts[-1] == "b32"):
-            found = next((r for r in used if r in first), None)
-            if found is not None:
-                out.add(first.pop(found))
+            merged = next((r for r in used if r in first), None)
+            if merged is not None:
+                out.add(first.pop(merged))
         merges = _contracts(c, ("mul",)) or c.op == "and.b32"
         if merges and written and read[written[0]] == 1:
             first[written[0]] = i
@@ -167,11 +167,11 @@ def _latency(c: Instr, unit: str) -> int:
     return _OF_OPCODE.get(c.parts[0], _LATENCY.get(unit, ALU))
 
 
-def segment(code: Sequence[Instr], rates: Rates, facts: KernelFacts, beside: Pace) -> Segment:
+def segment(code: Sequence[Instr], rates: Rates, facts: KernelFacts, contended: Pace) -> Segment:
     """Schedule `code`, a part of the kernel that `facts` describes.
 
     Args:
-        beside: the pace while tensor cores work.
+        contended: the pace while tensor cores work.
     """
     dropped = fused(code, facts.read)
     nodes: list[tuple[str, float, int]] = []  # unit, occupancy, latency
@@ -206,7 +206,7 @@ def segment(code: Sequence[Instr], rates: Rates, facts: KernelFacts, beside: Pac
         units["issue"] += 1
         if unit:
             units[unit] += clocks
-    alone, slower = (_makespan(nodes, after, list(waits), x) for x in (Pace(), beside))
+    alone, slower = (_makespan(nodes, after, list(waits), x) for x in (Pace(), contended))
     return Segment(alone, slower, dict(units))
 
 

@@ -2,7 +2,7 @@
 
 Warps go through their steps; code takes the time of its schedule, and longer when warps of the
 same part of the SM want the same unit or tensor cores are busy. Products queue for the tensor
-cores, and for shared memory, which has their operands and serves loads, stores and copies besides;
+cores, and for shared memory, which has their operands and also serves loads, stores and copies;
 copies queue for the memory system, and a wait ends when all that its phase needs has happened.
 """
 
@@ -167,7 +167,7 @@ class ClusterReplay:
             crowd = max((load[k] for k in keys), default=1.0)
             speed = 1 / max(1.0, crowd)
             if self.file[p.stream.rank] > self.now:
-                speed = min(speed, p.code.clocks / p.code.beside)
+                speed = min(speed, p.code.clocks / p.code.contended)
             out.append((p, speed))
         return out
 
@@ -294,7 +294,7 @@ class ClusterReplay:
     def _busy(self, rank: int, flop: float, operands: float, text: str) -> float:
         """Queue a product with `operands` bytes of shared memory; return when it is done."""
         start = max(self.now, self.pipe[rank])
-        early = max(self.now, start - flop / self.rates.tensor)  # beside the product before
+        early = max(self.now, start - flop / self.rates.tensor)  # while the product before runs
         read = self.shared[rank].book(self.now, early, operands / self.rates.shared)
         end = max(start + flop / self.rates.tensor, read)
         self.pipe[rank] = end

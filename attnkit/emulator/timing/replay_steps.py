@@ -34,10 +34,10 @@ class Step(NamedTuple):
 class Steps:
     """Turns streams of one kernel into steps."""
 
-    def __init__(self, kernel: PtxKernel, rates: Rates, beside: Pace) -> None:
+    def __init__(self, kernel: PtxKernel, rates: Rates, contended: Pace) -> None:
         self.kernel = kernel
         self.rates = rates
-        self.beside = beside
+        self.contended = contended
         self.facts = KernelFacts.of(kernel)
         self._segments: dict[tuple[int, int, int], Segment] = {}
 
@@ -70,7 +70,7 @@ class Steps:
         key = (block, start, stop)
         if key not in self._segments:
             code = self.kernel.blocks[block][start:stop]
-            self._segments[key] = segment(code, self.rates, self.facts, self.beside)
+            self._segments[key] = segment(code, self.rates, self.facts, self.contended)
         return self._segments[key]
 
 

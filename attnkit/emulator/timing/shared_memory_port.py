@@ -14,7 +14,7 @@ class SharedMemoryPort:
 
     def __init__(self, gaps: bool) -> None:
         self._gaps = gaps
-        self._taken: list[tuple[float, float]] = []  # ascending, apart from each other
+        self._taken: list[tuple[float, float]] = []  # ascending, disjoint
 
     def book(self, now: float, at: float, clocks: float) -> float:
         """Take the first free clocks from `at` on, in pieces if need be; return their end.
@@ -31,29 +31,29 @@ class SharedMemoryPort:
             self._taken = [(at, at + clocks)]
             return at + clocks
         spans = [span for span in self._taken if span[1] > now]
-        own: list[tuple[float, float]] = []
+        booked: list[tuple[float, float]] = []
         for start, end in spans:
             piece = min(clocks, start - at)
             if piece > 0:
-                own.append((at, at + piece))
+                booked.append((at, at + piece))
                 clocks -= piece
                 at += piece
             if clocks <= 0:
                 break
             at = max(at, end)
         if clocks > 0:
-            own.append((at, at + clocks))
+            booked.append((at, at + clocks))
             at += clocks
-        self._taken = _joined(sorted(spans + own))
+        self._taken = _joined(sorted(spans + booked))
         return at
 
 
 def _joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """Merge spans that touch."""
-    found: list[tuple[float, float]] = []
+    merged: list[tuple[float, float]] = []
     for start, end in spans:
-        if found and start <= found[-1][1] + 1e-9:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
+        if merged and start <= merged[-1][1] + 1e-9:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         else:
-            found.append((start, end))
-    return found
+            merged.append((start, end))
+    return merged

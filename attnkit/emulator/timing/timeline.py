@@ -1,4 +1,4 @@
-"""Predicts the clocks of a kernel, with what each set of warps and each unit does meanwhile."""
+"""Predicts the clocks of a kernel, with what each set of warps and each unit does in that time."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from attnkit.emulator.api import Launchable, run
+from attnkit.emulator.api import run
 from attnkit.emulator.execution.grid import LaunchStats
+from attnkit.emulator.launchables import Launchable
 from attnkit.emulator.machine.event_recorder import Recorder
 from attnkit.emulator.ptx.kernel import PtxKernel
 from attnkit.emulator.ptx.warp_roles import role_of

@@ -276,7 +276,7 @@ def remember(call: AttentionCall, key: CallKey, prepared: PreparedCall) -> None:
             tuple((place[id(t)], version(t), t.data_ptr()) for t in key.data),
             1 / math.sqrt(query.shape[-1]),
             prepared,
-            getattr(prepared.attention, "again", None),
+            getattr(prepared.attention, "relaunch", None),
             torch_ops.is_recorded((query, call.key, call.value, *key.captured.scores)),
         )
     )

@@ -1,4 +1,4 @@
-"""A matrix product for sm_80: cp.async, ldmatrix, mma.sync."""
+"""Defines a matrix product for sm_80: cp.async, ldmatrix, mma.sync."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BM, BN, BK, STAGES = 64, 64, 32, 2
 
 
 class Gemm:
-    """C [m, n] = A [m, k] B [n, k]^T, bf16 to float32; m, n, k multiples of the tile."""
+    """Computes C [m, n] = A [m, k] B [n, k]^T, bf16 to float32; m, n, k multiples of the tile."""
 
     @cute.jit
     def __call__(self, a: cute.Tensor, b: cute.Tensor, c: cute.Tensor):

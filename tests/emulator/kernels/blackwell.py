@@ -1,4 +1,4 @@
-"""Warp-specialised product for sm_100a: TMA ring, tcgen05.mma, tensor memory, row sums."""
+"""Defines a warp-specialised product for sm_100a: TMA ring, tcgen05.mma, row sums."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BM, BN, BK, STAGES = 128, 64, 64, 2
 
 
 class Scores:
-    """S [m, n] = A [m, k] B [n, k]^T and sums [m] of 2^S over n, tile by tile of n.
+    """Computes S [m, n] = A [m, k] B [n, k]^T and sums [m] of 2^S over n, tile by tile of n.
 
     Warp 5 loads, warp 4 multiplies, warps 0 to 3 read tensor memory, one row per thread.
     """

@@ -1,4 +1,4 @@
-"""Warp-specialised products for sm_90a: TMA ring, wgmma, element-wise map, TMA reduction."""
+"""Defines warp-specialised products for sm_90a: TMA ring, wgmma, map, TMA reduction."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TILE_BYTES = (BM + BN) * BK * 2
 
 
 class MappedGemm:
-    """C += cap tanh(A B^T / cap) for A [m, k], B [n, k] in bf16, C [m, n] in float32.
+    """Computes C += cap tanh(A B^T / cap) for A [m, k], B [n, k] in bf16, C [m, n] in float32.
 
     Warp 0 loads k-tiles into a ring of two stages; one warpgroup multiplies, maps and hands the
     tile to a TMA store that adds.

@@ -1,4 +1,4 @@
-"""Micro-kernels for sm_90a and later: a ring of mbarriers, an exchange within a cluster."""
+"""Defines small kernels for sm_90a and later: a ring of mbarriers, an exchange in a cluster."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WIDTH = 32
 
 
 class Ring:
-    """y = 2 x, handed from one warp to another, 32 numbers at a time, through three stages."""
+    """Computes y = 2 x; one warp hands 32 numbers at a time to another, in three stages."""
 
     @cute.jit
     def __call__(self, x: cute.Tensor, y: cute.Tensor):
@@ -50,7 +50,7 @@ class Ring:
 
 
 class ClusterSum:
-    """out [block] = sum of x over the four CTAs of its cluster: each sends its part to all."""
+    """Sums x over the four CTAs of a cluster, out [block]: each sends its part to all."""
 
     @cute.jit
     def __call__(self, x: cute.Tensor, out: cute.Tensor):

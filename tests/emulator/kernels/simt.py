@@ -1,4 +1,4 @@
-"""Kernels of plain threads, for any architecture: softmax of rows, a block reduction."""
+"""Defines kernels of plain threads, for any architecture: softmax of rows, a block reduction."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def vector(dtype):
 
 
 class Softmax:
-    """Each CTA normalises one row: maximum and sum by shuffles, then across warps."""
+    """Normalises rows, one a CTA: maximum and sum by shuffles, then across warps."""
 
     @cute.jit
     def __call__(self, x: cute.Tensor, y: cute.Tensor):

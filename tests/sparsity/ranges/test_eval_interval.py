@@ -404,3 +404,12 @@ def test_boxes_outside_the_tensor_give_its_whole_range() -> None:
     low, high = boxes.load(n, [(first, last)])
     assert low.tolist() == [0, 0, 3, 1]  # -1 to 0 wraps around, 2 to 5 leaves, -4 to -3 is 1, 2
     assert high.tolist() == [9, 9, 3, 2]
+
+
+def test_operations_without_bounds_are_known() -> None:
+    """Masks with these are evaluated at every position: a new operation gets a rule, or stands here."""
+    near = torch.tensor(0.5), torch.tensor(0.6)
+    far = torch.tensor(1.5), torch.tensor(1.6)
+    floats = [n for n in operations() if {n.type, *(a.type for a in n.args)} == {F32}]
+    unbounded = {n.op for n in floats if transfer(n, [near, far][: len(n.args)])[0].isnan()}
+    assert unbounded == {"pow", "mod", "fdiv", "sin", "cos", "rsqrt"}
