@@ -33,7 +33,7 @@ from attnkit.templates.sm90.backward_alibi import Alibi
 from attnkit.templates.sm90.backward_captured_grads import CapturedGrads, CapturedSums
 from attnkit.templates.sm90.backward_config import ROWS
 from attnkit.templates.sm90.backward_hd256_config import Hd256Config
-from attnkit.templates.sm90.backward_hd256_deterministic import Hd256Order, TurnBarriers
+from attnkit.templates.sm90.backward_hd256_deterministic import Hd256Deterministic
 from attnkit.templates.sm90.backward_hd256_mma import (
     Hd256Mma,
     Hd256SmemLayouts,
@@ -50,9 +50,14 @@ from attnkit.templates.sm90.backward_shared import (
     WARPGROUP,
     WARPS,
     Hd256Barrier,
+    Hd256Barriers,
     Lists,
-    LoadBarriers,
     Problem,
+    TurnBarriers,
+    Word,
+    hd256_barrier_count,
+    init_hd256_barriers,
+    place_hd256_barriers,
     row_pairs,
 )
 from attnkit.templates.sm90.backward_softmax import KvBlock, QBlock, SoftmaxBackward
@@ -121,7 +126,7 @@ class BackwardHd256:
         self.producer = Producer(config)
         self.softmax = SoftmaxBackward(config, hooks, Alibi(hooks, config.block_q, False))
         self.captured_grads = CapturedGrads(config, self.softmax)
-        self.order = Hd256Order(config)
+        self.deterministic = Hd256Deterministic(config)
         # registers are short: dQ leaves them before P is computed
         self.tight = bool(hooks.learned)
 
@@ -178,8 +183,8 @@ class BackwardHd256:
 
         @cute.struct
         class Storage:
-            barriers: cute.struct.MemRange[Int64, 7 + 2 * c.q_stages + 2 * c.stages]
-            info: cute.struct.MemRange[Int32, 32]
+            barriers: cute.struct.MemRange[Int64, hd256_barrier_count(c)]
+            info: cute.struct.MemRange[Int32, Word.HD256_COUNT]
             lse: cute.struct.Align[cute.struct.MemRange[Float32, c.q_stages * bm], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, c.stages * bm], 128]
             # Time depends on what lies below 128 KiB: at head dim 256, all but dO and V
@@ -237,7 +242,7 @@ class BackwardHd256:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
-        info = storage.info.get_tensor(cute.make_layout(32))  # int32 words
+        info = storage.info.get_tensor(cute.make_layout(Word.HD256_COUNT))  # int32 [words]
         # f32 [block_q, q_stages] and [block_q, stages]
         smem_lse = storage.lse.get_tensor(cute.make_layout((c.block_q, c.q_stages)))
         smem_delta = storage.delta.get_tensor(cute.make_layout((c.block_q, c.stages)))
@@ -252,28 +257,10 @@ class BackwardHd256:
             )
         )
         smem = LoadTargets(views.k, views.v, views.q, views.do, smem_lse, smem_delta, info)
-        base = storage.barriers.data_ptr()
-        k_full, v_full, kv_empty = base, base + 1, base + 2  # the fourth is not used
-        q_full, q_empty = base + 4, base + 4 + c.q_stages
-        do_full = base + 4 + 2 * c.q_stages
-        do_empty = do_full + c.stages
-        # K and V are released together
-        bars = LoadBarriers(k_full, kv_empty, v_full, kv_empty, q_full, q_empty, do_full, do_empty)
-        turns = TurnBarriers(*(do_empty + c.stages + i for i in range(3)))
+        bars = place_hd256_barriers(c, storage.barriers.data_ptr())
         if warp == LOAD_WARP:
             with cute.arch.elect_one():
-                cute.arch.mbarrier_init(k_full, 1)  # of the producer, with the bytes to come
-                cute.arch.mbarrier_init(v_full, 1)
-                # every lane of the consumers, as each reads the record; below, LSE and delta
-                cute.arch.mbarrier_init(kv_empty, CONSUMER_THREADS)
-                for s in cutlass.range_constexpr(c.q_stages):
-                    cute.arch.mbarrier_init(q_full + s, 1)
-                    cute.arch.mbarrier_init(q_empty + s, CONSUMER_THREADS)
-                for s in cutlass.range_constexpr(c.stages):
-                    cute.arch.mbarrier_init(do_full + s, 1)
-                    cute.arch.mbarrier_init(do_empty + s, CONSUMER_THREADS)
-                if const_expr(c.turns):
-                    turns.init()
+                init_hd256_barriers(c, bars)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()  # all below reads what the preprocess has written
@@ -281,16 +268,16 @@ class BackwardHd256:
         if warp < WARPS:
             cute.arch.setmaxregister_decrease(c.producer_registers)
             if warp == LOAD_WARP:
-                self.producer.run(atoms[:4], tiles[:4], smem, bars, work, problem)
+                self.producer.run(atoms[:4], tiles[:4], smem, bars.load, work, problem)
             if const_expr(c.turns):
                 if warp == WAIT_TURN_WARP:
-                    self.order.wait_turns(turns, info, work.order)
+                    self.deterministic.wait_turns(bars.turns, info, work.order)
                 if warp == PASS_TURN_WARP:
-                    self.order.pass_turns(turns, info, work.order)
+                    self.deterministic.pass_turns(bars.turns, info, work.order)
         else:
             cute.arch.setmaxregister_increase(c.consumer_registers)
             self.consume(
-                (mmas_overwrite, mmas_accumulate), views, smem, (atoms[4:], tiles[4:]), bars, turns,
+                (mmas_overwrite, mmas_accumulate), views, smem, (atoms[4:], tiles[4:]), bars,
                 sums, captured, totals, work.order, problem,
             )  # fmt: skip
 
@@ -301,8 +288,7 @@ class BackwardHd256:
         views: Hd256SmemLayouts,
         smem: LoadTargets,
         store_tma: tuple,
-        bars: LoadBarriers,
-        turns: TurnBarriers,
+        bars: Hd256Barriers,
         sums: cute.Tensor,
         captured: list,
         totals: list,
@@ -310,7 +296,7 @@ class BackwardHd256:
         problem: Problem,
     ):
         """The loop of a consumer warpgroup: products, P, dS, and the epilogue of each work tile."""
-        c, p, info = self.config, problem, smem.info
+        c, p, info, load = self.config, problem, smem.info, bars.load
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
@@ -318,7 +304,7 @@ class BackwardHd256:
         bm = c.block_q
         column0 = (warp % WARPS) * 16 + lane // 4
         row0 = wg * (bm // 2) + (lane % 4) * 2
-        w, dk, dv = self.set_up(mmas, views, smem, turns, sums, wg, thread, row0)
+        w, dk, dv = self.set_up(mmas, views, smem, bars.turns, sums, wg, thread, row0)
         mma, scores, dp, dq = w.mma, w.scores, w.dp, w.dq
         mma_dv, mma_dk = mma.accumulate.dv, mma.accumulate.dk
         blocks = (p.q_len + bm - 1) // bm
@@ -327,7 +313,7 @@ class BackwardHd256:
         q_tiles, kv_tiles = p.batch * p.heads * blocks, p.kv_batch * p.kv_heads * kv_blocks
         learned = self.captured_grads.begin(totals)
         q_count = Int32(0)  # blocks before
-        cute.arch.mbarrier_wait(bars.k_full, 0)
+        cute.arch.mbarrier_wait(load.k_full, 0)
         valid = info[RECORD + WorkTile.VALID]
         while valid != 0:
             kv_block, h = info[RECORD + WorkTile.KV_BLOCK], info[RECORD + WorkTile.HEAD]
@@ -339,13 +325,13 @@ class BackwardHd256:
             first_row = (b * p.heads + h) * blocks
             dk.fill(0.0)
             dv.fill(0.0)
-            cute.arch.mbarrier_wait(bars.v_full, valid - 1)
+            cute.arch.mbarrier_wait(load.v_full, valid - 1)
             if count > 0:
                 r, s = q_count & 1, q_count & 1
-                cute.arch.mbarrier_wait(bars.q_full + r, (q_count >> 1) & 1)
+                cute.arch.mbarrier_wait(load.q_full + r, (q_count >> 1) & 1)
                 mma.issue_s(scores, r)
                 warpgroup.wait_group(0)
-                cute.arch.mbarrier_wait(bars.do_full + s, (q_count >> 1) & 1)
+                cute.arch.mbarrier_wait(load.do_full + s, (q_count >> 1) & 1)
                 mma.issue_dp(dp, self.rows(smem.delta, s, row0), s)
                 word = info[r]
                 self.announce(w, first_row, word, q_count)
@@ -356,20 +342,20 @@ class BackwardHd256:
                     self.compute_ds(w, word, tile, s, learned)
                     mma.issue_dq(dq, 0)
                     mma.issue_dk(dk, s)
-                    cute.arch.mbarrier_wait(bars.q_full + t, ((q_count + 1) >> 1) & 1)
+                    cute.arch.mbarrier_wait(load.q_full + t, ((q_count + 1) >> 1) & 1)
                     next_scores = self.next_scores(scores)
                     mma.issue_s(next_scores, t)
                     next_word = info[t]
                     warpgroup.wait_group(2)
-                    cute.arch.mbarrier_arrive(bars.do_empty + s)
+                    cute.arch.mbarrier_arrive(load.do_empty + s)
                     self.add_dq(w, first_row, word, q_count, 0)
                     self.announce(w, first_row, next_word, q_count + 1)
                     if const_expr(c.dq_parts == 2):
                         mma.issue_dq(dq, 1)
-                    cute.arch.mbarrier_wait(bars.do_full + t, ((q_count + 1) >> 1) & 1)
+                    cute.arch.mbarrier_wait(load.do_full + t, ((q_count + 1) >> 1) & 1)
                     mma.issue_dp(dp, self.rows(smem.delta, t, row0), t)
                     warpgroup.wait_group(c.dq_parts)
-                    cute.arch.mbarrier_arrive(bars.q_empty + s)
+                    cute.arch.mbarrier_arrive(load.q_empty + s)
                     if const_expr(c.dq_parts == 2 and self.tight):
                         warpgroup.wait_group(1)
                         self.add_dq(w, first_row, word, q_count, 1)
@@ -387,14 +373,14 @@ class BackwardHd256:
                 mma.issue_dq(dq, 0)
                 mma.issue_dk(dk, s)
                 warpgroup.wait_group(1)
-                cute.arch.mbarrier_arrive(bars.do_empty + s)
+                cute.arch.mbarrier_arrive(load.do_empty + s)
                 self.add_dq(w, first_row, word, q_count, 0)
                 for part in cutlass.range_constexpr(1, c.dq_parts):
                     mma.issue_dq(dq, part)
                     warpgroup.wait_group(0)
                     self.add_dq(w, first_row, word, q_count, part)
                 warpgroup.wait_group(0)
-                cute.arch.mbarrier_arrive(bars.q_empty + s)
+                cute.arch.mbarrier_arrive(load.q_empty + s)
                 q_count += 1
                 # here and below read again: through the loop they would take registers
                 kv_block, h = info[RECORD + WorkTile.KV_BLOCK], info[RECORD + WorkTile.HEAD]
@@ -429,12 +415,12 @@ class BackwardHd256:
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
             parity = info[RECORD + WorkTile.VALID] & 1  # of the next work tile
             # every lane, as each has read the record
-            cute.arch.mbarrier_arrive(bars.k_empty)
-            cute.arch.mbarrier_wait(bars.k_full, parity)
+            cute.arch.mbarrier_arrive(load.k_empty)
+            cute.arch.mbarrier_wait(load.k_full, parity)
             valid = info[RECORD + WorkTile.VALID]
         if const_expr(c.turns):
-            self.order.announce(turns, info, Int32(-1), q_count, wg, thread)
-            self.order.has_added(turns)
+            self.deterministic.announce(bars.turns, info, Int32(-1), q_count, wg, thread)
+            self.deterministic.has_added(bars.turns)
         if warp % WARPS == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
@@ -544,7 +530,7 @@ class BackwardHd256:
         """In a fixed order, say to which q block the count-th one adds its dQ."""
         if self.config.turns:
             chunk = 2 * (first_row + (word >> 2))
-            self.order.announce(w.turns, w.smem.info, chunk, count, w.wg, w.thread)
+            self.deterministic.announce(w.turns, w.smem.info, chunk, count, w.wg, w.thread)
 
     def add_dq(self, w: Hd256Consumer, first_row: Any, word: Any, count: Any, part: int) -> None:
         """Add a part of the count-th block's dQ to its sums.
@@ -556,10 +542,10 @@ class BackwardHd256:
         row, own = first_row + (word >> 2), c.width // COLUMNS // 2  # groups of a consumer
         to = row * (c.width // COLUMNS) + w.wg * own + part * (own // c.dq_parts)
         if c.turns and part == 0:
-            self.order.may_add(w.turns, count)
+            self.deterministic.may_add(w.turns, count)
         add(w.sums, w.dq, to, w.thread)
         if c.turns and part == c.dq_parts - 1:
-            self.order.has_added(w.turns)
+            self.deterministic.has_added(w.turns)
 
     def add_shared(
         self, w: Hd256Consumer, dk: Any, dv: Any, kv_tile: Any, q_tiles: Any, kv_tiles: Any,
@@ -580,10 +566,10 @@ class BackwardHd256:
             to = first + kv_tile * groups + wg * (groups // 2)
             own = 2 * (semaphore + kv_tile) + wg
             if c.turns:
-                self.order.enter_turn(own, turn, order, wg, w.thread)
+                self.deterministic.enter_turn(own, turn, order, wg, w.thread)
             add(w.sums, acc, to, w.thread)
             if c.turns:
-                self.order.leave_turn(own, following, order, wg, w.thread)
+                self.deterministic.leave_turn(own, following, order, wg, w.thread)
             first, semaphore = first + kv_tiles * groups, semaphore + kv_tiles
 
     def store(

@@ -10,7 +10,6 @@ next kv block once both have added; a consumer does neither, and waits only wher
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from cutlass import Int32, cute
@@ -20,29 +19,14 @@ from attnkit.templates.common.semaphore import OrderRow, OrderTable, following_t
 from attnkit.templates.common.work_tile import RECORD, WorkTile
 from attnkit.templates.sm90.backward_hd256_config import Hd256Config
 from attnkit.templates.sm90.backward_shared import (
-    CONSUMER_WARPS,
     WARPGROUP,
     Hd256Barrier,
+    TurnBarriers,
     Word,
 )
 
 
-@dataclass(frozen=True)
-class TurnBarriers:
-    """mbarriers of the turns."""
-
-    announced: cute.Pointer
-    may_add: cute.Pointer
-    added: cute.Pointer
-
-    def init(self) -> None:
-        """Initialise the mbarriers with their numbers of arrivals, by one thread."""
-        cute.arch.mbarrier_init(self.announced, 1)
-        cute.arch.mbarrier_init(self.may_add, 2)  # of both warps
-        cute.arch.mbarrier_init(self.added, CONSUMER_WARPS)
-
-
-class Hd256Order:
+class Hd256Deterministic:
     """Forms sums in the order of their semaphores.
 
     Args:
