@@ -373,10 +373,11 @@ class Backward:
         cute.arch.mbarrier_wait(bars.load.k_full, 0)
         valid = info[RECORD + WorkTile.VALID]
         while valid != 0:
+            # prologue: part of K to registers, the first q block
             for k in cutlass.range_constexpr(self.held_steps):
                 mma.load_k(k, kv_count & 1)
             record = record_of(c, kv_count & 1)
-            if const_expr(self.lse_in_mma.with_slope):
+            if const_expr(self.lse_in_mma.with_slope):  # K's columns change with the head
                 where = info[record + WorkTile.BATCH], info[record + WorkTile.HEAD]
                 scaled = self.lse_in_mma.scale(p.scale)
                 site = Site(captured, *where, p.q_len, p.kv_len, scaled, Int32(0))
@@ -398,6 +399,7 @@ class Backward:
                 True, count == 1, consumer, block, tile, sums, place, q_count, kv_count, note
             )
             q_count += 1
+            # mainloop
             for j in cutlass.range(count - 1, unroll=1):
                 block = self.start_block(False, consumer, q_count, kv_count)
                 note = self.finish_block(
@@ -503,7 +505,7 @@ class Backward:
         else:
             warpgroup.wait_group(1)  # S is there; dP runs beside the exponentials
             self.softmax.compute_p(block, tile, mma.s, mma.s, p)
-            warpgroup.wait_group(0)
+            warpgroup.wait_group(0)  # dP is there
             self.release_last(last, v_empty)
             self.softmax.compute_ds(mma.s, p, mma.dp, block.delta, ds)
         # both consumers have read dS of two blocks before
@@ -515,7 +517,7 @@ class Backward:
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         device.arrive(bars.ds_full + s)
-        warpgroup.fence()
+        warpgroup.fence()  # P and dS are operands in registers
         mma.issue_dv(s, first)
         if first:  # at the very beginning there is none before: the block's own, which is not sent
             mma.issue_dq(bars, _before(q_count), _before(kv_count))

@@ -172,7 +172,7 @@ class DeterministicReduce:
         """Pass the turn of a chunk that has landed to the next kv block."""
         rows, row = order[OrderTable.ROW], chunk >> 1
         low, high, first, last = Int32(0), Int32(0), Int32(0), Int32(0)
-        if following < 0:  # loaded before the fence, which takes as long
+        if following < 0:  # before the fence, which would delay these loads
             low, high = rows[row, OrderRow.RUNS_BEGIN], rows[row, OrderRow.RUNS_END]
             first, last = rows[row, OrderRow.FIRST_TURN], rows[row, OrderRow.LAST_TURN]
         cute.arch.fence_acq_rel_gpu()

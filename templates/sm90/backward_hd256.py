@@ -325,8 +325,9 @@ class BackwardHd256:
             first_row = (b * p.heads + h) * blocks
             dk.fill(0.0)
             dv.fill(0.0)
-            cute.arch.mbarrier_wait(load.v_full, valid - 1)
+            cute.arch.mbarrier_wait(load.v_full, valid - 1)  # `valid` is 1 + the parity
             if count > 0:
+                # first q block: S, dP, and P beside dP
                 r, s = q_count & 1, q_count & 1
                 cute.arch.mbarrier_wait(load.q_full + r, (q_count >> 1) & 1)
                 mma.issue_s(scores, r)
@@ -336,8 +337,9 @@ class BackwardHd256:
                 word = info[r]
                 self.announce(w, first_row, word, q_count)
                 self.compute_p(w, word, tile, scores, r, s)
+                # mainloop: dV, dS, dQ and dK of this q block, then S, dP and P of the next one
                 for _ in cutlass.range(count - 1, unroll=1):
-                    s, t = q_count & 1, (q_count + 1) & 1
+                    s, t = q_count & 1, (q_count + 1) & 1  # stages of both
                     self.begin_dv(w, dv, s)
                     self.compute_ds(w, word, tile, s, learned)
                     mma.issue_dq(dq, 0)
@@ -346,7 +348,7 @@ class BackwardHd256:
                     next_scores = self.next_scores(scores)
                     mma.issue_s(next_scores, t)
                     next_word = info[t]
-                    warpgroup.wait_group(2)
+                    warpgroup.wait_group(2)  # dV and dQ are there; dK and the next S run
                     cute.arch.mbarrier_arrive(load.do_empty + s)
                     self.add_dq(w, first_row, word, q_count, 0)
                     self.announce(w, first_row, next_word, q_count + 1)
@@ -354,6 +356,7 @@ class BackwardHd256:
                         mma.issue_dq(dq, 1)
                     cute.arch.mbarrier_wait(load.do_full + t, ((q_count + 1) >> 1) & 1)
                     mma.issue_dp(dp, self.rows(smem.delta, t, row0), t)
+                    # dK and S are there; dP runs, and the second part of dQ if there is one
                     warpgroup.wait_group(c.dq_parts)
                     cute.arch.mbarrier_arrive(load.q_empty + s)
                     if const_expr(c.dq_parts == 2 and self.tight):
@@ -367,12 +370,13 @@ class BackwardHd256:
                         self.add_dq(w, first_row, word, q_count, 1)
                     word = next_word
                     q_count += 1
+                # last q block: nothing to issue ahead
                 s = q_count & 1
                 self.begin_dv(w, dv, s)
                 self.compute_ds(w, word, tile, s, learned)
                 mma.issue_dq(dq, 0)
                 mma.issue_dk(dk, s)
-                warpgroup.wait_group(1)
+                warpgroup.wait_group(1)  # dV and dQ are there; dK runs
                 cute.arch.mbarrier_arrive(load.do_empty + s)
                 self.add_dq(w, first_row, word, q_count, 0)
                 for part in cutlass.range_constexpr(1, c.dq_parts):
@@ -382,12 +386,13 @@ class BackwardHd256:
                 warpgroup.wait_group(0)
                 cute.arch.mbarrier_arrive(load.q_empty + s)
                 q_count += 1
-                # here and below read again: through the loop they would take registers
+                # here and below, the record is read again: through the loop it would take registers
                 kv_block, h = info[RECORD + WorkTile.KV_BLOCK], info[RECORD + WorkTile.HEAD]
                 b = info[RECORD + WorkTile.BATCH]
                 origin = kv_block * c.block_kv
                 site = Site(captured, b, h, p.q_len, p.kv_len, p.scale, origin)
                 self.captured_grads.flush(replace(tile, site=site), learned)
+            # epilogue
             place = (
                 info[RECORD + WorkTile.KV_BLOCK],
                 info[RECORD + WorkTile.HEAD],
@@ -399,7 +404,6 @@ class BackwardHd256:
                     kv_tile = cutlass.min(b, p.kv_batch - 1) * p.kv_heads + h // p.group
                     kv_tile = kv_tile * kv_blocks + kv_block
                     self.add_shared(w, dk, dv, kv_tile, q_tiles, kv_tiles, order)
-                    # all threads of the consumer have read the record
                     cute.arch.barrier(
                         barrier_id=Hd256Barrier.CONSUMER + wg, number_of_threads=WARPGROUP
                     )
