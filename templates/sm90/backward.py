@@ -2,16 +2,16 @@
 
 One CTA per SM, persistent. Warpgroup 0 holds a warp that loads by TMA and two that add dQ to
 float32 sums; the other two warpgroups are consumers of 64 kv positions each. For every q block a
-consumer recomputes S^T = K Q^T and dP^T = V dO^T, computes P and dS in registers, and adds
-dV += P^T dO and dK += dS^T Q from there. What limits it is shared memory, so that four steps
-of 16 columns of K come from registers as well, read once a kv block, where the variant leaves room.
-dS also goes through shared memory, transposed, where a consumer reads both halves for its part of
-dQ = dS K: that of the q block before, so that no consumer waits for the other, and the tensor cores
-have the products of one while the other computes. dQ leaves through shared memory by bulk reductions.
+consumer recomputes S^T = K Q^T and dP^T = V dO^T, computes P and dS in registers, and adds dV +=
+P^T dO and dK += dS^T Q from there. What limits it is shared memory, so that four steps of 16
+columns of K come from registers as well, read once a kv block, where the variant leaves room. dS
+also goes through shared memory, transposed, where a consumer reads both halves for its part of dQ =
+dS K: that of the q block before, so that no consumer waits for the other, and the tensor cores have
+the products of one while the other computes. dQ leaves through shared memory by bulk reductions.
 
-Work tiles overlap: K has two stages, so that the next one's is there, and V one, free once dP of the
-last q block is done. dK and dV leave from registers while the first S and dP of the next work tile
-are computed, and dQ of the last q block is the first that the next work tile issues.
+Work tiles overlap: K has two stages, so that the next one's is there, and V one, free once dP of
+the last q block is done. dK and dV leave from registers while the first S and dP of the next work
+tile are computed, and dQ of the last q block is the first that the next work tile issues.
 
 Query and kv blocks come in ascending order, PARTIAL and FULL mixed; only blocks marked as masked
 run mask instructions. Float32 sums are kept in units of 64 x 64 in the order of the accumulators'
@@ -445,7 +445,7 @@ class Backward:
         return Consumer(mma, bars, smem, out, row0, ds_copy, ds_thread, ds_smem)
 
     def start_block(self, first: bool, w: Consumer, q_count: Any, kv_count: Any) -> QBlock:
-        """Issue S and dP of a q block; on the first of a work tile, write dK and dV of the last one.
+        """Issue S and dP of a q block; on the first of a work tile, write the last dK and dV.
 
         Args:
             first: whether it is the first of its work tile.
@@ -488,7 +488,7 @@ class Backward:
         Args:
             first, last: whether it is the first and the last of its work tile.
             place: the first chunk of dQ of the kv block, and its turn.
-            note: where dQ of the block before goes; that of the work tile before, if it is the first.
+            note: where dQ of the block before goes, be it of the work tile before.
 
         Returns:
             Where its own dQ goes.

@@ -390,7 +390,7 @@ def add_all(acc: Any, start: Any) -> None:
 
 
 def load_all(acc: Any, start: Any) -> None:
-    """Load an accumulator that `add_all` has added; past the first-level cache, where it may be old."""
+    """Load what `add_all` has added, past the first-level cache, where it may be old."""
     for i in range(0, cute.size(acc), 4):
         words = cute.arch.inline_ptx(
             f"ld.relaxed.gpu.global.v4.f32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}+{512 * i}];",

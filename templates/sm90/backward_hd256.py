@@ -1,9 +1,10 @@
 """The backward kernel for Hopper (sm_90a) and head dims above 128.
 
 As in `backward`, a CTA takes a kv block and loops over its q blocks. dK and dV of a whole block do
-not fit the registers of the warpgroup that computes their scores, so that the block has 64 positions
-and the two consumers divide its products otherwise: S^T = K Q^T and dP^T = V dO^T by the rows of the
-q block, dV += P^T dO, dK += dS^T Q and dQ = dS K by columns. P and dS pass through shared memory.
+not fit the registers of the warpgroup that computes their scores, so that the block has 64
+positions and the two consumers divide its products otherwise: S^T = K Q^T and dP^T = V dO^T by the
+rows of the q block, dV += P^T dO, dK += dS^T Q and dQ = dS K by columns. P and dS pass through
+shared memory.
 
     tensor cores: S dP | dV dQ dK S dP | dV ...
     P is computed while dP is, dS while dV is; S and dP of the next q block follow dQ and dK.

@@ -1,7 +1,8 @@
 """Sums in a fixed order for head dims above 128, whose consumers add dQ from registers.
 
-One warp waits for the turn of the next q block while the consumers compute, another passes it to the
-next kv block once both have added; a consumer does neither, and waits only where its turn is late.
+One warp waits for the turn of the next q block while the consumers compute, another passes it to
+the next kv block once both have added; a consumer does neither, and waits only where its turn is
+late.
 
     announced    a consumer says which q block comes next, as soon as it knows
     may_add      its turn has come, and the note before has been read: the consumers add

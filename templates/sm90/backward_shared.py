@@ -1,4 +1,4 @@
-"""What the roles of the Hopper backward share: barriers, words in shared memory, the problem's sizes.
+"""What the roles of the Hopper backward share: barriers, words in shared memory, sizes.
 
 Ids, counts and words have their one definition here. The counts say who arrives.
 """
