@@ -1,7 +1,7 @@
-"""Sums of dQ of the Hopper backward that nobody clears: executed on the CPU, in all orders.
+"""First-writer dQ of the Hopper backward, executed on the CPU in all orders.
 
-Their memory holds NaN before: a chunk that is added to first stays NaN, and one that is stored late
-lacks what was added.
+The sums hold NaN before the kernel: a chunk whose first writer adds stays NaN, and one that is
+stored late lacks what was added.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SLOPED = lambda: mods.softcap(5.0)  # tiles of 64 rows at head dim 64
 
 @pytest.fixture
 def works(monkeypatch: pytest.MonkeyPatch) -> list[Work]:
-    """The tables of the backwards that are made, of four CTAs, where zeros are dear."""
+    """Record the tables of backwards, for four CTAs, where writing zeros is expensive."""
     monkeypatch.setattr(first_writer, "BYTES_A_CLOCK", 1)
     return observed(monkeypatch, 4)
 
@@ -74,7 +74,7 @@ def test_gradients_of_captured_tensors(works: list[Work], name: str) -> None:
 
 @pytest.fixture
 def in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums are formed in a fixed order."""
+    """Form sums in a fixed order."""
     plain = splice_backward.backward
     fixed = lambda *args, **options: plain(*args, **{**options, "deterministic": True})
     monkeypatch.setattr(splice_backward, "backward", fixed)
@@ -84,7 +84,7 @@ def in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("mask", [WINDOW, None], ids=str)
 @pytest.mark.parametrize("dims", [(128, 128), (64, 64)])
 def test_in_a_fixed_order(works: list[Work], mask: Any, dims: tuple[int, int]) -> None:
-    """Who has the first turn stores; nobody needs a mark."""
+    """The kv block with the first turn stores; no chunk needs a flag."""
     check(draw(430, dims=dims, heads=(2, 1)), mask=mask, mode="adversarial", seeds=2)
     assert works[-1].stored
     assert not works[-1].marks
@@ -108,7 +108,7 @@ def test_zeros_in_a_fixed_order(works: list[Work]) -> None:
 def test_who_adds_waits_for_what_is_stored(
     works: list[Work], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If nobody stores, the kernel cannot end."""
+    """If no kv block is first, the kernel cannot end."""
     plain = backward_work.chosen
 
     def nobody(*args: Any) -> Any:
