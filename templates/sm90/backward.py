@@ -424,7 +424,7 @@ class Backward:
 
     def set_up(
         self, mmas: tuple, views: SmemLayouts, smem: LoadTargets, bars: Barriers, factors: Any,
-        out: Outputs, row0: Any,
+        out: Outputs, row0: Int32,
     ) -> Consumer:  # fmt: skip
         """Make operands and accumulators, and the copy of dS to shared memory."""
         c = self.config
@@ -444,7 +444,7 @@ class Backward:
         ds_smem = ds_thread.partition_D(views.ds_written)
         return Consumer(mma, bars, smem, out, row0, ds_copy, ds_thread, ds_smem)
 
-    def start_block(self, first: bool, w: Consumer, q_count: Any, kv_count: Any) -> QBlock:
+    def start_block(self, first: bool, w: Consumer, q_count: Int32, kv_count: Int32) -> QBlock:
         """Issue S and dP of a q block; on the first of a work tile, write the last dK and dV.
 
         Args:
@@ -481,7 +481,7 @@ class Backward:
 
     def finish_block(
         self, first: bool, last: Any, w: Consumer, block: QBlock, tile: KvBlock,
-        sums: CapturedSums, place: Any, q_count: Any, kv_count: Any, note: Any,
+        sums: CapturedSums, place: Any, q_count: Int32, kv_count: Int32, note: Any,
     ) -> Any:  # fmt: skip
         """Compute P and dS of a q block, issue the products with them, and dQ of the block before.
 
@@ -552,5 +552,5 @@ def _held_steps(config: BackwardConfig, hooks: BackwardHooks) -> int:
     return 0 if config.rounded and by_element else HELD_STEPS
 
 
-def _before(count: Any) -> Any:
+def _before(count: Int32) -> Any:
     return cutlass.max(count - 1, Int32(0))

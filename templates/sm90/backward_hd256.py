@@ -433,7 +433,7 @@ class BackwardHd256:
 
     def set_up(
         self, mmas: tuple, views: Hd256SmemLayouts, smem: LoadTargets, turns: TurnBarriers,
-        sums: cute.Tensor, wg: Any, thread: Any, row0: Any,
+        sums: cute.Tensor, wg: Int32, thread: Int32, row0: Int32,
     ) -> tuple[Hd256Consumer, cute.Tensor, cute.Tensor]:  # fmt: skip
         """Make operands and accumulators.
 
@@ -474,11 +474,11 @@ class BackwardHd256:
         )
         return consumer, dk, dv
 
-    def rows(self, values: cute.Tensor, stage: Any, row0: Any) -> cute.Tensor:
+    def rows(self, values: cute.Tensor, stage: Int32, row0: Int32) -> cute.Tensor:
         """Return the thread's rows of a statistic in shared memory, f32 [2, pairs]."""
         return row_pairs(values, stage, row0, self.config.block_q, self.config.block_q // 2)
 
-    def next_scores(self, scores: Any) -> Any:
+    def next_scores(self, scores: cute.Tensor) -> cute.Tensor:
         """Return where S of the next q block goes, f32 [64, block_q / 2] / 128 threads.
 
         Its own registers or those of S, whichever the assembler takes without spills.
@@ -488,14 +488,20 @@ class BackwardHd256:
         return cute.make_rmem_tensor(scores.layout, Float32)
 
     def compute_p(
-        self, w: Hd256Consumer, word: Any, tile: KvBlock, scores: Any, q_stage: Any, stage: Any
+        self,
+        w: Hd256Consumer,
+        word: Int32,
+        tile: KvBlock,
+        scores: cute.Tensor,
+        q_stage: Int32,
+        stage: Int32,
     ) -> None:
         """Compute P of the first q block and write it to shared memory."""
         block = QBlock(word, w.row0, self.rows(w.smem.lse, q_stage, w.row0))
         self.softmax.compute_p(block, tile, scores, scores, w.p)
         self.write(w, w.p, w.p_smem[None, None, None, stage])
 
-    def begin_dv(self, w: Hd256Consumer, dv: Any, stage: Any) -> None:
+    def begin_dv(self, w: Hd256Consumer, dv: cute.Tensor, stage: Int32) -> None:
         """Wait for P of both consumers and for dP, and issue dV."""
         self.meet()
         # all, and before dV: counting groups across turns of the loop, the assembler serialises
@@ -503,7 +509,7 @@ class BackwardHd256:
         w.mma.issue_dv(dv, stage)
 
     def compute_ds(
-        self, w: Hd256Consumer, word: Any, tile: KvBlock, stage: Any, learned: CapturedSums
+        self, w: Hd256Consumer, word: Int32, tile: KvBlock, stage: Int32, learned: CapturedSums
     ) -> None:
         """Compute dS in registers and write it to shared memory, while dV runs."""
         lse = self.rows(w.smem.lse, stage, w.row0)
@@ -531,13 +537,15 @@ class BackwardHd256:
             barrier_id=Hd256Barrier.BOTH_CONSUMERS, number_of_threads=CONSUMER_THREADS
         )
 
-    def announce(self, w: Hd256Consumer, first_row: Any, word: Any, count: Any) -> None:
+    def announce(self, w: Hd256Consumer, first_row: Int32, word: Int32, count: Int32) -> None:
         """In a fixed order, say to which q block the count-th one adds its dQ."""
         if self.config.turns:
             chunk = 2 * (first_row + (word >> 2))
             self.deterministic.announce(w.turns, w.smem.info, chunk, count, w.wg, w.thread)
 
-    def add_dq(self, w: Hd256Consumer, first_row: Any, word: Any, count: Any, part: int) -> None:
+    def add_dq(
+        self, w: Hd256Consumer, first_row: Int32, word: Int32, count: Int32, part: int
+    ) -> None:
         """Add a part of the count-th block's dQ to its sums.
 
         Args:
@@ -553,7 +561,8 @@ class BackwardHd256:
             self.deterministic.has_added(w.turns)
 
     def add_shared(
-        self, w: Hd256Consumer, dk: Any, dv: Any, kv_tile: Any, q_tiles: Any, kv_tiles: Any,
+        self, w: Hd256Consumer, dk: cute.Tensor, dv: cute.Tensor, kv_tile: Int32, q_tiles: Int32,
+        kv_tiles: Int32,
         order: Any,
     ) -> None:  # fmt: skip
         """Add dK and dV to sums that the query heads of a kv head share.
@@ -578,7 +587,8 @@ class BackwardHd256:
             first, semaphore = first + kv_tiles * groups, semaphore + kv_tiles
 
     def store(
-        self, w: Hd256Consumer, mma: Any, acc: Any, smem: Any, tma: Any, which: int, place: Any,
+        self, w: Hd256Consumer, mma: cute.TiledMma, acc: cute.Tensor, smem: cute.Tensor, tma: tuple,
+        which: int, place: tuple,
         factor: Any,
     ) -> None:  # fmt: skip
         """Round a consumer's columns of dK or dV and store them by TMA.
@@ -618,7 +628,7 @@ class BackwardHd256:
             cute.arch.cp_async_bulk_commit_group()
 
 
-def add(sums: cute.Tensor, acc: cute.Tensor, to: Any, thread: Any) -> None:
+def add(sums: cute.Tensor, acc: cute.Tensor, to: Any, thread: Int32) -> None:
     """Add an accumulator to sums in memory, from group `to` on."""
     start = (sums.iterator + (Int64(to) * GROUP + thread * 4)).toint()
     for i in range(cute.size(acc) // 4):

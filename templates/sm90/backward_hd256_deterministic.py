@@ -11,8 +11,6 @@ late.
 
 from __future__ import annotations
 
-from typing import Any
-
 from cutlass import Int32, cute
 
 from attnkit.templates.common import device
@@ -49,7 +47,7 @@ class Hd256Deterministic:
             info[Word.NOTE + 2 * (count & 1) + 1] = info[RECORD + WorkTile.KV_BLOCK]
             cute.arch.mbarrier_arrive(bars.announced)
 
-    def may_add(self, bars: TurnBarriers, count: Any) -> None:
+    def may_add(self, bars: TurnBarriers, count: Int32) -> None:
         """Wait for the turn of the count-th q block."""
         cute.arch.mbarrier_wait(bars.may_add, count & 1)
 

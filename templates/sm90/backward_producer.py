@@ -220,11 +220,11 @@ class Producer:
             info[record_of(c, k_stage) + WorkTile.VALID] = Int32(0)
             cute.arch.mbarrier_arrive(bars.k_full + k_stage)
 
-    def valid(self, count: Any) -> Any:
+    def valid(self, count: Int32) -> Any:
         """Return a work tile's word `VALID`: 1; without a ring of K, 1 + its parity."""
         return Int32(1) if self.config.k_stages > 1 else 1 + (count & 1)
 
-    def write_record(self, info: cute.Tensor, stage: Any, words: tuple) -> None:
+    def write_record(self, info: cute.Tensor, stage: Int32, words: tuple) -> None:
         """Tell the consumers what a work tile is, see `WorkTile`."""
         for i, word in enumerate(words):
             info[record_of(self.config, stage) + i] = word

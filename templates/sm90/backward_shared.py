@@ -239,22 +239,22 @@ def init_hd256_barriers(c: Hd256Config, bars: Hd256Barriers) -> None:
         init(turns.added, CONSUMER_WARPS)
 
 
-def record_of(c: BackwardConfig, stage: Any) -> Any:
+def record_of(c: BackwardConfig, stage: Int32) -> Int32:
     """Return the word at which the record of the work tile in a K stage begins."""
     return RECORD + RECORD_STRIDE * stage
 
 
-def q_stage(c: BackwardConfig, count: Any) -> Any:
+def q_stage(c: BackwardConfig, count: Int32) -> Int32:
     """Return the stage of the count-th q block."""
     return count & (c.q_stages - 1)
 
 
-def q_phase(c: BackwardConfig, count: Any) -> Any:
+def q_phase(c: BackwardConfig, count: Int32) -> Int32:
     """Return the parity of the count-th q block's round of the ring."""
     return (count >> (c.q_stages.bit_length() - 1)) & 1
 
 
-def k_phase(c: BackwardConfig, count: Any) -> Any:
+def k_phase(c: BackwardConfig, count: Int32) -> Int32:
     """Return the parity of the count-th work tile's round of the ring of K."""
     return (count >> (c.k_stages.bit_length() - 1)) & 1
 
@@ -268,7 +268,9 @@ def load_pair(rows: Any, g: int) -> Any:
     return pair
 
 
-def row_pairs(values: cute.Tensor, stage: Any, row0: Any, block_q: int, rows: int) -> cute.Tensor:
+def row_pairs(
+    values: cute.Tensor, stage: Int32, row0: Int32, block_q: int, rows: int
+) -> cute.Tensor:
     """Return the thread's rows of a statistic in shared memory, f32 [2, pairs].
 
     Args:
