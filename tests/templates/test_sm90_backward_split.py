@@ -1,4 +1,4 @@
-"""Kv tiles of the Hopper backward that several pieces share: executed on the CPU, in all orders."""
+"""Split kv blocks of the Hopper backward, which several work tiles share: executed on the CPU."""
 
 from __future__ import annotations
 
@@ -31,13 +31,12 @@ from tests.templates.backward_kit import (
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
-SPLIT, PARTS = 10, 11  # words of a piece
-CHEAP = Cost(full=1000, partial=1000, tile=1, merge=1)  # a cut is worth it wherever it helps
+CHEAP = Cost(full=1000, partial=1000, tile=1, merge=1)  # a split is worth it wherever it helps
 
 
 @pytest.fixture
 def works(monkeypatch: pytest.MonkeyPatch) -> list[BackwardWork]:
-    """The tables of the backwards that are made, whose cuts cost nearly nothing, for six CTAs."""
+    """Record the tables of backwards, for six CTAs, where splits cost nearly nothing."""
     monkeypatch.setattr(sm90_backward, "prices", lambda settings: CHEAP)
     return observed(monkeypatch, 6)
 
@@ -63,7 +62,7 @@ def test_one_tile_in_many_parts(works: list[BackwardWork]) -> None:
 
 
 def test_shared_kv_heads(works: list[BackwardWork]) -> None:
-    """Their sums have room for parts as they have for heads."""
+    """Query heads that share a kv head add to sums, whose work tiles may be parts as well."""
     check(draw(500, 200, heads=(2, 1)), mode="check")
     assert (works[-1].work_tiles[:, PARTS] > 1).any()
     assert works[-1].units[3] == 0
@@ -96,7 +95,7 @@ def test_whole_tiles_are_as_without_parts(
 def test_counters_are_left_at_zero(
     works: list[BackwardWork], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One call's serve the next one of the stream."""
+    """The counters of a call serve the next one of the stream."""
     counts = torch.zeros(200, dtype=torch.int32)
     monkeypatch.setattr(backward_call, "zero_counters", lambda device, capturing, count: counts)
     drawn = draw(330, heads=(1, 1))
