@@ -30,7 +30,7 @@ from attnkit.schedule.split_kv import (
     wrapped,
 )
 from attnkit.sparsity.block_runs import BlockRuns, Runs
-from attnkit.util.csr import searched
+from attnkit.util.csr import searchsorted_right
 
 # Measured on one H200 with a Hopper prototype, tiles of 128 x 128, D = 128, bfloat16: 2209 cycles a
 # block and about 4000 a tile (fitted over lengths 2048, 8192 and 16384); a causal mask on 488
@@ -133,7 +133,7 @@ class Schedule:
         row that it is a part of, -1 for a whole row, and how many parts that has.
         """
         head = torch.stack([self.b, self.h, self.tile, self.slot], 1)
-        row = searched(self.split_ptr, self.slot) - 1
+        row = searchsorted_right(self.split_ptr, self.slot) - 1
         parts = torch.cat([self.split_ptr.diff(), self.split_ptr.new_ones(1)])[row]
         tail = torch.stack([row.to(torch.int32), parts], 1)
         return torch.cat([head, self.partial, self.full, tail], 1)
@@ -377,7 +377,7 @@ def _cursor(runs: Runs, row: Tensor, first: Tensor, count: Tensor) -> Tensor:
     ends = runs.length.cumsum(0)
     begins = ends - runs.length
     begin = torch.cat([begins, ends[-1:]])[runs.row_ptr.to(torch.int64)[row]] + first
-    run = searched(ends, begin).clamp(max=ends.numel() - 1)
+    run = searchsorted_right(ends, begin).clamp(max=ends.numel() - 1)
     cursor = torch.stack([run, begin - begins[run], count], 1)
     return torch.where(count[:, None] > 0, cursor, 0).to(torch.int32)
 

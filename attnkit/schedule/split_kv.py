@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnkit.errors import OptionError
-from attnkit.util.csr import owners, searched
+from attnkit.util.csr import row_indices, searchsorted_right
 
 # Costs are compared down to this part of a worker's share; also the guarantee of `longest first`
 # that makes splitting needless: list scheduling ends within the longest tile of the share.
@@ -122,7 +122,7 @@ def even(rows: Rows, limit: int) -> WorkTiles:
     """Rows whose tiles cost more than `limit` in the fewest equal work tiles whose tiles do not."""
     parts = (-(-rows.body // max(1, limit))).clamp(min=1)
     parts = torch.minimum(parts, rows.tiles.clamp(min=1))
-    row = owners(parts - 1)
+    row = row_indices(parts - 1)
     before = (parts - 1).cumsum(0) - (parts - 1)
     number = torch.arange(row.numel(), device=parts.device) - before[row] + 1
     return _cut(rows, row, rows.ordinal(row, rows.body[row] * number // parts[row]))
@@ -172,7 +172,7 @@ def _laid(rows: Rows, order: Tensor, gaps: Tensor) -> WorkTiles:
     prices = (rows.body + cost.tile)[order]
     ends, at = prices.cumsum(0), gaps.cumsum(0)[:-1]
     at = at[at < int(prices.sum())]
-    place = searched(ends, at)
+    place = searchsorted_right(ends, at)
     offset = at - (ends[place] - prices[place]) - cost.tile
     row, margin = order[place], cost.tile + cost.merge
     keep = (offset > margin) & (offset + margin < rows.body[row])

@@ -17,7 +17,7 @@ from attnkit.errors import OptionError
 from attnkit.schedule.scheduler import Schedule
 from attnkit.sparsity.block_runs import BlockRuns, Runs
 from attnkit.util import caches
-from attnkit.util.csr import owners, searched
+from attnkit.util.csr import row_indices, searchsorted_right
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +90,7 @@ def _descending(runs: Runs, cursor: Tensor) -> tuple[Tensor, Tensor]:
     ends = runs.length.cumsum(0)
     begins = ends - runs.length
     last = begins[run] + skip + count - 1
-    at = searched(ends, last).clamp(max=ends.numel() - 1)
+    at = searchsorted_right(ends, last).clamp(max=ends.numel() - 1)
     inside = last - begins[at]
     some = count > 0
     turned = torch.stack([at, inside + 1, count], 1)
@@ -180,7 +180,7 @@ def _joined(
     def ends(kind: Runs, inside: bool) -> tuple[Tensor, Tensor]:
         """Where the joined columns that a run covers, or touches, begin and end."""
         counts = kind.row_ptr.diff().to(torch.int64)
-        row = owners(counts)
+        row = row_indices(counts)
         base = (row // rows * some + row % rows // high) * (length + 1)
         first, last = kind.start.to(torch.int64), (kind.start + kind.length).to(torch.int64)
         if inside:  # the last column may be narrower
