@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 WORK = {
     "counter": "from a counter in memory",
-    "turns": "by turns",
     "clc": "by cluster launch control, in place of CTAs not yet launched",
 }
 

@@ -153,7 +153,7 @@ def finite_or_zero(x: Any) -> Any:
     return cutlass.select_(x == Float32(NEG_INF), Float32(0.0), x)
 
 
-def soon(barrier: Any, parity: Any, nanoseconds: int) -> Any:
+def try_wait(barrier: Any, parity: Any, nanoseconds: int) -> Any:
     """Return whether a phase of a barrier is complete, or becomes so in about so long; warp-uniform."""
     done = cute.arch.inline_ptx(
         "{ .reg .pred done; mbarrier.try_wait.parity.shared::cta.b64 done, [{$r0}], {$r1}, {$r2}; "

@@ -75,7 +75,7 @@ class DeterministicReduce:
         while chunk >= 0:
             if pending >= 0:
                 # the consumer is slower than the copy lands: report before waiting for it
-                if not device.soon(chunk_ready, phase, LANDING):
+                if not device.try_wait(chunk_ready, phase, LANDING):
                     count = self.report(
                         (pending, pending_turn, pending_following), 0, count, info, bars, wg
                     )

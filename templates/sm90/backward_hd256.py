@@ -16,15 +16,13 @@ third of its bandwidth, which is what limits these products.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.memory
-import cutlass.tensor_utils
 from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
-from cutlass.utils import hopper_helpers
 
 from attnkit.templates.common import device
 from attnkit.templates.common.hooks import BackwardHooks
@@ -38,7 +36,10 @@ from attnkit.templates.sm90.backward_hd256_config import Hd256Config
 from attnkit.templates.sm90.backward_hd256_deterministic import Hd256Order, TurnBarriers
 from attnkit.templates.sm90.backward_hd256_mma import (
     Hd256Mma,
+    Hd256SmemLayouts,
     Hd256TiledMmas,
+    hd256_mma,
+    hd256_smem_layouts,
     hd256_tiled_mmas,
 )
 from attnkit.templates.sm90.backward_producer import LoadTargets, Producer
@@ -59,26 +60,6 @@ from attnkit.templates.sm90.backward_softmax import KvBlock, QBlock, SoftmaxBack
 WAIT_TURN_WARP, PASS_TURN_WARP = 1, 2  # in a fixed order
 GROUP = 512  # floats of 64 rows and 8 columns of a sum
 COLUMNS = 8  # of a group
-
-ROW = cutlass.tensor_utils.LayoutEnum.ROW_MAJOR
-COLUMN = cutlass.tensor_utils.LayoutEnum.COL_MAJOR
-
-
-class Hd256SmemLayouts(NamedTuple):
-    """Layouts in shared memory. Several are of the same memory."""
-
-    k: Any  # dtype [64, head_dim, 1]
-    v: Any  # dtype [64, head_dim_v, 1]
-    q: Any  # dtype [block_q, head_dim, q_stages]
-    do: Any  # dtype [block_q, head_dim_v, stages]
-    p_t: Any  # dtype [64, block_q, stages]
-    ds_t: Any  # dtype [64, block_q, 1]
-    q_t: Any  # of q: dtype [head_dim, block_q, q_stages]
-    do_t: Any  # of do: dtype [head_dim_v, block_q, stages]
-    ds: Any  # of ds_t: dtype [block_q, 64, 1]
-    k_t: Any  # of k: dtype [head_dim, 64, 1]
-    dk: Any  # of k: dtype [64, head_dim / 2, 2], of each consumer
-    dv: Any  # of v: dtype [64, head_dim_v / 2, 2]
 
 
 @dataclass(frozen=True)
@@ -181,31 +162,7 @@ class BackwardHd256:
             ordered(t, (2, 3, 1, 0)) for t in (query, key, value, grad_out, grad_key, grad_value)
         )
 
-        def tiles(kind: Any, rows: int, columns: int, unit: int, stages: int) -> Any:
-            # swizzled in units that divide what a consumer takes of the columns
-            atom = warpgroup.make_smem_layout_atom(
-                hopper_helpers.get_smem_layout_atom(kind, dtype, unit), dtype
-            )
-            shape = (rows, columns) if kind is ROW else (columns, rows)
-            order = (0, 1, 2) if kind is ROW else (1, 0, 2)
-            return cute.tile_to_shape(atom, (*shape, stages), order)
-
-        mmas = hd256_tiled_mmas(c, dtype)
-        unit = head_dim // 2 // c.dq_parts
-        layouts = Hd256SmemLayouts(
-            k=tiles(ROW, ROWS, head_dim, unit, 1),
-            v=tiles(ROW, ROWS, head_dim_v, ROWS, 1),
-            q=tiles(ROW, bm, head_dim, head_dim // 2, c.q_stages),
-            do=tiles(ROW, bm, head_dim_v, head_dim_v // 2, c.stages),
-            p_t=tiles(ROW, ROWS, bm, bm, c.stages),
-            ds_t=tiles(ROW, ROWS, bm, bm, 1),
-            q_t=tiles(COLUMN, bm, head_dim, head_dim // 2, c.q_stages),
-            do_t=tiles(COLUMN, bm, head_dim_v, head_dim_v // 2, c.stages),
-            ds=tiles(COLUMN, ROWS, bm, bm, 1),
-            k_t=tiles(COLUMN, ROWS, head_dim, unit, 1),
-            dk=tiles(ROW, ROWS, head_dim // 2, head_dim // 2, 2),
-            dv=tiles(ROW, ROWS, head_dim_v // 2, head_dim_v // 2, 2),
-        )
+        mmas, layouts = hd256_tiled_mmas(c, dtype), hd256_smem_layouts(c, dtype)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         tma = [
             cpasync.make_tiled_tma_atom(op, t, cute.slice_(layout, (None, None, 0)), shape)
@@ -494,42 +451,27 @@ class BackwardHd256:
             threads.
         """
         c, dtype, bm = self.config, self.dtype, self.config.block_q
-        mma_s0, mma_dq0 = mmas[0]
-        accumulate = Hd256TiledMmas(*mmas[1])
-        mma_s, mma_dq, mma_dv, mma_dk = accumulate
-        all_s, all_dq = mma_s.get_slice(0), mma_dq.get_slice(0)
-        all_dv, all_dk = mma_dv.get_slice(0), mma_dk.get_slice(0)
-        # descriptors of shared memory, shapes as in `Hd256SmemLayouts`
-        operands = (
-            mma_s.make_fragment_A(all_s.partition_A(views.k)),
-            mma_s.make_fragment_A(all_s.partition_A(views.v)),
-            mma_s.make_fragment_B(all_s.partition_B(views.q)),
-            mma_s.make_fragment_B(all_s.partition_B(views.do)),
-            mma_dv.make_fragment_A(all_dv.partition_A(views.p_t)),
-            mma_dv.make_fragment_B(all_dv.partition_B(views.do_t)),
-            mma_dk.make_fragment_A(all_dk.partition_A(views.ds_t)),
-            mma_dk.make_fragment_B(all_dk.partition_B(views.q_t)),
-            mma_dq.make_fragment_A(all_dq.partition_A(views.ds)),
-            mma_dq.make_fragment_B(all_dq.partition_B(views.k_t)),
-        )
+        overwrite, accumulate = mmas[0], Hd256TiledMmas(*mmas[1])
+        mma = hd256_mma(c, wg, overwrite, accumulate, views)
 
         def registers(tiled_mma: Any, columns: int) -> Any:
             return cute.make_rmem_tensor(  # f32 [64, columns] / 128 threads
                 tiled_mma.get_slice(thread).partition_shape_C((ROWS, columns)), Float32
             )
 
-        scores, dp = registers(mma_s, bm // 2), registers(mma_s, bm // 2)
-        dk, dv = registers(mma_dk, c.width // 2), registers(mma_dv, c.value_width // 2)
-        dq = registers(mma_dq, c.width // 2 // c.dq_parts)
+        # in this order: it decides which registers the assembler takes
+        scores, dp = registers(accumulate.s, bm // 2), registers(accumulate.s, bm // 2)
+        dk = registers(accumulate.dk, c.width // 2)
+        dv = registers(accumulate.dv, c.value_width // 2)
+        dq = registers(accumulate.dq, c.width // 2 // c.dq_parts)
         p = cute.make_rmem_tensor(scores.layout, dtype)  # dtype [64, block_q / 2] / 128 threads
         # set once: the value behind a set() in a helper must not leave the helper's region
-        mma_s0.set(warpgroup.Field.ACCUMULATE, False)
-        mma_dq0.set(warpgroup.Field.ACCUMULATE, False)
+        for tiled_mma in overwrite:
+            tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
         for tiled_mma in accumulate:
             tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
-        mma = Hd256Mma(c.dq_parts, wg, mma_s0, mma_dq0, accumulate, *operands)
         copy = cute.make_tiled_copy_C(
-            cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), dtype), mma_s
+            cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), dtype), accumulate.s
         )
         part = copy.get_slice(thread)
         p_smem, ds_smem = (

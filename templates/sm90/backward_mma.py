@@ -9,15 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import cutlass.tensor_utils
 from cutlass import BFloat16, Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp
 from cutlass.utils import hopper_helpers
 
+from attnkit.templates.common import device
 from attnkit.templates.sm90.backward_config import ROWS, BackwardConfig
+from attnkit.templates.sm90.backward_epilogue import chunk_layout
 from attnkit.templates.sm90.backward_shared import Barriers
 
 SMEM, RMEM = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
+ROW = cutlass.tensor_utils.LayoutEnum.ROW_MAJOR
+COLUMN = cutlass.tensor_utils.LayoutEnum.COL_MAJOR
 
 
 class TiledMmas(NamedTuple):
@@ -48,6 +54,37 @@ def tiled_mmas(c: BackwardConfig, dtype: Any, lse_from_registers: bool) -> Tiled
     return TiledMmas(s, dq, dv, dk, s_held, lse)
 
 
+class SmemLayouts(NamedTuple):
+    """Layouts of operands in shared memory. Several are of the same memory."""
+
+    k: Any  # dtype [64, head_dim, 2 k_stages], a consumer's keys a stage
+    v: Any  # dtype [64, head_dim_v, 2]
+    q: Any  # dtype [block_q, head_dim, stages]
+    do: Any  # dtype [block_q, head_dim_v, stages]
+    ds_written: Any  # dtype [64, block_q, 2 stages], dS^T, a consumer's keys a stage
+    q_t: Any  # of q: dtype [head_dim, block_q, stages]
+    do_t: Any  # of do: dtype [head_dim_v, block_q, stages]
+    ds: Any  # of ds_written: dtype [64, 64, squares]
+    k_t: Any  # of k: dtype [64, 64, squares]
+
+
+def smem_layouts(c: BackwardConfig, dtype: Any) -> SmemLayouts:
+    """Make the layouts, swizzled for TMA and wgmma."""
+    make_a, make_b = hopper_helpers.make_smem_layout_a, hopper_helpers.make_smem_layout_b
+    bm, halves = c.block_q, 2 * c.stages
+    return SmemLayouts(
+        k=make_a(ROW, (ROWS, bm, c.width), dtype, 2 * c.k_stages),
+        v=make_a(ROW, (ROWS, bm, c.value_width), dtype, 2),
+        q=make_b(ROW, (ROWS, bm, c.width), dtype, c.stages),
+        do=make_b(ROW, (ROWS, bm, c.value_width), dtype, c.stages),
+        ds_written=make_a(COLUMN, (ROWS, ROWS, bm), dtype, halves),
+        q_t=make_b(COLUMN, (ROWS, c.width, bm), dtype, c.stages),
+        do_t=make_b(COLUMN, (ROWS, c.value_width, bm), dtype, c.stages),
+        ds=make_a(ROW, (ROWS, ROWS, ROWS), dtype, halves * (bm // ROWS)),
+        k_t=make_b(COLUMN, (ROWS, ROWS, ROWS), dtype, 2 * c.k_stages * (c.width // ROWS)),
+    )
+
+
 @dataclass(frozen=True)
 class ConsumerMma:
     """Issues the products of a consumer warpgroup; every method commits one wgmma group.
@@ -68,6 +105,7 @@ class ConsumerMma:
         dq: accumulator of the consumer's half of dQ, f32 [chunk] / 128 threads.
         p, ds: P^T and dS^T as A operands in registers, dtype [64, block_q] / 128 threads.
         k_held: K as an A operand in registers, dtype [64, head_dim] / 128 threads.
+        copy_k, k_from, k_to: copy of K from shared memory to `k_held`, and both sides of it.
         lse: K's and Q's operands of the step of `backward_lse_in_mma`, None for no such step.
     """
 
@@ -92,7 +130,15 @@ class ConsumerMma:
     p: cute.Tensor
     ds: cute.Tensor
     k_held: cute.Tensor
+    copy_k: Any
+    k_from: cute.Tensor
+    k_to: cute.Tensor
     lse: Any
+
+    def load_k(self, step: int, k_stage: Any) -> None:
+        """Load 16 columns of K from a stage to registers."""
+        source = self.k_from[None, None, step, 2 * k_stage + self.wg]
+        cute.copy(self.copy_k, source, self.k_to[None, None, step])
 
     def issue_s(self, stage: Any, k_stage: Any) -> None:
         """Issue S^T = K Q^T, with `less_lse` less LSE / scale."""
@@ -148,6 +194,79 @@ class ConsumerMma:
                 b = cute.make_tensor(b.iterator, cute.append(b.layout, cute.make_layout(1)))
                 cute.gemm(mma, self.dq, self.ds_smem[None, None, k, row], b, self.dq)
         warpgroup.commit_group()
+
+
+def consumer_mma(
+    c: BackwardConfig,
+    overwrite: TiledMmas,
+    accumulate: TiledMmas,
+    views: SmemLayouts,
+    held_steps: int,
+    wg: Any,
+    thread: Any,
+) -> ConsumerMma:
+    """Make the operands and accumulators of a consumer warpgroup.
+
+    Args:
+        views: tensors in shared memory.
+        held_steps, wg: see `ConsumerMma`, whose `lse` is None.
+        thread: number of the thread in the warpgroup.
+    """
+    dtype = device.DTYPES[c.dtype]
+    mma_s, mma_dq, mma_dv, mma_dk, mma_held, _ = accumulate
+    all_s, all_dq = mma_s.get_slice(0), mma_dq.get_slice(0)
+    all_dv, all_dk = mma_dv.get_slice(0), mma_dk.get_slice(0)
+    # descriptors of shared memory, shapes as in `SmemLayouts`
+    operands = {
+        "k": mma_s.make_fragment_A(all_s.partition_A(views.k)),
+        "v": mma_s.make_fragment_A(all_s.partition_A(views.v)),
+        "q": mma_s.make_fragment_B(all_s.partition_B(views.q)),
+        "do": mma_s.make_fragment_B(all_s.partition_B(views.do)),
+        "q_t": mma_dk.make_fragment_B(all_dk.partition_B(views.q_t)),
+        "do_t": mma_dv.make_fragment_B(all_dv.partition_B(views.do_t)),
+        "ds_smem": mma_dq.make_fragment_A(all_dq.partition_A(views.ds)),
+        "k_t": mma_dq.make_fragment_B(all_dq.partition_B(views.k_t)),
+    }
+    # Registers, in this order: it decides which the assembler takes. Shapes as in `ConsumerMma`.
+    s = cute.make_rmem_tensor(  # f32 [64, block_q] / 128 threads
+        mma_s.get_slice(thread).partition_shape_C((ROWS, c.block_q)), Float32
+    )
+    dp = cute.make_rmem_tensor(s.layout, Float32)  # f32 [64, block_q] / 128 threads
+    # apart from dP though after it: parts of one accumulator for another serialise products
+    dq = cute.make_rmem_tensor(chunk_layout(c.chunk), Float32)  # f32 [chunk] / 128 threads
+    thr_dk, thr_dv = mma_dk.get_slice(thread), mma_dv.get_slice(thread)
+    # f32 [64, head_dim] and [64, head_dim_v] / 128 threads
+    dk = cute.make_rmem_tensor(thr_dk.partition_shape_C((ROWS, c.width)), Float32)
+    dv = cute.make_rmem_tensor(thr_dv.partition_shape_C((ROWS, c.value_width)), Float32)
+    # dtype [64, block_q] / 128 threads, both as A operands
+    p = cute.make_rmem_tensor(thr_dv.partition_shape_A((ROWS, c.block_q)), dtype)
+    ds = cute.make_rmem_tensor(p.layout, dtype)
+    k_held = cute.make_rmem_tensor(  # dtype [64, head_dim] / 128 threads
+        mma_held.get_slice(thread).partition_shape_A((ROWS, c.width)), dtype
+    )
+    atom = cute.make_copy_atom(LdMatrix8x8x16bOp(False, 4), dtype)
+    copy_k = cute.make_tiled_copy_A(atom, mma_held)
+    thr_k = copy_k.get_slice(thread)
+    return ConsumerMma(
+        config=c,
+        held_steps=held_steps,
+        wg=wg,
+        overwrite=overwrite,
+        accumulate=accumulate,
+        **operands,
+        s=s,
+        dp=dp,
+        dk=dk,
+        dv=dv,
+        dq=dq,
+        p=p,
+        ds=ds,
+        k_held=k_held,
+        copy_k=copy_k,
+        k_from=thr_k.partition_S(views.k),
+        k_to=thr_k.retile(k_held),
+        lse=None,
+    )
 
 
 def _issue_rs(first: Any, further: Any, acc: Any, a: Any, b: Any, stage: Any) -> None:

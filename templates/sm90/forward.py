@@ -104,7 +104,7 @@ class Forward:
         self.scheduler = TileScheduler()
         self.producer = Producer(config, hooks)
         self.softmax = Softmax(config, hooks)
-        self.epilogue = Epilogue(config, self.softmax)
+        self.epilogue = Epilogue(config)
 
     # ------------------------------------------------------------------------------------ host
 
@@ -152,15 +152,14 @@ class Forward:
         value = ordered(value, (3, 2, 1, 0))
         # One warpgroup's view: its 64 rows. The warpgroup is a stage of the tiles of Q and O.
         rows, k_major, mn_major = WARPGROUP_ROWS, OperandMajorMode.K, OperandMajorMode.MN
+        shape_qk, shape_pv = (rows, block_kv, head_dim), (rows, head_dim_v, block_kv)  # (m, n, k)
         mma_qk = hopper_helpers.make_trivial_tiled_mma(
-            dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (rows, block_kv)
+            dtype, dtype, k_major, k_major, Float32, (1, 1, 1), shape_qk[:2]
         )
-        registers = warpgroup.OperandSource.RMEM
+        p_source = warpgroup.OperandSource.RMEM
         mma_pv = hopper_helpers.make_trivial_tiled_mma(
-            *(dtype, dtype, k_major, mn_major, Float32, (1, 1, 1), (rows, head_dim_v)),
-            a_source=registers,
+            dtype, dtype, k_major, mn_major, Float32, (1, 1, 1), shape_pv[:2], a_source=p_source
         )
-        shape_qk, shape_pv = (rows, block_kv, head_dim), (rows, head_dim_v, block_kv)
         q_tiles_in_smem = c.warpgroups * c.q_stages
         layouts = (
             hopper_helpers.make_smem_layout_a(ROW, shape_qk, dtype, q_tiles_in_smem),
@@ -183,6 +182,7 @@ class Forward:
         tma_o, o_tiles = cpasync.make_tiled_tma_atom(
             store, out, cute.slice_(o_layout, one), (rows, head_dim_v)
         )
+        # unused without a tile of O, but a field must have a size
         o_size = 8 if const_expr(c.store_from_registers) else cute.cosize(o_layout)
 
         @cute.struct
@@ -198,7 +198,7 @@ class Forward:
         self.storage = Storage
         lengths = (query.shape[0], key.shape[0], key.shape[3])
         self.kernel(
-            (mma_qk, mma_qk, mma_pv),
+            (mma_qk, mma_qk, mma_pv),  # the first is a copy, which overwrites its accumulator
             (tma_q, tma_k, tma_v, tma_o),
             (q_tiles, k_tiles, v_tiles, o_tiles),
             layouts,
