@@ -110,9 +110,9 @@ def flex_attention(
         deterministic,
     )
     if compiling:
-        return symbolic.compiled(call)
+        return symbolic.run_compiled(call)
     if symbolic.has_no_data(query):
-        return symbolic.shaped(call)
+        return symbolic.run_without_data(call)
     known = reuse.key_of(call)
     prepared = reuse.lookup(known)
     if known is None or prepared is None:

@@ -88,7 +88,7 @@ def _plan(
     if not reason:
         return plan
     if backend != "auto":
-        raise plans.refused(backend, reason)
+        raise plans.no_kernel_error(backend, reason)
     cpu = plans.choose("cpu", device=query.device.type, block=settings.block, notes=settings.notes)
     return replace(cpu, reason=cpu.reason.replace("asked for", reason))
 

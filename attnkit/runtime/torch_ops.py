@@ -42,7 +42,7 @@ FORWARD = (
 BACKWARD = (
     "(Tensor grad_out, Tensor grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
     "Tensor lse, Tensor[] score_tensors, Tensor[] mask_tensors, Tensor[] runs, int[] layout, "
-    "str program, str template, float scale, bool[] wanted) "
+    "str program, str template, float scale, bool[] needs_grad) "
     "-> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor[] dcaptured)"
 )
 
@@ -115,7 +115,7 @@ def _backward(
     program: str,
     template: str,
     scale: float,
-    wanted: Sequence[bool],
+    needs_grad: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     return gradients(
         KernelCall(template, Program.parse(program), pack(runs, layout)),
@@ -128,7 +128,7 @@ def _backward(
             grad_out=grad_out,
             grad_lse=grad_lse if grad_lse.numel() else None,
             captured=Captured(score_tensors, mask_tensors),
-            needs_grad=wanted,
+            needs_grad=needs_grad,
             scale=scale,
         ),
     )
@@ -163,10 +163,10 @@ def _forward_fake(
 def _backward_fake(
     grad_out: Tensor, grad_lse: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    score_tensors, wanted = rest[2], rest[-1]
+    score_tensors, needs_grad = rest[2], rest[-1]
     captured = [
         torch.empty_like(t) if need else query.new_empty(0)
-        for t, need in zip(score_tensors, wanted, strict=True)
+        for t, need in zip(score_tensors, needs_grad, strict=True)
     ]
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), captured
 
@@ -180,7 +180,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.save_for_backward(query, key, value, out, lse, *score_tensors, *mask_tensors, *runs)
     ctx.counts = len(score_tensors), len(mask_tensors)
     ctx.rest = list(layout), program, template, scale
-    ctx.wanted = [t.requires_grad for t in score_tensors]
+    ctx.needs_grad = [t.requires_grad for t in score_tensors]
     ctx.set_materialize_grads(False)
 
 
@@ -196,9 +196,9 @@ def _gradient(
         lse.new_empty(0) if grad_lse is None else grad_lse,
         *(query, key, value, out, lse),
         *(score_tensors, mask_tensors, lists[scores + masks :]),
-        *(layout, program, template, scale, ctx.wanted),
+        *(layout, program, template, scale, ctx.needs_grad),
     )
-    own = [g if need else None for g, need in zip(captured, ctx.wanted, strict=True)]
+    own = [g if need else None for g, need in zip(captured, ctx.needs_grad, strict=True)]
     none = [None] * masks, [None] * (len(lists) - scores - masks)
     # torch wants a list of as many gradients for a list of tensors, and an empty list for any
     sizes: list[None] | None = None if layout else []

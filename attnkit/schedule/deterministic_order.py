@@ -105,12 +105,12 @@ def deterministic_order(runs: BlockRuns, schedule: Schedule) -> DeterministicOrd
             f"the schedule has {schedule.blocks} kv tiles a head, the runs have {runs.kv_blocks}"
         )
     step = 1 if schedule.order == "ascending" else -1
-    visited = joined(runs.full, runs.partial, runs.kv_blocks)
+    visited = merge_runs(runs.full, runs.partial, runs.kv_blocks)
     first, last = _first(visited, step), _first(visited, -step)
     return DeterministicOrder(first, last, visited, step, _groups(schedule))
 
 
-def joined(full: Runs, partial: Runs, columns: int) -> Runs:
+def merge_runs(full: Runs, partial: Runs, columns: int) -> Runs:
     """Union of the runs of two disjoint kinds; runs that touch are merged."""
     width = columns + 1
     keys, lengths = [], []

@@ -23,11 +23,11 @@ from attnkit.schedule.split_kv import (
     Cost,
     Rows,
     WorkTiles,
-    even,
-    filled,
-    predicted,
-    whole,
-    wrapped,
+    fill_shares,
+    keep_whole,
+    predict_makespan,
+    split_evenly,
+    wrap_around,
 )
 from attnkit.sparsity.block_runs import BlockRuns, Runs
 from attnkit.util.csr import searchsorted_right
@@ -282,7 +282,7 @@ class _Work:
             order = self._ordered(work_tiles, costs, section, place, level)
             if least < 0 and int(costs.max()) * GRAIN <= share:
                 return work_tiles, costs, order  # any order is good
-            makespan = predicted(costs[order], self.workers)
+            makespan = predict_makespan(costs[order], self.workers)
             if least < 0 or makespan * 100 < least * 99:  # each cut must pay
                 least, best = makespan, (work_tiles, costs, order)
             if least * 100 <= share * 101:  # within 1 % of what is possible
@@ -293,18 +293,18 @@ class _Work:
         self, rows: Rows, share: int, split: bool, section: Tensor, place: Tensor
     ) -> Iterator[tuple[WorkTiles, bool]]:
         """Ways to split, few cuts first, and whether the shortest work tiles come at the end."""
-        work_tiles = whole(rows)
+        work_tiles = keep_whole(rows)
         yield work_tiles, False
         if self.order in ("longest", "falling"):
             yield work_tiles, True
         split = split and self.order != "falling"
         if split and self.order == "longest":
             order = self._ordered(work_tiles, work_tiles.costs(rows), section, place, False)
-            yield filled(rows, order, self.workers), False
+            yield fill_shares(rows, order, self.workers), False
         if split and self.order != "grid":
             for limit in (share, share // 2, share // 4):
-                yield even(rows, limit), True
-            yield wrapped(rows, self.workers), True
+                yield split_evenly(rows, limit), True
+            yield wrap_around(rows, self.workers), True
 
     def _ordered(
         self, work_tiles: WorkTiles, costs: Tensor, section: Tensor, place: Tensor, level: bool

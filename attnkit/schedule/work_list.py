@@ -127,7 +127,7 @@ def full_runs(q_len: int, kv_len: int, block: tuple[int, int], device: torch.dev
 caches.register(full_runs.cache_clear)
 
 
-def refined(runs: BlockRuns, block: tuple[int, int]) -> BlockRuns:
+def refine(runs: BlockRuns, block: tuple[int, int]) -> BlockRuns:
     """The same tiles cut into smaller ones, whose sizes divide these.
 
     A part of a FULL tile is FULL; one of a PARTIAL tile stays PARTIAL.
@@ -147,15 +147,15 @@ def refined(runs: BlockRuns, block: tuple[int, int]) -> BlockRuns:
     return BlockRuns.from_states(states, runs.q_len, runs.kv_len, block)
 
 
-def fitted(runs: BlockRuns, block: tuple[int, int]) -> BlockRuns:
+def retile(runs: BlockRuns, block: tuple[int, int]) -> BlockRuns:
     """The same tiles in other sizes: cut, or joined where the sizes do not divide.
 
     A joined tile is FULL or EMPTY only if all of its parts are.
     """
     if not any(own % new for own, new in zip(runs.block, block, strict=True)):
-        return refined(runs, block)
+        return refine(runs, block)
     least = (math.gcd(runs.block[0], block[0]), math.gcd(runs.block[1], block[1]))
-    fine = refined(runs, least)
+    fine = refine(runs, least)
     high, wide = block[0] // least[0], block[1] // least[1]
     pairs, sizes = fine.batch * fine.heads, (fine.q_blocks, fine.kv_blocks)
     full, partial = _joined((fine.full, fine.partial), pairs, sizes, (high, wide))

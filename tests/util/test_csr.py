@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attnkit import create_block_mask, masks
 from attnkit.schedule.first_writer import choose_first_writers
 from attnkit.schedule.scheduler import Shape, schedule_backward, schedule_forward
-from attnkit.schedule.work_list import fitted, work_list
+from attnkit.schedule.work_list import retile, work_list
 from attnkit.util.csr import row_indices, searchsorted_right
 
 KINDS = st.sampled_from([torch.int32, torch.int64])
@@ -60,7 +60,7 @@ def test_lists_of_work_wake_no_core() -> None:
     waking, names.called = names.called & {"searchsorted", "repeat_interleave"}, set()
     assert len(waking) == 2
     with names:
-        fine = fitted(runs, (64, 128))
+        fine = retile(runs, (64, 128))
         work_list(fine, schedule_forward(fine, shape, workers=132))
         backward = schedule_backward(fine, shape, workers=132)
         backward.table()

@@ -24,7 +24,7 @@ from attnkit.runtime.call import AttentionCall
 from attnkit.runtime.prepare import prepare
 from attnkit.runtime.prepared_call import PreparedCall
 from attnkit.runtime.reuse.call_cache import CallKey, lookup, store
-from attnkit.schedule.plan import parsed
+from attnkit.schedule.plan import parse_backend
 from attnkit.sparsity.block_mask import BlockMask
 from attnkit.splice import BackwardInputs, Captured, ForwardInputs, compute_dtype, output_like
 from attnkit.tracing.float64_checks import float64_slots
@@ -40,7 +40,7 @@ ATTENTION = (
 ATTENTION_BACKWARD = (
     "(Tensor grad_out, Tensor grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
     "Tensor lse, Tensor[] score_tensors, Tensor[] mask_tensors, Tensor[] lists, SymInt[] sizes, "
-    "str request, float? scale, bool[] wanted) "
+    "str request, float? scale, bool[] needs_grad) "
     "-> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor[] dcaptured)"
 )
 
@@ -202,7 +202,7 @@ def _prepared(
     known = CallKey(at, None, None, Captured(scores, masks), data)
     prepared = lookup(known)
     if prepared is None:
-        if parsed(request.backend)[0] == "eager":
+        if parse_backend(request.backend)[0] == "eager":
             raise UnsupportedError(
                 'backend="eager" is no operator that torch.compile can hold; call it outside of the '
                 'compiled function, or take backend="cpu"'
@@ -259,7 +259,7 @@ def _attention_backward(
     sizes: Sequence[int],
     request: str,
     scale: float | None,
-    wanted: Sequence[bool],
+    needs_grad: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     captured = Captured(score_tensors, mask_tensors)
     tensors = OperatorTensors(query, key, value, captured, lists)
@@ -274,12 +274,12 @@ def _attention_backward(
         grad_out=grad_out,
         grad_lse=grad_lse if grad_lse.numel() else None,
         captured=forward.captured,
-        needs_grad=wanted[: len(forward.captured.scores)],
+        needs_grad=needs_grad[: len(forward.captured.scores)],
         scale=factor,
     )
     dquery, dkey, dvalue, own = torch_ops.gradients(prepared.kernel_call, inputs)
-    if len(own) < len(wanted):  # the score does not read them after all
-        pairs = zip(score_tensors, wanted, strict=True)
+    if len(own) < len(needs_grad):  # the score does not read them after all
+        pairs = zip(score_tensors, needs_grad, strict=True)
         own = [torch.zeros_like(t) if need else query.new_empty(0) for t, need in pairs]
     return dquery, dkey, dvalue, own
 
@@ -308,7 +308,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.mark_non_differentiable(top)
     ctx.save_for_backward(query, key, value, out, lse, *scores, *masks, *lists)
     ctx.counts = len(scores), len(masks)
-    ctx.wanted = [t.requires_grad for t in scores]
+    ctx.needs_grad = [t.requires_grad for t in scores]
     ctx.set_materialize_grads(False)
 
 
@@ -321,9 +321,9 @@ def _gradient(
     dquery, dkey, dvalue, captured = torch.ops.attnkit.attention_backward(
         torch.zeros_like(out) if grad_out is None else grad_out,
         lse.new_empty(0) if grad_lse is None else grad_lse,
-        *(query, key, value, out, lse, *lists, *ctx.rest, ctx.wanted),
+        *(query, key, value, out, lse, *lists, *ctx.rest, ctx.needs_grad),
     )
-    own = [g if need else None for g, need in zip(captured, ctx.wanted, strict=True)]
+    own = [g if need else None for g, need in zip(captured, ctx.needs_grad, strict=True)]
     none: list[Any] = [[None] * len(tensors) for tensors in lists[1:]]
     # torch wants an empty list for an empty list, of numbers too
     sizes: list[None] | None = None if ctx.rest[0] else []
