@@ -77,7 +77,7 @@ class GraphBackward(GraphForward):
             root, separate_distance=not self.sloped
         )  # a slope leaves no registers for it
         super().__init__(form, mask, ends, scores=scores, listed=listed, positive=positive)
-        parts = [n for n in (form.factor, form.rest, form.slope) if n is not None]
+        parts = [n for n in (form.factor, form.bias, form.slope) if n is not None]
         self.distant = form.distance is not None
         self.learned: tuple[str, ...] = tuple(index_level(load) for load in self._loads)
         adjoints = [self._dscore, *self._cotangents] if self.learned else []
@@ -86,7 +86,7 @@ class GraphBackward(GraphForward):
         self._adjoint = Stages(adjoints)
         self.gathers = any(
             n.op == "load" and level_of(n) in (Level.RELATIVE, Level.ELEMENT)
-            for n in ir.topo(*self._score.roots, *self._kept.roots)
+            for n in ir.topo(*self._score.roots, *self._mask_stages.roots)
         )
 
     def head(self, site: Any) -> Values:
@@ -149,9 +149,9 @@ class GraphBackward(GraphForward):
         for (_, j, s), value in zip(places, values, strict=True):
             found = iter(value)
             factor = next(found) if self.form.factor is not None else None
-            rest = next(found) if self.form.rest is not None else None
+            bias = next(found) if self.form.bias is not None else None
             x = None if factor is None else s * factor
-            for term in (columns[j][1], rest):
+            for term in (columns[j][1], bias):
                 if term is not None:
                     x = term if x is None else x + term
             result.append(x)

@@ -48,7 +48,7 @@ from torch import Tensor
 from attnkit.errors import OptionError, ShapeError
 from attnkit.schedule.scheduler import MONOTONE, Schedule
 from attnkit.sparsity.block_runs import BlockRuns, Runs
-from attnkit.util.csr import owners, searched
+from attnkit.util.csr import row_indices, searchsorted_right
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,8 +77,8 @@ class DeterministicOrder:
         ends = (self.visited.start + self.visited.length).to(torch.int64)
         width = int(ends.max()) + 1
         pointers = self.visited.row_ptr.to(torch.int64)
-        keys = owners(pointers.diff()) * width + self.visited.start
-        run = searched(keys, row * width + column) - 1
+        keys = row_indices(pointers.diff()) * width + self.visited.start
+        run = searchsorted_right(keys, row * width + column) - 1
         edge = (ends[run] - 1 if self.step > 0 else self.visited.start[run]).to(torch.int64)
         other = run + self.step
         outside = (other < pointers[row]) | (other >= pointers[row + 1])
@@ -105,18 +105,18 @@ def deterministic_order(runs: BlockRuns, schedule: Schedule) -> DeterministicOrd
             f"the schedule has {schedule.blocks} kv tiles a head, the runs have {runs.kv_blocks}"
         )
     step = 1 if schedule.order == "ascending" else -1
-    visited = joined(runs.full, runs.partial, runs.kv_blocks)
+    visited = merge_runs(runs.full, runs.partial, runs.kv_blocks)
     first, last = _first(visited, step), _first(visited, -step)
     return DeterministicOrder(first, last, visited, step, _groups(schedule))
 
 
-def joined(full: Runs, partial: Runs, columns: int) -> Runs:
+def merge_runs(full: Runs, partial: Runs, columns: int) -> Runs:
     """Union of the runs of two disjoint kinds; runs that touch are merged."""
     width = columns + 1
     keys, lengths = [], []
     for kind in (full, partial):
         counts = kind.row_ptr.to(torch.int64).diff()
-        keys.append(owners(counts) * width + kind.start)
+        keys.append(row_indices(counts) * width + kind.start)
         lengths.append(kind.length)
     begin, order = torch.sort(torch.cat(keys))
     end = begin + torch.cat(lengths)[order]

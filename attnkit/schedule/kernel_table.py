@@ -95,7 +95,7 @@ def kernels(
         q_len: length of the query, None for a long one.
     """
     table = _TABLES[template][modded]
-    fitting = (found for d, dv, found in table if head_dim <= d and value_dim <= dv)
+    fitting = (candidates for d, dv, candidates in table if head_dim <= d and value_dim <= dv)
     return tuple(sorted(next(fitting, ()), key=lambda k: _late(k, q_len)))
 
 
@@ -106,27 +106,27 @@ def _late(kernel: Kernel, q_len: int | None) -> bool:
     return q_len <= (_LONG if kernel.ctas > 1 else 128) and kernel.block[0] > 192
 
 
-def mask_tiles(found: Sequence[Kernel]) -> tuple[int, int]:
+def mask_tiles(candidates: Sequence[Kernel]) -> tuple[int, int]:
     """Tiles in which a mask is described for the best kernel.
 
     Where pairs of CTAs and single ones are in question: such that either's can be joined from them.
     """
-    if found[0].ctas == 1:
-        return found[0].block
-    other = next(k for k in found if k.ctas == 1)
-    return 128, math.gcd(found[0].block[1], other.block[1])
+    if candidates[0].ctas == 1:
+        return candidates[0].block
+    other = next(k for k in candidates if k.ctas == 1)
+    return 128, math.gcd(candidates[0].block[1], other.block[1])
 
 
-def fitting(found: Sequence[Kernel], block: tuple[int, int], listed: bool) -> Kernel:
+def fitting_kernel(candidates: Sequence[Kernel], block: tuple[int, int], listed: bool) -> Kernel:
     """The kernel with just these tiles, or the best one whose tiles divide them.
 
     Args:
-        found: kernels, best first.
+        candidates: kernels, best first.
         block: tiles of a mask.
         listed: block lists overrule the mask: the best one in any case.
     """
-    same = () if listed else (k for k in found if k.block == block)
-    fits = (k for k in found if all(b % s == 0 for b, s in zip(block, k.block, strict=True)))
+    same = () if listed else (k for k in candidates if k.block == block)
+    fits = (k for k in candidates if all(b % s == 0 for b, s in zip(block, k.block, strict=True)))
     return next(iter(same), None) or next(fits)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnkit.sparsity.block_runs import Runs
-from attnkit.util.csr import owners
+from attnkit.util.csr import row_indices
 
 _GAIN = 0.9  # smaller sections balance worse: they must save a tenth of the traffic
 
@@ -39,7 +39,7 @@ def distinct(kinds: tuple[Runs, ...], rows: int, chunk: int, columns: int) -> tu
     pairs, stretches = kinds[0].rows // rows, -(-rows // chunk)
     lists = []
     for kind in kinds:
-        row = owners(kind.row_ptr.to(torch.int64).diff())
+        row = row_indices(kind.row_ptr.to(torch.int64).diff())
         stretch = row // rows * stretches + row % rows // chunk
         lists.append(torch.stack([stretch, kind.start.to(torch.int64), kind.length]))
     stretch, start, length = torch.cat(lists, 1).unbind()

@@ -205,7 +205,7 @@ def choose(
         OptionError: unknown backend.
         UnsupportedError: a GPU kernel was asked for and none can serve this call here.
     """
-    kind, emulated = parsed(backend)
+    kind, emulated = parse_backend(backend)
     if kind == "eager":
         return Plan("eager", block, "asked for; dense, holds every score", notes)
     why = "asked for"
@@ -220,12 +220,12 @@ def choose(
             why = "asked for" if kind != "auto" else "the fastest for this GPU"
             return _kernel_plan(call, block, emulated, why, notes)
         if kind in ("cute", "emulate"):
-            raise refused(backend, "; ".join(reasons))
+            raise no_kernel_error(backend, "; ".join(reasons))
         why = reasons[0]
     return Plan("cpu", block, f"{why}; torch operators over the tiles that the mask keeps", notes)
 
 
-def parsed(backend: str) -> tuple[str, Target | None]:
+def parse_backend(backend: str) -> tuple[str, Target | None]:
     """The backend without its architecture, and what is emulated."""
     kind, colon, arch = str(backend).partition(":")
     if kind not in BACKENDS or (colon and kind != "emulate"):
@@ -236,7 +236,7 @@ def parsed(backend: str) -> tuple[str, Target | None]:
         return kind, None
     target = of_arch(arch) if colon else SM90
     if target is None:
-        raise refused(backend, missing_arch(arch))
+        raise no_kernel_error(backend, missing_arch(arch))
     return kind, target
 
 
@@ -273,7 +273,7 @@ class NoKernelError(UnsupportedError):
     reason = ""
 
 
-def refused(backend: str, reason: str) -> NoKernelError:
+def no_kernel_error(backend: str, reason: str) -> NoKernelError:
     """The error of a GPU kernel that was asked for and cannot be had."""
     what = "a kernel compiled for a GPU" if backend == "cute" else "a GPU kernel in the emulator"
     error = NoKernelError(

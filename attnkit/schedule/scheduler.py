@@ -23,14 +23,14 @@ from attnkit.schedule.split_kv import (
     Cost,
     Rows,
     WorkTiles,
-    even,
-    filled,
-    predicted,
-    whole,
-    wrapped,
+    fill_shares,
+    keep_whole,
+    predict_makespan,
+    split_evenly,
+    wrap_around,
 )
 from attnkit.sparsity.block_runs import BlockRuns, Runs
-from attnkit.util.csr import searched
+from attnkit.util.csr import searchsorted_right
 
 # Measured on one H200 with a Hopper prototype, tiles of 128 x 128, D = 128, bfloat16: 2209 cycles a
 # block and about 4000 a tile (fitted over lengths 2048, 8192 and 16384); a causal mask on 488
@@ -133,7 +133,7 @@ class Schedule:
         row that it is a part of, -1 for a whole row, and how many parts that has.
         """
         head = torch.stack([self.b, self.h, self.tile, self.slot], 1)
-        row = searched(self.split_ptr, self.slot) - 1
+        row = searchsorted_right(self.split_ptr, self.slot) - 1
         parts = torch.cat([self.split_ptr.diff(), self.split_ptr.new_ones(1)])[row]
         tail = torch.stack([row.to(torch.int32), parts], 1)
         return torch.cat([head, self.partial, self.full, tail], 1)
@@ -282,7 +282,7 @@ class _Work:
             order = self._ordered(work_tiles, costs, section, place, level)
             if least < 0 and int(costs.max()) * GRAIN <= share:
                 return work_tiles, costs, order  # any order is good
-            makespan = predicted(costs[order], self.workers)
+            makespan = predict_makespan(costs[order], self.workers)
             if least < 0 or makespan * 100 < least * 99:  # each cut must pay
                 least, best = makespan, (work_tiles, costs, order)
             if least * 100 <= share * 101:  # within 1 % of what is possible
@@ -293,18 +293,18 @@ class _Work:
         self, rows: Rows, share: int, split: bool, section: Tensor, place: Tensor
     ) -> Iterator[tuple[WorkTiles, bool]]:
         """Ways to split, few cuts first, and whether the shortest work tiles come at the end."""
-        work_tiles = whole(rows)
+        work_tiles = keep_whole(rows)
         yield work_tiles, False
         if self.order in ("longest", "falling"):
             yield work_tiles, True
         split = split and self.order != "falling"
         if split and self.order == "longest":
             order = self._ordered(work_tiles, work_tiles.costs(rows), section, place, False)
-            yield filled(rows, order, self.workers), False
+            yield fill_shares(rows, order, self.workers), False
         if split and self.order != "grid":
             for limit in (share, share // 2, share // 4):
-                yield even(rows, limit), True
-            yield wrapped(rows, self.workers), True
+                yield split_evenly(rows, limit), True
+            yield wrap_around(rows, self.workers), True
 
     def _ordered(
         self, work_tiles: WorkTiles, costs: Tensor, section: Tensor, place: Tensor, level: bool
@@ -377,7 +377,7 @@ def _cursor(runs: Runs, row: Tensor, first: Tensor, count: Tensor) -> Tensor:
     ends = runs.length.cumsum(0)
     begins = ends - runs.length
     begin = torch.cat([begins, ends[-1:]])[runs.row_ptr.to(torch.int64)[row]] + first
-    run = searched(ends, begin).clamp(max=ends.numel() - 1)
+    run = searchsorted_right(ends, begin).clamp(max=ends.numel() - 1)
     cursor = torch.stack([run, begin - begins[run], count], 1)
     return torch.where(count[:, None] > 0, cursor, 0).to(torch.int32)
 

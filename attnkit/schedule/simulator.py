@@ -15,7 +15,7 @@ from torch import Tensor
 from attnkit.errors import OptionError
 from attnkit.schedule.scheduler import L2_BYTES, Schedule
 from attnkit.sparsity.block_runs import BlockRuns, Runs
-from attnkit.util.csr import owners, searched
+from attnkit.util.csr import row_indices, searchsorted_right
 
 _VISITS = 1 << 16  # more are sampled ...
 _SAMPLED_TILES = 64  # ... while L2 holds at least so many tiles of the sample
@@ -204,7 +204,7 @@ def _walk(cursor: Tensor, runs: Runs, every: int) -> tuple[Tensor, Tensor]:
     ends = runs.length.cumsum(0)
     begins = ends - runs.length
     low = begins[run] + skip
-    last = searched(ends, low + count - 1)
+    last = searchsorted_right(ends, low + count - 1)
     work_tile, local = _expanded(torch.where(count > 0, last - run + 1, 0))
     run = run[work_tile] + local
     first = torch.maximum(begins[run], low[work_tile])
@@ -217,7 +217,7 @@ def _walk(cursor: Tensor, runs: Runs, every: int) -> tuple[Tensor, Tensor]:
 
 def _expanded(counts: Tensor) -> tuple[Tensor, Tensor]:
     """Index i repeated counts[i] times, and 0, 1, ... within each."""
-    owner = owners(counts)
+    owner = row_indices(counts)
     return owner, torch.arange(owner.numel(), device="cpu") - (counts.cumsum(0) - counts)[owner]
 
 

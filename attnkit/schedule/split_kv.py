@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnkit.errors import OptionError
-from attnkit.util.csr import owners, searched
+from attnkit.util.csr import row_indices, searchsorted_right
 
 # Costs are compared down to this part of a worker's share; also the guarantee of `longest first`
 # that makes splitting needless: list scheduling ends within the longest tile of the share.
@@ -112,23 +112,23 @@ class WorkTiles:
         return body + cost.tile + torch.where(self.parts > 1, cost.merge, 0)
 
 
-def whole(rows: Rows) -> WorkTiles:
+def keep_whole(rows: Rows) -> WorkTiles:
     """Every row in one work tile."""
     none = rows.full.new_empty(0)
     return _cut(rows, none, none)
 
 
-def even(rows: Rows, limit: int) -> WorkTiles:
+def split_evenly(rows: Rows, limit: int) -> WorkTiles:
     """Rows whose tiles cost more than `limit` in the fewest equal work tiles whose tiles do not."""
     parts = (-(-rows.body // max(1, limit))).clamp(min=1)
     parts = torch.minimum(parts, rows.tiles.clamp(min=1))
-    row = owners(parts - 1)
+    row = row_indices(parts - 1)
     before = (parts - 1).cumsum(0) - (parts - 1)
     number = torch.arange(row.numel(), device=parts.device) - before[row] + 1
     return _cut(rows, row, rows.ordinal(row, rows.body[row] * number // parts[row]))
 
 
-def wrapped(rows: Rows, workers: int) -> WorkTiles:
+def wrap_around(rows: Rows, workers: int) -> WorkTiles:
     """Rows laid end to end, longest first, and cut into one stretch per worker.
 
     McNaughton's wrap-around rule (1959): at most workers - 1 cuts, and every stretch is a worker's
@@ -136,10 +136,10 @@ def wrapped(rows: Rows, workers: int) -> WorkTiles:
     """
     prices, order = torch.sort(rows.body + rows.cost.tile, descending=True, stable=True)
     share = int(prices.sum()) // workers
-    return _laid(rows, order, torch.full((workers,), share, device=order.device))
+    return _cut_at_gaps(rows, order, torch.full((workers,), share, device=order.device))
 
 
-def filled(rows: Rows, order: Tensor, workers: int) -> WorkTiles:
+def fill_shares(rows: Rows, order: Tensor, workers: int) -> WorkTiles:
     """Rows whole, as far as they fit their workers' fair shares; the others fill what is left.
 
     These are laid end to end and cut at the ends of the shares: fewer cuts than `wrapped` makes,
@@ -160,10 +160,10 @@ def filled(rows: Rows, order: Tensor, workers: int) -> WorkTiles:
         heapq.heapreplace(loads, loads[0] + price)
         taken += 1
     gaps = share - torch.tensor(loads, device=order.device)
-    return _laid(rows, order[taken:], gaps)
+    return _cut_at_gaps(rows, order[taken:], gaps)
 
 
-def _laid(rows: Rows, order: Tensor, gaps: Tensor) -> WorkTiles:
+def _cut_at_gaps(rows: Rows, order: Tensor, gaps: Tensor) -> WorkTiles:
     """Some rows laid end to end in this order, cut where the gaps, laid end to end, end.
 
     A cut whose work tile would cost less than its own overhead is left out.
@@ -172,7 +172,7 @@ def _laid(rows: Rows, order: Tensor, gaps: Tensor) -> WorkTiles:
     prices = (rows.body + cost.tile)[order]
     ends, at = prices.cumsum(0), gaps.cumsum(0)[:-1]
     at = at[at < int(prices.sum())]
-    place = searched(ends, at)
+    place = searchsorted_right(ends, at)
     offset = at - (ends[place] - prices[place]) - cost.tile
     row, margin = order[place], cost.tile + cost.merge
     keep = (offset > margin) & (offset + margin < rows.body[row])
@@ -195,7 +195,7 @@ def _cut(rows: Rows, row: Tensor, place: Tensor) -> WorkTiles:
     return WorkTiles(row, first, stop, index, parts[row])
 
 
-def predicted(costs: Tensor, workers: int) -> int:
+def predict_makespan(costs: Tensor, workers: int) -> int:
     """Makespan of costs, in list order, when each free worker takes the next work tile.
 
     Neighbours that are small against a worker's share are merged, so the effort does not

@@ -17,7 +17,7 @@ from attnkit.errors import OptionError
 from attnkit.schedule.scheduler import Schedule
 from attnkit.sparsity.block_runs import BlockRuns, Runs
 from attnkit.util import caches
-from attnkit.util.csr import owners, searched
+from attnkit.util.csr import row_indices, searchsorted_right
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +90,7 @@ def _descending(runs: Runs, cursor: Tensor) -> tuple[Tensor, Tensor]:
     ends = runs.length.cumsum(0)
     begins = ends - runs.length
     last = begins[run] + skip + count - 1
-    at = searched(ends, last).clamp(max=ends.numel() - 1)
+    at = searchsorted_right(ends, last).clamp(max=ends.numel() - 1)
     inside = last - begins[at]
     some = count > 0
     turned = torch.stack([at, inside + 1, count], 1)
@@ -127,7 +127,7 @@ def full_runs(q_len: int, kv_len: int, block: tuple[int, int], device: torch.dev
 caches.register(full_runs.cache_clear)
 
 
-def refined(runs: BlockRuns, block: tuple[int, int]) -> BlockRuns:
+def refine(runs: BlockRuns, block: tuple[int, int]) -> BlockRuns:
     """The same tiles cut into smaller ones, whose sizes divide these.
 
     A part of a FULL tile is FULL; one of a PARTIAL tile stays PARTIAL.
@@ -147,15 +147,15 @@ def refined(runs: BlockRuns, block: tuple[int, int]) -> BlockRuns:
     return BlockRuns.from_states(states, runs.q_len, runs.kv_len, block)
 
 
-def fitted(runs: BlockRuns, block: tuple[int, int]) -> BlockRuns:
+def retile(runs: BlockRuns, block: tuple[int, int]) -> BlockRuns:
     """The same tiles in other sizes: cut, or joined where the sizes do not divide.
 
     A joined tile is FULL or EMPTY only if all of its parts are.
     """
     if not any(own % new for own, new in zip(runs.block, block, strict=True)):
-        return refined(runs, block)
+        return refine(runs, block)
     least = (math.gcd(runs.block[0], block[0]), math.gcd(runs.block[1], block[1]))
-    fine = refined(runs, least)
+    fine = refine(runs, least)
     high, wide = block[0] // least[0], block[1] // least[1]
     pairs, sizes = fine.batch * fine.heads, (fine.q_blocks, fine.kv_blocks)
     full, partial = _joined((fine.full, fine.partial), pairs, sizes, (high, wide))
@@ -180,7 +180,7 @@ def _joined(
     def ends(kind: Runs, inside: bool) -> tuple[Tensor, Tensor]:
         """Where the joined columns that a run covers, or touches, begin and end."""
         counts = kind.row_ptr.diff().to(torch.int64)
-        row = owners(counts)
+        row = row_indices(counts)
         base = (row // rows * some + row % rows // high) * (length + 1)
         first, last = kind.start.to(torch.int64), (kind.start + kind.length).to(torch.int64)
         if inside:  # the last column may be narrower

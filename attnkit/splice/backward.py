@@ -18,7 +18,7 @@ from attnkit.graph.adjoint import adjoint
 from attnkit.graph.ir import Node
 from attnkit.graph.staging import Level, index_level
 from attnkit.schedule.targets import SM90, Target, gpu_target
-from attnkit.schedule.work_list import fitted, full_runs
+from attnkit.schedule.work_list import full_runs, retile
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice import backward_call, exact_sums
 from attnkit.splice.backward_call import BackwardCall
@@ -110,7 +110,7 @@ def first_writer_report(
         for n in (q_len, kv_len)
     )
     settings = _settings(SM90, query, key, key, False, _light(program, ()), {})
-    _, first = scheduled(fitted(runs, settings.block), settings, query, key, workers)
+    _, first = scheduled(retile(runs, settings.block), settings, query, key, workers)
     if isinstance(first, str):
         return f"zeros are written before: {first}"
     return f"the first kv tile at each q tile stores, {first.saved} cycles less than with zeros"

@@ -201,7 +201,7 @@ class BackwardCall:
     def _gradient(self, total: Tensor, shape: torch.Size) -> Tensor:
         """The gradient of a captured tensor, float32, from what was added up."""
         if self.deterministic:
-            return exact_sums.rounded(total, shape)
+            return exact_sums.round_sums(total, shape)
         return total.view(shape)
 
     def _empty(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:

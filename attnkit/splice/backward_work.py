@@ -11,7 +11,7 @@ from attnkit.jit import emulation
 from attnkit.schedule.deterministic_order import DeterministicOrder, deterministic_order
 from attnkit.schedule.first_writer import FirstWriters, choose_first_writers, first_writers
 from attnkit.schedule.scheduler import Schedule, Shape, schedule_backward
-from attnkit.schedule.work_list import fitted, full_runs
+from attnkit.schedule.work_list import full_runs, retile
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice.runs_cache import cached_for_runs, on_host_if_few, wait_for_tables
 from attnkit.splice.template import BackwardSettings
@@ -87,7 +87,7 @@ def backward_work(
 
     def build() -> BackwardWork:
         rows = query.shape[0] * query.shape[1] * max(tiles.q_blocks, tiles.kv_blocks)
-        fine = fitted(on_host_if_few(tiles, rows), settings.block)
+        fine = retile(on_host_if_few(tiles, rows), settings.block)
         tables = build_tables(fine, settings, query, key, workers, emulated).to(query.device)
         wait_for_tables(query.device)
         return tables

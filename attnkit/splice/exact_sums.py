@@ -31,7 +31,7 @@ def empty_sums(shape: Sequence[int], device: torch.device) -> Tensor:
     return torch.zeros((*(shape or (1,)), BINS), dtype=torch.int64, device=device)
 
 
-def rounded(sums: Tensor, shape: Sequence[int]) -> Tensor:
+def round_sums(sums: Tensor, shape: Sequence[int]) -> Tensor:
     """float32 of a shape: what was added, rounded once."""
     flat = sums.view(-1, BINS)
     power = torch.arange(BINS - 1, device=sums.device) * STEP - _BIAS

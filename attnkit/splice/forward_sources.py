@@ -34,14 +34,14 @@ def forward_source(
         positive: whether the softmax scale is above 0.
     """
     template = forward_template(target)
-    parts = [variant.form.factor, variant.form.rest, variant.form.slope, variant.form.row]
+    parts = [variant.form.factor, variant.form.bias, variant.form.slope, variant.form.row]
     parts += [variant.mask, *(n for pair in variant.ends or () for n in pair)]
     graph = "|".join("" if n is None else ir.text(n) for n in parts)
     ends = None if variant.ends is None else len(variant.ends)
     loads = [n in variant.wraps for n in ir.topo(*variant.nodes()) if n.op == "load"]
-    rest = (head_dims, captured, len(variant.slots[0]), positive, ends, loads, variant.listed)
+    extra = (head_dims, captured, len(variant.slots[0]), positive, ends, loads, variant.listed)
     return Source(
-        "\n".join([f"{target.template} forward", graph, repr(list(config)), repr(rest)]),
+        "\n".join([f"{target.template} forward", graph, repr(list(config)), repr(extra)]),
         target.arch,
         lambda: template.build(variant, dict(config), head_dims, captured, positive),
         f"forward {dict(config)['dtype']} {head_dims[0]}x{head_dims[1]}",

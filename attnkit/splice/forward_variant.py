@@ -39,7 +39,7 @@ class ForwardVariant:
     def nodes(self) -> list[Node]:
         """All expressions that the kernel computes."""
         form = self.form
-        parts = [form.factor, form.rest, form.slope, form.row]
+        parts = [form.factor, form.bias, form.slope, form.row]
         parts += [n for pair in self.ends or () for n in pair] or [self.mask]
         return [n for n in parts if n is not None]
 
@@ -73,7 +73,7 @@ def forward_variant(
         sizes: batch, heads, query and kv length.
     """
     form = score_form(score)
-    parts = {"factor": form.factor, "rest": form.rest, "slope": form.slope, "row": form.row}
+    parts = {"factor": form.factor, "bias": form.bias, "slope": form.slope, "row": form.row}
     own = ir.slots(*(n for n in parts.values() if n is not None))
     parts = {name: n and ir.renumber(n, own.index) for name, n in parts.items()}
     form = ScoreForm(**parts, ceiling=form.ceiling)

@@ -8,7 +8,7 @@ from attnkit.codegen.score_form import score_form
 from attnkit.schedule.kernel_table import Kernel, kernels
 from attnkit.schedule.scheduler import Shape, schedule_forward
 from attnkit.schedule.targets import Target
-from attnkit.schedule.work_list import WorkList, fitted, full_runs, work_list
+from attnkit.schedule.work_list import WorkList, full_runs, retile, work_list
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice.program import Program
 from attnkit.splice.runs_cache import cached_for_runs, on_host_if_few
@@ -71,7 +71,7 @@ def forward_work(
     )
 
     def build() -> WorkList:
-        fine = fitted(near_runs(tiles, query), kernel.block)
+        fine = retile(near_runs(tiles, query), kernel.block)
         order = schedule_forward(fine, shape, workers=workers, split=split)
         return work_list(fine, order).to(query.device)
 

@@ -231,7 +231,7 @@ def test_library(name: str) -> None:
     """The form that kernels compute; curved functions as exactly as torch computes them."""
     traced = trace(mods.examples(N, heads=2, batch=2)[name].mod, "score")
     form = score_form(traced.root)
-    roots = [n for n in (form.factor, form.rest, form.slope, form.row) if n is not None]
+    roots = [n for n in (form.factor, form.bias, form.slope, form.row) if n is not None]
     scores = drawn_scores()
     found = by_levels(roots, traced.tensors, scores, True)
     plain = at_once(roots, traced.tensors, scores)

@@ -151,7 +151,7 @@ def test_tiles_are_fitted(block: tuple[int, int]) -> None:
     size = (-(-lengths[0] // block[0]), -(-lengths[1] // block[1]))
     states = torch.randint(0, 3, (1, 2, *size), dtype=torch.int8)
     runs = BlockRuns.from_states(states, *lengths, block)
-    found = backward_work.fitted(runs, (64, 128)).states()
+    found = backward_work.retile(runs, (64, 128)).states()
     dense = states.repeat_interleave(block[0], 2).repeat_interleave(block[1], 3)
     dense = dense[:, :, : lengths[0], : lengths[1]]
     for i in range(found.shape[2]):

@@ -11,7 +11,7 @@ from torch import Tensor
 from attnkit.runtime.bind import check_functions
 from attnkit.runtime.call import AttentionCall
 from attnkit.runtime.compile.hop import attend, attend_eagerly
-from attnkit.schedule.plan import parsed
+from attnkit.schedule.plan import parse_backend
 from attnkit.sparsity.block_mask import BlockMask
 from attnkit.sparsity.block_runs import BLOCK
 from attnkit.tracing.mask import check_built_for
@@ -31,16 +31,16 @@ def _known_to_dynamo() -> bool:
 mark_constant(_known_to_dynamo)
 
 
-def compiled(call: AttentionCall) -> Any:
+def run_compiled(call: AttentionCall) -> Any:
     """Run a call as torch.compile reads it: one operator, with functions in it."""
     _known_to_dynamo()
     return _deferred(attend, call)
 
 
-def shaped(call: AttentionCall) -> Any:
+def run_without_data(call: AttentionCall) -> Any:
     """Check a call of tensors without data, and give results without data."""
     call.check()
-    parsed(call.backend)
+    parse_backend(call.backend)
     check_functions(call.score_mod, call.block_mask)
     return _deferred(attend_eagerly, call)
 

@@ -15,7 +15,13 @@ from torch import Tensor
 from attnkit.runtime.prepared_call import BackwardRelaunch
 from attnkit.runtime.reuse.entries import Entries
 from attnkit.splice import BackwardInputs
-from attnkit.util.torch_private import alike, grad_enabled, in_forward_ad, modes, only_devices
+from attnkit.util.torch_private import (
+    grad_enabled,
+    in_forward_ad,
+    modes,
+    only_devices,
+    tensor_guard,
+)
 
 _ShapeAndDtype: TypeAlias = tuple[torch.Size, torch.dtype]
 
@@ -99,7 +105,7 @@ class BackwardReuse:
             return
         relaunch = find_relaunch()
         tensors = _in_order(inputs.grad_out, inputs.grad_lse, saved)
-        same = None if relaunch is None else alike(tensors)
+        same = None if relaunch is None else tensor_guard(tensors)
         if relaunch is None or same is None:
             return
         needs_grad = list(inputs.needs_grad)

@@ -32,12 +32,12 @@ from attnkit.tracing.guards import GuardedFunction, guarded_function
 from attnkit.tracing.identity_guards import READ_ERRORS
 from attnkit.util import caches
 from attnkit.util.torch_private import (
-    alike,
     deterministic_enabled,
     grad_enabled,
     in_forward_ad,
     modes,
     only_devices,
+    tensor_guard,
     undisturbed,
     version,
 )
@@ -262,7 +262,7 @@ def remember(call: AttentionCall, key: CallKey, prepared: PreparedCall) -> None:
     if captured is None:
         return
     place = {id(t): i for i, t in enumerate([t for part in captured for t in part])}
-    same = alike(tensors)
+    same = tensor_guard(tensors)
     if same is None or not all(id(t) in place for t in key.data):
         return
     bucket.entries.add(
