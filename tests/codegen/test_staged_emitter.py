@@ -73,10 +73,10 @@ def test_each_part_is_known_at_its_level_once() -> None:
         build("mul", BY_KV, build("mul", scale, const(2.0))),
     )
     stages = Stages([root])
-    assert stages.known(Level.HEAD) == (build("mul", scale, const(2.0)),)
-    assert stages.known(Level.ROW) == (build("add", BY_Q, const(1.0)),)
-    assert stages.known(Level.COLUMN) == (root.args[1],)
-    assert stages.known(Level.RELATIVE) == (RELATIVE,)
+    assert stages.nodes_at(Level.HEAD) == (build("mul", scale, const(2.0)),)
+    assert stages.nodes_at(Level.ROW) == (build("add", BY_Q, const(1.0)),)
+    assert stages.nodes_at(Level.COLUMN) == (root.args[1],)
+    assert stages.nodes_at(Level.RELATIVE) == (RELATIVE,)
 
 
 # ------------------------------------------------------------------------------------------ values
