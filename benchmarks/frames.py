@@ -80,7 +80,7 @@ def sources(job: Job) -> list[kernel.Source]:
 
     # of the tiles of a mask other kernels are made too, where these are predicted to be faster
     fewer = mock.patch.object(sm100_pairs, "fewer_clocks", return_value=job.ctas == "pair")
-    choose = asked if job.block else sm100.chosen
+    choose = asked if job.block else sm100.choose_kernel
     chosen = mock.patch.object(sm100, "FORWARD", replace(sm100.FORWARD, choose=choose))
     with fewer, chosen, emulation.session(execute=False), kernel.requested_sources() as found:
         out = variant(

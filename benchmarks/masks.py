@@ -156,13 +156,13 @@ def measure(
     """Measure one case; yield one row for each peer."""
     torch.compiler.reset()  # else the ninth mask meets dynamo's limit and is built eagerly
     case = CASES[name](length, device)
-    memory = attnkit_masks._runs
-    attnkit_masks._runs = VersionedCache(0)
+    memory = attnkit_masks._runs, attnkit_masks._proofs
+    attnkit_masks._runs, attnkit_masks._proofs = VersionedCache(0), VersionedCache(0)
     try:
         runs, told, skipped = first_calls(case, length, device)
         times = in_turn(runs, seconds=seconds, attempts=attempts, least_rounds=5)
     finally:
-        attnkit_masks._runs = memory
+        attnkit_masks._runs, attnkit_masks._proofs = memory
     again = remembered(case, length, device)
     ours = times.pop("attnkit")
     row: Row = {"benchmark": "masks", "device": device.type, "case": name, "length": length}

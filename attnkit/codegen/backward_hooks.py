@@ -43,7 +43,7 @@ class GraphBackward(GraphForward):
         learned: for each load with a gradient, the level of its index, from `Level.HEAD` up.
         slots: for each such load, which of the tensors that need a gradient it reads.
         gathers: whether a captured tensor is read for every score, or every q - kv.
-        distant: whether a number of the head times kv - q is added apart, see `distance`; only
+        distant: whether a number of the head times kv - q is added by itself, see `distance`; only
             where the mod's slope is 1.
     """
 
@@ -73,9 +73,11 @@ class GraphBackward(GraphForward):
         self._dscore = unscaled(dscore)
         self._slope = unscaled(_with_unit_gradient(dscore))
         self.sloped = self._slope is not _ONE
-        form = score_form(root, apart=not self.sloped)  # a slope leaves no registers for it
+        form = score_form(
+            root, separate_distance=not self.sloped
+        )  # a slope leaves no registers for it
         super().__init__(form, mask, ends, scores=scores, listed=listed, positive=positive)
-        parts = [n for n in (form.factor, form.rest, form.slope) if n is not None]
+        parts = [n for n in (form.factor, form.bias, form.slope) if n is not None]
         self.distant = form.distance is not None
         self.learned: tuple[str, ...] = tuple(index_level(load) for load in self._loads)
         adjoints = [self._dscore, *self._cotangents] if self.learned else []
@@ -84,7 +86,7 @@ class GraphBackward(GraphForward):
         self._adjoint = Stages(adjoints)
         self.gathers = any(
             n.op == "load" and level_of(n) in (Level.RELATIVE, Level.ELEMENT)
-            for n in ir.topo(*self._score.roots, *self._kept.roots)
+            for n in ir.topo(*self._score.roots, *self._mask_stages.roots)
         )
 
     def head(self, site: Any) -> Values:
@@ -97,7 +99,7 @@ class GraphBackward(GraphForward):
         return (*super().head(site), self._adjoint.head(site, scores), distance)
 
     def distance(self, site: Any, head: Values) -> Any:
-        """What x has for each step of kv - q, beside what `both` gives; None for nothing."""
+        """What x has for each step of kv - q, besides what `both` gives; None for nothing."""
         return head[5]
 
     def row(self, site: Any, head: Values, q: Any) -> Values:
@@ -147,9 +149,9 @@ class GraphBackward(GraphForward):
         for (_, j, s), value in zip(places, values, strict=True):
             found = iter(value)
             factor = next(found) if self.form.factor is not None else None
-            rest = next(found) if self.form.rest is not None else None
+            bias = next(found) if self.form.bias is not None else None
             x = None if factor is None else s * factor
-            for term in (columns[j][1], rest):
+            for term in (columns[j][1], bias):
                 if term is not None:
                     x = term if x is None else x + term
             result.append(x)

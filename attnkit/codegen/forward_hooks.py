@@ -53,19 +53,21 @@ class GraphForward:
         self.has_mask = mask is not None
         self.intervals = None if ends is None else len(ends)
         self.raw = form.plain and positive
-        parts = [n for n in (form.factor, form.rest, form.slope) if n is not None]
+        parts = [n for n in (form.factor, form.bias, form.slope) if n is not None]
         self._wrap = wrap
         self._score = Stages(parts, wrap)
-        self._kept = Stages([mask] if mask is not None and ends is None else [], wrap)
+        self._mask_stages = Stages([mask] if mask is not None and ends is None else [], wrap)
         self.blind = form.factor is None and (
-            form.rest is None or "score" not in ir.reads(form.rest)
+            form.bias is None or "score" not in ir.reads(form.bias)
         )
         self.selects = any(
             n.op == "where" and "score" in ir.reads(n.args[0]) for n in ir.topo(*parts)
         )
         self.effort = instructions(*parts)
         self.row_factor = form.factor is not None and "q" in ir.reads(form.factor)
-        self.ahead = bool(self._score.known(Level.COLUMN) or self._score.known(Level.RELATIVE))
+        self.ahead = bool(
+            self._score.nodes_at(Level.COLUMN) or self._score.nodes_at(Level.RELATIVE)
+        )
 
     def _tensors(self, site: Any) -> tuple[Any, Any]:
         return site.tensors[: self._scores], site.tensors[self._scores :]
@@ -75,13 +77,13 @@ class GraphForward:
         scores, masks = self._tensors(site)
         own = self._score.head(site, scores)
         slope = factor = None
-        memo = dict(zip(self._score.known(Level.HEAD), own, strict=True))
+        memo = dict(zip(self._score.nodes_at(Level.HEAD), own, strict=True))
         env = {"b": site.b, "h": site.h, "scale": site.scale}
         if self.form.slope is not None:
             slope = emit([self.form.slope], env, scores, fast=True, wrap=self._wrap, memo=memo)[0]
         if self.raw:
             factor = emit([self.form.factor], env, scores, fast=True, wrap=self._wrap, memo=memo)[0]  # type: ignore[list-item]
-        return own, self._kept.head(site, masks), slope, factor
+        return own, self._mask_stages.head(site, masks), slope, factor
 
     def row(self, site: Any, head: Values, q: Any) -> Values:
         """Values of a row."""
@@ -91,7 +93,7 @@ class GraphForward:
         if self.form.row is not None:
             env = {"b": site.b, "h": site.h, "q": q, "kv": site.origin}
             term = emit([self.form.row], env, scores, fast=True, wrap=self._wrap)[0]
-        return own, self._kept.row(site, masks, head[1], q), term
+        return own, self._mask_stages.row(site, masks, head[1], q), term
 
     def held(self, site: Any, head: Values, offsets: Sequence[Any]) -> Values:
         """What every block adds in columns at these offsets from its first."""
@@ -109,7 +111,7 @@ class GraphForward:
         return [
             (
                 self._score.column(site, scores, head[0], at),
-                self._kept.column(site, masks, head[1], at) if masked else (),
+                self._mask_stages.column(site, masks, head[1], at) if masked else (),
             )
             for at in kv
         ]
@@ -139,8 +141,8 @@ class GraphForward:
         for (_, j, s), value in zip(places, values, strict=True):
             found = iter(value)
             factor = next(found) if form.factor is not None else None
-            rest = next(found) if form.rest is not None else None
-            terms = [t for t in (columns[j][1], rest) if t is not None]
+            bias = next(found) if form.bias is not None else None
+            terms = [t for t in (columns[j][1], bias) if t is not None]
             x = None if factor is None else s * factor
             for t in terms:
                 x = t if x is None else x + t
@@ -167,8 +169,8 @@ class GraphForward:
         """Whether elements are kept."""
         _, masks = self._tensors(site)
         elements = [_element(site, rows, columns, r, j, 1) for r, j in places]
-        relatives = self._kept.relatives(site, masks, head[1], elements)
-        return [v[0] for v in self._kept.elements(site, masks, head[1], elements, relatives)]
+        relatives = self._mask_stages.relatives(site, masks, head[1], elements)
+        return [v[0] for v in self._mask_stages.elements(site, masks, head[1], elements, relatives)]
 
     def lse(self, site: Any, head: Values, row: Values) -> Any:
         """What the row's LSE has beyond the softmax."""

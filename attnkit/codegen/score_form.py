@@ -1,12 +1,12 @@
 """A score_mod in the form in which a kernel computes it, in units of log2.
 
-    2**(x - maximum)   with   x = score * factor + column + slope * (kv - origin) + rest
+    2**(x - maximum)   with   x = score * factor + column + slope * (kv - origin) + bias
 
 The softmax scale and log2(e) are folded in, so that a mod that is linear in the score costs one
 multiply-add an element before the exponential. What depends on the row alone does not change the
 probabilities: it is left out and joins the LSE. A term that is linear in kv with a factor known
 per head, such as ALiBi's, is split around an origin: a part known per row, one per block and one
-per column of any block. Kernels that do better with slope * (kv - q) ask for it apart.
+per column of any block. Kernels that do better with slope * (kv - q) ask for it by itself.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ScoreForm:
 
     Attributes:
         factor: of the score, log2 units, free of the score; None where x is not linear in it.
-        rest: what is added to score * factor, log2 units; or x itself where `factor` is None;
+        bias: what is added to score * factor, log2 units; or x itself where `factor` is None;
             None for nothing.
         slope: factor of kv - origin, log2 units, known per head; None for 0.
         row: what is left out of x, natural units, as an expression of q and of kv = origin; None
@@ -46,7 +46,7 @@ class ScoreForm:
     """
 
     factor: Node | None
-    rest: Node | None
+    bias: Node | None
     slope: Node | None
     row: Node | None
     ceiling: float | None
@@ -55,7 +55,7 @@ class ScoreForm:
     @property
     def plain(self) -> bool:
         """Whether x is the score times a positive constant times the scale."""
-        return self.rest is None and self.slope is None and _positive(self.factor)
+        return self.bias is None and self.slope is None and _positive(self.factor)
 
     @property
     def additive(self) -> bool:
@@ -63,19 +63,19 @@ class ScoreForm:
         return self.factor is build("mul", SCALE, const(LOG2E))
 
 
-def score_form(root: Node | None, *, apart: bool = False) -> ScoreForm:
+def score_form(root: Node | None, *, separate_distance: bool = False) -> ScoreForm:
     """The form of a score_mod; None stands for the score itself.
 
     Args:
         root: the score_mod.
-        apart: whether terms slope * (kv - q) are `distance`.
+        separate_distance: whether terms slope * (kv - q) are `distance`.
     """
     root = SCORE if root is None else root
     cores: list[Node] = []
     rows: list[Node] = []
     slopes: list[Node] = []
     distances: list[Node] = []
-    rest: list[Node] = []
+    biases: list[Node] = []
     for term in _terms(root, 1):
         names = ir.reads(term)
         slope = None if "score" in names else kv_slope(term)
@@ -83,26 +83,26 @@ def score_form(root: Node | None, *, apart: bool = False) -> ScoreForm:
             cores.append(term)
         elif names <= _ROW:
             rows.append(term)
-        elif slope is not None and apart and _vanishes(term):
+        elif slope is not None and separate_distance and _vanishes(term):
             distances.append(slope)
         elif slope is not None:
             slopes.append(slope)
             rows.append(term)
         else:
-            rest.append(term)
+            biases.append(term)
     core = _sum(cores) or const(0.0)
     split = linear(core)
     log2e = const(LOG2E)
     if split is not None:
         factor: Node | None = build("mul", SCALE, _scaled(split.factor, log2e))
         if split.bias is not const(0.0):
-            rest.append(split.bias)
-        total = _sum(rest)
+            biases.append(split.bias)
+        total = _sum(biases)
         ceiling = None
     else:
         factor = None
-        total = _sum([unscaled(core), *rest])
-        reach = None if rest or slopes or distances else _reach(core)
+        total = _sum([unscaled(core), *biases])
+        reach = None if biases or slopes or distances else _reach(core)
         ceiling = None if reach is None else max(map(abs, reach)) * LOG2E
     return ScoreForm(
         factor,
@@ -145,7 +145,7 @@ def _sum(terms: list[Node]) -> Node | None:
 
 
 def _scaled(n: Node, by: Node) -> Node:
-    """n * by, with a constant factor of n joined to `by`, and sums taken apart."""
+    """n * by, with a constant factor of n joined to `by`, and sums expanded."""
     if n.op == "const":
         return const(float(str(n.attr)) * float(str(by.attr)))
     if n.op == "mul":

@@ -52,26 +52,26 @@ class Stages:
         self.roots = tuple(roots)
         self._wrap = wrap
         self._fast = fast
-        self._known = hoisted(self.roots)
+        self._nodes = hoisted(self.roots)
 
-    def known(self, level: Level) -> tuple[Node, ...]:
+    def nodes_at(self, level: Level) -> tuple[Node, ...]:
         """The sub-expressions that are emitted at a level."""
-        return self._known[level]
+        return self._nodes[level]
 
     def head(self, site: Any, tensors: Sequence[Any]) -> Values:
         """Values of a tile."""
         env = {"b": site.b, "h": site.h, "scale": site.scale}
-        return tuple(self._emit(self._known[Level.HEAD], env, tensors, {}))
+        return tuple(self._emit(self._nodes[Level.HEAD], env, tensors, {}))
 
     def row(self, site: Any, tensors: Sequence[Any], head: Values, q: Any) -> Values:
         """Values of a row."""
         env = {"b": site.b, "h": site.h, "scale": site.scale, "q": q}
-        return tuple(self._emit(self._known[Level.ROW], env, tensors, self._memo(head)))
+        return tuple(self._emit(self._nodes[Level.ROW], env, tensors, self._memo(head)))
 
     def column(self, site: Any, tensors: Sequence[Any], head: Values, kv: Any) -> Values:
         """Values of a column."""
         env = {"b": site.b, "h": site.h, "scale": site.scale, "kv": kv}
-        return tuple(self._emit(self._known[Level.COLUMN], env, tensors, self._memo(head)))
+        return tuple(self._emit(self._nodes[Level.COLUMN], env, tensors, self._memo(head)))
 
     def relatives(
         self, site: Any, tensors: Sequence[Any], head: Values, elements: Sequence[Element]
@@ -81,7 +81,7 @@ class Stages:
         They are emitted for the first element of each step, whose positions must be the true ones
         if those of any element of that step are.
         """
-        nodes = self._known[Level.RELATIVE]
+        nodes = self._nodes[Level.RELATIVE]
         found: dict[Key, Values] = {}
         for e in elements if nodes else ():
             if e.step is not None and e.step not in found:
@@ -101,10 +101,10 @@ class Stages:
         values = []
         for e in elements:
             memo = self._memo(head)
-            memo.update(zip(self._known[Level.ROW], e.row, strict=True))
-            memo.update(zip(self._known[Level.COLUMN], e.column, strict=True))
+            memo.update(zip(self._nodes[Level.ROW], e.row, strict=True))
+            memo.update(zip(self._nodes[Level.COLUMN], e.column, strict=True))
             if e.step in relatives:
-                memo.update(zip(self._known[Level.RELATIVE], relatives[e.step], strict=True))
+                memo.update(zip(self._nodes[Level.RELATIVE], relatives[e.step], strict=True))
             env = self._positions(site, e)
             if e.score is not None:
                 env["score"] = e.score
@@ -117,7 +117,7 @@ class Stages:
         return {"b": site.b, "h": site.h, "scale": site.scale, "q": e.q, "kv": e.kv}
 
     def _memo(self, head: Values) -> dict[Node, Any]:
-        return dict(zip(self._known[Level.HEAD], head, strict=True))
+        return dict(zip(self._nodes[Level.HEAD], head, strict=True))
 
     def _emit(
         self, roots: Sequence[Node], env: dict[str, Any], tensors: Sequence[Any], memo: Any

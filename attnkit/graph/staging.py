@@ -1,4 +1,4 @@
-"""Classify values by the level at which they are known: the reason why a mod is nearly free.
+"""Classify values by the level at which they are known, so that each is computed once per level.
 
 Each node gets the smallest level at which it is known. A template computes head values once per
 head, row values once per query tile, column values once per kv tile, relative values once per
@@ -18,9 +18,10 @@ from attnkit.graph.simplify import build
 
 
 class Level(StrEnum):
-    """What a value depends on, from the least to the most.
+    """What a value depends on, from nothing to everything.
 
-    A string, because templates compare the levels that hooks name and do not import the graph.
+    A string enum, because templates compare the levels that hooks report, without importing the
+    graph.
     """
 
     CONSTANT = "constant"  # known when the kernel is compiled
@@ -36,7 +37,7 @@ _READS = {Level.HEAD: _HEAD, Level.ROW: _HEAD | {"q"}, Level.COLUMN: _HEAD | {"k
 
 
 def level_of(n: Node) -> Level:
-    """The smallest level at which an expression is known."""
+    """Return the smallest level at which an expression is known."""
     if n.op == "const":
         return Level.CONSTANT
     names = ir.reads(n)
@@ -47,7 +48,7 @@ def level_of(n: Node) -> Level:
 
 
 def hoisted(roots: Sequence[Node]) -> dict[Level, tuple[Node, ...]]:
-    """The values that a kernel computes once for several elements, by level.
+    """Return the values that a kernel computes once for several elements, by level.
 
     These are the maximal sub-expressions below the element level that a value of another level
     uses, and the roots below it; arguments and constants are left out.
@@ -68,7 +69,7 @@ def hoisted(roots: Sequence[Node]) -> dict[Level, tuple[Node, ...]]:
 
 
 def index_level(load: Node) -> Level:
-    """The smallest level, of those of a kernel, at which all indices of a load are known."""
+    """Return the smallest level at which all indices of a load are known."""
     levels = {level_of(n) for n in load.args} - {Level.CONSTANT, Level.HEAD}
     if not levels:
         return Level.HEAD
@@ -76,23 +77,23 @@ def index_level(load: Node) -> Level:
 
 
 def is_relative(n: Node) -> bool:
-    """Whether an expression sees q and kv through their difference only, and no score."""
-    seen: dict[Node, bool] = {}
+    """Return whether an expression depends on q and kv through q - kv only, and not on the score."""
+    relative: dict[Node, bool] = {}
     for part in ir.topo(n):
-        own = _coefficients(part) if part.type == I32 else None
-        if own is None and part.op in ("lt", "le", "eq") and part.args[0].type == I32:
-            own = _coefficients(ir.node("sub", *part.args))
-        if own is not None and (own[0] or own[1]):
-            seen[part] = own[0] == -own[1]
+        factors = _coefficients(part) if part.type == I32 else None
+        if factors is None and part.op in ("lt", "le", "eq") and part.args[0].type == I32:
+            factors = _coefficients(ir.node("sub", *part.args))
+        if factors is not None and (factors[0] or factors[1]):
+            relative[part] = factors[0] == -factors[1]
         elif part.op == "arg":
-            seen[part] = part.attr not in ("q", "kv", "score", "grad")
+            relative[part] = part.attr not in ("q", "kv", "score", "grad")
         else:
-            seen[part] = all(seen[a] for a in part.args)
-    return seen[n]
+            relative[part] = all(relative[a] for a in part.args)
+    return relative[n]
 
 
 def _coefficients(n: Node) -> tuple[int, int] | None:
-    """Factors of q and of kv in an integer sum that sees them in no other way."""
+    """Return the factors of q and kv in an integer sum; None if it uses them in another way."""
     if n.op == "arg" and n.attr in ("q", "kv"):
         return (1, 0) if n.attr == "q" else (0, 1)
     names = ir.reads(n)
@@ -117,7 +118,7 @@ class Staging:
     Attributes:
         root: the expression.
         levels: level of every node below the root.
-        hoisted: what a template computes ahead of the elements, see `hoisted`.
+        hoisted: values that a template computes before the elements, see `hoisted`.
     """
 
     root: Node
@@ -125,12 +126,12 @@ class Staging:
     hoisted: dict[Level, tuple[Node, ...]]
 
     def operations(self, level: Level) -> int:
-        """How many operations (leaves not counted) run at a level."""
+        """Count the operations (without leaves) that run at a level."""
         leaves = ("arg", "const")
         return sum(lv is level and n.op not in leaves for n, lv in self.levels.items())
 
     def table(self, names: tuple[str, ...] = ()) -> str:
-        """The staging table that `explain` prints."""
+        """Format the staging table that `explain` prints."""
         lines = []
         shown = self.hoisted | {self.levels[self.root]: (self.root,)}
         for level in list(Level)[1:]:

@@ -31,7 +31,7 @@ from attnkit.runtime.prepare import prepare
 from attnkit.runtime.variant import Variant
 from attnkit.schedule.plan import Plan
 from attnkit.schedule.targets import Target, missing_arch, of_arch
-from attnkit.schedule.work_list import fitted
+from attnkit.schedule.work_list import retile
 from attnkit.sparsity.block_mask import BlockMask, create_block_mask
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.sparsity.intervals.normal_form import find_intervals
@@ -248,7 +248,7 @@ class Explanation:
         sizes["sms"] = max(1, self.sms // clocks.sms)
         runs = self._tiles
         if not backward:
-            return forecast_forward(fitted(runs, clocks.block), **sizes, cost=clocks.cost)
+            return forecast_forward(retile(runs, clocks.block), **sizes, cost=clocks.cost)
         variant, _ = self._subject
         mask = noop_mask if self.mask is None else variant.mask
         if not isinstance(mask, BlockMask):

@@ -1,4 +1,4 @@
-"""The public operator, with the signature and meaning of PyTorch's flex_attention."""
+"""Define the public operator, with the signature and meaning of PyTorch's flex_attention."""
 
 from __future__ import annotations
 
@@ -31,17 +31,18 @@ def flex_attention(
     backend: str = "auto",
     deterministic: bool = False,
 ) -> Any:
-    """Attention with a custom score and mask: softmax(score_mod(q k^T * scale) where kept) v.
+    """Compute attention with a custom score and mask: softmax(score_mod(q k^T * scale)) v.
 
-    Exact against dense attention to the rounding of the dtype; differentiable in query, key,
-    value, the LSE and the float tensors that score_mod captures. Tiles that the mask empties are
-    not computed. A row that keeps nothing gives 0, LSE -inf and gradient 0. Captured tensors may be
-    edited in place by torch; of edits through `t.data[...]` or a numpy view, tiles know nothing.
+    The softmax runs over the scores that the mask keeps. The result equals that of dense attention
+    to the rounding of the dtype. It is differentiable in query, key, value, the LSE and the float
+    tensors that score_mod captures. Empty tiles are not computed. A fully masked row gives output 0,
+    LSE -inf and zero gradients. Captured tensors may be edited in place by torch; edits through
+    `t.data[...]` or a numpy view go unnoticed, and tiles may be stale after them.
 
-    Under torch.autocast query, key and value are cast to its dtype (float64 is not), and nothing
-    inside is. In torch.compile a call is one operator, which finds the tiles when it runs; there
-    backend="eager" is refused. Tensors without data, on the meta device or in a FakeTensorMode,
-    give results without data.
+    Under torch.autocast query, key and value are cast to its dtype (float64 is not); operations
+    inside are not autocast. In torch.compile a call is one operator, which classifies tiles when it
+    runs; there backend="eager" is refused. Tensors without data, on the meta device or in a
+    FakeTensorMode, give results without data.
 
     Args:
         query: [B, Hq, Sq, D] float16, bfloat16, float32 or float64, any strides.
@@ -59,10 +60,10 @@ def flex_attention(
             options of FlexAttention are accepted and change nothing.
         return_aux: which auxiliary outputs to return, instead of return_lse.
         backend: "auto" (the GPU kernel where there is one for this call, else "cpu"), "cpu" (torch
-            operators over the kept tiles, any device), "eager" (dense oracle), "cute" (insists on
-            the GPU kernel: Hopper or Blackwell, float16 or bfloat16), "emulate" (the Hopper kernel
-            executed on the CPU, for tiny sizes), "emulate:sm_100a" (the Blackwell kernel so).
-            Where a kernel has no backward, that is done by torch operators.
+            operators over the tiles that the mask keeps, any device), "eager" (dense oracle),
+            "cute" (the GPU kernel or an error: Hopper or Blackwell, float16 or bfloat16), "emulate"
+            (the Hopper kernel executed on the CPU, for tiny sizes), "emulate:sm_100a" (the same for
+            the Blackwell kernel). Where a kernel has no backward, torch operators compute it.
         deterministic: same inputs give the same bits, in the backward too; so does
             torch.use_deterministic_algorithms. The cpu and eager backends always do on a CPU.
 
@@ -110,9 +111,9 @@ def flex_attention(
         deterministic,
     )
     if compiling:
-        return symbolic.compiled(call)
+        return symbolic.run_compiled(call)
     if symbolic.has_no_data(query):
-        return symbolic.shaped(call)
+        return symbolic.run_without_data(call)
     known = reuse.key_of(call)
     prepared = reuse.lookup(known)
     if known is None or prepared is None:
@@ -124,7 +125,7 @@ def flex_attention(
 
 
 def _first_call(call: AttentionCall) -> Any:
-    """Slow path: prepare, run, and cache what was prepared if the call has a key."""
+    """Prepare a call, run it, and cache the prepared call if it has a key (slow path)."""
     preparation = prepare(call)
     prepared, captured = preparation.call, preparation.bound.captured
     result = torch_ops.run(prepared, call.inputs(captured))

@@ -30,12 +30,12 @@ caches.register(_flex_runs.clear)
 
 @dataclass(frozen=True)
 class TracedVariant:
-    """The graphs of a score_mod and a mask.
+    """Graphs of a score_mod and a mask.
 
     Attributes:
         score, mask: the graphs, None where there is no function.
-        block_mask: what the mask was given as: a `BlockMask` (PyTorch's too) has lengths and block
-            lists of its own.
+        block_mask: the mask as the caller passed it. A `BlockMask` (PyTorch's too) also has lengths
+            and block lists.
     """
 
     score: Traced | None
@@ -44,7 +44,7 @@ class TracedVariant:
 
     @property
     def block_lists(self) -> tuple[int, int] | None:
-        """Tile sizes of PyTorch's block lists, which overrule the mask; None where there are none."""
+        """Tile sizes of PyTorch's block lists, which override the mask; None without lists."""
         if not is_flex(self.block_mask):
             return None
         rows, columns = self.block_mask.BLOCK_SIZE
@@ -53,14 +53,15 @@ class TracedVariant:
 
 @dataclass(frozen=True)
 class Bound:
-    """A variant traced, proven and classified for one call.
+    """A variant that is bound to the shapes of one call: traced, proven and classified.
 
     Attributes:
-        score: the traced score_mod, None where it leaves the score as it is.
-        mask: the traced mask_mod, None where it keeps everything.
+        score: the traced score_mod, None if it does not change the score.
+        mask: the traced mask_mod, None if it keeps everything.
         runs: tiles to visit, None for all.
-        listed: the runs say more than the mask_mod (PyTorch's BlockMask with its own block lists).
-        program: the graphs for the operators.
+        listed: whether the runs come from block lists of PyTorch's BlockMask, which override the
+            mask_mod.
+        program: the graphs, as operators take them.
     """
 
     score: Traced | None
@@ -71,12 +72,12 @@ class Bound:
 
     @property
     def captured(self) -> Captured:
-        """The tensors that the graphs read."""
+        """Tensors that the graphs read."""
         return Captured(*(() if t is None else t.tensors for t in (self.score, self.mask)))
 
 
 def check_functions(score_mod: Any, mask: Any) -> None:
-    """Check what is given as score_mod and mask.
+    """Check the types of a score_mod and a mask.
 
     Raises:
         ArgumentError: one of them is neither a function nor a mask.
@@ -118,13 +119,13 @@ def prove(variant: TracedVariant, query: Tensor, key: Tensor) -> frozenset[Node]
     """Prove that the graphs are legal for these tensors: devices, lengths, indices, rounding.
 
     Returns:
-        The loads whose index could not be proven; they are checked when they run, and no GPU
-        kernel takes them.
+        The loads whose index could not be proven. Torch operators check them at run time; GPU
+        kernels do not take such graphs.
 
     Raises:
         BoundsError, ShapeError, DTypeError, DeviceError: as documented for `flex_attention`.
     """
-    score, mask, given = variant.score, variant.mask, variant.block_mask
+    score, mask, block_mask = variant.score, variant.mask, variant.block_mask
     for what, t in (("score_mod", score), ("mask_mod", mask)):
         if t is not None:
             check_captured(what, t.names, t.tensors, query.device)
@@ -135,26 +136,26 @@ def prove(variant: TracedVariant, query: Tensor, key: Tensor) -> frozenset[Node]
         unproven |= check_lengths(score, q_len, kv_len, batch, heads)
     if mask is None:
         return unproven
-    check_built_for(getattr(given, "mask_mod", given), q_len, kv_len)
-    if is_flex(given) or isinstance(given, BlockMask):
-        _check_block_mask(given, query, key)
-        if isinstance(given, BlockMask):
-            batch, heads = given.shape[:2]
+    check_built_for(getattr(block_mask, "mask_mod", block_mask), q_len, kv_len)
+    if is_flex(block_mask) or isinstance(block_mask, BlockMask):
+        _check_block_mask(block_mask, query, key)
+        if isinstance(block_mask, BlockMask):
+            batch, heads = block_mask.shape[:2]
     return unproven | check_lengths(mask, q_len, kv_len, batch, heads)
 
 
-def _check_block_mask(given: Any, query: Tensor, key: Tensor) -> None:
-    """Check that a BlockMask was made for the shapes and the device of a call."""
-    check_mask_shape(given.shape[0], given.shape[1], given.seq_lengths, query, key)
-    if isinstance(given, BlockMask):
-        if given.device != query.device:
+def _check_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> None:
+    """Check that a BlockMask was built for the shapes and the device of a call."""
+    check_mask_shape(block_mask.shape[0], block_mask.shape[1], block_mask.seq_lengths, query, key)
+    if isinstance(block_mask, BlockMask):
+        if block_mask.device != query.device:
             raise DeviceError(
-                f"block_mask was built for {given.device}, query is on {query.device}; build "
+                f"block_mask was built for {block_mask.device}, query is on {query.device}; build "
                 f"it with device={str(query.device)!r}"
             )
-    elif given.kv_num_blocks.device != query.device:
+    elif block_mask.kv_num_blocks.device != query.device:
         raise DeviceError(
-            f"block_mask is on {given.kv_num_blocks.device}, query is on {query.device}; "
+            f"block_mask is on {block_mask.kv_num_blocks.device}, query is on {query.device}; "
             f"move it with block_mask.to({str(query.device)!r})"
         )
 
@@ -197,14 +198,14 @@ def classify(
 def _runs(
     variant: TracedVariant, mask: Traced, query: Tensor, key: Tensor, block: tuple[int, int]
 ) -> tuple[BlockRuns, bool]:
-    """The tiles, and whether they are block lists that say more than the mask."""
-    given = variant.block_mask
-    if is_flex(given):
-        lists, rest = flex_lists(given)
-        return _flex_runs.get(rest, lists, lambda: from_flex(given)), True
+    """Return the tiles to visit, and whether they come from block lists that override the mask."""
+    block_mask = variant.block_mask
+    if is_flex(block_mask):
+        lists, settings = flex_lists(block_mask)
+        return _flex_runs.get(settings, lists, lambda: from_flex(block_mask)), True
     batch, heads, q_len, kv_len = *query.shape[:3], key.shape[2]
-    if isinstance(given, BlockMask):
-        batch, heads, q_len, kv_len = given.shape
+    if isinstance(block_mask, BlockMask):
+        batch, heads, q_len, kv_len = block_mask.shape
     runs, _ = mask_runs(
         mask,
         q_len=q_len,
@@ -219,7 +220,7 @@ def _runs(
 
 
 def flex_lists(mask: Any) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-    """What PyTorch's BlockMask says besides its mask_mod: tensors, and all else."""
+    """Return the block lists of PyTorch's BlockMask, and a hashable key of its other settings."""
     lists = mask.kv_num_blocks, mask.kv_indices
     full = mask.full_kv_num_blocks, mask.full_kv_indices
     has_full = full[0] is not None and full[1] is not None
@@ -227,6 +228,6 @@ def flex_lists(mask: Any) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
 
 
 def is_flex(mask: Any) -> bool:
-    """Whether this is PyTorch's BlockMask (whose module is not imported for the question)."""
+    """Return whether this is PyTorch's BlockMask, without importing the module of that class."""
     module = sys.modules.get("torch.nn.attention.flex_attention")
     return module is not None and isinstance(mask, module.BlockMask)

@@ -1,4 +1,4 @@
-"""The arguments of `flex_attention` as one frozen record, and what is checked of them."""
+"""Hold the arguments of `flex_attention` as one frozen record, and check them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from attnkit.util.arguments import (
 
 @dataclass(frozen=True)
 class CallSettings:
-    """The checked options of a call.
+    """Checked options of a call.
 
     Attributes:
         scale: factor on q k^T.
@@ -58,7 +58,7 @@ class AttentionCall:
     deterministic: bool = False
 
     def check(self) -> CallSettings:
-        """Check every argument but the functions, which are checked where they are traced.
+        """Check every argument except the functions, which `bind.trace` checks.
 
         Raises:
             ArgumentError, ShapeError, DTypeError, DeviceError, OptionError, UnsupportedError: by
@@ -73,11 +73,15 @@ class AttentionCall:
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether the backward forms its sums in a fixed order."""
+        """Whether the backward adds its sums in a fixed order."""
         return self.deterministic or torch.are_deterministic_algorithms_enabled()
 
     def inputs(self, captured: Captured) -> ForwardInputs:
-        """The tensors of the call; `scale` must have been checked."""
+        """Return the tensors and the scale of the call.
+
+        Raises:
+            OptionError: `scale` is not a finite number.
+        """
         scale = check_scale(self.scale, self.query.shape[-1])
         return ForwardInputs(self.query, self.key, self.value, captured, scale)
 
@@ -96,7 +100,7 @@ class AttentionCall:
 
 
 def under_autocast(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
-    """Cast query, key and value to the dtype of `torch.autocast`, as it casts for products."""
+    """Cast query, key and value to the dtype of `torch.autocast`, as it does for matmul."""
     kind = query.device.type if isinstance(query, Tensor) else ""
     if not kind or not torch.is_autocast_enabled(kind):
         return query, key, value

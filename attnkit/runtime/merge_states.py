@@ -1,4 +1,4 @@
-"""Exact merge of attention over two disjoint sets of keys."""
+"""Merge attention over two disjoint sets of keys, exactly."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from attnkit.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 def merge_states(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Join two partial attention results into the result over all their keys.
+    """Merge two partial attention results into the result over all their keys.
 
-    Softmax over a union is the mean of the two outputs weighted by exp(LSE): exact but for
-    rounding, in any order and any tree of merges. A part without keys (output 0, LSE -inf) leaves
-    the other exactly as it is; two of them give 0 and -inf, with zero gradients. Made of torch
-    operators, so differentiable in all four arguments.
+    Softmax over a union is the mean of the two outputs, weighted by exp(LSE). It is exact but for
+    rounding, in any order and any tree of merges. A part without keys (output 0, LSE -inf) does not
+    change the other; two of them give 0 and -inf, with zero gradients. The result is differentiable
+    in all four arguments.
 
     Args:
         out_a, out_b: [..., Dv] outputs, one shape and dtype.
@@ -29,23 +29,23 @@ def merge_states(
         arithmetic is done.
 
     Raises:
-        ArgumentError: one of them is no tensor.
+        ArgumentError: one of them is not a tensor.
         ShapeError, DTypeError, DeviceError: the four tensors do not fit together.
     """
     _check(out_a, lse_a, out_b, lse_b)
-    top = torch.maximum(lse_a, lse_b).detach()  # any common factor cancels, so no gradient
-    top = torch.where(top == -torch.inf, torch.zeros_like(top), top)
-    weight_a, weight_b = (lse_a - top).exp(), (lse_b - top).exp()
+    base = torch.maximum(lse_a, lse_b).detach()  # any common factor cancels, so no gradient
+    base = torch.where(base == -torch.inf, torch.zeros_like(base), base)
+    weight_a, weight_b = (lse_a - base).exp(), (lse_b - base).exp()
     total = weight_a + weight_b
-    kept = total != 0
-    safe = torch.where(kept, total, torch.ones_like(total))
-    parts = weight_a[..., None] * out_a.to(top.dtype) + weight_b[..., None] * out_b.to(top.dtype)
-    lse = torch.where(kept, top + safe.log(), -torch.inf)
-    return (parts / safe[..., None]).to(out_a.dtype), lse
+    has_keys = total != 0
+    safe = torch.where(has_keys, total, torch.ones_like(total))
+    out = weight_a[..., None] * out_a.to(base.dtype) + weight_b[..., None] * out_b.to(base.dtype)
+    lse = torch.where(has_keys, base + safe.log(), -torch.inf)
+    return (out / safe[..., None]).to(out_a.dtype), lse
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Call `merge_states`, which is the name to use; this one goes with version 0.2."""
+    """Call `merge_states`; this deprecated name goes with version 0.2."""
     warnings.warn(
         "attnkit.merge is now attnkit.merge_states; the old name goes with version 0.2",
         DeprecationWarning,

@@ -1,4 +1,4 @@
-"""From a call to what runs it: trace, prove, plan, classify, schedule, compile."""
+"""Prepare a call: trace, prove, plan, classify, schedule, compile."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from attnkit.util.torch_private import undisturbed
 
 @dataclass(frozen=True)
 class Preparation:
-    """What `prepare` makes of a call.
+    """The result of `prepare`.
 
     Attributes:
         plan: backend, template and tile sizes, with the reasons.
         bound: the graphs, the tiles and the captured tensors.
-        call: what runs it, and calls like it.
+        call: runs this call, and later ones of the same geometry.
     """
 
     plan: Plan
@@ -39,14 +39,14 @@ class Preparation:
 def prepare(
     call: AttentionCall, variant: TracedVariant | None = None, *, launchable: bool = True
 ) -> Preparation:
-    """Decide everything about a call before it runs: the whole way on one screen.
+    """Decide everything about a call before it runs.
 
-    The plan comes before the tiles are classified, because their sizes are the plan's.
+    The plan comes before the classification of tiles, because it chooses their sizes.
 
     Args:
         call: the arguments of `flex_attention`.
-        variant: its graphs, where the functions themselves are gone (in `torch.compile`).
-        launchable: also schedule and compile; without, nothing is made that only a launch needs.
+        variant: the graphs, if the functions are already traced (in `torch.compile`).
+        launchable: whether to also schedule the work and compile the kernels.
 
     Raises:
         As documented for `flex_attention`.
@@ -75,7 +75,7 @@ def prepare(
 def _plan(
     call: AttentionCall, settings: CallSettings, variant: TracedVariant, unproven: frozenset[Node]
 ) -> Plan:
-    """Choose template and tile sizes; torch operators where a kernel must not be taken."""
+    """Choose template and tile sizes; fall back to torch operators if a kernel must not be used."""
     query, backend = call.query, call.backend
     plan = plans.choose(
         backend,
@@ -88,13 +88,13 @@ def _plan(
     if not reason:
         return plan
     if backend != "auto":
-        raise plans.refused(backend, reason)
+        raise plans.no_kernel_error(backend, reason)
     cpu = plans.choose("cpu", device=query.device.type, block=settings.block, notes=settings.notes)
     return replace(cpu, reason=cpu.reason.replace("asked for", reason))
 
 
 def _plan_facts(call: AttentionCall, settings: CallSettings, variant: TracedVariant) -> plans.Call:
-    """What the choice of a plan depends on."""
+    """Collect what the choice of a plan depends on."""
     query = call.query
     return plans.Call(
         dtype=str(query.dtype).removeprefix("torch."),
@@ -110,7 +110,7 @@ def _plan_facts(call: AttentionCall, settings: CallSettings, variant: TracedVari
 
 
 def _capability(device: torch.device) -> tuple[int, int] | None:
-    """The compute capability of a CUDA device, None for any other."""
+    """Return the compute capability of a CUDA device, None for any other."""
     if device.type == "cuda" and torch.version.hip is None:
         return torch.cuda.get_device_capability(device)
     return None
@@ -119,7 +119,7 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 def _reason_against_kernel(
     plan: Plan, backend: str, unproven: frozenset[Node], device: torch.device
 ) -> str:
-    """Why a kernel that the plan has chosen must not be taken; empty if it may."""
+    """Return why the kernel that the plan has chosen must not be used; "" if it may be."""
     target = of_template(plan.template)
     if target is None:
         return ""
@@ -130,13 +130,13 @@ def _reason_against_kernel(
         )
     if backend != "auto":
         return ""
-    from attnkit.runtime import hardware_gate  # which imports the compiler's side
+    from attnkit.runtime import hardware_gate  # imports `jit`, which only GPU calls need
 
-    return hardware_gate.doubt(target, device)
+    return hardware_gate.reason_against(target, device)
 
 
 def _dense(bound: Bound) -> Attention:
-    """The dense oracle as a forward, differentiable by autograd itself."""
+    """Wrap the dense oracle as a forward; autograd differentiates it."""
 
     def attention(
         query: Tensor, key: Tensor, value: Tensor, captured: Captured, scale: float
@@ -153,7 +153,7 @@ def _dense(bound: Bound) -> Attention:
 
 
 def _allowed(bound: Bound, query: Tensor, key: Tensor) -> Tensor | None:
-    """The block lists of PyTorch's BlockMask expanded to single positions; None for no lists."""
+    """Expand the block lists of PyTorch's BlockMask to single positions; None without lists."""
     if not bound.listed or bound.runs is None:
         return None
     states = bound.runs.states()
@@ -162,5 +162,5 @@ def _allowed(bound: Bound, query: Tensor, key: Tensor) -> Tensor | None:
     states = states[:, :, : query.shape[2], : key.shape[2]]
     inside = torch.ones((), dtype=torch.bool, device=query.device)
     if bound.mask is not None:
-        inside = reference.kept(bound.mask, query, key)
+        inside = reference.dense_mask(bound.mask, query, key)  # what the mask_mod says
     return (states == FULL) | ((states == PARTIAL) & inside)

@@ -1,4 +1,4 @@
-"""What is decided once for all calls of one kind."""
+"""Define the prepared call: what is decided once for all calls with the same key."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from attnkit.splice import Attention, BackwardInputs, Captured, KernelCall
 
 # Out, LSE and the row maxima or None.
 ForwardResult: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
-# Relaunches a forward for query, key, value, captured tensors and scale; None where it cannot, and
-# then it has done nothing.
+# Relaunches a forward for query, key, value, captured tensors and scale. Returns None, without side
+# effects, if it cannot.
 Relaunch: TypeAlias = Callable[[Tensor, Tensor, Tensor, Captured, float], ForwardResult | None]
 # Relaunches a backward for query, key, value, out, gradient of out, LSE, captured tensors, and the
-# gradient of the LSE if there is one. Gives the gradients of query, key and value, and float32
-# gradients of the score's tensors where they are needed; None where it cannot.
+# gradient of the LSE if there is one. Returns the gradients of query, key and value, and float32
+# gradients of the score's tensors where they are needed; None, without side effects, if it cannot.
 BackwardRelaunch: TypeAlias = Callable[[Sequence[Tensor]], list[Tensor] | None]
 
 
 class BackwardCache(Protocol):
-    """The remembered backwards of a prepared call; `reuse.backward` has the one that is used."""
+    """Interface of the backwards that a prepared call can relaunch; see `reuse.backward`."""
 
     def try_fast_path(
         self,
@@ -32,7 +32,7 @@ class BackwardCache(Protocol):
         scale: float,
         needs_grad: list[bool],
     ) -> tuple[Tensor | None, ...] | None:
-        """Relaunch a remembered backward; None if none is like this one."""
+        """Relaunch an earlier backward of this kind; return None if there is none."""
 
     def remember(
         self,
@@ -40,18 +40,18 @@ class BackwardCache(Protocol):
         saved: Sequence[Tensor],
         find_relaunch: Callable[[], BackwardRelaunch | None],
     ) -> None:
-        """Remember a backward that has run."""
+        """Store how to relaunch a backward that has run."""
 
 
 @dataclass(eq=False)
 class PreparedCall:
-    """A call that is ready to run, for tensors of one geometry.
+    """A call that is ready to run, for tensors with given shapes, strides, dtypes and devices.
 
     Attributes:
         kernel_call: which template computes which graphs on which tiles.
-        backward: relaunches of its backward.
-        attention: the template's forward; None until it is prepared for tensors of this geometry.
-        is_dense: whether `attention` is the dense oracle, which autograd records by itself.
+        backward: fast path of its backward.
+        attention: the template's forward; None until it is prepared.
+        is_dense: whether `attention` is the dense oracle, which autograd differentiates directly.
     """
 
     kernel_call: KernelCall

@@ -1,7 +1,7 @@
-"""The oracle: dense attention, one line of mathematics after the other.
+"""Compute dense attention, as the oracle that every other backend is compared with.
 
-Every score is held, so memory is O(Sq * Skv); autograd gives the backward. It shares the graph
-evaluator with the rest, and nothing of tiles, plans or sparsity.
+It materializes all scores, so memory is O(Sq * Skv). The backward is autograd's. It shares the graph
+evaluator with the other backends, and nothing of tiles, plans or sparsity.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from attnkit.graph import ir
 from attnkit.graph.eval_torch import evaluate
 from attnkit.tracing.tracer import Traced
 
-Dense: TypeAlias = tuple[Tensor, Tensor, Tensor]
+DenseResult: TypeAlias = tuple[Tensor, Tensor, Tensor]  # out, LSE, row maxima
 
 
 def attention(
@@ -29,8 +29,8 @@ def attention(
     *,
     scale: float | None = None,
     allowed: Tensor | None = None,
-) -> Dense:
-    """Dense attention with a score_mod and a mask_mod.
+) -> DenseResult:
+    """Compute dense attention with a score_mod and a mask_mod.
 
     Args:
         query: [B, Hq, Sq, D]; any float dtype. float64 computes in float64, the rest in float32.
@@ -43,50 +43,51 @@ def attention(
 
     Returns:
         out [B, Hq, Sq, Dv] in the query's dtype; LSE and row maxima [B, Hq, Sq] in the compute
-        dtype, natural logarithm. A row that keeps nothing gives 0, -inf and -inf, and gradients 0.
+        dtype, natural logarithm. A fully masked row gives 0, -inf and -inf, and zero gradients.
     """
-    work = torch.float64 if query.dtype == torch.float64 else torch.float32
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     heads = query.shape[1]
     key, value = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (key, value))
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    scores = (query @ key.transpose(-2, -1)).to(work) * scale
+    scores = (query @ key.transpose(-2, -1)).to(dtype) * scale
     env = positions((*query.shape[:3], key.shape[2]), query.device)
     if score is not None:
         env["score"] = scores
         (scores,) = evaluate(
-            [score.root], env, score.tensors, work, checked=_all_loads(score), names=score.names
+            [score.root], env, score.tensors, dtype, checked=_all_loads(score), names=score.names
         )
     if mask is not None:
-        (kept,) = evaluate(
-            [mask.root], env, mask.tensors, work, checked=_all_loads(mask), names=mask.names
+        (keep,) = evaluate(
+            [mask.root], env, mask.tensors, dtype, checked=_all_loads(mask), names=mask.names
         )
-        scores = torch.where(kept, scores, -math.inf)
+        scores = torch.where(keep, scores, -math.inf)
     if allowed is not None:
         scores = torch.where(allowed, scores, -math.inf)
     shape = (*query.shape[:3], key.shape[-2])
     return _softmax_times(scores.expand(shape), value, query.dtype)
 
 
-def kept(mask: Traced, query: Tensor, key: Tensor) -> Tensor:
-    """The dense mask, bool, broadcastable to [B, Hq, Sq, Skv]."""
+def dense_mask(mask: Traced, query: Tensor, key: Tensor) -> Tensor:
+    """Evaluate a mask at every position: bool, broadcastable to [B, Hq, Sq, Skv]."""
     env = positions((*query.shape[:3], key.shape[2]), query.device)
     return evaluate([mask.root], env, mask.tensors, checked=_all_loads(mask), names=mask.names)[0]
 
 
-def _softmax_times(scores: Tensor, value: Tensor, dtype: torch.dtype) -> Dense:
-    top = scores.detach().amax(dim=-1, keepdim=True)
-    base = torch.where(top == -math.inf, 0.0, top)
+def _softmax_times(scores: Tensor, value: Tensor, dtype: torch.dtype) -> DenseResult:
+    """Compute softmax(scores) @ value, with 0 for fully masked rows."""
+    row_max = scores.detach().amax(dim=-1, keepdim=True)
+    base = torch.where(row_max == -math.inf, 0.0, row_max)
     weights = torch.exp(scores - base)
-    total = weights.sum(dim=-1, keepdim=True)
-    dead = total == 0
-    safe = torch.where(dead, 1.0, total)
+    row_sum = weights.sum(dim=-1, keepdim=True)
+    masked = row_sum == 0
+    safe = torch.where(masked, 1.0, row_sum)
     out = (weights / safe).to(dtype) @ value
-    lse = torch.where(dead, -math.inf, base + torch.log(safe))
-    return out, lse.squeeze(-1), top.squeeze(-1)
+    lse = torch.where(masked, -math.inf, base + torch.log(safe))
+    return out, lse.squeeze(-1), row_max.squeeze(-1)
 
 
 def positions(shape: Sequence[int], device: torch.device) -> dict[str, Tensor]:
-    """Index arguments b, h, q, kv as int32 tensors that broadcast to [B, H, Sq, Skv]."""
+    """Build the index arguments b, h, q, kv: int32 tensors that broadcast to [B, H, Sq, Skv]."""
     return {
         name: torch.arange(n, dtype=torch.int32, device=device).view(
             [n if axis == at else 1 for axis in range(4)]
@@ -96,4 +97,5 @@ def positions(shape: Sequence[int], device: torch.device) -> dict[str, Tensor]:
 
 
 def _all_loads(traced: Traced) -> frozenset[ir.Node]:
+    """Collect all loads of a graph: the oracle checks every index, also those proven legal."""
     return frozenset(n for n in ir.topo(traced.root) if n.op == "load")

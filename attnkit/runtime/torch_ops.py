@@ -1,9 +1,9 @@
 """Run a prepared call: as torch operators, or directly, with autograd either way.
 
 `torch.ops.attnkit.forward` and `.backward` take graphs as canonical text, block runs as a list of
-index tensors with their sizes, and captured tensors as tensor lists: they hold no state, and their
-schema does not depend on the variant. Where nothing in torch would see a call of an operator (no
-mode, transform or subclass), the call runs directly, which costs a tenth of the host time.
+index tensors with their sizes, and captured tensors as tensor lists. So they hold no state, and their
+schema does not depend on the variant. If nothing in torch intercepts operators (no mode, transform or
+subclass), the call runs directly, which takes a tenth of the host time.
 """
 
 from __future__ import annotations
@@ -42,19 +42,20 @@ FORWARD = (
 BACKWARD = (
     "(Tensor grad_out, Tensor grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
     "Tensor lse, Tensor[] score_tensors, Tensor[] mask_tensors, Tensor[] runs, int[] layout, "
-    "str program, str template, float scale, bool[] wanted) "
+    "str program, str template, float scale, bool[] needs_grad) "
     "-> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor[] dcaptured)"
 )
 
 torch.library.define("attnkit::forward", FORWARD)
 torch.library.define("attnkit::backward", BACKWARD)
 
-# Runs that `unpack` has seen, by their first tensor: what is cached per BlockRuns is found again.
-_whole: weakref.WeakValueDictionary[int, BlockRuns] = weakref.WeakValueDictionary()
+# Block runs by the id of their first tensor, so that `pack` returns the object that `unpack` got:
+# kernels cache tables per BlockRuns object.
+_runs_by_tensor: weakref.WeakValueDictionary[int, BlockRuns] = weakref.WeakValueDictionary()
 
 
 def unpack(runs: BlockRuns | None) -> tuple[list[Tensor], list[int]]:
-    """Take block runs apart into what an operator can carry."""
+    """Convert block runs to tensors and ints, which an operator can take; `pack` inverts this."""
     if runs is None:
         return [], []
     tensors = [
@@ -62,17 +63,17 @@ def unpack(runs: BlockRuns | None) -> tuple[list[Tensor], list[int]]:
         for part in (runs.full, runs.partial, runs.full_t, runs.partial_t)
         for t in (part.row_ptr, part.start, part.length)
     ]
-    _whole[id(tensors[0])] = runs
+    _runs_by_tensor[id(tensors[0])] = runs
     return tensors, [runs.q_len, runs.kv_len, *runs.block, runs.batch, runs.heads]
 
 
 def pack(tensors: Sequence[Tensor], layout: Sequence[int]) -> BlockRuns | None:
-    """Put block runs together again; the same object where it still lives."""
+    """Convert the results of `unpack` back; return the same object if it still exists."""
     if not tensors:
         return None
-    known = _whole.get(id(tensors[0]))
-    if known is not None and known.full.row_ptr is tensors[0]:
-        return known
+    original = _runs_by_tensor.get(id(tensors[0]))
+    if original is not None and original.full.row_ptr is tensors[0]:
+        return original
     parts = [Runs(*tensors[i : i + 3]) for i in range(0, 12, 3)]
     q_len, kv_len, block_q, block_kv, batch, heads = layout
     return BlockRuns(q_len, kv_len, (block_q, block_kv), batch, heads, *parts)
@@ -115,7 +116,7 @@ def _backward(
     program: str,
     template: str,
     scale: float,
-    wanted: Sequence[bool],
+    needs_grad: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     return gradients(
         KernelCall(template, Program.parse(program), pack(runs, layout)),
@@ -128,7 +129,7 @@ def _backward(
             grad_out=grad_out,
             grad_lse=grad_lse if grad_lse.numel() else None,
             captured=Captured(score_tensors, mask_tensors),
-            needs_grad=wanted,
+            needs_grad=needs_grad,
             scale=scale,
         ),
     )
@@ -137,13 +138,16 @@ def _backward(
 def gradients(
     call: KernelCall, inputs: BackwardInputs
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """The gradients of query, key, value and the score's tensors, empty where not needed."""
+    """Run a backward: gradients of query, key, value and the score's tensors.
+
+    An operator cannot return None, so a gradient that is not needed is an empty tensor.
+    """
     gradients, captured = run_backward(call, inputs)
-    shaped = [
+    cast = [
         inputs.query.new_empty(0) if g is None else g.to(t.dtype)
         for g, t in zip(captured, inputs.captured.scores, strict=True)
     ]
-    return *gradients, shaped
+    return *gradients, cast
 
 
 @torch.library.register_fake("attnkit::forward")  # type: ignore[untyped-decorator]
@@ -163,10 +167,10 @@ def _forward_fake(
 def _backward_fake(
     grad_out: Tensor, grad_lse: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    score_tensors, wanted = rest[2], rest[-1]
+    score_tensors, needs_grad = rest[2], rest[-1]
     captured = [
         torch.empty_like(t) if need else query.new_empty(0)
-        for t, need in zip(score_tensors, wanted, strict=True)
+        for t, need in zip(score_tensors, needs_grad, strict=True)
     ]
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), captured
 
@@ -179,8 +183,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.mark_non_differentiable(top)
     ctx.save_for_backward(query, key, value, out, lse, *score_tensors, *mask_tensors, *runs)
     ctx.counts = len(score_tensors), len(mask_tensors)
-    ctx.rest = list(layout), program, template, scale
-    ctx.wanted = [t.requires_grad for t in score_tensors]
+    ctx.options = list(layout), program, template, scale
+    ctx.needs_grad = [t.requires_grad for t in score_tensors]
     ctx.set_materialize_grads(False)
 
 
@@ -190,19 +194,29 @@ def _gradient(
     query, key, value, out, lse, *lists = ctx.saved_tensors
     scores, masks = ctx.counts
     score_tensors, mask_tensors = lists[:scores], lists[scores : scores + masks]
-    layout, program, template, scale = ctx.rest
+    layout, program, template, scale = ctx.options
     dquery, dkey, dvalue, captured = torch.ops.attnkit.backward(
         torch.zeros_like(out) if grad_out is None else grad_out,
         lse.new_empty(0) if grad_lse is None else grad_lse,
-        *(query, key, value, out, lse),
-        *(score_tensors, mask_tensors, lists[scores + masks :]),
-        *(layout, program, template, scale, ctx.wanted),
+        query,
+        key,
+        value,
+        out,
+        lse,
+        score_tensors,
+        mask_tensors,
+        lists[scores + masks :],
+        layout,
+        program,
+        template,
+        scale,
+        ctx.needs_grad,
     )
-    own = [g if need else None for g, need in zip(captured, ctx.wanted, strict=True)]
+    dcaptured = [g if need else None for g, need in zip(captured, ctx.needs_grad, strict=True)]
     none = [None] * masks, [None] * (len(lists) - scores - masks)
     # torch wants a list of as many gradients for a list of tensors, and an empty list for any
-    sizes: list[None] | None = None if layout else []
-    return dquery, dkey, dvalue, own, *none, sizes, None, None, None, None
+    dlayout: list[None] | None = None if layout else []
+    return dquery, dkey, dvalue, dcaptured, *none, dlayout, None, None, None, None
 
 
 torch.library.register_autograd("attnkit::forward", _gradient, setup_context=_save)
@@ -289,7 +303,7 @@ class _Attention(torch.autograd.Function):
 def _backward_of(
     prepared: PreparedCall, inputs: BackwardInputs, saved: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of query, key, value and the score's tensors; remembers how to relaunch them."""
+    """Run a backward and store its relaunch: gradients of query, key, value, the score's tensors."""
     call, needs_grad = prepared.kernel_call, list(inputs.needs_grad)
     grad_lse = inputs.grad_lse
     tensors = [inputs.grad_out, *saved, *([] if grad_lse is None else [grad_lse])]
@@ -317,19 +331,19 @@ def _backward_of(
     else:
         dquery, dkey, dvalue, captured = gradients(call, inputs)
         prepared.backward.remember(inputs, saved, lambda: backward_replay(call, inputs))
-    own = [g if need else None for g, need in zip(captured, needs_grad, strict=True)]
-    return dquery, dkey, dvalue, *own
+    dcaptured = [g if need else None for g, need in zip(captured, needs_grad, strict=True)]
+    return dquery, dkey, dvalue, *dcaptured
 
 
 def run(prepared: PreparedCall, inputs: ForwardInputs) -> ForwardResult:
-    """Run a call; differentiable in query, key, value, LSE and the score's tensors.
+    """Run a prepared call; differentiable in query, key, value, LSE and the score's tensors.
 
     Args:
         prepared: the call.
         inputs: tensors of the geometry that it was prepared for.
 
     Raises:
-        UnsupportedError: a forward-mode derivative, or a transform of torch.func, is wanted.
+        UnsupportedError: inside a forward-mode derivative or a transform of torch.func.
     """
     query, key, value, scale = inputs.query, inputs.key, inputs.value, inputs.scale
     scores, masks = inputs.captured
@@ -366,24 +380,24 @@ def run(prepared: PreparedCall, inputs: ForwardInputs) -> ForwardResult:
 
 
 def is_recorded(tensors: Iterable[Tensor]) -> bool:
-    """Whether autograd records an operation on these tensors."""
+    """Return whether autograd records an operation on these tensors."""
     return torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
 
 
-# Runs a prepared, undisturbed call with autograd: (prepared, relaunch, scale, masks, all_outputs,
-# query, key, value, *scores) -> out, LSE and row maxima, or the output alone. `relaunch` may be
-# None. `Function.apply` itself looks at each argument for what functorch left behind, in Python:
-# here it is known already that there is nothing of the kind.
+# Runs a prepared call with autograd: (prepared, relaunch, scale, masks, all_outputs, query, key,
+# value, *scores) -> out, LSE and row maxima, or the output alone. `relaunch` may be None.
+# This is `Function.apply` without its Python wrapper, which unwraps dead functorch wrappers from
+# each argument: `undisturbed` has already excluded functorch.
 record: Callable[..., Any] = super(torch.autograd.Function, _Attention).apply
 
 
 def _detached(t: Tensor) -> Tensor:
-    """The tensor without its gradient; itself if it has none, as caches go by identity."""
+    """Detach a tensor that requires grad; return others themselves, as caches compare identity."""
     return t.detach() if t.requires_grad else t
 
 
 def _refuse_transforms(tensors: Iterable[Tensor]) -> None:
-    """Refuse tensors of which an operator would drop what a transform needs.
+    """Refuse tensors whose batch dimension or tangent an operator would silently drop.
 
     Raises:
         UnsupportedError: one is batched by torch.func, or a derivative is taken by it.

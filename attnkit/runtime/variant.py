@@ -1,4 +1,4 @@
-"""`Variant`: a score_mod and a mask as one value."""
+"""Define `Variant`, which holds a score_mod and a mask as one value."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from attnkit.tracing.tracer import Traced
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """An attention variant: what a module holds, and what `flex_attention` makes.
+    """An attention variant: a score_mod and a mask, callable on query, key and value.
 
-    Hashable by its functions, printable as formulas, callable on query, key and value. A function
-    whose closure, defaults, globals or attributes change is traced again at the next call.
+    Variants hash by the identity of their functions and print as formulas. A function whose
+    closure, defaults, globals or attributes change is traced again at the next call.
 
     Args:
         score_mod: `score_mod(score, b, h, q, kv) -> score`, or None.
@@ -54,12 +54,12 @@ class Variant:
         return "\n".join(str(t) for t in parts if t is not None) or "softmax attention"
 
     def trace(self, device: torch.device) -> tuple[Traced | None, Traced | None]:
-        """The traced score_mod and mask_mod, None where there is none."""
+        """Trace score_mod and mask_mod, or reuse their traces; None where there is no function."""
         traced = trace(self.score_mod, self.mask, device)
         return traced.score, traced.mask
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
-        """Attention with this variant; options as of `attnkit.flex_attention`."""
+        """Compute attention with this variant; options are those of `attnkit.flex_attention`."""
         return flex_attention(query, key, value, self.score_mod, self.mask, **options)
 
     def bind(self, query: Tensor, key: Tensor, block: tuple[int, int]) -> Bound:

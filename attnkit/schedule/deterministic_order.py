@@ -1,4 +1,4 @@
-"""The fixed order in which a deterministic backward adds to dQ, and to shared dK and dV.
+"""Define the fixed order in which a deterministic backward adds to dQ, and to shared dK and dV.
 
 Floating-point sums depend on their order, so in deterministic mode each dQ tile (b, h, q) takes
 the contributions of its kv tiles in one fixed order: that of the schedule, "ascending" or
@@ -8,9 +8,9 @@ the contributions of its kv tiles in one fixed order: that of the schedule, "asc
     dQ[b, h, q] += contribution
     semaphore[b, h, q] = after(q, n)          # released with a fence
 
-Semaphores start as `first`, and the last contributor leaves `first` behind, so the buffer serves
-the next launch as it is. `after` is n + 1 (n - 1) except at the end of a run of visited tiles, so a
-kernel reads `visited` only there.
+Semaphores start as `first`, and the last contributor sets `first` again, so the next launch can use
+the same buffer. `after` is n + 1 (n - 1) except at the end of a run of visited tiles, so a kernel
+reads `visited` only there.
 
 Why this cannot deadlock, for any number of workers:
 
@@ -20,15 +20,15 @@ Why this cannot deadlock, for any number of workers:
    list, and finish one before they take the next. So when a work tile is running, every earlier one
    has been taken, or will be taken by a worker that waits only for work tiles before that one.
 
-Suppose that some work tiles never end, and let p be the first of them in the list. All before p
-end. Then the worker that is to take p reaches it, as it has only earlier ones before it; and each
-wait of p ends, as it is for an earlier one only. So p ends, a contradiction.
+Suppose that some work tiles never end, and let p be the first of them in the list. All before p end.
+So the worker that takes p reaches it, because it takes only earlier ones before. And each wait of p
+ends, because it is for an earlier one. So p ends: a contradiction.
 
-The argument needs workers that, once started, keep running, and loads that run ahead must not wait
-for a semaphore. Fixed subsets need all workers resident too, as does a first work tile that does
-not come from the counter; where all are resident, what has not begun has taken nothing. The last
-contribution of a work tile may leave when the next one has begun, as that waits for nothing before.
-Work tiles should begin in list order: one that is taken early and begins late makes others wait.
+The argument needs workers that keep running once they have started, and prefetched loads must not
+wait for a semaphore. All workers must be resident at once if they take fixed subsets, or if the
+first work tile of each does not come from the counter. The last contribution of a work tile may be
+sent after the next one has begun, because the next one has not waited for anything yet. Work tiles
+should begin in list order: one that is taken early and begins late makes others wait.
 
 The same rule serves any other sum with several contributors: to dK and dV of a kv head that several
 query heads share, or of a split kv tile, work tiles add in list order (`group`). The order of dQ
@@ -48,18 +48,18 @@ from torch import Tensor
 from attnkit.errors import OptionError, ShapeError
 from attnkit.schedule.scheduler import MONOTONE, Schedule
 from attnkit.sparsity.block_runs import BlockRuns, Runs
-from attnkit.util.csr import owners, searched
+from attnkit.util.csr import row_indices, searchsorted_right
 
 
 @dataclass(frozen=True, eq=False)
 class DeterministicOrder:
-    """The order of accumulation of a backward schedule.
+    """The order in which the work tiles of a backward schedule add to shared sums.
 
     Attributes:
         first: int32 [runs.batch * runs.heads * q blocks], the kv tile that adds first; -1 where
             none does.
-        last: the same of the kv tile that adds last.
-        visited: the FULL and PARTIAL runs of each such row joined.
+        last: the same for the kv tile that adds last.
+        visited: the FULL and PARTIAL runs of each such row, merged.
         step: 1 if the order ascends in kv, -1 if it descends.
         group: int32 [work tiles, 2], the place (from 0) of each work tile of the schedule among
             those that add to dK and dV of its (b, kv head, kv tile), and how many these are; the
@@ -73,12 +73,19 @@ class DeterministicOrder:
     group: Tensor
 
     def after(self, row: Tensor, column: Tensor) -> Tensor:
-        """int64: the kv tile that adds after kv tile `column` at row `row`; at the end, `first`."""
+        """Return the kv tile that adds after kv tile `column` at row `row`; after the last, `first`.
+
+        Args:
+            row, column: int64 [n].
+
+        Returns:
+            int64 [n].
+        """
         ends = (self.visited.start + self.visited.length).to(torch.int64)
         width = int(ends.max()) + 1
         pointers = self.visited.row_ptr.to(torch.int64)
-        keys = owners(pointers.diff()) * width + self.visited.start
-        run = searched(keys, row * width + column) - 1
+        keys = row_indices(pointers.diff()) * width + self.visited.start
+        run = searchsorted_right(keys, row * width + column) - 1
         edge = (ends[run] - 1 if self.step > 0 else self.visited.start[run]).to(torch.int64)
         other = run + self.step
         outside = (other < pointers[row]) | (other >= pointers[row + 1])
@@ -89,7 +96,7 @@ class DeterministicOrder:
 
 
 def deterministic_order(runs: BlockRuns, schedule: Schedule) -> DeterministicOrder:
-    """The order of accumulation of a monotone backward schedule of these runs.
+    """Return the order of accumulation of a monotone backward schedule of these runs.
 
     Raises:
         OptionError: the schedule is a forward, or its order is neither ascending nor descending.
@@ -105,18 +112,18 @@ def deterministic_order(runs: BlockRuns, schedule: Schedule) -> DeterministicOrd
             f"the schedule has {schedule.blocks} kv tiles a head, the runs have {runs.kv_blocks}"
         )
     step = 1 if schedule.order == "ascending" else -1
-    visited = joined(runs.full, runs.partial, runs.kv_blocks)
+    visited = merge_runs(runs.full, runs.partial, runs.kv_blocks)
     first, last = _first(visited, step), _first(visited, -step)
     return DeterministicOrder(first, last, visited, step, _groups(schedule))
 
 
-def joined(full: Runs, partial: Runs, columns: int) -> Runs:
-    """Union of the runs of two disjoint kinds; runs that touch are merged."""
+def merge_runs(full: Runs, partial: Runs, columns: int) -> Runs:
+    """Merge two disjoint lists of runs into one; runs that touch become one run."""
     width = columns + 1
     keys, lengths = [], []
     for kind in (full, partial):
         counts = kind.row_ptr.to(torch.int64).diff()
-        keys.append(owners(counts) * width + kind.start)
+        keys.append(row_indices(counts) * width + kind.start)
         lengths.append(kind.length)
     begin, order = torch.sort(torch.cat(keys))
     end = begin + torch.cat(lengths)[order]
@@ -144,7 +151,7 @@ def _first(visited: Runs, step: int) -> Tensor:
 
 
 def _groups(schedule: Schedule) -> Tensor:
-    """int32 [work tiles, 2]: see `DeterministicOrder.group`."""
+    """Number the work tiles that share a dK and dV tile; see `DeterministicOrder.group`."""
     shape = schedule.shape
     heads = shape.kv_heads or shape.heads
     b = schedule.b.to(torch.int64) * (shape.kv_batch != 1)

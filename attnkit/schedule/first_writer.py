@@ -1,18 +1,18 @@
-"""First-writer dQ: the first kv tile at a q tile stores its part instead of adding it.
+"""Choose first writers of dQ: the first kv tile at a q tile stores its part instead of adding it.
 
-So the sums of dQ need no memset. Zeros would be written before the main kernel of a backward, as
-much memory as dQ in float32, and be read again by the first addition. Where the work list says
-beforehand which of the kv tiles that visit a q tile is first, that one can store. It sets a flag
-when what it stored has arrived, and the others add once they have seen the flag.
+Then dQ needs no memset. A memset would write as much memory as dQ takes in float32, before the main
+kernel of a backward, and the first addition would read it again. If the work list determines which of
+the kv tiles that visit a q tile comes first, that one can store. It sets a flag when its store has
+arrived; the others wait for the flag before they add.
 
-No work tile waits for one that comes after it in the list, so that this cannot deadlock, by the
-argument of `attnkit.schedule.deterministic_order`; sums in a fixed order have its semaphores, and
-need no flags. But to wait costs time. In the order "falling" of a band, a causal mask or documents
-the first kv tile at a q tile is the one on the diagonal, which begins with it, and all others come
-later; there nearly every flag is set when it is looked at.
+No work tile waits for one that comes after it in the list, so this cannot deadlock; the argument is
+in `attnkit.schedule.deterministic_order`. Sums in a fixed order use the semaphores of that module
+and need no flags. Waiting costs time, however. In the order "falling" of a band, a causal mask or
+documents, the first kv tile at a q tile is the one on the diagonal, which begins with that q tile, and
+all others come later. There nearly every flag is set before a work tile reads it.
 
-NumPy computes all this on the host, some heads at a time: a device would load the code of each
-operator at a first backward, and the visits of all heads may be more than a cache holds, or memory.
+NumPy computes this on the host, some heads at a time. On a GPU, the first backward would load the
+code of every operator. The visits of all heads together may exceed the caches, or memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from attnkit.sparsity.block_runs import BlockRuns
 # Measured on one H200: 134 MB of zeros take 28 us at 1.6 GHz.
 BYTES_A_CLOCK = 3000
 ARRIVAL = 4000  # clocks from a q tile's last product until its flag can be seen, an estimate
-MOST = 128  # kv tiles that a q tile may meet on average; beyond, zeros are little beside the work
+MOST = 128  # kv tiles that visit a q tile on average; beyond, a memset costs little in comparison
 
 _AT_ONCE = 1 << 16  # visits, of which a dozen arrays fit a cache
 
@@ -42,12 +42,12 @@ _Numbers: TypeAlias = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class FirstWriters:
-    """Which work tile is first at each q tile.
+    """The first work tile at each q tile.
 
     Attributes:
         stop: int32 [work tiles]: a work tile is first at those of its q tiles that are below this.
-        cycles: what work tiles are predicted to wait for flags, on average over the workers.
-        saved: cycles that all this is predicted to save.
+        cycles: predicted wait for flags, on average over the workers.
+        saved: predicted saving against a memset, in cycles.
     """
 
     stop: Tensor
@@ -60,13 +60,13 @@ class _Visits:
     """Visits of the kv tiles of some heads to q tiles; the attributes are int64 arrays.
 
     Attributes:
-        work_tiles: of these heads, those of a head in list order.
-        counts: how many visits each of them makes.
-        number: of each visit, by work tile: which of `work_tiles` makes it.
-        at: how many that has made before.
-        q: the q tile, ascending within a work tile.
-        row: the q tile among those of all these heads.
-        rows: how many q tiles they have.
+        work_tiles: work tiles of these heads, those of a head in list order.
+        counts: [work tiles], number of visits of each.
+        number: [visits], index into `work_tiles` of the work tile that makes the visit.
+        at: [visits], number of visits that this work tile makes before.
+        q: [visits], the q tile, ascending within a work tile.
+        row: [visits], the q tile, numbered over all these heads.
+        rows: number of q tiles of these heads.
     """
 
     work_tiles: _Numbers
@@ -81,15 +81,15 @@ class _Visits:
 def choose_first_writers(
     runs: BlockRuns, schedule: Schedule, floats: int
 ) -> tuple[Schedule, FirstWriters] | str:
-    """Make a schedule in which the first at each q tile stores, if that is predicted to save time.
+    """Choose a backward schedule with first writers, if that is predicted to save time.
 
     Args:
         runs: the mask's tiles.
-        schedule: a backward's, in which sums are cleared before.
-        floats: of the sums of dQ.
+        schedule: a backward schedule for sums of dQ that are cleared by a memset.
+        floats: number of floats in the sums of dQ.
 
     Returns:
-        The schedule and its first writers, or why the sums must be cleared.
+        The schedule and its first writers, or the reason for a memset.
     """
     obstacle = _obstacle(runs)
     if obstacle:
@@ -100,20 +100,22 @@ def choose_first_writers(
     gain = simulate(schedule).makespan + 4 * floats // BYTES_A_CLOCK - timeline.makespan
     if gain <= 0:
         return _slower_by(-gain)
-    found = first_writers(runs, other, (timeline.start, gain))
-    return found if isinstance(found, str) else (other, replace(found, saved=gain - found.cycles))
+    writers = first_writers(runs, other, (timeline.start, gain))
+    if isinstance(writers, str):
+        return writers
+    return other, replace(writers, saved=gain - writers.cycles)
 
 
 def first_writers(
     runs: BlockRuns, schedule: Schedule, flags: tuple[Tensor, int] | None = None
 ) -> FirstWriters | str:
-    """The first writers of a schedule of whole kv tiles, or why there can be none.
+    """Find the first writers of a schedule of whole kv tiles, or return why there can be none.
 
     Args:
-        runs: what was scheduled.
-        schedule: a backward's.
-        flags: int64 [work tiles], when each begins, and how long workers may wait for flags to gain
-            by them, in cycles; None where none waits.
+        runs: the tiles that were scheduled.
+        schedule: a backward schedule.
+        flags: int64 [work tiles], the start of each, and the longest wait for flags that still pays,
+            both in cycles; None if semaphores replace the flags.
     """
     if schedule.split.numel():
         return "kv tiles are split"
@@ -124,16 +126,17 @@ def first_writers(
     cycles = 0
     for visits in _visits(runs, schedule):
         first = np.empty(visits.rows, np.int64)
-        first[visits.row[::-1]] = visits.number[::-1]  # of several the last one stays
-        own = first[visits.row] == visits.number
-        owned = np.bincount(visits.number[own], minlength=visits.work_tiles.size)
-        if (own & (visits.at >= owned[visits.number])).any():
+        # with repeated indices NumPy keeps the last value, so reversed the first visit stays
+        first[visits.row[::-1]] = visits.number[::-1]
+        is_first = first[visits.row] == visits.number
+        firsts = np.bincount(visits.number[is_first], minlength=visits.work_tiles.size)
+        if (is_first & (visits.at >= firsts[visits.number])).any():
             return "a kv tile is first at q tiles that are not the first of its own"
-        last = visits.at == owned[visits.number] - 1
+        last = visits.at == firsts[visits.number] - 1
         stop[visits.work_tiles[visits.number[last]]] = visits.q[last] + 1
         if flags is not None:
             begin = _array(flags[0])[visits.work_tiles]
-            cycles += _waits(visits, own, owned, begin, schedule.prices.full)
+            cycles += _waits(visits, is_first, firsts, begin, schedule.prices.full)
             if cycles // schedule.workers >= flags[1]:  # other heads wait too
                 return _slower_by(cycles // schedule.workers - flags[1])
     return FirstWriters(torch.from_numpy(stop).to(runs.device), cycles // schedule.workers)
@@ -144,7 +147,7 @@ def _slower_by(cycles: int) -> str:
 
 
 def _obstacle(runs: BlockRuns) -> str:
-    """Why sums of these tiles are to be cleared in any order; "" if nothing speaks for that."""
+    """Return why dQ needs a memset for these tiles, whatever the order; "" if it may not."""
     count = int(runs.full_t.length.sum()) + int(runs.partial_t.length.sum())
     if count > MOST * runs.batch * runs.heads * runs.q_blocks:
         return f"a q tile meets more than {MOST} kv tiles"
@@ -153,28 +156,28 @@ def _obstacle(runs: BlockRuns) -> str:
 
 
 def _waits(
-    visits: _Visits, own: NDArray[np.bool_], owned: _Numbers, begin: _Numbers, block: int
+    visits: _Visits, is_first: NDArray[np.bool_], firsts: _Numbers, begin: _Numbers, block: int
 ) -> int:
-    """How long work tiles wait for flags, in cycles.
+    """Predict how long work tiles wait for flags, in cycles.
 
     Args:
-        visits: of some heads.
-        own: of each visit, whether its work tile is first there.
-        owned: of each work tile, how many of these it makes.
-        begin: when each work tile begins.
+        visits: visits of some heads.
+        is_first: [visits], whether the work tile is first at the q tile.
+        firsts: [work tiles], number of such visits of each.
+        begin: [work tiles], when each begins.
         block: cycles of a visit.
     """
-    # when each work tile has added to each of its q tiles, were there nothing to wait for; what it
-    # stores arrives before the next leaves
+    # when each work tile has added to each of its q tiles if it never waits; a store arrives before
+    # the next one is sent
     slower = max(0, ARRIVAL - block)
-    work_tile, made = visits.number, visits.at + 1
-    done = begin[work_tile] + made * block + np.minimum(made, owned[work_tile]) * slower
+    work_tile, nth = visits.number, visits.at + 1
+    done = begin[work_tile] + nth * block + np.minimum(nth, firsts[work_tile]) * slower
     stored = np.empty(visits.rows, np.int64)
-    stored[visits.row[own]] = done[own]
+    stored[visits.row[is_first]] = done[is_first]
     late = stored[visits.row] + ARRIVAL - done
-    late[own] = 0
-    # a block's products hide what the sums are behind
-    waits = (slower * owned - block).clip(min=0)
+    late[is_first] = 0
+    # the products of one block hide as much of the wait
+    waits = (slower * firsts - block).clip(min=0)
     some = visits.counts > 0
     longest = np.maximum.reduceat(late, (visits.counts.cumsum() - visits.counts)[some])
     waits[some] = np.maximum(waits[some], longest)
@@ -182,7 +185,7 @@ def _waits(
 
 
 def _visits(runs: BlockRuns, schedule: Schedule) -> Iterator[_Visits]:
-    """The visits of some heads after another."""
+    """Yield the visits to q tiles, some heads at a time."""
     ends, tiles = _q_tiles(runs)
     begins, blocks = np.concatenate([[0], ends[:-1]]), runs.kv_blocks
     b, h, tile = map(_array, (schedule.b, schedule.h, schedule.tile))
@@ -203,18 +206,18 @@ def _visits(runs: BlockRuns, schedule: Schedule) -> Iterator[_Visits]:
 
 
 def _q_tiles(runs: BlockRuns) -> tuple[_Numbers, _Numbers]:
-    """The q tiles of every kv tile of the mask, ascending, one kv tile after another.
+    """List the q tiles that each kv tile of the mask visits, in ascending order.
 
     Returns:
-        For each kv tile where its own end; the q tiles.
+        The end of each kv tile's list; the q tiles, one kv tile after another.
     """
-    found = []
+    keys = []
     for kind in (runs.full_t, runs.partial_t):
         pointers, start, length = map(_array, (kind.row_ptr, kind.start, kind.length))
         row = np.repeat(np.arange(kind.rows), np.diff(pointers))
         begin = row * runs.q_blocks + start - (length.cumsum() - length)
-        found.append(np.repeat(begin, length) + np.arange(length.sum()))
-    row, q = np.divmod(np.sort(np.concatenate(found)), runs.q_blocks)
+        keys.append(np.repeat(begin, length) + np.arange(length.sum()))
+    row, q = np.divmod(np.sort(np.concatenate(keys)), runs.q_blocks)
     return np.bincount(row, minlength=runs.full_t.rows).cumsum(), q
 
 

@@ -1,4 +1,4 @@
-"""Which kernels there are for which head dims, with their tile sizes, by template."""
+"""List the forward kernels of each template by head dims, with their tile sizes and switches."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any, TypeAlias
 
 from attnkit.schedule.targets import SM90, SM100
 
-# head dims as GPU kernels compute them; others are filled up with zeros
+# head dims as GPU kernels compute them; others are padded with zeros
 WIDTHS = (64, 96, 128, 192, 256)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """Sizes and switches of a forward kernel; see the `ForwardConfig` of its template.
+    """The sizes and switches of a forward kernel; see the `ForwardConfig` of its template.
 
     Attributes:
         block: query and kv tile.
         ctas: CTAs that share the products of a query tile.
-        alias: shared memory has no room for the output tile beside the query tile.
+        alias: shared memory has no room for both the output tile and the query tile.
         softmax, early, pingpong: `softmax`, `double_buffer_p`, `pingpong` there, for Hopper.
     """
 
@@ -45,7 +45,7 @@ _SM90: Table = (
     (192, 192, (Kernel((128, 96), alias=True), Kernel((128, 64), alias=True))),
     (256, 256, (Kernel((128, 80), alias=True), Kernel((128, 64), alias=True, **_LATE))),
 )
-# Score mods hold values of their own in registers: the largest tiles would spill.
+# A score_mod needs registers for its own values: the largest tiles would spill.
 _SM90_MODDED: Table = (
     (64, 64, (Kernel((128, 128)), Kernel((128, 64)))),
     *_SM90[1:4],
@@ -67,14 +67,14 @@ _SM100: Table = (
     (192, 192, _NARROW_ALIAS),
     (256, 256, _NARROW_ALIAS),
 )
-_LONG = 256  # rows of a query that pairs of CTAs are for, more than these
+_LONG = 256  # query lengths above this prefer pairs of CTAs
 
 # By template: without a score_mod, with one.
 _TABLES = {SM90.template: (_SM90, _SM90_MODDED), SM100.template: (_SM100, _SM100)}
 
 
 def width(head_dim: int) -> int:
-    """The head dim as a GPU kernel computes it."""
+    """Return the head dim as a GPU kernel computes it: padded to the next of `WIDTHS`."""
     return next(w for w in WIDTHS if head_dim <= w)
 
 
@@ -86,51 +86,52 @@ def kernels(
     *,
     q_len: int | None = None,
 ) -> tuple[Kernel, ...]:
-    """Forward kernels for these head dims, best first; none where they are too wide.
+    """Return the forward kernels for these head dims, best first; none if they are too wide.
 
     Args:
         head_dim, value_dim: of query and key, and of value.
         modded: whether there is a score_mod.
-        template: whose kernels.
+        template: name of the template, as "sm90".
         q_len: length of the query, None for a long one.
     """
     table = _TABLES[template][modded]
-    fitting = (found for d, dv, found in table if head_dim <= d and value_dim <= dv)
-    return tuple(sorted(next(fitting, ()), key=lambda k: _late(k, q_len)))
+    rows = (candidates for d, dv, candidates in table if head_dim <= d and value_dim <= dv)
+    return tuple(sorted(next(rows, ()), key=lambda k: _is_too_tall(k, q_len)))
 
 
-def _late(kernel: Kernel, q_len: int | None) -> bool:
-    """Whether others come before a kernel, as its tiles are too tall for the query."""
+def _is_too_tall(kernel: Kernel, q_len: int | None) -> bool:
+    """Return whether a kernel's tiles have more rows than suit the query; others come first then."""
     if q_len is None:
         return False
     return q_len <= (_LONG if kernel.ctas > 1 else 128) and kernel.block[0] > 192
 
 
-def mask_tiles(found: Sequence[Kernel]) -> tuple[int, int]:
-    """Tiles in which a mask is described for the best kernel.
+def mask_tiles(candidates: Sequence[Kernel]) -> tuple[int, int]:
+    """Return the tile sizes in which to classify a mask for these kernels.
 
-    Where pairs of CTAs and single ones are in question: such that either's can be joined from them.
+    If the best kernel uses pairs of CTAs, the tiles of a pair and of a single CTA can both be joined
+    from these.
     """
-    if found[0].ctas == 1:
-        return found[0].block
-    other = next(k for k in found if k.ctas == 1)
-    return 128, math.gcd(found[0].block[1], other.block[1])
+    if candidates[0].ctas == 1:
+        return candidates[0].block
+    other = next(k for k in candidates if k.ctas == 1)
+    return 128, math.gcd(candidates[0].block[1], other.block[1])
 
 
-def fitting(found: Sequence[Kernel], block: tuple[int, int], listed: bool) -> Kernel:
-    """The kernel with just these tiles, or the best one whose tiles divide them.
+def fitting_kernel(candidates: Sequence[Kernel], block: tuple[int, int], listed: bool) -> Kernel:
+    """Return the kernel with exactly these tiles, or else the best one whose tiles divide them.
 
     Args:
-        found: kernels, best first.
+        candidates: kernels, best first.
         block: tiles of a mask.
-        listed: block lists overrule the mask: the best one in any case.
+        listed: whether block lists override the mask; then the best one that divides, in any case.
     """
-    same = () if listed else (k for k in found if k.block == block)
-    fits = (k for k in found if all(b % s == 0 for b, s in zip(block, k.block, strict=True)))
+    same = () if listed else (k for k in candidates if k.block == block)
+    fits = (k for k in candidates if all(b % s == 0 for b, s in zip(block, k.block, strict=True)))
     return next(iter(same), None) or next(fits)
 
 
 def widest(template: str) -> tuple[int, int]:
-    """The largest head dims of query and of value."""
+    """Return the largest head dims of query and of value."""
     table = _TABLES[template][0]
     return max(d for d, _, _ in table), max(dv for _, dv, _ in table)

@@ -1,8 +1,8 @@
-"""Sections of work whose keys and values fit L2 together.
+"""Group work rows into sections whose keys and values fit L2 together.
 
-Work in one section runs at about the same time, so what it shares is read from memory once. A
-section is either several units, each the heads that read the same tensors (a group of query heads
-and their kv head), or, where one unit alone is too large, a stretch of its neighbouring rows.
+The work of one section runs at about the same time, so the tiles that it shares are read from memory
+once. A *unit* is the heads that read the same tensors: a kv head and its group of query heads. A
+section is several units; or, if one unit is too large for L2, a stretch of its neighbouring rows.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnkit.sparsity.block_runs import Runs
-from attnkit.util.csr import owners
+from attnkit.util.csr import row_indices
 
 _GAIN = 0.9  # smaller sections balance worse: they must save a tenth of the traffic
 
@@ -19,7 +19,7 @@ _GAIN = 0.9  # smaller sections balance worse: they must save a tenth of the tra
 def unit_of_rows(
     batch: int, heads: int, owners: tuple[int, int], rows: int, device: torch.device
 ) -> Tensor:
-    """Which work rows read the same tensors: their unit, int64 [batch * heads * rows].
+    """Return the unit of every work row, int64 [batch * heads * rows].
 
     Args:
         batch, heads, rows: work rows are numbered (b, h, row).
@@ -31,15 +31,16 @@ def unit_of_rows(
 
 
 def distinct(kinds: tuple[Runs, ...], rows: int, chunk: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Per stretch of `chunk` neighbouring rows of a head: different tiles, and tiles in all.
+    """Count the tiles that each stretch of `chunk` neighbouring rows of a head visits.
 
     Returns:
-        int64 [heads, stretches] each; heads counts the leading (b, h) pairs of the runs.
+        The different tiles, and all visits: int64 [heads, stretches] each; heads counts the leading
+        (b, h) pairs of the runs.
     """
     pairs, stretches = kinds[0].rows // rows, -(-rows // chunk)
     lists = []
     for kind in kinds:
-        row = owners(kind.row_ptr.to(torch.int64).diff())
+        row = row_indices(kind.row_ptr.to(torch.int64).diff())
         stretch = row // rows * stretches + row % rows // chunk
         lists.append(torch.stack([stretch, kind.start.to(torch.int64), kind.length]))
     stretch, start, length = torch.cat(lists, 1).unbind()
@@ -54,11 +55,11 @@ def distinct(kinds: tuple[Runs, ...], rows: int, chunk: int, columns: int) -> tu
 
 
 def chunk_of(kinds: tuple[Runs, ...], rows: int, columns: int, capacity: int, least: int) -> int:
-    """How many neighbouring rows of a unit to keep together, given that all do not fit.
+    """Choose how many neighbouring rows of a unit form a section, if the whole unit does not fit.
 
-    Halves the unit while that saves traffic: a stretch that fits is read once, one that does not
-    is read tile by tile. Where each row alone is too large (causal, far down) nothing is gained and
-    the unit stays whole: its rows then share by running side by side.
+    The unit is halved as long as that saves traffic: a stretch that fits L2 is read once, one that
+    does not is read tile by tile. If single rows do not fit (the last rows of a long causal mask),
+    halving saves nothing and the unit stays whole: its rows still share tiles by running side by side.
 
     Args:
         capacity: tiles that fit.
@@ -84,7 +85,7 @@ def sections(
     capacity: int,
     least: int,
 ) -> Tensor:
-    """The section of each work row, int64 [work rows], numbered in natural order.
+    """Return the section of each work row, int64 [work rows], numbered in natural order.
 
     Args:
         kinds: the FULL and PARTIAL runs of the rows.

@@ -1,7 +1,6 @@
-"""How a call will run: the template, its tile sizes, and why.
+"""Choose the plan of a call: its template, its tile sizes, and the reasons.
 
-A plan is frozen and hashable: together with the graphs it is the key of whatever is compiled or
-cached. Each legality rule is one predicate with its message; sizes come from a measured table.
+Each legality rule is a predicate with its message. Tile sizes come from a measured table.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ SILICON_NOTE = (
 
 @dataclass(frozen=True)
 class Call:
-    """What a plan must know of a call.
+    """The facts about a call on which its plan depends.
 
     Attributes:
         dtype: of query, key and value, as "bfloat16".
         head_dim, value_dim: of query and key, and of value.
         capability: compute capability of the query's device, None if it is no CUDA device.
-        listed: tile sizes of block lists that overrule the mask, None where there are none.
+        listed: tile sizes of block lists that override the mask, None without lists.
         fixed: whether the caller gave tile sizes.
         modded: whether there is a score_mod.
         masked: whether there is a mask.
@@ -63,14 +62,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a call runs.
+    """The template and the tile sizes with which a call runs.
 
     Attributes:
         template: "cpu" (torch operators on any device, block-sparse), "eager" (dense oracle),
             "sm90" (a Hopper kernel) or "emulate:sm90" (that kernel, executed on the CPU).
         block: query and kv tile sizes of the mask's runs.
         reason: why this template.
-        notes: options that this template has no use for.
+        notes: remarks, such as options that this template ignores.
     """
 
     template: str
@@ -100,18 +99,18 @@ def _kernels(call: Call, target: Target) -> tuple[Kernel, ...]:
 
 
 def _suitable(call: Call, block: tuple[int, int], target: Target) -> Kernel | None:
-    """The best kernel for the head dims and the tile sizes that are demanded."""
-    found = _kernels(call, target)
+    """Return the best kernel for the head dims and the required tile sizes, None if none fits."""
+    candidates = _kernels(call, target)
     if call.listed is not None:
-        return next((k for k in found if _fits(k.block, call.listed)), None)
+        return next((k for k in candidates if _fits(k.block, call.listed)), None)
     if call.fixed:
-        return next((k for k in found if k.block == block), None)
-    return next(iter(found), None)
+        return next((k for k in candidates if k.block == block), None)
+    return next(iter(candidates), None)
 
 
 @functools.cache
 def has_dsl() -> bool:
-    """Whether kernels can be compiled here."""
+    """Return whether the CuTe DSL is installed, so that kernels can be compiled."""
     return sys.platform == "linux" and importlib.util.find_spec("cutlass") is not None
 
 
@@ -120,15 +119,15 @@ caches.register(has_dsl.cache_clear)
 
 @dataclass(frozen=True)
 class Rule:
-    """Something a GPU kernel needs: whether it holds, and what to say if it does not."""
+    """A condition for a GPU kernel, and the message if it does not hold."""
 
     holds: Callable[[Call, tuple[int, int], Target], bool]
     message: Callable[[Call, tuple[int, int], Target], str]
 
 
 def _widest(target: Target) -> str:
-    own, values = widest(target.template)
-    return str(own) if own == values else f"{own} with values up to {values}"
+    head_dim, value_dim = widest(target.template)
+    return str(head_dim) if head_dim == value_dim else f"{head_dim} with values up to {value_dim}"
 
 
 _KERNEL_RULES = (
@@ -164,12 +163,12 @@ _KERNEL_RULES = (
 
 
 def refusals(call: Call, block: tuple[int, int], *, target: Target | None = None) -> Iterator[str]:
-    """Why a GPU kernel cannot serve a call; nothing if it can.
+    """Yield the reasons why a GPU kernel cannot run a call; none if it can.
 
     Args:
         call: the call.
         block: tile sizes, if `call.fixed`.
-        target: whose kernel is executed on the CPU; None: that of the call's GPU, on it.
+        target: the target whose kernel is emulated; None for the kernel of the call's GPU.
     """
     if target is None:
         target = of_capability(call.capability)
@@ -198,14 +197,14 @@ def choose(
         backend: one of `BACKENDS`, or "emulate:" and an architecture.
         device: type of the query's device.
         block: tile sizes of the mask's runs, if the caller gave them.
-        notes: passed on.
-        call: the tensors; None if they are not known, then no GPU kernel is chosen.
+        notes: go into the plan.
+        call: the facts about the tensors; None if they are not known, then no GPU kernel is chosen.
 
     Raises:
         OptionError: unknown backend.
-        UnsupportedError: a GPU kernel was asked for and none can serve this call here.
+        NoKernelError: a GPU kernel was asked for and none can run this call here.
     """
-    kind, emulated = parsed(backend)
+    kind, emulated = parse_backend(backend)
     if kind == "eager":
         return Plan("eager", block, "asked for; dense, holds every score", notes)
     why = "asked for"
@@ -220,13 +219,18 @@ def choose(
             why = "asked for" if kind != "auto" else "the fastest for this GPU"
             return _kernel_plan(call, block, emulated, why, notes)
         if kind in ("cute", "emulate"):
-            raise refused(backend, "; ".join(reasons))
+            raise no_kernel_error(backend, "; ".join(reasons))
         why = reasons[0]
     return Plan("cpu", block, f"{why}; torch operators over the tiles that the mask keeps", notes)
 
 
-def parsed(backend: str) -> tuple[str, Target | None]:
-    """The backend without its architecture, and what is emulated."""
+def parse_backend(backend: str) -> tuple[str, Target | None]:
+    """Split a backend into its kind and the target to emulate, None if it is not emulated.
+
+    Raises:
+        OptionError: unknown backend.
+        NoKernelError: no kernel for the architecture.
+    """
     kind, colon, arch = str(backend).partition(":")
     if kind not in BACKENDS or (colon and kind != "emulate"):
         raise OptionError(
@@ -236,7 +240,7 @@ def parsed(backend: str) -> tuple[str, Target | None]:
         return kind, None
     target = of_arch(arch) if colon else SM90
     if target is None:
-        raise refused(backend, missing_arch(arch))
+        raise no_kernel_error(backend, missing_arch(arch))
     return kind, target
 
 
@@ -247,12 +251,12 @@ def _kernel_plan(
     why: str,
     notes: tuple[str, ...],
 ) -> Plan:
-    """The plan of a call that nothing refuses."""
+    """Build the plan of a call that a GPU kernel can run."""
     target = emulated or of_capability(call.capability)
     assert target is not None
-    found = _suitable(call, block, target)
-    assert found is not None
-    tiles = found.block
+    kernel = _suitable(call, block, target)
+    assert kernel is not None
+    tiles = kernel.block
     if call.masked and not call.fixed and call.listed is None:
         tiles = mask_tiles(_kernels(call, target))
     if emulated is None:
@@ -262,19 +266,19 @@ def _kernel_plan(
 
 
 def _notes(call: Call, target: Target) -> Iterator[str]:
-    """What to know of a template's kernels on a GPU."""
+    """Yield remarks on a template's kernels on a GPU."""
     if target.template == "sm100":
         yield SILICON_NOTE
 
 
 class NoKernelError(UnsupportedError):
-    """A GPU kernel was asked for and cannot be had; `reason` is why."""
+    """A GPU kernel was asked for and none can run the call; `reason` says why."""
 
     reason = ""
 
 
-def refused(backend: str, reason: str) -> NoKernelError:
-    """The error of a GPU kernel that was asked for and cannot be had."""
+def no_kernel_error(backend: str, reason: str) -> NoKernelError:
+    """Build the error for a backend that asks for a GPU kernel where none can run the call."""
     what = "a kernel compiled for a GPU" if backend == "cute" else "a GPU kernel in the emulator"
     error = NoKernelError(
         f"backend={backend!r} asks for {what}, and there is none for this call: {reason}. "

@@ -1,11 +1,12 @@
-"""The order in which persistent workers (CTAs) take the tiles of an attention, and its splits.
+"""Order the work tiles of an attention for persistent workers (CTAs), and split long rows.
 
-A row of work computes one output tile: in the forward a (b, h, q block), walking along kv; in the
-backward a (b, h, kv block), walking along q by the transposed runs. Rows are ordered longest
-processing time first (Graham 1969) inside sections whose keys and values fit L2, heads that share
-them side by side; rows beyond their fair share are split, and the results of the work tiles joined
-by `attnkit.runtime.merge_states.merge`. Workers take work tiles in list order from one counter, so
-a long row delays nobody. Everything is torch operators on the runs' device; no loop over rows.
+A row of work computes one output tile: in the forward a (b, h, q block), visiting kv blocks; in the
+backward a (b, h, kv block), visiting q blocks by the transposed runs. Rows are ordered longest
+processing time first (Graham 1969), inside sections whose keys and values fit L2, with heads that
+share keys and values side by side. Rows that cost more than a worker's share are split; in the
+forward a combine kernel merges their partial results (`attnkit.templates.common.combine`). Workers
+take work tiles in list order from one counter, so a long row does not delay others. All of it is
+torch operators on the runs' device, without a loop over rows.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from attnkit.schedule.split_kv import (
     Cost,
     Rows,
     WorkTiles,
-    even,
-    filled,
-    predicted,
-    whole,
-    wrapped,
+    fill_shares,
+    keep_whole,
+    predict_makespan,
+    split_evenly,
+    wrap_around,
 )
 from attnkit.sparsity.block_runs import BlockRuns, Runs
-from attnkit.util.csr import searched
+from attnkit.util.csr import searchsorted_right
 
 # Measured on one H200 with a Hopper prototype, tiles of 128 x 128, D = 128, bfloat16: 2209 cycles a
 # block and about 4000 a tile (fitted over lengths 2048, 8192 and 16384); a causal mask on 488
@@ -39,7 +40,7 @@ from attnkit.util.csr import searched
 FORWARD = Cost(full=2209, partial=2450, tile=4000, merge=4600)
 
 # The Hopper backward on one H200, full, D = 128: two of its blocks of 64 x 128, fitted over lengths
-# 2048 and 8192, and what a part of a row takes beside its blocks; the mask's share is an estimate.
+# 2048 and 8192, and what a part of a row takes without its blocks; the mask's share is an estimate.
 BACKWARD = Cost(full=6060, partial=6360, tile=9500, merge=6500)
 
 L2_BYTES = 32 << 20  # of the H200's 50 MB: 8 heads at 8192 were as fast as 4, 16 were slower
@@ -50,7 +51,7 @@ MONOTONE = ("ascending", "descending")
 
 @dataclass(frozen=True)
 class Shape:
-    """What a schedule must know of the tensors.
+    """The facts about the tensors on which a schedule depends.
 
     Attributes:
         batch, heads: of the query.
@@ -120,20 +121,20 @@ class Schedule:
 
     @property
     def bound(self) -> float:
-        """No schedule of the same work tiles ends sooner, in cycles.
+        """Lower bound of the makespan of these work tiles, in cycles.
 
-        The longest work tile, or what each worker must do if rows were free to split.
+        The larger of the longest work tile and a worker's share of the total cost.
         """
         return max(self.unsplit / self.workers, int(self.cost.max()))
 
     def table(self) -> Tensor:
-        """int32 [work tiles, 12], 48 bytes a work tile, for a kernel to read.
+        """Pack the schedule for a kernel: int32 [work tiles, 12], 48 bytes a work tile.
 
         b, h, tile, slot, then the PARTIAL and the FULL cursor, then the number among `split` of the
         row that it is a part of, -1 for a whole row, and how many parts that has.
         """
         head = torch.stack([self.b, self.h, self.tile, self.slot], 1)
-        row = searched(self.split_ptr, self.slot) - 1
+        row = searchsorted_right(self.split_ptr, self.slot) - 1
         parts = torch.cat([self.split_ptr.diff(), self.split_ptr.new_ones(1)])[row]
         tail = torch.stack([row.to(torch.int32), parts], 1)
         return torch.cat([head, self.partial, self.full, tail], 1)
@@ -166,9 +167,9 @@ def schedule_forward(
         cost: of the work, see `Cost`.
         l2_bytes: how much K and V a section may hold.
         order: "longest" first in sections; "grid", (b, h, tile) as a plain launch does, never
-            split; "ascending" or "descending" by tile in sections; "falling", descending as far
-            as the shortest work tiles are not kept for the end, never split.
-        split: allow rows to be split along kv.
+            split; "ascending" or "descending" by tile in sections; "falling", descending except
+            that the shortest work tiles may come at the end, never split.
+        split: whether rows may be split along kv.
 
     Raises:
         OptionError: an unknown order, or a number that is not positive.
@@ -190,7 +191,7 @@ def schedule_backward(
     order: str = "longest",
     split: bool = True,
 ) -> Schedule:
-    """Order the kv tiles of a backward, each walking along q by the transposed runs.
+    """Order the kv tiles of a backward, each of which visits q tiles by the transposed runs.
 
     A row computes dK and dV of one kv tile from one query head, and adds to dQ. Work tiles of a
     split row each hold a part of the sums dK and dV. Deterministic runs take "ascending" or
@@ -204,7 +205,7 @@ def schedule_backward(
 
 @dataclass(frozen=True, eq=False)
 class _Work:
-    """The arguments of a schedule, forward or backward."""
+    """Arguments of a schedule, forward or backward."""
 
     runs: BlockRuns
     shape: Shape
@@ -231,15 +232,15 @@ class _Work:
             )
 
     def schedule(self, split: bool) -> Schedule:
-        """Split, order and number."""
+        """Split the rows, order the work tiles, and assign slots."""
         rows = self._rows()
         section, place = self._sections(), self._places()
-        work_tiles, costs, order = self._chosen(rows, section, place, split)
+        work_tiles, costs, order = self._best_split(rows, section, place, split)
         unsplit = int((rows.body + self.cost.tile).sum())
-        return self._numbered(rows, work_tiles, costs, order, unsplit)
+        return self._build(rows, work_tiles, costs, order, unsplit)
 
     def _mask_rows(self) -> Tensor:
-        """int64 [work rows]: rows of the runs, shared batches and heads repeated."""
+        """Return the row of the runs of every work row, int64; shared batches and heads repeat."""
         runs, blocks = self.runs, self.lists[2]
         size = (runs.batch, runs.heads, blocks)
         grid = torch.arange(runs.batch * runs.heads * blocks, device=runs.device).view(size)
@@ -262,7 +263,7 @@ class _Work:
         return sections((full, partial), units, unit, blocks, columns, capacity, least)
 
     def _places(self) -> Tensor:
-        """int64 [work rows]: neighbours of a tile, those that share K and V side by side."""
+        """Rank the heads so that those that share K and V are neighbours: int64 [work rows]."""
         batch, heads = self.shape.batch, self.shape.heads
         shared = self.owners[0] == 1 < batch
         pair = torch.arange(batch * heads, device=self.runs.device).view(batch, self.owners[1], -1)
@@ -271,10 +272,10 @@ class _Work:
         place[order] = torch.arange(batch * heads, device=order.device)
         return place.repeat_interleave(self.lists[2])
 
-    def _chosen(
+    def _best_split(
         self, rows: Rows, section: Tensor, place: Tensor, split: bool
     ) -> tuple[WorkTiles, Tensor, Tensor]:
-        """The work tiles with the least predicted makespan, their costs and their order."""
+        """Return the work tiles with the least predicted makespan, their costs and their order."""
         total = int((rows.body + self.cost.tile).sum())
         share, least = total // self.workers, -1
         for work_tiles, level in self._options(rows, max(1, share), split, section, place):
@@ -282,7 +283,7 @@ class _Work:
             order = self._ordered(work_tiles, costs, section, place, level)
             if least < 0 and int(costs.max()) * GRAIN <= share:
                 return work_tiles, costs, order  # any order is good
-            makespan = predicted(costs[order], self.workers)
+            makespan = predict_makespan(costs[order], self.workers)
             if least < 0 or makespan * 100 < least * 99:  # each cut must pay
                 least, best = makespan, (work_tiles, costs, order)
             if least * 100 <= share * 101:  # within 1 % of what is possible
@@ -292,58 +293,59 @@ class _Work:
     def _options(
         self, rows: Rows, share: int, split: bool, section: Tensor, place: Tensor
     ) -> Iterator[tuple[WorkTiles, bool]]:
-        """Ways to split, few cuts first, and whether the shortest work tiles come at the end."""
-        work_tiles = whole(rows)
+        """Yield ways to split, few cuts first, and whether the shortest work tiles come last."""
+        work_tiles = keep_whole(rows)
         yield work_tiles, False
         if self.order in ("longest", "falling"):
             yield work_tiles, True
         split = split and self.order != "falling"
         if split and self.order == "longest":
             order = self._ordered(work_tiles, work_tiles.costs(rows), section, place, False)
-            yield filled(rows, order, self.workers), False
+            yield fill_shares(rows, order, self.workers), False
         if split and self.order != "grid":
             for limit in (share, share // 2, share // 4):
-                yield even(rows, limit), True
-            yield wrapped(rows, self.workers), True
+                yield split_evenly(rows, limit), True
+            yield wrap_around(rows, self.workers), True
 
     def _ordered(
         self, work_tiles: WorkTiles, costs: Tensor, section: Tensor, place: Tensor, level: bool
     ) -> Tensor:
-        """int64 [work tiles]: these in list order. Ties follow the natural order, on any device."""
+        """Return the list order, int64 [work tiles]; ties keep the natural order on any device."""
         blocks, count = self.lists[2], work_tiles.row.numel()
         if self.order == "grid":
             return torch.arange(count, device=costs.device)
         section, sections = section[work_tiles.row], int(section.max()) + 1
         # sections too small to keep the workers busy run side by side anyway: join them
-        wanted = min(sections, max(1, count // self.workers))
-        section = section * wanted // sections
+        merged = min(sections, max(1, count // self.workers))
+        section = section * merged // sections
         tile, most = work_tiles.row % blocks, int(work_tiles.parts.max())
         pairs = self.shape.batch * self.shape.heads
         if self.order in MONOTONE:
             tile = tile if self.order == "ascending" else blocks - 1 - tile
             # work tiles of a row stay together: its turn comes once
             return _lexsort(place[work_tiles.row] * most + work_tiles.index, tile, section)
-        longest = costs.new_zeros(wanted).scatter_reduce(0, section, costs, "amax")
+        longest = costs.new_zeros(merged).scatter_reduce(0, section, costs, "amax")
         first = -longest[section]
         if level:
-            # the end of the last section may be too coarse to fill the gaps: keep some of the
-            # shortest work tiles of all, which read the least
+            # the end of the last section may be too coarse to fill the gaps: move some of the
+            # shortest work tiles of all, which read the least, to the end
             rising, shortest = costs.sort(stable=True)
-            kept = rising.cumsum(0) <= self.workers * int(rising[-1]) // 2
-            end = costs < rising[int(kept.sum().clamp(max=count - 1))]
+            fillers = rising.cumsum(0) <= self.workers * int(rising[-1]) // 2
+            end = costs < rising[int(fillers.sum().clamp(max=count - 1))]
             if self.order == "falling":  # and some of equal ones
-                end[shortest[kept]] = True
-            section, first = torch.where(end, wanted, section), torch.where(end, 1, first)
+                end[shortest[fillers]] = True
+            section, first = torch.where(end, merged, section), torch.where(end, 1, first)
         rank = -costs
         if self.order == "falling":
-            tile, rank = blocks - 1 - tile, torch.where(section < wanted, 0, rank)
+            tile, rank = blocks - 1 - tile, torch.where(section < merged, 0, rank)
         # heads that share K and V run the same work tile side by side
         near = (tile * most + work_tiles.index) * pairs + place[work_tiles.row]
         return _lexsort(near, rank, section, first)
 
-    def _numbered(
+    def _build(
         self, rows: Rows, work_tiles: WorkTiles, costs: Tensor, order: Tensor, unsplit: int
     ) -> Schedule:
+        """Number the slots of split rows, and put all tables in list order."""
         full, partial, blocks, _ = self.lists
         mask_row = self._mask_rows()[work_tiles.row]
         many = work_tiles.parts > 1
@@ -365,32 +367,37 @@ class _Work:
 
 
 def _tiles_of(runs: Runs) -> Tensor:
-    """Tiles of each row, int64 [rows]."""
+    """Count the tiles of each row, int64 [rows]."""
     ends = torch.cat([runs.length.new_zeros(1, dtype=torch.int64), runs.length.cumsum(0)])
     return ends[runs.row_ptr.to(torch.int64)].diff()
 
 
 def _cursor(runs: Runs, row: Tensor, first: Tensor, count: Tensor) -> Tensor:
-    """int32 [work tiles, 3]: (run, skip, count) of stretches of the rows' tiles."""
+    """Return the cursors (run, skip, count) of stretches of the rows' tiles, int32 [work tiles, 3].
+
+    Args:
+        runs: of all rows.
+        row, first, count: [work tiles], the row, and the stretch of its tiles.
+    """
     if not runs.length.numel():
         return torch.zeros(row.numel(), 3, dtype=torch.int32, device=row.device)
     ends = runs.length.cumsum(0)
     begins = ends - runs.length
     begin = torch.cat([begins, ends[-1:]])[runs.row_ptr.to(torch.int64)[row]] + first
-    run = searched(ends, begin).clamp(max=ends.numel() - 1)
+    run = searchsorted_right(ends, begin).clamp(max=ends.numel() - 1)
     cursor = torch.stack([run, begin - begins[run], count], 1)
     return torch.where(count[:, None] > 0, cursor, 0).to(torch.int32)
 
 
 def _coordinates(row: Tensor, heads: int, blocks: int) -> tuple[Tensor, Tensor, Tensor]:
-    """int32 b, h and tile of work rows."""
+    """Return b, h and tile of work rows, int32 each."""
     pair = row // blocks
     b, h, tile = pair // heads, pair % heads, row % blocks
     return b.to(torch.int32), h.to(torch.int32), tile.to(torch.int32)
 
 
 def _lexsort(*keys: Tensor) -> Tensor:
-    """Stable order by the last key, then the one before, and so on."""
+    """Sort stably by the last key, then by the one before, and so on; return the order."""
     order = torch.arange(keys[0].numel(), device=keys[0].device)
     for key in keys:
         order = order[torch.argsort(key[order], stable=True)]

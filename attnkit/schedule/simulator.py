@@ -1,7 +1,7 @@
-"""A schedule run on paper: when each worker does what, how long it idles, what L2 saves.
+"""Simulate a schedule: when each worker runs which work tile, its idle time, and hits of L2.
 
-Workers take work tiles in list order as they become free, the cost model tells how long each takes,
-and L2 keeps the tiles that were used last. So schedules can be compared without a GPU.
+Workers take work tiles in list order as they become free. The cost model says how long each takes.
+L2 holds the tiles that were used last. This compares schedules without a GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from attnkit.errors import OptionError
 from attnkit.schedule.scheduler import L2_BYTES, Schedule
 from attnkit.sparsity.block_runs import BlockRuns, Runs
-from attnkit.util.csr import owners, searched
+from attnkit.util.csr import row_indices, searchsorted_right
 
 _VISITS = 1 << 16  # more are sampled ...
 _SAMPLED_TILES = 64  # ... while L2 holds at least so many tiles of the sample
@@ -23,12 +23,12 @@ _SAMPLED_TILES = 64  # ... while L2 holds at least so many tiles of the sample
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """Who does which work tile when.
+    """The start, the end and the worker of every work tile.
 
     Attributes:
-        start, end: int64 [work tiles], cycles; waiting for a turn is between them.
+        start, end: int64 [work tiles], cycles; waits for a semaphore are between them.
         worker: int32 [work tiles].
-        workers: how many there are.
+        workers: number of workers.
         work: cycles of all work tiles, waiting left out.
     """
 
@@ -40,7 +40,7 @@ class Timeline:
 
     @property
     def makespan(self) -> int:
-        """When the last worker is done, in cycles."""
+        """End of the last work tile, in cycles."""
         return int(self.end.max())
 
     @property
@@ -49,7 +49,7 @@ class Timeline:
         return 1 - self.work / (self.workers * max(1, self.makespan))
 
     def feed(self) -> tuple[Tensor, Tensor]:
-        """The same assignment fixed beforehand, for kernels without a counter.
+        """List the work tiles of each worker, for kernels that take them without a counter.
 
         Returns:
             int32 [workers + 1] pointers into int32 [work tiles]: the work tiles of each worker,
@@ -63,7 +63,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Report:
-    """What a simulation found.
+    """Results of a simulation.
 
     Attributes:
         workers: persistent CTAs.
@@ -92,7 +92,7 @@ class Report:
 def report(
     schedule: Schedule, runs: BlockRuns, workers: int | None = None, l2_bytes: int = L2_BYTES
 ) -> Report:
-    """Simulate a schedule: see `simulate` and `l2_reuse`."""
+    """Simulate a schedule and report times and L2 hits; see `simulate` and `l2_reuse`."""
     timeline = simulate(schedule, workers)
     return Report(
         workers=timeline.workers,
@@ -106,13 +106,13 @@ def report(
 
 
 def simulate(schedule: Schedule, workers: int | None = None) -> Timeline:
-    """Give each work tile, in list order, to the worker that is free first.
+    """Assign each work tile, in list order, to the worker that is free first.
 
-    One step of a heap per work tile (a million work tiles take about a second): each depends on all
-    before.
+    This takes one heap operation per work tile, about a second for a million.
 
     Args:
-        workers: another number than the schedule was made for.
+        schedule: the schedule.
+        workers: number of workers; None for that of the schedule.
     """
     count = _positive(schedule.workers if workers is None else workers)
     free = [(0, i) for i in range(count)]
@@ -128,12 +128,11 @@ def simulate(schedule: Schedule, workers: int | None = None) -> Timeline:
 
 
 def simulate_turns(schedule: Schedule, runs: BlockRuns, workers: int | None = None) -> Timeline:
-    """The same for a deterministic backward, where tiles wait for their turn at dQ.
+    """Simulate a deterministic backward, where work tiles wait for their semaphores of dQ.
 
-    A work tile visits its q tiles in ascending order, FULL and PARTIAL alike, and adds to dQ at the
-    end of each; until it is its turn, its worker waits. In list order all waits are for what has
-    been simulated already, see `attnkit.schedule.deterministic_order`. One step per work tile over
-    its tiles.
+    A work tile visits its q tiles in ascending order, FULL and PARTIAL ones mixed, and adds to dQ at
+    the end of each. Its worker waits until the semaphore allows that. A wait is always for an
+    earlier work tile of the list (`attnkit.schedule.deterministic_order`), which is simulated before.
     """
     work_tile, tile, partial = visits(schedule, runs)
     order = torch.argsort(work_tile * (runs.q_blocks + 1) + tile)
@@ -148,8 +147,9 @@ def simulate_turns(schedule: Schedule, runs: BlockRuns, workers: int | None = No
     ready = torch.zeros(rows, dtype=torch.int64, device="cpu")
     starts, ends, hands = [], [], []
     parts = zip(place.split(counts.tolist()), spent.split(counts.tolist()), strict=True)
-    rest = schedule.cost.cpu() - torch.zeros_like(counts).index_add(0, work_tile[order], spent)
-    for (where, cost), overhead in zip(parts, rest.tolist(), strict=True):
+    visiting = torch.zeros_like(counts).index_add(0, work_tile[order], spent)
+    overheads = schedule.cost.cpu() - visiting
+    for (where, cost), overhead in zip(parts, overheads.tolist(), strict=True):
         now, hand = free[0]
         # end of tile i = max(end of tile i - 1 + cost, ready), in closed form
         sums = cost.cumsum(0)
@@ -176,9 +176,11 @@ def _positive(workers: int) -> int:
 
 
 def visits(schedule: Schedule, runs: BlockRuns, every: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """The tiles that each work tile visits, on the CPU.
+    """List the tiles that each work tile visits, on the CPU.
 
     Args:
+        schedule: the schedule.
+        runs: the tiles that were scheduled.
         every: list only tiles whose number is a multiple of it.
 
     Returns:
@@ -188,43 +190,43 @@ def visits(schedule: Schedule, runs: BlockRuns, every: int = 1) -> tuple[Tensor,
     pairs = [(schedule.partial, runs.partial), (schedule.full, runs.full)]
     if schedule.backward:
         pairs = [(schedule.partial, runs.partial_t), (schedule.full, runs.full_t)]
-    found = [_walk(cursor.cpu().to(torch.int64), kind.to("cpu"), every) for cursor, kind in pairs]
-    work_tile = torch.cat([p for p, _ in found])
-    tile = torch.cat([t for _, t in found])
-    partial = torch.arange(work_tile.numel(), device="cpu") < found[0][0].numel()
+    lists = [_walk(cursor.cpu().to(torch.int64), kind.to("cpu"), every) for cursor, kind in pairs]
+    work_tile = torch.cat([p for p, _ in lists])
+    tile = torch.cat([t for _, t in lists])
+    partial = torch.arange(work_tile.numel(), device="cpu") < lists[0][0].numel()
     order = torch.argsort(work_tile, stable=True)
     return work_tile[order], tile[order], partial[order]
 
 
 def _walk(cursor: Tensor, runs: Runs, every: int) -> tuple[Tensor, Tensor]:
-    """Piece and tile of what cursors (run, skip, count) pass."""
+    """List the tiles that cursors (run, skip, count) pass: work tile and tile of each visit."""
     run, skip, count = cursor.unbind(1)
     if not runs.length.numel():
         return run[:0], run[:0]
     ends = runs.length.cumsum(0)
     begins = ends - runs.length
     low = begins[run] + skip
-    last = searched(ends, low + count - 1)
-    work_tile, local = _expanded(torch.where(count > 0, last - run + 1, 0))
+    last = searchsorted_right(ends, low + count - 1)
+    work_tile, local = _expand(torch.where(count > 0, last - run + 1, 0))
     run = run[work_tile] + local
     first = torch.maximum(begins[run], low[work_tile])
     length = torch.minimum(ends[run], (low + count)[work_tile]) - first
     block = runs.start[run] + first - begins[run]
     sample = -(-block // every)
-    part, local = _expanded(-(-(block + length) // every) - sample)
+    part, local = _expand(-(-(block + length) // every) - sample)
     return work_tile[part], (sample[part] + local) * every
 
 
-def _expanded(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Index i repeated counts[i] times, and 0, 1, ... within each."""
-    owner = owners(counts)
+def _expand(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return index i repeated counts[i] times, and 0, 1, ... within each."""
+    owner = row_indices(counts)
     return owner, torch.arange(owner.numel(), device="cpu") - (counts.cumsum(0) - counts)[owner]
 
 
 def l2_reuse(
     schedule: Schedule, runs: BlockRuns, timeline: Timeline, l2_bytes: int = L2_BYTES
 ) -> float:
-    """Share of the visited tiles, 0 to 1, that are still in an L2 that drops the least recent.
+    """Return the share of the visited tiles, 0 to 1, that an L2 with LRU replacement still holds.
 
     Exact for that model up to 65536 visits; beyond, every n-th tile is followed in an L2 of an n-th
     of the size (Waldspurger et al. 2015).
@@ -251,10 +253,11 @@ def l2_reuse(
 
 
 def lru_hits(items: Tensor, capacity: int) -> Tensor:
-    """Which accesses hit a cache of `capacity` items that drops the least recently used.
+    """Return which accesses hit an LRU cache of `capacity` items.
 
-    An access hits if fewer than `capacity` different items came since the last one of its own
-    (Mattson et al. 1970): those are the accesses in between whose own predecessor lies before.
+    An access hits if fewer than `capacity` different items were accessed since the last access of
+    the same item (Mattson et al. 1970). Those are the accesses in between whose item was last
+    accessed before the interval.
 
     Args:
         items: int64 [n], in order of access.
@@ -272,15 +275,15 @@ def lru_hits(items: Tensor, capacity: int) -> Tensor:
 
 
 def _smaller_before(values: Tensor) -> Tensor:
-    """int64 [n]: how many earlier values are not larger; merge counting, n log^2 n."""
+    """Count the earlier values that are not larger, int64 [n], by merging in O(n log^2 n)."""
     count = values.numel()
     size = 1 << max(0, count - 1).bit_length()
     padded = torch.nn.functional.pad(values, (0, size - count), value=size)
-    found = torch.zeros_like(padded)
+    smaller = torch.zeros_like(padded)
     half = 1
     while half < size:
         left, right = padded.view(-1, 2, half).unbind(1)
         ranks = torch.searchsorted(left.sort(1).values, right.contiguous(), right=True)
-        found.view(-1, 2, half)[:, 1] += ranks
+        smaller.view(-1, 2, half)[:, 1] += ranks
         half *= 2
-    return found[:count]
+    return smaller[:count]

@@ -1,7 +1,7 @@
-"""Rows of tiles cut into work tiles, so that no worker is left with more than its share.
+"""Split rows of tiles into work tiles, so that no worker gets more than its share.
 
 A row is the work of one output tile: its PARTIAL tiles, then its FULL tiles, in that sequence. A
-cut is a place in the sequence, on a run's boundary or inside a run.
+cut is a position in the sequence, at a run's boundary or inside a run.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from attnkit.errors import OptionError
-from attnkit.util.csr import owners, searched
+from attnkit.util.csr import row_indices, searchsorted_right
 
-# Costs are told apart down to this part of a worker's share; also the guarantee of `longest first`
-# that makes splitting needless: list scheduling ends within the longest tile of the share.
+# Costs are compared to a precision of 1 / GRAIN of a worker's share. If the longest work tile is below
+# that, splitting is not needed: list scheduling exceeds the share by at most the longest work tile.
 GRAIN = 32
 
 
@@ -66,7 +66,7 @@ class Rows:
         return self.partial + self.full
 
     def ordinal(self, row: Tensor, offset: Tensor) -> Tensor:
-        """The place in the sequence that is nearest to an offset in cost."""
+        """Return the position in the sequence that is nearest to an offset in cost."""
         a, b = self.cost.full, self.cost.partial
         head = self.partial[row] * b
         return torch.where(
@@ -78,13 +78,13 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class WorkTiles:
-    """Rows in work tiles, ascending by row and place; int64 [work tiles] each.
+    """Work tiles of rows, ascending by row and position; int64 [work tiles] each.
 
     Attributes:
-        row: whose work tile.
+        row: the row that each is a part of.
         first, stop: half-open stretch of the row's sequence.
         index: 0, 1, ... within the row.
-        parts: work tiles that the row has.
+        parts: number of work tiles of the row.
     """
 
     row: Tensor
@@ -94,62 +94,60 @@ class WorkTiles:
     parts: Tensor
 
     def partial(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """First place and number of the PARTIAL tiles."""
+        """Return the position of the first PARTIAL tile, and the number of PARTIAL tiles."""
         limit = rows.partial[self.row]
         first = torch.minimum(self.first, limit)
         return first, torch.minimum(self.stop, limit) - first
 
     def full(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """First place, among the FULL tiles, and number of the FULL tiles."""
+        """Return the position of the first FULL tile among the row's, and the number of FULL tiles."""
         skip = rows.partial[self.row]
         first = (self.first - skip).clamp(min=0)
         return first, (self.stop - skip).clamp(min=0) - first
 
     def costs(self, rows: Rows) -> Tensor:
-        """Cost of each work tile, int64 [work tiles]."""
+        """Return the cost of each work tile, int64 [work tiles]."""
         cost = rows.cost
         body = self.partial(rows)[1] * cost.partial + self.full(rows)[1] * cost.full
         return body + cost.tile + torch.where(self.parts > 1, cost.merge, 0)
 
 
-def whole(rows: Rows) -> WorkTiles:
-    """Every row in one work tile."""
+def keep_whole(rows: Rows) -> WorkTiles:
+    """Make one work tile of every row."""
     none = rows.full.new_empty(0)
     return _cut(rows, none, none)
 
 
-def even(rows: Rows, limit: int) -> WorkTiles:
-    """Rows whose tiles cost more than `limit` in the fewest equal work tiles whose tiles do not."""
+def split_evenly(rows: Rows, limit: int) -> WorkTiles:
+    """Split each row into the fewest equal work tiles whose tiles cost at most `limit`."""
     parts = (-(-rows.body // max(1, limit))).clamp(min=1)
     parts = torch.minimum(parts, rows.tiles.clamp(min=1))
-    row = owners(parts - 1)
+    row = row_indices(parts - 1)
     before = (parts - 1).cumsum(0) - (parts - 1)
     number = torch.arange(row.numel(), device=parts.device) - before[row] + 1
     return _cut(rows, row, rows.ordinal(row, rows.body[row] * number // parts[row]))
 
 
-def wrapped(rows: Rows, workers: int) -> WorkTiles:
-    """Rows laid end to end, longest first, and cut into one stretch per worker.
+def wrap_around(rows: Rows, workers: int) -> WorkTiles:
+    """Lay the rows end to end, longest first, and cut them into one equal stretch per worker.
 
-    McNaughton's wrap-around rule (1959): at most workers - 1 cuts, and every stretch is a worker's
-    fair share.
+    This is McNaughton's wrap-around rule (1959): at most workers - 1 cuts.
     """
     prices, order = torch.sort(rows.body + rows.cost.tile, descending=True, stable=True)
     share = int(prices.sum()) // workers
-    return _laid(rows, order, torch.full((workers,), share, device=order.device))
+    return _cut_at_gaps(rows, order, torch.full((workers,), share, device=order.device))
 
 
-def filled(rows: Rows, order: Tensor, workers: int) -> WorkTiles:
-    """Rows whole, as far as they fit their workers' fair shares; the others fill what is left.
+def fill_shares(rows: Rows, order: Tensor, workers: int) -> WorkTiles:
+    """Keep rows whole as long as they fit their workers' shares; split the others to fill the gaps.
 
-    These are laid end to end and cut at the ends of the shares: fewer cuts than `wrapped` makes,
-    and work tiles that longest first pairs well, the longest of one worker with the shortest of
-    another.
+    The others are laid end to end and cut where the gaps end. That takes fewer cuts than
+    `wrap_around`.
 
     Args:
         rows: the rows.
-        order: int64 [rows], the list that workers take rows from.
-        workers: how many.
+        order: int64 [rows], the order in which workers take rows.
+        workers: number of workers.
     """
     prices = (rows.body + rows.cost.tile)[order]
     share = int(prices.sum()) // workers
@@ -160,11 +158,11 @@ def filled(rows: Rows, order: Tensor, workers: int) -> WorkTiles:
         heapq.heapreplace(loads, loads[0] + price)
         taken += 1
     gaps = share - torch.tensor(loads, device=order.device)
-    return _laid(rows, order[taken:], gaps)
+    return _cut_at_gaps(rows, order[taken:], gaps)
 
 
-def _laid(rows: Rows, order: Tensor, gaps: Tensor) -> WorkTiles:
-    """Some rows laid end to end in this order, cut where the gaps, laid end to end, end.
+def _cut_at_gaps(rows: Rows, order: Tensor, gaps: Tensor) -> WorkTiles:
+    """Lay rows end to end in an order, and the gaps too; cut the rows at the ends of the gaps.
 
     A cut whose work tile would cost less than its own overhead is left out.
     """
@@ -172,7 +170,7 @@ def _laid(rows: Rows, order: Tensor, gaps: Tensor) -> WorkTiles:
     prices = (rows.body + cost.tile)[order]
     ends, at = prices.cumsum(0), gaps.cumsum(0)[:-1]
     at = at[at < int(prices.sum())]
-    place = searched(ends, at)
+    place = searchsorted_right(ends, at)
     offset = at - (ends[place] - prices[place]) - cost.tile
     row, margin = order[place], cost.tile + cost.merge
     keep = (offset > margin) & (offset + margin < rows.body[row])
@@ -180,7 +178,7 @@ def _laid(rows: Rows, order: Tensor, gaps: Tensor) -> WorkTiles:
 
 
 def _cut(rows: Rows, row: Tensor, place: Tensor) -> WorkTiles:
-    """Cut rows at places of their sequences; places at an end do not count."""
+    """Cut rows at positions of their sequences; positions at either end make no cut."""
     device, count = row.device, rows.full.numel()
     inside = (place > 0) & (place < rows.tiles[row])
     width = int(rows.tiles.max()) + 1
@@ -195,11 +193,11 @@ def _cut(rows: Rows, row: Tensor, place: Tensor) -> WorkTiles:
     return WorkTiles(row, first, stop, index, parts[row])
 
 
-def predicted(costs: Tensor, workers: int) -> int:
-    """Makespan of costs, in list order, when each free worker takes the next work tile.
+def predict_makespan(costs: Tensor, workers: int) -> int:
+    """Predict the makespan if each free worker takes the next work tile of the list.
 
-    Neighbours that are small beside a worker's share are taken together, so the effort does not
-    grow with the number of work tiles, and the result is right to a `GRAIN`th of the share.
+    Neighbours that are small against a worker's share are merged, so the running time does not grow
+    with the number of work tiles, and the result is accurate to 1 / `GRAIN` of the share.
     """
     if costs.numel() > workers * GRAIN:
         ends = costs.cumsum(0)

@@ -1,4 +1,4 @@
-"""The GPU architectures that kernels are compiled for, and why there are none for others."""
+"""List the GPU architectures that kernels are compiled for, and say why others have none."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Target:
     """An architecture, and the template that is compiled for it.
 
     Attributes:
-        name: of a plan's template, as "sm90".
-        template: whose kernels, as "sm90".
-        arch: as "sm_90a".
+        name: name in a plan, as "sm103".
+        template: name of the template, as "sm100".
+        arch: name for the compiler, as "sm_103a".
         card: what NVIDIA calls such GPUs.
         capability: compute capability of the GPUs that run it.
         proven: whether its kernels have run on such a GPU; if not, they are tested there first.
@@ -34,7 +34,7 @@ class Target:
 
     @property
     def standing(self) -> str:
-        """What its kernels went through."""
+        """How far its kernels are tested, as a phrase."""
         if self.proven:
             return "tested on GPUs and in the emulator"
         return "executed in the emulator, never run on silicon"
@@ -51,17 +51,17 @@ _NO_TENSOR_MEMORY = (
 
 
 def of_arch(arch: str) -> Target | None:
-    """The target of an architecture such as "sm_100a", None if there is none."""
+    """Return the target of an architecture such as "sm_100a", None if there is none."""
     return next((t for t in TARGETS if t.arch == arch), None)
 
 
 def of_capability(capability: tuple[int, int] | None) -> Target | None:
-    """The target that GPUs of a compute capability run, None if there is none."""
+    """Return the target for GPUs of a compute capability, None if there is none."""
     return next((t for t in TARGETS if t.capability == capability), None)
 
 
 def of_template(template: str) -> Target | None:
-    """The target of a plan's template, emulated and ordered or not; None if it is no kernel."""
+    """Return the target of a plan's template, emulated and ordered or not; None if it is not a GPU's."""
     return TemplateSpec.parse(template).target
 
 
@@ -84,7 +84,7 @@ class TemplateSpec:
     @staticmethod
     @functools.lru_cache(maxsize=64)
     def parse(template: str) -> TemplateSpec:
-        """Take a template's name apart."""
+        """Split a template's name into its parts."""
         name = template.removeprefix(EMULATED).removesuffix(ORDERED)
         target = next((t for t in TARGETS if t.name == name), None)
         return TemplateSpec(name, target, template.startswith(EMULATED), template.endswith(ORDERED))
@@ -94,7 +94,7 @@ caches.register(TemplateSpec.parse.cache_clear)
 
 
 def gpu_target(template: str) -> Target:
-    """The target of a GPU template.
+    """Return the target of a GPU template.
 
     Raises:
         ArgumentError: the template is no GPU kernel.
@@ -106,21 +106,21 @@ def gpu_target(template: str) -> Target:
 
 
 def missing_arch(arch: str) -> str:
-    """Why there is no kernel for an architecture."""
+    """Return why there is no kernel for an architecture."""
     number = arch.removeprefix("sm_").rstrip("af")
     if number.startswith("12") and len(number) == 3:
-        return f"{arch} {_NO_TENSOR_MEMORY}; {_known()}"
-    return f"{arch} is not an architecture with a kernel; {_known()}"
+        return f"{arch} {_NO_TENSOR_MEMORY}; {_kernel_list()}"
+    return f"{arch} is not an architecture with a kernel; {_kernel_list()}"
 
 
 def missing_capability(capability: tuple[int, int]) -> str:
-    """Why there is no kernel for GPUs of a compute capability."""
+    """Return why there is no kernel for GPUs of a compute capability."""
     why = f"the GPU has compute capability {capability[0]}.{capability[1]}"
     if capability[0] == 12:
         why += f", which {_NO_TENSOR_MEMORY}"
-    found = ", ".join(f"{t.capability[0]}.{t.capability[1]} ({t.card})" for t in TARGETS)
-    return f"{why}; there are kernels for {found}"
+    listing = ", ".join(f"{t.capability[0]}.{t.capability[1]} ({t.card})" for t in TARGETS)
+    return f"{why}; there are kernels for {listing}"
 
 
-def _known() -> str:
+def _kernel_list() -> str:
     return f"there are kernels for {', '.join(t.arch for t in TARGETS)}"

@@ -1,7 +1,7 @@
-"""A schedule as the tables that a GPU kernel reads: work tiles with descending cursors.
+"""Convert a schedule to the tables that a GPU kernel reads: work tiles with descending cursors.
 
-A kernel walks the kv blocks of a work tile from the last to the first: scores tend to be largest
-near the diagonal, and a maximum found early is not rescaled later.
+A kernel visits the kv blocks of a work tile from the last to the first: scores tend to be largest
+near the diagonal, and with the maximum found early the output is rescaled less often.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from attnkit.errors import OptionError
 from attnkit.schedule.scheduler import Schedule
 from attnkit.sparsity.block_runs import BlockRuns, Runs
 from attnkit.util import caches
-from attnkit.util.csr import owners, searched
+from attnkit.util.csr import row_indices, searchsorted_right
 
 
 @dataclass(frozen=True, eq=False)
 class WorkList:
-    """What a forward kernel reads.
+    """The tables that a forward kernel reads.
 
     Attributes:
-        work_tiles: int32 [work tiles, 12]: b, h, tile, slot; the PARTIAL and the FULL cursor; how
-            many blocks come first and are masked; how many work tiles keep anything, the same in
-            all: the others stand at the end of the list. A cursor is (run, take, count): the first
-            `take` blocks of a run, last one first, then the runs before it, `count` blocks in all.
+        work_tiles: int32 [work tiles, 12]: b, h, tile, slot; the PARTIAL and the FULL cursor; the
+            number of masked blocks, which come first; the number of work tiles with an unmasked
+            block, the same in all entries: the others are at the end of the list. A cursor is
+            (run, take, count): the first `take` blocks of a run, last one first, then the runs
+            before it, `count` blocks in all.
         partial, full: int32 [2, runs + 1]: starts and lengths; the last is a block beyond the end
-            of the tensor, for tiles that keep nothing.
-        split: int32 [rows, 3], the (b, h, tile) of the rows that were cut into several work tiles.
+            of the tensor, for fully masked tiles.
+        split: int32 [rows, 3], the (b, h, tile) of the rows that are split into several work tiles.
         split_ptr: int32 [rows + 1], their slots.
-        slots: how many there are.
+        slots: number of slots.
     """
 
     work_tiles: Tensor
@@ -44,7 +45,7 @@ class WorkList:
     slots: int
 
     def to(self, device: torch.device) -> WorkList:
-        """The same on a device."""
+        """Copy the tables to a device."""
         return replace(
             self,
             work_tiles=self.work_tiles.to(device),
@@ -56,15 +57,15 @@ class WorkList:
 
 
 def work_list(runs: BlockRuns, schedule: Schedule) -> WorkList:
-    """The tables of a forward schedule of these runs."""
+    """Build the tables of a forward schedule of these runs."""
     table = schedule.table()
     partial, _ = _descending(runs.partial, table[:, 4:7])
     full, first = _descending(runs.full, table[:, 7:10])
-    # a FULL block that ends the tensor in the middle needs the mask: it comes first of its list
+    # a FULL block that extends beyond the tensor needs the mask: it comes first in its list
     ragged = runs.kv_len % runs.block[1] != 0
     edge = (first == runs.kv_blocks - 1) & ragged
     masked = partial[:, 2] + edge.to(torch.int32)
-    # a tile that keeps nothing visits a block beyond the end, where all is masked
+    # a fully masked tile visits one block beyond the end, where all scores are masked
     empty = (masked == 0) & (full[:, 2] == 0)
     beyond = masked.new_tensor([runs.partial.start.numel(), 1, 1])
     partial = torch.where(empty[:, None], beyond, partial)
@@ -83,30 +84,34 @@ def work_list(runs: BlockRuns, schedule: Schedule) -> WorkList:
 
 
 def _descending(runs: Runs, cursor: Tensor) -> tuple[Tensor, Tensor]:
-    """Cursors (run, skip, count) turned to begin at their last block; and that block, or -1."""
+    """Convert cursors (run, skip, count) to begin at their last block; return also that block.
+
+    Returns:
+        int32 [work tiles, 3], cursors (run, take, count); [work tiles], the last block or -1.
+    """
     run, skip, count = cursor.to(torch.int64).unbind(1)
     if not runs.length.numel():
         return torch.zeros_like(cursor), torch.full_like(cursor[:, 0], -1)
     ends = runs.length.cumsum(0)
     begins = ends - runs.length
     last = begins[run] + skip + count - 1
-    at = searched(ends, last).clamp(max=ends.numel() - 1)
+    at = searchsorted_right(ends, last).clamp(max=ends.numel() - 1)
     inside = last - begins[at]
     some = count > 0
-    turned = torch.stack([at, inside + 1, count], 1)
+    descending = torch.stack([at, inside + 1, count], 1)
     block = torch.where(some, runs.start[at] + inside, -1)
-    return torch.where(some[:, None], turned, 0).to(torch.int32), block
+    return torch.where(some[:, None], descending, 0).to(torch.int32), block
 
 
 def _pairs(part: Runs, runs: BlockRuns) -> Tensor:
-    """int32 [2, runs + 1]: starts and lengths, and last a block beyond the end."""
+    """Stack starts and lengths, and append a block beyond the end: int32 [2, runs + 1]."""
     pairs = torch.stack([part.start, part.length])
     return torch.cat([pairs, pairs.new_tensor([[runs.kv_blocks], [1]])], 1)
 
 
 @functools.lru_cache(maxsize=64)
 def full_runs(q_len: int, kv_len: int, block: tuple[int, int], device: torch.device) -> BlockRuns:
-    """The runs of attention without a mask: every tile FULL."""
+    """Build the runs of attention without a mask: every tile FULL."""
     q_blocks, kv_blocks = -(-q_len // block[0]), -(-kv_len // block[1])
 
     def whole(rows: int, blocks: int) -> Runs:
@@ -127,8 +132,8 @@ def full_runs(q_len: int, kv_len: int, block: tuple[int, int], device: torch.dev
 caches.register(full_runs.cache_clear)
 
 
-def refined(runs: BlockRuns, block: tuple[int, int]) -> BlockRuns:
-    """The same tiles cut into smaller ones, whose sizes divide these.
+def refine(runs: BlockRuns, block: tuple[int, int]) -> BlockRuns:
+    """Cut tiles into smaller ones, whose sizes divide these.
 
     A part of a FULL tile is FULL; one of a PARTIAL tile stays PARTIAL.
 
@@ -137,25 +142,25 @@ def refined(runs: BlockRuns, block: tuple[int, int]) -> BlockRuns:
     """
     if block == runs.block:
         return runs
-    if any(own % new for own, new in zip(runs.block, block, strict=True)):
+    if any(old % new for old, new in zip(runs.block, block, strict=True)):
         raise OptionError(f"tiles of {runs.block} cannot be cut into tiles of {block}")
     states = runs.states()
-    for axis, (own, new) in enumerate(zip(runs.block, block, strict=True)):
-        states = states.repeat_interleave(own // new, dim=2 + axis)
+    for axis, (old, new) in enumerate(zip(runs.block, block, strict=True)):
+        states = states.repeat_interleave(old // new, dim=2 + axis)
     rows, columns = -(-runs.q_len // block[0]), -(-runs.kv_len // block[1])
     states = states[:, :, :rows, :columns].contiguous()
     return BlockRuns.from_states(states, runs.q_len, runs.kv_len, block)
 
 
-def fitted(runs: BlockRuns, block: tuple[int, int]) -> BlockRuns:
-    """The same tiles in other sizes: cut, or joined where the sizes do not divide.
+def retile(runs: BlockRuns, block: tuple[int, int]) -> BlockRuns:
+    """Change the tile sizes of runs: cut tiles, and join them where the sizes do not divide.
 
     A joined tile is FULL or EMPTY only if all of its parts are.
     """
-    if not any(own % new for own, new in zip(runs.block, block, strict=True)):
-        return refined(runs, block)
+    if not any(old % new for old, new in zip(runs.block, block, strict=True)):
+        return refine(runs, block)
     least = (math.gcd(runs.block[0], block[0]), math.gcd(runs.block[1], block[1]))
-    fine = refined(runs, least)
+    fine = refine(runs, least)
     high, wide = block[0] // least[0], block[1] // least[1]
     pairs, sizes = fine.batch * fine.heads, (fine.q_blocks, fine.kv_blocks)
     full, partial = _joined((fine.full, fine.partial), pairs, sizes, (high, wide))
@@ -166,11 +171,11 @@ def fitted(runs: BlockRuns, block: tuple[int, int]) -> BlockRuns:
 def _joined(
     kinds: tuple[Runs, Runs], pairs: int, sizes: tuple[int, int], by: tuple[int, int]
 ) -> tuple[Runs, Runs]:
-    """FULL and PARTIAL runs of joined tiles, at a cost that is that of the runs.
+    """Join tiles: return the FULL and PARTIAL runs of the larger ones, in O(runs).
 
     Args:
         kinds: FULL and PARTIAL runs of the tiles.
-        pairs: of batch elements and heads.
+        pairs: number of pairs of batch element and head.
         sizes: rows and columns of a pair.
         by: how many rows and columns are joined.
     """
@@ -178,9 +183,9 @@ def _joined(
     some, length = -(-rows // high), -(-columns // wide)
 
     def ends(kind: Runs, inside: bool) -> tuple[Tensor, Tensor]:
-        """Where the joined columns that a run covers, or touches, begin and end."""
+        """Return begin and end of the joined columns that each run covers, or touches."""
         counts = kind.row_ptr.diff().to(torch.int64)
-        row = owners(counts)
+        row = row_indices(counts)
         base = (row // rows * some + row % rows // high) * (length + 1)
         first, last = kind.start.to(torch.int64), (kind.start + kind.length).to(torch.int64)
         if inside:  # the last column may be narrower
@@ -188,8 +193,8 @@ def _joined(
             first, last = (first + wide - 1) // wide, whole
         else:
             first, last = first // wide, (last + wide - 1) // wide
-        kept = first < last
-        return (base + first)[kept], (base + last)[kept]
+        some_columns = first < last
+        return (base + first)[some_columns], (base + last)[some_columns]
 
     places, changes = [], []
     for kind, inside in ((kinds[0], True), (kinds[0], False), (kinds[1], False)):
@@ -205,9 +210,9 @@ def _joined(
     place, counts = place[final], counts[final]
     heights = (rows - place // (length + 1) % some * high).clamp(max=high)
     full = (counts[:, 0] == heights)[:-1]
-    kept = (counts[:, 1] > 0)[:-1]
+    touched = (counts[:, 1] > 0)[:-1]
     first, last = place[:-1], place[1:]
-    whole, rest = (
-        Runs.from_segments(first[m], last[m], pairs * some, length) for m in (full, kept & ~full)
+    full_runs, partial_runs = (
+        Runs.from_segments(first[m], last[m], pairs * some, length) for m in (full, touched & ~full)
     )
-    return whole, rest
+    return full_runs, partial_runs

@@ -24,7 +24,7 @@ from attnkit.tracing.mask import check_built_for
 from attnkit.tracing.tracer import Kind, Traced, takes
 from attnkit.util import caches
 from attnkit.util.arguments import check_captured, check_size
-from attnkit.util.devices import resolved
+from attnkit.util.devices import resolve_device
 from attnkit.util.tensor_cache import VersionedCache
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class BlockMask:
         self.seq_lengths = (q_len, kv_len)
         self.BLOCK_SIZE = block
         self.shape = (batch, heads, q_len, kv_len)
-        self.device = resolved(device)
+        self.device = resolve_device(device)
 
     def traced(self) -> Traced:
         """Trace the mask_mod, or reuse its trace if nothing that it reads has changed.
@@ -441,7 +441,7 @@ def create_mask(
         check_size(name, size)
     check_built_for(mod_fn, Q_LEN, KV_LEN)
     shape = (B or 1, H or 1, Q_LEN, KV_LEN)
-    device = resolved("cpu" if device is None else device)
+    device = resolve_device("cpu" if device is None else device)
     kind: Kind = "score" if takes(mod_fn, "score") and not takes(mod_fn, "mask") else "mask"
     mask = trace_cached(mod_fn, kind, device)
     env = {

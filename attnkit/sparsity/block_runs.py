@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from attnkit.errors import ArgumentError, DTypeError, OptionError, ShapeError
-from attnkit.util.chunks import at_once
-from attnkit.util.csr import owners
+from attnkit.util.chunks import chunk_size
+from attnkit.util.csr import row_indices
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -53,7 +53,7 @@ class Runs:
     def expanded(self, blocks: int) -> Tensor:
         """Return the dense form: bool [rows, blocks], True inside the runs."""
         counts = self.row_ptr.to(torch.int64).diff()
-        first = owners(counts) * (blocks + 1) + self.start
+        first = row_indices(counts) * (blocks + 1) + self.start
         steps = torch.zeros(self.rows * (blocks + 1), dtype=torch.int8, device=counts.device)
         steps.index_add_(0, first, torch.ones_like(first, dtype=torch.int8))
         # a run that touches the end stops in the spare last column
@@ -107,7 +107,7 @@ def merge_segments(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
 def _bands(grid: Tensor) -> Iterator[Tensor]:
     """Split states [pairs, rows, blocks] into consecutive rows [n, blocks]."""
     _, rows, blocks = grid.shape
-    limit = at_once(grid.numel(), grid.device)
+    limit = chunk_size(grid.numel(), grid.device)
     for pairs in grid.split(max(1, limit // (rows * blocks))):
         if pairs.shape[0] == 1:
             yield from pairs[0].split(max(1, limit // blocks))

@@ -28,7 +28,7 @@ from attnkit.sparsity.ranges.eval_blocks import At, Blocks
 from attnkit.sparsity.ranges.eval_interval import Interval
 from attnkit.sparsity.ranges.tables import Tables
 from attnkit.sparsity.witness import Resolver
-from attnkit.util.chunks import at_once
+from attnkit.util.chunks import chunk_size
 
 # Bytes of intervals in one pass over tiles.
 _PASS_BYTES = 24 << 20
@@ -138,7 +138,7 @@ class Grid:
     def _at_once(self, tiles: int) -> int:
         domain = self.tables.domain
         varying = sum(domain.sides.side(n) is Side.MIXED for n, _ in self.blocks.steps)
-        return min(_PASS_BYTES // (32 * (varying + 1)), at_once(tiles, domain.device))
+        return min(_PASS_BYTES // (32 * (varying + 1)), chunk_size(tiles, domain.device))
 
     def _states_inside(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, side: int) -> Tensor:
         """Classify the tiles of nodes [n] exactly: int8 [n, side, side], EMPTY beyond the grid."""
@@ -169,7 +169,7 @@ class Grid:
         """Decide the tiles at some places of the states [n, side, side] of nodes [n]."""
         side = states.shape[-1]
         self.statistics.open += len(places)
-        for part in places.split(min(_MAX_OPEN, at_once(len(places), places.device))):
+        for part in places.split(min(_MAX_OPEN, chunk_size(len(places), places.device))):
             line = part // side
             n = line // side
             b, h, q, kv = (x.index_select(0, n) for x in nodes)
@@ -227,7 +227,7 @@ class _Segments:
     def add(self, pair: Tensor, q: Tensor, kv: Tensor, states: Tensor) -> None:
         """Add the tiles of nodes [n], from their states [n, side, side]."""
         before = {key: len(parts) for key, parts in self.parts.items()}
-        step = max(1, at_once(states.numel(), states.device) // self.side**2)
+        step = max(1, chunk_size(states.numel(), states.device) // self.side**2)
         for first in range(0, len(q), step):
             some = slice(first, first + step)
             self._add(pair[some], q[some], kv[some], states[some], backward=False)

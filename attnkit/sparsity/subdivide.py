@@ -18,7 +18,7 @@ from attnkit.graph.affine import Side
 from attnkit.sparsity.ranges.boxes import Boxes
 from attnkit.sparsity.ranges.eval_blocks import At, Blocks
 from attnkit.sparsity.ranges.tables import Domain, Tables
-from attnkit.util.chunks import at_once
+from attnkit.util.chunks import chunk_size
 
 _SMALL = 8  # positions along a side of a box that is evaluated at every position
 _PARTS = 8  # boxes at most along a side of the box that is cut
@@ -168,7 +168,7 @@ class Subdivision:
         last = -(-self.domain.q_len // size[0]) - 1, -(-self.domain.kv_len // size[1]) - 1
         varying = sum(self.domain.sides.side(n) is Side.MIXED for n, _ in self.blocks.steps)
         total = len(boxes) * cut[0] * cut[1]
-        limit = min(_PASS_BYTES // (32 * (varying + 1)), at_once(total, self.domain.device))
+        limit = min(_PASS_BYTES // (32 * (varying + 1)), chunk_size(total, self.domain.device))
         undecided = []
         for part in boxes.split(limit // (cut[0] * cut[1])):
             # clamping repeats the last box of a ragged tile, which changes nothing
@@ -215,7 +215,7 @@ class Subdivision:
     ) -> BoxList:
         """Evaluate boxes at some of their rows and columns; return those of undecided tiles."""
         points = len(row) * len(column)
-        limit = min(self.at_once, at_once(len(boxes) * points, self.domain.device))
+        limit = min(self.at_once, chunk_size(len(boxes) * points, self.domain.device))
         for part in boxes.split(limit // points):
             part = part.at(tiles.undecided(part.tile).nonzero().squeeze(1))
             if not len(part):

@@ -24,7 +24,7 @@ from attnkit.sparsity.ranges.eval_blocks import Blocks
 from attnkit.sparsity.ranges.serial import evaluate_serial
 from attnkit.sparsity.ranges.tables import Domain, Key, Tables, key_of
 from attnkit.sparsity.subdivide import Subdivision, Tiles
-from attnkit.util.chunks import at_once
+from attnkit.util.chunks import chunk_size
 
 # Bytes of intermediate values in one evaluation.
 _PASS_BYTES = 24 << 20
@@ -78,14 +78,14 @@ class Resolver:
         flat = states.view(-1)
         open_tiles: list[Tensor] = []
         first = total = dense = 0
-        for part in flat.split(at_once(flat.numel(), flat.device)):
+        for part in flat.split(chunk_size(flat.numel(), flat.device)):
             open_tiles.append((part == _OPEN).nonzero().squeeze(1) + first)
             first += part.numel()
             if first == flat.numel() or sum(t.numel() for t in open_tiles) >= _MAX_TILES:
                 places = torch.cat(open_tiles)
                 open_tiles.clear()
                 total += places.numel()
-                for some in places.split(at_once(places.numel(), flat.device)):
+                for some in places.split(chunk_size(places.numel(), flat.device)):
                     line = some // columns
                     pair = line // rows
                     b = pair // h_count
@@ -125,7 +125,7 @@ class Resolver:
         points = stage()
         if points is None or points.count > self._points_at_once:
             return left
-        limit = min(self._points_at_once, at_once(left.numel() * points.count, left.device))
+        limit = min(self._points_at_once, chunk_size(left.numel() * points.count, left.device))
         for part in left.split(max(1, limit // points.count)):
             some = tiles.at(part)
             keep = self._mask(some, *points.positions(some))
@@ -275,7 +275,7 @@ def _extreme_positions(value: Tensor, block: int) -> tuple[Tensor, Tensor]:
         value = value.to(torch.uint8)
     length = value.shape[-1]
     lead = value[..., 0].numel()
-    step = max(1, at_once(value.numel(), value.device) // (lead * block)) * block
+    step = max(1, chunk_size(value.numel(), value.device) // (lead * block)) * block
     low, high = [], []
     for first in range(0, length, step):
         part = value[..., first : first + step]

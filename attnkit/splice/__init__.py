@@ -1,8 +1,8 @@
 """Bind a variant's graphs to the hooks of a template, and run it.
 
 In: a `KernelCall` (template, graphs, tiles) and tensors. Out: attention and its gradients. Only
-this room names templates; `runtime` and `inspection` import it. What describes kernels, for
-`inspection`, is in `forward`, `backward` and `kernel_layout`.
+this room names templates; `runtime` and `inspection` import it. `inspection` reads descriptions of
+kernels from `forward`, `backward` and `kernel_layout`.
 """
 
 from attnkit.splice.cpu import CpuHooks

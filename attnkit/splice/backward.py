@@ -1,6 +1,6 @@
 """Prepare the backward of a variant with GPU kernels.
 
-What differs between templates is in a `BackwardTemplate` of each.
+Each template describes what is specific to it as a `BackwardTemplate`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from attnkit.graph.adjoint import adjoint
 from attnkit.graph.ir import Node
 from attnkit.graph.staging import Level, index_level
 from attnkit.schedule.targets import SM90, Target, gpu_target
-from attnkit.schedule.work_list import fitted, full_runs
+from attnkit.schedule.work_list import full_runs, retile
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice import backward_call, exact_sums
 from attnkit.splice.backward_call import BackwardCall
@@ -29,17 +29,13 @@ from attnkit.splice.template import BackwardCase, BackwardSettings
 from attnkit.splice.template_registry import backward_template
 from attnkit.util import caches
 
-_LONG = 4096  # length of a sequence where none is named
+_DEFAULT_LENGTH = 4096  # of sequences, if the caller gives no tiles
 
 
 def supports(kernel_call: KernelCall, inputs: BackwardInputs) -> bool:
-    """Whether the kernels of the call's target can compute this backward."""
-    program, spec, runs, query = (
-        kernel_call.program,
-        kernel_call.spec,
-        kernel_call.runs,
-        inputs.query,
-    )
+    """Return whether the kernels of the call's target can compute this backward."""
+    program, spec, runs = kernel_call.program, kernel_call.spec, kernel_call.runs
+    query = inputs.query
     if spec.target is None:
         return False
     template = backward_template(spec.target)
@@ -52,20 +48,20 @@ def supports(kernel_call: KernelCall, inputs: BackwardInputs) -> bool:
         return False
     columns = template.block_kv(widths)
     fits = runs is None or not (runs.block[0] % 64 or runs.block[1] % columns)
-    return fits or not program.listed  # lists that overrule the mask cannot be joined to tiles
+    return fits or not program.listed  # tiles of lists that override the mask cannot be joined
 
 
 def _learned(inputs: BackwardInputs) -> list[Tensor]:
-    """The captured tensors whose gradients are needed."""
+    """Return the captured tensors whose gradients are needed."""
     pairs = zip(inputs.captured.scores, inputs.needs_grad, strict=True)
     return [t for t, need in pairs if need]
 
 
 def prepare(kernel_call: KernelCall, inputs: BackwardInputs) -> BackwardCall:
-    """Prepare the gradients of tensors like these; `supports` must hold.
+    """Prepare the backward for tensors like these; `supports` must hold.
 
-    In a deterministic call the sums of dQ, dK and dV are formed in
-    a fixed order, and those of captured tensors exactly.
+    In a deterministic call the sums of dQ, dK and dV are added in a fixed order, and those of
+    captured tensors are exact.
     """
     return backward_call.prepare(kernel_call, inputs, lambda: _settings_of(kernel_call, inputs))
 
@@ -96,7 +92,7 @@ def first_writer_report(
     head_dim: int,
     workers: int,
 ) -> str:
-    """Say whether the first kv tile at a q tile stores dQ in the Hopper backward, and why.
+    """Describe whether the first kv tile at a q tile stores dQ in the Hopper backward, and why.
 
     Args:
         program: the graphs; no captured tensor has a gradient.
@@ -114,7 +110,7 @@ def first_writer_report(
         for n in (q_len, kv_len)
     )
     settings = _settings(SM90, query, key, key, False, _light(program, ()), {})
-    _, first = scheduled(fitted(runs, settings.block), settings, query, key, workers)
+    _, first = scheduled(retile(runs, settings.block), settings, query, key, workers)
     if isinstance(first, str):
         return f"zeros are written before: {first}"
     return f"the first kv tile at each q tile stores, {first.saved} cycles less than with zeros"
@@ -131,10 +127,10 @@ def backward_block(
     head_dims: tuple[int, int],
     runs: BlockRuns | None = None,
 ) -> tuple[int, int] | None:
-    """Rows and columns of a block of a GPU template's backward, None where it has none.
+    """Return rows and columns of a block of a GPU template's backward, None if it has no backward.
 
-    Without captured tensors that have gradients. If two CTAs work on a block, the columns are of
-    both.
+    This assumes that no captured tensor needs a gradient. If two CTAs share a block, the columns are
+    those of both.
 
     Args:
         template: of a plan.
@@ -143,13 +139,13 @@ def backward_block(
         runs: tiles to visit; None for those of long sequences without a mask.
 
     Raises:
-        ArgumentError: `template` is no GPU kernel.
+        ArgumentError: `template` is not a GPU kernel.
     """
     settings = backward_template(gpu_target(template))
     widths = settings.widths(head_dims)
     if widths is None:
         return None
-    runs = runs or full_runs(_LONG, _LONG, (128, 128), torch.device("cpu"))
+    runs = runs or full_runs(_DEFAULT_LENGTH, _DEFAULT_LENGTH, (128, 128), torch.device("cpu"))
     additive = score_form(program.score).additive
     case = BackwardCase(widths, runs, additive, learned=frozenset(), listed=program.listed)
     switches = settings.switches(case)
@@ -162,7 +158,7 @@ caches.register(_has_slope.cache_clear)
 
 @functools.lru_cache(maxsize=1024)
 def _levels(score: Node | None, needs_grad: tuple[bool, ...]) -> frozenset[Level]:
-    """The levels at which the indices of loads with gradients are known."""
+    """Return the levels at which the indices of loads with gradients are known."""
     if score is None or not any(needs_grad):
         return frozenset()
     loads = (load for load, _ in adjoint(score).loads)
@@ -173,7 +169,7 @@ caches.register(_levels.cache_clear)
 
 
 def _light(program: Program, needs_grad: Sequence[bool]) -> bool:
-    """Whether dS is P (dP - delta), and no tensor has a gradient."""
+    """Return whether dS is P (dP - delta), and no captured tensor needs a gradient."""
     return not any(needs_grad) and (program.score is None or not _has_slope(program.score))
 
 

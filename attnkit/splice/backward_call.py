@@ -1,4 +1,4 @@
-"""A prepared backward call: what is left to do at each call.
+"""Run a prepared backward call: allocate the gradients and launch the kernels.
 
 Nothing here waits for the GPU, and all of it may be captured in a CUDA graph.
 """
@@ -102,7 +102,7 @@ class BackwardCall:
     def __call__(
         self, inputs: BackwardInputs
     ) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor | None]]:
-        """The gradients of query, key and value, and of the score's tensors, on the current stream."""
+        """The gradients of query, key, value and the score's tensors, on the current stream."""
         tensors = query, key, value, out, grad_out = loaded(inputs)
         captured, scale = inputs.captured, inputs.scale
         device, work = self.device, self.work
@@ -110,8 +110,8 @@ class BackwardCall:
         if not repeatable:
             query, key, value, out, grad_out = map(loadable, tensors)
         lse = inputs.lse if inputs.lse.is_contiguous() else inputs.lse.contiguous()
-        brought = [query, key, value, out, grad_out, lse, *captured.scores, *captured.masks]
-        brought += [] if inputs.grad_lse is None else [inputs.grad_lse]
+        call_inputs = [query, key, value, out, grad_out, lse, *captured.scores, *captured.masks]
+        call_inputs += [] if inputs.grad_lse is None else [inputs.grad_lse]
         grad_lse = lse if inputs.grad_lse is None else inputs.grad_lse.contiguous()
         capturing = is_capturing(device)
 
@@ -125,7 +125,7 @@ class BackwardCall:
         rows = [make((n * work.rows,), (1,), torch.float32) for n in self.row_words]
         flags = [make((n,), (1,), torch.float32) for n in (work.flags,) if n]
 
-        cleared = flags[0] if flags else sums
+        cleared = flags[0] if flags else sums  # the preprocess sets these to zero
         first = (out, grad_out, lse, grad_lse, *rows, cleared)
         launches = [self._launch(self.preprocess, first, repeatable)]
         read = read_captured(self.captured, captured, device)
@@ -138,11 +138,25 @@ class BackwardCall:
         shared = units[1] > 0
         counters = zero_counters(device, capturing, work.counters)
         main = (
-            *(query, key, value, grad_out),
-            *((dk, dv) if shared else (written(dk), written(dv))),
-            *(*rows, sums, work.work_tiles, work.partial, work.full, counters),
-            *(*read, *totals, *work.order_tables(), *[t.view(torch.int32) for t in flags]),
-            *(scale, self.group, work.workers),
+            query,
+            key,
+            value,
+            grad_out,
+            dk if shared else written(dk),
+            dv if shared else written(dv),
+            *rows,
+            sums,
+            work.work_tiles,
+            work.partial,
+            work.full,
+            counters,
+            *read,
+            *totals,
+            *work.order_tables(),
+            *[t.view(torch.int32) for t in flags],
+            scale,
+            self.group,
+            work.workers,
         )
         launches.append(self._launch(self.main, main, repeatable, work.cost))
         for post in self.postprocess:
@@ -156,14 +170,14 @@ class BackwardCall:
         elif repeatable and self.scale is None and not (capturing or self.deterministic):
             zeros = 4 * units[0] * UNIT if sum(units[1:]) else None
             tables = self._tables()
-            call = CallTensors(brought, grads, totals, [sums, *rows, *flags], tables, zeros)
+            call = CallTensors(call_inputs, grads, totals, [sums, *rows, *flags], tables, zeros)
             self._learn(launches, call, scale)
-        rest = iter(totals)
-        learned = [None if s is None else self._gradient(next(rest), s) for s in shapes]
+        remaining = iter(totals)
+        learned = [None if s is None else self._gradient(next(remaining), s) for s in shapes]
         return (grads[0], grads[1], grads[2]), learned
 
     def _is_repeatable(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the kernels take the tensors of a call as they are, on the current device."""
+        """Return whether the kernels can read these tensors without copies, on the current device."""
         return (
             self.tma_strides
             and device_index() == self.device.index
@@ -172,14 +186,15 @@ class BackwardCall:
 
     @property
     def deterministic(self) -> bool:
-        """Whether the sums are formed in a fixed order."""
+        """Whether the sums are added in a fixed order."""
         return self.settings.deterministic
 
     def _learn(self, launches: Sequence[Launch | None], call: CallTensors, scale: float) -> None:
         """Prepare the relaunch of this call, once its kernels are known."""
         known = [launch for launch in launches if launch is not None]
         distinct = len({t.data_ptr() for t in call.inputs}) == len(call.inputs)
-        if len(known) < len(launches) or not distinct:  # whose an address is must be clear
+        # the replay tells tensors apart by their addresses
+        if len(known) < len(launches) or not distinct:
             return
         counter = lambda: zero_counters(self.device, False, self.work.counters)
         replay = prepare_replay(known, call, counter, 5, self.device)
@@ -187,21 +202,21 @@ class BackwardCall:
         object.__setattr__(self, "scale", scale)
 
     def _tables(self) -> list[Tensor]:
-        """The tensors that are the same in every call."""
+        """Return the tensors that are the same in every call."""
         work = self.work
         captured = [a for a in self.captured if not isinstance(a, CapturedSlot)]
         return [*captured, work.work_tiles, work.partial, work.full, *work.order]
 
     def _total(self, shape: torch.Size) -> Tensor:
-        """Where the kernel adds up the gradient of a captured tensor."""
+        """Allocate the sums in which the kernel accumulates the gradient of a captured tensor."""
         if self.deterministic:
             return exact_sums.empty_sums(shape, self.device)
         return torch.zeros(shape or (1,), dtype=torch.float32, device=self.device)
 
     def _gradient(self, total: Tensor, shape: torch.Size) -> Tensor:
-        """The gradient of a captured tensor, float32, from what was added up."""
+        """Convert the sums of a captured tensor to its gradient, float32."""
         if self.deterministic:
-            return exact_sums.rounded(total, shape)
+            return exact_sums.round_sums(total, shape)
         return total.view(shape)
 
     def _empty(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -222,10 +237,10 @@ class BackwardCall:
             arguments: its tensors and numbers.
             repeatable: whether the tensors have the strides of all other repeatable calls.
             work: estimated warp instructions in the emulator.
-            which: tells apart runs of a kernel for tensors of other shapes in one call.
+            which: distinguishes launches of one kernel for tensors of other shapes in a call.
 
         Returns:
-            The launch, if one like it was made before.
+            The launch, if it is a relaunch; None for a first launch or an emulated one.
         """
         if self.emulated:
             from attnkit.jit.emulator_runs import run_emulated
@@ -273,7 +288,7 @@ def prepare(
 
 
 def loaded(inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The tensors that are read by TMA: query, key, value, output and its gradient."""
+    """Return the tensors that TMA reads: query, key, value, output and its gradient."""
     return inputs.query, inputs.key, inputs.value, inputs.out, inputs.grad_out
 
 
@@ -314,13 +329,13 @@ def _build_call(
 
 
 def _mask_argument(t: Tensor, captured: Captured, device: torch.device) -> CapturedArgument:
-    """Where a tensor of the mask is found at each call: among the captured ones, or it is a table."""
+    """Where a tensor of the mask is found at each call: captured, or a table."""
     slot = next((i for i, own in enumerate(captured.masks) if own is t), None)
     return readable(t, device) if slot is None else captured_slot(MASK, slot, captured, device)
 
 
 def _postprocess(settings: BackwardSettings, work: BackwardWork) -> tuple[Postprocess, ...]:
-    """The kernels after the main one."""
+    """List the kernels after the main one."""
     (wide, deep), (block_q, columns) = settings.widths, settings.block
     kernels, first = [], 0
     for which, (count, width, block) in enumerate(

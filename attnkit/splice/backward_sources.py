@@ -1,4 +1,4 @@
-"""The sources of a backward's kernels: what they are compiled from."""
+"""Describe the kernels of a backward as sources, from which `jit` compiles them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _title(settings: BackwardSettings) -> str:
 
 @functools.lru_cache(maxsize=64)
 def preprocess_source(settings: BackwardSettings, with_lse: bool) -> Source:
-    """The kernel of the rows' statistics."""
+    """Return the source of the preprocess kernel: LSE and delta of every row."""
 
     def build() -> Build:
         from attnkit.splice.fake_backward_arguments import preprocess_arguments
@@ -36,7 +36,7 @@ caches.register(preprocess_source.cache_clear)
 
 @functools.lru_cache(maxsize=64)
 def postprocess_source(settings: BackwardSettings, head_dim: int, width: int, block: int) -> Source:
-    """The kernel that rounds a gradient."""
+    """Return the source of the postprocess kernel: it rounds sums to a gradient."""
 
     def build() -> Build:
         from attnkit.splice.fake_backward_arguments import postprocess_arguments
@@ -59,12 +59,12 @@ def main_source(
     captured: tuple[TensorKind, ...],
     needs_grad: tuple[bool, ...],
 ) -> Source:
-    """The kernel of the gradients.
+    """Return the source of the main kernel, which computes the gradients.
 
     Args:
         program: the graphs.
         bounds: the intervals of q that every column keeps, if the mask has that form.
-        settings: what is fixed.
+        settings: what is fixed in the kernel.
         captured: kinds of the captured tensors that it reads.
         needs_grad: for each tensor that the score captures, whether its gradient is needed.
     """

@@ -1,4 +1,4 @@
-"""The tables of a backward: work tiles in order, and the order of the sums of a deterministic run."""
+"""The tables of a backward: work tiles, and the order of the sums of a deterministic run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attnkit.jit import emulation
 from attnkit.schedule.deterministic_order import DeterministicOrder, deterministic_order
 from attnkit.schedule.first_writer import FirstWriters, choose_first_writers, first_writers
 from attnkit.schedule.scheduler import Schedule, Shape, schedule_backward
-from attnkit.schedule.work_list import fitted, full_runs
+from attnkit.schedule.work_list import full_runs, retile
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice.runs_cache import cached_for_runs, on_host_if_few, wait_for_tables
 from attnkit.splice.template import BackwardSettings
@@ -26,12 +26,12 @@ class BackwardWork:
 
     Attributes:
         work_tiles, partial, full: see `templates.sm90.backward.Backward`.
-        order: tables of a deterministic run's order, the first the semaphores before a launch.
-        flags: of the chunks of dQ, if a CTA waits for them.
-        first_writer: the first CTA of a row stores its part of dQ, and nobody clears it.
+        order: tables of the order of deterministic sums; the first is the semaphores before a launch.
+        flags: number of flags for the chunks of dQ, 0 if no CTA waits for them.
+        first_writer: the first CTA of a row stores its part of dQ, which is not cleared.
         units: of the sums of dQ, of shared dK and dV, and of dK and dV of split kv tiles.
-        rows: of the statistics.
-        counters: of the kernel.
+        rows: number of rows that have an LSE and a delta.
+        counters: number of counters of the kernel.
         workers: CTAs, or pairs of them.
         cost: estimated warp instructions in the emulator.
     """
@@ -49,7 +49,7 @@ class BackwardWork:
     cost: float
 
     def to(self, device: torch.device) -> BackwardWork:
-        """The same tables on a device."""
+        """Copy the tables to a device."""
         return replace(
             self,
             work_tiles=self.work_tiles.to(device),
@@ -59,7 +59,7 @@ class BackwardWork:
         )
 
     def order_tables(self) -> tuple[Tensor, ...]:
-        """The tables of the order, for one launch: it has semaphores of its own."""
+        """Return the tables of the order for one launch, with new semaphores."""
         return (self.order[0].clone(), *self.order[1:]) if self.order else ()
 
 
@@ -72,7 +72,7 @@ def backward_work(
     workers: int,
     emulated: bool,
 ) -> BackwardWork:
-    """The tables of a backward, on the device of the query.
+    """Return the tables of a backward, on the device of the query; they are cached with the runs.
 
     Args:
         runs: tiles to visit; None for all.
@@ -87,7 +87,7 @@ def backward_work(
 
     def build() -> BackwardWork:
         rows = query.shape[0] * query.shape[1] * max(tiles.q_blocks, tiles.kv_blocks)
-        fine = fitted(on_host_if_few(tiles, rows), settings.block)
+        fine = retile(on_host_if_few(tiles, rows), settings.block)
         tables = build_tables(fine, settings, query, key, workers, emulated).to(query.device)
         wait_for_tables(query.device)
         return tables
@@ -104,7 +104,7 @@ def build_tables(
     workers: int,
     emulated: bool,
 ) -> BackwardWork:
-    """The tables for tiles of the kernel's sizes, on the device of the runs."""
+    """Build the tables for tiles of the kernel's sizes, on the device of the runs."""
     batch, heads = query.shape[:2]
     (wide, deep), (rows, columns) = settings.widths, settings.block
     schedule, first = scheduled(runs, settings, query, key, workers)
@@ -147,13 +147,16 @@ def build_tables(
 def scheduled(
     runs: BlockRuns, settings: BackwardSettings, query: Tensor, key: Tensor, workers: int
 ) -> tuple[Schedule, FirstWriters | str]:
-    """The order of the kv tiles; and which CTA stores dQ first, or why none does.
+    """Schedule the kv tiles, and choose which CTA stores dQ first.
 
     Args:
         runs: tiles in the kernel's sizes.
         settings: what is fixed in the kernels.
         query, key: for their shapes.
         workers: CTAs that a device runs at once.
+
+    Returns:
+        The schedule; its first writers, or why it has none.
     """
     template, (wide, deep), (rows, _) = settings.template, settings.widths, settings.block
     batch, heads = query.shape[:2]
@@ -171,8 +174,8 @@ def scheduled(
         return schedule, "this kernel always adds"
     if settings.deterministic:
         return schedule, first_writers(runs, schedule)
-    found = choose_first_writers(runs, schedule, batch * heads * runs.q_blocks * rows * wide)
-    return (schedule, found) if isinstance(found, str) else found
+    choice = choose_first_writers(runs, schedule, batch * heads * runs.q_blocks * rows * wide)
+    return (schedule, choice) if isinstance(choice, str) else choice
 
 
 def _order(
@@ -182,13 +185,13 @@ def _order(
     semaphores: tuple[int, int],
     shared: bool,
 ) -> tuple[Tensor, ...]:
-    """Tables of the order of the sums, for the kernel.
+    """Build the kernel's tables for sums in a fixed order.
 
     Args:
-        order: of the schedule.
-        runs, shape: what was scheduled.
-        semaphores: of a tile of dQ, and of dK or dV.
-        shared: whether dK and dV are sums too.
+        order: order of the schedule.
+        runs, shape: the tiles and the tensors that were scheduled.
+        semaphores: number for a tile of dQ, and for a tile of dK or dV.
+        shared: whether several work tiles add to dK and dV.
 
     Returns:
         int32 each: the semaphores before a launch; [(b, h, q tile), 4], where the visited runs of a
@@ -198,13 +201,13 @@ def _order(
     visited = order.visited
     rows = torch.stack([visited.row_ptr[:-1], visited.row_ptr[1:], order.first, order.last], 1)
     full = (shape.batch, shape.heads, runs.q_blocks)
-    own = (runs.batch, runs.heads, runs.q_blocks)
-    first = order.first.view(own).expand(full).reshape(-1, 1).expand(-1, semaphores[0])
+    mask_shape = (runs.batch, runs.heads, runs.q_blocks)
+    first = order.first.view(mask_shape).expand(full).reshape(-1, 1).expand(-1, semaphores[0])
     pairs = (shape.kv_batch or shape.batch) * (shape.kv_heads or shape.heads) * runs.kv_blocks
     others = order.first.new_zeros(shared * 2 * semaphores[1] * pairs)
     return (
         torch.cat([first.reshape(-1), others]),
-        rows.view(*own, 4).expand(*full, 4).reshape(-1, 4).contiguous(),
+        rows.view(*mask_shape, 4).expand(*full, 4).reshape(-1, 4).contiguous(),
         visited.start,
         visited.length,
         order.group,
@@ -212,6 +215,6 @@ def _order(
 
 
 def _pairs(start: Tensor, length: Tensor) -> Tensor:
-    """int32 [2, runs + 1]: a kernel takes no empty tensors."""
+    """Stack starts and lengths and append a zero, as kernels take no empty tensors: [2, runs + 1]."""
     pairs = torch.stack([start, length])
     return torch.cat([pairs, pairs.new_zeros(2, 1)], 1)

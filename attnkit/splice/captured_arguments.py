@@ -1,4 +1,4 @@
-"""Captured tensors as a kernel takes them, and where it finds them at each call."""
+"""Convert captured tensors to the arguments of a kernel at each call."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ caches.register(_moved.clear)
 
 @dataclass(frozen=True)
 class CapturedSlot:
-    """Where a kernel's argument is found among the captured tensors of a call.
+    """The slot of a kernel's argument among the captured tensors of a call.
 
     Attributes:
         graph: `SCORE` or `MASK`.
-        slot: its number there.
-        as_is: whether the kernel takes the tensor as it is; if not, it takes what `readable` gives.
+        slot: its index there.
+        as_is: whether the kernel takes the tensor itself; if not, it takes `readable(tensor)`.
     """
 
     graph: int
@@ -44,7 +44,7 @@ CapturedArgument: TypeAlias = CapturedSlot | Tensor
 def captured_slot(
     graph: int, slot: int, captured: Captured, device: torch.device
 ) -> CapturedArgument:
-    """The argument for a slot of tensors like `captured`."""
+    """Return the argument for a slot of tensors like `captured`."""
     t = captured[graph][slot]
     return CapturedSlot(graph, slot, t.device == device and t.dtype != torch.bool and t.ndim > 0)
 
@@ -52,24 +52,24 @@ def captured_slot(
 def read_captured(
     arguments: Sequence[CapturedArgument], captured: Captured, device: torch.device
 ) -> list[Tensor]:
-    """The tensors that a kernel reads in a call."""
-    found = []
+    """Return the tensors that a kernel reads in a call."""
+    tensors = []
     for a in arguments:
         if isinstance(a, CapturedSlot):
             t = captured[a.graph][a.slot]
             a = t if a.as_is else readable(t, device)
-        found.append(a)
-    return found
+        tensors.append(a)
+    return tensors
 
 
 def own_tensors(arguments: Sequence[CapturedArgument], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Of what `read_captured` gave, tables and copies: who captures a CUDA graph does not hold them."""
+    """The tables and copies among what `read_captured` gave, which the caller does not hold."""
     pairs = zip(arguments, tensors, strict=True)
     return [t for a, t in pairs if not (isinstance(a, CapturedSlot) and a.as_is)]
 
 
 def readable(t: Tensor, device: torch.device) -> Tensor:
-    """A captured tensor as a kernel takes it: on its device, of no bool, of rank 1 or more."""
+    """Convert a captured tensor for a kernel: on its device, uint8 for bool, of rank 1 or more."""
     t = t.detach() if t.requires_grad else t
     if t.device != device:
         t = _moved.get(device, [t], lambda: t.to(device))
@@ -79,7 +79,7 @@ def readable(t: Tensor, device: torch.device) -> Tensor:
 
 
 def tensor_kinds(tensors: Sequence[Tensor]) -> tuple[TensorKind, ...]:
-    """What a kernel must know of its captured tensors when it is compiled."""
+    """Return what a kernel is compiled for: dtype, rank, contiguous rows of each captured tensor."""
     return tuple(
         (str(t.dtype).removeprefix("torch."), t.ndim, t.ndim == 0 or t.stride(-1) == 1)
         for t in tensors

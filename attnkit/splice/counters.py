@@ -1,4 +1,4 @@
-"""Zeros that kernels count up and leave at zero, so that every launch of a stream may share them."""
+"""Counters that kernels leave at zero, so that all launches on a stream may share them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hooks of `templates.cpu`, by evaluating the graphs with torch.
+"""Implement the hooks of `templates.cpu`, by evaluating the graphs with torch.
 
 Index tensors broadcast, so head, row and column values are computed at their size.
 """
@@ -29,7 +29,7 @@ caches.register(_adjoint.cache_clear)
 
 
 class CpuHooks:
-    """The hooks of `templates.cpu` for a program (see `attnkit.templates.cpu.hooks.Hooks`).
+    """Hooks of `templates.cpu` for a program (see `attnkit.templates.cpu.hooks.Hooks`).
 
     Args:
         program: the graphs.
@@ -68,20 +68,20 @@ class CpuHooks:
         return evaluate(roots, env, tensors, self.dtype, checked=program.checked, names=names)
 
     def score(self, s: Tensor, tile: Tile) -> Tensor:
-        """The modified score of raw scores s [b, h, q, kv]."""
+        """Apply the score_mod to raw scores s [b, h, q, kv]."""
         if self.program.score is None:
             return s
         env = {**_positions(tile), "score": s}
         return self._run([self.program.score], env, mask=False)[0]
 
     def keep(self, tile: Tile) -> Tensor:
-        """The mask, bool, broadcastable to the tile."""
+        """Evaluate the mask: bool, broadcastable to the tile."""
         if self.program.mask is None:
             return torch.ones((), dtype=torch.bool, device=self.device)
         return self._run([self.program.mask], _positions(tile), mask=True)[0].to(self.device)
 
     def dscore(self, s: Tensor, grad: Tensor, tile: Tile) -> Tensor:
-        """The gradient of the raw score, given that of the modified score."""
+        """Compute the gradient of the raw score from that of the modified score."""
         if self.program.score is None:
             return grad
         env = {**_positions(tile), "score": s, "grad": grad}
@@ -111,7 +111,7 @@ def _positions(tile: Tile) -> dict[str, Tensor]:
 
 
 def _scatter(total: Tensor, index: list[Tensor], cotangent: Tensor) -> None:
-    """total[index] += cotangent, summed first over the axes that the index does not vary along."""
+    """Add to total[index]; first sum `cotangent` over the axes that the index does not vary along."""
     shape = broadcast(*(i.shape for i in index)) if index else (1,) * cotangent.ndim
     shape = (1,) * (cotangent.ndim - len(shape)) + tuple(shape)
     fixed = [axis for axis, n in enumerate(shape) if n == 1 and cotangent.shape[axis] != 1]

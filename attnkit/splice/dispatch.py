@@ -1,7 +1,7 @@
 """Run a kernel call with the template that it names.
 
-GPU kernels where the template has them; torch operators (the `cpu` template, on any device) for all
-else. What GPU kernels need (half of the package) is imported by the first call that takes one.
+It runs GPU kernels if the template has them, else torch operators (the `cpu` template, on any
+device). The modules that GPU kernels need, half of the package, are imported by the first such call.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def run_forward(call: KernelCall, inputs: ForwardInputs) -> tuple[Tensor, Tensor
 def prepare_forward(call: KernelCall, inputs: ForwardInputs) -> Attention:
     """Prepare a template's forward for tensors like `inputs`.
 
-    It may be called with other tensors of the same shapes, strides, dtypes and devices, and a scale
-    of the same sign; but only with the same mask tensors holding the same data, as the runs come
-    from that.
+    The result may be called with other tensors of the same shapes, strides, dtypes and devices, and
+    with a scale of the same sign. The mask's tensors must be the same, with the same data, because
+    the runs depend on it.
     """
     if call.spec.target is not None:
         from attnkit.splice import forward
@@ -90,7 +90,7 @@ def run_backward(
 
 
 def backward_replay(call: KernelCall, inputs: BackwardInputs) -> Replay | None:
-    """Give the relaunch of a backward that `run_backward` has run; None if there is none.
+    """Return the relaunch of a backward that `run_backward` has run; None if there is none.
 
     Returns:
         A function of query, key, value, output, its gradient, LSE, captured tensors and the LSE's
@@ -98,7 +98,7 @@ def backward_replay(call: KernelCall, inputs: BackwardInputs) -> Replay | None:
         gradients of the score's tensors where they are needed.
     """
     if call.spec.target is None or call.spec.emulated or call.spec.deterministic:
-        return None  # a deterministic run needs new semaphores
+        return None  # deterministic kernels need new semaphores at each launch
     from attnkit.splice import backward
 
     if not backward.supports(call, inputs):
@@ -108,7 +108,7 @@ def backward_replay(call: KernelCall, inputs: BackwardInputs) -> Replay | None:
 
 
 def _without_autocast(query: Tensor) -> AbstractContextManager[Any]:
-    """Turn autocast off, which would round the operands of every product inside."""
+    """Turn autocast off: it would round the operands of every matmul inside."""
     if in_autocast():
         return torch.autocast(query.device.type, enabled=False)
     return nullcontext()

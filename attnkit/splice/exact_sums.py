@@ -1,6 +1,6 @@
-"""Gradients of captured tensors whose bits depend on no order: integers that kernels add to.
+"""Accumulate gradients of captured tensors as integers, so that their bits do not depend on order.
 
-See `attnkit.templates.common.exact_sums` for what they mean.
+`attnkit.templates.common.exact_sums` explains the format.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ from torch import Tensor
 
 STEP, BINS = 8, 33
 _BIAS = 150  # a float is a whole number times 2**(exponent - 150)
-_ADDED = 1 << 32  # numbers that a bin can take
-_BYTES = 64 << 20  # that are always granted
+_MAX_TERMS = 1 << 32  # terms that a bin can sum without overflow
+_FREE_BYTES = 64 << 20  # sums may always take this much memory
 
 
 def fit(query: Tensor, key: Tensor, learned: Sequence[Tensor]) -> bool:
-    """Whether sums for these tensors' gradients cannot overflow, and take little memory.
+    """Return whether sums for these tensors' gradients cannot overflow and take little memory.
 
-    Little: up to twice the float32 sums of the query's gradient.
+    Little memory is 64 MiB, or twice the float32 sums of the query's gradient if that is more.
     """
     scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
     size = 8 * BINS * sum(t.numel() for t in learned)
-    return scores <= _ADDED and size <= max(_BYTES, 8 * query.numel())
+    return scores <= _MAX_TERMS and size <= max(_FREE_BYTES, 8 * query.numel())
 
 
 def empty_sums(shape: Sequence[int], device: torch.device) -> Tensor:
-    """int64 [*shape, BINS], nothing added yet; of a number [1, BINS]."""
+    """Allocate sums that are zero: int64 [*shape, BINS]; [1, BINS] for a 0-d tensor."""
     return torch.zeros((*(shape or (1,)), BINS), dtype=torch.int64, device=device)
 
 
-def rounded(sums: Tensor, shape: Sequence[int]) -> Tensor:
-    """float32 of a shape: what was added, rounded once."""
+def round_sums(sums: Tensor, shape: Sequence[int]) -> Tensor:
+    """Round sums to float32, once, and reshape them."""
     flat = sums.view(-1, BINS)
     power = torch.arange(BINS - 1, device=sums.device) * STEP - _BIAS
     weight = ((power + 1023) << 52).view(torch.float64)  # 2**power, from its bits
     total = flat[:, :-1].to(torch.float64).mul_(weight).sum(1)
-    seen = flat[:, -1]
-    total = torch.where(seen == 1, torch.inf, total)
-    total = torch.where(seen == 2, -torch.inf, total)
-    return torch.where(seen > 2, torch.nan, total).to(torch.float32).view(tuple(shape))
+    special = flat[:, -1]  # bits: 1 for inf, 2 for -inf, 4 for NaN among the terms
+    total = torch.where(special == 1, torch.inf, total)
+    total = torch.where(special == 2, -torch.inf, total)
+    return torch.where(special > 2, torch.nan, total).to(torch.float32).view(tuple(shape))

@@ -1,4 +1,4 @@
-"""Fake arguments to compile kernels with: they say which sizes and strides are known."""
+"""Build fake arguments to compile kernels with: they say which sizes and strides are fixed."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _DTYPES = {
 
 
 def tile_tensor(dtype: str, head_dim: int) -> Any:
-    """[B, H, S, D] with rows of D, the other strides multiples of 16 bytes."""
+    """Build a tensor [B, H, S, D] with contiguous rows, the other strides multiples of 16 bytes."""
     strides = tuple(cute.sym_int64(divisibility=8) for _ in range(3))
     return make_fake_tensor(_DTYPES[dtype], (*_sizes(3), head_dim), (*strides, 1), assumed_align=16)
 
 
 def row_tensor() -> Any:
-    """Float32 [B, H, S]."""
+    """Build a float32 tensor [B, H, S]."""
     strides = (cute.sym_int64(), cute.sym_int64(), 1)
     return make_fake_tensor(Float32, _sizes(3), strides, assumed_align=4)
 
 
 def captured_tensor(dtype: str, ndim: int, contiguous: bool) -> Any:
-    """A captured tensor of any sizes and strides, or with contiguous rows."""
+    """Build a captured tensor of any sizes and strides, or with contiguous rows."""
     number = _DTYPES[dtype]
     strides: tuple[Any, ...] = tuple(cute.sym_int64() for _ in range(ndim))
     if contiguous:
@@ -54,7 +54,14 @@ def forward_arguments(
     tile: tuple[int, int],
     captured: tuple[tuple[str, int, bool], ...],
 ) -> tuple[Any, ...]:
-    """The arguments of `templates.sm90.forward.Forward`; tile: its rows and value columns."""
+    """Build the arguments of the forward kernels of `templates.sm90` and `templates.sm100`.
+
+    Args:
+        dtype: dtype of query, key and value.
+        head_dim, value_dim: head dims of query and key, and of value.
+        tile: rows and columns of an output tile.
+        captured: (dtype, rank, whether rows are contiguous) of the captured tensors.
+    """
     work_tiles = make_fake_tensor(Int32, (cute.sym_int(), 12), (12, 1), assumed_align=16)
     runs = (
         make_fake_tensor(Int32, (2, cute.sym_int()), (cute.sym_int64(), 1), assumed_align=4)
@@ -81,7 +88,7 @@ def forward_arguments(
 
 
 def part_tensors(rows: int, value_width: int) -> tuple[Any, Any]:
-    """Output and LSE of parts of rows, by slot."""
+    """Build the partial outputs and LSEs of split rows, by slot."""
     slots = cute.sym_int()
     sizes = (slots, rows, value_width)
     strides = (cute.sym_int64(divisibility=32), value_width, 1)
@@ -91,7 +98,7 @@ def part_tensors(rows: int, value_width: int) -> tuple[Any, Any]:
 
 
 def combine_arguments(dtype: str, value_dim: int, tile: tuple[int, int]) -> tuple[Any, ...]:
-    """The arguments of `templates.common.combine.Combine`; tile: rows and value columns of parts."""
+    """The arguments of `templates.common.combine.Combine`; tile: rows and columns of parts."""
     split = make_fake_tensor(Int32, (cute.sym_int(), 3), (3, 1), assumed_align=4)
     split_ptr = make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4)
     out = tile_tensor(dtype, value_dim)

@@ -1,4 +1,4 @@
-"""Fake arguments to compile the kernels of a backward with."""
+"""Build fake arguments to compile the kernels of a backward with."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ def _floats() -> Any:
 
 
 def _ints(*sizes: int) -> Any:
-    """int32 [any, *sizes], contiguous."""
+    """Build a contiguous int32 tensor [any, *sizes]."""
     strides = (sizes[0], 1) if sizes else (1,)
     return make_fake_tensor(Int32, (cute.sym_int(), *sizes), strides, assumed_align=4)
 
 
 def preprocess_arguments(dtype: str, value_dim: int) -> tuple[Any, ...]:
-    """The arguments of `templates.common.preprocess.Preprocess`."""
+    """Build the arguments of `templates.common.preprocess.Preprocess`."""
     tiles, rows = (tile_tensor(dtype, value_dim) for _ in range(2)), (row_tensor(), row_tensor())
     return (*tiles, *rows, _floats(), _floats(), _floats(), cuda.CUstream(0))
 
 
 def postprocess_arguments(dtype: str, head_dim: int) -> tuple[Any, ...]:
-    """The arguments of `templates.sm90.backward_postprocess.Postprocess`."""
+    """Build the arguments of the postprocess kernels of `templates.sm90` and `templates.sm100`."""
     return (_floats(), tile_tensor(dtype, head_dim), Int32(1), Float32(1.0), cuda.CUstream(0))
 
 
@@ -42,9 +42,11 @@ def main_arguments(
     deterministic: bool,
     first_writer: bool,
 ) -> tuple[Any, ...]:
-    """The arguments of `templates.sm90.backward.Backward`.
+    """Build the arguments of the main backward kernels of `templates.sm90` and `templates.sm100`.
 
     Args:
+        dtype: dtype of query, key and value.
+        head_dims: of query and key, and of value.
         captured: (dtype, rank, whether rows are contiguous) of the captured tensors.
         totals: ranks of those with a gradient.
         deterministic: whether the order of the sums is fixed.

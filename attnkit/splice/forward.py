@@ -1,6 +1,6 @@
 """Prepare a forward with a GPU kernel: hooks, work list, compiled kernel.
 
-What differs between templates, such as their settings, is in a `ForwardTemplate` of each.
+Each template describes what is specific to it as a `ForwardTemplate`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def layout_of(
     head_dims: tuple[int, int],
     block: tuple[int, int],
 ) -> Layout:
-    """Describe the inside of a GPU template's forward kernel.
+    """Describe the roles and the memory of a GPU template's forward kernel.
 
     Args:
         template: of a plan.
@@ -67,7 +67,7 @@ def layout_of(
         block: the plan's tile sizes.
 
     Raises:
-        ArgumentError: `template` is no GPU kernel.
+        ArgumentError: `template` is not a GPU kernel.
     """
     target, form = gpu_target(template), score_form(program.score)
     settings = forward_template(target)
@@ -84,9 +84,9 @@ def forward_block(
     runs: BlockRuns | None = None,
     q_len: int | None = None,
 ) -> tuple[tuple[int, int], str]:
-    """Rows and columns of a block of a GPU template's forward kernel, and why that kernel.
+    """Return rows and columns of a block of a GPU template's forward kernel, and why that kernel.
 
-    If two CTAs work on a block, the rows are of both.
+    If two CTAs share a block, the rows are those of both.
 
     Args:
         template: of a plan.
@@ -96,17 +96,17 @@ def forward_block(
         q_len: length of the query, None for a long one.
 
     Raises:
-        ArgumentError: `template` is no GPU kernel.
+        ArgumentError: `template` is not a GPU kernel.
     """
     chosen, why = choose_kernel(head_dims, runs, program, gpu_target(template), q_len)
     return chosen.block, why
 
 
 def prepare(kernel_call: KernelCall, inputs: ForwardInputs) -> ForwardCall:
-    """Prepare attention with a compiled kernel, for tensors like these.
+    """Prepare a forward with a compiled kernel, for tensors like these.
 
-    All tensors of a call must have the device, dtypes, shapes and strides of these, and the mask's
-    must be these with this data. Of the scale only the sign counts.
+    The tensors of later calls must have the same device, dtypes, shapes and strides. The mask's
+    tensors must be the same, with the same data. Of the scale only the sign counts.
     """
     qkv, captured = (inputs.query, inputs.key, inputs.value), inputs.captured
     sizes = tuple((t.shape, t.stride()) for t in qkv)
@@ -118,7 +118,7 @@ def prepare(kernel_call: KernelCall, inputs: ForwardInputs) -> ForwardCall:
 
 
 def build_call(kernel_call: KernelCall, inputs: ForwardInputs, workers: int) -> ForwardCall:
-    """Prepare a call without the cache of `prepare`; `workers`: CTAs that run at once."""
+    """Build a call, without the cache of `prepare`; `workers`: CTAs that run at once."""
     query, key, value, captured = inputs.query, inputs.key, inputs.value, inputs.captured
     program, runs, need_max = kernel_call.program, kernel_call.runs, kernel_call.need_max
     target = gpu_target(kernel_call.template)
@@ -182,13 +182,13 @@ def captured_arguments(
     mask_tensors: Sequence[Tensor],
     device: torch.device,
 ) -> Iterator[CapturedArgument]:
-    """Where the captured tensors that a kernel reads are found at each call.
+    """Yield the arguments for the captured tensors that a kernel reads.
 
     Args:
         variant: what the kernel computes.
         captured: tensors of the score and of the mask.
-        mask_tensors: those of the mask, then tables of its intervals.
-        device: of the kernel.
+        mask_tensors: tensors of the mask, then tables of its intervals.
+        device: device of the kernel.
     """
     for slot in variant.slots[0]:
         yield captured_slot(SCORE, slot, captured, device)

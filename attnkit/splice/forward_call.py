@@ -1,4 +1,4 @@
-"""A prepared forward call: what is left to do at each call, and the relaunch of a repeated one.
+"""Run a prepared forward call: allocate the outputs and launch the kernels, or relaunch them.
 
 Nothing here waits for the GPU, and all of it may be captured in a CUDA graph.
 """
@@ -28,12 +28,12 @@ from attnkit.splice.tma import loadable
 from attnkit.util.torch_private import device_index, is_captured, maker, stream_of
 
 ForwardOutputs: TypeAlias = tuple[Tensor, Tensor, Tensor | None]  # out, LSE, row maxima
-# Runs a kernel: its source, the arguments, which of them are outputs, and which would change if it
-# were run once more. Gives its relaunch, None if it must be run in the same way.
+# Runs a kernel: (source, arguments, indices of outputs, indices of arguments that change from call
+# to call) -> its relaunch, None if it has none.
 Runner: TypeAlias = Callable[
     [Source, Sequence[object], tuple[int, ...], Sequence[int]], Relaunch | None
 ]
-# A `ForwardCall` as a function; None where it cannot make the call.
+# Relaunches a `ForwardCall`; returns None, without side effects, if it cannot.
 RepeatedForward: TypeAlias = Callable[
     [Tensor, Tensor, Tensor, Captured, float], ForwardOutputs | None
 ]
@@ -45,11 +45,11 @@ _COUNTER, _PARTS, _CAPTURED = 9, (10, 11), 12
 
 @dataclass(frozen=True, eq=False)
 class CombineKernel:
-    """How the parts of split rows are combined.
+    """The kernel that combines the partial results of split rows.
 
     Attributes:
         source: the kernel.
-        tables: what it reads: split rows, and where their parts begin.
+        tables: the split rows, and where their parts begin.
     """
 
     source: Source
@@ -97,7 +97,7 @@ class ForwardCall:
     relaunch: RepeatedForward | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        # a kernel takes no empty tensor; where nothing is split, this is neither written nor read
+        # kernels take no empty tensors; if no row is split, this is neither written nor read
         none = () if self.combine else tuple(self._empty(s) for s in self.parts)
         object.__setattr__(self, "spare", none)
 
@@ -107,12 +107,12 @@ class ForwardCall:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, captured: Captured, scale: float
     ) -> ForwardOutputs:
-        """out, LSE and the row maxima or None; on the current stream."""
+        """Run the call on the current stream: out, LSE, and the row maxima or None."""
         if self.relaunch is not None:
             outputs = self.relaunch(query, key, value, captured, scale)
             if outputs is not None:
                 return outputs
-        # copies, and the emulator's memory, are not to be relaunched
+        # a relaunch takes the caller's addresses, so copies and emulated memory have none
         repeatable = self.tma_strides and not (
             (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15 or self.emulated
         )
@@ -128,12 +128,21 @@ class ForwardCall:
         counter = zero_counters(self.device, capturing)
         tensors = read_captured(self.captured, captured, self.device)
         if capturing:
-            read = self, own_tensors(self.captured, tensors)
-            keep_while_replayable(self.device, read)
+            keep_while_replayable(self.device, (self, own_tensors(self.captured, tensors)))
         parts = self.spare or tuple(self._empty(s) for s in self.parts)
         arguments = (
-            *(query, key, value, target, lse, top, *self.tables, counter, *parts, *tensors),
-            *(scale, *self.numbers),
+            query,
+            key,
+            value,
+            target,
+            lse,
+            top,
+            *self.tables,
+            counter,
+            *parts,
+            *tensors,
+            scale,
+            *self.numbers,
         )
         main = self.run(self.source, arguments, _OUTPUTS, tuple(self._changing()))
         combine = None
@@ -148,7 +157,7 @@ class ForwardCall:
         return out, lse, top if self.need_max else None
 
     def _changing(self) -> Iterator[int]:
-        """Which arguments of the kernel are not the same at every call."""
+        """Yield the indices of the kernel's arguments that change from call to call."""
         yield from _TENSORS
         yield _COUNTER
         if self.combine is not None:
@@ -162,17 +171,17 @@ class ForwardCall:
 def repeated_forward(
     call: ForwardCall, captured: Captured, main: Relaunch, combine: Relaunch | None
 ) -> RepeatedForward:
-    """The same call for other tensors of the same geometry, with as little work as possible.
+    """Build the relaunch of a call, for other tensors of the same shapes, strides and dtypes.
 
     Args:
-        call: one that was made.
-        captured: tensors of the score and of the mask that it was made with.
-        main, combine: relaunch its kernels.
+        call: a call that has run.
+        captured: the captured tensors that it ran with.
+        main, combine: relaunches of its kernels.
 
     Returns:
-        A function of query, key, value, captured tensors and scale that makes the call, or gives
-        None where that is not as before: on another device, while a CUDA graph is captured, with
-        addresses that a kernel cannot read.
+        A function of query, key, value, captured tensors and scale. It returns None, without side
+        effects, on another current device, while a CUDA graph is captured, or if TMA cannot read an
+        address.
     """
     make = maker(call.device)
     shape, strides, dtype = call.shape, call.strides, call.dtype
@@ -185,7 +194,7 @@ def repeated_forward(
         if isinstance(a, CapturedSlot)
     ]
     on_gpu = device.type == "cuda"
-    counters: dict[int, tuple[int, Tensor]] = {}  # by stream: the address, and what lies there
+    counters: dict[int, tuple[int, Tensor]] = {}  # by stream: address and tensor
 
     def run(
         query: Tensor, key: Tensor, value: Tensor, captured: Captured, scale: float
@@ -210,7 +219,7 @@ def repeated_forward(
         if combine is not None:
             split = [make(s, t, torch.float32) for s, t in parts]
             addresses += [t.data_ptr() for t in split]
-        copies: list[Tensor] = []  # until the launch
+        copies: list[Tensor] = []  # keeps them alive until the launch
         for graph, slot, near in slots:
             t = captured[graph][slot]
             if not near:

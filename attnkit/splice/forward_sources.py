@@ -1,4 +1,4 @@
-"""The sources of a forward's kernels: what they are compiled from."""
+"""Describe the kernels of a forward as sources, from which `jit` compiles them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def forward_source(
     captured: tuple[TensorKind, ...],
     positive: bool,
 ) -> Source:
-    """The kernel of a variant; compiled where it is first called.
+    """Return the source of a variant's kernel, which is compiled at its first call.
 
     Args:
-        target: what it is compiled for.
+        target: the target that it is compiled for.
         variant: the graphs.
         config: arguments of a `ForwardConfig`, in order of their names.
         head_dims: of query and key, and of value.
@@ -34,14 +34,14 @@ def forward_source(
         positive: whether the softmax scale is above 0.
     """
     template = forward_template(target)
-    parts = [variant.form.factor, variant.form.rest, variant.form.slope, variant.form.row]
+    parts = [variant.form.factor, variant.form.bias, variant.form.slope, variant.form.row]
     parts += [variant.mask, *(n for pair in variant.ends or () for n in pair)]
     graph = "|".join("" if n is None else ir.text(n) for n in parts)
     ends = None if variant.ends is None else len(variant.ends)
     loads = [n in variant.wraps for n in ir.topo(*variant.nodes()) if n.op == "load"]
-    rest = (head_dims, captured, len(variant.slots[0]), positive, ends, loads, variant.listed)
+    extra = (head_dims, captured, len(variant.slots[0]), positive, ends, loads, variant.listed)
     return Source(
-        "\n".join([f"{target.template} forward", graph, repr(list(config)), repr(rest)]),
+        "\n".join([f"{target.template} forward", graph, repr(list(config)), repr(extra)]),
         target.arch,
         lambda: template.build(variant, dict(config), head_dims, captured, positive),
         f"forward {dict(config)['dtype']} {head_dims[0]}x{head_dims[1]}",
@@ -53,7 +53,7 @@ caches.register(forward_source.cache_clear)
 
 @functools.lru_cache(maxsize=64)
 def combine_source(dtype: str, value_dim: int, tile: tuple[int, int], arch: str) -> Source:
-    """The kernel that combines the parts of split rows."""
+    """Return the source of the kernel that combines the parts of split rows."""
 
     def build() -> Build:
         from attnkit.splice.fake_arguments import combine_arguments

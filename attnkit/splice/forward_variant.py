@@ -1,4 +1,4 @@
-"""A variant in the form that a forward kernel computes."""
+"""Convert a variant to the form that a forward kernel computes."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class ForwardVariant:
     listed: bool = False
 
     def nodes(self) -> list[Node]:
-        """All expressions that the kernel computes."""
+        """Return all expressions that the kernel computes."""
         form = self.form
-        parts = [form.factor, form.rest, form.slope, form.row]
+        parts = [form.factor, form.bias, form.slope, form.row]
         parts += [n for pair in self.ends or () for n in pair] or [self.mask]
         return [n for n in parts if n is not None]
 
     def hooks(self, positive: bool) -> ForwardHooks:
-        """What the kernel calls while it is traced; positive: whether the softmax scale is."""
+        """Build the hooks that the kernel calls; positive: whether the softmax scale is above 0."""
         from attnkit.codegen.forward_hooks import GraphForward
 
         return GraphForward(
@@ -65,7 +65,7 @@ def forward_variant(
     ends: tuple[tuple[Node, Node], ...] | None,
     sizes: tuple[int, int, int, int],
 ) -> ForwardVariant:
-    """Put a variant in the form that a kernel computes, captured tensors renumbered.
+    """Convert a variant to the form that a kernel computes; renumber its captured tensors.
 
     Args:
         score, mask: the graphs.
@@ -73,20 +73,21 @@ def forward_variant(
         sizes: batch, heads, query and kv length.
     """
     form = score_form(score)
-    parts = {"factor": form.factor, "rest": form.rest, "slope": form.slope, "row": form.row}
-    own = ir.slots(*(n for n in parts.values() if n is not None))
-    parts = {name: n and ir.renumber(n, own.index) for name, n in parts.items()}
+    parts = {"factor": form.factor, "bias": form.bias, "slope": form.slope, "row": form.row}
+    score_slots = ir.slots(*(n for n in parts.values() if n is not None))
+    parts = {name: n and ir.renumber(n, score_slots.index) for name, n in parts.items()}
     form = ScoreForm(**parts, ceiling=form.ceiling)
     nodes = [n for pair in ends or () for n in pair]
     if ends is None and mask is not None:
         nodes = [mask]
-    used = ir.slots(*nodes)
-    nodes = [ir.renumber(n, used.index) for n in nodes]
+    mask_slots = ir.slots(*nodes)
+    nodes = [ir.renumber(n, mask_slots.index) for n in nodes]
+    slots = score_slots, mask_slots
     if ends is None:
-        variant = ForwardVariant(form, nodes[0] if nodes else None, None, (own, used))
+        variant = ForwardVariant(form, nodes[0] if nodes else None, None, slots)
     else:
         pairs = tuple(zip(nodes[::2], nodes[1::2], strict=True))
-        variant = ForwardVariant(form, mask, pairs, (own, used))
+        variant = ForwardVariant(form, mask, pairs, slots)
     wraps = wrapping(variant.nodes(), dict(zip(("b", "h", "q", "kv"), sizes, strict=True)))
     return replace(variant, wraps=wraps)
 

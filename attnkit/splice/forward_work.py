@@ -1,4 +1,4 @@
-"""The work list of a forward, and the kernel that takes it."""
+"""Choose the kernel of a forward, and build its work list."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from attnkit.codegen.score_form import score_form
 from attnkit.schedule.kernel_table import Kernel, kernels
 from attnkit.schedule.scheduler import Shape, schedule_forward
 from attnkit.schedule.targets import Target
-from attnkit.schedule.work_list import WorkList, fitted, full_runs, work_list
+from attnkit.schedule.work_list import WorkList, full_runs, retile, work_list
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice.program import Program
 from attnkit.splice.runs_cache import cached_for_runs, on_host_if_few
@@ -22,22 +22,22 @@ def choose_kernel(
     target: Target,
     q_len: int | None,
 ) -> tuple[Kernel, str]:
-    """The kernel for these tiles, and why.
+    """Choose the kernel for these tiles; return it, and why.
 
     Args:
         head_dims: of query and key, and of value.
         runs: tiles to visit; None for all.
         program: the graphs.
-        target: what the kernel is compiled for.
+        target: the target that the kernel is compiled for.
         q_len: length of the query, None for a long one.
     """
-    found = kernels(*head_dims, program.score is not None, target.template, q_len=q_len)
+    candidates = kernels(*head_dims, program.score is not None, target.template, q_len=q_len)
     form = score_form(program.score)
-    return forward_template(target).choose(found, head_dims, runs, program.listed, form)
+    return forward_template(target).choose(candidates, head_dims, runs, program.listed, form)
 
 
 def near_runs(runs: BlockRuns, query: Tensor) -> BlockRuns:
-    """The runs on the host, if they are few."""
+    """Move the runs to the host if they have few rows."""
     return on_host_if_few(runs, query.shape[0] * query.shape[1] * runs.q_blocks)
 
 
@@ -50,11 +50,11 @@ def forward_work(
     workers: int,
     split: bool,
 ) -> WorkList:
-    """The work list of a forward, on the device of the query.
+    """Return the work list of a forward, on the device of the query; it is cached with the runs.
 
     Args:
         runs: tiles to visit; None for all.
-        kernel: whose tiles it lists.
+        kernel: the kernel, whose tiles it lists.
         query, key, value: for their shapes.
         workers: CTAs that run at once.
         split: whether long rows may be split along KV.
@@ -71,7 +71,7 @@ def forward_work(
     )
 
     def build() -> WorkList:
-        fine = fitted(near_runs(tiles, query), kernel.block)
+        fine = retile(near_runs(tiles, query), kernel.block)
         order = schedule_forward(fine, shape, workers=workers, split=split)
         return work_list(fine, order).to(query.device)
 

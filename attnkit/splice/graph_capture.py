@@ -1,9 +1,9 @@
 """Keep what a captured CUDA graph reads for as long as the graph can be replayed, and no longer.
 
-A captured launch holds addresses only: of tables and copied tensors that belong to attnkit, and whose
-memory torch would hand out again. torch does not say which graph is captured, nor when it is gone.
-CUDA does: a user object that a graph retains is destroyed with the last of the graph, its clones
-and its executable graphs (CUDA C++ Programming Guide, "CUDA User Objects").
+A captured launch holds addresses only: of tables and copied tensors that belong to attnkit, and
+whose memory torch would hand out again. torch does not say which graph is captured, nor when it is
+gone. CUDA does: a user object that a graph retains is destroyed with the last of the graph, its
+clones and its executable graphs (CUDA C++ Programming Guide, "CUDA User Objects").
 
 The destructor of a user object runs on a thread of CUDA's, where neither CUDA nor Python may be
 called. It is `sem_post` of the C library on a semaphore that is polled at the next capture, and by

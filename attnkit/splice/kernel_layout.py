@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 WORK = {
     "counter": "from a counter in memory",
-    "turns": "by turns",
     "clc": "by cluster launch control, in place of CTAs not yet launched",
 }
 
@@ -40,7 +39,7 @@ class Layout:
         columns: (what, first column, columns) of tensor memory, where the GPU has it.
         shared_bytes: of a CTA.
         stages: tiles of K or V that its ring holds.
-        work: how it finds its next piece of work, a key of `WORK`.
+        work: how it finds its next work tile, a key of `WORK`.
     """
 
     roles: tuple[Role, ...]
@@ -63,5 +62,5 @@ class Layout:
             )
         kib = self.shared_bytes / 1024
         lines.append(f"shared memory {kib:.0f} KiB, a ring of {self.stages} tiles of K or V")
-        lines.append(f"the next piece of work {WORK[self.work]}")
+        lines.append(f"the next work tile {WORK[self.work]}")
         return "\n".join(lines)

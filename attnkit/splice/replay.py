@@ -1,7 +1,7 @@
 """Relaunch all kernels of a call for other tensors of the same geometry: with new addresses only.
 
-The tensors and launches of one call are looked at once. Each address that a kernel was given lies in
-a tensor that the caller brings, in one that the call makes, or in one that stays, such as a table.
+The tensors and launches of one call are looked at once. Each address that a kernel was given lies
+in a tensor that the caller brings, in one that the call makes, or in one that stays, as a table does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from attnkit.jit.relaunch import Relaunch
 from attnkit.util.torch_private import device_index, is_captured, maker, stream_of
 
-_STEP = 256  # bytes, between tensors in one piece of memory
+_STEP = 256  # bytes, between tensors in one block of memory
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class CallTensors:
         inputs: those that the caller brings, in the order of a replay.
         outputs: new ones that the caller gets.
         zeroed: the same, which are zero before the kernels run.
-        workspace: new ones that nobody sees afterwards.
+        workspace: new ones that only the kernels use.
         tables: those of every call.
         cleared: from which byte on the first of `workspace` is zero before the kernels run; None if
             it need not be.
@@ -65,7 +65,7 @@ class Replay:
     Attributes:
         launches: for each kernel its relaunch, and its addresses among all of a call.
         outputs, zeroed: shapes, strides and dtypes of the tensors that are returned.
-        starts, size: where the tensors of the workspace begin in one piece of memory, in bytes.
+        starts, size: where the tensors of the workspace begin in one block of memory, in bytes.
         cleared: the bytes of it that are set to zero.
         offsets: addresses inside of tensors: which one, and how far from its start, in bytes.
         counter: gives the tensor that kernels count with on the current stream.
@@ -181,7 +181,7 @@ def prepare_replay(
 
 
 def _starts(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Where each tensor begins in one piece of memory, in bytes, and how long that is."""
+    """Where each tensor begins in one block of memory, in bytes, and how long that is."""
     starts, size = [], 0
     for t in tensors:
         starts.append(size)

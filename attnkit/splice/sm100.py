@@ -11,10 +11,18 @@ from attnkit.schedule.kernel_table import Kernel, width
 from attnkit.schedule.targets import SM103
 from attnkit.splice.forward_variant import ForwardVariant
 from attnkit.splice.kernel_layout import Layout, Role
-from attnkit.splice.sm100_tiles import chosen
+from attnkit.splice.sm100_tiles import choose_kernel
 from attnkit.splice.template import ForwardTemplate
 
-__all__ = ["build", "chosen", "config_of", "fitted", "layout_of", "poly_of", "tile_of"]
+__all__ = [
+    "build",
+    "choose_kernel",
+    "config_of",
+    "fit_registers",
+    "layout_of",
+    "poly_of",
+    "tile_of",
+]
 
 # operations on the unit of the exponentials
 _SPECIAL = frozenset(
@@ -22,14 +30,14 @@ _SPECIAL = frozenset(
 )
 
 
-def fitted(chosen: Kernel, form: ScoreForm, masked: bool) -> Kernel:
+def fit_registers(kernel: Kernel, form: ScoreForm, masked: bool) -> Kernel:
     """The kernel as it is: scores come from tensor memory in parts, so registers suffice."""
-    return chosen
+    return kernel
 
 
 def config_of(
     form: ScoreForm,
-    chosen: Kernel,
+    kernel: Kernel,
     dtype: str,
     head_dims: tuple[int, int],
     need_max: bool,
@@ -39,24 +47,24 @@ def config_of(
     from attnkit.templates.sm100.config import ForwardConfig
 
     head_dim, head_dim_v = (width(d) for d in head_dims)
-    if chosen.alias:  # the output tile takes the place of the query tile
+    if kernel.alias:  # the output tile takes the place of the query tile
         head_dim = max(head_dim, head_dim_v)
     config: dict[str, Any] = {
         "dtype": dtype,
         "head_dim": head_dim,
         "head_dim_v": head_dim_v,
-        "block_kv": chosen.block[1],
-        "q_tiles": chosen.block[0] // (128 * chosen.ctas),
-        "two_cta": chosen.ctas == 2,
-        # work tiles differ, and a counter's number would have to go from one CTA of a pair to the other
-        "work": "counter" if chosen.ctas == 1 else "clc",
-        "alias": chosen.alias,
+        "block_kv": kernel.block[1],
+        "q_tiles": kernel.block[0] // (128 * kernel.ctas),
+        "two_cta": kernel.ctas == 2,
+        # work tiles differ, and a counter's number would have to pass between the CTAs of a pair
+        "work": "counter" if kernel.ctas == 1 else "clc",
+        "alias": kernel.alias,
         "poly": poly_of(form, arch),
         "need_max": need_max,
     }
     # Q K in halves shortens the chain of a tile, and reads Q twice: wide heads wait for shared
     # memory then
-    narrow = max(head_dim, head_dim_v) <= 64 and chosen.block == (256, 128)
+    narrow = max(head_dim, head_dim_v) <= 64 and kernel.block == (256, 128)
     return config | {"halves": narrow and ForwardConfig(**config).stages >= 4}
 
 
@@ -67,15 +75,15 @@ def poly_of(form: ScoreForm, arch: str) -> int:
     """
     if arch == SM103.arch:  # its exponential unit is twice as fast
         return 0
-    elements = [n for n in (form.factor, form.rest) if n is not None and "score" in ir.reads(n)]
+    elements = [n for n in (form.factor, form.bias) if n is not None and "score" in ir.reads(n)]
     if any(n.op in _SPECIAL and "score" in ir.reads(n) for n in ir.topo(*elements)):
         return 2  # the mod keeps the unit as busy as the exponentials do
     return 3
 
 
-def tile_of(chosen: Kernel, head_dims: tuple[int, int]) -> tuple[int, int]:
+def tile_of(kernel: Kernel, head_dims: tuple[int, int]) -> tuple[int, int]:
     """Rows and columns of a tile of the output."""
-    return chosen.block[0], width(head_dims[1])
+    return kernel.block[0], width(head_dims[1])
 
 
 def layout_of(config: dict[str, Any]) -> Layout:
@@ -107,5 +115,10 @@ def build(
 
 
 FORWARD = ForwardTemplate(
-    choose=chosen, fit=fitted, config=config_of, tile=tile_of, build=build, layout=layout_of
+    choose=choose_kernel,
+    fit=fit_registers,
+    config=config_of,
+    tile=tile_of,
+    build=build,
+    layout=layout_of,
 )

@@ -64,7 +64,7 @@ def prices(settings: BackwardSettings) -> Cost:
 
 
 def stores(settings: BackwardSettings) -> bool:
-    """Whether the first part of a sum of dQ may be stored, where nobody has cleared it."""
+    """Whether the first part of a sum of dQ may be stored, which is not cleared then."""
     return False
 
 

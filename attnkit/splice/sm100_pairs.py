@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from attnkit.graph.staging import Level
-from attnkit.schedule.work_list import fitted
+from attnkit.schedule.work_list import retile
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice.runs_cache import cached_for_runs
 from attnkit.splice.template import BackwardCase
@@ -70,7 +70,7 @@ def fewer_clocks(runs: BlockRuns, kind: str = NOTHING) -> bool:
     """Whether two SMs are predicted to need less for these tiles as a pair than each alone."""
 
     def fewer() -> bool:
-        single, pair = fitted(runs, (128, COLUMNS // 2)), fitted(runs, (128, COLUMNS))
+        single, pair = retile(runs, (128, COLUMNS // 2)), retile(runs, (128, COLUMNS))
         return 2 * _clocks(pair, PAIR[kind]) < _clocks(single, SINGLE[kind])
 
     return cached_for_runs(runs, ("sm100 pairs", kind), fewer)

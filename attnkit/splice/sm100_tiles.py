@@ -12,8 +12,8 @@ from typing import TypeAlias
 
 from attnkit.codegen.instruction_cost import instructions
 from attnkit.codegen.score_form import ScoreForm
-from attnkit.schedule.kernel_table import Kernel, fitting
-from attnkit.schedule.work_list import fitted
+from attnkit.schedule.kernel_table import Kernel, fitting_kernel
+from attnkit.schedule.work_list import retile
 from attnkit.sparsity.block_runs import BlockRuns
 
 ROWS = 128  # of a query tile
@@ -25,7 +25,7 @@ class Clocks:
 
     Attributes:
         full, partial: from one FULL, or PARTIAL, block to the next.
-        tile: a tile beside its blocks.
+        tile: a tile without its blocks.
         modded: as `full` and `partial`, with a score_mod that does nothing for each score.
     """
 
@@ -42,8 +42,8 @@ Known: TypeAlias = dict[tuple[int, int], Clocks]
 INSTRUCTION = 128
 
 
-def chosen(
-    found: Sequence[Kernel],
+def choose_kernel(
+    candidates: Sequence[Kernel],
     head_dims: tuple[int, int],
     runs: BlockRuns | None,
     listed: bool,
@@ -52,21 +52,21 @@ def chosen(
     """The kernel for a mask, and why.
 
     Args:
-        found: kernels for these head dims, best first.
+        candidates: kernels for these head dims, best first.
         head_dims: of query and value.
         runs: tiles to visit, None for all. More than 128 rows ask for the kernel with these tiles.
         listed: block lists overrule the mask, so that tiles cannot be joined.
         form: the score_mod.
     """
     if runs is None:
-        return found[0], "nothing is masked"
-    exact = next((k for k in found if k.block == runs.block), None)
+        return candidates[0], "nothing is masked"
+    exact = next((k for k in candidates if k.block == runs.block), None)
     if exact is not None and (exact.block[0] > ROWS and not listed):
         return exact, "its tiles were asked for"
     known = clocks_of(head_dims)
-    rivals = [k for k in found if k.block in known and (not listed or divides(k, runs))]
+    rivals = [k for k in candidates if k.block in known and (not listed or divides(k, runs))]
     if not rivals:
-        return fitting(found, runs.block, listed), "its tiles fit those of the mask"
+        return fitting_kernel(candidates, runs.block, listed), "its tiles fit those of the mask"
     totals = {k: total(k, known[k.block], runs, form) for k in rivals}
     best, *others = sorted(rivals, key=lambda k: totals[k])
     name = "a pair of CTAs" if best.ctas > 1 else "one CTA"
@@ -89,10 +89,10 @@ def total(kernel: Kernel, clocks: Clocks, runs: BlockRuns, form: ScoreForm) -> i
     if not form.plain:
         full, partial = clocks.modded
         scores = kernel.block[0] // kernel.ctas * kernel.block[1]
-        parts = [n for n in (form.factor, form.rest) if n is not None]
+        parts = [n for n in (form.factor, form.bias) if n is not None]
         extra = instructions(*parts) * INSTRUCTION * scores // ROWS**2
         full, partial = full + extra, partial + extra
-    tiles = fitted(runs, kernel.block)
+    tiles = retile(runs, kernel.block)
     _, some, whole = tiles.counts()
     rows = tiles.batch * tiles.heads * tiles.q_blocks
     return kernel.ctas * (whole * full + some * partial + rows * clocks.tile)

@@ -11,7 +11,7 @@ from attnkit.graph import ir
 from attnkit.graph.ir import Node
 from attnkit.graph.staging import is_relative
 from attnkit.jit.kernel import Build
-from attnkit.schedule.kernel_table import Kernel, fitting, width
+from attnkit.schedule.kernel_table import Kernel, fitting_kernel, width
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice.forward_variant import ForwardVariant
 from attnkit.splice.kernel_layout import Layout, Role
@@ -23,8 +23,8 @@ WIDEST = (128, 80)  # tile of the widest head dims
 NARROW = 64  # its columns with a score_mod
 
 
-def chosen(
-    found: Sequence[Kernel],
+def choose_kernel(
+    candidates: Sequence[Kernel],
     head_dims: tuple[int, int],
     runs: BlockRuns | None,
     listed: bool,
@@ -32,26 +32,26 @@ def chosen(
 ) -> tuple[Kernel, str]:
     """The kernel with the tiles of the mask, or the best one whose tiles divide them."""
     if runs is None:
-        return found[0], "nothing is masked"
-    return fitting(found, runs.block, listed), "its tiles fit those of the mask"
+        return candidates[0], "nothing is masked"
+    return fitting_kernel(candidates, runs.block, listed), "its tiles fit those of the mask"
 
 
-def fitted(chosen: Kernel, form: ScoreForm, masked: bool) -> Kernel:
+def fit_registers(kernel: Kernel, form: ScoreForm, masked: bool) -> Kernel:
     """The kernel as the registers allow it.
 
     Where a score_mod loads a value for each score, a tile has half the columns; at wide head dims,
     with a mask, also where it takes log1p of a score, and at the widest where it loads one for each
     q - kv. There a mask's bounds leave no room for a second P.
     """
-    if masked and chosen.block == WIDEST:
-        chosen = replace(chosen, softmax="online", early=False)
-    parts = (n for n in (form.factor, form.rest, form.slope) if n is not None)
-    tight = masked and chosen.alias
-    narrow = chosen.alias and chosen.block[1] == NARROW
+    if masked and kernel.block == WIDEST:
+        kernel = replace(kernel, softmax="online", early=False)
+    parts = (n for n in (form.factor, form.bias, form.slope) if n is not None)
+    tight = masked and kernel.alias
+    narrow = kernel.alias and kernel.block[1] == NARROW
     if not any(_loads(n, narrow) or (tight and n.op == "log1p") for n in ir.topo(*parts)):
-        return chosen
-    rows, columns = chosen.block
-    return replace(chosen, block=(rows, columns // 2))
+        return kernel
+    rows, columns = kernel.block
+    return replace(kernel, block=(rows, columns // 2))
 
 
 def _loads(n: Node, relative: bool) -> bool:
@@ -61,7 +61,7 @@ def _loads(n: Node, relative: bool) -> bool:
 
 def config_of(
     form: ScoreForm,
-    chosen: Kernel,
+    kernel: Kernel,
     dtype: str,
     head_dims: tuple[int, int],
     need_max: bool,
@@ -72,12 +72,12 @@ def config_of(
         "dtype": dtype,
         "head_dim": width(head_dims[0]),
         "head_dim_v": width(head_dims[1]),
-        "block_kv": chosen.block[1],
-        "warpgroups": chosen.block[0] // 64,
-        "softmax": chosen.softmax,
-        "double_buffer_p": chosen.early,
-        "pingpong": chosen.pingpong,
-        "store_from_registers": chosen.alias,
+        "block_kv": kernel.block[1],
+        "warpgroups": kernel.block[0] // 64,
+        "softmax": kernel.softmax,
+        "double_buffer_p": kernel.early,
+        "pingpong": kernel.pingpong,
+        "store_from_registers": kernel.alias,
         "need_max": need_max,
     }
     if (
@@ -99,9 +99,9 @@ def config_of(
     return config
 
 
-def tile_of(chosen: Kernel, head_dims: tuple[int, int]) -> tuple[int, int]:
+def tile_of(kernel: Kernel, head_dims: tuple[int, int]) -> tuple[int, int]:
     """Rows and columns of a tile of the output."""
-    return chosen.block[0], width(head_dims[1])
+    return kernel.block[0], width(head_dims[1])
 
 
 def layout_of(config: dict[str, Any]) -> Layout:
@@ -135,5 +135,10 @@ def build(
 
 
 FORWARD = ForwardTemplate(
-    choose=chosen, fit=fitted, config=config_of, tile=tile_of, build=build, layout=layout_of
+    choose=choose_kernel,
+    fit=fit_registers,
+    config=config_of,
+    tile=tile_of,
+    build=build,
+    layout=layout_of,
 )

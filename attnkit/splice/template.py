@@ -38,8 +38,8 @@ class ForwardTemplate:
         fit: (kernel, score_mod, whether there is a mask) -> the kernel as the registers allow it.
         config: (score_mod, kernel, dtype, head dims, whether row maxima are needed, architecture)
             -> arguments of its `ForwardConfig`.
-        tile: (kernel, head dims) -> rows and columns of a tile of the output, as parts of split rows
-            are kept.
+        tile: (kernel, head dims) -> rows and columns of a tile of the output, as parts of split
+            rows are stored.
         build: (variant, config, head dims, captured tensors, whether the softmax scale is positive)
             -> the kernel with fake arguments.
         layout: config -> the inside of the kernel.
@@ -57,7 +57,7 @@ class ForwardTemplate:
 
 @dataclass(frozen=True, eq=False)
 class BackwardCase:
-    """What a backward's config depends on beside head dims.
+    """What a backward's config depends on, head dims aside.
 
     Attributes:
         widths: head dims as computed.
@@ -90,11 +90,11 @@ class BackwardTemplate:
         switches: what of its `BackwardConfig` depends on more of a call than its head dims.
         splits: whether several work tiles may share a kv tile.
         cost: what the work costs.
-        first_writer: whether the first CTA of a row may store its part of dQ, where nobody has
-            cleared it.
+        first_writer: whether the first CTA of a row may store its part of dQ, which is not
+            cleared then.
         config: its `BackwardConfig`.
         row_words: float32 words of a row's LSE and of its delta, as `preprocess` writes them.
-        preprocess: (settings, whether the LSE has a gradient) -> the kernel of the rows' statistics.
+        preprocess: (settings, whether LSE has a gradient) -> the kernel of the rows' statistics.
         postprocess: (settings, width, block) -> the kernel that rounds a gradient.
         main: the kernel of the gradients.
     """

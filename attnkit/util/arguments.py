@@ -1,4 +1,4 @@
-"""Checks of the public functions' arguments: each message names argument, value, expectation."""
+"""Check the arguments of public functions; each message names argument, value and expectation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from attnkit.errors import (
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-LONGEST = 2**31 - 1  # positions are int32
+MAX_LENGTH = 2**31 - 1  # positions are int32
 
 # FlexAttention's kernel options. Those that tune its Triton kernels change no result; the plan
 # notes that they are not used. BLOCK_M and BLOCK_N set the tiles of a mask given as a function.
@@ -53,8 +53,8 @@ class AuxOutput(NamedTuple):
     """Auxiliary outputs, [B, Hq, Sq] float32 (float64 for float64 inputs), None if not asked for.
 
     Attributes:
-        lse: differentiable; -inf for a row that keeps nothing.
-        max_scores: not differentiable; -inf for a row that keeps nothing.
+        lse: differentiable; -inf for a fully masked row.
+        max_scores: not differentiable; -inf for a fully masked row.
     """
 
     lse: Tensor | None = None
@@ -62,10 +62,10 @@ class AuxOutput(NamedTuple):
 
 
 def check_tensors(query: Any, key: Any, value: Any, enable_gqa: Any) -> None:
-    """Query, key and value as flex_attention takes them.
+    """Check query, key and value of `flex_attention`.
 
     Raises:
-        ArgumentError, ShapeError, DTypeError, DeviceError: by what is wrong.
+        ArgumentError, ShapeError, DTypeError, DeviceError, UnsupportedError: by what is wrong.
     """
     named = {"query": query, "key": key, "value": value}
     for name, t in named.items():
@@ -93,9 +93,10 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: Any) -> None:
         for axis, what in enumerate(("batch", "heads", "length", "head dim")):
             if t.shape[axis] == 0:
                 raise ShapeError(f"{name} has no elements: its {what} is 0, shape {tuple(t.shape)}")
-        if t.shape[2] > LONGEST:
+        if t.shape[2] > MAX_LENGTH:
             raise ShapeError(
-                f"{name} has length {t.shape[2]}; positions are int32, expected at most {LONGEST}"
+                f"{name} has length {t.shape[2]}; positions are int32, expected at most "
+                f"{MAX_LENGTH}"
             )
         if t.dtype not in DTYPES:
             allowed = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
@@ -144,7 +145,11 @@ def _check_heads(heads: int, kv_heads: int, enable_gqa: Any) -> None:
 
 
 def check_scale(scale: Any, width: int) -> float:
-    """The factor on query @ key^T: 1 / sqrt(head dim) for None."""
+    """Check the factor on query @ key^T and return it; 1 / sqrt(`width`) for None.
+
+    Raises:
+        OptionError: it is not a finite number.
+    """
     if scale is None:
         return 1 / math.sqrt(width)
     if isinstance(scale, bool) or not isinstance(scale, int | float):
@@ -158,14 +163,23 @@ def check_scale(scale: Any, width: int) -> float:
 
 
 def check_flag(name: str, flag: Any) -> bool:
-    """A boolean option."""
+    """Check a boolean option and return it.
+
+    Raises:
+        OptionError: it is not a bool.
+    """
     if not isinstance(flag, bool):
         raise OptionError(f"{name} must be True or False, got {flag!r}")
     return flag
 
 
 def check_aux(return_lse: Any, return_aux: Any) -> AuxRequest:
-    """What to return beside the output."""
+    """Check which auxiliary outputs are asked for and return them as one record.
+
+    Raises:
+        OptionError: both arguments ask for some.
+        ArgumentError: `return_aux` is not an `AuxRequest`.
+    """
     check_flag("return_lse", return_lse)
     if return_aux is None:
         return AuxRequest(lse=return_lse)
@@ -181,9 +195,14 @@ def check_aux(return_lse: Any, return_aux: Any) -> AuxRequest:
 def check_options(
     options: Any, default: tuple[int, int]
 ) -> tuple[tuple[int, int], tuple[str, ...]]:
-    """kernel_options: the tile sizes, and notes on options that are not used.
+    """Check kernel_options; return the tile sizes, and notes on options that are not used.
+
+    Args:
+        options: kernel_options as the caller gave them.
+        default: tile sizes without BLOCK_M and BLOCK_N; this tuple itself is returned for None.
 
     Raises:
+        ArgumentError: `options` is not a dict.
         OptionError: an unknown name (with the nearest known one), or a bad tile size.
     """
     if options is None:
@@ -207,7 +226,11 @@ def check_options(
 
 
 def check_size(name: str, value: Any) -> int:
-    """A positive int."""
+    """Check a positive int and return it.
+
+    Raises:
+        OptionError: it is not one.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise OptionError(f"{name} must be a positive int, got {value!r}")
     return value
@@ -216,7 +239,17 @@ def check_size(name: str, value: Any) -> int:
 def check_captured(
     what: str, names: Sequence[str], tensors: Sequence[Tensor], device: torch.device
 ) -> None:
-    """Captured tensors live with the query; a 0-d tensor on the CPU may go anywhere."""
+    """Check that captured tensors are on the query's device; a 0-d CPU tensor may go with any.
+
+    Args:
+        what: "score_mod" or "mask_mod", for the message.
+        names: of the tensors.
+        tensors: what the function captures.
+        device: of the query.
+
+    Raises:
+        DeviceError: a tensor is on another device.
+    """
     for name, t in zip(names, tensors, strict=True):
         if t.device != device and not (t.ndim == 0 and t.device.type == "cpu"):
             raise DeviceError(

@@ -1,4 +1,4 @@
-"""Clear every cache of the package: each registers here, next to where it is defined."""
+"""Clear every cache of the package; a module that defines a cache registers it here."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _clears: list[Callable[[], None]] = []
 
 
 def register(clear: Callable[[], None]) -> None:
-    """Have `clear_all` call a function.
+    """Register a function that `clear_all` calls.
 
     Args:
-        clear: empties a cache; must leave what is in use now working.
+        clear: empties a cache; objects that are still in use must go on working.
     """
     _clears.append(clear)
 

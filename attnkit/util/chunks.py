@@ -1,9 +1,9 @@
-"""How many elements to handle at once.
+"""Choose how many elements to process at a time, so that torch does not start its threads.
 
-torch spreads an operator over its threads when it has 32768 elements or more. For work as light
-as the building of masks that gains little on a quiet machine, and on a busy one, where every
-operator waits for the slowest thread, it costs fifty times as much. Chunks of that size run on the
-calling thread, and their intermediate values stay in its cache.
+torch parallelizes an operator over its threads from 32768 elements on. For operators as light as
+those that classify tiles, threads gain little on an idle machine. On a busy one, where every operator
+waits for the slowest thread, they cost fifty times as much. Smaller chunks run on the calling thread,
+and their intermediate values stay in its cache.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ _GRAIN = (1 << 15) - 1  # below at::internal::GRAIN_SIZE
 _MAX_CHUNKS = 1024  # beyond that the overhead of many small operators would show
 
 
-def at_once(total: int, device: torch.device) -> int:
-    """Elements of a chunk for work on `total` elements."""
+def chunk_size(total: int, device: torch.device) -> int:
+    """Return the number of elements of a chunk, for work on `total` elements."""
     if device.type != "cpu":
         return max(1, total)
     return max(_GRAIN, -(-total // _MAX_CHUNKS))

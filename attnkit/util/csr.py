@@ -1,7 +1,7 @@
-"""Rows of different lengths, one after another: whose each entry is, and where a place lies.
+"""Search and expand the row pointers of CSR lists, on one thread.
 
-torch's own operators for this wake all cores of a CPU for however few numbers, and wait for them:
-4 to 15 ms each where other processes have the cores. NumPy's stay where they are.
+torch's `searchsorted` and `repeat_interleave` start all threads of a CPU however few numbers there
+are: 4 to 15 ms each where other processes use the cores. NumPy's run on the calling thread.
 """
 
 from __future__ import annotations
@@ -11,15 +11,27 @@ import torch
 from torch import Tensor
 
 
-def owners(counts: Tensor) -> Tensor:
-    """Index i repeated counts[i] times, int64."""
+def row_indices(counts: Tensor) -> Tensor:
+    """Return the row of every entry, int64: index i repeated counts[i] times.
+
+    Args:
+        counts: int [rows], entries of each row.
+    """
     if counts.is_cpu:
         return torch.from_numpy(np.repeat(np.arange(counts.numel()), counts.numpy()))
     return torch.arange(counts.numel(), device=counts.device).repeat_interleave(counts)
 
 
-def searched(ends: Tensor, at: Tensor) -> Tensor:
-    """How many of `ends`, which ascend, are not above each of `at`, int64."""
+def searchsorted_right(ends: Tensor, values: Tensor) -> Tensor:
+    """Return how many of `ends` are at most each value: `torch.searchsorted(..., right=True)`.
+
+    Args:
+        ends: [n], ascending.
+        values: [m].
+
+    Returns:
+        int64 [m].
+    """
     if ends.is_cpu:
-        return torch.from_numpy(np.searchsorted(ends.numpy(), at.numpy(), side="right"))
-    return torch.searchsorted(ends, at, right=True)
+        return torch.from_numpy(np.searchsorted(ends.numpy(), values.numpy(), side="right"))
+    return torch.searchsorted(ends, values, right=True)

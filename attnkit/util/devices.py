@@ -1,12 +1,12 @@
-"""Devices as tensors name them."""
+"""Resolve devices to the form in which tensors report them."""
 
 from __future__ import annotations
 
 import torch
 
 
-def resolved(device: torch.device | str) -> torch.device:
-    """The device that a tensor made there says it is on: "cuda" is the current one, say cuda:0.
+def resolve_device(device: torch.device | str) -> torch.device:
+    """Return the device with its index: "cuda" gives the current CUDA device, such as cuda:0.
 
     Raises:
         RuntimeError, AssertionError: torch has no such device.

@@ -1,4 +1,4 @@
-"""Where this copy of attnkit lies."""
+"""Locate this copy of attnkit on disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shapes that broadcast, without `torch.broadcast_shapes`: its first call imports sympy."""
+"""Broadcast shapes without `torch.broadcast_shapes`, whose first call imports sympy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:
-    """The shape that tensors of these shapes broadcast to.
+    """Return the shape that tensors of these shapes broadcast to.
 
     Raises:
         ValueError: they do not broadcast.

@@ -1,4 +1,4 @@
-"""Values derived from the data of tensors, kept while the tensors are unchanged."""
+"""Cache values that are derived from the data of tensors, for as long as the data is unchanged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ T = TypeVar("T")
 
 
 def address(tensor: Tensor) -> int:
-    """Where a tensor's data lies: `t.data = other` counts no version. 0 where there is none."""
+    """Return the address of a tensor's data, 0 if it has none.
+
+    Stamps compare it because `t.data = other` does not raise the version counter.
+    """
     try:
         return tensor.data_ptr()
     except RuntimeError:  # a tensor of torch.func, or without data
@@ -24,10 +27,10 @@ def address(tensor: Tensor) -> int:
 
 
 class Stamp:
-    """A tensor's data as it was: the same object, with the same version counter and address.
+    """Tell later whether a tensor still has the data that it had when the stamp was made.
 
-    Tensors of inference mode count no versions: of those a copy is kept and compared, which waits
-    for the GPU.
+    It compares the object, its version counter and its address. Tensors of inference mode have no
+    version counter: of those the stamp holds a copy and compares the data, which waits for the GPU.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -37,7 +40,7 @@ class Stamp:
         self._address = address(tensor)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether this is the tensor, with that data."""
+        """Return whether `tensor` is the same object with the same data."""
         if self._reference() is not tensor:
             return False
         if self._copy is None:
@@ -49,21 +52,27 @@ class Stamp:
 
 
 class VersionedCache(Generic[T]):
-    """A bounded map from (key, tensors) to a value; an edited or new tensor is a miss.
+    """Map (key, tensors) to a value, with a bounded size; an edited or new tensor is a miss.
 
-    Tensors are held weakly. An in-place edit through torch raises the version counter and is
-    seen, and so is `t.data = other`; one through `t.data[...]` or a numpy view of the same memory
-    is not.
+    Tensors are referenced weakly. The cache notices in-place edits through torch, which raise the
+    version counter, and `t.data = other`. It does not notice edits through `t.data[...]` or through
+    a numpy view of the same memory.
     """
 
     def __init__(self, size: int, *, copies: bool = True) -> None:
-        """`copies`: keep copies of inference tensors to compare; else values of them are not kept."""
+        """Create an empty cache.
+
+        Args:
+            size: entries; the least recently used goes first.
+            copies: whether to copy inference tensors to compare their data later. Without, values
+                that depend on inference tensors are not cached.
+        """
         self._size = size
         self._copies = copies
         self._entries: OrderedDict[Hashable, tuple[tuple[Stamp, ...], T]] = OrderedDict()
 
     def get(self, key: Hashable, tensors: Sequence[Tensor], make: Callable[[], T]) -> T:
-        """The value for a key and tensors, made if it is not known."""
+        """Return the value for a key and tensors; call `make` on a miss."""
         if not self._copies and any(t.is_inference() for t in tensors):
             return make()
         full = (key, tuple(id(t) for t in tensors))
@@ -81,5 +90,5 @@ class VersionedCache(Generic[T]):
         return value
 
     def clear(self) -> None:
-        """Forget all values."""
+        """Remove all values."""
         self._entries.clear()

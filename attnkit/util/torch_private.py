@@ -1,7 +1,7 @@
-"""Every private name of torch that attnkit uses, and nothing else that is private is used elsewhere.
+"""Wrap every private name of torch that attnkit uses; no other module uses private names of torch.
 
-torch offers no public counterpart for these, or one that costs microseconds at every call. Where a
-version lacks an optional name, the public counterpart or a slower way takes its place.
+torch has no public counterpart for these, or one that costs microseconds at every call. Where a
+version of torch lacks an optional name, the public counterpart or a slower way replaces it.
 tests/util/test_torch_private.py says which version has which name.
 """
 
@@ -26,7 +26,6 @@ __all__ = [
     "Maker",
     "OpOverload",
     "OpOverloadPacket",
-    "alike",
     "deterministic_enabled",
     "device_index",
     "dynamo_parts",
@@ -43,6 +42,7 @@ __all__ = [
     "neural_functions",
     "only_devices",
     "stream_of",
+    "tensor_guard",
     "undisturbed",
     "version",
 ]
@@ -88,10 +88,13 @@ is_captured: Callable[[], bool] = getattr(
 
 
 def maker(device: torch.device) -> Maker:
-    """Make tensors on a device, which must be the current one whenever a CUDA tensor is made."""
-    found: Maker | None = getattr(_GUARDS, f"_empty_strided_{device.type}", None)
-    if found is not None:
-        return found
+    """Return a fast `empty_strided` for a device.
+
+    A CUDA device must be the current one whenever the result is called.
+    """
+    fast: Maker | None = getattr(_GUARDS, f"_empty_strided_{device.type}", None)
+    if fast is not None:
+        return fast
 
     def make(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
@@ -100,16 +103,16 @@ def maker(device: torch.device) -> Maker:
 
 
 def in_forward_ad() -> bool:
-    """Whether forward-mode derivatives are being computed."""
+    """Return whether forward-mode derivatives are being computed."""
     return forward_ad._current_level >= 0
 
 
 def undisturbed(tensors: Iterable[Tensor]) -> bool:
-    """Whether nothing in torch but autograd would see an operator called with these tensors.
+    """Return whether nothing but autograd would intercept an operator called with these tensors.
 
-    No mode (but torch.device as a context, which only makes new tensors), no functorch transform,
-    no forward-mode derivative, no jit trace; no subclass, and no tensor whose data is not what its
-    memory holds.
+    That is: no mode (except torch.device as a context, which acts on new tensors only), no functorch
+    transform, no forward-mode derivative, no jit trace, no tensor subclass, and no tensor whose data
+    differs from what its memory holds (lazy negation, zero tensors).
     """
     if (
         _C._len_torch_dispatch_stack()
@@ -128,45 +131,45 @@ def undisturbed(tensors: Iterable[Tensor]) -> bool:
 
 
 def only_devices() -> bool:
-    """Whether torch.device as a context is all that would see a call of a torch function."""
+    """Return whether every active `TorchFunctionMode` is torch.device used as a context."""
     for i in range(modes()):
         if type(_C._get_function_stack_at(i)) is not DeviceContext:
             return False
     return True
 
 
-def alike(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
-    """Build a test of whether other tensors are like these; None where torch has no way for that.
+def tensor_guard(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
+    """Build a guard that tells whether other tensors are like these; None if torch has none.
 
-    It compares classes, dtypes, devices, shapes, strides, whether gradients are required, and what
-    modes, transforms and autocast put between a call and its kernel.
+    It compares classes, dtypes, devices, shapes, strides and requires_grad, and the dispatch keys
+    that modes, transforms and autocast add to a call.
     """
     if _TENSOR_GUARDS is None:
         return None
-    same: Callable[..., bool] = _TENSOR_GUARDS(
+    guard: Callable[..., bool] = _TENSOR_GUARDS(
         *tensors,
         dynamic_dims_sizes=[list(t.shape) for t in tensors],
         dynamic_dims_strides=[list(t.stride()) for t in tensors],
     ).check
-    return same if same(*tensors) else None
+    return guard if guard(*tensors) else None
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor belongs to a `FakeTensorMode`, whose module is not imported for that."""
+    """Return whether a tensor is a `FakeTensor`, without importing the module of that class."""
     module = sys.modules.get("torch._subclasses.fake_tensor")
     return module is not None and isinstance(tensor, module.FakeTensor)
 
 
 def mark_constant(function: Callable[..., Any]) -> None:
-    """Have torch.compile call a function while it compiles, and take its result as a constant.
+    """Make torch.compile call a function at compile time and treat its result as a constant.
 
-    That is what `torch.compiler.assume_constant_result` does, which imports Dynamo (a second).
+    `torch.compiler.assume_constant_result` does the same, but imports Dynamo, which takes a second.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def dynamo_parts() -> SimpleNamespace:
-    """Import the parts of Dynamo that its support of FlexAttention is made of.
+    """Import the parts of Dynamo with which it supports FlexAttention.
 
     Raises:
         ImportError: this version of torch has them elsewhere.

@@ -127,45 +127,41 @@ class Forward:
         query, key, out = (ordered(t, (2, 3, 1, 0)) for t in (query, key, out))
         value = ordered(value, (3, 2, 1, 0))
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
-        ctas_of = tcgen05.CtaGroup.TWO if const_expr(c.two_cta) else tcgen05.CtaGroup.ONE
-        shape_qk, shape_pv = (
-            (c.mma_rows, c.block_kv, c.head_dim),
-            (c.mma_rows, c.head_dim_v, c.block_kv),
-        )
-        columns = c.block_kv // 2 if const_expr(c.halves) else c.block_kv
+        cta_group = tcgen05.CtaGroup.TWO if const_expr(c.two_cta) else tcgen05.CtaGroup.ONE
+        # (m, n, k) of a block: in a pair the rows of both CTAs
+        shape_qk = c.mma_rows, c.block_kv, c.head_dim
+        shape_pv = c.mma_rows, c.head_dim_v, c.block_kv
+        # N of one instruction: with halves, S has two of them along n
+        qk_columns = c.block_kv // 2 if const_expr(c.halves) else c.block_kv
         mma_qk = blackwell_helpers.make_trivial_tiled_mma(
-            dtype, dtype, k_major, k_major, Float32, ctas_of, (c.mma_rows, columns)
+            dtype, dtype, k_major, k_major, Float32, cta_group, (c.mma_rows, qk_columns)
         )
+        p_source = tcgen05.OperandSource.TMEM
         mma_pv = blackwell_helpers.make_trivial_tiled_mma(
-            dtype,
-            dtype,
-            k_major,
-            mn_major,
-            Float32,
-            ctas_of,
-            shape_pv[:2],
-            tcgen05.OperandSource.TMEM,
+            dtype, dtype, k_major, mn_major, Float32, cta_group, shape_pv[:2], p_source
         )
         q_layout = blackwell_helpers.make_smem_layout_a(mma_qk, shape_qk, dtype, c.q_tiles)
+        # one stage each: K and V share a ring, see `_ring`
         k_layout = blackwell_helpers.make_smem_layout_b(mma_qk, shape_qk, dtype, 1)
         v_layout = blackwell_helpers.make_smem_layout_b(mma_pv, shape_pv, dtype, 1)
         o_layout = blackwell_helpers.make_smem_layout_epi(dtype, ROW, (ROWS, c.head_dim_v), 1)
-        load, store = cpasync.CopyBulkTensorTileG2SOp(ctas_of), cpasync.CopyBulkTensorTileS2GOp()
-        first = (None, None, None, 0)
-        pairs = cute.tiled_divide(cute.make_layout((c.ctas, 1, 1)), (mma_qk.thr_id.shape,)).shape
+        load, store = cpasync.CopyBulkTensorTileG2SOp(cta_group), cpasync.CopyBulkTensorTileS2GOp()
+        one = (None, None, None, 0)  # of the stages of a layout
+        cluster = cute.tiled_divide(cute.make_layout((c.ctas, 1, 1)), (mma_qk.thr_id.shape,)).shape
         tma_q, q_tiles = make_tiled_tma_atom_A(
-            load, query, cute.slice_(q_layout, first), shape_qk, mma_qk, pairs
+            load, query, cute.slice_(q_layout, one), shape_qk, mma_qk, cluster
         )
         tma_k, k_tiles = make_tiled_tma_atom_B(
-            load, key, cute.slice_(k_layout, first), shape_qk, mma_qk, pairs
+            load, key, cute.slice_(k_layout, one), shape_qk, mma_qk, cluster
         )
         tma_v, v_tiles = make_tiled_tma_atom_B(
-            load, value, cute.slice_(v_layout, first), shape_pv, mma_pv, pairs
+            load, value, cute.slice_(v_layout, one), shape_pv, mma_pv, cluster
         )
         tma_o, o_tiles = cpasync.make_tiled_tma_atom(
             store, out, cute.slice_(o_layout, (None, None, 0)), (ROWS, c.head_dim_v)
         )
-        out_size = 8 if const_expr(c.alias) else cute.cosize(o_layout)
+        # unused with alias, but a field must have a size
+        o_size = 8 if const_expr(c.alias) else cute.cosize(o_layout)
 
         @cute.struct
         class Storage:
@@ -182,12 +178,13 @@ class Forward:
             kv: cute.struct.Align[
                 cute.struct.MemRange[dtype, c.stages * c.stage_elements], ALIGNMENT
             ]
-            o: cute.struct.Align[cute.struct.MemRange[dtype, out_size], ALIGNMENT]
+            o: cute.struct.Align[cute.struct.MemRange[dtype, o_size], ALIGNMENT]
 
         self.storage = Storage
         lengths = (query.shape[0], key.shape[0], key.shape[3])
         self.kernel(
             (mma_qk, mma_pv),
+            # copies: one overwrites its accumulator, one accumulates
             (mma_qk, mma_qk, mma_pv, mma_pv),
             (tma_q, tma_k, tma_v, tma_o),
             (q_tiles, k_tiles, v_tiles, o_tiles),
@@ -211,7 +208,7 @@ class Forward:
     @cute.kernel
     def kernel(
         self,
-        shapes: tuple,
+        load_mmas: tuple,
         mmas: tuple,
         atoms: tuple,
         tiles: tuple,
@@ -257,7 +254,7 @@ class Forward:
                 clc = ClcScheduler(self.group, bars.clc_full, bars.clc_ready, response)
                 self.producer.run(
                     atoms[:3],
-                    shapes,
+                    load_mmas,
                     tiles[:3],
                     smem,
                     bars,

@@ -109,9 +109,9 @@ class BlockScores:
         peak: the largest score of the row.
     """
 
-    chunks: list[list[Any]]
-    bases: list[Any]
-    peak: Any
+    chunks: list[list[Float32]]
+    bases: list[Float32 | None]
+    peak: Float32
 
 
 class Softmax:
@@ -171,7 +171,7 @@ class Softmax:
 
     # ------------------------------------------------------------------ values known once a tile
 
-    def begin_tile(self, site: Site, q: Any) -> TileValues:
+    def begin_tile(self, site: Site, q: Int32) -> TileValues:
         """Evaluate what is known once a work tile of this thread's row q."""
         hooks = self.hooks
         inside = cutlass.min(q, site.q_len - 1)
@@ -191,7 +191,7 @@ class Softmax:
             )
         return TileValues(site, head, row, constants, intervals)
 
-    def factor(self, tile: TileValues) -> Any:
+    def factor(self, tile: TileValues) -> Float32 | None:
         """What scores are multiplied by to be in log2 units, or None for 1."""
         return self.hooks.factor(tile.site, tile.head)
 
@@ -200,10 +200,10 @@ class Softmax:
     def scores(
         self,
         tile: TileValues,
-        number: Any,
+        number: Int32,
         masked: bool,
-        row: Any,
-        column: Any,
+        row: Int32,
+        column: Int32,
         upper: UpperHalf | None,
     ) -> BlockScores:
         """Load the scores of a block and apply the mod and (if `masked`) the mask.
@@ -254,11 +254,11 @@ class Softmax:
     def _rolled(
         self,
         tile: TileValues,
-        start: Any,
-        full: Any,
+        start: Int32,
+        full: Boolean,
         masked: bool,
-        row: Any,
-        column: Any,
+        row: Int32,
+        column: Int32,
         upper: UpperHalf | None,
     ) -> Any:
         """Replace the scores of a block in tensor memory; returns the largest score of the row.
@@ -270,7 +270,7 @@ class Softmax:
         """
         wide, nan = self.chunk(masked), self.config.need_max
 
-        def compute(c: Any, peak: Any) -> Any:
+        def compute(c: Int32, peak: Any) -> Any:
             place = column + wide * c
             chunk = device.load_row(row, place, wide)
             cute.arch.fence_view_async_tmem_load()
@@ -292,7 +292,7 @@ class Softmax:
         return peak
 
     def _chunk(
-        self, tile: TileValues, start: Any, full: Any, masked: bool, chunk: list[Any]
+        self, tile: TileValues, start: Int32, full: Boolean, masked: bool, chunk: list[Float32]
     ) -> tuple[list[Any], Any]:
         """Scores of a chunk with mod and mask applied, and what it adds to all of them, or None."""
         site, head, hooks = tile.site, tile.head, self.hooks
@@ -324,7 +324,7 @@ class Softmax:
             chunk = [cutlass.select_(yes, x, out) for yes, x in zip(keep, chunk, strict=True)]
         return [Float32(x) for x in chunk], hooks.block(site, head, start)
 
-    def _inside(self, intervals: Any, start: Any) -> Any:
+    def _inside(self, intervals: Any, start: Int32) -> Any:
         """The columns of a chunk that lie in one of the row's intervals, as bits."""
         total = Int32(0)
         for low, high in intervals:
@@ -333,7 +333,9 @@ class Softmax:
 
     # ------------------------------------------------------------------------------- exponentials
 
-    def _peak(self, chunk: Any, base: Any, peak: Any, chains: list[Any]) -> tuple[Any, list[Any]]:
+    def _peak(
+        self, chunk: Any, base: Float32 | None, peak: Any, chains: list[Any]
+    ) -> tuple[Any, list[Any]]:
         """The largest score so far: of earlier chunks, and chains of maxima that lack their base."""
         nan, chains = self.config.need_max, list(chains)  # torch's maximum passes NaN on
         for j in range(0, len(chunk), 2):
@@ -346,7 +348,7 @@ class Softmax:
             return peak, chains
         return _larger(peak, largest(chains, nan) + base, nan), [None] * CHAINS
 
-    def move_maximum(self, state: RowState, peak: Any, factor: Any) -> Any:
+    def move_maximum(self, state: RowState, peak: Float32, factor: Float32 | None) -> Any:
         """Take a block's maximum into account; returns what to multiply O and the sum by."""
         nan = self.config.need_max
         old = state.max[0]
@@ -361,7 +363,12 @@ class Softmax:
         return common.exp2(drop if factor is None else drop * factor)
 
     def compute_p(
-        self, values: list[Any], first: int, base: Any, row_max: Any, factor: Any
+        self,
+        values: list[Float32],
+        first: int,
+        base: Float32 | None,
+        row_max: Float32,
+        factor: Float32 | None,
     ) -> list[Any]:
         """Compute P of neighbouring columns from the `first` of a block on, float32, in pairs."""
         less = self.shift(base, row_max, factor)
@@ -380,13 +387,13 @@ class Softmax:
             pairs.append(pair)
         return pairs
 
-    def shift(self, base: Any, row_max: Any, factor: Any) -> Any:
+    def shift(self, base: Float32 | None, row_max: Float32, factor: Float32 | None) -> Any:
         """What is added to scores, once multiplied by the factor, for the exponents of P."""
         less = common.finite_or_zero(row_max)
         less = less if base is None else less - base
         return -less if factor is None else -(less * factor)
 
-    def rounding(self, peak: Any, row_max: Any, factor: Any) -> Any:
+    def rounding(self, peak: Float32, row_max: Float32, factor: Float32 | None) -> Any:
         """What rounding adds to the largest P of a block, that of the score `peak`."""
         less = self.shift(None, row_max, factor)
         if factor is None:
@@ -396,7 +403,7 @@ class Softmax:
         greatest = common.exp2(power)
         return device.rounded(greatest, self.dtype) - greatest
 
-    def store_p(self, pairs: list[Any], row: Any, column: Any, sums: list[Any]) -> None:
+    def store_p(self, pairs: list[Any], row: Int32, column: Int32, sums: list[Any]) -> None:
         """Add pairs of P to the sums of the row, and begin to store them from `column` on."""
         for j, pair in enumerate(pairs):
             c = j % len(sums)
@@ -405,7 +412,9 @@ class Softmax:
 
     # ------------------------------------------------------------------------------ end of a tile
 
-    def finish(self, tile: TileValues, state: RowState, gap: Any) -> tuple[Any, Any, Any]:
+    def finish(
+        self, tile: TileValues, state: RowState, gap: Float32
+    ) -> tuple[Float32, Float32, Float32]:
         """What the output is multiplied by, the LSE, and the largest score, of the row.
 
         Args:
@@ -419,12 +428,12 @@ class Softmax:
 
 @cute.jit
 def _repeated(
-    compute: cutlass.Constexpr, first: cutlass.Constexpr, end: cutlass.Constexpr, found: Float32
+    compute: cutlass.Constexpr, first: cutlass.Constexpr, end: cutlass.Constexpr, value: Float32
 ):
-    """Compute `found = compute(c, found)` for c from `first` to `end`, in a loop."""
+    """Compute `value = compute(c, value)` for c from `first` to `end`, in a loop."""
     for c in cutlass.range(first, end, unroll=1):
-        found = compute(c, found)
-    return found
+        value = compute(c, value)
+    return value
 
 
 def total_of(sums: Any) -> Any:

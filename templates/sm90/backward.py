@@ -2,16 +2,16 @@
 
 One CTA per SM, persistent. Warpgroup 0 holds a warp that loads by TMA and two that add dQ to
 float32 sums; the other two warpgroups are consumers of 64 kv positions each. For every q block a
-consumer recomputes S^T = K Q^T and dP^T = V dO^T, computes P and dS in registers, and adds
-dV += P^T dO and dK += dS^T Q from there. What limits it is shared memory, so that four steps
-of 16 columns of K come from registers as well, read once a kv block, where the variant leaves room.
-dS also goes through shared memory, transposed, where a consumer reads both halves for its part of
-dQ = dS K: that of the q block before, so that no consumer waits for the other, and the tensor cores
-have the products of one while the other computes. dQ leaves through shared memory by bulk reductions.
+consumer recomputes S^T = K Q^T and dP^T = V dO^T, computes P and dS in registers, and adds dV +=
+P^T dO and dK += dS^T Q from there. What limits it is shared memory, so that four steps of 16
+columns of K come from registers as well, read once a kv block, where the variant leaves room. dS
+also goes through shared memory, transposed, where a consumer reads both halves for its part of dQ =
+dS K: that of the q block before, so that no consumer waits for the other, and the tensor cores have
+the products of one while the other computes. dQ leaves through shared memory by bulk reductions.
 
-Work tiles overlap: K has two stages, so that the next one's is there, and V one, free once dP of the
-last q block is done. dK and dV leave from registers while the first S and dP of the next work tile
-are computed, and dQ of the last q block is the first that the next work tile issues.
+Work tiles overlap: K has two stages, so that the next one's is there, and V one, free once dP of
+the last q block is done. dK and dV leave from registers while the first S and dP of the next work
+tile are computed, and dQ of the last q block is the first that the next work tile issues.
 
 Query and kv blocks come in ascending order, PARTIAL and FULL mixed; only blocks marked as masked
 run mask instructions. Float32 sums are kept in units of 64 x 64 in the order of the accumulators'
@@ -20,16 +20,14 @@ registers, so that they are read and written in whole lines (`backward_postproce
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import cutlass
 import cutlass.memory
-import cutlass.tensor_utils
 from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp, StMatrix8x8x16bOp
-from cutlass.utils import hopper_helpers
+from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 
 from attnkit.templates.common import device
 from attnkit.templates.common.hooks import BackwardHooks
@@ -42,10 +40,18 @@ from attnkit.templates.sm90.backward_captured_grads import CapturedGrads, Captur
 from attnkit.templates.sm90.backward_config import ROWS, BackwardConfig
 from attnkit.templates.sm90.backward_deterministic import DeterministicReduce
 from attnkit.templates.sm90.backward_dq_reduce import DqReduce, Reduce
-from attnkit.templates.sm90.backward_epilogue import Epilogue, Outputs, Results, chunk_layout
+from attnkit.templates.sm90.backward_epilogue import Epilogue, Outputs, Results
 from attnkit.templates.sm90.backward_first_writer import FirstWriterReduce
 from attnkit.templates.sm90.backward_lse_in_mma import LseInMma
-from attnkit.templates.sm90.backward_mma import ConsumerMma, TiledMmas, in_layout_of, tiled_mmas
+from attnkit.templates.sm90.backward_mma import (
+    ConsumerMma,
+    SmemLayouts,
+    TiledMmas,
+    consumer_mma,
+    in_layout_of,
+    smem_layouts,
+    tiled_mmas,
+)
 from attnkit.templates.sm90.backward_producer import LoadTargets, Producer
 from attnkit.templates.sm90.backward_shared import (
     CLEAR_WARP,
@@ -71,23 +77,6 @@ from attnkit.templates.sm90.backward_shared import (
 from attnkit.templates.sm90.backward_softmax import KvBlock, QBlock, SoftmaxBackward, init_dp
 
 HELD_STEPS = 4  # steps of 16 columns of K in registers, for variants that leave room
-
-ROW = cutlass.tensor_utils.LayoutEnum.ROW_MAJOR
-COLUMN = cutlass.tensor_utils.LayoutEnum.COL_MAJOR
-
-
-class SmemLayouts(NamedTuple):
-    """Layouts of operands in shared memory. Several are of the same memory."""
-
-    k: Any  # dtype [64, head_dim, 2 k_stages], a consumer's keys a stage
-    v: Any  # dtype [64, head_dim_v, 2]
-    q: Any  # dtype [block_q, head_dim, stages]
-    do: Any  # dtype [block_q, head_dim_v, stages]
-    ds_written: Any  # dtype [64, block_q, 2 stages], dS^T, a consumer's keys a stage
-    q_t: Any  # of q: dtype [head_dim, block_q, stages]
-    do_t: Any  # of do: dtype [head_dim_v, block_q, stages]
-    ds: Any  # of ds_written: dtype [64, 64, squares]
-    k_t: Any  # of k: dtype [64, 64, squares]
 
 
 @dataclass(frozen=True)
@@ -212,19 +201,7 @@ class Backward:
             ordered(t, (2, 3, 1, 0)) for t in (query, key, value, grad_out, grad_key, grad_value)
         )
         mmas = tiled_mmas(c, dtype, self.lse_in_mma.with_slope)
-        make_a, make_b = hopper_helpers.make_smem_layout_a, hopper_helpers.make_smem_layout_b
-        halves = 2 * c.stages
-        layouts = SmemLayouts(
-            k=make_a(ROW, (ROWS, bm, head_dim), dtype, 2 * c.k_stages),
-            v=make_a(ROW, (ROWS, bm, head_dim_v), dtype, 2),
-            q=make_b(ROW, (ROWS, bm, head_dim), dtype, c.stages),
-            do=make_b(ROW, (ROWS, bm, head_dim_v), dtype, c.stages),
-            ds_written=make_a(COLUMN, (ROWS, ROWS, bm), dtype, halves),
-            q_t=make_b(COLUMN, (ROWS, head_dim, bm), dtype, c.stages),
-            do_t=make_b(COLUMN, (ROWS, head_dim_v, bm), dtype, c.stages),
-            ds=make_a(ROW, (ROWS, ROWS, ROWS), dtype, halves * (bm // ROWS)),
-            k_t=make_b(COLUMN, (ROWS, ROWS, ROWS), dtype, 2 * c.k_stages * (head_dim // ROWS)),
-        )
+        layouts = smem_layouts(c, dtype)
         load = cpasync.CopyBulkTensorTileG2SOp()
         tma = [
             cpasync.make_tiled_tma_atom(load, t, cute.slice_(layout, (None, None, 0)), shape)
@@ -251,7 +228,7 @@ class Backward:
             q: cute.struct.Align[cute.struct.MemRange[dtype, c.stages * bm * head_dim], 1024]
             do: cute.struct.Align[cute.struct.MemRange[dtype, c.stages * bm * head_dim_v], 1024]
             v: cute.struct.Align[cute.struct.MemRange[dtype, 2 * ROWS * head_dim_v], 1024]
-            ds: cute.struct.Align[cute.struct.MemRange[dtype, halves * ROWS * bm], 1024]
+            ds: cute.struct.Align[cute.struct.MemRange[dtype, 2 * c.stages * ROWS * bm], 1024]
             dq: cute.struct.Align[cute.struct.MemRange[Float32, 2 * c.chunk], 128]
 
         self.storage = Storage
@@ -385,7 +362,7 @@ class Backward:
         column0 = wg * ROWS + (warp % WARPS) * 16 + lane // 4
         row0 = (lane % 4) * 2
         out = Outputs(results, problem, info, bars, wg, thread)
-        consumer, load_k = self.set_up(mmas, views, smem, bars, factors, out, row0)
+        consumer = self.set_up(mmas, views, smem, bars, factors, out, row0)
         mma = consumer.mma
         q_chunks = (p.q_len + c.block_q - 1) // c.block_q * 2  # of a head
         sums = self.captured_grads.begin(totals)
@@ -396,10 +373,11 @@ class Backward:
         cute.arch.mbarrier_wait(bars.load.k_full, 0)
         valid = info[RECORD + WorkTile.VALID]
         while valid != 0:
+            # prologue: part of K to registers, the first q block
             for k in cutlass.range_constexpr(self.held_steps):
-                load_k(k, kv_count & 1)
+                mma.load_k(k, kv_count & 1)
             record = record_of(c, kv_count & 1)
-            if const_expr(self.lse_in_mma.with_slope):
+            if const_expr(self.lse_in_mma.with_slope):  # K's columns change with the head
                 where = info[record + WorkTile.BATCH], info[record + WorkTile.HEAD]
                 scaled = self.lse_in_mma.scale(p.scale)
                 site = Site(captured, *where, p.q_len, p.kv_len, scaled, Int32(0))
@@ -421,6 +399,7 @@ class Backward:
                 True, count == 1, consumer, block, tile, sums, place, q_count, kv_count, note
             )
             q_count += 1
+            # mainloop
             for j in cutlass.range(count - 1, unroll=1):
                 block = self.start_block(False, consumer, q_count, kv_count)
                 note = self.finish_block(
@@ -445,73 +424,28 @@ class Backward:
 
     def set_up(
         self, mmas: tuple, views: SmemLayouts, smem: LoadTargets, bars: Barriers, factors: Any,
-        out: Outputs, row0: Any,
-    ) -> tuple[Consumer, Any]:  # fmt: skip
-        """Make operands and accumulators.
-
-        Returns:
-            The consumer, and a function that loads a step of K from a stage to registers.
-        """
-        c, dtype, wg, thread = self.config, self.dtype, out.wg, out.thread
+        out: Outputs, row0: Int32,
+    ) -> Consumer:  # fmt: skip
+        """Make operands and accumulators, and the copy of dS to shared memory."""
+        c = self.config
         overwrite, accumulate = (TiledMmas(*m) for m in mmas)
-        mma_s, mma_dq, mma_dv, mma_dk, mma_held, mma_lse = accumulate
-        all_s, all_dq = mma_s.get_slice(0), mma_dq.get_slice(0)
-        all_dv, all_dk = mma_dv.get_slice(0), mma_dk.get_slice(0)
-        # descriptors of shared memory, shapes as in `SmemLayouts`
-        k = mma_s.make_fragment_A(all_s.partition_A(views.k))
-        v = mma_s.make_fragment_A(all_s.partition_A(views.v))
-        q = mma_s.make_fragment_B(all_s.partition_B(views.q))
-        do = mma_s.make_fragment_B(all_s.partition_B(views.do))
-        q_t = mma_dk.make_fragment_B(all_dk.partition_B(views.q_t))
-        do_t = mma_dv.make_fragment_B(all_dv.partition_B(views.do_t))
-        ds_smem = mma_dq.make_fragment_A(all_dq.partition_A(views.ds))
-        k_t = mma_dq.make_fragment_B(all_dq.partition_B(views.k_t))
-        # f32 [64, block_q] / 128 threads
-        s = cute.make_rmem_tensor(
-            mma_s.get_slice(thread).partition_shape_C((ROWS, c.block_q)), Float32
-        )
-        dp = cute.make_rmem_tensor(s.layout, Float32)  # f32 [64, block_q] / 128 threads
-        # apart from dP though after it: parts of one accumulator for another serialise products
-        dq = cute.make_rmem_tensor(chunk_layout(c.chunk), Float32)  # f32 [chunk] / 128 threads
-        thr_dk, thr_dv = mma_dk.get_slice(thread), mma_dv.get_slice(thread)
-        # f32 [64, head_dim] and [64, head_dim_v] / 128 threads
-        dk = cute.make_rmem_tensor(thr_dk.partition_shape_C((ROWS, c.width)), Float32)
-        dv = cute.make_rmem_tensor(thr_dv.partition_shape_C((ROWS, c.value_width)), Float32)
-        # dtype [64, block_q] / 128 threads, both as A operands
-        p = cute.make_rmem_tensor(thr_dv.partition_shape_A((ROWS, c.block_q)), dtype)
-        ds = cute.make_rmem_tensor(p.layout, dtype)
         # set once: the value behind a set() in a helper must not leave the helper's region
         for first, further in zip(overwrite, accumulate, strict=True):
             first.set(warpgroup.Field.ACCUMULATE, False)
             further.set(warpgroup.Field.ACCUMULATE, True)
-        # dtype [64, head_dim] / 128 threads
-        k_held = cute.make_rmem_tensor(
-            mma_held.get_slice(thread).partition_shape_A((ROWS, c.width)), dtype
-        )
-        copy_k = cute.make_tiled_copy_A(
-            cute.make_copy_atom(LdMatrix8x8x16bOp(False, 4), dtype), mma_held
-        )
-        thr_k = copy_k.get_slice(thread)
-        k_from, k_to = thr_k.partition_S(views.k), thr_k.retile(k_held)
-        lse = self.lse_in_mma.operands(mma_lse, factors, smem.lse) if c.less_lse else None
-        mma = ConsumerMma(
-            c, self.held_steps, wg, overwrite, accumulate, k, v, q, do, q_t, do_t, ds_smem, k_t, s,
-            dp, dk, dv, dq, p, ds, k_held, lse,
-        )  # fmt: skip
+        mma = consumer_mma(c, overwrite, accumulate, views, self.held_steps, out.wg, out.thread)
+        if c.less_lse:
+            lse = self.lse_in_mma.operands(accumulate.lse, factors, smem.lse)
+            mma = replace(mma, lse=lse)
         ds_copy = cute.make_tiled_copy_C(
-            cute.make_copy_atom(StMatrix8x8x16bOp(True, 4), dtype), mma_s
+            cute.make_copy_atom(StMatrix8x8x16bOp(True, 4), self.dtype), accumulate.s
         )
-        ds_thread = ds_copy.get_slice(thread)
-        ds_to = ds_thread.partition_D(views.ds_written)
-        consumer = Consumer(mma, bars, smem, out, row0, ds_copy, ds_thread, ds_to)
+        ds_thread = ds_copy.get_slice(out.thread)
+        ds_smem = ds_thread.partition_D(views.ds_written)
+        return Consumer(mma, bars, smem, out, row0, ds_copy, ds_thread, ds_smem)
 
-        def load_k(step: int, k_stage: Any) -> None:
-            cute.copy(copy_k, k_from[None, None, step, 2 * k_stage + wg], k_to[None, None, step])
-
-        return consumer, load_k
-
-    def start_block(self, first: bool, w: Consumer, q_count: Any, kv_count: Any) -> QBlock:
-        """Issue S and dP of a q block; on the first of a work tile, write dK and dV of the last one.
+    def start_block(self, first: bool, w: Consumer, q_count: Int32, kv_count: Int32) -> QBlock:
+        """Issue S and dP of a q block; on the first of a work tile, write the last dK and dV.
 
         Args:
             first: whether it is the first of its work tile.
@@ -547,14 +481,14 @@ class Backward:
 
     def finish_block(
         self, first: bool, last: Any, w: Consumer, block: QBlock, tile: KvBlock,
-        sums: CapturedSums, place: Any, q_count: Any, kv_count: Any, note: Any,
+        sums: CapturedSums, place: Any, q_count: Int32, kv_count: Int32, note: Any,
     ) -> Any:  # fmt: skip
         """Compute P and dS of a q block, issue the products with them, and dQ of the block before.
 
         Args:
             first, last: whether it is the first and the last of its work tile.
             place: the first chunk of dQ of the kv block, and its turn.
-            note: where dQ of the block before goes; that of the work tile before, if it is the first.
+            note: where dQ of the block before goes, be it of the work tile before.
 
         Returns:
             Where its own dQ goes.
@@ -571,7 +505,7 @@ class Backward:
         else:
             warpgroup.wait_group(1)  # S is there; dP runs beside the exponentials
             self.softmax.compute_p(block, tile, mma.s, mma.s, p)
-            warpgroup.wait_group(0)
+            warpgroup.wait_group(0)  # dP is there
             self.release_last(last, v_empty)
             self.softmax.compute_ds(mma.s, p, mma.dp, block.delta, ds)
         # both consumers have read dS of two blocks before
@@ -583,12 +517,12 @@ class Backward:
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         device.arrive(bars.ds_full + s)
-        warpgroup.fence()
+        warpgroup.fence()  # P and dS are operands in registers
         mma.issue_dv(s, first)
-        # at the very beginning there is none before: the block's own, which is not sent
-        mma.issue_dq(
-            bars, *((_before(q_count), _before(kv_count)) if first else (q_count - 1, kv_count))
-        )
+        if first:  # at the very beginning there is none before: the block's own, which is not sent
+            mma.issue_dq(bars, _before(q_count), _before(kv_count))
+        else:
+            mma.issue_dq(bars, q_count - 1, kv_count)
         mma.issue_dk(s, first)
         warpgroup.wait_group(1)  # dQ is there; dK runs
         if first:
@@ -597,9 +531,8 @@ class Backward:
             next_chunk = place[0] + 2 * (block.word >> 2)
             self.epilogue.send_dq(mma.dq, note, out, q_count - 1, next_chunk=next_chunk)
         warpgroup.wait_group(0)
-        cute.arch.mbarrier_arrive(
-            bars.load.q_empty + s
-        )  # every lane, as each has read LSE and delta
+        # every lane, as each has read LSE and delta
+        cute.arch.mbarrier_arrive(bars.load.q_empty + s)
         cute.arch.mbarrier_arrive(bars.load.do_empty + s)
         return place[0] + 2 * (block.word >> 2), place[1]
 
@@ -619,5 +552,5 @@ def _held_steps(config: BackwardConfig, hooks: BackwardHooks) -> int:
     return 0 if config.rounded and by_element else HELD_STEPS
 
 
-def _before(count: Any) -> Any:
+def _before(count: Int32) -> Any:
     return cutlass.max(count - 1, Int32(0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import cutlass.tensor_utils
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
@@ -13,14 +14,17 @@ from attnkit.templates.sm90.backward_config import ROWS
 from attnkit.templates.sm90.backward_hd256_config import Hd256Config
 from attnkit.templates.sm90.backward_softmax import init_dp
 
+ROW = cutlass.tensor_utils.LayoutEnum.ROW_MAJOR
+COLUMN = cutlass.tensor_utils.LayoutEnum.COL_MAJOR
+
 
 class Hd256TiledMmas(NamedTuple):
     """Instructions of the products, all operands in shared memory."""
 
-    s: Any  # S^T = K Q^T and dP^T = V dO^T: a consumer's half of the rows of Q
-    dq: Any  # dQ = dS K: a part of a consumer's half of the columns
-    dv: Any  # dV += P^T dO: a consumer's half of the columns
-    dk: Any  # dK += dS^T Q: the same
+    s: cute.TiledMma  # S^T = K Q^T and dP^T = V dO^T: a consumer's half of the rows of Q
+    dq: cute.TiledMma  # dQ = dS K: a part of a consumer's half of the columns
+    dv: cute.TiledMma  # dV += P^T dO: a consumer's half of the columns
+    dk: cute.TiledMma  # dK += dS^T Q: the same
 
 
 def hd256_tiled_mmas(c: Hd256Config, dtype: Any) -> Hd256TiledMmas:
@@ -37,6 +41,52 @@ def hd256_tiled_mmas(c: Hd256Config, dtype: Any) -> Hd256TiledMmas:
         dq=mma(mn_major, mn_major, c.width // 2 // c.dq_parts),
         dv=mma(k_major, mn_major, c.value_width // 2),
         dk=mma(k_major, mn_major, c.width // 2),
+    )
+
+
+class Hd256SmemLayouts(NamedTuple):
+    """Layouts in shared memory. Several are of the same memory."""
+
+    k: Any  # dtype [64, head_dim, 1]
+    v: Any  # dtype [64, head_dim_v, 1]
+    q: Any  # dtype [block_q, head_dim, q_stages]
+    do: Any  # dtype [block_q, head_dim_v, stages]
+    p_t: Any  # dtype [64, block_q, stages]
+    ds_t: Any  # dtype [64, block_q, 1]
+    q_t: Any  # of q: dtype [head_dim, block_q, q_stages]
+    do_t: Any  # of do: dtype [head_dim_v, block_q, stages]
+    ds: Any  # of ds_t: dtype [block_q, 64, 1]
+    k_t: Any  # of k: dtype [head_dim, 64, 1]
+    dk: Any  # of k: dtype [64, head_dim / 2, 2], of each consumer
+    dv: Any  # of v: dtype [64, head_dim_v / 2, 2]
+
+
+def hd256_smem_layouts(c: Hd256Config, dtype: Any) -> Hd256SmemLayouts:
+    """Make the layouts, swizzled in units that divide what a consumer takes of the columns."""
+
+    def tiles(kind: Any, rows: int, columns: int, unit: int, stages: int) -> Any:
+        atom = warpgroup.make_smem_layout_atom(
+            hopper_helpers.get_smem_layout_atom(kind, dtype, unit), dtype
+        )
+        shape = (rows, columns) if kind is ROW else (columns, rows)
+        order = (0, 1, 2) if kind is ROW else (1, 0, 2)
+        return cute.tile_to_shape(atom, (*shape, stages), order)
+
+    head_dim, head_dim_v, bm = c.width, c.value_width, c.block_q
+    unit = head_dim // 2 // c.dq_parts
+    return Hd256SmemLayouts(
+        k=tiles(ROW, ROWS, head_dim, unit, 1),
+        v=tiles(ROW, ROWS, head_dim_v, ROWS, 1),
+        q=tiles(ROW, bm, head_dim, head_dim // 2, c.q_stages),
+        do=tiles(ROW, bm, head_dim_v, head_dim_v // 2, c.stages),
+        p_t=tiles(ROW, ROWS, bm, bm, c.stages),
+        ds_t=tiles(ROW, ROWS, bm, bm, 1),
+        q_t=tiles(COLUMN, bm, head_dim, head_dim // 2, c.q_stages),
+        do_t=tiles(COLUMN, bm, head_dim_v, head_dim_v // 2, c.stages),
+        ds=tiles(COLUMN, ROWS, bm, bm, 1),
+        k_t=tiles(COLUMN, ROWS, head_dim, unit, 1),
+        dk=tiles(ROW, ROWS, head_dim // 2, head_dim // 2, 2),
+        dv=tiles(ROW, ROWS, head_dim_v // 2, head_dim_v // 2, 2),
     )
 
 
@@ -69,12 +119,12 @@ class Hd256Mma:
     ds: cute.Tensor
     k_t: cute.Tensor
 
-    def issue_s(self, acc: cute.Tensor, stage: Any) -> None:
+    def issue_s(self, acc: cute.Tensor, stage: Int32) -> None:
         """Issue S^T = K Q^T, f32 [64, 32] / 128 threads."""
         warpgroup.fence()
         _issue(self.s_overwrite, self.accumulate.s, acc, self.k, 0, self.q, self.wg, stage)
 
-    def issue_dp(self, acc: cute.Tensor, delta: cute.Tensor, stage: Any) -> None:
+    def issue_dp(self, acc: cute.Tensor, delta: cute.Tensor, stage: Int32) -> None:
         """Issue dP^T - delta = V dO^T - delta: the accumulator begins with -delta.
 
         Args:
@@ -86,13 +136,13 @@ class Hd256Mma:
         mma = self.accumulate.s
         _issue(mma, mma, acc, self.v, 0, self.do, self.wg, stage)
 
-    def issue_dv(self, acc: cute.Tensor, stage: Any) -> None:
+    def issue_dv(self, acc: cute.Tensor, stage: Int32) -> None:
         """Issue dV += P^T dO, f32 [64, head_dim_v / 2] / 128 threads."""
         warpgroup.fence()
         mma = self.accumulate.dv
         _issue(mma, mma, acc, self.p_t, stage, self.do_t, self.wg, stage)
 
-    def issue_dk(self, acc: cute.Tensor, stage: Any) -> None:
+    def issue_dk(self, acc: cute.Tensor, stage: Int32) -> None:
         """Issue dK += dS^T Q, f32 [64, head_dim / 2] / 128 threads."""
         mma = self.accumulate.dk
         _issue(mma, mma, acc, self.ds_t, 0, self.q_t, self.wg, stage)
@@ -104,9 +154,45 @@ class Hd256Mma:
         _issue(self.dq_overwrite, self.accumulate.dq, acc, self.ds, 0, self.k_t, column, 0)
 
 
+def hd256_mma(
+    c: Hd256Config,
+    wg: Int32,
+    overwrite: tuple[Any, Any],
+    accumulate: Hd256TiledMmas,
+    views: Hd256SmemLayouts,
+) -> Hd256Mma:
+    """Make the operands of a consumer warpgroup.
+
+    Args:
+        overwrite: instructions of S and of dQ.
+        views: tensors in shared memory.
+    """
+    s, dq, dv, dk = accumulate
+    all_s, all_dq, all_dv, all_dk = (mma.get_slice(0) for mma in (s, dq, dv, dk))
+    return Hd256Mma(
+        dq_parts=c.dq_parts,
+        wg=wg,
+        s_overwrite=overwrite[0],
+        dq_overwrite=overwrite[1],
+        accumulate=accumulate,
+        # descriptors of shared memory, shapes as in `Hd256SmemLayouts`
+        k=s.make_fragment_A(all_s.partition_A(views.k)),
+        v=s.make_fragment_A(all_s.partition_A(views.v)),
+        q=s.make_fragment_B(all_s.partition_B(views.q)),
+        do=s.make_fragment_B(all_s.partition_B(views.do)),
+        p_t=dv.make_fragment_A(all_dv.partition_A(views.p_t)),
+        do_t=dv.make_fragment_B(all_dv.partition_B(views.do_t)),
+        ds_t=dk.make_fragment_A(all_dk.partition_A(views.ds_t)),
+        q_t=dk.make_fragment_B(all_dk.partition_B(views.q_t)),
+        ds=dq.make_fragment_A(all_dq.partition_A(views.ds)),
+        k_t=dq.make_fragment_B(all_dq.partition_B(views.k_t)),
+    )
+
+
 def _issue(
-    first: Any, further: Any, acc: Any, a: Any, a_stage: Any, b: Any, n: Any, b_stage: Any
-) -> None:
+    first: cute.TiledMma, further: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, a_stage: Any,
+    b: cute.Tensor, n: Any, b_stage: Any,
+) -> None:  # fmt: skip
     for k in range(cute.size(a, mode=[2])):
         mma = first if k == 0 else further
         rows, columns = a[None, None, k, a_stage], b[None, n, k, b_stage]

@@ -9,26 +9,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import cutlass.tensor_utils
 from cutlass import BFloat16, Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp
 from cutlass.utils import hopper_helpers
 
+from attnkit.templates.common import device
 from attnkit.templates.sm90.backward_config import ROWS, BackwardConfig
+from attnkit.templates.sm90.backward_epilogue import chunk_layout
 from attnkit.templates.sm90.backward_shared import Barriers
 
 SMEM, RMEM = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
+ROW = cutlass.tensor_utils.LayoutEnum.ROW_MAJOR
+COLUMN = cutlass.tensor_utils.LayoutEnum.COL_MAJOR
 
 
 class TiledMmas(NamedTuple):
     """Instructions of the products."""
 
-    s: Any  # S^T = K Q^T and dP^T = V dO^T, both from shared memory
-    dq: Any  # dQ = dS K
-    dv: Any  # dV += P^T dO, P from registers
-    dk: Any  # dK += dS^T Q, dS from registers
-    s_held: Any  # S^T with K from registers
-    lse: Any  # the step of `backward_lse_in_mma`
+    s: cute.TiledMma  # S^T = K Q^T and dP^T = V dO^T, both from shared memory
+    dq: cute.TiledMma  # dQ = dS K
+    dv: cute.TiledMma  # dV += P^T dO, P from registers
+    dk: cute.TiledMma  # dK += dS^T Q, dS from registers
+    s_held: cute.TiledMma  # S^T with K from registers
+    lse: cute.TiledMma  # the step of `backward_lse_in_mma`
 
 
 def tiled_mmas(c: BackwardConfig, dtype: Any, lse_from_registers: bool) -> TiledMmas:
@@ -46,6 +52,37 @@ def tiled_mmas(c: BackwardConfig, dtype: Any, lse_from_registers: bool) -> Tiled
     dv = mma(K_MAJOR, MN_MAJOR, c.value_width, RMEM)
     dk = mma(K_MAJOR, MN_MAJOR, c.width, RMEM)
     return TiledMmas(s, dq, dv, dk, s_held, lse)
+
+
+class SmemLayouts(NamedTuple):
+    """Layouts of operands in shared memory. Several are of the same memory."""
+
+    k: Any  # dtype [64, head_dim, 2 k_stages], a consumer's keys a stage
+    v: Any  # dtype [64, head_dim_v, 2]
+    q: Any  # dtype [block_q, head_dim, stages]
+    do: Any  # dtype [block_q, head_dim_v, stages]
+    ds_written: Any  # dtype [64, block_q, 2 stages], dS^T, a consumer's keys a stage
+    q_t: Any  # of q: dtype [head_dim, block_q, stages]
+    do_t: Any  # of do: dtype [head_dim_v, block_q, stages]
+    ds: Any  # of ds_written: dtype [64, 64, squares]
+    k_t: Any  # of k: dtype [64, 64, squares]
+
+
+def smem_layouts(c: BackwardConfig, dtype: Any) -> SmemLayouts:
+    """Make the layouts, swizzled for TMA and wgmma."""
+    make_a, make_b = hopper_helpers.make_smem_layout_a, hopper_helpers.make_smem_layout_b
+    bm, halves = c.block_q, 2 * c.stages
+    return SmemLayouts(
+        k=make_a(ROW, (ROWS, bm, c.width), dtype, 2 * c.k_stages),
+        v=make_a(ROW, (ROWS, bm, c.value_width), dtype, 2),
+        q=make_b(ROW, (ROWS, bm, c.width), dtype, c.stages),
+        do=make_b(ROW, (ROWS, bm, c.value_width), dtype, c.stages),
+        ds_written=make_a(COLUMN, (ROWS, ROWS, bm), dtype, halves),
+        q_t=make_b(COLUMN, (ROWS, c.width, bm), dtype, c.stages),
+        do_t=make_b(COLUMN, (ROWS, c.value_width, bm), dtype, c.stages),
+        ds=make_a(ROW, (ROWS, ROWS, ROWS), dtype, halves * (bm // ROWS)),
+        k_t=make_b(COLUMN, (ROWS, ROWS, ROWS), dtype, 2 * c.k_stages * (c.width // ROWS)),
+    )
 
 
 @dataclass(frozen=True)
@@ -68,6 +105,7 @@ class ConsumerMma:
         dq: accumulator of the consumer's half of dQ, f32 [chunk] / 128 threads.
         p, ds: P^T and dS^T as A operands in registers, dtype [64, block_q] / 128 threads.
         k_held: K as an A operand in registers, dtype [64, head_dim] / 128 threads.
+        copy_k, k_from, k_to: copy of K from shared memory to `k_held`, and both sides of it.
         lse: K's and Q's operands of the step of `backward_lse_in_mma`, None for no such step.
     """
 
@@ -92,9 +130,17 @@ class ConsumerMma:
     p: cute.Tensor
     ds: cute.Tensor
     k_held: cute.Tensor
+    copy_k: Any
+    k_from: cute.Tensor
+    k_to: cute.Tensor
     lse: Any
 
-    def issue_s(self, stage: Any, k_stage: Any) -> None:
+    def load_k(self, step: int, k_stage: Int32) -> None:
+        """Load 16 columns of K from a stage to registers."""
+        source = self.k_from[None, None, step, 2 * k_stage + self.wg]
+        cute.copy(self.copy_k, source, self.k_to[None, None, step])
+
+    def issue_s(self, stage: Int32, k_stage: Int32) -> None:
         """Issue S^T = K Q^T, with `less_lse` less LSE / scale."""
         for k in range(cute.size(self.k, mode=[2])):
             mmas = self.overwrite if k == 0 else self.accumulate
@@ -108,7 +154,7 @@ class ConsumerMma:
             cute.gemm(self.accumulate.lse, self.s, a, columns[None, None, stage], self.s)
         warpgroup.commit_group()
 
-    def issue_dp(self, stage: Any) -> None:
+    def issue_dp(self, stage: Int32) -> None:
         """Issue dP^T = V dO^T; unless `rounded`, its accumulator begins with -delta."""
         a, b, acc = self.v, self.do, self.dp
         for k in range(cute.size(a, mode=[2])):
@@ -117,17 +163,17 @@ class ConsumerMma:
             cute.gemm(mma, acc, a[None, None, k, self.wg], b[None, None, k, stage], acc)
         warpgroup.commit_group()
 
-    def issue_dv(self, stage: Any, first: bool) -> None:
+    def issue_dv(self, stage: Int32, first: bool) -> None:
         """Issue dV += P^T dO; `first`: dV = P^T dO."""
         overwrite = self.overwrite.dv if first else self.accumulate.dv
         _issue_rs(overwrite, self.accumulate.dv, self.dv, self.p, self.do_t, stage)
 
-    def issue_dk(self, stage: Any, first: bool) -> None:
+    def issue_dk(self, stage: Int32, first: bool) -> None:
         """Issue dK += dS^T Q; `first`: dK = dS^T Q."""
         overwrite = self.overwrite.dk if first else self.accumulate.dk
         _issue_rs(overwrite, self.accumulate.dk, self.dk, self.ds, self.q_t, stage)
 
-    def issue_dq(self, bars: Barriers, q_count: Any, kv_count: Any) -> None:
+    def issue_dq(self, bars: Barriers, q_count: Int32, kv_count: Int32) -> None:
         """Issue the consumer's part of dQ = dS K: its columns, or its rows of a q block of 128.
 
         Args:
@@ -150,7 +196,83 @@ class ConsumerMma:
         warpgroup.commit_group()
 
 
-def _issue_rs(first: Any, further: Any, acc: Any, a: Any, b: Any, stage: Any) -> None:
+def consumer_mma(
+    c: BackwardConfig,
+    overwrite: TiledMmas,
+    accumulate: TiledMmas,
+    views: SmemLayouts,
+    held_steps: int,
+    wg: Int32,
+    thread: Int32,
+) -> ConsumerMma:
+    """Make the operands and accumulators of a consumer warpgroup.
+
+    Args:
+        views: tensors in shared memory.
+        held_steps, wg: see `ConsumerMma`, whose `lse` is None.
+        thread: number of the thread in the warpgroup.
+    """
+    dtype = device.DTYPES[c.dtype]
+    mma_s, mma_dq, mma_dv, mma_dk, mma_held, _ = accumulate
+    all_s, all_dq = mma_s.get_slice(0), mma_dq.get_slice(0)
+    all_dv, all_dk = mma_dv.get_slice(0), mma_dk.get_slice(0)
+    # descriptors of shared memory, shapes as in `SmemLayouts`
+    operands = {
+        "k": mma_s.make_fragment_A(all_s.partition_A(views.k)),
+        "v": mma_s.make_fragment_A(all_s.partition_A(views.v)),
+        "q": mma_s.make_fragment_B(all_s.partition_B(views.q)),
+        "do": mma_s.make_fragment_B(all_s.partition_B(views.do)),
+        "q_t": mma_dk.make_fragment_B(all_dk.partition_B(views.q_t)),
+        "do_t": mma_dv.make_fragment_B(all_dv.partition_B(views.do_t)),
+        "ds_smem": mma_dq.make_fragment_A(all_dq.partition_A(views.ds)),
+        "k_t": mma_dq.make_fragment_B(all_dq.partition_B(views.k_t)),
+    }
+    # Registers, in this order: it decides which the assembler takes. Shapes as in `ConsumerMma`.
+    s = cute.make_rmem_tensor(  # f32 [64, block_q] / 128 threads
+        mma_s.get_slice(thread).partition_shape_C((ROWS, c.block_q)), Float32
+    )
+    dp = cute.make_rmem_tensor(s.layout, Float32)  # f32 [64, block_q] / 128 threads
+    # apart from dP though after it: parts of one accumulator for another serialise products
+    dq = cute.make_rmem_tensor(chunk_layout(c.chunk), Float32)  # f32 [chunk] / 128 threads
+    thr_dk, thr_dv = mma_dk.get_slice(thread), mma_dv.get_slice(thread)
+    # f32 [64, head_dim] and [64, head_dim_v] / 128 threads
+    dk = cute.make_rmem_tensor(thr_dk.partition_shape_C((ROWS, c.width)), Float32)
+    dv = cute.make_rmem_tensor(thr_dv.partition_shape_C((ROWS, c.value_width)), Float32)
+    # dtype [64, block_q] / 128 threads, both as A operands
+    p = cute.make_rmem_tensor(thr_dv.partition_shape_A((ROWS, c.block_q)), dtype)
+    ds = cute.make_rmem_tensor(p.layout, dtype)
+    k_held = cute.make_rmem_tensor(  # dtype [64, head_dim] / 128 threads
+        mma_held.get_slice(thread).partition_shape_A((ROWS, c.width)), dtype
+    )
+    atom = cute.make_copy_atom(LdMatrix8x8x16bOp(False, 4), dtype)
+    copy_k = cute.make_tiled_copy_A(atom, mma_held)
+    thr_k = copy_k.get_slice(thread)
+    return ConsumerMma(
+        config=c,
+        held_steps=held_steps,
+        wg=wg,
+        overwrite=overwrite,
+        accumulate=accumulate,
+        **operands,
+        s=s,
+        dp=dp,
+        dk=dk,
+        dv=dv,
+        dq=dq,
+        p=p,
+        ds=ds,
+        k_held=k_held,
+        copy_k=copy_k,
+        k_from=thr_k.partition_S(views.k),
+        k_to=thr_k.retile(k_held),
+        lse=None,
+    )
+
+
+def _issue_rs(
+    first: cute.TiledMma, further: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor,
+    stage: Int32,
+) -> None:  # fmt: skip
     """Issue a product with its A operand in registers."""
     for k in range(cute.size(a, mode=[2])):
         mma = first if k == 0 else further

@@ -70,7 +70,7 @@ class ForwardBarriers:
         work: one stage, the next work tile. Full: its words are in shared memory. Empty: each lane of
             the producer warp has read them.
         q: query tiles. Full: the bytes of Q, and the work tile's record. Empty: every consumer warp
-            has issued its last Q K of the tile.
+            is done with the last Q K of the tile.
         k: K blocks. Full: the bytes of K, and the number of the block. Empty: consumers have
             read both.
         v: V blocks. Full: the bytes of V. Empty: every consumer warp is done with P V.

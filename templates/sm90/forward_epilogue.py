@@ -23,7 +23,7 @@ from attnkit.templates.sm90.config import (
 from attnkit.templates.sm90.forward_barriers import epilogue_sync
 from attnkit.templates.sm90.forward_mma import ForwardMma
 from attnkit.templates.sm90.forward_producer import Work
-from attnkit.templates.sm90.softmax import ROW_STEP, ROWS, RowState, Softmax, row_of
+from attnkit.templates.sm90.softmax import ROW_STEP, ROWS, RowState, row_of
 
 VECTOR = 8  # elements of 16 bytes
 QUAD = 4  # lanes that hold a row of an accumulator
@@ -94,12 +94,10 @@ class Epilogue:
 
     Args:
         config: the kernel's configuration.
-        softmax: of the consumer.
     """
 
-    def __init__(self, config: ForwardConfig, softmax: Softmax) -> None:
+    def __init__(self, config: ForwardConfig) -> None:
         self.config = config
-        self.softmax = softmax
         self.dtype = device.DTYPES[config.dtype]
 
     def output_tile(
@@ -120,7 +118,12 @@ class Epilogue:
         return OutputTile(copy, rounded, source, target, tma_o, tma_from, tma_to)
 
     def write_rows(
-        self, factor: Any, lse_terms: list[Any], state: RowState, results: Results, place: RowPlace
+        self,
+        factor: Float32 | None,
+        lse_terms: list[Float32 | None],
+        state: RowState,
+        results: Results,
+        place: RowPlace,
     ) -> None:
         """Write the rows' LSE and maxima; leave in `state.scale` what O is to be multiplied by."""
         for r in range(ROWS):

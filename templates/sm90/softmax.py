@@ -184,7 +184,7 @@ class Softmax:
         hooks = self.hooks
         return self.config.head_dim_v > 192 and hooks.has_mask and hooks.intervals is None
 
-    def factor(self, tile: TileValues) -> Any:
+    def factor(self, tile: TileValues) -> Float32 | None:
         """What scores are multiplied by to be in log2 units, or None for 1."""
         return self.hooks.factor(tile.site, tile.head)
 
@@ -218,7 +218,7 @@ class Softmax:
         relatives = None if hooks.raw else hooks.relatives(site, head, tile.rows, columns, places)
         return BlockValues(start, columns, places, relatives)
 
-    def _positions(self, tile: TileValues, kv_block: Any) -> tuple[Any, Any, list[Any]]:
+    def _positions(self, tile: TileValues, kv_block: Int32) -> tuple[Any, Any, list[Any]]:
         """First column of a block, whether block lists keep all of it, the thread's columns.
 
         Where block lists overrule the mask, ~n stands for a FULL block n: nothing but the end of the
@@ -231,7 +231,9 @@ class Softmax:
         start = kv_block * self.config.block_kv
         return start, full, [start + tile.first_column + o for o in self.columns_of_thread()]
 
-    def mask_bits(self, tile: TileValues, kv_block: Any, masked: bool) -> list[list[Any]] | None:
+    def mask_bits(
+        self, tile: TileValues, kv_block: Int32, masked: bool
+    ) -> list[list[Int32]] | None:
         """Compute bit masks of the columns that each row keeps; None for all.
 
         Needs no scores: it runs while the tensor cores compute them, their registers still free.
@@ -287,7 +289,7 @@ class Softmax:
                 acc_s[i] = x
         return hooks.block(site, tile.head, block.start)
 
-    def apply_mask(self, bits: list[list[Any]] | None, acc_s: cute.Tensor) -> None:
+    def apply_mask(self, bits: list[list[Int32]] | None, acc_s: cute.Tensor) -> None:
         """Set the masked scores to -inf, in place."""
         if bits is not None:
             for i in range(cute.size(acc_s)):
@@ -298,7 +300,9 @@ class Softmax:
     def _words(self) -> int:
         return (self.config.block_kv // 4 + 31) // 32
 
-    def _inside(self, intervals: Any, left: Any, full: Any, kv_len: Any) -> list[list[Any]]:
+    def _inside(
+        self, intervals: Any, left: Int32, full: Boolean, kv_len: Int32
+    ) -> list[list[Int32]]:
         """Bit masks of the columns that lie in one of their row's intervals."""
         words, masks = self._words(), []
         for pairs in intervals:
@@ -319,8 +323,8 @@ class Softmax:
         acc_s: cute.Tensor,
         p: cute.Tensor | None,
         r: int,
-        reference: Any,
-        factor: Any,
+        reference: Float32 | None,
+        factor: Float32 | None,
         visit: Any = None,
         small: bool = True,
     ) -> Any:
@@ -355,7 +359,12 @@ class Softmax:
         return _added(sums)
 
     def first_block(
-        self, tile: TileValues, base: Any, acc_s: cute.Tensor, p: cute.Tensor, state: RowState
+        self,
+        tile: TileValues,
+        base: Float32 | None,
+        acc_s: cute.Tensor,
+        p: cute.Tensor,
+        state: RowState,
     ) -> None:
         """Softmax of a tile's first block: maximum, then exponentials against it.
 
@@ -377,7 +386,7 @@ class Softmax:
         self,
         tile: TileValues,
         block: BlockValues,
-        bits: list[list[Any]] | None,
+        bits: list[list[Int32]] | None,
         acc_s: cute.Tensor,
         p: cute.Tensor | None,
         state: RowState,
@@ -401,7 +410,14 @@ class Softmax:
         else:
             self._online(acc_s, p, state, base, factor)
 
-    def _delayed_max(self, acc_s: Any, p: Any, state: RowState, base: Any, factor: Any) -> None:
+    def _delayed_max(
+        self,
+        acc_s: cute.Tensor,
+        p: cute.Tensor | None,
+        state: RowState,
+        base: Float32 | None,
+        factor: Float32 | None,
+    ) -> None:
         """Exponentials against the maximum of the blocks before.
 
         Whether that will do shows in their sums: no exponential is larger than the sum of its row.
@@ -454,7 +470,14 @@ class Softmax:
                 total[r] = self.compute_p(acc_s, p, r, reference, factor)
                 row_sum[r] = row_sum[r] * scale[r]
 
-    def _online(self, acc_s: Any, p: Any, state: RowState, base: Any, factor: Any) -> None:
+    def _online(
+        self,
+        acc_s: cute.Tensor,
+        p: cute.Tensor | None,
+        state: RowState,
+        base: Float32 | None,
+        factor: Float32 | None,
+    ) -> None:
         """Maximum first, then exponentials against it."""
         exact = self.config.need_max
         grown = Boolean(False)
@@ -516,7 +539,7 @@ def _added(values: list[Any]) -> Any:
     return total
 
 
-def _row_peak(acc_s: Any, r: int, base: Any, nan: bool) -> Any:
+def _row_peak(acc_s: cute.Tensor, r: int, base: Float32 | None, nan: bool) -> Any:
     """Largest score of row r that this thread holds, in chains."""
     mine = [i for i in range(cute.size(acc_s)) if row_of(i) == r]
     chains = [acc_s[i] for i in mine[:CHAINS]]
@@ -526,7 +549,7 @@ def _row_peak(acc_s: Any, r: int, base: Any, nan: bool) -> Any:
     return most if base is None else most + base
 
 
-def _limit_bits(row_max: Any, base: Any, factor: Any) -> Any:
+def _limit_bits(row_max: Float32, base: Float32 | None, factor: Float32 | None) -> Any:
     """Bits of the least score with which a maximum has grown too far, as an integer.
 
     Scores of 0 and above are ordered as their bits are, and above all negative ones. Where the limit
@@ -545,7 +568,7 @@ class _Highest:
     their maximum is that of the scores if one is not negative, and otherwise some negative number.
     """
 
-    def __init__(self, acc_s: Any, exact: bool) -> None:
+    def __init__(self, acc_s: cute.Tensor, exact: bool) -> None:
         self.exact = exact
         self.values = acc_s if exact else cute.recast_tensor(acc_s, Int32)  # same elements
         self.chains: list[Any] = [None] * CHAINS
@@ -574,7 +597,7 @@ class _Highest:
         return cute.arch.fmax(x, y, nan=True) if self.exact else cutlass.max(x, y)
 
 
-def _reference(row_max: Any, base: Any, factor: Any) -> Any:
+def _reference(row_max: Float32, base: Float32 | None, factor: Float32 | None) -> Any:
     """What to subtract from scores times factor; 0 for a row without an unmasked score yet."""
     safe = device.finite_or_zero(row_max)
     safe = safe if base is None else safe - base

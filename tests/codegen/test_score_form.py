@@ -55,10 +55,10 @@ def _assert_same(
     function: Any, env: dict[str, Tensor], scale: float, origin: int, apart: bool
 ) -> None:
     traced = trace(function, "score")
-    form, tensors = score_form(traced.root, apart=apart), traced.tensors
+    form, tensors = score_form(traced.root, separate_distance=apart), traced.tensors
     expected = value(traced.root, {**env, "score": env["score"] * scale}, tensors)
     parts = {**env, "scale": torch.tensor(scale, dtype=torch.float64)}
-    x = value(form.rest, parts, tensors)
+    x = value(form.bias, parts, tensors)
     if form.factor is not None:
         x = x + env["score"] * value(form.factor, parts, tensors)
     distance = (env["kv"] - origin).double()
@@ -73,7 +73,7 @@ def _assert_same(
     assert float((found - expected)[finite].abs().max()) < 1e-11 * size
     if form.factor is not None:
         assert "score" not in ir.reads(form.factor)
-        assert form.rest is None or "score" not in ir.reads(form.rest)
+        assert form.bias is None or "score" not in ir.reads(form.bias)
     if form.slope is not None:
         assert ir.reads(form.slope) <= HEAD
     if form.distance is not None:
@@ -124,9 +124,9 @@ def form_of(function: Any) -> Any:
 def test_a_linear_term_of_kv_is_split_from_the_elements() -> None:
     form = form_of(mods.alibi(3))
     assert form.slope is not None
-    assert form.rest is None
+    assert form.bias is None
     assert ir.reads(form.row) == {"h", "q", "kv"}
-    assert form_of(lambda s, b, h, q, kv: s + SLOPES[h] * (kv - q)).rest is None
+    assert form_of(lambda s, b, h, q, kv: s + SLOPES[h] * (kv - q)).bias is None
     assert form_of(lambda s, b, h, q, kv: s + TABLE[q] * kv).slope is None
     assert form_of(lambda s, b, h, q, kv: s + (kv // 2) * 0.5).slope is None
 
@@ -144,7 +144,7 @@ def test_a_linear_term_of_kv_is_split_from_the_elements() -> None:
 )
 def test_multiples_of_the_distance_may_be_apart(function: Any, apart: bool) -> None:
     """Then nothing of them is in the row, nor in the slope."""
-    form = score_form(trace(function, "score").root, apart=True)
+    form = score_form(trace(function, "score").root, separate_distance=True)
     assert (form.distance is not None) is apart
     assert (form.slope is None) is apart
     assert (form.row is None) is apart
@@ -153,7 +153,7 @@ def test_multiples_of_the_distance_may_be_apart(function: Any, apart: bool) -> N
 
 def test_terms_of_the_row_alone_leave_the_elements() -> None:
     form = form_of(lambda s, b, h, q, kv: s * 2.0 + TABLE[q] - SLOPES[h] + 3.0)
-    assert form.rest is None
+    assert form.bias is None
     assert form.plain
     assert form.row is not None
 
@@ -186,7 +186,7 @@ def largest(function: Any, scale: float) -> float:
     env = grid()
     env["score"] = EXTREME.view(-1, 1, 1, 1, 1)
     env["scale"] = torch.tensor(scale, dtype=torch.float64)
-    return float(value(form.rest, env, traced.tensors).abs().max())
+    return float(value(form.bias, env, traced.tensors).abs().max())
 
 
 @given(score_mods(SMALL), st.sampled_from([0.01, 0.125, 3.0]))

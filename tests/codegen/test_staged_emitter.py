@@ -73,10 +73,10 @@ def test_each_part_is_known_at_its_level_once() -> None:
         build("mul", BY_KV, build("mul", scale, const(2.0))),
     )
     stages = Stages([root])
-    assert stages.known(Level.HEAD) == (build("mul", scale, const(2.0)),)
-    assert stages.known(Level.ROW) == (build("add", BY_Q, const(1.0)),)
-    assert stages.known(Level.COLUMN) == (root.args[1],)
-    assert stages.known(Level.RELATIVE) == (RELATIVE,)
+    assert stages.nodes_at(Level.HEAD) == (build("mul", scale, const(2.0)),)
+    assert stages.nodes_at(Level.ROW) == (build("add", BY_Q, const(1.0)),)
+    assert stages.nodes_at(Level.COLUMN) == (root.args[1],)
+    assert stages.nodes_at(Level.RELATIVE) == (RELATIVE,)
 
 
 # ------------------------------------------------------------------------------------------ values
@@ -231,7 +231,7 @@ def test_library(name: str) -> None:
     """The form that kernels compute; curved functions as exactly as torch computes them."""
     traced = trace(mods.examples(N, heads=2, batch=2)[name].mod, "score")
     form = score_form(traced.root)
-    roots = [n for n in (form.factor, form.rest, form.slope, form.row) if n is not None]
+    roots = [n for n in (form.factor, form.bias, form.slope, form.row) if n is not None]
     scores = drawn_scores()
     found = by_levels(roots, traced.tensors, scores, True)
     plain = at_once(roots, traced.tensors, scores)

@@ -87,7 +87,7 @@ def kept_by(variant: Variant, case: Case) -> Tensor | None:
     if mask is None:
         return None
     with torch.no_grad():
-        return reference.kept(mask, *case.inputs(kit.DEVICE)[:2]).expand(case.dense_shape)
+        return reference.dense_mask(mask, *case.inputs(kit.DEVICE)[:2]).expand(case.dense_shape)
 
 
 def wrong(found: Quantities, variant: Variant, case: Case) -> list[str]:

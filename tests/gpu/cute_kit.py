@@ -77,7 +77,7 @@ def dense(variant: Variant, case: Case) -> Dense:
     inputs = case.inputs(DEVICE)
     kept = None
     if mask is not None:
-        kept = reference.kept(mask, *inputs[:2]).expand(case.dense_shape)
+        kept = reference.dense_mask(mask, *inputs[:2]).expand(case.dense_shape)
     found = []
     for qkv, mod in (
         ([t.double() for t in inputs], score and in_dtype(score, torch.float64)),

@@ -1,4 +1,4 @@
-"""Kernels that never ran on a GPU: tested on it before use, apart from the process that wants them."""
+"""Kernels that were never proven on a GPU are tested there in a subprocess before they are used."""
 
 from __future__ import annotations
 
@@ -51,37 +51,37 @@ class Verdict:
 
 
 def test_proven_kernels_are_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware_gate, "apart", Verdict("never asked"))
-    assert hardware_gate.doubt(SM90, CPU) == ""
+    monkeypatch.setattr(hardware_gate, "run_selfcheck", Verdict("never asked"))
+    assert hardware_gate.reason_against(SM90, CPU) == ""
 
 
 def test_the_test_runs_once_on_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     tested = Verdict("")
-    monkeypatch.setattr(hardware_gate, "apart", tested)
+    monkeypatch.setattr(hardware_gate, "run_selfcheck", tested)
     for _ in range(2):
-        assert hardware_gate.doubt(SM100, CPU) == ""
+        assert hardware_gate.reason_against(SM100, CPU) == ""
     hardware_gate._verdicts.clear()  # another process
-    assert hardware_gate.doubt(SM100, CPU) == ""
+    assert hardware_gate.reason_against(SM100, CPU) == ""
     assert tested.calls == 1
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "another card")
     hardware_gate._verdicts.clear()
-    assert hardware_gate.doubt(SM100, CPU) == ""
+    assert hardware_gate.reason_against(SM100, CPU) == ""
     assert tested.calls == 2
 
 
 def test_a_bad_verdict_is_a_warning_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(hardware_gate, "apart", Verdict("full, D = 128: output: error 1"))
+    monkeypatch.setattr(hardware_gate, "run_selfcheck", Verdict("full, D = 128: output: error 1"))
     with pytest.warns(RuntimeWarning, match=r"not use its Blackwell kernels here: full, D = 128"):
-        assert "error 1" in hardware_gate.doubt(SM100, CPU)
+        assert "error 1" in hardware_gate.reason_against(SM100, CPU)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert "error 1" in hardware_gate.doubt(SM100, CPU)
+        assert "error 1" in hardware_gate.reason_against(SM100, CPU)
 
 
 @pytest.mark.usefixtures("blackwell")
 def test_auto_falls_back_where_the_test_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        hardware_gate, "apart", Verdict("their test failed with status -11: crashed")
+        hardware_gate, "run_selfcheck", Verdict("their test failed with status -11: crashed")
     )
     qkv = [torch.randn(1, 2, 200, 64, dtype=torch.bfloat16) for _ in range(3)]
     with pytest.warns(RuntimeWarning, match="failed with status -11"):
@@ -94,7 +94,7 @@ def test_auto_falls_back_where_the_test_fails(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.usefixtures("blackwell")
 def test_auto_takes_the_kernel_where_the_test_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware_gate, "apart", Verdict(""))
+    monkeypatch.setattr(hardware_gate, "run_selfcheck", Verdict(""))
     sources = []
 
     def kernel(source: Any) -> Any:
@@ -112,16 +112,18 @@ def test_auto_takes_the_kernel_where_the_test_passes(monkeypatch: pytest.MonkeyP
 @pytest.mark.usefixtures("blackwell")
 def test_who_insists_gets_the_kernel_untested(monkeypatch: pytest.MonkeyPatch) -> None:
     tested = Verdict("wrong")
-    monkeypatch.setattr(hardware_gate, "apart", tested)
+    monkeypatch.setattr(hardware_gate, "run_selfcheck", tested)
     assert explain(None, CAUSAL, q_len=200, backend="cute").plan.template == "sm100"
     assert tested.calls == 0
 
 
 def test_a_process_that_fails_or_hangs_is_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     # this torch has no such device, or the device no such kernel
-    assert "their test failed with status" in hardware_gate.apart(SM100, torch.device("cuda:99"))
+    assert "their test failed with status" in hardware_gate.run_selfcheck(
+        SM100, torch.device("cuda:99")
+    )
     monkeypatch.setattr(hardware_gate, "TIMEOUT", 0.01)
-    assert "did not end within" in hardware_gate.apart(SM100, CPU)
+    assert "did not end within" in hardware_gate.run_selfcheck(SM100, CPU)
 
 
 # ------------------------------------------------------------------------------- the test itself

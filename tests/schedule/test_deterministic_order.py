@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnkit.errors import OptionError, ShapeError
-from attnkit.schedule.deterministic_order import DeterministicOrder, deterministic_order, joined
+from attnkit.schedule.deterministic_order import DeterministicOrder, deterministic_order, merge_runs
 from attnkit.schedule.scheduler import MONOTONE, Shape, schedule_backward, schedule_forward
 from attnkit.schedule.simulator import simulate
 from attnkit.sparsity.block_runs import BlockRuns, Runs
@@ -33,7 +33,7 @@ def after(turn: DeterministicOrder, row: int, column: int) -> int:
 
 @given(case=cases())
 def test_joined_runs_are_the_kept_tiles(case: Case) -> None:
-    kept = joined(case.runs.full, case.runs.partial, case.runs.kv_blocks)
+    kept = merge_runs(case.runs.full, case.runs.partial, case.runs.kv_blocks)
     states = case.runs.states().flatten(0, 2) > 0
     assert torch.equal(kept.expanded(case.runs.kv_blocks), states)
     ends = kept.start + kept.length

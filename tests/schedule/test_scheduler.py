@@ -15,7 +15,7 @@ from attnkit.runtime.merge_states import merge_states
 from attnkit.schedule.l2_sections import chunk_of, distinct
 from attnkit.schedule.scheduler import FORWARD, Shape, schedule_backward, schedule_forward
 from attnkit.schedule.simulator import simulate
-from attnkit.schedule.split_kv import Cost, Rows, filled, predicted
+from attnkit.schedule.split_kv import Cost, Rows, fill_shares, predict_makespan
 from attnkit.sparsity.block_runs import FULL, PARTIAL, BlockRuns, Runs
 from tests.schedule.schedule_cases import Case, cases, walked
 
@@ -221,7 +221,7 @@ def test_filled_cuts_only_what_does_not_fit_a_share(
     partial, full = torch.tensor(tiles).unbind(1)
     rows = Rows(partial, full, cost)
     order = torch.randperm(len(tiles), generator=torch.Generator().manual_seed(seed))
-    work_tiles = filled(rows, order, workers)
+    work_tiles = fill_shares(rows, order, workers)
     assert work_tiles.row.numel() - len(tiles) < workers
     count = torch.zeros_like(full).index_add_(0, work_tiles.row, work_tiles.stop - work_tiles.first)
     assert torch.equal(count, rows.tiles)
@@ -341,7 +341,7 @@ def test_prediction_is_right_to_a_grain(costs: list[int], workers: int) -> None:
     loads = [0] * workers
     for cost in costs:
         loads[loads.index(min(loads))] += cost
-    found = predicted(torch.tensor(costs), workers)
+    found = predict_makespan(torch.tensor(costs), workers)
     grain = 0 if len(costs) <= 32 * workers else sum(costs) / (32 * workers) + 50
     assert abs(found - max(loads)) <= grain
 
@@ -359,7 +359,7 @@ def test_a_million_tokens() -> None:
     assert int(schedule.full[:, 2].sum()) == 16 * count * (count - 1) // 2
     assert schedule.tile[:16].tolist() == [count - 1] * 4 + [count - 2] * 4 + [
         count - 3] * 4 + [count - 4] * 4  # fmt: skip
-    assert predicted(schedule.cost, 132) <= 1.05 * schedule.bound
+    assert predict_makespan(schedule.cost, 132) <= 1.05 * schedule.bound
 
 
 def test_bad_arguments_are_named() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnkit.errors import OptionError
 from attnkit.schedule.scheduler import Schedule, Shape, schedule_forward
-from attnkit.schedule.work_list import WorkList, fitted, full_runs, refined, work_list
+from attnkit.schedule.work_list import WorkList, full_runs, refine, retile, work_list
 from attnkit.sparsity.block_runs import EMPTY, FULL, PARTIAL, BlockRuns
 from tests.schedule.schedule_cases import Case, Tile, cases
 
@@ -159,7 +159,7 @@ def test_refined(
     keep = cells.repeat_interleave(5, 0).repeat_interleave(5, 1)[:q_len, :kv_len]
     large = small[0] * times[0], small[1] * times[1]
     coarse = BlockRuns.from_states(classified(keep, large), q_len, kv_len, large)
-    fine = refined(coarse, small)
+    fine = refine(coarse, small)
     assert fine.block == small
     assert (fine.q_len, fine.kv_len) == (q_len, kv_len)
     states, exact = fine.states(), classified(keep, small)
@@ -173,14 +173,14 @@ def test_refined(
 
 def test_refined_to_the_same_tiles_is_the_same_object() -> None:
     runs = full_runs(8, 8, (4, 4), torch.device("cpu"))
-    assert refined(runs, (4, 4)) is runs
+    assert refine(runs, (4, 4)) is runs
 
 
 @pytest.mark.parametrize("block", [(3, 4), (4, 3), (8, 4)])
 def test_tiles_that_do_not_divide_are_refused(block: tuple[int, int]) -> None:
     runs = full_runs(8, 8, (4, 4), torch.device("cpu"))
     with pytest.raises(OptionError, match=r"tiles of \(4, 4\) cannot be cut into tiles of"):
-        refined(runs, block)
+        refine(runs, block)
 
 
 @given(st.data())
@@ -194,7 +194,7 @@ def test_fitted_tiles_are_those_of_their_positions(data: st.DataObject) -> None:
     shape = draw(1, 2), draw(1, 2), -(-q_len // block[0]), -(-kv_len // block[1])
     states = torch.randint(0, 3, shape, generator=generator).to(torch.int8)
     states[torch.rand(shape, generator=generator) < data.draw(st.sampled_from([0.0, 0.7]))] = FULL
-    found = fitted(BlockRuns.from_states(states, q_len, kv_len, block), other)
+    found = retile(BlockRuns.from_states(states, q_len, kv_len, block), other)
     single = states.repeat_interleave(block[0], 2).repeat_interleave(block[1], 3)
     single = single[:, :, :q_len, :kv_len]
     rows = [part.split(other[1], 3) for part in single.split(other[0], 2)]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attnkit.splice.exact_sums import BINS, STEP, empty_sums, fit, rounded
+from attnkit.splice.exact_sums import BINS, STEP, empty_sums, fit, round_sums
 
 CPU = torch.device("cpu")
 floats = st.floats(width=32)
@@ -34,7 +34,7 @@ def binned(values: list[float]) -> Tensor:
 
 @given(values=st.lists(finite, max_size=40))
 def test_sums_are_exact_but_for_one_rounding(values: list[float]) -> None:
-    found = float(rounded(binned(values), ()))
+    found = float(round_sums(binned(values), ()))
     exact = sum(map(Fraction, values), Fraction(0))
     size = sum((abs(Fraction(v)) for v in values), Fraction(0))
     try:
@@ -57,7 +57,7 @@ def test_the_order_does_not_matter(values: list[float], data: st.DataObject) -> 
 
 @given(values=st.lists(floats, max_size=12))
 def test_what_is_no_number_stays_so(values: list[float]) -> None:
-    found = float(rounded(binned(values), ()))
+    found = float(round_sums(binned(values), ()))
     special = [v for v in values if not math.isfinite(v)]
     if not special:
         assert not math.isnan(found)
@@ -69,10 +69,10 @@ def test_what_is_no_number_stays_so(values: list[float]) -> None:
 
 def test_shapes_are_those_of_the_tensors() -> None:
     assert empty_sums((2, 3), CPU).shape == (2, 3, BINS)
-    assert rounded(empty_sums((2, 3), CPU), (2, 3)).shape == (2, 3)
+    assert round_sums(empty_sums((2, 3), CPU), (2, 3)).shape == (2, 3)
     assert empty_sums((), CPU).shape == (1, BINS)
-    assert rounded(empty_sums((), CPU), ()).shape == ()
-    assert rounded(empty_sums((0,), CPU), (0,)).shape == (0,)
+    assert round_sums(empty_sums((), CPU), ()).shape == ()
+    assert round_sums(empty_sums((0,), CPU), (0,)).shape == (0,)
 
 
 def test_kernels_mean_the_same() -> None:

@@ -17,7 +17,7 @@ from attnkit.codegen.score_form import ScoreForm, score_form
 from attnkit.schedule.kernel_table import Kernel, kernels
 from attnkit.schedule.work_list import full_runs
 from attnkit.sparsity.block_runs import BlockRuns
-from attnkit.splice.sm100_tiles import INSTRUCTION, chosen, clocks_of, total
+from attnkit.splice.sm100_tiles import INSTRUCTION, choose_kernel, clocks_of, total
 from attnkit.tracing.guards import trace_cached
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ def choice(
     listed: bool = False,
     form: ScoreForm = PLAIN,
 ) -> tuple[Kernel, str]:
-    return chosen(kernels(*dims, template="sm100"), dims, runs, listed, form)
+    return choose_kernel(kernels(*dims, template="sm100"), dims, runs, listed, form)
 
 
 @pytest.mark.parametrize(

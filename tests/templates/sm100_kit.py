@@ -16,7 +16,7 @@ from attnkit.codegen.forward_hooks import GraphForward
 from attnkit.jit.cubin import kernel_stats
 from attnkit.runtime.variant import Variant
 from attnkit.schedule.scheduler import Shape, schedule_forward
-from attnkit.schedule.work_list import full_runs, refined, work_list
+from attnkit.schedule.work_list import full_runs, refine, work_list
 from attnkit.splice import Captured
 from attnkit.splice.captured_arguments import read_captured, tensor_kinds
 from attnkit.splice.fake_arguments import forward_arguments
@@ -117,7 +117,7 @@ def case(
     slots = tuple(captured_arguments(variant, captured, mask_tensors, query.device))
     tensors = read_captured(slots, captured, query.device)
     runs = bound.runs or full_runs(q_len, key.shape[2], block, query.device)
-    runs = refined(runs, block)
+    runs = refine(runs, block)
     shape = Shape(
         batch, heads, 2 * block[1] * sum(dims), kv_heads=key.shape[1], kv_batch=key.shape[0]
     )
@@ -144,12 +144,13 @@ def case(
     lse = nan(batch, heads, q_len)
     top = nan(batch, heads, q_len) if config.need_max else lse
     slots = max(1, work.slots)
+    counter = torch.zeros(1, dtype=torch.int32)
+    split_out, split_lse = nan(slots, *tile), nan(slots, tile[0])
+    group, ctas = heads // key.shape[1], min(workers, work.work_tiles.shape[0])
     arguments = (
-        *(query, key, value, out, lse, top, work.work_tiles, work.partial, work.full),
-        torch.zeros(1, dtype=torch.int32),
-        *(nan(slots, *tile), nan(slots, tile[0]), tensors),
-        *(scale, heads // key.shape[1], min(workers, work.work_tiles.shape[0])),
-    )
+        query, key, value, out, lse, top, work.work_tiles, work.partial, work.full,
+        counter, split_out, split_lse, tensors, scale, group, ctas,
+    )  # fmt: skip
     return Case(exe, arguments, work, stack)
 
 

@@ -19,9 +19,9 @@ from attnkit import create_block_mask, masks, mods, splice, testing
 from attnkit.errors import ArgumentError, OptionError, TraceError
 from attnkit.graph import simplify
 from attnkit.graph.ir import arg
-from attnkit.runtime import variant
+from attnkit.runtime import bind
 from attnkit.runtime.variant import Variant
-from attnkit.sparsity import block_mask
+from attnkit.sparsity import classify
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.templates import cpu
 from attnkit.testing import Case, CheckError, Limits, Report, check, check_case, check_variant
@@ -138,7 +138,7 @@ def _partial_as_full(monkeypatch: pytest.MonkeyPatch) -> None:
         states[states == 1] = 2
         return BlockRuns.from_states(states, runs.q_len, runs.kv_len, runs.block)
 
-    _around(monkeypatch, block_mask, "classify", wrong)
+    _around(monkeypatch, classify, "classify", wrong)
 
 
 def _wrong_trace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def _wrong_trace(monkeypatch: pytest.MonkeyPatch) -> None:
         strict = simplify.build("lt", arg("kv"), arg("q"))
         return dataclasses.replace(found, root=simplify.build("and", found.root, strict))
 
-    _around(monkeypatch, variant, "trace_cached", wrong)
+    _around(monkeypatch, bind, "trace_cached", wrong)
 
 
 def _forward(change: Callable[..., tuple[Tensor, Tensor, Any]]) -> Callable[..., None]:

@@ -67,7 +67,7 @@ def test_makers_make_what_was_asked_for() -> None:
 
 
 def test_likeness_is_that_of_class_dtype_shape_strides_and_gradient() -> None:
-    same = torch_private.alike([torch.zeros(2, 3), torch.zeros(4)])
+    same = torch_private.tensor_guard([torch.zeros(2, 3), torch.zeros(4)])
     assert same is not None
     assert same(torch.ones(2, 3), torch.ones(4))
     for other in (

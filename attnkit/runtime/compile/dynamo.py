@@ -1,9 +1,9 @@
-"""What torch.compile makes of a call: mods become graphs, what they capture becomes arguments.
+"""Teach Dynamo to trace a call: mods become graphs, and captured values become arguments.
 
-Dynamo runs a mod on symbols as it runs any Python, so closures, attributes of modules, functions
-made inside the compiled function and numbers of all kinds are its business, guards included. The
-graph that it leaves is read here once more by `trace`. This module is imported by Dynamo alone,
-and leans on parts of it that are not public: those that FlexAttention's own support is made of.
+Dynamo runs a mod on symbols as it runs any Python function. So it handles closures, attributes of
+modules, functions defined inside the compiled function and numbers of all kinds, with their guards.
+`tracing.tracer.trace` then traces the FX graph that Dynamo returns. This module is imported only
+while Dynamo runs. It uses private parts of Dynamo: the same that support FlexAttention.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OperatorVariable: Any = _dynamo.OperatorVariable
 
 
 class AttendVariable(_OperatorVariable):  # type: ignore[misc]
-    """`hop.attend` while Dynamo runs it."""
+    """Represent `hop.attend` while Dynamo traces a call of it."""
 
     _HOP_NAME = "attnkit.flex_attention"
 
@@ -34,33 +34,33 @@ class AttendVariable(_OperatorVariable):  # type: ignore[misc]
         score, scores = self._mod(tx, query, score_mod, "score")
         mask, masks = self._mod(tx, query, mask_mod, "mask")
         request = request_of(score, mask, *(o.as_python_constant() for o in options))
-        proxy = tx.output.create_proxy(
-            "call_function",
-            torch.ops.attnkit.attention.default,
-            (
-                *(t.as_proxy() for t in (query, key, value)),
-                *(scores, masks, list(lists.as_proxy()), list(sizes.as_proxy())),
-                *(request.text, scale.as_proxy()),
-            ),
-            {},
+        arguments = (
+            query.as_proxy(),
+            key.as_proxy(),
+            value.as_proxy(),
+            scores,
+            masks,
+            list(lists.as_proxy()),
+            list(sizes.as_proxy()),
+            request.text,
+            scale.as_proxy(),
         )
+        operator = torch.ops.attnkit.attention.default
+        proxy = tx.output.create_proxy("call_function", operator, arguments, {})
         return _dynamo.wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)
 
     def _mod(
         self, tx: Any, query: Any, function: Any, kind: Kind
     ) -> tuple[Traced | None, list[Any]]:
-        """A mod's graph, and proxies of its captured tensors by slot."""
+        """Trace a mod: its graph, and proxies of its captured tensors by slot."""
         if function.is_python_constant() and function.as_python_constant() is None:
             return None, []
         score = torch.float64 if query.dtype == torch.float64 else torch.float32
 
         def symbol(name: str) -> Any:
-            dtype = score if name == "score" else torch.int32
-            empty, made = (
-                _dynamo.VariableTracker.build(tx, []),
-                _dynamo.VariableTracker.build(tx, dtype),
-            )
-            return query.call_method(tx, "new_empty", [empty], {"dtype": made})
+            build = _dynamo.VariableTracker.build
+            shape, dtype = build(tx, []), build(tx, score if name == "score" else torch.int32)
+            return query.call_method(tx, "new_empty", [shape], {"dtype": dtype})
 
         with _dynamo.discard_graph_changes(tx):
             arguments = [symbol(name) for name in ARGUMENTS[kind]]
@@ -76,90 +76,91 @@ class AttendVariable(_OperatorVariable):  # type: ignore[misc]
             )
         body = _Body(tx, graph, list(captured))
         try:
-            found = trace(body.run, kind, query.device)  # a method hides what is behind it
+            # a bound method: `trace` does not look for captured values behind it
+            traced = trace(body.run, kind, query.device)
         except AttnkitError as error:
             raise _dynamo.UserError(
                 _dynamo.UserErrorType.INVALID_INPUT, str(error).replace("_Body.run ", "")
             ) from error
-        tensors = [body.proxy(t) for t in found.tensors]
-        return replace(found, names=tuple(t.node.name for t in tensors)), tensors
+        tensors = [body.proxy(t) for t in traced.tensors]
+        return replace(traced, names=tuple(t.node.name for t in tensors)), tensors
 
 
 class _Body:
-    """A mod's graph as a function of symbols.
+    """Run the FX graph of a mod on symbols.
 
-    What it computes of captured tensors alone is moved out, into the graph of the caller.
+    Operations on captured tensors alone are moved out of the mod, into the caller's graph.
 
     Args:
         tx: the state of Dynamo.
-        graph: of Dynamo, its arguments first, then what it captures.
-        captured: the latter in the graph of the caller.
+        graph: the FX graph; its placeholders are the mod's arguments, then the captured values.
+        captured: proxies of the captured values in the caller's graph.
     """
 
     def __init__(self, tx: Any, graph: fx.Graph, captured: list[fx.Proxy]) -> None:
         self._tx, self._graph, self._captured = tx, graph, captured
-        self.outer: dict[int, fx.Proxy] = {}  # by id of what stands for its value
+        self.outer: dict[int, fx.Proxy] = {}  # in the caller's graph, by id of their fake tensors
 
     def run(self, *arguments: Any) -> Any:
-        """The mod's value, of symbols by position."""
+        """Return the mod's value for symbols, given by position."""
         count = len(arguments)
-        known: dict[fx.Node, Any] = {}
+        values: dict[fx.Node, Any] = {}
         symbolic: set[fx.Node] = set()
         for node in self._graph.nodes:
-            if node.op == "placeholder" and len(known) < count:
+            if node.op == "placeholder" and len(values) < count:
                 symbolic.add(node)
-                known[node] = arguments[len(known)]
-            elif node.op == "placeholder":  # the length of a captured tensor is one too, unread
-                captured = self._captured[len(known) - count]
-                known[node] = self._value(captured) if node.users else None
+                values[node] = arguments[len(values)]
+            elif node.op == "placeholder":  # also lengths of captured tensors, which have no users
+                captured = self._captured[len(values) - count]
+                values[node] = self._value(captured) if node.users else None
             elif node.op == "output":
-                return known[node.args[0]]
+                return values[node.args[0]]
             elif symbolic.intersection(node.all_input_nodes):
                 symbolic.add(node)
-                known[node] = self._applied(node, known)
+                values[node] = self._apply(node, values)
             elif node.op == "get_attr" or any(
-                id(known[n]) in self.outer for n in node.all_input_nodes
+                id(values[n]) in self.outer for n in node.all_input_nodes
             ):
-                known[node] = self._value(self._moved(node, known))
+                values[node] = self._value(self._move_out(node, values))
             else:  # a constant
-                known[node] = self._applied(node, known)
+                values[node] = self._apply(node, values)
         raise AssertionError("a graph has an output")
 
-    def _applied(self, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
-        """What a node does, done to symbols and constants."""
-        found: Any = fx.map_arg((node.args, node.kwargs), known.__getitem__)
-        args, kwargs = found
+    def _apply(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+        """Apply a node's operation to the values of its arguments."""
+        arguments: Any = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        args, kwargs = arguments
         if node.target is _dynamo.mod_index:
             return args[0][tuple(args[1])]
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
-    def _moved(self, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
-        """A node in the graph of the caller; numbers are numbers there too."""
-        found = known.get(node)
-        if id(found) in self.outer:
-            return self.outer[id(found)]
-        if node in known and not isinstance(found, Tensor):
-            return found
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self._moved(n, known))
+    def _move_out(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+        """Move a node into the caller's graph and return its proxy; numbers stay numbers."""
+        value = values.get(node)
+        if id(value) in self.outer:
+            return self.outer[id(value)]
+        if node in values and not isinstance(value, Tensor):
+            return value
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self._move_out(n, values))
         proxy = self._tx.output.create_proxy(node.op, node.target, args, kwargs)
         proxy.node.meta.update(node.meta)
         return proxy
 
     def proxy(self, t: Tensor) -> fx.Proxy:
-        """What stands for a tensor in the graph of the caller; a table made inside joins it."""
+        """Return the proxy of a tensor in the caller's graph; add tables that the trace created."""
         if id(t) not in self.outer:
             name = self._tx.output.install_global_by_id("attnkit_table", t)
-            made = _dynamo.VariableTracker.build(self._tx, t, _dynamo.GlobalSource(name))
-            self.outer[id(t)] = made.as_proxy()
+            variable = _dynamo.VariableTracker.build(self._tx, t, _dynamo.GlobalSource(name))
+            self.outer[id(t)] = variable.as_proxy()
         return self.outer[id(t)]
 
     def _value(self, proxy: fx.Proxy) -> Any:
-        """What stands for a captured value: its fake tensor; a number is taken as it is."""
+        """Return the value to trace a captured value with: its fake tensor, or the number itself."""
         value = proxy.node.meta["example_value"]
         if isinstance(value, torch.SymInt):
-            return int(value)  # which Dynamo guards
+            return int(value)  # Dynamo guards on the value
         if isinstance(value, torch.SymFloat):
             return float(value)
         if isinstance(value, Tensor):
@@ -168,6 +169,6 @@ class _Body:
 
 
 def register() -> bool:
-    """Tell Dynamo what to do with `hop.attend`."""
+    """Register how Dynamo traces `hop.attend`; return True, for the caller's constant."""
     _dynamo.operator_variables[attend.__name__] = AttendVariable
     return True

@@ -1,6 +1,6 @@
-"""The higher-order operator that stands for a call in the graphs of torch.compile.
+"""Define the higher-order operator that represents a call while torch.compile traces it.
 
-Its arguments are the functions themselves; Dynamo takes them apart (`dynamo`).
+It takes score_mod and mask_mod as Python functions; `compile.dynamo` traces them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from attnkit.util.torch_private import HigherOrderOperator
 
 
 class _Attend(HigherOrderOperator):
-    """A call with functions in it."""
+    """Higher-order operator of a call, with functions among its arguments."""
 
     def __init__(self) -> None:
         super().__init__("attnkit_attention")  # type: ignore[no-untyped-call]
 
     def __call__(self, *arguments: Any) -> Any:
-        """Run the call outside of a graph, where torch.compile could not make one."""
+        """Run the call outside of a graph, after a graph break."""
         return torch.compiler.disable(attend_eagerly)(*arguments)
 
 

@@ -1,8 +1,8 @@
-"""`torch.ops.attnkit.attention`: the operator that a call becomes inside torch.compile.
+"""Define `torch.ops.attnkit.attention`, the operator that a call becomes inside torch.compile.
 
-There, tensors have no data and lengths may be symbols, so tiles cannot be classified and indices
-cannot be proven. The operator carries the graphs as text and prepares the call when it runs, or looks
-it up in the call cache. One compiled program serves every sequence length.
+At compile time tensors have no data and lengths may be symbols, so tiles cannot be classified and
+indices cannot be proven. The operator carries the graphs as text. It prepares the call when it runs,
+or finds it in the call cache. One compiled program serves every sequence length.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from attnkit.runtime.call import AttentionCall
 from attnkit.runtime.prepare import prepare
 from attnkit.runtime.prepared_call import PreparedCall
 from attnkit.runtime.reuse.call_cache import CallKey, lookup, store
-from attnkit.schedule.plan import parsed
+from attnkit.schedule.plan import parse_backend
 from attnkit.sparsity.block_mask import BlockMask
 from attnkit.splice import BackwardInputs, Captured, ForwardInputs, compute_dtype, output_like
 from attnkit.tracing.float64_checks import float64_slots
@@ -40,12 +40,12 @@ ATTENTION = (
 ATTENTION_BACKWARD = (
     "(Tensor grad_out, Tensor grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
     "Tensor lse, Tensor[] score_tensors, Tensor[] mask_tensors, Tensor[] lists, SymInt[] sizes, "
-    "str request, float? scale, bool[] wanted) "
+    "str request, float? scale, bool[] needs_grad) "
     "-> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor[] dcaptured)"
 )
 
-# What the tensors' strides are may decide which kernel can read them. A CUDA graph that torch.compile
-# records by itself would replay the tiles of tables as they were.
+# needs_exact_strides: strides decide whether TMA can read a tensor. cudagraph_unsafe: a CUDA graph
+# that torch.compile captures would replay with tiles that may be stale.
 _TAGS = (torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe)
 torch.library.define("attnkit::attention", ATTENTION, tags=_TAGS)
 torch.library.define("attnkit::attention_backward", ATTENTION_BACKWARD, tags=_TAGS)
@@ -53,7 +53,7 @@ torch.library.define("attnkit::attention_backward", ATTENTION_BACKWARD, tags=_TA
 
 @dataclass(frozen=True)
 class Request:
-    """What is known of a call before its tensors are.
+    """The part of a call that is known at compile time.
 
     Attributes:
         score, mask: text of the graphs, "" where there is none.
@@ -61,7 +61,7 @@ class Request:
         kind: "plain", "block" (a `BlockMask`) or "flex" (PyTorch's): what `sizes` and `lists` are.
         block: tile sizes that the caller gave, empty where none.
         backend, enable_gqa, deterministic: as of `flex_attention`.
-        need_max: the row maxima are wanted.
+        need_max: whether the row maxima are returned.
     """
 
     score: str = ""
@@ -82,24 +82,24 @@ class Request:
 
     @functools.cached_property
     def text(self) -> str:
-        """The request as an operator carries it; `parse` reads it back."""
+        """The request as text, which an operator can take; `parse` reads it back."""
         return json.dumps(asdict(self))
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
     def parse(text: str) -> Request:
-        """Read a `text` back."""
-        found: dict[str, Any] = json.loads(text)
+        """Parse the `text` of a request."""
+        fields: dict[str, Any] = json.loads(text)
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
-            for name, value in found.items()
+            for name, value in fields.items()
         }
         return Request(**values)
 
     def variant(
         self, tensors: OperatorTensors, sizes: Sequence[int], device: torch.device
     ) -> TracedVariant:
-        """Put the graphs together with their captured tensors and block lists.
+        """Join the graphs with their captured tensors and block lists.
 
         Args:
             tensors: of the operator.
@@ -113,10 +113,10 @@ class Request:
         if self.mask:
             captured = tuple(tensors.captured.masks)
             mask = Traced("mask", ir.parse(self.mask), captured, self.mask_names)
-        given: Any = None if mask is None else _graph_is_known
+        block_mask: Any = None if mask is None else _graph_is_known
         if self.kind == "block" and mask is not None:
             batch, heads, q_len, kv_len, *block = sizes
-            given = BlockMask(
+            block_mask = BlockMask(
                 _graph_is_known,
                 batch=batch,
                 heads=heads,
@@ -126,16 +126,16 @@ class Request:
                 device=device,
             )
         elif self.kind == "flex":
-            given = _flex_block_mask(tensors.lists, sizes)
-        return TracedVariant(score, mask, given)
+            block_mask = _flex_block_mask(tensors.lists, sizes)
+        return TracedVariant(score, mask, block_mask)
 
 
 def _graph_is_known(*_: Any) -> Any:
-    raise AssertionError("the graph of this function is known, so nobody traces it")
+    raise AssertionError("the graph of this function is known, so it is never traced")
 
 
 def _flex_block_mask(lists: Sequence[Tensor], sizes: Sequence[int]) -> Any:
-    """PyTorch's BlockMask with these block lists; sizes: BLOCK_SIZE, then lengths."""
+    """Build PyTorch's BlockMask from block lists; sizes: BLOCK_SIZE, then lengths."""
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
     partial, full = lists[:2], lists[2:] or (None, None)
@@ -156,7 +156,7 @@ def _flex_block_mask(lists: Sequence[Tensor], sizes: Sequence[int]) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class OperatorTensors:
-    """Tensors of the operators.
+    """Tensor arguments of the operators.
 
     Attributes:
         query, key, value: as of `flex_attention`.
@@ -174,7 +174,7 @@ class OperatorTensors:
 def _prepared(
     request: Request, tensors: OperatorTensors, sizes: Sequence[int], scale: float
 ) -> tuple[PreparedCall, ForwardInputs]:
-    """Prepare a call, or look up what was prepared for an earlier one like it."""
+    """Prepare a call, or look up the prepared call of an earlier one with the same key."""
     query, key, value = tensors.query, tensors.key, tensors.value
     scores, masks = (tuple(part) for part in tensors.captured)
     call = AttentionCall(
@@ -190,7 +190,7 @@ def _prepared(
     )
     by_data = _depends_on_data(request.score, float64_slots(scores))
     data = (*masks, *tensors.lists, *(scores if by_data else ()))
-    at = (
+    key_parts = (
         "operator",
         request,
         tuple(sizes),
@@ -199,18 +199,18 @@ def _prepared(
         *[(t.shape, t.stride(), t.dtype, t.device) for t in (query, key, value, *scores, *masks)],
         *map(id, data),
     )
-    known = CallKey(at, None, None, Captured(scores, masks), data)
-    prepared = lookup(known)
+    call_key = CallKey(key_parts, None, None, Captured(scores, masks), data)
+    prepared = lookup(call_key)
     if prepared is None:
-        if parsed(request.backend)[0] == "eager":
+        if parse_backend(request.backend)[0] == "eager":
             raise UnsupportedError(
                 'backend="eager" is no operator that torch.compile can hold; call it outside of the '
                 'compiled function, or take backend="cpu"'
             )
         variant = request.variant(tensors, sizes, query.device)
         prepared = prepare(call, variant, launchable=False).call
-        store(known, prepared)
-    program = prepared.kernel_call.program  # no tensors where a graph came to nothing
+        store(call_key, prepared)
+    program = prepared.kernel_call.program  # None for a graph that simplified to nothing
     captured = Captured(
         scores if program.score is not None else (), masks if program.mask is not None else ()
     )
@@ -259,7 +259,7 @@ def _attention_backward(
     sizes: Sequence[int],
     request: str,
     scale: float | None,
-    wanted: Sequence[bool],
+    needs_grad: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     captured = Captured(score_tensors, mask_tensors)
     tensors = OperatorTensors(query, key, value, captured, lists)
@@ -274,14 +274,14 @@ def _attention_backward(
         grad_out=grad_out,
         grad_lse=grad_lse if grad_lse.numel() else None,
         captured=forward.captured,
-        needs_grad=wanted[: len(forward.captured.scores)],
+        needs_grad=needs_grad[: len(forward.captured.scores)],
         scale=factor,
     )
-    dquery, dkey, dvalue, own = torch_ops.gradients(prepared.kernel_call, inputs)
-    if len(own) < len(wanted):  # the score does not read them after all
-        pairs = zip(score_tensors, wanted, strict=True)
-        own = [torch.zeros_like(t) if need else query.new_empty(0) for t, need in pairs]
-    return dquery, dkey, dvalue, own
+    dquery, dkey, dvalue, dcaptured = torch_ops.gradients(prepared.kernel_call, inputs)
+    if len(dcaptured) < len(needs_grad):  # the score graph simplified to nothing
+        pairs = zip(score_tensors, needs_grad, strict=True)
+        dcaptured = [torch.zeros_like(t) if need else query.new_empty(0) for t, need in pairs]
+    return dquery, dkey, dvalue, dcaptured
 
 
 @torch.library.register_fake("attnkit::attention")  # type: ignore[untyped-decorator]
@@ -303,12 +303,13 @@ def _attention_backward_fake(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, value, scores, masks, lists, *ctx.rest = inputs
+    query, key, value, scores, masks, lists, sizes, request, scale = inputs
     out, lse, top = output
     ctx.mark_non_differentiable(top)
     ctx.save_for_backward(query, key, value, out, lse, *scores, *masks, *lists)
+    ctx.options = list(sizes), request, scale
     ctx.counts = len(scores), len(masks)
-    ctx.wanted = [t.requires_grad for t in scores]
+    ctx.needs_grad = [t.requires_grad for t in scores]
     ctx.set_materialize_grads(False)
 
 
@@ -318,16 +319,26 @@ def _gradient(
     query, key, value, out, lse, *tensors = ctx.saved_tensors
     scores, masks = ctx.counts
     lists = tensors[:scores], tensors[scores : scores + masks], tensors[scores + masks :]
+    sizes, request, scale = ctx.options
     dquery, dkey, dvalue, captured = torch.ops.attnkit.attention_backward(
         torch.zeros_like(out) if grad_out is None else grad_out,
         lse.new_empty(0) if grad_lse is None else grad_lse,
-        *(query, key, value, out, lse, *lists, *ctx.rest, ctx.wanted),
+        query,
+        key,
+        value,
+        out,
+        lse,
+        *lists,
+        sizes,
+        request,
+        scale,
+        ctx.needs_grad,
     )
-    own = [g if need else None for g, need in zip(captured, ctx.wanted, strict=True)]
+    dcaptured = [g if need else None for g, need in zip(captured, ctx.needs_grad, strict=True)]
     none: list[Any] = [[None] * len(tensors) for tensors in lists[1:]]
     # torch wants an empty list for an empty list, of numbers too
-    sizes: list[None] | None = None if ctx.rest[0] else []
-    return dquery, dkey, dvalue, own, *none, sizes, None, None
+    dsizes: list[None] | None = None if sizes else []
+    return dquery, dkey, dvalue, dcaptured, *none, dsizes, None, None
 
 
 torch.library.register_autograd("attnkit::attention", _gradient, setup_context=_save)
@@ -344,7 +355,7 @@ def request_of(
     deterministic: bool,
     need_max: bool,
 ) -> Request:
-    """The request of a call; as `Request`."""
+    """Build the request of a call from its traced functions; the other arguments are its fields."""
     return Request(
         "" if score is None else ir.text(score.root),
         "" if mask is None else ir.text(mask.root),

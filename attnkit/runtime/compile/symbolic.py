@@ -1,4 +1,4 @@
-"""Calls whose tensors have no data: inside torch.compile, on the meta device, in a FakeTensorMode."""
+"""Run calls whose tensors have no data: in torch.compile, on the meta device, in a FakeTensorMode."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from attnkit.runtime.bind import check_functions
 from attnkit.runtime.call import AttentionCall
 from attnkit.runtime.compile.hop import attend, attend_eagerly
-from attnkit.schedule.plan import parsed
+from attnkit.schedule.plan import parse_backend
 from attnkit.sparsity.block_mask import BlockMask
 from attnkit.sparsity.block_runs import BLOCK
 from attnkit.tracing.mask import check_built_for
@@ -20,10 +20,13 @@ from attnkit.util.torch_private import is_fake, mark_constant
 
 
 def _known_to_dynamo() -> bool:
-    """Tell Dynamo what to do with `attend`; it breaks the graph there if it cannot be told."""
+    """Register with Dynamo how to trace `attend`; return whether that worked.
+
+    If not, Dynamo breaks the graph at the call.
+    """
     try:
         from attnkit.runtime.compile import dynamo  # takes a second to import
-    except ImportError:  # parts of Dynamo that are not public
+    except ImportError:  # private parts of Dynamo that this version of torch has elsewhere
         return False
     return dynamo.register()
 
@@ -31,27 +34,27 @@ def _known_to_dynamo() -> bool:
 mark_constant(_known_to_dynamo)
 
 
-def compiled(call: AttentionCall) -> Any:
-    """Run a call as torch.compile reads it: one operator, with functions in it."""
+def run_compiled(call: AttentionCall) -> Any:
+    """Run a call inside torch.compile: it becomes one operator."""
     _known_to_dynamo()
-    return _deferred(attend, call)
+    return _call_operator(attend, call)
 
 
-def shaped(call: AttentionCall) -> Any:
-    """Check a call of tensors without data, and give results without data."""
+def run_without_data(call: AttentionCall) -> Any:
+    """Check a call of tensors without data, and return results without data."""
     call.check()
-    parsed(call.backend)
+    parse_backend(call.backend)
     check_functions(call.score_mod, call.block_mask)
-    return _deferred(attend_eagerly, call)
+    return _call_operator(attend_eagerly, call)
 
 
 def has_no_data(query: Any) -> bool:
-    """Whether a tensor has a shape alone: on the meta device, or in a `FakeTensorMode`."""
+    """Return whether a tensor has no data: on the meta device, or of a `FakeTensorMode`."""
     return isinstance(query, Tensor) and (query.is_meta or is_fake(query))
 
 
-def _deferred(attended: Callable[..., Any], call: AttentionCall) -> Any:
-    """Hand a call to an operator that prepares it when it runs."""
+def _call_operator(operator: Callable[..., Any], call: AttentionCall) -> Any:
+    """Pass a call to an operator that prepares it when it runs."""
     aux = check_aux(call.return_lse, call.return_aux)
     block, _ = check_options(call.kernel_options, BLOCK)
     query, score_mod = call.query, call.score_mod
@@ -68,7 +71,7 @@ def _deferred(attended: Callable[..., Any], call: AttentionCall) -> Any:
         def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
             return _as_tensor(mask_mod(b, h, q, kv), b)
 
-    out, lse, top = attended(
+    out, lse, top = operator(
         query,
         call.key,
         call.value,
@@ -89,18 +92,18 @@ def _deferred(attended: Callable[..., Any], call: AttentionCall) -> Any:
     return (out, lse) if aux.lse else out
 
 
-def _parts(given: Any) -> tuple[Any, str, tuple[Tensor, ...], tuple[int, ...]]:
+def _parts(mask: Any) -> tuple[Any, str, tuple[Tensor, ...], tuple[int, ...]]:
     """Split a mask into its function, kind, block lists and sizes (see `op.Request.kind`)."""
-    if isinstance(given, BlockMask):
-        return given.mask_mod, "block", (), (*given.shape, *given.BLOCK_SIZE)
-    if hasattr(given, "kv_num_blocks"):
-        lists: tuple[Tensor, ...] = (given.kv_num_blocks, given.kv_indices)
-        if given.full_kv_num_blocks is not None:
-            lists = (*lists, given.full_kv_num_blocks, given.full_kv_indices)
-        return given.mask_mod, "flex", lists, (*given.BLOCK_SIZE, *given.seq_lengths)
-    return given, "plain", (), ()
+    if isinstance(mask, BlockMask):
+        return mask.mask_mod, "block", (), (*mask.shape, *mask.BLOCK_SIZE)
+    if hasattr(mask, "kv_num_blocks"):
+        lists: tuple[Tensor, ...] = (mask.kv_num_blocks, mask.kv_indices)
+        if mask.full_kv_num_blocks is not None:
+            lists = (*lists, mask.full_kv_num_blocks, mask.full_kv_indices)
+        return mask.mask_mod, "flex", lists, (*mask.BLOCK_SIZE, *mask.seq_lengths)
+    return mask, "plain", (), ()
 
 
 def _as_tensor(x: Any, like: Tensor) -> Any:
-    """What a function returned; a number as a tensor, which is all that a graph returns."""
+    """Convert a bool that a function returned to a tensor: FX graphs return tensors only."""
     return torch.full_like(like, x, dtype=torch.bool) if isinstance(x, bool) else x

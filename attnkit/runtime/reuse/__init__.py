@@ -1,8 +1,9 @@
-"""Reuse what was prepared for an earlier call.
+"""Reuse prepared calls for later calls.
 
-In: a call. Out: its result by the fast path, or the prepared call of an earlier one with the same
-functions, shapes and options, or a miss. `fast_path` compares objects, `call_cache` fingerprints;
-`backward` is the fast path of backwards. Imported by `runtime.api` and `runtime.compile`.
+In: a call. Out: its result, by the fast path; or the prepared call of an earlier one with the same
+functions, shapes and options; or a miss. `fast_path` compares functions by identity, `call_cache`
+also by fingerprint; `backward` is the fast path of backwards. Imported by `runtime.api` and
+`runtime.compile`.
 """
 
 from attnkit.runtime.reuse.call_cache import CallKey, key_of, lookup, store

@@ -1,6 +1,6 @@
-"""Fast path for repeated backwards: compare tensors, then relaunch.
+"""Fast path for repeated backwards: check guards, then relaunch.
 
-torch compares all tensors at once, as in `fast_path`; the launches are those of an earlier backward.
+One tensor guard of torch compares all tensors at once, as in `fast_path`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from torch import Tensor
 from attnkit.runtime.prepared_call import BackwardRelaunch
 from attnkit.runtime.reuse.entries import Entries
 from attnkit.splice import BackwardInputs
-from attnkit.util.torch_private import alike, grad_enabled, in_forward_ad, modes, only_devices
+from attnkit.util.torch_private import (
+    grad_enabled,
+    in_forward_ad,
+    modes,
+    only_devices,
+    tensor_guard,
+)
 
 _ShapeAndDtype: TypeAlias = tuple[torch.Size, torch.dtype]
 
@@ -25,15 +31,15 @@ class _Entry:
     """A backward that has run.
 
     Attributes:
-        same: whether tensors are like its own.
-        scale, needs_grad: of it.
+        guard: tells whether tensors are like those of this backward.
+        scale, needs_grad: arguments of this backward.
         with_lse: whether the LSE had a gradient.
         relaunch: runs it for other tensors.
         count: number of its tensors.
         captured: shape and dtype of each gradient of the score's tensors, None where none is needed.
     """
 
-    same: Callable[..., bool]
+    guard: Callable[..., bool]
     scale: float
     needs_grad: list[bool]
     with_lse: bool
@@ -43,7 +49,7 @@ class _Entry:
 
 
 class BackwardReuse:
-    """The remembered backwards of one prepared call."""
+    """Relaunch the backwards of one prepared call."""
 
     def __init__(self) -> None:
         self.entries: Entries[_Entry] = Entries()
@@ -56,7 +62,7 @@ class BackwardReuse:
         scale: float,
         needs_grad: list[bool],
     ) -> tuple[Tensor | None, ...] | None:
-        """Relaunch a remembered backward; None if none is like this one.
+        """Relaunch an earlier backward of this kind; return None if there is none.
 
         Args:
             grad_out, grad_lse: gradients of the output and of the LSE; None for none.
@@ -76,7 +82,7 @@ class BackwardReuse:
                 and entry.with_lse is (grad_lse is not None)
                 and entry.needs_grad == needs_grad
                 and entry.count == len(tensors)
-                and entry.same(*tensors)
+                and entry.guard(*tensors)
             ):
                 gradients = entry.relaunch(tensors)
                 return None if gradients is None else _shaped(gradients, entry.captured)
@@ -88,31 +94,31 @@ class BackwardReuse:
         saved: Sequence[Tensor],
         find_relaunch: Callable[[], BackwardRelaunch | None],
     ) -> None:
-        """Remember a backward that has run, undisturbed and without a graph of its own.
+        """Store how to relaunch a backward that has run; `undisturbed` must hold for its tensors.
 
         Args:
             inputs: its tensors.
-            saved: those of the forward, as in `try_fast_path`.
-            find_relaunch: finds how to relaunch it.
+            saved: tensors of the forward, as in `try_fast_path`.
+            find_relaunch: returns the relaunch, None if there is none.
         """
         if not self.entries.may_learn():
             return
         relaunch = find_relaunch()
         tensors = _in_order(inputs.grad_out, inputs.grad_lse, saved)
-        same = None if relaunch is None else alike(tensors)
-        if relaunch is None or same is None:
+        guard = None if relaunch is None else tensor_guard(tensors)
+        if relaunch is None or guard is None:
             return
         needs_grad = list(inputs.needs_grad)
         scores = zip(saved[5:], needs_grad, strict=False)
         captured = tuple([(t.shape, t.dtype) if need else None for t, need in scores])
         with_lse = inputs.grad_lse is not None
         self.entries.add(
-            _Entry(same, inputs.scale, needs_grad, with_lse, relaunch, len(tensors), captured)
+            _Entry(guard, inputs.scale, needs_grad, with_lse, relaunch, len(tensors), captured)
         )
 
 
 def _in_order(grad_out: Tensor, grad_lse: Tensor | None, saved: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors as a `BackwardRelaunch` takes them."""
+    """Return the tensors in the order that a `BackwardRelaunch` takes."""
     query, key, value, out, lse, *captured = saved
     tensors = [query, key, value, out, grad_out, lse, *captured]
     if grad_lse is not None:
@@ -123,7 +129,7 @@ def _in_order(grad_out: Tensor, grad_lse: Tensor | None, saved: Sequence[Tensor]
 def _shaped(
     gradients: list[Tensor], captured: Sequence[_ShapeAndDtype | None]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the score's tensors in the shapes and dtypes of these."""
+    """Reshape and cast the gradients of the score's tensors; insert None where none is needed."""
     if not captured:
         return tuple(gradients)
     result: list[Tensor | None] = [*gradients[:3]]

@@ -1,9 +1,9 @@
-"""Cache of prepared calls: a call like an earlier one needs no preparation.
+"""Cache prepared calls, so that a call with the same key needs no preparation.
 
-The key says what a call is like: the graphs of its functions (looked up by identity, else by
-fingerprint), the geometry of its tensors, its options; and the data of all tensors on which tiles or
-proofs of indices depend, by identity and version counter. A call of which any of that cannot be told
-is prepared each time.
+The key contains the graphs of the functions (looked up by identity, else by fingerprint), the
+shapes, strides, dtypes and devices of the tensors, the options, and the identities of all tensors on
+whose data tiles or proofs of indices depend. Stamps tell whether that data was edited. A call without
+a key is prepared each time.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _lock = threading.Lock()
 
 
 class CapturedStamp(Stamp):
-    """A stamp that works while a CUDA graph is captured, which cannot wait for the GPU."""
+    """A stamp that refuses to compare data on the GPU while a CUDA graph is captured."""
 
     def _equal(self, tensor: Tensor, copy: Tensor) -> bool:
-        """Whether the data is the same.
+        """Return whether the data is the same.
 
         Raises:
-            UnsupportedError: it cannot be compared while a CUDA graph is captured.
+            UnsupportedError: a CUDA graph is being captured, which cannot wait for the comparison.
         """
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
@@ -61,15 +61,15 @@ caches.register(_entries.clear)
 
 @dataclass(eq=False, slots=True)  # frozen would take a microsecond more at every call
 class CallKey:
-    """What a call is like.
+    """The key of a call, and the tensors that belong to it.
 
     Attributes:
-        key: equal for calls that may share what is prepared, as long as the stamps hold.
-        score, mask: what is known of the functions, None where there is none.
+        key: equal for calls that may share a prepared call, as long as the stamps hold.
+        score, mask: the traces of the functions, None where there is no function.
         captured: the captured tensors.
-        data: the tensors whose data matters.
-        by_identity: the functions are those of an earlier call, not new ones with a known
-            fingerprint.
+        data: the tensors on whose data tiles or proofs depend.
+        by_identity: whether the functions are the objects of an earlier call, not new ones with a
+            known fingerprint.
     """
 
     key: Hashable
@@ -80,26 +80,26 @@ class CallKey:
     by_identity: bool = False
 
     def fits(self, prepared: PreparedCall, captured: Captured) -> bool:
-        """Whether the key was made of the functions and tensors of a prepared call."""
+        """Return whether a prepared call has the graphs and the captured tensors of this key."""
         program = prepared.kernel_call.program
-        return _same(self.score, program.score, ir.arg("score")) and (
-            _same(self.mask, program.mask, TRUE)
-            and _are(self.captured.scores, captured.scores)
-            and _are(self.captured.masks, captured.masks)
+        return _is_trace_of(self.score, program.score, ir.arg("score")) and (
+            _is_trace_of(self.mask, program.mask, TRUE)
+            and _are_identical(self.captured.scores, captured.scores)
+            and _are_identical(self.captured.masks, captured.masks)
         )
 
 
-def _same(known: TraceRecord | None, root: Node | None, nothing: Node) -> bool:
-    """Whether a record is that of a graph; None and `nothing` are the graph that changes nothing."""
-    return (nothing if known is None else known.root) is (nothing if root is None else root)
+def _is_trace_of(record: TraceRecord | None, root: Node | None, identity: Node) -> bool:
+    """Return whether a record is the trace of a graph; None stands for the graph `identity`."""
+    return (identity if record is None else record.root) is (identity if root is None else root)
 
 
-def _are(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+def _are_identical(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
 
 
 def lookup(key: CallKey | None) -> PreparedCall | None:
-    """Find a prepared call; None if there is none, or if data was edited since."""
+    """Return the prepared call of a key; None if there is none, or if data was edited since."""
     entry = None if key is None else _entries.get(key.key)
     if key is None or entry is None:
         return None
@@ -111,7 +111,7 @@ def lookup(key: CallKey | None) -> PreparedCall | None:
 
 
 def store(key: CallKey, prepared: PreparedCall) -> None:
-    """Keep a prepared call for calls with this key."""
+    """Store a prepared call for later calls with this key."""
     stamps = tuple([CapturedStamp(t) for t in key.data])
     with _lock:
         if len(_entries) >= _SIZE and key.key not in _entries:
@@ -120,7 +120,7 @@ def store(key: CallKey, prepared: PreparedCall) -> None:
 
 
 def key_of(call: AttentionCall) -> CallKey | None:
-    """Find out what a call is like; None if that cannot be told without preparing it.
+    """Build the key of a call; return None if it has none without tracing or checking it.
 
     Args:
         call: unchecked arguments.
@@ -172,14 +172,14 @@ def key_of(call: AttentionCall) -> CallKey | None:
             *map(id, data),
         )
         return CallKey(at, score, mask, Captured(scores, masks), data, by_identity)
-    except (AttributeError, TypeError, RuntimeError):  # not strided, not what it must be
+    except (AttributeError, TypeError, RuntimeError):  # wrong types, or tensors without strides
         return None
 
 
 def _lookup_function(
     function: Any, kind: Kind, device: torch.device
 ) -> tuple[TraceRecord, tuple[Tensor, ...], bool] | None:
-    """What is known of a function, its captured tensors, and whether it was met before itself."""
+    """Look up the trace of a function, its captured tensors, and whether identity sufficed."""
     known = lookup_by_identity(function, kind, device)
     if known is not None:
         return *known, True
@@ -188,7 +188,10 @@ def _lookup_function(
 
 
 def _options(call: AttentionCall) -> Hashable | None:
-    """The options that decide anything, scale by its sign; None for any that must be checked."""
+    """Return the options that a prepared call depends on; None if one must be checked first.
+
+    Of the scale only the sign counts.
+    """
     scale = call.scale
     if scale is None:
         positive = True

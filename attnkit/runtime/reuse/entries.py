@@ -1,4 +1,4 @@
-"""A few remembered calls of one kind."""
+"""Store the few newest entries of a fast path."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Generic, TypeVar
 
 E = TypeVar("E")
 
-LIMIT = 4  # entries; the oldest goes
-ATTEMPTS = 32  # where more kinds of calls take turns than there are entries, learning stops
+LIMIT = 4  # entries; the oldest is dropped first
+ATTEMPTS = 32  # if more kinds of calls alternate than there are entries, no more are added
 
 _lock = threading.Lock()
 
 
 class Entries(Generic[E]):
-    """The newest few calls, oldest first; learns no more after too many attempts.
+    """Hold the newest few entries, oldest first, and stop adding after too many attempts.
 
     Attributes:
         all: the entries. Readers take the tuple once, so that other threads may replace it.
@@ -28,18 +28,18 @@ class Entries(Generic[E]):
         self.attempts = 0
 
     def may_learn(self) -> bool:
-        """Whether another entry may be offered; counts the offer."""
+        """Count an offered entry; return whether it may be added."""
         if self.attempts >= ATTEMPTS:
             return False
         self.attempts += 1
         return True
 
     def add(self, entry: E) -> None:
-        """Remember a call."""
+        """Add an entry, and drop the oldest if there are too many."""
         with _lock:
             self.all = (*self.all, entry)[-LIMIT:]
 
     def drop(self, entry: E) -> None:
-        """Forget a call."""
+        """Remove an entry."""
         with _lock:
             self.all = tuple([e for e in self.all if e is not entry])

@@ -1,11 +1,10 @@
 """Fast path for repeated calls: check guards, then relaunch.
 
-`call_cache` builds a key for every call. Here the only question is whether a call is like one that
-has run: torch compares all tensors at once (class, dtype, device, shape, strides, whether they
-require gradients, and whether a mode, a transform or autocast stands between a call and its kernel),
-a guard tells whether the functions have changed, and version counters tell whether the data has on
-which tiles depend. A wrong guess costs a microsecond. Where torch lacks what this needs, nothing is
-remembered.
+`call_cache` builds a key for every call, which takes longer. Here guards decide whether a call
+is like an earlier one. A tensor guard of torch compares all tensors at once (class, dtype, device,
+shape, strides, requires_grad, and the dispatch keys of modes, transforms and autocast). A function
+guard tells whether the functions have changed. Version counters tell whether data has changed on
+which tiles depend. A miss costs a microsecond. If torch has no tensor guards, no call is remembered.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from attnkit.tracing.guards import GuardedFunction, guarded_function
 from attnkit.tracing.identity_guards import READ_ERRORS
 from attnkit.util import caches
 from attnkit.util.torch_private import (
-    alike,
     deterministic_enabled,
     grad_enabled,
     in_forward_ad,
     modes,
     only_devices,
+    tensor_guard,
     undisturbed,
     version,
 )
@@ -62,18 +61,19 @@ class _Entry:
     """A call that has run.
 
     Attributes:
-        same: whether tensors (query, key, value, then the captured ones) are like those of the call.
+        guard: tells whether tensors (query, key, value, then the captured ones) are like those of
+            the call.
         enable_gqa, backend, deterministic: options of the call.
         ordered, recording: settings of torch: deterministic algorithms, gradients.
-        versions: place, version and address of each captured tensor or block list whose data
-            matters.
-        default_scale: the scale where none is given.
-        prepared: what runs the call.
-        relaunch: runs it faster; None if there is no such way.
-        recorded: autograd records it.
+        versions: position, version and address of each captured tensor or block list on whose data
+            tiles or proofs depend.
+        default_scale: the scale if the caller passes None.
+        prepared: runs the call.
+        relaunch: runs it faster; None if there is no relaunch.
+        recorded: whether autograd records it.
     """
 
-    same: Callable[..., bool]
+    guard: Callable[..., bool]
     enable_gqa: bool
     backend: str
     deterministic: bool
@@ -87,7 +87,7 @@ class _Entry:
 
 
 class _BlockLists:
-    """The fields of a BlockMask that decide anything, compared by identity."""
+    """Guard the fields of a BlockMask that a prepared call depends on, compared by identity."""
 
     def __init__(self, mask: Any) -> None:
         names = ["mask_mod", "shape", "seq_lengths", "device"]
@@ -104,7 +104,7 @@ class _BlockLists:
         self.fields = [(name, getattr(mask, name)) for name in names[1:]]
 
     def read(self, mask: Any) -> list[Tensor] | None:
-        """Read the tensors; None if a field holds something else."""
+        """Return the tensors of the BlockMask; None if a field holds another object now."""
         if mask.mask_mod is not self.function():
             return None
         for name, value in self.fields:
@@ -118,7 +118,7 @@ class _BlockLists:
 
 
 class _Bucket:
-    """The calls of the same functions for tensors of as many elements."""
+    """Entries of calls with the same functions and the same numbers of elements."""
 
     __slots__ = ("capturing", "entries", "lists", "mask", "owners", "score")
 
@@ -136,7 +136,7 @@ class _Bucket:
         self.entries: Entries[_Entry] = Entries()
 
     def captured(self, score_mod: Any, block_mask: Any) -> _Captured | None:
-        """Read what the functions capture, and the block lists; None if any has changed."""
+        """Return what the functions capture, and the block lists; None if any has changed."""
         first, second = self.owners
         if (first is not None and first() is not score_mod) or (
             second is not None and second() is not block_mask
@@ -170,10 +170,10 @@ def try_fast_path(
     backend: Any,
     deterministic: Any,
 ) -> Tensor | tuple[Tensor, Tensor] | None:
-    """Run a call that is like an earlier one: out, or out and LSE; None if it is like none.
+    """Relaunch a call that is like an earlier one: out, or out and LSE; None if there is none.
 
-    The arguments are typed out once more because building an `AttentionCall` costs a tenth of the
-    host time of this path.
+    The arguments are listed here again because building an `AttentionCall` takes a tenth of the host
+    time of this path.
 
     Args:
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, backend,
@@ -194,7 +194,7 @@ def try_fast_path(
             entry.deterministic is deterministic
             and entry.enable_gqa is enable_gqa
             and entry.backend == backend
-            and entry.same(query, key, value, *scores, *masks)
+            and entry.guard(query, key, value, *scores, *masks)
             and entry.recording is grad_enabled()
             and entry.ordered is deterministic_enabled()
         ):
@@ -227,7 +227,7 @@ def try_fast_path(
 
 
 def _edited(entry: _Entry, tensors: Sequence[Tensor]) -> bool:
-    """Whether data has changed on which the tiles or the proofs of a call depend."""
+    """Return whether data has changed on which the tiles or the proofs of a call depend."""
     for place, old_version, address in entry.versions:
         if version(tensors[place]) != old_version or tensors[place].data_ptr() != address:
             return True
@@ -235,12 +235,12 @@ def _edited(entry: _Entry, tensors: Sequence[Tensor]) -> bool:
 
 
 def remember(call: AttentionCall, key: CallKey, prepared: PreparedCall) -> None:
-    """Remember a call that has run for `try_fast_path`.
+    """Store a call that has run, for `try_fast_path`.
 
     Args:
         call: its arguments; kernel_options and return_aux are None, and the scale is positive.
-        key: what it is like.
-        prepared: what ran it.
+        key: its key.
+        prepared: the prepared call that ran it.
     """
     if not key.by_identity or prepared.attention is None or prepared.is_dense:
         return
@@ -262,12 +262,12 @@ def remember(call: AttentionCall, key: CallKey, prepared: PreparedCall) -> None:
     if captured is None:
         return
     place = {id(t): i for i, t in enumerate([t for part in captured for t in part])}
-    same = alike(tensors)
-    if same is None or not all(id(t) in place for t in key.data):
+    guard = tensor_guard(tensors)
+    if guard is None or not all(id(t) in place for t in key.data):
         return
     bucket.entries.add(
         _Entry(
-            same,
+            guard,
             call.enable_gqa,
             call.backend,
             call.deterministic,
@@ -285,7 +285,7 @@ def remember(call: AttentionCall, key: CallKey, prepared: PreparedCall) -> None:
 def _new_bucket(
     at: _BucketKey, score_mod: Any, block_mask: Any, device: torch.device
 ) -> _Bucket | None:
-    """Make a bucket; None for functions that have no guard."""
+    """Create a bucket; return None for functions that have no guard."""
     lists, function = None, block_mask
     if block_mask.__class__ is BlockMask or is_flex(block_mask):
         lists, function = _BlockLists(block_mask), block_mask.mask_mod

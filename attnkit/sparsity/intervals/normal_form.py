@@ -34,7 +34,7 @@ from attnkit.tracing.mask import check_built_for
 from attnkit.tracing.tracer import Traced
 from attnkit.util import caches
 from attnkit.util.arguments import check_captured, check_size
-from attnkit.util.devices import resolved
+from attnkit.util.devices import resolve_device
 from attnkit.util.tensor_cache import VersionedCache
 
 MAX_INTERVALS = 4  # per row: with more, evaluating the mask costs no more
@@ -182,7 +182,7 @@ def intervals(
     >>> form.rows()[0, 0, :, 0].tolist()
     [[0, 1], [0, 2], [1, 3], [2, 4]]
     """
-    at = None if device is None else resolved(device)
+    at = None if device is None else resolve_device(device)
     form = intervals_of(mask, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads, device=at)
     return form if isinstance(form, Intervals) else None
 

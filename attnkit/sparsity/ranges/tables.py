@@ -21,7 +21,7 @@ from attnkit.sparsity.ranges.eval_interval import Interval
 from attnkit.sparsity.ranges.gather import Lead, entries
 from attnkit.sparsity.ranges.serial import evaluate_serial
 from attnkit.util import caches
-from attnkit.util.chunks import at_once
+from attnkit.util.chunks import chunk_size
 
 Reduce = Callable[[Tensor, Tensor], Tensor]
 
@@ -150,7 +150,7 @@ class Domain:
         lead = (self.b.numel() if "b" in reads else 1) * (self.h.numel() if "h" in reads else 1)
         length = self.span(side)[1]
         points = _PASS_BYTES // (8 * len(ir.topo(*nodes)) * lead)
-        points = max(1, min(points, at_once(length * lead, self.device) // lead))
+        points = max(1, min(points, chunk_size(length * lead, self.device) // lead))
         step = points // block * block
         if step:
             yield from ((i, min(i + step, length)) for i in range(0, length, step))
@@ -297,7 +297,7 @@ def sliding(values: Tensor, width: int, reduce: Reduce) -> Tensor:
     length = values.shape[-1]
     whole = length - width + 1
     lead = values[..., 0].numel()
-    step = max(1, width, at_once(values.numel(), values.device) // lead - width + 1)
+    step = max(1, width, chunk_size(values.numel(), values.device) // lead - width + 1)
     parts = [
         _windows(values[..., first : min(first + step, whole) + width - 1], width, reduce)
         for first in range(0, whole, step)
@@ -366,7 +366,7 @@ def value_range(tensor: Tensor, n: Node, dtype: torch.dtype) -> Interval:
     if n.type == BOOL and tensor.dtype != torch.bool:
         tensor = tensor != 0
     flat = tensor.reshape(-1)
-    parts = [_ends(part) for part in flat.split(at_once(flat.numel(), flat.device))]
+    parts = [_ends(part) for part in flat.split(chunk_size(flat.numel(), flat.device))]
     low, high = parts[0]
     if len(parts) > 1:
         low = _ends(torch.stack([p[0] for p in parts]))[0]

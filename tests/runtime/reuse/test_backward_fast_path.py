@@ -14,7 +14,7 @@ from attnkit.splice import BackwardInputs, Captured
 from attnkit.util import torch_private
 
 pytestmark = pytest.mark.skipif(
-    torch_private.alike([]) is None, reason="torch has no tensor guards"
+    torch_private.tensor_guard([]) is None, reason="torch has no tensor guards"
 )
 
 SCALE = 0.5

@@ -24,7 +24,7 @@ from attnkit.util import torch_private
 LENGTH = 40
 
 pytestmark = pytest.mark.skipif(
-    torch_private.alike([]) is None, reason="torch does not compare tensors"
+    torch_private.tensor_guard([]) is None, reason="torch does not compare tensors"
 )
 
 
