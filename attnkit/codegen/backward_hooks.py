@@ -1,7 +1,7 @@
-"""The hooks of a GPU backward kernel, made from the graphs of a variant.
+"""Implement the hooks of a GPU backward kernel with the graphs of a variant.
 
-`GraphBackward` is what `attnkit.templates.common.hooks.BackwardHooks` describes. Plain Python that
-runs while a kernel is traced; the kernel's hooks and this module know nothing else of each other.
+`GraphBackward` implements `attnkit.templates.common.hooks.BackwardHooks`. It is plain Python that
+runs while a kernel is traced. The kernel knows only that interface.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ONE = const(1.0)
 
 
 class GraphBackward(GraphForward):
-    """The hooks of a score_mod and a mask, with the gradients of captured tensors.
+    """Hooks of a score_mod and a mask, with the gradients of captured tensors.
 
     Args:
         root: the score_mod; None for the score itself.
@@ -61,10 +61,10 @@ class GraphBackward(GraphForward):
         loads: tuple[tuple[Node, Node], ...] = ()
         dscore = arg("grad")
         if root is not None:
-            found = adjoint(root)
-            dscore = found.dscore
+            derivative = adjoint(root)
+            dscore = derivative.dscore
             learned = [i for i, need in enumerate(needs_grad) if need]
-            loads = tuple((n, c) for n, c in found.loads if int(str(n.attr)) in learned)
+            loads = tuple((n, c) for n, c in derivative.loads if int(str(n.attr)) in learned)
             self.slots = tuple(learned.index(int(str(n.attr))) for n, _ in loads)
         else:
             self.slots = ()
@@ -73,9 +73,8 @@ class GraphBackward(GraphForward):
         self._dscore = unscaled(dscore)
         self._slope = unscaled(_with_unit_gradient(dscore))
         self.sloped = self._slope is not _ONE
-        form = score_form(
-            root, separate_distance=not self.sloped
-        )  # a slope leaves no registers for it
+        # with a derivative of the mod there are no registers for a separate distance term
+        form = score_form(root, separate_distance=not self.sloped)
         super().__init__(form, mask, ends, scores=scores, listed=listed, positive=positive)
         parts = [n for n in (form.factor, form.bias, form.slope) if n is not None]
         self.distant = form.distance is not None
@@ -90,7 +89,7 @@ class GraphBackward(GraphForward):
         )
 
     def head(self, site: Any) -> Values:
-        """Values of a tile."""
+        """Emit the values of a tile."""
         scores, _ = self._tensors(site)
         distance = None
         if self.form.distance is not None:
@@ -99,16 +98,16 @@ class GraphBackward(GraphForward):
         return (*super().head(site), self._adjoint.head(site, scores), distance)
 
     def distance(self, site: Any, head: Values) -> Any:
-        """What x has for each step of kv - q, besides what `both` gives; None for nothing."""
+        """Return the factor of kv - q that the kernel adds to the x of `both`; None for none."""
         return head[5]
 
     def row(self, site: Any, head: Values, q: Any) -> Values:
-        """Values of a row."""
+        """Emit the values of a row."""
         scores, _ = self._tensors(site)
         return (*super().row(site, head, q), self._adjoint.row(site, scores, head[4], q))
 
     def columns(self, site: Any, head: Values, kv: Sequence[Any], masked: bool) -> list[Values]:
-        """Values of columns; those of the mask only in masked blocks."""
+        """Emit the values of columns; those of the mask only in masked blocks."""
         scores, _ = self._tensors(site)
         return [
             (*values, None, self._adjoint.column(site, scores, head[4], at))
@@ -200,7 +199,7 @@ def _element(
 
 
 def _with_unit_gradient(dscore: Node) -> Node:
-    """The adjoint of the score for a gradient of 1, simplified."""
+    """Return the derivative of the mod by the score: its adjoint for a gradient of 1, simplified."""
     mapping: dict[Node, Node] = {}
     for n in ir.topo(dscore):
         if n is arg("grad"):

@@ -1,12 +1,12 @@
-"""The graph as CuTe-DSL values, made while a kernel is traced.
+"""Emit the graph as CuTe-DSL values while a kernel is traced.
 
 `emit` is plain Python that runs at trace time: it may be called from inside a kernel, or from an
 object that a kernel takes as a Constexpr. This module imports the DSL; import it only where a
 kernel is built.
 
-The result means what torch means, as `interp.torch` does: floor division and modulo of negatives,
-negative indices, NaN through min and max. With `fast=False` every operation compiles for the GPU
-and for the host; what torch computes exactly or correctly rounded has torch's bits, the rest is
+The semantics are torch's, as in `graph.eval_torch`: floor division and modulo of negatives, negative
+indices, NaN through min and max. With `fast=False` every operation compiles for the GPU and for the
+host. Operations that torch computes exactly or correctly rounded have torch's bits; the others are
 within 3 units of float32's last place (on the host and on an H200). With `fast=True` the GPU's own
 instructions are used, approximate ones included, and the result runs on a GPU only. Relative
 errors there, on an H200: tanh 1.1e-5, exp 4e-6 (at 60), div and sqrt 1.5e-7, sigmoid 4e-6;
