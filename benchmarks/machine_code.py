@@ -24,7 +24,7 @@ from emulate import DIRECTIONS, library
 from frames import head_dims
 
 from attnkit.errors import AttnkitError
-from attnkit.jit import emulation
+from attnkit.jit import dsl_runtime, emulation
 from attnkit.jit import kernel as compiled
 from attnkit.jit.cubin import kernel_code
 from attnkit.masks import causal
@@ -153,6 +153,8 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=1, help="processes")
     parser.add_argument("--save", type=Path, help="write the rows to this file")
     parser.add_argument("--against", type=Path, help="compare with the rows of this file")
+    parser.add_argument("--record", type=Path, help="append a row with the outcome to this file")
+    parser.add_argument("--commits", nargs=2, default=("", ""), help="to record: before and after")
     options = parser.parse_args()
     options.arch = options.arch or ARCHS
     options.head_dim = options.head_dim or HEAD_DIMS
@@ -174,6 +176,14 @@ def main() -> int:
             print(f"differs: {identity(row)}: {old['registers']} -> {row['registers']} registers")
     compared = f": {different} differ, {unknown} are not in the file" if options.against else ""
     print(f"{count} kernels{compared}")
+    if options.record:
+        outcome: Row = {"benchmark": "machine code", "before": options.commits[0]}
+        outcome |= {"after": options.commits[1], "archs": options.arch}
+        outcome |= {"head_dims": options.head_dim, "directions": options.direction}
+        outcome |= {"deterministic": options.deterministic, "kernels": count}
+        outcome |= {"differ": different, "unknown": unknown, "libraries": dsl_runtime.identity()}
+        with options.record.open("a") as file:
+            file.write(json.dumps(outcome) + "\n")
     return bool(different or unknown)
 
 

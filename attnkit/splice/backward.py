@@ -34,12 +34,8 @@ _DEFAULT_LENGTH = 4096  # of sequences, if the caller gives no tiles
 
 def supports(kernel_call: KernelCall, inputs: BackwardInputs) -> bool:
     """Return whether the kernels of the call's target can compute this backward."""
-    program, spec, runs, query = (
-        kernel_call.program,
-        kernel_call.spec,
-        kernel_call.runs,
-        inputs.query,
-    )
+    program, spec, runs = kernel_call.program, kernel_call.spec, kernel_call.runs
+    query = inputs.query
     if spec.target is None:
         return False
     template = backward_template(spec.target)

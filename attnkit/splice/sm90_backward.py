@@ -21,12 +21,12 @@ ROLES = {  # warps, see templates.sm90.backward_shared
     "consumer 1": range(8, 12),
 }
 OPTIONS = ""
-# Of a q block, and of a kv block of dK or dV: one for each consumer and chunk. Chunks are half of 64
-# rows of keys: of values of twice that width there are four.
+# Of a q block, and of a kv block of dK or dV: one for each consumer and chunk. Chunks are half of
+# 64 rows of keys: of values of twice that width there are four.
 SEMAPHORES = 2, 8
 
-# Cycles, measured on one H200, bfloat16: blocks of 64 x 128 at head dim 128, of 128 x 128 at 64, and of
-# 64 x 64 at 256. `partial` and `merge` are estimates.
+# Cycles, measured on one H200, bfloat16: blocks of 64 x 128 at head dim 128, of 128 x 128 at 64,
+# and of 64 x 64 at 256. `partial` and `merge` are estimates.
 _PLAIN = Cost(full=3030, partial=3180, tile=9500, merge=6500)
 _TALL = Cost(full=3500, partial=3700, tile=9500, merge=5000)
 _WIDE = Cost(full=5700, partial=5850, tile=15000, merge=6000)

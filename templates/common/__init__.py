@@ -1,1 +1,1 @@
-"""What the Hopper and Blackwell kernels share: hooks, device functions, TMA, sums, combine."""
+"""What the Hopper and Blackwell kernels share: hooks, work tiles, semaphores, preprocess, combine."""

@@ -1,7 +1,8 @@
 """Split KV combine: merge the partial results of rows that were split along kv, exactly.
 
 Each part is a softmax over some of the columns, with its LSE. The output of the row is their mean
-weighted by 2**(LSE in log2), which needs no second look at the scores (Milakov and Gimelshein 2018).
+weighted by 2**(LSE in log2), which needs no second look at the scores (Milakov and Gimelshein
+2018).
 """
 
 from __future__ import annotations

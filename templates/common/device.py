@@ -116,7 +116,7 @@ def pinned(x: Any) -> Any:
 
 
 def after(values: list[Any], others: list[Any]) -> list[Any]:
-    """Return the same values, made to depend on the others: the compiler computes them after those."""
+    """Return the same values, which the compiler takes to depend on the others."""
     none = cute.arch.inline_ptx("mov.b32 {$w0}, 0;", write_only_types=[Int32], read_only_args=[])
     return [
         cute.arch.inline_ptx(
@@ -130,7 +130,7 @@ def after(values: list[Any], others: list[Any]) -> list[Any]:
 
 
 def quad_max(x: Any, nan: bool) -> Any:
-    """Return the maximum over the four threads of a row; NaN passes if `nan`, else it is skipped."""
+    """Return the maximum over the four threads of a row; NaN passes only if `nan`."""
     x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, 1), nan=nan)
     return cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, 2), nan=nan)
 
@@ -154,7 +154,7 @@ def finite_or_zero(x: Any) -> Any:
 
 
 def try_wait(barrier: Any, parity: Any, nanoseconds: int) -> Any:
-    """Return whether a phase of a barrier is complete, or becomes so in about so long; warp-uniform."""
+    """Return whether a phase of a barrier is complete or soon will be; the same for a warp."""
     done = cute.arch.inline_ptx(
         "{ .reg .pred done; mbarrier.try_wait.parity.shared::cta.b64 done, [{$r0}], {$r1}, {$r2}; "
         "selp.b32 {$w0}, 1, 0, done; }",

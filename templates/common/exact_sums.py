@@ -3,8 +3,8 @@
 An exact sum consists of integers, so that the order of the additions does not matter. A float is a
 whole number of 24 bits times a power of two. Numbers whose exponents agree but for their last three
 bits are added to one of 32 integers of 64 bits, their bin; infinite numbers and NaN set bits of one
-more. 2**32 numbers fit a bin. `attnkit.splice.exact_sums` reads the sums. After the long accumulator
-of Kulisch and Miranker (1981).
+more. 2**32 numbers fit a bin. `attnkit.splice.exact_sums` reads the sums. After the long
+accumulator of Kulisch and Miranker (1981).
 """
 
 from __future__ import annotations

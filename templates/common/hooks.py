@@ -1,9 +1,9 @@
 """The interface of a variant to the GPU kernels: functions that emit code while a kernel is traced.
 
-Hooks are plain Python objects. A kernel calls their methods while it is traced; they return
-scalars of the DSL (Float32, Int32, Boolean) and tuples of them. The kernel asks once for values of a
-head, a row, a column or a block, and passes them to the hooks that follow. All positions are Int32
-and lie inside the tensors: the kernel clamps those of rows and columns beyond the ends.
+Hooks are plain Python objects. A kernel calls their methods while it is traced; they return scalars
+of the DSL (Float32, Int32, Boolean) and tuples of them. The kernel asks once for values of a head,
+a row, a column or a block, and passes them to the hooks that follow. All positions are Int32 and
+lie inside the tensors: the kernel clamps those of rows and columns beyond the ends.
 
 Scores are in units of log2: a kernel computes probabilities as 2**(x * factor + block - maximum).
 """
@@ -75,7 +75,7 @@ class ForwardHooks(Protocol):
         ...
 
     def held(self, site: Any, head: Values, offsets: Sequence[Value]) -> Values:
-        """Return values of columns, by offset from a block's first, that are the same in every block."""
+        """Return values of columns that are the same in every block, by offset from its first."""
         ...
 
     def block(self, site: Any, head: Values, kv: Value) -> Value:
@@ -147,9 +147,9 @@ class BackwardHooks(ForwardHooks, Protocol):
     """Emits the score again, its slope, and gradients, for a backward.
 
     A tile is a kv block: the kernel asks for its columns once, and its first column is the origin,
-    so that `block` is not used. Rows come two at a time, with `row` called in every block. `ends` is
-    called for columns: the intervals of q that a column keeps. Terms that are linear in kv - q are in
-    no other hook than `distance`.
+    so that `block` is not used. Rows come two at a time, with `row` called in every block. `ends`
+    is called for columns: the intervals of q that a column keeps. Terms that are linear in kv - q
+    are in no other hook than `distance`.
 
     Attributes:
         sloped: whether the derivative of the mod by the score differs from 1.
@@ -214,5 +214,5 @@ class BackwardHooks(ForwardHooks, Protocol):
     def place(
         self, i: int, site: Any, shape: Sequence[Value], q: Value | None, kv: Value | None
     ) -> tuple[Value, ...]:
-        """Return the index of learned load i in its tensor, of this shape; q and kv as its level says."""
+        """Return the index of learned load i in a tensor of this shape; q, kv as its level says."""
         ...

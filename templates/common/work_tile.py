@@ -1,4 +1,4 @@
-"""The backward's work tiles: their rows in the work list, their records, and the walk of their runs.
+"""Work tiles of the backward: rows of the work list, records, and the walk of runs.
 
 A work tile is a kv block with all q blocks that the mask does not leave empty. The host writes one
 row a work tile to the work list (`attnkit.schedule.scheduler.Schedule.table`). The producer warp

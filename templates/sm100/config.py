@@ -75,46 +75,46 @@ class ForwardConfig:
 
     def problems(self) -> list[str]:
         """What keeps a kernel of this configuration from being built; empty if nothing does."""
-        found = []
+        problems = []
         if self.dtype not in ("bfloat16", "float16"):
-            found.append(f"dtype={self.dtype!r}: expected 'bfloat16' or 'float16'")
+            problems.append(f"dtype={self.dtype!r}: expected 'bfloat16' or 'float16'")
         for name in ("head_dim", "head_dim_v"):
             size = getattr(self, name)
             if size % 32 or not 32 <= size <= 256:
-                found.append(f"{name}={size}: expected a multiple of 32, at most 256")
+                problems.append(f"{name}={size}: expected a multiple of 32, at most 256")
         if self.block_kv not in (64, 128):
-            found.append(f"block_kv={self.block_kv}: expected 64 or 128")
+            problems.append(f"block_kv={self.block_kv}: expected 64 or 128")
         if self.q_tiles not in (1, 2):
-            found.append(f"q_tiles={self.q_tiles}: expected 1 or 2")
+            problems.append(f"q_tiles={self.q_tiles}: expected 1 or 2")
         if self.halves and (self.q_tiles, self.block_kv) != (2, 128):
-            found.append(
+            problems.append(
                 f"halves=True with q_tiles={self.q_tiles} and block_kv={self.block_kv}: expected "
                 "2 and 128"
             )
         if self.work not in WORK:
-            found.append(f"work={self.work!r}: expected one of {', '.join(map(repr, WORK))}")
+            problems.append(f"work={self.work!r}: expected one of {', '.join(map(repr, WORK))}")
         if self.two_cta and ((self.q_tiles, self.block_kv) != (2, 128) or self.work == "counter"):
-            found.append(
+            problems.append(
                 f"two_cta=True with q_tiles={self.q_tiles}, block_kv={self.block_kv} and "
                 f"work={self.work!r}: expected 2, 128 and 'clc'"
             )
         if self.alias and self.head_dim_v > self.head_dim:
-            found.append(
+            problems.append(
                 f"alias=True with head_dim_v={self.head_dim_v}: expected at most {self.head_dim}, "
                 "the head_dim of the query tile"
             )
-        columns = 2 * self.block_kv + self.q_tiles * self.head_dim_v
+        columns = S_STAGES * self.block_kv + self.q_tiles * self.head_dim_v
         if columns > TMEM_COLUMNS:
-            found.append(
+            problems.append(
                 f"q_tiles={self.q_tiles}, block_kv={self.block_kv}, head_dim_v={self.head_dim_v} "
                 f"take {columns} columns of tensor memory, there are {TMEM_COLUMNS}: take q_tiles=1"
             )
-        if not found and self.stages < 2:
-            found.append(
+        if not problems and self.stages < 2:
+            problems.append(
                 f"{self.q_tiles} query tiles of head_dim={self.head_dim} leave no room for K and V in "
                 f"{SMEM_BYTES} bytes of shared memory: take alias=True, q_tiles=1 or block_kv=64"
             )
-        return found
+        return problems
 
     @property
     def ctas(self) -> int:
@@ -173,25 +173,27 @@ class ForwardConfig:
     def roles(self) -> dict[str, tuple[range, int]]:
         """Warps of each role, and registers a thread."""
         softmax, correction, rest = self.registers
-        found = {f"softmax {t}": (range(4 * t, 4 * t + 4), softmax) for t in range(self.q_tiles)}
-        last = 4 * self.q_tiles
-        found["correction"] = range(last, last + 4), correction
-        for i, name in enumerate(("products", "loads", "stores")):
-            found[name] = range(last + 4 + i, last + 5 + i), rest
-        return found
+        warps = WARPGROUP_WARPS
+        roles = {
+            f"softmax {t}": (range(warps * t, warps * (t + 1)), softmax)
+            for t in range(self.q_tiles)
+        }
+        roles["correction"] = range(self.correction_warp, self.mma_warp), correction
+        single = {"products": self.mma_warp, "loads": self.load_warp, "stores": self.store_warp}
+        return roles | {name: (range(warp, warp + 1), rest) for name, warp in single.items()}
 
     @property
     def tmem(self) -> list[tuple[str, int, int]]:
         """What tensor memory holds: names, first columns, columns. P takes half of S, the last."""
         tiles = range(self.q_tiles)
         return [
-            *((f"S {t}", t * self.block_kv, self.block_kv) for t in range(2)),
+            *((f"S {t}", t * self.block_kv, self.block_kv) for t in range(S_STAGES)),
             *((f"O {t}", self.out_column(t), self.head_dim_v) for t in tiles),
         ]
 
     def out_column(self, t: int) -> int:
         """First column of the output of query tile t in tensor memory."""
-        return 2 * self.block_kv + t * self.head_dim_v
+        return S_STAGES * self.block_kv + t * self.head_dim_v
 
     @property
     def threads(self) -> int:

@@ -428,12 +428,12 @@ class Softmax:
 
 @cute.jit
 def _repeated(
-    compute: cutlass.Constexpr, first: cutlass.Constexpr, end: cutlass.Constexpr, found: Float32
+    compute: cutlass.Constexpr, first: cutlass.Constexpr, end: cutlass.Constexpr, value: Float32
 ):
-    """Compute `found = compute(c, found)` for c from `first` to `end`, in a loop."""
+    """Compute `value = compute(c, value)` for c from `first` to `end`, in a loop."""
     for c in cutlass.range(first, end, unroll=1):
-        found = compute(c, found)
-    return found
+        value = compute(c, value)
+    return value
 
 
 def total_of(sums: Any) -> Any:

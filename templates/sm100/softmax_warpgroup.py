@@ -106,7 +106,7 @@ class SoftmaxWarpgroup:
                 self.block(False, kv_idx, tile_idx, tile, thread, row_numbers, block_ring, bars)
                 kv_idx += 1
             scale, lse, max_score = self.softmax.finish(tile, state, gaps[place])
-            row_numbers.wait_empty(kv_idx + tile_idx)
+            row_numbers.wait_empty(kv_idx + tile_idx)  # one number a block and one a tile before
             row_numbers.write(place, scale)
             # read again: held through the loops, it would take registers from them
             work = work_ring.wait(tile_idx)

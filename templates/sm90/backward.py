@@ -2,16 +2,16 @@
 
 One CTA per SM, persistent. Warpgroup 0 holds a warp that loads by TMA and two that add dQ to
 float32 sums; the other two warpgroups are consumers of 64 kv positions each. For every q block a
-consumer recomputes S^T = K Q^T and dP^T = V dO^T, computes P and dS in registers, and adds
-dV += P^T dO and dK += dS^T Q from there. What limits it is shared memory, so that four steps
-of 16 columns of K come from registers as well, read once a kv block, where the variant leaves room.
-dS also goes through shared memory, transposed, where a consumer reads both halves for its part of
-dQ = dS K: that of the q block before, so that no consumer waits for the other, and the tensor cores
-have the products of one while the other computes. dQ leaves through shared memory by bulk reductions.
+consumer recomputes S^T = K Q^T and dP^T = V dO^T, computes P and dS in registers, and adds dV +=
+P^T dO and dK += dS^T Q from there. What limits it is shared memory, so that four steps of 16
+columns of K come from registers as well, read once a kv block, where the variant leaves room. dS
+also goes through shared memory, transposed, where a consumer reads both halves for its part of dQ =
+dS K: that of the q block before, so that no consumer waits for the other, and the tensor cores have
+the products of one while the other computes. dQ leaves through shared memory by bulk reductions.
 
-Work tiles overlap: K has two stages, so that the next one's is there, and V one, free once dP of the
-last q block is done. dK and dV leave from registers while the first S and dP of the next work tile
-are computed, and dQ of the last q block is the first that the next work tile issues.
+Work tiles overlap: K has two stages, so that the next one's is there, and V one, free once dP of
+the last q block is done. dK and dV leave from registers while the first S and dP of the next work
+tile are computed, and dQ of the last q block is the first that the next work tile issues.
 
 Query and kv blocks come in ascending order, PARTIAL and FULL mixed; only blocks marked as masked
 run mask instructions. Float32 sums are kept in units of 64 x 64 in the order of the accumulators'
@@ -373,10 +373,11 @@ class Backward:
         cute.arch.mbarrier_wait(bars.load.k_full, 0)
         valid = info[RECORD + WorkTile.VALID]
         while valid != 0:
+            # prologue: part of K to registers, the first q block
             for k in cutlass.range_constexpr(self.held_steps):
                 mma.load_k(k, kv_count & 1)
             record = record_of(c, kv_count & 1)
-            if const_expr(self.lse_in_mma.with_slope):
+            if const_expr(self.lse_in_mma.with_slope):  # K's columns change with the head
                 where = info[record + WorkTile.BATCH], info[record + WorkTile.HEAD]
                 scaled = self.lse_in_mma.scale(p.scale)
                 site = Site(captured, *where, p.q_len, p.kv_len, scaled, Int32(0))
@@ -398,6 +399,7 @@ class Backward:
                 True, count == 1, consumer, block, tile, sums, place, q_count, kv_count, note
             )
             q_count += 1
+            # mainloop
             for j in cutlass.range(count - 1, unroll=1):
                 block = self.start_block(False, consumer, q_count, kv_count)
                 note = self.finish_block(
@@ -422,7 +424,7 @@ class Backward:
 
     def set_up(
         self, mmas: tuple, views: SmemLayouts, smem: LoadTargets, bars: Barriers, factors: Any,
-        out: Outputs, row0: Any,
+        out: Outputs, row0: Int32,
     ) -> Consumer:  # fmt: skip
         """Make operands and accumulators, and the copy of dS to shared memory."""
         c = self.config
@@ -442,8 +444,8 @@ class Backward:
         ds_smem = ds_thread.partition_D(views.ds_written)
         return Consumer(mma, bars, smem, out, row0, ds_copy, ds_thread, ds_smem)
 
-    def start_block(self, first: bool, w: Consumer, q_count: Any, kv_count: Any) -> QBlock:
-        """Issue S and dP of a q block; on the first of a work tile, write dK and dV of the last one.
+    def start_block(self, first: bool, w: Consumer, q_count: Int32, kv_count: Int32) -> QBlock:
+        """Issue S and dP of a q block; on the first of a work tile, write the last dK and dV.
 
         Args:
             first: whether it is the first of its work tile.
@@ -479,14 +481,14 @@ class Backward:
 
     def finish_block(
         self, first: bool, last: Any, w: Consumer, block: QBlock, tile: KvBlock,
-        sums: CapturedSums, place: Any, q_count: Any, kv_count: Any, note: Any,
+        sums: CapturedSums, place: Any, q_count: Int32, kv_count: Int32, note: Any,
     ) -> Any:  # fmt: skip
         """Compute P and dS of a q block, issue the products with them, and dQ of the block before.
 
         Args:
             first, last: whether it is the first and the last of its work tile.
             place: the first chunk of dQ of the kv block, and its turn.
-            note: where dQ of the block before goes; that of the work tile before, if it is the first.
+            note: where dQ of the block before goes, be it of the work tile before.
 
         Returns:
             Where its own dQ goes.
@@ -503,7 +505,7 @@ class Backward:
         else:
             warpgroup.wait_group(1)  # S is there; dP runs beside the exponentials
             self.softmax.compute_p(block, tile, mma.s, mma.s, p)
-            warpgroup.wait_group(0)
+            warpgroup.wait_group(0)  # dP is there
             self.release_last(last, v_empty)
             self.softmax.compute_ds(mma.s, p, mma.dp, block.delta, ds)
         # both consumers have read dS of two blocks before
@@ -515,7 +517,7 @@ class Backward:
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         device.arrive(bars.ds_full + s)
-        warpgroup.fence()
+        warpgroup.fence()  # P and dS are operands in registers
         mma.issue_dv(s, first)
         if first:  # at the very beginning there is none before: the block's own, which is not sent
             mma.issue_dq(bars, _before(q_count), _before(kv_count))
@@ -550,5 +552,5 @@ def _held_steps(config: BackwardConfig, hooks: BackwardHooks) -> int:
     return 0 if config.rounded and by_element else HELD_STEPS
 
 
-def _before(count: Any) -> Any:
+def _before(count: Int32) -> Any:
     return cutlass.max(count - 1, Int32(0))

@@ -76,9 +76,16 @@ class CapturedGrads(ExactSums):
             self.compute(block, False, tile, scores, p, dp, ds, sums)
 
     def compute(
-        self, block: QBlock, masked: bool | None, tile: KvBlock, scores: Any, p: Any, dp: Any,
-        ds: Any, sums: CapturedSums,
-    ) -> None:  # fmt: skip
+        self,
+        block: QBlock,
+        masked: bool | None,
+        tile: KvBlock,
+        scores: cute.Tensor,
+        p: cute.Tensor,
+        dp: cute.Tensor,
+        ds: cute.Tensor,
+        sums: CapturedSums,
+    ) -> None:
         """Write P to `p` and dS to `ds` in the dtype, and add the gradients of captured tensors.
 
         Args:

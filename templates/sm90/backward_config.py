@@ -23,8 +23,8 @@ class BackwardConfig:
             otherwise they are stored in the dtype.
         turns: "ascending" or "descending": sums are formed in this order of kv blocks, that of the
             schedule; "" for any order.
-        firsts: first-writer dQ: of the kv blocks that add to a q block, the first in the list stores
-            its part instead, and the others wait for its flag, or for their turn; see
+        firsts: first-writer dQ: of the kv blocks that add to a q block, the first in the list
+            stores its part instead, and the others wait for its flag, or for their turn; see
             `attnkit.schedule.first_writer`.
         less_lse: the tensor cores subtract LSE / scale from S, see `backward_lse_in_mma`; for mods
             that add to the score what does not depend on it.
@@ -59,7 +59,7 @@ class BackwardConfig:
 
     @property
     def flags(self) -> int | None:
-        """Flags of the chunks of 64 rows of dQ, cleared instead of its sums; None to clear these."""
+        """Flags of 64 rows of dQ, cleared instead of its sums; None to clear these."""
         if not self.firsts:
             return None
         return 0 if self.turns else 2 * ROWS // self.block_q  # who has a turn needs no flag

@@ -9,9 +9,9 @@ that is ready by then and has its turn. It does not pass the turn itself either,
 wait for what is under way: another warp is told of chunks that have landed, and passes their turns.
 
 No deadlock: a warp that waits for a turn, or for a chunk, holds no chunk whose turn it has not
-reported. The warp that passes turns serves both consumers alternately: what it holds of one may wait
-until a chunk of the other has landed, which itself waits for earlier work tiles only. Loads and
-products wait for no turn, and run ahead.
+reported. The warp that passes turns serves both consumers alternately: what it holds of one may
+wait until a chunk of the other has landed, which itself waits for earlier work tiles only. Loads
+and products wait for no turn, and run ahead.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class DeterministicReduce:
         """Pass the turn of a chunk that has landed to the next kv block."""
         rows, row = order[OrderTable.ROW], chunk >> 1
         low, high, first, last = Int32(0), Int32(0), Int32(0), Int32(0)
-        if following < 0:  # loaded before the fence, which takes as long
+        if following < 0:  # before the fence, which would delay these loads
             low, high = rows[row, OrderRow.RUNS_BEGIN], rows[row, OrderRow.RUNS_END]
             first, last = rows[row, OrderRow.FIRST_TURN], rows[row, OrderRow.LAST_TURN]
         cute.arch.fence_acq_rel_gpu()

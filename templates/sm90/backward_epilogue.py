@@ -101,7 +101,7 @@ class Epilogue:
             self.send_dq(dq, note, out, q_count - 1, free)
 
     def send_dq(
-        self, dq: Any, note: Any, out: Outputs, q_count: Any, free: bool = False,
+        self, dq: cute.Tensor, note: tuple, out: Outputs, q_count: Int32, free: bool = False,
         next_chunk: Any = None,
     ) -> None:  # fmt: skip
         """Hand over a block's dQ, and release its dS.
@@ -115,7 +115,7 @@ class Epilogue:
         rest = () if next_chunk is None else (next_chunk,)
         self.send(dq, (*note, Int32(-1), *rest), out, free)
 
-    def send(self, chunk: Any, note: Any, out: Outputs, free: bool = False) -> None:
+    def send(self, chunk: cute.Tensor, note: tuple, out: Outputs, free: bool = False) -> None:
         """Hand a chunk to the warp that adds it to the sums.
 
         Args:
@@ -268,7 +268,9 @@ class Epilogue:
             first = first + p.kv_batch * p.kv_heads * kv_blocks * 2 * count
         return chunks
 
-    def add_shared(self, dk: Any, dv: Any, place: Any, record: Any, out: Outputs) -> None:
+    def add_shared(
+        self, dk: cute.Tensor, dv: cute.Tensor, place: tuple, record: Int32, out: Outputs
+    ) -> None:
         """Send a consumer's dK and dV to sums that the query heads of a kv head share."""
         turn = out.info[record + WorkTile.TURN]
         turns = out.info[record + WorkTile.NUM_TURNS]
@@ -279,7 +281,14 @@ class Epilogue:
                 self.send(chunk_of(acc, i, self.config.chunk), note, out)
 
     def write(
-        self, acc: Any, target: Any, place: Any, factor: Any, staging: Any, wg: Any, lane: Any
+        self,
+        acc: cute.Tensor,
+        target: cute.Tensor,
+        place: tuple,
+        factor: Float32 | None,
+        staging: cute.Pointer,
+        wg: Int32,
+        lane: Int32,
     ) -> None:
         """Round a consumer's dK or dV and write it, through a warp's own part of shared memory.
 
@@ -379,7 +388,7 @@ def wait_staging_empty(wg: Any) -> None:
     cute.arch.barrier(barrier_id=NamedBarrier.DQ_EMPTY + wg, number_of_threads=DQ_THREADS)
 
 
-def add_all(acc: Any, start: Any) -> None:
+def add_all(acc: cute.Tensor, start: Any) -> None:
     """Add an accumulator to sums that lie in its order, 16 bytes of every thread in turn."""
     for i in range(0, cute.size(acc), 4):
         cute.arch.inline_ptx(
@@ -389,8 +398,8 @@ def add_all(acc: Any, start: Any) -> None:
         )
 
 
-def load_all(acc: Any, start: Any) -> None:
-    """Load an accumulator that `add_all` has added; past the first-level cache, where it may be old."""
+def load_all(acc: cute.Tensor, start: Any) -> None:
+    """Load what `add_all` has added, past the first-level cache, where it may be old."""
     for i in range(0, cute.size(acc), 4):
         words = cute.arch.inline_ptx(
             f"ld.relaxed.gpu.global.v4.f32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}+{512 * i}];",
@@ -401,7 +410,7 @@ def load_all(acc: Any, start: Any) -> None:
             acc[i + k] = words[k]
 
 
-def chunk_of(acc: Any, i: int, size: int) -> Any:
+def chunk_of(acc: cute.Tensor, i: int, size: int) -> Any:
     """Return some of an accumulator's columns as an accumulator, f32 [size] / 128 threads."""
     return cute.make_tensor(acc.iterator + size // WARPGROUP * i, chunk_layout(size))
 

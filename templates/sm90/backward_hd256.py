@@ -1,9 +1,10 @@
 """The backward kernel for Hopper (sm_90a) and head dims above 128.
 
 As in `backward`, a CTA takes a kv block and loops over its q blocks. dK and dV of a whole block do
-not fit the registers of the warpgroup that computes their scores, so that the block has 64 positions
-and the two consumers divide its products otherwise: S^T = K Q^T and dP^T = V dO^T by the rows of the
-q block, dV += P^T dO, dK += dS^T Q and dQ = dS K by columns. P and dS pass through shared memory.
+not fit the registers of the warpgroup that computes their scores, so that the block has 64
+positions and the two consumers divide its products otherwise: S^T = K Q^T and dP^T = V dO^T by the
+rows of the q block, dV += P^T dO, dK += dS^T Q and dQ = dS K by columns. P and dS pass through
+shared memory.
 
     tensor cores: S dP | dV dQ dK S dP | dV ...
     P is computed while dP is, dS while dV is; S and dP of the next q block follow dQ and dK.
@@ -33,7 +34,7 @@ from attnkit.templates.sm90.backward_alibi import Alibi
 from attnkit.templates.sm90.backward_captured_grads import CapturedGrads, CapturedSums
 from attnkit.templates.sm90.backward_config import ROWS
 from attnkit.templates.sm90.backward_hd256_config import Hd256Config
-from attnkit.templates.sm90.backward_hd256_deterministic import Hd256Order, TurnBarriers
+from attnkit.templates.sm90.backward_hd256_deterministic import Hd256Deterministic
 from attnkit.templates.sm90.backward_hd256_mma import (
     Hd256Mma,
     Hd256SmemLayouts,
@@ -50,9 +51,14 @@ from attnkit.templates.sm90.backward_shared import (
     WARPGROUP,
     WARPS,
     Hd256Barrier,
+    Hd256Barriers,
     Lists,
-    LoadBarriers,
     Problem,
+    TurnBarriers,
+    Word,
+    hd256_barrier_count,
+    init_hd256_barriers,
+    place_hd256_barriers,
     row_pairs,
 )
 from attnkit.templates.sm90.backward_softmax import KvBlock, QBlock, SoftmaxBackward
@@ -121,7 +127,7 @@ class BackwardHd256:
         self.producer = Producer(config)
         self.softmax = SoftmaxBackward(config, hooks, Alibi(hooks, config.block_q, False))
         self.captured_grads = CapturedGrads(config, self.softmax)
-        self.order = Hd256Order(config)
+        self.deterministic = Hd256Deterministic(config)
         # registers are short: dQ leaves them before P is computed
         self.tight = bool(hooks.learned)
 
@@ -178,8 +184,8 @@ class BackwardHd256:
 
         @cute.struct
         class Storage:
-            barriers: cute.struct.MemRange[Int64, 7 + 2 * c.q_stages + 2 * c.stages]
-            info: cute.struct.MemRange[Int32, 32]
+            barriers: cute.struct.MemRange[Int64, hd256_barrier_count(c)]
+            info: cute.struct.MemRange[Int32, Word.HD256_COUNT]
             lse: cute.struct.Align[cute.struct.MemRange[Float32, c.q_stages * bm], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, c.stages * bm], 128]
             # Time depends on what lies below 128 KiB: at head dim 256, all but dO and V
@@ -237,7 +243,7 @@ class BackwardHd256:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
-        info = storage.info.get_tensor(cute.make_layout(32))  # int32 words
+        info = storage.info.get_tensor(cute.make_layout(Word.HD256_COUNT))  # int32 [words]
         # f32 [block_q, q_stages] and [block_q, stages]
         smem_lse = storage.lse.get_tensor(cute.make_layout((c.block_q, c.q_stages)))
         smem_delta = storage.delta.get_tensor(cute.make_layout((c.block_q, c.stages)))
@@ -252,28 +258,10 @@ class BackwardHd256:
             )
         )
         smem = LoadTargets(views.k, views.v, views.q, views.do, smem_lse, smem_delta, info)
-        base = storage.barriers.data_ptr()
-        k_full, v_full, kv_empty = base, base + 1, base + 2  # the fourth is not used
-        q_full, q_empty = base + 4, base + 4 + c.q_stages
-        do_full = base + 4 + 2 * c.q_stages
-        do_empty = do_full + c.stages
-        # K and V are released together
-        bars = LoadBarriers(k_full, kv_empty, v_full, kv_empty, q_full, q_empty, do_full, do_empty)
-        turns = TurnBarriers(*(do_empty + c.stages + i for i in range(3)))
+        bars = place_hd256_barriers(c, storage.barriers.data_ptr())
         if warp == LOAD_WARP:
             with cute.arch.elect_one():
-                cute.arch.mbarrier_init(k_full, 1)  # of the producer, with the bytes to come
-                cute.arch.mbarrier_init(v_full, 1)
-                # every lane of the consumers, as each reads the record; below, LSE and delta
-                cute.arch.mbarrier_init(kv_empty, CONSUMER_THREADS)
-                for s in cutlass.range_constexpr(c.q_stages):
-                    cute.arch.mbarrier_init(q_full + s, 1)
-                    cute.arch.mbarrier_init(q_empty + s, CONSUMER_THREADS)
-                for s in cutlass.range_constexpr(c.stages):
-                    cute.arch.mbarrier_init(do_full + s, 1)
-                    cute.arch.mbarrier_init(do_empty + s, CONSUMER_THREADS)
-                if const_expr(c.turns):
-                    turns.init()
+                init_hd256_barriers(c, bars)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()  # all below reads what the preprocess has written
@@ -281,16 +269,16 @@ class BackwardHd256:
         if warp < WARPS:
             cute.arch.setmaxregister_decrease(c.producer_registers)
             if warp == LOAD_WARP:
-                self.producer.run(atoms[:4], tiles[:4], smem, bars, work, problem)
+                self.producer.run(atoms[:4], tiles[:4], smem, bars.load, work, problem)
             if const_expr(c.turns):
                 if warp == WAIT_TURN_WARP:
-                    self.order.wait_turns(turns, info, work.order)
+                    self.deterministic.wait_turns(bars.turns, info, work.order)
                 if warp == PASS_TURN_WARP:
-                    self.order.pass_turns(turns, info, work.order)
+                    self.deterministic.pass_turns(bars.turns, info, work.order)
         else:
             cute.arch.setmaxregister_increase(c.consumer_registers)
             self.consume(
-                (mmas_overwrite, mmas_accumulate), views, smem, (atoms[4:], tiles[4:]), bars, turns,
+                (mmas_overwrite, mmas_accumulate), views, smem, (atoms[4:], tiles[4:]), bars,
                 sums, captured, totals, work.order, problem,
             )  # fmt: skip
 
@@ -301,8 +289,7 @@ class BackwardHd256:
         views: Hd256SmemLayouts,
         smem: LoadTargets,
         store_tma: tuple,
-        bars: LoadBarriers,
-        turns: TurnBarriers,
+        bars: Hd256Barriers,
         sums: cute.Tensor,
         captured: list,
         totals: list,
@@ -310,7 +297,7 @@ class BackwardHd256:
         problem: Problem,
     ):
         """The loop of a consumer warpgroup: products, P, dS, and the epilogue of each work tile."""
-        c, p, info = self.config, problem, smem.info
+        c, p, info, load = self.config, problem, smem.info, bars.load
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
@@ -318,7 +305,7 @@ class BackwardHd256:
         bm = c.block_q
         column0 = (warp % WARPS) * 16 + lane // 4
         row0 = wg * (bm // 2) + (lane % 4) * 2
-        w, dk, dv = self.set_up(mmas, views, smem, turns, sums, wg, thread, row0)
+        w, dk, dv = self.set_up(mmas, views, smem, bars.turns, sums, wg, thread, row0)
         mma, scores, dp, dq = w.mma, w.scores, w.dp, w.dq
         mma_dv, mma_dk = mma.accumulate.dv, mma.accumulate.dk
         blocks = (p.q_len + bm - 1) // bm
@@ -327,7 +314,7 @@ class BackwardHd256:
         q_tiles, kv_tiles = p.batch * p.heads * blocks, p.kv_batch * p.kv_heads * kv_blocks
         learned = self.captured_grads.begin(totals)
         q_count = Int32(0)  # blocks before
-        cute.arch.mbarrier_wait(bars.k_full, 0)
+        cute.arch.mbarrier_wait(load.k_full, 0)
         valid = info[RECORD + WorkTile.VALID]
         while valid != 0:
             kv_block, h = info[RECORD + WorkTile.KV_BLOCK], info[RECORD + WorkTile.HEAD]
@@ -339,37 +326,40 @@ class BackwardHd256:
             first_row = (b * p.heads + h) * blocks
             dk.fill(0.0)
             dv.fill(0.0)
-            cute.arch.mbarrier_wait(bars.v_full, valid - 1)
+            cute.arch.mbarrier_wait(load.v_full, valid - 1)  # `valid` is 1 + the parity
             if count > 0:
+                # first q block: S, dP, and P beside dP
                 r, s = q_count & 1, q_count & 1
-                cute.arch.mbarrier_wait(bars.q_full + r, (q_count >> 1) & 1)
+                cute.arch.mbarrier_wait(load.q_full + r, (q_count >> 1) & 1)
                 mma.issue_s(scores, r)
                 warpgroup.wait_group(0)
-                cute.arch.mbarrier_wait(bars.do_full + s, (q_count >> 1) & 1)
+                cute.arch.mbarrier_wait(load.do_full + s, (q_count >> 1) & 1)
                 mma.issue_dp(dp, self.rows(smem.delta, s, row0), s)
                 word = info[r]
                 self.announce(w, first_row, word, q_count)
                 self.compute_p(w, word, tile, scores, r, s)
+                # mainloop: dV, dS, dQ and dK of this q block, then S, dP and P of the next one
                 for _ in cutlass.range(count - 1, unroll=1):
-                    s, t = q_count & 1, (q_count + 1) & 1
+                    s, t = q_count & 1, (q_count + 1) & 1  # stages of both
                     self.begin_dv(w, dv, s)
                     self.compute_ds(w, word, tile, s, learned)
                     mma.issue_dq(dq, 0)
                     mma.issue_dk(dk, s)
-                    cute.arch.mbarrier_wait(bars.q_full + t, ((q_count + 1) >> 1) & 1)
+                    cute.arch.mbarrier_wait(load.q_full + t, ((q_count + 1) >> 1) & 1)
                     next_scores = self.next_scores(scores)
                     mma.issue_s(next_scores, t)
                     next_word = info[t]
-                    warpgroup.wait_group(2)
-                    cute.arch.mbarrier_arrive(bars.do_empty + s)
+                    warpgroup.wait_group(2)  # dV and dQ are there; dK and the next S run
+                    cute.arch.mbarrier_arrive(load.do_empty + s)
                     self.add_dq(w, first_row, word, q_count, 0)
                     self.announce(w, first_row, next_word, q_count + 1)
                     if const_expr(c.dq_parts == 2):
                         mma.issue_dq(dq, 1)
-                    cute.arch.mbarrier_wait(bars.do_full + t, ((q_count + 1) >> 1) & 1)
+                    cute.arch.mbarrier_wait(load.do_full + t, ((q_count + 1) >> 1) & 1)
                     mma.issue_dp(dp, self.rows(smem.delta, t, row0), t)
+                    # dK and S are there; dP runs, and the second part of dQ if there is one
                     warpgroup.wait_group(c.dq_parts)
-                    cute.arch.mbarrier_arrive(bars.q_empty + s)
+                    cute.arch.mbarrier_arrive(load.q_empty + s)
                     if const_expr(c.dq_parts == 2 and self.tight):
                         warpgroup.wait_group(1)
                         self.add_dq(w, first_row, word, q_count, 1)
@@ -381,27 +371,29 @@ class BackwardHd256:
                         self.add_dq(w, first_row, word, q_count, 1)
                     word = next_word
                     q_count += 1
+                # last q block: nothing to issue ahead
                 s = q_count & 1
                 self.begin_dv(w, dv, s)
                 self.compute_ds(w, word, tile, s, learned)
                 mma.issue_dq(dq, 0)
                 mma.issue_dk(dk, s)
-                warpgroup.wait_group(1)
-                cute.arch.mbarrier_arrive(bars.do_empty + s)
+                warpgroup.wait_group(1)  # dV and dQ are there; dK runs
+                cute.arch.mbarrier_arrive(load.do_empty + s)
                 self.add_dq(w, first_row, word, q_count, 0)
                 for part in cutlass.range_constexpr(1, c.dq_parts):
                     mma.issue_dq(dq, part)
                     warpgroup.wait_group(0)
                     self.add_dq(w, first_row, word, q_count, part)
                 warpgroup.wait_group(0)
-                cute.arch.mbarrier_arrive(bars.q_empty + s)
+                cute.arch.mbarrier_arrive(load.q_empty + s)
                 q_count += 1
-                # here and below read again: through the loop they would take registers
+                # here and below, the record is read again: through the loop it would take registers
                 kv_block, h = info[RECORD + WorkTile.KV_BLOCK], info[RECORD + WorkTile.HEAD]
                 b = info[RECORD + WorkTile.BATCH]
                 origin = kv_block * c.block_kv
                 site = Site(captured, b, h, p.q_len, p.kv_len, p.scale, origin)
                 self.captured_grads.flush(replace(tile, site=site), learned)
+            # epilogue
             place = (
                 info[RECORD + WorkTile.KV_BLOCK],
                 info[RECORD + WorkTile.HEAD],
@@ -413,7 +405,6 @@ class BackwardHd256:
                     kv_tile = cutlass.min(b, p.kv_batch - 1) * p.kv_heads + h // p.group
                     kv_tile = kv_tile * kv_blocks + kv_block
                     self.add_shared(w, dk, dv, kv_tile, q_tiles, kv_tiles, order)
-                    # all threads of the consumer have read the record
                     cute.arch.barrier(
                         barrier_id=Hd256Barrier.CONSUMER + wg, number_of_threads=WARPGROUP
                     )
@@ -429,12 +420,12 @@ class BackwardHd256:
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
             parity = info[RECORD + WorkTile.VALID] & 1  # of the next work tile
             # every lane, as each has read the record
-            cute.arch.mbarrier_arrive(bars.k_empty)
-            cute.arch.mbarrier_wait(bars.k_full, parity)
+            cute.arch.mbarrier_arrive(load.k_empty)
+            cute.arch.mbarrier_wait(load.k_full, parity)
             valid = info[RECORD + WorkTile.VALID]
         if const_expr(c.turns):
-            self.order.announce(turns, info, Int32(-1), q_count, wg, thread)
-            self.order.has_added(turns)
+            self.deterministic.announce(bars.turns, info, Int32(-1), q_count, wg, thread)
+            self.deterministic.has_added(bars.turns)
         if warp % WARPS == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
@@ -442,7 +433,7 @@ class BackwardHd256:
 
     def set_up(
         self, mmas: tuple, views: Hd256SmemLayouts, smem: LoadTargets, turns: TurnBarriers,
-        sums: cute.Tensor, wg: Any, thread: Any, row0: Any,
+        sums: cute.Tensor, wg: Int32, thread: Int32, row0: Int32,
     ) -> tuple[Hd256Consumer, cute.Tensor, cute.Tensor]:  # fmt: skip
         """Make operands and accumulators.
 
@@ -483,11 +474,11 @@ class BackwardHd256:
         )
         return consumer, dk, dv
 
-    def rows(self, values: cute.Tensor, stage: Any, row0: Any) -> cute.Tensor:
+    def rows(self, values: cute.Tensor, stage: Int32, row0: Int32) -> cute.Tensor:
         """Return the thread's rows of a statistic in shared memory, f32 [2, pairs]."""
         return row_pairs(values, stage, row0, self.config.block_q, self.config.block_q // 2)
 
-    def next_scores(self, scores: Any) -> Any:
+    def next_scores(self, scores: cute.Tensor) -> cute.Tensor:
         """Return where S of the next q block goes, f32 [64, block_q / 2] / 128 threads.
 
         Its own registers or those of S, whichever the assembler takes without spills.
@@ -497,14 +488,20 @@ class BackwardHd256:
         return cute.make_rmem_tensor(scores.layout, Float32)
 
     def compute_p(
-        self, w: Hd256Consumer, word: Any, tile: KvBlock, scores: Any, q_stage: Any, stage: Any
+        self,
+        w: Hd256Consumer,
+        word: Int32,
+        tile: KvBlock,
+        scores: cute.Tensor,
+        q_stage: Int32,
+        stage: Int32,
     ) -> None:
         """Compute P of the first q block and write it to shared memory."""
         block = QBlock(word, w.row0, self.rows(w.smem.lse, q_stage, w.row0))
         self.softmax.compute_p(block, tile, scores, scores, w.p)
         self.write(w, w.p, w.p_smem[None, None, None, stage])
 
-    def begin_dv(self, w: Hd256Consumer, dv: Any, stage: Any) -> None:
+    def begin_dv(self, w: Hd256Consumer, dv: cute.Tensor, stage: Int32) -> None:
         """Wait for P of both consumers and for dP, and issue dV."""
         self.meet()
         # all, and before dV: counting groups across turns of the loop, the assembler serialises
@@ -512,7 +509,7 @@ class BackwardHd256:
         w.mma.issue_dv(dv, stage)
 
     def compute_ds(
-        self, w: Hd256Consumer, word: Any, tile: KvBlock, stage: Any, learned: CapturedSums
+        self, w: Hd256Consumer, word: Int32, tile: KvBlock, stage: Int32, learned: CapturedSums
     ) -> None:
         """Compute dS in registers and write it to shared memory, while dV runs."""
         lse = self.rows(w.smem.lse, stage, w.row0)
@@ -540,13 +537,15 @@ class BackwardHd256:
             barrier_id=Hd256Barrier.BOTH_CONSUMERS, number_of_threads=CONSUMER_THREADS
         )
 
-    def announce(self, w: Hd256Consumer, first_row: Any, word: Any, count: Any) -> None:
+    def announce(self, w: Hd256Consumer, first_row: Int32, word: Int32, count: Int32) -> None:
         """In a fixed order, say to which q block the count-th one adds its dQ."""
         if self.config.turns:
             chunk = 2 * (first_row + (word >> 2))
-            self.order.announce(w.turns, w.smem.info, chunk, count, w.wg, w.thread)
+            self.deterministic.announce(w.turns, w.smem.info, chunk, count, w.wg, w.thread)
 
-    def add_dq(self, w: Hd256Consumer, first_row: Any, word: Any, count: Any, part: int) -> None:
+    def add_dq(
+        self, w: Hd256Consumer, first_row: Int32, word: Int32, count: Int32, part: int
+    ) -> None:
         """Add a part of the count-th block's dQ to its sums.
 
         Args:
@@ -556,13 +555,14 @@ class BackwardHd256:
         row, own = first_row + (word >> 2), c.width // COLUMNS // 2  # groups of a consumer
         to = row * (c.width // COLUMNS) + w.wg * own + part * (own // c.dq_parts)
         if c.turns and part == 0:
-            self.order.may_add(w.turns, count)
+            self.deterministic.may_add(w.turns, count)
         add(w.sums, w.dq, to, w.thread)
         if c.turns and part == c.dq_parts - 1:
-            self.order.has_added(w.turns)
+            self.deterministic.has_added(w.turns)
 
     def add_shared(
-        self, w: Hd256Consumer, dk: Any, dv: Any, kv_tile: Any, q_tiles: Any, kv_tiles: Any,
+        self, w: Hd256Consumer, dk: cute.Tensor, dv: cute.Tensor, kv_tile: Int32, q_tiles: Int32,
+        kv_tiles: Int32,
         order: Any,
     ) -> None:  # fmt: skip
         """Add dK and dV to sums that the query heads of a kv head share.
@@ -580,14 +580,15 @@ class BackwardHd256:
             to = first + kv_tile * groups + wg * (groups // 2)
             own = 2 * (semaphore + kv_tile) + wg
             if c.turns:
-                self.order.enter_turn(own, turn, order, wg, w.thread)
+                self.deterministic.enter_turn(own, turn, order, wg, w.thread)
             add(w.sums, acc, to, w.thread)
             if c.turns:
-                self.order.leave_turn(own, following, order, wg, w.thread)
+                self.deterministic.leave_turn(own, following, order, wg, w.thread)
             first, semaphore = first + kv_tiles * groups, semaphore + kv_tiles
 
     def store(
-        self, w: Hd256Consumer, mma: Any, acc: Any, smem: Any, tma: Any, which: int, place: Any,
+        self, w: Hd256Consumer, mma: cute.TiledMma, acc: cute.Tensor, smem: cute.Tensor, tma: tuple,
+        which: int, place: tuple,
         factor: Any,
     ) -> None:  # fmt: skip
         """Round a consumer's columns of dK or dV and store them by TMA.
@@ -627,7 +628,7 @@ class BackwardHd256:
             cute.arch.cp_async_bulk_commit_group()
 
 
-def add(sums: cute.Tensor, acc: cute.Tensor, to: Any, thread: Any) -> None:
+def add(sums: cute.Tensor, acc: cute.Tensor, to: Any, thread: Int32) -> None:
     """Add an accumulator to sums in memory, from group `to` on."""
     start = (sums.iterator + (Int64(to) * GROUP + thread * 4)).toint()
     for i in range(cute.size(acc) // 4):

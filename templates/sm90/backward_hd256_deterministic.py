@@ -1,7 +1,8 @@
 """Sums in a fixed order for head dims above 128, whose consumers add dQ from registers.
 
-One warp waits for the turn of the next q block while the consumers compute, another passes it to the
-next kv block once both have added; a consumer does neither, and waits only where its turn is late.
+One warp waits for the turn of the next q block while the consumers compute, another passes it to
+the next kv block once both have added; a consumer does neither, and waits only where its turn is
+late.
 
     announced    a consumer says which q block comes next, as soon as it knows
     may_add      its turn has come, and the note before has been read: the consumers add
@@ -10,9 +11,6 @@ next kv block once both have added; a consumer does neither, and waits only wher
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 from cutlass import Int32, cute
 
 from attnkit.templates.common import device
@@ -20,29 +18,14 @@ from attnkit.templates.common.semaphore import OrderRow, OrderTable, following_t
 from attnkit.templates.common.work_tile import RECORD, WorkTile
 from attnkit.templates.sm90.backward_hd256_config import Hd256Config
 from attnkit.templates.sm90.backward_shared import (
-    CONSUMER_WARPS,
     WARPGROUP,
     Hd256Barrier,
+    TurnBarriers,
     Word,
 )
 
 
-@dataclass(frozen=True)
-class TurnBarriers:
-    """mbarriers of the turns."""
-
-    announced: cute.Pointer
-    may_add: cute.Pointer
-    added: cute.Pointer
-
-    def init(self) -> None:
-        """Initialise the mbarriers with their numbers of arrivals, by one thread."""
-        cute.arch.mbarrier_init(self.announced, 1)
-        cute.arch.mbarrier_init(self.may_add, 2)  # of both warps
-        cute.arch.mbarrier_init(self.added, CONSUMER_WARPS)
-
-
-class Hd256Order:
+class Hd256Deterministic:
     """Forms sums in the order of their semaphores.
 
     Args:
@@ -64,7 +47,7 @@ class Hd256Order:
             info[Word.NOTE + 2 * (count & 1) + 1] = info[RECORD + WorkTile.KV_BLOCK]
             cute.arch.mbarrier_arrive(bars.announced)
 
-    def may_add(self, bars: TurnBarriers, count: Any) -> None:
+    def may_add(self, bars: TurnBarriers, count: Int32) -> None:
         """Wait for the turn of the count-th q block."""
         cute.arch.mbarrier_wait(bars.may_add, count & 1)
 

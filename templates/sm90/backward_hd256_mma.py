@@ -21,10 +21,10 @@ COLUMN = cutlass.tensor_utils.LayoutEnum.COL_MAJOR
 class Hd256TiledMmas(NamedTuple):
     """Instructions of the products, all operands in shared memory."""
 
-    s: Any  # S^T = K Q^T and dP^T = V dO^T: a consumer's half of the rows of Q
-    dq: Any  # dQ = dS K: a part of a consumer's half of the columns
-    dv: Any  # dV += P^T dO: a consumer's half of the columns
-    dk: Any  # dK += dS^T Q: the same
+    s: cute.TiledMma  # S^T = K Q^T and dP^T = V dO^T: a consumer's half of the rows of Q
+    dq: cute.TiledMma  # dQ = dS K: a part of a consumer's half of the columns
+    dv: cute.TiledMma  # dV += P^T dO: a consumer's half of the columns
+    dk: cute.TiledMma  # dK += dS^T Q: the same
 
 
 def hd256_tiled_mmas(c: Hd256Config, dtype: Any) -> Hd256TiledMmas:
@@ -119,12 +119,12 @@ class Hd256Mma:
     ds: cute.Tensor
     k_t: cute.Tensor
 
-    def issue_s(self, acc: cute.Tensor, stage: Any) -> None:
+    def issue_s(self, acc: cute.Tensor, stage: Int32) -> None:
         """Issue S^T = K Q^T, f32 [64, 32] / 128 threads."""
         warpgroup.fence()
         _issue(self.s_overwrite, self.accumulate.s, acc, self.k, 0, self.q, self.wg, stage)
 
-    def issue_dp(self, acc: cute.Tensor, delta: cute.Tensor, stage: Any) -> None:
+    def issue_dp(self, acc: cute.Tensor, delta: cute.Tensor, stage: Int32) -> None:
         """Issue dP^T - delta = V dO^T - delta: the accumulator begins with -delta.
 
         Args:
@@ -136,13 +136,13 @@ class Hd256Mma:
         mma = self.accumulate.s
         _issue(mma, mma, acc, self.v, 0, self.do, self.wg, stage)
 
-    def issue_dv(self, acc: cute.Tensor, stage: Any) -> None:
+    def issue_dv(self, acc: cute.Tensor, stage: Int32) -> None:
         """Issue dV += P^T dO, f32 [64, head_dim_v / 2] / 128 threads."""
         warpgroup.fence()
         mma = self.accumulate.dv
         _issue(mma, mma, acc, self.p_t, stage, self.do_t, self.wg, stage)
 
-    def issue_dk(self, acc: cute.Tensor, stage: Any) -> None:
+    def issue_dk(self, acc: cute.Tensor, stage: Int32) -> None:
         """Issue dK += dS^T Q, f32 [64, head_dim / 2] / 128 threads."""
         mma = self.accumulate.dk
         _issue(mma, mma, acc, self.ds_t, 0, self.q_t, self.wg, stage)
@@ -156,7 +156,7 @@ class Hd256Mma:
 
 def hd256_mma(
     c: Hd256Config,
-    wg: Any,
+    wg: Int32,
     overwrite: tuple[Any, Any],
     accumulate: Hd256TiledMmas,
     views: Hd256SmemLayouts,
@@ -190,8 +190,9 @@ def hd256_mma(
 
 
 def _issue(
-    first: Any, further: Any, acc: Any, a: Any, a_stage: Any, b: Any, n: Any, b_stage: Any
-) -> None:
+    first: cute.TiledMma, further: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, a_stage: Any,
+    b: cute.Tensor, n: Any, b_stage: Any,
+) -> None:  # fmt: skip
     for k in range(cute.size(a, mode=[2])):
         mma = first if k == 0 else further
         rows, columns = a[None, None, k, a_stage], b[None, n, k, b_stage]

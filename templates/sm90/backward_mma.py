@@ -29,12 +29,12 @@ COLUMN = cutlass.tensor_utils.LayoutEnum.COL_MAJOR
 class TiledMmas(NamedTuple):
     """Instructions of the products."""
 
-    s: Any  # S^T = K Q^T and dP^T = V dO^T, both from shared memory
-    dq: Any  # dQ = dS K
-    dv: Any  # dV += P^T dO, P from registers
-    dk: Any  # dK += dS^T Q, dS from registers
-    s_held: Any  # S^T with K from registers
-    lse: Any  # the step of `backward_lse_in_mma`
+    s: cute.TiledMma  # S^T = K Q^T and dP^T = V dO^T, both from shared memory
+    dq: cute.TiledMma  # dQ = dS K
+    dv: cute.TiledMma  # dV += P^T dO, P from registers
+    dk: cute.TiledMma  # dK += dS^T Q, dS from registers
+    s_held: cute.TiledMma  # S^T with K from registers
+    lse: cute.TiledMma  # the step of `backward_lse_in_mma`
 
 
 def tiled_mmas(c: BackwardConfig, dtype: Any, lse_from_registers: bool) -> TiledMmas:
@@ -135,12 +135,12 @@ class ConsumerMma:
     k_to: cute.Tensor
     lse: Any
 
-    def load_k(self, step: int, k_stage: Any) -> None:
+    def load_k(self, step: int, k_stage: Int32) -> None:
         """Load 16 columns of K from a stage to registers."""
         source = self.k_from[None, None, step, 2 * k_stage + self.wg]
         cute.copy(self.copy_k, source, self.k_to[None, None, step])
 
-    def issue_s(self, stage: Any, k_stage: Any) -> None:
+    def issue_s(self, stage: Int32, k_stage: Int32) -> None:
         """Issue S^T = K Q^T, with `less_lse` less LSE / scale."""
         for k in range(cute.size(self.k, mode=[2])):
             mmas = self.overwrite if k == 0 else self.accumulate
@@ -154,7 +154,7 @@ class ConsumerMma:
             cute.gemm(self.accumulate.lse, self.s, a, columns[None, None, stage], self.s)
         warpgroup.commit_group()
 
-    def issue_dp(self, stage: Any) -> None:
+    def issue_dp(self, stage: Int32) -> None:
         """Issue dP^T = V dO^T; unless `rounded`, its accumulator begins with -delta."""
         a, b, acc = self.v, self.do, self.dp
         for k in range(cute.size(a, mode=[2])):
@@ -163,17 +163,17 @@ class ConsumerMma:
             cute.gemm(mma, acc, a[None, None, k, self.wg], b[None, None, k, stage], acc)
         warpgroup.commit_group()
 
-    def issue_dv(self, stage: Any, first: bool) -> None:
+    def issue_dv(self, stage: Int32, first: bool) -> None:
         """Issue dV += P^T dO; `first`: dV = P^T dO."""
         overwrite = self.overwrite.dv if first else self.accumulate.dv
         _issue_rs(overwrite, self.accumulate.dv, self.dv, self.p, self.do_t, stage)
 
-    def issue_dk(self, stage: Any, first: bool) -> None:
+    def issue_dk(self, stage: Int32, first: bool) -> None:
         """Issue dK += dS^T Q; `first`: dK = dS^T Q."""
         overwrite = self.overwrite.dk if first else self.accumulate.dk
         _issue_rs(overwrite, self.accumulate.dk, self.dk, self.ds, self.q_t, stage)
 
-    def issue_dq(self, bars: Barriers, q_count: Any, kv_count: Any) -> None:
+    def issue_dq(self, bars: Barriers, q_count: Int32, kv_count: Int32) -> None:
         """Issue the consumer's part of dQ = dS K: its columns, or its rows of a q block of 128.
 
         Args:
@@ -202,8 +202,8 @@ def consumer_mma(
     accumulate: TiledMmas,
     views: SmemLayouts,
     held_steps: int,
-    wg: Any,
-    thread: Any,
+    wg: Int32,
+    thread: Int32,
 ) -> ConsumerMma:
     """Make the operands and accumulators of a consumer warpgroup.
 
@@ -269,7 +269,10 @@ def consumer_mma(
     )
 
 
-def _issue_rs(first: Any, further: Any, acc: Any, a: Any, b: Any, stage: Any) -> None:
+def _issue_rs(
+    first: cute.TiledMma, further: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor,
+    stage: Int32,
+) -> None:  # fmt: skip
     """Issue a product with its A operand in registers."""
     for k in range(cute.size(a, mode=[2])):
         mma = first if k == 0 else further

@@ -80,7 +80,7 @@ class Postprocess:
                         device.store_vector(at, pairs)
 
     def row(self, part: Any, half: int, group: int, factor: Any, lane: Any) -> list[Any]:
-        """Return eight columns of a row as four words, from 32 columns that four lanes have two by two.
+        """Return eight columns of a row as four words, of 32 that four lanes have two by two.
 
         Args:
             half: 0, or 1 for the row 8 beyond.

@@ -37,8 +37,8 @@ from attnkit.templates.sm90.backward_shared import (
 )
 
 # Blocks before the end of a work tile at which the next one is claimed: early enough that nothing
-# waits for the list, and late, so that a CTA that is ahead takes more, and work tiles begin in about
-# the order of the list: some may wait for those before them.
+# waits for the list, and late, so that a CTA that is ahead takes more, and work tiles begin in
+# about the order of the list: some may wait for those before them.
 CLAIM_AHEAD = 3
 # Parts of a split kv block come last and are of all lengths: who is free first takes the next.
 CLAIM_AHEAD_PARTS = 1
@@ -220,18 +220,18 @@ class Producer:
             info[record_of(c, k_stage) + WorkTile.VALID] = Int32(0)
             cute.arch.mbarrier_arrive(bars.k_full + k_stage)
 
-    def valid(self, count: Any) -> Any:
-        """Return what says that the count-th work tile is one: without a ring of K, 1 + its parity."""
+    def valid(self, count: Int32) -> Any:
+        """Return a work tile's word `VALID`: 1; without a ring of K, 1 + its parity."""
         return Int32(1) if self.config.k_stages > 1 else 1 + (count & 1)
 
-    def write_record(self, info: cute.Tensor, stage: Any, words: tuple) -> None:
+    def write_record(self, info: cute.Tensor, stage: Int32, words: tuple) -> None:
         """Tell the consumers what a work tile is, see `WorkTile`."""
         for i, word in enumerate(words):
             info[record_of(self.config, stage) + i] = word
 
     @cute.jit
     def look_up(self, items: cute.Tensor, index: Int32):
-        """Return the words of a row of the work list, one a lane; of the last row beyond the end."""
+        """Return the words of a row of the work list, one a lane; beyond the end, of the last."""
         lane = cute.arch.lane_idx()
         row = cutlass.min(index, items.shape[0] - 1)
         return items[row, cutlass.min(lane, Int32(ITEM_WORDS - 1))]

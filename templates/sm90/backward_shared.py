@@ -1,4 +1,4 @@
-"""What the roles of the Hopper backward share: barriers, words in shared memory, the problem's sizes.
+"""What the roles of the Hopper backward share: barriers, words in shared memory, sizes.
 
 Ids, counts and words have their one definition here. The counts say who arrives.
 """
@@ -15,6 +15,7 @@ from attnkit.templates.common.work_tile import RECORD
 
 if TYPE_CHECKING:
     from attnkit.templates.sm90.backward_config import BackwardConfig
+    from attnkit.templates.sm90.backward_hd256_config import Hd256Config
 
 # Roles of the 12 warps: warpgroup 0 loads, adds dQ and clears; warpgroups 1 and 2 compute.
 WARP, WARPGROUP = 32, 128  # threads
@@ -63,6 +64,7 @@ class Word:
     # 16 bytes apart, as the assembler reads four at once.
     LANDED = 32
     COUNT = 40
+    HD256_COUNT = 32
 
 
 NOTE_WORDS = 4
@@ -185,22 +187,74 @@ def init_barriers(c: BackwardConfig, bars: Barriers) -> None:
         init(bars.ds_empty + s, CONSUMER_WARPS)
 
 
-def record_of(c: BackwardConfig, stage: Any) -> Any:
+@dataclass(frozen=True)
+class TurnBarriers:
+    """mbarriers of turns for head dims above 128, see `backward_hd256_deterministic`."""
+
+    announced: cute.Pointer
+    may_add: cute.Pointer
+    added: cute.Pointer
+
+
+@dataclass(frozen=True)
+class Hd256Barriers:
+    """All mbarriers of the kernel for head dims above 128."""
+
+    load: LoadBarriers
+    turns: TurnBarriers
+
+
+def hd256_barrier_count(c: Hd256Config) -> int:
+    """Return how many mbarriers `place_hd256_barriers` places, the unused one included."""
+    return 4 + 2 * c.q_stages + 2 * c.stages + 3
+
+
+def place_hd256_barriers(c: Hd256Config, base: cute.Pointer) -> Hd256Barriers:
+    """Place the mbarriers one after another from `base` on."""
+    k_full, v_full, kv_empty = base, base + 1, base + 2  # the fourth is not used
+    q_full, q_empty = base + 4, base + 4 + c.q_stages
+    do_full = base + 4 + 2 * c.q_stages
+    do_empty = do_full + c.stages
+    turns = TurnBarriers(*(do_empty + c.stages + i for i in range(3)))
+    # K and V are released together
+    load = LoadBarriers(k_full, kv_empty, v_full, kv_empty, q_full, q_empty, do_full, do_empty)
+    return Hd256Barriers(load, turns)
+
+
+def init_hd256_barriers(c: Hd256Config, bars: Hd256Barriers) -> None:
+    """Initialise the mbarriers with their numbers of arrivals, by one thread."""
+    init, load, turns = cute.arch.mbarrier_init, bars.load, bars.turns
+    init(load.k_full, 1)  # of the producer, with the bytes to come
+    init(load.v_full, 1)
+    init(load.k_empty, CONSUMER_THREADS)  # every lane, as each reads the record; also of V
+    for s in range(c.q_stages):
+        init(load.q_full + s, 1)
+        init(load.q_empty + s, CONSUMER_THREADS)  # every lane, as each reads LSE and delta
+    for s in range(c.stages):
+        init(load.do_full + s, 1)
+        init(load.do_empty + s, CONSUMER_THREADS)
+    if c.turns:
+        init(turns.announced, 1)
+        init(turns.may_add, 2)  # of the warps that wait for turns and pass them
+        init(turns.added, CONSUMER_WARPS)
+
+
+def record_of(c: BackwardConfig, stage: Int32) -> Int32:
     """Return the word at which the record of the work tile in a K stage begins."""
     return RECORD + RECORD_STRIDE * stage
 
 
-def q_stage(c: BackwardConfig, count: Any) -> Any:
+def q_stage(c: BackwardConfig, count: Int32) -> Int32:
     """Return the stage of the count-th q block."""
     return count & (c.q_stages - 1)
 
 
-def q_phase(c: BackwardConfig, count: Any) -> Any:
+def q_phase(c: BackwardConfig, count: Int32) -> Int32:
     """Return the parity of the count-th q block's round of the ring."""
     return (count >> (c.q_stages.bit_length() - 1)) & 1
 
 
-def k_phase(c: BackwardConfig, count: Any) -> Any:
+def k_phase(c: BackwardConfig, count: Int32) -> Int32:
     """Return the parity of the count-th work tile's round of the ring of K."""
     return (count >> (c.k_stages.bit_length() - 1)) & 1
 
@@ -214,7 +268,9 @@ def load_pair(rows: Any, g: int) -> Any:
     return pair
 
 
-def row_pairs(values: cute.Tensor, stage: Any, row0: Any, block_q: int, rows: int) -> cute.Tensor:
+def row_pairs(
+    values: cute.Tensor, stage: Int32, row0: Int32, block_q: int, rows: int
+) -> cute.Tensor:
     """Return the thread's rows of a statistic in shared memory, f32 [2, pairs].
 
     Args:

@@ -135,7 +135,13 @@ class SoftmaxBackward:
             self._compute_p(block, False, tile, scores, slopes, p)
 
     def _compute_p(
-        self, block: QBlock, masked: bool, tile: KvBlock, scores: Any, slopes: Any, p: Any
+        self,
+        block: QBlock,
+        masked: bool,
+        tile: KvBlock,
+        scores: cute.Tensor,
+        slopes: cute.Tensor,
+        p: cute.Tensor,
     ) -> None:
         hooks = self.hooks
         first = (block.word >> 2) * self.config.block_q + block.row0
@@ -163,7 +169,7 @@ class SoftmaxBackward:
                     slopes[4 * g + i] = scores[4 * g + i] if hooks.learned else w
 
     def group(
-        self, masked: bool, tile: KvBlock, first: Any, g: int, scores: Any
+        self, masked: bool, tile: KvBlock, first: Any, g: int, scores: cute.Tensor
     ) -> tuple[list[Any], list[Any]]:
         """Return (q, values) of the rows of group g, and (row, column, score) of its elements."""
         inside = [first + 8 * g + k for k in range(2)]
@@ -234,7 +240,9 @@ class SoftmaxBackward:
             return None if terms[0] is None else [-term * LOG2_E for term in terms]
         return [lse[k] if term is None else lse[k] - term * LOG2_E for k, term in enumerate(terms)]
 
-    def compute_ds(self, slopes: Any, p: Any, dp: Any, delta: Any, ds: Any) -> None:
+    def compute_ds(
+        self, slopes: cute.Tensor, p: cute.Tensor, dp: cute.Tensor, delta: Any, ds: cute.Tensor
+    ) -> None:
         """Write dS = P J (dP - delta) to `ds` in the dtype.
 
         Args:

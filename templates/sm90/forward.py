@@ -315,7 +315,8 @@ class Forward:
         cute.arch.mbarrier_wait(bars.q.full, 0)
         valid = cute.arch.make_warp_uniform(smem.info[record_of(Int32(0)) + WorkTile.VALID])
         if const_expr(c.chained):
-            if valid != 0:  # S of the first tile's first block; that of later tiles comes with O
+            # Q K of the first tile's first block; for later tiles `issue_next_tile` issues it
+            if valid != 0:
                 cute.arch.mbarrier_wait(bars.k.full, 0)
                 kv_block = smem.info[0]
                 warpgroup.fence()
@@ -335,12 +336,7 @@ class Forward:
             mma.acc_o.fill(0.0)
             state.reset()
             if const_expr(not c.chained):
-                stage = bars.k.wait_full(kv_pos)
-                kv_block = smem.info[stage]
-                warpgroup.fence()
-                mma.issue_qk(q_tile, stage)
-                warpgroup.wait_group(0)
-                mma.release_k(bars.k, stage)
+                kv_block = self.first_scores(kv_pos, q_tile, consumer)
             block = self.softmax.block_values(tile, kv_block, True, cute.size(mma.acc_s))
             base = self.softmax.apply_score_mod(tile, block, mma.acc_s)
             if num_masked != 0:
@@ -362,17 +358,7 @@ class Forward:
             tile_idx += 1
             v_stage = bars.v.stage(kv_pos - 1)
             if const_expr(c.chained):
-                # Q K of the next tile's first block is issued before the last P V, so that the tensor
-                # cores do not idle during this tile's epilogue. If there is no next tile, Q K of the
-                # last block is computed again and not used.
-                bars.q.wait_full(tile_idx)
-                valid = cute.arch.make_warp_uniform(smem.info[record_of(tile_idx) + WorkTile.VALID])
-                again = cutlass.select_(valid == 0, Int32(1), Int32(0))
-                stage = bars.k.wait_full(kv_pos - again)
-                kv_block = smem.info[stage]
-                self._pingpong_wait(wg)
-                warpgroup.fence()
-                mma.issue_qk(wg + c.warpgroups * bars.q.stage(tile_idx - again), stage)
+                valid, kv_block, stage = self.issue_next_tile(tile_idx, kv_pos, consumer)
             cute.arch.mbarrier_wait(bars.v.full + v_stage, bars.v.phase(kv_pos - 1))
             if const_expr(not c.chained):
                 warpgroup.fence()
@@ -384,7 +370,7 @@ class Forward:
             work = Work.read(smem.info, record_of(tile_idx - 1))
             site, place = self._place(work, thread, captured, scalars)
             lse_terms = self.softmax.lse_terms(site, place.row)
-            # while the products run
+            # while the products run:
             self.epilogue.write_rows(self.softmax.factor(tile), lse_terms, state, results, place)
             warpgroup.wait_group(0)
             if const_expr(c.chained):
@@ -399,6 +385,40 @@ class Forward:
             # shared memory must stay until the last store has read it, and the CTA with it
             if warp % WARPGROUP_WARPS == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    def first_scores(self, kv_pos: Int32, q_tile: Int32, consumer: Consumer) -> Int32:
+        """S of a work tile's first block, where tiles are not chained; returns the kv block."""
+        mma, bars = consumer.mma, consumer.bars
+        stage = bars.k.wait_full(kv_pos)
+        kv_block = consumer.smem.info[stage]
+        warpgroup.fence()
+        mma.issue_qk(q_tile, stage)
+        warpgroup.wait_group(0)
+        mma.release_k(bars.k, stage)
+        return kv_block
+
+    def issue_next_tile(
+        self, tile_idx: Int32, kv_pos: Int32, consumer: Consumer
+    ) -> tuple[Int32, Int32, Int32]:
+        """Issue Q K of the next work tile's first block, before the last P V of this one.
+
+        So the tensor cores do not idle during this tile's epilogue. If there is no next tile, Q K of
+        the last block is computed again and not used.
+
+        Returns:
+            Whether there is a next tile, its kv block, and the K stage, to be released.
+        """
+        c, mma, bars, info = self.config, consumer.mma, consumer.bars, consumer.smem.info
+        wg = consumer.thread.warpgroup
+        bars.q.wait_full(tile_idx)
+        valid = cute.arch.make_warp_uniform(info[record_of(tile_idx) + WorkTile.VALID])
+        again = cutlass.select_(valid == 0, Int32(1), Int32(0))
+        stage = bars.k.wait_full(kv_pos - again)
+        kv_block = info[stage]
+        self._pingpong_wait(wg)
+        warpgroup.fence()
+        mma.issue_qk(wg + c.warpgroups * bars.q.stage(tile_idx - again), stage)
+        return valid, kv_block, stage
 
     def mainloop_step(
         self,

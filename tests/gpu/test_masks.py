@@ -58,7 +58,7 @@ def test_what_is_shown() -> None:
     assert "schedule (predicted for 132 SMs, not measured)" in report
     lines = {finding.name: finding for finding in doctor.findings()}
     assert lines["CUDA device"].present
-    assert torch.cuda.get_device_name(0) in lines["CUDA device"].found
+    assert torch.cuda.get_device_name(0) in lines["CUDA device"].state
 
 
 def test_other_lengths_are_refused() -> None:

@@ -1,6 +1,6 @@
-"""For tests of the backward kernels: gradients in the emulator against autograd of the float64 oracle.
+"""Helpers of the backward kernels' tests: emulated gradients against autograd of the float64 oracle.
 
-Gradients may be off by twice the error of the dense oracle in the same dtype. Results hold NaN
+The error of a gradient may be twice that of the dense oracle in the same dtype. Results hold NaN
 before a kernel runs, and reading them is a fault.
 """
 
@@ -36,7 +36,7 @@ Mod = Callable[..., Any]
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Memory that nobody has written holds NaN; but sums need no fixed order for that."""
+    """Fill new memory with NaN, but do not ask for deterministic sums."""
     torch.use_deterministic_algorithms(True)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
     yield
@@ -44,7 +44,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def observed(monkeypatch: pytest.MonkeyPatch, ctas: int) -> list[BackwardWork]:
-    """The tables of the backwards that are made from now on, all anew, for so many CTAs."""
+    """Record the tables of all backwards from now on, built again, for so many CTAs."""
     found: list[BackwardWork] = []
     plain = backward_work.build_tables
 
@@ -59,7 +59,7 @@ def observed(monkeypatch: pytest.MonkeyPatch, ctas: int) -> list[BackwardWork]:
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make all tables anew."""
+    """Forget all tables, so that they are built again."""
     monkeypatch.setattr(runs_cache, "_derived", type(runs_cache._derived)())
     entries = type(backward_call._calls._entries)()
     monkeypatch.setattr(backward_call._calls, "_entries", entries)
@@ -75,7 +75,7 @@ def gradients(
     dtype: torch.dtype | None,
     scale: float | None = None,
 ) -> list[Tensor]:
-    """Gradients of the weighted sums of output and LSE by query, key, value and captured tensors."""
+    """Return gradients of weighted sums of output and LSE by query, key, value and captured tensors."""
     qkv = [t.detach().to(dtype or t.dtype).requires_grad_() for t in inputs]
     learned = [t.detach().to(dtype or t.dtype).requires_grad_() for t in captured]
     out, lse = flex_attention(
@@ -102,7 +102,10 @@ def draw(
     batch: tuple[int, int] = (1, 1),
     dtype: torch.dtype = BF16,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Query, key and value; weights of output and LSE. Pairs: the query's, and the rest's."""
+    """Return random (query, key, value) and weights of (output, LSE).
+
+    Pairs are (of the query, of key and value) for heads and batch, (head_dim, head_dim_v) for dims.
+    """
     kv_len = kv_len or q_len
     inputs = [
         torch.randn(batch[0], heads[0], q_len, dims[0]),
@@ -120,7 +123,7 @@ def rounded(
     mod: Callable[..., Mod],
     scale: float | None = None,
 ) -> list[Tensor]:
-    """Causal gradients by plain operators, everything rounded to the inputs' dtype."""
+    """Return causal gradients from plain operators, everything rounded to the inputs' dtype."""
     dtype = inputs[0].dtype
     query, key, value = (t.detach().requires_grad_() for t in inputs)
     learned = [t.detach().to(dtype).requires_grad_() for t in captured]
@@ -143,7 +146,7 @@ def check(
     seeds: int = 1,
     scale: float | None = None,
 ) -> None:
-    """Compare the kernels with the oracle; they must have run, and without findings."""
+    """Compare the kernels with the oracle; they must have run, and without reports."""
     arguments = (*drawn, captured, mod, mask)
     exact = gradients("eager", *arguments, torch.float64, scale)
     # sums over whole heads see that the kernel takes rowsum(dO O) from a rounded O
@@ -183,7 +186,7 @@ def ordered(
     mask: Any = CAUSAL,
     name: str | None = None,
 ) -> list[Tensor]:
-    """dQ, dK and dV of a fixed problem, sums formed in a fixed order.
+    """Return dQ, dK and dV of a fixed problem, with sums in a fixed order.
 
     With the name of one of `MODS` also the gradients of what it captures.
     """

@@ -144,12 +144,13 @@ def case(
     lse = nan(batch, heads, q_len)
     top = nan(batch, heads, q_len) if config.need_max else lse
     slots = max(1, work.slots)
+    counter = torch.zeros(1, dtype=torch.int32)
+    split_out, split_lse = nan(slots, *tile), nan(slots, tile[0])
+    group, ctas = heads // key.shape[1], min(workers, work.work_tiles.shape[0])
     arguments = (
-        *(query, key, value, out, lse, top, work.work_tiles, work.partial, work.full),
-        torch.zeros(1, dtype=torch.int32),
-        *(nan(slots, *tile), nan(slots, tile[0]), tensors),
-        *(scale, heads // key.shape[1], min(workers, work.work_tiles.shape[0])),
-    )
+        query, key, value, out, lse, top, work.work_tiles, work.partial, work.full,
+        counter, split_out, split_lse, tensors, scale, group, ctas,
+    )  # fmt: skip
     return Case(exe, arguments, work, stack)
 
 

@@ -19,7 +19,7 @@ ROUNDINGS = 64 * 2.0**-24  # float32: sums in pairs, then over 32 blocks, and a 
 
 
 @dataclass(frozen=True)
-class Found:
+class Result:
     """The output and LSE of the recurrence, and how many rescales it did of how many."""
 
     out: Tensor
@@ -28,7 +28,7 @@ class Found:
     most: int
 
 
-def recurrence(scores: Tensor, value: Tensor, growth: float | None, mended: bool = True) -> Found:
+def recurrence(scores: Tensor, value: Tensor, growth: float | None, mended: bool = True) -> Result:
     """Online softmax over blocks of kv, float32, scores [rows, kv] in log2 units.
 
     The reference of a row moves only when a block's maximum is more than `growth` above it (None:
@@ -57,7 +57,7 @@ def recurrence(scores: Tensor, value: Tensor, growth: float | None, mended: bool
         out = out * scale[:, None] + p.bfloat16().float() @ values
         reference = after
     lse = torch.log2(total) + reference
-    return Found(out / (total + mended * gap)[:, None], lse, done, most)
+    return Result(out / (total + mended * gap)[:, None], lse, done, most)
 
 
 def inputs(length: int, dim: int = 64, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -67,8 +67,8 @@ def inputs(length: int, dim: int = 64, seed: int = 0) -> tuple[Tensor, Tensor]:
     return scores, value.float()
 
 
-def deviation(found: Found, scores: Tensor, value: Tensor) -> Tensor:
-    return (found.out - torch.softmax(scores.double() * LN2, 1) @ value.double()).abs()
+def deviation(result: Result, scores: Tensor, value: Tensor) -> Tensor:
+    return (result.out - torch.softmax(scores.double() * LN2, 1) @ value.double()).abs()
 
 
 def allowed(scores: Tensor, value: Tensor) -> Tensor:
@@ -83,12 +83,12 @@ def allowed(scores: Tensor, value: Tensor) -> Tensor:
     return BFLOAT16 * (1 + BFLOAT16) * moved + ROUNDINGS * (p @ value.abs())
 
 
-def check(found: Found, scores: Tensor, value: Tensor) -> None:
+def check(result: Result, scores: Tensor, value: Tensor) -> None:
     """Within what rounding P to bfloat16 and float32 sums explain, element by element."""
     natural = scores.double() * LN2
-    assert bool((deviation(found, scores, value) <= allowed(scores, value)).all())
+    assert bool((deviation(result, scores, value) <= allowed(scores, value)).all())
     lse = torch.logsumexp(natural, 1) / LN2
-    assert bool(((found.lse - lse).abs() <= ROUNDINGS * (1 + lse.abs())).all())
+    assert bool(((result.lse - lse).abs() <= ROUNDINGS * (1 + lse.abs())).all())
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -97,8 +97,8 @@ def test_most_rescales_are_skipped(dim: int) -> None:
     lazy, eager = (recurrence(scores, value, growth) for growth in (GROWTH, None))
     assert eager.done > 0.5 * eager.most  # a warp of 32 rows nearly always has one that grew
     assert lazy.done <= 0.15 * eager.done
-    for found in (lazy, eager):
-        check(found, scores, value)
+    for result in (lazy, eager):
+        check(result, scores, value)
 
 
 @settings(max_examples=25, deadline=None)
@@ -120,6 +120,6 @@ def test_a_row_of_nearly_one_weight_is_its_value() -> None:
     _, value = inputs(256)
     off = {}
     for mended in (False, True):
-        found = recurrence(scores, value, GROWTH, mended)
-        off[mended] = float((deviation(found, scores, value) / allowed(scores, value)).max())
+        result = recurrence(scores, value, GROWTH, mended)
+        off[mended] = float((deviation(result, scores, value) / allowed(scores, value)).max())
     assert off[True] <= 1 < off[False]

@@ -51,7 +51,7 @@ FORMS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", FORMS)
 def test_masks_by_column(name: str) -> None:
-    """Rows that a column keeps, from tables, several intervals of them, and by the mask itself."""
+    """The rows that a column keeps: from tables, as several intervals, and from the mask itself."""
     check(draw(330, heads=(1, 1)), mask=FORMS[name]())
 
 
@@ -81,7 +81,7 @@ def test_dead_rows_have_no_gradient() -> None:
 
 
 def _every_other(q_len: int, kv_len: int) -> Any:
-    """A mask that leaves every other kv tile empty."""
+    """Return a mask that leaves every other kv block empty."""
     keep = lambda b, h, q, kv: (kv // 128) % 2 == 1
     return create_block_mask(keep, None, None, q_len, kv_len, device="cpu")
 

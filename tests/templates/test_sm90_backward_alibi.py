@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def steep(*slopes: float) -> Callable[[], Any]:
-    """ALiBi with these slopes of the heads."""
+    """Return ALiBi with these slopes of the heads."""
     table = torch.tensor(slopes)
     return lambda: mods.alibi(table)
 
@@ -37,7 +37,7 @@ def hooks(mod: Any) -> GraphBackward:
     ("dims", "dtype"), [((64, 64), BF16), ((128, 128), FP16), ((192, 128), BF16)], ids=str
 )
 def test_both_directions(dims: tuple[int, int], dtype: torch.dtype) -> None:
-    """Without a mask, so that the last keys win in one head, and the first in the other."""
+    """Without a mask, the last keys dominate in one head, and the first in the other."""
     check(draw(140, 200, dims=dims, dtype=dtype), steep(0.7, -0.2), backend=BACKEND)
 
 
@@ -50,7 +50,7 @@ def test_in_all_orders(dim: int) -> None:
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_far_away(dim: int) -> None:
-    """Only keys 1900 positions off: LSE takes terms of 190 away again."""
+    """Keep only keys 1900 positions away: LSE cancels terms of 190."""
     length = 2000
     keep = lambda b, h, q, kv: (q >= length - 70) & (kv < 130)
     mask = create_block_mask(keep, None, None, length, length, device="cpu")

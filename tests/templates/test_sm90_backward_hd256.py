@@ -1,7 +1,6 @@
 """The Hopper backward for head dims above 128, executed on the CPU, against autograd of the float64 oracle.
 
-As `test_sm90_backward`, for the kernel of wide heads; and the kernel as compiled: no spilled
-registers, no serialised products.
+As `test_sm90_backward`; and the kernel as compiled: no spilled registers, no serialised products.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def test_dead_rows_have_no_gradient() -> None:
 
 @pytest.mark.parametrize("block", [(128, 128), (192, 80)])
 def test_block_masks(block: tuple[int, int]) -> None:
-    """Tiles that the kernel's divide, and tiles that they do not."""
+    """Block sizes that the kernel's blocks divide, and one that they do not."""
     keep = lambda b, h, q, kv: (q - kv < 70) & (kv - q < 130)
     mask = create_block_mask(keep, None, None, 250, 310, device="cpu", BLOCK_SIZE=block)
     check(draw(250, 310, dims=(256, 256), heads=(1, 1)), mask=mask)
@@ -126,7 +125,7 @@ VARIANTS: dict[str, Callable[[], tuple[Any, Any]]] = {
 
 
 def clean(variant: tuple[Any, Any], dims: tuple[int, int], shared: int, *, fixed: bool) -> None:
-    """The main kernel of a backward spills nothing and serialises nothing."""
+    """Check that the main kernel of a backward spills nothing and serialises nothing."""
     shapes = ((HEADS, dims[0]), (HEADS // shared, dims[0]), (HEADS // shared, dims[1]))
     qkv = [
         torch.zeros(1, h, LENGTH, d, dtype=torch.bfloat16, requires_grad=True) for h, d in shapes

@@ -1,8 +1,9 @@
-"""Kv tiles of the Hopper backward that several pieces share: executed on the CPU, in all orders."""
+"""Split kv blocks of the Hopper backward, which several work tiles share: executed on the CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 from attnkit.schedule.split_kv import Cost
 from attnkit.splice import backward_call, sm90_backward
 from attnkit.splice.backward_work import BackwardWork
+from attnkit.templates.common.work_tile import WorkItem
 from tests.templates.backward_kit import (
     BF16,
     CAUSAL,
@@ -31,14 +33,14 @@ from tests.templates.backward_kit import (
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
-SPLIT, PARTS = 10, 11  # words of a piece
-CHEAP = Cost(full=1000, partial=1000, tile=1, merge=1)  # a cut is worth it wherever it helps
+CHEAP = Cost(full=1000, partial=1000, tile=1, merge=1)  # a split is worth it wherever it helps
 
 
 @pytest.fixture
 def works(monkeypatch: pytest.MonkeyPatch) -> list[BackwardWork]:
-    """The tables of the backwards that are made, whose cuts cost nearly nothing, for six CTAs."""
-    monkeypatch.setattr(sm90_backward, "prices", lambda settings: CHEAP)
+    """Record the tables of backwards, for six CTAs, where splits cost nearly nothing."""
+    cheap = replace(sm90_backward.BACKWARD, cost=lambda settings: CHEAP)
+    monkeypatch.setattr(sm90_backward, "BACKWARD", cheap)
     return observed(monkeypatch, 6)
 
 
@@ -48,31 +50,31 @@ def test_parts_meet_in_any_order(
     works: list[BackwardWork], mask: Any, dims: tuple[int, int], dtype: torch.dtype
 ) -> None:
     check(draw(330, dims=dims, heads=(1, 1), dtype=dtype), mask=mask, mode="check")
-    assert (works[-1].work_tiles[:, PARTS] > 1).any()
+    assert (works[-1].work_tiles[:, WorkItem.NUM_PARTS] > 1).any()
 
 
 @pytest.mark.parametrize("dims", [(64, 128), (40, 72)])
 def test_head_dims_and_ragged_ends(works: list[BackwardWork], dims: tuple[int, int]) -> None:
     check(draw(270, 150, dims=dims, heads=(1, 1)), mask=masks.sliding_window(100))
-    assert (works[-1].work_tiles[:, PARTS] > 1).any()
+    assert (works[-1].work_tiles[:, WorkItem.NUM_PARTS] > 1).any()
 
 
 def test_one_tile_in_many_parts(works: list[BackwardWork]) -> None:
     check(draw(500, 60, dims=(128, 128), heads=(1, 1)))
-    assert works[-1].work_tiles[:, PARTS].tolist() == [6] * 6
+    assert works[-1].work_tiles[:, WorkItem.NUM_PARTS].tolist() == [6] * 6
 
 
 def test_shared_kv_heads(works: list[BackwardWork]) -> None:
-    """Their sums have room for parts as they have for heads."""
+    """Query heads that share a kv head add to sums, whose work tiles may be parts as well."""
     check(draw(500, 200, heads=(2, 1)), mode="check")
-    assert (works[-1].work_tiles[:, PARTS] > 1).any()
+    assert (works[-1].work_tiles[:, WorkItem.NUM_PARTS] > 1).any()
     assert works[-1].units[3] == 0
 
 
 def test_gradients_of_captured_tensors(works: list[BackwardWork]) -> None:
     mod = lambda w: lambda s, b, h, q, kv: s * w[h] + w[h] * (kv - q)
     check(draw(330), mod, CAUSAL, [torch.rand(2)])
-    assert (works[-1].work_tiles[:, PARTS] > 1).any()
+    assert (works[-1].work_tiles[:, WorkItem.NUM_PARTS] > 1).any()
 
 
 def test_whole_tiles_are_as_without_parts(
@@ -82,10 +84,11 @@ def test_whole_tiles_are_as_without_parts(
     parted = _gradients(drawn)
     pieces = works[-1].work_tiles
     forget(monkeypatch)
-    monkeypatch.setattr(sm90_backward, "splits", lambda settings: False)
+    unsplit = replace(sm90_backward.BACKWARD, splits=lambda settings: False)
+    monkeypatch.setattr(sm90_backward, "BACKWARD", unsplit)
     whole = _gradients(drawn)
-    assert (works[-1].work_tiles[:, SPLIT] < 0).all()
-    tiles = set(pieces[pieces[:, SPLIT] < 0, 2].tolist())
+    assert (works[-1].work_tiles[:, WorkItem.SPLIT] < 0).all()
+    tiles = set(pieces[pieces[:, WorkItem.SPLIT] < 0, 2].tolist())
     assert 0 < len(tiles) < 8
     for tile in tiles:
         at = slice(128 * tile, 128 * tile + 128)
@@ -96,19 +99,19 @@ def test_whole_tiles_are_as_without_parts(
 def test_counters_are_left_at_zero(
     works: list[BackwardWork], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One call's serve the next one of the stream."""
+    """The counters of a call serve the next one of the stream."""
     counts = torch.zeros(200, dtype=torch.int32)
     monkeypatch.setattr(backward_call, "zero_counters", lambda device, capturing, count: counts)
     drawn = draw(330, heads=(1, 1))
     for _ in range(2):
         check(drawn)
-        assert (works[-1].work_tiles[:, PARTS] > 1).any()
+        assert (works[-1].work_tiles[:, WorkItem.NUM_PARTS] > 1).any()
         assert not counts.any()
 
 
 def test_a_fixed_order_has_no_parts(works: list[BackwardWork]) -> None:
     ordered("emulate", "eager", 6)
-    assert (works[-1].work_tiles[:, PARTS] == 1).all()
+    assert (works[-1].work_tiles[:, WorkItem.NUM_PARTS] == 1).all()
 
 
 def _gradients(drawn: tuple[Sequence[Tensor], Sequence[Tensor]]) -> list[Tensor]:
