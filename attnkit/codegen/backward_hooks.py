@@ -124,12 +124,13 @@ class GraphBackward(GraphForward):
         steps: Sequence[int] | None = None,
         shared: dict[Any, Values] | None = None,
     ) -> tuple[list[Any], list[Any] | None]:
-        """x of scores as in the forward, and the derivative of the mod, None where that is 1.
+        """Emit x of scores as in the forward, and the derivative of the mod, None if that is 1.
 
         Args:
+            site, head, rows, columns: see `templates.common.hooks`.
             places: (row, column, score q . k) of each element.
-            steps: names each element's q - kv among the thread's.
-            shared: what is known by step; added to.
+            steps: key of each element's q - kv among the thread's.
+            shared: values by step; new ones are added.
         """
         scores, _ = self._tensors(site)
         elements = [_element(rows, columns, r, j, 0, s) for r, j, s in places]
@@ -141,27 +142,15 @@ class GraphBackward(GraphForward):
         slopes = None if self._slope is _ONE else [value[-1] for value in values]
         if self.raw:
             return [s for _, _, s in places], slopes
-        return self._assembled(columns, places, values), slopes
-
-    def _assembled(self, columns: Columns, places: Sequence[Any], values: Any) -> list[Any]:
-        result = []
-        for (_, j, s), value in zip(places, values, strict=True):
-            found = iter(value)
-            factor = next(found) if self.form.factor is not None else None
-            bias = next(found) if self.form.bias is not None else None
-            x = None if factor is None else s * factor
-            for term in (columns[j][1], bias):
-                if term is not None:
-                    x = term if x is None else x + term
-            result.append(x)
-        return result
+        return self._combine(columns, places, values), slopes
 
     def adjoint(
         self, site: Any, head: Values, rows: Rows, columns: Columns, places: Sequence[Any]
     ) -> tuple[list[Any], list[list[Any]]]:
-        """Gradients of the scores q . k * scale; and for each learned load those of its value.
+        """Emit the gradients of the scores q . k * scale, and those of each learned load's value.
 
         Args:
+            site, head, rows, columns: see `templates.common.hooks`.
             places: (row, column, score q . k, gradient of the modified score) of each element.
         """
         scores, _ = self._tensors(site)
@@ -170,10 +159,13 @@ class GraphBackward(GraphForward):
         return [v[0] for v in values], [list(v) for v in zip(*(v[1:] for v in values), strict=True)]
 
     def place(self, i: int, site: Any, shape: Sequence[Any], q: Any, kv: Any) -> tuple[Any, ...]:
-        """The index of learned load i; q and kv are read as far as its level says.
+        """Emit the index of learned load i; its level says whether q and kv are needed.
 
         Args:
-            shape: of its tensor.
+            i: number of the load.
+            site: see `templates.common.hooks`.
+            shape: shape of its tensor.
+            q, kv: positions; None if the level does not depend on them.
         """
         scores, _ = self._tensors(site)
         env = {"b": site.b, "h": site.h, "scale": site.scale}
@@ -192,7 +184,7 @@ class GraphBackward(GraphForward):
 def _element(
     rows: Rows, columns: Columns, r: int, j: int, part: int, score: Any, grad: Any = None
 ) -> Element:
-    """Element (r, j); part 0 of the values is the score's, part 3 the adjoint's."""
+    """Build element (r, j); part 0 of the values is the score's, part 3 the adjoint's."""
     q, row = rows[r]
     kv, _, column = columns[j]
     return Element(q, kv, row[part], column[part], None, score, grad)

@@ -137,15 +137,19 @@ class GraphForward:
         scores, _ = self._tensors(site)
         elements = [_element(site, rows, columns, r, j, 0, s) for r, j, s in places]
         values = self._score.elements(site, scores, head[0], elements, relatives)
-        form, result = self.form, []
+        return self._combine(columns, places, values)
+
+    def _combine(self, columns: Columns, places: Sequence[Any], values: Any) -> list[Any]:
+        """Add up score * factor, the column's term and the bias, for each element."""
+        result = []
         for (_, j, s), value in zip(places, values, strict=True):
             parts = iter(value)
-            factor = next(parts) if form.factor is not None else None
-            bias = next(parts) if form.bias is not None else None
-            terms = [t for t in (columns[j][1], bias) if t is not None]
+            factor = next(parts) if self.form.factor is not None else None
+            bias = next(parts) if self.form.bias is not None else None
             x = None if factor is None else s * factor
-            for t in terms:
-                x = t if x is None else x + t
+            for term in (columns[j][1], bias):
+                if term is not None:
+                    x = term if x is None else x + term
             result.append(x)
         return result
 

@@ -64,8 +64,11 @@ class CudaDriver:
         if failed or status.value != _ACTIVE:
             return False
         failed = self._create(
-            *(ctypes.byref(user_object), pointer(argument), pointer(destructor)),
-            *(ctypes.c_uint(1), ctypes.c_uint(_NO_DESTRUCTOR_SYNC)),
+            ctypes.byref(user_object),
+            pointer(argument),
+            pointer(destructor),
+            ctypes.c_uint(1),  # initial references
+            ctypes.c_uint(_NO_DESTRUCTOR_SYNC),
         )
         if failed:
             return False
