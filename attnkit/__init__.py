@@ -88,9 +88,9 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'attnkit' has no attribute {name!r}")
     module = importlib.import_module(_LAZY[name])
-    found = module if module.__name__ == f"attnkit.{name}" else getattr(module, name)
-    globals()[name] = found
-    return found
+    value = module if module.__name__ == f"attnkit.{name}" else getattr(module, name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,7 @@
-"""The hooks of a GPU backward kernel, made from the graphs of a variant.
+"""Implement the hooks of a GPU backward kernel with the graphs of a variant.
 
-`GraphBackward` is what `attnkit.templates.common.hooks.BackwardHooks` describes. Plain Python that
-runs while a kernel is traced; the kernel's hooks and this module know nothing else of each other.
+`GraphBackward` implements `attnkit.templates.common.hooks.BackwardHooks`. It is plain Python that
+runs while a kernel is traced. The kernel knows only that interface.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ONE = const(1.0)
 
 
 class GraphBackward(GraphForward):
-    """The hooks of a score_mod and a mask, with the gradients of captured tensors.
+    """Hooks of a score_mod and a mask, with the gradients of captured tensors.
 
     Args:
         root: the score_mod; None for the score itself.
@@ -61,10 +61,10 @@ class GraphBackward(GraphForward):
         loads: tuple[tuple[Node, Node], ...] = ()
         dscore = arg("grad")
         if root is not None:
-            found = adjoint(root)
-            dscore = found.dscore
+            derivative = adjoint(root)
+            dscore = derivative.dscore
             learned = [i for i, need in enumerate(needs_grad) if need]
-            loads = tuple((n, c) for n, c in found.loads if int(str(n.attr)) in learned)
+            loads = tuple((n, c) for n, c in derivative.loads if int(str(n.attr)) in learned)
             self.slots = tuple(learned.index(int(str(n.attr))) for n, _ in loads)
         else:
             self.slots = ()
@@ -73,9 +73,8 @@ class GraphBackward(GraphForward):
         self._dscore = unscaled(dscore)
         self._slope = unscaled(_with_unit_gradient(dscore))
         self.sloped = self._slope is not _ONE
-        form = score_form(
-            root, separate_distance=not self.sloped
-        )  # a slope leaves no registers for it
+        # with a derivative of the mod there are no registers for a separate distance term
+        form = score_form(root, separate_distance=not self.sloped)
         super().__init__(form, mask, ends, scores=scores, listed=listed, positive=positive)
         parts = [n for n in (form.factor, form.bias, form.slope) if n is not None]
         self.distant = form.distance is not None
@@ -90,7 +89,7 @@ class GraphBackward(GraphForward):
         )
 
     def head(self, site: Any) -> Values:
-        """Values of a tile."""
+        """Emit the values of a tile."""
         scores, _ = self._tensors(site)
         distance = None
         if self.form.distance is not None:
@@ -99,16 +98,16 @@ class GraphBackward(GraphForward):
         return (*super().head(site), self._adjoint.head(site, scores), distance)
 
     def distance(self, site: Any, head: Values) -> Any:
-        """What x has for each step of kv - q, besides what `both` gives; None for nothing."""
+        """Return the factor of kv - q that the kernel adds to the x of `both`; None for none."""
         return head[5]
 
     def row(self, site: Any, head: Values, q: Any) -> Values:
-        """Values of a row."""
+        """Emit the values of a row."""
         scores, _ = self._tensors(site)
         return (*super().row(site, head, q), self._adjoint.row(site, scores, head[4], q))
 
     def columns(self, site: Any, head: Values, kv: Sequence[Any], masked: bool) -> list[Values]:
-        """Values of columns; those of the mask only in masked blocks."""
+        """Emit the values of columns; those of the mask only in masked blocks."""
         scores, _ = self._tensors(site)
         return [
             (*values, None, self._adjoint.column(site, scores, head[4], at))
@@ -125,12 +124,13 @@ class GraphBackward(GraphForward):
         steps: Sequence[int] | None = None,
         shared: dict[Any, Values] | None = None,
     ) -> tuple[list[Any], list[Any] | None]:
-        """x of scores as in the forward, and the derivative of the mod, None where that is 1.
+        """Emit x of scores as in the forward, and the derivative of the mod, None if that is 1.
 
         Args:
+            site, head, rows, columns: see `templates.common.hooks`.
             places: (row, column, score q . k) of each element.
-            steps: names each element's q - kv among the thread's.
-            shared: what is known by step; added to.
+            steps: key of each element's q - kv among the thread's.
+            shared: values by step; new ones are added.
         """
         scores, _ = self._tensors(site)
         elements = [_element(rows, columns, r, j, 0, s) for r, j, s in places]
@@ -142,27 +142,15 @@ class GraphBackward(GraphForward):
         slopes = None if self._slope is _ONE else [value[-1] for value in values]
         if self.raw:
             return [s for _, _, s in places], slopes
-        return self._assembled(columns, places, values), slopes
-
-    def _assembled(self, columns: Columns, places: Sequence[Any], values: Any) -> list[Any]:
-        result = []
-        for (_, j, s), value in zip(places, values, strict=True):
-            found = iter(value)
-            factor = next(found) if self.form.factor is not None else None
-            bias = next(found) if self.form.bias is not None else None
-            x = None if factor is None else s * factor
-            for term in (columns[j][1], bias):
-                if term is not None:
-                    x = term if x is None else x + term
-            result.append(x)
-        return result
+        return self._combine(columns, places, values), slopes
 
     def adjoint(
         self, site: Any, head: Values, rows: Rows, columns: Columns, places: Sequence[Any]
     ) -> tuple[list[Any], list[list[Any]]]:
-        """Gradients of the scores q . k * scale; and for each learned load those of its value.
+        """Emit the gradients of the scores q . k * scale, and those of each learned load's value.
 
         Args:
+            site, head, rows, columns: see `templates.common.hooks`.
             places: (row, column, score q . k, gradient of the modified score) of each element.
         """
         scores, _ = self._tensors(site)
@@ -171,10 +159,13 @@ class GraphBackward(GraphForward):
         return [v[0] for v in values], [list(v) for v in zip(*(v[1:] for v in values), strict=True)]
 
     def place(self, i: int, site: Any, shape: Sequence[Any], q: Any, kv: Any) -> tuple[Any, ...]:
-        """The index of learned load i; q and kv are read as far as its level says.
+        """Emit the index of learned load i; its level says whether q and kv are needed.
 
         Args:
-            shape: of its tensor.
+            i: number of the load.
+            site: see `templates.common.hooks`.
+            shape: shape of its tensor.
+            q, kv: positions; None if the level does not depend on them.
         """
         scores, _ = self._tensors(site)
         env = {"b": site.b, "h": site.h, "scale": site.scale}
@@ -193,14 +184,14 @@ class GraphBackward(GraphForward):
 def _element(
     rows: Rows, columns: Columns, r: int, j: int, part: int, score: Any, grad: Any = None
 ) -> Element:
-    """Element (r, j); part 0 of the values is the score's, part 3 the adjoint's."""
+    """Build element (r, j); part 0 of the values is the score's, part 3 the adjoint's."""
     q, row = rows[r]
     kv, _, column = columns[j]
     return Element(q, kv, row[part], column[part], None, score, grad)
 
 
 def _with_unit_gradient(dscore: Node) -> Node:
-    """The adjoint of the score for a gradient of 1, simplified."""
+    """Return the derivative of the mod by the score: its adjoint for a gradient of 1, simplified."""
     mapping: dict[Node, Node] = {}
     for n in ir.topo(dscore):
         if n is arg("grad"):

@@ -58,12 +58,12 @@ def run_on_cpu(
 
 
 def _flexible(tensor: Tensor) -> Value:
-    """A flat tensor whose length is an argument of the compiled function."""
+    """Make the length of a flat tensor an argument of the compiled function."""
     return from_dlpack(tensor).mark_layout_dynamic()
 
 
 class _Body:
-    """What the loop does for one position; an object, so that the DSL leaves its source alone."""
+    """The body of the loop over positions; an object, so that the DSL does not rewrite its source."""
 
     def __init__(
         self, roots: tuple[Node, ...], names: tuple[str, ...], wrap: frozenset[Node] | None
@@ -73,11 +73,11 @@ class _Body:
         self.wrap = wrap
 
     def __call__(self, i: Value, values: Sequence[Value]) -> None:
-        inputs, rest = values[: len(self.names)], values[len(self.names) :]
-        outputs, captured = rest[: len(self.roots)], rest[len(self.roots) :]
+        names, ends = len(self.names), len(self.names) + len(self.roots)
+        inputs, outputs, captured = values[:names], values[names:ends], values[ends:]
         env = {name: tensor[i] for name, tensor in zip(self.names, inputs, strict=True)}
-        found = emit(self.roots, env, captured, wrap=self.wrap)
-        for tensor, value in zip(outputs, found, strict=True):
+        results = emit(self.roots, env, captured, wrap=self.wrap)
+        for tensor, value in zip(outputs, results, strict=True):
             tensor[i] = value
 
 

@@ -1,12 +1,12 @@
-"""The graph as CuTe-DSL values, made while a kernel is traced.
+"""Emit the graph as CuTe-DSL values while a kernel is traced.
 
 `emit` is plain Python that runs at trace time: it may be called from inside a kernel, or from an
 object that a kernel takes as a Constexpr. This module imports the DSL; import it only where a
 kernel is built.
 
-The result means what torch means, as `interp.torch` does: floor division and modulo of negatives,
-negative indices, NaN through min and max. With `fast=False` every operation compiles for the GPU
-and for the host; what torch computes exactly or correctly rounded has torch's bits, the rest is
+The semantics are torch's, as in `graph.eval_torch`: floor division and modulo of negatives, negative
+indices, NaN through min and max. With `fast=False` every operation compiles for the GPU and for the
+host. Operations that torch computes exactly or correctly rounded have torch's bits; the others are
 within 3 units of float32's last place (on the host and on an H200). With `fast=True` the GPU's own
 instructions are used, approximate ones included, and the result runs on a GPU only. Relative
 errors there, on an H200: tanh 1.1e-5, exp 4e-6 (at 60), div and sqrt 1.5e-7, sigmoid 4e-6;
@@ -53,8 +53,8 @@ def emit(
         fast: use the GPU's approximate instructions; see above.
         wrap: loads with an index that may be negative, to be counted from the end; None: all whose
             indices are not plainly nonnegative. Indices are not checked otherwise.
-        memo: values known already, by node, such as those of a row; nothing below them is
-            emitted. It receives everything emitted here, so it must not outlive the region of
+        memo: values that are already emitted, by node, such as those of a row; nothing below them
+            is emitted. It receives everything emitted here, so it must not outlive the region of
             the kernel (loop or branch body) where it is filled.
 
     Returns:
@@ -77,13 +77,13 @@ def emit(
     return [values[r] for r in roots]
 
 
-def _order(roots: Sequence[Node], known: Mapping[Node, Value]) -> list[Node]:
-    """Nodes to emit, arguments first, not looking below those that are known."""
+def _order(roots: Sequence[Node], values: Mapping[Node, Value]) -> list[Node]:
+    """List the nodes to emit, arguments first, without those that have values already."""
     order: dict[Node, None] = {}
     stack = [(r, False) for r in reversed(roots)]
     while stack:
         n, ready = stack.pop()
-        if n in known or n in order:
+        if n in values or n in order:
             continue
         if ready:
             order[n] = None
@@ -94,7 +94,7 @@ def _order(roots: Sequence[Node], known: Mapping[Node, Value]) -> list[Node]:
 
 
 def _lift(type_: Type, value: Value) -> Value:
-    """A value of the graph's type; a Python number becomes a constant of the kernel.
+    """Convert to a value of the graph's type; a Python number becomes a constant of the kernel.
 
     The DSL folds operations on Python numbers in double precision, and `select` refuses them.
     """
@@ -115,10 +115,10 @@ def _load(n: Node, index: Sequence[Value], tensors: Sequence[Value], wrap: bool)
 
 
 def _wide(n: Node, values: Mapping[Node, Value]) -> Value:
-    """An index in 64 bits where it is a plain sum, else as it is.
+    """Emit an index in 64 bits if it is a plain sum, else unchanged.
 
     Then the compiler sees that the addresses of neighbouring elements differ by constants, which
-    it cannot know of a sum of 32 bits that might overflow.
+    it cannot know for a 32-bit sum that might overflow.
     """
     if not _is_sum(n):
         return values[n]
@@ -139,12 +139,12 @@ def _nonnegative(n: Node) -> bool:
 
 
 def _positive(n: Node) -> bool:
-    """Whether an integer node is a constant above zero."""
+    """Return whether an integer node is a constant above zero."""
     return n.op == "const" and int(str(n.attr)) > 0
 
 
 def _power(n: Node) -> int | None:
-    """k where an integer node is the constant 2**k."""
+    """Return k if an integer node is the constant 2**k, else None."""
     value = int(str(n.attr)) if n.op == "const" else 0
     return value.bit_length() - 1 if value > 0 and value & (value - 1) == 0 else None
 
@@ -153,10 +153,10 @@ def _tdiv(n: Node, a: Value, b: Value) -> Value:
     return Int32(arith.divsi(a.ir_value(), b.ir_value()))
 
 
-def _beyond(n: Node, rest: Value, b: Value) -> Value:
-    """Whether a truncated remainder is not zero and has the other sign than the divisor."""
+def _beyond(n: Node, remainder: Value, b: Value) -> Value:
+    """Emit whether a truncated remainder is not zero and has another sign than the divisor."""
     zero = constant(Int32, 0)
-    return (rest != zero) & ((rest ^ b) < zero)
+    return (remainder != zero) & ((remainder ^ b) < zero)
 
 
 def _fdiv(n: Node, a: Value, b: Value) -> Value:
@@ -178,8 +178,8 @@ def _mod(n: Node, a: Value, b: Value) -> Value:
         return a & (b - constant(Int32, 1))
     if _positive(n.args[1]):
         return a - emit_cute_math.floor_quotient(a, int(str(n.args[1].attr))) * b
-    rest = a % b  # the DSL's % on integers is C's: the sign of the dividend
-    return select(_beyond(n, rest, b), rest + b, rest)
+    remainder = a % b  # the DSL's % on integers is C's: the sign of the dividend
+    return select(_beyond(n, remainder, b), remainder + b, remainder)
 
 
 def _shl(n: Node, a: Value, b: Value) -> Value:
@@ -197,7 +197,7 @@ def _shr(n: Node, a: Value, b: Value) -> Value:
 
 
 def _shift_is_plain(n: Node) -> bool:
-    """torch gives 0, or the sign, for shifts outside 0..31; the hardware gives anything."""
+    """Emit a shift: torch gives 0, or the sign, outside 0..31; the hardware gives anything."""
     return n.op == "const" and 0 <= int(str(n.attr)) < 32
 
 
@@ -230,7 +230,7 @@ def _round(n: Node, a: Value) -> Value:
 
 
 def _math(name: str, **options: bool) -> Emit:
-    """A function of `cute.math` on the argument values."""
+    """Wrap a function of `cute.math` as an operation on the argument values."""
     return lambda n, *args: getattr(cute.math, name)(*args, **options)
 
 

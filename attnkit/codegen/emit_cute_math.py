@@ -1,12 +1,12 @@
-"""Float operations that the DSL lacks, or computes otherwise than torch, as DSL values.
+"""Emit float operations that the DSL lacks, or computes in another way than torch.
 
-Each function takes and gives Float32 values while a kernel is traced, and uses only operations
-that the DSL compiles for the GPU and for the host alike. (`cute.math` has erf, expm1 and log1p on
+Each function takes and returns Float32 values while a kernel is traced, and uses only operations
+that the DSL compiles for the GPU and for the host. (`cute.math` has erf, expm1 and log1p on
 the GPU, but its host compiler refuses the first and expands the others to `exp(x) - 1` and
 `log(1 + x)`, which give 0 for small x.)
 
 The polynomials are weighted minimax fits (Lawson's iteration on Chebyshev nodes) of the functions
-named beside them, rounded to float32.
+named next to them, rounded to float32.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ _LOG2_E = math.log2(math.e)
 
 
 def constant(kind: Value, value: float) -> Value:
-    """A constant as a DSL value of type `kind` that arithmetic and `select` take like any other."""
+    """Emit a constant as a DSL value of type `kind`, which arithmetic and `select` take."""
     return kind(kind(value).ir_value())
 
 
 def number(value: float) -> Value:
-    """A float constant."""
+    """Emit a float constant."""
     return constant(Float32, value)
 
 
 def select(condition: Value, yes: Value, no: Value) -> Value:
-    """`yes` where the condition holds, else `no`; both of one type."""
+    """Emit `yes` where the condition holds, else `no`; both have the same type."""
     return type(yes)(cutlass.select_(condition, yes, no))
 
 
 def floor_divide(a: Value, b: Value) -> Value:
-    """torch.floor_divide: `c10::div_floor_floating`, operation by operation."""
-    rest = a % b  # fmod
-    quotient = (a - rest) / b
-    quotient = select(_beyond(rest, b), quotient - number(1.0), quotient)
+    """Emit torch.floor_divide: `c10::div_floor_floating`, operation by operation."""
+    fmod = a % b
+    quotient = (a - fmod) / b
+    quotient = select(_beyond(fmod, b), quotient - number(1.0), quotient)
     floored = cute.math.floor(quotient)
     floored = select(quotient - floored > number(0.5), floored + number(1.0), floored)
     direct = a / b
@@ -52,13 +52,13 @@ def floor_divide(a: Value, b: Value) -> Value:
 
 
 def remainder(a: Value, b: Value) -> Value:
-    """torch.remainder: fmod, moved to the sign of the divisor."""
-    rest = a % b
-    return select(_beyond(rest, b), rest + b, rest)
+    """Emit torch.remainder: fmod, moved to the sign of the divisor."""
+    fmod = a % b
+    return select(_beyond(fmod, b), fmod + b, fmod)
 
 
 def floor_quotient(a: Value, divisor: int) -> Value:
-    """a // divisor of an Int32, rounded down, for a constant divisor above 1.
+    """Emit a // divisor of an Int32, rounded down, for a constant divisor above 1.
 
     The upper half of a product with a number of 32 bits, which is exact below 2**31 (Granlund and
     Montgomery 1994); of a negative a that of ~a, as a // d is ~(~a // d). The compiler's own division
@@ -73,30 +73,30 @@ def floor_quotient(a: Value, divisor: int) -> Value:
 
 
 def _beyond(rest: Value, b: Value) -> Value:
-    """Whether a truncated remainder is not zero and has the other sign than the divisor."""
+    """Emit whether a truncated remainder is not zero and has another sign than the divisor."""
     return (rest != number(0.0)) & Boolean((b < number(0.0)) != (rest < number(0.0)))
 
 
 def sigmoid(a: Value) -> Value:
-    """1 / (1 + exp(-a))."""
+    """Emit 1 / (1 + exp(-a))."""
     return number(1.0) / (number(1.0) + cute.math.exp(-a))
 
 
 def fast_sigmoid(a: Value) -> Value:
-    """The same from two approximate instructions, relative error near 2^-22."""
+    """Emit sigmoid with two approximate instructions, relative error near 2^-22."""
     power = cute.math.exp2(a * number(-_LOG2_E), approx=True)
     return cute.math.div(number(1.0), number(1.0) + power, approx=True)
 
 
 def expm1(a: Value) -> Value:
-    """exp(a) - 1 to about 1.5 ulp: a polynomial below 1/2, where the difference would cancel."""
+    """Emit exp(a) - 1 to about 1.5 ulp: a polynomial below 1/2, where the difference would cancel."""
     near = cute.math.fma(a * a, _horner(_EXPM1, a), a)
     far = cute.math.exp(a) - number(1.0)
     return select(abs(a) < number(0.5), near, far)
 
 
 def log1p(a: Value) -> Value:
-    """log(1 + a) to about 1.5 ulp: log of the rounded sum u, plus what rounding lost, over u."""
+    """Emit log(1 + a) to about 1.5 ulp: log of the rounded sum u, plus the rounding error over u."""
     total = number(1.0) + a
     lost = (a - (total - number(1.0))) / total
     inside = (total > number(0.0)) & (total < number(math.inf))
@@ -104,7 +104,7 @@ def log1p(a: Value) -> Value:
 
 
 def erf(a: Value) -> Value:
-    """The error function to about 1 ulp; 1 - 2^-p(|a|) from 1 on, an odd polynomial below."""
+    """Emit the error function to about 1 ulp; 1 - 2^-p(|a|) from 1 on, an odd polynomial below."""
     size = abs(a)
     near = cute.math.fma(a, _horner(_ERF_NEAR, a * a), a)
     clamped = select(size > number(4.0), number(4.0), size)  # erf(4) rounds to 1; NaN stays

@@ -1,7 +1,7 @@
-"""The hooks of a GPU forward kernel, made from the graphs of a variant.
+"""Implement the hooks of a GPU forward kernel with the graphs of a variant.
 
-`GraphForward` is what `attnkit.templates.common.hooks.ForwardHooks` describes. Plain Python that
-runs while a kernel is traced; the kernel's hooks and this module know nothing else of each other.
+`GraphForward` implements `attnkit.templates.common.hooks.ForwardHooks`. It is plain Python that runs
+while a kernel is traced. The kernel knows only that interface.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Columns: TypeAlias = Sequence[tuple[Any, Any, Values]]
 
 
 class GraphForward:
-    """The hooks of a score_mod and a mask.
+    """Hooks of a score_mod and a mask.
 
     Args:
         form: the score_mod.
@@ -73,40 +73,40 @@ class GraphForward:
         return site.tensors[: self._scores], site.tensors[self._scores :]
 
     def head(self, site: Any) -> Values:
-        """Values of a tile."""
+        """Emit the values of a tile."""
         scores, masks = self._tensors(site)
-        own = self._score.head(site, scores)
+        score_values = self._score.head(site, scores)
         slope = factor = None
-        memo = dict(zip(self._score.nodes_at(Level.HEAD), own, strict=True))
+        memo = dict(zip(self._score.nodes_at(Level.HEAD), score_values, strict=True))
         env = {"b": site.b, "h": site.h, "scale": site.scale}
         if self.form.slope is not None:
             slope = emit([self.form.slope], env, scores, fast=True, wrap=self._wrap, memo=memo)[0]
         if self.raw:
             factor = emit([self.form.factor], env, scores, fast=True, wrap=self._wrap, memo=memo)[0]  # type: ignore[list-item]
-        return own, self._mask_stages.head(site, masks), slope, factor
+        return score_values, self._mask_stages.head(site, masks), slope, factor
 
     def row(self, site: Any, head: Values, q: Any) -> Values:
-        """Values of a row."""
+        """Emit the values of a row."""
         scores, masks = self._tensors(site)
-        own = self._score.row(site, scores, head[0], q)
+        score_values = self._score.row(site, scores, head[0], q)
         term = None
         if self.form.row is not None:
             env = {"b": site.b, "h": site.h, "q": q, "kv": site.origin}
             term = emit([self.form.row], env, scores, fast=True, wrap=self._wrap)[0]
-        return own, self._mask_stages.row(site, masks, head[1], q), term
+        return score_values, self._mask_stages.row(site, masks, head[1], q), term
 
     def held(self, site: Any, head: Values, offsets: Sequence[Any]) -> Values:
-        """What every block adds in columns at these offsets from its first."""
+        """Emit the terms that every block adds in columns at these offsets from its first."""
         slope = head[2]
         return tuple(None if slope is None else slope * Float32(o) for o in offsets)
 
     def block(self, site: Any, head: Values, kv: Any) -> Any:
-        """What a block adds to all of its scores."""
+        """Emit the term that a block adds to all of its scores."""
         slope = head[2]
         return None if slope is None else slope * Float32(kv - site.origin)
 
     def columns(self, site: Any, head: Values, kv: Sequence[Any], masked: bool) -> list[Values]:
-        """Values of columns; those of the mask only in masked blocks."""
+        """Emit the values of columns; those of the mask only in masked blocks."""
         scores, masks = self._tensors(site)
         return [
             (
@@ -119,7 +119,7 @@ class GraphForward:
     def relatives(
         self, site: Any, head: Values, rows: Rows, columns: Columns, places: Sequence[Any]
     ) -> Any:
-        """What `element` needs that depends on q - kv."""
+        """Emit the values that depend on q - kv, for `element`."""
         scores, _ = self._tensors(site)
         elements = [_element(site, rows, columns, r, j, 0) for r, j in places]
         return self._score.relatives(site, scores, head[0], elements)
@@ -133,28 +133,32 @@ class GraphForward:
         places: Sequence[Any],
         relatives: Any,
     ) -> list[Any]:
-        """x of scores."""
+        """Emit x of scores, see `score_form`."""
         scores, _ = self._tensors(site)
         elements = [_element(site, rows, columns, r, j, 0, s) for r, j, s in places]
         values = self._score.elements(site, scores, head[0], elements, relatives)
-        form, result = self.form, []
+        return self._combine(columns, places, values)
+
+    def _combine(self, columns: Columns, places: Sequence[Any], values: Any) -> list[Any]:
+        """Add up score * factor, the column's term and the bias, for each element."""
+        result = []
         for (_, j, s), value in zip(places, values, strict=True):
-            found = iter(value)
-            factor = next(found) if form.factor is not None else None
-            bias = next(found) if form.bias is not None else None
-            terms = [t for t in (columns[j][1], bias) if t is not None]
+            parts = iter(value)
+            factor = next(parts) if self.form.factor is not None else None
+            bias = next(parts) if self.form.bias is not None else None
             x = None if factor is None else s * factor
-            for t in terms:
-                x = t if x is None else x + t
+            for term in (columns[j][1], bias):
+                if term is not None:
+                    x = term if x is None else x + term
             result.append(x)
         return result
 
     def factor(self, site: Any, head: Values) -> Any:
-        """What x is multiplied by, None for 1."""
+        """Return the factor of x, None for 1."""
         return head[3]
 
     def ends(self, site: Any, head: Values, q: Any) -> list[tuple[Any, Any]]:
-        """The intervals of a row."""
+        """Emit the bounds of the intervals of a row."""
         _, masks = self._tensors(site)
         env = {"b": site.b, "h": site.h, "q": q}
         memo: dict[Node, Any] = {}
@@ -166,21 +170,21 @@ class GraphForward:
     def keep(
         self, site: Any, head: Values, rows: Rows, columns: Columns, places: Sequence[Any]
     ) -> list[Any]:
-        """Whether elements are kept."""
+        """Emit the mask of elements."""
         _, masks = self._tensors(site)
         elements = [_element(site, rows, columns, r, j, 1) for r, j in places]
         relatives = self._mask_stages.relatives(site, masks, head[1], elements)
         return [v[0] for v in self._mask_stages.elements(site, masks, head[1], elements, relatives)]
 
     def lse(self, site: Any, head: Values, row: Values) -> Any:
-        """What the row's LSE has beyond the softmax."""
+        """Return the term that is added to the row's LSE after the softmax."""
         return row[2]
 
 
 def _element(
     site: Any, rows: Rows, columns: Columns, r: int, j: int, part: int, score: Any = None
 ) -> Element:
-    """Element (r, j); part 0 of the values is the score's, part 1 the mask's."""
+    """Build element (r, j); part 0 of the values is the score's, part 1 the mask's."""
     q, row = rows[r]
     kv, _, column = columns[j]
     steps = site.steps

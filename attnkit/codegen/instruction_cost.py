@@ -1,4 +1,4 @@
-"""About how many instructions of a GPU an expression takes."""
+"""Estimate how many GPU instructions an expression takes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from attnkit.graph import ir
 from attnkit.graph.ir import Node
 from attnkit.graph.staging import Level, is_relative, level_of
 
-# Instructions of an operation where it is not about one, counted in the machine code of Blackwell
-# kernels (DSL 4.8.1): emitted as `attnkit.codegen.emit_cute.emit` does with `fast`.
+# Instructions of the operations that take more than one, counted in the machine code of Blackwell
+# kernels (DSL 4.8.1), emitted by `attnkit.codegen.emit_cute.emit` with `fast=True`.
 _TAKES = {
     "tanh": 3,
     "exp2": 5,
@@ -25,17 +25,18 @@ _TAKES = {
     "sin": 80,
     "cos": 80,
 }
-_LOAD, _FAR_LOAD = 5, 7  # at a distance, a row or a column; at a row and a column by themselves
-# A warp holds one row or few: what rows and heads know is computed once for many scores.
+_LOAD, _FAR_LOAD = 5, 7  # index known by row, column or distance; index that needs row and column
+# A warp holds one row or few, so values of rows and heads are computed once for many scores.
 _COUNTED = (Level.COLUMN, Level.RELATIVE, Level.ELEMENT)
 _DIVIDES = ("fdiv", "mod", "tdiv")
 _BY_CONSTANT, _BY_INT, _BY_FLOAT = 9, 20, 60
 
 
 def instructions(*roots: Node) -> int:
-    """About how many instructions each score takes of these expressions.
+    """Estimate how many instructions these expressions take for each score.
 
-    What is known once a row or more rarely is not counted, and what several share is once.
+    Values that are computed once per row or less often are not counted. Shared sub-expressions are
+    counted once.
     """
     counted: set[Node] = set()
     for root in roots:

@@ -1,7 +1,7 @@
-"""Ranges of integer expressions from the lengths alone: which indices may be negative.
+"""Find the loads whose indices may be negative, from ranges that follow from the lengths alone.
 
 A negative index counts from the end, which costs a kernel a comparison and a selection for each
-load. This finds the loads that never need it; what it does not understand may be negative.
+load. This finds the loads that never need them. An expression without a known range may be negative.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ Range: TypeAlias = tuple[int, int] | None
 
 
 def wrapping(roots: Iterable[Node], sizes: Mapping[str, int]) -> frozenset[Node]:
-    """The loads below the roots that may have a negative index.
+    """Return the loads below the roots that may have a negative index.
 
     Args:
         roots: expressions.
         sizes: of b, h, q and kv, each from 0 to its size - 1.
     """
     ranges: dict[Node, Range] = {}
-    found = []
+    loads = []
     for n in ir.topo(*roots):
         ranges[n] = _range(n, ranges, sizes)
         if n.op == "load":
             lows = [ranges[i] for i in n.args]
             if any(r is None or r[0] < 0 for r in lows):
-                found.append(n)
-    return frozenset(found)
+                loads.append(n)
+    return frozenset(loads)
 
 
 def _range(n: Node, ranges: Mapping[Node, Range], sizes: Mapping[str, int]) -> Range:
@@ -47,16 +47,16 @@ def _range(n: Node, ranges: Mapping[Node, Range], sizes: Mapping[str, int]) -> R
     if n.op == "where":
         a, b = ranges[n.args[1]], ranges[n.args[2]]
         return None if a is None or b is None else (min(a[0], b[0]), max(a[1], b[1]))
-    known = [ranges[a] for a in n.args]
+    arguments = [ranges[a] for a in n.args]
     if n.op in ("min", "max"):
-        return _clamped(n.op, known[0], known[1])
-    parts = [r for r in known if r is not None]
-    if len(parts) < len(known):
+        return _clamp(n.op, arguments[0], arguments[1])
+    parts = [r for r in arguments if r is not None]
+    if len(parts) < len(arguments):
         return None
     return _arithmetic(n.op, parts)
 
 
-def _clamped(op: str, a: Range, b: Range) -> Range:
+def _clamp(op: str, a: Range, b: Range) -> Range:
     if a is None or b is None:
         one = a or b
         low, high = -(2**31), 2**31 - 1

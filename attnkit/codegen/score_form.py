@@ -59,12 +59,12 @@ class ScoreForm:
 
     @property
     def additive(self) -> bool:
-        """Whether the mod adds to the score what does not depend on it, and does nothing else."""
+        """Whether the mod only adds a term that does not depend on the score."""
         return self.factor is build("mul", SCALE, const(LOG2E))
 
 
 def score_form(root: Node | None, *, separate_distance: bool = False) -> ScoreForm:
-    """The form of a score_mod; None stands for the score itself.
+    """Bring a score_mod to the form that a kernel computes; None stands for the score itself.
 
     Args:
         root: the score_mod.
@@ -115,7 +115,7 @@ def score_form(root: Node | None, *, separate_distance: bool = False) -> ScoreFo
 
 
 def _positive(factor: Node | None) -> bool:
-    """Whether a factor is the scale times a positive constant."""
+    """Return whether a factor is the scale times a positive constant."""
     if factor is None or factor.op != "mul" or factor.args[0] is not SCALE:
         return False
     other = factor.args[1]
@@ -127,7 +127,7 @@ def _mapped(n: Node | None, by: Node) -> Node | None:
 
 
 def _terms(n: Node, sign: int) -> Iterable[Node]:
-    """The terms of a float sum."""
+    """Yield the terms of a float sum."""
     if n.type == F32 and n.op in ("add", "sub"):
         yield from _terms(n.args[0], sign)
         yield from _terms(n.args[1], sign if n.op == "add" else -sign)
@@ -156,17 +156,17 @@ def _scaled(n: Node, by: Node) -> Node:
 
 
 def unscaled(core: Node) -> Node:
-    """The expression with q . k times the scale for the score, constants joined to the scale."""
+    """Replace the score by q . k times the scale; multiply constant factors into the scale."""
     mapping = {SCORE: build("mul", SCORE, SCALE)}
     for n in ir.topo(core):
-        joined = _joined(n)
-        if joined is not None:
-            mapping[n] = joined
+        product = _times_scale(n)
+        if product is not None:
+            mapping[n] = product
     return ir.substitute(core, mapping)
 
 
-def _joined(n: Node) -> Node | None:
-    """score * c, c * score or score / c with a constant c, as q . k times (scale * c)."""
+def _times_scale(n: Node) -> Node | None:
+    """Rewrite score * c, c * score or score / c, with a constant c, as q . k * (scale * c)."""
     if n.op == "mul" and SCORE in n.args:
         other = n.args[1] if n.args[0] is SCORE else n.args[0]
         if other.op == "const":
@@ -179,15 +179,15 @@ def _joined(n: Node) -> Node | None:
 
 
 def kv_slope(n: Node) -> Node | None:
-    """The float factor of kv in an expression linear in kv, if it is known per head; else None."""
-    found = _slope(n)
-    if found is None or found is const(0.0) or not ir.reads(found) <= _HEAD:
+    """Return the factor of kv in an expression linear in kv, if it is known per head; else None."""
+    slope = _slope(n)
+    if slope is None or slope is const(0.0) or not ir.reads(slope) <= _HEAD:
         return None
-    return found
+    return slope
 
 
 def _slope(n: Node) -> Node | None:
-    """The derivative by kv of an expression that is linear in kv; None if it may not be."""
+    """Return the derivative by kv of an expression that is linear in kv; None if it may not be."""
     zero, one = const(0.0), const(1.0)
     if n is KV:
         return one
@@ -213,10 +213,10 @@ def _slope(n: Node) -> Node | None:
 
 
 def _vanishes(n: Node) -> bool:
-    """Whether a term with a slope is 0 where q is kv, so that it is slope * (kv - q)."""
+    """Return whether a term with a slope is 0 where q is kv, so that it is slope * (kv - q)."""
     if n.op in ("add", "sub"):
-        found = tuple(a.args[0] if a.op == "cast" else a for a in n.args)
-        if n.op == "sub" and found in ((KV, Q), (Q, KV)):
+        operands = tuple(a.args[0] if a.op == "cast" else a for a in n.args)
+        if n.op == "sub" and operands in ((KV, Q), (Q, KV)):
             return True
         return all(map(_vanishes, n.args))
     if n.op in ("neg", "cast", "div"):
@@ -225,7 +225,7 @@ def _vanishes(n: Node) -> bool:
 
 
 def _reach(n: Node) -> tuple[float, float] | None:
-    """Bounds of a float expression whatever the score, if its form shows them."""
+    """Return bounds of a float expression for any score, None if its form shows none."""
     if n.op == "const":
         value = float(str(n.attr))
         return (value, value) if math.isfinite(value) else None

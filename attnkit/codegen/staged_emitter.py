@@ -1,6 +1,6 @@
-"""Expressions emitted into a kernel, each part at the level where it is known, see `graph.staging`.
+"""Emit expressions into a kernel, each part at the level where it is known (see `graph.staging`).
 
-Plain Python that runs while a kernel is traced.
+This is plain Python that runs while a kernel is traced.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Key: TypeAlias = Any
 
 @dataclass(frozen=True)
 class Element:
-    """One element of a thread: its position, what is known of its row and column, its score.
+    """One element of a thread: its position, the values of its row and column, and its score.
 
     Attributes:
         q, kv: positions.
         row, column: values of `Stages.row` and `Stages.column`.
-        step: names the difference q - kv among the thread's elements; None if not known.
+        step: key of the difference q - kv among the thread's elements; None if not known.
         score: q . k, and `grad` its cotangent in adjoints; None where not needed.
     """
 
@@ -38,7 +38,7 @@ class Element:
 
 
 class Stages:
-    """Some expressions, split by level.
+    """Emit expressions in stages, one for each level.
 
     Args:
         roots: the expressions.
@@ -55,39 +55,39 @@ class Stages:
         self._nodes = hoisted(self.roots)
 
     def nodes_at(self, level: Level) -> tuple[Node, ...]:
-        """The sub-expressions that are emitted at a level."""
+        """Return the sub-expressions that are emitted at a level."""
         return self._nodes[level]
 
     def head(self, site: Any, tensors: Sequence[Any]) -> Values:
-        """Values of a tile."""
+        """Emit the values of a tile."""
         env = {"b": site.b, "h": site.h, "scale": site.scale}
         return tuple(self._emit(self._nodes[Level.HEAD], env, tensors, {}))
 
     def row(self, site: Any, tensors: Sequence[Any], head: Values, q: Any) -> Values:
-        """Values of a row."""
+        """Emit the values of a row."""
         env = {"b": site.b, "h": site.h, "scale": site.scale, "q": q}
         return tuple(self._emit(self._nodes[Level.ROW], env, tensors, self._memo(head)))
 
     def column(self, site: Any, tensors: Sequence[Any], head: Values, kv: Any) -> Values:
-        """Values of a column."""
+        """Emit the values of a column."""
         env = {"b": site.b, "h": site.h, "scale": site.scale, "kv": kv}
         return tuple(self._emit(self._nodes[Level.COLUMN], env, tensors, self._memo(head)))
 
     def relatives(
         self, site: Any, tensors: Sequence[Any], head: Values, elements: Sequence[Element]
     ) -> dict[Key, Values]:
-        """Values by step, for elements whose step is known.
+        """Emit values by step, for elements whose step is known.
 
-        They are emitted for the first element of each step, whose positions must be the true ones
-        if those of any element of that step are.
+        They are emitted for the first element of each step. Its positions must be in range if those
+        of any element of that step are.
         """
         nodes = self._nodes[Level.RELATIVE]
-        found: dict[Key, Values] = {}
+        values: dict[Key, Values] = {}
         for e in elements if nodes else ():
-            if e.step is not None and e.step not in found:
+            if e.step is not None and e.step not in values:
                 env = self._positions(site, e)
-                found[e.step] = tuple(self._emit(nodes, env, tensors, self._memo(head)))
-        return found
+                values[e.step] = tuple(self._emit(nodes, env, tensors, self._memo(head)))
+        return values
 
     def elements(
         self,
@@ -97,7 +97,7 @@ class Stages:
         elements: Sequence[Element],
         relatives: Mapping[Key, Values],
     ) -> list[list[Any]]:
-        """Values of the roots, for each element; `relatives` as the method of that name gives."""
+        """Emit the roots for each element; `relatives`: result of the method of that name."""
         values = []
         for e in elements:
             memo = self._memo(head)

@@ -1,4 +1,4 @@
-"""The expression graph of a score_mod or mask_mod, and its evaluation.
+"""Define the expression graph of a score_mod or mask_mod, and evaluate it.
 
 In: typed, interned nodes (`ir`), built by the tracer. Out: simplified graphs (`simplify`),
 gradients (`adjoint`), the level at which each value is known (`staging`), affine forms (`affine`),

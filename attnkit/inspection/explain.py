@@ -396,7 +396,13 @@ def explain(
     plan, bound = preparation.plan, preparation.bound
     shape = (batch, heads, q_len, kv_len)
     return Explanation(
-        *(bound.score, bound.mask, bound.runs, plan, shape, head_dim, sms),
+        bound.score,
+        bound.mask,
+        bound.runs,
+        plan,
+        shape,
+        head_dim,
+        sms,
         target=target,
         variant=variant,
         dtype=dtype,

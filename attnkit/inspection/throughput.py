@@ -116,8 +116,8 @@ def forward_block_clocks(
         target: architecture of the kernel.
         head_dim: of query, key and value.
         dtype: of query, key and value.
-        block: rows and columns of the kernel's blocks, see `splice.forward_block`; None for those
-            of long sequences with few masked blocks.
+        block: rows and columns of the kernel's blocks, see `splice.forward.forward_block`; None for
+            those of long sequences with few masked blocks.
 
     Raises:
         UnsupportedError: there is no such kernel for the variant, or it cannot be emulated here.
@@ -142,7 +142,7 @@ def backward_block_clocks(
 
     Args:
         variant, target, head_dim, dtype: as of `forward_block_clocks`.
-        block: rows and columns of the kernel's blocks, see `splice.backward_block`.
+        block: rows and columns of the kernel's blocks, see `splice.backward.backward_block`.
 
     Raises:
         As `forward_block_clocks`.

@@ -1,4 +1,4 @@
-"""The public operator: validate a call, prepare it once, run it, reuse it.
+"""Run the public operator: validate a call, prepare it once, launch it, reuse it.
 
 In: the arguments of `attnkit.flex_attention`. Out: tensors. `api` shows the way of a call on one
 screen. Imported by `inspection`, `testing` and `cli`.

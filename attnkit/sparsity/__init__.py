@@ -1,4 +1,4 @@
-"""Which tiles of the score matrix are EMPTY, PARTIAL or FULL, and proofs about indices.
+"""Classify tiles of the score matrix as EMPTY, PARTIAL or FULL, and prove facts about indices.
 
 In: a traced mask and the lengths of a call. Out: `BlockRuns` (`block_runs`), the sparse format of
 all rooms; `BlockMask` (`block_mask`); the interval form of a mask (`intervals`); and proofs that

@@ -329,7 +329,7 @@ def _build_call(
 
 
 def _mask_argument(t: Tensor, captured: Captured, device: torch.device) -> CapturedArgument:
-    """Where a tensor of the mask is found at each call: captured, or a table."""
+    """Describe where a call finds a tensor of the mask: captured, or a table."""
     slot = next((i for i, own in enumerate(captured.masks) if own is t), None)
     return readable(t, device) if slot is None else captured_slot(MASK, slot, captured, device)
 

@@ -1,4 +1,4 @@
-"""The tables of a backward: work tiles, and the order of the sums of a deterministic run."""
+"""Build the tables of a backward: work tiles, and the order of deterministic sums."""
 
 from __future__ import annotations
 

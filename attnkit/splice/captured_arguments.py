@@ -63,7 +63,7 @@ def read_captured(
 
 
 def own_tensors(arguments: Sequence[CapturedArgument], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tables and copies among what `read_captured` gave, which the caller does not hold."""
+    """Return those results of `read_captured` that are tables and copies, not the caller's tensors."""
     pairs = zip(arguments, tensors, strict=True)
     return [t for a, t in pairs if not (isinstance(a, CapturedSlot) and a.as_is)]
 

@@ -1,4 +1,4 @@
-"""Counters that kernels leave at zero, so that all launches on a stream may share them."""
+"""Share counters among all launches on a stream; kernels leave them at zero."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ caches.register(_counters.clear)
 
 
 def zero_counters(device: torch.device, capturing: bool, count: int = 1) -> Tensor:
-    """Give counters for a launch on the current stream.
+    """Return counters for a launch on the current stream.
 
     Kernels of one stream follow each other; those of two streams may overlap, and so have counters
     of their own. A CUDA graph may be replayed on any stream: while one is captured, counters are

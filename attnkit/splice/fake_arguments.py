@@ -98,7 +98,7 @@ def part_tensors(rows: int, value_width: int) -> tuple[Any, Any]:
 
 
 def combine_arguments(dtype: str, value_dim: int, tile: tuple[int, int]) -> tuple[Any, ...]:
-    """The arguments of `templates.common.combine.Combine`; tile: rows and columns of parts."""
+    """Build the arguments of `templates.common.combine.Combine`; tile: rows and columns of parts."""
     split = make_fake_tensor(Int32, (cute.sym_int(), 3), (3, 1), assumed_align=4)
     split_ptr = make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4)
     out = tile_tensor(dtype, value_dim)

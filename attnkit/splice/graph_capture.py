@@ -27,15 +27,15 @@ _ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _NO_DESTRUCTOR_SYNC = 1  # CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
 _MOVE = 1  # CU_GRAPH_USER_OBJECT_MOVE: the graph takes over the only reference
 
-# What is kept, by the address of the semaphore that says that its graph is gone.
-_kept: dict[int, object] = {}
-# What graphs read where the driver cannot say when they are gone: kept until the process ends.
-_kept_for_ever: list[object] = []
+# Objects that captured graphs read, by the address of the semaphore that signals the graph's end.
+_held_by_semaphore: dict[int, object] = {}
+# The same where the driver cannot signal the end of a graph: held until the process ends.
+_held_for_ever: list[object] = []
 _lock = threading.Lock()
 
 
 class Driver(Protocol):
-    """What is needed of CUDA's driver."""
+    """The functions of CUDA's driver that this module needs."""
 
     def call_with_graph(self, stream: int, destructor: int, argument: int) -> bool:
         """Have `destructor(argument)` called once the graph that a stream captures is gone.
@@ -64,8 +64,11 @@ class CudaDriver:
         if failed or status.value != _ACTIVE:
             return False
         failed = self._create(
-            *(ctypes.byref(user_object), pointer(argument), pointer(destructor)),
-            *(ctypes.c_uint(1), ctypes.c_uint(_NO_DESTRUCTOR_SYNC)),
+            ctypes.byref(user_object),
+            pointer(argument),
+            pointer(destructor),
+            ctypes.c_uint(1),  # initial references
+            ctypes.c_uint(_NO_DESTRUCTOR_SYNC),
         )
         if failed:
             return False
@@ -94,12 +97,12 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and is_captured()
 
 
-def keep_while_replayable(device: torch.device, kept: object) -> None:
+def keep_while_replayable(device: torch.device, owner: object) -> None:
     """Keep an object alive until the graph that is being captured can no longer be replayed.
 
     Args:
         device: on whose current stream a CUDA graph is captured.
-        kept: what holds the tensors that the graph reads.
+        owner: holds the tensors that the graph reads.
     """
     release_unreplayable()
     cuda, libc = driver(), _libc()
@@ -110,18 +113,18 @@ def keep_while_replayable(device: torch.device, kept: object) -> None:
     post = ctypes.cast(libc.sem_post, ctypes.c_void_p).value
     if cuda is not None and post and cuda.call_with_graph(stream, post, semaphore):
         with _lock:
-            _kept[semaphore] = kept
+            _held_by_semaphore[semaphore] = owner
         return
     libc.free(ctypes.c_void_p(semaphore))
-    _kept_for_ever.append(kept)
+    _held_for_ever.append(owner)
 
 
 def release_unreplayable() -> None:
     """Drop what was kept for graphs that are gone."""
     libc = _libc()
     with _lock:
-        gone = [s for s in _kept if libc.sem_trywait(ctypes.c_void_p(s)) == 0]
-        released = [_kept.pop(s) for s in gone]
+        gone = [s for s in _held_by_semaphore if libc.sem_trywait(ctypes.c_void_p(s)) == 0]
+        released = [_held_by_semaphore.pop(s) for s in gone]
         for semaphore in gone:
             libc.free(ctypes.c_void_p(semaphore))
     del released  # outside of the lock: it may run anything

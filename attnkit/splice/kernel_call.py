@@ -1,4 +1,4 @@
-"""Records of what is passed to a template's forward and backward.
+"""Define the records that a template's forward and backward take.
 
 `KernelCall` is decided once for all calls of one kind; `ForwardInputs` and `BackwardInputs` are the
 tensors of one call.
@@ -20,7 +20,7 @@ from attnkit.splice.program import Program
 
 @dataclass(frozen=True)
 class KernelCall:
-    """Says which template computes which graphs on which tiles.
+    """A template, the graphs that it computes, and the tiles that it visits.
 
     Attributes:
         template: of a plan, such as "cpu", "sm90", "emulate:sm90" or "sm90:ordered".
@@ -36,7 +36,7 @@ class KernelCall:
 
     @functools.cached_property
     def spec(self) -> TemplateSpec:
-        """What the name of the template says."""
+        """The name of the template, parsed."""
         return TemplateSpec.parse(self.template)
 
 

@@ -1,4 +1,4 @@
-"""Who does what in a kernel, and where its numbers are: to be read."""
+"""Describe a kernel for `explain`: the roles of its warps, and its memory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ WORK = {
 
 @dataclass(frozen=True)
 class Role:
-    """Warps that do one thing.
+    """The warps of one role.
 
     Attributes:
-        name: what they do.
-        warps: which.
-        registers: of each thread, as asked for with setmaxnreg.
+        name: name of the role.
+        warps: numbers of its warps.
+        registers: registers of each thread, as set by setmaxnreg.
     """
 
     name: str
@@ -32,13 +32,13 @@ class Role:
 
 @dataclass(frozen=True)
 class Layout:
-    """The inside of a kernel.
+    """The roles and the memory of a kernel.
 
     Attributes:
         roles: by warps.
-        columns: (what, first column, columns) of tensor memory, where the GPU has it.
-        shared_bytes: of a CTA.
-        stages: tiles of K or V that its ring holds.
+        columns: (name, first column, columns) of tensor memory, if the GPU has it.
+        shared_bytes: shared memory of a CTA.
+        stages: stages of K or V in its ring.
         work: how it finds its next work tile, a key of `WORK`.
     """
 

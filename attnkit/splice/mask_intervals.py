@@ -1,4 +1,4 @@
-"""A mask as intervals of positions, for kernels that compare positions with bounds."""
+"""Bring a mask to intervals of positions, for kernels that compare positions with bounds."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Bounds: TypeAlias = tuple[tuple[Node, Node], ...]
 def row_intervals(
     mask: Node | None, tensors: Sequence[Tensor], query: Tensor, key: Tensor
 ) -> tuple[Bounds | None, Sequence[Tensor]]:
-    """The intervals of kv that the mask keeps in every row q.
+    """Find the intervals of kv that the mask keeps in every row q.
 
     Args:
         mask: the graph; None for no mask.
-        tensors: that it captures.
+        tensors: tensors that it captures.
         query, key: for their shapes and device.
 
     Returns:
@@ -36,7 +36,7 @@ def row_intervals(
 def column_intervals(
     mask: Node | None, tensors: Sequence[Tensor], query: Tensor, key: Tensor
 ) -> tuple[Bounds | None, Sequence[Tensor]]:
-    """The intervals of q that every column kv keeps, as `row_intervals` for the transposed mask."""
+    """Find the intervals of q that every column kv keeps: `row_intervals` of the transposed mask."""
     if mask is not None:
         q, kv = ir.arg("q"), ir.arg("kv")
         mask = ir.substitute(mask, {q: kv, kv: q})
@@ -48,7 +48,7 @@ def _intervals(
 ) -> tuple[Bounds | None, Sequence[Tensor]]:
     if mask is None:
         return None, ()
-    found = find_intervals(
+    result = find_intervals(
         Traced("mask", mask, tuple(tensors), tuple(f"t{i}" for i in range(len(tensors)))),
         q_len=lengths[0],
         kv_len=lengths[1],
@@ -56,6 +56,6 @@ def _intervals(
         heads=query.shape[1],
         device=query.device,
     )
-    if isinstance(found, Intervals):
-        return found.bounds, found.tensors
+    if isinstance(result, Intervals):
+        return result.bounds, result.tensors
     return None, tensors

@@ -1,4 +1,4 @@
-"""The pair of graphs of a variant, with a text so that it can cross operators and processes."""
+"""Define the graphs of a variant as one value, with a text form for operators and cache keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Program:
     """The graphs of a variant.
 
     Attributes:
-        score: f32 root over score, b, h, q, kv; None leaves the score as it is.
+        score: f32 root over score, b, h, q, kv; None if there is no score_mod.
         mask: bool root over b, h, q, kv; None keeps everything.
         checked: loads of either graph whose index range is not proven; each is checked when run.
         names: names of the tensors that the score and the mask capture, for the messages of those
@@ -34,12 +34,12 @@ class Program:
 
     @functools.cached_property
     def text(self) -> str:
-        """Canonical text; `Program.parse` reads it back."""
+        """The program as canonical text; `Program.parse` reads it back."""
         parts = ["" if root is None else ir.text(root) for root in (self.score, self.mask)]
         parts.append("listed" if self.listed else "")
         if self.checked:
             order = [n for n in self._order() if n in self.checked]
-            parts += [ir.text(*order), *(",".join(own) for own in self.names)]
+            parts += [ir.text(*order), *(",".join(names) for names in self.names)]
         return "|".join(parts)
 
     def _order(self) -> list[Node]:
@@ -48,20 +48,20 @@ class Program:
     @staticmethod
     @functools.lru_cache(maxsize=1024)
     def parse(text: str) -> Program:
-        """Read a `text` back to the same graphs."""
-        first, second, listed, *rest = text.split("|")
+        """Parse the `text` of a program; the graphs are the same objects."""
+        first, second, listed, *checks = text.split("|")
         score, mask = (ir.parse(part) if part else None for part in (first, second))
         program = Program(score, mask, listed=bool(listed))
-        if not rest:
+        if not checks:
             return program
-        loads, *names = rest
+        loads, *names = checks
         score_names, mask_names = (tuple(n.split(",")) if n else () for n in names)
         checked = frozenset(ir.parse_all(loads))
         return replace(program, checked=checked, names=(score_names, mask_names))
 
 
 def compute_dtype(query: Tensor) -> torch.dtype:
-    """The dtype of scores and row statistics: float64 for float64, else float32."""
+    """Return the dtype of scores and row statistics: float64 for float64, else float32."""
     return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 

@@ -1,4 +1,4 @@
-"""Relaunch all kernels of a call for other tensors of the same geometry: with new addresses only.
+"""Relaunch all kernels of a call for other tensors of the same geometry, with new addresses only.
 
 The tensors and launches of one call are looked at once. Each address that a kernel was given lies
 in a tensor that the caller brings, in one that the call makes, or in one that stays, as a table does.
@@ -42,7 +42,7 @@ class CallTensors:
         outputs: new ones that the caller gets.
         zeroed: the same, which are zero before the kernels run.
         workspace: new ones that only the kernels use.
-        tables: those of every call.
+        tables: tensors that are the same in every call.
         cleared: from which byte on the first of `workspace` is zero before the kernels run; None if
             it need not be.
     """

@@ -1,4 +1,4 @@
-"""Cache what is derived from the tiles of a mask, such as the tables that kernels read."""
+"""Cache values that are derived from the tiles of a mask, such as the tables that kernels read."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from attnkit.util import caches
 
 T = TypeVar("T")
 
-# Up to so many rows of tiles the work is ordered on the host. So few operators cost less there than
-# their launches on a GPU, and at the first call much less, as a GPU loads the code of each.
+# Up to this many rows of tiles the work is ordered on the host. There the operators cost less than
+# their launches on a GPU, and much less at the first call, where the GPU loads the code of each.
 _FEW_ROWS = 1 << 15
 
 _derived: weakref.WeakKeyDictionary[BlockRuns, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
@@ -23,7 +23,7 @@ caches.register(_derived.clear)
 
 
 def cached_for_runs(runs: BlockRuns, key: Hashable, build: Callable[[], T]) -> T:
-    """What `build` gives for some runs and a key; it is called once as long as the runs live."""
+    """Return `build()`, cached under the runs and a key for as long as the runs live."""
     known = _derived.setdefault(runs, {})
     if key not in known:
         known[key] = build()
@@ -37,6 +37,6 @@ def on_host_if_few(runs: BlockRuns, rows: int) -> BlockRuns:
 
 
 def wait_for_tables(device: torch.device) -> None:
-    """Wait until tables are written: other streams may read them next."""
+    """Wait until tables are written, because other streams may read them next."""
     if device.type == "cuda" and not is_capturing(device):
         torch.cuda.current_stream(device).synchronize()

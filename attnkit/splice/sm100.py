@@ -1,4 +1,4 @@
-"""The Blackwell forward kernel: its settings for a variant, and what it is built from."""
+"""Choose the settings of the Blackwell forward kernel for a variant, and build it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SPECIAL = frozenset(
 
 
 def fit_registers(kernel: Kernel, form: ScoreForm, masked: bool) -> Kernel:
-    """The kernel as it is: scores come from tensor memory in parts, so registers suffice."""
+    """Return the kernel unchanged: scores come from tensor memory in parts, so registers suffice."""
     return kernel
 
 
@@ -43,7 +43,7 @@ def config_of(
     need_max: bool,
     arch: str,
 ) -> dict[str, Any]:
-    """The arguments of a `ForwardConfig`."""
+    """Return the arguments of a `ForwardConfig`."""
     from attnkit.templates.sm100.config import ForwardConfig
 
     head_dim, head_dim_v = (width(d) for d in head_dims)
@@ -69,9 +69,9 @@ def config_of(
 
 
 def poly_of(form: ScoreForm, arch: str) -> int:
-    """Every how many pairs of exponentials one is computed on the FMA units, 0 for none.
+    """Choose n such that the FMA units compute every n-th pair of exponentials; 0 for none.
 
-    What the timeline prefers (`attnkit explain --arch sm_100a`); not measured.
+    The values are those that the timeline prefers (`attnkit explain --arch sm_100a`); not measured.
     """
     if arch == SM103.arch:  # its exponential unit is twice as fast
         return 0
@@ -82,12 +82,12 @@ def poly_of(form: ScoreForm, arch: str) -> int:
 
 
 def tile_of(kernel: Kernel, head_dims: tuple[int, int]) -> tuple[int, int]:
-    """Rows and columns of a tile of the output."""
+    """Return rows and columns of a tile of the output."""
     return kernel.block[0], width(head_dims[1])
 
 
 def layout_of(config: dict[str, Any]) -> Layout:
-    """The inside of the kernel."""
+    """Describe the roles and the memory of the kernel."""
     from attnkit.templates.sm100.config import ForwardConfig
 
     settings = ForwardConfig(**config)
@@ -102,7 +102,7 @@ def build(
     captured: tuple[tuple[str, int, bool], ...],
     positive: bool,
 ) -> Build:
-    """The kernel with stand-ins of its arguments."""
+    """Build the kernel with fake arguments."""
     from attnkit.splice.fake_arguments import forward_arguments
     from attnkit.templates.sm100.config import ForwardConfig, options_of
     from attnkit.templates.sm100.forward import Forward

@@ -1,4 +1,4 @@
-"""The Blackwell backward kernels: their settings, and what they are built from."""
+"""Choose the settings of the Blackwell backward kernels, and build them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SEMAPHORES = 1, 1
 
 
 def widths(head_dims: tuple[int, int]) -> tuple[int, int] | None:
-    """Head dims as they are computed, None where they are too wide."""
+    """Return the head dims as they are computed, None if they are too wide."""
     wide, deep = head_dims
     if deep > 128 or wide > 192:
         return None
@@ -34,17 +34,17 @@ def widths(head_dims: tuple[int, int]) -> tuple[int, int] | None:
 
 
 def block_q(widths: tuple[int, int], light: bool) -> int:
-    """Rows of a q tile."""
+    """Return the rows of a q tile."""
     return 64 if widths[0] == 192 else 128
 
 
 def block_kv(widths: tuple[int, int]) -> int:
-    """Columns of a kv tile."""
+    """Return the columns of a kv tile."""
     return 128
 
 
 def switches(case: BackwardCase) -> dict[str, Any]:
-    """Whether pairs of CTAs share a work tile, and whether LSE is a part of the products."""
+    """Return switches: whether pairs of CTAs share a work tile, and whether the MMA adds the LSE."""
     from attnkit.templates.sm100.backward_config import BackwardConfig
 
     pair: dict[str, Any] = {} if refusal(case) else {"pair": True}
@@ -54,12 +54,12 @@ def switches(case: BackwardCase) -> dict[str, Any]:
 
 
 def splits(settings: BackwardSettings) -> bool:
-    """Whether several work tiles may share a kv tile."""
+    """Return whether several work tiles may share a kv tile."""
     return False
 
 
 def prices(settings: BackwardSettings) -> Cost:
-    """What the work costs."""
+    """Return the cost of the work in cycles."""
     return BACKWARD_COST
 
 
@@ -69,34 +69,34 @@ def stores(settings: BackwardSettings) -> bool:
 
 
 def config(settings: BackwardSettings) -> Any:
-    """The settings as the kernels take them."""
+    """Return the config of the kernels."""
     from attnkit.templates.sm100.backward_config import BackwardConfig
 
     return BackwardConfig(**settings.values)
 
 
 def prepare(settings: BackwardSettings, with_lse: bool) -> Any:
-    """The kernel of the rows' statistics."""
+    """Make the preprocess: LSE and delta of every row."""
     from attnkit.templates.common.preprocess import Preprocess
 
     return Preprocess(config(settings), with_lse)
 
 
 def words(settings: BackwardSettings) -> tuple[int, int]:
-    """Float32 words of a row's LSE and of its delta."""
-    found: tuple[int, int] = config(settings).words
-    return found
+    """Return the float32 words of a row's LSE and of its delta."""
+    row_words: tuple[int, int] = config(settings).words
+    return row_words
 
 
 def finish(settings: BackwardSettings, width: int, block: int) -> Any:
-    """The kernel that rounds a gradient."""
+    """Make the postprocess: it rounds a gradient."""
     from attnkit.templates.sm100.backward_postprocess import Postprocess
 
     return Postprocess(config(settings), width, block)
 
 
 def main(settings: BackwardSettings, hooks: BackwardHooks) -> Any:
-    """The kernel of the gradients."""
+    """Make the main kernel."""
     from attnkit.templates.sm100.backward import Backward
     from attnkit.templates.sm100.backward_2cta import Backward2Cta
 

@@ -1,4 +1,4 @@
-"""When the Blackwell backward works in pairs of CTAs: a rule each for what they need and gain."""
+"""Decide whether the Blackwell backward runs in pairs of CTAs, by one rule per condition."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COLUMNS = 256  # of a kv tile of a pair; a single CTA has half
 
 @dataclass(frozen=True)
 class Clocks:
-    """What a block and the rest of a kv tile take, predicted (`python benchmarks/blackwell.py`)."""
+    """Predicted clocks of a block, and of a kv tile without its blocks (benchmarks/blackwell.py)."""
 
     block: int
     tile: int
@@ -31,7 +31,7 @@ PAIR = {NOTHING: Clocks(2954, 4421), SUMMED: Clocks(4209, 2825), SPREAD: Clocks(
 
 @dataclass(frozen=True)
 class Rule:
-    """Something that pairs need: whether it holds, and what to say if it does not."""
+    """A condition for pairs, and the message if it does not hold."""
 
     holds: Callable[[BackwardCase], bool]
     message: Callable[[BackwardCase], str]
@@ -55,19 +55,19 @@ RULES = (
 
 
 def refusal(case: BackwardCase) -> str:
-    """Why a backward does not take pairs, "" if it does."""
+    """Return why a backward does not use pairs, "" if it does."""
     return next((rule.message(case) for rule in RULES if not rule.holds(case)), "")
 
 
 def kind_of(learned: frozenset[Level]) -> str:
-    """What is done for gradients of captured tensors."""
+    """Return how gradients of captured tensors are accumulated: a key of `SINGLE` and `PAIR`."""
     if not learned:
         return NOTHING
     return SUMMED if learned <= {Level.HEAD, Level.COLUMN} else SPREAD
 
 
 def fewer_clocks(runs: BlockRuns, kind: str = NOTHING) -> bool:
-    """Whether two SMs are predicted to need less for these tiles as a pair than each alone."""
+    """Return whether two SMs are predicted to take fewer clocks as a pair than each alone."""
 
     def fewer() -> bool:
         single, pair = retile(runs, (128, COLUMNS // 2)), retile(runs, (128, COLUMNS))

@@ -1,4 +1,4 @@
-"""Which kernel of the Blackwell forward takes a mask: the one with the fewest predicted clocks.
+"""Choose the kernel of the Blackwell forward for a mask: the one with the fewest predicted clocks.
 
 Pairs of CTAs need fewer clocks for a block, and joining tiles to their 512 rows costs blocks at the
 edges of the mask. A mask's own tiles have 128 rows, from which those of every kernel are joined.
@@ -21,7 +21,7 @@ ROWS = 128  # of a query tile
 
 @dataclass(frozen=True)
 class Clocks:
-    """What an SM takes, predicted (`attnkit explain --arch sm_100a`).
+    """Predicted clocks of an SM (`attnkit explain --arch sm_100a`).
 
     Attributes:
         full, partial: from one FULL, or PARTIAL, block to the next.
@@ -35,7 +35,7 @@ class Clocks:
     modded: tuple[int, int]
 
 
-Known: TypeAlias = dict[tuple[int, int], Clocks]
+ClocksByTile: TypeAlias = dict[tuple[int, int], Clocks]
 
 # What an instruction for each score adds to a block of a query tile of 128 x 128: an SM begins 128 in a
 # clock.
@@ -49,7 +49,7 @@ def choose_kernel(
     listed: bool,
     form: ScoreForm,
 ) -> tuple[Kernel, str]:
-    """The kernel for a mask, and why.
+    """Choose the kernel for a mask; return it, and why.
 
     Args:
         candidates: kernels for these head dims, best first.
@@ -79,12 +79,12 @@ def choose_kernel(
 
 
 def divides(kernel: Kernel, runs: BlockRuns) -> bool:
-    """Whether tiles can be cut into those of a kernel."""
-    return not any(own % new for own, new in zip(runs.block, kernel.block, strict=True))
+    """Return whether the tiles of a mask can be cut into those of a kernel."""
+    return not any(old % new for old, new in zip(runs.block, kernel.block, strict=True))
 
 
 def total(kernel: Kernel, clocks: Clocks, runs: BlockRuns, form: ScoreForm) -> int:
-    """Clocks of all SMs that a kernel is predicted to take."""
+    """Predict the clocks that a kernel takes, summed over all SMs."""
     full, partial = clocks.full, clocks.partial
     if not form.plain:
         full, partial = clocks.modded
@@ -98,20 +98,20 @@ def total(kernel: Kernel, clocks: Clocks, runs: BlockRuns, form: ScoreForm) -> i
     return kernel.ctas * (whole * full + some * partial + rows * clocks.tile)
 
 
-def clocks_of(head_dims: tuple[int, int]) -> Known:
-    """Clocks by a kernel's tiles; empty where there is no choice."""
+def clocks_of(head_dims: tuple[int, int]) -> ClocksByTile:
+    """Return clocks by a kernel's tiles; empty if there is no choice."""
     wide, deep = head_dims
     if deep > ROWS or wide > 192 or max(head_dims) <= 96:
         return {}
     return _WIDE if wide > ROWS else _SQUARE
 
 
-_SQUARE: Known = {
+_SQUARE: ClocksByTile = {
     (512, 128): Clocks(2113, 3133, 3247, modded=(2448, 3387)),
     (256, 128): Clocks(2353, 3279, 3280, modded=(2597, 3541)),
     (128, 128): Clocks(1690, 2064, 3742, modded=(1692, 2279)),
 }
-_WIDE: Known = {
+_WIDE: ClocksByTile = {
     (512, 128): Clocks(2560, 3329, 3585, modded=(2560, 3600)),
     (256, 64): Clocks(1841, 2372, 6154, modded=(1841, 2600)),
     (128, 64): Clocks(1055, 1236, 4118, modded=(1055, 1400)),

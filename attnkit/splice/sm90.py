@@ -1,4 +1,4 @@
-"""The Hopper forward kernel: its settings for a variant, and what it is built from."""
+"""Choose the settings of the Hopper forward kernel for a variant, and build it."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def choose_kernel(
     listed: bool,
     form: ScoreForm,
 ) -> tuple[Kernel, str]:
-    """The kernel with the tiles of the mask, or the best one whose tiles divide them."""
+    """Choose the kernel with the tiles of the mask, or the best one whose tiles divide them."""
     if runs is None:
         return candidates[0], "nothing is masked"
     return fitting_kernel(candidates, runs.block, listed), "its tiles fit those of the mask"
 
 
 def fit_registers(kernel: Kernel, form: ScoreForm, masked: bool) -> Kernel:
-    """The kernel as the registers allow it.
+    """Adapt a kernel to the registers that a variant needs.
 
-    Where a score_mod loads a value for each score, a tile has half the columns; at wide head dims,
-    with a mask, also where it takes log1p of a score, and at the widest where it loads one for each
-    q - kv. There a mask's bounds leave no room for a second P.
+    If a score_mod loads a value for each score, a tile has half the columns. At wide head dims with a
+    mask, so it has if the mod takes log1p of a score; at the widest head dims, if it loads a value for
+    each q - kv. At the widest head dims a mask's bounds leave no registers for a second P.
     """
     if masked and kernel.block == WIDEST:
         kernel = replace(kernel, softmax="online", early=False)
@@ -55,7 +55,7 @@ def fit_registers(kernel: Kernel, form: ScoreForm, masked: bool) -> Kernel:
 
 
 def _loads(n: Node, relative: bool) -> bool:
-    """Whether this loads a value for each score, or if `relative` for each q - kv."""
+    """Return whether a node loads a value for each score, or, if `relative`, for each q - kv."""
     return n.op == "load" and {"q", "kv"} <= ir.reads(n) and (relative or not is_relative(n))
 
 
@@ -67,7 +67,7 @@ def config_of(
     need_max: bool,
     arch: str = "sm_90a",
 ) -> dict[str, Any]:
-    """The arguments of a `ForwardConfig`."""
+    """Return the arguments of a `ForwardConfig`."""
     config: dict[str, Any] = {
         "dtype": dtype,
         "head_dim": width(head_dims[0]),
@@ -100,12 +100,12 @@ def config_of(
 
 
 def tile_of(kernel: Kernel, head_dims: tuple[int, int]) -> tuple[int, int]:
-    """Rows and columns of a tile of the output."""
+    """Return rows and columns of a tile of the output."""
     return kernel.block[0], width(head_dims[1])
 
 
 def layout_of(config: dict[str, Any]) -> Layout:
-    """The inside of the kernel."""
+    """Describe the roles and the memory of the kernel."""
     from attnkit.templates.sm90.config import ForwardConfig
 
     settings = ForwardConfig(**config)
@@ -123,7 +123,7 @@ def build(
     captured: tuple[tuple[str, int, bool], ...],
     positive: bool,
 ) -> Build:
-    """The kernel with stand-ins of its arguments."""
+    """Build the kernel with fake arguments."""
     from attnkit.splice.fake_arguments import forward_arguments
     from attnkit.templates.sm90.config import ForwardConfig
     from attnkit.templates.sm90.forward import Forward

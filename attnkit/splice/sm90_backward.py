@@ -1,4 +1,4 @@
-"""Hopper backward: settings of its kernels, and the kernels themselves.
+"""Choose the settings of the Hopper backward kernels, and build them.
 
 `BACKWARD` binds them, see `attnkit.splice.template`.
 """

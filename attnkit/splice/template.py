@@ -29,7 +29,7 @@ HeadDims: TypeAlias = tuple[int, int]  # of query and key, and of value
 
 @dataclass(frozen=True)
 class ForwardTemplate:
-    """What a template's forward has of its own.
+    """The functions in which the forward of one template differs from that of another.
 
     Attributes:
         choose: (kernels for these head dims, best first; head dims; tiles to visit, None for all;
@@ -57,7 +57,7 @@ class ForwardTemplate:
 
 @dataclass(frozen=True, eq=False)
 class BackwardCase:
-    """What a backward's config depends on, head dims aside.
+    """The facts on which a backward's config depends.
 
     Attributes:
         widths: head dims as computed.
@@ -76,7 +76,7 @@ class BackwardCase:
 
 @dataclass(frozen=True)
 class BackwardTemplate:
-    """What a template's backward has of its own.
+    """The functions in which the backward of one template differs from that of another.
 
     Attributes:
         roles: warps by role, for reports of the emulator.
@@ -118,7 +118,7 @@ class BackwardTemplate:
 
 @dataclass(frozen=True)
 class BackwardSettings:
-    """What is fixed when the kernels of a backward are compiled.
+    """The settings that are fixed when the kernels of a backward are compiled.
 
     Attributes:
         target: what they are compiled for.

@@ -8,12 +8,12 @@ from attnkit.splice.template import BackwardTemplate, ForwardTemplate
 
 
 def forward_template(target: Target) -> ForwardTemplate:
-    """What the forward of a target's template has of its own."""
+    """Return the forward of a target's template."""
     templates = {"sm90": sm90.FORWARD, "sm100": sm100.FORWARD}
     return templates[target.template]
 
 
 def backward_template(target: Target) -> BackwardTemplate:
-    """What the backward of a target's template has of its own."""
+    """Return the backward of a target's template."""
     templates = {"sm90": sm90_backward.BACKWARD, "sm100": sm100_backward.BACKWARD}
     return templates[target.template]

@@ -1,4 +1,4 @@
-"""Which tensors TMA can read and write: contiguous rows, all else in steps of 16 bytes."""
+"""Decide which tensors TMA can access: contiguous rows, other strides multiples of 16 bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def has_tma_strides(shape: Sequence[int], strides: Sequence[int], size: int) -> bool:
-    """Whether TMA can read a tensor of a shape and strides, for elements of `size` bytes."""
+    """Return whether TMA can access a tensor of a shape and strides, with elements of `size` bytes."""
     return strides[-1] == 1 and all(
         s % (16 // size) == 0 and (s > 0 or n == 1)
         for n, s in zip(shape[:-1], strides[:-1], strict=True)
@@ -16,12 +16,12 @@ def has_tma_strides(shape: Sequence[int], strides: Sequence[int], size: int) -> 
 
 
 def have_tma_strides(tensors: Sequence[Tensor]) -> bool:
-    """Whether TMA can read tensors like these, if their addresses are multiples of 16 bytes."""
+    """Return whether TMA can access tensors like these, if their addresses are multiples of 16."""
     return all(has_tma_strides(t.shape, t.stride(), t.element_size()) for t in tensors)
 
 
 def loadable(t: Tensor) -> Tensor:
-    """A tensor, copied where TMA cannot read it."""
+    """Return a tensor itself if TMA can read it, else a copy."""
     t = t.detach()
     if t.data_ptr() % 16 == 0 and have_tma_strides([t]):
         return t

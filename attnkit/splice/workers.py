@@ -1,4 +1,4 @@
-"""How many CTAs run at once: the workers that a schedule shares the work among."""
+"""Count the CTAs that run at once: the workers among which a schedule shares the work."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ EMULATED_SMS = 2  # few, so that each CTA computes several work tiles
 
 
 def worker_count(device: torch.device, emulated: bool) -> int:
-    """SMs of a device, or of the emulator: as many CTAs run at once, one on each."""
+    """Return the number of SMs of a device, or of the emulator; one CTA runs on each."""
     return emulation.ctas(EMULATED_SMS) if emulated else sm_count(device)
 
 
 @functools.lru_cache(maxsize=16)
 def sm_count(device: torch.device) -> int:
-    """SMs of a CUDA device."""
+    """Return the number of SMs of a CUDA device."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 

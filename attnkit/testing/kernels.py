@@ -121,9 +121,14 @@ def _rounded(
         scores.register_hook(lambda grad: grad.to(dtype).float())
     # With identity matrices as key and value the variant returns the probabilities of the scores.
     weights, lse = variant(
-        *(scores, identity, identity),
-        backend="eager", scale=1.0, enable_gqa=group > 1, return_lse=True,
-    )  # fmt: skip
+        scores,
+        identity,
+        identity,
+        backend="eager",
+        scale=1.0,
+        enable_gqa=group > 1,
+        return_lse=True,
+    )
     values, narrow = value.repeat_interleave(group, 1), weights.to(dtype)
     wide = values.detach().float()
     return narrow @ values, lse, narrow.detach().float() @ wide, weights.detach() @ wide

@@ -40,7 +40,10 @@ def shuffled(call: DenseCall, sample: int) -> Quantities:
     if kept is not None:
         kept = stack.stacked(kept.expand(case.dense_shape))[..., stack.columns]
     results = reference.attention(
-        *(stack.stacked(inputs[0]), key, value, score),
+        stack.stacked(inputs[0]),
+        key,
+        value,
+        score,
         scale=case.scale,
         allowed=kept,
     )

@@ -1,4 +1,4 @@
-"""From Python functions to graphs: run the function once on proxy values.
+"""Trace Python functions to graphs, by running each once on proxy values.
 
 In: a `score_mod`, a `mask_mod` or a `Mask` (`mask`). Out: a `Traced` graph with its captured
 tensors (`tracer`), the guards that decide when a trace may be reused (`guards`, `identity_guards`),

@@ -95,21 +95,21 @@ class IdentityGuard:
         Raises:
             CannotGuardError: one of them may change while it remains the same object.
         """
-        own = self._object(f)
-        changed = [f"{own}.__code__ is not {self._constant(f.__code__)}"]
+        name = self._object(f)
+        changed = [f"{name}.__code__ is not {self._constant(f.__code__)}"]
         if f.__defaults__ is not None or f.__kwdefaults__ is not None or f.__dict__:
-            extras = f"{self._constant(_extras)}({own})"
+            extras = f"{self._constant(_extras)}({name})"
             changed.append(self._differs(extras, expect(_extras(f))))
         else:
-            changed += [f"{own}.__defaults__ is not None", f"{own}.__kwdefaults__ is not None"]
-            changed.append(f"{own}.__dict__")
+            changed += [f"{name}.__defaults__ is not None", f"{name}.__kwdefaults__ is not None"]
+            changed.append(f"{name}.__dict__")
         for i, cell in enumerate(f.__closure__ or ()):
-            place = f"{own}.__closure__[{i}].cell_contents"
+            place = f"{name}.__closure__[{i}].cell_contents"
             changed.append(self._differs(place, expect(cell.cell_contents)))
         scope = f.__globals__
-        for name in names:
-            place = f"{own}.__globals__.get({self._constant(name)}, MISSING)"
-            changed.append(self._differs(place, expect(scope.get(name, _MISSING))))
+        for global_name in names:
+            place = f"{name}.__globals__.get({self._constant(global_name)}, MISSING)"
+            changed.append(self._differs(place, expect(scope.get(global_name, _MISSING))))
         self._conditions += changed
 
     def add_mask(self, m: Mask) -> None:
@@ -118,14 +118,14 @@ class IdentityGuard:
         Raises:
             CannotGuardError: its function may change while it remains the same object.
         """
-        own = self._object(m)
+        name = self._object(m)
         self._conditions += [
-            f"{own}.op is not {self._constant(m.op)}",
-            f"{own}.lengths is not {self._constant(m.lengths)}",
-            self._differs(f"{own}.function", expect(m.function)),
-            f"{own}.parts.__class__ is not tuple",
-            f"len({own}.parts) != {len(m.parts)}",
-            *(f"{own}.parts[{i}] is not {self._object(p)}" for i, p in enumerate(m.parts)),
+            f"{name}.op is not {self._constant(m.op)}",
+            f"{name}.lengths is not {self._constant(m.lengths)}",
+            self._differs(f"{name}.function", expect(m.function)),
+            f"{name}.parts.__class__ is not tuple",
+            f"len({name}.parts) != {len(m.parts)}",
+            *(f"{name}.parts[{i}] is not {self._object(p)}" for i, p in enumerate(m.parts)),
         ]
 
     def add_partial(self, p: functools.partial[Any]) -> None:
@@ -177,13 +177,13 @@ class IdentityGuard:
         Args:
             positions: which tensors, by their order in the walk.
         """
-        own = sorted(self._references.values(), key=lambda name: int(name[1:]))
-        deleted = [f"{name} is None" for name in own]
+        objects = sorted(self._references.values(), key=lambda name: int(name[1:]))
+        deleted = [f"{name} is None" for name in objects]
         changed = [*deleted, *self._conditions]
         text = "\n".join(
             [
                 "def read():",
-                *(f"    {name} = {name.replace('o', 'x')}()" for name in own),
+                *(f"    {name} = {name.replace('o', 'x')}()" for name in objects),
                 f"    if {' or '.join(changed)}: return None" if changed else "",
                 f"    return ({''.join(f'{self._tensors[i][0]}, ' for i in positions)})",
             ]

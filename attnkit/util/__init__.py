@@ -1,4 +1,4 @@
-"""Helpers that know nothing of attention.
+"""Provide caches, argument checks and CSR helpers, which know nothing of attention.
 
 In: tensors, devices and arguments as the caller gave them. Out: argument checks, caches keyed by
 tensor identity and version, CSR helpers, and torch's private names. Every room may import this one;

@@ -169,7 +169,7 @@ def at_once(
     scores: Sequence[Tensor],
     dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
-    """The same by `interp.torch`, element by element."""
+    """The same by `graph.eval_torch`, element by element."""
     env, found = positions(), []
     env["scale"] = env["scale"].to(dtype)
     for (r, j), s in zip(PLACES, scores, strict=True):

@@ -110,7 +110,7 @@ def test_clear_caches_leaves_what_can_be_replayed(driver: Driver) -> None:
 def test_kept_for_ever_where_the_driver_cannot_say(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, driver_is_there: bool
 ) -> None:
-    monkeypatch.setattr(graph_capture, "_kept_for_ever", [])
+    monkeypatch.setattr(graph_capture, "_held_for_ever", [])
     driver.knows_user_objects = False
     if not driver_is_there:
         monkeypatch.setattr(graph_capture, "driver", lambda: None)

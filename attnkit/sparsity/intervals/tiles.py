@@ -118,6 +118,6 @@ def _runs(candidates: list[list[tuple[Tensor, Tensor]]]) -> list[Runs]:
     runs = []
     for i, (pair, _) in enumerate(parts):
         pointers = before[first[i] : first[i + 1] + 1 : pair.shape[1]] - ends[i]
-        own = slice(ends[i], ends[i + 1])
-        runs.append(Runs(pointers, start[own], length[own]))
+        part = slice(ends[i], ends[i + 1])
+        runs.append(Runs(pointers, start[part], length[part]))
     return runs

@@ -1,4 +1,4 @@
-"""Which tiles hold equal values: the exact answer to `A(q) == B(kv)` for values in any order.
+"""Decide which tiles hold equal values: the exact answer to `A(q) == B(kv)` for values in any order.
 
 The ranges of two blocks may overlap although the blocks share no value, so intervals say little
 about ids in no order or about selected blocks. Few different values are stored as one bit each, per

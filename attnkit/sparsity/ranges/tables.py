@@ -243,10 +243,10 @@ class Tables:
     def _extents(self) -> list[tuple[int, int]]:
         sizes = []
         for length, step in zip((self.domain.q_len, self.domain.kv_len), self.block, strict=True):
-            whole, rest = min(step, length), length % step
-            sizes.append((whole, rest or whole))
-        (q_whole, q_rest), (kv_whole, kv_rest) = sizes
-        return [(q, kv) for q in (q_whole, q_rest) for kv in (kv_whole, kv_rest)]
+            whole, ragged = min(step, length), length % step
+            sizes.append((whole, ragged or whole))
+        (q_whole, q_ragged), (kv_whole, kv_ragged) = sizes
+        return [(q, kv) for q in (q_whole, q_ragged) for kv in (kv_whole, kv_ragged)]
 
     def _diagonal_range(self, key: Key) -> Interval:
         values = self.domain.all_values(key)
@@ -311,8 +311,8 @@ def _windows(values: Tensor, width: int, reduce: Reduce) -> Tensor:
     while 2 * span <= width:
         values = reduce(values[..., :-span], values[..., span:])
         span *= 2
-    rest = width - span
-    return reduce(values[..., :-rest], values[..., rest:]) if rest else values
+    missing = width - span
+    return reduce(values[..., :-missing], values[..., missing:]) if missing else values
 
 
 def _block_ranges(domain: Domain, keys: Sequence[Key], block: int) -> list[Interval]:
