@@ -47,10 +47,10 @@ def switches(case: BackwardCase) -> dict[str, Any]:
     """Return switches: whether pairs of CTAs share a work tile, and whether the MMA adds the LSE."""
     from attnkit.templates.sm100.backward_config import BackwardConfig
 
-    pair: dict[str, Any] = {} if refusal(case) else {"pair": True}
+    ctas: dict[str, Any] = {} if refusal(case) else {"two_cta": True}
     sizes: dict[str, Any] = {"width": case.widths[0], "value_width": case.widths[1]}
-    fits = case.additive and not case.learned and BackwardConfig(**sizes, **pair).less_delta
-    return pair | {"less_lse": fits}
+    fits = case.additive and not case.learned and BackwardConfig(**sizes, **ctas).less_delta
+    return ctas | {"less_lse": fits}
 
 
 def splits(settings: BackwardSettings) -> bool:

@@ -22,6 +22,7 @@ from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import hopper_helpers
 
+from attnkit.templates.common.backward_work import Lists, Problem
 from attnkit.templates.common.device import DTYPES
 from attnkit.templates.common.hooks import BackwardHooks
 from attnkit.templates.common.lse_in_mma import CORE_WORDS
@@ -41,8 +42,6 @@ from attnkit.templates.sm100.backward_shared import (
     MMA_WARP,
     PRODUCER_WARP,
     Group,
-    Lists,
-    Problem,
     SmemRows,
     Word,
 )

@@ -17,6 +17,7 @@ from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import hopper_helpers
 
+from attnkit.templates.common.backward_work import Lists, Problem
 from attnkit.templates.common.device import DTYPES
 from attnkit.templates.common.hooks import BackwardHooks
 from attnkit.templates.common.lse_in_mma import CORE_WORDS
@@ -38,8 +39,6 @@ from attnkit.templates.sm100.backward_shared import (
     MMA_WARP,
     PRODUCER_WARP,
     Group,
-    Lists,
-    Problem,
     SmemRows,
     Word,
 )
@@ -52,7 +51,7 @@ class Backward2Cta:
     """`Backward` with pairs of CTAs. Its `__call__` takes the same arguments; `ctas` counts pairs.
 
     Args:
-        config: what is fixed when the kernel is compiled; with `pair`.
+        config: what is fixed when the kernel is compiled; with `two_cta`.
         hooks: the variant.
 
     Raises:

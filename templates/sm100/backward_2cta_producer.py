@@ -19,6 +19,7 @@ from cutlass import Float32, Int32, const_expr, cute
 from cutlass._mlir.dialects.nvvm import MemScopeKind
 from cutlass.cute.nvgpu import cpasync
 
+from attnkit.templates.common.backward_work import Lists, Problem
 from attnkit.templates.common.lse_in_mma import ROW_WORDS
 from attnkit.templates.common.semaphore import write_turn
 from attnkit.templates.common.tma import partition
@@ -30,8 +31,6 @@ from attnkit.templates.sm100.backward_producer import begin_item, write_record
 from attnkit.templates.sm100.backward_shared import (
     HALF,
     Group,
-    Lists,
-    Problem,
     SmemRows,
     Word,
     q_phase,

@@ -8,6 +8,7 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, const_expr, cute
 
+from attnkit.templates.common.backward_work import Problem
 from attnkit.templates.common.site import Site
 from attnkit.templates.common.work_tile import RECORD, WorkTile
 from attnkit.templates.sm100 import backward_device as device
@@ -21,7 +22,6 @@ from attnkit.templates.sm100.backward_shared import (
     WARPGROUP,
     WARPS,
     Group,
-    Problem,
     SmemRows,
     q_phase,
     q_stage,
@@ -131,7 +131,7 @@ class ComputeWarpgroup:
                     block, tile, scratch, tmem_dp, write, self.captured_grads, sums
                 )
                 # the tensor cores read dS from shared memory by the async proxy
-                space = "cluster" if c.pair else "cta"
+                space = "cluster" if c.two_cta else "cta"
                 cute.arch.fence_proxy("async.shared", space=space)
                 self.hand_over(bars.ds_full)
                 self.epilogue.release_block(bars, r)
@@ -173,7 +173,7 @@ class ComputeWarpgroup:
             packed: four pairs of the dtype.
         """
         c = self.config
-        if c.pair:
+        if c.two_cta:
             vector, column = Int32(at // 8), self.group.rank() * c.rows_kv + row
             place = device.swizzled(start, c.ctas * c.rows_kv, column, vector, Int32(0))
             # each compute warpgroup has the rows of one CTA

@@ -18,6 +18,7 @@ import cutlass
 from cutlass import Int32, Int64, const_expr, cute
 
 from attnkit.templates.common import device as common_device
+from attnkit.templates.common.backward_work import Problem
 from attnkit.templates.common.semaphore import OrderTable, following_or_lookup, wait_turn
 from attnkit.templates.common.work_tile import RECORD, WorkTile
 from attnkit.templates.sm100 import backward_device as device
@@ -27,7 +28,6 @@ from attnkit.templates.sm100.backward_shared import (
     WARPGROUP,
     Group,
     NamedBarrier,
-    Problem,
     q_phase,
     q_stage,
 )

@@ -52,7 +52,7 @@ class LseInMma:
         (lse, delta), rows = c.words, c.block_q // c.ctas
         plain = cute.make_layout((c.block_q, c.q_stages))
         return (
-            cute.make_layout((rows * lse, 1 if c.pair else c.q_stages)) if c.less_lse else plain,
+            cute.make_layout((rows * lse, 1 if c.two_cta else c.q_stages)) if c.less_lse else plain,
             cute.make_layout((rows * delta, c.stages)) if c.less_delta else plain,
         )
 

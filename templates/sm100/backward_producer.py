@@ -13,6 +13,7 @@ import cutlass
 from cutlass import Float32, Int32, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 
+from attnkit.templates.common.backward_work import Lists, Problem
 from attnkit.templates.common.semaphore import write_turn
 from attnkit.templates.common.tma import partition
 from attnkit.templates.common.work_tile import (
@@ -26,8 +27,6 @@ from attnkit.templates.common.work_tile import (
 from attnkit.templates.sm100.backward_barriers import BackwardBarriers
 from attnkit.templates.sm100.backward_config import BackwardConfig
 from attnkit.templates.sm100.backward_shared import (
-    Lists,
-    Problem,
     SmemRows,
     do_phase,
     do_stage,

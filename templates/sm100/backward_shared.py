@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from cutlass import Float32, Int32, cute
+from cutlass import Int32, cute
 from cutlass._mlir.dialects.nvvm import MemScopeKind
 
 from attnkit.templates.common import device
@@ -49,38 +49,6 @@ RECORD_STRIDE = 8  # of the two records of a pair
 
 
 @dataclass(frozen=True)
-class Problem:
-    """Sizes of a launch, all Int32 but the scale.
-
-    Attributes:
-        scale: softmax scale, Float32.
-        group: query heads per kv head.
-    """
-
-    scale: Float32
-    group: Int32
-    q_len: Int32
-    kv_len: Int32
-    heads: Int32
-    kv_heads: Int32
-    batch: Int32
-    kv_batch: Int32
-
-
-@dataclass(frozen=True)
-class Lists:
-    """Tensors of the work list, see `Backward.__call__`."""
-
-    lse: cute.Tensor
-    delta: cute.Tensor
-    items: cute.Tensor
-    partial: cute.Tensor
-    full: cute.Tensor
-    counter: cute.Tensor
-    order: Any  # tensors of the semaphores
-
-
-@dataclass(frozen=True)
 class SmemRows:
     """What shared memory has of q blocks, besides operands.
 
@@ -98,12 +66,12 @@ class Group:
     """The CTAs of a work tile: one, or a pair whose first CTA issues the products of both.
 
     Args:
-        config: its `pair` says which.
+        config: its `two_cta` says which.
     """
 
     def __init__(self, config: BackwardConfig) -> None:
-        self.pair = config.pair
-        self._ctas = CtaGroup(config.pair)
+        self.two_cta = config.two_cta
+        self._ctas = CtaGroup(config.two_cta)
 
     def rank(self) -> Any:
         """Return which CTA of the group this is."""
@@ -111,18 +79,18 @@ class Group:
 
     def kv_rows(self, kv_block: Any) -> Any:
         """Return which 128 kv positions of a kv block of the work list are this CTA's."""
-        return 2 * kv_block + self.rank() if self.pair else kv_block
+        return 2 * kv_block + self.rank() if self.two_cta else kv_block
 
     def record(self, count: Any) -> Any:
         """Return the word at which the record of the count-th work tile begins.
 
         A pair has two records in turns, as K of the next work tile comes early.
         """
-        return RECORD + RECORD_STRIDE * (count & 1) if self.pair else RECORD
+        return RECORD + RECORD_STRIDE * (count & 1) if self.two_cta else RECORD
 
     def arrive_leader(self, barrier: cute.Pointer) -> None:
         """Arrive once a warp at a barrier of the CTA that issues the products; orders nothing."""
-        if self.pair:
+        if self.two_cta:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(barrier, Int32(0), scope=MemScopeKind.CLUSTER)
         else:

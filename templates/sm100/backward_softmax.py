@@ -337,7 +337,7 @@ class SoftmaxBackward:
                 ]
                 if len(packed) % 4 == 0:
                     write(at + group - 8, packed[-4:])
-            if c.pair:
+            if c.two_cta:
                 late += packed
             elif c.ds_in_tensor:
                 device.store(address + chunk // 2, packed)

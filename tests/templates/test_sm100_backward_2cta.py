@@ -193,4 +193,4 @@ def test_gradients_that_are_added_for_every_score_leave_little_to_gain() -> None
 )
 def test_what_is_not_supported_says_so(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        Backward2Cta(BackwardConfig(pair=True, **settings), None)
+        Backward2Cta(BackwardConfig(two_cta=True, **settings), None)

@@ -24,7 +24,7 @@ from attnkit.templates.sm100.backward_config import BackwardConfig
         (BackwardBarriers, {}),
         (BackwardBarriers, {"width": 64, "value_width": 64}),
         (BackwardBarriers, {"width": 192, "block_q": 64}),
-        (Backward2CtaBarriers, {"pair": True}),
+        (Backward2CtaBarriers, {"two_cta": True}),
     ],
 )
 def test_words(barriers: type[CommonBarriers], settings: dict[str, Any]) -> None:
@@ -47,7 +47,7 @@ def test_every_barrier_of_a_pair_is_initialised_once(
     monkeypatch.setattr(
         "cutlass.cute.arch.mbarrier_init", lambda barrier, count: counts.append((barrier, count))
     )
-    config = BackwardConfig(pair=True)
+    config = BackwardConfig(two_cta=True)
     barriers: Any = Backward2CtaBarriers.at(0, config)
     barriers.init(config, rank)
     assert sorted(word for word, _ in counts) == list(range(barriers.count(config)))
