@@ -46,6 +46,7 @@ from attnkit.templates.sm100.backward_shared import (
     Word,
 )
 from attnkit.templates.sm100.backward_softmax import SoftmaxBackward
+from attnkit.templates.sm100.device import fence_after, fence_before
 
 ROW = cutlass.tensor_utils.LayoutEnum.ROW_MAJOR
 
@@ -149,8 +150,8 @@ class Backward:
             base: Int32  # of tensor memory
             info: cute.struct.MemRange[Int32, Word.COUNT]
             factors: cute.struct.Align[cute.struct.MemRange[Int32, 2 * CORE_WORDS], 128]
-            lse: cute.struct.Align[cute.struct.MemRange[Float32, c.rows_words[0]], 128]
-            delta: cute.struct.Align[cute.struct.MemRange[Float32, c.rows_words[1]], 128]
+            lse: cute.struct.Align[cute.struct.MemRange[Float32, c.smem_row_words[0]], 128]
+            delta: cute.struct.Align[cute.struct.MemRange[Float32, c.smem_row_words[1]], 128]
             v: cute.struct.Align[cute.struct.MemRange[dtype, bn * head_dim_v], 1024]
             # after V: dV and dK leave through both as one tile
             k: cute.struct.Align[cute.struct.MemRange[dtype, bn * head_dim], 1024]
@@ -235,9 +236,9 @@ class Backward:
                 self.lse_in_mma.write_factors(factors, problem.scale)
         cute.arch.mbarrier_init_fence()
         # the address of tensor memory is read behind the barrier
-        device.fence_before()
+        fence_before()
         cute.arch.sync_threads()
-        device.fence_after()
+        fence_after()
         tmem = device.allocated(tmem_base)
 
         if warp >= MMA_WARP:
@@ -262,8 +263,8 @@ class Backward:
         else:
             cute.arch.setmaxregister_decrease(c.registers[1])
             self.dq_reduce.run(staging, tmem, bars, info, sums, order, problem)
-        device.fence_before()
+        fence_before()
         cute.arch.sync_threads()  # all roles are done with tensor memory
         if warp == MMA_WARP:
-            device.fence_after()
+            fence_after()
             device.free(device.allocated(tmem_base))

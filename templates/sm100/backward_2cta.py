@@ -43,6 +43,7 @@ from attnkit.templates.sm100.backward_shared import (
     Word,
 )
 from attnkit.templates.sm100.backward_softmax import SoftmaxBackward
+from attnkit.templates.sm100.device import fence_after, fence_before
 
 LOADS = 7  # TMA loads; two stores follow them among the kernel's arguments
 
@@ -142,8 +143,8 @@ class Backward2Cta:
             base: Int32  # of tensor memory
             info: cute.struct.Align[cute.struct.MemRange[Int32, Word.COUNT_2CTA], 16]
             factors: cute.struct.Align[cute.struct.MemRange[Int32, 2 * CORE_WORDS], 128]
-            lse: cute.struct.Align[cute.struct.MemRange[Float32, c.rows_words[0]], 128]
-            delta: cute.struct.Align[cute.struct.MemRange[Float32, c.rows_words[1]], 128]
+            lse: cute.struct.Align[cute.struct.MemRange[Float32, c.smem_row_words[0]], 128]
+            delta: cute.struct.Align[cute.struct.MemRange[Float32, c.smem_row_words[1]], 128]
             v: cute.struct.Align[cute.struct.MemRange[dtype, bn * head_dim_v], 1024]
             # after V: dV and dK leave through both as one tile, so that K is loaded meanwhile
             ds: cute.struct.Align[cute.struct.MemRange[dtype, 2 * bn * HALF], 1024]
@@ -238,10 +239,10 @@ class Backward2Cta:
             self.lse_in_mma.write_factors(factors, problem.scale)
         cute.arch.mbarrier_init_fence()
         # each CTA arrives at barriers of the other: both must have initialised them
-        device.fence_before()
+        fence_before()
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
-        device.fence_after()
+        fence_after()
 
         # each role reads the address of tensor memory for itself: no register holds it before
         if warp >= MMA_WARP:
@@ -272,9 +273,9 @@ class Backward2Cta:
             self.dq_reduce.run(
                 staging, device.allocated(tmem_base), bars, info, sums, order, problem
             )
-        device.fence_before()
+        fence_before()
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()  # both CTAs are done with tensor memory and each other's barriers
         if warp == MMA_WARP:
-            device.fence_after()
+            fence_after()
             device.free(device.allocated(tmem_base), 2)

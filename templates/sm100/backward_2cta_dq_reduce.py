@@ -15,6 +15,7 @@ from attnkit.templates.sm100 import backward_device as device
 from attnkit.templates.sm100.backward_config import SLICE
 from attnkit.templates.sm100.backward_dq_reduce import DqReduce, SumTarget
 from attnkit.templates.sm100.backward_shared import HALF
+from attnkit.templates.sm100.device import fence_after, fence_before
 
 
 class DqReduce2Cta(DqReduce):
@@ -25,13 +26,15 @@ class DqReduce2Cta(DqReduce):
         super().release_tile(bars)
         self.group.arrive_leader(bars.epilogue_done)
 
-    def add_block(self, target: SumTarget, tile: Any, turn: Any, count: Any, bars: Any) -> None:
+    def add_block(
+        self, target: SumTarget, tile: Int32, turn: Int32, count: Int32, bars: Any
+    ) -> None:
         """Add the CTA's half of dQ of a q block."""
         c = self.config
         self.wait_slots(target.thread)
         self.sync()
         cute.arch.mbarrier_wait(bars.dq_full, count & 1)
-        device.fence_after()
+        fence_after()
         half_tile = 2 * tile + self.group.rank()
         start = Int64(half_tile) * (HALF * c.width)
         parts = c.dq_width // SLICE
@@ -40,7 +43,7 @@ class DqReduce2Cta(DqReduce):
             values = device.load(target.tmem + (c.dq_column + part * SLICE), SLICE)
             if part == parts - 1:
                 # dQ has left tensor memory: the products may go on
-                device.fence_before()
+                fence_before()
                 cute.arch.sync_warp()
                 self.group.arrive_leader(bars.dq_empty)
             self.write_part(target, values, part)
@@ -69,7 +72,7 @@ class DqReduce2Cta(DqReduce):
         if not self.config.turns:
             self.sync()
 
-    def add_parts(self, target: SumTarget, start: Any, parts: range) -> None:
+    def add_parts(self, target: SumTarget, start: Int64, parts: range) -> None:
         """Add these parts, which are in shared memory, to the sums from float `start` on."""
         to = target.sums.iterator + start
         self.reduce_parts(target.staging, to, target.thread, parts[0], parts[-1])

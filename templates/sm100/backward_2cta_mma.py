@@ -20,6 +20,7 @@ from attnkit.templates.sm100.backward_config import BackwardConfig
 from attnkit.templates.sm100.backward_lse_in_mma import LseInMma
 from attnkit.templates.sm100.backward_mma import packed_column, per_block
 from attnkit.templates.sm100.backward_shared import HALF, Group
+from attnkit.templates.sm100.device import fence_after
 
 
 @dataclass(frozen=True)
@@ -151,29 +152,35 @@ class Mma2Cta:
 
     # ------------------------------------------------ products of a block, inlined while tracing
 
-    def issue_s(self, operands: Operands2Cta, count: Any, bars: Backward2CtaBarriers) -> None:
+    def issue_s(self, operands: Operands2Cta, count: Int32, bars: Backward2CtaBarriers) -> None:
         """S^T = K Q^T, less LSE / scale with `less_lse`."""
         c, at = self.config, per_block(operands, count)
         cute.arch.mbarrier_wait(bars.q_rows.full, count & 1)
-        device.fence_after()
+        fence_after()
         rows = (at.factors, at.lse) if c.less_lse else None
         self._issue_scores(
             at.tmem + c.s_column, (at.k, at.q), rows, (bars.s_full, bars.q_rows.empty)
         )
 
-    def issue_dp(self, operands: Operands2Cta, count: Any, bars: Backward2CtaBarriers) -> None:
+    def issue_dp(self, operands: Operands2Cta, count: Int32, bars: Backward2CtaBarriers) -> None:
         """dP^T - delta = V dO^T - delta."""
         c, at = self.config, per_block(operands, count)
         cute.arch.mbarrier_wait(bars.do_rows.full, count & 1)
         # dQ of the block before lies between the halves of dS, in the columns of dP
         cute.arch.mbarrier_wait(bars.dq_empty, (count & 1) ^ 1)
-        device.fence_after()
+        fence_after()
         rows = (at.factors + 4 * CORE_WORDS, at.delta)
         self._issue_scores(
             at.tmem + c.dp_column, (at.v, at.do), rows, (bars.dp_full, bars.do_rows.empty)
         )
 
-    def _issue_scores(self, out: Any, operands: Any, rows: Any, done: Any) -> None:
+    def _issue_scores(
+        self,
+        out: Int32,
+        operands: tuple[Int32, Int32],
+        rows: tuple[Int32, Int32] | None,
+        done: tuple[cute.Pointer, cute.Pointer],
+    ) -> None:
         """Issue a product of rows of K or V with those of Q or dO.
 
         Args:
@@ -181,16 +188,16 @@ class Mma2Cta:
             done: barriers that it completes.
         """
         c, (a, b) = self.config, operands
-        form = device.shape(2 * c.rows_kv, c.block_q, self.dtype)
+        form = device.instruction_descriptor(2 * c.rows_kv, c.block_q, self.dtype)
         with cute.arch.elect_one():
             for step in range(c.width // device.STEP):
-                device.multiply(
+                device.issue_mma(
                     out,
-                    device.along_columns(a, c.rows_kv, step),
-                    device.along_columns(b, HALF, step),
+                    device.k_major(a, c.rows_kv, step),
+                    device.k_major(b, HALF, step),
                     form,
                     step > 0,
-                    in_tensor=False,
+                    a_in_tmem=False,
                     ctas=2,
                 )
             if rows is not None:
@@ -199,30 +206,35 @@ class Mma2Cta:
                 device.commit_pair(barrier)
 
     def issue_dv(
-        self, operands: Operands2Cta, count: Any, bars: Backward2CtaBarriers, accumulate: Any
+        self, operands: Operands2Cta, count: Int32, bars: Backward2CtaBarriers, accumulate: Int32
     ) -> None:
         """dV += P^T dO, or dV = P^T dO unless `accumulate`."""
         c, at = self.config, per_block(operands, count)
         cute.arch.mbarrier_wait(bars.p_full, count & 1)
         cute.arch.mbarrier_wait(bars.do_columns.full, count & 1)
-        device.fence_after()
+        fence_after()
         out = at.tmem + c.dv_column
         p = (at.tmem + c.s_column, False)  # P^T lies over S^T
         self._issue_gradient(out, p, at.do_columns, accumulate, bars.do_columns)
 
     def issue_dk(
-        self, operands: Operands2Cta, count: Any, bars: Backward2CtaBarriers, accumulate: Any
+        self, operands: Operands2Cta, count: Int32, bars: Backward2CtaBarriers, accumulate: Int32
     ) -> None:
         """dK += dS^T Q, or dK = dS^T Q unless `accumulate`; after `issue_dq`, which waits for dS."""
         c, at = self.config, per_block(operands, count)
         cute.arch.mbarrier_wait(bars.q_columns.full, count & 1)
-        device.fence_after()
+        fence_after()
         out = at.tmem + c.dk_column
         ds = (at.tmem + c.dp_column, True)  # dS^T lies over dP^T, dQ between its halves
         self._issue_gradient(out, ds, at.q_columns, accumulate, bars.q_columns)
 
     def _issue_gradient(
-        self, out: Any, a: Any, b: Any, accumulate: Any, operand: OperandBarriers
+        self,
+        out: Int32,
+        a: tuple[Int32, bool],
+        b: Int32,
+        accumulate: Int32,
+        operand: OperandBarriers,
     ) -> None:
         """Issue a product of P^T or dS^T in tensor memory with columns of dO or Q.
 
@@ -231,39 +243,41 @@ class Mma2Cta:
             operand: barriers of b.
         """
         c, (start, split) = self.config, a
-        form = device.shape(2 * c.rows_kv, c.width, self.dtype, b_rows=True)
+        form = device.instruction_descriptor(2 * c.rows_kv, c.width, self.dtype, b_rows=True)
         with cute.arch.elect_one():
             for step in range(c.block_q // device.STEP):
-                device.multiply(
+                device.issue_mma(
                     out,
                     start + packed_column(c, step, split),
-                    device.along_rows(b, c.block_q, step),
+                    device.mn_major(b, c.block_q, step),
                     form,
                     accumulate if step == 0 else True,
-                    in_tensor=True,
+                    a_in_tmem=True,
                     ctas=2,
                 )
             device.commit_pair(operand.empty)
 
-    def issue_dq(self, operands: Operands2Cta, count: Any, bars: Backward2CtaBarriers) -> None:
+    def issue_dq(self, operands: Operands2Cta, count: Int32, bars: Backward2CtaBarriers) -> None:
         """dQ = dS K, 64 rows in each CTA, in the columns that dS leaves free.
 
         The first 64 lanes hold columns 0 to 63 of dQ, the others 64 to 127.
         """
         c, at = self.config, per_block(operands, count)
-        form = device.shape(c.block_q, c.width, self.dtype, a_rows=True, b_rows=True)
+        form = device.instruction_descriptor(
+            c.block_q, c.width, self.dtype, a_rows=True, b_rows=True
+        )
         cute.arch.mbarrier_wait(bars.ds_full, count & 1)
         cute.arch.fence_acq_rel_cluster()  # half of dS was written by the other CTA
-        device.fence_after()
+        fence_after()
         with cute.arch.elect_one():
             for step in range(2 * c.rows_kv // device.STEP):
-                device.multiply(
+                device.issue_mma(
                     at.tmem + c.dq_column,
-                    device.along_rows(at.ds, 2 * c.rows_kv, step),
-                    device.along_rows(at.k_columns, 2 * c.rows_kv, step),
+                    device.mn_major(at.ds, 2 * c.rows_kv, step),
+                    device.mn_major(at.k_columns, 2 * c.rows_kv, step),
                     form,
                     step > 0,
-                    in_tensor=False,
+                    a_in_tmem=False,
                     ctas=2,
                 )
             device.commit_pair(bars.dq_full)

@@ -66,9 +66,9 @@ class Loads:
         lse_tiles, delta_tiles: f32 [words of the rows, blocks or halves of them].
     """
 
-    atoms: Any
-    targets: Any
-    sources: Any
+    atoms: tuple[Any, ...]
+    targets: tuple[cute.Tensor, ...]
+    sources: tuple[cute.Tensor, ...]
     bulk: Any
     lse_tiles: cute.Tensor
     delta_tiles: cute.Tensor
@@ -291,12 +291,18 @@ class Producer2Cta:
         self._load_k(loads, Load.K_COLUMNS, bars.k_columns_full, item.kv_block, rank, of_kv)
 
     def _load_k(
-        self, loads: Loads, load: Load, full: Any, row: Any, column: Any, of_kv: tuple[Any, ...]
+        self,
+        loads: Loads,
+        load: Load,
+        full: cute.Pointer,
+        row: Int32,
+        column: Any,
+        of_kv: tuple[Any, ...],
     ) -> None:
         source = loads.sources[load][None, row, column, *of_kv]
         cute.copy(loads.atoms[load], source, loads.targets[load][None, 0], tma_bar_ptr=full)
 
-    def write_record(self, info: cute.Tensor, count: Any, item: Item, order: Any) -> None:
+    def write_record(self, info: cute.Tensor, count: Int32, item: Item, order: Any) -> None:
         """Tell the other roles what a work tile is; `count`: of those before it."""
         record = self.group.record(count)
         write_record(info, record, (item.kv_block, item.head, item.batch, item.count))
@@ -325,7 +331,7 @@ class Producer2Cta:
                 if index == total + ctas // 2 - 1:  # the last of the launch leaves it at zero
                     counter[0] = Int32(0)
                 info[Word.NEXT_ITEM] = index
-                place = device.remote((info.iterator + Word.NEXT_ITEM).toint(), Int32(1))
+                place = device.remote_address((info.iterator + Word.NEXT_ITEM).toint(), Int32(1))
                 device.write_remote(place, [index] * 4)
                 cute.arch.mbarrier_arrive(bars.item_full, Int32(1), scope=MemScopeKind.CLUSTER)
 

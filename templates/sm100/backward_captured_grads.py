@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Float32, cute
+from cutlass import Float32, Int32, cute
 
 from attnkit.templates.common.exact_sums import ExactSums
 from attnkit.templates.sm100.backward_softmax import KvBlock, Scratch, SoftmaxBackward, bit_of
@@ -53,7 +53,7 @@ class CapturedGrads(ExactSums):
         return CapturedSums(running, totals)
 
     def compute_ds(
-        self, tile: KvBlock, first: Any, scratch: Scratch, lse: Any, dp: Any, at: int,
+        self, tile: KvBlock, first: Int32, scratch: Scratch, lse: Any, dp: Any, at: int,
         sums: CapturedSums,
     ) -> list[Any]:  # fmt: skip
         """Return dS of some rows, and add up the gradients of captured tensors.

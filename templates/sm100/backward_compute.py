@@ -27,6 +27,7 @@ from attnkit.templates.sm100.backward_shared import (
     q_stage,
 )
 from attnkit.templates.sm100.backward_softmax import QBlock, Scratch, SoftmaxBackward
+from attnkit.templates.sm100.device import fence_after, fence_before
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class ComputeWarpgroup:
                 statistics = self.lse_in_mma.statistics(rows.lse, rows.delta, r, row0)
                 block = QBlock(word, row0, *statistics)
                 cute.arch.mbarrier_wait(bars.s_full, q_count & 1)
-                device.fence_after()
+                fence_after()
                 self.softmax.compute_p(block, tile, tmem_s, scratch)
                 self.hand_over(bars.p_full)
                 if i == 0:
@@ -125,8 +126,8 @@ class ComputeWarpgroup:
                     self.epilogue.wait_last_tile(bars, kv_count, False)
                 cute.arch.mbarrier_wait(bars.dp_full, q_count & 1)
                 # dQ of the last block has read dS from shared memory
-                cute.arch.mbarrier_wait(bars.dq_full, ((q_count * c.parts) & 1) ^ 1)
-                device.fence_after()
+                cute.arch.mbarrier_wait(bars.dq_full, ((q_count * c.dq_parts) & 1) ^ 1)
+                fence_after()
                 self.softmax.compute_ds(
                     block, tile, scratch, tmem_dp, write, self.captured_grads, sums
                 )
@@ -148,9 +149,9 @@ class ComputeWarpgroup:
                 for ready, blocks in self.epilogue.gradient_blocks(bars):
                     if count > 0:
                         cute.arch.mbarrier_wait(ready, acc_count & 1)
-                        device.fence_after()
+                        fence_after()
                     self.epilogue.store(target, blocks)
-                    device.fence_before()
+                    fence_before()
                     self.epilogue.release_v(bars, blocks)
                 if count > 0:
                     acc_count += 1
@@ -163,7 +164,7 @@ class ComputeWarpgroup:
         if warp % WARPS == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
-    def write_ds(self, start: Any, row: Any, row0: Any, at: int, packed: Any) -> None:
+    def write_ds(self, start: Int32, row: Int32, row0: Int32, at: int, packed: Any) -> None:
         """Write eight elements of dS^T to shared memory, in a pair of the CTA that has their rows.
 
         Args:
@@ -175,17 +176,17 @@ class ComputeWarpgroup:
         c = self.config
         if c.two_cta:
             vector, column = Int32(at // 8), self.group.rank() * c.rows_kv + row
-            place = device.swizzled(start, c.ctas * c.rows_kv, column, vector, Int32(0))
+            place = device.swizzled_address(start, c.ctas * c.rows_kv, column, vector, Int32(0))
             # each compute warpgroup has the rows of one CTA
-            device.write_remote(device.remote(place, row0 // HALF), packed)
+            device.write_remote(device.remote_address(place, row0 // HALF), packed)
         else:
             vector = row0 + at  # rows of a q block are columns of the tile in shared memory
-            place = device.swizzled(start, c.rows_kv, row, (vector >> 3) & 7, vector >> 6)
+            place = device.swizzled_address(start, c.rows_kv, row, (vector >> 3) & 7, vector >> 6)
             device.write_shared(place, packed)
 
-    def hand_over(self, barrier: Any) -> None:
+    def hand_over(self, barrier: cute.Pointer) -> None:
         """Say that a warp has written what the products read."""
         device.wait_stores()
-        device.fence_before()
+        fence_before()
         cute.arch.sync_warp()
         self.group.arrive_leader(barrier)

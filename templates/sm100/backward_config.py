@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from attnkit.templates.sm100.config import SMEM_BYTES, TMEM_COLUMNS
 
 UNIT = 64 * 64  # floats of a unit of a float32 sum
-SLICE = 32  # columns that are added to a sum at a time
+SLICE = 32  # columns of a sum that one bulk reduction adds
 
 
 @dataclass(frozen=True)
@@ -18,13 +18,13 @@ class BackwardConfig:
         dtype: "bfloat16" or "float16", of all inputs and gradients.
         width, value_width: head dims as computed, the tensors' own rounded up by zeros: 64 or 128
             each, or 192 and 128.
-        block_q: rows of a q tile, 128, or 64 with a width of 192.
+        block_q: rows of a q block, 128, or 64 with a width of 192.
         accumulate: dK and dV are added to float32 sums, for query heads that share a kv head;
             otherwise they are stored in the dtype.
         turns: "ascending" or "descending": sums are formed in this order of kv tiles, that of the
             schedule; "" for any order.
-        dynamic: CTAs take their next piece from a counter, not by turns.
-        two_cta: two CTAs work on a piece, 128 kv positions each, and share their tensor cores'
+        dynamic: CTAs take their next work tile from a counter; otherwise every ctas-th.
+        two_cta: two CTAs share a work tile, 128 kv positions each, and their tensor cores'
             operands; head dims of 128, dynamic.
         less_lse: the tensor cores subtract LSE / scale from S, see `LseInMma`; where they
             subtract delta from dP, for a mod that adds to the score what does not depend on it, and
@@ -42,16 +42,16 @@ class BackwardConfig:
     less_lse: bool = False
 
     rows_kv = 128  # kv positions of a CTA
-    slices = 2  # slices of sums on their way to memory
+    slices = 2  # slices of sums in shared memory, on their way to memory
 
     @property
     def ctas(self) -> int:
-        """CTAs that work on a piece."""
+        """CTAs of a work tile."""
         return 2 if self.two_cta else 1
 
     @property
     def block_kv(self) -> int:
-        """kv positions of a tile of the work list."""
+        """kv positions of a block of the work list."""
         return self.ctas * self.rows_kv
 
     @property
@@ -61,12 +61,12 @@ class BackwardConfig:
 
     @property
     def q_stages(self) -> int:
-        """Tiles of Q, which is read again for dK, a block behind."""
+        """Stages of Q: two, as dK reads it again, a block behind S."""
         return 4 if self.width == self.value_width == 64 else 2
 
     @property
     def stages(self) -> int:
-        """Tiles of dO: a second one is loaded ahead where there is room."""
+        """Stages of dO: a second one is loaded ahead where there is room."""
         return 2 if self.width == self.value_width == 64 else 1
 
     @property
@@ -80,8 +80,8 @@ class BackwardConfig:
         return 4 if self.less_lse else 1, 4 if self.less_delta else 1
 
     @property
-    def rows_words(self) -> tuple[int, int]:
-        """The same of all that is in shared memory: half the rows, where two CTAs have the other."""
+    def smem_row_words(self) -> tuple[int, int]:
+        """Float32 words of LSE and of delta in shared memory; half of the rows if two CTAs share them."""
         lse, delta = self.words
         q_rows = self.q_stages * self.block_q
         if self.two_cta:
@@ -109,41 +109,44 @@ class BackwardConfig:
         return self.dv_column + self.value_width
 
     @property
-    def _left(self) -> int:
+    def _free_columns(self) -> int:
         return TMEM_COLUMNS - self.dk_column - self.width
 
     @property
-    def dq_shares(self) -> bool:
-        """Whether dQ takes columns of dP^T: there are no others."""
-        return self._left < 64
+    def dq_over_dp(self) -> bool:
+        """Whether dQ lies over dP^T, as tensor memory has no other columns left."""
+        return self._free_columns < 64
 
     @property
     def ds_in_tensor(self) -> bool:
-        """Whether dK reads dS^T from tensor memory, as dQ leaves it there."""
-        return self.two_cta or not self.dq_shares
+        """Whether dK reads dS^T from tensor memory: where dQ does not overwrite it."""
+        return self.two_cta or not self.dq_over_dp
 
     @property
-    def parts(self) -> int:
-        """Times that dQ of a block is handed over."""
+    def dq_parts(self) -> int:
+        """Parts in which dQ of a q block is computed and added, one after another."""
         return self.width // self.dq_width // self.ctas
 
     @property
     def dq_width(self) -> int:
-        """Columns of dQ that are in tensor memory at a time."""
-        if self.two_cta:  # of half its rows, on all lanes
+        """Columns of dQ in tensor memory at a time."""
+        if self.two_cta:  # half of the rows, on all lanes: half of the columns on each half
             return self.width // 2
-        return self.width if self.dq_shares else 64
+        return self.width if self.dq_over_dp else 64
 
     @property
     def dq_column(self) -> int:
         """First column of dQ in tensor memory; a pair's lies between the halves of dS^T."""
         if self.two_cta:
             return self.dp_column + self.block_q // 4
-        return self.dp_column if self.dq_shares else TMEM_COLUMNS - self._left
+        return self.dp_column if self.dq_over_dp else TMEM_COLUMNS - self._free_columns
 
     @property
     def registers(self) -> tuple[int, int, int]:
-        """Registers a thread that computes, that adds to sums, and of the others."""
+        """Registers a thread of the compute warps, of the reduce warps, and of the others.
+
+        All 512 threads together have 65536.
+        """
         if self.block_q == 64:
             return 160, 104, 88
         if self.two_cta:
@@ -153,13 +156,13 @@ class BackwardConfig:
     @property
     def roles(self) -> dict[str, tuple[range, int]]:
         """Warps of each role, and registers a thread."""
-        compute, sums, rest = self.registers
+        compute, reduce, others = self.registers
         return {
-            "sums": (range(4), sums),
+            "reduce": (range(4), reduce),
             "compute 0": (range(4, 8), compute),
             "compute 1": (range(8, 12), compute),
-            "products": (range(12, 13), rest),
-            "loads": (range(13, 14), rest),
+            "mma": (range(12, 13), others),
+            "producer": (range(13, 14), others),
         }
 
     @property
@@ -188,7 +191,7 @@ class BackwardConfig:
         q = q_stages * self.width + self.stages * self.value_width + self.rows_kv
         # a pair keeps K once more, for dQ
         halves = self.rows_kv * (self.ctas * self.width + self.value_width) + self.block_q * q
-        floats = self.slices * SLICE * self.rows_kv + sum(self.rows_words)
+        floats = self.slices * SLICE * self.rows_kv + sum(self.smem_row_words)
         return 2 * halves + 4 * floats + 1024
 
     def problem(self) -> str | None:

@@ -1,8 +1,8 @@
-"""Tensor memory and tensor cores of Blackwell, in PTX: operands, products, loads, stores, fences.
+"""Tensor memory and tensor cores of Blackwell, in PTX: operands, products, loads and stores.
 
 An operand in shared memory is a tile of 16-bit elements as TMA writes it with the 128-byte swizzle:
 blocks of 64 columns, 128 bytes a row. The same tile is an operand with its rows along k or along
-m (or n): the descriptors of `along_columns` and `along_rows` differ, the memory does not. An address
+m (or n): the descriptors of `k_major` and `mn_major` differ, the memory does not. An address
 in tensor memory is a lane in the upper 16 bits and a column of 32 bits in the lower.
 """
 
@@ -25,8 +25,8 @@ _VERSION = 1 << 14
 _UPPER = (1024 >> 4) | _VERSION | 2 << 29
 
 
-def along_columns(start: Any, rows: int, step: int) -> Any:
-    """Lower half of the descriptor of a tile whose columns are k.
+def k_major(start: Int32, rows: int, step: int) -> Int32:
+    """Return the lower half of the descriptor of a tile whose columns are k.
 
     Args:
         start: shared address of the tile, a multiple of 1024.
@@ -37,8 +37,8 @@ def along_columns(start: Any, rows: int, step: int) -> Any:
     return _lower(start, block * rows * _ROW + 2 * inside, 1)
 
 
-def along_rows(start: Any, rows: int, step: int, first: int = 0) -> Any:
-    """Lower half of the descriptor of a tile whose rows are k.
+def mn_major(start: Int32, rows: int, step: int, first: int = 0) -> Int32:
+    """Return the lower half of the descriptor of a tile whose rows are k.
 
     Args:
         start: shared address of the tile, a multiple of 1024.
@@ -50,17 +50,19 @@ def along_rows(start: Any, rows: int, step: int, first: int = 0) -> Any:
     return _lower(start, first // _BLOCK * block + step * STEP * _ROW, block >> 4)
 
 
-def _lower(start: Any, offset: int, leading: int) -> Any:
+def _lower(start: Int32, offset: int, leading: int) -> Int32:
     return (start >> 4) + Int32((offset >> 4) + (leading << 16))
 
 
-def swizzled(start: Any, rows: int, row: Any, vector: Any, block: Any) -> Any:
-    """Shared address of 8 elements of a row of a tile; vector: which of the 8 in the block."""
+def swizzled_address(start: Any, rows: int, row: Any, vector: Any, block: Any) -> Any:
+    """Return the shared address of 8 elements of a row of a tile; vector: which 8 of the block."""
     return start + block * (rows * _ROW) + row * _ROW + ((vector ^ (row & 7)) << 4)
 
 
-def shape(m: int, n: int, dtype: Any, *, a_rows: bool = False, b_rows: bool = False) -> int:
-    """The instruction descriptor of a product with Float32 sums; see the PTX ISA, tcgen05.
+def instruction_descriptor(
+    m: int, n: int, dtype: Any, *, a_rows: bool = False, b_rows: bool = False
+) -> int:
+    """Return the instruction descriptor of a product with Float32 sums; see the PTX ISA, tcgen05.
 
     Args:
         m, n: rows and columns of the result.
@@ -72,27 +74,27 @@ def shape(m: int, n: int, dtype: Any, *, a_rows: bool = False, b_rows: bool = Fa
     return formats | int(a_rows) << 15 | int(b_rows) << 16 | n >> 3 << 17 | m >> 4 << 24
 
 
-def multiply(
+def issue_mma(
     out: Any,
     a: Any,
     b: Any,
     form: int,
     accumulate: Any,
     *,
-    in_tensor: bool,
+    a_in_tmem: bool,
     ctas: int = 1,
     strides: tuple[int, int] | None = None,
 ) -> None:
-    """One product instruction, 16 along k, by one thread: asynchronous, in order of issue.
+    """Issue one product instruction, 16 along k, by one thread: asynchronous, in order of issue.
 
     Two CTAs of a pair multiply together if one of them says so: each has half the rows of a and of
     the result, and half the rows (columns, along rows) of b, at the same addresses.
 
     Args:
         out: tensor-memory address of the result.
-        a: lower half of a descriptor, or an address in tensor memory if `in_tensor`.
+        a: lower half of a descriptor, or an address in tensor memory if `a_in_tmem`.
         b: lower half of a descriptor.
-        form: of `shape`.
+        form: of `instruction_descriptor`.
         accumulate: add to what is there; a bool, or Int32 that is 0 or not.
         strides: bytes between groups of 8 rows of a and of b, if they are core matrices without
             swizzle; None: they are tiles.
@@ -102,7 +104,7 @@ def multiply(
         uppers = (strides[0] >> 4 | _VERSION, strides[1] >> 4 | _VERSION)
     number = Int32(int(accumulate)) if isinstance(accumulate, bool) else accumulate
     first, pack = "[{$r1}]", ""
-    if not in_tensor:
+    if not a_in_tmem:
         first, pack = "a", f"mov.b64 a, {{{{$r1}}, {uppers[0]}}};"
     cute.arch.inline_ptx(
         "{ .reg .b64 a, b; .reg .b32 form; .reg .pred p; "
@@ -113,8 +115,8 @@ def multiply(
     )
 
 
-def commit_pair(barrier: Any) -> None:
-    """`commit`, at the same barrier of both CTAs of a pair."""
+def commit_pair(barrier: cute.Pointer) -> None:
+    """Arrive in both CTAs of a pair when this thread's products so far are complete."""
     cute.arch.inline_ptx(
         "{ .reg .b16 both; mov.b16 both, 3; tcgen05.commit.cta_group::2.mbarrier::arrive::one"
         ".shared::cluster.multicast::cluster.b64 [{$r0}], both; }",
@@ -122,7 +124,7 @@ def commit_pair(barrier: Any) -> None:
     )
 
 
-def commit(barrier: Any) -> None:
+def commit(barrier: cute.Pointer) -> None:
     """Arrive at a barrier when this thread's products so far are complete."""
     cute.arch.inline_ptx(
         "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [{$r0}];",
@@ -130,8 +132,8 @@ def commit(barrier: Any) -> None:
     )
 
 
-def load(address: Any, columns: int) -> Sequence[Any]:
-    """Float32 of so many columns of the thread's lane, complete."""
+def load(address: Int32, columns: int) -> Sequence[Any]:
+    """Load so many columns of the thread's lane as Float32, and wait for them."""
     outputs = ", ".join(f"{{$w{i}}}" for i in range(columns))
     return cute.arch.inline_ptx(
         f"tcgen05.ld.sync.aligned.32x32b.x{columns}.b32 {{{outputs}}}, [{{$r0}}];"
@@ -141,8 +143,8 @@ def load(address: Any, columns: int) -> Sequence[Any]:
     )
 
 
-def store(address: Any, values: Sequence[Any]) -> None:
-    """Int32 to as many columns of the thread's lane; complete after `wait_stores`."""
+def store(address: Int32, values: Sequence[Any]) -> None:
+    """Store Int32 to as many columns of the thread's lane; complete after `wait_stores`."""
     inputs = ", ".join(f"{{$r{i + 1}}}" for i in range(len(values)))
     cute.arch.inline_ptx(
         f"tcgen05.st.sync.aligned.32x32b.x{len(values)}.b32 [{{$r0}}], {{{inputs}}};",
@@ -155,26 +157,16 @@ def wait_stores() -> None:
     cute.arch.inline_ptx("tcgen05.wait::st.sync.aligned;")
 
 
-def fence_before() -> None:
-    """Order tensor-memory accesses before the thread's next arrival at a barrier."""
-    cute.arch.inline_ptx("tcgen05.fence::before_thread_sync;")
-
-
-def fence_after() -> None:
-    """Order tensor-memory accesses after the thread's last wait at a barrier."""
-    cute.arch.inline_ptx("tcgen05.fence::after_thread_sync;")
-
-
-def write_shared(address: Any, values: Sequence[Any]) -> None:
-    """Four Int32 to a shared address, a multiple of 16."""
+def write_shared(address: Int32, values: Sequence[Any]) -> None:
+    """Write four Int32 to a shared address, a multiple of 16."""
     cute.arch.inline_ptx(
         "st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
         read_only_args=[address, *values],
     )
 
 
-def remote(address: Any, rank: Any) -> Any:
-    """The same shared address of a CTA of the cluster."""
+def remote_address(address: Int32, rank: Int32) -> Any:
+    """Return the same shared address of another CTA of the cluster."""
     return cute.arch.inline_ptx(
         "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};",
         write_only_types=[Int32],
@@ -182,8 +174,8 @@ def remote(address: Any, rank: Any) -> Any:
     )
 
 
-def write_remote(address: Any, values: Sequence[Any]) -> None:
-    """Four Int32 to an address of `remote`, a multiple of 16."""
+def write_remote(address: Int32, values: Sequence[Any]) -> None:
+    """Write four Int32 to an address of `remote_address`, a multiple of 16."""
     cute.arch.inline_ptx(
         "st.shared::cluster.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
         read_only_args=[address, *values],
@@ -191,7 +183,7 @@ def write_remote(address: Any, values: Sequence[Any]) -> None:
 
 
 def scaled(x: Sequence[Any], factor: Any, more: Sequence[Any]) -> list[Any]:
-    """x * factor + more, two at a time; a factor of None stands for 1."""
+    """Return x * factor + more, two at a time; a factor of None stands for 1."""
     if factor is None:
         return plus(x, more)
     return _pairs(
@@ -200,24 +192,24 @@ def scaled(x: Sequence[Any], factor: Any, more: Sequence[Any]) -> list[Any]:
 
 
 def plus(a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
-    """Sums, two at a time."""
+    """Return a + b, two at a time."""
     return _pairs(lambda x, y: cute.arch.add_packed_f32x2(x, y, rnd="rn"), a, b)
 
 
 def times(a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
-    """Products, two at a time."""
+    """Return a * b, two at a time."""
     return _pairs(lambda x, y: cute.arch.mul_packed_f32x2(x, y, rnd="rn"), a, b)
 
 
 def _pairs(operation: Any, a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
-    found: list[Any] = []
+    results: list[Any] = []
     for k in range(0, len(a), 2):
-        found += operation((a[k], a[k + 1]), (b[k], b[k + 1]))
-    return found
+        results += operation((a[k], a[k + 1]), (b[k], b[k + 1]))
+    return results
 
 
-def allocate(place: Any, ctas: int = 1) -> None:
-    """All of tensor memory, by a whole warp; its address goes to shared memory."""
+def allocate(place: cute.Pointer, ctas: int = 1) -> None:
+    """Allocate all of tensor memory, by a whole warp; its address goes to shared memory."""
     cute.arch.inline_ptx(
         f"tcgen05.alloc.cta_group::{ctas}.sync.aligned.shared::cta.b32 [{{$r0}}], {TMEM_COLUMNS};"
         f" tcgen05.relinquish_alloc_permit.cta_group::{ctas}.sync.aligned;",
@@ -225,8 +217,8 @@ def allocate(place: Any, ctas: int = 1) -> None:
     )
 
 
-def allocated(place: Any) -> Any:
-    """The address of tensor memory that `allocate` left; read where needed, not kept."""
+def allocated(place: cute.Pointer) -> Any:
+    """Return the address of tensor memory that `allocate` wrote; read it where it is needed."""
     return cute.arch.make_warp_uniform(
         cute.arch.inline_ptx(
             "ld.shared.b32 {$w0}, [{$r0}];",
@@ -236,8 +228,8 @@ def allocated(place: Any) -> Any:
     )
 
 
-def free(address: Any, ctas: int = 1) -> None:
-    """Give tensor memory back, by the warp that took it."""
+def free(address: Int32, ctas: int = 1) -> None:
+    """Free tensor memory, by the warp that allocated it."""
     cute.arch.inline_ptx(
         f"tcgen05.dealloc.cta_group::{ctas}.sync.aligned.b32 {{$r0}}, {TMEM_COLUMNS};",
         read_only_args=[address],

@@ -31,6 +31,7 @@ from attnkit.templates.sm100.backward_shared import (
     q_phase,
     q_stage,
 )
+from attnkit.templates.sm100.device import fence_after, fence_before
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class DqReduce:
             if const_expr(c.accumulate):
                 if count > 0:
                     cute.arch.mbarrier_wait(bars.acc_full, acc_count & 1)
-                    device.fence_after()
+                    fence_after()
                     acc_count += 1
                     kv_head = cutlass.min(b, p.kv_batch - 1) * p.kv_heads + h // p.group
                     self.add_dk_dv(
@@ -124,7 +125,7 @@ class DqReduce:
                         (q_tiles, kv_tiles),
                         (info[record + WorkTile.TURN], info[record + WorkTile.NUM_TURNS]),
                     )  # fmt: skip
-                    device.fence_before()
+                    fence_before()
             self.release_tile(bars)
             kv_count += 1
             cute.arch.mbarrier_wait(bars.k_full, kv_count & 1)
@@ -132,13 +133,13 @@ class DqReduce:
         if thread == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
-    def release_tile(self, bars: Any) -> None:
+    def release_tile(self, bars: CommonBarriers) -> None:
         """Say that a warp needs nothing of a work tile any more."""
         cute.arch.sync_warp()
         common_device.arrive(bars.kv_empty)
 
     def add_block(
-        self, target: SumTarget, tile: Any, turn: Any, count: Any, bars: CommonBarriers
+        self, target: SumTarget, tile: Int32, turn: Int32, count: Int32, bars: CommonBarriers
     ) -> None:
         """Add dQ of a q block.
 
@@ -149,9 +150,9 @@ class DqReduce:
         """
         c = self.config
         start = Int64(tile) * (c.block_q * c.width)
-        for part in range(c.parts):
-            cute.arch.mbarrier_wait(bars.dq_full, (count * c.parts + part) & 1)
-            device.fence_after()
+        for part in range(c.dq_parts):
+            cute.arch.mbarrier_wait(bars.dq_full, (count * c.dq_parts + part) & 1)
+            fence_after()
             if part == 0:
                 self.wait_turn(target, tile, turn)
             to, last = start + part * c.dq_width * c.block_q, c.dq_width // SLICE - 2
@@ -161,7 +162,7 @@ class DqReduce:
                 self.add_slice(target, values, to + i * SLICE * c.block_q, i, c.block_q)
             # the last two at once: then the columns are free before the slots are
             values = device.load(target.tmem + (c.dq_column + last * SLICE), 2 * SLICE)  # f32 [64]
-            device.fence_before()
+            fence_before()
             cute.arch.sync_warp()
             common_device.arrive(bars.dq_empty)
             for i in range(2):
@@ -201,7 +202,7 @@ class DqReduce:
             self.pass_turn(target, semaphore, Int32(0), (turn, following))
             first = first + Int64(kv_tiles) * (c.rows_kv * width)
 
-    def add_slice(self, target: SumTarget, values: Any, to: Any, number: int, rows: int) -> None:
+    def add_slice(self, target: SumTarget, values: Any, to: Int64, number: int, rows: int) -> None:
         """Add a slice of a tile of so many rows to the sums, from float `to` on.
 
         Args:
@@ -237,7 +238,7 @@ class DqReduce:
         elif lane < 16:  # 64 rows are in the first 16 lanes of each warp
             self.write_row(slot, values, warp * 16 + lane, rows)
 
-    def write_row(self, slot: Any, values: Any, row: Any, rows: int) -> None:
+    def write_row(self, slot: cute.Pointer, values: Any, row: Int32, rows: int) -> None:
         """Write a row: 4 columns at a time."""
         start = slot.toint() + row * 16
         for g in range(SLICE // 4):
@@ -250,14 +251,14 @@ class DqReduce:
             self.reduce_slice(slot, target, rows)
             cute.arch.cp_async_bulk_commit_group()
 
-    def reduce_slice(self, slot: Any, target: Any, rows: int) -> None:
+    def reduce_slice(self, slot: cute.Pointer, target: cute.Pointer, rows: int) -> None:
         """Add a slice in shared memory to a sum, by one thread; asynchronous."""
         cute.arch.inline_ptx(
             "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
             read_only_args=[target.toint(), slot.toint(), Int32(4 * SLICE * rows)],
         )
 
-    def wait_turn(self, target: SumTarget, semaphore: Any, turn: Any) -> None:
+    def wait_turn(self, target: SumTarget, semaphore: Int32, turn: Int32) -> None:
         """Wait for a tile's turn, in deterministic mode."""
         if self.config.turns:
             at = target.order[OrderTable.SEMAPHORE].iterator + semaphore
@@ -270,7 +271,9 @@ class DqReduce:
             # the bulk reductions that follow are of another proxy than the load of the semaphore
             cute.arch.fence_proxy("async.global")
 
-    def pass_turn(self, target: SumTarget, semaphore: Any, chunk: Any, turn: Any) -> None:
+    def pass_turn(
+        self, target: SumTarget, semaphore: Int32, chunk: Int32, turn: tuple[Int32, Int32]
+    ) -> None:
         """Hand over a tile when all that was sent is in memory, in deterministic mode.
 
         Args:

@@ -15,6 +15,7 @@ from cutlass import Float32, Int32, const_expr, cute
 from attnkit.templates.common import device as common_device
 from attnkit.templates.common.tma import partition
 from attnkit.templates.sm100 import backward_device as device
+from attnkit.templates.sm100.backward_barriers import CommonBarriers
 from attnkit.templates.sm100.backward_config import SLICE, BackwardConfig
 from attnkit.templates.sm100.backward_shared import WARPGROUP, WARPS, Group, NamedBarrier
 
@@ -65,18 +66,18 @@ class Epilogue:
         blocks = (self.config.value_width + self.config.width) // 64
         return ((bars.acc_full, range(blocks)),)
 
-    def release_v(self, bars: Any, blocks: range) -> None:
+    def release_v(self, bars: CommonBarriers, blocks: range) -> None:
         """Say that a warp needs V's memory no more, if these blocks are dV's: nobody waits for it."""
 
-    def release_tile(self, bars: Any) -> None:
+    def release_tile(self, bars: CommonBarriers) -> None:
         """Say that a warp needs nothing of a work tile any more."""
         cute.arch.sync_warp()
         common_device.arrive(bars.kv_empty)
 
-    def release_block(self, bars: Any, stage: Any) -> None:
+    def release_block(self, bars: Any, stage: Int32) -> None:
         """Say that a warp needs a q block's word and statistics no more: the products say it."""
 
-    def wait_last_tile(self, bars: Any, count: Any, empty: bool) -> None:
+    def wait_last_tile(self, bars: CommonBarriers, count: Int32, empty: bool) -> None:
         """Wait for what the work tile before left to be read by TMA: nothing."""
 
     def wait_blocks(self, blocks: range) -> None:
@@ -128,7 +129,7 @@ class Epilogue:
                     ]
                     vector = Int32(part * (SLICE // 8) + v)
                     device.write_shared(
-                        device.swizzled(start, c.rows_kv, row, vector, block), packed
+                        device.swizzled_address(start, c.rows_kv, row, vector, block), packed
                     )
 
     @cute.jit
@@ -173,7 +174,7 @@ class Epilogue2Cta(Epilogue):
             cute.arch.sync_warp()
             common_device.arrive(bars.v_empty)
 
-    def release_block(self, bars: Any, stage: Any) -> None:
+    def release_block(self, bars: Any, stage: Int32) -> None:
         """Say that a warp needs a q block's word and statistics no more."""
         cute.arch.sync_warp()
         common_device.arrive(bars.block_empty + stage)

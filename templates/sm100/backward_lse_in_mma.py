@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cutlass import BFloat16, Float32, cute
+from cutlass import BFloat16, Float32, Int32, cute
 
 from attnkit.templates.common.lse_in_mma import CORE_WORDS, nonzero_scale, write_factor
 from attnkit.templates.sm100 import backward_device as device
@@ -21,11 +21,11 @@ class LseInMma:
     def __init__(self, config: BackwardConfig) -> None:
         self.config = config
 
-    def scale(self, scale: Any) -> Any:
+    def scale(self, scale: Float32) -> Any:
         """Return the softmax scale by which LSE was divided."""
         return nonzero_scale(scale) if self.config.less_lse else scale
 
-    def statistics(self, lse: cute.Tensor, delta: cute.Tensor, stage: Any, row0: Any) -> Any:
+    def statistics(self, lse: cute.Tensor, delta: cute.Tensor, stage: Int32, row0: Int32) -> Any:
         """Return LSE and -delta of the thread's rows; None for what the products subtract.
 
         Args:
@@ -42,7 +42,7 @@ class LseInMma:
             None if c.less_delta else self._rows(delta, stage, row0),
         )
 
-    def _rows(self, statistic: cute.Tensor, stage: Any, row0: Any) -> cute.Tensor:
+    def _rows(self, statistic: cute.Tensor, stage: Int32, row0: Int32) -> cute.Tensor:
         start = statistic.iterator + (stage * self.config.block_q + row0)
         return cute.make_tensor(start.align(16), cute.make_layout(self.config.block_q // 2))
 
@@ -56,7 +56,7 @@ class LseInMma:
             cute.make_layout((rows * delta, c.stages)) if c.less_delta else plain,
         )
 
-    def write_factors(self, start: cute.Pointer, scale: Any) -> None:
+    def write_factors(self, start: cute.Pointer, scale: Float32) -> None:
         """Write the columns of K and of V, a core matrix each, by one warp."""
         for i, x in enumerate((Float32(0.5) / self.scale(scale), Float32(0.5))):
             write_factor(start + i * CORE_WORDS, x)
@@ -64,7 +64,7 @@ class LseInMma:
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
 
-    def subtract(self, out: Any, factors: Any, rows: Any) -> None:
+    def subtract(self, out: Int32, factors: Int32, rows: Int32) -> None:
         """Add the step of a statistic to a product of rows of K or V with those of Q or dO.
 
         Args:
@@ -72,13 +72,13 @@ class LseInMma:
             factors, rows: shared addresses of the columns of K or V, and of Q or dO.
         """
         c = self.config
-        device.multiply(
+        device.issue_mma(
             out,
             factors >> 4,
             rows >> 4,
-            device.shape(c.ctas * c.rows_kv, c.block_q, BFloat16),
+            device.instruction_descriptor(c.ctas * c.rows_kv, c.block_q, BFloat16),
             True,
-            in_tensor=False,
+            a_in_tmem=False,
             ctas=c.ctas,
             # strides of zero: all of K's or V's core matrices are one
             strides=(0, 4 * CORE_WORDS),

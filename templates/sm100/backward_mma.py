@@ -20,6 +20,7 @@ from attnkit.templates.sm100.backward_barriers import BackwardBarriers
 from attnkit.templates.sm100.backward_config import BackwardConfig
 from attnkit.templates.sm100.backward_lse_in_mma import LseInMma
 from attnkit.templates.sm100.backward_shared import do_phase, do_stage, q_phase, q_stage
+from attnkit.templates.sm100.device import fence_after
 
 
 @dataclass(frozen=True)
@@ -102,46 +103,46 @@ class Mma:
 
     # ------------------------------------------------ products of a block, inlined while tracing
 
-    def issue_s(self, operands: Operands, count: Any, bars: BackwardBarriers) -> None:
+    def issue_s(self, operands: Operands, count: Int32, bars: BackwardBarriers) -> None:
         """S^T = K Q^T, less LSE / scale with `less_lse`."""
         c, at = self.config, per_block(operands, count)
-        form = device.shape(c.rows_kv, c.block_q, self.dtype)
+        form = device.instruction_descriptor(c.rows_kv, c.block_q, self.dtype)
         q = at.q + q_stage(c, count) * (c.block_q * c.width * 2)
-        device.fence_after()
+        fence_after()
         with cute.arch.elect_one():
             for step in range(c.width // device.STEP):
-                device.multiply(
+                device.issue_mma(
                     at.tmem + c.s_column,
-                    device.along_columns(at.k, c.rows_kv, step),
-                    device.along_columns(q, c.block_q, step),
+                    device.k_major(at.k, c.rows_kv, step),
+                    device.k_major(q, c.block_q, step),
                     form,
                     step > 0,
-                    in_tensor=False,
+                    a_in_tmem=False,
                 )
             if c.less_lse:
                 rows = at.lse + q_stage(c, count) * (4 * ROW_WORDS * c.block_q)
                 self.lse_in_mma.subtract(at.tmem + c.s_column, at.factors, rows)
             device.commit(bars.s_full)
 
-    def issue_dp(self, operands: Operands, count: Any, bars: BackwardBarriers) -> None:
+    def issue_dp(self, operands: Operands, count: Int32, bars: BackwardBarriers) -> None:
         """dP^T = V dO^T, less delta with `less_delta`."""
         c, at = self.config, per_block(operands, count)
-        form = device.shape(c.rows_kv, c.block_q, self.dtype)
+        form = device.instruction_descriptor(c.rows_kv, c.block_q, self.dtype)
         do = at.do + do_stage(c, count) * (c.block_q * c.value_width * 2)
         cute.arch.mbarrier_wait(bars.do_full + do_stage(c, count), do_phase(c, count))
-        if c.dq_shares:
+        if c.dq_over_dp:
             # dQ of the block before lies in the columns of dP until the reduce warps have read it
             cute.arch.mbarrier_wait(bars.dq_empty, (count & 1) ^ 1)
-        device.fence_after()
+        fence_after()
         with cute.arch.elect_one():
             for step in range(c.value_width // device.STEP):
-                device.multiply(
+                device.issue_mma(
                     at.tmem + c.dp_column,
-                    device.along_columns(at.v, c.rows_kv, step),
-                    device.along_columns(do, c.block_q, step),
+                    device.k_major(at.v, c.rows_kv, step),
+                    device.k_major(do, c.block_q, step),
                     form,
                     step > 0,
-                    in_tensor=False,
+                    a_in_tmem=False,
                 )
             if c.less_delta:
                 rows = at.delta + do_stage(c, count) * (4 * ROW_WORDS * c.block_q)
@@ -149,74 +150,76 @@ class Mma:
             device.commit(bars.dp_full)
 
     def issue_dv(
-        self, operands: Operands, count: Any, bars: BackwardBarriers, accumulate: Any
+        self, operands: Operands, count: Int32, bars: BackwardBarriers, accumulate: Int32
     ) -> None:
         """dV += P^T dO, or dV = P^T dO unless `accumulate`."""
         c, at = self.config, per_block(operands, count)
-        form = device.shape(c.rows_kv, c.value_width, self.dtype, b_rows=True)
+        form = device.instruction_descriptor(c.rows_kv, c.value_width, self.dtype, b_rows=True)
         do = at.do + do_stage(c, count) * (c.block_q * c.value_width * 2)
         cute.arch.mbarrier_wait(bars.p_full, count & 1)
-        device.fence_after()
+        fence_after()
         with cute.arch.elect_one():
             for step in range(c.block_q // device.STEP):
-                device.multiply(
+                device.issue_mma(
                     at.tmem + c.dv_column,
                     at.tmem + c.s_column + packed_column(c, step),  # P^T lies over S^T
-                    device.along_rows(do, c.block_q, step),
+                    device.mn_major(do, c.block_q, step),
                     form,
                     accumulate if step == 0 else True,
-                    in_tensor=True,
+                    a_in_tmem=True,
                 )
             device.commit(bars.do_empty + do_stage(c, count))
 
-    def issue_dq(self, operands: Operands, count: Any, bars: BackwardBarriers) -> None:
+    def issue_dq(self, operands: Operands, count: Int32, bars: BackwardBarriers) -> None:
         """dQ = dS K, as many columns at a time as there is room for."""
         c, at = self.config, per_block(operands, count)
-        form = device.shape(c.block_q, c.dq_width, self.dtype, a_rows=True, b_rows=True)
-        parts = c.parts
+        form = device.instruction_descriptor(
+            c.block_q, c.dq_width, self.dtype, a_rows=True, b_rows=True
+        )
+        parts = c.dq_parts
         cute.arch.mbarrier_wait(bars.ds_full, count & 1)
         for part in range(parts):
-            if not c.dq_shares:  # otherwise dP has waited for it
+            if not c.dq_over_dp:  # otherwise dP has waited for it
                 cute.arch.mbarrier_wait(bars.dq_empty, ((count * parts + part) & 1) ^ 1)
-            device.fence_after()
+            fence_after()
             with cute.arch.elect_one():
                 for step in range(c.rows_kv // device.STEP):
-                    device.multiply(
+                    device.issue_mma(
                         at.tmem + c.dq_column,
-                        device.along_rows(at.ds, c.rows_kv, step),
-                        device.along_rows(at.k, c.rows_kv, step, part * c.dq_width),
+                        device.mn_major(at.ds, c.rows_kv, step),
+                        device.mn_major(at.k, c.rows_kv, step, part * c.dq_width),
                         form,
                         step > 0,
-                        in_tensor=False,
+                        a_in_tmem=False,
                     )
                 device.commit(bars.dq_full)
 
     def issue_dk(
-        self, operands: Operands, count: Any, bars: BackwardBarriers, accumulate: Any
+        self, operands: Operands, count: Int32, bars: BackwardBarriers, accumulate: Int32
     ) -> None:
         """dK += dS^T Q, or dK = dS^T Q unless `accumulate`; after `issue_dq`, which waits for dS."""
         c, at = self.config, per_block(operands, count)
-        form = device.shape(c.rows_kv, c.width, self.dtype, b_rows=True)
+        form = device.instruction_descriptor(c.rows_kv, c.width, self.dtype, b_rows=True)
         q = at.q + q_stage(c, count) * (c.block_q * c.width * 2)
         with cute.arch.elect_one():
             for step in range(c.block_q // device.STEP):
                 a = (
-                    device.along_columns(at.ds, c.rows_kv, step)
+                    device.k_major(at.ds, c.rows_kv, step)
                     if not c.ds_in_tensor
                     else at.tmem + c.dp_column + packed_column(c, step)
                 )
-                device.multiply(
+                device.issue_mma(
                     at.tmem + c.dk_column,
                     a,
-                    device.along_rows(q, c.block_q, step),
+                    device.mn_major(q, c.block_q, step),
                     form,
                     accumulate if step == 0 else True,
-                    in_tensor=c.ds_in_tensor,
+                    a_in_tmem=c.ds_in_tensor,
                 )
             device.commit(bars.block_empty + q_stage(c, count))
 
 
-def per_block(operands: Any, count: Any) -> Any:
+def per_block(operands: Any, count: Int32) -> Any:
     """Return the same addresses, which the compiler takes to depend on the q block.
 
     Otherwise it computes every descriptor before the loop, and spills them.

@@ -73,15 +73,15 @@ class Group:
         self.two_cta = config.two_cta
         self._ctas = CtaGroup(config.two_cta)
 
-    def rank(self) -> Any:
+    def rank(self) -> Int32:
         """Return which CTA of the group this is."""
         return self._ctas.rank()
 
-    def kv_rows(self, kv_block: Any) -> Any:
+    def kv_rows(self, kv_block: Int32) -> Int32:
         """Return which 128 kv positions of a kv block of the work list are this CTA's."""
         return 2 * kv_block + self.rank() if self.two_cta else kv_block
 
-    def record(self, count: Any) -> Any:
+    def record(self, count: Int32) -> Any:
         """Return the word at which the record of the count-th work tile begins.
 
         A pair has two records in turns, as K of the next work tile comes early.
@@ -97,21 +97,21 @@ class Group:
             device.arrive(barrier)
 
 
-def q_stage(c: BackwardConfig, count: Any) -> Any:
+def q_stage(c: BackwardConfig, count: Int32) -> Int32:
     """Return the stage of the count-th q block in the ring of Q."""
     return count & (c.q_stages - 1)
 
 
-def q_phase(c: BackwardConfig, count: Any) -> Any:
+def q_phase(c: BackwardConfig, count: Int32) -> Int32:
     """Return the parity of the count-th q block's round of the ring of Q."""
     return (count >> (c.q_stages.bit_length() - 1)) & 1
 
 
-def do_stage(c: BackwardConfig, count: Any) -> Any:
+def do_stage(c: BackwardConfig, count: Int32) -> Int32:
     """Return the stage of the count-th q block in the ring of dO."""
     return count & (c.stages - 1)
 
 
-def do_phase(c: BackwardConfig, count: Any) -> Any:
+def do_phase(c: BackwardConfig, count: Int32) -> Int32:
     """Return the parity of the count-th q block's round of the ring of dO."""
     return (count >> (c.stages.bit_length() - 1)) & 1

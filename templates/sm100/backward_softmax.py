@@ -11,6 +11,7 @@ derivative by the raw score. P J stays in registers until dP is there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +97,7 @@ class SoftmaxBackward:
         self.hooks = hooks
         self.dtype = dtype
 
-    def begin(self, site: Site, offset: Any) -> KvBlock:
+    def begin(self, site: Site, offset: Int32) -> KvBlock:
         """Ask the hooks for what is known once a kv block.
 
         Args:
@@ -140,7 +141,7 @@ class SoftmaxBackward:
         per_row = self.hooks.selects or (masked and self.by_element)
         return (CHUNK // 2 if per_row else CHUNK), GROUP
 
-    def row_after(self, first: Any, word: Any, before: list[Any]) -> Any:
+    def row_after(self, first: Int32, word: Int32, before: list[Any]) -> Any:
         """Return the first row of a group, which the compiler takes to depend on the group before.
 
         Otherwise it loads what depends on rows for all groups at once; learned tensors leave it no
@@ -151,7 +152,7 @@ class SoftmaxBackward:
         return after(first, before[-1:], word >> 31)  # 0, as words are positive
 
     def _compute_p(
-        self, block: QBlock, masked: bool, tile: KvBlock, address: Any, scratch: Scratch
+        self, block: QBlock, masked: bool, tile: KvBlock, address: Int32, scratch: Scratch
     ) -> None:
         hooks, slopes, keep_words = self.hooks, scratch.slopes, scratch.keep
         first = (block.word >> 2) * self.config.block_q + block.row0
@@ -183,7 +184,7 @@ class SoftmaxBackward:
             device.store(address + chunk // 2, packed)
 
     def _group(
-        self, block: QBlock, words: list[Any], tile: KvBlock, first: Any, scores: Any, at: int
+        self, block: QBlock, words: list[Any], tile: KvBlock, first: Int32, scores: Any, at: int
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """Return P, P J and what the mask keeps, of some rows.
 
@@ -213,7 +214,7 @@ class SoftmaxBackward:
                 ws = [cutlass.select_(k, w, Float32(0.0)) for k, w in zip(keep, ws, strict=True)]
         return ps, ws, keep
 
-    def rows_of(self, tile: KvBlock, first: Any, count: int, masked: bool) -> list[Any]:
+    def rows_of(self, tile: KvBlock, first: Int32, count: int, masked: bool) -> list[Any]:
         """Return (q, values of `row`) of some rows, q inside the tensor."""
         inside = [first + k for k in range(count)]
         if masked:
@@ -225,7 +226,7 @@ class SoftmaxBackward:
         """Whether the mask has to be asked for every element."""
         return self.hooks.has_mask and self.hooks.intervals is None
 
-    def mask_words(self, block: QBlock, tile: KvBlock, first: Any, rows: int) -> list[Any]:
+    def mask_words(self, block: QBlock, tile: KvBlock, first: Int32, rows: int) -> list[Any]:
         """Return which of the thread's rows to keep, a bit each.
 
         Those inside the tensors, and inside one of the column's intervals if the mask has them.
@@ -250,7 +251,7 @@ class SoftmaxBackward:
             words.append(cutlass.select_(tile.inside, word, Int32(0)))
         return words
 
-    def values(self, statistic: Any, at: int, count: int) -> Any:
+    def values(self, statistic: cute.Tensor | None, at: int, count: int) -> Any:
         """Return a statistic of some rows from the thread's row `at` on; None if it is None."""
         if statistic is None:
             return None
@@ -304,7 +305,8 @@ class SoftmaxBackward:
         return lse if term is None else lse - term * LOG2_E
 
     def compute_ds(
-        self, block: QBlock, tile: KvBlock, scratch: Scratch, address: Any, write: Any,
+        self, block: QBlock, tile: KvBlock, scratch: Scratch, address: Int32,
+        write: Callable[[int, list[Any]], None],
         captured: CapturedGrads, sums: CapturedSums,
     ) -> None:  # fmt: skip
         """Write dS = P J (dP - delta) to tensor memory and to shared memory, in the dtype.

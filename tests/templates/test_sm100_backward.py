@@ -67,7 +67,7 @@ def test_shared_heads_and_batches() -> None:
     check(draw(200, dims=(192, 128), heads=(2, 1), batch=(2, 1)), backend=BACKEND)
 
 
-def test_dead_rows_and_columns_have_no_gradient() -> None:
+def test_fully_masked_rows_and_columns_have_no_gradient() -> None:
     keep = lambda b, h, q, kv: (q >= 70) & (kv <= q) & (kv < 128)
     mask = create_block_mask(keep, None, None, 200, 200, device="cpu")
     inputs, weights = draw(200)

@@ -37,14 +37,14 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def kernels(*arguments: Any) -> list[Any]:
-    """The main kernels of a backward, compiled."""
+    """Compile the main kernels of a backward."""
     with emulation.session(execute=False), compiled.requested_sources() as sources:
         gradients(BACKEND, *arguments)
     return [compiled.kernel(s) for s in sources if s.name.startswith("backward")]
 
 
 def in_pairs(*arguments: Any) -> bool:
-    """Whether the operator takes pairs for a backward."""
+    """Return whether the operator takes pairs of CTAs for a backward."""
     (found,) = kernels(*arguments)
     return "tcgen05.mma.cta_group::2" in found.ptx
 
@@ -76,8 +76,8 @@ def test_mods_and_float16() -> None:
     check(drawn, mod, masks.padding(torch.tensor([450])), backend=BACKEND)
 
 
-def test_rows_and_columns_that_keep_nothing() -> None:
-    """Tiles that no row keeps, and rows that keep none."""
+def test_fully_masked_rows_and_columns() -> None:
+    """Fully masked blocks, and fully masked rows."""
     mask = masks.prefix(200) & ~CAUSAL
     drawn = draw(400, 700, dims=(128, 128))
     check(drawn, mask=mask, mode="check", backend=BACKEND, seeds=2)
@@ -112,7 +112,7 @@ def test_gradients_of_captured_tensors(name: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("mask", [CAUSAL, None], ids=str)
 def test_the_same_bits_in_a_fixed_order(mask: Any) -> None:
-    """Whatever the order of execution and the number of pairs; heads share K and V."""
+    """Whatever the order of execution and the number of pairs, bits are the same; heads share KV."""
     found = []
     for mode, ctas in (("eager", 2), ("check" if mask is None else "adversarial", 6)):
         with compiled.requested_sources() as sources:
@@ -163,7 +163,7 @@ def test_each_rule_has_its_message(changes: dict[str, Any], said: str) -> None:
 
 
 def test_tiles_are_joined_only_where_that_is_faster() -> None:
-    """A diagonal of tiles is not, whatever its length; a block of two columns is."""
+    """A diagonal of blocks takes no fewer clocks, whatever its length; two columns of blocks do."""
     for blocks, wide in itertools.product((4, 9), (1, 2)):
         states = torch.zeros(1, 1, blocks, 2 * blocks, dtype=torch.int8)
         for i in range(blocks):
@@ -173,7 +173,7 @@ def test_tiles_are_joined_only_where_that_is_faster() -> None:
 
 
 def test_gradients_that_are_added_for_every_score_leave_little_to_gain() -> None:
-    """There a joined tile that is empty in part costs more than a pair gains."""
+    """A joined block that is empty in part costs more than a pair gains."""
     assert kind_of(frozenset()) == "nothing"
     assert kind_of(frozenset({"head", "column"})) == "summed"
     assert kind_of(frozenset({"head", "row"})) == "spread"

@@ -1,4 +1,4 @@
-"""LSE and delta of the rows as columns of the products of a pair of CTAs."""
+"""LSE and delta of the rows as one more step of the products, see `common.lse_in_mma`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 @functools.cache
 def prepare() -> emulator.Executable:
-    """The kernel of the rows' statistics, with an LSE that has a gradient."""
+    """Compile the preprocess, with an LSE that has a gradient."""
     kernel = Preprocess(BackwardConfig(**PAIR, less_lse=True), True)
     fakes = preprocess_arguments("bfloat16", DEPTH)
     with tempfile.TemporaryDirectory() as folder:
@@ -44,7 +44,7 @@ PLACES = torch.arange(ROWS).double()[:, None].expand(-1, 2)
 
 
 def written(lse: Tensor, delta: Tensor) -> list[Tensor]:
-    """The columns of rows with these statistics, bfloat16 [ROWS, 8]."""
+    """Return the columns of rows with these statistics, bfloat16 [ROWS, 8]."""
     zeros = torch.zeros(1, 1, ROWS, DEPTH, dtype=torch.bfloat16)
     rows = [torch.full((4 * ROWS,), torch.nan) for _ in range(2)]
     given = (zeros, zeros, lse.view(1, 1, -1), delta.view(1, 1, -1), *rows)
@@ -53,7 +53,7 @@ def written(lse: Tensor, delta: Tensor) -> list[Tensor]:
 
 
 def total(columns: Tensor, factor: float) -> Tensor:
-    """What the step of the products makes of them, in float64."""
+    """Return what the step of the products makes of them, in float64."""
     first = torch.tensor(factor, dtype=torch.float32)
     parts = []
     for _ in range(3):
