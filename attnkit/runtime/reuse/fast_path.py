@@ -34,10 +34,10 @@ from attnkit.util.torch_private import (
     deterministic_enabled,
     grad_enabled,
     in_forward_ad,
+    is_intercepted,
     modes,
     only_devices,
     tensor_guard,
-    undisturbed,
     version,
 )
 
@@ -253,7 +253,7 @@ def remember(call: AttentionCall, key: CallKey, prepared: PreparedCall) -> None:
     if (
         bucket is None
         or any(t.is_inference() for t in key.data)
-        or not undisturbed(tensors)
+        or is_intercepted(tensors)
         or torch.is_autocast_enabled(query.device.type)
         or not bucket.entries.may_learn()
     ):
