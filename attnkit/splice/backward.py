@@ -149,7 +149,7 @@ def backward_block(
     additive = score_form(program.score).additive
     case = BackwardCase(widths, runs, additive, learned=frozenset(), listed=program.listed)
     switches = settings.switches(case)
-    ctas = 2 if switches.get("pair") else 1
+    ctas = 2 if switches.get("two_cta") else 1
     return settings.block_q(widths, _light(program, ())), ctas * settings.block_kv(widths)
 
 

@@ -47,10 +47,10 @@ def switches(case: BackwardCase) -> dict[str, Any]:
     """Return switches: whether pairs of CTAs share a work tile, and whether the MMA adds the LSE."""
     from attnkit.templates.sm100.backward_config import BackwardConfig
 
-    pair: dict[str, Any] = {} if refusal(case) else {"pair": True}
+    ctas: dict[str, Any] = {} if refusal(case) else {"two_cta": True}
     sizes: dict[str, Any] = {"width": case.widths[0], "value_width": case.widths[1]}
-    fits = case.additive and not case.learned and BackwardConfig(**sizes, **pair).less_delta
-    return pair | {"less_lse": fits}
+    fits = case.additive and not case.learned and BackwardConfig(**sizes, **ctas).less_delta
+    return ctas | {"less_lse": fits}
 
 
 def splits(settings: BackwardSettings) -> bool:
@@ -90,17 +90,17 @@ def words(settings: BackwardSettings) -> tuple[int, int]:
 
 def finish(settings: BackwardSettings, width: int, block: int) -> Any:
     """Make the postprocess: it rounds a gradient."""
-    from attnkit.templates.sm100.backward_edges import Finish
+    from attnkit.templates.sm100.backward_postprocess import Postprocess
 
-    return Finish(config(settings), width, block)
+    return Postprocess(config(settings), width, block)
 
 
 def main(settings: BackwardSettings, hooks: BackwardHooks) -> Any:
     """Make the main kernel."""
     from attnkit.templates.sm100.backward import Backward
-    from attnkit.templates.sm100.backward_pair import PairBackward
+    from attnkit.templates.sm100.backward_2cta import Backward2Cta
 
-    return (PairBackward if settings.ctas > 1 else Backward)(config(settings), hooks)
+    return (Backward2Cta if settings.ctas > 1 else Backward)(config(settings), hooks)
 
 
 BACKWARD = BackwardTemplate(

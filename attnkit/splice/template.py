@@ -165,4 +165,4 @@ class BackwardSettings:
     @property
     def ctas(self) -> int:
         """CTAs that share a tile."""
-        return 2 if self.values.get("pair") else 1
+        return 2 if self.values.get("two_cta") else 1

@@ -24,9 +24,9 @@ class BackwardConfig:
         turns: "ascending" or "descending": sums are formed in this order of kv tiles, that of the
             schedule; "" for any order.
         dynamic: CTAs take their next piece from a counter, not by turns.
-        pair: two CTAs work on a piece, 128 kv positions each, and share their tensor cores'
+        two_cta: two CTAs work on a piece, 128 kv positions each, and share their tensor cores'
             operands; head dims of 128, dynamic.
-        less_lse: the tensor cores subtract LSE / scale from S, see `backward_rows`; where they
+        less_lse: the tensor cores subtract LSE / scale from S, see `LseInMma`; where they
             subtract delta from dP, for a mod that adds to the score what does not depend on it, and
             no captured tensor with a gradient.
     """
@@ -38,7 +38,7 @@ class BackwardConfig:
     accumulate: bool = False
     turns: str = ""
     dynamic: bool = True
-    pair: bool = False
+    two_cta: bool = False
     less_lse: bool = False
 
     rows_kv = 128  # kv positions of a CTA
@@ -47,7 +47,7 @@ class BackwardConfig:
     @property
     def ctas(self) -> int:
         """CTAs that work on a piece."""
-        return 2 if self.pair else 1
+        return 2 if self.two_cta else 1
 
     @property
     def block_kv(self) -> int:
@@ -72,7 +72,7 @@ class BackwardConfig:
     @property
     def less_delta(self) -> bool:
         """Whether the tensor cores subtract delta from dP: where shared memory has room for it."""
-        return self.pair or (self.width, self.value_width) != (128, 128)
+        return self.two_cta or (self.width, self.value_width) != (128, 128)
 
     @property
     def words(self) -> tuple[int, int]:
@@ -84,7 +84,7 @@ class BackwardConfig:
         """The same of all that is in shared memory: half the rows, where two CTAs have the other."""
         lse, delta = self.words
         q_rows = self.q_stages * self.block_q
-        if self.pair:
+        if self.two_cta:
             return self.block_q // 2 * lse if self.less_lse else q_rows, self.block_q // 2 * delta
         return q_rows * lse, self.stages * self.block_q * delta if self.less_delta else q_rows
 
@@ -120,7 +120,7 @@ class BackwardConfig:
     @property
     def ds_in_tensor(self) -> bool:
         """Whether dK reads dS^T from tensor memory, as dQ leaves it there."""
-        return self.pair or not self.dq_shares
+        return self.two_cta or not self.dq_shares
 
     @property
     def parts(self) -> int:
@@ -130,14 +130,14 @@ class BackwardConfig:
     @property
     def dq_width(self) -> int:
         """Columns of dQ that are in tensor memory at a time."""
-        if self.pair:  # of half its rows, on all lanes
+        if self.two_cta:  # of half its rows, on all lanes
             return self.width // 2
         return self.width if self.dq_shares else 64
 
     @property
     def dq_column(self) -> int:
         """First column of dQ in tensor memory; a pair's lies between the halves of dS^T."""
-        if self.pair:
+        if self.two_cta:
             return self.dp_column + self.block_q // 4
         return self.dp_column if self.dq_shares else TMEM_COLUMNS - self._left
 
@@ -146,7 +146,7 @@ class BackwardConfig:
         """Registers a thread that computes, that adds to sums, and of the others."""
         if self.block_q == 64:
             return 160, 104, 88
-        if self.pair:
+        if self.two_cta:
             return (160, 112, 80) if self.turns else (184, 80, 64)
         return 184, 88, 56
 
@@ -184,7 +184,7 @@ class BackwardConfig:
     @property
     def smem_bytes(self) -> int:
         """Shared memory of a CTA: K, V, Q, dO, dS, and sums on their way to memory."""
-        q_stages = 1 if self.pair else self.q_stages
+        q_stages = 1 if self.two_cta else self.q_stages
         q = q_stages * self.width + self.stages * self.value_width + self.rows_kv
         # a pair keeps K once more, for dQ
         halves = self.rows_kv * (self.ctas * self.width + self.value_width) + self.block_q * q
@@ -201,13 +201,13 @@ class BackwardConfig:
             )
         if self.block_q != (64 if self.width == 192 else 128):
             return f"block_q={self.block_q} with width={self.width}: expected 128, or 64 with 192"
-        if self.pair and (widths != (128, 128) or not self.dynamic):
+        if self.two_cta and (widths != (128, 128) or not self.dynamic):
             return (
-                f"pair=True with head dims of {self.width} and {self.value_width} and "
+                f"two_cta=True with head dims of {self.width} and {self.value_width} and "
                 f"dynamic={self.dynamic}: expected 128, 128 and dynamic=True"
             )
         if self.less_lse and not self.less_delta:
-            return "less_lse=True with head dims of 128 and pair=False: expected False"
+            return "less_lse=True with head dims of 128 and two_cta=False: expected False"
         if self.dtype not in ("bfloat16", "float16"):
             return f"dtype={self.dtype!r}: expected 'bfloat16' or 'float16'"
         if self.turns not in ("", "ascending", "descending"):

@@ -30,6 +30,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 
 from attnkit.templates.common import device
+from attnkit.templates.common.backward_work import Lists, Problem
 from attnkit.templates.common.hooks import BackwardHooks
 from attnkit.templates.common.lse_in_mma import CORE_WORDS
 from attnkit.templates.common.site import Site
@@ -62,8 +63,6 @@ from attnkit.templates.sm90.backward_shared import (
     WARPGROUP,
     WARPS,
     Barriers,
-    Lists,
-    Problem,
     Word,
     barrier_count,
     init_barriers,

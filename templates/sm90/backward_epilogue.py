@@ -15,6 +15,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute
 
 from attnkit.templates.common import device
+from attnkit.templates.common.backward_work import Problem
 from attnkit.templates.common.work_tile import WorkItem, WorkTile
 from attnkit.templates.sm90.backward_config import ROWS, BackwardConfig
 from attnkit.templates.sm90.backward_shared import (
@@ -27,7 +28,6 @@ from attnkit.templates.sm90.backward_shared import (
     Barriers,
     ChunkNote,
     NamedBarrier,
-    Problem,
     Word,
     record_of,
 )

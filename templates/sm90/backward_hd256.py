@@ -26,6 +26,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 
 from attnkit.templates.common import device
+from attnkit.templates.common.backward_work import Lists, Problem
 from attnkit.templates.common.hooks import BackwardHooks
 from attnkit.templates.common.site import Site
 from attnkit.templates.common.tma import ordered, partition
@@ -52,8 +53,6 @@ from attnkit.templates.sm90.backward_shared import (
     WARPS,
     Hd256Barrier,
     Hd256Barriers,
-    Lists,
-    Problem,
     TurnBarriers,
     Word,
     hd256_barrier_count,

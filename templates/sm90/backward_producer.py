@@ -13,6 +13,7 @@ import cutlass
 from cutlass import Float32, Int32, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 
+from attnkit.templates.common.backward_work import Lists, Problem
 from attnkit.templates.common.semaphore import write_turn
 from attnkit.templates.common.tma import partition
 from attnkit.templates.common.work_tile import (
@@ -27,9 +28,7 @@ from attnkit.templates.common.work_tile import (
 from attnkit.templates.sm90.backward_config import ROWS, BackwardConfig
 from attnkit.templates.sm90.backward_shared import (
     FIRST_WRITER_BLOCK,
-    Lists,
     LoadBarriers,
-    Problem,
     k_phase,
     q_phase,
     q_stage,

@@ -89,7 +89,7 @@ def test_a_job_is_of_the_tiles_that_it_names(
         "masks:causal", (128, 128), "bfloat16", "sm_100a", ctas, "forward", False, block
     )
     (source,) = frames.sources(job)
-    for setting in (("q_tiles", q_tiles), ("block_kv", block[1]), ("pair", ctas == "pair")):
+    for setting in (("q_tiles", q_tiles), ("block_kv", block[1]), ("two_cta", ctas == "pair")):
         assert repr(setting) in source.key
 
 

@@ -11,14 +11,14 @@ from attnkit.templates.common import device
 from attnkit.templates.sm100.backward_config import SLICE, UNIT, BackwardConfig
 
 
-class Finish:
-    """A gradient of the dtype from its float32 sums, kept as `backward_sums` says.
+class Postprocess:
+    """Round a gradient from its float32 sums, in the order of `backward_dq_reduce`, to the dtype.
 
     Args:
         config: that of the main kernel.
         width: the gradient's head dim as computed.
-        block: rows of a tile of the work list, to which lengths are rounded up; a CTA of the main
-            kernel adds up its share of them.
+        block: positions of a block of the work list, to which lengths are rounded up; a CTA of the
+            main kernel adds up its share of them.
     """
 
     def __init__(self, config: BackwardConfig, width: int, block: int) -> None:
@@ -58,7 +58,7 @@ class Finish:
         start = sums.iterator + (Int64(first) * UNIT + Int64(tile) * size + thread * 4)
         q, depth = block * self.rows + thread, grad.shape[3]
         for i in cutlass.range_constexpr(min(self.width, depth) // SLICE + (depth % SLICE > 0)):
-            part = cute.make_rmem_tensor(SLICE, Float32)
+            part = cute.make_rmem_tensor(SLICE, Float32)  # f32 [32], of the thread's row
             source = (start + i * SLICE * self.rows).align(16)
             cute.autovec_copy(
                 cute.make_tensor(
@@ -68,7 +68,7 @@ class Finish:
             )
             if q < grad.shape[2]:
                 for v in cutlass.range_constexpr(min(SLICE, depth - i * SLICE) // 8):
-                    packed = cute.make_rmem_tensor(4, Int32)
+                    packed = cute.make_rmem_tensor(4, Int32)  # 8 elements of the dtype
                     for k in cutlass.range_constexpr(4):
                         low, high = part[8 * v + 2 * k], part[8 * v + 2 * k + 1]
                         packed[k] = device.pack(low * factor, high * factor, self.dtype)

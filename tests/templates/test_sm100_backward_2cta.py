@@ -19,8 +19,8 @@ from attnkit.sparsity.block_runs import FULL, BlockRuns
 from attnkit.splice import sm100_pairs
 from attnkit.splice.sm100_pairs import RULES, fewer_clocks, kind_of, refusal
 from attnkit.splice.template import BackwardCase
+from attnkit.templates.sm100.backward_2cta import Backward2Cta
 from attnkit.templates.sm100.backward_config import BackwardConfig
-from attnkit.templates.sm100.backward_pair import PairBackward
 from tests.templates.backward_kit import (
     CAUSAL,
     MODS,
@@ -193,4 +193,4 @@ def test_gradients_that_are_added_for_every_score_leave_little_to_gain() -> None
 )
 def test_what_is_not_supported_says_so(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        PairBackward(BackwardConfig(pair=True, **settings), None)
+        Backward2Cta(BackwardConfig(two_cta=True, **settings), None)

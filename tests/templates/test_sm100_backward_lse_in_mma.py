@@ -23,7 +23,7 @@ from attnkit.tracing.tracer import trace
 from tests.templates.backward_kit import FP16, check, draw, poisoned  # noqa: F401
 
 BACKEND = "emulate:sm_100a"
-PAIR = {"pair": True, "dynamic": False}
+PAIR = {"two_cta": True, "dynamic": False}
 ROWS, DEPTH = 128, 128
 
 pytestmark = pytest.mark.usefixtures("poisoned")

@@ -1,0 +1,93 @@
+"""How a pair of CTAs adds its dQ: each half of the rows, in two parts.
+
+In a fixed order of sums a turn is waited for after both parts have left tensor memory, so that the
+products run ahead of it; each CTA has turns of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Int32, Int64, cute
+
+from attnkit.templates.sm100 import backward_device as device
+from attnkit.templates.sm100.backward_config import SLICE
+from attnkit.templates.sm100.backward_dq_reduce import DqReduce, SumTarget
+from attnkit.templates.sm100.backward_shared import HALF
+
+
+class DqReduce2Cta(DqReduce):
+    """`DqReduce` of a CTA of a pair."""
+
+    def release_tile(self, bars: Any) -> None:
+        """Say that a warp needs nothing of a work tile any more, to both CTAs."""
+        super().release_tile(bars)
+        self.group.arrive_leader(bars.epilogue_done)
+
+    def add_block(self, target: SumTarget, tile: Any, turn: Any, count: Any, bars: Any) -> None:
+        """Add the CTA's half of dQ of a q block."""
+        c = self.config
+        self.wait_slots(target.thread)
+        self.sync()
+        cute.arch.mbarrier_wait(bars.dq_full, count & 1)
+        device.fence_after()
+        half_tile = 2 * tile + self.group.rank()
+        start = Int64(half_tile) * (HALF * c.width)
+        parts = c.dq_width // SLICE
+        for part in range(parts):
+            # f32 [32]: 32 columns of the thread's row
+            values = device.load(target.tmem + (c.dq_column + part * SLICE), SLICE)
+            if part == parts - 1:
+                # dQ has left tensor memory: the products may go on
+                device.fence_before()
+                cute.arch.sync_warp()
+                self.group.arrive_leader(bars.dq_empty)
+            self.write_part(target, values, part)
+            if not c.turns:
+                self.add_parts(target, start, range(part, part + 1))
+        if c.turns:
+            self.sync()
+            self.wait_turn(target, half_tile, turn)
+            self.add_parts(target, start, range(parts))
+            self.pass_turn(target, half_tile, 2 * tile, (turn, Int32(-1)))
+
+    @cute.jit
+    def wait_slots(self, thread: Int32):
+        """Wait until all slots have been read."""
+        if thread == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def write_part(self, target: SumTarget, values: Any, part: int) -> None:
+        """Write two slices of 64 rows to shared memory, of the first and of the last 64 columns."""
+        slice_size = SLICE * HALF
+        row = (target.warp % 2) * device.LANES + target.lane
+        slot = target.staging + (2 * part + target.warp // 2) * slice_size
+        self.write_row(slot, values, row, HALF)
+        # bulk copies read shared memory by the async proxy
+        cute.arch.fence_proxy("async.shared", space="cta")
+        if not self.config.turns:
+            self.sync()
+
+    def add_parts(self, target: SumTarget, start: Any, parts: range) -> None:
+        """Add these parts, which are in shared memory, to the sums from float `start` on."""
+        to = target.sums.iterator + start
+        self.reduce_parts(target.staging, to, target.thread, parts[0], parts[-1])
+
+    @cute.jit
+    def reduce_parts(
+        self,
+        staging: cute.Pointer,
+        target: cute.Pointer,
+        thread: Int32,
+        first: cutlass.Constexpr,
+        last: cutlass.Constexpr,
+    ):
+        """Bulk reductions of two slices a part, as one group."""
+        size = SLICE * HALF
+        if thread == 0:
+            for part in cutlass.range_constexpr(first, last + 1):
+                for half in cutlass.range_constexpr(2):
+                    slot = staging + (2 * part + half) * size
+                    self.reduce_slice(slot, target + (2 * half + part) * size, HALF)
+            cute.arch.cp_async_bulk_commit_group()

@@ -1,0 +1,269 @@
+"""The warps that issue the products of a pair of CTAs.
+
+The warp of the first CTA issues all of them; that of the second tells it when its loads are there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Int32, cute
+
+from attnkit.templates.common import device as common_device
+from attnkit.templates.common.lse_in_mma import CORE_WORDS
+from attnkit.templates.common.work_tile import RECORD, WorkTile
+from attnkit.templates.sm100 import backward_device as device
+from attnkit.templates.sm100.backward_barriers import Backward2CtaBarriers, OperandBarriers
+from attnkit.templates.sm100.backward_config import BackwardConfig
+from attnkit.templates.sm100.backward_lse_in_mma import LseInMma
+from attnkit.templates.sm100.backward_mma import packed_column, per_block
+from attnkit.templates.sm100.backward_shared import HALF, Group
+
+
+@dataclass(frozen=True)
+class Operands2Cta:
+    """Addresses of a CTA's share of the operands: in shared memory, and last of tensor memory.
+
+    Attributes:
+        q, do: half of the rows, dtype [64, 128].
+        k, v: dtype [128, 128].
+        ds: columns of both CTAs' kv positions, dtype [256, 64], dS^T.
+        q_columns, do_columns: half of the columns, dtype [128, 64].
+        k_columns: half of the columns of both CTAs' kv positions, dtype [256, 64].
+        factors, lse, delta: of `LseInMma`.
+        tmem: its first column.
+    """
+
+    q: Int32
+    k: Int32
+    v: Int32
+    do: Int32
+    ds: Int32
+    q_columns: Int32
+    do_columns: Int32
+    k_columns: Int32
+    factors: Int32
+    lse: Int32
+    delta: Int32
+    tmem: Int32
+
+
+class Mma2Cta:
+    """Issues the products of a pair of CTAs.
+
+    Args:
+        config: what is fixed when the kernel is compiled.
+        lse_in_mma: issues the step of LSE and delta.
+        group: the pair.
+        dtype: of the operands.
+    """
+
+    def __init__(
+        self, config: BackwardConfig, lse_in_mma: LseInMma, group: Group, dtype: Any
+    ) -> None:
+        self.config = config
+        self.lse_in_mma = lse_in_mma
+        self.group = group
+        self.dtype = dtype
+
+    @cute.jit
+    def relay(self, bars: Backward2CtaBarriers, info: cute.Tensor):
+        """The second CTA tells the first when its loads are there, in the order of the products."""
+        q_count, kv_count = Int32(0), Int32(0)  # q blocks and work tiles before
+        cute.arch.mbarrier_wait(bars.k_full, 0)
+        valid = info[RECORD + WorkTile.VALID]
+        while valid != 0:
+            count = info[self.group.record(kv_count) + WorkTile.NUM_BLOCKS]
+            if count == 0:
+                self.pass_on(bars.v_full, kv_count)
+                self.pass_on(bars.k_columns_full, kv_count)
+            for i in cutlass.range(count, unroll=1):
+                self.pass_on(bars.q_rows.full, q_count)  # the first says that K is there as well
+                if i == 0:
+                    self.pass_on(bars.v_full, kv_count)
+                else:
+                    self.pass_on(bars.q_columns.full, q_count - 1)
+                self.pass_on(bars.do_rows.full, q_count)
+                self.pass_on(bars.do_columns.full, q_count)
+                if i == 0:
+                    self.pass_on(bars.k_columns_full, kv_count)
+                q_count += 1
+            if count > 0:
+                self.pass_on(bars.q_columns.full, q_count - 1)
+            common_device.arrive(bars.kv_empty)
+            kv_count += 1
+            cute.arch.mbarrier_wait(bars.k_full, kv_count & 1)
+            valid = info[self.group.record(kv_count) + WorkTile.VALID]
+
+    @cute.jit
+    def pass_on(self, barrier: cute.Pointer, count: Int32):
+        """Wait for a load, and arrive for it in the first CTA."""
+        cute.arch.mbarrier_wait(barrier, count & 1)
+        self.group.arrive_leader(barrier)
+
+    @cute.jit
+    def run(self, operands: Operands2Cta, bars: Backward2CtaBarriers, info: cute.Tensor):
+        """The loop of the warp in the first CTA, which issues the products of both.
+
+        Args:
+            info: int32 words in shared memory.
+        """
+        q_count, kv_count = Int32(0), Int32(0)  # q blocks and work tiles before
+        cute.arch.mbarrier_wait(bars.k_full, 0)
+        valid = info[RECORD + WorkTile.VALID]
+        while valid != 0:
+            count = info[self.group.record(kv_count) + WorkTile.NUM_BLOCKS]
+            if count == 0:
+                cute.arch.mbarrier_wait(bars.v_full, kv_count & 1)
+                cute.arch.mbarrier_wait(bars.k_columns_full, kv_count & 1)
+            if count > 0:
+                self.issue_s(operands, q_count, bars)
+                cute.arch.mbarrier_wait(bars.v_full, kv_count & 1)
+                # what follows writes dS, dV and dK, which may be on their way to memory
+                cute.arch.mbarrier_wait(bars.epilogue_done, (kv_count & 1) ^ 1)
+                self.issue_dp(operands, q_count, bars)
+                self.issue_dv(operands, q_count, bars, Int32(0))
+                for i in cutlass.range(count - 1, unroll=1):
+                    self.issue_s(operands, q_count + 1, bars)
+                    if i == 0:
+                        cute.arch.mbarrier_wait(bars.k_columns_full, kv_count & 1)
+                    self.issue_dq(operands, q_count, bars)
+                    self.issue_dk(operands, q_count, bars, i)
+                    self.issue_dp(operands, q_count + 1, bars)
+                    self.issue_dv(operands, q_count + 1, bars, Int32(1))
+                    q_count += 1
+                # before dQ and dK of the last block: dV leaves during them
+                with cute.arch.elect_one():
+                    device.commit_pair(bars.dv_full)
+                if count == 1:
+                    cute.arch.mbarrier_wait(bars.k_columns_full, kv_count & 1)
+                self.issue_dq(operands, q_count, bars)
+                self.issue_dk(operands, q_count, bars, count - 1)
+                with cute.arch.elect_one():
+                    device.commit_pair(bars.acc_full)
+                q_count += 1
+            common_device.arrive(bars.kv_empty)
+            kv_count += 1
+            cute.arch.mbarrier_wait(bars.k_full, kv_count & 1)
+            valid = info[self.group.record(kv_count) + WorkTile.VALID]
+
+    # ------------------------------------------------ products of a block, inlined while tracing
+
+    def issue_s(self, operands: Operands2Cta, count: Any, bars: Backward2CtaBarriers) -> None:
+        """S^T = K Q^T, less LSE / scale with `less_lse`."""
+        c, at = self.config, per_block(operands, count)
+        cute.arch.mbarrier_wait(bars.q_rows.full, count & 1)
+        device.fence_after()
+        rows = (at.factors, at.lse) if c.less_lse else None
+        self._issue_scores(
+            at.tmem + c.s_column, (at.k, at.q), rows, (bars.s_full, bars.q_rows.empty)
+        )
+
+    def issue_dp(self, operands: Operands2Cta, count: Any, bars: Backward2CtaBarriers) -> None:
+        """dP^T - delta = V dO^T - delta."""
+        c, at = self.config, per_block(operands, count)
+        cute.arch.mbarrier_wait(bars.do_rows.full, count & 1)
+        # dQ of the block before lies between the halves of dS, in the columns of dP
+        cute.arch.mbarrier_wait(bars.dq_empty, (count & 1) ^ 1)
+        device.fence_after()
+        rows = (at.factors + 4 * CORE_WORDS, at.delta)
+        self._issue_scores(
+            at.tmem + c.dp_column, (at.v, at.do), rows, (bars.dp_full, bars.do_rows.empty)
+        )
+
+    def _issue_scores(self, out: Any, operands: Any, rows: Any, done: Any) -> None:
+        """Issue a product of rows of K or V with those of Q or dO.
+
+        Args:
+            rows: shared addresses of the columns of `LseInMma`, None for no such step.
+            done: barriers that it completes.
+        """
+        c, (a, b) = self.config, operands
+        form = device.shape(2 * c.rows_kv, c.block_q, self.dtype)
+        with cute.arch.elect_one():
+            for step in range(c.width // device.STEP):
+                device.multiply(
+                    out,
+                    device.along_columns(a, c.rows_kv, step),
+                    device.along_columns(b, HALF, step),
+                    form,
+                    step > 0,
+                    in_tensor=False,
+                    ctas=2,
+                )
+            if rows is not None:
+                self.lse_in_mma.subtract(out, *rows)
+            for barrier in done:
+                device.commit_pair(barrier)
+
+    def issue_dv(
+        self, operands: Operands2Cta, count: Any, bars: Backward2CtaBarriers, accumulate: Any
+    ) -> None:
+        """dV += P^T dO, or dV = P^T dO unless `accumulate`."""
+        c, at = self.config, per_block(operands, count)
+        cute.arch.mbarrier_wait(bars.p_full, count & 1)
+        cute.arch.mbarrier_wait(bars.do_columns.full, count & 1)
+        device.fence_after()
+        out = at.tmem + c.dv_column
+        p = (at.tmem + c.s_column, False)  # P^T lies over S^T
+        self._issue_gradient(out, p, at.do_columns, accumulate, bars.do_columns)
+
+    def issue_dk(
+        self, operands: Operands2Cta, count: Any, bars: Backward2CtaBarriers, accumulate: Any
+    ) -> None:
+        """dK += dS^T Q, or dK = dS^T Q unless `accumulate`; after `issue_dq`, which waits for dS."""
+        c, at = self.config, per_block(operands, count)
+        cute.arch.mbarrier_wait(bars.q_columns.full, count & 1)
+        device.fence_after()
+        out = at.tmem + c.dk_column
+        ds = (at.tmem + c.dp_column, True)  # dS^T lies over dP^T, dQ between its halves
+        self._issue_gradient(out, ds, at.q_columns, accumulate, bars.q_columns)
+
+    def _issue_gradient(
+        self, out: Any, a: Any, b: Any, accumulate: Any, operand: OperandBarriers
+    ) -> None:
+        """Issue a product of P^T or dS^T in tensor memory with columns of dO or Q.
+
+        Args:
+            a: column of its first half; whether the halves are split, see `packed_column`.
+            operand: barriers of b.
+        """
+        c, (start, split) = self.config, a
+        form = device.shape(2 * c.rows_kv, c.width, self.dtype, b_rows=True)
+        with cute.arch.elect_one():
+            for step in range(c.block_q // device.STEP):
+                device.multiply(
+                    out,
+                    start + packed_column(c, step, split),
+                    device.along_rows(b, c.block_q, step),
+                    form,
+                    accumulate if step == 0 else True,
+                    in_tensor=True,
+                    ctas=2,
+                )
+            device.commit_pair(operand.empty)
+
+    def issue_dq(self, operands: Operands2Cta, count: Any, bars: Backward2CtaBarriers) -> None:
+        """dQ = dS K, 64 rows in each CTA, in the columns that dS leaves free.
+
+        The first 64 lanes hold columns 0 to 63 of dQ, the others 64 to 127.
+        """
+        c, at = self.config, per_block(operands, count)
+        form = device.shape(c.block_q, c.width, self.dtype, a_rows=True, b_rows=True)
+        cute.arch.mbarrier_wait(bars.ds_full, count & 1)
+        cute.arch.fence_acq_rel_cluster()  # half of dS was written by the other CTA
+        device.fence_after()
+        with cute.arch.elect_one():
+            for step in range(2 * c.rows_kv // device.STEP):
+                device.multiply(
+                    at.tmem + c.dq_column,
+                    device.along_rows(at.ds, 2 * c.rows_kv, step),
+                    device.along_rows(at.k_columns, 2 * c.rows_kv, step),
+                    form,
+                    step > 0,
+                    in_tensor=False,
+                    ctas=2,
+                )
+            device.commit_pair(bars.dq_full)

@@ -1,0 +1,387 @@
+"""Producer of each CTA of a pair: work tiles, their blocks, the CTA's share of operands.
+
+What the next work tile needs is loaded as soon as its memory is free: Q and dO when they were read,
+K when the last product is done, V when dV, which leaves through its memory, has left.
+
+The first CTA takes work tiles from a counter, from the first one on, and tells the second. So work
+tiles begin in the order of the list by pairs that run, and turns wait for nothing that is not on
+its way: no pair needs another one to be resident.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, const_expr, cute
+from cutlass._mlir.dialects.nvvm import MemScopeKind
+from cutlass.cute.nvgpu import cpasync
+
+from attnkit.templates.common.backward_work import Lists, Problem
+from attnkit.templates.common.lse_in_mma import ROW_WORDS
+from attnkit.templates.common.semaphore import write_turn
+from attnkit.templates.common.tma import partition
+from attnkit.templates.common.work_tile import WorkItem, WorkTile, block_word, next_block
+from attnkit.templates.sm100 import backward_device as device
+from attnkit.templates.sm100.backward_barriers import Backward2CtaBarriers, OperandBarriers
+from attnkit.templates.sm100.backward_config import BackwardConfig
+from attnkit.templates.sm100.backward_producer import begin_item, write_record
+from attnkit.templates.sm100.backward_shared import (
+    HALF,
+    Group,
+    SmemRows,
+    Word,
+    q_phase,
+    q_stage,
+)
+
+# Blocks before the end of a work tile at which the next one is claimed: that takes some time, and
+# work tiles must begin in about the order of the list, or turns are waited for.
+CLAIM_AHEAD = 2
+
+
+class Load(IntEnum):
+    """The TMA loads of a CTA, in the order of the kernel's arguments."""
+
+    Q_ROWS = 0
+    Q_COLUMNS = 1
+    DO_ROWS = 2
+    DO_COLUMNS = 3
+    K_ROWS = 4
+    K_COLUMNS = 5
+    V = 6
+
+
+@dataclass(frozen=True)
+class Loads:
+    """The TMA loads of a CTA, each indexed by `Load`.
+
+    Attributes:
+        atoms: TMA copies.
+        targets: [tile, 1] in shared memory.
+        sources: [tile, blocks of rows, blocks of columns, H, B] in global memory.
+        bulk: copy of statistics.
+        lse_tiles, delta_tiles: f32 [words of the rows, blocks or halves of them].
+    """
+
+    atoms: Any
+    targets: Any
+    sources: Any
+    bulk: Any
+    lse_tiles: cute.Tensor
+    delta_tiles: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Item:
+    """A work tile: its row of the work list, and what its record says."""
+
+    index: Int32
+    kv_block: Int32
+    head: Int32
+    batch: Int32
+    count: Int32
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the producer is.
+
+    Attributes:
+        kv_count: work tiles before.
+        acc_count: those of them that have blocks.
+        q_count: q blocks before.
+        last: q blocks of the work tile before.
+    """
+
+    kv_count: Int32
+    acc_count: Int32
+    q_count: Int32
+    last: Int32
+
+
+class Producer2Cta:
+    """Takes work tiles and loads a CTA's share of their blocks; both CTAs walk the same ones.
+
+    Args:
+        config: what is fixed when the kernel is compiled.
+        group: the pair.
+    """
+
+    def __init__(self, config: BackwardConfig, group: Group) -> None:
+        self.config = config
+        self.group = group
+
+    @cute.jit
+    def run(
+        self,
+        atoms: tuple,
+        tiles: tuple,
+        smem: tuple,
+        rows: SmemRows,
+        bars: Backward2CtaBarriers,
+        lists: Lists,
+        problem: Problem,
+    ):
+        """The loop of the warp.
+
+        Args:
+            atoms, tiles, smem: TMA copies in the order of `Load`, their coordinate tensors, and
+                where to in shared memory.
+        """
+        c, p, info, items = self.config, problem, rows.info, lists.items
+        rank = self.group.rank()
+        head_dim, head_dim_v, bm, bn = c.width, c.value_width, c.block_q, c.rows_kv
+        whole = (None, None, None, None)
+        shapes = (
+            (HALF, head_dim), (bm, HALF), (HALF, head_dim_v), (bm, HALF), (bn, head_dim),
+            (2 * bn, HALF), (bn, head_dim_v),
+        )  # fmt: skip
+        sides = [
+            partition(atom, smem[i], tiles[i], shapes[i], whole) for i, atom in enumerate(atoms)
+        ]
+        bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+        half_words = HALF * ROW_WORDS  # columns of the products of a CTA's half of the rows
+        lse_tiles = cute.flat_divide(lists.lse, (half_words if const_expr(c.less_lse) else bm,))
+        delta_tiles = cute.flat_divide(lists.delta, (half_words,))
+        loads = Loads(
+            atoms,
+            tuple(to for to, _ in sides),
+            tuple(source for _, source in sides),
+            bulk,
+            lse_tiles,
+            delta_tiles,
+        )
+        blocks = (p.q_len + bm - 1) // bm
+        ragged_q, ragged_kv = p.q_len // bm, p.kv_len // c.block_kv  # if there are any
+        total = items.shape[0]
+        q_count, kv_count = Int32(0), Int32(0)
+        self.claim(lists.counter, total, kv_count, info, bars)
+        index = self.claimed(kv_count, info, bars)
+        acc_count, last = Int32(0), Int32(0)
+        while index < total:
+            b, h, kv_block = (
+                items[index, i] for i in (WorkItem.BATCH, WorkItem.HEAD, WorkItem.KV_BLOCK)
+            )
+            h_kv, b_kv = h // p.group, cutlass.min(b, p.kv_batch - 1)
+            count = items[index, WorkItem.NUM_PARTIAL] + items[index, WorkItem.NUM_FULL]
+            in_partial, in_full = begin_item(lists, index)
+            first_row = (b * p.heads + h) * blocks
+            before = Int32(0)
+            for j in cutlass.range(count, unroll=1):
+                block, is_partial, in_partial, in_full = next_block(
+                    lists.partial, lists.full, in_partial, in_full
+                )
+                q_word = block_word(
+                    block, is_partial, (block == ragged_q) | (kv_block == ragged_kv)
+                )
+                r = q_stage(c, q_count)
+                cute.arch.mbarrier_wait(bars.block_empty + r, q_phase(c, q_count) ^ 1)
+                with cute.arch.elect_one():
+                    # one lane writes the word and announces it
+                    info[r] = q_word
+                    if const_expr(c.less_lse):  # LSE comes with Q's rows
+                        cute.arch.mbarrier_arrive(bars.block_full + r)
+                    else:
+                        cute.arch.mbarrier_arrive_and_expect_tx(bars.block_full + r, 4 * bm)
+                        cute.copy(
+                            bulk, lse_tiles[None, first_row + block], rows.lse[None, r],
+                            mbar_ptr=bars.block_full + r,
+                        )  # fmt: skip
+                at = (block, h, b, first_row)
+                item = Item(index, kv_block, h, b, count)
+                progress = Progress(kv_count, acc_count, q_count, last)
+                if j == 0:
+                    self.load_k_rows(loads, bars, info, lists.order, item, progress, (h_kv, b_kv))
+                self.load_q_do(loads, Load.Q_ROWS, bars.q_rows, rows, q_count, at)
+                if j > 0:
+                    # dK is a block behind: its columns of Q come after the next rows
+                    self.load_q_do(
+                        loads, Load.Q_COLUMNS, bars.q_columns, rows, q_count - 1,
+                        (before, h, b, first_row),
+                    )  # fmt: skip
+                self.load_q_do(loads, Load.DO_ROWS, bars.do_rows, rows, q_count, at)
+                if j == 0:
+                    # dV of the work tile before left through this memory
+                    cute.arch.mbarrier_wait(bars.v_empty, (kv_count & 1) ^ 1)
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(bars.v_full, bn * head_dim_v * 2)
+                    to, source = sides[Load.V]
+                    source = source[None, 2 * kv_block + rank, 0, h_kv, b_kv]
+                    cute.copy(atoms[Load.V], source, to[None, 0], tma_bar_ptr=bars.v_full)
+                self.load_q_do(loads, Load.DO_COLUMNS, bars.do_columns, rows, q_count, at)
+                if j == 0:
+                    self.load_k_columns(loads, bars, item, progress, (h_kv, b_kv))
+                if j == cutlass.max(count - CLAIM_AHEAD, 0):
+                    self.claim(lists.counter, total, kv_count + 1, info, bars)
+                before = block
+                q_count += 1
+            if count > 0:
+                self.load_q_do(
+                    loads, Load.Q_COLUMNS, bars.q_columns, rows, q_count - 1,
+                    (before, h, b, first_row),
+                )  # fmt: skip
+                acc_count += 1
+            else:  # fully masked: the record alone
+                cute.arch.mbarrier_wait(bars.kv_empty, (kv_count & 1) ^ 1)
+                with cute.arch.elect_one():
+                    masked_item = Item(index, kv_block, h, b, count)
+                    self.write_record(info, kv_count, masked_item, lists.order)
+                    for barrier in (bars.v_full, bars.k_columns_full, bars.k_full):
+                        cute.arch.mbarrier_arrive(barrier)
+                self.claim(lists.counter, total, kv_count + 1, info, bars)
+            last = count
+            kv_count += 1
+            index = self.claimed(kv_count, info, bars)
+        cute.arch.mbarrier_wait(bars.kv_empty, (kv_count & 1) ^ 1)
+        with cute.arch.elect_one():
+            info[self.group.record(kv_count) + WorkTile.VALID] = Int32(0)
+            cute.arch.mbarrier_arrive(bars.k_full)
+
+    @cute.jit
+    def load_k_rows(
+        self,
+        loads: Loads,
+        bars: Backward2CtaBarriers,
+        info: cute.Tensor,
+        order: list,
+        item: Item,
+        progress: Progress,
+        of_kv: tuple,
+    ):
+        """Write a work tile's record and load the rows of its K, for S.
+
+        They are free after the last S of the work tile before.
+
+        Args:
+            order: tensors of the semaphores.
+            of_kv: head and batch element of K.
+        """
+        c = self.config
+        at = 2 * item.kv_block + self.group.rank()
+        if progress.last == 0:
+            cute.arch.mbarrier_wait(bars.kv_empty, (progress.kv_count & 1) ^ 1)
+        elif progress.last > 2:
+            cute.arch.mbarrier_wait(bars.s_full, (progress.q_count & 1) ^ 1)
+        else:  # not so soon that a warp could still have to see the record before
+            cute.arch.mbarrier_wait(bars.acc_full, (progress.acc_count & 1) ^ 1)
+        with cute.arch.elect_one():
+            self.write_record(info, progress.kv_count, item, order)
+            cute.arch.mbarrier_arrive_and_expect_tx(bars.k_full, c.rows_kv * c.width * 2)
+        self._load_k(loads, Load.K_ROWS, bars.k_full, at, 0, of_kv)
+
+    @cute.jit
+    def load_k_columns(
+        self,
+        loads: Loads,
+        bars: Backward2CtaBarriers,
+        item: Item,
+        progress: Progress,
+        of_kv: tuple,
+    ):
+        """Load columns of K, for dQ; they are free after the last dQ of the work tile before."""
+        c = self.config
+        rank = self.group.rank()
+        # every phase, in order; and dK, which the first dS waits for, leaves first
+        cute.arch.mbarrier_wait(bars.kv_empty, (progress.kv_count & 1) ^ 1)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(bars.k_columns_full, c.rows_kv * c.width * 2)
+        self._load_k(loads, Load.K_COLUMNS, bars.k_columns_full, item.kv_block, rank, of_kv)
+
+    def _load_k(
+        self, loads: Loads, load: Load, full: Any, row: Any, column: Any, of_kv: tuple[Any, ...]
+    ) -> None:
+        source = loads.sources[load][None, row, column, *of_kv]
+        cute.copy(loads.atoms[load], source, loads.targets[load][None, 0], tma_bar_ptr=full)
+
+    def write_record(self, info: cute.Tensor, count: Any, item: Item, order: Any) -> None:
+        """Tell the other roles what a work tile is; `count`: of those before it."""
+        record = self.group.record(count)
+        write_record(info, record, (item.kv_block, item.head, item.batch, item.count))
+        write_turn(self.config, info, record, order, item.index)
+
+    @cute.jit
+    def claim(
+        self,
+        counter: cute.Tensor,
+        total: Int32,
+        count: Int32,
+        info: cute.Tensor,
+        bars: Backward2CtaBarriers,
+    ):
+        """Take the pair's next work tile from the counter, in the first CTA, and tell the second.
+
+        Args:
+            total: rows of the work list.
+            count: work tiles before it.
+        """
+        ctas, _, _ = cute.arch.grid_dim()
+        if self.group.rank() == 0:
+            cute.arch.mbarrier_wait(bars.item_empty, (count & 1) ^ 1)
+            if cute.arch.lane_idx() == 0:
+                index = cute.arch.atomic_add(counter.iterator, Int32(1))
+                if index == total + ctas // 2 - 1:  # the last of the launch leaves it at zero
+                    counter[0] = Int32(0)
+                info[Word.NEXT_ITEM] = index
+                place = device.remote((info.iterator + Word.NEXT_ITEM).toint(), Int32(1))
+                device.write_remote(place, [index] * 4)
+                cute.arch.mbarrier_arrive(bars.item_full, Int32(1), scope=MemScopeKind.CLUSTER)
+
+    @cute.jit
+    def claimed(self, count: Int32, info: cute.Tensor, bars: Backward2CtaBarriers):
+        """Return the row of the work list of the work tile that `claim` took.
+
+        Args:
+            count: work tiles before it.
+        """
+        if self.group.rank() == 1:
+            cute.arch.mbarrier_wait(bars.item_full, count & 1)
+            cute.arch.fence_acq_rel_cluster()
+        cute.arch.sync_warp()
+        index = cute.arch.make_warp_uniform(info[Word.NEXT_ITEM])
+        cute.arch.sync_warp()  # all lanes have read it before the next one is written
+        if self.group.rank() == 1:
+            self.group.arrive_leader(bars.item_empty)
+        return index
+
+    @cute.jit
+    def load_q_do(
+        self,
+        loads: Loads,
+        load: cutlass.Constexpr,
+        barriers: OperandBarriers,
+        rows: SmemRows,
+        count: Int32,
+        at: tuple,
+    ):
+        """Load half of Q or dO: its rows, with the statistics of their products; or its columns.
+
+        Args:
+            load: which of them.
+            barriers: of this operand.
+            count: q blocks before.
+            at: q block, head, batch element; the first of the head's blocks among all rows.
+        """
+        c = self.config
+        block, h, b, first_row = at
+        cute.arch.mbarrier_wait(barriers.empty, (count & 1) ^ 1)
+        rank = self.group.rank()
+        of_q, of_rows = load == Load.Q_ROWS, load in (Load.Q_ROWS, Load.DO_ROWS)
+        with_rows = load == Load.DO_ROWS or (of_q and c.less_lse)
+        statistic = loads.lse_tiles if const_expr(of_q) else loads.delta_tiles
+        target = rows.lse if const_expr(of_q) else rows.delta
+        with cute.arch.elect_one():
+            size = HALF * c.width * 2 + (4 * HALF * ROW_WORDS if const_expr(with_rows) else 0)
+            cute.arch.mbarrier_arrive_and_expect_tx(barriers.full, size)
+            if const_expr(with_rows):
+                cute.copy(
+                    loads.bulk, statistic[None, 2 * (first_row + block) + rank], target[None, 0],
+                    mbar_ptr=barriers.full,
+                )  # fmt: skip
+        row, column = (2 * block + rank, 0) if const_expr(of_rows) else (block, rank)
+        cute.copy(
+            loads.atoms[load], loads.sources[load][None, row, column, h, b],
+            loads.targets[load][None, 0], tma_bar_ptr=barriers.full,
+        )  # fmt: skip

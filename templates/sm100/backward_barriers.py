@@ -1,0 +1,191 @@
+"""The mbarriers of the Blackwell backward kernels: who waits for whom, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+from cutlass import cute
+
+from attnkit.templates.sm100.backward_config import BackwardConfig
+from attnkit.templates.sm100.backward_shared import COMPUTE_WARPS, REDUCE_WARPS
+
+PER_TILE = (
+    "k_full", "v_full", "kv_empty", "s_full", "p_full", "dp_full", "ds_full", "dq_full", "dq_empty",
+    "acc_full",
+)  # fmt: skip
+OVERLAP = "dv_full", "v_empty", "epilogue_done", "k_columns_full", "item_full", "item_empty"
+SINGLE = (*PER_TILE, *OVERLAP)  # one mbarrier each; all other fields are rings or pairs
+OPERANDS = "q_rows", "q_columns", "do_rows", "do_columns"
+
+
+@dataclass(frozen=True)
+class CommonBarriers:
+    """The mbarriers that both kernels have; each field is the first of as many as `sizes` says.
+
+    Attributes:
+        k_full: the record of a work tile and the bytes of K (2 CTAs: of its rows).
+        v_full: the bytes of V.
+        kv_empty: all roles have read the record, K and V.
+        s_full: S^T is computed.
+        p_full: P^T is in tensor memory, where S^T was.
+        dp_full: dP^T is computed.
+        ds_full: dS^T is in tensor memory, where dP^T was, and in shared memory.
+        dq_full: a part of dQ is computed, and dS^T in shared memory read.
+        dq_empty: that part has left tensor memory.
+        acc_full: dK, and with one CTA dV, of a work tile are computed.
+        block_full: the word of a q block and its LSE; with one CTA, Q and its statistics.
+        block_empty: all have read these.
+    """
+
+    k_full: cute.Pointer
+    v_full: cute.Pointer
+    kv_empty: cute.Pointer
+    s_full: cute.Pointer
+    p_full: cute.Pointer
+    dp_full: cute.Pointer
+    ds_full: cute.Pointer
+    dq_full: cute.Pointer
+    dq_empty: cute.Pointer
+    acc_full: cute.Pointer
+    block_full: cute.Pointer
+    block_empty: cute.Pointer
+
+    @classmethod
+    def sizes(cls, c: BackwardConfig) -> dict[str, int]:
+        """Return how many barriers each field stands for, in their order in shared memory."""
+        return dict.fromkeys(PER_TILE, 1) | dict.fromkeys(("block_full", "block_empty"), c.q_stages)
+
+    @classmethod
+    def count(cls, c: BackwardConfig) -> int:
+        """Return how many mbarriers there are."""
+        return sum(cls.sizes(c).values())
+
+    @classmethod
+    def at(cls, base: cute.Pointer, c: BackwardConfig) -> Self:
+        """Place the barriers one after another from an address of shared memory on."""
+        offsets: dict[str, int] = {}
+        offset = 0
+        for name, size in cls.sizes(c).items():
+            offsets[name] = offset
+            offset += size
+        fields: dict[str, Any] = {}
+        # rings last: the compiler keeps the order of these additions, and registers depend on it
+        for name in sorted(offsets, key=lambda name: name not in SINGLE):
+            fields[name] = base + offsets[name]
+            if name in OPERANDS:
+                fields[name] = OperandBarriers(fields[name], base + (offsets[name] + 1))
+        return cls(**fields)
+
+
+@dataclass(frozen=True)
+class BackwardBarriers(CommonBarriers):
+    """The mbarriers of the kernel for one CTA.
+
+    Attributes:
+        do_full: the bytes of dO, and of delta where the products subtract it.
+        do_empty: the products that read them are done.
+    """
+
+    do_full: cute.Pointer
+    do_empty: cute.Pointer
+
+    @classmethod
+    def sizes(cls, c: BackwardConfig) -> dict[str, int]:
+        """As `CommonBarriers.sizes`."""
+        return super().sizes(c) | dict.fromkeys(("do_full", "do_empty"), c.stages)
+
+    def init(self, c: BackwardConfig) -> None:
+        """Initialise them, by one thread, with how many arrivals complete a phase."""
+        init = cute.arch.mbarrier_init
+        # one arrival: of the producer, with the bytes to come, or of `commit`
+        for barrier in (
+            self.k_full, self.v_full, self.s_full, self.dp_full, self.dq_full, self.acc_full,
+        ):  # fmt: skip
+            init(barrier, 1)
+        init(self.kv_empty, REDUCE_WARPS + COMPUTE_WARPS + 1)  # and the warp of the products
+        init(self.p_full, COMPUTE_WARPS)
+        init(self.ds_full, COMPUTE_WARPS)
+        init(self.dq_empty, REDUCE_WARPS)
+        for s in range(c.q_stages):
+            init(self.block_full + s, 1)
+            # the products say it for the compute warps, whose P and dS they wait for
+            init(self.block_empty + s, 1 + REDUCE_WARPS)
+        for s in range(c.stages):
+            init(self.do_full + s, 1)
+            init(self.do_empty + s, 1)
+
+
+@dataclass(frozen=True)
+class OperandBarriers:
+    """Two mbarriers of a CTA's half of Q or dO.
+
+    Attributes:
+        full: its bytes, in the first CTA those of both.
+        empty: the products that read it are done.
+    """
+
+    full: cute.Pointer
+    empty: cute.Pointer
+
+
+@dataclass(frozen=True)
+class Backward2CtaBarriers(CommonBarriers):
+    """The mbarriers of a CTA of a pair.
+
+    Attributes:
+        q_rows, q_columns: half of Q's rows, for S; half of its columns, for dK.
+        do_rows, do_columns: half of dO's rows, for dP; half of its columns, for dV.
+        dv_full: dV of a work tile is computed.
+        v_empty: dV has left the memory that it shares with V.
+        epilogue_done: in the first CTA: dK and dV of both have left tensor memory, and dK the
+            memory that it shares with dS.
+        k_columns_full: the bytes of K's columns, for dQ.
+        item_full: in the second CTA: the first has written which work tile comes next.
+        item_empty: in the first CTA: the second has read it.
+    """
+
+    q_rows: OperandBarriers
+    q_columns: OperandBarriers
+    do_rows: OperandBarriers
+    do_columns: OperandBarriers
+    dv_full: cute.Pointer
+    v_empty: cute.Pointer
+    epilogue_done: cute.Pointer
+    k_columns_full: cute.Pointer
+    item_full: cute.Pointer
+    item_empty: cute.Pointer
+
+    @classmethod
+    def sizes(cls, c: BackwardConfig) -> dict[str, int]:
+        """As `CommonBarriers.sizes`."""
+        return super().sizes(c) | dict.fromkeys(OPERANDS, 2) | dict.fromkeys(OVERLAP, 1)
+
+    def init(self, c: BackwardConfig, rank: Any) -> None:
+        """Initialise them, by one thread, with how many arrivals complete a phase.
+
+        Args:
+            rank: of the CTA.
+        """
+        init = cute.arch.mbarrier_init
+        loads = 2 - rank  # the first CTA's barriers count the second's loads too
+        for barrier in (
+            self.k_full, self.s_full, self.dp_full, self.dq_full, self.acc_full, self.dv_full,
+            self.item_full, self.item_empty,
+        ):  # fmt: skip
+            init(barrier, 1)
+        init(self.v_full, loads)
+        init(self.k_columns_full, loads)
+        init(self.kv_empty, REDUCE_WARPS + COMPUTE_WARPS + 1)  # and the warp of the products
+        # where the products wait, the warps of both CTAs arrive
+        init(self.p_full, c.ctas * COMPUTE_WARPS)
+        init(self.ds_full, c.ctas * COMPUTE_WARPS)
+        init(self.dq_empty, c.ctas * REDUCE_WARPS)
+        init(self.v_empty, COMPUTE_WARPS)
+        init(self.epilogue_done, c.ctas * (REDUCE_WARPS + COMPUTE_WARPS))
+        for s in range(c.q_stages):
+            init(self.block_full + s, 1)
+            init(self.block_empty + s, REDUCE_WARPS + COMPUTE_WARPS)
+        for operand in (self.q_rows, self.q_columns, self.do_rows, self.do_columns):
+            init(operand.full, loads)
+            init(operand.empty, 1)

@@ -1,0 +1,138 @@
+"""Gradients of captured tensors, in the Blackwell backward.
+
+A load whose index is known per head or per column is summed in a register over a whole work tile,
+one whose index is known per row over the columns of a warp, before anything is added to the
+gradient in memory; any other is added element by element. All sums are float32, or exact in memory
+where sums have an order (`common.exact_sums`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Float32, cute
+
+from attnkit.templates.common.exact_sums import ExactSums
+from attnkit.templates.sm100.backward_softmax import KvBlock, Scratch, SoftmaxBackward, bit_of
+
+# values that a thread sums over a work tile, by the level of the load
+RUNNING = {"head": 1, "column": 1, "row": 0, "relative": 0, "element": 0}
+
+
+@dataclass(frozen=True)
+class CapturedSums:
+    """Where the gradients of captured tensors are summed.
+
+    Attributes:
+        running: f32 [values of `RUNNING`] a thread, over a work tile.
+        totals: the gradients in memory, see `Backward.__call__`.
+    """
+
+    running: cute.Tensor
+    totals: Any
+
+
+class CapturedGrads(ExactSums):
+    """Adds up the gradients of captured tensors.
+
+    Args:
+        softmax: recomputes P.
+    """
+
+    def __init__(self, softmax: SoftmaxBackward) -> None:
+        self.config = softmax.config
+        self.hooks = softmax.hooks
+        self.softmax = softmax
+
+    def begin(self, totals: Any) -> CapturedSums:
+        """Take registers for the sums of a work tile."""
+        count = sum(RUNNING[level] for level in self.hooks.learned)
+        running = cute.make_rmem_tensor(max(count, 1), Float32)  # f32 [values]
+        return CapturedSums(running, totals)
+
+    def compute_ds(
+        self, tile: KvBlock, first: Any, scratch: Scratch, lse: Any, dp: Any, at: int,
+        sums: CapturedSums,
+    ) -> list[Any]:  # fmt: skip
+        """Return dS of some rows, and add up the gradients of captured tensors.
+
+        P is recomputed: the scores take its registers, and in the dtype it is not exact enough.
+
+        Args:
+            first: position of the first row; `at` in the thread's.
+            scratch: raw scores of all rows of the thread, and what the mask keeps.
+            lse: as for `SoftmaxBackward.exponentials`.
+            dp: dP - delta of these rows.
+        """
+        columns, count = tile.columns, len(dp)
+        rows = self.softmax.rows_of(tile, first, count, True)
+        places = [(k, 0, scratch.slopes[at + k]) for k in range(count)]
+        exact = self.softmax.exponentials(tile, rows, places, lse)[0]
+        ps = [self._if_kept(scratch, at + k, exact[k]) for k in range(count)]
+        grads = [(k, 0, s, ps[k] * dp[k]) for k, _, s in places]
+        ds, values = self.hooks.adjoint(tile.site, tile.head, rows, columns, grads)
+        place = 0
+        for i, level in enumerate(self.hooks.learned):
+            self._add(i, level, place, tile, rows, values[i], sums)
+            place += RUNNING[level]
+        return ds
+
+    def _if_kept(self, scratch: Scratch, row: int, value: Any) -> Any:
+        kept = (scratch.keep[row // 32] & bit_of(row)) != 0
+        return cutlass.select_(kept, value, Float32(0.0))
+
+    def _add(
+        self, i: int, level: str, at: int, tile: KvBlock, rows: Any, values: Any,
+        sums: CapturedSums,
+    ) -> None:  # fmt: skip
+        """Add the gradients of some rows of load i."""
+        site, total, running = tile.site, sums.totals[self.hooks.slots[i]], sums.running
+        if level in ("head", "column"):
+            for value in values:
+                running[at] = running[at] + value
+        elif level == "row":
+            lane, own = cute.arch.lane_idx(), self._summed([*values])
+            each = 32 // len(values)  # lanes that hold the same sum
+            q = rows[0][0]
+            for k in range(1, len(rows)):
+                q = cutlass.select_(lane // each == k, rows[k][0], q)
+            place = self.place_of(i, site, total, q, None)
+            self.add_where(lane % each == 0, total, place, own)
+        else:
+            for (q, _), value in zip(rows, values, strict=True):
+                place = self.place_of(i, site, total, q, tile.columns[0][0])
+                self.add_where(value != Float32(0.0), total, place, value)
+
+    def _summed(self, values: list[Any]) -> Any:
+        """Return the sums of values over a warp's lanes, the first to the first lanes and so on.
+
+        As long as there are several, a lane keeps half of them and gives the others away.
+        """
+        lane = cute.arch.lane_idx()
+        for step in (16, 8, 4, 2, 1):
+            if len(values) == 1:
+                values = [values[0] + cute.arch.shuffle_sync_bfly(values[0], step)]
+                continue
+            upper, half = (lane & step) != 0, len(values) // 2
+            mine = [cutlass.select_(upper, values[k + half], values[k]) for k in range(half)]
+            others = [cutlass.select_(upper, values[k], values[k + half]) for k in range(half)]
+            values = [
+                a + cute.arch.shuffle_sync_bfly(b, step) for a, b in zip(mine, others, strict=True)
+            ]
+        return values[0]
+
+    def flush(self, tile: KvBlock, sums: CapturedSums) -> None:
+        """Add what was summed over a work tile to memory."""
+        if not self.hooks.learned:
+            return
+        site, running, at = tile.site, sums.running, 0
+        for i, level in enumerate(self.hooks.learned):
+            total = sums.totals[self.hooks.slots[i]]
+            if level == "head":
+                self.add_of_warp(i, site, total, running[at])
+            elif level == "column":
+                place = self.place_of(i, site, total, None, tile.columns[0][0])
+                self.add_where(tile.inside, total, place, running[at])
+            at += RUNNING[level]

@@ -1,0 +1,295 @@
+"""The warpgroup that adds dQ, and shared dK and dV, to float32 sums in memory.
+
+It takes 32 columns at a time from tensor memory, a row a thread, through shared memory to one bulk
+reduction. A tile of a sum is kept in slices of 32 columns, a slice in groups of 4 columns, of all
+rows: [slice][group][row][4], so that threads read and write neighbouring 16 bytes.
+
+In deterministic mode one thread waits for the tile's turn before its first slice: a semaphore a
+tile, in the order of `attnkit.schedule.deterministic_order`. Nothing else waits for turns, so that
+loads run ahead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Int32, Int64, const_expr, cute
+
+from attnkit.templates.common import device as common_device
+from attnkit.templates.common.backward_work import Problem
+from attnkit.templates.common.semaphore import OrderTable, following_or_lookup, wait_turn
+from attnkit.templates.common.work_tile import RECORD, WorkTile
+from attnkit.templates.sm100 import backward_device as device
+from attnkit.templates.sm100.backward_barriers import CommonBarriers
+from attnkit.templates.sm100.backward_config import SLICE, BackwardConfig
+from attnkit.templates.sm100.backward_shared import (
+    WARPGROUP,
+    Group,
+    NamedBarrier,
+    q_phase,
+    q_stage,
+)
+
+
+@dataclass(frozen=True)
+class SumTarget:
+    """Where a thread of the warpgroup adds from and to.
+
+    Attributes:
+        staging: f32 [slices, 32 * 128] in shared memory.
+        sums: float32 sums in memory.
+        order: tensors of the semaphores, see `OrderTable`.
+        thread, lane, warp: the thread.
+        tmem: tensor-memory address of the warp's first lane.
+    """
+
+    staging: cute.Pointer
+    sums: cute.Tensor
+    order: Any
+    thread: Int32
+    lane: Int32
+    warp: Int32
+    tmem: Int32
+
+
+class DqReduce:
+    """Adds dQ of one CTA, and dK and dV where query heads share them.
+
+    Args:
+        config: what is fixed when the kernel is compiled.
+        group: the CTAs of a work tile.
+    """
+
+    def __init__(self, config: BackwardConfig, group: Group) -> None:
+        self.config = config
+        self.group = group
+
+    @cute.jit
+    def run(
+        self,
+        staging: cute.Pointer,
+        tmem: Int32,
+        bars: CommonBarriers,
+        info: cute.Tensor,
+        sums: cute.Tensor,
+        order: list,
+        problem: Problem,
+    ):
+        """The loop of the warpgroup.
+
+        Args:
+            staging: f32 [slices, 32 * 128] in shared memory.
+            tmem: base of tensor memory.
+            info: int32 words in shared memory.
+            sums, order: see `Backward.__call__`.
+        """
+        c, p = self.config, problem
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        target = SumTarget(
+            staging, sums, order, thread, lane, warp, tmem + warp * (device.LANES << 16)
+        )
+        blocks = (p.q_len + c.block_q - 1) // c.block_q
+        kv_blocks = (p.kv_len + c.block_kv - 1) // c.block_kv * c.ctas
+        q_tiles, kv_tiles = p.batch * p.heads * blocks, p.kv_batch * p.kv_heads * kv_blocks
+        q_count, kv_count, acc_count = Int32(0), Int32(0), Int32(0)
+        cute.arch.mbarrier_wait(bars.k_full, 0)
+        valid = info[RECORD + WorkTile.VALID]
+        while valid != 0:
+            record = self.group.record(kv_count)
+            kv_block, h, b, count = (
+                info[record + i]
+                for i in (WorkTile.KV_BLOCK, WorkTile.HEAD, WorkTile.BATCH, WorkTile.NUM_BLOCKS)
+            )
+            first_tile = (b * p.heads + h) * blocks
+            for _ in cutlass.range(count, unroll=1):
+                r = q_stage(c, q_count)
+                cute.arch.mbarrier_wait(bars.block_full + r, q_phase(c, q_count))
+                tile = first_tile + (info[r] >> 2)
+                cute.arch.sync_warp()  # all lanes have read the word
+                common_device.arrive(bars.block_empty + r)
+                self.add_block(target, tile, kv_block, q_count, bars)
+                q_count += 1
+            if const_expr(c.accumulate):
+                if count > 0:
+                    cute.arch.mbarrier_wait(bars.acc_full, acc_count & 1)
+                    device.fence_after()
+                    acc_count += 1
+                    kv_head = cutlass.min(b, p.kv_batch - 1) * p.kv_heads + h // p.group
+                    self.add_dk_dv(
+                        target, (kv_head, self.group.kv_rows(kv_block), kv_blocks),
+                        (q_tiles, kv_tiles),
+                        (info[record + WorkTile.TURN], info[record + WorkTile.NUM_TURNS]),
+                    )  # fmt: skip
+                    device.fence_before()
+            self.release_tile(bars)
+            kv_count += 1
+            cute.arch.mbarrier_wait(bars.k_full, kv_count & 1)
+            valid = info[self.group.record(kv_count) + WorkTile.VALID]
+        if thread == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    def release_tile(self, bars: Any) -> None:
+        """Say that a warp needs nothing of a work tile any more."""
+        cute.arch.sync_warp()
+        common_device.arrive(bars.kv_empty)
+
+    def add_block(
+        self, target: SumTarget, tile: Any, turn: Any, count: Any, bars: CommonBarriers
+    ) -> None:
+        """Add dQ of a q block.
+
+        Args:
+            tile: its number among all q blocks.
+            turn: the kv block, whose turn it is.
+            count: q blocks before.
+        """
+        c = self.config
+        start = Int64(tile) * (c.block_q * c.width)
+        for part in range(c.parts):
+            cute.arch.mbarrier_wait(bars.dq_full, (count * c.parts + part) & 1)
+            device.fence_after()
+            if part == 0:
+                self.wait_turn(target, tile, turn)
+            to, last = start + part * c.dq_width * c.block_q, c.dq_width // SLICE - 2
+            for i in range(last):
+                # f32 [32]: 32 columns of the thread's row
+                values = device.load(target.tmem + (c.dq_column + i * SLICE), SLICE)
+                self.add_slice(target, values, to + i * SLICE * c.block_q, i, c.block_q)
+            # the last two at once: then the columns are free before the slots are
+            values = device.load(target.tmem + (c.dq_column + last * SLICE), 2 * SLICE)  # f32 [64]
+            device.fence_before()
+            cute.arch.sync_warp()
+            common_device.arrive(bars.dq_empty)
+            for i in range(2):
+                columns = values[i * SLICE : i * SLICE + SLICE]
+                self.add_slice(target, columns, to + (last + i) * SLICE * c.block_q, i, c.block_q)
+        self.pass_turn(target, tile, 2 * tile, (turn, Int32(-1)))
+
+    @cute.jit
+    def add_dk_dv(self, target: SumTarget, place: tuple, tiles: tuple, order: tuple):
+        """Add dK and dV of a work tile.
+
+        Args:
+            place: kv head among those of all batch elements; tile of 128 kv positions; how many of
+                these a head has.
+            tiles: of dQ; of dK.
+            order: whose turn this is, and how many turns there are.
+        """
+        c = self.config
+        kv_head, kv_rows, kv_blocks = place
+        q_tiles, kv_tiles = tiles
+        turn, num_turns = order
+        following = cutlass.select_(turn + 1 == num_turns, Int32(0), turn + 1)
+        tile = kv_head * kv_blocks + kv_rows
+        first = Int64(q_tiles) * (c.block_q * c.width)  # dQ comes before
+        for column, width, before in (
+            (c.dk_column, c.width, q_tiles * c.ctas),
+            (c.dv_column, c.value_width, q_tiles * c.ctas + kv_tiles),
+        ):
+            semaphore = before + tile
+            self.wait_turn(target, semaphore, turn)
+            start = first + Int64(tile) * (c.rows_kv * width)
+            for i in cutlass.range_constexpr(width // SLICE):
+                # f32 [32]: 32 columns of the thread's row
+                values = device.load(target.tmem + (column + i * SLICE), SLICE)
+                to = start + i * SLICE * c.rows_kv
+                self.add_slice(target, values, to, i, c.rows_kv)
+            self.pass_turn(target, semaphore, Int32(0), (turn, following))
+            first = first + Int64(kv_tiles) * (c.rows_kv * width)
+
+    def add_slice(self, target: SumTarget, values: Any, to: Any, number: int, rows: int) -> None:
+        """Add a slice of a tile of so many rows to the sums, from float `to` on.
+
+        Args:
+            values: f32 [32], the thread's row.
+            number: of the slice, which says through which slot of shared memory it goes.
+        """
+        slot = target.staging + (number % self.config.slices) * (SLICE * self.config.rows_kv)
+        self.wait_slot(target.thread)
+        self.sync()  # the thread that has waited for the slot tells the others
+        self.write(slot, values, target.thread, target.lane, target.warp, rows)
+        # bulk copies read shared memory by the async proxy
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.sync()
+        self.reduce(slot, target.sums.iterator + to, target.thread, rows)
+
+    def sync(self) -> None:
+        """Wait for all threads of the warpgroup."""
+        cute.arch.barrier(barrier_id=NamedBarrier.DQ_REDUCE, number_of_threads=WARPGROUP)
+
+    @cute.jit
+    def wait_slot(self, thread: Int32):
+        """Wait until a slot has been read."""
+        if thread == 0:
+            cute.arch.cp_async_bulk_wait_group(self.config.slices - 1, read=True)
+
+    @cute.jit
+    def write(
+        self, slot: cute.Pointer, values: list, thread: Int32, lane: Int32, warp: Int32, rows: int
+    ):
+        """Write the thread's row to a slot."""
+        if const_expr(rows == 128):
+            self.write_row(slot, values, thread, rows)
+        elif lane < 16:  # 64 rows are in the first 16 lanes of each warp
+            self.write_row(slot, values, warp * 16 + lane, rows)
+
+    def write_row(self, slot: Any, values: Any, row: Any, rows: int) -> None:
+        """Write a row: 4 columns at a time."""
+        start = slot.toint() + row * 16
+        for g in range(SLICE // 4):
+            device.write_shared(start + g * (16 * rows), values[4 * g : 4 * g + 4])
+
+    @cute.jit
+    def reduce(self, slot: cute.Pointer, target: cute.Pointer, thread: Int32, rows: int):
+        """One bulk reduction."""
+        if thread == 0:
+            self.reduce_slice(slot, target, rows)
+            cute.arch.cp_async_bulk_commit_group()
+
+    def reduce_slice(self, slot: Any, target: Any, rows: int) -> None:
+        """Add a slice in shared memory to a sum, by one thread; asynchronous."""
+        cute.arch.inline_ptx(
+            "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+            read_only_args=[target.toint(), slot.toint(), Int32(4 * SLICE * rows)],
+        )
+
+    def wait_turn(self, target: SumTarget, semaphore: Any, turn: Any) -> None:
+        """Wait for a tile's turn, in deterministic mode."""
+        if self.config.turns:
+            at = target.order[OrderTable.SEMAPHORE].iterator + semaphore
+            self._wait_turn(at, turn, target.thread)
+
+    @cute.jit
+    def _wait_turn(self, semaphore: cute.Pointer, turn: Int32, thread: Int32):
+        if thread == 0:
+            wait_turn(semaphore, turn)
+            # the bulk reductions that follow are of another proxy than the load of the semaphore
+            cute.arch.fence_proxy("async.global")
+
+    def pass_turn(self, target: SumTarget, semaphore: Any, chunk: Any, turn: Any) -> None:
+        """Hand over a tile when all that was sent is in memory, in deterministic mode.
+
+        Args:
+            semaphore: its number.
+            chunk: twice the q block, where the turn that follows has to be looked up.
+            turn: whose it is, and who follows; -1: look it up.
+        """
+        if self.config.turns:
+            self._pass_turn(target.order, semaphore, chunk, turn, target.thread)
+
+    @cute.jit
+    def _pass_turn(self, order: list, semaphore: Int32, chunk: Int32, turn: tuple, thread: Int32):
+        if thread == 0:
+            following = following_or_lookup(
+                self.config.turns == "ascending", turn[0], turn[1], chunk, order
+            )
+            # the sums are in memory, and ordered before the store that hands them over
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
+            cute.arch.fence_proxy("async")
+            cute.arch.fence_acq_rel_gpu()
+            at = order[OrderTable.SEMAPHORE].iterator + semaphore
+            cute.arch.store(at, following, sem="release", scope="gpu")

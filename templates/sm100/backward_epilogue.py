@@ -1,0 +1,203 @@
+"""Epilogue of the Blackwell backward: dK and dV of a work tile, rounded and stored by TMA.
+
+They leave tensor memory through the memory of K and V, 64 columns at a time, the compute
+warpgroups in turns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, const_expr, cute
+
+from attnkit.templates.common import device as common_device
+from attnkit.templates.common.tma import partition
+from attnkit.templates.sm100 import backward_device as device
+from attnkit.templates.sm100.backward_config import SLICE, BackwardConfig
+from attnkit.templates.sm100.backward_shared import WARPGROUP, WARPS, Group, NamedBarrier
+
+
+@dataclass(frozen=True)
+class GradTarget:
+    """Where a thread stores dK and dV of a work tile.
+
+    Attributes:
+        atoms, tiles, views: of dK and of dV: TMA stores, coordinate tensors, and shared memory,
+            dtype [128, 64, head_dim / 64] and [128, 64, head_dim_v / 64].
+        smem: shared address of dV; dK follows it.
+        tmem: tensor-memory address of the warp's first lane.
+        place: 128 kv positions, head, batch element.
+        wg, row: compute warpgroup, and the thread's kv position in the tile.
+        count: q blocks of the work tile.
+        scale: softmax scale, a factor of dK.
+    """
+
+    atoms: tuple[Any, ...]
+    tiles: tuple[Any, ...]
+    views: tuple[Any, ...]
+    smem: Int32
+    tmem: Int32
+    place: tuple[Any, ...]
+    wg: Int32
+    row: Int32
+    count: Int32
+    scale: Float32
+
+
+class Epilogue:
+    """Stores dK and dV of one CTA, and releases what a work tile held.
+
+    Args:
+        config: what is fixed when the kernel is compiled.
+        group: the CTAs of a work tile.
+        dtype: of dK and dV.
+    """
+
+    def __init__(self, config: BackwardConfig, group: Group, dtype: Any) -> None:
+        self.config = config
+        self.group = group
+        self.dtype = dtype
+
+    def gradient_blocks(self, bars: Any) -> tuple[tuple[Any, range], ...]:
+        """Return what to store after which barrier: blocks of 64 columns, dV's first."""
+        blocks = (self.config.value_width + self.config.width) // 64
+        return ((bars.acc_full, range(blocks)),)
+
+    def release_v(self, bars: Any, blocks: range) -> None:
+        """Say that a warp needs V's memory no more, if these blocks are dV's: nobody waits for it."""
+
+    def release_tile(self, bars: Any) -> None:
+        """Say that a warp needs nothing of a work tile any more."""
+        cute.arch.sync_warp()
+        common_device.arrive(bars.kv_empty)
+
+    def release_block(self, bars: Any, stage: Any) -> None:
+        """Say that a warp needs a q block's word and statistics no more: the products say it."""
+
+    def wait_last_tile(self, bars: Any, count: Any, empty: bool) -> None:
+        """Wait for what the work tile before left to be read by TMA: nothing."""
+
+    def wait_blocks(self, blocks: range) -> None:
+        """Wait until TMA has read what it stores of these blocks."""
+        self.wait_stores()
+
+    def store(self, target: GradTarget, blocks: range) -> None:
+        """Round dV and dK and store them by TMA."""
+        c = self.config
+        for first in blocks[::2]:
+            block = first + target.wg  # dV's, then dK's: so they are in tensor and shared memory
+            factor = cutlass.select_(block < c.value_width // 64, Float32(1.0), target.scale)
+            self.round(
+                target.smem, target.tmem + c.dv_column + block * 64,
+                (block, target.row, target.count), factor,
+            )  # fmt: skip
+            # TMA reads shared memory by the async proxy
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(
+                barrier_id=NamedBarrier.EPILOGUE + target.wg, number_of_threads=WARPGROUP
+            )
+            self.store_block(target.views, (target.atoms, target.tiles), target.place, block)
+        self.wait_blocks(blocks)
+
+    @cute.jit
+    def fetch(self, address: Int32, count: Int32):
+        """Load a slice of an accumulator; zeros if no q block has added to it."""
+        values = cute.make_rmem_tensor(SLICE, Float32)  # f32 [32]: columns of the thread's row
+        values.fill(0.0)
+        if count > 0:
+            for i, value in enumerate(device.load(address, SLICE)):
+                values[i] = value
+        return values
+
+    @cute.jit
+    def round(self, start: Int32, address: Int32, which: tuple, factor: Float32):
+        """A row of 64 columns from tensor memory to shared memory in the dtype."""
+        c = self.config
+        block, row, count = which
+        if block * 64 < c.value_width + c.width:
+            for part in cutlass.range_constexpr(2):
+                values = self.fetch(address + part * SLICE, count)  # f32 [32]
+                for v in cutlass.range_constexpr(SLICE // 8):
+                    packed = [
+                        common_device.pack(
+                            values[8 * v + k] * factor, values[8 * v + k + 1] * factor, self.dtype
+                        )
+                        for k in range(0, 8, 2)
+                    ]
+                    vector = Int32(part * (SLICE // 8) + v)
+                    device.write_shared(
+                        device.swizzled(start, c.rows_kv, row, vector, block), packed
+                    )
+
+    @cute.jit
+    def store_block(self, views: tuple, target: tuple, place: tuple, block: Int32):
+        """Store 64 columns from shared memory."""
+        atoms, tiles = target
+        at, h, b = place
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        shape, whole = (self.config.rows_kv, 64), (None, None, None, None)
+        # [tile, blocks] in shared memory, [tile, blocks of rows, blocks of columns, H, B] in global
+        dk_from, dk_to = partition(atoms[0], views[0], tiles[0], shape, whole)
+        dv_from, dv_to = partition(atoms[1], views[1], tiles[1], shape, whole)
+        before = self.config.value_width // 64
+        last = before + self.config.width // 64
+        if warp % WARPS == 0:
+            if block < before:
+                cute.copy(atoms[1], dv_from[None, block], dv_to[None, at, block, h, b])
+            elif block < last:
+                of_dk = block - before
+                cute.copy(atoms[0], dk_from[None, of_dk], dk_to[None, at, of_dk, h, b])
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def wait_stores(self):
+        """Wait until TMA has read what it stores."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp % WARPS == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+class Epilogue2Cta(Epilogue):
+    """`Epilogue` of a CTA of a pair: dV leaves during the last products, dK during the next tile."""
+
+    def gradient_blocks(self, bars: Any) -> tuple[tuple[Any, range], ...]:
+        """dV is complete, and its memory, which is V's, free, before dQ and dK of the last block."""
+        blocks = self.config.value_width // 64
+        return ((bars.dv_full, range(blocks)), (bars.acc_full, range(blocks, 2 * blocks)))
+
+    def release_v(self, bars: Any, blocks: range) -> None:
+        """Say that a warp needs V's memory no more, if these blocks are dV's."""
+        if blocks[0] == 0:
+            cute.arch.sync_warp()
+            common_device.arrive(bars.v_empty)
+
+    def release_block(self, bars: Any, stage: Any) -> None:
+        """Say that a warp needs a q block's word and statistics no more."""
+        cute.arch.sync_warp()
+        common_device.arrive(bars.block_empty + stage)
+
+    def wait_blocks(self, blocks: range) -> None:
+        """Wait until TMA has read dV; for dK `wait_last_tile` waits."""
+        if blocks[0] == 0:
+            self.wait_stores()
+
+    @cute.jit
+    def wait_last_tile(self, bars: Any, count: Int32, empty: cutlass.Constexpr):
+        """Wait until dK of the work tile before has left its memory, which is that of dS.
+
+        Args:
+            count: work tiles before.
+            empty: this one has no q blocks, and its dK is written next.
+        """
+        if count > 0:
+            self.wait_stores()
+            if const_expr(empty):
+                warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+                cute.arch.barrier(
+                    barrier_id=NamedBarrier.EPILOGUE + warp // WARPS - 1,
+                    number_of_threads=WARPGROUP,
+                )
+            cute.arch.sync_warp()
+            self.group.arrive_leader(bars.epilogue_done)

@@ -1,0 +1,241 @@
+"""The warp that issues the five products of the Blackwell backward.
+
+S of the next q block is issued before dK and dQ of the last, its dP after them: while P is computed,
+the tensor cores have those to do. dK and dQ are in this order, as dQ may take the columns of dS.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import cutlass
+from cutlass import Int32, cute
+
+from attnkit.templates.common import device as common_device
+from attnkit.templates.common.lse_in_mma import CORE_WORDS, ROW_WORDS
+from attnkit.templates.common.work_tile import RECORD, WorkTile
+from attnkit.templates.sm100 import backward_device as device
+from attnkit.templates.sm100.backward_barriers import BackwardBarriers
+from attnkit.templates.sm100.backward_config import BackwardConfig
+from attnkit.templates.sm100.backward_lse_in_mma import LseInMma
+from attnkit.templates.sm100.backward_shared import do_phase, do_stage, q_phase, q_stage
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Addresses of the operands: in shared memory, and last of tensor memory.
+
+    Attributes:
+        q: dtype [block_q, head_dim, stages].
+        k, v: dtype [128, head_dim] and [128, head_dim_v].
+        do: dtype [block_q, head_dim_v, stages].
+        ds: dtype [128, block_q], dS^T.
+        factors, lse, delta: of `LseInMma`.
+        tmem: its first column.
+    """
+
+    q: Int32
+    k: Int32
+    v: Int32
+    do: Int32
+    ds: Int32
+    factors: Int32
+    lse: Int32
+    delta: Int32
+    tmem: Int32
+
+
+class Mma:
+    """Issues the products of a CTA.
+
+    Args:
+        config: what is fixed when the kernel is compiled.
+        lse_in_mma: issues the step of LSE and delta.
+        dtype: of the operands.
+    """
+
+    def __init__(self, config: BackwardConfig, lse_in_mma: LseInMma, dtype: Any) -> None:
+        self.config = config
+        self.lse_in_mma = lse_in_mma
+        self.dtype = dtype
+
+    @cute.jit
+    def run(self, operands: Operands, bars: BackwardBarriers, info: cute.Tensor):
+        """The loop of the warp.
+
+        Args:
+            info: int32 words in shared memory.
+        """
+        c = self.config
+        q_count, kv_count = Int32(0), Int32(0)  # q blocks and work tiles before
+        cute.arch.mbarrier_wait(bars.k_full, 0)
+        valid = info[RECORD + WorkTile.VALID]
+        while valid != 0:
+            count = info[RECORD + WorkTile.NUM_BLOCKS]
+            if count > 0:
+                cute.arch.mbarrier_wait(bars.block_full + q_stage(c, q_count), q_phase(c, q_count))
+                self.issue_s(operands, q_count, bars)
+                cute.arch.mbarrier_wait(bars.v_full, kv_count & 1)
+                self.issue_dp(operands, q_count, bars)
+                self.issue_dv(operands, q_count, bars, Int32(0))
+                for i in cutlass.range(count - 1, unroll=1):
+                    cute.arch.mbarrier_wait(
+                        bars.block_full + q_stage(c, q_count + 1), q_phase(c, q_count + 1)
+                    )
+                    # S first: the compute warps work on it during dQ and dK of the block before
+                    self.issue_s(operands, q_count + 1, bars)
+                    self.issue_dq(operands, q_count, bars)
+                    self.issue_dk(operands, q_count, bars, i)
+                    self.issue_dp(operands, q_count + 1, bars)
+                    self.issue_dv(operands, q_count + 1, bars, Int32(1))
+                    q_count += 1
+                self.issue_dq(operands, q_count, bars)
+                self.issue_dk(operands, q_count, bars, count - 1)
+                with cute.arch.elect_one():
+                    device.commit(bars.acc_full)
+                q_count += 1
+            common_device.arrive(bars.kv_empty)
+            kv_count += 1
+            cute.arch.mbarrier_wait(bars.k_full, kv_count & 1)
+            valid = info[RECORD + WorkTile.VALID]
+
+    # ------------------------------------------------ products of a block, inlined while tracing
+
+    def issue_s(self, operands: Operands, count: Any, bars: BackwardBarriers) -> None:
+        """S^T = K Q^T, less LSE / scale with `less_lse`."""
+        c, at = self.config, per_block(operands, count)
+        form = device.shape(c.rows_kv, c.block_q, self.dtype)
+        q = at.q + q_stage(c, count) * (c.block_q * c.width * 2)
+        device.fence_after()
+        with cute.arch.elect_one():
+            for step in range(c.width // device.STEP):
+                device.multiply(
+                    at.tmem + c.s_column,
+                    device.along_columns(at.k, c.rows_kv, step),
+                    device.along_columns(q, c.block_q, step),
+                    form,
+                    step > 0,
+                    in_tensor=False,
+                )
+            if c.less_lse:
+                rows = at.lse + q_stage(c, count) * (4 * ROW_WORDS * c.block_q)
+                self.lse_in_mma.subtract(at.tmem + c.s_column, at.factors, rows)
+            device.commit(bars.s_full)
+
+    def issue_dp(self, operands: Operands, count: Any, bars: BackwardBarriers) -> None:
+        """dP^T = V dO^T, less delta with `less_delta`."""
+        c, at = self.config, per_block(operands, count)
+        form = device.shape(c.rows_kv, c.block_q, self.dtype)
+        do = at.do + do_stage(c, count) * (c.block_q * c.value_width * 2)
+        cute.arch.mbarrier_wait(bars.do_full + do_stage(c, count), do_phase(c, count))
+        if c.dq_shares:
+            # dQ of the block before lies in the columns of dP until the reduce warps have read it
+            cute.arch.mbarrier_wait(bars.dq_empty, (count & 1) ^ 1)
+        device.fence_after()
+        with cute.arch.elect_one():
+            for step in range(c.value_width // device.STEP):
+                device.multiply(
+                    at.tmem + c.dp_column,
+                    device.along_columns(at.v, c.rows_kv, step),
+                    device.along_columns(do, c.block_q, step),
+                    form,
+                    step > 0,
+                    in_tensor=False,
+                )
+            if c.less_delta:
+                rows = at.delta + do_stage(c, count) * (4 * ROW_WORDS * c.block_q)
+                self.lse_in_mma.subtract(at.tmem + c.dp_column, at.factors + 4 * CORE_WORDS, rows)
+            device.commit(bars.dp_full)
+
+    def issue_dv(
+        self, operands: Operands, count: Any, bars: BackwardBarriers, accumulate: Any
+    ) -> None:
+        """dV += P^T dO, or dV = P^T dO unless `accumulate`."""
+        c, at = self.config, per_block(operands, count)
+        form = device.shape(c.rows_kv, c.value_width, self.dtype, b_rows=True)
+        do = at.do + do_stage(c, count) * (c.block_q * c.value_width * 2)
+        cute.arch.mbarrier_wait(bars.p_full, count & 1)
+        device.fence_after()
+        with cute.arch.elect_one():
+            for step in range(c.block_q // device.STEP):
+                device.multiply(
+                    at.tmem + c.dv_column,
+                    at.tmem + c.s_column + packed_column(c, step),  # P^T lies over S^T
+                    device.along_rows(do, c.block_q, step),
+                    form,
+                    accumulate if step == 0 else True,
+                    in_tensor=True,
+                )
+            device.commit(bars.do_empty + do_stage(c, count))
+
+    def issue_dq(self, operands: Operands, count: Any, bars: BackwardBarriers) -> None:
+        """dQ = dS K, as many columns at a time as there is room for."""
+        c, at = self.config, per_block(operands, count)
+        form = device.shape(c.block_q, c.dq_width, self.dtype, a_rows=True, b_rows=True)
+        parts = c.parts
+        cute.arch.mbarrier_wait(bars.ds_full, count & 1)
+        for part in range(parts):
+            if not c.dq_shares:  # otherwise dP has waited for it
+                cute.arch.mbarrier_wait(bars.dq_empty, ((count * parts + part) & 1) ^ 1)
+            device.fence_after()
+            with cute.arch.elect_one():
+                for step in range(c.rows_kv // device.STEP):
+                    device.multiply(
+                        at.tmem + c.dq_column,
+                        device.along_rows(at.ds, c.rows_kv, step),
+                        device.along_rows(at.k, c.rows_kv, step, part * c.dq_width),
+                        form,
+                        step > 0,
+                        in_tensor=False,
+                    )
+                device.commit(bars.dq_full)
+
+    def issue_dk(
+        self, operands: Operands, count: Any, bars: BackwardBarriers, accumulate: Any
+    ) -> None:
+        """dK += dS^T Q, or dK = dS^T Q unless `accumulate`; after `issue_dq`, which waits for dS."""
+        c, at = self.config, per_block(operands, count)
+        form = device.shape(c.rows_kv, c.width, self.dtype, b_rows=True)
+        q = at.q + q_stage(c, count) * (c.block_q * c.width * 2)
+        with cute.arch.elect_one():
+            for step in range(c.block_q // device.STEP):
+                a = (
+                    device.along_columns(at.ds, c.rows_kv, step)
+                    if not c.ds_in_tensor
+                    else at.tmem + c.dp_column + packed_column(c, step)
+                )
+                device.multiply(
+                    at.tmem + c.dk_column,
+                    a,
+                    device.along_rows(q, c.block_q, step),
+                    form,
+                    accumulate if step == 0 else True,
+                    in_tensor=c.ds_in_tensor,
+                )
+            device.commit(bars.block_empty + q_stage(c, count))
+
+
+def per_block(operands: Any, count: Any) -> Any:
+    """Return the same addresses, which the compiler takes to depend on the q block.
+
+    Otherwise it computes every descriptor before the loop, and spills them.
+
+    Args:
+        operands: a dataclass of addresses.
+        count: q blocks before, not negative.
+    """
+    zero = count >> 31
+    places = (getattr(operands, field.name) for field in fields(operands))
+    return type(operands)(*(place + zero for place in places))
+
+
+def packed_column(c: BackwardConfig, step: int, split: bool = False) -> int:
+    """Return the column of P^T or dS^T, from its first, where the step's 16 rows of q begin.
+
+    Each compute warpgroup writes its half where it has read scores, two elements a column; the
+    second one to the end of its columns if the halves are `split`.
+    """
+    half = c.block_q // 2
+    warpgroup, row = divmod(step * device.STEP, half)
+    return warpgroup * (half + half // 2 * split) + row // 2

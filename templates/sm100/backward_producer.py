@@ -1,0 +1,206 @@
+"""Producer of the Blackwell backward: one warp takes work tiles, walks their blocks, and loads by TMA.
+
+It walks the PARTIAL and FULL runs of a work tile merged in ascending order, and tells the other
+roles through shared memory what each stage holds, so that they never see lists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, const_expr, cute
+from cutlass.cute.nvgpu import cpasync
+
+from attnkit.templates.common.backward_work import Lists, Problem
+from attnkit.templates.common.semaphore import write_turn
+from attnkit.templates.common.tma import partition
+from attnkit.templates.common.work_tile import (
+    RECORD,
+    WorkItem,
+    WorkTile,
+    begin_runs,
+    block_word,
+    next_block,
+)
+from attnkit.templates.sm100.backward_barriers import BackwardBarriers
+from attnkit.templates.sm100.backward_config import BackwardConfig
+from attnkit.templates.sm100.backward_shared import (
+    SmemRows,
+    do_phase,
+    do_stage,
+    q_phase,
+    q_stage,
+)
+
+
+@dataclass(frozen=True)
+class LoadTargets:
+    """Where the producer loads operands to, in shared memory.
+
+    Attributes:
+        q, do: dtype [block_q, head_dim, stages] and [block_q, head_dim_v, stages].
+        k, v: dtype [128, head_dim, 1] and [128, head_dim_v, 1].
+    """
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    do: cute.Tensor
+
+
+class Producer:
+    """Takes work tiles and loads their blocks.
+
+    Args:
+        config: what is fixed when the kernel is compiled.
+    """
+
+    def __init__(self, config: BackwardConfig) -> None:
+        self.config = config
+
+    @cute.jit
+    def run(
+        self,
+        atoms: tuple,
+        tiles: tuple,
+        smem: LoadTargets,
+        rows: SmemRows,
+        bars: BackwardBarriers,
+        lists: Lists,
+        problem: Problem,
+    ):
+        """The loop of the warp.
+
+        Args:
+            atoms, tiles: TMA copies of Q, K, V and dO, and their coordinate tensors.
+        """
+        c, p, info, items = self.config, problem, rows.info, lists.items
+        tma_q, tma_k, tma_v, tma_do = atoms
+        head_dim, head_dim_v, bm, bn = c.width, c.value_width, c.block_q, c.rows_kv
+        whole = (None, 0, None, None)
+        # [tile, stages] in shared memory, [tile, blocks, H, B] in global memory
+        q_to, q_from = partition(tma_q, smem.q, tiles[0], (bm, head_dim), whole)
+        k_to, k_from = partition(tma_k, smem.k, tiles[1], (bn, head_dim), whole)
+        v_to, v_from = partition(tma_v, smem.v, tiles[2], (bn, head_dim_v), whole)
+        do_to, do_from = partition(tma_do, smem.do, tiles[3], (bm, head_dim_v), whole)
+        bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+        lse_words, delta_words = c.words
+        lse_tiles = cute.flat_divide(lists.lse, (bm * lse_words,))  # f32 [block_q words, blocks]
+        delta_tiles = cute.flat_divide(lists.delta, (bm * delta_words,))
+        q_bytes, do_bytes = bm * (2 * head_dim + 4 * lse_words), bm * head_dim_v * 2
+        if const_expr(c.less_delta):  # its product waits for dO
+            do_bytes += bm * 4 * delta_words
+        else:
+            q_bytes += bm * 4
+        blocks = (p.q_len + bm - 1) // bm
+        ragged_q, ragged_kv = p.q_len // bm, p.kv_len // bn  # if there are any
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        lane = cute.arch.lane_idx()
+        total = items.shape[0]
+        index, q_count, kv_count = Int32(cta), Int32(0), Int32(0)
+        while index < total:
+            b, h, kv_block = (
+                items[index, i] for i in (WorkItem.BATCH, WorkItem.HEAD, WorkItem.KV_BLOCK)
+            )
+            h_kv, b_kv = h // p.group, cutlass.min(b, p.kv_batch - 1)
+            count = items[index, WorkItem.NUM_PARTIAL] + items[index, WorkItem.NUM_FULL]
+            in_partial, in_full = begin_item(lists, index)
+            first_row = (b * p.heads + h) * blocks
+            for j in cutlass.range(count, unroll=1):
+                block, is_partial, in_partial, in_full = next_block(
+                    lists.partial, lists.full, in_partial, in_full
+                )
+                q_word = block_word(
+                    block, is_partial, (block == ragged_q) | (kv_block == ragged_kv)
+                )
+                r, s = q_stage(c, q_count), do_stage(c, q_count)
+                cute.arch.mbarrier_wait(bars.block_empty + r, q_phase(c, q_count) ^ 1)
+                with cute.arch.elect_one():
+                    # one lane writes the word and announces it
+                    info[r] = q_word
+                    cute.arch.mbarrier_arrive_and_expect_tx(bars.block_full + r, q_bytes)
+                    cute.copy(
+                        bulk, lse_tiles[None, first_row + block], rows.lse[None, r],
+                        mbar_ptr=bars.block_full + r,
+                    )  # fmt: skip
+                    if const_expr(not c.less_delta):
+                        cute.copy(
+                            bulk, delta_tiles[None, first_row + block], rows.delta[None, r],
+                            mbar_ptr=bars.block_full + r,
+                        )  # fmt: skip
+                cute.copy(
+                    tma_q, q_from[None, block, h, b], q_to[None, r],
+                    tma_bar_ptr=bars.block_full + r,
+                )  # fmt: skip
+                if j == 0:
+                    # after Q, which the work tile before does not hold back
+                    cute.arch.mbarrier_wait(bars.kv_empty, (kv_count & 1) ^ 1)
+                    with cute.arch.elect_one():
+                        write_record(info, RECORD, (kv_block, h, b, count))
+                        write_turn(c, info, RECORD, lists.order, index)
+                        cute.arch.mbarrier_arrive_and_expect_tx(bars.k_full, bn * head_dim * 2)
+                        cute.arch.mbarrier_arrive_and_expect_tx(bars.v_full, bn * head_dim_v * 2)
+                    cute.copy(
+                        tma_k, k_from[None, kv_block, h_kv, b_kv], k_to[None, 0],
+                        tma_bar_ptr=bars.k_full,
+                    )  # fmt: skip
+                    cute.copy(
+                        tma_v, v_from[None, kv_block, h_kv, b_kv], v_to[None, 0],
+                        tma_bar_ptr=bars.v_full,
+                    )  # fmt: skip
+                cute.arch.mbarrier_wait(bars.do_empty + s, do_phase(c, q_count) ^ 1)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(bars.do_full + s, do_bytes)
+                    if const_expr(c.less_delta):
+                        cute.copy(
+                            bulk, delta_tiles[None, first_row + block], rows.delta[None, s],
+                            mbar_ptr=bars.do_full + s,
+                        )  # fmt: skip
+                cute.copy(
+                    tma_do, do_from[None, block, h, b], do_to[None, s],
+                    tma_bar_ptr=bars.do_full + s,
+                )  # fmt: skip
+                q_count += 1
+            if count == 0:  # fully masked: the record alone
+                cute.arch.mbarrier_wait(bars.kv_empty, (kv_count & 1) ^ 1)
+                with cute.arch.elect_one():
+                    write_record(info, RECORD, (kv_block, h, b, count))
+                    write_turn(c, info, RECORD, lists.order, index)
+                    cute.arch.mbarrier_arrive(bars.v_full)
+                    cute.arch.mbarrier_arrive(bars.k_full)
+            following = index + ctas
+            if const_expr(c.dynamic):  # from a counter: a CTA that is ahead takes more
+                old = Int32(0)
+                if lane == 0:
+                    old = cute.arch.atomic_add(lists.counter.iterator, Int32(1))
+                    if old == total - 1:  # the last of the launch leaves it at zero
+                        lists.counter[0] = Int32(0)
+                following = cute.arch.shuffle_sync(old, 0) + ctas
+            kv_count += 1
+            index = following
+        cute.arch.mbarrier_wait(bars.kv_empty, (kv_count & 1) ^ 1)
+        with cute.arch.elect_one():
+            info[RECORD + WorkTile.VALID] = Int32(0)
+            cute.arch.mbarrier_arrive(bars.k_full)
+
+
+def begin_item(lists: Lists, index: Any) -> list[Any]:
+    """Return cursors at the PARTIAL and at the FULL blocks of a row of the work list."""
+    return [
+        begin_runs(runs, *(lists.items[index, word + i] for i in range(3)))
+        for runs, word in ((lists.partial, WorkItem.PARTIAL), (lists.full, WorkItem.FULL))
+    ]
+
+
+def write_record(info: cute.Tensor, record: Any, words: tuple[Any, ...]) -> None:
+    """Tell the other roles what a work tile is.
+
+    Args:
+        record: word at which the record begins.
+        words: kv block, head, batch element and number of q blocks, in the order of `WorkTile`.
+    """
+    for i, word in enumerate((*words, Int32(1))):  # VALID last
+        info[record + i] = word

@@ -1,0 +1,350 @@
+"""Softmax of the Blackwell backward: from S and dP to P and dS in registers, with mod and mask.
+
+The backward computes transposed scores: a thread of a compute warpgroup holds one column kv of
+the attention matrix, its lane of tensor memory, and half the rows q of the block, the first or the
+second, one after another. It reads them in chunks and writes P^T and dS^T, two elements a column of
+tensor memory, over columns that it has read.
+
+The gradient of the raw scores is dS = P J (dP - delta), where J is the slope of the mod: its
+derivative by the raw score. P J stays in registers until dP is there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import cutlass
+from cutlass import Float32, Int32, const_expr, cute
+
+from attnkit.templates.common import device as common_device
+from attnkit.templates.common.constants import LOG2_E
+from attnkit.templates.common.hooks import BackwardHooks
+from attnkit.templates.common.site import Site
+from attnkit.templates.common.work_tile import APPLY_MASK, FULL_BLOCK
+from attnkit.templates.sm100 import backward_device as device
+from attnkit.templates.sm100.backward_config import BackwardConfig
+from attnkit.templates.sm100.config import HEAVIEST
+from attnkit.templates.sm100.device import after, bits_below
+
+if TYPE_CHECKING:
+    from attnkit.templates.sm100.backward_captured_grads import CapturedGrads, CapturedSums
+
+CHUNK, GROUP = 32, 8  # rows read from tensor memory at a time; rows that the hooks are asked for
+LEARNED_CHUNK, LEARNED_GROUP = 16, 4  # the same where captured tensors have gradients
+
+
+@dataclass(frozen=True)
+class KvBlock:
+    """What a thread knows once a kv block.
+
+    Attributes:
+        site: where the block is; the origin is its first column.
+        head: values of the hook `head`.
+        columns: (kv, value of `held`, values of `columns`) of the thread's column.
+        inside: whether it lies inside the tensors.
+    """
+
+    site: Site
+    head: Any
+    columns: tuple[Any, ...]
+    inside: Any
+
+
+@dataclass(frozen=True)
+class QBlock:
+    """A q block, as a thread sees it.
+
+    Attributes:
+        word: its number and bits, see `common.work_tile`.
+        row0: the thread's first row within the block.
+        lse: LSE of the thread's rows in log2 units, inf for fully masked rows, f32 [block_q / 2] in
+            shared memory; None where the products subtract it.
+        delta: -delta of these rows, the same.
+    """
+
+    word: Int32
+    row0: Int32
+    lse: cute.Tensor | None
+    delta: cute.Tensor | None
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Registers that `compute_p` leaves for `compute_ds`.
+
+    Attributes:
+        slopes: P J, or where captured tensors have gradients raw scores, f32 [block_q / 2].
+        keep: bits of the rows that the mask keeps, where these gradients need them, int32 [2].
+    """
+
+    slopes: cute.Tensor
+    keep: cute.Tensor
+
+
+class SoftmaxBackward:
+    """Computes P and dS of a q block.
+
+    Args:
+        config: what is fixed when the kernel is compiled.
+        hooks: the variant.
+        dtype: of P and dS.
+    """
+
+    def __init__(self, config: BackwardConfig, hooks: BackwardHooks, dtype: Any) -> None:
+        self.config = config
+        self.hooks = hooks
+        self.dtype = dtype
+
+    def begin(self, site: Site, offset: Any) -> KvBlock:
+        """Ask the hooks for what is known once a kv block.
+
+        Args:
+            site: its origin is the block's first column.
+            offset: the thread's column within the block.
+        """
+        hooks = self.hooks
+        head = hooks.head(site)
+        kv = site.origin + offset
+        clamped = cutlass.min(kv, site.kv_len - 1)
+        constants = hooks.held(site, head, [offset])
+        values = hooks.columns(site, head, [clamped], hooks.has_mask)
+        return KvBlock(site, head, ((clamped, constants[0], values[0]),), kv < site.kv_len)
+
+    @cute.jit
+    def compute_p(self, block: QBlock, tile: KvBlock, address: Int32, scratch: Scratch):
+        """From scores in tensor memory, P J to `scratch` and P to tensor memory in the dtype.
+
+        Args:
+            address: of the thread's scores.
+        """
+        hooks = self.hooks
+        # two copies of the code: a FULL block runs no instruction of the mask; one where two would
+        # be too long
+        if const_expr(hooks.effort >= HEAVIEST and not (hooks.listed or self.by_element)):
+            self._compute_p(block, True, tile, address, scratch)
+        elif (block.word & APPLY_MASK) != 0:
+            self._compute_p(block, True, tile, address, scratch)
+        else:
+            self._compute_p(block, False, tile, address, scratch)
+
+    def sizes(self, masked: bool = False) -> tuple[int, int]:
+        """Return how many rows to read at a time, and to ask the hooks for.
+
+        Few where each row takes registers of its own.
+        """
+        if self.hooks.learned:
+            # exact sums in a fixed order take registers; so do the longer rings of a width of 64
+            heavy = self.hooks.effort >= HEAVIEST and self.config.width == 64
+            return LEARNED_CHUNK // (2 if self.config.turns or heavy else 1), LEARNED_GROUP
+        per_row = self.hooks.selects or (masked and self.by_element)
+        return (CHUNK // 2 if per_row else CHUNK), GROUP
+
+    def row_after(self, first: Any, word: Any, before: list[Any]) -> Any:
+        """Return the first row of a group, which the compiler takes to depend on the group before.
+
+        Otherwise it loads what depends on rows for all groups at once; learned tensors leave it no
+        registers for that.
+        """
+        if not before or not self.hooks.learned:
+            return first
+        return after(first, before[-1:], word >> 31)  # 0, as words are positive
+
+    def _compute_p(
+        self, block: QBlock, masked: bool, tile: KvBlock, address: Any, scratch: Scratch
+    ) -> None:
+        hooks, slopes, keep_words = self.hooks, scratch.slopes, scratch.keep
+        first = (block.word >> 2) * self.config.block_q + block.row0
+        rows = cute.size(slopes)
+        words = self.mask_words(block, tile, first, rows) if masked else []
+        if hooks.learned:
+            for i in range(cute.size(keep_words)):
+                keep_words[i] = words[i] if i < len(words) else Int32(-1)
+        size, group = self.sizes(masked)
+        ps: list[Any] = []
+        for chunk in range(0, rows, size):
+            scores = device.load(address + chunk, size)  # f32 [size], a row each
+            packed: list[Any] = []
+            for at in range(chunk, chunk + size, group):
+                raw = scores[at - chunk : at - chunk + group]
+                begin = self.row_after(first + at, block.word, ps)
+                ps, ws, keep = self._group(block, words, tile, begin, raw, at)
+                for k in range(group):
+                    slopes[at + k] = raw[k] if hooks.learned else ws[k]
+                    if hooks.learned and masked and self.by_element:
+                        i, others = (at + k) // 32, Int32(~bit_of(at + k))
+                        keep_words[i] = cutlass.select_(
+                            keep[k], keep_words[i], keep_words[i] & others
+                        )
+                packed += [
+                    common_device.pack(ps[k], ps[k + 1], self.dtype) for k in range(0, group, 2)
+                ]
+            # over columns that this thread has read
+            device.store(address + chunk // 2, packed)
+
+    def _group(
+        self, block: QBlock, words: list[Any], tile: KvBlock, first: Any, scores: Any, at: int
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """Return P, P J and what the mask keeps, of some rows.
+
+        Args:
+            words: of `mask_words`; empty if everything is kept.
+            first: position of the first row; `at` in the thread's.
+        """
+        site, hooks, masked = tile.site, self.hooks, bool(words)
+        count = len(scores)
+        rows = self.rows_of(tile, first, count, masked)
+        places = [(k, 0, scores[k]) for k in range(count)]
+        ps, slope = self.exponentials(tile, rows, places, self.values(block.lse, at, count))
+        keep: list[Any] = []
+        if masked:
+            keep = [(words[(at + k) // 32] & bit_of(at + k)) != 0 for k in range(count)]
+            if self.by_element:
+                pairs = [(k, 0) for k in range(count)]
+                unmasked = hooks.keep(site, tile.head, rows, tile.columns, pairs)
+                if hooks.listed:
+                    unmasked = [one | ((block.word & FULL_BLOCK) != 0) for one in unmasked]
+                keep = [one & other for one, other in zip(keep, unmasked, strict=True)]
+            ps = [cutlass.select_(k, p, Float32(0.0)) for k, p in zip(keep, ps, strict=True)]
+        ws = ps
+        if slope is not None and not hooks.learned:
+            ws = device.times(ps, slope)
+            if masked:  # a slope may be inf where p is 0
+                ws = [cutlass.select_(k, w, Float32(0.0)) for k, w in zip(keep, ws, strict=True)]
+        return ps, ws, keep
+
+    def rows_of(self, tile: KvBlock, first: Any, count: int, masked: bool) -> list[Any]:
+        """Return (q, values of `row`) of some rows, q inside the tensor."""
+        inside = [first + k for k in range(count)]
+        if masked:
+            inside = [cutlass.min(q, tile.site.q_len - 1) for q in inside]
+        return [(q, self.hooks.row(tile.site, tile.head, q)) for q in inside]
+
+    @property
+    def by_element(self) -> bool:
+        """Whether the mask has to be asked for every element."""
+        return self.hooks.has_mask and self.hooks.intervals is None
+
+    def mask_words(self, block: QBlock, tile: KvBlock, first: Any, rows: int) -> list[Any]:
+        """Return which of the thread's rows to keep, a bit each.
+
+        Those inside the tensors, and inside one of the column's intervals if the mask has them.
+
+        Args:
+            first: position of the first of `rows` rows.
+        """
+        site, hooks = tile.site, self.hooks
+        with_ends = hooks.has_mask and not self.by_element
+        ends = hooks.ends(site, tile.head, tile.columns[0][0]) if with_ends else []
+        words = []
+        for start in (first + i for i in range(0, rows, 32)):
+            word = bits_below(site.q_len - start)
+            if with_ends:
+                unmasked = Int32(0)
+                for low, high in ends:
+                    unmasked = unmasked | (bits_below(high - start) & ~bits_below(low - start))
+                if hooks.listed:
+                    is_full = (block.word & FULL_BLOCK) != 0
+                    unmasked = cutlass.select_(is_full, Int32(-1), unmasked)
+                word = word & unmasked
+            words.append(cutlass.select_(tile.inside, word, Int32(0)))
+        return words
+
+    def values(self, statistic: Any, at: int, count: int) -> Any:
+        """Return a statistic of some rows from the thread's row `at` on; None if it is None."""
+        if statistic is None:
+            return None
+        values = cute.make_rmem_tensor(count, Float32)  # f32 [count]
+        start = (statistic.iterator + at).align(16)
+        cute.autovec_copy(cute.make_tensor(start, cute.make_layout(count)), values)
+        return [values[k] for k in range(count)]
+
+    def exponentials(
+        self, tile: KvBlock, rows: Any, places: Any, lse: Any
+    ) -> tuple[list[Any], list[Any] | None]:
+        """Return P of some elements before the mask, and the slopes of the mod.
+
+        Args:
+            rows: of `rows_of`.
+            places: (row, column, score) of the elements.
+            lse: of these rows; None if the products subtract it.
+        """
+        site, head = tile.site, tile.head
+        x, slope = self.hooks.both(site, head, rows, tile.columns, places)
+        factor = self.hooks.factor(site, head)
+        addends = self._row_terms(tile, rows, lse)
+        distances = self._alibi(tile, rows)
+        if distances is not None:
+            addends = distances if addends is None else device.plus(distances, addends)
+        if addends is not None:
+            x = device.scaled(x, factor, addends)
+        elif factor is not None:
+            x = device.times(x, [factor] * len(x))
+        return [common_device.exp2(e) for e in x], slope
+
+    def _alibi(self, tile: KvBlock, rows: Any) -> list[Any] | None:
+        """Return what the exponents of some rows have for their distances, None for nothing."""
+        slope = self.hooks.distance(tile.site, tile.head)
+        if slope is None:
+            return None
+        first = slope * Float32(tile.columns[0][0] - rows[0][0])
+        return [cute.math.fma(slope, Float32(float(-k)), first) for k in range(len(rows))]
+
+    def _row_terms(self, tile: KvBlock, rows: Any, lse: Any) -> list[Any] | None:
+        """Return what is added to the exponents of some rows, None for nothing."""
+        if lse is not None:
+            pairs = zip(rows, lse, strict=True)
+            return [-self._bound(tile, row, value) for row, value in pairs]
+        terms = [self.hooks.lse(tile.site, tile.head, row[1]) for row in rows]
+        return None if terms[0] is None else [term * LOG2_E for term in terms]
+
+    def _bound(self, tile: KvBlock, row: Any, lse: Any) -> Any:
+        """Return what the exponents of a row are reduced by."""
+        term = self.hooks.lse(tile.site, tile.head, row[1])
+        return lse if term is None else lse - term * LOG2_E
+
+    def compute_ds(
+        self, block: QBlock, tile: KvBlock, scratch: Scratch, address: Any, write: Any,
+        captured: CapturedGrads, sums: CapturedSums,
+    ) -> None:  # fmt: skip
+        """Write dS = P J (dP - delta) to tensor memory and to shared memory, in the dtype.
+
+        Args:
+            address: of the thread's dP in tensor memory.
+            write: function of (first row, four pairs of elements) that writes to shared memory.
+            captured, sums: add up the gradients of captured tensors.
+        """
+        c, slopes = self.config, scratch.slopes
+        size, group = self.sizes()
+        ds: list[Any] = []
+        late: list[Any] = []
+        for chunk in range(0, cute.size(slopes), size):
+            dp = device.load(address + chunk, size)  # f32 [size], a row each
+            packed: list[Any] = []
+            for at in range(chunk, chunk + size, group):
+                grads = dp[at - chunk : at - chunk + group]
+                if block.delta is not None:
+                    grads = device.plus(grads, self.values(block.delta, at, group))
+                if self.hooks.learned:
+                    first = (block.word >> 2) * c.block_q + block.row0 + at
+                    first = self.row_after(first, block.word, ds)
+                    lse = self.values(block.lse, at, group)
+                    ds = captured.compute_ds(tile, first, scratch, lse, grads, at, sums)
+                else:
+                    ds = device.times([slopes[at + k] for k in range(group)], grads)
+                packed += [
+                    common_device.pack(ds[k], ds[k + 1], self.dtype) for k in range(0, group, 2)
+                ]
+                if len(packed) % 4 == 0:
+                    write(at + group - 8, packed[-4:])
+            if c.two_cta:
+                late += packed
+            elif c.ds_in_tensor:
+                device.store(address + chunk // 2, packed)
+        if late:  # at the outer ends of dP, so that dQ has one range of columns between them
+            device.store(address + block.row0 // 2, late)
+
+
+def bit_of(row: int) -> int:
+    """Return the bit of a row in its word, as a signed number."""
+    return (1 << row % 32) - (1 << 32) * (row % 32 == 31)
