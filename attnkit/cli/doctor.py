@@ -135,10 +135,10 @@ def _cache() -> Finding:
             f"{folder} cannot be written",
             "set ATTNKIT_CACHE_DIR to a folder that can, or each process compiles its own kernels",
         )
-    return Finding(True, "cache folder", f"{folder}, {_kept(folder)}")
+    return Finding(True, "cache folder", f"{folder}, {_describe_entries(folder)}")
 
 
-def _kept(folder: Path) -> str:
+def _describe_entries(folder: Path) -> str:
     """Count the kernels in the cache folder."""
     entries = [path.stat().st_size for path in folder.glob("*.kernel")] if folder.exists() else []
     return f"{len(entries)} kernels, {sum(entries) / 2**20:.1f} MiB" if entries else "empty"

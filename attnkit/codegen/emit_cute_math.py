@@ -72,9 +72,9 @@ def floor_quotient(a: Value, divisor: int) -> Value:
     return sign ^ (Int32(upper) >> constant(Int32, bits - 1))
 
 
-def _beyond(rest: Value, b: Value) -> Value:
+def _beyond(fmod: Value, b: Value) -> Value:
     """Emit whether a truncated remainder is not zero and has another sign than the divisor."""
-    return (rest != number(0.0)) & Boolean((b < number(0.0)) != (rest < number(0.0)))
+    return (fmod != number(0.0)) & Boolean((b < number(0.0)) != (fmod < number(0.0)))
 
 
 def sigmoid(a: Value) -> Value:

@@ -233,7 +233,7 @@ class Explanation:
         seconds = makespan / (gpu.clock * 1e9)
         text = f"{cycles(makespan)} cycles on {self.sms} SMs, {1e3 * seconds:.3g} ms"
         text += f" at {gpu.clock:.2f} GHz"
-        kept = self._kept()
+        kept = self._count_unmasked()
         if kept is None:
             return text
         flops = (10 if backward else 4) * self.head_dim * kept
@@ -256,7 +256,7 @@ class Explanation:
             runs = create_block_mask(mask, *shape, BLOCK_SIZE=clocks.block).runs
         return forecast_backward(runs, **sizes, cost=clocks.cost)
 
-    def _kept(self) -> int | None:
+    def _count_unmasked(self) -> int | None:
         """Count the unmasked scores, over batch and heads; None if that takes too long."""
         batch, heads, q_len, kv_len = self.lengths
         if self.mask is None or self.runs is None or self.variant is None:

@@ -306,7 +306,9 @@ def _draw(axes: Axes, runs: BlockRuns, b: int, h: int, dense: Tensor | None) -> 
     else:
         _image(axes, runs, b, h)
     if dense is not None:
-        _kept(axes, runs, dense[b if runs.batch > 1 else 0, h if runs.heads > 1 else 0], kinds[1])
+        _draw_partial(
+            axes, runs, dense[b if runs.batch > 1 else 0, h if runs.heads > 1 else 0], kinds[1]
+        )
     axes.set_xlim(0, runs.kv_len)  # imshow sets other limits
     axes.set_ylim(runs.q_len, 0)
     caption = "\n".join(tile_counts(runs, b, h))
@@ -358,7 +360,7 @@ def _image(axes: Axes, runs: BlockRuns, b: int, h: int) -> None:
     )
 
 
-def _kept(axes: Axes, runs: BlockRuns, dense: Tensor, partial: Runs) -> None:
+def _draw_partial(axes: Axes, runs: BlockRuns, dense: Tensor, partial: Runs) -> None:
     """Draw the positions that partial tiles keep."""
     from matplotlib.colors import to_rgb
 

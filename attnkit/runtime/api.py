@@ -114,13 +114,13 @@ def flex_attention(
         return symbolic.run_compiled(call)
     if symbolic.has_no_data(query):
         return symbolic.run_without_data(call)
-    known = reuse.key_of(call)
-    prepared = reuse.lookup(known)
-    if known is None or prepared is None:
+    call_key = reuse.key_of(call)
+    prepared = reuse.lookup(call_key)
+    if call_key is None or prepared is None:
         return _first_call(call)
-    result = torch_ops.run(prepared, call.inputs(known.captured))
+    result = torch_ops.run(prepared, call.inputs(call_key.captured))
     if return_aux is None and (scale is None or scale > 0):
-        reuse.remember(call, known, prepared)
+        reuse.remember(call, call_key, prepared)
     return call.results(*result)
 
 
@@ -129,7 +129,7 @@ def _first_call(call: AttentionCall) -> Any:
     preparation = prepare(call)
     prepared, captured = preparation.call, preparation.bound.captured
     result = torch_ops.run(prepared, call.inputs(captured))
-    known = None if prepared.is_dense else reuse.key_of(call)
-    if known is not None and known.fits(prepared, captured):
-        reuse.store(known, prepared)
+    call_key = None if prepared.is_dense else reuse.key_of(call)
+    if call_key is not None and call_key.fits(prepared, captured):
+        reuse.store(call_key, prepared)
     return call.results(*result)

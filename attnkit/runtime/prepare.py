@@ -18,7 +18,7 @@ from attnkit.schedule.plan import Plan
 from attnkit.schedule.targets import ORDERED, of_template
 from attnkit.sparsity.block_runs import BLOCK, FULL, PARTIAL
 from attnkit.splice import Attention, Captured, KernelCall, prepare_forward
-from attnkit.util.torch_private import undisturbed
+from attnkit.util.torch_private import is_intercepted
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def prepare(
     prepared = PreparedCall(kernel_call, BackwardReuse())
     if plan.template == "eager":
         prepared.attention, prepared.is_dense = _dense(bound), True
-    elif launchable and undisturbed(
+    elif launchable and not is_intercepted(
         (query, key, call.value, *bound.captured.scores, *bound.captured.masks)
     ):
         with torch.no_grad():  # schedule the tiles, compile or load the kernels

@@ -32,7 +32,7 @@ from attnkit.splice import (
     run_backward,
     run_forward,
 )
-from attnkit.util.torch_private import is_batched, is_grad_tracking, undisturbed
+from attnkit.util.torch_private import is_batched, is_grad_tracking, is_intercepted
 
 FORWARD = (
     "(Tensor query, Tensor key, Tensor value, Tensor[] score_tensors, Tensor[] mask_tensors, "
@@ -307,7 +307,7 @@ def _backward_of(
     call, needs_grad = prepared.kernel_call, list(inputs.needs_grad)
     grad_lse = inputs.grad_lse
     tensors = [inputs.grad_out, *saved, *([] if grad_lse is None else [grad_lse])]
-    if torch.is_grad_enabled() or not undisturbed(tensors):
+    if torch.is_grad_enabled() or is_intercepted(tensors):
         runs, layout = unpack(call.runs)
         query, key, value, out, lse = saved[:5]
         scores, masks = inputs.captured
@@ -350,7 +350,7 @@ def run(prepared: PreparedCall, inputs: ForwardInputs) -> ForwardResult:
     if prepared.is_dense:
         assert prepared.attention is not None
         return prepared.attention(query, key, value, inputs.captured, scale)
-    if not undisturbed((query, key, value, *scores, *masks)):
+    if is_intercepted((query, key, value, *scores, *masks)):
         _refuse_transforms((query, key, value, *scores))
         call = prepared.kernel_call
         runs, layout = unpack(call.runs)
@@ -387,7 +387,7 @@ def is_recorded(tensors: Iterable[Tensor]) -> bool:
 # Runs a prepared call with autograd: (prepared, relaunch, scale, masks, all_outputs, query, key,
 # value, *scores) -> out, LSE and row maxima, or the output alone. `relaunch` may be None.
 # This is `Function.apply` without its Python wrapper, which unwraps dead functorch wrappers from
-# each argument: `undisturbed` has already excluded functorch.
+# each argument: `is_intercepted` has already excluded functorch.
 record: Callable[..., Any] = super(torch.autograd.Function, _Attention).apply
 
 

@@ -1,6 +1,6 @@
 """Relaunch all kernels of a call for other tensors of the same geometry, with new addresses only.
 
-The tensors and launches of one call are looked at once. Each address that a kernel was given lies
+The tensors and launches of one call are analysed once. Each address that a kernel was given lies
 in a tensor that the caller brings, in one that the call makes, or in one that stays, as a table does.
 """
 

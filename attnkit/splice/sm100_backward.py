@@ -58,12 +58,12 @@ def splits(settings: BackwardSettings) -> bool:
     return False
 
 
-def prices(settings: BackwardSettings) -> Cost:
+def cost(settings: BackwardSettings) -> Cost:
     """Return the cost of the work in cycles."""
     return BACKWARD_COST
 
 
-def stores(settings: BackwardSettings) -> bool:
+def first_writer(settings: BackwardSettings) -> bool:
     """Whether the first part of a sum of dQ may be stored, which is not cleared then."""
     return False
 
@@ -75,20 +75,20 @@ def config(settings: BackwardSettings) -> Any:
     return BackwardConfig(**settings.values)
 
 
-def prepare(settings: BackwardSettings, with_lse: bool) -> Any:
+def preprocess(settings: BackwardSettings, with_lse: bool) -> Any:
     """Make the preprocess: LSE and delta of every row."""
     from attnkit.templates.common.preprocess import Preprocess
 
     return Preprocess(config(settings), with_lse)
 
 
-def words(settings: BackwardSettings) -> tuple[int, int]:
+def row_words(settings: BackwardSettings) -> tuple[int, int]:
     """Return the float32 words of a row's LSE and of its delta."""
-    row_words: tuple[int, int] = config(settings).words
-    return row_words
+    sizes: tuple[int, int] = config(settings).words
+    return sizes
 
 
-def finish(settings: BackwardSettings, width: int, block: int) -> Any:
+def postprocess(settings: BackwardSettings, width: int, block: int) -> Any:
     """Make the postprocess: it rounds a gradient."""
     from attnkit.templates.sm100.backward_postprocess import Postprocess
 
@@ -112,11 +112,11 @@ BACKWARD = BackwardTemplate(
     block_kv=block_kv,
     switches=switches,
     splits=splits,
-    cost=prices,
-    first_writer=stores,
+    cost=cost,
+    first_writer=first_writer,
     config=config,
-    row_words=words,
-    preprocess=prepare,
-    postprocess=finish,
+    row_words=row_words,
+    preprocess=preprocess,
+    postprocess=postprocess,
     main=main,
 )

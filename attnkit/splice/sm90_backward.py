@@ -64,14 +64,14 @@ def splits(settings: BackwardSettings) -> bool:
     return not values["turns"] and (values["accumulate"] or not _wide(settings))
 
 
-def prices(settings: BackwardSettings) -> Cost:
+def cost(settings: BackwardSettings) -> Cost:
     """Return the cost of the work in cycles."""
     if _wide(settings):
         return _WIDE
     return _TALL if settings.values["block_q"] == 128 else _PLAIN
 
 
-def stores(settings: BackwardSettings) -> bool:
+def first_writer(settings: BackwardSettings) -> bool:
     """Return whether the first CTA of a row may store its dQ, so that dQ needs no memset."""
     return not _wide(settings)
 
@@ -88,13 +88,13 @@ def _wide(settings: BackwardSettings) -> bool:
     return max(settings.head_dims) > 128
 
 
-def words(settings: BackwardSettings) -> tuple[int, int]:
+def row_words(settings: BackwardSettings) -> tuple[int, int]:
     """Return the float32 words of a row's LSE and of its delta."""
-    row_words: tuple[int, int] = config(settings).words
-    return row_words
+    sizes: tuple[int, int] = config(settings).words
+    return sizes
 
 
-def prepare(settings: BackwardSettings, with_lse: bool) -> Any:
+def preprocess(settings: BackwardSettings, with_lse: bool) -> Any:
     """Make the preprocess: LSE and delta of every row."""
     from attnkit.templates.common.preprocess import Preprocess
 
@@ -102,7 +102,7 @@ def prepare(settings: BackwardSettings, with_lse: bool) -> Any:
     return Preprocess(kernel_config, with_lse, kernel_config.flags)
 
 
-def finish(settings: BackwardSettings, width: int, block: int) -> Any:
+def postprocess(settings: BackwardSettings, width: int, block: int) -> Any:
     """Make the postprocess: it rounds a gradient."""
     from attnkit.templates.sm90.backward_postprocess import Postprocess
 
@@ -126,11 +126,11 @@ BACKWARD = BackwardTemplate(
     block_kv=block_kv,
     switches=switches,
     splits=splits,
-    cost=prices,
-    first_writer=stores,
+    cost=cost,
+    first_writer=first_writer,
     config=config,
-    row_words=words,
-    preprocess=prepare,
-    postprocess=finish,
+    row_words=row_words,
+    preprocess=preprocess,
+    postprocess=postprocess,
     main=main,
 )

@@ -60,7 +60,7 @@ def examine(
     bound = bind(variant, case, device) if bound is None else bound
     rows: list[Row] = []
     score, mask = variant.trace(device)
-    kept = None if mask is None else _kept(variant, mask, bound, case, device, rows)
+    kept = None if mask is None else _dense_mask(variant, mask, bound, case, device, rows)
     if score is not None and variant.score_mod is not None:
         rows.append(score_row(variant.score_mod, score, case, device))
     notes: list[str] = []
@@ -68,7 +68,7 @@ def examine(
     return Findings(tuple(rows), tuple(notes))
 
 
-def _kept(
+def _dense_mask(
     variant: Variant,
     traced: Traced,
     bound: Bound,

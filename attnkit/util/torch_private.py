@@ -36,6 +36,7 @@ __all__ = [
     "is_captured",
     "is_fake",
     "is_grad_tracking",
+    "is_intercepted",
     "maker",
     "mark_constant",
     "modes",
@@ -43,7 +44,6 @@ __all__ = [
     "only_devices",
     "stream_of",
     "tensor_guard",
-    "undisturbed",
     "version",
 ]
 
@@ -107,11 +107,11 @@ def in_forward_ad() -> bool:
     return forward_ad._current_level >= 0
 
 
-def undisturbed(tensors: Iterable[Tensor]) -> bool:
-    """Return whether nothing but autograd would intercept an operator called with these tensors.
+def is_intercepted(tensors: Iterable[Tensor]) -> bool:
+    """Return whether anything but autograd intercepts an operator called with these tensors.
 
-    That is: no mode (except torch.device as a context, which acts on new tensors only), no functorch
-    transform, no forward-mode derivative, no jit trace, no tensor subclass, and no tensor whose data
+    That is: a mode (except torch.device as a context, which acts on new tensors only), a functorch
+    transform, a forward-mode derivative, a jit trace, a tensor subclass, or a tensor whose data
     differs from what its memory holds (lazy negation, zero tensors).
     """
     if (
@@ -121,13 +121,13 @@ def undisturbed(tensors: Iterable[Tensor]) -> bool:
         or in_forward_ad()
         or _C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
     ):
-        return False
+        return True
     if not only_devices():
-        return False
+        return True
     for t in tensors:
         if t.__class__ not in PLAIN or t.is_neg() or t._is_zerotensor():
-            return False
-    return True
+            return True
+    return False
 
 
 def only_devices() -> bool:

@@ -28,6 +28,8 @@ def test_every_public_name_is_there(page: str, module: object) -> None:
     listed = re.findall(rf"^::: {re.escape(name)}\.(\w+)$", text, re.MULTILINE)
     names = set(module.__all__)  # type: ignore[attr-defined]
     public = {n for n in names if not isinstance(getattr(module, n), ModuleType)}
+    missing = [f"::: {name}.{n}" for n in sorted(public - set(listed))]
+    assert not missing, f"add to docs/reference/{page}.md: {missing}"
     assert public == set(listed)
     assert len(listed) == len(set(listed))
 

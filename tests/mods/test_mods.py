@@ -24,8 +24,10 @@ LONG = mods.examples(1 << 11)
 
 def test_every_mod_has_a_formula_and_an_example():
     names = set(mods.__all__) - NOT_MODS
-    assert set(CASES) == names
-    assert {name.partition("/")[0] for name in EXAMPLES} == names
+    examples = {name.partition("/")[0] for name in EXAMPLES}
+    assert names - set(CASES) == set(), "add a @case of this name to tests/mods/cases.py"
+    assert names - examples == set(), "add an instance to mods/_examples.py"
+    assert set(CASES) | examples == names, "add it to __all__ of mods/__init__.py"
 
 
 def positions(sizes):

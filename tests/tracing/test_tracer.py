@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attnkit.graph import ir
+from attnkit.graph.adjoint import adjoint
 from attnkit.graph.eval_torch import evaluate
 from attnkit.tracing.tracer import Traced, trace
 
@@ -54,11 +55,11 @@ def of_graph(traced: Traced) -> Tensor:
     return value.expand(B, H, Q, K)
 
 
-def of_eager(function: Callable[..., Any], kind: str) -> Tensor:
+def of_eager(function: Callable[..., Any], kind: str, scores: Tensor = SCORES) -> Tensor:
     rows = []
     for b, h, q, kv in itertools.product(range(B), range(H), range(Q), range(K)):
         index = [torch.tensor(i, dtype=torch.int32) for i in (b, h, q, kv)]
-        arguments = [SCORES[b, h, q, kv].clone(), *index] if kind == "score" else index
+        arguments = [scores[b, h, q, kv].clone(), *index] if kind == "score" else index
         rows.append(torch.as_tensor(function(*arguments)))
     return torch.stack(rows).view(B, H, Q, K)
 
@@ -248,6 +249,29 @@ MODS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("name", MODS)
 def test_mod_equals_eager(name: str) -> None:
     assert_same(MODS[name], "score")
+
+
+OTHER_GRADIENTS = {
+    "float floor division",  # torch has no derivative of floor_divide
+    "halves to even",  # torch's zero gradient of round meets 1 / 0: NaN, here 0
+    "rounded",  # torch rounds the gradient too
+}
+
+
+@pytest.mark.parametrize("name", [name for name in MODS if name not in OTHER_GRADIENTS])
+def test_derivative_by_the_score_equals_autograd(name: str) -> None:
+    scores = SCORES.clone().requires_grad_()
+    values = of_eager(MODS[name], "score", scores).float()
+    grad = torch.linspace(1, 2, values.numel()).view(values.shape)
+    expected = torch.zeros_like(scores)
+    if values.requires_grad:
+        (found,) = torch.autograd.grad(values, scores, grad, allow_unused=True)
+        expected = expected if found is None else found
+    traced = trace(MODS[name], "score")
+    env = {**positions(), "score": SCORES, "grad": grad}
+    (ours,) = evaluate([adjoint(traced.root).dscore], env, traced.tensors)
+    ours = ours.float().expand(B, H, Q, K)
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 # --- random expressions ---------------------------------------------------------------------

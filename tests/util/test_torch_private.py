@@ -89,21 +89,21 @@ class _Subclass(Tensor):
     pass
 
 
-def test_what_disturbs_a_call() -> None:
+def test_what_intercepts_a_call() -> None:
     x = torch.zeros(2)
-    assert torch_private.undisturbed([x])
+    assert not torch_private.is_intercepted([x])
     with torch.device("cpu"):
-        assert torch_private.undisturbed([x])
+        assert not torch_private.is_intercepted([x])
     with _Mode():
         assert torch_private.modes() == 1
         assert not torch_private.only_devices()
-        assert not torch_private.undisturbed([x])
-    assert not torch_private.undisturbed([x.as_subclass(_Subclass)])
-    assert not torch_private.undisturbed([torch.zeros(2, dtype=torch.cfloat).conj().imag])
+        assert torch_private.is_intercepted([x])
+    assert torch_private.is_intercepted([x.as_subclass(_Subclass)])
+    assert torch_private.is_intercepted([torch.zeros(2, dtype=torch.cfloat).conj().imag])
 
     def batched(t: Tensor) -> Tensor:
         assert torch_private.is_batched(t)
-        assert not torch_private.undisturbed([t])
+        assert torch_private.is_intercepted([t])
         return t
 
     torch.vmap(batched)(x)

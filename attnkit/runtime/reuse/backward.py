@@ -94,7 +94,7 @@ class BackwardReuse:
         saved: Sequence[Tensor],
         find_relaunch: Callable[[], BackwardRelaunch | None],
     ) -> None:
-        """Store how to relaunch a backward that has run; `undisturbed` must hold for its tensors.
+        """Store how to relaunch a backward that has run; none of its tensors is intercepted.
 
         Args:
             inputs: its tensors.

@@ -161,7 +161,7 @@ def key_of(call: AttentionCall) -> CallKey | None:
             mask, masks, same = known
             by_identity = by_identity and same
             data += masks
-        at = (
+        key_parts = (
             score,
             mask,
             lists,
@@ -171,7 +171,7 @@ def key_of(call: AttentionCall) -> CallKey | None:
             *[t.stride() for t in masks],
             *map(id, data),
         )
-        return CallKey(at, score, mask, Captured(scores, masks), data, by_identity)
+        return CallKey(key_parts, score, mask, Captured(scores, masks), data, by_identity)
     except (AttributeError, TypeError, RuntimeError):  # wrong types, or tensors without strides
         return None
 

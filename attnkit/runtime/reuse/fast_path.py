@@ -34,10 +34,10 @@ from attnkit.util.torch_private import (
     deterministic_enabled,
     grad_enabled,
     in_forward_ad,
+    is_intercepted,
     modes,
     only_devices,
     tensor_guard,
-    undisturbed,
     version,
 )
 
@@ -245,15 +245,15 @@ def remember(call: AttentionCall, key: CallKey, prepared: PreparedCall) -> None:
     if not key.by_identity or prepared.attention is None or prepared.is_dense:
         return
     query = call.query
-    at = id(call.score_mod), id(call.block_mask), query.numel(), call.key.numel()
-    bucket = _buckets.get(at)
+    bucket_key = id(call.score_mod), id(call.block_mask), query.numel(), call.key.numel()
+    bucket = _buckets.get(bucket_key)
     if bucket is None or bucket.captured(call.score_mod, call.block_mask) is None:
-        bucket = _new_bucket(at, call.score_mod, call.block_mask, query.device)
+        bucket = _new_bucket(bucket_key, call.score_mod, call.block_mask, query.device)
     tensors = (query, call.key, call.value, *key.captured.scores, *key.captured.masks)
     if (
         bucket is None
         or any(t.is_inference() for t in key.data)
-        or not undisturbed(tensors)
+        or is_intercepted(tensors)
         or torch.is_autocast_enabled(query.device.type)
         or not bucket.entries.may_learn()
     ):
@@ -283,7 +283,7 @@ def remember(call: AttentionCall, key: CallKey, prepared: PreparedCall) -> None:
 
 
 def _new_bucket(
-    at: _BucketKey, score_mod: Any, block_mask: Any, device: torch.device
+    bucket_key: _BucketKey, score_mod: Any, block_mask: Any, device: torch.device
 ) -> _Bucket | None:
     """Create a bucket; return None for functions that have no guard."""
     lists, function = None, block_mask
@@ -295,14 +295,14 @@ def _new_bucket(
         return None
 
     def forget(reference: Any) -> None:
-        bucket = _buckets.get(at)
+        bucket = _buckets.get(bucket_key)
         if bucket is not None and any(owner is reference for owner in bucket.owners):
-            _buckets.pop(at, None)
+            _buckets.pop(bucket_key, None)
 
     owners = [None if x is None else weakref.ref(x, forget) for x in (score_mod, block_mask)]
     bucket = _Bucket(score, mask, lists, (owners[0], owners[1]))
     with _lock:
-        if len(_buckets) >= _BUCKETS and at not in _buckets:
+        if len(_buckets) >= _BUCKETS and bucket_key not in _buckets:
             _buckets.pop(next(iter(_buckets)))
-        _buckets[at] = bucket
+        _buckets[bucket_key] = bucket
     return bucket
