@@ -49,6 +49,7 @@ from attnkit.templates.sm100.backward_softmax import SoftmaxBackward
 from attnkit.templates.sm100.device import fence_after, fence_before
 
 ROW = cutlass.tensor_utils.LayoutEnum.ROW_MAJOR
+LOADS = 4  # TMA loads; two stores follow them among the kernel's arguments
 
 
 class Backward:
@@ -242,11 +243,17 @@ class Backward:
         tmem = device.allocated(tmem_base)
 
         if warp >= MMA_WARP:
-            cute.arch.setmaxregister_decrease(c.registers[2])
+            cute.arch.setmaxregister_decrease(c.registers.others)
             if warp == PRODUCER_WARP:
                 lists = Lists(lse, delta, items, partial, full, counter, order)
                 self.producer.run(
-                    atoms[:4], tiles[:4], LoadTargets(*views[:4]), rows, bars, lists, problem
+                    atoms[:LOADS],
+                    tiles[:LOADS],
+                    LoadTargets(*views[:LOADS]),
+                    rows,
+                    bars,
+                    lists,
+                    problem,
                 )
             if warp == MMA_WARP:
                 operands = Operands(
@@ -255,13 +262,13 @@ class Backward:
                 )  # fmt: skip
                 self.mma.run(operands, bars, info)
         elif warp >= COMPUTE_WARP:
-            cute.arch.setmaxregister_increase(c.registers[0])
+            cute.arch.setmaxregister_increase(c.registers.compute)
             self.compute.run(
-                (atoms[4:], tiles[4:], views[4:]), (smem_v, smem_ds), rows, tmem, bars, captured,
+                (atoms[LOADS:], tiles[LOADS:], views[LOADS:]), (smem_v, smem_ds), rows, tmem, bars, captured,
                 totals, problem,
             )  # fmt: skip
         else:
-            cute.arch.setmaxregister_decrease(c.registers[1])
+            cute.arch.setmaxregister_decrease(c.registers.reduce)
             self.dq_reduce.run(staging, tmem, bars, info, sums, order, problem)
         fence_before()
         cute.arch.sync_threads()  # all roles are done with tensor memory

@@ -246,7 +246,7 @@ class Backward2Cta:
 
         # each role reads the address of tensor memory for itself: no register holds it before
         if warp >= MMA_WARP:
-            cute.arch.setmaxregister_decrease(c.registers[2])
+            cute.arch.setmaxregister_decrease(c.registers.others)
             if warp == PRODUCER_WARP:
                 lists = Lists(lse, delta, items, partial, full, counter, order)
                 self.producer.run(
@@ -263,13 +263,13 @@ class Backward2Cta:
                 else:
                     self.mma.relay(bars, info)
         elif warp >= COMPUTE_WARP:
-            cute.arch.setmaxregister_increase(c.registers[0])
+            cute.arch.setmaxregister_increase(c.registers.compute)
             self.compute.run(
                 (atoms[LOADS:], tiles[LOADS:], views[LOADS:]), (smem_v, smem_ds), rows,
                 device.allocated(tmem_base), bars, captured, totals, problem,
             )  # fmt: skip
         else:
-            cute.arch.setmaxregister_decrease(c.registers[1])
+            cute.arch.setmaxregister_decrease(c.registers.reduce)
             self.dq_reduce.run(
                 staging, device.allocated(tmem_base), bars, info, sums, order, problem
             )

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from attnkit.templates.sm100.config import SMEM_BYTES, TMEM_COLUMNS
 
 UNIT = 64 * 64  # floats of a unit of a float32 sum
 SLICE = 32  # columns of a sum that one bulk reduction adds
+
+
+class Registers(NamedTuple):
+    """Registers a thread; `others` are the warp of the products and the producer."""
+
+    compute: int
+    reduce: int
+    others: int
 
 
 @dataclass(frozen=True)
@@ -142,16 +151,15 @@ class BackwardConfig:
         return self.dp_column if self.dq_over_dp else TMEM_COLUMNS - self._free_columns
 
     @property
-    def registers(self) -> tuple[int, int, int]:
-        """Registers a thread of the compute warps, of the reduce warps, and of the others.
-
-        All 512 threads together have 65536.
-        """
+    def registers(self) -> Registers:
+        """Registers a thread of each role; all 512 threads together have 65536."""
         if self.block_q == 64:
-            return 160, 104, 88
+            return Registers(compute=160, reduce=104, others=88)
+        if self.two_cta and self.turns:
+            return Registers(compute=160, reduce=112, others=80)
         if self.two_cta:
-            return (160, 112, 80) if self.turns else (184, 80, 64)
-        return 184, 88, 56
+            return Registers(compute=184, reduce=80, others=64)
+        return Registers(compute=184, reduce=88, others=56)
 
     @property
     def roles(self) -> dict[str, tuple[range, int]]:
