@@ -97,23 +97,27 @@ class BackwardBarriers(CommonBarriers):
 
     def init(self, c: BackwardConfig) -> None:
         """Initialise them, by one thread, with how many arrivals complete a phase."""
-        init = cute.arch.mbarrier_init
+        # Reports of the emulator name a barrier by the argument of the call with this name.
+        mbarrier_init = cute.arch.mbarrier_init
         # one arrival: of the producer, with the bytes to come, or of `commit`
-        for barrier in (
-            self.k_full, self.v_full, self.s_full, self.dp_full, self.dq_full, self.acc_full,
-        ):  # fmt: skip
-            init(barrier, 1)
-        init(self.kv_empty, REDUCE_WARPS + COMPUTE_WARPS + 1)  # and the warp of the products
-        init(self.p_full, COMPUTE_WARPS)
-        init(self.ds_full, COMPUTE_WARPS)
-        init(self.dq_empty, REDUCE_WARPS)
+        mbarrier_init(self.k_full, 1)
+        mbarrier_init(self.v_full, 1)
+        mbarrier_init(self.s_full, 1)
+        mbarrier_init(self.dp_full, 1)
+        mbarrier_init(self.dq_full, 1)
+        mbarrier_init(self.acc_full, 1)
+        # and the warp of the products
+        mbarrier_init(self.kv_empty, REDUCE_WARPS + COMPUTE_WARPS + 1)
+        mbarrier_init(self.p_full, COMPUTE_WARPS)
+        mbarrier_init(self.ds_full, COMPUTE_WARPS)
+        mbarrier_init(self.dq_empty, REDUCE_WARPS)
         for s in range(c.q_stages):
-            init(self.block_full + s, 1)
+            mbarrier_init(self.block_full + s, 1)
             # the products say it for the compute warps, whose P and dS they wait for
-            init(self.block_empty + s, 1 + REDUCE_WARPS)
+            mbarrier_init(self.block_empty + s, 1 + REDUCE_WARPS)
         for s in range(c.stages):
-            init(self.do_full + s, 1)
-            init(self.do_empty + s, 1)
+            mbarrier_init(self.do_full + s, 1)
+            mbarrier_init(self.do_empty + s, 1)
 
 
 @dataclass(frozen=True)
@@ -167,25 +171,30 @@ class Backward2CtaBarriers(CommonBarriers):
         Args:
             rank: of the CTA.
         """
-        init = cute.arch.mbarrier_init
+        # Reports of the emulator name a barrier by the argument of the call with this name.
+        mbarrier_init = cute.arch.mbarrier_init
         loads = 2 - rank  # the first CTA's barriers count the second's loads too
-        for barrier in (
-            self.k_full, self.s_full, self.dp_full, self.dq_full, self.acc_full, self.dv_full,
-            self.item_full, self.item_empty,
-        ):  # fmt: skip
-            init(barrier, 1)
-        init(self.v_full, loads)
-        init(self.k_columns_full, loads)
-        init(self.kv_empty, REDUCE_WARPS + COMPUTE_WARPS + 1)  # and the warp of the products
+        mbarrier_init(self.k_full, 1)
+        mbarrier_init(self.s_full, 1)
+        mbarrier_init(self.dp_full, 1)
+        mbarrier_init(self.dq_full, 1)
+        mbarrier_init(self.acc_full, 1)
+        mbarrier_init(self.dv_full, 1)
+        mbarrier_init(self.item_full, 1)
+        mbarrier_init(self.item_empty, 1)
+        mbarrier_init(self.v_full, loads)
+        mbarrier_init(self.k_columns_full, loads)
+        # and the warp of the products
+        mbarrier_init(self.kv_empty, REDUCE_WARPS + COMPUTE_WARPS + 1)
         # where the products wait, the warps of both CTAs arrive
-        init(self.p_full, c.ctas * COMPUTE_WARPS)
-        init(self.ds_full, c.ctas * COMPUTE_WARPS)
-        init(self.dq_empty, c.ctas * REDUCE_WARPS)
-        init(self.v_empty, COMPUTE_WARPS)
-        init(self.epilogue_done, c.ctas * (REDUCE_WARPS + COMPUTE_WARPS))
+        mbarrier_init(self.p_full, c.ctas * COMPUTE_WARPS)
+        mbarrier_init(self.ds_full, c.ctas * COMPUTE_WARPS)
+        mbarrier_init(self.dq_empty, c.ctas * REDUCE_WARPS)
+        mbarrier_init(self.v_empty, COMPUTE_WARPS)
+        mbarrier_init(self.epilogue_done, c.ctas * (REDUCE_WARPS + COMPUTE_WARPS))
         for s in range(c.q_stages):
-            init(self.block_full + s, 1)
-            init(self.block_empty + s, REDUCE_WARPS + COMPUTE_WARPS)
+            mbarrier_init(self.block_full + s, 1)
+            mbarrier_init(self.block_empty + s, REDUCE_WARPS + COMPUTE_WARPS)
         for operand in (self.q_rows, self.q_columns, self.do_rows, self.do_columns):
-            init(operand.full, loads)
-            init(operand.empty, 1)
+            mbarrier_init(operand.full, loads)
+            mbarrier_init(operand.empty, 1)

@@ -108,29 +108,33 @@ class ForwardBarriers:
 
     def init(self, config: ForwardConfig, group: CtaGroup) -> None:
         """Initialise them, by one thread, with how many arrivals complete a phase."""
-        init, warps = cute.arch.mbarrier_init, WARPGROUP_WARPS
+        # Reports of the emulator name a barrier by the argument of the call with this name.
+        mbarrier_init = cute.arch.mbarrier_init
+        warps = WARPGROUP_WARPS
         for u in range(S_STAGES):
-            init(self.s_half + u, 1)
-            init(self.s_full + u, 1)
-            init(self.s_empty + u, warps * config.ctas)
-            for part, barrier in enumerate(self.p_full):
+            mbarrier_init(self.s_half + u, 1)
+            mbarrier_init(self.s_full + u, 1)
+            mbarrier_init(self.s_empty + u, warps * config.ctas)
+            for part in range(len(self.p_full)):
                 # the first part waits for the warps of the correction as well
-                init(barrier + u, (warps if part else 2 * warps) * config.ctas)
+                mbarrier_init(self.p_full[part] + u, (warps if part else 2 * warps) * config.ctas)
         for t in range(config.q_tiles):
-            for barrier in (self.q_full, self.q_empty, self.o_full):
-                init(barrier + t, 1)
-            for barrier in (self.scale_full, self.scale_empty, self.out_full):
-                init(barrier + t, warps)
+            mbarrier_init(self.q_full + t, 1)
+            mbarrier_init(self.q_empty + t, 1)
+            mbarrier_init(self.o_full + t, 1)
+            mbarrier_init(self.scale_full + t, warps)
+            mbarrier_init(self.scale_empty + t, warps)
+            mbarrier_init(self.out_full + t, warps)
             if not config.alias:
-                init(self.out_empty + t, 1)
+                mbarrier_init(self.out_empty + t, 1)
         for s in range(config.stages):
-            init(self.kv_full + s, 1)
-            init(self.kv_empty + s, 1)
+            mbarrier_init(self.kv_full + s, 1)
+            mbarrier_init(self.kv_empty + s, 1)
         for r in range(RECORDS):
-            init(self.work_full + r, 1)
+            mbarrier_init(self.work_full + r, 1)
             # softmax and correction, the store warp, and the products' warp, which only the leader has
-            init(self.work_empty + r, warps * (config.q_tiles + 1) + 2 - group.rank())
+            mbarrier_init(self.work_empty + r, warps * (config.q_tiles + 1) + 2 - group.rank())
         for s in range(BLOCK_NUMBERS):
-            init(self.block_full + s, 1)
-        init(self.clc_full, 1)
-        init(self.clc_ready, 1)
+            mbarrier_init(self.block_full + s, 1)
+        mbarrier_init(self.clc_full, 1)
+        mbarrier_init(self.clc_ready, 1)

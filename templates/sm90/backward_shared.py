@@ -136,23 +136,25 @@ def place_barriers(c: BackwardConfig, base: cute.Pointer) -> Barriers:
 
 def init_barriers(c: BackwardConfig, bars: Barriers) -> None:
     """Initialise the mbarriers with their numbers of arrivals, by one thread."""
-    init, load, chunk = cute.arch.mbarrier_init, bars.load, bars.chunk
+    # Reports of the emulator name a barrier by the argument of the call with this name.
+    mbarrier_init = cute.arch.mbarrier_init
+    load, chunk = bars.load, bars.chunk
     for wg in range(CONSUMERS):  # each has its half of V
-        init(load.v_full + wg, 1)  # of the producer, with the bytes to come
-        init(load.v_empty + wg, WARPS)
-        init(chunk.ready + wg, WARPS)
-        init(chunk.landed + wg, 1)
-        init(chunk.landed_ack + wg, WARP)  # every lane, as each reads the note
+        mbarrier_init(load.v_full + wg, 1)  # of the producer, with the bytes to come
+        mbarrier_init(load.v_empty + wg, WARPS)
+        mbarrier_init(chunk.ready + wg, WARPS)
+        mbarrier_init(chunk.landed + wg, 1)
+        mbarrier_init(chunk.landed_ack + wg, WARP)  # every lane, as each reads the note
     for s in range(c.k_stages):
-        init(load.k_full + s, 1)
-        init(load.k_empty + s, CONSUMER_THREADS)  # every lane, as each reads the record
+        mbarrier_init(load.k_full + s, 1)
+        mbarrier_init(load.k_empty + s, CONSUMER_THREADS)  # every lane, as each reads the record
     for s in range(c.stages):
-        init(load.q_full + s, 1)
-        init(load.q_empty + s, CONSUMER_THREADS)  # every lane, as each reads LSE and delta
-        init(load.do_full + s, 1)
-        init(load.do_empty + s, CONSUMER_THREADS)
-        init(bars.ds_full + s, CONSUMER_WARPS)
-        init(bars.ds_empty + s, CONSUMER_WARPS)
+        mbarrier_init(load.q_full + s, 1)
+        mbarrier_init(load.q_empty + s, CONSUMER_THREADS)  # every lane, as each reads LSE and delta
+        mbarrier_init(load.do_full + s, 1)
+        mbarrier_init(load.do_empty + s, CONSUMER_THREADS)
+        mbarrier_init(bars.ds_full + s, CONSUMER_WARPS)
+        mbarrier_init(bars.ds_empty + s, CONSUMER_WARPS)
 
 
 @dataclass(frozen=True)
@@ -191,20 +193,22 @@ def place_hd256_barriers(c: Hd256Config, base: cute.Pointer) -> Hd256Barriers:
 
 def init_hd256_barriers(c: Hd256Config, bars: Hd256Barriers) -> None:
     """Initialise the mbarriers with their numbers of arrivals, by one thread."""
-    init, load, turns = cute.arch.mbarrier_init, bars.load, bars.turns
-    init(load.k_full, 1)  # of the producer, with the bytes to come
-    init(load.v_full, 1)
-    init(load.k_empty, CONSUMER_THREADS)  # every lane, as each reads the record; also of V
+    # Reports of the emulator name a barrier by the argument of the call with this name.
+    mbarrier_init = cute.arch.mbarrier_init
+    load, turns = bars.load, bars.turns
+    mbarrier_init(load.k_full, 1)  # of the producer, with the bytes to come
+    mbarrier_init(load.v_full, 1)
+    mbarrier_init(load.k_empty, CONSUMER_THREADS)  # every lane, as each reads the record; also of V
     for s in range(c.q_stages):
-        init(load.q_full + s, 1)
-        init(load.q_empty + s, CONSUMER_THREADS)  # every lane, as each reads LSE and delta
+        mbarrier_init(load.q_full + s, 1)
+        mbarrier_init(load.q_empty + s, CONSUMER_THREADS)  # every lane, as each reads LSE and delta
     for s in range(c.stages):
-        init(load.do_full + s, 1)
-        init(load.do_empty + s, CONSUMER_THREADS)
+        mbarrier_init(load.do_full + s, 1)
+        mbarrier_init(load.do_empty + s, CONSUMER_THREADS)
     if c.turns:
-        init(turns.announced, 1)
-        init(turns.may_add, 2)  # of the warps that wait for turns and pass them
-        init(turns.added, CONSUMER_WARPS)
+        mbarrier_init(turns.announced, 1)
+        mbarrier_init(turns.may_add, 2)  # of the warps that wait for turns and pass them
+        mbarrier_init(turns.added, CONSUMER_WARPS)
 
 
 def record_of(c: BackwardConfig, stage: Int32) -> Int32:

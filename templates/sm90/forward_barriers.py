@@ -97,19 +97,20 @@ class ForwardBarriers:
 
     def init(self, config: ForwardConfig) -> None:
         """Initialise them, by one thread."""
-        init = cute.arch.mbarrier_init
+        # Reports of the emulator name a barrier by the argument of the call with this name.
+        mbarrier_init = cute.arch.mbarrier_init
         warps = config.consumer_warps
-        init(self.work.full, 1)
-        init(self.work.empty, WARP_THREADS)
+        mbarrier_init(self.work.full, 1)
+        mbarrier_init(self.work.empty, WARP_THREADS)
         for s in range(self.q.stages):
-            init(self.q.full + s, 1)
-            init(self.q.empty + s, warps)
+            mbarrier_init(self.q.full + s, 1)
+            mbarrier_init(self.q.empty + s, warps)
         for s in range(self.k.stages):
-            init(self.k.full + s, 1)
-            init(self.v.full + s, 1)
+            mbarrier_init(self.k.full + s, 1)
+            mbarrier_init(self.v.full + s, 1)
             # see `ForwardMma.release_k`
-            init(self.k.empty + s, warps if config.chained else warps * WARP_THREADS)
-            init(self.v.empty + s, warps)
+            mbarrier_init(self.k.empty + s, warps if config.chained else warps * WARP_THREADS)
+            mbarrier_init(self.v.empty + s, warps)
 
 
 def pingpong_wait(warpgroup: Int32) -> None:

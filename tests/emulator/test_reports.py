@@ -47,7 +47,7 @@ def test_barriers_are_called_what_the_program_calls_them(tmp_path: Path) -> None
 
 WAITING = (
     r"CTA \(\d+, 0, 0\), warps? [\d-]+ \([\w +-]+\), PTX line \d+, \S+forward\w*\.py:\d+: waits for "
-    r"parity \d of mbarrier \w+( \+ \w+)? at smem\+0x[0-9a-f]+ of rank 0 \((?P<file>\S+forward\.py):\d+\) "
+    r"parity \d of mbarrier [\w.]+( \+ \w+)? at smem\+0x[0-9a-f]+ of rank 0 \((?P<file>\S+forward\w*\.py):\d+\) "
     r"\(phase \d, pending \d+ of \d+, tx \d+, completed \d+ times\)"
 )
 SIZES = ["--q-len", "260", "--heads", "1", "--head-dim", "64", "--mode", "eager"]
@@ -97,4 +97,4 @@ def test_a_kernel_of_another_copy_is_reported_by_the_files_of_this_one(
     assert [(p, p.stat().st_mtime_ns) for p in cache.iterdir()] == [(entry, made)]
     found = re.search(WAITING, out)
     assert found, out
-    assert found["file"] == str(here / "templates" / "sm90" / "forward.py")
+    assert found["file"] == str(here / "templates" / "sm90" / "forward_barriers.py")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import flex_attention as flex
 
 from attnkit import create_block_mask, create_mask, flex_attention
-from attnkit.sparsity import block_mask as module
+from attnkit.sparsity import classify
 from attnkit.sparsity.block_runs import BlockRuns
 
 TABLE = torch.arange(200) // 30
@@ -61,13 +61,13 @@ def test_tiles_are_those_of_the_dense_mask(q_len: int, kv_len: int, block: tuple
 
 def test_built_once_and_again_after_an_edit(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[BlockRuns] = []
-    original = module.classify
+    original = classify.classify
 
     def counted(*arguments: Any, **options: Any) -> BlockRuns:
         built.append(original(*arguments, **options))
         return built[-1]
 
-    monkeypatch.setattr(module, "classify", counted)
+    monkeypatch.setattr(classify, "classify", counted)
     table = torch.arange(200) // 30
     mask = create_block_mask(lambda b, h, q, kv: table[q] == table[kv], None, None, 200, 200)
     assert built == []  # nothing is built before it is needed

@@ -31,4 +31,6 @@ def _found(pattern: re.Pattern[str], source: Source | None) -> str:
     at_start = match is not None and (
         "\n" not in "".join(lines)[: match.start()]  # the call begins on the line itself
     )
-    return " ".join(match.group(1).split()) if match is not None and at_start else ""
+    if match is None or not at_start:
+        return ""
+    return " ".join(match.group(1).split()).removeprefix("self.").removeprefix("bars.")
