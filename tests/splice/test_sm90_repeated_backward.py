@@ -85,8 +85,10 @@ def test_a_kernel_that_runs_for_several_gradients(
     k = torch.randn(2, kv_heads, 260, dim, dtype=torch.bfloat16, requires_grad=True)
     v = torch.randn(2, 260, kv_heads, dim, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
 
-    def launches() -> list[Any]:
-        out = flex_attention(q, k, v, None, masks.causal(), enable_gqa=True, backend="cute")
+    def launches(fixed: bool = False) -> list[Any]:
+        out = flex_attention(
+            q, k, v, None, masks.causal(), enable_gqa=True, backend="cute", deterministic=fixed
+        )
         kernels.seen.clear()
         torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
         return list(kernels.seen)
@@ -99,3 +101,7 @@ def test_a_kernel_that_runs_for_several_gradients(
     for _ in range(4):
         assert launches() == expected
     assert replayed == [False, False, True, True]  # kernels are told what repeats at the second
+    replayed.clear()
+    ordered = [launches(fixed=True) for _ in range(4)]
+    assert ordered[0] != expected
+    assert replayed == [False] * 4  # each needs semaphores that are 0

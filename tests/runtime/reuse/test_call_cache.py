@@ -173,6 +173,19 @@ def test_wrong_arguments_stay_wrong() -> None:
     flex_attention(q, k, v, block_mask=block)
     with pytest.raises(attnkit.ShapeError, match="built for"):
         flex_attention(q[:, :, :9], k, v, block_mask=block)
+    longer = create_block_mask(window(3), None, None, LENGTH, LENGTH + 1)
+    with pytest.raises(attnkit.ShapeError, match="built for"):
+        flex_attention(q, k, v, block_mask=longer)
+
+
+def test_the_same_lists_for_other_tiles() -> None:
+    """PyTorch's BlockMasks that differ in no tensor and no function are told apart."""
+    count, index = torch.ones(1, 1, 4, dtype=torch.int32), torch.zeros(1, 1, 4, 1).int()
+    for size in (10, 20, 10):
+        block = flex.BlockMask.from_kv_blocks(
+            count, index, BLOCK_SIZE=(10, size), mask_mod=attnkit.noop_mask, seq_lengths=(40, 40)
+        )
+        check(inputs(), None, lambda b, h, q, kv, size=size: kv < size, block)
 
 
 def test_edited_closures_and_masks() -> None:
