@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from cutlass import cute
 
+from attnkit.templates.common.constants import ONE_ARRIVAL
 from attnkit.templates.sm100.backward_config import BackwardConfig
 from attnkit.templates.sm100.backward_shared import COMPUTE_WARPS, REDUCE_WARPS
 
@@ -100,24 +101,24 @@ class BackwardBarriers(CommonBarriers):
         # Reports of the emulator name a barrier by the argument of the call with this name.
         mbarrier_init = cute.arch.mbarrier_init
         # one arrival: of the producer, with the bytes to come, or of `commit`
-        mbarrier_init(self.k_full, 1)
-        mbarrier_init(self.v_full, 1)
-        mbarrier_init(self.s_full, 1)
-        mbarrier_init(self.dp_full, 1)
-        mbarrier_init(self.dq_full, 1)
-        mbarrier_init(self.acc_full, 1)
+        mbarrier_init(self.k_full, ONE_ARRIVAL)
+        mbarrier_init(self.v_full, ONE_ARRIVAL)
+        mbarrier_init(self.s_full, ONE_ARRIVAL)
+        mbarrier_init(self.dp_full, ONE_ARRIVAL)
+        mbarrier_init(self.dq_full, ONE_ARRIVAL)
+        mbarrier_init(self.acc_full, ONE_ARRIVAL)
         # and the warp of the products
         mbarrier_init(self.kv_empty, REDUCE_WARPS + COMPUTE_WARPS + 1)
         mbarrier_init(self.p_full, COMPUTE_WARPS)
         mbarrier_init(self.ds_full, COMPUTE_WARPS)
         mbarrier_init(self.dq_empty, REDUCE_WARPS)
         for s in range(c.q_stages):
-            mbarrier_init(self.block_full + s, 1)
+            mbarrier_init(self.block_full + s, ONE_ARRIVAL)
             # the products say it for the compute warps, whose P and dS they wait for
             mbarrier_init(self.block_empty + s, 1 + REDUCE_WARPS)
         for s in range(c.stages):
-            mbarrier_init(self.do_full + s, 1)
-            mbarrier_init(self.do_empty + s, 1)
+            mbarrier_init(self.do_full + s, ONE_ARRIVAL)
+            mbarrier_init(self.do_empty + s, ONE_ARRIVAL)
 
 
 @dataclass(frozen=True)
@@ -174,14 +175,14 @@ class Backward2CtaBarriers(CommonBarriers):
         # Reports of the emulator name a barrier by the argument of the call with this name.
         mbarrier_init = cute.arch.mbarrier_init
         loads = 2 - rank  # the first CTA's barriers count the second's loads too
-        mbarrier_init(self.k_full, 1)
-        mbarrier_init(self.s_full, 1)
-        mbarrier_init(self.dp_full, 1)
-        mbarrier_init(self.dq_full, 1)
-        mbarrier_init(self.acc_full, 1)
-        mbarrier_init(self.dv_full, 1)
-        mbarrier_init(self.item_full, 1)
-        mbarrier_init(self.item_empty, 1)
+        mbarrier_init(self.k_full, ONE_ARRIVAL)
+        mbarrier_init(self.s_full, ONE_ARRIVAL)
+        mbarrier_init(self.dp_full, ONE_ARRIVAL)
+        mbarrier_init(self.dq_full, ONE_ARRIVAL)
+        mbarrier_init(self.acc_full, ONE_ARRIVAL)
+        mbarrier_init(self.dv_full, ONE_ARRIVAL)
+        mbarrier_init(self.item_full, ONE_ARRIVAL)
+        mbarrier_init(self.item_empty, ONE_ARRIVAL)
         mbarrier_init(self.v_full, loads)
         mbarrier_init(self.k_columns_full, loads)
         # and the warp of the products
@@ -193,8 +194,8 @@ class Backward2CtaBarriers(CommonBarriers):
         mbarrier_init(self.v_empty, COMPUTE_WARPS)
         mbarrier_init(self.epilogue_done, c.ctas * (REDUCE_WARPS + COMPUTE_WARPS))
         for s in range(c.q_stages):
-            mbarrier_init(self.block_full + s, 1)
+            mbarrier_init(self.block_full + s, ONE_ARRIVAL)
             mbarrier_init(self.block_empty + s, REDUCE_WARPS + COMPUTE_WARPS)
         for operand in (self.q_rows, self.q_columns, self.do_rows, self.do_columns):
             mbarrier_init(operand.full, loads)
-            mbarrier_init(operand.empty, 1)
+            mbarrier_init(operand.empty, ONE_ARRIVAL)

@@ -7,6 +7,7 @@ from typing import Any
 
 from cutlass import cute
 
+from attnkit.templates.common.constants import ONE_ARRIVAL
 from attnkit.templates.sm100.config import S_STAGES, WARPGROUP_WARPS, ForwardConfig
 from attnkit.templates.sm100.cta_group import CtaGroup
 
@@ -112,29 +113,29 @@ class ForwardBarriers:
         mbarrier_init = cute.arch.mbarrier_init
         warps = WARPGROUP_WARPS
         for u in range(S_STAGES):
-            mbarrier_init(self.s_half + u, 1)
-            mbarrier_init(self.s_full + u, 1)
+            mbarrier_init(self.s_half + u, ONE_ARRIVAL)
+            mbarrier_init(self.s_full + u, ONE_ARRIVAL)
             mbarrier_init(self.s_empty + u, warps * config.ctas)
             for part in range(len(self.p_full)):
                 # the first part waits for the warps of the correction as well
                 mbarrier_init(self.p_full[part] + u, (warps if part else 2 * warps) * config.ctas)
         for t in range(config.q_tiles):
-            mbarrier_init(self.q_full + t, 1)
-            mbarrier_init(self.q_empty + t, 1)
-            mbarrier_init(self.o_full + t, 1)
+            mbarrier_init(self.q_full + t, ONE_ARRIVAL)
+            mbarrier_init(self.q_empty + t, ONE_ARRIVAL)
+            mbarrier_init(self.o_full + t, ONE_ARRIVAL)
             mbarrier_init(self.scale_full + t, warps)
             mbarrier_init(self.scale_empty + t, warps)
             mbarrier_init(self.out_full + t, warps)
             if not config.alias:
-                mbarrier_init(self.out_empty + t, 1)
+                mbarrier_init(self.out_empty + t, ONE_ARRIVAL)
         for s in range(config.stages):
-            mbarrier_init(self.kv_full + s, 1)
-            mbarrier_init(self.kv_empty + s, 1)
+            mbarrier_init(self.kv_full + s, ONE_ARRIVAL)
+            mbarrier_init(self.kv_empty + s, ONE_ARRIVAL)
         for r in range(RECORDS):
-            mbarrier_init(self.work_full + r, 1)
+            mbarrier_init(self.work_full + r, ONE_ARRIVAL)
             # softmax and correction, the store warp, and the products' warp, which only the leader has
             mbarrier_init(self.work_empty + r, warps * (config.q_tiles + 1) + 2 - group.rank())
         for s in range(BLOCK_NUMBERS):
-            mbarrier_init(self.block_full + s, 1)
-        mbarrier_init(self.clc_full, 1)
-        mbarrier_init(self.clc_ready, 1)
+            mbarrier_init(self.block_full + s, ONE_ARRIVAL)
+        mbarrier_init(self.clc_full, ONE_ARRIVAL)
+        mbarrier_init(self.clc_ready, ONE_ARRIVAL)

@@ -24,6 +24,15 @@ from attnkit.templates.sm90.backward_shared import (
     Word,
 )
 
+# Two notes of two words follow each other: the one before may still be read.
+_NOTES, _CHUNK_AND_TURN = 2, 2
+_TURN = 1  # word of a note, after the chunk
+
+
+def _note(count: Int32) -> Int32:
+    """Return the word at which the note of the count-th q block begins."""
+    return Word.NOTE + _CHUNK_AND_TURN * (count & (_NOTES - 1))
+
 
 class Hd256Deterministic:
     """Forms sums in the order of their semaphores.
@@ -42,9 +51,8 @@ class Hd256Deterministic:
     ):  # fmt: skip
         """Say which semaphore the count-th q block waits for; -1: there are no more."""
         if wg == 0 and thread == 0:
-            # two notes: the one before may still be read
-            info[Word.NOTE + 2 * (count & 1)] = chunk
-            info[Word.NOTE + 2 * (count & 1) + 1] = info[RECORD + WorkTile.KV_BLOCK]
+            info[_note(count)] = chunk
+            info[_note(count) + _TURN] = info[RECORD + WorkTile.KV_BLOCK]
             cute.arch.mbarrier_arrive(bars.announced)
 
     def may_add(self, bars: TurnBarriers, count: Int32) -> None:
@@ -62,7 +70,7 @@ class Hd256Deterministic:
         count, chunk = Int32(0), Int32(0)
         while chunk >= 0:
             cute.arch.mbarrier_wait(bars.announced, count & 1)
-            chunk, turn = info[Word.NOTE + 2 * (count & 1)], info[Word.NOTE + 2 * (count & 1) + 1]
+            chunk, turn = info[_note(count)], info[_note(count) + _TURN]
             if chunk >= 0:
                 wait_turn(order[OrderTable.SEMAPHORE].iterator + chunk, turn)
                 cute.arch.sync_warp()
@@ -76,7 +84,7 @@ class Hd256Deterministic:
         count, chunk = Int32(0), Int32(0)
         while chunk >= 0:
             cute.arch.mbarrier_wait(bars.added, count & 1)
-            chunk, turn = info[Word.NOTE + 2 * (count & 1)], info[Word.NOTE + 2 * (count & 1) + 1]
+            chunk, turn = info[_note(count)], info[_note(count) + _TURN]
             cute.arch.sync_warp()
             device.arrive(bars.may_add)  # the note has been read
             if chunk >= 0:

@@ -5,12 +5,13 @@ Ids, counts and words have their one definition here. The counts say who arrives
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 from cutlass import Float32, Int32, cute
 
+from attnkit.templates.common.constants import ONE_ARRIVAL
 from attnkit.templates.common.work_tile import RECORD
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class Word:
 
 
 NOTE_WORDS = 4
+TURN_WARPS = 2  # above head dim 128: one waits for turns, one passes them on
 RECORD_STRIDE = 2 * RECORD  # of the records of two K stages: the notes lie between them
 
 # Bit of a chunk's number: no kv block has added to it before, so that this one stores. A block's
@@ -140,18 +142,18 @@ def init_barriers(c: BackwardConfig, bars: Barriers) -> None:
     mbarrier_init = cute.arch.mbarrier_init
     load, chunk = bars.load, bars.chunk
     for wg in range(CONSUMERS):  # each has its half of V
-        mbarrier_init(load.v_full + wg, 1)  # of the producer, with the bytes to come
+        mbarrier_init(load.v_full + wg, ONE_ARRIVAL)  # of the producer, with the bytes to come
         mbarrier_init(load.v_empty + wg, WARPS)
         mbarrier_init(chunk.ready + wg, WARPS)
-        mbarrier_init(chunk.landed + wg, 1)
+        mbarrier_init(chunk.landed + wg, ONE_ARRIVAL)
         mbarrier_init(chunk.landed_ack + wg, WARP)  # every lane, as each reads the note
     for s in range(c.k_stages):
-        mbarrier_init(load.k_full + s, 1)
+        mbarrier_init(load.k_full + s, ONE_ARRIVAL)
         mbarrier_init(load.k_empty + s, CONSUMER_THREADS)  # every lane, as each reads the record
     for s in range(c.stages):
-        mbarrier_init(load.q_full + s, 1)
+        mbarrier_init(load.q_full + s, ONE_ARRIVAL)
         mbarrier_init(load.q_empty + s, CONSUMER_THREADS)  # every lane, as each reads LSE and delta
-        mbarrier_init(load.do_full + s, 1)
+        mbarrier_init(load.do_full + s, ONE_ARRIVAL)
         mbarrier_init(load.do_empty + s, CONSUMER_THREADS)
         mbarrier_init(bars.ds_full + s, CONSUMER_WARPS)
         mbarrier_init(bars.ds_empty + s, CONSUMER_WARPS)
@@ -174,18 +176,21 @@ class Hd256Barriers:
     turns: TurnBarriers
 
 
+KV_BARRIERS = 4  # k_full, v_full, one `empty` of both, and one that is not used
+
+
 def hd256_barrier_count(c: Hd256Config) -> int:
     """Return how many mbarriers `place_hd256_barriers` places, the unused one included."""
-    return 4 + 2 * c.q_stages + 2 * c.stages + 3
+    return KV_BARRIERS + 2 * c.q_stages + 2 * c.stages + len(fields(TurnBarriers))
 
 
 def place_hd256_barriers(c: Hd256Config, base: cute.Pointer) -> Hd256Barriers:
     """Place the mbarriers one after another from `base` on."""
     k_full, v_full, kv_empty = base, base + 1, base + 2  # the fourth is not used
-    q_full, q_empty = base + 4, base + 4 + c.q_stages
-    do_full = base + 4 + 2 * c.q_stages
+    q_full, q_empty = base + KV_BARRIERS, base + KV_BARRIERS + c.q_stages
+    do_full = base + KV_BARRIERS + 2 * c.q_stages
     do_empty = do_full + c.stages
-    turns = TurnBarriers(*(do_empty + c.stages + i for i in range(3)))
+    turns = TurnBarriers(*(do_empty + c.stages + i for i in range(len(fields(TurnBarriers)))))
     # K and V are released together
     load = LoadBarriers(k_full, kv_empty, v_full, kv_empty, q_full, q_empty, do_full, do_empty)
     return Hd256Barriers(load, turns)
@@ -196,18 +201,18 @@ def init_hd256_barriers(c: Hd256Config, bars: Hd256Barriers) -> None:
     # Reports of the emulator name a barrier by the argument of the call with this name.
     mbarrier_init = cute.arch.mbarrier_init
     load, turns = bars.load, bars.turns
-    mbarrier_init(load.k_full, 1)  # of the producer, with the bytes to come
-    mbarrier_init(load.v_full, 1)
+    mbarrier_init(load.k_full, ONE_ARRIVAL)  # of the producer, with the bytes to come
+    mbarrier_init(load.v_full, ONE_ARRIVAL)
     mbarrier_init(load.k_empty, CONSUMER_THREADS)  # every lane, as each reads the record; also of V
     for s in range(c.q_stages):
-        mbarrier_init(load.q_full + s, 1)
+        mbarrier_init(load.q_full + s, ONE_ARRIVAL)
         mbarrier_init(load.q_empty + s, CONSUMER_THREADS)  # every lane, as each reads LSE and delta
     for s in range(c.stages):
-        mbarrier_init(load.do_full + s, 1)
+        mbarrier_init(load.do_full + s, ONE_ARRIVAL)
         mbarrier_init(load.do_empty + s, CONSUMER_THREADS)
     if c.turns:
-        mbarrier_init(turns.announced, 1)
-        mbarrier_init(turns.may_add, 2)  # of the warps that wait for turns and pass them
+        mbarrier_init(turns.announced, ONE_ARRIVAL)
+        mbarrier_init(turns.may_add, TURN_WARPS)  # those that wait for turns and that pass them
         mbarrier_init(turns.added, CONSUMER_WARPS)
 
 

@@ -44,6 +44,7 @@ from attnkit.templates.sm90.forward_barriers import ForwardBarriers, pingpong_pa
 from attnkit.templates.sm90.forward_epilogue import Epilogue, Results, RowPlace
 from attnkit.templates.sm90.forward_mma import ForwardMma
 from attnkit.templates.sm90.forward_producer import (
+    FIRST_BLOCK_NUMBER,
     INFO_WORDS,
     NEXT_WORDS,
     Producer,
@@ -318,7 +319,7 @@ class Forward:
             # Q K of the first tile's first block; for later tiles `issue_next_tile` issues it
             if valid != 0:
                 cute.arch.mbarrier_wait(bars.k.full, 0)
-                kv_block = smem.info[0]
+                kv_block = smem.info[FIRST_BLOCK_NUMBER]
                 warpgroup.fence()
                 mma.issue_qk(wg, 0)
                 warpgroup.wait_group(0)

@@ -8,6 +8,7 @@ from typing import Any
 
 from cutlass import Int32, cute
 
+from attnkit.templates.common.constants import ONE_ARRIVAL
 from attnkit.templates.sm90.config import WARP_THREADS, WARPGROUP_THREADS, ForwardConfig
 
 
@@ -100,14 +101,14 @@ class ForwardBarriers:
         # Reports of the emulator name a barrier by the argument of the call with this name.
         mbarrier_init = cute.arch.mbarrier_init
         warps = config.consumer_warps
-        mbarrier_init(self.work.full, 1)
+        mbarrier_init(self.work.full, ONE_ARRIVAL)
         mbarrier_init(self.work.empty, WARP_THREADS)
         for s in range(self.q.stages):
-            mbarrier_init(self.q.full + s, 1)
+            mbarrier_init(self.q.full + s, ONE_ARRIVAL)
             mbarrier_init(self.q.empty + s, warps)
         for s in range(self.k.stages):
-            mbarrier_init(self.k.full + s, 1)
-            mbarrier_init(self.v.full + s, 1)
+            mbarrier_init(self.k.full + s, ONE_ARRIVAL)
+            mbarrier_init(self.v.full + s, ONE_ARRIVAL)
             # see `ForwardMma.release_k`
             mbarrier_init(self.k.empty + s, warps if config.chained else warps * WARP_THREADS)
             mbarrier_init(self.v.empty + s, warps)

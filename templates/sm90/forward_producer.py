@@ -21,6 +21,7 @@ from attnkit.templates.sm90.forward_barriers import ForwardBarriers, Pipeline
 
 # int32 words in shared memory for the consumers: block numbers of the K stages, then records. One
 # tensor for both: their addresses differ by constants, which costs no register.
+FIRST_BLOCK_NUMBER = 0  # that of K stage 0
 BLOCK_NUMBERS = 8  # at least as many as there are stages
 RECORD_WORDS, RECORDS = 8, 4  # a record must stay until its tile is written, two tiles later
 INFO_WORDS = BLOCK_NUMBERS + RECORD_WORDS * RECORDS
