@@ -264,7 +264,7 @@ class Explanation:
         mask = self.variant.mask
         if not isinstance(mask, BlockMask):
             mask = create_block_mask(mask, self.runs.batch, self.runs.heads, q_len, kv_len)
-        kept = summarize(mask).kept
+        kept = summarize(mask).kept_positions
         shared = batch * heads // (self.runs.batch * self.runs.heads)
         return None if kept is None else kept * shared
 

@@ -29,7 +29,7 @@ class Summary:
         shape: (batch, heads, query length, kv length) of the counts; batch and heads are 1 if the
             mask does not read b or h.
         tiles: numbers of (empty, partial, full) tiles.
-        kept: positions that the mask keeps; None if counting them would take too long.
+        kept_positions: positions that the mask keeps; None if counting them would take too long.
         stored: bytes of the tiles as runs.
         flex: bytes of the index tensors of FlexAttention's BlockMask with the same tiles.
         dense: bytes of the dense mask, bool.
@@ -40,7 +40,7 @@ class Summary:
 
     shape: tuple[int, int, int, int]
     tiles: tuple[int, int, int]
-    kept: int | None
+    kept_positions: int | None
     stored: int
     flex: int
     dense: int
@@ -52,8 +52,8 @@ class Summary:
         empty, partial, full = self.tiles
         computed = 100 * (partial + full) / (empty + partial + full)
         kept = "positions not counted"
-        if self.kept is not None:
-            kept = f"{100 * self.kept / positions:.3g}% of {positions} positions kept"
+        if self.kept_positions is not None:
+            kept = f"{100 * self.kept_positions / positions:.3g}% of {positions} positions kept"
         sizes = (self.stored, self.flex, self.dense)
         runs, lists, dense = (bytes_shown(n) for n in sizes)
         return "\n".join(
@@ -72,7 +72,7 @@ def summarize(blocks: BlockMask, *, most_positions: int = _MOST_POSITIONS) -> Su
     Args:
         blocks: the mask and its tiles, of `create_block_mask`.
         most_positions: the largest number of interval ends, or of positions in partial tiles if
-            there are no intervals, that is looked at; above it, `kept` is None.
+            there are no intervals, that is looked at; above it, `kept_positions` is None.
 
     Raises:
         What using the mask would raise.
@@ -104,7 +104,7 @@ def summarize(blocks: BlockMask, *, most_positions: int = _MOST_POSITIONS) -> Su
     return Summary(
         shape=(runs.batch, runs.heads, q_len, kv_len),
         tiles=runs.counts(),
-        kept=count,
+        kept_positions=count,
         stored=stored_bytes(runs),
         flex=flex_bytes(runs),
         dense=runs.batch * runs.heads * q_len * kv_len,

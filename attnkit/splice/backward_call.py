@@ -38,7 +38,7 @@ from attnkit.splice.tma import have_tma_strides, loadable
 from attnkit.splice.workers import worker_count
 from attnkit.util import caches
 from attnkit.util.tensor_cache import VersionedCache
-from attnkit.util.torch_private import device_index, maker, stream_of
+from attnkit.util.torch_private import device_index, fast_empty_strided, stream_of
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class BackwardCall:
         grad_lse = lse if inputs.grad_lse is None else inputs.grad_lse.contiguous()
         capturing = is_capturing(device)
 
-        make = maker(device) if repeatable and self._relaunches else self._empty
+        make = fast_empty_strided(device) if repeatable and self._relaunches else self._empty
         grads = [make(*l, self.dtype) for l in self.like]
         dq, dk, dv = grads if self.direct else [_contiguous(t) for t in grads]
         units = work.units

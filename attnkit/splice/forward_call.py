@@ -25,7 +25,12 @@ from attnkit.splice.counters import zero_counters
 from attnkit.splice.graph_capture import is_capturing, keep_while_replayable
 from attnkit.splice.kernel_call import Captured
 from attnkit.splice.tma import loadable
-from attnkit.util.torch_private import device_index, is_captured, maker, stream_of
+from attnkit.util.torch_private import (
+    device_index,
+    fast_empty_strided,
+    is_stream_capturing,
+    stream_of,
+)
 
 ForwardOutputs: TypeAlias = tuple[Tensor, Tensor, Tensor | None]  # out, LSE, row maxima
 # Runs a kernel: (source, arguments, indices of outputs, indices of arguments that change from call
@@ -183,7 +188,7 @@ def repeated_forward(
         effects, on another current device, while a CUDA graph is captured, or if TMA cannot read an
         address.
     """
-    make = maker(call.device)
+    make = fast_empty_strided(call.device)
     shape, strides, dtype = call.shape, call.strides, call.dtype
     row_shape, row_strides = shape[:3], _compact(shape[:3])
     parts = [(s, _compact(s)) for s in call.parts] if combine is not None else []
@@ -202,7 +207,7 @@ def repeated_forward(
         q, k, v = query.data_ptr(), key.data_ptr(), value.data_ptr()
         stream = 0
         if on_gpu:
-            if device_index() != index or is_captured():
+            if device_index() != index or is_stream_capturing():
                 return None
             stream = stream_of(index)
         if (q | k | v) & 15:

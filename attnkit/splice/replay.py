@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 
 from attnkit.jit.relaunch import Relaunch
-from attnkit.util.torch_private import device_index, is_captured, maker, stream_of
+from attnkit.util.torch_private import (
+    device_index,
+    fast_empty_strided,
+    is_stream_capturing,
+    stream_of,
+)
 
 _STEP = 256  # bytes, between tensors in one block of memory
 
@@ -88,7 +93,7 @@ class Replay:
     _counters: dict[int, Tensor] = field(default_factory=dict)  # by stream
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_make", maker(self.device))
+        object.__setattr__(self, "_make", fast_empty_strided(self.device))
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor] | None:
         """The tensors of `outputs` and `zeroed`, on the current stream.
@@ -97,7 +102,7 @@ class Replay:
         an address is off a multiple of 16 bytes that may not be.
         """
         index, make = self.device.index, self._make  # type: ignore[attr-defined]
-        if device_index() != index or is_captured():
+        if device_index() != index or is_stream_capturing():
             return None
         pool = [t.data_ptr() for t in inputs]
         bits = 0

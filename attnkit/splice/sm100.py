@@ -47,7 +47,7 @@ def config_of(
     from attnkit.templates.sm100.config import ForwardConfig
 
     head_dim, head_dim_v = (width(d) for d in head_dims)
-    if kernel.alias:  # the output tile takes the place of the query tile
+    if kernel.lacks_o_smem:  # the output tile takes the place of the query tile
         head_dim = max(head_dim, head_dim_v)
     config: dict[str, Any] = {
         "dtype": dtype,
@@ -58,7 +58,7 @@ def config_of(
         "two_cta": kernel.ctas == 2,
         # work tiles differ, and a counter's number would have to pass between the CTAs of a pair
         "work": "counter" if kernel.ctas == 1 else "clc",
-        "alias": kernel.alias,
+        "alias": kernel.lacks_o_smem,
         "poly": poly_of(form, arch),
         "need_max": need_max,
     }

@@ -44,10 +44,10 @@ def fit_registers(kernel: Kernel, form: ScoreForm, masked: bool) -> Kernel:
     each q - kv. At the widest head dims a mask's bounds leave no registers for a second P.
     """
     if masked and kernel.block == WIDEST:
-        kernel = replace(kernel, softmax="online", early=False)
+        kernel = replace(kernel, softmax="online", double_buffer_p=False)
     parts = (n for n in (form.factor, form.bias, form.slope) if n is not None)
-    tight = masked and kernel.alias
-    narrow = kernel.alias and kernel.block[1] == NARROW
+    tight = masked and kernel.lacks_o_smem
+    narrow = kernel.lacks_o_smem and kernel.block[1] == NARROW
     if not any(_loads(n, narrow) or (tight and n.op == "log1p") for n in ir.topo(*parts)):
         return kernel
     rows, columns = kernel.block
@@ -75,9 +75,9 @@ def config_of(
         "block_kv": kernel.block[1],
         "warpgroups": kernel.block[0] // 64,
         "softmax": kernel.softmax,
-        "double_buffer_p": kernel.early,
+        "double_buffer_p": kernel.double_buffer_p,
         "pingpong": kernel.pingpong,
-        "store_from_registers": kernel.alias,
+        "store_from_registers": kernel.lacks_o_smem,
         "need_max": need_max,
     }
     if (

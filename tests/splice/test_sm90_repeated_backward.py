@@ -69,7 +69,7 @@ def test_a_kernel_that_runs_for_several_gradients(
     counters = torch.zeros(1000, dtype=torch.int32)
     monkeypatch.setattr(backward_call, "zero_counters", lambda device, capturing, count: counters)
     monkeypatch.setattr(replay, "device_index", lambda: None)
-    monkeypatch.setattr(replay, "is_captured", lambda: False)
+    monkeypatch.setattr(replay, "is_stream_capturing", lambda: False)
     monkeypatch.setattr(replay, "stream_of", lambda index: 0)
     relaunch, replayed = BackwardReuse.try_fast_path, []
 

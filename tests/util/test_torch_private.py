@@ -62,7 +62,7 @@ def test_versions_count_edits() -> None:
 
 
 def test_makers_make_what_was_asked_for() -> None:
-    t = torch_private.maker(torch.device("cpu"))((2, 3), (1, 2), torch.bfloat16)
+    t = torch_private.fast_empty_strided(torch.device("cpu"))((2, 3), (1, 2), torch.bfloat16)
     assert (t.shape, t.stride(), t.dtype) == ((2, 3), (1, 2), torch.bfloat16)
 
 
@@ -95,7 +95,7 @@ def test_what_intercepts_a_call() -> None:
     with torch.device("cpu"):
         assert not torch_private.is_intercepted([x])
     with _Mode():
-        assert torch_private.modes() == 1
+        assert torch_private.function_mode_count() == 1
         assert not torch_private.only_devices()
         assert torch_private.is_intercepted([x])
     assert torch_private.is_intercepted([x.as_subclass(_Subclass)])

@@ -32,10 +32,10 @@ from attnkit.tracing.identity_guards import READ_ERRORS
 from attnkit.util import caches
 from attnkit.util.torch_private import (
     deterministic_enabled,
+    function_mode_count,
     grad_enabled,
     in_forward_ad,
     is_intercepted,
-    modes,
     only_devices,
     tensor_guard,
     version,
@@ -205,7 +205,7 @@ def try_fast_path(
     if entry.versions and _edited(entry, (*scores, *masks, *lists)):
         bucket.entries.drop(entry)
         return None
-    if modes() and not only_devices():
+    if function_mode_count() and not only_devices():
         return None
     if return_lse is not False and return_lse is not True:
         return None
