@@ -66,7 +66,6 @@ class Change:
 
 CHANGES = {
     "as it is": Change(),
-    "no ping-pong": Change({"pingpong": False}),
     "maxima in the loop": Change({"softmax": "online"}),
     "maxima in the loop, P packed late": Change({"softmax": "online", "double_buffer_p": False}),
     "grid order": Change({}, {"order": "grid"}),

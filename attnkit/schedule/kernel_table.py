@@ -21,14 +21,13 @@ class Kernel:
         block: query and kv tile.
         ctas: CTAs that share the products of a query tile.
         lacks_o_smem: shared memory has no room for both the output tile and the query tile.
-        softmax, double_buffer_p, pingpong: as there, for Hopper.
+        softmax, double_buffer_p: as there, for Hopper.
     """
 
     block: tuple[int, int]
     lacks_o_smem: bool = False
     softmax: str = "delayed-max"
     double_buffer_p: bool = True
-    pingpong: bool = True
     ctas: int = 1
 
 

@@ -76,7 +76,6 @@ def config_of(
         "warpgroups": kernel.block[0] // 64,
         "softmax": kernel.softmax,
         "double_buffer_p": kernel.double_buffer_p,
-        "pingpong": kernel.pingpong,
         "store_from_registers": kernel.lacks_o_smem,
         "need_max": need_max,
     }

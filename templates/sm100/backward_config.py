@@ -32,9 +32,8 @@ class BackwardConfig:
             otherwise they are stored in the dtype.
         turns: "ascending" or "descending": sums are formed in this order of kv tiles, that of the
             schedule; "" for any order.
-        dynamic: CTAs take their next work tile from a counter; otherwise every ctas-th.
         two_cta: two CTAs share a work tile, 128 kv positions each, and their tensor cores'
-            operands; head dims of 128, dynamic.
+            operands; head dims of 128.
         less_lse: the tensor cores subtract LSE / scale from S, see `LseInMma`; where they
             subtract delta from dP, for a mod that adds to the score what does not depend on it, and
             no captured tensor with a gradient.
@@ -46,7 +45,6 @@ class BackwardConfig:
     block_q: int = 128
     accumulate: bool = False
     turns: str = ""
-    dynamic: bool = True
     two_cta: bool = False
     less_lse: bool = False
 
@@ -212,10 +210,10 @@ class BackwardConfig:
             )
         if self.block_q != (64 if self.width == 192 else 128):
             return f"block_q={self.block_q} with width={self.width}: expected 128, or 64 with 192"
-        if self.two_cta and (widths != (128, 128) or not self.dynamic):
+        if self.two_cta and widths != (128, 128):
             return (
-                f"two_cta=True with head dims of {self.width} and {self.value_width} and "
-                f"dynamic={self.dynamic}: expected 128, 128 and dynamic=True"
+                f"two_cta=True with head dims of {self.width} and {self.value_width}: "
+                "expected 128 and 128"
             )
         if self.less_lse and not self.less_delta:
             return "less_lse=True with head dims of 128 and two_cta=False: expected False"

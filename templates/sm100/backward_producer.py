@@ -171,16 +171,14 @@ class Producer:
                     write_turn(c, info, RECORD, lists.order, index)
                     cute.arch.mbarrier_arrive(bars.v_full)
                     cute.arch.mbarrier_arrive(bars.k_full)
-            following = index + ctas
-            if const_expr(c.dynamic):  # from a counter: a CTA that is ahead takes more
-                old = Int32(0)
-                if lane == 0:
-                    old = cute.arch.atomic_add(lists.counter.iterator, Int32(1))
-                    if old == total - 1:  # the last of the launch leaves it at zero
-                        lists.counter[0] = Int32(0)
-                following = cute.arch.shuffle_sync(old, 0) + ctas
+            # the next one from a counter: a CTA that is ahead takes more
+            old = Int32(0)
+            if lane == 0:
+                old = cute.arch.atomic_add(lists.counter.iterator, Int32(1))
+                if old == total - 1:  # the last of the launch leaves it at zero
+                    lists.counter[0] = Int32(0)
+            index = cute.arch.shuffle_sync(old, 0) + ctas
             kv_count += 1
-            index = following
         cute.arch.mbarrier_wait(bars.kv_empty, (kv_count & 1) ^ 1)
         with cute.arch.elect_one():
             info[RECORD + WorkTile.VALID] = Int32(0)
