@@ -58,10 +58,11 @@ def test_the_plot_of_tiles_shows_the_rows() -> None:
 
 def test_commands_and_rows_of_the_page_exist() -> None:
     root = benchmark_pages.DOCS.parent
-    for path in re.findall(r"\]\(\.\./([\w./]+)\)", PAGE) + re.findall(
-        r"python ([\w/]+\.py)", PAGE
-    ):
-        assert (root / path).exists(), path
+    linked = re.findall(r"\]\(\.\./([\w./]+)\)", PAGE)
+    called = re.findall(r"python ([\w/]+\.py)", PAGE)
+    assert linked
+    assert called
+    assert not {path for path in linked + called if not (root / path).exists()}
     listed = set(re.findall(r"results/(\w+\.jsonl)", PAGE))
     committed = {path.name for path in (root / "benchmarks" / "results").glob("*.jsonl")}
     assert {name for name in committed if not name[0].isdigit()} == listed

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import attnkit
 from attnkit import create_mask, masks
 from attnkit.graph.ir import reads
 from attnkit.sparsity.classify import classify
@@ -79,7 +80,7 @@ def test_one_trace_serves_every_mask_of_the_same_shape(name, monkeypatch):
         return trace(*args)
 
     monkeypatch.setattr(guards, "trace", counted)
-    monkeypatch.setattr(guards, "_cache", type(guards._cache)())
+    attnkit.clear_caches()
     first = guards.trace_cached(EXAMPLES[name].mask, "mask", CPU)
     again = guards.trace_cached(EXAMPLES[name].mask, "mask", CPU)
     rebuilt = guards.trace_cached(masks.examples(40)[name].mask, "mask", CPU)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import attnkit
 from attnkit import mods
 from attnkit.graph.eval_torch import evaluate
 from attnkit.sparsity.index_bounds import check_bounds
@@ -104,7 +105,7 @@ def test_one_trace_serves_every_mod_of_the_same_shape(name, monkeypatch):
         return trace(*args)
 
     monkeypatch.setattr(guards, "trace", counted)
-    monkeypatch.setattr(guards, "_cache", type(guards._cache)())
+    attnkit.clear_caches()
     first = guards.trace_cached(EXAMPLES[name].mod, "score", CPU)
     again = guards.trace_cached(EXAMPLES[name].mod, "score", CPU)
     rebuilt = guards.trace_cached(mods.examples(17)[name].mod, "score", CPU)
