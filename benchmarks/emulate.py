@@ -85,6 +85,25 @@ def library(length: int) -> dict[str, Member]:
     return found
 
 
+def variant_and_zeros(
+    name: str, length: int, head_dims: tuple[int, int], dtype: torch.dtype, requires_grad: bool
+) -> tuple[Variant, list[Tensor]]:
+    """Return a variant of the library with query, key and value of zeros.
+
+    Args:
+        name: as `library` names it; "+ causal" for a mod with that mask.
+        length: of the library.
+        head_dims: of query and value.
+    """
+    name, _, mask = name.partition(" + ")
+    member = library(length)[name]
+    variant = Variant(member.variant.score_mod, masks.causal()) if mask else member.variant
+    wide, deep = head_dims
+    sizes = (member.q_len, wide), (member.kv_len, wide), (member.kv_len, deep)
+    shapes = [(member.batch, member.heads, *size) for size in sizes]
+    return variant, [torch.zeros(s, dtype=dtype, requires_grad=requires_grad) for s in shapes]
+
+
 def run(job: Job) -> Row:
     """Emulate a variant; return its row."""
     torch.set_num_threads(1)

@@ -23,11 +23,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from emulate import DIRECTIONS, library
+from emulate import DIRECTIONS, library, variant_and_zeros
 
 from attnkit.jit import emulation, kernel
-from attnkit.masks import causal
-from attnkit.runtime.variant import Variant
 from attnkit.schedule.kernel_table import Kernel, kernels
 from attnkit.splice import sm100, sm100_pairs
 
@@ -61,19 +59,10 @@ class Job:
 
 def sources(job: Job) -> list[kernel.Source]:
     """Return the kernels that a job compiles."""
-    name, _, mask = job.variant.partition(" + ")
-    member = library(LENGTH)[name]
-    variant = Variant(member.variant.score_mod, causal()) if mask else member.variant
     backward = job.direction == "backward"
-    wide, deep = job.head_dims
-    qkv = [
-        torch.zeros(
-            *(member.batch, member.heads, length, width),
-            dtype=getattr(torch, job.dtype),
-            requires_grad=backward,
-        )
-        for length, width in ((member.q_len, wide), (member.kv_len, wide), (member.kv_len, deep))
-    ]
+    variant, qkv = variant_and_zeros(
+        job.variant, LENGTH, job.head_dims, getattr(torch, job.dtype), backward
+    )
 
     def asked(found: Sequence[Kernel], *_: Any) -> tuple[Kernel, str]:
         return next(k for k in found if k.block == job.block), "its tiles are asked for"

@@ -20,15 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from emulate import DIRECTIONS, library
+from emulate import DIRECTIONS, library, variant_and_zeros
 from frames import head_dims
 
 from attnkit.errors import AttnkitError
 from attnkit.jit import dsl_runtime, emulation
 from attnkit.jit import kernel as compiled
 from attnkit.jit.cubin import kernel_code
-from attnkit.masks import causal
-from attnkit.runtime.variant import Variant
 
 LENGTH = 600
 ARCHS = ("sm_90a", "sm_100a")
@@ -58,19 +56,8 @@ class Job:
 
 def sources(job: Job) -> list[compiled.Source]:
     """Return the kernels that a call of the job compiles."""
-    name, _, mask = job.variant.partition(" + ")
-    member = library(LENGTH)[name]
-    variant = Variant(member.variant.score_mod, causal()) if mask else member.variant
     backward = job.direction == "backward"
-    wide, deep = job.head_dims
-    qkv = [
-        torch.zeros(
-            *(member.batch, member.heads, length, width),
-            dtype=torch.bfloat16,
-            requires_grad=backward,
-        )
-        for length, width in ((member.q_len, wide), (member.kv_len, wide), (member.kv_len, deep))
-    ]
+    variant, qkv = variant_and_zeros(job.variant, LENGTH, job.head_dims, torch.bfloat16, backward)
     with emulation.session(execute=False), compiled.requested_sources() as found:
         out = variant(*qkv, backend=f"emulate:{job.arch}", deterministic=job.deterministic)
         if backward:
