@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attnkit.errors import ArgumentError, OptionError, ShapeError
-from attnkit.graph.eval_torch import evaluate
+from attnkit.graph.eval_torch import evaluate, positions
 from attnkit.graph.ir import Node, reads
 from attnkit.sparsity.block_runs import BLOCK, BlockRuns
 from attnkit.tracing.float64_checks import compute_dtype
@@ -444,12 +444,7 @@ def create_mask(
     device = resolve_device("cpu" if device is None else device)
     kind: Kind = "score" if takes(mod_fn, "score") and not takes(mod_fn, "mask") else "mask"
     mask = trace_cached(mod_fn, kind, device)
-    env = {
-        name: torch.arange(n, dtype=torch.int32, device=device).view(
-            [n if i == axis else 1 for i in range(4)]
-        )
-        for axis, (name, n) in enumerate(zip(("b", "h", "q", "kv"), shape, strict=True))
-    }
+    env = positions(shape, device)
     env["score"] = torch.zeros(1, 1, 1, 1, dtype=compute_dtype(mask), device=device)
     (kept,) = evaluate([mask.root], env, mask.tensors, compute_dtype(mask))
     kept = kept != -torch.inf if kind == "score" else kept
