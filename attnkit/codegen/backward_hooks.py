@@ -34,17 +34,18 @@ class GraphBackward(GraphForward):
         ends: the intervals of q that a column keeps, over the same tensors and with the column's
             position in the place of q; None if the mask has no such form.
         scores: how many of the captured tensors are the score's; the mask's follow.
-        listed: block lists overrule the mask.
+        lists_override_mask: block lists overrule the mask.
         positive: whether the softmax scale is above 0.
         needs_grad: for each captured tensor of the score, whether its gradient is needed.
 
     Attributes:
-        sloped: whether the derivative of the mod by the score is not 1.
-        learned: for each load with a gradient, the level of its index, from `Level.HEAD` up.
-        slots: for each such load, which of the tensors that need a gradient it reads.
-        gathers: whether a captured tensor is read for every score, or every q - kv.
-        distant: whether a number of the head times kv - q is added by itself, see `distance`; only
-            where the mod's slope is 1.
+        has_derivative: whether the derivative of the mod by the score is not 1.
+        gradient_levels: for each load with a gradient, the level of its index, from `Level.HEAD`
+            up.
+        gradient_slots: for each such load, which of the tensors that need a gradient it reads.
+        loads_per_score: whether a captured tensor is read for every score, or every q - kv.
+        has_distance_term: whether a number of the head times kv - q is added by itself, see
+            `distance_term`; only where the mod's derivative is 1.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class GraphBackward(GraphForward):
         ends: Ends | None,
         *,
         scores: int,
-        listed: bool = False,
+        lists_override_mask: bool = False,
         positive: bool = True,
         needs_grad: Sequence[bool] = (),
     ) -> None:
@@ -65,25 +66,32 @@ class GraphBackward(GraphForward):
             dscore = derivative.dscore
             learned = [i for i, need in enumerate(needs_grad) if need]
             loads = tuple((n, c) for n, c in derivative.loads if int(str(n.attr)) in learned)
-            self.slots = tuple(learned.index(int(str(n.attr))) for n, _ in loads)
+            self.gradient_slots = tuple(learned.index(int(str(n.attr))) for n, _ in loads)
         else:
-            self.slots = ()
+            self.gradient_slots = ()
         self._loads = tuple(load for load, _ in loads)
         self._cotangents = tuple(unscaled(c) for _, c in loads)
         self._dscore = unscaled(dscore)
         self._slope = unscaled(_with_unit_gradient(dscore))
-        self.sloped = self._slope is not _ONE
+        self.has_derivative = self._slope is not _ONE
         # with a derivative of the mod there are no registers for a separate distance term
-        form = score_form(root, separate_distance=not self.sloped)
-        super().__init__(form, mask, ends, scores=scores, listed=listed, positive=positive)
+        form = score_form(root, separate_distance=not self.has_derivative)
+        super().__init__(
+            form,
+            mask,
+            ends,
+            scores=scores,
+            lists_override_mask=lists_override_mask,
+            positive=positive,
+        )
         parts = [n for n in (form.factor, form.bias, form.slope) if n is not None]
-        self.distant = form.distance is not None
-        self.learned: tuple[str, ...] = tuple(index_level(load) for load in self._loads)
-        adjoints = [self._dscore, *self._cotangents] if self.learned else []
+        self.has_distance_term = form.distance is not None
+        self.gradient_levels: tuple[str, ...] = tuple(index_level(load) for load in self._loads)
+        adjoints = [self._dscore, *self._cotangents] if self.gradient_levels else []
         # one set of stages, so that a mod and its slope share what they have in common
-        self._score = Stages([*parts, self._slope] if self.sloped else parts)
+        self._score = Stages([*parts, self._slope] if self.has_derivative else parts)
         self._adjoint = Stages(adjoints)
-        self.gathers = any(
+        self.loads_per_score = any(
             n.op == "load" and level_of(n) in (Level.RELATIVE, Level.ELEMENT)
             for n in ir.topo(*self._score.roots, *self._mask_stages.roots)
         )
@@ -97,8 +105,8 @@ class GraphBackward(GraphForward):
             distance = emit([self.form.distance], env, scores, fast=True)[0]
         return (*super().head(site), self._adjoint.head(site, scores), distance)
 
-    def distance(self, site: Any, head: Values) -> Any:
-        """Return the factor of kv - q that the kernel adds to the x of `both`; None for none."""
+    def distance_term(self, site: Any, head: Values) -> Any:
+        """Return the factor of kv - q that the kernel adds to x by itself; None for none."""
         return head[5]
 
     def row(self, site: Any, head: Values, q: Any) -> Values:
@@ -114,7 +122,7 @@ class GraphBackward(GraphForward):
             for values, at in zip(super().columns(site, head, kv, masked), kv, strict=True)
         ]
 
-    def both(
+    def score_and_derivative(
         self,
         site: Any,
         head: Values,
@@ -140,11 +148,11 @@ class GraphBackward(GraphForward):
             shared.update(self._score.relatives(site, scores, head[0], new))
         values = self._score.elements(site, scores, head[0], elements, shared or {})
         slopes = None if self._slope is _ONE else [value[-1] for value in values]
-        if self.raw:
+        if self.only_scales:
             return [s for _, _, s in places], slopes
         return self._combine(columns, places, values), slopes
 
-    def adjoint(
+    def dscore(
         self, site: Any, head: Values, rows: Rows, columns: Columns, places: Sequence[Any]
     ) -> tuple[list[Any], list[list[Any]]]:
         """Emit the gradients of the scores q . k * scale, and those of each learned load's value.
@@ -158,7 +166,9 @@ class GraphBackward(GraphForward):
         values = self._adjoint.elements(site, scores, head[4], elements, {})
         return [v[0] for v in values], [list(v) for v in zip(*(v[1:] for v in values), strict=True)]
 
-    def place(self, i: int, site: Any, shape: Sequence[Any], q: Any, kv: Any) -> tuple[Any, ...]:
+    def gradient_index(
+        self, i: int, site: Any, shape: Sequence[Any], q: Any, kv: Any
+    ) -> tuple[Any, ...]:
         """Emit the index of learned load i; its level says whether q and kv are needed.
 
         Args:

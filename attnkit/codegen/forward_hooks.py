@@ -32,7 +32,7 @@ class GraphForward:
         mask: bool expression, None to keep everything.
         ends: the mask as intervals of kv, over the same tensors; None if it has no such form.
         scores: how many of the captured tensors are the score's; the mask's follow.
-        listed: block lists overrule the mask.
+        lists_override_mask: block lists overrule the mask.
         positive: whether the softmax scale is above 0.
         wrap: loads whose index may be negative; None: wherever that is not plain.
     """
@@ -44,28 +44,28 @@ class GraphForward:
         ends: Ends | None,
         *,
         scores: int,
-        listed: bool = False,
+        lists_override_mask: bool = False,
         positive: bool = True,
         wrap: frozenset[Node] | None = None,
     ) -> None:
         self.form, self._mask, self._ends, self._scores = form, mask, ends, scores
-        self.listed = listed
+        self.lists_override_mask = lists_override_mask
         self.has_mask = mask is not None
         self.intervals = None if ends is None else len(ends)
-        self.raw = form.plain and positive
+        self.only_scales = form.plain and positive
         parts = [n for n in (form.factor, form.bias, form.slope) if n is not None]
         self._wrap = wrap
         self._score = Stages(parts, wrap)
         self._mask_stages = Stages([mask] if mask is not None and ends is None else [], wrap)
-        self.blind = form.factor is None and (
+        self.ignores_score = form.factor is None and (
             form.bias is None or "score" not in ir.reads(form.bias)
         )
-        self.selects = any(
+        self.branches_on_score = any(
             n.op == "where" and "score" in ir.reads(n.args[0]) for n in ir.topo(*parts)
         )
-        self.effort = instructions(*parts)
+        self.instruction_estimate = instructions(*parts)
         self.row_factor = form.factor is not None and "q" in ir.reads(form.factor)
-        self.ahead = bool(
+        self.prefetches = bool(
             self._score.nodes_at(Level.COLUMN) or self._score.nodes_at(Level.RELATIVE)
         )
 
@@ -81,7 +81,7 @@ class GraphForward:
         env = {"b": site.b, "h": site.h, "scale": site.scale}
         if self.form.slope is not None:
             slope = emit([self.form.slope], env, scores, fast=True, wrap=self._wrap, memo=memo)[0]
-        if self.raw:
+        if self.only_scales:
             factor = emit([self.form.factor], env, scores, fast=True, wrap=self._wrap, memo=memo)[0]  # type: ignore[list-item]
         return score_values, self._mask_stages.head(site, masks), slope, factor
 
@@ -95,7 +95,7 @@ class GraphForward:
             term = emit([self.form.row], env, scores, fast=True, wrap=self._wrap)[0]
         return score_values, self._mask_stages.row(site, masks, head[1], q), term
 
-    def held(self, site: Any, head: Values, offsets: Sequence[Any]) -> Values:
+    def fixed_columns(self, site: Any, head: Values, offsets: Sequence[Any]) -> Values:
         """Emit the terms that every block adds in columns at these offsets from its first."""
         slope = head[2]
         return tuple(None if slope is None else slope * Float32(o) for o in offsets)
@@ -119,12 +119,12 @@ class GraphForward:
     def relatives(
         self, site: Any, head: Values, rows: Rows, columns: Columns, places: Sequence[Any]
     ) -> Any:
-        """Emit the values that depend on q - kv, for `element`."""
+        """Emit the values that depend on q - kv, for `score`."""
         scores, _ = self._tensors(site)
         elements = [_element(site, rows, columns, r, j, 0) for r, j in places]
         return self._score.relatives(site, scores, head[0], elements)
 
-    def element(
+    def score(
         self,
         site: Any,
         head: Values,
@@ -157,7 +157,7 @@ class GraphForward:
         """Return the factor of x, None for 1."""
         return head[3]
 
-    def ends(self, site: Any, head: Values, q: Any) -> list[tuple[Any, Any]]:
+    def kept_intervals(self, site: Any, head: Values, q: Any) -> list[tuple[Any, Any]]:
         """Emit the bounds of the intervals of a row."""
         _, masks = self._tensors(site)
         env = {"b": site.b, "h": site.h, "q": q}
@@ -176,7 +176,7 @@ class GraphForward:
         relatives = self._mask_stages.relatives(site, masks, head[1], elements)
         return [v[0] for v in self._mask_stages.elements(site, masks, head[1], elements, relatives)]
 
-    def lse(self, site: Any, head: Values, row: Values) -> Any:
+    def lse_offset(self, site: Any, head: Values, row: Values) -> Any:
         """Return the term that is added to the row's LSE after the softmax."""
         return row[2]
 

@@ -60,7 +60,7 @@ class Explanation:
         target: architecture that a kernel is predicted for, if any.
         variant: the variant.
         dtype: of query, key and value.
-        listed: whether block lists overrule the mask function.
+        lists_override_mask: whether block lists overrule the mask function.
     """
 
     score: Traced | None
@@ -73,7 +73,7 @@ class Explanation:
     target: Target | None = None
     variant: Variant | None = None
     dtype: torch.dtype = torch.bfloat16
-    listed: bool = False
+    lists_override_mask: bool = False
 
     @property
     def formula(self) -> str:
@@ -178,7 +178,10 @@ class Explanation:
 
     @property
     def _program(self) -> Program:
-        return Program(None if self.score is None else self.score.root, listed=self.listed)
+        return Program(
+            None if self.score is None else self.score.root,
+            lists_override_mask=self.lists_override_mask,
+        )
 
     @functools.cached_property
     def _kernel(self) -> tuple[tuple[int, int], str]:
@@ -406,5 +409,5 @@ def explain(
         target=target,
         variant=variant,
         dtype=dtype,
-        listed=bound.program.listed,
+        lists_override_mask=bound.program.lists_override_mask,
     )

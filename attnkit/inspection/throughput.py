@@ -208,7 +208,7 @@ class _Run(ABC):
     dtype: torch.dtype
 
     @property
-    def listed(self) -> bool:
+    def lists_override_mask(self) -> bool:
         """Whether the tiles are passed as block lists, which no kernel joins to larger ones."""
         return False
 
@@ -226,7 +226,7 @@ class _Run(ABC):
             raise UnsupportedError("an index is not proven at these lengths")
         states = torch.full((1, 1, rows, columns), state, dtype=torch.int8)
         runs = BlockRuns.from_states(states, lengths[0], lengths[1], self.block)
-        program = dataclasses.replace(bound.program, listed=self.listed)
+        program = dataclasses.replace(bound.program, lists_override_mask=self.lists_override_mask)
         captured = Captured(
             bound.score.tensors if bound.score else (),
             bound.mask.tensors if bound.mask else (),
@@ -271,7 +271,7 @@ class _Forward(_Run):
 
 class _Backward(_Run):
     @property
-    def listed(self) -> bool:
+    def lists_override_mask(self) -> bool:
         target = of_template(self.template)
         return self.block[1] == LISTED and target is not None and target.template == SM100.template
 

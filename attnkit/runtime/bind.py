@@ -59,7 +59,7 @@ class Bound:
         score: the traced score_mod, None if it does not change the score.
         mask: the traced mask_mod, None if it keeps everything.
         runs: tiles to visit, None for all.
-        listed: whether the runs come from block lists of PyTorch's BlockMask, which override the
+        lists_override_mask: whether the runs come from block lists of PyTorch's BlockMask, which override the
             mask_mod.
         program: the graphs, as operators take them.
     """
@@ -67,7 +67,7 @@ class Bound:
     score: Traced | None
     mask: Traced | None
     runs: BlockRuns | None
-    listed: bool
+    lists_override_mask: bool
     program: Program
 
     @property
@@ -178,21 +178,21 @@ def classify(
     score, mask = variant.score, variant.mask
     if score is not None and score.root is ir.arg("score"):
         score = None
-    runs, listed = None, False
+    runs, lists_override_mask = None, False
     if mask is not None:
-        runs, listed = _runs(variant, mask, query, key, block)
+        runs, lists_override_mask = _runs(variant, mask, query, key, block)
         if mask.root is TRUE:
             mask = None
-            runs = runs if listed else None
+            runs = runs if lists_override_mask else None
     program = Program(
         None if score is None else score.root,
         None if mask is None else mask.root,
-        listed=listed and mask is not None,
+        lists_override_mask=lists_override_mask and mask is not None,
     )
     if unproven:
         names = (score.names if score else ()), (mask.names if mask else ())
         program = replace(program, checked=unproven, names=names)
-    return Bound(score, mask, runs, listed, program)
+    return Bound(score, mask, runs, lists_override_mask, program)
 
 
 def _runs(

@@ -101,7 +101,7 @@ def _plan_facts(call: AttentionCall, settings: CallSettings, variant: TracedVari
         head_dim=query.shape[-1],
         value_dim=call.value.shape[-1],
         capability=_capability(query.device),
-        listed=variant.block_lists,
+        listed_block=variant.block_lists,
         fixed=settings.block is not BLOCK,
         modded=variant.score is not None,
         masked=variant.block_mask is not None,
@@ -154,7 +154,7 @@ def _dense(bound: Bound) -> Attention:
 
 def _allowed(bound: Bound, query: Tensor, key: Tensor) -> Tensor | None:
     """Expand the block lists of PyTorch's BlockMask to single positions; None without lists."""
-    if not bound.listed or bound.runs is None:
+    if not bound.lists_override_mask or bound.runs is None:
         return None
     states = bound.runs.states()
     for axis, size in ((2, bound.runs.block[0]), (3, bound.runs.block[1])):

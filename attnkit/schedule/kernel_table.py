@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from attnkit.schedule.targets import SM90, SM100
 
 # head dims as GPU kernels compute them; others are padded with zeros
-WIDTHS = (64, 96, 128, 192, 256)
+HEAD_DIMS = (64, 96, 128, 192, 256)
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,9 @@ _LONG = 256  # query lengths above this prefer pairs of CTAs
 _TABLES = {SM90.template: (_SM90, _SM90_MODDED), SM100.template: (_SM100, _SM100)}
 
 
-def width(head_dim: int) -> int:
-    """Return the head dim as a GPU kernel computes it: padded to the next of `WIDTHS`."""
-    return next(w for w in WIDTHS if head_dim <= w)
+def padded_head_dim(head_dim: int) -> int:
+    """Return the head dim as a GPU kernel computes it: padded to the next of `HEAD_DIMS`."""
+    return next(w for w in HEAD_DIMS if head_dim <= w)
 
 
 def kernels(
@@ -118,15 +118,17 @@ def mask_tiles(candidates: Sequence[Kernel]) -> tuple[int, int]:
     return 128, math.gcd(candidates[0].block[1], other.block[1])
 
 
-def fitting_kernel(candidates: Sequence[Kernel], block: tuple[int, int], listed: bool) -> Kernel:
+def fitting_kernel(
+    candidates: Sequence[Kernel], block: tuple[int, int], lists_override_mask: bool
+) -> Kernel:
     """Return the kernel with exactly these tiles, or else the best one whose tiles divide them.
 
     Args:
         candidates: kernels, best first.
         block: tiles of a mask.
-        listed: whether block lists override the mask; then the best one that divides, in any case.
+        lists_override_mask: whether block lists override the mask; then the best one that divides, in any case.
     """
-    same = () if listed else (k for k in candidates if k.block == block)
+    same = () if lists_override_mask else (k for k in candidates if k.block == block)
     fits = (k for k in candidates if all(b % s == 0 for b, s in zip(block, k.block, strict=True)))
     return next(iter(same), None) or next(fits)
 

@@ -42,7 +42,7 @@ class Call:
         dtype: of query, key and value, as "bfloat16".
         head_dim, value_dim: of query and key, and of value.
         capability: compute capability of the query's device, None if it is no CUDA device.
-        listed: tile sizes of block lists that override the mask, None without lists.
+        listed_block: tile sizes of block lists that override the mask, None without lists.
         fixed: whether the caller gave tile sizes.
         modded: whether there is a score_mod.
         masked: whether there is a mask.
@@ -53,7 +53,7 @@ class Call:
     head_dim: int
     value_dim: int
     capability: tuple[int, int] | None = None
-    listed: tuple[int, int] | None = None
+    listed_block: tuple[int, int] | None = None
     fixed: bool = False
     modded: bool = False
     masked: bool = True
@@ -101,8 +101,8 @@ def _kernels(call: Call, target: Target) -> tuple[Kernel, ...]:
 def _suitable(call: Call, block: tuple[int, int], target: Target) -> Kernel | None:
     """Return the best kernel for the head dims and the required tile sizes, None if none fits."""
     candidates = _kernels(call, target)
-    if call.listed is not None:
-        return next((k for k in candidates if _fits(k.block, call.listed)), None)
+    if call.listed_block is not None:
+        return next((k for k in candidates if _fits(k.block, call.listed_block)), None)
     if call.fixed:
         return next((k for k in candidates if k.block == block), None)
     return next(iter(candidates), None)
@@ -154,7 +154,7 @@ _KERNEL_RULES = (
     Rule(
         lambda c, b, t: not _kernels(c, t) or _suitable(c, b, t) is not None,
         lambda c, b, t: (
-            f"tiles of {c.listed or b} do not fit the {t.card} kernels for head dims "
+            f"tiles of {c.listed_block or b} do not fit the {t.card} kernels for head dims "
             f"{c.head_dim} and {c.value_dim}, which have "
             f"{' or '.join(str(k.block) for k in _kernels(c, t))}"
         ),
@@ -257,7 +257,7 @@ def _kernel_plan(
     kernel = _suitable(call, block, target)
     assert kernel is not None
     tiles = kernel.block
-    if call.masked and not call.fixed and call.listed is None:
+    if call.masked and not call.fixed and call.listed_block is None:
         tiles = mask_tiles(_kernels(call, target))
     if emulated is None:
         notes = (*notes, *_notes(call, target))

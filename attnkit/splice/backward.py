@@ -48,7 +48,8 @@ def supports(kernel_call: KernelCall, inputs: BackwardInputs) -> bool:
         return False
     columns = template.block_kv(widths)
     fits = runs is None or not (runs.block[0] % 64 or runs.block[1] % columns)
-    return fits or not program.listed  # tiles of lists that override the mask cannot be joined
+    # tiles of block lists that override the mask cannot be joined
+    return fits or not program.lists_override_mask
 
 
 def _learned(inputs: BackwardInputs) -> list[Tensor]:
@@ -78,7 +79,7 @@ def _settings_of(kernel_call: KernelCall, inputs: BackwardInputs) -> BackwardSet
         runs or full_runs(query.shape[2], key.shape[2], (128, 128), query.device),
         additive=score_form(program.score).additive,
         learned=_levels(program.score, tuple(inputs.needs_grad)),
-        listed=program.listed,
+        lists_override_mask=program.lists_override_mask,
     )
     switches = template.switches(case)
     light = _light(program, inputs.needs_grad)
@@ -147,7 +148,9 @@ def backward_block(
         return None
     runs = runs or full_runs(_DEFAULT_LENGTH, _DEFAULT_LENGTH, (128, 128), torch.device("cpu"))
     additive = score_form(program.score).additive
-    case = BackwardCase(widths, runs, additive, learned=frozenset(), listed=program.listed)
+    case = BackwardCase(
+        widths, runs, additive, learned=frozenset(), lists_override_mask=program.lists_override_mask
+    )
     switches = settings.switches(case)
     ctas = 2 if switches.get("two_cta") else 1
     return settings.block_q(widths, _light(program, ())), ctas * settings.block_kv(widths)
@@ -187,10 +190,10 @@ def _settings(
     assert widths is not None
     config = {
         "dtype": str(query.dtype).removeprefix("torch."),
-        "width": widths[0],
-        "value_width": widths[1],
+        "head_dim": widths[0],
+        "head_dim_v": widths[1],
         "block_q": template.block_q(widths, light),
         "accumulate": key.shape[:2] != query.shape[:2],
-        "turns": "descending" if deterministic else "",
+        "sum_order": "descending" if deterministic else "",
     } | switches
     return BackwardSettings(target, tuple(sorted(config.items())), dims, template)

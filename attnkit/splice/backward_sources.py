@@ -78,7 +78,7 @@ def main_source(
             program.mask,
             bounds,
             scores=len(needs_grad),
-            listed=program.listed,
+            lists_override_mask=program.lists_override_mask,
             needs_grad=needs_grad,
         )
         totals = [ndim for (_, ndim, _), need in zip(captured, needs_grad, strict=False) if need]

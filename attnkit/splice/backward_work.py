@@ -167,7 +167,7 @@ def scheduled(
         shape,
         workers=max(1, workers // settings.ctas),
         cost=template.cost(settings),
-        order=settings.values["turns"] or "longest",
+        order=settings.values["sum_order"] or "longest",
         split=template.splits(settings),
     )
     if not template.first_writer(settings):

@@ -134,9 +134,11 @@ def build_call(kernel_call: KernelCall, inputs: ForwardInputs, workers: int) -> 
     variant = forward_variant(
         program.score, program.mask, bounds, (batch, heads, q_len, key.shape[2])
     )
-    variant = replace(variant, listed=program.listed)
+    variant = replace(variant, lists_override_mask=program.lists_override_mask)
     arguments = tuple(captured_arguments(variant, captured, mask_tensors, device))
-    chosen = template.fit(chosen, variant.form, variant.mask is not None or variant.listed)
+    chosen = template.fit(
+        chosen, variant.form, variant.mask is not None or variant.lists_override_mask
+    )
     config = template.config(variant.form, chosen, dtype, head_dims, need_max, target.arch)
     source = forward_source(
         target,

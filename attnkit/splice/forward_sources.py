@@ -39,7 +39,15 @@ def forward_source(
     graph = "|".join("" if n is None else ir.text(n) for n in parts)
     ends = None if variant.ends is None else len(variant.ends)
     loads = [n in variant.wraps for n in ir.topo(*variant.nodes()) if n.op == "load"]
-    extra = (head_dims, captured, len(variant.slots[0]), positive, ends, loads, variant.listed)
+    extra = (
+        head_dims,
+        captured,
+        len(variant.slots[0]),
+        positive,
+        ends,
+        loads,
+        variant.lists_override_mask,
+    )
     return Source(
         "\n".join([f"{target.template} forward", graph, repr(list(config)), repr(extra)]),
         target.arch,

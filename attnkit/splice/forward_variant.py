@@ -26,7 +26,7 @@ class ForwardVariant:
         ends: the mask as intervals, if it has that form.
         slots: which captured tensors of the score, and of the mask, the kernel reads.
         wraps: loads whose index may be negative at the lengths in question.
-        listed: block lists overrule the mask.
+        lists_override_mask: block lists overrule the mask.
     """
 
     form: ScoreForm
@@ -34,7 +34,7 @@ class ForwardVariant:
     ends: tuple[tuple[Node, Node], ...] | None
     slots: tuple[tuple[int, ...], tuple[int, ...]]
     wraps: frozenset[Node] = frozenset()
-    listed: bool = False
+    lists_override_mask: bool = False
 
     def nodes(self) -> list[Node]:
         """Return all expressions that the kernel computes."""
@@ -52,7 +52,7 @@ class ForwardVariant:
             self.mask,
             self.ends,
             scores=len(self.slots[0]),
-            listed=self.listed,
+            lists_override_mask=self.lists_override_mask,
             positive=positive,
             wrap=self.wraps,
         )

@@ -33,7 +33,9 @@ def choose_kernel(
     """
     candidates = kernels(*head_dims, program.score is not None, target.template, q_len=q_len)
     form = score_form(program.score)
-    return forward_template(target).choose(candidates, head_dims, runs, program.listed, form)
+    return forward_template(target).choose(
+        candidates, head_dims, runs, program.lists_override_mask, form
+    )
 
 
 def near_runs(runs: BlockRuns, query: Tensor) -> BlockRuns:

@@ -23,20 +23,20 @@ class Program:
         checked: loads of either graph whose index range is not proven; each is checked when run.
         names: names of the tensors that the score and the mask capture, for the messages of those
             checks; empty where nothing is checked, so that equal graphs are equal programs.
-        listed: block lists overrule the mask: a FULL tile is kept whole whatever the mask says.
+        lists_override_mask: block lists overrule the mask: a FULL tile is kept whole whatever the mask says.
     """
 
     score: Node | None = None
     mask: Node | None = None
     checked: frozenset[Node] = frozenset()
     names: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-    listed: bool = False
+    lists_override_mask: bool = False
 
     @functools.cached_property
     def text(self) -> str:
         """The program as canonical text; `Program.parse` reads it back."""
         parts = ["" if root is None else ir.text(root) for root in (self.score, self.mask)]
-        parts.append("listed" if self.listed else "")
+        parts.append("listed" if self.lists_override_mask else "")
         if self.checked:
             order = [n for n in self._order() if n in self.checked]
             parts += [ir.text(*order), *(",".join(names) for names in self.names)]
@@ -49,9 +49,9 @@ class Program:
     @functools.lru_cache(maxsize=1024)
     def parse(text: str) -> Program:
         """Parse the `text` of a program; the graphs are the same objects."""
-        first, second, listed, *checks = text.split("|")
+        first, second, lists_override_mask, *checks = text.split("|")
         score, mask = (ir.parse(part) if part else None for part in (first, second))
-        program = Program(score, mask, listed=bool(listed))
+        program = Program(score, mask, lists_override_mask=bool(lists_override_mask))
         if not checks:
             return program
         loads, *names = checks

@@ -7,7 +7,7 @@ from typing import Any
 from attnkit.codegen.score_form import ScoreForm
 from attnkit.graph import ir
 from attnkit.jit.kernel import Build
-from attnkit.schedule.kernel_table import Kernel, width
+from attnkit.schedule.kernel_table import Kernel, padded_head_dim
 from attnkit.schedule.targets import SM103
 from attnkit.splice.forward_variant import ForwardVariant
 from attnkit.splice.kernel_layout import Layout, Role
@@ -46,7 +46,7 @@ def config_of(
     """Return the arguments of a `ForwardConfig`."""
     from attnkit.templates.sm100.config import ForwardConfig
 
-    head_dim, head_dim_v = (width(d) for d in head_dims)
+    head_dim, head_dim_v = (padded_head_dim(d) for d in head_dims)
     if kernel.alias:  # the output tile takes the place of the query tile
         head_dim = max(head_dim, head_dim_v)
     config: dict[str, Any] = {
@@ -83,7 +83,7 @@ def poly_of(form: ScoreForm, arch: str) -> int:
 
 def tile_of(kernel: Kernel, head_dims: tuple[int, int]) -> tuple[int, int]:
     """Return rows and columns of a tile of the output."""
-    return kernel.block[0], width(head_dims[1])
+    return kernel.block[0], padded_head_dim(head_dims[1])
 
 
 def layout_of(config: dict[str, Any]) -> Layout:

@@ -48,7 +48,7 @@ def switches(case: BackwardCase) -> dict[str, Any]:
     from attnkit.templates.sm100.backward_config import BackwardConfig
 
     ctas: dict[str, Any] = {} if refusal(case) else {"two_cta": True}
-    sizes: dict[str, Any] = {"width": case.widths[0], "value_width": case.widths[1]}
+    sizes: dict[str, Any] = {"head_dim": case.widths[0], "head_dim_v": case.widths[1]}
     fits = case.additive and not case.learned and BackwardConfig(**sizes, **ctas).less_delta
     return ctas | {"less_lse": fits}
 

@@ -44,7 +44,7 @@ RULES = (
         lambda c: f"pairs are for head dims of 65 to 128, these are computed as {c.widths}",
     ),
     Rule(
-        lambda c: not c.listed or c.runs.block[1] % COLUMNS == 0,
+        lambda c: not c.lists_override_mask or c.runs.block[1] % COLUMNS == 0,
         lambda c: f"block lists have tiles of {c.runs.block[1]} columns, pairs need {COLUMNS}",
     ),
     Rule(

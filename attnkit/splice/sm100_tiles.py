@@ -46,7 +46,7 @@ def choose_kernel(
     candidates: Sequence[Kernel],
     head_dims: tuple[int, int],
     runs: BlockRuns | None,
-    listed: bool,
+    lists_override_mask: bool,
     form: ScoreForm,
 ) -> tuple[Kernel, str]:
     """Choose the kernel for a mask; return it, and why.
@@ -55,18 +55,21 @@ def choose_kernel(
         candidates: kernels for these head dims, best first.
         head_dims: of query and value.
         runs: tiles to visit, None for all. More than 128 rows ask for the kernel with these tiles.
-        listed: block lists overrule the mask, so that tiles cannot be joined.
+        lists_override_mask: block lists overrule the mask, so that tiles cannot be joined.
         form: the score_mod.
     """
     if runs is None:
         return candidates[0], "nothing is masked"
     exact = next((k for k in candidates if k.block == runs.block), None)
-    if exact is not None and (exact.block[0] > ROWS and not listed):
+    if exact is not None and (exact.block[0] > ROWS and not lists_override_mask):
         return exact, "its tiles were asked for"
     known = clocks_of(head_dims)
-    rivals = [k for k in candidates if k.block in known and (not listed or divides(k, runs))]
+    rivals = [
+        k for k in candidates if k.block in known and (not lists_override_mask or divides(k, runs))
+    ]
     if not rivals:
-        return fitting_kernel(candidates, runs.block, listed), "its tiles fit those of the mask"
+        kernel = fitting_kernel(candidates, runs.block, lists_override_mask)
+        return kernel, "its tiles fit those of the mask"
     totals = {k: total(k, known[k.block], runs, form) for k in rivals}
     best, *others = sorted(rivals, key=lambda k: totals[k])
     name = "a pair of CTAs" if best.ctas > 1 else "one CTA"

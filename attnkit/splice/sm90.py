@@ -11,7 +11,7 @@ from attnkit.graph import ir
 from attnkit.graph.ir import Node
 from attnkit.graph.staging import is_relative
 from attnkit.jit.kernel import Build
-from attnkit.schedule.kernel_table import Kernel, fitting_kernel, width
+from attnkit.schedule.kernel_table import Kernel, fitting_kernel, padded_head_dim
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice.forward_variant import ForwardVariant
 from attnkit.splice.kernel_layout import Layout, Role
@@ -27,13 +27,14 @@ def choose_kernel(
     candidates: Sequence[Kernel],
     head_dims: tuple[int, int],
     runs: BlockRuns | None,
-    listed: bool,
+    lists_override_mask: bool,
     form: ScoreForm,
 ) -> tuple[Kernel, str]:
     """Choose the kernel with the tiles of the mask, or the best one whose tiles divide them."""
     if runs is None:
         return candidates[0], "nothing is masked"
-    return fitting_kernel(candidates, runs.block, listed), "its tiles fit those of the mask"
+    kernel = fitting_kernel(candidates, runs.block, lists_override_mask)
+    return kernel, "its tiles fit those of the mask"
 
 
 def fit_registers(kernel: Kernel, form: ScoreForm, masked: bool) -> Kernel:
@@ -70,8 +71,8 @@ def config_of(
     """Return the arguments of a `ForwardConfig`."""
     config: dict[str, Any] = {
         "dtype": dtype,
-        "head_dim": width(head_dims[0]),
-        "head_dim_v": width(head_dims[1]),
+        "head_dim": padded_head_dim(head_dims[0]),
+        "head_dim_v": padded_head_dim(head_dims[1]),
         "block_kv": kernel.block[1],
         "warpgroups": kernel.block[0] // 64,
         "softmax": kernel.softmax,
@@ -101,7 +102,7 @@ def config_of(
 
 def tile_of(kernel: Kernel, head_dims: tuple[int, int]) -> tuple[int, int]:
     """Return rows and columns of a tile of the output."""
-    return kernel.block[0], width(head_dims[1])
+    return kernel.block[0], padded_head_dim(head_dims[1])
 
 
 def layout_of(config: dict[str, Any]) -> Layout:

@@ -61,7 +61,7 @@ def switches(case: BackwardCase) -> dict[str, Any]:
 def splits(settings: BackwardSettings) -> bool:
     """Return whether several work tiles may share a kv block."""
     values = settings.values
-    return not values["turns"] and (values["accumulate"] or not _wide(settings))
+    return not values["sum_order"] and (values["accumulate"] or not _wide(settings))
 
 
 def cost(settings: BackwardSettings) -> Cost:

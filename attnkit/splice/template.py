@@ -64,14 +64,14 @@ class BackwardCase:
         runs: tiles to visit.
         additive: whether the mod adds to the score what does not depend on it.
         learned: levels of the loads that have gradients, see `GraphBackward`.
-        listed: whether block lists overrule the mask.
+        lists_override_mask: whether block lists overrule the mask.
     """
 
     widths: HeadDims
     runs: BlockRuns
     additive: bool
     learned: frozenset[Level]
-    listed: bool
+    lists_override_mask: bool
 
 
 @dataclass(frozen=True)
@@ -139,23 +139,23 @@ class BackwardSettings:
 
     def with_first_writer(self) -> BackwardSettings:
         """The same, but the first CTA of a row stores its part of dQ."""
-        return replace(self, items=tuple(sorted((self.values | {"firsts": True}).items())))
+        return replace(self, items=tuple(sorted((self.values | {"first_writer": True}).items())))
 
     @property
     def widths(self) -> HeadDims:
         """Head dims as they are computed."""
         values = self.values
-        return values["width"], values["value_width"]
+        return values["head_dim"], values["head_dim_v"]
 
     @property
     def deterministic(self) -> bool:
         """Whether the sums are formed in a fixed order."""
-        return bool(self.values["turns"])
+        return bool(self.values["sum_order"])
 
     @property
     def first_writer(self) -> bool:
         """Whether the first CTA of a row stores its part of dQ."""
-        return bool(self.values.get("firsts"))
+        return bool(self.values.get("first_writer"))
 
     @property
     def block(self) -> tuple[int, int]:

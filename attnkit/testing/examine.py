@@ -80,7 +80,7 @@ def _dense_mask(
     function = getattr(variant.mask, "mask_mod", variant.mask)
     kept, row = mask_row(function, traced, case, device)
     rows.append(row)
-    if bound.listed:
+    if bound.lists_override_mask:
         return _listed(variant.mask, kept)
     if bound.runs is not None:
         rows += tile_rows(kept, bound.runs, case)

@@ -29,12 +29,12 @@ class ExactSums:
 
     def place_of(self, i: int, site: Any, total: Any, q: Any, kv: Any) -> tuple[Any, ...]:
         """Return the index of load i of an element in its gradient."""
-        shape = total.shape[:-1] if self.config.turns else total.shape
-        return self.hooks.place(i, site, shape, q, kv)
+        shape = total.shape[:-1] if self.config.sum_order else total.shape
+        return self.hooks.gradient_index(i, site, shape, q, kv)
 
     def add_where(self, condition: Any, total: Any, place: Any, value: Any) -> None:
         """Add a value to a gradient in memory; where sums have an order, to its bins."""
-        if self.config.turns:
+        if self.config.sum_order:
             self.add_exactly(condition, cute.domain_offset((*place, 0), total).iterator, value)
         else:
             self.add_at(condition, cute.domain_offset(place, total).iterator, value)

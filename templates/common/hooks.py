@@ -44,27 +44,27 @@ class ForwardHooks(Protocol):
     """Emits the score mod and the mask of a forward.
 
     Attributes:
-        intervals: how many intervals of kv a row keeps, for `ends`; None if the mask has no such
+        intervals: how many intervals of kv a row keeps, for `kept_intervals`; None if the mask has no such
             form.
         has_mask: False if no score is masked.
-        raw: x is the raw score; `factor` is all that the mod does.
-        blind: x does not depend on the score.
-        ahead: `columns` or `relatives` return values to ask for early, such as loads.
-        selects: a condition on the score selects x.
+        only_scales: x is the raw score; `factor` is all that the mod does.
+        ignores_score: x does not depend on the score.
+        prefetches: `columns` or `relatives` return values to ask for early, such as loads.
+        branches_on_score: a condition on the score selects x.
         row_factor: scores are multiplied by a number of their row.
-        effort: estimated instructions of x.
-        listed: block lists overrule the mask: it is not applied to their FULL blocks.
+        instruction_estimate: estimated instructions of x.
+        lists_override_mask: block lists overrule the mask: it is not applied to their FULL blocks.
     """
 
     intervals: int | None
     has_mask: bool
-    raw: bool
-    blind: bool
-    ahead: bool
-    selects: bool
+    only_scales: bool
+    ignores_score: bool
+    prefetches: bool
+    branches_on_score: bool
     row_factor: bool
-    effort: int
-    listed: bool
+    instruction_estimate: int
+    lists_override_mask: bool
 
     def head(self, site: Any) -> Values:
         """Return values of a head, once a tile."""
@@ -74,7 +74,7 @@ class ForwardHooks(Protocol):
         """Return values of a row, once a tile."""
         ...
 
-    def held(self, site: Any, head: Values, offsets: Sequence[Value]) -> Values:
+    def fixed_columns(self, site: Any, head: Values, offsets: Sequence[Value]) -> Values:
         """Return values of columns that are the same in every block, by offset from its first."""
         ...
 
@@ -96,11 +96,11 @@ class ForwardHooks(Protocol):
         columns: Sequence[tuple[Value, Value, Values]],
         places: Sequence[tuple[int, int]],
     ) -> Any:
-        """Return the values of q - kv that `element` needs, once a block; may be called before the
+        """Return the values of q - kv that `score` needs, once a block; may be called before the
         scores are computed."""
         ...
 
-    def element(
+    def score(
         self,
         site: Any,
         head: Values,
@@ -113,7 +113,7 @@ class ForwardHooks(Protocol):
 
         Args:
             rows: (q, values of `row`) of this thread's rows.
-            columns: (kv, value of `held`, values of `columns`) of this thread's columns.
+            columns: (kv, value of `fixed_columns`, values of `columns`) of this thread's columns.
             places: (which row, which column, raw score q . k) of each element.
             relatives: what the hook of that name has returned.
         """
@@ -123,7 +123,7 @@ class ForwardHooks(Protocol):
         """Return the factor of x, above 0 and the same for a tile; None for 1."""
         ...
 
-    def ends(self, site: Any, head: Values, q: Value) -> Sequence[tuple[Value, Value]]:
+    def kept_intervals(self, site: Any, head: Values, q: Value) -> Sequence[tuple[Value, Value]]:
         """Return the intervals [low, high) of kv that row q keeps."""
         ...
 
@@ -138,7 +138,7 @@ class ForwardHooks(Protocol):
         """Return whether the mask keeps scores (Boolean), for masks without intervals."""
         ...
 
-    def lse(self, site: Any, head: Values, row: Values) -> Value:
+    def lse_offset(self, site: Any, head: Values, row: Values) -> Value:
         """Return what a row adds to its LSE (natural units) and leaves out of x, or None."""
         ...
 
@@ -147,26 +147,26 @@ class BackwardHooks(ForwardHooks, Protocol):
     """Emits the score again, its slope, and gradients, for a backward.
 
     A tile is a kv block: the kernel asks for its columns once, and its first column is the origin,
-    so that `block` is not used. Rows come two at a time, with `row` called in every block. `ends`
+    so that `block` is not used. Rows come two at a time, with `row` called in every block. `kept_intervals`
     is called for columns: the intervals of q that a column keeps. Terms that are linear in kv - q
-    are in no other hook than `distance`.
+    are in no other hook than `distance_term`.
 
     Attributes:
-        sloped: whether the derivative of the mod by the score differs from 1.
-        learned: for each load of a captured tensor that gets a gradient, the level at which its
+        has_derivative: whether the derivative of the mod by the score differs from 1.
+        gradient_levels: for each load of a captured tensor that gets a gradient, the level at which its
             index is known: "head", "row", "column", "relative" (q - kv) or "element".
-        slots: for each such load, the number of its gradient in `totals`.
-        gathers: whether a captured tensor is read for every score, or every q - kv.
-        distant: whether `distance` returns a term.
+        gradient_slots: for each such load, the number of its gradient in `totals`.
+        loads_per_score: whether a captured tensor is read for every score, or every q - kv.
+        has_distance_term: whether `distance_term` returns a term.
     """
 
-    sloped: bool
-    gathers: bool
-    distant: bool
-    learned: tuple[str, ...]
-    slots: tuple[int, ...]
+    has_derivative: bool
+    loads_per_score: bool
+    has_distance_term: bool
+    gradient_levels: tuple[str, ...]
+    gradient_slots: tuple[int, ...]
 
-    def both(
+    def score_and_derivative(
         self,
         site: Any,
         head: Values,
@@ -176,7 +176,7 @@ class BackwardHooks(ForwardHooks, Protocol):
         steps: Sequence[int] | None = None,
         shared: dict[Any, Values] | None = None,
     ) -> tuple[list[Value], list[Value] | None]:
-        """Return x of scores as `element` does, and the derivatives of the mod by the score.
+        """Return x of scores as `score` does, and the derivatives of the mod by the score.
 
         Args:
             steps: of each element, q - kv less that of the thread's first.
@@ -187,11 +187,11 @@ class BackwardHooks(ForwardHooks, Protocol):
         """
         ...
 
-    def distance(self, site: Any, head: Values) -> Value:
+    def distance_term(self, site: Any, head: Values) -> Value:
         """Return the term of the exponent for each step of kv - q, log2 units, or None."""
         ...
 
-    def adjoint(
+    def dscore(
         self,
         site: Any,
         head: Values,
@@ -201,7 +201,7 @@ class BackwardHooks(ForwardHooks, Protocol):
     ) -> tuple[list[Value], list[list[Value]]]:
         """Return gradients of scores, and for each learned load those of its values.
 
-        Called only if `learned` is not empty.
+        Called only if `gradient_levels` is not empty.
 
         Args:
             places: (row, column, raw score q . k, gradient of the modified score) of each element.
@@ -211,7 +211,7 @@ class BackwardHooks(ForwardHooks, Protocol):
         """
         ...
 
-    def place(
+    def gradient_index(
         self, i: int, site: Any, shape: Sequence[Value], q: Value | None, kv: Value | None
     ) -> tuple[Value, ...]:
         """Return the index of learned load i in a tensor of this shape; q, kv as its level says."""

@@ -27,15 +27,15 @@ class PreprocessConfig(Protocol):
     """What a backward's config says to its preprocess.
 
     Attributes:
-        width, value_width: head dims as computed.
+        head_dim, head_dim_v: head dims as computed.
         block_q: rows of a q block.
         less_lse, less_delta: LSE, and delta, are columns of the products, see `lse_in_mma`.
     """
 
     @property
-    def width(self) -> int: ...
+    def head_dim(self) -> int: ...
     @property
-    def value_width(self) -> int: ...
+    def head_dim_v(self) -> int: ...
     @property
     def block_q(self) -> int: ...
     @property
@@ -102,7 +102,7 @@ class Preprocess:
         sums: cute.Tensor,
     ):
         # threads of a row, a power of two
-        lanes = 1 << (self.config.value_width // VECTOR - 1).bit_length()
+        lanes = 1 << (self.config.head_dim_v // VECTOR - 1).bit_length()
         thread, _, _ = cute.arch.thread_idx()
         cute.arch.griddepcontrol_launch_dependents()
         (block, h, b), (blocks, heads, _) = reversed_block_idx()
@@ -176,7 +176,7 @@ class Preprocess:
             if thread < self.flags:
                 sums[first * self.flags + thread] = Float32(0.0)
         else:
-            wide = self.config.width // ROWS
+            wide = self.config.head_dim // ROWS
             zero = cute.make_rmem_tensor(4, Float32)  # f32 [4]
             zero.fill(0.0)
             to = sums.iterator + (Int64(first) * (wide * UNIT) + thread * 4)

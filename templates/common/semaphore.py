@@ -127,12 +127,12 @@ def write_turn(config: Any, info: Any, record: Any, tables: Any, item: Any) -> N
     """Write a work tile's turn at dK and dV to its record, where the config needs one.
 
     Args:
-        config: its `turns` and `accumulate` say whether the sums have an order and are shared.
+        config: its `sum_order` and `accumulate` say whether the sums have an order and are shared.
         info: int32 words in shared memory.
         record: word at which the record begins.
         tables: see `OrderTable`.
         item: row of the work list.
     """
-    if config.turns and config.accumulate:
+    if config.sum_order and config.accumulate:
         info[record + WorkTile.TURN] = tables[OrderTable.TILE_TURN][item, 0]
         info[record + WorkTile.NUM_TURNS] = tables[OrderTable.TILE_TURN][item, 1]

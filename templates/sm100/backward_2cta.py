@@ -111,7 +111,7 @@ class Backward2Cta:
             ctas: pairs of CTAs.
         """
         c, dtype = self.config, self.dtype
-        head_dim, head_dim_v, bm, bn = c.width, c.value_width, c.block_q, c.rows_kv
+        head_dim, head_dim_v, bm, bn = c.head_dim, c.head_dim_v, c.block_q, c.rows_kv
         query, key, value, grad_out, grad_key, grad_value = (  # [S, D, H, B]
             ordered(t, (2, 3, 1, 0)) for t in (query, key, value, grad_out, grad_key, grad_value)
         )

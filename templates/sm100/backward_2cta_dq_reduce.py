@@ -36,7 +36,7 @@ class DqReduce2Cta(DqReduce):
         cute.arch.mbarrier_wait(bars.dq_full, count & 1)
         fence_after()
         half_tile = 2 * tile + self.group.rank()
-        start = Int64(half_tile) * (HALF * c.width)
+        start = Int64(half_tile) * (HALF * c.head_dim)
         parts = c.dq_width // SLICE
         for part in range(parts):
             # f32 [32]: 32 columns of the thread's row
@@ -47,9 +47,9 @@ class DqReduce2Cta(DqReduce):
                 cute.arch.sync_warp()
                 self.group.arrive_leader(bars.dq_empty)
             self.write_part(target, values, part)
-            if not c.turns:
+            if not c.sum_order:
                 self.add_parts(target, start, range(part, part + 1))
-        if c.turns:
+        if c.sum_order:
             self.sync()
             self.wait_turn(target, half_tile, turn)
             self.add_parts(target, start, range(parts))
@@ -69,7 +69,7 @@ class DqReduce2Cta(DqReduce):
         self.write_row(slot, values, row, HALF)
         # bulk copies read shared memory by the async proxy
         cute.arch.fence_proxy("async.shared", space="cta")
-        if not self.config.turns:
+        if not self.config.sum_order:
             self.sync()
 
     def add_parts(self, target: SumTarget, start: Int64, parts: range) -> None:

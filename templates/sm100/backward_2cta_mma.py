@@ -190,7 +190,7 @@ class Mma2Cta:
         c, (a, b) = self.config, operands
         form = device.instruction_descriptor(2 * c.rows_kv, c.block_q, self.dtype)
         with cute.arch.elect_one():
-            for step in range(c.width // device.STEP):
+            for step in range(c.head_dim // device.STEP):
                 device.issue_mma(
                     out,
                     device.k_major(a, c.rows_kv, step),
@@ -243,7 +243,7 @@ class Mma2Cta:
             operand: barriers of b.
         """
         c, (start, split) = self.config, a
-        form = device.instruction_descriptor(2 * c.rows_kv, c.width, self.dtype, b_rows=True)
+        form = device.instruction_descriptor(2 * c.rows_kv, c.head_dim, self.dtype, b_rows=True)
         with cute.arch.elect_one():
             for step in range(c.block_q // device.STEP):
                 device.issue_mma(
@@ -264,7 +264,7 @@ class Mma2Cta:
         """
         c, at = self.config, per_block(operands, count)
         form = device.instruction_descriptor(
-            c.block_q, c.width, self.dtype, a_rows=True, b_rows=True
+            c.block_q, c.head_dim, self.dtype, a_rows=True, b_rows=True
         )
         cute.arch.mbarrier_wait(bars.ds_full, count & 1)
         cute.arch.fence_acq_rel_cluster()  # half of dS was written by the other CTA

@@ -133,7 +133,7 @@ class Producer2Cta:
         """
         c, p, info, items = self.config, problem, rows.info, lists.items
         rank = self.group.rank()
-        head_dim, head_dim_v, bm, bn = c.width, c.value_width, c.block_q, c.rows_kv
+        head_dim, head_dim_v, bm, bn = c.head_dim, c.head_dim_v, c.block_q, c.rows_kv
         whole = (None, None, None, None)
         shapes = (
             (HALF, head_dim), (bm, HALF), (HALF, head_dim_v), (bm, HALF), (bn, head_dim),
@@ -269,7 +269,7 @@ class Producer2Cta:
             cute.arch.mbarrier_wait(bars.acc_full, (progress.acc_count & 1) ^ 1)
         with cute.arch.elect_one():
             self.write_record(info, progress.kv_count, item, order)
-            cute.arch.mbarrier_arrive_and_expect_tx(bars.k_full, c.rows_kv * c.width * 2)
+            cute.arch.mbarrier_arrive_and_expect_tx(bars.k_full, c.rows_kv * c.head_dim * 2)
         self._load_k(loads, Load.K_ROWS, bars.k_full, at, 0, of_kv)
 
     @cute.jit
@@ -287,7 +287,7 @@ class Producer2Cta:
         # every phase, in order; and dK, which the first dS waits for, leaves first
         cute.arch.mbarrier_wait(bars.kv_empty, (progress.kv_count & 1) ^ 1)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(bars.k_columns_full, c.rows_kv * c.width * 2)
+            cute.arch.mbarrier_arrive_and_expect_tx(bars.k_columns_full, c.rows_kv * c.head_dim * 2)
         self._load_k(loads, Load.K_COLUMNS, bars.k_columns_full, item.kv_block, rank, of_kv)
 
     def _load_k(
@@ -379,7 +379,7 @@ class Producer2Cta:
         statistic = loads.lse_tiles if const_expr(of_q) else loads.delta_tiles
         target = rows.lse if const_expr(of_q) else rows.delta
         with cute.arch.elect_one():
-            size = HALF * c.width * 2 + (4 * HALF * ROW_WORDS if const_expr(with_rows) else 0)
+            size = HALF * c.head_dim * 2 + (4 * HALF * ROW_WORDS if const_expr(with_rows) else 0)
             cute.arch.mbarrier_arrive_and_expect_tx(barriers.full, size)
             if const_expr(with_rows):
                 cute.copy(

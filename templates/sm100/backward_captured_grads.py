@@ -48,7 +48,7 @@ class CapturedGrads(ExactSums):
 
     def begin(self, totals: Any) -> CapturedSums:
         """Take registers for the sums of a work tile."""
-        count = sum(RUNNING[level] for level in self.hooks.learned)
+        count = sum(RUNNING[level] for level in self.hooks.gradient_levels)
         running = cute.make_rmem_tensor(max(count, 1), Float32)  # f32 [values]
         return CapturedSums(running, totals)
 
@@ -72,9 +72,9 @@ class CapturedGrads(ExactSums):
         exact = self.softmax.exponentials(tile, rows, places, lse)[0]
         ps = [self._if_kept(scratch, at + k, exact[k]) for k in range(count)]
         grads = [(k, 0, s, ps[k] * dp[k]) for k, _, s in places]
-        ds, values = self.hooks.adjoint(tile.site, tile.head, rows, columns, grads)
+        ds, values = self.hooks.dscore(tile.site, tile.head, rows, columns, grads)
         place = 0
-        for i, level in enumerate(self.hooks.learned):
+        for i, level in enumerate(self.hooks.gradient_levels):
             self._add(i, level, place, tile, rows, values[i], sums)
             place += RUNNING[level]
         return ds
@@ -88,7 +88,7 @@ class CapturedGrads(ExactSums):
         sums: CapturedSums,
     ) -> None:  # fmt: skip
         """Add the gradients of some rows of load i."""
-        site, total, running = tile.site, sums.totals[self.hooks.slots[i]], sums.running
+        site, total, running = tile.site, sums.totals[self.hooks.gradient_slots[i]], sums.running
         if level in ("head", "column"):
             for value in values:
                 running[at] = running[at] + value
@@ -125,11 +125,11 @@ class CapturedGrads(ExactSums):
 
     def flush(self, tile: KvBlock, sums: CapturedSums) -> None:
         """Add what was summed over a work tile to memory."""
-        if not self.hooks.learned:
+        if not self.hooks.gradient_levels:
             return
         site, running, at = tile.site, sums.running, 0
-        for i, level in enumerate(self.hooks.learned):
-            total = sums.totals[self.hooks.slots[i]]
+        for i, level in enumerate(self.hooks.gradient_levels):
+            total = sums.totals[self.hooks.gradient_slots[i]]
             if level == "head":
                 self.add_of_warp(i, site, total, running[at])
             elif level == "column":

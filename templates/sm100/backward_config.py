@@ -25,12 +25,12 @@ class BackwardConfig:
 
     Attributes:
         dtype: "bfloat16" or "float16", of all inputs and gradients.
-        width, value_width: head dims as computed, the tensors' own rounded up by zeros: 64 or 128
+        head_dim, head_dim_v: head dims as computed, the tensors' own rounded up by zeros: 64 or 128
             each, or 192 and 128.
-        block_q: rows of a q block, 128, or 64 with a width of 192.
+        block_q: rows of a q block, 128, or 64 with a head_dim of 192.
         accumulate: dK and dV are added to float32 sums, for query heads that share a kv head;
             otherwise they are stored in the dtype.
-        turns: "ascending" or "descending": sums are formed in this order of kv tiles, that of the
+        sum_order: "ascending" or "descending": sums are formed in this order of kv tiles, that of the
             schedule; "" for any order.
         dynamic: CTAs take their next work tile from a counter; otherwise every ctas-th.
         two_cta: two CTAs share a work tile, 128 kv positions each, and their tensor cores'
@@ -41,11 +41,11 @@ class BackwardConfig:
     """
 
     dtype: str = "bfloat16"
-    width: int = 128
-    value_width: int = 128
+    head_dim: int = 128
+    head_dim_v: int = 128
     block_q: int = 128
     accumulate: bool = False
-    turns: str = ""
+    sum_order: str = ""
     dynamic: bool = True
     two_cta: bool = False
     less_lse: bool = False
@@ -71,17 +71,17 @@ class BackwardConfig:
     @property
     def q_stages(self) -> int:
         """Stages of Q: two, as dK reads it again, a block behind S."""
-        return 4 if self.width == self.value_width == 64 else 2
+        return 4 if self.head_dim == self.head_dim_v == 64 else 2
 
     @property
     def stages(self) -> int:
         """Stages of dO: a second one is loaded ahead where there is room."""
-        return 2 if self.width == self.value_width == 64 else 1
+        return 2 if self.head_dim == self.head_dim_v == 64 else 1
 
     @property
     def less_delta(self) -> bool:
         """Whether the tensor cores subtract delta from dP: where shared memory has room for it."""
-        return self.two_cta or (self.width, self.value_width) != (128, 128)
+        return self.two_cta or (self.head_dim, self.head_dim_v) != (128, 128)
 
     @property
     def words(self) -> tuple[int, int]:
@@ -115,11 +115,11 @@ class BackwardConfig:
     @property
     def dk_column(self) -> int:
         """First column of dK in tensor memory."""
-        return self.dv_column + self.value_width
+        return self.dv_column + self.head_dim_v
 
     @property
     def _free_columns(self) -> int:
-        return TMEM_COLUMNS - self.dk_column - self.width
+        return TMEM_COLUMNS - self.dk_column - self.head_dim
 
     @property
     def dq_over_dp(self) -> bool:
@@ -134,14 +134,14 @@ class BackwardConfig:
     @property
     def dq_parts(self) -> int:
         """Parts in which dQ of a q block is computed and added, one after another."""
-        return self.width // self.dq_width // self.ctas
+        return self.head_dim // self.dq_width // self.ctas
 
     @property
     def dq_width(self) -> int:
         """Columns of dQ in tensor memory at a time."""
         if self.two_cta:  # half of the rows, on all lanes: half of the columns on each half
-            return self.width // 2
-        return self.width if self.dq_over_dp else 64
+            return self.head_dim // 2
+        return self.head_dim if self.dq_over_dp else 64
 
     @property
     def dq_column(self) -> int:
@@ -155,7 +155,7 @@ class BackwardConfig:
         """Registers a thread of each role; all 512 threads together have 65536."""
         if self.block_q == 64:
             return Registers(compute=160, reduce=104, others=88)
-        if self.two_cta and self.turns:
+        if self.two_cta and self.sum_order:
             return Registers(compute=160, reduce=112, others=80)
         if self.two_cta:
             return Registers(compute=184, reduce=80, others=64)
@@ -182,8 +182,8 @@ class BackwardConfig:
         return [
             ("S", self.s_column, self.block_q),
             ("dP", self.dp_column, self.block_q),
-            ("dV", self.dv_column, self.value_width),
-            ("dK", self.dk_column, self.width),
+            ("dV", self.dv_column, self.head_dim_v),
+            ("dK", self.dk_column, self.head_dim),
             ("dQ", self.dq_column, self.dq_width),
         ]
 
@@ -196,33 +196,33 @@ class BackwardConfig:
     def smem_bytes(self) -> int:
         """Shared memory of a CTA: K, V, Q, dO, dS, and sums on their way to memory."""
         q_stages = 1 if self.two_cta else self.q_stages
-        q = q_stages * self.width + self.stages * self.value_width + self.rows_kv
+        q = q_stages * self.head_dim + self.stages * self.head_dim_v + self.rows_kv
         # a pair keeps K once more, for dQ
-        halves = self.rows_kv * (self.ctas * self.width + self.value_width) + self.block_q * q
+        halves = self.rows_kv * (self.ctas * self.head_dim + self.head_dim_v) + self.block_q * q
         floats = self.slices * SLICE * self.rows_kv + sum(self.smem_row_words)
         return 2 * halves + 4 * floats + 1024
 
     def problem(self) -> str | None:
         """Why these sizes do not work, or None."""
-        widths = (self.width, self.value_width)
+        widths = (self.head_dim, self.head_dim_v)
         if widths != (192, 128) and not (set(widths) <= {64, 128}):
             return (
-                f"head dims of {self.width} and {self.value_width}: "
+                f"head dims of {self.head_dim} and {self.head_dim_v}: "
                 "expected 64 or 128 each, or 192 and 128"
             )
-        if self.block_q != (64 if self.width == 192 else 128):
-            return f"block_q={self.block_q} with width={self.width}: expected 128, or 64 with 192"
+        if self.block_q != (64 if self.head_dim == 192 else 128):
+            return f"block_q={self.block_q} with head_dim={self.head_dim}: expected 128, or 64 with 192"
         if self.two_cta and (widths != (128, 128) or not self.dynamic):
             return (
-                f"two_cta=True with head dims of {self.width} and {self.value_width} and "
+                f"two_cta=True with head dims of {self.head_dim} and {self.head_dim_v} and "
                 f"dynamic={self.dynamic}: expected 128, 128 and dynamic=True"
             )
         if self.less_lse and not self.less_delta:
             return "less_lse=True with head dims of 128 and two_cta=False: expected False"
         if self.dtype not in ("bfloat16", "float16"):
             return f"dtype={self.dtype!r}: expected 'bfloat16' or 'float16'"
-        if self.turns not in ("", "ascending", "descending"):
-            return f"turns={self.turns!r}: expected '', 'ascending' or 'descending'"
+        if self.sum_order not in ("", "ascending", "descending"):
+            return f"sum_order={self.sum_order!r}: expected '', 'ascending' or 'descending'"
         if self.smem_bytes > SMEM_BYTES:
             return f"{self.smem_bytes} bytes of shared memory: a CTA has {SMEM_BYTES}"
         return None

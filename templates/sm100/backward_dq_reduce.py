@@ -149,7 +149,7 @@ class DqReduce:
             count: q blocks before.
         """
         c = self.config
-        start = Int64(tile) * (c.block_q * c.width)
+        start = Int64(tile) * (c.block_q * c.head_dim)
         for part in range(c.dq_parts):
             cute.arch.mbarrier_wait(bars.dq_full, (count * c.dq_parts + part) & 1)
             fence_after()
@@ -186,10 +186,10 @@ class DqReduce:
         turn, num_turns = order
         following = cutlass.select_(turn + 1 == num_turns, Int32(0), turn + 1)
         tile = kv_head * kv_blocks + kv_rows
-        first = Int64(q_tiles) * (c.block_q * c.width)  # dQ comes before
+        first = Int64(q_tiles) * (c.block_q * c.head_dim)  # dQ comes before
         for column, width, before in (
-            (c.dk_column, c.width, q_tiles * c.ctas),
-            (c.dv_column, c.value_width, q_tiles * c.ctas + kv_tiles),
+            (c.dk_column, c.head_dim, q_tiles * c.ctas),
+            (c.dv_column, c.head_dim_v, q_tiles * c.ctas + kv_tiles),
         ):
             semaphore = before + tile
             self.wait_turn(target, semaphore, turn)
@@ -260,7 +260,7 @@ class DqReduce:
 
     def wait_turn(self, target: SumTarget, semaphore: Int32, turn: Int32) -> None:
         """Wait for a tile's turn, in deterministic mode."""
-        if self.config.turns:
+        if self.config.sum_order:
             at = target.order[OrderTable.SEMAPHORE].iterator + semaphore
             self._wait_turn(at, turn, target.thread)
 
@@ -281,14 +281,14 @@ class DqReduce:
             chunk: twice the q block, where the turn that follows has to be looked up.
             turn: whose it is, and who follows; -1: look it up.
         """
-        if self.config.turns:
+        if self.config.sum_order:
             self._pass_turn(target.order, semaphore, chunk, turn, target.thread)
 
     @cute.jit
     def _pass_turn(self, order: list, semaphore: Int32, chunk: Int32, turn: tuple, thread: Int32):
         if thread == 0:
             following = following_or_lookup(
-                self.config.turns == "ascending", turn[0], turn[1], chunk, order
+                self.config.sum_order == "ascending", turn[0], turn[1], chunk, order
             )
             # the sums are in memory, and ordered before the store that hands them over
             cute.arch.cp_async_bulk_wait_group(0, read=False)

@@ -63,7 +63,7 @@ class Epilogue:
 
     def gradient_blocks(self, bars: Any) -> tuple[tuple[Any, range], ...]:
         """Return what to store after which barrier: blocks of 64 columns, dV's first."""
-        blocks = (self.config.value_width + self.config.width) // 64
+        blocks = (self.config.head_dim_v + self.config.head_dim) // 64
         return ((bars.acc_full, range(blocks)),)
 
     def release_v(self, bars: CommonBarriers, blocks: range) -> None:
@@ -89,7 +89,7 @@ class Epilogue:
         c = self.config
         for first in blocks[::2]:
             block = first + target.wg  # dV's, then dK's: so they are in tensor and shared memory
-            factor = cutlass.select_(block < c.value_width // 64, Float32(1.0), target.scale)
+            factor = cutlass.select_(block < c.head_dim_v // 64, Float32(1.0), target.scale)
             self.round(
                 target.smem, target.tmem + c.dv_column + block * 64,
                 (block, target.row, target.count), factor,
@@ -117,7 +117,7 @@ class Epilogue:
         """A row of 64 columns from tensor memory to shared memory in the dtype."""
         c = self.config
         block, row, count = which
-        if block * 64 < c.value_width + c.width:
+        if block * 64 < c.head_dim_v + c.head_dim:
             for part in cutlass.range_constexpr(2):
                 values = self.fetch(address + part * SLICE, count)  # f32 [32]
                 for v in cutlass.range_constexpr(SLICE // 8):
@@ -142,8 +142,8 @@ class Epilogue:
         # [tile, blocks] in shared memory, [tile, blocks of rows, blocks of columns, H, B] in global
         dk_from, dk_to = partition(atoms[0], views[0], tiles[0], shape, whole)
         dv_from, dv_to = partition(atoms[1], views[1], tiles[1], shape, whole)
-        before = self.config.value_width // 64
-        last = before + self.config.width // 64
+        before = self.config.head_dim_v // 64
+        last = before + self.config.head_dim // 64
         if warp % WARPS == 0:
             if block < before:
                 cute.copy(atoms[1], dv_from[None, block], dv_to[None, at, block, h, b])
@@ -165,7 +165,7 @@ class Epilogue2Cta(Epilogue):
 
     def gradient_blocks(self, bars: Any) -> tuple[tuple[Any, range], ...]:
         """dV is complete, and its memory, which is V's, free, before dQ and dK of the last block."""
-        blocks = self.config.value_width // 64
+        blocks = self.config.head_dim_v // 64
         return ((bars.dv_full, range(blocks)), (bars.acc_full, range(blocks, 2 * blocks)))
 
     def release_v(self, bars: Any, blocks: range) -> None:

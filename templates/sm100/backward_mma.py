@@ -107,10 +107,10 @@ class Mma:
         """S^T = K Q^T, less LSE / scale with `less_lse`."""
         c, at = self.config, per_block(operands, count)
         form = device.instruction_descriptor(c.rows_kv, c.block_q, self.dtype)
-        q = at.q + q_stage(c, count) * (c.block_q * c.width * 2)
+        q = at.q + q_stage(c, count) * (c.block_q * c.head_dim * 2)
         fence_after()
         with cute.arch.elect_one():
-            for step in range(c.width // device.STEP):
+            for step in range(c.head_dim // device.STEP):
                 device.issue_mma(
                     at.tmem + c.s_column,
                     device.k_major(at.k, c.rows_kv, step),
@@ -128,14 +128,14 @@ class Mma:
         """dP^T = V dO^T, less delta with `less_delta`."""
         c, at = self.config, per_block(operands, count)
         form = device.instruction_descriptor(c.rows_kv, c.block_q, self.dtype)
-        do = at.do + do_stage(c, count) * (c.block_q * c.value_width * 2)
+        do = at.do + do_stage(c, count) * (c.block_q * c.head_dim_v * 2)
         cute.arch.mbarrier_wait(bars.do_full + do_stage(c, count), do_phase(c, count))
         if c.dq_over_dp:
             # dQ of the block before lies in the columns of dP until the reduce warps have read it
             cute.arch.mbarrier_wait(bars.dq_empty, (count & 1) ^ 1)
         fence_after()
         with cute.arch.elect_one():
-            for step in range(c.value_width // device.STEP):
+            for step in range(c.head_dim_v // device.STEP):
                 device.issue_mma(
                     at.tmem + c.dp_column,
                     device.k_major(at.v, c.rows_kv, step),
@@ -154,8 +154,8 @@ class Mma:
     ) -> None:
         """dV += P^T dO, or dV = P^T dO unless `accumulate`."""
         c, at = self.config, per_block(operands, count)
-        form = device.instruction_descriptor(c.rows_kv, c.value_width, self.dtype, b_rows=True)
-        do = at.do + do_stage(c, count) * (c.block_q * c.value_width * 2)
+        form = device.instruction_descriptor(c.rows_kv, c.head_dim_v, self.dtype, b_rows=True)
+        do = at.do + do_stage(c, count) * (c.block_q * c.head_dim_v * 2)
         cute.arch.mbarrier_wait(bars.p_full, count & 1)
         fence_after()
         with cute.arch.elect_one():
@@ -199,8 +199,8 @@ class Mma:
     ) -> None:
         """dK += dS^T Q, or dK = dS^T Q unless `accumulate`; after `issue_dq`, which waits for dS."""
         c, at = self.config, per_block(operands, count)
-        form = device.instruction_descriptor(c.rows_kv, c.width, self.dtype, b_rows=True)
-        q = at.q + q_stage(c, count) * (c.block_q * c.width * 2)
+        form = device.instruction_descriptor(c.rows_kv, c.head_dim, self.dtype, b_rows=True)
+        q = at.q + q_stage(c, count) * (c.block_q * c.head_dim * 2)
         with cute.arch.elect_one():
             for step in range(c.block_q // device.STEP):
                 a = (

@@ -16,14 +16,14 @@ class Postprocess:
 
     Args:
         config: that of the main kernel.
-        width: the gradient's head dim as computed.
+        head_dim: the gradient's head dim as computed.
         block: positions of a block of the work list, to which lengths are rounded up; a CTA of the
             main kernel adds up its share of them.
     """
 
-    def __init__(self, config: BackwardConfig, width: int, block: int) -> None:
+    def __init__(self, config: BackwardConfig, head_dim: int, block: int) -> None:
         self.config = config
-        self.width = width
+        self.head_dim = head_dim
         self.block = block
         self.rows = block // config.ctas
         self.dtype = device.DTYPES[config.dtype]
@@ -54,10 +54,10 @@ class Postprocess:
         block, h, b = cute.arch.block_idx()
         blocks, heads, _ = cute.arch.grid_dim()
         tile = (b * heads + h) * blocks + block
-        size = self.rows * self.width
+        size = self.rows * self.head_dim
         start = sums.iterator + (Int64(first) * UNIT + Int64(tile) * size + thread * 4)
         q, depth = block * self.rows + thread, grad.shape[3]
-        for i in cutlass.range_constexpr(min(self.width, depth) // SLICE + (depth % SLICE > 0)):
+        for i in cutlass.range_constexpr(min(self.head_dim, depth) // SLICE + (depth % SLICE > 0)):
             part = cute.make_rmem_tensor(SLICE, Float32)  # f32 [32], of the thread's row
             source = (start + i * SLICE * self.rows).align(16)
             cute.autovec_copy(

@@ -78,7 +78,7 @@ class Producer:
         """
         c, p, info, items = self.config, problem, rows.info, lists.items
         tma_q, tma_k, tma_v, tma_do = atoms
-        head_dim, head_dim_v, bm, bn = c.width, c.value_width, c.block_q, c.rows_kv
+        head_dim, head_dim_v, bm, bn = c.head_dim, c.head_dim_v, c.block_q, c.rows_kv
         whole = (None, 0, None, None)
         # [tile, stages] in shared memory, [tile, blocks, H, B] in global memory
         q_to, q_from = partition(tma_q, smem.q, tiles[0], (bm, head_dim), whole)

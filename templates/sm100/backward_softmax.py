@@ -42,7 +42,7 @@ class KvBlock:
     Attributes:
         site: where the block is; the origin is its first column.
         head: values of the hook `head`.
-        columns: (kv, value of `held`, values of `columns`) of the thread's column.
+        columns: (kv, value of `fixed_columns`, values of `columns`) of the thread's column.
         inside: whether it lies inside the tensors.
     """
 
@@ -108,7 +108,7 @@ class SoftmaxBackward:
         head = hooks.head(site)
         kv = site.origin + offset
         clamped = cutlass.min(kv, site.kv_len - 1)
-        constants = hooks.held(site, head, [offset])
+        constants = hooks.fixed_columns(site, head, [offset])
         values = hooks.columns(site, head, [clamped], hooks.has_mask)
         return KvBlock(site, head, ((clamped, constants[0], values[0]),), kv < site.kv_len)
 
@@ -122,7 +122,10 @@ class SoftmaxBackward:
         hooks = self.hooks
         # two copies of the code: a FULL block runs no instruction of the mask; one where two would
         # be too long
-        if const_expr(hooks.effort >= HEAVIEST and not (hooks.listed or self.by_element)):
+        if const_expr(
+            hooks.instruction_estimate >= HEAVIEST
+            and not (hooks.lists_override_mask or self.by_element)
+        ):
             self._compute_p(block, True, tile, address, scratch)
         elif (block.word & APPLY_MASK) != 0:
             self._compute_p(block, True, tile, address, scratch)
@@ -134,11 +137,11 @@ class SoftmaxBackward:
 
         Few where each row takes registers of its own.
         """
-        if self.hooks.learned:
+        if self.hooks.gradient_levels:
             # exact sums in a fixed order take registers; so do the longer rings of a width of 64
-            heavy = self.hooks.effort >= HEAVIEST and self.config.width == 64
-            return LEARNED_CHUNK // (2 if self.config.turns or heavy else 1), LEARNED_GROUP
-        per_row = self.hooks.selects or (masked and self.by_element)
+            heavy = self.hooks.instruction_estimate >= HEAVIEST and self.config.head_dim == 64
+            return LEARNED_CHUNK // (2 if self.config.sum_order or heavy else 1), LEARNED_GROUP
+        per_row = self.hooks.branches_on_score or (masked and self.by_element)
         return (CHUNK // 2 if per_row else CHUNK), GROUP
 
     def row_after(self, first: Int32, word: Int32, before: list[Any]) -> Any:
@@ -147,7 +150,7 @@ class SoftmaxBackward:
         Otherwise it loads what depends on rows for all groups at once; learned tensors leave it no
         registers for that.
         """
-        if not before or not self.hooks.learned:
+        if not before or not self.hooks.gradient_levels:
             return first
         return after(first, before[-1:], word >> 31)  # 0, as words are positive
 
@@ -158,7 +161,7 @@ class SoftmaxBackward:
         first = (block.word >> 2) * self.config.block_q + block.row0
         rows = cute.size(slopes)
         words = self.mask_words(block, tile, first, rows) if masked else []
-        if hooks.learned:
+        if hooks.gradient_levels:
             for i in range(cute.size(keep_words)):
                 keep_words[i] = words[i] if i < len(words) else Int32(-1)
         size, group = self.sizes(masked)
@@ -171,8 +174,8 @@ class SoftmaxBackward:
                 begin = self.row_after(first + at, block.word, ps)
                 ps, ws, keep = self._group(block, words, tile, begin, raw, at)
                 for k in range(group):
-                    slopes[at + k] = raw[k] if hooks.learned else ws[k]
-                    if hooks.learned and masked and self.by_element:
+                    slopes[at + k] = raw[k] if hooks.gradient_levels else ws[k]
+                    if hooks.gradient_levels and masked and self.by_element:
                         i, others = (at + k) // 32, Int32(~bit_of(at + k))
                         keep_words[i] = cutlass.select_(
                             keep[k], keep_words[i], keep_words[i] & others
@@ -203,12 +206,12 @@ class SoftmaxBackward:
             if self.by_element:
                 pairs = [(k, 0) for k in range(count)]
                 unmasked = hooks.keep(site, tile.head, rows, tile.columns, pairs)
-                if hooks.listed:
+                if hooks.lists_override_mask:
                     unmasked = [one | ((block.word & FULL_BLOCK) != 0) for one in unmasked]
                 keep = [one & other for one, other in zip(keep, unmasked, strict=True)]
             ps = [cutlass.select_(k, p, Float32(0.0)) for k, p in zip(keep, ps, strict=True)]
         ws = ps
-        if slope is not None and not hooks.learned:
+        if slope is not None and not hooks.gradient_levels:
             ws = device.times(ps, slope)
             if masked:  # a slope may be inf where p is 0
                 ws = [cutlass.select_(k, w, Float32(0.0)) for k, w in zip(keep, ws, strict=True)]
@@ -236,7 +239,7 @@ class SoftmaxBackward:
         """
         site, hooks = tile.site, self.hooks
         with_ends = hooks.has_mask and not self.by_element
-        ends = hooks.ends(site, tile.head, tile.columns[0][0]) if with_ends else []
+        ends = hooks.kept_intervals(site, tile.head, tile.columns[0][0]) if with_ends else []
         words = []
         for start in (first + i for i in range(0, rows, 32)):
             word = bits_below(site.q_len - start)
@@ -244,7 +247,7 @@ class SoftmaxBackward:
                 unmasked = Int32(0)
                 for low, high in ends:
                     unmasked = unmasked | (bits_below(high - start) & ~bits_below(low - start))
-                if hooks.listed:
+                if hooks.lists_override_mask:
                     is_full = (block.word & FULL_BLOCK) != 0
                     unmasked = cutlass.select_(is_full, Int32(-1), unmasked)
                 word = word & unmasked
@@ -271,7 +274,7 @@ class SoftmaxBackward:
             lse: of these rows; None if the products subtract it.
         """
         site, head = tile.site, tile.head
-        x, slope = self.hooks.both(site, head, rows, tile.columns, places)
+        x, slope = self.hooks.score_and_derivative(site, head, rows, tile.columns, places)
         factor = self.hooks.factor(site, head)
         addends = self._row_terms(tile, rows, lse)
         distances = self._alibi(tile, rows)
@@ -285,7 +288,7 @@ class SoftmaxBackward:
 
     def _alibi(self, tile: KvBlock, rows: Any) -> list[Any] | None:
         """Return what the exponents of some rows have for their distances, None for nothing."""
-        slope = self.hooks.distance(tile.site, tile.head)
+        slope = self.hooks.distance_term(tile.site, tile.head)
         if slope is None:
             return None
         first = slope * Float32(tile.columns[0][0] - rows[0][0])
@@ -296,12 +299,12 @@ class SoftmaxBackward:
         if lse is not None:
             pairs = zip(rows, lse, strict=True)
             return [-self._bound(tile, row, value) for row, value in pairs]
-        terms = [self.hooks.lse(tile.site, tile.head, row[1]) for row in rows]
+        terms = [self.hooks.lse_offset(tile.site, tile.head, row[1]) for row in rows]
         return None if terms[0] is None else [term * LOG2_E for term in terms]
 
     def _bound(self, tile: KvBlock, row: Any, lse: Any) -> Any:
         """Return what the exponents of a row are reduced by."""
-        term = self.hooks.lse(tile.site, tile.head, row[1])
+        term = self.hooks.lse_offset(tile.site, tile.head, row[1])
         return lse if term is None else lse - term * LOG2_E
 
     def compute_ds(
@@ -327,7 +330,7 @@ class SoftmaxBackward:
                 grads = dp[at - chunk : at - chunk + group]
                 if block.delta is not None:
                     grads = device.plus(grads, self.values(block.delta, at, group))
-                if self.hooks.learned:
+                if self.hooks.gradient_levels:
                     first = (block.word >> 2) * c.block_q + block.row0 + at
                     first = self.row_after(first, block.word, ds)
                     lse = self.values(block.lse, at, group)

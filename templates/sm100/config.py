@@ -26,7 +26,7 @@ def options_of(hooks: Any) -> str:
 
     For version 4.8.1: level 3 spills in the warps with few registers, level 2 where a mod loads.
     """
-    return "--opt-level=1" if hooks.ahead else OPTIONS
+    return "--opt-level=1" if hooks.prefetches else OPTIONS
 
 
 @dataclass(frozen=True)

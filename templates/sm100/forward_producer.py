@@ -139,7 +139,7 @@ class Producer:
                     for j in cutlass.range(steps, unroll=1):
                         kv_block = last - j
                         number = kv_block
-                        if const_expr(kind == 1 and self.hooks.listed):
+                        if const_expr(kind == 1 and self.hooks.lists_override_mask):
                             number = ~kv_block
                         # In the order of their use: Q and K for the first S, Q of the other tile, V.
                         if first != 0:

@@ -133,8 +133,10 @@ class Softmax:
         """Columns that are computed together: few where each takes registers of its own."""
         hooks = self.hooks
         if self.rolled(masked):
-            return CHUNK // 2 if hooks.effort >= HEAVIEST else CHUNK
-        return CHUNK // 2 if hooks.ahead or hooks.selects or hooks.row_factor else CHUNK
+            return CHUNK // 2 if hooks.instruction_estimate >= HEAVIEST else CHUNK
+        return (
+            CHUNK // 2 if hooks.prefetches or hooks.branches_on_score or hooks.row_factor else CHUNK
+        )
 
     def rolled(self, masked: bool) -> bool:
         """Whether chunks are computed in a loop, which writes scores back to tensor memory.
@@ -144,7 +146,7 @@ class Softmax:
         registers than there are.
         """
         heavy = HEAVY_IN_PAIRS if self.config.two_cta else HEAVY
-        return self.hooks.effort >= heavy or (masked and self.by_element)
+        return self.hooks.instruction_estimate >= heavy or (masked and self.by_element)
 
     @property
     def by_element(self) -> bool:
@@ -158,7 +160,9 @@ class Softmax:
         Those of float16 have a polynomial of higher degree, and a mod that reads the score multiplies
         each.
         """
-        crowded = self.config.two_cta and self.config.dtype == "float16" and not self.hooks.blind
+        crowded = (
+            self.config.two_cta and self.config.dtype == "float16" and not self.hooks.ignores_score
+        )
         return CHAINS // 2 if crowded else CHAINS
 
     def site(
@@ -177,9 +181,11 @@ class Softmax:
         inside = cutlass.min(q, site.q_len - 1)
         head = hooks.head(site)
         row = (inside, hooks.row(site, head, inside))
-        constants = hooks.held(site, head, list(range(CHUNK)))
+        constants = hooks.fixed_columns(site, head, list(range(CHUNK)))
         # pinned: the compiler would recompute them in each block
-        constants = tuple(x if x is None or hooks.ahead else common.pinned(x) for x in constants)
+        constants = tuple(
+            x if x is None or hooks.prefetches else common.pinned(x) for x in constants
+        )
         if not hooks.has_mask:
             intervals: Any = ((Int32(0), site.kv_len),)
         elif self.by_element:
@@ -187,7 +193,7 @@ class Softmax:
         else:
             intervals = tuple(
                 (low, cutlass.min(high, site.kv_len))
-                for low, high in hooks.ends(site, head, inside)
+                for low, high in hooks.kept_intervals(site, head, inside)
             )
         return TileValues(site, head, row, constants, intervals)
 
@@ -215,7 +221,7 @@ class Softmax:
             upper: where the upper half of the columns comes later; otherwise None.
         """
         full, kv_block = Boolean(False), number
-        if self.hooks.listed:
+        if self.hooks.lists_override_mask:
             full = number < 0
             kv_block = cutlass.select_(full, ~number, number)
         start, rolled = kv_block * self.config.block_kv, self.rolled(masked)
@@ -232,7 +238,7 @@ class Softmax:
         for c in range(count):
             if upper is not None and c == half and not rolled:
                 cute.arch.mbarrier_wait(upper.full, upper.phase)
-            if not self.hooks.raw and not rolled:
+            if not self.hooks.only_scales and not rolled:
                 loading = [c]  # one by one: a mod has values of its own in registers
             else:  # by halves: the maximum of one is computed while the other comes
                 loading = list(range(c, c + half)) if c % half == 0 else []
@@ -303,21 +309,21 @@ class Softmax:
             positions = [cutlass.min(kv, site.kv_len - 1) for kv in positions]
         values = hooks.columns(site, head, positions, masked)
         columns = list(zip(positions, tile.column_constants[:wide], values, strict=True))
-        if not hooks.raw:
+        if not hooks.only_scales:
             relatives = hooks.relatives(site, head, rows, columns, places)
             elements = [(r, j, chunk[j]) for r, j in places]
-            chunk = list(hooks.element(site, head, rows, columns, elements, relatives))
+            chunk = list(hooks.score(site, head, rows, columns, elements, relatives))
         if masked:
             valid = device.bits_below(site.kv_len - start)
             if tile.intervals is not None:
                 word = self._inside(tile.intervals, start)
-                if hooks.listed:
+                if hooks.lists_override_mask:
                     word = cutlass.select_(full, valid, word)
                 keep = [common.bit(word, j) for j in range(wide)]
             else:
                 keep = hooks.keep(site, head, rows, columns, places)
                 keep = [
-                    (yes | full if hooks.listed else yes) & common.bit(valid, j)
+                    (yes | full if hooks.lists_override_mask else yes) & common.bit(valid, j)
                     for j, yes in enumerate(keep)
                 ]
             out = Float32(NEG_INF)
@@ -422,7 +428,7 @@ class Softmax:
         """
         factor = self.factor(tile)
         row_max, row_sum, highest = state.max[0], state.sum[0], state.highest[0]
-        lse_term = self.hooks.lse(tile.site, tile.head, tile.row[1])
+        lse_term = self.hooks.lse_offset(tile.site, tile.head, tile.row[1])
         return row_results(row_sum, gap, row_max, highest, factor, lse_term)
 
 

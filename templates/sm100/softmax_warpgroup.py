@@ -156,7 +156,7 @@ class SoftmaxWarpgroup:
         sums: list[Any] = [None] * softmax.sums
         step = min(wide, P_STEP)
         # computed before what comes before it is stored: the exponential unit goes on meanwhile
-        ahead = step if softmax.hooks.raw and not masked else 0
+        ahead = step if softmax.hooks.only_scales and not masked else 0
         pending: list[Any] = []
         for start in range(0, c.block_kv + ahead, step):
             if start < c.block_kv:

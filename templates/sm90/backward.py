@@ -119,7 +119,7 @@ class Backward:
         problem = config.problem()
         if problem:
             raise ValueError(problem)
-        if config.rounded and (hooks.learned or hooks.sloped):
+        if config.rounded and (hooks.gradient_levels or hooks.has_derivative):
             raise ValueError(
                 f"block_q={config.block_q} for a mod with a slope or gradients of captured tensors: "
                 f"expected {ROWS}, as registers hold no more"
@@ -130,15 +130,15 @@ class Backward:
         self.lse_in_mma = LseInMma(config, hooks)
         self.producer = Producer(config)
         alibi = Alibi(hooks, config.block_q, self.lse_in_mma.with_slope)
-        late = not (hooks.sloped or hooks.learned or config.rounded)
+        late = not (hooks.has_derivative or hooks.gradient_levels or config.rounded)
         self.softmax = SoftmaxBackward(config, hooks, alibi, late)
         self.captured_grads = CapturedGrads(config, self.softmax)
         self.epilogue = Epilogue(config)
         self.deterministic = DeterministicReduce(config)
         self.dq_reduce: Reduce = DqReduce(config.chunk)
-        if config.turns:
+        if config.sum_order:
             self.dq_reduce = self.deterministic
-        elif config.firsts:
+        elif config.first_writer:
             self.dq_reduce = FirstWriterReduce(config.chunk)
         self.held_steps = _held_steps(config, hooks)
         if self.lse_in_mma.with_slope and self.held_steps:
@@ -195,7 +195,7 @@ class Backward:
             ctas: at most the number of work tiles.
         """
         c, dtype = self.config, self.dtype
-        head_dim, head_dim_v, bm = c.width, c.value_width, c.block_q
+        head_dim, head_dim_v, bm = c.head_dim, c.head_dim_v, c.block_q
         query, key, value, grad_out, grad_key, grad_value = (  # [S, D, H, B]
             ordered(t, (2, 3, 1, 0)) for t in (query, key, value, grad_out, grad_key, grad_value)
         )
@@ -330,7 +330,7 @@ class Backward:
                     self.dq_reduce.run(wg, staging, info, bars.chunk, sums, order)
             if warp == CLEAR_WARP:
                 self.epilogue.clear_masked(items, grad_key, grad_value)
-                if const_expr(c.turns):
+                if const_expr(c.sum_order):
                     self.deterministic.pass_turns(info, bars.chunk, order)
         else:
             cute.arch.setmaxregister_increase(c.consumer_registers)
@@ -387,7 +387,7 @@ class Backward:
                 info[record + i]
                 for i in (WorkTile.KV_BLOCK, WorkTile.HEAD, WorkTile.BATCH, WorkTile.NUM_BLOCKS)
             )
-            turn = kv_block if const_expr(c.turns) else Int32(0)
+            turn = kv_block if const_expr(c.sum_order) else Int32(0)
             # chunk and turn of dQ of the kv block's first q block
             place = ((b * p.heads + h) * q_chunks + wg, turn)
             scaled = self.lse_in_mma.scale(p.scale)
@@ -497,7 +497,7 @@ class Backward:
         p, ds = in_layout_of(mma.p, mma.s), in_layout_of(mma.ds, mma.s)
         s, phase = q_stage(c, q_count), q_phase(c, q_count)
         v_empty = bars.load.v_empty + out.wg
-        if self.hooks.learned:
+        if self.hooks.gradient_levels:
             warpgroup.wait_group(0)
             self.release_last(last, v_empty)
             self.captured_grads.compute_p_ds(block, tile, mma.s, p, mma.dp, ds, sums)
@@ -544,7 +544,7 @@ class Backward:
 
 def _held_steps(config: BackwardConfig, hooks: BackwardHooks) -> int:
     """Return for how many steps of 16 columns of K the variant leaves registers."""
-    if hooks.sloped or hooks.learned or hooks.gathers:
+    if hooks.has_derivative or hooks.gradient_levels or hooks.loads_per_score:
         return 0
     # a mask that is computed for every score takes registers beside a block of 128 rows
     by_element = hooks.has_mask and hooks.intervals is None

@@ -44,7 +44,7 @@ class Alibi:
             A function of an element's step, its q - kv less that of the thread's first, and of
             which of the thread's columns it is in; None for nothing.
         """
-        slope = self.hooks.distance(tile.site, tile.head)
+        slope = self.hooks.distance_term(tile.site, tile.head)
         if slope is None:
             return None
         begin = (block.word >> 2) * self.block_q

@@ -54,7 +54,7 @@ class CapturedGrads(ExactSums):
 
     def begin(self, totals: Any) -> CapturedSums:
         """Take registers for the sums of a work tile."""
-        count = sum(RUNNING[level] for level in self.hooks.learned)
+        count = sum(RUNNING[level] for level in self.hooks.gradient_levels)
         running = cute.make_rmem_tensor(max(count, 1), Float32)  # f32 [values]
         return CapturedSums(running, totals)
 
@@ -94,7 +94,7 @@ class CapturedGrads(ExactSums):
             scores: f32 S, raw.
             dp: f32 dP - delta.
         """
-        softmax, learned = self.softmax, self.hooks.learned
+        softmax, learned = self.softmax, self.hooks.gradient_levels
         site, head, columns = tile.site, tile.head, tile.columns
         first = (block.word >> 2) * self.config.block_q + block.row0
         pairs, results = cute.recast_tensor(p, Int32), cute.recast_tensor(ds, Int32)
@@ -113,7 +113,7 @@ class CapturedGrads(ExactSums):
                 keep = [w != Float32(0.0) for w in rough]
             ps = _select(keep, ps)
             grads = [(j, c, s, ps[i] * dp[4 * g + i]) for i, (j, c, s) in enumerate(places)]
-            dscores, values = self.hooks.adjoint(site, head, rows, columns, grads)
+            dscores, values = self.hooks.dscore(site, head, rows, columns, grads)
             if masked is None:
                 keep = None  # P alone was masked: more selections would take registers
             dscores = _select(keep, dscores)
@@ -139,7 +139,7 @@ class CapturedGrads(ExactSums):
         Args:
             d0: q - kv of the thread's first element.
         """
-        total = sums.totals[self.hooks.slots[i]]
+        total = sums.totals[self.hooks.gradient_slots[i]]
         lane = cute.arch.lane_idx()
         start = d0 - 2 * (lane % 4) + lane // 4  # of the warp's first row and column
         for offset, value in diagonals:
@@ -154,7 +154,7 @@ class CapturedGrads(ExactSums):
         sums: CapturedSums,
     ) -> None:  # fmt: skip
         """Add the gradients of four elements of load i."""
-        total, running = sums.totals[self.hooks.slots[i]], sums.running
+        total, running = sums.totals[self.hooks.gradient_slots[i]], sums.running
         if level == "head":
             running[at] = running[at] + ((values[0] + values[1]) + (values[2] + values[3]))
         elif level == "column":
@@ -180,12 +180,12 @@ class CapturedGrads(ExactSums):
 
     def flush(self, tile: KvBlock, sums: CapturedSums) -> None:
         """Add what was summed over a work tile to memory."""
-        if not self.hooks.learned:
+        if not self.hooks.gradient_levels:
             return
         site, columns, running, at = tile.site, tile.columns, sums.running, 0
         lane = cute.arch.lane_idx()
-        for i, level in enumerate(self.hooks.learned):
-            total = sums.totals[self.hooks.slots[i]]
+        for i, level in enumerate(self.hooks.gradient_levels):
+            total = sums.totals[self.hooks.gradient_slots[i]]
             if level == "head":
                 self.add_of_warp(i, site, total, running[at])
             elif level == "column":

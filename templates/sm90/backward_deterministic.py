@@ -52,7 +52,7 @@ class DeterministicReduce:
     """Adds chunks in the order of their semaphores.
 
     Args:
-        config: its `turns` is the order, its `firsts` whether the first turn stores.
+        config: its `sum_order` is the order, its `first_writer` whether the first turn stores.
     """
 
     def __init__(self, config: BackwardConfig) -> None:
@@ -100,7 +100,7 @@ class DeterministicReduce:
                     wait_turn(semaphores.iterator + chunk, turn)
                     fence_bulk()
                 target = sums.iterator + Int64(chunk) * c.chunk
-                if const_expr(c.firsts):
+                if const_expr(c.first_writer):
                     if first:
                         store_chunk(target, staging + wg * c.chunk, c.chunk)
                     else:
@@ -177,7 +177,7 @@ class DeterministicReduce:
             first, last = rows[row, OrderRow.FIRST_TURN], rows[row, OrderRow.LAST_TURN]
         cute.arch.fence_acq_rel_gpu()
         if following < 0:
-            ascending = self.config.turns == "ascending"
+            ascending = self.config.sum_order == "ascending"
             following = following_turn(ascending, turn, (low, high, first, last), order)
         with cute.arch.elect_one():
             cute.arch.store(

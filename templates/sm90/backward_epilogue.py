@@ -140,7 +140,7 @@ class Epilogue:
 
     def announce(self, out: Outputs) -> None:
         """Tell the warp that adds that a chunk is there, or that no more comes."""
-        if self.config.turns:
+        if self.config.sum_order:
             cute.arch.sync_warp()
             device.arrive(out.bars.chunk.ready + out.wg)
         else:
@@ -160,10 +160,10 @@ class Epilogue:
         if thread == 0:
             at = Word.NOTE + NOTE_WORDS * wg
             info[at + ChunkNote.CHUNK] = note[0]
-            if const_expr(self.config.turns):
+            if const_expr(self.config.sum_order):
                 for i in cutlass.range_constexpr(1, NOTE_WORDS):
                     info[at + i] = note[i] if i < len(note) else Int32(-1)
-            if const_expr(self.config.firsts):
+            if const_expr(self.config.first_writer):
                 info[at + ChunkNote.NEXT_CHUNK] = note[3] if len(note) > 3 else Int32(-1)
 
     @cute.jit
@@ -226,8 +226,8 @@ class Epilogue:
         """
         c, p = self.config, out.problem
         blocks = (p.q_len + c.block_q - 1) // c.block_q
-        own = ROWS * (c.width + c.value_width)  # floats of a consumer
-        at = Int64(p.batch * p.heads * blocks) * (c.block_q * c.width)
+        own = ROWS * (c.head_dim + c.head_dim_v)  # floats of a consumer
+        at = Int64(p.batch * p.heads * blocks) * (c.block_q * c.head_dim)
         at = at + Int64(CONSUMERS * split + out.wg) * own
         start = (out.to.sums.iterator + (at + out.thread * 4)).toint()
         add_all(dk, start)
@@ -262,7 +262,7 @@ class Epilogue:
         kv_blocks = (p.kv_len + c.block_kv - 1) // c.block_kv
         tile = (cutlass.min(b, p.kv_batch - 1) * p.kv_heads + h // p.group) * kv_blocks + kv_block
         first, chunks = p.batch * p.heads * blocks * 2, []
-        for head_dim in (c.width, c.value_width):
+        for head_dim in (c.head_dim, c.head_dim_v):
             count = ROWS * head_dim // c.chunk
             chunks.append((first + 2 * count * tile, count))
             first = first + p.kv_batch * p.kv_heads * kv_blocks * 2 * count

@@ -128,7 +128,7 @@ class BackwardHd256:
         self.captured_grads = CapturedGrads(config, self.softmax)
         self.deterministic = Hd256Deterministic(config)
         # registers are short: dQ leaves them before P is computed
-        self.tight = bool(hooks.learned)
+        self.tight = bool(hooks.gradient_levels)
 
     # ------------------------------------------------------------------------------------ host
 
@@ -162,7 +162,7 @@ class BackwardHd256:
         two for dV.
         """
         c, dtype = self.config, self.dtype
-        head_dim, head_dim_v, bm = c.width, c.value_width, c.block_q
+        head_dim, head_dim_v, bm = c.head_dim, c.head_dim_v, c.block_q
         query, key, value, grad_out, grad_key, grad_value = (  # [S, D, H, B]
             ordered(t, (2, 3, 1, 0)) for t in (query, key, value, grad_out, grad_key, grad_value)
         )
@@ -269,7 +269,7 @@ class BackwardHd256:
             cute.arch.setmaxregister_decrease(c.producer_registers)
             if warp == LOAD_WARP:
                 self.producer.run(atoms[:4], tiles[:4], smem, bars.load, work, problem)
-            if const_expr(c.turns):
+            if const_expr(c.sum_order):
                 if warp == WAIT_TURN_WARP:
                     self.deterministic.wait_turns(bars.turns, info, work.order)
                 if warp == PASS_TURN_WARP:
@@ -422,7 +422,7 @@ class BackwardHd256:
             cute.arch.mbarrier_arrive(load.k_empty)
             cute.arch.mbarrier_wait(load.k_full, parity)
             valid = info[RECORD + WorkTile.VALID]
-        if const_expr(c.turns):
+        if const_expr(c.sum_order):
             self.deterministic.announce(bars.turns, info, Int32(-1), q_count, wg, thread)
             self.deterministic.has_added(bars.turns)
         if warp % WARPS == 0:
@@ -451,9 +451,9 @@ class BackwardHd256:
 
         # in this order: it decides which registers the assembler takes
         scores, dp = registers(accumulate.s, bm // 2), registers(accumulate.s, bm // 2)
-        dk = registers(accumulate.dk, c.width // 2)
-        dv = registers(accumulate.dv, c.value_width // 2)
-        dq = registers(accumulate.dq, c.width // 2 // c.dq_parts)
+        dk = registers(accumulate.dk, c.head_dim // 2)
+        dv = registers(accumulate.dv, c.head_dim_v // 2)
+        dq = registers(accumulate.dq, c.head_dim // 2 // c.dq_parts)
         p = cute.make_rmem_tensor(scores.layout, dtype)  # dtype [64, block_q / 2] / 128 threads
         # set once: the value behind a set() in a helper must not leave the helper's region
         for tiled_mma in overwrite:
@@ -482,7 +482,7 @@ class BackwardHd256:
 
         Its own registers or those of S, whichever the assembler takes without spills.
         """
-        if self.hooks.learned:
+        if self.hooks.gradient_levels:
             return scores
         return cute.make_rmem_tensor(scores.layout, Float32)
 
@@ -513,7 +513,7 @@ class BackwardHd256:
         """Compute dS in registers and write it to shared memory, while dV runs."""
         lse = self.rows(w.smem.lse, stage, w.row0)
         ds = cute.make_rmem_tensor(w.scores.layout, self.dtype)  # dtype [64, block_q / 2] / 128
-        if self.hooks.learned:
+        if self.hooks.gradient_levels:
             block = QBlock(word, w.row0, lse)
             self.captured_grads.compute(block, None, tile, w.scores, w.p, w.dp, ds, learned)
         else:
@@ -538,7 +538,7 @@ class BackwardHd256:
 
     def announce(self, w: Hd256Consumer, first_row: Int32, word: Int32, count: Int32) -> None:
         """In a fixed order, say to which q block the count-th one adds its dQ."""
-        if self.config.turns:
+        if self.config.sum_order:
             chunk = 2 * (first_row + (word >> 2))
             self.deterministic.announce(w.turns, w.smem.info, chunk, count, w.wg, w.thread)
 
@@ -551,12 +551,12 @@ class BackwardHd256:
             first_row: number of the head's first q block.
         """
         c = self.config
-        row, own = first_row + (word >> 2), c.width // COLUMNS // 2  # groups of a consumer
-        to = row * (c.width // COLUMNS) + w.wg * own + part * (own // c.dq_parts)
-        if c.turns and part == 0:
+        row, own = first_row + (word >> 2), c.head_dim // COLUMNS // 2  # groups of a consumer
+        to = row * (c.head_dim // COLUMNS) + w.wg * own + part * (own // c.dq_parts)
+        if c.sum_order and part == 0:
             self.deterministic.may_add(w.turns, count)
         add(w.sums, w.dq, to, w.thread)
-        if c.turns and part == c.dq_parts - 1:
+        if c.sum_order and part == c.dq_parts - 1:
             self.deterministic.has_added(w.turns)
 
     def add_shared(
@@ -573,15 +573,15 @@ class BackwardHd256:
         c, wg, info = self.config, w.wg, w.smem.info
         turn, turns = info[RECORD + WorkTile.TURN], info[RECORD + WorkTile.NUM_TURNS]
         following = cutlass.select_(turn + 1 == turns, Int32(0), turn + 1)
-        first, semaphore = q_tiles * (c.width // COLUMNS), q_tiles
-        for acc, head_dim in ((dk, c.width), (dv, c.value_width)):
+        first, semaphore = q_tiles * (c.head_dim // COLUMNS), q_tiles
+        for acc, head_dim in ((dk, c.head_dim), (dv, c.head_dim_v)):
             groups = head_dim // COLUMNS
             to = first + kv_tile * groups + wg * (groups // 2)
             own = 2 * (semaphore + kv_tile) + wg
-            if c.turns:
+            if c.sum_order:
                 self.deterministic.enter_turn(own, turn, order, wg, w.thread)
             add(w.sums, acc, to, w.thread)
-            if c.turns:
+            if c.sum_order:
                 self.deterministic.leave_turn(own, following, order, wg, w.thread)
             first, semaphore = first + kv_tiles * groups, semaphore + kv_tiles
 
@@ -612,7 +612,7 @@ class BackwardHd256:
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=Hd256Barrier.CONSUMER + w.wg, number_of_threads=WARPGROUP)
         atoms, tiles = tma
-        shape = (ROWS, (self.config.value_width if which else self.config.width) // 2)
+        shape = (ROWS, (self.config.head_dim_v if which else self.config.head_dim) // 2)
         source, to = partition(atoms[which], smem, tiles[which], shape, (None,) * 4)
         self.issue_store(atoms[which], source, to, place, w.wg)
 

@@ -38,7 +38,7 @@ class Hd256Deterministic:
     """Forms sums in the order of their semaphores.
 
     Args:
-        config: its `turns` is the order, "" for none.
+        config: its `sum_order` is the order, "" for none.
     """
 
     def __init__(self, config: Hd256Config) -> None:
@@ -91,7 +91,7 @@ class Hd256Deterministic:
                 rows, row = order[OrderTable.ROW], chunk >> 1
                 entry = tuple(rows[row, i] for i in OrderRow)
                 cute.arch.fence_acq_rel_gpu()  # of both consumers' sums
-                following = following_turn(self.config.turns == "ascending", turn, entry, order)
+                following = following_turn(self.config.sum_order == "ascending", turn, entry, order)
                 with cute.arch.elect_one():
                     cute.arch.store(
                         order[OrderTable.SEMAPHORE].iterator + chunk, following, sem="relaxed",

@@ -38,9 +38,9 @@ def hd256_tiled_mmas(c: Hd256Config, dtype: Any) -> Hd256TiledMmas:
 
     return Hd256TiledMmas(
         s=mma(k_major, k_major, c.block_q // 2),
-        dq=mma(mn_major, mn_major, c.width // 2 // c.dq_parts),
-        dv=mma(k_major, mn_major, c.value_width // 2),
-        dk=mma(k_major, mn_major, c.width // 2),
+        dq=mma(mn_major, mn_major, c.head_dim // 2 // c.dq_parts),
+        dv=mma(k_major, mn_major, c.head_dim_v // 2),
+        dk=mma(k_major, mn_major, c.head_dim // 2),
     )
 
 
@@ -72,7 +72,7 @@ def hd256_smem_layouts(c: Hd256Config, dtype: Any) -> Hd256SmemLayouts:
         order = (0, 1, 2) if kind is ROW else (1, 0, 2)
         return cute.tile_to_shape(atom, (*shape, stages), order)
 
-    head_dim, head_dim_v, bm = c.width, c.value_width, c.block_q
+    head_dim, head_dim_v, bm = c.head_dim, c.head_dim_v, c.block_q
     unit = head_dim // 2 // c.dq_parts
     return Hd256SmemLayouts(
         k=tiles(ROW, ROWS, head_dim, unit, 1),

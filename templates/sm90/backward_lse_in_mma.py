@@ -42,7 +42,7 @@ class LseInMma:
     def __init__(self, config: BackwardConfig, hooks: BackwardHooks) -> None:
         self.config = config
         self.hooks = hooks
-        self.with_slope = config.less_lse and hooks.distant
+        self.with_slope = config.less_lse and hooks.has_distance_term
 
     def scale(self, scale: Any) -> Any:
         """Return the softmax scale by which LSE was divided."""
@@ -59,7 +59,7 @@ class LseInMma:
 
     def write_slope(self, k_columns: cute.Tensor, site: Site) -> None:
         """Write K's columns of a head with a slope to registers, bf16 [64, 16] / 128 threads."""
-        slope = self.hooks.distance(site, self.hooks.head(site))
+        slope = self.hooks.distance_term(site, self.hooks.head(site))
         inverse = Float32(1.0) / site.scale
         t = split_bfloat16(-slope * inverse * Float32(1.0 / LOG2_E))
         words = factor_columns(split_bfloat16(inverse), t[:2])

@@ -49,8 +49,8 @@ def tiled_mmas(c: BackwardConfig, dtype: Any, lse_from_registers: bool) -> Tiled
     s_held = mma(K_MAJOR, K_MAJOR, c.block_q, RMEM)
     lse = mma(K_MAJOR, K_MAJOR, c.block_q, RMEM if lse_from_registers else SMEM, BFloat16)
     dq = mma(K_MAJOR, MN_MAJOR, c.chunk // ROWS)
-    dv = mma(K_MAJOR, MN_MAJOR, c.value_width, RMEM)
-    dk = mma(K_MAJOR, MN_MAJOR, c.width, RMEM)
+    dv = mma(K_MAJOR, MN_MAJOR, c.head_dim_v, RMEM)
+    dk = mma(K_MAJOR, MN_MAJOR, c.head_dim, RMEM)
     return TiledMmas(s, dq, dv, dk, s_held, lse)
 
 
@@ -73,15 +73,15 @@ def smem_layouts(c: BackwardConfig, dtype: Any) -> SmemLayouts:
     make_a, make_b = hopper_helpers.make_smem_layout_a, hopper_helpers.make_smem_layout_b
     bm, halves = c.block_q, 2 * c.stages
     return SmemLayouts(
-        k=make_a(ROW, (ROWS, bm, c.width), dtype, 2 * c.k_stages),
-        v=make_a(ROW, (ROWS, bm, c.value_width), dtype, 2),
-        q=make_b(ROW, (ROWS, bm, c.width), dtype, c.stages),
-        do=make_b(ROW, (ROWS, bm, c.value_width), dtype, c.stages),
+        k=make_a(ROW, (ROWS, bm, c.head_dim), dtype, 2 * c.k_stages),
+        v=make_a(ROW, (ROWS, bm, c.head_dim_v), dtype, 2),
+        q=make_b(ROW, (ROWS, bm, c.head_dim), dtype, c.stages),
+        do=make_b(ROW, (ROWS, bm, c.head_dim_v), dtype, c.stages),
         ds_written=make_a(COLUMN, (ROWS, ROWS, bm), dtype, halves),
-        q_t=make_b(COLUMN, (ROWS, c.width, bm), dtype, c.stages),
-        do_t=make_b(COLUMN, (ROWS, c.value_width, bm), dtype, c.stages),
+        q_t=make_b(COLUMN, (ROWS, c.head_dim, bm), dtype, c.stages),
+        do_t=make_b(COLUMN, (ROWS, c.head_dim_v, bm), dtype, c.stages),
         ds=make_a(ROW, (ROWS, ROWS, ROWS), dtype, halves * (bm // ROWS)),
-        k_t=make_b(COLUMN, (ROWS, ROWS, ROWS), dtype, 2 * c.k_stages * (c.width // ROWS)),
+        k_t=make_b(COLUMN, (ROWS, ROWS, ROWS), dtype, 2 * c.k_stages * (c.head_dim // ROWS)),
     )
 
 
@@ -180,7 +180,7 @@ class ConsumerMma:
             q_count, kv_count: number of the q block and of the work tile, for stages and phases.
         """
         c = self.config
-        high, wide = c.block_q // ROWS, c.width // ROWS
+        high, wide = c.block_q // ROWS, c.head_dim // ROWS
         stage, k_first = q_count & 1, (kv_count & 1) * 2 * wide
         cute.arch.mbarrier_wait(bars.ds_full + stage, (q_count >> 1) & 1)
         warpgroup.fence()
@@ -236,13 +236,13 @@ def consumer_mma(
     dq = cute.make_rmem_tensor(chunk_layout(c.chunk), Float32)  # f32 [chunk] / 128 threads
     thr_dk, thr_dv = mma_dk.get_slice(thread), mma_dv.get_slice(thread)
     # f32 [64, head_dim] and [64, head_dim_v] / 128 threads
-    dk = cute.make_rmem_tensor(thr_dk.partition_shape_C((ROWS, c.width)), Float32)
-    dv = cute.make_rmem_tensor(thr_dv.partition_shape_C((ROWS, c.value_width)), Float32)
+    dk = cute.make_rmem_tensor(thr_dk.partition_shape_C((ROWS, c.head_dim)), Float32)
+    dv = cute.make_rmem_tensor(thr_dv.partition_shape_C((ROWS, c.head_dim_v)), Float32)
     # dtype [64, block_q] / 128 threads, both as A operands
     p = cute.make_rmem_tensor(thr_dv.partition_shape_A((ROWS, c.block_q)), dtype)
     ds = cute.make_rmem_tensor(p.layout, dtype)
     k_held = cute.make_rmem_tensor(  # dtype [64, head_dim] / 128 threads
-        mma_held.get_slice(thread).partition_shape_A((ROWS, c.width)), dtype
+        mma_held.get_slice(thread).partition_shape_A((ROWS, c.head_dim)), dtype
     )
     atom = cute.make_copy_atom(LdMatrix8x8x16bOp(False, 4), dtype)
     copy_k = cute.make_tiled_copy_A(atom, mma_held)

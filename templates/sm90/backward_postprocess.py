@@ -23,13 +23,13 @@ class Postprocess:
 
     Args:
         config: that of the main kernel.
-        width: the head dim of the gradient as computed.
+        head_dim: the head dim of the gradient as computed.
         block: positions of a block, to which lengths are rounded up.
     """
 
-    def __init__(self, config: BackwardConfig, width: int, block: int) -> None:
+    def __init__(self, config: BackwardConfig, head_dim: int, block: int) -> None:
         self.config = config
-        self.width = width
+        self.head_dim = head_dim
         self.block = block
         self.dtype = device.DTYPES[config.dtype]
 
@@ -60,7 +60,7 @@ class Postprocess:
         (block, h, b), (blocks, heads, _) = reversed_block_idx()
         warp, lane = thread // 32, thread % 32
         row = block * ROWS + warp * 16 + lane // 4
-        wide = self.width // ROWS
+        wide = self.head_dim // ROWS
         unit = first + ((b * heads + h) * blocks + block) * wide
         for i in cutlass.range_constexpr(wide):
             # f32 [64, 64] / 128 threads: a unit, in the order of an accumulator

@@ -90,7 +90,7 @@ class Producer:
         """
         c, info, p = self.config, smem.info, problem
         tma_q, tma_k, tma_v, tma_do = atoms
-        head_dim, head_dim_v, bm = c.width, c.value_width, c.block_q
+        head_dim, head_dim_v, bm = c.head_dim, c.head_dim_v, c.block_q
         whole = (None, 0, None, None)  # of a tensor [S, D, H, B]
         q_to, q_from = partition(tma_q, smem.q, tiles[0], (bm, head_dim), whole)
         k_to, k_from = partition(tma_k, smem.k, tiles[1], (ROWS, head_dim), whole)
@@ -152,7 +152,7 @@ class Producer:
                 q_word = block_word(
                     block, is_partial, (block == ragged_q) | (kv_block == ragged_kv)
                 )
-                if const_expr(c.firsts):
+                if const_expr(c.first_writer):
                     first_writer = Int32(4 * FIRST_WRITER_BLOCK)
                     q_word += cutlass.select_(block < store_end, first_writer, Int32(0))
                 r, s = q_stage(c, q_count), q_count & 1

@@ -210,7 +210,7 @@ def init_hd256_barriers(c: Hd256Config, bars: Hd256Barriers) -> None:
     for s in range(c.stages):
         mbarrier_init(load.do_full + s, ONE_ARRIVAL)
         mbarrier_init(load.do_empty + s, CONSUMER_THREADS)
-    if c.turns:
+    if c.sum_order:
         mbarrier_init(turns.announced, ONE_ARRIVAL)
         mbarrier_init(turns.may_add, TURN_WARPS)  # those that wait for turns and that pass them
         mbarrier_init(turns.added, CONSUMER_WARPS)

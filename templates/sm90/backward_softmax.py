@@ -44,7 +44,7 @@ class KvBlock:
     Attributes:
         site: where the block is; the origin is its first column.
         head: values of the hook `head`.
-        columns: (kv, value of `held`, values of `columns`) of the thread's two columns.
+        columns: (kv, value of `fixed_columns`, values of `columns`) of the thread's two columns.
         inside: whether they lie inside the tensors.
         first_column: position of the first of them.
     """
@@ -105,7 +105,7 @@ class SoftmaxBackward:
         offsets = [offset, offset + 8]
         kv = [site.origin + o for o in offsets]
         clamped = [cutlass.min(at, site.kv_len - 1) for at in kv]
-        held = hooks.held(site, head, offsets)
+        held = hooks.fixed_columns(site, head, offsets)
         values = hooks.columns(site, head, clamped, hooks.has_mask)
         columns = tuple(zip(clamped, held, values, strict=True))
         inside = tuple(at < site.kv_len for at in kv)
@@ -166,7 +166,7 @@ class SoftmaxBackward:
                     out[2 * g + k] = device.pack(ps[2 * k], ps[2 * k + 1], self.dtype)
             if not self.config.rounded:
                 for i, w in enumerate(ws):
-                    slopes[4 * g + i] = scores[4 * g + i] if hooks.learned else w
+                    slopes[4 * g + i] = scores[4 * g + i] if hooks.gradient_levels else w
 
     def group(
         self, masked: bool, tile: KvBlock, first: Any, g: int, scores: cute.Tensor
@@ -192,7 +192,9 @@ class SoftmaxBackward:
         """
         site, head = tile.site, tile.head
         steps = [8 * (g - c) + j for j, c, _ in places]
-        x, slope = self.hooks.both(site, head, rows, tile.columns, places, steps, shared)
+        x, slope = self.hooks.score_and_derivative(
+            site, head, rows, tile.columns, places, steps, shared
+        )
         factor = self.hooks.factor(site, head)
         bounds = self._bounds(tile, rows, lse)
         addends = [terms and terms(at, c) for at, (_, c, _) in zip(steps, places, strict=True)]
@@ -212,10 +214,10 @@ class SoftmaxBackward:
             word = below
             if hooks.has_mask and hooks.intervals is not None:
                 unmasked = Int32(0)
-                for low, high in hooks.ends(site, tile.head, kv):
+                for low, high in hooks.kept_intervals(site, tile.head, kv):
                     above, under = (device.bits_below(x - first, 1)[0] for x in (low, high))
                     unmasked = unmasked | (under & ~above)
-                if hooks.listed:
+                if hooks.lists_override_mask:
                     is_full = (block.word & FULL_BLOCK) != 0
                     unmasked = cutlass.select_(is_full, Int32(-1), unmasked)
                 word = word & unmasked
@@ -228,14 +230,14 @@ class SoftmaxBackward:
         keep = [device.bit(bits[c], 2 * g + j) for j, c in pairs]
         if hooks.has_mask and hooks.intervals is None:
             unmasked = hooks.keep(tile.site, tile.head, rows, tile.columns, pairs)
-            if hooks.listed:
+            if hooks.lists_override_mask:
                 unmasked = [one | ((block.word & FULL_BLOCK) != 0) for one in unmasked]
             keep = [one & other for one, other in zip(keep, unmasked, strict=True)]
         return keep
 
     def _bounds(self, tile: KvBlock, rows: Any, lse: Any) -> list[Any] | None:
         """Return what the exponents of two rows are reduced by; None for nothing."""
-        terms = [self.hooks.lse(tile.site, tile.head, row[1]) for row in rows]
+        terms = [self.hooks.lse_offset(tile.site, tile.head, row[1]) for row in rows]
         if lse is None:
             return None if terms[0] is None else [-term * LOG2_E for term in terms]
         return [lse[k] if term is None else lse[k] - term * LOG2_E for k, term in enumerate(terms)]

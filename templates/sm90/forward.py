@@ -445,11 +445,11 @@ class Forward:
         self._pingpong_wait(warpgroup_idx)
         warpgroup.fence()
         mma.issue_qk(q_tile, k_stage)  # asynchronous, the first group
-        if self.hooks.ahead:  # loads of a mod: their latency hides behind the products
+        if self.hooks.prefetches:  # loads of a mod: their latency hides behind the products
             block = softmax.block_values(tile, kv_block, masked, count)
         cute.arch.mbarrier_wait(bars.v.full + v_stage, bars.v.phase(kv_pos - 1))
         mma.issue_pv(v_stage)  # asynchronous, the second group; it reads P from registers
-        if not self.hooks.ahead:
+        if not self.hooks.prefetches:
             block = softmax.block_values(tile, kv_block, masked, count)
         self._pingpong_pass(warpgroup_idx)
         warpgroup.wait_group(1)  # S is there; P V may still run

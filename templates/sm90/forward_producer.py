@@ -214,7 +214,7 @@ class Producer:
                             cute.arch.mbarrier_arrive(bars.work.empty)
                         kv_block = last - j
                         number = kv_block
-                        if const_expr(kind == 1 and self.hooks.listed):
+                        if const_expr(kind == 1 and self.hooks.lists_override_mask):
                             number = ~kv_block
                         stage = bars.k.wait_empty(k_pos)
                         with cute.arch.elect_one():

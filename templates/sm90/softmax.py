@@ -158,7 +158,9 @@ class Softmax:
         inside = [cutlass.min(row + ROW_STEP * r, site.q_len - 1) for r in range(ROWS)]
         head = hooks.head(site)
         rows = tuple((q, hooks.row(site, head, q)) for q in inside)
-        constants = hooks.held(site, head, [first_column + o for o in self.columns_of_thread()])
+        constants = hooks.fixed_columns(
+            site, head, [first_column + o for o in self.columns_of_thread()]
+        )
         # pinned: the compiler would recompute them in each block
         constants = tuple(x if x is None or self._tight else device.pinned(x) for x in constants)
         if not hooks.has_mask:
@@ -169,7 +171,7 @@ class Softmax:
             intervals = tuple(
                 tuple(
                     (cutlass.max(low, Int32(0)), cutlass.min(high, site.kv_len))
-                    for low, high in hooks.ends(site, head, q)
+                    for low, high in hooks.kept_intervals(site, head, q)
                 )
                 for q in inside
             )
@@ -193,7 +195,7 @@ class Softmax:
         hooks = self.hooks
         head = hooks.head(site)
         inside = [cutlass.min(row + ROW_STEP * r, site.q_len - 1) for r in range(ROWS)]
-        return [hooks.lse(site, head, hooks.row(site, head, q)) for q in inside]
+        return [hooks.lse_offset(site, head, hooks.row(site, head, q)) for q in inside]
 
     # -------------------------------------------------------------------------- scores of a block
 
@@ -206,7 +208,7 @@ class Softmax:
             # computed from an opaque number in each block: otherwise the compiler holds the constants
             # through the loop, and spills others
             first = device.pinned(Float32(tile.first_column))
-            constants = hooks.held(
+            constants = hooks.fixed_columns(
                 site, head, [first + Float32(o) for o in self.columns_of_thread()]
             )
         start, _, positions = self._positions(tile, kv_block)
@@ -215,7 +217,9 @@ class Softmax:
         values = hooks.columns(site, head, positions, False)
         columns = list(zip(positions, constants, values, strict=True))
         places = [(row_of(i), column_of(i)) for i in range(count)]
-        relatives = None if hooks.raw else hooks.relatives(site, head, tile.rows, columns, places)
+        relatives = (
+            None if hooks.only_scales else hooks.relatives(site, head, tile.rows, columns, places)
+        )
         return BlockValues(start, columns, places, relatives)
 
     def _positions(self, tile: TileValues, kv_block: Int32) -> tuple[Any, Any, list[Any]]:
@@ -225,7 +229,7 @@ class Softmax:
         tensor is masked there.
         """
         full = Boolean(False)
-        if self.hooks.listed:
+        if self.hooks.lists_override_mask:
             full = kv_block < 0
             kv_block = cutlass.select_(full, ~kv_block, kv_block)
         start = kv_block * self.config.block_kv
@@ -248,7 +252,7 @@ class Softmax:
         masks = [list(valid) for _ in range(ROWS)]
         for word in range(len(valid)):
             for r, bits in enumerate(self._evaluated(tile, positions, word)):
-                if self.hooks.listed:
+                if self.hooks.lists_override_mask:
                     bits = cutlass.select_(full, Int32(-1), bits)
                 masks[r][word] = masks[r][word] & bits
         return masks
@@ -277,12 +281,12 @@ class Softmax:
     def apply_score_mod(self, tile: TileValues, block: BlockValues, acc_s: cute.Tensor) -> Any:
         """Apply the mod in place; returns what the block adds to all of its scores, or None."""
         site, hooks = tile.site, self.hooks
-        if not hooks.raw:
+        if not hooks.only_scales:
             elements = [(r, j, acc_s[i]) for i, (r, j) in enumerate(block.places)]
-            scores = hooks.element(
+            scores = hooks.score(
                 site, tile.head, tile.rows, block.columns, elements, block.relatives
             )
-            if hooks.blind:
+            if hooks.ignores_score:
                 # nothing reads the product: its registers would be reused while it is in flight
                 scores = device.after(scores, [s for _, _, s in elements])
             for i, x in enumerate(scores):
@@ -310,7 +314,7 @@ class Softmax:
             for low, high in pairs:
                 below, above = (device.bits_below(end - left, words) for end in (high, low))
                 total = [t | (x & ~y) for t, x, y in zip(total, below, above, strict=True)]
-            if self.hooks.listed:
+            if self.hooks.lists_override_mask:
                 valid = device.bits_below(kv_len - left, words)
                 total = [cutlass.select_(full, v, t) for v, t in zip(valid, total, strict=True)]
             masks.append(total)

@@ -129,7 +129,7 @@ def case(
         variant.mask,
         variant.ends,
         scores=len(variant.slots[0]),
-        listed=program.listed,
+        lists_override_mask=program.lists_override_mask,
         positive=scale > 0,
         wrap=variant.wraps,
     )

@@ -140,7 +140,7 @@ def case(**changes: Any) -> BackwardCase:
         **{
             "widths": (128, 128),
             "learned": frozenset(),
-            "listed": False,
+            "lists_override_mask": False,
             "runs": runs,
             "additive": True,
             **changes,
@@ -152,7 +152,7 @@ def case(**changes: Any) -> BackwardCase:
     ("changes", "said"),
     [
         ({"widths": (64, 128)}, "head dims of 65 to 128, these are computed as (64, 128)"),
-        ({"listed": True}, "block lists have tiles of 128 columns, pairs need 256"),
+        ({"lists_override_mask": True}, "block lists have tiles of 128 columns, pairs need 256"),
         ({"runs": full_runs(512, 128, (128, 128), CPU)}, "joined to 256 columns"),
     ],
 )
@@ -187,7 +187,7 @@ def test_gradients_that_are_added_for_every_score_leave_little_to_gain() -> None
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"width": 64}, "expected 128, 128 and dynamic=True"),
+        ({"head_dim": 64}, "expected 128, 128 and dynamic=True"),
         ({"dynamic": False}, "expected 128, 128 and dynamic=True"),
     ],
 )

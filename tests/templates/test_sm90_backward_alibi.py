@@ -72,7 +72,7 @@ OTHERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_with_other_terms(name: str) -> None:
-    assert hooks(OTHERS[name]).distant
+    assert hooks(OTHERS[name]).has_distance_term
     check(draw(140, 200, heads=(1, 1)), lambda: OTHERS[name], backend=BACKEND)
 
 
@@ -82,13 +82,13 @@ def test_learned_slopes() -> None:
 
 
 def test_nothing_of_it_is_left_for_a_row() -> None:
-    """The term is in `distance` alone, and LSE and it are one step of the products.
+    """The term is in `distance_term` alone, and LSE and it are one step of the products.
 
     A mod with a slope by the score needs the registers.
     """
     own = hooks(mods.alibi(8))
-    assert own.distant
-    assert own.raw
+    assert own.has_distance_term
+    assert own.only_scales
     assert own.form.row is None
     config = BackwardConfig(less_lse=True)
     kernel = Backward(config, own)
@@ -97,5 +97,5 @@ def test_nothing_of_it_is_left_for_a_row() -> None:
     assert not Backward(BackwardConfig(), own).lse_in_mma.with_slope
     assert Backward(config, hooks(lambda s, b, h, q, kv: s + 1.0)).held_steps == HELD_STEPS
     capped = hooks(lambda s, b, h, q, kv: torch.tanh(s) + 0.3 * (kv - q))
-    assert capped.sloped
-    assert not capped.distant
+    assert capped.has_derivative
+    assert not capped.has_distance_term

@@ -160,16 +160,16 @@ def test_every_head_dim_has_a_kernel() -> None:
             found = widths((head_dim, value_dim))
             assert found is not None
             if max(found) > 128:
-                assert Hd256Config(width=found[0], value_width=found[1]).problem() is None
+                assert Hd256Config(head_dim=found[0], head_dim_v=found[1]).problem() is None
                 assert block_kv(found) == PLAIN.block_kv
 
 
 @pytest.mark.parametrize(
     ("sizes", "named"),
     [
-        ({"width": 96}, "96 and 256"),
+        ({"head_dim": 96}, "96 and 256"),
         ({"block_q": 128}, "block_q=128"),
-        ({"turns": "up"}, "turns"),
+        ({"sum_order": "up"}, "sum_order"),
     ],
 )
 def test_sizes_that_do_not_work_are_named(sizes: dict[str, Any], named: str) -> None:
