@@ -23,7 +23,7 @@ from attnkit.util.torch_private import is_intercepted
 
 @dataclass(frozen=True)
 class Preparation:
-    """The result of `prepare`.
+    """Holds the result of `prepare`.
 
     Attributes:
         plan: backend, template and tile sizes, with the reasons.
@@ -39,7 +39,7 @@ class Preparation:
 def prepare(
     call: AttentionCall, variant: TracedVariant | None = None, *, launchable: bool = True
 ) -> Preparation:
-    """Decide everything about a call before it runs.
+    """Prepare a call: trace, prove, plan, classify, schedule, compile; nothing runs yet.
 
     The plan comes before the classification of tiles, because it chooses their sizes.
 
@@ -94,7 +94,7 @@ def _plan(
 
 
 def _plan_facts(call: AttentionCall, settings: CallSettings, variant: TracedVariant) -> plans.Call:
-    """Collect what the choice of a plan depends on."""
+    """Collect the facts on which the choice of a plan depends."""
     query = call.query
     return plans.Call(
         dtype=str(query.dtype).removeprefix("torch."),
@@ -119,7 +119,7 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 def _reason_against_kernel(
     plan: Plan, backend: str, unproven: frozenset[Node], device: torch.device
 ) -> str:
-    """Return why the kernel that the plan has chosen must not be used; "" if it may be."""
+    """Return why the kernel of a plan must not be used; "" if it may be."""
     target = of_template(plan.template)
     if target is None:
         return ""
@@ -136,7 +136,7 @@ def _reason_against_kernel(
 
 
 def _dense(bound: Bound) -> Attention:
-    """Wrap the dense oracle as a forward; autograd differentiates it."""
+    """Wrap the dense reference as a forward, which autograd differentiates."""
 
     def attention(
         query: Tensor, key: Tensor, value: Tensor, captured: Captured, scale: float
