@@ -1,8 +1,8 @@
 """Measure attnkit against its peers on a GPU: `python benchmarks/gpu.py` (`--help` for choices).
 
 Checks every contender of each case of gpu_cases.toml against float64, then times all contenders of
-the case in turns in this process. A contender that is not installed, refuses the case or computes
-something else is named with the reason. The exit status is 1 if attnkit failed or was wrong.
+the case in turns in this process. If a contender is not installed, refuses the case or computes
+something else, its row says why. The exit status is 1 if attnkit failed or was wrong.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Function = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Settings:
-    """Hold how each case is measured."""
+    """Says how each case is measured."""
 
     backward: bool
     mode: str
@@ -44,6 +44,7 @@ class Settings:
 
 
 def shape_of(case: Row, config: Row) -> Shape:
+    """Return the sizes of a case: its own, and defaults of the file for the rest."""
     return Shape.of(config["shape"] | case.get("shape", {}))
 
 
@@ -59,10 +60,10 @@ def wanted(config: Row, only: str, backward: bool) -> list[Row]:
 def prepare(
     p: Problem, builders: Mapping[str, Builder], check: Check
 ) -> tuple[dict[str, Function], dict[str, Row]]:
-    """Build and check each contender; return what to time, and fields of its row, by name.
+    """Build and check each contender; return the functions to time and fields of rows, by name.
 
-    A contender that is left out says why in "skipped"; "failed" is said of ours where it should not
-    have been: it was wrong, or raised something else than UnsupportedError.
+    If a contender cannot be timed, the field "skipped" says why. The field "failed" is set if that
+    is a fault of attnkit: it was wrong, or raised an error other than UnsupportedError.
     """
     runs: dict[str, Function] = {}
     known: dict[str, Row] = {}
@@ -70,8 +71,8 @@ def prepare(
         try:
             run = build(p)
             function = run.directed(p.grad if check.backward else None)
-            found = function()
-            verdict = check([run.shown(t) for t in found[:3]] + found[3:])
+            results = function()
+            verdict = check([run.shown(t) for t in results[:3]] + results[3:])
         except Exception as error:
             known[name] = skipped(name, error)
             alive(name, p.query.device)
@@ -89,7 +90,7 @@ def prepare(
 
 
 def alive(name: str, device: torch.device) -> None:
-    """Stop if the last contender broke the CUDA context; later results would be invalid."""
+    """Exit if the last contender broke the CUDA context, because later results would be invalid."""
     if device.type != "cuda":
         return
     try:
@@ -107,7 +108,7 @@ def measure(
     device: torch.device,
 ) -> Iterator[Row]:
     """Measure one case; yield one row for each contender."""
-    torch.compiler.reset()  # else the peers' compiles of earlier cases count towards a limit
+    torch.compiler.reset()  # else peers reach dynamo's limit of recompilations after some cases
     p = problem(case, shape, device, settings.backward)
     check = Check(p, settings.backward)
     runs, known = prepare(p, builders, check)
@@ -164,10 +165,10 @@ def listed(names: str) -> list[str]:
 
 
 def chosen(config: Row, case: str, options: argparse.Namespace) -> dict[str, Builder]:
-    """Return the contenders of a case; with ablations only ours, unless peers are named."""
+    """Return the contenders of a case; with `--ablations` only attnkit, unless peers are named."""
     names = listed(options.contenders) or ([OURS] if options.ablations else list(CONTENDERS))
-    found = {name: build for name, build in CONTENDERS.items() if name in names}
-    return found | (ablations(config, case) if options.ablations else {})
+    builders = {name: build for name, build in CONTENDERS.items() if name in names}
+    return builders | (ablations(config, case) if options.ablations else {})
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -220,7 +221,7 @@ def main(argv: list[str] | None = None) -> int:
         import gpu_host  # a benchmark of its own, which uses this module's cases
 
         return gpu_host.main(options)
-    # a timed backward runs again and again on what one forward saved
+    # a timed backward runs many times on the tensors that one forward saved
     torch._functorch.config.donated_buffer = False
     return run(config, cases, options, CudaTimer(MODES[options.mode], device), device)
 

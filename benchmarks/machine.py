@@ -14,15 +14,15 @@ import attnkit
 
 
 def _git(*words: str) -> str:
-    """Ask git about this checkout; empty outside of one."""
-    found = subprocess.run(
+    """Run a git command in this checkout; return its output, empty if there is no checkout."""
+    done = subprocess.run(
         ["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
     )
-    return found.stdout.strip() if found.returncode == 0 else ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def cpu_model() -> str:
-    """Return the processor's name, as far as the system tells."""
+    """Return the processor's name, or its type if the system does not know the name."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():

@@ -22,7 +22,7 @@ MODES = ("check", "eager", "adversarial", "race")
 
 
 def register(subparsers: Subparsers) -> None:
-    """Add the command's parser."""
+    """Add the parser of `attnkit emulate`."""
     parser = subparsers.add_parser("emulate", help="run a variant's GPU kernels on the CPU")
     parser.description = (
         "Compile the kernels of a variant for a GPU and execute them on the CPU: results against "
@@ -69,7 +69,7 @@ def register(subparsers: Subparsers) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Emulate the target, and print errors and reports."""
+    """Run the variant's kernels in the emulator, and print errors and reports."""
     import torch
 
     from attnkit.jit import emulation
@@ -103,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
 def _inputs(
     options: argparse.Namespace, sizes: tuple[int, int], dtype: torch.dtype
 ) -> list[Tensor]:
-    """Draw query, key and value."""
+    """Draw random query, key and value of the sizes that the options name."""
     import torch
 
     generator = torch.Generator().manual_seed(options.seed)
@@ -115,7 +115,7 @@ def _inputs(
 
 
 def _draw(session: Session, file: Path) -> None:
-    """Print the predictions, and draw one file for each kernel, numbered from the second on."""
+    """Print each kernel's timeline, and draw it into a file; files are numbered from the second."""
     from attnkit.jit.emulator_runs import picture
 
     for number, (name, timeline) in enumerate(session.timelines, 1):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def register(subparsers: Subparsers) -> None:
-    """Add the command's parser."""
+    """Add the parser of `attnkit explain`."""
     parser = subparsers.add_parser("explain", help="formula, derivative, tiles, plan and schedule")
     parser.description = "Explain what a variant means and how it would run; computes no attention."
     parser.set_defaults(run=run)
@@ -70,7 +70,7 @@ def register(subparsers: Subparsers) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Explain the target, and draw its schedule if that was asked for."""
+    """Explain the variant that the options name; draw its schedule if they ask for that."""
     from attnkit.testing.load import load
 
     variant = load(options.target)
@@ -97,6 +97,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _draw(explanation: Explanation, options: argparse.Namespace) -> None:
+    """Draw the schedule into the file that the options name."""
     from attnkit.inspection.timeline import save_timeline
 
     simulated = explanation.forecast

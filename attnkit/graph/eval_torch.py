@@ -1,7 +1,7 @@
 """Evaluate the graph with torch operators: the reference for every other interpretation.
 
-Arguments are broadcastable tensors, so broadcasting computes a value that depends on the head or on
-the row alone once per head or row. Autograd can differentiate the result.
+Arguments are tensors that broadcast together. A value that depends only on the head or only on the
+row is therefore computed once per head or row. Autograd can differentiate the result.
 """
 
 from __future__ import annotations

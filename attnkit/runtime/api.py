@@ -75,7 +75,8 @@ def flex_attention(
         TraceError: score_mod or mask_mod cannot be traced, or returns the wrong kind of value.
         BoundsError: an index leaves its captured tensor, or index arithmetic leaves int32.
         ShapeError, DTypeError, DeviceError, ArgumentError, OptionError: wrong arguments; DTypeError
-            also for captured float64 data, below a float64 query, whose rounding would show.
+            also if a query narrower than float64 reads captured float64 data, and rounding that
+            data to float32 would change the result.
         UnsupportedError: the backend asked for cannot run here.
     """
     compiling = torch.compiler.is_compiling()  # or exporting

@@ -1,4 +1,4 @@
-"""Trace a score_mod and a mask, prove their indices, classify the tiles."""
+"""Trace a score_mod and a mask, check that their indices stay in range, and classify tiles."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ caches.register(_flex_runs.clear)
 
 @dataclass(frozen=True)
 class TracedVariant:
-    """Graphs of a score_mod and a mask.
+    """Holds the traced graphs of a score_mod and a mask.
 
     Attributes:
         score, mask: the graphs, None where there is no function.
@@ -44,7 +44,7 @@ class TracedVariant:
 
     @property
     def block_lists(self) -> tuple[int, int] | None:
-        """Tile sizes of PyTorch's block lists, which override the mask; None without lists."""
+        """Return the tile sizes of PyTorch's block lists, which override the mask; None if none."""
         if not is_flex(self.block_mask):
             return None
         rows, columns = self.block_mask.BLOCK_SIZE
@@ -53,13 +53,13 @@ class TracedVariant:
 
 @dataclass(frozen=True)
 class Bound:
-    """A variant that is bound to the shapes of one call: traced, proven and classified.
+    """Holds the graphs and the tiles of a variant for the shapes of one call.
 
     Attributes:
         score: the traced score_mod, None if it does not change the score.
         mask: the traced mask_mod, None if it keeps everything.
         runs: tiles to visit, None for all.
-        listed: whether the runs come from block lists of PyTorch's BlockMask, which override the
+        lists_override_mask: whether the runs come from block lists of PyTorch's BlockMask, which override the
             mask_mod.
         program: the graphs, as operators take them.
     """
@@ -67,12 +67,12 @@ class Bound:
     score: Traced | None
     mask: Traced | None
     runs: BlockRuns | None
-    listed: bool
+    lists_override_mask: bool
     program: Program
 
     @property
     def captured(self) -> Captured:
-        """Tensors that the graphs read."""
+        """Return the tensors that the graphs read."""
         return Captured(*(() if t is None else t.tensors for t in (self.score, self.mask)))
 
 
@@ -116,11 +116,11 @@ def trace(score_mod: Any, mask: Any, device: torch.device) -> TracedVariant:
 
 
 def prove(variant: TracedVariant, query: Tensor, key: Tensor) -> frozenset[Node]:
-    """Prove that the graphs are legal for these tensors: devices, lengths, indices, rounding.
+    """Check that the graphs are legal for these tensors: devices, lengths, indices, rounding.
 
     Returns:
-        The loads whose index could not be proven. Torch operators check them at run time; GPU
-        kernels do not take such graphs.
+        The loads whose index could not be proven to stay inside its tensor. Torch operators check
+        them at run time; GPU kernels refuse such graphs.
 
     Raises:
         BoundsError, ShapeError, DTypeError, DeviceError: as documented for `flex_attention`.
@@ -172,27 +172,27 @@ def classify(
     Args:
         variant: the graphs.
         unproven: result of `prove`.
-        query, key: of the call.
+        query, key: tensors of the call.
         block: query and kv tile size.
     """
     score, mask = variant.score, variant.mask
     if score is not None and score.root is ir.arg("score"):
         score = None
-    runs, listed = None, False
+    runs, lists_override_mask = None, False
     if mask is not None:
-        runs, listed = _runs(variant, mask, query, key, block)
+        runs, lists_override_mask = _runs(variant, mask, query, key, block)
         if mask.root is TRUE:
             mask = None
-            runs = runs if listed else None
+            runs = runs if lists_override_mask else None
     program = Program(
         None if score is None else score.root,
         None if mask is None else mask.root,
-        listed=listed and mask is not None,
+        lists_override_mask=lists_override_mask and mask is not None,
     )
     if unproven:
         names = (score.names if score else ()), (mask.names if mask else ())
         program = replace(program, checked=unproven, names=names)
-    return Bound(score, mask, runs, listed, program)
+    return Bound(score, mask, runs, lists_override_mask, program)
 
 
 def _runs(

@@ -24,7 +24,7 @@ from attnkit.util.torch_private import is_intercepted
 
 @dataclass(frozen=True)
 class Preparation:
-    """The result of `prepare`.
+    """Holds the result of `prepare`.
 
     Attributes:
         plan: backend, template and tile sizes, with the reasons.
@@ -40,7 +40,7 @@ class Preparation:
 def prepare(
     call: AttentionCall, variant: TracedVariant | None = None, *, launchable: bool = True
 ) -> Preparation:
-    """Decide everything about a call before it runs.
+    """Prepare a call: trace, prove, plan, classify, schedule, compile; nothing runs yet.
 
     The plan comes before the classification of tiles, because it chooses their sizes.
 
@@ -95,14 +95,14 @@ def _plan(
 
 
 def _plan_facts(call: AttentionCall, settings: CallSettings, variant: TracedVariant) -> plans.Call:
-    """Collect what the choice of a plan depends on."""
+    """Collect the facts on which the choice of a plan depends."""
     query = call.query
     return plans.Call(
         dtype=str(query.dtype).removeprefix("torch."),
         head_dim=query.shape[-1],
         value_dim=call.value.shape[-1],
         capability=devices.compute_capability(query.device),
-        listed=variant.block_lists,
+        listed_block=variant.block_lists,
         fixed=settings.block is not BLOCK,
         modded=variant.score is not None,
         masked=variant.block_mask is not None,
@@ -113,7 +113,7 @@ def _plan_facts(call: AttentionCall, settings: CallSettings, variant: TracedVari
 def _reason_against_kernel(
     plan: Plan, backend: str, unproven: frozenset[Node], device: torch.device
 ) -> str:
-    """Return why the kernel that the plan has chosen must not be used; "" if it may be."""
+    """Return why the kernel of a plan must not be used; "" if it may be."""
     target = of_template(plan.template)
     if target is None:
         return ""
@@ -130,7 +130,7 @@ def _reason_against_kernel(
 
 
 def _dense(bound: Bound) -> Attention:
-    """Wrap the dense oracle as a forward; autograd differentiates it."""
+    """Wrap the dense reference as a forward, which autograd differentiates."""
 
     def attention(
         query: Tensor, key: Tensor, value: Tensor, captured: Captured, scale: float
@@ -148,7 +148,7 @@ def _dense(bound: Bound) -> Attention:
 
 def _allowed(bound: Bound, query: Tensor, key: Tensor) -> Tensor | None:
     """Expand the block lists of PyTorch's BlockMask to single positions; None without lists."""
-    if not bound.listed or bound.runs is None:
+    if not bound.lists_override_mask or bound.runs is None:
         return None
     states = bound.runs.states()
     for axis, size in ((2, bound.runs.block[0]), (3, bound.runs.block[1])):

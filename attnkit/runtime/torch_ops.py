@@ -1,9 +1,9 @@
-"""Run a prepared call: as torch operators, or directly, with autograd either way.
+"""Run a prepared call with autograd: as torch operators, or directly.
 
 `torch.ops.attnkit.forward` and `.backward` take graphs as canonical text, block runs as a list of
 index tensors with their sizes, and captured tensors as tensor lists. So they hold no state, and their
 schema does not depend on the variant. If nothing in torch intercepts operators (no mode, transform or
-subclass), the call runs directly, which takes a tenth of the host time.
+subclass), the call runs directly, in a tenth of the host time.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _backward(
 def gradients(
     call: KernelCall, inputs: BackwardInputs
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Run a backward: gradients of query, key, value and the score's tensors.
+    """Run a backward; return the gradients of query, key, value and the score's tensors.
 
     An operator cannot return None, so a gradient that is not needed is an empty tensor.
     """
@@ -224,7 +224,7 @@ def _gradient(
     )
     dcaptured = [g if need else None for g, need in zip(captured, ctx.needs_grad, strict=True)]
     none = [None] * masks, [None] * (len(lists) - scores - masks)
-    # torch wants a list of as many gradients for a list of tensors, and an empty list for any
+    # torch wants one gradient for each tensor of a list, and an empty list for any empty list
     dlayout: list[None] | None = None if layout else []
     return dquery, dkey, dvalue, dcaptured, *none, dlayout, None, None, None, None
 
@@ -247,11 +247,11 @@ def refuse_second_derivative(ctx: Any, *_: Any) -> None:
 torch.library.register_autograd("attnkit::backward", refuse_second_derivative)
 
 
-_NO_GRADIENT = (None,) * 5  # of the arguments of `_Attention` before the query
+_NO_GRADIENT = (None,) * 5  # for the arguments of `_Attention` before the query
 
 
 class _Attention(torch.autograd.Function):
-    """Autograd for a prepared call, without the operators."""
+    """Records a prepared call in autograd, without the operators."""
 
     @staticmethod
     def forward(
@@ -305,7 +305,7 @@ class _Attention(torch.autograd.Function):
 def _backward_of(
     prepared: PreparedCall, inputs: BackwardInputs, saved: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Run a backward and store its relaunch: gradients of query, key, value, the score's tensors."""
+    """Run a backward, store its relaunch, and return the gradients in order of the inputs."""
     call, needs_grad = prepared.kernel_call, list(inputs.needs_grad)
     grad_lse = inputs.grad_lse
     tensors = [inputs.grad_out, *saved, *([] if grad_lse is None else [grad_lse])]
@@ -331,7 +331,7 @@ def _backward_of(
 
 
 def run(prepared: PreparedCall, inputs: ForwardInputs) -> ForwardResult:
-    """Run a prepared call; differentiable in query, key, value, LSE and the score's tensors.
+    """Run a prepared call; autograd differentiates it in inputs, LSE and the score's tensors.
 
     Args:
         prepared: the call.

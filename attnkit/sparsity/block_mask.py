@@ -1,9 +1,9 @@
-"""`BlockMask`: a mask_mod for fixed lengths, with the tiles that it keeps.
+"""Define `BlockMask`, a mask_mod for fixed lengths with the tiles that it keeps.
 
 The class and `create_block_mask` have the names and arguments of PyTorch's FlexAttention. Unlike
 there, creating a block mask computes no tile; `mask_runs` classifies them at first use and caches
-the result until a captured tensor changes. What proves and classifies, a sixth of the package, is
-imported by the first call that needs it.
+the result until a captured tensor changes. The modules that prove and classify, a sixth of the
+package, are imported by the first call that needs them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from attnkit.util.tensor_cache import VersionedCache
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
-_HOST_LIMIT = 1 << 16  # rows plus columns up to which the CPU computes tiles for a GPU
+_HOST_LIMIT = 1 << 16  # up to so many rows plus columns the CPU computes the tiles for a GPU
 
 _runs: VersionedCache[tuple[BlockRuns, frozenset[Node]]] = VersionedCache(64)
 _proofs: VersionedCache[frozenset[Node]] = VersionedCache(256)
@@ -46,7 +46,7 @@ def check_lengths(
     The proof is cached until a captured tensor is replaced or edited in place.
 
     Returns:
-        The loads without a proof; they must be checked at run time.
+        The loads whose index is not proven to be in range; they must be checked at run time.
 
     Raises:
         BoundsError: an index leaves its captured tensor, or integer arithmetic leaves int32.
@@ -132,7 +132,7 @@ def mask_runs(
 
 
 def _has_data(mask: Traced) -> bool:
-    """Whether the mask captures tensors on a GPU."""
+    """Return whether the mask captures tensors on a GPU."""
     return any(t.device.type != "cpu" for t in mask.tensors)
 
 
@@ -143,9 +143,9 @@ def _runs_by_intervals(
     device: torch.device,
     dtype: torch.dtype,
 ) -> BlockRuns | None:
-    """Classify tiles by the kv interval of each row, for a GPU; None where rows have no such form.
+    """Classify tiles by the kv interval of each row, for a GPU; None if rows are not intervals.
 
-    Every operator on a GPU costs a launch, and the first of its kind milliseconds. So the work runs
+    Every operator on a GPU costs a launch, and its first use costs milliseconds. So the work runs
     on the GPU only if the mask reads data there, or the lengths are large.
     """
     q_len, kv_len, batch, heads = shape
@@ -170,7 +170,7 @@ def _runs_by_intervals(
 
 
 class BlockMask:
-    """Hold a mask_mod for fixed lengths, and the tiles that it keeps.
+    """Holds a mask_mod for fixed lengths, and the tiles that it keeps.
 
     `create_block_mask` creates one. Tiles are classified at first use, and again after a captured
     tensor was edited in place.
@@ -228,7 +228,7 @@ class BlockMask:
     def checked_runs(
         self, dtype: torch.dtype = torch.float32, block: tuple[int, int] | None = None
     ) -> tuple[BlockRuns, frozenset[Node]]:
-        """Classify the tiles; see `mask_runs`.
+        """Classify the tiles, or return the cached result; see `mask_runs`.
 
         Args:
             dtype: dtype of floats in the mask, float32 or float64.
@@ -254,7 +254,7 @@ class BlockMask:
 
     @property
     def runs(self) -> BlockRuns:
-        """The FULL and PARTIAL tiles, as runs of neighbouring tiles.
+        """Return the FULL and PARTIAL tiles, as runs of neighbouring tiles.
 
         Raises:
             BoundsError: an index leaves its captured tensor, or integer arithmetic leaves int32.
@@ -267,7 +267,7 @@ class BlockMask:
         return batch * heads * q_len * kv_len
 
     def sparsity(self) -> float:
-        """Compute the percentage of tiles that are EMPTY, 0 to 100."""
+        """Return the percentage of tiles that are EMPTY, 0 to 100."""
         return 100 * (1 - self.runs.density())
 
     def to_dense(self) -> Tensor:
@@ -297,16 +297,16 @@ class BlockMask:
 
     @staticmethod
     def from_kv_blocks(*arguments: Any, **options: Any) -> FlexBlockMask:
-        """Create PyTorch's BlockMask from lists of blocks; takes the arguments of its method."""
+        """Create PyTorch's BlockMask from lists of blocks, with the arguments of its method."""
         from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
         return FlexBlockMask.from_kv_blocks(*arguments, **options)
 
     def __getitem__(self, index: Any) -> FlexBlockMask:
-        """Select batch entries, heads and rows of tiles; returns PyTorch's BlockMask.
+        """Select batch entries, heads and rows of tiles, and return PyTorch's BlockMask.
 
         As with PyTorch's class, the caller must set a mask_mod that fits the selection, and
-        seq_lengths if it leaves out rows.
+        seq_lengths if the selection leaves out rows.
         """
         return self.to_flex()[index]
 
@@ -400,7 +400,7 @@ def _tile_sizes(size: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def _device_of(mask_mod: Callable[..., Any]) -> torch.device:
-    """Find the device of a mask's captured tensors; a small table on the CPU does not decide."""
+    """Return the device of a mask's captured tensors: the first that is not the CPU, if any."""
     captured = trace_cached(mask_mod, "mask", torch.device("cpu")).tensors
     return next((t.device for t in captured if t.device.type != "cpu"), torch.device("cpu"))
 
@@ -416,8 +416,8 @@ def create_mask(
     """Evaluate a mask at every position, for tests and pictures.
 
     Args:
-        mod_fn: a mask_mod, or a score_mod: that counts as a mask which keeps the positions where a
-            score of 0 does not become -inf.
+        mod_fn: a mask_mod, or a score_mod, which counts as a mask that keeps the positions where it
+            does not turn a score of 0 into -inf.
         B: batch size; None for 1.
         H: number of query heads; None for 1.
         Q_LEN: query length, at least 1.

@@ -29,7 +29,7 @@ from attnkit.splice.template import BackwardCase, BackwardSettings
 from attnkit.splice.template_registry import backward_template
 from attnkit.util import caches
 
-_DEFAULT_LENGTH = 4096  # of sequences, if the caller gives no tiles
+_DEFAULT_LENGTH = 4096  # length of both sequences, if the caller gives no tiles
 
 
 def supports(kernel_call: KernelCall, inputs: BackwardInputs) -> bool:
@@ -48,7 +48,7 @@ def supports(kernel_call: KernelCall, inputs: BackwardInputs) -> bool:
         return False
     columns = template.block_kv(widths)
     fits = runs is None or not (runs.block[0] % 64 or runs.block[1] % columns)
-    return fits or not program.listed  # tiles of lists that override the mask cannot be joined
+    return fits or not program.lists_override_mask  # tiles of block lists cannot be joined
 
 
 def _learned(inputs: BackwardInputs) -> list[Tensor]:
@@ -78,7 +78,7 @@ def _settings_of(kernel_call: KernelCall, inputs: BackwardInputs) -> BackwardSet
         runs or full_runs(query.shape[2], key.shape[2], (128, 128), query.device),
         additive=score_form(program.score).additive,
         learned=_levels(program.score, tuple(inputs.needs_grad)),
-        listed=program.listed,
+        lists_override_mask=program.lists_override_mask,
     )
     switches = template.switches(case)
     light = _light(program, inputs.needs_grad)
@@ -92,13 +92,13 @@ def first_writer_report(
     head_dim: int,
     workers: int,
 ) -> str:
-    """Describe whether the first kv tile at a q tile stores dQ in the Hopper backward, and why.
+    """Say whether the first kv tile of a q tile may store dQ in the Hopper backward, and why.
 
     Args:
-        program: the graphs; no captured tensor has a gradient.
+        program: the graphs. No captured tensor may need a gradient.
         runs: tiles to visit.
         lengths: batch, heads and length of query, and length of key and value.
-        head_dim: of query, key and value.
+        head_dim: head dim of query, key and value.
         workers: CTAs that run at once.
     """
     widths = backward_template(SM90).widths((head_dim, head_dim))
@@ -127,15 +127,15 @@ def backward_block(
     head_dims: tuple[int, int],
     runs: BlockRuns | None = None,
 ) -> tuple[int, int] | None:
-    """Return rows and columns of a block of a GPU template's backward, None if it has no backward.
+    """Return rows and columns of a block of a GPU template's backward; None if it has none.
 
     This assumes that no captured tensor needs a gradient. If two CTAs share a block, the columns are
     those of both.
 
     Args:
-        template: of a plan.
+        template: a plan's template.
         program: the graphs.
-        head_dims: of query and key, and of value.
+        head_dims: head dims of query and key, and of value.
         runs: tiles to visit; None for those of long sequences without a mask.
 
     Raises:
@@ -147,7 +147,9 @@ def backward_block(
         return None
     runs = runs or full_runs(_DEFAULT_LENGTH, _DEFAULT_LENGTH, (128, 128), torch.device("cpu"))
     additive = score_form(program.score).additive
-    case = BackwardCase(widths, runs, additive, learned=frozenset(), listed=program.listed)
+    case = BackwardCase(
+        widths, runs, additive, learned=frozenset(), lists_override_mask=program.lists_override_mask
+    )
     switches = settings.switches(case)
     ctas = 2 if switches.get("two_cta") else 1
     return settings.block_q(widths, _light(program, ())), ctas * settings.block_kv(widths)
@@ -169,7 +171,7 @@ caches.register(_levels.cache_clear)
 
 
 def _light(program: Program, needs_grad: Sequence[bool]) -> bool:
-    """Return whether dS is P (dP - delta), and no captured tensor needs a gradient."""
+    """Return whether dS is just P (dP - delta), and no captured tensor needs a gradient."""
     return not any(needs_grad) and (program.score is None or not _has_slope(program.score))
 
 
@@ -187,10 +189,10 @@ def _settings(
     assert widths is not None
     config = {
         "dtype": str(query.dtype).removeprefix("torch."),
-        "width": widths[0],
-        "value_width": widths[1],
+        "head_dim": widths[0],
+        "head_dim_v": widths[1],
         "block_q": template.block_q(widths, light),
         "accumulate": key.shape[:2] != query.shape[:2],
-        "turns": "descending" if deterministic else "",
+        "sum_order": "descending" if deterministic else "",
     } | switches
     return BackwardSettings(target, tuple(sorted(config.items())), dims, template)

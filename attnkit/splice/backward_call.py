@@ -43,12 +43,12 @@ from attnkit.util.torch_private import device_index, fast_empty_strided, stream_
 
 @dataclass(frozen=True)
 class Postprocess:
-    """A kernel that rounds sums to a gradient.
+    """Describes a launch of the postprocess kernel, which rounds sums to a gradient.
 
     Attributes:
         source: the kernel.
         which: the gradient: of query (0), key (1) or value (2).
-        first: its first unit among the sums.
+        first: index of the first of its units of `UNIT` floats among the sums.
         scaled: whether the sums are multiplied by the softmax scale.
     """
 
@@ -60,7 +60,7 @@ class Postprocess:
 
 @dataclass(frozen=True, eq=False)
 class Buffers:
-    """Hold the tensors that the kernels of a backward write.
+    """Holds the tensors that the kernels of a backward write.
 
     Attributes:
         grads: gradients of query, key and value, with the strides of `BackwardCall.like`.
@@ -81,30 +81,31 @@ class Buffers:
 
     @property
     def cleared(self) -> Tensor:
-        """The tensor that the preprocess sets to zero."""
+        """Return the tensor that the preprocess kernel sets to zero."""
         return self.flags[0] if self.flags else self.sums
 
 
 @dataclass(frozen=True, eq=False)
 class BackwardCall:
-    """A backward for tensors of given shapes, strides and dtypes.
+    """Runs a backward, for tensors of fixed shapes, strides and dtypes.
 
     Attributes:
-        settings: what is fixed in the kernels.
-        work: their tables.
-        device: of all tensors.
-        dtype: of query, key and value.
+        settings: compile-time settings of the kernels.
+        work: tables that the kernels read.
+        device: device of all tensors.
+        dtype: dtype of query, key and value.
         preprocess, main, postprocess: the kernels, in the order of their launches.
         captured: the captured tensors that the main kernel reads.
         needs_grad: for each tensor that the score captures, whether its gradient is needed.
         like: shape and strides of the gradients of query, key and value.
-        direct: whether the kernels can write all of these.
+        direct: whether the kernels can write gradients with all these strides.
         tma_strides: whether TMA can read the tensors of a call as they are, if their addresses are
             multiples of 16 bytes, on a GPU.
         group: query heads per kv head.
-        row_words: of a row's LSE and of its delta, see `BackwardTemplate`.
-        emulated: the kernels are executed on the CPU.
-        replay, scale: relaunches this call with the scale of an earlier one; None if not known.
+        row_words: float32 words of a row's LSE and of its delta, see `BackwardTemplate`.
+        emulated: whether the kernels are executed on the CPU.
+        replay: relaunches all kernels of this call; None if they have not run or it cannot.
+        scale: softmax scale that `replay` uses; None until the call was analysed.
     """
 
     settings: BackwardSettings
@@ -129,7 +130,7 @@ class BackwardCall:
     def __call__(
         self, inputs: BackwardInputs
     ) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor | None]]:
-        """The gradients of query, key, value and the score's tensors, on the current stream."""
+        """Compute the gradients of query, key, value and the score's tensors."""
         tensors = query, key, value, out, grad_out = loaded(inputs)
         repeatable = self._is_repeatable(tensors)
         if not repeatable:
@@ -195,7 +196,7 @@ class BackwardCall:
 
         Args:
             tensors: query, key, value and the gradient of the output, as TMA can read them.
-            inputs: of the call.
+            inputs: tensors of the call.
             buffers: what the kernels write.
             capturing: whether a CUDA graph is captured.
         """
@@ -235,7 +236,7 @@ class BackwardCall:
         return CallTensors(inputs, buffers.grads, totals, scratch, self._tables(), zeros)
 
     def _is_repeatable(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether the kernels can read these tensors without copies, on the current device."""
+        """Return whether kernels on the current device can read these tensors without copies."""
         return (
             self.tma_strides
             and device_index() == self.device.index
@@ -244,14 +245,14 @@ class BackwardCall:
 
     @property
     def deterministic(self) -> bool:
-        """Whether the sums are added in a fixed order."""
+        """Return whether the sums are added in a fixed order."""
         return self.settings.deterministic
 
     def _learn(self, launches: Sequence[Launch | None], call: CallTensors, scale: float) -> None:
         """Prepare the relaunch of this call, once its kernels are known."""
         known = [launch for launch in launches if launch is not None]
         distinct = len({t.data_ptr() for t in call.inputs}) == len(call.inputs)
-        # the replay tells tensors apart by their addresses
+        # a replay identifies tensors by their addresses, so these must differ
         if len(known) < len(launches) or not distinct:
             return
         counter = lambda: zero_counters(self.device, False, self.work.counters)
@@ -288,17 +289,19 @@ class BackwardCall:
         work: float = 0.0,
         which: int = 0,
     ) -> Launch | None:
-        """Run a kernel.
+        """Run a kernel; relaunch it if it has run with tensors of the same strides.
 
         Args:
             source: the kernel.
-            arguments: its tensors and numbers.
+            arguments: the kernel's tensors and numbers.
             repeatable: whether the tensors have the strides of all other repeatable calls.
             work: estimated warp instructions in the emulator.
-            which: distinguishes launches of one kernel for tensors of other shapes in a call.
+            which: distinguishes the launches of one kernel in a call, whose tensors differ in
+                shape.
 
         Returns:
-            The launch, if it is a relaunch; None for a first launch or an emulated one.
+            A description of the launch if this was a relaunch; None if the kernel ran for the
+            first time or in the emulator.
         """
         if self.emulated:
             from attnkit.jit.emulator_runs import run_emulated
@@ -330,9 +333,10 @@ def prepare(
     """Prepare the backward for tensors like these.
 
     Args:
-        kernel_call: what is computed.
-        inputs: tensors like those of every call; the mask's must be these with this data.
-        settings: gives what is fixed in the kernels.
+        kernel_call: the template, graphs and tiles.
+        inputs: tensors like those of later calls. Later calls must pass the mask's tensors
+            themselves, with the same data.
+        settings: returns the compile-time settings of the kernels.
     """
     sizes = tuple([(t.shape, t.stride()) for t in loaded(inputs)])
     kinds = tuple([(t.dtype, t.device, t.shape, t.stride()) for l in inputs.captured for t in l])
@@ -346,7 +350,7 @@ def prepare(
 
 
 def loaded(inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the tensors that TMA reads: query, key, value, output and its gradient."""
+    """Return the tensors that TMA reads: query, key, value, output and the output's gradient."""
     return inputs.query, inputs.key, inputs.value, inputs.out, inputs.grad_out
 
 
@@ -387,13 +391,13 @@ def _build_call(
 
 
 def _mask_argument(t: Tensor, captured: Captured, device: torch.device) -> CapturedArgument:
-    """Describe where a call finds a tensor of the mask: captured, or a table."""
+    """Return the argument for a tensor of the mask: a slot if captured, else the table itself."""
     slot = next((i for i, own in enumerate(captured.masks) if own is t), None)
     return readable(t, device) if slot is None else captured_slot(MASK, slot, captured, device)
 
 
 def _postprocess(settings: BackwardSettings, work: BackwardWork) -> tuple[Postprocess, ...]:
-    """List the kernels after the main one."""
+    """List the launches of the postprocess kernel that the sums need."""
     (wide, deep), (block_q, columns) = settings.widths, settings.block
     kernels, first = [], 0
     for which, (count, width, block) in enumerate(

@@ -27,9 +27,9 @@ def forward_source(
 
     Args:
         target: the target that it is compiled for.
-        variant: the graphs.
+        variant: the graphs, in the form that the kernel computes.
         config: arguments of a `ForwardConfig`, in order of their names.
-        head_dims: of query and key, and of value.
+        head_dims: head dims of query and key, and of value.
         captured: kinds of the captured tensors that it reads.
         positive: whether the softmax scale is above 0.
     """
@@ -39,7 +39,15 @@ def forward_source(
     graph = "|".join("" if n is None else ir.text(n) for n in parts)
     ends = None if variant.ends is None else len(variant.ends)
     loads = [n in variant.wraps for n in ir.topo(*variant.nodes()) if n.op == "load"]
-    extra = (head_dims, captured, len(variant.slots[0]), positive, ends, loads, variant.listed)
+    extra = (
+        head_dims,
+        captured,
+        len(variant.slots[0]),
+        positive,
+        ends,
+        loads,
+        variant.lists_override_mask,
+    )
     return Source(
         "\n".join([f"{target.template} forward", graph, repr(list(config)), repr(extra)]),
         target.arch,

@@ -11,29 +11,31 @@ from attnkit.graph import ir
 from attnkit.graph.ir import Node
 from attnkit.graph.staging import is_relative
 from attnkit.jit.kernel import Build
-from attnkit.schedule.kernel_table import Kernel, fitting_kernel, width
+from attnkit.schedule.kernel_table import Kernel, fitting_kernel, padded_head_dim
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice.forward_variant import ForwardVariant
 from attnkit.splice.kernel_layout import Layout, Role
 from attnkit.splice.template import ForwardTemplate
 
-# |x| in log2 up to which no maximum is needed: sums of float32 and P of bfloat16 hold 2**48 safely
+# largest |score| in units of log2 that needs no row maximum: float32 sums and bfloat16 P hold 2**48
 CEILING = 48.0
-WIDEST = (128, 80)  # tile of the widest head dims
-NARROW = 64  # its columns with a score_mod
+WIDEST = (128, 80)  # tile sizes for the widest head dims
+NARROW = 64  # columns of that tile with a score_mod
 
 
 def choose_kernel(
     candidates: Sequence[Kernel],
     head_dims: tuple[int, int],
     runs: BlockRuns | None,
-    listed: bool,
+    lists_override_mask: bool,
     form: ScoreForm,
 ) -> tuple[Kernel, str]:
     """Choose the kernel with the tiles of the mask, or the best one whose tiles divide them."""
     if runs is None:
         return candidates[0], "nothing is masked"
-    return fitting_kernel(candidates, runs.block, listed), "its tiles fit those of the mask"
+    return fitting_kernel(
+        candidates, runs.block, lists_override_mask
+    ), "its tiles fit those of the mask"
 
 
 def fit_registers(kernel: Kernel, form: ScoreForm, masked: bool) -> Kernel:
@@ -67,11 +69,11 @@ def config_of(
     need_max: bool,
     arch: str = "sm_90a",
 ) -> dict[str, Any]:
-    """Return the arguments of a `ForwardConfig`."""
+    """Return the arguments of the `ForwardConfig` for a variant."""
     config: dict[str, Any] = {
         "dtype": dtype,
-        "head_dim": width(head_dims[0]),
-        "head_dim_v": width(head_dims[1]),
+        "head_dim": padded_head_dim(head_dims[0]),
+        "head_dim_v": padded_head_dim(head_dims[1]),
         "block_kv": kernel.block[1],
         "warpgroups": kernel.block[0] // 64,
         "softmax": kernel.softmax,
@@ -85,7 +87,7 @@ def config_of(
         and dtype == "bfloat16"
         and not need_max
     ):
-        # no maximum at all; then the exponential unit is the limit, with a tanh before it
+        # without a row maximum the exponential unit is the limit, as the mod has a tanh
         config |= {
             "softmax": "no-max",
             "double_buffer_p": False,
@@ -93,14 +95,14 @@ def config_of(
             "poly": 4,
         }
     elif form.slope is not None and config["head_dim"] > 128:
-        # the columns' terms are held in registers that a second P would need
+        # the terms per column occupy the registers that a second P would need
         config |= {"softmax": "online", "double_buffer_p": False}
     return config
 
 
 def tile_of(kernel: Kernel, head_dims: tuple[int, int]) -> tuple[int, int]:
-    """Return rows and columns of a tile of the output."""
-    return kernel.block[0], width(head_dims[1])
+    """Return rows and columns of an output tile."""
+    return kernel.block[0], padded_head_dim(head_dims[1])
 
 
 def layout_of(config: dict[str, Any]) -> Layout:

@@ -1,7 +1,7 @@
 """Wrap every private name of torch that attnkit uses; no other module uses private names of torch.
 
-torch has no public counterpart for these, or one that costs microseconds at every call. Where a
-version of torch lacks an optional name, the public counterpart or a slower way replaces it.
+torch has no public counterpart of these, or one that costs microseconds at every call. Where a
+version of torch lacks an optional name, a public and slower counterpart replaces it.
 tests/util/test_torch_private.py says which version has which name.
 """
 
@@ -47,10 +47,10 @@ __all__ = [
     "version",
 ]
 
-# Shape, strides, dtype -> a tensor whose elements are not set.
+# (shape, strides, dtype) -> a tensor whose elements are not initialized.
 EmptyStrided: TypeAlias = Callable[[Sequence[int], Sequence[int], torch.dtype], Tensor]
 
-# Classes of tensors without behaviour of their own.
+# Tensor classes that do not override operators.
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 _C: Any = torch._C
@@ -60,7 +60,7 @@ _PRE_DISPATCH = _C.DispatchKey.PreDispatch
 
 # torch.nn.functional's functions in C.
 neural_functions: Any = _C._nn
-# A context in which no mode and no subclass sees a call.
+# A context manager: inside it no mode and no subclass intercepts a call.
 DisableTorchFunction: Any = _C.DisableTorchFunction
 # How often a tensor was edited in place.
 version: Callable[[Tensor], int] = attrgetter("_version")
@@ -81,7 +81,7 @@ def _stream(index: int) -> int:
 stream_of: Callable[[int], int] = getattr(_C, "_cuda_getCurrentRawStream", _stream)
 # The current CUDA device.
 device_index: Callable[[], int] = getattr(_C, "_cuda_getDevice", torch.cuda.current_device)
-# Whether a CUDA graph is captured on the current stream of the current CUDA device.
+# Whether the current stream of the current CUDA device is capturing a CUDA graph.
 is_stream_capturing: Callable[[], bool] = getattr(
     _C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
 )
@@ -110,9 +110,9 @@ def in_forward_ad() -> bool:
 def is_intercepted(tensors: Iterable[Tensor]) -> bool:
     """Return whether anything but autograd intercepts an operator called with these tensors.
 
-    That is: a mode (except torch.device as a context, which acts on new tensors only), a functorch
-    transform, a forward-mode derivative, a jit trace, a tensor subclass, or a tensor whose data
-    differs from what its memory holds (lazy negation, zero tensors).
+    This may be a mode (except torch.device as a context, which acts on new tensors only), a
+    functorch transform, a forward-mode derivative, a jit trace, a tensor subclass, or a tensor
+    whose values differ from those in its memory (lazy negation, zero tensors).
     """
     if (
         _C._len_torch_dispatch_stack()
@@ -139,7 +139,7 @@ def only_devices() -> bool:
 
 
 def tensor_guard(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
-    """Build a guard that tells whether other tensors are like these; None if torch has none.
+    """Return a function that checks whether other tensors are like these; None if torch has none.
 
     It compares classes, dtypes, devices, shapes, strides and requires_grad, and the dispatch keys
     that modes, transforms and autocast add to a call.
@@ -169,10 +169,10 @@ def mark_constant(function: Callable[..., Any]) -> None:
 
 
 def dynamo_parts() -> SimpleNamespace:
-    """Import the parts of Dynamo with which it supports FlexAttention.
+    """Import and return the parts of Dynamo that trace FlexAttention.
 
     Raises:
-        ImportError: this version of torch has them elsewhere.
+        ImportError: this version of torch has them in other modules.
     """
     from torch._dynamo import _trace_wrapped_higher_order_op as wrapped
     from torch._dynamo.exc import UserError, UserErrorType

@@ -1,4 +1,4 @@
-"""The parts of a backward's producer that are the same on all architectures."""
+"""Set up the TMA copies of a backward producer, and walk the q blocks of a work tile."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def partition_operands(config: Any, atoms: Any, tiles: Any, smem: Any, kv_rows: 
         kv_rows: rows of a copy of K or V.
     """
     rows = config.block_q, kv_rows, kv_rows, config.block_q
-    columns = config.width, config.width, config.value_width, config.value_width
+    columns = config.head_dim, config.head_dim, config.head_dim_v, config.head_dim_v
     targets = smem.q, smem.k, smem.v, smem.do
     return [
         partition(

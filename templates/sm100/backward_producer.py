@@ -1,7 +1,7 @@
-"""Producer of the Blackwell backward: one warp takes work tiles, walks their blocks, and loads by TMA.
+"""Take work tiles and load their blocks by TMA: the producer of the Blackwell backward.
 
-It walks the PARTIAL and FULL runs of a work tile merged in ascending order, and tells the other
-roles through shared memory what each stage holds, so that they never see lists.
+One warp walks the PARTIAL and FULL runs of a work tile, merged in ascending order. For the other
+roles it writes to shared memory what each stage holds, so that they never read the lists.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from attnkit.templates.sm100.backward_shared import (
 
 @dataclass(frozen=True)
 class LoadTargets:
-    """Where the producer loads operands to, in shared memory.
+    """Holds the shared memory to which the producer loads operands.
 
     Attributes:
         q, do: dtype [block_q, head_dim, stages] and [block_q, head_dim_v, stages].
@@ -52,7 +52,7 @@ class Producer:
     """Takes work tiles and loads their blocks.
 
     Args:
-        config: what is fixed when the kernel is compiled.
+        config: compile-time configuration of the kernel.
     """
 
     def __init__(self, config: BackwardConfig) -> None:
@@ -69,14 +69,14 @@ class Producer:
         lists: Lists,
         problem: Problem,
     ):
-        """The loop of the warp.
+        """Take all work tiles of this CTA and load their blocks.
 
         Args:
             atoms, tiles: TMA copies of Q, K, V and dO, and their coordinate tensors.
         """
         c, p, info, items = self.config, problem, rows.info, lists.items
         tma_q, tma_k, tma_v, tma_do = atoms
-        head_dim, head_dim_v, bm, bn = c.width, c.value_width, c.block_q, c.rows_kv
+        head_dim, head_dim_v, bm, bn = c.head_dim, c.head_dim_v, c.block_q, c.rows_kv
         # [tile, stages] in shared memory, [tile, blocks, H, B] in global memory
         (q_to, q_from), (k_to, k_from), (v_to, v_from), (do_to, do_from) = partition_operands(
             c, atoms, tiles, smem, bn
@@ -86,12 +86,12 @@ class Producer:
         lse_tiles = cute.flat_divide(lists.lse, (bm * lse_words,))  # f32 [block_q words, blocks]
         delta_tiles = cute.flat_divide(lists.delta, (bm * delta_words,))
         q_bytes, do_bytes = bm * (2 * head_dim + 4 * lse_words), bm * head_dim_v * 2
-        if const_expr(c.less_delta):  # its product waits for dO
+        if const_expr(c.less_delta):  # the MMA that subtracts it waits for dO
             do_bytes += bm * 4 * delta_words
         else:
             q_bytes += bm * 4
         blocks = (p.q_len + bm - 1) // bm
-        ragged = p.q_len // bm, p.kv_len // bn  # if there are any
+        ragged = p.q_len // bm, p.kv_len // bn  # the ragged blocks, if any
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         lane = cute.arch.lane_idx()
@@ -129,7 +129,7 @@ class Producer:
                     tma_bar_ptr=bars.block_full + r,
                 )  # fmt: skip
                 if j == 0:
-                    # after Q, which the work tile before does not hold back
+                    # after Q, whose load does not depend on the work tile before
                     cute.arch.mbarrier_wait(bars.kv_empty, (kv_count & 1) ^ 1)
                     with cute.arch.elect_one():
                         write_record(info, RECORD, (kv_block, h, b, count))
@@ -157,7 +157,7 @@ class Producer:
                     tma_bar_ptr=bars.do_full + s,
                 )  # fmt: skip
                 q_count += 1
-            if count == 0:  # fully masked: the record alone
+            if count == 0:  # fully masked: only the record
                 cute.arch.mbarrier_wait(bars.kv_empty, (kv_count & 1) ^ 1)
                 with cute.arch.elect_one():
                     write_record(info, RECORD, (kv_block, h, b, count))
@@ -168,7 +168,7 @@ class Producer:
             old = Int32(0)
             if lane == 0:
                 old = cute.arch.atomic_add(lists.counter.iterator, Int32(1))
-                if old == total - 1:  # the last of the launch leaves it at zero
+                if old == total - 1:  # the last of the launch resets it
                     lists.counter[0] = Int32(0)
             index = cute.arch.shuffle_sync(old, 0) + ctas
             kv_count += 1
@@ -179,7 +179,7 @@ class Producer:
 
 
 def begin_item(lists: Lists, index: Any) -> list[Any]:
-    """Return cursors at the PARTIAL and at the FULL blocks of a row of the work list."""
+    """Return cursors to the PARTIAL and to the FULL blocks of a row of the work list."""
     return [
         begin_runs(runs, *(lists.items[index, word + i] for i in range(3)))
         for runs, word in ((lists.partial, WorkItem.PARTIAL), (lists.full, WorkItem.FULL))
@@ -187,9 +187,10 @@ def begin_item(lists: Lists, index: Any) -> list[Any]:
 
 
 def write_record(info: cute.Tensor, record: Any, words: tuple[Any, ...]) -> None:
-    """Tell the other roles what a work tile is.
+    """Write the record of a work tile to shared memory, for the other roles.
 
     Args:
+        info: int32 words in shared memory.
         record: word at which the record begins.
         words: kv block, head, batch element and number of q blocks, in the order of `WorkTile`.
     """

@@ -1,12 +1,12 @@
-"""Softmax of the Blackwell backward: from S and dP to P and dS in registers, with mod and mask.
+"""Compute P and dS of the Blackwell backward from S and dP, with mod and mask.
 
-The backward computes transposed scores: a thread of a compute warpgroup holds one column kv of
-the attention matrix, its lane of tensor memory, and half the rows q of the block, the first or the
-second, one after another. It reads them in chunks and writes P^T and dS^T, two elements a column of
-tensor memory, over columns that it has read.
+The backward computes transposed scores. A thread of a compute warpgroup has one column kv of the
+attention matrix, its lane of tensor memory, and the first or the second half of the block's rows q.
+It reads them in chunks, and writes P^T and dS^T over columns that it has read, two elements per
+column of tensor memory.
 
-The gradient of the raw scores is dS = P J (dP - delta), where J is the slope of the mod: its
-derivative by the raw score. P J stays in registers until dP is there.
+The gradient of the raw scores is dS = P J (dP - delta), where J, the slope of the mod, is its
+derivative by the raw score. P J stays in registers until dP is computed.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from attnkit.templates.sm100.device import after, bits_below
 if TYPE_CHECKING:
     from attnkit.templates.sm100.backward_captured_grads import CapturedGrads, CapturedSums
 
-CHUNK, GROUP = 32, 8  # rows read from tensor memory at a time; rows that the hooks are asked for
+CHUNK, GROUP = 32, 8  # rows per load from tensor memory; rows per call of the hooks
 LEARNED_CHUNK, LEARNED_GROUP = 16, 4  # the same where captured tensors have gradients
 
 
 @dataclass(frozen=True)
 class KvBlock:
-    """What a thread knows once a kv block.
+    """Holds what a thread computes once per kv block.
 
     Attributes:
-        site: where the block is; the origin is its first column.
+        site: position of the block; the origin is its first column.
         head: values of the hook `head`.
-        columns: (kv, value of `held`, values of `columns`) of the thread's column.
-        inside: whether it lies inside the tensors.
+        columns: (kv, value of `fixed_columns`, values of `columns`) of the thread's column.
+        inside: whether that column lies inside the tensors.
     """
 
     site: Site
@@ -54,14 +54,14 @@ class KvBlock:
 
 @dataclass(frozen=True)
 class QBlock:
-    """A q block, as a thread sees it.
+    """Describes a q block for one thread: the block's word, the statistics of the thread's rows.
 
     Attributes:
-        word: its number and bits, see `common.work_tile`.
+        word: index and bits of the block, see `common.work_tile`.
         row0: the thread's first row within the block.
         lse: LSE of the thread's rows in log2 units, inf for fully masked rows, f32 [block_q / 2] in
-            shared memory; None where the products subtract it.
-        delta: -delta of these rows, the same.
+            shared memory; None where the MMAs subtract it.
+            delta: -delta of these rows, in the same form.
     """
 
     word: Int32
@@ -72,11 +72,11 @@ class QBlock:
 
 @dataclass(frozen=True)
 class Scratch:
-    """Registers that `compute_p` leaves for `compute_ds`.
+    """Holds registers that `compute_p` writes for `compute_ds`.
 
     Attributes:
-        slopes: P J, or where captured tensors have gradients raw scores, f32 [block_q / 2].
-        keep: bits of the rows that the mask keeps, where these gradients need them, int32 [2].
+        slopes: f32 [block_q / 2], P J, or raw scores where captured tensors have gradients.
+        keep: int32 [2], a bit for each row that the mask keeps, written only for these gradients.
     """
 
     slopes: cute.Tensor
@@ -87,7 +87,7 @@ class SoftmaxBackward:
     """Computes P and dS of a q block.
 
     Args:
-        config: what is fixed when the kernel is compiled.
+        config: compile-time configuration of the kernel.
         hooks: the variant.
         dtype: of P and dS.
     """
@@ -98,7 +98,7 @@ class SoftmaxBackward:
         self.dtype = dtype
 
     def begin(self, site: Site, offset: Int32) -> KvBlock:
-        """Ask the hooks for what is known once a kv block.
+        """Evaluate the hooks that are known once per kv block.
 
         Args:
             site: its origin is the block's first column.
@@ -108,21 +108,26 @@ class SoftmaxBackward:
         head = hooks.head(site)
         kv = site.origin + offset
         clamped = cutlass.min(kv, site.kv_len - 1)
-        constants = hooks.held(site, head, [offset])
+        constants = hooks.fixed_columns(site, head, [offset])
         values = hooks.columns(site, head, [clamped], hooks.has_mask)
         return KvBlock(site, head, ((clamped, constants[0], values[0]),), kv < site.kv_len)
 
     @cute.jit
     def compute_p(self, block: QBlock, tile: KvBlock, address: Int32, scratch: Scratch):
-        """From scores in tensor memory, P J to `scratch` and P to tensor memory in the dtype.
+        """Compute P and P J from scores in tensor memory.
+
+        P J goes to `scratch`, P in the dtype to tensor memory.
 
         Args:
-            address: of the thread's scores.
+            address: tensor-memory address of the thread's scores.
         """
         hooks = self.hooks
-        # two copies of the code: a FULL block runs no instruction of the mask; one where two would
-        # be too long
-        if const_expr(hooks.effort >= HEAVIEST and not (hooks.listed or self.by_element)):
+        # two copies of the code, so that a FULL block runs no mask instructions; one copy where two
+        # would be too long
+        if const_expr(
+            hooks.instruction_estimate >= HEAVIEST
+            and not (hooks.lists_override_mask or self.by_element)
+        ):
             self._compute_p(block, True, tile, address, scratch)
         elif (block.word & APPLY_MASK) != 0:
             self._compute_p(block, True, tile, address, scratch)
@@ -130,24 +135,24 @@ class SoftmaxBackward:
             self._compute_p(block, False, tile, address, scratch)
 
     def sizes(self, masked: bool = False) -> tuple[int, int]:
-        """Return how many rows to read at a time, and to ask the hooks for.
+        """Return how many rows to load at a time, and for how many to call the hooks at a time.
 
-        Few where each row takes registers of its own.
+        They are few where each row takes registers of its own.
         """
-        if self.hooks.learned:
-            # exact sums in a fixed order take registers; so do the longer rings of a width of 64
-            heavy = self.hooks.effort >= HEAVIEST and self.config.width == 64
-            return LEARNED_CHUNK // (2 if self.config.turns or heavy else 1), LEARNED_GROUP
-        per_row = self.hooks.selects or (masked and self.by_element)
+        if self.hooks.gradient_levels:
+            # exact sums take registers; so do the longer rings of a width of 64
+            heavy = self.hooks.instruction_estimate >= HEAVIEST and self.config.head_dim == 64
+            return LEARNED_CHUNK // (2 if self.config.sum_order or heavy else 1), LEARNED_GROUP
+        per_row = self.hooks.branches_on_score or (masked and self.by_element)
         return (CHUNK // 2 if per_row else CHUNK), GROUP
 
     def row_after(self, first: Int32, word: Int32, before: list[Any]) -> Any:
-        """Return the first row of a group, which the compiler takes to depend on the group before.
+        """Return `first`, but make the compiler treat it as depending on the group of rows before.
 
-        Otherwise it loads what depends on rows for all groups at once; learned tensors leave it no
-        registers for that.
+        Otherwise it would load what depends on rows for all groups at once; gradients of captured
+        tensors leave no registers for that.
         """
-        if not before or not self.hooks.learned:
+        if not before or not self.hooks.gradient_levels:
             return first
         return after(first, before[-1:], word >> 31)  # 0, as words are positive
 
@@ -158,7 +163,7 @@ class SoftmaxBackward:
         first = (block.word >> 2) * self.config.block_q + block.row0
         rows = cute.size(slopes)
         words = self.mask_words(block, tile, first, rows) if masked else []
-        if hooks.learned:
+        if hooks.gradient_levels:
             for i in range(cute.size(keep_words)):
                 keep_words[i] = words[i] if i < len(words) else Int32(-1)
         size, group = self.sizes(masked)
@@ -171,8 +176,8 @@ class SoftmaxBackward:
                 begin = self.row_after(first + at, block.word, ps)
                 ps, ws, keep = self._group(block, words, tile, begin, raw, at)
                 for k in range(group):
-                    slopes[at + k] = raw[k] if hooks.learned else ws[k]
-                    if hooks.learned and masked and self.by_element:
+                    slopes[at + k] = raw[k] if hooks.gradient_levels else ws[k]
+                    if hooks.gradient_levels and masked and self.by_element:
                         i, others = (at + k) // 32, Int32(~bit_of(at + k))
                         keep_words[i] = cutlass.select_(
                             keep[k], keep_words[i], keep_words[i] & others
@@ -186,11 +191,11 @@ class SoftmaxBackward:
     def _group(
         self, block: QBlock, words: list[Any], tile: KvBlock, first: Int32, scores: Any, at: int
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        """Return P, P J and what the mask keeps, of some rows.
+        """Return P, P J and whether the mask keeps each, for some rows.
 
         Args:
             words: of `mask_words`; empty if everything is kept.
-            first: position of the first row; `at` in the thread's.
+            first: query position of the first row, which is row `at` of the thread.
         """
         site, hooks, masked = tile.site, self.hooks, bool(words)
         count = len(scores)
@@ -203,19 +208,19 @@ class SoftmaxBackward:
             if self.by_element:
                 pairs = [(k, 0) for k in range(count)]
                 unmasked = hooks.keep(site, tile.head, rows, tile.columns, pairs)
-                if hooks.listed:
+                if hooks.lists_override_mask:
                     unmasked = [one | ((block.word & FULL_BLOCK) != 0) for one in unmasked]
                 keep = [one & other for one, other in zip(keep, unmasked, strict=True)]
             ps = [cutlass.select_(k, p, Float32(0.0)) for k, p in zip(keep, ps, strict=True)]
         ws = ps
-        if slope is not None and not hooks.learned:
+        if slope is not None and not hooks.gradient_levels:
             ws = device.times(ps, slope)
             if masked:  # a slope may be inf where p is 0
                 ws = [cutlass.select_(k, w, Float32(0.0)) for k, w in zip(keep, ws, strict=True)]
         return ps, ws, keep
 
     def rows_of(self, tile: KvBlock, first: Int32, count: int, masked: bool) -> list[Any]:
-        """Return (q, values of `row`) of some rows, q inside the tensor."""
+        """Return (q, values of `row`) of some rows; `masked` clamps q to the tensor."""
         inside = [first + k for k in range(count)]
         if masked:
             inside = [cutlass.min(q, tile.site.q_len - 1) for q in inside]
@@ -223,20 +228,20 @@ class SoftmaxBackward:
 
     @property
     def by_element(self) -> bool:
-        """Whether the mask has to be asked for every element."""
+        """Return whether the mask has to be evaluated for every element."""
         return self.hooks.has_mask and self.hooks.intervals is None
 
     def mask_words(self, block: QBlock, tile: KvBlock, first: Int32, rows: int) -> list[Any]:
-        """Return which of the thread's rows to keep, a bit each.
+        """Return which of the thread's rows to keep, one bit each.
 
-        Those inside the tensors, and inside one of the column's intervals if the mask has them.
+        Kept rows lie inside the tensors and, if the mask has intervals, in one of the column's.
 
         Args:
             first: position of the first of `rows` rows.
         """
         site, hooks = tile.site, self.hooks
         with_ends = hooks.has_mask and not self.by_element
-        ends = hooks.ends(site, tile.head, tile.columns[0][0]) if with_ends else []
+        ends = hooks.kept_intervals(site, tile.head, tile.columns[0][0]) if with_ends else []
         words = []
         for start in (first + i for i in range(0, rows, 32)):
             word = bits_below(site.q_len - start)
@@ -244,7 +249,7 @@ class SoftmaxBackward:
                 unmasked = Int32(0)
                 for low, high in ends:
                     unmasked = unmasked | (bits_below(high - start) & ~bits_below(low - start))
-                if hooks.listed:
+                if hooks.lists_override_mask:
                     is_full = (block.word & FULL_BLOCK) != 0
                     unmasked = cutlass.select_(is_full, Int32(-1), unmasked)
                 word = word & unmasked
@@ -263,15 +268,15 @@ class SoftmaxBackward:
     def exponentials(
         self, tile: KvBlock, rows: Any, places: Any, lse: Any
     ) -> tuple[list[Any], list[Any] | None]:
-        """Return P of some elements before the mask, and the slopes of the mod.
+        """Return P of some elements before the mask, and the slopes of the mod (None if 1).
 
         Args:
             rows: of `rows_of`.
             places: (row, column, score) of the elements.
-            lse: of these rows; None if the products subtract it.
+            lse: of these rows; None if the MMAs subtract it.
         """
         site, head = tile.site, tile.head
-        x, slope = self.hooks.both(site, head, rows, tile.columns, places)
+        x, slope = self.hooks.score_and_derivative(site, head, rows, tile.columns, places)
         factor = self.hooks.factor(site, head)
         addends = self._row_terms(tile, rows, lse)
         distances = self._alibi(tile, rows)
@@ -284,24 +289,24 @@ class SoftmaxBackward:
         return [common_device.exp2(e) for e in x], slope
 
     def _alibi(self, tile: KvBlock, rows: Any) -> list[Any] | None:
-        """Return what the exponents of some rows have for their distances, None for nothing."""
-        slope = self.hooks.distance(tile.site, tile.head)
+        """Return the distance terms in the exponents of some rows, or None if there are none."""
+        slope = self.hooks.distance_term(tile.site, tile.head)
         if slope is None:
             return None
         first = slope * Float32(tile.columns[0][0] - rows[0][0])
         return [cute.math.fma(slope, Float32(float(-k)), first) for k in range(len(rows))]
 
     def _row_terms(self, tile: KvBlock, rows: Any, lse: Any) -> list[Any] | None:
-        """Return what is added to the exponents of some rows, None for nothing."""
+        """Return the row terms to add to the exponents of some rows, or None if there are none."""
         if lse is not None:
             pairs = zip(rows, lse, strict=True)
             return [-self._bound(tile, row, value) for row, value in pairs]
-        terms = [self.hooks.lse(tile.site, tile.head, row[1]) for row in rows]
+        terms = [self.hooks.lse_offset(tile.site, tile.head, row[1]) for row in rows]
         return None if terms[0] is None else [term * LOG2_E for term in terms]
 
     def _bound(self, tile: KvBlock, row: Any, lse: Any) -> Any:
-        """Return what the exponents of a row are reduced by."""
-        term = self.hooks.lse(tile.site, tile.head, row[1])
+        """Return what to subtract from a row's exponents: LSE less what the mod adds to it."""
+        term = self.hooks.lse_offset(tile.site, tile.head, row[1])
         return lse if term is None else lse - term * LOG2_E
 
     def compute_ds(
@@ -312,7 +317,7 @@ class SoftmaxBackward:
         """Write dS = P J (dP - delta) to tensor memory and to shared memory, in the dtype.
 
         Args:
-            address: of the thread's dP in tensor memory.
+            address: tensor-memory address of the thread's dP.
             write: function of (first row, four pairs of elements) that writes to shared memory.
             captured, sums: add up the gradients of captured tensors.
         """
@@ -327,7 +332,7 @@ class SoftmaxBackward:
                 grads = dp[at - chunk : at - chunk + group]
                 if block.delta is not None:
                     grads = device.plus(grads, self.values(block.delta, at, group))
-                if self.hooks.learned:
+                if self.hooks.gradient_levels:
                     first = (block.word >> 2) * c.block_q + block.row0 + at
                     first = self.row_after(first, block.word, ds)
                     lse = self.values(block.lse, at, group)
@@ -343,10 +348,10 @@ class SoftmaxBackward:
                 late += packed
             elif c.ds_in_tensor:
                 device.store(address + chunk // 2, packed)
-        if late:  # at the outer ends of dP, so that dQ has one range of columns between them
+        if late:  # to the outer ends of dP, so that dQ has one range of columns between them
             device.store(address + block.row0 // 2, late)
 
 
 def bit_of(row: int) -> int:
-    """Return the bit of a row in its word, as a signed number."""
+    """Return the bit of a row in its mask word, as a signed number."""
     return (1 << row % 32) - (1 << 32) * (row % 32 == 31)

@@ -1,4 +1,4 @@
-"""What is fixed when the Hopper backward for head dims above 128 is compiled."""
+"""Define the compile-time configuration of the Hopper backward for head dims above 128."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ HEAD_DIMS = (64, 128, 192, 256)
 
 @dataclass(frozen=True)
 class Hd256Config(BackwardConfig):
-    """Sizes and switches of the backward kernel for head dims above 128.
+    """Holds the sizes and switches of the backward kernel for head dims above 128.
 
     The attributes are those of `BackwardConfig`; head dims may be any of `HEAD_DIMS`.
     """
 
-    width: int = 256
-    value_width: int = 256
+    head_dim: int = 256
+    head_dim_v: int = 256
 
     block_kv = ROWS
     stages = 2  # of dO, and of P
@@ -28,37 +28,39 @@ class Hd256Config(BackwardConfig):
 
     @property
     def producer_registers(self) -> int:  # type: ignore[override]
-        """Registers a thread of the producer warpgroup."""
+        """Registers per thread of the producer warpgroup."""
         # rows of 192 are loaded in six boxes; turns are looked up
-        return 40 if 192 in (self.width, self.value_width) else 24
+        return 40 if 192 in (self.head_dim, self.head_dim_v) else 24
 
     @property
     def consumer_registers(self) -> int:  # type: ignore[override]
-        """Registers a thread of a consumer: those that the producer warpgroup leaves."""
+        """Registers per thread of a consumer: those that the producer warpgroup leaves."""
         return 232 if self.producer_registers == 40 else 240
 
     @property
     def dq_parts(self) -> int:
-        """Parts in which a consumer computes its columns of dQ: all at once would spill."""
-        return 2 if self.width > 192 else 1
+        """In how many parts a consumer computes its columns of dQ: all at once would spill."""
+        return 2 if self.head_dim > 192 else 1
 
     @property
     def smem_bytes(self) -> int:
         """Shared memory of a CTA: K, V, the rings of Q, dO and P, and dS."""
-        tiles = self.block_kv * (self.width + self.value_width)
-        tiles += self.block_q * (self.q_stages * self.width + self.stages * self.value_width)
+        tiles = self.block_kv * (self.head_dim + self.head_dim_v)
+        tiles += self.block_q * (self.q_stages * self.head_dim + self.stages * self.head_dim_v)
         tiles += self.block_q * self.block_kv * (self.stages + 1)
         rows = self.block_q * (self.q_stages + self.stages)
         return 2 * tiles + 4 * rows + 1024
 
     def problem(self) -> str | None:
         """Return why these sizes do not work, or None."""
-        if self.width not in HEAD_DIMS or self.value_width not in HEAD_DIMS:
-            return f"head dims of {self.width} and {self.value_width}: expected some of {HEAD_DIMS}"
+        if self.head_dim not in HEAD_DIMS or self.head_dim_v not in HEAD_DIMS:
+            return (
+                f"head dims of {self.head_dim} and {self.head_dim_v}: expected some of {HEAD_DIMS}"
+            )
         if self.block_q != ROWS:
             return f"block_q={self.block_q}: expected {ROWS}"
-        if self.turns not in ("", "ascending", "descending"):
-            return f"turns={self.turns!r}: expected '', 'ascending' or 'descending'"
+        if self.sum_order not in ("", "ascending", "descending"):
+            return f"sum_order={self.sum_order!r}: expected '', 'ascending' or 'descending'"
         if self.less_lse:
             return "less_lse=True with a head dim above 128: expected False"
         if self.smem_bytes > SMEM_BYTES:

@@ -1,4 +1,4 @@
-"""Every mask and mod of the library as a kernel would compute it, against torch."""
+"""Compare every mask and mod of the library, as a kernel would compute it, with torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables and plots of docs/benchmarks.md, and README's plot, say what the committed rows say."""
+"""Check that docs/benchmarks.md and README's plot show what the committed rows say."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE = benchmark_pages.PAGE.read_text()
 
 
 def texts(path: Path) -> list[str]:
-    """The words of a plot, in the order that they were drawn."""
+    """Return the words of a plot, in the order in which they were drawn."""
     root = ElementTree.parse(path).getroot()
     return ["".join(e.itertext()).strip() for e in root.iter() if e.tag.endswith("text")]
 

@@ -1,4 +1,4 @@
-"""Every mask of the library is its definition, eagerly and traced, and its tiles are exact."""
+"""Check that every mask equals its definition, eagerly and traced, and that its tiles are exact."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_tiles_are_exact(name, block):
 
 
 def state(tile):
-    """0 where a tile [B, H, rows, columns] keeps nothing, 1 something, 2 everything."""
+    """Return 0 where a tile [B, H, rows, columns] keeps nothing, 1 something, 2 everything."""
     return tile.flatten(-2).any(-1).int() + tile.flatten(-2).all(-1).int()
 
 

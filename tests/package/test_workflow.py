@@ -1,4 +1,4 @@
-"""The workflow and the documents for contributors name make targets and files that exist."""
+"""Check that make targets and files named by the workflow and the contributors' pages exist."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAGES = ("CONTRIBUTING.md", ".github/PULL_REQUEST_TEMPLATE.md", "SECURITY.md")
 
 
 def targets(text: str) -> set[str]:
-    """The make targets that a text calls."""
+    """Return the make targets that a text calls."""
     return set(re.findall(r"(?:run: |`)make ([a-z-]+)", text))
 
 

@@ -1,4 +1,4 @@
-"""The operators under torch.library: stable schema, fakes, autograd, opcheck."""
+"""Check the operators under torch.library: stable schema, fakes, autograd, opcheck."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_program_text_reads_back() -> None:
     score, keep = trace(mod, "score").root, trace(mask, "mask").root
     loads = frozenset(n for n in attnkit.graph.ir.topo(score) if n.op == "load")
     checked = Program(score, keep, loads, (("SLOPES",), ()))
-    listed = Program(None, keep, listed=True)
+    listed = Program(None, keep, lists_override_mask=True)
     for program in (Program(), Program(score), Program(None, keep), checked, listed):
         assert Program.parse(program.text) == program
 

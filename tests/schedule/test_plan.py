@@ -1,4 +1,4 @@
-"""Which template a call gets, with which tiles, and what is said where it gets none."""
+"""Check which template and tiles a call gets, and what is said where it gets none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attnkit import explain, flex_attention, mods
 from attnkit.codegen.score_form import score_form
 from attnkit.errors import OptionError, UnsupportedError
 from attnkit.schedule import plan
-from attnkit.schedule.kernel_table import WIDTHS, kernels, width
+from attnkit.schedule.kernel_table import HEAD_DIMS, kernels, padded_head_dim
 from attnkit.schedule.plan import Call, choose, refusals
 from attnkit.schedule.targets import TARGETS, Target, of_template
 from attnkit.sparsity.block_runs import BLOCK
@@ -26,7 +26,7 @@ CAUSAL = lambda b, h, q, kv: q >= kv
 
 @pytest.fixture
 def dsl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the DSL is installed."""
+    """Plan as on a machine with the DSL."""
     monkeypatch.setattr(plan, "has_dsl", lambda: True)
 
 
@@ -59,7 +59,7 @@ RULES = [
     (replace(BLACKWELL, dtype="float32"), "the Blackwell kernel computes bfloat16 and float16"),
     (replace(BLACKWELL, head_dim=264), "the Blackwell kernel takes head dims up to 256, got 264"),
     (
-        replace(BLACKWELL, listed=(64, 64)),
+        replace(BLACKWELL, listed_block=(64, 64)),
         r"which have \(512, 128\) or \(256, 128\) or \(128, 128\) or \(128, 64\)",
     ),
     (replace(HOPPER, capability=None), "query is not on a CUDA device"),
@@ -77,7 +77,7 @@ RULES = [
     (replace(HOPPER, head_dim=100), "multiples of 8, got 100 and 128"),
     (replace(HOPPER, value_dim=4), "multiples of 8, got 128 and 4"),
     (
-        replace(HOPPER, listed=(64, 64)),
+        replace(HOPPER, listed_block=(64, 64)),
         r"tiles of \(64, 64\) do not fit the Hopper kernels for head dims 128 and 128, which have "
         + re.escape(" or ".join(str(kernel.block) for kernel in kernels(128, 128))),
     ),
@@ -188,8 +188,8 @@ def test_every_blackwell_kernel_fits_its_memories(head_dim: int, value_dim: int)
 
 @pytest.mark.parametrize(("head_dim", "expected"), [(8, 64), (64, 64), (72, 96), (200, 256)])
 def test_width(head_dim: int, expected: int) -> None:
-    assert width(head_dim) == expected
-    assert expected in WIDTHS
+    assert padded_head_dim(head_dim) == expected
+    assert expected in HEAD_DIMS
 
 
 @pytest.mark.usefixtures("dsl")
@@ -210,7 +210,7 @@ def test_tiles_that_the_caller_fixed(dim: int) -> None:
 def test_block_lists_get_a_kernel_whose_tiles_divide_theirs(
     dim: int, listed: tuple[int, int]
 ) -> None:
-    call = Call("bfloat16", dim, dim, (9, 0), listed=listed)
+    call = Call("bfloat16", dim, dim, (9, 0), listed_block=listed)
     found = choose("cute", device="cuda", call=call)
     assert all(own % new == 0 for own, new in zip(listed, found.block, strict=True))
     first = kernels(dim, dim)[0]

@@ -1,4 +1,4 @@
-"""Random expressions over b, h, q, kv and captured tensors, and their dense values."""
+"""Draw random expressions over b, h, q, kv and captured tensors, and compute their dense values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Q, KV, B, H = arg("q"), arg("kv"), arg("b"), arg("h")
 
 @dataclass(frozen=True)
 class Case:
-    """A random expression with the sizes and tensors that it is meant for."""
+    """Holds a random expression with the sizes and tensors that it is meant for."""
 
     root: Node
     tensors: tuple[Tensor, ...]
@@ -45,7 +45,7 @@ def positions(case: Case) -> dict[str, Tensor]:
 def dense(
     root: Node, tensors: tuple[Tensor, ...], case: Case, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Values at every position: [batch, heads, q_len, kv_len]."""
+    """Compute the values at every position: [batch, heads, q_len, kv_len]."""
     return dense_nodes([root], tensors, case, dtype)[root]
 
 
@@ -55,7 +55,7 @@ def dense_nodes(
     case: Case,
     dtype: torch.dtype = torch.float32,
 ) -> dict[Node, Tensor]:
-    """Values of every sub-expression at every position."""
+    """Compute the values of every sub-expression at every position."""
     env = positions(case)
     memo: dict[Node, Tensor] = {}
     evaluate(roots, env, tensors, dtype, memo=memo)
@@ -204,7 +204,7 @@ class Maker:
 
 @st.composite
 def cases(draw: st.DrawFn, type_: Type = BOOL, max_len: int = 300, max_depth: int = 4) -> Case:
-    """A random expression with sizes; integer overflow is possible but rare."""
+    """Draw an expression with sizes; integer overflow is possible but rare."""
     q_len, kv_len = draw(st.integers(1, max_len)), draw(st.integers(1, max_len))
     batch, heads = draw(st.integers(1, 2)), draw(st.integers(1, 3))
     maker = Maker(draw, q_len, kv_len, batch, heads)

@@ -1,4 +1,4 @@
-"""Classification: always equal to brute force, and without dense checks on ordinary masks."""
+"""Check classification: always equal to brute force, and without dense checks on ordinary masks."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def random(seed: int) -> torch.Generator:
 
 
 def documents(length: int, mean: int, seed: int = 0) -> Tensor:
-    """Document number of each position."""
+    """Return the document number of each position."""
     sizes = torch.randint(1, 2 * mean, (length,), generator=random(seed))
     return torch.searchsorted(sizes.cumsum(0), torch.arange(length), right=True)
 
@@ -92,7 +92,7 @@ WINDOW = torch.tensor([64, 200, 17])
 
 
 def tree_of(nodes: int) -> Tensor:
-    """Ancestor matrix of a random tree: node i sees itself and its ancestors."""
+    """Return the ancestor matrix of a random tree: node i sees itself and its ancestors."""
     sees = torch.eye(nodes, dtype=torch.bool)
     for i in range(1, nodes):
         sees[i] |= sees[int(torch.randint(max(0, i - 9), i, (1,), generator=random(i)))]
@@ -117,7 +117,7 @@ def natten(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 
 def sliding_tile(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    """Tokens in 8 x 8 tiles of a 32 x 32 picture; a tile sees the 3 x 3 tiles around it."""
+    """Mask tokens in 8 x 8 tiles of a 32 x 32 picture: a tile sees the 3 x 3 tiles around it."""
     q_tile, kv_tile = q // 64, kv // 64
     x, y = (q_tile % 4).clamp(1, 2), (q_tile // 4).clamp(1, 2)
     return ((x - kv_tile % 4).abs() <= 1) & ((y - kv_tile // 4).abs() <= 1)
@@ -136,20 +136,20 @@ def block_diffusion(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 
 def shared_prefix(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    """A prompt of 150, then answers of 100 that see the prompt and themselves."""
+    """Mask a prompt of 150, then answers of 100 that see the prompt and themselves."""
     same = (q - 150) // 100 == (kv - 150) // 100
     return (q >= kv) & ((kv < 150) | same)
 
 
 def tree(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    """Speculative decoding: all of a context, then a tree of drafted tokens."""
+    """Mask speculative decoding: all of a context, then a tree of drafted tokens."""
     context = N - 300
     seen = TREE[(q - context).clamp(0, 299), (kv - context).clamp(0, 299)]
     return torch.where(kv < context, q >= kv, (q >= context) & seen)
 
 
 def document_prefix(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    """Each document sees its first 16 tokens both ways, the rest causally."""
+    """Mask documents that see their first 16 tokens both ways, the rest causally."""
     start = START[DOCUMENT[kv]]
     return (DOCUMENT[q] == DOCUMENT[kv]) & ((q >= kv) | (kv - start < 16))
 
@@ -232,7 +232,7 @@ def test_no_mask_needs_its_dense_form() -> None:
 
 
 def test_equalities_that_skip_values() -> None:
-    """The ends of a block enclose the value, and no position takes it."""
+    """The ends of a block enclose the value, but no position has it."""
     for mod in (
         lambda b, h, q, kv: 2 * q == 2 * kv + 1,
         lambda b, h, q, kv: 3 * q == 200,

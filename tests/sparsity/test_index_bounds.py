@@ -1,4 +1,4 @@
-"""Integer safety: nothing unsafe passes, ordinary code does, and messages say what to do."""
+"""Check integer safety: nothing unsafe passes, ordinary code does, and messages say what to do."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOW, HIGH = -(2**31), 2**31 - 1
 
 
 def first_fault(case: Case) -> tuple[str, Node] | None:
-    """The first unsafe node and what is wrong there, found by evaluating everything."""
+    """Return the first unsafe node and what is wrong there, found by evaluating everything."""
     values: dict[Node, Tensor] = {}
     env = positions(case)
     for n in ir.topo(case.root):
@@ -73,7 +73,7 @@ WIDE: dict[str, Callable[..., Tensor]] = {
 
 @st.composite
 def risky(draw: st.DrawFn) -> Case:
-    """Like `cases`, with steps that may well leave their range."""
+    """Draw cases like `cases`, with steps that may well leave their range."""
     case = draw(cases(I32, max_len=60, max_depth=3))
     root = case.root
     step = draw(st.sampled_from(["none", "scale", "shift", "divide", "index", "square"]))
@@ -105,7 +105,7 @@ def test_nothing_unsafe_passes(case: Case) -> None:
 
 
 def outcome(case: Case) -> tuple[frozenset[Node], str | None]:
-    """The loads without a proof, or the error message."""
+    """Return the loads without a proof, or the error message."""
     try:
         return check_bounds([case.root], case.tensors, **case.sizes()), None
     except BoundsError as error:
@@ -126,7 +126,7 @@ def test_loads_of_one_side_are_always_decided(case: Case) -> None:
 
 
 def is_whole(n: Node) -> bool:
-    """Whether the result depends on no float, whose last digit may differ between machines."""
+    """Return whether the result depends on no float, which may round differently elsewhere."""
     return all(m.type != "f32" for m in ir.topo(n))
 
 

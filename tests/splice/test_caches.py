@@ -1,4 +1,4 @@
-"""`attnkit.clear_caches` empties the caches of splice, schedule and codegen that kernels fill."""
+"""Check that `attnkit.clear_caches` empties the caches of splice, schedule and codegen."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def modules() -> Iterator[ModuleType]:
 
 
 def sizes() -> dict[str, int]:
-    """Entries of each cache, by name: functions, caches by tensors, weak tables and dictionaries."""
+    """Return the size of each cache by name: functions, tensors, weak tables, dictionaries."""
     found: dict[str, int] = {}
     for module in modules():
         members: dict[str, Any] = dict(vars(module))

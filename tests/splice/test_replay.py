@@ -1,4 +1,4 @@
-"""Replays of calls, with kernels that compute on the memory at the addresses that they are given."""
+"""Check replays of calls, with kernels that compute on the memory at the given addresses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def at(address: int, count: int) -> Tensor:
-    """The float32 numbers at an address."""
+    """Return the float32 numbers at an address."""
     return torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=torch.float32)
 
 
@@ -66,7 +66,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Case:
-    """out = second half of (a * table + 3 b), then ones; total = the sum of that half."""
+    """Computes out = second half of (a * table + 3 b), then ones; total = the sum of that half."""
 
     def __init__(self) -> None:
         self.table, self.counter = torch.rand(N), torch.zeros(1)
@@ -166,7 +166,7 @@ def test_tables_live_as_long_as_the_replay() -> None:
     assert any(t is case.table for t in again.tables)
 
 
-def test_tensors_to_work_in_lie_apart() -> None:
+def test_workspaces_do_not_overlap() -> None:
     sizes = [3, 64, 65]
     starts, size = module._starts([torch.empty(n) for n in sizes])
     ends = [s + 4 * n for s, n in zip(starts, sizes, strict=True)]

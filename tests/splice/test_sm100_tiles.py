@@ -1,4 +1,4 @@
-"""Which kernel of the Blackwell forward a mask's tiles get."""
+"""Check which kernel of the Blackwell forward the tiles of a mask get."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def tiles(mask: Any, length: int, block: tuple[int, int] = (128, 128)) -> BlockR
 def choice(
     runs: BlockRuns,
     dims: tuple[int, int] = (128, 128),
-    listed: bool = False,
+    lists_override_mask: bool = False,
     form: ScoreForm = PLAIN,
 ) -> tuple[Kernel, str]:
-    return choose_kernel(kernels(*dims, template="sm100"), dims, runs, listed, form)
+    return choose_kernel(kernels(*dims, template="sm100"), dims, runs, lists_override_mask, form)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_other_head_dims() -> None:
 
 def test_block_lists_are_cut_and_never_joined() -> None:
     for block, expected in (((512, 128), 512), ((256, 256), 256), ((128, 128), 128)):
-        kernel, why = choice(tiles(CAUSAL, 8192, block), listed=True)
+        kernel, why = choice(tiles(CAUSAL, 8192, block), lists_override_mask=True)
         assert kernel.block == (expected, 128)
     assert "block lists with tiles of (128, 128) fit no other" in why
 
@@ -90,7 +90,7 @@ def test_tall_tiles_ask_for_their_kernel() -> None:
 def test_the_choice_is_the_least_sum_of_clocks(
     q_len: int, kv_len: int, seed: int, form: ScoreForm
 ) -> None:
-    """Against tiles that are counted one by one in a dense grid."""
+    """Compare with tiles that are counted one by one in a dense grid."""
     generator = torch.Generator().manual_seed(seed)
     rows, columns = -(-q_len // 128), -(-kv_len // 128)
     states = torch.randint(0, 3, (1, 1, rows, columns), generator=generator).to(torch.int8)

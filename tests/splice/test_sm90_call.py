@@ -1,4 +1,4 @@
-"""What reaches the Hopper kernel at repeated calls, with a kernel that writes its arguments down."""
+"""Check what reaches the Hopper kernel at repeated calls, with a kernel that records it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LENGTH = 300
 
 
 class There:
-    """A tensor of which its address was given, and that it is like another one."""
+    """Stands for a tensor at an address, like another tensor otherwise."""
 
     def __init__(self, address: int, like: Tensor) -> None:
         self.address, self.like = address, like
@@ -245,7 +245,7 @@ def test_rows_that_are_split_are_put_together(recorder: Recorder) -> None:
 def test_a_captured_call_keeps_its_tables(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While its graph can be replayed, whatever is cleared; and no longer."""
+    """Tables live exactly as long as the graph can be replayed, whatever cache is cleared."""
     driver = Driver()
     monkeypatch.setattr(graph_capture, "driver", lambda: driver)
     monkeypatch.setattr(forward_call, "is_capturing", lambda device: True)

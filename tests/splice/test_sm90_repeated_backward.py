@@ -1,4 +1,4 @@
-"""What reaches the Hopper backward's kernels at repeated calls, with kernels that note their arguments."""
+"""Check what reaches the Hopper backward at repeated calls, with kernels that record it."""
 
 from __future__ import annotations
 

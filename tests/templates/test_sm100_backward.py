@@ -1,4 +1,4 @@
-"""The Blackwell backward kernels, executed on the CPU, against autograd of the float64 oracle.
+"""Compare the Blackwell backward kernels, executed on the CPU, with autograd of the float64 oracle.
 
 No Blackwell GPU has run them: what is tested is the generated code under the semantics of the
 emulator, and what the assembler makes of it.
@@ -125,10 +125,13 @@ def test_no_spilled_registers(name: str, dims: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"width": 256}, "head dims of 256 and 128: expected 64 or 128 each, or 192 and 128"),
-        ({"width": 192, "block_q": 128}, "block_q=128 with width=192: expected 128, or 64 with"),
+        ({"head_dim": 256}, "head dims of 256 and 128: expected 64 or 128 each, or 192 and 128"),
+        (
+            {"head_dim": 192, "block_q": 128},
+            "block_q=128 with head_dim=192: expected 128, or 64 with",
+        ),
         ({"dtype": "float32"}, "dtype='float32': expected 'bfloat16' or 'float16'"),
-        ({"turns": "up"}, "turns='up': expected '', 'ascending' or 'descending'"),
+        ({"sum_order": "up"}, "sum_order='up': expected '', 'ascending' or 'descending'"),
     ],
 )
 def test_what_is_not_supported_says_so(settings: dict[str, Any], said: str) -> None:

@@ -1,4 +1,4 @@
-"""The Blackwell backward with pairs of CTAs, executed on the CPU, against the float64 oracle."""
+"""Compare the Blackwell backward with pairs of CTAs, in the emulator, with the float64 oracle."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_gradients_of_captured_tensors(name: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("mask", [CAUSAL, None], ids=str)
 def test_the_same_bits_in_a_fixed_order(mask: Any) -> None:
-    """Whatever the order of execution and the number of pairs, bits are the same; heads share KV."""
+    """Bits do not depend on the order of execution or the number of pairs; heads share KV."""
     found = []
     for mode, ctas in (("eager", 2), ("check" if mask is None else "adversarial", 6)):
         with compiled.requested_sources() as sources:
@@ -140,7 +140,7 @@ def case(**changes: Any) -> BackwardCase:
         **{
             "widths": (128, 128),
             "learned": frozenset(),
-            "listed": False,
+            "lists_override_mask": False,
             "runs": runs,
             "additive": True,
             **changes,
@@ -152,7 +152,7 @@ def case(**changes: Any) -> BackwardCase:
     ("changes", "said"),
     [
         ({"widths": (64, 128)}, "head dims of 65 to 128, these are computed as (64, 128)"),
-        ({"listed": True}, "block lists have tiles of 128 columns, pairs need 256"),
+        ({"lists_override_mask": True}, "block lists have tiles of 128 columns, pairs need 256"),
         ({"runs": full_runs(512, 128, (128, 128), CPU)}, "joined to 256 columns"),
     ],
 )
@@ -173,7 +173,7 @@ def test_tiles_are_joined_only_where_that_is_faster() -> None:
 
 
 def test_gradients_that_are_added_for_every_score_leave_little_to_gain() -> None:
-    """A joined block that is empty in part costs more than a pair gains."""
+    """A joined block that is partly empty costs more than a pair gains."""
     assert kind_of(frozenset()) == "nothing"
     assert kind_of(frozenset({"head", "column"})) == "summed"
     assert kind_of(frozenset({"head", "row"})) == "spread"
@@ -186,4 +186,4 @@ def test_gradients_that_are_added_for_every_score_leave_little_to_gain() -> None
 
 def test_what_is_not_supported_says_so() -> None:
     with pytest.raises(ValueError, match="head dims of 64 and 128: expected 128 and 128"):
-        Backward2Cta(BackwardConfig(two_cta=True, width=64), None)
+        Backward2Cta(BackwardConfig(two_cta=True, head_dim=64), None)

@@ -1,4 +1,4 @@
-"""The mbarriers of the Blackwell backward: each has a word of its own in shared memory."""
+"""Check that each mbarrier of the Blackwell backward has a word of its own in shared memory."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from attnkit.templates.sm100.backward_config import BackwardConfig
     ("barriers", "settings"),
     [
         (BackwardBarriers, {}),
-        (BackwardBarriers, {"width": 64, "value_width": 64}),
-        (BackwardBarriers, {"width": 192, "block_q": 64}),
+        (BackwardBarriers, {"head_dim": 64, "head_dim_v": 64}),
+        (BackwardBarriers, {"head_dim": 192, "block_q": 64}),
         (Backward2CtaBarriers, {"two_cta": True}),
     ],
 )
@@ -63,7 +63,7 @@ def test_every_barrier_of_a_cta_is_initialised_once(
     monkeypatch.setattr(
         "cutlass.cute.arch.mbarrier_init", lambda barrier, count: words.append(barrier)
     )
-    config = BackwardConfig(width=width, value_width=width)
+    config = BackwardConfig(head_dim=width, head_dim_v=width)
     barriers: Any = BackwardBarriers.at(0, config)
     barriers.init(config)
     assert sorted(words) == list(range(barriers.count(config)))

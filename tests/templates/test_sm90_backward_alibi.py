@@ -1,4 +1,4 @@
-"""slope * (kv - q) in the Hopper backward: in the products, and as one number for equal q - kv."""
+"""Check slope * (kv - q) in the Hopper backward: in the products, and as a number per q - kv."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ OTHERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_with_other_terms(name: str) -> None:
-    assert hooks(OTHERS[name]).distant
+    assert hooks(OTHERS[name]).has_distance_term
     check(draw(140, 200, heads=(1, 1)), lambda: OTHERS[name], backend=BACKEND)
 
 
@@ -81,14 +81,14 @@ def test_learned_slopes() -> None:
     check(draw(200, dims=(128, 128)), mod, CAUSAL, [torch.tensor([0.5, 0.05])], backend=BACKEND)
 
 
-def test_nothing_of_it_is_left_for_a_row() -> None:
-    """The term is in `distance` alone, and LSE and it are one step of the products.
+def test_the_slope_is_in_the_distance_term_alone() -> None:
+    """The term is in `distance_term` alone, and one step of the products adds it and subtracts LSE.
 
     A mod with a slope by the score needs the registers.
     """
     own = hooks(mods.alibi(8))
-    assert own.distant
-    assert own.raw
+    assert own.has_distance_term
+    assert own.only_scales
     assert own.form.row is None
     config = BackwardConfig(less_lse=True)
     kernel = Backward(config, own)
@@ -97,5 +97,5 @@ def test_nothing_of_it_is_left_for_a_row() -> None:
     assert not Backward(BackwardConfig(), own).lse_in_mma.with_slope
     assert Backward(config, hooks(lambda s, b, h, q, kv: s + 1.0)).held_steps == HELD_STEPS
     capped = hooks(lambda s, b, h, q, kv: torch.tanh(s) + 0.3 * (kv - q))
-    assert capped.sloped
-    assert not capped.distant
+    assert capped.has_derivative
+    assert not capped.has_distance_term

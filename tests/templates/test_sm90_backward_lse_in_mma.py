@@ -1,4 +1,4 @@
-"""LSE of the rows as columns of the Hopper backward's products."""
+"""Check LSE of the rows as columns of the Hopper backward's products."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def test_mods_that_add(dims: tuple[int, int]) -> None:
 def test_which_kernels_subtract_lse(given: Any, less: bool) -> None:
     runs = full_runs(64, 128, (64, 128), torch.device("cpu"))
     for widths in ((64, 64), (128, 128), (64, 128)):
-        found = switches(BackwardCase(widths, runs, listed=False, **given))
+        found = switches(BackwardCase(widths, runs, lists_override_mask=False, **given))
         assert found == {"less_lse": less}
-    assert switches(BackwardCase((192, 128), runs, listed=False, **given)) == {}
+    assert switches(BackwardCase((192, 128), runs, lists_override_mask=False, **given)) == {}
 
 
 def test_shared_memory_is_enough_at_every_head_dim() -> None:
     for less in (False, True):
         for width, depth, rows in ((64, 64, 128), (64, 128, 64), (128, 64, 64), (128, 128, 64)):
-            config = BackwardConfig(width=width, value_width=depth, block_q=rows, less_lse=less)
+            config = BackwardConfig(head_dim=width, head_dim_v=depth, block_q=rows, less_lse=less)
             assert config.problem() is None

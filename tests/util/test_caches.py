@@ -1,4 +1,4 @@
-"""`attnkit.clear_caches` empties every cache of the process, and calls go on."""
+"""Check that `attnkit.clear_caches` empties every cache of the process, and that calls go on."""
 
 from __future__ import annotations
 

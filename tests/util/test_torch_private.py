@@ -1,4 +1,4 @@
-"""Private names of torch: each supported version has them, they mean what we take them for."""
+"""Check private names of torch: each supported version has them, with the assumed meaning."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_fake_tensors_are_told() -> None:
 
 
 def _private_names(tree: ast.AST) -> set[str]:
-    """Private names of torch in a file: `torch._x`, imports of such, and counters of tensors."""
+    """Return the private names of torch in a file: `torch._x`, imports, counters of tensors."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):

@@ -53,14 +53,15 @@ torch.library.define("attnkit::attention_backward", ATTENTION_BACKWARD, tags=_TA
 
 @dataclass(frozen=True)
 class Request:
-    """The part of a call that is known at compile time.
+    """Describes what is known of a call at compile time.
 
     Attributes:
         score, mask: text of the graphs, "" where there is none.
-        score_names, mask_names: of their captured tensors.
-        kind: "plain", "block" (a `BlockMask`) or "flex" (PyTorch's): what `sizes` and `lists` are.
+        score_names, mask_names: names of their captured tensors.
+        kind: what the mask is, and so which `sizes` and `lists` there are: "plain" (a function),
+            "block" (a `BlockMask`) or "flex" (PyTorch's).
         block: tile sizes that the caller gave, empty where none.
-        backend, enable_gqa, deterministic: as of `flex_attention`.
+        backend, enable_gqa, deterministic: as in `flex_attention`.
         need_max: whether the row maxima are returned.
     """
 
@@ -77,12 +78,12 @@ class Request:
 
     @property
     def kernel_options(self) -> dict[str, int] | None:
-        """The tile sizes as options of `flex_attention`, None where the caller gave none."""
+        """Return the tile sizes as options of `flex_attention`, or None if none were given."""
         return dict(zip(BLOCK_OPTIONS, self.block, strict=True)) if self.block else None
 
     @functools.cached_property
     def text(self) -> str:
-        """The request as text, which an operator can take; `parse` reads it back."""
+        """Return the request as text, which an operator can take; `parse` reads it back."""
         return json.dumps(asdict(self))
 
     @staticmethod
@@ -102,8 +103,8 @@ class Request:
         """Join the graphs with their captured tensors and block lists.
 
         Args:
-            tensors: of the operator.
-            sizes: as `kind` says.
+            tensors: arguments of the operator.
+            sizes: sizes of the mask; `kind` says which.
             device: where the query lives.
         """
         score = mask = None
@@ -156,10 +157,10 @@ def _flex_block_mask(lists: Sequence[Tensor], sizes: Sequence[int]) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class OperatorTensors:
-    """Tensor arguments of the operators.
+    """Holds the tensor arguments of the operators.
 
     Attributes:
-        query, key, value: as of `flex_attention`.
+        query, key, value: as in `flex_attention`.
         captured: tensors that the graphs capture.
         lists: block lists of PyTorch's BlockMask, empty for another mask.
     """
@@ -313,7 +314,7 @@ def _gradient(
     )
     dcaptured = [g if need else None for g, need in zip(captured, ctx.needs_grad, strict=True)]
     none: list[Any] = [[None] * len(tensors) for tensors in lists[1:]]
-    # torch wants an empty list for an empty list, of numbers too
+    # torch wants an empty list as the gradient of an empty list, even one of numbers
     dsizes: list[None] | None = None if sizes else []
     return dquery, dkey, dvalue, dcaptured, *none, dsizes, None, None
 
