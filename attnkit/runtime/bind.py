@@ -59,8 +59,8 @@ class Bound:
         score: the traced score_mod, None if it does not change the score.
         mask: the traced mask_mod, None if it keeps everything.
         runs: tiles to visit, None for all.
-        lists_override_mask: whether the runs come from block lists of PyTorch's BlockMask, which override the
-            mask_mod.
+        lists_override_mask: whether the runs come from block lists of PyTorch's BlockMask, which
+            override the mask_mod.
         program: the graphs, as operators take them.
     """
 

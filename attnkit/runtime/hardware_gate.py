@@ -1,8 +1,8 @@
 """Decide whether to use kernels on a GPU on which they have not been verified.
 
-A self-check tests them once on each machine, in a subprocess, so that a kernel that crashes or hangs
-does not take the caller down. The verdict is cached on disk with the compiled kernels; its key
-contains the version of the package and the name of the GPU.
+A self-check tests them once on each machine, in a subprocess, so that a kernel that crashes or
+hangs does not take the caller down. The verdict is cached on disk with the compiled kernels; its
+key contains the version of the package and the name of the GPU.
 """
 
 from __future__ import annotations

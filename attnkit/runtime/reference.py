@@ -1,7 +1,7 @@
 """Compute dense attention, as the oracle that every other backend is compared with.
 
-It materializes all scores, so memory is O(Sq * Skv). The backward is autograd's. It shares the graph
-evaluator with the other backends, and nothing of tiles, plans or sparsity.
+It materializes all scores, so memory is O(Sq * Skv). The backward is autograd's. It shares the
+graph evaluator with the other backends, and nothing of tiles, plans or sparsity.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Run a prepared call with autograd: as torch operators, or directly.
 
 `torch.ops.attnkit.forward` and `.backward` take graphs as canonical text, block runs as a list of
-index tensors with their sizes, and captured tensors as tensor lists. So they hold no state, and their
-schema does not depend on the variant. If nothing in torch intercepts operators (no mode, transform or
-subclass), the call runs directly, in a tenth of the host time.
+index tensors with their sizes, and captured tensors as tensor lists. So they hold no state, and
+their schema does not depend on the variant. If nothing in torch intercepts operators (no mode,
+transform or subclass), the call runs directly, in a tenth of the host time.
 """
 
 from __future__ import annotations

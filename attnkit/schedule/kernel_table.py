@@ -129,7 +129,8 @@ def fitting_kernel(
     Args:
         candidates: kernels, best first.
         block: tile sizes of a mask.
-        lists_override_mask: whether block lists override the mask; then exact tiles are not preferred.
+        lists_override_mask: whether block lists override the mask; then exact tiles are not
+            preferred.
     """
     same = () if lists_override_mask else (k for k in candidates if k.block == block)
     fits = (k for k in candidates if all(b % s == 0 for b, s in zip(block, k.block, strict=True)))

@@ -129,8 +129,8 @@ def backward_block(
 ) -> tuple[int, int] | None:
     """Return rows and columns of a block of a GPU template's backward; None if it has none.
 
-    This assumes that no captured tensor needs a gradient. If two CTAs share a block, the columns are
-    those of both.
+    This assumes that no captured tensor needs a gradient. If two CTAs share a block, the columns
+    are those of both.
 
     Args:
         template: a plan's template.

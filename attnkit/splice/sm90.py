@@ -41,9 +41,10 @@ def choose_kernel(
 def fit_registers(kernel: Kernel, form: ScoreForm, masked: bool) -> Kernel:
     """Adapt a kernel to the registers that a variant needs.
 
-    A tile has half the columns if the score_mod loads a value for each score; at wide head dims with
-    a mask, also if it takes log1p of a score; at the widest head dims, also if it loads a value for
-    each q - kv. At the widest head dims a mask's bounds leave no registers for a second P.
+    A tile has half the columns if the score_mod loads a value for each score; at wide head dims
+    with a mask, also if it takes log1p of a score; at the widest head dims, also if it loads a
+    value for each q - kv. At the widest head dims a mask's bounds leave no registers for a second
+    P.
     """
     if masked and kernel.block == WIDEST:
         kernel = replace(kernel, softmax="online", double_buffer_p=False)

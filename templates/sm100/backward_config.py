@@ -25,13 +25,13 @@ class BackwardConfig:
 
     Attributes:
         dtype: "bfloat16" or "float16", of all inputs and gradients.
-        head_dim, head_dim_v: head dims as the kernel computes them, those of the tensors padded with
-            zeros: 64 or 128 each, or 192 and 128.
+        head_dim, head_dim_v: head dims as the kernel computes them, those of the tensors padded
+            with zeros: 64 or 128 each, or 192 and 128.
         block_q: rows of a q block, 128, or 64 with a head_dim of 192.
         accumulate: add dK and dV to float32 sums, for query heads that share a kv head; otherwise
             they are stored in the dtype.
-        sum_order: "ascending" or "descending": add to sums in this order of kv tiles, which is that of
-            the schedule (deterministic mode); "" for any order.
+        sum_order: "ascending" or "descending": add to sums in this order of kv tiles, which is that
+            of the schedule (deterministic mode); "" for any order.
         two_cta: CTA pairs share a work tile, 128 kv positions per CTA, and compute joint MMAs. For
             head dims of 128.
         less_lse: the MMAs subtract LSE / scale from S, see `LseInMma`. Only where they also

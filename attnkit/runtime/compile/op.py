@@ -1,8 +1,8 @@
 """Define `torch.ops.attnkit.attention`, the operator that a call becomes inside torch.compile.
 
 At compile time tensors have no data and lengths may be symbols, so tiles cannot be classified and
-indices cannot be proven. The operator carries the graphs as text. It prepares the call when it runs,
-or finds it in the call cache. One compiled program serves every sequence length.
+indices cannot be proven. The operator carries the graphs as text. It prepares the call when it
+runs, or finds it in the call cache. One compiled program serves every sequence length.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ class _Entry:
         with_lse: whether the LSE had a gradient.
         relaunch: runs it for other tensors.
         count: number of tensors of this backward.
-        captured: shape and dtype of each gradient of the score's tensors, None where none is needed.
+        captured: shape and dtype of each gradient of the score's tensors, None where none is
+            needed.
     """
 
     guard: Callable[..., bool]
