@@ -17,7 +17,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -87,7 +87,7 @@ def _changed(change: Change) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         patch = lambda *a: stack.enter_context(mock.patch.object(*a))
         config = lambda *a: {**sm90.config_of(*a), **change.settings}
-        patch(sm90, "FORWARD", replace(sm90.FORWARD, config=config))
+        patch(sm90, "FORWARD", sm90.FORWARD._replace(config=config))
         order = lambda *a, **k: schedule_forward(*a, **{**k, **change.schedule})
         patch(forward_work, "schedule_forward", order)
         if not change.staged:

@@ -15,7 +15,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -70,7 +70,7 @@ def sources(job: Job) -> list[kernel.Source]:
     # attnkit would choose between one CTA and a pair by predicted clocks: force the job's choice
     fewer = mock.patch.object(sm100_pairs, "fewer_clocks", return_value=job.ctas == "pair")
     choose = asked if job.block else sm100.choose_kernel
-    chosen = mock.patch.object(sm100, "FORWARD", replace(sm100.FORWARD, choose=choose))
+    chosen = mock.patch.object(sm100, "FORWARD", sm100.FORWARD._replace(choose=choose))
     with fewer, chosen, emulation.session(execute=False), kernel.requested_sources() as requested:
         out = variant(
             *qkv,

@@ -26,8 +26,7 @@ import torch
 
 from attnkit.errors import DeviceError
 from attnkit.jit.abi import Signature
-from attnkit.jit.build import Artifact, Build, Source, compile_source
-from attnkit.jit.cubin import KernelStats
+from attnkit.jit.artifact import Artifact, Build, KernelStats, Source
 from attnkit.jit.disk_cache import KernelCache
 from attnkit.jit.dsl_runtime import identity, settings
 from attnkit.jit.loader import PREFIX, Entry
@@ -261,6 +260,8 @@ def _artifact(source: Source) -> Artifact:
     disk, key = KernelCache(), full_key(source)
     if data := disk.get(key):
         return Artifact.load(data)
+    from attnkit.jit.build import compile_source
+
     with disk.lock(key):
         if data := disk.get(key):  # another process compiled it in the meantime
             return Artifact.load(data)
@@ -299,11 +300,18 @@ def sources_digest(root: str) -> str:
         32 hexadecimal digits.
     """
     digest = hashlib.sha256()
-    for folder, inner, files in os.walk(root, followlinks=True):
-        here = os.path.relpath(folder, root).replace(os.sep, "/")
-        above = "" if here == "." else f"{here}/"
-        inner[:] = sorted(f for f in inner if f != "__pycache__" and above + f not in _NOT_IN_KEY)
-        for name in sorted(f for f in files if f.endswith(".py")):
-            with open(os.path.join(folder, name), "rb") as file:
-                digest.update(f"{above}{name}\0".encode() + file.read() + b"\0")
+    for name, path in _source_files(root):
+        with open(path, "rb", buffering=0) as file:
+            digest.update(f"{name}\0".encode() + file.read() + b"\0")
     return digest.hexdigest()[:32]
+
+
+def _source_files(folder: str, above: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the name below the package and the path of each file that enters the key, in order."""
+    with os.scandir(folder) as entries:
+        for entry in sorted(entries, key=lambda e: e.name):
+            name = above + entry.name
+            if name.endswith(".py"):
+                yield name, entry.path
+            elif entry.name != "__pycache__" and name not in _NOT_IN_KEY and entry.is_dir():
+                yield from _source_files(entry.path, f"{name}/")

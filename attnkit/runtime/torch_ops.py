@@ -27,11 +27,11 @@ from attnkit.splice import (
     Program,
     backward_replay,
     compute_dtype,
-    output_like,
     prepare_forward,
     run_backward,
     run_forward,
 )
+from attnkit.util.outputs import output_like
 from attnkit.util.torch_private import is_batched, is_grad_tracking, is_intercepted
 
 FORWARD = (

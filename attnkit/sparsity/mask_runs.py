@@ -1,7 +1,7 @@
 """Classify the tiles of a traced mask and prove its indices, once for each state of its tensors.
 
-`check_lengths` and `mask_runs` cache their results until a captured tensor changes. The modules that
-prove and classify, a sixth of the package, are imported by the first call that needs them.
+`check_lengths` and `mask_runs` cache their results until a captured tensor changes. The first call that
+needs them imports the modules that classify tiles.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import torch
 
 from attnkit.graph.ir import Node, reads
 from attnkit.sparsity.block_runs import BlockRuns
+from attnkit.sparsity.index_bounds import check_bounds
 from attnkit.tracing.tracer import Traced
 from attnkit.util import caches
 from attnkit.util.tensor_cache import VersionedCache
@@ -39,8 +40,6 @@ def check_lengths(
     batch, heads = (batch if "b" in names else 1), (heads if "h" in names else 1)
 
     def prove() -> frozenset[Node]:
-        from attnkit.sparsity.index_bounds import check_bounds
-
         return check_bounds(
             [function.root],
             function.tensors,

@@ -16,6 +16,7 @@ from attnkit.jit.kernel import Source, kernel
 from attnkit.jit.relaunch import Relaunch
 from attnkit.splice import exact_sums
 from attnkit.splice.backward_sources import main_source, postprocess_source, preprocess_source
+from attnkit.splice.backward_template import BackwardSettings
 from attnkit.splice.backward_work import UNIT, BackwardWork, backward_work
 from attnkit.splice.captured_arguments import (
     MASK,
@@ -33,7 +34,6 @@ from attnkit.splice.graph_capture import is_capturing, keep_while_replayable
 from attnkit.splice.kernel_call import BackwardInputs, Captured, KernelCall
 from attnkit.splice.mask_intervals import column_intervals
 from attnkit.splice.replay import CallTensors, Launch, Replay, prepare_replay
-from attnkit.splice.template import BackwardSettings
 from attnkit.splice.tma import have_tma_strides, loadable
 from attnkit.splice.workers import worker_count
 from attnkit.util import caches

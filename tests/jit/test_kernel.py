@@ -35,7 +35,8 @@ from attnkit.errors import (
 from attnkit.jit import kernel as compiled
 from attnkit.jit.abi import Signature
 from attnkit.jit.arg_specs import Dim, NumberSpec, StreamSpec, TensorSpec
-from attnkit.jit.build import Artifact, compile_source
+from attnkit.jit.artifact import Artifact
+from attnkit.jit.build import compile_source
 from attnkit.jit.kernel import Build, Source
 from attnkit.jit.loader import Entry
 from tests.jit import compiled_kernels as kernels
