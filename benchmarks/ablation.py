@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import json
 import math
 import multiprocessing
 import os
@@ -22,6 +21,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from committed import add_commit, row_file
 from gpu_machine import describe_gpu
 from gpu_timing import MODES, CudaTimer, in_turn
 from gpu_variants import documents, window
@@ -154,13 +154,14 @@ def main() -> int:
     parser.add_argument("--mode", choices=MODES, default="sustained")
     parser.add_argument("--processes", type=int, default=min(14, os.cpu_count() or 1))
     parser.add_argument("--save", type=Path, help="append the rows to this file")
-    parser.add_argument("--commit", help="to record, where the checkout has no git")
+    add_commit(parser)
     options = parser.parse_args()
+    file = row_file(options.save, options.commit)
     qkv, cases = _inputs()
     jobs = [(name, what) for name, (_, _, changes) in cases.items() for what in changes]
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
         pool.map(_compile, jobs, chunksize=1)
-    device, rows = qkv[0].device, []
+    device = qkv[0].device
     for name, (score_mod, mask, changes) in cases.items():
         calls = {what: _call(change, score_mod, mask, qkv) for what, change in changes.items()}
         found = in_turn(calls, CudaTimer(MODES[options.mode], device), rounds=options.rounds)
@@ -169,7 +170,7 @@ def main() -> int:
         for what, series in found.items():
             ratio = series.times.median / base.times.median
             row = {
-                **describe_gpu(device, options.commit),
+                **describe_gpu(device),
                 "benchmark": "hopper forward ablation",
                 "case": name,
                 "change": what,
@@ -182,10 +183,7 @@ def main() -> int:
                 row |= {"cycles": series.cycles, "cycle_ratio": series.cycles / base.cycles}
                 cycles = f"  cycles x {row['cycle_ratio']:.3f}"
             print(f"  {what:34} {series.times.median:8.4f} ms  x {ratio:.3f}{cycles}")
-            rows.append(row)
-    if options.save:
-        with options.save.open("a") as out:
-            out.writelines(json.dumps(row) + "\n" for row in rows)
+            file.append(row)
     return 0
 
 

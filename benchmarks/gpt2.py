@@ -12,7 +12,6 @@ The exit status is 1 if attnkit failed.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from committed import add_commit, row_file
 from gpu_machine import describe_gpu
 from gpu_timing import MODES, CudaTimer, Function, Reading, Series, Timer, in_turn
 from torch import Tensor, nn
@@ -287,7 +287,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rounds", type=int, default=7, help="steps timed of each; 7")
     parser.add_argument("--eager", action="store_true", help="do not compile the layers")
-    parser.add_argument("--commit", help="to record, where the checkout has no git")
+    add_commit(parser)
     parser.add_argument(
         "--save", type=Path, nargs="?", const=ROWS, metavar="FILE",
         help="append the rows to FILE, results/gpt2.jsonl if none is named",
@@ -301,6 +301,7 @@ def main(argv: list[str] | None = None) -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
         print("this benchmark needs a CUDA device, and torch.cuda sees none", file=sys.stderr)
         return 2
+    file = row_file(options.save, options.commit)
     sizes = Sizes(**{name: getattr(options, name) for name in asdict(Sizes())})
     names = [name.strip() for name in options.contenders.split(",")]
     if unknown := set(names) - set(CONTENDERS):
@@ -312,14 +313,12 @@ def main(argv: list[str] | None = None) -> int:
     shared: Row = {"benchmark": "gpt2 step", "sizes": asdict(sizes), "density": batch.density}
     shared |= {"compiled": not options.eager, "documents": batch.count}
     rows = measured(names, batch, sizes, timer, options.rounds, not options.eager)
-    where = describe_gpu(device, options.commit) if on_gpu else {}
+    where = describe_gpu(device) if on_gpu else {}
     print(*(f"{k}: {v}" for k, v in (where | shared).items()), sep=", ")
     print(f"{'contender':18}{'ms':>9}{'x ours':>8}{'tokens/s':>12}{'peak GiB':>9}{'GHz':>7}  loss")
     for row in rows:
         print(line(row))
-        if options.save:
-            with options.save.open("a") as file:
-                file.write(json.dumps(where | shared | row) + "\n")
+        file.append(where | shared | row)
     wrong = disagreeing(rows)
     if wrong:
         print(f"losses differ from attnkit's: {', '.join(wrong)}")

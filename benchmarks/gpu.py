@@ -8,7 +8,6 @@ something else is named with the reason. The exit status is 1 if attnkit failed 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 import time
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config
+from committed import add_commit, row_file
 from gpu_check import Check
 from gpu_contenders import CONTENDERS, OURS, Builder, ablations, skipped
 from gpu_machine import describe_gpu
@@ -195,7 +195,7 @@ def arguments() -> argparse.ArgumentParser:
         "--save", type=Path, nargs="?", const=ROWS, metavar="FILE",
         help="append the rows to FILE, results/gpu.jsonl if none is named",
     )  # fmt: skip
-    parser.add_argument("--commit", help="to record, where the checkout has no git")
+    add_commit(parser)
     parser.add_argument("--cases", type=Path, default=HERE / "gpu_cases.toml", metavar="FILE")
     parser.add_argument("--list", action="store_true", help="list the cases and stop")
     parser.add_argument("--host", action="store_true", help="host time of a call and first calls")
@@ -229,8 +229,9 @@ def run(
     config: Row, cases: list[Row], options: argparse.Namespace, timer: Timer, device: torch.device
 ) -> int:
     """Measure cases and print them; return 1 if attnkit was wrong."""
-    where = describe_gpu(device, options.commit) if device.type == "cuda" else {}
+    where = describe_gpu(device) if device.type == "cuda" else {}
     print(*(f"{k}: {v}" for k, v in where.items()), sep=", ")
+    file = row_file(options.save, options.commit)
     settings = Settings(options.backward, options.mode, options.rounds, options.case_seconds)
     began, wrong, late = time.perf_counter(), False, []
     for case in cases:
@@ -244,9 +245,7 @@ def run(
         for row in measure(case, shape, builders, timer, settings, device):
             print(line(row), flush=True)
             wrong |= row.get("failed", False)
-            if options.save:
-                with options.save.open("a") as file:
-                    file.write(json.dumps(where | row) + "\n")
+            file.append(where | row)
         print(f"({time.perf_counter() - start:.0f} s)", flush=True)
     if late:
         print(f"\nnot begun within {options.seconds:.0f} s: {', '.join(late)}")

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from committed import row_file
 from gpu_contenders import CONTENDERS, OURS, Builder, Run, Unsuitable, skipped
 from gpu_machine import describe_gpu
 from gpu_variants import Problem, Shape, problem
@@ -51,17 +52,16 @@ CACHES = (
 
 def main(options: argparse.Namespace) -> int:
     """Run both benchmarks; options as in gpu.py."""
+    file = row_file(options.save, options.commit)
     device = torch.device("cuda", torch.cuda.current_device())
-    where = describe_gpu(device, options.commit)
+    where = describe_gpu(device)
     config = tomllib.loads(options.cases.read_text())
     names = [part.strip() for part in options.contenders.split(",") if part.strip()]
     failed = False
     for row in (*host_rows(config, options.only, names, device), *first_rows(options, names)):
         print(line(row), flush=True)
         failed |= row.get("failed", False)
-        if options.save:
-            with options.save.open("a") as file:
-                file.write(json.dumps(where | row) + "\n")
+        file.append(where | row)
     return int(failed)
 
 

@@ -12,17 +12,15 @@ from machine import describe
 PACKAGES = ("triton", "nvidia-cutlass-dsl", "flash-attn-4")
 
 
-def describe_gpu(device: torch.device, commit: str | None = None) -> dict[str, object]:
+def describe_gpu(device: torch.device) -> dict[str, object]:
     """Return the fields of a row that do not depend on the case.
 
     Args:
         device: a CUDA device.
-        commit: what to record where the checkout has no git.
     """
     known = describe()
     properties = torch.cuda.get_device_properties(device)
     found = {name: known[name] for name in ("date", "commit", "python", "torch", "attnkit")}
-    found["commit"] = commit or found["commit"]
     found["run"] = datetime.now(UTC).isoformat(timespec="seconds")
     found |= {"gpu": properties.name, "sms": properties.multi_processor_count}
     found |= {"driver": _smi("driver_version"), "power_limit_w": _smi("power.limit")}

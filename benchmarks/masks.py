@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from committed import add_commit, row_file
 from machine import describe
 from mask_cases import CASES, Case
 from timing import Times, in_turn
@@ -242,11 +243,13 @@ def main() -> int:
     parser.add_argument("--attempts", type=int, default=3, help="at a measurement that is noisy")
     parser.add_argument("--save", action="store_true", help=f"append the rows to {ROWS.name}")
     parser.add_argument("--table", action="store_true", help="the saved rows as Markdown, no more")
+    add_commit(parser)
     args = parser.parse_args()
     if args.table:
         saved = [json.loads(text) for text in ROWS.read_text().splitlines()]
         print(markdown(saved, args.device.type))
         return 0
+    file = row_file(ROWS if args.save else None, args.commit)
     torch.set_num_threads(args.threads)
     device = torch.empty(0, device=args.device).device  # with its index
     warnings.filterwarnings("ignore", message="_compile flag on create_block_mask")
@@ -265,9 +268,8 @@ def main() -> int:
                 print(line(row), flush=True)
                 wrong |= not row.get("same_tiles", True)
                 ratios += [row["ratio"]] if "ratio" in row else []
-                if args.save and not row["noisy"]:
-                    with ROWS.open("a") as file:
-                        file.write(json.dumps(known | row) + "\n")
+                if not row["noisy"]:
+                    file.append(known | row)
     if ratios:
         print(f"median ratio {statistics.median(ratios):.1f}x, least {min(ratios):.1f}x")
     return int(wrong)
