@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from committed import row_file
-from gpu_contenders import CONTENDERS, OURS, Builder, Run, Unsuitable, skipped
+from gpu_contenders import CONTENDERS, OURS, Builder, Run, Unsuitable, default, skipped
 from gpu_machine import describe_gpu
 from gpu_variants import Problem, Shape, problem
 
@@ -119,7 +119,7 @@ def empty(p: Problem) -> Run:
 def host_rows(config: Row, only: str, names: list[str], device: torch.device) -> Iterator[Row]:
     """Yield rows with the microseconds that the host needs to queue a call."""
     beside: dict[str, Builder] = {"SDPA": sdpa, "torch.add": add, "torch.empty_like": empty}
-    chosen = {name: CONTENDERS[name] for name in names or CONTENDERS} | beside
+    chosen = {name: default(name) for name in names or CONTENDERS} | beside
     for case in config["case"]:
         if case["name"] not in CASES or not re.search(only, case["name"]):
             continue
@@ -213,7 +213,7 @@ def child(name: str, cases: Path, device: torch.device) -> Row:
         wait(device)
         began = time.perf_counter()
         try:
-            CONTENDERS[name](p).call()
+            default(name)(p).call()
         except Exception as error:
             if not found:
                 return skipped(name, error)
@@ -222,7 +222,7 @@ def child(name: str, cases: Path, device: torch.device) -> Row:
         wait(device)
         found.append(time.perf_counter() - began)
     p = problem(known[FIRST[0]], FIRST_SHAPE, device, backward=True)
-    backward = CONTENDERS[name](p).directed(p.grad)
+    backward = default(name)(p).directed(p.grad)
     x = torch.ones(8, device=device, requires_grad=True)
     (x * x).backward(torch.ones_like(x))
     wait(device)

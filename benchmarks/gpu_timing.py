@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from timing import Times
+from timing import Times, spread
 from torch import Tensor
 
 Function = Callable[[], Any]
 
+SPREAD = 0.10  # of times, and of ratios within a round; a case above it is measured again
 LEAST, MOST = 0.1, 4.0  # GHz; outside of them a counter was reset in between
 
 
@@ -69,6 +70,13 @@ class Series:
         """Return SM cycles of one launch: the median over the measurements of time x clock."""
         known = [1e6 * r.ms * r.ghz for r in self.readings if r.ghz is not None]
         return statistics.median(known) if known else None
+
+    def spreads(self, ours: Series | None) -> dict[str, float]:
+        """Return the fields of a row that say how far the rounds lie apart: times, and ratios."""
+        found = {"spread": self.times.spread}
+        if ours is not None:
+            found["ratio_spread"] = spread(self.times.ratios(ours.times))
+        return found
 
 
 class Timer(Protocol):
@@ -170,7 +178,7 @@ def in_turn(
     seconds: float = float("inf"),
     least_rounds: int = 3,
 ) -> dict[str, Series]:
-    """Measure functions round-robin, in alternating order.
+    """Measure functions round-robin, in alternating order, after a round that does not count.
 
     Args:
         functions: by name.
@@ -181,6 +189,8 @@ def in_turn(
     """
     prepared = {name: timer.prepare(function) for name, function in functions.items()}
     found: dict[str, list[Reading]] = {name: [] for name in functions}
+    for name, function in functions.items():
+        timer.measure(function, prepared[name])
     began = time.perf_counter()
     for turn in range(rounds):
         if turn >= least_rounds and time.perf_counter() - began > seconds:
@@ -188,3 +198,47 @@ def in_turn(
         for name in list(functions)[:: 1 if turn % 2 == 0 else -1]:
             found[name].append(timer.measure(functions[name], prepared[name]))
     return {name: Series(tuple(readings)) for name, readings in found.items()}
+
+
+@dataclass(frozen=True)
+class Steady:
+    """Hold the last attempt at a case.
+
+    Attributes:
+        series: by name.
+        attempts: how often the case was measured.
+        noisy: whether a spread is still above the limit.
+    """
+
+    series: dict[str, Series]
+    attempts: int
+    noisy: bool
+
+
+def steady(
+    functions: Mapping[str, Function],
+    timer: Timer,
+    *,
+    base: str,
+    rounds: int,
+    seconds: float = float("inf"),
+    attempts: int = 3,
+) -> Steady:
+    """Measure functions in turns, again while a time or a ratio spreads over more than `SPREAD`.
+
+    Args:
+        functions: by name.
+        timer: takes the measurements.
+        base: the name that ratios refer to; it may be missing.
+        rounds: as of `in_turn`.
+        seconds: as of `in_turn`, for each attempt.
+        attempts: at most so many.
+    """
+    series: dict[str, Series] = {}
+    attempt, noisy = 0, True
+    while noisy and attempt < attempts:
+        attempt += 1
+        series = in_turn(functions, timer, rounds=rounds, seconds=seconds)
+        ours = series.get(base)
+        noisy = any(max(own.spreads(ours).values()) > SPREAD for own in series.values())
+    return Steady(series, attempt, noisy)

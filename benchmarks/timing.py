@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 NOISY = 1.25
+
+
+def spread(values: Sequence[float]) -> float:
+    """Return (p90 - p10) / median, percentiles interpolated; 0 for a single value."""
+    if len(values) < 2:
+        return 0.0
+    tenths = statistics.quantiles(values, n=10, method="inclusive")
+    return (tenths[-1] - tenths[0]) / statistics.median(values)
 
 
 @dataclass(frozen=True)
@@ -25,14 +33,23 @@ class Times:
         return min(self.rounds)
 
     @property
+    def spread(self) -> float:
+        """Return the width of the middle 80 % of the rounds as a share of the median."""
+        return spread(self.rounds)
+
+    @property
     def noisy(self) -> bool:
         """Return whether the median is far above the least time: the machine was busy."""
         return self.median > NOISY * self.least
 
     def over(self, other: Times) -> float:
         """Return this time as a multiple of the other's: the median of ratios within a round."""
+        return statistics.median(self.ratios(other))
+
+    def ratios(self, other: Times) -> tuple[float, ...]:
+        """Return this time as a multiple of the other's, round by round."""
         pairs = zip(self.rounds, other.rounds, strict=True)
-        return statistics.median(mine / theirs for mine, theirs in pairs)
+        return tuple(mine / theirs for mine, theirs in pairs)
 
 
 def in_turn(

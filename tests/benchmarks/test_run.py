@@ -119,9 +119,9 @@ def test_gpu_cases_are_checked_then_timed(gpu: Any, case: dict[str, Any], backwa
         return replace(run, call=lambda: 1.5 * run.call())
 
     builders = {
-        "attnkit": lambda p: contenders.attnkit_run(p, backend="cpu"),
-        "absent": absent,
-        "broken": broken,
+        "attnkit": {"default": lambda p: contenders.attnkit_run(p, backend="cpu")},
+        "absent": {"default": absent},
+        "broken": {"default": broken},
     }
     settings = gpu.Settings(backward, "burst", rounds=3, seconds=60)
     shape, timer = small(gpu, case), Clockwork()
@@ -131,7 +131,7 @@ def test_gpu_cases_are_checked_then_timed(gpu: Any, case: dict[str, Any], backwa
     assert (ours["ms"], ours["cycles"], ours["ratio"], ours["rounds"]) == (2.0, 3e6, 1.0, 3)
     assert gone["skipped"] == "is not here"
     assert wrong["skipped"].startswith("wrong: ")
-    assert len(timer.measured) == 3
+    assert len(timer.measured) == 1 + 3  # the first round does not count
     json.dumps(rows)
     pairs = 4 * shape.length**2 * ours["density"]
     assert ours["tflops"] == pytest.approx((2.5 if backward else 1) * 64 * pairs / 2e9, rel=1e-3)
@@ -170,8 +170,8 @@ def test_gpu_ablations_are_contenders(gpu: Any, monkeypatch: pytest.MonkeyPatch)
     problem = importlib.import_module("gpu_variants").problem
     case = {"name": "causal", "mask": "causal"}
     p = problem(case, small(gpu, case, 40), torch.device("cpu"), False)
-    for build in found.values():
-        build(p).call()
+    for settings in found.values():
+        settings["default"](p).call()
     assert seen == [(None, None), (None, {"BLOCK_N": 64}), ("1", None)]
     assert "SWITCH" not in os.environ
 
@@ -230,7 +230,7 @@ def test_gpu_peer_is_asked_for_the_same(
     monkeypatch.setattr(contenders, "_flash_attention_4", lambda: interface)
     (case,) = (case for case in GPU_CASES["case"] if case["name"] == name)
     settings = gpu.Settings(backward, "burst", rounds=1, seconds=60)
-    builders = {"FlashAttention-4": contenders.fa4_run}
+    builders = {"FlashAttention-4": {"default": contenders.fa4_run}}
     device = torch.device("cpu")
     (row,) = gpu.measure(case, small(gpu, case), builders, Clockwork(), settings, device)
     assert row["error"] <= row["error_allowed"]
@@ -246,14 +246,14 @@ def test_gpu_peer_refuses_what_it_lacks(gpu: Any, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(contenders.Unsuitable, match="no such mask or score built in"):
             contenders.fa4_run(p)
         with pytest.raises(contenders.Unsuitable, match="no such mask or score"):
-            contenders.CONTENDERS["cuDNN"](p)
+            contenders.default("cuDNN")(p)
 
 
 def test_gpu_rounds_alternate_and_end(gpu: Any) -> None:
     timing = sys.modules["gpu_timing"]
     timer, a, b = Clockwork(), SimpleNamespace(ms=1.0), SimpleNamespace(ms=4.0)
     found = timing.in_turn({"a": a, "b": b}, timer, rounds=9, seconds=0)
-    assert timer.measured == [a, b, b, a, a, b]  # three rounds come first
+    assert timer.measured == [a, b, *(a, b, b, a, a, b)]  # one to warm up, three at least
     assert found["b"].times.over(found["a"].times) == 4
     assert found["b"].cycles == pytest.approx(6e6)
     unknown = timing.Series((timing.Reading(1.0, None),))
@@ -351,7 +351,7 @@ def test_gpu_host_times(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "CALLS", 2)
     monkeypatch.setattr(host, "REPEATS", 1)
     monkeypatch.setattr(host, "FIRST_SHAPE", host.SMALL)
-    monkeypatch.setitem(contenders.CONTENDERS, "attnkit", ours)
+    monkeypatch.setitem(contenders.CONTENDERS, "attnkit", {"default": ours})
     names, cpu = ["attnkit", "FlashAttention-2"], torch.device("cpu")
     rows = list(host.host_rows(GPU_CASES, "^causal", names, cpu))
     what = ("case", "contender", "direction")

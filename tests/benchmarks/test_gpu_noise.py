@@ -1,0 +1,129 @@
+"""Cases of the GPU benchmark whose rounds lie far apart are measured again, and else not saved."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+committed = importlib.import_module("committed")
+gpu = importlib.import_module("gpu")
+gpu_timing = importlib.import_module("gpu_timing")
+timing = importlib.import_module("timing")
+CASES = Path(__file__).parents[2] / "benchmarks" / "gpu_cases.toml"
+
+
+def series(*ms: float) -> Any:
+    return gpu_timing.Series(tuple(gpu_timing.Reading(x, 1.5) for x in ms))
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=2), st.floats(0.1, 10))
+def test_the_spread_is_relative_and_within_the_range(values: list[float], factor: float) -> None:
+    found = timing.spread(values)
+    middle = sorted(values)[len(values) // 2]
+    assert 0 <= found <= (max(values) - min(values)) / min(middle, *values) + 1e-9
+    assert timing.spread([factor * v for v in values]) == pytest.approx(found, abs=1e-9)
+    assert timing.spread([values[0]] * 5) == timing.spread(values[:1]) == 0
+
+
+def test_the_spread_leaves_out_a_tenth_at_each_end() -> None:
+    assert timing.spread(range(100, 201)) == pytest.approx(80 / 150)
+    assert timing.spread([1.0] * 20 + [9.0]) == 0  # one outlier of 21 rounds
+
+
+def test_times_and_ratios_spread_on_their_own() -> None:
+    ours = series(1.0, 2.0, 4.0)
+    theirs = series(3.0, 6.0, 12.0)  # the machine slowed down for both
+    found = theirs.spreads(ours)
+    assert found["spread"] > 1
+    assert found["ratio_spread"] == pytest.approx(0)
+    apart = series(4.0, 2.0, 1.0).spreads(ours)
+    assert apart["ratio_spread"] > apart["spread"] > 1
+    assert set(theirs.spreads(None)) == {"spread"}
+
+
+class Scripted:
+    """A timer that reads from a list for each function."""
+
+    def __init__(self, **ms: Iterator[float]) -> None:
+        self.ms, self.readings = ms, 0
+
+    def prepare(self, function: str) -> str:
+        return function
+
+    def measure(self, function: str, prepared: str) -> Any:
+        self.readings += 1
+        return gpu_timing.Reading(next(self.ms[function]), 1.5)
+
+
+def steady(rounds: int, **ms: list[float]) -> Any:
+    timer = Scripted(**{name: iter(values) for name, values in ms.items()})
+    found = gpu_timing.steady({name: name for name in ms}, timer, base="a", rounds=rounds)
+    return found, timer
+
+
+def test_the_first_round_does_not_count() -> None:
+    found, _ = steady(3, a=[50.0, 1.0, 1.0, 1.0], b=[70.0, 2.0, 2.0, 2.0])
+    assert (found.attempts, found.noisy) == (1, False)
+    assert found.series["b"].times.rounds == (2.0, 2.0, 2.0)
+
+
+def test_a_noisy_case_is_measured_again_as_a_whole() -> None:
+    found, timer = steady(3, a=[1.0] * 8, b=[2.0, 2.0, 3.0, 2.0, 2.0, 2.0, 2.1, 2.0])
+    assert (found.attempts, found.noisy, timer.readings) == (2, False, 16)
+    assert found.series["b"].times.rounds == (2.0, 2.1, 2.0)
+
+
+def test_a_case_that_stays_noisy_says_so() -> None:
+    found, _ = steady(3, a=[1.0] * 12, b=[2.0, 2.0, 3.0, 2.0] * 3)
+    assert (found.attempts, found.noisy) == (3, True)
+
+
+def test_nothing_to_time_is_not_noisy() -> None:
+    assert gpu_timing.steady({}, Scripted(), base="a", rounds=3).noisy is False
+
+
+def rows(noisy: bool, failed: bool = False) -> list[dict[str, Any]]:
+    shared = {"noisy": noisy, "attempts": 3 if noisy else 1}
+    timed = {"contender": "attnkit", "ms": 1.0, "ghz": 1.5, "cycles": 1e6, "tflops": 1.0}
+    timed |= {"error": 0.0, "error_allowed": 0.0, "ratio": 1.0}
+    away: dict[str, Any] = {"contender": "cuDNN", "skipped": "no kernel"}
+    return [shared | timed, shared | away | ({"failed": True} if failed else {})]
+
+
+@pytest.mark.parametrize(
+    ("noisy", "failed", "status"), [((), "", 0), (("causal",), "", 3), (("causal",), "full", 1)]
+)
+def test_noisy_cases_are_printed_and_not_saved(
+    noisy: tuple[str, ...], failed: str, status: int, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: Any,
+) -> None:  # fmt: skip
+    def measure(case: Any, *rest: Any) -> Any:
+        yield from (
+            {"case": case["name"]} | row
+            for row in rows(case["name"] in noisy, case["name"] == failed)
+        )
+
+    monkeypatch.setattr(gpu, "measure", measure)
+    monkeypatch.setattr(committed, "committed", lambda given: "0" * 12)
+    path = tmp_path / "rows.jsonl"
+    options = gpu.arguments().parse_args(["--save", str(path)])
+    cases = [{"name": "full"}, {"name": "causal"}, {"name": "causal S=2048"}]
+    config = {"shape": {"batch": 1, "heads": 1, "length": 64, "head_dim": 64}}
+    timer: Any = SimpleNamespace()
+    assert gpu.run(config, cases, options, timer, torch.device("cpu")) == status
+    saved = [json.loads(line) for line in path.read_text().splitlines()]
+    kept = [case["name"] for case in cases if case["name"] not in noisy]
+    assert [row["case"] for row in saved] == [name for name in kept for _ in range(2)]
+    assert {row["commit"] for row in saved} == {"0" * 12}
+    printed = capsys.readouterr().out
+    assert printed.count("no kernel") == len(cases)
+    assert ("too noisy to save: causal" in printed) == bool(noisy)
