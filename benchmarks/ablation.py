@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 from committed import add_commit, row_file
 from gpu_machine import describe_gpu
-from gpu_timing import MODES, CudaTimer, in_turn
+from gpu_timing import MODES, NOISY, SPREAD, CudaTimer, steady
 from gpu_variants import documents, window
 
 from attnkit import clear_caches, masks, mods
@@ -161,14 +161,15 @@ def main() -> int:
     jobs = [(name, what) for name, (_, _, changes) in cases.items() for what in changes]
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
         pool.map(_compile, jobs, chunksize=1)
-    device = qkv[0].device
+    device, noisy = qkv[0].device, []
     for name, (score_mod, mask, changes) in cases.items():
         calls = {what: _call(change, score_mod, mask, qkv) for what, change in changes.items()}
-        found = in_turn(calls, CudaTimer(MODES[options.mode], device), rounds=options.rounds)
-        base = found["as it is"]
+        timer = CudaTimer(MODES[options.mode], device)
+        found = steady(calls, timer, base="as it is", rounds=options.rounds)
+        base = found.series["as it is"]
         print(f"{name}, {options.mode}")
-        for what, series in found.items():
-            ratio = series.times.median / base.times.median
+        for what, series in found.series.items():
+            ratio = series.times.over(base.times)
             row = {
                 **describe_gpu(device),
                 "benchmark": "hopper forward ablation",
@@ -177,14 +178,21 @@ def main() -> int:
                 "mode": options.mode,
                 "ms": series.times.median,
                 "ratio": ratio,
+                "attempts": found.attempts,
+                "noisy": found.noisy,
+                **series.spreads(base),
             }
             cycles = ""
             if series.cycles and base.cycles:
                 row |= {"cycles": series.cycles, "cycle_ratio": series.cycles / base.cycles}
                 cycles = f"  cycles x {row['cycle_ratio']:.3f}"
             print(f"  {what:34} {series.times.median:8.4f} ms  x {ratio:.3f}{cycles}")
-            file.append(row)
-    return 0
+            if not found.noisy:
+                file.append(row)
+        if found.noisy:
+            noisy.append(name)
+            print(f"  noisy: spread over more than {SPREAD:.0%} in each attempt; not saved")
+    return NOISY if noisy else 0
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ Twelve layers of 12 heads of 64, 8 sequences of 4096 tokens, each packed with do
 lengths, bfloat16: forward, backward and AdamW. Every contender trains its own model from the same
 weights, compiled layer by layer. A few steps are compared by their losses, then steps are timed in
 turns in this process. "no attention" returns the value instead: the time of the rest of the step.
-The exit status is 1 if attnkit failed.
+The exit status is 1 if attnkit failed, else
+3 if the rounds spread over more than 10 % in each of three attempts; such rows are not saved.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from committed import add_commit, row_file
 from gpu_machine import describe_gpu
-from gpu_timing import MODES, CudaTimer, Function, Reading, Series, Timer, in_turn
+from gpu_timing import MODES, NOISY, SPREAD, CudaTimer, Function, Reading, Series, Timer, steady
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
 
@@ -241,17 +242,21 @@ def measured(
             first = (str(error).splitlines() or [""])[0]
             rows[name] = {"skipped": f"{type(error).__name__}: {first}"[:300]}
         print(name, rows.get(name) or ready[name].known, flush=True)
-    series = in_turn({name: c.step for name, c in ready.items()}, timer, rounds=rounds)
+    steps = {name: contender.step for name, contender in ready.items()}
+    found = steady(steps, timer, base=OURS, rounds=rounds)
+    series = found.series
     tokens = batch.tokens.numel()
     for name, contender in ready.items():
         rows[name] = contender.known | figures(series[name], series.get(OURS), tokens)
-    return [{"contender": name} | rows[name] for name in names]
+    shared = {"attempts": found.attempts, "noisy": found.noisy}
+    return [{"contender": name} | shared | rows[name] for name in names]
 
 
 def figures(own: Series, ours: Series | None, tokens: int) -> Row:
     """Return times, clock, throughput, and the ratio to attnkit's time."""
     row: Row = {"ms": own.times.median, "ms_least": own.times.least}
     row |= {"ms_most": max(own.times.rounds), "rounds": len(own.readings), "ghz": own.ghz}
+    row |= own.spreads(ours)
     row["tokens_a_second"] = round(1000 * tokens / own.times.median)
     return row | ({} if ours is None else {"ratio": own.times.over(ours.times)})
 
@@ -318,12 +323,15 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{'contender':18}{'ms':>9}{'x ours':>8}{'tokens/s':>12}{'peak GiB':>9}{'GHz':>7}  loss")
     for row in rows:
         print(line(row))
-        file.append(where | shared | row)
+        if not row["noisy"]:
+            file.append(where | shared | row)
     wrong = disagreeing(rows)
     if wrong:
         print(f"losses differ from attnkit's: {', '.join(wrong)}")
+    if noisy := any(row["noisy"] for row in rows):
+        print(f"noisy: rounds spread over more than {SPREAD:.0%} in each attempt; not saved")
     failed = any("skipped" in r and r["contender"] == OURS for r in rows)
-    return int(failed or bool(wrong))
+    return 1 if failed or wrong else NOISY if noisy else 0
 
 
 if __name__ == "__main__":

@@ -27,12 +27,11 @@ from gpu_check import Check
 from gpu_contenders import CONTENDERS, OURS, Sweep, ablations
 from gpu_machine import describe_gpu
 from gpu_sweep import Sweeper
-from gpu_timing import MODES, SPREAD, CudaTimer, Series, Timer, steady
+from gpu_timing import MODES, NOISY, SPREAD, CudaTimer, Series, Timer, steady
 from gpu_variants import Shape, problem
 
 HERE = Path(__file__).parent
 ROWS = HERE / "results" / "gpu.jsonl"
-NOISY = 3  # the exit status
 Row = dict[str, Any]
 Function = Callable[[], Any]
 

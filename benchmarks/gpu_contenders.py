@@ -23,6 +23,8 @@ from torch.nn.attention import flex_attention as flex
 
 import attnkit
 
+DEFAULT_BLOCK = (128, 128)  # FlexAttention's
+
 
 class Unsuitable(Exception):
     """Say why a contender cannot take part in a case."""
@@ -117,15 +119,15 @@ def flex_run(
     Args:
         p: the problem.
         kernel_options: as of `flex_attention`.
-        block: BLOCK_SIZE of the block mask, (query, kv); its default if None.
+        block: BLOCK_SIZE of the block mask, (query, kv); `DEFAULT_BLOCK` if None.
         mode: of `torch.compile`.
     """
     mask = None
     if p.mask_mod is not None:
-        own = {} if block is None else {"BLOCK_SIZE": block}
-        length = p.shape.length
+        length, device = p.shape.length, p.query.device
+        blocks = block or DEFAULT_BLOCK
         mask = flex.create_block_mask(
-            p.mask_mod, None, None, length, length, device=p.query.device, **own
+            p.mask_mod, None, None, length, length, device=device, BLOCK_SIZE=blocks
         )
     elif block is not None:
         raise Unsuitable("has no block mask here, so no BLOCK_SIZE")
@@ -141,7 +143,7 @@ def flex_run(
     )  # fmt: skip
 
 
-def _copied(function: FunctionType) -> FunctionType:
+def _copied(function: Any) -> FunctionType:
     """Copy a function and its code, by which torch.compile keeps its cache and counts recompiles."""
     code = function.__code__.replace()
     whole = (function.__globals__, function.__name__, function.__defaults__, function.__closure__)

@@ -20,6 +20,7 @@ from torch import Tensor
 Function = Callable[[], Any]
 
 SPREAD = 0.10  # of times, and of ratios within a round; a case above it is measured again
+NOISY = 3  # the exit status of a program that had rows too noisy to save
 LEAST, MOST = 0.1, 4.0  # GHz; outside of them a counter was reset in between
 
 

@@ -37,6 +37,10 @@ class Times:
         """Return the width of the middle 80 % of the rounds as a share of the median."""
         return spread(self.rounds)
 
+    def is_noisy(self, limit: float | None = None) -> bool:
+        """Return whether the spread is above a limit; `noisy` if there is none."""
+        return self.noisy if limit is None else self.spread > limit
+
     @property
     def noisy(self) -> bool:
         """Return whether the median is far above the least time: the machine was busy."""
@@ -59,6 +63,7 @@ def in_turn(
     attempts: int = 1,
     least_rounds: int = 7,
     most_rounds: int = 50,
+    limit: float | None = None,
 ) -> dict[str, Times]:
     """Time functions round-robin: each round calls each once, in alternating order.
 
@@ -68,12 +73,13 @@ def in_turn(
         attempts: how often to start again while a time is noisy.
         least_rounds: but at least so many rounds.
         most_rounds: and at most so many.
+        limit: as of `Times.is_noisy`.
     """
     for function in functions.values():
         function()
     for _ in range(attempts):
         times = _rounds(functions, seconds, least_rounds, most_rounds)
-        if not any(t.noisy for t in times.values()):
+        if not any(t.is_noisy(limit) for t in times.values()):
             break
     return times
 

@@ -127,3 +127,41 @@ def test_noisy_cases_are_printed_and_not_saved(
     printed = capsys.readouterr().out
     assert printed.count("no kernel") == len(cases)
     assert ("too noisy to save: causal" in printed) == bool(noisy)
+
+
+@pytest.mark.parametrize(
+    ("late", "attempts", "noisy"), [(0, 1, False), (1, 2, False), (9, 3, True)]
+)
+def test_host_times_that_spread_are_measured_again(
+    late: int, attempts: int, noisy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host is slow every other time, in the first `late` attempts."""
+    host = importlib.import_module("gpu_host")
+    monkeypatch.setattr(host, "CALLS", 1)
+    clock = SimpleNamespace(now=0.0, calls=0)
+
+    def call() -> None:
+        slow = clock.calls < late * (1 + host.REPEATS) and clock.calls % 2
+        clock.now += 3e-5 if slow else 1e-5
+        clock.calls += 1
+
+    monkeypatch.setattr(host, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    row = host.host_us(call, torch.device("cpu"))
+    assert (row["attempts"], row["noisy"]) == (attempts, noisy)
+    if not noisy:
+        assert row["host_us"] == pytest.approx(10)
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+def test_a_noisy_training_step_is_not_saved(
+    noisy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpt2 = importlib.import_module("gpt2")
+    row = {"contender": "attnkit", "noisy": noisy, "losses": [1.0], "ms": 1.0, "ratio": 1.0}
+    row |= {"tokens_a_second": 1, "ghz": None}
+    monkeypatch.setattr(gpt2, "measured", lambda *args: [row])
+    monkeypatch.setattr(committed, "committed", lambda given: "0" * 12)
+    path = tmp_path / "rows.jsonl"
+    small = "--layers 1 --heads 1 --width 8 --vocabulary 8 --batch 1 --length 16 --document 8"
+    status = gpt2.main([*small.split(), "--device", "cpu", "--save", str(path)])
+    assert (status, path.exists()) == ((3, False) if noisy else (0, True))
