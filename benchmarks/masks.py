@@ -209,7 +209,8 @@ def line(row: Row) -> str:
 
 def cell(rows: list[Row]) -> str:
     """Format our time, and the time of each peer as a multiple of it, for one case and length."""
-    newest = {row["peer"]: row for row in rows}
+    # all peers of one measurement share our time; ratios of an older one are to another time
+    newest = {row["peer"]: row for row in rows if row["ours_ms"] == rows[-1]["ours_ms"]}
     parts = [f"{newest[peer]['ratio']:.0f}x" for peer in newest if "ratio" in newest[peer]]
     return f"{rows[-1]['ours_ms']:.1f} ms" + (f" ({', '.join(parts)})" if parts else "")
 

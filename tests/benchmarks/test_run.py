@@ -51,6 +51,18 @@ def test_table_shows_the_newest_rows() -> None:
     assert lines[0].count("|") == lines[-1].count("|")
 
 
+def test_table_does_not_mix_measurements() -> None:
+    """A ratio to our older time does not stand beside our newer one."""
+    row = {"case": "causal", "direction": "forward", "dtype": "float32"}
+    old, new = row | {"ours_ms": 9.0}, row | {"ours_ms": 5.0}
+    rows = [
+        old | {"peer": "flex compiled", "ratio": 0.5},
+        old | {"peer": "sdpa dense", "ratio": 2.0},
+    ]
+    rows.append(new | {"peer": "sdpa dense", "ratio": 3.0})
+    assert TABLE["markdown"](rows).splitlines()[-1] == "| causal | 5 ms |  | 3.0x |  |  |  |  |"
+
+
 def test_runner_measures_and_checks(tmp_path: Path) -> None:
     command = [
         sys.executable,
@@ -334,6 +346,9 @@ def test_gpu_table_keeps_runs_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [old | ours, old | slow, new | ours, new | peer]
     rows.append(new | {"contender": "cuDNN", "skipped": "no kernel"})
     rows.append(rows[0] | {"direction": "backward"})
+    # ratios refer to our time in the same run: a run without it makes no line
+    rows += [shared | {"run": "3"} | slow, shared | {"run": "3", "case": "full"} | slow]
+    rows.append(shared | {"run": "3", "contender": "attnkit", "skipped": "no kernel"})
     lines = table["markdown"](rows, "forward", "burst").splitlines()
     assert lines[0] == "| forward, burst | density | attnkit | Flex FLASH | best peer |"
     assert lines[2:] == [
@@ -419,6 +434,7 @@ def test_saved_masks_as_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     row = {"device": "cuda", "case": "causal", "length": 8192, "peer": "torch eager"}
     rows = [
         row | {"ours_ms": 9.0, "ratio": 1.0},
+        row | {"ours_ms": 9.0, "ratio": 7.0, "peer": "older run"},
         row | {"ours_ms": 2.0, "ratio": 3.2},
         row | {"ours_ms": 2.0, "ratio": 2.0, "peer": "torch compiled"},
         row | {"ours_ms": 4.0, "length": 1 << 17, "skipped": "needs 164 GiB"},
@@ -426,7 +442,7 @@ def test_saved_masks_as_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
         row | {"ours_ms": 1.0, "device": "cpu", "ratio": 5.0},
     ]
     assert script["markdown"](rows, "cuda").splitlines() == [
-        "| attnkit (torch eager, torch compiled) | 8192 | 131072 |",
+        "| attnkit (torch eager, older run, torch compiled) | 8192 | 131072 |",
         "| --- | --- | --- |",
         "| causal | 2.0 ms (3x, 2x) | 4.0 ms |",
         "| window |  | 7.0 ms (5x) |",
