@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 from committed import add_commit, row_file
 from gpu_machine import describe_gpu
-from gpu_timing import MODES, NOISY, SPREAD, CudaTimer, steady
+from gpu_timing import MODES, NOISY, ROUNDS, SPREAD, CudaTimer, steady
 from gpu_variants import documents, window
 
 from attnkit import clear_caches, masks, mods
@@ -150,7 +150,7 @@ def _compile(job: tuple[str, str]) -> None:
 def main() -> int:
     """Measure and print; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=ROUNDS, default=5)
     parser.add_argument("--mode", choices=MODES, default="sustained")
     parser.add_argument("--processes", type=int, default=min(14, os.cpu_count() or 1))
     parser.add_argument("--save", type=Path, help="append the rows to this file")

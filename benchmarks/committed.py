@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -133,12 +134,12 @@ def _clean_head(root: Path, hint: str) -> str:
 
 
 def _check_import(root: Path) -> None:
-    """Refuse an attnkit that was imported from another tree than the one that is named."""
-    module = sys.modules.get("attnkit")
-    place = Path(module.__file__).resolve().parent if module and module.__file__ else None
+    """Refuse an attnkit that is imported from another tree than the one that is named."""
+    spec = find_spec("attnkit")  # what is imported already, or will be
+    place = Path(spec.origin).resolve().parent if spec and spec.origin else None
     if place is not None and place != (root / "attnkit").resolve():
         raise NotCommitted(
-            f"attnkit was imported from {place}, and the rows would name the commit of {root}: "
+            f"attnkit is imported from {place}, and the rows would name the commit of {root}: "
             f"set PYTHONPATH={root}"
         )
 

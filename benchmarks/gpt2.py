@@ -24,7 +24,18 @@ import torch
 import torch.nn.functional as F
 from committed import add_commit, row_file
 from gpu_machine import describe_gpu
-from gpu_timing import MODES, NOISY, SPREAD, CudaTimer, Function, Reading, Series, Timer, steady
+from gpu_timing import (
+    MODES,
+    NOISY,
+    ROUNDS,
+    SPREAD,
+    CudaTimer,
+    Function,
+    Reading,
+    Series,
+    Timer,
+    steady,
+)
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
 
@@ -290,7 +301,7 @@ def arguments() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{value}")
     parser.add_argument("--contenders", default=DEFAULT, help=f"of {', '.join(CONTENDERS)}")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--rounds", type=int, default=7, help="steps timed of each; 7")
+    parser.add_argument("--rounds", type=ROUNDS, default=7, help="steps timed of each; 7")
     parser.add_argument("--eager", action="store_true", help="do not compile the layers")
     add_commit(parser)
     parser.add_argument(

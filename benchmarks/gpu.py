@@ -27,7 +27,7 @@ from gpu_check import Check
 from gpu_contenders import CONTENDERS, OURS, Sweep, ablations
 from gpu_machine import describe_gpu
 from gpu_sweep import Sweeper
-from gpu_timing import MODES, NOISY, SPREAD, CudaTimer, Series, Timer, steady
+from gpu_timing import ATTEMPTS, MODES, NOISY, ROUNDS, SPREAD, CudaTimer, Series, Timer, steady
 from gpu_variants import Shape, problem
 
 HERE = Path(__file__).parent
@@ -151,7 +151,7 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--backward", action="store_true", help="time the backward instead")
     parser.add_argument("--mode", choices=MODES, default="burst", help="rest or none; burst")
-    parser.add_argument("--rounds", type=int, default=7, help="measurements of each; 7")
+    parser.add_argument("--rounds", type=ROUNDS, default=7, help="measurements of each; 7")
     parser.add_argument(
         "--case-seconds", type=float, default=8, metavar="S",
         help="stop timing a case after so long, but not before 3 rounds; 8",
@@ -161,7 +161,7 @@ def arguments() -> argparse.ArgumentParser:
         help="try no further setting of a contender in a case after so long; 60",
     )  # fmt: skip
     parser.add_argument(
-        "--attempts", type=int, default=3, metavar="N", help="measurements of a noisy case; 3"
+        "--attempts", type=ATTEMPTS, default=3, metavar="N", help="measurements of a noisy case; 3"
     )
     parser.add_argument(
         "--seconds", type=float, default=450, metavar="S",

@@ -7,6 +7,7 @@ without (sustained). Compare only what was measured together; cycles vary least 
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -199,6 +200,21 @@ def in_turn(
         for name in list(functions)[:: 1 if turn % 2 == 0 else -1]:
             found[name].append(timer.measure(functions[name], prepared[name]))
     return {name: Series(tuple(readings)) for name, readings in found.items()}
+
+
+def number_from(least: int) -> Callable[[str], int]:
+    """Return a parser of an option that has to be at least so large."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r}; expected a number from {least} on")
+        return int(text)
+
+    return parse
+
+
+ROUNDS = number_from(3)  # fewer say nothing about their spread
+ATTEMPTS = number_from(1)
 
 
 @dataclass(frozen=True)

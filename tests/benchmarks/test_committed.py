@@ -7,9 +7,8 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,8 +22,9 @@ FILES += ("mods/one.py", "benchmarks/gpu.py", "benchmarks/cases.toml", "pyprojec
 @pytest.fixture
 def committed(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(BENCHMARKS)
-    monkeypatch.delitem(sys.modules, "attnkit", raising=False)  # it is that of another tree
-    return importlib.import_module("committed")
+    module = importlib.import_module("committed")
+    monkeypatch.setattr(module, "find_spec", lambda name: None)  # attnkit is that of this tree
+    return module
 
 
 def git(root: Path, *words: str) -> str:
@@ -137,12 +137,11 @@ def test_the_code_that_runs_is_that_of_the_tree(
     committed: Any, checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With another PYTHONPATH the installed attnkit would be measured."""
-    module = ModuleType("attnkit")
-    module.__file__ = str(ROOT / "attnkit" / "__init__.py")
-    monkeypatch.setitem(sys.modules, "attnkit", module)
-    with pytest.raises(committed.NotCommitted, match="attnkit was imported from"):
+    spec = SimpleNamespace(origin=str(ROOT / "attnkit" / "__init__.py"))
+    monkeypatch.setattr(committed, "find_spec", lambda name: spec)
+    with pytest.raises(committed.NotCommitted, match="attnkit is imported from"):
         committed.committed(root=checkout)
-    module.__file__ = str(checkout / "attnkit" / "__init__.py")
+    spec.origin = str(checkout / "attnkit" / "__init__.py")
     assert committed.committed(root=checkout)
 
 

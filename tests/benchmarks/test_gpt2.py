@@ -14,7 +14,7 @@ import torch
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 SMALL = "--device cpu --eager --layers 2 --heads 2 --width 32 --vocabulary 64 --batch 2".split()
-SMALL += "--length 150 --document 40 --rounds 2".split()
+SMALL += "--length 150 --document 40 --rounds 3".split()
 
 
 def test_contenders_take_the_same_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

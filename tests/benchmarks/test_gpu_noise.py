@@ -165,3 +165,11 @@ def test_a_noisy_training_step_is_not_saved(
     small = "--layers 1 --heads 1 --width 8 --vocabulary 8 --batch 1 --length 16 --document 8"
     status = gpt2.main([*small.split(), "--device", "cpu", "--save", str(path)])
     assert (status, path.exists()) == ((3, False) if noisy else (0, True))
+
+
+@pytest.mark.parametrize("words", ["--rounds 2", "--rounds x", "--rounds -3", "--attempts 0"])
+def test_rounds_without_a_spread_are_refused(words: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        gpu.arguments().parse_args(words.split())
+    assert ended.value.code == 2
+    assert "expected a number from" in capsys.readouterr().err
