@@ -11,6 +11,7 @@ else 3 if a case was too noisy.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 import time
@@ -106,7 +107,7 @@ def figures(own: Series, ours: Series | None, flops: float) -> Row:
 
 HEAD = (
     f"{'contender':26}{'ms':>9}{'GHz':>7}{'Mcycles':>9}{'TFLOP/s':>9}{'x ours':>8}"
-    f"{'in cycles':>10}{'error':>9}{'allowed':>9}"
+    f"{'in cycles':>10}{'spread':>8}{'error':>9}{'allowed':>9}  setting"
 )
 
 
@@ -119,12 +120,13 @@ def line(row: Row) -> str:
         (row["ms"], "9.4f"), (row["ghz"], "7.3f"),
         (row["cycles"] and row["cycles"] / 1e6, "9.4f"), (row["tflops"], "9.1f"),
         (row.get("ratio"), "8.3f"), (row.get("ratio_cycles"), "10.3f"),
+        (max(row["spread"], row.get("ratio_spread", 0)), "8.1%"),
         (row["error"], "9.1e"), (row["error_allowed"], "9.1e"),
     )  # fmt: skip
     for value, form in numbers:
         width = int(form.partition(".")[0])
         text += " " * width if value is None else f"{value:{form}}"
-    return text
+    return f"{text}  {row['setting']}"
 
 
 def listed(names: str) -> list[str]:
@@ -172,6 +174,10 @@ def arguments() -> argparse.ArgumentParser:
         help="append the rows to FILE, results/gpu.jsonl if none is named",
     )  # fmt: skip
     add_commit(parser)
+    parser.add_argument(
+        "--missing", action="store_true",
+        help="only cases that FILE of --save lacks for this commit, to go on after --seconds",
+    )  # fmt: skip
     parser.add_argument("--cases", type=Path, default=HERE / "gpu_cases.toml", metavar="FILE")
     parser.add_argument("--list", action="store_true", help="list the cases and stop")
     parser.add_argument("--host", action="store_true", help="host time of a call and first calls")
@@ -186,6 +192,8 @@ def main(argv: list[str] | None = None) -> int:
     if unknown or not cases:
         what = f"no contender {sorted(unknown)}" if unknown else f"no case with {options.only!r}"
         return fail(f"{what}; see --help and --list")
+    if options.missing and not options.save:
+        return fail("--missing needs --save: it looks for rows in that file")
     if options.list:
         print(*(f"{case['name']:34}{shape_of(case, config)}" for case in cases), sep="\n")
         return 0
@@ -208,6 +216,9 @@ def run(
     where = describe_gpu(device) if device.type == "cuda" else {}
     print(*(f"{k}: {v}" for k, v in where.items()), sep=", ")
     file = row_file(options.save, options.commit)
+    if options.missing:
+        there = saved_cases(options, file.commit)
+        cases = [case for case in cases if case["name"] not in there]
     settings = Settings(
         *(options.backward, options.mode, options.rounds, options.case_seconds),
         *(options.sweep_seconds, options.attempts),
@@ -235,6 +246,15 @@ def run(
     if noisy:
         print(f"\ntoo noisy to save: {', '.join(noisy)}")
     return 1 if wrong else NOISY if noisy else 0
+
+
+def saved_cases(options: argparse.Namespace, commit: str) -> set[str]:
+    """Return the cases that have rows of this commit, direction and mode in the file of rows."""
+    if not options.save.exists():
+        return set()
+    wanted = commit, "backward" if options.backward else "forward", options.mode
+    rows = map(json.loads, options.save.read_text().splitlines())
+    return {r["case"] for r in rows if (r["commit"], r["direction"], r["mode"]) == wanted}
 
 
 def fail(message: str) -> int:

@@ -95,6 +95,7 @@ def rows(noisy: bool, failed: bool = False) -> list[dict[str, Any]]:
     shared = {"noisy": noisy, "attempts": 3 if noisy else 1}
     timed = {"contender": "attnkit", "ms": 1.0, "ghz": 1.5, "cycles": 1e6, "tflops": 1.0}
     timed |= {"error": 0.0, "error_allowed": 0.0, "ratio": 1.0}
+    timed |= {"spread": 0.01, "setting": "default"}
     away: dict[str, Any] = {"contender": "cuDNN", "skipped": "no kernel"}
     return [shared | timed, shared | away | ({"failed": True} if failed else {})]
 
@@ -165,6 +166,38 @@ def test_a_noisy_training_step_is_not_saved(
     small = "--layers 1 --heads 1 --width 8 --vocabulary 8 --batch 1 --length 16 --document 8"
     status = gpt2.main([*small.split(), "--device", "cpu", "--save", str(path)])
     assert (status, path.exists()) == ((3, False) if noisy else (0, True))
+
+
+def test_missing_cases_are_those_without_rows_of_the_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def measure(case: Any, *rest: Any) -> Any:
+        seen.append(case["name"])
+        shared = {"case": case["name"], "direction": "forward", "mode": "burst"}
+        yield from (shared | row for row in rows(noisy=False))
+
+    monkeypatch.setattr(gpu, "measure", measure)
+    path = tmp_path / "rows.jsonl"
+    cases = [{"name": "full"}, {"name": "causal"}]
+    config = {"shape": {"batch": 1, "heads": 1, "length": 64, "head_dim": 64}}
+
+    def run(commit: str, cases: list[Any], *words: str) -> list[str]:
+        monkeypatch.setattr(committed, "committed", lambda given: commit)
+        options = gpu.arguments().parse_args(["--save", str(path), "--missing", *words])
+        timer: Any = SimpleNamespace()
+        seen.clear()
+        assert gpu.run(config, cases, options, timer, torch.device("cpu")) == 0
+        return list(seen)
+
+    assert run("a" * 12, cases[:1]) == ["full"]
+    assert run("a" * 12, cases) == ["causal"]
+    assert run("a" * 12, cases) == []
+    assert run("a" * 12, cases, "--backward") == ["full", "causal"]
+    assert run("a" * 12, cases, "--mode", "sustained") == ["full", "causal"]
+    assert run("b" * 12, cases) == ["full", "causal"]
+    assert gpu.main(["--missing"]) == 2
 
 
 @pytest.mark.parametrize("words", ["--rounds 2", "--rounds x", "--rounds -3", "--attempts 0"])
