@@ -72,7 +72,7 @@ __all__ = [
     "testing",
 ]
 
-# Loaded when they are first asked for: what a call of `flex_attention` does not need.
+# Imported at first access, because a call of `flex_attention` does not need them.
 _LAZY = {
     "Explanation": "attnkit.inspection.explain",
     "explain": "attnkit.inspection.explain",
@@ -84,7 +84,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load a lazy attribute."""
+    """Import a lazy attribute at its first access."""
     if name not in _LAZY:
         raise AttributeError(f"module 'attnkit' has no attribute {name!r}")
     module = importlib.import_module(_LAZY[name])
@@ -94,5 +94,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, lazy ones included."""
+    """Return the names of the module, lazy ones included."""
     return sorted({*globals(), *_LAZY})

@@ -8,40 +8,40 @@ from __future__ import annotations
 
 
 class AttnkitError(Exception):
-    """Base of all errors raised by attnkit."""
+    """Base class of all errors that attnkit raises."""
 
 
 class TraceError(AttnkitError, TypeError):
-    """A `score_mod` or `mask_mod` does something that cannot be traced."""
+    """Raised when a `score_mod` or `mask_mod` does something that cannot be traced."""
 
 
 class ShapeError(AttnkitError, ValueError):
-    """A tensor or a mask has the wrong rank, length or head count."""
+    """Raised when a tensor or a mask has the wrong rank, length or head count."""
 
 
 class DTypeError(AttnkitError, TypeError):
-    """A tensor or a returned value has a dtype that the operator does not take."""
+    """Raised when a tensor or a returned value has a dtype that the operator does not take."""
 
 
 class DeviceError(AttnkitError, ValueError):
-    """A tensor is on another device than the query."""
+    """Raised when a tensor is on another device than the query."""
 
 
 class OptionError(AttnkitError, ValueError):
-    """An option is unknown, or its value is not allowed."""
+    """Raised when an option is unknown, or its value is not allowed."""
 
 
 class ArgumentError(AttnkitError, TypeError):
-    """An argument is of the wrong kind."""
+    """Raised when an argument has the wrong type."""
 
 
 class BoundsError(AttnkitError, IndexError):
-    """An index may leave its captured tensor, or integer arithmetic may leave int32."""
+    """Raised when an index may leave its captured tensor, or integer arithmetic may leave int32."""
 
 
 class UnsupportedError(AttnkitError, NotImplementedError):
-    """A valid request that no backend can serve here."""
+    """Raised when a request is valid, but no backend can run it here."""
 
 
 class LaunchError(AttnkitError, RuntimeError):
-    """CUDA or the linker refused a compiled kernel."""
+    """Raised when CUDA or the linker refuses a compiled kernel."""

@@ -1,8 +1,9 @@
-"""Measure each idea of the Hopper forward: `python benchmarks/ablation.py [--save FILE]`.
+"""Measure what each optimization of the Hopper forward saves: `python benchmarks/ablation.py`.
 
-Changes one thing of the forward kernel at a time and measures all variants in turn, at B=2 H=16
-S=8192 D=128 bfloat16: full, causal, a window and 16 causal documents; staging with causal ALiBi and
-a causal relative bias. Several processes compile the kernels first, into the cache on disk.
+Changes one thing of the forward kernel at a time and measures all changes in turns, at B=2 H=16
+S=8192 D=128 bfloat16. The masks are full, causal, a window and 16 causal documents; staging is
+measured with causal ALiBi and a causal relative bias. Several processes first compile the kernels
+into the cache on disk.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ LENGTH = 8192
 
 @dataclass(frozen=True)
 class Change:
-    """One change to the forward.
+    """Describes one change to the forward.
 
     Attributes:
         settings: fields of `ForwardConfig` to replace.
         schedule: arguments of `schedule_forward` to replace.
-        staged: False to compute the mod for every element.
+        staged: False to compute the whole mod for every score.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -66,7 +67,6 @@ class Change:
 
 CHANGES = {
     "as it is": Change(),
-    "no ping-pong": Change({"pingpong": False}),
     "maxima in the loop": Change({"softmax": "online"}),
     "maxima in the loop, P packed late": Change({"softmax": "online", "double_buffer_p": False}),
     "grid order": Change({}, {"order": "grid"}),
@@ -76,13 +76,14 @@ STAGING = {"as it is": Change(), "no staging": Change(staged=False)}
 
 
 def _unstaged(root: Any) -> ScoreForm:
-    """Return the form of a score_mod that is computed as written, for every element."""
+    """Build the score form of a score_mod that is computed as written, once per score."""
     x = build("mul", unscaled(arg("score") if root is None else root), const(LOG2E))
     return ScoreForm(None, x, None, None, None)
 
 
 @contextlib.contextmanager
 def _changed(change: Change) -> Iterator[None]:
+    """Apply a change to attnkit inside the `with` block, with empty caches before and after."""
     with contextlib.ExitStack() as stack:
         patch = lambda *a: stack.enter_context(mock.patch.object(*a))
         config = lambda *a: {**sm90.config_of(*a), **change.settings}
@@ -98,7 +99,7 @@ def _changed(change: Change) -> Iterator[None]:
 
 
 def _call(change: Change, score_mod: Any, mask: Any, qkv: Any) -> Callable[[], Any]:
-    """Prepare the kernel of a variant with a change; the result takes no arguments."""
+    """Prepare the kernel of a variant with a change; return a function that launches it."""
     query, key, _ = qkv
     with _changed(change):
         bound = Variant(score_mod, mask).bind(query, key, (128, 128))
@@ -148,7 +149,7 @@ def _compile(job: tuple[str, str]) -> None:
 
 
 def main() -> int:
-    """Measure and print; returns the exit status."""
+    """Measure all changes and print them; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=ROUNDS, default=5)
     parser.add_argument("--mode", choices=MODES, default="sustained")

@@ -1,4 +1,4 @@
-"""Print the predicted speed of the Blackwell kernels, compared with what FlashAttention-4 states.
+"""Print the predicted speed of the Blackwell kernels beside FlashAttention-4's published figures.
 
 `--pairs` prints the clocks of a two-CTA forward relative to those of one CTA, for some variants.
 Nothing is measured: the clocks come from the emulator's timeline (`attnkit.inspection.throughput`).
@@ -33,7 +33,7 @@ STATED = {
     ("causal", "backward", 8192): 1209,
 }
 PAIR, SINGLE = (512, 128), (256, 128)
-LONG = 8192  # of the table of pairs
+LONG = 8192  # length in the table of pairs
 CAUSAL = masks.causal()
 
 
@@ -50,12 +50,12 @@ def backward(variant: Variant) -> BlockClocks:
 
 
 def tiles(mask: Any, length: int, block: tuple[int, int]) -> Any:
-    """Return a mask's block runs."""
+    """Build the block mask of a mask."""
     return create_block_mask(mask, None, None, length, length, BLOCK_SIZE=block)
 
 
 def chosen_block(variant: Variant, length: int) -> tuple[int, int]:
-    """Return rows and columns of the blocks of the chosen kernel."""
+    """Return rows and columns of the blocks of the kernel that attnkit chooses."""
     runs = None if variant.mask is None else tiles(variant.mask, length, (128, 128)).runs
     score, _ = variant.trace(torch.device("cpu"))
     program = Program(None if score is None else score.root)
@@ -65,7 +65,7 @@ def chosen_block(variant: Variant, length: int) -> tuple[int, int]:
 def clocks(mask: Any, length: int, feeds: BlockClocks, backward: bool = False) -> float:
     """Predict the clocks of a pass over all tokens on a GPU."""
     predict = forecast_backward if backward else forecast_forward
-    found = predict(
+    simulated = predict(
         tiles(noop_mask if mask is None else mask, length, feeds.block).runs,
         batch=TOKENS // length,
         heads=HEADS,
@@ -73,13 +73,13 @@ def clocks(mask: Any, length: int, feeds: BlockClocks, backward: bool = False) -
         sms=GPUS[SM100.arch].sms // feeds.sms,
         cost=feeds.cost,
     )
-    return found.timeline.makespan
+    return simulated.timeline.makespan
 
 
 def rate(mask: Any, length: int, feeds: BlockClocks, backward: bool) -> float:
     """Predict TFLOP/s, counting only unmasked scores."""
     seconds = clocks(mask, length, feeds, backward) / (GPUS[SM100.arch].clock * 1e9)
-    kept = summarize(tiles(noop_mask if mask is None else mask, length, feeds.block)).kept
+    kept = summarize(tiles(noop_mask if mask is None else mask, length, feeds.block)).kept_positions
     assert kept is not None
     return (10 if backward else 4) * HEAD_DIM * kept * (TOKENS // length) * HEADS / seconds / 1e12
 
@@ -109,13 +109,13 @@ def lines() -> Iterator[str]:
 
 
 def documents(length: int) -> Any:
-    """Return a causal mask of documents in eight lengths, about 1000 tokens on average."""
+    """Return a causal mask within eight documents of different lengths."""
     sizes = torch.tensor([350, 700, 900, 1000, 1100, 1200, 1400, length - 6650])
     return CAUSAL & masks.document_from_lengths(sizes)
 
 
 def pairs() -> Iterator[str]:
-    """Yield the table of CTA pairs: clocks relative to one CTA; the chosen kernel is marked."""
+    """Yield the lines of the table of CTA pairs: clocks relative to one CTA, and the choice."""
     scores = {
         "no score_mod": None,
         "ALiBi": mods.alibi(HEADS),
@@ -133,7 +133,7 @@ def pairs() -> Iterator[str]:
     for name, score in scores.items():
         cells = []
         for mask in kinds.values():
-            # masked blocks are those of one interval a row
+            # time masked blocks with a causal mask: all these masks have one interval in each row
             timed = Variant(score, CAUSAL)
             one, two = (clocks(mask, LONG, forward(timed, b)) for b in (SINGLE, PAIR))
             best = chosen_block(Variant(score, mask), LONG)
@@ -146,7 +146,7 @@ def pairs() -> Iterator[str]:
 
 
 def main() -> int:
-    """Print a table; the clocks go to stderr."""
+    """Print a table to stdout, and the clocks to stderr."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--pairs", action="store_true", help="pairs of CTAs against one CTA")
     options = parser.parse_args()

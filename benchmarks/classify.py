@@ -1,7 +1,7 @@
 """Measure time and memory of tile classification: `python benchmarks/classify.py [--json FILE]`.
 
-Classifies masks into 128 x 128 tiles, for one batch element and head. With `--library` it takes
-every mask of the library at 131072 positions, with the batch and heads of its example. On the CPU
+Classifies the 128 x 128 tiles of masks, for one batch element and head. `--library` measures every
+mask of the library at 131072 positions instead, with the batch and heads of its example. On the CPU
 each case runs in a fresh process, so that the measured peak memory belongs to that case.
 """
 
@@ -36,7 +36,7 @@ BLOCK = (128, 128)
 
 
 class Limit(NamedTuple):
-    """State what a case may cost: milliseconds, MB while it runs, MB of the result."""
+    """Sets limits on a case: milliseconds, MB while it runs, MB of the result."""
 
     ms: float
     mb: float
@@ -58,12 +58,12 @@ def causal_documents(length: int) -> Mask:
 
 
 def documents_1500(length: int) -> Mask:
-    """Return a mask of 1500 documents with random ends."""
+    """Return a mask of 1500 documents that end at random positions."""
     drawn = torch.randint(0, length, (1499,), generator=torch.Generator().manual_seed(0))
     return masks.document(torch.searchsorted(drawn.sort().values, torch.arange(length), right=True))
 
 
-# by name: the lengths it is measured at, and the mask
+# By name: the lengths at which to measure, and a function that builds the mask for a length.
 CASES: dict[str, tuple[tuple[int, ...], Callable[[int], Mask]]] = {
     "causal": ((*LENGTHS, MILLION), lambda length: masks.causal()),
     "window 512": (LENGTHS, lambda length: masks.sliding_window(512)),
@@ -76,7 +76,7 @@ CASES: dict[str, tuple[tuple[int, ...], Callable[[int], Mask]]] = {
 
 
 def example(case: str, length: int, device: torch.device) -> Example:
-    """Look up a case of `CASES`, or `library/NAME`."""
+    """Build the mask of a case of `CASES`, or of `library/NAME`, with its sizes."""
     if case.startswith("library/"):
         return masks.examples(length, device=device)[case.removeprefix("library/")]
     with torch.device(device):
@@ -92,7 +92,7 @@ def memory(field: str) -> float:
 
 
 class Peak:
-    """Measure the peak memory since its creation, above the use at that time, in MB."""
+    """Measures how far memory has risen above its use at creation, in MB."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -100,26 +100,27 @@ class Peak:
             torch.cuda.reset_peak_memory_stats(device)
             self.before = torch.cuda.memory_allocated(device) / 2**20
         else:
-            Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+            Path("/proc/self/clear_refs").write_text("5")  # reset the peak
             self.before = memory("VmRSS")
 
     def read(self) -> float:
+        """Return the peak since creation, minus the use at creation."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / 2**20 - self.before
         return memory("VmHWM") - self.before
 
 
 def stored_mb(runs: BlockRuns) -> float:
-    """Return the size of the block runs in both directions, in MB."""
+    """Return the memory of the runs in both directions, in MB."""
     kinds = (runs.full, runs.partial, runs.full_t, runs.partial_t)
     return sum(t.nbytes for kind in kinds for t in (kind.row_ptr, kind.start, kind.length)) / 1e6
 
 
 def measure(case: str, length: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Classify one mask repeatedly in this process."""
+    """Classify one mask repeatedly in this process, and return its row."""
     device = torch.device(options.device)
-    made = example(case, length, device)
-    traced = trace(made.mask, "mask")
+    entry = example(case, length, device)
+    traced = trace(entry.mask, "mask")
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     peak = Peak(device)
     times, cpu, record = [], [], Statistics()
@@ -127,8 +128,8 @@ def measure(case: str, length: int, options: argparse.Namespace) -> dict[str, An
         record = Statistics()
         wait()
         start, start_cpu = time.perf_counter(), time.process_time()
-        runs = classify(traced.root, traced.tensors, q_len=made.q_len, kv_len=made.kv_len,
-                        block=BLOCK, batch=made.batch, heads=made.heads, device=device,
+        runs = classify(traced.root, traced.tensors, q_len=entry.q_len, kv_len=entry.kv_len,
+                        block=BLOCK, batch=entry.batch, heads=entry.heads, device=device,
                         statistics=record)  # fmt: skip
         wait()
         times.append(1000 * (time.perf_counter() - start))
@@ -143,7 +144,7 @@ def measure(case: str, length: int, options: argparse.Namespace) -> dict[str, An
         "first_ms": times[0],
         "median_ms": statistics.median(times[1:]),
         "least_ms": min(times[1:]),
-        "least_cpu_ms": min(cpu[1:]),  # of all threads: more than the time where they wait
+        "least_cpu_ms": min(cpu[1:]),  # sum over all threads, may exceed `least_ms`
         "peak_mb": peak_mb,
         "stored_mb": stored_mb(runs),
         "empty": empty,
@@ -161,7 +162,7 @@ def measure(case: str, length: int, options: argparse.Namespace) -> dict[str, An
 
 
 def child(case: str, length: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure one case in a fresh process."""
+    """Measure one case in a fresh process, and return its row."""
     command = [sys.executable, __file__, "--one", case, str(length), "--device", options.device]
     command += ["--repeats", str(options.repeats), "--threads", str(options.threads)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
@@ -170,7 +171,7 @@ def child(case: str, length: int, options: argparse.Namespace) -> dict[str, Any]
 
 
 def is_over(row: dict[str, Any]) -> bool:
-    """Return whether a row exceeds its limit. The least time counts, as the machine may be busy."""
+    """Return whether a row exceeds its limit; compare the least time, as others may be running."""
     key = row["case"], row["length"]
     limit = LIMITS_BY_NAME.get(key) or LIMITS.get(row["length"])
     if limit is None or row["case"].startswith("library/"):
@@ -183,6 +184,7 @@ def is_over(row: dict[str, Any]) -> bool:
 
 
 def show(row: dict[str, Any]) -> None:
+    """Print a row."""
     kept = row["partial"] + row["full"]
     print(
         f"{row['case']:28} {row['length']:7} {row['first_ms']:8.1f} {row['median_ms']:8.1f} "
@@ -223,7 +225,8 @@ def main() -> int:
     for case, length in todo:
         if options.only not in case:
             continue
-        in_turn = options.device != "cpu"  # a GPU keeps its own account, and starts slowly
+        # torch counts a GPU's memory itself, and a fresh process would have to initialize CUDA
+        in_turn = options.device != "cpu"
         rows.append((measure if in_turn else child)(case, length, options))
         show(rows[-1])
         file.append(rows[-1])

@@ -1,4 +1,4 @@
-"""Build attnkit and its peers for one problem: functions without arguments, ready to be timed."""
+"""Build the functions to time, without arguments, for one problem: attnkit's and its peers'."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Run = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Problem:
-    """Hold the inputs of one measurement; query, key, value [B, H, S, D]."""
+    """Bundles the inputs of one measurement; query, key and value are [B, H, S, D]."""
 
     query: Tensor
     key: Tensor
@@ -50,11 +50,13 @@ class Problem:
 
 
 def attnkit_run(p: Problem) -> Run:
+    """Call attnkit with a block mask that is built once."""
     mask = attnkit.create_block_mask(p.mask_mod, None, None, p.length, p.length)
     return lambda: attnkit.flex_attention(p.query, p.key, p.value, p.score_mod, mask)
 
 
 def flex_run(p: Problem) -> Run:
+    """Call compiled FlexAttention with a block mask that is built once."""
     torch.compiler.reset()
     mask = flex.create_block_mask(p.mask_mod, None, None, p.length, p.length, device="cpu")
     compiled = torch.compile(flex.flex_attention, dynamic=False)
@@ -62,7 +64,7 @@ def flex_run(p: Problem) -> Run:
 
 
 def dense_run(p: Problem) -> Run:
-    """Call SDPA with mask and additive score_mod as one tensor of scores."""
+    """Call SDPA with a dense bias tensor that holds the mask and an additive score_mod."""
     bias = kept = p.kept()
     if p.score_mod is not None:
         bias = p.score_mod(torch.zeros(()), *p.grid()).masked_fill(~kept, -torch.inf)
@@ -71,6 +73,7 @@ def dense_run(p: Problem) -> Run:
 
 
 def causal_run(p: Problem) -> Run:
+    """Call SDPA with `is_causal`."""
     return lambda: F.scaled_dot_product_attention(p.query, p.key, p.value, is_causal=True)
 
 
@@ -84,9 +87,9 @@ CONTENDERS: dict[str, Callable[[Problem], Run]] = {
 
 
 def dense(p: Problem, dtype: torch.dtype) -> list[Tensor]:
-    """Compute output and gradients head by head in plain torch operators.
+    """Compute output and gradients of dense attention head by head, with plain torch operators.
 
-    In float64 this is the truth; its own error in a smaller dtype says what that dtype allows.
+    In float64 this is the exact result. Its error in a smaller dtype says what that dtype allows.
     """
     kept, heads = p.kept()[0, 0], []
     b, _, q, kv = (x[0, 0] for x in p.grid())
@@ -100,7 +103,7 @@ def dense(p: Problem, dtype: torch.dtype) -> list[Tensor]:
     return [torch.stack(parts, 1) for parts in zip(*heads, strict=True)]
 
 
-def error(found: list[Tensor], truth: list[Tensor]) -> float:
+def error(results: list[Tensor], truth: list[Tensor]) -> float:
     """Return the largest difference as a share of the largest entry, over all tensors."""
-    pairs = zip(found, truth, strict=True)
+    pairs = zip(results, truth, strict=True)
     return max(((a.double() - b).abs().max() / b.abs().max()).item() for a, b in pairs)

@@ -1,11 +1,11 @@
-"""Compute in float64 what each rounding of a kernel does to dQ of a sharp score_mod.
+"""Compute in float64 how much each rounding of a kernel changes dQ if a score_mod is sharp.
 
 A kernel rounds P and O in its forward, dS and dQ in its backward, and computes delta = rowsum(dO O)
-from the rounded O. Where one weight of a row is nearly 1, the rounding error of P moves O by the
-same share of that key's V. That weight is exact if exponents are relative to the row's own maximum.
-It is not exact if they are relative to an earlier maximum, as in a forward that rescales only when
-needed. The forward for sm_100a divides O by a sum in which the largest weight of each block is
-rounded too.
+from the rounded O. If one weight of a row is nearly 1, a relative rounding error of that weight in
+P changes O by the same share of that key's V. The weight is exact if exponents are relative to the
+row's own maximum. It is not exact if they are relative to an earlier maximum, as in a forward that
+rescales only when needed. The forward for sm_100a divides O by a sum in which the largest weight of
+each block is rounded too.
 """
 
 from __future__ import annotations
@@ -23,42 +23,45 @@ from torch import Tensor
 from attnkit import mods
 
 LENGTH, HEADS, HEAD_DIM, BLOCK = 600, 2, 64, 128
-GROWTH = 8 * math.log(2)  # of a maximum, before the forward on sm_100a rescales
+GROWTH = 8 * math.log(2)  # the forward on sm_100a rescales if the maximum grows by more
 
 
 def rounded(x: Tensor) -> Tensor:
-    """Round to bfloat16 and back."""
+    """Round to bfloat16; return float64."""
     return x.bfloat16().double()
 
 
 def references(scores: Tensor) -> Tensor:
-    """Return the running maximum for each score, walking kv blocks from the last to the first."""
-    found, at = torch.empty_like(scores), None
+    """Return for each score the maximum that P is relative to, as kernels visit blocks backwards.
+
+    The maximum is updated only if it grows by more than `GROWTH`.
+    """
+    maxima, at = torch.empty_like(scores), None
     for start in reversed(range(0, scores.shape[-1], BLOCK)):
         top = scores[..., start : start + BLOCK].amax(-1, keepdim=True)
         at = top if at is None else torch.where(top - at > GROWTH, top, at)
-        found[..., start : start + BLOCK] = at
-    return found
+        maxima[..., start : start + BLOCK] = at
+    return maxima
 
 
 def outputs(scores: Tensor, value: Tensor) -> dict[str, Tensor]:
-    """Compute O for each choice of the maximum that P is rounded relative to."""
+    """Compute O for each maximum relative to which P may be rounded, by the maximum's name."""
     top = scores.amax(-1, keepdim=True)
-    found = {"nothing": scores.softmax(-1) @ value}
+    outs = {"nothing": scores.softmax(-1) @ value}
     total = (scores - top).exp().sum(-1, keepdim=True)
     for name, at in (("the maximum", top), ("a maximum before", references(scores))):
         weights = rounded((scores - at).exp()) * (at - top).exp()
-        found[name] = weights @ value / total
-    # the last weights are those of a maximum before
-    found["a maximum before, over its own sum"] = weights @ value / weights.sum(-1, keepdim=True)
+        outs[name] = weights @ value / total
+    # `weights` are now those relative to an earlier maximum
+    outs["a maximum before, over its own sum"] = weights @ value / weights.sum(-1, keepdim=True)
     partly = total + largest(weights - (scores - top).exp(), scores)
-    found["a maximum before, over a sum with the largest rounded"] = weights @ value / partly
-    found["the sum"] = rounded(scores.softmax(-1)) @ value
-    return found
+    outs["a maximum before, over a sum with the largest rounded"] = weights @ value / partly
+    outs["the sum"] = rounded(scores.softmax(-1)) @ value
+    return outs
 
 
 def largest(x: Tensor, scores: Tensor) -> Tensor:
-    """Sum x at the largest score of each block of a row."""
+    """Sum the entries of `x` at the largest score of each block of a row."""
     both = zip(x.split(BLOCK, -1), scores.split(BLOCK, -1), strict=True)
     return sum(
         (part.gather(-1, block.argmax(-1, keepdim=True)) for part, block in both),
@@ -67,7 +70,7 @@ def largest(x: Tensor, scores: Tensor) -> Tensor:
 
 
 def errors(mod: mods.Example, draw: int, gradients: int) -> dict[str, float]:
-    """Return the largest error of dQ by what is rounded, over several output gradients."""
+    """Return the largest error of dQ over several output gradients, for each thing to round."""
     generator = torch.Generator().manual_seed(draw)
     shape = (1, HEADS, LENGTH, HEAD_DIM)
     query, key, value = (
@@ -79,7 +82,7 @@ def errors(mod: mods.Example, draw: int, gradients: int) -> dict[str, float]:
     (slope,) = torch.autograd.grad(scores.sum(), raw)
     scores = scores.detach()
     weights, by = scores.softmax(-1), outputs(scores, value)
-    found: defaultdict[str, float] = defaultdict(float)
+    largest_errors: defaultdict[str, float] = defaultdict(float)
     for seed in range(1, gradients + 1):
         grad = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16().double()
 
@@ -92,8 +95,8 @@ def errors(mod: mods.Example, draw: int, gradients: int) -> dict[str, float]:
         cases["dS"] = rounded(dquery(by["nothing"]))
         for name, ds in cases.items():
             error = (ds @ key * HEAD_DIM**-0.5 - exact).abs().max()
-            found[name] = max(found[name], float(error))
-    return found
+            largest_errors[name] = max(largest_errors[name], float(error))
+    return largest_errors
 
 
 def main() -> None:
@@ -110,9 +113,9 @@ def main() -> None:
     mod = mods.examples(LENGTH, HEADS, 1)[options.mod]
     rows = [{"benchmark": "rounding and dQ", **describe()}]
     for draw in range(options.draws):
-        found = errors(mod, draw, options.gradients)
-        rows.append({"mod": options.mod, "draw": draw, "gradients": options.gradients} | found)
-    for name in found:
+        row_errors = errors(mod, draw, options.gradients)
+        rows.append({"mod": options.mod, "draw": draw, "gradients": options.gradients} | row_errors)
+    for name in row_errors:
         print(f"{name:76}", *(f"{row[name]:.4f}" for row in rows[1:]))
     if options.save:
         options.save.unlink(missing_ok=True)

@@ -2,10 +2,11 @@
 
 `python benchmarks/emulate.py --arch sm_100a` compiles the kernels of each variant, executes them on
 the CPU (eager, late and random completion of asynchronous work, race detection), and compares them
-with dense attention in float64: one row a variant. Gradients are compared for several draws of all
-inputs, in eager order after the first: where a gradient has few numbers, dense attention may be
-right by chance. A variant without a kernel gets a row that says why. `--resume` keeps rows of the
-file that answer the same job, and does not run those variants again.
+with dense attention in float64. There is one row for each variant. Gradients are compared for
+several draws of all inputs, because dense attention may be exact by chance if a gradient has few
+numbers; all draws but the first run in eager order. A variant without a kernel gets a row that says
+why. `--resume` keeps rows of the file that belong to the same jobs, and does not run those jobs
+again.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Job:
-    """Name a variant of the library and how to run it."""
+    """Names a variant of the library and how to run it."""
 
     name: str
     arch: str
@@ -65,7 +66,7 @@ class Job:
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """Hold a variant of the library with sizes that it fits."""
+    """Describes a variant of the library, with sizes that fit it and its learned tensors."""
 
     variant: Variant
     q_len: int
@@ -76,18 +77,37 @@ class Member:
 
 
 def library(length: int) -> dict[str, Member]:
-    """Return the whole library by name: "masks:name", "mods:name"."""
-    found = {
+    """Build every mask and mod of the library, by name: "masks:name", "mods:name"."""
+    members = {
         f"masks:{name}": Member(Variant(None, e.mask), e.q_len, e.kv_len, e.batch, e.heads)
         for name, e in masks.examples(length).items()
     }
     for name, e in mods.examples(length, HEADS, BATCH, requires_grad=True).items():
-        found[f"mods:{name}"] = Member(Variant(e.mod), e.q_len, e.kv_len, BATCH, HEADS, e.learned)
-    return found
+        members[f"mods:{name}"] = Member(Variant(e.mod), e.q_len, e.kv_len, BATCH, HEADS, e.learned)
+    return members
+
+
+def variant_and_zeros(
+    name: str, length: int, head_dims: tuple[int, int], dtype: torch.dtype, requires_grad: bool
+) -> tuple[Variant, list[Tensor]]:
+    """Return a variant of the library with query, key and value of zeros.
+
+    Args:
+        name: as `library` names it; "+ causal" for a mod with that mask.
+        length: of the library.
+        head_dims: of query and value.
+    """
+    name, _, mask = name.partition(" + ")
+    member = library(length)[name]
+    variant = Variant(member.variant.score_mod, masks.causal()) if mask else member.variant
+    wide, deep = head_dims
+    sizes = (member.q_len, wide), (member.kv_len, wide), (member.kv_len, deep)
+    shapes = [(member.batch, member.heads, *size) for size in sizes]
+    return variant, [torch.zeros(s, dtype=dtype, requires_grad=requires_grad) for s in shapes]
 
 
 def run(job: Job) -> Row:
-    """Emulate a variant; return its row."""
+    """Run a variant's kernels in the emulator; return its row."""
     torch.set_num_threads(1)
     member = library(job.length)[job.name]
     dtype = getattr(torch, job.dtype)
@@ -130,8 +150,8 @@ def run(job: Job) -> Row:
 
 
 def worse(one: Error, other: Error) -> Error:
-    """Join two draws of one result: the larger error, and the larger error of dense attention."""
-    # the comparison is false for NaN: a result that is not a number stays the worse one
+    """Combine two draws of one result: take the larger error, and the larger limit."""
+    # comparisons with NaN are false, and a NaN must remain the larger error
     size = other.size if one.size <= other.size or math.isnan(other.size) else one.size
     return dataclasses.replace(one, size=size, limit=max(one.limit, other.limit))
 
@@ -156,7 +176,7 @@ def line(row: Row) -> str:
 
 
 def main() -> int:
-    """Run and print; the exit status is 1 if anything is wrong."""
+    """Run the jobs and print their rows; return 1 if anything is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--arch", action="append", help="sm_90a, sm_100a (default); repeatable")
     parser.add_argument("--length", type=int, default=600)
@@ -209,7 +229,7 @@ def main() -> int:
 
 
 def known_rows(file: Path | None, jobs: list[Job]) -> list[Row]:
-    """Return the rows of a file that answer one of the jobs."""
+    """Return the rows of a file that belong to one of the jobs."""
     if file is None or not file.exists():
         return []
     rows = [json.loads(line) for line in file.read_text().splitlines()]

@@ -3,9 +3,9 @@
     python benchmarks/emulator_cycles.py [--only CASE] [--backward CASE=CYCLES ...] [--save FILE]
 
 Takes each case of gpu_cases.toml whose mask looks the same at every length (none, or causal), and
-predicts it at two small lengths with one head and one CTA. Fits clocks = a length + b length^2,
-scales that by the heads and SMs of the case, and compares it with the newest row of
-results/gpu.jsonl.
+predicts its clocks at two small lengths with one head and one CTA. Fits
+clocks = a length + b length^2, scales that to the length, heads and SMs of the case, and compares
+it with the newest row of results/gpu.jsonl.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ HERE = Path(__file__).parent
 ROWS = HERE / "results" / "gpu.jsonl"
 LENGTHS = (768, 1536)  # multiples of all block sizes
 BACKWARD_LENGTHS = (512, 1024)
-FITTED = {"full", "causal + ALiBi", "causal + softcap 20"}  # of the model's two fitted constants
+FITTED = {"full", "causal + ALiBi", "causal + softcap 20"}  # two constants were fitted to these
 SCALE_FREE = ("", "causal")
 Row = dict[str, Any]
 
 
 def measured() -> dict[tuple[str, str], Row]:
-    """Return the newest row of attnkit by (case, direction)."""
+    """Read the newest row of attnkit for each (case, direction)."""
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
     ours = [r for r in rows if r.get("contender") == "attnkit" and "cycles" in r]
     return {(r["case"], r["direction"]): r for r in ours}
 
 
 def predicted(case: Row, shape: Shape, length: int, backward: bool) -> float:
-    """Predict the clocks of one head on one SM; in the backward those of the main kernel."""
+    """Predict the clocks of one head on one SM; a backward counts its main kernel only."""
     small = Shape(1, 1, 1, length, shape.head_dim, shape.value_dim)
     p = problem(case, small, torch.device("cpu"), backward)
     with emulation.session(mode="eager", timeline=True, minutes=60, ctas=1) as session:
@@ -61,7 +61,7 @@ def _call(p: Problem, backward: bool) -> None:
 
 
 def extrapolated(case: Row, shape: Shape, sms: int, backward: bool) -> float:
-    """Return the clocks of the whole problem, evenly spread over the SMs."""
+    """Extrapolate the clocks to the whole problem, evenly spread over the SMs."""
     low, high = BACKWARD_LENGTHS if backward else LENGTHS
     at = {n: predicted(case, shape, n, backward) for n in (low, high)}
     square = (at[high] / high - at[low] / low) / (high - low)
@@ -70,7 +70,13 @@ def extrapolated(case: Row, shape: Shape, sms: int, backward: bool) -> float:
     return shape.batch * shape.heads * one / sms
 
 
-def rows(only: str, given: dict[str, float]) -> Iterator[Row]:
+def rows(only: str, overrides: dict[str, float]) -> Iterator[Row]:
+    """Yield a row with predicted and measured clocks for each case and direction.
+
+    Args:
+        only: part of the name of the cases.
+        overrides: measured cycles of backwards by case, which replace those of the saved rows.
+    """
     config = tomllib.loads((HERE / "gpu_cases.toml").read_text())
     known = measured()
     for case in config["case"]:
@@ -79,7 +85,7 @@ def rows(only: str, given: dict[str, float]) -> Iterator[Row]:
             continue
         for direction in ("forward", "backward"):
             row = known.get((case["name"], direction), {})
-            cycles = given.get(case["name"]) if direction == "backward" else None
+            cycles = overrides.get(case["name"]) if direction == "backward" else None
             cycles = cycles or row.get("cycles")
             if cycles is None:
                 continue
@@ -103,9 +109,9 @@ def main() -> None:
     add_commit(parser)
     args = parser.parse_args()
     file = row_file(args.save, args.commit)
-    given = {name: float(x) for name, _, x in (g.partition("=") for g in args.backward)}
+    overrides = {name: float(x) for name, _, x in (g.partition("=") for g in args.backward)}
     about, errors = describe(), list[Row]()
-    for row in rows(args.only, given):
+    for row in rows(args.only, overrides):
         errors.append(row)
         print(
             f"{row['case']:34s} {row['direction']:8s} {row['predicted'] / 1e6:7.3f} predicted "

@@ -1,4 +1,4 @@
-"""Run FlashAttention-4's own kernels in the emulator: an independent check of the emulator.
+"""Run FlashAttention-4's own kernels in the emulator, as an independent check of the emulator.
 
     python benchmarks/emulator_flash_attention.py [CASE ...] [--mode check] [--save FILE]
 
@@ -31,7 +31,7 @@ SMS = {"sm_90a": 132, "sm_100a": 148}
 
 @dataclass(frozen=True)
 class Case:
-    """Hold the sizes of one problem: batch 1, `heads` query heads, bfloat16."""
+    """Describes one problem in bfloat16 with batch 1, and which passes to run."""
 
     arch: str
     length: int
@@ -57,7 +57,7 @@ CASES = {
 
 
 def prepare(arch: str) -> Any:
-    """Import FlashAttention-4's interface, compiling for `arch` and accepting CPU tensors."""
+    """Import FlashAttention-4's interface, patched to compile for `arch` and take CPU tensors."""
     os.environ["CUTE_DSL_ARCH"] = arch
     os.environ["FLASH_ATTENTION_ARCH"] = arch.rstrip("a")
     os.environ["FLASH_ATTENTION_NUM_SMS"] = str(SMS[arch])
@@ -96,7 +96,7 @@ def prepare(arch: str) -> Any:
 
 
 class Emulated:
-    """Replace `cute.compile` and the compiled kernel; record a row for each run."""
+    """Replaces `cute.compile` and the compiled kernel, and records a row for each run."""
 
     mode = "check"
     rows: list[dict[str, Any]] = []  # noqa: RUF012
@@ -145,7 +145,7 @@ def _is_stream(value: Any) -> bool:
 
 
 def results(case: Case, mode: str) -> Iterator[dict[str, Any]]:
-    """Run the case; yield rows of its results, then of its kernels."""
+    """Run a case; yield a row for each of its results, then for each kernel."""
     Emulated.mode = mode
     interface = prepare(case.arch)
     import torch

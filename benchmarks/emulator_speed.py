@@ -1,10 +1,10 @@
-"""Measure the emulator, and count false reports on correct kernels.
+"""Measure the emulator's speed, and count its false reports on correct kernels.
 
     python benchmarks/emulator_speed.py [--seeds N] [--save FILE]
 
-Runs attnkit's own Hopper kernels, compiled before anything is timed. Times are CPU time of the
-process, not wall time, as other programs may run at the same time. Each kernel also runs in N
-adversarial orders and in race mode, where every finding is a false report.
+Runs attnkit's own Hopper kernels, and compiles them before anything is timed. Times are CPU time of
+the process, not wall time, as other programs may run at the same time. Each kernel also runs in N
+adversarial orders and in race mode. The kernels are correct, so every finding is a false report.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from attnkit.jit import emulator_runs
 
 @dataclass(frozen=True)
 class Case:
-    """Hold the sizes of attention with one head, bfloat16."""
+    """Describes attention with one head in bfloat16, and whether to measure speed or findings."""
 
     length: int
     head_dim: int = 128
@@ -51,7 +51,7 @@ CASES = {
 
 
 def kernels(case: Case) -> list[tuple[str, emulator.Executable, list[Any]]]:
-    """Return (name, kernel, arguments) of each call that the case makes."""
+    """Run a case in the emulator; return (name, kernel, arguments) of each kernel call."""
     calls: list[tuple[str, emulator.Executable, list[Any]]] = []
 
     def keep(kernel: Any, arguments: Any, **_: Any) -> None:
@@ -72,25 +72,31 @@ def kernels(case: Case) -> list[tuple[str, emulator.Executable, list[Any]]]:
 
 
 def rows(case: Case, seeds: int) -> Iterator[dict[str, Any]]:
+    """Yield rows with the speed of each kernel in each mode, and with its false reports."""
     for name, exe, args in kernels(case):
         start = emulator.snapshot(args)
         if case.speed:
             for mode in ("eager", "adversarial", "race"):
                 yield {"kernel": name} | timed(exe, args, start, mode)
         if case.seeds:
-            found = []
+            reports = []
             runs = [("race", 0), *(("adversarial", s) for s in range(seeds))]
             for mode, seed in runs:
                 emulator.restore(args, start)
                 report = emulator.run(exe, *args, mode=mode, seed=seed, raises=False)
-                found += [str(f) for f in report.findings]
-            yield {"kernel": name, "runs": len(runs), "false_reports": len(found), "reports": found}
+                reports += [str(f) for f in report.findings]
+            yield {
+                "kernel": name,
+                "runs": len(runs),
+                "false_reports": len(reports),
+                "reports": reports,
+            }
         emulator.restore(args, start)
-        emulator.run(exe, *args)  # what the next kernel reads
+        emulator.run(exe, *args)  # the next kernel reads its outputs
 
 
 def timed(exe: emulator.Executable, args: list[Any], start: Any, mode: str) -> dict[str, Any]:
-    """Return the faster of two runs; the first one also generates the mode's functions."""
+    """Time two runs; return fields for the faster, as the first also generates the mode's code."""
     best, number = float("inf"), 0
     for _ in range(2):
         emulator.restore(args, start)

@@ -1,4 +1,4 @@
-"""Stack frames and compile times of the Blackwell kernels of every mask and mod.
+"""Compile the Blackwell kernels of every mask and mod; record stack frames and compile times.
 
 `python benchmarks/frames.py --ctas one` compiles the one-CTA kernels for each variant of the
 library, forward and backward. It prints each kernel that has a stack frame (spilled registers) or
@@ -23,30 +23,28 @@ from unittest import mock
 
 import torch
 from committed import add_commit, row_file
-from emulate import DIRECTIONS, library
+from emulate import DIRECTIONS, library, variant_and_zeros
 
 from attnkit.jit import emulation, kernel
-from attnkit.masks import causal
-from attnkit.runtime.variant import Variant
 from attnkit.schedule.kernel_table import Kernel, kernels
 from attnkit.splice import sm100, sm100_pairs
 
 LENGTH = 600
 SECONDS = 5.0
-CTAS = {"one": 1, "pair": 2}  # that share products
+CTAS = {"one": 1, "pair": 2}  # number of CTAs that share products
 GROUP = ("arch", "ctas", "direction", "dtype", "head_dims", "block", "deterministic")
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Job:
-    """Name the main kernels of a variant of the library in one direction.
+    """Names the main kernels of a variant of the library in one direction.
 
     Attributes:
-        variant: as `emulate.library` names it; "+ causal" for a mod with that mask.
+        variant: its name in `emulate.library`; " + causal" follows for a mod with a causal mask.
         head_dims: of query and value.
-        ctas: "one" or "pair", where there is a choice.
-        block: tiles of a forward, None for a backward.
+        ctas: "one" or "pair", if there is a choice.
+        block: tile sizes of a forward, None for a backward.
     """
 
     variant: str
@@ -60,29 +58,20 @@ class Job:
 
 
 def sources(job: Job) -> list[kernel.Source]:
-    """Return the kernels that a job compiles."""
-    name, _, mask = job.variant.partition(" + ")
-    member = library(LENGTH)[name]
-    variant = Variant(member.variant.score_mod, causal()) if mask else member.variant
+    """Compile the kernels of a job; return the sources of its main kernels."""
     backward = job.direction == "backward"
-    wide, deep = job.head_dims
-    qkv = [
-        torch.zeros(
-            *(member.batch, member.heads, length, width),
-            dtype=getattr(torch, job.dtype),
-            requires_grad=backward,
-        )
-        for length, width in ((member.q_len, wide), (member.kv_len, wide), (member.kv_len, deep))
-    ]
+    variant, qkv = variant_and_zeros(
+        job.variant, LENGTH, job.head_dims, getattr(torch, job.dtype), backward
+    )
 
-    def asked(found: Sequence[Kernel], *_: Any) -> tuple[Kernel, str]:
-        return next(k for k in found if k.block == job.block), "its tiles are asked for"
+    def asked(candidates: Sequence[Kernel], *_: Any) -> tuple[Kernel, str]:
+        return next(k for k in candidates if k.block == job.block), "its tiles are asked for"
 
-    # of the tiles of a mask other kernels are made too, where these are predicted to be faster
+    # attnkit would choose between one CTA and a pair by predicted clocks: force the job's choice
     fewer = mock.patch.object(sm100_pairs, "fewer_clocks", return_value=job.ctas == "pair")
     choose = asked if job.block else sm100.choose_kernel
     chosen = mock.patch.object(sm100, "FORWARD", replace(sm100.FORWARD, choose=choose))
-    with fewer, chosen, emulation.session(execute=False), kernel.requested_sources() as found:
+    with fewer, chosen, emulation.session(execute=False), kernel.requested_sources() as requested:
         out = variant(
             *qkv,
             backend=f"emulate:{job.arch}",
@@ -91,11 +80,11 @@ def sources(job: Job) -> list[kernel.Source]:
         )
         if backward:
             out.sum().backward()
-    return [s for s in found if s.name.startswith(job.direction)]
+    return [s for s in requested if s.name.startswith(job.direction)]
 
 
 def run(job: Job) -> list[Row]:
-    """Compile a job's kernels: one row a kernel, with stack frame, code size and seconds."""
+    """Compile a job's kernels; return a row for each, with stack frame, code size and seconds."""
     rows = []
     for source in sources(job):
         artifact = kernel.kernel(source).artifact
@@ -116,8 +105,8 @@ def jobs(options: argparse.Namespace) -> Iterator[Job]:
     """Yield the jobs that the options ask for."""
     for dims in options.head_dim:
         rest = dims, options.dtype, options.arch, options.ctas
-        found = [k for k in kernels(*dims, template="sm100") if k.ctas == CTAS[options.ctas]]
-        tiles = [k.block for k in found if k.block in options.block or not options.block]
+        candidates = [k for k in kernels(*dims, template="sm100") if k.ctas == CTAS[options.ctas]]
+        tiles = [k.block for k in candidates if k.block in options.block or not options.block]
         tiles = tiles if options.block else tiles[:1]
         for name, member in library(LENGTH).items():
             if not name.startswith(tuple(options.only)):
@@ -145,7 +134,7 @@ def results(wanted: list[Job], workers: int) -> Iterator[Row]:
 
 
 def grouped(rows: Sequence[Row]) -> list[Row]:
-    """Summarize kernels that differ in their variant only: one row a group."""
+    """Summarize each group of kernels that differ in their variant only in one row."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row[name] for name in GROUP), []).append(row)
@@ -184,7 +173,7 @@ def line(row: Row) -> str:
 
 
 def main() -> int:
-    """Compile and print; the exit status is 1 if a kernel has a stack frame."""
+    """Compile the kernels and print the problems; return 1 if a kernel has a stack frame."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="*", default=[""], help="variants whose name begins so")
     parser.add_argument("--head-dim", type=head_dims, action="append", help="128, or 192,128")

@@ -2,12 +2,12 @@
 
     python benchmarks/gpt2.py --save
 
-Twelve layers of 12 heads of 64, 8 sequences of 4096 tokens, each packed with documents of random
-lengths, bfloat16: forward, backward and AdamW. Every contender trains its own model from the same
-weights, compiled layer by layer. A few steps are compared by their losses, then steps are timed in
-turns in this process. "no attention" returns the value instead: the time of the rest of the step.
-The exit status is 1 if attnkit failed, else
-3 if the rounds spread over more than 10 % in each of three attempts; such rows are not saved.
+A step is forward, backward and AdamW in bfloat16, of twelve layers with 12 heads of 64, on 8
+sequences of 4096 tokens, each packed with documents of random lengths. Every contender trains its
+own model from the same weights, compiled layer by layer. The losses of a few steps are compared,
+then steps are timed in turns in this process. "no attention" returns the value instead, which gives
+the time of the rest of the step. The exit status is 1 if attnkit failed, else 3 if the rounds
+spread over more than 10 % in each of three attempts; such rows are not saved.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from attnkit import masks
 
 ROWS = Path(__file__).parent / "results" / "gpt2.jsonl"
 OURS = "attnkit"
-STEPS = 3  # whose losses are compared
-AGREED = 0.02  # largest difference of two losses, of about 10: the step is in bfloat16
+STEPS = 3  # steps whose losses are compared
+AGREED = 0.02  # largest allowed difference of two losses, which are about 10, in bfloat16
 
 Row = dict[str, Any]
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # [B, H, S, D]
@@ -53,7 +53,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # [B, H, S, D]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Hold the sizes of the model and of a batch."""
+    """Describes the sizes of the model and of a batch."""
 
     layers: int = 12
     heads: int = 12
@@ -65,7 +65,7 @@ class Sizes:
 
 
 class Block(nn.Module):
-    """Apply attention and a perceptron, each with a residual connection."""
+    """Applies attention and a feed-forward layer, each with a residual connection."""
 
     def __init__(self, sizes: Sizes, attention: Attention) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Return the next-token loss in float32; output and input embedding are tied."""
+    """Computes the next-token loss in float32, with the input embedding as output weight."""
 
     def __init__(self, tokens: nn.Embedding) -> None:
         super().__init__()
@@ -91,12 +91,12 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
         scores = F.linear(self.norm(x), self.weight).flatten(0, 1)
-        following = F.pad(tokens[:, 1:], (0, 1), value=-100)  # of the last one nothing is known
+        following = F.pad(tokens[:, 1:], (0, 1), value=-100)  # the last token has no next one
         return F.cross_entropy(scores.float(), following.flatten(), ignore_index=-100)
 
 
 class Model(nn.Module):
-    """Implement GPT-2."""
+    """Computes the loss of GPT-2."""
 
     def __init__(self, sizes: Sizes, attention: Attention) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Model(nn.Module):
                 nn.init.normal_(p, std=0.02)
 
     def forward(self, tokens: Tensor, places: Tensor) -> Tensor:
-        """Return the loss; tokens and positions as in `Batch`."""
+        """Return the loss; see `Batch` for the arguments."""
         x = self.tokens(tokens) + self.places(places)
         for block in self.blocks:
             x = block(x)
@@ -119,7 +119,7 @@ class Model(nn.Module):
 
 @dataclass(frozen=True)
 class Batch:
-    """Hold tokens, document ids and positions within the document; all int64 [B, S]."""
+    """Bundles tokens, document ids and positions within the document; all int64 [B, S]."""
 
     tokens: Tensor
     documents: Tensor
@@ -127,7 +127,7 @@ class Batch:
 
     @staticmethod
     def drawn(sizes: Sizes, device: torch.device) -> Batch:
-        """Draw documents of log-normal lengths, as of web pages; the last one is cut."""
+        """Draw documents of log-normal lengths, like web pages; the last one is cut."""
         random = torch.Generator().manual_seed(0)
         shape = (sizes.batch, sizes.length)
         tokens = torch.randint(sizes.vocabulary, shape, generator=random)
@@ -187,10 +187,10 @@ DEFAULT = "attnkit,Flex Triton,Flex FLASH,no attention"
 
 @dataclass(frozen=True)
 class Contender:
-    """Hold a model that is ready to be timed.
+    """Bundles a model's training step with fields of its row.
 
     Attributes:
-        step: takes one, and gives the loss.
+        step: takes a training step, and returns the loss.
         known: fields of its row.
     """
 
@@ -199,7 +199,7 @@ class Contender:
 
 
 def prepared(attention: Attention, batch: Batch, sizes: Sizes, whole: bool) -> Contender:
-    """Build a model; return it with its first losses and its peak memory."""
+    """Build a model and take some steps; return its step, first losses and peak memory."""
     began = time.perf_counter()
     device = batch.tokens.device
     torch.manual_seed(0)
@@ -228,7 +228,7 @@ def prepared(attention: Attention, batch: Batch, sizes: Sizes, whole: bool) -> C
 
 
 class WallTimer:
-    """Time by the wall clock, where there is no GPU."""
+    """Times by the wall clock, for machines without a GPU."""
 
     def prepare(self, function: Function) -> None:
         function()
@@ -242,7 +242,7 @@ class WallTimer:
 def measured(
     names: list[str], batch: Batch, sizes: Sizes, timer: Timer, rounds: int, whole: bool
 ) -> list[Row]:
-    """Yield a row for each contender."""
+    """Build and time all contenders; return a row for each."""
     ready: dict[str, Contender] = {}
     rows: dict[str, Row] = {}
     for name in names:
@@ -278,9 +278,9 @@ def disagreeing(rows: list[Row]) -> list[str]:
     ours = losses.get(OURS, [])
     return [
         name
-        for name, found in losses.items()
+        for name, theirs in losses.items()
         if name != "no attention"
-        and any(not abs(a - b) <= AGREED for a, b in zip(found, ours, strict=False))
+        and any(not abs(a - b) <= AGREED for a, b in zip(theirs, ours, strict=False))
     ]
 
 

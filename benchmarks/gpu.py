@@ -1,11 +1,11 @@
 """Measure attnkit against its peers on a GPU: `python benchmarks/gpu.py` (`--help` for choices).
 
 Checks every contender of each case of gpu_cases.toml against float64, then times all contenders of
-the case in turns in this process. A contender that is not installed, refuses the case or computes
-something else is named with the reason. A contender takes part with the fastest of its settings. A
-case whose rounds spread over more than 10 % is measured again, up to three times in all; if it
-still does, its rows are printed and not saved. The exit status is 1 if attnkit failed or was wrong,
-else 3 if a case was too noisy.
+the case in turns in this process. If a contender is not installed, refuses the case or computes
+something else, its row says why. A contender takes part with the fastest of its settings. A case
+whose rounds spread over more than 10 % is measured again, up to three times in all; if it still
+does, its rows are printed and not saved. The exit status is 1 if attnkit failed or was wrong, else
+3 if a case was too noisy.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Function = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Settings:
-    """Hold how each case is measured."""
+    """Says how each case is measured."""
 
     backward: bool
     mode: str
@@ -50,6 +50,7 @@ class Settings:
 
 
 def shape_of(case: Row, config: Row) -> Shape:
+    """Return the sizes of a case: its own, and defaults of the file for the rest."""
     return Shape.of(config["shape"] | case.get("shape", {}))
 
 
@@ -71,7 +72,7 @@ def measure(
     device: torch.device,
 ) -> Iterator[Row]:
     """Measure one case; yield one row for each contender, all "noisy" if one of them is."""
-    torch.compiler.reset()  # else the peers' compiles of earlier cases count towards a limit
+    torch.compiler.reset()  # else peers reach dynamo's limit of recompilations after some cases
     p = problem(case, shape, device, settings.backward)
     check = Check(p, settings.backward)
     runs, known = Sweeper(p, check, timer, settings.sweep_seconds).prepare(contenders)
@@ -135,7 +136,7 @@ def listed(names: str) -> list[str]:
 
 
 def chosen(config: Row, case: str, options: argparse.Namespace) -> dict[str, Sweep]:
-    """Return the contenders of a case; with ablations only ours, unless peers are named."""
+    """Return the contenders of a case; with `--ablations` only attnkit, unless peers are named."""
     names = listed(options.contenders) or ([OURS] if options.ablations else list(CONTENDERS))
     found = {name: settings for name, settings in CONTENDERS.items() if name in names}
     return found | (ablations(config, case) if options.ablations else {})
@@ -204,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
         import gpu_host  # a benchmark of its own, which uses this module's cases
 
         return gpu_host.main(options)
-    # a timed backward runs again and again on what one forward saved
+    # a timed backward runs many times on the tensors that one forward saved
     torch._functorch.config.donated_buffer = False
     return run(config, cases, options, CudaTimer(MODES[options.mode], device), device)
 

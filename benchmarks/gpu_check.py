@@ -1,7 +1,7 @@
 """Compare sampled rows, and gradients of the last head, with dense attention in float64.
 
-The limit is twice the error of the same dense attention in the inputs' own dtype: products rounded
-to it, the softmax in float32.
+The limit is twice the error of the same dense attention in the inputs' own dtype, where products
+are rounded to that dtype and the softmax is in float32.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from gpu_variants import Problem, kept_rows
 from torch import Tensor
 
 FACTOR = 2.0
-ROWS = 64  # of the first and of the last batch element and head
-SCORES_HELD = 1 << 26  # of one part of the gradients' reference
+ROWS = 64  # sampled for the first batch element and head, and for the last
+SCORES_HELD = 1 << 26  # scores that the reference for gradients computes at a time
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Hold errors as shares of the largest true value, of the worst tensor.
+    """Compares the error of the worst tensor with its limit.
 
     Attributes:
-        error: of what was checked.
+        error: largest difference, as a share of the largest exact value.
         allowed: twice the error of dense attention in the same dtype.
     """
 
@@ -38,11 +38,11 @@ class Verdict:
 
 
 class Check:
-    """Hold the exact result of one problem and direction.
+    """Computes the exact result of one problem and direction, and compares other results with it.
 
     Args:
         p: the problem; its inputs require grad in the backward.
-        backward: check gradients, not the output.
+        backward: check gradients instead of the output.
     """
 
     def __init__(self, p: Problem, backward: bool) -> None:
@@ -55,39 +55,39 @@ class Check:
         dense = self._gradients if backward else self._outputs
         self.truth = dense(torch.float64)
         own = [t.to(torch.float64) for t in dense(p.query.dtype)]
-        # a reference that is exact by luck still cannot store more than its dtype
+        # a reference may be exact by chance, but no result is more precise than its dtype
         least = torch.finfo(p.query.dtype).eps / 2
         self.allowed = [
             FACTOR * max(_off(a, b), least) for a, b in zip(own, self.truth, strict=True)
         ]
 
-    def __call__(self, found: Sequence[Tensor]) -> Verdict:
+    def __call__(self, results: Sequence[Tensor]) -> Verdict:
         """Compare an output [B, H, S, Dv], or gradients of query, key, value and learned tables."""
-        picked = self._picked(found)
+        picked = self._picked(results)
         pairs = zip(picked, self.truth, self.allowed, strict=True)
         verdicts = [Verdict(_off(a.double(), b), allowed) for a, b, allowed in pairs]
-        # a NaN compares with nothing: it is the worst
+        # comparisons with NaN are false, and a NaN is the worst error
         return max(verdicts, key=lambda v: math.inf if math.isnan(v.error) else v.error / v.allowed)
 
-    def _picked(self, found: Sequence[Tensor]) -> list[Tensor]:
+    def _picked(self, results: Sequence[Tensor]) -> list[Tensor]:
         if not self.backward:
-            return [found[0][i, i, self.rows] for i in (0, -1)]
+            return [results[0][i, i, self.rows] for i in (0, -1)]
         group = self.p.shape.heads // self.p.shape.kv_heads
-        query, key, value, *tables = found
+        query, key, value, *tables = results
         return [query[:, -group:], key[:, -1:], value[:, -1:], *(t[-group:] for t in tables)]
 
     def _outputs(self, dtype: torch.dtype) -> list[Tensor]:
         p, tables = self.p, self.p.tables
         if dtype == torch.float64:
             tables = tuple(t.double() for t in tables)
-        found = []
+        outputs = []
         for i in (0, -1):
             query, key, value = (t[i, i].to(dtype) for t in (p.query, p.key, p.value))
             place = i % p.shape.batch, i % p.shape.heads
             with torch.no_grad():
                 out = _attention(p, query[self.rows], key, value, self.rows, place, tables)
-            found.append(out)
-        return found
+            outputs.append(out)
+        return outputs
 
     def _gradients(self, dtype: torch.dtype) -> list[Tensor]:
         """Compute gradients of the query heads that share the last kv head, of all batches."""
@@ -107,11 +107,11 @@ class Check:
             for head in range(group):
                 for rows in everything.split(step):
                     place = b, shape.heads - group + head
-                    found = self._part(dtype, rows, place, tables, learned)
-                    totals[0][b, head, rows] += found[0]
-                    for total, part in zip(totals[1:], found[1:3], strict=True):
+                    parts = self._part(dtype, rows, place, tables, learned)
+                    totals[0][b, head, rows] += parts[0]
+                    for total, part in zip(totals[1:], parts[1:3], strict=True):
                         total[b, 0] += part
-                    for total, part in zip(sums, found[3:], strict=True):
+                    for total, part in zip(sums, parts[3:], strict=True):
                         total += part
         return [*(t.to(torch.float64) for t in totals), *(t[-group:].double() for t in sums)]
 
@@ -155,7 +155,7 @@ def _attention(
     return weights.to(query.dtype) @ value
 
 
-def _off(found: Tensor, truth: Tensor) -> float:
-    """Return the largest difference as a share of the largest true value (of 1 if all are 0)."""
+def _off(result: Tensor, truth: Tensor) -> float:
+    """Return the largest difference as a share of the largest exact value (of 1 if all are 0)."""
     top = truth.abs().max()
-    return float((found - truth).abs().max() / torch.where(top > 0, top, 1))
+    return float((result - truth).abs().max() / torch.where(top > 0, top, 1))

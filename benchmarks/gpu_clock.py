@@ -1,4 +1,4 @@
-"""Record each SM's cycle counter and timer in a kernel, to compute the clock between two points.
+"""Read each SM's cycle counter and timer in a kernel; two readings give the clock in between.
 
 Import this only where there is a CUDA device: Triton comes with PyTorch's CUDA builds.
 """
@@ -13,6 +13,7 @@ from torch import Tensor
 
 @triton.jit
 def _stamp(rows):
+    # row of this block: SM, cycles, nanoseconds
     row = rows + 3 * tl.program_id(0)
     sm = tl.inline_asm_elementwise(
         "mov.u32 $0, %smid;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
@@ -29,7 +30,11 @@ def _stamp(rows):
 
 
 def stamp(device: torch.device) -> Tensor:
-    """Queue a reading of SM, cycles and nanoseconds, [blocks, 3] int64; several blocks an SM."""
+    """Launch a kernel that reads the counters of all SMs; does not wait for it.
+
+    Returns:
+        int64 [blocks, 3]: SM, cycles, nanoseconds. There are several blocks for each SM.
+    """
     blocks = 4 * torch.cuda.get_device_properties(device).multi_processor_count
     rows = torch.empty(blocks, 3, dtype=torch.int64, device=device)
     _stamp[(blocks,)](rows, num_warps=1)

@@ -1,7 +1,7 @@
-"""Build attnkit and its peers for a GPU case: calls that are ready to be timed.
+"""Build the calls to time for a GPU case: attnkit's and its peers'.
 
-A builder takes a `Problem` and returns a `Run`. It raises `Unsuitable` where the peer is not
-installed or cannot express the case, or whatever the peer itself raises.
+A builder takes a `Problem` and returns a `Run`. It raises `Unsuitable` if the peer is not installed
+or cannot express the case. Errors of the peer itself pass through.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DEFAULT_BLOCK = (128, 128)  # FlexAttention's
 
 
 class Unsuitable(Exception):
-    """Say why a contender cannot take part in a case."""
+    """Says why a contender cannot take part in a case."""
 
 
 def _same(t: Tensor) -> Tensor:
@@ -36,13 +36,14 @@ def _same(t: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Run:
-    """Hold one contender on one problem.
+    """Bundles the functions that run one contender on one problem.
 
     Attributes:
-        call: runs the forward; gives the output in the contender's own layout.
-        leaves: what its backward differentiates by: query, key, value, learned tensors.
-        own: [B, H, S, D] -> the contender's layout.
-        shown: back again.
+        call: runs the forward; returns the output in the contender's own layout.
+        leaves: the tensors whose gradients its backward computes: query, key, value and learned
+            tensors.
+        own: converts a tensor [B, H, S, D] to the contender's layout.
+        shown: converts a tensor in the contender's layout to [B, H, S, D].
     """
 
     call: Callable[[], Tensor]
@@ -51,7 +52,11 @@ class Run:
     shown: Callable[[Tensor], Tensor] = _same
 
     def directed(self, grad: Tensor | None) -> Callable[[], list[Tensor]]:
-        """Return what is timed: the forward, or with a gradient [B, H, S, D] only the backward."""
+        """Return the function to time: the forward, or only the backward if `grad` is given.
+
+        Args:
+            grad: gradient of the output, [B, H, S, D].
+        """
         if grad is None:
             return lambda: [self.call()]
         out, native = self.call(), self.own(grad).contiguous()
@@ -69,7 +74,7 @@ def attnkit_run(
     backend: str = "cute",
     deterministic: bool = False,
 ) -> Run:
-    """Build attnkit; the mask is passed as a function, so that the plan chooses its tiles."""
+    """Build a call of attnkit; the mask is a function, so that the plan chooses its tiles."""
     grouped, score_mod = p.shape.heads != p.shape.kv_heads, p.score_mod
 
     def call() -> Tensor:
@@ -88,7 +93,7 @@ def attnkit_run(
 
 
 def deterministic_run(p: Problem) -> Run:
-    """Build attnkit with `deterministic=True`; only a backward differs, so only that is timed."""
+    """Build a call with `deterministic=True`; only a backward differs, so only that is timed."""
     if not p.query.requires_grad:
         raise Unsuitable("a forward is deterministic as it is")
     return attnkit_run(p, deterministic=True)
@@ -96,6 +101,7 @@ def deterministic_run(p: Problem) -> Run:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables inside the `with` block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -114,7 +120,7 @@ def flex_run(
     block: tuple[int, int] | None = None,
     mode: str | None = None,
 ) -> Run:
-    """Build FlexAttention as its documentation says; the block mask is built once.
+    """Build a call of compiled FlexAttention, as documented; build the block mask once.
 
     Args:
         p: the problem.
@@ -153,12 +159,13 @@ def _copied(function: Any) -> FunctionType:
 
 
 def flex_flash_run(p: Problem, block: tuple[int, int] | None = None) -> Run:
-    """Build FlexAttention on FlashAttention-4's kernels."""
+    """Build a call of FlexAttention on FlashAttention-4's kernels."""
     _flash_attention_4()
     return flex_run(p, {"BACKEND": "FLASH"}, block)
 
 
 def _flash_attention_4() -> Any:
+    """Import FlashAttention-4's interface, or raise `Unsuitable`."""
     try:
         from flash_attn.cute import interface
     except ImportError as error:
@@ -194,7 +201,7 @@ def fa4_run(p: Problem, pack_gqa: bool | None = None) -> Run:
 
 
 def _fa4_documents(p: Problem, function: Callable[..., Any], options: dict[str, Any]) -> Run:
-    """Pack documents as separate sequences, end to end: [B S, H, D]."""
+    """Build FlashAttention-4's varlen call, with documents as sequences packed into [B S, H, D]."""
     shape = p.shape
 
     def packed(t: Tensor) -> Tensor:
@@ -218,7 +225,7 @@ def _leaf(t: Tensor, like: Tensor) -> Tensor:
 
 
 def sdpa_run(p: Problem, backend: attention.SDPBackend) -> Run:
-    """Build PyTorch's scaled_dot_product_attention with one of its kernels."""
+    """Build a call of scaled_dot_product_attention with one of its kernels."""
     if p.score or p.mask not in ("", "causal"):
         raise Unsuitable("has no such mask or score")
     grouped = p.shape.heads != p.shape.kv_heads
@@ -271,7 +278,7 @@ def default(name: str) -> Builder:
 def skipped(name: str, error: Exception) -> dict[str, Any]:
     """Return the fields of a row that say why a contender was skipped.
 
-    "failed" says that ours should not have been: it raised something else than UnsupportedError.
+    "failed" is set if attnkit raised an error other than UnsupportedError.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else ""
@@ -283,7 +290,7 @@ def skipped(name: str, error: Exception) -> dict[str, Any]:
 
 
 def ablations(config: dict[str, Any], case: str) -> dict[str, Sweep]:
-    """Return further attnkit contenders of a case by name: other options of the plan."""
+    """Return attnkit with other options of the plan as contenders of a case, by name."""
 
     def builder(entry: dict[str, Any]) -> Builder:
         options, environment = entry.get("kernel_options"), entry.get("environment")

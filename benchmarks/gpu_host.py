@@ -4,8 +4,8 @@ Host time is the time to queue a small problem, whose device time is shorter: a 
 recorded for autograd, and a backward. For comparison there are SDPA, which a user would call
 without a score_mod, and torch operators that do almost nothing. First calls run in fresh processes:
 the very first call, with its imports; the first call of another variant; and a first backward.
-Before the latter, torch runs the backward of a product, as that loads code of torch for 0.3 s. Each
-is measured with empty caches on disk (cold) and again with filled ones (warm).
+Before the backward, torch runs the backward of a product, because torch takes 0.3 s to load its own
+code there. Each is measured with empty caches on disk (cold) and again with filled ones (warm).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Row = dict[str, Any]
 
 CASES = ("full", "causal", "causal, 16 documents", "causal + ALiBi")
 SMALL = Shape(batch=1, heads=2, kv_heads=2, length=256, head_dim=64, value_dim=64)
-FIRST = ("causal", "causal + softcap 20")  # the first call, and that of another variant
+FIRST = ("causal", "causal + softcap 20")  # the cases of the first call and of another variant
 FIRST_SHAPE = Shape(batch=1, heads=8, kv_heads=8, length=4096, head_dim=128, value_dim=128)
 DIRECTIONS = ("forward", "recorded forward", "backward")
 CALLS, REPEATS, ATTEMPTS = 100, 15, 3
@@ -95,7 +95,7 @@ def wait(device: torch.device) -> None:
 
 
 def sdpa(p: Problem) -> Run:
-    """Build scaled_dot_product_attention with the kernel that torch chooses."""
+    """Build a call of scaled_dot_product_attention with the kernel that torch chooses."""
     if p.score or p.mask not in ("", "causal"):
         raise Unsuitable("has no such mask or score")
     causal = p.mask == "causal"
@@ -106,7 +106,7 @@ def sdpa(p: Problem) -> Run:
 
 
 def add(p: Problem) -> Run:
-    """Build an addition of one element into an existing tensor."""
+    """Build the addition of two elements into an existing tensor."""
     if p.mask or p.score:
         raise Unsuitable("is measured once")
     x, out = torch.zeros(2, device=p.query.device)
@@ -114,7 +114,7 @@ def add(p: Problem) -> Run:
 
 
 def empty(p: Problem) -> Run:
-    """Build the allocation of a tensor like the output."""
+    """Build the allocation of a tensor like the query."""
     if p.mask or p.score:
         raise Unsuitable("is measured once")
     like = p.query.detach()
@@ -123,8 +123,8 @@ def empty(p: Problem) -> Run:
 
 def host_rows(config: Row, only: str, names: list[str], device: torch.device) -> Iterator[Row]:
     """Yield rows with the microseconds that the host needs to queue a call."""
-    beside: dict[str, Builder] = {"SDPA": sdpa, "torch.add": add, "torch.empty_like": empty}
-    chosen = {name: default(name) for name in names or CONTENDERS} | beside
+    baselines: dict[str, Builder] = {"SDPA": sdpa, "torch.add": add, "torch.empty_like": empty}
+    chosen = {name: default(name) for name in names or CONTENDERS} | baselines
     for case in config["case"]:
         if case["name"] not in CASES or not re.search(only, case["name"]):
             continue
@@ -133,9 +133,9 @@ def host_rows(config: Row, only: str, names: list[str], device: torch.device) ->
             p = problem(case, SMALL, device, backward=direction != "forward")
             row: Row = {"benchmark": "gpu host", "case": case["name"], "direction": direction}
             for name, builder in chosen.items():
-                found = host_time(name, builder, p, direction, device)
-                if name not in beside or "host_us" in found:
-                    yield row | {"contender": name} | found
+                fields = host_time(name, builder, p, direction, device)
+                if name not in baselines or "host_us" in fields:
+                    yield row | {"contender": name} | fields
 
 
 def host_time(name: str, builder: Builder, p: Problem, direction: str, device: torch.device) -> Row:
@@ -159,14 +159,14 @@ def host_us(call: Any, device: torch.device) -> Row:
     attempts, times = 0, Times((0.0, 1.0))  # so far nothing is steady
     while attempts < ATTEMPTS and times.spread > SPREAD:
         attempts += 1
-        found = []
+        measured = []
         for _ in range(1 + REPEATS):  # the first does not count
             wait(device)
             began = time.perf_counter()
             for _ in range(CALLS):
                 call()
-            found.append(1e6 * (time.perf_counter() - began) / CALLS)
-        times = Times(tuple(found[1:]))
+            measured.append(1e6 * (time.perf_counter() - began) / CALLS)
+        times = Times(tuple(measured[1:]))
     row: Row = {"host_us": times.median, "spread": times.spread, "attempts": attempts}
     return row | {"noisy": times.spread > SPREAD}
 
@@ -175,21 +175,21 @@ def host_us(call: Any, device: torch.device) -> Row:
 
 
 def first_rows(options: argparse.Namespace, names: list[str]) -> Iterator[Row]:
-    """Yield rows with the seconds of first calls, each contender in two fresh processes."""
+    """Yield rows with the seconds of first calls, from two fresh processes for each contender."""
     write_bytecode(names)
     for name in names or CONTENDERS:
         with tempfile.TemporaryDirectory() as folder:
             for state in ("cold", "warm"):
                 row: Row = {"benchmark": "gpu first call", "case": f"{FIRST[0]}, {state}"}
                 row |= {"contender": name, "cache": state, "shape": vars(FIRST_SHAPE)}
-                found = first(name, options.cases, Path(folder))
-                yield row | found
-                if "skipped" in found:
+                fields = first(name, options.cases, Path(folder))
+                yield row | fields
+                if "skipped" in fields:
                     break
 
 
 def write_bytecode(names: list[str]) -> None:
-    """Compile the bytecode of what first calls import, as an installer does."""
+    """Compile the modules that first calls import to bytecode, as an installer does."""
     own = Path(attnkit.__file__).parent
     folders = [own, *(own / link for link in ("masks", "mods", "templates"))]
     modules = ["cutlass.cute"]
@@ -199,11 +199,11 @@ def write_bytecode(names: list[str]) -> None:
     commands.append([sys.executable, "-m", "compileall", "-q", *map(str, folders)])
     writing = os.environ | {"PYTHONDONTWRITEBYTECODE": ""}
     for running in [subprocess.Popen(c, stderr=subprocess.DEVNULL, env=writing) for c in commands]:
-        running.wait()  # one may be absent, which its contender will say
+        running.wait()  # a package may be missing; its contender then reports that
 
 
 def first(name: str, cases: Path, folder: Path) -> Row:
-    """Measure in a fresh process that has its caches in a folder."""
+    """Measure a contender in a fresh process whose caches are in `folder`; return its fields."""
     own = {variable: str(folder / variable.lower()) for variable in CACHES}
     own["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] = "1"
     command = [sys.executable, __file__, name, str(cases)]
@@ -213,14 +213,14 @@ def first(name: str, cases: Path, folder: Path) -> Row:
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         return {"skipped": f"its process ended with {done.returncode}: {last}"[:200]}
-    found: Row = json.loads(done.stdout.splitlines()[-1])
-    return found
+    fields: Row = json.loads(done.stdout.splitlines()[-1])
+    return fields
 
 
 def child(name: str, cases: Path, device: torch.device) -> Row:
     """Measure the first calls of this process."""
     known = {case["name"]: case for case in tomllib.loads(cases.read_text())["case"]}
-    found: list[float | None] = []
+    times: list[float | None] = []
     for case in FIRST:
         p = problem(known[case], FIRST_SHAPE, device, backward=False)
         wait(device)
@@ -228,12 +228,12 @@ def child(name: str, cases: Path, device: torch.device) -> Row:
         try:
             default(name)(p).call()
         except Exception as error:
-            if not found:
+            if not times:
                 return skipped(name, error)
-            found.append(None)  # it has no such variant
+            times.append(None)  # it has no such variant
             continue
         wait(device)
-        found.append(time.perf_counter() - began)
+        times.append(time.perf_counter() - began)
     p = problem(known[FIRST[0]], FIRST_SHAPE, device, backward=True)
     backward = default(name)(p).directed(p.grad)
     x = torch.ones(8, device=device, requires_grad=True)
@@ -242,8 +242,8 @@ def child(name: str, cases: Path, device: torch.device) -> Row:
     began = time.perf_counter()
     backward()
     wait(device)
-    found.append(time.perf_counter() - began)
-    return {"first_s": found[0], "other_s": found[1], "backward_s": found[2]}
+    times.append(time.perf_counter() - began)
+    return {"first_s": times[0], "other_s": times[1], "backward_s": times[2]}
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def newest(rows: Sequence[Row], direction: str, mode: str) -> dict[str, dict[str
 
 
 def contenders(cases: dict[str, dict[str, Row]]) -> list[str]:
-    """Return the contenders that were timed in any case, ours first."""
+    """Return the contenders that were timed in any case, attnkit first."""
     timed = dict.fromkeys(
         name for rows in cases.values() for name, row in rows.items() if "ms" in row
     )
@@ -44,7 +44,7 @@ def contenders(cases: dict[str, dict[str, Row]]) -> list[str]:
 
 
 def cell(row: Row | None) -> str:
-    """Format TFLOP/s, milliseconds, and the ratio to our time."""
+    """Format TFLOP/s, milliseconds, and the time as a multiple of attnkit's."""
     if row is None or "ms" not in row:
         return ""
     text = f"{row['tflops']:.0f} ({row['ms']:.3f})"
@@ -54,7 +54,7 @@ def cell(row: Row | None) -> str:
 
 
 def best(rows: dict[str, Row]) -> str:
-    """Format the time of the fastest peer as a multiple of ours."""
+    """Format the time of the fastest peer as a multiple of attnkit's."""
     ratios = [
         (row["ratio"], name)
         for name, row in rows.items()
@@ -67,7 +67,10 @@ def best(rows: dict[str, Row]) -> str:
 
 
 def markdown(rows: Sequence[Row], direction: str, mode: str) -> str:
-    """Format one line a case: useful TFLOP/s (ms) and the time as a multiple of ours."""
+    """Format a Markdown table, one line for each case.
+
+    A cell has useful TFLOP/s, milliseconds, and the time as a multiple of attnkit's.
+    """
     cases = newest(rows, direction, mode)
     names = contenders(cases)
     titles = ["density", *names, "best peer"]
@@ -93,7 +96,7 @@ BAR, GAP, LEFT, WIDTH, TOP = 11, 12, 250, 560, 60
 
 
 def chart(rows: Sequence[Row], direction: str, mode: str) -> str:
-    """Draw a bar chart as SVG: useful TFLOP/s of every contender, case by case."""
+    """Draw an SVG bar chart of the useful TFLOP/s of every contender, grouped by case."""
     cases = newest(rows, direction, mode)
     names = contenders(cases)
     top = max((row.get("tflops", 0.0) for own in cases.values() for row in own.values()), default=0)

@@ -2,7 +2,7 @@
 
 A GPU that is limited by its power slows down the longer it works. So all functions of a case are
 measured in turns in one process, either with a rest before each short measurement (burst) or
-without (sustained). Compare only what was measured together; cycles vary least from run to run.
+without (sustained). Compare only times of the same run; cycles vary least from run to run.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ Function = Callable[[], Any]
 
 SPREAD = 0.10  # of times, and of ratios within a round; a case above it is measured again
 NOISY = 3  # the exit status of a program that had rows too noisy to save
-LEAST, MOST = 0.1, 4.0  # GHz; outside of them a counter was reset in between
+LEAST, MOST = 0.1, 4.0  # GHz; a clock outside means that a counter was reset in between
 
 
 @dataclass(frozen=True)
 class Mode:
-    """Hold how a measurement is taken.
+    """Says how a measurement is taken.
 
     Attributes:
-        rest: seconds without work before it.
-        settle: milliseconds of untimed launches before it, which keep the host ahead as well.
+        rest: seconds without work before the measurement.
+        settle: milliseconds of untimed launches before it, which also let the host get ahead.
         length: milliseconds that are timed.
     """
 
@@ -45,7 +45,7 @@ MODES = {"burst": Mode(0.12, 4, 10), "sustained": Mode(0, 4, 35)}
 
 @dataclass(frozen=True)
 class Reading:
-    """Hold one measurement: milliseconds of one launch, and the SM clock in GHz if known."""
+    """Records one measurement: milliseconds of one launch, and the SM clock in GHz if known."""
 
     ms: float
     ghz: float | None
@@ -53,7 +53,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Series:
-    """Hold the measurements of one function."""
+    """Collects the measurements of one function."""
 
     readings: tuple[Reading, ...]
 
@@ -69,7 +69,7 @@ class Series:
 
     @property
     def cycles(self) -> float | None:
-        """Return SM cycles of one launch: the median over the measurements of time x clock."""
+        """Return SM cycles of one launch: the median of time x clock over the measurements."""
         known = [1e6 * r.ms * r.ghz for r in self.readings if r.ghz is not None]
         return statistics.median(known) if known else None
 
@@ -82,7 +82,7 @@ class Series:
 
 
 class Timer(Protocol):
-    """Take measurements; `prepare` is called once for each function before."""
+    """Takes measurements of functions; `prepare` must be called once for each function first."""
 
     def prepare(self, function: Function) -> Any: ...
 
@@ -91,11 +91,11 @@ class Timer(Protocol):
 
 @dataclass(frozen=True)
 class Launches:
-    """Hold how to measure a function.
+    """Says how many launches measure a function.
 
     Attributes:
-        timed, settling: number of calls.
-        lead: cycles that the device waits for a host that is slower than it.
+        timed, settling: number of timed calls, and of untimed calls before them.
+        lead: cycles for which the device waits first, so that a slower host gets ahead of it.
     """
 
     timed: int
@@ -104,10 +104,10 @@ class Launches:
 
 
 class CudaTimer:
-    """Measure many launches between two CUDA events.
+    """Times many launches between two CUDA events, and reads the SM clock before and after.
 
     Args:
-        mode: how long, after which rest.
+        mode: how long to measure, and how long to rest before.
         device: a CUDA device.
     """
 
@@ -131,8 +131,8 @@ class CudaTimer:
         end.synchronize()
         ms = max(start.elapsed_time(end) / calls, 1e-3)
         timed = max(1, round(self.mode.length / ms))
-        # Where the device waited for the host, ms is the host's time, and the host may need all of
-        # it; a call that waits for the device itself never gets ahead.
+        # If the device waited for the host, `ms` is the host's time, and the host may need a lead
+        # of all of it. A call that itself waits for the device never gets ahead.
         late = timed * host if host > 0.8 * ms else 0.0
         cycles = int(min(late, 200.0) * 2e6)  # at most 2 GHz
         return Launches(timed, round(self.mode.settle / ms), cycles)
@@ -162,7 +162,7 @@ def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
 
 
 def gigahertz(before: Tensor, after: Tensor) -> float | None:
-    """Compute the clock between two stamps: the median over SMs, None if nothing is plausible."""
+    """Compute the clock between two stamps: the median over SMs, None if no value is plausible."""
     first = {sm: (cycles, ns) for sm, cycles, ns in before.tolist()}
     rates = []
     for sm, cycles, ns in after.tolist():
@@ -185,9 +185,9 @@ def in_turn(
     Args:
         functions: by name.
         timer: takes the measurements.
-        rounds: of one measurement each.
-        seconds: begin no round after so long,
-        least_rounds: but in so many first.
+        rounds: number of rounds; each measures every function once.
+        seconds: begin no further round after this time.
+        least_rounds: number of rounds that are measured whatever the time.
     """
     prepared = {name: timer.prepare(function) for name, function in functions.items()}
     found: dict[str, list[Reading]] = {name: [] for name in functions}

@@ -1,4 +1,4 @@
-"""Define masks, scores and inputs of the GPU cases, the same for every contender.
+"""Define masks, score_mods and inputs of the GPU cases, the same for every contender.
 
 A case of gpu_cases.toml names a mask and a score of this file; `problem` draws its tensors.
 """
@@ -21,7 +21,7 @@ SOFTCAP = 20.0
 
 @dataclass(frozen=True)
 class Shape:
-    """Hold the sizes of a case: query [batch, heads, length, head_dim]; key, value: kv_heads."""
+    """Lists the sizes of a case: query [batch, heads, length, head_dim]; key, value: kv_heads."""
 
     batch: int
     heads: int
@@ -31,10 +31,10 @@ class Shape:
     value_dim: int
 
     @classmethod
-    def of(cls, given: dict[str, int]) -> Shape:
-        """Read a case's table; kv_heads and value_dim default to heads and head_dim."""
-        defaults = {"kv_heads": given["heads"], "value_dim": given["head_dim"]}
-        return cls(**(defaults | given))
+    def of(cls, sizes: dict[str, int]) -> Shape:
+        """Read sizes from a case; kv_heads and value_dim default to heads and head_dim."""
+        defaults = {"kv_heads": sizes["heads"], "value_dim": sizes["head_dim"]}
+        return cls(**(defaults | sizes))
 
 
 # --- masks: (length, device) -> mask_mod
@@ -55,7 +55,7 @@ def prefix(length: int, device: torch.device) -> Mod:
 
 
 def document_cuts(length: int, count: int = 16) -> Tensor:
-    """Draw where documents begin, without the first one, in increasing order, int64 on the CPU."""
+    """Draw where all documents but the first begin, in increasing order, int64 on the CPU."""
     random = torch.Generator().manual_seed(0)
     return (1 + torch.randperm(length - 1, generator=random)[: count - 1]).sort().values
 
@@ -68,13 +68,13 @@ def documents(length: int, device: torch.device) -> Mod:
 
 
 def random_blocks(percent: int) -> Callable[[int, torch.device], Mod]:
-    """Return random 128 x 128 blocks, the same for all heads; rows may be fully masked."""
+    """Return a mask of random 128 x 128 blocks, equal for all heads; rows may be fully masked."""
 
     def make(length: int, device: torch.device) -> Mod:
         side = -(-length // BLOCK)
-        kept = torch.randperm(side * side, generator=torch.Generator().manual_seed(0))
+        order = torch.randperm(side * side, generator=torch.Generator().manual_seed(0))
         table = torch.zeros(side * side, dtype=torch.int32)
-        table[kept[: round(side * side * percent / 100)]] = 1
+        table[order[: round(side * side * percent / 100)]] = 1
         table = table.view(side, side).to(device)
         return lambda b, h, q, kv: table[q // BLOCK, kv // BLOCK] > 0
 
@@ -95,11 +95,12 @@ MASKS: dict[str, Callable[[int, torch.device], Mod]] = {
 
 @dataclass(frozen=True)
 class Score:
-    """Hold a score_mod and its captured tensors, which a reference can replace by wider ones.
+    """Builds a score_mod and its captured tensors, which a reference can replace by float64 ones.
 
     Attributes:
-        tables: shape -> captured tensors, float32 on the CPU, the first axis is the head.
-        mod: captured tensors -> score_mod.
+        tables: builds the captured tensors for a shape: float32 on the CPU, the first axis is the
+            head.
+        mod: builds the score_mod from captured tensors.
     """
 
     tables: Callable[[Shape], tuple[Tensor, ...]]
@@ -141,13 +142,14 @@ SCORES: dict[str, Score] = {
 
 @dataclass(frozen=True)
 class Problem:
-    """Hold a case with its tensors.
+    """Bundles a case with its tensors.
 
     Attributes:
-        query, key, value, grad: [B, H, S, D] in the case's dtype; grad arrives at the output.
+        query, key, value, grad: [B, H, S, D] in the case's dtype; grad is the output's gradient.
         mask: name in MASKS, "" to keep everything.
         score: name in SCORES, "" to leave the scores as they are.
-        mask_mod, tables: what these make; tables require grad if the case learns them.
+        mask_mod: the mask_mod, None to keep everything.
+        tables: captured tensors of the score_mod; they require grad if the case learns them.
         density: share of the (query, key) pairs that the mask keeps.
     """
 
@@ -172,7 +174,7 @@ class Problem:
         return self.modified_by(self.tables)
 
     def modified_by(self, tables: tuple[Tensor, ...]) -> Mod | None:
-        """Return the score_mod over other captured tensors."""
+        """Build the score_mod with other captured tensors, None if the case has none."""
         return SCORES[self.score].mod(*tables) if self.score else None
 
     def for_backward(self) -> Problem:
@@ -183,14 +185,14 @@ class Problem:
         return replace(self, query=query, key=key, value=value)
 
     def useful_flops(self, backward: bool) -> float:
-        """Count operations of the unmasked scores; the backward has 2.5 times as many."""
+        """Count the operations for unmasked scores; the backward has 2.5 times the forward's."""
         s = self.shape
         pairs = s.batch * s.heads * s.length * s.length * self.density
         return (2.5 if backward else 1.0) * 2 * pairs * (s.head_dim + s.value_dim)
 
 
 def problem(case: dict[str, Any], shape: Shape, device: torch.device, backward: bool) -> Problem:
-    """Draw a case: normal inputs, the same for all contenders and runs."""
+    """Build a case with normally distributed inputs, the same for all contenders and runs."""
     random = torch.Generator(device).manual_seed(0)
     dtype = getattr(torch, case.get("dtype", "bfloat16"))
     own = shape.batch, shape.heads, shape.length
@@ -207,11 +209,11 @@ def problem(case: dict[str, Any], shape: Shape, device: torch.device, backward: 
         for t in tables:
             t.requires_grad_()
     query, key, value, grad = inputs
-    made = Problem(
+    case_problem = Problem(
         shape, query, key, value, grad, mask, score, mask_mod, tables,
         1.0 if mask_mod is None else _density(mask_mod, shape.length, device),
     )  # fmt: skip
-    return made.for_backward() if backward else made
+    return case_problem.for_backward() if backward else case_problem
 
 
 def kept_rows(mask_mod: Mod, rows: Tensor, length: int) -> Tensor:

@@ -16,7 +16,7 @@ import attnkit
 
 
 def cpu_model() -> str:
-    """Return the processor's name, as far as the system tells."""
+    """Return the processor's name, or its type if the system does not know the name."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():

@@ -1,7 +1,7 @@
-"""Compare the machine code of every mask and mod's kernels before and after a change.
+"""Compare the machine code of the kernels of every mask and mod before and after a change.
 
 `python benchmarks/machine_code.py --save before.jsonl` compiles the kernels of each variant of the
-library, forward and backward, and writes one row a kernel. After the change, `--against
+library, forward and backward, and writes one row for each kernel. After the change, `--against
 before.jsonl` compiles them again and names each kernel whose instructions differ. Nothing is
 executed, and no GPU is needed. `--sample N` takes every N-th job: minutes instead of an hour.
 """
@@ -23,15 +23,13 @@ from typing import Any
 import committed
 import torch
 from committed import add_commit, row_file
-from emulate import DIRECTIONS, library
+from emulate import DIRECTIONS, library, variant_and_zeros
 from frames import head_dims
 
 from attnkit.errors import AttnkitError
 from attnkit.jit import dsl_runtime, emulation
 from attnkit.jit import kernel as compiled
 from attnkit.jit.cubin import kernel_code
-from attnkit.masks import causal
-from attnkit.runtime.variant import Variant
 
 LENGTH = 600
 OUTCOME = ("digest", "registers", "stack", "commit")  # the other fields name the kernel
@@ -44,14 +42,14 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Job:
-    """Name a variant of the library in one direction.
+    """Names a variant of the library in one direction.
 
     Attributes:
-        variant: as `emulate.library` names it; "+ causal" for a mod with that mask.
-        arch: what its kernels are compiled for.
+        variant: its name in `emulate.library`; " + causal" follows for a mod with a causal mask.
+        arch: architecture of its kernels.
         head_dims: of query and value.
         direction: "forward" or "backward".
-        deterministic: whether the backward forms its sums in a fixed order.
+        deterministic: whether the backward computes its sums in a fixed order.
     """
 
     variant: str
@@ -62,25 +60,14 @@ class Job:
 
 
 def sources(job: Job) -> list[compiled.Source]:
-    """Return the kernels that a call of the job compiles."""
-    name, _, mask = job.variant.partition(" + ")
-    member = library(LENGTH)[name]
-    variant = Variant(member.variant.score_mod, causal()) if mask else member.variant
+    """Compile the kernels of a job; return the sources, in a forward only of its main kernel."""
     backward = job.direction == "backward"
-    wide, deep = job.head_dims
-    qkv = [
-        torch.zeros(
-            *(member.batch, member.heads, length, width),
-            dtype=torch.bfloat16,
-            requires_grad=backward,
-        )
-        for length, width in ((member.q_len, wide), (member.kv_len, wide), (member.kv_len, deep))
-    ]
-    with emulation.session(execute=False), compiled.requested_sources() as found:
+    variant, qkv = variant_and_zeros(job.variant, LENGTH, job.head_dims, torch.bfloat16, backward)
+    with emulation.session(execute=False), compiled.requested_sources() as requested:
         out = variant(*qkv, backend=f"emulate:{job.arch}", deterministic=job.deterministic)
         if backward:
             out.sum().backward()
-    return [s for s in found if backward or s.name.startswith("forward")]
+    return [s for s in requested if backward or s.name.startswith("forward")]
 
 
 def digest(code: bytes) -> str:
@@ -90,14 +77,14 @@ def digest(code: bytes) -> str:
         start = code.find(_CUDA_ELF, start + 1)
     if start < 0:
         return ""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for data in kernel_code(code[start:]).values():
-        found.update(data)
-    return found.hexdigest()[:16]
+        hasher.update(data)
+    return hasher.hexdigest()[:16]
 
 
 def run(job: Job) -> list[Row]:
-    """Compile a job: one row a kernel, or one row that says why there is none."""
+    """Compile a job; return a row for each kernel, or one row that says why there is none."""
     try:
         wanted = sources(job)
     except AttnkitError as error:
@@ -147,7 +134,7 @@ def identity(row: Row) -> str:
 
 
 def main() -> int:
-    """Compile, and save or compare; return 1 if a kernel differs."""
+    """Compile the kernels, and save or compare them; return 1 if one differs or is not known."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="*", default=[""], help="variants whose name begins so")
     parser.add_argument("--arch", action="append", choices=ARCHS, help="default: both")

@@ -1,4 +1,4 @@
-"""Define the masks to build as plain functions, the same for attnkit and FlexAttention."""
+"""Define the masks of `masks.py` as plain functions, the same for attnkit and FlexAttention."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Case(NamedTuple):
-    """Hold a mask, its captured tensors, and batch and heads (1 where it does not read them)."""
+    """Bundles a mask, its captured tensors, and batch and heads (1 if it does not read them)."""
 
     mask_mod: MaskMod
     tensors: tuple[Tensor, ...] = ()
@@ -33,12 +33,15 @@ def window(length: int, device: torch.device) -> Case:
 
 
 def sinks(length: int, device: torch.device) -> Case:
-    """Return a causal window with the first 4 keys."""
+    """Return a causal window of 1024 keys, plus the first 4 keys."""
     return Case(lambda b, h, q, kv: (q >= kv) & ((q - kv < 1024) | (kv < 4)))
 
 
 def image(length: int, device: torch.device) -> Case:
-    """Return the 13 x 13 neighbours of each token of an image, square or twice as wide as high."""
+    """Keep the 13 x 13 neighbours of each token of an image.
+
+    The image is square or twice as wide as high.
+    """
     width = 1 << (length.bit_length() // 2)
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -49,7 +52,7 @@ def image(length: int, device: torch.device) -> Case:
 
 
 def diffusion(length: int, device: torch.device) -> Case:
-    """Return the training mask of block diffusion: a noisy copy of a text, then the text."""
+    """Return the training mask of block diffusion, for a noisy copy of a text and then the text."""
     text = length // 2
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -74,7 +77,7 @@ def documents(length: int, device: torch.device) -> Case:
 
 
 def documents_batch(length: int, device: torch.device) -> Case:
-    """Return the same for 4 sequences with different documents."""
+    """Return a causal mask within documents, for 4 sequences with different documents."""
     ids = torch.stack([document_ids(length, 1500, seed) for seed in range(4)]).to(device)
     return Case(lambda b, h, q, kv: (q >= kv) & (ids[b, q] == ids[b, kv]), (ids,), batch=4)
 
@@ -86,7 +89,7 @@ def windows_by_head(length: int, device: torch.device) -> Case:
 
 
 def selected(length: int, device: torch.device) -> Case:
-    """Return a causal mask of random blocks of 64: an eighth of those in a row of blocks."""
+    """Keep a random eighth of the 64 x 64 blocks, causally."""
     rows = math.ceil(length / 64)
     random = torch.Generator().manual_seed(0)
     marks = (torch.rand(rows, rows, generator=random) < 1 / 8).to(device)

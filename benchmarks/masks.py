@@ -1,10 +1,10 @@
-"""Time building masks, and FlexAttention too: `python benchmarks/masks.py` (see `--help`).
+"""Time how long attnkit and FlexAttention take to build block masks: `python benchmarks/masks.py`.
 
-Builds each mask by attnkit, by torch's `create_block_mask`, and on CUDA by that with
-`_compile=True`. Compares the tiles, then times all in turns by the host's clock, with an idle
-device before and after. Before each call the captured tensors are edited in place, so that nothing
-cached about them is valid, and attnkit's cache of masks is off. `again` is attnkit with that cache
-and no edit: the cost of a step that uses the same mask as the step before.
+Builds each mask with attnkit, with torch's `create_block_mask`, and on CUDA also with its
+`_compile=True`. Compares the tiles, then times all in turns by the host's clock; the device is idle
+before and after. Before each call the captured tensors are edited in place, so that cached results
+about them are invalid, and attnkit's cache of masks is off. `again` is attnkit with that cache and
+without an edit: the cost of a step that uses the same mask as the step before.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ from torch.nn.attention import flex_attention as flex
 
 import attnkit
 from attnkit.inspection.summary import stored_bytes
-from attnkit.sparsity import block_mask as attnkit_masks
+from attnkit.sparsity import mask_runs
+from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.util.tensor_cache import VersionedCache
 
 LENGTHS = (8192, 32768, 131072)
 BLOCK = 128
 ROWS = Path(__file__).parent / "results" / "masks.jsonl"
-# Measured on an H200: 640 MiB at 8192 and 10.2 GiB at 32768. The compiled form stores the lists of
-# blocks alone.
-EAGER_BYTES = 10.25  # for each position of the dense mask
-FREE_SHARE = 0.7
+# Peak memory of the eager `create_block_mask` for each position of the dense mask. Measured on an
+# H200: 640 MiB at 8192 and 10.2 GiB at 32768. The compiled one needs memory for block lists only.
+EAGER_BYTES = 10.25
+FREE_SHARE = 0.7  # of the free memory may be used
 
 Row = dict[str, Any]
 Build = Callable[[], Any]
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the memory that a mask may take on the device."""
+    """Return the free memory of the device, in bytes."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(device)[0])
@@ -56,7 +57,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def builds(case: Case, length: int, device: torch.device) -> dict[str, Build]:
-    """Return the functions that build the mask, by name."""
+    """Return functions that build the mask, by the name of the library and mode."""
     sizes = (case.batch, case.heads, length, length)
 
     def ours() -> Any:
@@ -70,31 +71,31 @@ def builds(case: Case, length: int, device: torch.device) -> dict[str, Build]:
 
         return build
 
-    found = {"attnkit": ours, "torch eager": theirs(False)}
-    return found | ({"torch compiled": theirs(True)} if device.type == "cuda" else {})
+    functions = {"attnkit": ours, "torch eager": theirs(False)}
+    return functions | ({"torch compiled": theirs(True)} if device.type == "cuda" else {})
 
 
 def invalidate(case: Case) -> None:
-    """Invalidate everything that is cached about the captured tensors."""
+    """Edit the captured tensors in place, which invalidates everything cached about them."""
     for t in case.tensors:
         t.copy_(t.clone())
 
 
 def timed_build(build: Build, case: Case, device: torch.device) -> Callable[[], Any]:
-    """Wrap a build for timing: caches are invalid before, the device is idle after."""
+    """Wrap a build for timing: invalidate caches before it, and wait for the device after it."""
 
     def run() -> Any:
         invalidate(case)
-        made = build()
+        mask = build()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return made
+        return mask
 
     return run
 
 
 def refusal(name: str, case: Case, length: int, device: torch.device) -> str:
-    """Say why a peer is not tried, or return an empty text."""
+    """Return why a peer cannot be run, or an empty text."""
     need = EAGER_BYTES * case.batch * case.heads * length**2
     room = FREE_SHARE * free_bytes(device)
     if name != "torch eager" or need <= room:
@@ -105,8 +106,8 @@ def refusal(name: str, case: Case, length: int, device: torch.device) -> str:
 def first_calls(
     case: Case, length: int, device: torch.device
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, Row], dict[str, str]]:
-    """Call each once; return what can be timed, facts of the first call, and refusals."""
-    runs, told, skipped = {}, {}, {}
+    """Call each builder once; return those to time, fields of their rows, and reasons to skip."""
+    runs, facts, skipped = {}, {}, {}
     cuda = device.type == "cuda"
     for name, build in builds(case, length, device).items():
         skipped[name] = refusal(name, case, length, device)
@@ -118,36 +119,36 @@ def first_calls(
         before = torch.cuda.memory_allocated(device) if cuda else 0
         start = time.perf_counter()
         try:
-            made = run()
-        except Exception as error:  # whatever a peer raises is its answer
+            mask = run()
+        except Exception as error:  # a peer's error is reported in its row
             if name == "attnkit":
                 raise
             skipped[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
             continue
-        told[name] = {"first_ms": 1000 * (time.perf_counter() - start)}
+        facts[name] = {"first_ms": 1000 * (time.perf_counter() - start)}
         if cuda:
             peak = torch.cuda.max_memory_allocated(device) - before
-            told[name]["peak_mb"] = round(peak / 2**20, 1)
-        told[name] |= contents(made)
+            facts[name]["peak_mb"] = round(peak / 2**20, 1)
+        facts[name] |= contents(mask)
         runs[name] = run
-    return runs, told, skipped
+    return runs, facts, skipped
 
 
-def contents(made: Any) -> Row:
-    """Return tiles and stored bytes of a mask, ours or torch's."""
-    if isinstance(made, attnkit_masks.BlockRuns):
-        _, partial, full = made.counts()
-        return {"partial": partial, "full": full, "stored_bytes": stored_bytes(made)}
-    tensors = [t for t in made.as_tuple(flatten=True) if isinstance(t, torch.Tensor)]
+def contents(mask: Any) -> Row:
+    """Count the tiles and stored bytes of attnkit's or torch's mask."""
+    if isinstance(mask, BlockRuns):
+        _, partial, full = mask.counts()
+        return {"partial": partial, "full": full, "stored_bytes": stored_bytes(mask)}
+    tensors = [t for t in mask.as_tuple(flatten=True) if isinstance(t, torch.Tensor)]
     return {
-        "partial": int(made.kv_num_blocks.sum()),
-        "full": int(made.full_kv_num_blocks.sum()),
+        "partial": int(mask.kv_num_blocks.sum()),
+        "full": int(mask.full_kv_num_blocks.sum()),
         "stored_bytes": sum(t.numel() * t.element_size() for t in tensors),
     }
 
 
 def remembered(case: Case, length: int, device: torch.device) -> Times:
-    """Time attnkit with its cache of masks and no edit; do not wait for the device."""
+    """Time attnkit when its cache has the mask; do not wait for the device."""
     build = builds(case, length, device)["attnkit"]
     return in_turn({"again": build}, seconds=0, least_rounds=20)["again"]
 
@@ -155,41 +156,41 @@ def remembered(case: Case, length: int, device: torch.device) -> Times:
 def measure(
     name: str, length: int, device: torch.device, seconds: float, attempts: int
 ) -> list[Row]:
-    """Measure one case; yield one row for each peer."""
+    """Measure one case; return one row for each peer."""
     limit = SPREAD if device.type == "cuda" else None  # the CPU is shared with others
-    torch.compiler.reset()  # else the ninth mask meets dynamo's limit and is built eagerly
+    torch.compiler.reset()  # else the ninth mask exceeds dynamo's limit and is built eagerly
     case = CASES[name](length, device)
-    memory = attnkit_masks._runs, attnkit_masks._proofs
-    attnkit_masks._runs, attnkit_masks._proofs = VersionedCache(0), VersionedCache(0)
+    memory = mask_runs._runs, mask_runs._proofs
+    mask_runs._runs, mask_runs._proofs = VersionedCache(0), VersionedCache(0)
     try:
-        runs, told, skipped = first_calls(case, length, device)
+        runs, facts, skipped = first_calls(case, length, device)
         times = in_turn(runs, seconds=seconds, attempts=attempts, least_rounds=5, limit=limit)
     finally:
-        attnkit_masks._runs, attnkit_masks._proofs = memory
+        mask_runs._runs, mask_runs._proofs = memory
     again = remembered(case, length, device)
     ours = times.pop("attnkit")
     row: Row = {"benchmark": "masks", "device": device.type, "case": name, "length": length}
     row |= {"block": BLOCK, "batch": case.batch, "heads": case.heads}
     row |= {"ours_ms": ours.median, "ours_min": ours.least, "again_ms": again.median}
-    row |= {f"ours_{k}": v for k, v in told["attnkit"].items()}
+    row |= {f"ours_{k}": v for k, v in facts["attnkit"].items()}
     row |= {"rounds": len(ours.rounds), "spread": ours.spread}
     noisy = any(t.is_noisy(limit) for t in (ours, *times.values()))
     return [
-        row | compared(ours, times, told, peer, skipped[peer]) | {"noisy": noisy}
+        row | compared(ours, times, facts, peer, skipped[peer]) | {"noisy": noisy}
         for peer in list(skipped)[1:]
     ]
 
 
 def compared(
-    ours: Times, times: dict[str, Times], told: dict[str, Row], peer: str, skipped: str
+    ours: Times, times: dict[str, Times], facts: dict[str, Row], peer: str, skipped: str
 ) -> Row:
     """Return the fields of a row that depend on the peer."""
     if skipped:
         return {"peer": peer, "skipped": skipped}
-    theirs, mine = times[peer], told["attnkit"]
+    theirs, mine = times[peer], facts["attnkit"]
     row = {"peer": peer, "peer_ms": theirs.median, "peer_min": theirs.least}
-    row |= {f"peer_{k}": v for k, v in told[peer].items()}
-    same = all(mine[k] == told[peer][k] for k in ("partial", "full"))
+    row |= {f"peer_{k}": v for k, v in facts[peer].items()}
+    same = all(mine[k] == facts[peer][k] for k in ("partial", "full"))
     row["peer_spread"] = theirs.spread
     return row | {"ratio": theirs.over(ours), "same_tiles": same}
 
@@ -208,7 +209,7 @@ def line(row: Row) -> str:
 
 
 def cell(rows: list[Row]) -> str:
-    """Format our time, and the time of each peer as a multiple of it, for one case and length."""
+    """Format attnkit's time and each peer's time as a multiple of it, for one case and length."""
     # all peers of one measurement share our time; ratios of an older one are to another time
     newest = {row["peer"]: row for row in rows if row["ours_ms"] == rows[-1]["ours_ms"]}
     parts = [f"{newest[peer]['ratio']:.0f}x" for peer in newest if "ratio" in newest[peer]]
@@ -216,7 +217,7 @@ def cell(rows: list[Row]) -> str:
 
 
 def markdown(rows: list[Row], device: str) -> str:
-    """Format the newest saved rows of a kind of device, one line for each mask."""
+    """Format the newest saved rows of a device type as a Markdown table, one line for each mask."""
     own = [row for row in rows if row["device"] == device]
     lengths = sorted({row["length"] for row in own})
     peers = ", ".join(dict.fromkeys(row["peer"] for row in own))

@@ -1,7 +1,7 @@
 """Measure attnkit against its peers: `python benchmarks/run.py` (`--help` for the choices).
 
-Checks each case of cases.toml against float64, in each direction and dtype, then times it in turns
-with its peers. A peer's compile time does not count; a refusal of a peer is printed.
+Checks each case of cases.toml against float64, in each direction and dtype, then times attnkit and
+its peers in turns. A peer's compile time does not count. If a peer refuses a case, the row says so.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def problem(case: Row, shape: dict[str, int], dtype: torch.dtype) -> Problem:
 
 
 def directed(p: Problem, attention: Run, direction: str) -> Callable[[], list[Tensor]]:
-    """Return the pass that is timed; it returns the tensors to check."""
+    """Return the function to time, forward or backward; its results are the tensors to check."""
     if direction == "forward":
         return lambda: [attention()]
     out = attention()
@@ -51,7 +51,11 @@ def directed(p: Problem, attention: Run, direction: str) -> Callable[[], list[Te
 def prepare(
     p: Problem, peers: list[str], direction: str, truth: list[Tensor]
 ) -> tuple[dict[str, Callable[[], list[Tensor]]], dict[str, float], dict[str, str]]:
-    """Return what to time and its error, by name, and why the others are skipped."""
+    """Build and check attnkit and its peers.
+
+    Returns:
+        By name: the functions to time, their errors, and why other peers are skipped.
+    """
     runs, errors, skipped = {}, {}, {}
     for name in (OURS, *peers):
         try:
@@ -77,8 +81,8 @@ def measure(case: Row, config: Row, seconds: float, attempts: int) -> Iterator[R
         for direction in case["directions"]:
             forward = direction == "forward"
             part = slice(0, 1) if forward else slice(1, None)
-            given = p.without_grad() if forward else p
-            runs, errors, skipped = prepare(given, case["peers"], direction, truth[part])
+            inputs = p.without_grad() if forward else p
+            runs, errors, skipped = prepare(inputs, case["peers"], direction, truth[part])
             times = in_turn(runs, seconds=seconds, attempts=attempts)
             allowed = 2 * error(same_dtype[part], truth[part])
             shared = {"case": case["name"], "direction": direction, "dtype": dtype}

@@ -3,14 +3,14 @@
 No GPU is needed: costs are those of `attnkit.schedule.scheduler`, in SM cycles. Prints for each
 mask, length and direction:
 
-- the makespan in list order, relative to the lower bound max(work / SMs, longest work tile), where
-  the work is that of the unsplit rows, and relative to grid order;
+- the makespan (the cycles until the last work tile ends), relative to the lower bound
+  max(work / SMs, longest work tile), where the work is that of the unsplit rows, and relative to
+  grid order;
 - the share of visited tiles that are in L2, also for grid order and for longest first without
   sections;
 - for the backward, the cost of waiting in deterministic order.
 
-Length 2048 is shown without a limit: where an SM has one or two tiles, no schedule is near the
-bound.
+Length 2048 has no limit: if an SM has only one or two tiles, no schedule is near the bound.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from attnkit.tracing.tracer import trace
 
 BLOCK, HEAD_DIM, BATCH, HEADS = (128, 128), 128, 2, 16
 LENGTHS = (2048, 8192, 32768)
-LIMIT, LIMIT_FROM = 1.05, 8192  # issue 4's figure
+LIMIT, LIMIT_FROM = 1.05, 8192  # largest makespan / lower bound, and the length from which it holds
 CPU = torch.device("cpu")
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -69,7 +69,7 @@ def full(length: int) -> MaskMod:
 
 
 def skewed(length: int) -> BlockRuns:
-    """Return random blocks by head; the density of a row is the 4th power of a uniform."""
+    """Draw random blocks by head; the density of a row is the 4th power of a uniform number."""
     random, blocks = torch.Generator().manual_seed(0), length // BLOCK[0]
     density = torch.rand(1, HEADS, blocks, 1, generator=random) ** 4
     kept = torch.rand(1, HEADS, blocks, blocks, generator=random) < density
@@ -81,11 +81,11 @@ MASKS = {"full": full, "causal": causal, "window 1024": window, "16 documents": 
 
 
 def runs_of(mask: str, length: int) -> BlockRuns:
-    """Return the block runs of a case."""
+    """Classify the tiles of a mask; return its runs."""
     if mask == "skewed blocks":
         return skewed(length)
-    found = trace(MASKS[mask](length), "mask")
-    return classify(found.root, found.tensors, q_len=length, kv_len=length, block=BLOCK,
+    traced = trace(MASKS[mask](length), "mask")
+    return classify(traced.root, traced.tensors, q_len=length, kv_len=length, block=BLOCK,
                     batch=BATCH, heads=HEADS, device=CPU)  # fmt: skip
 
 
@@ -102,20 +102,20 @@ def timed(make: Callable[[], Schedule]) -> tuple[Schedule, float]:
 def measure(mask: str, length: int, workers: int, backward: bool) -> dict[str, Any]:
     """Simulate one case; return its row."""
     runs, make = runs_of(mask, length), schedule_backward if backward else schedule_forward
-    # bf16: K and V, or Q, dO and a float32 dQ
+    # bytes of a row: K and V in bfloat16, or Q and dO in bfloat16 and dQ in float32
     tile_bytes = BLOCK[0] * HEAD_DIM * (8 if backward else 4)
     shape = Shape(BATCH, HEADS, tile_bytes)
     schedule, plan_ms = timed(lambda: make(runs, shape, workers=workers))
     grid = report(make(runs, shape, workers=workers, order="grid"), runs)
     mine = report(schedule, runs)
-    apart = make(runs, shape, workers=workers, l2_bytes=1 << 60)
+    one_section = make(runs, shape, workers=workers, l2_bytes=1 << 60)
     row = {
         "benchmark": "schedule", "mask": mask, "length": length, "batch": BATCH, "heads": HEADS,
         "block": BLOCK, "backward": backward, "workers": workers, "l2_bytes": L2_BYTES,
         "pieces": mine.work_tile_count, "split": mine.split, "makespan": mine.makespan,
         "ratio": mine.makespan / mine.bound, "idle": mine.idle, "reuse": mine.reuse,
         "grid": grid.makespan / mine.makespan, "grid_idle": grid.idle, "grid_reuse": grid.reuse,
-        "one_section_reuse": report(apart, runs).reuse, "plan_ms": plan_ms,
+        "one_section_reuse": report(one_section, runs).reuse, "plan_ms": plan_ms,
     }  # fmt: skip
     for order in MONOTONE if backward else ():
         fixed = make(runs, shape, workers=workers, order=order)

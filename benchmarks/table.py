@@ -21,22 +21,22 @@ Row = dict[str, Any]
 
 
 def cell(rows: list[Row], direction: str, peer: str | None) -> str:
-    """Format our time, or a peer's time as a multiple of it, for each measured dtype."""
+    """Format attnkit's time, or a peer's as a multiple of it, for each measured dtype."""
     parts = []
     for dtype in DTYPES:
         own = [r for r in rows if (r["direction"], r["dtype"]) == (direction, dtype)]
         # all peers of one measurement share our time; ratios of an older one are to another time
         own = [r for r in own if r["ours_ms"] == own[-1]["ours_ms"]]
-        found = [r for r in own if "ratio" in r and peer in (None, r["peer"])]
+        compared = [r for r in own if "ratio" in r and peer in (None, r["peer"])]
         if peer is None and own:
             parts.append(f"{own[-1]['ours_ms']:.0f} ms")
-        elif found:
-            parts.append(f"{found[-1]['ratio']:.1f}x")
+        elif compared:
+            parts.append(f"{compared[-1]['ratio']:.1f}x")
     return ", ".join(parts)
 
 
 def markdown(rows: list[Row]) -> str:
-    """Format the table, one line for each case; float32, bfloat16."""
+    """Format the table, one line for each case; a cell has float32, bfloat16."""
     titles = [title for title, _, _ in COLUMNS]
     lines = [f"| float32, bfloat16 | {' | '.join(titles)} |", "| --- |" + " --- |" * len(titles)]
     for case in dict.fromkeys(row["case"] for row in rows):

@@ -20,7 +20,7 @@ def spread(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Times:
-    """Hold milliseconds of one function, round by round."""
+    """Records the milliseconds of one function in each round."""
 
     rounds: tuple[float, ...]
 
@@ -47,7 +47,7 @@ class Times:
         return self.median > NOISY * self.least
 
     def over(self, other: Times) -> float:
-        """Return this time as a multiple of the other's: the median of ratios within a round."""
+        """Return this time as a multiple of the other: the median of the ratios in each round."""
         return statistics.median(self.ratios(other))
 
     def ratios(self, other: Times) -> tuple[float, ...]:
@@ -68,11 +68,11 @@ def in_turn(
     """Time functions round-robin: each round calls each once, in alternating order.
 
     Args:
-        functions: by name; called once before the first round, untimed.
-        seconds: go on until the rounds together took so long.
-        attempts: how often to start again while a time is noisy.
-        least_rounds: but at least so many rounds.
-        most_rounds: and at most so many.
+        functions: by name; each is called once before the first round, untimed.
+        seconds: begin further rounds until all of them together took this time.
+        attempts: most measurements; measure again while a time is noisy.
+        least_rounds: least number of rounds.
+        most_rounds: largest number of rounds.
         limit: as of `Times.is_noisy`.
     """
     for function in functions.values():
@@ -87,7 +87,7 @@ def in_turn(
 def _rounds(
     functions: Mapping[str, Callable[[], object]], seconds: float, least: int, most: int
 ) -> dict[str, Times]:
-    found: dict[str, list[float]] = {name: [] for name in functions}
+    milliseconds: dict[str, list[float]] = {name: [] for name in functions}
     begin = time.perf_counter()
     for turn in range(most):
         if turn >= least and time.perf_counter() - begin > seconds:
@@ -95,5 +95,5 @@ def _rounds(
         for name in list(functions)[:: 1 if turn % 2 == 0 else -1]:
             start = time.perf_counter()
             functions[name]()
-            found[name].append(1000 * (time.perf_counter() - start))
-    return {name: Times(tuple(rounds)) for name, rounds in found.items()}
+            milliseconds[name].append(1000 * (time.perf_counter() - start))
+    return {name: Times(tuple(rounds)) for name, rounds in milliseconds.items()}

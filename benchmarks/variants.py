@@ -1,4 +1,4 @@
-"""Define masks and scores of the cases, the same for attnkit and FlexAttention."""
+"""Define masks and score_mods of the cases, the same for attnkit and FlexAttention."""
 
 from __future__ import annotations
 

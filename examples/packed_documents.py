@@ -1,8 +1,8 @@
 """Train a small language model on packed documents, with its own mask and score_mod.
 
-Packs source files of Python's standard library into one sequence. A byte attends to the bytes
-before it in the same document, at most WINDOW back (the mask). Each head learns a slope by which
-scores fall with distance (ALiBi, the score_mod). Fully masked tiles are never computed.
+Packs source files of Python's standard library into one sequence. The mask lets a byte attend to
+bytes before it in the same document, at most WINDOW back. The score_mod is ALiBi: scores fall with
+distance, by a slope that each head learns. Tiles that the mask drops are never computed.
 
 Exits with 1 if the model does not learn, or if attention is not exact.
 """
@@ -32,12 +32,16 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # query, key, value
 
 
 def packed(ids: Tensor) -> attnkit.Mask:
-    """Keep earlier bytes of the same document in a window; ids [S] is the document of each byte."""
+    """Build the mask that keeps earlier bytes of the same document within WINDOW.
+
+    Args:
+        ids: [S], the document of each byte.
+    """
     return causal() & document(ids) & sliding_window(WINDOW)
 
 
 def sparse_attention(ids: Tensor, backend: str = "auto") -> Attend:
-    """Attend by attnkit. New ids and slopes need no new trace: they are arguments of the graph."""
+    """Build attention by attnkit; new ids and slopes need no new trace, as they are arguments."""
     mask = packed(ids)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Tensor:
@@ -50,7 +54,7 @@ def sparse_attention(ids: Tensor, backend: str = "auto") -> Attend:
 
 
 def dense_attention(ids: Tensor) -> Attend:
-    """Attend by plain PyTorch, with a bias for every head and every pair of positions."""
+    """Build attention by plain PyTorch, with a bias for every head and every pair of positions."""
     place = torch.arange(len(ids))
     distance = place[:, None] - place
     dropped = (distance < 0) | (distance > WINDOW) | (ids[:, None] != ids)
@@ -63,7 +67,7 @@ def dense_attention(ids: Tensor) -> Attend:
 
 
 class Block(nn.Module):
-    """Apply attention and a feed-forward layer to the residual stream [S, WIDTH]."""
+    """Applies attention and a feed-forward layer to the residual stream [S, WIDTH]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +89,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Map bytes [S] to logits [S, 256]."""
+    """Maps bytes [S] to logits [S, 256]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,20 +105,20 @@ class Model(nn.Module):
 
 
 def loss_of(model: Model, tokens: Tensor, ids: Tensor, attend: Attend) -> Tensor:
-    """Return the mean loss of the next byte, in nats; the end of a document predicts nothing."""
+    """Compute the mean loss of the next byte, in nats; the last byte of a document is left out."""
     targets = tokens[1:].masked_fill(ids[1:] != ids[:-1], -100)  # -100: cross_entropy skips it
     return F.cross_entropy(model(tokens, attend)[:-1], targets)
 
 
 def read_files() -> list[bytes]:
-    """Read modules of Python's standard library."""
+    """Read the larger modules of Python's standard library."""
     folder = Path(sysconfig.get_path("stdlib"))
     files = [path.read_bytes() for path in sorted(folder.glob("*.py"))]
     return [text for text in files if len(text) > 2000] or sys.exit(f"no source in {folder}")
 
 
 def pack(files: list[bytes], length: int, draw: random.Random) -> tuple[Tensor, Tensor]:
-    """Pack stretches of random files; return tokens and document ids, both [length]."""
+    """Pack random stretches of random files; return tokens and document ids, both [length]."""
     text, ids = b"", []
     while len(text) < length:
         source = draw.choice(files)

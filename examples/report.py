@@ -1,4 +1,4 @@
-"""Report differences from a reference, times and a picture of a mask, for the examples."""
+"""Measure errors and times, and draw a mask, for the examples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = ("output", "d query", "d key", "d value", "d slopes")
 def errors(
     attend: Callable[..., Tensor], oracle: Callable[..., Tensor], inputs: Sequence[Tensor]
 ) -> dict[str, float]:
-    """Return the largest differences of output and gradients from the oracle's, run in float64.
+    """Return the largest differences of output and gradients from those of a float64 oracle.
 
     Each is a share of the oracle's largest entry. Inputs are query, key, value and slopes.
     """
@@ -35,7 +35,7 @@ def errors(
 
 
 def milliseconds(loss: Callable[[], Tensor], repeats: int = 5) -> float:
-    """Measure the median time of a forward and backward pass."""
+    """Measure the median time of a forward and backward pass, in milliseconds."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -47,7 +47,7 @@ def milliseconds(loss: Callable[[], Tensor], repeats: int = 5) -> float:
 def picture(
     path: Path, losses: Sequence[float], bound: float, mask: attnkit.Mask, size: int
 ) -> None:
-    """Draw the losses, and the mask: unmasked scores dark, in the light tiles that are computed."""
+    """Draw the losses and the mask: unmasked scores are dark, tiles that are computed are light."""
     from matplotlib.figure import Figure
 
     tiles = attnkit.create_block_mask(mask, None, None, size, size)

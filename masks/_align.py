@@ -15,12 +15,12 @@ Index: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
 class Alignment(NamedTuple):
-    """An alignment, as functions for a mask_mod to call.
+    """Holds an alignment, as functions for a mask_mod to call.
 
     Attributes:
         position: (b, q) -> the key position of the query.
         exists: (b, kv) -> whether the key exists.
-        padded: whether some keys may not exist.
+        padded: whether `exists` is False for some keys.
         lengths: the (query, kv) lengths that it fits; None for any.
         arguments: the arguments as text, for a label.
     """
@@ -33,7 +33,7 @@ class Alignment(NamedTuple):
 
 
 def aligned(align: Align, q_len: int | None, kv_len: int | Tensor | None) -> Alignment:
-    """Build the alignment that a mask's arguments describe.
+    """Check the alignment arguments of a mask, and return the alignment.
 
     Args:
         align: "top-left" places query 0 at key 0; "bottom-right" places the last query at the last
@@ -71,7 +71,7 @@ def aligned(align: Align, q_len: int | None, kv_len: int | Tensor | None) -> Ali
 
 
 def keyword_arguments(arguments: tuple[str, ...]) -> tuple[str, ...]:
-    """The arguments of a label in which `align` is a keyword argument."""
+    """Return the arguments for a label in which `align` is a keyword argument."""
     return (f"align={arguments[0]}", *arguments[1:]) if arguments else ()
 
 

@@ -1,4 +1,4 @@
-"""BigBird: a window of blocks, global blocks, and random blocks."""
+"""Define BigBird's mask: a window of blocks, global blocks, and random blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attnkit.masks._topk_blocks import topk_blocks
 def bigbird(
     random_blocks: Tensor, block: int, *, window_blocks: int = 1, global_blocks: int = 1
 ) -> Mask:
-    """Keeps neighbouring blocks, the rows and columns of the first blocks, and given random blocks.
+    """Keeps neighbouring blocks, the rows and columns of the first blocks, and random blocks.
 
     Args:
         random_blocks: int [query blocks, R] or [H, query blocks, R], the random kv blocks of each

@@ -1,4 +1,4 @@
-"""Attention inside of blocks on the diagonal."""
+"""Define the mask of attention inside blocks on the diagonal."""
 
 from __future__ import annotations
 

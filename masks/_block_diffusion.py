@@ -1,4 +1,4 @@
-"""Training of block diffusion language models."""
+"""Define the mask for training block diffusion language models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from attnkit.masks._check import whole
 
 
 def block_diffusion(length: int, block: int) -> Mask:
-    """Keeps the pairs that training block diffusion needs: a noisy copy of a text, then the text.
+    """Keeps the pairs for training block diffusion on a noisy copy of a text, then the text.
 
     Positions `0 .. length - 1` hold the noisy copy, `length .. 2 * length - 1` the clean text, in
     blocks of `block`. A noisy block sees itself and the clean blocks before it; a clean block sees

@@ -1,4 +1,4 @@
-"""Causal attention, with queries aligned at the first or at the last key."""
+"""Define the causal mask, with queries aligned at the first or at the last key."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def causal(
             `kv_len[b]` on are after every query, so they are masked); only for "bottom-right".
 
     Returns:
-        The mask. It fits any lengths; aligned at the bottom right, those that are given.
+        The mask, for any lengths; with align="bottom-right", for `q_len` and `kv_len` only.
 
     Raises:
         ArgumentError, OptionError, ShapeError, DTypeError: an argument is not as described.

@@ -1,4 +1,4 @@
-"""Check arguments of masks. Each error names the argument, the value and what was expected."""
+"""Check arguments of masks; errors name the argument, the value and what was expected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INT_MAX = 2**31 - 1
 
 
 def whole(name: str, value: Any, least: int = 0, most: int = INT_MAX) -> int:
-    """Check a Python int from `least` to `most`."""
+    """Check a Python int from `least` to `most`, and return it."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ArgumentError(f"{name} must be an int, got {type(value).__name__}")
     if value < least:
@@ -26,7 +26,7 @@ def whole(name: str, value: Any, least: int = 0, most: int = INT_MAX) -> int:
 
 
 def limit(name: str, value: Any) -> int | None:
-    """Check a distance: an int from 0 on, or None for no limit."""
+    """Check a distance, an int from 0 on or None for no limit, and return it."""
     if value is None:
         return None
     if isinstance(value, int) and value < 0:
@@ -35,7 +35,7 @@ def limit(name: str, value: Any) -> int | None:
 
 
 def sizes(name: str, value: Any, axes: int, least: int = 1) -> tuple[int, ...]:
-    """Check one int per axis; a single int stands for all axes."""
+    """Check one int per axis, and return them; a single int stands for all axes."""
     if isinstance(value, int):
         return (whole(name, value, least),) * axes
     if not isinstance(value, Sequence) or isinstance(value, str):
@@ -57,7 +57,7 @@ def grid(name: str, value: Any, most_axes: int = 3) -> tuple[int, ...]:
 
 
 def tensor(name: str, value: Any, shapes: str, ranks: Sequence[int]) -> Tensor:
-    """Check a tensor that is not empty, of one of the ranks; `shapes` names them for the user."""
+    """Check that a value is a nonempty tensor of one of the ranks; `shapes` is for the message."""
     if not isinstance(value, Tensor):
         raise ArgumentError(f"{name} must be a tensor {shapes}, got {type(value).__name__}")
     if value.ndim not in ranks:
@@ -68,7 +68,7 @@ def tensor(name: str, value: Any, shapes: str, ranks: Sequence[int]) -> Tensor:
 
 
 def int_tensor(name: str, value: Any, shapes: str, ranks: Sequence[int]) -> Tensor:
-    """Check an integer tensor. Whether int64 values fit into 32 bits is checked when it is used."""
+    """Check an integer tensor; a later check at use covers int64 values that exceed 32 bits."""
     checked = tensor(name, value, shapes, ranks)
     if checked.dtype not in INTS:
         raise DTypeError(f"{name} must hold integers (torch.int32), got {checked.dtype}")
@@ -76,18 +76,18 @@ def int_tensor(name: str, value: Any, shapes: str, ranks: Sequence[int]) -> Tens
 
 
 def shape_text(value: Tensor) -> str:
-    """Format a tensor's shape for a label; torch.compile has no text for symbolic lengths."""
+    """Format a tensor's shape for a label; "[...]" in torch.compile, where lengths are symbolic."""
     return "[...]" if torch.compiler.is_dynamo_compiling() else str(list(value.shape))
 
 
 def extent(value: Tensor) -> tuple[int, int]:
-    """The smallest and the largest value, read from the device once."""
+    """Return the smallest and the largest value, with one read from the device."""
     low, high = torch.stack(torch.aminmax(value)).tolist()
     return int(low), int(high)
 
 
 def at_least(name: str, value: Tensor, least: int) -> Tensor:
-    """Check that no entry is below `least`; torch.compile has no data, so it accepts any entry."""
+    """Check that no entry is below `least`; not in torch.compile, which has no data to check."""
     if torch.compiler.is_dynamo_compiling():
         return value
     low, _ = extent(value)

@@ -1,4 +1,4 @@
-"""A sliding window with gaps."""
+"""Define the mask of a sliding window with gaps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def dilated(
             `kv_len[b]` on are not kept); only for "bottom-right".
 
     Returns:
-        The mask. It fits any lengths; aligned at the bottom right, those that are given.
+        The mask, for any lengths; with align="bottom-right", for `q_len` and `kv_len` only.
 
     Raises:
         ArgumentError, OptionError: not ints, negative, or dilation 0.

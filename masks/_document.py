@@ -1,4 +1,4 @@
-"""Several documents packed into one sequence, from ids, lengths or offsets."""
+"""Define masks for documents packed into one sequence, from ids, lengths or offsets."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def document_from_lengths(
 
     Args:
         lengths: int [N], the length of each document.
-        kv_lengths: int [N], the lengths on the kv side, if they differ.
+        kv_lengths: int [N], the number of keys of each document, if it differs from the queries'.
         total: query length, to check the sum of the lengths.
 
     Returns:
@@ -97,7 +97,7 @@ def document_from_cu_seqlens(
     Args:
         cu_seqlens: int [N + 1], 0 followed by the ends of the N documents, as FlashAttention's
             varlen interface takes them.
-        kv_cu_seqlens: int [N + 1], the same on the kv side, if it differs.
+        kv_cu_seqlens: int [N + 1], the same for the keys, if they differ from the queries.
         total: query length, to check the last entry.
 
     Returns:
@@ -148,7 +148,7 @@ def _ids(name: str, ids: Tensor, sorted_ids: bool) -> Tensor:
 
 
 def _from_lengths(name: str, lengths: Tensor) -> Tensor:
-    """The id of each position, int32 [sum of lengths]."""
+    """Return the document id of each position, int32 [sum of lengths]."""
     at_least(name, int_tensor(name, lengths, "[N]", (1,)), 0)
     documents = torch.arange(len(lengths), dtype=torch.int32, device=lengths.device)
     ids = documents.repeat_interleave(lengths.long())

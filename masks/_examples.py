@@ -1,4 +1,4 @@
-"""Instances of every mask of the library, at any length."""
+"""Build instances of every mask of the library, at any length."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from attnkit.masks._tree import tree, tree_from_table
 
 
 class Example(NamedTuple):
-    """A mask with sizes that it fits; batch and heads are 1 if it does not read b or h."""
+    """Holds a mask and sizes that it fits; batch and heads are 1 if it does not read b or h."""
 
     mask: Mask
     q_len: int
@@ -48,20 +48,20 @@ class _Draw:
         self.device = device
 
     def ints(self, low: int, high: int, *shape: int) -> Tensor:
-        """int32 from low to high - 1."""
+        """Draw int32 numbers from low to high - 1."""
         drawn = torch.randint(low, high, shape, generator=self.generator, dtype=torch.int32)
         return drawn.to(self.device)
 
     def marks(self, rate: float, *shape: int) -> Tensor:
-        """bool, True at the given rate."""
+        """Draw bools that are True with probability `rate`."""
         return (torch.rand(shape, generator=self.generator) < rate).to(self.device)
 
     def order(self, count: int) -> Tensor:
-        """A permutation of 0 .. count - 1, int64."""
+        """Draw a permutation of 0 .. count - 1, int64."""
         return torch.randperm(count, generator=self.generator).to(self.device)
 
     def lengths(self, total: int, parts: int) -> Tensor:
-        """`parts` lengths, at least 0, that sum to `total`, int32."""
+        """Draw `parts` lengths, at least 0, that sum to `total`, int32."""
         cuts = self.ints(0, total + 1, parts - 1).sort().values.cpu()
         ends = torch.cat((cuts, torch.tensor([total], dtype=torch.int32)))
         return ends.diff(prepend=ends.new_zeros(1)).to(self.device)
@@ -75,11 +75,11 @@ def examples(
     Args:
         length: query and kv length, from 32 on; grids take the nearest smaller shape that fits,
             and a few masks have other lengths for queries and keys (see `q_len`, `kv_len`).
-        device: where captured tensors live.
-        seed: of the random ids, lengths and blocks; equal seeds give equal masks.
+        device: device of the captured tensors.
+        seed: seed of the random ids, lengths and blocks; equal seeds give equal masks.
 
     Returns:
-        Example by name: the mask's own name, or "name/what is special".
+        Examples by name: the mask's own name, or "name/what is special".
 
     >>> examples()["sliding_window"]
     Example(mask=sliding_window(16), q_len=128, kv_len=128, batch=1, heads=1)

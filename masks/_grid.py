@@ -13,7 +13,7 @@ from attnkit.masks._check import grid, sizes
 
 
 def unravel(place: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """The coordinates of an index in row-major order (the last axis runs fastest)."""
+    """Return the coordinates of an index in row-major order (the last axis varies fastest)."""
     reverse: list[Tensor] = []
     for size in reversed(shape[1:]):
         reverse.append(place % size)
@@ -24,12 +24,13 @@ def unravel(place: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
 def coordinates(
     place: Tensor, shape: tuple[int, ...], tile: tuple[int, ...] | None
 ) -> tuple[Tensor, ...]:
-    """The coordinates of the token at an index of the sequence.
+    """Return the coordinates of the token at an index of the sequence.
 
     Args:
         place: integer, from 0 to the product of `shape` less 1.
         shape: the grid.
-        tile: order tokens tile by tile, row-major among tiles and inside of each; None: row-major.
+        tile: tokens are ordered tile by tile, row-major among tiles and inside each; None:
+            row-major.
     """
     if tile is None:
         return unravel(place, shape)
@@ -40,7 +41,7 @@ def coordinates(
 
 
 def check_tile(shape: tuple[int, ...], tile: int | Sequence[int]) -> tuple[int, ...]:
-    """Check a tile, which must divide the grid."""
+    """Check that a tile divides the grid, and return its size along each axis."""
     parts = sizes("tile", tile, len(shape))
     if any(size % part for size, part in zip(shape, parts, strict=True)):
         raise OptionError(f"tile must divide shape {shape} along every axis, got {parts}")
@@ -48,7 +49,7 @@ def check_tile(shape: tuple[int, ...], tile: int | Sequence[int]) -> tuple[int, 
 
 
 def tile_order(shape: Sequence[int], tile: int | Sequence[int]) -> Tensor:
-    """The row-major index of each token of a tiled layout.
+    """Return the row-major index of each token of a tiled layout.
 
     `x[..., order, :]` reorders row-major tokens to the tiled layout that `natten(tile=...)` and
     `sliding_tile` expect; `y[..., order.argsort(), :]` reorders the result back.

@@ -1,4 +1,4 @@
-"""Global tokens and a sliding window."""
+"""Define Longformer's mask: global tokens and a sliding window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Neighbourhood attention on lines, images and videos."""
+"""Define the mask of neighbourhood attention on lines, images and videos."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def natten(
     """Keeps the `kernel` nearest neighbours along each axis of a grid of tokens.
 
     The window is centred on the query and moved inwards at the borders, so that every query sees
-    the same number of keys. An even kernel reaches one further to the left. Follows NATTEN in
-    all parameters.
+    the same number of keys. An even kernel reaches one further to the left. All parameters mean the
+    same as in NATTEN.
 
     Args:
         shape: the grid, 1 to 3 axes; query and kv length are its product.
@@ -96,7 +96,7 @@ def natten(
 def _near(
     q: Tensor, kv: Tensor, length: int, kernel: int, stride: int, dilation: int, causal: bool
 ) -> Tensor:
-    """Whether `kv` is a neighbour of `q` along one axis."""
+    """Return whether `kv` is a neighbour of `q` along one axis."""
     if dilation == 1:
         return _in_window(q, kv, length, kernel, stride, causal)
     residue = q % dilation

@@ -1,4 +1,4 @@
-"""Batches of sequences of different lengths, padded to one."""
+"""Define the mask of a batch of sequences that are padded to one length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masks over a paged KV cache."""
+"""Define masks over a paged KV cache."""
 
 from __future__ import annotations
 
@@ -68,28 +68,29 @@ def paged(
 
     if lengths is None:
         return Mask(keep, label, lengths=sizes)
-    held = per_batch("lengths", lengths)
-    if len(held) != len(page_table):
+    counts = per_batch("lengths", lengths)
+    if len(counts) != len(page_table):
         raise ShapeError(
-            f"lengths must have one entry per row of page_table, {len(page_table)}, got {len(held)}"
+            "lengths must have one entry per row of page_table, "
+            f"{len(page_table)}, got {len(counts)}"
         )
 
-    def keep_held(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    def keep_existing(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         page = logical_page[b, kv // page_size]
         key = page.clamp(min=0) * page_size + kv % page_size
-        return (page >= 0) & (key < held[b]) & mask(b, h, q, key)
+        return (page >= 0) & (key < counts[b]) & mask(b, h, q, key)
 
-    return Mask(keep_held, label, lengths=sizes)
+    return Mask(keep_existing, label, lengths=sizes)
 
 
 def _lengths(
-    mask: Callable[..., Tensor], name: str, capacity: int, pool: int, held: Tensor | None
+    mask: Callable[..., Tensor], name: str, capacity: int, pool: int, counts: Tensor | None
 ) -> tuple[Any, int]:
-    """The (query, kv) lengths of a paged mask: those of the mask, and all keys of the pool."""
+    """Return the (query, kv) lengths of a paged mask: the mask's own, and all keys of the pool."""
     if not isinstance(mask, Mask):
         return None, pool
     most = mask.lengths.kv[1]
-    if held is None and most is not None and most < capacity:
+    if counts is None and most is not None and most < capacity:
         raise ShapeError(
             f"{name} was built for kv length {most}, and the pages of an entry hold {capacity} "
             "keys; give lengths, or build the mask for that length"
@@ -98,7 +99,7 @@ def _lengths(
 
 
 def _inverse(page_table: Tensor, pages: int) -> Tensor:
-    """int32 [B, pages]: the logical page that entry b stores in each physical page, or -1."""
+    """Return int32 [B, pages]: the logical page that entry b stores in a physical page, or -1."""
     table = int_tensor("page_table", page_table, "[B, P]", (2,)).long()
     at_least("page_table", table, -1)
     if extent(table)[1] >= pages:

@@ -1,4 +1,4 @@
-"""A prefix that every query sees, alone and with causal attention."""
+"""Define the mask of a prefix that every query sees, alone and with causal attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several continuations of one prompt in one sequence."""
+"""Define the mask for several continuations of one prompt in one sequence."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def shared_prefix(prefixes: int | Tensor, suffixes: Tensor) -> Mask:
 
     Args:
         prefixes: prefix length, or int [G] with the prefix length of each group.
-        suffixes: int [N], the suffix lengths of the only group, or int [G, N], those of each group;
-            0 for a suffix that does not exist.
+        suffixes: int [N], the suffix lengths of a single group, or int [G, N], of each group; 0 for
+            a suffix that does not exist.
 
     Returns:
         The mask, for query and kv length equal to the sum of all lengths.
@@ -63,7 +63,7 @@ def shared_prefix(prefixes: int | Tensor, suffixes: Tensor) -> Mask:
 
 
 def _lengths(prefixes: int | Tensor, suffixes: Tensor) -> Tensor:
-    """int64 [G, 1 + N]: the prefix and the suffixes of each group."""
+    """Return int64 [G, 1 + N]: the lengths of the prefix and of the suffixes of each group."""
     at_least("suffixes", int_tensor("suffixes", suffixes, "[N] or [G, N]", (1, 2)), 0)
     if not isinstance(prefixes, Tensor):
         if suffixes.ndim != 1:

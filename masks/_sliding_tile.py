@@ -1,4 +1,4 @@
-"""Sliding tile attention: neighbourhood attention between whole tiles."""
+"""Define the mask of sliding tile attention: neighbourhood attention between whole tiles."""
 
 from __future__ import annotations
 
@@ -79,6 +79,6 @@ def sliding_tile(
 
 
 def _near(row: Tensor, column: Tensor, tiles: int, reach: int) -> Tensor:
-    """Whether two tiles are neighbours along one axis of `tiles` tiles."""
+    """Return whether two tiles are neighbours along one axis of `tiles` tiles."""
     distance = row.clamp(reach, tiles - 1 - reach) - column
     return (distance <= reach) & (distance >= -reach)

@@ -1,4 +1,4 @@
-"""A window of keys around each query."""
+"""Define the mask of a window of keys around each query."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sliding_window(
             `kv_len[b]` on are not kept); only for "bottom-right".
 
     Returns:
-        The mask. It fits any lengths; aligned at the bottom right, those that are given.
+        The mask, for any lengths; with align="bottom-right", for `q_len` and `kv_len` only.
 
     Raises:
         ArgumentError, OptionError: not ints, negative, or both None.

@@ -1,4 +1,4 @@
-"""Attention sinks plus a causal window."""
+"""Define StreamingLLM's mask: attention sinks plus a causal window."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def streaming_llm(
             `kv_len[b]` on are not kept); only for "bottom-right".
 
     Returns:
-        The mask. It fits any lengths; aligned at the bottom right, those that are given.
+        The mask, for any lengths; with align="bottom-right", for `q_len` and `kv_len` only.
 
     Raises:
         ArgumentError, OptionError: not ints, or negative.

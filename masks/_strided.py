@@ -1,4 +1,4 @@
-"""The two patterns of Sparse Transformers."""
+"""Define the two masks of Sparse Transformers."""
 
 from __future__ import annotations
 

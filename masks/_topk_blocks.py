@@ -1,4 +1,4 @@
-"""Blocks of keys that a router selects."""
+"""Define the mask of blocks of keys that a router selects."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def topk_blocks(selected: Tensor, q_block: int, kv_block: int) -> Mask:
 
 
 def _row(selected: Tensor, b: Tensor, h: Tensor, block: Tensor) -> Tensor:
-    """The selection of one query block, a tensor [K] or [kv blocks]."""
+    """Return the selection of one query block, a tensor [K] or [kv blocks]."""
     if selected.ndim == 2:
         return selected[block]
     return selected[h, block] if selected.ndim == 3 else selected[b, h, block]

@@ -1,4 +1,4 @@
-"""Trees of draft tokens in speculative decoding."""
+"""Define masks for trees of draft tokens in speculative decoding."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def tree_from_table(table: Tensor, context: int | Tensor = 0) -> Mask:
 
 
 def _preorder(parents: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Compute each node's index in a preorder walk, and the end of its subtree's indices."""
+    """Return each node's index in a preorder walk, and the end of its subtree's indices."""
     size = [1] * len(parents)
     for node in reversed(range(len(parents))):
         parent = parents[node]
@@ -129,7 +129,7 @@ def _preorder(parents: Sequence[int]) -> tuple[list[int], list[int]]:
 def _after_context(
     keep: MaskMod, context: int | Tensor, drafts: tuple[int, int], label: str
 ) -> Mask:
-    """Extend a mask over (query, kv) draft tokens to the context before them."""
+    """Return a mask over context and draft tokens, from a mask_mod over draft tokens only."""
     rows, count = drafts
     if isinstance(context, Tensor):
         contexts = per_batch("context", context)

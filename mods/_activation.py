@@ -1,4 +1,4 @@
-"""Activations other than the exponential, as the softmax of their logarithm."""
+"""Replace softmax's exponential by another activation: its logarithm becomes the score."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ALiBi: scores fall linearly with the distance, with a slope for each head."""
+"""Define ALiBi: scores fall linearly with the distance, with a slope for each head."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def alibi(heads: int | Tensor, *, symmetric: bool = False) -> ScoreMod:
             [-0.5000,  0.0000,  0.5000],
             [-1.0000, -0.5000,  0.0000]])
     """
-    slope = _given(heads) if isinstance(heads, Tensor) else _default(whole("heads", heads, 1))
+    slope = _from_table(heads) if isinstance(heads, Tensor) else _default(whole("heads", heads, 1))
 
     if symmetric:
 
@@ -51,7 +51,7 @@ def alibi(heads: int | Tensor, *, symmetric: bool = False) -> ScoreMod:
     return score_mod
 
 
-def _given(slopes: Tensor) -> Callable[[Tensor], Tensor]:
+def _from_table(slopes: Tensor) -> Callable[[Tensor], Tensor]:
     table("heads", slopes, "[H]", (1,))
     return lambda h: slopes[h]
 

@@ -1,4 +1,4 @@
-"""Check arguments of mods. Each error names the argument, the value and what was expected."""
+"""Check arguments of mods; errors name the argument, the value and what was expected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INT_MAX = 2**31 - 1
 
 
 def whole(name: str, value: Any, least: int = 0) -> int:
-    """Check a Python int, at least `least`."""
+    """Check a Python int, at least `least`, and return it."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ArgumentError(f"{name} must be an int, got {type(value).__name__}")
     if not least <= value <= INT_MAX:
@@ -28,7 +28,7 @@ def whole(name: str, value: Any, least: int = 0) -> int:
 
 
 def number(name: str, value: Any, *, positive: bool = False) -> float:
-    """Check a finite Python number, greater than 0 if `positive`."""
+    """Check a finite Python number, greater than 0 if `positive`, and return it as a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ArgumentError(f"{name} must be a number, got {type(value).__name__}")
     if not math.isfinite(value):
@@ -39,7 +39,7 @@ def number(name: str, value: Any, *, positive: bool = False) -> float:
 
 
 def tensor(name: str, value: Any, shapes: str, ranks: Sequence[int]) -> Tensor:
-    """Check a tensor that is not empty, of one of the ranks; `shapes` names them for the user."""
+    """Check that a value is a nonempty tensor of one of the ranks; `shapes` is for the message."""
     if not isinstance(value, Tensor):
         raise ArgumentError(f"{name} must be a tensor {shapes}, got {type(value).__name__}")
     if value.ndim not in ranks:

@@ -1,4 +1,4 @@
-"""Attention that decays with the distance."""
+"""Define mods that make attention decay with the distance."""
 
 from __future__ import annotations
 

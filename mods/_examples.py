@@ -1,4 +1,4 @@
-"""Instances of every mod of the library, at any length."""
+"""Build instances of every mod of the library, at any length."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from attnkit.mods._temperature import log_length, scalable_softmax
 
 
 class Example(NamedTuple):
-    """A mod, sizes that it fits, and its learned tensors."""
+    """Holds a mod, sizes that it fits, and its learned tensors."""
 
     mod: ScoreMod
     q_len: int
@@ -44,13 +44,13 @@ class _Draw:
         self.device, self.dtype, self.requires_grad = device, dtype, requires_grad
 
     def learned(self, *shape: int, low: float = -1.0, high: float = 1.0) -> Tensor:
-        """Uniform floats from low to high."""
+        """Draw uniform floats from low to high."""
         drawn = torch.rand(shape, generator=self.generator, dtype=torch.float64)
         values = (low + (high - low) * drawn).to(self.device, self.dtype)
         return values.requires_grad_(self.requires_grad)
 
     def ints(self, low: int, high: int, *shape: int) -> Tensor:
-        """int32 from low to high - 1."""
+        """Draw int32 numbers from low to high - 1."""
         drawn = torch.randint(low, high, shape, generator=self.generator, dtype=torch.int32)
         return drawn.to(self.device)
 
@@ -69,14 +69,14 @@ def examples(
 
     Args:
         length: query and kv length, from 4 on; `bias_2d` takes the nearest smaller square.
-        heads, batch: for the tables by head or batch entry.
-        device: where captured tensors live.
-        dtype: of the learned tensors.
-        requires_grad: of the learned tensors.
-        seed: of the random tables; equal seeds give equal mods.
+        heads, batch: sizes of the tables that have an axis of heads or batch entries.
+        device: device of the captured tensors.
+        dtype: dtype of the learned tensors.
+        requires_grad: whether the learned tensors require grad.
+        seed: seed of the random tables; equal seeds give equal mods.
 
     Returns:
-        Example by name: the mod's own name, or "name/what is special".
+        Examples by name: the mod's own name, or "name/what is special".
 
     >>> sorted(examples())[:3]
     ['alibi', 'alibi/learned', 'alibi/symmetric']

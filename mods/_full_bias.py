@@ -1,4 +1,4 @@
-"""A bias for each score."""
+"""Define the mod that adds a bias to each score."""
 
 from __future__ import annotations
 

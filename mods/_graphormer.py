@@ -1,4 +1,4 @@
-"""Graphormer: a learned bias by the distance of two nodes in a graph."""
+"""Define Graphormer's mod: a learned bias by the distance of two nodes in a graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One learned factor per head."""
+"""Define mods that multiply scores by one learned factor per head."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def head_scale(scale: Tensor) -> ScoreMod:
 
 
 def head_gate(gate: Tensor) -> ScoreMod:
-    """Multiplies the score by `sigmoid(gate[h])`: from uniform attention (0) to the score (1).
+    """Multiplies the score by `sigmoid(gate[h])`, from 0 (uniform attention) to 1 (no change).
 
     Args:
         gate: float [H], learned.

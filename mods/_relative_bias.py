@@ -1,4 +1,4 @@
-"""Learned biases by relative position."""
+"""Define mods that add a learned bias by relative position."""
 
 from __future__ import annotations
 

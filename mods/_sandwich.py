@@ -1,4 +1,4 @@
-"""Sandwich: the bias of sinusoidal position embeddings."""
+"""Define Sandwich: the bias of sinusoidal position embeddings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def sandwich(
         heads: H.
         length: query or kv length, whichever is greater; longer sequences are refused.
         dims: size of the embeddings, even, independent of the head dim.
-        device: of the query.
+        device: device of the query.
 
     Returns:
         The score_mod.
@@ -49,7 +49,7 @@ def sandwich(
 
 
 def _decay(length: int, dims: int) -> Tensor:
-    """float32 [length]: the bias of each distance before it is scaled by the head."""
+    """Return the bias of each distance before the head's factor, float32 [length]."""
     distance = torch.arange(length, dtype=torch.float64, device="cpu")
     total = torch.zeros_like(distance)
     for i in range(1, dims // 2 + 1):

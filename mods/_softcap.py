@@ -1,4 +1,4 @@
-"""Softcap: limit scores smoothly."""
+"""Limit scores smoothly to a range."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""T5's relative position bias: a learned number per head and bucket of distances."""
+"""Define T5's relative position bias: a learned number per head and bucket of distances."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def t5_bias(bias: Tensor, *, bidirectional: bool = True, max_distance: int = 128
 
 
 def _buckets(count: int, max_distance: int) -> Tensor:
-    """int32 [max_distance + 1]: the bucket of each distance, by T5's own float32 arithmetic."""
+    """Return the bucket of each distance, int32 [max_distance + 1], by T5's float32 arithmetic."""
     distance = torch.arange(max_distance + 1, device="cpu")
     exact = count // 2
     scaled = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)

@@ -1,4 +1,7 @@
-"""Repeatable runs: hypothesis profiles, seeds, one thread; the rules for GPUs and the DSL's libraries."""
+"""Make runs repeatable.
+
+Sets hypothesis profiles, seeds and one thread, and the rules for GPUs and the DSL's libraries.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ hypothesis.settings.register_profile("thorough", deadline=None, max_examples=200
 
 
 class _TorchRandom:
-    """torch's global generator, as hypothesis wants it: each example starts from the same state."""
+    """Presents torch's generator to hypothesis: each example starts from the same state."""
 
     def seed(self, value: int) -> None:
         torch.manual_seed(value)
@@ -62,7 +65,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark everything under tests/gpu; without a CUDA device, skip it or refuse to pretend."""
+    """Mark everything under tests/gpu.
+
+    Without a CUDA device skip it, or fail if `-m gpu` asks for it.
+    """
     gpu_items = [item for item in items if GPU_TESTS in item.path.parents]
     for item in gpu_items:
         item.add_marker("gpu")

@@ -2,8 +2,8 @@
 
 In: command line arguments. Out: text and an exit status. Nothing imports this room but `__main__`.
 
-The module of a command has `register(subparsers)`, which adds its parser and sets `run` as the
-default of that name, and `run(options) -> int`, which does the work and returns the exit status.
+Each module has two functions. `register(subparsers)` adds the command's parser, and sets `run` as
+the default of the option `run`. `run(options) -> int` does the work and returns the exit status.
 `COMMANDS` lists the modules.
 """
 
@@ -23,7 +23,7 @@ COMMANDS: tuple[ModuleType, ...] = (show, explain, check, doctor, emulate, compi
 
 
 def parser() -> argparse.ArgumentParser:
-    """Build the parser of the whole command line."""
+    """Build the parser of the command line, with a subparser for each command."""
     whole = argparse.ArgumentParser(
         prog="attnkit", description="Custom attention: explain, draw, check and compile variants."
     )
@@ -35,13 +35,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
+    """Parse the command line, and run the command that it names.
 
     Args:
-        argv: the arguments; those of the process if None.
+        argv: the arguments; None for those of the process.
 
     Returns:
-        Exit status: 0 done, 1 a check failed, 2 the request could not be served.
+        Exit status: 0 if all is well, 1 if a check failed, 2 if the command could not run.
     """
     try:
         options = parser().parse_args(argv)
@@ -50,6 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     run: Callable[[argparse.Namespace], int] = options.run
     try:
         return run(options)
-    except (AttnkitError, OSError) as error:  # OSError: such as a folder that does not exist
+    except (AttnkitError, OSError) as error:  # OSError: for example, a folder does not exist
         print(f"attnkit: {error}", file=sys.stderr)
         return MISUSED

@@ -21,7 +21,7 @@ TARGET = (
 )
 _DTYPES = {str(d).removeprefix("torch."): d for d in DTYPES}
 DTYPE_NAMES = ", ".join(_DTYPES)
-LENGTH = 1024  # default for masks that fit any length, in commands that compute no attention
+LENGTH = 1024  # default length for masks of any length, in commands that compute no attention
 
 
 def size(text: str) -> int:
@@ -59,7 +59,7 @@ def dtype(text: str) -> torch.dtype:
 
 
 def device(text: str) -> torch.device:
-    """Parse a device, on which tensors can be created."""
+    """Parse the name of a device, and check that tensors can be created there."""
     try:
         parsed = torch.device(text)
         torch.empty(1, device=parsed)
@@ -70,7 +70,7 @@ def device(text: str) -> torch.device:
 
 
 def built_lengths(mask: Any) -> tuple[int | None, int | None]:
-    """The query and kv length that a mask or block mask was built for; None if any length fits."""
+    """Return the query and kv length that a mask was built for; None where any length fits."""
     if hasattr(mask, "seq_lengths"):
         return mask.seq_lengths[0], mask.seq_lengths[1]
     if not isinstance(mask, Mask):
@@ -80,7 +80,7 @@ def built_lengths(mask: Any) -> tuple[int | None, int | None]:
 
 
 def lengths(mask: Any, options: argparse.Namespace, default: int) -> tuple[int, int]:
-    """Choose the query and kv length: the options, else those of the mask, else a default."""
+    """Choose the query and kv length: from the options, else from the mask, else the default."""
     mask_q, mask_kv = built_lengths(mask)
     q_len = options.q_len or mask_q or options.kv_len or mask_kv or default
     return q_len, options.kv_len or mask_kv or q_len
@@ -91,3 +91,22 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", type=device, default=torch.device("cpu"), metavar="D", help="default cpu"
     )
+
+
+def add_sizes(parser: argparse.ArgumentParser, default: int) -> None:
+    """Add --q-len, --kv-len, --heads and --batch to a parser.
+
+    Args:
+        default: query length for masks that fit any length.
+    """
+    parser.add_argument(
+        "--q-len",
+        type=size,
+        metavar="N",
+        help=f"query length; default that of the mask, or {default}",
+    )
+    parser.add_argument(
+        "--kv-len", type=size, metavar="N", help="kv length; default that of the mask, or q-len"
+    )
+    parser.add_argument("--heads", type=size, default=1, metavar="N", help="query heads; default 1")
+    parser.add_argument("--batch", type=size, default=1, metavar="N", help="batch size; default 1")

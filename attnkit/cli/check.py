@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def register(subparsers: Subparsers) -> None:
-    """Add the command's parser."""
+    """Add the parser of `attnkit check`."""
     parser = subparsers.add_parser("check", help="property test of a variant")
     parser.description = (
         "Compare every backend with dense float64 attention on random calls: output, LSE, "
@@ -56,7 +56,7 @@ def register(subparsers: Subparsers) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check the target, and print the report."""
+    """Check the variant that the options name, and print the report."""
     from attnkit.testing import CheckError, check_variant, load
 
     with _Progress(sys.stderr) as progress:

@@ -23,10 +23,10 @@ LENGTH = 512
 
 @dataclass(frozen=True)
 class Request:
-    """A call whose kernels are compiled.
+    """Describes a call whose kernels are to be compiled.
 
     Attributes:
-        variant: callable with query, key and value.
+        variant: the `Variant` to call.
         dtype: of query, key and value.
         arch: architecture, such as "sm_90a".
         batch, heads, kv_heads, q_len, kv_len, head_dim, value_dim: sizes of query, key and value.
@@ -48,7 +48,7 @@ class Request:
 
 
 def register(subparsers: Subparsers) -> None:
-    """Add the command's parser."""
+    """Add the parser of `attnkit compile`."""
     parser = subparsers.add_parser("compile", help="compile kernels ahead of time, without a GPU")
     parser.description = (
         "Compile the kernels of a variant into the cache folder (ATTNKIT_CACHE_DIR) and print what "
@@ -91,7 +91,7 @@ def register(subparsers: Subparsers) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compile the target's kernels; print a line for each kernel and its problems."""
+    """Compile the variant's kernels, and print a line for each kernel and each problem of it."""
     from attnkit.testing.load import load
 
     variant = load(options.target)
@@ -116,7 +116,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def sources(request: Request) -> Sequence[Source]:
-    """Compile the kernels that a call needs, without computing anything; returns their sources.
+    """Compile the kernels that a call needs, without running them, and return their sources.
 
     Raises:
         UnsupportedError: no GPU kernel serves the call.
@@ -133,7 +133,7 @@ def sources(request: Request) -> Sequence[Source]:
         (r.batch, r.kv_heads, r.kv_len, r.value_dim),
     )
     tensors = [torch.zeros(s, dtype=r.dtype, requires_grad=r.backward) for s in shapes]
-    # The emulator's calls are those of a GPU, on tensors that this machine can hold.
+    # A call in the emulator requests the same kernels as on a GPU, but takes CPU tensors.
     with emulation.session(execute=False), requested_sources() as requested:
         try:
             out = r.variant(*tensors, backend=f"emulate:{r.arch}", enable_gqa=r.heads != r.kv_heads)
@@ -145,7 +145,7 @@ def sources(request: Request) -> Sequence[Source]:
 
 
 def compile_all(sources: Sequence[Source]) -> int:
-    """Compile sources; print a line for each kernel and its problems.
+    """Compile sources, and print a line for each kernel and each problem of it.
 
     Returns:
         Exit status: 1 if a kernel has a problem, such as spilled registers or serialised products.
@@ -167,7 +167,7 @@ def compile_all(sources: Sequence[Source]) -> int:
 
 
 def _lines(kernel: CompiledKernel) -> Iterator[str]:
-    """Format a line for each device function; the first has the time of all of them."""
+    """Format a line for each device function; the first has the compile time of all of them."""
     seconds = f"{kernel.artifact.seconds:8.2f}"
     shared = _shared(kernel)
     many = len(kernel.stats) > 1
@@ -181,9 +181,9 @@ def _lines(kernel: CompiledKernel) -> Iterator[str]:
 
 
 def _shared(kernel: CompiledKernel) -> dict[str, str]:
-    """Shared memory of a CTA for each device function, as the host code requests it at a launch.
+    """Find the shared memory of a CTA for each device function, by running the host code.
 
-    Empty without a C compiler, as the host code cannot be run then.
+    The result is empty without a C compiler, because the host code cannot run then.
     """
     from attnkit.jit.emulator_runs import launches
 

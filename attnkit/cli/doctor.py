@@ -1,4 +1,4 @@
-"""Say what this machine can run, and why not the rest: `attnkit doctor`."""
+"""Say what this machine can run, and why it cannot run the rest: `attnkit doctor`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Finding(NamedTuple):
-    """One line: whether something is there, its name and state, and what to do if it is not."""
+    """Reports in one line whether something is present, its state, and what to do if it is not."""
 
     present: bool
     name: str
@@ -37,7 +37,7 @@ class Finding(NamedTuple):
 
 
 def register(subparsers: Subparsers) -> None:
-    """Add the command's parser."""
+    """Add the parser of `attnkit doctor`."""
     parser = subparsers.add_parser("doctor", help="what this machine can run and why not the rest")
     parser.description = (
         "Look at the packages, the device, the compiler and the cache folder, and say for each "
@@ -47,14 +47,14 @@ def register(subparsers: Subparsers) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print a line for each thing that was looked at."""
+    """Print a line for each finding."""
     for finding in findings():
         print(finding)
     return OK
 
 
 def findings() -> Iterator[Finding]:
-    """Look at packages, devices, the compiler, the cache folder and the backends, in this order."""
+    """Check packages, devices, the compiler, the cache folder and the backends; yield findings."""
     yield Finding(True, "attnkit", f"{attnkit.__version__}, Python {platform.python_version()}")
     yield Finding(True, "torch", torch.__version__)
     for look in (_cuda, _dsl, _compiler, _cache):
@@ -139,7 +139,7 @@ def _cache() -> Finding:
 
 
 def _describe_entries(folder: Path) -> str:
-    """Count the kernels in the cache folder."""
+    """Say how many kernels the cache folder has, and their size."""
     entries = [path.stat().st_size for path in folder.glob("*.kernel")] if folder.exists() else []
     return f"{len(entries)} kernels, {sum(entries) / 2**20:.1f} MiB" if entries else "empty"
 
@@ -154,7 +154,10 @@ def _package(name: str, extra: str, purpose: str) -> Finding:
 
 
 def _backends() -> Iterator[Finding]:
-    """Plan a call with each backend, with bfloat16 and head dim 128 on the best device here."""
+    """Yield for each backend the plan of a call with bfloat16 and head dim 128, or its error.
+
+    The call is on a CUDA device if there is one, except for the emulator.
+    """
     cuda = torch.cuda.is_available()
     capability = torch.cuda.get_device_capability() if cuda else None
     call = Call("bfloat16", 128, 128, capability)

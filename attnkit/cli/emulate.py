@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attnkit.cli.arguments import FAILED, OK, TARGET, dtype, lengths, size
+from attnkit.cli.arguments import FAILED, OK, TARGET, add_sizes, dtype, lengths, size
 from attnkit.schedule.targets import TARGETS
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ MODES = ("check", "eager", "adversarial", "race")
 
 
 def register(subparsers: Subparsers) -> None:
-    """Add the command's parser."""
+    """Add the parser of `attnkit emulate`."""
     parser = subparsers.add_parser("emulate", help="run a variant's GPU kernels on the CPU")
     parser.description = (
         "Compile the kernels of a variant for a GPU and execute them on the CPU: results against "
@@ -34,20 +34,10 @@ def register(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--arch", default="sm_90a", metavar="A", help=f"one of {ARCHS}; default sm_90a"
     )
-    parser.add_argument(
-        "--q-len",
-        type=size,
-        metavar="N",
-        help=f"query length; default that of the mask, or {LENGTH}",
-    )
-    parser.add_argument(
-        "--kv-len", type=size, metavar="N", help="kv length; default that of the mask, or q-len"
-    )
-    parser.add_argument("--heads", type=size, default=1, metavar="N", help="query heads; default 1")
+    add_sizes(parser, LENGTH)
     parser.add_argument(
         "--kv-heads", type=size, metavar="N", help="heads of key and value; default heads"
     )
-    parser.add_argument("--batch", type=size, default=1, metavar="N", help="batch size; default 1")
     parser.add_argument(
         "--head-dim", type=size, default=64, metavar="N", help="head dim; default 64"
     )
@@ -79,7 +69,7 @@ def register(subparsers: Subparsers) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Emulate the target, and print errors and reports."""
+    """Run the variant's kernels in the emulator, and print errors and reports."""
     import torch
 
     from attnkit.jit import emulation
@@ -113,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
 def _inputs(
     options: argparse.Namespace, sizes: tuple[int, int], dtype: torch.dtype
 ) -> list[Tensor]:
-    """Draw query, key and value."""
+    """Draw random query, key and value of the sizes that the options name."""
     import torch
 
     generator = torch.Generator().manual_seed(options.seed)
@@ -125,7 +115,7 @@ def _inputs(
 
 
 def _draw(session: Session, file: Path) -> None:
-    """Print the predictions, and draw one file for each kernel, numbered from the second on."""
+    """Print each kernel's timeline, and draw it into a file; files are numbered from the second."""
     from attnkit.jit.emulator_runs import picture
 
     for number, (name, timeline) in enumerate(session.timelines, 1):

@@ -15,6 +15,7 @@ from attnkit.cli.arguments import (
     OK,
     TARGET,
     add_device,
+    add_sizes,
     dtype,
     lengths,
     size,
@@ -28,22 +29,12 @@ if TYPE_CHECKING:
 
 
 def register(subparsers: Subparsers) -> None:
-    """Add the command's parser."""
+    """Add the parser of `attnkit explain`."""
     parser = subparsers.add_parser("explain", help="formula, derivative, tiles, plan and schedule")
     parser.description = "Explain what a variant means and how it would run; computes no attention."
     parser.set_defaults(run=run)
     parser.add_argument("target", help=TARGET)
-    parser.add_argument(
-        "--q-len",
-        type=size,
-        metavar="N",
-        help=f"query length; default that of the mask, or {LENGTH}",
-    )
-    parser.add_argument(
-        "--kv-len", type=size, metavar="N", help="kv length; default that of the mask, or q-len"
-    )
-    parser.add_argument("--heads", type=size, default=1, metavar="N", help="query heads; default 1")
-    parser.add_argument("--batch", type=size, default=1, metavar="N", help="batch size; default 1")
+    add_sizes(parser, LENGTH)
     parser.add_argument(
         "--head-dim", type=size, default=64, metavar="N", help="head dim; default 64"
     )
@@ -79,7 +70,7 @@ def register(subparsers: Subparsers) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Explain the target, and draw its schedule if that was asked for."""
+    """Explain the variant that the options name; draw its schedule if they ask for that."""
     from attnkit.testing.load import load
 
     variant = load(options.target)
@@ -106,6 +97,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _draw(explanation: Explanation, options: argparse.Namespace) -> None:
+    """Draw the schedule into the file that the options name."""
     from attnkit.inspection.timeline import save_timeline
 
     simulated = explanation.forecast

@@ -7,7 +7,7 @@ import shutil
 import sys
 from typing import TYPE_CHECKING
 
-from attnkit.cli.arguments import LENGTH, OK, TARGET, add_device, lengths, size
+from attnkit.cli.arguments import LENGTH, OK, TARGET, add_device, add_sizes, lengths, size
 from attnkit.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def register(subparsers: Subparsers) -> None:
-    """Add the command's parser."""
+    """Add the parser of `attnkit show`."""
     parser = subparsers.add_parser("show", help="picture of a mask, its tiles and interval form")
     parser.description = (
         "Draw the tiles of a mask as text or into a file, and print how many tiles and positions "
@@ -23,17 +23,7 @@ def register(subparsers: Subparsers) -> None:
     )
     parser.set_defaults(run=run)
     parser.add_argument("target", help=TARGET)
-    parser.add_argument(
-        "--q-len",
-        type=size,
-        metavar="N",
-        help=f"query length; default that of the mask, or {LENGTH}",
-    )
-    parser.add_argument(
-        "--kv-len", type=size, metavar="N", help="kv length; default that of the mask, or q-len"
-    )
-    parser.add_argument("--heads", type=size, default=1, metavar="N", help="query heads; default 1")
-    parser.add_argument("--batch", type=size, default=1, metavar="N", help="batch size; default 1")
+    add_sizes(parser, LENGTH)
     parser.add_argument(
         "--at",
         type=_place,
@@ -48,7 +38,7 @@ def register(subparsers: Subparsers) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Draw the target's mask, and print its counts."""
+    """Draw the mask of the variant that the options name, and print its counts."""
     from attnkit.inspection import picture
     from attnkit.inspection.summary import summarize
     from attnkit.sparsity.block_mask import BlockMask, create_block_mask
@@ -84,11 +74,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _refuse_sizes(options: argparse.Namespace) -> None:
-    """Refuse options that set sizes: a BlockMask has its own."""
-    given = [n for n in ("q_len", "kv_len", "block") if getattr(options, n) is not None]
-    given += [n for n in ("heads", "batch") if getattr(options, n) != 1]
-    if given:
-        name = given[0].replace("_", "-")
+    """Raise an error if an option sets a size, because a BlockMask has its own sizes."""
+    sizes = [n for n in ("q_len", "kv_len", "block") if getattr(options, n) is not None]
+    sizes += [n for n in ("heads", "batch") if getattr(options, n) != 1]
+    if sizes:
+        name = sizes[0].replace("_", "-")
         raise ArgumentError(
             f"--{name} was given, and {options.target!r} is a BlockMask, which has its own sizes; "
             "leave the option out"
@@ -96,6 +86,7 @@ def _refuse_sizes(options: argparse.Namespace) -> None:
 
 
 def _block(text: str) -> tuple[int, int]:
+    """Parse a tile size N, or a pair QUERY,KV."""
     parts = [size(part) for part in text.split(",")]
     if len(parts) > 2:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size N or a pair QUERY,KV")
@@ -103,6 +94,7 @@ def _block(text: str) -> tuple[int, int]:
 
 
 def _place(text: str) -> tuple[int, int]:
+    """Parse a pair BATCH,HEAD."""
     parts = text.split(",")
     if len(parts) != 2 or not all(part.isdecimal() for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is not a pair BATCH,HEAD")
@@ -110,7 +102,7 @@ def _place(text: str) -> tuple[int, int]:
 
 
 def _prints(text: str) -> bool:
-    """Whether the output's encoding has these characters."""
+    """Return whether the output's encoding has these characters."""
     try:
         text.encode(sys.stdout.encoding or "ascii")
     except UnicodeEncodeError:

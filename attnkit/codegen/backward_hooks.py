@@ -26,26 +26,27 @@ _ONE = const(1.0)
 
 
 class GraphBackward(GraphForward):
-    """Hooks of a score_mod and a mask, with the gradients of captured tensors.
+    """Emits the hooks of a score_mod and a mask, and the gradients of captured tensors.
 
     Args:
         root: the score_mod; None for the score itself.
         mask: bool expression, None to keep everything.
-        ends: the intervals of q that a column keeps, over the same tensors and with the column's
-            position in the place of q; None if the mask has no such form.
+        ends: the intervals of q that each column keeps, as expressions of the same captured tensors
+            in which `q` stands for the column's position; None if the mask has no such form.
         scores: how many of the captured tensors are the score's; the mask's follow.
-        lists_override_mask: block lists overrule the mask.
+        lists_override_mask: block lists overrule the mask: it is not applied to their FULL blocks.
         positive: whether the softmax scale is above 0.
         needs_grad: for each captured tensor of the score, whether its gradient is needed.
 
     Attributes:
-        has_derivative: whether the derivative of the mod by the score is not 1.
+        has_derivative: whether the derivative of the mod by the score differs from 1.
         gradient_levels: for each load with a gradient, the level of its index, from `Level.HEAD`
             up.
-        gradient_slots: for each such load, which of the tensors that need a gradient it reads.
+        gradient_slots: for each such load, the number of its tensor among those that need a
+            gradient.
         loads_per_score: whether a captured tensor is read for every score, or every q - kv.
-        has_distance_term: whether a number of the head times kv - q is added by itself, see
-            `distance_term`; only where the mod's derivative is 1.
+        has_distance_term: whether the kernel itself adds a term `distance * (kv - q)` to x, see
+            `distance_term`; only if the derivative of the mod is 1.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class GraphBackward(GraphForward):
         self.has_distance_term = form.distance is not None
         self.gradient_levels: tuple[str, ...] = tuple(index_level(load) for load in self._loads)
         adjoints = [self._dscore, *self._cotangents] if self.gradient_levels else []
-        # one set of stages, so that a mod and its slope share what they have in common
+        # one set of stages, so that a mod and its derivative share common sub-expressions
         self._score = Stages([*parts, self._slope] if self.has_derivative else parts)
         self._adjoint = Stages(adjoints)
         self.loads_per_score = any(
@@ -97,7 +98,7 @@ class GraphBackward(GraphForward):
         )
 
     def head(self, site: Any) -> Values:
-        """Emit the values of a tile."""
+        """Emit the values that are known per head, once per tile."""
         scores, _ = self._tensors(site)
         distance = None
         if self.form.distance is not None:
@@ -106,16 +107,16 @@ class GraphBackward(GraphForward):
         return (*super().head(site), self._adjoint.head(site, scores), distance)
 
     def distance_term(self, site: Any, head: Values) -> Any:
-        """Return the factor of kv - q that the kernel adds to x by itself; None for none."""
+        """Return the factor of kv - q in the term that the kernel adds to x; None for no term."""
         return head[5]
 
     def row(self, site: Any, head: Values, q: Any) -> Values:
-        """Emit the values of a row."""
+        """Emit the values that are known per row."""
         scores, _ = self._tensors(site)
         return (*super().row(site, head, q), self._adjoint.row(site, scores, head[4], q))
 
     def columns(self, site: Any, head: Values, kv: Sequence[Any], masked: bool) -> list[Values]:
-        """Emit the values of columns; those of the mask only in masked blocks."""
+        """Emit the values that are known per column; those of the mask only in masked blocks."""
         scores, _ = self._tensors(site)
         return [
             (*values, None, self._adjoint.column(site, scores, head[4], at))
@@ -132,13 +133,16 @@ class GraphBackward(GraphForward):
         steps: Sequence[int] | None = None,
         shared: dict[Any, Values] | None = None,
     ) -> tuple[list[Any], list[Any] | None]:
-        """Emit x of scores as in the forward, and the derivative of the mod, None if that is 1.
+        """Emit x as in the forward, and the derivative of the mod by the score.
 
         Args:
             site, head, rows, columns: see `templates.common.hooks`.
             places: (row, column, score q . k) of each element.
-            steps: key of each element's q - kv among the thread's.
-            shared: values by step; new ones are added.
+            steps: for each element a number that identifies its q - kv: equal steps, equal q - kv.
+            shared: values that depend on q - kv alone, by step; receives those of new steps.
+
+        Returns:
+            x of each element, and the derivatives; None for these if they are 1.
         """
         scores, _ = self._tensors(site)
         elements = [_element(rows, columns, r, j, 0, s) for r, j, s in places]
@@ -155,7 +159,7 @@ class GraphBackward(GraphForward):
     def dscore(
         self, site: Any, head: Values, rows: Rows, columns: Columns, places: Sequence[Any]
     ) -> tuple[list[Any], list[list[Any]]]:
-        """Emit the gradients of the scores q . k * scale, and those of each learned load's value.
+        """Emit the gradients of the scores q . k * scale, and of the values of each learned load.
 
         Args:
             site, head, rows, columns: see `templates.common.hooks`.
@@ -169,12 +173,12 @@ class GraphBackward(GraphForward):
     def gradient_index(
         self, i: int, site: Any, shape: Sequence[Any], q: Any, kv: Any
     ) -> tuple[Any, ...]:
-        """Emit the index of learned load i; its level says whether q and kv are needed.
+        """Emit the index at which learned load i reads its tensor; its gradient goes there.
 
         Args:
             i: number of the load.
             site: see `templates.common.hooks`.
-            shape: shape of its tensor.
+            shape: shape of its tensor; a negative index counts from the end.
             q, kv: positions; None if the level does not depend on them.
         """
         scores, _ = self._tensors(site)
@@ -194,14 +198,21 @@ class GraphBackward(GraphForward):
 def _element(
     rows: Rows, columns: Columns, r: int, j: int, part: int, score: Any, grad: Any = None
 ) -> Element:
-    """Build element (r, j); part 0 of the values is the score's, part 3 the adjoint's."""
+    """Return the element in row r and column j of the thread.
+
+    Args:
+        rows, columns: positions and values of the thread's rows and columns.
+        r, j: which row, which column.
+        part: which of the values: 0 for the score's, 3 for the adjoint's.
+        score, grad: score q . k, and gradient of the modified score.
+    """
     q, row = rows[r]
     kv, _, column = columns[j]
     return Element(q, kv, row[part], column[part], None, score, grad)
 
 
 def _with_unit_gradient(dscore: Node) -> Node:
-    """Return the derivative of the mod by the score: its adjoint for a gradient of 1, simplified."""
+    """Return the derivative of the mod by the score: `dscore` with `grad` = 1, simplified."""
     mapping: dict[Node, Node] = {}
     for n in ir.topo(dscore):
         if n is arg("grad"):

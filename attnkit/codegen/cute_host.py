@@ -1,7 +1,7 @@
 """Run emitted DSL values on the CPU, through the DSL's compiler for host code.
 
-This is how the emitter is checked where there is no GPU: the operations are those of the kernels
-(`emit` with `fast=False`), compiled by the same compiler for the machine's own processor.
+Tests use this to check the emitter without a GPU. The operations are those of the kernels (`emit`
+with `fast=False`), and the same compiler compiles them, for the machine's own processor.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def run_on_cpu(
     """Evaluate expressions as a kernel would, on the CPU.
 
     Args:
-        roots: the expressions; all are compiled into one function, tens of milliseconds and up.
+        roots: the expressions; compiling them, into one function, takes tens of milliseconds.
         env: argument name -> CPU tensor, of any shapes that broadcast together.
         tensors: captured CPU tensors by slot, of any number dtype.
         wrap: as in `emit`.
@@ -40,11 +40,11 @@ def run_on_cpu(
         the roots read.
     """
     names = sorted(reads(*roots))
-    given = torch.broadcast_tensors(*(env[name] for name in names)) if names else []
-    shape = given[0].shape if names else torch.Size([])
+    arguments = torch.broadcast_tensors(*(env[name] for name in names)) if names else []
+    shape = arguments[0].shape if names else torch.Size([])
     inputs = [
         value.to(_DTYPES[arg(name).type]).contiguous().view(-1)
-        for name, value in zip(names, given, strict=True)
+        for name, value in zip(names, arguments, strict=True)
     ]
     outputs = [torch.empty(shape.numel(), dtype=_DTYPES[r.type]) for r in roots]
     if shape.numel() > 0 and roots:
@@ -58,12 +58,15 @@ def run_on_cpu(
 
 
 def _flexible(tensor: Tensor) -> Value:
-    """Make the length of a flat tensor an argument of the compiled function."""
+    """Convert a flat tensor for the DSL, its length an argument of the compiled function."""
     return from_dlpack(tensor).mark_layout_dynamic()
 
 
 class _Body:
-    """The body of the loop over positions; an object, so that the DSL does not rewrite its source."""
+    """Evaluates the roots at one position.
+
+    It is an object because the DSL would rewrite the source of a function.
+    """
 
     def __init__(
         self, roots: tuple[Node, ...], names: tuple[str, ...], wrap: frozenset[Node] | None

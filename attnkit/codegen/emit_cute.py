@@ -1,15 +1,15 @@
 """Emit the graph as CuTe-DSL values while a kernel is traced.
 
-`emit` is plain Python that runs at trace time: it may be called from inside a kernel, or from an
-object that a kernel takes as a Constexpr. This module imports the DSL; import it only where a
-kernel is built.
+`emit` is plain Python that runs while a kernel is traced. It may be called from inside a kernel, or
+from an object that a kernel takes as a Constexpr. This module imports the DSL; import it only where
+a kernel is built.
 
-The semantics are torch's, as in `graph.eval_torch`: floor division and modulo of negatives, negative
-indices, NaN through min and max. With `fast=False` every operation compiles for the GPU and for the
-host. Operations that torch computes exactly or correctly rounded have torch's bits; the others are
-within 3 units of float32's last place (on the host and on an H200). With `fast=True` the GPU's own
-instructions are used, approximate ones included, and the result runs on a GPU only. Relative
-errors there, on an H200: tanh 1.1e-5, exp 4e-6 (at 60), div and sqrt 1.5e-7, sigmoid 4e-6;
+The semantics are torch's, as in `graph.eval_torch`: floor division and modulo of negatives,
+negative indices, NaN through min and max. With `fast=False` every operation compiles for the GPU
+and for the host. Operations that torch computes exactly or correctly rounded have torch's bits; the
+others are within 3 units of float32's last place (on the host and on an H200). With `fast=True` the
+GPU's own instructions are used, approximate ones included, and the result runs on a GPU only. Its
+relative errors on an H200 are: tanh 1.1e-5, exp 4e-6 (at 60), div and sqrt 1.5e-7, sigmoid 4e-6;
 log and log2 1e-5 absolute.
 """
 
@@ -42,17 +42,17 @@ def emit(
     wrap: frozenset[Node] | None = None,
     memo: dict[Node, Value] | None = None,
 ) -> list[Value]:
-    """Emit the operations of expressions at the point where the kernel is being traced.
+    """Emit the operations of expressions at the current point of the kernel.
 
     Args:
         roots: the expressions.
         env: argument name -> scalar value (score and grad Float32, the indices Int32; Python
             numbers are taken too). Only the arguments that the roots read are needed.
-        tensors: captured tensors by slot, as `cute.Tensor` of any number type; one of no
-            dimensions comes as one of shape (1,).
+        tensors: captured tensors by slot, as `cute.Tensor` of any number type; a 0-d tensor has
+            shape (1,).
         fast: use the GPU's approximate instructions; see above.
-        wrap: loads with an index that may be negative, to be counted from the end; None: all whose
-            indices are not plainly nonnegative. Indices are not checked otherwise.
+        wrap: loads whose index may be negative and then counts from the end; None: every load.
+            Arguments and nonnegative constants never wrap. Indices are not checked otherwise.
         memo: values that are already emitted, by node, such as those of a row; nothing below them
             is emitted. It receives everything emitted here, so it must not outlive the region of
             the kernel (loop or branch body) where it is filled.
@@ -78,7 +78,7 @@ def emit(
 
 
 def _order(roots: Sequence[Node], values: Mapping[Node, Value]) -> list[Node]:
-    """List the nodes to emit, arguments first, without those that have values already."""
+    """List the nodes to emit, arguments first; skip those that have values already."""
     order: dict[Node, None] = {}
     stack = [(r, False) for r in reversed(roots)]
     while stack:
@@ -115,10 +115,10 @@ def _load(n: Node, index: Sequence[Value], tensors: Sequence[Value], wrap: bool)
 
 
 def _wide(n: Node, values: Mapping[Node, Value]) -> Value:
-    """Emit an index in 64 bits if it is a plain sum, else unchanged.
+    """Emit an index in 64 bits if it is a sum of arguments and constants, else unchanged.
 
-    Then the compiler sees that the addresses of neighbouring elements differ by constants, which
-    it cannot know for a 32-bit sum that might overflow.
+    In 64 bits the compiler sees that the addresses of neighbouring elements differ by constants. It
+    cannot know that of a 32-bit sum, which might overflow.
     """
     if not _is_sum(n):
         return values[n]
@@ -154,7 +154,7 @@ def _tdiv(n: Node, a: Value, b: Value) -> Value:
 
 
 def _beyond(n: Node, remainder: Value, b: Value) -> Value:
-    """Emit whether a truncated remainder is not zero and has another sign than the divisor."""
+    """Emit whether a truncated remainder is not zero and its sign differs from the divisor's."""
     zero = constant(Int32, 0)
     return (remainder != zero) & ((remainder ^ b) < zero)
 
@@ -197,7 +197,10 @@ def _shr(n: Node, a: Value, b: Value) -> Value:
 
 
 def _shift_is_plain(n: Node) -> bool:
-    """Emit a shift: torch gives 0, or the sign, outside 0..31; the hardware gives anything."""
+    """Return whether a shift count is a constant in 0..31.
+
+    Outside that range torch gives 0, or the sign for a right shift; the hardware gives anything.
+    """
     return n.op == "const" and 0 <= int(str(n.attr)) < 32
 
 
@@ -230,7 +233,7 @@ def _round(n: Node, a: Value) -> Value:
 
 
 def _math(name: str, **options: bool) -> Emit:
-    """Wrap a function of `cute.math` as an operation on the argument values."""
+    """Return a function of `cute.math` as an `Emit`."""
     return lambda n, *args: getattr(cute.math, name)(*args, **options)
 
 
@@ -300,11 +303,11 @@ def _fast_pow(n: Node, a: Value, b: Value) -> Value:
     if base.op == "const" and 0.0 < float(str(base.attr)) < math.inf:
         power = b * number(math.log2(float(str(base.attr))))
         return cute.math.exp2(power, approx=True)
-    return cute.math.pow(a, b)  # the approximate one has no negative bases
+    return cute.math.pow(a, b)  # the approximate one takes no negative bases
 
 
-# sin and cos stay exact: sin.approx is useless beyond a few turns, and positions go far. expm1,
-# log1p and erf stay too: what they are for is accuracy near 0.
+# sin and cos stay exact: sin.approx is useless beyond a few turns, and positions go further. expm1,
+# log1p and erf stay exact because people call them for accuracy near 0.
 _FAST: dict[str, Emit] = {
     **_EXACT,
     "min": _fast_min,

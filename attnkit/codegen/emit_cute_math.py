@@ -1,9 +1,9 @@
-"""Emit float operations that the DSL lacks, or computes in another way than torch.
+"""Emit operations that the DSL lacks, or computes in another way than torch.
 
-Each function takes and returns Float32 values while a kernel is traced, and uses only operations
-that the DSL compiles for the GPU and for the host. (`cute.math` has erf, expm1 and log1p on
-the GPU, but its host compiler refuses the first and expands the others to `exp(x) - 1` and
-`log(1 + x)`, which give 0 for small x.)
+Each function runs while a kernel is traced. It uses only operations that the DSL compiles for the
+GPU and for the host. (`cute.math` has erf, expm1 and log1p on the GPU, but its host compiler
+refuses the first and expands the others to `exp(x) - 1` and `log(1 + x)`, which give 0 for small
+x.)
 
 The polynomials are weighted minimax fits (Lawson's iteration on Chebyshev nodes) of the functions
 named next to them, rounded to float32.
@@ -40,7 +40,7 @@ def select(condition: Value, yes: Value, no: Value) -> Value:
 
 
 def floor_divide(a: Value, b: Value) -> Value:
-    """Emit torch.floor_divide: `c10::div_floor_floating`, operation by operation."""
+    """Emit torch.floor_divide, with the operations of `c10::div_floor_floating`."""
     fmod = a % b
     quotient = (a - fmod) / b
     quotient = select(_beyond(fmod, b), quotient - number(1.0), quotient)
@@ -52,7 +52,7 @@ def floor_divide(a: Value, b: Value) -> Value:
 
 
 def remainder(a: Value, b: Value) -> Value:
-    """Emit torch.remainder: fmod, moved to the sign of the divisor."""
+    """Emit torch.remainder: fmod, plus the divisor where their signs differ."""
     fmod = a % b
     return select(_beyond(fmod, b), fmod + b, fmod)
 
@@ -60,10 +60,10 @@ def remainder(a: Value, b: Value) -> Value:
 def floor_quotient(a: Value, divisor: int) -> Value:
     """Emit a // divisor of an Int32, rounded down, for a constant divisor above 1.
 
-    The upper half of a product with a number of 32 bits, which is exact below 2**31 (Granlund and
-    Montgomery 1994); of a negative a that of ~a, as a // d is ~(~a // d). The compiler's own division
-    takes pairs of registers for a sum of 64 bits whose lower half is zero, and it keeps such zeros,
-    one for each division that it has in hand.
+    The quotient is the shifted upper half of a product with a 32-bit factor, which is exact for
+    0 <= a < 2**31 (Granlund and Montgomery 1994). For a negative a it is ~(~a // d). The compiler's
+    own division adds in 64 bits, in register pairs whose lower half is zero, and holds one such
+    zero register for each division in flight.
     """
     bits = (divisor - 1).bit_length()
     factor = (1 << 31 + bits) // divisor + 1
@@ -73,7 +73,7 @@ def floor_quotient(a: Value, divisor: int) -> Value:
 
 
 def _beyond(fmod: Value, b: Value) -> Value:
-    """Emit whether a truncated remainder is not zero and has another sign than the divisor."""
+    """Emit whether a truncated remainder is not zero and its sign differs from the divisor's."""
     return (fmod != number(0.0)) & Boolean((b < number(0.0)) != (fmod < number(0.0)))
 
 
@@ -83,20 +83,26 @@ def sigmoid(a: Value) -> Value:
 
 
 def fast_sigmoid(a: Value) -> Value:
-    """Emit sigmoid with two approximate instructions, relative error near 2^-22."""
+    """Emit 1 / (1 + exp(-a)) with approximate exp2 and division; relative error near 2^-22."""
     power = cute.math.exp2(a * number(-_LOG2_E), approx=True)
     return cute.math.div(number(1.0), number(1.0) + power, approx=True)
 
 
 def expm1(a: Value) -> Value:
-    """Emit exp(a) - 1 to about 1.5 ulp: a polynomial below 1/2, where the difference would cancel."""
+    """Emit exp(a) - 1 to about 1.5 ulp.
+
+    For |a| < 1/2, where the difference would cancel, it is a polynomial.
+    """
     near = cute.math.fma(a * a, _horner(_EXPM1, a), a)
     far = cute.math.exp(a) - number(1.0)
     return select(abs(a) < number(0.5), near, far)
 
 
 def log1p(a: Value) -> Value:
-    """Emit log(1 + a) to about 1.5 ulp: log of the rounded sum u, plus the rounding error over u."""
+    """Emit log(1 + a) to about 1.5 ulp.
+
+    It is the log of the rounded sum u = 1 + a, plus the rounding error of u divided by u.
+    """
     total = number(1.0) + a
     lost = (a - (total - number(1.0))) / total
     inside = (total > number(0.0)) & (total < number(math.inf))
@@ -104,7 +110,10 @@ def log1p(a: Value) -> Value:
 
 
 def erf(a: Value) -> Value:
-    """Emit the error function to about 1 ulp; 1 - 2^-p(|a|) from 1 on, an odd polynomial below."""
+    """Emit the error function to about 1 ulp.
+
+    For |a| < 1 it is an odd polynomial in a, else the sign of a times 1 - 2^-p(|a|).
+    """
     size = abs(a)
     near = cute.math.fma(a, _horner(_ERF_NEAR, a * a), a)
     clamped = select(size > number(4.0), number(4.0), size)  # erf(4) rounds to 1; NaN stays

@@ -1,7 +1,7 @@
 """Implement the hooks of a GPU forward kernel with the graphs of a variant.
 
-`GraphForward` implements `attnkit.templates.common.hooks.ForwardHooks`. It is plain Python that runs
-while a kernel is traced. The kernel knows only that interface.
+`GraphForward` implements `attnkit.templates.common.hooks.ForwardHooks`. It is plain Python that
+runs while a kernel is traced. The kernel knows only that interface.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ Columns: TypeAlias = Sequence[tuple[Any, Any, Values]]
 
 
 class GraphForward:
-    """Hooks of a score_mod and a mask.
+    """Emits the hooks of a score_mod and a mask.
 
     Args:
         form: the score_mod.
         mask: bool expression, None to keep everything.
-        ends: the mask as intervals of kv, over the same tensors; None if it has no such form.
+        ends: the mask as intervals of kv for each row, as expressions of the same captured tensors;
+            None if it has no such form.
         scores: how many of the captured tensors are the score's; the mask's follow.
-        lists_override_mask: block lists overrule the mask.
+        lists_override_mask: block lists overrule the mask: it is not applied to their FULL blocks.
         positive: whether the softmax scale is above 0.
-        wrap: loads whose index may be negative; None: wherever that is not plain.
+        wrap: loads whose index may be negative, as in `emit`.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class GraphForward:
         return site.tensors[: self._scores], site.tensors[self._scores :]
 
     def head(self, site: Any) -> Values:
-        """Emit the values of a tile."""
+        """Emit the values that are known per head, once per tile."""
         scores, masks = self._tensors(site)
         score_values = self._score.head(site, scores)
         slope = factor = None
@@ -86,7 +87,7 @@ class GraphForward:
         return score_values, self._mask_stages.head(site, masks), slope, factor
 
     def row(self, site: Any, head: Values, q: Any) -> Values:
-        """Emit the values of a row."""
+        """Emit the values that are known per row."""
         scores, masks = self._tensors(site)
         score_values = self._score.row(site, scores, head[0], q)
         term = None
@@ -96,17 +97,17 @@ class GraphForward:
         return score_values, self._mask_stages.row(site, masks, head[1], q), term
 
     def fixed_columns(self, site: Any, head: Values, offsets: Sequence[Any]) -> Values:
-        """Emit the terms that every block adds in columns at these offsets from its first."""
+        """Emit the terms of columns at these offsets from a block's first; equal in all blocks."""
         slope = head[2]
         return tuple(None if slope is None else slope * Float32(o) for o in offsets)
 
     def block(self, site: Any, head: Values, kv: Any) -> Any:
-        """Emit the term that a block adds to all of its scores."""
+        """Emit the term that all scores of a block share; `kv` is the block's first column."""
         slope = head[2]
         return None if slope is None else slope * Float32(kv - site.origin)
 
     def columns(self, site: Any, head: Values, kv: Sequence[Any], masked: bool) -> list[Values]:
-        """Emit the values of columns; those of the mask only in masked blocks."""
+        """Emit the values that are known per column; those of the mask only in masked blocks."""
         scores, masks = self._tensors(site)
         return [
             (
@@ -119,7 +120,7 @@ class GraphForward:
     def relatives(
         self, site: Any, head: Values, rows: Rows, columns: Columns, places: Sequence[Any]
     ) -> Any:
-        """Emit the values that depend on q - kv, for `score`."""
+        """Emit the values that depend on q - kv alone, for `score`."""
         scores, _ = self._tensors(site)
         elements = [_element(site, rows, columns, r, j, 0) for r, j in places]
         return self._score.relatives(site, scores, head[0], elements)
@@ -133,14 +134,14 @@ class GraphForward:
         places: Sequence[Any],
         relatives: Any,
     ) -> list[Any]:
-        """Emit x of scores, see `score_form`."""
+        """Emit x of each score, see `score_form`."""
         scores, _ = self._tensors(site)
         elements = [_element(site, rows, columns, r, j, 0, s) for r, j, s in places]
         values = self._score.elements(site, scores, head[0], elements, relatives)
         return self._combine(columns, places, values)
 
     def _combine(self, columns: Columns, places: Sequence[Any], values: Any) -> list[Any]:
-        """Add up score * factor, the column's term and the bias, for each element."""
+        """Return score * factor + the column's term + bias, for each element."""
         result = []
         for (_, j, s), value in zip(places, values, strict=True):
             parts = iter(value)
@@ -154,11 +155,11 @@ class GraphForward:
         return result
 
     def factor(self, site: Any, head: Values) -> Any:
-        """Return the factor of x, None for 1."""
+        """Return the factor by which the kernel multiplies x, None for 1."""
         return head[3]
 
     def kept_intervals(self, site: Any, head: Values, q: Any) -> list[tuple[Any, Any]]:
-        """Emit the bounds of the intervals of a row."""
+        """Emit the intervals (low, high) of kv that a row keeps; low <= kv < high."""
         _, masks = self._tensors(site)
         env = {"b": site.b, "h": site.h, "q": q}
         memo: dict[Node, Any] = {}
@@ -170,21 +171,28 @@ class GraphForward:
     def keep(
         self, site: Any, head: Values, rows: Rows, columns: Columns, places: Sequence[Any]
     ) -> list[Any]:
-        """Emit the mask of elements."""
+        """Emit whether the mask keeps each element."""
         _, masks = self._tensors(site)
         elements = [_element(site, rows, columns, r, j, 1) for r, j in places]
         relatives = self._mask_stages.relatives(site, masks, head[1], elements)
         return [v[0] for v in self._mask_stages.elements(site, masks, head[1], elements, relatives)]
 
     def lse_offset(self, site: Any, head: Values, row: Values) -> Any:
-        """Return the term that is added to the row's LSE after the softmax."""
+        """Return the term that the kernel adds to the row's LSE after the softmax, or None."""
         return row[2]
 
 
 def _element(
     site: Any, rows: Rows, columns: Columns, r: int, j: int, part: int, score: Any = None
 ) -> Element:
-    """Build element (r, j); part 0 of the values is the score's, part 1 the mask's."""
+    """Return the element in row r and column j of the thread.
+
+    Args:
+        site, rows, columns: see `templates.common.hooks`.
+        r, j: which row, which column.
+        part: which of the values: 0 for the score's, 1 for the mask's.
+        score: score q . k.
+    """
     q, row = rows[r]
     kv, _, column = columns[j]
     steps = site.steps

@@ -33,7 +33,7 @@ _BY_CONSTANT, _BY_INT, _BY_FLOAT = 9, 20, 60
 
 
 def instructions(*roots: Node) -> int:
-    """Estimate how many instructions these expressions take for each score.
+    """Return an estimate of the instructions that these expressions take for each score.
 
     Values that are computed once per row or less often are not counted. Shared sub-expressions are
     counted once.

@@ -1,7 +1,8 @@
 """Find the loads whose indices may be negative, from ranges that follow from the lengths alone.
 
-A negative index counts from the end, which costs a kernel a comparison and a selection for each
-load. This finds the loads that never need them. An expression without a known range may be negative.
+A negative index counts from the end. That costs a kernel a comparison and a selection for each
+load, which it can save where the range of the index shows that it is not negative. An expression
+without a known range may be negative.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def wrapping(roots: Iterable[Node], sizes: Mapping[str, int]) -> frozenset[Node]
 
     Args:
         roots: expressions.
-        sizes: of b, h, q and kv, each from 0 to its size - 1.
+        sizes: number of values of b, h, q and kv; each goes from 0 to its size - 1.
     """
     ranges: dict[Node, Range] = {}
     loads = []

@@ -1,12 +1,13 @@
-"""A score_mod in the form in which a kernel computes it, in units of log2.
+"""Bring a score_mod to the form in which a kernel computes it, in units of log2.
 
     2**(x - maximum)   with   x = score * factor + column + slope * (kv - origin) + bias
 
 The softmax scale and log2(e) are folded in, so that a mod that is linear in the score costs one
-multiply-add an element before the exponential. What depends on the row alone does not change the
-probabilities: it is left out and joins the LSE. A term that is linear in kv with a factor known
-per head, such as ALiBi's, is split around an origin: a part known per row, one per block and one
-per column of any block. Kernels that do better with slope * (kv - q) ask for it by itself.
+multiply-add per score before the exponential. A term that depends on the row alone does not change
+the probabilities: the kernel leaves it out of x and adds it to the LSE. A term that is linear in kv
+with a factor known per head, such as ALiBi's, is split around an origin: a part known per row, one
+per block and one per column of any block. A kernel that can add slope * (kv - q) faster by itself
+asks for that term separately (`separate_distance`).
 """
 
 from __future__ import annotations
@@ -31,18 +32,17 @@ _COLUMN = _HEAD | {"kv"}
 
 @dataclass(frozen=True)
 class ScoreForm:
-    """The parts of a score_mod; `score` stands for q . k, `scale` for the softmax scale.
+    """Holds the parts of a score_mod: `score` in them is q . k, `scale` the softmax scale.
 
     Attributes:
-        factor: of the score, log2 units, free of the score; None where x is not linear in it.
-        bias: what is added to score * factor, log2 units; or x itself where `factor` is None;
-            None for nothing.
+        factor: factor of the score, log2 units, free of the score; None if x is not linear in it.
+        bias: term added to score * factor, log2 units; x itself if `factor` is None; None for 0.
         slope: factor of kv - origin, log2 units, known per head; None for 0.
-        row: what is left out of x, natural units, as an expression of q and of kv = origin; None
-            for nothing.
-        ceiling: a bound on |x| for any score, log2 units, if there is one.
-        distance: factor of kv - q, log2 units, known per head, where that was asked for; None for
-            0, or where `slope` and `row` have it.
+        row: term that is left out of x and added to the LSE, natural units, as an expression of q
+            and of kv = origin; None for 0.
+        ceiling: a bound on |x| for any score, log2 units; None if there is none.
+        distance: factor of kv - q, log2 units, known per head, if `separate_distance` was asked
+            for; None for 0, or if `slope` and `row` include the term.
     """
 
     factor: Node | None
@@ -54,12 +54,12 @@ class ScoreForm:
 
     @property
     def plain(self) -> bool:
-        """Whether x is the score times a positive constant times the scale."""
+        """Return whether x is the score times a positive constant times the scale."""
         return self.bias is None and self.slope is None and _positive(self.factor)
 
     @property
     def additive(self) -> bool:
-        """Whether the mod only adds a term that does not depend on the score."""
+        """Return whether the mod only adds a term that does not depend on the score."""
         return self.factor is build("mul", SCALE, const(LOG2E))
 
 
@@ -68,7 +68,8 @@ def score_form(root: Node | None, *, separate_distance: bool = False) -> ScoreFo
 
     Args:
         root: the score_mod.
-        separate_distance: whether terms slope * (kv - q) are `distance`.
+        separate_distance: whether to return terms slope * (kv - q) as `distance`, not as `slope`
+            and `row`.
     """
     root = SCORE if root is None else root
     cores: list[Node] = []
@@ -127,7 +128,7 @@ def _mapped(n: Node | None, by: Node) -> Node | None:
 
 
 def _terms(n: Node, sign: int) -> Iterable[Node]:
-    """Yield the terms of a float sum."""
+    """Yield the terms of a float sum, each times `sign` (1 or -1), without zeros."""
     if n.type == F32 and n.op in ("add", "sub"):
         yield from _terms(n.args[0], sign)
         yield from _terms(n.args[1], sign if n.op == "add" else -sign)
@@ -145,7 +146,7 @@ def _sum(terms: list[Node]) -> Node | None:
 
 
 def _scaled(n: Node, by: Node) -> Node:
-    """n * by, with a constant factor of n joined to `by`, and sums expanded."""
+    """Return n times the constant `by`; a constant factor of n is multiplied with `by`."""
     if n.op == "const":
         return const(float(str(n.attr)) * float(str(by.attr)))
     if n.op == "mul":
@@ -213,7 +214,7 @@ def _slope(n: Node) -> Node | None:
 
 
 def _vanishes(n: Node) -> bool:
-    """Return whether a term with a slope is 0 where q is kv, so that it is slope * (kv - q)."""
+    """Return whether a term with a kv slope is 0 at q == kv, so that it is slope * (kv - q)."""
     if n.op in ("add", "sub"):
         operands = tuple(a.args[0] if a.op == "cast" else a for a in n.args)
         if n.op == "sub" and operands in ((KV, Q), (Q, KV)):
@@ -225,7 +226,7 @@ def _vanishes(n: Node) -> bool:
 
 
 def _reach(n: Node) -> tuple[float, float] | None:
-    """Return bounds of a float expression for any score, None if its form shows none."""
+    """Return bounds of a float expression for any score; None if its operations show none."""
     if n.op == "const":
         value = float(str(n.attr))
         return (value, value) if math.isfinite(value) else None

@@ -19,13 +19,15 @@ Key: TypeAlias = Any
 
 @dataclass(frozen=True)
 class Element:
-    """One element of a thread: its position, the values of its row and column, and its score.
+    """Describes one score of a thread: its position, the values of its row and column, and q . k.
 
     Attributes:
         q, kv: positions.
         row, column: values of `Stages.row` and `Stages.column`.
-        step: key of the difference q - kv among the thread's elements; None if not known.
-        score: q . k, and `grad` its cotangent in adjoints; None where not needed.
+        step: identifies q - kv among the thread's elements: equal steps, equal q - kv; None if not
+            known.
+        score: q . k; None where not needed.
+        grad: gradient of the modified score, for adjoints; None where not needed.
     """
 
     q: Any
@@ -38,11 +40,11 @@ class Element:
 
 
 class Stages:
-    """Emit expressions in stages, one for each level.
+    """Emits expressions in stages, one for each level.
 
     Args:
         roots: the expressions.
-        wrap: loads whose index may be negative; None: wherever that is not plain.
+        wrap: loads whose index may be negative, as in `emit`.
         fast: use the GPU's approximate instructions, as in `emit`.
     """
 
@@ -59,27 +61,27 @@ class Stages:
         return self._nodes[level]
 
     def head(self, site: Any, tensors: Sequence[Any]) -> Values:
-        """Emit the values of a tile."""
+        """Emit the values that are known per head, once per tile."""
         env = {"b": site.b, "h": site.h, "scale": site.scale}
         return tuple(self._emit(self._nodes[Level.HEAD], env, tensors, {}))
 
     def row(self, site: Any, tensors: Sequence[Any], head: Values, q: Any) -> Values:
-        """Emit the values of a row."""
+        """Emit the values that are known per row."""
         env = {"b": site.b, "h": site.h, "scale": site.scale, "q": q}
         return tuple(self._emit(self._nodes[Level.ROW], env, tensors, self._memo(head)))
 
     def column(self, site: Any, tensors: Sequence[Any], head: Values, kv: Any) -> Values:
-        """Emit the values of a column."""
+        """Emit the values that are known per column."""
         env = {"b": site.b, "h": site.h, "scale": site.scale, "kv": kv}
         return tuple(self._emit(self._nodes[Level.COLUMN], env, tensors, self._memo(head)))
 
     def relatives(
         self, site: Any, tensors: Sequence[Any], head: Values, elements: Sequence[Element]
     ) -> dict[Key, Values]:
-        """Emit values by step, for elements whose step is known.
+        """Emit the values that depend on q - kv alone, once per step.
 
         They are emitted for the first element of each step. Its positions must be in range if those
-        of any element of that step are.
+        of any element of that step are. Elements without a step get none.
         """
         nodes = self._nodes[Level.RELATIVE]
         values: dict[Key, Values] = {}
@@ -97,7 +99,14 @@ class Stages:
         elements: Sequence[Element],
         relatives: Mapping[Key, Values],
     ) -> list[list[Any]]:
-        """Emit the roots for each element; `relatives`: result of the method of that name."""
+        """Emit the roots for each element.
+
+        Args:
+            site, tensors: where the tile is, and the captured tensors by slot.
+            head: values of `head`.
+            elements: the elements.
+            relatives: values of `relatives` by step; elements of other steps compute them.
+        """
         values = []
         for e in elements:
             memo = self._memo(head)

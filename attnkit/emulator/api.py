@@ -1,4 +1,4 @@
-"""Runs a kernel in one of three modes, or checks it in all of them: the public entry."""
+"""Define the public functions: `run` executes a kernel in one mode, `check` in all of them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from attnkit.emulator.ptx.wgmma_fences import missing_fences
 
 @dataclass(frozen=True)
 class Report:
-    """Reports what a run did, and what is wrong with the kernel.
+    """Reports what a run executed, and what is wrong with the kernel.
 
     Attributes:
-        findings: empty for a kernel with which nothing is wrong.
+        findings: errors and warnings; empty if nothing is wrong with the kernel.
         launches: what each launch executed.
-        mode, seed: how the kernel ran.
+        mode, seed: mode and seed of the run, see `run`.
     """
 
     findings: tuple[Finding, ...]
@@ -35,17 +35,17 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether there are no errors; there may be warnings."""
+        """Return whether there are no errors; there may be warnings."""
         return not any(f.severity == "error" for f in self.findings)
 
     @property
     def warp_instructions(self) -> int:
-        """Count the instructions of all launches, each once for every warp."""
+        """Return the number of instructions of all launches, each counted once for every warp."""
         return sum(s.warp_instructions for s in self.launches)
 
     @property
     def seconds(self) -> float:
-        """Sum the seconds that the emulator took."""
+        """Return the seconds that the emulator took for all launches."""
         return sum(s.seconds for s in self.launches)
 
     def __str__(self) -> str:
@@ -66,22 +66,23 @@ def run(
     limit: int = LIMIT,
     recorder: Recorder | None = None,
 ) -> Report:
-    """Run every launch that a call of `target` with `args` makes, on the arrays themselves.
+    """Call `target` with `args`: execute every launch of the call, on the arrays themselves.
 
     Args:
         target: an `Executable` or `Ptx`.
-        args: numpy arrays or torch CPU tensors, numbers; `Undefined(x)` marks an output.
-        mode: "eager" (asynchronous work at once), "adversarial" (as late as the barriers allow,
-            warps in random order), or "race" (happens-before detection).
-        seed: of the adversarial order.
-        strict_loads: in race mode, a tcgen05.ld counts as done only at tcgen05.wait::ld.
-        limit: basic blocks, counted per warp, after which a launch is taken for endless.
-        raises: raise the fault that ends a kernel; otherwise it is the last finding.
-        recorder: keeps what the warps of one cluster did, for `timeline`.
+        args: numpy arrays or torch CPU tensors, and numbers; `Undefined(x)` marks an output.
+        mode: "eager" (asynchronous work completes at once), "adversarial" (it completes as late as
+            the barriers allow, and warps run in random order), or "race" (eager, with detection of
+            races by happens-before).
+        seed: seed of the adversarial order.
+        strict_loads: whether in race mode a tcgen05.ld completes only at tcgen05.wait::ld.
+        limit: number of basic blocks, counted per warp, after which a launch counts as endless.
+        raises: whether to raise the fault that ends a kernel; if not, it is the last finding.
+        recorder: records what the warps of one cluster did, for `timeline`.
 
     Raises:
         KernelFault: the kernel faulted (unless `raises` is false).
-        UnknownOpcode: the PTX holds an instruction that is not implemented.
+        UnknownOpcode: the PTX has an instruction that is not implemented.
     """
     memory = GlobalMemory()
     how = Mode.of(mode, seed, strict_loads=strict_loads)
@@ -121,7 +122,7 @@ def run(
 
 @dataclass(frozen=True)
 class CheckReport:
-    """Reports the runs of a check; `findings` has each finding once, the static ones first."""
+    """Reports the runs of a check, with each finding once."""
 
     static: tuple[Finding, ...]
     runs: tuple[Report, ...]
@@ -130,7 +131,7 @@ class CheckReport:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Return each finding once: those of static checks, of runs, then differing results."""
+        """Return each finding once: of static checks, then of runs, then of results that differ."""
         seen: dict[tuple[str, str, int], Finding] = {}
         for f in (*self.static, *(f for r in self.runs for f in r.findings), *self.differences):
             seen.setdefault((f.kind, f.text, f.place.line), f)
@@ -138,7 +139,7 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
-        """Whether there are no errors; there may be warnings."""
+        """Return whether there are no errors; there may be warnings."""
         return not any(f.severity == "error" for f in self.findings)
 
     def __str__(self) -> str:
@@ -155,12 +156,14 @@ def check(
     deterministic: bool = True,
     strict_loads: bool = False,
 ) -> CheckReport:
-    """Run static checks, then eager, adversarial (by seed) and race runs, from the same inputs.
+    """Run static checks, then eager, adversarial (one a seed) and race runs from the same inputs.
 
     Args:
         seeds: number of adversarial runs.
-        expect: called after every run; returns what is wrong with the results, or None.
-        deterministic: results must have the same bits in every run (False: atomics on floats).
+        expect: function to call after every run; it returns what is wrong with the results, or
+            None.
+        deterministic: whether results must have the same bits in every run. Pass False for a kernel
+            with atomics on floats.
         strict_loads: as for `run`, in the race run.
 
     The arrays hold the results of the last run afterwards.

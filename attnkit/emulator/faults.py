@@ -1,4 +1,4 @@
-"""Defines the errors and findings of the emulator, each with the place where it happened."""
+"""Define the errors and findings of the emulator, each with the place where it happened."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from attnkit.errors import AttnkitError, UnsupportedError
 
 
 class EmulatorError(AttnkitError, RuntimeError):
-    """Base of the errors of this package that are not mistakes in arguments."""
+    """Reports an error that is not a mistake in arguments; base class of KernelFault."""
 
 
 class UnknownOpcode(UnsupportedError):
-    """Says that the PTX holds an instruction, or a form of one, that is not implemented."""
+    """Says that the PTX has an instruction, or a form of one, that is not implemented."""
 
 
 class PtxError(EmulatorError):
-    """Says that the text is not PTX that the parser can read."""
+    """Says that a text is not PTX that the parser can read."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Place:
 
 
 def _warps(warps: tuple[int, ...]) -> str:
-    """Return words for the numbers of warps."""
+    """Format the numbers of warps as text."""
     if len(warps) == 1:
         return f"warp {warps[0]}"
     if warps == tuple(range(warps[0], warps[-1] + 1)):
@@ -59,8 +59,8 @@ class Finding:
         kind: bounds, alignment, barrier, deadlock, descriptor, race, fence, uninitialised,
             unfinished, exited, tensor-memory, launch-control, encoding, runaway, trap, convergence
             or difference.
-        severity: "error" or "warning": a warning is something that the PTX ISA does not allow and
-            that hardware is known to let pass.
+        severity: "error" or "warning". A warning is something that the PTX ISA forbids but that
+            works on known hardware.
     """
 
     kind: str

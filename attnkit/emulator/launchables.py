@@ -1,4 +1,4 @@
-"""Defines what can be run: kernels as PTX text, and compiled functions with their host code."""
+"""Define what the emulator can run: PTX text, and compiled functions with their host code."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Dim = tuple[int, int, int]
 
 
 class Launchable(ABC):
-    """Turns call arguments into launches of kernels; base of what can be run.
+    """Converts call arguments to launches of kernels; base class of what can be run.
 
     Attributes:
         ptx: the text of the device code.
         kernels: the kernels in it, by name.
         names, roles: see `describe`.
-        sms: how many SMs the GPU says it has.
+        sms: number of SMs that the GPU reports.
     """
 
     ptx: str
@@ -46,7 +46,7 @@ class Launchable(ABC):
         """Return the launches that a call with these arguments makes."""
 
     def generated(self, kernel: PtxKernel) -> GeneratedKernel:
-        """Return the generated code of a kernel; check it when it is first asked for."""
+        """Return the generated code of a kernel; generate and check it at the first call."""
         if kernel.name not in self._generated:
             self._generated[kernel.name] = GeneratedKernel(kernel)
             self._generated[kernel.name].check()
@@ -58,16 +58,16 @@ class Launchable(ABC):
         names: Mapping[int, str] | None = None,
         roles: Mapping[str, Iterable[int]] | None = None,
     ) -> Launchable:
-        """Set words for reports: mbarriers by offset in shared memory, warps by role."""
+        """Set names that reports use: of mbarriers by offset in shared memory, of warps by role."""
         self.names, self.roles = names or self.names, roles or self.roles
         return self
 
 
 class Ptx(Launchable):
-    """Runs a kernel given as PTX text, with a launch of its own.
+    """Runs a kernel from PTX text, with a launch configuration from the caller.
 
-    Arguments are arrays (passed as pointers), Python ints and floats (as the parameter's size says)
-    and bytes (a structure or tensor map).
+    Arguments are arrays (passed as pointers), Python ints and floats (passed in the size of the
+    parameter) and bytes (a structure or tensor map).
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Ptx(Launchable):
         self.shared = shared
 
     def captured(self, args: Sequence[Any], memory: GlobalMemory) -> list[Captured]:
-        """Return the one launch, with the arguments packed into its parameters."""
+        """Return its one launch, with the arguments packed into kernel parameters."""
         params = self.kernel.params
         if len(args) != len(params):
             raise ArgumentError(f"{len(args)} arguments: the kernel has {len(params)} parameters")
@@ -120,7 +120,7 @@ def _parameter(a: Any, size: int, memory: GlobalMemory, name: str) -> bytes:
 class Executable(Launchable):
     """Runs a function compiled by the CuTe DSL (with --keep-ptx) with its own host code.
 
-    `specs` are the arguments of `cute.compile`: stand-ins of tensors, numbers, sequences, streams.
+    `specs` are the arguments of `cute.compile`: fake tensors, numbers, sequences, streams.
     """
 
     def __init__(self, compiled: Any, specs: Sequence[Any]) -> None:
@@ -142,13 +142,13 @@ class Executable(Launchable):
     def of(
         cls, text: str, code: bytes, function: str, specs: Sequence[Any], prefix: str
     ) -> Executable:
-        """Return a function that was compiled before.
+        """Build an executable from the parts of a function that was compiled earlier.
 
         Args:
-            text: its PTX.
-            code: its host object, exported with symbols of that prefix.
-            function: its name.
-            specs: what it takes, flattened: objects with the attributes of fake tensors that
+            text: PTX of the function.
+            code: host object, exported with symbols that begin with `prefix`.
+            function: name of the function.
+            specs: its arguments, flattened: objects with the attributes of fake tensors that
                 `arguments` reads, numbers by their `kind`, a stream.
         """
         self = object.__new__(cls)
@@ -158,7 +158,7 @@ class Executable(Launchable):
         return self
 
     def with_ptx(self, text: str) -> Executable:
-        """Return the same host code with other device code, for studies of seeded faults."""
+        """Return this executable with other PTX, for studies with planted faults."""
         other = object.__new__(Executable)
         Launchable.__init__(other, parse(text))
         other.ptx, other.cubin, other.specs, other.host = text, None, self.specs, self.host
@@ -167,13 +167,13 @@ class Executable(Launchable):
 
 
 def compile(fn: Any, *specs: Any, options: str = "", **kwargs: Any) -> Executable:
-    """Compile `cute.compile(fn, *specs)`, and keep what the emulator needs: PTX and source lines.
+    """Call `cute.compile(fn, *specs)` so that it keeps PTX and source lines for the emulator.
 
     The target architecture is that of the DSL (CUTE_DSL_ARCH, or --gpu-arch in `options`).
     """
     import cutlass.cute as cute
 
-    # The DSL keeps PTX by writing it to a file too, by default in the working directory.
+    # To keep PTX, the DSL also writes a file, by default in the working directory.
     with tempfile.TemporaryDirectory(prefix="attnkit-emulator-") as folder:
         keep = "--keep-ptx --keep-cubin --generate-line-info"
         flags = f"{keep} --dump-dir={folder} {options}".strip()

@@ -1,9 +1,9 @@
-"""Reverse-mode differentiation on the graph: from a score expression to those of its gradients.
+"""Differentiate a score expression in reverse mode; the gradients are expressions too.
 
-The rules are those of torch.autograd (`derivatives.yaml`), also at ties and for non-finite values:
-at a tie `max` and `min` give half to each side; `abs` gives 0 at 0; `where` gives exactly 0 to the
-branch that it does not select; integers and `floor` have gradient 0. One rule differs: `round`
-passes the gradient without rounding, where torch rounds it too.
+The rules are those of torch.autograd (`derivatives.yaml`), also at ties and for non-finite values.
+At a tie `max` and `min` give half to each side. `abs` gives 0 at 0. `where` gives exactly 0 to the
+branch that it does not select. Integers and `floor` have gradient 0. One rule differs: `round`
+passes the gradient on without rounding, while torch rounds it too.
 """
 
 from __future__ import annotations
@@ -24,20 +24,24 @@ _ZERO = const(0.0)
 
 @dataclass(frozen=True)
 class Adjoint:
-    """Hold the gradients of a score expression, as expressions of its arguments and of `grad`.
+    """Holds the gradients of a score expression, as expressions of its arguments and of `grad`.
 
     Attributes:
         dscore: cotangent of the argument `score`.
         loads: (load, its cotangent) for every float load that the root depends on differentiably.
-            The gradient of a captured tensor is the sum of its cotangents over all (b, h, q, kv),
-            each added at the index of its load.
+            The gradient of a captured tensor is the sum of the cotangents of its loads over all
+            (b, h, q, kv), each added at the index of its load.
     """
 
     dscore: Node
     loads: tuple[tuple[Node, Node], ...]
 
     def describe(self, names: Sequence[str] = ()) -> str:
-        """Write one line per gradient; `names` are those of the captured tensors by slot."""
+        """Format the gradients as text, one per line.
+
+        Args:
+            names: names of the captured tensors by slot; `t0`, `t1`, ... where missing.
+        """
         lines = [f"d score = {ir.formula(self.dscore, names)}"]
         for load, cotangent in self.loads:
             lines.append(f"d {ir.formula(load, names)} = {ir.formula(cotangent, names)}")
@@ -132,7 +136,7 @@ def _negated(n: Node, g: Node) -> Node:
 
 
 def _by(factor: Callable[[Node], Node]) -> Rule:
-    """Make a rule that multiplies the cotangent by a function of the node."""
+    """Return a rule that multiplies the cotangent by a function of the node."""
     return lambda n, g: _times(g, factor(n))
 
 
@@ -141,10 +145,10 @@ def _other(i: int) -> Rule:
 
 
 def _extreme(i: int) -> Rule:
-    """Make the rule of argument i of max or min.
+    """Return the rule for argument i of max or min.
 
-    The larger (smaller) argument gets the whole cotangent, at a tie each gets half, and at NaN each
-    gets the whole.
+    The selected argument gets the whole cotangent. At a tie each argument gets half. If one is NaN,
+    each gets the whole.
     """
 
     def rule(n: Node, g: Node) -> Node:

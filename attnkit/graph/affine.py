@@ -1,4 +1,4 @@
-"""Find which side of the mask an expression depends on, and bring integer sums to affine form.
+"""Find whether an expression depends on q, on kv or only on q - kv; convert sums to affine form.
 
 An expression over (q, kv) is *one-sided* when it depends on q alone, on kv alone, on the diagonal
 d = q - kv alone, or on neither; b and h count as constants, as they never vary inside a tile. A
@@ -21,7 +21,7 @@ from attnkit.graph.ir import BOOL, I32, Node
 
 
 class Side(enum.Enum):
-    """Say what an expression varies with inside a tile."""
+    """Says what an expression depends on inside a tile, where b and h are constant."""
 
     CONST = "const"
     Q = "q"
@@ -44,7 +44,7 @@ Terms = tuple[tuple[Node, int], ...]
 
 @dataclass(frozen=True)
 class Affine:
-    """Represent `sum(coefficient * node) + offset`: distinct nodes, no coefficient is zero."""
+    """Represents `sum(coefficient * node) + offset`; nodes are distinct, coefficients not zero."""
 
     terms: Terms
     offset: int
@@ -65,13 +65,13 @@ class Affine:
 
 
 def is_diagonal_pair(terms: Iterable[tuple[Node, int]]) -> bool:
-    """Whether the terms are exactly `c * q - c * kv`."""
+    """Return whether the terms are exactly `c * q - c * kv`."""
     coefficients = dict(terms)
     return set(coefficients) == {Q, KV} and coefficients[Q] == -coefficients[KV]
 
 
 class Sides:
-    """Compute the side and the affine form of nodes, once per node."""
+    """Computes the side and the affine form of nodes, once per node."""
 
     def __init__(self) -> None:
         self._affine: dict[Node, Affine] = {}
@@ -79,12 +79,12 @@ class Sides:
         self._reads: dict[Node, frozenset[str]] = {}
 
     def side(self, n: Node) -> Side:
-        """Return what `n` varies with."""
+        """Return what `n` depends on inside a tile."""
         self._visit(n)
         return self._side[n]
 
     def affine(self, n: Node) -> Affine:
-        """Return the affine form of an i32 node; the node itself if it is no sum."""
+        """Return the affine form of an i32 node; a node that is not a sum is its only term."""
         self._visit(n)
         return self._affine[n]
 
@@ -94,7 +94,7 @@ class Sides:
         return self.affine(left).plus(self.affine(right).scaled(-1))
 
     def join(self, nodes: Iterable[Node]) -> Side:
-        """Return what a function of these nodes varies with, judged by the nodes alone."""
+        """Combine the sides of a function's arguments, without regard to terms that cancel."""
         sides = {self.side(n) for n in nodes} - {Side.CONST}
         if not sides:
             return Side.CONST
@@ -195,5 +195,5 @@ class Sides:
 
 
 def comparable(n: Node) -> bool:
-    """Whether `n` compares two integers."""
+    """Return whether `n` compares two integers."""
     return n.type == BOOL and n.op in ("lt", "le", "eq") and n.args[0].type == I32

@@ -1,4 +1,4 @@
-"""Convert the graph to sympy: formulas to read, and derivatives to check the adjoint against.
+"""Convert the graph to sympy, for formulas that people read and derivatives that tests compare.
 
 Nothing here calls `sympy.simplify`, which takes seconds on a softcap. Importing this module does
 not import sympy; the functions do.
@@ -47,12 +47,15 @@ def symbol(name: str) -> Any:
 
 
 def derivative(root: Node, names: Sequence[str] = ()) -> Any:
-    """Differentiate by the score; `floor` and conversions to integer have derivative 0."""
+    """Differentiate a score expression with respect to the score.
+
+    `floor` and conversions to integer have derivative 0.
+    """
     return to_sympy(root, names).diff(symbol("score"))
 
 
 def describe(root: Node, names: Sequence[str] = (), *, width: int = 100) -> str:
-    """Write the formula, and for a score its derivative, as text for people.
+    """Format an expression as a formula; for a score, add its derivative by the score.
 
     Args:
         root: the expression.
@@ -112,7 +115,7 @@ def _number(value: Any) -> Any:
 
 @functools.cache
 def _opaque(name: str, slope: int = 0, integer: bool = False) -> Any:
-    """Return a real function that sympy does not interpret, with a constant derivative."""
+    """Return a real-valued function that sympy does not interpret; its derivative is `slope`."""
     import sympy
 
     def fdiff(self: Any, argindex: int = 1) -> Any:
@@ -124,7 +127,7 @@ def _opaque(name: str, slope: int = 0, integer: bool = False) -> Any:
 
 @functools.cache
 def _stepwise(name: str) -> Any:
-    """Return sympy's floor or Mod (of integers) with derivative 0, which sympy leaves undefined."""
+    """Return sympy's floor or Mod (of integers) with derivative 0; sympy's own has none."""
     import sympy
 
     return type(name, (getattr(sympy, name),), {"_eval_derivative": lambda self, s: sympy.S.Zero})
@@ -190,7 +193,7 @@ def _at_most(n: Node, a: Any, b: Any) -> Any:
 
 @functools.cache
 def _operations() -> dict[str, Callable[..., Any]]:
-    """Map each op to a function of the node and its converted arguments."""
+    """Return the conversion of each op: a function of the node and its converted arguments."""
     import sympy as s
 
     floor = _stepwise("floor")

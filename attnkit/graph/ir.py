@@ -1,4 +1,4 @@
-"""The expression graph: small, typed, interned.
+"""Define the nodes of the expression graph, their types and their text form.
 
 Nodes are interned: two nodes with the same operation, type, attribute and arguments are the same
 object. So equality is identity, common subexpressions are shared, and a root node is a cache key.
@@ -35,8 +35,8 @@ ARG_TYPES: dict[str, Type] = {
 }
 
 # op -> (argument types, result type). Letters: "i", "f", "b" are i32, f32 and bool; "T" is any
-# type, the same for all T's; "n" is i32 or f32, "w" is i32 or bool, likewise. `load` takes one i32
-# per dimension of its tensor.
+# type, "n" is i32 or f32, "w" is i32 or bool. A letter that occurs twice is the same type twice.
+# `load` takes one i32 per dimension of its tensor.
 SIGNATURES: dict[str, tuple[str, str]] = {
     "add": ("nn", "n"),
     "sub": ("nn", "n"),
@@ -89,9 +89,9 @@ _LETTERS: dict[str, tuple[Type, ...]] = {
 
 
 class Node:
-    """Represent one operation of the graph; immutable.
+    """Represents one operation of the graph, or a leaf; immutable.
 
-    Only `node`, `const`, `arg` and `load` make one.
+    Create nodes with `node`, `const`, `arg` and `load`, which intern them.
 
     Attributes:
         op: a key of `SIGNATURES`, or one of the leaves "arg", "const", "load".
@@ -141,12 +141,12 @@ def _intern(op: str, type_: Type, args: tuple[Node, ...], attr: Attr) -> Node:
 
 
 def arg(name: str) -> Node:
-    """Return the leaf of an argument: score, b, h, q, kv, grad or scale."""
+    """Return the leaf node of an argument: score, b, h, q, kv, grad or scale."""
     return _intern("arg", ARG_TYPES[name], (), name)
 
 
 def const(value: bool | int | float) -> Node:
-    """Return a constant; its type follows the Python type of the value."""
+    """Return the node of a constant; its type follows the Python type of the value."""
     if isinstance(value, bool):
         return _intern("const", BOOL, (), value)
     if isinstance(value, int):
@@ -155,14 +155,17 @@ def const(value: bool | int | float) -> Node:
 
 
 def load(slot: int, type_: Type, index: Sequence[Node]) -> Node:
-    """Load one element of captured tensor `slot`; negative indices count from the end."""
+    """Return the node that loads one element of captured tensor `slot`.
+
+    Negative indices count from the end.
+    """
     if any(i.type != I32 for i in index):
         raise AssertionError("a load takes i32 indices")
     return _intern("load", type_, tuple(index), slot)
 
 
 def node(op: str, *args: Node, attr: Attr = None, to: Type | None = None) -> Node:
-    """Return the node of an operation; checks the argument types.
+    """Check the argument types of an operation and return its node.
 
     Args:
         op: a key of `SIGNATURES`.
@@ -233,7 +236,7 @@ def substitute(root: Node, mapping: dict[Node, Node]) -> Node:
 
 
 def renumber(root: Node, slot: Callable[[int], int]) -> Node:
-    """Move the captured tensors of an expression to other slots."""
+    """Replace the slot of every load by `slot(old slot)`."""
     done: dict[Node, Node] = {}
     for n in topo(root):
         args = tuple(done[a] for a in n.args)
@@ -258,7 +261,7 @@ def text(*roots: Node) -> str:
 
 
 def parse_all(source: str) -> tuple[Node, ...]:
-    """Read the output of `text`: the roots in their order."""
+    """Parse the output of `text` and return the roots in their order."""
     nodes: list[Node] = []
     *lines, out = source.split(";")
     for line in lines:
@@ -270,7 +273,7 @@ def parse_all(source: str) -> tuple[Node, ...]:
 
 
 def parse(source: str) -> Node:
-    """Read the output of `text` for one root."""
+    """Parse the output of `text` for one root."""
     (root,) = parse_all(source)
     return root
 
@@ -294,7 +297,7 @@ def _attr(op: str, type_: str, source: str) -> Attr:
     return int(source) if type_ == I32 else source == "True"
 
 
-# Operations that are written infix, with their binding strength; others are function calls.
+# Operations that `formula` writes infix, with their binding strength; others are function calls.
 _INFIX = {
     "eq": ("==", 1), "lt": ("<", 1), "le": ("<=", 1), "or": ("|", 2), "xor": ("^", 3),
     "and": ("&", 4), "shl": ("<<", 5), "shr": (">>", 5), "add": ("+", 6), "sub": ("-", 6),
@@ -304,7 +307,7 @@ _ATOM = 10
 
 
 def formula(root: Node, names: Sequence[str] = ()) -> str:
-    """Write an expression as one line of Python-like text.
+    """Format an expression as one line of Python-like text.
 
     Args:
         root: the expression.

@@ -1,4 +1,4 @@
-"""Build nodes in normal form: promotion, constant folding and a few exact identities.
+"""Build nodes with type promotion, constant folding and a few exact identities.
 
 The tracer, the adjoint and the rewrites of masks build nodes by `build(op, ...)`. Every rule is
 exact for all inputs, NaN and infinities included (a zero may lose its sign). The algebra of a rule
@@ -21,7 +21,7 @@ FALSE = const(False)
 
 
 def cast(n: Node, to: Type) -> Node:
-    """Convert to a type; float to int truncates, anything to bool is `!= 0`."""
+    """Convert a node to a type; float to int truncates, anything to bool is `!= 0`."""
     if n.type == to:
         return n
     if n.op == "const":
@@ -53,7 +53,7 @@ def negate(n: Node) -> Node:
 
 
 def build(op: str, *args: Node) -> Node:
-    """Build a node in normal form; promotes the arguments as torch promotes scalars.
+    """Build a simplified node; promote the arguments as torch promotes scalars.
 
     Args:
         op: a key of `ir.SIGNATURES` except cast and round, or a derived comparison: "gt", "ge" or
@@ -85,7 +85,7 @@ def build(op: str, *args: Node) -> Node:
 
 
 def _fold(op: str, args: tuple[Node, ...]) -> Node | None:
-    """Fold constants where Python computes exactly what int32 or float32 would compute."""
+    """Fold constants; return None unless Python computes exactly what int32 or float32 would."""
     if op == "where":
         return args[1] if args[0].attr else args[2]
     if op in _FOLD_ANY or (args[0].type != F32 and op in _FOLD_INT):

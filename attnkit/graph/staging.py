@@ -1,4 +1,4 @@
-"""Classify values by the level at which they are known, so that each is computed once per level.
+"""Classify the nodes of an expression by level, so that kernels compute each as rarely as possible.
 
 Each node gets the smallest level at which it is known. A template computes head values once per
 head, row values once per query tile, column values once per kv tile, relative values once per
@@ -18,17 +18,17 @@ from attnkit.graph.simplify import build
 
 
 class Level(StrEnum):
-    """What a value depends on, from nothing to everything.
+    """Says what a value depends on, from nothing to everything.
 
-    A string enum, because templates compare the levels that hooks report, without importing the
-    graph.
+    It is a string enum because templates compare the levels that hooks report, without importing
+    the graph.
     """
 
     CONSTANT = "constant"  # known when the kernel is compiled
     HEAD = "head"  # captured tensors, b, h and the softmax scale
-    ROW = "row"  # and q
+    ROW = "row"  # as HEAD, and q
     COLUMN = "column"  # as HEAD, and kv
-    RELATIVE = "relative"  # as HEAD, and q - kv: one value for a diagonal
+    RELATIVE = "relative"  # as HEAD, and q - kv: one value per diagonal
     ELEMENT = "element"  # q and kv in any other way, the score or its gradient
 
 
@@ -48,10 +48,10 @@ def level_of(n: Node) -> Level:
 
 
 def hoisted(roots: Sequence[Node]) -> dict[Level, tuple[Node, ...]]:
-    """Return the values that a kernel computes once for several elements, by level.
+    """Return the values that a kernel computes once for several scores, by level.
 
-    These are the maximal sub-expressions below the element level that a value of another level
-    uses, and the roots below it; arguments and constants are left out.
+    These are the largest sub-expressions below the element level that a value of another level
+    uses, and the roots below the element level. Arguments and constants are left out.
     """
     order = ir.topo(*roots)
     levels = {n: level_of(n) for n in order}
@@ -77,7 +77,7 @@ def index_level(load: Node) -> Level:
 
 
 def is_relative(n: Node) -> bool:
-    """Return whether an expression depends on q and kv through q - kv only, and not on the score."""
+    """Return whether an expression reads q and kv only as q - kv, and does not read the score."""
     relative: dict[Node, bool] = {}
     for part in ir.topo(n):
         factors = _coefficients(part) if part.type == I32 else None
@@ -93,7 +93,7 @@ def is_relative(n: Node) -> bool:
 
 
 def _coefficients(n: Node) -> tuple[int, int] | None:
-    """Return the factors of q and kv in an integer sum; None if it uses them in another way."""
+    """Return the coefficients of q and kv in an integer sum; None if it uses them otherwise."""
     if n.op == "arg" and n.attr in ("q", "kv"):
         return (1, 0) if n.attr == "q" else (0, 1)
     names = ir.reads(n)
@@ -113,12 +113,12 @@ def _coefficients(n: Node) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class Staging:
-    """Levels of the nodes of one expression.
+    """Lists the levels of all nodes of one expression.
 
     Attributes:
         root: the expression.
-        levels: level of every node below the root.
-        hoisted: values that a template computes before the elements, see `hoisted`.
+        levels: level of the root and of every node below it.
+        hoisted: values that a template computes once for several scores, see `hoisted`.
     """
 
     root: Node
@@ -145,21 +145,21 @@ class Staging:
 
 
 def stage(root: Node) -> Staging:
-    """Give every node of an expression its level."""
+    """Assign its level to every node of an expression."""
     levels = {n: level_of(n) for n in ir.topo(root)}
     return Staging(root, levels, hoisted([root]))
 
 
 @dataclass(frozen=True)
 class Linear:
-    """A score_mod written as `score * factor + bias`, both free of the score."""
+    """Represents a score_mod as `score * factor + bias`; neither part reads the score."""
 
     factor: Node
     bias: Node
 
 
 def linear(root: Node) -> Linear | None:
-    """Split a score_mod that is linear in the score, or None where it is not.
+    """Split a score_mod into `score * factor + bias`; return None if it is not linear in the score.
 
     `where(c, score + x, -inf)` is not split: as a sum it would let a NaN score through.
     """

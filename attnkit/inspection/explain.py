@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attnkit.errors import ArgumentError, OptionError, UnsupportedError
 from attnkit.graph import ir
@@ -47,7 +48,7 @@ from attnkit.util.arguments import check_size
 
 @dataclass(frozen=True)
 class Explanation:
-    """The result of `explain`; `str` gives the report.
+    """Holds the result of `explain`; `str` gives the report.
 
     Attributes:
         score: the traced score_mod; None if the score is not changed.
@@ -56,11 +57,11 @@ class Explanation:
         plan: template and tile sizes.
         lengths: (batch, query heads, query length, kv length).
         head_dim: of query and key.
-        sms: SMs that the schedule is predicted for.
-        target: architecture that a kernel is predicted for, if any.
+        sms: number of SMs of the predicted schedule.
+        target: architecture of the predicted kernel; None to predict no kernel.
         variant: the variant.
         dtype: of query, key and value.
-        lists_override_mask: whether block lists overrule the mask function.
+        lists_override_mask: whether block lists override the mask function.
     """
 
     score: Traced | None
@@ -77,13 +78,13 @@ class Explanation:
 
     @property
     def formula(self) -> str:
-        """The traced functions, one on each line."""
+        """Format the traced functions, one on each line."""
         lines = [str(t) for t in (self.score, self.mask) if t is not None]
         return "\n".join(lines) or "softmax attention, no score_mod, no mask"
 
     @property
     def derivative(self) -> str:
-        """The derivative of score_mod with respect to the score and to each captured tensor."""
+        """Format the derivative of score_mod by the score and by each captured tensor."""
         if self.score is None:
             return "d score' / d score = 1"
         by_score = describe(self.score.root, self.score.names)
@@ -96,7 +97,7 @@ class Explanation:
 
     @property
     def staging(self) -> str:
-        """How often each part is computed: once per head, row, column or element."""
+        """Say how often each part is computed: once per head, row, column or element."""
         parts = []
         for traced in (self.score, self.mask):
             if traced is not None:
@@ -110,7 +111,7 @@ class Explanation:
 
     @property
     def tiles(self) -> str:
-        """Numbers of empty, partial and full tiles, and the share that is computed."""
+        """Count empty, partial and full tiles, and give the share that is computed."""
         if self.runs is None:
             return "all tiles full (no mask)"
         empty, partial, full = self.runs.counts()
@@ -123,7 +124,7 @@ class Explanation:
 
     @property
     def intervals(self) -> str:
-        """The kv positions that each row keeps as a union of intervals, or why there is none."""
+        """Format the kv positions of a row as a union of intervals, or say why there is none."""
         if self.mask is None:
             return "every row keeps everything"
         batch, heads, q_len, kv_len = self.lengths
@@ -139,14 +140,14 @@ class Explanation:
 
     @property
     def forecast(self) -> Forecast | None:
-        """The simulated schedule; None if simulating it would take too long."""
+        """Simulate the schedule; None if that would take too long."""
         batch, heads, _, _ = self.lengths
         runs = self._tiles
         return forecast(runs, batch=batch, heads=heads, head_dim=self.head_dim, sms=self.sms)
 
     @property
     def schedule(self) -> str:
-        """Work tiles, splits and cycles, against the bound and grid order; who clears dQ."""
+        """Describe the predicted schedule, against the bound and grid order, and what clears dQ."""
         forecast = self.forecast
         if forecast is None:
             return "not simulated: more than a million rows of tiles"
@@ -157,7 +158,7 @@ class Explanation:
 
     @property
     def _tiles(self) -> BlockRuns:
-        """The runs; without a mask, those of a mask that keeps everything."""
+        """Return the mask's tiles as runs; without a mask, all tiles are full."""
         if self.runs is not None:
             return self.runs
         _, _, q_len, kv_len = self.lengths
@@ -167,7 +168,7 @@ class Explanation:
 
     @functools.cached_property
     def layout(self) -> Layout:
-        """Roles, registers and memory of the kernel.
+        """Describe roles, registers and memory of the forward kernel.
 
         Raises:
             ArgumentError: no architecture was named.
@@ -185,13 +186,13 @@ class Explanation:
 
     @functools.cached_property
     def _kernel(self) -> tuple[tuple[int, int], str]:
-        """Rows and columns of the kernel's blocks, and the reason for them."""
+        """Choose rows and columns of the forward kernel's blocks; return them and the reason."""
         dims, q_len = (self.head_dim, self.head_dim), self.lengths[2]
         return forward_block(self.plan.template, self._program, dims, self.runs, q_len)
 
     @functools.cached_property
     def block_clocks(self) -> BlockClocks:
-        """Predicted clocks of the forward kernel; executes it in the emulator for some seconds.
+        """Predict clocks of the forward kernel, by executing it in the emulator for some seconds.
 
         Raises:
             ArgumentError: no architecture was named.
@@ -204,7 +205,7 @@ class Explanation:
 
     @functools.cached_property
     def backward_block_clocks(self) -> BlockClocks:
-        """Predicted clocks of the backward's main kernel; else as `block_clocks`."""
+        """Predict clocks of the backward's main kernel, as `block_clocks` does for the forward."""
         dims = self.head_dim, self.head_dim
         block = backward_block(self.plan.template, self._program, dims, self._tiles)
         variant, target = self._subject
@@ -214,7 +215,11 @@ class Explanation:
 
     @property
     def _subject(self) -> tuple[Variant, Target]:
-        """What a kernel is predicted for."""
+        """Return the variant and the architecture of the predicted kernel.
+
+        Raises:
+            ArgumentError: no architecture was named.
+        """
         if self.target is None or self.variant is None:
             raise ArgumentError("no architecture was named: explain(..., arch='sm_100a')")
         return self.variant, self.target
@@ -226,7 +231,7 @@ class Explanation:
             backward: predict the backward's main kernel.
 
         Raises:
-            As `block_clocks`.
+            ArgumentError, UnsupportedError: see `block_clocks`.
         """
         _, target = self._subject
         if target.arch not in GPUS:
@@ -244,7 +249,7 @@ class Explanation:
         return f"{text}: {rate:.0f} TFLOP/s of the unmasked scores ({gpu.peak:.0f} peak)"
 
     def _simulated(self, backward: bool) -> Direction:
-        """The schedule of the kernel for the architecture, with the clocks of its blocks."""
+        """Simulate the schedule of the architecture's kernel, with predicted clocks as costs."""
         batch, heads, q_len, kv_len = self.lengths
         clocks = self.backward_block_clocks if backward else self.block_clocks
         sizes = {"batch": batch, "heads": heads, "head_dim": self.head_dim}
@@ -267,20 +272,20 @@ class Explanation:
         mask = self.variant.mask
         if not isinstance(mask, BlockMask):
             mask = create_block_mask(mask, self.runs.batch, self.runs.heads, q_len, kv_len)
-        kept = summarize(mask).kept
+        kept = summarize(mask).kept_positions
         shared = batch * heads // (self.runs.batch * self.runs.heads)
         return None if kept is None else kept * shared
 
     @property
     def kernel(self) -> str:
-        """The forward kernel for the architecture: roles, memory, clocks, predicted speed."""
+        """Describe the architecture's forward kernel: roles, memory, clocks, predicted speed."""
         (rows, columns), why = self._kernel
         chosen = f"blocks of {rows} x {columns}: {why}"
         return f"{chosen}\n{self.layout}\n{self.block_clocks}\n{self.rate()}"
 
     @property
     def backward_kernel(self) -> str:
-        """The backward's main kernel for the architecture: clocks, predicted speed."""
+        """Describe the main kernel of the architecture's backward: clocks, predicted speed."""
         return f"{self.backward_block_clocks}\n{self.rate(backward=True)}"
 
     def __str__(self) -> str:
@@ -304,7 +309,12 @@ def _indent(text: str) -> str:
 
 
 def _target(arch: str | None, backend: str) -> Target | None:
-    """The target of an architecture that a caller named."""
+    """Return the target of an architecture that the caller named, None if none was.
+
+    Raises:
+        UnsupportedError: there is no kernel for the architecture.
+        OptionError: the caller chose a backend too.
+    """
     if arch is None:
         return None
     target = of_arch(arch)
@@ -343,18 +353,18 @@ def explain(
 
     Args:
         score_mod: a score_mod, or a whole `Variant` (then without block_mask).
-        block_mask: as of `flex_attention`.
+        block_mask: see `flex_attention`.
         q_len: query length.
         kv_len: kv length; q_len if None.
         batch: batch size.
         heads: query heads.
         head_dim: of query and key.
         device: of the tensors.
-        kernel_options: as of `flex_attention`.
-        backend: as of `flex_attention`.
+        kernel_options: see `flex_attention`.
+        backend: see `flex_attention`.
         dtype: of query, key and value.
-        sms: SMs of the GPU that the schedule is predicted for; None: those of a B200 or H200,
-            as `arch` says, of an H200 without `arch`.
+        sms: number of SMs of the predicted schedule; None for those of the GPU that `arch` names,
+            an H200 or a B200, and of an H200 without `arch`.
         arch: predict the kernel for this architecture, such as "sm_100a". Printing the explanation
             then executes a tile of the kernel in the emulator, which takes up to a minute.
 
@@ -370,40 +380,21 @@ def explain(
     if sms is None:
         sms = GPUS[arch].sms if arch in GPUS else HOPPER_SMS
     variant = score_mod if isinstance(score_mod, Variant) else Variant(score_mod, block_mask)
-    sizes = tuple(
-        check_size(name, n)
-        for name, n in (
-            ("batch", batch),
-            ("heads", heads),
-            ("q_len", q_len),
-            ("kv_len", q_len if kv_len is None else kv_len),
-            ("head_dim", head_dim),
-            ("sms", sms),
-        )
-    )
-    batch, heads, q_len, kv_len, head_dim, sms = sizes
-    # only shapes matter: expanded tensors take no memory
-    one = torch.empty(1, dtype=dtype, device=device)
-    query = one.expand(batch, heads, q_len, head_dim)
-    key = one.expand(batch, heads, kv_len, head_dim)
-    call = AttentionCall(
-        query,
-        key,
-        key,
-        variant.score_mod,
-        variant.mask,
-        kernel_options=kernel_options,
-        backend=backend,
-    )
-    preparation = prepare(call, launchable=False)
-    plan, bound = preparation.plan, preparation.bound
-    shape = (batch, heads, q_len, kv_len)
+    kv_len = q_len if kv_len is None else kv_len
+    sizes = {"batch": batch, "heads": heads, "q_len": q_len, "kv_len": kv_len}
+    for name, size in (sizes | {"head_dim": head_dim, "sms": sms}).items():
+        check_size(name, size)
+    query, key = _without_memory((batch, heads, q_len, kv_len), head_dim, dtype, device)
+    functions = variant.score_mod, variant.mask
+    options: dict[str, Any] = {"kernel_options": kernel_options, "backend": backend}
+    preparation = prepare(AttentionCall(query, key, key, *functions, **options), launchable=False)
+    bound = preparation.bound
     return Explanation(
         bound.score,
         bound.mask,
         bound.runs,
-        plan,
-        shape,
+        preparation.plan,
+        (batch, heads, q_len, kv_len),
         head_dim,
         sms,
         target=target,
@@ -411,3 +402,16 @@ def explain(
         dtype=dtype,
         lists_override_mask=bound.program.lists_override_mask,
     )
+
+
+def _without_memory(
+    shape: tuple[int, int, int, int], head_dim: int, dtype: torch.dtype, device: torch.device | str
+) -> tuple[Tensor, Tensor]:
+    """Create a query and a key that have shapes only: expanded tensors take no memory.
+
+    Args:
+        shape: batch, heads, query length and kv length.
+    """
+    batch, heads, q_len, kv_len = shape
+    one = torch.empty(1, dtype=dtype, device=device)
+    return one.expand(batch, heads, q_len, head_dim), one.expand(batch, heads, kv_len, head_dim)

@@ -1,4 +1,4 @@
-"""Write matplotlib figures to files: the same figure gives the same bytes."""
+"""Write matplotlib figures to files, with the same bytes for the same figure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def checked_path(path: str | os.PathLike[str]) -> Path:
-    """Check the suffix of a picture's path, and return it.
+    """Check that a picture's path ends in .png or .svg, and return it as a `Path`.
 
     Raises:
         OptionError: the suffix is neither .png nor .svg.

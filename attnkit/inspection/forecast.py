@@ -1,6 +1,7 @@
 """Predict the time of a mask's schedule on a GPU, against a lower bound and grid order.
 
-Nothing is measured: a work tile takes the SM cycles of `attnkit.schedule.scheduler`'s cost model.
+Nothing is measured. The cost model of `attnkit.schedule.scheduler` says how many cycles a work tile
+takes.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from attnkit.schedule.split_kv import Cost
 from attnkit.sparsity.block_runs import BlockRuns
 
 HOPPER_SMS = 132  # of an H100 SXM or an H200
-MODEL_BLOCK, MODEL_HEAD_DIM = (128, 128), 128  # where the costs were measured
+MODEL_BLOCK, MODEL_HEAD_DIM = (128, 128), 128  # for which the costs were measured
 _MOST_ROWS = 1 << 20
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, as its data sheet describes it.
+    """Describes a GPU by the numbers of its data sheet.
 
     Attributes:
-        name: for people.
+        name: NVIDIA's name of the GPU.
         arch: architecture of its kernels.
         sms: streaming multiprocessors.
         peak: dense 16-bit TFLOP/s of its tensor cores.
@@ -43,7 +44,7 @@ class Gpu:
 
     @property
     def clock(self) -> float:
-        """The clock at which the peak holds, in GHz; under load it may be lower."""
+        """Return the clock in GHz at which the peak holds; under load it may be lower."""
         from attnkit.jit.emulator_runs import rates_of
 
         return self.peak * 1e3 / (self.sms * rates_of(self.arch).tensor)
@@ -61,7 +62,7 @@ GPUS = {
 
 @dataclass(frozen=True, eq=False)
 class Direction:
-    """The forward or the backward, simulated with two schedules.
+    """Compares two simulated schedules of a forward or of a backward.
 
     Attributes:
         schedule, timeline: longest work tiles first, long rows split along KV where that pays.
@@ -75,7 +76,7 @@ class Direction:
 
     @property
     def bound(self) -> float:
-        """Cycles that every schedule of these work tiles takes at least."""
+        """Return the cycles that any schedule of these work tiles takes at least."""
         return self.schedule.bound
 
     def __str__(self) -> str:
@@ -93,12 +94,12 @@ class Direction:
 
 @dataclass(frozen=True, eq=False)
 class Forecast:
-    """Forward and backward of one mask on a number of SMs.
+    """Predicts the forward and the backward of a mask on a number of SMs.
 
     Attributes:
-        sms: streaming multiprocessors, one persistent CTA each.
-        block, head_dim: what is scheduled; the cost model holds for 128 x 128 and 128.
-        forward, backward: the two directions.
+        sms: number of streaming multiprocessors, one persistent CTA each.
+        block, head_dim: tile sizes and head dim; the cost model holds for 128 x 128 and 128.
+        forward, backward: the simulated schedules.
     """
 
     sms: int
@@ -120,13 +121,13 @@ class Forecast:
 def forecast(
     runs: BlockRuns, *, batch: int, heads: int, head_dim: int, sms: int = HOPPER_SMS
 ) -> Forecast | None:
-    """Schedule the work tiles of a mask, and simulate them.
+    """Schedule the forward and the backward of a mask, and simulate them.
 
     Args:
         runs: the mask's tiles, for this batch and these heads or for 1.
-        batch, heads: of the query; key and value have as many.
+        batch, heads: of query, key and value.
         head_dim: of query, key and value, whose elements have 16 bits.
-        sms: how many work tiles run at a time.
+        sms: number of SMs; each runs one work tile at a time.
 
     Returns:
         The forecast; None if there are more than a million rows of tiles.
@@ -149,7 +150,7 @@ def forecast(
 def forecast_forward(
     runs: BlockRuns, *, batch: int, heads: int, head_dim: int, sms: int, cost: Cost = FORWARD
 ) -> Direction:
-    """Schedule and simulate the forward alone, with any costs; arguments as of `forecast`."""
+    """Schedule and simulate the forward with a cost model; see `forecast` for other arguments."""
     # bytes of K and V of a kv tile, 16 bits each
     shape = Shape(batch, heads, runs.block[1] * head_dim * 4)
     return _direction(schedule_forward, runs, shape, sms, cost)
@@ -158,7 +159,7 @@ def forecast_forward(
 def forecast_backward(
     runs: BlockRuns, *, batch: int, heads: int, head_dim: int, sms: int, cost: Cost = BACKWARD
 ) -> Direction:
-    """Schedule and simulate the backward alone, with any costs; arguments as of `forecast`."""
+    """Schedule and simulate the backward with a cost model; see `forecast` for other arguments."""
     # bytes of Q and dO of a q tile, 16 bits each, and of its float32 dQ
     shape = Shape(batch, heads, runs.block[0] * head_dim * 8)
     return _direction(schedule_backward, runs, shape, sms, cost)
@@ -167,13 +168,14 @@ def forecast_backward(
 def _direction(
     make: Callable[..., Schedule], runs: BlockRuns, shape: Shape, sms: int, cost: Cost
 ) -> Direction:
+    """Simulate the best schedule and the one in grid order."""
     best = make(runs, shape, workers=sms, cost=cost)
     grid = make(runs, shape, workers=sms, cost=cost, order="grid", split=False)
     return Direction(best, simulate(best), grid, simulate(grid))
 
 
 def cycles(count: float) -> str:
-    """Format a number of cycles for a reader.
+    """Format a number of cycles with three digits and a unit.
 
     >>> cycles(1_180_000)
     '1.18M'

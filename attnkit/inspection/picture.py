@@ -1,6 +1,6 @@
 """Draw masks: which tiles are empty, partial or full, and the runs that they form.
 
-`show` returns text for a terminal, `save` writes a PNG or SVG file (with matplotlib).
+`show` returns text for a terminal. `save` writes a PNG or SVG file, and needs matplotlib.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Text: the share of a character's area that the mask keeps, from nothing to everything.
+# Text: characters by the share of their area that the mask keeps, from nothing to everything.
 _SHADES = "·░▒▓█"
 _PLAIN_SHADES = ".-+*#"
 
-# Image: colours, and up to how many of them single runs and single positions are drawn.
+# Image: colours, and limits on what is drawn.
 _COLOURS = {"full": "#27548a", "partial": "#f6c28b", "kept": "#c8641b", "empty": "#f3f3f3"}
-_MOST_BARS = 4000
-_MOST_POSITIONS = 1 << 20
-_MOST_CELLS = 1024
-_MOST_PANELS = 8
+_MOST_BARS = 4000  # runs; above, an image of tiles is drawn instead of a bar for each run
+_MOST_POSITIONS = 1 << 20  # above, the positions in partial tiles are not drawn
+_MOST_CELLS = 1024  # rows or columns of the image of tiles
+_MOST_PANELS = 8  # batch entries and heads
 
 
 def show(
@@ -65,7 +65,7 @@ def show(
     tiles: 6 full, 4 partial, 14 empty; 41.7% computed
     runs: 3 full, 4 partial; at most 2 in a row of tiles
 
-    A character that stands for several tiles is shaded by the share that they keep, where a partial
+    If a character stands for several tiles, its shade shows the share that they keep. A partial
     tile counts as half.
 
     Args:
@@ -73,9 +73,9 @@ def show(
         q_len: query length.
         kv_len: kv length; q_len if None.
         batch, heads: batch size and query heads, for masks that read b or h.
-        at: which batch entry and head to show.
+        at: the batch entry and the head to show.
         block: tile size, or (q, kv) tile sizes.
-        device: of the captured tensors; None: taken from them.
+        device: of the captured tensors; None to read it from them.
         width: the largest number of characters in a line of the map.
         plain: use ASCII only.
 
@@ -125,7 +125,7 @@ def save(
 
     Args:
         path: ends in .png or .svg.
-        mask, q_len, kv_len, batch, heads, block, device: as of `show`.
+        mask, q_len, kv_len, batch, heads, block, device: see `show`.
         title: headline; the mask's own name if None.
 
     Returns:
@@ -134,7 +134,7 @@ def save(
     Raises:
         UnsupportedError: matplotlib is not installed.
         OptionError: the path has another suffix.
-        As `show`.
+        The errors of `show`.
     """
     target = checked_path(path)
     blocks = _block_mask(mask, q_len, kv_len, batch, heads, block, device)
@@ -155,6 +155,7 @@ def _block_mask(
     block: int | tuple[int, int],
     device: torch.device | str | None,
 ) -> BlockMask:
+    """Return a BlockMask as it is, and build one from any other mask."""
     if isinstance(mask, BlockMask):
         return mask
     if q_len is None:
@@ -164,6 +165,7 @@ def _block_mask(
 
 
 def _checked_at(at: tuple[int, int], blocks: BlockMask) -> tuple[int, int]:
+    """Check that the mask has this batch entry and head."""
     for name, index, size in zip(("batch entry", "head"), at, blocks.shape[:2], strict=True):
         if not 0 <= index < size:
             raise OptionError(f"at must name a {name} from 0 to {size - 1}, got {index}")
@@ -171,12 +173,13 @@ def _checked_at(at: tuple[int, int], blocks: BlockMask) -> tuple[int, int]:
 
 
 def _name(mask: Callable[..., Any] | BlockMask) -> str:
+    """Return the name of a mask for headlines."""
     mod = mask.mask_mod if isinstance(mask, BlockMask) else mask
     return str(getattr(mod, "label", None) or getattr(mod, "__name__", type(mod).__name__))
 
 
 def _text_size(runs: BlockRuns, width: int) -> tuple[int, int]:
-    """Rows and columns of characters: a character is about twice as high as wide."""
+    """Choose the rows and columns of characters; a character is about twice as high as wide."""
     columns = runs.kv_blocks
     columns = 2 * columns if 2 * columns <= width else min(columns, width)
     rows = round(columns / 2 * runs.q_len / runs.kv_len)
@@ -184,7 +187,7 @@ def _text_size(runs: BlockRuns, width: int) -> tuple[int, int]:
 
 
 def _framed(lines: list[str], last_q: int, last_kv: int) -> list[str]:
-    """Frame the map, with the first and last positions at its sides where there is room."""
+    """Frame the map, and label its sides with the first and last position where there is room."""
     width, edge = len(lines[0]), len(str(last_q))
     ticks = ["0", *[""] * (len(lines) - 2), str(last_q)][: len(lines)]
     body = [f"{tick:>{edge}} |{line}|" for tick, line in zip(ticks, lines, strict=True)]
@@ -194,6 +197,7 @@ def _framed(lines: list[str], last_q: int, last_kv: int) -> list[str]:
 
 
 def _key(runs: BlockRuns, rows: int, columns: int, shades: str) -> str:
+    """Explain the characters of the map in one line."""
     if rows == runs.q_blocks and columns % runs.kv_blocks == 0:
         return f"{shades[0]} empty  {shades[2]} partial  {shades[4]} full"
     height, width = runs.q_blocks / rows, runs.kv_blocks / columns
@@ -204,16 +208,17 @@ def _key(runs: BlockRuns, rows: int, columns: int, shades: str) -> str:
 
 
 def _level(share: float) -> int:
+    """Return the index of the shade for a share; only exactly 0 and 1 have the outer shades."""
     if share in (0.0, 1.0):
         return 4 * int(share)
     return 1 if share < 1 / 3 else 2 if share < 2 / 3 else 3
 
 
 def tile_shares(runs: BlockRuns, b: int, h: int, rows: int, columns: int) -> Tensor:
-    """Compute the share that the tiles of each cell keep, 0 to 1; a partial tile counts half.
+    """Compute the share that the tiles of each cell of a grid keep; a partial tile counts half.
 
     Args:
-        runs: of all batch entries and heads.
+        runs: the tiles of all batch entries and heads.
         b, h: the batch entry and the head.
         rows, columns: number of cells, which may be more or fewer than the tiles.
 
@@ -241,6 +246,7 @@ def tile_shares(runs: BlockRuns, b: int, h: int, rows: int, columns: int) -> Ten
 
 
 def _figure(blocks: BlockMask, title: str) -> Figure:
+    """Draw a panel for each of the first batch entries and heads, and a legend."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -277,7 +283,7 @@ def _wrapped(text: str, width: int) -> str:
 
 
 def _positions(blocks: BlockMask) -> Tensor | None:
-    """The dense mask, bool [b, h, q, kv] on the CPU; None if it is too large to be drawn."""
+    """Compute the dense mask, bool [b, h, q, kv] on the CPU; None if it is too large to draw."""
     _, _, q_len, kv_len = blocks.shape
     runs = blocks.runs
     if q_len * kv_len * min(runs.batch * runs.heads, _MOST_PANELS) > _MOST_POSITIONS:
@@ -287,7 +293,7 @@ def _positions(blocks: BlockMask) -> Tensor | None:
 
 
 def _draw(axes: Axes, runs: BlockRuns, b: int, h: int, dense: Tensor | None) -> None:
-    """Draw one panel: bars for runs, or an image of shares where there are too many runs."""
+    """Draw one panel: bars for runs, or an image of tiles if there are too many runs."""
     from matplotlib.ticker import MultipleLocator
 
     ratio = runs.q_len / runs.kv_len
@@ -327,7 +333,10 @@ def _bars(axes: Axes, runs: BlockRuns, kinds: list[Runs]) -> None:
     gap = 0.06 * min(height, width)
 
     def inner(first: int, last: int, size: int, length: int) -> tuple[float, float]:
-        """The ends of tiles first to last, less a gap that leaves part of a ragged tile."""
+        """Return where the bar of tiles `first` to `last` begins and ends, with a gap around it.
+
+        The gap is at most a quarter of the bar, so that a ragged last tile stays visible.
+        """
         low, high = first * size, min(last * size, length)
         inset = min(gap, 0.25 * (high - low))
         return low + inset, high - inset
@@ -344,6 +353,7 @@ def _bars(axes: Axes, runs: BlockRuns, kinds: list[Runs]) -> None:
 
 
 def _image(axes: Axes, runs: BlockRuns, b: int, h: int) -> None:
+    """Draw the shares that tiles keep as an image, whose pixels may stand for several tiles."""
     from matplotlib.colors import LinearSegmentedColormap
 
     rows, columns = (min(n, _MOST_CELLS) for n in (runs.q_blocks, runs.kv_blocks))

@@ -1,4 +1,4 @@
-"""Count the tiles and positions that a mask keeps, its memory, and describe its interval form."""
+"""Count the tiles and positions that a mask keeps, and describe its memory and interval form."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from attnkit.tracing.float64_checks import compute_dtype
 from attnkit.tracing.mask import Mask
 from attnkit.tracing.mask_lengths import Lengths
 
-_MOST_POSITIONS = 1 << 27  # of partial tiles that are counted by evaluating the mask
-_AT_ONCE = 1 << 22
+_MOST_POSITIONS = 1 << 27  # in partial tiles, above which the kept ones are not counted
+_AT_ONCE = 1 << 22  # positions at which the mask is evaluated together
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The counts of `summarize`; `str` gives a report.
+    """Holds the counts of `summarize`; `str` gives a report.
 
     Attributes:
-        shape: (batch, heads, query length, kv length) of the counts; batch and heads are 1 if the
-            mask does not read b or h.
+        shape: (batch, heads, query length, kv length) that the counts refer to; batch and heads are
+            1 if the mask does not read b or h.
         tiles: numbers of (empty, partial, full) tiles.
-        kept: positions that the mask keeps; None if counting them would take too long.
-        stored: bytes of the tiles as runs.
-        flex: bytes of the index tensors of FlexAttention's BlockMask with the same tiles.
-        dense: bytes of the dense mask, bool.
+        kept_positions: positions that the mask keeps; None if counting them would take too long.
+        stored: memory of the tiles as runs, in bytes.
+        flex: memory of the index tensors of FlexAttention's BlockMask with the same tiles, in
+            bytes.
+        dense: memory of the dense bool mask, in bytes.
         lengths: the lengths that the mask was built for.
         intervals: the kv positions that each row keeps as a union of intervals, or why there is no
             such union.
@@ -40,7 +41,7 @@ class Summary:
 
     shape: tuple[int, int, int, int]
     tiles: tuple[int, int, int]
-    kept: int | None
+    kept_positions: int | None
     stored: int
     flex: int
     dense: int
@@ -52,8 +53,8 @@ class Summary:
         empty, partial, full = self.tiles
         computed = 100 * (partial + full) / (empty + partial + full)
         kept = "positions not counted"
-        if self.kept is not None:
-            kept = f"{100 * self.kept / positions:.3g}% of {positions} positions kept"
+        if self.kept_positions is not None:
+            kept = f"{100 * self.kept_positions / positions:.3g}% of {positions} positions kept"
         sizes = (self.stored, self.flex, self.dense)
         runs, lists, dense = (bytes_shown(n) for n in sizes)
         return "\n".join(
@@ -71,11 +72,11 @@ def summarize(blocks: BlockMask, *, most_positions: int = _MOST_POSITIONS) -> Su
 
     Args:
         blocks: the mask and its tiles, of `create_block_mask`.
-        most_positions: the largest number of interval ends, or of positions in partial tiles if
-            there are no intervals, that is looked at; above it, `kept` is None.
+        most_positions: limit on the number of intervals of all rows, or of positions in partial
+            tiles if the mask has no interval form; above it, `kept_positions` is None.
 
     Raises:
-        What using the mask would raise.
+        The errors of tracing and evaluating the mask.
     """
     runs, mask = blocks.runs, blocks.traced()
     batch, heads, q_len, kv_len = blocks.shape
@@ -104,7 +105,7 @@ def summarize(blocks: BlockMask, *, most_positions: int = _MOST_POSITIONS) -> Su
     return Summary(
         shape=(runs.batch, runs.heads, q_len, kv_len),
         tiles=runs.counts(),
-        kept=count,
+        kept_positions=count,
         stored=stored_bytes(runs),
         flex=flex_bytes(runs),
         dense=runs.batch * runs.heads * q_len * kv_len,
@@ -114,7 +115,7 @@ def summarize(blocks: BlockMask, *, most_positions: int = _MOST_POSITIONS) -> Su
 
 
 def label_of(runs: BlockRuns, b: int, h: int) -> str:
-    """Name a batch entry and head, if there is more than one: ", b=0 h=1"."""
+    """Format the numbers of a batch entry and a head, if there are several: ", b=0 h=1"."""
     shown = [f"b={b}"] if runs.batch > 1 else []
     shown += [f"h={h}"] if runs.heads > 1 else []
     return f", {' '.join(shown)}" if shown else ""
@@ -136,7 +137,7 @@ def tile_counts(runs: BlockRuns, b: int, h: int) -> list[str]:
 
 
 def runs_of(kind: Runs, runs: BlockRuns, b: int, h: int) -> Runs:
-    """Select the FULL or PARTIAL runs of one batch entry and head; they are copied to the CPU."""
+    """Select the FULL or PARTIAL runs of one batch entry and head, and copy them to the CPU."""
     group = (b if runs.batch > 1 else 0) * runs.heads + (h if runs.heads > 1 else 0)
     pointers = kind.row_ptr[group * runs.q_blocks : (group + 1) * runs.q_blocks + 1].cpu()
     first, last = int(pointers[0]), int(pointers[-1])
@@ -144,20 +145,20 @@ def runs_of(kind: Runs, runs: BlockRuns, b: int, h: int) -> Runs:
 
 
 def stored_bytes(runs: BlockRuns) -> int:
-    """The memory of the runs in both directions (by q tile and by kv tile), in bytes."""
+    """Return the memory of the runs in both directions (by q tile and by kv tile), in bytes."""
     kinds = (runs.full, runs.partial, runs.full_t, runs.partial_t)
     tensors = [t for kind in kinds for t in (kind.row_ptr, kind.start, kind.length)]
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def flex_bytes(runs: BlockRuns) -> int:
-    """The memory of FlexAttention's eight index tensors for the same tiles, in bytes."""
+    """Return the memory of FlexAttention's eight index tensors for the same tiles, in bytes."""
     a_head = 4 * runs.q_blocks * runs.kv_blocks + 2 * (runs.q_blocks + runs.kv_blocks)
     return 4 * runs.batch * runs.heads * a_head
 
 
 def bytes_shown(count: int) -> str:
-    """Format a number of bytes for a reader.
+    """Format a number of bytes with a unit.
 
     >>> bytes_shown(1536), bytes_shown(10)
     ('1.5 KiB', '10 bytes')
@@ -174,13 +175,13 @@ def _interval_positions(intervals: Intervals, dtype: torch.dtype) -> int:
     low, high = intervals.rows(dtype).long().unbind(-1)
     low, order = low.sort(-1)
     high = high.gather(-1, order)
-    covered = high.cummax(-1).values.roll(1, -1)  # by the intervals that begin earlier
+    covered = high.cummax(-1).values.roll(1, -1)  # the end of all intervals that begin earlier
     covered[..., :1] = 0
     return int((high - torch.maximum(low, covered)).clamp(min=0).sum())
 
 
 def _full_positions(runs: BlockRuns) -> int:
-    """Count the positions of full tiles."""
+    """Count the positions in full tiles."""
     row, first, last = _spans(runs.full)
     height, width = runs.block
     rows = ((row % runs.q_blocks + 1) * height).clamp(max=runs.q_len)
@@ -206,14 +207,14 @@ def _partial_positions(runs: BlockRuns, kept: Callable[..., Any]) -> int:
         kv = tile_column * width + inside[1]
         pair = tile_row // runs.q_blocks
         real = (q < runs.q_len) & (kv < runs.kv_len)
-        # positions beyond the lengths may be outside of a captured tensor too
+        # positions beyond the lengths may index outside of a captured tensor
         q, kv = q.clamp(max=runs.q_len - 1), kv.clamp(max=runs.kv_len - 1)
         total += int((kept(pair // runs.heads, pair % runs.heads, q, kv) & real).sum())
     return total
 
 
 def _spans(kind: Runs) -> tuple[Tensor, Tensor, Tensor]:
-    """The row, the first tile and the end of each run, int64 on the CPU."""
+    """Return the row, the first tile and the end of each run, int64 on the CPU."""
     pointers, start, length = (t.cpu().long() for t in (kind.row_ptr, kind.start, kind.length))
     row = torch.arange(kind.rows).repeat_interleave(pointers.diff())
     return row, start, start + length

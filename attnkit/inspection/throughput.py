@@ -1,9 +1,9 @@
 """Predict how long a block of scores takes on an SM, and how long each unit is busy with it.
 
-Nothing is measured. The variant's kernel is executed in the emulator for one tile with few blocks
-and one with more: the difference is the cost of the additional blocks. The clocks of a unit are
-those of the instructions that were executed (`attnkit.emulator.timing.cycles`); the time is that of
-the event timeline (`attnkit.emulator.timeline`).
+Nothing is measured. The emulator executes the variant's kernel for a tile with few blocks and for
+one with more; the difference is the cost of the additional blocks. The clocks of a unit are counted
+from the instructions that were executed (`attnkit.emulator.timing.cycles`). The time is from the
+event timeline (`attnkit.emulator.timeline`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from attnkit.errors import AttnkitError, UnsupportedError
 from attnkit.jit import emulation
@@ -38,21 +37,21 @@ from attnkit.splice.forward import forward_block
 if TYPE_CHECKING:
     from attnkit.jit.emulator_runs import Timeline
 
-SHORT, LONG = 4, 10  # blocks of the two runs: enough to fill the pipelines
+SHORT, LONG = 4, 10  # blocks of the two emulated tiles: enough to fill the pipelines
 LISTED = 128  # columns of a Blackwell backward block of one CTA; a pair of CTAs would join two
 
 
 @dataclass(frozen=True)
 class BlockClocks:
-    """Predicted clocks of one SM for a block of scores, as in FlashAttention-4's tables.
+    """Predicts the clocks of an SM for a block of scores, as in FlashAttention-4's tables.
 
     Attributes:
         block: rows and columns of a block of scores.
-        head_dim: columns of query, key and value.
-        units: clocks that each unit is busy with a FULL block.
+        head_dim: head dim of query, key and value.
+        units: clocks for which each unit is busy with a FULL block.
         full, partial: clocks from one FULL, or PARTIAL, block to the next.
         tile: clocks of a tile without those of its blocks, if it follows another tile.
-        sms: SMs that work on a block together; clocks are of one of them.
+        sms: number of SMs that work on a block together; clocks are of one of them.
         note: what could not be predicted, and why.
     """
 
@@ -67,17 +66,20 @@ class BlockClocks:
 
     @property
     def limit(self) -> str:
-        """The unit that is busy longest."""
+        """Return the name of the unit that is busy longest."""
         return max(self.units, key=lambda unit: self.units[unit])
 
     @property
     def roofline(self) -> float:
-        """The clocks of that unit: no order of the instructions is faster."""
+        """Return the clocks of the busiest unit, below which no order of instructions can get."""
         return self.units[self.limit]
 
     @property
     def cost(self) -> Cost:
-        """The costs for a schedule; splits are written and read in float32 at 128 bytes a clock."""
+        """Return the cost model for a schedule.
+
+        `merge` assumes that partial results are written and read in float32 at 128 bytes a clock.
+        """
         merge = 2 * self.block[0] * self.head_dim * 4 // 128
         return Cost(*(round(x) for x in (self.full, self.partial, self.tile, merge)))
 
@@ -109,7 +111,7 @@ def forward_block_clocks(
     dtype: torch.dtype = torch.bfloat16,
     block: tuple[int, int] | None = None,
 ) -> BlockClocks:
-    """Predict the forward kernel of a variant, for one head.
+    """Predict the clocks of a variant's forward kernel, for one head.
 
     Args:
         variant: score_mod and mask.
@@ -117,7 +119,7 @@ def forward_block_clocks(
         head_dim: of query, key and value.
         dtype: of query, key and value.
         block: rows and columns of the kernel's blocks, see `splice.forward.forward_block`; None for
-            those of long sequences with few masked blocks.
+            the blocks that are chosen for long sequences with few masked blocks.
 
     Raises:
         UnsupportedError: there is no such kernel for the variant, or it cannot be emulated here.
@@ -136,16 +138,17 @@ def backward_block_clocks(
     dtype: torch.dtype = torch.bfloat16,
     block: tuple[int, int] | None = None,
 ) -> BlockClocks:
-    """Predict the main kernel of a variant's backward, for one head.
+    """Predict the clocks of the main kernel of a variant's backward, for one head.
 
     A tile is a kv tile here, with blocks along q. Gradients of captured tensors are not computed.
 
     Args:
-        variant, target, head_dim, dtype: as of `forward_block_clocks`.
-        block: rows and columns of the kernel's blocks, see `splice.backward.backward_block`.
+        variant, target, head_dim, dtype: see `forward_block_clocks`.
+        block: rows and columns of the kernel's blocks, see `splice.backward.backward_block`; None
+            for those that it chooses without knowing the mask's tiles.
 
     Raises:
-        As `forward_block_clocks`.
+        UnsupportedError: there is no such kernel for the variant, or it cannot be emulated here.
     """
     plan = _plan(variant, target, head_dim, dtype)
     if block is None:
@@ -156,6 +159,7 @@ def backward_block_clocks(
 
 
 def _plan(variant: Variant, target: Target, head_dim: int, dtype: torch.dtype) -> Plan:
+    """Choose the plan of a variant in the emulator of an architecture."""
     name = str(dtype).removeprefix("torch.")
     modded = variant.score_mod is not None
     call = Call(name, head_dim, head_dim, modded=modded, masked=variant.mask is not None)
@@ -168,12 +172,13 @@ def _program(variant: Variant) -> Program:
 
 
 def _block_clocks(run: _Run, variant: Variant, target: Target) -> BlockClocks:
+    """Predict clocks from the timelines of a short tile, a long tile, and two short tiles."""
     from attnkit.jit.emulator_runs import busy
 
     plain = Variant(variant.score_mod)
     short, long = (run.timeline(plain, blocks, FULL) for blocks in (SHORT, LONG))
     before, after = (busy(t.stats, target.arch) for t in (short, long))
-    sms = long.stats.ctas  # one CTA on each
+    sms = long.stats.ctas  # each SM runs one CTA
     units = {u: (x - before.get(u, 0.0)) / (LONG - SHORT) / sms for u, x in after.items()}
     full = _slope(short, long)
     partial, note = full, ""
@@ -182,22 +187,23 @@ def _block_clocks(run: _Run, variant: Variant, target: Target) -> BlockClocks:
             partial = _slope(*(run.timeline(variant, n, PARTIAL) for n in (SHORT, LONG)))
         except AttnkitError as error:
             note = f"masked blocks are taken to cost what full ones do, as {error}"
-    # The second tile overlaps with the first; what it adds beside its blocks is not hidden.
+    # A second tile overlaps with the first; what it adds on top of its blocks is not hidden.
     two = run.timeline(plain, SHORT, FULL, tiles=2)
     tile = max(0.0, two.clocks - short.clocks - SHORT * full)
     return BlockClocks(run.block, run.head_dim, units, full, partial, tile, sms, note)
 
 
 def _slope(short: Timeline, long: Timeline) -> float:
+    """Return the additional clocks for each additional block."""
     return (long.clocks - short.clocks) / (LONG - SHORT)
 
 
 @dataclass(frozen=True)
 class _Run(ABC):
-    """A forward or backward on one CTA, whose clocks are predicted.
+    """Runs a forward or backward on one CTA (or one cluster) in the emulator, for its timeline.
 
     Attributes:
-        template: name of the kernels' template.
+        template: name of the plan's template.
         block: rows and columns of a block.
         head_dim, dtype: of query, key and value.
     """
@@ -209,11 +215,21 @@ class _Run(ABC):
 
     @property
     def lists_override_mask(self) -> bool:
-        """Whether the tiles are passed as block lists, which no kernel joins to larger ones."""
+        """Return whether tiles are passed as block lists, which no kernel joins to larger ones."""
         return False
 
     def timeline(self, variant: Variant, blocks: int, state: int, tiles: int = 1) -> Timeline:
-        """Run `tiles` tiles of `blocks` blocks in the emulator, all FULL or all PARTIAL."""
+        """Run tiles of `blocks` blocks in the emulator; return the slowest kernel's timeline.
+
+        Args:
+            variant: score_mod and mask.
+            blocks: number of blocks of each tile.
+            state: state of all blocks, FULL or PARTIAL.
+            tiles: number of tiles.
+
+        Raises:
+            UnsupportedError: the kernel faults, or indices must be checked at these lengths.
+        """
         rows, columns = self.grid(tiles, blocks)
         lengths = rows * self.block[0], columns * self.block[1], columns * self.block[1]
         generator = torch.Generator().manual_seed(0)
@@ -227,49 +243,40 @@ class _Run(ABC):
         states = torch.full((1, 1, rows, columns), state, dtype=torch.int8)
         runs = BlockRuns.from_states(states, lengths[0], lengths[1], self.block)
         program = dataclasses.replace(bound.program, lists_override_mask=self.lists_override_mask)
+        call = KernelCall(self.template, program, runs)
         captured = Captured(
             bound.score.tensors if bound.score else (),
             bound.mask.tensors if bound.mask else (),
         )
         with torch.no_grad(), emulation.session(timeline=True, ctas=1) as session:
-            self.call(variant, program, (query, key, value), captured, runs)
+            scale = self.head_dim**-0.5
+            self.run(variant, call, ForwardInputs(query, key, value, captured, scale))
         if not session.ok:
             raise UnsupportedError(f"the kernel faults: {session.reports[0][1]}")
         return max((t for _, t in session.timelines), key=lambda t: t.clocks)
 
     @abstractmethod
     def grid(self, tiles: int, blocks: int) -> tuple[int, int]:
-        """How many rows and columns of blocks the mask has."""
+        """Return how many rows and columns of blocks the mask has."""
 
     @abstractmethod
-    def call(
-        self,
-        variant: Variant,
-        program: Program,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        captured: Captured,
-        runs: BlockRuns,
-    ) -> None:
-        """Compute one forward or backward, in the emulator."""
+    def run(self, variant: Variant, call: KernelCall, inputs: ForwardInputs) -> None:
+        """Compute one forward, or its backward, in the emulator."""
 
 
 class _Forward(_Run):
+    """Runs a forward, whose tiles are rows of blocks."""
+
     def grid(self, tiles: int, blocks: int) -> tuple[int, int]:
         return tiles, blocks
 
-    def call(
-        self,
-        variant: Variant,
-        program: Program,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        captured: Captured,
-        runs: BlockRuns,
-    ) -> None:
-        call = KernelCall(self.template, program, runs)
-        run_forward(call, ForwardInputs(*qkv, captured, self.head_dim**-0.5))
+    def run(self, variant: Variant, call: KernelCall, inputs: ForwardInputs) -> None:
+        run_forward(call, inputs)
 
 
 class _Backward(_Run):
+    """Runs a backward, whose tiles are columns of blocks."""
+
     @property
     def lists_override_mask(self) -> bool:
         target = of_template(self.template)
@@ -278,23 +285,9 @@ class _Backward(_Run):
     def grid(self, tiles: int, blocks: int) -> tuple[int, int]:
         return blocks, tiles
 
-    def call(
-        self,
-        variant: Variant,
-        program: Program,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        captured: Captured,
-        runs: BlockRuns,
-    ) -> None:
+    def run(self, variant: Variant, call: KernelCall, inputs: ForwardInputs) -> None:
+        qkv = inputs.query, inputs.key, inputs.value
         out, lse = variant(*qkv, backend="eager", return_lse=True)
-        inputs = BackwardInputs(
-            *qkv,
-            out=out,
-            lse=lse,
-            grad_out=torch.ones_like(out),
-            grad_lse=None,
-            captured=captured,
-            needs_grad=[False] * len(captured.scores),
-            scale=self.head_dim**-0.5,
-        )
-        run_backward(KernelCall(self.template, program, runs), inputs)
+        grads = torch.ones_like(out), None
+        needs_grad = [False] * len(inputs.captured.scores)
+        run_backward(call, BackwardInputs.of(inputs, (out, lse), grads, needs_grad))

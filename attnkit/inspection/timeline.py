@@ -1,4 +1,4 @@
-"""Draw predicted schedules: a row for each SM, a bar for each work tile."""
+"""Draw predicted schedules, with a row for each SM and a bar for each work tile."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _SHORT, _LONG, _SPLIT = "#b9d0e8", "#27548a", "#c8641b"
 _FEW_ROWS = 48
-_MOST_SHAPES = 4000  # in an SVG, more are drawn as an image
+_MOST_SHAPES = 4000  # if there are more bars, an SVG contains an image of them
 
 
 def save_timeline(
@@ -32,13 +32,13 @@ def save_timeline(
 ) -> Path:
     """Draw which SM runs which work tile when: longest first above, grid order below.
 
-    Each row is an SM, each bar a work tile, darker the longer it takes; parts of a row that is
-    split along KV are orange. The dashed line is the bound that no schedule beats. All of it is
-    predicted by the cost model; nothing is measured.
+    Each row is an SM. Each bar is a work tile, darker the longer it takes; parts of a row that is
+    split along KV are orange. The dashed line is the bound that no schedule beats. The cost model
+    predicts all of it; nothing is measured.
 
     Args:
         path: ends in .png or .svg.
-        forecast: of `attnkit.inspection.forecast.forecast`.
+        forecast: result of `attnkit.inspection.forecast.forecast`.
         backward: draw the backward instead of the forward.
         title: headline; "forward" or "backward" if None.
 
@@ -60,8 +60,8 @@ def save_timeline(
 def bars(timeline: Timeline) -> Tensor:
     """Compute the corners of each work tile's bar, float64 [work tiles, 4, 2]: (cycle, SM).
 
-    They are in clockwise order. Bars end a little early, and rows too if there are few, so that
-    neighbours can be told apart.
+    Corners are in clockwise order. Bars end a little early, so that neighbours can be told apart;
+    if there are few rows, there is a gap between rows too.
     """
     left, right = timeline.start.double(), timeline.end.double()
     right = right - (0.2 * (right - left)).clamp(max=0.0015 * timeline.makespan)
@@ -73,7 +73,7 @@ def bars(timeline: Timeline) -> Tensor:
 
 
 def colours(schedule: Schedule) -> list[tuple[float, float, float]]:
-    """The colour of each work tile: RGB, 0 to 1."""
+    """Choose the colour of each work tile: RGB, 0 to 1."""
     from matplotlib.colors import LinearSegmentedColormap, to_rgb
 
     cost = schedule.cost.cpu().double()
@@ -88,6 +88,7 @@ def colours(schedule: Schedule) -> list[tuple[float, float, float]]:
 
 
 def _figure(direction: Direction, headline: str) -> Figure:
+    """Draw both schedules of a forward or backward, one above the other."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -117,6 +118,7 @@ def _figure(direction: Direction, headline: str) -> Figure:
 
 
 def _draw(axes: Axes, schedule: Schedule, timeline: Timeline, bound: float) -> None:
+    """Draw the bars of one schedule, and its bound."""
     from matplotlib.collections import PolyCollection
     from matplotlib.ticker import FuncFormatter
 

@@ -1,8 +1,9 @@
 """Lay out the arguments of a call for the C interface of a compiled function, and check them.
 
-A function takes an array of pointers: for each tensor to a structure of its address, its dynamic
-sizes and its dynamic strides; for each number and for the stream to the value; the last one to an
-int for the status. Sequences of tensors are flattened. All values of a call are in one buffer.
+A function takes an array of pointers. A tensor's pointer is to a structure of its address, its
+dynamic sizes and its dynamic strides. A number's pointer, and the stream's, is to the value. The
+last pointer is to an int for the status. Sequences of tensors are flattened. All values of a call
+are in one buffer.
 
 `Signature.gather` checks the arguments of every launch that is not a relaunch and reads addresses,
 sizes and strides from them. It runs Python text that is generated for the kernel's arguments: for a
@@ -18,7 +19,8 @@ tensor [n, 8] of float32 and an Int32
         if a1.__class__ not in (int, bool): return None
         return (p0, n0_0, s0_0, a1, stream(device), ), device
 
-If a check fails, `Signature.checked`, which is slower, raises an error that says which.
+If a check fails, `gather` calls `Signature.checked`, which is slower. It accepts what is harmless,
+such as any stride of an axis of size 1, and raises an error that names the argument otherwise.
 """
 
 from __future__ import annotations
@@ -39,10 +41,10 @@ Stream: TypeAlias = Callable[[int], int]  # handle of the stream to use on a dev
 
 
 class Signature:
-    """The flattened arguments of a compiled function.
+    """Describes the flattened arguments of a compiled function, and checks those of a call.
 
     Attributes:
-        specs: of the arguments and of the stream, in order.
+        specs: one for each argument and for the stream, in order.
         arity: number of arguments of a call, without the stream.
     """
 
@@ -54,12 +56,12 @@ class Signature:
 
     @cached_property
     def layout(self) -> tuple[struct.Struct, list[int]]:
-        """The packing of a call's values, and the offsets of each argument and of the status."""
+        """Return how a call's values are packed, and the byte offsets of arguments and status."""
         code, size, offsets = "<", 0, []
         for spec in self.specs:
             code, size = _padded(code, size, 8)
             offsets.append(size)
-            for letters in _structures(spec):  # aligned and filled up as in C
+            for letters in _structures(spec):  # aligned and padded as in C
                 align = max(map(struct.calcsize, letters), default=1)
                 code, size = _padded(code, size, align)
                 for letter in letters:
@@ -71,6 +73,7 @@ class Signature:
 
     @cached_property
     def _generated(self) -> Callable[[Sequence[Any], Stream], Gathered | None]:
+        """Compile the function `gather` that the top of this file shows."""
         names: dict[str, Any] = {}
         exec("\n".join(_gatherer(self.specs)), names | {"torch": torch}, names)
         gather: Callable[[Sequence[Any], Stream], Gathered | None] = names["gather"]
@@ -94,9 +97,9 @@ class Signature:
         return self.checked(arguments, stream) if gathered is None else gathered
 
     def checked(self, arguments: Sequence[Any], stream: Stream) -> Gathered:
-        """Do what `gather` does, slowly, and raise an error that says what does not fit.
+        """Check and read arguments as `gather` does, but name in the error what does not fit.
 
-        The stride of an axis of size 1 has no effect: where it does not fit it is replaced.
+        The stride of an axis of size 1 has no effect, so one that does not fit is replaced.
         """
         if len(arguments) != self.arity:
             raise ArgumentError(
@@ -124,7 +127,11 @@ class Signature:
 
 
 def _structures(spec: Spec) -> list[str]:
-    """The `struct` letters of an argument's values: one text for the sizes, one for the strides."""
+    """Return the `struct` letters of an argument's values.
+
+    A number or a stream has one string. A tensor has three: for its address, its dynamic sizes and
+    its dynamic strides.
+    """
     if isinstance(spec, NumberSpec):
         return [NUMBERS[spec.kind]]
     if isinstance(spec, StreamSpec):
@@ -134,11 +141,12 @@ def _structures(spec: Spec) -> list[str]:
 
 
 def _padded(code: str, size: int, align: int) -> tuple[str, int]:
+    """Pad a `struct` format and its size in bytes to a multiple of `align`."""
     return code + "x" * (-size % align), size + -size % align
 
 
 def _gatherer(specs: Sequence[Spec]) -> Iterator[str]:
-    """Generate the lines of `gather`, see the top of this file; None if a check fails."""
+    """Generate the lines of the function `gather` that the top of this file shows."""
     names = "".join(f"a{i}, " for i, s in enumerate(specs) if not isinstance(s, StreamSpec))
     first = next((i for i, s in enumerate(specs) if isinstance(s, TensorSpec)), None)
     values: list[str] = []
@@ -158,7 +166,7 @@ def _gatherer(specs: Sequence[Spec]) -> Iterator[str]:
 
 
 def _tensor_gatherer(i: int, spec: TensorSpec, values: list[str]) -> Iterator[str]:
-    """Generate the lines that check a tensor; adds the names of its values to `values`."""
+    """Generate the lines that check a tensor, and append the names of its values to `values`."""
     shape = [f"n{i}_{k}" for k in range(len(spec.shape))]
     stride = [f"s{i}_{k}" for k in range(len(spec.shape))]
     yield f"    p{i} = a{i}.data_ptr()"
@@ -182,6 +190,7 @@ def _tensor_gatherer(i: int, spec: TensorSpec, values: list[str]) -> Iterator[st
 
 
 def _number(x: Any, spec: NumberSpec, name: str) -> int | float:
+    """Check a number; `name` is for errors."""
     takes = (int, float) if spec.kind.startswith("Float") else (int, bool)
     if not isinstance(x, int | float) or not isinstance(x, takes):
         raise ArgumentError(
@@ -195,6 +204,7 @@ def _number(x: Any, spec: NumberSpec, name: str) -> int | float:
 
 
 def _tensor(x: Any, spec: TensorSpec, name: str) -> list[int]:
+    """Check a tensor; return its address, dynamic sizes and dynamic strides."""
     if not isinstance(x, torch.Tensor):
         raise ArgumentError(f"{name}: expected a tensor, got {type(x).__name__}")
     if str(x.dtype) != f"torch.{spec.dtype}":
@@ -213,7 +223,7 @@ def _tensor(x: Any, spec: TensorSpec, name: str) -> list[int]:
 
 
 def misplaced(name: str, address: int, align: int) -> ArgumentError:
-    """The error for a tensor whose address is not aligned as the kernel needs it."""
+    """Build the error for a tensor whose address is not aligned as the kernel needs it."""
     return ArgumentError(
         f"{name}: its address {address:#x} is not a multiple of {align} bytes, for which the kernel "
         "was compiled"
@@ -221,7 +231,7 @@ def misplaced(name: str, address: int, align: int) -> ArgumentError:
 
 
 def _effective_strides(x: torch.Tensor, spec: TensorSpec) -> list[int]:
-    """The strides of a tensor, those of axes of size 1 replaced where they do not fit."""
+    """Return the strides of a tensor; for axes of size 1, replace those that do not fit."""
     strides = list(x.stride())
     for axis, (size, want) in enumerate(zip(x.shape, spec.stride, strict=False)):
         if size <= 1 and not _fits(strides[axis], want):
@@ -233,6 +243,7 @@ def _effective_strides(x: torch.Tensor, spec: TensorSpec) -> list[int]:
 
 
 def _fits(n: int, want: Extent) -> bool:
+    """Return whether a size or stride fits what the kernel was compiled for."""
     if isinstance(want, int):
         return n == want
     return n % want.divisibility == 0 and -(1 << want.width - 1) <= n < 1 << want.width - 1

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from attnkit.errors import ArgumentError
 
-# Numbers of the DSL, with their codes in `struct`.
+# Number types of the DSL, with their codes in `struct`.
 NUMBERS = {
     "Int8": "b",
     "Uint8": "B",
@@ -40,11 +40,11 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Dim:
-    """A size or a stride that each call passes.
+    """Describes a size or a stride that each call passes.
 
     Attributes:
-        width: bits of its slot, 32 or 64.
-        divisibility: the generated code relies on it being a multiple of this.
+        width: bits in which it is passed, 32 or 64.
+        divisibility: the generated code assumes that it is a multiple of this.
     """
 
     width: int = 32
@@ -59,12 +59,12 @@ Extent: TypeAlias = int | Dim
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor argument.
+    """Describes a tensor argument.
 
     Attributes:
         dtype: name of the torch dtype.
-        shape, stride: for each axis the value that is compiled in, or a `Dim`; in elements.
-        align: the address is a multiple of so many bytes.
+        shape, stride: for each axis a constant of the kernel, or a `Dim`; in elements.
+        align: the address is a multiple of this number of bytes.
     """
 
     dtype: str
@@ -74,10 +74,12 @@ class TensorSpec:
 
     @property
     def dynamic_shapes_mask(self) -> tuple[bool, ...]:
+        """Return for each axis whether calls pass its size."""
         return tuple(isinstance(n, Dim) for n in self.shape)
 
     @property
     def dynamic_strides_mask(self) -> tuple[bool, ...]:
+        """Return for each axis whether calls pass its stride."""
         return tuple(isinstance(n, Dim) for n in self.stride)
 
     def __str__(self) -> str:
@@ -87,24 +89,25 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class NumberSpec:
-    """A number; `kind` is the name of its type in the DSL, such as "Int32"."""
+    """Describes a number argument; `kind` is the name of its type in the DSL, such as "Int32"."""
 
     kind: str
 
 
 @dataclass(frozen=True)
 class StreamSpec:
-    """The CUDA stream; not among the arguments of a call."""
+    """Stands for the CUDA stream, which is not among the arguments of a call."""
 
 
 Spec: TypeAlias = TensorSpec | NumberSpec | StreamSpec
 
 
 def read_specs(arguments: Sequence[Any], name: str = "argument") -> Iterator[Spec]:
-    """Read specs from the fake arguments of `cute.compile`; flattens sequences, skips None.
+    """Read specs from the fake arguments of `cute.compile`; flatten sequences, and skip None.
 
     Raises:
-        ArgumentError: one is neither a fake tensor, a number of the DSL, a sequence nor a stream.
+        ArgumentError: an argument is not a fake tensor, a number of the DSL, a sequence of these, a
+            stream or None.
     """
     for i, a in enumerate(arguments):
         kind = type(a).__name__
@@ -127,6 +130,7 @@ def read_specs(arguments: Sequence[Any], name: str = "argument") -> Iterator[Spe
 
 
 def _tensor(fake: Any, name: str) -> TensorSpec:
+    """Read the spec of a fake tensor; `name` is for errors."""
     dtype = _DTYPES.get(fake.element_type.__name__)
     if dtype is None:
         raise ArgumentError(f"{name}: torch has no dtype for {fake.element_type.__name__}")
@@ -140,7 +144,8 @@ def _tensor(fake: Any, name: str) -> TensorSpec:
 
 
 def _extents(values: Sequence[Any], dynamic: Sequence[int], width: int) -> tuple[Extent, ...]:
-    # A symbolic integer says its own width; `width` is that of the others.
+    """Convert sizes or strides of a fake tensor to constants and `Dim`s."""
+    # A symbolic integer has its own width; `width` is for the others.
     return tuple(
         Dim(int(getattr(n, "width", width)), int(getattr(n, "divisibility", 1))) if d else int(n)
         for n, d in zip(values, dynamic, strict=True)
@@ -153,7 +158,7 @@ def dump_spec(spec: Spec) -> dict[str, Any]:
 
 
 def load_spec(value: dict[str, Any]) -> Spec:
-    """Convert plain values of `dump_spec` back to a spec."""
+    """Convert the values that `dump_spec` returned back to a spec."""
     if value["is"] == "StreamSpec":
         return StreamSpec()
     if value["is"] == "NumberSpec":

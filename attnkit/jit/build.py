@@ -1,4 +1,4 @@
-"""Compile a source with the CuTe DSL to an artifact: a kernel as it is stored on disk."""
+"""Compile a kernel with the CuTe DSL: from a `Source` to the `Artifact` that is stored on disk."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _SKIPPED_PASSES = {
     ("4.8.1", "sm_100a"): "use-strength-reduction-pass=false",
 }
 
-# Copies of attnkit in other folders may share a cache: on disk, PTX text names files of this folder
-# by this prefix, and each copy replaces it by its own path.
+# Copies of attnkit in other folders may share a cache. So PTX text on disk names the files of the
+# package by this prefix, and each copy replaces it by its own path.
 _PACKAGE_PREFIX = "<attnkit>/"
 
-# Machines may share a cache: the host code runs on any processor of the family.
+# Machines may share a cache, so the host code must run on any processor of the family.
 _HOSTS = {
     "x86_64": "llvm -mtriple=x86_64-unknown-linux-gnu -mcpu=x86-64",
     "aarch64": "llvm -mtriple=aarch64-unknown-linux-gnu -mcpu=generic",
@@ -52,10 +52,10 @@ _HOSTS = {
 
 @dataclass(frozen=True)
 class Build:
-    """The arguments of `cute.compile`.
+    """Bundles the arguments of `cute.compile`.
 
     Attributes:
-        function: a `@cute.jit` callable. Constants belong into its own state.
+        function: a `@cute.jit` callable. It stores its constants itself.
         arguments: fake tensors, numbers of the DSL, lists of fake tensors, None; the last one is
             the stream, `CUstream(0)`.
         options: "--opt-level=N", or nothing for level 3.
@@ -68,17 +68,17 @@ class Build:
 
 @dataclass(frozen=True)
 class Source:
-    """A kernel that may have to be compiled.
+    """Describes a kernel by its key, and says how to build it if it is not in a cache.
 
     Attributes:
         key: text that names everything on which the generated code depends, and nothing else: the
             graph, the plan, dtypes, alignments. `kernel.full_key` adds versions, the architecture
-            and the text of attnkit itself.
+            and a digest of attnkit's own source.
         arch: target architecture, such as "sm_90a".
         build: called only if the kernel is neither in memory nor on disk.
-        name: for people.
-        lines: whether to keep line numbers of the program: the same machine code, in a larger
-            object.
+        name: for reports and messages.
+        lines: whether to store line numbers of the Python program. The machine code is the same,
+            the object larger.
     """
 
     key: str
@@ -90,16 +90,16 @@ class Source:
 
 @dataclass(frozen=True)
 class Artifact:
-    """A compiled kernel as it is stored on disk.
+    """Holds a compiled kernel as it is stored on disk.
 
     Attributes:
-        function: name of the entry in the object.
+        function: name of the host function in the object.
         arch: target architecture.
         signature: the arguments.
-        stats: registers and so on of each device function.
+        stats: registers, stack, shared memory and code size of each device function.
         problems: what is wrong with the device code, see `sass_checks.problems`.
-        seconds: duration of the compilation.
-        code: host object with the device code in it.
+        seconds: time that the compilation took.
+        code: host object file, which contains the device code.
         image: the object linked to a shared library; empty if there was no C compiler.
         packed_ptx: the device code as PTX text, compressed; a prefix stands for the package's
             folder in its paths.
@@ -117,11 +117,11 @@ class Artifact:
 
     @cached_property
     def ptx(self) -> str:
-        """The device code as PTX text, with paths of this copy of attnkit."""
+        """Return the device code as PTX text, with paths of this copy of attnkit."""
         return _with_folder(zlib.decompress(self.packed_ptx).decode(), _PACKAGE_PREFIX, FOLDER)
 
     def dump(self) -> bytes:
-        """Convert to bytes for the disk."""
+        """Serialize the artifact to bytes for the disk."""
         parts = (self.code, self.image, self.packed_ptx)
         head = {
             "function": self.function,
@@ -137,7 +137,7 @@ class Artifact:
 
     @staticmethod
     def load(data: bytes) -> Artifact:
-        """Convert bytes of `dump` back to an artifact."""
+        """Deserialize the bytes that `dump` returned."""
         start = 8 + struct.unpack_from("<Q", data)[0]
         head = json.loads(data[8:start])
         parts = []
@@ -163,7 +163,7 @@ def _with_folder(ptx: str, source: str, target: str) -> str:
 
 
 def host_target() -> str:
-    """The DSL's options for host code of this machine's processor family.
+    """Return the DSL's options for host code of this machine's processor family.
 
     Raises:
         OptionError: the DSL generates no code for this processor.
@@ -202,6 +202,7 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 def _compiled(source: Source) -> Artifact:
+    """Compile, link and check a source; `compile_source` pauses the garbage collector around it."""
     from cutlass import cute
 
     runtime()  # the DSL needs its symbols to write out an object
@@ -211,10 +212,10 @@ def _compiled(source: Source) -> Artifact:
     with tempfile.TemporaryDirectory(prefix="attnkit-") as folder:
         compiler = cute.compile[_options(build, source, folder)]
         with warnings.catch_warnings():
-            # An empty list means no arguments, as it should; loops are unrolled on purpose.
+            # An empty list of tensors is intended, and so is the unrolling of static loops.
             warnings.filterwarnings("ignore", "Argument .* cannot be converted to a JitArgument")
             warnings.filterwarnings("ignore", "This static loop has")
-            # `Entry` loads and calls the object, so the DSL needs no engine of its own.
+            # `loader.Entry` loads and calls the object, so the DSL needs no engine of its own.
             compiled = compiler(build.function, *build.arguments, no_jit_engine=True)
     code = compiled.dump_to_object(PREFIX)
     image = link(code)
@@ -233,7 +234,7 @@ def _compiled(source: Source) -> Artifact:
 
 
 def _options(build: Build, source: Source, folder: str) -> tuple[Any, ...]:
-    """The options of `cute.compile`, which writes PTX and CUBIN files to the folder."""
+    """Build the options of `cute.compile`, which writes PTX and CUBIN files to the folder."""
     import cutlass
     from cutlass import cute
     from cutlass.base_dsl.compiler import DumpDir, ExtraCompilerOpts, HostTarget

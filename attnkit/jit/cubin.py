@@ -1,4 +1,4 @@
-"""Read compiled device code (CUBIN, an ELF file): resources of its kernels, and instructions.
+"""Read a CUBIN (an ELF file of compiled device code): its kernels' resources and instructions.
 
 Needs no CUDA tools. Section and attribute numbers are those that the CUDA binary utilities print.
 """
@@ -20,15 +20,15 @@ _REGISTERS, _FRAME, _BLOCK = 0x2F, 0x11, 0x10
 
 @dataclass(frozen=True)
 class KernelStats:
-    """Resources of one device function of a CUBIN.
+    """Lists the resources of one device function of a CUBIN.
 
     Attributes:
         name: symbol of the function.
         registers: per thread at launch; `setmaxnreg` moves them between warpgroups afterwards.
         stack: bytes of a thread's stack frame; above 0 if registers were spilled.
-        shared: bytes of static shared memory, without what a launch adds.
+        shared: bytes of static shared memory; dynamic shared memory is not counted.
         code: bytes of instructions.
-        threads: of a CTA; 0 if they are not fixed.
+        threads: threads of a CTA; 0 if the kernel does not fix them.
     """
 
     name: str
@@ -41,6 +41,8 @@ class KernelStats:
 
 @dataclass(frozen=True)
 class _Section:
+    """Describes a section of the ELF file; `data` is empty if the file has no bytes of it."""
+
     name: str
     kind: int
     link: int
@@ -49,6 +51,7 @@ class _Section:
 
 
 def _sections(cubin: bytes) -> list[_Section]:
+    """Read the sections of a CUBIN."""
     if cubin[:6] != b"\x7fELF\x02\x01" or len(cubin) < 64:
         raise ArgumentError("not a CUBIN: it does not begin as a 64-bit little-endian ELF file")
     try:
@@ -69,10 +72,12 @@ def _data(cubin: bytes, section: tuple[int, ...]) -> bytes:
 
 
 def _string(data: bytes, start: int) -> str:
+    """Read a zero-terminated string."""
     return data[start : data.index(b"\0", start)].decode()
 
 
 def _symbols(sections: list[_Section]) -> list[str]:
+    """Read the names of all symbols, by their index."""
     for s in sections:
         if s.kind == _SYMBOLS:
             names = sections[s.link].data
@@ -82,7 +87,7 @@ def _symbols(sections: list[_Section]) -> list[str]:
 
 
 def _attributes(info: bytes) -> Iterator[tuple[int, bytes]]:
-    """Numbers and values of the attributes whose value has a length of its own."""
+    """Yield number and value of each attribute that stores its value's length."""
     i = 0
     while i + 4 <= len(info):
         form, name, length = struct.unpack_from("<BBH", info, i)
@@ -117,7 +122,7 @@ def kernel_stats(cubin: bytes) -> tuple[KernelStats, ...]:
 
 
 def _values(sections: list[_Section]) -> dict[tuple[str, int], int]:
-    """The numbers of each kernel by its name and the attribute."""
+    """Read register count, stack frame and CTA size, by (kernel name, attribute number)."""
     symbols = _symbols(sections)
     values: dict[tuple[str, int], int] = {}
     for s in sections:
@@ -135,7 +140,7 @@ def _values(sections: list[_Section]) -> dict[tuple[str, int], int]:
 
 
 def kernel_code(cubin: bytes) -> dict[str, bytes]:
-    """The machine code of each kernel of a CUBIN, by name; an instruction has 16 bytes.
+    """Return the machine code of each kernel of a CUBIN by name, 16 bytes an instruction.
 
     Raises:
         ArgumentError: it is not a CUBIN.

@@ -1,10 +1,10 @@
-"""Store compiled kernels on disk: one file an entry, verified when it is read.
+"""Store compiled kernels on disk, one file for each entry, and verify a file when it is read.
 
 A file holds a magic number, the lengths of key and content, the sha256 of both, the full text of
 the key, and the content. It is written under another name and renamed, so a reader sees all of it
-or nothing. A file that fails the check is a miss, and is written again. A process that compiles an
-entry holds a lock on it, so that others wait instead of doing the same work. The system drops the
-lock when the process ends, and nobody waits longer than `PATIENCE`.
+or nothing. A file that fails the check counts as a miss and is overwritten. A process that compiles
+an entry holds a lock on it, so that others wait instead of doing the same work. The operating
+system releases the lock when the process ends, and nobody waits longer than `PATIENCE`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _warned: set[Path] = set()
 
 
 def default_folder() -> Path:
-    """The folder of the cache: ATTNKIT_CACHE_DIR, or `attnkit` in the platform's cache folder.
+    """Return the cache's folder: ATTNKIT_CACHE_DIR, or `attnkit` in the platform's cache folder.
 
-    Without a home directory it is a folder of this user in the folder for temporary files.
+    Without a home directory it is a folder for this user under the folder for temporary files.
     """
     if named := os.environ.get("ATTNKIT_CACHE_DIR"):
         return Path(named).expanduser()
@@ -53,17 +53,17 @@ def default_folder() -> Path:
 
 
 class KernelCache:
-    """A folder of entries, one for each key.
+    """Reads and writes entries of a folder, one for each key.
 
     Args:
-        folder: where the entries are, created by the first write; `default_folder()` if None.
+        folder: the first write creates it; `default_folder()` if None.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = default_folder() if folder is None else folder
 
     def path(self, key: str) -> Path:
-        """The file of an entry."""
+        """Return the path of an entry's file."""
         return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:40]}.kernel"
 
     def get(self, key: str) -> bytes | None:
@@ -78,12 +78,12 @@ class KernelCache:
         except OSError:
             return None
         if time.time() - status.st_mtime > _DAY:
-            with contextlib.suppress(OSError):  # a folder that is read only
-                os.utime(path)  # `_trim` removes what is not used
+            with contextlib.suppress(OSError):  # the folder may be read-only
+                os.utime(path)  # mark as used: `_trim` removes the oldest first
         return _checked(data, key.encode())
 
     def put(self, key: str, content: bytes) -> bool:
-        """Write an entry; returns whether it could. Warns once for a folder if it could not."""
+        """Write an entry; return whether that succeeded. Warns once for each folder if not."""
         text = key.encode()
         digest = hashlib.sha256(text + content).digest()
         header = _HEADER.pack(_MAGIC, len(text), len(content), digest)
@@ -124,7 +124,10 @@ class KernelCache:
 
     @contextlib.contextmanager
     def lock(self, key: str) -> Iterator[None]:
-        """Hold the lock of an entry, for one process at a time, if the folder allows locks."""
+        """Hold the lock of an entry, so that one process at a time compiles it.
+
+        If the folder allows no locks, or the wait exceeds `PATIENCE`, run the block without one.
+        """
         file = self._open_lock(key)
         if file is None:
             yield
@@ -136,8 +139,8 @@ class KernelCache:
                 yield
             finally:
                 if held:
-                    # Those who wait on the removed file find the entry; later ones create a new
-                    # lock file.
+                    # Processes that wait on the removed file then find the entry; later ones create
+                    # a new lock file.
                     with contextlib.suppress(OSError):
                         os.unlink(path)
                     fcntl.flock(file, fcntl.LOCK_UN)
@@ -145,6 +148,7 @@ class KernelCache:
             os.close(file)
 
     def _open_lock(self, key: str) -> int | None:
+        """Open the lock file of an entry; None if that is not possible."""
         if fcntl is None:
             return None
         try:
@@ -155,6 +159,7 @@ class KernelCache:
             return None
 
     def _warn(self, error: OSError) -> None:
+        """Warn that the folder cannot be written, once for each folder."""
         if self.folder in _warned:
             return
         _warned.add(self.folder)
@@ -167,14 +172,14 @@ class KernelCache:
 
 
 def _trusted(status: os.stat_result) -> bool:
-    """Whether this user or root owns the file, or the user chose the folder."""
+    """Return whether this user or root owns the file, or the user chose the folder."""
     if os.environ.get("ATTNKIT_CACHE_DIR") or not hasattr(os, "getuid"):
         return True
     return status.st_uid in (os.getuid(), 0)
 
 
 def _checked(data: bytes, key: bytes) -> bytes | None:
-    """The content of a file's bytes; None if they are damaged or of another key."""
+    """Return the content of a file's bytes; None if they are damaged or have another key."""
     if len(data) < _HEADER.size:
         return None
     magic, key_length, length, digest = _HEADER.unpack_from(data)
@@ -187,7 +192,7 @@ def _checked(data: bytes, key: bytes) -> bytes | None:
 
 
 def _acquire(file: int) -> bool:
-    """Wait for a lock; returns False if that takes too long or the file system has no locks."""
+    """Wait for a lock; return False after `PATIENCE`, or if the file system has no locks."""
     end = time.monotonic() + PATIENCE
     pause = 0.005
     while True:

@@ -1,6 +1,6 @@
 """Locate the CuTe DSL, identify its build, and load its runtime library.
 
-Nothing here imports the DSL: a kernel that was compiled before needs its runtime library only.
+Nothing here imports the DSL, because a kernel from the disk cache needs its runtime library only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from attnkit.errors import UnsupportedError
 
 _PACKAGE = "nvidia_cutlass_dsl"
 _LIBRARY = "libcute_dsl_runtime.so"
-# Settings of the DSL that do not change the code that it generates; ARCH is overridden.
+# Settings of the DSL that do not change the code that it generates; attnkit overrides ARCH.
 _NEUTRAL = re.compile(
     "CUTE_DSL_(ARCH|LIBS|CACHE|DISABLE_FILE|NO_CACHE|JIT_|DUMP|KEEP|LOG|PRINT|SHOW|FILTER)"
 )
@@ -24,10 +24,10 @@ _NEUTRAL = re.compile(
 
 @cache
 def folder() -> Path:
-    """The folder of the DSL's package.
+    """Return the folder of the DSL's package.
 
     Raises:
-        UnsupportedError: it is not installed.
+        UnsupportedError: the DSL is not installed.
     """
     spec = importlib.util.find_spec(_PACKAGE)
     for place in (spec.submodule_search_locations or ()) if spec else ():
@@ -40,12 +40,12 @@ def folder() -> Path:
 
 
 def library() -> Path:
-    """The path of the DSL's runtime library: as CUTE_DSL_LIBS says, or in the package.
+    """Return the path of the DSL's runtime library: from CUTE_DSL_LIBS, or in the package.
 
-    If there are builds for CUDA 12 and 13, it is the one for 12, which older drivers run too.
+    If there are builds for CUDA 12 and 13, take the one for 12, which older drivers run too.
 
     Raises:
-        UnsupportedError: there is none.
+        UnsupportedError: the library is missing.
     """
     named = [Path(p) for p in os.environ.get("CUTE_DSL_LIBS", "").split(os.pathsep) if p]
     inside = [folder() / part / _LIBRARY for part in ("lib", "cu12/lib", "cu13/lib")]
@@ -60,9 +60,10 @@ def library() -> Path:
 
 @cache
 def runtime() -> ctypes.CDLL:
-    """Load the runtime library, once, so that the DSL finds its symbols too.
+    """Load the DSL's runtime library once, with global symbols.
 
-    The DSL needs them to write objects for another architecture than the machine's.
+    The DSL itself needs these symbols to export objects for another architecture than this
+    machine's.
     """
     loaded = ctypes.CDLL(str(library()), mode=ctypes.RTLD_GLOBAL)
     loaded.cuda_dialect_get_error_name.restype = ctypes.c_char_p
@@ -70,14 +71,14 @@ def runtime() -> ctypes.CDLL:
 
 
 def error_name(status: int) -> str:
-    """The name of a CUDA error."""
+    """Return the name of a CUDA error from its status code."""
     name = runtime().cuda_dialect_get_error_name(ctypes.c_int(status))
     return name.decode() if name else f"CUDA error {status}"
 
 
 @cache
 def identity() -> str:
-    """Text that differs between builds of the DSL: version, names and sizes of its libraries."""
+    """Return a text that identifies a build of the DSL: version, names and sizes of libraries."""
     package = folder() / "dsl_packages" / "cutlass"
     text = Path(package, "__init__.py").read_text(encoding="utf-8")
     version = re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE)
@@ -87,6 +88,6 @@ def identity() -> str:
 
 
 def settings() -> str:
-    """The DSL's environment variables that change the code that it generates, with their values."""
+    """List the DSL's environment variables that change generated code, as "NAME=value ..."."""
     names = sorted(k for k in os.environ if k.startswith("CUTE_DSL_") and not _NEUTRAL.match(k))
     return " ".join(f"{name}={os.environ[name]}" for name in names)

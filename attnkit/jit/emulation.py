@@ -1,10 +1,11 @@
-"""Say how kernels run in the emulator: sessions, the limit on their time, estimates of it.
+"""Configure how kernels run in the emulator: mode, limit on their time, estimates of that time.
 
-A `session` sets the mode for the kernels of a block and collects their reports. Without one, each
-kernel runs once, in eager order. A kernel whose estimate is above the limit is refused.
+A `session` sets the mode for the kernels that its `with` block runs, and collects their reports.
+Without a session, each kernel runs once, in eager order. A kernel whose estimated time is above the
+limit is refused.
 
-This module does not load the emulator, so that a call on a GPU can ask for the session in force.
-`emulator_runs` loads it, and runs kernels in it.
+This module does not import the emulator, so a call on a GPU can ask for the current session
+cheaply. `emulator_runs` imports it and runs kernels in it.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ LIMIT_VARIABLE = "ATTNKIT_EMULATE_MINUTES"
 RATES = {"eager": 5e5, "adversarial": 2.5e5, "race": 1.8e5}
 # Measured on forward kernels (64 and 128 columns of heads, plain, causal, ALiBi): 4400 to 5600 warp
 # instructions per block of 128 x 128 scores with two products, 3800 to 5200 per tile of 128 rows.
-_PER_PRODUCT = 5 / 32  # of one score
+_PER_PRODUCT = 5 / 32  # warp instructions for one score and one matrix product
 _PER_ROW = 40
 
 
 @dataclass(eq=False)
 class Session:
-    """How kernels run in the emulator, and their reports.
+    """Describes how kernels run in the emulator, and collects their reports.
 
     Attributes:
         mode: "eager", "adversarial", "race", or "check" for all of them from the same inputs.
@@ -45,7 +46,7 @@ class Session:
         timeline: whether to predict the cycles of each kernel.
         deterministic: whether a check demands the same bits in every order.
         execute: whether to execute kernels; if not, outputs stay undefined.
-        ctas: number of persistent CTAs of a kernel; None: as few as show faults.
+        ctas: number of persistent CTAs of a kernel; None for the kernel's own small default.
         reports: (name of the kernel, report) of each run, in order.
         timelines: (name of the kernel, timeline) of each run; empty unless `timeline`.
     """
@@ -70,14 +71,14 @@ class Session:
 
     @property
     def runs(self) -> list[str]:
-        """The modes of the runs of one kernel, in order."""
+        """Return the modes in which each kernel runs, in order."""
         if self.mode != "check":
             return [self.mode]
         return ["eager", *["adversarial"] * self.seeds, "race"]
 
     @property
     def ok(self) -> bool:
-        """Whether all kernels ran without an error."""
+        """Return whether all kernels ran without an error."""
         return all(report.ok for _, report in self.reports)
 
 
@@ -86,7 +87,7 @@ _session: ContextVar[Session | None] = ContextVar("attnkit emulation session", d
 
 @contextmanager
 def session(**options: Any) -> Iterator[Session]:
-    """Run the kernels of the block as the options of `Session` say; yields the session.
+    """Run the kernels of the `with` block as the options of `Session` say; yield the session.
 
     >>> from attnkit.jit import emulation
     >>> with emulation.session(mode="check", seeds=2) as session:
@@ -108,12 +109,12 @@ def session(**options: Any) -> Iterator[Session]:
 
 
 def current_session() -> Session | None:
-    """The session that is in force here, if there is one."""
+    """Return the current session, None outside of any."""
     return _session.get()
 
 
 def ctas(default: int) -> int:
-    """The number of persistent CTAs of an emulated kernel: the session's, else `default`."""
+    """Return the number of persistent CTAs of an emulated kernel: the session's, else `default`."""
     current = _session.get()
     return default if current is None or current.ctas is None else current.ctas
 
@@ -134,12 +135,12 @@ def attention_work(
 
 
 def seconds(work: float, modes: Iterable[str]) -> float:
-    """Estimate the time of `work` warp instructions, once in each of the modes."""
+    """Estimate the seconds that `work` warp instructions take, run once in each of the modes."""
     return sum(work / RATES[mode] for mode in modes)
 
 
 def limit() -> float:
-    """The limit in minutes that the environment sets, or the default.
+    """Return the limit on a kernel's time in minutes: the environment's, or the default.
 
     Raises:
         OptionError: ATTNKIT_EMULATE_MINUTES is not a positive number.
@@ -155,7 +156,7 @@ def limit() -> float:
 
 
 def refuse_long(name: str, work: float, session: Session) -> None:
-    """Refuse a kernel whose estimated time is above the limit.
+    """Raise an error if a kernel's estimated time is above the limit.
 
     Args:
         name: of the kernel, for the message.

@@ -1,7 +1,7 @@
-"""Run compiled kernels in the emulator: what `backend="emulate"` calls instead of a GPU.
+"""Run compiled kernels in the emulator; `backend="emulate"` calls this instead of a GPU.
 
-Importing this module loads the emulator. Import it inside of the function that emulates, so that
-other calls do without. Rooms above take the emulator's names from here.
+Importing this module loads the emulator, so import it inside of the function that emulates. Rooms
+above import the emulator's names from here.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ __all__ = [
 
 
 class Emulatable(Protocol):
-    """A kernel that has PTX and host code for the emulator, for example a `CompiledKernel`."""
+    """Describes a kernel that the emulator can run, for example a `CompiledKernel`."""
 
     name: str
 
     def executable(self) -> emulator.Executable:
-        """Build the form of the kernel that the emulator runs."""
+        """Build the emulator's form of the kernel from its PTX and its host code."""
         ...
 
 
@@ -59,7 +59,7 @@ def run_emulated(
     barriers: Mapping[int, str] | None = None,
     roles: Mapping[str, Iterable[int]] | None = None,
 ) -> emulator.Report | emulator.CheckReport:
-    """Execute a kernel on the CPU, as the session in force says.
+    """Execute a kernel on the CPU, as the current session says.
 
     Args:
         kernel: for example what `jit.kernel.kernel` returns.
@@ -101,19 +101,19 @@ def run_emulated(
 
 
 def _executable(kernel: Emulatable) -> emulator.Executable:
-    """The emulator's form of a kernel; its host code is linked once."""
+    """Return the emulator's form of a kernel; build it once, because that links its host code."""
     executable = _executables.get(kernel)
     if executable is None:
-        compiler()  # before anything else: the error says that there is none
+        compiler()  # first, because its error says that the C compiler is missing
         executable = _executables[kernel] = kernel.executable()
     return executable
 
 
 def launches(kernel: CompiledKernel) -> list[Captured]:
-    """The kernel launches that a call asks CUDA for, found by running its host code without a GPU.
+    """Capture the kernel launches that a call asks CUDA for, by running its host code on the CPU.
 
-    The call has the smallest tensors that fit, and ones for numbers. In attnkit's kernels block,
-    cluster and shared memory are the same for all sizes.
+    The call gets the smallest tensors that fit, and 1 for each number. In attnkit's kernels the CTA
+    size, the cluster and the shared memory are the same for all tensor sizes.
 
     Raises:
         UnsupportedError: there is no C compiler.
@@ -130,7 +130,7 @@ def launches(kernel: CompiledKernel) -> list[Captured]:
 
 
 def _smallest(spec: TensorSpec) -> torch.Tensor:
-    """The smallest CPU tensor that fits, all zeros; its address is aligned as the spec says."""
+    """Build the smallest CPU tensor that fits a spec, all zeros, aligned as the spec says."""
     shape = [_smallest_extent(n) for n in spec.shape]
     stride = [_smallest_extent(n) for n in spec.stride]
     length = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))

@@ -1,12 +1,11 @@
-"""Get a compiled kernel for a key, from memory, from disk or from the compiler, and launch it.
+"""Get the compiled kernel of a source from memory, from disk or from the compiler, and launch it.
 
     source = Source(key, "sm_90a", lambda: Build(forward, (query, key, value, ..., CUstream(0))))
     kernel(source)(query, key, value, ...)      # on torch's current stream, no synchronisation
 
-The key names everything on which the generated code depends; `build` is called only if there is no
-kernel with that key. `kernel(source)` compiles if it must and touches no GPU; the first call of the
-kernel on a device loads it there. Before capturing a kernel in a CUDA graph, call it once or
-`prepare` it.
+The key names everything on which the generated code depends. `build` is called only if no kernel
+with that key is stored. `kernel(source)` touches no GPU; the first call of the kernel on a device
+loads it there. Before capturing a kernel in a CUDA graph, call it once or `prepare` it.
 """
 
 from __future__ import annotations
@@ -52,19 +51,19 @@ __all__ = [
     "runs_on",
 ]
 
-# Folders whose text is not part of a kernel's key: what they decide is in `Source.key` already, or
-# is passed at run time. Every other file of the package counts, a new file or a new room too.
+# Folders whose files are not part of a kernel's key: what they decide is in `Source.key` already,
+# or is passed at run time. Every other file of the package is part of it, new files and rooms too.
 _NOT_IN_KEY = frozenset(
     "cli emulator inspection masks mods runtime schedule sparsity testing tracing util".split()
 ) | {"templates/cpu"}
 
 
 class CompiledKernel:
-    """A compiled kernel, callable with tensors and numbers.
+    """Launches a compiled kernel when called with tensors and numbers.
 
     Attributes:
         artifact: what the compiler produced.
-        name: for people.
+        name: for reports and messages.
     """
 
     def __init__(self, artifact: Artifact, name: str = "kernel") -> None:
@@ -80,25 +79,25 @@ class CompiledKernel:
 
     @property
     def signature(self) -> Signature:
-        """The arguments, flattened."""
+        """Return the description of the flattened arguments."""
         return self.artifact.signature
 
     @property
     def stats(self) -> tuple[KernelStats, ...]:
-        """Registers, stack, shared memory and code size of each device function."""
+        """Return registers, stack, shared memory and code size of each device function."""
         return self.artifact.stats
 
     @property
     def ptx(self) -> str:
-        """The device code as PTX text."""
+        """Return the device code as PTX text."""
         return self.artifact.ptx
 
     def prepare(self, device: int) -> None:
-        """Load the kernel on a CUDA device, as the first call does.
+        """Load the kernel on a CUDA device, as the first call there would.
 
         Raises:
-            DeviceError: it was compiled for another architecture.
-            LaunchError: CUDA refuses.
+            DeviceError: the kernel was compiled for another architecture.
+            LaunchError: CUDA reports an error.
         """
         with self._lock:
             if device in self._devices:
@@ -115,7 +114,7 @@ class CompiledKernel:
             self._devices.add(device)
 
     def __call__(self, *arguments: Any) -> None:
-        """Launch on the current stream of the tensors' device; does not wait for the kernel.
+        """Launch on the current stream of the tensors' device, without waiting for the kernel.
 
         Args:
             arguments: CUDA tensors of one device and Python numbers, in the order of the build's
@@ -124,19 +123,19 @@ class CompiledKernel:
         Raises:
             ArgumentError, DTypeError, ShapeError, DeviceError: an argument does not fit what the
                 kernel was compiled for.
-            LaunchError: CUDA refuses.
+            LaunchError: CUDA reports an error.
         """
         self._start(arguments, *self._gather(arguments, self._stream))
 
     def relauncher(self, arguments: Sequence[Any], changing: Sequence[int]) -> Relaunch:
-        """Build a faster launch for calls that differ from an earlier one in some arguments only.
+        """Build a faster launch function for calls that change some arguments of an earlier call.
 
         Args:
-            arguments: of the earlier call.
-            changing: indices of the arguments that differ, in increasing order.
+            arguments: all arguments of the earlier call.
+            changing: indices of the arguments that change, in increasing order.
 
         Raises:
-            As a call.
+            The errors of a call.
         """
         _, device = self._gather(arguments, self._stream)
         self.prepare(device)
@@ -144,6 +143,7 @@ class CompiledKernel:
         return relauncher(self._entry, self.signature, arguments, changing)
 
     def _start(self, arguments: Sequence[Any], values: Sequence[Any], device: int) -> None:
+        """Launch with the values that `Signature.gather` read, on their device."""
         if device == device_index():
             self._launch(arguments, values)
         else:
@@ -151,6 +151,7 @@ class CompiledKernel:
                 self._launch(arguments, values)
 
     def _stream(self, device: int) -> int:
+        """Return torch's current stream of a device; load the kernel there if it is not yet."""
         if device not in self._devices:
             if device < 0:
                 raise DeviceError(
@@ -160,10 +161,11 @@ class CompiledKernel:
         return stream_of(device)
 
     def _launch(self, arguments: Sequence[Any], values: Sequence[Any]) -> None:
+        """Launch on the current device; `arguments` are for errors."""
         assert self._entry is not None
         try:
             self._entry(values)
-        except (struct.error, OverflowError):  # a number is out of range: say which
+        except (struct.error, OverflowError):  # out of range: `checked` names the argument
             self.signature.checked(arguments, self._stream)
             raise
 
@@ -182,7 +184,7 @@ class CompiledKernel:
 
 
 def runs_on(arch: str, capability: tuple[int, int]) -> bool:
-    """Whether code for an architecture runs on devices of a compute capability.
+    """Return whether code for an architecture runs on devices of a compute capability.
 
     >>> runs_on("sm_90a", (9, 0)), runs_on("sm_100a", (10, 3)), runs_on("sm_100f", (10, 3))
     (True, False, True)
@@ -202,7 +204,7 @@ if hasattr(os, "register_at_fork"):  # another thread of the parent may have hel
 
 
 def _forget_kernels() -> None:
-    """Drop the kernels in memory. Whoever holds one can go on calling it.
+    """Clear the cache of kernels in memory; kernels that a caller still references keep working.
 
     Code that was loaded on a device stays there until the process ends (see `loader.Entry`),
     because a captured CUDA graph may launch it.
@@ -216,7 +218,7 @@ caches.register(_forget_kernels)
 
 @contextmanager
 def requested_sources() -> Iterator[list[Source]]:
-    """Record the sources of the kernels that the block asks for, each once, in order."""
+    """Record the sources of the kernels that the `with` block requests, each once, in order."""
     sources: list[Source] = []
     token = _requested.set(sources)
     try:
@@ -226,18 +228,19 @@ def requested_sources() -> Iterator[list[Source]]:
 
 
 def kernel(source: Source, *, lines: bool = False) -> CompiledKernel:
-    """Get the kernel of a source: from memory, from disk, or compile it and store it.
+    """Get the kernel of a source from memory or from disk, or else compile and store it.
 
     Needs no GPU. If several processes need the same kernel at once, one of them compiles it and the
-    others wait, where the cache's folder has locks.
+    others wait, if the file system of the cache has locks.
 
     Args:
         source: what to compile.
-        lines: whether to keep line numbers of the program, which the emulator's reports name.
+        lines: whether to store line numbers of the Python program, which the emulator's reports
+            name.
 
     Raises:
-        UnsupportedError: the CuTe DSL is not installed, and the kernel was never compiled.
-        Others: as `compile_source`.
+        UnsupportedError: the CuTe DSL is not installed, and the kernel is not on disk.
+        OptionError, ArgumentError, LaunchError: see `compile_source`.
     """
     requested = _requested.get()
     if lines and requested is None:
@@ -254,12 +257,12 @@ def kernel(source: Source, *, lines: bool = False) -> CompiledKernel:
 
 
 def _artifact(source: Source) -> Artifact:
-    """Read the artifact of a source from disk, or compile it and write it there."""
+    """Read the artifact of a source from disk, or else compile it and write it there."""
     disk, key = KernelCache(), full_key(source)
     if data := disk.get(key):
         return Artifact.load(data)
     with disk.lock(key):
-        if data := disk.get(key):  # another process was first
+        if data := disk.get(key):  # another process compiled it in the meantime
             return Artifact.load(data)
         artifact = compile_source(source)
         disk.put(key, artifact.dump())
@@ -267,7 +270,7 @@ def _artifact(source: Source) -> Artifact:
 
 
 def full_key(source: Source) -> str:
-    """The key on disk: a source's key and everything else on which the generated code depends."""
+    """Return the key on disk: a source's key, and all else on which the generated code depends."""
     lines = [
         f"attnkit {_sources()}",
         f"dsl {identity()}",
@@ -282,12 +285,12 @@ def full_key(source: Source) -> str:
 
 @cache
 def _sources() -> str:
-    """Digest of the package's own text: an edited template is another kernel."""
+    """Compute a digest of attnkit's own source once: an edited template is another kernel."""
     return sources_digest(FOLDER)
 
 
 def sources_digest(root: str) -> str:
-    """Compute a digest of the files of the rooms that decide what a kernel is compiled to.
+    """Compute a digest of the package's files on which compiled kernels depend.
 
     Args:
         root: the package's folder.

@@ -1,8 +1,8 @@
 """Link the object that the DSL exports, load it, and call its host function with packed values.
 
-If there is a C compiler, an object is linked to a shared library when it is compiled; loading that
-takes well under a millisecond and needs the DSL's runtime library only. Without a C compiler the
-DSL's own linker loads the object, which imports the DSL.
+If there is a C compiler, the object is linked to a shared library right after compilation. Loading
+that takes well under a millisecond and needs the DSL's runtime library only. Without a C compiler
+the DSL's own linker loads the object, which needs the whole DSL imported.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ PREFIX = "attnkit"  # of the exported symbols
 
 
 def link(code: bytes) -> bytes:
-    """Link an exported object to a shared library; returns nothing (b"") without a C compiler.
+    """Link an exported object to a shared library; return b"" if there is no C compiler.
 
     Raises:
-        LaunchError: the compiler refused the object.
+        LaunchError: linking failed.
     """
     compiler = _c_compiler()
     if compiler is None:
@@ -35,7 +35,8 @@ def link(code: bytes) -> bytes:
     with tempfile.TemporaryDirectory(prefix="attnkit-") as folder:
         obj, lib = Path(folder, "kernel.o"), Path(folder, "kernel.so")
         obj.write_bytes(code)
-        # Naming the runtime makes it a dependency by name, which resolves once it is loaded.
+        # Linking against the runtime records its name as a dependency; `runtime()` has loaded a
+        # library of that name by the time this one is loaded.
         options = ["-shared", "-nostdlib", "-Wl,-Bsymbolic", "-Wl,-z,noexecstack"]
         done = subprocess.run(
             [compiler, *options, "-o", str(lib), str(obj), str(library())],
@@ -49,13 +50,17 @@ def link(code: bytes) -> bytes:
 
 
 def _c_compiler() -> str | None:
-    """$CC, or cc, gcc or clang on the path: where the emulator looks, which is not loaded here."""
+    """Find the C compiler: $CC, or cc, gcc or clang on the path.
+
+    This is the emulator's search order, repeated here so that the emulator need not be imported.
+    """
     named = os.environ.get("CC", "").split()
     return next(filter(None, map(shutil.which, (*named[:1], "cc", "gcc", "clang"))), None)
 
 
 def _load_library(image: bytes) -> ctypes.CDLL:
-    # Each library needs its own file name: the loader takes equal names for the same library.
+    """Load a shared library from its bytes."""
+    # Each library needs its own file name: dlopen takes equal names for the same library.
     file, path = tempfile.mkstemp(prefix="attnkit-", suffix=".so")
     try:
         with os.fdopen(file, "wb") as out:
@@ -71,7 +76,7 @@ def _load_library(image: bytes) -> ctypes.CDLL:
 
 
 class _Engine:
-    """Loads an object with the DSL's linker; its functions are attributes."""
+    """Loads an object with the DSL's linker, and gives its functions as attributes."""
 
     def __init__(self, code: bytes) -> None:
         from cutlass.cute.runtime import load_module
@@ -86,7 +91,7 @@ class _Engine:
 
 
 class Frame:
-    """Memory for one call: the values, the array of pointers to them, the status."""
+    """Holds the memory of one call: the values, the array of pointers to them, the status."""
 
     def __init__(self, signature: Signature) -> None:
         packing, offsets = signature.layout
@@ -100,14 +105,14 @@ class Frame:
 
 
 class Entry:
-    """A loaded kernel, for all devices of the process.
+    """Loads a compiled kernel into the process, and launches it on any device it is prepared for.
 
-    Nothing unloads it: the shared library and the device code stay until the process ends, because
-    a captured CUDA graph may launch the code when no `Entry` is left.
+    Nothing unloads it. The shared library and the device code stay until the process ends, because
+    a captured CUDA graph may launch the code after the last `Entry` is gone.
 
     Args:
-        image: its shared library; may be empty.
-        code: its object, which is loaded if there is no library.
+        image: the kernel as a shared library; may be empty.
+        code: the kernel as an object file, which is loaded if `image` is empty.
         function: name of the compiled function.
         signature: its arguments.
     """
@@ -117,20 +122,21 @@ class Entry:
         self._library: Any = _load_library(image) if image else _Engine(code)
         self._function = getattr(self._library, f"_mlir_{PREFIX}__mlir_ciface_{function}")
         self._signature = signature
-        self._frames: list[Frame] = []  # not in use; calls of other threads take theirs out
+        self._frames: list[Frame] = []  # the free ones; each call in progress takes one out
         self._module = ctypes.c_void_p()  # cudaLibrary_t
 
     def prepare(self, device: int) -> None:
         """Load the device code on a device and set its attributes there; call it once per device.
 
         Raises:
-            LaunchError: CUDA refuses.
+            LaunchError: CUDA reports an error.
         """
         if not self._module:
             self._initialise("init")
         self._initialise("load_to_device", ctypes.c_int32(device))
 
     def _initialise(self, step: str, *numbers: ctypes.c_int32) -> None:
+        """Call one of the functions that the DSL exports to load device code."""
         status, module = ctypes.c_int32(0), ctypes.pointer(self._module)
         slots = [ctypes.addressof(x) for x in (module, *numbers, status)]
         array = (ctypes.c_void_p * len(slots))(*slots)

@@ -1,8 +1,8 @@
-"""Relaunch a kernel with other addresses and numbers, without checking or packing the rest.
+"""Relaunch a kernel with new addresses and numbers, without checking or packing other arguments.
 
-Every repeated call of `flex_attention` on a GPU ends here, so the launch is Python text that is
-generated for the arguments that change, and compiled once for each layout of them. For a kernel
-with two tensors that change, its stream and a number, the text is
+Every repeated call of `flex_attention` on a GPU ends here. So the launch function is Python text
+that is generated for the arguments that change, and compiled once for each layout of them. For a
+kernel in which two tensors and a number change, the text is
 
     def relaunch(stream, addresses, numbers=()):
         a0, a1, = addresses
@@ -18,11 +18,11 @@ with two tensors that change, its stream and a number, the text is
         launch(values.frame)
         free.append(values)
 
-A loop over the addresses would do the same and takes twice the time: 1.7 us instead of 0.85 us for
-five addresses, a number and the stream, where a whole call of `flex_attention` takes about 11 us.
+A loop over the addresses takes twice the time: 1.7 us instead of 0.85 us for five addresses, a
+number and the stream. A whole call of `flex_attention` takes about 11 us.
 
-The memory that holds the values of a call is kept, and the next call writes only what changes. One
-call at a time uses it; calls of other threads that are under way have their own.
+The next call reuses the memory that holds the values of a call, and writes only what changes. Calls
+that run at the same time in several threads use separate memory.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ from attnkit.util import caches
 
 
 class Relaunch(Protocol):
-    """Launches a kernel as before, with some arguments replaced; does not wait for it."""
+    """Launches a kernel again with some arguments replaced, without waiting for it."""
 
     def __call__(
         self, stream: int, addresses: Sequence[int], numbers: Sequence[int | float] = ()
     ) -> None:
-        """Launch.
+        """Launch the kernel on a stream.
 
         Args:
-            stream: handle of a stream of the current device, which is that of the arguments.
-            addresses: of the tensors that change. They must have the device, dtypes, shapes and
-                strides of the earlier ones: that is not checked.
-            numbers: those that change.
+            stream: handle of a stream of the current device, on which the arguments must be.
+            addresses: of the tensors that change. These must have the device, dtypes, shapes and
+                strides of the earlier ones, which is not checked.
+            numbers: the numbers that change.
 
         Raises:
             ArgumentError: an address is not aligned as the kernel needs it, or a number does not
                 fit its type.
-            LaunchError: CUDA refuses.
+            LaunchError: CUDA reports an error.
         """
 
 
@@ -68,13 +68,13 @@ def relauncher(
 
     Args:
         entry: the kernel, loaded on the device of the arguments.
-        signature: of the kernel.
+        signature: the kernel's arguments.
         arguments: those of an earlier call; they are checked. Tensors that do not change must live
             as long as the result is used.
         changing: indices of the arguments that each call passes, in increasing order.
 
     Raises:
-        ArgumentError, DTypeError, ShapeError, DeviceError: as `Signature.gather`.
+        ArgumentError, DTypeError, ShapeError, DeviceError: see `Signature.gather`.
     """
     first, _ = signature.gather(arguments, lambda device: 0)
     tensors: list[tuple[int, int]] = []
@@ -90,7 +90,7 @@ def relauncher(
             tensors.append((offset // 8, spec.align - 1))
         elif isinstance(spec, NumberSpec):
             numbers.append((offset, struct.Struct("<" + NUMBERS[spec.kind])))
-    free: list[_Values] = []  # not in use now
+    free: list[_Values] = []  # those that no call uses now
     names: dict[str, Any] = {
         "free": free,
         "fresh": lambda: _Values(signature, first, numbers),
@@ -103,10 +103,10 @@ def relauncher(
 
 
 class _Values:
-    """The values of a call in memory, as the previous call has left them.
+    """Holds the values of a call in memory, as the previous call left them.
 
     Args:
-        signature: of the kernel.
+        signature: the kernel's arguments.
         values: all values of a call, see `Signature.gather`.
         numbers: offset in bytes and format of each number that changes.
     """
@@ -124,6 +124,11 @@ class _Values:
         self._formats = numbers
 
     def write(self, numbers: Sequence[int | float]) -> None:
+        """Write the numbers that change.
+
+        Raises:
+            ArgumentError: a number does not fit its type.
+        """
         for (offset, kind), number in zip(self._formats, numbers, strict=True):
             try:
                 kind.pack_into(self.frame.values, offset, number)
@@ -136,11 +141,11 @@ class _Values:
 
 @functools.lru_cache(maxsize=256)
 def _code(tensors: tuple[tuple[int, int], ...], stream: int | None) -> types.CodeType:
-    """Generate the text at the top of this file, and compile it.
+    """Generate the function that the top of this file shows, and compile it.
 
     Args:
-        tensors: of each tensor that changes, where its address is written, in words of 8 bytes, and
-            which of the address's bits must be zero.
+        tensors: for each tensor that changes, where its address is written, in words of 8 bytes,
+            and a mask of the address bits that must be zero.
         stream: where the stream is written, in words; None for a kernel without one.
     """
     names = [f"a{i}" for i in range(len(tensors))]
@@ -153,7 +158,7 @@ def _code(tensors: tuple[tuple[int, int], ...], stream: int | None) -> types.Cod
     lines += [f"words[{at}] = {a}" for a, (at, _) in zip(names, tensors, strict=True)]
     if stream is not None:
         lines.append(f"words[{stream}] = stream")
-    # 0.0 == -0.0, so equality does not show a change of a zero's sign: zeros are always written
+    # 0.0 == -0.0, so a comparison misses a change of a zero's sign: zeros are always written
     lines.append("if numbers != values.numbers or 0 in numbers: values.write(numbers)")
     lines += ["launch(values.frame)", "free.append(values)"]
     text = "\n    ".join(["def relaunch(stream, addresses, numbers=()):", *lines])

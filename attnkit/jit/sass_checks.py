@@ -1,19 +1,19 @@
 """Find problems of compiled device code: spilled registers, serialised products, late fences.
 
-The last two are looked for in the instructions of Hopper code (sm_90a):
+The last two are found in the instructions of Hopper code (sm_90a):
 
-- The assembler serialises warpgroup products, without an error, where it cannot prove that no
-  register is written while a product reads it: it then waits after every single product. Only the
-  instructions show that. `loops` counts products and waits.
-- A warp that has written shared memory for products or bulk copies runs a fence of the async proxy
-  and arrives at a barrier, which waits for the fence. If there is a branch between the two, as at
-  the end of a loop, tensor cores of an H200 have been seen to read the old content. With
-  `bar.warp.sync` behind the fence the assembler waits there, and they have not. `late_fences` finds
-  such fences.
+- If the assembler cannot prove that no register is written while a warpgroup product reads it, it
+  serialises the products, without an error: it waits after every single one. Only the instructions
+  show that. `loops` counts products and waits.
+- A warp that has written shared memory for products or bulk copies executes a fence of the async
+  proxy and then arrives at a barrier, which waits for the fence. If there is a branch between the
+  two, as at the end of a loop, tensor cores of an H200 sometimes read the old content. With
+  `bar.warp.sync` behind the fence the assembler waits there, and no such read was seen.
+  `late_fences` finds such fences.
 
-Encodings are those that nvdisasm 13.5 prints for sm_90a: 16 bytes an instruction, the opcode in the
-lowest 9 bits; of the upper 8 bytes, bits 46 to 48 name the counter that an instruction releases
-when it is done, bits 52 to 57 the counters that it waits for.
+Encodings are those that nvdisasm 13.5 prints for sm_90a. An instruction has 16 bytes, with the
+opcode in the lowest 9 bits. In the upper 8 bytes, bits 46 to 48 name the counter that an
+instruction releases when it is done, and bits 52 to 57 the counters that it waits for.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BYTES = 16
 _OPCODE = 0x1FF
 _HGMMA, _WARPGROUP, _FENCE, _BRA = 0x1F0, 0x1C5, 0x1C6, 0x147
 _DEPBAR = 1 << 47  # tells WARPGROUP.DEPBAR, a wait, from WARPGROUP.ARRIVE
-_FEW = 4  # products of a loop; a loop with fewer may wait for each on purpose
+_FEW = 4  # products; a loop with fewer may wait for each one on purpose
 
 
 def problems(cubin: bytes, arch: str) -> tuple[str, ...]:
@@ -38,7 +38,7 @@ def problems(cubin: bytes, arch: str) -> tuple[str, ...]:
 
     Args:
         cubin: device code.
-        arch: what it was compiled for; loops and fences are checked for "sm_90a" alone.
+        arch: its architecture; loops and fences are checked for "sm_90a" only.
 
     Raises:
         ArgumentError: it is not a CUBIN.
@@ -65,7 +65,7 @@ def problems(cubin: bytes, arch: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Loop:
-    """The instructions from the target of a backward branch to the branch.
+    """Describes a loop: the instructions from the target of a backward branch to the branch.
 
     Attributes:
         start, end: their addresses in the kernel, in bytes.
@@ -82,7 +82,7 @@ class Loop:
 
     @property
     def serialised(self) -> bool:
-        """Whether most products are waited for one by one."""
+        """Return whether most products are waited for one by one."""
         return self.products >= _FEW and 2 * self.alone > self.products
 
     def __str__(self) -> str:
@@ -121,12 +121,12 @@ def loops(code: bytes) -> list[Loop]:
 
 
 def _words(code: bytes) -> Iterator[tuple[int, int]]:
-    """The lower and the upper 8 bytes of each instruction."""
+    """Yield the lower and the upper 8 bytes of each instruction."""
     return struct.iter_unpack("<QQ", code[: len(code) // _BYTES * _BYTES])
 
 
 def _target(address: int, low: int, high: int) -> int:
-    """Where a branch at an address jumps to."""
+    """Return the address to which the branch at an address jumps."""
     # The offset counts words of 4 bytes from the next instruction. Its low 8 bits are bits 16 to
     # 23 of the instruction, the others bits 34 to 81.
     offset = (low >> 34) | ((high & 0x3FFFF) << 30)

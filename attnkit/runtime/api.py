@@ -35,8 +35,8 @@ def flex_attention(
 
     The softmax runs over the scores that the mask keeps. The result equals that of dense attention
     to the rounding of the dtype. It is differentiable in query, key, value, the LSE and the float
-    tensors that score_mod captures. Empty tiles are not computed. A fully masked row gives output 0,
-    LSE -inf and zero gradients. Captured tensors may be edited in place by torch; edits through
+    tensors that score_mod captures. Empty tiles are not computed. A fully masked row gives output
+    0, LSE -inf and zero gradients. Captured tensors may be edited in place by torch; edits through
     `t.data[...]` or a numpy view go unnoticed, and tiles may be stale after them.
 
     Under torch.autocast query, key and value are cast to its dtype (float64 is not); operations
@@ -75,7 +75,8 @@ def flex_attention(
         TraceError: score_mod or mask_mod cannot be traced, or returns the wrong kind of value.
         BoundsError: an index leaves its captured tensor, or index arithmetic leaves int32.
         ShapeError, DTypeError, DeviceError, ArgumentError, OptionError: wrong arguments; DTypeError
-            also for captured float64 data, below a float64 query, whose rounding would show.
+            also if a query narrower than float64 reads captured float64 data, and rounding that
+            data to float32 would change the result.
         UnsupportedError: the backend asked for cannot run here.
     """
     compiling = torch.compiler.is_compiling()  # or exporting

@@ -1,4 +1,4 @@
-"""Trace a score_mod and a mask, prove their indices, classify the tiles."""
+"""Trace a score_mod and a mask, check that their indices stay in range, and classify tiles."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from attnkit.errors import ArgumentError, DeviceError
 from attnkit.graph import ir
 from attnkit.graph.ir import Node
 from attnkit.graph.simplify import TRUE
-from attnkit.sparsity.block_mask import BlockMask, check_lengths, check_mask_shape, mask_runs
+from attnkit.sparsity.block_mask import BlockMask, check_mask_shape
 from attnkit.sparsity.block_runs import BlockRuns, from_flex
+from attnkit.sparsity.mask_runs import check_lengths, mask_runs
 from attnkit.splice import Captured, Program, compute_dtype
 from attnkit.tracing.float64_checks import check_precision
 from attnkit.tracing.guards import trace_cached
@@ -30,7 +31,7 @@ caches.register(_flex_runs.clear)
 
 @dataclass(frozen=True)
 class TracedVariant:
-    """Graphs of a score_mod and a mask.
+    """Holds the traced graphs of a score_mod and a mask.
 
     Attributes:
         score, mask: the graphs, None where there is no function.
@@ -44,7 +45,7 @@ class TracedVariant:
 
     @property
     def block_lists(self) -> tuple[int, int] | None:
-        """Tile sizes of PyTorch's block lists, which override the mask; None without lists."""
+        """Return the tile sizes of PyTorch's block lists, which override the mask; None if none."""
         if not is_flex(self.block_mask):
             return None
         rows, columns = self.block_mask.BLOCK_SIZE
@@ -53,14 +54,14 @@ class TracedVariant:
 
 @dataclass(frozen=True)
 class Bound:
-    """A variant that is bound to the shapes of one call: traced, proven and classified.
+    """Holds the graphs and the tiles of a variant for the shapes of one call.
 
     Attributes:
         score: the traced score_mod, None if it does not change the score.
         mask: the traced mask_mod, None if it keeps everything.
         runs: tiles to visit, None for all.
-        lists_override_mask: whether the runs come from block lists of PyTorch's BlockMask, which override the
-            mask_mod.
+        lists_override_mask: whether the runs come from block lists of PyTorch's BlockMask, which
+            override the mask_mod.
         program: the graphs, as operators take them.
     """
 
@@ -72,7 +73,7 @@ class Bound:
 
     @property
     def captured(self) -> Captured:
-        """Tensors that the graphs read."""
+        """Return the tensors that the graphs read."""
         return Captured(*(() if t is None else t.tensors for t in (self.score, self.mask)))
 
 
@@ -116,11 +117,11 @@ def trace(score_mod: Any, mask: Any, device: torch.device) -> TracedVariant:
 
 
 def prove(variant: TracedVariant, query: Tensor, key: Tensor) -> frozenset[Node]:
-    """Prove that the graphs are legal for these tensors: devices, lengths, indices, rounding.
+    """Check that the graphs are legal for these tensors: devices, lengths, indices, rounding.
 
     Returns:
-        The loads whose index could not be proven. Torch operators check them at run time; GPU
-        kernels do not take such graphs.
+        The loads whose index could not be proven to stay inside its tensor. Torch operators check
+        them at run time; GPU kernels refuse such graphs.
 
     Raises:
         BoundsError, ShapeError, DTypeError, DeviceError: as documented for `flex_attention`.
@@ -172,7 +173,7 @@ def classify(
     Args:
         variant: the graphs.
         unproven: result of `prove`.
-        query, key: of the call.
+        query, key: tensors of the call.
         block: query and kv tile size.
     """
     score, mask = variant.score, variant.mask

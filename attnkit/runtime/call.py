@@ -1,4 +1,4 @@
-"""Hold the arguments of `flex_attention` as one frozen record, and check them."""
+"""Define `AttentionCall`, which holds the arguments of `flex_attention` and checks them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from attnkit.util.arguments import (
 
 @dataclass(frozen=True)
 class CallSettings:
-    """Checked options of a call.
+    """Holds the options of a call after they were checked.
 
     Attributes:
         scale: factor on q k^T.
         aux: which auxiliary outputs to return.
-        block: tile sizes that the caller gave, else `BLOCK` itself.
-        notes: options that change nothing here.
+        block: tile sizes that the caller gave, else the object `BLOCK`, compared by identity.
+        notes: options of FlexAttention that attnkit accepts and ignores.
     """
 
     scale: float
@@ -42,7 +42,7 @@ class CallSettings:
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """The arguments of one call of `flex_attention`, which documents them."""
+    """Holds the arguments of one call of `flex_attention`, which documents them."""
 
     query: Tensor
     key: Tensor
@@ -61,8 +61,8 @@ class AttentionCall:
         """Check every argument except the functions, which `bind.trace` checks.
 
         Raises:
-            ArgumentError, ShapeError, DTypeError, DeviceError, OptionError, UnsupportedError: by
-                what is wrong.
+            ArgumentError, ShapeError, DTypeError, DeviceError, OptionError, UnsupportedError:
+                as documented for `flex_attention`.
         """
         check_tensors(self.query, self.key, self.value, self.enable_gqa)
         scale = check_scale(self.scale, self.query.shape[-1])
@@ -73,7 +73,7 @@ class AttentionCall:
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether the backward adds its sums in a fixed order."""
+        """Return whether the backward must add its sums in a fixed order."""
         return self.deterministic or torch.are_deterministic_algorithms_enabled()
 
     def inputs(self, captured: Captured) -> ForwardInputs:
@@ -86,7 +86,7 @@ class AttentionCall:
         return ForwardInputs(self.query, self.key, self.value, captured, scale)
 
     def results(self, out: Tensor, lse: Tensor, max_scores: Tensor | None) -> Any:
-        """Return what the caller asked for.
+        """Return the output in the form that the caller asked for, see `flex_attention`.
 
         Args:
             out: [B, Hq, Sq, Dv].

@@ -1,8 +1,8 @@
-"""Decide whether kernels that were never proven on a kind of GPU may be used on this one.
+"""Decide whether to use kernels on a GPU on which they have not been verified.
 
-A self-check tests them once on each machine, in a subprocess, so that a kernel that crashes or hangs
-does not take the caller down. The verdict is cached on disk with the compiled kernels; its key
-contains the version of the package and the name of the GPU.
+A self-check tests them once on each machine, in a subprocess, so that a kernel that crashes or
+hangs does not take the caller down. The verdict is cached on disk with the compiled kernels; its
+key contains the version of the package and the name of the GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _verdicts: dict[tuple[Target, torch.device], str] = {}
 
 
 def reason_against(target: Target, device: torch.device) -> str:
-    """Return why the kernels of a target must not be used on a CUDA device; "" if they may be.
+    """Return why the kernels of a target must not run on a CUDA device; "" if they may.
 
     The first call on a machine runs the self-check, which takes a minute or two. If it fails, this
     also warns.
@@ -55,7 +55,7 @@ def _cached_verdict(target: Target, device: torch.device) -> str:
 
 
 def _cache_source(target: Target, device: torch.device) -> Source:
-    """Describe what a verdict depends on, as the kernel cache wants it."""
+    """Describe what a verdict depends on, in the form of a source for the kernel cache."""
 
     def build() -> None:
         raise AssertionError("a verdict is not compiled")

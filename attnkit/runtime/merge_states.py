@@ -45,7 +45,7 @@ def merge_states(
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Call `merge_states`; this deprecated name goes with version 0.2."""
+    """Call `merge_states`; this deprecated name will be removed in version 0.2."""
     warnings.warn(
         "attnkit.merge is now attnkit.merge_states; the old name goes with version 0.2",
         DeprecationWarning,

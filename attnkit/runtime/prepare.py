@@ -18,12 +18,13 @@ from attnkit.schedule.plan import Plan
 from attnkit.schedule.targets import ORDERED, of_template
 from attnkit.sparsity.block_runs import BLOCK, FULL, PARTIAL
 from attnkit.splice import Attention, Captured, KernelCall, prepare_forward
+from attnkit.util import devices
 from attnkit.util.torch_private import is_intercepted
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """The result of `prepare`.
+    """Holds the result of `prepare`.
 
     Attributes:
         plan: backend, template and tile sizes, with the reasons.
@@ -39,7 +40,7 @@ class Preparation:
 def prepare(
     call: AttentionCall, variant: TracedVariant | None = None, *, launchable: bool = True
 ) -> Preparation:
-    """Decide everything about a call before it runs.
+    """Prepare a call: trace, prove, plan, classify, schedule, compile; nothing runs yet.
 
     The plan comes before the classification of tiles, because it chooses their sizes.
 
@@ -94,13 +95,13 @@ def _plan(
 
 
 def _plan_facts(call: AttentionCall, settings: CallSettings, variant: TracedVariant) -> plans.Call:
-    """Collect what the choice of a plan depends on."""
+    """Collect the facts on which the choice of a plan depends."""
     query = call.query
     return plans.Call(
         dtype=str(query.dtype).removeprefix("torch."),
         head_dim=query.shape[-1],
         value_dim=call.value.shape[-1],
-        capability=_capability(query.device),
+        capability=devices.compute_capability(query.device),
         listed_block=variant.block_lists,
         fixed=settings.block is not BLOCK,
         modded=variant.score is not None,
@@ -109,17 +110,10 @@ def _plan_facts(call: AttentionCall, settings: CallSettings, variant: TracedVari
     )
 
 
-def _capability(device: torch.device) -> tuple[int, int] | None:
-    """Return the compute capability of a CUDA device, None for any other."""
-    if device.type == "cuda" and torch.version.hip is None:
-        return torch.cuda.get_device_capability(device)
-    return None
-
-
 def _reason_against_kernel(
     plan: Plan, backend: str, unproven: frozenset[Node], device: torch.device
 ) -> str:
-    """Return why the kernel that the plan has chosen must not be used; "" if it may be."""
+    """Return why the kernel of a plan must not be used; "" if it may be."""
     target = of_template(plan.template)
     if target is None:
         return ""
@@ -136,7 +130,7 @@ def _reason_against_kernel(
 
 
 def _dense(bound: Bound) -> Attention:
-    """Wrap the dense oracle as a forward; autograd differentiates it."""
+    """Wrap the dense reference as a forward, which autograd differentiates."""
 
     def attention(
         query: Tensor, key: Tensor, value: Tensor, captured: Captured, scale: float

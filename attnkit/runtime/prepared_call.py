@@ -1,4 +1,4 @@
-"""Define the prepared call: what is decided once for all calls with the same key."""
+"""Define the prepared call, which holds what is decided once for all calls with the same key."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BackwardRelaunch: TypeAlias = Callable[[Sequence[Tensor]], list[Tensor] | None]
 
 
 class BackwardCache(Protocol):
-    """Interface of the backwards that a prepared call can relaunch; see `reuse.backward`."""
+    """Relaunches backwards of a prepared call; `reuse.backward` implements this interface."""
 
     def try_fast_path(
         self,
@@ -45,7 +45,7 @@ class BackwardCache(Protocol):
 
 @dataclass(eq=False)
 class PreparedCall:
-    """A call that is ready to run, for tensors with given shapes, strides, dtypes and devices.
+    """Holds a call that is ready to run, for tensors of fixed shapes, strides, dtypes and devices.
 
     Attributes:
         kernel_call: which template computes which graphs on which tiles.

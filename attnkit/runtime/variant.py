@@ -16,7 +16,7 @@ from attnkit.tracing.tracer import Traced
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """An attention variant: a score_mod and a mask, callable on query, key and value.
+    """Combines a score_mod and a mask into one attention variant, callable on query, key, value.
 
     Variants hash by the identity of their functions and print as formulas. A function whose
     closure, defaults, globals or attributes change is traced again at the next call.

@@ -1,16 +1,16 @@
 """Define the fixed order in which a deterministic backward adds to dQ, and to shared dK and dV.
 
-Floating-point sums depend on their order, so in deterministic mode each dQ tile (b, h, q) takes
-the contributions of its kv tiles in one fixed order: that of the schedule, "ascending" or
-"descending" in kv. It has one int32 semaphore, the number of the kv tile that may add next.
+Floating-point sums depend on their order. So in deterministic mode each dQ tile (b, h, q) adds the
+contributions of its kv tiles in one fixed order: that of the schedule, "ascending" or "descending"
+in kv. Each dQ tile has one int32 semaphore, the number of the kv tile that may add next.
 
     wait until semaphore[b, h, q] == n        # n: my kv tile
     dQ[b, h, q] += contribution
     semaphore[b, h, q] = after(q, n)          # released with a fence
 
 Semaphores start as `first`, and the last contributor sets `first` again, so the next launch can use
-the same buffer. `after` is n + 1 (n - 1) except at the end of a run of visited tiles, so a kernel
-reads `visited` only there.
+the same buffer. `after` is n + 1 (n - 1 for "descending") except at the end of a run of visited
+tiles, so a kernel reads `visited` only there.
 
 Why this cannot deadlock, for any number of workers:
 
@@ -20,9 +20,9 @@ Why this cannot deadlock, for any number of workers:
    list, and finish one before they take the next. So when a work tile is running, every earlier one
    has been taken, or will be taken by a worker that waits only for work tiles before that one.
 
-Suppose that some work tiles never end, and let p be the first of them in the list. All before p end.
-So the worker that takes p reaches it, because it takes only earlier ones before. And each wait of p
-ends, because it is for an earlier one. So p ends: a contradiction.
+Suppose that some work tiles never end, and let p be the first of them in the list. All before p
+end. So the worker that takes p reaches it, because it takes only earlier ones before. And each wait
+of p ends, because it is for an earlier one. So p ends: a contradiction.
 
 The argument needs workers that keep running once they have started, and prefetched loads must not
 wait for a semaphore. All workers must be resident at once if they take fixed subsets, or if the
@@ -53,7 +53,7 @@ from attnkit.util.csr import row_indices, searchsorted_right
 
 @dataclass(frozen=True, eq=False)
 class DeterministicOrder:
-    """The order in which the work tiles of a backward schedule add to shared sums.
+    """Defines the order in which the work tiles of a backward schedule add to shared sums.
 
     Attributes:
         first: int32 [runs.batch * runs.heads * q blocks], the kv tile that adds first; -1 where
@@ -61,9 +61,11 @@ class DeterministicOrder:
         last: the same for the kv tile that adds last.
         visited: the FULL and PARTIAL runs of each such row, merged.
         step: 1 if the order ascends in kv, -1 if it descends.
-        group: int32 [work tiles, 2], the place (from 0) of each work tile of the schedule among
-            those that add to dK and dV of its (b, kv head, kv tile), and how many these are; the
-            last resets the counter to 0. Work tiles that visit nothing have none: (0, 0).
+        group: int32 [work tiles, 2], (position, size). Work tiles that add to dK and dV of the same
+            (b, kv head, kv tile) form a group of this size, and add in order of their positions,
+            from 0; the last resets the group's counter to 0. Work tiles that visit nothing are in
+            no
+            group: (0, 0).
     """
 
     first: Tensor
@@ -73,7 +75,7 @@ class DeterministicOrder:
     group: Tensor
 
     def after(self, row: Tensor, column: Tensor) -> Tensor:
-        """Return the kv tile that adds after kv tile `column` at row `row`; after the last, `first`.
+        """Return the kv tile that adds after kv tile `column` at row `row`: `first` after the last.
 
         Args:
             row, column: int64 [n].
@@ -100,7 +102,7 @@ def deterministic_order(runs: BlockRuns, schedule: Schedule) -> DeterministicOrd
 
     Raises:
         OptionError: the schedule is a forward, or its order is neither ascending nor descending.
-        ShapeError: it was made for other runs.
+        ShapeError: the schedule is not one of these runs.
     """
     if not schedule.backward or schedule.order not in MONOTONE:
         raise OptionError(
@@ -139,6 +141,7 @@ def merge_runs(full: Runs, partial: Runs, columns: int) -> Runs:
 
 
 def _first(visited: Runs, step: int) -> Tensor:
+    """Return the first tile of each row, the last if `step` is -1; -1 for rows without tiles."""
     pointers = visited.row_ptr.to(torch.int64)
     first = visited.row_ptr.new_full((visited.rows,), -1)
     some = pointers.diff() > 0

@@ -1,18 +1,19 @@
-"""Choose first writers of dQ: the first kv tile at a q tile stores its part instead of adding it.
+"""Choose first writers of dQ: the first kv tile to visit a q tile stores instead of adding.
 
-Then dQ needs no memset. A memset would write as much memory as dQ takes in float32, before the main
-kernel of a backward, and the first addition would read it again. If the work list determines which of
-the kv tiles that visit a q tile comes first, that one can store. It sets a flag when its store has
+Then dQ needs no memset. A memset would write all of dQ in float32 before the main kernel of a
+backward, and the first addition would read it again. If the work list determines which of the kv
+tiles that visit a q tile comes first, that one can store. It sets a flag when its store has
 arrived; the others wait for the flag before they add.
 
 No work tile waits for one that comes after it in the list, so this cannot deadlock; the argument is
 in `attnkit.schedule.deterministic_order`. Sums in a fixed order use the semaphores of that module
-and need no flags. Waiting costs time, however. In the order "falling" of a band, a causal mask or
-documents, the first kv tile at a q tile is the one on the diagonal, which begins with that q tile, and
-all others come later. There nearly every flag is set before a work tile reads it.
+and need no flags. Waiting costs time, however. With the order "falling" and a band, a causal mask
+or documents, the first kv tile to visit a q tile is the one on the diagonal, which begins with that
+q tile, and all others come later. There nearly every flag is set before a work tile reads it.
 
-NumPy computes this on the host, some heads at a time. On a GPU, the first backward would load the
-code of every operator. The visits of all heads together may exceed the caches, or memory.
+NumPy computes this on the host, because torch would load the code of every operator at the first
+backward on a GPU. It takes some heads at a time, because the visits of all heads together may
+exceed the caches, or memory.
 """
 
 from __future__ import annotations
@@ -32,21 +33,21 @@ from attnkit.sparsity.block_runs import BlockRuns
 
 # Measured on one H200: 134 MB of zeros take 28 us at 1.6 GHz.
 BYTES_A_CLOCK = 3000
-ARRIVAL = 4000  # clocks from a q tile's last product until its flag can be seen, an estimate
-MOST = 128  # kv tiles that visit a q tile on average; beyond, a memset costs little in comparison
+ARRIVAL = 4000  # clocks from a q tile's last product until others can see its flag, an estimate
+MOST = 128  # kv tiles that visit a q tile on average; above, a memset costs little in comparison
 
-_AT_ONCE = 1 << 16  # visits, of which a dozen arrays fit a cache
+_AT_ONCE = 1 << 16  # visits; a dozen arrays of that size fit a cache
 
 _Numbers: TypeAlias = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
 class FirstWriters:
-    """The first work tile at each q tile.
+    """Says at which q tiles each work tile is the first writer of dQ.
 
     Attributes:
         stop: int32 [work tiles]: a work tile is first at those of its q tiles that are below this.
-        cycles: predicted wait for flags, on average over the workers.
+        cycles: predicted wait for flags in cycles, on average over the workers.
         saved: predicted saving against a memset, in cycles.
     """
 
@@ -57,13 +58,13 @@ class FirstWriters:
 
 @dataclass(frozen=True, eq=False)
 class _Visits:
-    """Visits of the kv tiles of some heads to q tiles; the attributes are int64 arrays.
+    """Lists which kv tiles of some heads visit which q tiles; the attributes are int64 arrays.
 
     Attributes:
-        work_tiles: work tiles of these heads, those of a head in list order.
+        work_tiles: indices of the work tiles of these heads, those of a head in list order.
         counts: [work tiles], number of visits of each.
         number: [visits], index into `work_tiles` of the work tile that makes the visit.
-        at: [visits], number of visits that this work tile makes before.
+        at: [visits], number of earlier visits of the same work tile.
         q: [visits], the q tile, ascending within a work tile.
         row: [visits], the q tile, numbered over all these heads.
         rows: number of q tiles of these heads.
@@ -81,12 +82,12 @@ class _Visits:
 def choose_first_writers(
     runs: BlockRuns, schedule: Schedule, floats: int
 ) -> tuple[Schedule, FirstWriters] | str:
-    """Choose a backward schedule with first writers, if that is predicted to save time.
+    """Choose a backward schedule with first writers, if the prediction is that it saves time.
 
     Args:
         runs: the mask's tiles.
-        schedule: a backward schedule for sums of dQ that are cleared by a memset.
-        floats: number of floats in the sums of dQ.
+        schedule: the backward schedule that would run after a memset of dQ.
+        floats: number of floats of dQ.
 
     Returns:
         The schedule and its first writers, or the reason for a memset.
@@ -109,13 +110,13 @@ def choose_first_writers(
 def first_writers(
     runs: BlockRuns, schedule: Schedule, flags: tuple[Tensor, int] | None = None
 ) -> FirstWriters | str:
-    """Find the first writers of a schedule of whole kv tiles, or return why there can be none.
+    """Find the first writers of a schedule, or return why it can have none.
 
     Args:
         runs: the tiles that were scheduled.
-        schedule: a backward schedule.
-        flags: int64 [work tiles], the start of each, and the longest wait for flags that still pays,
-            both in cycles; None if semaphores replace the flags.
+        schedule: a backward schedule. If it splits kv tiles, there are no first writers.
+        flags: the start of each work tile, int64 [work tiles], and the longest wait for flags that
+            still pays, both in cycles; None if semaphores replace the flags.
     """
     if schedule.split.numel():
         return "kv tiles are split"
@@ -147,7 +148,7 @@ def _slower_by(cycles: int) -> str:
 
 
 def _obstacle(runs: BlockRuns) -> str:
-    """Return why dQ needs a memset for these tiles, whatever the order; "" if it may not."""
+    """Return why dQ needs a memset in any order of these tiles; "" if there is no such reason."""
     count = int(runs.full_t.length.sum()) + int(runs.partial_t.length.sum())
     if count > MOST * runs.batch * runs.heads * runs.q_blocks:
         return f"a q tile meets more than {MOST} kv tiles"
@@ -163,12 +164,12 @@ def _waits(
     Args:
         visits: visits of some heads.
         is_first: [visits], whether the work tile is first at the q tile.
-        firsts: [work tiles], number of such visits of each.
-        begin: [work tiles], when each begins.
+        firsts: [work tiles], at how many q tiles each is first.
+        begin: [work tiles], the cycle in which each begins.
         block: cycles of a visit.
     """
-    # when each work tile has added to each of its q tiles if it never waits; a store arrives before
-    # the next one is sent
+    # `done`: when each work tile has added to each of its q tiles if it never waits for a flag. A
+    # store must arrive before the next one is sent.
     slower = max(0, ARRIVAL - block)
     work_tile, nth = visits.number, visits.at + 1
     done = begin[work_tile] + nth * block + np.minimum(nth, firsts[work_tile]) * slower
@@ -176,7 +177,7 @@ def _waits(
     stored[visits.row[is_first]] = done[is_first]
     late = stored[visits.row] + ARRIVAL - done
     late[is_first] = 0
-    # the products of one block hide as much of the wait
+    # the products of one block hide a wait of that length
     waits = (slower * firsts - block).clip(min=0)
     some = visits.counts > 0
     longest = np.maximum.reduceat(late, (visits.counts.cumsum() - visits.counts)[some])

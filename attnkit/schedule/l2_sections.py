@@ -1,8 +1,9 @@
 """Group work rows into sections whose keys and values fit L2 together.
 
-The work of one section runs at about the same time, so the tiles that it shares are read from memory
-once. A *unit* is the heads that read the same tensors: a kv head and its group of query heads. A
-section is several units; or, if one unit is too large for L2, a stretch of its neighbouring rows.
+The work of one section runs at about the same time, so the tiles that it shares are read from
+memory once. A *unit* is the heads that read the same tensors: a kv head and its group of query
+heads. A section is several units; or, if one unit is too large for L2, a stretch of its
+neighbouring rows.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 from attnkit.sparsity.block_runs import Runs
 from attnkit.util.csr import row_indices
 
-_GAIN = 0.9  # smaller sections balance worse: they must save a tenth of the traffic
+_GAIN = 0.9  # smaller sections balance load worse, so they must save a tenth of the traffic
 
 
 def unit_of_rows(
@@ -22,8 +23,9 @@ def unit_of_rows(
     """Return the unit of every work row, int64 [batch * heads * rows].
 
     Args:
-        batch, heads, rows: work rows are numbered (b, h, row).
-        owners: batch and heads of what is read: `batch` or 1, and a divisor of `heads`.
+        batch, heads, rows: work rows are numbered in the order (b, h, row).
+        owners: batch and heads of the tensors that are read: `batch` or 1, and a divisor of
+            `heads`.
     """
     b = torch.arange(batch, device=device)[:, None, None] * (owners[0] == batch)
     h = torch.arange(heads, device=device)[None, :, None] // (heads // owners[1])
@@ -34,8 +36,8 @@ def distinct(kinds: tuple[Runs, ...], rows: int, chunk: int, columns: int) -> tu
     """Count the tiles that each stretch of `chunk` neighbouring rows of a head visits.
 
     Returns:
-        The different tiles, and all visits: int64 [heads, stretches] each; heads counts the leading
-        (b, h) pairs of the runs.
+        The number of different tiles, and the number of visits: int64 [pairs, stretches] each,
+        where a pair is a (b, h) of the runs.
     """
     pairs, stretches = kinds[0].rows // rows, -(-rows // chunk)
     lists = []
@@ -57,13 +59,15 @@ def distinct(kinds: tuple[Runs, ...], rows: int, chunk: int, columns: int) -> tu
 def chunk_of(kinds: tuple[Runs, ...], rows: int, columns: int, capacity: int, least: int) -> int:
     """Choose how many neighbouring rows of a unit form a section, if the whole unit does not fit.
 
-    The unit is halved as long as that saves traffic: a stretch that fits L2 is read once, one that
-    does not is read tile by tile. If single rows do not fit (the last rows of a long causal mask),
-    halving saves nothing and the unit stays whole: its rows still share tiles by running side by side.
+    The unit is halved as long as that saves traffic. A stretch whose tiles fit L2 reads each tile
+    once; any other stretch reads a tile once for each visit. If single rows do not fit (the last
+    rows of a long causal mask), halving saves nothing and the unit stays whole. Its rows still
+    share tiles, because they run at the same time.
 
     Args:
-        capacity: tiles that fit.
-        least: rows below which a stretch would not keep all workers busy.
+        kinds, rows, columns: see `sections`.
+        capacity: number of tiles that fit L2.
+        least: the fewest rows of a stretch that keep all workers busy.
     """
     best, best_traffic = rows, torch.inf
     chunk = rows
@@ -85,17 +89,17 @@ def sections(
     capacity: int,
     least: int,
 ) -> Tensor:
-    """Return the section of each work row, int64 [work rows], numbered in natural order.
+    """Return the section of each work row, int64 [work rows], numbered in the order of the units.
 
     Args:
         kinds: the FULL and PARTIAL runs of the rows.
-        units, unit: how many units there are, and each work row's, from `unit_of_rows`.
-        rows, columns: block rows of a head, and blocks that a row can have.
-        capacity: tiles that fit L2.
-        least: rows below which a unit is not cut; more than `rows` to leave units whole.
+        units, unit: number of units, and the unit of each work row, from `unit_of_rows`.
+        rows, columns: rows of tiles of a head, and the most tiles that a row can have.
+        capacity: number of tiles that fit L2.
+        least: the fewest rows into which a unit is cut; more than `rows` to leave units whole.
     """
     size = columns
-    if size > capacity:  # masks may keep less
+    if size > capacity:  # the mask may keep fewer tiles
         size = int(distinct(kinds, rows, rows, columns)[0].max())
     if size <= capacity:
         together = max(1, capacity // max(1, size))

@@ -28,6 +28,7 @@ from attnkit.util import caches
 BACKENDS = ("auto", "eager", "cpu", "cute", "emulate")
 
 
+# Note in the plan of a call whose kernels have never run on a GPU.
 SILICON_NOTE = (
     'executed in the emulator only, never on a GPU: where backend="auto" takes it, it is first tested '
     "on this machine against the dense oracle"
@@ -36,14 +37,14 @@ SILICON_NOTE = (
 
 @dataclass(frozen=True)
 class Call:
-    """The facts about a call on which its plan depends.
+    """Describes the facts about a call on which its plan depends.
 
     Attributes:
-        dtype: of query, key and value, as "bfloat16".
-        head_dim, value_dim: of query and key, and of value.
+        dtype: of query, key and value, such as "bfloat16".
+        head_dim, value_dim: head dim of query and key, and of value.
         capability: compute capability of the query's device, None if it is no CUDA device.
         listed_block: tile sizes of block lists that override the mask, None without lists.
-        fixed: whether the caller gave tile sizes.
+        fixed: whether the caller chose the tile sizes.
         modded: whether there is a score_mod.
         masked: whether there is a mask.
         q_len: length of the query, None for a long one.
@@ -62,11 +63,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Plan:
-    """The template and the tile sizes with which a call runs.
+    """Names the template and the tile sizes with which a call runs, and the reasons.
 
     Attributes:
         template: "cpu" (torch operators on any device, block-sparse), "eager" (dense oracle),
-            "sm90" (a Hopper kernel) or "emulate:sm90" (that kernel, executed on the CPU).
+            a GPU template such as "sm90" (a Hopper kernel) or "emulate:sm90" (that kernel, executed
+            on the CPU).
         block: query and kv tile sizes of the mask's runs.
         reason: why this template.
         notes: remarks, such as options that this template ignores.
@@ -85,10 +87,12 @@ class Plan:
 
 
 def _fits(inner: tuple[int, int], outer: tuple[int, int]) -> bool:
+    """Return whether tiles of size `inner` divide tiles of size `outer`."""
     return outer[0] % inner[0] == 0 and outer[1] % inner[1] == 0
 
 
 def _kernels(call: Call, target: Target) -> tuple[Kernel, ...]:
+    """Return the forward kernels of a target for a call's head dims, best first."""
     return kernels(
         call.head_dim,
         call.value_dim,
@@ -119,13 +123,14 @@ caches.register(has_dsl.cache_clear)
 
 @dataclass(frozen=True)
 class Rule:
-    """A condition for a GPU kernel, and the message if it does not hold."""
+    """Pairs a condition for a GPU kernel with the message if it does not hold."""
 
     holds: Callable[[Call, tuple[int, int], Target], bool]
     message: Callable[[Call, tuple[int, int], Target], str]
 
 
 def _widest(target: Target) -> str:
+    """Format the largest head dims of a target's kernels."""
     head_dim, value_dim = widest(target.template)
     return str(head_dim) if head_dim == value_dim else f"{head_dim} with values up to {value_dim}"
 
@@ -167,7 +172,7 @@ def refusals(call: Call, block: tuple[int, int], *, target: Target | None = None
 
     Args:
         call: the call.
-        block: tile sizes, if `call.fixed`.
+        block: tile sizes; used if `call.fixed`.
         target: the target whose kernel is emulated; None for the kernel of the call's GPU.
     """
     if target is None:
@@ -196,13 +201,13 @@ def choose(
     Args:
         backend: one of `BACKENDS`, or "emulate:" and an architecture.
         device: type of the query's device.
-        block: tile sizes of the mask's runs, if the caller gave them.
-        notes: go into the plan.
-        call: the facts about the tensors; None if they are not known, then no GPU kernel is chosen.
+        block: tile sizes of the mask's runs, if the caller chose them.
+        notes: remarks to copy into the plan.
+        call: the facts about the tensors; None if they are not known. Then no GPU kernel is chosen.
 
     Raises:
         OptionError: unknown backend.
-        NoKernelError: a GPU kernel was asked for and none can run this call here.
+        NoKernelError: the backend asks for a GPU kernel and none can run this call here.
     """
     kind, emulated = parse_backend(backend)
     if kind == "eager":
@@ -272,7 +277,7 @@ def _notes(call: Call, target: Target) -> Iterator[str]:
 
 
 class NoKernelError(UnsupportedError):
-    """A GPU kernel was asked for and none can run the call; `reason` says why."""
+    """Says that the backend asks for a GPU kernel and none can run the call; `reason` says why."""
 
     reason = ""
 

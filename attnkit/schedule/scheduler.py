@@ -1,12 +1,13 @@
 """Order the work tiles of an attention for persistent workers (CTAs), and split long rows.
 
-A row of work computes one output tile: in the forward a (b, h, q block), visiting kv blocks; in the
-backward a (b, h, kv block), visiting q blocks by the transposed runs. Rows are ordered longest
-processing time first (Graham 1969), inside sections whose keys and values fit L2, with heads that
-share keys and values side by side. Rows that cost more than a worker's share are split; in the
-forward a combine kernel merges their partial results (`attnkit.templates.common.combine`). Workers
-take work tiles in list order from one counter, so a long row does not delay others. All of it is
-torch operators on the runs' device, without a loop over rows.
+A row of work computes one output tile. In the forward that is a (b, h, q block), which visits kv
+blocks; in the backward a (b, h, kv block), which visits q blocks by the transposed runs. Rows are
+ordered longest processing time first (Graham 1969) inside sections whose keys and values fit L2,
+and heads that share keys and values are neighbours. Rows that cost more than a worker's share are
+split; in the forward a combine kernel merges their partial results
+(`attnkit.templates.common.combine`). Workers take work tiles in list order from one counter, so a
+long row does not delay others. The schedule is computed by torch operators on the runs' device,
+without a loop over rows.
 """
 
 from __future__ import annotations
@@ -33,17 +34,20 @@ from attnkit.schedule.split_kv import (
 from attnkit.sparsity.block_runs import BlockRuns, Runs
 from attnkit.util.csr import searchsorted_right
 
-# Measured on one H200 with a Hopper prototype, tiles of 128 x 128, D = 128, bfloat16: 2209 cycles a
-# block and about 4000 a tile (fitted over lengths 2048, 8192 and 16384); a causal mask on 488
-# interior blocks took 0.117 M cycles, so 240 more each. `merge` is an estimate: 64 KB of float32
-# written and read once at the card's 5.5 TB/s from L2, shared by 132 SMs.
+# Measured on one H200 with a Hopper prototype, tiles of 128 x 128, D = 128, bfloat16: 2209 cycles
+# for a block and about 4000 for a work tile (fitted over lengths 2048, 8192 and 16384). Evaluating
+# a causal mask on 488 interior blocks took 0.117 M cycles more, 240 for each. `merge` is an
+# estimate: 64 KB of float32 written and read once at the card's 5.5 TB/s from L2, shared by 132
+# SMs.
 FORWARD = Cost(full=2209, partial=2450, tile=4000, merge=4600)
 
-# The Hopper backward on one H200, full, D = 128: two of its blocks of 64 x 128, fitted over lengths
-# 2048 and 8192, and what a part of a row takes without its blocks; the mask's share is an estimate.
+# The Hopper backward on one H200 without a mask, D = 128. A tile is two of its blocks of 64 x 128,
+# fitted over lengths 2048 and 8192; `tile` is what a part of a row takes without its blocks. The
+# cost of the mask is an estimate.
 BACKWARD = Cost(full=6060, partial=6360, tile=9500, merge=6500)
 
-L2_BYTES = 32 << 20  # of the H200's 50 MB: 8 heads at 8192 were as fast as 4, 16 were slower
+# Of the H200's 50 MB: at length 8192, sections of 8 heads were as fast as of 4, of 16 slower.
+L2_BYTES = 32 << 20
 
 ORDERS = ("longest", "grid", "ascending", "descending", "falling")
 MONOTONE = ("ascending", "descending")
@@ -51,7 +55,7 @@ MONOTONE = ("ascending", "descending")
 
 @dataclass(frozen=True)
 class Shape:
-    """The facts about the tensors on which a schedule depends.
+    """Describes the facts about the tensors on which a schedule depends.
 
     Attributes:
         batch, heads: of the query.
@@ -78,21 +82,22 @@ class Shape:
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """Work tiles in the order in which they are to be started.
+    """Lists work tiles in the order in which workers start them.
 
-    A work tile is a part of the PARTIAL and of the FULL runs of one row. Each part is a cursor:
-    begin `skip` tiles into run number `run`, and go on through the row's following runs for `count`
-    tiles.
+    A work tile visits a part of the PARTIAL and of the FULL runs of one row. A cursor describes
+    such a part: begin `skip` tiles into run number `run`, and go on through the row's following
+    runs for `count` tiles.
 
     Attributes:
-        shape, prices, workers, order, backward: what it was made for.
-        blocks: output tiles of a head.
+        shape, prices, workers, order, backward: the arguments that the schedule was computed for;
+            `prices` is their `cost`.
+        blocks: number of output tiles of a head.
         b, h, tile: int32 [work tiles], the output tile.
         partial, full: int32 [work tiles, 3], the cursors (run, skip, count); (0, 0, 0) if empty.
-        slot: int32 [work tiles], -1 for a whole row, else where the partial result goes; the work
-            tiles of a row have neighbouring slots.
-        split: int32 [split rows, 3], the (b, h, tile) whose slots are to be merged.
-        split_ptr: int32 [split rows + 1], their slots.
+        slot: int32 [work tiles], -1 for a whole row, else the index at which the partial result is
+            stored; the work tiles of a row have neighbouring slots.
+        split: int32 [split rows, 3], the (b, h, tile) whose partial results must be merged.
+        split_ptr: int32 [split rows + 1], pointers to the first slot of each, and the end.
         cost: int64 [work tiles], in cycles.
         unsplit: cost of all rows if none were split, in cycles.
     """
@@ -116,22 +121,22 @@ class Schedule:
 
     @property
     def work_tile_count(self) -> int:
-        """Number of work tiles."""
+        """Return the number of work tiles."""
         return self.b.numel()
 
     @property
     def bound(self) -> float:
-        """Lower bound of the makespan of these work tiles, in cycles.
+        """Return a lower bound of the cycles until the last of these work tiles ends.
 
-        The larger of the longest work tile and a worker's share of the total cost.
+        It is the larger of the longest work tile and a worker's share of the total cost.
         """
         return max(self.unsplit / self.workers, int(self.cost.max()))
 
     def table(self) -> Tensor:
         """Pack the schedule for a kernel: int32 [work tiles, 12], 48 bytes a work tile.
 
-        b, h, tile, slot, then the PARTIAL and the FULL cursor, then the number among `split` of the
-        row that it is a part of, -1 for a whole row, and how many parts that has.
+        The columns are b, h, tile, slot, the PARTIAL cursor, the FULL cursor, the index in `split`
+        of the row (-1 for a whole row), and the number of parts of the row.
         """
         head = torch.stack([self.b, self.h, self.tile, self.slot], 1)
         row = searchsorted_right(self.split_ptr, self.slot) - 1
@@ -158,17 +163,17 @@ def schedule_forward(
     order: str = "longest",
     split: bool = True,
 ) -> Schedule:
-    """Order the q tiles of a forward.
+    """Order the q tiles of a forward as work tiles, and split long rows.
 
     Args:
         runs: the mask's tiles.
         shape: the tensors; the runs' batch and heads must be theirs or 1.
-        workers: persistent CTAs, as a rule the number of SMs.
-        cost: of the work, see `Cost`.
-        l2_bytes: how much K and V a section may hold.
-        order: "longest" first in sections; "grid", (b, h, tile) as a plain launch does, never
-            split; "ascending" or "descending" by tile in sections; "falling", descending except
-            that the shortest work tiles may come at the end, never split.
+        workers: number of persistent CTAs, usually the number of SMs.
+        cost: cost model of the work.
+        l2_bytes: the most bytes of K and V that a section may read.
+        order: "longest": longest first in each section. "grid": by (b, h, tile) as in a plain
+            launch, never split. "ascending" or "descending": by tile in each section. "falling":
+            descending, except that the shortest work tiles may come at the end, never split.
         split: whether rows may be split along kv.
 
     Raises:
@@ -191,12 +196,12 @@ def schedule_backward(
     order: str = "longest",
     split: bool = True,
 ) -> Schedule:
-    """Order the kv tiles of a backward, each of which visits q tiles by the transposed runs.
+    """Order the kv tiles of a backward as work tiles, and split long rows.
 
-    A row computes dK and dV of one kv tile from one query head, and adds to dQ. Work tiles of a
-    split row each hold a part of the sums dK and dV. Deterministic runs take "ascending" or
-    "descending" and `attnkit.schedule.deterministic_order`. Arguments and errors are those of
-    `schedule_forward`.
+    A row computes dK and dV of one kv tile from one query head, and adds to dQ. It visits q tiles
+    by the transposed runs. Each work tile of a split row computes a part of the sums dK and dV. A
+    deterministic backward needs "ascending" or "descending", and
+    `attnkit.schedule.deterministic_order`. Arguments and errors are those of `schedule_forward`.
     """
     lists = (runs.full_t, runs.partial_t, runs.kv_blocks, runs.q_blocks)
     owners = (shape.batch, shape.heads)  # each head reads its own Q and dO
@@ -205,7 +210,7 @@ def schedule_backward(
 
 @dataclass(frozen=True, eq=False)
 class _Work:
-    """Arguments of a schedule, forward or backward."""
+    """Computes a schedule, forward or backward, from its arguments."""
 
     runs: BlockRuns
     shape: Shape
@@ -215,7 +220,7 @@ class _Work:
     order: str
     backward: bool
     lists: tuple[Runs, Runs, int, int]  # FULL, PARTIAL, rows of a head, blocks of a row
-    owners: tuple[int, int]  # batch and heads of what is read
+    owners: tuple[int, int]  # batch and heads of the tensors that work tiles read
 
     def __post_init__(self) -> None:
         if self.order not in ORDERS:
@@ -234,23 +239,28 @@ class _Work:
     def schedule(self, split: bool) -> Schedule:
         """Split the rows, order the work tiles, and assign slots."""
         rows = self._rows()
-        section, place = self._sections(), self._places()
-        work_tiles, costs, order = self._best_split(rows, section, place, split)
+        section, head_rank = self._sections(), self._head_ranks()
+        work_tiles, costs, order = self._best_split(rows, section, head_rank, split)
         unsplit = int((rows.body + self.cost.tile).sum())
         return self._build(rows, work_tiles, costs, order, unsplit)
 
     def _mask_rows(self) -> Tensor:
-        """Return the row of the runs of every work row, int64; shared batches and heads repeat."""
+        """Return for every work row the row of the mask's runs that it visits, int64.
+
+        Batch entries and heads that share runs have the same rows.
+        """
         runs, blocks = self.runs, self.lists[2]
         size = (runs.batch, runs.heads, blocks)
         grid = torch.arange(runs.batch * runs.heads * blocks, device=runs.device).view(size)
         return grid.expand(self.shape.batch, self.shape.heads, blocks).reshape(-1)
 
     def _rows(self) -> Rows:
+        """Count the FULL and PARTIAL tiles of every work row."""
         full, partial = (_tiles_of(kind)[self._mask_rows()] for kind in self.lists[:2])
         return Rows(partial, full, self.cost)
 
     def _sections(self) -> Tensor:
+        """Return the section of every work row, int64; see `attnkit.schedule.l2_sections`."""
         full, partial, blocks, columns = self.lists
         batch, heads, units = self.shape.batch, self.shape.heads, self.owners[0] * self.owners[1]
         unit = unit_of_rows(batch, heads, self.owners, blocks, self.runs.device)
@@ -258,40 +268,42 @@ class _Work:
             return torch.zeros_like(unit)
         capacity = self.l2_bytes // self.shape.tile_bytes
         members = unit.numel() // (units * blocks)
-        # enough rows to keep the workers busy; a fixed order of a head's tiles is not cut
+        # sections need enough rows to keep the workers busy; a fixed order of a head's tiles is
+        # never cut into sections
         least = -(-self.workers // members) if self.order == "longest" else blocks + 1
         return sections((full, partial), units, unit, blocks, columns, capacity, least)
 
-    def _places(self) -> Tensor:
+    def _head_ranks(self) -> Tensor:
         """Rank the heads so that those that share K and V are neighbours: int64 [work rows]."""
         batch, heads = self.shape.batch, self.shape.heads
         shared = self.owners[0] == 1 < batch
         pair = torch.arange(batch * heads, device=self.runs.device).view(batch, self.owners[1], -1)
         order = (pair.transpose(0, 1) if shared else pair).reshape(-1)
-        place = torch.empty_like(order)
-        place[order] = torch.arange(batch * heads, device=order.device)
-        return place.repeat_interleave(self.lists[2])
+        rank = torch.empty_like(order)
+        rank[order] = torch.arange(batch * heads, device=order.device)
+        return rank.repeat_interleave(self.lists[2])
 
     def _best_split(
-        self, rows: Rows, section: Tensor, place: Tensor, split: bool
+        self, rows: Rows, section: Tensor, head_rank: Tensor, split: bool
     ) -> tuple[WorkTiles, Tensor, Tensor]:
         """Return the work tiles with the least predicted makespan, their costs and their order."""
         total = int((rows.body + self.cost.tile).sum())
         share, least = total // self.workers, -1
-        for work_tiles, level in self._options(rows, max(1, share), split, section, place):
+        options = self._options(rows, max(1, share), split, section, head_rank)
+        for work_tiles, shortest_last in options:
             costs = work_tiles.costs(rows)
-            order = self._ordered(work_tiles, costs, section, place, level)
+            order = self._ordered(work_tiles, costs, section, head_rank, shortest_last)
             if least < 0 and int(costs.max()) * GRAIN <= share:
-                return work_tiles, costs, order  # any order is good
+                return work_tiles, costs, order  # all are short: no other option is much better
             makespan = predict_makespan(costs[order], self.workers)
-            if least < 0 or makespan * 100 < least * 99:  # each cut must pay
+            if least < 0 or makespan * 100 < least * 99:  # more cuts must save at least 1 %
                 least, best = makespan, (work_tiles, costs, order)
-            if least * 100 <= share * 101:  # within 1 % of what is possible
+            if least * 100 <= share * 101:  # within 1 % of the lower bound
                 break
         return best
 
     def _options(
-        self, rows: Rows, share: int, split: bool, section: Tensor, place: Tensor
+        self, rows: Rows, share: int, split: bool, section: Tensor, head_rank: Tensor
     ) -> Iterator[tuple[WorkTiles, bool]]:
         """Yield ways to split, few cuts first, and whether the shortest work tiles come last."""
         work_tiles = keep_whole(rows)
@@ -300,7 +312,7 @@ class _Work:
             yield work_tiles, True
         split = split and self.order != "falling"
         if split and self.order == "longest":
-            order = self._ordered(work_tiles, work_tiles.costs(rows), section, place, False)
+            order = self._ordered(work_tiles, work_tiles.costs(rows), section, head_rank, False)
             yield fill_shares(rows, order, self.workers), False
         if split and self.order != "grid":
             for limit in (share, share // 2, share // 4):
@@ -308,38 +320,50 @@ class _Work:
             yield wrap_around(rows, self.workers), True
 
     def _ordered(
-        self, work_tiles: WorkTiles, costs: Tensor, section: Tensor, place: Tensor, level: bool
+        self,
+        work_tiles: WorkTiles,
+        costs: Tensor,
+        section: Tensor,
+        head_rank: Tensor,
+        shortest_last: bool,
     ) -> Tensor:
-        """Return the list order, int64 [work tiles]; ties keep the natural order on any device."""
+        """Return the list order, int64 [work tiles], the same on every device.
+
+        Args:
+            work_tiles: the work tiles in natural order.
+            costs: int64 [work tiles], their costs.
+            section, head_rank: int64 [work rows], see `_sections` and `_head_ranks`.
+            shortest_last: whether some of the shortest work tiles of all sections come at the end.
+        """
         blocks, count = self.lists[2], work_tiles.row.numel()
         if self.order == "grid":
             return torch.arange(count, device=costs.device)
         section, sections = section[work_tiles.row], int(section.max()) + 1
-        # sections too small to keep the workers busy run side by side anyway: join them
+        # sections too small to keep the workers busy run at the same time anyway: join them
         merged = min(sections, max(1, count // self.workers))
         section = section * merged // sections
         tile, most = work_tiles.row % blocks, int(work_tiles.parts.max())
         pairs = self.shape.batch * self.shape.heads
         if self.order in MONOTONE:
             tile = tile if self.order == "ascending" else blocks - 1 - tile
-            # work tiles of a row stay together: its turn comes once
-            return _lexsort(place[work_tiles.row] * most + work_tiles.index, tile, section)
+            # the work tiles of a row stay together, because they add to sums in one turn of the row
+            return _lexsort(head_rank[work_tiles.row] * most + work_tiles.index, tile, section)
         longest = costs.new_zeros(merged).scatter_reduce(0, section, costs, "amax")
         first = -longest[section]
-        if level:
-            # the end of the last section may be too coarse to fill the gaps: move some of the
-            # shortest work tiles of all, which read the least, to the end
+        if shortest_last:
+            # the work tiles at the end of the last section may be too long to fill the gaps between
+            # workers: move some of the shortest work tiles of all, which read the least, to the end
             rising, shortest = costs.sort(stable=True)
             fillers = rising.cumsum(0) <= self.workers * int(rising[-1]) // 2
             end = costs < rising[int(fillers.sum().clamp(max=count - 1))]
-            if self.order == "falling":  # and some of equal ones
+            if self.order == "falling":  # and some of those that cost as much as the last of them
                 end[shortest[fillers]] = True
             section, first = torch.where(end, merged, section), torch.where(end, 1, first)
         rank = -costs
         if self.order == "falling":
             tile, rank = blocks - 1 - tile, torch.where(section < merged, 0, rank)
-        # heads that share K and V run the same work tile side by side
-        near = (tile * most + work_tiles.index) * pairs + place[work_tiles.row]
+        # heads that share K and V run the same work tile at the same time
+        near = (tile * most + work_tiles.index) * pairs + head_rank[work_tiles.row]
         return _lexsort(near, rank, section, first)
 
     def _build(
@@ -376,8 +400,9 @@ def _cursor(runs: Runs, row: Tensor, first: Tensor, count: Tensor) -> Tensor:
     """Return the cursors (run, skip, count) of stretches of the rows' tiles, int32 [work tiles, 3].
 
     Args:
-        runs: of all rows.
-        row, first, count: [work tiles], the row, and the stretch of its tiles.
+        runs: the FULL or the PARTIAL runs of all rows.
+        row, first, count: [work tiles], the row, the first tile of the stretch within it, and the
+            number of tiles.
     """
     if not runs.length.numel():
         return torch.zeros(row.numel(), 3, dtype=torch.int32, device=row.device)

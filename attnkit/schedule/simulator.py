@@ -1,7 +1,7 @@
-"""Simulate a schedule: when each worker runs which work tile, its idle time, and hits of L2.
+"""Simulate a schedule without a GPU: the start of each work tile, idle time, and hits of L2.
 
 Workers take work tiles in list order as they become free. The cost model says how long each takes.
-L2 holds the tiles that were used last. This compares schedules without a GPU.
+L2 holds the tiles that were used last.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from attnkit.schedule.scheduler import L2_BYTES, Schedule
 from attnkit.sparsity.block_runs import BlockRuns, Runs
 from attnkit.util.csr import row_indices, searchsorted_right
 
-_VISITS = 1 << 16  # more are sampled ...
-_SAMPLED_TILES = 64  # ... while L2 holds at least so many tiles of the sample
+_VISITS = 1 << 16  # if there are more, a sample of the tiles is simulated
+_SAMPLED_TILES = 64  # the fewest tiles of the sample that the scaled L2 must hold
 
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """The start, the end and the worker of every work tile.
+    """Says when every work tile starts and ends, and which worker runs it.
 
     Attributes:
-        start, end: int64 [work tiles], cycles; waits for a semaphore are between them.
+        start, end: int64 [work tiles], cycles; the time between includes waits for semaphores.
         worker: int32 [work tiles].
         workers: number of workers.
-        work: cycles of all work tiles, waiting left out.
+        work: cycles of all work tiles, without waits.
     """
 
     start: Tensor
@@ -40,20 +40,20 @@ class Timeline:
 
     @property
     def makespan(self) -> int:
-        """End of the last work tile, in cycles."""
+        """Return the cycle in which the last work tile ends."""
         return int(self.end.max())
 
     @property
     def idle(self) -> float:
-        """Share of the workers' time that is not work, 0 to 1."""
+        """Return the share of the workers' time that is not work, 0 to 1."""
         return 1 - self.work / (self.workers * max(1, self.makespan))
 
     def feed(self) -> tuple[Tensor, Tensor]:
         """List the work tiles of each worker, for kernels that take them without a counter.
 
         Returns:
-            int32 [workers + 1] pointers into int32 [work tiles]: the work tiles of each worker,
-            ascending.
+            int32 [workers + 1], pointers into the second result; int32 [work tiles], the indices of
+            each worker's work tiles, ascending.
         """
         order = torch.argsort(self.worker, stable=True)
         counts = torch.bincount(self.worker, minlength=self.workers)
@@ -63,11 +63,11 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Report:
-    """Results of a simulation.
+    """Summarizes a simulation.
 
     Attributes:
         workers: persistent CTAs.
-        work_tile_count, split: work tiles, and rows that were split.
+        work_tile_count, split: number of work tiles, and of rows that were split.
         makespan, bound: cycles; no schedule of these work tiles ends before `bound`.
         idle: share of the workers' time that is not work.
         reuse: share of the visited tiles that L2 still held.
@@ -116,23 +116,24 @@ def simulate(schedule: Schedule, workers: int | None = None) -> Timeline:
     """
     count = _positive(schedule.workers if workers is None else workers)
     free = [(0, i) for i in range(count)]
-    starts, hands = [], []
+    starts, assigned = [], []
     costs = schedule.cost.tolist()
     for cost in costs:
-        now, hand = free[0]
+        now, worker = free[0]
         starts.append(now)
-        hands.append(hand)
-        heapq.heapreplace(free, (now + cost, hand))
+        assigned.append(worker)
+        heapq.heapreplace(free, (now + cost, worker))
     start, cost = _column(starts), schedule.cost.cpu()
-    return Timeline(start, start + cost, _column(hands).to(torch.int32), count, sum(costs))
+    return Timeline(start, start + cost, _column(assigned).to(torch.int32), count, sum(costs))
 
 
 def simulate_turns(schedule: Schedule, runs: BlockRuns, workers: int | None = None) -> Timeline:
-    """Simulate a deterministic backward, where work tiles wait for their semaphores of dQ.
+    """Simulate a deterministic backward, where work tiles wait for the semaphores of dQ tiles.
 
-    A work tile visits its q tiles in ascending order, FULL and PARTIAL ones mixed, and adds to dQ at
-    the end of each. Its worker waits until the semaphore allows that. A wait is always for an
-    earlier work tile of the list (`attnkit.schedule.deterministic_order`), which is simulated before.
+    A work tile visits its q tiles in ascending order, FULL and PARTIAL ones mixed, and adds to dQ
+    at the end of each visit. Its worker waits until the semaphore allows that. A wait is always for
+    an earlier work tile of the list (`attnkit.schedule.deterministic_order`), so simulating in list
+    order is enough.
     """
     work_tile, tile, partial = visits(schedule, runs)
     order = torch.argsort(work_tile * (runs.q_blocks + 1) + tile)
@@ -145,12 +146,12 @@ def simulate_turns(schedule: Schedule, runs: BlockRuns, workers: int | None = No
     free = [(0, i) for i in range(count)]
     rows = schedule.shape.batch * schedule.shape.heads * runs.q_blocks
     ready = torch.zeros(rows, dtype=torch.int64, device="cpu")
-    starts, ends, hands = [], [], []
+    starts, ends, assigned = [], [], []
     parts = zip(place.split(counts.tolist()), spent.split(counts.tolist()), strict=True)
     visiting = torch.zeros_like(counts).index_add(0, work_tile[order], spent)
     overheads = schedule.cost.cpu() - visiting
     for (where, cost), overhead in zip(parts, overheads.tolist(), strict=True):
-        now, hand = free[0]
+        now, worker = free[0]
         # end of tile i = max(end of tile i - 1 + cost, ready), in closed form
         sums = cost.cumsum(0)
         late = torch.cummax(ready[where] - sums, 0).values if sums.numel() else sums
@@ -159,10 +160,10 @@ def simulate_turns(schedule: Schedule, runs: BlockRuns, workers: int | None = No
         end = (int(done[-1]) if sums.numel() else now) + overhead
         starts.append(now)
         ends.append(end)
-        hands.append(hand)
-        heapq.heapreplace(free, (end, hand))
+        assigned.append(worker)
+        heapq.heapreplace(free, (end, worker))
     work = int(schedule.cost.sum())
-    return Timeline(_column(starts), _column(ends), _column(hands).to(torch.int32), count, work)
+    return Timeline(_column(starts), _column(ends), _column(assigned).to(torch.int32), count, work)
 
 
 def _column(numbers: list[int]) -> Tensor:
@@ -170,6 +171,7 @@ def _column(numbers: list[int]) -> Tensor:
 
 
 def _positive(workers: int) -> int:
+    """Check a number of workers, and return it."""
     if workers < 1:
         raise OptionError(f"workers must be positive, got {workers}")
     return workers
@@ -181,11 +183,11 @@ def visits(schedule: Schedule, runs: BlockRuns, every: int = 1) -> tuple[Tensor,
     Args:
         schedule: the schedule.
         runs: the tiles that were scheduled.
-        every: list only tiles whose number is a multiple of it.
+        every: list only tiles whose index is a multiple of it.
 
     Returns:
-        work tile, tile: int64 [visits], PARTIAL tiles first within a work tile as kernels walk;
-        partial: bool [visits].
+        The work tile and the tile of each visit, int64 [visits] each, and whether the tile is
+        PARTIAL, bool [visits]. A work tile's PARTIAL tiles come first, as in kernels.
     """
     pairs = [(schedule.partial, runs.partial), (schedule.full, runs.full)]
     if schedule.backward:
@@ -199,7 +201,7 @@ def visits(schedule: Schedule, runs: BlockRuns, every: int = 1) -> tuple[Tensor,
 
 
 def _walk(cursor: Tensor, runs: Runs, every: int) -> tuple[Tensor, Tensor]:
-    """List the tiles that cursors (run, skip, count) pass: work tile and tile of each visit."""
+    """List the tiles that cursors (run, skip, count) visit: work tile and tile of each visit."""
     run, skip, count = cursor.unbind(1)
     if not runs.length.numel():
         return run[:0], run[:0]
@@ -226,10 +228,10 @@ def _expand(counts: Tensor) -> tuple[Tensor, Tensor]:
 def l2_reuse(
     schedule: Schedule, runs: BlockRuns, timeline: Timeline, l2_bytes: int = L2_BYTES
 ) -> float:
-    """Return the share of the visited tiles, 0 to 1, that an L2 with LRU replacement still holds.
+    """Return the share of tile visits, 0 to 1, that hit an L2 with LRU replacement.
 
-    Exact for that model up to 65536 visits; beyond, every n-th tile is followed in an L2 of an n-th
-    of the size (Waldspurger et al. 2015).
+    The result is exact for that model up to 65536 visits. For more, only every n-th tile is
+    simulated, in an L2 of an n-th of the size (Waldspurger et al. 2015).
     """
     shape, capacity = schedule.shape, l2_bytes // schedule.shape.tile_bytes
     total = int((schedule.partial[:, 2] + schedule.full[:, 2]).sum())
@@ -237,7 +239,7 @@ def l2_reuse(
     work_tile, tile, _ = visits(schedule, runs, every)
     if not work_tile.numel():
         return 0.0
-    # a work tile passes its tiles evenly between start and end
+    # assume that a work tile visits its tiles at equal intervals between its start and its end
     place = torch.arange(work_tile.numel(), device="cpu")
     counts = torch.bincount(work_tile, minlength=schedule.work_tile_count)
     rank = (place - (counts.cumsum(0) - counts)[work_tile] + 0.5) / counts[work_tile]
@@ -256,8 +258,8 @@ def lru_hits(items: Tensor, capacity: int) -> Tensor:
     """Return which accesses hit an LRU cache of `capacity` items.
 
     An access hits if fewer than `capacity` different items were accessed since the last access of
-    the same item (Mattson et al. 1970). Those are the accesses in between whose item was last
-    accessed before the interval.
+    the same item (Mattson et al. 1970). To count different items, count the accesses in between
+    whose item was not accessed earlier in between.
 
     Args:
         items: int64 [n], in order of access.
@@ -275,7 +277,7 @@ def lru_hits(items: Tensor, capacity: int) -> Tensor:
 
 
 def _smaller_before(values: Tensor) -> Tensor:
-    """Count the earlier values that are not larger, int64 [n], by merging in O(n log^2 n)."""
+    """Count for each value the earlier ones that are not larger, int64 [n], in O(n log^2 n)."""
     count = values.numel()
     size = 1 << max(0, count - 1).bit_length()
     padded = torch.nn.functional.pad(values, (0, size - count), value=size)

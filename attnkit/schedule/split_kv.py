@@ -1,7 +1,8 @@
 """Split rows of tiles into work tiles, so that no worker gets more than its share.
 
-A row is the work of one output tile: its PARTIAL tiles, then its FULL tiles, in that sequence. A
-cut is a position in the sequence, at a run's boundary or inside a run.
+A row is the work of one output tile: the sequence of its PARTIAL tiles, then its FULL tiles. A cut
+is a position in that sequence, at a run's boundary or inside a run. A worker's share is the total
+cost divided by the number of workers.
 """
 
 from __future__ import annotations
@@ -15,23 +16,25 @@ from torch import Tensor
 from attnkit.errors import OptionError
 from attnkit.util.csr import row_indices, searchsorted_right
 
-# Costs are compared to a precision of 1 / GRAIN of a worker's share. If the longest work tile is below
-# that, splitting is not needed: list scheduling exceeds the share by at most the longest work tile.
+# Costs are compared to a precision of 1 / GRAIN of a worker's share. If the longest work tile costs
+# less than that, splitting is not needed: list scheduling exceeds the share by at most one work
+# tile.
 GRAIN = 32
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Linear cost of the work on one output tile, in SM clock cycles.
+    """Models the cost of the work on one output tile as a linear function, in SM clock cycles.
 
-    A row costs `tile + partial * partial tiles + full * full tiles`. Integers, so that sums are
-    exact and the same on every device.
+    A row costs `tile + partial * partial tiles + full * full tiles`. Costs are integers, so that
+    sums are exact and the same on every device.
 
     Attributes:
-        full: a FULL tile.
-        partial: a PARTIAL tile, mask included.
-        tile: what each work tile costs besides its tiles (prologue, epilogue).
-        merge: what a work tile of a split row costs on top (partial result written and read again).
+        full: cost of a FULL tile.
+        partial: cost of a PARTIAL tile, mask included.
+        tile: cost of a work tile besides its tiles (prologue, epilogue).
+        merge: additional cost of a work tile of a split row (it writes its partial result, and the
+            combine kernel reads it).
     """
 
     full: int
@@ -49,7 +52,7 @@ class Cost:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The rows to be scheduled: number of tiles of each kind, int64 [rows]."""
+    """Counts the tiles of each kind in the rows to schedule, int64 [rows], and prices them."""
 
     partial: Tensor
     full: Tensor
@@ -57,16 +60,16 @@ class Rows:
 
     @property
     def body(self) -> Tensor:
-        """Cost of the tiles alone, int64 [rows]."""
+        """Return the cost of each row's tiles, without the overhead per work tile, int64 [rows]."""
         return self.partial * self.cost.partial + self.full * self.cost.full
 
     @property
     def tiles(self) -> Tensor:
-        """Tiles of either kind, int64 [rows]."""
+        """Return the number of tiles of both kinds, int64 [rows]."""
         return self.partial + self.full
 
     def ordinal(self, row: Tensor, offset: Tensor) -> Tensor:
-        """Return the position in the sequence that is nearest to an offset in cost."""
+        """Return the position in the row's sequence before which the tiles cost about `offset`."""
         a, b = self.cost.full, self.cost.partial
         head = self.partial[row] * b
         return torch.where(
@@ -78,12 +81,12 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class WorkTiles:
-    """Work tiles of rows, ascending by row and position; int64 [work tiles] each.
+    """Describes parts of rows, ascending by row and position; int64 [work tiles] each.
 
     Attributes:
-        row: the row that each is a part of.
-        first, stop: half-open stretch of the row's sequence.
-        index: 0, 1, ... within the row.
+        row: the row that each work tile is a part of.
+        first, stop: its half-open stretch of the row's sequence.
+        index: its number within the row, from 0.
         parts: number of work tiles of the row.
     """
 
@@ -94,13 +97,13 @@ class WorkTiles:
     parts: Tensor
 
     def partial(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Return the position of the first PARTIAL tile, and the number of PARTIAL tiles."""
+        """Return the position of the first PARTIAL tile among the row's, and how many it visits."""
         limit = rows.partial[self.row]
         first = torch.minimum(self.first, limit)
         return first, torch.minimum(self.stop, limit) - first
 
     def full(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Return the position of the first FULL tile among the row's, and the number of FULL tiles."""
+        """Return the position of the first FULL tile among the row's, and how many it visits."""
         skip = rows.partial[self.row]
         first = (self.first - skip).clamp(min=0)
         return first, (self.stop - skip).clamp(min=0) - first
@@ -113,7 +116,7 @@ class WorkTiles:
 
 
 def keep_whole(rows: Rows) -> WorkTiles:
-    """Make one work tile of every row."""
+    """Turn every row into one work tile."""
     none = rows.full.new_empty(0)
     return _cut(rows, none, none)
 
@@ -162,9 +165,9 @@ def fill_shares(rows: Rows, order: Tensor, workers: int) -> WorkTiles:
 
 
 def _cut_at_gaps(rows: Rows, order: Tensor, gaps: Tensor) -> WorkTiles:
-    """Lay rows end to end in an order, and the gaps too; cut the rows at the ends of the gaps.
+    """Lay rows end to end in an order, lay the gaps end to end too, and cut rows where gaps end.
 
-    A cut whose work tile would cost less than its own overhead is left out.
+    A cut is left out if one of its sides would cost less than the overhead of a work tile.
     """
     cost = rows.cost
     prices = (rows.body + cost.tile)[order]
@@ -194,10 +197,11 @@ def _cut(rows: Rows, row: Tensor, place: Tensor) -> WorkTiles:
 
 
 def predict_makespan(costs: Tensor, workers: int) -> int:
-    """Predict the makespan if each free worker takes the next work tile of the list.
+    """Predict the cycles until the last work tile ends if free workers take the next of the list.
 
-    Neighbours that are small against a worker's share are merged, so the running time does not grow
-    with the number of work tiles, and the result is accurate to 1 / `GRAIN` of the share.
+    Neighbours whose costs are small against a worker's share are merged. So the time of the loop
+    does not grow with the number of work tiles, and the result is accurate to 1 / `GRAIN` of the
+    share.
     """
     if costs.numel() > workers * GRAIN:
         ends = costs.cumsum(0)

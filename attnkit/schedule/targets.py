@@ -9,20 +9,21 @@ from attnkit.errors import ArgumentError
 from attnkit.util import caches
 
 EMULATED = "emulate:"  # prefix of a GPU template that runs in the emulator
-ORDERED = ":ordered"  # suffix of a GPU template whose sums are formed in a fixed order
+ORDERED = ":ordered"  # suffix of a GPU template that computes sums in a fixed order
 
 
 @dataclass(frozen=True)
 class Target:
-    """An architecture, and the template that is compiled for it.
+    """Describes a GPU architecture and the template that is compiled for it.
 
     Attributes:
-        name: name in a plan, as "sm103".
-        template: name of the template, as "sm100".
-        arch: name for the compiler, as "sm_103a".
-        card: what NVIDIA calls such GPUs.
+        name: name in a plan, such as "sm103".
+        template: name of the template, such as "sm100".
+        arch: name for the compiler, such as "sm_103a".
+        card: NVIDIA's name for such GPUs.
         capability: compute capability of the GPUs that run it.
-        proven: whether its kernels have run on such a GPU; if not, they are tested there first.
+        proven: whether its kernels have run on such a GPU; if not, `backend="auto"` tests them on
+            the machine at hand before it uses them.
     """
 
     name: str
@@ -34,7 +35,7 @@ class Target:
 
     @property
     def standing(self) -> str:
-        """How far its kernels are tested, as a phrase."""
+        """Say in a phrase where its kernels have been tested."""
         if self.proven:
             return "tested on GPUs and in the emulator"
         return "executed in the emulator, never run on silicon"
@@ -61,19 +62,19 @@ def of_capability(capability: tuple[int, int] | None) -> Target | None:
 
 
 def of_template(template: str) -> Target | None:
-    """Return the target of a plan's template, emulated and ordered or not; None if it is not a GPU's."""
+    """Return the target of a plan's template, ignoring prefix and suffix; None if it has none."""
     return TemplateSpec.parse(template).target
 
 
 @dataclass(frozen=True)
 class TemplateSpec:
-    """The parts of a template's name, such as "emulate:sm90:ordered".
+    """Names the parts of a template's name, such as "emulate:sm90:ordered".
 
     Attributes:
-        name: without prefix and suffix.
-        target: the GPU architecture of the template; None if it is no GPU kernel.
+        name: the name without prefix and suffix.
+        target: the GPU architecture of the template; None if it is no GPU template.
         emulated: whether the kernels are executed in the emulator.
-        deterministic: whether the backward forms its sums in a fixed order.
+        deterministic: whether the backward computes its sums in a fixed order.
     """
 
     name: str
@@ -97,7 +98,7 @@ def gpu_target(template: str) -> Target:
     """Return the target of a GPU template.
 
     Raises:
-        ArgumentError: the template is no GPU kernel.
+        ArgumentError: it is no GPU template.
     """
     target = of_template(template)
     if target is None:

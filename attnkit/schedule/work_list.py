@@ -1,7 +1,7 @@
 """Convert a schedule to the tables that a GPU kernel reads: work tiles with descending cursors.
 
-A kernel visits the kv blocks of a work tile from the last to the first: scores tend to be largest
-near the diagonal, and with the maximum found early the output is rescaled less often.
+A kernel visits the kv blocks of a work tile from the last to the first. Scores tend to be largest
+near the diagonal, so the row maximum is reached early and the output is rescaled less often.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from attnkit.util.csr import row_indices, searchsorted_right
 
 @dataclass(frozen=True, eq=False)
 class WorkList:
-    """The tables that a forward kernel reads.
+    """Holds the tables that a forward kernel reads.
 
     Attributes:
-        work_tiles: int32 [work tiles, 12]: b, h, tile, slot; the PARTIAL and the FULL cursor; the
-            number of masked blocks, which come first; the number of work tiles with an unmasked
-            block, the same in all entries: the others are at the end of the list. A cursor is
-            (run, take, count): the first `take` blocks of a run, last one first, then the runs
-            before it, `count` blocks in all.
-        partial, full: int32 [2, runs + 1]: starts and lengths; the last is a block beyond the end
-            of the tensor, for fully masked tiles.
+        work_tiles: int32 [work tiles, 12]. The columns are b, h, tile, slot; the PARTIAL and the
+            FULL cursor; the number of blocks that need the mask, which come first; the number of
+            work tiles that visit any block of the mask, which is the same in all rows. The other
+            work tiles, whose rows are fully masked, are at the end of the list. A cursor is
+            (run, take, count): visit the first `take` blocks of a run, last one first, then the
+            runs before it, `count` blocks in all.
+        partial, full: int32 [2, runs + 1], starts and lengths of the runs. One more run follows: a
+            block beyond the end of the tensor, for fully masked tiles.
         split: int32 [rows, 3], the (b, h, tile) of the rows that are split into several work tiles.
-        split_ptr: int32 [rows + 1], their slots.
-        slots: number of slots.
+        split_ptr: int32 [rows + 1], pointers to the first slot of each, and the end.
+        slots: number of slots of partial results.
     """
 
     work_tiles: Tensor
@@ -84,10 +85,10 @@ def work_list(runs: BlockRuns, schedule: Schedule) -> WorkList:
 
 
 def _descending(runs: Runs, cursor: Tensor) -> tuple[Tensor, Tensor]:
-    """Convert cursors (run, skip, count) to begin at their last block; return also that block.
+    """Convert ascending cursors (run, skip, count) to descending ones (run, take, count).
 
     Returns:
-        int32 [work tiles, 3], cursors (run, take, count); [work tiles], the last block or -1.
+        The cursors, int32 [work tiles, 3]; the last block of each, [work tiles], or -1.
     """
     run, skip, count = cursor.to(torch.int64).unbind(1)
     if not runs.length.numel():
@@ -104,14 +105,14 @@ def _descending(runs: Runs, cursor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pairs(part: Runs, runs: BlockRuns) -> Tensor:
-    """Stack starts and lengths, and append a block beyond the end: int32 [2, runs + 1]."""
+    """Stack starts and lengths of runs, and append a block beyond the end: int32 [2, runs + 1]."""
     pairs = torch.stack([part.start, part.length])
     return torch.cat([pairs, pairs.new_tensor([[runs.kv_blocks], [1]])], 1)
 
 
 @functools.lru_cache(maxsize=64)
 def full_runs(q_len: int, kv_len: int, block: tuple[int, int], device: torch.device) -> BlockRuns:
-    """Build the runs of attention without a mask: every tile FULL."""
+    """Build the runs of attention without a mask, where every tile is FULL."""
     q_blocks, kv_blocks = -(-q_len // block[0]), -(-kv_len // block[1])
 
     def whole(rows: int, blocks: int) -> Runs:
@@ -133,9 +134,9 @@ caches.register(full_runs.cache_clear)
 
 
 def refine(runs: BlockRuns, block: tuple[int, int]) -> BlockRuns:
-    """Cut tiles into smaller ones, whose sizes divide these.
+    """Cut tiles into smaller ones of size `block`, which must divide the size of the runs' tiles.
 
-    A part of a FULL tile is FULL; one of a PARTIAL tile stays PARTIAL.
+    A part of a FULL tile is FULL. A part of a PARTIAL tile counts as PARTIAL.
 
     Raises:
         OptionError: the sizes do not divide.
@@ -153,7 +154,7 @@ def refine(runs: BlockRuns, block: tuple[int, int]) -> BlockRuns:
 
 
 def retile(runs: BlockRuns, block: tuple[int, int]) -> BlockRuns:
-    """Change the tile sizes of runs: cut tiles, and join them where the sizes do not divide.
+    """Convert runs to tiles of size `block`: cut tiles, and join parts where sizes do not divide.
 
     A joined tile is FULL or EMPTY only if all of its parts are.
     """
@@ -176,14 +177,14 @@ def _joined(
     Args:
         kinds: FULL and PARTIAL runs of the tiles.
         pairs: number of pairs of batch element and head.
-        sizes: rows and columns of a pair.
-        by: how many rows and columns are joined.
+        sizes: rows and columns of tiles of a pair.
+        by: how many rows and columns of tiles to join.
     """
     (rows, columns), (high, wide) = sizes, by
     some, length = -(-rows // high), -(-columns // wide)
 
     def ends(kind: Runs, inside: bool) -> tuple[Tensor, Tensor]:
-        """Return begin and end of the joined columns that each run covers, or touches."""
+        """Return begin and end of the joined columns that each run covers (`inside`) or touches."""
         counts = kind.row_ptr.diff().to(torch.int64)
         row = row_indices(counts)
         base = (row // rows * some + row % rows // high) * (length + 1)

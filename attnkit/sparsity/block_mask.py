@@ -1,9 +1,7 @@
-"""`BlockMask`: a mask_mod for fixed lengths, with the tiles that it keeps.
+"""Define `BlockMask`, a mask_mod for fixed lengths with the tiles that it keeps.
 
 The class and `create_block_mask` have the names and arguments of PyTorch's FlexAttention. Unlike
-there, creating a block mask computes no tile; `mask_runs` classifies them at first use and caches
-the result until a captured tensor changes. What proves and classifies, a sixth of the package, is
-imported by the first call that needs it.
+there, creating a block mask computes no tile; `mask_runs` classifies them at first use.
 """
 
 from __future__ import annotations
@@ -15,162 +13,23 @@ import torch
 from torch import Tensor
 
 from attnkit.errors import ArgumentError, OptionError, ShapeError
-from attnkit.graph.eval_torch import evaluate
+from attnkit.graph.eval_torch import evaluate, positions
 from attnkit.graph.ir import Node, reads
 from attnkit.sparsity.block_runs import BLOCK, BlockRuns
+from attnkit.sparsity.mask_runs import mask_runs
 from attnkit.tracing.float64_checks import compute_dtype
 from attnkit.tracing.guards import trace_cached
 from attnkit.tracing.mask import check_built_for
 from attnkit.tracing.tracer import Kind, Traced, takes
-from attnkit.util import caches
 from attnkit.util.arguments import check_captured, check_size
 from attnkit.util.devices import resolve_device
-from attnkit.util.tensor_cache import VersionedCache
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
-_HOST_LIMIT = 1 << 16  # rows plus columns up to which the CPU computes tiles for a GPU
-
-_runs: VersionedCache[tuple[BlockRuns, frozenset[Node]]] = VersionedCache(64)
-_proofs: VersionedCache[frozenset[Node]] = VersionedCache(256)
-caches.register(_runs.clear)
-caches.register(_proofs.clear)
-
-
-def check_lengths(
-    function: Traced, q_len: int, kv_len: int, batch: int, heads: int
-) -> frozenset[Node]:
-    """Prove that a traced function's indices stay inside its captured tensors at these lengths.
-
-    The proof is cached until a captured tensor is replaced or edited in place.
-
-    Returns:
-        The loads without a proof; they must be checked at run time.
-
-    Raises:
-        BoundsError: an index leaves its captured tensor, or integer arithmetic leaves int32.
-    """
-    names = reads(function.root)
-    batch, heads = (batch if "b" in names else 1), (heads if "h" in names else 1)
-
-    def prove() -> frozenset[Node]:
-        from attnkit.sparsity.index_bounds import check_bounds
-
-        return check_bounds(
-            [function.root],
-            function.tensors,
-            function.names,
-            q_len=q_len,
-            kv_len=kv_len,
-            batch=batch,
-            heads=heads,
-        )
-
-    key = (function.root, function.names, q_len, kv_len, batch, heads)
-    return _proofs.get(key, function.tensors, prove)
-
-
-def mask_runs(
-    mask: Traced,
-    *,
-    q_len: int,
-    kv_len: int,
-    block: tuple[int, int],
-    batch: int,
-    heads: int,
-    device: torch.device,
-    dtype: torch.dtype = torch.float32,
-) -> tuple[BlockRuns, frozenset[Node]]:
-    """Classify the tiles of a traced mask.
-
-    The result is cached until a captured tensor is replaced or edited in place.
-
-    Args:
-        mask: a traced mask_mod; its captured tensors on `device`.
-        q_len, kv_len: lengths in positions, at least 1.
-        block: (q, kv) positions of a tile.
-        batch, heads: batch size and number of query heads; the runs have 1 instead where the mask
-            does not read b, or h.
-        device: device of the runs.
-        dtype: dtype of floats in the mask: float64 for float64 queries, else float32.
-
-    Returns:
-        The runs, and the loads whose index must be checked at run time.
-
-    Raises:
-        BoundsError: an index leaves its captured tensor, or integer arithmetic leaves int32.
-    """
-    names = reads(mask.root)
-    batch, heads = (batch if "b" in names else 1), (heads if "h" in names else 1)
-
-    def build() -> tuple[BlockRuns, frozenset[Node]]:
-        checked = check_lengths(mask, q_len, kv_len, batch, heads)
-        shape = q_len, kv_len, batch, heads
-        runs = None
-        if device.type != "cpu" and not checked:
-            runs = _runs_by_intervals(mask, shape, block, device, dtype)
-        if runs is None:
-            from attnkit.sparsity.classify import classify
-
-            runs = classify(
-                mask.root,
-                mask.tensors,
-                q_len=q_len,
-                kv_len=kv_len,
-                block=block,
-                batch=batch,
-                heads=heads,
-                device=device if _has_data(mask) else torch.device("cpu"),
-                dtype=dtype,
-                names=mask.names,
-            )
-        return runs.to(device), checked
-
-    key = (mask.root, mask.names, q_len, kv_len, batch, heads, block, device, dtype)
-    return _runs.get(key, mask.tensors, build)
-
-
-def _has_data(mask: Traced) -> bool:
-    """Whether the mask captures tensors on a GPU."""
-    return any(t.device.type != "cpu" for t in mask.tensors)
-
-
-def _runs_by_intervals(
-    mask: Traced,
-    shape: tuple[int, int, int, int],
-    block: tuple[int, int],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> BlockRuns | None:
-    """Classify tiles by the kv interval of each row, for a GPU; None where rows have no such form.
-
-    Every operator on a GPU costs a launch, and the first of its kind milliseconds. So the work runs
-    on the GPU only if the mask reads data there, or the lengths are large.
-    """
-    q_len, kv_len, batch, heads = shape
-    data = _has_data(mask)
-    from attnkit.sparsity.intervals.normal_form import Intervals, find_intervals
-    from attnkit.sparsity.intervals.tiles import tiles_of
-
-    intervals = find_intervals(
-        mask,
-        q_len=q_len,
-        kv_len=kv_len,
-        batch=batch,
-        heads=heads,
-        dtype=dtype,
-        device=device,
-        search=data,
-    )
-    if not isinstance(intervals, Intervals):
-        return None
-    on_gpu = data or q_len + kv_len > _HOST_LIMIT
-    return tiles_of(intervals, block, dtype, device if on_gpu else torch.device("cpu"))
-
 
 class BlockMask:
-    """Hold a mask_mod for fixed lengths, and the tiles that it keeps.
+    """Holds a mask_mod for fixed lengths, and the tiles that it keeps.
 
     `create_block_mask` creates one. Tiles are classified at first use, and again after a captured
     tensor was edited in place.
@@ -228,7 +87,7 @@ class BlockMask:
     def checked_runs(
         self, dtype: torch.dtype = torch.float32, block: tuple[int, int] | None = None
     ) -> tuple[BlockRuns, frozenset[Node]]:
-        """Classify the tiles; see `mask_runs`.
+        """Classify the tiles, or return the cached result; see `mask_runs`.
 
         Args:
             dtype: dtype of floats in the mask, float32 or float64.
@@ -254,7 +113,7 @@ class BlockMask:
 
     @property
     def runs(self) -> BlockRuns:
-        """The FULL and PARTIAL tiles, as runs of neighbouring tiles.
+        """Return the FULL and PARTIAL tiles, as runs of neighbouring tiles.
 
         Raises:
             BoundsError: an index leaves its captured tensor, or integer arithmetic leaves int32.
@@ -267,7 +126,7 @@ class BlockMask:
         return batch * heads * q_len * kv_len
 
     def sparsity(self) -> float:
-        """Compute the percentage of tiles that are EMPTY, 0 to 100."""
+        """Return the percentage of tiles that are EMPTY, 0 to 100."""
         return 100 * (1 - self.runs.density())
 
     def to_dense(self) -> Tensor:
@@ -297,16 +156,16 @@ class BlockMask:
 
     @staticmethod
     def from_kv_blocks(*arguments: Any, **options: Any) -> FlexBlockMask:
-        """Create PyTorch's BlockMask from lists of blocks; takes the arguments of its method."""
+        """Create PyTorch's BlockMask from lists of blocks, with the arguments of its method."""
         from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
         return FlexBlockMask.from_kv_blocks(*arguments, **options)
 
     def __getitem__(self, index: Any) -> FlexBlockMask:
-        """Select batch entries, heads and rows of tiles; returns PyTorch's BlockMask.
+        """Select batch entries, heads and rows of tiles, and return PyTorch's BlockMask.
 
         As with PyTorch's class, the caller must set a mask_mod that fits the selection, and
-        seq_lengths if it leaves out rows.
+        seq_lengths if the selection leaves out rows.
         """
         return self.to_flex()[index]
 
@@ -400,7 +259,7 @@ def _tile_sizes(size: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def _device_of(mask_mod: Callable[..., Any]) -> torch.device:
-    """Find the device of a mask's captured tensors; a small table on the CPU does not decide."""
+    """Return the device of a mask's captured tensors: the first that is not the CPU, if any."""
     captured = trace_cached(mask_mod, "mask", torch.device("cpu")).tensors
     return next((t.device for t in captured if t.device.type != "cpu"), torch.device("cpu"))
 
@@ -416,8 +275,8 @@ def create_mask(
     """Evaluate a mask at every position, for tests and pictures.
 
     Args:
-        mod_fn: a mask_mod, or a score_mod: that counts as a mask which keeps the positions where a
-            score of 0 does not become -inf.
+        mod_fn: a mask_mod, or a score_mod, which counts as a mask that keeps the positions where it
+            does not turn a score of 0 into -inf.
         B: batch size; None for 1.
         H: number of query heads; None for 1.
         Q_LEN: query length, at least 1.
@@ -444,12 +303,7 @@ def create_mask(
     device = resolve_device("cpu" if device is None else device)
     kind: Kind = "score" if takes(mod_fn, "score") and not takes(mod_fn, "mask") else "mask"
     mask = trace_cached(mod_fn, kind, device)
-    env = {
-        name: torch.arange(n, dtype=torch.int32, device=device).view(
-            [n if i == axis else 1 for i in range(4)]
-        )
-        for axis, (name, n) in enumerate(zip(("b", "h", "q", "kv"), shape, strict=True))
-    }
+    env = positions(shape, device)
     env["score"] = torch.zeros(1, 1, 1, 1, dtype=compute_dtype(mask), device=device)
     (kept,) = evaluate([mask.root], env, mask.tensors, compute_dtype(mask))
     kept = kept != -torch.inf if kind == "score" else kept

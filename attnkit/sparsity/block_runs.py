@@ -1,4 +1,4 @@
-"""`BlockRuns`, the sparse format of all rooms: CSR rows of runs of blocks.
+"""Define `BlockRuns`, the sparse format of all rooms: CSR rows of runs of blocks.
 
 A row belongs to one (batch, head, block row). A run is a maximal sequence of neighbouring blocks in
 the same state; FULL and PARTIAL runs are separate lists. The format stores both directions: runs of
@@ -29,7 +29,7 @@ _PICTURE = " +#"  # character of each state
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Hold rows of block runs in CSR form.
+    """Holds rows of block runs in CSR form.
 
     Attributes:
         row_ptr: int32 [rows + 1]; the runs of row r are row_ptr[r] to row_ptr[r + 1] - 1.
@@ -43,7 +43,7 @@ class Runs:
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
         return self.row_ptr.numel() - 1
 
     def to(self, device: torch.device | str) -> Runs:
@@ -63,7 +63,7 @@ class Runs:
 
     @staticmethod
     def from_segments(first: Tensor, last: Tensor, rows: int, blocks: int) -> Runs:
-        """Build rows from segments of runs in any order.
+        """Build rows of runs from segments in any order; segments that touch become one run.
 
         Args:
             first: int64 [segments], row * (blocks + 1) + first block of each segment.
@@ -95,8 +95,8 @@ def merge_segments(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
     """Sort segments, and merge those that touch.
 
     Args:
-        first: int64 [segments], first place of each segment, in any order.
-        last: int64 [segments], the place after its last one; segments do not overlap.
+        first: int64 [segments], first position of each segment, in any order.
+        last: int64 [segments], the position after its last one; segments do not overlap.
     """
     first, last = first.sort().values, last.sort().values  # segment i is still first[i]..last[i]
     fresh = first.new_ones(first.numel() + 1, dtype=torch.bool)
@@ -122,8 +122,8 @@ def state_changes(grid: Tensor) -> tuple[Tensor, Tensor]:
         grid: int8 states [pairs, rows, blocks].
 
     Returns:
-        int64 [changes], the places of the changes, counting blocks through all rows; and int8
-        [changes], the new states. Each row begins with a change.
+        int64 [changes], the changes as flat indices into the grid; and int8 [changes], the states
+        from there on. Each row begins with a change.
     """
     places, states = [], []
     first = 0
@@ -138,7 +138,7 @@ def state_changes(grid: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _runs_of(grid: Tensor) -> dict[int, Runs]:
-    """Build the FULL and the PARTIAL runs of int8 states [pairs, rows, blocks]."""
+    """Build the FULL and the PARTIAL runs from int8 states [pairs, rows, blocks]."""
     pairs, rows, blocks = grid.shape
     at, state = state_changes(grid)
     length = at.diff(append=at.new_full((1,), grid.numel()))
@@ -156,7 +156,7 @@ def _runs_of(grid: Tensor) -> dict[int, Runs]:
 
 @dataclass(frozen=True, eq=False)
 class BlockRuns:
-    """Hold the state of every tile of a mask: EMPTY, PARTIAL or FULL.
+    """Holds the state of every tile of a mask: EMPTY, PARTIAL or FULL.
 
     A tile is FULL if the mask keeps every position in it, EMPTY if it keeps none, else PARTIAL.
     Only positions with q < q_len and kv < kv_len count, so a tile at a ragged end may be FULL.
@@ -181,17 +181,17 @@ class BlockRuns:
 
     @property
     def q_blocks(self) -> int:
-        """Number of block rows; the last one may be ragged."""
+        """Return the number of block rows; the last one may be shorter than a block."""
         return -(-self.q_len // self.block[0])
 
     @property
     def kv_blocks(self) -> int:
-        """Number of block columns; the last one may be ragged."""
+        """Return the number of block columns; the last one may be shorter than a block."""
         return -(-self.kv_len // self.block[1])
 
     @property
     def device(self) -> torch.device:
-        """Device of the runs."""
+        """Return the device of the runs."""
         return self.full.row_ptr.device
 
     @staticmethod
@@ -219,7 +219,7 @@ class BlockRuns:
 
     @staticmethod
     def stack(parts: Sequence[BlockRuns], batch: int, heads: int) -> BlockRuns:
-        """Combine runs of consecutive (b, h) pairs, in order, into runs of `batch` by `heads`."""
+        """Combine parts that hold consecutive (b, h) pairs, in order, into `batch` x `heads`."""
         if sum(p.batch * p.heads for p in parts) != batch * heads:
             raise AssertionError("the parts do not add up to batch * heads")
         return replace(
@@ -249,7 +249,7 @@ class BlockRuns:
         return total - partial - full, partial, full
 
     def density(self) -> float:
-        """Compute the share of the tiles that are not EMPTY, 0 to 1."""
+        """Return the fraction of tiles that are not EMPTY, 0 to 1."""
         empty, partial, full = self.counts()
         return (partial + full) / (empty + partial + full)
 
@@ -290,7 +290,7 @@ class BlockRuns:
     def to_flex(self, mask_mod: Callable[..., Tensor] | None = None) -> BlockMask:
         """Convert to PyTorch's BlockMask.
 
-        FULL tiles stay full at ragged ends, where FlexAttention checks the lengths by itself.
+        FULL tiles that reach beyond the lengths stay full: FlexAttention checks the lengths itself.
 
         Args:
             mask_mod: the mask function that FlexAttention applies in PARTIAL tiles.
@@ -309,7 +309,7 @@ class BlockRuns:
 
 
 def from_flex(block_mask: BlockMask) -> BlockRuns:
-    """Read the tiles of PyTorch's BlockMask.
+    """Convert PyTorch's BlockMask to `BlockRuns`.
 
     Only its q -> kv lists are read; the transposed runs are computed from them. If the block mask
     has no list of full blocks, every listed block is PARTIAL. Entries of `kv_indices` beyond
@@ -365,13 +365,23 @@ def _check_grid(states: Tensor, q_len: int, kv_len: int, block: tuple[int, int])
 
 
 def _block_lists(grid: Tensor) -> tuple[Tensor, Tensor]:
-    """Return counts [..., rows] and indices [..., rows, columns]: True blocks first, ascending."""
+    """Return the True blocks of each row: counts [..., rows], and indices [..., rows, columns].
+
+    Indices of True blocks come first; both they and the others ascend.
+    """
     order = torch.argsort(grid.to(torch.int8), dim=-1, descending=True, stable=True)
     return grid.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
 
 def _grid_of_lists(counts: Tensor, indices: Tensor, columns: int, name: str) -> Tensor:
-    """Return bool [batch, heads, rows, columns] from counts [.., rows], indices [.., rows, n]."""
+    """Build a bool grid [batch, heads, rows, columns] from lists of blocks.
+
+    Args:
+        counts: int [..., rows], how many entries of each row of `indices` count.
+        indices: int [..., rows, n], blocks.
+        columns: number of kv blocks.
+        name: name of the lists, for messages.
+    """
     while indices.dim() < 4:
         counts, indices = counts[None], indices[None]
     width = indices.shape[-1]

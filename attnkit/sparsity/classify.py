@@ -1,8 +1,8 @@
-"""Classify a mask's tiles exactly: EMPTY, PARTIAL or FULL, without its N x N values.
+"""Classify a mask's tiles exactly as EMPTY, PARTIAL or FULL, without its N x N values.
 
 Interval arithmetic evaluates the mask once per tile, with exact tables for every expression that
-depends on one side only (`ranges.eval_blocks`). A mask value that is proven True or False in a
-whole tile decides the tile. For the other tiles `witness` looks for one unmasked and one masked
+depends on one side only (`ranges.eval_blocks`). If the mask is proven True, or False, everywhere in
+a tile, that decides the tile. In other tiles `witness` looks for one unmasked and one masked
 position, and evaluates every position only where it finds none. Each step is conservative; the
 result is exact.
 """
@@ -53,7 +53,7 @@ def classify(
     names: Sequence[str] = (),
     statistics: Statistics | None = None,
 ) -> BlockRuns:
-    """Classify every tile of a mask.
+    """Classify every tile of a mask and return the runs.
 
     Args:
         root: bool expression of b, h, q, kv.
@@ -97,12 +97,12 @@ def classify(
 
 @dataclass(frozen=True, eq=False)
 class _Classifier:
-    """Classify one mask at any block size.
+    """Classifies the tiles of one mask at any block size.
 
     Attributes:
         root: the mask.
         blocks: the mask, rewritten and compiled for evaluation on tiles.
-        sides: of its nodes.
+        sides: sides of its nodes.
         checked: loads of the root whose index is not proven to be in range.
         names: names of the captured tensors by slot, for messages.
     """
@@ -114,7 +114,7 @@ class _Classifier:
     names: tuple[str, ...]
 
     def runs(self, domain: Domain, block: tuple[int, int], statistics: Statistics) -> BlockRuns:
-        """Classify the tiles of a domain; adds to the statistics."""
+        """Classify the tiles of a domain, and add to the statistics."""
         tables = Tables(domain, block)
         tables.build(self.blocks.keys)
         tabulate_equalities(self.blocks, tables)
@@ -138,7 +138,7 @@ def _prepare(
 
     Args:
         root: the mask.
-        check: returns the loads without a proof, or raises BoundsError; see `check_bounds`.
+        check: returns the loads that are not proven in range, or raises; see `check_bounds`.
         names: names of the captured tensors by slot.
     """
     sides = shared_sides()
@@ -148,7 +148,7 @@ def _prepare(
         try:
             sound = check([rewritten]) <= checked
         except BoundsError:
-            sound = False  # an index that only the equality keeps in range
+            sound = False  # only the equality, which was replaced, kept an index in range
         rewritten = rewritten if sound else root
     blocks = compile_blocks(gate(regroup(rewritten, sides), sides), sides)
     return _Classifier(root, blocks, sides, checked, tuple(names))

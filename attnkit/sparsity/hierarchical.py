@@ -1,9 +1,9 @@
-"""Classify large grids of tiles at a cost that follows the mask's boundary.
+"""Classify large grids of tiles in time proportional to the mask's boundary, not to its area.
 
 A node is a square of tiles. Interval arithmetic evaluates nodes first, as if they were tiles; a
-node that is EMPTY or FULL as a whole needs no more work. Of the other nodes it evaluates every
-tile, and extracts runs from each node's small dense grid. So the interior of a large EMPTY or FULL
-area costs neither time nor memory, and no dense grid of all tiles exists.
+node that is EMPTY or FULL as a whole needs no more work. In every other node it evaluates each
+tile, and runs are extracted from the node's small dense grid. So the interior of a large EMPTY or
+FULL area costs neither time nor memory, and no dense grid of all tiles exists.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from attnkit.util.chunks import chunk_size
 
 # Bytes of intervals in one pass over tiles.
 _PASS_BYTES = 24 << 20
-# Tiles of nodes whose states are in memory together, at one byte each.
+# Largest number of tiles whose states are in memory together, at one byte each.
 _MAX_TILES = 1 << 21
 # If a larger share of the nodes is undecided, a dense grid is faster, up to this many tiles.
 _DENSE_SHARE = 0.5
 _MAX_DENSE_TILES = 1 << 23
-# Segments of runs beyond this number are merged at once.
+# Above this number, segments of runs are merged immediately, to save memory.
 _MAX_SEGMENTS = 1 << 16
-# Undecided tiles that the resolver decides together.
+# Largest number of undecided tiles that the resolver decides together.
 _MAX_OPEN = 1 << 18
 
 
 @dataclass
 class Statistics:
-    """Count how `classify` decided the tiles.
+    """Counts how `classify` decided the tiles.
 
     Attributes:
-        tiles: all tiles; shared batches and heads count once.
+        tiles: number of tiles; shared batches and heads count once.
         nodes: squares of tiles that interval arithmetic found neither EMPTY nor FULL as a whole.
         open: tiles that interval arithmetic left undecided.
-        dense: tiles of which some part was evaluated at every position.
+        dense: tiles in which some part was evaluated at every position.
     """
 
     tiles: int = 0
@@ -62,13 +62,13 @@ class Statistics:
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """Classify the tiles of a mask over one domain.
+    """Classifies the tiles of a mask over one domain.
 
     Attributes:
         blocks: the mask, compiled for evaluation on tiles.
-        tables: ranges of its keys over the blocks of a tile.
+        tables: ranges of its keys in each block.
         boxes: range queries on the captured tensors of the same domain.
-        resolver: decides the tiles that interval arithmetic leaves undecided; None where it leaves
+        resolver: decides the tiles that interval arithmetic leaves undecided; None if it leaves
             none.
         statistics: receives the counts.
     """
@@ -81,13 +81,13 @@ class Grid:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(batches, heads, q blocks, kv blocks)."""
+        """Return (batches, heads, q blocks, kv blocks)."""
         domain, block = self.tables.domain, self.tables.block
         rows, columns = -(-domain.q_len // block[0]), -(-domain.kv_len // block[1])
         return domain.b.numel(), domain.h.numel(), rows, columns
 
     def runs_dense(self) -> BlockRuns:
-        """Compute the runs from a dense grid of states."""
+        """Build the runs from a dense grid of states."""
         states = self.states(self.tables)
         self.statistics.tiles += states.numel()
         if self.resolver is not None:
@@ -98,7 +98,7 @@ class Grid:
         return BlockRuns.from_states(states, domain.q_len, domain.kv_len, self.tables.block)
 
     def runs_by_nodes(self, side: int) -> BlockRuns:
-        """Compute the runs node by node, with nodes of `side` x `side` tiles."""
+        """Build the runs node by node, with nodes of `side` x `side` tiles."""
         batch, heads, rows, columns = self.shape
         top = self.states(self.tables.coarser(side))
         opened = torch.nonzero(top == PARTIAL)
@@ -118,10 +118,10 @@ class Grid:
         return BlockRuns(domain.q_len, domain.kv_len, self.tables.block, batch, heads, *runs)
 
     def states(self, tables: Tables) -> Tensor:
-        """Evaluate the mask on intervals, tile by tile.
+        """Evaluate the mask on every tile by interval arithmetic.
 
         Returns:
-            int8 states [b, h, q blocks, kv blocks]; PARTIAL also where undecided.
+            int8 states [b, h, q blocks, kv blocks]; PARTIAL also for undecided tiles.
         """
         domain, block = tables.domain, tables.block
         rows, columns = -(-domain.q_len // block[0]), -(-domain.kv_len // block[1])
@@ -166,7 +166,14 @@ class Grid:
     def _decide(
         self, resolver: Resolver, states: Tensor, places: Tensor, nodes: tuple[Tensor, ...]
     ) -> None:
-        """Decide the tiles at some places of the states [n, side, side] of nodes [n]."""
+        """Decide undecided tiles and store their states.
+
+        Args:
+            resolver: decides them.
+            states: int8 [n, side, side], states of the tiles of n nodes.
+            places: flat indices of the undecided tiles in `states`.
+            nodes: b, h, q and kv of the nodes, [n] each.
+        """
         side = states.shape[-1]
         self.statistics.open += len(places)
         for part in places.split(min(_MAX_OPEN, chunk_size(len(places), places.device))):
@@ -186,14 +193,15 @@ def _state(keep: Interval) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Segments:
-    """Collect segments of runs, by direction and state, and build the runs from them.
+    """Collects segments of runs, by direction and state, and builds the runs from them.
 
     Attributes:
         pairs: number of (b, h) pairs.
         side: tiles along a side of a node.
         tiles: (q blocks, kv blocks).
         device: device of the runs.
-        parts: (backward, state) -> (first, last) of segments; see `Runs.from_segments`.
+        parts: (whether runs go along q, state) -> (first, last) of segments; see
+            `Runs.from_segments`.
     """
 
     pairs: int

@@ -1,8 +1,8 @@
 """Prove integer safety: no i32 value leaves int32, no index leaves its captured tensor.
 
 Ranges are propagated through the graph (`index_ranges`). A violation that is certain, or that
-cannot be excluded, is refused, with one exception: an index that depends on q and kv together can
-be checked at run time instead.
+cannot be excluded, raises a BoundsError, with one exception: an index that depends on q and kv
+together can be checked at run time instead.
 
 Every load is evaluated at every position, also under a `where` that does not select it, so its
 index must be valid at every position.
@@ -68,12 +68,12 @@ def check_bounds(
 
 @dataclass(frozen=True)
 class _Proof:
-    """A result of `check_bounds`, and the facts about captured data on which it depends.
+    """Holds a result of `check_bounds`, and the facts about captured data on which it depends.
 
     Attributes:
-        unproven: the loads to be checked at run time.
+        unproven: the loads that must be checked at run time.
         ranges: (load, least and greatest number of its tensor) for the loads whose values matter.
-        uses_values: whether the result depends on more of the data than those ranges.
+        uses_values: whether the result depends on the data in another way than by those ranges.
     """
 
     unproven: frozenset[Node]
@@ -81,7 +81,7 @@ class _Proof:
     uses_values: bool
 
     def holds(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> bool:
-        """Whether the proof is valid for the data that the tensors hold now."""
+        """Return whether the proof is valid for the data that the tensors hold now."""
         return not self.uses_values and all(
             to_numbers(known_range(tensors[int(n.attr or 0)], n, dtype)) == ends
             for n, ends in self.ranges

@@ -1,4 +1,4 @@
-"""Compute the range of every integer of a graph, node by node; refuse what may leave its range.
+"""Compute the range of every integer of a graph, node by node; raise if one may leave its range.
 
 Interval arithmetic comes first. Where it is too coarse, sums are brought to affine form, and
 one-sided expressions are evaluated at every position of their side.
@@ -28,13 +28,13 @@ _INT32 = f"int32 ({INT_LOW} to {INT_HIGH})"
 _DIVISIONS = ("fdiv", "mod", "tdiv")
 _SHIFTS = ("shl", "shr")
 
-# Ranges of captured tensors, on the CPU: every check needs them, and reading a GPU tensor waits.
+# Ranges of captured tensors, on the CPU: every check needs them, and a read waits for the GPU.
 _values: VersionedCache[Interval] = VersionedCache(256, copies=False)
 caches.register(_values.clear)
 
 
 def set_known_range(tensor: Tensor, low: int, high: int) -> None:
-    """Record the range of a new integer tensor, so that no check reads its data."""
+    """Record the range of a new integer tensor, so that checks do not read its data."""
     ends = _scalar(low), _scalar(high)
     _values.get((I32, None), (tensor,), lambda: ends)
 
@@ -44,7 +44,7 @@ def _scalar(value: Any, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def known_range(tensor: Tensor, n: Node, dtype: torch.dtype) -> Interval:
-    """Return the range of all values that load `n` can return, as 0-d tensors on the CPU."""
+    """Return the least and greatest value that load `n` can return, as 0-d tensors on the CPU."""
 
     def read() -> Interval:
         low, high = torch.stack(value_range(tensor, n, dtype)).cpu()
@@ -60,7 +60,7 @@ def to_numbers(ends: Interval) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class _Range:
-    """Bounds of an integer.
+    """Holds the bounds of an integer.
 
     Attributes:
         low, high: the bounds, both included.
@@ -75,22 +75,22 @@ class _Range:
         return low <= self.low and self.high <= high
 
     def outside(self, low: int, high: int) -> bool:
-        """Whether some value is certainly outside low .. high."""
+        """Return whether some value is certainly outside low .. high."""
         disjoint = self.high < low or self.low > high
         return disjoint or (self.attained and not self.within(low, high))
 
 
 class RangeChecker:
-    """Compute and check the ranges of nodes; visit arguments before users.
+    """Computes and checks the ranges of nodes; `visit` takes arguments before their users.
 
     Attributes:
         unproven: loads whose index must be checked at run time.
         data_ranges: ranges of the captured tensors that were read, by load.
-        uses_values: whether a check depends on more of the captured data than its ranges.
+        uses_values: whether a check depends on the captured data in another way than by its ranges.
     """
 
     def __init__(self, domain: Domain, names: tuple[str, ...], truncates: bool) -> None:
-        """Start with no node visited.
+        """Create a checker that has visited no node.
 
         Args:
             domain: positions and captured tensors of the graph.
@@ -182,7 +182,7 @@ class RangeChecker:
     # --- tighter ranges, where interval arithmetic does not suffice
 
     def _tight_range(self, n: Node) -> _Range:
-        """Compute a tighter range of an i32 node; its arguments are checked, it need not be."""
+        """Compute a tighter range of an i32 node whose arguments are checked already."""
         if n not in self._tight:
             sums = self._sides.affine(n)
             if sums.terms != ((n, 1),) or n.op == "arg":
@@ -205,7 +205,7 @@ class RangeChecker:
         return _Range(int(low), int(high))
 
     def _sum_range(self, sums: Affine) -> _Range:
-        """Sum the ranges of the q terms, the kv terms and so on, each found by evaluation."""
+        """Sum the ranges of the q terms, of the kv terms and so on, each computed by evaluation."""
         groups: dict[Side, list[tuple[Node, int]]] = {}
         for n, c in sums.terms:
             groups.setdefault(self._sides.side(n), []).append((n, c))
@@ -226,7 +226,7 @@ class RangeChecker:
     def _group_range(
         self, side: Side, terms: Sequence[tuple[Node, int]]
     ) -> tuple[Tensor, Tensor, bool]:
-        """Compute the least and greatest sum by (b, h), and whether every value is certain."""
+        """Return the least and greatest sum for each (b, h), and whether all values are exact."""
         parts = []
         for values in self._points([n for n, _ in terms], side):
             low, high = torch.zeros_like(values[0][0]), torch.zeros_like(values[0][0])
@@ -238,7 +238,7 @@ class RangeChecker:
         return torch.stack(lows).amin(0), torch.stack(highs).amax(0), all(certain)
 
     def _operation_range(self, n: Node) -> _Range:
-        """Apply a one-sided operation to the values of its arguments, in int64 without wrapping."""
+        """Compute the range of a one-sided operation at every point, in int64 without wrapping."""
         side = self._sides.join(n.args)
         low, high, attained = 2**63 - 1, -(2**63), True
         for values in self._points(n.args or [n], side):
@@ -293,7 +293,7 @@ class RangeChecker:
                 )
 
     def _is_zero(self, n: Node) -> bool | None:
-        """Whether a value is zero at some position; None if that is unknown."""
+        """Return whether a value is zero at some position; None if that is unknown."""
         side = self._sides.side(n)
         if side is Side.MIXED:
             return None

@@ -1,16 +1,16 @@
 """Rewrite the boolean structure of a mask so that tile classification is exact more often.
 
-Three rules:
+There are three rules:
 
 * equate: `eq(A(q), B(kv)) and X  =  eq(A(q), B(kv)) and X[B := A]`. Where A and B differ, both
   sides are False, so the replacement is sound. `start[doc[kv]]` becomes `start[doc[q]]`, which is
   one-sided and cancels.
 * regroup: order the members of an `and` (or of an `or`) by side, so that the members of one side
   become one one-sided expression, which is tabulated exactly.
-* gate: `C(kv) and A(q) <= B(kv)  =  A(q) + (0 if C(kv) else P) <= B(kv)`, with a P beyond all
-  integers: where C fails, so does the comparison. One table then holds both conditions, so they are
-  evaluated together. The rule also applies to conditions on q, to every comparison of q with kv in
-  the conjunction, and to `or`, with -P where C holds.
+* gate: `C(kv) and A(q) <= B(kv)  =  A(q) + (0 if C(kv) else P) <= B(kv)`, with a P larger than all
+  integers: where C is False, so is the comparison. One table then holds both conditions, so they
+  are evaluated together. The rule also applies to conditions on q, to every comparison of q with kv
+  in the conjunction, and to `or`, with -P where C holds.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _FAR, _TIMES = 1 << 30, 16
 
 @lru_cache(maxsize=256)
 def equate(root: Node, sides: Sides) -> Node:
-    """Apply `equate` to every conjunction.
+    """Apply the rule `equate` to every conjunction.
 
-    Where the equality fails, the result may evaluate loads and divisions at values that the
+    Where the equality is False, the result may evaluate loads and divisions at values that the
     original never reaches: check its bounds before use.
     """
     return _rewrite(root, lambda op, m: _equate_members(m, sides) if op == "and" else m)
@@ -41,21 +41,22 @@ caches.register(equate.cache_clear)
 
 
 def regroup(root: Node, sides: Sides) -> Node:
-    """Apply `regroup` to every `and` and `or`."""
+    """Apply the rule `regroup` to every `and` and `or`."""
     return _rewrite(root, lambda op, members: _by_side(op, members, sides))
 
 
 def gate(root: Node, sides: Sides) -> Node:
-    """Apply `gate` to every `and` and `or`.
+    """Apply the rule `gate` to every `and` and `or`.
 
-    Use the result only for interval arithmetic on tiles, where sums are exact: some leave int32.
+    Use the result only for interval arithmetic on tiles, which computes sums exactly: some leave
+    int32.
     """
-    done: set[Node] = set()  # one penalty may not cancel another
+    done: set[Node] = set()  # gated comparisons: a second penalty might cancel the first
     return _rewrite(root, lambda op, members: _gate_members(op, members, sides, done))
 
 
 def _rewrite(root: Node, rule: Callable[[str, list[Node]], list[Node]]) -> Node:
-    """Replace the members of every `and` and `or`, the inner ones first."""
+    """Apply a rule to the members of every `and` and `or`, inner ones first."""
     done: dict[Node, Node] = {}
     for n in ir.topo(root):
         if n.type != BOOL or not any(a.type == BOOL for a in n.args):
@@ -69,7 +70,7 @@ def _rewrite(root: Node, rule: Callable[[str, list[Node]], list[Node]]) -> Node:
 
 
 def members(n: Node) -> list[Node]:
-    """List the members of a chain of one operation, left to right."""
+    """List the operands of nested nodes of one operation, left to right: a, b, c of `a & b & c`."""
     operands: list[Node] = []
     stack = [n]
     while stack:
@@ -113,7 +114,7 @@ def _gate_members(op: str, members: list[Node], sides: Sides, done: set[Node]) -
 
 
 def _can_be_gated(n: Node, op: str, sides: Sides) -> bool:
-    """Whether `n` compares q terms with kv terms and a penalty can decide it (see `gate`)."""
+    """Return whether `n` compares q terms with kv terms and a penalty can decide it (`gate`)."""
     if not comparable(n) or (n.op == "eq" and op == "or"):
         return False
     present = {sides.side(m) for m, _ in sides.difference(n).terms}

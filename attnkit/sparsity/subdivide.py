@@ -1,8 +1,8 @@
 """Decide tiles without known witnesses by cutting them into smaller and smaller boxes.
 
-Boxes are evaluated on intervals, like tiles. Most of a tile is soon proven unmasked or masked as a
-whole. Only the undecided boxes are cut again, and the smallest ones evaluated at every position,
-unless the rest of the tile has already made it PARTIAL.
+Boxes are evaluated by interval arithmetic, like tiles. Most boxes of a tile are soon proven
+unmasked or masked as a whole. Only the undecided boxes are cut again. The smallest ones are
+evaluated at every position, unless other boxes have already shown that the tile is PARTIAL.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from attnkit.sparsity.ranges.tables import Domain, Tables
 from attnkit.util.chunks import chunk_size
 
 _SMALL = 8  # positions along a side of a box that is evaluated at every position
-_PARTS = 8  # boxes at most along a side of the box that is cut
+_PARTS = 8  # largest number of parts into which a side of a box is cut
 _PASS_BYTES = 24 << 20  # bytes of intervals in one pass
-_MAX_BOXES = 1 << 20  # boxes in memory together
+_MAX_BOXES = 1 << 20  # largest number of boxes in memory together
 
 Sizes = tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """A list of tiles, and what is known about each.
+    """Lists tiles, and what is known about each.
 
     Attributes:
         b, h: int64 [n], indices into the domain's `b` and `h`.
@@ -54,10 +54,10 @@ class Tiles:
         )
 
     def learn(self, which: Tensor, kept: Tensor, dropped: Tensor) -> None:
-        """Record what was evaluated in tiles `which` [m]; tiles may repeat.
+        """Record which kinds of positions an evaluation found in tiles.
 
         Args:
-            which: int64 [m], indices of tiles.
+            which: int64 [m], indices of tiles; they may repeat.
             kept: bool [m], whether an unmasked position was found.
             dropped: bool [m], whether a masked position was found.
         """
@@ -65,7 +65,7 @@ class Tiles:
         self.dropped.index_fill_(0, which.masked_select(dropped), True)
 
     def undecided(self, which: Tensor) -> Tensor:
-        """Return bool [m]: which of these tiles are not yet known to be PARTIAL."""
+        """Return bool [m]: whether each of these tiles is not yet known to be PARTIAL."""
         return ~(self.kept.index_select(0, which) & self.dropped.index_select(0, which))
 
     def __len__(self) -> int:
@@ -74,7 +74,7 @@ class Tiles:
 
 @dataclass(frozen=True, eq=False)
 class BoxList:
-    """Boxes of one size: the indices of their tiles and their box indices, all int64 [n]."""
+    """Lists boxes of one size by the indices of their tiles and their box indices, int64 [n]."""
 
     tile: Tensor
     q: Tensor
@@ -95,7 +95,7 @@ class BoxList:
 
 @dataclass(frozen=True, eq=False)
 class Subdivision:
-    """Decide tiles of one mask by cutting them into boxes.
+    """Decides tiles of one mask by cutting them into boxes.
 
     Attributes:
         blocks: the mask, compiled for evaluation on intervals.
@@ -112,7 +112,7 @@ class Subdivision:
     at_once: int
 
     def decide(self, tiles: Tiles, left: Tensor) -> int:
-        """Record in `tiles` what decides the tiles `left`.
+        """Decide the tiles `left`: record in `tiles` which kinds of positions they have.
 
         Args:
             tiles: all tiles.
@@ -135,7 +135,7 @@ class Subdivision:
 
     @cached_property
     def _whole(self) -> Sizes:
-        """The size of a tile; a power of two where one tile covers the whole length."""
+        """Return the size of a tile, as a power of two on an axis that one tile covers."""
         lengths = self.domain.q_len, self.domain.kv_len
         q, kv = (
             block if block < length else 1 << (length - 1).bit_length()
@@ -145,7 +145,7 @@ class Subdivision:
 
     @cached_property
     def _cuts(self) -> list[Sizes]:
-        """Numbers of boxes (q, kv) into which each level cuts a box, from tiles down."""
+        """Return the numbers of boxes (q, kv) into which each step cuts a box, from tiles on."""
         q, kv = (_factors(size) for size in self._whole)
         depth = max(len(q), len(kv))
         padded = [f + [1] * (depth - len(f)) for f in (q, kv)]
@@ -160,7 +160,7 @@ class Subdivision:
         return {}
 
     def _cut(self, tiles: Tiles, boxes: BoxList, cut: Sizes, size: Sizes) -> BoxList:
-        """Cut boxes, evaluate the parts on intervals, and return the undecided ones."""
+        """Cut boxes, evaluate the parts by intervals, and return those that are undecided."""
         if size not in self._tables:
             self._tables[size] = Tables(self.domain, size)
             self._tables[size].build(self.blocks.keys)
@@ -213,7 +213,7 @@ class Subdivision:
     def _evaluate(
         self, tiles: Tiles, boxes: BoxList, size: Sizes, row: Tensor, column: Tensor
     ) -> BoxList:
-        """Evaluate boxes at some of their rows and columns; return those of undecided tiles."""
+        """Evaluate boxes at some of their rows and columns; return boxes of undecided tiles."""
         points = len(row) * len(column)
         limit = min(self.at_once, chunk_size(len(boxes) * points, self.domain.device))
         for part in boxes.split(limit // points):
@@ -229,7 +229,7 @@ class Subdivision:
 
 
 def _factors(size: int) -> list[int]:
-    """List the numbers of parts into which each level cuts a side, until it is small."""
+    """Return the numbers of parts into which each step cuts a side, until it is small."""
     factors = []
     while size > _SMALL:
         parts = [n for n in range(2, _PARTS + 1) if size % n == 0 and 2 * size >= n * _SMALL]

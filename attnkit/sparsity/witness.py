@@ -1,4 +1,4 @@
-"""Decide the tiles that interval arithmetic leaves open.
+"""Decide the tiles that interval arithmetic leaves undecided.
 
 A tile is PARTIAL as soon as one unmasked and one masked position in it are known: its witnesses.
 The search tries the positions where a mask is likely to change: the corners; positions where a q
@@ -29,14 +29,14 @@ from attnkit.util.chunks import chunk_size
 # Bytes of intermediate values in one evaluation.
 _PASS_BYTES = 24 << 20
 _MAX_CRITICAL_KEYS = 6
-_MAX_TILES = 1 << 18  # that are decided together
+_MAX_TILES = 1 << 18  # largest number of tiles that are decided together
 
-_OPEN = 1  # the state of an undecided tile: that of PARTIAL, which it is unless proven otherwise
+_OPEN = 1  # the state of an undecided tile is PARTIAL, until it is decided
 
 
 @dataclass(frozen=True, eq=False)
 class Resolver:
-    """Decide tiles of one mask by evaluating it at positions.
+    """Decides tiles of one mask by evaluating it at positions.
 
     Attributes:
         root: the mask.
@@ -54,12 +54,12 @@ class Resolver:
 
     @property
     def domain(self) -> Domain:
-        """Positions and captured tensors of the mask."""
+        """Return the positions and captured tensors of the mask."""
         return self.tables.domain
 
     @property
     def block(self) -> tuple[int, int]:
-        """(q, kv) positions of a tile."""
+        """Return the size of a tile in (q, kv) positions."""
         return self.tables.block
 
     @cached_property
@@ -69,10 +69,13 @@ class Resolver:
         return max(1, _PASS_BYTES // (5 * max(1, len(nodes))))
 
     def resolve(self, states: Tensor) -> tuple[int, int]:
-        """Replace the open entries (1) of `states` [b, h, q blocks, kv blocks] by exact states.
+        """Replace the undecided entries (1) of `states` by exact states.
+
+        Args:
+            states: int8 [b, h, q blocks, kv blocks].
 
         Returns:
-            The number of open tiles, and how many of them were evaluated at every position.
+            The number of undecided tiles, and how many of them were evaluated at every position.
         """
         _, h_count, rows, columns = states.shape
         flat = states.view(-1)
@@ -96,7 +99,7 @@ class Resolver:
         return total, dense
 
     def decide(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> tuple[Tensor, int]:
-        """Classify open tiles.
+        """Classify undecided tiles.
 
         Args:
             b, h: int64 [n], indices into the domain's `b` and `h`.
@@ -182,7 +185,7 @@ class Resolver:
         return _Points(12 * len(changes), positions)
 
     def _diagonals_of(self, tiles: Tiles, changes: Sequence[_Changes]) -> Iterator[Tensor]:
-        """Yield each tile's first and last diagonal on which a condition holds, then fails."""
+        """Yield each tile's first and last diagonal where a condition is True, then where False."""
         (q0, q1), (kv0, kv1) = self._ends(tiles)
         first, last = q0 - kv1, q1 - kv0
         origin = self.domain.kv_len - 1
@@ -192,7 +195,7 @@ class Resolver:
                 yield torch.minimum(torch.maximum(d, first), last)
 
     def _conditions(self, side: Side) -> list[Key]:
-        """Find the largest bool expressions of one side in the compiled mask."""
+        """Return the keys of the largest bool expressions of one side in the compiled mask."""
         nodes = [
             n
             for n in ir.topo(self.blocks.root)
@@ -203,7 +206,11 @@ class Resolver:
 
     @cached_property
     def _extremes(self) -> tuple[Tensor, Tensor]:
-        """Positions [b, h, blocks, x] of q and of kv: block ends, and the extremes of keys."""
+        """Return positions of q and of kv to try: block ends, and the extremes of keys.
+
+        Returns:
+            Two int64 tensors [b, h, blocks, positions].
+        """
         b, h = self.domain.b.numel(), self.domain.h.numel()
         tables = []
         for side, block in zip((Side.Q, Side.KV), self.block, strict=True):
@@ -254,7 +261,7 @@ _Changes = tuple[Tensor, Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class _Points:
-    """Positions to try in each tile, and their number."""
+    """Holds the positions to try in each tile, and their number."""
 
     count: int
     positions: Callable[[Tiles], tuple[Tensor, Tensor]]
@@ -270,7 +277,15 @@ def _at(table: Tensor, tiles: Tiles, index: Tensor) -> Tensor:
 
 
 def _extreme_positions(value: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Find the positions of the least and the greatest value [b, h, length] in each block."""
+    """Return the positions of the least and the greatest value in each block.
+
+    Args:
+        value: [b, h, length].
+        block: positions of a block.
+
+    Returns:
+        Two int64 tensors [b, h, blocks].
+    """
     if value.dtype == torch.bool:
         value = value.to(torch.uint8)
     length = value.shape[-1]
@@ -292,7 +307,15 @@ def _extreme_positions(value: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def _nearest_changes(value: Tensor) -> _Changes:
-    """Find, for every diagonal, the next and the previous one where `value` holds, and fails."""
+    """Return for every diagonal the nearest ones where `value` is True, and where it is False.
+
+    Args:
+        value: bool [b, h, diagonals].
+
+    Returns:
+        Four int64 tensors like `value`: the first True from there on, the last True up to there,
+        the first False, the last False. The number of diagonals, or -1, stands for none.
+    """
     length = value.shape[-1]
     at = torch.arange(length, device=value.device).expand(value.shape)
     tables = []

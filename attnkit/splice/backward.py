@@ -29,7 +29,7 @@ from attnkit.splice.template import BackwardCase, BackwardSettings
 from attnkit.splice.template_registry import backward_template
 from attnkit.util import caches
 
-_DEFAULT_LENGTH = 4096  # of sequences, if the caller gives no tiles
+_DEFAULT_LENGTH = 4096  # length of both sequences, if the caller gives no tiles
 
 
 def supports(kernel_call: KernelCall, inputs: BackwardInputs) -> bool:
@@ -48,8 +48,7 @@ def supports(kernel_call: KernelCall, inputs: BackwardInputs) -> bool:
         return False
     columns = template.block_kv(widths)
     fits = runs is None or not (runs.block[0] % 64 or runs.block[1] % columns)
-    # tiles of block lists that override the mask cannot be joined
-    return fits or not program.lists_override_mask
+    return fits or not program.lists_override_mask  # tiles of block lists cannot be joined
 
 
 def _learned(inputs: BackwardInputs) -> list[Tensor]:
@@ -93,13 +92,13 @@ def first_writer_report(
     head_dim: int,
     workers: int,
 ) -> str:
-    """Describe whether the first kv tile at a q tile stores dQ in the Hopper backward, and why.
+    """Say whether the first kv tile of a q tile may store dQ in the Hopper backward, and why.
 
     Args:
-        program: the graphs; no captured tensor has a gradient.
+        program: the graphs. No captured tensor may need a gradient.
         runs: tiles to visit.
         lengths: batch, heads and length of query, and length of key and value.
-        head_dim: of query, key and value.
+        head_dim: head dim of query, key and value.
         workers: CTAs that run at once.
     """
     widths = backward_template(SM90).widths((head_dim, head_dim))
@@ -128,15 +127,15 @@ def backward_block(
     head_dims: tuple[int, int],
     runs: BlockRuns | None = None,
 ) -> tuple[int, int] | None:
-    """Return rows and columns of a block of a GPU template's backward, None if it has no backward.
+    """Return rows and columns of a block of a GPU template's backward; None if it has none.
 
-    This assumes that no captured tensor needs a gradient. If two CTAs share a block, the columns are
-    those of both.
+    This assumes that no captured tensor needs a gradient. If two CTAs share a block, the columns
+    are those of both.
 
     Args:
-        template: of a plan.
+        template: a plan's template.
         program: the graphs.
-        head_dims: of query and key, and of value.
+        head_dims: head dims of query and key, and of value.
         runs: tiles to visit; None for those of long sequences without a mask.
 
     Raises:
@@ -172,7 +171,7 @@ caches.register(_levels.cache_clear)
 
 
 def _light(program: Program, needs_grad: Sequence[bool]) -> bool:
-    """Return whether dS is P (dP - delta), and no captured tensor needs a gradient."""
+    """Return whether dS is just P (dP - delta), and no captured tensor needs a gradient."""
     return not any(needs_grad) and (program.score is None or not _has_slope(program.score))
 
 

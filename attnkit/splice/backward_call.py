@@ -38,17 +38,17 @@ from attnkit.splice.tma import have_tma_strides, loadable
 from attnkit.splice.workers import worker_count
 from attnkit.util import caches
 from attnkit.util.tensor_cache import VersionedCache
-from attnkit.util.torch_private import device_index, maker, stream_of
+from attnkit.util.torch_private import device_index, fast_empty_strided, stream_of
 
 
 @dataclass(frozen=True)
 class Postprocess:
-    """A kernel that rounds sums to a gradient.
+    """Describes a launch of the postprocess kernel, which rounds sums to a gradient.
 
     Attributes:
         source: the kernel.
         which: the gradient: of query (0), key (1) or value (2).
-        first: its first unit among the sums.
+        first: index of the first of its units of `UNIT` floats among the sums.
         scaled: whether the sums are multiplied by the softmax scale.
     """
 
@@ -59,25 +59,53 @@ class Postprocess:
 
 
 @dataclass(frozen=True, eq=False)
-class BackwardCall:
-    """A backward for tensors of given shapes, strides and dtypes.
+class Buffers:
+    """Holds the tensors that the kernels of a backward write.
 
     Attributes:
-        settings: what is fixed in the kernels.
-        work: their tables.
-        device: of all tensors.
-        dtype: of query, key and value.
+        grads: gradients of query, key and value, with the strides of `BackwardCall.like`.
+        written: the same as the kernels write them: contiguous, if they cannot write these strides.
+        sums: float32 [units * UNIT].
+        rows: float32 words of each row's LSE and delta.
+        flags: which q blocks have a first writer; empty if the kernel does not use them.
+        totals: for each tensor that the score captures the sums of its gradient, None if it is not
+            needed.
+    """
+
+    grads: list[Tensor]
+    written: list[Tensor]
+    sums: Tensor
+    rows: list[Tensor]
+    flags: list[Tensor]
+    totals: list[Tensor | None]
+
+    @property
+    def cleared(self) -> Tensor:
+        """Return the tensor that the preprocess kernel sets to zero."""
+        return self.flags[0] if self.flags else self.sums
+
+
+@dataclass(frozen=True, eq=False)
+class BackwardCall:
+    """Runs a backward, for tensors of fixed shapes, strides and dtypes.
+
+    Attributes:
+        settings: compile-time settings of the kernels.
+        work: tables that the kernels read.
+        device: device of all tensors.
+        dtype: dtype of query, key and value.
         preprocess, main, postprocess: the kernels, in the order of their launches.
         captured: the captured tensors that the main kernel reads.
         needs_grad: for each tensor that the score captures, whether its gradient is needed.
         like: shape and strides of the gradients of query, key and value.
-        direct: whether the kernels can write all of these.
+        direct: whether the kernels can write gradients with all these strides.
         tma_strides: whether TMA can read the tensors of a call as they are, if their addresses are
             multiples of 16 bytes, on a GPU.
         group: query heads per kv head.
-        row_words: of a row's LSE and of its delta, see `BackwardTemplate`.
-        emulated: the kernels are executed on the CPU.
-        replay, scale: relaunches this call with the scale of an earlier one; None if not known.
+        row_words: float32 words of a row's LSE and of its delta, see `BackwardTemplate`.
+        emulated: whether the kernels are executed on the CPU.
+        replay: relaunches all kernels of this call; None if they have not run or it cannot.
+        scale: softmax scale that `replay` uses; None until the call was analysed.
     """
 
     settings: BackwardSettings
@@ -102,82 +130,113 @@ class BackwardCall:
     def __call__(
         self, inputs: BackwardInputs
     ) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor | None]]:
-        """The gradients of query, key, value and the score's tensors, on the current stream."""
+        """Compute the gradients of query, key, value and the score's tensors."""
         tensors = query, key, value, out, grad_out = loaded(inputs)
-        captured, scale = inputs.captured, inputs.scale
-        device, work = self.device, self.work
         repeatable = self._is_repeatable(tensors)
         if not repeatable:
             query, key, value, out, grad_out = map(loadable, tensors)
         lse = inputs.lse if inputs.lse.is_contiguous() else inputs.lse.contiguous()
-        call_inputs = [query, key, value, out, grad_out, lse, *captured.scores, *captured.masks]
-        call_inputs += [] if inputs.grad_lse is None else [inputs.grad_lse]
         grad_lse = lse if inputs.grad_lse is None else inputs.grad_lse.contiguous()
-        capturing = is_capturing(device)
+        capturing = is_capturing(self.device)
+        buffers = self._allocate(inputs.captured.scores, repeatable)
 
-        make = maker(device) if repeatable and self._relaunches else self._empty
+        first = (out, grad_out, lse, grad_lse, *buffers.rows, buffers.cleared)
+        launches = [self._launch(self.preprocess, first, repeatable)]
+        main = self._main_arguments((query, key, value, grad_out), inputs, buffers, capturing)
+        launches.append(self._launch(self.main, main, repeatable, self.work.cost))
+        for post in self.postprocess:
+            factor = inputs.scale if post.scaled else 1.0
+            last = (buffers.sums, buffers.written[post.which], post.first, factor)
+            launches.append(self._launch(post.source, last, repeatable, which=post.which))
+
+        scores, masks = inputs.captured
+        if not self.direct:
+            for t, g in zip(buffers.grads, buffers.written, strict=True):
+                t.copy_(g)
+        elif repeatable and self.scale is None and not (capturing or self.deterministic):
+            call_inputs = [query, key, value, out, grad_out, lse, *scores, *masks]
+            call_inputs += [] if inputs.grad_lse is None else [inputs.grad_lse]
+            self._learn(launches, self._call_tensors(call_inputs, buffers), inputs.scale)
+        dq, dk, dv = buffers.grads
+        pairs = zip(scores, buffers.totals, strict=True)
+        return (dq, dk, dv), [None if s is None else self._gradient(s, t.shape) for t, s in pairs]
+
+    def _allocate(self, scores: Sequence[Tensor], repeatable: bool) -> Buffers:
+        """Allocate what the kernels write.
+
+        Args:
+            scores: the tensors that the score captures.
+            repeatable: as of `_launch`.
+        """
+        fast = repeatable and bool(self._relaunches)
+        make = fast_empty_strided(self.device) if fast else self._empty
+        work, units = self.work, self.work.units
         grads = [make(*l, self.dtype) for l in self.like]
-        dq, dk, dv = grads if self.direct else [_contiguous(t) for t in grads]
-        units = work.units
         sums = make((sum(units) * UNIT,), (1,), torch.float32)
         if sum(units[1:]):
             sums[units[0] * UNIT :].zero_()
-        rows = [make((n * work.rows,), (1,), torch.float32) for n in self.row_words]
-        flags = [make((n,), (1,), torch.float32) for n in (work.flags,) if n]
+        pairs = zip(scores, self.needs_grad, strict=True)
+        return Buffers(
+            grads=grads,
+            written=grads if self.direct else [_contiguous(t) for t in grads],
+            sums=sums,
+            rows=[make((n * work.rows,), (1,), torch.float32) for n in self.row_words],
+            flags=[make((n,), (1,), torch.float32) for n in (work.flags,) if n],
+            totals=[self._total(t.shape) if need else None for t, need in pairs],
+        )
 
-        cleared = flags[0] if flags else sums  # the preprocess sets these to zero
-        first = (out, grad_out, lse, grad_lse, *rows, cleared)
-        launches = [self._launch(self.preprocess, first, repeatable)]
-        read = read_captured(self.captured, captured, device)
+    def _main_arguments(
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+        inputs: BackwardInputs,
+        buffers: Buffers,
+        capturing: bool,
+    ) -> tuple[Any, ...]:
+        """List the arguments of the main kernel.
+
+        Args:
+            tensors: query, key, value and the gradient of the output, as TMA can read them.
+            inputs: tensors of the call.
+            buffers: what the kernels write.
+            capturing: whether a CUDA graph is captured.
+        """
+        work = self.work
+        read = read_captured(self.captured, inputs.captured, self.device)
         if capturing:
-            keep_while_replayable(device, (self, own_tensors(self.captured, read)))
-        scores = zip(captured.scores, self.needs_grad, strict=True)
-        shapes = [t.shape if need else None for t, need in scores]
-        totals = [self._total(shape) for shape in shapes if shape is not None]
-        written = _undefined if self.emulated else _itself
-        shared = units[1] > 0
-        counters = zero_counters(device, capturing, work.counters)
-        main = (
-            query,
-            key,
-            value,
-            grad_out,
-            dk if shared else written(dk),
-            dv if shared else written(dv),
-            *rows,
-            sums,
+            keep_while_replayable(self.device, (self, own_tensors(self.captured, read)))
+        _, dk, dv = buffers.written
+        if not work.units[1]:  # else the postprocess writes them, from the sums
+            written = _undefined if self.emulated else _itself
+            dk, dv = written(dk), written(dv)
+        return (
+            *tensors,
+            dk,
+            dv,
+            *buffers.rows,
+            buffers.sums,
             work.work_tiles,
             work.partial,
             work.full,
-            counters,
+            zero_counters(self.device, capturing, work.counters),
             *read,
-            *totals,
+            *(t for t in buffers.totals if t is not None),
             *work.order_tables(),
-            *[t.view(torch.int32) for t in flags],
-            scale,
+            *[t.view(torch.int32) for t in buffers.flags],
+            inputs.scale,
             self.group,
             work.workers,
         )
-        launches.append(self._launch(self.main, main, repeatable, work.cost))
-        for post in self.postprocess:
-            factor = scale if post.scaled else 1.0
-            last = (sums, (dq, dk, dv)[post.which], post.first, factor)
-            launches.append(self._launch(post.source, last, repeatable, which=post.which))
 
-        if not self.direct:
-            for t, g in zip(grads, (dq, dk, dv), strict=True):
-                t.copy_(g)
-        elif repeatable and self.scale is None and not (capturing or self.deterministic):
-            zeros = 4 * units[0] * UNIT if sum(units[1:]) else None
-            tables = self._tables()
-            call = CallTensors(call_inputs, grads, totals, [sums, *rows, *flags], tables, zeros)
-            self._learn(launches, call, scale)
-        remaining = iter(totals)
-        learned = [None if s is None else self._gradient(next(remaining), s) for s in shapes]
-        return (grads[0], grads[1], grads[2]), learned
+    def _call_tensors(self, inputs: list[Tensor], buffers: Buffers) -> CallTensors:
+        """Sort the tensors of this call by what a replay does with them."""
+        units = self.work.units
+        totals = [t for t in buffers.totals if t is not None]
+        scratch = [buffers.sums, *buffers.rows, *buffers.flags]
+        zeros = 4 * units[0] * UNIT if sum(units[1:]) else None
+        return CallTensors(inputs, buffers.grads, totals, scratch, self._tables(), zeros)
 
     def _is_repeatable(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether the kernels can read these tensors without copies, on the current device."""
+        """Return whether kernels on the current device can read these tensors without copies."""
         return (
             self.tma_strides
             and device_index() == self.device.index
@@ -186,14 +245,14 @@ class BackwardCall:
 
     @property
     def deterministic(self) -> bool:
-        """Whether the sums are added in a fixed order."""
+        """Return whether the sums are added in a fixed order."""
         return self.settings.deterministic
 
     def _learn(self, launches: Sequence[Launch | None], call: CallTensors, scale: float) -> None:
         """Prepare the relaunch of this call, once its kernels are known."""
         known = [launch for launch in launches if launch is not None]
         distinct = len({t.data_ptr() for t in call.inputs}) == len(call.inputs)
-        # the replay tells tensors apart by their addresses
+        # a replay identifies tensors by their addresses, so these must differ
         if len(known) < len(launches) or not distinct:
             return
         counter = lambda: zero_counters(self.device, False, self.work.counters)
@@ -230,17 +289,19 @@ class BackwardCall:
         work: float = 0.0,
         which: int = 0,
     ) -> Launch | None:
-        """Run a kernel.
+        """Run a kernel; relaunch it if it has run with tensors of the same strides.
 
         Args:
             source: the kernel.
-            arguments: its tensors and numbers.
+            arguments: the kernel's tensors and numbers.
             repeatable: whether the tensors have the strides of all other repeatable calls.
             work: estimated warp instructions in the emulator.
-            which: distinguishes launches of one kernel for tensors of other shapes in a call.
+            which: distinguishes the launches of one kernel in a call, whose tensors differ in
+                shape.
 
         Returns:
-            The launch, if it is a relaunch; None for a first launch or an emulated one.
+            A description of the launch if this was a relaunch; None if the kernel ran for the
+            first time or in the emulator.
         """
         if self.emulated:
             from attnkit.jit.emulator_runs import run_emulated
@@ -272,9 +333,10 @@ def prepare(
     """Prepare the backward for tensors like these.
 
     Args:
-        kernel_call: what is computed.
-        inputs: tensors like those of every call; the mask's must be these with this data.
-        settings: gives what is fixed in the kernels.
+        kernel_call: the template, graphs and tiles.
+        inputs: tensors like those of later calls. Later calls must pass the mask's tensors
+            themselves, with the same data.
+        settings: returns the compile-time settings of the kernels.
     """
     sizes = tuple([(t.shape, t.stride()) for t in loaded(inputs)])
     kinds = tuple([(t.dtype, t.device, t.shape, t.stride()) for l in inputs.captured for t in l])
@@ -288,7 +350,7 @@ def prepare(
 
 
 def loaded(inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the tensors that TMA reads: query, key, value, output and its gradient."""
+    """Return the tensors that TMA reads: query, key, value, output and the output's gradient."""
     return inputs.query, inputs.key, inputs.value, inputs.out, inputs.grad_out
 
 
@@ -329,13 +391,13 @@ def _build_call(
 
 
 def _mask_argument(t: Tensor, captured: Captured, device: torch.device) -> CapturedArgument:
-    """Describe where a call finds a tensor of the mask: captured, or a table."""
+    """Return the argument for a tensor of the mask: a slot if captured, else the table itself."""
     slot = next((i for i, own in enumerate(captured.masks) if own is t), None)
     return readable(t, device) if slot is None else captured_slot(MASK, slot, captured, device)
 
 
 def _postprocess(settings: BackwardSettings, work: BackwardWork) -> tuple[Postprocess, ...]:
-    """List the kernels after the main one."""
+    """List the launches of the postprocess kernel that the sums need."""
     (wide, deep), (block_q, columns) = settings.widths, settings.block
     kernels, first = [], 0
     for which, (count, width, block) in enumerate(

@@ -19,7 +19,7 @@ def _title(settings: BackwardSettings) -> str:
 
 @functools.lru_cache(maxsize=64)
 def preprocess_source(settings: BackwardSettings, with_lse: bool) -> Source:
-    """Return the source of the preprocess kernel: LSE and delta of every row."""
+    """Return the source of the preprocess kernel, which computes LSE and delta of every row."""
 
     def build() -> Build:
         from attnkit.splice.fake_backward_arguments import preprocess_arguments
@@ -36,7 +36,7 @@ caches.register(preprocess_source.cache_clear)
 
 @functools.lru_cache(maxsize=64)
 def postprocess_source(settings: BackwardSettings, head_dim: int, width: int, block: int) -> Source:
-    """Return the source of the postprocess kernel: it rounds sums to a gradient."""
+    """Return the source of the postprocess kernel, which rounds sums to a gradient."""
 
     def build() -> Build:
         from attnkit.splice.fake_backward_arguments import postprocess_arguments
@@ -64,7 +64,7 @@ def main_source(
     Args:
         program: the graphs.
         bounds: the intervals of q that every column keeps, if the mask has that form.
-        settings: what is fixed in the kernel.
+        settings: compile-time settings of the kernels.
         captured: kinds of the captured tensors that it reads.
         needs_grad: for each tensor that the score captures, whether its gradient is needed.
     """

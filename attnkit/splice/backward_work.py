@@ -16,23 +16,26 @@ from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice.runs_cache import cached_for_runs, on_host_if_few, wait_for_tables
 from attnkit.splice.template import BackwardSettings
 
-UNIT = 64 * 64  # floats of a unit of the kernel's sums
-COUNTERS = 8  # of a split kv tile, see `templates.sm90.backward_epilogue`
+UNIT = 64 * 64  # floats in one unit of the kernel's sums
+COUNTERS = 8  # counters of a split kv tile, see `templates.sm90.backward_epilogue`
 
 
 @dataclass(frozen=True, eq=False)
 class BackwardWork:
-    """Tables of the kernel.
+    """Holds the tables that the main backward kernel reads, and the sizes of its workspace.
 
     Attributes:
         work_tiles, partial, full: see `templates.sm90.backward.Backward`.
-        order: tables of the order of deterministic sums; the first is the semaphores before a launch.
+        order: tables that fix the order of deterministic sums. The first holds the initial values
+            of the semaphores. Empty if the order is not fixed.
         flags: number of flags for the chunks of dQ, 0 if no CTA waits for them.
-        first_writer: the first CTA of a row stores its part of dQ, which is not cleared.
-        units: of the sums of dQ, of shared dK and dV, and of dK and dV of split kv tiles.
+        first_writer: whether the first CTA of a row stores its part of dQ, so that nobody clears
+            dQ.
+        units: number of units of the sums: of dQ, of shared dK, of shared dV, and of dK and dV of
+            split kv tiles together.
         rows: number of rows that have an LSE and a delta.
         counters: number of counters of the kernel.
-        workers: CTAs, or pairs of them.
+        workers: number of CTAs, or of pairs of CTAs, to launch.
         cost: estimated warp instructions in the emulator.
     """
 
@@ -59,7 +62,7 @@ class BackwardWork:
         )
 
     def order_tables(self) -> tuple[Tensor, ...]:
-        """Return the tables of the order for one launch, with new semaphores."""
+        """Return the tables `order` for one launch, with a new copy of the semaphores."""
         return (self.order[0].clone(), *self.order[1:]) if self.order else ()
 
 
@@ -72,12 +75,12 @@ def backward_work(
     workers: int,
     emulated: bool,
 ) -> BackwardWork:
-    """Return the tables of a backward, on the device of the query; they are cached with the runs.
+    """Return the tables of a backward, on the device of the query; cache them with the runs.
 
     Args:
         runs: tiles to visit; None for all.
-        settings: what is fixed in the kernels.
-        query, key, value: for their shapes.
+        settings: compile-time settings of the kernels.
+        query, key, value: read for their shapes alone.
         workers: CTAs that run at once.
         emulated: whether the kernels are executed on the CPU.
     """
@@ -114,7 +117,7 @@ def build_tables(
         units[1:3] = [tiles * wide // 64, tiles * deep // 64]
         split = 0
     else:
-        split = schedule.split.shape[0]  # kv tiles that several work tiles share
+        split = schedule.split.shape[0]  # number of kv tiles that several work tiles share
         units[3] = split * (columns // 64) * (wide + deep) // 64
     work_tiles = schedule.table().contiguous()
     first_writer = isinstance(first, FirstWriters)
@@ -151,12 +154,12 @@ def scheduled(
 
     Args:
         runs: tiles in the kernel's sizes.
-        settings: what is fixed in the kernels.
-        query, key: for their shapes.
+        settings: compile-time settings of the kernels.
+        query, key: read for their shapes alone.
         workers: CTAs that a device runs at once.
 
     Returns:
-        The schedule; its first writers, or why it has none.
+        The schedule; and its first writers, or the reason why it has none.
     """
     template, (wide, deep), (rows, _) = settings.template, settings.widths, settings.block
     batch, heads = query.shape[:2]
@@ -188,15 +191,15 @@ def _order(
     """Build the kernel's tables for sums in a fixed order.
 
     Args:
-        order: order of the schedule.
-        runs, shape: the tiles and the tensors that were scheduled.
-        semaphores: number for a tile of dQ, and for a tile of dK or dV.
+        order: order in which the work tiles of the schedule add to sums.
+        runs, shape: tiles, and shape of the tensors, for which the schedule was built.
+        semaphores: number of semaphores for a tile of dQ, and for a tile of dK or dV.
         shared: whether several work tiles add to dK and dV.
 
     Returns:
-        int32 each: the semaphores before a launch; [(b, h, q tile), 4], where the visited runs of a
-        row begin and end, and its first and last kv tile; starts, and lengths, of the visited runs;
-        [work tiles, 2], see `DeterministicOrder.group`.
+        Five int32 tensors: the initial values of the semaphores; for each (b, h, q tile) [.., 4]
+        where the visited runs of the row begin and end, and its first and last kv tile; the starts
+        of the visited runs; their lengths; and [work tiles, 2], see `DeterministicOrder.group`.
     """
     visited = order.visited
     rows = torch.stack([visited.row_ptr[:-1], visited.row_ptr[1:], order.first, order.last], 1)
@@ -215,6 +218,6 @@ def _order(
 
 
 def _pairs(start: Tensor, length: Tensor) -> Tensor:
-    """Stack starts and lengths and append a zero, as kernels take no empty tensors: [2, runs + 1]."""
+    """Stack starts and lengths and append a zero column, as kernels take no empty tensors."""
     pairs = torch.stack([start, length])
     return torch.cat([pairs, pairs.new_zeros(2, 1)], 1)

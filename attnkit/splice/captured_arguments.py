@@ -24,11 +24,11 @@ caches.register(_moved.clear)
 
 @dataclass(frozen=True)
 class CapturedSlot:
-    """The slot of a kernel's argument among the captured tensors of a call.
+    """Says which captured tensor of a call becomes a kernel's argument.
 
     Attributes:
-        graph: `SCORE` or `MASK`.
-        slot: its index there.
+        graph: the graph that captures it, `SCORE` or `MASK`.
+        slot: index among the tensors of that graph.
         as_is: whether the kernel takes the tensor itself; if not, it takes `readable(tensor)`.
     """
 
@@ -37,14 +37,14 @@ class CapturedSlot:
     as_is: bool
 
 
-# A tensor of each call, or a table that all calls read.
+# A slot, filled by each call with its own tensor; or a table that all calls read.
 CapturedArgument: TypeAlias = CapturedSlot | Tensor
 
 
 def captured_slot(
     graph: int, slot: int, captured: Captured, device: torch.device
 ) -> CapturedArgument:
-    """Return the argument for a slot of tensors like `captured`."""
+    """Describe the argument for one captured tensor, given tensors like those of later calls."""
     t = captured[graph][slot]
     return CapturedSlot(graph, slot, t.device == device and t.dtype != torch.bool and t.ndim > 0)
 
@@ -52,7 +52,7 @@ def captured_slot(
 def read_captured(
     arguments: Sequence[CapturedArgument], captured: Captured, device: torch.device
 ) -> list[Tensor]:
-    """Return the tensors that a kernel reads in a call."""
+    """Return the tensors that a kernel reads in a call, converted to what it can read."""
     tensors = []
     for a in arguments:
         if isinstance(a, CapturedSlot):
@@ -63,7 +63,7 @@ def read_captured(
 
 
 def own_tensors(arguments: Sequence[CapturedArgument], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return those results of `read_captured` that are tables and copies, not the caller's tensors."""
+    """Select the results of `read_captured` that attnkit owns: tables and copies."""
     pairs = zip(arguments, tensors, strict=True)
     return [t for a, t in pairs if not (isinstance(a, CapturedSlot) and a.as_is)]
 
@@ -79,7 +79,7 @@ def readable(t: Tensor, device: torch.device) -> Tensor:
 
 
 def tensor_kinds(tensors: Sequence[Tensor]) -> tuple[TensorKind, ...]:
-    """Return what a kernel is compiled for: dtype, rank, contiguous rows of each captured tensor."""
+    """Describe captured tensors as a kernel is compiled for them: dtype, rank, contiguous rows."""
     return tuple(
         (str(t.dtype).removeprefix("torch."), t.ndim, t.ndim == 0 or t.stride(-1) == 1)
         for t in tensors

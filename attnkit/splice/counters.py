@@ -1,4 +1,7 @@
-"""Share counters among all launches on a stream; kernels leave them at zero."""
+"""Allocate the counters that kernels count with, shared by all launches on a stream.
+
+A kernel finds its counters at zero and leaves them at zero.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +11,25 @@ from torch import Tensor
 from attnkit.util import caches
 from attnkit.util.torch_private import stream_of
 
-# By device index, stream, and whether there are several.
+# Keys: device index, stream, and whether more than one counter was asked for.
 _counters: dict[tuple[int, int, bool], Tensor] = {}
 caches.register(_counters.clear)
 
 
 def zero_counters(device: torch.device, capturing: bool, count: int = 1) -> Tensor:
-    """Return counters for a launch on the current stream.
+    """Return counters, all zero, for a launch on the current stream.
 
-    Kernels of one stream follow each other; those of two streams may overlap, and so have counters
-    of their own. A CUDA graph may be replayed on any stream: while one is captured, counters are
-    new tensors, in the graph's memory.
+    Kernels of one stream run one after the other and share counters. Kernels of two streams may
+    overlap, so each stream has its own. A CUDA graph may be replayed on any stream, so a capture
+    gets new counters in the graph's memory.
 
     Args:
-        device: of the kernel.
+        device: device of the kernel.
         capturing: whether a CUDA graph is captured on the current stream.
-        count: how many are needed; more may be given if it is above 1.
+        count: how many are needed; above 1 the result may have more.
 
     Returns:
-        int32 [count or more]. Who keeps its address must keep the tensor.
+        int32 [count or more]. Keep the tensor for as long as its address is in use.
     """
     if device.index is None or capturing:
         return torch.zeros(count, dtype=torch.int32, device=device)

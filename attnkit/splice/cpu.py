@@ -1,4 +1,4 @@
-"""Implement the hooks of `templates.cpu`, by evaluating the graphs with torch.
+"""Implement the hooks of `templates.cpu`: evaluate the graphs with torch.
 
 Index tensors broadcast, so head, row and column values are computed at their size.
 """
@@ -29,7 +29,7 @@ caches.register(_adjoint.cache_clear)
 
 
 class CpuHooks:
-    """Hooks of `templates.cpu` for a program (see `attnkit.templates.cpu.hooks.Hooks`).
+    """Evaluates a program as hooks of `templates.cpu` (see `attnkit.templates.cpu.hooks.Hooks`).
 
     Args:
         program: the graphs.
@@ -37,7 +37,7 @@ class CpuHooks:
         mask_tensors: captured tensors of the mask graph, by slot.
         dtype: compute dtype, float32 or float64.
         device: where the score tensor lives.
-        needs_grad: by slot of the score graph, whether its gradient is needed.
+        needs_grad: whether the gradient is needed, for each tensor of the score graph by slot.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ def _positions(tile: Tile) -> dict[str, Tensor]:
 
 
 def _scatter(total: Tensor, index: list[Tensor], cotangent: Tensor) -> None:
-    """Add to total[index]; first sum `cotangent` over the axes that the index does not vary along."""
+    """Add a cotangent to total[index], summed first over axes along which the index is constant."""
     shape = broadcast(*(i.shape for i in index)) if index else (1,) * cotangent.ndim
     shape = (1,) * (cotangent.ndim - len(shape)) + tuple(shape)
     fixed = [axis for axis, n in enumerate(shape) if n == 1 and cotangent.shape[axis] != 1]

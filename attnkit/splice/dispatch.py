@@ -1,7 +1,8 @@
 """Run a kernel call with the template that it names.
 
 It runs GPU kernels if the template has them, else torch operators (the `cpu` template, on any
-device). The modules that GPU kernels need, half of the package, are imported by the first such call.
+device). The first call with a GPU kernel imports the modules that such kernels need, half of the
+package.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Attention: TypeAlias = Callable[
 
 
 def run_forward(call: KernelCall, inputs: ForwardInputs) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Run a template's forward: out, LSE, and the row maxima if `call` needs them."""
+    """Run a template's forward; return out, LSE, and the row maxima if `call` needs them."""
     attention = prepare_forward(call, inputs)
     return attention(inputs.query, inputs.key, inputs.value, inputs.captured, inputs.scale)
 
@@ -37,8 +38,8 @@ def prepare_forward(call: KernelCall, inputs: ForwardInputs) -> Attention:
     """Prepare a template's forward for tensors like `inputs`.
 
     The result may be called with other tensors of the same shapes, strides, dtypes and devices, and
-    with a scale of the same sign. The mask's tensors must be the same, with the same data, because
-    the runs depend on it.
+    with a scale of the same sign. The mask's tensors must be the same objects with the same data,
+    because the runs depend on that data.
     """
     if call.spec.target is not None:
         from attnkit.splice import forward
@@ -58,11 +59,11 @@ def prepare_forward(call: KernelCall, inputs: ForwardInputs) -> Attention:
 def run_backward(
     call: KernelCall, inputs: BackwardInputs
 ) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor | None]]:
-    """Run a template's backward; a deterministic one gives the same bits at every run.
+    """Run a template's backward; a deterministic template gives the same bits at every run.
 
     Returns:
-        The gradients of query, key and value; and by slot of the score graph the gradients of the
-        captured tensors in the compute dtype, None where none is needed.
+        The gradients of query, key and value; and the gradients of the score graph's captured
+        tensors by slot, in the compute dtype, None where none is needed.
     """
     if call.spec.target is not None:
         from attnkit.splice import backward
@@ -90,12 +91,12 @@ def run_backward(
 
 
 def backward_replay(call: KernelCall, inputs: BackwardInputs) -> Replay | None:
-    """Return the relaunch of a backward that `run_backward` has run; None if there is none.
+    """Return a function that relaunches a backward of `run_backward`; None if there is none.
 
     Returns:
-        A function of query, key, value, output, its gradient, LSE, captured tensors and the LSE's
-        gradient if there is one. It gives the gradients of query, key and value, and float32
-        gradients of the score's tensors where they are needed.
+        A function of query, key, value, output, the output's gradient, LSE, captured tensors and
+        the LSE's gradient if there is one. It returns the gradients of query, key and value, and
+        float32 gradients of the score's tensors where they are needed.
     """
     if call.spec.target is None or call.spec.emulated or call.spec.deterministic:
         return None  # deterministic kernels need new semaphores at each launch
@@ -108,7 +109,7 @@ def backward_replay(call: KernelCall, inputs: BackwardInputs) -> Replay | None:
 
 
 def _without_autocast(query: Tensor) -> AbstractContextManager[Any]:
-    """Turn autocast off: it would round the operands of every matmul inside."""
+    """Disable autocast, which would round the operands of every matmul inside."""
     if in_autocast():
         return torch.autocast(query.device.type, enabled=False)
     return nullcontext()

@@ -1,4 +1,4 @@
-"""Accumulate gradients of captured tensors as integers, so that their bits do not depend on order.
+"""Accumulate gradients of captured tensors as integers, so that order does not change their bits.
 
 `attnkit.templates.common.exact_sums` explains the format.
 """
@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 STEP, BINS = 8, 33
-_BIAS = 150  # a float is a whole number times 2**(exponent - 150)
-_MAX_TERMS = 1 << 32  # terms that a bin can sum without overflow
-_FREE_BYTES = 64 << 20  # sums may always take this much memory
+_BIAS = 150  # a float32 is an integer times 2**(biased exponent - 150)
+_MAX_TERMS = 1 << 32  # number of terms that a bin can sum without overflow
+_FREE_BYTES = 64 << 20  # bytes of sums that are always allowed
 
 
 def fit(query: Tensor, key: Tensor, learned: Sequence[Tensor]) -> bool:
-    """Return whether sums for these tensors' gradients cannot overflow and take little memory.
+    """Return whether exact sums of these tensors' gradients cannot overflow and are small enough.
 
-    Little memory is 64 MiB, or twice the float32 sums of the query's gradient if that is more.
+    Small enough is 64 MiB, or twice the float32 sums of the query's gradient if that is more.
     """
     scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
     size = 8 * BINS * sum(t.numel() for t in learned)
@@ -27,15 +27,15 @@ def fit(query: Tensor, key: Tensor, learned: Sequence[Tensor]) -> bool:
 
 
 def empty_sums(shape: Sequence[int], device: torch.device) -> Tensor:
-    """Allocate sums that are zero: int64 [*shape, BINS]; [1, BINS] for a 0-d tensor."""
+    """Allocate sums and set them to zero: int64 [*shape, BINS]; [1, BINS] for a 0-d tensor."""
     return torch.zeros((*(shape or (1,)), BINS), dtype=torch.int64, device=device)
 
 
 def round_sums(sums: Tensor, shape: Sequence[int]) -> Tensor:
-    """Round sums to float32, once, and reshape them."""
+    """Round sums once, to float32 of a shape."""
     flat = sums.view(-1, BINS)
     power = torch.arange(BINS - 1, device=sums.device) * STEP - _BIAS
-    weight = ((power + 1023) << 52).view(torch.float64)  # 2**power, from its bits
+    weight = ((power + 1023) << 52).view(torch.float64)  # 2.0**power, from its bits
     total = flat[:, :-1].to(torch.float64).mul_(weight).sum(1)
     special = flat[:, -1]  # bits: 1 for inf, 2 for -inf, 4 for NaN among the terms
     total = torch.where(special == 1, torch.inf, total)

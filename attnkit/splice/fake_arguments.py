@@ -1,4 +1,4 @@
-"""Build fake arguments to compile kernels with: they say which sizes and strides are fixed."""
+"""Build fake tensors to compile kernels with, which say which sizes and strides are fixed."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _DTYPES = {
 
 
 def tile_tensor(dtype: str, head_dim: int) -> Any:
-    """Build a tensor [B, H, S, D] with contiguous rows, the other strides multiples of 16 bytes."""
+    """Build a fake tensor [B, H, S, D]: rows contiguous, other strides multiples of 16 bytes."""
     strides = tuple(cute.sym_int64(divisibility=8) for _ in range(3))
     return make_fake_tensor(_DTYPES[dtype], (*_sizes(3), head_dim), (*strides, 1), assumed_align=16)
 
 
 def row_tensor() -> Any:
-    """Build a float32 tensor [B, H, S]."""
+    """Build a fake float32 tensor [B, H, S]."""
     strides = (cute.sym_int64(), cute.sym_int64(), 1)
     return make_fake_tensor(Float32, _sizes(3), strides, assumed_align=4)
 
 
 def captured_tensor(dtype: str, ndim: int, contiguous: bool) -> Any:
-    """Build a captured tensor of any sizes and strides, or with contiguous rows."""
+    """Build a fake captured tensor of any sizes and strides; rows may be fixed as contiguous."""
     number = _DTYPES[dtype]
     strides: tuple[Any, ...] = tuple(cute.sym_int64() for _ in range(ndim))
     if contiguous:
@@ -88,7 +88,7 @@ def forward_arguments(
 
 
 def part_tensors(rows: int, value_width: int) -> tuple[Any, Any]:
-    """Build the partial outputs and LSEs of split rows, by slot."""
+    """Build fake partial outputs and LSEs of split rows, with the slot as their first axis."""
     slots = cute.sym_int()
     sizes = (slots, rows, value_width)
     strides = (cute.sym_int64(divisibility=32), value_width, 1)

@@ -1,4 +1,4 @@
-"""Build fake arguments to compile the kernels of a backward with."""
+"""Build fake tensors to compile the kernels of a backward with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _floats() -> Any:
 
 
 def _ints(*sizes: int) -> Any:
-    """Build a contiguous int32 tensor [any, *sizes]."""
+    """Build a fake contiguous int32 tensor [any length, *sizes]."""
     strides = (sizes[0], 1) if sizes else (1,)
     return make_fake_tensor(Int32, (cute.sym_int(), *sizes), strides, assumed_align=4)
 
@@ -46,10 +46,10 @@ def main_arguments(
 
     Args:
         dtype: dtype of query, key and value.
-        head_dims: of query and key, and of value.
+        head_dims: head dims of query and key, and of value.
         captured: (dtype, rank, whether rows are contiguous) of the captured tensors.
-        totals: ranks of those with a gradient.
-        deterministic: whether the order of the sums is fixed.
+        totals: ranks of the captured tensors with a gradient.
+        deterministic: whether the sums are added in a fixed order.
         first_writer: whether the first CTA of a row stores its part of dQ.
     """
     wide, deep = head_dims
@@ -64,14 +64,14 @@ def main_arguments(
         *runs,
         _ints(),
         [captured_tensor(*c) for c in captured],
-        # in a fixed order the gradients have bins: see `templates.common.exact_sums`
+        # deterministic gradients are sums in bins, see `templates.common.exact_sums`
         [
             captured_tensor("int64", n + 1, True)
             if deterministic
             else captured_tensor("float32", n, True)
             for n in totals
         ],
-        # semaphores and the tables of their order; or flags of the chunks of dQ that are stored
+        # semaphores and tables that fix the order; or flags of the chunks of dQ that were stored
         [_ints(), _ints(4), _ints(), _ints(), _ints(2)]
         if deterministic
         else [_ints()] * first_writer,

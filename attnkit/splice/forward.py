@@ -60,10 +60,10 @@ def layout_of(
     """Describe the roles and the memory of a GPU template's forward kernel.
 
     Args:
-        template: of a plan.
+        template: a plan's template.
         program: the graphs.
-        dtype: of query, key and value.
-        head_dims: of query and key, and of value.
+        dtype: dtype of query, key and value.
+        head_dims: head dims of query and key, and of value.
         block: the plan's tile sizes.
 
     Raises:
@@ -84,14 +84,14 @@ def forward_block(
     runs: BlockRuns | None = None,
     q_len: int | None = None,
 ) -> tuple[tuple[int, int], str]:
-    """Return rows and columns of a block of a GPU template's forward kernel, and why that kernel.
+    """Return rows and columns of a block of the forward kernel for a call, and why it was chosen.
 
     If two CTAs share a block, the rows are those of both.
 
     Args:
-        template: of a plan.
+        template: a plan's template.
         program: the graphs.
-        head_dims: of query and key, and of value.
+        head_dims: head dims of query and key, and of value.
         runs: tiles to visit; None for all.
         q_len: length of the query, None for a long one.
 
@@ -105,8 +105,8 @@ def forward_block(
 def prepare(kernel_call: KernelCall, inputs: ForwardInputs) -> ForwardCall:
     """Prepare a forward with a compiled kernel, for tensors like these.
 
-    The tensors of later calls must have the same device, dtypes, shapes and strides. The mask's
-    tensors must be the same, with the same data. Of the scale only the sign counts.
+    Later calls must pass tensors of the same device, dtypes, shapes and strides, a scale of the
+    same sign, and the mask's tensors themselves with the same data.
     """
     qkv, captured = (inputs.query, inputs.key, inputs.value), inputs.captured
     sizes = tuple((t.shape, t.stride()) for t in qkv)
@@ -118,7 +118,7 @@ def prepare(kernel_call: KernelCall, inputs: ForwardInputs) -> ForwardCall:
 
 
 def build_call(kernel_call: KernelCall, inputs: ForwardInputs, workers: int) -> ForwardCall:
-    """Build a call, without the cache of `prepare`; `workers`: CTAs that run at once."""
+    """Build a forward call, bypassing the cache of `prepare`; `workers`: CTAs that run at once."""
     query, key, value, captured = inputs.query, inputs.key, inputs.value, inputs.captured
     program, runs, need_max = kernel_call.program, kernel_call.runs, kernel_call.need_max
     target = gpu_target(kernel_call.template)
@@ -187,7 +187,7 @@ def captured_arguments(
     """Yield the arguments for the captured tensors that a kernel reads.
 
     Args:
-        variant: what the kernel computes.
+        variant: the variant that the kernel computes.
         captured: tensors of the score and of the mask.
         mask_tensors: tensors of the mask, then tables of its intervals.
         device: device of the kernel.
@@ -218,7 +218,7 @@ def _emulate(
     outputs: tuple[int, ...],
     changing: Sequence[int],
 ) -> None:
-    """Execute a kernel on the CPU."""
+    """Execute a kernel in the emulator."""
     from attnkit.jit.emulator_runs import Undefined, run_emulated
 
     counts = work.work_tiles[:, [6, 9]].sum()

@@ -25,11 +25,16 @@ from attnkit.splice.counters import zero_counters
 from attnkit.splice.graph_capture import is_capturing, keep_while_replayable
 from attnkit.splice.kernel_call import Captured
 from attnkit.splice.tma import loadable
-from attnkit.util.torch_private import device_index, is_captured, maker, stream_of
+from attnkit.util.torch_private import (
+    device_index,
+    fast_empty_strided,
+    is_stream_capturing,
+    stream_of,
+)
 
 ForwardOutputs: TypeAlias = tuple[Tensor, Tensor, Tensor | None]  # out, LSE, row maxima
 # Runs a kernel: (source, arguments, indices of outputs, indices of arguments that change from call
-# to call) -> its relaunch, None if it has none.
+# to call) -> a function that relaunches it, None if there is none.
 Runner: TypeAlias = Callable[
     [Source, Sequence[object], tuple[int, ...], Sequence[int]], Relaunch | None
 ]
@@ -45,11 +50,11 @@ _COUNTER, _PARTS, _CAPTURED = 9, (10, 11), 12
 
 @dataclass(frozen=True, eq=False)
 class CombineKernel:
-    """The kernel that combines the partial results of split rows.
+    """Describes the launch of the kernel that combines the partial results of split rows.
 
     Attributes:
         source: the kernel.
-        tables: the split rows, and where their parts begin.
+        tables: indices of the split rows, and where the parts of each begin.
     """
 
     source: Source
@@ -58,24 +63,25 @@ class CombineKernel:
 
 @dataclass(frozen=True, eq=False)
 class ForwardCall:
-    """A forward call for tensors of given shapes, strides and dtype.
+    """Runs a forward, for tensors of fixed shapes, strides and dtypes.
 
     Attributes:
         run: runs a kernel.
         source: the kernel.
-        device: of all tensors.
-        dtype: of query, key, value and output.
-        shape, strides: of the output.
+        device: device of all tensors.
+        dtype: dtype of query, key, value and output.
+        shape, strides: shape and strides of the output.
         direct: whether the kernel can write an output with these strides.
         tma_strides: whether query, key and value have strides that TMA can read.
-        tables: of the work list.
-        parts: shapes of the parts of split rows and of their statistics.
+        tables: tables of the work list.
+        parts: shapes of the partial outputs of split rows, and of their LSEs.
         captured: the captured tensors that the kernel reads.
-        numbers: query heads per kv head, and CTAs.
+        numbers: query heads per kv head, and number of CTAs.
         combine: the kernel for split rows, None if there are none.
         need_max: whether the row maxima are returned.
-        emulated: the kernel is executed on the CPU.
-        relaunch: the relaunch of this call, once its kernels have been launched.
+        emulated: whether the kernel is executed on the CPU.
+        spare: tensors to pass as the parts if no row is split; empty if some are.
+        relaunch: relaunches this call; None until its kernels have run.
     """
 
     run: Runner
@@ -97,7 +103,7 @@ class ForwardCall:
     relaunch: RepeatedForward | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        # kernels take no empty tensors; if no row is split, this is neither written nor read
+        # kernels take no empty tensors; if no row is split, these are neither written nor read
         none = () if self.combine else tuple(self._empty(s) for s in self.parts)
         object.__setattr__(self, "spare", none)
 
@@ -107,12 +113,12 @@ class ForwardCall:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, captured: Captured, scale: float
     ) -> ForwardOutputs:
-        """Run the call on the current stream: out, LSE, and the row maxima or None."""
+        """Run the call on the current stream; return out, LSE, and the row maxima or None."""
         if self.relaunch is not None:
             outputs = self.relaunch(query, key, value, captured, scale)
             if outputs is not None:
                 return outputs
-        # a relaunch takes the caller's addresses, so copies and emulated memory have none
+        # a relaunch passes the caller's addresses, so it cannot copy tensors or run in the emulator
         repeatable = self.tma_strides and not (
             (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15 or self.emulated
         )
@@ -171,7 +177,7 @@ class ForwardCall:
 def repeated_forward(
     call: ForwardCall, captured: Captured, main: Relaunch, combine: Relaunch | None
 ) -> RepeatedForward:
-    """Build the relaunch of a call, for other tensors of the same shapes, strides and dtypes.
+    """Build a function that relaunches a call for other tensors of the same shapes and strides.
 
     Args:
         call: a call that has run.
@@ -183,7 +189,7 @@ def repeated_forward(
         effects, on another current device, while a CUDA graph is captured, or if TMA cannot read an
         address.
     """
-    make = maker(call.device)
+    make = fast_empty_strided(call.device)
     shape, strides, dtype = call.shape, call.strides, call.dtype
     row_shape, row_strides = shape[:3], _compact(shape[:3])
     parts = [(s, _compact(s)) for s in call.parts] if combine is not None else []
@@ -194,7 +200,7 @@ def repeated_forward(
         if isinstance(a, CapturedSlot)
     ]
     on_gpu = device.type == "cuda"
-    counters: dict[int, tuple[int, Tensor]] = {}  # by stream: address and tensor
+    counters: dict[int, tuple[int, Tensor]] = {}  # stream -> address and tensor
 
     def run(
         query: Tensor, key: Tensor, value: Tensor, captured: Captured, scale: float
@@ -202,7 +208,7 @@ def repeated_forward(
         q, k, v = query.data_ptr(), key.data_ptr(), value.data_ptr()
         stream = 0
         if on_gpu:
-            if device_index() != index or is_captured():
+            if device_index() != index or is_stream_capturing():
                 return None
             stream = stream_of(index)
         if (q | k | v) & 15:
@@ -219,7 +225,7 @@ def repeated_forward(
         if combine is not None:
             split = [make(s, t, torch.float32) for s, t in parts]
             addresses += [t.data_ptr() for t in split]
-        copies: list[Tensor] = []  # keeps them alive until the launch
+        copies: list[Tensor] = []  # kept alive until the launch
         for graph, slot, near in slots:
             t = captured[graph][slot]
             if not near:

@@ -27,9 +27,9 @@ def forward_source(
 
     Args:
         target: the target that it is compiled for.
-        variant: the graphs.
+        variant: the graphs, in the form that the kernel computes.
         config: arguments of a `ForwardConfig`, in order of their names.
-        head_dims: of query and key, and of value.
+        head_dims: head dims of query and key, and of value.
         captured: kinds of the captured tensors that it reads.
         positive: whether the softmax scale is above 0.
     """

@@ -18,15 +18,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ForwardVariant:
-    """A variant as a kernel takes it.
+    """Holds a variant in the form that a forward kernel computes.
 
     Attributes:
         form: the score_mod.
         mask: bool expression, None to keep everything.
-        ends: the mask as intervals, if it has that form.
+        ends: bounds of the intervals of kv that the mask keeps in a row; None if it has no such
+            form.
         slots: which captured tensors of the score, and of the mask, the kernel reads.
-        wraps: loads whose index may be negative at the lengths in question.
-        lists_override_mask: block lists overrule the mask.
+        wraps: loads whose index may be negative for the sizes of the call, and then counts from the
+            end.
+        lists_override_mask: whether block lists override the mask.
     """
 
     form: ScoreForm
@@ -69,7 +71,7 @@ def forward_variant(
 
     Args:
         score, mask: the graphs.
-        ends: the mask as intervals, if it has that form.
+        ends: bounds of the intervals that the mask keeps in a row; None if it has no such form.
         sizes: batch, heads, query and kv length.
     """
     form = score_form(score)

@@ -22,10 +22,10 @@ def choose_kernel(
     target: Target,
     q_len: int | None,
 ) -> tuple[Kernel, str]:
-    """Choose the kernel for these tiles; return it, and why.
+    """Choose the kernel for these tiles; return it, and the reason.
 
     Args:
-        head_dims: of query and key, and of value.
+        head_dims: head dims of query and key, and of value.
         runs: tiles to visit; None for all.
         program: the graphs.
         target: the target that the kernel is compiled for.
@@ -39,7 +39,7 @@ def choose_kernel(
 
 
 def near_runs(runs: BlockRuns, query: Tensor) -> BlockRuns:
-    """Move the runs to the host if they have few rows."""
+    """Move the runs to the host if they have few rows, where the choice of a kernel costs less."""
     return on_host_if_few(runs, query.shape[0] * query.shape[1] * runs.q_blocks)
 
 
@@ -52,12 +52,12 @@ def forward_work(
     workers: int,
     split: bool,
 ) -> WorkList:
-    """Return the work list of a forward, on the device of the query; it is cached with the runs.
+    """Return the work list of a forward, on the device of the query; cache it with the runs.
 
     Args:
         runs: tiles to visit; None for all.
         kernel: the kernel, whose tiles it lists.
-        query, key, value: for their shapes.
+        query, key, value: read for their shapes alone.
         workers: CTAs that run at once.
         split: whether long rows may be split along KV.
     """

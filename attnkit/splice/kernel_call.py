@@ -20,12 +20,12 @@ from attnkit.splice.program import Program
 
 @dataclass(frozen=True)
 class KernelCall:
-    """A template, the graphs that it computes, and the tiles that it visits.
+    """Says which template computes which graphs on which tiles.
 
     Attributes:
-        template: of a plan, such as "cpu", "sm90", "emulate:sm90" or "sm90:ordered".
+        template: a plan's template, such as "cpu", "sm90", "emulate:sm90" or "sm90:ordered".
         program: the graphs.
-        runs: tiles to visit, in a kernel's tile sizes or multiples; None for all.
+        runs: tiles to visit, whose sizes are those of the kernel or multiples; None for all.
         need_max: whether the forward also returns the row maxima.
     """
 
@@ -36,15 +36,15 @@ class KernelCall:
 
     @functools.cached_property
     def spec(self) -> TemplateSpec:
-        """The name of the template, parsed."""
+        """Return the parsed name of the template."""
         return TemplateSpec.parse(self.template)
 
 
 class Captured(NamedTuple):
-    """Tensors that the graphs capture, by slot.
+    """Holds the tensors that the score and the mask capture, in order of their slots.
 
-    A tuple, so that `captured[0]` is the score's and `captured[1]` the mask's where an index says
-    which.
+    Code that has an index reads it as a tuple: `captured[0]` for the score, `captured[1]` for the
+    mask.
     """
 
     scores: Sequence[Tensor]
@@ -53,7 +53,7 @@ class Captured(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ForwardInputs:
-    """Tensors of a forward call.
+    """Holds the tensors and the scale of a forward call.
 
     Attributes:
         query: [B, Hq, Sq, D].
@@ -72,12 +72,12 @@ class ForwardInputs:
 
 @dataclass(frozen=True, eq=False)
 class BackwardInputs:
-    """Tensors of a backward call.
+    """Holds the tensors and the scale of a backward call.
 
     Attributes:
         query, key, value: as in `ForwardInputs`.
         out: output of the forward, [B, Hq, Sq, Dv].
-        lse: its log-sum-exp, [B, Hq, Sq].
+        lse: LSE of the forward, [B, Hq, Sq].
         grad_out: gradient of `out`.
         grad_lse: gradient of `lse`; None for zero.
         captured: tensors that the score and the mask capture.
@@ -95,3 +95,30 @@ class BackwardInputs:
     captured: Captured
     needs_grad: Sequence[bool]
     scale: float
+
+    @classmethod
+    def of(
+        cls,
+        forward: ForwardInputs,
+        outputs: tuple[Tensor, Tensor],
+        grads: tuple[Tensor, Tensor | None],
+        needs_grad: Sequence[bool],
+    ) -> BackwardInputs:
+        """Return the inputs of a forward's backward.
+
+        Args:
+            forward: inputs of the forward.
+            outputs: its output and LSE.
+            grads: their gradients.
+            needs_grad: as of the class.
+        """
+        return cls(
+            forward.query,
+            forward.key,
+            forward.value,
+            *outputs,
+            *grads,
+            captured=forward.captured,
+            needs_grad=needs_grad,
+            scale=forward.scale,
+        )

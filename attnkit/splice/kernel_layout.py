@@ -12,7 +12,7 @@ WORK = {
 
 @dataclass(frozen=True)
 class Role:
-    """The warps of one role.
+    """Describes the warps of one role.
 
     Attributes:
         name: name of the role.
@@ -32,14 +32,14 @@ class Role:
 
 @dataclass(frozen=True)
 class Layout:
-    """The roles and the memory of a kernel.
+    """Describes the roles and the memory of a kernel.
 
     Attributes:
-        roles: by warps.
+        roles: roles in order of their warps.
         columns: (name, first column, columns) of tensor memory, if the GPU has it.
-        shared_bytes: shared memory of a CTA.
-        stages: stages of K or V in its ring.
-        work: how it finds its next work tile, a key of `WORK`.
+        shared_bytes: shared memory of a CTA, in bytes.
+        stages: number of stages for blocks of K or V.
+        work: how a CTA finds its next work tile, a key of `WORK`.
     """
 
     roles: tuple[Role, ...]
@@ -50,7 +50,7 @@ class Layout:
 
     @property
     def warps(self) -> dict[str, range]:
-        """Warps by role."""
+        """Return the warps of each role, by its name."""
         return {role.name: role.warps for role in self.roles}
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Bring a mask to intervals of positions, for kernels that compare positions with bounds."""
+"""Convert a mask to intervals of positions, for kernels that compare positions with bounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attnkit.graph.ir import Node
 from attnkit.sparsity.intervals.normal_form import Intervals, find_intervals
 from attnkit.tracing.tracer import Traced
 
-# (first, past the last) of each interval.
+# (first position, position after the last) of each interval.
 Bounds: TypeAlias = tuple[tuple[Node, Node], ...]
 
 
@@ -24,11 +24,11 @@ def row_intervals(
     Args:
         mask: the graph; None for no mask.
         tensors: tensors that it captures.
-        query, key: for their shapes and device.
+        query, key: read for their shapes and device alone.
 
     Returns:
-        The intervals, None if the mask has no such form; and the tensors that they or the mask
-        read: those of `tensors` first, then tables of the intervals.
+        The intervals, or None if the mask is not a union of few intervals; and the tensors that
+        intervals or mask read: first those of `tensors`, then tables of the intervals.
     """
     return _intervals(mask, tensors, query, (query.shape[2], key.shape[2]))
 
@@ -36,7 +36,7 @@ def row_intervals(
 def column_intervals(
     mask: Node | None, tensors: Sequence[Tensor], query: Tensor, key: Tensor
 ) -> tuple[Bounds | None, Sequence[Tensor]]:
-    """Find the intervals of q that every column kv keeps: `row_intervals` of the transposed mask."""
+    """Find the intervals of q that the mask keeps in every column kv, as `row_intervals` does."""
     if mask is not None:
         q, kv = ir.arg("q"), ir.arg("kv")
         mask = ir.substitute(mask, {q: kv, kv: q})

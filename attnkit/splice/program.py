@@ -1,4 +1,4 @@
-"""Define the graphs of a variant as one value, with a text form for operators and cache keys."""
+"""Define `Program`, which holds the graphs of a variant and converts to text and back."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from attnkit.util import caches
 
 @dataclass(frozen=True)
 class Program:
-    """The graphs of a variant.
+    """Holds the graphs of a variant. Its text form goes into operators and cache keys.
 
     Attributes:
         score: f32 root over score, b, h, q, kv; None if there is no score_mod.
         mask: bool root over b, h, q, kv; None keeps everything.
-        checked: loads of either graph whose index range is not proven; each is checked when run.
+        checked: loads of either graph whose index range is not proven; these are checked at run
+            time.
         names: names of the tensors that the score and the mask capture, for the messages of those
             checks; empty where nothing is checked, so that equal graphs are equal programs.
-        lists_override_mask: block lists overrule the mask: a FULL tile is kept whole whatever the mask says.
+        lists_override_mask: whether block lists override the mask: a FULL tile is kept whole
+            whatever the mask says.
     """
 
     score: Node | None = None
@@ -34,7 +36,7 @@ class Program:
 
     @functools.cached_property
     def text(self) -> str:
-        """The program as canonical text; `Program.parse` reads it back."""
+        """Return the program as canonical text; `Program.parse` reads it back."""
         parts = ["" if root is None else ir.text(root) for root in (self.score, self.mask)]
         parts.append("listed" if self.lists_override_mask else "")
         if self.checked:
@@ -48,7 +50,7 @@ class Program:
     @staticmethod
     @functools.lru_cache(maxsize=1024)
     def parse(text: str) -> Program:
-        """Parse the `text` of a program; the graphs are the same objects."""
+        """Parse the `text` of a program. Its graphs are the same objects, as nodes are interned."""
         first, second, lists_override_mask, *checks = text.split("|")
         score, mask = (ir.parse(part) if part else None for part in (first, second))
         program = Program(score, mask, lists_override_mask=bool(lists_override_mask))

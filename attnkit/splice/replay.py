@@ -1,7 +1,8 @@
 """Relaunch all kernels of a call for other tensors of the same geometry, with new addresses only.
 
-The tensors and launches of one call are analysed once. Each address that a kernel was given lies
-in a tensor that the caller brings, in one that the call makes, or in one that stays, as a table does.
+The tensors and launches of one call are analysed once. Each address that a kernel took lies in a
+tensor that the caller passes, in one that the call allocates, or in one that all calls share, such
+as a table.
 """
 
 from __future__ import annotations
@@ -15,18 +16,24 @@ import torch
 from torch import Tensor
 
 from attnkit.jit.relaunch import Relaunch
-from attnkit.util.torch_private import device_index, is_captured, maker, stream_of
+from attnkit.util.torch_private import (
+    device_index,
+    fast_empty_strided,
+    is_stream_capturing,
+    stream_of,
+)
 
-_STEP = 256  # bytes, between tensors in one block of memory
+_STEP = 256  # alignment in bytes of tensors within one allocation
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch of a kernel.
+    """Describes a launch of a kernel.
 
     Attributes:
-        relauncher: (arguments, indices of those that change) -> the relaunch of the kernel.
-        arguments: its tensors and numbers.
+        relauncher: (arguments, indices of those that change) -> a function that relaunches the
+            kernel; None if there is none.
+        arguments: the kernel's tensors and numbers.
     """
 
     relauncher: Callable[[Sequence[Any], Sequence[int]], Relaunch | None]
@@ -35,16 +42,16 @@ class Launch:
 
 @dataclass(frozen=True)
 class CallTensors:
-    """Tensors of a call.
+    """Lists the tensors of a call by who allocates them and how they start.
 
     Attributes:
-        inputs: those that the caller brings, in the order of a replay.
-        outputs: new ones that the caller gets.
-        zeroed: the same, which are zero before the kernels run.
-        workspace: new ones that only the kernels use.
+        inputs: tensors that the caller passes, in the order of a replay.
+        outputs: new tensors that the caller gets.
+        zeroed: new tensors that the caller gets and that must be zero before the kernels run.
+        workspace: new tensors that only the kernels use.
         tables: tensors that are the same in every call.
-        cleared: from which byte on the first of `workspace` is zero before the kernels run; None if
-            it need not be.
+        cleared: the first tensor of `workspace` must be zero from this byte on before the kernels
+            run; None if it need not be.
     """
 
     inputs: Sequence[Tensor]
@@ -57,21 +64,23 @@ class CallTensors:
 
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """Relaunch a call, as a function of the tensors that the caller brings.
+    """Relaunches a call, as a function of the tensors that the caller passes.
 
-    It makes new outputs and a new workspace, and takes every number as it was. It is for tensors of
-    the same shapes, strides and dtypes on the same device, which it does not check.
+    It allocates new outputs and a new workspace, and passes the same numbers as the analysed call.
+    The tensors must have the same shapes, strides, dtypes and device, which it does not check.
 
     Attributes:
-        launches: for each kernel its relaunch, and its addresses among all of a call.
-        outputs, zeroed: shapes, strides and dtypes of the tensors that are returned.
-        starts, size: where the tensors of the workspace begin in one block of memory, in bytes.
-        cleared: the bytes of it that are set to zero.
-        offsets: addresses inside of tensors: which one, and how far from its start, in bytes.
-        counter: gives the tensor that kernels count with on the current stream.
-        aligned: how many of the inputs are read by TMA.
-        device: of all tensors.
-        tables: what the kernels read at every call.
+        launches: for each kernel a function that relaunches it, and one that selects its addresses
+            from those of the call.
+        outputs, zeroed: shapes, strides and dtypes of the tensors to return.
+        starts, size: first byte of each tensor of the workspace within one allocation, and the
+            bytes of that allocation.
+        cleared: bytes of the allocation to set to zero.
+        offsets: addresses inside of tensors: index of the tensor, and bytes from its start.
+        counter: returns the tensor that kernels count with on the current stream.
+        aligned: number of inputs that TMA reads; they come first.
+        device: device of all tensors.
+        tables: tensors that every call reads; held here so that their addresses stay valid.
     """
 
     launches: Sequence[tuple[Relaunch, Callable[[Sequence[int]], Any]]]
@@ -85,19 +94,19 @@ class Replay:
     aligned: int
     device: torch.device
     tables: Sequence[Tensor]
-    _counters: dict[int, Tensor] = field(default_factory=dict)  # by stream
+    _counters: dict[int, Tensor] = field(default_factory=dict)  # counters by stream
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_make", maker(self.device))
+        object.__setattr__(self, "_make", fast_empty_strided(self.device))
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor] | None:
-        """The tensors of `outputs` and `zeroed`, on the current stream.
+        """Relaunch the call on the current stream; return its `outputs` and `zeroed` tensors.
 
-        None, and nothing is done, on another current device, while a CUDA graph is captured, or if
-        an address is off a multiple of 16 bytes that may not be.
+        Return None, and do nothing, if another device is current, a CUDA graph is being captured,
+        or the address of a tensor that TMA reads is not a multiple of 16 bytes.
         """
         index, make = self.device.index, self._make  # type: ignore[attr-defined]
-        if device_index() != index or is_captured():
+        if device_index() != index or is_stream_capturing():
             return None
         pool = [t.data_ptr() for t in inputs]
         bits = 0
@@ -135,18 +144,18 @@ def prepare_replay(
     aligned: int,
     device: torch.device,
 ) -> Replay | None:
-    """Prepare the replay of a call; None if one of its addresses lies in none of its tensors.
+    """Prepare the replay of a call; return None if a kernel reads a tensor not in `tensors`.
 
     Args:
-        launches: of its kernels.
-        tensors: of the call; its inputs have different addresses.
+        launches: launches of the call's kernels.
+        tensors: tensors of the call. Its inputs must have different addresses.
         counter, aligned, device: see `Replay`.
     """
     place = _places(tensors, counter())
     starts, size = _starts(tensors.workspace)
     moving = sum(map(len, (tensors.inputs, tensors.outputs, tensors.zeroed, tensors.workspace))) + 1
     relaunches = []
-    offsets: dict[tuple[int, int], int] = {}  # to their place among the addresses
+    offsets: dict[tuple[int, int], int] = {}  # location -> index among the addresses
     for launch in launches:
         changing, at = [], []
         for i, a in enumerate(launch.arguments):
@@ -161,7 +170,7 @@ def prepare_replay(
                 new = moving + len(offsets)
                 at.append(offsets.setdefault(location, new) if offset else which)
         relaunch = launch.relauncher(launch.arguments, changing)
-        if relaunch is None or len(at) < 2:  # an itemgetter of one gives no tuple
+        if relaunch is None or len(at) < 2:  # itemgetter with one index returns no tuple
             return None
         relaunches.append((relaunch, itemgetter(*at)))
     cleared = tensors.cleared
@@ -181,7 +190,7 @@ def prepare_replay(
 
 
 def _starts(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Where each tensor begins in one block of memory, in bytes, and how long that is."""
+    """Lay tensors out in one allocation; return the first byte of each, and the total bytes."""
     starts, size = [], 0
     for t in tensors:
         starts.append(size)
@@ -195,7 +204,10 @@ def _bytes(t: Tensor) -> int:
 
 
 def _places(tensors: CallTensors, counter: Tensor) -> Callable[[Tensor], tuple[int, int] | None]:
-    """Find where an argument lies: which of the moving tensors, or -1, and bytes from its start."""
+    """Return a function that locates an argument: (index of a tensor, bytes from its start).
+
+    The index is -1 for tables, which do not move. The function returns None for other tensors.
+    """
     moving = [*tensors.inputs, counter, *tensors.outputs, *tensors.zeroed, *tensors.workspace]
     known = {t.data_ptr(): i for i, t in enumerate(moving)}
     new = [(t.data_ptr(), _bytes(t), i) for i, t in enumerate(moving) if i > len(tensors.inputs)]

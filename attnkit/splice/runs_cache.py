@@ -1,4 +1,4 @@
-"""Cache values that are derived from the tiles of a mask, such as the tables that kernels read."""
+"""Cache values that are computed from the tiles of a mask, such as the tables of kernels."""
 
 from __future__ import annotations
 
@@ -37,6 +37,6 @@ def on_host_if_few(runs: BlockRuns, rows: int) -> BlockRuns:
 
 
 def wait_for_tables(device: torch.device) -> None:
-    """Wait until tables are written, because other streams may read them next."""
+    """Wait until the current stream has written tables, as other streams may read them next."""
     if device.type == "cuda" and not is_capturing(device):
         torch.cuda.current_stream(device).synchronize()

@@ -24,14 +24,14 @@ __all__ = [
     "tile_of",
 ]
 
-# operations on the unit of the exponentials
+# operations that run on the unit that computes exponentials
 _SPECIAL = frozenset(
     "exp exp2 expm1 log log2 log1p sqrt rsqrt tanh sigmoid sin cos div pow".split()
 )
 
 
 def fit_registers(kernel: Kernel, form: ScoreForm, masked: bool) -> Kernel:
-    """Return the kernel unchanged: scores come from tensor memory in parts, so registers suffice."""
+    """Return the kernel unchanged: it reads scores from tensor memory in parts, so none spill."""
     return kernel
 
 
@@ -43,11 +43,11 @@ def config_of(
     need_max: bool,
     arch: str,
 ) -> dict[str, Any]:
-    """Return the arguments of a `ForwardConfig`."""
+    """Return the arguments of the `ForwardConfig` for a variant."""
     from attnkit.templates.sm100.config import ForwardConfig
 
     head_dim, head_dim_v = (padded_head_dim(d) for d in head_dims)
-    if kernel.alias:  # the output tile takes the place of the query tile
+    if kernel.lacks_o_smem:  # the output tile takes the place of the query tile
         head_dim = max(head_dim, head_dim_v)
     config: dict[str, Any] = {
         "dtype": dtype,
@@ -56,14 +56,14 @@ def config_of(
         "block_kv": kernel.block[1],
         "q_tiles": kernel.block[0] // (128 * kernel.ctas),
         "two_cta": kernel.ctas == 2,
-        # work tiles differ, and a counter's number would have to pass between the CTAs of a pair
+        # a counter balances uneven work tiles; a pair would have to pass its value between its CTAs
         "work": "counter" if kernel.ctas == 1 else "clc",
-        "alias": kernel.alias,
+        "alias": kernel.lacks_o_smem,
         "poly": poly_of(form, arch),
         "need_max": need_max,
     }
-    # Q K in halves shortens the chain of a tile, and reads Q twice: wide heads wait for shared
-    # memory then
+    # Q K in halves shortens the dependent chain of a tile but reads Q twice; with wide heads shared
+    # memory would become the limit
     narrow = max(head_dim, head_dim_v) <= 64 and kernel.block == (256, 128)
     return config | {"halves": narrow and ForwardConfig(**config).stages >= 4}
 
@@ -71,18 +71,19 @@ def config_of(
 def poly_of(form: ScoreForm, arch: str) -> int:
     """Choose n such that the FMA units compute every n-th pair of exponentials; 0 for none.
 
-    The values are those that the timeline prefers (`attnkit explain --arch sm_100a`); not measured.
+    The values are the best by the predicted timeline (`attnkit explain --arch sm_100a`); they are
+    not measured.
     """
     if arch == SM103.arch:  # its exponential unit is twice as fast
         return 0
     elements = [n for n in (form.factor, form.bias) if n is not None and "score" in ir.reads(n)]
     if any(n.op in _SPECIAL and "score" in ir.reads(n) for n in ir.topo(*elements)):
-        return 2  # the mod keeps the unit as busy as the exponentials do
+        return 2  # the mod needs the exponential unit as often as the softmax does
     return 3
 
 
 def tile_of(kernel: Kernel, head_dims: tuple[int, int]) -> tuple[int, int]:
-    """Return rows and columns of a tile of the output."""
+    """Return rows and columns of an output tile."""
     return kernel.block[0], padded_head_dim(head_dims[1])
 
 

@@ -18,13 +18,13 @@ ROLES = {
     "multiply": range(12, 13),
     "load": range(13, 14),
 }
-# at level 3 captured gradients spill
+# at level 3 the gradients of captured tensors spill registers
 OPTIONS = "--opt-level=2"
 SEMAPHORES = 1, 1
 
 
 def widths(head_dims: tuple[int, int]) -> tuple[int, int] | None:
-    """Return the head dims as they are computed, None if they are too wide."""
+    """Return the head dims rounded up to those of the kernels; None if they are too wide."""
     wide, deep = head_dims
     if deep > 128 or wide > 192:
         return None
@@ -44,7 +44,7 @@ def block_kv(widths: tuple[int, int]) -> int:
 
 
 def switches(case: BackwardCase) -> dict[str, Any]:
-    """Return switches: whether pairs of CTAs share a work tile, and whether the MMA adds the LSE."""
+    """Decide whether pairs of CTAs share a work tile, and whether the MMA subtracts the LSE."""
     from attnkit.templates.sm100.backward_config import BackwardConfig
 
     ctas: dict[str, Any] = {} if refusal(case) else {"two_cta": True}
@@ -59,24 +59,24 @@ def splits(settings: BackwardSettings) -> bool:
 
 
 def cost(settings: BackwardSettings) -> Cost:
-    """Return the cost of the work in cycles."""
+    """Return the cost of blocks and tiles in cycles."""
     return BACKWARD_COST
 
 
 def first_writer(settings: BackwardSettings) -> bool:
-    """Whether the first part of a sum of dQ may be stored, which is not cleared then."""
+    """Return whether the first CTA of a row may store its dQ: never in this kernel."""
     return False
 
 
 def config(settings: BackwardSettings) -> Any:
-    """Return the config of the kernels."""
+    """Build the config of the kernels."""
     from attnkit.templates.sm100.backward_config import BackwardConfig
 
     return BackwardConfig(**settings.values)
 
 
 def preprocess(settings: BackwardSettings, with_lse: bool) -> Any:
-    """Make the preprocess: LSE and delta of every row."""
+    """Build the preprocess kernel, which computes LSE and delta of every row."""
     from attnkit.templates.common.preprocess import Preprocess
 
     return Preprocess(config(settings), with_lse)
@@ -89,14 +89,14 @@ def row_words(settings: BackwardSettings) -> tuple[int, int]:
 
 
 def postprocess(settings: BackwardSettings, width: int, block: int) -> Any:
-    """Make the postprocess: it rounds a gradient."""
+    """Build the postprocess kernel, which rounds sums to a gradient."""
     from attnkit.templates.sm100.backward_postprocess import Postprocess
 
     return Postprocess(config(settings), width, block)
 
 
 def main(settings: BackwardSettings, hooks: BackwardHooks) -> Any:
-    """Make the main kernel."""
+    """Build the main kernel, which computes the gradients."""
     from attnkit.templates.sm100.backward import Backward
     from attnkit.templates.sm100.backward_2cta import Backward2Cta
 

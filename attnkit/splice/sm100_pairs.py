@@ -1,4 +1,4 @@
-"""Decide whether the Blackwell backward runs in pairs of CTAs, by one rule per condition."""
+"""Decide whether the Blackwell backward runs in pairs of CTAs; each condition is a rule."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice.runs_cache import cached_for_runs
 from attnkit.splice.template import BackwardCase
 
-COLUMNS = 256  # of a kv tile of a pair; a single CTA has half
+COLUMNS = 256  # columns of a kv tile of a pair; a single CTA has half
 
 
 @dataclass(frozen=True)
 class Clocks:
-    """Predicted clocks of a block, and of a kv tile without its blocks (benchmarks/blackwell.py)."""
+    """Holds predicted clocks of a block, and those that a kv tile takes in addition.
+
+    They come from benchmarks/blackwell.py.
+    """
 
     block: int
     tile: int
 
 
-# By what is done for gradients of captured tensors: nothing; sums in registers, for indices known
-# per head or per column; additions to memory for every row or score.
+# How gradients of captured tensors are accumulated: not at all; in registers, for indices that are
+# known per head or per column; in memory, once for every row or score.
 NOTHING, SUMMED, SPREAD = "nothing", "summed", "spread"
 SINGLE = {NOTHING: Clocks(5141, 4387), SUMMED: Clocks(5653, 4530), SPREAD: Clocks(12011, 6406)}
 PAIR = {NOTHING: Clocks(2954, 4421), SUMMED: Clocks(4209, 2825), SPREAD: Clocks(12024, 2678)}
@@ -31,13 +34,13 @@ PAIR = {NOTHING: Clocks(2954, 4421), SUMMED: Clocks(4209, 2825), SPREAD: Clocks(
 
 @dataclass(frozen=True)
 class Rule:
-    """A condition for pairs, and the message if it does not hold."""
+    """Holds a condition for pairs, and the message if it does not hold."""
 
     holds: Callable[[BackwardCase], bool]
     message: Callable[[BackwardCase], str]
 
 
-# The cheap ones first.
+# Rules that are cheap to test come first.
 RULES = (
     Rule(
         lambda c: c.widths == (128, 128),
@@ -55,7 +58,7 @@ RULES = (
 
 
 def refusal(case: BackwardCase) -> str:
-    """Return why a backward does not use pairs, "" if it does."""
+    """Return why a backward does not use pairs; "" if it does."""
     return next((rule.message(case) for rule in RULES if not rule.holds(case)), "")
 
 

@@ -1,7 +1,8 @@
 """Choose the kernel of the Blackwell forward for a mask: the one with the fewest predicted clocks.
 
-Pairs of CTAs need fewer clocks for a block, and joining tiles to their 512 rows costs blocks at the
-edges of the mask. A mask's own tiles have 128 rows, from which those of every kernel are joined.
+Pairs of CTAs need fewer clocks for a block. But their tiles have 512 rows, so more blocks are
+visited at the edges of the mask. Masks are classified in tiles of 128 rows; the tiles of each
+kernel join several of these.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from attnkit.schedule.kernel_table import Kernel, fitting_kernel
 from attnkit.schedule.work_list import retile
 from attnkit.sparsity.block_runs import BlockRuns
 
-ROWS = 128  # of a query tile
+ROWS = 128  # rows of a query tile
 
 
 @dataclass(frozen=True)
 class Clocks:
-    """Predicted clocks of an SM (`attnkit explain --arch sm_100a`).
+    """Holds predicted clocks of an SM (`attnkit explain --arch sm_100a`).
 
     Attributes:
-        full, partial: from one FULL, or PARTIAL, block to the next.
-        tile: a tile without its blocks.
-        modded: as `full` and `partial`, with a score_mod that does nothing for each score.
+        full, partial: clocks from one FULL, or PARTIAL, block to the next.
+        tile: clocks that a tile takes in addition to its blocks.
+        modded: `full` and `partial` with a score_mod, before what it computes for each score.
     """
 
     full: int
@@ -37,8 +38,8 @@ class Clocks:
 
 ClocksByTile: TypeAlias = dict[tuple[int, int], Clocks]
 
-# What an instruction for each score adds to a block of a query tile of 128 x 128: an SM begins 128 in a
-# clock.
+# Clocks that one instruction for each score adds to a block of 128 x 128: an SM issues it for 128
+# scores per clock.
 INSTRUCTION = 128
 
 
@@ -49,13 +50,14 @@ def choose_kernel(
     lists_override_mask: bool,
     form: ScoreForm,
 ) -> tuple[Kernel, str]:
-    """Choose the kernel for a mask; return it, and why.
+    """Choose the kernel for a mask; return it, and the reason.
 
     Args:
         candidates: kernels for these head dims, best first.
-        head_dims: of query and value.
-        runs: tiles to visit, None for all. More than 128 rows ask for the kernel with these tiles.
-        lists_override_mask: block lists overrule the mask, so that tiles cannot be joined.
+        head_dims: head dims of query and value.
+        runs: tiles to visit, None for all. Tiles of more than 128 rows select the kernel that has
+            such tiles.
+        lists_override_mask: whether block lists override the mask, so that tiles cannot be joined.
         form: the score_mod.
     """
     if runs is None:
@@ -68,8 +70,9 @@ def choose_kernel(
         k for k in candidates if k.block in known and (not lists_override_mask or divides(k, runs))
     ]
     if not rivals:
-        kernel = fitting_kernel(candidates, runs.block, lists_override_mask)
-        return kernel, "its tiles fit those of the mask"
+        return fitting_kernel(
+            candidates, runs.block, lists_override_mask
+        ), "its tiles fit those of the mask"
     totals = {k: total(k, known[k.block], runs, form) for k in rivals}
     best, *others = sorted(rivals, key=lambda k: totals[k])
     name = "a pair of CTAs" if best.ctas > 1 else "one CTA"
@@ -102,7 +105,7 @@ def total(kernel: Kernel, clocks: Clocks, runs: BlockRuns, form: ScoreForm) -> i
 
 
 def clocks_of(head_dims: tuple[int, int]) -> ClocksByTile:
-    """Return clocks by a kernel's tiles; empty if there is no choice."""
+    """Return the clocks of each kernel by its tile sizes; empty if there is no choice."""
     wide, deep = head_dims
     if deep > ROWS or wide > 192 or max(head_dims) <= 96:
         return {}

@@ -17,10 +17,10 @@ from attnkit.splice.forward_variant import ForwardVariant
 from attnkit.splice.kernel_layout import Layout, Role
 from attnkit.splice.template import ForwardTemplate
 
-# |x| in log2 up to which no maximum is needed: sums of float32 and P of bfloat16 hold 2**48 safely
+# largest |score| in units of log2 that needs no row maximum: float32 sums and bfloat16 P hold 2**48
 CEILING = 48.0
-WIDEST = (128, 80)  # tile of the widest head dims
-NARROW = 64  # its columns with a score_mod
+WIDEST = (128, 80)  # tile sizes for the widest head dims
+NARROW = 64  # columns of that tile with a score_mod
 
 
 def choose_kernel(
@@ -33,22 +33,24 @@ def choose_kernel(
     """Choose the kernel with the tiles of the mask, or the best one whose tiles divide them."""
     if runs is None:
         return candidates[0], "nothing is masked"
-    kernel = fitting_kernel(candidates, runs.block, lists_override_mask)
-    return kernel, "its tiles fit those of the mask"
+    return fitting_kernel(
+        candidates, runs.block, lists_override_mask
+    ), "its tiles fit those of the mask"
 
 
 def fit_registers(kernel: Kernel, form: ScoreForm, masked: bool) -> Kernel:
     """Adapt a kernel to the registers that a variant needs.
 
-    A tile has half the columns if the score_mod loads a value for each score; at wide head dims with
-    a mask, also if it takes log1p of a score; at the widest head dims, also if it loads a value for
-    each q - kv. At the widest head dims a mask's bounds leave no registers for a second P.
+    A tile has half the columns if the score_mod loads a value for each score; at wide head dims
+    with a mask, also if it takes log1p of a score; at the widest head dims, also if it loads a
+    value for each q - kv. At the widest head dims a mask's bounds leave no registers for a second
+    P.
     """
     if masked and kernel.block == WIDEST:
-        kernel = replace(kernel, softmax="online", early=False)
+        kernel = replace(kernel, softmax="online", double_buffer_p=False)
     parts = (n for n in (form.factor, form.bias, form.slope) if n is not None)
-    tight = masked and kernel.alias
-    narrow = kernel.alias and kernel.block[1] == NARROW
+    tight = masked and kernel.lacks_o_smem
+    narrow = kernel.lacks_o_smem and kernel.block[1] == NARROW
     if not any(_loads(n, narrow) or (tight and n.op == "log1p") for n in ir.topo(*parts)):
         return kernel
     rows, columns = kernel.block
@@ -68,7 +70,7 @@ def config_of(
     need_max: bool,
     arch: str = "sm_90a",
 ) -> dict[str, Any]:
-    """Return the arguments of a `ForwardConfig`."""
+    """Return the arguments of the `ForwardConfig` for a variant."""
     config: dict[str, Any] = {
         "dtype": dtype,
         "head_dim": padded_head_dim(head_dims[0]),
@@ -76,9 +78,8 @@ def config_of(
         "block_kv": kernel.block[1],
         "warpgroups": kernel.block[0] // 64,
         "softmax": kernel.softmax,
-        "double_buffer_p": kernel.early,
-        "pingpong": kernel.pingpong,
-        "store_from_registers": kernel.alias,
+        "double_buffer_p": kernel.double_buffer_p,
+        "store_from_registers": kernel.lacks_o_smem,
         "need_max": need_max,
     }
     if (
@@ -87,7 +88,7 @@ def config_of(
         and dtype == "bfloat16"
         and not need_max
     ):
-        # no maximum at all; then the exponential unit is the limit, with a tanh before it
+        # without a row maximum the exponential unit is the limit, as the mod has a tanh
         config |= {
             "softmax": "no-max",
             "double_buffer_p": False,
@@ -95,13 +96,13 @@ def config_of(
             "poly": 4,
         }
     elif form.slope is not None and config["head_dim"] > 128:
-        # the columns' terms are held in registers that a second P would need
+        # the terms per column occupy the registers that a second P would need
         config |= {"softmax": "online", "double_buffer_p": False}
     return config
 
 
 def tile_of(kernel: Kernel, head_dims: tuple[int, int]) -> tuple[int, int]:
-    """Return rows and columns of a tile of the output."""
+    """Return rows and columns of an output tile."""
     return kernel.block[0], padded_head_dim(head_dims[1])
 
 

@@ -13,7 +13,7 @@ from attnkit.splice.template import BackwardCase, BackwardSettings, BackwardTemp
 if TYPE_CHECKING:
     from attnkit.templates.common.hooks import BackwardHooks
 
-ROLES = {  # warps, see templates.sm90.backward_shared
+ROLES = {  # role -> warps, see templates.sm90.backward_shared
     "load": range(1),
     "add": range(1, 3),
     "clear": range(3, 4),
@@ -21,8 +21,8 @@ ROLES = {  # warps, see templates.sm90.backward_shared
     "consumer 1": range(8, 12),
 }
 OPTIONS = ""
-# Of a q block, and of a kv block of dK or dV: one for each consumer and chunk. Chunks are half of
-# 64 rows of keys: of values of twice that width there are four.
+# Semaphores of a q block, and of a kv block of dK or dV: one for each consumer and chunk. A chunk
+# is 64 rows by half of head_dim, so 64 rows of dV have four if head_dim_v is twice head_dim.
 SEMAPHORES = 2, 8
 
 # Cycles, measured on one H200, bfloat16: blocks of 64 x 128 at head dim 128, of 128 x 128 at 64,
@@ -33,11 +33,11 @@ _WIDE = Cost(full=5700, partial=5850, tile=15000, merge=6000)
 
 
 def widths(head_dims: tuple[int, int]) -> tuple[int, int] | None:
-    """Return (head_dim, head_dim_v) as computed: padded with zeros to 64; None if too wide."""
+    """Return the head dims rounded up to those of the kernels; None if they are too wide."""
     if max(head_dims) > 256:
         return None
     wide, deep = (-(-d // 64) * 64 for d in head_dims)
-    # (256, 64) and (64, 256) would spill; of the others with 256 none has run on a GPU
+    # (256, 64) and (64, 256) would spill registers; no other pair with 256 has run on a GPU
     return (256, 256) if 256 in (wide, deep) else (wide, deep)
 
 
@@ -52,7 +52,7 @@ def block_kv(widths: tuple[int, int]) -> int:
 
 
 def switches(case: BackwardCase) -> dict[str, Any]:
-    """Return the switches of the config that depend on the call: LSE in the products."""
+    """Decide whether the MMA subtracts the LSE."""
     if max(case.widths) > 128:
         return {}
     return {"less_lse": case.additive and not case.learned}
@@ -65,7 +65,7 @@ def splits(settings: BackwardSettings) -> bool:
 
 
 def cost(settings: BackwardSettings) -> Cost:
-    """Return the cost of the work in cycles."""
+    """Return the cost of blocks and tiles in cycles."""
     if _wide(settings):
         return _WIDE
     return _TALL if settings.values["block_q"] == 128 else _PLAIN
@@ -77,7 +77,7 @@ def first_writer(settings: BackwardSettings) -> bool:
 
 
 def config(settings: BackwardSettings) -> Any:
-    """Return the config of the kernels."""
+    """Build the config of the kernels."""
     from attnkit.templates.sm90.backward_config import BackwardConfig
     from attnkit.templates.sm90.backward_hd256_config import Hd256Config
 
@@ -95,7 +95,7 @@ def row_words(settings: BackwardSettings) -> tuple[int, int]:
 
 
 def preprocess(settings: BackwardSettings, with_lse: bool) -> Any:
-    """Make the preprocess: LSE and delta of every row."""
+    """Build the preprocess kernel, which computes LSE and delta of every row."""
     from attnkit.templates.common.preprocess import Preprocess
 
     kernel_config = config(settings)
@@ -103,14 +103,14 @@ def preprocess(settings: BackwardSettings, with_lse: bool) -> Any:
 
 
 def postprocess(settings: BackwardSettings, width: int, block: int) -> Any:
-    """Make the postprocess: it rounds a gradient."""
+    """Build the postprocess kernel, which rounds sums to a gradient."""
     from attnkit.templates.sm90.backward_postprocess import Postprocess
 
     return Postprocess(config(settings), width, block)
 
 
 def main(settings: BackwardSettings, hooks: BackwardHooks) -> Any:
-    """Make the main kernel."""
+    """Build the main kernel, which computes the gradients."""
     from attnkit.templates.sm90.backward import Backward
     from attnkit.templates.sm90.backward_hd256 import BackwardHd256
 

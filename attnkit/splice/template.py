@@ -1,7 +1,7 @@
-"""What a template's forward and backward have of their own, as objects that splice binds.
+"""Define the interface between splice and a template: what differs from one template to another.
 
-`FORWARD` and `BACKWARD` of `sm90`, `sm90_backward`, `sm100` and `sm100_backward` are such objects;
-`template_registry` finds them.
+The modules `sm90` and `sm100` implement it as `FORWARD`, `sm90_backward` and `sm100_backward` as
+`BACKWARD`; `template_registry` finds these.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ from attnkit.splice.kernel_layout import Layout
 if TYPE_CHECKING:
     from attnkit.templates.common.hooks import BackwardHooks
 
-HeadDims: TypeAlias = tuple[int, int]  # of query and key, and of value
+HeadDims: TypeAlias = tuple[int, int]  # head dims of query and key, and of value
 
 
 @dataclass(frozen=True)
 class ForwardTemplate:
-    """The functions in which the forward of one template differs from that of another.
+    """Holds the functions in which the forward of one template differs from that of another.
 
     Attributes:
         choose: (kernels for these head dims, best first; head dims; tiles to visit, None for all;
-            whether block lists overrule the mask, so that tiles cannot be joined; the score_mod)
-            -> the kernel, and why.
-        fit: (kernel, score_mod, whether there is a mask) -> the kernel as the registers allow it.
+            whether block lists override the mask, so that tiles cannot be joined; the score_mod)
+            -> the kernel, and the reason.
+        fit: (kernel, score_mod, whether there is a mask) -> the kernel, adapted to the registers
+            that the variant needs.
         config: (score_mod, kernel, dtype, head dims, whether row maxima are needed, architecture)
             -> arguments of its `ForwardConfig`.
-        tile: (kernel, head dims) -> rows and columns of a tile of the output, as parts of split
-            rows are stored.
+        tile: (kernel, head dims) -> rows and columns of an output tile; the parts of split rows
+            have this size.
         build: (variant, config, head dims, captured tensors, whether the softmax scale is positive)
             -> the kernel with fake arguments.
-        layout: config -> the inside of the kernel.
+        layout: config -> roles and memory of the kernel.
     """
 
     choose: Callable[
@@ -57,14 +58,14 @@ class ForwardTemplate:
 
 @dataclass(frozen=True, eq=False)
 class BackwardCase:
-    """The facts on which a backward's config depends.
+    """Holds the facts on which a backward's config depends.
 
     Attributes:
-        widths: head dims as computed.
+        widths: head dims with which the kernels compute.
         runs: tiles to visit.
-        additive: whether the mod adds to the score what does not depend on it.
+        additive: whether the mod only adds a term that does not depend on the score.
         learned: levels of the loads that have gradients, see `GraphBackward`.
-        lists_override_mask: whether block lists overrule the mask.
+        lists_override_mask: whether block lists override the mask.
     """
 
     widths: HeadDims
@@ -76,27 +77,28 @@ class BackwardCase:
 
 @dataclass(frozen=True)
 class BackwardTemplate:
-    """The functions in which the backward of one template differs from that of another.
+    """Holds the functions in which the backward of one template differs from that of another.
 
     Attributes:
         roles: warps by role, for reports of the emulator.
-        options: of the compilation of the main kernel.
-        semaphores: of a tile of dQ whose sums have an order, and of a tile of dK or dV, for each
-            CTA that shares it.
-        widths: head dims -> head dims as they are computed, None where they are too wide.
+        options: compiler options of the main kernel.
+        semaphores: number of semaphores that order the sums of a tile of dQ, and of a tile of dK or
+            dV, for each CTA that shares it.
+        widths: head dims -> head dims with which the kernels compute, None if they are too wide.
         block_q: (widths, whether dS is P (dP - delta) and no tensor has a gradient) -> rows of a
             q tile.
         block_kv: widths -> columns of a kv tile, of one CTA.
-        switches: what of its `BackwardConfig` depends on more of a call than its head dims.
-        splits: whether several work tiles may share a kv tile.
-        cost: what the work costs.
-        first_writer: whether the first CTA of a row may store its part of dQ, which is not
-            cleared then.
-        config: its `BackwardConfig`.
-        row_words: float32 words of a row's LSE and of its delta, as `preprocess` writes them.
-        preprocess: (settings, whether LSE has a gradient) -> the kernel of the rows' statistics.
-        postprocess: (settings, width, block) -> the kernel that rounds a gradient.
-        main: the kernel of the gradients.
+        switches: case -> arguments of the `BackwardConfig` that depend on more than head dims.
+        splits: settings -> whether several work tiles may share a kv tile.
+        cost: settings -> cost of blocks and tiles in cycles.
+        first_writer: settings -> whether the first CTA of a row may store its part of dQ, so that
+            nobody clears dQ.
+        config: settings -> the `BackwardConfig`.
+        row_words: settings -> float32 words of a row's LSE and of its delta, as `preprocess` writes
+            them.
+        preprocess: (settings, whether LSE has a gradient) -> the preprocess kernel.
+        postprocess: (settings, width, block) -> the postprocess kernel.
+        main: (settings, hooks) -> the main kernel, which computes the gradients.
     """
 
     roles: dict[str, range]
@@ -118,13 +120,13 @@ class BackwardTemplate:
 
 @dataclass(frozen=True)
 class BackwardSettings:
-    """The settings that are fixed when the kernels of a backward are compiled.
+    """Holds the compile-time settings of the kernels of a backward.
 
     Attributes:
-        target: what they are compiled for.
+        target: the target that they are compiled for.
         items: arguments of a `BackwardConfig`, in order of their names.
-        head_dims: of query and value.
-        template: what the template of the target has of its own.
+        head_dims: head dims of query and value.
+        template: functions of the target's template.
     """
 
     target: Target
@@ -134,35 +136,35 @@ class BackwardSettings:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The arguments as a dictionary."""
+        """Return the arguments of the `BackwardConfig` as a dictionary."""
         return dict(self.items)
 
     def with_first_writer(self) -> BackwardSettings:
-        """The same, but the first CTA of a row stores its part of dQ."""
+        """Return these settings, but with the first CTA of a row storing its part of dQ."""
         return replace(self, items=tuple(sorted((self.values | {"first_writer": True}).items())))
 
     @property
     def widths(self) -> HeadDims:
-        """Head dims as they are computed."""
+        """Return the head dims with which the kernels compute."""
         values = self.values
         return values["head_dim"], values["head_dim_v"]
 
     @property
     def deterministic(self) -> bool:
-        """Whether the sums are formed in a fixed order."""
+        """Return whether the sums are added in a fixed order."""
         return bool(self.values["sum_order"])
 
     @property
     def first_writer(self) -> bool:
-        """Whether the first CTA of a row stores its part of dQ."""
+        """Return whether the first CTA of a row stores its part of dQ."""
         return bool(self.values.get("first_writer"))
 
     @property
     def block(self) -> tuple[int, int]:
-        """Rows of a q tile, and columns of a kv tile."""
+        """Return the rows of a q tile, and the columns of a kv tile."""
         return self.values["block_q"], self.ctas * self.template.block_kv(self.widths)
 
     @property
     def ctas(self) -> int:
-        """CTAs that share a tile."""
+        """Return how many CTAs share a tile."""
         return 2 if self.values.get("two_cta") else 1

@@ -1,4 +1,7 @@
-"""Decide which tensors TMA can access: contiguous rows, other strides multiples of 16 bytes."""
+"""Decide which tensors TMA can access.
+
+Their rows must be contiguous, their other strides multiples of 16 bytes.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from torch import Tensor
 
 
 def has_tma_strides(shape: Sequence[int], strides: Sequence[int], size: int) -> bool:
-    """Return whether TMA can access a tensor of a shape and strides, with elements of `size` bytes."""
+    """Return whether TMA can access a tensor with these strides and elements of `size` bytes."""
     return strides[-1] == 1 and all(
         s % (16 // size) == 0 and (s > 0 or n == 1)
         for n, s in zip(shape[:-1], strides[:-1], strict=True)

@@ -52,7 +52,7 @@ __all__ = [
     "variants",
 ]
 
-# These need hypothesis, an optional package. `check_case`, which repeats a failure, does not.
+# These names need hypothesis, an optional package. `check_case`, which repeats a failure, does not.
 _WITH_HYPOTHESIS = {
     **dict.fromkeys(("cases", "dtypes", "layouts", "lengths"), "sizes"),
     "check_variant": "check",
@@ -62,7 +62,7 @@ _WITH_HYPOTHESIS = {
 
 
 def __getattr__(name: str) -> object:
-    """Load what needs hypothesis when it is first used."""
+    """Load a name that needs hypothesis when it is first used."""
     if name not in _WITH_HYPOTHESIS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     importlib.import_module("attnkit.testing._require")

@@ -8,7 +8,7 @@ from attnkit.errors import AttnkitError
 
 
 class MissingPackageError(AttnkitError, ImportError):
-    """A package that an optional part of attnkit needs is not installed."""
+    """Says that a package that an optional part of attnkit needs is not installed."""
 
 
 if importlib.util.find_spec("hypothesis") is None:

@@ -1,4 +1,4 @@
-"""Compare every backend that can run here with the oracle, at one case."""
+"""Compare every backend that can run on a device with the oracle, for one case."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from attnkit.testing.rounding import SAMPLES, perturbed
 from attnkit.testing.shuffled import shuffled
 from attnkit.testing.tolerance import compare
 
-CERTAIN = 1000.0  # an error so many times too large is not due to rounding
+CERTAIN = 1000.0  # an error this many times too large is not due to rounding
 
 
 def present_backends(device: torch.device) -> tuple[str, ...]:
-    """List the backends that can run on a device, without the dense reference."""
+    """List the backends that can run on a device, except the dense reference."""
     present = []
     for name in BACKENDS:
         if name in ("auto", "eager"):  # an alias; the reference
@@ -37,10 +37,11 @@ def present_backends(device: torch.device) -> tuple[str, ...]:
 
 
 class _Samples:
-    """Samples of what a dtype can give: dense references, and attention with noise of rounding.
+    """Collects samples of the results that rounding in a dtype allows.
 
-    A sum over thousands of scores may round to (nearly) the right number by luck, so more samples
-    are taken before a result counts as wrong.
+    A sample is a dense reference, or attention in float64 with noise of the size of rounding. A sum
+    over thousands of scores may round to (nearly) the right number by luck, so more samples are
+    taken before a result counts as wrong.
 
     Attributes:
         results: the samples so far.
@@ -65,7 +66,7 @@ class _Samples:
         self.add()
 
     def add(self) -> bool:
-        """Add two samples, unless there are `SAMPLES` of each kind; returns whether it did."""
+        """Add one sample of each kind, at most `SAMPLES` times; return whether any were added."""
         if self._count == SAMPLES:
             return False
         self._count += 1
@@ -75,7 +76,7 @@ class _Samples:
 
 
 def _blocks(variant: Variant, case: Case) -> tuple[tuple[int, int] | None, ...]:
-    """Tile sizes to run with: None for the plan's, and the case's unless the mask fixes them."""
+    """List the tile sizes to run with: the plan's (None), the case's unless the mask fixes them."""
     fixed = variant.mask is None or hasattr(variant.mask, "BLOCK_SIZE")
     return (None,) if fixed else (None, case.block)
 
@@ -127,13 +128,13 @@ def backend_rows(
 
 
 def _in_doubt(rows: Sequence[Row]) -> bool:
-    """Whether an error is too large, but small enough to be due to rounding."""
+    """Return whether an error is too large, but small enough to be due to rounding."""
     ratios = [row.ratio for row in rows if not row.ok and row.allowed > 0]
     return any(not row.ok for row in rows) and all(ratio < CERTAIN for ratio in ratios)
 
 
 def _not_compared(gold: Quantities, samples: Sequence[Quantities]) -> list[str]:
-    """Notes on values that cannot be compared; -inf as LSE or maximum can be."""
+    """Say which values are not compared as they are not finite; LSE and maximum may be -inf."""
     notes = []
     names = [name for name in gold if name not in ("lse", "max_scores")]
     lost = sum(int((~gold[name].isfinite()).sum()) for name in names)
@@ -147,7 +148,7 @@ def _not_compared(gold: Quantities, samples: Sequence[Quantities]) -> list[str]:
 def _masked_row(
     results: Quantities, gold: Quantities, kept: Tensor | None, case: Case, label: str
 ) -> Row:
-    """Compare fully masked rows and columns: exact zeros, LSE and maximum -inf."""
+    """Compare fully masked rows and columns, which must be exactly 0, with LSE and maximum -inf."""
     masked = gold["lse"] == -torch.inf
     wrong = (results["out"][masked] != 0).sum()
     for name in ("lse", "max_scores"):

@@ -60,7 +60,7 @@ LAYOUTS = tuple(_DRAW)
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes, dtype, strides and seed of one attention call.
+    """Describes one attention call: sizes, dtype, strides and seed.
 
     Attributes:
         q_len: query length.
@@ -69,18 +69,18 @@ class Case:
         heads: query heads.
         kv_heads: heads of key and value, a divisor of heads.
         kv_batch: batch size of key and value, 1 or batch.
-        head_dim: of query and key.
-        value_dim: of value.
-        dtype: of query, key and value.
-        layouts: of query, key and value, each one of `LAYOUTS`.
-        block: (q, kv) tile sizes that are tried in addition to the default ones.
+        head_dim: head dim of query and key.
+        value_dim: head dim of value.
+        dtype: dtype of query, key and value.
+        layouts: memory layouts of query, key and value, each one of `LAYOUTS`.
+        block: (q, kv) tile sizes to try in addition to the default ones.
         scale: factor on q k^T; 1 / sqrt(head_dim) if None.
         spread: standard deviation of query and key; large values give a peaked softmax.
-        seed: of the random numbers.
+        seed: seed of the random numbers.
 
     Raises:
-        ShapeError: sizes that do not fit together.
-        OptionError: an unknown layout.
+        ShapeError: the sizes do not fit together.
+        OptionError: a layout is unknown.
 
     >>> query, key, value = Case(q_len=5, kv_len=7, heads=2).inputs()
     >>> query.shape, key.shape
@@ -119,7 +119,7 @@ class Case:
 
     @property
     def shapes(self) -> tuple[Shape, Shape, Shape]:
-        """Shapes of query, key and value."""
+        """Return the shapes of query, key and value."""
         return (
             (self.batch, self.heads, self.q_len, self.head_dim),
             (self.kv_batch, self.kv_heads, self.kv_len, self.head_dim),
@@ -128,11 +128,11 @@ class Case:
 
     @property
     def dense_shape(self) -> Shape:
-        """Shape of the scores, [B, Hq, Sq, Skv]."""
+        """Return the shape of the scores, [B, Hq, Sq, Skv]."""
         return self.batch, self.heads, self.q_len, self.kv_len
 
     def inputs(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
-        """Draw query, key and value: normal numbers in the case's layouts that require grad."""
+        """Draw query, key and value: normal numbers in the case's layouts, which require grad."""
         generator = torch.Generator().manual_seed(self.seed)
         tensors = []
         for shape, layout, std in zip(

@@ -1,4 +1,4 @@
-"""Property test of a variant in one line: `check_variant`."""
+"""Test the properties of a variant in one line: `check_variant`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from attnkit.testing.report import CheckError, Report, worst
 from attnkit.testing.sizes import cases
 from attnkit.util.arguments import check_size
 
-SHRINK_SECONDS = 10.0  # time to shrink a failure
-REFUSALS = 200  # give up after so many draws of sizes that are all illegal
+SHRINK_SECONDS = 10.0  # time limit for shrinking a failure
+REFUSALS = 200  # give up after so many draws of illegal sizes
 
 Progress = Callable[[int, int], None]
 
@@ -49,23 +49,23 @@ def check_variant(
     strides, tile sizes, scale and values. For every backend that can run here, and for other tile
     sizes, the check compares output, LSE, row maxima, the gradients of query, key, value and
     captured tensors through the output and through the LSE, and fully masked rows and columns. It
-    also compares the trace with the user's function called by torch, and the tiles with the dense
-    mask. An error may be twice that of dense attention in the same dtype
+    also compares the trace with the user's function, called with torch tensors, and the tiles with
+    the dense mask. An error may be at most twice that of dense attention in the same dtype
     (`attnkit.testing.tolerance`).
 
     Args:
-        score_mod: a score_mod, or a whole `Variant` (then without mask).
-        mask: as `block_mask` of `flex_attention`.
+        score_mod: a score_mod, or a whole `Variant`; then pass no mask.
+        mask: a mask, as `block_mask` of `flex_attention`.
         q_len, kv_len, batch, heads: a size or a range (low, high) to draw from. By default up to
             200, 200, 3 and 8, less where captured tensors are smaller.
-        dtype: of query, key and value; one, several, or all four if None.
-        examples: calls to draw.
-        seed: of the random draws; the same seed draws the same calls.
+        dtype: dtype of query, key and value; one, several, or all four if None.
+        examples: number of calls to draw.
+        seed: seed of the draws; the same seed draws the same calls.
         device: where to run; captured tensors must be there.
         backends: names to compare; all that can run here if None.
         code: Python source that defines `variant`, for the program that a failure prints; not
             needed for functions that can be imported.
-        progress: called with (calls compared, calls to draw).
+        progress: function that is called with (calls compared, calls to draw).
 
     Returns:
         A report whose `str` is a table of the worst error per quantity.
@@ -73,8 +73,8 @@ def check_variant(
     Raises:
         CheckError: a comparison failed. Its report has the smallest failing call of the search and
             a program that repeats it.
-        ArgumentError: no sizes were drawn that the captured tensors allow.
-        TraceError, DeviceError, ...: as of `flex_attention`.
+        ArgumentError: the captured tensors allow none of the sizes that were drawn.
+        TraceError, DeviceError, ...: as documented for `flex_attention`.
 
     >>> from attnkit.masks import causal
     >>> check_variant(None, causal(), examples=3).ok
@@ -120,15 +120,15 @@ def _report(search: _Search, failed: Case | None, seconds: float, code: str) -> 
 
 
 class _Failure(Exception):
-    """A case failed; tells hypothesis to shrink it."""
+    """Tells hypothesis that a case failed, so that it shrinks the case."""
 
 
 class _Stop(BaseException):
-    """Stops the search; not an Exception, which hypothesis would take for a failure."""
+    """Stops the search. Hypothesis would take a subclass of Exception for a failure."""
 
 
 class _Search:
-    """The search of one check: draws cases and examines each once."""
+    """Draws the cases of one check, and examines each once."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class _Search:
     def run(
         self, limits: Limits, dtype: torch.dtype | Sequence[torch.dtype] | None, seed: int
     ) -> Case | None:
-        """Examine drawn cases; returns the smallest failing one, if any."""
+        """Draw and examine cases; return the smallest one that fails, if any."""
 
         @hypothesis.seed(seed)
         @settings(
@@ -169,13 +169,13 @@ class _Search:
         def body(case: Case) -> None:
             self._one(case)
 
-        # the tensors are small; one thread also fixes the order of every sum
+        # one thread is enough for small tensors, and fixes the order of every sum
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
             body()
         except (_Failure, _Stop):
-            # hypothesis tries smaller and smaller cases after a failure: the last is the smallest
+            # after a failure hypothesis tries smaller cases, so the last failure is the smallest
             return self.last_failure
         except hypothesis.errors.Unsatisfiable:
             return None

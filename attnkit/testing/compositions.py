@@ -1,4 +1,4 @@
-"""Hypothesis strategies for the library's masks and mods, combinations, and whole variants."""
+"""Provide hypothesis strategies for the library's masks and mods, combinations and variants."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from attnkit.testing.expressions import mask_mods, score_mods
 from attnkit.testing.limits import ANY_SIZE, Limits
 from attnkit.tracing.mask import Mask
 
-# Calls of the library, each with the source of its captured tensor. N is the largest length, B the
-# batch and H the heads; n and m are random numbers.
+# Calls of the library, each with source that creates its captured tensor. N is the largest length,
+# B the batch size and H the number of heads; n and m are random numbers.
 Calls = Sequence[tuple[str, str]]
 
 _MASKS: Calls = (
@@ -69,7 +69,7 @@ def _library(draw: st.DrawFn, name: str, calls: Calls, limits: Limits) -> Any:
 
 @st.composite
 def library_masks(draw: st.DrawFn, limits: Limits = ANY_SIZE) -> Mask:
-    """Masks of `attnkit.masks` with random arguments.
+    """Draw masks of `attnkit.masks` with random arguments.
 
     Args:
         limits: the largest sizes that the mask must serve.
@@ -80,7 +80,7 @@ def library_masks(draw: st.DrawFn, limits: Limits = ANY_SIZE) -> Mask:
 
 @st.composite
 def library_mods(draw: st.DrawFn, limits: Limits = ANY_SIZE) -> Callable[..., Any]:
-    """Mods of `attnkit.mods` with random arguments; learned tensors require grad.
+    """Draw mods of `attnkit.mods` with random arguments; learned tensors require grad.
 
     Args:
         limits: the largest sizes that the mod must serve.
@@ -90,7 +90,7 @@ def library_mods(draw: st.DrawFn, limits: Limits = ANY_SIZE) -> Callable[..., An
 
 
 def masks(limits: Limits = ANY_SIZE) -> st.SearchStrategy[Mask]:
-    """Masks of the library and random expressions, combined with `&`, `|`, `^` and `~`.
+    """Draw masks: of the library and random ones, combined with `&`, `|`, `^` and `~`.
 
     Args:
         limits: the largest sizes that the mask must serve.
@@ -106,7 +106,7 @@ def masks(limits: Limits = ANY_SIZE) -> st.SearchStrategy[Mask]:
 
 
 def variants(limits: Limits = ANY_SIZE) -> st.SearchStrategy[Variant]:
-    """Variants: a mod of the library, a random mod or none, with a mask or none.
+    """Draw variants: a mod of the library, a random mod or none, with a mask or none.
 
     Args:
         limits: the largest sizes that the variant must serve.

@@ -1,4 +1,4 @@
-"""Run random Python source, and remember it with the object that it returns."""
+"""Run random Python source, and store it with the object that it returns."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def run_drawn(what: str, tables: Sequence[str], seed: int, lines: Sequence[str])
     """Run source inside a function and return what it returns.
 
     Args:
-        what: the first part of the function's name.
+        what: first part of the function's name.
         tables: lines that define captured tensors with the generator `random`.
-        seed: of that generator.
-        lines: the other lines; the last one returns.
+        seed: seed of that generator.
+        lines: the other lines; the last one is a return statement.
 
     Returns:
-        What the function returns; `source.remembered` has its source.
+        The function's result; `source.remembered` returns its source.
     """
     seeded = [f"random = torch.Generator().manual_seed({seed})"] if tables else []
     inner = "\n".join(f"    {line}" for line in [*seeded, *tables, *lines])

@@ -1,7 +1,7 @@
-"""Call the user's function with torch, without attnkit: a trace must give the same values.
+"""Call the user's function with torch tensors, without attnkit, to compare a trace with it.
 
 `torch.vmap` calls the function once over all positions, with 0-d tensors as FlexAttention's eager
-mode does. A function that vmap cannot run is called one by one at some positions.
+mode does. A function that vmap cannot run is called at some positions, one by one.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ POINTS = 200  # number of positions to call one by one if vmap fails
 
 @dataclass(frozen=True)
 class Eager:
-    """Values of the function.
+    """Holds values that the function returned.
 
     Attributes:
         values: [B, H, Sq, Skv] if every position was called, else one value per point.
-        points: the b, h, q and kv of the points, int64 each; None if every position was called.
+        points: b, h, q and kv of the points that were called, int64 each; None if every position
+            was called.
     """
 
     values: Tensor
@@ -39,7 +40,7 @@ class Eager:
 
 
 class _IndexWithoutItem(TorchFunctionMode):
-    """Makes indexing by 0-d tensors an operator: Tensor.__getitem__ would ask vmap for ints."""
+    """Turns indexing by 0-d tensors into an operator; __getitem__ would ask vmap for ints."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -67,12 +68,12 @@ def call(
     device: torch.device,
     score: Tensor | None = None,
 ) -> Eager:
-    """Call a mask_mod or a score_mod at every position, or at some if vmap cannot run it.
+    """Call a mask_mod or a score_mod at every position; at some positions if vmap cannot run it.
 
     Args:
         function: mask_mod(b, h, q, kv), or score_mod(score, b, h, q, kv) if score is given.
         shape: [B, H, Sq, Skv].
-        device: of the indices.
+        device: device of the indices.
         score: [B, H, Sq, Skv].
     """
     ranges = [torch.arange(n, dtype=torch.int32, device=device) for n in shape]

@@ -1,4 +1,4 @@
-"""Check a variant at one case: backends, trace and tiles."""
+"""Check a variant for one case: backends, trace and tiles."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from attnkit.tracing.tracer import Traced
 
 @dataclass(frozen=True, eq=False)
 class Findings:
-    """The comparisons of one case, and notes on what was not compared."""
+    """Holds the comparisons of one case, and notes on what was not compared."""
 
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
@@ -33,7 +33,7 @@ def bind(variant: Variant, case: Case, device: torch.device) -> Bound:
 
     Raises:
         BoundsError: the variant's captured tensors do not allow these sizes.
-        TraceError, ShapeError, DeviceError: as of `flex_attention`.
+        TraceError, ShapeError, DeviceError: as documented for `flex_attention`.
     """
     one = torch.empty(1, dtype=case.dtype, device=device)
     query, key = (one.expand(shape) for shape in case.shapes[:2])
@@ -55,7 +55,7 @@ def examine(
         case: sizes, dtype, strides and seed.
         device: where to run.
         backends: what to compare.
-        bound: the variant for this case, if it was bound before.
+        bound: result of `bind` for this case, if there is one already.
     """
     bound = bind(variant, case, device) if bound is None else bound
     rows: list[Row] = []
@@ -76,7 +76,7 @@ def _dense_mask(
     device: torch.device,
     rows: list[Row],
 ) -> Tensor:
-    """Evaluate the dense mask; adds the rows that compare the trace and the tiles."""
+    """Evaluate the dense mask; append rows that compare the trace and the tiles with it."""
     function = getattr(variant.mask, "mask_mod", variant.mask)
     kept, row = mask_row(function, traced, case, device)
     rows.append(row)
@@ -90,7 +90,7 @@ def _dense_mask(
 
 
 def _listed(mask: object, kept: Tensor) -> Tensor:
-    """The dense mask of PyTorch's BlockMask: full blocks whole, partial blocks by the mask_mod."""
+    """Expand PyTorch's BlockMask: full blocks keep all, partial blocks what the mask_mod keeps."""
     grids = []
     for prefix in ("", "full_"):
         counts = getattr(mask, f"{prefix}kv_num_blocks")
@@ -115,7 +115,7 @@ def check_case(
     backends: Sequence[str] | None = None,
     code: str = "",
 ) -> Report:
-    """Check a variant at one case; the program of a failed `check_variant` calls this.
+    """Check a variant for one case; the program that a failed `check_variant` prints calls this.
 
     Args:
         variant: what to check.

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for random mask_mods and score_mods, as Python source.
+"""Provide hypothesis strategies for random mask_mods and score_mods, as Python source.
 
 A random function is source that is executed, so it traces, differentiates and prints like a user's
 function, and a failure can show it. The grammar keeps integers small, indices inside their tables
@@ -29,21 +29,21 @@ class _Writer:
         self.tables: list[str] = []
 
     def pick(self, *choices: str) -> str:
-        """One of several texts; the first is the simplest."""
+        """Draw one of several texts; the first is the simplest."""
         return self.draw(st.sampled_from(choices))
 
     def number(self, low: int, high: int) -> int:
-        """An int."""
+        """Draw an int from low to high."""
         return self.draw(st.integers(low, high))
 
     def divisor(self) -> int:
-        """An int that is not 0, mostly positive."""
+        """Draw an int that is not 0, mostly positive."""
         return self.draw(st.sampled_from([2, 3, 5, 16, 33, -3]))
 
     # --- captured tensors
 
     def load(self, values: str) -> str:
-        """An element of a new captured tensor, indexed in one of many ways."""
+        """Draw a load: an element of a new captured tensor, indexed in one of many ways."""
         n, span = self.length, 2 * self.length - 1
         shape, index = self.draw(
             st.sampled_from(
@@ -69,15 +69,15 @@ class _Writer:
         return f"{name}[{index}]"
 
     def table(self, values: str, shape: str) -> str:
-        """The name of a new captured tensor."""
+        """Define a new captured tensor; return its name."""
         name = f"t{len(self.tables)}"
         self.tables.append(f"{name} = {values.format(shape=shape)}")
         return name
 
-    # --- expressions; `depth` bounds how far they nest
+    # --- expressions; `depth` limits how deep they nest
 
     def integer(self, depth: int) -> str:
-        """An i32 tensor."""
+        """Draw an expression of type i32."""
         if depth == 0 or self.number(0, 3) == 0:
             kind = self.number(0, 5)
             return self.load(_INTS) if kind == 5 else self.pick("kv", "q", "q - kv", "h", "b")
@@ -91,7 +91,7 @@ class _Writer:
         return self.fill(form, self.integer, depth)
 
     def truth(self, depth: int) -> str:
-        """A bool tensor of the positions."""
+        """Draw an expression of type bool."""
         if depth == 0 or self.number(0, 2) == 0:
             return self.compared(depth)
         form = self.pick(
@@ -101,7 +101,7 @@ class _Writer:
         return self.fill(form, self.truth, depth)
 
     def compared(self, depth: int) -> str:
-        """A comparison, or a load from a bool table."""
+        """Draw a comparison, or a load from a bool table."""
         kind = self.number(0, 6)
         if kind == 0:
             return self.pick("(q >= kv)", "(kv < q)", "(q == kv)", "(kv <= 2 * q)")
@@ -117,7 +117,7 @@ class _Writer:
         return f"({self.integer(max(depth - 1, 0))} {sign} {right})"
 
     def real(self, depth: int) -> str:
-        """A float tensor, of moderate size."""
+        """Draw a float expression whose values are moderate."""
         if depth == 0 or self.number(0, 4) == 0:
             kind = self.number(0, 3)
             if kind == 3:
@@ -137,7 +137,7 @@ class _Writer:
         return self.fill(form, self.real, depth)
 
     def fill(self, form: str, same: Callable[[int], str], depth: int) -> str:
-        """Fill the holes of a form: a, b like the result, t bool, c, d and x numbers."""
+        """Fill the fields of a form: a, b of the result's type, t bool, c, d and x numbers."""
         holes: dict[str, Any] = {}
         for hole, make in (
             ("a", lambda: same(depth - 1)),
@@ -159,7 +159,7 @@ _FLOATS = "torch.randn({shape}, generator=random)"
 _LEARNED = (
     "torch.randn({shape}, generator=random, requires_grad=True)",
     "torch.randn({shape}, generator=random)",
-    # values that float32 represents: others are refused unless the query is float64
+    # float64 values must be exact in float32: others are refused unless the query is float64
     "torch.randn({shape}, generator=random).double().requires_grad_()",
     "torch.randn({shape}, generator=random, dtype=torch.bfloat16, requires_grad=True)",
     "torch.randn(2, {shape}, generator=random, requires_grad=True)[1]",
@@ -167,7 +167,7 @@ _LEARNED = (
 
 
 def _function(kind: str, body: str, tables: list[str], seed: int) -> Callable[..., Any]:
-    """Execute a drawn function that returns `body`."""
+    """Build a function that returns `body`, by executing its source."""
     lines = [f"def {_HEADERS[kind]}:", f"    return {body}", f"return {kind}_mod"]
     function: Callable[..., Any] = run_drawn(f"{kind}_mod", tables, seed, lines)
     return function
@@ -175,11 +175,11 @@ def _function(kind: str, body: str, tables: list[str], seed: int) -> Callable[..
 
 @st.composite
 def mask_mods(draw: st.DrawFn, limits: Limits = ANY_SIZE, *, depth: int = 3) -> Callable[..., Any]:
-    """Random `mask_mod(b, h, q, kv)` over captured int, bool and float tables.
+    """Draw random functions `mask_mod(b, h, q, kv)` over captured int, bool and float tables.
 
     Args:
         limits: the largest sizes that the function must serve.
-        depth: how far expressions nest.
+        depth: how deep expressions nest.
     """
     writer = _Writer(draw, limits)
     body = writer.truth(depth)
@@ -188,11 +188,11 @@ def mask_mods(draw: st.DrawFn, limits: Limits = ANY_SIZE, *, depth: int = 3) -> 
 
 @st.composite
 def score_mods(draw: st.DrawFn, limits: Limits = ANY_SIZE, *, depth: int = 3) -> Callable[..., Any]:
-    """Random differentiable `score_mod(score, b, h, q, kv)`; some captured tensors require grad.
+    """Draw random differentiable `score_mod(score, b, h, q, kv)`; some tensors require grad.
 
     Args:
         limits: the largest sizes that the function must serve.
-        depth: how far expressions nest.
+        depth: how deep expressions nest.
     """
     writer = _Writer(draw, limits)
     body = writer.real(depth)

@@ -13,10 +13,10 @@ from attnkit.runtime.variant import Variant
 
 @dataclass(frozen=True)
 class Error:
-    """The error of one result.
+    """Describes the error of one result.
 
     Attributes:
-        name: of the result.
+        name: name of the result.
         size: the largest difference from float64; NaN if only one of the two is finite.
         limit: the largest error that is allowed.
         why: where the limit comes from.
@@ -29,7 +29,7 @@ class Error:
 
     @property
     def ok(self) -> bool:
-        """Whether the error is allowed."""
+        """Return whether the error is allowed."""
         return self.size <= self.limit
 
     def __str__(self) -> str:
@@ -45,15 +45,15 @@ def compare(
     learned: Sequence[Tensor] = (),
     seed: int = 1,
 ) -> list[Error]:
-    """Run a variant with its kernels and densely, and compare.
+    """Run a variant with its kernels and as dense attention in float64, and compare.
 
     Args:
         variant: what to run.
         qkv: query, key, value, float16 or bfloat16.
         backend: "cute", "emulate", or "emulate:" and an architecture.
-        backward: compare gradients too.
+        backward: whether to compare gradients too.
         learned: captured tensors whose gradients are compared.
-        seed: of the gradient of the output.
+        seed: seed of the gradient of the output.
 
     Returns:
         The error of the LSE, of the output and, with `backward`, of each gradient.
@@ -96,7 +96,7 @@ def _error(name: str, got: Tensor, exact: Tensor, rounded: Tensor) -> Error:
 
 
 def _distance(x: Tensor, exact: Tensor) -> float:
-    """The largest difference; NaN if only one of the two is finite."""
+    """Return the largest difference; NaN if only one of the two is finite."""
     difference = (x.detach().double() - exact.detach()).abs()
     return float(difference.masked_fill(x.detach() == exact.detach(), 0).max())
 
@@ -104,14 +104,14 @@ def _distance(x: Tensor, exact: Tensor) -> float:
 def _rounded(
     variant: Variant, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute dense attention with the rounding that kernels with 16-bit products need.
+    """Compute dense attention, rounded where kernels with 16-bit products must round.
 
     Scores are float32; the probabilities, their gradients and those of the scores are rounded to
     the inputs' dtype.
 
     Returns:
-        Output; LSE; the output before rounding; the output before rounding from probabilities that
-        are not rounded.
+        Output; LSE; the output before it is rounded; and the same from probabilities that are not
+        rounded either.
     """
     dtype, kv_len, group = query.dtype, key.shape[2], query.shape[1] // key.shape[1]
     identity = torch.eye(kv_len, device=key.device).expand(*key.shape[:2], kv_len, kv_len)

@@ -15,14 +15,14 @@ from attnkit.tracing.mask import Mask
 
 Range = tuple[int, int]
 
-LENGTH = 200  # largest length by default: several of the smallest tiles, and ragged
+LENGTH = 200  # largest length by default: several of the smallest tiles, the last one ragged
 BATCH = 3
 HEADS = 8
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Smallest and largest sizes to draw, both included.
+    """Holds the smallest and largest sizes to draw, both included.
 
     Attributes:
         q_len, kv_len, batch, heads: (low, high).
@@ -46,7 +46,7 @@ def find_limits(
     batch: int | Range | None = None,
     heads: int | Range | None = None,
 ) -> Limits:
-    """Find the sizes to draw from: as given, else as large as the captured tensors allow.
+    """Find the sizes to draw from: the caller's, else as large as the captured tensors allow.
 
     Args:
         variant: what will be checked.
@@ -54,7 +54,7 @@ def find_limits(
         q_len, kv_len, batch, heads: a size, a range (low, high), or None to find it.
 
     Raises:
-        OptionError: not a size or a range.
+        OptionError: an argument is neither a size nor a range.
     """
     fixed: dict[str, Range] = {}
     for name, given in (("q_len", q_len), ("kv_len", kv_len), ("batch", batch), ("heads", heads)):
@@ -72,7 +72,7 @@ def find_limits(
 
 
 def _of_block_mask(variant: Variant) -> dict[str, int]:
-    """The sizes that a block mask was built for."""
+    """Return the sizes that a block mask was built for."""
     mask = variant.mask
     if not isinstance(mask, BlockMask) and not hasattr(mask, "kv_num_blocks"):
         return {}
@@ -81,7 +81,7 @@ def _of_block_mask(variant: Variant) -> dict[str, int]:
 
 
 def _of_mask(variant: Variant) -> dict[str, Range]:
-    """The lengths that a mask was built for, as ranges to draw from."""
+    """Return the lengths that a mask was built for, as ranges to draw from."""
     if not isinstance(variant.mask, Mask):
         return {}
     ranges = {}
@@ -108,7 +108,7 @@ def _largest(
     fixed: dict[str, Range],
     name: str,
 ) -> int:
-    """Find the largest legal size of one axis by bisection, with all others at their least."""
+    """Find the largest legal size of one axis by bisection; all other sizes are their smallest."""
     low, high = ranges[name]
     sizes = {n: fixed[n][0] if n in fixed else ranges[n][0] for n in ranges}
     if _legal(variant, device, sizes | {name: high}) or not _legal(variant, device, sizes):

@@ -1,4 +1,4 @@
-"""Load a variant by its name: `load("file.py:name")`, `load("masks:sliding_window(64)")`."""
+"""Load a variant by name: `load("file.py:name")`, `load("masks:sliding_window(64)")`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def load_object(target: str) -> Any:
     """Load the object that a target names, whatever it is.
 
     Raises:
-        ArgumentError: as of `load`.
+        ArgumentError: as documented for `load`.
     """
     value = _evaluated(target)
     name = f"loaded_{hashlib.sha256(target.encode()).hexdigest()[:6]}"
@@ -88,7 +88,7 @@ def _module(file: Path) -> ModuleType:
     sys.modules[module_name] = module
     sys.path.insert(
         0, str(file.resolve().parent)
-    )  # so that it can import its neighbours, as with `python file.py`
+    )  # so that the file can import its neighbours, as with `python file.py`
     try:
         spec.loader.exec_module(module)
     except AttnkitError:
@@ -105,14 +105,14 @@ def _module(file: Path) -> ModuleType:
 
 
 def as_variant(x: Any, target: str) -> Variant:
-    """Make a variant of an object that can stand for one.
+    """Convert an object that `load` accepts to a variant.
 
     Args:
         x: the object, see `load`.
         target: its name, for messages.
 
     Raises:
-        ArgumentError: it is of another kind.
+        ArgumentError: the object is of another kind.
     """
     if isinstance(x, Variant):
         return x

@@ -23,7 +23,7 @@ INPUTS = ("query", "key", "value")
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """The leaf tensors that receive gradients of a score_mod, with names for the report."""
+    """Holds the leaf tensors that get gradients through a score_mod, with names for reports."""
 
     names: tuple[str, ...] = ()
     tensors: tuple[Tensor, ...] = ()
@@ -31,13 +31,13 @@ class Captured:
 
 @dataclass(frozen=True, eq=False)
 class DenseCall:
-    """A dense attention call, for the oracle and for samples of what a dtype can give.
+    """Describes a dense attention call, for the oracle and for samples of rounding errors.
 
     Attributes:
         score: the traced score_mod.
         kept: the dense mask, broadcastable to [B, Hq, Sq, Skv]; None without a mask.
         case: sizes, dtype and seed.
-        captured: leaves to differentiate with respect to.
+        captured: leaf tensors to differentiate with respect to.
         device: where to run.
     """
 
@@ -49,7 +49,7 @@ class DenseCall:
 
 
 def captured_leaves(score: Traced | None) -> Captured:
-    """Find the captured tensors that require grad; for a computed one, the leaves behind it."""
+    """Find captured tensors that require grad; replace a computed one by the leaves behind it."""
     by_id: dict[int, tuple[str, Tensor]] = {}
     for name, t in zip(score.names, score.tensors, strict=True) if score is not None else ():
         leaves = _leaves(t)
@@ -60,7 +60,7 @@ def captured_leaves(score: Traced | None) -> Captured:
 
 
 def _leaves(t: Tensor) -> list[Tensor]:
-    """The leaf tensors that a tensor was computed from, or the tensor itself."""
+    """Return the leaf tensors that a tensor was computed from, or the tensor itself if a leaf."""
     if not t.requires_grad:
         return []
     if t.grad_fn is None:
@@ -81,13 +81,13 @@ def _leaves(t: Tensor) -> list[Tensor]:
 def differentiate(
     case: Case, results: Sequence[Tensor], inputs: Sequence[Tensor], captured: Captured
 ) -> Quantities:
-    """Compute gradients through the output and through the LSE separately: neither hides the other.
+    """Compute gradients through the output and through the LSE, separately so none hides the other.
 
     Args:
         case: gives the gradients of the output and of the LSE.
         results: output, LSE and row maxima.
         inputs: query, key and value.
-        captured: leaves to differentiate with respect to.
+        captured: leaf tensors to differentiate with respect to.
 
     Returns:
         Results and gradients by name, such as "out", "dquery" and "dquery through lse".
@@ -125,8 +125,8 @@ def run(
     Args:
         variant: what to run.
         case: sizes, dtype and seed.
-        captured: of the variant.
-        backend: as of `flex_attention`.
+        captured: the variant's captured leaf tensors.
+        backend: backend of `flex_attention`.
         device: where to run.
         block: (q, kv) tile sizes; those of the plan if None.
     """
@@ -145,7 +145,8 @@ def run(
 def in_dtype(score: Traced, dtype: torch.dtype) -> Traced:
     """Convert the captured tensors of a score_mod to a compute dtype.
 
-    They stay attached: a gradient is summed in that dtype, and rounded to the leaf's at the end.
+    The results stay in the autograd graph, so a gradient is summed in that dtype and rounded once
+    to the dtype of the leaf.
     """
     tensors = tuple(t.to(dtype) if t.dtype.is_floating_point else t for t in score.tensors)
     return dataclasses.replace(score, tensors=tensors)

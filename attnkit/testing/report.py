@@ -1,4 +1,4 @@
-"""The results of a check, as a table with one line for each quantity."""
+"""Report the results of a check, as a table with one line for each quantity."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from attnkit.testing.case import Case
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison.
+    """Describes one comparison.
 
     Attributes:
         quantity: "out", "lse", "dquery", "dquery through lse", "d<captured tensor>", "tiles", ...
         backend: what was compared: "cpu", "cpu other tiles", "trace", "tiles".
-        error: largest difference from the oracle, or number of wrong entries.
+        error: largest difference from the oracle, or number of wrong values.
         allowed: largest error that passes.
         case: the call.
         where: the position of the largest difference; empty if there is none.
@@ -32,12 +32,12 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        """Whether the error is allowed; NaN is not."""
+        """Return whether the error is allowed; NaN is not."""
         return self.error <= self.allowed
 
     @property
     def ratio(self) -> float:
-        """error / allowed; 0 for no error, inf if no error is allowed."""
+        """Return error / allowed; 0 without an error, inf for one where none is allowed."""
         if self.error == 0:
             return 0.0
         if math.isnan(self.error) or self.allowed == 0:
@@ -47,7 +47,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of a check; `str` gives a table.
+    """Holds the results of a check; `str` formats them as a table.
 
     Attributes:
         name: the variant's formulas.
@@ -69,12 +69,12 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether every comparison passed."""
+        """Return whether every comparison passed."""
         return all(row.ok for row in self.rows)
 
     @property
     def failures(self) -> tuple[Row, ...]:
-        """The comparisons that did not pass, worst first."""
+        """Return the comparisons that did not pass, worst first."""
         return tuple(sorted((r for r in self.rows if not r.ok), key=lambda r: -r.ratio))
 
     def __str__(self) -> str:
@@ -88,10 +88,10 @@ class Report:
 
 
 class CheckError(AttnkitError, AssertionError):
-    """A variant does not agree with the oracle.
+    """Says that a variant does not agree with the oracle.
 
     Attributes:
-        report: all comparisons, with code that repeats the failure.
+        report: all comparisons, with code that repeats the failed case.
     """
 
     def __init__(self, report: Report) -> None:
@@ -100,18 +100,18 @@ class CheckError(AttnkitError, AssertionError):
 
 
 def worst(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Select for each quantity and backend the row with the largest share of the allowed error."""
+    """Select for each quantity and backend the row with the largest error / allowed."""
     selected: dict[tuple[str, str], Row] = {}
     for row in rows:
         known = selected.get((row.quantity, row.backend))
-        # among rows without error, the one that allows least is the strictest
+        # among rows without error, the strictest one allows least
         if known is None or (row.ratio, -row.allowed) > (known.ratio, -known.allowed):
             selected[row.quantity, row.backend] = row
     return tuple(selected.values())
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Format rows as a table: quantity, backend, dtype, error, allowed, share of the allowed."""
+    """Format rows as a table: quantity, backend, dtype, error, allowed, error / allowed."""
     head = ("quantity", "backend", "dtype", "error", "allowed", "used")
     lines = [head]
     for row in rows:
@@ -135,7 +135,7 @@ def _count(report: Report) -> str:
 
 
 def _sentence(row: Row) -> str:
-    """Describe a failed comparison."""
+    """Describe a failed comparison in a sentence."""
     what, place = f"{row.quantity} ({row.backend})", f" at {row.where}" if row.where else ""
     if row.quantity == "call":
         return f"{what} raised {row.where}"

@@ -10,13 +10,13 @@ from attnkit.testing.source import Source, remembered, source_of
 
 
 def program(variant: Variant, case: Case, device: torch.device, code: str = "") -> str:
-    """Write Python source that checks a variant at a case.
+    """Write Python source that checks a variant for a case.
 
     Args:
         variant: what to check.
         case: sizes, dtype, strides and seed.
         device: where to run.
-        code: source that defines `variant`; if empty, `definition(variant)`.
+        code: source that defines `variant`; if empty, the result of `definition(variant)`.
     """
     where = "" if device.type == "cpu" else f", device={str(device)!r}"
     return "\n".join(

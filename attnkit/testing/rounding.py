@@ -1,9 +1,10 @@
-"""Sample what rounding can do to a result: dense attention in float64 with noise at each step.
+"""Sample the effect of rounding on a result: dense attention in float64 with noise at each step.
 
-The error of the dense reference is one sample of the error that its dtype allows. On small inputs
-it may be zero by luck: with one key every weight is 1 and the reference's gradient of the query is
-exactly 0, while dO V^T - rowsum(dO O) is the difference of two rounded numbers. So noise of one
-unit in the last place is added here to each step of the formulas of attention.
+The error of the dense reference is one sample of the errors that its dtype allows. On small inputs
+that error may be zero by luck. For example, with one key every weight is 1 and the reference's
+gradient of the query is exactly 0, while a kernel computes dO V^T - rowsum(dO O), the difference of
+two rounded numbers. So this module adds noise of one unit in the last place at each step of the
+formulas of attention.
 """
 
 from __future__ import annotations
@@ -15,15 +16,14 @@ import torch
 from torch import Tensor
 
 from attnkit.graph import ir
-from attnkit.graph.eval_torch import evaluate
+from attnkit.graph.eval_torch import evaluate, positions
 from attnkit.graph.ir import Node
-from attnkit.runtime.reference import positions
 from attnkit.testing.case import Case
 from attnkit.testing.quantities import DenseCall, Quantities, in_dtype
 from attnkit.tracing.tracer import Traced
 
-# A long sum may round to (nearly) the right number by luck, in the reference too: so many samples
-# of each kind are taken before a result counts as wrong.
+# Number of samples of each kind that are taken before a result counts as wrong. A long sum may
+# round to (nearly) the right number by luck, in the reference too.
 SAMPLES = 8
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -32,7 +32,7 @@ Noise = Callable[[Tensor, Tensor], Tensor]  # (value, size of its summands) -> v
 
 
 def noise(dtype: torch.dtype, generator: torch.Generator) -> Noise:
-    """Build a function that adds or subtracts one unit in the last place of a size, at random."""
+    """Build a function that adds or subtracts at random one unit in the last place of a number."""
     unit = torch.finfo(dtype).eps
 
     def add(value: Tensor, size: Tensor) -> Tensor:
@@ -50,10 +50,10 @@ def perturbed(call: DenseCall, sample: int) -> Quantities:
 
     Args:
         call: what to compute.
-        sample: seed of the noise.
+        sample: number of the sample, which seeds the noise.
 
     Returns:
-        Quantities by the names that `quantities.run` uses.
+        Results and gradients by name, as `quantities.run` returns them.
     """
     case, captured = call.case, call.captured
     generator = torch.Generator().manual_seed(1000 * sample + case.seed)
@@ -75,7 +75,7 @@ def perturbed(call: DenseCall, sample: int) -> Quantities:
     quantities = {"out": out, "lse": lse.squeeze(-1), "max_scores": m.amax(-1)}
     grad_out, grad_lse = (g.to(torch.float64) for g in case.cotangents(call.device))
     terms = grad_out * out
-    # the noise has the size of the two operands: their difference may be 0
+    # the noise is relative to the two operands, since their difference may be 0
     sizes = terms.abs().sum(-1, keepdim=True) + grad_out.abs() @ v.abs().mT
     difference = inner(grad_out @ v.mT - terms.sum(-1, keepdim=True), sizes)
     for through, cotangent, dvalue in (
@@ -94,7 +94,7 @@ def perturbed(call: DenseCall, sample: int) -> Quantities:
 
 
 def _softmax(modified: Tensor, inner: Noise) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores, LSE and weights with noise, as a backward pass recomputes them."""
+    """Compute scores, LSE and weights with noise, as a backward pass recomputes them."""
     m = modified.masked_fill(~modified.isfinite(), -math.inf)
     m = inner(m, m.masked_fill(m == -math.inf, 0).abs())
     lse = m.logsumexp(-1, keepdim=True)
@@ -105,20 +105,21 @@ def _softmax(modified: Tensor, inner: Noise) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _pulled_back(modified: Tensor, targets: Sequence[Tensor], cotangent: Tensor) -> list[Tensor]:
-    """The gradients of the modified scores with respect to `targets`; zeros if there are none."""
+    """Differentiate the modified scores with respect to `targets`; zeros where they are unused."""
     grads = torch.autograd.grad(modified, targets, cotangent, retain_graph=True, allow_unused=True)
     return [torch.zeros_like(t) if g is None else g for t, g in zip(targets, grads, strict=True)]
 
 
 def _modified(score: Traced | None, raw: Tensor, kept: Tensor | None) -> Tensor:
-    """Scores after score_mod and mask, in float64."""
+    """Apply score_mod and mask to raw scores, in float64."""
     modified = raw
     if score is not None:
         env = {**positions(raw.shape, raw.device), "score": raw}
         (modified,) = evaluate(
             [score.root], env, in_dtype(score, torch.float64).tensors, torch.float64
         )
-    modified = modified.expand(raw.shape) + 0 * raw  # differentiable even if score_mod ignores it
+    # 0 * raw keeps raw in the autograd graph even if score_mod ignores it
+    modified = modified.expand(raw.shape) + 0 * raw
     return modified if kept is None else torch.where(kept, modified, -math.inf)
 
 
@@ -134,11 +135,11 @@ def noisy_values(
     """Evaluate a score_mod in float64, with noise of float32 at each of its nodes.
 
     Args:
-        wide: the score_mod over captured tensors in float64.
-        captured: the captured tensors in their own dtype; nodes that depend on 16-bit tensors get
+        wide: the score_mod with captured tensors in float64.
+        captured: the captured tensors in their own dtype. Nodes that depend on 16-bit tensors get
             noise of that dtype.
         env: arguments in float64 and int32.
-        generator: of the noise.
+        generator: random generator of the noise.
     """
     memo: dict[Node, Tensor] = {}
     coarse: dict[Node, torch.dtype] = {}

@@ -1,7 +1,8 @@
 """Test kernels against dense attention: `python -m attnkit.testing.selfcheck cute cuda:0`.
 
-Exit status 0: all is right; 1: something is wrong, and the last line says what. It runs once on a
-GPU on which no kernel was proven, before kernels are used there (`attnkit.runtime.hardware_gate`).
+The exit status is 0 if all is right and 1 if something is wrong; then the last line says what. The
+check runs once on a GPU on which kernels have not been verified, before they are used there
+(`attnkit.runtime.hardware_gate`).
 `python -m attnkit.testing.selfcheck emulate:sm_100a cpu` does the same in the emulator, at small
 sizes.
 """
@@ -23,12 +24,12 @@ from attnkit.testing.kernels import compare
 
 @dataclass(frozen=True)
 class Example:
-    """A call to test.
+    """Describes a call to test.
 
     Attributes:
-        name: of the variant.
-        variant: makes the variant for a length, a number of heads and a device.
-        head_dim: of query, key and value.
+        name: name of the variant.
+        variant: (length, number of heads, device) -> the variant.
+        head_dim: head dim of query, key and value.
         group: query heads per kv head.
     """
 
@@ -68,11 +69,11 @@ def examine(backend: str, device: torch.device, examples: tuple[Example, ...] = 
 
     Args:
         backend: "cute", or "emulate:" and an architecture.
-        device: where the tensors are.
+        device: device of the tensors.
         examples: what to run.
 
     Returns:
-        What is wrong with the first wrong example; empty if all are right.
+        A description of the first error; empty if all examples are right.
     """
     for example in examples:
         for error in _errors(example, backend, device):
@@ -82,7 +83,7 @@ def examine(backend: str, device: torch.device, examples: tuple[Example, ...] = 
 
 def _errors(example: Example, backend: str, device: torch.device) -> Iterator[str]:
     """Describe each error of an example."""
-    # several tiles a CTA, several laps of every ring, ragged ends
+    # enough for several tiles a CTA, for reuse of every stage, and for ragged ends
     length, heads, batch = (1500, 16, 2) if device.type == "cuda" else (420, example.group, 1)
     generator = torch.Generator().manual_seed(0)
 
@@ -102,7 +103,7 @@ def _errors(example: Example, backend: str, device: torch.device) -> Iterator[st
 
 
 def main(arguments: list[str]) -> int:
-    """Test a backend's kernels on a device; prints the verdict and returns the exit status."""
+    """Test a backend's kernels on a device; print the verdict and return the exit status."""
     backend, device = arguments
     error = examine(backend, torch.device(device))
     sys.stdout.write(f"{error or 'all is right'}\n")

@@ -1,8 +1,8 @@
-"""Compute dense attention in the case's dtype with its sums in another order.
+"""Compute dense attention in the case's dtype, with its sums in another order.
 
-The order of a sum changes its rounding and nothing else, so each order is another sample of the
-dense reference's error. All queries that share a key (those of the heads of a group, and of the
-batch if key and value are shared) are stacked and shuffled, and so are the keys.
+The order of a sum changes its rounding and nothing else, so each order gives another sample of the
+dense reference's error. All queries that share a key are stacked and shuffled: those of the heads
+of a group, and of the whole batch if it shares key and value. The keys are shuffled too.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def shuffled(call: DenseCall, sample: int) -> Quantities:
 
     Args:
         call: what to compute.
-        sample: seed of the order.
+        sample: number of the sample, which seeds the order.
 
     Returns:
-        Results and gradients in the usual order.
+        Results and gradients by name, with their axes in the usual order.
     """
     case, device, score, kept = call.case, call.device, call.score, call.kept
     generator = torch.Generator().manual_seed(1000 * sample + case.seed)
@@ -52,7 +52,7 @@ def shuffled(call: DenseCall, sample: int) -> Quantities:
 
 
 class _Stack:
-    """Rows (batch element, query head, query) that share a key, in a random order."""
+    """Stacks the rows (batch element, query head, query) that share a key, in a random order."""
 
     def __init__(self, case: Case, generator: torch.Generator, device: torch.device) -> None:
         self.case = case
@@ -73,7 +73,7 @@ class _Stack:
         return t.transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
     def reindexed(self, score: Traced) -> Traced:
-        """The score_mod of stacked rows and columns, with b, h, q and kv from tables."""
+        """Rewrite a score_mod for stacked rows and columns: it reads b, h, q and kv from tables."""
         batch, group, q_len = self.sizes
         kv_batch, kv_heads = self.case.kv_batch, self.case.kv_heads
         b = torch.arange(kv_batch, device=self.rows.device)[:, None, None] * batch

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for sizes, strides and dtypes."""
+"""Provide hypothesis strategies for sizes, strides and dtypes."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ WIDTHS = (8, 16, 1, 5, 64)
 
 
 def dtypes() -> st.SearchStrategy[torch.dtype]:
-    """float32, float16, bfloat16 or float64; shrinks to float32."""
+    """Draw float32, float16, bfloat16 or float64; shrink to float32."""
     return st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64])
 
 
 def layouts() -> st.SearchStrategy[tuple[str, str, str]]:
-    """Memory layouts of query, key and value; shrinks to contiguous."""
+    """Draw memory layouts of query, key and value; shrink to contiguous."""
     one = st.sampled_from(LAYOUTS)
     return st.one_of(st.just(("contiguous",) * 3), st.tuples(one, one, one))
 
 
 def lengths(low: int = 1, high: int = 200) -> st.SearchStrategy[int]:
-    """Lengths from low to high, often a multiple of 16 or one more or less; shrinks to low."""
+    """Draw lengths from low to high, often a multiple of 16 or one off; shrink to low."""
     edges = [m + d for m in range(16, high + 1, 16) for d in (-1, 0, 1)]
     special = [n for n in edges if low <= n <= high]
     return st.integers(low, high) | st.sampled_from(special) if special else st.integers(low, high)
@@ -41,7 +41,7 @@ def cases(
     *,
     dtype: torch.dtype | Sequence[torch.dtype] | None = None,
 ) -> Case:
-    """Calls of every kind: unequal lengths, grouped heads, a shared kv batch, unequal head dims.
+    """Draw calls: with unequal lengths, grouped heads, a shared kv batch, unequal head dims.
 
     Args:
         limits: smallest and largest sizes.

@@ -19,17 +19,17 @@ from attnkit.tracing.mask import Mask
 T = TypeVar("T")
 
 _MOST = 4096
-# The objects that were made from source, with that source, by identity.
+# id of an object -> the object, and the source that created it.
 _sources: OrderedDict[int, tuple[object, Source]] = OrderedDict()
 
 
 @dataclass(frozen=True)
 class Source:
-    """Python source that defines a name.
+    """Holds Python source that defines an object.
 
     Attributes:
-        name: an expression, valid after `text`.
-        text: statements.
+        name: expression for the object, valid after `text`.
+        text: statements to run first.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Source:
 
 
 def remember(x: T, source: Source) -> T:
-    """Remember the source that an object was made from, for the last few thousand objects."""
+    """Store the source that created an object, for the last few thousand objects."""
     _sources[id(x)] = (x, source)
     _sources.move_to_end(id(x))
     if len(_sources) > _MOST:
@@ -50,10 +50,10 @@ def source_of(x: Any, what: str) -> Source:
 
     Args:
         x: the function or mask.
-        what: its name in the source, if it has none of its own.
+        what: name to use in the source if the object has none.
 
     Returns:
-        The source. For an object that cannot be imported, source that raises an error saying so.
+        The source. If an object cannot be imported, the source raises an error that says so.
     """
     if isinstance(x, BlockMask):
         return remembered(x) or _block_mask(x, what)
@@ -67,7 +67,7 @@ def source_of(x: Any, what: str) -> Source:
 
 
 def remembered(x: Any) -> Source | None:
-    """The source that `remember` stored for an object, if any."""
+    """Return the source that `remember` stored for an object, if any."""
     entry = _sources.get(id(x))
     return entry[1] if entry is not None and entry[0] is x else None
 
@@ -81,7 +81,7 @@ def _block_mask(x: BlockMask, what: str) -> Source:
 
 
 def _joined(mask: Mask, what: str) -> Source:
-    """Source of a mask that combines others."""
+    """Return source of a mask that combines others."""
     parts = [source_of(part, f"{what}_{i}") for i, part in enumerate(mask.parts)]
     shown = [
         f"({p.name})" if part.op else p.name for p, part in zip(parts, mask.parts, strict=True)
@@ -92,7 +92,7 @@ def _joined(mask: Mask, what: str) -> Source:
 
 
 def _imported(x: Any) -> Source | None:
-    """Source that imports an object from the module that defines it under its own name."""
+    """Return source that imports an object from the module that defines it under its own name."""
     module = sys.modules.get(getattr(x, "__module__", None) or "")
     name = getattr(x, "__qualname__", "")
     if module is None or not name.isidentifier() or getattr(module, name, None) is not x:
@@ -111,7 +111,7 @@ def _imported(x: Any) -> Source | None:
 
 
 def _labelled(x: Mask) -> Source | None:
-    """Source of a library mask, whose label is the call that makes it."""
+    """Return source of a library mask, whose label is the call that creates it."""
     try:
         evaluated = target_expressions.evaluate(x.label, vars(masks), "a label")
     except AttnkitError:
@@ -122,7 +122,7 @@ def _labelled(x: Mask) -> Source | None:
 
 
 def _unknown(x: Any, what: str) -> Source:
-    """Source that shows the definition of an object in a comment, and raises an error."""
+    """Return source that shows the definition of an object in a comment, and raises an error."""
     try:
         body = textwrap.dedent(inspect.getsource(x))
     except (OSError, TypeError):

@@ -1,6 +1,6 @@
 """Evaluate expressions such as `sliding_window(64) & causal()` without running arbitrary code.
 
-An expression has names, attributes, calls with literal arguments, methods of masks, and the
+An expression consists of names, attributes, calls with literal arguments, methods of masks, and the
 operators `&`, `|`, `^` and `~`.
 """
 
@@ -24,16 +24,16 @@ _SIGNS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 def evaluate(text: str, scope: Mapping[str, Any], where: str, *, factories: bool = False) -> Any:
-    """Evaluate an expression.
+    """Evaluate an expression; refuse everything that the module does not list.
 
     Args:
         text: the expression.
-        scope: values of its names.
-        where: name of the scope, for messages.
-        factories: whether a name without a call stands for a call without arguments.
+        scope: values of the names that it may use.
+        where: description of the scope, for messages.
+        factories: whether a function's name alone stands for a call without arguments.
 
     Raises:
-        ArgumentError: the text is no such expression, a name is unknown, or a call fails.
+        ArgumentError: the text is not such an expression, a name is unknown, or a call fails.
     """
     try:
         tree = ast.parse(text.strip(), mode="eval").body
@@ -103,7 +103,7 @@ class _Reader:
         )
 
     def _method(self, n: ast.expr) -> Any:
-        """The method of a mask that is itself an expression; None for a plain name."""
+        """Return the method of a mask that is itself an expression; None for a plain name."""
         if not isinstance(n, ast.Attribute) or isinstance(n.value, ast.Name | ast.Attribute):
             return None
         owner = self.read(n.value)
@@ -135,10 +135,10 @@ def _literal(n: ast.expr) -> Any:
 
 
 def guarded(make: Callable[[], Any], shown: str) -> Any:
-    """Call a user's function; an error that it raises becomes an ArgumentError.
+    """Call a user's function, and turn an error that it raises into an ArgumentError.
 
     Args:
-        make: calls the function.
+        make: function that makes the call.
         shown: the call as text, for the message.
     """
     try:

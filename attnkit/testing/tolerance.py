@@ -1,4 +1,4 @@
-"""Compare results with the float64 oracle: the error may be twice that of dense attention.
+"""Compare results with the float64 oracle: the error may be at most twice that of dense attention.
 
 The error of the dense reference in the same dtype shows how exact the dtype can be on this input.
 If the reference happens to be (nearly) exact, a few units in the last place of the largest value
@@ -17,8 +17,8 @@ from attnkit.testing.quantities import OUTPUTS, Quantities
 from attnkit.testing.report import Row
 
 FACTOR = 2.0
-# Each backend sums the gradients of captured tensors over many scores in its own order, and either
-# the reference or the kernel rounds each of them to 16 bits.
+# Gradients of captured tensors with 16-bit inputs: each backend sums them over many scores in its
+# own order, and either the reference or the kernel rounds each of them to 16 bits.
 CAPTURED_16_BIT_FACTOR = 3.0
 ULPS = 4.0
 
@@ -33,15 +33,15 @@ def compare(
     """Compare the results of a backend with the oracle.
 
     Args:
-        results: of the backend.
-        gold: of the float64 oracle.
+        results: results of the backend.
+        gold: results of the float64 oracle.
         rough: samples of the error that the dtype allows: the dense reference in the case's dtype
             and results of `rounding` and `shuffled`.
         case: sizes and dtype.
-        backend: for the report.
+        backend: name of the backend, for the report.
     """
     rows = []
-    names = OUTPUTS if gold["out"].isnan().any() else gold  # a NaN has no gradients to compare
+    names = OUTPUTS if gold["out"].isnan().any() else gold  # gradients of a NaN tell nothing
     for name in names:
         expected = gold[name].to(torch.float64)
         result, *samples = (r[name].to(torch.float64) for r in (results, *rough))
@@ -50,7 +50,7 @@ def compare(
             comparable &= sample.isfinite()
         error = (result - expected).abs().masked_fill(~comparable, 0)
         wrong = comparable & ~result.isfinite()
-        if name in OUTPUTS:  # NaN passes through
+        if name in OUTPUTS:  # a NaN of the oracle must be a NaN of the backend
             wrong |= expected.isnan() & ~result.isnan()
         error = error.masked_fill(wrong, torch.inf)
         factor, ulp = _limits(name, case, results[name].dtype)
@@ -63,7 +63,7 @@ def compare(
 
 
 def _limits(name: str, case: Case, dtype: torch.dtype) -> tuple[float, float]:
-    """The factor on the reference's error, and the relative unit in the last place."""
+    """Return the factor on the reference's error, and the relative unit in the last place."""
     unit = torch.finfo(case.dtype).eps
     base = name.removesuffix(" through lse")
     if base in OUTPUTS or base in ("dquery", "dkey", "dvalue"):
@@ -80,7 +80,7 @@ def exact(name: str, backend: str, found: Tensor, expected: Tensor, case: Case) 
 
 
 def place(error: Tensor) -> str:
-    """The index of the largest error as text; empty if there is no error."""
+    """Return the index of the largest error as text; empty if there is no error."""
     if error.ndim == 0 or error.numel() == 0 or float(error.max()) == 0:
         return ""
     at = torch.unravel_index(error.argmax(), error.shape)

@@ -1,4 +1,4 @@
-"""Compare a trace with the user's function called by torch, and tiles with the dense mask."""
+"""Compare a trace with the user's function called with torch tensors, and tiles with the mask."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnkit.graph.eval_torch import evaluate
-from attnkit.runtime.reference import positions
+from attnkit.graph.eval_torch import evaluate, positions
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.testing.case import Case
 from attnkit.testing.eager import call
@@ -23,7 +22,7 @@ from attnkit.tracing.tracer import Traced
 def mask_row(
     function: Callable[..., Any], mask: Traced, case: Case, device: torch.device
 ) -> tuple[Tensor, Row]:
-    """Evaluate the dense mask [B, Hq, Sq, Skv] for the case's dtype, and compare the trace.
+    """Evaluate the dense mask [B, Hq, Sq, Skv] for the case's dtype; compare trace and function.
 
     torch computes floats in a mask in float32. The graph does too, except for float64 queries.
     """
@@ -41,9 +40,9 @@ def mask_row(
 def score_row(function: Callable[..., Any], score: Traced, case: Case, device: torch.device) -> Row:
     """Compare modified scores: the user's function in float32 with the graph in float64.
 
-    The error may be as large as that of the graph in float32, or as the effect of a unit in the
-    last place at each of its nodes. (torch computes with 16-bit captured tensors in 16 bits and the
-    graph does not: the unit is that of 16 bits there.)
+    The error may be as large as that of the graph in float32, or as the effect of noise of one unit
+    in the last place at each of its nodes. Nodes that depend on 16-bit captured tensors get noise
+    of that dtype, because torch computes them in 16 bits and the graph does not.
     """
     generator = torch.Generator().manual_seed(case.seed)
     raw = torch.randn(case.dense_shape, generator=generator).mul_(3 * case.spread).to(device)
@@ -58,7 +57,7 @@ def score_row(function: Callable[..., Any], score: Traced, case: Case, device: t
             t.to(torch.float64)
             for t in (eager.values, eager.pick(narrow), eager.pick(exact_values))
         )
-        # inf and NaN must be those of the graph in float32
+        # inf and NaN must be at the same positions as in the graph in float32
         odd = ~(torch_values.isfinite() & graph_values.isfinite() & gold.isfinite())
         same = (torch_values == graph_values) | (torch_values.isnan() & graph_values.isnan())
         error = (torch_values - gold).abs().masked_fill(odd, 0).masked_fill(odd & ~same, torch.inf)
@@ -91,7 +90,7 @@ def tile_rows(kept: Tensor, runs: BlockRuns, case: Case) -> list[Row]:
 
 
 def brute_force(kept: Tensor, block: tuple[int, int]) -> Tensor:
-    """Compute tile states from a dense mask by counting.
+    """Compute tile states from a dense mask, by counting the positions that it keeps.
 
     Args:
         kept: the mask, bool [B, H, Sq, Skv].

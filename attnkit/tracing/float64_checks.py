@@ -1,10 +1,10 @@
 """Refuse captured float64 tensors where rounding them to float32 would change the result.
 
 Attention in float32 or narrower rounds a captured float64 number to float32 before it reads it.
-Where the number is a factor or a term of a score, this costs no more than the rounding of the score
-itself. Where a mask compares it, or a function first subtracts it from a number of similar size,
-the rounding may leave nothing of it: such tensors must hold numbers that float32 represents
-exactly.
+Where the number is a factor or a term of a score, the error is no larger than the rounding of the
+score itself. Where a mask compares it, or a function first subtracts it from a number of similar
+size, rounding may remove every digit that matters. Such tensors must hold numbers that float32
+represents exactly.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def rounding_sensitive_slots(root: Node, slots: frozenset[int]) -> tuple[int, ..
 
 
 def _small(n: Node) -> bool:
-    """Whether a node is a constant of magnitude at most 1.
+    """Return whether a node is a constant of magnitude at most 1.
 
     Where such a constant cancels a number, the number is about 1 too, and its rounding 1e-7 at
     most.
@@ -109,7 +109,7 @@ def _small(n: Node) -> bool:
 
 
 def _fits(tensor: Tensor) -> bool:
-    """Whether float32 represents every number of a float64 tensor exactly."""
+    """Return whether float32 represents every number of a float64 tensor exactly."""
 
     def compare() -> bool:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Decide when a trace may be reused.
+"""Trace functions, and reuse the trace of a function while everything that it reads is the same.
 
 A trace depends on the function's code and on everything that the code reads: closure cells,
 defaults, globals, the functions it calls. `trace_cached` walks over all of that and builds a
@@ -42,10 +42,10 @@ _CACHE_SIZE = 1024
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, np.generic)
 _MODULES = frozenset({"torch", "math", "numpy", "operator", "functools", "attnkit", "typing"})
-_TYPES = _MODULES | {"builtins"}  # the classes of these do not change
-_BUILTINS = _TYPES | {"_functools", "_operator"}  # modules that functions in C name as their own
+_TYPES = _MODULES | {"builtins"}  # classes in these modules do not change
+_BUILTINS = _TYPES | {"_functools", "_operator"}  # modules to which functions in C belong
 _IMPORT = dis.opmap["IMPORT_NAME"]
-# Functions whose result depends on more than their arguments: the walk cannot see the rest.
+# Functions whose result depends on state that the walk cannot see.
 _STATEFUL = frozenset(
     "eval exec globals locals vars input open __import__ import_module is_grad_enabled "
     "is_inference_mode_enabled is_autocast_enabled is_autocast_cpu_enabled get_autocast_dtype "
@@ -56,14 +56,14 @@ _STATEFUL = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class TraceRecord:
-    """The trace that all functions with one fingerprint share; one object per fingerprint.
+    """Holds the trace that all functions with one fingerprint share; one object per fingerprint.
 
     Attributes:
         root: the graph.
         names: names of the captured tensors, by slot.
         tensor_order: for each slot, the position of its tensor among those that the walk visits.
-        depends_on_data: whether proofs about the graph depend on the data of captured tensors:
-            ranges of integers, or whether float32 represents its float64 numbers exactly.
+        depends_on_data: whether proofs about the graph depend on the data of captured tensors: on
+            the ranges of integers, or on whether float32 represents float64 numbers exactly.
     """
 
     root: Node
@@ -78,7 +78,7 @@ class TraceRecord:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class GuardedFunction:
-    """A traced function with the guard of what it reads.
+    """Holds a traced function and the guard of what it reads.
 
     Attributes:
         reference: weak reference to the function.
@@ -97,11 +97,11 @@ _guarded: dict[tuple[int, Kind, torch.device], GuardedFunction] = {}
 
 
 class _NoFingerprintError(Exception):
-    """A function reads something that may change without a sign of it."""
+    """Raised where a function reads something whose changes the walk cannot detect."""
 
 
 class _Walk:
-    """One walk over everything that a function reads.
+    """Visits everything that a function reads, once, and builds its fingerprint.
 
     Attributes:
         tensors: the tensors that the function reads, in the order of the walk.
@@ -118,7 +118,7 @@ class _Walk:
         """Return a hashable key of `x`; keys are equal only if the trace would be the same.
 
         Raises:
-            _NoFingerprintError: `x` may change without a sign of it.
+            _NoFingerprintError: `x` may change, and the walk cannot detect it.
         """
         if isinstance(x, _PLAIN):
             return (type(x), str(x) if isinstance(x, float) else x)
@@ -158,7 +158,11 @@ class _Walk:
         return (number, type(x), x.shape, x.dtype, x.device, x.requires_grad)
 
     def _immutable(self, x: Any) -> Any:
-        """Accept objects that cannot change: library functions, modules and classes."""
+        """Return an object that cannot change (library function, module or class) as its own key.
+
+        Raises:
+            _NoFingerprintError: it is anything else, or a function that reads hidden state.
+        """
         if getattr(x, "__name__", None) in _STATEFUL:
             raise _NoFingerprintError
         if isinstance(x, types.ModuleType) and _root(x.__name__) in _MODULES:
@@ -215,7 +219,7 @@ def _names_read(code: types.CodeType) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _reads_state(code: types.CodeType) -> bool:
-    """Whether the code, or a function defined in it, may read state that its names do not show."""
+    """Return whether code, or a function defined in it, may read state that its names hide."""
     if not _STATEFUL.isdisjoint(code.co_names):
         return True
     if _IMPORT in code.co_code[::2]:  # rare: reading the instructions takes longer than a trace
@@ -315,7 +319,7 @@ def _guard(
     record: TraceRecord,
     guard: IdentityGuard | None,
 ) -> None:
-    """Check a function by its identity guard from now on, until it is deleted."""
+    """Store the identity guard with which later calls check a function, until it is deleted."""
     if guard is None:
         return
     key = (id(function), kind, device)
@@ -342,7 +346,7 @@ caches.register(_clear)
 
 
 def depends_on_data(root: Node, slots: frozenset[int]) -> bool:
-    """Whether proofs about a graph depend on the data of its captured tensors.
+    """Return whether proofs about a graph depend on the data of its captured tensors.
 
     Args:
         root: the graph.

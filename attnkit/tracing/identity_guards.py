@@ -1,10 +1,11 @@
 """Check in a microsecond that a function still reads the very same objects.
 
-A fingerprint (`guards`) walks over everything that a function reads, at every call. Once a function
-has a fingerprint, a cheaper check suffices: each place of the walk (closure cell, global, default,
-part of a mask) still holds the same object, and that object cannot change: a number, a string, a
-library function. The shapes of tensors and the places inside functions and masks are compared
-again. A guard keeps nothing large alive: it refers weakly to functions, masks and tensors.
+A fingerprint (`guards`) walks over everything that a function reads. Once a function has a
+fingerprint, later calls need a cheaper check only: each place of the walk (closure cell, global,
+default, part of a mask) still holds the same object, and that object cannot change (a number, a
+string, a library function). Functions and masks are checked by the places inside them, tensors by
+their shape, dtype and the like. A guard keeps nothing large alive: it refers weakly to functions,
+masks and tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _IMMUTABLE = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device}
 )
 _WEAK = (types.FunctionType, functools.partial, Mask, Tensor)
-_DEPTH = 4  # of lists within lists; a list may contain itself
+_DEPTH = 4  # largest depth of lists within lists, because a list may contain itself
 
 # The value that a place must hold. (object, None): this object. (None, reference): the object that
 # the weak reference points to. (type, entries): a list, tuple or dict of such values.
@@ -38,7 +39,7 @@ Expected: TypeAlias = tuple[Any, Any]
 
 
 class CannotGuardError(Exception):
-    """A function reads a value that may change while it remains the same object."""
+    """Raised where a function reads a value that may change while it stays the same object."""
 
 
 def expect(x: Any, depth: int = 0) -> Expected:
@@ -62,7 +63,7 @@ def expect(x: Any, depth: int = 0) -> Expected:
 
 
 def matches(x: Any, expected: Expected) -> bool:
-    """Whether `x` is what a place must hold."""
+    """Return whether `x` is what a place must hold."""
     value, how = expected
     if how is None:
         return x is value
@@ -75,7 +76,7 @@ def matches(x: Any, expected: Expected) -> bool:
 
 
 class IdentityGuard:
-    """Everything that a function reads, as the walk of its fingerprint visits it.
+    """Checks that everything that a function reads is still the same.
 
     The walk calls one of `add_function`, `add_mask`, `add_partial` and `add_tensor` for each
     object, at most once per object. The guard then generates straight-line Python that compares all
@@ -194,13 +195,13 @@ class IdentityGuard:
         return read
 
     def _constant(self, x: Any) -> str:
-        """Name a value for the generated code: `x` and a number."""
+        """Make a value available to the generated code; return its name, `x` and a number."""
         name = f"x{len(self._names)}"
         self._names[name] = x
         return name
 
     def _object(self, x: Any) -> str:
-        """Name an object that the guard refers to weakly: `o` and the number of its reference."""
+        """Refer weakly to an object; return its name in the generated code, `o` and a number."""
         reference = weakref.ref(x)  # the same one for the same object, as it has no callback
         key = id(reference)
         if key not in self._references:
@@ -208,7 +209,7 @@ class IdentityGuard:
         return self._references[key]
 
     def _differs(self, place: str, expected: Expected) -> str:
-        """Return Python text that is true where a place does not hold what it must."""
+        """Return a Python expression that is true if a place no longer holds what it must."""
         value, how = expected
         if how is None:
             return f"{place} is not {self._constant(value)}"

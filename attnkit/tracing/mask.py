@@ -1,4 +1,4 @@
-"""Masks as values: `causal() & sliding_window(1024) | prefix(128)`, `~mask`.
+"""Define masks that combine by operators: `causal() & sliding_window(1024) | prefix(128)`, `~mask`.
 
 A mask is a function `mask_mod(b, h, q, kv)` that says which scores attention keeps. `Mask` adds the
 boolean operators. Building or combining masks computes nothing; attention traces the mask and
@@ -23,7 +23,7 @@ _SIGNS = {"and": "&", "or": "|", "xor": "^"}
 
 
 class Mask:
-    """Wrap a mask_mod so that it composes with `&`, `|`, `^` and `~`.
+    """Wraps a mask_mod so that it combines with others by `&`, `|`, `^` and `~`.
 
     A `Mask` is itself a mask_mod: pass it wherever attnkit or FlexAttention takes one. Plain
     functions may stand on either side of an operator, as long as one side is a `Mask`.
@@ -34,8 +34,8 @@ class Mask:
             [], True where attention keeps the score. It may read captured tensors by index.
         label: text that `repr` shows, for example "causal()"; the function's name if None.
         lengths: (query length, kv length) that the mask was built for, None for any. Each entry is
-            an int, a (least, most) pair whose most may be None, or None for any length. A mask is
-            refused at other lengths (ShapeError) wherever it is used.
+            an int, a (least, most) pair whose most may be None, or None for any length. Using the
+            mask at other lengths raises a ShapeError.
 
     Attributes:
         function: the mask_mod; None for a combination of masks.
@@ -118,18 +118,18 @@ class Mask:
         return self.parts[0] if self.op == "not" else Mask._join("not", self)
 
     def shift(self, q: int | Tensor | None = None, kv: int | Tensor | None = None) -> Mask:
-        """Move this mask along the queries or the keys.
+        """Return this mask moved along the queries or the keys.
 
         The result keeps (q', kv') where this mask keeps (q' + q, kv' + kv), so row 0 of the result
         is row `q` of this mask. Positions before row 0 or column 0 of this mask are masked. The
-        result is a window on this mask, as for one chunk of the queries: it accepts any number of
-        the remaining rows and columns, also after a shift by 0.
+        result is a window on this mask, for example for one chunk of the queries. It accepts any
+        number of the remaining rows and columns, also after a shift by 0.
 
         Args:
             q: shift of the rows: an int of either sign, or an integer tensor of shape [] or [B],
                 one shift per batch entry; None to leave the rows as they are.
-            kv: shift of the columns, likewise. The values of a tensor may change between calls, so
-                the result accepts any length on that side.
+            kv: shift of the columns, as for `q`. The values of a tensor may change between calls,
+                so along an axis that a tensor shifts the result accepts any length.
 
         Raises:
             ArgumentError: q or kv is something else.
@@ -300,7 +300,7 @@ def _check_shift(name: str, by: Any) -> int | Tensor | None:
 
 
 def _shifted_lengths(mask: Mask, q: int | Tensor | None, kv: int | Tensor | None) -> Lengths:
-    """Compute the lengths that a shifted mask allows; any length where the shift is a tensor."""
+    """Return the lengths that a shifted mask allows; any length where the shift is a tensor."""
     ints = [None if isinstance(by, Tensor) else by for by in (q, kv)]
     limited = mask.lengths.shifted(mask.label, *ints)
     free = Lengths()
@@ -311,7 +311,7 @@ def _shifted_lengths(mask: Mask, q: int | Tensor | None, kv: int | Tensor | None
 
 
 def _shifted(at: Any, by: int | Tensor | None, b: Any) -> tuple[Any, Any]:
-    """Shift an index; also return where it is at least 0 (None: everywhere)."""
+    """Return a shifted index, and where it is at least 0 (None: everywhere)."""
     if by is None:
         return at, None
     if isinstance(by, Tensor):

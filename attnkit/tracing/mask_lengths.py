@@ -1,4 +1,4 @@
-"""The query and kv lengths that a mask allows: one range each; combined masks intersect them."""
+"""Check the query and kv lengths at which masks are used; each mask allows a range of both."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAMES = ("query length", "kv length")
 
 
 class Lengths(NamedTuple):
-    """Query and kv lengths that a mask allows.
+    """Holds the query and kv lengths that a mask allows.
 
     Attributes:
         q, kv: (least, most) length, both included; most is None where there is no limit.
@@ -29,7 +29,7 @@ class Lengths(NamedTuple):
         return ", ".join(limited) or "any lengths"
 
     def check(self, label: str, q_len: int, kv_len: int) -> None:
-        """Check the lengths at which the mask `label` is used.
+        """Check that the mask may be used at these lengths; `label` names it in the message.
 
         Raises:
             ShapeError: the mask was built for other lengths.
@@ -47,7 +47,7 @@ class Lengths(NamedTuple):
             )
 
     def shifted(self, label: str, q: int | None, kv: int | None) -> Lengths:
-        """Compute the lengths that remain after the first `q` rows and `kv` columns.
+        """Return the lengths that remain after the first `q` rows and `kv` columns.
 
         A shifted mask is a window that need not reach the end of the mask, so it allows every
         length from 1 on.
@@ -91,7 +91,7 @@ def as_lengths(value: Any) -> Lengths:
 
 
 def intersect(masks: Iterable[tuple[str, Lengths]]) -> Lengths:
-    """Intersect the lengths of several masks.
+    """Return the lengths that several masks have in common.
 
     Args:
         masks: label and lengths of each mask.

@@ -1,4 +1,4 @@
-"""The proxy values that a traced function receives in place of tensors.
+"""Define the proxy values that a traced function receives in place of tensors.
 
 A `Value` that stands for one number holds its node. A `Value` with a shape, such as a row of a
 captured tensor, holds a function from index nodes to a node; it must be indexed or reduced before
@@ -52,10 +52,10 @@ _METADATA = frozenset(
 
 
 class Tracer:
-    """Hold the state of one trace.
+    """Holds the state of one trace: captured tensors, results of eager operations, the first error.
 
     Attributes:
-        device: what `.device` of a traced value answers.
+        device: what `.device` of a traced value returns.
         slots: id of each captured tensor -> its slot.
         tensors: captured tensors by slot.
         results: id of each tensor that an eager operation returned -> (the tensor, whether it
@@ -85,7 +85,7 @@ class Tracer:
         raise self.failure(message) from cause
 
     def record_result(self, result: Any, arguments: Sequence[Any]) -> Any:
-        """Record the tensors that an eager operation returned; return the result."""
+        """Record the tensors that an eager operation returned, and return its result."""
         if isinstance(result, Tensor):
             inputs = [a for a in _leaves(arguments) if isinstance(a, Tensor)]
             captured = any(id(a) not in self.results or self.results[id(a)][1] for a in inputs)
@@ -97,7 +97,7 @@ class Tracer:
         return result
 
     def is_local(self, x: Any) -> bool:
-        """Whether the memory of a tensor was allocated while tracing."""
+        """Return whether the memory of a tensor was allocated while tracing."""
         base = x if not isinstance(x, Tensor) or x._base is None else x._base
         return id(base) in self.results
 
@@ -110,7 +110,7 @@ class Tracer:
             )
 
     def lift(self, x: Any) -> Value:
-        """Convert anything that a user may combine with a Value to a Value.
+        """Convert a tensor or number that the user combines with a Value to a Value.
 
         Raises:
             TraceError: it cannot be combined with a traced value.
@@ -128,7 +128,7 @@ class Tracer:
         self.fail(f"cannot combine a traced value with {type(x).__name__} {x!r}")
 
     def capture_view(self, x: Tensor) -> Value:
-        """Capture a view of a captured tensor as a tensor of its own."""
+        """Capture a view of a captured tensor as a separate captured tensor."""
         self.results[id(x)] = (x, True)
         return self._capture(x)
 
@@ -158,14 +158,14 @@ class Tracer:
 
 
 class Value:
-    """Stand for a tensor while tracing; see the module's docstring.
+    """Stands for a tensor while tracing and records what the user's function does with it.
 
     Attributes:
         tracer: the trace.
         sizes: the shape; () for one number.
         kind: type of the node.
         pick: function from index nodes, one per dimension, to the node of that element.
-        origin: the captured tensor, or view of one, that this Value stands for, if it is one.
+        origin: the captured tensor, or view of one, that this Value stands for; None if it is not.
         part: how much of the captured tensor this Value covers.
         narrow: the dtype in which torch computes, if it is narrower than int32.
     """
@@ -195,7 +195,7 @@ class Value:
 
     @property
     def node(self) -> Node:
-        """The node of a Value without a shape.
+        """Return the node of a Value that stands for one number.
 
         Raises:
             TraceError: the Value has a shape.
@@ -315,7 +315,7 @@ for _name in "neg abs invert pos".split():
 
 
 class TracingMode(TorchFunctionMode):
-    """Send every torch call inside the user's function to `dispatch`."""
+    """Sends every torch call inside the user's function to `dispatch`."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
@@ -328,7 +328,7 @@ class TracingMode(TorchFunctionMode):
 
 
 def dispatch(tracer: Tracer, function: Any, args: Any, kwargs: Any) -> Any:
-    """Handle one torch call of the user's function: trace it if an argument is a Value, or run it.
+    """Handle a torch call of the user's function: trace it if an argument is a Value, else run it.
 
     Raises:
         TraceError: the call is not supported, or its arguments are wrong.
@@ -411,7 +411,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def _user_line() -> str:
-    """Show file, line and source of the user's code, with a caret under the current expression."""
+    """Return file, line and source of the user's code, with carets under the current expression."""
     frame = sys._getframe(1)
     while frame.f_back and frame.f_code.co_filename.startswith((FOLDER, _TORCH)):
         frame = frame.f_back

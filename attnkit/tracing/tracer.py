@@ -1,4 +1,4 @@
-"""Trace a user's function: run it once on proxy values and read off its expression graph."""
+"""Trace a user's function: run it once on proxy values and return its expression graph."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ caches.register(ir.clear_caches)  # here, as `graph` imports nothing of `util`
 
 
 class DTypeTraceError(TraceError, DTypeError):
-    """A traced function returned a value of the wrong dtype."""
+    """Raised where a traced function returns a value of the wrong dtype."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """Hold the graph of a traced function.
+    """Holds the graph of a traced function and its captured tensors.
 
     Attributes:
         kind: "score" or "mask".
@@ -46,8 +46,8 @@ class Traced:
             for a mask_mod.
         tensors: captured tensors by load slot.
         names: names of the captured tensors in the user's code, by slot.
-        derived: whether a captured tensor was computed from others while tracing, so that the trace
-            is valid for one call only.
+        derived: whether a captured tensor was computed from others while tracing; the trace is
+            then valid for one call only.
     """
 
     kind: Kind
@@ -67,7 +67,7 @@ def trace(function: Callable[..., Any], kind: Kind, device: torch.device | str =
     Args:
         function: any callable with that many positional arguments.
         kind: "score" or "mask".
-        device: what `.device` of a traced value answers.
+        device: what `.device` of a traced value returns.
 
     Returns:
         The graph, with the captured tensors by slot.
@@ -101,14 +101,14 @@ def trace(function: Callable[..., Any], kind: Kind, device: torch.device | str =
 
 
 def _message_of(error: Exception) -> str:
-    """Return the message of an error in the user's code; explain the one that numpy raises."""
+    """Return the message of an error in the user's code; replace numpy's by an explanation."""
     if "__array_ufunc__" in str(error):
         return "a numpy function takes no traced value; use the torch function of that name"
     return str(error)
 
 
 def _renumber_slots(root: Node, tensors: list[Tensor]) -> tuple[Node, tuple[Tensor, ...]]:
-    """Number the slots by first use in the finished graph, so that equal graphs are equal."""
+    """Renumber the slots by first use in the graph, so that equal functions have equal graphs."""
     loads = [n for n in ir.topo(root) if n.op == "load"]
     order = {slot: i for i, slot in enumerate(dict.fromkeys(n.attr for n in loads))}
     if all(slot == i for slot, i in order.items()):
@@ -137,7 +137,7 @@ def _check_arity(function: Callable[..., Any], kind: Kind) -> None:
 
 
 def takes(function: Any, kind: Kind) -> bool:
-    """Whether a function can be called with the arguments of a kind."""
+    """Return whether a function can be called with the arguments of a kind."""
     try:
         inspect.signature(function).bind(*ARGUMENTS[kind])
     except (TypeError, ValueError):
@@ -146,7 +146,7 @@ def takes(function: Any, kind: Kind) -> bool:
 
 
 def _advice(function: Callable[..., Any], kind: Kind) -> str:
-    """Guess what the user meant by a function that does not take the arguments of its kind."""
+    """Return a hint for a function that does not take the arguments of its kind."""
     other: Kind = "mask" if kind == "score" else "score"
     if not takes(function, other):
         return f"If it makes a {kind}_mod, pass what it returns: {_name_of(function)}(...)"
@@ -184,7 +184,7 @@ def _name_of(function: Any) -> str:
 
 
 def _names(function: Any, tensors: tuple[Tensor, ...]) -> tuple[str, ...]:
-    """Find the names of captured tensors in the user's code; `t0`, `t1`, ... without one."""
+    """Return the names of captured tensors in the user's code, else `t0`, `t1`, ..."""
     if not tensors:
         return ()
     name_of = {id(t): "" for t in tensors}

@@ -1,4 +1,4 @@
-"""Check the arguments of public functions; each message names argument, value and expectation."""
+"""Check the arguments of public functions; messages say what came and what was expected."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_LENGTH = 2**31 - 1  # positions are int32
 
 # FlexAttention's kernel options. Those that tune its Triton kernels change no result; the plan
-# notes that they are not used. BLOCK_M and BLOCK_N set the tiles of a mask given as a function.
+# notes that they are not used. BLOCK_M and BLOCK_N set the tile sizes where the mask is a function.
 BLOCK_OPTIONS = ("BLOCK_M", "BLOCK_N")
 TUNING_OPTIONS = (
     "num_warps num_stages BLOCK_M1 BLOCK_N1 BLOCK_M2 BLOCK_N2 PRESCALE_QK ROWS_GUARANTEED_SAFE "
@@ -38,7 +38,7 @@ FlexKernelOptions: TypeAlias = dict[str, Any]
 
 
 class AuxRequest(NamedTuple):
-    """Which auxiliary outputs to return.
+    """Says which auxiliary outputs `flex_attention` returns.
 
     Attributes:
         lse: log-sum-exp of each row, natural logarithm.
@@ -50,7 +50,7 @@ class AuxRequest(NamedTuple):
 
 
 class AuxOutput(NamedTuple):
-    """Auxiliary outputs, [B, Hq, Sq] float32 (float64 for float64 inputs), None if not asked for.
+    """Holds auxiliary outputs: [B, Hq, Sq] float32 (float64 for float64 inputs), or None.
 
     Attributes:
         lse: differentiable; -inf for a fully masked row.
@@ -65,7 +65,12 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: Any) -> None:
     """Check query, key and value of `flex_attention`.
 
     Raises:
-        ArgumentError, ShapeError, DTypeError, DeviceError, UnsupportedError: by what is wrong.
+        ArgumentError: an argument is not a tensor.
+        ShapeError: a shape is wrong, or shapes do not fit each other.
+        DTypeError: a dtype is not supported, or the dtypes differ.
+        DeviceError: the devices differ.
+        OptionError: enable_gqa is not a bool.
+        UnsupportedError: a tensor is nested, a DTensor or not dense.
     """
     named = {"query": query, "key": key, "value": value}
     for name, t in named.items():
@@ -199,7 +204,8 @@ def check_options(
 
     Args:
         options: kernel_options as the caller gave them.
-        default: tile sizes without BLOCK_M and BLOCK_N; this tuple itself is returned for None.
+        default: tile sizes where BLOCK_M and BLOCK_N are not set; returned as it is if `options` is
+            None.
 
     Raises:
         ArgumentError: `options` is not a dict.
@@ -239,13 +245,13 @@ def check_size(name: str, value: Any) -> int:
 def check_captured(
     what: str, names: Sequence[str], tensors: Sequence[Tensor], device: torch.device
 ) -> None:
-    """Check that captured tensors are on the query's device; a 0-d CPU tensor may go with any.
+    """Check that captured tensors are on the query's device; 0-d CPU tensors are always allowed.
 
     Args:
         what: "score_mod" or "mask_mod", for the message.
-        names: of the tensors.
-        tensors: what the function captures.
-        device: of the query.
+        names: names of the tensors.
+        tensors: the captured tensors.
+        device: device of the query.
 
     Raises:
         DeviceError: a tensor is on another device.

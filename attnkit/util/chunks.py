@@ -1,9 +1,9 @@
 """Choose how many elements to process at a time, so that torch does not start its threads.
 
-torch parallelizes an operator over its threads from 32768 elements on. For operators as light as
-those that classify tiles, threads gain little on an idle machine. On a busy one, where every operator
-waits for the slowest thread, they cost fifty times as much. Smaller chunks run on the calling thread,
-and their intermediate values stay in its cache.
+torch runs an operator on several threads from 32768 elements on. For operators as light as those
+that classify tiles, threads gain little on an idle machine. On a busy one every operator waits for
+the slowest thread and takes fifty times as long. Smaller chunks run on the calling thread, and
+their intermediate values stay in its cache.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _MAX_CHUNKS = 1024  # beyond that the overhead of many small operators would sho
 
 
 def chunk_size(total: int, device: torch.device) -> int:
-    """Return the number of elements of a chunk, for work on `total` elements."""
+    """Return how many of `total` elements to process at a time: all of them on a GPU."""
     if device.type != "cpu":
         return max(1, total)
     return max(_GRAIN, -(-total // _MAX_CHUNKS))

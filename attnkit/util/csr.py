@@ -1,7 +1,7 @@
 """Search and expand the row pointers of CSR lists, on one thread.
 
-torch's `searchsorted` and `repeat_interleave` start all threads of a CPU however few numbers there
-are: 4 to 15 ms each where other processes use the cores. NumPy's run on the calling thread.
+torch's `searchsorted` and `repeat_interleave` start all threads of a CPU even for a few numbers:
+4 to 15 ms each where other processes use the cores. NumPy's run on the calling thread.
 """
 
 from __future__ import annotations

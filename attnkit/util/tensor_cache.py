@@ -27,10 +27,11 @@ def address(tensor: Tensor) -> int:
 
 
 class Stamp:
-    """Tell later whether a tensor still has the data that it had when the stamp was made.
+    """Records the state of a tensor, to check later that its data is unchanged.
 
     It compares the object, its version counter and its address. Tensors of inference mode have no
-    version counter: of those the stamp holds a copy and compares the data, which waits for the GPU.
+    version counter. For those the stamp stores a copy and compares the data, which waits for the
+    GPU.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -52,7 +53,7 @@ class Stamp:
 
 
 class VersionedCache(Generic[T]):
-    """Map (key, tensors) to a value, with a bounded size; an edited or new tensor is a miss.
+    """Maps (key, tensors) to a value, with a bounded size; an edited or new tensor is a miss.
 
     Tensors are referenced weakly. The cache notices in-place edits through torch, which raise the
     version counter, and `t.data = other`. It does not notice edits through `t.data[...]` or through
@@ -63,8 +64,8 @@ class VersionedCache(Generic[T]):
         """Create an empty cache.
 
         Args:
-            size: entries; the least recently used goes first.
-            copies: whether to copy inference tensors to compare their data later. Without, values
+            size: largest number of entries; the least recently used is dropped first.
+            copies: whether to copy inference tensors, to compare their data later. If not, values
                 that depend on inference tensors are not cached.
         """
         self._size = size
@@ -88,6 +89,10 @@ class VersionedCache(Generic[T]):
         while len(self._entries) > self._size:
             self._entries.popitem(last=False)
         return value
+
+    def __len__(self) -> int:
+        """Count the values."""
+        return len(self._entries)
 
     def clear(self) -> None:
         """Remove all values."""

@@ -1,7 +1,7 @@
 """Wrap every private name of torch that attnkit uses; no other module uses private names of torch.
 
-torch has no public counterpart for these, or one that costs microseconds at every call. Where a
-version of torch lacks an optional name, the public counterpart or a slower way replaces it.
+torch has no public counterpart of these, or one that costs microseconds at every call. Where a
+version of torch lacks an optional name, a public and slower counterpart replaces it.
 tests/util/test_torch_private.py says which version has which name.
 """
 
@@ -22,24 +22,24 @@ from torch.utils._device import DeviceContext
 __all__ = [
     "PLAIN",
     "DisableTorchFunction",
+    "EmptyStrided",
     "HigherOrderOperator",
-    "Maker",
     "OpOverload",
     "OpOverloadPacket",
     "deterministic_enabled",
     "device_index",
     "dynamo_parts",
+    "fast_empty_strided",
+    "function_mode_count",
     "grad_enabled",
     "in_autocast",
     "in_forward_ad",
     "is_batched",
-    "is_captured",
     "is_fake",
     "is_grad_tracking",
     "is_intercepted",
-    "maker",
+    "is_stream_capturing",
     "mark_constant",
-    "modes",
     "neural_functions",
     "only_devices",
     "stream_of",
@@ -47,10 +47,10 @@ __all__ = [
     "version",
 ]
 
-# Shape, strides, dtype -> a tensor whose elements are not set.
-Maker: TypeAlias = Callable[[Sequence[int], Sequence[int], torch.dtype], Tensor]
+# (shape, strides, dtype) -> a tensor whose elements are not initialized.
+EmptyStrided: TypeAlias = Callable[[Sequence[int], Sequence[int], torch.dtype], Tensor]
 
-# Classes of tensors without behaviour of their own.
+# Tensor classes that do not override operators.
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 _C: Any = torch._C
@@ -60,7 +60,7 @@ _PRE_DISPATCH = _C.DispatchKey.PreDispatch
 
 # torch.nn.functional's functions in C.
 neural_functions: Any = _C._nn
-# A context in which no mode and no subclass sees a call.
+# A context manager: inside it no mode and no subclass intercepts a call.
 DisableTorchFunction: Any = _C.DisableTorchFunction
 # How often a tensor was edited in place.
 version: Callable[[Tensor], int] = attrgetter("_version")
@@ -68,7 +68,7 @@ grad_enabled: Callable[[], bool] = _C.is_grad_enabled
 deterministic_enabled: Callable[[], bool] = _C._get_deterministic_algorithms
 in_autocast: Callable[[], bool] = _C._is_any_autocast_enabled
 # How many `TorchFunctionMode`s are active.
-modes: Callable[[], int] = _C._len_torch_function_stack
+function_mode_count: Callable[[], int] = _C._len_torch_function_stack
 is_batched: Callable[[Tensor], bool] = _C._functorch.is_batchedtensor
 is_grad_tracking: Callable[[Tensor], bool] = _C._functorch.is_gradtrackingtensor
 
@@ -81,18 +81,18 @@ def _stream(index: int) -> int:
 stream_of: Callable[[int], int] = getattr(_C, "_cuda_getCurrentRawStream", _stream)
 # The current CUDA device.
 device_index: Callable[[], int] = getattr(_C, "_cuda_getDevice", torch.cuda.current_device)
-# Whether a CUDA graph is captured on the current stream of the current CUDA device.
-is_captured: Callable[[], bool] = getattr(
+# Whether the current stream of the current CUDA device is capturing a CUDA graph.
+is_stream_capturing: Callable[[], bool] = getattr(
     _C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
 )
 
 
-def maker(device: torch.device) -> Maker:
+def fast_empty_strided(device: torch.device) -> EmptyStrided:
     """Return a fast `empty_strided` for a device.
 
     A CUDA device must be the current one whenever the result is called.
     """
-    fast: Maker | None = getattr(_GUARDS, f"_empty_strided_{device.type}", None)
+    fast: EmptyStrided | None = getattr(_GUARDS, f"_empty_strided_{device.type}", None)
     if fast is not None:
         return fast
 
@@ -110,9 +110,9 @@ def in_forward_ad() -> bool:
 def is_intercepted(tensors: Iterable[Tensor]) -> bool:
     """Return whether anything but autograd intercepts an operator called with these tensors.
 
-    That is: a mode (except torch.device as a context, which acts on new tensors only), a functorch
-    transform, a forward-mode derivative, a jit trace, a tensor subclass, or a tensor whose data
-    differs from what its memory holds (lazy negation, zero tensors).
+    This may be a mode (except torch.device as a context, which acts on new tensors only), a
+    functorch transform, a forward-mode derivative, a jit trace, a tensor subclass, or a tensor
+    whose values differ from those in its memory (lazy negation, zero tensors).
     """
     if (
         _C._len_torch_dispatch_stack()
@@ -132,14 +132,14 @@ def is_intercepted(tensors: Iterable[Tensor]) -> bool:
 
 def only_devices() -> bool:
     """Return whether every active `TorchFunctionMode` is torch.device used as a context."""
-    for i in range(modes()):
+    for i in range(function_mode_count()):
         if type(_C._get_function_stack_at(i)) is not DeviceContext:
             return False
     return True
 
 
 def tensor_guard(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
-    """Build a guard that tells whether other tensors are like these; None if torch has none.
+    """Return a function that checks whether other tensors are like these; None if torch has none.
 
     It compares classes, dtypes, devices, shapes, strides and requires_grad, and the dispatch keys
     that modes, transforms and autocast add to a call.
@@ -169,10 +169,10 @@ def mark_constant(function: Callable[..., Any]) -> None:
 
 
 def dynamo_parts() -> SimpleNamespace:
-    """Import the parts of Dynamo with which it supports FlexAttention.
+    """Import and return the parts of Dynamo that trace FlexAttention.
 
     Raises:
-        ImportError: this version of torch has them elsewhere.
+        ImportError: this version of torch has them in other modules.
     """
     from torch._dynamo import _trace_wrapped_higher_order_op as wrapped
     from torch._dynamo.exc import UserError, UserErrorType

@@ -1,1 +1,4 @@
-"""What the Hopper and Blackwell kernels share: hooks, work tiles, semaphores, preprocess, combine."""
+"""Define what the kernels of both architectures share.
+
+Hooks, work tiles, semaphores, the preprocess and the combine kernel.
+"""

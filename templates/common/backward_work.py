@@ -1,4 +1,4 @@
-"""What a backward kernel is given: the tensors of the work list, and the sizes of the problem."""
+"""Define the arguments that every backward kernel takes: tensors of the work list, and sizes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from cutlass import Float32, Int32, cute
 
 @dataclass(frozen=True)
 class Problem:
-    """Sizes of a launch, all Int32 but the scale.
+    """Describes the sizes of a launch; all are Int32 except the scale.
 
     Attributes:
         scale: softmax scale, Float32.
         group: query heads per kv head.
+        q_len, kv_len: sequence lengths.
+        heads, kv_heads: heads of the query, and of key and value.
+        batch: batch size of the query.
+        kv_batch: batch size of key and value, 1 where all batch elements share them.
     """
 
     scale: Float32
@@ -29,7 +33,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Lists:
-    """Tensors of the work list, see `Backward.__call__`."""
+    """Holds the tensors of the work list; `Backward.__call__` gives their shapes."""
 
     lse: cute.Tensor
     delta: cute.Tensor
@@ -37,4 +41,4 @@ class Lists:
     partial: cute.Tensor
     full: cute.Tensor
     counter: cute.Tensor
-    order: Any  # tensors of the semaphores
+    order: Any  # flags or semaphores, see `semaphore.OrderTable`

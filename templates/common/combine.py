@@ -1,8 +1,7 @@
-"""Split KV combine: merge the partial results of rows that were split along kv, exactly.
+"""Merge the partial results of rows that were split along kv, exactly (split KV combine).
 
 Each part is a softmax over some of the columns, with its LSE. The output of the row is their mean
-weighted by 2**(LSE in log2), which needs no second look at the scores (Milakov and Gimelshein
-2018).
+weighted by exp(LSE), which does not need the scores again (Milakov and Gimelshein 2018).
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ WARPS = 4
 
 
 class Combine:
-    """Merges the parts of split rows, after a forward.
+    """Builds the kernel that merges the parts of split rows after a forward.
 
     Args:
         dtype: "bfloat16" or "float16", of the output.
-        value_dim: head dim of the output.
+        value_dim: head_dim_v, of the output.
     """
 
     def __init__(self, dtype: str, value_dim: int) -> None:
@@ -41,7 +40,7 @@ class Combine:
         lse: cute.Tensor,
         stream: Any,
     ):
-        """Launch.
+        """Launch the kernel.
 
         Args:
             parts, part_lse: float32 [slots, block_q, >= Dv] and [slots, block_q].
@@ -65,7 +64,7 @@ class Combine:
         out: cute.Tensor,
         lse: cute.Tensor,
     ):
-        """Merge one row a warp."""
+        """Merge the parts of one row per warp."""
         item, chunk, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         lane, within = thread % 32, chunk * WARPS + thread // 32

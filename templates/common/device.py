@@ -1,4 +1,4 @@
-"""Small device functions that the kernels of both architectures use."""
+"""Define small device functions that the kernels of both architectures use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PACK = {BFloat16: "cvt.rn.bf16x2.f32", Float16: "cvt.rn.f16x2.f32"}
 
 
 def pack(low: Any, high: Any, dtype: Any) -> Any:
-    """Round two float32 to a pair of 16-bit floats, one Int32.
+    """Round two float32 values to 16-bit floats and pack them into one Int32.
 
     The DSL's own conversion of a fragment falls back to single values for most tile widths.
     """
@@ -27,7 +27,7 @@ def pack(low: Any, high: Any, dtype: Any) -> Any:
 
 
 def unpack(pair: Any, dtype: Any) -> tuple[Any, Any]:
-    """Return two 16-bit floats of a word as float32."""
+    """Convert the two 16-bit floats of an Int32 to float32."""
     if dtype is BFloat16:  # the upper half of a float32
         text = "shl.b32 {$w0}, {$r0}, 16; and.b32 {$w1}, {$r0}, 0xffff0000;"
     else:
@@ -39,12 +39,12 @@ def unpack(pair: Any, dtype: Any) -> tuple[Any, Any]:
 
 
 def bits_below(x: Any, words: int) -> list[Any]:
-    """Return bit masks of a thread's columns that lie below x, x counted from its first column.
+    """Return bit masks that say which of a thread's columns lie below x.
 
-    A thread has columns 8 g and 8 g + 1 of a row for g = 0, 1, ...: bit 2 g + c of the masks.
+    A thread has columns 8 g and 8 g + 1 of a row for g = 0, 1, ...; their bits are 2 g and 2 g + 1.
 
     Args:
-        x: Int32.
+        x: Int32, counted from the thread's first column.
         words: how many Int32 to return, 16 groups g each.
     """
     count = (x >> 3) * 2 + cutlass.min(x & 7, Int32(2))
@@ -67,15 +67,15 @@ def bit(mask: Any, j: int) -> Any:
 
 
 def one(j: int) -> int:
-    """Return the signed 32-bit integer with bit j modulo 32 set."""
+    """Return the signed 32-bit integer with only bit j modulo 32 set."""
     j %= 32
     return (1 << j) - (1 << 32) * (j == 31)
 
 
 def shifted(x: Any, factor: Any, more: Any) -> Any:
-    """Return x * factor + more in one instruction; a factor of None is 1, an addend of None 0.
+    """Return x * factor + more as one instruction; a factor of None is 1, an addend of None 0.
 
-    Written as a sum, the products would be shared between two uses and not fused.
+    In a plain expression the compiler may share the product between two uses and not fuse it.
     """
     if factor is None:
         return x if more is None else x + more
@@ -83,16 +83,16 @@ def shifted(x: Any, factor: Any, more: Any) -> Any:
 
 
 def exp2(x: Any) -> Any:
-    """Return 2**x from the exponential unit; subnormal results are zero."""
+    """Compute 2**x on the exponential unit; subnormal results are zero."""
     return cute.math.exp2(x, fastmath=True)
 
 
 def exp2_on_fma(x: Any) -> Any:
-    """Return 2**x without the exponential unit; relative error below 9e-5; x is above -126, or NaN.
+    """Compute 2**x on the FMA units, to a relative error of 9e-5; x is above -126, or NaN.
 
-    x = j + f with j the nearest integer; a polynomial of degree 3 for 2**f, |f| <= 1/2, times
-    2**j from its exponent bits (see `polynomials`). It is a
-    product because adding j to the polynomial's bits would make a number of NaN.
+    With x = j + f and j the nearest integer, the result is a polynomial of degree 3 for 2**f,
+    |f| <= 1/2, times 2**j from its exponent bits (see `polynomials`). It multiplies, as adding j to
+    the polynomial's bits would turn NaN into a number.
     """
     magic = Float32(12582912.0)  # 1.5 * 2**23: the low bits of the sum are the nearest integer
     t = x + magic
@@ -109,14 +109,14 @@ def exp2_on_fma(x: Any) -> Any:
 
 
 def pinned(x: Any) -> Any:
-    """Keep a loop-invariant Float32 in its register: the compiler recomputes it otherwise."""
+    """Return x through an opaque move, so that the compiler neither recomputes nor moves it."""
     return cute.arch.inline_ptx(
         "mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x]
     )
 
 
 def after(values: list[Any], others: list[Any]) -> list[Any]:
-    """Return the same values, which the compiler takes to depend on the others."""
+    """Return the same values with a false dependency on others, which no compiler removes."""
     none = cute.arch.inline_ptx("mov.b32 {$w0}, 0;", write_only_types=[Int32], read_only_args=[])
     return [
         cute.arch.inline_ptx(
@@ -130,13 +130,13 @@ def after(values: list[Any], others: list[Any]) -> list[Any]:
 
 
 def quad_max(x: Any, nan: bool) -> Any:
-    """Return the maximum over the four threads of a row; NaN passes only if `nan`."""
+    """Return the maximum over the four lanes that share a row; NaN passes only if `nan`."""
     x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, 1), nan=nan)
     return cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, 2), nan=nan)
 
 
 def quad_sum(x: Any) -> Any:
-    """Return the sum over the four threads of a row."""
+    """Return the sum over the four lanes that share a row."""
     x = x + cute.arch.shuffle_sync_bfly(x, 1)
     return x + cute.arch.shuffle_sync_bfly(x, 2)
 
@@ -149,12 +149,18 @@ def bits(x: Any) -> Any:
 
 
 def finite_or_zero(x: Any) -> Any:
-    """Return x, or 0 for -inf: the maximum of a row that is fully masked so far."""
+    """Return x, or 0 where x is -inf, as is the maximum of a row that is fully masked so far."""
     return cutlass.select_(x == Float32(NEG_INF), Float32(0.0), x)
 
 
 def try_wait(barrier: Any, parity: Any, nanoseconds: int) -> Any:
-    """Return whether a phase of a barrier is complete or soon will be; the same for a warp."""
+    """Wait a limited time for a phase of an mbarrier; return whether it is complete.
+
+    The result is uniform over the warp.
+
+    Args:
+        nanoseconds: about the longest that the wait may take.
+    """
     done = cute.arch.inline_ptx(
         "{ .reg .pred done; mbarrier.try_wait.parity.shared::cta.b64 done, [{$r0}], {$r1}, {$r2}; "
         "selp.b32 {$w0}, 1, 0, done; }",
@@ -165,7 +171,7 @@ def try_wait(barrier: Any, parity: Any, nanoseconds: int) -> Any:
 
 
 def arrive(barrier: Any) -> None:
-    """Arrive at an mbarrier, once a warp."""
+    """Arrive at an mbarrier with one elected lane of the warp."""
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(barrier)
 
@@ -174,7 +180,7 @@ def store_matrix(to: Any, words: list[Any]) -> None:
     """Store four matrices of 8 x 8 16-bit floats from a warp's registers to shared memory.
 
     Args:
-        to: the lane's row of 16 bytes: lane 8 m + r has row r of matrix m.
+        to: pointer to the lane's row of 16 bytes: lane 8 m + r has row r of matrix m.
         words: the lane's word of each matrix.
     """
     cute.arch.inline_ptx(
@@ -193,7 +199,7 @@ def store_where(inside: Any, to: Any, words: list[Any]) -> None:
 
 
 def store_vector(to: Any, words: list[Any]) -> None:
-    """Store four words to global memory, 16 bytes at a multiple of that.
+    """Store four words to global memory, at an address that is a multiple of 16 bytes.
 
     The DSL copies a fragment of Int32 word by word.
     """

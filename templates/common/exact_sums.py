@@ -1,10 +1,10 @@
-"""Gradients of captured tensors: float32 sums in any order, or exact sums that no order changes.
+"""Add gradients of captured tensors in memory: in float32, or exactly whatever the order.
 
-An exact sum consists of integers, so that the order of the additions does not matter. A float is a
-whole number of 24 bits times a power of two. Numbers whose exponents agree but for their last three
-bits are added to one of 32 integers of 64 bits, their bin; infinite numbers and NaN set bits of one
-more. 2**32 numbers fit a bin. `attnkit.splice.exact_sums` reads the sums. After the long
-accumulator of Kulisch and Miranker (1981).
+An exact sum consists of integers, so the order of the additions does not matter. A float is an
+integer of 24 bits times a power of two. A sum has 32 integers of 64 bits, its bins. Floats whose
+exponents differ in the last three bits only go to the same bin, which has room for 2**32 of them.
+One more integer has bits for infinities and NaN. `attnkit.splice.exact_sums` reads the sums. After
+the long accumulator of Kulisch and Miranker (1981).
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-STEP = 8  # exponents of a bin
+STEP = 8  # exponents that share a bin
 BINS = 256 // STEP + 1
-LARGEST = 255  # the exponent of what is infinite or NaN
+LARGEST = 255  # exponent field of infinities and NaN
 DIGITS = (1 << 23) - 1
 INFINITE, NEGATIVE, NO_NUMBER = 1, 2, 4  # bits of the last bin
 
 
 class ExactSums:
-    """Adds to gradients of captured tensors in memory."""
+    """Adds values to gradients of captured tensors in memory."""
 
     hooks: Any
     config: Any
 
     def place_of(self, i: int, site: Any, total: Any, q: Any, kv: Any) -> tuple[Any, ...]:
-        """Return the index of load i of an element in its gradient."""
+        """Return the index in its gradient of what load i reads for the score at (q, kv)."""
         shape = total.shape[:-1] if self.config.sum_order else total.shape
         return self.hooks.gradient_index(i, site, shape, q, kv)
 
     def add_where(self, condition: Any, total: Any, place: Any, value: Any) -> None:
-        """Add a value to a gradient in memory; where sums have an order, to its bins."""
+        """Add a value to a gradient if a condition holds; exactly if sums have an order."""
         if self.config.sum_order:
             self.add_exactly(condition, cute.domain_offset((*place, 0), total).iterator, value)
         else:
             self.add_at(condition, cute.domain_offset(place, total).iterator, value)
 
     def add_of_warp(self, i: int, site: Any, total: Any, value: Any) -> None:
-        """Add the sum of the warp's values to load i, whose index is known per head."""
+        """Add the sum of a warp's values to the gradient of load i, indexed by head alone."""
         for step in (16, 8, 4, 2, 1):
             value = value + cute.arch.shuffle_sync_bfly(value, step)
         place = self.place_of(i, site, total, None, None)
@@ -48,13 +48,13 @@ class ExactSums:
 
     @cute.jit
     def add_at(self, condition: cutlass.Boolean, target: cute.Pointer, value: Float32):
-        """Add a value to a float32 in memory, if a condition holds."""
+        """Add a value to a float32 in memory if a condition holds."""
         if condition:
             cute.arch.red(target, value, op="add", dtype="f32", sem="relaxed", scope="gpu")
 
     @cute.jit
     def add_exactly(self, condition: cutlass.Boolean, bins: cute.Pointer, value: Float32):
-        """Add a value to its bin, if a condition holds."""
+        """Add a value to the bin of its exponent if a condition holds."""
         if condition:
             bits = cute.arch.inline_ptx(
                 "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value]
@@ -66,7 +66,7 @@ class ExactSums:
                 last = bins + (BINS - 1)
                 cute.arch.red(last, Int64(kind), op="or", dtype="b64", sem="relaxed", scope="gpu")
             else:
-                # the least exponent stands for the same power as the next, without a leading 1
+                # exponent 0 means the same power of two as 1, without the leading 1 of the digits
                 digits = digits | cutlass.select_(exponent > 0, Int32(DIGITS + 1), Int32(0))
                 exponent = cutlass.max(exponent, Int32(1))
                 number = digits << (exponent % STEP)

@@ -1,4 +1,4 @@
-"""What a forward kernel is given: the work list, which the producers walk, and the call's numbers."""
+"""Define the arguments that every forward kernel takes: rows of the work list, and scalars."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from cutlass import Float32, Int32
 
 
 class WorkItem(IntEnum):
-    """int32 words of a row of the work list, a work tile, written by `attnkit.schedule.work_list`.
+    """Numbers the int32 words of a row of the work list, which describes one work tile.
 
-    A cursor is (run, take, blocks): the first `take` blocks of a run, the last one first, then the
-    whole runs before it, `blocks` kv blocks in all. Work tiles that are fully masked stand at the end
-    of the list.
+    `attnkit.schedule.work_list` writes them. A cursor (run, take, blocks) means `blocks` kv blocks
+    in descending order: the first `take` blocks of a run, then the whole runs before it. Fully
+    masked work tiles stand at the end of the list.
     """
 
     BATCH = 0
@@ -36,12 +36,12 @@ CURSORS = (WorkItem.PARTIAL_RUN, WorkItem.FULL_RUN)  # PARTIAL blocks are visite
 
 @dataclass(frozen=True)
 class Scalars:
-    """The numbers of a call.
+    """Holds the scalar arguments of a call.
 
     Attributes:
         scale: softmax scale.
         group: query heads per kv head.
-        q_len, kv_len: lengths.
+        q_len, kv_len: sequence lengths.
         kv_batch: batch size of key and value, 1 where all batch elements share them.
     """
 

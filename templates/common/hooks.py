@@ -1,11 +1,12 @@
-"""The interface of a variant to the GPU kernels: functions that emit code while a kernel is traced.
+"""Define how a variant plugs into the GPU kernels: hooks emit code while a kernel is traced.
 
 Hooks are plain Python objects. A kernel calls their methods while it is traced; they return scalars
-of the DSL (Float32, Int32, Boolean) and tuples of them. The kernel asks once for values of a head,
-a row, a column or a block, and passes them to the hooks that follow. All positions are Int32 and
-lie inside the tensors: the kernel clamps those of rows and columns beyond the ends.
+of the DSL (Float32, Int32, Boolean) and tuples of them. The kernel asks once for the values of a
+head, a row, a column or a block, and passes them to later hooks. All positions are Int32 and lie
+inside the tensors: the kernel clamps those of rows and columns beyond the ends.
 
-Scores are in units of log2: a kernel computes probabilities as 2**(x * factor + block - maximum).
+Scores are in units of log2: a kernel computes probabilities as 2**(x * factor + block - maximum),
+where x is the modified score that `score` returns.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ Values: TypeAlias = tuple[Any, ...]
 
 
 class Site(Protocol):
-    """Says where a tile is; every hook receives one.
+    """Describes where a tile is; every hook receives one.
 
     Attributes:
         tensors: captured tensors, arguments of the kernel; a scalar has shape (1,).
         b, h: batch element and query head.
-        q_len, kv_len: lengths.
+        q_len, kv_len: sequence lengths.
         scale: softmax scale, natural units.
         origin: position along kv within the tile, from which distances are counted.
-        steps: offsets of the thread's rows, and of its columns, from the first: elements whose
-            offsets differ by the same number have the same q - kv. None if not known.
+        steps: offsets of the thread's rows from its first row, and of its columns from its first
+            column. Scores whose two offsets have the same difference have the same q - kv. None if
+            not known.
     """
 
     tensors: Sequence[Any]
@@ -44,16 +46,17 @@ class ForwardHooks(Protocol):
     """Emits the score mod and the mask of a forward.
 
     Attributes:
-        intervals: how many intervals of kv a row keeps, for `kept_intervals`; None if the mask has no such
-            form.
+        intervals: how many intervals of kv a row keeps, for `kept_intervals`; None if the mask has
+            no such form.
         has_mask: False if no score is masked.
         only_scales: x is the raw score; `factor` is all that the mod does.
         ignores_score: x does not depend on the score.
-        prefetches: `columns` or `relatives` return values to ask for early, such as loads.
+        prefetches: `columns` or `relatives` take long, such as loads: the kernel calls them early.
         branches_on_score: a condition on the score selects x.
-        row_factor: scores are multiplied by a number of their row.
-        instruction_estimate: estimated instructions of x.
-        lists_override_mask: block lists overrule the mask: it is not applied to their FULL blocks.
+        row_factor: scores are multiplied by a value of their row.
+        instruction_estimate: estimate of the instructions that compute x.
+        lists_override_mask: block lists overrule the mask, which is not applied to their FULL
+            blocks.
     """
 
     intervals: int | None
@@ -67,25 +70,33 @@ class ForwardHooks(Protocol):
     lists_override_mask: bool
 
     def head(self, site: Any) -> Values:
-        """Return values of a head, once a tile."""
+        """Compute the values that depend on the head alone; called once per tile."""
         ...
 
     def row(self, site: Any, head: Values, q: Value) -> Values:
-        """Return values of a row, once a tile."""
+        """Compute the values that depend on row q and the head; called once per tile."""
         ...
 
     def fixed_columns(self, site: Any, head: Values, offsets: Sequence[Value]) -> Values:
-        """Return values of columns that are the same in every block, by offset from its first."""
+        """Compute the values of columns that are the same in every block.
+
+        Args:
+            offsets: of the columns from the block's first column.
+        """
         ...
 
     def block(self, site: Any, head: Values, kv: Value) -> Value:
-        """Return a value to add to every x of the block whose first column is kv, or None."""
+        """Return what to add to every x of the block whose first column is kv, or None."""
         ...
 
     def columns(
         self, site: Any, head: Values, kv: Sequence[Value], masked: bool
     ) -> Sequence[Values]:
-        """Return values of columns, once a block; those that `keep` needs only if `masked`."""
+        """Compute the values that depend on a column and the head; called once per block.
+
+        Args:
+            masked: whether to include the values that only `keep` needs.
+        """
         ...
 
     def relatives(
@@ -96,8 +107,10 @@ class ForwardHooks(Protocol):
         columns: Sequence[tuple[Value, Value, Values]],
         places: Sequence[tuple[int, int]],
     ) -> Any:
-        """Return the values of q - kv that `score` needs, once a block; may be called before the
-        scores are computed."""
+        """Compute the values of q - kv that `score` needs; called once per block.
+
+        The kernel may call it before the scores are computed.
+        """
         ...
 
     def score(
@@ -109,18 +122,18 @@ class ForwardHooks(Protocol):
         places: Sequence[tuple[int, int, Value]],
         relatives: Any,
     ) -> list[Value]:
-        """Return x of scores, in units such that p = 2**(x * factor + block - maximum).
+        """Compute x from raw scores, such that p = 2**(x * factor + block - maximum).
 
         Args:
             rows: (q, values of `row`) of this thread's rows.
             columns: (kv, value of `fixed_columns`, values of `columns`) of this thread's columns.
-            places: (which row, which column, raw score q . k) of each element.
+            places: (index into rows, index into columns, raw score q . k) of each score.
             relatives: what the hook of that name has returned.
         """
         ...
 
     def factor(self, site: Any, head: Values) -> Value:
-        """Return the factor of x, above 0 and the same for a tile; None for 1."""
+        """Return the factor of x, positive and the same for a whole tile; None for 1."""
         ...
 
     def kept_intervals(self, site: Any, head: Values, q: Value) -> Sequence[tuple[Value, Value]]:
@@ -135,28 +148,28 @@ class ForwardHooks(Protocol):
         columns: Sequence[tuple[Value, Value, Values]],
         places: Sequence[tuple[int, int]],
     ) -> list[Value]:
-        """Return whether the mask keeps scores (Boolean), for masks without intervals."""
+        """Return whether the mask keeps each score (Boolean); for masks without intervals."""
         ...
 
     def lse_offset(self, site: Any, head: Values, row: Values) -> Value:
-        """Return what a row adds to its LSE (natural units) and leaves out of x, or None."""
+        """Return the term of the row's LSE that x leaves out, in natural units, or None."""
         ...
 
 
 class BackwardHooks(ForwardHooks, Protocol):
-    """Emits the score again, its slope, and gradients, for a backward.
+    """Emits the recomputed score, its derivative, and gradients, for a backward.
 
     A tile is a kv block: the kernel asks for its columns once, and its first column is the origin,
-    so that `block` is not used. Rows come two at a time, with `row` called in every block. `kept_intervals`
-    is called for columns: the intervals of q that a column keeps. Terms that are linear in kv - q
-    are in no other hook than `distance_term`.
+    so that `block` is not used. Rows come two at a time, with `row` called in every block.
+    `kept_intervals` is called for columns and returns the intervals of q that a column keeps. Only
+    `distance_term` has the terms that are linear in kv - q.
 
     Attributes:
         has_derivative: whether the derivative of the mod by the score differs from 1.
-        gradient_levels: for each load of a captured tensor that gets a gradient, the level at which its
-            index is known: "head", "row", "column", "relative" (q - kv) or "element".
-        gradient_slots: for each such load, the number of its gradient in `totals`.
-        loads_per_score: whether a captured tensor is read for every score, or every q - kv.
+        gradient_levels: for each load of a captured tensor that wants a gradient, the level at
+            which its index is known: "head", "row", "column", "relative" (q - kv) or "element".
+        gradient_slots: for each such load, the index of its gradient in the kernel's `totals`.
+        loads_per_score: whether a captured tensor is read for every score or every q - kv.
         has_distance_term: whether `distance_term` returns a term.
     """
 
@@ -176,11 +189,11 @@ class BackwardHooks(ForwardHooks, Protocol):
         steps: Sequence[int] | None = None,
         shared: dict[Any, Values] | None = None,
     ) -> tuple[list[Value], list[Value] | None]:
-        """Return x of scores as `score` does, and the derivatives of the mod by the score.
+        """Compute x as `score` does, and the derivatives of the mod by the score.
 
         Args:
-            steps: of each element, q - kv less that of the thread's first.
-            shared: values that depend on q - kv alone, by step; the hook adds to it.
+            steps: q - kv of each score, minus q - kv of the thread's first score.
+            shared: values that depend on q - kv alone, by step; the hook reads and extends it.
 
         Returns:
             x, and the derivatives; None for these if they are 1.
@@ -188,7 +201,7 @@ class BackwardHooks(ForwardHooks, Protocol):
         ...
 
     def distance_term(self, site: Any, head: Values) -> Value:
-        """Return the term of the exponent for each step of kv - q, log2 units, or None."""
+        """Return what the exponent gains when kv - q grows by 1, in log2 units, or None."""
         ...
 
     def dscore(
@@ -199,12 +212,12 @@ class BackwardHooks(ForwardHooks, Protocol):
         columns: Sequence[tuple[Value, Value, Values]],
         places: Sequence[tuple[int, int, Value, Value]],
     ) -> tuple[list[Value], list[list[Value]]]:
-        """Return gradients of scores, and for each learned load those of its values.
+        """Compute the gradients of raw scores, and of the values that each learned load reads.
 
         Called only if `gradient_levels` is not empty.
 
         Args:
-            places: (row, column, raw score q . k, gradient of the modified score) of each element.
+            places: (row, column, raw score q . k, gradient of the modified score) of each score.
 
         Returns:
             Gradients of the raw scores times the softmax scale, and those of the loads.
@@ -214,5 +227,9 @@ class BackwardHooks(ForwardHooks, Protocol):
     def gradient_index(
         self, i: int, site: Any, shape: Sequence[Value], q: Value | None, kv: Value | None
     ) -> tuple[Value, ...]:
-        """Return the index of learned load i in a tensor of this shape; q, kv as its level says."""
+        """Return the index that learned load i reads in a tensor of this shape.
+
+        Args:
+            q, kv: position of the score; None where the level of the load does not need it.
+        """
         ...

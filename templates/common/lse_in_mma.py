@@ -1,7 +1,7 @@
-"""LSE and delta of the rows as one more step of the backward's products.
+"""Subtract LSE and delta inside the backward's matrix products, by one more step of 16 columns.
 
-A thread of the backward has one kv position, or two, and needs the statistics of many rows, which
-it would read from shared memory one by one. Instead S^T = K Q^T gets 16 more columns of K and of Q
+A thread of the backward has one or two kv positions and many rows. It would read LSE and delta of
+these rows from shared memory one by one. Instead S^T = K Q^T gets 16 more columns of K and of Q
 whose products sum to -LSE / scale, and where the config says so dP^T = V dO^T gets others for
 -delta. Then P = 2**(factor S) and dS = P dP, and no thread reads these statistics.
 
@@ -26,7 +26,7 @@ from attnkit.templates.common import device
 
 ROW_WORDS = 4  # 32-bit words of a row: eight columns
 CORE_WORDS = 8 * ROW_WORDS  # of a core matrix
-MIN_SCALE = 2.0**-60  # smaller scales are taken for this: S * scale rounds to zero
+MIN_SCALE = 2.0**-60  # replaces smaller scales: S * scale rounds to zero with either
 
 
 def split_bfloat16(x: Any) -> tuple[Any, Any, Any]:
@@ -58,13 +58,15 @@ def _words(six: tuple[Any, ...], last: Any) -> list[Any]:
 
 
 def nonzero_scale(scale: Any) -> Any:
-    """Return the scale, or `MIN_SCALE` for one too near to zero to divide by."""
+    """Return the scale, or `MIN_SCALE` where the scale is too near zero to divide by."""
     small = cutlass.max(scale, -scale) < Float32(MIN_SCALE)
     return cutlass.select_(small, Float32(MIN_SCALE), scale)
 
 
 def write_factor(start: Any, x: Any) -> None:
-    """Write the columns of K or V, one core matrix, by one warp; a fence must follow.
+    """Write the extra columns of K or V as one core matrix.
+
+    One warp calls it; a fence of the async proxy must follow.
 
     Args:
         start: int32 pointer to shared memory.

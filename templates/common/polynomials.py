@@ -1,4 +1,4 @@
-"""Polynomials for 2**f, lowest power first: the least largest relative error, by Remez exchange.
+"""Define minimax polynomials for 2**f: lowest power first, relative error, by Remez exchange.
 
 After Cody and Waite (1980): x = j + f with an integer j, so that 2**x = 2**j * 2**f.
 """

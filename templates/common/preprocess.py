@@ -1,6 +1,6 @@
-"""Preprocess of the backward: LSE and delta of every row, and the memory that the kernel adds to.
+"""Compute LSE and delta of every row before a backward, and clear the memory that it adds to.
 
-Bound by memory; uses nothing of either architecture.
+The kernel is bound by memory, and uses no feature of a single architecture.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from attnkit.templates.common import device
 from attnkit.templates.common.constants import LOG2_E
 from attnkit.templates.common.lse_in_mma import ROW_WORDS, row_columns, split_bfloat16
 
-ROWS = 64  # of a CTA
-UNIT = 64 * ROWS  # floats of a unit of a float32 sum
+ROWS = 64  # rows per CTA
+UNIT = 64 * ROWS  # floats in a unit of a float32 sum
 VECTOR = 8  # elements of a load: 16 bytes
 THREADS = 128
 LOADS = 4  # rows that a thread loads before it computes
@@ -24,12 +24,12 @@ MASKED_ROW = -(2.0**60)
 
 
 class PreprocessConfig(Protocol):
-    """What a backward's config says to its preprocess.
+    """Lists the fields of a backward's config that its preprocess reads.
 
     Attributes:
-        head_dim, head_dim_v: head dims as computed.
+        head_dim, head_dim_v: head_dim and head_dim_v as the kernel computes them.
         block_q: rows of a q block.
-        less_lse, less_delta: LSE, and delta, are columns of the products, see `lse_in_mma`.
+        less_lse, less_delta: whether the products subtract LSE, and delta, see `lse_in_mma`.
     """
 
     @property
@@ -45,14 +45,14 @@ class PreprocessConfig(Protocol):
 
 
 class Preprocess:
-    """Compute -delta = dLSE - rowsum(dO * O) and LSE in log2 units; clear dQ or its flags.
+    """Computes -delta = dLSE - rowsum(dO * O) and LSE in log2 units; clears dQ or its flags.
 
     Where the products subtract LSE or delta, it is written as columns for them, see `lse_in_mma`.
 
     Args:
         config: that of the main kernel.
         with_lse: whether the LSE has a gradient.
-        flags: of the chunks of 64 rows of dQ, cleared instead of its sums; None to clear the sums.
+        flags: how many flags 64 rows of dQ have, cleared instead of sums; None to clear sums.
     """
 
     def __init__(self, config: PreprocessConfig, with_lse: bool, flags: int | None = None) -> None:
@@ -72,7 +72,7 @@ class Preprocess:
         sums: cute.Tensor,
         stream: Any,
     ):
-        """Launch, a CTA for 64 rows.
+        """Launch one CTA for every 64 rows.
 
         Args:
             out, grad_out: [B, H, S, Dv] as for the main kernel.
@@ -101,6 +101,7 @@ class Preprocess:
         rows_delta: cute.Tensor,
         sums: cute.Tensor,
     ):
+        """Write LSE and delta of 64 rows, and clear their part of dQ or their flags."""
         # threads of a row, a power of two
         lanes = 1 << (self.config.head_dim_v // VECTOR - 1).bit_length()
         thread, _, _ = cute.arch.thread_idx()
@@ -111,8 +112,8 @@ class Preprocess:
         column = thread % lanes * VECTOR
         loaded_column = cutlass.min(column, depth - VECTOR)
         passes = ROWS * lanes // THREADS
-        # A lane writes the statistics of one of its rows. It loads their LSE before the sums, so
-        # that it is there when they are.
+        # A lane writes LSE and delta of one of its rows. It loads that LSE first, so that it has
+        # arrived when the row's sum is known.
         own = thread % lanes % passes
         own_row = thread // lanes + own * (THREADS // lanes)
         place = (b, h, cutlass.min(block * ROWS + own_row, lse.shape[2] - 1))
@@ -147,7 +148,11 @@ class Preprocess:
     def write_row(
         self, row: Any, unmasked: Any, lse: Any, delta: Any, rows_lse: Any, rows_delta: Any
     ) -> None:
-        """Write a row's statistics; `unmasked`: it lies inside and is not fully masked."""
+        """Write LSE and delta of a row.
+
+        Args:
+            unmasked: whether the row lies inside the tensor and is not fully masked.
+        """
         less, statistic, delta = (
             cutlass.select_(unmasked, x, Float32(masked))
             for x, masked in ((-lse, MASKED_ROW), (lse * LOG2_E, float("inf")), (delta, 0.0))
@@ -162,7 +167,7 @@ class Preprocess:
             rows_delta[row] = delta
 
     def write_columns(self, rows: Any, row: Any, value: Any) -> None:
-        """Write a row's number as the columns that the products read."""
+        """Write a row's LSE or delta as the columns that the products read."""
         position = Float32(row % self.config.block_q)
         device.store_vector(
             rows.iterator + row * ROW_WORDS,
@@ -189,7 +194,7 @@ def reversed_block_idx() -> tuple[Any, Any]:
     """Return (block, head, batch element) of a CTA, from the last to the first, and the grid.
 
     The preprocess ends with what the main kernel reads first, and the postprocess begins with what
-    that has written last: both are then in the second-level cache.
+    the main kernel has written last: both are then in the L2 cache.
     """
     grid = cute.arch.grid_dim()
     index = cute.arch.block_idx()

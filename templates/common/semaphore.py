@@ -1,8 +1,8 @@
-"""Semaphores in global memory that form float32 sums in a fixed order.
+"""Add float32 sums in a fixed order, by semaphores in global memory.
 
 A semaphore holds the turn: the kv block that adds next to a sum. A CTA waits until it holds its own
 kv block, adds, and stores the one that follows in the row (`attnkit.schedule.deterministic_order`).
-The last one stores the first again, so that the tables serve the next launch as they are.
+The last one stores the first again, so that the tables are ready for the next launch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from attnkit.templates.common.work_tile import WorkTile
 
 
 class OrderTable(IntEnum):
-    """The tensors of the kernel argument `turns`, all int32.
+    """Numbers the tensors of the kernel argument `order`, all int32.
 
     With first writers alone the argument has one tensor: the flags of the chunks of dQ.
     """
@@ -30,7 +30,7 @@ class OrderTable(IntEnum):
 
 
 class OrderRow(IntEnum):
-    """Words of a q block's entry in `OrderTable.ROW`."""
+    """Numbers the words of a q block's entry in `OrderTable.ROW`."""
 
     RUNS_BEGIN = 0
     RUNS_END = 1
@@ -50,7 +50,7 @@ def wait_turn(semaphore: cute.Pointer, turn: Int32):
 
 
 def fence_bulk() -> None:
-    """Order a warp's bulk copies that follow behind what it has read."""
+    """Order the later bulk copies of a warp after its earlier reads."""
     cute.arch.fence_proxy("async.global")
     cute.arch.sync_warp()  # waits for the fence: no branch must come between them
 
@@ -67,11 +67,11 @@ def poll_turn(semaphore: cute.Pointer, turn: Int32, chunk: Int32):
 
 @cute.jit
 def following_turn(ascending: Constexpr, turn: Int32, row: tuple, tables: list):
-    """Return the next kv block that the mask keeps in a row, or after the last one the first.
+    """Return the kv block that adds to a row after another; after the last one, the first.
 
     Args:
         ascending: whether kv blocks add in ascending order.
-        turn: the kv block that has added.
+        turn: the kv block that adds now.
         row: the row's entry, see `OrderRow`.
         tables: see `OrderTable`.
     """
@@ -91,7 +91,7 @@ def following_turn(ascending: Constexpr, turn: Int32, row: tuple, tables: list):
 def _across_runs(
     ascending: Constexpr, turn: Int32, bounds: tuple, starts: cute.Tensor, lengths: cute.Tensor
 ):
-    """Return the turn after one that is not the last, in a row of several runs."""
+    """Return the next turn in a row of several runs; `turn` is not the last one."""
     low, high = bounds
     following = Int32(0)
     for i in cutlass.range(low, high, unroll=1):
@@ -112,7 +112,7 @@ def _across_runs(
 def following_or_lookup(
     ascending: Constexpr, turn: Int32, following: Int32, chunk: Int32, tables: list
 ):
-    """Return `following`, or where it is -1 the turn that follows in the tables.
+    """Return `following`, or where it is -1 look the next turn up in the tables.
 
     Args:
         chunk: of dQ; a q block has two.

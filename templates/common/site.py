@@ -1,4 +1,4 @@
-"""The record of a tile's position that kernels pass to their hooks."""
+"""Define the record of a tile's position that kernels pass to their hooks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Site:
-    """Says where a tile is; see `hooks.Site` for the fields."""
+    """Describes where a tile is; see `hooks.Site` for the fields."""
 
     tensors: Any
     b: Any

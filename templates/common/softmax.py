@@ -1,4 +1,4 @@
-"""What the softmax of the Hopper and of the Blackwell forward have in common."""
+"""Compute the results of a row: the part of the softmax that both forward kernels share."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def row_results(
     factor: Float32 | None,
     lse_term: Float32 | None,
 ) -> tuple[Float32, Float32, Float32]:
-    """Compute what a finished row writes.
+    """Compute the output scale, the LSE and the largest score of a finished row.
 
     Args:
         total: sum of the row's P.
-        gap: what the output is divided by beyond `total`, a correction for roundings; None for 0.
+        gap: correction for roundings, added to `total` where it divides the output; None for 0.
         row_max: the reference that P was computed against; None for none.
         highest: the largest score; read only where the kernel writes the maxima.
-        factor: what takes scores to log2 units; None for 1.
-        lse_term: what the row's LSE has beyond the softmax, natural units; None for nothing.
+        factor: what scores are multiplied by to be in log2 units; None for 1.
+        lse_term: what to add to the row's LSE, see `ForwardHooks.lse`; None for nothing.
 
     Returns:
         What to multiply the output by, the LSE and the largest score, natural units. A fully masked
@@ -40,8 +40,8 @@ def row_results(
     if row_max is not None:
         lse = lse + row_max * (unit * LN2)
     if lse_term is not None:
-        # The scores lack this term, so that an infinite one shows only here: -inf masks the row, +inf
-        # and NaN make it NaN (x - x is 0 for finite x, NaN otherwise).
+        # The scores lack this term, so that an infinite one shows only here: -inf masks the row,
+        # +inf and NaN make it NaN (x - x is 0 for finite x, NaN otherwise).
         wiped = lse_term == Float32(NEG_INF)
         lse = lse + cutlass.select_(wiped, lse_term, lse_term + (lse_term - lse_term))
         spoiled = cutlass.select_(wiped, Float32(0.0), scale + (lse_term - lse_term))
@@ -55,7 +55,7 @@ def row_results(
 
 
 def largest(values: list[Any], nan: bool) -> Any:
-    """The largest of Float32 values; NaN passes if `nan`, otherwise it is skipped."""
+    """Return the largest of Float32 values; NaN passes if `nan`, otherwise it is skipped."""
     most = values[0]
     for x in values[1:]:
         most = cute.arch.fmax(most, x, nan=nan)

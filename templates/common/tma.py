@@ -1,4 +1,4 @@
-"""Views of tensors for TMA copies."""
+"""Make views of tensors for TMA copies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cutlass.cute.nvgpu import cpasync
 
 
 def ordered(tensor: Any, modes: tuple[int, ...]) -> Any:
-    """Return the tensor with its dimensions in another order."""
+    """Return the tensor with its dimensions in the order of `modes`."""
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=list(modes)))
 
 

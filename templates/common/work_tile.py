@@ -1,9 +1,9 @@
-"""Work tiles of the backward: rows of the work list, records, and the walk of runs.
+"""Define work tiles of the backward: rows of the work list, records, and the walk of runs.
 
 A work tile is a kv block with all q blocks that the mask does not leave empty. The host writes one
-row a work tile to the work list (`attnkit.schedule.scheduler.Schedule.table`). The producer warp
+row per work tile to the work list (`attnkit.schedule.scheduler.Schedule.table`). The producer warp
 reads it, walks the PARTIAL and the FULL runs merged in ascending order, and tells the other warps
-through shared memory: a record a work tile, a word a q block.
+through shared memory: a record per work tile, a word per q block.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cutlass import Int32, cute
 
 
 class WorkItem(IntEnum):
-    """int32 words of a row of the work list in global memory, 48 bytes."""
+    """Numbers the int32 words of a row of the work list in global memory, 48 bytes."""
 
     BATCH = 0
     HEAD = 1
@@ -24,7 +24,7 @@ class WorkItem(IntEnum):
     STORE_END = 3  # with first writers: this work tile is the first to add to q blocks below this
     PARTIAL = 4  # first PARTIAL run, blocks of it to skip, PARTIAL blocks
     NUM_PARTIAL = 6
-    FULL = 7  # the same of the FULL runs
+    FULL = 7  # the same for the FULL runs
     NUM_FULL = 9
     SPLIT = 10  # number of the split kv block that this is a part of, -1 for a whole one
     NUM_PARTS = 11
@@ -34,7 +34,7 @@ ITEM_WORDS = 12
 
 
 class WorkTile(IntEnum):
-    """int32 words of a record in shared memory, which the producer writes and all others read."""
+    """Numbers the int32 words of a work tile's record in shared memory; the producer writes it."""
 
     KV_BLOCK = 0
     HEAD = 1
@@ -59,12 +59,12 @@ NOWHERE = 1 << 30  # beyond every block: a cursor at its end
 
 
 def block_word(block: Any, partial: Any, ragged: Any) -> Any:
-    """Return the word of a q block: 4 * its number + its bits.
+    """Encode a q block as one word: 4 * its number + its bits.
 
     Args:
         block: Int32.
-        partial: Boolean, the mask leaves out some of its scores.
-        ragged: Boolean, it reaches beyond the end of a tensor.
+        partial: Boolean, whether the mask leaves out some of its scores.
+        ragged: Boolean, whether it reaches beyond the end of a tensor.
     """
     word = 4 * block + cutlass.select_(partial, Int32(0), Int32(FULL_BLOCK))
     return word + cutlass.select_(partial | ragged, Int32(APPLY_MASK), Int32(0))
@@ -72,7 +72,7 @@ def block_word(block: Any, partial: Any, ragged: Any) -> Any:
 
 @cute.jit
 def begin_runs(runs: cute.Tensor, run: Int32, skip: Int32, left: Int32):
-    """Return a cursor: (next block, end of its run, run, blocks left).
+    """Return a cursor at a block of a run: (next block, end of its run, run, blocks left).
 
     Args:
         runs: int32 [2, runs], starts and lengths.
@@ -92,7 +92,7 @@ def next_block(partial: cute.Tensor, full: cute.Tensor, in_partial: tuple, in_fu
     """Take the next block of two cursors, in ascending order.
 
     Returns:
-        Its number, whether it is PARTIAL, and both cursors behind it.
+        Its number, whether it is PARTIAL, and both cursors advanced past it.
     """
     is_partial = in_partial[0] < in_full[0]
     block = cutlass.min(in_partial[0], in_full[0])

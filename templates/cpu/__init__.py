@@ -1,7 +1,7 @@
-"""Block-sparse attention in torch operators: exact, any device, any floating dtype.
+"""Compute block-sparse attention with torch operators: exactly, on any device, in any float dtype.
 
-`forward` and `backward` walk the block runs of a mask strip by strip: a strip is some rows of
-queries, with the scores of only those kv positions that the mask touches, for many heads at once.
+`forward` and `backward` walk the block runs of a mask strip by strip. A strip is a range of query
+rows with the scores of only those kv positions that the mask touches, for many heads at once.
 """
 
 from __future__ import annotations

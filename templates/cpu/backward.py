@@ -1,8 +1,8 @@
-"""Backward: the scores are computed again, strip by strip.
+"""Compute the gradients of attention strip by strip, with recomputed scores.
 
 The gradient of a modified score is dS = P (dP - delta), where P is the softmax, dP = dO v^T and
-delta = rowsum(P dP) - dlse. Where a strip is computed at once, P and the sum come from it, as
-exact as in a dense softmax. Longer rows take P = exp(S - lse) and rowsum(dO O) instead
+delta = rowsum(P dP) - dlse. Where a strip fits one chunk, P and the sum are computed from it, as
+exactly as in a dense softmax. Longer rows use P = exp(S - lse) and rowsum(dO O) instead
 (FlashAttention-2, Dao 2023). The order of every sum is fixed: equal inputs give equal bits.
 """
 
@@ -20,8 +20,8 @@ from attnkit.templates.cpu.masks import Keep
 from attnkit.templates.cpu.strips import Chunk
 from attnkit.templates.cpu.units import Unit
 
-SCORES = 1 << 21  # held at a time, two or three times over
-SUMS = 1 << 25  # elements of dK and dV held in float32 next to 16-bit results
+SCORES = 1 << 21  # per chunk; two or three buffers have this size
+SUMS = 1 << 25  # elements of the float32 accumulators of 16-bit dK and dV
 
 
 @torch.no_grad()
@@ -37,17 +37,17 @@ def backward(
     hooks: Hooks,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `forward`; those of captured tensors are added up by the hooks.
+    """Compute the gradients of `forward`; the hooks add up those of captured tensors.
 
     Args:
         grad_out: [B, Hq, Sq, Dv], gradient of out.
         grad_lse: [B, Hq, Sq], gradient of the LSE; None for none.
         query, key, value, runs, hooks, scale: as for `forward`.
-        out, lse: what `forward` returned.
+        out, lse: results of `forward`.
 
     Returns:
-        dq, dk, dv in dtype, shape and order of strides of query, key and value. Rows that keep
-        nothing contribute 0.
+        dq, dk, dv in dtype, shape and order of strides of query, key and value. Fully masked rows
+        contribute 0.
     """
     call = Call.of(query, key, value, runs, hooks, scale)
     dq, dk, dv = (torch.zeros_like(t) for t in (query, key, value))
@@ -72,7 +72,7 @@ def backward(
 
 
 class Rows:
-    """What backward needs of the rows of a strip, stacked by lane: [lanes, rows, ...]."""
+    """Holds Q, dO, dQ and the statistics of a strip's rows, stacked by lane: [lanes, rows, ...]."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Rows:
         self._dot: Tensor | None = None
 
     def look_up(self, out: Tensor) -> None:
-        """Take the statistics from out and LSE: the rows are longer than a chunk."""
+        """Take the statistics from out and LSE, for rows that are longer than a chunk."""
         self._dot = torch.linalg.vecdot(self.do, out)[..., None]
         self._lse = self._lse.masked_fill(self._dead, math.inf).div_(self._factor)
 
@@ -115,23 +115,23 @@ class Rows:
     def score_gradient(self, p: Tensor, dp: Tensor) -> None:
         """Turn dP into the gradient of the modified scores in place."""
         dp.sub_(torch.linalg.vecdot(p, dp)[..., None] if self._dot is None else self._dot)
-        if self._dlse is not None:  # not in one with the dot product, which may be far larger
+        if self._dlse is not None:  # a separate addition: the dot product may be far larger
             dp.add_(self._dlse)
         dp.mul_(p)
 
     def add(self, ds: Tensor, k: Tensor) -> None:
-        """dq += dS k, but for the scale."""
+        """Add dS k to dq, without the scale."""
         self._dq.baddbmm_(ds, k)
 
     def finish(self, dq: Tensor, scale: float) -> None:
-        """Write dq [nb, nh, rows, D]."""
+        """Scale dq and write it to [nb, nh, rows, D]."""
         dq.copy_(self._dq.mul_(scale).view(dq.shape))
 
 
 class Shared:
-    """Sums for dK and dV over units of the same keys, in the compute dtype.
+    """Adds up dK and dV over the units that share keys, in the compute dtype.
 
-    They are the results themselves where these have that dtype, else rounded into them once.
+    The sums are the results themselves if these have that dtype; else they are rounded once.
     """
 
     def __init__(self, dk: Tensor, dv: Tensor, dtype: torch.dtype, scale: float) -> None:
@@ -142,7 +142,7 @@ class Shared:
         self._sums: list[Tensor] = []
 
     def enter(self, unit: Unit) -> None:
-        """Make the sums those of a unit's keys."""
+        """Switch to the sums of a unit's keys."""
         place = unit.kv_batch, unit.kv_head
         if place == self._place:
             return
@@ -154,7 +154,7 @@ class Shared:
         ]
 
     def leave(self) -> None:
-        """Write the sums to the results."""
+        """Round the sums to the results, where they are not the results themselves."""
         if self._place is not None:
             for t, total in zip(self._results, self._sums, strict=True):
                 if t.dtype != self._dtype:
@@ -162,7 +162,7 @@ class Shared:
         self._place = None
 
     def add(self, chunk: Chunk, dk: Tensor, dv: Tensor) -> None:
-        """Add the shares of a chunk's columns, [lanes, width, n]; that of dk lacks the scale."""
+        """Add a chunk's dk and dv, [lanes, width, n], to the sums; this dk lacks the scale."""
         for total, share, factor in zip(self._sums, (dk, dv), self._factors, strict=True):
             spread = share.view(*total.shape[:2], -1, total.shape[3])
             for span, columns in chunk.places():
@@ -178,7 +178,7 @@ def _chunk(
     shared: Shared,
     work: list[Workspace],
 ) -> None:
-    """Add a chunk's share to all gradients."""
+    """Add what a chunk contributes to all gradients."""
     k = unit.columns(call.key, chunk, call.dtype)
     v = unit.columns(call.value, chunk, call.dtype)
     s = call.scores(rows.q, k, work[0])
@@ -209,7 +209,7 @@ def _through_score(
     ds: Tensor,
     result: Tensor,
 ) -> None:
-    """Gradient of raw scores s into `result`, given ds, that of the modified scores."""
+    """Write the gradient of raw scores s to `result`, given ds, that of the modified scores."""
     s, ds, result = (unit.spread(t, chunk) for t in (s, ds, result))
     for span, columns in chunk.places():
         tile = call.tile(unit, chunk, span)

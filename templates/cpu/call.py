@@ -1,4 +1,4 @@
-"""One call of the template: its tensors, and the walk over what has to be computed."""
+"""Hold the inputs of one call, iterate over its chunks, and compute their raw scores."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from attnkit.templates.cpu.strips import Chunk, Span, chunks
 from attnkit.templates.cpu.units import Unit, units
 
 ROWS = 128  # queries of a strip: fewer waste less at the mask's edges, more amortise each operator
-STACKED = 1024  # rows of all (b, h) of a unit
-PAIRS = 16  # (b, h) of a unit, at most
+STACKED = 1024  # maximum rows of a unit, over all its (b, h)
+PAIRS = 16  # maximum (b, h) of a unit
 COLUMNS = 1 << 23  # elements of key and value that a chunk may copy
 
 
 class Workspace:
-    """A block of memory lent for scores again and again: fresh pages cost more than the sums."""
+    """Reuses one buffer for the scores of all chunks: fresh pages cost more than the arithmetic."""
 
     def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
         self._flat = like.new_empty(0, dtype=dtype)
 
     def take(self, *shape: int) -> Tensor:
-        """An uninitialised contiguous tensor; the one taken before is overwritten."""
+        """Return an uninitialised contiguous tensor; it overwrites the tensor of the last call."""
         count = math.prod(shape)
         if self._flat.numel() < count:
             self._flat = self._flat.new_empty(count)
@@ -38,7 +38,7 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The inputs of a call, and the dtype of all arithmetic."""
+    """Describes the inputs of a call and the dtype of its arithmetic; `index` is arange (int32)."""
 
     query: Tensor
     key: Tensor
@@ -58,14 +58,14 @@ class Call:
         hooks: Hooks,
         scale: float,
     ) -> Call:
-        """Complete the arguments of a call."""
+        """Create the record of a call: choose its compute dtype and allocate `index`."""
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
         longest = max(*query.shape[:3], key.shape[2], ROWS, WIDTH)
         index = torch.arange(longest, dtype=torch.int32, device=query.device)
         return Call(query, key, value, runs, hooks, scale, dtype, index)
 
     def walk(self, scores: int, pairs: int = PAIRS) -> Iterator[tuple[Unit, Chunk, list[Keep]]]:
-        """Everything to compute, in order: chunks of at most `scores` scores, with their masks."""
+        """Yield the chunks to compute in order, at most `scores` scores each, with their masks."""
         rows = max(1, min(ROWS, self.query.shape[2]))
         kv_len, widths = self.key.shape[2], self.key.shape[3] + self.value.shape[3]
         pairs = max(1, min(pairs, STACKED // rows))
@@ -80,19 +80,19 @@ class Call:
 
     @property
     def factor(self) -> float:
-        """What raw scores still have to be multiplied with: 1 once `scores` has applied the scale.
+        """Return the factor that the results of `scores` still lack: 1 if it applied the scale.
 
-        A positive scale waits for the exponential, where it costs nothing.
+        Without a score function, a positive scale is applied in the exponential, where it is free.
         """
         return 1.0 if self.hooks.has_score or self.scale <= 0 else self.scale
 
     def scores(self, q: Tensor, k: Tensor, space: Workspace) -> Tensor:
-        """q k^T [lanes, rows, width], but for `factor`, in borrowed memory."""
+        """Compute q k^T * scale / factor, [lanes, rows, width], in the workspace."""
         s = torch.bmm(q, k.mT, out=space.take(*q.shape[:2], k.shape[1]))
         return s if self.factor == self.scale else s.mul_(self.scale)
 
     def tile(self, unit: Unit, chunk: Chunk, span: Span) -> Tile:
-        """The positions of a span of a chunk, for the score's hooks."""
+        """Return the positions of a span of a chunk, for the hooks of the score."""
         return Tile(
             b=self.index[unit.batch].view(-1, 1, 1, 1),
             h=self.index[unit.head].view(1, -1, 1, 1),
@@ -102,15 +102,15 @@ class Call:
 
 
 def exponential(s: Tensor, shift: Tensor, factor: float) -> Tensor:
-    """exp((s - shift) * factor) in place; torch's loop for exp2 is faster than that for exp."""
+    """Compute exp((s - shift) * factor) in place; torch's exp2 is faster than its exp."""
     return s.sub_(shift).mul_(factor * math.log2(math.e)).exp2_()
 
 
 def finite(peak: Tensor) -> Tensor:
-    """What to take off the scores before `exponential`, given the largest of each row.
+    """Return what `exponential` subtracts from the scores, given the largest of each row.
 
-    Finite also where the row holds only -inf, whose weights are then 0, or holds +inf, whose sum
-    and LSE are then +inf; NaN stays.
+    The result is `peak`, with infinities replaced by finite values. A row of -inf alone then has
+    weights of 0; a row with +inf has a sum and an LSE of +inf. NaN stays.
     """
     limit = torch.finfo(peak.dtype)
     return peak.clamp(limit.min, limit.max)

@@ -1,4 +1,4 @@
-"""Forward: softmax(score(q k^T)) v by strips of query rows, online along kv.
+"""Compute softmax(score(q k^T)) v by strips of query rows, online along kv.
 
 All arithmetic between input and output is float32 (float64 for float64 inputs): 16-bit matrix
 products gain little on CPUs without matrix units, and cost exactness.
@@ -18,7 +18,7 @@ from attnkit.templates.cpu.masks import Keep
 from attnkit.templates.cpu.strips import Chunk
 from attnkit.templates.cpu.units import Unit
 
-SCORES = 1 << 21  # held at a time
+SCORES = 1 << 21  # scores in memory at a time
 
 
 @torch.no_grad()
@@ -32,7 +32,7 @@ def forward(
     *,
     need_max: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Attention over the tiles that the mask touches.
+    """Compute attention over the tiles that the mask touches.
 
     Args:
         query: [B, Hq, Sq, D], any strides; float32, float64, bfloat16 or float16.
@@ -46,7 +46,7 @@ def forward(
     Returns:
         out [B, Hq, Sq, Dv] in the query's dtype and order of strides; LSE [B, Hq, Sq], natural
         logarithm, float32 (float64 for float64); the largest score of each row, as LSE, or None.
-        A row that keeps nothing gives 0, -inf and -inf.
+        A fully masked row gives 0, -inf and -inf.
     """
     call = Call.of(query, key, value, runs, hooks, scale)
     out = output_like(query, value.shape[-1])
@@ -67,15 +67,15 @@ def forward(
 
 
 def output_like(query: Tensor, width: int) -> Tensor:
-    """An empty [B, Hq, Sq, width] in the query's dtype and order of strides, last axis dense.
+    """Return an empty [B, Hq, Sq, width] with the query's dtype and stride order, last axis dense.
 
-    Not a view, which autograd would not let be edited in place.
+    It is not a view: autograd would not allow in-place changes of one.
     """
     return query.new_empty_strided((*query.shape[:3], width), output_strides(query, width))
 
 
 def output_strides(query: Tensor, width: int) -> tuple[int, ...]:
-    """The strides of `output_like`."""
+    """Return the strides of `output_like`."""
     strides, step = [0, 0, 0, 1], width
     for axis in sorted((2, 1, 0), key=query.stride):
         strides[axis] = step
@@ -86,7 +86,10 @@ def output_strides(query: Tensor, width: int) -> tuple[int, ...]:
 def _scores(
     call: Call, unit: Unit, chunk: Chunk, keeps: list[Keep], q: Tensor, space: Workspace
 ) -> Tensor:
-    """Modified and masked scores of a chunk, [lanes, stacked rows, width], but for the factor."""
+    """Return modified, masked scores of a chunk, [lanes, stacked rows, width].
+
+    They still lack `Call.factor`.
+    """
     stacked = call.scores(q, unit.columns(call.key, chunk, call.dtype), space)
     s = unit.spread(stacked, chunk)
     if call.hooks.has_score:
@@ -99,17 +102,17 @@ def _scores(
 
 
 class Softmax:
-    """Running softmax of some rows, times the values (Milakov and Gimelshein, 2018)."""
+    """Computes online softmax of some rows, times the values (Milakov and Gimelshein, 2018)."""
 
     def __init__(self, factor: float) -> None:
-        self._factor = factor  # on every score
+        self._factor = factor  # on every score, applied in the exponential
         self._acc: Tensor | None = None  # [lanes, rows, Dv]
-        self._total: Tensor  # [lanes, rows, 1], as are the largest score and what is taken off
+        self._total: Tensor  # [lanes, rows, 1], as are _peak and _shift
         self._peak: Tensor
         self._shift: Tensor
 
     def add(self, s: Tensor, v: Tensor) -> None:
-        """Take in scores s [lanes, rows, width], which are overwritten, and values v."""
+        """Add scores s [lanes, rows, width], which are overwritten, and their values v."""
         peak = s.amax(dim=-1, keepdim=True)
         if self._acc is not None:
             peak = torch.maximum(peak, self._peak)
@@ -125,7 +128,7 @@ class Softmax:
         self._peak, self._shift = peak, shift
 
     def finish(self, out: Tensor, lse: Tensor, top: Tensor | None) -> None:
-        """Write out [nb, nh, rows, Dv], LSE and, if given, the maxima [nb, nh, rows]."""
+        """Write `out` [nb, nh, rows, Dv], `lse` and, if given, the maxima `top` [nb, nh, rows]."""
         if self._acc is None:
             out.zero_()
             lse.fill_(-math.inf)
@@ -136,6 +139,6 @@ class Softmax:
         lse.copy_(log.add_(self._shift, alpha=self._factor).view(lse.shape))
         if top is not None:
             torch.mul(self._peak.view(top.shape), self._factor, out=top)
-        tiny = torch.finfo(self._total.dtype).tiny  # a row that keeps nothing becomes 0 / tiny
+        tiny = torch.finfo(self._total.dtype).tiny  # a fully masked row becomes 0 / tiny
         total = self._total.clamp_(min=tiny)
         torch.div(self._acc.view(out.shape), total.view(*lse.shape, 1), out=out)

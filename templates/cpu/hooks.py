@@ -1,4 +1,4 @@
-"""What a variant gives to the template: its score and mask functions."""
+"""Define the interface of a variant to this template: its score and mask functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Positions in the score tensor [B, Hq, Sq, Skv]: int32 tensors that broadcast together.
+    """Describes positions in the score tensor [B, Hq, Sq, Skv].
+
+    The fields are int32 tensors that broadcast together.
 
     Attributes:
         b: batch element.
@@ -26,7 +28,7 @@ class Tile:
 
 
 class Hooks(Protocol):
-    """The functions of a variant.
+    """Computes the scores, the mask and the score gradients of a variant.
 
     Scores, gradients and results are float32, or float64 when the query is. For `score`, `dscore`
     and `captured_grad` the tile has the shapes b [nb, 1, 1, 1], h [1, nh, 1, 1], q [1, 1, nq, 1]
@@ -41,11 +43,11 @@ class Hooks(Protocol):
     needs_captured_grad: bool
 
     def score(self, s: Tensor, tile: Tile) -> Tensor:
-        """The modified scores, broadcastable to [nb, nh, nq, nkv], of raw scores s."""
+        """Return the modified scores, broadcastable to [nb, nh, nq, nkv], of raw scores s."""
         ...
 
     def keep(self, tile: Tile) -> Tensor:
-        """The mask, bool, broadcastable to the tile's positions.
+        """Return the mask, bool, broadcastable to the tile's positions.
 
         Called for partial tiles only, many at a time: the positions are b [1, nb, 1, 1, 1],
         h [1, 1, nh, 1, 1], q [n, 1, 1, nq, 1] and kv [n, 1, 1, 1, nkv].
@@ -53,12 +55,12 @@ class Hooks(Protocol):
         ...
 
     def dscore(self, s: Tensor, grad: Tensor, tile: Tile) -> Tensor:
-        """Gradient of the raw score, broadcastable to [nb, nh, nq, nkv].
+        """Return the gradient of the raw score, broadcastable to [nb, nh, nq, nkv].
 
         grad is the gradient of the modified score; it is 0 where the mask is false.
         """
         ...
 
     def captured_grad(self, s: Tensor, grad: Tensor, tile: Tile) -> None:
-        """Add this tile's share to the gradients of captured tensors; arguments as `dscore`."""
+        """Add this tile's gradients of captured tensors to their sums; arguments as `dscore`."""
         ...

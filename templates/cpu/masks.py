@@ -1,4 +1,4 @@
-"""The mask of partial tiles: evaluated for many tiles at a time, applied as bit patterns."""
+"""Evaluate the mask of partial tiles, many tiles at a time, and apply it as bit patterns."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from attnkit.templates.cpu.strips import Chunk
 from attnkit.templates.cpu.units import Unit
 from attnkit.util.shapes import broadcast
 
-WIDTH = 128  # columns of a mask tile, at most
-VALUES = 1 << 21  # of the mask that are evaluated at a time
+WIDTH = 128  # maximum columns of a mask tile
+VALUES = 1 << 21  # mask values per evaluation
 
 # dtype -> (integer dtype of the same width, bit pattern of -inf as a signed integer)
 _BITS = {torch.float32: (torch.int32, -(1 << 23)), torch.float64: (torch.int64, -(1 << 52))}
@@ -26,15 +26,15 @@ _Pieces = list[tuple[int, slice]]  # (first kv position, columns of the chunk), 
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """The mask of some columns of a chunk.
+    """Holds the mask of some columns of a chunk as bit patterns.
 
     Attributes:
         columns: the columns.
         bits: integers, broadcastable to [nb, nh, rows, columns]: all ones where kept, else zero.
-        floor: likewise: zero where kept, else the bit pattern of -inf.
+        floor: of the same shape: zero where kept, else the bit pattern of -inf.
 
-    Scores are masked through their bit patterns: unlike adding -inf this leaves nothing of a NaN
-    or an infinity under the mask, and `torch.where` takes three times as long on a CPU.
+    Masking by bit patterns also removes NaN and infinities under the mask, which adding -inf does
+    not. `torch.where` would take three times as long on a CPU.
     """
 
     columns: slice
@@ -59,9 +59,9 @@ def masked(
     kv_len: int,
     dtype: torch.dtype,
 ) -> Iterator[tuple[Chunk, list[Keep]]]:
-    """Each chunk of a unit with the masks of its partial columns, for scores of `dtype`.
+    """Yield each chunk of a unit with the masks of its partial columns, for scores of `dtype`.
 
-    `index` holds the integers 0, 1, 2 ... (int32), enough for every axis and for WIDTH.
+    `index` is arange (int32), at least as long as every axis and as WIDTH.
     """
     group: list[tuple[Chunk, _Pieces]] = []
     count = 0
@@ -127,7 +127,12 @@ def _evaluate(
 
 
 def _patch(bits: Tensor, group: list[tuple[Chunk, _Pieces]]) -> None:
-    """Overrule the mask, [pieces, nb or 1, nh or 1, height, width], where runs decide."""
+    """Overwrite the mask where the block runs decide and not the mask function.
+
+    Args:
+        bits: the mask, [pieces, nb or 1, nh or 1, height, width], written in place.
+        group: chunks with their pieces, in the order of the first axis of `bits`.
+    """
     n = 0
     for chunk, pieces in group:
         patches = chunk.strip.patches

@@ -1,5 +1,6 @@
-"""From block runs to strips: which kv positions some query rows touch, and where they need the
-mask.
+"""Convert block runs to strips of query rows.
+
+A strip lists the kv positions that its rows touch, and those where the mask has to be evaluated.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from attnkit.sparsity.block_runs import FULL, PARTIAL, BlockRuns, Runs
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Consecutive kv positions [start, stop) that a strip touches.
+    """Describes consecutive kv positions [start, stop) that a strip touches.
 
     Attributes:
         start: first kv position.
         stop: one past the last.
-        partial: the parts [start, stop), in kv positions, where the mask has to be evaluated.
+        partial: the ranges [start, stop) of kv positions where the mask has to be evaluated.
     """
 
     start: int
@@ -26,7 +27,7 @@ class Span:
     partial: tuple[tuple[int, int], ...] = ()
 
     def cut(self, start: int, stop: int) -> Span:
-        """The part of the span inside [start, stop)."""
+        """Return the part of the span inside [start, stop)."""
         inside = ((max(a, start), min(b, stop)) for a, b in self.partial)
         return Span(
             max(self.start, start), min(self.stop, stop), tuple(p for p in inside if p[0] < p[1])
@@ -35,10 +36,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Positions under a strip's mask where the runs decide and not the mask function.
+    """Describes positions of a strip where the block runs decide and not the mask function.
 
     A strip of several q blocks evaluates the mask wherever one of them is partial. Where another
-    is full or empty the mask function should agree, but runs made by hand need not agree with it.
+    is full or empty, runs that a user built may disagree with the mask function: the runs win.
 
     Attributes:
         rows: rows, counted from the strip's first.
@@ -55,21 +56,21 @@ class Patch:
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """Query rows [start, stop) with the spans of kv positions that they touch, in order."""
+    """Describes query rows [start, stop) and the spans of kv positions that they touch."""
 
     start: int
     stop: int
-    spans: tuple[Span, ...]
-    patches: tuple[Patch, ...] = ()  # ascending in kv
+    spans: tuple[Span, ...]  # ascending in kv, as are the patches
+    patches: tuple[Patch, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of a strip that is computed at once: all rows, some of the kv positions.
+    """Describes a part of a strip that is computed at once: all rows, some of the kv positions.
 
     Attributes:
         strip: the strip.
-        spans: the kv positions, in order: the columns of the chunk. None if the strip has none.
+        spans: the kv positions in order, the columns of the chunk; empty if the strip has none.
         first: whether this is the strip's first chunk.
         last: whether this is the strip's last chunk.
     """
@@ -81,16 +82,16 @@ class Chunk:
 
     @property
     def height(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
         return self.strip.stop - self.strip.start
 
     @property
     def rows(self) -> slice:
-        """The query rows."""
+        """Return the query rows."""
         return slice(self.strip.start, self.strip.stop)
 
     def places(self) -> Iterator[tuple[Span, slice]]:
-        """Each span with the columns that it fills."""
+        """Yield each span with the columns of the chunk that it fills."""
         at = 0
         for span in self.spans:
             end = at + span.stop - span.start
@@ -99,7 +100,7 @@ class Chunk:
 
 
 def chunks(strip: Strip, limit: int) -> Iterator[Chunk]:
-    """A strip in chunks of nearly equal width, at most `limit` columns each."""
+    """Split a strip into chunks of nearly equal width, at most `limit` columns each."""
     width = sum(span.stop - span.start for span in strip.spans)
     if width <= limit:
         yield Chunk(strip, strip.spans, first=True, last=True)
@@ -125,11 +126,11 @@ _plans: weakref.WeakKeyDictionary[BlockRuns, dict[int, Plan]] = weakref.WeakKeyD
 
 
 def plan(runs: BlockRuns, rows: int) -> Plan:
-    """The strips of every (b, h) of the runs, in the order b * heads + h.
+    """Return the strips of every (b, h) of the runs, in the order b * heads + h.
 
-    A strip has about `rows` queries: several q blocks, one, or a part of one. A kv block is left
-    out where all its tiles are empty, and free of the mask where all are full. The result is kept
-    as long as the runs live, so that their tensors are read on the host once.
+    A strip has about `rows` queries: several q blocks, one, or a part of one. It leaves out kv
+    blocks whose tiles are all empty, and needs no mask for those whose tiles are all full. The
+    result is cached as long as the runs live, so that their tensors are read on the host once.
     """
     known = _plans.setdefault(runs, {})
     if rows not in known:
@@ -138,7 +139,7 @@ def plan(runs: BlockRuns, rows: int) -> Plan:
 
 
 def dense(q_len: int, kv_len: int, rows: int) -> Plan:
-    """As `plan`, where every tile is full."""
+    """Return the strips of a call whose tiles are all full, in the form of `plan`."""
     spans = (Span(0, kv_len),) if kv_len else ()
     return (tuple(Strip(q, min(q + rows, q_len), spans) for q in range(0, q_len, rows)),)
 
@@ -171,7 +172,7 @@ def _lists(runs: Runs) -> _Csr:
 
 
 def _sweep(full: _Csr, partial: _Csr, rows: range) -> Iterator[_Range]:
-    """The ranges of kv blocks that some rows touch, cut wherever the state of one changes."""
+    """Yield the ranges of kv blocks that some rows touch, split where a row's state changes."""
     change: dict[int, list[tuple[int, int]]] = {}  # kv block -> (row, change of its state) there
     for state, (row_ptr, start, length) in ((FULL, full), (PARTIAL, partial)):
         for at, row in enumerate(rows):
@@ -189,7 +190,7 @@ def _sweep(full: _Csr, partial: _Csr, rows: range) -> Iterator[_Range]:
 
 
 def _spans(ranges: list[_Range], runs: BlockRuns) -> tuple[Span, ...]:
-    """Ranges of blocks as spans of positions, neighbours joined."""
+    """Convert ranges of blocks to spans of positions, and join adjacent ones."""
     spans: list[list[int]] = []
     partial: list[list[list[int]]] = []
     for first, last, states in ranges:

@@ -1,4 +1,4 @@
-"""Cutting attention over [B, Hq] into units: sets of (b, h) that are computed side by side."""
+"""Split attention over [B, Hq] into units: sets of (b, h) that are computed together."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from attnkit.templates.cpu.strips import Chunk, Strip, dense, plan
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Batch elements and heads that share strips: one matrix product serves them all.
+    """Describes batch elements and heads that share strips and one batched matrix product.
 
     A lane is one (batch element, kv head); the query heads of a lane are stacked along its rows.
 
     Attributes:
         batch: batch elements of the query.
         head: query heads.
-        kv_batch: batch elements of key and value; (0, 1) where these are shared by all.
-        kv_head: kv heads. With kv_batch, the same for two units or disjoint.
-        strips: what to compute.
+        kv_batch: batch elements of key and value; 0 to 1 where all batch elements share them.
+        kv_head: kv heads. Two units have the same kv_batch and kv_head, or disjoint ones.
+        strips: the strips to compute.
     """
 
     batch: slice
@@ -35,43 +35,43 @@ class Unit:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Numbers nb of batch elements and nh of query heads."""
+        """Return the numbers of batch elements, nb, and of query heads, nh."""
         return self.batch.stop - self.batch.start, self.head.stop - self.head.start
 
     @property
     def lanes(self) -> int:
-        """Number of lanes."""
+        """Return the number of lanes."""
         kv_heads: int = self.kv_head.stop - self.kv_head.start
         return self.shape[0] * kv_heads
 
     def rows(self, t: Tensor, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-        """A chunk's rows of t [B, Hq, Sq, n] as [lanes, stacked rows, n]."""
+        """Return a chunk's rows of t [B, Hq, Sq, n] as [lanes, stacked rows, n]."""
         part = t[self.batch, self.head, chunk.rows].to(dtype)
         return part.reshape(self.lanes, -1, t.shape[-1])
 
     def columns(self, t: Tensor, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-        """A chunk's columns of t [B or 1, Hkv, Skv, n] as [lanes, width, n]."""
+        """Return a chunk's columns of t [B or 1, Hkv, Skv, n] as [lanes, width, n]."""
         mine = t[self.kv_batch, self.kv_head]
         parts = [mine[:, :, span.start : span.stop] for span in chunk.spans]
         part = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
         return part.to(dtype).reshape(self.lanes, -1, t.shape[-1])
 
     def spread(self, stacked: Tensor, chunk: Chunk) -> Tensor:
-        """A view [nb, nh, rows, n] of [lanes, stacked rows, n]."""
+        """View [lanes, stacked rows, n] as [nb, nh, rows, n]."""
         return stacked.view(*self.shape, chunk.height, -1)
 
 
 def units(
     query: Tensor, key: Tensor, runs: BlockRuns | None, rows: int, pairs: int
 ) -> Iterator[Unit]:
-    """The units of a call; those that share keys follow each other.
+    """Yield the units of a call; units that share keys are consecutive.
 
     Args:
         query: [B, Hq, Sq, D].
         key: [B or 1, Hkv, Skv, D].
         runs: block runs of the mask; None for no mask.
-        rows: queries of a strip, about.
-        pairs: (b, h) of a unit, at most.
+        rows: approximate number of queries per strip.
+        pairs: maximum number of (b, h) per unit.
     """
     batch, heads, q_len = query.shape[:3]
     group = heads // key.shape[1]
@@ -95,7 +95,10 @@ def units(
 
 
 def _head_step(heads: int, group: int, pairs: int) -> int:
-    """The most query heads of a unit: those of whole kv heads, or an equal part of one's."""
+    """Return the number of query heads per unit, at most `pairs`.
+
+    A unit has all query heads of one or more kv heads, or an equal part of those of one kv head.
+    """
     if pairs >= group:
         return min(heads, pairs // group * group)
     return max(n for n in range(1, pairs + 1) if group % n == 0)

@@ -1,1 +1,1 @@
-"""Blackwell (sm_100a) kernels in CuTe-DSL."""
+"""Implement attention for Blackwell (sm_100a) in CuTe-DSL: forward, backward, postprocess."""

@@ -1,11 +1,11 @@
-"""The backward kernel for Blackwell (sm_100a): one kv block a work tile, in a loop over its q blocks.
+"""Run the backward on Blackwell (sm_100a): a CTA takes a kv block and loops over its q blocks.
 
-One CTA per SM, persistent, of 16 warps: a warpgroup that adds to float32 sums, two that compute, a
-warp that issues products, a producer. For every q block the tensor cores recompute S^T = K Q^T
-and dP^T = V dO^T into tensor memory; the compute warpgroups, a kv position a lane and half of the
-rows q each, turn S^T into P^T and dP^T into dS^T where they are; dV += P^T dO and dK += dS^T Q take
-them from there. dS^T also goes to shared memory, for dQ = dS K, which leaves through shared memory
-by bulk reductions (FlashAttention-4's backward, one CTA).
+One CTA per SM, persistent, of 16 warps: a reduce warpgroup that adds to float32 sums, two compute
+warpgroups, an MMA warp, a producer. For every q block the tensor cores recompute S^T = K Q^T and
+dP^T = V dO^T into tensor memory. A lane of a compute warpgroup has one kv position and half of the
+rows q. It replaces S^T by P^T and dP^T by dS^T in tensor memory, where dV += P^T dO and
+dK += dS^T Q read them. dS^T also goes to shared memory, for dQ = dS K, which bulk reductions add to
+global memory (FlashAttention-4's backward with one CTA).
 
 Query and kv blocks come in ascending order, PARTIAL and FULL mixed; only blocks marked as masked
 run mask instructions.
@@ -53,10 +53,10 @@ LOADS = 4  # TMA loads; two stores follow them among the kernel's arguments
 
 
 class Backward:
-    """A backward kernel for one configuration and one variant.
+    """Builds and launches the backward kernel of one configuration and one variant.
 
     Args:
-        config: what is fixed when the kernel is compiled.
+        config: compile-time configuration of the kernel.
         hooks: the variant, see `templates.common.hooks.BackwardHooks`.
 
     Raises:
@@ -108,12 +108,12 @@ class Backward:
         ctas: Int32,
         stream: Any,
     ):
-        """Launch; the arguments are those of Hopper's `Backward`.
+        """Launch the kernel; the arguments are those of Hopper's `Backward`.
 
         Args:
-            lse, delta: as there, or as columns, see `common.lse_in_mma`.
-            sums: as there, in tiles, in the order of `backward_dq_reduce`.
-            order: as there, with one semaphore a tile of the sums.
+            lse, delta: as there, or as extra columns of the MMAs, see `common.lse_in_mma`.
+            sums: as there, in tiles with the layout of `backward_dq_reduce`.
+            order: as there, with one semaphore per tile of the sums.
         """
         c, dtype = self.config, self.dtype
         head_dim, head_dim_v, bm, bn = c.head_dim, c.head_dim_v, c.block_q, c.rows_kv
@@ -148,13 +148,13 @@ class Backward:
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[Int64, BackwardBarriers.count(c)]
-            base: Int32  # of tensor memory
+            base: Int32  # address of tensor memory
             info: cute.struct.MemRange[Int32, Word.COUNT]
             factors: cute.struct.Align[cute.struct.MemRange[Int32, 2 * CORE_WORDS], 128]
             lse: cute.struct.Align[cute.struct.MemRange[Float32, c.smem_row_words[0]], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, c.smem_row_words[1]], 128]
             v: cute.struct.Align[cute.struct.MemRange[dtype, bn * head_dim_v], 1024]
-            # after V: dV and dK leave through both as one tile
+            # directly after V: dV and dK are stored from both as one tile
             k: cute.struct.Align[cute.struct.MemRange[dtype, bn * head_dim], 1024]
             q: cute.struct.Align[cute.struct.MemRange[dtype, c.q_stages * bm * head_dim], 1024]
             do: cute.struct.Align[cute.struct.MemRange[dtype, c.stages * bm * head_dim_v], 1024]
@@ -201,7 +201,7 @@ class Backward:
         order: list,
         sizes: tuple,
     ):
-        """Set up shared and tensor memory, then take a role, see `backward_shared`."""
+        """Set up shared memory, tensor memory and barriers, then run the role of the warp."""
         c = self.config
         problem = Problem(*sizes)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -236,7 +236,7 @@ class Backward:
             if const_expr(c.less_delta):
                 self.lse_in_mma.write_factors(factors, problem.scale)
         cute.arch.mbarrier_init_fence()
-        # the address of tensor memory is read behind the barrier
+        # the address of tensor memory is read after the barrier
         fence_before()
         cute.arch.sync_threads()
         fence_after()

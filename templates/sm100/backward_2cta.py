@@ -1,10 +1,10 @@
-"""The Blackwell backward for two CTAs that share their tensor cores' operands.
+"""Run the Blackwell backward on CTA pairs, which compute joint MMAs.
 
-A work tile has 256 kv positions, 128 a CTA. Products run on both CTAs at once: each brings its
-rows of K, V, P and dS, and half of the other operand, so that Q and dO are read from shared memory
-once for both: half their rows for S and dP, half their columns for dV and dK. dQ is a sum over all
-256 positions: the CTAs exchange halves of dS through distributed shared memory, and each computes
-and adds up half of the rows of dQ, which halves the traffic of its sums.
+A work tile has 256 kv positions, 128 per CTA. An MMA runs on both CTAs at once: each provides its
+rows of K, V, P or dS, and half of the other operand. Q and dO are thus read from shared memory once
+for both: half their rows in each CTA for S and dP, half their columns for dV and dK. dQ is a sum
+over all 256 positions: the CTAs exchange halves of dS through distributed shared memory, and each
+computes and adds up half of the rows of dQ, which halves the traffic of its sums.
 """
 
 from __future__ import annotations
@@ -49,10 +49,12 @@ LOADS = 7  # TMA loads; two stores follow them among the kernel's arguments
 
 
 class Backward2Cta:
-    """`Backward` with pairs of CTAs. Its `__call__` takes the same arguments; `ctas` counts pairs.
+    """Builds and launches the backward kernel for CTA pairs.
+
+    Its `__call__` takes the same arguments as that of `Backward`; `ctas` counts pairs.
 
     Args:
-        config: what is fixed when the kernel is compiled; with `two_cta`.
+        config: compile-time configuration of the kernel, with `two_cta`.
         hooks: the variant.
 
     Raises:
@@ -102,7 +104,7 @@ class Backward2Cta:
         ctas: Int32,
         stream: Any,
     ):
-        """Launch, see `Backward`.
+        """Launch the kernel; see `Backward` for the arguments.
 
         Args:
             sums: as there, but tiles of dQ have 64 rows.
@@ -140,13 +142,13 @@ class Backward2Cta:
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[Int64, Backward2CtaBarriers.count(c)]
-            base: Int32  # of tensor memory
+            base: Int32  # address of tensor memory
             info: cute.struct.Align[cute.struct.MemRange[Int32, Word.COUNT_2CTA], 16]
             factors: cute.struct.Align[cute.struct.MemRange[Int32, 2 * CORE_WORDS], 128]
             lse: cute.struct.Align[cute.struct.MemRange[Float32, c.smem_row_words[0]], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, c.smem_row_words[1]], 128]
             v: cute.struct.Align[cute.struct.MemRange[dtype, bn * head_dim_v], 1024]
-            # after V: dV and dK leave through both as one tile, so that K is loaded meanwhile
+            # directly after V: dV and dK are stored from both as one tile while K is loaded
             ds: cute.struct.Align[cute.struct.MemRange[dtype, 2 * bn * HALF], 1024]
             k: cute.struct.Align[cute.struct.MemRange[dtype, bn * head_dim], 1024]
             k_columns: cute.struct.Align[cute.struct.MemRange[dtype, 2 * bn * HALF], 1024]
@@ -200,7 +202,7 @@ class Backward2Cta:
         order: list,
         sizes: tuple,
     ):
-        """Set up shared and tensor memory, then take a role, as in `Backward`."""
+        """Set up shared memory, tensor memory and barriers, then run the role of the warp."""
         c = self.config
         problem = Problem(*sizes)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -244,7 +246,7 @@ class Backward2Cta:
         cute.arch.cluster_wait()
         fence_after()
 
-        # each role reads the address of tensor memory for itself: no register holds it before
+        # each role reads the address of tensor memory itself, so that no register holds it before
         if warp >= MMA_WARP:
             cute.arch.setmaxregister_decrease(c.registers.others)
             if warp == PRODUCER_WARP:

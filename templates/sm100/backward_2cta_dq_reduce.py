@@ -1,7 +1,7 @@
-"""How a pair of CTAs adds its dQ: each half of the rows, in two parts.
+"""Add dQ of a CTA pair to its sums: each CTA adds half of the rows, in two parts.
 
-In a fixed order of sums a turn is waited for after both parts have left tensor memory, so that the
-products run ahead of it; each CTA has turns of its own.
+In deterministic mode a CTA waits for its turn after it has read both parts from tensor memory, so
+that MMAs do not wait for turns. Each CTA has turns of its own.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from attnkit.templates.sm100.device import fence_after, fence_before
 
 
 class DqReduce2Cta(DqReduce):
-    """`DqReduce` of a CTA of a pair."""
+    """Adds dQ, and shared dK and dV, of a CTA of a pair to their sums."""
 
     def release_tile(self, bars: Any) -> None:
-        """Say that a warp needs nothing of a work tile any more, to both CTAs."""
+        """Release a work tile, and its accumulators in the first CTA; one arrival per warp each."""
         super().release_tile(bars)
         self.group.arrive_leader(bars.epilogue_done)
 
     def add_block(
         self, target: SumTarget, tile: Int32, turn: Int32, count: Int32, bars: Any
     ) -> None:
-        """Add the CTA's half of dQ of a q block."""
+        """Add this CTA's half of the rows of dQ of a q block."""
         c = self.config
         self.wait_slots(target.thread)
         self.sync()
@@ -42,7 +42,7 @@ class DqReduce2Cta(DqReduce):
             # f32 [32]: 32 columns of the thread's row
             values = device.load(target.tmem + (c.dq_column + part * SLICE), SLICE)
             if part == parts - 1:
-                # dQ has left tensor memory: the products may go on
+                # dQ is read from tensor memory: MMAs may overwrite it
                 fence_before()
                 cute.arch.sync_warp()
                 self.group.arrive_leader(bars.dq_empty)
@@ -57,12 +57,12 @@ class DqReduce2Cta(DqReduce):
 
     @cute.jit
     def wait_slots(self, thread: Int32):
-        """Wait until all slots have been read."""
+        """Wait until bulk reductions have read all slots."""
         if thread == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def write_part(self, target: SumTarget, values: Any, part: int) -> None:
-        """Write two slices of 64 rows to shared memory, of the first and of the last 64 columns."""
+        """Write two slices of 64 rows to shared memory: of the first and the last 64 columns."""
         slice_size = SLICE * HALF
         row = (target.warp % 2) * device.LANES + target.lane
         slot = target.staging + (2 * part + target.warp // 2) * slice_size
@@ -73,7 +73,7 @@ class DqReduce2Cta(DqReduce):
             self.sync()
 
     def add_parts(self, target: SumTarget, start: Int64, parts: range) -> None:
-        """Add these parts, which are in shared memory, to the sums from float `start` on."""
+        """Add parts that are in shared memory to the sums, from float offset `start` on."""
         to = target.sums.iterator + start
         self.reduce_parts(target.staging, to, target.thread, parts[0], parts[-1])
 
@@ -86,7 +86,7 @@ class DqReduce2Cta(DqReduce):
         first: cutlass.Constexpr,
         last: cutlass.Constexpr,
     ):
-        """Bulk reductions of two slices a part, as one group."""
+        """Issue the bulk reductions of some parts, two slices each, as one group."""
         size = SLICE * HALF
         if thread == 0:
             for part in cutlass.range_constexpr(first, last + 1):

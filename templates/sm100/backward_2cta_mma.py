@@ -1,6 +1,6 @@
-"""The warps that issue the products of a pair of CTAs.
+"""Issue the MMAs of a CTA pair.
 
-The warp of the first CTA issues all of them; that of the second tells it when its loads are there.
+The MMA warp of the first CTA issues all of them. That of the second announces its loads to it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from attnkit.templates.sm100.device import fence_after
 
 @dataclass(frozen=True)
 class Operands2Cta:
-    """Addresses of a CTA's share of the operands: in shared memory, and last of tensor memory.
+    """Holds the shared addresses of a CTA's share of the operands, and that of tensor memory.
 
     Attributes:
         q, do: half of the rows, dtype [64, 128].
@@ -33,8 +33,8 @@ class Operands2Cta:
         ds: columns of both CTAs' kv positions, dtype [256, 64], dS^T.
         q_columns, do_columns: half of the columns, dtype [128, 64].
         k_columns: half of the columns of both CTAs' kv positions, dtype [256, 64].
-        factors, lse, delta: of `LseInMma`.
-        tmem: its first column.
+        factors, lse, delta: extra columns of `LseInMma`.
+        tmem: base of tensor memory.
     """
 
     q: Int32
@@ -52,10 +52,10 @@ class Operands2Cta:
 
 
 class Mma2Cta:
-    """Issues the products of a pair of CTAs.
+    """Issues the MMAs of a CTA pair.
 
     Args:
-        config: what is fixed when the kernel is compiled.
+        config: compile-time configuration of the kernel.
         lse_in_mma: issues the step of LSE and delta.
         group: the pair.
         dtype: of the operands.
@@ -71,7 +71,7 @@ class Mma2Cta:
 
     @cute.jit
     def relay(self, bars: Backward2CtaBarriers, info: cute.Tensor):
-        """The second CTA tells the first when its loads are there, in the order of the products."""
+        """Announce the second CTA's loads to the first, in the order in which MMAs need them."""
         q_count, kv_count = Int32(0), Int32(0)  # q blocks and work tiles before
         cute.arch.mbarrier_wait(bars.k_full, 0)
         valid = info[RECORD + WorkTile.VALID]
@@ -81,7 +81,7 @@ class Mma2Cta:
                 self.pass_on(bars.v_full, kv_count)
                 self.pass_on(bars.k_columns_full, kv_count)
             for i in cutlass.range(count, unroll=1):
-                self.pass_on(bars.q_rows.full, q_count)  # the first says that K is there as well
+                self.pass_on(bars.q_rows.full, q_count)  # announces K too
                 if i == 0:
                     self.pass_on(bars.v_full, kv_count)
                 else:
@@ -100,16 +100,16 @@ class Mma2Cta:
 
     @cute.jit
     def pass_on(self, barrier: cute.Pointer, count: Int32):
-        """Wait for a load, and arrive for it in the first CTA."""
+        """Wait for a load of this CTA, and arrive for it in the first CTA."""
         cute.arch.mbarrier_wait(barrier, count & 1)
         self.group.arrive_leader(barrier)
 
     @cute.jit
     def run(self, operands: Operands2Cta, bars: Backward2CtaBarriers, info: cute.Tensor):
-        """The loop of the warp in the first CTA, which issues the products of both.
+        """Issue the MMAs of all work tiles, in the first CTA for both.
 
         Args:
-            info: int32 words in shared memory.
+            info: int32 words in shared memory, see `Word`.
         """
         q_count, kv_count = Int32(0), Int32(0)  # q blocks and work tiles before
         cute.arch.mbarrier_wait(bars.k_full, 0)
@@ -122,7 +122,7 @@ class Mma2Cta:
             if count > 0:
                 self.issue_s(operands, q_count, bars)
                 cute.arch.mbarrier_wait(bars.v_full, kv_count & 1)
-                # what follows writes dS, dV and dK, which may be on their way to memory
+                # what follows writes dV and dK, and dS over a dK that TMA may still have to read
                 cute.arch.mbarrier_wait(bars.epilogue_done, (kv_count & 1) ^ 1)
                 self.issue_dp(operands, q_count, bars)
                 self.issue_dv(operands, q_count, bars, Int32(0))
@@ -150,10 +150,10 @@ class Mma2Cta:
             cute.arch.mbarrier_wait(bars.k_full, kv_count & 1)
             valid = info[self.group.record(kv_count) + WorkTile.VALID]
 
-    # ------------------------------------------------ products of a block, inlined while tracing
+    # ---------------------------------------------------- MMAs of a block, inlined while tracing
 
     def issue_s(self, operands: Operands2Cta, count: Int32, bars: Backward2CtaBarriers) -> None:
-        """S^T = K Q^T, less LSE / scale with `less_lse`."""
+        """Issue S^T = K Q^T, minus LSE / scale with `less_lse`."""
         c, at = self.config, per_block(operands, count)
         cute.arch.mbarrier_wait(bars.q_rows.full, count & 1)
         fence_after()
@@ -163,7 +163,7 @@ class Mma2Cta:
         )
 
     def issue_dp(self, operands: Operands2Cta, count: Int32, bars: Backward2CtaBarriers) -> None:
-        """dP^T - delta = V dO^T - delta."""
+        """Issue dP^T - delta = V dO^T - delta."""
         c, at = self.config, per_block(operands, count)
         cute.arch.mbarrier_wait(bars.do_rows.full, count & 1)
         # dQ of the block before lies between the halves of dS, in the columns of dP
@@ -181,11 +181,11 @@ class Mma2Cta:
         rows: tuple[Int32, Int32] | None,
         done: tuple[cute.Pointer, cute.Pointer],
     ) -> None:
-        """Issue a product of rows of K or V with those of Q or dO.
+        """Issue the MMAs of S^T or dP^T: rows of K or V times rows of Q or dO.
 
         Args:
-            rows: shared addresses of the columns of `LseInMma`, None for no such step.
-            done: barriers that it completes.
+            rows: shared addresses of the extra columns of `LseInMma`, None for no such step.
+            done: barriers to commit to.
         """
         c, (a, b) = self.config, operands
         form = device.instruction_descriptor(2 * c.rows_kv, c.block_q, self.dtype)
@@ -208,7 +208,7 @@ class Mma2Cta:
     def issue_dv(
         self, operands: Operands2Cta, count: Int32, bars: Backward2CtaBarriers, accumulate: Int32
     ) -> None:
-        """dV += P^T dO, or dV = P^T dO unless `accumulate`."""
+        """Issue dV += P^T dO, or dV = P^T dO unless `accumulate`."""
         c, at = self.config, per_block(operands, count)
         cute.arch.mbarrier_wait(bars.p_full, count & 1)
         cute.arch.mbarrier_wait(bars.do_columns.full, count & 1)
@@ -220,7 +220,10 @@ class Mma2Cta:
     def issue_dk(
         self, operands: Operands2Cta, count: Int32, bars: Backward2CtaBarriers, accumulate: Int32
     ) -> None:
-        """dK += dS^T Q, or dK = dS^T Q unless `accumulate`; after `issue_dq`, which waits for dS."""
+        """Issue dK += dS^T Q, or dK = dS^T Q unless `accumulate`.
+
+        Call it after `issue_dq`, which waits for dS.
+        """
         c, at = self.config, per_block(operands, count)
         cute.arch.mbarrier_wait(bars.q_columns.full, count & 1)
         fence_after()
@@ -236,10 +239,10 @@ class Mma2Cta:
         accumulate: Int32,
         operand: OperandBarriers,
     ) -> None:
-        """Issue a product of P^T or dS^T in tensor memory with columns of dO or Q.
+        """Issue the MMAs of dV or dK: P^T or dS^T in tensor memory times columns of dO or Q.
 
         Args:
-            a: column of its first half; whether the halves are split, see `packed_column`.
+            a: first column of P^T or dS^T; whether its halves are split, see `packed_column`.
             operand: barriers of b.
         """
         c, (start, split) = self.config, a
@@ -258,7 +261,7 @@ class Mma2Cta:
             device.commit_pair(operand.empty)
 
     def issue_dq(self, operands: Operands2Cta, count: Int32, bars: Backward2CtaBarriers) -> None:
-        """dQ = dS K, 64 rows in each CTA, in the columns that dS leaves free.
+        """Issue dQ = dS K: 64 rows in each CTA, in the columns that dS leaves free.
 
         The first 64 lanes hold columns 0 to 63 of dQ, the others 64 to 127.
         """

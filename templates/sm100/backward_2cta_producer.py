@@ -1,11 +1,11 @@
-"""Producer of each CTA of a pair: work tiles, their blocks, the CTA's share of operands.
+"""Take work tiles and load each CTA's share of their operands: the producer of a CTA pair.
 
-What the next work tile needs is loaded as soon as its memory is free: Q and dO when they were read,
-K when the last product is done, V when dV, which leaves through its memory, has left.
+What the next work tile needs is loaded as soon as its memory is free: Q and dO once they have been
+read, K after the last MMA that reads it, V once dV, which is stored from V's memory, has left it.
 
-The first CTA takes work tiles from a counter, from the first one on, and tells the second. So work
-tiles begin in the order of the list by pairs that run, and turns wait for nothing that is not on
-its way: no pair needs another one to be resident.
+The first CTA takes all work tiles, also the first one, from a counter, and passes them to the
+second. So pairs that run begin work tiles in the order of the list, and a turn that is waited for
+belongs to a work tile that has begun: no pair depends on one that is not resident.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from cutlass import Float32, Int32, const_expr, cute
 from cutlass._mlir.dialects.nvvm import MemScopeKind
 from cutlass.cute.nvgpu import cpasync
 
+from attnkit.templates.common.backward_producer import next_q_block
 from attnkit.templates.common.backward_work import Lists, Problem
 from attnkit.templates.common.lse_in_mma import ROW_WORDS
 from attnkit.templates.common.semaphore import write_turn
 from attnkit.templates.common.tma import partition
-from attnkit.templates.common.work_tile import WorkItem, WorkTile, block_word, next_block
+from attnkit.templates.common.work_tile import WorkItem, WorkTile
 from attnkit.templates.sm100 import backward_device as device
 from attnkit.templates.sm100.backward_barriers import Backward2CtaBarriers, OperandBarriers
 from attnkit.templates.sm100.backward_config import BackwardConfig
@@ -37,13 +38,13 @@ from attnkit.templates.sm100.backward_shared import (
     q_stage,
 )
 
-# Blocks before the end of a work tile at which the next one is claimed: that takes some time, and
-# work tiles must begin in about the order of the list, or turns are waited for.
+# How many blocks before the end of a work tile the next one is claimed. A claim takes some time,
+# but work tiles must begin in about the order of the list, or CTAs wait for turns.
 CLAIM_AHEAD = 2
 
 
 class Load(IntEnum):
-    """The TMA loads of a CTA, in the order of the kernel's arguments."""
+    """Numbers the TMA loads of a CTA in the order of the kernel's arguments."""
 
     Q_ROWS = 0
     Q_COLUMNS = 1
@@ -56,13 +57,13 @@ class Load(IntEnum):
 
 @dataclass(frozen=True)
 class Loads:
-    """The TMA loads of a CTA, each indexed by `Load`.
+    """Holds the TMA loads of a CTA; tuples are indexed by `Load`.
 
     Attributes:
         atoms: TMA copies.
         targets: [tile, 1] in shared memory.
         sources: [tile, blocks of rows, blocks of columns, H, B] in global memory.
-        bulk: copy of statistics.
+        bulk: bulk copy of statistics.
         lse_tiles, delta_tiles: f32 [words of the rows, blocks or halves of them].
     """
 
@@ -76,7 +77,7 @@ class Loads:
 
 @dataclass(frozen=True)
 class Item:
-    """A work tile: its row of the work list, and what its record says."""
+    """Describes a work tile: its row of the work list, and the words of its record."""
 
     index: Int32
     kv_block: Int32
@@ -87,13 +88,13 @@ class Item:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the producer is.
+    """Says how far the producer is.
 
     Attributes:
-        kv_count: work tiles before.
-        acc_count: those of them that have blocks.
-        q_count: q blocks before.
-        last: q blocks of the work tile before.
+        kv_count: number of work tiles before.
+        acc_count: number of those that have q blocks.
+        q_count: number of q blocks before.
+        last: number of q blocks of the work tile before.
     """
 
     kv_count: Int32
@@ -103,10 +104,10 @@ class Progress:
 
 
 class Producer2Cta:
-    """Takes work tiles and loads a CTA's share of their blocks; both CTAs walk the same ones.
+    """Takes work tiles and loads a CTA's share of their blocks; both CTAs walk all blocks.
 
     Args:
-        config: what is fixed when the kernel is compiled.
+        config: compile-time configuration of the kernel.
         group: the pair.
     """
 
@@ -125,11 +126,11 @@ class Producer2Cta:
         lists: Lists,
         problem: Problem,
     ):
-        """The loop of the warp.
+        """Take all work tiles of the pair and load this CTA's share of their blocks.
 
         Args:
             atoms, tiles, smem: TMA copies in the order of `Load`, their coordinate tensors, and
-                where to in shared memory.
+                their targets in shared memory.
         """
         c, p, info, items = self.config, problem, rows.info, lists.items
         rank = self.group.rank()
@@ -143,7 +144,7 @@ class Producer2Cta:
             partition(atom, smem[i], tiles[i], shapes[i], whole) for i, atom in enumerate(atoms)
         ]
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
-        half_words = HALF * ROW_WORDS  # columns of the products of a CTA's half of the rows
+        half_words = HALF * ROW_WORDS  # words of extra columns, for a CTA's half of the rows
         lse_tiles = cute.flat_divide(lists.lse, (half_words if const_expr(c.less_lse) else bm,))
         delta_tiles = cute.flat_divide(lists.delta, (half_words,))
         loads = Loads(
@@ -155,7 +156,7 @@ class Producer2Cta:
             delta_tiles,
         )
         blocks = (p.q_len + bm - 1) // bm
-        ragged_q, ragged_kv = p.q_len // bm, p.kv_len // c.block_kv  # if there are any
+        ragged = p.q_len // bm, p.kv_len // c.block_kv  # the ragged blocks, if any
         total = items.shape[0]
         q_count, kv_count = Int32(0), Int32(0)
         self.claim(lists.counter, total, kv_count, info, bars)
@@ -171,11 +172,8 @@ class Producer2Cta:
             first_row = (b * p.heads + h) * blocks
             before = Int32(0)
             for j in cutlass.range(count, unroll=1):
-                block, is_partial, in_partial, in_full = next_block(
-                    lists.partial, lists.full, in_partial, in_full
-                )
-                q_word = block_word(
-                    block, is_partial, (block == ragged_q) | (kv_block == ragged_kv)
+                block, q_word, in_partial, in_full = next_q_block(
+                    lists, (in_partial, in_full), kv_block, ragged
                 )
                 r = q_stage(c, q_count)
                 cute.arch.mbarrier_wait(bars.block_empty + r, q_phase(c, q_count) ^ 1)
@@ -197,14 +195,14 @@ class Producer2Cta:
                     self.load_k_rows(loads, bars, info, lists.order, item, progress, (h_kv, b_kv))
                 self.load_q_do(loads, Load.Q_ROWS, bars.q_rows, rows, q_count, at)
                 if j > 0:
-                    # dK is a block behind: its columns of Q come after the next rows
+                    # dK is one block behind: its columns of Q come after the next rows
                     self.load_q_do(
                         loads, Load.Q_COLUMNS, bars.q_columns, rows, q_count - 1,
                         (before, h, b, first_row),
                     )  # fmt: skip
                 self.load_q_do(loads, Load.DO_ROWS, bars.do_rows, rows, q_count, at)
                 if j == 0:
-                    # dV of the work tile before left through this memory
+                    # dV of the work tile before is stored from this memory
                     cute.arch.mbarrier_wait(bars.v_empty, (kv_count & 1) ^ 1)
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(bars.v_full, bn * head_dim_v * 2)
@@ -224,7 +222,7 @@ class Producer2Cta:
                     (before, h, b, first_row),
                 )  # fmt: skip
                 acc_count += 1
-            else:  # fully masked: the record alone
+            else:  # fully masked: only the record
                 cute.arch.mbarrier_wait(bars.kv_empty, (kv_count & 1) ^ 1)
                 with cute.arch.elect_one():
                     masked_item = Item(index, kv_block, h, b, count)
@@ -253,7 +251,7 @@ class Producer2Cta:
     ):
         """Write a work tile's record and load the rows of its K, for S.
 
-        They are free after the last S of the work tile before.
+        Their memory is free after the last S of the work tile before.
 
         Args:
             order: tensors of the semaphores.
@@ -265,7 +263,7 @@ class Producer2Cta:
             cute.arch.mbarrier_wait(bars.kv_empty, (progress.kv_count & 1) ^ 1)
         elif progress.last > 2:
             cute.arch.mbarrier_wait(bars.s_full, (progress.q_count & 1) ^ 1)
-        else:  # not so soon that a warp could still have to see the record before
+        else:  # later, as some warp might not have seen the record before
             cute.arch.mbarrier_wait(bars.acc_full, (progress.acc_count & 1) ^ 1)
         with cute.arch.elect_one():
             self.write_record(info, progress.kv_count, item, order)
@@ -281,10 +279,10 @@ class Producer2Cta:
         progress: Progress,
         of_kv: tuple,
     ):
-        """Load columns of K, for dQ; they are free after the last dQ of the work tile before."""
+        """Load columns of K, for dQ, after the last dQ of the work tile before."""
         c = self.config
         rank = self.group.rank()
-        # every phase, in order; and dK, which the first dS waits for, leaves first
+        # wait for every phase in order; and let dK, which the first dS waits for, leave first
         cute.arch.mbarrier_wait(bars.kv_empty, (progress.kv_count & 1) ^ 1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(bars.k_columns_full, c.rows_kv * c.head_dim * 2)
@@ -303,7 +301,7 @@ class Producer2Cta:
         cute.copy(loads.atoms[load], source, loads.targets[load][None, 0], tma_bar_ptr=full)
 
     def write_record(self, info: cute.Tensor, count: Int32, item: Item, order: Any) -> None:
-        """Tell the other roles what a work tile is; `count`: of those before it."""
+        """Write the record of a work tile for the other roles; `count`: work tiles before it."""
         record = self.group.record(count)
         write_record(info, record, (item.kv_block, item.head, item.batch, item.count))
         write_turn(self.config, info, record, order, item.index)
@@ -317,18 +315,18 @@ class Producer2Cta:
         info: cute.Tensor,
         bars: Backward2CtaBarriers,
     ):
-        """Take the pair's next work tile from the counter, in the first CTA, and tell the second.
+        """Take the pair's next work tile from the counter, in the first CTA, for both.
 
         Args:
             total: rows of the work list.
-            count: work tiles before it.
+            count: number of work tiles before it.
         """
         ctas, _, _ = cute.arch.grid_dim()
         if self.group.rank() == 0:
             cute.arch.mbarrier_wait(bars.item_empty, (count & 1) ^ 1)
             if cute.arch.lane_idx() == 0:
                 index = cute.arch.atomic_add(counter.iterator, Int32(1))
-                if index == total + ctas // 2 - 1:  # the last of the launch leaves it at zero
+                if index == total + ctas // 2 - 1:  # the last of the launch resets it
                     counter[0] = Int32(0)
                 info[Word.NEXT_ITEM] = index
                 place = device.remote_address((info.iterator + Word.NEXT_ITEM).toint(), Int32(1))
@@ -337,10 +335,10 @@ class Producer2Cta:
 
     @cute.jit
     def claimed(self, count: Int32, info: cute.Tensor, bars: Backward2CtaBarriers):
-        """Return the row of the work list of the work tile that `claim` took.
+        """Wait for the work tile that `claim` took, and return its row of the work list.
 
         Args:
-            count: work tiles before it.
+            count: number of work tiles before it.
         """
         if self.group.rank() == 1:
             cute.arch.mbarrier_wait(bars.item_full, count & 1)
@@ -362,13 +360,13 @@ class Producer2Cta:
         count: Int32,
         at: tuple,
     ):
-        """Load half of Q or dO: its rows, with the statistics of their products; or its columns.
+        """Load half of Q or dO: rows with the statistics that their MMAs subtract, or columns.
 
         Args:
-            load: which of them.
-            barriers: of this operand.
-            count: q blocks before.
-            at: q block, head, batch element; the first of the head's blocks among all rows.
+            load: which operand, and which half.
+            barriers: barriers of this operand.
+            count: number of q blocks before.
+            at: q block, head, batch element, and index of the head's first block among all heads'.
         """
         c = self.config
         block, h, b, first_row = at

@@ -1,4 +1,4 @@
-"""The mbarriers of the Blackwell backward kernels: who waits for whom, by name."""
+"""Name the mbarriers of the Blackwell backward kernels and say who waits for whom."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ OPERANDS = "q_rows", "q_columns", "do_rows", "do_columns"
 
 @dataclass(frozen=True)
 class CommonBarriers:
-    """The mbarriers that both kernels have; each field is the first of as many as `sizes` says.
+    """Holds the mbarriers of both kernels; each field is the first of as many as `sizes` says.
 
     Attributes:
-        k_full: the record of a work tile and the bytes of K (2 CTAs: of its rows).
-        v_full: the bytes of V.
+        k_full: the record of a work tile is written, and K has arrived (2 CTAs: its rows).
+        v_full: V has arrived.
         kv_empty: all roles have read the record, K and V.
         s_full: S^T is computed.
         p_full: P^T is in tensor memory, where S^T was.
         dp_full: dP^T is computed.
         ds_full: dS^T is in tensor memory, where dP^T was, and in shared memory.
-        dq_full: a part of dQ is computed, and dS^T in shared memory read.
-        dq_empty: that part has left tensor memory.
-        acc_full: dK, and with one CTA dV, of a work tile are computed.
-        block_full: the word of a q block and its LSE; with one CTA, Q and its statistics.
-        block_empty: all have read these.
+        dq_full: a part of dQ is computed, and its MMAs have read dS^T in shared memory.
+        dq_empty: that part has been read from tensor memory.
+        acc_full: dK of a work tile is computed, and with one CTA its dV.
+        block_full: the word of a q block and its LSE have arrived; with one CTA, Q and its
+            statistics.
+        block_empty: all roles have read these.
     """
 
     k_full: cute.Pointer
@@ -54,12 +55,12 @@ class CommonBarriers:
 
     @classmethod
     def sizes(cls, c: BackwardConfig) -> dict[str, int]:
-        """Return how many barriers each field stands for, in their order in shared memory."""
+        """Return the number of barriers of each field, in their order in shared memory."""
         return dict.fromkeys(PER_TILE, 1) | dict.fromkeys(("block_full", "block_empty"), c.q_stages)
 
     @classmethod
     def count(cls, c: BackwardConfig) -> int:
-        """Return how many mbarriers there are."""
+        """Return the number of mbarriers."""
         return sum(cls.sizes(c).values())
 
     @classmethod
@@ -81,11 +82,11 @@ class CommonBarriers:
 
 @dataclass(frozen=True)
 class BackwardBarriers(CommonBarriers):
-    """The mbarriers of the kernel for one CTA.
+    """Holds the mbarriers of the kernel for one CTA.
 
     Attributes:
-        do_full: the bytes of dO, and of delta where the products subtract it.
-        do_empty: the products that read them are done.
+        do_full: dO has arrived, and delta where the MMAs subtract it.
+        do_empty: the MMAs that read them are complete.
     """
 
     do_full: cute.Pointer
@@ -93,11 +94,11 @@ class BackwardBarriers(CommonBarriers):
 
     @classmethod
     def sizes(cls, c: BackwardConfig) -> dict[str, int]:
-        """As `CommonBarriers.sizes`."""
+        """Return `CommonBarriers.sizes`, and those of the fields of this class."""
         return super().sizes(c) | dict.fromkeys(("do_full", "do_empty"), c.stages)
 
     def init(self, c: BackwardConfig) -> None:
-        """Initialise them, by one thread, with how many arrivals complete a phase."""
+        """Initialise the barriers, by one thread, with the arrivals that complete a phase."""
         # Reports of the emulator name a barrier by the argument of the call with this name.
         mbarrier_init = cute.arch.mbarrier_init
         # one arrival: of the producer, with the bytes to come, or of `commit`
@@ -107,14 +108,14 @@ class BackwardBarriers(CommonBarriers):
         mbarrier_init(self.dp_full, ONE_ARRIVAL)
         mbarrier_init(self.dq_full, ONE_ARRIVAL)
         mbarrier_init(self.acc_full, ONE_ARRIVAL)
-        # and the warp of the products
+        # and the MMA warp
         mbarrier_init(self.kv_empty, REDUCE_WARPS + COMPUTE_WARPS + 1)
         mbarrier_init(self.p_full, COMPUTE_WARPS)
         mbarrier_init(self.ds_full, COMPUTE_WARPS)
         mbarrier_init(self.dq_empty, REDUCE_WARPS)
         for s in range(c.q_stages):
             mbarrier_init(self.block_full + s, ONE_ARRIVAL)
-            # the products say it for the compute warps, whose P and dS they wait for
+            # the MMA warp arrives for the compute warps too, whose P and dS it waits for
             mbarrier_init(self.block_empty + s, 1 + REDUCE_WARPS)
         for s in range(c.stages):
             mbarrier_init(self.do_full + s, ONE_ARRIVAL)
@@ -123,11 +124,11 @@ class BackwardBarriers(CommonBarriers):
 
 @dataclass(frozen=True)
 class OperandBarriers:
-    """Two mbarriers of a CTA's half of Q or dO.
+    """Holds the full and the empty mbarrier of a CTA's half of Q or dO.
 
     Attributes:
-        full: its bytes, in the first CTA those of both.
-        empty: the products that read it are done.
+        full: the half has arrived; in the first CTA, the halves of both.
+        empty: the MMAs that read it are complete.
     """
 
     full: cute.Pointer
@@ -136,18 +137,18 @@ class OperandBarriers:
 
 @dataclass(frozen=True)
 class Backward2CtaBarriers(CommonBarriers):
-    """The mbarriers of a CTA of a pair.
+    """Holds the mbarriers of a CTA of a pair.
 
     Attributes:
         q_rows, q_columns: half of Q's rows, for S; half of its columns, for dK.
         do_rows, do_columns: half of dO's rows, for dP; half of its columns, for dV.
         dv_full: dV of a work tile is computed.
-        v_empty: dV has left the memory that it shares with V.
-        epilogue_done: in the first CTA: dK and dV of both have left tensor memory, and dK the
-            memory that it shares with dS.
-        k_columns_full: the bytes of K's columns, for dQ.
-        item_full: in the second CTA: the first has written which work tile comes next.
-        item_empty: in the first CTA: the second has read it.
+        v_empty: TMA has read dV from the memory that it shares with V.
+        epilogue_done: in the first CTA: dK and dV of both CTAs have been read from tensor memory,
+            and dK from the memory that it shares with dS.
+        k_columns_full: K's columns, for dQ, have arrived.
+        item_full: in the second CTA: the first has written the index of the next work tile.
+        item_empty: in the first CTA: the second has read that index.
     """
 
     q_rows: OperandBarriers
@@ -163,14 +164,14 @@ class Backward2CtaBarriers(CommonBarriers):
 
     @classmethod
     def sizes(cls, c: BackwardConfig) -> dict[str, int]:
-        """As `CommonBarriers.sizes`."""
+        """Return `CommonBarriers.sizes`, and those of the fields of this class."""
         return super().sizes(c) | dict.fromkeys(OPERANDS, 2) | dict.fromkeys(OVERLAP, 1)
 
     def init(self, c: BackwardConfig, rank: Any) -> None:
-        """Initialise them, by one thread, with how many arrivals complete a phase.
+        """Initialise the barriers, by one thread, with the arrivals that complete a phase.
 
         Args:
-            rank: of the CTA.
+            rank: rank of the CTA in the pair.
         """
         # Reports of the emulator name a barrier by the argument of the call with this name.
         mbarrier_init = cute.arch.mbarrier_init
@@ -185,9 +186,9 @@ class Backward2CtaBarriers(CommonBarriers):
         mbarrier_init(self.item_empty, ONE_ARRIVAL)
         mbarrier_init(self.v_full, loads)
         mbarrier_init(self.k_columns_full, loads)
-        # and the warp of the products
+        # and the MMA warp
         mbarrier_init(self.kv_empty, REDUCE_WARPS + COMPUTE_WARPS + 1)
-        # where the products wait, the warps of both CTAs arrive
+        # where the MMA warp waits, the warps of both CTAs arrive
         mbarrier_init(self.p_full, c.ctas * COMPUTE_WARPS)
         mbarrier_init(self.ds_full, c.ctas * COMPUTE_WARPS)
         mbarrier_init(self.dq_empty, c.ctas * REDUCE_WARPS)

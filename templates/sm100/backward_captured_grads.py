@@ -1,9 +1,9 @@
-"""Gradients of captured tensors, in the Blackwell backward.
+"""Add up gradients of captured tensors in the Blackwell backward.
 
-A load whose index is known per head or per column is summed in a register over a whole work tile,
-one whose index is known per row over the columns of a warp, before anything is added to the
-gradient in memory; any other is added element by element. All sums are float32, or exact in memory
-where sums have an order (`common.exact_sums`).
+The gradient of a load whose index is known per head or per column is summed in a register over a
+whole work tile. If the index is known per row, it is summed over the columns of a warp. Only then
+is the sum added to the gradient in memory. Any other is added element by element. All sums are
+float32; in deterministic mode those in memory are exact (`common.exact_sums`).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from cutlass import Float32, Int32, cute
 from attnkit.templates.common.exact_sums import ExactSums
 from attnkit.templates.sm100.backward_softmax import KvBlock, Scratch, SoftmaxBackward, bit_of
 
-# values that a thread sums over a work tile, by the level of the load
+# running sums that a thread keeps over a work tile, by the level of the load's index
 RUNNING = {"head": 1, "column": 1, "row": 0, "relative": 0, "element": 0}
 
 
 @dataclass(frozen=True)
 class CapturedSums:
-    """Where the gradients of captured tensors are summed.
+    """Holds the sums of the gradients of captured tensors.
 
     Attributes:
-        running: f32 [values of `RUNNING`] a thread, over a work tile.
+        running: f32 [values of `RUNNING`] per thread, over a work tile.
         totals: the gradients in memory, see `Backward.__call__`.
     """
 
@@ -47,7 +47,7 @@ class CapturedGrads(ExactSums):
         self.softmax = softmax
 
     def begin(self, totals: Any) -> CapturedSums:
-        """Take registers for the sums of a work tile."""
+        """Allocate registers for the running sums of a work tile."""
         count = sum(RUNNING[level] for level in self.hooks.gradient_levels)
         running = cute.make_rmem_tensor(max(count, 1), Float32)  # f32 [values]
         return CapturedSums(running, totals)
@@ -58,11 +58,11 @@ class CapturedGrads(ExactSums):
     ) -> list[Any]:  # fmt: skip
         """Return dS of some rows, and add up the gradients of captured tensors.
 
-        P is recomputed: the scores take its registers, and in the dtype it is not exact enough.
+        P is recomputed: raw scores occupy its registers, and P in the dtype is not exact enough.
 
         Args:
-            first: position of the first row; `at` in the thread's.
-            scratch: raw scores of all rows of the thread, and what the mask keeps.
+            first: query position of the first row, which is row `at` of the thread.
+            scratch: raw scores of all rows of the thread, and which of them the mask keeps.
             lse: as for `SoftmaxBackward.exponentials`.
             dp: dP - delta of these rows.
         """
@@ -87,7 +87,7 @@ class CapturedGrads(ExactSums):
         self, i: int, level: str, at: int, tile: KvBlock, rows: Any, values: Any,
         sums: CapturedSums,
     ) -> None:  # fmt: skip
-        """Add the gradients of some rows of load i."""
+        """Add the gradients of load i for some rows to its sums."""
         site, total, running = tile.site, sums.totals[self.hooks.gradient_slots[i]], sums.running
         if level in ("head", "column"):
             for value in values:
@@ -106,9 +106,9 @@ class CapturedGrads(ExactSums):
                 self.add_where(value != Float32(0.0), total, place, value)
 
     def _summed(self, values: list[Any]) -> Any:
-        """Return the sums of values over a warp's lanes, the first to the first lanes and so on.
+        """Return the sums of several values over a warp: the first in the first lanes, and so on.
 
-        As long as there are several, a lane keeps half of them and gives the others away.
+        While there are several, a lane keeps half of them and gives the others to its partner.
         """
         lane = cute.arch.lane_idx()
         for step in (16, 8, 4, 2, 1):
@@ -124,7 +124,7 @@ class CapturedGrads(ExactSums):
         return values[0]
 
     def flush(self, tile: KvBlock, sums: CapturedSums) -> None:
-        """Add what was summed over a work tile to memory."""
+        """Add the running sums of a work tile to the gradients in memory."""
         if not self.hooks.gradient_levels:
             return
         site, running, at = tile.site, sums.running, 0

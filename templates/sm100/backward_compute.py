@@ -1,4 +1,7 @@
-"""The compute warpgroups of the Blackwell backward: P and dS of every q block, dK and dV at the end."""
+"""Run the compute warpgroups of the Blackwell backward.
+
+They compute P and dS of every q block, and store dK and dV at the end of a work tile.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ from attnkit.templates.sm100.device import fence_after, fence_before
 
 @dataclass(frozen=True)
 class Parts:
-    """What a compute warpgroup consists of."""
+    """Holds the parts that a compute warpgroup uses."""
 
     group: Group
     lse_in_mma: LseInMma
@@ -45,8 +48,8 @@ class ComputeWarpgroup:
     """Turns S into P and dP into dS, and stores dK and dV.
 
     Args:
-        config: what is fixed when the kernel is compiled.
-        parts: what it consists of.
+        config: compile-time configuration of the kernel.
+        parts: the parts that it uses.
     """
 
     def __init__(self, config: BackwardConfig, parts: Parts) -> None:
@@ -69,11 +72,11 @@ class ComputeWarpgroup:
         totals: list,
         problem: Problem,
     ):
-        """The loop of a warpgroup.
+        """Compute P and dS of all work tiles, and store their dK and dV.
 
         Args:
-            stores: TMA stores of dK and dV, their coordinate tensors, and where from in shared
-                memory.
+            stores: TMA stores of dK and dV, their coordinate tensors, and the shared memory that
+                they read.
             smem: shared addresses of dV, which dK follows, and of dS.
             tmem: base of tensor memory.
             captured, totals: see `Backward.__call__`.
@@ -122,10 +125,10 @@ class ComputeWarpgroup:
                 self.softmax.compute_p(block, tile, tmem_s, scratch)
                 self.hand_over(bars.p_full)
                 if i == 0:
-                    # P does not wait for dK of the work tile before, dS does: they share memory
+                    # with 2 CTAs dS waits for dK of the work tile before, as they share memory
                     self.epilogue.wait_last_tile(bars, kv_count, False)
                 cute.arch.mbarrier_wait(bars.dp_full, q_count & 1)
-                # dQ of the last block has read dS from shared memory
+                # the MMAs of dQ of the last block have read dS from shared memory
                 cute.arch.mbarrier_wait(bars.dq_full, ((q_count * c.dq_parts) & 1) ^ 1)
                 fence_after()
                 self.softmax.compute_ds(
@@ -165,11 +168,11 @@ class ComputeWarpgroup:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     def write_ds(self, start: Int32, row: Int32, row0: Int32, at: int, packed: Any) -> None:
-        """Write eight elements of dS^T to shared memory, in a pair of the CTA that has their rows.
+        """Write eight elements of dS^T to shared memory; in a pair, to the CTA that has their rows.
 
         Args:
             start: shared address of dS^T.
-            row: kv position in the CTA's 128.
+            row: kv position within the CTA's 128.
             row0: the thread's first row of the q block; the elements begin `at` from there.
             packed: four pairs of the dtype.
         """
@@ -185,7 +188,7 @@ class ComputeWarpgroup:
             device.write_shared(place, packed)
 
     def hand_over(self, barrier: cute.Pointer) -> None:
-        """Say that a warp has written what the products read."""
+        """Announce that a warp has written what the MMAs read."""
         device.wait_stores()
         fence_before()
         cute.arch.sync_warp()

@@ -1,4 +1,4 @@
-"""What is fixed when the Blackwell backward is compiled."""
+"""Define the compile-time configuration of the Blackwell backward."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 from attnkit.templates.sm100.config import SMEM_BYTES, TMEM_COLUMNS
 
-UNIT = 64 * 64  # floats of a unit of a float32 sum
+UNIT = 64 * 64  # floats of a unit: float32 sums begin at multiples of it
 SLICE = 32  # columns of a sum that one bulk reduction adds
 
 
 class Registers(NamedTuple):
-    """Registers a thread; `others` are the warp of the products and the producer."""
+    """Holds the registers per thread of each role; `others`: the MMA warp and the producer."""
 
     compute: int
     reduce: int
@@ -21,23 +21,22 @@ class Registers(NamedTuple):
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """Sizes and switches of the backward kernels.
+    """Configures the sizes and switches of the backward kernels.
 
     Attributes:
         dtype: "bfloat16" or "float16", of all inputs and gradients.
-        head_dim, head_dim_v: head dims as computed, the tensors' own rounded up by zeros: 64 or 128
-            each, or 192 and 128.
+        head_dim, head_dim_v: head dims as the kernel computes them, those of the tensors padded
+            with zeros: 64 or 128 each, or 192 and 128.
         block_q: rows of a q block, 128, or 64 with a head_dim of 192.
-        accumulate: dK and dV are added to float32 sums, for query heads that share a kv head;
-            otherwise they are stored in the dtype.
-        sum_order: "ascending" or "descending": sums are formed in this order of kv tiles, that of the
-            schedule; "" for any order.
-        dynamic: CTAs take their next work tile from a counter; otherwise every ctas-th.
-        two_cta: two CTAs share a work tile, 128 kv positions each, and their tensor cores'
-            operands; head dims of 128, dynamic.
-        less_lse: the tensor cores subtract LSE / scale from S, see `LseInMma`; where they
-            subtract delta from dP, for a mod that adds to the score what does not depend on it, and
-            no captured tensor with a gradient.
+        accumulate: add dK and dV to float32 sums, for query heads that share a kv head; otherwise
+            they are stored in the dtype.
+        sum_order: "ascending" or "descending": add to sums in this order of kv tiles, which is that
+            of the schedule (deterministic mode); "" for any order.
+        two_cta: CTA pairs share a work tile, 128 kv positions per CTA, and compute joint MMAs. For
+            head dims of 128.
+        less_lse: the MMAs subtract LSE / scale from S, see `LseInMma`. Only where they also
+            subtract delta from dP, for a mod that adds to the score what does not depend on it,
+            and without captured tensors that need a gradient.
     """
 
     dtype: str = "bfloat16"
@@ -46,51 +45,53 @@ class BackwardConfig:
     block_q: int = 128
     accumulate: bool = False
     sum_order: str = ""
-    dynamic: bool = True
     two_cta: bool = False
     less_lse: bool = False
 
     rows_kv = 128  # kv positions of a CTA
-    slices = 2  # slices of sums in shared memory, on their way to memory
+    slices = 2  # buffers in shared memory for slices of sums
 
     @property
     def ctas(self) -> int:
-        """CTAs of a work tile."""
+        """Return the number of CTAs of a work tile."""
         return 2 if self.two_cta else 1
 
     @property
     def block_kv(self) -> int:
-        """kv positions of a block of the work list."""
+        """Return the kv positions of a block of the work list."""
         return self.ctas * self.rows_kv
 
     @property
     def rows_dq(self) -> int:
-        """Rows of a tile of dQ's sums: what a CTA adds up."""
+        """Return the rows of a tile of dQ's sums, those that one CTA adds up."""
         return self.block_q // self.ctas
 
     @property
     def q_stages(self) -> int:
-        """Stages of Q: two, as dK reads it again, a block behind S."""
+        """Return the stages of Q: at least two, as dK reads Q again, one block after S."""
         return 4 if self.head_dim == self.head_dim_v == 64 else 2
 
     @property
     def stages(self) -> int:
-        """Stages of dO: a second one is loaded ahead where there is room."""
+        """Return the stages of dO: a second one for prefetching where there is room."""
         return 2 if self.head_dim == self.head_dim_v == 64 else 1
 
     @property
     def less_delta(self) -> bool:
-        """Whether the tensor cores subtract delta from dP: where shared memory has room for it."""
+        """Return whether the MMAs subtract delta from dP: where shared memory has room for it."""
         return self.two_cta or (self.head_dim, self.head_dim_v) != (128, 128)
 
     @property
     def words(self) -> tuple[int, int]:
-        """Float32 words of a row's LSE, and of its delta."""
+        """Return the float32 words of a row's LSE, and of its delta."""
         return 4 if self.less_lse else 1, 4 if self.less_delta else 1
 
     @property
     def smem_row_words(self) -> tuple[int, int]:
-        """Float32 words of LSE and of delta in shared memory; half of the rows if two CTAs share them."""
+        """Return the float32 words of LSE and of delta in shared memory.
+
+        Each CTA of a pair holds only half of the rows of what the MMAs subtract.
+        """
         lse, delta = self.words
         q_rows = self.q_stages * self.block_q
         if self.two_cta:
@@ -99,22 +100,22 @@ class BackwardConfig:
 
     @property
     def s_column(self) -> int:
-        """First column of S^T in tensor memory; P^T replaces it."""
+        """Return the first column of S^T in tensor memory; P^T overwrites it."""
         return 0
 
     @property
     def dp_column(self) -> int:
-        """First column of dP^T in tensor memory; dS^T replaces it."""
+        """Return the first column of dP^T in tensor memory; dS^T overwrites it."""
         return self.block_q
 
     @property
     def dv_column(self) -> int:
-        """First column of dV in tensor memory; dK follows it."""
+        """Return the first column of dV in tensor memory; dK follows it."""
         return 2 * self.block_q
 
     @property
     def dk_column(self) -> int:
-        """First column of dK in tensor memory."""
+        """Return the first column of dK in tensor memory."""
         return self.dv_column + self.head_dim_v
 
     @property
@@ -123,36 +124,36 @@ class BackwardConfig:
 
     @property
     def dq_over_dp(self) -> bool:
-        """Whether dQ lies over dP^T, as tensor memory has no other columns left."""
+        """Return whether dQ overwrites dP^T, as tensor memory has no other columns left."""
         return self._free_columns < 64
 
     @property
     def ds_in_tensor(self) -> bool:
-        """Whether dK reads dS^T from tensor memory: where dQ does not overwrite it."""
+        """Return whether dK reads dS^T from tensor memory: where dQ does not overwrite it."""
         return self.two_cta or not self.dq_over_dp
 
     @property
     def dq_parts(self) -> int:
-        """Parts in which dQ of a q block is computed and added, one after another."""
+        """Return the number of parts in which dQ of a q block is computed and added in turn."""
         return self.head_dim // self.dq_width // self.ctas
 
     @property
     def dq_width(self) -> int:
-        """Columns of dQ in tensor memory at a time."""
-        if self.two_cta:  # half of the rows, on all lanes: half of the columns on each half
+        """Return how many columns of dQ tensor memory holds at a time."""
+        if self.two_cta:  # 64 rows on 128 lanes: half of the columns on each half
             return self.head_dim // 2
         return self.head_dim if self.dq_over_dp else 64
 
     @property
     def dq_column(self) -> int:
-        """First column of dQ in tensor memory; a pair's lies between the halves of dS^T."""
+        """Return the first column of dQ in tensor memory; in a pair, between the halves of dS^T."""
         if self.two_cta:
             return self.dp_column + self.block_q // 4
         return self.dp_column if self.dq_over_dp else TMEM_COLUMNS - self._free_columns
 
     @property
     def registers(self) -> Registers:
-        """Registers a thread of each role; all 512 threads together have 65536."""
+        """Return the registers per thread of each role; all 512 threads together have 65536."""
         if self.block_q == 64:
             return Registers(compute=160, reduce=104, others=88)
         if self.two_cta and self.sum_order:
@@ -163,7 +164,7 @@ class BackwardConfig:
 
     @property
     def roles(self) -> dict[str, tuple[range, int]]:
-        """Warps of each role, and registers a thread."""
+        """Return the warps of each role and their registers per thread."""
         compute, reduce, others = self.registers
         return {
             "reduce": (range(4), reduce),
@@ -175,9 +176,9 @@ class BackwardConfig:
 
     @property
     def tmem(self) -> list[tuple[str, int, int]]:
-        """What tensor memory holds: names, first columns, columns.
+        """Return the contents of tensor memory as (name, first column, number of columns).
 
-        P^T and dS^T take half of the columns of S^T and dP^T.
+        P^T and dS^T overwrite half of the columns of S^T and dP^T.
         """
         return [
             ("S", self.s_column, self.block_q),
@@ -189,21 +190,21 @@ class BackwardConfig:
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA: the roles, and two warps that have none."""
+        """Return the threads of a CTA: those of the roles, and two warps without a role."""
         return 512
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of a CTA: K, V, Q, dO, dS, and sums on their way to memory."""
+        """Return the bytes of shared memory of a CTA: operands, dS, statistics, slices of sums."""
         q_stages = 1 if self.two_cta else self.q_stages
         q = q_stages * self.head_dim + self.stages * self.head_dim_v + self.rows_kv
-        # a pair keeps K once more, for dQ
+        # a pair loads K twice: its rows for S, its columns for dQ
         halves = self.rows_kv * (self.ctas * self.head_dim + self.head_dim_v) + self.block_q * q
         floats = self.slices * SLICE * self.rows_kv + sum(self.smem_row_words)
         return 2 * halves + 4 * floats + 1024
 
     def problem(self) -> str | None:
-        """Why these sizes do not work, or None."""
+        """Return why this configuration is not supported, or None."""
         widths = (self.head_dim, self.head_dim_v)
         if widths != (192, 128) and not (set(widths) <= {64, 128}):
             return (
@@ -212,10 +213,10 @@ class BackwardConfig:
             )
         if self.block_q != (64 if self.head_dim == 192 else 128):
             return f"block_q={self.block_q} with head_dim={self.head_dim}: expected 128, or 64 with 192"
-        if self.two_cta and (widths != (128, 128) or not self.dynamic):
+        if self.two_cta and widths != (128, 128):
             return (
-                f"two_cta=True with head dims of {self.head_dim} and {self.head_dim_v} and "
-                f"dynamic={self.dynamic}: expected 128, 128 and dynamic=True"
+                f"two_cta=True with head dims of {self.head_dim} and {self.head_dim_v}: "
+                "expected 128 and 128"
             )
         if self.less_lse and not self.less_delta:
             return "less_lse=True with head dims of 128 and two_cta=False: expected False"

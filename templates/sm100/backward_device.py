@@ -1,9 +1,9 @@
-"""Tensor memory and tensor cores of Blackwell, in PTX: operands, products, loads and stores.
+"""Emit PTX for tensor memory and tensor cores of Blackwell: descriptors, MMAs, loads, stores.
 
 An operand in shared memory is a tile of 16-bit elements as TMA writes it with the 128-byte swizzle:
-blocks of 64 columns, 128 bytes a row. The same tile is an operand with its rows along k or along
-m (or n): the descriptors of `k_major` and `mn_major` differ, the memory does not. An address
-in tensor memory is a lane in the upper 16 bits and a column of 32 bits in the lower.
+blocks of 64 columns, 128 bytes a row. The same tile serves as an operand with its columns along k
+(`k_major`) or with its rows along k (`mn_major`): the descriptors differ, the memory does not. An
+address in tensor memory has the lane in its upper 16 bits and the 32-bit column in its lower 16.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from cutlass import BFloat16, Float32, Int32, cute
 
 from attnkit.templates.sm100.config import TMEM_COLUMNS
 
-LANES = 32  # of a warp; its number modulo 4 says which
-STEP = 16  # k of one product instruction
+LANES = 32  # lanes of tensor memory that a warp can access; its index modulo 4 says which
+STEP = 16  # k of one MMA instruction
 
 _BLOCK = 64  # columns of a swizzled block
 _ROW = 2 * _BLOCK  # bytes of a row of a block
-# Upper half of a descriptor: 1024 bytes between groups of 8 rows, the version, the 128-byte swizzle.
+# Upper half of a descriptor: 1024 bytes between groups of 8 rows, version, 128-byte swizzle.
 _VERSION = 1 << 14
 _UPPER = (1024 >> 4) | _VERSION | 2 << 29
 
@@ -55,19 +55,27 @@ def _lower(start: Int32, offset: int, leading: int) -> Int32:
 
 
 def swizzled_address(start: Any, rows: int, row: Any, vector: Any, block: Any) -> Any:
-    """Return the shared address of 8 elements of a row of a tile; vector: which 8 of the block."""
+    """Return the shared address of 8 elements of a row of a swizzled tile.
+
+    Args:
+        start: shared address of the tile.
+        rows: of the tile.
+        row: which row.
+        vector: which 8 of the block's 64 columns.
+        block: which block of 64 columns.
+    """
     return start + block * (rows * _ROW) + row * _ROW + ((vector ^ (row & 7)) << 4)
 
 
 def instruction_descriptor(
     m: int, n: int, dtype: Any, *, a_rows: bool = False, b_rows: bool = False
 ) -> int:
-    """Return the instruction descriptor of a product with Float32 sums; see the PTX ISA, tcgen05.
+    """Return the descriptor of an MMA instruction with Float32 sums; see the PTX ISA, tcgen05.
 
     Args:
         m, n: rows and columns of the result.
         dtype: of both operands.
-        a_rows, b_rows: k runs along the rows of their tiles.
+        a_rows, b_rows: whether k runs along the rows of the operand's tile.
     """
     kind = 1 if dtype is BFloat16 else 0
     formats = 1 << 4 | kind << 7 | kind << 10
@@ -85,17 +93,19 @@ def issue_mma(
     ctas: int = 1,
     strides: tuple[int, int] | None = None,
 ) -> None:
-    """Issue one product instruction, 16 along k, by one thread: asynchronous, in order of issue.
+    """Issue one MMA instruction, 16 along k, by one thread.
 
-    Two CTAs of a pair multiply together if one of them says so: each has half the rows of a and of
-    the result, and half the rows (columns, along rows) of b, at the same addresses.
+    MMAs are asynchronous and execute in the order of issue. With ctas=2 one CTA of a pair issues a
+    joint MMA: each CTA has half the rows of a and of the result, and half the rows of b (half its
+    columns if k runs along its rows), at the same addresses.
 
     Args:
         out: tensor-memory address of the result.
         a: lower half of a descriptor, or an address in tensor memory if `a_in_tmem`.
         b: lower half of a descriptor.
-        form: of `instruction_descriptor`.
-        accumulate: add to what is there; a bool, or Int32 that is 0 or not.
+        form: instruction descriptor, of `instruction_descriptor`.
+        accumulate: whether to add to the old value of the result; a bool, or an Int32 that is
+            nonzero for true.
         strides: bytes between groups of 8 rows of a and of b, if they are core matrices without
             swizzle; None: they are tiles.
     """
@@ -116,7 +126,7 @@ def issue_mma(
 
 
 def commit_pair(barrier: cute.Pointer) -> None:
-    """Arrive in both CTAs of a pair when this thread's products so far are complete."""
+    """Arrive in both CTAs of a pair when all MMAs that this thread issued so far are complete."""
     cute.arch.inline_ptx(
         "{ .reg .b16 both; mov.b16 both, 3; tcgen05.commit.cta_group::2.mbarrier::arrive::one"
         ".shared::cluster.multicast::cluster.b64 [{$r0}], both; }",
@@ -125,7 +135,7 @@ def commit_pair(barrier: cute.Pointer) -> None:
 
 
 def commit(barrier: cute.Pointer) -> None:
-    """Arrive at a barrier when this thread's products so far are complete."""
+    """Arrive at a barrier when all MMAs that this thread issued so far are complete."""
     cute.arch.inline_ptx(
         "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [{$r0}];",
         read_only_args=[barrier.toint()],
@@ -133,7 +143,7 @@ def commit(barrier: cute.Pointer) -> None:
 
 
 def load(address: Int32, columns: int) -> Sequence[Any]:
-    """Load so many columns of the thread's lane as Float32, and wait for them."""
+    """Load `columns` columns of the thread's lane of tensor memory as Float32, and wait."""
     outputs = ", ".join(f"{{$w{i}}}" for i in range(columns))
     return cute.arch.inline_ptx(
         f"tcgen05.ld.sync.aligned.32x32b.x{columns}.b32 {{{outputs}}}, [{{$r0}}];"
@@ -144,7 +154,7 @@ def load(address: Int32, columns: int) -> Sequence[Any]:
 
 
 def store(address: Int32, values: Sequence[Any]) -> None:
-    """Store Int32 to as many columns of the thread's lane; complete after `wait_stores`."""
+    """Store Int32 values to columns of the thread's lane; complete after `wait_stores`."""
     inputs = ", ".join(f"{{$r{i + 1}}}" for i in range(len(values)))
     cute.arch.inline_ptx(
         f"tcgen05.st.sync.aligned.32x32b.x{len(values)}.b32 [{{$r0}}], {{{inputs}}};",
@@ -166,7 +176,7 @@ def write_shared(address: Int32, values: Sequence[Any]) -> None:
 
 
 def remote_address(address: Int32, rank: Int32) -> Any:
-    """Return the same shared address of another CTA of the cluster."""
+    """Return the cluster address of the same shared memory in another CTA of the cluster."""
     return cute.arch.inline_ptx(
         "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};",
         write_only_types=[Int32],
@@ -209,7 +219,7 @@ def _pairs(operation: Any, a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
 
 
 def allocate(place: cute.Pointer, ctas: int = 1) -> None:
-    """Allocate all of tensor memory, by a whole warp; its address goes to shared memory."""
+    """Allocate all of tensor memory, by a whole warp, and write its address to `place`."""
     cute.arch.inline_ptx(
         f"tcgen05.alloc.cta_group::{ctas}.sync.aligned.shared::cta.b32 [{{$r0}}], {TMEM_COLUMNS};"
         f" tcgen05.relinquish_alloc_permit.cta_group::{ctas}.sync.aligned;",
@@ -218,7 +228,7 @@ def allocate(place: cute.Pointer, ctas: int = 1) -> None:
 
 
 def allocated(place: cute.Pointer) -> Any:
-    """Return the address of tensor memory that `allocate` wrote; read it where it is needed."""
+    """Return the address of tensor memory that `allocate` wrote to shared memory."""
     return cute.arch.make_warp_uniform(
         cute.arch.inline_ptx(
             "ld.shared.b32 {$w0}, [{$r0}];",

@@ -1,12 +1,12 @@
-"""The warpgroup that adds dQ, and shared dK and dV, to float32 sums in memory.
+"""Add dQ, and shared dK and dV, to float32 sums in global memory: the reduce warpgroup.
 
-It takes 32 columns at a time from tensor memory, a row a thread, through shared memory to one bulk
-reduction. A tile of a sum is kept in slices of 32 columns, a slice in groups of 4 columns, of all
-rows: [slice][group][row][4], so that threads read and write neighbouring 16 bytes.
+It moves 32 columns at a time, a row per thread, from tensor memory to shared memory, where one bulk
+reduction reads them. The layout of a tile of the sums is [slice][group][row][4]: slices of 32
+columns, and in them groups of 4 columns, so that threads read and write adjacent 16 bytes.
 
-In deterministic mode one thread waits for the tile's turn before its first slice: a semaphore a
-tile, in the order of `attnkit.schedule.deterministic_order`. Nothing else waits for turns, so that
-loads run ahead.
+In deterministic mode one thread waits for the tile's turn before its first slice. Each tile has a
+semaphore, in the order of `attnkit.schedule.deterministic_order`. Nothing else waits for turns, so
+that loads run ahead.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from attnkit.templates.sm100.device import fence_after, fence_before
 
 @dataclass(frozen=True)
 class SumTarget:
-    """Where a thread of the warpgroup adds from and to.
+    """Describes where a thread of the warpgroup adds from and to.
 
     Attributes:
         staging: f32 [slices, 32 * 128] in shared memory.
-        sums: float32 sums in memory.
+        sums: float32 sums in global memory.
         order: tensors of the semaphores, see `OrderTable`.
-        thread, lane, warp: the thread.
+        thread, lane, warp: indices of the thread.
         tmem: tensor-memory address of the warp's first lane.
     """
 
@@ -56,10 +56,10 @@ class SumTarget:
 
 
 class DqReduce:
-    """Adds dQ of one CTA, and dK and dV where query heads share them.
+    """Adds dQ of one CTA, and dK and dV where query heads share them, to their sums.
 
     Args:
-        config: what is fixed when the kernel is compiled.
+        config: compile-time configuration of the kernel.
         group: the CTAs of a work tile.
     """
 
@@ -78,7 +78,7 @@ class DqReduce:
         order: list,
         problem: Problem,
     ):
-        """The loop of the warpgroup.
+        """Add dQ, and shared dK and dV, of all work tiles.
 
         Args:
             staging: f32 [slices, 32 * 128] in shared memory.
@@ -134,7 +134,7 @@ class DqReduce:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     def release_tile(self, bars: CommonBarriers) -> None:
-        """Say that a warp needs nothing of a work tile any more."""
+        """Release the record, K and V of a work tile; one arrival per warp."""
         cute.arch.sync_warp()
         common_device.arrive(bars.kv_empty)
 
@@ -144,9 +144,9 @@ class DqReduce:
         """Add dQ of a q block.
 
         Args:
-            tile: its number among all q blocks.
-            turn: the kv block, whose turn it is.
-            count: q blocks before.
+            tile: index of the q block among those of all heads.
+            turn: index of the kv block, which is its turn.
+            count: number of q blocks before.
         """
         c = self.config
         start = Int64(tile) * (c.block_q * c.head_dim)
@@ -160,7 +160,7 @@ class DqReduce:
                 # f32 [32]: 32 columns of the thread's row
                 values = device.load(target.tmem + (c.dq_column + i * SLICE), SLICE)
                 self.add_slice(target, values, to + i * SLICE * c.block_q, i, c.block_q)
-            # the last two at once: then the columns are free before the slots are
+            # load the last two at once: tensor memory is then free before the slots are
             values = device.load(target.tmem + (c.dq_column + last * SLICE), 2 * SLICE)  # f32 [64]
             fence_before()
             cute.arch.sync_warp()
@@ -172,13 +172,13 @@ class DqReduce:
 
     @cute.jit
     def add_dk_dv(self, target: SumTarget, place: tuple, tiles: tuple, order: tuple):
-        """Add dK and dV of a work tile.
+        """Add dK and dV of a work tile to their sums.
 
         Args:
-            place: kv head among those of all batch elements; tile of 128 kv positions; how many of
-                these a head has.
-            tiles: of dQ; of dK.
-            order: whose turn this is, and how many turns there are.
+            place: index of the kv head over all batch elements; index of the tile of 128 kv
+                positions; number of such tiles per head.
+            tiles: number of tiles of dQ, and of dK.
+            order: turn of the work tile, and number of turns.
         """
         c = self.config
         kv_head, kv_rows, kv_blocks = place
@@ -186,7 +186,7 @@ class DqReduce:
         turn, num_turns = order
         following = cutlass.select_(turn + 1 == num_turns, Int32(0), turn + 1)
         tile = kv_head * kv_blocks + kv_rows
-        first = Int64(q_tiles) * (c.block_q * c.head_dim)  # dQ comes before
+        first = Int64(q_tiles) * (c.block_q * c.head_dim)  # the sums of dQ come first
         for column, width, before in (
             (c.dk_column, c.head_dim, q_tiles * c.ctas),
             (c.dv_column, c.head_dim_v, q_tiles * c.ctas + kv_tiles),
@@ -203,15 +203,15 @@ class DqReduce:
             first = first + Int64(kv_tiles) * (c.rows_kv * width)
 
     def add_slice(self, target: SumTarget, values: Any, to: Int64, number: int, rows: int) -> None:
-        """Add a slice of a tile of so many rows to the sums, from float `to` on.
+        """Add a slice of a tile with `rows` rows to the sums, from float offset `to` on.
 
         Args:
             values: f32 [32], the thread's row.
-            number: of the slice, which says through which slot of shared memory it goes.
+            number: index of the slice, which selects its slot in shared memory.
         """
         slot = target.staging + (number % self.config.slices) * (SLICE * self.config.rows_kv)
         self.wait_slot(target.thread)
-        self.sync()  # the thread that has waited for the slot tells the others
+        self.sync()  # the others wait for the thread that has waited for the slot
         self.write(slot, values, target.thread, target.lane, target.warp, rows)
         # bulk copies read shared memory by the async proxy
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -219,12 +219,12 @@ class DqReduce:
         self.reduce(slot, target.sums.iterator + to, target.thread, rows)
 
     def sync(self) -> None:
-        """Wait for all threads of the warpgroup."""
+        """Synchronise the threads of the warpgroup."""
         cute.arch.barrier(barrier_id=NamedBarrier.DQ_REDUCE, number_of_threads=WARPGROUP)
 
     @cute.jit
     def wait_slot(self, thread: Int32):
-        """Wait until a slot has been read."""
+        """Wait until a bulk reduction has read the next slot."""
         if thread == 0:
             cute.arch.cp_async_bulk_wait_group(self.config.slices - 1, read=True)
 
@@ -239,14 +239,14 @@ class DqReduce:
             self.write_row(slot, values, warp * 16 + lane, rows)
 
     def write_row(self, slot: cute.Pointer, values: Any, row: Int32, rows: int) -> None:
-        """Write a row: 4 columns at a time."""
+        """Write a row to a slot, 4 columns at a time."""
         start = slot.toint() + row * 16
         for g in range(SLICE // 4):
             device.write_shared(start + g * (16 * rows), values[4 * g : 4 * g + 4])
 
     @cute.jit
     def reduce(self, slot: cute.Pointer, target: cute.Pointer, thread: Int32, rows: int):
-        """One bulk reduction."""
+        """Add a slot to the sums by one bulk reduction."""
         if thread == 0:
             self.reduce_slice(slot, target, rows)
             cute.arch.cp_async_bulk_commit_group()
@@ -274,12 +274,12 @@ class DqReduce:
     def pass_turn(
         self, target: SumTarget, semaphore: Int32, chunk: Int32, turn: tuple[Int32, Int32]
     ) -> None:
-        """Hand over a tile when all that was sent is in memory, in deterministic mode.
+        """Pass a tile to the next turn once all reductions are in memory, in deterministic mode.
 
         Args:
-            semaphore: its number.
-            chunk: twice the q block, where the turn that follows has to be looked up.
-            turn: whose it is, and who follows; -1: look it up.
+            semaphore: index of the tile's semaphore.
+            chunk: twice the index of the q block, used where the next turn has to be looked up.
+            turn: this turn and the next one; -1: look it up.
         """
         if self.config.sum_order:
             self._pass_turn(target.order, semaphore, chunk, turn, target.thread)

@@ -1,7 +1,7 @@
-"""Epilogue of the Blackwell backward: dK and dV of a work tile, rounded and stored by TMA.
+"""Round dK and dV of a work tile and store them by TMA: the epilogue of the Blackwell backward.
 
-They leave tensor memory through the memory of K and V, 64 columns at a time, the compute
-warpgroups in turns.
+They go from tensor memory through the shared memory of K and V, 64 columns at a time; the two
+compute warpgroups alternate.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from attnkit.templates.sm100.backward_shared import WARPGROUP, WARPS, Group, Nam
 
 @dataclass(frozen=True)
 class GradTarget:
-    """Where a thread stores dK and dV of a work tile.
+    """Describes where a thread stores dK and dV of a work tile.
 
     Attributes:
         atoms, tiles, views: of dK and of dV: TMA stores, coordinate tensors, and shared memory,
             dtype [128, 64, head_dim / 64] and [128, 64, head_dim_v / 64].
         smem: shared address of dV; dK follows it.
         tmem: tensor-memory address of the warp's first lane.
-        place: 128 kv positions, head, batch element.
+        place: index of the tile of 128 kv positions, head, batch element.
         wg, row: compute warpgroup, and the thread's kv position in the tile.
-        count: q blocks of the work tile.
+        count: number of q blocks of the work tile.
         scale: softmax scale, a factor of dK.
     """
 
@@ -48,10 +48,10 @@ class GradTarget:
 
 
 class Epilogue:
-    """Stores dK and dV of one CTA, and releases what a work tile held.
+    """Stores dK and dV of one CTA, and releases the memory of a work tile.
 
     Args:
-        config: what is fixed when the kernel is compiled.
+        config: compile-time configuration of the kernel.
         group: the CTAs of a work tile.
         dtype: of dK and dV.
     """
@@ -62,23 +62,23 @@ class Epilogue:
         self.dtype = dtype
 
     def gradient_blocks(self, bars: Any) -> tuple[tuple[Any, range], ...]:
-        """Return what to store after which barrier: blocks of 64 columns, dV's first."""
+        """Return barriers, and blocks of 64 columns to store after each; dV's come first."""
         blocks = (self.config.head_dim_v + self.config.head_dim) // 64
         return ((bars.acc_full, range(blocks)),)
 
     def release_v(self, bars: CommonBarriers, blocks: range) -> None:
-        """Say that a warp needs V's memory no more, if these blocks are dV's: nobody waits for it."""
+        """Do nothing: with one CTA nobody waits for the memory of V."""
 
     def release_tile(self, bars: CommonBarriers) -> None:
-        """Say that a warp needs nothing of a work tile any more."""
+        """Release the record, K and V of a work tile; one arrival per warp."""
         cute.arch.sync_warp()
         common_device.arrive(bars.kv_empty)
 
     def release_block(self, bars: Any, stage: Int32) -> None:
-        """Say that a warp needs a q block's word and statistics no more: the products say it."""
+        """Do nothing: with one CTA the MMA warp releases q blocks."""
 
     def wait_last_tile(self, bars: CommonBarriers, count: Int32, empty: bool) -> None:
-        """Wait for what the work tile before left to be read by TMA: nothing."""
+        """Do nothing: with one CTA `store` waits until TMA has read all."""
 
     def wait_blocks(self, blocks: range) -> None:
         """Wait until TMA has read what it stores of these blocks."""
@@ -88,7 +88,7 @@ class Epilogue:
         """Round dV and dK and store them by TMA."""
         c = self.config
         for first in blocks[::2]:
-            block = first + target.wg  # dV's, then dK's: so they are in tensor and shared memory
+            block = first + target.wg  # dV's, then dK's, as in both memories
             factor = cutlass.select_(block < c.head_dim_v // 64, Float32(1.0), target.scale)
             self.round(
                 target.smem, target.tmem + c.dv_column + block * 64,
@@ -114,7 +114,7 @@ class Epilogue:
 
     @cute.jit
     def round(self, start: Int32, address: Int32, which: tuple, factor: Float32):
-        """A row of 64 columns from tensor memory to shared memory in the dtype."""
+        """Round a row of 64 columns from tensor memory and write it to shared memory."""
         c = self.config
         block, row, count = which
         if block * 64 < c.head_dim_v + c.head_dim:
@@ -134,7 +134,7 @@ class Epilogue:
 
     @cute.jit
     def store_block(self, views: tuple, target: tuple, place: tuple, block: Int32):
-        """Store 64 columns from shared memory."""
+        """Store a block of 64 columns from shared memory by TMA."""
         atoms, tiles = target
         at, h, b = place
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -154,43 +154,46 @@ class Epilogue:
 
     @cute.jit
     def wait_stores(self):
-        """Wait until TMA has read what it stores."""
+        """Wait until TMA has read what the warpgroup stores."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp % WARPS == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
 class Epilogue2Cta(Epilogue):
-    """`Epilogue` of a CTA of a pair: dV leaves during the last products, dK during the next tile."""
+    """Stores dV of a CTA of a pair during the last MMAs, and dK during the next work tile."""
 
     def gradient_blocks(self, bars: Any) -> tuple[tuple[Any, range], ...]:
-        """dV is complete, and its memory, which is V's, free, before dQ and dK of the last block."""
+        """Return a barrier for dV's blocks and one for dK's.
+
+        dV is complete, and V's memory, which it uses, is free, before dQ and dK of the last block.
+        """
         blocks = self.config.head_dim_v // 64
         return ((bars.dv_full, range(blocks)), (bars.acc_full, range(blocks, 2 * blocks)))
 
     def release_v(self, bars: Any, blocks: range) -> None:
-        """Say that a warp needs V's memory no more, if these blocks are dV's."""
+        """Release the memory of V, if these blocks are dV's; one arrival per warp."""
         if blocks[0] == 0:
             cute.arch.sync_warp()
             common_device.arrive(bars.v_empty)
 
     def release_block(self, bars: Any, stage: Int32) -> None:
-        """Say that a warp needs a q block's word and statistics no more."""
+        """Release the word and the statistics of a q block; one arrival per warp."""
         cute.arch.sync_warp()
         common_device.arrive(bars.block_empty + stage)
 
     def wait_blocks(self, blocks: range) -> None:
-        """Wait until TMA has read dV; for dK `wait_last_tile` waits."""
+        """Wait until TMA has read dV; `wait_last_tile` waits for dK."""
         if blocks[0] == 0:
             self.wait_stores()
 
     @cute.jit
     def wait_last_tile(self, bars: Any, count: Int32, empty: cutlass.Constexpr):
-        """Wait until dK of the work tile before has left its memory, which is that of dS.
+        """Wait until TMA has read dK of the work tile before from the memory that dS uses.
 
         Args:
-            count: work tiles before.
-            empty: this one has no q blocks, and its dK is written next.
+            count: number of work tiles before.
+            empty: whether this one has no q blocks, so that its dK is written next.
         """
         if count > 0:
             self.wait_stores()

@@ -1,4 +1,4 @@
-"""LSE and delta of the rows as one more step of the products; see `common.lse_in_mma`."""
+"""Subtract LSE and delta of the rows in one more step of the MMAs; see `common.lse_in_mma`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from attnkit.templates.sm100.backward_config import BackwardConfig
 
 
 class LseInMma:
-    """Writes the factors of the step and issues it.
+    """Writes the extra columns of K and V for that step, and issues it.
 
     Args:
-        config: `less_lse` and `less_delta` say which products have such a step.
+        config: `less_lse` and `less_delta` say which MMAs have such a step.
     """
 
     def __init__(self, config: BackwardConfig) -> None:
@@ -26,11 +26,11 @@ class LseInMma:
         return nonzero_scale(scale) if self.config.less_lse else scale
 
     def statistics(self, lse: cute.Tensor, delta: cute.Tensor, stage: Int32, row0: Int32) -> Any:
-        """Return LSE and -delta of the thread's rows; None for what the products subtract.
+        """Return LSE and -delta of the thread's rows; None for what the MMAs subtract.
 
         Args:
-            lse, delta: in shared memory, of `layouts`.
-            stage: of the q block.
+            lse, delta: statistics in shared memory, with the layouts of `layouts`.
+            stage: stage of the q block.
             row0: the thread's first row within the block.
 
         Returns:
@@ -47,7 +47,7 @@ class LseInMma:
         return cute.make_tensor(start.align(16), cute.make_layout(self.config.block_q // 2))
 
     def layouts(self) -> tuple[Any, Any]:
-        """Return layouts of LSE and delta in shared memory, [words of the rows, stages]."""
+        """Return the layouts of LSE and delta in shared memory, [words of the rows, stages]."""
         c = self.config
         (lse, delta), rows = c.words, c.block_q // c.ctas
         plain = cute.make_layout((c.block_q, c.q_stages))
@@ -57,7 +57,7 @@ class LseInMma:
         )
 
     def write_factors(self, start: cute.Pointer, scale: Float32) -> None:
-        """Write the columns of K and of V, a core matrix each, by one warp."""
+        """Write the extra columns of K and of V, one core matrix each, by one warp."""
         for i, x in enumerate((Float32(0.5) / self.scale(scale), Float32(0.5))):
             write_factor(start + i * CORE_WORDS, x)
         # the tensor cores read them by the async proxy
@@ -65,11 +65,11 @@ class LseInMma:
         cute.arch.sync_warp()
 
     def subtract(self, out: Int32, factors: Int32, rows: Int32) -> None:
-        """Add the step of a statistic to a product of rows of K or V with those of Q or dO.
+        """Issue the step that subtracts a statistic from S^T = K Q^T or dP^T = V dO^T.
 
         Args:
-            out: tensor-memory address of the product.
-            factors, rows: shared addresses of the columns of K or V, and of Q or dO.
+            out: tensor-memory address of S^T or dP^T.
+            factors, rows: shared addresses of the extra columns of K or V, and of Q or dO.
         """
         c = self.config
         device.issue_mma(
@@ -80,6 +80,6 @@ class LseInMma:
             True,
             a_in_tmem=False,
             ctas=c.ctas,
-            # strides of zero: all of K's or V's core matrices are one
+            # stride 0: one core matrix serves all rows of K or V
             strides=(0, 4 * CORE_WORDS),
         )

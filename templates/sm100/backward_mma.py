@@ -1,7 +1,8 @@
-"""The warp that issues the five products of the Blackwell backward.
+"""Issue the five MMAs of the Blackwell backward from one warp.
 
-S of the next q block is issued before dK and dQ of the last, its dP after them: while P is computed,
-the tensor cores have those to do. dK and dQ are in this order, as dQ may take the columns of dS.
+S of the next q block is issued before dQ and dK of the last, its dP after them, so that the tensor
+cores are busy while P is computed. dQ comes before dK and waits for dS for both. Where dQ
+overwrites dS in tensor memory, dK reads dS from shared memory.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from attnkit.templates.sm100.device import fence_after
 
 @dataclass(frozen=True)
 class Operands:
-    """Addresses of the operands: in shared memory, and last of tensor memory.
+    """Holds the shared addresses of the operands, and the address of tensor memory.
 
     Attributes:
         q: dtype [block_q, head_dim, stages].
         k, v: dtype [128, head_dim] and [128, head_dim_v].
         do: dtype [block_q, head_dim_v, stages].
         ds: dtype [128, block_q], dS^T.
-        factors, lse, delta: of `LseInMma`.
-        tmem: its first column.
+        factors, lse, delta: extra columns of `LseInMma`.
+        tmem: base of tensor memory.
     """
 
     q: Int32
@@ -48,10 +49,10 @@ class Operands:
 
 
 class Mma:
-    """Issues the products of a CTA.
+    """Issues the MMAs of a CTA.
 
     Args:
-        config: what is fixed when the kernel is compiled.
+        config: compile-time configuration of the kernel.
         lse_in_mma: issues the step of LSE and delta.
         dtype: of the operands.
     """
@@ -63,10 +64,10 @@ class Mma:
 
     @cute.jit
     def run(self, operands: Operands, bars: BackwardBarriers, info: cute.Tensor):
-        """The loop of the warp.
+        """Issue the MMAs of all work tiles.
 
         Args:
-            info: int32 words in shared memory.
+            info: int32 words in shared memory, see `Word`.
         """
         c = self.config
         q_count, kv_count = Int32(0), Int32(0)  # q blocks and work tiles before
@@ -101,10 +102,10 @@ class Mma:
             cute.arch.mbarrier_wait(bars.k_full, kv_count & 1)
             valid = info[RECORD + WorkTile.VALID]
 
-    # ------------------------------------------------ products of a block, inlined while tracing
+    # ---------------------------------------------------- MMAs of a block, inlined while tracing
 
     def issue_s(self, operands: Operands, count: Int32, bars: BackwardBarriers) -> None:
-        """S^T = K Q^T, less LSE / scale with `less_lse`."""
+        """Issue S^T = K Q^T, minus LSE / scale with `less_lse`."""
         c, at = self.config, per_block(operands, count)
         form = device.instruction_descriptor(c.rows_kv, c.block_q, self.dtype)
         q = at.q + q_stage(c, count) * (c.block_q * c.head_dim * 2)
@@ -125,7 +126,7 @@ class Mma:
             device.commit(bars.s_full)
 
     def issue_dp(self, operands: Operands, count: Int32, bars: BackwardBarriers) -> None:
-        """dP^T = V dO^T, less delta with `less_delta`."""
+        """Issue dP^T = V dO^T, minus delta with `less_delta`."""
         c, at = self.config, per_block(operands, count)
         form = device.instruction_descriptor(c.rows_kv, c.block_q, self.dtype)
         do = at.do + do_stage(c, count) * (c.block_q * c.head_dim_v * 2)
@@ -152,7 +153,7 @@ class Mma:
     def issue_dv(
         self, operands: Operands, count: Int32, bars: BackwardBarriers, accumulate: Int32
     ) -> None:
-        """dV += P^T dO, or dV = P^T dO unless `accumulate`."""
+        """Issue dV += P^T dO, or dV = P^T dO unless `accumulate`."""
         c, at = self.config, per_block(operands, count)
         form = device.instruction_descriptor(c.rows_kv, c.head_dim_v, self.dtype, b_rows=True)
         do = at.do + do_stage(c, count) * (c.block_q * c.head_dim_v * 2)
@@ -171,7 +172,7 @@ class Mma:
             device.commit(bars.do_empty + do_stage(c, count))
 
     def issue_dq(self, operands: Operands, count: Int32, bars: BackwardBarriers) -> None:
-        """dQ = dS K, as many columns at a time as there is room for."""
+        """Issue dQ = dS K, in parts of as many columns as fit in tensor memory."""
         c, at = self.config, per_block(operands, count)
         form = device.instruction_descriptor(
             c.block_q, c.dq_width, self.dtype, a_rows=True, b_rows=True
@@ -179,7 +180,7 @@ class Mma:
         parts = c.dq_parts
         cute.arch.mbarrier_wait(bars.ds_full, count & 1)
         for part in range(parts):
-            if not c.dq_over_dp:  # otherwise dP has waited for it
+            if not c.dq_over_dp:  # otherwise `issue_dp` has waited for it
                 cute.arch.mbarrier_wait(bars.dq_empty, ((count * parts + part) & 1) ^ 1)
             fence_after()
             with cute.arch.elect_one():
@@ -197,7 +198,10 @@ class Mma:
     def issue_dk(
         self, operands: Operands, count: Int32, bars: BackwardBarriers, accumulate: Int32
     ) -> None:
-        """dK += dS^T Q, or dK = dS^T Q unless `accumulate`; after `issue_dq`, which waits for dS."""
+        """Issue dK += dS^T Q, or dK = dS^T Q unless `accumulate`.
+
+        Call it after `issue_dq`, which waits for dS.
+        """
         c, at = self.config, per_block(operands, count)
         form = device.instruction_descriptor(c.rows_kv, c.head_dim, self.dtype, b_rows=True)
         q = at.q + q_stage(c, count) * (c.block_q * c.head_dim * 2)
@@ -220,13 +224,13 @@ class Mma:
 
 
 def per_block(operands: Any, count: Int32) -> Any:
-    """Return the same addresses, which the compiler takes to depend on the q block.
+    """Return the same addresses, but make the compiler treat them as depending on the q block.
 
-    Otherwise it computes every descriptor before the loop, and spills them.
+    Otherwise it would compute every descriptor before the loop, and spill them.
 
     Args:
         operands: a dataclass of addresses.
-        count: q blocks before, not negative.
+        count: number of q blocks before, not negative.
     """
     zero = count >> 31
     places = (getattr(operands, field.name) for field in fields(operands))
@@ -234,10 +238,10 @@ def per_block(operands: Any, count: Int32) -> Any:
 
 
 def packed_column(c: BackwardConfig, step: int, split: bool = False) -> int:
-    """Return the column of P^T or dS^T, from its first, where the step's 16 rows of q begin.
+    """Return the column, relative to the first, at which a step's 16 rows q of P^T or dS^T begin.
 
-    Each compute warpgroup writes its half where it has read scores, two elements a column; the
-    second one to the end of its columns if the halves are `split`.
+    Each compute warpgroup writes its half over the columns that it has read, two elements per
+    column. If the halves are `split`, the second warpgroup writes to the end of its columns.
     """
     half = c.block_q // 2
     warpgroup, row = divmod(step * device.STEP, half)

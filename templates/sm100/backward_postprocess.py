@@ -1,4 +1,4 @@
-"""Postprocess of the Blackwell backward: float32 sums become gradients."""
+"""Round float32 sums to gradients: the postprocess of the Blackwell backward."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from attnkit.templates.sm100.backward_config import SLICE, UNIT, BackwardConfig
 
 
 class Postprocess:
-    """Round a gradient from its float32 sums, in the order of `backward_dq_reduce`, to the dtype.
+    """Rounds float32 sums, in the layout of `backward_dq_reduce`, to a gradient in the dtype.
 
     Args:
         config: that of the main kernel.
-        head_dim: the gradient's head dim as computed.
-        block: positions of a block of the work list, to which lengths are rounded up; a CTA of the
-            main kernel adds up its share of them.
+        head_dim: head dim of the gradient as the main kernel computes it.
+        block: positions of a block of the work list, to which lengths are rounded up; each CTA of
+            the main kernel adds up an equal part of them.
     """
 
     def __init__(self, config: BackwardConfig, head_dim: int, block: int) -> None:
@@ -32,14 +32,14 @@ class Postprocess:
     def __call__(
         self, sums: cute.Tensor, grad: cute.Tensor, first: Int32, factor: Float32, stream: Any
     ):
-        """Launch, a CTA for a tile.
+        """Launch the kernel with one CTA per tile of the sums.
 
         Args:
-            sums: float32, all units of 4096.
+            sums: float32, the sums of all gradients, in units of 4096.
             grad: [B, H, S, D] of the dtype, rows contiguous, D a multiple of 8, the other strides
                 and the address multiples of 16 bytes.
-            first: number of the gradient's first unit.
-            factor: what the sums are multiplied by.
+            first: index of the gradient's first unit.
+            factor: factor of the sums.
         """
         blocks = (grad.shape[2] + self.block - 1) // self.block * self.config.ctas
         self.kernel(sums, grad, first, factor).launch(
@@ -50,6 +50,7 @@ class Postprocess:
 
     @cute.kernel
     def kernel(self, sums: cute.Tensor, grad: cute.Tensor, first: Int32, factor: Float32):
+        """Round one tile of the sums, a row per thread."""
         thread, _, _ = cute.arch.thread_idx()
         block, h, b = cute.arch.block_idx()
         blocks, heads, _ = cute.arch.grid_dim()

@@ -1,7 +1,7 @@
-"""Producer of the Blackwell backward: one warp takes work tiles, walks their blocks, and loads by TMA.
+"""Take work tiles and load their blocks by TMA: the producer of the Blackwell backward.
 
-It walks the PARTIAL and FULL runs of a work tile merged in ascending order, and tells the other
-roles through shared memory what each stage holds, so that they never see lists.
+One warp walks the PARTIAL and FULL runs of a work tile, merged in ascending order. For the other
+roles it writes to shared memory what each stage holds, so that they never read the lists.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ import cutlass
 from cutlass import Float32, Int32, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 
+from attnkit.templates.common.backward_producer import next_q_block, partition_operands
 from attnkit.templates.common.backward_work import Lists, Problem
 from attnkit.templates.common.semaphore import write_turn
-from attnkit.templates.common.tma import partition
 from attnkit.templates.common.work_tile import (
     RECORD,
     WorkItem,
     WorkTile,
     begin_runs,
-    block_word,
-    next_block,
 )
 from attnkit.templates.sm100.backward_barriers import BackwardBarriers
 from attnkit.templates.sm100.backward_config import BackwardConfig
@@ -37,7 +35,7 @@ from attnkit.templates.sm100.backward_shared import (
 
 @dataclass(frozen=True)
 class LoadTargets:
-    """Where the producer loads operands to, in shared memory.
+    """Holds the shared memory to which the producer loads operands.
 
     Attributes:
         q, do: dtype [block_q, head_dim, stages] and [block_q, head_dim_v, stages].
@@ -54,7 +52,7 @@ class Producer:
     """Takes work tiles and loads their blocks.
 
     Args:
-        config: what is fixed when the kernel is compiled.
+        config: compile-time configuration of the kernel.
     """
 
     def __init__(self, config: BackwardConfig) -> None:
@@ -71,7 +69,7 @@ class Producer:
         lists: Lists,
         problem: Problem,
     ):
-        """The loop of the warp.
+        """Take all work tiles of this CTA and load their blocks.
 
         Args:
             atoms, tiles: TMA copies of Q, K, V and dO, and their coordinate tensors.
@@ -79,23 +77,21 @@ class Producer:
         c, p, info, items = self.config, problem, rows.info, lists.items
         tma_q, tma_k, tma_v, tma_do = atoms
         head_dim, head_dim_v, bm, bn = c.head_dim, c.head_dim_v, c.block_q, c.rows_kv
-        whole = (None, 0, None, None)
         # [tile, stages] in shared memory, [tile, blocks, H, B] in global memory
-        q_to, q_from = partition(tma_q, smem.q, tiles[0], (bm, head_dim), whole)
-        k_to, k_from = partition(tma_k, smem.k, tiles[1], (bn, head_dim), whole)
-        v_to, v_from = partition(tma_v, smem.v, tiles[2], (bn, head_dim_v), whole)
-        do_to, do_from = partition(tma_do, smem.do, tiles[3], (bm, head_dim_v), whole)
+        (q_to, q_from), (k_to, k_from), (v_to, v_from), (do_to, do_from) = partition_operands(
+            c, atoms, tiles, smem, bn
+        )
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
         lse_words, delta_words = c.words
         lse_tiles = cute.flat_divide(lists.lse, (bm * lse_words,))  # f32 [block_q words, blocks]
         delta_tiles = cute.flat_divide(lists.delta, (bm * delta_words,))
         q_bytes, do_bytes = bm * (2 * head_dim + 4 * lse_words), bm * head_dim_v * 2
-        if const_expr(c.less_delta):  # its product waits for dO
+        if const_expr(c.less_delta):  # the MMA that subtracts it waits for dO
             do_bytes += bm * 4 * delta_words
         else:
             q_bytes += bm * 4
         blocks = (p.q_len + bm - 1) // bm
-        ragged_q, ragged_kv = p.q_len // bm, p.kv_len // bn  # if there are any
+        ragged = p.q_len // bm, p.kv_len // bn  # the ragged blocks, if any
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         lane = cute.arch.lane_idx()
@@ -110,11 +106,8 @@ class Producer:
             in_partial, in_full = begin_item(lists, index)
             first_row = (b * p.heads + h) * blocks
             for j in cutlass.range(count, unroll=1):
-                block, is_partial, in_partial, in_full = next_block(
-                    lists.partial, lists.full, in_partial, in_full
-                )
-                q_word = block_word(
-                    block, is_partial, (block == ragged_q) | (kv_block == ragged_kv)
+                block, q_word, in_partial, in_full = next_q_block(
+                    lists, (in_partial, in_full), kv_block, ragged
                 )
                 r, s = q_stage(c, q_count), do_stage(c, q_count)
                 cute.arch.mbarrier_wait(bars.block_empty + r, q_phase(c, q_count) ^ 1)
@@ -136,7 +129,7 @@ class Producer:
                     tma_bar_ptr=bars.block_full + r,
                 )  # fmt: skip
                 if j == 0:
-                    # after Q, which the work tile before does not hold back
+                    # after Q, whose load does not depend on the work tile before
                     cute.arch.mbarrier_wait(bars.kv_empty, (kv_count & 1) ^ 1)
                     with cute.arch.elect_one():
                         write_record(info, RECORD, (kv_block, h, b, count))
@@ -164,23 +157,21 @@ class Producer:
                     tma_bar_ptr=bars.do_full + s,
                 )  # fmt: skip
                 q_count += 1
-            if count == 0:  # fully masked: the record alone
+            if count == 0:  # fully masked: only the record
                 cute.arch.mbarrier_wait(bars.kv_empty, (kv_count & 1) ^ 1)
                 with cute.arch.elect_one():
                     write_record(info, RECORD, (kv_block, h, b, count))
                     write_turn(c, info, RECORD, lists.order, index)
                     cute.arch.mbarrier_arrive(bars.v_full)
                     cute.arch.mbarrier_arrive(bars.k_full)
-            following = index + ctas
-            if const_expr(c.dynamic):  # from a counter: a CTA that is ahead takes more
-                old = Int32(0)
-                if lane == 0:
-                    old = cute.arch.atomic_add(lists.counter.iterator, Int32(1))
-                    if old == total - 1:  # the last of the launch leaves it at zero
-                        lists.counter[0] = Int32(0)
-                following = cute.arch.shuffle_sync(old, 0) + ctas
+            # the next one from a counter: a CTA that is ahead takes more
+            old = Int32(0)
+            if lane == 0:
+                old = cute.arch.atomic_add(lists.counter.iterator, Int32(1))
+                if old == total - 1:  # the last of the launch resets it
+                    lists.counter[0] = Int32(0)
+            index = cute.arch.shuffle_sync(old, 0) + ctas
             kv_count += 1
-            index = following
         cute.arch.mbarrier_wait(bars.kv_empty, (kv_count & 1) ^ 1)
         with cute.arch.elect_one():
             info[RECORD + WorkTile.VALID] = Int32(0)
@@ -188,7 +179,7 @@ class Producer:
 
 
 def begin_item(lists: Lists, index: Any) -> list[Any]:
-    """Return cursors at the PARTIAL and at the FULL blocks of a row of the work list."""
+    """Return cursors to the PARTIAL and to the FULL blocks of a row of the work list."""
     return [
         begin_runs(runs, *(lists.items[index, word + i] for i in range(3)))
         for runs, word in ((lists.partial, WorkItem.PARTIAL), (lists.full, WorkItem.FULL))
@@ -196,9 +187,10 @@ def begin_item(lists: Lists, index: Any) -> list[Any]:
 
 
 def write_record(info: cute.Tensor, record: Any, words: tuple[Any, ...]) -> None:
-    """Tell the other roles what a work tile is.
+    """Write the record of a work tile to shared memory, for the other roles.
 
     Args:
+        info: int32 words in shared memory.
         record: word at which the record begins.
         words: kv block, head, batch element and number of q blocks, in the order of `WorkTile`.
     """

@@ -1,6 +1,6 @@
-"""What the roles of the Blackwell backward share: warps, ids, words in shared memory, the problem's sizes.
+"""Define what the roles of the Blackwell backward share: warps, barrier ids, words of records.
 
-Ids, counts and words have their one definition here.
+Every id, count and word is defined here and nowhere else.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from attnkit.templates.common.work_tile import RECORD
 from attnkit.templates.sm100.backward_config import BackwardConfig
 from attnkit.templates.sm100.cta_group import CtaGroup
 
-# Roles of the 16 warps: warpgroup 0 adds to sums, 1 and 2 compute, then the warp of the products
-# and the producer; the last two warps have none.
+# Roles of the 16 warps: warpgroup 0 adds to sums, 1 and 2 compute, then the MMA warp and the
+# producer; the last two warps have none.
 WARPGROUP = 128  # threads
 WARPS = 4  # of a warpgroup
 COMPUTE_WARP, MMA_WARP, PRODUCER_WARP = 4, 12, 13  # the first warps of the roles
@@ -28,29 +28,29 @@ HALF = 64  # rows of a q block, or columns of a head, of a CTA of a pair
 
 
 class NamedBarrier(IntEnum):
-    """Ids of bar.sync; 0 is __syncthreads. Threads: `WARPGROUP`."""
+    """Numbers the barriers of bar.sync; 0 is __syncthreads. Each has `WARPGROUP` threads."""
 
     DQ_REDUCE = 1
     EPILOGUE = 2  # add the number of the compute warpgroup
 
 
 class Word:
-    """Where things begin among the int32 words in shared memory.
+    """Numbers the int32 words in shared memory at which each kind of word begins.
 
-    The words of the q blocks are at 0, one a stage, and the records at `RECORD`.
+    The words of the q blocks begin at 0, one per stage, and the records at `RECORD`.
     """
 
-    NEXT_ITEM = RECORD + 16  # 2 CTAs: row of the work list that comes next, four times
+    NEXT_ITEM = RECORD + 16  # 2 CTAs: four copies of the next row of the work list
     COUNT = RECORD + 8
     COUNT_2CTA = NEXT_ITEM + 4
 
 
-RECORD_STRIDE = 8  # of the two records of a pair
+RECORD_STRIDE = 8  # words from one record of a pair to the other
 
 
 @dataclass(frozen=True)
 class SmemRows:
-    """What shared memory has of q blocks, besides operands.
+    """Holds the statistics and words of q blocks in shared memory.
 
     Attributes:
         lse, delta: f32 [words of the rows, stages], see `LseInMma.layouts`.
@@ -63,10 +63,10 @@ class SmemRows:
 
 
 class Group:
-    """The CTAs of a work tile: one, or a pair whose first CTA issues the products of both.
+    """Describes the CTAs of a work tile: one, or a pair whose first CTA issues all MMAs.
 
     Args:
-        config: its `two_cta` says which.
+        config: its `two_cta` says whether it is a pair.
     """
 
     def __init__(self, config: BackwardConfig) -> None:
@@ -74,22 +74,22 @@ class Group:
         self._ctas = CtaGroup(config.two_cta)
 
     def rank(self) -> Int32:
-        """Return which CTA of the group this is."""
+        """Return the rank of this CTA in the group; 0 issues the MMAs."""
         return self._ctas.rank()
 
     def kv_rows(self, kv_block: Int32) -> Int32:
-        """Return which 128 kv positions of a kv block of the work list are this CTA's."""
+        """Return the index of this CTA's 128 kv positions, given a kv block of the work list."""
         return 2 * kv_block + self.rank() if self.two_cta else kv_block
 
     def record(self, count: Int32) -> Any:
         """Return the word at which the record of the count-th work tile begins.
 
-        A pair has two records in turns, as K of the next work tile comes early.
+        A pair alternates between two records, as K of the next work tile is loaded early.
         """
         return RECORD + RECORD_STRIDE * (count & 1) if self.two_cta else RECORD
 
     def arrive_leader(self, barrier: cute.Pointer) -> None:
-        """Arrive once a warp at a barrier of the CTA that issues the products; orders nothing."""
+        """Arrive once per warp at a barrier of the CTA that issues the MMAs; orders nothing."""
         if self.two_cta:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(barrier, Int32(0), scope=MemScopeKind.CLUSTER)
@@ -103,7 +103,7 @@ def q_stage(c: BackwardConfig, count: Int32) -> Int32:
 
 
 def q_phase(c: BackwardConfig, count: Int32) -> Int32:
-    """Return the parity of the count-th q block's round of the ring of Q."""
+    """Return the parity of the count-th q block's lap of the ring of Q."""
     return (count >> (c.q_stages.bit_length() - 1)) & 1
 
 
@@ -113,5 +113,5 @@ def do_stage(c: BackwardConfig, count: Int32) -> Int32:
 
 
 def do_phase(c: BackwardConfig, count: Int32) -> Int32:
-    """Return the parity of the count-th q block's round of the ring of dO."""
+    """Return the parity of the count-th q block's lap of the ring of dO."""
     return (count >> (c.stages.bit_length() - 1)) & 1

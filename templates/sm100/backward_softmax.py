@@ -1,12 +1,12 @@
-"""Softmax of the Blackwell backward: from S and dP to P and dS in registers, with mod and mask.
+"""Compute P and dS of the Blackwell backward from S and dP, with mod and mask.
 
-The backward computes transposed scores: a thread of a compute warpgroup holds one column kv of
-the attention matrix, its lane of tensor memory, and half the rows q of the block, the first or the
-second, one after another. It reads them in chunks and writes P^T and dS^T, two elements a column of
-tensor memory, over columns that it has read.
+The backward computes transposed scores. A thread of a compute warpgroup has one column kv of the
+attention matrix, its lane of tensor memory, and the first or the second half of the block's rows q.
+It reads them in chunks, and writes P^T and dS^T over columns that it has read, two elements per
+column of tensor memory.
 
-The gradient of the raw scores is dS = P J (dP - delta), where J is the slope of the mod: its
-derivative by the raw score. P J stays in registers until dP is there.
+The gradient of the raw scores is dS = P J (dP - delta), where J, the slope of the mod, is its
+derivative by the raw score. P J stays in registers until dP is computed.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from attnkit.templates.sm100.device import after, bits_below
 if TYPE_CHECKING:
     from attnkit.templates.sm100.backward_captured_grads import CapturedGrads, CapturedSums
 
-CHUNK, GROUP = 32, 8  # rows read from tensor memory at a time; rows that the hooks are asked for
+CHUNK, GROUP = 32, 8  # rows per load from tensor memory; rows per call of the hooks
 LEARNED_CHUNK, LEARNED_GROUP = 16, 4  # the same where captured tensors have gradients
 
 
 @dataclass(frozen=True)
 class KvBlock:
-    """What a thread knows once a kv block.
+    """Holds what a thread computes once per kv block.
 
     Attributes:
-        site: where the block is; the origin is its first column.
+        site: position of the block; the origin is its first column.
         head: values of the hook `head`.
         columns: (kv, value of `fixed_columns`, values of `columns`) of the thread's column.
-        inside: whether it lies inside the tensors.
+        inside: whether that column lies inside the tensors.
     """
 
     site: Site
@@ -54,14 +54,14 @@ class KvBlock:
 
 @dataclass(frozen=True)
 class QBlock:
-    """A q block, as a thread sees it.
+    """Describes a q block for one thread: the block's word, the statistics of the thread's rows.
 
     Attributes:
-        word: its number and bits, see `common.work_tile`.
+        word: index and bits of the block, see `common.work_tile`.
         row0: the thread's first row within the block.
         lse: LSE of the thread's rows in log2 units, inf for fully masked rows, f32 [block_q / 2] in
-            shared memory; None where the products subtract it.
-        delta: -delta of these rows, the same.
+            shared memory; None where the MMAs subtract it.
+            delta: -delta of these rows, in the same form.
     """
 
     word: Int32
@@ -72,11 +72,11 @@ class QBlock:
 
 @dataclass(frozen=True)
 class Scratch:
-    """Registers that `compute_p` leaves for `compute_ds`.
+    """Holds registers that `compute_p` writes for `compute_ds`.
 
     Attributes:
-        slopes: P J, or where captured tensors have gradients raw scores, f32 [block_q / 2].
-        keep: bits of the rows that the mask keeps, where these gradients need them, int32 [2].
+        slopes: f32 [block_q / 2], P J, or raw scores where captured tensors have gradients.
+        keep: int32 [2], a bit for each row that the mask keeps, written only for these gradients.
     """
 
     slopes: cute.Tensor
@@ -87,7 +87,7 @@ class SoftmaxBackward:
     """Computes P and dS of a q block.
 
     Args:
-        config: what is fixed when the kernel is compiled.
+        config: compile-time configuration of the kernel.
         hooks: the variant.
         dtype: of P and dS.
     """
@@ -98,7 +98,7 @@ class SoftmaxBackward:
         self.dtype = dtype
 
     def begin(self, site: Site, offset: Int32) -> KvBlock:
-        """Ask the hooks for what is known once a kv block.
+        """Evaluate the hooks that are known once per kv block.
 
         Args:
             site: its origin is the block's first column.
@@ -114,14 +114,16 @@ class SoftmaxBackward:
 
     @cute.jit
     def compute_p(self, block: QBlock, tile: KvBlock, address: Int32, scratch: Scratch):
-        """From scores in tensor memory, P J to `scratch` and P to tensor memory in the dtype.
+        """Compute P and P J from scores in tensor memory.
+
+        P J goes to `scratch`, P in the dtype to tensor memory.
 
         Args:
-            address: of the thread's scores.
+            address: tensor-memory address of the thread's scores.
         """
         hooks = self.hooks
-        # two copies of the code: a FULL block runs no instruction of the mask; one where two would
-        # be too long
+        # two copies of the code, so that a FULL block runs no mask instructions; one copy where two
+        # would be too long
         if const_expr(
             hooks.instruction_estimate >= HEAVIEST
             and not (hooks.lists_override_mask or self.by_element)
@@ -133,22 +135,22 @@ class SoftmaxBackward:
             self._compute_p(block, False, tile, address, scratch)
 
     def sizes(self, masked: bool = False) -> tuple[int, int]:
-        """Return how many rows to read at a time, and to ask the hooks for.
+        """Return how many rows to load at a time, and for how many to call the hooks at a time.
 
-        Few where each row takes registers of its own.
+        They are few where each row takes registers of its own.
         """
         if self.hooks.gradient_levels:
-            # exact sums in a fixed order take registers; so do the longer rings of a width of 64
+            # exact sums take registers; so do the longer rings of a width of 64
             heavy = self.hooks.instruction_estimate >= HEAVIEST and self.config.head_dim == 64
             return LEARNED_CHUNK // (2 if self.config.sum_order or heavy else 1), LEARNED_GROUP
         per_row = self.hooks.branches_on_score or (masked and self.by_element)
         return (CHUNK // 2 if per_row else CHUNK), GROUP
 
     def row_after(self, first: Int32, word: Int32, before: list[Any]) -> Any:
-        """Return the first row of a group, which the compiler takes to depend on the group before.
+        """Return `first`, but make the compiler treat it as depending on the group of rows before.
 
-        Otherwise it loads what depends on rows for all groups at once; learned tensors leave it no
-        registers for that.
+        Otherwise it would load what depends on rows for all groups at once; gradients of captured
+        tensors leave no registers for that.
         """
         if not before or not self.hooks.gradient_levels:
             return first
@@ -189,11 +191,11 @@ class SoftmaxBackward:
     def _group(
         self, block: QBlock, words: list[Any], tile: KvBlock, first: Int32, scores: Any, at: int
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        """Return P, P J and what the mask keeps, of some rows.
+        """Return P, P J and whether the mask keeps each, for some rows.
 
         Args:
             words: of `mask_words`; empty if everything is kept.
-            first: position of the first row; `at` in the thread's.
+            first: query position of the first row, which is row `at` of the thread.
         """
         site, hooks, masked = tile.site, self.hooks, bool(words)
         count = len(scores)
@@ -218,7 +220,7 @@ class SoftmaxBackward:
         return ps, ws, keep
 
     def rows_of(self, tile: KvBlock, first: Int32, count: int, masked: bool) -> list[Any]:
-        """Return (q, values of `row`) of some rows, q inside the tensor."""
+        """Return (q, values of `row`) of some rows; `masked` clamps q to the tensor."""
         inside = [first + k for k in range(count)]
         if masked:
             inside = [cutlass.min(q, tile.site.q_len - 1) for q in inside]
@@ -226,13 +228,13 @@ class SoftmaxBackward:
 
     @property
     def by_element(self) -> bool:
-        """Whether the mask has to be asked for every element."""
+        """Return whether the mask has to be evaluated for every element."""
         return self.hooks.has_mask and self.hooks.intervals is None
 
     def mask_words(self, block: QBlock, tile: KvBlock, first: Int32, rows: int) -> list[Any]:
-        """Return which of the thread's rows to keep, a bit each.
+        """Return which of the thread's rows to keep, one bit each.
 
-        Those inside the tensors, and inside one of the column's intervals if the mask has them.
+        Kept rows lie inside the tensors and, if the mask has intervals, in one of the column's.
 
         Args:
             first: position of the first of `rows` rows.
@@ -266,12 +268,12 @@ class SoftmaxBackward:
     def exponentials(
         self, tile: KvBlock, rows: Any, places: Any, lse: Any
     ) -> tuple[list[Any], list[Any] | None]:
-        """Return P of some elements before the mask, and the slopes of the mod.
+        """Return P of some elements before the mask, and the slopes of the mod (None if 1).
 
         Args:
             rows: of `rows_of`.
             places: (row, column, score) of the elements.
-            lse: of these rows; None if the products subtract it.
+            lse: of these rows; None if the MMAs subtract it.
         """
         site, head = tile.site, tile.head
         x, slope = self.hooks.score_and_derivative(site, head, rows, tile.columns, places)
@@ -287,7 +289,7 @@ class SoftmaxBackward:
         return [common_device.exp2(e) for e in x], slope
 
     def _alibi(self, tile: KvBlock, rows: Any) -> list[Any] | None:
-        """Return what the exponents of some rows have for their distances, None for nothing."""
+        """Return the distance terms in the exponents of some rows, or None if there are none."""
         slope = self.hooks.distance_term(tile.site, tile.head)
         if slope is None:
             return None
@@ -295,7 +297,7 @@ class SoftmaxBackward:
         return [cute.math.fma(slope, Float32(float(-k)), first) for k in range(len(rows))]
 
     def _row_terms(self, tile: KvBlock, rows: Any, lse: Any) -> list[Any] | None:
-        """Return what is added to the exponents of some rows, None for nothing."""
+        """Return the row terms to add to the exponents of some rows, or None if there are none."""
         if lse is not None:
             pairs = zip(rows, lse, strict=True)
             return [-self._bound(tile, row, value) for row, value in pairs]
@@ -303,7 +305,7 @@ class SoftmaxBackward:
         return None if terms[0] is None else [term * LOG2_E for term in terms]
 
     def _bound(self, tile: KvBlock, row: Any, lse: Any) -> Any:
-        """Return what the exponents of a row are reduced by."""
+        """Return what to subtract from a row's exponents: LSE less what the mod adds to it."""
         term = self.hooks.lse_offset(tile.site, tile.head, row[1])
         return lse if term is None else lse - term * LOG2_E
 
@@ -315,7 +317,7 @@ class SoftmaxBackward:
         """Write dS = P J (dP - delta) to tensor memory and to shared memory, in the dtype.
 
         Args:
-            address: of the thread's dP in tensor memory.
+            address: tensor-memory address of the thread's dP.
             write: function of (first row, four pairs of elements) that writes to shared memory.
             captured, sums: add up the gradients of captured tensors.
         """
@@ -346,10 +348,10 @@ class SoftmaxBackward:
                 late += packed
             elif c.ds_in_tensor:
                 device.store(address + chunk // 2, packed)
-        if late:  # at the outer ends of dP, so that dQ has one range of columns between them
+        if late:  # to the outer ends of dP, so that dQ has one range of columns between them
             device.store(address + block.row0 // 2, late)
 
 
 def bit_of(row: int) -> int:
-    """Return the bit of a row in its word, as a signed number."""
+    """Return the bit of a row in its mask word, as a signed number."""
     return (1 << row % 32) - (1 << 32) * (row % 32 == 31)

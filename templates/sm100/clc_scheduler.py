@@ -1,8 +1,8 @@
-"""Cluster launch control: CTAs that run take the places of those that were not launched yet.
+"""Fetch work tiles by cluster launch control: running CTAs take over those not launched yet.
 
-The grid has a CTA, or a pair of them, for each work tile. One that works on a tile asks for the next:
-the hardware then never launches the CTAs of that tile, and answers with their number, or with a
-refusal, after which nothing may be asked (PTX ISA, clusterlaunchcontrol).
+The grid has a CTA, or a CTA pair, for each work tile. One that works on a tile requests the next:
+the hardware cancels the launch of CTAs that have not started and responds with their index, or it
+refuses; after a refusal no request is allowed (PTX ISA, clusterlaunchcontrol).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class ClcScheduler:
 
     Attributes:
         group: the CTAs that work on a tile.
-        full: the answer is there, in every CTA of a pair.
-        ready: the second CTA of a pair has read the answer before, and expects this one.
-        response: where the answer comes to.
+        full: the response has arrived, in every CTA of a pair.
+        ready: the second CTA of a pair has read the last response, and expects the next one.
+        response: shared memory of the response, 16 bytes.
     """
 
     group: CtaGroup
@@ -36,11 +36,11 @@ class ClcScheduler:
 
     @cute.jit
     def ask(self, tile_idx: Int32):
-        """Ask for the work tile after this CTA's tile_idx-th."""
+        """Request the work tile that follows this CTA's tile_idx-th."""
         two_cta = self.group.two_cta
         if const_expr(two_cta):
             if self.group.rank() == 0:
-                # the answer overwrites the one before in both CTAs
+                # the response overwrites the last one in both CTAs
                 cute.arch.mbarrier_wait(self.ready, tile_idx & 1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(self.full, RESPONSE_BYTES)
@@ -50,10 +50,10 @@ class ClcScheduler:
                 cute.arch.mbarrier_arrive(self.ready, Int32(0), scope=MemScopeKind.CLUSTER)
 
     def fetch(self, tile_idx: Int32, end: Int32) -> Int32:
-        """Wait for the answer: the number of the next work tile, `end` where none is left."""
+        """Wait for the response and return the next work tile's index, `end` if none is left."""
         cute.arch.mbarrier_wait(self.full, tile_idx & 1)
         first, _, _, valid = cute.arch.clc_response(self.response)
-        # order this read before the next answer, which the async proxy writes
+        # order this read before the next response, which the async proxy writes
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         return cutlass.select_(valid != 0, first // self.group.size, end)

@@ -1,4 +1,4 @@
-"""Compile-time configuration of the Blackwell forward kernel."""
+"""Define the compile-time configuration of the Blackwell forward kernel."""
 
 from __future__ import annotations
 
@@ -7,53 +7,53 @@ from typing import Any
 
 OPTIONS = "--opt-level=2"
 
-SMEM_BYTES = 227 * 1024  # what one CTA may use
-SMALL_BYTES = 3 * 1024  # barriers, records, two numbers a row, and alignment
-TMEM_COLUMNS = 512  # tensor memory of an SM: 128 lanes of so many 32-bit words
+SMEM_BYTES = 227 * 1024  # shared memory that one CTA can use
+SMALL_BYTES = 3 * 1024  # barriers, records, two float32 per row, and alignment
+TMEM_COLUMNS = 512  # 32-bit columns of an SM's tensor memory, on 128 lanes
 MAX_STAGES = 8
-# Instructions of a score from which on little code is worth a few clocks: with more, a kernel would take
-# more than five seconds to compile.
+# Estimated instructions per score from which kernels prefer short code to a few saved clocks:
+# longer code would take more than five seconds to compile.
 HEAVIEST = 40
-ROWS = 128  # of a query tile: the lanes of tensor memory
+ROWS = 128  # rows of a query tile: the lanes of tensor memory
 WARPGROUP_WARPS = 4
 WARPGROUP_THREADS = 128
-S_STAGES = 2  # places of S, and so of P, in tensor memory
+S_STAGES = 2  # buffers of S, and so of P, in tensor memory
 WORK = ("counter", "clc")
 
 
 def options_of(hooks: Any) -> str:
-    """Options of `cute.compile` with which a forward with these hooks does not spill.
+    """Return options of `cute.compile` with which a forward with these hooks does not spill.
 
-    For version 4.8.1: level 3 spills in the warps with few registers, level 2 where a mod loads.
+    With DSL 4.8.1, level 3 spills in the warps with few registers, level 2 where a mod loads.
     """
     return "--opt-level=1" if hooks.prefetches else OPTIONS
 
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """Sizes and switches of the forward kernel.
+    """Configures the sizes and switches of the forward kernel.
 
     Attributes:
         dtype: "bfloat16" or "float16", of query, key, value and output.
-        head_dim, head_dim_v: head dims as the kernel computes them: those of the tensors, padded to a
-            multiple of 32, at most 256; TMA fills the padding with zeros.
+        head_dim, head_dim_v: head dims as the kernel computes them: those of the tensors, padded to
+            a multiple of 32, at most 256; TMA fills the padding with zeros.
         block_kv: kv columns of a block, 64 or 128.
         q_tiles: query tiles of 128 rows that a CTA works on, 1 or 2. Two are worked on in
             ping-pong; they share the loads of K and V, and all blocks of the work list. With one,
             Q K of a block is computed during the softmax of the block before.
-        alias: the output tiles take the place of the query tiles in shared memory; they must not be
-            wider. Otherwise there is one place for an output tile, and the second tile waits for the
-            store of the first.
-        halves: Q K of a block is computed in two halves of its columns, the first of which does not
-            wait for P V of the block before: P takes the place of the other. The operands are read
+        alias: output tiles overwrite the query tiles in shared memory; they must not be wider.
+            Otherwise there is one output buffer, and the second tile waits until the first has left
+            it.
+        halves: compute Q K of a block in two halves of its columns. The first half does not wait
+            for P V of the block before, as P overwrites the second half only. The operands are read
             from shared memory one and a half times as often. For q_tiles=2 and block_kv=128.
-        two_cta: two CTAs work on twice the rows, with products of both: each keeps half of K and V
+        two_cta: CTA pairs work on twice the rows with joint MMAs; each CTA keeps half of K and V
             in its shared memory. For q_tiles=2, block_kv=128 and work="clc".
         poly: compute one of every `poly` pairs of exponentials on the FMA units; 0 for none.
-        work: how a CTA, or a pair, fetches its next work tile. "counter": it counts in global
-            memory, so that one that is ahead takes more. "clc": by cluster launch control: the grid
-            has a CTA, or a pair, for each work tile, and one that is done takes the place of one that
-            was not launched yet.
+        work: how a CTA, or a CTA pair, fetches its next work tile. "counter": from an atomic
+            counter in global memory, so that a CTA that is ahead takes more. "clc": by cluster
+            launch control: the grid has a CTA, or a pair, for each work tile, and one that is done
+            takes over the work tile of one that was not launched yet.
         need_max: also write the row maxima.
     """
 
@@ -74,7 +74,7 @@ class ForwardConfig:
             raise ValueError(problem)
 
     def problems(self) -> list[str]:
-        """What keeps a kernel of this configuration from being built; empty if nothing does."""
+        """Return the reasons why this configuration is not supported; empty if it is."""
         problems = []
         if self.dtype not in ("bfloat16", "float16"):
             problems.append(f"dtype={self.dtype!r}: expected 'bfloat16' or 'float16'")
@@ -118,60 +118,60 @@ class ForwardConfig:
 
     @property
     def ctas(self) -> int:
-        """CTAs that share their products."""
+        """Return how many CTAs compute an MMA together."""
         return 2 if self.two_cta else 1
 
     @property
     def mma_rows(self) -> int:
-        """M of a product: the rows of a query tile of each CTA that shares it."""
+        """Return M of an MMA: the rows of one query tile in each of its CTAs."""
         return ROWS * self.ctas
 
     @property
     def block_q(self) -> int:
-        """Query rows of a work tile."""
+        """Return the query rows of a work tile."""
         return self.mma_rows * self.q_tiles
 
     @property
     def p_parts(self) -> tuple[int, ...]:
-        """Ends of the columns of P that are announced together: P V of a part waits for no other."""
+        """Return the end columns of the parts of P; P V of a part waits for that part alone."""
         return (32, 64) if self.block_kv == 64 else (64, 96, 128)
 
     @property
     def stage_elements(self) -> int:
-        """Elements of a stage of the ring, which holds a CTA's part of a K or a V block."""
+        """Return the elements of a stage of the ring: a CTA's part of a K or a V block."""
         return self.block_kv * max(self.head_dim, self.head_dim_v) // self.ctas
 
     @property
     def o_stages(self) -> int:
-        """Output tiles in shared memory that do not take the place of query tiles."""
+        """Return the number of output buffers that do not overwrite query tiles."""
         return 0 if self.alias else 1
 
     @property
     def o_places(self) -> int:
-        """Output tiles that there is room for."""
+        """Return how many output tiles fit in shared memory at once."""
         return self.q_tiles if self.alias else self.o_stages
 
     @property
     def stages(self) -> int:
-        """Stages of the ring that K and V blocks share in turns, as many as fit."""
+        """Return the stages of the ring in which K and V blocks alternate: as many as fit."""
         rest = SMEM_BYTES - SMALL_BYTES - 2 * self.q_tiles * ROWS * self.head_dim
         rest -= 2 * self.o_stages * ROWS * self.head_dim_v
         return min(MAX_STAGES, rest // (2 * self.stage_elements))
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of a CTA: tiles of Q, K, V and O."""
+        """Return the bytes of shared memory of a CTA's tiles of Q, K, V and O."""
         out = self.o_stages * ROWS * self.head_dim_v
         return 2 * (self.q_tiles * ROWS * self.head_dim + out + self.stages * self.stage_elements)
 
     @property
     def registers(self) -> tuple[int, int, int]:
-        """Registers a thread of a softmax, of the correction, and of the last warpgroup."""
+        """Return the registers per thread of softmax, correction and the last warpgroup."""
         return (192, 80, 48) if self.q_tiles == 2 else (256, 128, 120)
 
     @property
     def roles(self) -> dict[str, tuple[range, int]]:
-        """Warps of each role, and registers a thread."""
+        """Return the warps of each role and their registers per thread."""
         softmax, correction, rest = self.registers
         warps = WARPGROUP_WARPS
         roles = {
@@ -184,7 +184,10 @@ class ForwardConfig:
 
     @property
     def tmem(self) -> list[tuple[str, int, int]]:
-        """What tensor memory holds: names, first columns, columns. P takes half of S, the last."""
+        """Return the contents of tensor memory as (name, first column, number of columns).
+
+        P overwrites the last half of the columns of S.
+        """
         tiles = range(self.q_tiles)
         return [
             *((f"S {t}", t * self.block_kv, self.block_kv) for t in range(S_STAGES)),
@@ -192,46 +195,46 @@ class ForwardConfig:
         ]
 
     def out_column(self, t: int) -> int:
-        """First column of the output of query tile t in tensor memory."""
+        """Return the first column of O of query tile t in tensor memory."""
         return S_STAGES * self.block_kv + t * self.head_dim_v
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA: a warpgroup for each query tile, the correction, and the last one."""
+        """Return the threads of a CTA: a warpgroup per query tile, the correction, the last one."""
         return WARPGROUP_THREADS * (self.q_tiles + 2)
 
     @property
     def correction_warp(self) -> int:
-        """First warp of the correction warpgroup."""
+        """Return the first warp of the correction warpgroup."""
         return WARPGROUP_WARPS * self.q_tiles
 
     @property
     def mma_warp(self) -> int:
-        """The warp that issues the products, the first of the last warpgroup."""
+        """Return the warp that issues the MMAs, the first of the last warpgroup."""
         return self.correction_warp + WARPGROUP_WARPS
 
     @property
     def load_warp(self) -> int:
-        """The warp that loads."""
+        """Return the warp that loads."""
         return self.mma_warp + 1
 
     @property
     def store_warp(self) -> int:
-        """The warp that stores."""
+        """Return the warp that stores."""
         return self.mma_warp + 2
 
     def s_column(self, stage: Any) -> Any:
-        """First column of a place of S in tensor memory."""
+        """Return the first column of a buffer of S in tensor memory."""
         return stage * self.block_kv
 
     def p_column(self, stage: Any) -> Any:
-        """First column of a place of P: the upper half of S, which has been read by then."""
+        """Return the first column of a buffer of P: the upper half of S, once that is read."""
         return self.s_column(stage) + self.block_kv // 2
 
     def s_stage(self, t: Any, kv_idx: Any) -> Any:
-        """Which place of S, and so of P, the kv_idx-th block of query tile t takes."""
+        """Return the buffer of S, and so of P, of the kv_idx-th block of query tile t."""
         return t if self.q_tiles == 2 else kv_idx & 1
 
     def s_phase(self, kv_idx: Any) -> Any:
-        """Parity of the use of that place."""
+        """Return the parity of the barriers of that buffer for the kv_idx-th block."""
         return kv_idx & 1 if self.q_tiles == 2 else (kv_idx >> 1) & 1

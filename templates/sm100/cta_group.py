@@ -1,4 +1,4 @@
-"""The CTAs that share products: one, or a pair whose first CTA leads."""
+"""Describe the CTAs that compute MMAs together: one, or a pair whose first CTA leads."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from attnkit.templates.sm100 import device
 
 @dataclass(frozen=True)
 class CtaGroup:
-    """One CTA, or a pair of them with common products (`tcgen05` with `cta_group::2`).
+    """Describes one CTA, or a pair with joint MMAs (`tcgen05` with `cta_group::2`).
 
-    The first CTA of a pair leads: it issues the products for both, and waits for what they read.
+    The first CTA of a pair leads: it issues the MMAs of both, and waits for their operands.
 
     Attributes:
         two_cta: whether it is a pair.
@@ -24,31 +24,31 @@ class CtaGroup:
 
     @property
     def size(self) -> int:
-        """CTAs of the group."""
+        """Return the number of CTAs in the group."""
         return 2 if self.two_cta else 1
 
     def rank(self) -> Int32:
-        """Which CTA of the group this is; 0 leads."""
+        """Return the rank of this CTA in the group; 0 is the leader."""
         if not self.two_cta:
             return Int32(0)
         cta, _, _ = cute.arch.block_idx()
         return cta & 1
 
     def query_tile(self, t: int | Int32) -> Int32:
-        """Which query tile of a work tile is this CTA's t-th."""
+        """Return the index within the work tile of this CTA's t-th query tile."""
         return self.size * t + self.rank()
 
     def arrive_leader(self, barrier: cute.Pointer) -> None:
-        """One arrival a warp, at the barrier of the CTA where the products are issued."""
+        """Arrive, once per warp, at the barrier of the CTA that issues the MMAs."""
         (device.arrive_first if self.two_cta else device.arrive)(barrier)
 
     def commit(self, barrier: cute.Pointer) -> None:
-        """One arrival in every CTA of the group, once all products issued so far are done."""
+        """Arrive in every CTA of the group once all MMAs issued so far are complete."""
         (device.commit_pair if self.two_cta else device.commit)(barrier)
 
     @cute.jit
     def expect_bytes(self, barrier: cute.Pointer, size: cutlass.Constexpr):
-        """Announce the bytes of a load of the whole group, at the leader's barrier."""
+        """Arrive at the leader's barrier and expect the bytes of a load of the whole group."""
         if const_expr(not self.two_cta):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
@@ -57,7 +57,7 @@ class CtaGroup:
                 cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
 
     def sync(self) -> None:
-        """Wait for all threads of all CTAs of the group."""
+        """Synchronise all threads of all CTAs of the group."""
         if self.two_cta:
             # the cluster barrier does not order tensor memory by itself
             device.fence_before()

@@ -1,4 +1,4 @@
-"""Small device functions of the Blackwell kernels."""
+"""Emit packed conversions, accesses to tensor memory, and arrivals at barriers on Blackwell."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from cutlass._mlir.dialects.nvvm import MemScopeKind, Tcgen05LdStShape
 from cutlass.cute.nvgpu import tcgen05
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-_WARP = 21  # bit of an address in tensor memory that lane 32 has: the column is in the low 16
-_TENSOR_MEMORY = 6  # its number among LLVM's address spaces
+# A tensor-memory address has the lane in its upper 16 bits and the column in its lower 16 bits.
+_WARP = 21  # the bit of lane 32, the first lane of the second warp
+_TENSOR_MEMORY = 6  # LLVM's number of this address space
 _SHAPE = Tcgen05LdStShape.SHAPE_32X32B
 
 _PACK = {BFloat16: "cvt.rn.bf16x2.f32", Float16: "cvt.rn.f16x2.f32"}
@@ -24,7 +25,7 @@ _LETTERS = {Int32: "r", Float32: "f"}
 def pure(op: str, result: Any, *args: Any, loc: Any = None, ip: Any = None) -> Any:
     """Emit one PTX instruction whose result depends on its operands alone.
 
-    Unlike `cute.arch.inline_ptx`, it names no copy of each operand.
+    Unlike `cute.arch.inline_ptx`, it does not copy each operand to a named register.
     """
     operands = ", ".join(f"${i}" for i in range(len(args) + 1))
     letters = ",".join([f"={_LETTERS[result]}", *(_LETTERS[type(a)] for a in args)])
@@ -54,12 +55,12 @@ def rounded(x: Any, dtype: Any) -> Any:
 
 
 def fmax3(a: Any, b: Any, c: Any, nan: bool) -> Any:
-    """The largest of three float32; with `nan`, NaN if one is."""
+    """Return the largest of three float32; with `nan`, NaN if one of them is NaN."""
     return pure("max.NaN.f32" if nan else "max.f32", Float32, a, b, c)
 
 
 def bits_below(x: Any) -> Any:
-    """32 bits, of which those below x are set."""
+    """Return an Int32 whose bits below bit x are set: none for x <= 0, all for x >= 32."""
     # a shift by 32 or more gives zero in PTX; in the DSL's arithmetic it is undefined
     above = cute.arch.inline_ptx(
         "shl.b32 {$w0}, {$r0}, {$r1};",
@@ -70,16 +71,19 @@ def bits_below(x: Any) -> Any:
 
 
 def column(at: Any) -> Any:
-    """A pointer to a 32-bit column of tensor memory, all of which the kernel has."""
+    """Return a pointer to a 32-bit column of tensor memory, all of which the kernel allocates."""
     return cute.make_ptr(Float32, at, mem_space=cute.AddressSpace.tmem, assumed_align=16)
 
 
 @dsl_user_op
 def load_row(thread: Any, start: Any, count: int, *, loc: Any = None, ip: Any = None) -> list[Any]:
-    """Begin to load `count` columns from `start` of this thread's lane; as Float32.
+    """Start to load `count` columns, from `start` on, of this thread's lane of tensor memory.
 
-    The instruction itself: a copy of the DSL takes fifty operations more to say the same, and one
-    more for each use of a value.
+    Emits the instruction itself: a copy of the DSL would trace fifty more operations, and one more
+    for each use of a value.
+
+    Returns:
+        Float32 values, valid after `cute.arch.fence_view_async_tmem_load`.
     """
     place = _warp_column(thread, start, loc, ip)
     words = nvvm.tcgen05_ld(T.vector(count, T.i32()), _SHAPE, place, loc=loc, ip=ip)
@@ -91,7 +95,7 @@ def load_row(thread: Any, start: Any, count: int, *, loc: Any = None, ip: Any = 
 def store_row(
     thread: Any, start: Any, values: Sequence[Any], *, loc: Any = None, ip: Any = None
 ) -> None:
-    """Begin to store numbers of 32 bits into columns from `start` of this thread's lane."""
+    """Start to store 32-bit values to columns of this thread's lane, from `start` on."""
     place, count = _warp_column(thread, start, loc, ip), len(values)
     numbers = [v.ir_value(loc=loc, ip=ip) for v in values]
     words = vector.from_elements(T.vector(count, numbers[0].type), numbers, loc=loc, ip=ip)
@@ -100,21 +104,21 @@ def store_row(
 
 
 def _warp_column(thread: Any, start: Any, loc: Any, ip: Any) -> Any:
-    """A column of the lanes of the thread's warp, as these instructions want it."""
+    """Return an LLVM pointer to a column of tensor memory in the lanes of the thread's warp."""
     at = ((thread // 32) << _WARP) + start
     at = at.ir_value(loc=loc, ip=ip)
     return llvm.inttoptr(llvm.PointerType.get(_TENSOR_MEMORY), at, loc=loc, ip=ip)
 
 
 def arrive(barrier: Any) -> None:
-    """Arrive, once a warp, for what all its threads did before."""
+    """Arrive once per warp, after everything that its threads did before."""
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(barrier)
 
 
 def arrive_first(barrier: Any) -> None:
-    """Arrive, once a warp, at the barrier of the first CTA of the pair; orders tensor memory too."""
+    """Arrive once per warp at the barrier of the pair's first CTA; also orders tensor memory."""
     fence_before()
     cute.arch.sync_warp()
     with cute.arch.elect_one():
@@ -122,13 +126,13 @@ def arrive_first(barrier: Any) -> None:
 
 
 def commit(barrier: Any) -> None:
-    """Arrive once all products that this warp issued so far are done."""
+    """Arrive once all MMAs that this warp issued so far are complete."""
     with cute.arch.elect_one():
         tcgen05.commit(barrier)
 
 
 def commit_pair(barrier: Any) -> None:
-    """Arrive in both CTAs of a pair once all their products issued so far are done."""
+    """Arrive in both CTAs of a pair once all their MMAs issued so far are complete."""
     with cute.arch.elect_one():
         tcgen05.commit(barrier, 3, tcgen05.CtaGroup.TWO)
 
@@ -144,10 +148,10 @@ def fence_after() -> None:
 
 
 def after(value: Any, others: Sequence[Any], zero: Any) -> Any:
-    """The same Int32, which the compiler takes to depend on the others.
+    """Return `value`, an Int32, but make the compiler treat it as depending on the others.
 
     Args:
-        zero: 0, but unknown to the compiler.
+        zero: an Int32 that is 0, which the compiler must not know.
     """
     for other in others:
         value = cute.arch.inline_ptx(
@@ -159,9 +163,10 @@ def after(value: Any, others: Sequence[Any], zero: Any) -> Any:
 
 
 def opaque_copy(x: Any, when: Any) -> Any:
-    """The same Int32, which the compiler takes to depend on `when`.
+    """Return x, an Int32, but make the compiler treat it as depending on `when`.
 
-    What is computed from it is computed again wherever `when` changes, not held in registers.
+    What is computed from the result is recomputed wherever `when` changes, and not kept in
+    registers.
     """
     return cute.arch.inline_ptx(
         "{ .reg .b32 t; mov.b32 t, {$r1}; mov.b32 {$w0}, {$r0}; }",

@@ -1,18 +1,18 @@
-"""The forward kernel for Blackwell (sm_100a): FlashAttention-4's algorithm with hooks for any variant.
+"""Run the forward on Blackwell (sm_100a): FlashAttention-4's algorithm with hooks for any variant.
 
 One CTA per SM, persistent. Two query tiles of 128 rows are worked on in ping-pong: while the tensor
-cores multiply for one, a softmax warpgroup works on the other. S and O are in tensor memory, P takes
-the place of S. The roles, a thread of the first two being a row:
+cores multiply for one, a softmax warpgroup works on the other. S and O are in tensor memory, and P
+overwrites S. These are the roles; a thread of the first two has one row:
 
-    softmax      a warpgroup for each query tile: mod, mask, exponentials; P back to tensor memory
+    softmax      a warpgroup per query tile: mod, mask, exponentials; P back to tensor memory
     correction   one warpgroup: rescales O where a maximum moved, rounds and writes O at the end
-    products     one warp: S = Q K^T and O += P V for both tiles, in turns
-    loads        one warp: work tiles, TMA of Q, K and V
-    stores       one warp: TMA of O
+    MMA          one warp: S = Q K^T and O += P V, alternating between the tiles
+    load         one warp: work tiles, TMA of Q, K and V
+    store        one warp: TMA of O
 
-For each query tile the products are issued in the order P V of a block, then Q K of the next: both
-overwrite what the one before has read, so that in the order of the tensor cores no other wait is
-needed (Zadouri et al. 2026, FlashAttention-4).
+For each query tile the MMAs are issued in the order P V of a block, then Q K of the next. S of the
+next block overwrites P, which P V has read by then, as MMAs complete in the order of issue: no
+other wait is needed (Zadouri et al. 2026, FlashAttention-4).
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ from attnkit.templates.sm100.softmax import Softmax
 from attnkit.templates.sm100.softmax_warpgroup import RowResults, SoftmaxWarpgroup
 
 ROW = cutlass.tensor_utils.LayoutEnum.ROW_MAJOR
-ALIGNMENT = 1024  # of a tile in shared memory: the period of the widest swizzle
+ALIGNMENT = 1024  # alignment of tiles in shared memory: the period of the widest swizzle
 
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Tensors in the shared memory of a CTA.
+    """Holds the tensors in the shared memory of a CTA.
 
     Attributes:
         q: 16 bits, (mma, m, k, query tile).
         k: 16 bits, (mma, n, k, stage): this CTA's part of a block.
         v: 16 bits, (mma, n, k, stage), in the same ring.
-        o: 16 bits [128, head_dim_v, place].
-        records: i32 [8 * RECORDS], of work tiles.
-        blocks: i32 [BLOCK_NUMBERS], numbers of kv blocks.
-        scales: f32 [128 * q_tiles], from the softmax to the correction.
-        gaps: f32 [128 * q_tiles], of the softmax.
+        o: 16 bits [128, head_dim_v, buffer].
+        records: i32 [8 * RECORDS], records of work tiles.
+        blocks: i32 [BLOCK_NUMBERS], indices of kv blocks.
+        scales: f32 [128 * q_tiles], row scales from the softmax to the correction.
+        gaps: f32 [128 * q_tiles], see `RowThread`.
     """
 
     q: cute.Tensor
@@ -78,7 +78,7 @@ class SharedMemory:
 
 
 class Forward:
-    """A forward kernel for one configuration and one variant.
+    """Builds and launches the forward kernel of one configuration and one variant.
 
     Args:
         config: what is fixed when the kernel is compiled.
@@ -118,10 +118,10 @@ class Forward:
         ctas: Int32,
         stream: Any,
     ):
-        """Launch; the arguments are those of Hopper's `Forward`.
+        """Launch the kernel; the arguments are those of Hopper's `Forward`.
 
         Args:
-            ctas: that share the work, or pairs of them; not read with work="clc".
+            ctas: number of CTAs, or of CTA pairs, that share the work; unused with work="clc".
         """
         c, dtype = self.config, self.dtype
         query, key, out = (ordered(t, (2, 3, 1, 0)) for t in (query, key, out))
@@ -131,7 +131,7 @@ class Forward:
         # (m, n, k) of a block: in a pair the rows of both CTAs
         shape_qk = c.mma_rows, c.block_kv, c.head_dim
         shape_pv = c.mma_rows, c.head_dim_v, c.block_kv
-        # N of one instruction: with halves, S has two of them along n
+        # N of one instruction; with halves, S consists of two along n
         qk_columns = c.block_kv // 2 if const_expr(c.halves) else c.block_kv
         mma_qk = blackwell_helpers.make_trivial_tiled_mma(
             dtype, dtype, k_major, k_major, Float32, cta_group, (c.mma_rows, qk_columns)
@@ -146,7 +146,7 @@ class Forward:
         v_layout = blackwell_helpers.make_smem_layout_b(mma_pv, shape_pv, dtype, 1)
         o_layout = blackwell_helpers.make_smem_layout_epi(dtype, ROW, (ROWS, c.head_dim_v), 1)
         load, store = cpasync.CopyBulkTensorTileG2SOp(cta_group), cpasync.CopyBulkTensorTileS2GOp()
-        one = (None, None, None, 0)  # of the stages of a layout
+        one = (None, None, None, 0)  # one stage of a layout
         cluster = cute.tiled_divide(cute.make_layout((c.ctas, 1, 1)), (mma_qk.thr_id.shape,)).shape
         tma_q, q_tiles = make_tiled_tma_atom_A(
             load, query, cute.slice_(q_layout, one), shape_qk, mma_qk, cluster
@@ -184,7 +184,7 @@ class Forward:
         lengths = (query.shape[0], key.shape[0], key.shape[3])
         self.kernel(
             (mma_qk, mma_pv),
-            # copies: one overwrites its accumulator, one accumulates
+            # two copies of each: the first overwrites its accumulator, the second accumulates
             (mma_qk, mma_qk, mma_pv, mma_pv),
             (tma_q, tma_k, tma_v, tma_o),
             (q_tiles, k_tiles, v_tiles, o_tiles),
@@ -220,7 +220,7 @@ class Forward:
         captured: list,
         numbers: tuple,
     ):
-        """Set up shared and tensor memory and barriers, then take a role by warp."""
+        """Set up shared memory, tensor memory and barriers, then run the role of the warp."""
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == c.load_warp:
@@ -233,7 +233,7 @@ class Forward:
             with cute.arch.elect_one():
                 bars.init(c, self.group)
         if warp == c.mma_warp:
-            # all of it: it begins at column 0
+            # all of tensor memory, so that it begins at column 0
             cute.arch.alloc_tmem(TMEM_COLUMNS, storage.tmem.ptr, is_two_cta=c.two_cta)
             cute.arch.relinquish_tmem_alloc_permit(is_two_cta=c.two_cta)
         cute.arch.mbarrier_init_fence()
@@ -281,21 +281,21 @@ class Forward:
                 captured,
                 scalars,
             )
-        # the products of the other CTA read this one's shared memory: neither leaves before both are done
+        # joint MMAs read the shared memory of both CTAs: neither exits before both are done
         self.group.sync()
         if warp == c.mma_warp:
             pointer = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tmem.ptr)
             cute.arch.dealloc_tmem(pointer, TMEM_COLUMNS, is_two_cta=c.two_cta)
 
     def _shared_memory(self, storage: Any, layouts: tuple) -> SharedMemory:
-        """The tensors in shared memory; shapes as in `SharedMemory`."""
+        """Return the tensors in shared memory; `SharedMemory` says their shapes."""
         c = self.config
         q_layout, k_layout, v_layout, o_layout = layouts
         q = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         k = storage.kv.get_tensor(self._ring(k_layout.outer), swizzle=k_layout.inner)
         v = storage.kv.get_tensor(self._ring(v_layout.outer), swizzle=v_layout.inner)
         if c.alias:
-            # each tile in the place of its own rows of Q, which may be wider
+            # each output tile overwrites its own rows of Q, which may be wider
             one = cute.slice_(o_layout.outer, (None, None, 0))
             spread = cute.append(one, cute.make_layout(c.q_tiles, stride=ROWS * c.head_dim))
             o = storage.q.get_tensor(spread, swizzle=o_layout.inner)
@@ -308,7 +308,7 @@ class Forward:
         return SharedMemory(q, k, v, o, records, blocks, scales, gaps)
 
     def _ring(self, tile: Any) -> Any:
-        """The layout of a K or V block, by stage of the ring that they share."""
+        """Return the layout of a K or V block in each stage of the ring that they share."""
         one = cute.slice_(tile, (None, None, None, 0))
         stages, stride = self.config.stages, self.config.stage_elements
         return cute.append(one, cute.make_layout(stages, stride=stride))

@@ -1,4 +1,4 @@
-"""The mbarriers of the Blackwell forward kernel: who waits for whom, by name."""
+"""Name the mbarriers of the Blackwell forward kernel and say who waits for whom."""
 
 from __future__ import annotations
 
@@ -11,37 +11,38 @@ from attnkit.templates.common.constants import ONE_ARRIVAL
 from attnkit.templates.sm100.config import S_STAGES, WARPGROUP_WARPS, ForwardConfig
 from attnkit.templates.sm100.cta_group import CtaGroup
 
-RECORDS = 2  # records of work tiles
-# Numbers of kv blocks on their way to the softmax. They need no empty barrier: when the load of a block
-# of K begins, the softmax is done with all but the last `MAX_STAGES // 2` blocks before it, as their V
-# has left the ring, or K of the block after theirs.
+RECORDS = 2  # records of work tiles in shared memory
+# Slots for indices of kv blocks, from the load warp to the softmax. They need no empty barrier:
+# when the load of a block of K begins, the softmax is done with all but the last
+# `MAX_STAGES // 2` blocks before it, as their V, or K of the block after them, has left the ring.
 BLOCK_NUMBERS = 8
 
 
 @dataclass(frozen=True)
 class ForwardBarriers:
-    """The mbarriers of a CTA; each field is the first of as many as `sizes` says.
+    """Holds the mbarriers of a CTA; each field is the first of as many as `sizes` says.
 
     Attributes:
         s_half: the lower half of the columns of S is computed; only with `halves`.
         s_full: S is computed.
         s_empty: the softmax has read S, so that its upper half may be computed; only with `halves`.
-        p_full: for each part of P: the softmax has stored it; for the first part also: the correction
-            has rescaled O.
-        q_full: the bytes of Q.
-        q_empty: the products that read Q are done; with `alias`, the output in its place is stored.
-        o_full: O is computed: at the end of a work tile, with one query tile after each block.
-        scale_full: the softmax has a number for each row of the correction.
-        scale_empty: the correction has read them.
+        p_full: for each part of P: the softmax has stored it; for the first part also: the
+            correction has rescaled O.
+        q_full: the bytes of Q have arrived.
+        q_empty: the MMAs that read Q are complete; with `alias`, the output that overwrote it is
+            stored.
+        o_full: O is computed: at the end of a work tile, or with one query tile after each block.
+        scale_full: the softmax has written a scale for each row.
+        scale_empty: the correction has read these scales.
         out_full: the correction has written the output tile to shared memory.
         out_empty: the output tile was stored; with `alias`, the same as `q_empty`.
-        kv_full: the bytes of K or V.
-        kv_empty: the products that read them are done.
+        kv_full: the bytes of K or V have arrived.
+        kv_empty: the MMAs that read them are complete.
         work_full: the record of a work tile is written.
         work_empty: all roles have read it.
-        block_full: the number of a kv block is written.
-        clc_full: the answer of cluster launch control is there.
-        clc_ready: the second CTA of a pair expects the next answer.
+        block_full: the index of a kv block is written.
+        clc_full: the response of cluster launch control has arrived.
+        clc_ready: the second CTA of a pair expects the next response.
     """
 
     s_half: cute.Pointer
@@ -65,7 +66,7 @@ class ForwardBarriers:
 
     @staticmethod
     def sizes(config: ForwardConfig) -> dict[str, int]:
-        """How many barriers each field stands for, in their order in shared memory."""
+        """Return the number of barriers of each field, in their order in shared memory."""
         s_names = "s_half", "s_full", "s_empty"
         q_names = (
             "q_full",
@@ -88,12 +89,12 @@ class ForwardBarriers:
 
     @classmethod
     def count(cls, config: ForwardConfig) -> int:
-        """How many mbarriers there are."""
+        """Return the number of mbarriers."""
         return sum(cls.sizes(config).values())
 
     @classmethod
     def at(cls, base: cute.Pointer, config: ForwardConfig) -> ForwardBarriers:
-        """The barriers that begin at an address of shared memory."""
+        """Return the barriers that begin at an address of shared memory."""
         fields: dict[str, Any] = {}
         offset = 0
         for name, size in cls.sizes(config).items():
@@ -108,7 +109,7 @@ class ForwardBarriers:
         return cls(**fields)
 
     def init(self, config: ForwardConfig, group: CtaGroup) -> None:
-        """Initialise them, by one thread, with how many arrivals complete a phase."""
+        """Initialise the barriers, by one thread, with the arrivals that complete a phase."""
         # Reports of the emulator name a barrier by the argument of the call with this name.
         mbarrier_init = cute.arch.mbarrier_init
         warps = WARPGROUP_WARPS
@@ -133,7 +134,7 @@ class ForwardBarriers:
             mbarrier_init(self.kv_empty + s, ONE_ARRIVAL)
         for r in range(RECORDS):
             mbarrier_init(self.work_full + r, ONE_ARRIVAL)
-            # softmax and correction, the store warp, and the products' warp, which only the leader has
+            # softmax and correction, the store warp, and the MMA warp, which only the leader has
             mbarrier_init(self.work_empty + r, warps * (config.q_tiles + 1) + 2 - group.rank())
         for s in range(BLOCK_NUMBERS):
             mbarrier_init(self.block_full + s, ONE_ARRIVAL)

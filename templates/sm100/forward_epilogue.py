@@ -1,7 +1,7 @@
-"""The warps behind the softmax of the Blackwell forward: correction of the output, its stores.
+"""Rescale, normalise and store the output of the Blackwell forward.
 
-The correction keeps rescaling off the path of the softmax (FlashAttention-4): the softmax gives it by
-how much a row's maximum moved, and mostly it has nothing to do.
+The correction warpgroup takes rescaling off the critical path of the softmax (FlashAttention-4): it
+gets a scale per row, and has nothing to do when all scales of a warp are 1, which is mostly so.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from attnkit.templates.sm100.cta_group import CtaGroup
 from attnkit.templates.sm100.forward_barriers import ForwardBarriers
 from attnkit.templates.sm100.forward_work import RowNumbers, WorkRing
 
-STEP = 16  # columns of the output that a thread has in registers at a time
-VECTOR = 8  # elements of 16 bytes
+STEP = 16  # columns of the output that a thread holds in registers at a time
+VECTOR = 8  # 16-bit elements in 16 bytes
 
 
 def out_phase(config: ForwardConfig, t: int, tile_idx: Int32) -> Int32:
-    """Parity of the use of its place by the output of query tile t."""
-    # with one place for two tiles, each work tile uses it twice
+    """Return the parity of the output buffer's barriers for query tile t."""
+    # with one buffer for two tiles, each work tile uses it twice
     return Int32(t) if config.o_places < config.q_tiles else tile_idx & 1
 
 
 class Correction:
-    """The correction warpgroup, a thread a row: rescales O, rounds it and writes it to shared memory.
+    """Rescales O, rounds it and writes it to shared memory; one row per thread.
 
     Args:
         config: the kernel's configuration.
-        group: the CTAs that share products.
+        group: the CTAs that compute MMAs together.
     """
 
     def __init__(self, config: ForwardConfig, group: CtaGroup) -> None:
@@ -52,12 +52,12 @@ class Correction:
         split_out: cute.Tensor,
         bars: ForwardBarriers,
     ):
-        """Correct the output of all work tiles."""
+        """Rescale O during the mainloop and write the outputs, for all work tiles."""
         c = self.config
         p_full = bars.p_full[0]
         thread, _, _ = cute.arch.thread_idx()
         row = thread % ROWS
-        for t in cutlass.range_constexpr(c.q_tiles):  # the first P V has no output to wait for
+        for t in cutlass.range_constexpr(c.q_tiles):  # the first P V has no earlier O to wait for
             self.group.arrive_leader(p_full + t)
         tile_idx, kv_idx = Int32(0), Int32(0)
         work = work_ring.read(tile_idx)
@@ -67,7 +67,7 @@ class Correction:
                     scale = row_numbers.read(t, row, kv_idx + tile_idx)
                     if j > 0:  # the first block has no output to rescale
                         if const_expr(c.q_tiles == 1):
-                            # P V of the block before, whose end S does not announce
+                            # P V of the block before, which `s_full` does not imply here
                             cute.arch.mbarrier_wait(bars.o_full, (kv_idx - 1) & 1)
                         self._rescale(scale, t, row)
                         self.group.arrive_leader(p_full + c.s_stage(t, kv_idx))
@@ -76,9 +76,10 @@ class Correction:
                 scale = row_numbers.read(t, row, kv_idx + tile_idx)
                 if const_expr(c.q_tiles == 2):
                     cute.arch.mbarrier_wait(bars.o_full + t, tile_idx & 1)
-                else:  # announced after each block
+                else:  # one phase per block
                     cute.arch.mbarrier_wait(bars.o_full, (kv_idx - 1) & 1)
-                if const_expr(not c.alias):  # with alias, Q was loaded there since
+                # with alias the buffer is that of Q, whose load has waited for the last store
+                if const_expr(not c.alias):
                     phase = out_phase(c, t, tile_idx)
                     cute.arch.mbarrier_wait(bars.out_empty + t % c.o_places, phase ^ 1)
                 for k in cutlass.range_constexpr(c.head_dim_v // STEP):
@@ -87,10 +88,10 @@ class Correction:
                     if const_expr(k == c.head_dim_v // STEP - 1):
                         # all of O is read: P V of the next work tile may overwrite it
                         self.group.arrive_leader(p_full + c.s_stage(t, kv_idx))
-                    # the row again from the thread: held through the loops, it would take registers
+                    # the row is recomputed: kept through the loops, it would cost registers there
                     own_row = device.opaque_copy(row, tile_idx)
                     self._put(values, scale, smem_o, split_out, work.split_slot, t, own_row, k)
-                # ordinary stores, which TMA is to read
+                # the TMA store reads these ordinary stores by the async proxy
                 cute.arch.fence_proxy("async.shared", space="cta")
                 device.arrive(bars.out_full + t % c.o_places)
             tile_idx += 1
@@ -98,7 +99,7 @@ class Correction:
 
     @cute.jit
     def _rescale(self, scale: Float32, t: cutlass.Constexpr, row: Int32):
-        """Rescale the output so far to the new maximum, where one of the warp's rows moved."""
+        """Rescale O to the new maximum, if the maximum of a row of the warp moved."""
         if cute.arch.vote_any_sync(scale != Float32(1.0)):
             for k in cutlass.range_constexpr(self.config.head_dim_v // STEP):
                 column = self.config.out_column(t) + STEP * k
@@ -119,7 +120,10 @@ class Correction:
         row: Int32,
         k: cutlass.Constexpr,
     ):
-        """Write the k-th group of columns of a row: rounded to shared memory, or float32 of a split row."""
+        """Write the k-th group of columns of a row.
+
+        They go rounded to shared memory, or in float32 to `split_out` if the row is split.
+        """
         values = [x * scale for x in values]
         if split_slot >= 0:
             tile_row = self.group.query_tile(t) * ROWS + row
@@ -141,11 +145,11 @@ class Correction:
 
 
 class StoreWarp:
-    """The warp that stores output tiles by TMA.
+    """Runs the warp that stores output tiles by TMA.
 
     Args:
         config: the kernel's configuration.
-        group: the CTAs that share products.
+        group: the CTAs that compute MMAs together.
     """
 
     def __init__(self, config: ForwardConfig, group: CtaGroup) -> None:
@@ -154,7 +158,7 @@ class StoreWarp:
 
     @cute.jit
     def run(self, tma: tuple, smem_o: cute.Tensor, work_ring: WorkRing, bars: ForwardBarriers):
-        """Store the output of all work tiles.
+        """Store the output tiles of all work tiles.
 
         Args:
             tma: the TMA atom and tensor of the output.
@@ -177,7 +181,7 @@ class StoreWarp:
                     )
                 cute.arch.cp_async_bulk_commit_group()
                 if const_expr(place == 0 and t < c.q_tiles - 1 and c.o_places == 1):
-                    # the second tile takes the place of the first
+                    # the second tile uses the same buffer
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                     device.arrive(bars.out_empty)
             for t in cutlass.range_constexpr(c.q_tiles - c.o_places, c.q_tiles):
@@ -185,11 +189,11 @@ class StoreWarp:
                 device.arrive(bars.out_empty + t % c.o_places)
             tile_idx += 1
             work = work_ring.read(tile_idx)
-        # shared memory must stay until the last store has read it, and the CTA with it
+        # the CTA must not exit before the last store has read its shared memory
         cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     def _sides(self, tma_o: Any, smem_o: cute.Tensor, o_tiles: cute.Tensor) -> tuple[Any, Any]:
-        """The TMA store's two sides: shared memory by place, global memory by query tile."""
+        """Return both sides of the TMA store: shared memory by buffer, global by query tile."""
         return partition(
             tma_o, smem_o, o_tiles, (ROWS, self.config.head_dim_v), (None, 0, None, None)
         )

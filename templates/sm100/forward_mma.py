@@ -1,6 +1,6 @@
-"""The warp that issues the products of the Blackwell forward: S = Q K^T and O += P V.
+"""Issue the MMAs of the Blackwell forward from one warp: S = Q K^T and O += P V.
 
-In a pair of CTAs it is that of the first one, and issues for both.
+In a CTA pair, a warp of the first CTA issues them for both.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from attnkit.templates.sm100.forward_barriers import ForwardBarriers
 from attnkit.templates.sm100.forward_work import RingPosition, WorkRing
 
 MMA_K = 16  # columns of P that one instruction of P V reads
-HALVES = (0, 1)  # of the columns of S
+HALVES = (0, 1)  # halves of the columns of S
 
 
 @dataclass(frozen=True)
 class Products:
-    """The products of a CTA, or of a pair.
+    """Holds the MMAs of a CTA or a CTA pair, with their operands and accumulators.
 
     Attributes:
         qk_first, qk: S = Q K^T, overwriting and accumulating.
@@ -33,8 +33,8 @@ class Products:
         frag_q: descriptors of Q, (mma, m, k, query tile).
         frag_k: descriptors of K, (mma, n, k, stage).
         frag_v: descriptors of V, (mma, n, k, stage).
-        s_layout: of S in tensor memory, f32 (mma, m, n).
-        p_layout: of P in tensor memory, 16 bits (mma, m, k).
+        s_layout: layout of S in tensor memory, f32 (mma, m, n).
+        p_layout: layout of P in tensor memory, 16 bits (mma, m, k).
         out: O of each query tile in tensor memory, f32 (mma, m, n).
     """
 
@@ -51,7 +51,7 @@ class Products:
 
 @dataclass(frozen=True)
 class VBlock:
-    """A block of V: its stage in the ring, the barrier of its bytes, and the parity of its lap."""
+    """Describes a block of V: its stage, the barrier of its bytes, and the parity of its lap."""
 
     stage: Int32
     full: cute.Pointer
@@ -59,14 +59,14 @@ class VBlock:
 
 
 class MmaWarp:
-    """The warp that issues the products.
+    """Issues the MMAs of a CTA or a CTA pair.
 
     For each query tile they are issued in the order P V of a block, then Q K of the next: S of the
-    next block overwrites P, which P V has read by then, as products complete in their order.
+    next block overwrites P, which P V has read by then, as MMAs complete in the order of issue.
 
     Args:
         config: the kernel's configuration.
-        group: the CTAs that share products.
+        group: the CTAs that compute MMAs together.
     """
 
     def __init__(self, config: ForwardConfig, group: CtaGroup) -> None:
@@ -76,15 +76,15 @@ class MmaWarp:
 
     @cute.jit
     def run(self, mmas: tuple, smem: Any, work_ring: WorkRing, bars: ForwardBarriers):
-        """Issue the products of all work tiles.
+        """Issue the MMAs of all work tiles.
 
         Args:
-            mmas: (Q K^T, Q K^T, P V, P V), each twice: one overwrites, one accumulates.
+            mmas: (Q K^T, Q K^T, P V, P V): the first of each overwrites, the second accumulates.
             smem: tiles of Q, K and V in shared memory.
         """
         c = self.config
         mma = self._products(mmas, smem)
-        pv_first = mmas[2]  # of a block; whether it overwrites O is set for each
+        pv_first = mmas[2]  # first P V of a block; it overwrites O in the first block only
         mma.qk_first.set(tcgen05.Field.ACCUMULATE, False)
         mma.qk.set(tcgen05.Field.ACCUMULATE, True)
         mma.pv.set(tcgen05.Field.ACCUMULATE, True)
@@ -105,7 +105,7 @@ class MmaWarp:
                 pv_first.set(tcgen05.Field.ACCUMULATE, j > 0)
                 more = j + 1 < work.num_blocks
                 if const_expr(c.q_tiles == 1):
-                    # S of the next block, into the other place, while the softmax of this one runs
+                    # S of the next block, into the other buffer, while the softmax of this one runs
                     if more:
                         cute.arch.mbarrier_wait(bars.kv_full + position.stage, position.lap)
                         self.issue_qk(mma, 0, kv_idx + 1, position.stage, bars, HALVES)
@@ -113,7 +113,7 @@ class MmaWarp:
                     self.issue_pv(mma, pv_first, 0, kv_idx, v, bars)
                     self.group.commit(bars.kv_empty + v.stage)
                     if j + 1 == work.num_blocks:
-                        if const_expr(not c.alias):  # else the output is still to take its place
+                        if const_expr(not c.alias):  # else the store of O releases Q
                             self.group.commit(bars.q_empty)
                     self.group.commit(bars.o_full)
                 else:
@@ -148,7 +148,7 @@ class MmaWarp:
             work = work_ring.read(tile_idx)
 
     def _products(self, mmas: tuple, smem: Any) -> Products:
-        """The operands in shared memory and the accumulators in tensor memory."""
+        """Return the MMAs with operands in shared memory and accumulators in tensor memory."""
         c = self.config
         qk_first, qk, _, pv = mmas
         frag_q, frag_k = qk.make_fragment_A(smem.q), qk.make_fragment_B(smem.k)
@@ -174,7 +174,7 @@ class MmaWarp:
         bars: ForwardBarriers,
         halves: tuple[int, ...],
     ) -> None:
-        """Issue S of the kv_idx-th block of query tile t, or of a half of its columns."""
+        """Issue S = Q K^T of the kv_idx-th block of query tile t, or one half of its columns."""
         c, u = self.config, self.config.s_stage(t, kv_idx)
         scores = cute.make_tensor(device.column(c.s_column(u)), mma.s_layout)  # f32 (mma, m, n)
         for half in halves if c.halves else (0,):
@@ -198,7 +198,7 @@ class MmaWarp:
         v: VBlock,
         bars: ForwardBarriers,
     ) -> None:
-        """Issue O += P V of the kv_idx-th block of query tile t, each part of P once it is stored."""
+        """Issue O += P V of the kv_idx-th block of query tile t; wait for each part of P."""
         c, u = self.config, self.config.s_stage(t, kv_idx)
         place = device.column(c.p_column(u))
         # 16 bits (mma, m, k)

@@ -1,8 +1,8 @@
-"""The producer of the Blackwell forward: work tiles, their kv blocks, TMA loads.
+"""Take work tiles and load their blocks by TMA: the producer of the Blackwell forward.
 
-One warp takes work tiles from the list, walks their runs from the last block to the first, and tells
-the other warps through shared memory what to do: a record for each work tile, and the number of each
-block. K and V blocks take turns in one ring.
+One warp takes work tiles from the list and walks their runs from the last block to the first. For
+the other warps it writes a record for each work tile and the index of each block to shared memory.
+K and V blocks alternate in one ring.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from attnkit.templates.sm100.forward_work import BlockRing, RingPosition, WorkRi
 
 @dataclass(frozen=True)
 class WorkList:
-    """The tables that the host wrote.
+    """Holds the tables that the host wrote.
 
     Attributes:
         tiles: i32 [work tiles, 12], see `WorkItem`.
         partial_runs, full_runs: i32 [2, runs], starts and lengths of runs of kv blocks.
-        counter: i32 [1], zero at launch, left at zero.
+        counter: i32 [1], zero at launch and zero again at its end.
     """
 
     tiles: cute.Tensor
@@ -41,13 +41,13 @@ class WorkList:
 
 @dataclass(frozen=True)
 class TmaLoad:
-    """A TMA load of one operand.
+    """Describes the TMA load of one operand.
 
     Attributes:
         atom: the copy.
         target: shared memory, (elements, stage).
         source: global memory, (elements, block, head, batch).
-        bytes: of a block, those of all CTAs of the group: the leader counts them.
+        bytes: size of a block over all CTAs of the group, as the leader's barrier counts it.
     """
 
     atom: cute.CopyAtom
@@ -56,7 +56,7 @@ class TmaLoad:
     bytes: int
 
     def start(self, block: Any, head: Any, batch: Any, stage: Any, full: cute.Pointer) -> None:
-        """Start to load a block into a stage."""
+        """Start the load of a block into a stage."""
         cute.copy(
             self.atom,
             self.source[None, block, head, batch],
@@ -66,12 +66,12 @@ class TmaLoad:
 
 
 class Producer:
-    """The warp that loads.
+    """Runs the load warp.
 
     Args:
         config: the kernel's configuration.
         hooks: the variant.
-        group: the CTAs that share products.
+        group: the CTAs that compute MMAs together.
     """
 
     def __init__(self, config: ForwardConfig, hooks: ForwardHooks, group: CtaGroup) -> None:
@@ -93,11 +93,11 @@ class Producer:
         work_list: WorkList,
         scalars: Scalars,
     ):
-        """Load the blocks of all work tiles.
+        """Take all work tiles of this CTA and load their blocks.
 
         Args:
             atoms, tiles: TMA atoms and tensors of Q, K and V.
-            mmas: (Q K^T, P V), whose operands they are.
+            mmas: (Q K^T, P V), the MMAs whose operands are loaded.
         """
         c = self.config
         q, k, v = self._loads(atoms, mmas, tiles, smem)
@@ -128,7 +128,7 @@ class Producer:
                 WorkTile.VALID: Int32(1),
             }
             work_ring.write(tile_idx, record)
-            if const_expr(c.work == "clc"):  # asked early: the answer takes a while
+            if const_expr(c.work == "clc"):  # early, as the response takes a while
                 clc.ask(tile_idx)
             first = Int32(1)
             for kind in cutlass.range_constexpr(2):
@@ -141,7 +141,7 @@ class Producer:
                         number = kv_block
                         if const_expr(kind == 1 and self.hooks.lists_override_mask):
                             number = ~kv_block
-                        # In the order of their use: Q and K for the first S, Q of the other tile, V.
+                        # In the order of use: Q and K for the first S, Q of the other tile, V.
                         if first != 0:
                             self._load_q(q, 0, tile_idx, q_block, head, batch, bars)
                         cute.arch.mbarrier_wait(bars.kv_empty + position.stage, position.lap ^ 1)
@@ -168,17 +168,17 @@ class Producer:
                 old = Int32(0)
                 if lane == 0:
                     old = cute.arch.atomic_add(counter.iterator, Int32(1))
-                    if old == total - 1:  # the last fetch of the launch leaves the counter at zero
+                    if old == total - 1:  # the last fetch of the launch resets the counter
                         counter[0] = Int32(0)
                 following = cute.arch.shuffle_sync(old, 0) + ctas
             tile_idx += 1
             index = following
-        work_ring.write(tile_idx, dict.fromkeys(WorkTile, Int32(0)))  # not valid: the end
+        work_ring.write(tile_idx, dict.fromkeys(WorkTile, Int32(0)))  # not VALID: the end
 
     def _loads(
         self, atoms: tuple, mmas: tuple, tiles: tuple, smem: Any
     ) -> tuple[TmaLoad, TmaLoad, TmaLoad]:
-        """Both sides of the TMA loads of Q, K and V, of this CTA's part."""
+        """Return the TMA loads of this CTA's part of Q, K and V."""
         c = self.config
         rank = self.group.rank()
         thr_qk, thr_pv = (mma.get_slice(rank) for mma in mmas)
@@ -204,7 +204,7 @@ class Producer:
         batch: Int32,
         bars: ForwardBarriers,
     ) -> None:
-        """Load query tile t of a work tile, once its place is empty."""
+        """Load query tile t of a work tile, once its buffer is empty."""
         cute.arch.mbarrier_wait(bars.q_empty + t, (tile_idx & 1) ^ 1)
         self.group.expect_bytes(bars.q_full + t, q.bytes)
         q.start(q_block * self.config.q_tiles + t, head, batch, t, bars.q_full + t)
@@ -224,7 +224,7 @@ class Producer:
 
 
 def _sides(atom: Any, smem: Any, parts: Any) -> tuple[Any, Any]:
-    """A TMA copy's two sides: in shared memory by stage, in global memory by tile."""
+    """Return both sides of a TMA copy: shared memory by stage, global memory by tile."""
     return cpasync.tma_partition(
         atom,
         0,

@@ -1,7 +1,7 @@
-"""What the warps of the Blackwell forward tell each other through shared memory.
+"""Pass work tiles, kv blocks and row scales between the warps of the Blackwell forward.
 
-The load warp writes a record for each work tile and the number of each kv block; the softmax gives the
-correction one number for each row.
+All go through shared memory. The load warp writes a record for each work tile and the index of each
+kv block. The softmax writes one scale per row for the correction.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RECORD_WORDS = 8
 
 
 class WorkTile(IntEnum):
-    """int32 words of a work tile's record in shared memory."""
+    """Numbers the int32 words of a work tile's record in shared memory."""
 
     Q_BLOCK = 0
     HEAD = 1
@@ -33,7 +33,7 @@ class WorkTile(IntEnum):
 
 @dataclass(frozen=True)
 class Work:
-    """A work tile's record in registers; fields as the words of `WorkTile`."""
+    """Holds a work tile's record in registers; the fields are the words of `WorkTile`."""
 
     q_block: Int32
     head: Int32
@@ -46,7 +46,7 @@ class Work:
 
 @dataclass(frozen=True)
 class WorkRing:
-    """The records of the last work tiles.
+    """Passes records of work tiles from the load warp to all other roles.
 
     Attributes:
         words: i32 [8 * RECORDS].
@@ -59,7 +59,7 @@ class WorkRing:
     empty: cute.Pointer
 
     def write(self, tile_idx: Int32, record: dict[WorkTile, Int32]) -> None:
-        """Write the record of the tile_idx-th work tile of this CTA, once its place is empty."""
+        """Write the record of this CTA's tile_idx-th work tile, once its slot is empty."""
         r = tile_idx & (RECORDS - 1)
         cute.arch.mbarrier_wait(self.empty + r, ((tile_idx >> 1) & 1) ^ 1)
         with cute.arch.elect_one():
@@ -68,14 +68,14 @@ class WorkRing:
             cute.arch.mbarrier_arrive(self.full + r)
 
     def wait(self, tile_idx: Int32) -> Work:
-        """Wait for a record and read it."""
+        """Wait for a record and read it, but do not release it."""
         r = tile_idx & (RECORDS - 1)
         cute.arch.mbarrier_wait(self.full + r, (tile_idx >> 1) & 1)
         first = RECORD_WORDS * r
         return Work(*(cute.arch.make_warp_uniform(self.words[first + word]) for word in WorkTile))
 
     def release(self, tile_idx: Int32) -> None:
-        """Release a record; one arrival a warp."""
+        """Release a record; one arrival per warp."""
         device.arrive(self.empty + (tile_idx & (RECORDS - 1)))
 
     def read(self, tile_idx: Int32) -> Work:
@@ -87,23 +87,23 @@ class WorkRing:
 
 @dataclass(frozen=True)
 class BlockRing:
-    """The numbers of the last kv blocks.
+    """Passes indices of kv blocks from the load warp to the softmax.
 
     Attributes:
         numbers: i32 [BLOCK_NUMBERS]; ~n for a FULL block n, where block lists overrule the mask.
-        full: a number is written.
+        full: an index is written.
     """
 
     numbers: cute.Tensor
     full: cute.Pointer
 
     def write(self, kv_idx: Int32, number: Int32) -> None:
-        """Write the number of the kv_idx-th block, by one thread; see `BLOCK_NUMBERS`."""
+        """Write the index of the kv_idx-th block, by one thread; see `BLOCK_NUMBERS`."""
         self.numbers[kv_idx & (BLOCK_NUMBERS - 1)] = number
         cute.arch.mbarrier_arrive(self.full + (kv_idx & (BLOCK_NUMBERS - 1)))
 
     def read(self, kv_idx: Int32) -> Int32:
-        """Wait for the number of the kv_idx-th block."""
+        """Wait for the index of the kv_idx-th block and read it."""
         slot, shift = kv_idx & (BLOCK_NUMBERS - 1), BLOCK_NUMBERS.bit_length() - 1
         cute.arch.mbarrier_wait(self.full + slot, (kv_idx >> shift) & 1)
         return self.numbers[slot]
@@ -111,9 +111,10 @@ class BlockRing:
 
 @dataclass(frozen=True)
 class RowNumbers:
-    """A number for each row, from the softmax to the correction: by how much to rescale O.
+    """Passes one scale per row from the softmax to the correction.
 
-    There is one a block, and one a work tile: what the output is to be multiplied by.
+    After each block it is the factor that rescales O; at the end of a work tile, the factor that
+    normalises the output.
 
     Attributes:
         values: f32 [128 * q_tiles].
@@ -125,20 +126,20 @@ class RowNumbers:
     empty: cute.Pointer
 
     def of_tile(self, t: Int32) -> RowNumbers:
-        """The same with the barriers of query tile t alone."""
+        """Return a copy whose barriers are those of query tile t."""
         return RowNumbers(self.values, self.full + t, self.empty + t)
 
     def wait_empty(self, count: Int32) -> None:
-        """Wait until the correction has read the number before the count-th one; see `of_tile`."""
+        """Wait until the correction has read the scale before the count-th; see `of_tile`."""
         cute.arch.mbarrier_wait(self.empty, (count & 1) ^ 1)
 
     def write(self, place: Int32, value: Float32) -> None:
-        """Give the number of row `place` (of all query tiles) to the correction; see `of_tile`."""
+        """Write the scale of row `place`, counted over all query tiles; see `of_tile`."""
         self.values[place] = value
         device.arrive(self.full)
 
     def read(self, t: int, row: Int32, count: Int32) -> Float32:
-        """Wait for the count-th number of a row of query tile t."""
+        """Wait for the count-th scale of a row of query tile t, read it and release it."""
         cute.arch.mbarrier_wait(self.full + t, count & 1)
         value = self.values[t * ROWS + row]
         device.arrive(self.empty + t)
@@ -147,18 +148,18 @@ class RowNumbers:
 
 @dataclass(frozen=True)
 class RingPosition:
-    """A stage of the ring that K and V blocks share, and the parity of its lap."""
+    """Describes a stage of the ring that K and V blocks share, and the parity of its lap."""
 
     stage: Int32
     lap: Int32
 
     @staticmethod
     def first() -> RingPosition:
-        """The first use of the first stage."""
+        """Return the first use of the first stage."""
         return RingPosition(Int32(0), Int32(0))
 
     def next(self, stages: int) -> RingPosition:
-        """The position after this one; the number of stages need not be a power of two."""
+        """Return the next position; the number of stages need not be a power of two."""
         last = self.stage == stages - 1
         stage = cutlass.select_(last, Int32(0), self.stage + 1)
         return RingPosition(stage, cutlass.select_(last, self.lap ^ 1, self.lap))

@@ -1,17 +1,17 @@
-"""The softmax of a row's scores on Blackwell: mod, mask, maximum, exponentials, row sums.
+"""Compute the softmax of a row's scores on Blackwell: mod, mask, maximum, exponentials, sums.
 
-A thread holds one row, the lane of tensor memory of its number. The row is computed in chunks of 32
-or 16 columns: for each the hooks evaluate what a block of that width needs, and one 32-bit word says
-which of its columns the mask keeps.
+A thread has one row, the lane of tensor memory with its number. The row is computed in chunks of 32
+or 16 columns: the hooks evaluate a chunk as they would a block of that width, and one 32-bit word
+says which of its columns the mask keeps.
 
-Online softmax after Milakov and Gimelshein (2018). The reference of the exponentials only moves when
-the maximum grew by more than 2**8, as in FlashAttention-4: output and sums are rescaled then. So a
-row's largest P need not be 1, and is rounded as the others are. Where it is nearly all of the row,
-that would move the output by as much of its value. The output is therefore divided by a sum in which
-the largest P of each block is rounded too. The LSE has the sum of the exact ones.
+Online softmax follows Milakov and Gimelshein (2018). As in FlashAttention-4, P is relative to a
+maximum that is only updated, and output and sums are only rescaled, when P would exceed 2**8. So a
+row's largest P need not be 1, and is rounded like the others. If it makes up nearly all of the row,
+its rounding error would change the output by the same fraction. The output is therefore divided by
+a sum in which the largest P of each block is rounded too. The LSE uses the sum without rounding.
 
 The methods are traced inside the kernel. Those with a dynamic branch are `cute.jit`; the others
-are plain Python, so that they may pass records and the hooks' tuples.
+are plain Python, so that they can pass records and the hooks' tuples.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from attnkit.templates.sm100.config import HEAVIEST, ForwardConfig
 from attnkit.templates.sm100.cta_group import CtaGroup
 from attnkit.templates.sm100.exp2 import DEGREES, exp2_pair
 
-# Instructions of a score from which on a loop goes over a row's columns; in a pair of CTAs, whose
-# threads have fewer registers to spare.
+# Estimated instructions per score from which the chunks of a row are computed in a loop; the second
+# is for CTA pairs, whose threads have fewer registers to spare.
 HEAVY, HEAVY_IN_PAIRS = 10, 8
 CHAINS = 4  # independent chains of maxima, and of pairs of sums
-CHUNK = 32  # columns of a chunk, at most: the bits of a mask word
+CHUNK = 32  # maximum columns of a chunk: the bits of a mask word
 
 
 @dataclass(frozen=True)
 class RowState:
-    """The running softmax of a thread's row.
+    """Holds the running softmax of a thread's row.
 
     Attributes:
-        max: f32 [1], the reference of P and of `sum`.
-        sum: f32 [1], of P.
-        highest: f32 [1], the largest score, where the kernel writes the maxima.
+        max: f32 [1], the maximum to which P and `sum` are relative.
+        sum: f32 [1], the sum of P.
+        highest: f32 [1], the largest score, if the kernel writes the maxima.
     """
 
     max: cute.Tensor
@@ -60,20 +60,20 @@ class RowState:
         return RowState(*(cute.make_rmem_tensor(1, Float32) for _ in range(3)))  # f32 [1] each
 
     def reset(self) -> None:
-        """Begin a work tile."""
+        """Reset the state for a new work tile."""
         self.max[0], self.sum[0] = Float32(NEG_INF), Float32(0.0)
         self.highest[0] = Float32(NEG_INF)
 
 
 @dataclass(frozen=True)
 class TileValues:
-    """What is known once a work tile.
+    """Holds what is computed once per work tile.
 
     Attributes:
-        site: where the tile is.
+        site: position of the tile.
         head: values of the head.
         row: (q, values of the row) of the thread's row; q is clamped to the tensor.
-        column_constants: for the columns of a chunk, what is the same in every block.
+        column_constants: for each column of a chunk, the hook value that all blocks share.
         intervals: the intervals [low, high) of kv that the row keeps; None if the mask has no such
             form.
     """
@@ -87,11 +87,11 @@ class TileValues:
 
 @dataclass(frozen=True)
 class UpperHalf:
-    """The barriers of the upper half of S, where it is computed after the lower one.
+    """Holds the barriers of the upper half of S, if it is computed after the lower one.
 
     Attributes:
-        full, phase: the half is computed.
-        empty: all of S is read.
+        full, phase: barrier and parity: the half is computed.
+        empty: barrier: all of S is read.
     """
 
     full: cute.Pointer
@@ -101,11 +101,11 @@ class UpperHalf:
 
 @dataclass(frozen=True)
 class BlockScores:
-    """The scores of a row in a block.
+    """Holds the scores of a row in a block.
 
     Attributes:
         chunks: f32 values of each chunk.
-        bases: what each chunk adds to its scores, or None.
+        bases: what has to be added to the scores of each chunk, or None.
         peak: the largest score of the row.
     """
 
@@ -115,12 +115,12 @@ class BlockScores:
 
 
 class Softmax:
-    """The softmax of a thread's row, from S = Q K^T to P.
+    """Computes P from S = Q K^T for a thread's row.
 
     Args:
         config: the kernel's configuration.
         hooks: the variant.
-        group: the CTAs that share products.
+        group: the CTAs that compute MMAs together.
     """
 
     def __init__(self, config: ForwardConfig, hooks: ForwardHooks, group: CtaGroup) -> None:
@@ -130,7 +130,7 @@ class Softmax:
         self.dtype = common.DTYPES[config.dtype]
 
     def chunk(self, masked: bool) -> int:
-        """Columns that are computed together: few where each takes registers of its own."""
+        """Return how many columns are computed together: few if each takes registers of its own."""
         hooks = self.hooks
         if self.rolled(masked):
             return CHUNK // 2 if hooks.instruction_estimate >= HEAVIEST else CHUNK
@@ -139,10 +139,10 @@ class Softmax:
         )
 
     def rolled(self, masked: bool) -> bool:
-        """Whether chunks are computed in a loop, which writes scores back to tensor memory.
+        """Return whether chunks are computed in a loop, which writes scores back to tensor memory.
 
-        Where many instructions go into a score, code for each column is more than the instruction
-        caches hold, takes long to compile, and is computed for all chunks at once, with more
+        With many instructions per score, unrolled code does not fit the instruction caches and
+        takes long to compile. The compiler would also interleave all chunks, and need more
         registers than there are.
         """
         heavy = HEAVY_IN_PAIRS if self.config.two_cta else HEAVY
@@ -150,15 +150,15 @@ class Softmax:
 
     @property
     def by_element(self) -> bool:
-        """Whether the mask is to be evaluated for every element."""
+        """Return whether the mask has to be evaluated for every element."""
         return self.hooks.has_mask and self.hooks.intervals is None
 
     @property
     def sums(self) -> int:
-        """Independent chains of pairs of sums: few where exponentials leave few registers.
+        """Return the number of independent chains of pairs of sums.
 
-        Those of float16 have a polynomial of higher degree, and a mod that reads the score multiplies
-        each.
+        It is small where exponentials leave few registers: for float16 their polynomial has a
+        higher degree, and a mod that reads the score adds a multiplication to each.
         """
         crowded = (
             self.config.two_cta and self.config.dtype == "float16" and not self.hooks.ignores_score
@@ -168,7 +168,7 @@ class Softmax:
     def site(
         self, captured: list, batch: Int32, head: Int32, scalars: Scalars, first_row: Int32
     ) -> Site:
-        """Where a work tile is; its first row is the origin of distances."""
+        """Return the position of a work tile; distances are counted from its first row."""
         steps = (0,), range(CHUNK)
         q_len, kv_len, scale = scalars.q_len, scalars.kv_len, scalars.scale
         return Site(captured, batch, head, q_len, kv_len, scale, first_row, steps)
@@ -176,13 +176,13 @@ class Softmax:
     # ------------------------------------------------------------------ values known once a tile
 
     def begin_tile(self, site: Site, q: Int32) -> TileValues:
-        """Evaluate what is known once a work tile of this thread's row q."""
+        """Evaluate what this thread's row q needs once per work tile."""
         hooks = self.hooks
         inside = cutlass.min(q, site.q_len - 1)
         head = hooks.head(site)
         row = (inside, hooks.row(site, head, inside))
         constants = hooks.fixed_columns(site, head, list(range(CHUNK)))
-        # pinned: the compiler would recompute them in each block
+        # pinned, as the compiler would recompute them in each block
         constants = tuple(
             x if x is None or hooks.prefetches else common.pinned(x) for x in constants
         )
@@ -198,7 +198,7 @@ class Softmax:
         return TileValues(site, head, row, constants, intervals)
 
     def factor(self, tile: TileValues) -> Float32 | None:
-        """What scores are multiplied by to be in log2 units, or None for 1."""
+        """Return the factor that converts scores to log2 units, or None for 1."""
         return self.hooks.factor(tile.site, tile.head)
 
     # -------------------------------------------------------------------------- scores of a block
@@ -215,10 +215,10 @@ class Softmax:
         """Load the scores of a block and apply the mod and (if `masked`) the mask.
 
         Args:
-            number: of the kv block. Where block lists overrule the mask, ~number stands for a FULL
-                block: nothing but the end of the tensor is masked there.
-            row: of the thread, whose scores begin at `column` of tensor memory.
-            upper: where the upper half of the columns comes later; otherwise None.
+            number: index of the kv block. Where block lists overrule the mask, ~number stands for a
+                FULL block: only positions beyond the end of the tensor are masked there.
+            row: row of the thread, whose scores begin at `column` of tensor memory.
+            upper: barriers of the upper half of the columns if it is computed later, else None.
         """
         full, kv_block = Boolean(False), number
         if self.hooks.lists_override_mask:
@@ -239,8 +239,8 @@ class Softmax:
             if upper is not None and c == half and not rolled:
                 cute.arch.mbarrier_wait(upper.full, upper.phase)
             if not self.hooks.only_scales and not rolled:
-                loading = [c]  # one by one: a mod has values of its own in registers
-            else:  # by halves: the maximum of one is computed while the other comes
+                loading = [c]  # one by one, as a mod keeps values of its own in registers
+            else:  # by halves: the maximum of one is computed while the other loads
                 loading = list(range(c, c + half)) if c % half == 0 else []
             loaded += [device.load_row(row, column + wide * k, wide) for k in loading]
             if loading:
@@ -267,12 +267,12 @@ class Softmax:
         column: Int32,
         upper: UpperHalf | None,
     ) -> Any:
-        """Replace the scores of a block in tensor memory; returns the largest score of the row.
+        """Overwrite the scores of a block in tensor memory; return the largest score of the row.
 
         Args:
             start: first kv column of the block.
             full: whether block lists keep all of it.
-            Others: as of `scores`.
+            Others: as for `scores`.
         """
         wide, nan = self.chunk(masked), self.config.need_max
 
@@ -300,12 +300,12 @@ class Softmax:
     def _chunk(
         self, tile: TileValues, start: Int32, full: Boolean, masked: bool, chunk: list[Float32]
     ) -> tuple[list[Any], Any]:
-        """Scores of a chunk with mod and mask applied, and what it adds to all of them, or None."""
+        """Apply mod and mask to a chunk; return its scores, and what to add to all, or None."""
         site, head, hooks = tile.site, tile.head, self.hooks
         wide = len(chunk)
         rows, places = [tile.row], [(0, j) for j in range(wide)]
         positions = [start + j for j in range(wide)]
-        if masked:  # what a mod or a mask loads must lie inside its tensors
+        if masked:  # a mod or a mask may load at these positions
             positions = [cutlass.min(kv, site.kv_len - 1) for kv in positions]
         values = hooks.columns(site, head, positions, masked)
         columns = list(zip(positions, tile.column_constants[:wide], values, strict=True))
@@ -331,7 +331,7 @@ class Softmax:
         return [Float32(x) for x in chunk], hooks.block(site, head, start)
 
     def _inside(self, intervals: Any, start: Int32) -> Any:
-        """The columns of a chunk that lie in one of the row's intervals, as bits."""
+        """Return as bits which columns of a chunk lie in one of the row's intervals."""
         total = Int32(0)
         for low, high in intervals:
             total = total | (device.bits_below(high - start) & ~device.bits_below(low - start))
@@ -342,8 +342,11 @@ class Softmax:
     def _peak(
         self, chunk: Any, base: Float32 | None, peak: Any, chains: list[Any]
     ) -> tuple[Any, list[Any]]:
-        """The largest score so far: of earlier chunks, and chains of maxima that lack their base."""
-        nan, chains = self.config.need_max, list(chains)  # torch's maximum passes NaN on
+        """Take the maximum over a chunk; return the row's maximum so far and open chains of maxima.
+
+        Chains stay open over chunks without a base; the caller takes their maximum at the end.
+        """
+        nan, chains = self.config.need_max, list(chains)  # torch's maximum propagates NaN
         for j in range(0, len(chunk), 2):
             c, x, y = j // 2 % CHAINS, chunk[j], chunk[j + 1]
             if chains[c] is None:
@@ -355,14 +358,14 @@ class Softmax:
         return _larger(peak, largest(chains, nan) + base, nan), [None] * CHAINS
 
     def move_maximum(self, state: RowState, peak: Float32, factor: Float32 | None) -> Any:
-        """Take a block's maximum into account; returns what to multiply O and the sum by."""
+        """Update the row's maximum for a block; return the factor that rescales O and the sum."""
         nan = self.config.need_max
         old = state.max[0]
         new = cute.arch.fmax(old, peak, nan=nan)
         if const_expr(self.config.need_max):
             state.highest[0] = cute.arch.fmax(state.highest[0], peak, nan=nan)
         growth = new - old if factor is None else (new - old) * factor
-        # a small growth is left in P: nothing to rescale
+        # P takes up a small growth: nothing to rescale
         new = cutlass.select_(growth <= Float32(RESCALE_THRESHOLD), old, new)
         state.max[0] = new
         drop = old - common.finite_or_zero(new)
@@ -376,7 +379,7 @@ class Softmax:
         row_max: Float32,
         factor: Float32 | None,
     ) -> list[Any]:
-        """Compute P of neighbouring columns from the `first` of a block on, float32, in pairs."""
+        """Return P of adjacent columns, from column `first` of a block on, as pairs of float32."""
         less = self.shift(base, row_max, factor)
         pairs = []
         for j in range(0, len(values), 2):
@@ -394,23 +397,23 @@ class Softmax:
         return pairs
 
     def shift(self, base: Float32 | None, row_max: Float32, factor: Float32 | None) -> Any:
-        """What is added to scores, once multiplied by the factor, for the exponents of P."""
+        """Return what has to be added to scores * factor to get the exponents of P."""
         less = common.finite_or_zero(row_max)
         less = less if base is None else less - base
         return -less if factor is None else -(less * factor)
 
     def rounding(self, peak: Float32, row_max: Float32, factor: Float32 | None) -> Any:
-        """What rounding adds to the largest P of a block, that of the score `peak`."""
+        """Return what rounding adds to the largest P of a block, that of the score `peak`."""
         less = self.shift(None, row_max, factor)
         if factor is None:
             power = peak + less
-        else:  # as in `compute_p`, to the bit
+        else:  # bitwise the exponent of `compute_p`
             power = device.pure("fma.rn.f32", Float32, peak, factor, less)
         greatest = common.exp2(power)
         return device.rounded(greatest, self.dtype) - greatest
 
     def store_p(self, pairs: list[Any], row: Int32, column: Int32, sums: list[Any]) -> None:
-        """Add pairs of P to the sums of the row, and begin to store them from `column` on."""
+        """Add pairs of P to the sums of the row, and start to store them from `column` on."""
         for j, pair in enumerate(pairs):
             c = j % len(sums)
             sums[c] = pair if sums[c] is None else cute.arch.add_packed_f32x2(sums[c], pair)
@@ -421,10 +424,10 @@ class Softmax:
     def finish(
         self, tile: TileValues, state: RowState, gap: Float32
     ) -> tuple[Float32, Float32, Float32]:
-        """What the output is multiplied by, the LSE, and the largest score, of the row.
+        """Return the factor of the output, the LSE, and the largest score, of the row.
 
         Args:
-            gap: what roundings of the largest P of each block add to the sum.
+            gap: what rounding the largest P of each block adds to the sum.
         """
         factor = self.factor(tile)
         row_max, row_sum, highest = state.max[0], state.sum[0], state.highest[0]
@@ -436,14 +439,14 @@ class Softmax:
 def _repeated(
     compute: cutlass.Constexpr, first: cutlass.Constexpr, end: cutlass.Constexpr, value: Float32
 ):
-    """Compute `value = compute(c, value)` for c from `first` to `end`, in a loop."""
+    """Compute `value = compute(c, value)` for c in range(first, end), in a loop on the device."""
     for c in cutlass.range(first, end, unroll=1):
         value = compute(c, value)
     return value
 
 
 def total_of(sums: Any) -> Any:
-    """The sum of pairs of sums."""
+    """Return the total of pairs of sums."""
     pair = sums[0]
     for other in sums[1:]:
         pair = cute.arch.add_packed_f32x2(pair, other)

@@ -1,4 +1,7 @@
-"""The softmax warpgroups of the Blackwell forward, a thread a row: S from tensor memory, P back."""
+"""Run the softmax warpgroups of the Blackwell forward: S from tensor memory, P back to it.
+
+A thread has one row.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ P_STEP = 16  # columns of P that are computed and stored together
 
 @dataclass(frozen=True)
 class RowResults:
-    """What the softmax writes, in global memory.
+    """Holds the tensors in global memory that the softmax writes.
 
     Attributes:
         lse: f32 [B, H, S].
@@ -36,15 +39,15 @@ class RowResults:
 
 @dataclass(frozen=True)
 class RowThread:
-    """A thread of a softmax warpgroup and what it has throughout the kernel.
+    """Describes a thread of a softmax warpgroup and what it keeps throughout the kernel.
 
     Attributes:
-        t: the query tile of the CTA, as many as there are softmax warpgroups.
-        row: within the query tile, the lane of tensor memory.
-        place: among the rows of all query tiles: the number of the thread.
-        state: of the row.
-        gaps: f32 [128 * q_tiles] in shared memory: what roundings of the largest P of each block add
-            to a row's sum; a register for it would be one too many.
+        t: query tile of the CTA; each has a softmax warpgroup.
+        row: row within the query tile, the lane of tensor memory.
+        place: row counted over all query tiles, the thread's index.
+        state: running softmax of the row.
+        gaps: f32 [128 * q_tiles] in shared memory: for each row, what rounding the largest P of
+            each block adds to the sum. There is no register left for it.
     """
 
     t: Int32
@@ -55,12 +58,12 @@ class RowThread:
 
 
 class SoftmaxWarpgroup:
-    """The role of a softmax warpgroup.
+    """Runs the role of a softmax warpgroup.
 
     Args:
         config: the kernel's configuration.
-        softmax: of a row.
-        group: the CTAs that share products.
+        softmax: computes P of a row.
+        group: the CTAs that compute MMAs together.
     """
 
     def __init__(self, config: ForwardConfig, softmax: Softmax, group: CtaGroup) -> None:
@@ -80,12 +83,12 @@ class SoftmaxWarpgroup:
         captured: list,
         scalars: Scalars,
     ):
-        """Compute P of all blocks of a query tile, and the LSE of its rows."""
+        """Compute P and the LSE of the warpgroup's query tile, for all work tiles."""
         c = self.config
         thread_idx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         t, row = warp // WARPGROUP_WARPS, thread_idx % ROWS
-        place = thread_idx  # t * ROWS + row, and no register more
+        place = thread_idx  # equal to t * ROWS + row, but takes no register
         state = RowState.create()
         thread = RowThread(t, row, place, state, gaps)
         row_numbers = row_numbers.of_tile(t)
@@ -106,9 +109,9 @@ class SoftmaxWarpgroup:
                 self.block(False, kv_idx, tile_idx, tile, thread, row_numbers, block_ring, bars)
                 kv_idx += 1
             scale, lse, max_score = self.softmax.finish(tile, state, gaps[place])
-            row_numbers.wait_empty(kv_idx + tile_idx)  # one number a block and one a tile before
+            row_numbers.wait_empty(kv_idx + tile_idx)  # scales before: one per block, one per tile
             row_numbers.write(place, scale)
-            # read again: held through the loops, it would take registers from them
+            # the record is read again: kept through the loops, it would cost registers there
             work = work_ring.wait(tile_idx)
             work_ring.release(tile_idx)
             tile_row = self.group.query_tile(t) * ROWS + device.opaque_copy(row, tile_idx)
@@ -128,11 +131,11 @@ class SoftmaxWarpgroup:
         block_ring: BlockRing,
         bars: ForwardBarriers,
     ) -> None:
-        """Softmax of one block: S from tensor memory, P back to it.
+        """Compute P of one block: S from tensor memory, P back to it.
 
         Args:
             masked: whether the block needs the mask.
-            kv_idx, tile_idx: how many blocks and work tiles this CTA has had before.
+            kv_idx, tile_idx: number of blocks, and of work tiles, of this CTA before this one.
         """
         c, softmax = self.config, self.softmax
         t, row, place, state, gaps = (
@@ -155,7 +158,7 @@ class SoftmaxWarpgroup:
         gaps[place] = gaps[place] * scale + softmax.rounding(scores.peak, state.max[0], factor)
         sums: list[Any] = [None] * softmax.sums
         step = min(wide, P_STEP)
-        # computed before what comes before it is stored: the exponential unit goes on meanwhile
+        # compute a step before the last one is stored, so that the exponential unit stays busy
         ahead = step if softmax.hooks.only_scales and not masked else 0
         pending: list[Any] = []
         for start in range(0, c.block_kv + ahead, step):

@@ -1,1 +1,1 @@
-"""Kernels for Hopper (sm_90a) in CuTe-DSL."""
+"""Define the kernels for Hopper (sm_90a) in CuTe-DSL."""

@@ -1,21 +1,26 @@
-"""The backward kernel for Hopper (sm_90a): one kv block a work tile, in a loop over its q blocks.
+"""Compute the backward on Hopper (sm_90a): a work tile is a kv block, in a loop over its q blocks.
 
-One CTA per SM, persistent. Warpgroup 0 holds a warp that loads by TMA and two that add dQ to
-float32 sums; the other two warpgroups are consumers of 64 kv positions each. For every q block a
-consumer recomputes S^T = K Q^T and dP^T = V dO^T, computes P and dS in registers, and adds dV +=
-P^T dO and dK += dS^T Q from there. What limits it is shared memory, so that four steps of 16
-columns of K come from registers as well, read once a kv block, where the variant leaves room. dS
-also goes through shared memory, transposed, where a consumer reads both halves for its part of dQ =
-dS K: that of the q block before, so that no consumer waits for the other, and the tensor cores have
-the products of one while the other computes. dQ leaves through shared memory by bulk reductions.
+One CTA per SM, persistent. Warpgroup 0 has a warp that loads by TMA, two that add dQ to float32
+sums, and one that clears fully masked kv blocks. The other two warpgroups are consumers of 64 kv
+positions each. For every q block a consumer recomputes S^T = K Q^T and dP^T = V dO^T, computes P
+and dS in registers, and adds dV += P^T dO and dK += dS^T Q from there. The bandwidth of shared
+memory is the limit. So where the variant leaves room, four steps of 16 columns of K come from
+registers, and are read once per kv block.
 
-Work tiles overlap: K has two stages, so that the next one's is there, and V one, free once dP of
-the last q block is done. dK and dV leave from registers while the first S and dP of the next work
-tile are computed, and dQ of the last q block is the first that the next work tile issues.
+dS also goes through shared memory, transposed: each consumer reads both halves for its part of
+dQ = dS K. It issues dQ of the q block before. So no consumer waits for the other, and the tensor
+cores have products of one while the other computes. dQ leaves through shared memory by bulk
+reductions.
+
+Work tiles overlap. K has two stages, so that K of the next work tile is loaded early. V has one,
+which is free once dP of the last q block is done. dK and dV leave from registers while the first S
+and dP of the next work tile are computed. The first dQ that the next work tile issues is that of
+the last q block.
 
 Query and kv blocks come in ascending order, PARTIAL and FULL mixed; only blocks marked as masked
-run mask instructions. Float32 sums are kept in units of 64 x 64 in the order of the accumulators'
-registers, so that they are read and written in whole lines (`backward_postprocess` undoes it).
+run mask instructions. Float32 sums are stored in units of 64 x 64 in the order of the accumulators'
+registers, so that they are read and written in whole cache lines; `backward_postprocess` restores
+the order of rows and columns.
 """
 
 from __future__ import annotations
@@ -80,16 +85,16 @@ HELD_STEPS = 4  # steps of 16 columns of K in registers, for variants that leave
 
 @dataclass(frozen=True)
 class Consumer:
-    """A thread of a consumer warpgroup: what it has through the kernel.
+    """Holds what a consumer thread keeps for the whole kernel.
 
     Attributes:
         mma: operands, accumulators and instructions.
         bars: mbarriers.
         smem: LSE, delta and words in shared memory.
-        out: where results go.
+        out: destinations of the results.
         row0: the thread's first row within a q block.
-        ds_copy, ds_thread, ds_smem: copy of dS to shared memory, the thread's part of it, and where
-            to: dtype [64, block_q, 2 stages].
+        ds_copy, ds_thread, ds_smem: copy of dS to shared memory, the thread's slice of it, and its
+            target: dtype [64, block_q, 2 stages].
     """
 
     mma: ConsumerMma
@@ -103,7 +108,7 @@ class Consumer:
 
 
 class Backward:
-    """A backward kernel for one configuration and one variant.
+    """Builds the backward kernel of one configuration and one variant.
 
     Args:
         config: what is fixed when the kernel is compiled.
@@ -170,29 +175,30 @@ class Backward:
         ctas: Int32,
         stream: Any,
     ):
-        """Launch.
+        """Launch the kernel.
 
         Args:
             query, key, value, grad_out, grad_key, grad_value: [B, H, S, D] of the config's dtype,
                 the last dimension contiguous, the others' strides and the address multiples of 16
                 bytes. The last two are not written if the config accumulates.
             lse, delta: float32 [B * H * q blocks * block_q], of `common.preprocess.Preprocess`.
-            sums: float32, zero, but for those of dQ where the config has first writers; units of
-                dQ, then, if the config accumulates, of dK and of dV; if it joins, dK and dV of
-                every split kv block.
+            sums: float32, zero; those of dQ may hold anything if the config has first writers.
+                First the units of dQ. Then, if the config accumulates, those of dK and of dV; if
+                it joins, dK and dV of every split kv block.
             items: the work list, int32 [work tiles, 12], see `WorkItem`.
             partial, full: int32 [2, runs], starts and lengths of the transposed runs.
             counter: int32 [1 + 8 * split kv blocks], zero; left at zero.
             captured: captured tensors.
-            totals: gradients of those that want one, float32, of their shapes; added to. In a fixed
-                order, int64 with a last dimension of bins, see `common.exact_sums`.
-            order: empty; with first writers alone, int32 flags of the chunks of dQ, zero; in a
-                fixed order, the tensors of `common.semaphore.OrderTable`. Their semaphores, one a
-                chunk of the sums, hold the first turn of their row, those of dK and dV 0, and are
-                left as they are.
+            totals: gradients of captured tensors that want one, float32, of their shapes; the
+                kernel adds to them. In a fixed order, int64 with a last dimension of bins, see
+                `common.exact_sums`.
+            order: empty if sums have no order. With first writers alone: int32 flags of the chunks
+                of dQ, zero. In a fixed order: the tensors of `common.semaphore.OrderTable`. Their
+                semaphores, one per chunk of the sums, hold the first turn of their row, those of
+                dK and dV hold 0; the kernel leaves them so.
             scale: softmax scale.
             group: query heads per kv head.
-            ctas: at most the number of work tiles.
+            ctas: CTAs to launch, at most the number of work tiles.
         """
         c, dtype = self.config, self.dtype
         head_dim, head_dim_v, bm = c.head_dim, c.head_dim_v, c.block_q
@@ -282,7 +288,7 @@ class Backward:
         order: list,
         sizes: tuple,
     ):
-        """Set up shared memory, then take a role, see `backward_shared`."""
+        """Set up shared memory and barriers, then run the role of the warp (`backward_shared`)."""
         c = self.config
         problem, (grad_key, grad_value) = Problem(*sizes), grads
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -352,7 +358,7 @@ class Backward:
         results: Results,
         problem: Problem,
     ):
-        """The loop of a consumer warpgroup: products, P, dS, and the epilogue of each work tile."""
+        """Run a consumer warpgroup: products, P, dS, and the epilogue of each work tile."""
         c, p, info = self.config, problem, smem.info
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -367,7 +373,7 @@ class Backward:
         sums = self.captured_grads.begin(totals)
         q_count, kv_count = Int32(0), Int32(0)  # blocks and work tiles before
         note = (Int32(0), Int32(0))  # where dQ of the q block before goes, and whose turn it is
-        for acc in (mma.dk, mma.dv):  # defined before the loop; its first products overwrite them
+        for acc in (mma.dk, mma.dv):  # defined before the loop, whose first products overwrite them
             acc.fill(0.0)
         cute.arch.mbarrier_wait(bars.load.k_full, 0)
         valid = info[RECORD + WorkTile.VALID]
@@ -415,7 +421,7 @@ class Backward:
             mma.issue_dq(bars, q_count - 1, kv_count - 1)
             warpgroup.wait_group(0)
             self.epilogue.write_dk_dv(mma.dk, mma.dv, out, kv_count)
-            free = not c.accumulate  # then `write_dk_dv` has waited
+            free = not c.accumulate  # otherwise `write_dk_dv` has waited
             self.epilogue.send_dq(mma.dq, note, out, q_count - 1, free)
         self.epilogue.finish(out)
 
@@ -425,7 +431,7 @@ class Backward:
         self, mmas: tuple, views: SmemLayouts, smem: LoadTargets, bars: Barriers, factors: Any,
         out: Outputs, row0: Int32,
     ) -> Consumer:  # fmt: skip
-        """Make operands and accumulators, and the copy of dS to shared memory."""
+        """Create operands and accumulators, and the copy of dS to shared memory."""
         c = self.config
         overwrite, accumulate = (TiledMmas(*m) for m in mmas)
         # set once: the value behind a set() in a helper must not leave the helper's region
@@ -444,7 +450,7 @@ class Backward:
         return Consumer(mma, bars, smem, out, row0, ds_copy, ds_thread, ds_smem)
 
     def start_block(self, first: bool, w: Consumer, q_count: Int32, kv_count: Int32) -> QBlock:
-        """Issue S and dP of a q block; on the first of a work tile, write the last dK and dV.
+        """Issue S and dP of a q block; at a work tile's first, also write dK and dV before it.
 
         Args:
             first: whether it is the first of its work tile.
@@ -461,7 +467,7 @@ class Backward:
         word = w.smem.info[s]
         warpgroup.fence()
         mma.issue_s(s, kv_count & 1)
-        if first:  # of the waits, those that leave all in flight tell the assembler what is not
+        if first:  # leaves all groups in flight: tells the assembler that dK and dV are not
             warpgroup.wait_group(1)
             if rounded:  # dP as well would take registers
                 self.epilogue.write_dk_dv(mma.dk, mma.dv, out, kv_count)
@@ -482,15 +488,15 @@ class Backward:
         self, first: bool, last: Any, w: Consumer, block: QBlock, tile: KvBlock,
         sums: CapturedSums, place: Any, q_count: Int32, kv_count: Int32, note: Any,
     ) -> Any:  # fmt: skip
-        """Compute P and dS of a q block, issue the products with them, and dQ of the block before.
+        """Compute P and dS of a q block; issue its dV and dK, and dQ of the block before.
 
         Args:
             first, last: whether it is the first and the last of its work tile.
             place: the first chunk of dQ of the kv block, and its turn.
-            note: where dQ of the block before goes, be it of the work tile before.
+            note: chunk and turn of dQ of the block before, maybe of the work tile before.
 
         Returns:
-            Where its own dQ goes.
+            Chunk and turn of its own dQ.
         """
         c, mma, bars, out = self.config, w.mma, w.bars, w.out
         # P and dS as A operands, in the order of the accumulator of S
@@ -502,12 +508,12 @@ class Backward:
             self.release_last(last, v_empty)
             self.captured_grads.compute_p_ds(block, tile, mma.s, p, mma.dp, ds, sums)
         else:
-            warpgroup.wait_group(1)  # S is there; dP runs beside the exponentials
+            warpgroup.wait_group(1)  # S is there; dP runs during the exponentials
             self.softmax.compute_p(block, tile, mma.s, mma.s, p)
             warpgroup.wait_group(0)  # dP is there
             self.release_last(last, v_empty)
             self.softmax.compute_ds(mma.s, p, mma.dp, block.delta, ds)
-        # both consumers have read dS of two blocks before
+        # wait until both consumers have read dS of two blocks before
         cute.arch.mbarrier_wait(bars.ds_empty + s, phase ^ 1)
         cute.copy(
             w.ds_copy, w.ds_thread.retile(ds), w.ds_smem[None, None, None, s * CONSUMERS + out.wg]
@@ -518,7 +524,9 @@ class Backward:
         device.arrive(bars.ds_full + s)
         warpgroup.fence()  # P and dS are operands in registers
         mma.issue_dv(s, first)
-        if first:  # at the very beginning there is none before: the block's own, which is not sent
+        if (
+            first
+        ):  # the kernel's first block has none before: it issues its own dQ, which is not sent
             mma.issue_dq(bars, _before(q_count), _before(kv_count))
         else:
             mma.issue_dq(bars, q_count - 1, kv_count)
@@ -543,10 +551,10 @@ class Backward:
 
 
 def _held_steps(config: BackwardConfig, hooks: BackwardHooks) -> int:
-    """Return for how many steps of 16 columns of K the variant leaves registers."""
+    """Return how many steps of 16 columns of K the variant leaves registers for."""
     if hooks.has_derivative or hooks.gradient_levels or hooks.loads_per_score:
         return 0
-    # a mask that is computed for every score takes registers beside a block of 128 rows
+    # a mask that is evaluated for every score takes registers, as a block of 128 rows does
     by_element = hooks.has_mask and hooks.intervals is None
     return 0 if config.rounded and by_element else HELD_STEPS
 

@@ -1,10 +1,10 @@
-"""slope * (kv - q), as ALiBi adds it, in the Hopper backward.
+"""Add slope * (kv - q), as ALiBi does, to the exponents of the Hopper backward.
 
-A thread has two columns and many rows. Where the products have the rows' part
-(`backward_lse_in_mma`), its elements need one number a column and block; otherwise one for all
-elements of equal q - kv, a multiply-add each. Either is the addend of the multiply-add by the
-scale. Terms are relative to a block, and rounded as float32 of their size. The slope is read once a
-kv block.
+A thread has two columns and many rows. Where the products contain the part that depends on the row
+(`backward_lse_in_mma`), it needs one number per column and block. Otherwise it needs one number
+for all elements of equal q - kv, a multiply-add each. Either number is the addend of the
+multiply-add by the scale. Terms are relative to a block, and rounded to float32 at that size. The
+slope is read once per kv block.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Term = Callable[[int, int], Any]
 
 @dataclass(frozen=True)
 class Alibi:
-    """Adds to the exponents what is linear in kv - q.
+    """Adds the terms that are linear in kv - q to the exponents.
 
     Attributes:
         hooks: the variant.
         block_q: rows of a q block.
-        rows_in_mma: the products have the part that depends on the row.
+        rows_in_mma: whether the products contain the part that depends on the row.
     """
 
     hooks: BackwardHooks
@@ -38,11 +38,11 @@ class Alibi:
     rows_in_mma: bool
 
     def terms(self, block: QBlock, tile: KvBlock) -> Term | None:
-        """Return what the exponents of a block have for their distances and the products do not.
+        """Return the distance terms of a block's exponents that the products do not contain.
 
         Returns:
-            A function of an element's step, its q - kv less that of the thread's first, and of
-            which of the thread's columns it is in; None for nothing.
+            A function of an element's step (its q - kv minus that of the thread's first element)
+            and of its column (0 or 1 of the thread); None if there is no term.
         """
         slope = self.hooks.distance_term(tile.site, tile.head)
         if slope is None:

@@ -1,10 +1,9 @@
-"""Gradients of captured tensors, in the Hopper backward.
+"""Compute gradients of captured tensors in the Hopper backward.
 
-A load whose index is known per head or per column is summed in registers over a whole work tile,
-one whose index is known per row over the columns of a warp, and one that depends on q - kv along
-the diagonals of a warp (`Diagonals`), before anything is added to the gradient in memory. Any other
-is added element by element. All sums are float32, or exact in memory where sums have an order
-(`common.exact_sums`).
+The gradient of a load is summed in registers before it is added in memory: over a whole work tile
+if its index is known per head or per column, over the columns of a warp if per row, along the
+diagonals of a warp (`Diagonals`) if it depends on q - kv. Any other load is added element by
+element. All sums are float32, or exact in memory where sums have an order (`common.exact_sums`).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ RUNNING = {"head": 1, "column": 2, "row": 0, "relative": 0, "element": 0}
 
 @dataclass(frozen=True)
 class CapturedSums:
-    """Where the gradients of captured tensors are summed.
+    """Holds the sums of gradients of captured tensors, in registers and in memory.
 
     Attributes:
         running: f32 [values of `RUNNING`] a thread, over a work tile.
@@ -53,7 +52,7 @@ class CapturedGrads(ExactSums):
         self.dtype = softmax.dtype
 
     def begin(self, totals: Any) -> CapturedSums:
-        """Take registers for the sums of a work tile."""
+        """Allocate registers for the sums of a work tile."""
         count = sum(RUNNING[level] for level in self.hooks.gradient_levels)
         running = cute.make_rmem_tensor(max(count, 1), Float32)  # f32 [values]
         return CapturedSums(running, totals)
@@ -69,7 +68,7 @@ class CapturedGrads(ExactSums):
         ds: cute.Tensor,
         sums: CapturedSums,
     ):
-        """`compute`, with the mask where this block needs it."""
+        """Call `compute`, with the mask where this block needs it."""
         if (block.word & APPLY_MASK) != 0:
             self.compute(block, True, tile, scores, p, dp, ds, sums)
         else:
@@ -89,8 +88,8 @@ class CapturedGrads(ExactSums):
         """Write P to `p` and dS to `ds` in the dtype, and add the gradients of captured tensors.
 
         Args:
-            masked: compute the mask, and the ends of the tensors; None: `p` is there, 0 where
-                masked, and stays.
+            masked: whether to apply the mask and the ends of the tensors. None: `p` holds P
+                already, 0 where masked, and is not written.
             scores: f32 S, raw.
             dp: f32 dP - delta.
         """
@@ -134,9 +133,10 @@ class CapturedGrads(ExactSums):
                 self._add_along(i, one.rest(), d0, site, sums)
 
     def _add_along(self, i: int, diagonals: Any, d0: Any, site: Any, sums: CapturedSums) -> None:
-        """Add what `Diagonals` has summed to memory.
+        """Add sums along diagonals to the gradient in memory.
 
         Args:
+            diagonals: (diagonal, sum) of this lane, as `Diagonals.take` returns them.
             d0: q - kv of the thread's first element.
         """
         total = sums.totals[self.hooks.gradient_slots[i]]
@@ -153,7 +153,7 @@ class CapturedGrads(ExactSums):
         self, i: int, level: str, at: int, site: Any, rows: Any, columns: Any, values: Any,
         sums: CapturedSums,
     ) -> None:  # fmt: skip
-        """Add the gradients of four elements of load i."""
+        """Add the gradients of load i at four scores, in registers or in memory."""
         total, running = sums.totals[self.hooks.gradient_slots[i]], sums.running
         if level == "head":
             running[at] = running[at] + ((values[0] + values[1]) + (values[2] + values[3]))
@@ -179,7 +179,7 @@ class CapturedGrads(ExactSums):
                 self.add_where(value != Float32(0.0), total, place, value)
 
     def flush(self, tile: KvBlock, sums: CapturedSums) -> None:
-        """Add what was summed over a work tile to memory."""
+        """Add the sums of a work tile to the gradients in memory."""
         if not self.hooks.gradient_levels:
             return
         site, columns, running, at = tile.site, tile.columns, sums.running, 0
@@ -204,11 +204,11 @@ def _select(keep: Any, values: list[Any]) -> list[Any]:
 
 
 class Diagonals:
-    """Sums along the diagonals of a warp's scores: 16 columns, rows eight at a time.
+    """Adds values along the diagonals of a warp's scores: 16 columns, eight rows at a time.
 
     A group of eight rows and eight columns is rotated, its column r by r rows, so that each lane
-    gets two values of the same diagonals whatever its column; those that wrap around belong to the
-    group before. The eight lanes of equal rows then sum them, each keeping one of eight groups.
+    gets two values of the same diagonals whatever its column; values that wrap around belong to the
+    group before. The eight lanes of equal rows then sum them; each keeps one of eight groups.
     """
 
     def __init__(self) -> None:
@@ -221,20 +221,20 @@ class Diagonals:
         zero = Float32(0.0)
         self.carry, self.last = [zero, zero], [zero, zero]
         self.waiting: dict[int, Any] = {}
-        self.group = -2  # of the next result: its first diagonal is 8 times that
+        self.group = -2  # of the next result, whose first diagonal is 8 times that
 
     def take(self, values: Any) -> list[Any]:
         """Add the next eight rows: values of (row, column) (0, 0), (1, 0), (0, 1), (1, 1).
 
         Returns:
-            What is complete now: (diagonal from the warp's first element, sum) of this lane.
+            The complete sums of this lane: (diagonal, counted from the warp's first element, sum).
         """
         low = [self.carry[k] + values[2 + k] for k in range(2)]
         self.carry = [values[0], values[1]]
         return self._rotate(low)
 
     def rest(self) -> list[Any]:
-        """Return what is left after the last rows, as `take` does."""
+        """Return the sums that are left after the last rows, as `take` does."""
         done = self._rotate(self.carry) + self._rotate([Float32(0.0)] * 2)
         bit = 1
         while self.waiting:

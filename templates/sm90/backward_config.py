@@ -1,4 +1,4 @@
-"""What is fixed when the Hopper backward is compiled."""
+"""Define the compile-time configuration of the Hopper backward."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from dataclasses import dataclass
 
 from attnkit.templates.sm90.config import SMEM_BYTES
 
-UNIT = 64 * 64  # floats of a unit of a float32 sum
+UNIT = 64 * 64  # floats in a unit of a float32 sum
 ROWS = 64  # rows of a warpgroup's products
 
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """Sizes and switches of the backward kernel for head dims up to 128.
+    """Holds the sizes and switches of the backward kernel for head dims up to 128.
 
     Attributes:
         dtype: "bfloat16" or "float16", of all inputs and gradients.
-        head_dim, head_dim_v: head_dim and head_dim_v as computed, the tensors' own padded with zeros:
-            64 or 128.
+        head_dim, head_dim_v: head_dim and head_dim_v as computed: those of the tensors, padded with
+            zeros to 64 or 128.
         block_q: rows of a q block, 64, or 128 with a head_dim of 64.
-        accumulate: dK and dV are added to float32 sums, for query heads that share a kv head;
-            otherwise they are stored in the dtype.
-        sum_order: "ascending" or "descending": sums are formed in this order of kv blocks, that of the
+        accumulate: dK and dV are added to float32 sums, as query heads share a kv head; otherwise
+            they are stored in the dtype.
+        sum_order: "ascending" or "descending": kv blocks add to the sums in this order, that of the
             schedule; "" for any order.
         first_writer: first-writer dQ: of the kv blocks that add to a q block, the first in the list
-            stores its part instead, and the others wait for its flag, or for their turn; see
+            stores its part instead. The others wait for its flag, or for their turn. See
             `attnkit.schedule.first_writer`.
         less_lse: the tensor cores subtract LSE / scale from S, see `backward_lse_in_mma`; for mods
-            that add to the score what does not depend on it.
+            that only add to the score, and nothing that depends on it.
     """
 
     dtype: str = "bfloat16"
@@ -41,10 +41,10 @@ class BackwardConfig:
 
     block_kv = 2 * ROWS  # 64 keys of each consumer
     stages = q_stages = 2  # of the rings of dO and dS, and of Q
-    k_stages = 2  # K of a work tile is read when the next one's has begun
+    k_stages = 2  # K of a work tile is still read when the next one's is loaded
     less_delta = False  # costs 7 % at head dim 128, see docs/hopper.md
-    # Registers a thread. 2 * 128 * 240 + 128 * 24 = 64512 of 65536: what the consumers get more
-    # than the 168 of the launch, the producer warpgroup gives back.
+    # Registers per thread. 2 * 128 * 240 + 128 * 24 = 64512 of 65536: the producer warpgroup gives
+    # up what the consumers get beyond the launch's 168.
     consumer_registers, producer_registers = 240, 24
 
     @property
@@ -54,15 +54,15 @@ class BackwardConfig:
 
     @property
     def chunk(self) -> int:
-        """Floats that a warpgroup adds to a sum at a time: its half of a block of dQ."""
+        """Floats of a chunk, which a warpgroup adds to a sum at once: its half of a block of dQ."""
         return self.block_q * self.head_dim // 2
 
     @property
     def flags(self) -> int | None:
-        """Flags of 64 rows of dQ, cleared instead of its sums; None to clear these."""
+        """How many flags of 64 rows of dQ are cleared instead of sums; None to clear sums."""
         if not self.first_writer:
             return None
-        return 0 if self.sum_order else 2 * ROWS // self.block_q  # who has a turn needs no flag
+        return 0 if self.sum_order else 2 * ROWS // self.block_q  # turns replace the flags
 
     @property
     def words(self) -> tuple[int, int]:
@@ -71,12 +71,12 @@ class BackwardConfig:
 
     @property
     def rounded(self) -> bool:
-        """dS is computed from P in the dtype: of a block of 128 rows the registers hold no more."""
+        """Whether dS is computed from P in the dtype: 128 rows leave no registers for float32."""
         return self.block_q > ROWS
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of a CTA: K twice, V, the rings of Q, dO and dS, dQ, and what is small."""
+        """Shared memory of a CTA: K twice, V, the rings of Q, dO and dS, dQ, and small tables."""
         rings = self.stages * (self.head_dim + self.head_dim_v + self.block_kv)
         tiles = self.block_kv * (self.k_stages * self.head_dim + self.head_dim_v)
         tiles += self.block_q * rings

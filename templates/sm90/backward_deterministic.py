@@ -1,17 +1,18 @@
-"""Sums in a fixed order: the warps that add chunks of dQ, and of shared dK and dV, by semaphores.
+"""Add chunks of dQ, and of shared dK and dV, to their sums in a fixed order, by semaphores.
 
-The order is that of `attnkit.schedule.deterministic_order`: a semaphore a chunk says whose turn it
-is. With first writers, who has the first turn stores; nobody has cleared the sum.
+The order is that of `attnkit.schedule.deterministic_order`: the semaphore of a chunk says whose
+turn it is. With first writers, the first turn stores instead of adding, and nobody clears the sum.
 
-A warp adds a chunk once its turn has come, and the turn passes to the next kv block once the chunk
-has landed, which takes as long as a block of products. So the warp adds the next chunk first, if
-that is ready by then and has its turn. It does not pass the turn itself either, as a fence would
-wait for what is under way: another warp is told of chunks that have landed, and passes their turns.
+A warp adds a chunk once its turn has come. The turn passes to the next kv block once the chunk has
+landed in memory, which takes as long as a block of products. Meanwhile the warp adds the next
+chunk, if that is ready and has its turn. It does not pass the turn itself, as a fence would wait
+for all copies in flight: it reports chunks that have landed to another warp, which passes their
+turns.
 
-No deadlock: a warp that waits for a turn, or for a chunk, holds no chunk whose turn it has not
-reported. The warp that passes turns serves both consumers alternately: what it holds of one may
-wait until a chunk of the other has landed, which itself waits for earlier work tiles only. Loads
-and products wait for no turn, and run ahead.
+No deadlock: a warp that waits for a turn or for a chunk has reported every chunk that it added. The
+warp that passes turns serves both consumers alternately. A report of one may wait until a chunk of
+the other has landed, which itself waits for earlier work tiles only. Loads and products wait for no
+turn, and run ahead.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ from attnkit.templates.sm90.backward_shared import (
 )
 
 LANDING = 1000  # nanoseconds in which a chunk lands
-LANDED_WORDS = 3  # chunk, turn, following turn: the first words of its note
+LANDED_WORDS = 3  # chunk, turn, following turn: the first words of the note
 
 
 class DeterministicReduce:
     """Adds chunks in the order of their semaphores.
 
     Args:
-        config: its `sum_order` is the order, its `first_writer` whether the first turn stores.
+        config: `turns` is the order, `firsts` says whether the first turn stores.
     """
 
     def __init__(self, config: BackwardConfig) -> None:
@@ -63,18 +64,18 @@ class DeterministicReduce:
         self, wg: Constexpr, staging: cute.Pointer, info: cute.Tensor, bars: ChunkBarriers,
         sums: cute.Tensor, order: list,
     ):  # fmt: skip
-        """See `backward_dq_reduce.Reduce.run`."""
+        """Run the warp that adds a consumer's chunks, see `backward_dq_reduce.Reduce.run`."""
         c = self.config
         semaphores = order[OrderTable.SEMAPHORE]
         chunk_ready = bars.ready + wg
         release_staging(wg)
-        # a chunk whose turn has come; one that is under way, whose turn is still to be reported
+        # ready: a chunk whose turn has come; pending: one in flight, whose turn is to be reported
         ready, pending, count = Int32(-1), Int32(-1), Int32(0)
         pending_turn, pending_following = Int32(0), Int32(0)
         chunk, phase = Int32(0), Int32(0)
         while chunk >= 0:
             if pending >= 0:
-                # the consumer is slower than the copy lands: report before waiting for it
+                # the consumer is slower than the copy: report before waiting for the consumer
                 if not device.try_wait(chunk_ready, phase, LANDING):
                     count = self.report(
                         (pending, pending_turn, pending_following), 0, count, info, bars, wg
@@ -92,7 +93,7 @@ class DeterministicReduce:
                 if pending >= 0 and chunk != ready:
                     ready = poll_turn(semaphores.iterator + chunk, turn, chunk)
                 if chunk != ready:
-                    if pending >= 0:  # or others might wait for it, and this warp for them
+                    if pending >= 0:  # others might wait for the report, and this warp for them
                         count = self.report(
                             (pending, pending_turn, pending_following), 0, count, info, bars, wg
                         )
@@ -130,15 +131,15 @@ class DeterministicReduce:
         self, pending: tuple, in_flight: Constexpr, count: Int32, info: cute.Tensor,
         bars: ChunkBarriers, wg: Constexpr,
     ):  # fmt: skip
-        """Wait until a chunk has landed, and tell the warp that passes turns.
+        """Wait until a chunk has landed, and report it to the warp that passes turns.
 
         Args:
-            pending: the chunk, -1: no more come; whose turn it was, and who follows, or -1.
-            in_flight: chunks that were sent after it and are under way.
-            count: chunks that were reported before.
+            pending: (chunk, turn, following turn); chunk -1: no more come; following -1: not known.
+            in_flight: how many later chunks may still be in flight.
+            count: how many reports came before.
 
         Returns:
-            The next count.
+            The count for the next report.
         """
         cute.arch.mbarrier_wait(bars.landed_ack + wg, (count & 1) ^ 1)
         with cute.arch.elect_one():
@@ -151,9 +152,9 @@ class DeterministicReduce:
 
     @cute.jit
     def pass_turns(self, info: cute.Tensor, bars: ChunkBarriers, order: list):
-        """The loop of a warp that passes the turns of landed chunks, of both consumers in turn.
+        """Run the warp that passes the turns of landed chunks, alternately of both consumers.
 
-        These send equally many.
+        Both send equally many.
         """
         count, chunk = Int32(0), Int32(0)
         while chunk >= 0:

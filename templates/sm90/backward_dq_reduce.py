@@ -1,7 +1,7 @@
-"""The warps that add chunks of dQ, and of shared dK and dV, to float32 sums in memory.
+"""Add chunks of dQ, and of shared dK and dV, to float32 sums in memory, in any order.
 
-A consumer leaves a chunk in shared memory and a note of where it goes; a warp of its own adds it
-by one bulk reduction. `backward_first_writer` and `backward_deterministic` are other ways.
+A consumer leaves a chunk in shared memory, and a note of where it goes. One warp per consumer adds
+chunks by bulk reductions. `backward_first_writer` and `backward_deterministic` do so in other ways.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from attnkit.templates.sm90.backward_shared import (
 
 
 class Reduce(Protocol):
-    """A way to add chunks to sums in memory."""
+    """Adds the chunks of a consumer to sums in memory."""
 
     def run(
         self, wg: int, staging: Any, info: Any, bars: ChunkBarriers, sums: Any, order: Any
     ) -> None:
-        """The loop of a warp that adds a consumer's chunks.
+        """Run the warp that adds a consumer's chunks.
 
         Args:
             wg: number of the consumer.
             staging: f32 [2, chunk] in shared memory, a chunk of each consumer.
             info: int32 words in shared memory, with the notes.
-            bars: for a fixed order.
+            bars: mbarriers, used for a fixed order only.
             sums: float32 sums in memory, by chunks.
             order: flags or semaphores of the chunks, see `Backward.__call__`.
         """
@@ -42,7 +42,7 @@ class DqReduce:
     """Adds chunks in any order to sums that are zero before.
 
     Args:
-        chunk: its floats.
+        chunk: floats per chunk.
     """
 
     def __init__(self, chunk: int) -> None:
@@ -53,7 +53,7 @@ class DqReduce:
         self, wg: Constexpr, staging: cute.Pointer, info: cute.Tensor, bars: ChunkBarriers,
         sums: cute.Tensor, order: list,
     ):  # fmt: skip
-        """See `Reduce.run`."""
+        """Run the warp that adds a consumer's chunks, see `Reduce.run`."""
         size = self.chunk
         release_staging(wg)
         chunk = Int32(0)
@@ -63,7 +63,7 @@ class DqReduce:
             if chunk >= 0:
                 add_chunk(sums.iterator + Int64(chunk) * size, staging + wg * size, size)
                 with cute.arch.elect_one():
-                    # the bulk copy has read shared memory; the sum in memory may have it later
+                    # wait until the bulk copy has read shared memory; it may reach the sum later
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                 release_staging(wg)
         with cute.arch.elect_one():
@@ -71,7 +71,7 @@ class DqReduce:
 
 
 def wait_staging(wg: Any) -> None:
-    """Wait until a consumer has left a chunk and its note."""
+    """Wait until a consumer has written a chunk and its note."""
     cute.arch.barrier(barrier_id=NamedBarrier.DQ_FULL + wg, number_of_threads=DQ_THREADS)
 
 
@@ -86,7 +86,7 @@ def read_note(info: cute.Tensor, wg: Any, word: ChunkNote) -> Any:
 
 
 def store_chunk(target: cute.Pointer, source: cute.Pointer, size: int) -> None:
-    """Begin to store floats in shared memory to memory; one group of bulk copies."""
+    """Issue the bulk copy of `size` floats from shared to global memory, as one group."""
     with cute.arch.elect_one():
         cute.arch.inline_ptx(
             "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
@@ -96,7 +96,7 @@ def store_chunk(target: cute.Pointer, source: cute.Pointer, size: int) -> None:
 
 
 def add_chunk(target: cute.Pointer, source: cute.Pointer, size: int) -> None:
-    """Begin to add floats in shared memory to a sum in memory; one group of bulk copies."""
+    """Issue the bulk addition of `size` floats in shared memory to a sum, as one group."""
     with cute.arch.elect_one():
         cute.arch.inline_ptx(
             "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",

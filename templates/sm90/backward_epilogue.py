@@ -1,9 +1,9 @@
-"""Epilogue of the Hopper backward: a consumer hands on dQ, and at the end of a kv block dK and dV.
+"""Hand on dQ of each q block, and write dK and dV of each kv block, in the Hopper backward.
 
-dK and dV are rounded and written in whole rows, through the memory where dQ leaves otherwise: K and
-V of the next work tile are already in theirs. Where several work tiles share a kv block, each adds
-its part to float32 sums, and the last one to do so rounds and writes these. Another warp writes
-zeros where a kv block is fully masked.
+dK and dV are rounded and written in whole rows, through the staging memory of dQ: the memory of K
+and V holds the next work tile already. Where several work tiles share a kv block, each adds its
+part to float32 sums, and the last one to do so rounds and writes the sums. Another warp writes
+zeros for fully masked kv blocks.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from attnkit.templates.sm90.backward_shared import (
 
 VECTOR = 8  # elements of 16 bytes
 SQUARE = 64 * 64  # elements of a swizzled square of shared memory
-# Counters of a split kv block, one a consumer warp: how many parts have been added. The host makes
-# as many (`splice.backward_work`), after the one of the work list.
+# Counters of a split kv block, one per consumer warp: how many parts have been added. The host
+# allocates them (`splice.backward_work`), after the counter of the work list.
 COUNTERS = CONSUMERS * WARPS
-LANE_STRIDE = 4 * WARPGROUP  # floats from a thread's 16 bytes of a chunk to its next ones
+LANE_STRIDE = 4 * WARPGROUP  # floats between two vectors of 16 bytes of a thread in a chunk
 
 
 @dataclass(frozen=True)
 class Results:
-    """Where results go.
+    """Holds the destinations of a consumer's results.
 
     Attributes:
         grad_key, grad_value: [S, D, H, B] of the dtype.
@@ -60,10 +60,10 @@ class Results:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a consumer needs to hand on its results.
+    """Holds what a consumer needs to hand on its results.
 
     Attributes:
-        to: where they go.
+        to: their destinations.
         info: int32 words in shared memory.
         wg, thread: number of the consumer, and of the thread in it.
     """
@@ -77,7 +77,7 @@ class Outputs:
 
 
 class Epilogue:
-    """Hands on the results of a consumer.
+    """Hands on the results of a consumer: chunks of dQ, and dK and dV.
 
     Args:
         config: what is fixed when the kernel is compiled.
@@ -93,7 +93,7 @@ class Epilogue:
     def send_last_dq(
         self, dq: cute.Tensor, note: tuple, out: Outputs, q_count: Int32, kv_count: Int32
     ):
-        """Hand over the last dQ of the work tile before, if there is one, and release its K."""
+        """Hand over the last dQ of the previous work tile, if there is one, and release its K."""
         if kv_count > 0:
             # every lane, as each has read the record
             cute.arch.mbarrier_arrive(out.bars.load.k_empty + ((kv_count - 1) & 1))
@@ -108,20 +108,21 @@ class Epilogue:
 
         Args:
             dq: f32 [chunk] / 128 threads.
-            note: chunk and turn.
-            next_chunk: the chunk that follows, of the same turn, if it is known.
+            note: (chunk, turn).
+            free: see `send`.
+            next_chunk: the next chunk of the same turn, if it is known.
         """
         device.arrive(out.bars.ds_empty + (q_count & 1))
         rest = () if next_chunk is None else (next_chunk,)
         self.send(dq, (*note, Int32(-1), *rest), out, free)
 
     def send(self, chunk: cute.Tensor, note: tuple, out: Outputs, free: bool = False) -> None:
-        """Hand a chunk to the warp that adds it to the sums.
+        """Hand over a chunk to the warp that adds it to the sums.
 
         Args:
             chunk: f32 [chunk] / 128 threads.
             note: words of `ChunkNote`.
-            free: it is known not to read the chunk before any more.
+            free: whether that warp is known to have read the previous chunk.
         """
         count = self.config.chunk // LANE_STRIDE
         if not free:
@@ -139,7 +140,7 @@ class Epilogue:
         self.announce(out)
 
     def announce(self, out: Outputs) -> None:
-        """Tell the warp that adds that a chunk is there, or that no more comes."""
+        """Signal the warp that adds chunks: a note is written."""
         if self.config.sum_order:
             cute.arch.sync_warp()
             device.arrive(out.bars.chunk.ready + out.wg)
@@ -149,14 +150,14 @@ class Epilogue:
             )
 
     def finish(self, out: Outputs) -> None:
-        """Tell the warp that adds that no more chunks come."""
+        """Tell the warp that adds chunks that no more come."""
         wait_staging_empty(out.wg)
         self.write_end(out.info, out.wg, out.thread)
         self.announce(out)
 
     @cute.jit
     def write_note(self, info: cute.Tensor, note: tuple, wg: Int32, thread: Int32):
-        """Write the note of a chunk, by one thread."""
+        """Write the note of a chunk; thread 0 does."""
         if thread == 0:
             at = Word.NOTE + NOTE_WORDS * wg
             info[at + ChunkNote.CHUNK] = note[0]
@@ -168,7 +169,7 @@ class Epilogue:
 
     @cute.jit
     def write_end(self, info: cute.Tensor, wg: Int32, thread: Int32):
-        """Write the note that no more chunks come, by one thread."""
+        """Write the note that no more chunks come; thread 0 does."""
         if thread == 0:
             info[Word.NOTE + NOTE_WORDS * wg] = Int32(-1)
 
@@ -176,7 +177,7 @@ class Epilogue:
 
     @cute.jit
     def write_dk_dv(self, dk: cute.Tensor, dv: cute.Tensor, out: Outputs, kv_count: Int32):
-        """Write dK and dV of the work tile before, if there is one.
+        """Write dK and dV of the previous work tile, if there is one.
 
         Args:
             dk, dv: f32 [64, head_dim] and [64, head_dim_v] / 128 threads.
@@ -200,7 +201,7 @@ class Epilogue:
                         complete = self.join(dk, dv, split, parts, out)
                 wait_staging_empty(wg)
                 if complete != 0:
-                    # times 1: addresses known before would keep registers through all blocks
+                    # times 1, read late: early addresses would take registers through all blocks
                     lane = cute.arch.lane_idx() * info[record + WorkTile.VALID]
                     self.write(dv, out.to.grad_value, place, None, out.to.staging, wg, lane)
                     self.write(
@@ -213,13 +214,13 @@ class Epilogue:
 
     @cute.jit
     def join(self, dk: cute.Tensor, dv: cute.Tensor, split: Int32, parts: Int32, out: Outputs):
-        """Add a consumer's dK and dV to the sums of a split kv block; the last one takes these.
+        """Add a consumer's dK and dV to sums of a split kv block; the last part loads the sums.
 
-        Each warp does so by itself: no other warp has its rows.
+        Each warp acts by itself: no other warp has its rows.
 
         Args:
-            split: number of the block among those that are split.
-            parts: work tiles that it has.
+            split: number of the block among the split ones.
+            parts: number of its work tiles.
 
         Returns:
             1 in a warp whose registers hold the sums of all parts now, else 0.
@@ -251,7 +252,7 @@ class Epilogue:
         return complete
 
     def chunks(self, p: Problem, place: Any) -> list[tuple[Any, int]]:
-        """Return for dK and for dV of a kv block: the first chunk, and how many 64 rows have.
+        """Return (first chunk, chunks per 64 rows) for dK and for dV of a kv block.
 
         Args:
             place: the kv block, head and batch element.
@@ -290,25 +291,25 @@ class Epilogue:
         wg: Int32,
         lane: Int32,
     ) -> None:
-        """Round a consumer's dK or dV and write it, through a warp's own part of shared memory.
+        """Round a consumer's dK or dV and write it; each warp uses its own part of shared memory.
 
         Args:
             acc: f32 [64, head_dim] / 128 threads.
             target: the gradient, [S, D, H, B].
             place: the kv block, head and batch element.
-            factor: what it is multiplied by, or None.
-            staging: where dQ leaves; the warp that adds dQ is not reading there.
-            lane: the thread's.
+            factor: multiplies the values; None for 1.
+            staging: the staging memory of dQ, which the warp that adds dQ must not be reading.
+            lane: number of the thread in its warp.
         """
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
         kv_block, h, b = place
         squares, room = cute.size(acc) // 32, self.config.chunk * 4 // (2 * SQUARE)
         start = cute.recast_ptr(staging + wg * self.config.chunk, dtype=self.dtype)
-        # squares of 64 x 64, their rows of 128 bytes, whose 16 bytes are swapped by row
+        # squares of 64 x 64 with rows of 128 bytes; their units of 16 bytes are swizzled by row
         own_row = (16 * warp + lane % 16) * 64
         first = kv_block * self.config.block_kv + wg * ROWS + 16 * warp + lane // 8
         column = lane % 8 * VECTOR
-        # once: an address from four coordinates takes as many instructions as all that follows
+        # computed once: an address from four coordinates takes as many instructions as the rest
         base = cute.domain_offset((first, column, h, b), target).iterator
         for left in range(0, squares, room):
             batch = range(left, min(left + room, squares))
@@ -343,9 +344,9 @@ class Epilogue:
 
     @cute.jit
     def clear_masked(self, items: cute.Tensor, grad_key: cute.Tensor, grad_value: cute.Tensor):
-        """A warp: write zeros to the gradients of fully masked kv blocks.
+        """Write zeros to dK and dV of fully masked kv blocks, by one warp.
 
-        Not to shared gradients, which are formed from sums that are zero before.
+        Shared gradients need none: they come from sums that are zero before.
         """
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -384,12 +385,12 @@ class Epilogue:
 
 
 def wait_staging_empty(wg: Any) -> None:
-    """Wait until the consumer's chunk before has been read from shared memory."""
+    """Wait until the consumer's previous chunk has been read from shared memory."""
     cute.arch.barrier(barrier_id=NamedBarrier.DQ_EMPTY + wg, number_of_threads=DQ_THREADS)
 
 
 def add_all(acc: cute.Tensor, start: Any) -> None:
-    """Add an accumulator to sums that lie in its order, 16 bytes of every thread in turn."""
+    """Add an accumulator to sums in memory that have its order, 16 bytes per thread at a time."""
     for i in range(0, cute.size(acc), 4):
         cute.arch.inline_ptx(
             f"red.relaxed.gpu.global.add.v4.f32 [{{$r0}}+{512 * i}], {{{{$r1}}, {{$r2}}, {{$r3}}, "
@@ -399,7 +400,7 @@ def add_all(acc: cute.Tensor, start: Any) -> None:
 
 
 def load_all(acc: cute.Tensor, start: Any) -> None:
-    """Load what `add_all` has added, past the first-level cache, where it may be old."""
+    """Load the sums of `add_all`, past the L1 cache, which may hold old values."""
     for i in range(0, cute.size(acc), 4):
         words = cute.arch.inline_ptx(
             f"ld.relaxed.gpu.global.v4.f32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}+{512 * i}];",
@@ -411,7 +412,7 @@ def load_all(acc: cute.Tensor, start: Any) -> None:
 
 
 def chunk_of(acc: cute.Tensor, i: int, size: int) -> Any:
-    """Return some of an accumulator's columns as an accumulator, f32 [size] / 128 threads."""
+    """Return the i-th chunk of an accumulator's columns, f32 [size] / 128 threads."""
     return cute.make_tensor(acc.iterator + size // WARPGROUP * i, chunk_layout(size))
 
 

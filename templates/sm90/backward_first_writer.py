@@ -1,9 +1,9 @@
-"""First-writer dQ: the first kv block of a row stores instead of adding, so dQ needs no memset.
+"""Store the first part of each dQ chunk instead of adding it, so that dQ needs no memset.
 
 See `attnkit.schedule.first_writer`. A chunk has a flag, 0 until its first part has landed. The warp
-that stores that part waits until it has landed before it takes the next chunk: few of a band's kv
-blocks are first at a row. The others look at the flag of the next chunk while they wait for that
-chunk anyway.
+that stores that part waits until it has landed before it takes the next chunk; for a banded mask
+few kv blocks are the first of a row. Other warps look at the flag of the next chunk while they wait
+for that chunk anyway.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class FirstWriterReduce:
     """Stores chunks where they are first, and adds them elsewhere.
 
     Args:
-        chunk: its floats.
+        chunk: floats per chunk.
     """
 
     def __init__(self, chunk: int) -> None:
@@ -38,7 +38,10 @@ class FirstWriterReduce:
         self, wg: Constexpr, staging: cute.Pointer, info: cute.Tensor, bars: ChunkBarriers,
         sums: cute.Tensor, order: list,
     ):  # fmt: skip
-        """See `backward_dq_reduce.Reduce.run`; sums behind those of dQ are zero before."""
+        """Run the warp that stores or adds a consumer's chunks, see `Reduce.run`.
+
+        The sums of dK and dV, which follow those of dQ, must be zero before.
+        """
         size, flags = self.chunk, order[OrderTable.SEMAPHORE]
         source = staging + wg * size
         release_staging(wg)
@@ -72,7 +75,7 @@ class FirstWriterReduce:
 
     @cute.jit
     def set_flag(self, flag: cute.Pointer):
-        """Tell all others that a chunk has been stored, once that has landed."""
+        """Set the flag of a chunk once its store has landed in memory."""
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0, read=False)
         cute.arch.sync_warp()

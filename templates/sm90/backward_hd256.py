@@ -1,17 +1,16 @@
-"""The backward kernel for Hopper (sm_90a) and head dims above 128.
+"""Compute the backward on Hopper (sm_90a) for head dims above 128.
 
-As in `backward`, a CTA takes a kv block and loops over its q blocks. dK and dV of a whole block do
-not fit the registers of the warpgroup that computes their scores, so that the block has 64
-positions and the two consumers divide its products otherwise: S^T = K Q^T and dP^T = V dO^T by the
-rows of the q block, dV += P^T dO, dK += dS^T Q and dQ = dS K by columns. P and dS pass through
-shared memory.
+As in `backward`, a CTA takes a kv block and loops over its q blocks. The warpgroup that computes
+the scores of a block has no registers for all of its dK and dV. So a block has 64 positions, and
+the two consumers split the products: S^T = K Q^T and dP^T = V dO^T by rows of the q block, dV +=
+P^T dO, dK += dS^T Q and dQ = dS K by columns. P and dS pass through shared memory.
 
     tensor cores: S dP | dV dQ dK S dP | dV ...
     P is computed while dP is, dS while dV is; S and dP of the next q block follow dQ and dK.
 
-dQ is added to its float32 sums straight from registers, 512 contiguous bytes a warp instruction,
-while dK and the next S, or the next dP and dV, run: a tile in shared memory on the way would take a
-third of its bandwidth, which is what limits these products.
+dQ is added to its float32 sums straight from registers, 512 contiguous bytes per warp instruction,
+while dK and the next S, or the next dP and dV, run. Staging dQ in shared memory would take a third
+of the bandwidth of shared memory, which limits these products.
 """
 
 from __future__ import annotations
@@ -63,13 +62,13 @@ from attnkit.templates.sm90.backward_shared import (
 from attnkit.templates.sm90.backward_softmax import KvBlock, QBlock, SoftmaxBackward
 
 WAIT_TURN_WARP, PASS_TURN_WARP = 1, 2  # in a fixed order
-GROUP = 512  # floats of 64 rows and 8 columns of a sum
-COLUMNS = 8  # of a group
+GROUP = 512  # floats of a group: 64 rows and 8 columns of a sum
+COLUMNS = 8  # columns of a group
 
 
 @dataclass(frozen=True)
 class Hd256Consumer:
-    """A thread of a consumer warpgroup: what it has through the kernel.
+    """Holds what a consumer thread keeps for the whole kernel.
 
     Attributes:
         mma: operands and instructions of the products.
@@ -78,8 +77,8 @@ class Hd256Consumer:
         sums: float32 sums in memory.
         wg, thread: number of the consumer, and of the thread in it.
         row0: the thread's first row within a q block.
-        copy, part: copy of P and dS to shared memory, and the thread's part of it.
-        p_smem, ds_smem: where to: dtype [64, block_q / 2, stages] and [64, block_q / 2, 1].
+        copy, part: copy of P and dS to shared memory, and the thread's slice of it.
+        p_smem, ds_smem: its targets: dtype [64, block_q / 2, stages] and [64, block_q / 2, 1].
         scores: S, f32 [64, block_q / 2] / 128 threads.
         dp: dP - delta, the same.
         dq: a part of dQ, f32 [64, columns] / 128 threads.
@@ -104,7 +103,7 @@ class Hd256Consumer:
 
 
 class BackwardHd256:
-    """A backward kernel for one configuration and one variant.
+    """Builds the backward kernel of one configuration and one variant.
 
     Args:
         config: what is fixed when the kernel is compiled.
@@ -156,10 +155,10 @@ class BackwardHd256:
         ctas: Int32,
         stream: Any,
     ):
-        """Launch; the arguments are those of `backward.Backward`.
+        """Launch the kernel; the arguments are those of `backward.Backward`.
 
-        Semaphores of `order`: two a q block, of which one is used, then two a kv block for dK, and
-        two for dV.
+        `order` has two semaphores per q block, of which one is used, then two per kv block for dK,
+        and two for dV.
         """
         c, dtype = self.config, self.dtype
         head_dim, head_dim_v, bm = c.head_dim, c.head_dim_v, c.block_q
@@ -234,7 +233,10 @@ class BackwardHd256:
         totals: list,
         sizes: tuple,
     ):
-        """Roles: warp 0 loads, 1 and 2 keep the order of sums, warpgroups 1 and 2 compute."""
+        """Set up shared memory and barriers, then run the role of the warp.
+
+        Warp 0 loads, warps 1 and 2 keep the order of sums, warpgroups 1 and 2 compute.
+        """
         c = self.config
         problem, work = Problem(*sizes), Lists(*lists)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -295,7 +297,7 @@ class BackwardHd256:
         order: list,
         problem: Problem,
     ):
-        """The loop of a consumer warpgroup: products, P, dS, and the epilogue of each work tile."""
+        """Run a consumer warpgroup: products, P, dS, and the epilogue of each work tile."""
         c, p, info, load = self.config, problem, smem.info, bars.load
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -309,7 +311,7 @@ class BackwardHd256:
         mma_dv, mma_dk = mma.accumulate.dv, mma.accumulate.dk
         blocks = (p.q_len + bm - 1) // bm
         kv_blocks = (p.kv_len + c.block_kv - 1) // c.block_kv
-        # of the sums of dQ: their groups, and their semaphores; of dK, the same
+        # q and kv blocks of all heads: offsets of sums and semaphores follow from them
         q_tiles, kv_tiles = p.batch * p.heads * blocks, p.kv_batch * p.kv_heads * kv_blocks
         learned = self.captured_grads.begin(totals)
         q_count = Int32(0)  # blocks before
@@ -327,7 +329,7 @@ class BackwardHd256:
             dv.fill(0.0)
             cute.arch.mbarrier_wait(load.v_full, valid - 1)  # `valid` is 1 + the parity
             if count > 0:
-                # first q block: S, dP, and P beside dP
+                # first q block: S, then dP, while P is computed
                 r, s = q_count & 1, q_count & 1
                 cute.arch.mbarrier_wait(load.q_full + r, (q_count >> 1) & 1)
                 mma.issue_s(scores, r)
@@ -386,7 +388,7 @@ class BackwardHd256:
                 warpgroup.wait_group(0)
                 cute.arch.mbarrier_arrive(load.q_empty + s)
                 q_count += 1
-                # here and below, the record is read again: through the loop it would take registers
+                # here and below, read the record again: through the loop it would take registers
                 kv_block, h = info[RECORD + WorkTile.KV_BLOCK], info[RECORD + WorkTile.HEAD]
                 b = info[RECORD + WorkTile.BATCH]
                 origin = kv_block * c.block_kv
@@ -434,7 +436,7 @@ class BackwardHd256:
         self, mmas: tuple, views: Hd256SmemLayouts, smem: LoadTargets, turns: TurnBarriers,
         sums: cute.Tensor, wg: Int32, thread: Int32, row0: Int32,
     ) -> tuple[Hd256Consumer, cute.Tensor, cute.Tensor]:  # fmt: skip
-        """Make operands and accumulators.
+        """Create operands and accumulators.
 
         Returns:
             The consumer, and its dK and dV: f32 [64, head_dim / 2] and [64, head_dim_v / 2] / 128
@@ -449,7 +451,7 @@ class BackwardHd256:
                 tiled_mma.get_slice(thread).partition_shape_C((ROWS, columns)), Float32
             )
 
-        # in this order: it decides which registers the assembler takes
+        # allocated in this order, which decides which registers the assembler takes
         scores, dp = registers(accumulate.s, bm // 2), registers(accumulate.s, bm // 2)
         dk = registers(accumulate.dk, c.head_dim // 2)
         dv = registers(accumulate.dv, c.head_dim_v // 2)
@@ -474,13 +476,13 @@ class BackwardHd256:
         return consumer, dk, dv
 
     def rows(self, values: cute.Tensor, stage: Int32, row0: Int32) -> cute.Tensor:
-        """Return the thread's rows of a statistic in shared memory, f32 [2, pairs]."""
+        """Return a view of the thread's rows of LSE or delta in shared memory, f32 [2, pairs]."""
         return row_pairs(values, stage, row0, self.config.block_q, self.config.block_q // 2)
 
     def next_scores(self, scores: cute.Tensor) -> cute.Tensor:
-        """Return where S of the next q block goes, f32 [64, block_q / 2] / 128 threads.
+        """Return registers for S of the next q block, f32 [64, block_q / 2] / 128 threads.
 
-        Its own registers or those of S, whichever the assembler takes without spills.
+        New ones or those of S, whichever the assembler takes without spills.
         """
         if self.hooks.gradient_levels:
             return scores
@@ -503,7 +505,8 @@ class BackwardHd256:
     def begin_dv(self, w: Hd256Consumer, dv: cute.Tensor, stage: Int32) -> None:
         """Wait for P of both consumers and for dP, and issue dV."""
         self.meet()
-        # all, and before dV: counting groups across turns of the loop, the assembler serialises
+        # all groups, before dV: if it had to count groups across iterations, the assembler would
+        # serialise the products
         warpgroup.wait_group(0)
         w.mma.issue_dv(dv, stage)
 
@@ -526,18 +529,18 @@ class BackwardHd256:
         cute.copy(w.copy, w.part.retile(values), to)
         # wgmma of both consumers reads it by the async proxy
         cute.arch.fence_proxy("async.shared", space="cta")
-        # The assembler waits for the fence here. Waiting only at the barrier, behind the loop's
-        # branch, as it would, an H200 lets the other warps read what was there before.
+        # Makes the assembler wait for the fence here. It would wait only at the barrier, behind the
+        # loop's branch, and then the other warps read old values on an H200.
         cute.arch.sync_warp()
 
     def meet(self) -> None:
-        """Wait for the other consumer: its half of P or dS is there."""
+        """Wait until the other consumer has written its half of P or dS."""
         cute.arch.barrier(
             barrier_id=Hd256Barrier.BOTH_CONSUMERS, number_of_threads=CONSUMER_THREADS
         )
 
     def announce(self, w: Hd256Consumer, first_row: Int32, word: Int32, count: Int32) -> None:
-        """In a fixed order, say to which q block the count-th one adds its dQ."""
+        """Announce the q block whose turn the count-th dQ needs, if sums have a fixed order."""
         if self.config.sum_order:
             chunk = 2 * (first_row + (word >> 2))
             self.deterministic.announce(w.turns, w.smem.info, chunk, count, w.wg, w.thread)
@@ -567,8 +570,8 @@ class BackwardHd256:
         """Add dK and dV to sums that the query heads of a kv head share.
 
         Args:
-            kv_tile: number of the kv block among all of the kv heads.
-            q_tiles, kv_tiles: how many q blocks, and kv blocks, all heads have.
+            kv_tile: number of the kv block, counted over all kv heads.
+            q_tiles, kv_tiles: numbers of q blocks and of kv blocks, over all heads.
         """
         c, wg, info = self.config, w.wg, w.smem.info
         turn, turns = info[RECORD + WorkTile.TURN], info[RECORD + WorkTile.NUM_TURNS]
@@ -620,7 +623,7 @@ class BackwardHd256:
     def issue_store(
         self, atom: cute.CopyAtom, source: cute.Tensor, to: cute.Tensor, place: tuple, wg: Int32
     ):
-        """Store by TMA, by the consumer's first warp."""
+        """Issue the TMA store of a consumer's columns, by its first warp."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp % WARPS == 0:
             cute.copy(atom, source[None, wg], to[None, place[0], wg, *place[1:]])
@@ -628,7 +631,7 @@ class BackwardHd256:
 
 
 def add(sums: cute.Tensor, acc: cute.Tensor, to: Any, thread: Int32) -> None:
-    """Add an accumulator to sums in memory, from group `to` on."""
+    """Add an accumulator to sums in memory, from the group with number `to` on."""
     start = (sums.iterator + (Int64(to) * GROUP + thread * 4)).toint()
     for i in range(cute.size(acc) // 4):
         cute.arch.inline_ptx(

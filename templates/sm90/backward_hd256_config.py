@@ -1,4 +1,4 @@
-"""What is fixed when the Hopper backward for head dims above 128 is compiled."""
+"""Define the compile-time configuration of the Hopper backward for head dims above 128."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HEAD_DIMS = (64, 128, 192, 256)
 
 @dataclass(frozen=True)
 class Hd256Config(BackwardConfig):
-    """Sizes and switches of the backward kernel for head dims above 128.
+    """Holds the sizes and switches of the backward kernel for head dims above 128.
 
     The attributes are those of `BackwardConfig`; head dims may be any of `HEAD_DIMS`.
     """
@@ -28,18 +28,18 @@ class Hd256Config(BackwardConfig):
 
     @property
     def producer_registers(self) -> int:  # type: ignore[override]
-        """Registers a thread of the producer warpgroup."""
+        """Registers per thread of the producer warpgroup."""
         # rows of 192 are loaded in six boxes; turns are looked up
         return 40 if 192 in (self.head_dim, self.head_dim_v) else 24
 
     @property
     def consumer_registers(self) -> int:  # type: ignore[override]
-        """Registers a thread of a consumer: those that the producer warpgroup leaves."""
+        """Registers per thread of a consumer: those that the producer warpgroup leaves."""
         return 232 if self.producer_registers == 40 else 240
 
     @property
     def dq_parts(self) -> int:
-        """Parts in which a consumer computes its columns of dQ: all at once would spill."""
+        """In how many parts a consumer computes its columns of dQ: all at once would spill."""
         return 2 if self.head_dim > 192 else 1
 
     @property

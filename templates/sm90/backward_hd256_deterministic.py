@@ -1,12 +1,12 @@
-"""Sums in a fixed order for head dims above 128, whose consumers add dQ from registers.
+"""Add sums in a fixed order for head dims above 128, where consumers add dQ from registers.
 
-One warp waits for the turn of the next q block while the consumers compute, another passes it to
-the next kv block once both have added; a consumer does neither, and waits only where its turn is
-late.
+One warp waits for the turn of the next q block while the consumers compute. Another passes the turn
+to the next kv block once both consumers have added. The consumers only wait if their turn is late.
+The mbarriers between them:
 
-    announced    a consumer says which q block comes next, as soon as it knows
-    may_add      its turn has come, and the note before has been read: the consumers add
-    added        both have added; the turn is passed on behind a fence
+    announced    a consumer has written which q block comes next, as soon as it knows
+    may_add      its turn has come, and the previous note has been read: the consumers may add
+    added        both consumers have added; the turn passes on after a fence
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from attnkit.templates.sm90.backward_shared import (
     Word,
 )
 
-# Two notes of two words follow each other: the one before may still be read.
+# Notes alternate between two places of two words: the previous one may still be read.
 _NOTES, _CHUNK_AND_TURN = 2, 2
-_TURN = 1  # word of a note, after the chunk
+_TURN = 1  # word of the turn in a note, after the chunk
 
 
 def _note(count: Int32) -> Int32:
@@ -35,10 +35,10 @@ def _note(count: Int32) -> Int32:
 
 
 class Hd256Deterministic:
-    """Forms sums in the order of their semaphores.
+    """Orders additions to the sums by their semaphores.
 
     Args:
-        config: its `sum_order` is the order, "" for none.
+        config: `turns` is the order, "" for none.
     """
 
     def __init__(self, config: Hd256Config) -> None:
@@ -49,7 +49,7 @@ class Hd256Deterministic:
         self, bars: TurnBarriers, info: cute.Tensor, chunk: Int32, count: Int32, wg: Int32,
         thread: Int32,
     ):  # fmt: skip
-        """Say which semaphore the count-th q block waits for; -1: there are no more."""
+        """Write which semaphore the count-th q block waits for; -1: there are no more."""
         if wg == 0 and thread == 0:
             info[_note(count)] = chunk
             info[_note(count) + _TURN] = info[RECORD + WorkTile.KV_BLOCK]
@@ -60,13 +60,13 @@ class Hd256Deterministic:
         cute.arch.mbarrier_wait(bars.may_add, count & 1)
 
     def has_added(self, bars: TurnBarriers) -> None:
-        """Say that this warp has added to a q block."""
+        """Signal that this warp has added its dQ of a q block."""
         cute.arch.sync_warp()
         device.arrive(bars.added)
 
     @cute.jit
     def wait_turns(self, bars: TurnBarriers, info: cute.Tensor, order: list):
-        """The loop of a warp that waits for turns."""
+        """Run the warp that waits for the turns of announced q blocks."""
         count, chunk = Int32(0), Int32(0)
         while chunk >= 0:
             cute.arch.mbarrier_wait(bars.announced, count & 1)
@@ -79,7 +79,7 @@ class Hd256Deterministic:
 
     @cute.jit
     def pass_turns(self, bars: TurnBarriers, info: cute.Tensor, order: list):
-        """The loop of a warp that passes turns to the next kv block."""
+        """Run the warp that passes turns to the next kv block."""
         device.arrive(bars.may_add)
         count, chunk = Int32(0), Int32(0)
         while chunk >= 0:
@@ -90,7 +90,7 @@ class Hd256Deterministic:
             if chunk >= 0:
                 rows, row = order[OrderTable.ROW], chunk >> 1
                 entry = tuple(rows[row, i] for i in OrderRow)
-                cute.arch.fence_acq_rel_gpu()  # of both consumers' sums
+                cute.arch.fence_acq_rel_gpu()  # orders both consumers' additions before the store
                 following = following_turn(self.config.sum_order == "ascending", turn, entry, order)
                 with cute.arch.elect_one():
                     cute.arch.store(
@@ -101,7 +101,7 @@ class Hd256Deterministic:
 
     @cute.jit
     def enter_turn(self, semaphore: Int32, turn: Int32, order: list, wg: Int32, thread: Int32):
-        """Wait until it is this consumer's turn at a sum of dK or dV."""
+        """Wait for this consumer's turn at a sum of dK or dV."""
         if thread == 0:
             wait_turn(order[OrderTable.SEMAPHORE].iterator + semaphore, turn)
         cute.arch.barrier(barrier_id=Hd256Barrier.CONSUMER + wg, number_of_threads=WARPGROUP)

@@ -1,4 +1,4 @@
-"""The five matrix products of a consumer of the Hopper backward for head dims above 128."""
+"""Issue the five matrix products of the Hopper backward for head dims above 128."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLUMN = cutlass.tensor_utils.LayoutEnum.COL_MAJOR
 
 
 class Hd256TiledMmas(NamedTuple):
-    """Instructions of the products, all operands in shared memory."""
+    """Holds the wgmma instructions of the products; all operands are in shared memory."""
 
     s: cute.TiledMma  # S^T = K Q^T and dP^T = V dO^T: a consumer's half of the rows of Q
     dq: cute.TiledMma  # dQ = dS K: a part of a consumer's half of the columns
@@ -28,7 +28,7 @@ class Hd256TiledMmas(NamedTuple):
 
 
 def hd256_tiled_mmas(c: Hd256Config, dtype: Any) -> Hd256TiledMmas:
-    """Make the instructions, each of a warpgroup with 64 rows."""
+    """Create the instructions; each is of one warpgroup and 64 rows."""
     k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
 
     def mma(a: Any, b: Any, n: int) -> Any:
@@ -45,7 +45,7 @@ def hd256_tiled_mmas(c: Hd256Config, dtype: Any) -> Hd256TiledMmas:
 
 
 class Hd256SmemLayouts(NamedTuple):
-    """Layouts in shared memory. Several are of the same memory."""
+    """Holds the layouts of operands in shared memory; some are views of the same memory."""
 
     k: Any  # dtype [64, head_dim, 1]
     v: Any  # dtype [64, head_dim_v, 1]
@@ -62,7 +62,7 @@ class Hd256SmemLayouts(NamedTuple):
 
 
 def hd256_smem_layouts(c: Hd256Config, dtype: Any) -> Hd256SmemLayouts:
-    """Make the layouts, swizzled in units that divide what a consumer takes of the columns."""
+    """Create the layouts, swizzled in units that divide a consumer's share of the columns."""
 
     def tiles(kind: Any, rows: int, columns: int, unit: int, stages: int) -> Any:
         atom = warpgroup.make_smem_layout_atom(
@@ -92,13 +92,13 @@ def hd256_smem_layouts(c: Hd256Config, dtype: Any) -> Hd256SmemLayouts:
 
 @dataclass(frozen=True)
 class Hd256Mma:
-    """Issues the products of a consumer warpgroup; every method commits one wgmma group.
+    """Issues the products of a consumer warpgroup; each method commits one wgmma group.
 
     Attributes:
         dq_parts: in how many parts a consumer computes its columns of dQ.
         wg: number of the consumer, Int32.
         s_overwrite, dq_overwrite: instructions that overwrite their result.
-        accumulate: those that add to it.
+        accumulate: instructions that add to it.
         k, v, q, do, p_t, do_t, ds_t, q_t, ds, k_t: operands in shared memory, see
             `Hd256SmemLayouts`.
     """
@@ -161,7 +161,7 @@ def hd256_mma(
     accumulate: Hd256TiledMmas,
     views: Hd256SmemLayouts,
 ) -> Hd256Mma:
-    """Make the operands of a consumer warpgroup.
+    """Create the operands of a consumer warpgroup.
 
     Args:
         overwrite: instructions of S and of dQ.

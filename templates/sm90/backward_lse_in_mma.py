@@ -1,10 +1,10 @@
-"""S less LSE / scale by one more step of its products, in the Hopper backward.
+"""Subtract LSE / scale from S inside its product, by one more step, in the Hopper backward.
 
 See `common.lse_in_mma` for the columns. Where a mod adds slope * (kv - q), as ALiBi does, the same
-step adds -slope / scale * v as well, where v is a row's position in the q block: what is left of
-the distance is the same for a whole column of the block (`backward_alibi`). v is exact in
-bfloat16. K's columns are then a0 a0 a1 a0 a1 a2 t0 t1 0 0 0 0 0 0 t2 0, of a = 1 / scale and of
-t = -slope / scale. They change with the head, so that they are an operand in registers.
+step also adds -slope / scale * v, where v is a row's position in the q block. The rest of the
+distance is the same for a whole column of the block (`backward_alibi`). v is exact in bfloat16. K's
+columns are then a0 a0 a1 a0 a1 a2 t0 t1 0 0 0 0 0 0 t2 0, of a = 1 / scale and of
+t = -slope / scale. They change with the head, so they are an operand in registers.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from attnkit.templates.common.site import Site
 from attnkit.templates.sm90.backward_config import ROWS, BackwardConfig
 
 STEP = 16  # columns of a step of a product
-FACTOR_WARP = 1  # writes K's columns
+FACTOR_WARP = 1  # the warp that writes K's columns
 
 
 class LseInMma:
-    """Writes K's columns and makes the operands of the step.
+    """Writes the extra columns of K, and creates the operands of the extra step.
 
     Args:
         config: `less_lse` says whether there is such a step.
@@ -50,7 +50,7 @@ class LseInMma:
 
     @cute.jit
     def write_factors(self, start: cute.Pointer, scale: Float32, warp: Int32):
-        """Write K's columns to shared memory, by one warp; not for `with_slope`."""
+        """Write K's columns to shared memory, by warp `FACTOR_WARP`; not for `with_slope`."""
         if warp == FACTOR_WARP:
             write_factor(start, Float32(0.5) / self.scale(scale))
             # the tensor cores read it by the async proxy
@@ -77,12 +77,12 @@ class LseInMma:
 
         Args:
             mma: products of bfloat16, with K's columns in registers if `with_slope`.
-            factors: where these are in shared memory otherwise.
+            factors: pointer to K's columns in shared memory otherwise.
             lse: words of the rows' columns in shared memory, [words, stages].
         """
         c, thr = self.config, mma.get_slice(0)
         cores = c.block_q // 8
-        # strides of zero: all of K's core matrices are one, and the second half of a row the first
+        # strides of zero repeat one core matrix for all of K, and a row's first half as its second
         of_k = cute.make_layout(((8, ROWS // 8), (8, 2), 1), stride=((8, 0), (1, 0), 0))
         of_q = cute.make_layout(
             ((8, cores), (8, 2), c.q_stages), stride=((8, 64), (1, 0), 64 * cores)

@@ -1,7 +1,8 @@
-"""The five matrix products of a consumer of the Hopper backward, and their operands.
+"""Issue the five matrix products of the Hopper backward, and create their operands.
 
-S and dP are transposed, keys by rows. Products that overwrite their result and products that add to
-it are two instructions of the DSL: what is set on one must not change while the kernel is traced.
+S and dP are transposed: their rows are keys. Products that overwrite their result and products that
+add to it are two instruction objects of the DSL: the fields of one must not change while the kernel
+is traced.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ COLUMN = cutlass.tensor_utils.LayoutEnum.COL_MAJOR
 
 
 class TiledMmas(NamedTuple):
-    """Instructions of the products."""
+    """Holds the wgmma instructions of the products."""
 
     s: cute.TiledMma  # S^T = K Q^T and dP^T = V dO^T, both from shared memory
     dq: cute.TiledMma  # dQ = dS K
@@ -38,7 +39,7 @@ class TiledMmas(NamedTuple):
 
 
 def tiled_mmas(c: BackwardConfig, dtype: Any, lse_from_registers: bool) -> TiledMmas:
-    """Make the instructions, each of a warpgroup with 64 rows."""
+    """Create the instructions; each is of one warpgroup and 64 rows."""
 
     def mma(a: Any, b: Any, n: int, source: Any = SMEM, of: Any = dtype) -> Any:
         return hopper_helpers.make_trivial_tiled_mma(
@@ -55,7 +56,7 @@ def tiled_mmas(c: BackwardConfig, dtype: Any, lse_from_registers: bool) -> Tiled
 
 
 class SmemLayouts(NamedTuple):
-    """Layouts of operands in shared memory. Several are of the same memory."""
+    """Holds the layouts of operands in shared memory; some are views of the same memory."""
 
     k: Any  # dtype [64, head_dim, 2 k_stages], a consumer's keys a stage
     v: Any  # dtype [64, head_dim_v, 2]
@@ -69,7 +70,7 @@ class SmemLayouts(NamedTuple):
 
 
 def smem_layouts(c: BackwardConfig, dtype: Any) -> SmemLayouts:
-    """Make the layouts, swizzled for TMA and wgmma."""
+    """Create the layouts, swizzled for TMA and wgmma."""
     make_a, make_b = hopper_helpers.make_smem_layout_a, hopper_helpers.make_smem_layout_b
     bm, halves = c.block_q, 2 * c.stages
     return SmemLayouts(
@@ -87,15 +88,15 @@ def smem_layouts(c: BackwardConfig, dtype: Any) -> SmemLayouts:
 
 @dataclass(frozen=True)
 class ConsumerMma:
-    """Issues the products of a consumer warpgroup; every method commits one wgmma group.
+    """Issues the products of a consumer warpgroup; each method `issue_*` commits one wgmma group.
 
     Shapes are those of a warpgroup; `block_kv` is its 64 keys.
 
     Attributes:
         config: what is fixed when the kernel is compiled.
-        held_steps: steps of 16 columns of K that are in registers.
+        held_steps: how many steps of 16 columns of K are in registers.
         wg: number of the consumer.
-        overwrite, accumulate: the same instructions; the second add to their result.
+        overwrite, accumulate: the same instructions; the first overwrite, the second add.
         k, v: A operands in shared memory, [64, head_dim] and [64, head_dim_v], by consumer.
         q, do: B operands in shared memory, [block_q, head_dim] and [block_q, head_dim_v], by stage.
         q_t, do_t: the same memory transposed.
@@ -105,8 +106,8 @@ class ConsumerMma:
         dq: accumulator of the consumer's half of dQ, f32 [chunk] / 128 threads.
         p, ds: P^T and dS^T as A operands in registers, dtype [64, block_q] / 128 threads.
         k_held: K as an A operand in registers, dtype [64, head_dim] / 128 threads.
-        copy_k, k_from, k_to: copy of K from shared memory to `k_held`, and both sides of it.
-        lse: K's and Q's operands of the step of `backward_lse_in_mma`, None for no such step.
+        copy_k, k_from, k_to: copy of K from shared memory to `k_held`, its source and target.
+        lse: K's and Q's operands of the step of `backward_lse_in_mma`; None if there is none.
     """
 
     config: BackwardConfig
@@ -141,7 +142,7 @@ class ConsumerMma:
         cute.copy(self.copy_k, source, self.k_to[None, None, step])
 
     def issue_s(self, stage: Int32, k_stage: Int32) -> None:
-        """Issue S^T = K Q^T, with `less_lse` less LSE / scale."""
+        """Issue S^T = K Q^T, or S^T - LSE / scale if the config has `less_lse`."""
         for k in range(cute.size(self.k, mode=[2])):
             mmas = self.overwrite if k == 0 else self.accumulate
             if k < self.held_steps:
@@ -174,10 +175,10 @@ class ConsumerMma:
         _issue_rs(overwrite, self.accumulate.dk, self.dk, self.ds, self.q_t, stage)
 
     def issue_dq(self, bars: Barriers, q_count: Int32, kv_count: Int32) -> None:
-        """Issue the consumer's part of dQ = dS K: its columns, or its rows of a q block of 128.
+        """Issue the consumer's half of dQ = dS K: of its columns, or of the rows if block_q is 128.
 
         Args:
-            q_count, kv_count: number of the q block and of the work tile, for stages and phases.
+            q_count, kv_count: numbers of the q block and of the work tile, for stages and phases.
         """
         c = self.config
         high, wide = c.block_q // ROWS, c.head_dim // ROWS
@@ -205,11 +206,11 @@ def consumer_mma(
     wg: Int32,
     thread: Int32,
 ) -> ConsumerMma:
-    """Make the operands and accumulators of a consumer warpgroup.
+    """Create the operands and accumulators of a consumer warpgroup.
 
     Args:
         views: tensors in shared memory.
-        held_steps, wg: see `ConsumerMma`, whose `lse` is None.
+        held_steps, wg: see `ConsumerMma`; the `lse` of the result is None.
         thread: number of the thread in the warpgroup.
     """
     dtype = device.DTYPES[c.dtype]
@@ -227,12 +228,12 @@ def consumer_mma(
         "ds_smem": mma_dq.make_fragment_A(all_dq.partition_A(views.ds)),
         "k_t": mma_dq.make_fragment_B(all_dq.partition_B(views.k_t)),
     }
-    # Registers, in this order: it decides which the assembler takes. Shapes as in `ConsumerMma`.
+    # The order of allocation decides which registers the assembler takes.
     s = cute.make_rmem_tensor(  # f32 [64, block_q] / 128 threads
         mma_s.get_slice(thread).partition_shape_C((ROWS, c.block_q)), Float32
     )
     dp = cute.make_rmem_tensor(s.layout, Float32)  # f32 [64, block_q] / 128 threads
-    # apart from dP though after it: parts of one accumulator for another serialise products
+    # not in the registers of dP: reusing part of another accumulator serialises the products
     dq = cute.make_rmem_tensor(chunk_layout(c.chunk), Float32)  # f32 [chunk] / 128 threads
     thr_dk, thr_dv = mma_dk.get_slice(thread), mma_dv.get_slice(thread)
     # f32 [64, head_dim] and [64, head_dim_v] / 128 threads

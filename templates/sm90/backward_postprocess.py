@@ -1,6 +1,6 @@
-"""Postprocess of the Hopper backward: float32 sums become gradients of the dtype.
+"""Round float32 sums to gradients of the dtype, after the Hopper backward (postprocess).
 
-Bound by memory; uses nothing of Hopper but the order of its accumulators.
+The kernel is bound by memory. Of Hopper it needs only the order of the accumulators.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ THREADS = 128
 
 
 class Postprocess:
-    """Round a gradient from its float32 sums to the dtype.
+    """Builds the kernel that rounds the float32 sums of a gradient to the dtype.
 
     Args:
         config: that of the main kernel.
         head_dim: the head dim of the gradient as computed.
-        block: positions of a block, to which lengths are rounded up.
+        block: positions per block; lengths are rounded up to whole blocks.
     """
 
     def __init__(self, config: BackwardConfig, head_dim: int, block: int) -> None:
@@ -37,13 +37,13 @@ class Postprocess:
     def __call__(
         self, sums: cute.Tensor, grad: cute.Tensor, first: Int32, factor: Float32, stream: Any
     ):
-        """Launch, a CTA for 64 rows.
+        """Launch one CTA for every 64 rows.
 
         Args:
             sums: float32, all units.
             grad: [B, H, S, D] of the dtype, the last dimension contiguous.
             first: number of the gradient's first unit.
-            factor: what the sums are multiplied by.
+            factor: multiplies the sums.
         """
         blocks = (grad.shape[2] + self.block - 1) // self.block * (self.block // ROWS)
         self.kernel(sums, grad, first, factor).launch(
@@ -55,6 +55,7 @@ class Postprocess:
 
     @cute.kernel
     def kernel(self, sums: cute.Tensor, grad: cute.Tensor, first: Int32, factor: Float32):
+        """Round 64 rows of a gradient."""
         thread, _, _ = cute.arch.thread_idx()
         cute.arch.griddepcontrol_wait()  # for the sums of the main kernel
         (block, h, b), (blocks, heads, _) = reversed_block_idx()
@@ -80,7 +81,9 @@ class Postprocess:
                         device.store_vector(at, pairs)
 
     def row(self, part: Any, half: int, group: int, factor: Any, lane: Any) -> list[Any]:
-        """Return eight columns of a row as four words, of 32 that four lanes have two by two.
+        """Return eight neighbouring columns of a row as four words.
+
+        The four lanes of a row hold 32 columns, each lane pairs of them, and exchange words.
 
         Args:
             half: 0, or 1 for the row 8 beyond.

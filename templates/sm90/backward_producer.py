@@ -1,7 +1,7 @@
-"""Producer of the Hopper backward: one warp takes work tiles, walks their blocks, and loads by TMA.
+"""Take work tiles of the Hopper backward, and load their blocks by TMA, in one producer warp.
 
-It walks the PARTIAL and FULL runs of a work tile merged in ascending order, and tells the consumers
-through shared memory what each stage holds, so that they never see lists.
+It walks the PARTIAL and FULL runs of a work tile merged in ascending order. It tells the consumers
+through shared memory what each stage holds, so that they need not read the lists.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import cutlass
 from cutlass import Float32, Int32, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 
+from attnkit.templates.common.backward_producer import partition_operands
 from attnkit.templates.common.backward_work import Lists, Problem
 from attnkit.templates.common.semaphore import write_turn
-from attnkit.templates.common.tma import partition
 from attnkit.templates.common.work_tile import (
     ITEM_WORDS,
     RECORD,
@@ -35,21 +35,22 @@ from attnkit.templates.sm90.backward_shared import (
     record_of,
 )
 
-# Blocks before the end of a work tile at which the next one is claimed: early enough that nothing
-# waits for the list, and late, so that a CTA that is ahead takes more, and work tiles begin in
-# about the order of the list: some may wait for those before them.
+# The next work tile is claimed so many blocks before the end of one. Early enough that nothing
+# waits for the list. Late enough that faster CTAs take more, and that work tiles begin in about the
+# order of the list, as some wait for those before them.
 CLAIM_AHEAD = 3
-# Parts of a split kv block come last and are of all lengths: who is free first takes the next.
+# Parts of a split kv block come last and vary in length: the CTA that is free first takes the next.
 CLAIM_AHEAD_PARTS = 1
 
 
 @dataclass(frozen=True)
 class LoadTargets:
-    """Where the producer loads to, in shared memory.
+    """Holds the tensors in shared memory that the producer loads into.
 
     Attributes:
         q, do: dtype [block_q, head_dim, stages] and [block_q, head_dim_v, stages].
-        k, v: dtype [64, head_dim, 64 rows by stage] and [64, head_dim_v, 64 rows].
+        k, v: dtype [64, head_dim, halves * k_stages] and [64, head_dim_v, halves], where a half is
+            64 rows of the kv block.
         lse, delta: f32 [block_q * words, stages] and [block_q, stages].
         info: int32 words.
     """
@@ -83,25 +84,24 @@ class Producer:
         lists: Lists,
         problem: Problem,
     ):
-        """The loop of the producer warp.
+        """Run the producer warp.
 
         Args:
-            atoms, tiles: TMA of Q, K, V and dO.
+            atoms, tiles: TMA atoms and tensors of Q, K, V and dO.
         """
         c, info, p = self.config, smem.info, problem
         tma_q, tma_k, tma_v, tma_do = atoms
         head_dim, head_dim_v, bm = c.head_dim, c.head_dim_v, c.block_q
-        whole = (None, 0, None, None)  # of a tensor [S, D, H, B]
-        q_to, q_from = partition(tma_q, smem.q, tiles[0], (bm, head_dim), whole)
-        k_to, k_from = partition(tma_k, smem.k, tiles[1], (ROWS, head_dim), whole)
-        v_to, v_from = partition(tma_v, smem.v, tiles[2], (ROWS, head_dim_v), whole)
-        do_to, do_from = partition(tma_do, smem.do, tiles[3], (bm, head_dim_v), whole)
+        (q_to, q_from), (k_to, k_from), (v_to, v_from), (do_to, do_from) = partition_operands(
+            c, atoms, tiles, smem, ROWS
+        )
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
         lse_words = c.words[0]
         lse_tiles = cute.flat_divide(lists.lse, (bm * lse_words,))
         delta_tiles = cute.flat_divide(lists.delta, (bm,))
         blocks = (p.q_len + bm - 1) // bm
-        ragged_q, ragged_kv = p.q_len // bm, p.kv_len // c.block_kv  # if there are any
+        # numbers of the incomplete blocks, if there are any
+        ragged_q, ragged_kv = p.q_len // bm, p.kv_len // c.block_kv
         halves = c.block_kv // ROWS  # of K and V: a consumer's 64 keys each
         total = lists.items.shape[0]
         index, q_count, kv_count = self.claim(lists.counter, total), Int32(0), Int32(0)
@@ -130,7 +130,7 @@ class Producer:
                     lists.partial, lists.full, in_partial, in_full
                 )
                 if j == 0:
-                    split: tuple = ()  # of which split kv block, and of how many parts
+                    split: tuple = ()  # number of the split kv block, and of its parts
                     if const_expr(c.joins):
                         split = cute.arch.shuffle_sync(word, WorkItem.SPLIT), parts
                     cute.arch.mbarrier_wait(bars.k_empty + k_stage, phase ^ 1)
@@ -220,32 +220,32 @@ class Producer:
             cute.arch.mbarrier_arrive(bars.k_full + k_stage)
 
     def valid(self, count: Int32) -> Any:
-        """Return a work tile's word `VALID`: 1; without a ring of K, 1 + its parity."""
+        """Return the word `VALID` of a work tile: 1, or 1 + its parity if K has one stage."""
         return Int32(1) if self.config.k_stages > 1 else 1 + (count & 1)
 
     def write_record(self, info: cute.Tensor, stage: Int32, words: tuple) -> None:
-        """Tell the consumers what a work tile is, see `WorkTile`."""
+        """Write the record of a work tile for the consumers, see `WorkTile`."""
         for i, word in enumerate(words):
             info[record_of(self.config, stage) + i] = word
 
     @cute.jit
     def look_up(self, items: cute.Tensor, index: Int32):
-        """Return the words of a row of the work list, one a lane; beyond the end, of the last."""
+        """Return a row of the work list, one word per lane; beyond the end, the last row."""
         lane = cute.arch.lane_idx()
         row = cutlass.min(index, items.shape[0] - 1)
         return items[row, cutlass.min(lane, Int32(ITEM_WORDS - 1))]
 
     @cute.jit
     def claim(self, counter: cute.Tensor, total: Int32):
-        """Take the next work tile from a counter: a CTA that is ahead takes more.
+        """Take the next work tile from a counter, so that faster CTAs take more.
 
-        The first one too: a work tile that waits for those before it must find them with CTAs that
-        run, of which there may be fewer than were launched.
+        The first one comes from the counter too. A work tile may wait for earlier ones, so these
+        must belong to CTAs that already run, which may be fewer than were launched.
         """
         ctas, _, _ = cute.arch.grid_dim()
         index = Int32(0)
         if cute.arch.lane_idx() == 0:
             index = cute.arch.atomic_add(counter.iterator, Int32(1))
-            if index == total + ctas - 1:  # the last of the launch leaves it at zero
+            if index == total + ctas - 1:  # the last claim of the launch resets the counter
                 counter[0] = Int32(0)
         return cute.arch.shuffle_sync(index, 0)

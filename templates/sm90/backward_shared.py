@@ -1,6 +1,6 @@
-"""What the roles of the Hopper backward share: barriers, words in shared memory, sizes.
+"""Define what the roles of the Hopper backward share: barriers, words in shared memory, sizes.
 
-Ids, counts and words have their one definition here. The counts say who arrives.
+Barrier ids, arrival counts and word offsets are defined here only. The counts say who arrives.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ CLEAR_WARP = 3
 
 
 class NamedBarrier(IntEnum):
-    """Ids of bar.sync; 0 is __syncthreads. Add the number of the consumer warpgroup."""
+    """Numbers the named barriers (bar.sync); add the number of the consumer warpgroup.
+
+    0 is __syncthreads.
+    """
 
     DQ_FULL = 1  # a chunk is in shared memory; threads: `DQ_THREADS`
     DQ_EMPTY = 3  # the chunk before has been read; threads: `DQ_THREADS`
@@ -42,14 +45,14 @@ DQ_THREADS = WARPGROUP + WARP  # a consumer and the warp that adds its dQ
 
 
 class Hd256Barrier(IntEnum):
-    """Ids of bar.sync in the kernel for head dims above 128."""
+    """Numbers the named barriers (bar.sync) of the kernel for head dims above 128."""
 
     CONSUMER = 1  # add the number of the consumer warpgroup
     BOTH_CONSUMERS = 3
 
 
 class ChunkNote(IntEnum):
-    """int32 words that a consumer writes beside a chunk of dQ, dK or dV in shared memory."""
+    """Numbers the int32 words that a consumer writes with a chunk of dQ, dK or dV."""
 
     CHUNK = 0  # where it goes in the sums; -1: no more come
     TURN = 1  # deterministic: whose turn it is to add
@@ -58,7 +61,7 @@ class ChunkNote(IntEnum):
 
 
 class Word:
-    """Where things begin among the int32 words in shared memory; the Q stages' blocks are at 0."""
+    """Gives the offsets of regions of int32 words in shared memory; 0: block words of Q stages."""
 
     NOTE = 16  # a `ChunkNote` for each consumer
     # Deterministic: chunk, turn and following turn of a chunk that has landed, for each consumer;
@@ -72,16 +75,16 @@ NOTE_WORDS = 4
 TURN_WARPS = 2  # above head dim 128: one waits for turns, one passes them on
 RECORD_STRIDE = 2 * RECORD  # of the records of two K stages: the notes lie between them
 
-# Bit of a chunk's number: no kv block has added to it before, so that this one stores. A block's
-# number in the word of a Q stage has it at half of that: the number of a chunk is twice as large.
-# Those of rows, at least 64 times as large, lose it beyond their 32 bits.
+# Flag in the number of a chunk: no kv block has added to the chunk, so this one stores. In the word
+# of a Q stage the flag of the q block's number is half of that, as a chunk's number is twice as
+# large. A row's number, at least 64 times the block's, loses the flag beyond its 32 bits.
 FIRST_WRITER = 1 << 27
 FIRST_WRITER_BLOCK = FIRST_WRITER // 2
 
 
 @dataclass(frozen=True)
 class LoadBarriers:
-    """mbarriers between the producer and the consumers: pointers to their first stage.
+    """Holds the mbarriers between producer and consumers: pointers to their first stage.
 
     `full` completes with the TMA bytes, `empty` once the consumers have read.
     """
@@ -98,16 +101,16 @@ class LoadBarriers:
 
 @dataclass(frozen=True)
 class ChunkBarriers:
-    """mbarriers of chunks that are added in a fixed order, one for each consumer."""
+    """Holds the mbarriers of chunks that are added in a fixed order, one for each consumer."""
 
-    ready: cute.Pointer  # the consumer has left a chunk and its note
-    landed: cute.Pointer  # the sum in memory has it
-    landed_ack: cute.Pointer  # the warp that passes turns has read which
+    ready: cute.Pointer  # the consumer has written a chunk and its note
+    landed: cute.Pointer  # the sum in memory contains the chunk
+    landed_ack: cute.Pointer  # the warp that passes turns has read the report
 
 
 @dataclass(frozen=True)
 class Barriers:
-    """All mbarriers of the kernel for head dims up to 128."""
+    """Holds all mbarriers of the kernel for head dims up to 128."""
 
     load: LoadBarriers
     ds_full: cute.Pointer  # both consumers have written their half of dS
@@ -161,7 +164,7 @@ def init_barriers(c: BackwardConfig, bars: Barriers) -> None:
 
 @dataclass(frozen=True)
 class TurnBarriers:
-    """mbarriers of turns for head dims above 128, see `backward_hd256_deterministic`."""
+    """Holds the mbarriers of turns above head dim 128, see `backward_hd256_deterministic`."""
 
     announced: cute.Pointer
     may_add: cute.Pointer
@@ -170,7 +173,7 @@ class TurnBarriers:
 
 @dataclass(frozen=True)
 class Hd256Barriers:
-    """All mbarriers of the kernel for head dims above 128."""
+    """Holds all mbarriers of the kernel for head dims above 128."""
 
     load: LoadBarriers
     turns: TurnBarriers
@@ -227,17 +230,17 @@ def q_stage(c: BackwardConfig, count: Int32) -> Int32:
 
 
 def q_phase(c: BackwardConfig, count: Int32) -> Int32:
-    """Return the parity of the count-th q block's round of the ring."""
+    """Return the parity of the count-th q block's lap of the ring."""
     return (count >> (c.q_stages.bit_length() - 1)) & 1
 
 
 def k_phase(c: BackwardConfig, count: Int32) -> Int32:
-    """Return the parity of the count-th work tile's round of the ring of K."""
+    """Return the parity of the count-th work tile's lap of the K ring."""
     return (count >> (c.k_stages.bit_length() - 1)) & 1
 
 
 def load_pair(rows: Any, g: int) -> Any:
-    """Load a statistic of the thread's rows of group g where it is used: all take 32 registers."""
+    """Load LSE or delta of two rows, of group g, where they are used: all take 32 registers."""
     if rows is None:
         return None
     pair = cute.make_rmem_tensor(2, Float32)  # f32 [2]
@@ -248,12 +251,12 @@ def load_pair(rows: Any, g: int) -> Any:
 def row_pairs(
     values: cute.Tensor, stage: Int32, row0: Int32, block_q: int, rows: int
 ) -> cute.Tensor:
-    """Return the thread's rows of a statistic in shared memory, f32 [2, pairs].
+    """Return a view of the thread's rows of LSE or delta, f32 [2, pairs].
 
     Args:
-        values: f32 [block_q, stages].
+        values: LSE or delta in shared memory, f32 [block_q, stages].
         row0: the thread's first row; it has rows 8 g and 8 g + 1 from there.
-        rows: of the warpgroup's accumulator.
+        rows: how many rows the warpgroup's accumulator has.
     """
     start = values.iterator + (stage * block_q + row0)
     layout = cute.make_layout((2, rows // 8), stride=(1, 8))

@@ -1,12 +1,12 @@
-"""Softmax of the Hopper backward: from S and dP to P and dS in registers, with mod and mask.
+"""Compute P and dS from S and dP in registers, with mod and mask, in the Hopper backward.
 
 The backward computes transposed scores: a thread of a consumer warpgroup holds two columns kv of
 the attention matrix, 8 apart, and of each the rows q = 8 g and 8 g + 1 from its first. Element i
 of the accumulator belongs to column (i >> 1) & 1 and to the thread's row 2 (i // 4) + (i & 1).
 
-The gradient of the raw scores is dS = P J (dP - delta), where J is the slope of the mod: its
-derivative by the raw score. P J replaces the scores in their registers as soon as they are known,
-so that a mod costs no registers and what the mod and its slope share is computed once.
+The gradient of the raw scores is dS = P J (dP - delta), where J is the derivative of the mod by the
+raw score, called its slope. P J replaces the scores in their registers as soon as it is known. So a
+mod costs no registers, and subexpressions that the mod and J share are computed once.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def row_of(i: int) -> int:
 
 @dataclass(frozen=True)
 class KvBlock:
-    """What a thread knows once a kv block.
+    """Holds the values that a thread computes once per kv block.
 
     Attributes:
         site: where the block is; the origin is its first column.
         head: values of the hook `head`.
         columns: (kv, value of `fixed_columns`, values of `columns`) of the thread's two columns.
-        inside: whether they lie inside the tensors.
-        first_column: position of the first of them.
+        inside: for each of the two columns, whether it lies inside the tensors.
+        first_column: position of the first column.
     """
 
     site: Site
@@ -58,14 +58,14 @@ class KvBlock:
 
 @dataclass(frozen=True)
 class QBlock:
-    """A q block, as a thread sees it.
+    """Describes a q block as a thread sees it.
 
     Attributes:
         word: its number and bits, see `common.work_tile`.
         row0: the thread's first row within the block.
         lse: LSE of the thread's rows in log2 units, inf for fully masked rows, f32 [2, pairs] in
             shared memory; None where the products have subtracted it.
-        delta: -delta of these rows; None where the accumulator of dP began with it.
+        delta: -delta of these rows, the same; None where the accumulator of dP began with it.
     """
 
     word: Int32
@@ -81,7 +81,7 @@ class SoftmaxBackward:
         config: what is fixed when the kernel is compiled.
         hooks: the variant.
         alibi: terms that are linear in kv - q.
-        late: round P beside dS, not before all of dP is in registers as well.
+        late: round P in `compute_ds`, where dS is rounded, instead of in `compute_p`.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class SoftmaxBackward:
         self.dtype = device.DTYPES[config.dtype]
 
     def begin(self, site: Site, offset: Any) -> KvBlock:
-        """Ask the hooks for what is known once a kv block.
+        """Compute the values that stay the same for a whole kv block.
 
         Args:
             site: its origin is the block's first column.
@@ -120,7 +120,7 @@ class SoftmaxBackward:
         slopes: cute.Tensor,
         p: cute.Tensor,
     ):
-        """From scores, P J to `slopes` and P to `p` in the dtype, with the mask where needed.
+        """Compute P J into `slopes`, and P into `p` in the dtype, with the mask where needed.
 
         Where captured tensors have gradients, `slopes` receives the scores as they are; if
         `rounded`, nothing: the slope is 1. If `late`, P is rounded in `compute_ds`.
@@ -186,8 +186,8 @@ class SoftmaxBackward:
 
         Args:
             lse: of the group's rows, f32 [2]; None if the products have subtracted it.
-            shared: values of the groups before by q - kv: that of a column 8 beyond, and rows 8
-                beyond, is the same.
+            shared: values of earlier groups by q - kv, which is the same for a column 8 further and
+                rows 8 further.
             terms: see `Alibi.terms`.
         """
         site, head = tile.site, tile.head
@@ -204,9 +204,10 @@ class SoftmaxBackward:
         return [device.exp2(s) for s in scaled], slope
 
     def mask_bits(self, block: QBlock, tile: KvBlock, first: Any) -> list[Any]:
-        """Return which rows of each of the thread's columns to keep: bit 2 g + k for 8 g + k.
+        """Return bit masks of the rows that each of the thread's columns keeps.
 
-        Those inside the tensors, and inside one of the column's intervals if the mask has them.
+        Bit 2 g + k is row 8 g + k. It is set inside the tensors and, if the mask has intervals,
+        inside one of the column's intervals.
         """
         site, hooks, words = tile.site, self.hooks, []
         below = device.bits_below(site.q_len - first, 1)[0]
@@ -225,7 +226,7 @@ class SoftmaxBackward:
         return words
 
     def keep(self, block: QBlock, tile: KvBlock, rows: Any, bits: Any, g: int) -> list[Any]:
-        """Return whether the mask keeps the elements of group g; `bits`: of `mask_bits`."""
+        """Return whether the mask keeps each element of group g; `mask_bits` gives `bits`."""
         hooks, pairs = self.hooks, [(row_of(i), column_of(i)) for i in range(4)]
         keep = [device.bit(bits[c], 2 * g + j) for j, c in pairs]
         if hooks.has_mask and hooks.intervals is None:
@@ -236,7 +237,7 @@ class SoftmaxBackward:
         return keep
 
     def _bounds(self, tile: KvBlock, rows: Any, lse: Any) -> list[Any] | None:
-        """Return what the exponents of two rows are reduced by; None for nothing."""
+        """Return what to subtract from the exponents of two rows; None for nothing."""
         terms = [self.hooks.lse_offset(tile.site, tile.head, row[1]) for row in rows]
         if lse is None:
             return None if terms[0] is None else [-term * LOG2_E for term in terms]
@@ -245,13 +246,13 @@ class SoftmaxBackward:
     def compute_ds(
         self, slopes: cute.Tensor, p: cute.Tensor, dp: cute.Tensor, delta: Any, ds: cute.Tensor
     ) -> None:
-        """Write dS = P J (dP - delta) to `ds` in the dtype.
+        """Compute dS = P J (dP - delta) into `ds` in the dtype.
 
         Args:
             slopes: f32 P J; not read if `rounded`, where J is 1.
             p: P in the dtype, written here if `late`.
-            dp: f32 dP; less delta unless `rounded`.
-            delta: -delta of the thread's rows, f32 [2, pairs].
+            dp: f32 dP if `rounded`, else dP - delta.
+            delta: -delta of the thread's rows, f32 [2, pairs]; read only if `rounded`.
         """
         pairs, rounded = cute.recast_tensor(ds, Int32), cute.recast_tensor(p, Int32)
         for i in range(0, cute.size(dp), 2):  # two rows of a column
@@ -268,7 +269,7 @@ class SoftmaxBackward:
 
 
 def init_dp(acc: cute.Tensor, delta: cute.Tensor) -> None:
-    """Begin the accumulator of dP with -delta: dS then needs no subtraction.
+    """Set the accumulator of dP to -delta, so that dS needs no subtraction.
 
     Args:
         acc: f32, 4 elements for each pair of rows.

@@ -1,4 +1,4 @@
-"""Compile-time configuration of the Hopper forward kernel."""
+"""Define the compile-time configuration of the Hopper forward kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SMEM_ALIGNMENT = 1024  # of a tile in shared memory: the period of the widest sw
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """Sizes and switches of the forward kernel.
+    """Holds the sizes and switches of the forward kernel.
 
     Attributes:
         dtype: "bfloat16" or "float16", of query, key, value and output.
@@ -28,12 +28,11 @@ class ForwardConfig:
             itself. "no-max": nothing, for scores that are bounded.
         double_buffer_p: P has a second set of registers, so that it is packed while P V still reads
             the first; otherwise it is packed after P V. "delayed-max" needs it.
-        pingpong: warp scheduler barriers make the warpgroups take turns on the tensor cores.
-        exp_before_wait: compute the exponentials before the wait for P V.
-        poly: compute one of every `poly` exponentials on the FMA units; 0 for none.
-        store_from_registers: write the output from registers, where shared memory has no room for
-            its tile.
-        need_max: also write the row maxima.
+        exp_before_wait: the exponentials are computed before the wait for P V.
+        poly: one of every `poly` exponentials is computed on the FMA units; 0 for none.
+        store_from_registers: the output is stored from registers, as shared memory has no room
+            for its tile.
+        need_max: the row maxima are written too.
     """
 
     dtype: str = "bfloat16"
@@ -44,7 +43,6 @@ class ForwardConfig:
     stages: int = 2
     softmax: str = "delayed-max"
     double_buffer_p: bool = True
-    pingpong: bool = True
     exp_before_wait: bool = False
     poly: int = 0
     store_from_registers: bool = False
@@ -80,7 +78,7 @@ class ForwardConfig:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers a thread of a consumer and of the producer warpgroup."""
+        """Registers per thread of a consumer warpgroup and of the producer warpgroup."""
         if self.warpgroups == 2 and not {self.head_dim, self.head_dim_v} <= {64, 128}:
             # such rows take more TMA boxes a load, and so more registers of the producer
             return 232, 40

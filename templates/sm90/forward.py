@@ -1,4 +1,4 @@
-"""The forward kernel for Hopper (sm_90a): FlashAttention-3's algorithm with hooks for any variant.
+"""Compute the forward on Hopper (sm_90a): FlashAttention-3's algorithm, with a variant's hooks.
 
 One CTA per SM, persistent. Its warps and their roles:
 
@@ -8,12 +8,13 @@ One CTA per SM, persistent. Its warps and their roles:
     warpgroups 1 and up consumers, 64 query rows each
 
 A consumer computes S = Q K^T into registers, applies mod, mask and softmax there, and uses P from
-registers as the A operand of O += P V. Q K of a block is issued before P V of the block before, across
-the end of a work tile where shared memory holds two query tiles, so that the tensor cores work during
-the softmax. Warp scheduler barriers make the warpgroups take turns on the tensor cores: one does its
-softmax while another multiplies (Shah et al. 2024, FlashAttention-3).
+registers as the A operand of O += P V. It issues Q K of a block before P V of the previous block,
+so that the tensor cores work during the softmax. Where shared memory holds two query tiles, this
+holds across the end of a work tile too. Warp scheduler barriers make the warpgroups take turns on
+the tensor cores: one does its softmax while another multiplies (Shah et al. 2024,
+FlashAttention-3).
 
-Blocks that need the mask come first, the others after them in a loop without mask instructions.
+Blocks that need the mask come first. The others follow in a loop without mask instructions.
 """
 
 from __future__ import annotations
@@ -64,12 +65,12 @@ COLUMN = cutlass.tensor_utils.LayoutEnum.COL_MAJOR
 
 @dataclass(frozen=True)
 class ConsumerThread:
-    """Where a consumer thread is.
+    """Locates a consumer thread.
 
     Attributes:
-        warpgroup: of the consumers, from 0.
-        warp: of the CTA.
-        lane: of the warp.
+        warpgroup: number of its consumer warpgroup, from 0.
+        warp: number of its warp in the CTA.
+        lane: number of the thread in its warp.
         row: the thread's first row within its warpgroup's 64; the second is 8 below.
     """
 
@@ -81,7 +82,7 @@ class ConsumerThread:
 
 @dataclass(frozen=True)
 class Consumer:
-    """What a consumer thread has throughout the kernel."""
+    """Holds what a consumer thread keeps for the whole kernel."""
 
     thread: ConsumerThread
     mma: ForwardMma
@@ -91,7 +92,7 @@ class Consumer:
 
 
 class Forward:
-    """A forward kernel for one configuration and one variant.
+    """Builds the forward kernel of one configuration and one variant.
 
     Args:
         config: what is fixed when the kernel is compiled.
@@ -130,21 +131,21 @@ class Forward:
         ctas: Int32,
         stream: Any,
     ):
-        """Launch.
+        """Launch the kernel.
 
         Args:
             query, key, value, out: [B, H, S, D] of the config's dtype, the last dimension
                 contiguous, the others' strides and the address multiples of 16 bytes.
-            lse, max_scores: float32 [B, H, S]; the maxima are written only if the config needs them.
+            lse, max_scores: float32 [B, H, S]; the maxima are written only if the config asks.
             work_tiles: int32 [work tiles, 12], see `WorkItem`.
             partial_runs, full_runs: int32 [2, runs], starts and lengths of runs of kv blocks.
             counter: int32 [1], zero; left at zero.
-            split_out, split_lse: float32 [slots, block_q, Dv] and [slots, block_q]: output and LSE of
-                the parts of split rows, by their slot; `Combine` puts them together.
+            split_out, split_lse: float32 [slots, block_q, Dv] and [slots, block_q]: output, LSE of
+                the parts of split rows, by their slot; `Combine` merges them.
             captured: captured tensors.
             scale: softmax scale.
             group: query heads per kv head.
-            ctas: at most the number of work tiles.
+            ctas: CTAs to launch, at most the number of work tiles.
         """
         c, dtype = self.config, self.dtype
         head_dim, head_dim_v, block_kv = c.head_dim, c.head_dim_v, c.block_kv
@@ -170,7 +171,7 @@ class Forward:
         )
         q_layout, k_layout, v_layout, o_layout = layouts
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        one = (None, None, 0)  # of the stages of a layout
+        one = (None, None, 0)  # takes one stage of a layout
         tma_q, q_tiles = cpasync.make_tiled_tma_atom(
             load, query, cute.slice_(q_layout, one), (rows, head_dim)
         )
@@ -183,7 +184,7 @@ class Forward:
         tma_o, o_tiles = cpasync.make_tiled_tma_atom(
             store, out, cute.slice_(o_layout, one), (rows, head_dim_v)
         )
-        # unused without a tile of O, but a field must have a size
+        # unused if the output leaves from registers, but a field must have a size
         o_size = 8 if const_expr(c.store_from_registers) else cute.cosize(o_layout)
 
         @cute.struct
@@ -240,7 +241,7 @@ class Forward:
         captured: list,
         numbers: tuple,
     ):
-        """Set up shared memory and barriers, then take a role by warp."""
+        """Set up shared memory and barriers, then run the role of the warp."""
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == PRODUCER_WARP:
@@ -272,7 +273,7 @@ class Forward:
             self.consume(mmas, smem, (atoms[3], tiles[3]), bars, results, captured, scalars)
 
     def _shared_memory(self, storage: Any, layouts: tuple) -> SharedMemory:
-        """The tensors in shared memory; shapes as in `SharedMemory`."""
+        """Return the tensors in shared memory; `SharedMemory` gives their shapes."""
         q_layout, k_layout, v_layout, o_layout = layouts
         return SharedMemory(
             q=storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner),
@@ -294,7 +295,7 @@ class Forward:
         captured: list,
         scalars: Scalars,
     ):
-        """A consumer warpgroup: products, softmax, epilogue."""
+        """Run a consumer warpgroup: products, softmax and epilogue of each work tile."""
         c = self.config
         thread_idx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -308,10 +309,9 @@ class Forward:
         consumer = Consumer(thread, mma, state, smem, bars)
         output = self.epilogue.output_tile(mma, smem.o, tma_o, ct)
 
-        if const_expr(c.pingpong):
-            if wg == 0:
-                pingpong_pass(0)  # warpgroup 0 begins
-        # positions in the K and V rings, work tiles of this CTA, the block that S is of
+        if wg == 0:
+            pingpong_pass(0)  # warpgroup 0 begins
+        # kv_pos: position in the K and V rings; tile_idx: work tiles before; kv_block: that of S
         kv_pos, tile_idx, kv_block = Int32(0), Int32(0), Int32(0)
         cute.arch.mbarrier_wait(bars.q.full, 0)
         valid = cute.arch.make_warp_uniform(smem.info[record_of(Int32(0)) + WorkTile.VALID])
@@ -328,7 +328,7 @@ class Forward:
             q_stage = bars.q.stage(tile_idx)
             record = record_of(tile_idx)
             work = Work.read(smem.info, record)
-            # uniform over a warp, as the products below need to know
+            # made uniform over a warp: the compiler must see that the products below do not diverge
             num_masked = cute.arch.make_warp_uniform(smem.info[record + WorkTile.NUM_MASKED])
             num_unmasked = cute.arch.make_warp_uniform(smem.info[record + WorkTile.NUM_UNMASKED])
             site, place = self._place(work, thread, captured, scalars)
@@ -365,13 +365,13 @@ class Forward:
                 warpgroup.fence()
             mma.issue_pv(v_stage)
             if const_expr(c.chained):
-                self._pingpong_pass(wg)
+                self._pass_turn(wg)
 
-            # The record is read again: held through the loops, it would take registers from them.
+            # Read the record again: kept through the loops, it would take registers from them.
             work = Work.read(smem.info, record_of(tile_idx - 1))
             site, place = self._place(work, thread, captured, scalars)
             lse_terms = self.softmax.lse_terms(site, place.row)
-            # while the products run:
+            # runs while the products are in flight
             self.epilogue.write_rows(self.softmax.factor(tile), lse_terms, state, results, place)
             warpgroup.wait_group(0)
             if const_expr(c.chained):
@@ -383,12 +383,16 @@ class Forward:
                 bars.q.wait_full(tile_idx)
                 valid = cute.arch.make_warp_uniform(smem.info[record_of(tile_idx) + WorkTile.VALID])
         if const_expr(not c.store_from_registers):
-            # shared memory must stay until the last store has read it, and the CTA with it
+            # the CTA must not exit before its last TMA store has read shared memory
             if warp % WARPGROUP_WARPS == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     def first_scores(self, kv_pos: Int32, q_tile: Int32, consumer: Consumer) -> Int32:
-        """S of a work tile's first block, where tiles are not chained; returns the kv block."""
+        """Compute S of a work tile's first block, where work tiles are not chained.
+
+        Returns:
+            The number of the kv block, as in `SharedMemory.info`.
+        """
         mma, bars = consumer.mma, consumer.bars
         stage = bars.k.wait_full(kv_pos)
         kv_block = consumer.smem.info[stage]
@@ -403,11 +407,11 @@ class Forward:
     ) -> tuple[Int32, Int32, Int32]:
         """Issue Q K of the next work tile's first block, before the last P V of this one.
 
-        So the tensor cores do not idle during this tile's epilogue. If there is no next tile, Q K of
-        the last block is computed again and not used.
+        So the tensor cores do not idle during this tile's epilogue. If there is no next tile, Q K
+        of the last block is computed again and not used.
 
         Returns:
-            Whether there is a next tile, its kv block, and the K stage, to be released.
+            Whether there is a next tile, its first kv block, and the K stage to release.
         """
         c, mma, bars, info = self.config, consumer.mma, consumer.bars, consumer.smem.info
         wg = consumer.thread.warpgroup
@@ -416,7 +420,7 @@ class Forward:
         again = cutlass.select_(valid == 0, Int32(1), Int32(0))
         stage = bars.k.wait_full(kv_pos - again)
         kv_block = info[stage]
-        self._pingpong_wait(wg)
+        pingpong_wait(wg)
         warpgroup.fence()
         mma.issue_qk(wg + c.warpgroups * bars.q.stage(tile_idx - again), stage)
         return valid, kv_block, stage
@@ -429,7 +433,7 @@ class Forward:
         tile: TileValues,
         consumer: Consumer,
     ) -> None:
-        """One kv block: Q K of it and P V of the block before run while its softmax is computed.
+        """Process one kv block: issue its Q K and P V of the block before, then do its softmax.
 
         Args:
             masked: whether the block needs the mask.
@@ -442,7 +446,7 @@ class Forward:
         cute.arch.mbarrier_wait(bars.k.full + k_stage, bars.k.phase(kv_pos))
         kv_block = consumer.smem.info[k_stage]
         bits = softmax.mask_bits(tile, kv_block, masked)
-        self._pingpong_wait(warpgroup_idx)
+        pingpong_wait(warpgroup_idx)
         warpgroup.fence()
         mma.issue_qk(q_tile, k_stage)  # asynchronous, the first group
         if self.hooks.prefetches:  # loads of a mod: their latency hides behind the products
@@ -451,10 +455,10 @@ class Forward:
         mma.issue_pv(v_stage)  # asynchronous, the second group; it reads P from registers
         if not self.hooks.prefetches:
             block = softmax.block_values(tile, kv_block, masked, count)
-        self._pingpong_pass(warpgroup_idx)
+        self._pass_turn(warpgroup_idx)
         warpgroup.wait_group(1)  # S is there; P V may still run
         mma.release_k(bars.k, k_stage)
-        # with two P buffers into the second one: P V still reads the first
+        # with two P buffers, write the second one: P V still reads the first
         p_next = mma.p_next if self.config.double_buffer_p else None
         softmax.next_block(tile, block, bits, mma.acc_s, p_next, state)
         if self.config.exp_before_wait:
@@ -470,26 +474,21 @@ class Forward:
     def _place(
         self, work: Work, thread: ConsumerThread, captured: list, scalars: Scalars
     ) -> tuple[Site, RowPlace]:
-        """A work tile's site for the hooks, and the thread's rows in it."""
+        """Return a work tile's site for the hooks, and the thread's rows in it."""
         first_row = work.q_block * self.config.block_q
         row = first_row + thread.warpgroup * WARPGROUP_ROWS + thread.row
         tile_row = thread.warpgroup * WARPGROUP_ROWS + thread.row
         site = self.softmax.site(captured, work.batch, work.head, scalars, first_row)
         return site, RowPlace(row, tile_row, work, thread.lane)
 
-    def _pingpong_wait(self, warpgroup: Int32) -> None:
-        if self.config.pingpong:
-            pingpong_wait(warpgroup)
-
-    def _pingpong_pass(self, warpgroup: Int32) -> None:
-        if self.config.pingpong:
-            pingpong_pass((warpgroup + 1) % self.config.warpgroups)
+    def _pass_turn(self, warpgroup: Int32) -> None:
+        pingpong_pass((warpgroup + 1) % self.config.warpgroups)
 
 
 def keep_exponentials_here(state: RowState) -> None:
-    """Keep the exponentials before the wait for P V, which the assembler would hoist.
+    """Keep the exponentials before the wait for P V: the assembler would hoist the wait.
 
-    The instruction depends on their sums. A sum of exponentials is never negative, so that it never
+    The instruction depends on their sums. A sum of exponentials is never negative, so it never
     sleeps, but the assembler cannot know.
     """
     row_sum = state.sum

@@ -1,4 +1,4 @@
-"""Barriers of the Hopper forward kernel: who waits for whom, by name."""
+"""Name the barriers of the Hopper forward kernel: who waits for whom."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attnkit.templates.sm90.config import WARP_THREADS, WARPGROUP_THREADS, Forwa
 
 
 class NamedBarrier(IntEnum):
-    """Ids of `bar.sync`, one for each consumer warpgroup; 0 is the barrier of the whole CTA."""
+    """Numbers the named barriers (`bar.sync`) of each warpgroup; 0 is that of the whole CTA."""
 
     PINGPONG_WG0 = 1  # the warpgroup may issue its products
     PINGPONG_WG1 = 2
@@ -29,7 +29,7 @@ EPILOGUE_THREADS = WARPGROUP_THREADS
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A ring of stages in shared memory, with a full and an empty mbarrier for each.
+    """Describes a ring of stages in shared memory, with a full and an empty mbarrier for each.
 
     Positions count all uses of the ring: use i takes stage i % stages.
 
@@ -43,21 +43,21 @@ class Pipeline:
     stages: int
 
     def stage(self, position: Int32) -> Int32:
-        """Stage of a position."""
+        """Return the stage of a position."""
         return position & (self.stages - 1)
 
     def phase(self, position: Int32) -> Int32:
-        """Parity of the lap of a position, which `full` completes; `empty` is one lap behind."""
+        """Return the parity of a position's lap, for `full`; `empty` is one lap behind."""
         return (position >> (self.stages.bit_length() - 1)) & 1
 
     def wait_full(self, position: Int32) -> Int32:
-        """Wait until a position is loaded; its stage."""
+        """Wait until a position is loaded; return its stage."""
         stage = self.stage(position)
         cute.arch.mbarrier_wait(self.full + stage, self.phase(position))
         return stage
 
     def wait_empty(self, position: Int32) -> Int32:
-        """Wait until the last use of a position's stage was released; the stage."""
+        """Wait until the previous use of a position's stage was released; return the stage."""
         stage = self.stage(position)
         cute.arch.mbarrier_wait(self.empty + stage, self.phase(position) ^ 1)
         return stage
@@ -65,11 +65,11 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class ForwardBarriers:
-    """The mbarriers of a CTA.
+    """Holds the mbarriers of a CTA.
 
     Attributes:
-        work: one stage, the next work tile. Full: its words are in shared memory. Empty: each lane of
-            the producer warp has read them.
+        work: one stage, the next work tile. Full: its words are in shared memory. Empty: each lane
+            of the producer warp has read them.
         q: query tiles. Full: the bytes of Q, and the work tile's record. Empty: every consumer warp
             is done with the last Q K of the tile.
         k: K blocks. Full: the bytes of K, and the number of the block. Empty: consumers have
@@ -84,12 +84,12 @@ class ForwardBarriers:
 
     @staticmethod
     def count(config: ForwardConfig) -> int:
-        """How many mbarriers there are: a full and an empty one for each stage."""
+        """Return how many mbarriers there are: a full and an empty one for each stage."""
         return 2 * (1 + config.q_stages + 2 * config.stages)
 
     @classmethod
     def at(cls, base: cute.Pointer, config: ForwardConfig) -> ForwardBarriers:
-        """The barriers that begin at an address of shared memory."""
+        """Place the barriers from an address of shared memory on."""
         rings = []
         for stages in (1, config.q_stages, config.stages, config.stages):
             rings.append(Pipeline(base, base + stages, stages))
@@ -97,7 +97,7 @@ class ForwardBarriers:
         return cls(*rings)
 
     def init(self, config: ForwardConfig) -> None:
-        """Initialise them, by one thread."""
+        """Initialise the mbarriers with their arrival counts; one thread calls this."""
         # Reports of the emulator name a barrier by the argument of the call with this name.
         mbarrier_init = cute.arch.mbarrier_init
         warps = config.consumer_warps
@@ -115,7 +115,7 @@ class ForwardBarriers:
 
 
 def pingpong_wait(warpgroup: Int32) -> None:
-    """Wait until the warpgroup before has issued its products."""
+    """Wait until the previous warpgroup has issued its products."""
     cute.arch.barrier(
         barrier_id=NamedBarrier.PINGPONG_WG0 + warpgroup, number_of_threads=PINGPONG_THREADS
     )
@@ -129,7 +129,7 @@ def pingpong_pass(warpgroup: Any) -> None:
 
 
 def epilogue_sync(warpgroup: Int32) -> None:
-    """Wait for all threads of the warpgroup."""
+    """Synchronise all threads of a warpgroup."""
     cute.arch.barrier(
         barrier_id=NamedBarrier.EPILOGUE_WG0 + warpgroup, number_of_threads=EPILOGUE_THREADS
     )

@@ -1,4 +1,4 @@
-"""The epilogue of the Hopper forward: output tiles, LSE, and the fully masked tiles."""
+"""Write the results of the Hopper forward: output tiles, LSE, and the fully masked tiles."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CLEARING_WARPS = 2  # of the producer warpgroup
 
 @dataclass(frozen=True)
 class Results:
-    """What the kernel writes, in global memory.
+    """Holds the tensors in global memory that the kernel writes.
 
     Attributes:
         out: [B, H, S, Dv].
@@ -51,13 +51,13 @@ class Results:
 
 @dataclass(frozen=True)
 class RowPlace:
-    """Where a thread's first row is; the second is 8 below.
+    """Locates a thread's first row; the second is 8 below.
 
     Attributes:
-        row: in the sequence.
-        tile_row: in the work tile.
+        row: its position in the sequence.
+        tile_row: its position in the work tile.
         work: the work tile.
-        lane: of the thread.
+        lane: number of the thread in its warp.
     """
 
     row: Int32
@@ -68,13 +68,13 @@ class RowPlace:
 
 @dataclass(frozen=True)
 class OutputTile:
-    """A thread's part of the output on its way to global memory.
+    """Holds the copies that bring a thread's part of the output to global memory.
 
     Attributes:
         copy: registers to shared memory, by stmatrix.
         rounded: 16 bits [64, head_dim_v] / 128 threads, in the order of `acc_o`.
-        source: the same registers as `copy` takes them.
-        target: the thread's part of the output tile in shared memory, last the warpgroup.
+        source: the same registers, in the order that `copy` takes.
+        target: the thread's part of the output tile in shared memory, (..., warpgroup).
         tma: shared memory to global memory.
         tma_from: output tile in shared memory, (elements, warpgroup).
         tma_to: output in global memory, (elements, 64 rows, head, batch).
@@ -90,7 +90,7 @@ class OutputTile:
 
 
 class Epilogue:
-    """The end of a work tile.
+    """Normalises and stores the output of a work tile.
 
     Args:
         config: the kernel's configuration.
@@ -125,7 +125,7 @@ class Epilogue:
         results: Results,
         place: RowPlace,
     ) -> None:
-        """Write the rows' LSE and maxima; leave in `state.scale` what O is to be multiplied by."""
+        """Write the rows' LSE and maxima; set `state.scale` to the final factor of O."""
         for r in range(ROWS):
             total = device.quad_sum(state.sum[r])
             row_max = None if self.config.softmax == "no-max" else state.max[r]
@@ -143,7 +143,7 @@ class Epilogue:
         place: RowPlace,
         r: cutlass.Constexpr,
     ):
-        """Write one row's LSE, and its maximum if the config needs it; one lane of the quad does."""
+        """Write one row's LSE, and its maximum if needed, by the first lane of the quad."""
         lse, max_scores, split_lse = results.lse, results.max_scores, results.split_lse
         work, row = place.work, place.row
         if place.lane % QUAD == 0:
@@ -155,7 +155,7 @@ class Epilogue:
                     max_scores[work.batch, work.head, row + ROW_STEP * r] = max_score
 
     def normalise(self, acc_o: cute.Tensor, state: RowState) -> None:
-        """Divide the output by the sums."""
+        """Divide the output by the row sums: multiply it by `state.scale`."""
         for i in range(cute.size(acc_o)):
             acc_o[i] = acc_o[i] * state.scale[row_of(i)]
 
@@ -169,7 +169,7 @@ class Epilogue:
         warpgroup: Int32,
         warp: Int32,
     ):
-        """Store a warpgroup's output: of a part of a split row, from registers, or by TMA."""
+        """Store a warpgroup's output: as part of split rows, from registers, or by TMA."""
         work = place.work
         if work.split_slot >= 0:  # float32, for Combine
             self.store_split(mma, results, place, warpgroup)
@@ -206,14 +206,14 @@ class Epilogue:
     def copy_to_smem(self, acc_o: cute.Tensor, output: OutputTile, warpgroup: Int32, warp: Int32):
         """Copy a warpgroup's output to shared memory, for TMA."""
         self.pack(acc_o, output.rounded)
-        # the warp that issued the last store waits until it has read shared memory; the barrier tells
-        # the other warps
+        # the warp that issued the previous store waits until that has read shared memory; the
+        # barrier tells the other warps
         if warp % WARPGROUP_WARPS == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         epilogue_sync(warpgroup)
         cute.copy(output.copy, output.source, output.target[None, None, None, warpgroup])
-        # stmatrix writes by the generic proxy, TMA reads by the async one: each thread fences its own
-        # writes before the barrier lets one warp store them
+        # stmatrix writes by the generic proxy, TMA reads by the async one: each thread fences its
+        # own writes before the barrier lets one warp store them
         cute.arch.fence_proxy("async.shared", space="cta")
         epilogue_sync(warpgroup)
 
@@ -225,9 +225,9 @@ class Epilogue:
         out: cute.Tensor,
         place: RowPlace,
     ):
-        """Store a warpgroup's output from registers, 32 bytes of a row by the four lanes of a quad.
+        """Store a warpgroup's output from registers; the lanes of a quad store 32 bytes of a row.
 
-        Lanes of a pair swap a word of every other group of eight columns, so that each stores eight
+        Lanes of a pair swap a word of every other group of eight columns, so each stores eight
         bytes.
         """
         row, lane = place.row, place.lane
@@ -263,10 +263,10 @@ class Epilogue:
 
     @cute.jit
     def clear_masked_tiles(self, work_tiles: cute.Tensor, results: Results, warp: Int32):
-        """Write the fully masked tiles, which stand at the end of the list; by two warps.
+        """Write zeros and an LSE of -inf for the fully masked tiles at the end of the work list.
 
         Args:
-            warp: 0 or 1.
+            warp: which of the two warps that do so, 0 or 1.
         """
         c = self.config
         out, lse, max_scores = results.out, results.lse, results.max_scores

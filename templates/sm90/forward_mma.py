@@ -1,4 +1,4 @@
-"""The products of a Hopper forward consumer: S = Q K^T and O += P V, with their registers."""
+"""Issue the products of a Hopper forward consumer, S = Q K^T and O += P V."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attnkit.templates.sm90.forward_barriers import Pipeline
 
 @dataclass(frozen=True)
 class ForwardMma:
-    """The two products of a consumer warpgroup.
+    """Issues the two products of a consumer warpgroup, and holds their fragments.
 
     Attributes:
         config: the kernel's configuration.
@@ -59,7 +59,7 @@ class ForwardMma:
         qk_first, qk, pv = mmas
         dtype, rows = device.DTYPES[config.dtype], WARPGROUP_ROWS
         thr_qk, thr_pv = qk.get_slice(thread), pv.get_slice(thread)
-        # descriptors are those of the whole warpgroup: they must not depend on the thread
+        # descriptors of the whole warpgroup: they must not depend on the thread
         all_qk, all_pv = qk.get_slice(0), pv.get_slice(0)
         frag_q = qk.make_fragment_A(all_qk.partition_A(smem.q))  # (mma, m, k, warpgroup and stage)
         frag_k = qk.make_fragment_B(all_qk.partition_B(smem.k))  # (mma, n, k, stage)
@@ -80,10 +80,10 @@ class ForwardMma:
         )  # fmt: skip
 
     def set_accumulate(self) -> None:
-        """Set whether the products overwrite; once, outside of every loop and branch.
+        """Set which products overwrite; call this once, outside of every loop and branch.
 
-        The DSL keeps the value behind a set() in the region of the call: set inside of one, it could
-        not be used outside.
+        The DSL keeps the value behind a set() in the region of the call: set inside a loop or
+        branch, it could not be used outside.
         """
         self.qk_first.set(warpgroup.Field.ACCUMULATE, False)
         self.qk.set(warpgroup.Field.ACCUMULATE, True)
@@ -118,10 +118,10 @@ class ForwardMma:
         warpgroup.commit_group()
 
     def release_k(self, k: Pipeline, stage: Int32) -> None:
-        """Release a K stage, and the block number that the producer wrote beside it.
+        """Release a K stage, and the block number that the producer wrote for it.
 
-        Chained, the ping-pong barrier has ordered the lanes' reads of the number, and one lane of a
-        warp arrives. Otherwise nothing orders them, and every lane arrives.
+        With chained work tiles the ping-pong barrier has ordered the lanes' reads of the number,
+        and one lane of a warp arrives. Otherwise nothing orders them, and every lane arrives.
         """
         if self.config.chained:
             device.arrive(k.empty + stage)
@@ -131,7 +131,7 @@ class ForwardMma:
     def advance_p(self) -> None:
         """Copy the next P to the operand of P V, through opaque moves.
 
-        The compiler would merge the two sets of registers otherwise, and serialise the products.
+        Otherwise the compiler would merge the two sets of registers and serialise the products.
         """
         source = cute.recast_tensor(self.p_next, Int32)  # i32, pairs of P
         target = cute.recast_tensor(self.p_now, Int32)  # i32, pairs of P

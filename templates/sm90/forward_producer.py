@@ -1,8 +1,8 @@
-"""The producer of the Hopper forward: work tiles, their kv blocks, TMA loads.
+"""Fetch work tiles of the Hopper forward, and load their Q, K and V by TMA.
 
-One warp fetches the next work tile while the current one is loaded. Another walks the runs of a work
-tile from the last block to the first, loads Q, K and V, and tells the consumers through shared memory
-which block each K stage holds, so that they never see lists.
+One warp fetches the next work tile while the current one is loaded. Another walks the runs of a
+work tile from the last block to the first, and loads Q, K and V. It tells the consumers through
+shared memory which block each K stage holds, so that they need not read the lists.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from attnkit.templates.sm90.forward_barriers import ForwardBarriers, Pipeline
 # int32 words in shared memory for the consumers: block numbers of the K stages, then records. One
 # tensor for both: their addresses differ by constants, which costs no register.
 FIRST_BLOCK_NUMBER = 0  # that of K stage 0
-BLOCK_NUMBERS = 8  # at least as many as there are stages
+BLOCK_NUMBERS = 8  # words for them, at least as many as there are stages
 RECORD_WORDS, RECORDS = 8, 4  # a record must stay until its tile is written, two tiles later
 INFO_WORDS = BLOCK_NUMBERS + RECORD_WORDS * RECORDS
-NEXT_WORDS = 16  # of the fetched work tile, the used ones being those of `WorkItem`
-END = -1  # batch of the fetched work tile, where there is none left
-FETCH_AHEAD = 2  # kv blocks before the end of a work tile, the next one is fetched
+NEXT_WORDS = 16  # words of the fetched work tile; the first are those of `WorkItem`
+END = -1  # in the word BATCH of the fetched work tile: there is none left
+FETCH_AHEAD = 2  # the next work tile is fetched so many kv blocks before the end of one
 
 
 class WorkTile(IntEnum):
-    """int32 words of a work tile's record in shared memory, which the consumers read."""
+    """Numbers the int32 words of a work tile's record in shared memory, for the consumers."""
 
     Q_BLOCK = 0
     HEAD = 1
@@ -44,7 +44,7 @@ class WorkTile(IntEnum):
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Tensors in the shared memory of a CTA.
+    """Holds the tensors in the shared memory of a CTA.
 
     Attributes:
         q: 16 bits [64, head_dim, warpgroup and stage].
@@ -65,17 +65,17 @@ class SharedMemory:
 
 
 def record_of(tile_idx: Int32) -> Int32:
-    """Word of `info` at which the record of the CTA's tile_idx-th work tile begins."""
+    """Return the word of `info` at which the record of the tile_idx-th work tile begins."""
     return BLOCK_NUMBERS + RECORD_WORDS * (tile_idx & (RECORDS - 1))
 
 
 @dataclass(frozen=True)
 class Work:
-    """A work tile as a consumer reads it.
+    """Describes a work tile as a consumer reads it.
 
     Attributes:
-        q_block, head, batch: of the query.
-        split_slot: of the part of a split row, negative for whole rows.
+        q_block, head, batch: where its query block is.
+        split_slot: slot of a part of a split row, negative for whole rows.
     """
 
     q_block: Int32
@@ -92,7 +92,7 @@ class Work:
 
 @dataclass(frozen=True)
 class TmaLoad:
-    """A TMA load of one operand.
+    """Describes the TMA load of one operand.
 
     Attributes:
         atom: the copy.
@@ -106,10 +106,10 @@ class TmaLoad:
 
 
 class TileScheduler:
-    """The warp that fetches work tiles: dynamic, the longest first.
+    """Runs the warp that fetches work tiles, the longest first (dynamic persistent scheduler).
 
-    A CTA begins with the tile of its own number; the next ones come from a counter in global memory, so
-    that a CTA that is ahead takes more.
+    A CTA begins with the tile of its own number. The next ones come from a counter in global
+    memory, so that a faster CTA takes more.
     """
 
     @cute.jit
@@ -133,8 +133,8 @@ class TileScheduler:
                     next_tile[i] = words[i]
                 cute.arch.mbarrier_arrive(work.full)
             position += 1
-            # the counter is read only once the producer nears the end of its tile: a tile that is
-            # taken earlier would be withheld from CTAs that are ahead
+            # read the counter only once the producer nears the end of its tile: a tile that is
+            # taken earlier would be withheld from faster CTAs
             work.wait_empty(position)
             old = Int32(0)
             if cute.arch.lane_idx() == 0:
@@ -148,7 +148,7 @@ class TileScheduler:
 
 
 class Producer:
-    """The warp that loads.
+    """Runs the warp that loads Q, K and V.
 
     Args:
         config: the kernel's configuration.
@@ -171,12 +171,12 @@ class Producer:
     ):
         """Load the blocks of the fetched work tiles.
 
-        V is loaded one block behind K, as it is consumed: P V of a block is issued after Q K of the
-        next, and chained, that is so from tile to tile.
+        V is loaded one block behind K, in the order of use: P V of a block is issued after Q K of
+        the next one. With chained work tiles this holds from tile to tile.
 
         Args:
             atoms, tiles: TMA atoms and tensors of Q, K and V.
-            runs: of PARTIAL and of FULL kv blocks.
+            runs: int32 [2, runs] of PARTIAL and of FULL kv blocks.
         """
         c = self.config
         q, k, v = self._loads(atoms, tiles, smem)
@@ -256,7 +256,7 @@ class Producer:
     def _loads(
         self, atoms: tuple, tiles: tuple, smem: SharedMemory
     ) -> tuple[TmaLoad, TmaLoad, TmaLoad]:
-        """Both sides of the TMA loads of Q, K and V."""
+        """Return the TMA loads of Q, K and V."""
         c = self.config
         shape_q, shape_k = (WARPGROUP_ROWS, c.head_dim), (c.block_kv, c.head_dim)
         shape_v = c.head_dim_v, c.block_kv
@@ -267,10 +267,10 @@ class Producer:
         return q, k, v
 
     def _wait_q_empty(self, tile_idx: Int32, k_pos: Int32, bars: ForwardBarriers) -> None:
-        """Wait until the consumers are done with the Q stage of a work tile's turn."""
+        """Wait until the consumers have released the Q stage that a work tile takes."""
         if self.config.chained:
             bars.q.wait_empty(tile_idx)
-        else:  # one Q stage: who has released the last K block is done with Q
+        else:  # one Q stage: consumers that have released the last K block are done with Q
             last = k_pos - 1
             cute.arch.mbarrier_wait(bars.k.empty + bars.k.stage(last), bars.k.phase(last))
 
@@ -284,7 +284,7 @@ class Producer:
         info: cute.Tensor,
         bars: ForwardBarriers,
     ):
-        """Load a query tile, once its stage is empty, and write the work tile's record."""
+        """Load a query tile once its stage is empty, and write the work tile's record."""
         c = self.config
         stage = bars.q.stage(tile_idx)
         full = bars.q.full + stage
@@ -308,10 +308,10 @@ class Producer:
 
     @cute.jit
     def _load_v(self, v: TmaLoad, v_pos: Int32, block: tuple, pipeline: Pipeline):
-        """Load a block of V, once its stage is empty.
+        """Load a block of V once its stage is empty.
 
         Args:
-            block: number, head and batch element.
+            block: (number, head, batch element).
         """
         stage = pipeline.wait_empty(v_pos)
         with cute.arch.elect_one():

@@ -1,4 +1,4 @@
-"""The softmax of a Hopper consumer warpgroup: mod, mask, maximum, exponentials, row sums.
+"""Compute the softmax of a Hopper consumer warpgroup: mod, mask, maximum, exponentials, sums.
 
 A thread of a consumer warpgroup holds two rows of a tile, 8 apart, and of each the columns
 8 g and 8 g + 1 from its first. Element i of the accumulator belongs to row (i >> 1) & 1 and to
@@ -28,35 +28,35 @@ from attnkit.templates.common.site import Site
 from attnkit.templates.common.softmax import largest
 from attnkit.templates.sm90.config import ForwardConfig
 
-# A thread's sum of P of a row in one block, up to which the delayed maximum stays the reference. No P is
-# larger than that sum, so P in float16 (at most 65504) cannot overflow.
+# Up to this sum of P (of a thread, a row and a block) the delayed maximum stays the reference. No P
+# is larger than the sum, so P in float16 (at most 65504) cannot overflow.
 SUM_CEILING = 2.0**12
 CHAINS = 4  # independent chains of maxima and sums: the latency of one hides behind the others
-MASK_COLUMNS = 8  # of a thread, for which a mask without intervals is computed at once
-ROWS = 2  # of a thread
+MASK_COLUMNS = 8  # columns for which a thread evaluates a mask without intervals at once
+ROWS = 2  # rows per thread
 ROW_STEP = 8  # from a thread's first row to its second
 
 
 def row_of(i: int) -> int:
-    """Which of the thread's two rows holds element i of the accumulator."""
+    """Return which of the thread's two rows holds element i of the accumulator."""
     return (i >> 1) & 1
 
 
 def column_of(i: int) -> int:
-    """Which of the thread's columns holds element i of the accumulator."""
+    """Return which of the thread's columns holds element i of the accumulator."""
     return 2 * (i // 4) + (i & 1)
 
 
 @dataclass(frozen=True)
 class RowState:
-    """The running softmax of a thread's two rows.
+    """Holds the running softmax of a thread's two rows.
 
     Attributes:
         max: f32 [2], the reference of P and of `sum`.
         sum: f32 [2], of P over the thread's columns.
-        scale: f32 [2], what O and the sums before the last block are to be multiplied by; in the
-            epilogue, what the output is to be multiplied by.
-        highest: f32 [2], the largest score, where the kernel writes the maxima.
+        scale: f32 [2], by which O and the sums before the last block are to be multiplied; in the
+            epilogue, the factor of the output.
+        highest: f32 [2], the largest score, if the kernel writes the maxima.
     """
 
     max: cute.Tensor
@@ -66,7 +66,7 @@ class RowState:
 
     @staticmethod
     def create() -> RowState:
-        """Allocate registers."""
+        """Allocate the registers."""
         row_max = cute.make_rmem_tensor(ROWS, Float32)  # f32 [2]
         row_sum = cute.make_rmem_tensor(ROWS, Float32)  # f32 [2]
         scale = cute.make_rmem_tensor(ROWS, Float32)  # f32 [2]
@@ -74,7 +74,7 @@ class RowState:
         return RowState(row_max, row_sum, scale, highest)
 
     def reset(self) -> None:
-        """Begin a work tile."""
+        """Reset maxima and sums for a new work tile."""
         for r in range(ROWS):
             self.max[r], self.sum[r] = Float32(NEG_INF), Float32(0.0)
             self.highest[r] = Float32(NEG_INF)
@@ -82,15 +82,15 @@ class RowState:
 
 @dataclass(frozen=True)
 class TileValues:
-    """What is known once a work tile.
+    """Holds the values that a thread computes once per work tile.
 
     Attributes:
         site: where the tile is.
-        head: values of the head.
-        rows: (q, values of the row) of the thread's two rows; q is clamped to the tensor.
-        column_constants: for each of the thread's columns, what is the same in every block.
-        intervals: for each row, the intervals [low, high) of kv that it keeps; None if the mask has no
-            such form.
+        head: values of the hook `head`.
+        rows: (q, values of the hook `row`) of the thread's two rows; q is clamped to the tensor.
+        column_constants: the value of the hook `fixed_columns` for each of the thread's columns.
+        intervals: for each row, the intervals [low, high) of kv that it keeps; None if the mask has
+            no such form.
         first_column: the thread's first column within a block.
     """
 
@@ -104,13 +104,13 @@ class TileValues:
 
 @dataclass(frozen=True)
 class BlockValues:
-    """What a block's scores need beside the products.
+    """Holds the values that turn the products of a kv block into scores.
 
     Attributes:
         start: first column of the block.
-        columns: (kv, column constant, values of the column) of the thread's columns.
+        columns: (kv, column constant, values of the hook `columns`) of the thread's columns.
         places: (row, column) of each element of the accumulator.
-        relatives: what depends on q - kv.
+        relatives: result of the hook `relatives`.
     """
 
     start: Int32
@@ -120,7 +120,7 @@ class BlockValues:
 
 
 class Softmax:
-    """The softmax of a consumer warpgroup, from S = Q K^T to P.
+    """Computes P from S = Q K^T in a consumer warpgroup.
 
     Args:
         config: the kernel's configuration.
@@ -133,13 +133,13 @@ class Softmax:
         self.dtype = device.DTYPES[config.dtype]
 
     def columns_of_thread(self) -> list[int]:
-        """Offsets of a thread's columns from its first."""
+        """Return the offsets of a thread's columns from its first column."""
         return [8 * g + c for g in range(self.config.block_kv // 8) for c in (0, 1)]
 
     def site(
         self, captured: list, batch: Int32, head: Int32, scalars: Scalars, first_row: Int32
     ) -> Site:
-        """Where a work tile is; its first row is the origin of distances."""
+        """Return the site of a work tile; its first row is the origin of distances."""
         steps = (0, ROW_STEP), self.columns_of_thread()
         q_len, kv_len, scale = scalars.q_len, scalars.kv_len, scalars.scale
         return Site(captured, batch, head, q_len, kv_len, scale, first_row, steps)
@@ -147,7 +147,7 @@ class Softmax:
     # ------------------------------------------------------------------ values known once a tile
 
     def begin_tile(self, site: Site, first_column: Int32, row: Int32) -> TileValues:
-        """Evaluate what is known once a work tile.
+        """Compute the values that stay the same for a whole work tile.
 
         Args:
             site: where the tile is.
@@ -179,19 +179,19 @@ class Softmax:
 
     @property
     def _tight(self) -> bool:
-        """Whether no registers are left to hold the column constants through the blocks.
+        """Whether no registers are left to keep the column constants through the blocks.
 
-        So it is with a mask without intervals at the widest output.
+        This is so for a mask without intervals at head_dim_v above 192.
         """
         hooks = self.hooks
         return self.config.head_dim_v > 192 and hooks.has_mask and hooks.intervals is None
 
     def factor(self, tile: TileValues) -> Float32 | None:
-        """What scores are multiplied by to be in log2 units, or None for 1."""
+        """Return what scores are multiplied by to be in log2 units, or None for 1."""
         return self.hooks.factor(tile.site, tile.head)
 
     def lse_terms(self, site: Site, row: Int32) -> list[Any]:
-        """What the LSE of each row has beyond the softmax, or None; arguments as of `begin_tile`."""
+        """Return what the hook `lse` adds to each row's LSE; arguments as in `begin_tile`."""
         hooks = self.hooks
         head = hooks.head(site)
         inside = [cutlass.min(row + ROW_STEP * r, site.q_len - 1) for r in range(ROWS)]
@@ -202,11 +202,11 @@ class Softmax:
     def block_values(
         self, tile: TileValues, kv_block: Int32, masked: bool, count: int
     ) -> BlockValues:
-        """Evaluate what the scores of a kv block need, `count` elements a thread."""
+        """Compute the values that the scores of a kv block need, `count` scores per thread."""
         site, head, constants, hooks = tile.site, tile.head, tile.column_constants, self.hooks
         if self._tight and constants[0] is not None:
-            # computed from an opaque number in each block: otherwise the compiler holds the constants
-            # through the loop, and spills others
+            # computed from an opaque number in each block: otherwise the compiler keeps the
+            # constants through the loop, and spills other registers
             first = device.pinned(Float32(tile.first_column))
             constants = hooks.fixed_columns(
                 site, head, [first + Float32(o) for o in self.columns_of_thread()]
@@ -223,9 +223,9 @@ class Softmax:
         return BlockValues(start, columns, places, relatives)
 
     def _positions(self, tile: TileValues, kv_block: Int32) -> tuple[Any, Any, list[Any]]:
-        """First column of a block, whether block lists keep all of it, the thread's columns.
+        """Return a block's first column, whether block lists keep all of it, the thread's columns.
 
-        Where block lists overrule the mask, ~n stands for a FULL block n: nothing but the end of the
+        Where block lists overrule the mask, ~n stands for a FULL block n: only the end of the
         tensor is masked there.
         """
         full = Boolean(False)
@@ -240,7 +240,7 @@ class Softmax:
     ) -> list[list[Int32]] | None:
         """Compute bit masks of the columns that each row keeps; None for all.
 
-        Needs no scores: it runs while the tensor cores compute them, their registers still free.
+        Needs no scores: it runs while the tensor cores compute them and their registers are free.
         """
         if not masked:
             return None
@@ -258,10 +258,10 @@ class Softmax:
         return masks
 
     def _evaluated(self, tile: TileValues, positions: list[Any], word: int) -> list[Any]:
-        """Evaluate a word of the bit masks of a mask without intervals.
+        """Evaluate one word of each row's bit mask, for a mask without intervals.
 
-        A few columns at a time, each group beginning when the one before is done: what a mask loads
-        and computes for all of them would not fit the registers.
+        A few columns at a time; a group begins when the one before is done. The values of all
+        columns at once would not fit the registers.
         """
         site, bits = tile.site, [Int32(0), Int32(0)]
         for low in range(32 * word, min(32 * word + 32, len(positions)), MASK_COLUMNS):
@@ -279,7 +279,7 @@ class Softmax:
         return bits
 
     def apply_score_mod(self, tile: TileValues, block: BlockValues, acc_s: cute.Tensor) -> Any:
-        """Apply the mod in place; returns what the block adds to all of its scores, or None."""
+        """Apply the mod in place; return what the block adds to all of its scores, or None."""
         site, hooks = tile.site, self.hooks
         if not hooks.only_scales:
             elements = [(r, j, acc_s[i]) for i, (r, j) in enumerate(block.places)]
@@ -307,7 +307,7 @@ class Softmax:
     def _inside(
         self, intervals: Any, left: Int32, full: Boolean, kv_len: Int32
     ) -> list[list[Int32]]:
-        """Bit masks of the columns that lie in one of their row's intervals."""
+        """Return bit masks of the columns that lie in one of their row's intervals."""
         words, masks = self._words(), []
         for pairs in intervals:
             total = [Int32(0)] * words
@@ -332,12 +332,12 @@ class Softmax:
         visit: Any = None,
         small: bool = True,
     ) -> Any:
-        """Compute P of row r from its scores; returns the thread's sum of the row.
+        """Compute P of row r from its scores; return the thread's sum of the row.
 
         Args:
-            acc_s: scores; kept.
-            p: where packed pairs of P go; None leaves P unpacked in place of the scores.
-            reference: what is subtracted from the scores times the factor, log2 units, or None.
+            acc_s: scores; overwritten only if `p` is None.
+            p: registers for packed pairs of P; None writes P unpacked over the scores.
+            reference: subtracted from the scores times the factor, log2 units; None for 0.
             visit: called with each pair of elements, to interleave other work.
             small: whether an exponent may be below -126.
         """
@@ -370,7 +370,7 @@ class Softmax:
         p: cute.Tensor,
         state: RowState,
     ) -> None:
-        """Softmax of a tile's first block: maximum, then exponentials against it.
+        """Compute the softmax of a tile's first block: the maximum, then exponentials against it.
 
         Args:
             base: what the block adds to all of its scores, or None.
@@ -395,11 +395,11 @@ class Softmax:
         p: cute.Tensor | None,
         state: RowState,
     ) -> None:
-        """Softmax of a further block; `state.scale` says how O is to be rescaled.
+        """Compute the softmax of a further block; set `state.scale` to what O is rescaled by.
 
         Args:
-            bits: of the mask, or None.
-            p: where P goes; None leaves it unpacked in place of the scores.
+            bits: see `mask_bits`; None for a block without a mask.
+            p: registers for P; None writes it unpacked over the scores.
         """
         base, factor = self.apply_score_mod(tile, block, acc_s), self.factor(tile)
         self.apply_mask(bits, acc_s)
@@ -422,9 +422,9 @@ class Softmax:
         base: Float32 | None,
         factor: Float32 | None,
     ) -> None:
-        """Exponentials against the maximum of the blocks before.
+        """Compute exponentials against the maximum of the blocks before.
 
-        Whether that will do shows in their sums: no exponential is larger than the sum of its row.
+        Their sums show whether that is safe: no exponential is larger than the sum of its row.
         """
         exact = self.config.need_max
         peak = cute.make_rmem_tensor(ROWS, Float32)  # f32 [2], the block's maxima
@@ -461,7 +461,7 @@ class Softmax:
         base: Float32,
         grown: Boolean,
     ):
-        """Where a maximum of the warp grew too far: compute P again, from the scores."""
+        """Compute P again from the scores, if a maximum of the warp grew too far."""
         row_max, row_sum, scale = state.max, state.sum, state.scale
         if cute.arch.vote_any_sync(grown):
             for r in cutlass.range_constexpr(ROWS):
@@ -482,7 +482,7 @@ class Softmax:
         base: Float32 | None,
         factor: Float32 | None,
     ) -> None:
-        """Maximum first, then exponentials against it."""
+        """Compute the maximum first, then exponentials against it."""
         exact = self.config.need_max
         grown = Boolean(False)
         for r in range(ROWS):
@@ -511,7 +511,7 @@ class Softmax:
         base: Float32,
         grown: Boolean,
     ):
-        """Where a maximum of the warp may have grown too far: compute it."""
+        """Compute the maxima exactly, if one of the warp may have grown too far."""
         row_max, row_sum, scale, highest = state.max, state.sum, state.scale, state.highest
         nan = self.config.need_max  # torch's maximum passes NaN on
         if cute.arch.vote_any_sync(grown):
@@ -544,7 +544,7 @@ def _added(values: list[Any]) -> Any:
 
 
 def _row_peak(acc_s: cute.Tensor, r: int, base: Float32 | None, nan: bool) -> Any:
-    """Largest score of row r that this thread holds, in chains."""
+    """Return the largest score of row r that this thread holds, by independent chains."""
     mine = [i for i in range(cute.size(acc_s)) if row_of(i) == r]
     chains = [acc_s[i] for i in mine[:CHAINS]]
     for t in range(CHAINS, len(mine)):
@@ -554,10 +554,10 @@ def _row_peak(acc_s: cute.Tensor, r: int, base: Float32 | None, nan: bool) -> An
 
 
 def _limit_bits(row_max: Float32, base: Float32 | None, factor: Float32 | None) -> Any:
-    """Bits of the least score with which a maximum has grown too far, as an integer.
+    """Return the least score with which a maximum has grown too far, as the integer of its bits.
 
-    Scores of 0 and above are ordered as their bits are, and above all negative ones. Where the limit
-    is negative, it is the least integer: any score may be too large.
+    Scores of 0 and above have the order of their bits, which lie above those of all negative
+    scores. Where the limit is negative, return the least integer: any score may be too large.
     """
     room = Float32(RESCALE_THRESHOLD)
     room = room if factor is None else room * cute.arch.rcp_approx(factor)
@@ -566,10 +566,10 @@ def _limit_bits(row_max: Float32, base: Float32 | None, factor: Float32 | None) 
 
 
 class _Highest:
-    """The largest of a thread's scores, collected in pairs.
+    """Finds the largest of a thread's scores, which it takes in pairs.
 
-    Either exact, NaN included, or in integers, whose maxima the machine computes three at a time:
-    their maximum is that of the scores if one is not negative, and otherwise some negative number.
+    Either exactly, NaN included, or by comparing bits as integers, of which the GPU compares three
+    at a time: that maximum is right if a score is not negative, and otherwise some negative number.
     """
 
     def __init__(self, acc_s: cute.Tensor, exact: bool) -> None:
@@ -589,7 +589,7 @@ class _Highest:
                 self.chains[c] = self._larger(self.chains[c], self.values[i])
 
     def value(self) -> Any:
-        """The largest of them."""
+        """Return the largest of the elements taken."""
         most = self.chains[0]
         for x in self.chains[1:]:
             most = self._larger(most, x)
@@ -602,7 +602,7 @@ class _Highest:
 
 
 def _reference(row_max: Float32, base: Float32 | None, factor: Float32 | None) -> Any:
-    """What to subtract from scores times factor; 0 for a row without an unmasked score yet."""
+    """Return what to subtract from scores times factor; 0 if no score is unmasked so far."""
     safe = device.finite_or_zero(row_max)
     safe = safe if base is None else safe - base
     return safe if factor is None else safe * factor

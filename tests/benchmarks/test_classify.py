@@ -1,4 +1,4 @@
-"""The classification benchmark measures what it says, and fails where a limit is exceeded."""
+"""Check the classification benchmark: what it measures, and that it fails above a limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `benchmarks/frames.py --save` writes of the kernels that it compiled."""
+"""Check what `benchmarks/frames.py --save` writes about the kernels that it compiled."""
 
 from __future__ import annotations
 

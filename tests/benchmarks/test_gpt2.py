@@ -1,4 +1,7 @@
-"""The training step benchmark runs the same model for all, and says where losses differ."""
+"""Check the training step benchmark.
+
+It runs the same model for all, and reports loss differences.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark runner checks before it times, compares in turn, and tables what was saved."""
+"""Check the benchmark runner: it checks before it times, alternates, and tabulates saved rows."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 class Clockwork:
-    """A timer that knows how long everything takes: 2 ms, or what the function says of itself."""
+    """A timer without a clock: each call takes 2 ms, or the time that the function states."""
 
     def __init__(self) -> None:
         self.measured: list[Any] = []
@@ -110,7 +110,7 @@ GPU_CASES = tomllib.loads((ROOT / "benchmarks" / "gpu_cases.toml").read_text())
 
 
 def small(gpu: Any, case: dict[str, Any], length: int = 1200) -> Any:
-    """A case's shape with everything but the length cut down; groups stay groups."""
+    """Shrink a case's shape except for the length; the GQA group stays."""
     shape = gpu.shape_of(case, GPU_CASES)
     group = 2 if shape.kv_heads != shape.heads else 1
     return replace(
@@ -189,7 +189,7 @@ def test_gpu_ablations_are_contenders(gpu: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def reference_varlen(q: Any, k: Any, v: Any, **options: Any) -> Any:
-    """flash_attn_varlen_func in a few lines: causal sequences end to end."""
+    """Compute flash_attn_varlen_func in a few lines, for causal packed sequences."""
     bounds = options["cu_seqlens_q"].tolist()
     assert options["causal"]
     assert options["max_seqlen_k"] == max(b - a for a, b in itertools.pairwise(bounds))
@@ -203,7 +203,7 @@ def reference_varlen(q: Any, k: Any, v: Any, **options: Any) -> Any:
 def reference_flash(
     q: Any, k: Any, v: Any, causal: bool = False, window_size: Any = (None, None), softcap: Any = 0
 ) -> Any:
-    """flash_attn_func in a few lines, [B, S, H, D]."""
+    """Compute flash_attn_func in a few lines, for tensors [B, S, H, D]."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     scores = (q @ k.mT).float() * q.shape[-1] ** -0.5
@@ -273,7 +273,7 @@ def test_gpu_rounds_alternate_and_end(gpu: Any) -> None:
 
 
 class Stream:
-    """A host that queues and a device that follows, in milliseconds; stands in for torch.cuda."""
+    """Stands in for torch.cuda: a host that queues and a device that follows, in milliseconds."""
 
     def __init__(self, host_ms: float, device_ms: float) -> None:
         self.cost, self.host, self.device = (host_ms, device_ms), 0.0, 0.0

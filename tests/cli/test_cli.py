@@ -1,4 +1,4 @@
-"""The command line, through `main`: what it prints, where, and its exit status."""
+"""Check the command line through `main`: what it prints, where, and its exit status."""
 
 from __future__ import annotations
 

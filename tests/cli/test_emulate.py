@@ -1,4 +1,4 @@
-"""`attnkit emulate`: real kernels of small variants, from the command line."""
+"""Check `attnkit emulate`: it runs real kernels of small variants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The DSL emitter against torch on realistic mods, masks and their gradients, without a GPU."""
+"""Compare the DSL emitter with torch on realistic mods, masks and gradients, without a GPU."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ MASKS: dict[str, Callable[..., Any]] = {
 
 
 def places() -> dict[str, Tensor]:
-    """Arguments for two batches, two heads, 32 queries and 32 keys."""
+    """Return arguments for two batches, two heads, 32 queries and 32 keys."""
     sizes = {"b": 2, "h": 2, "q": 32, "kv": 32}
     env = {
         name: torch.arange(size).int().view([-1 if i == axis else 1 for i in range(4)])

@@ -1,4 +1,4 @@
-"""About how many instructions a score takes: what is counted, and the machine code of kernels."""
+"""Compare the estimated instructions of a score with the machine code of kernels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def score(mod: Any) -> Node:
     return trace_cached(mod, "score", CPU).root
 
 
-def test_what_is_known_once_a_row_is_not_counted() -> None:
+def test_values_per_row_are_not_counted() -> None:
     assert instructions() == 0
     assert instructions(score(lambda s, b, h, q, kv: s)) == 0
     assert instructions(score(lambda s, b, h, q, kv: s * torch.log(q + 1.0))) == 1
@@ -37,7 +37,7 @@ def test_what_is_known_once_a_row_is_not_counted() -> None:
 
 @given(st.integers(1, 6), st.integers(1, 6))
 def test_shared_operations_count_once(first: int, second: int) -> None:
-    """A sum of two chains of tanh takes the longer one, whose beginning is the other."""
+    """A sum of two chains of tanh costs the longer one, which begins with the other."""
     chain = [arg("score")]
     for _ in range(max(first, second)):
         chain.append(build("tanh", chain[-1]))
@@ -45,7 +45,7 @@ def test_shared_operations_count_once(first: int, second: int) -> None:
     assert both == instructions(chain[max(first, second)]) == 3 * max(first, second)
 
 
-def test_what_loads_and_divides_takes() -> None:
+def test_instructions_of_loads_and_divisions() -> None:
     index = build("add", arg("q"), arg("kv"))
     row, place = load(0, F32, [arg("q")]), load(0, F32, [arg("q"), arg("kv")])
     distance = load(0, F32, [build("sub", arg("q"), arg("kv"))])
@@ -58,7 +58,7 @@ def test_what_loads_and_divides_takes() -> None:
 
 
 def test_operations_of_one_instruction_are_known() -> None:
-    """What has no estimate counts as one: a new operation gets an estimate, or stands here."""
+    """Operations without an estimate count as one: a new one needs an estimate, or an entry here."""
     floats = [(op, len(takes)) for op, (takes, _) in SIGNATURES.items() if set(takes) <= {"f", "n"}]
     leaves = arg("score"), arg("grad")
     nodes = [node(op, *leaves[:count]) for op, count in floats if op != "round"]
@@ -77,7 +77,7 @@ MODS = {
 
 
 def code(name: str) -> int:
-    """Instructions of the kernel for a mod: 128 columns, in masked blocks and others."""
+    """Return the instructions of a mod's kernel: 128 columns, in masked and unmasked blocks."""
     pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
     qkv: list[Tensor] = [torch.zeros(1, 1, 256, 128, dtype=torch.bfloat16)] * 3
     with emulation.session(execute=False), kernel.requested_sources() as sources:
@@ -91,7 +91,7 @@ def code(name: str) -> int:
 def test_estimates_are_of_the_size_of_the_machine_code(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Within a factor of two, in kernels with code for each column, which no cache may keep."""
+    """The estimate is right to a factor of two, in kernels with separate code for each column."""
     softmax = pytest.importorskip("attnkit.templates.sm100.softmax")
     monkeypatch.setattr(softmax, "HEAVY", 1000)
     monkeypatch.setattr(kernel, "_kernels", {})

@@ -1,4 +1,4 @@
-"""Indices that may be negative are found from the lengths alone; none is missed."""
+"""Check that indices that may be negative are found from the lengths alone, and none is missed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from attnkit.codegen.nonnegative import wrapping
 from attnkit.graph import ir
-from attnkit.graph.eval_torch import evaluate
+from attnkit.graph.eval_torch import evaluate, positions
 from attnkit.graph.ir import Node
-from attnkit.runtime.reference import positions
 from attnkit.testing import Limits, mask_mods, score_mods
 from attnkit.tracing.tracer import Traced, trace
 
@@ -29,7 +28,7 @@ def loads(traced: Traced) -> list[Node]:
 
 
 def of(mod: Callable[..., Any], q_len: int = 30, kv_len: int = 30) -> list[bool]:
-    """Whether each load of a score_mod that has an index may wrap."""
+    """Return for each indexed load of a score_mod whether its index may be negative and wrap."""
     traced = trace(mod, "score")
     found = wrapping([traced.root], {"b": 2, "h": 4, "q": q_len, "kv": kv_len})
     return [n in found for n in loads(traced)]

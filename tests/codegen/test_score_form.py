@@ -1,4 +1,4 @@
-"""The form of a score_mod that kernels compute is the score_mod."""
+"""Check that the score form that kernels compute equals the score_mod."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HEAD = {"b", "h", "scale"}
 
 
 def grid(q_len: int = N, kv_len: int = N, batch: int = 2, heads: int = 3) -> dict[str, Tensor]:
-    """All positions, and a raw score q . k for each."""
+    """Return all positions, and a raw score q . k for each."""
     sizes = {"b": batch, "h": heads, "q": q_len, "kv": kv_len}
     env = {
         name: torch.arange(n, dtype=torch.int32).view([n if axis == at else 1 for axis in range(4)])
@@ -46,7 +46,7 @@ def value(n: Node | None, env: dict[str, Tensor], tensors: tuple[Tensor, ...]) -
 
 
 def assert_same(function: Any, env: dict[str, Tensor], scale: float, origin: int) -> None:
-    """The parts, put together as a kernel does, are the modified score."""
+    """Check that the parts, combined as a kernel does, equal the modified score."""
     for apart in (False, True):
         _assert_same(function, env, scale, origin, apart)
 
@@ -98,7 +98,7 @@ TERMS = (
 
 @st.composite
 def sums(draw: st.DrawFn) -> Any:
-    """Sums and differences of terms, of which some are linear in kv."""
+    """Draw sums and differences of terms, some of them linear in kv."""
     terms = draw(st.lists(st.sampled_from(TERMS), min_size=1, max_size=5))
     body = "".join(f" {draw(st.sampled_from('+-'))} ({t})" for t in terms)
     names = {"torch": torch, "SLOPES": SLOPES, "TABLE": TABLE}
@@ -106,7 +106,7 @@ def sums(draw: st.DrawFn) -> Any:
 
 
 @given(sums(), st.floats(0.05, 2.0), st.integers(0, N - 1))
-def test_sums(function: Any, scale: float, origin: int) -> None:
+def test_sums_of_linear_terms(function: Any, scale: float, origin: int) -> None:
     assert_same(function, grid(), scale, origin)
 
 
@@ -142,8 +142,8 @@ def test_a_linear_term_of_kv_is_split_from_the_elements() -> None:
         (lambda s, b, h, q, kv: s + SLOPES[h] * kv, False),
     ],
 )
-def test_multiples_of_the_distance_may_be_apart(function: Any, apart: bool) -> None:
-    """Then nothing of them is in the row, nor in the slope."""
+def test_distance_terms_may_be_separate(function: Any, apart: bool) -> None:
+    """A separate distance term leaves nothing in the row term or the slope."""
     form = score_form(trace(function, "score").root, separate_distance=True)
     assert (form.distance is not None) is apart
     assert (form.slope is None) is apart
@@ -180,7 +180,7 @@ EXTREME = torch.tensor([-1e30, -1e4, -3.0, -0.1, 0.0, 0.1, 3.0, 1e4, 1e30], dtyp
 
 
 def largest(function: Any, scale: float) -> float:
-    """The largest |x| over extreme scores."""
+    """Return the largest |x| over extreme scores."""
     traced = trace(function, "score")
     form = score_form(traced.root)
     env = grid()
@@ -213,7 +213,7 @@ def test_a_ceiling_bounds_every_score(function: Any, scale: float) -> None:
     ],
 )
 def test_ceilings(function: Any, ceiling: float | None) -> None:
-    """Of the part that the score decides; what the row alone adds is left out of it."""
+    """A ceiling bounds the part that depends on the score, and leaves out what the row adds."""
     found = form_of(function).ceiling
     if ceiling is None:
         assert found is None
@@ -224,7 +224,7 @@ def test_ceilings(function: Any, ceiling: float | None) -> None:
 
 
 def assert_relative(n: Node, tensors: tuple[Tensor, ...]) -> None:
-    """One value for each difference q - kv, whatever the score."""
+    """Check that there is one value for each difference q - kv, whatever the score."""
     env = grid()
     env["score"] = env["score"] * 10
     shape = (2, 3, N, N)

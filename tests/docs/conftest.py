@@ -1,4 +1,4 @@
-"""The programs that write pages are modules of docs/scripts."""
+"""Make the programs that write pages importable as modules of docs/scripts."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""docs/architecture.md draws the rooms that the linter enforces."""
+"""Check that docs/architecture.md draws the rooms that the linter enforces."""
 
 from __future__ import annotations
 
 import rooms
 
 
-def test_the_map_is_that_of_the_contract() -> None:
+def test_the_map_of_rooms_equals_the_import_contract() -> None:
     page = rooms.PAGE.read_text()
     assert rooms.files()[rooms.PAGE] == page, "run `python docs/scripts/write.py`"
     for layer in rooms.layers():

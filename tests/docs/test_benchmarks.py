@@ -1,4 +1,4 @@
-"""The tables and plots of docs/benchmarks.md, and README's plot, say what the committed rows say."""
+"""Check that docs/benchmarks.md and README's plot show what the committed rows say."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGE = benchmark_pages.PAGE.read_text()
 
 
 def texts(path: Path) -> list[str]:
-    """The words of a plot, in the order that they were drawn."""
+    """Return the words of a plot, in the order in which they were drawn."""
     root = ElementTree.parse(path).getroot()
     return ["".join(e.itertext()).strip() for e in root.iter() if e.tag.endswith("text")]
 
@@ -60,10 +60,11 @@ def test_the_plot_of_tiles_shows_the_rows() -> None:
 
 def test_commands_and_rows_of_the_page_exist() -> None:
     root = benchmark_pages.DOCS.parent
-    for path in re.findall(r"\]\(\.\./([\w./]+)\)", PAGE) + re.findall(
-        r"python ([\w/]+\.py)", PAGE
-    ):
-        assert (root / path).exists(), path
+    linked = re.findall(r"\]\(\.\./([\w./]+)\)", PAGE)
+    called = re.findall(r"python ([\w/]+\.py)", PAGE)
+    assert linked
+    assert called
+    assert not {path for path in linked + called if not (root / path).exists()}
     listed = set(re.findall(r"results/(\w+\.jsonl)", PAGE))
     committed = {path.name for path in (root / "benchmarks" / "results").glob("*.jsonl")}
     assert {name for name in committed if not name[0].isdigit()} == listed

@@ -1,4 +1,4 @@
-"""The examples run, learn, are exact, and say so when they are not."""
+"""Check that the examples run, learn and are exact, and report it when they are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gallery is what its scripts write, for every mask and mod there is."""
+"""Check that the gallery is what its scripts write, for every mask and mod."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The code on the pages runs, and prints what the pages say."""
+"""Check that the code on the pages runs, and prints what the pages say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""README.md says what is true: its code runs, its names, commands and figures exist."""
+"""Check that README.md is true: its code runs, its names, commands and figures exist."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def test_command_line_examples_run() -> None:
         assert "% computed" in done.stdout
 
 
-def test_it_is_short() -> None:
+def test_readme_is_short() -> None:
     assert README.count("\n") <= 120
 
 
 def test_it_has_no_figures_of_speed_but_the_plot() -> None:
-    """Tables of measured figures stand in docs/benchmarks.md, where a test holds them to their rows."""
+    """Measured numbers belong in docs/benchmarks.md, where a test compares them with their rows."""
     assert "](docs/images/speed.svg)" in README
     assert not re.search(r"\d\s?(x|ms|us|TFLOP/s|MB|GiB)\b", README)

@@ -1,4 +1,4 @@
-"""The reference has every public name and every command."""
+"""Check that the reference has every public name and every command."""
 
 from __future__ import annotations
 

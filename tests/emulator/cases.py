@@ -1,4 +1,4 @@
-"""Builds kernels with operands for the mutation study: three laps of every ring, ragged edges."""
+"""Build kernels and operands for the mutation study: three laps of every ring, ragged edges."""
 
 from __future__ import annotations
 

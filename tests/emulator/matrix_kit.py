@@ -1,4 +1,4 @@
-"""Builds operands of tensor-core products, as bytes in the layouts of the PTX ISA."""
+"""Build operands of tensor-core products, as bytes in the layouts of the PTX ISA."""
 
 from __future__ import annotations
 

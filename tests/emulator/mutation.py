@@ -1,4 +1,4 @@
-"""Seeds one fault at a time in the PTX of a kernel, and asks whether `check` catches it.
+"""Inject one fault at a time into the PTX of a kernel, and test whether `check` catches it.
 
 Run as a program for the table: python -m tests.emulator.mutation CASE [LIMIT]
 CASE is hopper, blackwell, ring, forward or backward
@@ -23,7 +23,7 @@ Edit = Callable[[str], str]
 
 
 def _drop(line: str) -> str:
-    """Return the statement without effect; a destination of it keeps its old value."""
+    """Return the statement without its effect: its destination keeps the old value."""
     return ""
 
 
@@ -32,7 +32,7 @@ def _deeper(line: str) -> str:
 
 
 def _other_parity(line: str) -> str:
-    """Return the wait with a constant parity."""
+    """Return the wait with the opposite constant parity."""
     return re.sub(r"(\[[^\]]*\], )([^,;]+)", r"\g<1>0", line, count=1)
 
 
@@ -76,7 +76,7 @@ class Mutant:
 
 
 def mutants(text: str, limit: int | None = None, seed: int = 0) -> Iterator[Mutant]:
-    """Return every mutant of a PTX text, or `limit` of each fault, drawn by `seed`."""
+    """Yield every mutant of a PTX text, or `limit` of each fault, drawn by `seed`."""
     lines, rng = text.split("\n"), random.Random(seed)
     for fault, (pattern, edit) in FAULTS.items():
         sites = [i for i, line in enumerate(lines) if re.search(pattern, line)]
@@ -117,7 +117,7 @@ def study(
     limit: int | None = None,
     deterministic: bool = True,
 ) -> list[tuple[Mutant, str]]:
-    """Yield (mutant, what caught it) for the mutants of a kernel, which itself must be clean."""
+    """Return (mutant, what caught it) for the mutants of a kernel, which itself must be clean."""
     start = emulator.snapshot(args)
     out = []
     for m in (Mutant("none", 0, exe.ptx), *mutants(exe.ptx, limit)):

@@ -1,4 +1,4 @@
-"""Builds and runs small PTX kernels around a few instructions."""
+"""Build and run small PTX kernels around a few instructions."""
 
 from __future__ import annotations
 

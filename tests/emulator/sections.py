@@ -1,4 +1,4 @@
-"""Lists where the PTX ISA specifies what a test of the emulator tests.
+"""List where the PTX ISA specifies what a test of the emulator tests.
 
 Titles are those of the document's headings, an instruction's without what stands before the colon;
 numbers are those of PTX ISA 9.2 and move from version to version, titles hardly.
@@ -113,7 +113,7 @@ Test = TypeVar("Test", bound=Callable[..., None])
 
 
 def section(*titles: str) -> Callable[[Test], Test]:
-    """Mark the test of a semantic that the sections with these titles specify."""
+    """Mark a test with the titles of the sections that specify what it tests."""
     for title in titles:
         if title not in SECTIONS:
             raise KeyError(f"{title!r} is no section of the PTX ISA that is listed in {__name__}")
@@ -126,6 +126,6 @@ def section(*titles: str) -> Callable[[Test], Test]:
 
 
 def ours(test: Test) -> Test:
-    """Mark the test of something that the PTX ISA does not specify: reports, limits, modes."""
+    """Mark a test of what the PTX ISA does not specify: reports, limits, modes."""
     test.sections = ()  # type: ignore[attr-defined]
     return test

@@ -1,4 +1,4 @@
-"""Arithmetic, comparison and conversion instructions, each against an independent reference.
+"""Compare arithmetic, comparison and conversion instructions with independent references.
 
 Section titles are those of the PTX ISA document, chapter "Instruction Set".
 """
@@ -33,7 +33,7 @@ H4 = np.roll(F4, 23)
 
 
 def s(x: int, bits: int = 32) -> int:
-    """Unsigned to signed."""
+    """Convert unsigned to signed."""
     return x - (1 << bits) if x >> (bits - 1) else x
 
 
@@ -151,7 +151,7 @@ def f(x: Any) -> Any:
 
 
 def flush(x: Any) -> Any:
-    """Subnormal float32 values become zero of the same sign."""
+    """Replace subnormal float32 values by zeros of the same sign."""
     return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(0, x), x)
 
 
@@ -217,7 +217,7 @@ def test_float(case: Any) -> None:
 @pytest.mark.parametrize("how", ["rm", "rp", "rz"])
 @section("Floating Point Instructions: add")
 def test_directed_rounding_of_exact_sums(how: str) -> None:
-    """The number next to the exact sum, which may have more digits than a float64."""
+    """The result is next to the exact sum, which may have more digits than a float64."""
     magnitude = 10.0 ** rng.integers(-38, 38, N)
     x = (rng.normal(size=N) * magnitude).astype(np.float32)
     y = np.roll(x, 1)

@@ -1,4 +1,7 @@
-"""mbarriers, named barriers, clusters, deadlock: sections mbarrier, barrier, barrier.cluster."""
+"""Check mbarriers, named barriers, clusters and deadlocks.
+
+Sections mbarrier, barrier, barrier.cluster.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from tests.emulator.sections import ours, section
 
 @section("Phase Completion of the mbarrier object")
 def test_mbarrier_phase_completes_when_nothing_is_pending() -> None:
-    """Pending arrivals and tx-count are both zero."""
+    """A phase completes when pending arrivals and tx-count are both zero."""
     b = MBarrier(0, 2, 1, "b")
     b.expect(128)
     b.arrive(1)
@@ -236,7 +239,7 @@ def test_an_endless_loop_ends_in_a_fault() -> None:
 
 @section("Release and Acquire Patterns")
 def test_ctas_that_wait_for_each_other_run_together() -> None:
-    """An inter-CTA semaphore in global memory: CTA 0 waits for the last one, and so on."""
+    """CTA 0 waits for the last one, and so on, by a semaphore in global memory."""
     body = """
     ld.param.u64 %d1, [p0]; mov.u32 %r1, %ctaid.x; mov.u32 %r2, %nctaid.x; mov.u32 %r3, %tid.x;
     sub.s32 %r4, %r2, 1; sub.s32 %r5, %r4, %r1;
@@ -262,7 +265,7 @@ $L_end:
 
 @ours
 def test_persistent_ctas_share_their_work() -> None:
-    """Each CTA takes the next piece of twelve from a counter, and pauses between two."""
+    """Each CTA takes the next of twelve work tiles from a counter, and pauses between two."""
     body = """
     ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1]; mov.u32 %r2, %ctaid.x;
 $L_next:

@@ -1,4 +1,4 @@
-"""CTAs that work together: cluster launch control, barriers between warps of different roles,
+"""Check CTAs that work together: cluster launch control, barriers between warps of different roles,
 semaphores between clusters.
 
 PTX ISA: clusterlaunchcontrol.try_cancel, clusterlaunchcontrol.query_cancel, "bar, barrier", mapa,
@@ -72,7 +72,7 @@ def test_a_running_cta_takes_over_those_that_wait(mode: str, seed: int) -> None:
 
 @section("clusterlaunchcontrol.try_cancel")
 def test_a_request_may_fail_although_clusters_wait() -> None:
-    """They are launched then, and the grid is done all the same."""
+    """The waiting clusters are launched then, and the grid completes."""
     body = persistent(f"{TRY}.b128 [dynamic+16], [dynamic];")
     launch = {"grid": (24, 1, 1), "shared": 64, "mode": "adversarial", "arch": "sm_100a"}
     ran = []
@@ -186,7 +186,7 @@ $L_end:
 @pytest.mark.parametrize(("mode", "seed"), MODES)
 @section("Release and Acquire Patterns")
 def test_turns_between_ctas_keep_their_order(mode: str, seed: int) -> None:
-    """Twenty CTAs wait for turns that the last of the grid begins: more than run side by side."""
+    """Twenty CTAs, more than run at once, wait for turns that the last CTA of the grid begins."""
     turn, total = np.zeros(1, np.uint32), np.zeros(64, np.uint32)
     run(TURNS, turn, total, grid=(20, 1, 1), block=(64, 1, 1), mode=mode, seed=seed)
     want = 0

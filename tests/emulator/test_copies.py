@@ -1,4 +1,4 @@
-"""TMA and bulk copies: sections cp.async, cp.async.bulk, cp.async.bulk.tensor, st.async."""
+"""Check TMA and bulk copies: sections cp.async, cp.async.bulk, cp.async.bulk.tensor, st.async."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ELECT = """
 
 
 def tensor_map(x: Any, box: tuple[int, ...], swizzle: int, kind: str) -> bytes:
-    """Map of a torch tensor; `box` and dimensions innermost first."""
+    """Return the tensor map of a torch tensor; `box` and dimensions innermost first."""
     dims = tuple(x.shape[::-1])
     strides = tuple(s * x.element_size() for s in x.stride()[::-1])
     return encode(TensorMap(x.data_ptr(), kind, x.element_size(), swizzle, dims, strides, box))
@@ -75,7 +75,7 @@ def load_box(x: Any, box: tuple[int, int], at: tuple[int, int], swizzle: int, mo
 
 
 def swizzled(dense: Any, mask: int) -> Any:
-    """Bytes of a box as shared memory holds them: chunk c of 16 bytes goes to c ^ (c / 8 % ...)."""
+    """Return the bytes of a box as in shared memory: chunk c of 16 bytes at c ^ (c / 8 % ...)."""
     chunks = np.ascontiguousarray(dense).view(np.uint8).reshape(-1, 16)
     out = np.zeros_like(chunks)
     for i in range(len(chunks)):
@@ -92,7 +92,7 @@ def swizzled(dense: Any, mask: int) -> Any:
 def test_tma_load_swizzles_and_fills_with_zeros(
     dtype: torch.dtype, swizzle: int, box: tuple[int, int], mode: str
 ) -> None:
-    """Boxes over every edge: what is outside the tensor reads as zero, and counts as transferred."""
+    """Boxes cross every edge: elements outside are zeros, and count as transferred."""
     x = torch.randn(20, 96).to(dtype)
     for at in ((0, 0), (64, 16), (-8, -3), (90, 2)):
         dense = torch.zeros(box[1], box[0], dtype=dtype)
@@ -159,7 +159,7 @@ def test_an_unfinished_bulk_store_is_reported() -> None:
 
 @section("Async-group mechanism", "cp.async.bulk.wait_group")
 def test_adversarial_order_shows_a_store_that_is_not_waited_for() -> None:
-    """The source is overwritten right after the store: only the wait makes that right."""
+    """The source is overwritten right after the store, which is correct only after a wait."""
     after = "{} mov.b32 %r9, 0; st.shared.b32 [dynamic], %r9; st.shared.b32 [dynamic+4], %r9;"
     good = torch.ones(16, 16)
     assert store(

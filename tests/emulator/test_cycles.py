@@ -1,4 +1,4 @@
-"""The cycle model: the arithmetic of FlashAttention-4's tables, and counts of executed work."""
+"""Check the cycle model: the arithmetic of FlashAttention-4's tables, and counts of work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SQUARE = SIDE * SIDE
 
 
 def test_forward_table() -> None:
-    """Forward: scores from shared memory, output with P in tensor memory."""
+    """The forward reads operands of S from shared memory; O takes P from tensor memory."""
     scores, output = Product(SIDE, SIDE, SIDE), Product(SIDE, SIDE, SIDE, a_shared=False)
     assert tile([scores, output], SQUARE) == TileClocks(1024, 768, 1024)
 
@@ -53,8 +53,8 @@ def test_busy_counts_what_was_executed() -> None:
     assert report.warp_instructions == 4 * 21
 
 
-def test_what_was_not_reached_is_known() -> None:
-    """A branch that every thread takes, over two instructions."""
+def test_unreached_instructions_are_listed() -> None:
+    """Every thread takes a branch over two instructions."""
     x, out = np.ones(32, np.float32), np.zeros(32, np.float32)
     skip = (
         "setp.ne.f32 %p1, {a0}, {a0};\n@!%p1 bra $L_on;\nabs.f32 {a0}, {a0};\nneg.f32 {a0}, {a0};\n"

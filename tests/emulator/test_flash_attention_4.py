@@ -1,4 +1,4 @@
-"""FlashAttention-4's kernels in the emulator, where that package is installed.
+"""Run FlashAttention-4's kernels in the emulator, where that package is installed.
 
 It is no dependency of the tests; benchmarks/emulator_flash_attention.py has all cases, and
 benchmarks/results/emulator.jsonl what they gave.

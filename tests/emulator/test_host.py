@@ -1,4 +1,4 @@
-"""The host side: linking, capturing launches, packing of arguments."""
+"""Check the host side: linking, capturing launches, packing of arguments."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_generated_host_code_decides_the_launch(exe: Executable) -> None:
 
 
 def test_compilation_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The DSL writes the PTX that it keeps to a file too; that has to be elsewhere, and to go."""
+    """The DSL also writes its PTX to a file, which must be in a temporary folder and be removed."""
     monkeypatch.chdir(tmp_path)
     exe = emulator.compile(micro.Ring(), *[simt.vector(Float32)] * 2, options="--gpu-arch sm_90a")
     assert "mbarrier" in exe.ptx
@@ -74,7 +74,7 @@ def test_without_ptx_the_error_says_so() -> None:
 
 
 def test_findings_name_the_source_of_the_kernel(exe: Executable) -> None:
-    """An output of no elements: the atomic addition is out of bounds, where the DSL says it is."""
+    """The output has no elements, so the atomic addition is out of bounds, at a line of the DSL."""
     out = np.zeros(2, np.int32)[:0]
     with pytest.raises(emulator.KernelFault, match="bounds") as error:
         emulator.run(exe, torch.zeros(7, dtype=torch.int32), out)

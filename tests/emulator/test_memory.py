@@ -1,4 +1,7 @@
-"""State spaces, vectors, atomics, matrix moves: sections ld, st, atom, red, ldmatrix, stmatrix."""
+"""Check state spaces, vectors, atomics and matrix moves.
+
+Sections ld, st, atom, red, ldmatrix, stmatrix.
+"""
 
 from __future__ import annotations
 
@@ -156,7 +159,7 @@ def test_atomics_act_one_by_one(how: str, places: int, space: str) -> None:
 
 @section("red")
 def test_reductions_of_vectors_and_packed_halves() -> None:
-    """Four floats a lane at addresses of its own; pairs of bf16 that all lanes add to one place."""
+    """Each lane adds four floats at its own address; all lanes add pairs of bf16 at one."""
     body = """
     ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1];
     mov.u32 %r1, %tid.x; mul.wide.u32 %d3, %r1, 16; add.s64 %d4, %d1, %d3;
@@ -280,7 +283,7 @@ def test_vectors_of_64_bits_from_shared_memory() -> None:
 )
 @ours
 def test_arrays_below_4_gib_are_global_memory() -> None:
-    """Where some interpreters have their heap, and generic addresses of shared memory lie, too."""
+    """Some interpreters have their heap there, where generic addresses of shared memory are too."""
     libc = ctypes.CDLL(None)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]

@@ -1,4 +1,4 @@
-"""Two CTAs that share what they load: a ring whose stages each fills by half, for both."""
+"""Check two CTAs that share their loads: each fills half of every stage, for both."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ NEXT = "add.s32 %r4, %r4, 1; setp.lt.u32 %p5, %r4, {tiles}; @%p5 bra $L_{loop};"
 
 
 def sharing(ready: str, announced: int = SIZE, mask: int = 3) -> str:
-    """Warp 0 loads half of every tile of p0 to both CTAs; warp 1 stores what it finds to p1."""
+    """Return a kernel of two CTAs.
+
+    Warp 0 loads half of every tile of p0 to both CTAs; warp 1 stores what arrives to p1.
+    """
     load = (
         STAGE
         + wait(f"%r8+{FREE}", "%r10", "free")
@@ -89,7 +92,7 @@ READY_WAIT = wait(f"%r8+{READY}", "%r9", "ready")
 
 
 def shared(body: str, mode: str, seed: int = 0) -> tuple[Any, bool]:
-    """The report, and whether both CTAs have stored all tiles."""
+    """Return the report, and whether both CTAs have stored all tiles."""
     x = np.random.default_rng(0).integers(1, 1 << 30, (TILES, SIZE // 4), dtype=np.uint32)
     out = np.zeros((2, *x.shape), np.uint32)
     launch = {"grid": (2, 1, 1), "cluster": (2, 1, 1), "block": (64, 1, 1), "shared": 2048}
@@ -98,7 +101,7 @@ def shared(body: str, mode: str, seed: int = 0) -> tuple[Any, bool]:
 
 
 def faults(body: str) -> set[str]:
-    """What the ways of running say of a kernel; "results" where these are wrong."""
+    """Return what each mode reports about a kernel; "results" where these are wrong."""
     found = set()
     for mode, seed in MODES:
         report, right = shared(body, mode, seed)

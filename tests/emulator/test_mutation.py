@@ -1,4 +1,4 @@
-"""Seeded faults in our own kernels: at least 95 % of those that change behaviour are caught."""
+"""Check that the emulator catches 95 % of the injected faults that change behaviour."""
 
 from __future__ import annotations
 

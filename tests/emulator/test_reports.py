@@ -1,4 +1,4 @@
-"""Checks what a report names: role of the warps, line of the PTX and of the kernel, barrier and its state."""
+"""Check what a report names: role of the warps, lines of PTX and kernel, barrier and its state."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ SIZES = ["--q-len", "260", "--heads", "1", "--head-dim", "64", "--mode", "eager"
 
 
 def faulty(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The forward kernel gets one fault, wherever it comes from."""
+    """Inject one fault into the forward kernel, however it is obtained."""
     whole = kernel.CompiledKernel.executable
 
     def executable(self: kernel.CompiledKernel) -> Executable:

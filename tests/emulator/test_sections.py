@@ -1,4 +1,4 @@
-"""Every test of a semantic says where the PTX ISA specifies it."""
+"""Check that every test of a semantic says where the PTX ISA specifies it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared memory in the timeline: what is booked is served once, in the first free clocks."""
+"""Check shared memory in the timeline: each booking is served once, in the first free clocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BOOKINGS = st.lists(
 def test_clocks_are_those_of_a_list_of_free_ones(
     bookings: list[tuple[int, int, int]], gaps: bool
 ) -> None:
-    """Against a set of taken clocks; `now` moves on by the first number of each booking."""
+    """Compare with a set of taken clocks; `now` advances by the first number of each booking."""
     port, taken, now = SharedMemoryPort(gaps), set[int](), 0
     for passed, later, clocks in bookings:
         now += passed
@@ -29,7 +29,7 @@ def test_clocks_are_those_of_a_list_of_free_ones(
             assert end == own[-1] + 1
 
 
-def test_what_comes_early_goes_before_what_was_booked_for_later() -> None:
+def test_early_requests_are_served_before_later_bookings() -> None:
     late = SharedMemoryPort(gaps=True)
     assert late.book(0, 100, 50) == 150
     assert late.book(0, 0, 120) == 170  # 100 before, 20 after

@@ -1,4 +1,4 @@
-"""Products of tcgen05 against float64, with the layouts of tensor memory from the PTX ISA.
+"""Compare products of tcgen05 with float64, with the tensor memory layouts of the PTX ISA.
 
 Section tcgen05 ("Data path layouts", tcgen05.ld).
 """
@@ -59,7 +59,7 @@ COMMIT = "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 
 def tcgen05(
     kind: str, m: int, n: int, shape: str = "32x32b", mode: str = "eager", commit: str = COMMIT
 ) -> tuple[Any, Any, Any]:
-    """(report, registers [128, r], A B^T times 2)."""
+    """Run a product; return (report, registers [128, r], A B^T times 2)."""
     fmt = {"bf16": 1, "f16": 0, "tf32": 2, "e4m3": 0, "e5m2": 1, "s8": 1}[kind]
     group = {"bf16": "f16", "f16": "f16", "tf32": "tf32", "s8": "i8"}.get(kind, "f8f6f4")
     item = 4 if kind == "tf32" else 2 if "f16" in kind else 1

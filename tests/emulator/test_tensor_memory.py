@@ -1,4 +1,4 @@
-"""Tensor memory beyond one plain product: CTA pairs, A in tensor memory, copies, what is refused.
+"""Check tensor memory beyond one plain product: CTA pairs, A in tensor memory, copies, refusals.
 
 PTX ISA, "TensorCore 5th Generation Family Instructions": "CTA Pair", "Issue Granularity", "Data Path
 Layout Organization", "Matrix Shape", tcgen05.alloc, tcgen05.cp, tcgen05.mma, tcgen05.commit.
@@ -68,7 +68,7 @@ SINGLE = "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 
 
 
 def per_cta(text: str) -> str:
-    """`COPY_IN` from the part of the operand that belongs to the CTA."""
+    """Return `COPY_IN` for the part of the operand that belongs to the CTA."""
     own = "mov.u32 %r82, %ctaid.x; mul.wide.u32 %d15, %r82, 16384; add.s64 %d1, %d1, %d15;"
     return text.replace("ld.param.u64 %d1, [p0];", f"ld.param.u64 %d1, [p0]; {own}")
 
@@ -77,7 +77,7 @@ def run_kernel(
     images: list[Any], work: str, columns: int, group: int, *, mode: str = "eager", before: str = "",
     at: int = 0, edit: tuple[str, str] = ("", ""), block: int = 128,
 ) -> tuple[Report, Any]:  # fmt: skip
-    """(report, tensor memory [CTA, lane, column] as bits) after `work`, which one thread issues."""
+    """Run `work` in one thread. Returns (report, tensor memory [CTA, lane, column] as bits)."""
     regs = ", ".join(f"%r{100 + i}" for i in range(columns))
     store = "".join(f"st.global.b32 [%d22+{4 * i}], %r{100 + i};" for i in range(columns))
     finish = FINISH.replace("BYTES", str(4 * columns)).replace("COUNT", str(columns))
@@ -104,7 +104,7 @@ def run_kernel(
 
 
 def product(m: int, n: int, kind: str, group: int, a: str = "%d12", lane: int = 0) -> str:
-    """Two products into the same accumulator, of which the second adds."""
+    """Return two products into the same accumulator, of which the second adds."""
     name, number, d = IDESC[kind]
     idesc = d << 4 | number << 7 | number << 10 | n // 8 << 17 | m // 16 << 24
     one = f"tcgen05.mma.cta_group::{group}.kind::{name} [%r83], {a}, %d13, %r95, %p7;"
@@ -115,7 +115,7 @@ def product(m: int, n: int, kind: str, group: int, a: str = "%d12", lane: int = 
 
 
 def operands(m: int, n: int, kind: str, ctas: int) -> tuple[list[Any], Any, Any]:
-    """(images of shared memory by CTA: its rows of A and of B; bytes of A; 2 A B^T)."""
+    """Return (images of shared memory by CTA: its rows of A and of B; bytes of A; 2 A B^T)."""
     item = {"bf16": 2, "f16": 2, "tf32": 4}.get(kind, 1)
     a, ra = values(kind, m, 32 // item)
     b, rb = values(kind, n, 32 // item)
@@ -171,7 +171,7 @@ STORE_A = """
 
 
 def with_lanes(images: list[Any], ra: Any, lanes: list[int]) -> list[Any]:
-    """The images with A's rows, by lane of tensor memory (-1: none), where `STORE_A` reads them."""
+    """Return the images with A's rows by lane of tensor memory (-1: none), for `STORE_A`."""
     out = []
     for image, part in zip(images, np.split(ra, len(images)), strict=True):
         rows = words(part.reshape(len(part), -1)).view(np.uint8)

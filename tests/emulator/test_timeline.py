@@ -1,4 +1,4 @@
-"""The timeline: schedules of straight-line code, queues, waits, and the picture of it."""
+"""Check the timeline: schedules of straight-line code, queues, waits, and its picture."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOPPER = rates_of("sm_90a")
 
 
 def scheduled(body: str, pace: Pace | None = None) -> Segment:
-    """The body's own instructions on Hopper; %r90 varies from thread to thread."""
+    """Return the body's own instructions on Hopper; %r90 varies from thread to thread."""
     body = f"mov.u32 %r90, %tid.x;\n{body}"
     (made,) = parse(kernel(body, "")).values()
     code = made.blocks[0]
@@ -64,7 +64,7 @@ def test_uniform_arithmetic_takes_only_its_turn() -> None:
 
 
 def test_tensor_memory_answers_after_the_transfer() -> None:
-    """A warp's load or store takes a clock a column; a wait as long as shared memory to answer."""
+    """A warp's load or store takes a clock per column; a wait takes shared memory's latency."""
     body = """
     mov.u32 %r90, %tid.x;
     tcgen05.ld.sync.aligned.32x32b.x2.b32 {%r1, %r2}, [%r80];
@@ -98,7 +98,7 @@ CODE = st.lists(
 def test_a_schedule_lies_between_its_bounds(
     code: list[tuple[str, int, int, int]], step: float, hold: float
 ) -> None:
-    """No shorter than any unit is busy, no longer than all instructions one after another."""
+    """It is no shorter than its busiest unit, and no longer than all instructions in series."""
     names = [f"%r{i}" for i in range(12)] + ["%r90"]
     body = "\n".join(o.format(d=names[d % 12], a=names[a], b=names[b]) for o, d, a, b in code)
     s = scheduled(body, Pace(step, hold))
@@ -162,7 +162,7 @@ def test_a_wait_ends_after_the_last_arrival() -> None:
 
 
 @pytest.mark.parametrize("first", ["lt", "ge"])
-def test_who_waits_goes_on_while_who_arrived_still_works(first: str) -> None:
+def test_a_waiting_warp_continues_while_the_arriving_one_works(first: str) -> None:
     body = HAND_OVER.replace("setp.ge.u32 %p1", f"setp.{first}.u32 %p1")
     arrive = "mbarrier.arrive.shared.b64 _, [dynamic];\n"
     more = "".join(f"ex2.approx.f32 %r{i + 100}, %r90;\n" for i in range(200))
@@ -174,7 +174,7 @@ def test_who_waits_goes_on_while_who_arrived_still_works(first: str) -> None:
 
 
 def product(n: int, k_steps: int, groups: int = 1) -> str:
-    """`groups` groups of `k_steps` products of 64 x n x 16, one warpgroup, zeros everywhere."""
+    """Return `groups` groups of `k_steps` products of 64 x n x 16, for one warpgroup, all zeros."""
     regs = ", ".join(f"%r{i + 1}" for i in range(n // 2))
     one = (
         f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{regs}}}, %d10, %d10, %p1, 1, 1, "

@@ -1,4 +1,4 @@
-"""Warp-wide instructions and control flow: sections elect.sync, shfl.sync, vote, redux, bra."""
+"""Check warp-wide instructions and control flow: elect.sync, shfl.sync, vote, redux, bra."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ $L_skip:
 
 
 def shfl(mode: str, b: int, c: int) -> Any:
-    """The pseudo code of section shfl.sync, one warp."""
+    """Compute shfl.sync for one warp, by the pseudo code of its section."""
     out = []
     for lane in range(32):
         segmask, cval, bval = (c >> 8) & 31, c & 31, b & 31

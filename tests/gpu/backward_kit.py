@@ -1,4 +1,4 @@
-"""For tests of the backward kernels: gradients on poisoned memory against dense attention in float64."""
+"""Compare gradients of the GPU kernels, on poisoned memory, with dense attention in float64."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.gpu import cute_kit as kit
 
 @contextmanager
 def poisoned(*, ordered: bool = False) -> Iterator[None]:
-    """As `cute_kit.poisoned`, without sums in a fixed order unless they are to be `ordered`."""
+    """Poison memory as `cute_kit.poisoned` does; sums have a fixed order only if `ordered`."""
     with kit.poisoned(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: ordered)
         yield
@@ -42,7 +42,7 @@ def poisoned(*, ordered: bool = False) -> Iterator[None]:
 
 @contextmanager
 def counted() -> Iterator[list[bool]]:
-    """What the backward kernels were asked for inside: of each run, whether it was deterministic.
+    """Record each run of the backward kernels inside: whether it was deterministic.
 
     One that is made again as an earlier one never is.
     """
@@ -65,7 +65,7 @@ def counted() -> Iterator[list[bool]]:
 
 
 def gradients(variant: Variant, case: Case, **options: Any) -> Quantities:
-    """Output, LSE and all gradients of the GPU kernels; through the output, and through the LSE."""
+    """Return output, LSE and all gradients of the GPU kernels, through output and LSE."""
     inputs = case.inputs(kit.DEVICE)
     out, lse = variant(
         *inputs,
@@ -82,7 +82,7 @@ def gradients(variant: Variant, case: Case, **options: Any) -> Quantities:
 
 
 def kept_by(variant: Variant, case: Case) -> Tensor | None:
-    """The dense mask [B, Hq, Sq, Skv], None if everything is kept."""
+    """Return the dense mask [B, Hq, Sq, Skv], None if everything is kept."""
     mask = variant.trace(torch.device(kit.DEVICE))[1]
     if mask is None:
         return None
@@ -91,7 +91,7 @@ def kept_by(variant: Variant, case: Case) -> Tensor | None:
 
 
 def wrong(found: Quantities, variant: Variant, case: Case) -> list[str]:
-    """What is wrong with gradients; more samples of what the dtype gives are taken when in doubt."""
+    """Return what is wrong with gradients; in doubt, sample the dtype's own error more often."""
     device = torch.device(kit.DEVICE)
     score, kept = variant.trace(device)[0], kept_by(variant, case)
     captured = captured_leaves(score)
@@ -112,7 +112,7 @@ def wrong(found: Quantities, variant: Variant, case: Case) -> list[str]:
 
 
 def _dead(found: Quantities, gold: Quantities, kept: Tensor | None, case: Case) -> list[str]:
-    """Gradients that must be exactly 0: of rows that keep nothing, of keys that nobody keeps."""
+    """Report nonzero gradients of rows that keep nothing and of keys that nobody keeps."""
     said = []
     dead = gold["lse"] == -torch.inf
     for through in ("", " through lse"):
@@ -129,7 +129,7 @@ def _dead(found: Quantities, gold: Quantities, kept: Tensor | None, case: Case) 
 
 
 def check(variant: Variant, case: Case, **options: Any) -> Quantities:
-    """The kernels run where there are any, whatever their memory held; all gradients are exact."""
+    """Check that the kernels run where there are any, and that all gradients are exact."""
     ordered = bool(options.get("deterministic"))
     dims = case.head_dim, case.value_dim
     runs = 2 if splice_backward.backward_template(SM90).widths(dims) is not None else 0

@@ -1,4 +1,4 @@
-"""For tests of the GPU kernels: one forward on poisoned memory against dense attention in float64."""
+"""Compare a forward of the GPU kernels, on poisoned memory, with dense attention in float64."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEVICE, BACKEND = "cuda", "cute"
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Memory that torch allocates inside starts as NaN, or as the largest integer."""
+    """Fill memory that torch allocates inside with NaN, or with the largest integer."""
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -41,7 +41,7 @@ def poisoned() -> Iterator[None]:
 
 
 def forward(variant: Variant, case: Case, **options: Any) -> Quantities:
-    """Output and LSE of the GPU kernel."""
+    """Return output and LSE of the GPU kernel."""
     with torch.no_grad():
         out, lse = variant(
             *case.inputs(DEVICE),
@@ -55,7 +55,7 @@ def forward(variant: Variant, case: Case, **options: Any) -> Quantities:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Dense:
-    """What a case should give.
+    """Holds what a case should give.
 
     Attributes:
         score: the traced score_mod.
@@ -72,7 +72,7 @@ class Dense:
 
 @torch.no_grad()
 def dense(variant: Variant, case: Case) -> Dense:
-    """Dense attention, in float64 and in the case's dtype."""
+    """Compute dense attention, in float64 and in the case's dtype."""
     score, mask = variant.trace(torch.device(DEVICE))
     inputs = case.inputs(DEVICE)
     kept = None
@@ -89,7 +89,7 @@ def dense(variant: Variant, case: Case) -> Dense:
 
 
 def dense_row(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and LSE of one row, the weights in the inputs' dtype."""
+    """Compute output and LSE of one row, with the weights in the inputs' dtype."""
     scores = (query @ key.T).to(torch.promote_types(query.dtype, torch.float32))
     scores = scores * query.shape[-1] ** -0.5
     return (scores.softmax(-1).to(value.dtype) @ value)[0].double(), scores.logsumexp(-1)[0]
@@ -104,7 +104,7 @@ def _typical(t: Tensor) -> float:
 
 
 def _excesses(found: Quantities, gold: Quantities, samples: list[Quantities]) -> list[str]:
-    """Errors, the largest and the root mean square, above twice those of what the dtype gives.
+    """Report errors, the largest and the root mean square, above twice those that the dtype gives.
 
     Where a sample is exact by luck, half a unit in the last place counts as its error.
     """
@@ -123,7 +123,7 @@ def _excesses(found: Quantities, gold: Quantities, samples: list[Quantities]) ->
 
 
 def wrong(found: Quantities, expected: Dense, case: Case) -> list[str]:
-    """What is wrong with a result; more samples of what the dtype gives are taken when in doubt."""
+    """Return what is wrong with a result; in doubt, sample the dtype's own error more often."""
     samples = [expected.rough]
     said = _excesses(found, expected.gold, samples)
     for i in range(1, SAMPLES + 1):
@@ -142,7 +142,7 @@ def wrong(found: Quantities, expected: Dense, case: Case) -> list[str]:
 
 
 def check(variant: Variant, case: Case, **options: Any) -> Quantities:
-    """One call is exact, another gives the same bits, and rows that keep nothing are marked."""
+    """Check that a call is exact and repeatable, and marks rows that keep nothing."""
     with poisoned():
         found = forward(variant, case, **options)
     again = forward(variant, case, **options)
@@ -156,7 +156,7 @@ def check(variant: Variant, case: Case, **options: Any) -> Quantities:
 
 
 def on_device(variant: Variant) -> Variant:
-    """A drawn variant again, with its captured tensors on the device.
+    """Build a drawn variant again, with its captured tensors on the device.
 
     Drawn variants remember the source that makes them, so that is run again.
     """
@@ -194,7 +194,7 @@ DATA: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Shaped(Case):
-    """A case whose scores are of a kind in `DATA`."""
+    """A case with scores of one of the kinds in `DATA`."""
 
     data: str = "steep"
 

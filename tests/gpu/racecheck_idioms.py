@@ -1,4 +1,4 @@
-"""What racecheck of compute-sanitizer follows: small kernels, one way to synchronise each, no races.
+"""Show what racecheck of compute-sanitizer follows: small kernels, each synchronised in one way.
 
 PYTHONPATH=. compute-sanitizer --tool racecheck python3 tests/gpu/racecheck_idioms.py bulk
 
@@ -29,7 +29,7 @@ IDIOMS = (
 
 
 class Idiom:
-    """A kernel that hands words from warp to warp in one way.
+    """Builds a kernel that hands words from warp to warp in one way.
 
     Args:
         name: one of `IDIOMS`.
@@ -109,7 +109,7 @@ class Idiom:
 
     @cute.jit
     def told(self, barrier: cute.Pointer):
-        """All lanes are done: each says so, or one for all."""
+        """Signal that all lanes are done: each lane arrives, or one for all."""
         if const_expr(self.tell == "lanes"):
             cute.arch.mbarrier_arrive(barrier)
         else:

@@ -1,4 +1,4 @@
-"""Small calls of every kind of kernel, for compute-sanitizer (see `--help`).
+"""Make small calls of every kind of kernel, for compute-sanitizer (see `--help`).
 
 PYTHONPATH=. compute-sanitizer --tool memcheck python3 tests/gpu/sanitize.py
 PYTHONPATH=. compute-sanitizer --tool racecheck python3 tests/gpu/sanitize.py --only D=64 --calls-only
@@ -46,12 +46,12 @@ def learned_bias(length: int) -> Any:
 
 
 def scattered(b: Any, h: Any, q: Any, kv: Any) -> Any:
-    """No union of few intervals: each element is asked; some rows and tiles keep nothing."""
+    """Keep positions that form no union of few intervals; some rows and tiles keep nothing."""
     return ((q * 7 + kv * 3) % 5 > 1) & (q // 128 != 1) & (kv > 20)
 
 
 def configurations() -> Iterator[tuple[str, Variant, Case]]:
-    """What a kernel is compiled for: mask form, score form, head dim, dtype, layout."""
+    """Yield what kernels are compiled for: mask form, score form, head dim, dtype, layout."""
     length = 200
     slopes = torch.rand(2, device=kit.DEVICE, requires_grad=True)
     variants = {
@@ -88,13 +88,13 @@ def configurations() -> Iterator[tuple[str, Variant, Case]]:
 
 
 def run(variant: Variant, case: Case, compare: bool) -> str:
-    """The forward: what is wrong, or empty."""
+    """Run the forward; return what is wrong, or an empty string."""
     found = kit.forward(variant, case)
     return "; ".join(kit.wrong(found, kit.dense(variant, case), case)) if compare else ""
 
 
 def run_backward(variant: Variant, case: Case, compare: bool, orders: tuple[bool, ...]) -> str:
-    """Forward and backward, in any order or in a fixed one."""
+    """Run forward and backward, in any order or in a fixed one."""
     said = []
     for ordered in orders:
         with backward_kit.counted() as seen:
@@ -108,7 +108,7 @@ def run_backward(variant: Variant, case: Case, compare: bool, orders: tuple[bool
 
 @contextmanager
 def synchronised() -> Iterator[None]:
-    """Kernels compiled inside hand over chunks by `bar.sync`; none of another process is loaded."""
+    """Compile kernels inside with `bar.sync` for chunks, and load none of another process."""
     plain = cute.arch.barrier_arrive
 
     def both_wait(*, barrier_id: Any, number_of_threads: int, **options: Any) -> None:
@@ -140,7 +140,7 @@ def main() -> int:
 
 
 def run_all(options: argparse.Namespace, orders: tuple[bool, ...]) -> int:
-    """Every configuration that is asked for; 1 if one was wrong."""
+    """Run every configuration that is asked for; return 1 if one was wrong."""
     bad = 0
     for name, variant, case in configurations():
         if not re.search(options.only, name):

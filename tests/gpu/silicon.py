@@ -1,4 +1,4 @@
-"""Runs on the GPU what the emulator runs: the same PTX, launches and arguments, and compares.
+"""Run on the GPU what the emulator runs (the same PTX, launches and arguments), and compare.
 
 The driver compiles PTX, the DSL its own kernels; the generated host code of a DSL kernel runs as in the emulator, but
 sees device addresses.
@@ -25,14 +25,14 @@ _run = emulator.run
 
 
 class DeviceMemory(GlobalMemory):
-    """Copies of the arguments on the device, which stand for them."""
+    """Holds copies of the arguments on the device."""
 
     def __init__(self) -> None:
         super().__init__()
         self.copies: dict[int, tuple[Any, torch.Tensor]] = {}
 
     def add(self, name: str, array: Any, *, undefined: bool = False) -> int:
-        """The device address of the copy of `array`."""
+        """Copy `array` to the device; return the address of the copy."""
         address, size = extent(array)
         if not size:
             return 0
@@ -42,14 +42,14 @@ class DeviceMemory(GlobalMemory):
         return self.copies[address][1].data_ptr()
 
     def back(self) -> None:
-        """Writes the copies back to the host."""
+        """Write the copies back to the host."""
         for raw, copy in self.copies.values():
             raw[:] = copy.cpu().numpy()
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the emulator and the GPU computed from the same arguments.
+    """Says how much results of the emulator and of the GPU differ, for the same arguments.
 
     Attributes:
         opcodes: instructions that were executed, by their first two parts.
@@ -90,7 +90,7 @@ class Silicon:
 
 
 def execute(target: Launchable, args: Sequence[Any]) -> None:
-    """One call of `target` on the GPU, on the arrays themselves."""
+    """Run one call of `target` on the GPU, on the arrays themselves."""
     memory = DeviceMemory()
     for i, a in enumerate(arrays(args)):
         memory.add(f"argument {i}", a)
@@ -102,7 +102,7 @@ def execute(target: Launchable, args: Sequence[Any]) -> None:
 
 
 def _moved(raw: bytes, memory: DeviceMemory) -> bytes:
-    """A tensor map of an argument, for its copy on the device."""
+    """Return the tensor map of an argument for its copy on the device."""
     if len(raw) != 128:
         return raw
     tensor_map = decode(raw)
@@ -151,7 +151,7 @@ def _checked(result: tuple[Any, ...]) -> Any:
 
 
 def _numbers(array: Any) -> Any:
-    """The elements of an argument, as numpy has them; bf16 as float32."""
+    """Return the elements of an argument as numpy has them; bf16 as float32."""
     if isinstance(array, torch.Tensor):
         return (array.float() if array.dtype == torch.bfloat16 else array).numpy()
     return array

@@ -1,4 +1,4 @@
-"""The torch-operator template and the tile classification on a CUDA device."""
+"""Check the torch-operator template and the tile classification on a CUDA device."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_captured_tensor_left_on_the_cpu() -> None:
 
 
 def test_tiles_of_numbers_that_are_left_on_the_cpu() -> None:
-    """Parts of a mask that read no index are tables of one entry, on the device like the others."""
+    """Parts of a mask that read no index become tables of one entry, on the mask's device."""
     number, flag = torch.tensor(3), torch.tensor(True)
     runs = []
     for device in ("cuda", "cpu"):
@@ -109,7 +109,7 @@ def test_tiles_of_numbers_that_are_left_on_the_cpu() -> None:
 @pytest.mark.parametrize("length", [300, 5000])
 @pytest.mark.parametrize("default", ["cuda", "meta"])
 def test_default_device_decides_nothing(default: str, length: int) -> None:
-    """Short masks are found on the CPU, long ones on the device; both for the GPU's kernels."""
+    """Short masks are classified on the CPU, long ones on the device, for the GPU's kernels."""
     shape, options = (1, 2, length, 64), {"device": "cuda", "dtype": torch.bfloat16}
     qkv = [torch.randn(shape, **options).requires_grad_() for _ in range(3)]  # type: ignore[call-overload]
     slopes = torch.rand(2, device="cuda")

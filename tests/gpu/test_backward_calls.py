@@ -1,4 +1,4 @@
-"""How the backward kernels are called: same bits, graphs, no waiting, no more memory than needed."""
+"""Check how the backward kernels are called: same bits, graphs, no waiting, bounded memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SLOPES = (0.5, 0.25, 0.125, 0.0625)
 
 
 def inputs(length: int, *, seed: int = 0, kv_heads: int = 4, dim: int = 64) -> list[Tensor]:
-    """Query, key, value that require grad, and a gradient of the output."""
+    """Return query, key, value that require grad, and a gradient of the output."""
     random = torch.Generator(kit.DEVICE).manual_seed(seed)
     options: dict[str, Any] = {"generator": random, "device": kit.DEVICE}
     made = [torch.randn(2, h, length, dim, **options).to(BF16) for h in (4, kv_heads, kv_heads, 4)]
@@ -29,7 +29,7 @@ def inputs(length: int, *, seed: int = 0, kv_heads: int = 4, dim: int = 64) -> l
 
 
 def attention(length: int, **options: Any) -> Callable[..., Tensor]:
-    """Causal documents with ALiBi: captured tensors in the score and in the mask."""
+    """Return causal documents with ALiBi: captured tensors in the score and in the mask."""
     ids = torch.arange(length, device=kit.DEVICE) // 70
     slopes = torch.tensor(SLOPES, device=kit.DEVICE)
     mod = lambda score, b, h, q, kv: score + slopes[h] * (kv - q)
@@ -40,7 +40,7 @@ def attention(length: int, **options: Any) -> Callable[..., Tensor]:
 
 
 def both_ways(call: Callable[..., Tensor], made: list[Tensor]) -> tuple[Tensor, ...]:
-    """Output and gradients."""
+    """Compute output and gradients."""
     out = call(*made[:3])
     return out, *torch.autograd.grad(out, made[:3], made[3])
 
@@ -76,7 +76,7 @@ def test_deterministic_is_exact(dims: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_deterministic_gives_the_same_bits_of_captured_gradients(dim: int) -> None:
-    """Of tables by head, row, column and q - kv, and of one that is read anywhere."""
+    """Gradients are of tables by head, row, column and q - kv, and of one that is read anywhere."""
     random = torch.Generator(kit.DEVICE).manual_seed(0)
     shapes = [(4,), (4, 900), (900,), (1799,), (64,)]
     scale, rows, columns, along, buckets = tables = [
@@ -104,7 +104,7 @@ def test_deterministic_gives_the_same_bits_of_captured_gradients(dim: int) -> No
     assert seen == [True] * 21
 
 
-def test_torch_switch_is_heard() -> None:
+def test_torchs_deterministic_switch_is_obeyed() -> None:
     call, made = attention(700), inputs(700)
     torch.use_deterministic_algorithms(True)
     try:
@@ -172,8 +172,8 @@ def test_streams_side_by_side() -> None:
         assert all(same(one, truth) for one in kept)
 
 
-def test_parts_of_kv_tiles_meet_in_every_call() -> None:
-    """A head or two for a whole GPU: again and again, on streams side by side, and in a graph."""
+def test_split_kv_blocks_are_joined_in_every_call() -> None:
+    """A whole GPU has a head or two: in repeated calls, on parallel streams, and in a graph."""
     mask = masks.causal()
     drawn = [[t[:1, :2].detach() for t in inputs(2100, seed=s, dim=128)] for s in range(3)]
     sets = [[*(t.requires_grad_() for t in qkv), grad] for *qkv, grad in drawn]
@@ -207,7 +207,7 @@ def test_parts_of_kv_tiles_meet_in_every_call() -> None:
 
 @pytest.mark.parametrize("kv_heads", [8, 2])
 def test_peak_memory(kv_heads: int) -> None:
-    """Beside what comes in and goes out: rows' statistics, float32 dQ, and dK and dV if shared."""
+    """Besides inputs and outputs: LSE and delta, float32 dQ, and dK and dV if heads share them."""
     batch, heads, length, dim = 2, 8, 8192, 64
     shape, shared = (batch, heads, length, dim), (batch, kv_heads, length, dim)
     query, grad = (torch.randn(shape, device=kit.DEVICE).to(BF16) for _ in range(2))
@@ -233,7 +233,7 @@ def test_peak_memory(kv_heads: int) -> None:
 
 
 def test_million_tokens_in_a_window() -> None:
-    """More than 2^31 elements a tensor; gradients are those of the rows that were given one."""
+    """Tensors have more than 2^31 elements; rows with a gradient of the output are compared."""
     length, window, heads, dims = 1 << 20, 1000, 18, 128
     size = 2 * heads * length * dims
     if torch.cuda.mem_get_info()[0] < 12 * size:

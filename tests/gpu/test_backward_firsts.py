@@ -1,4 +1,5 @@
-"""Sums of dQ that nobody clears, on a GPU: against a backward that writes zeros before.
+"""Check first-writer dQ on a GPU: compare sums that nobody clears with those of a backward that
+clears them.
 
 Who adds to a chunk before it was stored, or stores it afterwards, shows on memory that holds NaN or
 what a call before has left.
@@ -27,7 +28,7 @@ HEADS = 8
 
 @contextmanager
 def storing(wanted: bool) -> Iterator[list[BackwardWork]]:
-    """Backwards that store first parts wherever they can, or never; their tables."""
+    """Make backwards store first parts wherever they can, or never; yield their tables."""
     found: list[BackwardWork] = []
     plain = backward_work.build_tables
 
@@ -74,7 +75,7 @@ def bands(length: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("dim", "kv_heads", "length"), [(128, 8, 4096), (64, 8, 4096), (128, 2, 2990)]
 )
-def test_as_with_zeros(
+def test_equals_a_backward_that_clears(
     replayed: list[bool],  # noqa: F811
     name: str,
     dim: int,
@@ -93,7 +94,7 @@ def test_as_with_zeros(
     assert replayed[-1]
 
 
-def test_with_a_slope() -> None:
+def test_mod_with_a_derivative() -> None:
     made = drawn(2048, 64, 8)
     with storing(False):
         expected = gradients(made, CAUSAL, mods.softcap(20.0))
@@ -102,8 +103,8 @@ def test_with_a_slope() -> None:
         assert works[-1].flags
 
 
-def test_where_many_wait() -> None:
-    """All kv tiles meet the first q tile at once: slow, but right and with an end."""
+def test_many_waiting_ctas() -> None:
+    """All kv tiles meet the first q tile at once: slow, but right, and without a deadlock."""
     made = drawn(4096, 128, 8)
     with storing(False):
         expected = gradients(made, None)
@@ -115,7 +116,7 @@ def test_where_many_wait() -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_more_ctas_than_run_at_once(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None waits for a kv tile of one that has not begun."""
+    """No CTA waits for a kv tile of a CTA that has not begun."""
     made, mask = drawn(4096, 128, 8), bands(4096)["window"]
     with storing(False):
         expected = gradients(made, mask)

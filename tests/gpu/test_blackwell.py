@@ -1,4 +1,4 @@
-"""The Blackwell kernels on a Blackwell GPU: nobody has run this yet."""
+"""Check the Blackwell kernels on a Blackwell GPU: nobody has run this yet."""
 
 from __future__ import annotations
 

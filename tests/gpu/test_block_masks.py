@@ -1,4 +1,4 @@
-"""Block masks on the GPU have the same tiles as on the CPU, whichever way they are found."""
+"""Check that block masks have the same tiles on the GPU as on the CPU, by every method."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_library(name: str) -> None:
                 assert torch.equal(found.cpu(), getattr(getattr(here, kind), part)), (kind, part)
 
 
-def test_where_the_runs_are() -> None:
-    """The result is on the mask's device also where nothing captured is."""
+def test_runs_are_on_the_device_of_the_mask() -> None:
+    """This holds for masks without captured tensors too."""
     device = torch.device("cuda", torch.cuda.current_device())
     ids = torch.arange(1000, device=device) // 300
     kept: list[Any] = [

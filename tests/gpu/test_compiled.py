@@ -1,4 +1,4 @@
-"""Compiled kernels on a GPU: streams, threads, devices, graphs, tensors beyond 2^31 elements."""
+"""Check compiled kernels on a GPU: streams, threads, devices, graphs, more than 2^31 elements."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def arch() -> str:
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> CompiledKernel:
-    """The affine kernel, as a process finds it on disk."""
+    """Return the affine kernel, as a process finds it on disk."""
 
     def build() -> Build:
         return kernels.affine(3.0)
@@ -131,7 +131,7 @@ def test_rows_further_apart_than_32_bits_count(kernel: CompiledKernel) -> None:
 
 
 def test_every_device_runs_it(kernel: CompiledKernel) -> None:
-    """Also one that is not current; the current one stays current."""
+    """A device need not be the current one, and the current one stays current."""
     count = torch.cuda.device_count()
     if count < 2:
         pytest.skip("needs two GPUs")

@@ -1,4 +1,4 @@
-"""Drawn variants through both kernels: every head dim, both dtypes, any strides, orders of sums.
+"""Check drawn variants in both kernels: every head dim, both dtypes, any strides, orders of sums.
 
 Compiling a variant takes the seconds here, so a drawn one is compared in every way: output, LSE and
 gradients of all that it captures, on poisoned memory, twice.
@@ -26,7 +26,7 @@ DTYPES = [torch.bfloat16, torch.float16]
 
 
 def draw(part: int, limits: Limits, dims: tuple[int, int], *, examples: int) -> int:
-    """Check drawn variants; returns how many gave the same gradients, to the bit, a second time."""
+    """Check drawn variants; return how many gave the same gradients, to the bit, a second time."""
     repeated = []
 
     @hypothesis.seed(part)

@@ -1,4 +1,5 @@
-"""The backward kernels are exact: gradients of every mod and mask, all shapes and dtypes.
+"""Check that the backward kernels are exact: gradients of every mod and mask, all shapes and
+dtypes.
 
 Captured tensors learn, and the LSE has a gradient of its own. As in `test_cute_forward`, variants
 are many at one shape, and shapes are many for one variant: a kernel takes seconds to compile.
@@ -31,12 +32,12 @@ def wide(q_len: int, kv_len: int, **sizes: Any) -> Case:
 
 
 def band(b: Any, h: Any, q: Any, kv: Any) -> Any:
-    """A window around the diagonal; rows beyond its end keep nothing."""
+    """Keep a window around the diagonal; rows beyond its end keep nothing."""
     return (q - kv < 200) & (kv - q < 90)
 
 
 def decaying(heads: int) -> Any:
-    """A slope and a gain for every head, both learned."""
+    """Return a mod with a slope and a gain for every head, both learned."""
     random = torch.Generator().manual_seed(5)
     slopes, gains = (
         torch.rand(heads, generator=random).add_(0.1).to(kit.DEVICE).requires_grad_()
@@ -119,7 +120,7 @@ def test_strides(layouts: tuple[str, str, str]) -> None:
 
 
 def test_strides_of_what_arrives() -> None:
-    """The gradient of the output may lie anyhow: of a sum, transposed, in steps, off by one."""
+    """The output's gradient may have any strides: expanded, transposed, stepped, misaligned."""
     case = wide(200, 260)
     inputs = case.inputs(kit.DEVICE)
     out = CAUSAL(*inputs, backend=kit.BACKEND)
@@ -261,7 +262,7 @@ def test_captured_tensors_of_every_kind() -> None:
 
 @pytest.mark.parametrize("dims", [64, 128, 256])
 def test_learned_tables_at_ragged_ends(dims: int) -> None:
-    """Sums along diagonals, rows and columns of which some lie beyond the end."""
+    """Some of the summed diagonals, rows and columns lie beyond the end."""
     random = torch.Generator(kit.DEVICE).manual_seed(1)
     along, rows, columns = (
         torch.randn(700, generator=random, device=kit.DEVICE).requires_grad_() for _ in range(3)

@@ -1,4 +1,4 @@
-"""How the forward kernel is called: streams, graphs, no waiting, no state left behind, long inputs."""
+"""Check how the forward kernel is called: streams, graphs, no waiting, no state, long inputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def inputs(length: int, *, seed: int = 0, batch: int = 2, heads: int = 4, dim: i
 
 
 def attention(length: int) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Causal documents with ALiBi: captured tensors in the score and in the mask."""
+    """Return causal documents with ALiBi: captured tensors in the score and in the mask."""
     ids = torch.arange(length, device=kit.DEVICE) // 70
     slopes = torch.tensor(SLOPES, device=kit.DEVICE)
     variant = Variant(
@@ -69,7 +69,7 @@ def test_inputs_are_left_alone() -> None:
 
 
 def test_other_shapes_in_between() -> None:
-    """What one call leaves behind (counters, cached lists) does not reach the next."""
+    """State that one call leaves behind (counters, cached lists) does not reach the next."""
     calls = {length: (attention(length), inputs(length)) for length in (700, 64, 1500, 1)}
     first = {length: call(*qkv) for length, (call, qkv) in calls.items()}
     for _ in range(3):
@@ -175,7 +175,7 @@ def test_stream_order_is_kept() -> None:
 
 @pytest.mark.parametrize("dims", [64, 128])
 def test_million_tokens_in_a_window(dims: int) -> None:
-    """More than 2^31 elements a tensor; rows at the far end against dense ones."""
+    """Tensors have more than 2^31 elements; rows at the far end are compared with dense ones."""
     length, window = 1 << 20, 1000
     heads = 18 if dims == 128 else 2
     free = torch.cuda.mem_get_info()[0]

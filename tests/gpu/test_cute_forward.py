@@ -1,4 +1,4 @@
-"""The forward kernel is exact: every mod and mask, all shapes, strides and dtypes.
+"""Check that the forward kernel is exact: every mod and mask, all shapes, strides and dtypes.
 
 A kernel is compiled for each variant, head dim and dtype, which takes a second or two; so variants
 are many at one shape, and shapes are many for one variant. `-n 8` compiles side by side.
@@ -32,7 +32,7 @@ def wide(q_len: int, kv_len: int, **sizes: Any) -> Case:
 
 
 def band(b: Any, h: Any, q: Any, kv: Any) -> Any:
-    """A window around the diagonal; rows beyond its end keep nothing."""
+    """Keep a window around the diagonal; rows beyond its end keep nothing."""
     return (q - kv < 200) & (kv - q < 90)
 
 
@@ -201,7 +201,7 @@ def test_largest_scores_are_right_or_refused() -> None:
 
 
 def tables() -> dict[str, Tensor]:
-    """One of every kind that a mod may read."""
+    """Return one tensor of every kind that a mod may read."""
     random = torch.Generator(kit.DEVICE).manual_seed(3)
 
     def draw(*shape: int) -> Tensor:
@@ -240,7 +240,7 @@ def test_captured_tensors_of_every_kind() -> None:
     kit.check(reading(tables()), wide(LENGTH, LENGTH, batch=2, kv_batch=2, heads=4))
 
 
-def test_captured_tensors_are_read_anew() -> None:
+def test_edited_captured_tensors_are_read_again() -> None:
     own = tables()
     variant, case = reading(own), wide(LENGTH, LENGTH, heads=4)
     before = kit.check(variant, case)
@@ -252,7 +252,7 @@ def test_captured_tensors_are_read_anew() -> None:
 
 @pytest.mark.parametrize("block", [(128, 128), (64, 128), (128, 64), (256, 128)], ids=str)
 def test_block_mask(block: tuple[int, int]) -> None:
-    """Ours; tiles that no kernel has may be refused, but not those that FlexAttention has."""
+    """Kernels may refuse tile sizes of attnkit's BlockMask, but none that FlexAttention has."""
     case = wide(515, 515)
     sizes = {"device": kit.DEVICE, "BLOCK_SIZE": block}
     mask = create_block_mask(band, None, None, 515, 515, **sizes)

@@ -1,4 +1,4 @@
-"""The emulator against the GPU: the same PTX, on the same arguments, bit for bit.
+"""Compare the emulator with the GPU: the same PTX, on the same arguments, bit for bit.
 
 Every kernel that the tests of the emulator's semantics run without a finding runs on the GPU too,
 whose results then have to pass those tests, and must have the emulator's bits, except where hardware
@@ -76,7 +76,7 @@ ROWS = os.environ.get("ATTNKIT_SILICON_ROWS", "")  # a file that gets a row for 
 
 
 def _parameters(test: Callable[..., None]) -> Iterator[dict[str, Any]]:
-    """The arguments of a test, as its parametrize marks give them, of the eager mode alone."""
+    """Yield the arguments of a test, from its parametrize marks, for the eager mode alone."""
     axes = []
     for mark in getattr(test, "pytestmark", []):
         if mark.name == "parametrize":
@@ -92,7 +92,7 @@ def _parameters(test: Callable[..., None]) -> Iterator[dict[str, Any]]:
 
 
 def _label(test: Callable[..., None], arguments: dict[str, Any]) -> tuple[str, str]:
-    """The test and its case, in words."""
+    """Name the test and its case."""
     case = arguments.get("case", (arguments.get("kind", ""),))
     return test.__name__, str(case[0])
 
@@ -149,7 +149,7 @@ def _judge(silicon: Silicon, limit: float | None = None) -> None:
 def _tried(
     test: Callable[..., None], arguments: dict[str, Any], silicon: Silicon, limit: float | None
 ) -> None:
-    """The test itself, on what the GPU computed; with a looser limit it need not pass."""
+    """Run the test itself on what the GPU computed; with a looser limit it may fail."""
     try:
         test(**arguments)
     except AssertionError:
@@ -171,7 +171,7 @@ def test_the_gpu_does_what_the_emulator_does(
 
 
 def _once(exe: emulator.Executable, *args: Any, **_: Any) -> None:
-    """For `checked` of the kernel tests: one run, on both."""
+    """Replace `checked` of the kernel tests: run once, on both."""
     assert emulator.run(exe, *args).findings == ()
 
 

@@ -1,4 +1,4 @@
-"""Masks of the library on a CUDA device: the same as on the CPU, whatever the device is called."""
+"""Check that masks of the library are the same on a CUDA device as on the CPU."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_device_without_its_number_is_the_current_one() -> None:
     assert len(found) == 1
 
 
-def test_what_is_shown() -> None:
+def test_pictures_and_reports_are_those_of_the_cpu() -> None:
     mask = THERE["document/causal"].mask
     blocks = create_block_mask(mask, None, None, LENGTH, LENGTH, device="cuda", BLOCK_SIZE=16)
     same = create_block_mask(

@@ -1,4 +1,4 @@
-"""Repeated backwards on a GPU: what is done the shorter way gives the gradients of the longer one."""
+"""Check repeated backwards on a GPU: the fast path gives the gradients of a full call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS, COLUMNS = 300, 60
 
 @pytest.fixture
 def replayed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each backward whether it was one made before."""
+    """Record for each backward whether it took the fast path."""
     made, found = BackwardReuse.try_fast_path, []
 
     def noted(*a: Any) -> Any:
@@ -43,7 +43,7 @@ def forget() -> None:
 
 
 def close(found: list[Tensor], expected: list[Tensor]) -> None:
-    """Equal but for the order of additions: within a rounding to bfloat16 of the largest element."""
+    """Compare up to the order of additions: within a bfloat16 rounding of the largest element."""
     for a, b in zip(found, expected, strict=True):
         assert a.shape == b.shape
         assert a.dtype == b.dtype
@@ -51,7 +51,7 @@ def close(found: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def poison() -> None:
-    """What torch allocates next is NaN, as far as it takes memory that was used before."""
+    """Make torch's next allocations NaN, as far as they reuse memory."""
     sizes = [2**n for n in range(9, 24)]
     junk = [torch.full((n,), torch.nan, device=kit.DEVICE) for n in sizes for _ in range(3)]
     del junk

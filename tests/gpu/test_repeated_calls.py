@@ -1,4 +1,4 @@
-"""Repeated calls on a GPU: what was edited between them counts, and graphs keep what they read."""
+"""Check repeated calls on a GPU: edits between them count, and graphs keep what they read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Classification on the GPU finds the same tiles as on the CPU."""
+"""Check that classification finds the same tiles on the GPU as on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Hopper kernels inside torch.compile: one graph, the same bits, no kernel compiled anew."""
+"""Check the Hopper kernels inside torch.compile: one graph, same bits, no second compilation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _forget() -> None:
 
 
 class Layer(nn.Module):
-    """Causal documents with a learned slope a head, mods made where they are used."""
+    """Attends in causal documents with a learned slope per head; makes its mods at each call."""
 
     def __init__(self, length: int, deterministic: bool = False) -> None:
         super().__init__()

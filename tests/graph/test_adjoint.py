@@ -1,4 +1,4 @@
-"""The adjoint against torch.autograd: random graphs, ties, and values that are not finite."""
+"""Compare the adjoint with torch.autograd: random graphs, ties, and values that are not finite."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ UNARY.remove("round")
 
 @st.composite
 def graphs(draw: st.DrawFn) -> Node:
-    """A float expression over the score, indices and three captured tensors, with sharing."""
+    """Draw a float expression over the score, indices and three captured tensors, with sharing."""
     pool = [score, slope, bias, plane, cast(q, F32), cast(build("sub", q, kv), F32)]
     numbers = st.sampled_from([-1.5, -1.0, 0.0, 0.5, 1.0, 2.0, 2.5])
     for _ in range(draw(st.integers(1, 9))):
@@ -69,7 +69,7 @@ def inputs(seed: int) -> tuple[dict[str, Tensor], list[Tensor]]:
 
 
 def gradients(found: Adjoint, env: dict[str, Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """dscore and the gradient of each table, then the sizes of the terms that make them up."""
+    """Return dscore, the gradient of each table, and the sizes of the terms they are made of."""
     memo: dict[Node, Tensor] = {}
     full = tuple(SIZES.values())
     cotangents = [found.dscore, *(c for _, c in found.loads)]

@@ -1,4 +1,4 @@
-"""Sympy against torch: every operation's value, and derivatives against the adjoint."""
+"""Compare sympy with torch: every operation's value, and derivatives with the adjoint."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def ours(root: Node, at: dict[str, float]) -> float:
 
 @st.composite
 def smooth_graphs(draw: st.DrawFn) -> Node:
-    """Expressions without kinks; the arguments of partial functions stay inside their domain."""
+    """Draw expressions without kinks; arguments of partial functions stay in their domain."""
     pool = [score, slope, bias, build("sub", q, kv), build("mul", score, slope)]
     for _ in range(draw(st.integers(1, 6))):
         pick = st.sampled_from(pool)
@@ -113,7 +113,7 @@ OPERANDS = {
 
 
 def samples() -> list[Node]:
-    """Each operation on each type it takes, on arguments that vary."""
+    """Return each operation on each type it takes, with varying arguments."""
     found = [ir.node("round", score, attr="bfloat16")]
     for op, (letters, _) in ir.SIGNATURES.items():
         for kind in TAKES[letters[-1]]:

@@ -1,4 +1,4 @@
-"""Each value is known at the smallest level, and a linear score splits without a change."""
+"""Check that each value gets the smallest level, and that splitting a linear score is exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`explain` says what a variant means and how it would run."""
+"""Check that `explain` says what a variant means and how it would run."""
 
 from __future__ import annotations
 

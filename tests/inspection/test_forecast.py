@@ -1,4 +1,4 @@
-"""Predicted schedules: numbers, the report of `explain`, pictures."""
+"""Check predicted schedules: numbers, the report of `explain`, pictures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures of masks show their tiles."""
+"""Check that pictures of masks show their tiles."""
 
 from __future__ import annotations
 
@@ -88,7 +88,9 @@ def test_block_mask_brings_its_sizes() -> None:
     st.integers(1, 9), st.integers(1, 9), st.integers(1, 20), st.integers(1, 20),
     st.integers(0, 2**16),
 )  # fmt: skip
-def test_shares(rows: int, columns: int, out_rows: int, out_columns: int, seed: int) -> None:
+def test_shares_of_reduced_pictures(
+    rows: int, columns: int, out_rows: int, out_columns: int, seed: int
+) -> None:
     random = torch.Generator().manual_seed(seed)
     states = torch.randint(0, 3, (2, 3, rows, columns), generator=random, dtype=torch.int8)
     runs = BlockRuns.from_states(states, rows, columns, (1, 1))
@@ -109,7 +111,7 @@ def test_shares(rows: int, columns: int, out_rows: int, out_columns: int, seed: 
 
 
 def bars(path: Path, colour: str) -> int:
-    """How many shapes of an SVG file have a colour (one more for the legend)."""
+    """Count the shapes of an SVG file that have a colour (one more for the legend)."""
     return sum(colour in (e.get("style") or "") for e in ElementTree.parse(path).iter())
 
 

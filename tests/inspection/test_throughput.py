@@ -1,4 +1,4 @@
-"""Predicted clocks of blocks: of units by instructions executed, of time by the timeline."""
+"""Check predicted clocks of blocks: of units by instructions executed, of time by the timeline."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def blackwell() -> BlockClocks:
 
 
 def test_the_clocks_of_units_are_those_of_the_paper(blackwell: BlockClocks) -> None:
-    """FlashAttention-4: 1024 clocks of products and of exponentials a block of 128 x 128."""
+    """FlashAttention-4: a block of 128 x 128 has 1024 clocks of products and of exponentials."""
     products = [Product(128, 128, 128), Product(128, 128, 128, a_shared=False)]
     expected = tile(products, 128 * 128)
     assert blackwell.block == (256, 128)
@@ -64,7 +64,7 @@ def test_the_backward_has_five_products_and_two_steps() -> None:
 
 
 def test_pairs_of_ctas_reach_the_limit_of_the_tensor_cores() -> None:
-    """Full attention at head dim 128: no tenth of the time is lost."""
+    """Full attention at head dim 128 loses less than a tenth of the time."""
     found = forward_block_clocks(Variant(), SM100, head_dim=128)
     assert (found.block, found.sms) == ((512, 128), 2)
     assert found.units["tensor"] == 2048

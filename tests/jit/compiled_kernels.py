@@ -1,4 +1,4 @@
-"""Small kernels and host functions that the tests of compiled kernels compile."""
+"""Define small kernels and host functions that the tests of compiled kernels compile."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def vector(dtype: Any = Float32) -> Any:
 
 
 def matrix(dtype: Any = Float32) -> Any:
-    """Rows of any length and 64-bit stride, both multiples of 8."""
+    """Make rows of any length and 64-bit stride, both multiples of 8."""
     shape = (cute.sym_int(), cute.sym_int(divisibility=8))
     stride = (cute.sym_int64(divisibility=8), 1)
     return make_fake_tensor(dtype, shape, stride, assumed_align=16)
 
 
 class Affine:
-    """y[i, 0] = x[i, 0] a + constant + the sum of c[i] over the captured vectors, i < n."""
+    """Computes y[i, 0] = x[i, 0] a + constant + the sum of the captured vectors' c[i], i < n."""
 
     def __init__(self, constant: float = 0.0) -> None:
         self.constant = constant
@@ -87,7 +87,8 @@ def report(out: cute.Tensor, tensors: list, a: Int32, b: Float32, c: Int64, d: B
 
 
 class RegisterProduct:
-    """C [64, 64] += A B^T four times, with A [64, 64] in registers and changed between products.
+    """Computes C [64, 64] += A B^T four times, with A [64, 64] in registers and changed between
+    products.
 
     Changed while the product before may still read it, A makes the assembler wait for every
     single instruction (`hasty`); changed after a wait, it does not.

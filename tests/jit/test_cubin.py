@@ -1,4 +1,4 @@
-"""CUBIN statistics agree with the assembler's report, and instructions with nvdisasm's text."""
+"""Compare CUBIN statistics with the assembler's report, and instructions with nvdisasm."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_spilled_registers_are_a_problem(cubins: dict[str, bytes]) -> None:
 
 
 def test_serialised_products_are_a_problem(cubins: dict[str, bytes]) -> None:
-    """The same loop of four products, A changed after the wait or before it."""
+    """The same loop of four products changes A after the wait or before it."""
     assert problems(cubins["affine"], "sm_90a") == ()
     assert problems(cubins["patient"], "sm_90a") == ()
     (patient,) = loops(*kernel_code(cubins["patient"]).values())

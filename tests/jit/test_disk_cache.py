@@ -1,4 +1,4 @@
-"""Kernels on disk: damaged, foreign and outdated entries, many processes, folders that fail."""
+"""Check kernels on disk: damaged, foreign and outdated entries, many processes, bad folders."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ def test_a_process_that_dies_while_compiling_holds_nobody_up(tmp_path: Path) -> 
 
 
 class Counted:
-    """A source whose builds are counted."""
+    """A source that counts its builds."""
 
     def __init__(self) -> None:
         pytest.importorskip("cutlass")
@@ -404,7 +404,7 @@ def test_a_failed_build_leaves_nothing(counted: Counted) -> None:
 
 
 def _package(root: Path) -> Path:
-    """A copy of the package's files, with links resolved."""
+    """Copy the package's files, with links resolved."""
     return Path(shutil.copytree(FOLDER, root / "attnkit", ignore=shutil.ignore_patterns("*.pyc")))
 
 

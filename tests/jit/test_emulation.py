@@ -1,4 +1,4 @@
-"""Compiled kernels run in the emulator: sessions, the time limit, a missing C compiler."""
+"""Check compiled kernels in the emulator: sessions, the time limit, a missing C compiler."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def doubling() -> tuple[Compiled, Any, Any]:
 
 
 def racing() -> Compiled:
-    """Two warps store to the same address in shared memory, unordered."""
+    """Return a kernel in which two warps store to the same address in shared memory, unordered."""
     body = "mov.u32 %r1, %tid.x; st.shared.u32 [dynamic], %r1;"
     return Compiled(kernel(body, pointers(0)), "racing", block=(64, 1, 1), shared=1024)
 

@@ -1,4 +1,4 @@
-"""Compiled kernels: their C interface on the CPU, calls, errors, and the emulator's view of them."""
+"""Check compiled kernels: C interface on the CPU, calls, errors, and the emulator's view."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class _Measured(Exception):
 
 
 def _most_faults() -> int:
-    """Page faults of 500 calls, at the depth of the stack where there are most."""
+    """Return the most page faults of 500 calls, over the depths of the stack."""
 
     def nothing() -> None:
         pass
@@ -114,7 +114,7 @@ def reporter() -> Artifact:
 
 
 def _meta(shape: tuple[int, ...], stride: tuple[int, ...], dtype: Any = torch.float32) -> Any:
-    """A tensor of any extent, without memory."""
+    """Return a tensor of any extent, without memory."""
     return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
 
@@ -133,7 +133,7 @@ LONG = st.integers(0, 2**40)
 def test_a_host_function_receives_what_was_passed(
     n: Any, s: Any, a: int, b: float, c: int, d: bool
 ) -> None:
-    """Sizes, 64-bit strides, addresses and numbers of every kind, in the order of the arguments."""
+    """It gets sizes, 64-bit strides, addresses and numbers of every kind, in order."""
     report = reporter()
     n = tuple(max(x, 2) for x in n)  # strides of axes with one element may change
     tensors = [

@@ -1,4 +1,4 @@
-"""A relaunch passes the values that a full call passes."""
+"""Check that a relaunch passes the values that a full call passes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def arguments(specs: list[Spec]) -> list[Any]:
 
 
 def packed(signature: Signature, given: Any, stream: int) -> bytes:
-    """The bytes that a full call passes."""
+    """Return the bytes that a full call passes."""
     values, _ = signature.gather(given, lambda device: stream)
     packing, offsets = signature.layout
     return packing.pack(*values).ljust(offsets[-1] + 8, b"\0")
@@ -88,7 +88,7 @@ def test_zeros_of_either_sign() -> None:
 
 
 def test_a_launch_within_a_launch() -> None:
-    """As another thread does, before the first launch has returned."""
+    """Another thread may launch before the first launch has returned."""
     signature = Signature([NumberSpec("Int32")])
 
     class Nested(Entry):
@@ -110,7 +110,7 @@ def test_the_first_arguments_are_checked() -> None:
         repeat(signature, [torch.zeros(5)], [0])
 
 
-def test_what_does_not_fit() -> None:
+def test_addresses_and_numbers_that_do_not_fit_are_refused() -> None:
     signature = Signature([TensorSpec("float32", (4,), (1,), 16), NumberSpec("Int8")])
     entry = Entry()
     again = repeat(signature, [torch.zeros(4), 1], [0, 1], entry)

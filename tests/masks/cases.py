@@ -1,4 +1,4 @@
-"""Random instances of every mask, each with its definition in plain Python.
+"""Draw random instances of every mask, each with its definition in plain Python.
 
 A definition says whether query q keeps key kv, from the words of the docstring alone: sets, lists
 and loops, none of the arithmetic of the mask.
@@ -57,7 +57,7 @@ def bools(draw: Draw, *shape: int) -> torch.Tensor:
 
 
 def alignment(draw):
-    """Arguments of an alignment, query length, kv lengths by batch entry, and positions.
+    """Draw arguments of an alignment, query length, kv lengths by batch entry, and positions.
 
     The last maps (b, q) to the key position of a query, which may be before the first key.
     """

@@ -1,4 +1,4 @@
-"""Cases of masks over grids of tokens; see `cases`."""
+"""Draw cases of masks over grids of tokens; see `cases`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.masks.cases import Case, case
 
 
 def places(shape, tile=None) -> list[tuple[int, ...]]:
-    """The coordinates of each token in order, row by row or tile by tile."""
+    """Return the coordinates of each token in order, row by row or tile by tile."""
     if tile is None:
         return list(itertools.product(*(range(n) for n in shape)))
     corners = itertools.product(*(range(0, n, t) for n, t in zip(shape, tile, strict=True)))
@@ -25,7 +25,7 @@ def places(shape, tile=None) -> list[tuple[int, ...]]:
 
 
 def neighbours(at, length, kernel, stride, dilation, causal) -> set[int]:
-    """What one position sees along an axis, found by moving a window over a list."""
+    """Return what one position sees along an axis, found by moving a window over a list."""
     line = [i for i in range(length) if i % dilation == at % dilation]
     own = line.index(at)
     group = [i for i in range(len(line)) if i // stride == own // stride]

@@ -1,4 +1,4 @@
-"""Cases of masks over packed, padded, drafted and paged sequences; see `cases`."""
+"""Draw cases of masks over packed, padded, drafted and paged sequences; see `cases`."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def shared_prefix(draw):
 
 
 def drafted(draw, count):
-    """A context before the drafts: what the mask is given, and its length by batch entry."""
+    """Draw a context before the drafts: the argument of the mask, and its length by batch entry."""
     if draw(st.booleans()):
         length = draw(st.integers(0, 6))
         return length, [length]

@@ -1,4 +1,4 @@
-"""Every mask of the library is its definition, eagerly and traced, and its tiles are exact."""
+"""Check that every mask equals its definition, eagerly and traced, and that its tiles are exact."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import attnkit
 from attnkit import create_mask, masks
 from attnkit.graph.ir import reads
 from attnkit.sparsity.classify import classify
@@ -79,7 +80,7 @@ def test_one_trace_serves_every_mask_of_the_same_shape(name, monkeypatch):
         return trace(*args)
 
     monkeypatch.setattr(guards, "trace", counted)
-    monkeypatch.setattr(guards, "_cache", type(guards._cache)())
+    attnkit.clear_caches()
     first = guards.trace_cached(EXAMPLES[name].mask, "mask", CPU)
     again = guards.trace_cached(EXAMPLES[name].mask, "mask", CPU)
     rebuilt = guards.trace_cached(masks.examples(40)[name].mask, "mask", CPU)
@@ -101,7 +102,7 @@ def test_tiles_are_exact(name, block):
 
 
 def state(tile):
-    """0 where a tile [B, H, rows, columns] keeps nothing, 1 something, 2 everything."""
+    """Return 0 where a tile [B, H, rows, columns] keeps nothing, 1 something, 2 everything."""
     return tile.flatten(-2).any(-1).int() + tile.flatten(-2).all(-1).int()
 
 

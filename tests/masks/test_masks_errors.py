@@ -1,4 +1,4 @@
-"""Bad arguments of masks: each error names the argument, what came and what was expected."""
+"""Check bad arguments of masks: each error names the argument, what came and what was expected."""
 
 from __future__ import annotations
 

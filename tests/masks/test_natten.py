@@ -1,4 +1,4 @@
-"""Neighbourhoods along one axis, for every small choice of parameters."""
+"""Check neighbourhoods along one axis, for every small choice of parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random instances of every mod, each with its formula written out for one score.
+"""Draw random instances of every mod, each with its formula written out for one score.
 
 A formula takes a 0-d float64 score and Python ints, and indexes learned tables with them, so that
 autograd through it gives the gradients too.
@@ -37,7 +37,7 @@ def case(function):
 
 
 def learned(draw, *shape, low=-2.0, high=2.0):
-    """A float64 table that requires grad; hypothesis seeds torch's generator."""
+    """Draw a float64 table that requires grad; hypothesis seeds torch's generator."""
     draw(st.integers(0, 3))  # another example, other numbers
     return (low + (high - low) * torch.rand(shape, dtype=torch.float64)).requires_grad_()
 
@@ -52,7 +52,7 @@ def softcap(draw):
 
 
 def paper_slopes(heads):
-    """ALiBi's slopes as the paper gives them, by recursion."""
+    """Compute ALiBi's slopes as the paper does, by recursion."""
     start = 2 ** (-8 / heads)
     if math.log2(heads).is_integer():
         return [start * start**i for i in range(heads)]
@@ -77,7 +77,7 @@ def alibi(draw):
 
 
 def t5_bucket(distance, count, max_distance):
-    """The bucket, in whole numbers: exact + floor(log(d / exact) / log(max / exact) * rough)."""
+    """Compute T5's bucket: exact + floor(log(d / exact) / log(max / exact) * rough)."""
     exact = count // 2
     rough = count - exact
     if distance < exact:
@@ -155,7 +155,7 @@ def head_gate(draw):
 
 
 def row_lengths(draw):
-    """The number of keys of each row: as an argument of the mod, and as a function."""
+    """Draw the number of keys of each row: as an argument of the mod, and as a function."""
     kind = draw(st.sampled_from(["causal", "constant", "batch"]))
     if kind == "causal":
         return None, lambda b, q: q + 1

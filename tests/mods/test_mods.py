@@ -1,4 +1,4 @@
-"""Every mod of the library is its formula, in value and gradients, eagerly and traced."""
+"""Check that every mod equals its formula, in value and gradients, eagerly and traced."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import attnkit
 from attnkit import mods
 from attnkit.graph.eval_torch import evaluate
 from attnkit.sparsity.index_bounds import check_bounds
@@ -31,13 +32,13 @@ def test_every_mod_has_a_formula_and_an_example():
 
 
 def positions(sizes):
-    """b, h, q, kv as int32 tensors that broadcast to `sizes`."""
+    """Return b, h, q, kv as int32 tensors that broadcast to `sizes`."""
     places = [torch.arange(n, dtype=torch.int32) for n in sizes]
     return dict(zip(("b", "h", "q", "kv"), torch.meshgrid(*places, indexing="ij"), strict=True))
 
 
 def traced_values(mod, score):
-    """The traced mod at every position of scores [B, H, Sq, Skv], in their dtype."""
+    """Evaluate the traced mod at every position of scores [B, H, Sq, Skv], in their dtype."""
     found = trace(mod, "score")
     env = {**positions(score.shape), "score": score}
     (values,) = evaluate([found.root], env, found.tensors, score.dtype)
@@ -45,7 +46,7 @@ def traced_values(mod, score):
 
 
 def gradients(values, cotangent, tensors):
-    """Of the finite values; a score of -inf has no gradient."""
+    """Return gradients of the finite values; a score of -inf has no gradient."""
     kept = values.isfinite()
     if not values.requires_grad:
         return [torch.zeros_like(t) for t in tensors]
@@ -104,7 +105,7 @@ def test_one_trace_serves_every_mod_of_the_same_shape(name, monkeypatch):
         return trace(*args)
 
     monkeypatch.setattr(guards, "trace", counted)
-    monkeypatch.setattr(guards, "_cache", type(guards._cache)())
+    attnkit.clear_caches()
     first = guards.trace_cached(EXAMPLES[name].mod, "score", CPU)
     again = guards.trace_cached(EXAMPLES[name].mod, "score", CPU)
     rebuilt = guards.trace_cached(mods.examples(17)[name].mod, "score", CPU)

@@ -1,4 +1,4 @@
-"""What `import attnkit` loads, and that no file of the package is ever loaded twice."""
+"""Check what `import attnkit` loads, and that no file of the package is ever loaded twice."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ for module in pkgutil.walk_packages(attnkit.__path__, "attnkit."):
 
 
 def _modules_after(code: str) -> dict[str, str]:
-    """Run `code` in a fresh interpreter at the root; give {module: file} of what it then holds."""
+    """Run `code` in a fresh interpreter at the root; return {module: file} that it loads."""
     report = (
         "\nimport json, sys\n"
         "print(json.dumps({n: getattr(m, '__file__', None) or '' "
@@ -61,7 +61,7 @@ def test_import_attnkit_leaves_heavy_libraries_alone(loaded: dict[str, str], lib
 
 
 def test_import_attnkit_loads_what_a_call_needs_alone(loaded: dict[str, str]) -> None:
-    """Neither the emulator nor what shows, tests or lists variants."""
+    """It loads neither the emulator nor what shows, tests or lists variants."""
     rooms = {name.split(".")[1] for name in loaded if name.startswith("attnkit.")}
     assert rooms & {"emulator", "inspection", "testing", "cli", "masks", "mods"} == set()
     # The compiler's side and the tile engines come with the first call that needs them.
@@ -87,7 +87,7 @@ except AttributeError as error:
 
 
 def test_every_module_imports_once() -> None:
-    """Each file under one name: a bare `mods` beside `attnkit.mods` would be a second copy."""
+    """Each file has one name: a bare `mods` besides `attnkit.mods` would be a second copy."""
     everything = _modules_after(IMPORT_ALL)
     assert not everything.keys() & set(LINKS)
 

@@ -1,4 +1,4 @@
-"""The wheel and the sdist hold the whole package, mods, masks and templates included."""
+"""Check that the wheel and the sdist hold the whole package: mods, masks and templates included."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _build(target: str, source: Path, out: Path) -> Path:
 
 
 def _files(base: Path) -> set[str]:
-    """The package's files as the checkout has them, links followed, caches left out."""
+    """Return the package's files in the checkout, with links followed and caches left out."""
     found: set[str] = set()
     for path in base.iterdir():
         if path.is_dir():

@@ -1,4 +1,4 @@
-"""A newcomer can follow a call: the files that a query passes through are few, and listed."""
+"""Check that the files that a query passes through are few and listed, so a call can be read."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ pytest.importorskip("cutlass")  # without it no call is planned for a kernel
 
 import attnkit
 from attnkit import flex_attention, masks
-from attnkit.runtime import prepare
 from attnkit.splice import forward, workers
+from attnkit.util import devices
 from attnkit.util.package import FOLDER
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
@@ -28,7 +28,7 @@ MOST = 20
 
 
 class Kernel:
-    """Stands for a compiled kernel, which a launch would run."""
+    """Stands for a compiled kernel; launches nothing."""
 
     stats = ()
 
@@ -40,7 +40,7 @@ class Kernel:
 
 
 def _holds(x: Any, query: Tensor) -> bool:
-    """Whether an argument is the query, or a record or tuple with the query in it."""
+    """Return whether an argument is the query, or a record or tuple with the query in it."""
     if isinstance(x, tuple | list):
         return any(y is query for y in x)
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
@@ -50,7 +50,7 @@ def _holds(x: Any, query: Tensor) -> bool:
 
 @contextmanager
 def files_that_see(query: Tensor) -> Iterator[list[str]]:
-    """The files of the package with a function that is called with the query, in order."""
+    """Collect the files of the package with a function that is called with the query, in order."""
     seen: list[str] = []
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
@@ -70,7 +70,7 @@ def files_that_see(query: Tensor) -> Iterator[list[str]]:
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(devices, "compute_capability", lambda device: (9, 0))
     monkeypatch.setattr(workers, "sm_count", lambda device: 132)
     monkeypatch.setattr(forward, "kernel", lambda source, **options: Kernel())
     attnkit.clear_caches()

@@ -1,4 +1,4 @@
-"""The public operator: PyTorch's meaning, shapes and strides; every backend against the oracle."""
+"""Check the public operator: PyTorch's meaning, shapes, strides; every backend is exact."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def gradients(out: Tensor, lse: Tensor, tensors: tuple[Tensor, ...]) -> tuple[Te
 def assert_exact(
     tensors: tuple[Tensor, Tensor, Tensor], score_mod: Any = None, mask: Any = None, **options: Any
 ) -> None:
-    """Output, LSE and gradients within twice the error of dense attention in the same dtype."""
+    """Check output, LSE and gradients: at most twice the error of dense attention."""
     results = []
     for backend, dtype in (("auto", None), ("eager", None), ("eager", torch.float64)):
         own = tuple(t.detach().to(dtype or t.dtype).requires_grad_() for t in tensors)
@@ -270,7 +270,7 @@ def test_runs_are_the_same_bits() -> None:
 
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_out_may_be_edited_in_place(return_lse: bool) -> None:
-    """As FlexAttention's; where backward needs it, torch says so then."""
+    """FlexAttention allows it too; where the backward needs `out`, torch raises its own error."""
     q, k, v = (t.requires_grad_() for t in inputs())
     for query in (q, q.transpose(1, 2).contiguous().transpose(1, 2)):
         for _ in range(3):

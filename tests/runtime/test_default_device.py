@@ -1,4 +1,4 @@
-"""Calls work whatever `torch.set_default_device` says: their tensors are where their inputs are."""
+"""Check calls under any `torch.set_default_device`: their tensors are where their inputs are."""
 
 from __future__ import annotations
 

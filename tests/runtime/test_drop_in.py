@@ -1,4 +1,4 @@
-"""FlexAttention programs that change one import: names, arguments, and what they do with masks."""
+"""Check FlexAttention programs that change one import: names, arguments, and their use of masks."""
 
 from __future__ import annotations
 

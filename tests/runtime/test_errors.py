@@ -1,4 +1,4 @@
-"""Bad input: one clear error of our own each, naming argument, value and expectation."""
+"""Check bad input: one clear error of our own each, naming argument, value and expectation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels that were never proven on a GPU are tested there in a subprocess before they are used."""
+"""Check the hardware gate: unproven kernels are tested on the GPU, in a subprocess, before use."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ pytest.importorskip("cutlass")  # without it no call is planned for a kernel
 import attnkit
 from attnkit import explain, flex_attention
 from attnkit.emulator import Undefined
-from attnkit.runtime import hardware_gate, prepare
+from attnkit.runtime import hardware_gate
 from attnkit.schedule.targets import SM90, SM100, Target
 from attnkit.splice import forward, workers
 from attnkit.testing import selfcheck
 from attnkit.testing.selfcheck import EXAMPLES, examine
+from attnkit.util import devices
 
 CPU = torch.device("cpu")
 CAUSAL = lambda b, h, q, kv: q >= kv
@@ -35,12 +36,12 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans are made as for a GPU of compute capability 10.0."""
-    monkeypatch.setattr(prepare, "_capability", lambda device: (10, 0))
+    """Plan as for a GPU of compute capability 10.0."""
+    monkeypatch.setattr(devices, "compute_capability", lambda device: (10, 0))
 
 
 class Verdict:
-    """Stands for the test in a process of its own."""
+    """Stands for the test that runs in a process of its own."""
 
     def __init__(self, verdict: str) -> None:
         self.verdict, self.calls = verdict, 0
@@ -110,7 +111,7 @@ def test_auto_takes_the_kernel_where_the_test_passes(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("blackwell")
-def test_who_insists_gets_the_kernel_untested(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_explicit_backend_skips_the_hardware_test(monkeypatch: pytest.MonkeyPatch) -> None:
     tested = Verdict("wrong")
     monkeypatch.setattr(hardware_gate, "run_selfcheck", tested)
     assert explain(None, CAUSAL, q_len=200, backend="cute").plan.template == "sm100"
@@ -159,7 +160,7 @@ def test_a_call_that_raises_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.endswith("RuntimeError: an illegal instruction was encountered")
 
 
-def test_the_verdict_is_said(
+def test_the_verdict_is_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for verdict, status, said in (

@@ -1,4 +1,4 @@
-"""The oracle against PyTorch's eager flex_attention, and against the definition by loops."""
+"""Compare the oracle with PyTorch's eager flex_attention, and with the definition by loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training step does around attention: autocast, checkpoints, accumulation, shared tensors."""
+"""Check what training does around attention: autocast, checkpoints, accumulation, sharing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TEMPLATES = [
 
 @pytest.fixture(params=TEMPLATES)
 def backend(request: pytest.FixtureRequest) -> str:
-    """Torch operators, and the Hopper kernels in the emulator."""
+    """Return torch operators, or the Hopper kernels in the emulator."""
     return str(request.param)
 
 
@@ -36,7 +36,7 @@ def inputs(dtype: torch.dtype = BF16) -> list[Tensor]:
 
 
 def attention(backend: str) -> Callable[..., Tensor]:
-    """Causal, with a gain that is learned only where sums of any order do no harm."""
+    """Return causal attention with a gain per head, in a deterministic order."""
     gains = torch.tensor([0.5, 2.0])
     mod = lambda s, b, h, q, kv: s * gains[h]
     return lambda q, k, v: flex_attention(

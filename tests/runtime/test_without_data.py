@@ -1,4 +1,4 @@
-"""Calls on tensors without data of their own: meta, fake, and distributed ones."""
+"""Check calls on tensors without data of their own: meta, fake, and distributed ones."""
 
 from __future__ import annotations
 

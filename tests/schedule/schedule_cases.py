@@ -1,4 +1,4 @@
-"""Random block runs, shapes and schedules, and what a schedule walks, read by plain Python."""
+"""Draw random block runs, shapes and schedules; read what a schedule walks by plain Python."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Tile = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments of a schedule."""
+    """Holds the arguments of a schedule."""
 
     runs: BlockRuns
     shape: Shape
@@ -34,7 +34,7 @@ class Case:
         return make(self.runs, self.shape, **(options | changes))
 
     def lists(self) -> dict[Tile, tuple[list[int], list[int]]]:
-        """PARTIAL and FULL tiles of each output tile, from the dense grid."""
+        """Return PARTIAL and FULL tiles of each output tile, from the dense grid."""
         states = self.runs.states()
         if self.backward:
             states = states.transpose(2, 3)
@@ -50,7 +50,7 @@ class Case:
         return found
 
     def unit(self, b: int, h: int) -> tuple[int, int]:
-        """Whose K and V (backward: Q and dO) a head reads."""
+        """Return the batch element and head whose K and V (backward: Q and dO) a head reads."""
         if self.backward:
             return b, h
         group = self.shape.heads // (self.shape.kv_heads or self.shape.heads)
@@ -64,7 +64,7 @@ def cases(
     backward: bool | None = None,
     most: int = 12,
 ) -> Case:
-    """Small random runs with lengths of runs from 1 to many, and settings that force splits."""
+    """Draw small runs with lengths from 1 to many, and settings that force splits."""
     batch, kv_heads, group = (draw(st.integers(1, n)) for n in (2, 2, 3))
     heads = kv_heads * group
     rows, columns = draw(st.integers(1, most)), draw(st.integers(1, most))
@@ -89,7 +89,7 @@ def cases(
 
 
 def walk(cursor: list[int], runs: Runs) -> list[int]:
-    """The tiles that a cursor (run, skip, count) passes, as a kernel would find them."""
+    """Return the tiles that a cursor (run, skip, count) passes, as a kernel would find them."""
     run, skip, count = cursor
     found: list[int] = []
     while len(found) < count:
@@ -100,7 +100,7 @@ def walk(cursor: list[int], runs: Runs) -> list[int]:
 
 
 def walked(case: Case, schedule: Schedule) -> list[tuple[Tile, int, list[int], list[int]]]:
-    """For each work tile in list order: output tile, slot, PARTIAL tiles and FULL tiles."""
+    """Return for each work tile in list order: output tile, slot, PARTIAL tiles and FULL tiles."""
     runs = case.runs
     full, partial = (runs.full_t, runs.partial_t) if case.backward else (runs.full, runs.partial)
     return [

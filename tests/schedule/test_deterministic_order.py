@@ -1,4 +1,4 @@
-"""Deterministic accumulation: one order whatever the workers do, and never a deadlock."""
+"""Check deterministic sums: one order whatever the workers do, and never a deadlock."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def test_turns_pass_through_the_kept_tiles_and_back_to_the_first(case: Case) -> 
 
 
 @given(case=deterministic, workers=st.integers(1, 200))
-def test_every_turn_comes_after_pieces_earlier_in_the_list(case: Case, workers: int) -> None:
-    """So list order is a topological order of all waits, for any number of workers."""
+def test_every_turn_comes_after_work_tiles_earlier_in_the_list(case: Case, workers: int) -> None:
+    """List order is a topological order of all waits, for any number of workers."""
     schedule = case.schedule(workers=workers)
     turn = deterministic_order(case.runs, schedule)
     place: dict[tuple[Key, int], int] = {}  # (dQ tile, kv tile) -> work tile
@@ -195,10 +195,10 @@ def test_any_workers_at_any_speed_end_with_one_order(
 
 
 @given(case=deterministic, workers=st.integers(1, 7), data=st.data())
-def test_pieces_from_a_counter_need_no_workers_resident(
+def test_work_tiles_from_a_counter_need_no_resident_workers(
     case: Case, workers: int, data: st.DataObject
 ) -> None:
-    """As with pairs of CTAs, of which a GPU may hold fewer than were launched."""
+    """A GPU may hold fewer pairs of CTAs than were launched."""
     resident = data.draw(st.integers(1, workers))
     schedule = case.schedule()
     turn, work_tiles = deterministic_order(case.runs, schedule), walked(case, schedule)
@@ -221,7 +221,7 @@ def test_fixed_feeds_do_deadlock_where_few_workers_are_resident() -> None:
 
 
 def test_the_protocol_does_deadlock_with_a_list_in_another_order() -> None:
-    """What the tests above would see if the order of the list were wrong."""
+    """The tests above would detect a wrong order of the list."""
     runs = BlockRuns.from_states(torch.ones(1, 1, 2, 4, dtype=torch.int8), 2, 4, (1, 1))
     shape = Shape(1, 1, 1)
     schedule = schedule_backward(runs, shape, workers=2, order="ascending", split=False)
@@ -233,7 +233,7 @@ def test_the_protocol_does_deadlock_with_a_list_in_another_order() -> None:
 
 
 def test_turns_of_a_million_tokens_need_no_tiles() -> None:
-    """Causal, 8192 x 8192 tiles: what is stored is a row's."""
+    """Causal, 8192 x 8192 tiles: the tables have entries per row, not per tile."""
     count = 1 << 13
     rows = torch.arange(count + 1, dtype=torch.int32)
     partial = Runs(rows, rows[:-1], torch.ones(count, dtype=torch.int32))

@@ -1,4 +1,4 @@
-"""Who stores the first part of each sum of dQ: one work tile, the first in the list, and its first tiles."""
+"""Check which work tile stores the first part of each sum of dQ: the first in the list."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FOREVER = 1 << 62
 
 
 @given(case=cases(orders=("falling",), backward=True, most=8))
-def test_who_stores_is_first_in_the_list(case: Case) -> None:
+def test_the_first_writer_is_first_in_the_list(case: Case) -> None:
     schedule = case.schedule()
     visits: dict[tuple[int, int, int], list[int]] = {}
     tiles = []
@@ -53,7 +53,7 @@ def test_who_stores_is_first_in_the_list(case: Case) -> None:
 
 
 def waited(schedule: Schedule, tiles: list[list[int]], stores: list[list[bool]]) -> int:
-    """What all work tiles wait for marks, each to its last one.
+    """Return how long all work tiles wait for flags, counting for each its last one.
 
     Args:
         tiles: the q tiles of each work tile.
@@ -97,7 +97,7 @@ BANDS = {
 
 
 @pytest.mark.parametrize("name", BANDS)
-def test_bands_take_it_without_waiting(name: str) -> None:
+def test_bands_take_first_writers_without_waiting(name: str) -> None:
     runs = made(BANDS[name], 4096)
     before = scheduled(runs, 32)
     found = choose_first_writers(runs, before, 32 * 4096 * 128)
@@ -108,7 +108,7 @@ def test_bands_take_it_without_waiting(name: str) -> None:
 
 
 @pytest.mark.parametrize("length", [2048, 4096])
-def test_all_at_once_would_wait(length: int) -> None:
+def test_full_attention_would_wait(length: int) -> None:
     """Without a mask all kv tiles begin at the first q tile."""
     runs = made(None, length)
     assert "cycles more" in choose_first_writers(runs, scheduled(runs, 32), 32 * length * 128)

@@ -1,4 +1,4 @@
-"""Which template a call gets, with which tiles, and what is said where it gets none."""
+"""Check which template and tiles a call gets, and what is said where it gets none."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CAUSAL = lambda b, h, q, kv: q >= kv
 
 @pytest.fixture
 def dsl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the DSL is installed."""
+    """Plan as on a machine with the DSL."""
     monkeypatch.setattr(plan, "has_dsl", lambda: True)
 
 

@@ -1,4 +1,4 @@
-"""Schedules: all the work once, balanced, near its neighbours, and joined to the right answer."""
+"""Check schedules: complete, balanced, neighbours together, and split rows merged right."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INF = float("inf")
 
 
 def states_of(kind: str, blocks: int) -> Tensor:
-    """int8 [1, 1 or 16, blocks, blocks] of the masks that schedules are judged by, in tiles of 128."""
+    """Return states of the masks that schedules are judged by: int8 [1, heads, blocks, blocks]."""
     q, kv = torch.arange(blocks)[:, None], torch.arange(blocks)
     random = torch.Generator().manual_seed(0)
     if kind == "random":  # skewed: a few rows of each head keep nearly all
@@ -83,7 +83,7 @@ def test_every_tile_is_visited_exactly_once(case: Case) -> None:
 
 
 @given(case=cases())
-def test_pieces_know_the_row_that_they_share(case: Case) -> None:
+def test_parts_name_the_row_that_they_share(case: Case) -> None:
     schedule = case.schedule()
     split = [tuple(tile) for tile in schedule.split.tolist()]
     counts = schedule.split_ptr.diff().tolist()
@@ -109,7 +109,7 @@ def test_cost_is_linear_in_the_tiles(case: Case) -> None:
 
 @given(case=cases(orders=("longest",)))
 def test_longest_first_with_ties_in_natural_order(case: Case) -> None:
-    """In one section: by cost, then tile, then heads that share K and V, whatever the sort does."""
+    """A section is sorted by cost, then tile, then heads that share K and V."""
     schedule = case.schedule(l2_bytes=1 << 40)
     found = [
         (tile, slot, cost)
@@ -142,7 +142,7 @@ def test_fixed_orders(case: Case) -> None:
 
 
 def best_makespan(costs: list[int], workers: int) -> int:
-    """The optimum, by trying every set of loads that an assignment can give."""
+    """Compute the optimum, by trying every set of loads that an assignment can give."""
     loads = {(0,) * workers}
     for cost in costs:
         loads = {
@@ -214,10 +214,10 @@ def test_long_rows_are_split_to_their_share() -> None:
     cost=st.builds(Cost, *(st.integers(low, 9) for low in (1, 1, 0, 0))),
     seed=st.integers(0, 9),
 )
-def test_filled_cuts_only_what_does_not_fit_a_share(
+def test_fill_shares_splits_only_rows_that_exceed_a_share(
     tiles: list[tuple[int, int]], workers: int, cost: Cost, seed: int
 ) -> None:
-    """In any order: at most a cut a worker, no tile lost, and whole what fits before."""
+    """In any order, there is at most one split per worker, and no tile is lost."""
     partial, full = torch.tensor(tiles).unbind(1)
     rows = Rows(partial, full, cost)
     order = torch.randperm(len(tiles), generator=torch.Generator().manual_seed(seed))
@@ -236,7 +236,7 @@ def test_filled_cuts_only_what_does_not_fit_a_share(
 
 
 def test_the_last_wave_is_cut_where_it_pays() -> None:
-    """1024 equal tiles, 7.76 for each of 132 workers: 8 without a cut."""
+    """1024 equal tiles are 7.76 for each of 132 workers, and take 8 without a split."""
     states = torch.full((1, 1, 64, 103), FULL, dtype=torch.int8)
     runs = BlockRuns.from_states(states, 8192, 8192, (128, 80))
     schedule = schedule_forward(runs, Shape(2, 8, 80 << 10), workers=132)
@@ -245,13 +245,13 @@ def test_the_last_wave_is_cut_where_it_pays() -> None:
 
 
 def test_a_cheap_last_wave_is_not_cut() -> None:
-    """Balanced work stays whole: work tiles cost a prologue and a merge each."""
+    """Balanced work stays whole, as each work tile costs a prologue, and a split costs a merge."""
     runs = made("causal", 64)
     assert not len(schedule_forward(runs, Shape(2, 16, 1 << 16), workers=132).split)
 
 
 @given(case=cases(orders=("longest",), backward=False))
-def test_merged_pieces_are_the_unsplit_attention(case: Case) -> None:
+def test_merged_parts_equal_the_unsplit_attention(case: Case) -> None:
     schedule, runs, shape = case.schedule(split=True), case.runs, case.shape
     random = torch.Generator().manual_seed(1)
     lead = (shape.batch, shape.heads)
@@ -293,7 +293,7 @@ def test_stretches_count_their_tiles(case: Case, lengths: int) -> None:
 
 
 def sections_of(case_runs: BlockRuns, shape: Shape, l2_bytes: int) -> list[set[tuple[int, int]]]:
-    """(unit, kv tile) sets of maximal stretches of the list with non-increasing cost."""
+    """Return (unit, kv tile) sets of maximal stretches of the list with non-increasing cost."""
     schedule = schedule_forward(case_runs, shape, workers=4, l2_bytes=l2_bytes, split=False)
     case = Case(case_runs, shape, 4, FORWARD, l2_bytes, "longest", False, False)
     found: list[set[tuple[int, int]]] = []

@@ -1,4 +1,4 @@
-"""The simulator against slow, obvious ones."""
+"""Compare the simulator with slow, obvious ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.schedule.schedule_cases import Case, cases, walked
 
 
 @given(case=cases(), workers=st.integers(1, 9))
-def test_pieces_go_to_the_first_free_worker(case: Case, workers: int) -> None:
+def test_work_tiles_go_to_the_first_free_worker(case: Case, workers: int) -> None:
     schedule = case.schedule()
     timeline = simulate(schedule, workers)
     free = [0] * workers
@@ -97,7 +97,7 @@ def test_sampled_reuse_is_near_the_exact_one(monkeypatch: pytest.MonkeyPatch) ->
 
 @given(case=cases(orders=MONOTONE, backward=True), workers=st.integers(1, 5))
 def test_waiting_for_turns(case: Case, workers: int) -> None:
-    """Against a clock that ticks: each worker does one cycle of its work tile, or waits."""
+    """Compare with a clock that ticks: each worker does one cycle of its work tile, or waits."""
     schedule = case.schedule()
     timeline = simulate_turns(schedule, case.runs, workers)
     work_tiles = walked(case, schedule)

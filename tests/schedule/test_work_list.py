@@ -1,4 +1,4 @@
-"""Work lists, walked in Python as the kernel walks them: every kept block once, in its order."""
+"""Walk work lists in Python as the kernel does: every kept block once, in its order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.schedule.schedule_cases import Case, Tile, cases
 
 @dataclass(frozen=True)
 class WorkTile:
-    """What a kernel does for one work tile."""
+    """Holds what a kernel does for one work tile."""
 
     tile: Tile
     slot: int
@@ -28,7 +28,7 @@ class WorkTile:
 
 
 def walk(cursor: list[int], runs: list[list[int]]) -> list[int]:
-    """The blocks of a cursor (run, take, count)."""
+    """Return the blocks of a cursor (run, take, count)."""
     run, take, left = cursor
     starts, lengths = runs
     found: list[int] = []
@@ -54,7 +54,7 @@ def work_tiles(work: WorkList) -> list[WorkTile]:
 
 @st.composite
 def ragged_cases(draw: st.DrawFn) -> Case:
-    """Forward schedules, also of lengths that do not fill the last tile."""
+    """Draw forward schedules, also of lengths that do not fill the last tile."""
     case = draw(cases(backward=False))
     runs = case.runs
     cut = draw(st.integers(0, runs.block[1] - 1)), draw(st.integers(0, runs.block[0] - 1))
@@ -86,7 +86,7 @@ def test_every_kept_block_is_visited_once_masked_ones_first(case: Case) -> None:
 
 
 @given(ragged_cases())
-def test_pieces_keep_their_slots_and_their_order_but_empty_ones_come_last(case: Case) -> None:
+def test_work_tiles_keep_slots_and_order_but_empty_ones_come_last(case: Case) -> None:
     schedule = case.schedule()
     work = work_list(case.runs, schedule)
     assert work.work_tiles.dtype == work.partial.dtype == work.full.dtype == torch.int32
@@ -103,7 +103,7 @@ def split_rows(states: Tensor, kv_len: int) -> tuple[BlockRuns, Schedule]:
     return runs, schedule_forward(runs, Shape(1, 1, 1), workers=8)
 
 
-def test_a_split_row_is_joined_from_its_pieces() -> None:
+def test_a_split_row_is_joined_from_its_parts() -> None:
     states = torch.full((1, 1, 1, 64), FULL, dtype=torch.int8)
     states[..., 60] = PARTIAL
     runs, schedule = split_rows(states, 64 * 4 - 1)
@@ -132,7 +132,7 @@ def test_full_runs_keep_everything() -> None:
 
 
 def classified(keep: Tensor, block: tuple[int, int]) -> Tensor:
-    """int8 [1, 1, q blocks, kv blocks] of a dense mask [q, kv]."""
+    """Classify a dense mask [q, kv]: int8 [1, 1, q blocks, kv blocks]."""
     rows = [
         [
             FULL if bool(tile.all()) else PARTIAL if bool(tile.any()) else EMPTY
@@ -150,10 +150,10 @@ def classified(keep: Tensor, block: tuple[int, int]) -> Tensor:
     st.tuples(st.integers(1, 3), st.integers(1, 3)),
     st.integers(0, 99),
 )
-def test_refined(
+def test_refined_tiles_keep_their_states(
     q_len: int, kv_len: int, small: tuple[int, int], times: tuple[int, int], seed: int
 ) -> None:
-    """Where the tile was FULL or EMPTY, so are its parts; what was PARTIAL keeps its mask."""
+    """Parts of FULL and EMPTY tiles are FULL and EMPTY; parts of PARTIAL tiles keep their mask."""
     random = torch.Generator().manual_seed(seed)
     cells = torch.rand(6, 6, generator=random) < 0.6
     keep = cells.repeat_interleave(5, 0).repeat_interleave(5, 1)[:q_len, :kv_len]
@@ -185,7 +185,7 @@ def test_tiles_that_do_not_divide_are_refused(block: tuple[int, int]) -> None:
 
 @given(st.data())
 def test_fitted_tiles_are_those_of_their_positions(data: st.DataObject) -> None:
-    """Cut and joined, the runs and the transposed ones, against every position by itself."""
+    """Compare split and joined tiles, by rows and by columns, with every position by itself."""
     draw = lambda low, high: data.draw(st.integers(low, high))
     q_len, kv_len = draw(1, 60), draw(1, 60)
     block = data.draw(st.sampled_from([(4, 4), (8, 4), (4, 6)]))

@@ -1,4 +1,4 @@
-"""BlockMask: FlexAttention's interface; classified at first use, and again after an edit."""
+"""Check BlockMask: FlexAttention's interface; classified at first use, and again after an edit."""
 
 from __future__ import annotations
 

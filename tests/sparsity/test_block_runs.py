@@ -1,4 +1,4 @@
-"""Block runs: exact round trips to the dense grid and to PyTorch's BlockMask."""
+"""Check block runs: exact round trips to the dense grid and to PyTorch's BlockMask."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attnkit.sparsity.block_runs import EMPTY, FULL, PARTIAL, BlockRuns, Runs, f
 
 @st.composite
 def grids(draw: st.DrawFn) -> BlockRuns:
-    """Runs of a random grid with lengths that need not be multiples of the block."""
+    """Draw runs of a random grid with lengths that need not be multiples of the block."""
     batch, heads = draw(st.integers(1, 2)), draw(st.integers(1, 3))
     rows, columns = draw(st.integers(1, 9)), draw(st.integers(1, 9))
     block = draw(st.integers(1, 128)), draw(st.integers(1, 128))
@@ -32,7 +32,7 @@ def grids(draw: st.DrawFn) -> BlockRuns:
 
 
 def listed(runs: Runs) -> list[list[tuple[int, int]]]:
-    """Rows as lists of (start, length)."""
+    """Return rows as lists of (start, length)."""
     pointers = runs.row_ptr.tolist()
     pairs = list(zip(runs.start.tolist(), runs.length.tolist(), strict=True))
     return [pairs[a:b] for a, b in itertools.pairwise(pointers)]
@@ -106,7 +106,7 @@ def test_long_rows_do_not_overflow_their_dense_form() -> None:
 
 
 def entries(block_mask: flex.BlockMask) -> list[list[list[int]]]:
-    """The listed kv and q blocks of each row, those beyond the counts left out."""
+    """Return the listed kv and q blocks of each row, without those beyond the counts."""
     found = []
     for name in ("kv", "full_kv", "q", "full_q"):
         counts = getattr(block_mask, f"{name}_num_blocks").flatten().tolist()

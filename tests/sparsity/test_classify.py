@@ -1,4 +1,4 @@
-"""Classification: always equal to brute force, and without dense checks on ordinary masks."""
+"""Check classification: always equal to brute force, and without dense checks on ordinary masks."""
 
 from __future__ import annotations
 
@@ -16,18 +16,9 @@ from attnkit.graph.simplify import build
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.sparsity.classify import Statistics, classify
 from attnkit.tracing.tracer import Traced, trace
-from tests.sparsity.mask_graphs import Case, cases, dense
+from tests.sparsity.mask_graphs import Case, cases, dense, states_of
 
 CPU = torch.device("cpu")
-
-
-def brute_force(keep: Tensor, block: tuple[int, int]) -> Tensor:
-    """States from the dense mask [b, h, q, kv]: judged on the positions that exist."""
-    any_, all_ = keep, keep
-    for axis, size in ((2, block[0]), (3, block[1])):
-        any_ = torch.stack([p.any(axis) for p in any_.split(size, axis)], axis)
-        all_ = torch.stack([p.all(axis) for p in all_.split(size, axis)], axis)
-    return any_.to(torch.int8) + all_.to(torch.int8)
 
 
 def blocks() -> st.SearchStrategy[tuple[int, int]]:
@@ -36,14 +27,14 @@ def blocks() -> st.SearchStrategy[tuple[int, int]]:
 
 
 @given(case=cases(), block=blocks())
-def test_equals_brute_force(case: Case, block: tuple[int, int]) -> None:
+def test_equals_states_of(case: Case, block: tuple[int, int]) -> None:
     statistics = Statistics()
     try:
         runs = classify(case.root, case.tensors, block=block, device=CPU,
                         statistics=statistics, **case.sizes())  # fmt: skip
     except BoundsError:
         reject()
-    expected = brute_force(dense(case.root, case.tensors, case), block)
+    expected = states_of(dense(case.root, case.tensors, case), block)
     states = runs.states()
     assert statistics.tiles == states.numel()
     assert torch.equal(states.expand(expected.shape), expected)
@@ -61,7 +52,7 @@ def test_small_passes_change_nothing(case: Case, block: tuple[int, int]) -> None
             runs = classify(case.root, case.tensors, block=block, device=CPU, **case.sizes())
         except BoundsError:
             reject()
-    expected = brute_force(dense(case.root, case.tensors, case), block)
+    expected = states_of(dense(case.root, case.tensors, case), block)
     assert torch.equal(runs.states().expand(expected.shape), expected)
 
 
@@ -77,7 +68,7 @@ def test_tiles_larger_than_a_pass_are_left_once_they_are_decided(
     states = classified(traced, 90, 70, (61, 67), record).states()
     assert record.dense > 0  # no room for a search, and corners do not tell
     expected = classified(traced, 90, 70, (1, 1), Statistics()).states()
-    assert torch.equal(states, brute_force(expected == 2, (61, 67)))
+    assert torch.equal(states, states_of(expected == 2, (61, 67)))
 
 
 # --- masks in use
@@ -88,7 +79,7 @@ def random(seed: int) -> torch.Generator:
 
 
 def documents(length: int, mean: int, seed: int = 0) -> Tensor:
-    """Document number of each position."""
+    """Return the document number of each position."""
     sizes = torch.randint(1, 2 * mean, (length,), generator=random(seed))
     return torch.searchsorted(sizes.cumsum(0), torch.arange(length), right=True)
 
@@ -101,7 +92,7 @@ WINDOW = torch.tensor([64, 200, 17])
 
 
 def tree_of(nodes: int) -> Tensor:
-    """Ancestor matrix of a random tree: node i sees itself and its ancestors."""
+    """Return the ancestor matrix of a random tree: node i sees itself and its ancestors."""
     sees = torch.eye(nodes, dtype=torch.bool)
     for i in range(1, nodes):
         sees[i] |= sees[int(torch.randint(max(0, i - 9), i, (1,), generator=random(i)))]
@@ -126,7 +117,7 @@ def natten(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 
 def sliding_tile(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    """Tokens in 8 x 8 tiles of a 32 x 32 picture; a tile sees the 3 x 3 tiles around it."""
+    """Mask tokens in 8 x 8 tiles of a 32 x 32 picture: a tile sees the 3 x 3 tiles around it."""
     q_tile, kv_tile = q // 64, kv // 64
     x, y = (q_tile % 4).clamp(1, 2), (q_tile // 4).clamp(1, 2)
     return ((x - kv_tile % 4).abs() <= 1) & ((y - kv_tile // 4).abs() <= 1)
@@ -145,20 +136,20 @@ def block_diffusion(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 
 def shared_prefix(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    """A prompt of 150, then answers of 100 that see the prompt and themselves."""
+    """Mask a prompt of 150, then answers of 100 that see the prompt and themselves."""
     same = (q - 150) // 100 == (kv - 150) // 100
     return (q >= kv) & ((kv < 150) | same)
 
 
 def tree(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    """Speculative decoding: all of a context, then a tree of drafted tokens."""
+    """Mask speculative decoding: all of a context, then a tree of drafted tokens."""
     context = N - 300
     seen = TREE[(q - context).clamp(0, 299), (kv - context).clamp(0, 299)]
     return torch.where(kv < context, q >= kv, (q >= context) & seen)
 
 
 def document_prefix(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    """Each document sees its first 16 tokens both ways, the rest causally."""
+    """Mask documents that see their first 16 tokens both ways, the rest causally."""
     start = START[DOCUMENT[kv]]
     return (DOCUMENT[q] == DOCUMENT[kv]) & ((q >= kv) | (kv - start < 16))
 
@@ -224,7 +215,7 @@ def test_masks_in_use(name: str) -> None:
     for q_len, kv_len, block in SHAPES:
         statistics = Statistics()
         states = classified(traced, q_len, kv_len, block, statistics).states()
-        expected = brute_force(everywhere[:, :, :q_len, :kv_len], block)
+        expected = states_of(everywhere[:, :, :q_len, :kv_len], block)
         assert torch.equal(states.expand(expected.shape), expected)
         assert statistics.dense == 0 or (name, block) in UNDECIDED
 
@@ -241,7 +232,7 @@ def test_no_mask_needs_its_dense_form() -> None:
 
 
 def test_equalities_that_skip_values() -> None:
-    """The ends of a block enclose the value, and no position takes it."""
+    """The ends of a block enclose the value, but no position has it."""
     for mod in (
         lambda b, h, q, kv: 2 * q == 2 * kv + 1,
         lambda b, h, q, kv: 3 * q == 200,
@@ -274,7 +265,7 @@ def test_floats_classify_exactly() -> None:
                         heads=1, device=CPU, dtype=dtype)  # fmt: skip
         keep = dense(traced.root, traced.tensors, Case(traced.root, traced.tensors, 400, 400, 1, 1),
                      dtype)  # fmt: skip
-        assert torch.equal(runs.states(), brute_force(keep, (32, 48)))
+        assert torch.equal(runs.states(), states_of(keep, (32, 48)))
 
 
 def test_an_equality_is_not_used_where_it_would_leave_a_tensor() -> None:
@@ -289,7 +280,7 @@ def test_an_equality_is_not_used_where_it_would_leave_a_tensor() -> None:
     runs = classify(traced.root, traced.tensors, q_len=100, kv_len=60, block=(16, 16), batch=1,
                     heads=1, device=CPU)  # fmt: skip
     keep = dense(traced.root, traced.tensors, Case(traced.root, traced.tensors, 100, 60, 1, 1))
-    assert torch.equal(runs.states(), brute_force(keep, (16, 16)))
+    assert torch.equal(runs.states(), states_of(keep, (16, 16)))
 
 
 def test_loads_that_cannot_be_proven_are_checked_when_evaluated() -> None:

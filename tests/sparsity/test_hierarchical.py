@@ -1,4 +1,4 @@
-"""Classification by nodes, by boxes and by equal values: always equal to brute force."""
+"""Check classification by nodes, by boxes and by equal values: always equal to brute force."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from attnkit.sparsity.classify import classify
 from attnkit.sparsity.hierarchical import Statistics
 from attnkit.sparsity.ranges.equality_sets import Bits, BlockValues, Pairs, find_matches
 from attnkit.tracing.tracer import Traced, trace
-from tests.sparsity.mask_graphs import Case, cases, dense
+from tests.sparsity.mask_graphs import Case, cases, dense, states_of
 
 CPU = torch.device("cpu")
 NAMES = sorted(masks.examples())
@@ -42,17 +42,8 @@ def by_nodes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return use
 
 
-def states_of(keep: Tensor, block: tuple[int, int]) -> Tensor:
-    """Brute force: states from the dense mask [b, h, q, kv], judged on positions that exist."""
-    any_, all_ = keep, keep
-    for axis, size in ((2, block[0]), (3, block[1])):
-        any_ = torch.stack([p.any(axis) for p in any_.split(size, axis)], axis)
-        all_ = torch.stack([p.all(axis) for p in all_.split(size, axis)], axis)
-    return any_.to(torch.int8) + all_.to(torch.int8)
-
-
 def dense_states(traced: Traced, example: Example, block: tuple[int, int]) -> Tensor:
-    """Brute force, a band of tile rows at a time."""
+    """Compute states by brute force, a band of tile rows at a time."""
     sizes = {"b": example.batch, "h": example.heads, "kv": example.kv_len}
     env = {
         name: torch.arange(size, dtype=torch.int32).view(-1, *(1,) * after)
@@ -67,7 +58,7 @@ def dense_states(traced: Traced, example: Example, block: tuple[int, int]) -> Te
 
 
 def check(runs: BlockRuns, expected: Tensor) -> None:
-    """The runs equal the states in both directions and are maximal."""
+    """Check that the runs equal the states in both directions and are maximal."""
     again = BlockRuns.from_states(
         expected[: runs.batch, : runs.heads], runs.q_len, runs.kv_len, runs.block
     )
@@ -216,7 +207,7 @@ def test_causal_million() -> None:
 
 
 def test_documents_million() -> None:
-    """1500 documents: rows against what their ends say."""
+    """1500 documents: compare rows with the ends of their documents."""
     cuts = torch.randint(0, MILLION, (1499,), generator=random(0)).sort().values
     ids = torch.searchsorted(cuts, torch.arange(MILLION), right=True)
     runs, statistics = counted(masks.document(ids))
@@ -262,7 +253,7 @@ def test_a_grid_that_is_open_everywhere_goes_flat(monkeypatch: pytest.MonkeyPatc
 
 @st.composite
 def values(draw: st.DrawFn) -> Tensor:
-    """int64 [b, h, n], sorted or not, few or many different values."""
+    """Draw int64 [b, h, n], sorted or not, with few or many different values."""
     shape = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 120))
     kinds = draw(st.sampled_from([1, 3, 40, 90, 1000, 1 << 33]))
     found = torch.randint(-kinds, kinds, shape, generator=random(draw(st.integers(0, 999))))
@@ -436,7 +427,7 @@ def test_penalties_of_nested_conditions_do_not_cancel() -> None:
 
 
 @given(seed=st.integers(0, 999), rows=st.integers(1, 6), blocks=st.integers(1, 30))
-def test_pieces_in_any_order_are_joined(seed: int, rows: int, blocks: int) -> None:
+def test_segments_in_any_order_are_joined(seed: int, rows: int, blocks: int) -> None:
     kept = torch.rand(rows, blocks, generator=random(seed)) < 0.6
     place = kept.flatten().nonzero().squeeze(1)
     place = place[torch.randperm(len(place), generator=random(seed))]

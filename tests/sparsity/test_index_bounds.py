@@ -1,4 +1,4 @@
-"""Integer safety: nothing unsafe passes, ordinary code does, and messages say what to do."""
+"""Check integer safety: nothing unsafe passes, ordinary code does, and messages say what to do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attnkit.graph.ir import I32, Node, arg, const, load
 from attnkit.graph.simplify import build
 from attnkit.sparsity.index_bounds import check_bounds
 from attnkit.tracing.tracer import trace
-from tests.sparsity.mask_graphs import Case, cases
+from tests.sparsity.mask_graphs import Case, cases, positions
 
 Q, KV = arg("q"), arg("kv")
 LOW, HIGH = -(2**31), 2**31 - 1
@@ -28,20 +28,15 @@ LOW, HIGH = -(2**31), 2**31 - 1
 
 
 def first_fault(case: Case) -> tuple[str, Node] | None:
-    """The first unsafe node and what is wrong there, found by evaluating everything."""
+    """Return the first unsafe node and what is wrong there, found by evaluating everything."""
     values: dict[Node, Tensor] = {}
-    positions = {
-        "b": torch.arange(case.batch, dtype=torch.int32).view(-1, 1, 1, 1),
-        "h": torch.arange(case.heads, dtype=torch.int32).view(-1, 1, 1),
-        "q": torch.arange(case.q_len, dtype=torch.int32).view(-1, 1),
-        "kv": torch.arange(case.kv_len, dtype=torch.int32),
-    }
+    env = positions(case)
     for n in ir.topo(case.root):
         args = [values[a] for a in n.args]
         fault = fault_of(n, args, case)
         if fault:
             return fault, n
-        evaluate([n], positions, case.tensors, memo=values)
+        evaluate([n], env, case.tensors, memo=values)
     return None
 
 
@@ -78,7 +73,7 @@ WIDE: dict[str, Callable[..., Tensor]] = {
 
 @st.composite
 def risky(draw: st.DrawFn) -> Case:
-    """Like `cases`, with steps that may well leave their range."""
+    """Draw cases like `cases`, with steps that may well leave their range."""
     case = draw(cases(I32, max_len=60, max_depth=3))
     root = case.root
     step = draw(st.sampled_from(["none", "scale", "shift", "divide", "index", "square"]))
@@ -110,7 +105,7 @@ def test_nothing_unsafe_passes(case: Case) -> None:
 
 
 def outcome(case: Case) -> tuple[frozenset[Node], str | None]:
-    """The loads without a proof, or the error message."""
+    """Return the loads without a proof, or the error message."""
     try:
         return check_bounds([case.root], case.tensors, **case.sizes()), None
     except BoundsError as error:
@@ -131,7 +126,7 @@ def test_loads_of_one_side_are_always_decided(case: Case) -> None:
 
 
 def is_whole(n: Node) -> bool:
-    """Whether the result depends on no float, whose last digit may differ between machines."""
+    """Return whether the result depends on no float, which may round differently elsewhere."""
     return all(m.type != "f32" for m in ir.topo(n))
 
 

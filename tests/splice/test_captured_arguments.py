@@ -1,4 +1,4 @@
-"""Captured tensors as a kernel takes them, and whose they are."""
+"""Check how captured tensors reach a kernel, and who owns them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counters: one a stream, others while a CUDA graph is captured."""
+"""Check counters: one per stream, and others while a CUDA graph is captured."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Device:
 
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The current stream, to be set."""
+    """Return the current stream, which tests set."""
     current, zeros = [1], torch.zeros
     monkeypatch.setattr(counters, "stream_of", lambda index: current[0])
     monkeypatch.setattr(torch, "zeros", lambda *a, device, **k: zeros(*a, **k))
@@ -31,7 +31,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("count", [1, 9])
-def test_one_a_stream(stream: list[int], count: int) -> None:
+def test_each_stream_has_one_counter(stream: list[int], count: int) -> None:
     device: Any = Device()
     first = zero_counters(device, False, count)
     assert zero_counters(device, False, count) is first
@@ -53,7 +53,7 @@ def test_a_longer_call_gets_more(stream: list[int]) -> None:
     assert zero_counters(device, False) is single  # a kernel may take just one
 
 
-def test_a_graph_has_its_own(stream: list[int]) -> None:
+def test_each_graph_has_its_own_counters(stream: list[int]) -> None:
     device: Any = Device()
     shared = zero_counters(device, False)
     captured = [zero_counters(device, True) for _ in range(2)]
@@ -62,5 +62,5 @@ def test_a_graph_has_its_own(stream: list[int]) -> None:
     assert zero_counters(device, False) is shared
 
 
-def test_on_the_host_each_call_has_its_own() -> None:
+def test_each_call_on_the_host_has_its_own_counters() -> None:
     assert zero_counters(CPU, False) is not zero_counters(CPU, False)

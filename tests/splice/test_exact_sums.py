@@ -1,4 +1,4 @@
-"""Sums of floats as integers: exact, the same in any order, and honest about what is no number."""
+"""Check sums of floats as integers: exact, the same in any order, with NaN and infinities."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
 def binned(values: list[float]) -> Tensor:
-    """What kernels make of values, added in this order: int64 [1, BINS]."""
+    """Add values in this order as kernels do: int64 [1, BINS]."""
     sums = empty_sums((), CPU)
     for bits in torch.tensor(values, dtype=torch.float32).view(torch.int32).tolist():
         exponent, digits = (bits >> 23) & 255, bits & ((1 << 23) - 1)
@@ -56,7 +56,7 @@ def test_the_order_does_not_matter(values: list[float], data: st.DataObject) -> 
 
 
 @given(values=st.lists(floats, max_size=12))
-def test_what_is_no_number_stays_so(values: list[float]) -> None:
+def test_nan_and_infinities_are_kept(values: list[float]) -> None:
     found = float(round_sums(binned(values), ()))
     special = [v for v in values if not math.isfinite(v)]
     if not special:
@@ -95,6 +95,6 @@ def test_a_bin_holds_as_many_of_the_largest_as_are_allowed() -> None:
         (1, 1 << 16, 16, False),  # more scores than a bin can take
     ],
 )
-def test_what_fits(batch: int, length: int, numel: int, fits: bool) -> None:
+def test_which_sums_fit_the_bins(batch: int, length: int, numel: int, fits: bool) -> None:
     query = torch.empty(batch, 16, length, 128, device="meta")
     assert fit(query, query, [torch.empty(numel, device="meta")]) is fits

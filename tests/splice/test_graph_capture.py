@@ -1,4 +1,4 @@
-"""What a captured CUDA graph reads lives as long as the graph, by a driver that destroys on demand."""
+"""Check that what a captured CUDA graph reads lives as long as the graph, with a fake driver."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 class Table:
-    """What a graph reads."""
+    """Stands for a tensor that a graph reads."""
 
 
 class Driver:
@@ -32,7 +32,7 @@ class Driver:
         self.captured = self.begin()
 
     def begin(self) -> list[tuple[int, int]]:
-        """Begin a graph, as its user objects: destructors with their arguments."""
+        """Begin a graph; return its user objects: destructors with their arguments."""
         self.captured = []
         return self.captured
 

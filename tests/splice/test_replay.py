@@ -1,4 +1,4 @@
-"""Replays of calls, with kernels that compute on the memory at the addresses that they are given."""
+"""Check replays of calls, with kernels that compute on the memory at the given addresses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def at(address: int, count: int) -> Tensor:
-    """The float32 numbers at an address."""
+    """Return the float32 numbers at an address."""
     return torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=torch.float32)
 
 
@@ -61,12 +61,12 @@ def finish(half: int, to: int, total: int) -> None:
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "device_index", lambda: None)
-    monkeypatch.setattr(module, "is_captured", lambda: False)
+    monkeypatch.setattr(module, "is_stream_capturing", lambda: False)
     monkeypatch.setattr(module, "stream_of", lambda index: 7)
 
 
 class Case:
-    """out = second half of (a * table + 3 b), then ones; total = the sum of that half."""
+    """Computes out = second half of (a * table + 3 b), then ones; total = the sum of that half."""
 
     def __init__(self) -> None:
         self.table, self.counter = torch.rand(N), torch.zeros(1)
@@ -142,7 +142,7 @@ def test_a_kernel_that_cannot_be_launched_again() -> None:
     assert prepare_replay(ran, made, lambda: case.counter, 2, CPU) is None
 
 
-@pytest.mark.parametrize("what", ["device_index", "is_captured"])
+@pytest.mark.parametrize("what", ["device_index", "is_stream_capturing"])
 def test_nothing_is_done_where_the_call_is_another(
     monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -166,7 +166,7 @@ def test_tables_live_as_long_as_the_replay() -> None:
     assert any(t is case.table for t in again.tables)
 
 
-def test_tensors_to_work_in_lie_apart() -> None:
+def test_workspaces_do_not_overlap() -> None:
     sizes = [3, 64, 65]
     starts, size = module._starts([torch.empty(n) for n in sizes])
     ends = [s + 4 * n for s, n in zip(starts, sizes, strict=True)]

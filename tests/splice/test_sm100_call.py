@@ -1,4 +1,4 @@
-"""The operator with the Blackwell kernels, emulated: what the splice decides beside the kernel."""
+"""Check the operator with emulated Blackwell kernels: what the splice decides around them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def draw(
 
 
 def agree(variant: Variant, qkv: list[Tensor], backward: bool = False) -> list[str]:
-    """Compare; the kernels that ran."""
+    """Compare with the oracle; return the names of the kernels that ran."""
     with emulation.session() as session:
         errors = compare(variant, qkv, backend=BACKEND, backward=backward)
     assert session.ok, [str(report) for _, report in session.reports]
@@ -68,7 +68,7 @@ def test_maxima() -> None:
 
 
 def test_gradients_in_a_fixed_order() -> None:
-    """The same bits in every order of execution, sums of shared kv heads included."""
+    """Bits are the same in every order of execution, with sums of shared kv heads."""
     found = []
     for mode, ctas in (("eager", 2), ("adversarial", 3)):
         qkv = [t.requires_grad_() for t in draw(300)]
@@ -85,7 +85,7 @@ def test_gradients_in_a_fixed_order() -> None:
 
 
 def test_wide_heads_have_torch_gradients() -> None:
-    """Beyond what the backward kernel takes: right all the same."""
+    """The backward kernel does not take these head dims."""
     assert agree(Variant(None, CAUSAL), draw(140, 256), backward=True) == ["forward"]
 
 

@@ -1,4 +1,4 @@
-"""What reaches the Hopper kernel at repeated calls, with a kernel that writes its arguments down."""
+"""Check what reaches the Hopper kernel at repeated calls, with a kernel that records it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ pytest.importorskip("cutlass")  # without it no call is planned for the kernel
 
 import attnkit
 from attnkit import AuxRequest, flex_attention, masks
-from attnkit.runtime import prepare
 from attnkit.splice import forward, forward_call, graph_capture, workers
+from attnkit.util import devices
 from tests.splice.test_graph_capture import Driver, destroy
 
 LENGTH = 300
 
 
 class There:
-    """A tensor of which its address was given, and that it is like another one."""
+    """Stands for a tensor at an address, like another tensor otherwise."""
 
     def __init__(self, address: int, like: Tensor) -> None:
         self.address, self.like = address, like
@@ -79,7 +79,7 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     recorder = Recorder()
-    monkeypatch.setattr(prepare, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(devices, "compute_capability", lambda device: (9, 0))
     monkeypatch.setattr(forward, "kernel", recorder.kernel)
     monkeypatch.setattr(workers, "sm_count", lambda device: 132)
     attnkit.clear_caches()
@@ -245,7 +245,7 @@ def test_rows_that_are_split_are_put_together(recorder: Recorder) -> None:
 def test_a_captured_call_keeps_its_tables(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While its graph can be replayed, whatever is cleared; and no longer."""
+    """Tables live exactly as long as the graph can be replayed, whatever cache is cleared."""
     driver = Driver()
     monkeypatch.setattr(graph_capture, "driver", lambda: driver)
     monkeypatch.setattr(forward_call, "is_capturing", lambda device: True)

@@ -1,4 +1,4 @@
-"""A call whose kernels are in the cache prepares them without the DSL, whose import takes 0.3 s."""
+"""Check that a call with cached kernels does not import the DSL, which takes 0.3 s."""
 
 from __future__ import annotations
 

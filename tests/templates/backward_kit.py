@@ -1,4 +1,4 @@
-"""Helpers of the backward kernels' tests: emulated gradients against autograd of the float64 oracle.
+"""Help the backward kernels' tests: compare emulated gradients with autograd of the float64 oracle.
 
 The error of a gradient may be twice that of the dense oracle in the same dtype. Results hold NaN
 before a kernel runs, and reading them is a fault.
@@ -44,7 +44,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def observed(monkeypatch: pytest.MonkeyPatch, ctas: int) -> list[BackwardWork]:
-    """Record the tables of all backwards from now on, built again, for so many CTAs."""
+    """Record the tables of all later backwards, which are built again, for this number of CTAs."""
     found: list[BackwardWork] = []
     plain = backward_work.build_tables
 

@@ -1,4 +1,4 @@
-"""For tests of the CPU template: hooks of plain functions, and a dense reference in plain torch."""
+"""Help the CPU template's tests: hooks of plain functions, and a dense reference in plain torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
 class LambdaHooks:
-    """Hooks of plain functions; derivatives by autograd."""
+    """Makes hooks of plain functions; derivatives come from autograd."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class LambdaHooks:
 
 @dataclass
 class Case:
-    """Inputs of one comparison: float64 tensors of float32 values, rounded to `dtype` when used."""
+    """Holds the inputs of a comparison: float64 tensors of float32 values, rounded when used."""
 
     query: Tensor
     key: Tensor
@@ -83,7 +83,7 @@ class Case:
         return 1 / math.sqrt(self.query.shape[3])
 
     def inputs(self, dtype: torch.dtype) -> list[Tensor]:
-        """query, key, value and a gradient of out, rounded to the case's dtype, as `dtype`."""
+        """Return query, key, value and a gradient of out, rounded to the case's dtype."""
         torch.manual_seed(3)
         grad = torch.randn(*self.query.shape[:3], self.value.shape[3])
         return [t.to(self.dtype).to(dtype) for t in (self.query, self.key, self.value, grad)]
@@ -101,7 +101,7 @@ def positions(*shape: int) -> list[Tensor]:
 
 
 def states_of(dense: Tensor, block: tuple[int, int]) -> Tensor:
-    """States of the tiles of bool [b, h, Sq, Skv], by counting."""
+    """Compute the states of the tiles of bool [b, h, Sq, Skv], by counting."""
     short = [-n % size for n, size in zip(dense.shape[2:], block, strict=True)]
 
     def count(t: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def runs_of(case: Case) -> BlockRuns | None:
 
 
 def dense_attention(case: Case, dtype: torch.dtype, turned: bool = False) -> dict[str, Tensor]:
-    """Results and gradients of dense attention in `dtype`; scores float32 for 16-bit dtypes.
+    """Compute dense attention and its gradients in `dtype`; scores in float32 for 16-bit dtypes.
 
     `turned` sums over q, kv and the width of the heads from the other end.
     """
@@ -190,7 +190,8 @@ def rms(parts: list[Tensor]) -> float:
 
 
 def check(case: Case) -> dict[str, Tensor]:
-    """Errors against float64 are at most twice those of dense attention in the same dtype.
+    """Check that errors against float64 are at most twice those of dense attention in the same
+    dtype.
 
     Errors are root mean squares, of results and of gradients by dtype: the largest error of a few
     numbers is a matter of luck. The dense error is the larger of two orders of summation. For

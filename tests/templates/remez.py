@@ -1,4 +1,4 @@
-"""Remez exchange in float64: the polynomial of least largest relative error for 2**f."""
+"""Compute minimax polynomials for 2**f by Remez exchange, in float64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.polynomial.polynomial import polyval
 
 
 def exp2_polynomial(degree: int, low: float, high: float, exact_at_zero: bool) -> np.ndarray:
-    """Coefficients, lowest power first.
+    """Return the coefficients, lowest power first.
 
     Args:
         degree: 1 or more.
@@ -38,7 +38,7 @@ def exp2_polynomial(degree: int, low: float, high: float, exact_at_zero: bool) -
 
 
 def _peaks(error: np.ndarray) -> list[int]:
-    """Where the error is largest between its changes of sign."""
+    """Return where the error is largest between its changes of sign."""
     changes = np.flatnonzero(np.sign(error[:-1]) * np.sign(error[1:]) < 0) + 1
     edges = [int(error[0] == 0), *changes.tolist(), len(error)]
     return [a + int(np.argmax(np.abs(error[a:b]))) for a, b in pairwise(edges)]

@@ -1,4 +1,4 @@
-"""The Blackwell forward in the emulator, with configurations of choice, called as a splice does."""
+"""Run the Blackwell forward in the emulator with any configuration, called as a splice does."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OUTPUTS = (3, 4, 5)
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A kernel and the arguments of one call.
+    """Holds a kernel and the arguments of one call.
 
     Attributes:
         exe: for the emulator.
@@ -47,21 +47,21 @@ class Case:
     stack: int
 
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Out, LSE, row maxima."""
+        """Return out, LSE and row maxima."""
         return self.arguments[3], self.arguments[4], self.arguments[5]
 
     def marked(self) -> list[Any]:
-        """The arguments, the outputs as not yet written."""
+        """Return the arguments, with the outputs marked as not yet written."""
         return [emulator.Undefined(a) if i in OUTPUTS else a for i, a in enumerate(self.arguments)]
 
 
 def width(head_dim: int) -> int:
-    """The head dim as a kernel computes it."""
+    """Return the head dim as a kernel computes it."""
     return next(w for w in (64, 96, 128, 192, 256) if head_dim <= w)
 
 
 def settings_of(dims: tuple[int, int]) -> dict[str, Any]:
-    """The fields of the config that these head dims need beside their widths."""
+    """Return the fields of the config that these head dims need, besides the head dims."""
     wide, deep = width(dims[0]), width(dims[1])
     if deep > 128:
         return {"q_tiles": 1, "alias": wide >= deep}
@@ -74,7 +74,7 @@ def _compiled(key: Any, build: Any) -> tuple[emulator.Executable, int]:
 
 
 def compiled(kernel: Any, fakes: tuple[Any, ...], options: str) -> tuple[emulator.Executable, int]:
-    """A kernel for the emulator, and its spilled bytes."""
+    """Compile a kernel for the emulator; return it and its spilled bytes."""
     with tempfile.TemporaryDirectory() as folder:
         keep = f"--keep-ptx --keep-cubin --generate-line-info --dump-dir={folder}"
         result = cute.compile(kernel, *fakes, options=f"{keep} --gpu-arch sm_100a {options}")
@@ -92,7 +92,7 @@ def case(
     workers: int = WORKERS,
     **settings: Any,
 ) -> Case:
-    """A call of the kernel; `settings` are fields of the config."""
+    """Make a call of the kernel; `settings` are fields of the config."""
     query, key, value = qkv
     batch, heads, q_len, head_dim = query.shape
     dims = head_dim, value.shape[-1]
@@ -171,7 +171,7 @@ def join_parts(case: Case) -> None:
 
 
 class _Once:
-    """A function that counts as equal to others with its key."""
+    """A function that compares equal to others with the same key."""
 
     def __init__(self, key: Any, function: Any) -> None:
         self.key, self.function = key, function

@@ -1,4 +1,4 @@
-"""The small device functions of the Hopper kernels, executed on the CPU."""
+"""Check the small device functions of the Hopper kernels, executed on the CPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ THREADS = 128
 
 
 class Each:
-    """One call of a function for each thread: a number in, `outputs` numbers out."""
+    """Calls a function once per thread: a number in, `outputs` numbers out."""
 
     def __init__(self, function: Any, outputs: int = 1) -> None:
         self.function = function
@@ -48,7 +48,7 @@ class Each:
 
 
 def run(function: Any, x: Tensor, dtype: torch.dtype, outputs: int = 1) -> Tensor:
-    """y[i] = function(x[i]); int32 or float32."""
+    """Compute y[i] = function(x[i]); int32 or float32."""
     kinds = {torch.int32: Int32, torch.float32: Float32}
     fakes = [make_fake_compact_tensor(kinds[t], (cute.sym_int(),)) for t in (x.dtype, dtype)]
     options = "--gpu-arch sm_90a"
@@ -73,7 +73,7 @@ def test_exp2_on_the_fma_units_passes_nan_of_any_bits() -> None:
 
 
 def test_bits_of_the_columns_below() -> None:
-    """A thread's columns are 8 g and 8 g + 1: bit 2 g + c."""
+    """A thread's columns are 8 g + c, c = 0 and 1, with the bits 2 g + c."""
     x = torch.arange(-300, 300, dtype=torch.int32)
     words = 2
     found = run(lambda v: device.bits_below(v, words), x, torch.int32, words)

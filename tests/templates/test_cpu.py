@@ -1,4 +1,4 @@
-"""The CPU template against a dense float64 reference, in every geometry and dtype."""
+"""Compare the CPU template with a dense float64 reference, in every geometry and dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CPU template where numbers are not finite or large; what it computes, and in what memory."""
+"""Check the CPU template on large and infinite numbers, NaN, and its memory and cost."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_infinite_score_has_infinite_lse() -> None:
 
 
 def test_derivative_that_is_infinite_under_the_mask() -> None:
-    """sqrt has no derivative at 0 and no value below: rows that do not look there are unharmed."""
+    """sqrt has no derivative at 0 and no value below: rows that do not see these stay finite."""
     score = lambda s, b, h, q, kv: torch.sqrt((q - kv).to(s.dtype) * s.abs())
     case = Case(**random_inputs(q_len=50), mask=lambda b, h, q, kv: q > kv, score=score)
     for name, result in template_attention(case).items():
@@ -167,7 +167,7 @@ class Watch(LambdaHooks):
 
 
 def test_cost_follows_the_tiles() -> None:
-    """Full tiles are not asked for the mask, empty ones not for a score, others once."""
+    """FULL tiles evaluate no mask, EMPTY ones no score, PARTIAL ones both once."""
     size, block = 1000, (128, 128)
     mask = lambda b, h, q, kv: (q >= kv) & ((q - kv < 300) | (kv < 40))
     dense = mask(*positions(1, 1, size, size))
@@ -182,7 +182,7 @@ def test_cost_follows_the_tiles() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The most elements of a tensor that any operator makes."""
+    """Records the largest tensor that any operator makes."""
 
     elements = 0
 

@@ -1,4 +1,4 @@
-"""The mbarriers of the forward kernels: each has words of its own in shared memory."""
+"""Check that each mbarrier of the forward kernels has a word of its own in shared memory."""
 
 from __future__ import annotations
 

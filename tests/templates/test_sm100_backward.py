@@ -1,4 +1,4 @@
-"""The Blackwell backward kernels, executed on the CPU, against autograd of the float64 oracle.
+"""Compare the Blackwell backward kernels, executed on the CPU, with autograd of the float64 oracle.
 
 No Blackwell GPU has run them: what is tested is the generated code under the semantics of the
 emulator, and what the assembler makes of it.

@@ -1,4 +1,4 @@
-"""The mbarriers of the Blackwell backward: each has a word of its own in shared memory."""
+"""Check that each mbarrier of the Blackwell backward has a word of its own in shared memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LSE and delta of the rows as one more step of the products, see `common.lse_in_mma`."""
+"""Check LSE and delta as one more step of the products, see `common.lse_in_mma`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from attnkit.tracing.tracer import trace
 from tests.templates.backward_kit import FP16, check, draw, poisoned  # noqa: F401
 
 BACKEND = "emulate:sm_100a"
-PAIR = {"two_cta": True, "dynamic": False}
 ROWS, DEPTH = 128, 128
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 @functools.cache
 def prepare() -> emulator.Executable:
     """Compile the preprocess, with an LSE that has a gradient."""
-    kernel = Preprocess(BackwardConfig(**PAIR, less_lse=True), True)
+    kernel = Preprocess(BackwardConfig(two_cta=True, less_lse=True), True)
     fakes = preprocess_arguments("bfloat16", DEPTH)
     with tempfile.TemporaryDirectory() as folder:
         options = f"--keep-ptx --dump-dir={folder} --gpu-arch sm_100a"
@@ -44,7 +43,7 @@ PLACES = torch.arange(ROWS).double()[:, None].expand(-1, 2)
 
 
 def written(lse: Tensor, delta: Tensor) -> list[Tensor]:
-    """Return the columns of rows with these statistics, bfloat16 [ROWS, 8]."""
+    """Return the columns that the preprocess writes for rows, bfloat16 [ROWS, 8]."""
     zeros = torch.zeros(1, 1, ROWS, DEPTH, dtype=torch.bfloat16)
     rows = [torch.full((4 * ROWS,), torch.nan) for _ in range(2)]
     given = (zeros, zeros, lse.view(1, 1, -1), delta.view(1, 1, -1), *rows)
@@ -53,7 +52,7 @@ def written(lse: Tensor, delta: Tensor) -> list[Tensor]:
 
 
 def total(columns: Tensor, factor: float) -> Tensor:
-    """Return what the step of the products makes of them, in float64."""
+    """Return the product of the columns with those of a factor, in float64."""
     first = torch.tensor(factor, dtype=torch.float32)
     parts = []
     for _ in range(3):
@@ -65,7 +64,7 @@ def total(columns: Tensor, factor: float) -> Tensor:
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e3, 1e20])
 def test_columns_hold_float32(size: float) -> None:
-    """Numbers of any size, to the last bit; their products with a factor nearly so."""
+    """Columns hold numbers of any size to the last bit, and products with a factor nearly so."""
     values = size * torch.randn(2, ROWS)
     lse, delta = written(*values)
     for columns, exact in ((lse, -values[0].double()), (delta, values[1].double())):
@@ -110,7 +109,7 @@ def test_mods_that_add() -> None:
         (lambda s, b, h, q, kv: torch.where(q > kv, s, s - 1), False),  # not seen to be
     ],
 )
-def test_what_is_additive(mod: Any, additive: bool) -> None:
-    """A score less LSE may only be given to mods that add to it."""
+def test_which_mods_are_additive(mod: Any, additive: bool) -> None:
+    """The products may subtract LSE only for mods that add to the score."""
     root = None if mod is None else trace(mod, "score").root
     assert score_form(root).additive == additive

@@ -1,4 +1,4 @@
-"""The Blackwell forward kernel, executed on the CPU, against the dense float64 oracle.
+"""Compare the Blackwell forward kernel, executed on the CPU, with the dense float64 oracle.
 
 Each kernel runs in program order, in adversarial orders and under the race detector, all from the
 same inputs. Outputs hold NaN before it runs, and reading them is a fault. Nothing here has run on a
@@ -107,12 +107,12 @@ def test_variants(dims: tuple[int, int], dtype: torch.dtype, score: str, mask: s
     ids=str,
 )
 def test_settings(settings: dict[str, Any]) -> None:
-    """What the plan may choose; the results are as good."""
+    """All settings that the plan may choose give results of the same quality."""
     check(draw(300), None, masks.causal(), **settings)
 
 
 def test_cluster_launch_control() -> None:
-    """One CTA a work tile; those that run take the tiles of those that were not launched yet."""
+    """Each work tile has a CTA; running CTAs take the tiles of those that were not launched yet."""
     check(draw(300, 64, heads=(6, 1)), work="clc")
 
 
@@ -144,7 +144,7 @@ def test_row_terms_that_are_not_finite() -> None:
 @pytest.mark.parametrize("score", ["plain", "alibi"])
 @pytest.mark.parametrize(("step", "rising"), [(2.0, True), (16.0, True), (16.0, False)])
 def test_maxima_that_move_from_block_to_block(step: float, rising: bool, score: str) -> None:
-    """The correction: a maximum that grew little stays in P, else O is rescaled."""
+    """A maximum that grew little stays in P, otherwise O is rescaled."""
     mod = mods.alibi(2) if score == "alibi" else None
     check(stairs(step, (64, 64), 3, rising), mod, scale=1.0, mode="adversarial")
 

@@ -1,4 +1,4 @@
-"""The Blackwell forward with pairs of CTAs, executed on the CPU, against the float64 oracle."""
+"""Compare the Blackwell forward with pairs of CTAs, in the emulator, with the float64 oracle."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_settings(settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (7, 129), (129, 7), (257, 128), (513, 600)])
 def test_lengths(q_len: int, kv_len: int) -> None:
-    """Query tiles of one CTA, of both, of none."""
+    """A pair has query tiles for one CTA, for both, or for none."""
     check(draw(q_len, kv_len), mode="adversarial", **TWO_CTA)
 
 
@@ -67,7 +67,7 @@ def test_rows_that_are_split_along_kv() -> None:
 def attend(
     qkv: tuple[Tensor, ...], mask: Any = None, backend: str = BACKEND, score: Any = None
 ) -> tuple[Any, str]:
-    """Output and LSE, and the PTX of the kernel; the emulator finds nothing wrong."""
+    """Return output, LSE and PTX of the kernel; the emulator must find nothing wrong."""
     with emulation.session(ctas=4) as session, requested_sources() as sources:
         result = flex_attention(*qkv, score, mask, backend=backend, return_lse=True)
     if backend != BACKEND:

@@ -1,4 +1,5 @@
-"""No Blackwell kernel of the library has a stack frame: a sample of `benchmarks/frames.py`.
+"""Check that Blackwell kernels of the library have no stack frame: a sample of
+`benchmarks/frames.py`.
 
 Each of these had one, with one of the assemblers that the DSL comes with. And what is left out when
 kernels are compiled changes none of them.
@@ -82,7 +83,7 @@ def test_no_stack_frame_in_a_fixed_order(frames: Any) -> None:
     ("block", "q_tiles", "ctas"),
     [((512, 128), 2, "pair"), ((128, 128), 1, "one"), ((128, 64), 1, "one")],
 )
-def test_a_job_is_of_the_tiles_that_it_names(
+def test_a_job_compiles_the_tiles_that_it_names(
     frames: Any, block: tuple[int, int], q_tiles: int, ctas: str
 ) -> None:
     job = frames.Job(

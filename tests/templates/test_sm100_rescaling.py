@@ -1,4 +1,4 @@
-"""Rescaling by need, as the kernels do it, in a model of the recurrence: how often, and exactness."""
+"""Check lazy rescaling in a model of the kernels' recurrence: how often, and exactness."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROUNDINGS = 64 * 2.0**-24  # float32: sums in pairs, then over 32 blocks, and a 
 
 @dataclass(frozen=True)
 class Result:
-    """The output and LSE of the recurrence, and how many rescales it did of how many."""
+    """Holds output and LSE of the recurrence, and how many rescales it did of how many."""
 
     out: Tensor
     lse: Tensor
@@ -29,7 +29,7 @@ class Result:
 
 
 def recurrence(scores: Tensor, value: Tensor, growth: float | None, mended: bool = True) -> Result:
-    """Online softmax over blocks of kv, float32, scores [rows, kv] in log2 units.
+    """Compute online softmax over blocks of kv, float32, scores [rows, kv] in log2 units.
 
     The reference of a row moves only when a block's maximum is more than `growth` above it (None:
     whenever it is above); then a warp rescales all of its rows. With `mended`, the output is divided
@@ -84,7 +84,7 @@ def allowed(scores: Tensor, value: Tensor) -> Tensor:
 
 
 def check(result: Result, scores: Tensor, value: Tensor) -> None:
-    """Within what rounding P to bfloat16 and float32 sums explain, element by element."""
+    """Check the error, element by element, against rounding of P to bfloat16 and float32 sums."""
     natural = scores.double() * LN2
     assert bool((deviation(result, scores, value) <= allowed(scores, value)).all())
     lse = torch.logsumexp(natural, 1) / LN2
@@ -106,7 +106,7 @@ def test_most_rescales_are_skipped(dim: int) -> None:
 def test_the_output_is_the_same_for_any_scores(
     seed: int, slope: float, spread: float, growth: float
 ) -> None:
-    """Scores that climb from block to block by any amount, and any growth that bfloat16 holds."""
+    """Scores climb by any amount per block, with any growth that bfloat16 holds."""
     scores, value = inputs(512, 64, seed)
     climb = torch.arange(512) // BLOCK * slope
     scores = scores * (1 + spread) + climb

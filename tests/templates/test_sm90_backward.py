@@ -1,4 +1,4 @@
-"""The Hopper backward kernels, executed on the CPU, against autograd of the float64 oracle.
+"""Compare the Hopper backward kernels, executed on the CPU, with autograd of the float64 oracle.
 
 Gradients may be off by twice the error of the dense oracle in the same dtype. Results hold NaN
 before a kernel runs, and reading them is a fault.
@@ -51,7 +51,7 @@ FORMS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", FORMS)
 def test_masks_by_column(name: str) -> None:
-    """The rows that a column keeps: from tables, as several intervals, and from the mask itself."""
+    """Rows that a column keeps come from tables, as several intervals, or from the mask itself."""
     check(draw(330, heads=(1, 1)), mask=FORMS[name]())
 
 

@@ -1,4 +1,4 @@
-"""slope * (kv - q) in the Hopper backward: in the products, and as one number for equal q - kv."""
+"""Check slope * (kv - q) in the Hopper backward: in the products, and as a number per q - kv."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def test_learned_slopes() -> None:
     check(draw(200, dims=(128, 128)), mod, CAUSAL, [torch.tensor([0.5, 0.05])], backend=BACKEND)
 
 
-def test_nothing_of_it_is_left_for_a_row() -> None:
-    """The term is in `distance_term` alone, and LSE and it are one step of the products.
+def test_the_slope_is_in_the_distance_term_alone() -> None:
+    """The term is in `distance_term` alone, and one step of the products adds it and subtracts LSE.
 
     A mod with a slope by the score needs the registers.
     """

@@ -1,4 +1,4 @@
-"""The Hopper backward kernels as compiled: no spilled registers, no serialised products.
+"""Check the compiled Hopper backward kernels: no spilled registers, no serialised products.
 
 Needs no GPU. The emulator's calls ask for the same kernels as a GPU's; nothing is executed here.
 """

@@ -1,4 +1,4 @@
-"""First-writer dQ of the Hopper backward, executed on the CPU in all orders.
+"""Check first-writer dQ of the Hopper backward, executed on the CPU in all orders.
 
 The sums hold NaN before the kernel: a chunk whose first writer adds stays NaN, and one that is
 stored late lacks what was added.
@@ -109,10 +109,10 @@ def test_zeros_in_a_fixed_order(works: list[BackwardWork]) -> None:
     assert not works[-1].first_writer
 
 
-def test_who_adds_waits_for_what_is_stored(
+def test_adding_waits_for_the_first_store(
     works: list[BackwardWork], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If no kv block is first, the kernel cannot end."""
+    """If no kv block is first, the kernel cannot finish."""
     plain = backward_work.choose_first_writers
 
     def nobody(*args: Any) -> Any:

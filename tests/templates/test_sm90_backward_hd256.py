@@ -1,4 +1,5 @@
-"""The Hopper backward for head dims above 128, executed on the CPU, against autograd of the float64 oracle.
+"""Compare the Hopper backward for head dims above 128, executed on the CPU, with the float64
+oracle.
 
 As `test_sm90_backward`; and the kernel as compiled: no spilled registers, no serialised products.
 """
@@ -69,7 +70,7 @@ def test_dead_rows_have_no_gradient() -> None:
 
 @pytest.mark.parametrize("block", [(128, 128), (192, 80)])
 def test_block_masks(block: tuple[int, int]) -> None:
-    """Block sizes that the kernel's blocks divide, and one that they do not."""
+    """The kernel's blocks divide these block sizes, except one."""
     keep = lambda b, h, q, kv: (q - kv < 70) & (kv - q < 130)
     mask = create_block_mask(keep, None, None, 250, 310, device="cpu", BLOCK_SIZE=block)
     check(draw(250, 310, dims=(256, 256), heads=(1, 1)), mask=mask)

@@ -1,4 +1,4 @@
-"""LSE of the rows as columns of the Hopper backward's products."""
+"""Check LSE of the rows as columns of the Hopper backward's products."""
 
 from __future__ import annotations
 

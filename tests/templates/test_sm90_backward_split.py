@@ -1,4 +1,4 @@
-"""Split kv blocks of the Hopper backward, which several work tiles share: executed on the CPU."""
+"""Check split kv blocks of the Hopper backward, which several work tiles share, on the CPU."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def works(monkeypatch: pytest.MonkeyPatch) -> list[BackwardWork]:
 
 @pytest.mark.parametrize("mask", [None, CAUSAL], ids=str)
 @pytest.mark.parametrize(("dims", "dtype"), [((64, 64), BF16), ((128, 128), FP16)])
-def test_parts_meet_in_any_order(
+def test_parts_are_joined_in_any_order(
     works: list[BackwardWork], mask: Any, dims: tuple[int, int], dtype: torch.dtype
 ) -> None:
     check(draw(330, dims=dims, heads=(1, 1), dtype=dtype), mask=mask, mode="check")
@@ -109,7 +109,7 @@ def test_counters_are_left_at_zero(
         assert not counts.any()
 
 
-def test_a_fixed_order_has_no_parts(works: list[BackwardWork]) -> None:
+def test_a_fixed_order_splits_no_kv_block(works: list[BackwardWork]) -> None:
     ordered("emulate", "eager", 6)
     assert (works[-1].work_tiles[:, WorkItem.NUM_PARTS] == 1).all()
 

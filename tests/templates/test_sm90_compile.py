@@ -1,4 +1,4 @@
-"""The Hopper forward kernels as compiled: no spilled registers, no serialised products.
+"""Check the compiled Hopper forward kernels: no spilled registers, no serialised products.
 
 Needs no GPU. The emulator's calls ask for the same kernels as a GPU's; nothing is executed here.
 """
@@ -31,12 +31,12 @@ BLOCKS = torch.tensor([[1, 0], [1, 1]], dtype=torch.int32)
 
 
 def dense(b: Any, h: Any, q: Any, kv: Any) -> Any:
-    """A mask without intervals, a load for each score."""
+    """Mask without intervals, with a load for each score."""
     return KEPT[q, kv]
 
 
 def blocks(b: Any, h: Any, q: Any, kv: Any) -> Any:
-    """Another, whose index is known a row and a column."""
+    """Mask without intervals, with an index known per row and per column."""
     return BLOCKS[q // 128, kv // 128] > 0
 
 
@@ -59,7 +59,7 @@ DIMS = [(64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)]
 
 
 def source(name: str, head_dim: int, value_dim: int) -> compiled.Source:
-    """The source of a variant's forward kernel."""
+    """Return the source of a variant's forward kernel."""
     score, mask = VARIANTS[name]()
     query, key = (torch.zeros(1, HEADS, LENGTH, head_dim, dtype=torch.bfloat16) for _ in range(2))
     value = torch.zeros(1, HEADS, LENGTH, value_dim, dtype=torch.bfloat16)
@@ -71,7 +71,7 @@ def source(name: str, head_dim: int, value_dim: int) -> compiled.Source:
 
 @functools.cache
 def kernel(name: str, head_dim: int, value_dim: int) -> compiled.Kernel:
-    """The forward kernel of a variant, compiled once a run."""
+    """Return the forward kernel of a variant, compiled once per run of the tests."""
     return compiled.kernel(source(name, head_dim, value_dim))
 
 
@@ -95,7 +95,7 @@ def test_passes_that_are_left_out_change_nothing(monkeypatch: pytest.MonkeyPatch
 
 
 def loops(ptx: str) -> list[list[str]]:
-    """The instructions of each loop: from a label to a later branch back to it."""
+    """Return the instructions of each loop: from a label to a later branch back to it."""
     lines = [line.strip() for line in ptx.splitlines()]
     labels = {line[:-1]: i for i, line in enumerate(lines) if line.startswith("$L")}
     found = []
@@ -107,14 +107,14 @@ def loops(ptx: str) -> list[list[str]]:
 
 
 def product_loops(ptx: str) -> list[list[str]]:
-    """The innermost loops that hold warpgroup products."""
+    """Return the innermost loops that hold warpgroup products."""
     inside = [loop for loop in loops(ptx) if any("wgmma.mma_async" in line for line in loop)]
     return [a for a in inside if not any(len(b) < len(a) and b[0] in a for b in inside)]
 
 
 @pytest.mark.parametrize("name", ["alibi", "documents"])
 def test_full_blocks_are_computed_without_the_mask(name: str) -> None:
-    """One loop selects between score and -inf for each of a thread's scores; the other never."""
+    """One loop selects between score and -inf for each of a thread's scores, the other does not."""
     counts = sorted(
         sum(line.startswith(("selp.f32", "selp.b32")) for line in loop)
         for loop in product_loops(kernel(name, 128, 128).ptx)

@@ -1,4 +1,4 @@
-"""The Hopper forward kernel, executed on the CPU, against the dense float64 oracle.
+"""Compare the Hopper forward kernel, executed on the CPU, with the dense float64 oracle.
 
 Each kernel runs in program order, in adversarial orders and under the race detector, all from the
 same inputs. Outputs hold NaN before it runs, and reading them is a fault.
@@ -28,7 +28,7 @@ LN2 = math.log(2.0)
 
 @pytest.fixture(autouse=True)
 def _poisoned() -> Iterator[None]:
-    """Unwritten memory holds NaN."""
+    """Fill unwritten memory with NaN."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -43,7 +43,7 @@ def draw(
     batch: tuple[int, int] = (1, 1),
     dtype: torch.dtype = BF16,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value from a normal distribution; pairs are of the query and of the rest."""
+    """Draw normal query, key and value; pairs are of the query, and of key and value."""
     kv_len = kv_len or q_len
     shapes = (
         (batch[0], heads[0], q_len, dims[0]),
@@ -56,7 +56,7 @@ def draw(
 
 @dataclass
 class Result:
-    """Out, LSE and, where asked for, the row maxima; and how many kernels ran."""
+    """Holds out, LSE and, if asked for, the row maxima; and how many kernels ran."""
 
     out: Tensor
     lse: Tensor
@@ -79,7 +79,7 @@ def attend(
 
 
 def close(name: str, actual: Tensor, expected: Tensor, dense: Tensor) -> None:
-    """Equal where not finite; else an error of at most twice that of the dense computation."""
+    """Check equality where not finite, else at most twice the error of dense attention."""
     actual, dense = actual.double(), dense.double()
     assert torch.equal(actual.isnan(), expected.isnan()), f"{name}: NaN"
     ends = expected.isinf()
@@ -263,7 +263,7 @@ def test_captured_tensors_of_any_dtype_and_layout() -> None:
 
 
 def row_term(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    """A term of the row alone, which the kernel leaves out of the scores."""
+    """Add a term of the row alone, which the kernel leaves out of the scores."""
     return s + ROWS[q]
 
 
@@ -303,7 +303,7 @@ def test_inputs_that_are_not_finite(dim: int, score: str) -> None:
 
 @pytest.mark.parametrize("score", ["plain", "alibi", "not finite"])
 def test_rows_that_are_split_along_kv(score: str) -> None:
-    """Their parts are computed by several CTAs and put together by a second kernel."""
+    """Several CTAs compute parts of a row, and a second kernel merges them."""
     mod = {"plain": None, "alibi": mods.alibi(1), "not finite": row_term}[score]
     result = check(
         draw(75, 1400, heads=(1, 1)),
@@ -320,7 +320,7 @@ def test_rows_that_are_split_along_kv(score: str) -> None:
 def stairs(
     step: float, dims: tuple[int, int], blocks: int, rising: bool, below: float = 0.0
 ) -> tuple[Tensor, ...]:
-    """Scores that grow from block to block as the kernel visits them, exact in 16 bits."""
+    """Return scores that grow from block to block as the kernel visits them, exact in 16 bits."""
     query, key, value = draw(130, 128 * blocks, dims=dims)
     level = torch.arange(128 * blocks) // 64
     level = (level.flip(0) if rising else level) * step  # it begins with the last block
@@ -336,7 +336,7 @@ def stairs(
 def test_maxima_that_move_from_block_to_block(
     step: float, rising: bool, dim: int, score: str
 ) -> None:
-    """The exact redo: exponentials against an old maximum would overflow."""
+    """Exponentials against an old maximum would overflow, so they are recomputed."""
     query, key, value = stairs(step, (dim, dim), 3, rising)
     check((query, key, value), mods.alibi(2) if score == "alibi" else None, scale=1.0, top=False)
 
@@ -350,7 +350,7 @@ def test_maxima_that_move_below_zero(dim: int, score: str) -> None:
 
 
 def test_fully_masked_tiles() -> None:
-    """Written by warps of their own, in any layout, to the last row of the tensor."""
+    """Separate warps write them, in any layout, to the last row of the tensor."""
     query, key, value = draw(450, heads=(2, 2))
     swapped = query.transpose(1, 2).contiguous().transpose(1, 2)
     result = check(
@@ -391,7 +391,7 @@ def test_max_scores(score: str) -> None:
 
 
 def listed(states: list[list[int]], lengths: tuple[int, int], mask_mod: Any) -> BlockMask:
-    """PyTorch's BlockMask with these block lists: 0 EMPTY, 1 PARTIAL, 2 FULL, whatever the mask."""
+    """Return PyTorch's BlockMask with these block states: 0 EMPTY, 1 PARTIAL, 2 FULL."""
     grid = torch.tensor(states)[None, None]
 
     def lists(kind: int) -> tuple[Tensor, Tensor]:
@@ -424,7 +424,7 @@ def test_block_lists_overrule_the_mask(intervals: bool) -> None:
 
 
 def test_block_masks() -> None:
-    """attnkit's own is as good as its mask; tile sizes that a kernel has are taken."""
+    """attnkit's BlockMask is as good as its mask; the kernel takes its tile sizes if it can."""
     mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 300, 300, device="cpu")
     qkv = draw(300)
     result = check(qkv, None, mask)

@@ -1,4 +1,4 @@
-"""Cases: what they refuse, the tensors they make, the source they print."""
+"""Check cases: what they refuse, the tensors they make, the source they print."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""check_variant passes correct variants; it finds, names, shrinks and reprints faults."""
+"""Check that check_variant passes correct variants, and finds, names and shrinks faults."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_any_variant_passes_any_case(drawn: Variant, case: Case) -> None:
 def _around(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Callable[..., Any]
 ) -> None:
-    """Replace owner.name by a fault, whose first argument is the original."""
+    """Wrap owner.name in a fault, whose first argument is the original."""
     monkeypatch.setattr(owner, name, functools.partial(fault, getattr(owner, name)))
 
 
@@ -153,7 +153,7 @@ def _wrong_trace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _forward(change: Callable[..., tuple[Tensor, Tensor, Any]]) -> Callable[..., None]:
-    """A fault in the CPU template's forward: change(query, key, value, runs, out, lse, top)."""
+    """Inject a fault into the CPU template's forward, change(query, key, ..., lse, top)."""
 
     def seed(monkeypatch: pytest.MonkeyPatch) -> None:
         def wrong(real: Any, query: Any, key: Any, value: Any, runs: Any, *a: Any, **k: Any) -> Any:
@@ -244,7 +244,7 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
 
 
 def found(score_mod: Any, mask: Any, **options: Any) -> Report:
-    """The report of a check that must fail."""
+    """Return the report of a check that must fail."""
     with pytest.raises(CheckError) as caught:
         check_variant(score_mod, mask, **options)
     assert str(caught.value) == str(caught.value.report)
@@ -252,7 +252,7 @@ def found(score_mod: Any, mask: Any, **options: Any) -> Report:
 
 
 def window(name: str) -> Any:
-    """A different window for each fault, so that no cache of another test has its tiles."""
+    """Return a different window for each fault, so that no cache of another test has its tiles."""
     return masks.sliding_window(20 + list(FAULTS).index(name), 2)
 
 

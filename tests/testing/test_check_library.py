@@ -1,4 +1,4 @@
-"""Every mask and every mod of the library through check_variant, and combinations in common use."""
+"""Run check_variant on every mask and every mod of the library, and on common combinations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_mod(name: str) -> None:
     report = check_variant(example.mod, examples=CALLS)
     assert report.ok
     captured = {row.quantity for row in report.rows if row.backend == "cpu"}
-    # beside out, lse, max_scores and, twice, dquery, dkey, dvalue; and the fully masked rows
+    # besides out, lse, max_scores and, twice, dquery, dkey, dvalue; and the fully masked rows
     assert len(captured) - 10 == 2 * len(example.learned)
 
 

@@ -1,4 +1,4 @@
-"""The user's function called by torch: indexing of every kind, and the fallback point by point."""
+"""Check the user's function called by torch: all kinds of indexing, and the pointwise fallback."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_scores() -> None:
 
 
 class _Double(torch.autograd.Function):
-    """No rule for vmap."""
+    """A function without a rule for vmap."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

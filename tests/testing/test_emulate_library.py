@@ -1,4 +1,4 @@
-"""A sample of the library through the GPU kernels in the emulator; `make emulate-all` does all of it."""
+"""Run a sample of the library in the emulated GPU kernels; `make emulate-all` runs it all."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_backward(name: str, runner: dict[str, Any]) -> None:
 
 
 def test_what_was_saved_is_right(runner: dict[str, Any]) -> None:
-    """All of the library, in both directions; gradients of masks in all orders."""
+    """Saved rows cover the library, both directions, and gradients of masks in all orders."""
     lines = [json.loads(line) for line in SAVED.read_text().splitlines()]
     heads = [line for line in lines if "benchmark" in line]
     rows = [line for line in lines if "benchmark" not in line]

@@ -1,4 +1,4 @@
-"""Random functions are ordinary functions: they trace, differ, and their source defines them."""
+"""Check that random functions are ordinary: they trace, differ, and their source defines them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Targets: what they may name, and a clear error for everything else."""
+"""Check targets: what they may name, and a clear error for everything else."""
 
 from __future__ import annotations
 

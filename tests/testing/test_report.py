@@ -1,4 +1,4 @@
-"""Every line of a report."""
+"""Check every line of a report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tolerance is as tight as the reference, is never zero by luck, and finds real errors."""
+"""Check the tolerance: as tight as the reference, never zero by luck, and it finds real errors."""
 
 from __future__ import annotations
 

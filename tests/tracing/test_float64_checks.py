@@ -1,4 +1,4 @@
-"""Captured float64 tensors below float32 scores: exact, or refused, never silently rounded."""
+"""Check captured float64 tensors below float32 scores: exact or refused, never rounded."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def test_it_is_exact_where_the_query_is_float64() -> None:
     torch.testing.assert_close(flex_attention(q, k, v, None, recent), scores.softmax(-1) @ v)
 
 
-def test_what_no_query_decides_is_computed_in_float64() -> None:
+def test_masks_are_computed_in_float64() -> None:
     distance = torch.arange(S)[:, None] - torch.arange(S)
     dense = (distance >= 0) & (distance <= 20)
     assert torch.equal(create_mask(recent, 1, 1, S, S)[0, 0], dense)
     blocks = create_block_mask(recent, 1, 1, S, S, BLOCK_SIZE=10)
     assert torch.equal(blocks.to_dense()[0, 0] > 0, dense.view(15, 10, 15, 10).any(3).any(1))
-    assert summarize(blocks).kept == int(dense.sum())
+    assert summarize(blocks).kept_positions == int(dense.sum())
 
 
 def test_numbers_that_float32_holds_are_welcome_until_they_change() -> None:

@@ -1,4 +1,4 @@
-"""A trace is reused exactly as long as it is provably valid."""
+"""Check that a trace is reused exactly as long as it is provably valid."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ UNSEEN: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", UNSEEN)
-def test_what_cannot_be_seen_is_traced_again(
+def test_functions_that_read_unguarded_state_are_traced_again(
     name: str, counter: Counter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = types.ModuleType("guards_settings")

@@ -1,4 +1,4 @@
-"""A guarded function gives the trace that a new trace would give, whatever was edited in between."""
+"""Check that a guarded function gives the trace of a new trace, whatever was edited."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TABLE = torch.arange(8)
 
 
 def check(function: Any, kind: Kind = "mask") -> None:
-    """Both traces equal a new one; the second is looked up by identity where possible."""
+    """Check that both traces equal a new one; identity finds the second where possible."""
     for _ in range(2):
         cached, true = trace_cached(function, kind, CPU), trace(function, kind, CPU)
         assert cached.root is true.root
@@ -45,7 +45,7 @@ def inner_of(size: int) -> Any:
 
 
 class State:
-    """A mask with everything that can be edited around it."""
+    """Builds a mask with everything around it that can be edited."""
 
     def __init__(self) -> None:
         size: Any = 2

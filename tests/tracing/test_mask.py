@@ -1,4 +1,4 @@
-"""Masks compose like booleans."""
+"""Check that masks compose like booleans."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_label_is_the_expression(mask: Mask) -> None:
 
 
 def moved(keep: torch.Tensor, q: int, kv: int) -> torch.Tensor:
-    """A dense mask moved as `Mask.shift` says, from one that is larger by 8 on each end."""
+    """Return a dense mask moved as `Mask.shift` says, from one that is larger by 8 on each end."""
     result = torch.zeros(N, N, dtype=torch.bool)
     for row in range(N):
         for column in range(N):
@@ -88,7 +88,7 @@ def test_shift_by_batch_entry() -> None:
 
 
 def dense_of(mask: Any) -> torch.Tensor:
-    """As `dense`, for a mask with captured tensors."""
+    """Evaluate a mask with captured tensors as `dense` does."""
     return create_mask(mask, None, None, N, N)[0, 0]
 
 

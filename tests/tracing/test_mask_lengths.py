@@ -1,4 +1,4 @@
-"""Masks for fixed lengths are refused at other lengths, alone and in combination."""
+"""Check that masks for fixed lengths are refused at other lengths, alone and in combination."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot be traced is refused at the user's line, with what to write instead."""
+"""Check that what cannot be traced is refused at the user's line, with what to write instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A traced function has PyTorch's meaning: the graph equals eager evaluation at every position."""
+"""Check that a traced function has PyTorch's meaning: its graph equals eager evaluation."""
 
 from __future__ import annotations
 
@@ -303,7 +303,7 @@ FLOATS: list[Callable[..., Any]] = [
 
 @st.composite
 def expressions(draw: st.DrawFn) -> Callable[..., Any]:
-    """A random function of (score, b, h, q, kv), as steps over two stacks of values."""
+    """Draw a random function of (score, b, h, q, kv), as steps over two stacks of values."""
     steps = draw(
         st.lists(
             st.tuples(st.booleans(), st.integers(0, 100), st.integers(0, 100), st.integers(0, 100)),

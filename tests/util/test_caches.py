@@ -1,4 +1,4 @@
-"""`attnkit.clear_caches` empties every cache of the process, and calls go on."""
+"""Check that `attnkit.clear_caches` empties every cache of the process, and that calls go on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def caches():
         if name.startswith("attnkit"):
             for attribute, x in vars(module).items():
                 if isinstance(x, VersionedCache):
-                    yield name, attribute, len(x._entries)
+                    yield name, attribute, len(x)
                 elif hasattr(x, "cache_info"):
                     yield name, attribute, x.cache_info().currsize
                 elif isinstance(x, (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)):

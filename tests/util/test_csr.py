@@ -1,4 +1,4 @@
-"""Rows of different lengths, as torch's own operators tell them, without these on a CPU."""
+"""Check helpers for rows of different lengths: results of torch's operators, without them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_searchsorted_right(
 
 
 class Names(TorchDispatchMode):
-    """The operators that run."""
+    """Records the operators that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,8 +50,8 @@ class Names(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_lists_of_work_wake_no_core() -> None:
-    """These operators take all threads for however few numbers."""
+def test_work_lists_use_no_multithreaded_operator() -> None:
+    """searchsorted and repeat_interleave wake all threads for however few numbers."""
     length, shape = 2048, Shape(2, 8, 65536)
     runs = create_block_mask(masks.causal(), None, None, length, length, device="cpu").runs
     with Names() as names:

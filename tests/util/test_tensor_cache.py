@@ -1,4 +1,4 @@
-"""Values derived from tensors live exactly as long as the tensors stay what they were."""
+"""Check that values derived from tensors live exactly until the tensors die or change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Writes Python code for PTX instructions: kernels of `ptx` come in, functions go out as text.
+"""Translate PTX instructions into Python code.
 
-The text calls `ops` and `numerics` by name; `execution` compiles it.
+In: kernels of `ptx`. Out: functions as text. The text calls `ops` and `numerics` by name;
+`execution` compiles it.
 """

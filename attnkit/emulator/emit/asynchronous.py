@@ -1,4 +1,4 @@
-"""Emits asynchronous copies and tensor-core instructions: cp.async, mma, wgmma, tcgen05."""
+"""Emit asynchronous copies and tensor-core instructions: cp.async, mma, wgmma, tcgen05."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def wgmma(e: Emitter, c: Instr) -> list[str]:
     """Emit wgmma.mma_async of one warpgroup, its fence, commit and wait."""
     p, a = c.parts, c.args
     if p[1] == "fence":
-        return []  # registers are ordered here anyway; `ptx.wgmma_fences` checks for it
+        return []  # register accesses are in order here; `ptx.wgmma_fences` finds missing fences
     if p[1] == "commit_group":
         return ["wgmma_commit(W)"]
     shape = next((re.fullmatch(r"m64n(\d+)k(\d+)", x) for x in p if x.startswith("m64")), None)
@@ -108,7 +108,7 @@ def wgmma(e: Emitter, c: Instr) -> list[str]:
 
 
 def mma(e: Emitter, c: Instr) -> list[str]:
-    """Emit mma.sync: one small product per warp."""
+    """Emit mma.sync, which computes one small product per warp."""
     p, a = c.parts, c.args
     shapes = [re.fullmatch(r"m(\d+)n(\d+)k(\d+)", x) for x in p]
     shape = next((x for x in shapes if x), None)
@@ -198,7 +198,7 @@ def _tc_mma(e: Emitter, c: Instr, group: int) -> list[str]:
 
 
 def clc(e: Emitter, c: Instr) -> list[str]:
-    """Emit cluster launch control: ask for the next cluster of the grid."""
+    """Emit cluster launch control, which requests the next cluster of the grid."""
     if c.parts[1] == "try_cancel":
         every = any("multicast" in x for x in c.parts)
         return [f"clc_try_cancel(W,{e.addr(c.args[0])},{e.addr(c.args[1])},m,{every})"]

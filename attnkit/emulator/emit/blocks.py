@@ -1,4 +1,4 @@
-"""Writes the Python text of a basic block: a function for full or for partial masks of lanes.
+"""Translate a basic block into a Python function, for a full or for a partial mask of lanes.
 
 A block function returns the index of the next block, -1 at exit, None when it has to wait, or
 (predicate, block if true, block if false).
@@ -29,14 +29,14 @@ EMIT: dict[str, Emit] = {
     **MEMORY_OPS,
     **ASYNC_OPS,
 }
-# Without effect on values here.
+# Instructions without effect on values here.
 NOTHING = {"prefetch", "prefetchu", "griddepcontrol", "applypriority", "setmaxnreg"}
 NOTHING |= {"discard", "createpolicy", "pmevent", "nop"}
-_OPERATION = re.compile(r"\w\(W[,)]")  # the call of an operation, which may fault
+_OPERATION = re.compile(r"\w\(W[,)]")  # matches the call of an operation, which may fault
 
 
 def block_source(e: Emitter, index: int, masked: bool) -> str:
-    """Return the Python text of one block; `masked`: some of its lanes may be inactive."""
+    """Return the Python text of one block; `masked`: whether some lanes may be inactive."""
     block = e.kernel.blocks[index]
     if is_blocking(block[0]):
         lines = waiting(e, index)
@@ -46,7 +46,7 @@ def block_source(e: Emitter, index: int, masked: bool) -> str:
 
 
 def emit_instruction(e: Emitter, c: Instr) -> list[str]:
-    """Return lines of Python for one instruction that neither branches nor blocks.
+    """Return lines of Python for one instruction that neither branches nor waits.
 
     Raises:
         UnknownOpcode: the instruction, or this form of it, is not implemented.
@@ -86,7 +86,7 @@ def _straight(e: Emitter, block: list[Instr], index: int, masked: bool) -> list[
 
 
 def _guarded(e: Emitter, c: Instr, lines: list[str]) -> list[str]:
-    """Put the lines of an instruction under its predicate."""
+    """Make the lines of an instruction depend on its guard predicate."""
     if c.pred is None or not lines:
         return lines
     guard = ("~" if c.negated else "") + e.boolean(c.pred)

@@ -1,8 +1,9 @@
-"""Turns operands of instructions into Python expressions.
+"""Translate operands of PTX instructions into Python expressions.
 
 Generated code sees `W` (the gang of warps), `R` (its registers) and `m` (the mask of active lanes).
-Each register is an immutable vector of lanes in one storage type of its size; a 32-bit register
-that mostly holds a float32 is stored as one, so that arithmetic needs no reinterpretation.
+Each register is an immutable vector of lanes, stored in one numpy type of its size. A 32-bit
+register that is mostly used as a float32 is stored as float32, so that arithmetic needs no
+reinterpretation.
 """
 
 from __future__ import annotations
@@ -101,13 +102,13 @@ _ADDRESS = re.compile(r"^([^+]+?)\s*(?:\+\s*(-?(?:0x[0-9a-fA-F]+|\d+)))?$")
 
 
 def storage_types(kernel: PtxKernel) -> dict[str, str]:
-    """Return the numpy type in which each register is kept, by vote of the instructions."""
+    """Choose the numpy type that stores each register: the one that most instructions use it as."""
     votes: Counter[str] = Counter()
     for c in kernel.instructions():
         kinds = [p for p in c.parts[1:] if p in ("f32", "f64", "s32", "u32", "s64", "u64", "b32")]
         if not kinds or (c.parts[0] in ("ld", "st", "mov", "shfl", "selp") and kinds[-1][0] == "b"):
             continue
-        if c.parts[0] == "cp":  # the type is that of memory; registers hold addresses and sizes
+        if c.parts[0] == "cp":  # its type is of data in memory, not in registers
             continue
         if c.parts[0] == "wgmma":
             kinds = [p for p in c.parts if p in ("f32", "s32")][:1]
@@ -125,14 +126,14 @@ def storage_types(kernel: PtxKernel) -> dict[str, str]:
 
 
 class Emitter:
-    """Turns operands into expressions, and collects the constants of a kernel.
+    """Translates operands into expressions, and collects the constants of a kernel.
 
     Attributes:
         symbols: name -> (space, offset or address).
         index: number of each register.
-        store: numpy type of each register.
+        store: numpy type that stores each register.
         constants, objects: values that generated code refers to by name.
-        masked: destinations keep their old value in inactive lanes.
+        masked: whether some lanes may be inactive; destinations keep their old value there.
     """
 
     def __init__(self, kernel: PtxKernel, symbols: dict[str, tuple[str, int]]) -> None:
@@ -146,13 +147,13 @@ class Emitter:
         self.masked = False
 
     def fail(self, c: Instr, why: str = "") -> UnknownOpcode:
-        """Return the error for an instruction that is not implemented."""
+        """Return the error to raise for an instruction that is not implemented."""
         text = f"PTX line {c.line}: {c.op} is not implemented by the emulator"
         return UnknownOpcode(text + (f" ({why})" if why else "") + f": {c}"[:200])
 
     # ---- operands
     def const(self, value: int | float | bool, kind: str) -> str:
-        """Return the name of a constant of every lane; `kind` is a numpy type or "bool"."""
+        """Return the name of a vector with equal lanes; `kind` is a numpy type or "bool"."""
         if kind == "bool":
             scalar: Any = np.bool_(value)
         elif kind in ("f4", "f8"):
@@ -164,7 +165,7 @@ class Emitter:
         return self._constant(scalar, kind)
 
     def _constant(self, scalar: Any, kind: str) -> str:
-        """Return the name of a scalar; the same scalar has one name."""
+        """Return the name of a scalar; equal scalars share one name."""
         key = (scalar.tobytes(), kind)
         if key not in self._names:
             self._names[key] = f"C{len(self._names)}"
@@ -172,7 +173,7 @@ class Emitter:
         return self._names[key]
 
     def object(self, value: Any) -> str:
-        """Return the name of a value that is the same in every run, as the form of a product is."""
+        """Return the name of a value that no run changes, such as the form of a product."""
         name = next((n for n, v in self.objects.items() if v == value), f"X{len(self.objects)}")
         self.objects[name] = value
         return name
@@ -187,7 +188,7 @@ class Emitter:
         return self._constant(scalar.view(kind)[()], kind)
 
     def is_reg(self, a: str) -> bool:
-        """Whether operand `a` is a register."""
+        """Return whether operand `a` is a register."""
         return a in self.index
 
     def val(self, a: str, kind: str | None = None) -> str:
@@ -197,7 +198,7 @@ class Emitter:
         if _FLOAT.match(a):
             return self._float_bits(a, kind)
         if _INT.match(a):
-            if kind in ("f4", "f8"):  # bits: PTX has no integer constants of floating-point types
+            if kind in ("f4", "f8"):  # PTX means the bits of a float here
                 bits = self.const(int(a.rstrip("U"), 0), f"u{kind[1]}")
                 return f"{bits}.view({kind})"
             return self.const(int(a.rstrip("U"), 0), kind or "u4")

@@ -1,4 +1,4 @@
-"""Emits the floating-point instructions of the PTX ISA: f16, bf16, f32, f64 and packed pairs."""
+"""Emit the floating-point instructions of the PTX ISA: f16, bf16, f32, f64 and packed pairs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ROUND = ("rz", "rm", "rp")
 
 
 def arithmetic(e: Emitter, c: Instr) -> list[str]:
-    """Emit add, sub, mul, fma, div, min, max, neg, abs and the like, by type of their operands."""
+    """Emit add, sub, mul, fma, div, min, max, neg, abs and the like, by type of operands."""
     kind = c.parts[-1]
     if kind in ("bf16", "f16") and "f32" in c.parts:
         return _mixed(e, c)
@@ -45,7 +45,7 @@ def arithmetic(e: Emitter, c: Instr) -> list[str]:
 
 
 def _flush(e: Emitter, c: Instr, x: str) -> str:
-    """Flush subnormals of expression `x`, if the instruction says so."""
+    """Return expression `x`, with subnormals flushed to zero if the instruction says so."""
     return f"ftz({x})" if "ftz" in c.parts else x
 
 
@@ -81,7 +81,7 @@ def _scalar(e: Emitter, c: Instr) -> list[str]:
 def _directed(op: str, x: list[str], mode: str) -> str:
     """Emit float32 arithmetic that rounds in one direction.
 
-    Products are exact in float64, sums are not.
+    Products of float32 are exact in float64; sums are not and need more work.
     """
     product = f"{x[0]}.astype(f8)*{x[1]}"
     if op == "mul":
@@ -106,7 +106,7 @@ def _extremum(e: Emitter, c: Instr, x: list[str], t: str) -> str:
 
 
 def _pair(e: Emitter, c: Instr) -> list[str]:
-    """Emit f32x2: a 64-bit register is seen as two floats per lane."""
+    """Emit f32x2 arithmetic, which views a 64-bit register as two floats per lane."""
     op, a = c.parts[0], c.args
     x = [_flush(e, c, f"{e.val(v, 'u8')}.view(f4)") for v in a[1:]]
     mode = c.option(*_ROUND)

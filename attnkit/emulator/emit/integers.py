@@ -1,4 +1,4 @@
-"""Emits the integer and bit instructions of the PTX ISA."""
+"""Emit the integer and bit instructions of the PTX ISA."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _product(e: Emitter, c: Instr, t: str) -> list[str]:
 
 
 def _carried(e: Emitter, c: Instr, t: str) -> list[str]:
-    """Emit sums of 32 bits that set the carry flag, add it, or both."""
+    """Emit 32-bit additions and subtractions that set the carry flag, add it, or both."""
     p, a = c.parts, c.args
     if BYTES[t] != 4 or (p[0].startswith("mad") and p[1] not in ("lo", "hi")):
         raise e.fail(c, "carry flag of other than 32 bits")
@@ -83,7 +83,7 @@ def _carried(e: Emitter, c: Instr, t: str) -> list[str]:
     sign = "-" if p[0].startswith("sub") else "+"
     if p[0] in ("addc", "subc", "madc"):
         terms.append(f"{e.val(CARRY, 'u4')}.astype(u8)")
-    # the flag of a difference is the borrow, which is also the bit above
+    # for a difference the flag is the borrow, which is also bit 32
     out = e.put(CARRIED, sign.join(terms), "u8") + e.put(a[0], e.val(CARRIED, "u4"), "u4")
     if "cc" in p:
         bit = f"({e.val(CARRIED, 'u8')}>>{e.const(32, 'u8')}).astype(u4)&{e.const(1, 'u4')}"

@@ -1,4 +1,4 @@
-"""Emits loads, stores, atomics, matrix moves and mbarrier operations."""
+"""Emit loads, stores, atomics, matrix moves and mbarrier operations."""
 
 from __future__ import annotations
 
@@ -123,7 +123,8 @@ def mbarrier(e: Emitter, c: Instr) -> list[str]:
     if what == "complete_tx":
         return [f"mbarrier_complete_tx(W,{e.addr(a[0])},{e.val(a[1], 'u4')},m)"]
     if what in ("arrive", "arrive_drop"):
-        # With a destination the address is the second operand; remote arrivals may have none.
+        # With a destination the address is the second operand; remote arrivals may have no
+        # destination.
         at = 0 if a[0].startswith("[") else 1
         tx = "expect_tx" in c.parts
         extra = e.val(a[at + 1], "u4") if len(a) > at + 1 else e.const(1, "u4")

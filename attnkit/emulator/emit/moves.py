@@ -1,4 +1,4 @@
-"""Emits moves, selection, comparison, conversion and warp-wide instructions."""
+"""Emit moves, selection, comparison, conversion and warp-wide instructions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CMP = {*_INT_CMP, "neu", "equ", "nan", "num", *_INVERSE}
 
 
 def mov(e: Emitter, c: Instr) -> list[str]:
-    """Emit mov, with packing and unpacking of vectors."""
+    """Emit mov, also where it packs or unpacks vectors."""
     d, s = c.args[0], c.args[1]
     if c.parts[-1] == "pred":
         return e.put(d, e.boolean(s), "bool")
@@ -26,7 +26,7 @@ def mov(e: Emitter, c: Instr) -> list[str]:
 
 
 def _unpack(e: Emitter, d: str, s: str, size: int) -> list[str]:
-    """Emit the split of a register into its parts."""
+    """Emit code that splits a register into its parts."""
     regs = e.vector(d)
     if size == 16:
         out = [f"T={e.val(s, 'c16')}.view(u8)"]
@@ -42,7 +42,7 @@ def _unpack(e: Emitter, d: str, s: str, size: int) -> list[str]:
 
 
 def _pack(e: Emitter, s: str, size: int) -> str:
-    """Return the expression of a register that is made of parts."""
+    """Return an expression that joins parts to one register."""
     regs = e.vector(s)
     if size == 16:
         return f"quad({e.val(regs[0], 'u8')},{e.val(regs[1], 'u8')})"
@@ -63,7 +63,7 @@ def selp(e: Emitter, c: Instr) -> list[str]:
 
 
 def compare(e: Emitter, c: Instr, cmp: str, kind: str) -> str:
-    """Return the expression of a comparison."""
+    """Return an expression for a comparison."""
     a, b = c.args[1], c.args[2]
     if kind in ("f16", "bf16"):
         x, y = (f"{kind}_to_f32({e.val(v, 'u2')})" for v in (a, b))
@@ -128,7 +128,7 @@ def cvt(e: Emitter, c: Instr) -> list[str]:
 
 
 def _cvt_scalar(e: Emitter, c: Instr, x: str, src: str, dst: str) -> str:
-    """Return the expression of a conversion between numpy types."""
+    """Return an expression for a conversion between numpy types."""
     p = c.parts
     mode = c.option("rzi", "rni", "rmi", "rpi")
     directed = c.option("rz", "rm", "rp")
@@ -183,7 +183,7 @@ def _cvt_pair(e: Emitter, c: Instr, dt: str, st: str) -> list[str]:
 
 
 def cvta(e: Emitter, c: Instr) -> list[str]:
-    """Emit cvta: addresses are the same in every space."""
+    """Emit cvta as a move, as addresses are the same in every space here."""
     size = BYTES[NUMPY[c.parts[-1]]]
     return e.put(c.args[0], e.val(c.args[1], f"u{size}"), f"u{size}")
 
@@ -228,7 +228,7 @@ def warp_op(e: Emitter, c: Instr) -> list[str]:
 
 
 def mapa(e: Emitter, c: Instr) -> list[str]:
-    """Emit mapa: the address of the same variable in another CTA of the cluster."""
+    """Emit mapa, which computes the address of a variable in another CTA of the cluster."""
     t = NUMPY[c.parts[-1]]
     x = e.addr(c.args[1]) if c.args[1].startswith("[") else e.val(c.args[1], t)
     low = f"({x}&{e.const(0xFFFFFF, t)})"

@@ -1,4 +1,4 @@
-"""Emits instructions that may block: each is a block whose function returns None while it waits."""
+"""Emit instructions that may wait. Each is a block whose function returns None while it waits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from attnkit.emulator.ptx.kernel import Instr, PtxKernel, is_poll
 
 
 def is_spin(kernel: PtxKernel, index: int) -> bool:
-    """Whether the try_wait in block `index` is the head of a loop that only waits."""
+    """Return whether the try_wait in block `index` begins a loop that does nothing but wait."""
     blocks, labels = kernel.blocks, kernel.labels
     wait = blocks[index][0]
     nxt = blocks[index + 1][0] if index + 1 < len(blocks) else None
@@ -23,7 +23,7 @@ def is_spin(kernel: PtxKernel, index: int) -> bool:
 
 
 def waiting(e: Emitter, index: int) -> list[str]:
-    """Return the lines of block `index`, which holds one instruction that may block."""
+    """Return the lines of block `index`, which consists of one instruction that may wait."""
     c = e.kernel.blocks[index][0]
     e.masked = True
     out = []
@@ -53,14 +53,14 @@ def _try_wait(e: Emitter, c: Instr, index: int) -> list[str]:
 
 
 def _poll(e: Emitter, c: Instr, index: int) -> list[str]:
-    """Emit a read of global memory by which a warp may spin."""
+    """Emit a read of global memory in whose loop a warp may spin."""
     body = load(e, c) if c.parts[0] == "ld" else atomic(e, c)
     watch = [e.index[r] for r in e.vector(c.args[0]) if r in e.index]
     return [*body, f"note_poll(W,{index},{watch},m)"]
 
 
 def _call(e: Emitter, c: Instr, index: int) -> str:
-    """Return the call of an operation that says whether the wait is over."""
+    """Return a call of the operation that says whether the wait is over."""
     p, a, op = c.parts, c.args, c.op
     if p[0] in ("bar", "barrier") and "cluster" in p:
         return f"cluster_arrive(W,m,{'relaxed' in p})" if "arrive" in p else "cluster_wait(W,m)"

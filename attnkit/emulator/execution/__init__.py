@@ -1,5 +1,5 @@
-"""Runs launches: takes a `machine` launch and a kernel of `ptx`, and returns what was executed.
+"""Run a launch: bind generated code to operations, and let warps take turns.
 
-Binds generated code to the operations, lets warps take turns, and reports deadlocks and
-unfinished work.
+In: a launch of `machine` with a kernel of `ptx`. Out: counts of what was executed. It reports
+deadlocks and unfinished work.
 """

@@ -1,4 +1,4 @@
-"""Runs a cluster: lets its gangs take turns, completes asynchronous work, checks the exit."""
+"""Run a cluster: let gangs take turns, complete asynchronous work, check the state at exit."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from attnkit.emulator.machine.cluster import Cluster
 from attnkit.emulator.machine.cta import Cta
 from attnkit.emulator.machine.launch import Launch
 
-_AGENT = re.compile(r"warp (\d+)\.(\d+)")  # `agent_name` of a gang
-STALLED_ROUNDS = 64  # rounds of nothing but polling before a deadlock is declared
+_AGENT = re.compile(r"warp (\d+)\.(\d+)")  # matches the `agent_name` of a gang
+STALLED_ROUNDS = 64  # rounds with nothing but polling after which the cluster counts as deadlocked
 
 
 class ClusterRun:
     """Runs the gangs of one cluster.
 
     Attributes:
-        cluster: its state.
-        stalled: how many rounds brought nothing but polling.
+        cluster: state of the cluster.
+        stalled: number of rounds in a row with nothing but polling.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class ClusterRun:
         self.launch = launch
         self.cluster = Cluster(launch, ids, rng)
         self.stalled = 0
-        self._gangs: list[list[ScheduledGang]] = [[] for _ in ids]  # by rank
+        self._gangs: list[list[ScheduledGang]] = [[] for _ in ids]  # gangs by rank of their CTA
         self._finished: list[list[ScheduledGang]] = [[] for _ in ids]
         warps = self.cluster.warps
         width = 1 if launch.mode.race or launch.mode.late else 4
@@ -44,11 +44,11 @@ class ClusterRun:
                 gangs.append(ScheduledGang.start(self.cluster, cta, members, code, gangs))
 
     def gangs(self) -> list[ScheduledGang]:
-        """Return the gangs that have not exited, by rank of their CTA."""
+        """Return the gangs that have not exited, in order of the ranks of their CTAs."""
         return [g for gangs in self._gangs for g in gangs]
 
     def step(self) -> bool:
-        """Let every gang run until it waits; False if nothing moved."""
+        """Let every gang run until it waits; return False if the cluster made no progress."""
         cluster = self.cluster
         before, moved = cluster.events, False
         order = self.gangs()
@@ -71,11 +71,11 @@ class ClusterRun:
 
     @property
     def done(self) -> bool:
-        """Whether every gang has exited."""
+        """Return whether every gang has exited."""
         return not any(self._gangs)
 
     def finish(self) -> None:
-        """Complete what is left, and report what must not be left at exit."""
+        """Complete the remaining asynchronous work, and report what must not remain at exit."""
         while self.cluster.release_one():
             pass
         for cta in self.cluster.ctas:
@@ -90,14 +90,14 @@ class ClusterRun:
             for b in cta.mbarriers.values():
                 if b.tx:
                     text = f"transactions outstanding at exit: {b}"
-                    # Expected bytes that nobody copies are harmless: the producer's last turn of a
-                    # ring announces them. Bytes that nobody expected are not.
+                    # Expected bytes that nobody copies are harmless: a producer announces them for
+                    # a stage that it does not fill. Bytes that nobody expected are an error.
                     severity = "warning" if b.tx > 0 else "error"
                     at = self._finished[cta.rank][0].place(b.line)
                     self.launch.note(Finding("unfinished", text, at, severity))
 
     def _uneven_products(self, cta: Cta) -> None:
-        """Report warps of a warpgroup that did not execute the same wgmma."""
+        """Report warpgroups whose warps did not execute the same number of wgmma."""
         for first in sorted({w // 4 * 4 for w in cta.products}):
             counts = [cta.products[w] for w in range(first, first + 4)]
             if len(set(counts)) > 1:
@@ -105,7 +105,7 @@ class ClusterRun:
                 self.launch.note(Finding("convergence", text, Place(cta.ctaid, (first,))))
 
     def _uneven_allocations(self, cta: Cta) -> None:
-        """Report CTAs of a pair that do not allocate tensor memory of cta_group::2 alike."""
+        """Report a pair of CTAs that did not allocate tensor memory of cta_group::2 alike."""
         ctas = self.cluster.ctas
         peer = ctas[cta.rank ^ 1] if cta.rank ^ 1 < len(ctas) else None
         mine = cta.tmem.collective
@@ -128,14 +128,14 @@ class ClusterRun:
                 for work in group.work:
                     work()
 
-    # ---- words for agents of the race detector
+    # ---- names of agents of the race detector
     def rank_of(self, agent: str) -> int:
-        """Return the rank of the CTA that an agent's name gives, or 0."""
+        """Return the rank of the CTA in an agent's name, or 0."""
         match = _AGENT.search(agent)
         return int(match.group(1)) if match else 0
 
     def with_role(self, agent: str) -> str:
-        """Return an agent's name with the rank and role of the warp in it."""
+        """Return an agent's name, with the rank of its CTA and the role of its warp added."""
 
         def worded(m: re.Match[str]) -> str:
             rank, warp = int(m.group(1)), int(m.group(2))
@@ -148,7 +148,7 @@ class ClusterRun:
         return _AGENT.sub(worded, agent)
 
     def deadlock(self) -> KernelFault:
-        """Return the fault of a cluster in which nothing can move."""
+        """Return the fault to raise for a cluster in which no warp can continue."""
         lines = []
         for g in self.gangs():
             for pc in sorted(g.groups):

@@ -1,7 +1,7 @@
-"""Turns a kernel into Python functions, one per basic block, for full and for partial masks.
+"""Translate a kernel into Python functions, one per basic block, for full and for partial masks.
 
-Functions are generated when a block first runs, and bound per width of a gang, because constants
-are vectors of that width. `emit.blocks` says what a block function returns.
+A function is generated when its block first runs. It is bound once for each width of a gang,
+because constants are vectors of that width. `emit.blocks` says what a block function returns.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class GeneratedKernel:
         self.post_dominators = PostDominators(kernel)
 
     def functions(self, width: int) -> tuple[Table, Bind]:
-        """Return the block functions of gangs of `width` lanes, and what binds one.
+        """Return the block functions of gangs of `width` lanes, and a function that binds more.
 
         Returns:
-            (functions by block for full and for partial masks, None until bound;
-            the function that binds block `index` for full or partial masks)
+            The functions by block, for full and for partial masks, None until bound; and a function
+            that binds block `index` for full or partial masks.
         """
         if width not in self._tables:
             n = len(self.kernel.blocks)
@@ -57,7 +57,7 @@ class GeneratedKernel:
         return self._tables[width]
 
     def _bind(self, index: int, masked: bool, width: int) -> BlockFunction:
-        """Compile a block, if need be, and execute its definition for gangs of `width` lanes."""
+        """Define the function of a block for gangs of `width` lanes; compile it at first use."""
         if (index, masked) not in self._code:
             text = self._texts.pop(index, "") if not masked else ""
             text = text or block_source(self.emitter, index, masked)
@@ -68,7 +68,7 @@ class GeneratedKernel:
         return f
 
     def _space(self, width: int) -> dict[str, Any]:
-        """Return the global names of block functions: operations, arithmetic and constants."""
+        """Return the global namespace of block functions: operations, arithmetic and constants."""
         space = self._spaces.setdefault(width, NAMESPACE | OPERATIONS)
         space.update(self.emitter.objects)
         for name, scalar in self.emitter.constants.items():
@@ -79,7 +79,7 @@ class GeneratedKernel:
         return space
 
     def initial_registers(self, width: int) -> list[Any]:
-        """Return the registers of a fresh gang: values that are unlikely to pass for results."""
+        """Return the registers of a new gang, with values that are unlikely to pass for results."""
         fill = {
             "bool": np.zeros(width, bool),
             "u2": np.full(width, 0xDEAD, np.uint16),
@@ -91,6 +91,6 @@ class GeneratedKernel:
         return [fill[self.emitter.store[r]] for r in self.kernel.regs]
 
     def check(self) -> None:
-        """Generate every block, so that an unknown opcode is found before anything runs."""
+        """Generate every block, so that an unknown opcode is reported before anything runs."""
         for i in range(len(self.kernel.blocks)):
             self._texts[i] = block_source(self.emitter, i, False)

@@ -1,4 +1,4 @@
-"""Runs a launch: the clusters of its grid, some of them side by side."""
+"""Run a launch: the clusters of its grid, some of them side by side."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attnkit.emulator.execution.generated_kernel import GeneratedKernel
 from attnkit.emulator.faults import Finding, KernelFault, Place
 from attnkit.emulator.machine.launch import Launch
 
-RESIDENT = 264  # clusters that run together at most, when they wait for each other
+RESIDENT = 264  # most clusters that run side by side when they wait for each other
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class LaunchStats:
 
     Attributes:
         warp_instructions: instructions, each counted once for every warp.
-        seconds: that the emulator took.
+        seconds: time that the emulator took.
         opcodes: warp instructions by opcode.
         work: FLOP and bytes by unit.
-        covered: the part of the kernel's instructions that any warp reached.
-        missed: lines of the PTX of the others.
+        covered: share of the kernel's instructions that any warp reached, 0 to 1.
+        missed: PTX lines of the instructions that no warp reached.
     """
 
     warp_instructions: int
@@ -51,7 +51,7 @@ class Grid:
         self._together = _together(launch)
 
     def run(self) -> LaunchStats:
-        """Run the grid: some clusters side by side, more of them when these wait for others.
+        """Run the grid: some clusters side by side, and more of them when those wait for others.
 
         Raises:
             KernelFault: the kernel cannot go on.
@@ -71,7 +71,7 @@ class Grid:
         return self._stats(time.perf_counter() - begin, ctas)
 
     def _start_next(self) -> None:
-        """Start the next cluster that waits to be launched."""
+        """Start the next cluster that was not launched yet."""
         launch = self.launch
         x, y, z = launch.first_cta(launch.waiting.pop(0))
         sx, sy, sz = launch.cluster
@@ -98,7 +98,7 @@ class Grid:
         return sum(len(c.cluster.ctas) for c in over)
 
     def _wake(self) -> None:
-        """Start one more cluster, for which the others may be waiting, as nothing moves."""
+        """Start one more cluster when no other can continue: they may be waiting for it."""
         active = self._active
         if not self.launch.waiting or len(active) >= RESIDENT:
             raise active[0].deadlock()
@@ -123,7 +123,7 @@ class Grid:
             launch.note(Finding(conflict.kind, text, at, "error", race.counts[key]))
 
     def _stats(self, seconds: float, ctas: int) -> LaunchStats:
-        """Count what was executed."""
+        """Return the counts of what was executed."""
         ops: Counter[str] = Counter()
         missed: list[int] = []
         blocks = self.launch.kernel.blocks
@@ -131,7 +131,7 @@ class Grid:
             for c in block:
                 if n:
                     ops[c.op] += n
-                elif c.line:  # not the return that the parser adds at the end
+                elif c.line:  # leave out the return that the parser adds at the end
                     missed.append(c.line)
         covered = 1 - len(missed) / sum(len(block) for block in blocks)
         total = sum(ops.values())
@@ -141,8 +141,8 @@ class Grid:
 def _together(launch: Launch) -> int:
     """Return how many clusters run side by side.
 
-    One where a cluster may take over those that wait, so that there are some; in the adversarial
-    mode as many as the seed says.
+    With cluster launch control it is one, so that clusters are left for it to take over. In the
+    adversarial mode it depends on the seed.
     """
     ops = (c.parts[0] for c in launch.kernel.instructions())
     alone = "clusterlaunchcontrol" in ops and not launch.mode.late

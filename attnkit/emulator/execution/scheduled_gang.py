@@ -1,4 +1,7 @@
-"""Runs a gang of warps: divergence as groups of lanes by block, and gangs that split."""
+"""Run a gang of warps. Lanes that diverge form groups, and gangs split.
+
+A group is the lanes that go on at the same block.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,20 @@ from attnkit.emulator.machine.gang import Gang
 from attnkit.emulator.numerics.formats import Lanes
 from attnkit.emulator.ops.wgmma import multiply_group
 
-TURN = 50_000  # blocks that a gang runs before others have their turn
+TURN = 50_000  # most blocks that a gang runs before others have their turn
 
 
 class ScheduledGang(Gang):
     """Runs the blocks of a kernel for the warps of a gang.
 
-    Groups at the same block merge; the group at the lowest block runs first, and another one if
-    that has to wait. A group of whole warps that waits while others do not becomes a gang of its
-    own, so that warps of different roles stop sharing masks.
+    Groups at the same block merge. The group at the lowest block runs first; if it has to wait, the
+    next one runs. A group of whole warps that waits while others run becomes a gang of its own, so
+    that warps of different roles no longer share masks.
 
     Attributes:
-        groups: the mask of each group of lanes, by the block that comes next. Exited lanes are in
-            none.
-        siblings: all gangs of the CTA; gangs that split off are added to it.
+        groups: mask of each group of lanes, by the block that it runs next. Lanes that have exited
+            are in no group.
+        siblings: all gangs of the CTA; a gang that splits off is appended.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class ScheduledGang(Gang):
         code: GeneratedKernel,
         siblings: list[ScheduledGang],
     ) -> ScheduledGang:
-        """Return a gang at the entry of the kernel."""
+        """Create a gang at the entry of the kernel."""
         gang = cls(cluster, cta, warps, code.initial_registers(32 * len(warps)), code, siblings)
         mask = gang.thread < cta.threads
         gang.groups = {0: gang.full if mask.all() else mask}
@@ -68,7 +71,7 @@ class ScheduledGang(Gang):
 
     # ---- running
     def run(self) -> bool:
-        """Run until every group waits, yields or is gone; return whether anything ran."""
+        """Run until every group waits, yields or has exited; return whether anything ran."""
         ran = False
         self.polling = False
         try:
@@ -96,7 +99,7 @@ class ScheduledGang(Gang):
         return ran
 
     def _run_full(self, pc: int) -> tuple[bool, bool]:
-        """Run with all lanes together; return (whether anything ran, whether to go on)."""
+        """Run while all lanes are at one block; return (whether anything ran, whether to go on)."""
         table, bind = self._functions
         functions, registers, full, width = table[0], self.R, self.full, self.width
         count = np.count_nonzero
@@ -140,7 +143,7 @@ class ScheduledGang(Gang):
         return ran, False
 
     def _run_groups(self) -> bool:
-        """Run one block of the first group that can; False if none can."""
+        """Run one block of the first group that can run; return False if none can."""
         table, bind = self._functions
         for pc in sorted(self.groups):
             m = self.groups[pc]
@@ -166,7 +169,7 @@ class ScheduledGang(Gang):
         return False
 
     def _add(self, pc: int, m: Any) -> None:
-        """Let the lanes `m` go on at block `pc`; below 0 they exit."""
+        """Let the lanes `m` continue at block `pc`; they exit if it is negative."""
         if pc < 0:
             self.cta.exited += int(np.count_nonzero(m))
             return
@@ -180,7 +183,7 @@ class ScheduledGang(Gang):
 
     # ---- splitting
     def _shed(self, pc: int, m: Any) -> bool:
-        """Go on as a narrower gang, if whole warps have exited; return whether they have."""
+        """Move the rest to a narrower gang if whole warps have exited; return whether they have."""
         rows = m.reshape(-1, 32)
         some = rows.any(1)
         if some.all():
@@ -189,9 +192,9 @@ class ScheduledGang(Gang):
         return True
 
     def _part_roles(self, pc: int, target: int) -> None:
-        """Part warps that branch at block `pc` and meet no more, if the run is recorded.
+        """Split off warps that branch at block `pc` and share no more work, if the run is recorded.
 
-        Otherwise one of them would wait for the other.
+        In one gang, one of them would wait for the other, and the record would show that.
         """
         if self.events is None or len(self.groups) < 2 or not self._code.post_dominators.parts(pc):
             return
@@ -200,7 +203,7 @@ class ScheduledGang(Gang):
             self._part(target, self.groups[target], rows.any(1))
 
     def _leave(self, pc: int) -> bool:
-        """Part the warps that the block at `pc` found to differ; return whether there were any."""
+        """Split off the warps of `leaving`, which must not run block `pc` here; return if any."""
         if self.leaving is None:
             return False
         lanes, self.leaving = self.leaving, None
@@ -209,21 +212,20 @@ class ScheduledGang(Gang):
         return True
 
     def _split(self, pc: int, m: Any) -> None:
-        """Part whole warps that wait while others run."""
+        """Split off whole warps that wait while others run."""
         rows = m.reshape(-1, 32)
         some = rows.any(1)
         if len(self.groups) > 1 and (rows.all(1) == some).all() and not some.all():
             self._part(pc, m, some)
 
     def _part(self, pc: int, m: Any, some: Lanes, staying: Any = None) -> None:
-        """Move the warps `some`, with lanes `m` at block `pc`, to a gang of their own.
+        """Move the warps `some`, with lanes `m` at block `pc`, to a new gang.
 
         Args:
             staying: lanes that stay at block `pc`.
         """
-        multiply_group(
-            self, self.wgmma_current
-        )  # by all the warps that issued it, while they are here
+        # multiply now, while all warps that issued the products are in one gang
+        multiply_group(self, self.wgmma_current)
         lanes = np.flatnonzero(np.repeat(some, 32))
         warps = tuple(w for w, s in zip(self.warps, some.tolist(), strict=True) if s)
         registers = [r[lanes] for r in self.R]
@@ -244,7 +246,7 @@ class ScheduledGang(Gang):
         del self.groups[pc]
         if staying is not None:
             self._add(pc, staying)
-        if not self.groups:  # the parts have to wait for what is under way
+        if not self.groups:  # nobody is left here; the new gangs wait for unfinished products
             self.wgmma_current, self.wgmma_groups = WgmmaGroup(), []
 
     # ---- reports

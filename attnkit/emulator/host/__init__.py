@@ -1,1 +1,4 @@
-"""Runs the host code of compiled kernels: arguments come in, captured launches go out."""
+"""Run the host code of compiled kernels.
+
+In: arguments of a call. Out: the launches that the call makes.
+"""

@@ -1,7 +1,8 @@
-"""Packs run-time values as the C interface of a compiled DSL function takes them.
+"""Pack run-time values for the C interface of a compiled DSL function.
 
-A tensor is a C structure of its pointer, dynamic shapes and dynamic strides; which of them are
-dynamic, and how wide, the compile-time stand-in of the tensor says. Numbers go by pointer.
+A tensor becomes a C structure of its pointer, dynamic shapes and dynamic strides. The fake tensor
+with which the function was compiled says which of them are dynamic, and how wide. Numbers are
+passed by pointer.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ _SCALARS = {
 
 
 def is_stream(spec: Any) -> bool:
-    """Whether a compile-time argument stands for a stream."""
+    """Return whether a compile-time argument stands for a stream."""
     return "stream" in type(spec).__name__.lower()
 
 
 def pack_all(specs: Sequence[Any], values: Sequence[Any], memory: GlobalMemory) -> list[bytes]:
-    """Return one blob per C argument. `values` match `specs` without the streams.
+    """Return the bytes of each C argument. `values` match `specs` without the streams.
 
     Raises:
         ArgumentError, ShapeError: a value does not fit what the kernel was compiled for.
@@ -56,7 +57,7 @@ def pack_all(specs: Sequence[Any], values: Sequence[Any], memory: GlobalMemory) 
 
 
 def _pack(spec: Any, value: Any, memory: GlobalMemory, name: str) -> Iterator[bytes]:
-    """Yield the blobs of one argument."""
+    """Yield the bytes of the C arguments that one argument becomes."""
     if spec is None:
         return
     if isinstance(spec, list | tuple):
@@ -99,7 +100,7 @@ def _tensor(spec: Any, value: Any, memory: GlobalMemory, name: str) -> bytes:
     for fields in (
         _dynamic(shape, spec.shape, spec.dynamic_shapes_mask, 32),
         _dynamic(strides, spec.stride, spec.dynamic_strides_mask, narrow),
-    ):  # two structures, aligned and filled up as in C
+    ):  # shapes and strides are two structures, aligned and padded as in C
         align = max((width // 8 for _, width in fields), default=1)
         out += b"\0" * (-len(out) % align)
         for number, width in fields:
@@ -112,7 +113,7 @@ def _tensor(spec: Any, value: Any, memory: GlobalMemory, name: str) -> bytes:
 def _dynamic(
     values: Sequence[int], spec: Sequence[Any], mask: Sequence[int], width: int
 ) -> list[tuple[int, int]]:
-    """Return (value, bits) of the dynamic entries; a symbolic integer of the DSL says its width."""
+    """Return (value, bits) of the dynamic entries; the DSL's symbolic integers know their width."""
     return [
         (v, int(getattr(s, "width", width)))
         for v, s, d in zip(values, tuple(spec), mask, strict=True)

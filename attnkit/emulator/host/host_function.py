@@ -1,7 +1,7 @@
-"""Runs the generated host function of a compiled kernel without a GPU, and captures its launches.
+"""Run the generated host function of a compiled kernel without a GPU, and capture its launches.
 
-The host object is linked by the system's C compiler with `shim.c`, which stands in for CUDA. So
-grid, cluster, shared memory size, tensor maps and every kernel parameter are those of a real call.
+The system's C compiler links the host object with `shim.c`, which takes the place of CUDA. So grid,
+cluster, shared memory size, tensor maps and every kernel parameter are those of a real call.
 """
 
 from __future__ import annotations
@@ -72,7 +72,6 @@ def compiler() -> str:
 
 
 def _link(code: bytes, folder: str) -> ctypes.CDLL:
-    # -Bsymbolic: the DSL's runtime, loaded in this process, exports the same names.
     """Link a host object with `shim.c`, and load the library."""
     obj, lib = Path(folder, "kernel.o"), Path(folder, "kernel.so")
     obj.write_bytes(code)
@@ -81,7 +80,7 @@ def _link(code: bytes, folder: str) -> ctypes.CDLL:
         compiler(),
         "-shared",
         "-fPIC",
-        "-Wl,-Bsymbolic",
+        "-Wl,-Bsymbolic",  # the DSL's runtime, loaded in this process, exports the same names
         "-o",
         str(lib),
         str(obj),
@@ -109,7 +108,7 @@ class HostFunction:
         self._load()
 
     def _load(self) -> None:
-        """Initialise the module, as its loader would."""
+        """Initialise the module as the DSL's loader would."""
         pointer = ctypes.c_void_p(0)
         self._handle = ctypes.pointer(pointer)
         status, device = ctypes.c_int32(0), ctypes.c_int32(0)
@@ -121,7 +120,7 @@ class HostFunction:
             raise EmulatorError(f"the kernel's module failed to load: status {status.value}")
 
     def _call(self, name: str, slots: Sequence[Any]) -> None:
-        """Call a function of the library with an array of pointers."""
+        """Call a function of the library with pointers to its arguments."""
         array = (ctypes.c_void_p * len(slots))(*[ctypes.cast(s, ctypes.c_void_p) for s in slots])
         getattr(self.library, name)(array)
 
@@ -133,7 +132,7 @@ class HostFunction:
         def on_launch(config: Any, name: bytes, params: Any) -> int:
             try:
                 launches.append(self._captured(config.contents, name.decode(), params))
-            except Exception as error:  # must not cross the C frames
+            except Exception as error:  # an exception must not pass through the C frames
                 errors.append(error)
                 return 1
             return 0
@@ -152,7 +151,7 @@ class HostFunction:
         return launches
 
     def _captured(self, config: _Config, name: str, params: Any) -> Captured:
-        """Return a launch from the C structures that describe it."""
+        """Decode the C structures that describe a launch."""
         kernel = self.kernels[name]
         blob = bytearray(kernel.param_bytes)
         for i, p in enumerate(kernel.params):
@@ -169,10 +168,10 @@ class HostFunction:
 
 
 def _load_runtime() -> None:
-    """Load the DSL's runtime.
+    """Load the DSL's runtime library into the process.
 
-    An object compiled for an architecture other than that of CUTE_DSL_ARCH cannot be written out
-    until its symbols are in the process.
+    Without its symbols, an object that was compiled for an architecture other than CUTE_DSL_ARCH
+    cannot be exported.
     """
     from cutlass.base_dsl.env_manager import get_prefix_dsl_libs
 

@@ -1,4 +1,4 @@
-"""Models the state of a GPU: memories, barriers, CTAs, clusters, a launch, and warps in lockstep.
+"""Model the state of a GPU: memories, barriers, CTAs, clusters, a launch, and warps in lockstep.
 
-Changes state only as its callers ask; `ops` gives instructions their meaning.
+It changes state only as its callers ask; `ops` defines what instructions do.
 """

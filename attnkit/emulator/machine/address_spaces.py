@@ -1,9 +1,9 @@
-"""Says where the address spaces lie in the emulator's generic space."""
+"""Define where each address space begins in the emulator's generic address space."""
 
 from __future__ import annotations
 
-SHARED_BASE = 1024  # of every CTA's shared memory: 1024-byte alignment holds for real addresses
+SHARED_BASE = 1024  # of shared memory of every CTA; keeps the alignment of offsets up to 1024
 PARAM_BASE = 0x7E00_0000_0000
 LOCAL_BASE = 0x7D00_0000_0000
-RANK_SHIFT = 24  # the rank of a CTA in its cluster, in an address of shared::cluster
+RANK_SHIFT = 24  # first bit of the CTA's rank in an address of shared::cluster
 OFFSET_MASK = 0xFFFFFF

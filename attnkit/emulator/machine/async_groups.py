@@ -1,4 +1,4 @@
-"""Holds groups of asynchronous operations that a gang or a thread has not waited for."""
+"""Define groups of asynchronous operations, for which a gang or a thread still has to wait."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Work = Callable[[], None]
 
 @dataclass(eq=False)
 class CopyGroup:
-    """Holds the copies between two commits: what is still to be done, clocks and PTX lines."""
+    """Holds the copies between two commits: pending work, clocks and PTX lines."""
 
     work: list[Work] = field(default_factory=list)
     clocks: list[Clock] = field(default_factory=list)
@@ -30,15 +30,15 @@ class BulkGroups:
 
 @dataclass(frozen=True)
 class WgmmaForm:
-    """Describes what successive wgmma must share to be computed as one product.
+    """Describes what wgmma that follow each other must share to be computed as one product.
 
     Attributes:
         d: accumulator registers, by index.
-        n, k: of the shape m64nNkK.
-        types: of D, A and B, as PTX names them.
+        n, k: N and K of the shape m64nNkK.
+        types: types of D, A and B, as PTX names them.
         scale: signs of A and B, 1 or -1.
-        major: of A and B; 1 is MN-major.
-        a_in_registers: A is a tuple of registers, else a matrix descriptor.
+        major: layouts of A and B; 1 is MN-major.
+        a_in_registers: whether A is a tuple of registers; else it is a matrix descriptor.
     """
 
     d: tuple[int, ...]
@@ -55,10 +55,10 @@ class WgmmaGroup:
     """Holds the products of one wgmma group.
 
     Attributes:
-        items: (form, A, B, accumulate) in order. A is a tuple of registers or a descriptor, B a
-            descriptor.
-        lines: where the products stand in the PTX.
-        clock: of the last product, if races are watched.
+        items: (form, A, B, accumulate) in order of issue. A is a tuple of registers or a
+            descriptor, B a descriptor.
+        lines: PTX lines of the products.
+        clock: clock of the last product, if races are watched.
     """
 
     items: list[tuple[WgmmaForm, Any, int, bool]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Models mbarriers, named barriers and the cluster barrier."""
+"""Model mbarriers, named barriers and the cluster barrier."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class MBarrier:
 
     Attributes:
         offset: its address in shared memory.
-        count: arrivals that a phase needs; `pending`: those still missing.
-        line: the line of the PTX that initialised it.
+        count, pending: arrivals that a phase needs, and how many of them are missing.
+        line: PTX line that initialised it.
         tx: the transaction count, in bytes.
-        flips: how many phases have completed.
-        released: what those who arrived in this phase know, if races are watched.
-        done: what those who wait for the last completed phase learn.
+        flips: number of phases that have completed.
+        released: knowledge of the agents that arrived in this phase, if races are watched.
+        done: knowledge that a wait for the last completed phase hands on.
         initialised: (agent, time) of its initialisation.
     """
 
@@ -47,12 +47,12 @@ class MBarrier:
         self.pending = self.count
 
     def release(self, who: Clock | None, relaxed: bool = False) -> None:
-        """Add what `who` knows to what a waiter will learn."""
+        """Hand the knowledge of `who` to agents that wait for this phase."""
         if who is not None:
             self.released = joined(self.released, who.handed_on(relaxed))
 
     def arrive(self, n: int) -> None:
-        """Count `n` arrivals."""
+        """Count `n` arrivals, and complete the phase if it was waiting for them alone."""
         self.pending -= n
         if self.pending < 0:
             raise Trap("barrier", f"more arrivals than expected on {self}")
@@ -66,7 +66,7 @@ class MBarrier:
         self._complete()
 
     def _complete(self) -> None:
-        """Complete the phase, if nothing is missing."""
+        """Complete the phase if no arrivals and no bytes are missing."""
         if self.pending == 0 and self.tx == 0:
             self.done = self.released
             self.phase ^= 1
@@ -82,7 +82,7 @@ class MBarrier:
 
 @dataclass(eq=False)
 class NamedBarrier:
-    """Models a barrier of bar.sync and bar.arrive (PTX ISA, bar); it counts threads, in warps."""
+    """Models a barrier of bar.sync and bar.arrive (PTX ISA, bar), which counts whole warps."""
 
     number: int
     threads: int = 0
@@ -93,7 +93,7 @@ class NamedBarrier:
     clocks: dict[int, tuple[Vector, Vector]] = field(default_factory=dict)
 
     def arrive(self, lanes: int, threads: int, warps: tuple[int, ...]) -> bool:
-        """Count `lanes` more threads of `threads`; return whether that completes the barrier."""
+        """Count `lanes` of `threads` expected threads; return whether the barrier completes."""
         if threads % 32 or threads <= 0:
             raise Trap("barrier", f"barrier {self.number}: {threads} threads is no multiple of 32")
         if self.arrived and self.threads != threads:
@@ -114,7 +114,7 @@ class NamedBarrier:
         return False
 
     def release(self, who: Clock | None) -> None:
-        """Add what `who` knows to what those who wait will learn."""
+        """Hand the knowledge of `who` to agents that wait for this generation."""
         if who is not None:
             accumulate(self.clocks, self.generation, who)
 
@@ -146,7 +146,7 @@ class ClusterBarrier:
 
 
 def accumulate(clocks: dict[int, Any], generation: int, who: Clock, relaxed: bool = False) -> None:
-    """Join the clock of `who` into what generation `generation` of a barrier hands on."""
+    """Add the knowledge of `who` to what a barrier hands on for one of its generations."""
     knowledge = joined(clocks.get(generation), who.handed_on(relaxed))
     if knowledge is not None:
         clocks[generation] = knowledge

@@ -1,4 +1,4 @@
-"""Models a cluster of CTAs: asynchronous work, shared memory across CTAs, and barriers."""
+"""Model a cluster of CTAs: asynchronous work, shared memory across CTAs, and barriers."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from attnkit.emulator.numerics.formats import Lanes, u1
 
 
 class Issuer(Protocol):
-    """Stands for the warps that started an asynchronous operation."""
+    """Represents the warps that started an asynchronous operation."""
 
     cta: Cta
     line: int
 
     def fault(self, trap: Trap, line: int) -> KernelFault:
-        """Return the fault of an operation that these warps started at `line` of the PTX."""
+        """Return the fault to raise for an operation that these warps started at a PTX line."""
         ...
 
 
 class Pending(NamedTuple):
-    """Holds an asynchronous operation that was put off; `line` of the PTX started it."""
+    """Holds an asynchronous operation that was delayed; PTX `line` started it."""
 
     work: Work
     issuer: Issuer
@@ -42,12 +42,12 @@ class Cluster:
     """Holds the CTAs that run together, and the queues of their unfinished asynchronous work.
 
     Attributes:
-        ids: place of each CTA in the grid, by rank.
-        events: counts changes that a waiting warp may be waiting for.
-        ticks: what %clock reads.
-        actor: rank of the CTA for which something is being done.
-        queues: work that was put off, by unit.
-        work: how much each unit did, in FLOP or bytes.
+        ids: position of each CTA in the grid, by rank.
+        events: number of changes for which a warp may have been waiting.
+        ticks: value of %clock.
+        actor: rank of the CTA that acts now.
+        queues: delayed work, by unit.
+        work: FLOP or bytes of each unit.
     """
 
     def __init__(self, launch: Launch, ids: list[tuple[int, int, int]], rng: random.Random) -> None:
@@ -69,7 +69,7 @@ class Cluster:
 
     # ---- asynchronous work
     def submit(self, unit: str, work: Work, issuer: Issuer) -> None:
-        """Run `work` now, or put it off: copies in any order, tensor-core work in its order."""
+        """Run `work` now or delay it. Delayed tcgen05 work runs in order, other work in any."""
         mode = self.launch.mode
         if mode.late and (self.queues[unit] or self.rng.random() >= mode.prompt):
             self.queues[unit].append(Pending(work, issuer, issuer.line))
@@ -78,11 +78,11 @@ class Cluster:
         self.events += 1
 
     def record(self, unit: str, amount: int) -> None:
-        """Add to what `unit` did, in FLOP or bytes."""
+        """Add FLOP or bytes to the work of `unit`."""
         self.work[unit] += amount
 
     def release_one(self) -> bool:
-        """Complete one asynchronous operation that was put off; False if there is none."""
+        """Complete one delayed asynchronous operation; return False if there is none."""
         ready = [name for name, q in self.queues.items() if q]
         if not ready:
             return False
@@ -101,10 +101,10 @@ class Cluster:
 
     # ---- shared memory of any CTA of the cluster
     def reached(self, rank: int) -> Cta:
-        """Return the CTA of `rank`, whose shared memory is about to be accessed.
+        """Return the CTA of `rank`, for an access to its shared memory; fault if it has exited.
 
-        Another CTA may use it only while that CTA runs (PTX ISA, "Shared State Space" and
-        barrier.cluster).
+        Other CTAs may access shared memory only while its CTA runs (PTX ISA, "Shared State Space"
+        and barrier.cluster).
         """
         cta = self.ctas[rank]
         if rank != self.actor and not cta.alive:
@@ -145,7 +145,7 @@ class Cluster:
         return cta.smem[off : off + size].copy()
 
     def _chunks(self, address: int, tm: TensorMap) -> tuple[Cta, Lanes]:
-        """Return the CTA, and the numbers of the 16-byte chunks that a box fills, in order."""
+        """Return the CTA, and the indices of the 16-byte chunks that a box fills, in order."""
         need = 128 if tm.swizzle or tm.item else 16
         if address & (need - 1):
             raise Trap("alignment", f"TMA box at shared address {address:#x}: {need} bytes needed")
@@ -171,7 +171,7 @@ class Cluster:
     def note_swizzled_read(
         self, address: int, tm: TensorMap, box: Box, clock: Clock, line: int
     ) -> None:
-        """Tell the race detector of the read of the part of a box that is inside the tensor."""
+        """Report to the race detector that a box was read, as far as it is inside the tensor."""
         assert self.race is not None
         cta, i = self._chunks(address, tm)
         byte = (16 * i[:, None] + np.arange(16)).reshape((*tm.box[::-1], tm.item))
@@ -196,7 +196,7 @@ class Cluster:
         b.expect(-size)
 
     def release_cluster(self, clock: Clock | None, relaxed: bool) -> None:
-        """Hand what `clock` knows to those who wait at the cluster barrier."""
+        """Hand the knowledge of `clock` to agents that wait at the cluster barrier."""
         if clock is not None:
             accumulate(self.barrier.clocks, self.barrier.generation, clock, relaxed)
             clock.tick()

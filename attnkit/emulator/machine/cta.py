@@ -1,4 +1,4 @@
-"""Models a CTA: its shared, local and tensor memory, its barriers and its parameters."""
+"""Model a CTA: its shared, local and tensor memory, its barriers and its parameters."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Cta:
     """Holds the memories and barriers of one CTA.
 
     Attributes:
-        ctaid: its place in the grid; `rank` that in its cluster.
+        ctaid, rank: its position in the grid, and in its cluster.
         smem: shared memory, one byte an element.
         local: local memory [threads of whole warps, bytes].
-        mbarriers: by address; `named`: named barriers by number.
+        mbarriers, named: mbarriers by address, and named barriers by number.
         bulk: bulk async-groups by thread.
-        refused: a request for another cluster has failed, and the CTA has seen it.
-        products: how many wgmma each warp has executed.
-        exited: how many threads have exited.
+        refused: whether the CTA has seen that a request for another cluster failed.
+        products: number of wgmma that each warp has executed.
+        exited: number of threads that have exited.
     """
 
     def __init__(self, launch: Launch, ctaid: tuple[int, int, int], rank: int) -> None:
@@ -58,7 +58,7 @@ class Cta:
 
     @property
     def alive(self) -> bool:
-        """Whether any thread has not exited."""
+        """Return whether any thread has not exited."""
         return self.exited < self.threads
 
     def view(self, dtype: Any, n: int) -> Lanes:
@@ -70,7 +70,7 @@ class Cta:
         return self._views[key]
 
     def checked(self, offsets: Lanes) -> Lanes:
-        """Return `offsets` into shared memory, if all are inside."""
+        """Return `offsets` into shared memory; fault if one is outside."""
         lo, hi = int(offsets.min()), int(offsets.max())
         if lo < 0 or hi >= self.smem.size:
             raise Trap(
@@ -88,7 +88,7 @@ class Cta:
         return self._params[key]
 
     def tensor_map(self, address: int) -> TensorMap:
-        """Return the tensor map at an address of a parameter or of global memory."""
+        """Decode the tensor map at an address of a parameter or of global memory."""
         if address not in self._maps:
             off = address - PARAM_BASE
             if 0 <= off <= len(self.launch.params) - 128:
@@ -102,9 +102,9 @@ class Cta:
         return self._maps[address]
 
     def barrier_name(self, offset: int, line: int) -> str:
-        """Return a word for the mbarrier at `offset`, initialised at a line of the PTX.
+        """Return a name for the mbarrier at `offset`, which a PTX line initialised.
 
-        It is the one that `describe` gave, or the one that the kernel's source uses.
+        It is the name that `describe` set, or the one in the kernel's source.
         """
         name = self.launch.names.get(offset)
         if name is not None:
@@ -118,7 +118,7 @@ class Cta:
     def clc_words(self, ctaid: tuple[int, int, int] | None) -> bytes:
         """Encode a response of clusterlaunchcontrol.try_cancel, which is opaque to programs.
 
-        The numbers in a refusal are undefined, so they are none that a grid has.
+        The numbers in a refusal are undefined, so it has numbers that no grid has.
         """
         x, y, z = ctaid or (UNDEFINED, UNDEFINED, UNDEFINED)
         return struct.pack("<4I", x, y, z, 1 if ctaid else 0)

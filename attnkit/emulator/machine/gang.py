@@ -1,7 +1,7 @@
-"""Models a gang: warps of one CTA that run in lockstep, as instructions see them.
+"""Model a gang: warps of one CTA that run in lockstep, as instructions see them.
 
-The word is ISPC's. Registers are vectors with one element per thread of the gang (32, 64, 96 or
-128); instructions work on all of them at once.
+The term comes from the ISPC compiler. Registers are vectors with one element per thread of the gang
+(32, 64, 96 or 128); instructions work on all elements at once.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from attnkit.emulator.machine.race_detector import Clock, RaceDetector
 from attnkit.emulator.numerics.formats import Lanes, u4
 from attnkit.emulator.ptx.warp_roles import role_of
 
-Mask = Any  # a bool vector of lanes; `full` itself when all lanes are active
+Mask = Any  # bool vector of lanes; the object `full` if all lanes are active
 
 
 class Gang:
     """Holds registers, special registers and unfinished work of warps that run in lockstep.
 
     Attributes:
-        warps: their numbers in the CTA.
-        width: how many lanes they have.
+        warps: numbers of the warps in the CTA.
+        width: number of lanes of these warps.
         R: registers, each a vector of lanes.
-        full: the mask of all lanes; a mask of all lanes is this very object.
-        line: the line of the PTX that is being executed.
-        seen: the basic blocks that were executed.
-        why: what the gang waits for, in words.
-        yielded: it lets others run before it goes on.
-        polling: it keeps testing what only others can change.
+        full: mask of all lanes; every mask of all lanes is this object.
+        line: PTX line that is being executed.
+        seen: basic blocks that were executed.
+        why: description of what the gang waits for.
+        yielded: whether it lets others run before it continues.
+        polling: whether it keeps testing what only others can change.
         leaving: lanes of warps that must leave the gang before its block can run, or None.
         race, clock: the race detector and the gang's clock, if races are watched.
-        events: where events are recorded, if they are.
+        events: stream that records events; None if there is no recorder.
         bar_waits: (number, generation) of the named barrier at which a block waits, by block.
-        cluster_wait_for: the phase of the cluster barrier that was arrived at, or -1.
-        last_polls: what a block that polls global memory last read, by block.
+        cluster_wait_for: phase of the cluster barrier at which it arrived, or -1.
+        last_polls: values that a block which polls global memory last read, by block.
         cp_current, cp_groups: cp.async since the last commit, and committed groups.
         wgmma_current, wgmma_groups: the same for wgmma.
-        st_pending: tcgen05.st that were put off.
+        st_pending: tcgen05.st that were delayed.
         tmem_clocks: clock of the last tcgen05.ld (False) and tcgen05.st (True).
     """
 
@@ -127,7 +127,7 @@ class Gang:
         return int(x[0]) if m is self.full else int(x[m.argmax()])
 
     def narrowed(self, m: Mask, p: Lanes) -> Mask | None:
-        """Return `m & p`; None if no lane is left, `full` if all are."""
+        """Return `m & p`; None if it has no lane, the object `full` if it has all."""
         n = np.count_nonzero(p)
         if m is self.full and n == self.width:
             return m
@@ -150,11 +150,11 @@ class Gang:
 
     # ---- reports
     def place(self, line: int) -> Place:
-        """Return where in the kernel this gang stands, for a report."""
+        """Return the place in the kernel at which this gang is, for a report."""
         launch = self.launch
         role = launch.role(self.warps) or role_of(launch.kernel, self.seen)
         return Place(self.cta.ctaid, self.warps, role, line, launch.source(line))
 
     def fault(self, trap: Trap, line: int) -> KernelFault:
-        """Return the fault of an instruction of these warps at `line` of the PTX."""
+        """Return the fault to raise for an instruction of these warps at a PTX line."""
         return KernelFault(Finding(trap.kind, trap.text, self.place(line)))

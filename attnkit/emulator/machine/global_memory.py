@@ -1,4 +1,4 @@
-"""Models global memory: the caller's arrays, and nothing else, by their real addresses."""
+"""Model global memory: only the caller's arrays, at their real addresses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from attnkit.errors import ArgumentError
 
 @dataclass(eq=False)
 class Buffer:
-    """Holds one range of global memory; `written` marks bytes with a defined value, if tracked."""
+    """Holds one range of global memory.
+
+    `written` marks the bytes that have a defined value; None if that is not tracked.
+    """
 
     name: str
     base: int
@@ -72,7 +75,7 @@ class GlobalMemory:
         self._keep: list[Any] = []
 
     def add(self, name: str, array: Any, *, undefined: bool = False) -> int:
-        """Register `array` and return its address; `undefined`: reads before writes are faults."""
+        """Register `array`; return its address. If `undefined`, reads before writes are faults."""
         address, size = extent(array)
         if size:
             raw = (ctypes.c_ubyte * size).from_address(address)
@@ -83,7 +86,7 @@ class GlobalMemory:
         return address
 
     def find(self, lo: int, hi: int) -> Buffer:
-        """Return the buffer that holds bytes [lo, hi)."""
+        """Return the buffer that contains the bytes [lo, hi); fault if none does."""
         for b in self.buffers:
             if b.base <= lo and hi <= b.end:
                 return b
@@ -91,7 +94,7 @@ class GlobalMemory:
         raise Trap("bounds", f"global access [{lo:#x}, {hi:#x}) is in no argument: {near}")
 
     def check_defined(self, b: Buffer, lo: Any, size: int) -> None:
-        """Fault if any byte of [lo, lo + size) (offsets, scalar or vector) was never written."""
+        """Fault if any byte of [lo, lo + size) was never written; lo: one offset, or a vector."""
         if (
             b.written is not None
             and not b.written[np.asarray(lo)[..., None] + np.arange(size)].all()
@@ -105,7 +108,7 @@ class GlobalMemory:
 
 
 def arrays(args: Sequence[Any]) -> list[Any]:
-    """Return the arrays among the arguments of a run, those in sequences and outputs included."""
+    """Return the arrays among the arguments of a run, also those in sequences and outputs."""
     out: list[Any] = []
     for a in args:
         if isinstance(a, list | tuple):
@@ -123,13 +126,13 @@ def snapshot(args: Sequence[Any]) -> list[Lanes]:
 
 
 def restore(args: Sequence[Any], saved: Sequence[Lanes]) -> None:
-    """Write a snapshot back."""
+    """Restore the bytes of a snapshot."""
     for a, data in zip(arrays(args), saved, strict=True):
         _bytes(a)[:] = data
 
 
 def _bytes(array: Any) -> Lanes:
-    """Return the bytes that an array spans, as a view."""
+    """Return a view of the bytes that an array spans."""
     memory = GlobalMemory()
     memory.add("array", array)
     return memory.buffers[0].data if memory.buffers else np.zeros(0, np.uint8)

@@ -1,4 +1,4 @@
-"""Holds a launch: the grid of a kernel, its parameters, its mode, and its findings."""
+"""Define a launch: grid, parameters and mode of a kernel, and the findings about it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from attnkit.emulator.ptx.kernel import PtxKernel, Source
 from attnkit.errors import OptionError
 
 MODES = ("eager", "adversarial", "race")
-LIMIT = 200_000_000  # blocks times warps of a launch, by default
-EARLY = 0.2  # of the requests for another cluster fail early
+LIMIT = 200_000_000  # default limit of basic blocks of a launch, counted per warp
+EARLY = 0.2  # share of the requests for another cluster that fail early
 
 
 @dataclass(frozen=True)
 class Mode:
-    """Says how to schedule a launch.
+    """Describes how to schedule a launch.
 
     Attributes:
         name: "eager", "adversarial" or "race".
-        seed: of the adversarial order.
-        late: asynchronous work waits until nothing else can run.
-        race: watch memory for accesses without an order.
-        prompt: probability that asynchronous work runs at once although `late`.
-        strict_loads: a tcgen05.ld is complete only at tcgen05.wait::ld.
-        together: how many clusters run side by side from the start.
+        seed: seed of the adversarial order.
+        late: whether asynchronous work waits until nothing else can run.
+        race: whether to look for memory accesses without an order.
+        prompt: probability that asynchronous work runs at once although `late` is set.
+        strict_loads: whether a tcgen05.ld completes only at tcgen05.wait::ld.
+        together: number of clusters that run side by side from the start.
     """
 
     name: str = "eager"
@@ -42,7 +42,7 @@ class Mode:
 
     @classmethod
     def of(cls, name: str, seed: int = 0, *, strict_loads: bool = False) -> Mode:
-        """Return the mode of that name; seed 0 of the adversarial mode delays all work, others mix.
+        """Return a mode by name. Adversarial seed 0 delays all asynchronous work, others may mix.
 
         Raises:
             OptionError: there is no such mode.
@@ -69,12 +69,12 @@ class Launch:
 
     Attributes:
         shared: size of the dynamic shared memory in bytes.
-        names: words for mbarriers, by offset in shared memory.
-        roles: warps by word.
-        sms: how many SMs the GPU says it has.
-        limit: basic blocks, counted per warp, after which the launch is taken for endless.
-        executed: how often a warp executed each basic block.
-        waiting: clusters that were not started yet, by index.
+        names: names of mbarriers, by offset in shared memory.
+        roles: warps by the name of their role.
+        sms: number of SMs that the GPU reports.
+        limit: number of basic blocks, counted per warp, after which the launch counts as endless.
+        executed: how often warps executed each basic block.
+        waiting: indices of the clusters that were not started yet.
     """
 
     kernel: PtxKernel
@@ -111,7 +111,7 @@ class Launch:
 
     @property
     def grain(self) -> int:
-        """Return the bytes of the smallest store to shared memory, 4 at most."""
+        """Return the bytes of the kernel's smallest store to shared memory, 4 at most."""
         sizes = {"b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2}
         sizes_seen = [4]
         for c in self.kernel.instructions():
@@ -122,22 +122,22 @@ class Launch:
 
     # ---- reports
     def source_of(self, line: int) -> Source | None:
-        """Return the line of the program that a line of the PTX comes from."""
+        """Return the source line from which a PTX line was compiled."""
         return self._sources.get(line)
 
     def source(self, line: int) -> str:
-        """Return the same as "file:line", or "" if it is unknown."""
+        """Return the source line of a PTX line as "file:line", or "" if it is unknown."""
         return str(self.source_of(line) or "")
 
     def role(self, warps: tuple[int, ...]) -> str:
-        """Return the word that `describe` gave for these warps, or ""."""
+        """Return the role of these warps as set by `describe`, or ""."""
         for word, members in self.roles.items():
             if set(warps) <= set(members):
                 return word
         return ""
 
     def note(self, finding: Finding) -> None:
-        """Add a finding; count it if the same was found at the same line."""
+        """Add a finding, or count it if there is an equal one at the same line."""
         key = (finding.kind, finding.text, finding.place.line)
         old = self.findings.get(key)
         self.findings[key] = replace(old, count=old.count + 1) if old else finding
@@ -146,8 +146,8 @@ class Launch:
     def cancel(self, rng: random.Random) -> tuple[int, int, int] | None:
         """Take the next cluster off the queue (cluster launch control) and return its first CTA.
 
-        In the adversarial mode, except with seed 0, some requests fail although clusters wait;
-        those are launched later.
+        In the adversarial mode, except with seed 0, some requests fail although clusters wait. Such
+        clusters are launched later.
         """
         early = self.mode.late and self.mode.seed > 0 and rng.random() < EARLY
         if early or not self.waiting:

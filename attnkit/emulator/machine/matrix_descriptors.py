@@ -1,6 +1,6 @@
-"""Decodes matrix descriptors of wgmma and tcgen05: which bytes of shared memory hold an operand.
+"""Decode matrix descriptors of wgmma and tcgen05 to the bytes of shared memory of an operand.
 
-PTX ISA, "Matrix Descriptor Format" of wgmma, "Shared Memory Descriptor" of tcgen05, and the
+See PTX ISA, "Matrix Descriptor Format" of wgmma, "Shared Memory Descriptor" of tcgen05, and the
 sections "Canonical Layouts" and "Swizzling Modes".
 """
 
@@ -58,7 +58,7 @@ def _fields(d: int, mask: int) -> MatrixDescriptor:
 
 
 def swizzled(address: Lanes, mask: int) -> Lanes:
-    """Return the XOR of address bits 4-6 with bits 7-9, as far as the mask reaches."""
+    """Apply the swizzle: XOR address bits 4-6 with bits 7-9, where the mask has bits."""
     return address ^ (((address >> 7) & mask) << 4) if mask else address
 
 
@@ -66,7 +66,7 @@ def swizzled(address: Lanes, mask: int) -> Lanes:
 def elements(
     m: MatrixDescriptor, rows: tuple[int, int], k: int, item: int, mn_major: bool
 ) -> Lanes:
-    """Return offsets in shared memory, in bytes, [rows, k], of rows rows[0] to rows[1]."""
+    """Return byte offsets in shared memory, [rows, k], of elements in rows rows[0] to rows[1]."""
     r, c = np.arange(*rows)[:, None], np.arange(k)[None, :]
     width = _WIDTH[m.mask]
     per_row = width // item

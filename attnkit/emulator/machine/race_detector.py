@@ -1,13 +1,14 @@
-"""Detects races by happens-before, with vector clocks, on shared and tensor memory.
+"""Detect races by happens-before, with vector clocks, on shared and tensor memory.
 
-Shared memory is tracked in granules of 4 bytes (fewer if the kernel stores fewer), tensor memory by
-column and quarter of the lanes. Every warp and every asynchronous unit is an agent with a clock;
-barriers carry clocks from those that arrive to those that wait. A second clock, `fenced`, holds
-what a proxy fence has made visible to the asynchronous proxy (PTX ISA, "Proxies", and fence.proxy).
-A granule without a writer is uninitialised.
+Shared memory is tracked in granules of 4 bytes (fewer if the kernel has smaller stores), tensor
+memory by column and quarter of the lanes. Every warp and every asynchronous unit is an agent with a
+vector clock: its own time, and for each other agent the time up to which it knows the accesses of
+that agent. Barriers hand this knowledge from agents that arrive to agents that wait. A second
+vector, `fenced`, holds what a proxy fence has made visible to the asynchronous proxy (PTX ISA,
+"Proxies", and fence.proxy). A granule without a writer is uninitialised.
 
-A relaxed arrival hands on only what its agent knew at its last fence, and what a relaxed wait
-brings counts from the next fence on (PTX ISA, "Release and Acquire Patterns").
+A relaxed arrival hands on only what its agent knew at its last fence. What an agent learns by a
+relaxed wait counts from its next fence on (PTX ISA, "Release and Acquire Patterns").
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ TMEM_GRANULES = 512 * 4
 
 @dataclass(eq=False)
 class Clock:
-    """Holds the time of an agent, and what it knows of the others (a vector clock)."""
+    """Holds the vector clock of an agent: its own time, and what it knows of other agents."""
 
     agent: int
     known: Vector
@@ -44,16 +45,16 @@ class Clock:
         self.known[self.agent] += 1
 
     def join(self, known: Vector, fenced: Vector) -> None:
-        """Add what others know."""
+        """Add the knowledge of others."""
         np.maximum(self.known, known, out=self.known)
         np.maximum(self.fenced, fenced, out=self.fenced)
 
     def handed_on(self, relaxed: bool) -> tuple[Vector, Vector] | None:
-        """Return what an arrival tells those who wait for it."""
+        """Return the knowledge that an arrival of this agent hands on."""
         return self.published if relaxed else (self.known, self.fenced)
 
     def learn(self, knowledge: tuple[Vector, Vector], relaxed: bool) -> None:
-        """Take what a wait brought."""
+        """Add the knowledge that a wait handed on."""
         if relaxed:
             self.awaited = joined(self.awaited, knowledge)
         else:
@@ -71,7 +72,7 @@ class Clock:
 def joined(
     a: tuple[Vector, Vector] | None, b: tuple[Vector, Vector] | None
 ) -> tuple[Vector, Vector] | None:
-    """Return what is known from one or the other, in new tuples."""
+    """Return the union of two pieces of knowledge, in new tuples."""
     if a is None or b is None:
         one = b if a is None else a
         return None if one is None else (one[0].copy(), one[1].copy())
@@ -80,7 +81,7 @@ def joined(
 
 @dataclass(frozen=True)
 class Conflict:
-    """Describes two accesses without an order. `first` and `second`: (agent's name, PTX line)."""
+    """Describes two accesses without an order; `first`, `second`: (agent's name, PTX line)."""
 
     kind: str
     text: str
@@ -114,23 +115,23 @@ class RaceDetector:
         self.counts: dict[tuple[str, int, int], int] = {}
 
     def agent(self, name: str) -> int:
-        """Return the number of an agent."""
+        """Return the number of an agent; a new name gets a new number."""
         if name not in self.index:
-            # When the table is full, the last agents share one clock: fewer races are seen.
+            # When the table is full, later agents share one clock, and fewer races are found.
             self.index[name] = min(len(self.names), self.agents - 1)
             if len(self.names) < self.agents:
                 self.names.append(name)
         return self.index[name]
 
     def warp(self, name: str) -> Clock:
-        """Return the clock of a warp that starts."""
+        """Create the clock of a warp that starts."""
         a = self.agent(name)
         known = np.zeros(self.agents, np.int32)
         known[a] = 1
         return Clock(a, known, np.zeros(self.agents, np.int32))
 
     def issue(self, by: Clock, unit: str, line: int, *, ordered: bool) -> Clock:
-        """Return the clock of an asynchronous operation; `ordered`: after those of the unit before."""
+        """Create the clock of an asynchronous operation; `ordered`: after others of its unit."""
         a = self.agent(unit)
         last = self.units.get(unit)
         op = Clock(a, by.known.copy(), by.fenced.copy(), line)
@@ -156,7 +157,7 @@ class RaceDetector:
         key = (id(offsets), rank)
         if key not in self._granules:
             granules = self.stride * rank + np.unique(offsets // self.grain)
-            self._granules[key] = (offsets, granules)  # keeps `offsets`, and so its id, alive
+            self._granules[key] = (offsets, granules)  # keeps `offsets` and its id alive
         return self._granules[key][1]
 
     def tensor(self, rank: int, column: int, columns: int, quarter: int | None = None) -> Index:
@@ -203,9 +204,7 @@ class RaceDetector:
         self.by_atomic[i] = False
 
     def atomic(self, i: Index, who: Clock, *, line: int) -> None:
-        """Record an atomic: it races with plain accesses, not with other atomics, which order it
-        too.
-        """
+        """Record an atomic. It races with plain accesses, but is ordered after other atomics."""
         shared = self.atomics.setdefault(
             "all", Clock(who.agent, who.known.copy(), who.fenced.copy())
         )
@@ -219,7 +218,7 @@ class RaceDetector:
         who.tick()
 
     def ordered(self, agent: int, time: int, who: Clock, text: str, line: int, first: int) -> None:
-        """Report unless `who` knows of `agent` at `time` (used for mbarrier.init)."""
+        """Report a race unless `who` knows `agent` up to `time` (used for mbarrier.init)."""
         if time > who.known[agent]:
             key = (text, first, line)
             a, b = (self.names[agent], first), (self.names[who.agent], line)
@@ -229,7 +228,7 @@ class RaceDetector:
     def _report(
         self, kind: str, text: str, i: Index, bad: Any, who: Clock, line: int, other: int = -1
     ) -> None:
-        """Add a conflict, or count it if it is known."""
+        """Add a conflict, or count it if there is an equal one."""
         j = int(np.flatnonzero(bad)[0])
         g = int(i.start + j * (i.step or 1) if isinstance(i, slice) else np.ravel(i)[j])
         lines = self.read_line if other >= 0 else self.write_line
@@ -243,7 +242,7 @@ class RaceDetector:
         self.counts[key] = self.counts.get(key, 0) + 1
 
     def where(self, granule: int) -> str:
-        """Return words for the place of a granule."""
+        """Describe the location of a granule."""
         rank, off = divmod(granule, self.stride)
         if off < self.words:
             return f"shared memory +{self.grain * off:#x} of CTA rank {rank}"

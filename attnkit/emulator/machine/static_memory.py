@@ -1,4 +1,4 @@
-"""Places the variables of a kernel: shared and local offsets, parameters, global data."""
+"""Assign addresses to the variables of a kernel, in every address space."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attnkit.emulator.ptx.kernel import PtxKernel, Variable
 
 
 class StaticMemory:
-    """Gives every parameter and variable of a kernel its address.
+    """Assigns an address to every parameter and variable of a kernel.
 
     Attributes:
         symbols: name -> (state space, address in the generic space).

@@ -1,4 +1,4 @@
-"""Decodes the 128-byte tensor map of the CuTe DSL's host code, and selects boxes."""
+"""Decode the 128-byte tensor maps that the CuTe DSL's host code writes, and select boxes."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class TensorMap:
 
     @cached_property
     def chunks(self) -> Lanes:
-        """Return the order of the 16-byte chunks of the box, before the swizzle."""
+        """Return the indices of the 16-byte chunks of the box in order, before the swizzle."""
         return np.arange(self.box_bytes // 16)
 
 
 def decode(raw: bytes) -> TensorMap:
-    """Decode a tensor map of the layout that the DSL's host code writes (found by experiment)."""
+    """Decode a tensor map in the layout of the DSL's host code, which was found by experiment."""
     w = struct.unpack("<16Q", raw)
     rank = ((w[1] >> 4) & 7) + 1
     code, interleave, swizzle = (w[1] >> 7) & 15, (w[1] >> 11) & 3, (w[1] >> 13) & 3
@@ -121,8 +121,8 @@ def _check(m: TensorMap) -> None:
 class Box:
     """Describes the part of a box that is inside the tensor.
 
-    `shape` and `strides` have the outermost dimension first; `slices` are those of the dense box
-    that the part fills.
+    `shape` and `strides` have the outermost dimension first; `slices` say where the part lies in
+    the dense box.
     """
 
     address: int
@@ -133,7 +133,7 @@ class Box:
 
 
 def select(m: TensorMap, at: list[int]) -> Box | None:
-    """Return the box at signed coordinates `at` (innermost first); None if it is wholly outside."""
+    """Return the box at signed coordinates `at` (innermost first); None if all of it is outside."""
     lo, slices, shape = [], [], []
     for x, n, b in zip(at, m.dims, m.box, strict=True):
         first, last = max(0, x), min(n, x + b)

@@ -1,4 +1,4 @@
-"""Models the tensor memory of a CTA and its allocation (PTX ISA, "Tensor Memory")."""
+"""Model the tensor memory of a CTA and its allocation (PTX ISA, "Tensor Memory")."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ TMEM_COLUMNS = 512
 
 
 class TensorMemory:
-    """Holds 512 columns of 128 lanes of 32 bits, and what of them is allocated."""
+    """Holds 512 columns of 128 lanes of 32 bits, and which of them are allocated."""
 
     def __init__(self) -> None:
         self._data: Lanes | None = None
         self.live: dict[int, int] = {}
         self.relinquished = False
-        self.last = TMEM_COLUMNS  # columns of the last allocation: they must not increase
-        self.collective: list[tuple[str, int, int]] = []  # what the peer CTA has to do as well
+        self.last = TMEM_COLUMNS  # columns of the last allocation; later ones must not be larger
+        # (operation, column, columns) of what the peer CTA has to do as well
+        self.collective: list[tuple[str, int, int]] = []
 
     @property
     def data(self) -> Lanes:
-        """Return the contents [column, lane]; filled with a NaN at first."""
+        """Return the contents [column, lane], initially NaN."""
         if self._data is None:
             self._data = np.full((TMEM_COLUMNS, 128), 0x7FC0DEAD, u4)
         return self._data
 
     def allocate(self, columns: int, group: int = 1) -> int:
-        """Allocate columns and return the first; `group`: CTAs that allocate together."""
+        """Allocate columns; return the first. `group`: number of CTAs that allocate together."""
         if columns < 32 or columns > TMEM_COLUMNS or columns & (columns - 1):
             raise Trap(
                 "tensor-memory", f"tcgen05.alloc of {columns} columns: a power of 2, 32 to 512"
@@ -63,7 +64,7 @@ class TensorMemory:
             )
 
     def check(self, column: int, n: int) -> None:
-        """Fault unless `n` columns from `column` on are allocated."""
+        """Fault if not all of the `n` columns from `column` on are allocated."""
         for base, size in self.live.items():
             if base <= column and column + n <= base + size:
                 return

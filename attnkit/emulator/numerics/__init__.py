@@ -1,1 +1,1 @@
-"""Computes on vectors of lanes: number formats, arithmetic that numpy lacks, fragment layouts."""
+"""Compute on vectors of lanes: number formats, arithmetic that numpy lacks, fragment layouts."""

@@ -1,6 +1,7 @@
-"""Converts number formats that numpy lacks, bf16, tf32 and two of fp8, to and from float32.
+"""Convert between float32 and formats that numpy lacks: bf16, tf32, two formats of fp8.
 
-Rounding is to nearest even. NaN becomes the canonical NaN of the format (PTX ISA, cvt).
+Rounding is to nearest even unless a name says otherwise. NaN becomes the canonical NaN of the
+format (PTX ISA, cvt).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def f32_to_tf32(x: Lanes) -> Lanes:
 
 
 def tf32_operand(bits: Lanes) -> Lanes:
-    """Return what a tensor core reads of a tf32 operand: the lower 13 bits are ignored."""
+    """Return a tf32 operand as a tensor core reads it, without the lower 13 bits."""
     return (bits & u4(0xFFFFE000)).view(f4)
 
 
@@ -103,7 +104,7 @@ def to_f32(bits: Lanes, kind: str) -> Lanes:
     if kind in ("e4m3", "e5m2"):
         return fp8_to_f32(bits, kind)
     signed = bits.view(np.int8) if kind == "s8" else bits
-    return signed.astype(f8)  # exact: sums of products of 8-bit integers stay below 2**53
+    return signed.astype(f8)  # exact, as sums of products of 8-bit integers stay below 2**53
 
 
 ELEMENT_BYTES = {"bf16": 2, "f16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1}

@@ -1,7 +1,7 @@
-"""Converts register fragments of mma and wgmma to matrices and back, for many warps at once.
+"""Convert register fragments of mma and wgmma to matrices and back, for many warps at once.
 
-Lane t of a warp holds row t // 4 of each 8-row half and, of each 16-byte chunk of the other
-dimension, the 4 bytes number t % 4.
+Lane t of a warp holds row t // 4 of each half of 8 rows. Of each 16-byte chunk along the other
+dimension it holds 4 bytes, those from 4 * (t % 4) on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from attnkit.emulator.numerics.formats import (
 
 
 def a_operand(regs: list[Lanes], kind: str) -> Lanes:
-    """Return A, [warps, 16, K] float32: register j has row half j % 2, K chunk j // 2."""
+    """Return A, [warps, 16, K] float32; register j holds row half j % 2 and K chunk j // 2."""
     item = ELEMENT_BYTES[kind]
     x = np.stack([r.view(u4) for r in regs]).reshape(len(regs) // 2, 2, -1, 8, 4)
     x = x[..., None].view(STORAGE[item])
@@ -31,7 +31,7 @@ def a_operand(regs: list[Lanes], kind: str) -> Lanes:
 
 
 def b_operand(regs: list[Lanes], kind: str) -> Lanes:
-    """Return B, [warps, 8, K] float32: register j has K chunk j."""
+    """Return B, [warps, 8, K] float32; register j holds K chunk j."""
     item = ELEMENT_BYTES[kind]
     x = np.stack([r.view(u4) for r in regs]).reshape(len(regs), -1, 8, 4)
     x = x[..., None].view(STORAGE[item])
@@ -40,9 +40,9 @@ def b_operand(regs: list[Lanes], kind: str) -> Lanes:
 
 
 def to_registers(d: Lanes) -> Lanes:
-    """Convert [warps, 16, N] to [N / 2, lanes].
+    """Convert matrices [warps, 16, N] to registers [N / 2, lanes].
 
-    Register 4 n + 2 h + l is row half h, column 8 n + ... l.
+    Register 4 n + 2 h + l of lane t holds row 8 h + t // 4, column 8 n + 2 (t % 4) + l.
     """
     warps, _, n = d.shape
     x = d.reshape(warps, 2, 8, n // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4)
@@ -50,7 +50,7 @@ def to_registers(d: Lanes) -> Lanes:
 
 
 def accumulators(regs: list[Any], kind: str) -> list[Lanes]:
-    """Return accumulator registers as float32 (f32, f16 unpacked) or int32 vectors."""
+    """Convert accumulator registers to float32 (from f32, or f16 pairs) or int32 vectors."""
     if kind == "f32":
         return [r.view(f4) for r in regs]
     if kind == "s32":
@@ -63,7 +63,7 @@ def accumulators(regs: list[Any], kind: str) -> list[Lanes]:
 
 
 def packed_accumulators(values: list[Lanes], kind: str) -> list[Lanes]:
-    """Convert the vectors of `accumulators` back, to u4 (f16, s32) or f4 vectors."""
+    """Convert vectors of `accumulators` back to registers: u4 (for f16 and s32) or f4."""
     if kind == "f32":
         return values
     if kind == "s32":

@@ -1,4 +1,4 @@
-"""Computes on vectors of lanes what numpy has no name for; generated code calls these functions.
+"""Implement instructions that numpy has no function for; generated code calls them.
 
 A vector of lanes has one element per thread of a gang (32, 64, 96 or 128).
 """
@@ -41,9 +41,9 @@ def pack2(lo: Lanes, hi: Lanes) -> Lanes:
 
 
 def quad(lo: Lanes, hi: Lanes) -> Lanes:
-    """Pack two 64-bit registers into a b128 one.
+    """Pack two 64-bit registers into a 128-bit one.
 
-    Its 16 opaque bytes are held as complex128, so that `where` can move them.
+    Its 16 bytes are stored as complex128, so that np.where can move them.
     """
     out = np.empty((lo.size, 2), u8)
     out[:, 0] = lo
@@ -57,7 +57,7 @@ def ftz(x: Lanes) -> Lanes:
 
 
 def fma(a: Lanes, b: Lanes, c: Lanes) -> Lanes:
-    """Multiply and add float32: the product is exact in float64, the sum is rounded twice."""
+    """Multiply and add float32; the product is exact in float64, the sum is rounded twice."""
     return (a.astype(f8) * b + c).astype(f4)
 
 
@@ -65,7 +65,7 @@ def directed(x: Lanes, mode: str, residual: Lanes | None = None) -> Lanes:
     """Convert float64 to float32, rounding toward zero (rz), down (rm) or up (rp).
 
     Args:
-        residual: what `x` lacks of the exact value, less than its last bit.
+        residual: exact value minus `x`, if `x` was rounded; less than its last bit.
     """
     r = x.astype(f4)
     wide = r.astype(f8)
@@ -80,10 +80,10 @@ def directed(x: Lanes, mode: str, residual: Lanes | None = None) -> Lanes:
 
 
 def directed_sum(a: Lanes, b: Lanes, mode: str) -> Lanes:
-    """Add float64 values, each exact, and round once to float32 as `directed` does."""
+    """Add two exact float64 values, and round once to float32 as `directed` does."""
     s = a + b
     t = s - a
-    residual = (a - (s - t)) + (b - t)  # what the float64 sum lacks
+    residual = (a - (s - t)) + (b - t)  # exact sum minus the float64 sum
     residual = np.where(np.isfinite(residual), residual, 0.0)
     out = directed(s, mode, residual)
     if mode != "rm":
@@ -141,21 +141,21 @@ def halves(x: Lanes, kind: str) -> tuple[Lanes, Lanes]:
 
 
 def packed(fn: Callable[..., Lanes], kind: str, *xs: Lanes) -> Lanes:
-    """Apply `fn` to float32 of both halves, and round back to the 16-bit format."""
+    """Apply `fn` to both halves as float32, and round back to the 16-bit format."""
     pairs = [halves(x, kind) for x in xs]
     hi, lo = fn(*[p[0] for p in pairs]), fn(*[p[1] for p in pairs])
     return bf16x2(hi, lo) if kind == "bf16" else f16x2(hi, lo)
 
 
 def half(fn: Callable[..., Lanes], kind: str, *xs: Lanes) -> Lanes:
-    """Apply `fn` to float32 of 16-bit operands, and round back."""
+    """Apply `fn` to 16-bit operands as float32, and round back."""
     if kind == "bf16":
         return f32_to_bf16(fn(*[bf16_to_f32(x) for x in xs]))
     return f32_to_f16(fn(*[f16_to_f32(x) for x in xs]))
 
 
 def idiv(a: Lanes, b: Lanes) -> Lanes:
-    """Divide integers toward zero; by zero gives all ones, as NVIDIA's code sequence does."""
+    """Divide integers, rounding toward zero; division by zero gives all ones, as on NVIDIA GPUs."""
     if a.dtype.kind == "u":
         quotient: Lanes = np.where(b == 0, ~a.dtype.type(0), a // np.maximum(b, a.dtype.type(1)))
         return quotient
@@ -180,21 +180,24 @@ def mulhi64(a: Lanes, b: Lanes) -> Lanes:
 
 
 def shl(a: Lanes, n: Lanes, bits: int) -> Lanes:
-    """Shift left; by `bits` or more gives 0."""
+    """Shift left; a shift by `bits` or more gives 0."""
     s: Lanes = a << np.minimum(n, u4(bits - 1)).astype(a.dtype)
     out: Lanes = np.where(n < bits, s, a.dtype.type(0))
     return out
 
 
 def shr(a: Lanes, n: Lanes, bits: int) -> Lanes:
-    """Shift right, arithmetically if `a` is signed; by `bits` or more fills with the sign or 0."""
+    """Shift right, arithmetically if `a` is signed.
+
+    A shift by `bits` or more gives 0, or the sign in every bit.
+    """
     s: Lanes = a >> np.minimum(n, u4(bits - 1)).astype(a.dtype)
     out: Lanes = s if a.dtype.kind == "i" else np.where(n < bits, s, a.dtype.type(0))
     return out
 
 
 def funnel(lo: Lanes, hi: Lanes, n: Lanes, left: bool, clamp: bool) -> Lanes:
-    """Shift a pair of b32 as shf.l or shf.r do."""
+    """Shift a pair of 32-bit registers as shf.l or shf.r does."""
     k = np.minimum(n, u4(32)) if clamp else n & u4(31)
     both = (hi.astype(u8) << u8(32)) | lo
     k8 = k.astype(u8)
@@ -223,7 +226,7 @@ def lop3(a: Lanes, b: Lanes, c: Lanes, table: int) -> Lanes:
 
 
 def bfe(a: Lanes, pos: Lanes, length: Lanes) -> Lanes:
-    """Extract a bit field; signed for signed `a` (PTX ISA, bfe)."""
+    """Extract a bit field, with its sign extended if `a` is signed (PTX ISA, bfe)."""
     bits = a.dtype.itemsize * 8
     p, n = (pos & u4(255)).astype(i8), (length & u4(255)).astype(i8)
     out = np.zeros(a.size, object)
@@ -266,7 +269,10 @@ def brev(a: Lanes) -> Lanes:
 
 
 def bfind(a: Lanes) -> Lanes:
-    """Return the highest bit that is set or, for negative numbers, clear (PTX ISA, bfind)."""
+    """Return the position of the highest set bit (PTX ISA, bfind).
+
+    For negative numbers it is that of the highest clear bit.
+    """
     if a.dtype.kind == "i":
         a = np.where(a < 0, ~a, a)
     return np.array([(x.bit_length() - 1) & 0xFFFFFFFF for x in a.tolist()], u4)
@@ -276,7 +282,7 @@ _INTEGRAL = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
 
 
 def float_to_int(x: Lanes, mode: str, dtype: Any) -> Lanes:
-    """Convert to an integer: out of range saturates, NaN is 0 for f32 (PTX ISA, cvt)."""
+    """Convert to an integer, with saturation; NaN gives 0 for f32 (PTX ISA, cvt)."""
     info = np.iinfo(dtype)
     y = np.nan_to_num(_INTEGRAL[mode](x.astype(f8)), nan=0.0, posinf=2.0**70, neginf=-(2.0**70))
     big, small = y >= float(info.max), y <= float(info.min)
@@ -285,7 +291,7 @@ def float_to_int(x: Lanes, mode: str, dtype: Any) -> Lanes:
 
 
 def int_to_int(x: Lanes, dtype: Any) -> Lanes:
-    """Convert between integers with saturation (cvt.sat)."""
+    """Convert between integer types, with saturation (cvt.sat)."""
     info = np.iinfo(dtype)
     lo = max(int(info.min), int(np.iinfo(x.dtype).min))
     hi = min(int(info.max), int(np.iinfo(x.dtype).max))

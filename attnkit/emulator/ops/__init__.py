@@ -1,4 +1,5 @@
-"""Executes the instructions that numpy arithmetic does not cover: functions of a gang of warps.
+"""Execute the instructions that numpy arithmetic does not cover.
 
-Generated code calls them by name (`namespace`). They follow the PTX ISA, and raise `Trap`.
+In: a gang of warps and operands; generated code calls the functions by name (`namespace`).
+They follow the PTX ISA, and raise `Trap` for what it forbids.
 """

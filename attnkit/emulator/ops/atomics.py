@@ -1,6 +1,7 @@
-"""Executes atomics on shared, global and generic addresses (PTX ISA, atom and red).
+"""Execute atomics on shared, global and generic addresses (PTX ISA, atom and red).
 
-Lanes act in order of their number. Lanes with addresses of their own act at once.
+Lanes with the same address act in order of their number. Lanes with different addresses act at
+once.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _REDUCE: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def combine(how: str, fmt: str | None, old: Any, new: Any) -> Any:
-    """Combine `old` with `new`; `fmt` names a 16-bit float format held as bits."""
+    """Combine `old` with `new`; `fmt`: name of a 16-bit float format whose bits these are."""
     fn = _REDUCE[how]
     if fmt is None:
         return fn(old, new)
@@ -46,7 +47,7 @@ def combine(how: str, fmt: str | None, old: Any, new: Any) -> Any:
 
 
 def _combined(how: str, fmt: str | None, old: Lanes, values: list[Lanes]) -> Lanes:
-    """Return what an atomic stores."""
+    """Return the values that an atomic stores."""
     if how == "cas":
         swapped: Lanes = np.where(old == values[0], values[1], old)
         return swapped
@@ -55,7 +56,7 @@ def _combined(how: str, fmt: str | None, old: Lanes, values: list[Lanes]) -> Lan
 
 
 def _apply(view: Lanes, i: Lanes, how: str, fmt: str | None, values: list[Lanes]) -> Lanes:
-    """Act on items `i` of `view`, one per lane in order; return what was there before each."""
+    """Apply an atomic to items `i` of `view`, one per lane in order; return the old values."""
     if np.unique(i).size == i.size:
         old: Lanes = view[i]
         view[i] = _combined(how, fmt, old, values)

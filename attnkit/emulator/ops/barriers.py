@@ -1,4 +1,4 @@
-"""Executes mbarriers, named barriers, the cluster barrier, fences and polls."""
+"""Execute mbarriers, named barriers, the cluster barrier, fences and polls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attnkit.emulator.ptx.barrier_names import barrier_name
 
 
 def lanes_by_address(gang: Gang, a: Lanes, m: Mask) -> list[tuple[int, int]]:
-    """Return (address, number of lanes that name it), in order of the lanes."""
+    """Return (address, number of lanes that use it), in order of the lanes."""
     x = a if m is gang.full else a[m]
     first = int(x[0])
     if x.size == 1 or (x == x[0]).all():
@@ -26,7 +26,7 @@ def lanes_by_address(gang: Gang, a: Lanes, m: Mask) -> list[tuple[int, int]]:
 
 
 def _check_init_visible(gang: Gang, b: MBarrier) -> None:
-    """Report a use of a barrier whose initialisation is not visible here, if races are watched."""
+    """Report a use of a barrier whose initialisation is not visible to the gang, in race mode."""
     if gang.race is not None and gang.clock is not None and b.initialised is not None:
         text = f"use of {b.name} not ordered after its mbarrier.init"
         gang.race.ordered(*b.initialised, gang.clock, text, gang.line, b.line)
@@ -52,10 +52,10 @@ def mbarrier_init(gang: Gang, a: Lanes, count: Lanes, m: Mask) -> None:
 
 
 def _shared_init(gang: Gang, address: int, count: Lanes, who: Mask) -> None:
-    """Warn of, or refuse, several threads that initialise one object.
+    """Warn if lanes of one warp initialise one mbarrier; fault if warps or counts differ.
 
-    The PTX ISA leaves it undefined (mbarrier.init of a valid object), yet published kernels let all
-    lanes of one warp do it at once.
+    The PTX ISA leaves this undefined (mbarrier.init of a valid object). Still, in published kernels
+    all lanes of one warp do it at once.
     """
     n, warps = np.count_nonzero(who), gang.warps_of(who)
     if len(warps) > 1 or np.unique(count[who]).size > 1:
@@ -90,7 +90,7 @@ def mbarrier_complete_tx(gang: Gang, a: Lanes, tx: Lanes, m: Mask) -> None:
 def mbarrier_arrive(
     gang: Gang, a: Lanes, n: Lanes, m: Mask, tx: Lanes | None, drop: bool, relaxed: bool
 ) -> Lanes:
-    """Execute mbarrier.arrive[.expect_tx]; return the phase before, as the state token."""
+    """Execute mbarrier.arrive[.expect_tx]; return the phase before the arrival, as state token."""
     state = 0
     for address, lanes in lanes_by_address(gang, a, m):
         b = gang.cluster.mbarrier(address)
@@ -114,13 +114,14 @@ def mbarrier_arrive(
 def mbarrier_test_wait(
     gang: Gang, a: Lanes, phase: Lanes, m: Mask, spin: bool, parity: bool, relaxed: bool
 ) -> Lanes | None:
-    """Return the lanes whose phase is complete; None when all must wait.
+    """Return the lanes whose phase is complete; None if the gang must wait.
 
-    A fresh barrier lets parity 1 pass (PTX ISA, mbarrier.test_wait: the phase before the current
-    one is complete).
+    A new barrier passes a wait for parity 1 (PTX ISA, mbarrier.test_wait: the phase before the
+    current one is complete).
 
     Args:
-        spin: the kernel only waits here, so the gang may sleep until the phase completes.
+        spin: whether the kernel only waits here, so that the gang may sleep until the phase
+            completes.
     """
     ok = np.zeros(gang.width, bool)
     bits = phase & phase.dtype.type(1)
@@ -187,9 +188,9 @@ def bar(
 
 
 def _warps_differ(gang: Gang, x: Lanes, m: Mask, what: str) -> bool:
-    """Whether the warps of the gang disagree on `x`.
+    """Return whether the warps of the gang have different values of `x`.
 
-    Those that disagree with the first then leave the gang, before either part goes on.
+    Warps whose value differs from the first then leave the gang, before any of them continues.
     """
     first = gang.uniform(x, m)
     same = m & (x == x.dtype.type(first))
@@ -216,7 +217,7 @@ def _resume_bar(gang: Gang, block: int) -> bool:
 
 
 def _learn_named(gang: Gang, b: NamedBarrier, generation: int) -> None:
-    """Record the end of a wait at a named barrier."""
+    """End a wait at a named barrier: record the event, and add the knowledge that it hands on."""
     if gang.events is not None:
         gang.events.add("wait", gang.line, what=b, phase=generation)
     if gang.clock is not None:
@@ -248,7 +249,7 @@ def cluster_wait(gang: Gang, m: Mask) -> bool:
         return False
     if gang.clock is not None:
         knowledge = b.clocks.get(gang.cluster_wait_for)
-        if knowledge is not None:  # else all arrived relaxed, with nothing fenced
+        if knowledge is not None:  # None if all arrivals were relaxed and nothing was fenced
             gang.clock.join(*knowledge)
     if gang.events is not None:
         gang.events.add("wait", gang.line, what=b, phase=gang.cluster_wait_for)
@@ -258,22 +259,24 @@ def cluster_wait(gang: Gang, m: Mask) -> bool:
 
 # ---- others
 def fence_proxy(gang: Gang) -> None:
-    """Execute fence.proxy.async: generic writes known here become visible to the async proxy."""
+    """Execute fence.proxy.async: make known generic writes visible to the async proxy."""
     if gang.clock is not None:
         np.maximum(gang.clock.fenced, gang.clock.known, out=gang.clock.fenced)
         gang.clock.tick()
 
 
 def fence(gang: Gang) -> None:
-    """Execute a fence: relaxed arrivals hand on what is known here, relaxed waits have brought
-    theirs.
+    """Execute a fence, on which relaxed arrivals and waits depend.
+
+    Later relaxed arrivals hand on what the gang knows now; what it learned by earlier relaxed
+    waits counts from now on.
     """
     if gang.clock is not None:
         gang.clock.fence()
 
 
 def note_poll(gang: Gang, block: int, registers: list[int], m: Mask) -> None:
-    """Yield after a strong load of global memory that brought nothing new."""
+    """Yield after a strong load of global memory that read the same values as before."""
     values: Any = b"".join(gang.R[i][m].tobytes() for i in registers)
     if gang.last_polls.get(block) == values:
         gang.yielded = gang.polling = True

@@ -1,4 +1,4 @@
-"""Executes asynchronous copies: cp.async, bulk copies, TMA and st.async (PTX ISA)."""
+"""Execute asynchronous copies: cp.async, bulk copies, TMA and st.async (PTX ISA)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KINDS |= {"b32": "u4", "b64": "u8"}
 
 # ---- cp.async (non-bulk)
 def cp_async(gang: Gang, dst: Lanes, src: Lanes, n: int, valid: Lanes, m: Mask) -> None:
-    """Copy `valid` bytes per lane, and fill with zeros up to n."""
+    """Execute cp.async: copy `valid` bytes per lane, and fill with zeros up to n."""
     lanes = gang.active(m).tolist()
     for lane in lanes:
         if int(dst[lane]) % n or (int(valid[lane]) and int(src[lane]) % n):
@@ -64,7 +64,7 @@ def cp_async_wait(gang: Gang, n: int) -> bool:
 
 
 def _complete_copies(gang: Gang, group: CopyGroup) -> None:
-    """Complete the copies of a group, and learn that they are done."""
+    """Complete the copies of a group, and let the gang know that they are done."""
     for work in group.work:
         work()
     for clock in group.clocks:
@@ -73,7 +73,7 @@ def _complete_copies(gang: Gang, group: CopyGroup) -> None:
 
 
 def cp_async_arrive(gang: Gang, a: Lanes, m: Mask, noinc: bool) -> None:
-    """Arrive at an mbarrier once all earlier cp.async of the threads are done."""
+    """Arrive at an mbarrier once all earlier cp.async of the active threads are done."""
     groups = [*gang.cp_groups, gang.cp_current]
     work = [w for g in groups for w in g.work]
     for g in groups:
@@ -101,7 +101,7 @@ def cp_async_arrive(gang: Gang, a: Lanes, m: Mask, noinc: bool) -> None:
 def tma_load(
     gang: Gang, dst: Lanes, desc: Lanes, at: list[Lanes], bar: Lanes, m: Mask, mask: Lanes | None
 ) -> None:
-    """Load a box of a tensor map to shared memory; with `mask`, to the same offset of many CTAs."""
+    """Load a box of a tensor map to shared memory; with `mask`, of several CTAs at one offset."""
     for lane in gang.active(m).tolist():
         tm = gang.cta.tensor_map(int(desc[lane]))
         coords = [int(c[lane]) for c in at]
@@ -126,7 +126,7 @@ def record_load(gang: Gang, size: int, bar: int) -> None:
 def _multicast_targets(
     gang: Gang, d: int, b: int, mask: Lanes | None, lane: int
 ) -> list[tuple[int, int]]:
-    """Return (destination, barrier) of each CTA that a copy goes to."""
+    """Return (destination, barrier) for each CTA that receives a copy."""
     if mask is None:
         return [(d, b)]
     ranks = [r for r in range(16) if int(mask[lane]) >> r & 1]
@@ -138,7 +138,7 @@ def _multicast_targets(
 def _load_work(
     gang: Gang, tm: TensorMap, at: list[int], dst: int, bar: int, clock: Clock | None
 ) -> Work:
-    """Return what completes a TMA load."""
+    """Return the work that completes a TMA load."""
 
     def work(line: int = gang.line) -> None:
         dt = np.dtype(f"u{tm.item}")
@@ -158,10 +158,10 @@ def _load_work(
 def tma_store(
     gang: Gang, desc: Lanes, at: list[Lanes], src: Lanes, m: Mask, how: str | None
 ) -> None:
-    """Store or reduce a box of shared memory to global memory.
+    """Store a box of shared memory to global memory, or reduce it into it.
 
-    The compiler leaves out elect.sync before plain stores: the machine instruction is one per warp.
-    Lanes of a warp that ask for the same are therefore one store.
+    The machine instruction acts once per warp, so the compiler leaves out elect.sync before plain
+    stores. Lanes of a warp with equal operands therefore make one store.
     """
     lanes = gang.active(m)
     if how is None and lanes.size > 1:
@@ -178,14 +178,14 @@ def tma_store(
 
 
 def _distinct_stores(gang: Gang, lanes: Lanes, fields: list[Lanes]) -> Lanes:
-    """Return the lanes whose operands differ from those of all lanes before."""
+    """Return the lanes whose operands differ from those of all earlier lanes."""
     keys = np.stack([gang.warp_start[lanes], *(f[lanes].astype(np.int64) for f in fields)])
     _, first = np.unique(keys, axis=1, return_index=True)
     return lanes[np.sort(first)]
 
 
 def _store_work(gang: Gang, tm: TensorMap, at: list[int], src: int, how: str | None) -> Work:
-    """Return what completes a TMA store."""
+    """Return the work that completes a TMA store."""
 
     def work() -> None:
         raw = gang.cluster.read_swizzled(src, tm)
@@ -220,7 +220,7 @@ def _store_work(gang: Gang, tm: TensorMap, at: list[int], src: int, how: str | N
 def bulk_load(
     gang: Gang, dst: Lanes, src: Lanes, n: Lanes, bar: Lanes, m: Mask, mask: Lanes | None
 ) -> None:
-    """Copy bytes of global memory to shared memory, of many CTAs with `mask`."""
+    """Copy bytes of global memory to shared memory; with `mask`, of several CTAs."""
     for lane in gang.active(m).tolist():
         s, size = int(src[lane]), _checked(int(dst[lane]), int(src[lane]), int(n[lane]))
         for d, b in _multicast_targets(gang, int(dst[lane]), int(bar[lane]), mask, lane):
@@ -231,7 +231,7 @@ def bulk_load(
 
 
 def _bulk_work(gang: Gang, dst: int, src: int, size: int, bar: int, clock: Clock | None) -> Work:
-    """Return what completes a bulk load."""
+    """Return the work that completes a bulk load."""
 
     def work(line: int = gang.line) -> None:
         b = gang.memory.find(src, src + size)
@@ -266,7 +266,7 @@ def _remote_work(
     clock: Clock | None,
     how: tuple[str | None, str],
 ) -> Work:
-    """Return what completes a copy to another CTA."""
+    """Return the work that completes a copy to another CTA."""
 
     def work(line: int = gang.line) -> None:
         cluster = gang.cluster
@@ -284,7 +284,7 @@ def _remote_work(
 def bulk_store(
     gang: Gang, dst: Lanes, src: Lanes, n: Lanes, m: Mask, how: str | None, kind: str
 ) -> None:
-    """Store or reduce bytes of shared memory to global memory."""
+    """Store bytes of shared memory to global memory, or reduce them into it."""
     for lane in gang.active(m).tolist():
         d, s = int(dst[lane]), int(src[lane])
         size = _checked(d, s, int(n[lane]))
@@ -341,7 +341,7 @@ def bulk_commit(gang: Gang, m: Mask) -> None:
 
 
 def bulk_wait(gang: Gang, n: int, read: bool, m: Mask) -> bool:
-    """Complete all but the n latest groups (cp.async.bulk.wait_group; `read`: of their sources)."""
+    """Complete all but the n latest groups (cp.async.bulk.wait_group, with or without .read)."""
     if gang.events is not None:
         gang.events.add("store wait", gang.line, n)
     for s in _bulk_states(gang, m):
@@ -367,7 +367,7 @@ def st_async(gang: Gang, a: Lanes, values: list[Lanes], bar: Lanes, m: Mask, dt:
 
 
 def _checked(dst: int, src: int, size: int) -> int:
-    """Return the size of a bulk copy, if it and both addresses are multiples of 16."""
+    """Return the size of a bulk copy; fault if it or an address is no multiple of 16."""
     if dst % 16 or src % 16 or size % 16:
         raise Trap("alignment", f"bulk copy of {size} bytes from {src:#x} to {dst:#x}: 16 needed")
     return size

@@ -1,6 +1,6 @@
-"""Executes cluster launch control: a running cluster takes over one that was not launched yet.
+"""Execute cluster launch control: a running cluster takes over one that was not launched yet.
 
-PTX ISA, clusterlaunchcontrol.
+See PTX ISA, clusterlaunchcontrol.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from attnkit.emulator.numerics.formats import Lanes, u1, u4
 
 
 def clc_try_cancel(gang: Gang, a: Lanes, bar: Lanes, m: Mask, every: bool) -> None:
-    """Ask for another cluster: write a 16-byte response, and complete 16 bytes on the mbarrier.
+    """Request another cluster: write a 16-byte response, and complete 16 bytes on the mbarrier.
 
     Args:
-        every: do so in every CTA of the cluster.
+        every: whether to respond to every CTA of the cluster.
     """
     if gang.cta.refused:
         text = "a CTA that has seen a refusal asks for one more cluster: that is not defined"
@@ -36,7 +36,7 @@ def clc_try_cancel(gang: Gang, a: Lanes, bar: Lanes, m: Mask, every: bool) -> No
 
 
 def _response(gang: Gang, d: int, b: int, data: Lanes, clock: Clock | None) -> Work:
-    """Return what completes a request."""
+    """Return the work that completes a request."""
 
     def work(line: int = gang.line) -> None:
         gang.cluster.write_shared(d, data, clock, line, generic=False)
@@ -46,14 +46,14 @@ def _response(gang: Gang, d: int, b: int, data: Lanes, clock: Clock | None) -> W
 
 
 def clc_is_canceled(gang: Gang, x: Lanes, m: Mask) -> Lanes:
-    """Return whether a response brought a cluster."""
+    """Return whether a response has a cluster."""
     out: Lanes = x.view(u4).reshape(-1, 4)[:, 3] != 0
     gang.cta.refused |= not out[gang.active(m)].all()
     return out
 
 
 def clc_first_ctaid(x: Lanes) -> list[Lanes]:
-    """Return x, y and z of the first CTA of the cluster in a response, and 0."""
+    """Return the first CTA of the cluster in a response: x, y, z and 0."""
     words = x.view(u4).reshape(-1, 4)
     return [
         words[:, 0].copy(),

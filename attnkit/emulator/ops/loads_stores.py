@@ -1,4 +1,4 @@
-"""Executes loads and stores on shared, global, local and generic addresses (PTX ISA, ld and st)."""
+"""Execute loads and stores on shared, global, local and generic addresses (PTX ISA, ld and st)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from attnkit.emulator.numerics.formats import Lanes, u8
 
 # ---- shared memory
 def shared_offsets(gang: Gang, a: Lanes, m: Mask, size: int) -> tuple[int, Lanes]:
-    """Return (rank, byte offsets of the active lanes); all lanes of one CTA, aligned, in bounds."""
+    """Return (rank, byte offsets of active lanes); fault unless one CTA, aligned and in bounds."""
     x = a if m is gang.full else a[m]
     bits = int(np.bitwise_or.reduce(x))
     rank = int(x[0]) >> RANK_SHIFT
@@ -41,7 +41,7 @@ def shared_offsets(gang: Gang, a: Lanes, m: Mask, size: int) -> tuple[int, Lanes
 
 
 def masks_by_rank(gang: Gang, a: Lanes, m: Mask) -> list[Mask]:
-    """Return masks of lanes that address the same CTA's shared memory."""
+    """Split a mask by the CTA whose shared memory the lanes address."""
     if len(gang.cluster.ctas) == 1:
         return [m]
     ranks = (a >> a.dtype.type(RANK_SHIFT)).astype(np.int64)
@@ -87,7 +87,7 @@ def st_shared(gang: Gang, a: Lanes, m: Mask, dt: Any, values: list[Lanes]) -> No
 
 # ---- global memory
 def global_offsets(gang: Gang, a: Lanes, m: Mask, size: int) -> tuple[Any, Lanes, Mask]:
-    """Return (buffer, byte offsets of the lanes of one buffer, the mask of those lanes)."""
+    """Return a buffer, byte offsets of the lanes that address it, and the mask of those lanes."""
     x = a if m is gang.full else a[m]
     if int(np.bitwise_or.reduce(x)) & (size - 1):
         bad = int(x[(x & u8(size - 1)) != 0][0])
@@ -135,7 +135,7 @@ def st_global(gang: Gang, a: Lanes, m: Mask, dt: Any, values: list[Lanes]) -> No
 
 
 def items_of(b: Any, off: Any, dt: Any) -> tuple[Lanes, Lanes]:
-    """Return a view of a buffer whose items are aligned as the addresses are, and the indices."""
+    """Return a view of a buffer as items of `dt` at these offsets, and the items' indices."""
     item = np.dtype(dt).itemsize
     skew = -b.base % item
     if skew == 0:
@@ -173,9 +173,9 @@ def _local_items(gang: Gang, a: Lanes, m: Mask, dt: Any, n: int) -> tuple[Lanes,
 
 
 def generic_space(gang: Gang, a: Lanes, m: Mask) -> str:
-    """Return the space of generic addresses: "shared", "local" or "global"."""
+    """Return the address space of generic addresses: "shared", "local" or "global"."""
     x = gang.uniform(a, m)
-    if x < 1 << 32:  # where an interpreter may have its heap, too
+    if x < 1 << 32:  # the heap of the Python process may be in this range, too
         low = any(b.base <= x < b.end for b in gang.memory.buffers)
         return "global" if low else "shared"
     return "local" if LOCAL_BASE <= x < LOCAL_BASE + (1 << 32) else "global"
@@ -210,5 +210,5 @@ def is_in_space(gang: Gang, a: Lanes, space: str) -> Lanes:
 
 
 def ld_param(gang: Gang, address: int, dt: Any) -> Lanes:
-    """Return a kernel parameter, the same in every lane."""
+    """Return a kernel parameter as a vector with the same value in every lane."""
     return gang.cta.param(address - PARAM_BASE, dt, gang.width)

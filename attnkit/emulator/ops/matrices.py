@@ -1,4 +1,4 @@
-"""Executes mma.sync, ldmatrix and stmatrix: products and moves of one warp."""
+"""Execute mma.sync, ldmatrix and stmatrix, which work on matrices of one warp."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def mma(
     c: list[Lanes],
     m: Mask,
 ) -> list[Lanes]:
-    """Compute D = A B + C of each warp."""
+    """Execute mma.sync: compute D = A B + C for each warp."""
     dt, at, bt = types
     x, y = a_operand(a, at), b_operand(b, bt)
     if x.shape[2] != shape[2] or y.shape[2] != shape[2]:
@@ -45,7 +45,7 @@ def mma(
 
 # ---- ldmatrix, stmatrix
 def _matrix_rows(gang: Gang, a: Lanes, n: int, m: Mask) -> tuple[Any, Lanes, Lanes]:
-    """Return (CTA, offsets [warps, 8 n] of the rows, which warps are active)."""
+    """Return the CTA, offsets of the rows [warps, 8 n], and which warps are active."""
     rows = a.reshape(-1, 32)[:, : 8 * n].astype(np.int64)
     on = m.reshape(-1, 32).any(1)
     rows = rows[on]

@@ -1,4 +1,4 @@
-"""Lists the operations that generated code calls, by name; each takes the gang first."""
+"""List the operations that generated code calls, by name; their first argument is the gang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Executes tcgen05 but for its products: allocation, commit, copies, loads and stores (PTX ISA)."""
+"""Execute tcgen05 except products: allocation, commit, copies, loads and stores (PTX ISA)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHAPES = {"32x32b": (1, 1), "16x128b": (4, 2), "16x256b": (8, 4)}
 
 # ---- allocation
 def tcgen05_alloc(gang: Gang, a: Lanes, n: Lanes, group: int, m: Mask) -> None:
-    """Allocate columns, and write the first to shared memory."""
+    """Allocate columns, and write the number of the first to shared memory."""
     columns = gang.uniform(n, m)
     base = gang.cta.tmem.allocate(columns, group)
     st_shared(gang, a, elect(gang, m)[0], u4, [np.full(gang.width, base, u4)])
@@ -40,7 +40,7 @@ def tcgen05_relinquish_alloc_permit(gang: Gang) -> None:
 
 # ---- commit
 def tcgen05_commit(gang: Gang, a: Lanes, m: Mask, mask: Lanes | None, group: int) -> None:
-    """Arrive at mbarriers once earlier tensor-core work of this CTA is done."""
+    """Arrive at mbarriers once earlier tensor-core work of this CTA is complete."""
     for lane in gang.active(m).tolist():
         address = int(a[lane])
         targets = [address]
@@ -68,10 +68,10 @@ def tcgen05_commit(gang: Gang, a: Lanes, m: Mask, mask: Lanes | None, group: int
 
 
 def _has_exited(gang: Gang, address: int, line: int) -> bool:
-    """Whether a commit arrives at a CTA that has exited in the meantime; warn of it.
+    """Return whether a commit arrives at a CTA that has exited by then, and warn of it.
 
-    Published kernels issue their last commits without waiting for them; the time that the peer
-    still needs lets that pass.
+    Published kernels issue their last commits without waiting for them. This works because the peer
+    still runs for long enough.
     """
     rank, ctas = address >> RANK_SHIFT, gang.cluster.ctas
     if rank == gang.cta.rank or rank >= len(ctas) or ctas[rank].alive:
@@ -89,7 +89,7 @@ def tensor_core(gang: Gang) -> str:
 def ctas_of_group(gang: Gang, group: int) -> list[Cta]:
     """Return the CTAs that an operation of `group` CTAs works on.
 
-    The even one of a pair is first (PTX ISA, "CTA Pair"); none of them may have exited ("Issue
+    The even CTA of a pair is first (PTX ISA, "CTA Pair"). None of them may have exited ("Issue
     Granularity").
     """
     if group == 1:
@@ -135,7 +135,7 @@ def tcgen05_cp(gang: Gang, t: Lanes, desc: Lanes, shape: str, group: int, m: Mas
 def _tmem_places(
     gang: Gang, a: Lanes, m: Mask, shape: str, registers: int
 ) -> list[tuple[int, int, int]]:
-    """Return per active warp (first lane of the gang, tensor-memory lane, column)."""
+    """Return (first lane in the gang, lane of tensor memory, column) of each active warp."""
     columns = registers * _SHAPES[shape][0] // _SHAPES[shape][1]
     out = []
     for w in gang.warps_of(m):
@@ -154,7 +154,7 @@ def _tmem_places(
 def _tmem_cells(
     gang: Gang, shape: str, lane: int, column: int, registers: int
 ) -> tuple[Lanes, Lanes]:
-    """Return (column, lane) of every register [registers, 32] of a warp."""
+    """Return columns and lanes of tensor memory, [registers, 32], for the registers of a warp."""
     r, t = np.arange(registers)[:, None], np.arange(32)[None, :]
     if shape == "32x32b":
         return column + r + 0 * t, lane + t + 0 * r
@@ -164,7 +164,7 @@ def _tmem_cells(
 
 
 def _note_tmem(gang: Gang, lane: int, column: int, n: int, write: bool) -> None:
-    """Tell the race detector of a tcgen05.ld or tcgen05.st."""
+    """Report a tcgen05.ld or tcgen05.st to the race detector."""
     if gang.race is None:
         return
     clock = gang.issue(f"tcgen05.{'st' if write else 'ld'} of {gang.agent_name}", ordered=True)
@@ -176,7 +176,7 @@ def _note_tmem(gang: Gang, lane: int, column: int, n: int, write: bool) -> None:
     else:
         gang.race.read(i, clock, asynchronous=False, line=gang.line)
         if not gang.mode.strict_loads:
-            # The hardware does not let a register be used before its load is done.
+            # Hardware delays the use of a register until its load is complete.
             gang.clock.join(clock.known, clock.fenced)
     gang.tmem_clocks[write] = clock
 

@@ -1,4 +1,4 @@
-"""Executes products of the fifth-generation tensor cores (PTX ISA, tcgen05.mma)."""
+"""Execute products of the fifth-generation tensor cores (PTX ISA, tcgen05.mma)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FORMATS = {
     "f8f6f4": {0: "e4m3", 1: "e5m2"},
     "i8": {0: "u8", 1: "s8"},
 }
-# Lanes of 64 rows where half of the lanes are used.
+# Lanes of the 64 rows of a product that uses half of the lanes.
 _QUARTERS = np.arange(64) // 16 * 32 + np.arange(64) % 16
 
 
@@ -30,7 +30,8 @@ _QUARTERS = np.arange(64) // 16 * 32 + np.arange(64) % 16
 class DecodedMma:
     """Holds the operands of a tcgen05.mma, and the fields of its instruction descriptor.
 
-    `a` is a column of tensor memory or a descriptor; `d` a column; `disabled` masks lanes of D.
+    `a` is a column of tensor memory or a descriptor; `d` is a column; `disabled` has masks of lanes
+    of D that keep their value.
     """
 
     m: int
@@ -68,11 +69,11 @@ def tcgen05_mma(
 
     Args:
         d, a, b: column of D; descriptor or column of A; descriptor of B.
-        in_tmem: A is in tensor memory.
+        in_tmem: whether A is in tensor memory.
         idesc: instruction descriptor.
-        kind: as PTX names it, such as "f16".
-        group: CTAs that compute it together.
-        disable: masks of lanes of D to leave as they are.
+        kind: kind of the instruction in PTX, such as "f16".
+        group: number of CTAs that compute the product together.
+        disable: masks of lanes of D that keep their value.
     """
     for lane in gang.active(m).tolist():
         off = tuple(int(x[lane]) for x in disable or ())
@@ -108,7 +109,7 @@ def tcgen05_mma(
 
 
 def _product(gang: Gang, p: DecodedMma, clock: Clock | None, line: int) -> None:
-    """Compute a product, and add it to tensor memory."""
+    """Compute a product, and store it or add it to tensor memory."""
     pair = ctas_of_group(gang, p.group)
     rows_b = p.n // p.group
     right = np.concatenate([_operand(c, p.b, rows_b, p.k, p.b_kind, p.b_major) for c in pair])
@@ -124,9 +125,11 @@ def _product(gang: Gang, p: DecodedMma, clock: Clock | None, line: int) -> None:
 
 
 def _accumulate(c: Cta, p: DecodedMma, out: Lanes, rows: int, number: int) -> None:
-    """Write D: 128 rows by lane; 64 rows by 16 lanes of each quarter, or in two halves.
+    """Write D to tensor memory, or add it.
 
-    PTX ISA, "Data Path Layout Organization": layouts A and D, F, B.
+    128 rows take one lane each. 64 rows take 16 lanes of each quarter; with a pair of CTAs they
+    take two lanes each, one per half of the columns. See PTX ISA, "Data Path Layout Organization",
+    layouts A and D, F, B.
     """
     columns = p.n
     if rows == 64 and p.group == 2:
@@ -154,7 +157,7 @@ def _accumulate(c: Cta, p: DecodedMma, out: Lanes, rows: int, number: int) -> No
 def _note_product(
     gang: Gang, c: Cta, p: DecodedMma, rows: int, rows_b: int, clock: Clock, line: int
 ) -> None:
-    """Tell the race detector of the accesses of a product."""
+    """Report the accesses of a product to the race detector."""
     race = gang.race
     assert race is not None
 
@@ -177,7 +180,7 @@ def _note_product(
 def _instruction(kind: str, i: int) -> tuple[int, int, int, str, str, bool, bool, int, bool]:
     """Decode an instruction descriptor to the first fields of `DecodedMma`.
 
-    PTX ISA, "Instruction descriptor".
+    See PTX ISA, "Instruction descriptor".
     """
     fa, fb, fd = (i >> 7) & 7, (i >> 10) & 7, (i >> 4) & 3
     table, integer = _FORMATS[kind], kind == "i8"
@@ -192,7 +195,7 @@ def _instruction(kind: str, i: int) -> tuple[int, int, int, str, str, bool, bool
 
 
 def _check_shape(m: int, n: int, kind: str, group: int) -> None:
-    """Check M and N: N in steps of 8, or 16 for more rows or two CTAs (PTX ISA, "Matrix Shape")."""
+    """Check M and N, which depend on kind and number of CTAs (PTX ISA, "Matrix Shape")."""
     step = 32 if kind == "i8" and group == 2 else 8 if (m, group) == (64, 1) else 16
     if m not in ((64, 128) if group == 1 else (128, 256)) or n % step or not 8 <= n <= 256:
         raise Trap(
@@ -203,7 +206,7 @@ def _check_shape(m: int, n: int, kind: str, group: int) -> None:
 
 
 def _first_lane(d: int, m: int, group: int) -> int:
-    """Return the first lane of D: 0, or 16 where half of the lanes are used (layout F)."""
+    """Return the first lane of D: 0, or 16 if half of the lanes are used (layout F)."""
     lane = d >> 16
     if lane and not (lane == 16 and (m, group) == (64, 1)):
         raise Trap("tensor-memory", f"tcgen05.mma accumulator at lane {lane}, M={m}")
@@ -211,17 +214,17 @@ def _first_lane(d: int, m: int, group: int) -> int:
 
 
 def _operand(c: Cta, x: MatrixDescriptor, rows: int, k: int, kind: str, major: bool) -> Lanes:
-    """Return an operand in shared memory, [rows, K] float32."""
+    """Read an operand from shared memory, [rows, K] float32."""
     item = ELEMENT_BYTES[kind]
     index = c.checked(elements(x, (0, rows), k, item, major))
     return to_f32(c.view(STORAGE[item], 1)[index // item], kind)
 
 
 def _from_tensor_memory(c: Cta, p: DecodedMma, rows: int, right: Lanes) -> Lanes:
-    """Multiply A from tensor memory: 32 bytes of a row are 8 columns of its lane.
+    """Multiply A from tensor memory by B; 32 bytes of a row of A are 8 columns of its lane.
 
-    With 64 rows of a pair's 128, the upper lanes hold A once more, and make the second half of the
-    columns.
+    If each CTA of a pair has 64 rows, the upper 64 lanes hold A a second time; they compute the
+    second half of the columns.
     """
     assert isinstance(p.a, int)
     c.tmem.check(p.a, 8)

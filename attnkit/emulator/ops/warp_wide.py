@@ -1,4 +1,4 @@
-"""Executes instructions across the lanes of a warp: elect, shfl, vote, redux, match (PTX ISA)."""
+"""Execute instructions across the lanes of a warp: elect, shfl, vote, redux, match (PTX ISA)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REDUX = {
 
 
 def elect(gang: Gang, m: Mask) -> tuple[Lanes, Lanes]:
-    """Return (predicate, leader's lane): the lowest active lane of each warp."""
+    """Elect the lowest active lane of each warp; return (predicate, number of that lane)."""
     if m is gang.full:
         return gang.first_lane, np.zeros(gang.width, u4)
     rows = m.reshape(-1, 32)
@@ -32,7 +32,10 @@ def elect(gang: Gang, m: Mask) -> tuple[Lanes, Lanes]:
 
 
 def shfl(gang: Gang, a: Lanes, b: Lanes, c: Lanes, mode: str | None) -> tuple[Lanes, Lanes]:
-    """Return (value, whether the source lane was in range); `c` holds clamp and segment mask."""
+    """Execute shfl.sync; return (value, whether the source lane is in range).
+
+    `c` holds the clamp and the segment mask.
+    """
     lane = gang.lane
     segment = (c >> u4(8)) & u4(31)
     low = lane & segment
@@ -52,7 +55,7 @@ def shfl(gang: Gang, a: Lanes, b: Lanes, c: Lanes, mode: str | None) -> tuple[La
 
 
 def _gather(gang: Gang, a: Lanes, j: Lanes) -> Lanes:
-    """Return `a` of lane `j` of the same warp."""
+    """Return the value of `a` in lane `j` of the same warp."""
     out: Lanes = a[gang.warp_start + j]
     return out
 
@@ -70,7 +73,7 @@ def vote(gang: Gang, p: Lanes, m: Mask, kind: str) -> Lanes:
 
 
 def redux(gang: Gang, x: Lanes, m: Mask, how: str, nan: bool) -> Lanes:
-    """Combine the values of the active lanes of each warp."""
+    """Execute redux: combine the values of the active lanes of each warp."""
     fn: Any = _REDUX[how]
     if x.dtype.kind == "f" and not nan:
         fn = {"min": np.fmin, "max": np.fmax}[how]
@@ -104,17 +107,17 @@ def lanemask(gang: Gang, kind: str) -> Lanes:
 
 
 def read_clock(gang: Gang, size: int) -> Lanes:
-    """Return %clock and the like: a count of reads, not a time."""
+    """Return %clock and similar registers, which count reads here, not time."""
     gang.cluster.ticks += 1
     return np.full(gang.width, gang.cluster.ticks, f"u{size}")
 
 
 def trap(gang: Gang) -> None:
-    """Fault: the kernel executed trap or brkpt."""
+    """Raise the fault of a kernel that executed trap or brkpt."""
     raise Trap("trap", "the kernel executed trap or brkpt")
 
 
 def nanosleep(gang: Gang) -> bool:
-    """Let others run."""
+    """Execute nanosleep: let others run."""
     gang.yielded = True
     return True

@@ -1,9 +1,9 @@
-"""Executes warpgroup-wide asynchronous products (PTX ISA, wgmma.mma_async).
+"""Execute warpgroup-wide asynchronous products (PTX ISA, wgmma.mma_async).
 
-WgmmaGroup are collected until their group is committed; there, or at the wait in the adversarial
-mode, those that accumulate in the same registers one after another are one product of larger K.
-Every warp's 16 rows are a product of their own, so that the bits of a result do not depend on how
-many warps run together.
+Products are collected until their group is committed. Then, or at the wait in the adversarial mode,
+products that accumulate one after another in the same registers are computed as one product of
+larger K. The 16 rows of every warp are computed separately, so that the bits of a result do not
+depend on how many warps run together.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ from attnkit.emulator.numerics.fragments import (
     to_registers,
 )
 
-_CHUNK = 16  # bytes that every canonical layout keeps together
+_CHUNK = 16  # bytes that are contiguous in every canonical layout
 
 
 @lru_cache(maxsize=2048)
 def _chunks(
     descriptors: tuple[int, ...], rows: tuple[int, int], k: int, item: int, mn_major: bool
 ) -> tuple[Lanes, int]:
-    """Return numbers of the 16-byte chunks of operands that follow each other along K, and the
-    largest.
+    """Return indices of the 16-byte chunks of operands that are joined along K, and the largest.
 
-    [rows, chunks along K], or [K, chunks along the rows] for operands that are MN-major.
+    The indices are [rows, chunks along K], or [K, chunks along the rows] for MN-major operands.
     """
     step = _CHUNK // item
     parts = []
@@ -50,7 +49,7 @@ def _chunks(
 
 
 def wgmma(gang: Gang, form: WgmmaForm, a: Any, b: Lanes, accumulate: Lanes, m: Mask) -> None:
-    """Add the rows of this gang's warps of one warpgroup-wide product to the current group."""
+    """Execute wgmma.mma_async: add the rows of this gang's warps to the current group."""
     if m is not gang.full:
         raise Trap("encoding", "wgmma with inactive lanes")
     first = a if form.a_in_registers else gang.uniform(a, m)
@@ -75,16 +74,16 @@ def wgmma(gang: Gang, form: WgmmaForm, a: Any, b: Lanes, accumulate: Lanes, m: M
 
 
 def _record_product(gang: Gang, form: WgmmaForm) -> None:
-    """Count the work of a product."""
+    """Count the FLOP and bytes of a product."""
     record = gang.cluster.record
     record("tensor", 2 * 16 * form.n * form.k * len(gang.warps))
     record("operands", _operand_bytes(gang, form))
 
 
 def _operand_bytes(gang: Gang, form: WgmmaForm) -> int:
-    """Return what the gang's part of a product reads from shared memory.
+    """Return the bytes that the gang's part of a product reads from shared memory.
 
-    B is read once for the four warps of the warpgroup.
+    B is read once for the four warps of a warpgroup.
     """
     warps = len(gang.warps)
     rows = 0 if form.a_in_registers else 16 * warps
@@ -92,14 +91,14 @@ def _operand_bytes(gang: Gang, form: WgmmaForm) -> int:
 
 
 def _row_range(gang: Gang) -> tuple[int, int]:
-    """Return the rows of the tile from the gang's first warp to its last."""
+    """Return the first row, and the row after the last, that the gang computes in a tile."""
     return 16 * (gang.warps[0] % 4), 16 * (gang.warps[-1] % 4) + 16
 
 
 def _note_operand_read(
     gang: Gang, descriptor: int, rows: tuple[int, int], form: WgmmaForm, side: int, clock: Clock
 ) -> None:
-    """Tell the race detector of the read of an operand."""
+    """Report the read of an operand to the race detector."""
     assert gang.race is not None
     item, mn_major = ELEMENT_BYTES[form.types[1 + side]], bool(form.major[side])
     bytes_ = elements(of_wgmma(descriptor), rows, form.k, item, mn_major)
@@ -131,7 +130,7 @@ def wgmma_wait(gang: Gang, n: int) -> bool:
 
 
 def multiply_group(gang: Gang, group: WgmmaGroup) -> None:
-    """Compute the products of a group, those that accumulate in the same registers at once."""
+    """Compute the products of a group; fuse those that accumulate in the same registers."""
     items, group.items = group.items, []
     start = 0
     for i, (form, _, _, _) in enumerate(items):
@@ -142,7 +141,7 @@ def multiply_group(gang: Gang, group: WgmmaGroup) -> None:
 
 
 def _fused(gang: Gang, form: WgmmaForm, items: list[tuple[WgmmaForm, Any, int, bool]]) -> None:
-    """Compute products of one form, whose accumulators follow from each other, as one."""
+    """Compute products of one form as one product; each accumulates on the one before."""
     dt, at, _ = form.types
     right = _operand(gang, tuple(x[2] for x in items), (0, form.n), form, 1)
     if form.a_in_registers:
@@ -150,7 +149,7 @@ def _fused(gang: Gang, form: WgmmaForm, items: list[tuple[WgmmaForm, Any, int, b
     else:
         left = _operand(gang, tuple(x[1] for x in items), _row_range(gang), form, 0)
         left = left.reshape(-1, 16, left.shape[1])
-        if len(left) > len(gang.warps):  # a warp between has gone its own way
+        if len(left) > len(gang.warps):  # a warp in between has left the gang
             left = left[[w - gang.warps[0] for w in gang.warps]]
     out = left @ right.T
     if form.scale != (1, 1):
@@ -168,7 +167,7 @@ def _fused(gang: Gang, form: WgmmaForm, items: list[tuple[WgmmaForm, Any, int, b
 def _operand(
     gang: Gang, descriptors: tuple[int, ...], rows: tuple[int, int], form: WgmmaForm, side: int
 ) -> Lanes:
-    """Return an operand in shared memory, [rows, K] float32 (float64 for 8-bit integers)."""
+    """Read an operand from shared memory, [rows, K] float32 (float64 for 8-bit integers)."""
     kind, mn_major = form.types[1 + side], bool(form.major[side])
     item = ELEMENT_BYTES[kind]
     index, last = _chunks(descriptors, rows, form.k, item, mn_major)
@@ -180,7 +179,7 @@ def _operand(
 
 
 def _add_float(registers: list[Any], d: tuple[int, ...], o: Lanes, acc: bool) -> None:
-    """Add the rows of `o` to float32 registers, or replace them."""
+    """Add the rows of `o` to float32 registers, or overwrite these."""
     for i, x in zip(d, o, strict=True):
         old = registers[i]
         if old.dtype == f4:

@@ -1,1 +1,4 @@
-"""Reads PTX: text comes in, kernels of decoded instructions and static findings go out."""
+"""Parse PTX, and check it without running it.
+
+In: text. Out: kernels of decoded instructions, and findings.
+"""

@@ -1,4 +1,4 @@
-"""Analyses the control flow between the basic blocks of a kernel."""
+"""Analyse the control flow between the basic blocks of a kernel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def successors(kernel: PtxKernel, b: int) -> list[int]:
 
 
 class PostDominators:
-    """Computes post-dominators, as bit sets over the blocks."""
+    """Computes post-dominators of the blocks of a kernel, as bit sets."""
 
     def __init__(self, kernel: PtxKernel) -> None:
         self.kernel = kernel
@@ -27,7 +27,7 @@ class PostDominators:
 
     @cached_property
     def _dominators(self) -> list[int]:
-        """Return for each block those that every path from it to an exit passes, and itself."""
+        """Return for each block itself and the blocks on every path from it to an exit."""
         n = len(self.after)
         every = (1 << n) - 1
         sets = [every] * n
@@ -45,7 +45,7 @@ class PostDominators:
 
     @cached_property
     def _acting(self) -> list[bool]:
-        """Return for each block whether one that can be reached from it waits or multiplies."""
+        """Return for each block whether it, or a block reachable from it, waits or multiplies."""
         out = [
             any(is_blocking(c) or c.parts[0] in ("wgmma", "mma") for c in block)
             for block in self.kernel.blocks
@@ -59,6 +59,6 @@ class PostDominators:
         return out
 
     def parts(self, b: int) -> bool:
-        """Whether the warps that leave block `b` in several directions share no more work."""
+        """Return whether warps that take different branches of block `b` share no more work."""
         meeting = self._dominators[b] & ~(1 << b)
         return not any(meeting >> i & 1 and self._acting[i] for i in range(len(self.after)))

@@ -1,4 +1,4 @@
-"""Defines what the parser of PTX returns: kernels as basic blocks of decoded instructions."""
+"""Define the result of the parser: kernels as basic blocks of decoded instructions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TYPE_BYTES = {
 
 @dataclass(frozen=True)
 class Source:
-    """Names a line of the program that the PTX was compiled from (`.loc`)."""
+    """Names a line of the program from which the PTX was compiled (`.loc`)."""
 
     file: str
     line: int
@@ -45,11 +45,11 @@ class Instr:
     """Holds one instruction.
 
     Attributes:
-        op: opcode and modifiers; `parts`: the same, split.
-        args: operands as written, brackets and braces kept.
-        pred, negated: the guard predicate.
-        line: in the PTX; `source`: in the program.
-        inline: it stands in inline assembly, which compilers leave as it is.
+        op, parts: opcode and modifiers, as one text and split at the dots.
+        args: operands as written, with brackets and braces.
+        pred, negated: register of the guard predicate, and whether it is negated.
+        line, source: lines in the PTX and in the program.
+        inline: whether it is inline assembly, which compilers do not change.
     """
 
     op: str
@@ -65,11 +65,11 @@ class Instr:
         object.__setattr__(self, "parts", tuple(self.op.split(".")))
 
     def has(self, *names: str) -> bool:
-        """Whether any of the modifiers `names` follows the opcode."""
+        """Return whether any of the modifiers `names` follows the opcode."""
         return any(n in self.parts for n in names)
 
     def option(self, *names: str) -> str | None:
-        """The first of `names` among the modifiers."""
+        """Return the first of `names` that is among the modifiers; None if none is."""
         return next((n for n in self.parts if n in names), None)
 
     def __str__(self) -> str:
@@ -102,7 +102,7 @@ class PtxKernel:
     """Holds one `.entry`.
 
     Attributes:
-        threads: of a CTA, if the kernel requires them.
+        threads: threads of a CTA, if the kernel requires a number.
         regs: size class of each register.
         blocks: basic blocks; `blocks[labels[l]]` starts at label l.
     """
@@ -122,8 +122,8 @@ class PtxKernel:
         return [i for block in self.blocks for i in block]
 
 
-# Instructions at which a warp may have to wait, or must let others run: each is a block by itself,
-# so that it can be tried again without repeating what stands before it.
+# Instructions at which a warp may have to wait, or must let others run. Each is a block by itself,
+# so that it can be tried again without repeating the instructions before it.
 BLOCKING = (
     "mbarrier.try_wait",
     "mbarrier.test_wait",
@@ -149,22 +149,22 @@ BLOCKING = (
 )
 
 
-# Registers that programs do not name: the carry flag, and a sum with its carry.
+# Registers that PTX text does not name: the carry flag, and a sum with its carry.
 CARRY, CARRIED = "%carry", "%carried"
 
 
 def uses_carry(instr: Instr) -> bool:
-    """Whether `instr` sets or adds the carry flag."""
+    """Return whether `instr` sets or reads the carry flag."""
     return "cc" in instr.parts or instr.parts[0] in ("addc", "subc", "madc")
 
 
 def is_blocking(instr: Instr) -> bool:
-    """Whether `instr` stands alone in its block."""
+    """Return whether `instr` may wait, and so is a block by itself."""
     return instr.op.startswith(BLOCKING) or is_poll(instr)
 
 
 def is_poll(instr: Instr) -> bool:
-    """Whether `instr` reads global memory such that a warp may spin on another CTA's store."""
+    """Return whether `instr` is a read of global memory on which a warp may spin."""
     p = instr.parts
     if p[0] == "ld":
         strong = instr.has("acquire", "relaxed", "volatile", "mmio")

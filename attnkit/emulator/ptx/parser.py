@@ -1,4 +1,4 @@
-"""Parses PTX text, as NVVM and inline assembly write it (PTX ISA, "Syntax")."""
+"""Parse PTX text as NVVM and inline assembly write it (PTX ISA, "Syntax")."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ _NAME = re.compile(r"[%A-Za-z_$][\w$]*(?:\.[xyzw])?")
 
 
 def parse(text: str) -> dict[str, PtxKernel]:
-    """Return all kernels of a PTX module by name.
+    """Parse a PTX module; return its kernels by name.
 
     Raises:
-        PtxError: the text has no `.entry`, or one that cannot be read.
+        PtxError: the text has no `.entry`, or one that cannot be parsed.
     """
     text = re.sub(r"//\s*(begin|end) inline asm\b", r".inline \1;", text)
     text = re.sub(r"//[^\n]*", "", text)
@@ -76,7 +76,7 @@ def parse(text: str) -> dict[str, PtxKernel]:
 
 
 def _body(text: str, start: int) -> tuple[str, int]:
-    """Return the text of a function body that begins at `start`, and its end."""
+    """Return the text of the function body that begins at `start`, and its end."""
     depth, i = 1, start
     while depth:
         nxt = re.compile(r"[{}]").search(text, i)
@@ -88,7 +88,7 @@ def _body(text: str, start: int) -> tuple[str, int]:
 
 
 def _outside(text: str, spans: list[tuple[int, int]]) -> str:
-    """Return the text that lies in none of the spans."""
+    """Return the text outside of the spans."""
     out, last = [], 0
     for a, b in spans:
         out.append(text[last:a])
@@ -97,12 +97,12 @@ def _outside(text: str, spans: list[tuple[int, int]]) -> str:
 
 
 def _variables(text: str) -> list[Variable]:
-    """Return the variables that a text declares."""
+    """Parse the variables that a text declares."""
     return [_variable(m) for m in _VARIABLE.finditer(text)]
 
 
 def _variable(m: re.Match[str]) -> Variable:
-    """Decode the declaration of a variable."""
+    """Parse the declaration of a variable."""
     space, align, kind, name, count, init = m.groups()
     item = TYPE_BYTES[kind]
     n = 1 if count is None else int(count or 0)
@@ -114,7 +114,7 @@ def _variable(m: re.Match[str]) -> Variable:
 
 
 def _params(text: str) -> tuple[tuple[Param, ...], int]:
-    """Return the parameters of a kernel, and their size in bytes."""
+    """Parse the parameters of a kernel; return them and their size in bytes."""
     params, offset = [], 0
     for align, kind, name, count in _PARAM.findall(text):
         item = TYPE_BYTES[kind]
@@ -148,7 +148,7 @@ class _Scope(NamedTuple):
 
 
 class _Body:
-    """Reads one function body; inner `{}` scopes get registers and labels of their own."""
+    """Parses one function body; registers and labels of inner `{}` scopes get unique names."""
 
     def __init__(self, kernel: PtxKernel, files: dict[str, str], line: int) -> None:
         self.kernel = kernel
@@ -161,7 +161,7 @@ class _Body:
         self.code: list[Instr | str] = []
 
     def read(self, body: str) -> None:
-        """Read the statements of a body, and cut them into basic blocks."""
+        """Parse the statements of a body, and cut them into basic blocks."""
         pos, line, seen = 0, self.first_line, 0
         while m := _TOKEN.match(body, pos):
             start = m.start(m.lastgroup or 0)
@@ -185,8 +185,8 @@ class _Body:
         _blocks(self.kernel, self.code)
 
     def _loc(self, text: str) -> None:
-        # Inside an inline-assembly scope NVVM numbers the lines of the assembly text.
-        """Remember the line of the program that the next instructions come from."""
+        # In a scope of inline assembly, NVVM counts lines of the assembly text instead.
+        """Store the source line of the next instructions."""
         if len(self.scopes) == 1:
             f, line = text.split()[:2]
             self.source = Source(self.files.get(f, f"file {f}"), int(line))
@@ -203,7 +203,7 @@ class _Body:
         return name
 
     def _statement(self, text: str, line: int) -> None:
-        """Read an instruction or a directive."""
+        """Parse an instruction or a directive."""
         if text.startswith("."):
             self._directive(text, line)
             return
@@ -222,7 +222,7 @@ class _Body:
         self.code.append(Instr(op, args, pred, negated, line, self.source, self.inline))
 
     def _directive(self, text: str, line: int) -> None:
-        """Read a directive."""
+        """Parse a directive."""
         if text.startswith(".inline"):
             self.inline = text.endswith("begin")
         elif text.startswith(".reg"):
@@ -236,7 +236,7 @@ class _Body:
             self.kernel.variables += (_variable(m),)
 
     def _declare(self, name: str, kind: str) -> None:
-        """Declare registers."""
+        """Declare registers in the current scope."""
         m = re.match(r"([%$\w]+)<(\d+)>", name)
         names = [f"{m.group(1)}{i}" for i in range(int(m.group(2)))] if m else [name]
         scope = self.scopes[-1]
@@ -247,7 +247,7 @@ class _Body:
 
 
 def _blocks(kernel: PtxKernel, code: list[Instr | str]) -> None:
-    """Cut the code at labels, branches and instructions that may block."""
+    """Cut the code at labels, branches and instructions that may wait."""
     blocks: list[list[Instr]] = []
     current: list[Instr] = []
 

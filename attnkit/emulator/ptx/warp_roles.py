@@ -1,4 +1,4 @@
-"""Names the role of a warp for reports, by what it executed."""
+"""Name the role of a warp in reports, by the instructions that it executed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _MARKS = (
 
 
 def _to_global(op: str) -> bool:
-    """Whether an instruction is a bulk store."""
+    """Return whether an instruction is a bulk store."""
     return ".global.shared" in op
 
 
 def role_of(kernel: PtxKernel, blocks: Iterable[int]) -> str:
-    """Return words for what the executed blocks do, most telling first."""
+    """Describe what the executed blocks do, with the most characteristic work first."""
     ops = {c.op for b in blocks for c in kernel.blocks[b]}
     words = [
         word

@@ -1,8 +1,8 @@
-"""Checks for a missing wgmma.fence, which running a kernel cannot see.
+"""Check for a missing wgmma.fence, which does not show when a kernel runs.
 
-PTX ISA, wgmma.fence: a warpgroup must execute wgmma.fence before its first wgmma.mma_async, and
-whenever registers (accumulator or A fragment) were written since, except that wgmma.mma_async of
-the same shape may accumulate in the same registers one after another.
+A warpgroup must execute wgmma.fence before its first wgmma.mma_async, and again before one whose
+registers (accumulator or A fragment) were written since. As an exception, wgmma.mma_async of the
+same shape may accumulate in the same registers one after another (PTX ISA, wgmma.fence).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _NO_DESTINATION: tuple[str, ...] = (
 _NO_DESTINATION += ("stmatrix", "prefetch", "setmaxnreg", "membar", "nanosleep", "griddepcontrol")
 _REGISTER = re.compile(r"%?[\w$]+(?:@\d+)?")
 State = frozenset[str]
-FIRST = "(none yet)"  # in a state: no fence since the entry of the kernel
+FIRST = "(none yet)"  # member of a state: no fence since the entry of the kernel
 
 
 def missing_fences(kernel: PtxKernel) -> list[Finding]:
-    """Return each wgmma.mma_async with registers that were written since the last wgmma.fence.
+    """Report each wgmma.mma_async with registers that were written since the last wgmma.fence.
 
-    The state is the set of accumulator and A registers written since the last fence, joined over
-    all paths of the control flow.
+    The state is the set of accumulator and A registers that were written since the last fence, on
+    any path of the control flow.
     """
     watched = _watched(kernel)
     if not watched:
@@ -64,7 +64,7 @@ def _operands(c: Instr) -> tuple[set[str], set[str]]:
 
 
 def _watched(kernel: PtxKernel) -> set[str]:
-    """Return the registers of all wgmma.mma_async."""
+    """Return the accumulator and A registers of all wgmma.mma_async."""
     out: set[str] = set()
     for c in kernel.instructions():
         if c.op.startswith("wgmma.mma_async"):
@@ -74,13 +74,13 @@ def _watched(kernel: PtxKernel) -> set[str]:
 
 
 def _step(c: Instr, state: State, watched: set[str], findings: dict[int, Finding]) -> State:
-    """Return the state after an instruction, and note a missing fence."""
+    """Return the state after an instruction; add a finding if a fence is missing."""
     if c.op.startswith("wgmma.fence"):
         return frozenset()
     if c.op.startswith("wgmma.mma_async"):
         d, a = _operands(c)
         bad = state & (d | a | {FIRST})
-        # A product that overwrites its accumulator still needs the fence for earlier writes.
+        # A product needs the fence for earlier writes even if it overwrites its accumulator.
         if bad:
             regs = ", ".join(sorted(x for x in bad if x != FIRST)[:4])
             text = (

@@ -1,1 +1,4 @@
-"""Predicts time: launches and recorded events come in, clocks of units and timelines go out."""
+"""Predict the time of a kernel.
+
+In: launches and recorded events. Out: clocks of each unit, and timelines.
+"""

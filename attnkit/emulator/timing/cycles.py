@@ -1,7 +1,7 @@
-"""Estimates how long each unit of an SM is busy with what a launch executed.
+"""Estimate for how long a launch keeps each unit of an SM busy.
 
-The largest of them is a lower bound of the time of one SM; waiting, latency and the order of
-instructions are not modelled here. Nothing is calibrated: rates are those of the sources below.
+The longest of these times is a lower bound of the time of one SM; waits, latencies and the order of
+instructions are not modelled here. Nothing is calibrated: the rates are those of the sources below.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from attnkit.errors import OptionError
 
 @dataclass(frozen=True)
 class Rates:
-    """Holds what an SM does per clock.
+    """Holds the rates of an SM per clock.
 
-    Dense 16-bit tensor FLOP, special functions, float32 and integer lanes, warp instructions
-    issued, and bytes of shared memory, of bulk copies and of tensor memory.
+    They are dense 16-bit tensor FLOP, special functions, float32 and integer lanes, warp
+    instructions that issue, and bytes of shared memory, of bulk copies and of tensor memory.
     """
 
     tensor: float
@@ -56,7 +56,7 @@ def rates_of(arch: str) -> Rates:
     """Return the rates of an architecture such as "sm_90a".
 
     Raises:
-        OptionError: it is not in the table.
+        OptionError: the architecture is not in the table.
     """
     name = arch.rstrip("af")
     if name not in RATES:
@@ -65,7 +65,7 @@ def rates_of(arch: str) -> Rates:
 
 
 def unit_of(op: str) -> tuple[str, float]:
-    """Return (unit, lanes of work per thread) of an opcode; the unit "" only issues.
+    """Return (unit, lanes of work per thread) of an opcode; with unit "" it only issues.
 
     Comparison, minimum, maximum and conversion run on the integer lanes (CUDA C++ Programming
     Guide, "Arithmetic Instructions"); a shuffle takes a path to shared memory, 4 bytes a thread.
@@ -88,7 +88,7 @@ def unit_of(op: str) -> tuple[str, float]:
 
 
 def busy(stats: LaunchStats | Iterable[LaunchStats], arch: str) -> dict[str, float]:
-    """Return the clocks for which each unit is busy, summed over the CTAs of the launches."""
+    """Return the clocks for which each unit is busy, summed over all CTAs of the launches."""
     rates = rates_of(arch)
     total: defaultdict[str, float] = defaultdict(float)
     for s in [stats] if isinstance(stats, LaunchStats) else stats:
@@ -106,13 +106,13 @@ def busy(stats: LaunchStats | Iterable[LaunchStats], arch: str) -> dict[str, flo
 
 
 def limit(clocks: dict[str, float]) -> str:
-    """Return the unit that is busy longest."""
+    """Return the name of the unit that is busy longest."""
     return max(clocks, key=lambda unit: clocks[unit])
 
 
 @dataclass(frozen=True)
 class Product:
-    """Describes one product of a tile; without `a_shared` A comes from tensor memory."""
+    """Describes one product of a tile; A comes from tensor memory unless `a_shared` is set."""
 
     m: int
     n: int
@@ -121,7 +121,7 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """Return the FLOP of the product."""
+        """Return the number of FLOP of the product."""
         return 2 * self.m * self.n * self.k
 
     def operand_bytes(self, kind: str, ctas: int) -> int:
@@ -132,7 +132,7 @@ class Product:
 
 @dataclass(frozen=True)
 class TileClocks:
-    """Holds the clocks of a tile by unit, as the feeds-and-speeds tables of FlashAttention-4 do."""
+    """Holds the clocks of a tile by unit, as the tables in the FlashAttention-4 paper do."""
 
     tensor: float
     shared: float
@@ -151,8 +151,8 @@ def tile(
     """Return the clocks that each unit needs for a tile.
 
     Args:
-        other_shared_bytes: traffic of shared memory other than operands (stores, bulk copies).
-        ctas: CTAs that share a product (cta_group).
+        other_shared_bytes: bytes of shared memory that are not operands (stores, bulk copies).
+        ctas: number of CTAs that share a product (cta_group).
     """
     r, all_ = rates_of(arch), list(products)
     shared = sum(p.operand_bytes(kind, ctas) for p in all_) + other_shared_bytes

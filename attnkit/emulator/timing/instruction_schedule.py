@@ -1,8 +1,8 @@
-"""Schedules straight-line code of a warp that has its part of the SM to itself.
+"""Schedule straight-line code of a warp that has its part of the SM to itself.
 
-Every clock the first instruction issues whose operands are ready and whose unit of `cycles` is
-free, in the order of the PTX: compilers look ahead, and keep the order of independent instructions.
-An SM has four equal parts, and warp w runs on part w % 4.
+At each clock, the first instruction in PTX order issues whose operands are ready and whose unit is
+free. This models compilers, which look ahead and else keep the order of independent instructions.
+An SM has four equal parts, and warp w runs on part w % 4. `cycles` has the rates of the units.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from attnkit.emulator.ptx.kernel import Instr, PtxKernel
 from attnkit.emulator.timing.cycles import Rates, unit_of
 
-PARTS = 4  # of an SM
+PARTS = 4  # number of parts of an SM
 # Clocks until a dependent instruction can issue (microbenchmarks of Volta to Hopper, rounded):
 # arithmetic, special functions, shared memory and shuffles, votes, loads from the L2 cache.
-# Tensor memory, after the transfer itself, is assumed to answer as shared memory does.
+# Tensor memory is assumed to have the latency of shared memory, after the transfer itself.
 ALU, SPECIAL, SHARED, VOTE, GLOBAL = 4, 18, 24, 12, 280
 _LATENCY = {"special": SPECIAL, "shared": SHARED}
 _OF_OPCODE = {"vote": VOTE, "redux": VOTE, "match": VOTE, "mma": 33, "atom": 2 * GLOBAL}
 
-# Registers of a variable move by being named; fences and waits are events of the timeline.
+# Instructions without cost: moves between registers only rename; fences and waits are events.
 _FREE = {"mov", "cvta", "ret", "exit", "mbarrier", "wgmma", "tcgen05", "cp", "bar", "barrier"}
 _FREE |= {"fence", "setmaxnreg", "griddepcontrol", "prefetch", "prefetchu", "createpolicy"}
 _REGISTER = re.compile(r"%[\w$]+(?:@\d+)?")
@@ -32,11 +32,11 @@ _REGISTER = re.compile(r"%[\w$]+(?:@\d+)?")
 
 @dataclass(frozen=True)
 class Pace:
-    """Says how fast a warp goes through its instructions.
+    """Describes how fast a warp issues its instructions.
 
     Attributes:
         step: clocks from one instruction to the next.
-        hold: by how much longer than its rate says each holds its unit.
+        hold: factor on the clocks for which an instruction keeps its unit busy.
     """
 
     step: float = 1.0
@@ -48,9 +48,9 @@ class Segment:
     """Holds the time of code without events, in clocks.
 
     Attributes:
-        clocks: how long it takes alone.
-        contended: how long it takes while tensor cores are busy.
-        units: for how long each unit is busy.
+        clocks: time that it takes alone.
+        contended: time that it takes while tensor cores are busy.
+        units: time for which each unit is busy.
     """
 
     clocks: float
@@ -70,12 +70,12 @@ def registers(c: Instr) -> tuple[list[str], list[str]]:
 
 @dataclass(frozen=True)
 class KernelFacts:
-    """Holds what a segment must know of its kernel.
+    """Holds facts about a kernel that the schedule of a segment needs.
 
     Attributes:
-        read: how many instructions read each register.
-        varying: registers that may differ between the threads of a warp; others are kept in
-            uniform registers, and their arithmetic takes nothing but its turn to issue.
+        read: number of instructions that read each register.
+        varying: registers that may differ between the threads of a warp. Others are uniform
+            registers, whose arithmetic costs only the clock in which it issues.
     """
 
     read: Counter[str]
@@ -83,7 +83,7 @@ class KernelFacts:
 
     @classmethod
     def of(cls, kernel: PtxKernel) -> KernelFacts:
-        """Return the facts of a kernel."""
+        """Collect the facts about a kernel."""
         code = [(c, *registers(c)) for c in kernel.instructions()]
         read = Counter(r for _, _, used in code for r in set(used))
         readers: dict[str, list[tuple[Instr, list[str]]]] = {}
@@ -101,12 +101,12 @@ class KernelFacts:
 
 
 def _unites(c: Instr) -> bool:
-    """Whether the result is the same in all threads, whatever the operands."""
+    """Return whether the result is the same in all threads for any operands."""
     return c.parts[0] in ("vote", "redux") or c.op.startswith("shfl.sync.idx")
 
 
 def _diverges(c: Instr, used: list[str]) -> bool:
-    """Whether the result may differ between threads, whatever the operands."""
+    """Return whether the result may differ between threads even for uniform operands."""
     loads = c.parts[0] in ("ld", "ldmatrix", "mma", "elect", "atom", "tcgen05", "wgmma")
     if loads and "param" not in c.op:
         return True
@@ -116,14 +116,14 @@ def _diverges(c: Instr, used: list[str]) -> bool:
 
 
 def _contracts(c: Instr, kinds: tuple[str, ...]) -> bool:
-    """Whether ptxas may contract this product or sum."""
+    """Return whether ptxas may fuse this product or sum into an FMA."""
     return c.parts[0] in kinds and c.parts[-1] in ("f32", "f64") and "rn" not in c.parts
 
 
 def fused(code: Sequence[Instr], read: Counter[str]) -> set[int]:
-    """Return the instructions that ptxas merges with the one that uses their result.
+    """Return the indices of the instructions that ptxas merges with the user of their result.
 
-    That is a product with the sum that it is added to, and a conjunction with its comparison.
+    These are products that a sum uses, and bitwise ands that a comparison uses.
     """
     first: dict[str, int] = {}
     out = set()
@@ -140,7 +140,7 @@ def fused(code: Sequence[Instr], read: Counter[str]) -> set[int]:
 
 
 def occupancy(c: Instr, rates: Rates) -> tuple[str, float]:
-    """Return (unit, clocks that one warp's instruction keeps a part's unit busy)."""
+    """Return (unit, clocks for which one warp's instruction keeps that unit of its part busy)."""
     if c.op.startswith("mma.sync"):
         m, n, k = re.search(r"m(\d+)n(\d+)k(\d+)", c.op).groups()  # type: ignore[union-attr]
         return "tensor", 2 * int(m) * int(n) * int(k) * PARTS / rates.tensor
@@ -154,7 +154,7 @@ def occupancy(c: Instr, rates: Rates) -> tuple[str, float]:
 
 
 def _free(c: Instr) -> bool:
-    """Whether it costs nothing here: moves that only rename, and events of the timeline."""
+    """Return whether an instruction costs nothing here: it renames, or is a timeline event."""
     if c.op.startswith(("tcgen05.ld", "tcgen05.st")) or (c.inline and c.parts[0] == "mov"):
         return False
     return c.parts[0] in _FREE and not c.op.startswith("tcgen05.wait")
@@ -171,7 +171,7 @@ def segment(code: Sequence[Instr], rates: Rates, facts: KernelFacts, contended: 
     """Schedule `code`, a part of the kernel that `facts` describes.
 
     Args:
-        contended: the pace while tensor cores work.
+        contended: pace of the warp while tensor cores work.
     """
     dropped = fused(code, facts.read)
     nodes: list[tuple[str, float, int]] = []  # unit, occupancy, latency
@@ -181,13 +181,13 @@ def segment(code: Sequence[Instr], rates: Rates, facts: KernelFacts, contended: 
     for i, c in enumerate(code):
         written, used = registers(c)
         makers = {maker[r] for r in used if r in maker}
-        if c.op.startswith("tcgen05.wait"):  # a block of its own: the one before has transferred
+        if c.op.startswith("tcgen05.wait"):  # a block of its own: the transfer is over
             nodes.append(("", 0.0, SHARED))
             after.append([])
             waits.append(0)
             makers = {len(nodes) - 1}
         if i in dropped or _free(c):
-            for r in written:  # as ready as the last of its operands, by the order of the program
+            for r in written:  # it is ready when the last of its operands is, in program order
                 maker.pop(r, None)
                 if makers:
                     maker[r] = max(makers)
@@ -215,7 +215,8 @@ def _makespan(
 ) -> float:
     """Return the clocks until the last instruction has issued.
 
-    The next to issue is always the first one, in program order, whose operands and unit are free.
+    The next one to issue is the first in program order whose operands are ready and whose unit is
+    free.
     """
     free: dict[str, float] = {}
     ready_at = [0.0] * len(nodes)

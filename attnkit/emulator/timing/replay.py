@@ -1,9 +1,9 @@
-"""Replays what the emulator recorded with time: units, queues and waits of an SM.
+"""Replay recorded events with time: a model of the units, queues and waits of an SM.
 
-Warps go through their steps; code takes the time of its schedule, and longer when warps of the
-same part of the SM want the same unit or tensor cores are busy. Products queue for the tensor
-cores, and for shared memory, which has their operands and also serves loads, stores and copies;
-copies queue for the memory system, and a wait ends when all that its phase needs has happened.
+Warps go through their steps. Code takes the time of its schedule; it takes longer if warps on the
+same part of the SM need the same unit, or while tensor cores are busy. Products queue for the
+tensor cores and for shared memory, which provides their operands and also serves loads, stores and
+copies. Copies queue for the memory system. A wait ends when all that its phase needs has happened.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from attnkit.emulator.timing.shared_memory_port import SharedMemoryPort
 
 @dataclass(frozen=True)
 class Constants:
-    """Holds what no data sheet says, in clocks unless said otherwise.
+    """Holds constants of the model that no data sheet gives, in clocks unless said otherwise.
 
-    The values were found on an H200 (docs/emulator.md).
+    Most were measured on an H200 (docs/emulator.md).
 
     Attributes:
-        step, hold: the pace of instructions while tensor cores work with accumulators in the
-            register file and take their share of it, see `Pace`. Fitted to four kernels.
-        product_issue: a warp's time to issue a product of operands in shared memory; one with A in
-            registers takes as long as the product itself. Both from clock stamps in a kernel.
-        product_latency: from the end of a product to the end of a wait for it. From stamps.
-        barrier: from the last arrival at a barrier to the next instruction of who waits. From
-            stamps.
+        step, hold: pace of instructions while tensor cores access accumulators in the register file
+            and take a share of its bandwidth, see `Pace`. Fitted to four kernels.
+        product_issue: time that a warp takes to issue a product with operands in shared memory. One
+            with A in registers takes as long as the product itself. Both measured by reading the
+            clock in a kernel.
+        product_latency: from the end of a product to the end of a wait for it. Measured likewise.
+        barrier: from the last arrival at a barrier to the next instruction of a warp that waits.
+            Measured likewise.
         copy_latency: from the issue of a copy from global memory to its arrival. Assumed.
-        copy_bytes: per clock and SM, from the second-level cache when all SMs read: 5120 over 132
-            SMs (the A100's whitepaper gives that width; assumed to hold for Hopper).
+        copy_bytes: bytes per clock and SM from the L2 cache when all SMs read: 5120 over 132 SMs.
+            The A100's whitepaper gives 5120; assumed to hold for Hopper.
     """
 
     step: float = 3.5
@@ -53,7 +54,7 @@ class Constants:
 
 @dataclass(frozen=True)
 class Interval:
-    """Spans the clocks in which a warp or a unit did one thing."""
+    """Describes what a warp or a unit did from one clock to another."""
 
     start: float
     end: float
@@ -62,27 +63,27 @@ class Interval:
 
     @property
     def clocks(self) -> float:
-        """Return the length."""
+        """Return the length in clocks."""
         return self.end - self.start
 
 
 @dataclass(eq=False)
 class Process:
-    """Holds the state of warps on their way through their steps."""
+    """Holds the state of a set of warps that goes through its steps."""
 
     stream: Stream
     steps: Iterator[Step]
     seen: int = 0
-    left: float = 0.0  # clocks of code alone, of the current segment
+    left: float = 0.0  # remaining clocks of the current segment, if it ran alone
     code: Segment | None = None
     event: Event | None = None
-    until: float | None = None  # of a timed step
+    until: float | None = None  # end of the current step, if it is known
     waits: tuple[Any, int] | None = None
     began: float = 0.0
     why: str = ""
     done: bool = False
     after: Step | None = None
-    groups: list[float] = field(default_factory=list)  # ends of committed products
+    groups: list[float] = field(default_factory=list)  # times at which committed products end
     current: float = 0.0
     stores: list[float] = field(default_factory=list)
     storing: float = 0.0
@@ -103,9 +104,10 @@ class ClusterReplay:
         self.now = 0.0
         self.steps_taken = 0
         self.pipe: defaultdict[int, float] = defaultdict(float)
-        self.file: defaultdict[int, float] = defaultdict(float)  # products in the register file
+        # when the last product that uses the register file ends
+        self.file: defaultdict[int, float] = defaultdict(float)
         self.pipe_work: defaultdict[int, list[Interval]] = defaultdict(list)
-        early = kernel.arch.startswith("sm_100")  # products are booked long before they run
+        early = kernel.arch.startswith("sm_100")  # there, products are booked long before they run
         self.shared: defaultdict[int, SharedMemoryPort] = defaultdict(
             lambda: SharedMemoryPort(early)
         )
@@ -125,7 +127,7 @@ class ClusterReplay:
         """Replay until every warp has finished.
 
         Raises:
-            EmulatorError: warps wait for what the recording does not hold.
+            EmulatorError: warps wait for something that was not recorded.
         """
         while True:
             self._settle()
@@ -144,7 +146,7 @@ class ClusterReplay:
             self.now = then
 
     def _settle(self) -> None:
-        """Advance every process as far as it goes now, and again those that others free."""
+        """Advance every process as far as possible now; repeat while that unblocks others."""
         before = -1
         while self.steps_taken != before:
             before = self.steps_taken
@@ -152,7 +154,7 @@ class ClusterReplay:
                 self._advance(p)
 
     def _speeds(self) -> list[tuple[Process, float]]:
-        """Return the processes in code, and how much of it they get done per clock."""
+        """Return the processes that run code, and the speed of each relative to running alone."""
         running = [p for p in self.processes if p.code is not None]
         load: defaultdict[tuple[int, int, str], float] = defaultdict(float)
         for p in running:
@@ -172,7 +174,7 @@ class ClusterReplay:
         return out
 
     def _advance(self, p: Process) -> None:
-        """Advance `p` as far as it goes at this moment."""
+        """Advance `p` as far as possible at the current clock."""
         while not p.done:
             if p.code is not None:
                 if p.left > 1e-6:
@@ -200,7 +202,7 @@ class ClusterReplay:
                 return
 
     def _next(self, p: Process) -> bool:
-        """Fetch the next step; False if it has to wait for the stream that it is part of."""
+        """Fetch the next step; return False if `p` must wait for its parent stream."""
         parent = p.stream.parent
         if parent is not None and not p.seen and not p.began:
             other = self._of[id(parent)]
@@ -224,7 +226,7 @@ class ClusterReplay:
         return True
 
     def _note(self, p: Process, kind: str) -> None:
-        """Add what `p` did since it began to its intervals."""
+        """Append to the intervals of `p` what it did since `began`."""
         if self.now - p.began > 1e-6:
             text = p.why if kind == "wait" else ""
             last = p.intervals[-1] if p.intervals else None
@@ -236,7 +238,7 @@ class ClusterReplay:
 
     # ---- events
     def _happen(self, p: Process, e: Event) -> None:
-        """Start what an event does."""
+        """Start the operation of an event."""
         p.began = self.now
         if e.kind == "arrive":
             self._contribute(e, self.now)
@@ -264,7 +266,7 @@ class ClusterReplay:
             self._until(p, max(left, default=0.0), "stores")
 
     def _until(self, p: Process, at: float, why: str) -> None:
-        """Let `p` wait until a clock."""
+        """Let `p` wait until clock `at`."""
         if at > self.now:
             p.until, p.why = at, why
 
@@ -278,11 +280,11 @@ class ClusterReplay:
             self.complete[key] = self._partial[key]
 
     def _access(self, p: Process, clocks: float) -> None:
-        """Book shared memory for so long; operands of products have to wait."""
+        """Book shared memory for some clocks, for which operands of products have to wait."""
         self.shared[p.stream.rank].book(self.now, self.now, clocks)
 
     def _copy(self, p: Process, size: float) -> float:
-        """Queue a bulk copy; return when it is done."""
+        """Queue a bulk copy; return the clock at which it ends."""
         rank = p.stream.rank
         self._access(p, size / self.rates.shared)
         start = max(self.now, self.copies[rank])
@@ -292,9 +294,9 @@ class ClusterReplay:
         return end
 
     def _busy(self, rank: int, flop: float, operands: float, text: str) -> float:
-        """Queue a product with `operands` bytes of shared memory; return when it is done."""
+        """Queue a product that reads `operands` bytes of shared memory; return when it ends."""
         start = max(self.now, self.pipe[rank])
-        early = max(self.now, start - flop / self.rates.tensor)  # while the product before runs
+        early = max(self.now, start - flop / self.rates.tensor)  # may overlap the product before
         read = self.shared[rank].book(self.now, early, operands / self.rates.shared)
         end = max(start + flop / self.rates.tensor, read)
         self.pipe[rank] = end
@@ -327,7 +329,7 @@ class ClusterReplay:
 
 
 def _name(barrier: Any) -> str:
-    """Return words for a barrier."""
+    """Describe a barrier, as the reason of a wait."""
     if isinstance(barrier, MBarrier):
         return barrier.name
     return f"barrier {barrier.number}" if isinstance(barrier, NamedBarrier) else "cluster barrier"

@@ -1,7 +1,7 @@
-"""Cuts recorded streams into steps: events with the straight-line code between them.
+"""Cut recorded streams into steps: straight-line code, and the event after it.
 
-An event stands at a line of its block; the code before it is a segment that `instruction_schedule`
-times.
+An event belongs to a line of its block. The code before that line is a segment, whose time
+`instruction_schedule` computes.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ _EVENTFUL = ("mbarrier", "bar", "barrier", "cp", "wgmma", "tcgen05", "st")
 
 
 class Step(NamedTuple):
-    """Holds code, and the event after it.
+    """Holds straight-line code, and the event after it.
 
     Attributes:
-        seen: how many events of the stream are done with it.
-        block: the block that ends with the step, or -1.
+        seen: number of events of the stream up to and including this step.
+        block: block that ends with the step, or -1.
     """
 
     code: Segment | None
     event: Event | None
     seen: int
-    block: int  # that ends with the step, or -1
+    block: int
 
 
 class Steps:
-    """Turns streams of one kernel into steps."""
+    """Converts streams of one kernel to steps."""
 
     def __init__(self, kernel: PtxKernel, rates: Rates, contended: Pace) -> None:
         self.kernel = kernel
@@ -42,7 +42,7 @@ class Steps:
         self._segments: dict[tuple[int, int, int], Segment] = {}
 
     def of(self, stream: Stream) -> Iterator[Step]:
-        """Yield the steps of a stream, in order."""
+        """Yield the steps of a stream in order."""
         pending: list[tuple[int, Event]] = []
         for seen, event in enumerate(stream.events, 1):
             if event.kind == "block":
@@ -64,7 +64,7 @@ class Steps:
         yield Step(self._segment(number, at, len(code)), None, last, number)
 
     def _segment(self, block: int, start: int, stop: int) -> Segment | None:
-        """Return the schedule of a part of a block; None if it is empty."""
+        """Schedule a part of a block; return None if the part is empty."""
         if start >= stop:
             return None
         key = (block, start, stop)
@@ -75,9 +75,9 @@ class Steps:
 
 
 def _position(code: list[Instr], line: int, at: int) -> int:
-    """Return the index after the instruction at `line` that an event came from.
+    """Return the index after the instruction at `line` that caused an event.
 
-    It is `at` if the instruction is not in this block.
+    Return `at` if the instruction is not in this block.
     """
     for i in range(max(at - 1, 0), len(code)):
         if code[i].line == line and code[i].parts[0] in _EVENTFUL:

@@ -1,28 +1,28 @@
-"""Books the shared memory of an SM in the timeline: it serves one request at a time."""
+"""Book the shared memory of an SM in the timeline, which serves one request at a time."""
 
 from __future__ import annotations
 
 
 class SharedMemoryPort:
-    """Books when shared memory is busy, in the order in which the replay asks.
+    """Books clocks of shared memory, in the order of the requests.
 
     Args:
-        gaps: whether a later booking takes clocks that lie before an earlier one. Products in
-            tensor memory are booked long before they run, when one warp issues them; those of a
-            warpgroup are not, as it waits for them.
+        gaps: whether a booking may take free clocks before an earlier booking. Products into tensor
+            memory are booked long before they run, when one warp issues them. Products of a
+            warpgroup are not, as the warpgroup waits for them.
     """
 
     def __init__(self, gaps: bool) -> None:
         self._gaps = gaps
-        self._taken: list[tuple[float, float]] = []  # ascending, disjoint
+        self._taken: list[tuple[float, float]] = []  # (start, end), ascending, disjoint
 
     def book(self, now: float, at: float, clocks: float) -> float:
-        """Take the first free clocks from `at` on, in pieces if need be; return their end.
+        """Book the first free clocks from `at` on, which may be in pieces; return their end.
 
         Args:
-            now: nothing is booked before it any more.
-            at: not before `now`.
-            clocks: how many; with 0 nothing is taken, and `at` returned.
+            now: current clock; later bookings do not begin before it.
+            at: earliest clock to book, not before `now`.
+            clocks: number of clocks; if 0, nothing is booked and `at` is returned.
         """
         if clocks <= 0:
             return at

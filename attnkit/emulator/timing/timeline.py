@@ -1,4 +1,4 @@
-"""Predicts the clocks of a kernel, with what each set of warps and each unit does in that time."""
+"""Predict the clocks of a kernel, and what each set of warps and each unit does meanwhile."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from attnkit.emulator.timing.cycles import rates_of
 from attnkit.emulator.timing.replay import ClusterReplay, Constants, Interval, Process
 from attnkit.errors import ArgumentError, UnsupportedError
 
-TURNS = 8  # of a loop, at least, to speak of its period
+TURNS = 8  # fewest iterations of a loop for which a period is reported
 
 
 @dataclass(frozen=True)
 class TimelineRow:
-    """Holds what one set of warps, or one unit, did.
+    """Holds what one set of warps, or one unit, did over time.
 
-    `marks`: (number of a basic block of the PTX, clock at which it ended).
+    `marks` are (number of a basic block of the PTX, clock at which it ended).
     """
 
     name: str
@@ -33,22 +33,22 @@ class TimelineRow:
     marks: tuple[tuple[int, float], ...] = ()
 
     def clocks(self, kind: str) -> float:
-        """Sum the intervals of a kind: "code", "issue", "wait", "busy"."""
+        """Return the total clocks of a kind of intervals: "code", "issue", "wait" or "busy"."""
         return sum(i.clocks for i in self.intervals if i.kind == kind)
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Holds one CTA's time on its SM, in clocks. Latencies of the launch itself are not in it.
+    """Holds the predicted time of one CTA on its SM, in clocks, without the latency of the launch.
 
     Attributes:
-        kernel: its name.
-        arch: "sm_90a" for example.
-        clocks: from the first instruction to the last.
-        warps: a row for each set of warps that ran together.
+        kernel: name of the kernel.
+        arch: architecture, such as "sm_90a".
+        clocks: time from the first instruction to the last.
+        warps: rows of the sets of warps that ran together.
         tensor, copies: rows of the tensor cores and of the bulk copies.
         units: clocks for which each unit was busy.
-        stats: what the whole launch executed.
+        stats: counts of what the whole launch executed.
     """
 
     kernel: str
@@ -62,18 +62,18 @@ class Timeline:
 
     @property
     def limit(self) -> str:
-        """Return the unit that was busy longest."""
+        """Return the name of the unit that was busy longest."""
         return max(self.units, key=lambda u: self.units[u], default="")
 
     @property
     def period(self) -> float:
-        """Return the median clocks of an iteration of the busiest loop; 0 if there is none."""
+        """Return the median clocks of an iteration of the busiest loop; 0 if there is no loop."""
         row = max(self.warps, key=lambda r: r.clocks("code") + r.clocks("issue"))
         return row_period(row)
 
     @property
     def bubbles(self) -> tuple[Interval, ...]:
-        """Return when the tensor cores waited between their first product and their last."""
+        """Return intervals, between the first and last product, in which tensor cores waited."""
         work = self.tensor.intervals
         gaps = [Interval(a.end, b.start, "wait", b.text) for a, b in itertools.pairwise(work)]
         return tuple(g for g in gaps if g.clocks > 0.5)
@@ -98,7 +98,7 @@ class Timeline:
 
 
 def row_period(row: TimelineRow) -> float:
-    """Return the median clocks between ends of the block that ends most often; 0 if too rarely."""
+    """Return the median clocks between ends of the most frequent block; 0 if it ends too rarely."""
     ends: dict[int, list[float]] = {}
     for block, at in row.marks:
         ends.setdefault(block, []).append(at)
@@ -110,7 +110,7 @@ def row_period(row: TimelineRow) -> float:
 
 
 def _waits(row: TimelineRow) -> list[tuple[str, float]]:
-    """Return (what was waited for, clocks), longest first."""
+    """Return (reason of a wait, total clocks), longest first."""
     total: dict[str, float] = {}
     for i in row.intervals:
         if i.kind == "wait":
@@ -130,9 +130,9 @@ def timeline(
     Args:
         target: an `Executable` or `Ptx`.
         args: as for `run`.
-        cta: the CTA to watch, among those of its cluster.
-        launch: which of the launches of one call to watch.
-        constants: of the model; None takes those found on Hopper.
+        cta: index of the CTA; its cluster is modelled.
+        launch: index of the launch within the call.
+        constants: constants of the model; None for those of Hopper.
 
     Raises:
         ArgumentError: there is no such launch or CTA.
@@ -172,7 +172,7 @@ def timeline(
 
 
 def _role(target: Launchable, kernel: PtxKernel, p: Process) -> str:
-    """Return the name of a row: warps and their role."""
+    """Return the name of a row: its warps and their role."""
     warps = set(p.stream.warps)
     words = [word for word, members in target.roles.items() if warps <= set(members)]
     role = words[0] if words else role_of(kernel, {b for b, _ in p.marks})

@@ -1,4 +1,4 @@
-"""Draws a timeline: a row for each set of warps and each unit, clocks from left to right."""
+"""Draw a timeline: a row for each set of warps and each unit, clocks from left to right."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _WORDS = {
     "wait": "waiting",
     "busy": "unit busy",
 }
-_BUSY = ("#228833", "#88cc99", "#66ccee", "#aa3377")  # by who asked for the work
+_BUSY = ("#228833", "#88cc99", "#66ccee", "#aa3377")  # colours of work by the warps that issued it
 _NAMES, _WIDTH, _ROW, _HEAD, _FOOT = 330, 1100, 30, 64, 34
-TURNS = 6  # of the busiest loop, when the whole does not fit
+TURNS = 6  # iterations of the busiest loop to show, if the whole does not fit
 
 
 def picture(timeline: Timeline, window: tuple[float, float] | None = None) -> str:
     """Return the timeline as an SVG document.
 
     Args:
-        window: first and last clock to show; None shows everything, or six turns of the busiest
-            loop in the middle if there are more than twice as many.
+        window: first and last clock to show. None shows everything; or, if the busiest loop has
+            more than twice six iterations, six iterations from the middle.
     """
     start, end = window or _window(timeline)
     rows = [*timeline.warps, timeline.tensor, timeline.copies]

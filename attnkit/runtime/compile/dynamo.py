@@ -3,7 +3,7 @@
 Dynamo runs a mod on symbols as it runs any Python function. So it handles closures, attributes of
 modules, functions defined inside the compiled function and numbers of all kinds, with their guards.
 `tracing.tracer.trace` then traces the FX graph that Dynamo returns. This module is imported only
-while Dynamo runs. It uses private parts of Dynamo: the same that support FlexAttention.
+while Dynamo runs. It uses private parts of Dynamo, those that support FlexAttention.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class AttendVariable(_OperatorVariable):  # type: ignore[misc]
     def _mod(
         self, tx: Any, query: Any, function: Any, kind: Kind
     ) -> tuple[Traced | None, list[Any]]:
-        """Trace a mod: its graph, and proxies of its captured tensors by slot."""
+        """Trace a mod; return its graph, and proxies of its captured tensors by slot."""
         if function.is_python_constant() and function.as_python_constant() is None:
             return None, []
         score = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -99,10 +99,10 @@ class _Body:
 
     def __init__(self, tx: Any, graph: fx.Graph, captured: list[fx.Proxy]) -> None:
         self._tx, self._graph, self._captured = tx, graph, captured
-        self.outer: dict[int, fx.Proxy] = {}  # in the caller's graph, by id of their fake tensors
+        self.outer: dict[int, fx.Proxy] = {}  # id of a fake tensor -> proxy in the caller's graph
 
     def run(self, *arguments: Any) -> Any:
-        """Return the mod's value for symbols, given by position."""
+        """Return the mod's value for symbols, passed by position."""
         count = len(arguments)
         values: dict[fx.Node, Any] = {}
         symbolic: set[fx.Node] = set()
@@ -110,7 +110,7 @@ class _Body:
             if node.op == "placeholder" and len(values) < count:
                 symbolic.add(node)
                 values[node] = arguments[len(values)]
-            elif node.op == "placeholder":  # also lengths of captured tensors, which have no users
+            elif node.op == "placeholder":  # also unused lengths of captured tensors
                 captured = self._captured[len(values) - count]
                 values[node] = self._value(captured) if node.users else None
             elif node.op == "output":
@@ -157,7 +157,7 @@ class _Body:
         return self.outer[id(t)]
 
     def _value(self, proxy: fx.Proxy) -> Any:
-        """Return the value to trace a captured value with: its fake tensor, or the number itself."""
+        """Return the value that stands for a captured value in a trace: fake tensor or number."""
         value = proxy.node.meta["example_value"]
         if isinstance(value, torch.SymInt):
             return int(value)  # Dynamo guards on the value

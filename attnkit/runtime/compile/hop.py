@@ -17,7 +17,7 @@ from attnkit.util.torch_private import HigherOrderOperator
 
 
 class _Attend(HigherOrderOperator):
-    """Higher-order operator of a call, with functions among its arguments."""
+    """Represents a call as a higher-order operator, with functions among its arguments."""
 
     def __init__(self) -> None:
         super().__init__("attnkit_attention")  # type: ignore[no-untyped-call]
@@ -41,9 +41,9 @@ def attend_eagerly(
     """Trace the functions and call the operator that carries their graphs.
 
     Args:
-        query, key, value, scale: as of `flex_attention`.
+        query, key, value, scale: as in `flex_attention`.
         score_mod, mask_mod: functions, or None.
-        lists, sizes: block lists and sizes, as `op.Request.kind` says.
+        lists, sizes: block lists and sizes; `op.Request.kind` says which.
         options: the other fields of `op.Request`.
     """
     score = None if score_mod is None else trace_cached(score_mod, "score", query.device)

@@ -1,8 +1,8 @@
 """Define `torch.ops.attnkit.attention`, the operator that a call becomes inside torch.compile.
 
 At compile time tensors have no data and lengths may be symbols, so tiles cannot be classified and
-indices cannot be proven. The operator carries the graphs as text. It prepares the call when it runs,
-or finds it in the call cache. One compiled program serves every sequence length.
+indices cannot be proven. The operator carries the graphs as text. It prepares the call when it
+runs, or finds it in the call cache. One compiled program serves every sequence length.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from attnkit.runtime.prepared_call import PreparedCall
 from attnkit.runtime.reuse.call_cache import CallKey, lookup, store
 from attnkit.schedule.plan import parse_backend
 from attnkit.sparsity.block_mask import BlockMask
-from attnkit.splice import BackwardInputs, Captured, ForwardInputs, compute_dtype, output_like
+from attnkit.splice import BackwardInputs, Captured, ForwardInputs
 from attnkit.tracing.float64_checks import float64_slots
 from attnkit.tracing.guards import depends_on_data
 from attnkit.tracing.tracer import Traced
@@ -53,14 +53,15 @@ torch.library.define("attnkit::attention_backward", ATTENTION_BACKWARD, tags=_TA
 
 @dataclass(frozen=True)
 class Request:
-    """The part of a call that is known at compile time.
+    """Describes what is known of a call at compile time.
 
     Attributes:
         score, mask: text of the graphs, "" where there is none.
-        score_names, mask_names: of their captured tensors.
-        kind: "plain", "block" (a `BlockMask`) or "flex" (PyTorch's): what `sizes` and `lists` are.
+        score_names, mask_names: names of their captured tensors.
+        kind: what the mask is, and so which `sizes` and `lists` there are: "plain" (a function),
+            "block" (a `BlockMask`) or "flex" (PyTorch's).
         block: tile sizes that the caller gave, empty where none.
-        backend, enable_gqa, deterministic: as of `flex_attention`.
+        backend, enable_gqa, deterministic: as in `flex_attention`.
         need_max: whether the row maxima are returned.
     """
 
@@ -77,12 +78,12 @@ class Request:
 
     @property
     def kernel_options(self) -> dict[str, int] | None:
-        """The tile sizes as options of `flex_attention`, None where the caller gave none."""
+        """Return the tile sizes as options of `flex_attention`, or None if none were given."""
         return dict(zip(BLOCK_OPTIONS, self.block, strict=True)) if self.block else None
 
     @functools.cached_property
     def text(self) -> str:
-        """The request as text, which an operator can take; `parse` reads it back."""
+        """Return the request as text, which an operator can take; `parse` reads it back."""
         return json.dumps(asdict(self))
 
     @staticmethod
@@ -102,8 +103,8 @@ class Request:
         """Join the graphs with their captured tensors and block lists.
 
         Args:
-            tensors: of the operator.
-            sizes: as `kind` says.
+            tensors: arguments of the operator.
+            sizes: sizes of the mask; `kind` says which.
             device: where the query lives.
         """
         score = mask = None
@@ -156,10 +157,10 @@ def _flex_block_mask(lists: Sequence[Tensor], sizes: Sequence[int]) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class OperatorTensors:
-    """Tensor arguments of the operators.
+    """Holds the tensor arguments of the operators.
 
     Attributes:
-        query, key, value: as of `flex_attention`.
+        query, key, value: as in `flex_attention`.
         captured: tensors that the graphs capture.
         lists: block lists of PyTorch's BlockMask, empty for another mask.
     """
@@ -265,18 +266,9 @@ def _attention_backward(
     tensors = OperatorTensors(query, key, value, captured, lists)
     factor = check_scale(scale, query.shape[-1])
     prepared, forward = _prepared(Request.parse(request), tensors, sizes, factor)
-    inputs = BackwardInputs(
-        query=query,
-        key=key,
-        value=value,
-        out=out,
-        lse=lse,
-        grad_out=grad_out,
-        grad_lse=grad_lse if grad_lse.numel() else None,
-        captured=forward.captured,
-        needs_grad=needs_grad[: len(forward.captured.scores)],
-        scale=factor,
-    )
+    grads = grad_out, grad_lse if grad_lse.numel() else None
+    needed = needs_grad[: len(forward.captured.scores)]
+    inputs = BackwardInputs.of(forward, (out, lse), grads, needed)
     dquery, dkey, dvalue, dcaptured = torch_ops.gradients(prepared.kernel_call, inputs)
     if len(dcaptured) < len(needs_grad):  # the score graph simplified to nothing
         pairs = zip(score_tensors, needs_grad, strict=True)
@@ -288,18 +280,10 @@ def _attention_backward(
 def _attention_fake(
     query: Tensor, key: Tensor, value: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    lse = query.new_empty(query.shape[:3], dtype=compute_dtype(query))
-    top = torch.empty_like(lse) if Request.parse(rest[-2]).need_max else lse.new_empty(0)
-    return output_like(query, value.shape[-1]), lse, top
+    return torch_ops.fake_outputs(query, value, Request.parse(rest[-2]).need_max)
 
 
-@torch.library.register_fake("attnkit::attention_backward")  # type: ignore[untyped-decorator]
-def _attention_backward_fake(
-    grad_out: Tensor, grad_lse: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    pairs = zip(rest[2], rest[-1], strict=True)
-    captured = [torch.empty_like(t) if need else query.new_empty(0) for t, need in pairs]
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), captured
+torch.library.register_fake("attnkit::attention_backward", torch_ops.fake_gradients)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -316,18 +300,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _gradient(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Tensor | None
 ) -> tuple[Any, ...]:
-    query, key, value, out, lse, *tensors = ctx.saved_tensors
+    saved, tensors = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
     scores, masks = ctx.counts
     lists = tensors[:scores], tensors[scores : scores + masks], tensors[scores + masks :]
     sizes, request, scale = ctx.options
     dquery, dkey, dvalue, captured = torch.ops.attnkit.attention_backward(
-        torch.zeros_like(out) if grad_out is None else grad_out,
-        lse.new_empty(0) if grad_lse is None else grad_lse,
-        query,
-        key,
-        value,
-        out,
-        lse,
+        *torch_ops.operator_tensors(grad_out, grad_lse, saved),
         *lists,
         sizes,
         request,
@@ -336,7 +314,7 @@ def _gradient(
     )
     dcaptured = [g if need else None for g, need in zip(captured, ctx.needs_grad, strict=True)]
     none: list[Any] = [[None] * len(tensors) for tensors in lists[1:]]
-    # torch wants an empty list for an empty list, of numbers too
+    # torch wants an empty list as the gradient of an empty list, even one of numbers
     dsizes: list[None] | None = None if sizes else []
     return dquery, dkey, dvalue, dcaptured, *none, dsizes, None, None
 

@@ -1,8 +1,8 @@
-"""Reuse prepared calls for later calls.
+"""Find the prepared call of an earlier call, and run it again.
 
 In: a call. Out: its result, by the fast path; or the prepared call of an earlier one with the same
 functions, shapes and options; or a miss. `fast_path` compares functions by identity, `call_cache`
-also by fingerprint; `backward` is the fast path of backwards. Imported by `runtime.api` and
+also by fingerprint; `backward` is the fast path of the backward. Imported by `runtime.api` and
 `runtime.compile`.
 """
 

@@ -1,4 +1,4 @@
-"""Fast path for repeated backwards: check guards, then relaunch.
+"""Run repeated backwards by a fast path: check guards, then relaunch.
 
 One tensor guard of torch compares all tensors at once, as in `fast_path`.
 """
@@ -16,9 +16,9 @@ from attnkit.runtime.prepared_call import BackwardRelaunch
 from attnkit.runtime.reuse.entries import Entries
 from attnkit.splice import BackwardInputs
 from attnkit.util.torch_private import (
+    function_mode_count,
     grad_enabled,
     in_forward_ad,
-    modes,
     only_devices,
     tensor_guard,
 )
@@ -28,15 +28,16 @@ _ShapeAndDtype: TypeAlias = tuple[torch.Size, torch.dtype]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Entry:
-    """A backward that has run.
+    """Describes a backward that has run.
 
     Attributes:
         guard: tells whether tensors are like those of this backward.
         scale, needs_grad: arguments of this backward.
         with_lse: whether the LSE had a gradient.
         relaunch: runs it for other tensors.
-        count: number of its tensors.
-        captured: shape and dtype of each gradient of the score's tensors, None where none is needed.
+        count: number of tensors of this backward.
+        captured: shape and dtype of each gradient of the score's tensors, None where none is
+            needed.
     """
 
     guard: Callable[..., bool]
@@ -66,14 +67,14 @@ class BackwardReuse:
 
         Args:
             grad_out, grad_lse: gradients of the output and of the LSE; None for none.
-            saved: query, key, value, output, LSE, and what score and mask capture.
+            saved: query, key, value, output, LSE, and the tensors that score and mask capture.
             scale: softmax scale.
-            needs_grad: for each tensor of the score, whether its gradient is needed.
+            needs_grad: whether the gradient is needed, for each tensor that the score captures.
 
         Returns:
             The gradients of query, key, value and the score's tensors.
         """
-        if grad_enabled() or in_forward_ad() or (modes() and not only_devices()):
+        if grad_enabled() or in_forward_ad() or (function_mode_count() and not only_devices()):
             return None
         tensors = _in_order(grad_out, grad_lse, saved)
         for entry in self.entries.all:

@@ -1,9 +1,9 @@
 """Cache prepared calls, so that a call with the same key needs no preparation.
 
 The key contains the graphs of the functions (looked up by identity, else by fingerprint), the
-shapes, strides, dtypes and devices of the tensors, the options, and the identities of all tensors on
-whose data tiles or proofs of indices depend. Stamps tell whether that data was edited. A call without
-a key is prepared each time.
+shapes, strides, dtypes and devices of the tensors, the options, and the identities of all tensors
+on whose data tiles or proofs of indices depend. Stamps tell whether that data was edited. A call
+without a key is prepared each time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _lock = threading.Lock()
 
 
 class CapturedStamp(Stamp):
-    """A stamp that refuses to compare data on the GPU while a CUDA graph is captured."""
+    """Refuses to compare data on the GPU while a CUDA graph is captured."""
 
     def _equal(self, tensor: Tensor, copy: Tensor) -> bool:
         """Return whether the data is the same.
@@ -61,10 +61,10 @@ caches.register(_entries.clear)
 
 @dataclass(eq=False, slots=True)  # frozen would take a microsecond more at every call
 class CallKey:
-    """The key of a call, and the tensors that belong to it.
+    """Identifies calls that may share a prepared call, and holds the tensors that they read.
 
     Attributes:
-        key: equal for calls that may share a prepared call, as long as the stamps hold.
+        key: equal for calls that may share a prepared call, as long as no stamp reports an edit.
         score, mask: the traces of the functions, None where there is no function.
         captured: the captured tensors.
         data: the tensors on whose data tiles or proofs depend.
@@ -120,7 +120,7 @@ def store(key: CallKey, prepared: PreparedCall) -> None:
 
 
 def key_of(call: AttentionCall) -> CallKey | None:
-    """Build the key of a call; return None if it has none without tracing or checking it.
+    """Build the key of a call; return None if it must first be traced or checked.
 
     Args:
         call: unchecked arguments.

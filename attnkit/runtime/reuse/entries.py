@@ -7,8 +7,9 @@ from typing import Generic, TypeVar
 
 E = TypeVar("E")
 
-LIMIT = 4  # entries; the oldest is dropped first
-ATTEMPTS = 32  # if more kinds of calls alternate than there are entries, no more are added
+LIMIT = 4  # number of entries; a new one replaces the oldest
+# After so many attempts, more kinds of calls alternate than fit; storing entries only costs time.
+ATTEMPTS = 32
 
 _lock = threading.Lock()
 
@@ -18,7 +19,7 @@ class Entries(Generic[E]):
 
     Attributes:
         all: the entries. Readers take the tuple once, so that other threads may replace it.
-        attempts: how often an entry was offered.
+        attempts: number of entries that were offered.
     """
 
     __slots__ = ("all", "attempts")

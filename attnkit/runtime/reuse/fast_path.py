@@ -1,10 +1,11 @@
-"""Fast path for repeated calls: check guards, then relaunch.
+"""Run repeated calls by a fast path: check guards, then relaunch.
 
-`call_cache` builds a key for every call, which takes longer. Here guards decide whether a call
-is like an earlier one. A tensor guard of torch compares all tensors at once (class, dtype, device,
-shape, strides, requires_grad, and the dispatch keys of modes, transforms and autocast). A function
-guard tells whether the functions have changed. Version counters tell whether data has changed on
-which tiles depend. A miss costs a microsecond. If torch has no tensor guards, no call is remembered.
+`call_cache` builds a key for every call, which takes longer. Here guards decide whether a call may
+use the result of preparing an earlier one. A tensor guard of torch compares all tensors at once
+(class, dtype, device, shape, strides, requires_grad, and the dispatch keys of modes, transforms and
+autocast). A function guard tells whether the functions have changed. Version counters tell whether
+data that the tiles depend on has changed. A miss costs a microsecond. If torch has no tensor
+guards, no call is stored.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from attnkit.tracing.identity_guards import READ_ERRORS
 from attnkit.util import caches
 from attnkit.util.torch_private import (
     deterministic_enabled,
+    function_mode_count,
     grad_enabled,
     in_forward_ad,
     is_intercepted,
-    modes,
     only_devices,
     tensor_guard,
     version,
@@ -47,7 +48,7 @@ _Captured: TypeAlias = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor
 _BucketKey: TypeAlias = tuple[int, int, int, int]
 
 _BUCKETS = 512
-_LARGEST = 3e38  # of a scale, which is float32 in a kernel
+_LARGEST = 3e38  # largest scale, as it is float32 in a kernel
 _NOTHING: _Captured = ((), (), ())
 _NO_TENSORS = Captured((), ())
 _lock = threading.Lock()
@@ -59,19 +60,19 @@ def _no_tensors() -> tuple[Tensor, ...]:
 
 @dataclass(eq=False, slots=True)
 class _Entry:
-    """A call that has run.
+    """Describes a call that has run.
 
     Attributes:
         guard: tells whether tensors (query, key, value, then the captured ones) are like those of
             the call.
         enable_gqa, backend, deterministic: options of the call.
-        ordered, recording: settings of torch: deterministic algorithms, gradients.
+        ordered, recording: whether torch had deterministic algorithms, and gradients, enabled.
         versions: position, version and address of each captured tensor or block list on whose data
             tiles or proofs depend.
         default_scale: the scale if the caller passes None.
         prepared: runs the call.
         relaunch: runs it faster; None if there is no relaunch.
-        recorded: whether autograd records it.
+        recorded: whether autograd recorded it.
     """
 
     guard: Callable[..., bool]
@@ -88,7 +89,7 @@ class _Entry:
 
 
 class _BlockLists:
-    """Guard the fields of a BlockMask that a prepared call depends on, compared by identity."""
+    """Compares by identity the fields of a BlockMask that a prepared call depends on."""
 
     def __init__(self, mask: Any) -> None:
         names = ["mask_mod", "shape", "seq_lengths", "device"]
@@ -119,7 +120,7 @@ class _BlockLists:
 
 
 class _Bucket:
-    """Entries of calls with the same functions and the same numbers of elements."""
+    """Holds the entries of calls with the same functions and the same numbers of elements."""
 
     __slots__ = ("capturing", "entries", "lists", "mask", "owners", "score")
 
@@ -171,18 +172,18 @@ def try_fast_path(
     backend: Any,
     deterministic: Any,
 ) -> Tensor | tuple[Tensor, Tensor] | None:
-    """Relaunch a call that is like an earlier one: out, or out and LSE; None if there is none.
+    """Relaunch an earlier call for these tensors: out, or out and LSE; None if guards fail.
 
-    The arguments are listed here again because building an `AttentionCall` takes a tenth of the host
-    time of this path.
+    The arguments are listed here again because building an `AttentionCall` takes a tenth of the
+    host time of this path.
 
     Args:
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, backend,
-            deterministic: as of `flex_attention`, unchecked; its other arguments are None.
+            deterministic: as in `flex_attention`, but unchecked; its other arguments are None.
     """
     try:
         bucket = _buckets.get((id(score_mod), id(block_mask), query.numel(), key.numel()))
-    except (AttributeError, TypeError, RuntimeError):  # no tensors, or sizes that are symbols
+    except (AttributeError, TypeError, RuntimeError):  # not tensors, or their sizes are symbols
         return None
     if bucket is None or in_forward_ad():
         return None
@@ -205,7 +206,7 @@ def try_fast_path(
     if entry.versions and _edited(entry, (*scores, *masks, *lists)):
         bucket.entries.drop(entry)
         return None
-    if modes() and not only_devices():
+    if function_mode_count() and not only_devices():
         return None
     if return_lse is not False and return_lse is not True:
         return None
@@ -228,7 +229,7 @@ def try_fast_path(
 
 
 def _edited(entry: _Entry, tensors: Sequence[Tensor]) -> bool:
-    """Return whether data has changed on which the tiles or the proofs of a call depend."""
+    """Return whether data that the tiles or the proofs of a call depend on has changed."""
     for place, old_version, address in entry.versions:
         if version(tensors[place]) != old_version or tensors[place].data_ptr() != address:
             return True

@@ -1,8 +1,9 @@
-"""Interval normal form: each row of the mask keeps a union of few kv intervals.
+"""Find the interval normal form of a mask: each row keeps a union of few kv intervals.
 
 A kernel then tests a score with two comparisons per interval, against ends that are known per row,
-instead of evaluating the mask. Causal masks, windows, prefixes, sinks and padding have formulas for
-their ends. Documents, `ids[q] == ids[kv]` with ids in order, have tables computed from the ids.
+instead of evaluating the mask. For causal masks, windows, prefixes, sinks and padding the ends are
+formulas. For documents, `ids[q] == ids[kv]` with ids in order, they are tables computed from the
+ids.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ MAX_INTERVALS = 4  # per row: with more, evaluating the mask costs no more
 
 @dataclass(frozen=True, eq=False)
 class Intervals:
-    """Hold a mask in interval normal form.
+    """Holds a mask in interval normal form.
 
-    Row (b, h, q) keeps exactly the kv in 0 .. kv_len - 1 with `low <= kv < high` for one of the
-    pairs. Intervals of a row may overlap or be empty; their ends may lie outside 0 .. kv_len.
+    Row (b, h, q) keeps exactly the kv in 0 .. kv_len - 1 with `low <= kv < high` for at least one
+    pair. Intervals of a row may overlap or be empty; their ends may lie outside 0 .. kv_len.
 
     Attributes:
         bounds: pairs (low, high) of int32 expressions of b, h, q and the tensors.
@@ -67,7 +68,7 @@ class Intervals:
         return len(self.bounds)
 
     def predicate(self) -> Node:
-        """Build the mask's bool expression of b, h, q, kv over `tensors`."""
+        """Return the mask as a bool expression of b, h, q, kv that loads from `tensors`."""
         kept = []
         for low, high in self.bounds:
             above = TRUE if low is ZERO else build("le", low, KV)
@@ -78,7 +79,7 @@ class Intervals:
     def rows(
         self, dtype: torch.dtype = torch.float32, device: torch.device | None = None
     ) -> Tensor:
-        """Evaluate the ends in every row.
+        """Evaluate the ends of the intervals of every row.
 
         Args:
             dtype: dtype of the mask's floats.
@@ -97,7 +98,7 @@ class Intervals:
     def ends(
         self, dtype: torch.dtype = torch.float32, device: torch.device | None = None
     ) -> list[Tensor]:
-        """Evaluate the ends one by one: low, high, low, ..., int32 [batch, heads, q_len] each."""
+        """Return what `rows` returns as a list: low, high, low, ..., [batch, heads, q_len] each."""
         batch, heads, q_len, kv_len = self.shape
         device = _device(self.tensors) if device is None else device
         names = (("b", batch, 2), ("h", heads, 1), ("q", q_len, 0))
@@ -129,7 +130,7 @@ class Intervals:
 
 @dataclass(frozen=True)
 class NoIntervals:
-    """Say why a mask has no interval normal form.
+    """Says why a mask has no interval normal form.
 
     Attributes:
         reason: the reason, as text.
@@ -164,9 +165,9 @@ def intervals(
         device: device of query and key; None: that of the captured tensors, else the CPU.
 
     Returns:
-        The intervals; their `rows()` are int32 [batch or 1, heads or 1, q_len, intervals, 2], a pair
-        `low <= kv < high` for each interval. None if some row needs more than a few intervals;
-        `find_intervals` also gives the reason.
+        The intervals; their `rows()` are int32 [batch or 1, heads or 1, q_len, intervals, 2], with
+        `low <= kv < high` for each pair. None if some row needs more than a few intervals;
+        `intervals_of` also returns the reason.
 
     Raises:
         TraceError: the mask cannot be traced.
@@ -196,7 +197,7 @@ def intervals_of(
     heads: int = 1,
     device: torch.device | str | None = None,
 ) -> Result:
-    """Find the interval normal form of a mask_mod or Mask, or why it has none.
+    """Find the interval normal form of a mask_mod or Mask, or the reason why it has none.
 
     Args:
         mask_mod: the function.
@@ -245,10 +246,10 @@ def find_intervals(
     Args:
         mask: a traced mask_mod; captured tensors on one device.
         q_len, kv_len, batch, heads: sizes for which the result is valid.
-        most: number of intervals that a row may need at most.
+        most: largest number of intervals that a row may need.
         dtype: dtype of the mask's floats.
         device: device of tables; None: that of the captured tensors, else the CPU.
-        search: whether to compute tables of ends where no formula gives them; if False, such a mask
+        search: whether to compute tables of ends where there is no formula; if False, such a mask
             has no interval form.
 
     Raises:
@@ -292,12 +293,16 @@ def _find(
 
 
 def _device(tensors: Sequence[Tensor]) -> torch.device:
-    """Find the device of the tensors; tensors of one number may be on the CPU all the same."""
+    """Return the device of the tensor of most dimensions; 0-d tensors may be on the CPU."""
     return max(tensors, key=lambda t: t.ndim).device if tensors else torch.device("cpu")
 
 
 def _prepared(mask: Traced, domain: Domain) -> tuple[Node, frozenset[Node]]:
-    """Rewrite the mask by its equalities (`equate`), and collect what is proven in bounds."""
+    """Rewrite the mask by its equalities (`equate`), and find which nodes are proven in bounds.
+
+    Returns:
+        The rewritten mask; and its nodes if all are proven, else none.
+    """
 
     def check(root: Node) -> frozenset[Node]:
         return check_bounds(
@@ -316,13 +321,13 @@ def _prepared(mask: Traced, domain: Domain) -> tuple[Node, frozenset[Node]]:
     if rewritten is not root:
         try:
             root = rewritten if check(rewritten) <= checked else root
-        except BoundsError:  # an index that the equality protects
+        except BoundsError:  # only the equality, which was replaced, kept an index in range
             pass
     return root, frozenset() if checked else frozenset(ir.topo(root))
 
 
 def _reduced(spans: Spans, tables: RowTables, most: int, kv_len: int) -> Spans:
-    """Reduce spans to as few as the rows need: by formula if it has few, else by tables.
+    """Reduce spans to as few as the rows need; keep formulas if they are few, else store tables.
 
     Raises:
         Refusal: a row needs more than `most`.
@@ -344,7 +349,7 @@ def _reduced(spans: Spans, tables: RowTables, most: int, kv_len: int) -> Spans:
 def _result(
     spans: Spans, tables: RowTables, captured: int, shape: tuple[int, int, int, int]
 ) -> Intervals:
-    """Build the result; unused tables are dropped and the slots renumbered."""
+    """Build the result; drop unused tables and renumber the slots."""
     pairs = tuple(ends(s) for s in spans)
     used = [s for s in ir.slots(*(n for pair in pairs for n in pair)) if s >= captured]
     slots = [*range(captured), *used]

@@ -1,4 +1,4 @@
-"""Search evaluated positions for many rows at once.
+"""Find, for many rows at once, the intervals of positions whose values satisfy a condition.
 
 Values of positions have shape [b, h, points]. Tensors of rows, such as the ends of intervals, have
 shape [b, h, rows, n]. All sizes but the last broadcast: 1 means shared. A search returns at most
@@ -20,7 +20,7 @@ _PASS_NUMBERS = 1 << 18
 
 
 class TrueRuns:
-    """Find maximal runs of True positions.
+    """Finds maximal runs of True positions.
 
     Args:
         mask: bool [b, h, points].
@@ -33,7 +33,12 @@ class TrueRuns:
         self._stops = (edge[..., 1:] < 0).flatten().nonzero().squeeze(1) + 1
 
     def within(self, low: Tensor, high: Tensor, limit: int) -> Ends | None:
-        """Intersect the runs with intervals, int64 ends from 0 to points."""
+        """Return the parts of the runs inside intervals.
+
+        Args:
+            low, high: int64 ends of the intervals, from 0 to points.
+            limit: largest number of intervals per row.
+        """
         low, high = low + self._base, high + self._base
         first = torch.searchsorted(
             self._stops, low, right=True
@@ -51,7 +56,7 @@ class TrueRuns:
 
 
 class AscendingPieces:
-    """Find ranges of values, piece by piece: along a piece values never decrease.
+    """Finds where values lie in a range, by a search in each piece in which they never decrease.
 
     Args:
         values: int64 [b, h, points].
@@ -76,8 +81,8 @@ class AscendingPieces:
 
         Args:
             first, stop: int64 [b, h, rows, 1], None for no limit on that side.
-            low, high: int64 ends from 0 to points.
-            limit: number of intervals per row.
+            low, high: int64 ends of the intervals, from 0 to points.
+            limit: largest number of intervals per row.
         """
         if self._key is None:
             return None
@@ -102,7 +107,7 @@ class AscendingPieces:
 
 
 class ValueIndex:
-    """Find the positions of a value: an index of the runs of equal values.
+    """Finds the positions of a value, by a sorted index of the runs of equal values.
 
     Args:
         values: int64 [b, h, points], in any order.
@@ -123,7 +128,12 @@ class ValueIndex:
             self._key, self._order = key.sort(stable=True)
 
     def equal(self, target: Tensor, limit: int) -> Ends | None:
-        """Find where the value equals `target`, int64 [b, h, rows, 1]."""
+        """Find where the value equals `target`.
+
+        Args:
+            target: int64 [b, h, rows, 1].
+            limit: largest number of intervals per row.
+        """
         if self._key is None:
             return None
         group = self._base // self._points
@@ -144,9 +154,9 @@ class ValueIndex:
 
 
 def equal_in_order(values: Tensor, target: Tensor) -> Ends | None:
-    """Find where ascending values [b, h, points] equal `target`, [b, h, rows, 1].
+    """Find where ascending values [b, h, points] equal `target` [b, h, rows, 1].
 
-    Returns None if the values decrease somewhere. On a GPU two searches through all points are
+    Return None if the values decrease somewhere. On a GPU these two searches through all points are
     faster than the many operators of `ValueIndex`.
     """
     if not bool((values[..., 1:] >= values[..., :-1]).all()):
@@ -161,11 +171,11 @@ def equal_in_order(values: Tensor, target: Tensor) -> Ends | None:
 def search_in_passes(
     search: Callable[..., Ends | None], rows: Sequence[Tensor | None], points: int
 ) -> Ends | None:
-    """Call a search for some rows at a time, and compact its results.
+    """Call a search for some rows at a time, and join the compacted results.
 
     Args:
-        search: takes the tensors of `rows`, sliced to some rows.
-        rows: [b, h, rows, n], or None.
+        search: called with the tensors of `rows`, each sliced to some rows.
+        rows: arguments of the search, [b, h, rows, n] or None.
         points: number of positions.
     """
     tensors = [t for t in rows if t is not None]
@@ -185,9 +195,15 @@ def search_in_passes(
 
 
 def compact(low: Tensor, high: Tensor, points: int) -> Ends:
-    """Describe the same sets by the fewest intervals: sort them, and merge those that touch.
+    """Return the fewest intervals for the same sets: sort them, and merge those that touch.
 
-    Empty intervals come last and are 0 to 0; a column that is empty in all rows is dropped.
+    Args:
+        low, high: ends, [b, h, rows, n].
+        points: number of positions.
+
+    Returns:
+        Ends [b, h, rows, m]. Empty intervals come last and are 0 to 0; m is the largest number of
+        intervals of a row.
     """
     empty = high <= low
     if low.shape[-1] == 1:
@@ -197,7 +213,7 @@ def compact(low: Tensor, high: Tensor, points: int) -> Ends:
     low, order = low.masked_fill(empty, points).sort(dim=-1, stable=True)
     high = high.masked_fill(empty, 0).gather(-1, order)
     reach = high.cummax(-1).values
-    begins = low < points  # whether an interval begins a new one of the result
+    begins = low < points  # whether an interval begins a new interval of the result
     begins[..., 1:] &= low[..., 1:] > reach[..., :-1]
     into = (begins.cumsum(-1) - 1).clamp(min=0)
     merged_low = torch.full_like(low, points).scatter_reduce(-1, into, low, "amin")
@@ -210,13 +226,13 @@ def compact(low: Tensor, high: Tensor, points: int) -> Ends:
 
 
 def _range(values: Tensor) -> tuple[int, int]:
-    """Read the least and the greatest value together: reading from a GPU waits for it."""
+    """Return the least and the greatest value, in one read because a read waits for the GPU."""
     least, greatest = torch.stack(torch.aminmax(values)).tolist()
     return least, greatest
 
 
 def _bases(values: Tensor) -> Tensor:
-    """Return [b, h, 1, 1]: where the points of each (b, h) begin in the flattened values."""
+    """Return where the points of each (b, h) begin in the flattened values, [b, h, 1, 1]."""
     b, h, points = values.shape
     return (torch.arange(b * h, device=values.device) * points).view(b, h, 1, 1)
 

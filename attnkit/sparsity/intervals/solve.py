@@ -1,4 +1,4 @@
-"""Solve a mask for kv: from its graph to the spans that each row keeps.
+"""Solve a mask for kv: compute from its graph the spans that each row keeps.
 
 Negations are pushed to the comparisons. A conjunction narrows a window member by member; a
 disjunction unites what its members keep inside the window. A comparison is solved for kv by
@@ -35,7 +35,7 @@ _ONE = Affine((), 1)
 
 
 class Solver:
-    """Solve bool expressions for kv, inside a window of each row."""
+    """Solves bool expressions for kv, inside a window of each row."""
 
     def __init__(self, sides: Sides, algebra: SpanAlgebra, tables: RowTables) -> None:
         self._sides = sides
@@ -97,7 +97,7 @@ class Solver:
         return self.solve(build(op, negate(a), b), keep, window)
 
     def _choose(self, c: Node, a: Node, b: Node, keep: bool, window: Spans) -> Spans:
-        """Solve `where(c, a, b)`; the condition should depend on the row alone."""
+        """Solve `where(c, a, b)`; swap the operands of an xor if only b is known per row."""
         if self._sides.side(c) not in _ROW and self._sides.side(b) in _ROW and a is negate(b):
             c, a, b = b, negate(c), c  # c ^ b = b ^ c
         then = self.solve(a, keep, self.solve(c, True, window))
@@ -141,14 +141,14 @@ class Solver:
         return union
 
     def _group(self, n: Node, members: Sequence[Node]) -> list[Node]:
-        """Select the members on the same side as `n`, if one search can answer all of them."""
+        """Return the members on the side of `n`, if one search can solve all of them together."""
         side = self._sides.side(n)
         return [m for m in members if self._sides.side(m) is side] if side in _SEARCHED else []
 
     def _grouped(
         self, op: str, members: Sequence[Node], refused: list[Node], keep: bool, window: Spans
     ) -> tuple[list[Node], Spans]:
-        """Search refused members of one side together: combined they may keep fewer intervals.
+        """Search for refused members of one side together: combined they may keep fewer intervals.
 
         Returns:
             The members that are still refused, and the narrowed window.
@@ -188,7 +188,7 @@ class Solver:
     def _between(
         self, sums: Affine, low: Affine | None, high: Affine | None, window: Spans
     ) -> Spans:
-        """Find where `low <= sums < high`; low and high depend on the row alone."""
+        """Find where `low <= sums < high`; the ends depend on the row alone, None for no limit."""
         terms = [(n, c) for n, c in sums.terms if self._sides.side(n) not in _ROW]
         row = Affine(tuple(t for t in sums.terms if t not in terms), sums.offset).scaled(-1)
         low, high = (None if x is None else x.plus(row) for x in (low, high))
@@ -200,7 +200,7 @@ class Solver:
         return self._searched(terms, low, high, window)
 
     def _gate(self, low: Affine | None, high: Affine | None, window: Spans) -> Spans:
-        """Keep the window in the rows where `low <= 0 < high`."""
+        """Return the window in the rows where `low <= 0 < high`, nothing in other rows."""
         for op, x in (("le", low), ("gt", high)):
             if x is not None:
                 gate = build(op, self._node(x), const(0))
@@ -210,7 +210,7 @@ class Solver:
     def _divided(
         self, low: Affine | None, high: Affine | None, c: int
     ) -> tuple[Affine | None, Affine | None]:
-        """Return the ends of x for which `low <= c * x < high`."""
+        """Return ends for x such that `low <= c * x < high`."""
         if c < 0:  # 1 - high <= -c * x < 1 - low
             low, high = (None if x is None else _ONE.plus(x.scaled(-1)) for x in (high, low))
         if abs(c) == 1:
@@ -283,7 +283,11 @@ class Solver:
         return self._algebra.join(above, below)
 
     def _least(self, n: Node, low: Affine | None, high: Affine | None, window: Spans) -> Spans:
-        """Solve min: both arguments are at least low, one is below high. For max: vice versa."""
+        """Solve `low <= min(x, y) < high`, or the same for max.
+
+        For min both arguments are at least low and one is below high; for max both are below high
+        and one is at least low.
+        """
         ends = ((low, None), (None, high))
         every, some = ends if n.op == "min" else ends[::-1]
         if every != (None, None):

@@ -1,9 +1,9 @@
-"""Sets of kv positions per row, as unions of spans with symbolic ends.
+"""Represent the kv positions that each row keeps, as unions of spans with symbolic ends.
 
 A `Span` keeps, in the rows where all its gates are True, the positions that are not below any of
 its `lows` and are below all of its `highs`. Ends and gates are expressions of b, h, q and captured
 tensors. Intersection is exact: it collects the ends. A union of two spans becomes one span only
-where that is provably the same set.
+if that is provably the same set.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNLIMITED = const(2**31 - 1)  # an end beyond every position
 
 @dataclass(frozen=True)
 class Span:
-    """Keep kv with `low <= kv < high` for all lows and highs, in rows where all gates are True."""
+    """Keeps kv with `low <= kv < high` for all lows and highs, in rows where all gates are True."""
 
     lows: tuple[Node, ...] = ()
     highs: tuple[Node, ...] = ()
@@ -37,21 +37,21 @@ NOTHING: Spans = ()
 
 
 def rows_where(gate: Node) -> Spans:
-    """Keep every position in the rows where a row-level bool is True, none in other rows."""
+    """Return spans that keep every position in the rows where `gate` is True, none in others."""
     if gate.op == "const":
         return EVERYTHING if gate.attr else NOTHING
     return (Span(gates=(gate,)),)
 
 
 def ends(span: Span) -> tuple[Node, Node]:
-    """Return a span as one low and one high end; if a gate is False the high end is 0."""
+    """Combine the ends and gates of a span to one low and one high end, 0 if a gate is False."""
     low = _folded("max", span.lows) if span.lows else ZERO
     high = _folded("min", span.highs) if span.highs else UNLIMITED
     return low, build("where", _folded("and", span.gates), high, ZERO) if span.gates else high
 
 
 def to_node(sums: Affine) -> Node:
-    """Build the expression of an affine sum, as a person would write it: `q - 5`, not `q + -5`."""
+    """Return the expression of an affine sum as a person would write it: `q - 5`, not `q + -5`."""
     result: Node | None = None
     for n, c in sorted(sums.terms, key=lambda term: term[1] < 0):
         part = n if abs(c) == 1 else build("mul", n, const(abs(c)))
@@ -68,13 +68,13 @@ def to_node(sums: Affine) -> Node:
 
 
 class SpanAlgebra:
-    """Intersect and unite spans, simplified by what can be proven about their ends."""
+    """Intersects and unites spans, and simplifies the result where facts about ends are proven."""
 
     def __init__(self, sides: Sides) -> None:
         self._sides = sides
 
     def at_most(self, a: Node, b: Node) -> bool:
-        """Whether the expressions alone prove `a <= b` in every row."""
+        """Return whether the expressions alone prove `a <= b` in every row."""
         if b is UNLIMITED or self._is_nonnegative(b, a):
             return True
         if a.op == "max" and a.type == I32:
@@ -90,7 +90,7 @@ class SpanAlgebra:
         return sums.offset >= 0 and all(n.op == "arg" and c > 0 for n, c in sums.terms)
 
     def meet(self, a: Spans, b: Spans) -> Spans:
-        """Return the intersection."""
+        """Return the intersection of two unions of spans."""
         common: Spans = NOTHING
         for x in a:
             for y in b:
@@ -120,7 +120,7 @@ class SpanAlgebra:
         return tuple(kept)
 
     def join(self, a: Spans, b: Spans) -> Spans:
-        """Return the union."""
+        """Return the union of two unions of spans."""
         spans = list(a)
         for new in b:
             merged = new
@@ -137,7 +137,7 @@ class SpanAlgebra:
         return tuple(spans)
 
     def _merged(self, x: Span, y: Span) -> Span | None:
-        """Return one span that is provably the union of two; None if there is none."""
+        """Return one span that is provably the union of two; None if none is known."""
         if self._inside(x, y):
             return y
         if self._inside(y, x):
@@ -154,11 +154,11 @@ class SpanAlgebra:
         )
 
     def _hull(self, x: Span, y: Span) -> Span | None:
-        """Unite two spans with the same gates that begin or end together, or provably touch."""
+        """Unite two spans with the same gates if they begin or end together, or provably touch."""
         same_low, same_high = set(x.lows) == set(y.lows), set(x.highs) == set(y.highs)
         touch = all(
             self.at_most(low, high) for low in (*x.lows, *y.lows) for high in (*x.highs, *y.highs)
-        )  # each span's own ends too: a distant empty span would extend the hull
+        )  # each span's own ends too, because an empty span far away would extend the hull
         if not (same_low or same_high or touch):
             return None
         lows: tuple[Node, ...] = x.lows
@@ -174,7 +174,7 @@ class SpanAlgebra:
         return Span(lows, highs, x.gates)
 
     def _chosen(self, x: Span, y: Span) -> Span | None:
-        """Unite by `where(gate, x, y)`: gates exclude each other, or one span is a whole row."""
+        """Unite as `where(gate, x, y)` if gates exclude each other, or one span is a whole row."""
         common = tuple(g for g in x.gates if g in y.gates)
         opposed = next((g for g in x.gates if negate(g) in y.gates), None)
         if opposed is not None:

@@ -1,8 +1,9 @@
-"""Spans from data: evaluate a one-sided function of kv at every position, and search the values.
+"""Compute spans from data: evaluate a function of kv at every position, and search the values.
 
-`doc[q] == doc[kv]` with sorted ids keeps one span per row, but no formula gives its ends. A search
-in the evaluated values finds them, and tables store them; the ends of the span are loads from these
-tables. A table costs O((q_len + kv_len) log) to compute, whatever the expression is.
+`doc[q] == doc[kv]` with sorted ids keeps one span per row, but there is no formula for its ends. A
+search in the evaluated values finds them, and tables store them; the ends of the span are loads
+from these tables. Computing a table takes O(n log n) for n = q_len + kv_len, whatever the
+expression is.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ _MAX_SEARCHES = 100
 
 
 class Refusal(Exception):
-    """A mask has no interval form; the message says why."""
+    """Raised where a mask has no interval form; the message says why."""
 
 
 class RowTables:
-    """Compute tables of interval ends for one domain.
+    """Computes tables of interval ends for one domain.
 
     Attributes:
         tensors, names: the captured tensors, then the tables of ends, by slot.
@@ -59,14 +60,14 @@ class RowTables:
         *,
         search: bool,
     ) -> None:
-        """Start without tables.
+        """Create an object without tables.
 
         Args:
             domain: positions and captured tensors of the mask.
             names: names of the captured tensors.
             algebra: intersects and unites spans.
             proven: expressions over the captured tensors that are proven to stay in bounds.
-            search: False to refuse every condition that needs a table.
+            search: if False, every condition that needs a table raises a Refusal.
         """
         self.tensors = list(domain.tensors)
         self.captured = len(self.tensors)
@@ -129,7 +130,7 @@ class RowTables:
         raise Refusal(f"`{shown}` is not in order along kv")
 
     def where_kv(self, n: Node, keep: bool, window: Spans) -> Spans:
-        """Find where a bool of the kv side equals `keep`.
+        """Find where a bool expression of kv equals `keep`.
 
         Raises:
             Refusal: it does in too many separate intervals.
@@ -143,7 +144,7 @@ class RowTables:
         return spans
 
     def where_diagonal(self, n: Node, keep: bool, window: Spans) -> Spans:
-        """Find where a bool of d = q - kv equals `keep`.
+        """Find where a bool expression of q - kv equals `keep`.
 
         Raises:
             Refusal: it does in too many separate intervals.
@@ -172,7 +173,11 @@ class RowTables:
         sources: Sequence[Node],
         window: Spans,
     ) -> Spans | None:
-        """Search whole rows, so that the window's ends stay symbolic; else inside the window."""
+        """Search whole rows, so that the window's ends stay symbolic; if that fails, the window.
+
+        Returns:
+            The spans inside the window; None if a row needs too many.
+        """
         points = self._domain.kv_len
         inside = [n for s in window for n in (*s.lows, *s.highs, *s.gates)]
         if all(slot < self.captured for slot in ir.slots(*inside)):
@@ -248,16 +253,16 @@ class RowTables:
         return self._values[key]
 
     def formula(self, n: Node) -> str:
-        """Write an expression as text, with the names of its tensors."""
+        """Format an expression as text, with the names of its tensors."""
         return ir.formula(n, self.names)
 
     # --- tables
 
     def store(self, row_ends: Ends, sources: Sequence[Node]) -> Spans:
-        """Store ends, int64 [b, h, rows, spans], in new tables; return spans that load them.
+        """Store the ends of spans in new tables; return spans that load them.
 
         Args:
-            row_ends: the ends.
+            row_ends: int64 [b, h, rows, spans] each.
             sources: the expressions that the ends depend on; they give the tables their names.
         """
         low, high = row_ends
@@ -271,7 +276,10 @@ class RowTables:
         return tuple(spans)
 
     def _table(self, values: Tensor, sources: Sequence[Node], what: str) -> Node:
-        """Return a load of [b, h, rows] values; a constant for one number that reads no data."""
+        """Store values [b, h, rows] in a table and return a load from it.
+
+        A single value that does not depend on data needs no table: return a constant.
+        """
         loaded = ir.slots(*sources)
         if values.numel() == 1 and not loaded:
             return const(int(values))
@@ -288,6 +296,6 @@ class RowTables:
 
 
 def _same_ends(low: int, high: int, like: Tensor) -> Ends:
-    """Return one interval as ends that broadcast to all rows."""
+    """Return the ends of one interval, as tensors that broadcast to all rows."""
     both = torch.tensor([[[[low, high]]]], device=like.device)
     return both[..., :1], both[..., 1:]

@@ -1,10 +1,10 @@
 """Classify the tiles of masks whose rows keep one interval each, with monotone ends.
 
 Causal masks, windows, prefixes and packed documents are such masks: neither end decreases from row
-to row. The tiles that a block of rows touches, and the tiles that it keeps whole, are then one run
-each, given by its first and last row; a search gives the same along the columns. A few dozen
-operators on [rows] compute all tiles, however complex the mask is. On a GPU, where each operator
-costs a launch, that is a small part of what `classify` takes.
+to row. The tiles that a block of rows touches are then one run, and so are its FULL tiles. Both
+follow from the first and last row of the block; a search gives the same along the columns. A few
+dozen operators on [rows] compute all tiles, however complex the mask is. On a GPU, where each
+operator costs a launch, that takes a small part of the time of `classify`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from attnkit.sparsity.block_runs import BlockRuns, Runs
 from attnkit.sparsity.intervals.normal_form import Intervals
 
-_MAX_ROWS = 1 << 24  # whose ends are in memory together
+_MAX_ROWS = 1 << 24  # largest number of rows, as the ends of all are in memory together
 
 
 def tiles_of(
@@ -35,8 +35,9 @@ def tiles_of(
         device: device of the result; None: that of the tensors of `intervals`, else the CPU.
 
     Returns:
-        The same as `classify.classify`; None if a row keeps no interval or several, if an end
-        decreases from one row to the next, or if neighbouring rows do not touch.
+        The runs, as from `classify.classify`; None if a row keeps no interval or several, if an
+        end decreases from one row to the next, or if the intervals of neighbouring rows do not
+        touch.
     """
     batch, heads, q_len, kv_len = intervals.shape
     if len(intervals) != 1 or batch * heads * q_len > _MAX_ROWS:
@@ -49,7 +50,7 @@ def tiles_of(
     last = (first + (block[0] - 1)).clamp(max=q_len - 1)
     touched = low[:, first] // block[1], _up(high[:, last], block[1])
     end = high[:, first]
-    # a ragged last tile is FULL if its rows reach the last position
+    # a last tile that reaches beyond kv_len is FULL if its rows keep the last position
     whole = _up(low[:, last], block[1]), (end // block[1]).masked_fill(end == kv_len, columns)
     along = [_across(x, columns) for x in (touched, whole)]
     runs = _runs([_candidates(*touched, *whole), _candidates(*along[0], *along[1])])
@@ -57,7 +58,7 @@ def tiles_of(
 
 
 def _in_order(low: Tensor, high: Tensor) -> bool:
-    """Whether no row is empty, no end decreases, and each interval touches the one before."""
+    """Return whether no row is empty, no end decreases, and neighbouring rows touch."""
     ordered = (high > low).all()
     before, after = slice(None, -1), slice(1, None)
     ordered &= (low[:, after] >= low[:, before]).all()
@@ -70,7 +71,7 @@ def _up(position: Tensor, block: int) -> Tensor:
 
 
 def _across(ends: tuple[Tensor, Tensor], columns: int) -> tuple[Tensor, Tensor]:
-    """Transpose: from the columns [first, stop) of each row to the rows of each column.
+    """Convert the columns [first, stop) of each row to the rows [first, stop) of each column.
 
     Args:
         ends: int [pairs, rows], first and stop, both ascending; a row with stop <= first has no
@@ -103,7 +104,7 @@ def _candidates(
 
 
 def _runs(candidates: list[list[tuple[Tensor, Tensor]]]) -> list[Runs]:
-    """Build runs from the candidates that are not empty, all lists together."""
+    """Build one `Runs` from each pair of starts and stops; drop empty runs."""
     parts = [pair for pairs in candidates for pair in pairs]
     start = torch.cat([start.flatten() for start, _ in parts])
     length = torch.cat([stop.flatten() for _, stop in parts]) - start

@@ -1,4 +1,4 @@
-"""Interval arithmetic over boxes of positions: the values that a node can take inside a tile.
+"""Bound the values that a node can take inside a tile, by interval arithmetic.
 
 In: graphs, captured tensors, and boxes of (b, h, q, kv). Out: lower and upper bounds of nodes
 (`eval_interval`, `eval_blocks`), tables of one-sided expressions (`tables`), ranges of captured

@@ -1,9 +1,9 @@
-"""Ranges of a captured tensor over boxes of indices, for loads whose index reads q and kv together.
+"""Compute ranges of a captured tensor over boxes of indices, where an index reads q and kv both.
 
-Two overlapping windows of a power-of-two length along each axis cover a box, as in a sparse table
-for range-minimum queries. For each window length that occurs, the tensor is reduced over windows
-once, by doubling. The range is exact for any box. For a large tensor the range is that of the whole
-tensor, and the tiles in question are decided by evaluation.
+Along each axis two overlapping windows of a power-of-two length cover a box, as in a sparse table
+for range-minimum queries. For each window length that occurs, the tensor is reduced over all such
+windows once, by doubling. The range is exact for any box. If the tensor is too large for that, the
+range is that of the whole tensor, and evaluation decides the tiles.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_BYTES = 32 << 20
 
 
 class Boxes:
-    """Answer range queries on the captured tensors of a domain."""
+    """Answers range queries on the captured tensors of a domain."""
 
     def __init__(self, domain: Domain) -> None:
         self._domain = domain
@@ -31,7 +31,7 @@ class Boxes:
         self._whole: dict[tuple[object, ...], Interval] = {}
 
     def load(self, n: Node, index: Sequence[Interval]) -> Interval:
-        """Compute the range of load `n` with each index in its interval (int64, broadcastable)."""
+        """Return the range of load `n` if each index is in its interval (int64, broadcastable)."""
         slot = int(n.attr or 0)
         tensor = self._domain.tensors[slot]
         first, last, code = _boxes(index, tensor.shape)
@@ -104,7 +104,12 @@ def _doubled(values: Tensor, axis: int, span: int, reduce: Reduce) -> Tensor:
 def _boxes(
     index: Sequence[Interval], shape: Sequence[int]
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """Return first and last entry by axis, and the powers of the windows packed into one number."""
+    """Convert index intervals to boxes of a tensor and find the window length of each axis.
+
+    Returns:
+        The first and the last entry of the boxes along each axis, and a code for the window
+        lengths 2**p of all axes: p of axis i is in bits 5 * i to 5 * i + 4, see `_powers`.
+    """
     first, last = [], []
     code = index[0][0].new_zeros(())
     for axis, ((low, high), size) in enumerate(zip(index, shape, strict=True)):

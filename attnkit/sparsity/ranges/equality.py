@@ -1,7 +1,7 @@
 """Make equalities between a q value and a kv value exact on tiles.
 
-Interval arithmetic is exact already where every block holds all integers between its least and its
-greatest value, as sorted ids do. Otherwise the tiles that hold equal values are tabulated
+If every block holds all integers between its least and its greatest value, as with sorted ids,
+interval arithmetic is exact already. Otherwise the tiles that hold equal values are tabulated
 (`equality_sets`); if they are too many to list, the tables hold a sample of them.
 """
 

@@ -1,9 +1,9 @@
-"""Decide which tiles hold equal values: the exact answer to `A(q) == B(kv)` for values in any order.
+"""Find which tiles hold equal values: exact tiles for `A(q) == B(kv)` with values in any order.
 
 The ranges of two blocks may overlap although the blocks share no value, so intervals say little
-about ids in no order or about selected blocks. Few different values are stored as one bit each, per
-block. For many values, the pairs of blocks that share a value are listed, each with a position of
-either side where it occurs. If the pairs are too many, a sample of them is listed; it serves only
+about unsorted ids or selected blocks. If there are few different values, each block stores one bit
+per value. For many values, the pairs of blocks that share a value are listed, each with a q and a
+kv position where it occurs. If there are too many pairs, a sample of them is listed; it serves only
 to find unmasked positions.
 """
 
@@ -21,12 +21,12 @@ from attnkit.sparsity.ranges.gather import Lead, entries
 
 _MAX_BITS = 62  # of an int64, without the sign
 _MAX_PAIRS = 1 << 21
-_MAX_DENSE = 1 << 24  # tiles of a table of one byte each
+_MAX_DENSE = 1 << 24  # largest number of tiles for a table of one byte per tile
 
 
 @dataclass(frozen=True, eq=False)
 class Bits:
-    """Hold the values of each block, one bit per value.
+    """Stores the set of values of each block, one bit per value.
 
     Attributes:
         q, kv: int64 [b or 1, h or 1, blocks].
@@ -40,18 +40,18 @@ class Bits:
         return may & ((entries(self.q, qi, lead) & entries(self.kv, ki, lead)) != 0)
 
     def coarser(self, factor: int) -> Bits:
-        """Return the same for groups of `factor` x `factor` tiles."""
+        """Return the table for groups of `factor` x `factor` tiles."""
         return Bits(*(_grouped(bits, factor) for bits in (self.q, self.kv)))
 
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """List the tiles that hold a pair of equal values.
+    """Lists the tiles that hold a pair of equal values.
 
     Attributes:
         shape: (b or 1, h or 1, q blocks, kv blocks).
         tile: int64 [n], flat indices of the tiles in that shape, ascending.
-        q, kv: int64 [n], for each tile a position of either side where the values are equal.
+        q, kv: int64 [n], for each tile a q and a kv position with equal values.
         dense: bool [all tiles], whether each tile is in the list; None if there are too many tiles.
         whole: whether all such tiles are listed, not only a sample.
     """
@@ -67,7 +67,7 @@ class Pairs:
     def from_tiles(
         shape: tuple[int, int, int, int], tile: Tensor, q: Tensor, kv: Tensor, whole: bool = True
     ) -> Pairs:
-        """List tiles given in any order; tiles may repeat."""
+        """Build the list from tiles in any order; tiles may repeat."""
         tile, order = tile.sort()
         fresh = torch.ones_like(tile, dtype=torch.bool)
         torch.ne(tile[1:], tile[:-1], out=fresh[1:])
@@ -88,7 +88,7 @@ class Pairs:
         return torch.zeros_like(may).masked_scatter(may, listed)
 
     def witnesses(self, qi: Tensor, ki: Tensor, lead: Lead) -> tuple[Tensor, Tensor, Tensor]:
-        """Find a position in each of tiles [n] where the values are equal.
+        """Return a position with equal values for each of tiles [n].
 
         Returns:
             q and kv, int64 [n], and bool [n]: whether the tile is listed.
@@ -97,7 +97,7 @@ class Pairs:
         return self.q.index_select(0, place), self.kv.index_select(0, place), listed
 
     def coarser(self, factor: int) -> Pairs:
-        """Return the same for groups of `factor` x `factor` tiles."""
+        """Return the list for groups of `factor` x `factor` tiles."""
         b, h, rows, columns = self.shape
         shape = b, h, -(-rows // factor), -(-columns // factor)
         line = self.tile // columns
@@ -107,7 +107,7 @@ class Pairs:
         return Pairs.from_tiles(shape, tile, self.q, self.kv)
 
     def _place(self, number: Tensor) -> tuple[Tensor, Tensor]:
-        """Find tiles in the list, which must not be empty: their places, and whether they occur."""
+        """Return the places of tiles in the (nonempty) list, and whether they are in it."""
         place = torch.searchsorted(self.tile, number).clamp(max=self.tile.numel() - 1)
         return place, self.tile.index_select(0, place) == number
 
@@ -128,7 +128,7 @@ Matches = Bits | Pairs
 
 @dataclass(frozen=True, eq=False)
 class BlockValues:
-    """Hold the values at the positions of all blocks, without repetitions of neighbours.
+    """Holds the values at the positions of all blocks; runs of equal values are stored once.
 
     Attributes:
         shape: (b or 1, h or 1, positions).
@@ -182,7 +182,7 @@ class BlockValues:
         return BlockValues(self.shape, place, value, self.solid)
 
     def expand(self, b: int, h: int) -> BlockValues:
-        """Repeat shared values for all of `b` x `h`."""
+        """Repeat values that batches or heads share, for `b` batches and `h` heads."""
         if self.shape[:2] == (b, h):
             return self
         length = self.shape[2]
@@ -207,7 +207,7 @@ def find_matches(q: BlockValues, kv: BlockValues, block: tuple[int, int]) -> Mat
         block: (q, kv) positions of a tile.
 
     Returns:
-        All such tiles; a sample of them (`Pairs` with whole=False), or None, if they are too many.
+        All such tiles; if they are too many, a sample of them (`Pairs` with whole=False) or None.
     """
     ends = torch.stack([end for x in (q, kv) for end in torch.aminmax(x.value)]).tolist()
     low, high = max(ends[0], ends[2]), min(ends[1], ends[3])

@@ -1,10 +1,10 @@
-"""Evaluate a mask on whole tiles: interval arithmetic, with exact tables for one-sided expressions.
+"""Evaluate a mask on whole tiles by interval arithmetic, with tables for one-sided expressions.
 
 `compile_blocks` turns a graph into a short list of steps, each with a recipe:
 
 * Exact: a one-sided value, looked up in its table;
-* Total: an integer sum: one table for its q terms, one for its kv terms, one for its diagonal
-  terms, plus the intervals of the mixed rest;
+* Total: an integer sum, from one table for its q terms, one for its kv terms, one for its diagonal
+  terms, and the intervals of the remaining mixed terms;
 * Compare: two such sums, moved to opposite sides of the comparison so that only [rows, 1] and
   [1, columns] tensors meet;
 * Apply: any other operation, by the rules of `eval_interval` (loads by `boxes`).
@@ -29,7 +29,7 @@ from attnkit.sparsity.ranges.tables import Key, Tables, key_of
 
 
 class At(NamedTuple):
-    """Select the tiles to evaluate.
+    """Selects the tiles to evaluate.
 
     Attributes:
         q, kv: int64 block indices that broadcast together.
@@ -44,14 +44,14 @@ class At(NamedTuple):
 
 @dataclass(frozen=True)
 class Exact:
-    """Look up the value of one key."""
+    """Looks up the range of one key."""
 
     key: Key
 
 
 @dataclass(frozen=True)
 class Total:
-    """Compute `sum(keys) + sum(coefficient * node) + offset`."""
+    """Computes `sum(keys) + sum(coefficient * node) + offset`."""
 
     keys: tuple[Key, ...]
     others: tuple[tuple[Node, int], ...]
@@ -60,7 +60,7 @@ class Total:
 
 @dataclass(frozen=True)
 class Compare:
-    """Compute `left op right` of two totals; the right one holds only the kv terms."""
+    """Computes `left op right` of two totals; only kv terms are on the right."""
 
     left: Total
     right: Total
@@ -68,7 +68,7 @@ class Compare:
 
 @dataclass(frozen=True)
 class Apply:
-    """Apply the operation to the intervals of its arguments."""
+    """Applies the operation of the node to the intervals of its arguments."""
 
 
 Recipe = Exact | Total | Compare | Apply
@@ -76,7 +76,7 @@ Recipe = Exact | Total | Compare | Apply
 
 @dataclass(frozen=True)
 class Blocks:
-    """Hold a graph compiled for evaluation on tiles.
+    """Holds a graph compiled for evaluation on tiles.
 
     Attributes:
         root: the bool expression.
@@ -97,8 +97,9 @@ class Blocks:
             at: the tiles.
 
         Returns:
-            (must, may): True at every position of the tile; True at some position, perhaps. bool,
-            broadcast to the shape of the tiles, after [b or 1, h or 1] if `at` has no `lead`.
+            (must, may): whether the root is True at every position of the tile, and whether it may
+            be True at some position. Bool tensors that broadcast to the shape of the tiles, after
+            [b or 1, h or 1] if `at` has no `lead`.
         """
         values: dict[Node, Interval] = {}
         for n, recipe in self.steps:
@@ -148,7 +149,7 @@ def _total(total: Total, values: dict[Node, Interval], tables: Tables, at: At) -
 
 
 def compile_blocks(root: Node, sides: Sides) -> Blocks:
-    """Compile a graph: choose a recipe for every node that the root needs on tiles."""
+    """Choose a recipe for every node that the root needs on tiles."""
     recipes: dict[Node, Recipe] = {}
     stack = [root]
     while stack:
@@ -176,18 +177,18 @@ def _recipe(n: Node, sides: Sides) -> Recipe:
 
 
 def _is_plain(n: Node, difference: Affine) -> bool:
-    """Whether the ends of the blocks decide a one-sided comparison, so that it needs no table."""
+    """Return whether the ends of blocks decide a one-sided comparison, so it needs no table."""
     if any(m not in (Q, KV) for m, _ in difference.terms):
         return False
     return n.op != "eq" or all(abs(c) == 1 for _, c in difference.terms)  # no value is skipped
 
 
 def _band(n: Node, sides: Sides) -> tuple[float, float] | None:
-    """Compute the (least, greatest) q - kv that a conjunction of plain comparisons keeps.
+    """Return the (least, greatest) q - kv that a conjunction of plain comparisons keeps.
 
-    None if the node is no such conjunction, or keeps nothing. A band needs no table: the q - kv of
-    a tile are an interval, and an interval that intersects two overlapping intervals also
-    intersects their intersection.
+    Return None if the node is no such conjunction, or keeps nothing. A band needs no table: the
+    q - kv of a tile are an interval, and three intervals of which any two intersect have a common
+    point.
     """
     if n.type == BOOL and n.op == "and":
         parts = [_band(a, sides) for a in n.args]
@@ -206,7 +207,7 @@ def _band(n: Node, sides: Sides) -> tuple[float, float] | None:
 
 
 def _grouped(sums: Affine, sides: Sides) -> Total:
-    """Collect the terms of each side in one key."""
+    """Return a sum with the terms of each side collected in one key."""
     groups: dict[Side, list[tuple[Node, int]]] = {side: [] for side in Side}
     for n, c in sums.terms:
         groups[sides.side(n)].append((n, c))
@@ -256,10 +257,10 @@ def _keys(recipe: Recipe) -> Iterator[Key]:
 
 
 def is_exact(n: Node, sides: Sides, equal: Collection[Node] = ()) -> bool:
-    """Whether (must, may) of `n` is exact: undecided tiles really are PARTIAL.
+    """Return whether (must, may) of `n` is exact, so that undecided tiles are PARTIAL.
 
-    It is exact for one-sided values; for `<` and `<=` between a q value and a kv value, which vary
-    independently; and for `and` and `or` of a condition on q with one on kv.
+    It is exact for one-sided values, for `<` and `<=` between a q value and a kv value, which vary
+    independently, and for `and` and `or` of a condition on q with one on kv.
 
     Args:
         n: a node of the compiled graph.

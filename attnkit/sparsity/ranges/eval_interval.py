@@ -1,14 +1,14 @@
-"""Evaluate the graph on intervals: bounds for every value that the arguments can take.
+"""Evaluate the graph on intervals: compute bounds of a node from bounds of its arguments.
 
 An interval is a pair of broadcastable tensors (low, high), whose ends need not be attained:
 
 * i32: exact integers in int64. Arguments must lie in int32; results do not wrap, so a result
   outside int32 is visible.
-* bool: (must, may): True everywhere, True somewhere.
+* bool: (must, may): whether it is True everywhere, whether it may be True somewhere.
 * f32: in the compute dtype. NaN at both ends means "any value, NaN included"; otherwise the value
-  lies between the ends and is not NaN. Basic arithmetic rounds correctly, hence monotonically, so
-  the same operation on the ends bounds the rounded result. Where no bound is safe, the result is
-  (NaN, NaN).
+  is between the ends and not NaN. Basic arithmetic rounds correctly, and correct rounding is
+  monotone, so the same operation on the ends bounds the rounded result. Where no bound is safe, the
+  result is (NaN, NaN).
 
 Divisors may not be zero, but their interval may contain zero. The rules are sound but not always
 tight; tiles that they leave undecided are evaluated.
@@ -51,7 +51,7 @@ def transfer(n: Node, args: Sequence[Interval], dtype: torch.dtype = torch.float
 
 
 def everything(n: Node, like: Tensor, dtype: torch.dtype) -> Interval:
-    """Return the whole range of the node's type, on the device of `like`."""
+    """Return the interval of all values of the node's type, on the device of `like`."""
     if n.type == BOOL:
         return like.new_zeros((), dtype=torch.bool), like.new_ones((), dtype=torch.bool)
     if n.type == F32:
@@ -145,7 +145,7 @@ _floor_divide = _quotient("floor")
 
 def _mod(a: Interval, b: Interval) -> Interval:
     low, high = (b[0] + 1).clamp(max=0), (b[1] - 1).clamp(min=0)  # the sign of the divisor
-    # one divisor and one quotient: a % b = a - b * (a // b) moves with a
+    # if divisor and quotient are constants, a % b = a - b * (a // b) is a minus a constant
     divisor = b[0].masked_fill(b[0] == 0, 1)
     first = torch.div(a[0], divisor, rounding_mode="floor")
     last = torch.div(a[1], divisor, rounding_mode="floor")
@@ -157,7 +157,7 @@ def _mod(a: Interval, b: Interval) -> Interval:
 
 
 def _unknown_bits(a: Interval, b: Interval) -> Tensor:
-    """Return ones from the highest bit that varies in `a` or `b` downwards; -1 if a sign varies."""
+    """Return ones from the highest bit that varies in `a` or `b` down; -1 if a sign varies."""
     bits = (a[0] ^ a[1]) | (b[0] ^ b[1])
     for shift in (1, 2, 4, 8, 16):
         bits = bits | (bits >> shift)
@@ -165,7 +165,7 @@ def _unknown_bits(a: Interval, b: Interval) -> Tensor:
 
 
 def _bitwise(f: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Interval, Interval], Interval]:
-    """Bound a bitwise operation: all numbers of an interval share the leading bits of its ends."""
+    """Return a rule for a bitwise operation: an interval's numbers share their leading bits."""
 
     def rule(a: Interval, b: Interval) -> Interval:
         unknown = _unknown_bits(a, b)
@@ -277,7 +277,7 @@ def _div_real(a: Interval, b: Interval) -> Interval:
 
 
 def _increasing(f: Callable[[Tensor], Tensor]) -> Callable[[Interval], Interval]:
-    """Bound a function that is monotone even after rounding; NaN at an end makes it unknown."""
+    """Return a rule for a function that is monotone even after rounding; NaN stays unknown."""
 
     def rule(a: Interval) -> Interval:
         return _real(f(a[0]), f(a[1]))
@@ -286,7 +286,10 @@ def _increasing(f: Callable[[Tensor], Tensor]) -> Callable[[Interval], Interval]
 
 
 def _nearly_increasing(f: Callable[[Tensor], Tensor]) -> Callable[[Interval], Interval]:
-    """Bound a function whose implementations differ by some ulp: widen the ends by far more."""
+    """Return a rule for an increasing function whose implementations differ by some ulp.
+
+    It widens the ends by far more than that.
+    """
 
     def rule(a: Interval) -> Interval:
         low, high = f(a[0]), f(a[1])

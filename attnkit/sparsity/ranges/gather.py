@@ -1,7 +1,7 @@
 """Gather entries of tables [b or 1, h or 1, length] for tiles, on the calling thread.
 
-Tiles are given by indices into the last axis, which broadcast to [...], and by `lead`: their
-indices on the first two axes, which broadcast with them, or None for the tiles of every (b, h).
+Two arguments select the tiles: indices into the last axis, of shape [...], and `lead`, indices into
+the first two axes that broadcast with them. `lead` is None for the tiles of every (b, h).
 """
 
 from __future__ import annotations

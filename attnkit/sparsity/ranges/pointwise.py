@@ -1,8 +1,8 @@
 """Evaluate one-sided expressions at every position, as intervals.
 
 Integers, bools, loads and constants are exact. Results in floating point are intervals, because the
-`log` of another machine may differ in the last place and truncate to the neighbouring integer; the
-rules of `eval_interval` bound what is computed from them.
+`log` of another machine may differ in the last place and truncate to the neighbouring integer. The
+rules of `eval_interval` bound all values that are computed from them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from attnkit.sparsity.ranges.tables import Domain
 def point_intervals(
     domain: Domain, boxes: Boxes, nodes: Sequence[Node], side: Side, start: int, stop: int
 ) -> list[Interval]:
-    """Evaluate nodes of one side, or constant ones: intervals [b or 1, h or 1, points or 1].
+    """Evaluate nodes of one side, or constant nodes, at some points.
 
     Args:
         domain: positions and captured tensors.
@@ -30,6 +30,9 @@ def point_intervals(
         nodes: one-sided nodes; all their sub-expressions must be proven in bounds.
         side: the side.
         start, stop: which points, counted from the side's first position.
+
+    Returns:
+        One interval per node, [b or 1, h or 1, points or 1].
     """
     forms = [domain.sides.alone(n) for n in nodes]
     known = domain.evaluate(_portable(forms), side, start, stop)

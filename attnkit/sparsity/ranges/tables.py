@@ -1,4 +1,4 @@
-"""Exact ranges of one-sided expressions: evaluate at every point, reduce over every block.
+"""Compute exact ranges of one-sided expressions: evaluate at every point, reduce over each block.
 
 An expression of q alone costs q_len evaluations, one of d = q - kv costs q_len + kv_len - 1. The
 result is exact for any operation: gathers, divisions, bit operations. A `Key` identifies such an
@@ -34,7 +34,7 @@ _sides = [Sides()]
 
 
 def shared_sides() -> Sides:
-    """Return the `Sides` that all masks share: what it says of a node never changes."""
+    """Return the `Sides` object that all masks share, as the side of a node never changes."""
     if len(_sides[0]) > _MAX_NODES:
         _clear()
     return _sides[0]
@@ -49,14 +49,14 @@ caches.register(_clear)
 
 @dataclass(frozen=True)
 class Key:
-    """Identify a one-sided expression: one node, or an integer sum of nodes of one side."""
+    """Identifies a one-sided expression: one node, or an integer sum of nodes of one side."""
 
     side: Side
     terms: Terms
 
     @property
     def is_index(self) -> bool:
-        """Whether the key is a multiple of `q` or of `kv` itself."""
+        """Return whether the key is a multiple of `q` or of `kv` itself."""
         return len(self.terms) == 1 and self.terms[0][0] in (Q, KV)
 
 
@@ -67,14 +67,14 @@ def key_of(n: Node, side: Side) -> Key:
 
 @dataclass(frozen=True, eq=False)
 class Domain:
-    """Hold the positions at which a mask is classified, and the captured tensors that it reads.
+    """Holds the positions at which a mask is classified, and the captured tensors that it reads.
 
     Values at points have shape [b or 1, h or 1, points].
 
     Attributes:
         tensors: captured tensors by slot.
         q_len, kv_len: lengths in positions.
-        b, h: int32 vectors of batch and head numbers; of length 1 if the mask does not read them.
+        b, h: int32 [batch] and [heads], the numbers themselves; [1] if the mask does not read them.
         dtype: dtype of the graph's f32.
         sides: side of each node.
     """
@@ -89,12 +89,12 @@ class Domain:
 
     @property
     def device(self) -> torch.device:
-        """Device of the computation."""
+        """Return the device of the computation."""
         return self.b.device
 
     @property
     def lead(self) -> int:
-        """Number of (b, h) pairs."""
+        """Return the number of (b, h) pairs."""
         return self.b.numel() * self.h.numel()
 
     def span(self, side: Side) -> tuple[int, int]:
@@ -124,7 +124,15 @@ class Domain:
         return evaluate_serial(forms, env, self.tensors, self.dtype)
 
     def values(self, keys: Sequence[Key], start: int, stop: int) -> list[Tensor]:
-        """Evaluate keys of one side: [b or 1, h or 1, stop - start] each; sums in int64."""
+        """Evaluate keys of one side at some points, sums in int64.
+
+        Args:
+            keys: the keys.
+            start, stop: which points, as for `evaluate`.
+
+        Returns:
+            [b or 1, h or 1, stop - start] for each key.
+        """
         forms = [[(self.sides.alone(n), c) for n, c in key.terms] for key in keys]
         memo = self.evaluate([n for form in forms for n, _ in form], keys[0].side, start, stop)
         values = []
@@ -145,7 +153,7 @@ class Domain:
         return torch.cat([self.values([key], *piece)[0] for piece in pieces], -1)
 
     def pieces(self, nodes: Sequence[Node], side: Side, block: int) -> Iterator[tuple[int, int]]:
-        """Split a side into pieces of bounded size: whole blocks, or parts of a single one."""
+        """Split a side into (start, stop) of bounded size: whole blocks, or parts of one block."""
         reads = ir.reads(*nodes)
         lead = (self.b.numel() if "b" in reads else 1) * (self.h.numel() if "h" in reads else 1)
         length = self.span(side)[1]
@@ -162,13 +170,13 @@ class Domain:
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """Tabulate the ranges of keys over the blocks of one tile size.
+    """Tabulates the ranges of keys over the blocks of one tile size.
 
     Attributes:
         domain: positions and captured tensors.
         block: (q, kv) positions of a tile.
-        ranges: for each key, (low, high) of shape [b or 1, h or 1, blocks] (windows on the
-            diagonal).
+        ranges: for each key, (low, high) of shape [b or 1, h or 1, blocks]; for a diagonal key
+            [b or 1, h or 1, windows], see `_diagonal_range`.
         equal: for each equality of a q value and a kv value that is exact on tiles, the tiles that
             hold equal values, or None if the ranges alone are exact.
         samples: for other equalities, some tiles that hold equal values, with their positions.
@@ -195,7 +203,7 @@ class Tables:
                 self.ranges[key] = self._diagonal_range(key)
 
     def coarser(self, factor: int) -> Tables:
-        """Tabulate the same keys over groups of `factor` x `factor` tiles."""
+        """Return tables of the same keys over groups of `factor` x `factor` tiles."""
         groups = Tables(self.domain, (self.block[0] * factor, self.block[1] * factor))
         for key, (low, high) in self.ranges.items():
             if key.side is Side.CONST:
@@ -208,7 +216,7 @@ class Tables:
         return groups
 
     def look_up(self, key: Key, qi: Tensor, ki: Tensor, lead: Lead | None = None) -> Interval:
-        """Look up the ranges of a key over tiles.
+        """Return the ranges of a key over tiles.
 
         Args:
             key: a key that `build` has tabulated.
@@ -237,8 +245,8 @@ class Tables:
         c = key.terms[0][1]
         return (first * c, last * c) if c > 0 else (last * c, first * c)
 
-    # On the diagonal a tile covers the window d = q_first - kv_last ... q_last - kv_first. Tiles at
-    # a ragged end cover a shorter one, so there are up to four window lengths, with one table each.
+    # On the diagonal a tile covers the window d = q_first - kv_last ... q_last - kv_first. A last
+    # tile that is cut off covers a shorter one, so up to four window lengths have a table each.
 
     def _extents(self) -> list[tuple[int, int]]:
         sizes = []
@@ -282,7 +290,7 @@ def _as_int64(values: Tensor) -> Tensor:
 
 
 def extremes(values: Tensor) -> tuple[Reduce, Reduce]:
-    """Return the functions for the smaller and the larger of two values; NaN wins both."""
+    """Return the functions for the smaller and the larger of two values; NaN if either is NaN."""
     if values.dtype == torch.bool:
         return torch.logical_and, torch.logical_or
     return torch.minimum, torch.maximum
@@ -291,8 +299,8 @@ def extremes(values: Tensor) -> tuple[Reduce, Reduce]:
 def sliding(values: Tensor, width: int, reduce: Reduce) -> Tensor:
     """Reduce every window of `width` entries along the last axis, by doubling.
 
-    Entry i of the result covers values[i : i + width]. The last width - 1 entries have no whole
-    window; they repeat the last one, so the length stays the same.
+    Entry i of the result covers values[i : i + width]. The last width - 1 entries have no complete
+    window; they repeat the last complete one, so the length stays the same.
     """
     length = values.shape[-1]
     whole = length - width + 1
@@ -316,7 +324,7 @@ def _windows(values: Tensor, width: int, reduce: Reduce) -> Tensor:
 
 
 def _block_ranges(domain: Domain, keys: Sequence[Key], block: int) -> list[Interval]:
-    """Compute the ranges of keys of one side: [b, h, blocks] each."""
+    """Return the range of each key of one side in every block, [b or 1, h or 1, blocks]."""
     parts: list[list[tuple[int, Interval]]] = [[] for _ in keys]
     nodes = [n for key in keys for n, _ in key.terms]
     for start, stop in domain.pieces(nodes, keys[0].side, block):
@@ -339,12 +347,12 @@ def _reduce_blocks(value: Tensor, block: int) -> Interval:
 def _ends(value: Tensor) -> Interval:
     if value.dtype == torch.bool:
         return value.all(-1), value.any(-1)
-    low, high = value.amin(-1), value.amax(-1)  # NaN wins both
+    low, high = value.amin(-1), value.amax(-1)  # both NaN if a value is NaN
     return low, high
 
 
 def _combine(parts: list[tuple[int, Interval]]) -> Interval:
-    """Concatenate pieces; combine several pieces of the same block first."""
+    """Concatenate ranges of pieces; combine pieces of the same block first."""
     merged: list[Interval] = []
     last = -1
     for first, interval in parts:
@@ -362,7 +370,7 @@ def _concatenate(parts: Sequence[Interval]) -> Interval:
 
 
 def value_range(tensor: Tensor, n: Node, dtype: torch.dtype) -> Interval:
-    """Compute the range of all values that load `n` can return from its tensor."""
+    """Return the least and greatest value that load `n` can return from its tensor."""
     if n.type == BOOL and tensor.dtype != torch.bool:
         tensor = tensor != 0
     flat = tensor.reshape(-1)

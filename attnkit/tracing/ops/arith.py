@@ -1,4 +1,4 @@
-"""Handlers of torch's arithmetic, bit operations, comparisons and selections.
+"""Handle torch's arithmetic, bit operations, comparisons and selections in a trace.
 
 A handler takes the tracer and the arguments of the torch call, and returns a Value.
 """

@@ -17,7 +17,7 @@ from attnkit.util.torch_private import DisableTorchFunction
 
 
 def index(tracer: Tracer, source: Value, at: tuple[Any, ...]) -> Value:
-    """Index a Value: `source[at]`. Keeps `origin` if only constants index a captured tensor."""
+    """Return `source[at]`; the result keeps `origin` if only constants index a captured tensor."""
     items = _expand(source, at)
     if source.part and not all(_same_in_whole(tracer, i, source.part) for i in items):
         if source.origin is None:
@@ -45,10 +45,10 @@ def index(tracer: Tracer, source: Value, at: tuple[Any, ...]) -> Value:
 
 
 def _same_in_whole(tracer: Tracer, item: Any, part: Part) -> bool:
-    """Whether an index into a part of a tensor selects the same elements in the whole tensor.
+    """Return whether an index selects the same elements in a part of a tensor as in the whole.
 
-    If the part reaches the end, an index that is never negative does: what is beyond the part is
-    also beyond the tensor.
+    An index that is never negative does if the part reaches the end of the tensor, because an index
+    beyond the part is then also beyond the tensor.
     """
     if item is None or isinstance(item, slice):
         return True
@@ -59,7 +59,7 @@ def _same_in_whole(tracer: Tracer, item: Any, part: Part) -> bool:
 
 
 def never_negative(n: Node) -> bool:
-    """Whether the form of an integer expression shows that it is at least 0."""
+    """Return whether the operations of an integer expression show that it is at least 0."""
     if n.op == "const":
         return float(n.attr) >= 0  # type: ignore[arg-type]
     if n.op == "arg":
@@ -128,7 +128,7 @@ def _assemble(
 
 
 def _part(source: Value, picks: list[Any]) -> Part:
-    """Say how much of a Value the slices cover."""
+    """Return how much of a Value the slices cover."""
     cuts = [(p, n) for p, n in zip(picks, source.sizes, strict=True) if not isinstance(p, Value)]
     if all(start == 0 and step == 1 and size == n for (start, step, size), n in cuts):
         return ""

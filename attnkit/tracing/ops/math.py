@@ -1,7 +1,7 @@
-"""Handlers of torch's functions of one number: exponentials, activations, rounding.
+"""Handle torch's functions of one number in a trace: exponentials, activations, rounding.
 
-Where a function selects between two formulas, the argument of the formula that is not selected is
-replaced by a safe one, so that no derivative becomes inf / inf.
+Where a function selects between two formulas, the formula that is not selected gets a safe
+argument, so that its derivative does not become inf / inf.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def truncate(x: Node) -> Node:
 
 
 def _round_half_even(x: Node) -> Node:
-    """Round to the nearest integer, halves to the even one; infinities stay."""
+    """Round to the nearest integer, halves to the even one; leave infinities unchanged."""
     down = build("floor", x)
     fraction = build("sub", x, down)
     even = build("add", down, build("mod", down, const(2.0)))

@@ -64,7 +64,7 @@ def elementwise(tracer: Tracer, function: Callable[..., Node], *inputs: Any) -> 
 
 
 def wrapping(handler: Handler) -> Handler:
-    """Decorate a handler of integer arithmetic: its result wraps as in torch, in 8 or 16 bits."""
+    """Make a handler of integer arithmetic wrap its result in 8 or 16 bits where torch does."""
 
     def handled(tracer: Tracer, *inputs: Any, **options: Any) -> Value:
         result = handler(tracer, *inputs, **options)
@@ -83,7 +83,7 @@ def wrapping(handler: Handler) -> Handler:
 
 
 def narrowing(handler: Handler) -> Handler:
-    """Decorate a handler whose result has the narrow dtype of its inputs and cannot wrap."""
+    """Make a handler whose result cannot wrap return the 8- or 16-bit dtype that torch returns."""
 
     def handled(tracer: Tracer, *inputs: Any, **options: Any) -> Value:
         result = handler(tracer, *inputs, **options)
@@ -94,7 +94,7 @@ def narrowing(handler: Handler) -> Handler:
 
 
 def _with_dtype(value: Value, dtype: torch.dtype) -> Value:
-    """Return a Value with the dtype, narrower than int32, in which torch computes it."""
+    """Return a copy of a Value with the dtype, narrower than int32, in which torch computes it."""
     node = None if value.sizes else value.node
     return Value(
         value.tracer, node, value.sizes, value.kind, value.pick, value.origin, value.part, dtype
@@ -117,7 +117,7 @@ def _narrow_dtype(tracer: Tracer, inputs: Sequence[Any]) -> torch.dtype | None:
 
 
 def binary(op: str) -> Handler:
-    """Make the handler of an operation on two Values, with torch's `alpha`."""
+    """Return the handler of an operation on two Values, with torch's `alpha`."""
 
     def node(x: Node, y: Node) -> Node:
         bools = x.type == y.type == BOOL

@@ -1,7 +1,7 @@
-"""Handlers of torch's searches in a captured tensor: isin, bucketize and searchsorted.
+"""Handle torch's searches in a captured tensor in a trace: isin, bucketize and searchsorted.
 
-Each takes one traced number and is a reduction over all elements of the tensor, so the tensor must
-be small, as for any reduction.
+Each searches one traced number by a reduction over all elements of the tensor. A reduction is
+unrolled, so the tensor must be small.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _searchsorted(
 
 
 def _count_before(tracer: Tracer, what: str, x: Any, where: str, bounds: Any, right: bool) -> Value:
-    """Count the bounds that are less than a number, or with `right` not greater."""
+    """Count the bounds that are less than a number; with `right`, those that are not greater."""
     number, edges = _number(tracer, what, x), tracer.lift(bounds)
     if len(edges.sizes) != 1:
         raise ValueError(f"{where} of shape {edges.sizes} is not supported; expected one dimension")

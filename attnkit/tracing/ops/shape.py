@@ -1,7 +1,7 @@
-"""Handlers of torch's conversions, factories, shape changes and reductions.
+"""Handle torch's conversions, factories, shape changes and reductions in a trace.
 
-A reduction over a small axis is unrolled, so the graph has no loops, and whatever evaluates the
-graph needs no code for reductions.
+A reduction over a small axis is unrolled. So the graph has no loops, and its evaluators need no
+code for reductions.
 """
 
 from __future__ import annotations

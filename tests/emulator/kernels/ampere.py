@@ -1,4 +1,4 @@
-"""Defines a matrix product for sm_80: cp.async, ldmatrix, mma.sync."""
+"""Define a matrix product for sm_80: cp.async, ldmatrix, mma.sync."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defines warp-specialised products for sm_90a: TMA ring, wgmma, map, TMA reduction."""
+"""Define warp-specialised products for sm_90a: TMA ring, wgmma, map, TMA reduction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defines small kernels for sm_90a and later: a ring of mbarriers, an exchange in a cluster."""
+"""Define small kernels for sm_90a and later: a ring of mbarriers, an exchange in a cluster."""
 
 from __future__ import annotations
 

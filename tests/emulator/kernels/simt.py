@@ -1,4 +1,4 @@
-"""Defines kernels of plain threads, for any architecture: softmax of rows, a block reduction."""
+"""Define kernels of plain threads, for any architecture: softmax of rows, a block reduction."""
 
 from __future__ import annotations
 

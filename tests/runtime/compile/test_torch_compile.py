@@ -1,4 +1,4 @@
-"""flex_attention inside torch.compile: one graph, the same bits, any length, whatever a mod captures."""
+"""Check flex_attention inside torch.compile: one graph, the same bits, any length and capture."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _forget() -> Iterator[None]:
 
 
 def inputs(length: int = LENGTH, *, kv_heads: int = 4, batch: int = 2) -> list[Tensor]:
-    """Query, key and value as a model has them: [B, S, H, D] transposed."""
+    """Return query, key and value as a model has them: [B, S, H, D] transposed."""
     return [
         torch.randn(batch, length, h, 16).transpose(1, 2).requires_grad_()
         for h in (4, kv_heads, kv_heads)
@@ -59,7 +59,7 @@ def check(
     learned: tuple[Tensor, ...] = (),
     **options: Any,
 ) -> None:
-    """Outputs and gradients are those of the function that is not compiled, to the bit."""
+    """Check that outputs and gradients equal those of the uncompiled function, to the bit."""
     found = []
     for call in (compiled(function, **options), function):
         results = call(*made)
@@ -97,7 +97,7 @@ def test_functions_made_inside() -> None:
     check(call, inputs(), (bias,))
 
 
-def test_what_is_computed_of_captured_tensors_alone() -> None:
+def test_values_of_captured_tensors_alone() -> None:
     bias = torch.randn(4, requires_grad=True)
     mod = lambda s, b, h, q, kv: s + (bias * 3 + TABLE[:, 0])[h] + torch.tensor(0.5) * bias.sum()
     check(lambda q, k, v: flex_attention(q, k, v, mod), inputs(), (bias,))
@@ -125,7 +125,7 @@ class Layer(nn.Module):
 def test_methods_of_a_module() -> None:
     layer = Layer()
     check(layer, inputs(), (layer.table, layer.gain))
-    layer.window = 9  # compiled anew
+    layer.window = 9  # compiled again
     check(layer, inputs(), (layer.table, layer.gain))
 
 
@@ -197,7 +197,7 @@ def test_tables_made_inside() -> None:
     check(lambda q, k, v: flex_attention(q, k, v, None, entries), inputs())
 
 
-def test_what_mods_are_made_of() -> None:
+def test_mods_of_any_captured_objects() -> None:
     rows = torch.randn(LENGTH, 8, requires_grad=True)
     settings = {"slope": 0.3, "tables": [torch.randn(4), torch.randn(LENGTH)]}
     shifts = torch.tensor([1, 7])
@@ -298,7 +298,7 @@ def test_an_edited_table_is_honoured() -> None:
         assert torch.equal(call(*made), flex_attention(*made, block_mask=mask))
 
 
-def test_repeated_calls_are_settled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_calls_are_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, made = Layer(), inputs()
     call = compiled(layer)
     call(*made).sum().backward()
@@ -361,7 +361,7 @@ def test_autocast_and_checkpointing() -> None:
 
 
 def test_operators_are_what_they_claim() -> None:
-    """Schema, fakes (strides too) and autograd, by torch's own checker."""
+    """Torch's own checker tests schema, fakes (strides too) and autograd."""
     table = torch.randn(4, 2 * LENGTH, requires_grad=True)
     documents = torch.arange(LENGTH) // 40
     score = trace(lambda s, b, h, q, kv: s + table[h, q - kv + LENGTH], "score")
@@ -379,7 +379,7 @@ def test_operators_are_what_they_claim() -> None:
 
 
 def test_strides_are_those_of_the_fake() -> None:
-    """Queries that are expanded or whose last axis is not dense, too: compiled code asserts it."""
+    """Compiled code asserts strides, also for expanded queries or a last axis that is not dense."""
     given = inputs()
     shape = given[0].shape
     queries = [torch.randn(shape[::-1]).permute(3, 2, 1, 0)]

@@ -1,4 +1,4 @@
-"""Backwards are relaunched for tensors alike, and only where nothing else has changed."""
+"""Check that backwards are relaunched for like tensors, and only if nothing else changed."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SCALE = 0.5
 
 
 def saved(length: int = 6, scores: int = 0, masks: int = 0) -> list[Tensor]:
-    """Query, key, value, out, LSE, captured tensors."""
+    """Return query, key, value, out, LSE, captured tensors."""
     q, k, v, out = (torch.randn(1, 2, length, 4) for _ in range(4))
     tables = [torch.randn(2) for _ in range(scores + masks)]
     return [q.requires_grad_(), k, v, out, torch.randn(1, 2, length), *tables]
 
 
 class Again:
-    """Gives as gradients what tells which tensors it was called with."""
+    """Stands for a relaunch: records its tensors, and returns numbered gradients."""
 
     def __init__(self, totals: int = 0) -> None:
         self.seen: list[list[Tensor]] = []
@@ -73,7 +73,7 @@ def known(
 
 
 @pytest.mark.parametrize("lse", [False, True])
-def test_a_backward_alike(lse: bool) -> None:
+def test_a_like_backward_is_relaunched(lse: bool) -> None:
     again = Again(totals=1)
     backwards = known(again, saved(scores=2, masks=1), [False, True], lse)
     tensors = saved(scores=2, masks=1)
@@ -123,7 +123,7 @@ def other_calls() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("what", other_calls())
-def test_a_backward_that_differs(what: str) -> None:
+def test_a_different_backward_is_not_relaunched(what: str) -> None:
     again = Again()
     backwards = known(again, saved(), [], False)
     tensors = saved()
@@ -144,7 +144,7 @@ def test_a_graph_of_the_backward_itself() -> None:
         assert backwards.try_fast_path(tensors[3].clone(), None, tensors, SCALE, []) is None
 
 
-def test_what_gives_nothing_gives_none() -> None:
+def test_a_refused_relaunch_returns_none() -> None:
     class Refuses(Again):
         def __call__(self, tensors: Any) -> Any:
             return None

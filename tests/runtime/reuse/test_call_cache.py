@@ -1,4 +1,4 @@
-"""A call like an earlier one is not settled again, and is settled again once anything differs."""
+"""Check the cache of prepared calls: repeated calls hit it, calls that differ do not."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def inputs(dtype: torch.dtype = torch.float32, length: int = LENGTH, heads: int 
 
 
 def expected(qkv: Any, score_mod: Any = None, mask: Any = None, scale: float | None = None) -> Any:
-    """Dense attention in torch operators, of new traces."""
+    """Compute dense attention in torch operators, from new traces."""
     q, k, v = qkv
     score = None if score_mod is None else trace(score_mod, "score")
     kept = None if mask is None else trace(mask, "mask")
@@ -68,7 +68,7 @@ def window(size: int) -> Any:
 # -- what is the same ----------------------------------------------------------------------------
 
 
-def test_repeated_calls_are_settled_once(counter: Counter) -> None:
+def test_repeated_calls_are_prepared_once(counter: Counter) -> None:
     documents, table = torch.arange(LENGTH) // 9, torch.randn(2, 2 * LENGTH)
     mod = lambda s, b, h, q, kv: s + table[h, q - kv + LENGTH]
     causal = masks.causal()
@@ -333,7 +333,7 @@ def test_a_trace_that_changed_on_the_way_is_not_kept(monkeypatch: pytest.MonkeyP
 
 
 class Seen(TorchDispatchMode):
-    """The operators that were called."""
+    """Records the operators that are called."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The shortest way is taken by calls that are repeated, and by no call that differs from them."""
+"""Check that repeated calls take the fast path, and that no call that differs from them does."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Count:
-    """Calls that took the shortest way."""
+    """Counts the calls that took the fast path."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -65,7 +65,7 @@ def parameters(qkv: Any) -> Any:
 
 
 def taught(call: Callable[[], Any]) -> None:
-    """Call until the shortest way is known."""
+    """Call until the fast path is known."""
     for _ in range(3):
         call()
 
@@ -92,7 +92,7 @@ def test_new_tensors_of_any_variant(count: Count) -> None:
                     same_as_dense(inputs(), score_mod, mask, scale=0.3, return_lse=True)
 
 
-def test_what_differs_takes_another_way(count: Count) -> None:
+def test_calls_that_differ_leave_the_fast_path(count: Count) -> None:
     mask = masks.causal()
     q, k, v = inputs()
     wide = q.view(2, 1, LENGTH, 8)
@@ -187,14 +187,14 @@ def test_lists_of_blocks_are_watched(count: Count) -> None:
 
 
 class Nothing(TorchDispatchMode):
-    """A mode that does nothing."""
+    """A dispatch mode without an effect."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # fmt: skip
         return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
-def test_what_stands_between_a_call_and_its_kernel(count: Count) -> None:
+def test_modes_and_hooks_leave_the_fast_path(count: Count) -> None:
     q, k, v = inputs()
 
     def call() -> Any:
@@ -303,7 +303,7 @@ def test_bounded(count: Count, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bucket.entries.attempts == ATTEMPTS
 
 
-def test_functions_made_anew_are_not_remembered(count: Count) -> None:
+def test_new_functions_at_every_call_are_not_cached(count: Count) -> None:
     for _ in range(5):
         flex_attention(*inputs(), lambda s, b, h, q, kv: s * 0.5)
     assert not fast_path._buckets

@@ -1,4 +1,4 @@
-"""Interval normal form: equal to brute force, with a reason where a mask has none."""
+"""Check interval normal form: equal to brute force, with a reason where a mask has none."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ REFUSED = [
 
 
 def kept(found: Intervals) -> Tensor:
-    """The mask that the ends of each row describe: bool [batch, heads, q_len, kv_len]."""
+    """Return the mask that the ends of each row describe: bool [batch, heads, q_len, kv_len]."""
     low, high = found.rows().unbind(-1)
     kv = torch.arange(found.shape[3])
     return ((kv >= low[..., None]) & (kv < high[..., None])).any(-2)
 
 
 def check(mask: Callable[..., Any], q_len: int, kv_len: int, batch: int, heads: int) -> int:
-    """The form equals the dense mask, by its expression and by its rows; -1 if there is no form."""
+    """Compare the form with the dense mask, as expression and by rows; -1 if there is none."""
     found = intervals_of(mask, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads)
     if isinstance(found, NoIntervals):
         return -1
@@ -233,7 +233,7 @@ def test_reasons() -> None:
     assert shown(masks.fixed(8)).endswith("separate intervals, more than 4")
 
 
-def test_most() -> None:
+def test_no_more_than_the_most_intervals() -> None:
     mask = trace(masks.streaming_llm(8, 4), "mask")
     assert isinstance(find_intervals(mask, q_len=64, kv_len=64, most=2), Intervals)
     assert isinstance(find_intervals(mask, q_len=64, kv_len=64, most=1), NoIntervals)

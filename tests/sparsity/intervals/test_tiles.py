@@ -1,4 +1,4 @@
-"""Tiles from row intervals: equal to brute force, or None."""
+"""Check tiles from row intervals: equal to brute force, or None."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ORDERED = {
 def found_tiles(
     mask: Callable[..., Any], sizes: tuple[int, int, int, int], block: tuple[int, int]
 ) -> bool:
-    """Whether row intervals give the tiles; they must equal brute force in both directions."""
+    """Return whether row intervals give the tiles; check them by brute force both ways."""
     q_len, kv_len, batch, heads = sizes
     found = intervals_of(mask, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads)
     tiles = tiles_of(found, block) if isinstance(found, Intervals) else None
@@ -53,7 +53,7 @@ def test_library(length: int, block: tuple[int, int]) -> None:
 
 @st.composite
 def rows(draw: st.DrawFn) -> Mask:
-    """One interval per row: sorted ends, most of them touching, or random ends."""
+    """Draw one interval per row: sorted ends, most of them touching, or random ends."""
     ends = st.lists(st.integers(-5, LENGTH + 5), min_size=LENGTH, max_size=LENGTH)
     low, high = torch.tensor(draw(ends)), torch.tensor(draw(ends))
     if draw(st.booleans()):
@@ -103,7 +103,7 @@ def test_any_rows(mask: Mask, sizes: tuple[int, int], block: tuple[int, int]) ->
         ([0, 1, 2, 3], [4, 1, 5, 6]),  # an empty row
     ],
 )
-def test_out_of_order(low: list[int], high: list[int]) -> None:
+def test_unsorted_ends_fall_back_to_other_engines(low: list[int], high: list[int]) -> None:
     a, b = torch.tensor(low), torch.tensor(high)
     mask = Mask(lambda _, h, q, kv: (a[q] <= kv) & (kv < b[q]), "rows()")
     found = intervals_of(mask, q_len=4, kv_len=8)

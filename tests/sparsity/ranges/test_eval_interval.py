@@ -1,4 +1,4 @@
-"""Interval rules: sound for every operation, tight where the classifier relies on it."""
+"""Check interval rules: sound for every operation, tight where the classifier relies on it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FREE = {
 
 
 def operations() -> list[Node]:
-    """Every operation of the graph on free leaves, once per choice of types."""
+    """Return every operation of the graph on free leaves, once per choice of types."""
     found = []
     for op, (letters, _) in SIGNATURES.items():
         choices = {"n": (I32, F32), "w": (I32, BOOL), "T": (I32, F32, BOOL)}
@@ -52,7 +52,7 @@ def operations() -> list[Node]:
 
 
 def values_of(draw: st.DrawFn, type_: str) -> Tensor:
-    """A handful of values an argument may take."""
+    """Return a handful of values that an argument may take."""
     if type_ == BOOL:
         return torch.tensor(draw(st.lists(st.booleans(), min_size=1, max_size=2)))
     if type_ == F32:
@@ -68,7 +68,7 @@ def values_of(draw: st.DrawFn, type_: str) -> Tensor:
 
 
 def arguments(draw: st.DrawFn, n: Node) -> list[Tensor]:
-    """Values for each argument of an operation; shift counts as they may be."""
+    """Return values for each argument of an operation; shift counts within their limits."""
     args = [values_of(draw, a.type) for a in n.args]
     if n.op in ("shl", "shr"):
         counts = draw(st.lists(st.integers(0, 31), min_size=1, max_size=4))
@@ -79,7 +79,7 @@ def arguments(draw: st.DrawFn, n: Node) -> list[Tensor]:
 
 
 def hull(values: Tensor) -> Interval:
-    """The interval of a set of values, in the representation of the rules."""
+    """Return the interval of a set of values, in the representation of the rules."""
     if values.dtype == torch.bool:
         return values.all(), values.any()
     if values.dtype == torch.int32:
@@ -88,7 +88,7 @@ def hull(values: Tensor) -> Interval:
 
 
 def exact(n: Node, args: list[Tensor]) -> Tensor:
-    """All results for all combinations of argument values; integers unwrapped, in int64."""
+    """Return all results for all combinations of argument values; integers unwrapped, in int64."""
     axes = range(len(args))
     grid = [a.view([-1 if i == axis else 1 for i in axes]) for axis, a in enumerate(args)]
     if n.type == I32 and all(a.type == I32 for a in n.args):
@@ -100,7 +100,7 @@ def exact(n: Node, args: list[Tensor]) -> Tensor:
 
 
 def holds(interval: Interval, values: Tensor) -> bool:
-    """Whether every value lies in the interval."""
+    """Return whether every value lies in the interval."""
     low, high = interval
     if values.dtype == torch.bool:
         return bool(((~low | values) & (high | ~values)).all())
@@ -142,7 +142,7 @@ SINGLE = [n for n in OPERATIONS if n.type != F32 and all(a.type != F32 for a in 
 @FEWER
 @given(data=st.data())
 def test_single_values_give_single_values(n: Node, data: st.DataObject) -> None:
-    """Exactness on points: what evaluating one-sided operations in int64 rests on."""
+    """Rules are exact on points, as evaluating one-sided operations in int64 relies on it."""
     args = [a[:1] for a in arguments(data.draw, n)]
     low, high = transfer(n, [hull(a) for a in args])
     result = exact(n, args).flatten()
@@ -156,7 +156,7 @@ INTEGER = [n for n in OPERATIONS if all(a.type == I32 for a in n.args) and n.op 
 
 
 def small_intervals(op: str, place: int) -> list[tuple[int, int]]:
-    """All intervals of small numbers that an operation takes at a place."""
+    """Return all intervals of small numbers that an operation takes at a place."""
     values = range(-5, 6)
     if place and op in ("shl", "shr"):
         values = range(0, 5)
@@ -335,7 +335,7 @@ def test_tables_reduce_every_block(length: int, block: int, other: int) -> None:
 
 
 def test_tables_of_constants_live_with_the_tiles() -> None:
-    """Constants and captured numbers are made on the CPU; tiles of a GPU look them up there."""
+    """Constants and captured numbers are made on the CPU, and looked up on the tiles' device."""
     there = torch.zeros(1, dtype=torch.int32, device="meta")
     domain = Domain((torch.tensor(3),), 60, 50, there, there)
     number = ir.const(2)
@@ -351,7 +351,7 @@ def test_tables_of_constants_live_with_the_tiles() -> None:
         assert all(end.device == there.device for end in found)
 
 
-def test_tables_in_pieces_equal_tables_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_built_in_blocks_equal_tables_built_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randint(-50, 50, (1000,), generator=torch.Generator().manual_seed(1))
     q = ir.arg("q")
     key = Key(Side.Q, ((load(0, I32, [q]), 2), (q, -3)))
@@ -407,7 +407,10 @@ def test_boxes_outside_the_tensor_give_its_whole_range() -> None:
 
 
 def test_operations_without_bounds_are_known() -> None:
-    """Masks with these are evaluated at every position: a new operation gets a rule, or stands here."""
+    """Masks with these are evaluated at every position.
+
+    A new operation needs a rule, or an entry here.
+    """
     near = torch.tensor(0.5), torch.tensor(0.6)
     far = torch.tensor(1.5), torch.tensor(1.6)
     floats = [n for n in operations() if {n.type, *(a.type for a in n.args)} == {F32}]
