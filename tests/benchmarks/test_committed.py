@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -176,6 +177,31 @@ def test_the_digest_reads_every_tracked_file(committed: Any) -> None:
     tracked = {ROOT / name for mode, _, name in entries if not mode.startswith("120000")}
     present = {path for path in tracked if path.exists()}
     assert present <= set(committed.product_files())
+
+
+def test_a_comparison_of_machine_code_is_of_two_commits(
+    committed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
+    program = importlib.import_module("machine_code")
+    monkeypatch.setattr(committed, "committed", lambda given: "b" * 12)
+    kernel = {"variant": "masks/causal", "kernel": "forward", "digest": "1", "registers": 1}
+    monkeypatch.setattr(program, "jobs", lambda options: [])
+    monkeypatch.setattr(program, "results", lambda wanted, workers: iter([dict(kernel)]))
+    before, record = tmp_path / "before.jsonl", tmp_path / "record.jsonl"
+    monkeypatch.setattr(
+        sys, "argv", ["machine_code.py", "--against", str(before), "--record", str(record)]
+    )
+    for commit in ("a" * 12 + "+changes", ""):
+        before.write_text(json.dumps(kernel | {"commit": commit}) + "\n")
+        with pytest.raises(SystemExit, match="2"):
+            program.main()
+        assert "expected those of a committed tree" in capsys.readouterr().err
+    before.write_text(json.dumps(kernel | {"commit": "a" * 12}) + "\n")
+    assert program.main() == 0
+    row = json.loads(record.read_text())
+    assert (row["before"], row["after"], row["kernels"]) == ("a" * 12, "b" * 12, 1)
+    assert (row["differ"], row["unknown"]) == (0, 0)
 
 
 def test_every_program_that_writes_rows_asks_for_the_commit() -> None:
