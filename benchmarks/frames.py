@@ -10,7 +10,6 @@ variant only. Nothing is executed, and no GPU is needed.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from committed import add_commit, row_file
 from emulate import DIRECTIONS, library, variant_and_zeros
 
 from attnkit.jit import emulation, kernel
@@ -187,7 +187,9 @@ def main() -> int:
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--workers", type=int, default=1, help="processes")
     parser.add_argument("--save", type=Path, help="append one row a group to this file")
+    add_commit(parser)
     options = parser.parse_args()
+    file = row_file(options.save, options.commit)
     options.head_dim = options.head_dim or [(128, 128)]
     options.direction = options.direction or DIRECTIONS
     options.block = options.block or []
@@ -196,9 +198,8 @@ def main() -> int:
         rows.append(row)
         if row["stack"] or row["seconds"] > SECONDS:
             print(line(row), flush=True)
-    if options.save:
-        with options.save.open("a") as stream:
-            stream.writelines(json.dumps(row) + "\n" for row in grouped(rows))
+    for row in grouped(rows):
+        file.append(row)
     spilled = sum(row["stack"] > 0 for row in rows)
     slow = sum(row["seconds"] > SECONDS for row in rows)
     print(f"{len(rows)} kernels: {spilled} with a frame, {slow} over {SECONDS:g} s")
