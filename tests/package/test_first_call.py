@@ -18,7 +18,7 @@ if importlib.util.find_spec("cutlass") is None:
 CALL = """
 import json, sys, types
 import torch, attnkit
-from attnkit.runtime import prepare
+from attnkit.util import devices
 before = set(sys.modules)
 
 from attnkit.jit import disk_cache
@@ -27,7 +27,7 @@ from attnkit.jit.artifact import Artifact
 from attnkit.jit.kernel import CompiledKernel
 
 capability = tuple(map(int, sys.argv[1:]))
-prepare._capability = lambda device: capability
+devices.compute_capability = lambda device: capability
 torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(multi_processor_count=132)
 artifact = Artifact("f", "sm_90a", Signature(()), (), (), 0.0, b"", b"", b"")
 disk_cache.KernelCache.get = lambda self, key: artifact.dump()
