@@ -30,6 +30,7 @@ from attnkit.jit.build import Artifact, Build, Source, compile_source
 from attnkit.jit.cubin import KernelStats
 from attnkit.jit.disk_cache import KernelCache
 from attnkit.jit.dsl_runtime import identity, settings
+from attnkit.jit.held_signals import held_signals
 from attnkit.jit.loader import PREFIX, Entry
 from attnkit.jit.relaunch import Relaunch, relauncher
 from attnkit.util import caches
@@ -264,8 +265,9 @@ def _artifact(source: Source) -> Artifact:
     with disk.lock(key):
         if data := disk.get(key):  # another process compiled it in the meantime
             return Artifact.load(data)
-        artifact = compile_source(source)
-        disk.put(key, artifact.dump())
+        with held_signals():
+            artifact = compile_source(source)
+            disk.put(key, artifact.dump())
     return artifact
 
 
