@@ -54,6 +54,20 @@ def reason_to_distrust_folder(path: Path, owners: Collection[int] = ()) -> str:
     return reason_to_distrust(status, owners)
 
 
+def reason_to_distrust_place(path: str) -> str:
+    """Return why private files in a folder are not safe from other users; "" if they are.
+
+    Others may write to the folder if its sticky bit keeps them from replacing files.
+
+    Raises:
+        OSError: it does not exist, or cannot be looked at.
+    """
+    status = os.stat(path)
+    if status.st_mode & stat.S_ISVTX and status.st_uid in {0, getattr(os, "geteuid", int)()}:
+        return ""
+    return reason_to_distrust(status)
+
+
 def open_file(path: Path, flags: int, mode: int = 0o600, owners: Collection[int] = ()) -> int:
     """Open a regular file that is trusted, and return its descriptor.
 
