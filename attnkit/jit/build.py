@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import math
+import operator
 import platform
 import re
 import struct
@@ -16,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from attnkit.errors import OptionError
+from attnkit.errors import ArgumentError, OptionError
 from attnkit.jit.abi import Signature
 from attnkit.jit.arg_specs import dump_spec, load_spec, read_specs
 from attnkit.jit.cubin import KernelStats, kernel_stats
@@ -46,6 +48,8 @@ _ROOM = 2**25
 # Copies of attnkit in other folders may share a cache. So PTX text on disk names the files of the
 # package by this prefix, and each copy replaces it by its own path.
 _PACKAGE_PREFIX = "<attnkit>/"
+
+_PTX_LIMIT = 2**28  # bytes; a few compressed ones could become more than the memory
 
 # Machines may share a cache, so the host code must run on any processor of the family.
 _HOSTS = {
@@ -122,7 +126,8 @@ class Artifact:
     @cached_property
     def ptx(self) -> str:
         """Return the device code as PTX text, with paths of this copy of attnkit."""
-        return _with_folder(zlib.decompress(self.packed_ptx).decode(), _PACKAGE_PREFIX, FOLDER)
+        unpacked = zlib.decompressobj().decompress(self.packed_ptx, _PTX_LIMIT)
+        return _with_folder(unpacked.decode(), _PACKAGE_PREFIX, FOLDER)
 
     def dump(self) -> bytes:
         """Serialize the artifact to bytes for the disk."""
@@ -141,21 +146,49 @@ class Artifact:
 
     @staticmethod
     def load(data: bytes) -> Artifact:
-        """Deserialize the bytes that `dump` returned."""
-        start = 8 + struct.unpack_from("<Q", data)[0]
-        head = json.loads(data[8:start])
-        parts = []
-        for length in head["parts"]:
-            parts.append(data[start : start + length])
-            start += length
-        return Artifact(
-            head["function"],
-            head["arch"],
-            Signature([load_spec(s) for s in head["signature"]]),
-            tuple(KernelStats(**s) for s in head["stats"]),
-            tuple(head["problems"]),
-            head["seconds"],
-            *parts,
+        """Deserialize the bytes that `dump` returned.
+
+        Raises:
+            ArgumentError: they are not those of an artifact.
+        """
+        try:
+            start = 8 + struct.unpack_from("<Q", data)[0]
+            head = json.loads(data[8:start])
+            parts = []
+            for length in map(operator.index, head["parts"]):
+                if length < 0:
+                    raise ValueError(f"a part of {length} bytes")
+                parts.append(data[start : start + length])
+                start += length
+            artifact = Artifact(
+                head["function"],
+                head["arch"],
+                Signature([load_spec(s) for s in head["signature"]]),
+                tuple(KernelStats(**s) for s in head["stats"]),
+                tuple(head["problems"]),
+                head["seconds"],
+                *parts,
+            )
+        except (struct.error, KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ArgumentError(f"not a compiled kernel: {error}") from error
+        if start != len(data) or not artifact._is_plain:
+            raise ArgumentError("not a compiled kernel: a part has a value that none can have")
+        return artifact
+
+    @property
+    def _is_plain(self) -> bool:
+        """Return whether texts are what is printed and looked up, and numbers are numbers."""
+        texts = (*self.problems, *(s.name for s in self.stats))
+        counts = [
+            n for s in self.stats for n in (s.registers, s.stack, s.shared, s.code, s.threads)
+        ]
+        return (
+            all(isinstance(t, str) and t.isprintable() for t in (*texts, self.function, self.arch))
+            and re.fullmatch(r"\w+", self.function, re.ASCII) is not None
+            and re.fullmatch(r"sm_\d+[af]?", self.arch, re.ASCII) is not None
+            and all(type(n) is int and n >= 0 for n in counts)
+            and type(self.seconds) is float
+            and math.isfinite(self.seconds)
         )
 
 

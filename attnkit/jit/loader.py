@@ -8,9 +8,11 @@ the DSL's own linker loads the object, which needs the whole DSL imported.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +20,7 @@ from attnkit.errors import LaunchError
 from attnkit.jit.abi import Signature
 from attnkit.jit.dsl_runtime import error_name, library, runtime
 from attnkit.jit.scratch import places, scratch_folder, warn_once, write_file
+from attnkit.util import caches
 
 PREFIX = "attnkit"  # of the exported symbols
 _LINKER_ROOM = 2**20  # bytes of temporary files of the linker itself
@@ -157,16 +160,22 @@ class Entry:
         self._signature = signature
         self._frames: list[Frame] = []  # the free ones; each call in progress takes one out
         self._module = ctypes.c_void_p()  # cudaLibrary_t
+        self._devices: set[int] = set()
+        self._lock = threading.Lock()
 
     def prepare(self, device: int) -> None:
-        """Load the device code on a device and set its attributes there; call it once per device.
+        """Load the device code on a device and set its attributes there, unless that was done.
 
         Raises:
             LaunchError: CUDA reports an error.
         """
-        if not self._module:
-            self._initialise("init")
-        self._initialise("load_to_device", ctypes.c_int32(device))
+        with self._lock:
+            if device in self._devices:
+                return
+            if not self._module:
+                self._initialise("init")
+            self._initialise("load_to_device", ctypes.c_int32(device))
+            self._devices.add(device)
 
     def _initialise(self, step: str, *numbers: ctypes.c_int32) -> None:
         """Call one of the functions that the DSL exports to load device code."""
@@ -207,3 +216,27 @@ class Entry:
         if status:
             frame.status[0] = 0
             raise LaunchError(f"the launch of a kernel failed: {error_name(status)}")
+
+
+# By the digest of its code. Nothing unloads code, so each is loaded once: a kernel that was dropped
+# from memory and read again must not take more of it.
+_entries: dict[bytes, Entry] = {}
+_lock = caches.fork_safe_lock()
+
+
+def loaded_entry(image: bytes, code: bytes, function: str, signature: Signature) -> Entry:
+    """Load a compiled kernel into the process, or return the `Entry` of an earlier load.
+
+    Args:
+        image, code, function, signature: as of `Entry`.
+
+    Raises:
+        LaunchError: it cannot be loaded.
+    """
+    key = hashlib.sha256(image or code)
+    key.update(function.encode())
+    digest = key.digest()
+    with _lock:
+        if digest not in _entries:
+            _entries[digest] = Entry(image, code, function, signature)
+        return _entries[digest]
