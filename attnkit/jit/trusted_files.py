@@ -112,6 +112,18 @@ def read(path: Path, limit: int, owners: Collection[int] = ()) -> tuple[bytes, o
     return data, status
 
 
+def writers(status: os.stat_result) -> str:
+    """List who may write to a file or folder, as text."""
+    if not _CHECKED:
+        return "whoever the system lets"
+    names = [user_name(uid) for uid in sorted({0, status.st_uid})]
+    if status.st_mode & stat.S_IWGRP:
+        names.append(f"the group {group_name(status.st_gid)}")
+    if status.st_mode & stat.S_IWOTH:
+        names.append("everybody")
+    return ", ".join(names)
+
+
 def user_name(uid: int) -> str:
     """Return the name of a user, or the number of one that has no name."""
     try:
