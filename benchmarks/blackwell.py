@@ -79,7 +79,7 @@ def clocks(mask: Any, length: int, feeds: BlockClocks, backward: bool = False) -
 def rate(mask: Any, length: int, feeds: BlockClocks, backward: bool) -> float:
     """Predict TFLOP/s, counting only unmasked scores."""
     seconds = clocks(mask, length, feeds, backward) / (GPUS[SM100.arch].clock * 1e9)
-    kept = summarize(tiles(noop_mask if mask is None else mask, length, feeds.block)).kept
+    kept = summarize(tiles(noop_mask if mask is None else mask, length, feeds.block)).kept_positions
     assert kept is not None
     return (10 if backward else 4) * HEAD_DIM * kept * (TOKENS // length) * HEADS / seconds / 1e12
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from committed import add_commit, row_file
 from machine import describe
 from torch import Tensor
 
@@ -84,6 +85,25 @@ def library(length: int) -> dict[str, Member]:
     for name, e in mods.examples(length, HEADS, BATCH, requires_grad=True).items():
         members[f"mods:{name}"] = Member(Variant(e.mod), e.q_len, e.kv_len, BATCH, HEADS, e.learned)
     return members
+
+
+def variant_and_zeros(
+    name: str, length: int, head_dims: tuple[int, int], dtype: torch.dtype, requires_grad: bool
+) -> tuple[Variant, list[Tensor]]:
+    """Return a variant of the library with query, key and value of zeros.
+
+    Args:
+        name: as `library` names it; "+ causal" for a mod with that mask.
+        length: of the library.
+        head_dims: of query and value.
+    """
+    name, _, mask = name.partition(" + ")
+    member = library(length)[name]
+    variant = Variant(member.variant.score_mod, masks.causal()) if mask else member.variant
+    wide, deep = head_dims
+    sizes = (member.q_len, wide), (member.kv_len, wide), (member.kv_len, deep)
+    shapes = [(member.batch, member.heads, *size) for size in sizes]
+    return variant, [torch.zeros(s, dtype=dtype, requires_grad=requires_grad) for s in shapes]
 
 
 def run(job: Job) -> Row:
@@ -173,7 +193,9 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2, help="processes")
     parser.add_argument("--save", type=Path, help="write the rows to this file, replacing it")
     parser.add_argument("--resume", action="store_true", help="go on with the rows of that file")
+    add_commit(parser)
     options = parser.parse_args()
+    file = row_file(options.save, options.commit)
     known = {t.arch for t in TARGETS}
     archs = options.arch or ["sm_100a"]
     if unknown := set(archs) - known:
@@ -190,14 +212,16 @@ def main() -> int:
     rows = known_rows(options.save, jobs) if options.resume else []
     have = [{key: row.get(key) for key in jobs[0].row} for row in rows]
     jobs = [job for job in jobs if job.row not in have]
-    if not options.resume or options.save is None or not options.save.exists():
-        save(options.save, {"benchmark": "library in the emulator", **describe()}, "w")
+    if options.save and not options.resume:
+        options.save.unlink(missing_ok=True)
+    if options.save and not options.save.exists():
+        file.append({"benchmark": "library in the emulator", **describe()})
     for row in results(jobs, options.workers):
         print(line(row), flush=True)
         for finding in row.get("findings", ()):
             print(f"    {finding}")
         rows.append(row)
-        save(options.save, row, "a")
+        file.append(row)
     wrong = [r for r in rows if "refused" not in r and not r["ok"]]
     refused = [r for r in rows if "refused" in r]
     print(f"{len(rows)} variants: {len(wrong)} wrong, {len(refused)} refused")
@@ -210,13 +234,6 @@ def known_rows(file: Path | None, jobs: list[Job]) -> list[Row]:
         return []
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     return [row for row in rows if any(job.row.items() <= row.items() for job in jobs)]
-
-
-def save(file: Path | None, row: Row, mode: str) -> None:
-    """Write a row to the file and close it, so that an interrupted run loses no row."""
-    if file is not None:
-        with file.open(mode) as stream:
-            stream.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":

@@ -91,3 +91,22 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", type=device, default=torch.device("cpu"), metavar="D", help="default cpu"
     )
+
+
+def add_sizes(parser: argparse.ArgumentParser, default: int) -> None:
+    """Add --q-len, --kv-len, --heads and --batch to a parser.
+
+    Args:
+        default: query length for masks that fit any length.
+    """
+    parser.add_argument(
+        "--q-len",
+        type=size,
+        metavar="N",
+        help=f"query length; default that of the mask, or {default}",
+    )
+    parser.add_argument(
+        "--kv-len", type=size, metavar="N", help="kv length; default that of the mask, or q-len"
+    )
+    parser.add_argument("--heads", type=size, default=1, metavar="N", help="query heads; default 1")
+    parser.add_argument("--batch", type=size, default=1, metavar="N", help="batch size; default 1")

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attnkit.cli.arguments import FAILED, OK, TARGET, dtype, lengths, size
+from attnkit.cli.arguments import FAILED, OK, TARGET, add_sizes, dtype, lengths, size
 from attnkit.schedule.targets import TARGETS
 
 if TYPE_CHECKING:
@@ -34,20 +34,10 @@ def register(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--arch", default="sm_90a", metavar="A", help=f"one of {ARCHS}; default sm_90a"
     )
-    parser.add_argument(
-        "--q-len",
-        type=size,
-        metavar="N",
-        help=f"query length; default that of the mask, or {LENGTH}",
-    )
-    parser.add_argument(
-        "--kv-len", type=size, metavar="N", help="kv length; default that of the mask, or q-len"
-    )
-    parser.add_argument("--heads", type=size, default=1, metavar="N", help="query heads; default 1")
+    add_sizes(parser, LENGTH)
     parser.add_argument(
         "--kv-heads", type=size, metavar="N", help="heads of key and value; default heads"
     )
-    parser.add_argument("--batch", type=size, default=1, metavar="N", help="batch size; default 1")
     parser.add_argument(
         "--head-dim", type=size, default=64, metavar="N", help="head dim; default 64"
     )

@@ -15,6 +15,7 @@ from attnkit.cli.arguments import (
     OK,
     TARGET,
     add_device,
+    add_sizes,
     dtype,
     lengths,
     size,
@@ -33,17 +34,7 @@ def register(subparsers: Subparsers) -> None:
     parser.description = "Explain what a variant means and how it would run; computes no attention."
     parser.set_defaults(run=run)
     parser.add_argument("target", help=TARGET)
-    parser.add_argument(
-        "--q-len",
-        type=size,
-        metavar="N",
-        help=f"query length; default that of the mask, or {LENGTH}",
-    )
-    parser.add_argument(
-        "--kv-len", type=size, metavar="N", help="kv length; default that of the mask, or q-len"
-    )
-    parser.add_argument("--heads", type=size, default=1, metavar="N", help="query heads; default 1")
-    parser.add_argument("--batch", type=size, default=1, metavar="N", help="batch size; default 1")
+    add_sizes(parser, LENGTH)
     parser.add_argument(
         "--head-dim", type=size, default=64, metavar="N", help="head dim; default 64"
     )

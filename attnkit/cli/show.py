@@ -7,7 +7,7 @@ import shutil
 import sys
 from typing import TYPE_CHECKING
 
-from attnkit.cli.arguments import LENGTH, OK, TARGET, add_device, lengths, size
+from attnkit.cli.arguments import LENGTH, OK, TARGET, add_device, add_sizes, lengths, size
 from attnkit.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -23,17 +23,7 @@ def register(subparsers: Subparsers) -> None:
     )
     parser.set_defaults(run=run)
     parser.add_argument("target", help=TARGET)
-    parser.add_argument(
-        "--q-len",
-        type=size,
-        metavar="N",
-        help=f"query length; default that of the mask, or {LENGTH}",
-    )
-    parser.add_argument(
-        "--kv-len", type=size, metavar="N", help="kv length; default that of the mask, or q-len"
-    )
-    parser.add_argument("--heads", type=size, default=1, metavar="N", help="query heads; default 1")
-    parser.add_argument("--batch", type=size, default=1, metavar="N", help="batch size; default 1")
+    add_sizes(parser, LENGTH)
     parser.add_argument(
         "--at",
         type=_place,

@@ -42,10 +42,11 @@ class GraphBackward(GraphForward):
         has_derivative: whether the derivative of the mod by the score differs from 1.
         gradient_levels: for each load with a gradient, the level of its index, from `Level.HEAD`
             up.
-        gradient_slots: for each such load, the number of its tensor among those that need a gradient.
+        gradient_slots: for each such load, the number of its tensor among those that need a
+            gradient.
         loads_per_score: whether a captured tensor is read for every score, or every q - kv.
-        has_distance_term: whether the kernel itself adds a term `distance * (kv - q)` to x, see `distance_term`;
-            only if the derivative of the mod is 1.
+        has_distance_term: whether the kernel itself adds a term `distance * (kv - q)` to x, see
+            `distance_term`; only if the derivative of the mod is 1.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from attnkit.graph import ir
 from attnkit.graph.ir import BOOL, I32, Node
@@ -42,8 +42,7 @@ KV = ir.arg("kv")
 Terms = tuple[tuple[Node, int], ...]
 
 
-@dataclass(frozen=True)
-class Affine:
+class Affine(NamedTuple):
     """Represents `sum(coefficient * node) + offset`; nodes are distinct, coefficients not zero."""
 
     terms: Terms

@@ -131,3 +131,13 @@ def _check(n: Node, tensor: Tensor, index: list[Tensor], names: Sequence[str]) -
                 f"expected {-size} to {size - 1}. Clamp the index or enlarge the tensor; "
                 "torch.where does not protect it, both branches are evaluated."
             )
+
+
+def positions(shape: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+    """Build the index arguments b, h, q, kv: int32 tensors that broadcast to [B, H, Sq, Skv]."""
+    return {
+        name: torch.arange(n, dtype=torch.int32, device=device).view(
+            [n if axis == at else 1 for axis in range(4)]
+        )
+        for at, (name, n) in enumerate(zip(("b", "h", "q", "kv"), shape, strict=True))
+    }

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attnkit.errors import ArgumentError, OptionError, UnsupportedError
 from attnkit.graph import ir
@@ -271,7 +272,7 @@ class Explanation:
         mask = self.variant.mask
         if not isinstance(mask, BlockMask):
             mask = create_block_mask(mask, self.runs.batch, self.runs.heads, q_len, kv_len)
-        kept = summarize(mask).kept
+        kept = summarize(mask).kept_positions
         shared = batch * heads // (self.runs.batch * self.runs.heads)
         return None if kept is None else kept * shared
 
@@ -379,40 +380,21 @@ def explain(
     if sms is None:
         sms = GPUS[arch].sms if arch in GPUS else HOPPER_SMS
     variant = score_mod if isinstance(score_mod, Variant) else Variant(score_mod, block_mask)
-    sizes = tuple(
-        check_size(name, n)
-        for name, n in (
-            ("batch", batch),
-            ("heads", heads),
-            ("q_len", q_len),
-            ("kv_len", q_len if kv_len is None else kv_len),
-            ("head_dim", head_dim),
-            ("sms", sms),
-        )
-    )
-    batch, heads, q_len, kv_len, head_dim, sms = sizes
-    # only shapes matter, so expand one element instead of allocating tensors
-    one = torch.empty(1, dtype=dtype, device=device)
-    query = one.expand(batch, heads, q_len, head_dim)
-    key = one.expand(batch, heads, kv_len, head_dim)
-    call = AttentionCall(
-        query,
-        key,
-        key,
-        variant.score_mod,
-        variant.mask,
-        kernel_options=kernel_options,
-        backend=backend,
-    )
-    preparation = prepare(call, launchable=False)
-    plan, bound = preparation.plan, preparation.bound
-    shape = (batch, heads, q_len, kv_len)
+    kv_len = q_len if kv_len is None else kv_len
+    sizes = {"batch": batch, "heads": heads, "q_len": q_len, "kv_len": kv_len}
+    for name, size in (sizes | {"head_dim": head_dim, "sms": sms}).items():
+        check_size(name, size)
+    query, key = _without_memory((batch, heads, q_len, kv_len), head_dim, dtype, device)
+    functions = variant.score_mod, variant.mask
+    options: dict[str, Any] = {"kernel_options": kernel_options, "backend": backend}
+    preparation = prepare(AttentionCall(query, key, key, *functions, **options), launchable=False)
+    bound = preparation.bound
     return Explanation(
         bound.score,
         bound.mask,
         bound.runs,
-        plan,
-        shape,
+        preparation.plan,
+        (batch, heads, q_len, kv_len),
         head_dim,
         sms,
         target=target,
@@ -420,3 +402,16 @@ def explain(
         dtype=dtype,
         lists_override_mask=bound.program.lists_override_mask,
     )
+
+
+def _without_memory(
+    shape: tuple[int, int, int, int], head_dim: int, dtype: torch.dtype, device: torch.device | str
+) -> tuple[Tensor, Tensor]:
+    """Create a query and a key that have shapes only: expanded tensors take no memory.
+
+    Args:
+        shape: batch, heads, query length and kv length.
+    """
+    batch, heads, q_len, kv_len = shape
+    one = torch.empty(1, dtype=dtype, device=device)
+    return one.expand(batch, heads, q_len, head_dim), one.expand(batch, heads, kv_len, head_dim)

@@ -29,7 +29,7 @@ class Summary:
         shape: (batch, heads, query length, kv length) that the counts refer to; batch and heads are
             1 if the mask does not read b or h.
         tiles: numbers of (empty, partial, full) tiles.
-        kept: positions that the mask keeps; None if counting them would take too long.
+        kept_positions: positions that the mask keeps; None if counting them would take too long.
         stored: memory of the tiles as runs, in bytes.
         flex: memory of the index tensors of FlexAttention's BlockMask with the same tiles, in
             bytes.
@@ -41,7 +41,7 @@ class Summary:
 
     shape: tuple[int, int, int, int]
     tiles: tuple[int, int, int]
-    kept: int | None
+    kept_positions: int | None
     stored: int
     flex: int
     dense: int
@@ -53,8 +53,8 @@ class Summary:
         empty, partial, full = self.tiles
         computed = 100 * (partial + full) / (empty + partial + full)
         kept = "positions not counted"
-        if self.kept is not None:
-            kept = f"{100 * self.kept / positions:.3g}% of {positions} positions kept"
+        if self.kept_positions is not None:
+            kept = f"{100 * self.kept_positions / positions:.3g}% of {positions} positions kept"
         sizes = (self.stored, self.flex, self.dense)
         runs, lists, dense = (bytes_shown(n) for n in sizes)
         return "\n".join(
@@ -73,7 +73,7 @@ def summarize(blocks: BlockMask, *, most_positions: int = _MOST_POSITIONS) -> Su
     Args:
         blocks: the mask and its tiles, of `create_block_mask`.
         most_positions: limit on the number of intervals of all rows, or of positions in partial
-            tiles if the mask has no interval form; above it, `kept` is None.
+            tiles if the mask has no interval form; above it, `kept_positions` is None.
 
     Raises:
         The errors of tracing and evaluating the mask.
@@ -105,7 +105,7 @@ def summarize(blocks: BlockMask, *, most_positions: int = _MOST_POSITIONS) -> Su
     return Summary(
         shape=(runs.batch, runs.heads, q_len, kv_len),
         tiles=runs.counts(),
-        kept=count,
+        kept_positions=count,
         stored=stored_bytes(runs),
         flex=flex_bytes(runs),
         dense=runs.batch * runs.heads * q_len * kv_len,

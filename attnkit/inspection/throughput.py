@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from attnkit.errors import AttnkitError, UnsupportedError
 from attnkit.jit import emulation
@@ -244,12 +243,14 @@ class _Run(ABC):
         states = torch.full((1, 1, rows, columns), state, dtype=torch.int8)
         runs = BlockRuns.from_states(states, lengths[0], lengths[1], self.block)
         program = dataclasses.replace(bound.program, lists_override_mask=self.lists_override_mask)
+        call = KernelCall(self.template, program, runs)
         captured = Captured(
             bound.score.tensors if bound.score else (),
             bound.mask.tensors if bound.mask else (),
         )
         with torch.no_grad(), emulation.session(timeline=True, ctas=1) as session:
-            self.call(variant, program, (query, key, value), captured, runs)
+            scale = self.head_dim**-0.5
+            self.run(variant, call, ForwardInputs(query, key, value, captured, scale))
         if not session.ok:
             raise UnsupportedError(f"the kernel faults: {session.reports[0][1]}")
         return max((t for _, t in session.timelines), key=lambda t: t.clocks)
@@ -259,15 +260,8 @@ class _Run(ABC):
         """Return how many rows and columns of blocks the mask has."""
 
     @abstractmethod
-    def call(
-        self,
-        variant: Variant,
-        program: Program,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        captured: Captured,
-        runs: BlockRuns,
-    ) -> None:
-        """Compute one forward or backward, in the emulator."""
+    def run(self, variant: Variant, call: KernelCall, inputs: ForwardInputs) -> None:
+        """Compute one forward, or its backward, in the emulator."""
 
 
 class _Forward(_Run):
@@ -276,16 +270,8 @@ class _Forward(_Run):
     def grid(self, tiles: int, blocks: int) -> tuple[int, int]:
         return tiles, blocks
 
-    def call(
-        self,
-        variant: Variant,
-        program: Program,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        captured: Captured,
-        runs: BlockRuns,
-    ) -> None:
-        call = KernelCall(self.template, program, runs)
-        run_forward(call, ForwardInputs(*qkv, captured, self.head_dim**-0.5))
+    def run(self, variant: Variant, call: KernelCall, inputs: ForwardInputs) -> None:
+        run_forward(call, inputs)
 
 
 class _Backward(_Run):
@@ -299,23 +285,9 @@ class _Backward(_Run):
     def grid(self, tiles: int, blocks: int) -> tuple[int, int]:
         return blocks, tiles
 
-    def call(
-        self,
-        variant: Variant,
-        program: Program,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        captured: Captured,
-        runs: BlockRuns,
-    ) -> None:
+    def run(self, variant: Variant, call: KernelCall, inputs: ForwardInputs) -> None:
+        qkv = inputs.query, inputs.key, inputs.value
         out, lse = variant(*qkv, backend="eager", return_lse=True)
-        inputs = BackwardInputs(
-            *qkv,
-            out=out,
-            lse=lse,
-            grad_out=torch.ones_like(out),
-            grad_lse=None,
-            captured=captured,
-            needs_grad=[False] * len(captured.scores),
-            scale=self.head_dim**-0.5,
-        )
-        run_backward(KernelCall(self.template, program, runs), inputs)
+        grads = torch.ones_like(out), None
+        needs_grad = [False] * len(inputs.captured.scores)
+        run_backward(call, BackwardInputs.of(inputs, (out, lse), grads, needs_grad))

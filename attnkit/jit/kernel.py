@@ -26,11 +26,9 @@ import torch
 
 from attnkit.errors import ArgumentError, DeviceError
 from attnkit.jit.abi import Signature
-from attnkit.jit.build import Artifact, Build, Source, compile_source
-from attnkit.jit.cubin import KernelStats
+from attnkit.jit.artifact import Artifact, Build, KernelStats, Source
 from attnkit.jit.disk_cache import KernelCache
 from attnkit.jit.dsl_runtime import identity, settings
-from attnkit.jit.held_signals import held_signals
 from attnkit.jit.loader import PREFIX, Entry, link, loaded_entry
 from attnkit.jit.relaunch import Relaunch, relauncher
 from attnkit.util import caches
@@ -280,11 +278,15 @@ def kernel(source: Source, *, lines: bool = False) -> CompiledKernel:
 def _artifact(source: Source) -> Artifact:
     """Read the artifact of a source from disk, or else compile it and write it there."""
     disk, key = KernelCache(), full_key(source)
-    if artifact := _stored_artifact(disk, key, source.arch):
+    if artifact := _stored_artifact(disk, key):
         return artifact
+    # A kernel from the disk needs none of these.
+    from attnkit.jit.build import compile_source
+    from attnkit.jit.held_signals import held_signals
+
     with disk.lock(key):
         # Another process may have compiled it in the meantime.
-        if artifact := _stored_artifact(disk, key, source.arch):
+        if artifact := _stored_artifact(disk, key):
             return artifact
         with held_signals():
             artifact = compile_source(source)
@@ -292,8 +294,8 @@ def _artifact(source: Source) -> Artifact:
     return artifact
 
 
-def _stored_artifact(disk: KernelCache, key: str, arch: str) -> Artifact | None:
-    """Read an artifact from disk; None if there is none for the architecture.
+def _stored_artifact(disk: KernelCache, key: str) -> Artifact | None:
+    """Read an artifact from disk; None if there is none.
 
     One that was not linked, because there was no C compiler, is linked now if there is one.
     """
@@ -303,8 +305,6 @@ def _stored_artifact(disk: KernelCache, key: str, arch: str) -> Artifact | None:
     try:
         artifact = Artifact.load(data)
     except ArgumentError:
-        return None
-    if artifact.arch != arch:
         return None
     if not artifact.image and (image := link(artifact.code)):
         artifact = replace(artifact, image=image)
@@ -342,11 +342,18 @@ def sources_digest(root: str) -> str:
         32 hexadecimal digits.
     """
     digest = hashlib.sha256()
-    for folder, inner, files in os.walk(root, followlinks=True):
-        here = os.path.relpath(folder, root).replace(os.sep, "/")
-        above = "" if here == "." else f"{here}/"
-        inner[:] = sorted(f for f in inner if f != "__pycache__" and above + f not in _NOT_IN_KEY)
-        for name in sorted(f for f in files if f.endswith(".py")):
-            with open(os.path.join(folder, name), "rb") as file:
-                digest.update(f"{above}{name}\0".encode() + file.read() + b"\0")
+    for name, path in _source_files(root):
+        with open(path, "rb", buffering=0) as file:
+            digest.update(f"{name}\0".encode() + file.read() + b"\0")
     return digest.hexdigest()[:32]
+
+
+def _source_files(folder: str, above: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the name below the package and the path of each file that enters the key, in order."""
+    with os.scandir(folder) as entries:
+        for entry in sorted(entries, key=lambda e: e.name):
+            name = above + entry.name
+            if name.endswith(".py"):
+                yield name, entry.path
+            elif entry.name != "__pycache__" and name not in _NOT_IN_KEY and entry.is_dir():
+                yield from _source_files(entry.path, f"{name}/")

@@ -35,8 +35,8 @@ def flex_attention(
 
     The softmax runs over the scores that the mask keeps. The result equals that of dense attention
     to the rounding of the dtype. It is differentiable in query, key, value, the LSE and the float
-    tensors that score_mod captures. Empty tiles are not computed. A fully masked row gives output 0,
-    LSE -inf and zero gradients. Captured tensors may be edited in place by torch; edits through
+    tensors that score_mod captures. Empty tiles are not computed. A fully masked row gives output
+    0, LSE -inf and zero gradients. Captured tensors may be edited in place by torch; edits through
     `t.data[...]` or a numpy view go unnoticed, and tiles may be stale after them.
 
     Under torch.autocast query, key and value are cast to its dtype (float64 is not); operations

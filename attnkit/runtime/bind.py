@@ -13,8 +13,9 @@ from attnkit.errors import ArgumentError, DeviceError
 from attnkit.graph import ir
 from attnkit.graph.ir import Node
 from attnkit.graph.simplify import TRUE
-from attnkit.sparsity.block_mask import BlockMask, check_lengths, check_mask_shape, mask_runs
+from attnkit.sparsity.block_mask import BlockMask, check_mask_shape
 from attnkit.sparsity.block_runs import BlockRuns, from_flex
+from attnkit.sparsity.mask_runs import check_lengths, mask_runs
 from attnkit.splice import Captured, Program, compute_dtype
 from attnkit.tracing.float64_checks import check_precision
 from attnkit.tracing.guards import trace_cached
@@ -59,8 +60,8 @@ class Bound:
         score: the traced score_mod, None if it does not change the score.
         mask: the traced mask_mod, None if it keeps everything.
         runs: tiles to visit, None for all.
-        lists_override_mask: whether the runs come from block lists of PyTorch's BlockMask, which override the
-            mask_mod.
+        lists_override_mask: whether the runs come from block lists of PyTorch's BlockMask, which
+            override the mask_mod.
         program: the graphs, as operators take them.
     """
 

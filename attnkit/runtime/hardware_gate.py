@@ -1,10 +1,10 @@
 """Decide whether to use kernels on a GPU on which they have not been verified.
 
-A self-check tests them once on each machine, in a subprocess, so that a kernel that crashes or hangs
-does not take the caller down. Its verdict is cached on disk with the compiled kernels if it is about
-numbers: they are right, or they are wrong. The key contains the version of the package, the name of
-the GPU and the version of its driver. A self-check that does not end, or a call that fails, may find
-a busy GPU; that counts for this process only.
+A self-check tests them once on each machine, in a subprocess, so that a kernel that crashes or
+hangs does not take the caller down. Its verdict is cached on disk with the compiled kernels if it is
+about numbers: they are right, or they are wrong. The key contains the version of the package, the
+name of the GPU and the version of its driver. A self-check that does not end, or a call that fails,
+may find a busy GPU; that counts for this process only.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from attnkit.schedule.plan import Plan
 from attnkit.schedule.targets import ORDERED, of_template
 from attnkit.sparsity.block_runs import BLOCK, FULL, PARTIAL
 from attnkit.splice import Attention, Captured, KernelCall, prepare_forward
+from attnkit.util import devices
 from attnkit.util.torch_private import is_intercepted
 
 
@@ -100,20 +101,13 @@ def _plan_facts(call: AttentionCall, settings: CallSettings, variant: TracedVari
         dtype=str(query.dtype).removeprefix("torch."),
         head_dim=query.shape[-1],
         value_dim=call.value.shape[-1],
-        capability=_capability(query.device),
+        capability=devices.compute_capability(query.device),
         listed_block=variant.block_lists,
         fixed=settings.block is not BLOCK,
         modded=variant.score is not None,
         masked=variant.block_mask is not None,
         q_len=query.shape[-2],
     )
-
-
-def _capability(device: torch.device) -> tuple[int, int] | None:
-    """Return the compute capability of a CUDA device, None for any other."""
-    if device.type == "cuda" and torch.version.hip is None:
-        return torch.cuda.get_device_capability(device)
-    return None
 
 
 def _reason_against_kernel(

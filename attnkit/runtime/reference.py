@@ -1,20 +1,19 @@
 """Compute dense attention, as the oracle that every other backend is compared with.
 
-It materializes all scores, so memory is O(Sq * Skv). The backward is autograd's. It shares the graph
-evaluator with the other backends, and nothing of tiles, plans or sparsity.
+It materializes all scores, so memory is O(Sq * Skv). The backward is autograd's. It shares the
+graph evaluator with the other backends, and nothing of tiles, plans or sparsity.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from attnkit.graph import ir
-from attnkit.graph.eval_torch import evaluate
+from attnkit.graph.eval_torch import evaluate, positions
 from attnkit.tracing.tracer import Traced
 
 DenseResult: TypeAlias = tuple[Tensor, Tensor, Tensor]  # out, LSE, row maxima
@@ -84,16 +83,6 @@ def _softmax_times(scores: Tensor, value: Tensor, dtype: torch.dtype) -> DenseRe
     out = (weights / safe).to(dtype) @ value
     lse = torch.where(masked, -math.inf, base + torch.log(safe))
     return out, lse.squeeze(-1), row_max.squeeze(-1)
-
-
-def positions(shape: Sequence[int], device: torch.device) -> dict[str, Tensor]:
-    """Build the index arguments b, h, q, kv: int32 tensors that broadcast to [B, H, Sq, Skv]."""
-    return {
-        name: torch.arange(n, dtype=torch.int32, device=device).view(
-            [n if axis == at else 1 for axis in range(4)]
-        )
-        for at, (name, n) in enumerate(zip(("b", "h", "q", "kv"), shape, strict=True))
-    }
 
 
 def _all_loads(traced: Traced) -> frozenset[ir.Node]:

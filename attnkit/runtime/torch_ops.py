@@ -1,9 +1,9 @@
 """Run a prepared call with autograd: as torch operators, or directly.
 
 `torch.ops.attnkit.forward` and `.backward` take graphs as canonical text, block runs as a list of
-index tensors with their sizes, and captured tensors as tensor lists. So they hold no state, and their
-schema does not depend on the variant. If nothing in torch intercepts operators (no mode, transform or
-subclass), the call runs directly, in a tenth of the host time.
+index tensors with their sizes, and captured tensors as tensor lists. So they hold no state, and
+their schema does not depend on the variant. If nothing in torch intercepts operators (no mode,
+transform or subclass), the call runs directly, in a tenth of the host time.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from attnkit.splice import (
     Program,
     backward_replay,
     compute_dtype,
-    output_like,
     prepare_forward,
     run_backward,
     run_forward,
 )
+from attnkit.util.outputs import output_like
 from attnkit.util.torch_private import is_batched, is_grad_tracking, is_intercepted
 
 FORWARD = (
@@ -118,20 +118,11 @@ def _backward(
     scale: float,
     needs_grad: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    forward = ForwardInputs(query, key, value, Captured(score_tensors, mask_tensors), scale)
+    grads = grad_out, grad_lse if grad_lse.numel() else None
     return gradients(
         KernelCall(template, Program.parse(program), pack(runs, layout)),
-        BackwardInputs(
-            query=query,
-            key=key,
-            value=value,
-            out=out,
-            lse=lse,
-            grad_out=grad_out,
-            grad_lse=grad_lse if grad_lse.numel() else None,
-            captured=Captured(score_tensors, mask_tensors),
-            needs_grad=needs_grad,
-            scale=scale,
-        ),
+        BackwardInputs.of(forward, (out, lse), grads, needs_grad),
     )
 
 
@@ -154,19 +145,26 @@ def gradients(
 def _forward_fake(
     query: Tensor, key: Tensor, value: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    need_max = rest[-1]
+    return fake_outputs(query, value, rest[-1])
+
+
+def fake_outputs(query: Tensor, value: Tensor, need_max: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate output, LSE and row maxima; the last are empty where they are not needed."""
     lse = query.new_empty(query.shape[:3], dtype=compute_dtype(query))
-    return (
-        output_like(query, value.shape[-1]),
-        lse,
-        torch.empty_like(lse) if need_max else lse.new_empty(0),
-    )
+    top = torch.empty_like(lse) if need_max else lse.new_empty(0)
+    return output_like(query, value.shape[-1]), lse, top
 
 
 @torch.library.register_fake("attnkit::backward")  # type: ignore[untyped-decorator]
-def _backward_fake(
+def fake_gradients(
     grad_out: Tensor, grad_lse: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Allocate the gradients of query, key, value and the score's tensors.
+
+    Args:
+        rest: the other arguments of a backward operator: third those tensors, last whether the
+            gradient of each is needed.
+    """
     score_tensors, needs_grad = rest[2], rest[-1]
     captured = [
         torch.empty_like(t) if need else query.new_empty(0)
@@ -188,21 +186,33 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.set_materialize_grads(False)
 
 
+def operator_tensors(
+    grad_out: Tensor | None, grad_lse: Tensor | None, saved: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Return the tensors with which the arguments of a backward operator begin.
+
+    Args:
+        grad_out, grad_lse: gradients of output and LSE, None for zero. An operator takes no None: an
+            empty tensor stands for a `grad_lse` of zero.
+        saved: query, key, value, output and LSE.
+    """
+    out, lse = saved[3:]
+    return (
+        torch.zeros_like(out) if grad_out is None else grad_out,
+        lse.new_empty(0) if grad_lse is None else grad_lse,
+        *saved,
+    )
+
+
 def _gradient(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Tensor | None
 ) -> tuple[Any, ...]:
-    query, key, value, out, lse, *lists = ctx.saved_tensors
+    saved, lists = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
     scores, masks = ctx.counts
     score_tensors, mask_tensors = lists[:scores], lists[scores : scores + masks]
     layout, program, template, scale = ctx.options
     dquery, dkey, dvalue, captured = torch.ops.attnkit.backward(
-        torch.zeros_like(out) if grad_out is None else grad_out,
-        lse.new_empty(0) if grad_lse is None else grad_lse,
-        query,
-        key,
-        value,
-        out,
-        lse,
+        *operator_tensors(grad_out, grad_lse, saved),
         score_tensors,
         mask_tensors,
         lists[scores + masks :],
@@ -284,19 +294,11 @@ class _Attention(torch.autograd.Function):
             )
             if gradients is not None:
                 return *_NO_GRADIENT, *gradients
-        query, key, value, out, lse, *captured = saved
-        inputs = BackwardInputs(
-            query=query,
-            key=key,
-            value=value,
-            out=out,
-            lse=lse,
-            grad_out=torch.zeros_like(out) if grad_out is None else grad_out,
-            grad_lse=grad_lse,
-            captured=Captured(captured[: len(needs_grad)], captured[len(needs_grad) :]),
-            needs_grad=needs_grad,
-            scale=scale,
-        )
+        query, key, value, out, lse, *tensors = saved
+        captured = Captured(tensors[: len(needs_grad)], tensors[len(needs_grad) :])
+        forward = ForwardInputs(query, key, value, captured, scale)
+        grads = torch.zeros_like(out) if grad_out is None else grad_out, grad_lse
+        inputs = BackwardInputs.of(forward, (out, lse), grads, needs_grad)
         return *_NO_GRADIENT, *_backward_of(prepared, inputs, saved)
 
 
@@ -309,16 +311,9 @@ def _backward_of(
     tensors = [inputs.grad_out, *saved, *([] if grad_lse is None else [grad_lse])]
     if torch.is_grad_enabled() or is_intercepted(tensors):
         runs, layout = unpack(call.runs)
-        query, key, value, out, lse = saved[:5]
         scores, masks = inputs.captured
         dquery, dkey, dvalue, captured = torch.ops.attnkit.backward(
-            inputs.grad_out,
-            lse.new_empty(0) if grad_lse is None else grad_lse,
-            query,
-            key,
-            value,
-            out,
-            lse,
+            *operator_tensors(inputs.grad_out, grad_lse, saved[:5]),
             scores,
             [_detached(t) for t in masks],
             runs,

@@ -19,38 +19,40 @@ class Kernel:
 
     Attributes:
         block: query and kv tile size.
-        alias: whether the output tile and the query tile share memory, as there is no room for
-            both.
-        softmax, early, pingpong: Hopper's `softmax`, `double_buffer_p` and `pingpong`.
+        lacks_o_smem: whether shared memory has no room for both the output tile and the query tile.
+        softmax, double_buffer_p: as in Hopper's config.
         ctas: CTAs that share the products of a query tile.
     """
 
     block: tuple[int, int]
-    alias: bool = False
+    lacks_o_smem: bool = False
     softmax: str = "delayed-max"
-    early: bool = True
-    pingpong: bool = True
+    double_buffer_p: bool = True
     ctas: int = 1
 
 
 Table: TypeAlias = tuple[tuple[int, int, tuple[Kernel, ...]], ...]
 
-_LATE: dict[str, Any] = {"softmax": "online", "early": False}
+_LATE: dict[str, Any] = {"softmax": "online", "double_buffer_p": False}
 
 # By padded head dims (query's, value's), best kernel first. A later one serves block lists whose
 # tiles the first does not divide. Measured on one H200; rows in benchmarks/results.
 _SM90: Table = (
     (64, 64, (Kernel((192, 128), **_LATE), Kernel((128, 128)), Kernel((128, 64)))),
     (128, 128, (Kernel((128, 128)), Kernel((128, 64)))),
-    (192, 128, (Kernel((128, 128), alias=True), Kernel((128, 64), alias=True))),
-    (192, 192, (Kernel((128, 96), alias=True), Kernel((128, 64), alias=True))),
-    (256, 256, (Kernel((128, 80), alias=True), Kernel((128, 64), alias=True, **_LATE))),
+    (192, 128, (Kernel((128, 128), lacks_o_smem=True), Kernel((128, 64), lacks_o_smem=True))),
+    (192, 192, (Kernel((128, 96), lacks_o_smem=True), Kernel((128, 64), lacks_o_smem=True))),
+    (
+        256,
+        256,
+        (Kernel((128, 80), lacks_o_smem=True), Kernel((128, 64), lacks_o_smem=True, **_LATE)),
+    ),
 )
 # A score_mod needs registers for its own values, so the largest tiles would spill.
 _SM90_MODDED: Table = (
     (64, 64, (Kernel((128, 128)), Kernel((128, 64)))),
     *_SM90[1:4],
-    (256, 256, (Kernel((128, 64), alias=True, **_LATE),)),
+    (256, 256, (Kernel((128, 64), lacks_o_smem=True, **_LATE),)),
 )
 
 # A CTA takes two query tiles of 128 rows where tensor memory holds S and O of both. Pairs of CTAs
@@ -58,15 +60,15 @@ _SM90_MODDED: Table = (
 # by the emulator's timeline, not measured on a GPU (docs/blackwell.md).
 _SINGLE = Kernel((128, 128)), Kernel((128, 64))
 _NARROW = Kernel((128, 64)), Kernel((128, 128))
-_NARROW_ALIAS = Kernel((128, 64), alias=True), Kernel((128, 128), alias=True)
+_NARROW_NO_O_SMEM = Kernel((128, 64), lacks_o_smem=True), Kernel((128, 128), lacks_o_smem=True)
 _PAIR = Kernel((512, 128), ctas=2)
 _SM100: Table = (
     (64, 64, (Kernel((256, 128)), *_SINGLE)),
     (96, 96, (Kernel((256, 128)), _PAIR, *_SINGLE)),
     (128, 128, (_PAIR, Kernel((256, 128)), *_SINGLE)),
-    (192, 128, (_PAIR, Kernel((256, 64), alias=True), *_NARROW)),
-    (192, 192, _NARROW_ALIAS),
-    (256, 256, _NARROW_ALIAS),
+    (192, 128, (_PAIR, Kernel((256, 64), lacks_o_smem=True), *_NARROW)),
+    (192, 192, _NARROW_NO_O_SMEM),
+    (256, 256, _NARROW_NO_O_SMEM),
 )
 _LONG = 256  # query lengths above this prefer pairs of CTAs
 
@@ -127,7 +129,8 @@ def fitting_kernel(
     Args:
         candidates: kernels, best first.
         block: tile sizes of a mask.
-        lists_override_mask: whether block lists override the mask; then exact tiles are not preferred.
+        lists_override_mask: whether block lists override the mask; then exact tiles are not
+            preferred.
     """
     same = () if lists_override_mask else (k for k in candidates if k.block == block)
     fits = (k for k in candidates if all(b % s == 0 for b, s in zip(block, k.block, strict=True)))

@@ -5,7 +5,7 @@ all rooms; `BlockMask` (`block_mask`); the interval form of a mask (`intervals`)
 indices stay in bounds (`index_bounds`). Imported by `schedule` and every room above it; imports
 `tracing`, `graph`, `util` and `errors`. Nothing here depends on the kernel that uses the tiles.
 
-Three engines classify tiles. All are exact, so they give the same tiles; `block_mask.mask_runs`
+Three engines classify tiles. All are exact, so they give the same tiles; `mask_runs.mask_runs`
 chooses.
 
 1. Row intervals (`intervals`). The solver brings the mask to a union of few kv intervals per row.

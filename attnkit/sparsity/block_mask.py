@@ -1,9 +1,7 @@
 """Define `BlockMask`, a mask_mod for fixed lengths with the tiles that it keeps.
 
 The class and `create_block_mask` have the names and arguments of PyTorch's FlexAttention. Unlike
-there, creating a block mask computes no tile; `mask_runs` classifies them at first use and caches
-the result until a captured tensor changes. The modules that prove and classify, a sixth of the
-package, are imported by the first call that needs them.
+there, creating a block mask computes no tile; `mask_runs` classifies them at first use.
 """
 
 from __future__ import annotations
@@ -15,158 +13,19 @@ import torch
 from torch import Tensor
 
 from attnkit.errors import ArgumentError, OptionError, ShapeError
-from attnkit.graph.eval_torch import evaluate
+from attnkit.graph.eval_torch import evaluate, positions
 from attnkit.graph.ir import Node, reads
 from attnkit.sparsity.block_runs import BLOCK, BlockRuns
+from attnkit.sparsity.mask_runs import mask_runs
 from attnkit.tracing.float64_checks import compute_dtype
 from attnkit.tracing.guards import trace_cached
 from attnkit.tracing.mask import check_built_for
 from attnkit.tracing.tracer import Kind, Traced, takes
-from attnkit.util import caches
 from attnkit.util.arguments import check_captured, check_size
 from attnkit.util.devices import resolve_device
-from attnkit.util.tensor_cache import VersionedCache
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
-
-_HOST_LIMIT = 1 << 16  # up to so many rows plus columns the CPU computes the tiles for a GPU
-
-_runs: VersionedCache[tuple[BlockRuns, frozenset[Node]]] = VersionedCache(64)
-_proofs: VersionedCache[frozenset[Node]] = VersionedCache(256)
-caches.register(_runs.clear)
-caches.register(_proofs.clear)
-
-
-def check_lengths(
-    function: Traced, q_len: int, kv_len: int, batch: int, heads: int
-) -> frozenset[Node]:
-    """Prove that a traced function's indices stay inside its captured tensors at these lengths.
-
-    The proof is cached until a captured tensor is replaced or edited in place.
-
-    Returns:
-        The loads whose index is not proven to be in range; they must be checked at run time.
-
-    Raises:
-        BoundsError: an index leaves its captured tensor, or integer arithmetic leaves int32.
-    """
-    names = reads(function.root)
-    batch, heads = (batch if "b" in names else 1), (heads if "h" in names else 1)
-
-    def prove() -> frozenset[Node]:
-        from attnkit.sparsity.index_bounds import check_bounds
-
-        return check_bounds(
-            [function.root],
-            function.tensors,
-            function.names,
-            q_len=q_len,
-            kv_len=kv_len,
-            batch=batch,
-            heads=heads,
-        )
-
-    key = (function.root, function.names, q_len, kv_len, batch, heads)
-    return _proofs.get(key, function.tensors, prove)
-
-
-def mask_runs(
-    mask: Traced,
-    *,
-    q_len: int,
-    kv_len: int,
-    block: tuple[int, int],
-    batch: int,
-    heads: int,
-    device: torch.device,
-    dtype: torch.dtype = torch.float32,
-) -> tuple[BlockRuns, frozenset[Node]]:
-    """Classify the tiles of a traced mask.
-
-    The result is cached until a captured tensor is replaced or edited in place.
-
-    Args:
-        mask: a traced mask_mod; its captured tensors on `device`.
-        q_len, kv_len: lengths in positions, at least 1.
-        block: (q, kv) positions of a tile.
-        batch, heads: batch size and number of query heads; the runs have 1 instead where the mask
-            does not read b, or h.
-        device: device of the runs.
-        dtype: dtype of floats in the mask: float64 for float64 queries, else float32.
-
-    Returns:
-        The runs, and the loads whose index must be checked at run time.
-
-    Raises:
-        BoundsError: an index leaves its captured tensor, or integer arithmetic leaves int32.
-    """
-    names = reads(mask.root)
-    batch, heads = (batch if "b" in names else 1), (heads if "h" in names else 1)
-
-    def build() -> tuple[BlockRuns, frozenset[Node]]:
-        checked = check_lengths(mask, q_len, kv_len, batch, heads)
-        shape = q_len, kv_len, batch, heads
-        runs = None
-        if device.type != "cpu" and not checked:
-            runs = _runs_by_intervals(mask, shape, block, device, dtype)
-        if runs is None:
-            from attnkit.sparsity.classify import classify
-
-            runs = classify(
-                mask.root,
-                mask.tensors,
-                q_len=q_len,
-                kv_len=kv_len,
-                block=block,
-                batch=batch,
-                heads=heads,
-                device=device if _has_data(mask) else torch.device("cpu"),
-                dtype=dtype,
-                names=mask.names,
-            )
-        return runs.to(device), checked
-
-    key = (mask.root, mask.names, q_len, kv_len, batch, heads, block, device, dtype)
-    return _runs.get(key, mask.tensors, build)
-
-
-def _has_data(mask: Traced) -> bool:
-    """Return whether the mask captures tensors on a GPU."""
-    return any(t.device.type != "cpu" for t in mask.tensors)
-
-
-def _runs_by_intervals(
-    mask: Traced,
-    shape: tuple[int, int, int, int],
-    block: tuple[int, int],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> BlockRuns | None:
-    """Classify tiles by the kv interval of each row, for a GPU; None if rows are not intervals.
-
-    Every operator on a GPU costs a launch, and its first use costs milliseconds. So the work runs
-    on the GPU only if the mask reads data there, or the lengths are large.
-    """
-    q_len, kv_len, batch, heads = shape
-    data = _has_data(mask)
-    from attnkit.sparsity.intervals.normal_form import Intervals, find_intervals
-    from attnkit.sparsity.intervals.tiles import tiles_of
-
-    intervals = find_intervals(
-        mask,
-        q_len=q_len,
-        kv_len=kv_len,
-        batch=batch,
-        heads=heads,
-        dtype=dtype,
-        device=device,
-        search=data,
-    )
-    if not isinstance(intervals, Intervals):
-        return None
-    on_gpu = data or q_len + kv_len > _HOST_LIMIT
-    return tiles_of(intervals, block, dtype, device if on_gpu else torch.device("cpu"))
 
 
 class BlockMask:
@@ -444,12 +303,7 @@ def create_mask(
     device = resolve_device("cpu" if device is None else device)
     kind: Kind = "score" if takes(mod_fn, "score") and not takes(mod_fn, "mask") else "mask"
     mask = trace_cached(mod_fn, kind, device)
-    env = {
-        name: torch.arange(n, dtype=torch.int32, device=device).view(
-            [n if i == axis else 1 for i in range(4)]
-        )
-        for axis, (name, n) in enumerate(zip(("b", "h", "q", "kv"), shape, strict=True))
-    }
+    env = positions(shape, device)
     env["score"] = torch.zeros(1, 1, 1, 1, dtype=compute_dtype(mask), device=device)
     (kept,) = evaluate([mask.root], env, mask.tensors, compute_dtype(mask))
     kept = kept != -torch.inf if kind == "score" else kept

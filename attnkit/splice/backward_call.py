@@ -16,6 +16,7 @@ from attnkit.jit.kernel import Source, kernel
 from attnkit.jit.relaunch import Relaunch
 from attnkit.splice import exact_sums
 from attnkit.splice.backward_sources import main_source, postprocess_source, preprocess_source
+from attnkit.splice.backward_template import BackwardSettings
 from attnkit.splice.backward_work import UNIT, BackwardWork, backward_work
 from attnkit.splice.captured_arguments import (
     MASK,
@@ -33,12 +34,11 @@ from attnkit.splice.graph_capture import is_capturing, keep_while_replayable
 from attnkit.splice.kernel_call import BackwardInputs, Captured, KernelCall
 from attnkit.splice.mask_intervals import column_intervals
 from attnkit.splice.replay import CallTensors, Launch, Replay, prepare_replay
-from attnkit.splice.template import BackwardSettings
 from attnkit.splice.tma import have_tma_strides, loadable
 from attnkit.splice.workers import worker_count
 from attnkit.util import caches
 from attnkit.util.tensor_cache import VersionedCache
-from attnkit.util.torch_private import device_index, maker, stream_of
+from attnkit.util.torch_private import device_index, fast_empty_strided, stream_of
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,33 @@ class Postprocess:
     which: int
     first: int
     scaled: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Buffers:
+    """Holds the tensors that the kernels of a backward write.
+
+    Attributes:
+        grads: gradients of query, key and value, with the strides of `BackwardCall.like`.
+        written: the same as the kernels write them: contiguous, if they cannot write these strides.
+        sums: float32 [units * UNIT].
+        rows: float32 words of each row's LSE and delta.
+        flags: which q blocks have a first writer; empty if the kernel does not use them.
+        totals: for each tensor that the score captures the sums of its gradient, None if it is not
+            needed.
+    """
+
+    grads: list[Tensor]
+    written: list[Tensor]
+    sums: Tensor
+    rows: list[Tensor]
+    flags: list[Tensor]
+    totals: list[Tensor | None]
+
+    @property
+    def cleared(self) -> Tensor:
+        """Return the tensor that the preprocess kernel sets to zero."""
+        return self.flags[0] if self.flags else self.sums
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,77 +132,108 @@ class BackwardCall:
     ) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor | None]]:
         """Compute the gradients of query, key, value and the score's tensors."""
         tensors = query, key, value, out, grad_out = loaded(inputs)
-        captured, scale = inputs.captured, inputs.scale
-        device, work = self.device, self.work
         repeatable = self._is_repeatable(tensors)
         if not repeatable:
             query, key, value, out, grad_out = map(loadable, tensors)
         lse = inputs.lse if inputs.lse.is_contiguous() else inputs.lse.contiguous()
-        call_inputs = [query, key, value, out, grad_out, lse, *captured.scores, *captured.masks]
-        call_inputs += [] if inputs.grad_lse is None else [inputs.grad_lse]
         grad_lse = lse if inputs.grad_lse is None else inputs.grad_lse.contiguous()
-        capturing = is_capturing(device)
+        capturing = is_capturing(self.device)
+        buffers = self._allocate(inputs.captured.scores, repeatable)
 
-        make = maker(device) if repeatable and self._relaunches else self._empty
+        first = (out, grad_out, lse, grad_lse, *buffers.rows, buffers.cleared)
+        launches = [self._launch(self.preprocess, first, repeatable)]
+        main = self._main_arguments((query, key, value, grad_out), inputs, buffers, capturing)
+        launches.append(self._launch(self.main, main, repeatable, self.work.cost))
+        for post in self.postprocess:
+            factor = inputs.scale if post.scaled else 1.0
+            last = (buffers.sums, buffers.written[post.which], post.first, factor)
+            launches.append(self._launch(post.source, last, repeatable, which=post.which))
+
+        scores, masks = inputs.captured
+        if not self.direct:
+            for t, g in zip(buffers.grads, buffers.written, strict=True):
+                t.copy_(g)
+        elif repeatable and self.scale is None and not (capturing or self.deterministic):
+            call_inputs = [query, key, value, out, grad_out, lse, *scores, *masks]
+            call_inputs += [] if inputs.grad_lse is None else [inputs.grad_lse]
+            self._learn(launches, self._call_tensors(call_inputs, buffers), inputs.scale)
+        dq, dk, dv = buffers.grads
+        pairs = zip(scores, buffers.totals, strict=True)
+        return (dq, dk, dv), [None if s is None else self._gradient(s, t.shape) for t, s in pairs]
+
+    def _allocate(self, scores: Sequence[Tensor], repeatable: bool) -> Buffers:
+        """Allocate what the kernels write.
+
+        Args:
+            scores: the tensors that the score captures.
+            repeatable: as of `_launch`.
+        """
+        fast = repeatable and bool(self._relaunches)
+        make = fast_empty_strided(self.device) if fast else self._empty
+        work, units = self.work, self.work.units
         grads = [make(*l, self.dtype) for l in self.like]
-        dq, dk, dv = grads if self.direct else [_contiguous(t) for t in grads]
-        units = work.units
         sums = make((sum(units) * UNIT,), (1,), torch.float32)
         if sum(units[1:]):
             sums[units[0] * UNIT :].zero_()
-        rows = [make((n * work.rows,), (1,), torch.float32) for n in self.row_words]
-        flags = [make((n,), (1,), torch.float32) for n in (work.flags,) if n]
+        pairs = zip(scores, self.needs_grad, strict=True)
+        return Buffers(
+            grads=grads,
+            written=grads if self.direct else [_contiguous(t) for t in grads],
+            sums=sums,
+            rows=[make((n * work.rows,), (1,), torch.float32) for n in self.row_words],
+            flags=[make((n,), (1,), torch.float32) for n in (work.flags,) if n],
+            totals=[self._total(t.shape) if need else None for t, need in pairs],
+        )
 
-        cleared = flags[0] if flags else sums  # the preprocess kernel sets these to zero
-        first = (out, grad_out, lse, grad_lse, *rows, cleared)
-        launches = [self._launch(self.preprocess, first, repeatable)]
-        read = read_captured(self.captured, captured, device)
+    def _main_arguments(
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+        inputs: BackwardInputs,
+        buffers: Buffers,
+        capturing: bool,
+    ) -> tuple[Any, ...]:
+        """List the arguments of the main kernel.
+
+        Args:
+            tensors: query, key, value and the gradient of the output, as TMA can read them.
+            inputs: tensors of the call.
+            buffers: what the kernels write.
+            capturing: whether a CUDA graph is captured.
+        """
+        work = self.work
+        read = read_captured(self.captured, inputs.captured, self.device)
         if capturing:
-            keep_while_replayable(device, (self, own_tensors(self.captured, read)))
-        scores = zip(captured.scores, self.needs_grad, strict=True)
-        shapes = [t.shape if need else None for t, need in scores]
-        totals = [self._total(shape) for shape in shapes if shape is not None]
-        written = _undefined if self.emulated else _itself
-        shared = units[1] > 0
-        counters = zero_counters(device, capturing, work.counters)
-        main = (
-            query,
-            key,
-            value,
-            grad_out,
-            dk if shared else written(dk),
-            dv if shared else written(dv),
-            *rows,
-            sums,
+            keep_while_replayable(self.device, (self, own_tensors(self.captured, read)))
+        _, dk, dv = buffers.written
+        if not work.units[1]:  # else the postprocess writes them, from the sums
+            written = _undefined if self.emulated else _itself
+            dk, dv = written(dk), written(dv)
+        return (
+            *tensors,
+            dk,
+            dv,
+            *buffers.rows,
+            buffers.sums,
             work.work_tiles,
             work.partial,
             work.full,
-            counters,
+            zero_counters(self.device, capturing, work.counters),
             *read,
-            *totals,
+            *(t for t in buffers.totals if t is not None),
             *work.order_tables(),
-            *[t.view(torch.int32) for t in flags],
-            scale,
+            *[t.view(torch.int32) for t in buffers.flags],
+            inputs.scale,
             self.group,
             work.workers,
         )
-        launches.append(self._launch(self.main, main, repeatable, work.cost))
-        for post in self.postprocess:
-            factor = scale if post.scaled else 1.0
-            last = (sums, (dq, dk, dv)[post.which], post.first, factor)
-            launches.append(self._launch(post.source, last, repeatable, which=post.which))
 
-        if not self.direct:
-            for t, g in zip(grads, (dq, dk, dv), strict=True):
-                t.copy_(g)
-        elif repeatable and self.scale is None and not (capturing or self.deterministic):
-            zeros = 4 * units[0] * UNIT if sum(units[1:]) else None
-            tables = self._tables()
-            call = CallTensors(call_inputs, grads, totals, [sums, *rows, *flags], tables, zeros)
-            self._learn(launches, call, scale)
-        remaining = iter(totals)
-        learned = [None if s is None else self._gradient(next(remaining), s) for s in shapes]
-        return (grads[0], grads[1], grads[2]), learned
+    def _call_tensors(self, inputs: list[Tensor], buffers: Buffers) -> CallTensors:
+        """Sort the tensors of this call by what a replay does with them."""
+        units = self.work.units
+        totals = [t for t in buffers.totals if t is not None]
+        scratch = [buffers.sums, *buffers.rows, *buffers.flags]
+        zeros = 4 * units[0] * UNIT if sum(units[1:]) else None
+        return CallTensors(inputs, buffers.grads, totals, scratch, self._tables(), zeros)
 
     def _is_repeatable(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether kernels on the current device can read these tensors without copies."""

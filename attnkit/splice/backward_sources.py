@@ -6,10 +6,10 @@ import functools
 
 from attnkit.graph import ir
 from attnkit.jit.kernel import Build, Source
+from attnkit.splice.backward_template import BackwardSettings
 from attnkit.splice.captured_arguments import TensorKind
 from attnkit.splice.mask_intervals import Bounds
 from attnkit.splice.program import Program
-from attnkit.splice.template import BackwardSettings
 from attnkit.util import caches
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,7 +25,12 @@ from attnkit.splice.counters import zero_counters
 from attnkit.splice.graph_capture import is_capturing, keep_while_replayable
 from attnkit.splice.kernel_call import Captured
 from attnkit.splice.tma import loadable
-from attnkit.util.torch_private import device_index, is_captured, maker, stream_of
+from attnkit.util.torch_private import (
+    device_index,
+    fast_empty_strided,
+    is_stream_capturing,
+    stream_of,
+)
 
 ForwardOutputs: TypeAlias = tuple[Tensor, Tensor, Tensor | None]  # out, LSE, row maxima
 # Runs a kernel: (source, arguments, indices of outputs, indices of arguments that change from call
@@ -43,8 +48,7 @@ _TENSORS = (0, 1, 2, 3, 4, 5)  # query, key, value, output, LSE, row maxima
 _COUNTER, _PARTS, _CAPTURED = 9, (10, 11), 12
 
 
-@dataclass(frozen=True, eq=False)
-class CombineKernel:
+class CombineKernel(NamedTuple):
     """Describes the launch of the kernel that combines the partial results of split rows.
 
     Attributes:
@@ -184,7 +188,7 @@ def repeated_forward(
         effects, on another current device, while a CUDA graph is captured, or if TMA cannot read an
         address.
     """
-    make = maker(call.device)
+    make = fast_empty_strided(call.device)
     shape, strides, dtype = call.shape, call.strides, call.dtype
     row_shape, row_strides = shape[:3], _compact(shape[:3])
     parts = [(s, _compact(s)) for s in call.parts] if combine is not None else []
@@ -203,7 +207,7 @@ def repeated_forward(
         q, k, v = query.data_ptr(), key.data_ptr(), value.data_ptr()
         stream = 0
         if on_gpu:
-            if device_index() != index or is_captured():
+            if device_index() != index or is_stream_capturing():
                 return None
             stream = stream_of(index)
         if (q | k | v) & 15:

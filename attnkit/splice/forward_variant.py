@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from attnkit.codegen.nonnegative import wrapping
 from attnkit.codegen.score_form import ScoreForm, score_form
@@ -16,8 +15,7 @@ if TYPE_CHECKING:
     from attnkit.templates.common.hooks import ForwardHooks
 
 
-@dataclass(frozen=True)
-class ForwardVariant:
+class ForwardVariant(NamedTuple):
     """Holds a variant in the form that a forward kernel computes.
 
     Attributes:
@@ -91,7 +89,7 @@ def forward_variant(
         pairs = tuple(zip(nodes[::2], nodes[1::2], strict=True))
         variant = ForwardVariant(form, mask, pairs, slots)
     wraps = wrapping(variant.nodes(), dict(zip(("b", "h", "q", "kv"), sizes, strict=True)))
-    return replace(variant, wraps=wraps)
+    return variant._replace(wraps=wraps)
 
 
 caches.register(forward_variant.cache_clear)

@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 
 from attnkit.util import caches
-from attnkit.util.torch_private import is_captured, stream_of
+from attnkit.util.torch_private import is_stream_capturing, stream_of
 
 _SEMAPHORE_BYTES = 64  # sizeof(sem_t) is 32 at most
 _ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
@@ -95,7 +95,7 @@ def _libc() -> ctypes.CDLL:
 
 def is_capturing(device: torch.device) -> bool:
     """Return whether a CUDA graph is being captured on the current stream of a device."""
-    return device.type == "cuda" and is_captured()
+    return device.type == "cuda" and is_stream_capturing()
 
 
 def keep_while_replayable(device: torch.device, owner: object) -> None:

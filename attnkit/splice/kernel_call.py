@@ -95,3 +95,30 @@ class BackwardInputs:
     captured: Captured
     needs_grad: Sequence[bool]
     scale: float
+
+    @classmethod
+    def of(
+        cls,
+        forward: ForwardInputs,
+        outputs: tuple[Tensor, Tensor],
+        grads: tuple[Tensor, Tensor | None],
+        needs_grad: Sequence[bool],
+    ) -> BackwardInputs:
+        """Return the inputs of a forward's backward.
+
+        Args:
+            forward: inputs of the forward.
+            outputs: its output and LSE.
+            grads: their gradients.
+            needs_grad: as of the class.
+        """
+        return cls(
+            forward.query,
+            forward.key,
+            forward.value,
+            *outputs,
+            *grads,
+            captured=forward.captured,
+            needs_grad=needs_grad,
+            scale=forward.scale,
+        )

@@ -24,8 +24,8 @@ class Program:
             time.
         names: names of the tensors that the score and the mask capture, for the messages of those
             checks; empty where nothing is checked, so that equal graphs are equal programs.
-        lists_override_mask: whether block lists override the mask: a FULL tile is kept whole whatever the mask
-            says.
+        lists_override_mask: whether block lists override the mask: a FULL tile is kept whole
+            whatever the mask says.
     """
 
     score: Node | None = None

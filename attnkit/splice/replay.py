@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 
 from attnkit.jit.relaunch import Relaunch
-from attnkit.util.torch_private import device_index, is_captured, maker, stream_of
+from attnkit.util.torch_private import (
+    device_index,
+    fast_empty_strided,
+    is_stream_capturing,
+    stream_of,
+)
 
 _STEP = 256  # alignment in bytes of tensors within one allocation
 
@@ -92,7 +97,7 @@ class Replay:
     _counters: dict[int, Tensor] = field(default_factory=dict)  # counters by stream
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_make", maker(self.device))
+        object.__setattr__(self, "_make", fast_empty_strided(self.device))
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor] | None:
         """Relaunch the call on the current stream; return its `outputs` and `zeroed` tensors.
@@ -101,7 +106,7 @@ class Replay:
         or the address of a tensor that TMA reads is not a multiple of 16 bytes.
         """
         index, make = self.device.index, self._make  # type: ignore[attr-defined]
-        if device_index() != index or is_captured():
+        if device_index() != index or is_stream_capturing():
             return None
         pool = [t.data_ptr() for t in inputs]
         bits = 0

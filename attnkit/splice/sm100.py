@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attnkit.codegen.score_form import ScoreForm
 from attnkit.graph import ir
-from attnkit.jit.kernel import Build
+from attnkit.jit.artifact import Build
 from attnkit.schedule.kernel_table import Kernel, padded_head_dim
 from attnkit.schedule.targets import SM103
+from attnkit.splice.forward_template import ForwardTemplate
 from attnkit.splice.forward_variant import ForwardVariant
-from attnkit.splice.kernel_layout import Layout, Role
 from attnkit.splice.sm100_tiles import choose_kernel
-from attnkit.splice.template import ForwardTemplate
+
+if TYPE_CHECKING:
+    from attnkit.splice.kernel_layout import Layout
 
 __all__ = [
     "build",
@@ -47,7 +49,7 @@ def config_of(
     from attnkit.templates.sm100.config import ForwardConfig
 
     head_dim, head_dim_v = (padded_head_dim(d) for d in head_dims)
-    if kernel.alias:  # the output tile takes the place of the query tile
+    if kernel.lacks_o_smem:  # the output tile takes the place of the query tile
         head_dim = max(head_dim, head_dim_v)
     config: dict[str, Any] = {
         "dtype": dtype,
@@ -58,7 +60,7 @@ def config_of(
         "two_cta": kernel.ctas == 2,
         # a counter balances uneven work tiles; a pair would have to pass its value between its CTAs
         "work": "counter" if kernel.ctas == 1 else "clc",
-        "alias": kernel.alias,
+        "alias": kernel.lacks_o_smem,
         "poly": poly_of(form, arch),
         "need_max": need_max,
     }
@@ -89,6 +91,7 @@ def tile_of(kernel: Kernel, head_dims: tuple[int, int]) -> tuple[int, int]:
 
 def layout_of(config: dict[str, Any]) -> Layout:
     """Describe the roles and the memory of the kernel."""
+    from attnkit.splice.kernel_layout import Layout, Role
     from attnkit.templates.sm100.config import ForwardConfig
 
     settings = ForwardConfig(**config)

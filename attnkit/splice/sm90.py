@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attnkit.codegen.score_form import ScoreForm
 from attnkit.graph import ir
 from attnkit.graph.ir import Node
 from attnkit.graph.staging import is_relative
-from attnkit.jit.kernel import Build
+from attnkit.jit.artifact import Build
 from attnkit.schedule.kernel_table import Kernel, fitting_kernel, padded_head_dim
 from attnkit.sparsity.block_runs import BlockRuns
+from attnkit.splice.forward_template import ForwardTemplate
 from attnkit.splice.forward_variant import ForwardVariant
-from attnkit.splice.kernel_layout import Layout, Role
-from attnkit.splice.template import ForwardTemplate
+
+if TYPE_CHECKING:
+    from attnkit.splice.kernel_layout import Layout
 
 # largest |score| in units of log2 that needs no row maximum: float32 sums and bfloat16 P hold 2**48
 CEILING = 48.0
@@ -41,15 +43,16 @@ def choose_kernel(
 def fit_registers(kernel: Kernel, form: ScoreForm, masked: bool) -> Kernel:
     """Adapt a kernel to the registers that a variant needs.
 
-    A tile has half the columns if the score_mod loads a value for each score; at wide head dims with
-    a mask, also if it takes log1p of a score; at the widest head dims, also if it loads a value for
-    each q - kv. At the widest head dims a mask's bounds leave no registers for a second P.
+    A tile has half the columns if the score_mod loads a value for each score; at wide head dims
+    with a mask, also if it takes log1p of a score; at the widest head dims, also if it loads a
+    value for each q - kv. At the widest head dims a mask's bounds leave no registers for a second
+    P.
     """
     if masked and kernel.block == WIDEST:
-        kernel = replace(kernel, softmax="online", early=False)
+        kernel = replace(kernel, softmax="online", double_buffer_p=False)
     parts = (n for n in (form.factor, form.bias, form.slope) if n is not None)
-    tight = masked and kernel.alias
-    narrow = kernel.alias and kernel.block[1] == NARROW
+    tight = masked and kernel.lacks_o_smem
+    narrow = kernel.lacks_o_smem and kernel.block[1] == NARROW
     if not any(_loads(n, narrow) or (tight and n.op == "log1p") for n in ir.topo(*parts)):
         return kernel
     rows, columns = kernel.block
@@ -77,9 +80,8 @@ def config_of(
         "block_kv": kernel.block[1],
         "warpgroups": kernel.block[0] // 64,
         "softmax": kernel.softmax,
-        "double_buffer_p": kernel.early,
-        "pingpong": kernel.pingpong,
-        "store_from_registers": kernel.alias,
+        "double_buffer_p": kernel.double_buffer_p,
+        "store_from_registers": kernel.lacks_o_smem,
         "need_max": need_max,
     }
     if (
@@ -108,6 +110,7 @@ def tile_of(kernel: Kernel, head_dims: tuple[int, int]) -> tuple[int, int]:
 
 def layout_of(config: dict[str, Any]) -> Layout:
     """Describe the roles and the memory of the kernel."""
+    from attnkit.splice.kernel_layout import Layout, Role
     from attnkit.templates.sm90.config import ForwardConfig
 
     settings = ForwardConfig(**config)

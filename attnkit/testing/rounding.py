@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from attnkit.graph import ir
-from attnkit.graph.eval_torch import evaluate
+from attnkit.graph.eval_torch import evaluate, positions
 from attnkit.graph.ir import Node
-from attnkit.runtime.reference import positions
 from attnkit.testing.case import Case
 from attnkit.testing.quantities import DenseCall, Quantities, in_dtype
 from attnkit.tracing.tracer import Traced

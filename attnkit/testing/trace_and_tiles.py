@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnkit.graph.eval_torch import evaluate
-from attnkit.runtime.reference import positions
+from attnkit.graph.eval_torch import evaluate, positions
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.testing.case import Case
 from attnkit.testing.eager import call

@@ -99,6 +99,10 @@ class VersionedCache(Generic[T]):
                 self._entries.popitem(last=False)
         return value
 
+    def __len__(self) -> int:
+        """Count the values."""
+        return len(self._entries)
+
     def clear(self) -> None:
         """Remove all values."""
         with _lock:

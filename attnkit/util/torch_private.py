@@ -22,24 +22,24 @@ from torch.utils._device import DeviceContext
 __all__ = [
     "PLAIN",
     "DisableTorchFunction",
+    "EmptyStrided",
     "HigherOrderOperator",
-    "Maker",
     "OpOverload",
     "OpOverloadPacket",
     "deterministic_enabled",
     "device_index",
     "dynamo_parts",
+    "fast_empty_strided",
+    "function_mode_count",
     "grad_enabled",
     "in_autocast",
     "in_forward_ad",
     "is_batched",
-    "is_captured",
     "is_fake",
     "is_grad_tracking",
     "is_intercepted",
-    "maker",
+    "is_stream_capturing",
     "mark_constant",
-    "modes",
     "neural_functions",
     "only_devices",
     "stream_of",
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 # (shape, strides, dtype) -> a tensor whose elements are not initialized.
-Maker: TypeAlias = Callable[[Sequence[int], Sequence[int], torch.dtype], Tensor]
+EmptyStrided: TypeAlias = Callable[[Sequence[int], Sequence[int], torch.dtype], Tensor]
 
 # Tensor classes that do not override operators.
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
@@ -68,7 +68,7 @@ grad_enabled: Callable[[], bool] = _C.is_grad_enabled
 deterministic_enabled: Callable[[], bool] = _C._get_deterministic_algorithms
 in_autocast: Callable[[], bool] = _C._is_any_autocast_enabled
 # How many `TorchFunctionMode`s are active.
-modes: Callable[[], int] = _C._len_torch_function_stack
+function_mode_count: Callable[[], int] = _C._len_torch_function_stack
 is_batched: Callable[[Tensor], bool] = _C._functorch.is_batchedtensor
 is_grad_tracking: Callable[[Tensor], bool] = _C._functorch.is_gradtrackingtensor
 
@@ -82,17 +82,17 @@ stream_of: Callable[[int], int] = getattr(_C, "_cuda_getCurrentRawStream", _stre
 # The current CUDA device.
 device_index: Callable[[], int] = getattr(_C, "_cuda_getDevice", torch.cuda.current_device)
 # Whether the current stream of the current CUDA device is capturing a CUDA graph.
-is_captured: Callable[[], bool] = getattr(
+is_stream_capturing: Callable[[], bool] = getattr(
     _C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
 )
 
 
-def maker(device: torch.device) -> Maker:
+def fast_empty_strided(device: torch.device) -> EmptyStrided:
     """Return a fast `empty_strided` for a device.
 
     A CUDA device must be the current one whenever the result is called.
     """
-    fast: Maker | None = getattr(_GUARDS, f"_empty_strided_{device.type}", None)
+    fast: EmptyStrided | None = getattr(_GUARDS, f"_empty_strided_{device.type}", None)
     if fast is not None:
         return fast
 
@@ -132,7 +132,7 @@ def is_intercepted(tensors: Iterable[Tensor]) -> bool:
 
 def only_devices() -> bool:
     """Return whether every active `TorchFunctionMode` is torch.device used as a context."""
-    for i in range(modes()):
+    for i in range(function_mode_count()):
         if type(_C._get_function_stack_at(i)) is not DeviceContext:
             return False
     return True

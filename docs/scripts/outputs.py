@@ -1,9 +1,9 @@
 """Code of the pages that runs, and what it prints.
 
-On every page but the laboratory notes, blocks marked `python` run, in order, in one namespace a page;
-blocks marked `py` are to read. A block marked `text` right below a `python` block is what that
-block prints; right below an `sh` block, what its `attnkit` commands print. In it, `...` stands for
-anything within a line, and a line `...` for any lines.
+On every page but the laboratory notes, blocks marked `python` run, in order, in one namespace a
+page; blocks marked `py` are to read. A block marked `text` right below a `python` block is what
+that block prints; right below an `sh` block, what its `attnkit` commands print. In it, `...` stands
+for anything within a line, and a line `...` for any lines.
 """
 
 from __future__ import annotations

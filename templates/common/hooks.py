@@ -46,8 +46,8 @@ class ForwardHooks(Protocol):
     """Emits the score mod and the mask of a forward.
 
     Attributes:
-        intervals: how many intervals of kv a row keeps, for `kept_intervals`; None if the mask has no such
-            form.
+        intervals: how many intervals of kv a row keeps, for `kept_intervals`; None if the mask has
+            no such form.
         has_mask: False if no score is masked.
         only_scales: x is the raw score; `factor` is all that the mod does.
         ignores_score: x does not depend on the score.
@@ -55,7 +55,8 @@ class ForwardHooks(Protocol):
         branches_on_score: a condition on the score selects x.
         row_factor: scores are multiplied by a value of their row.
         instruction_estimate: estimate of the instructions that compute x.
-        lists_override_mask: block lists overrule the mask, which is not applied to their FULL blocks.
+        lists_override_mask: block lists overrule the mask, which is not applied to their FULL
+            blocks.
     """
 
     intervals: int | None
@@ -159,14 +160,14 @@ class BackwardHooks(ForwardHooks, Protocol):
     """Emits the recomputed score, its derivative, and gradients, for a backward.
 
     A tile is a kv block: the kernel asks for its columns once, and its first column is the origin,
-    so that `block` is not used. Rows come two at a time, with `row` called in every block. `kept_intervals`
-    is called for columns and returns the intervals of q that a column keeps. Only `distance_term` has
-    the terms that are linear in kv - q.
+    so that `block` is not used. Rows come two at a time, with `row` called in every block.
+    `kept_intervals` is called for columns and returns the intervals of q that a column keeps. Only
+    `distance_term` has the terms that are linear in kv - q.
 
     Attributes:
         has_derivative: whether the derivative of the mod by the score differs from 1.
-        gradient_levels: for each load of a captured tensor that wants a gradient, the level at which its
-            index is known: "head", "row", "column", "relative" (q - kv) or "element".
+        gradient_levels: for each load of a captured tensor that wants a gradient, the level at
+            which its index is known: "head", "row", "column", "relative" (q - kv) or "element".
         gradient_slots: for each such load, the index of its gradient in the kernel's `totals`.
         loads_per_score: whether a captured tensor is read for every score or every q - kv.
         has_distance_term: whether `distance_term` returns a term.

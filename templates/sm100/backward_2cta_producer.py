@@ -19,11 +19,12 @@ from cutlass import Float32, Int32, const_expr, cute
 from cutlass._mlir.dialects.nvvm import MemScopeKind
 from cutlass.cute.nvgpu import cpasync
 
+from attnkit.templates.common.backward_producer import next_q_block
 from attnkit.templates.common.backward_work import Lists, Problem
 from attnkit.templates.common.lse_in_mma import ROW_WORDS
 from attnkit.templates.common.semaphore import write_turn
 from attnkit.templates.common.tma import partition
-from attnkit.templates.common.work_tile import WorkItem, WorkTile, block_word, next_block
+from attnkit.templates.common.work_tile import WorkItem, WorkTile
 from attnkit.templates.sm100 import backward_device as device
 from attnkit.templates.sm100.backward_barriers import Backward2CtaBarriers, OperandBarriers
 from attnkit.templates.sm100.backward_config import BackwardConfig
@@ -155,7 +156,7 @@ class Producer2Cta:
             delta_tiles,
         )
         blocks = (p.q_len + bm - 1) // bm
-        ragged_q, ragged_kv = p.q_len // bm, p.kv_len // c.block_kv  # the ragged blocks, if any
+        ragged = p.q_len // bm, p.kv_len // c.block_kv  # the ragged blocks, if any
         total = items.shape[0]
         q_count, kv_count = Int32(0), Int32(0)
         self.claim(lists.counter, total, kv_count, info, bars)
@@ -171,11 +172,8 @@ class Producer2Cta:
             first_row = (b * p.heads + h) * blocks
             before = Int32(0)
             for j in cutlass.range(count, unroll=1):
-                block, is_partial, in_partial, in_full = next_block(
-                    lists.partial, lists.full, in_partial, in_full
-                )
-                q_word = block_word(
-                    block, is_partial, (block == ragged_q) | (kv_block == ragged_kv)
+                block, q_word, in_partial, in_full = next_q_block(
+                    lists, (in_partial, in_full), kv_block, ragged
                 )
                 r = q_stage(c, q_count)
                 cute.arch.mbarrier_wait(bars.block_empty + r, q_phase(c, q_count) ^ 1)

@@ -25,16 +25,15 @@ class BackwardConfig:
 
     Attributes:
         dtype: "bfloat16" or "float16", of all inputs and gradients.
-        head_dim, head_dim_v: head dims as the kernel computes them, those of the tensors padded with
-            zeros: 64 or 128 each, or 192 and 128.
+        head_dim, head_dim_v: head dims as the kernel computes them, those of the tensors padded
+            with zeros: 64 or 128 each, or 192 and 128.
         block_q: rows of a q block, 128, or 64 with a head_dim of 192.
         accumulate: add dK and dV to float32 sums, for query heads that share a kv head; otherwise
             they are stored in the dtype.
-        sum_order: "ascending" or "descending": add to sums in this order of kv tiles, which is that of
-            the schedule (deterministic mode); "" for any order.
-        dynamic: CTAs take their next work tile from an atomic counter; otherwise every ctas-th.
+        sum_order: "ascending" or "descending": add to sums in this order of kv tiles, which is that
+            of the schedule (deterministic mode); "" for any order.
         two_cta: CTA pairs share a work tile, 128 kv positions per CTA, and compute joint MMAs. For
-            head dims of 128 and dynamic=True.
+            head dims of 128.
         less_lse: the MMAs subtract LSE / scale from S, see `LseInMma`. Only where they also
             subtract delta from dP, for a mod that adds to the score what does not depend on it,
             and without captured tensors that need a gradient.
@@ -46,7 +45,6 @@ class BackwardConfig:
     block_q: int = 128
     accumulate: bool = False
     sum_order: str = ""
-    dynamic: bool = True
     two_cta: bool = False
     less_lse: bool = False
 
@@ -215,10 +213,10 @@ class BackwardConfig:
             )
         if self.block_q != (64 if self.head_dim == 192 else 128):
             return f"block_q={self.block_q} with head_dim={self.head_dim}: expected 128, or 64 with 192"
-        if self.two_cta and (widths != (128, 128) or not self.dynamic):
+        if self.two_cta and widths != (128, 128):
             return (
-                f"two_cta=True with head dims of {self.head_dim} and {self.head_dim_v} and "
-                f"dynamic={self.dynamic}: expected 128, 128 and dynamic=True"
+                f"two_cta=True with head dims of {self.head_dim} and {self.head_dim_v}: "
+                "expected 128 and 128"
             )
         if self.less_lse and not self.less_delta:
             return "less_lse=True with head dims of 128 and two_cta=False: expected False"

@@ -13,16 +13,14 @@ import cutlass
 from cutlass import Float32, Int32, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 
+from attnkit.templates.common.backward_producer import next_q_block, partition_operands
 from attnkit.templates.common.backward_work import Lists, Problem
 from attnkit.templates.common.semaphore import write_turn
-from attnkit.templates.common.tma import partition
 from attnkit.templates.common.work_tile import (
     RECORD,
     WorkItem,
     WorkTile,
     begin_runs,
-    block_word,
-    next_block,
 )
 from attnkit.templates.sm100.backward_barriers import BackwardBarriers
 from attnkit.templates.sm100.backward_config import BackwardConfig
@@ -79,12 +77,10 @@ class Producer:
         c, p, info, items = self.config, problem, rows.info, lists.items
         tma_q, tma_k, tma_v, tma_do = atoms
         head_dim, head_dim_v, bm, bn = c.head_dim, c.head_dim_v, c.block_q, c.rows_kv
-        whole = (None, 0, None, None)
         # [tile, stages] in shared memory, [tile, blocks, H, B] in global memory
-        q_to, q_from = partition(tma_q, smem.q, tiles[0], (bm, head_dim), whole)
-        k_to, k_from = partition(tma_k, smem.k, tiles[1], (bn, head_dim), whole)
-        v_to, v_from = partition(tma_v, smem.v, tiles[2], (bn, head_dim_v), whole)
-        do_to, do_from = partition(tma_do, smem.do, tiles[3], (bm, head_dim_v), whole)
+        (q_to, q_from), (k_to, k_from), (v_to, v_from), (do_to, do_from) = partition_operands(
+            c, atoms, tiles, smem, bn
+        )
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
         lse_words, delta_words = c.words
         lse_tiles = cute.flat_divide(lists.lse, (bm * lse_words,))  # f32 [block_q words, blocks]
@@ -95,7 +91,7 @@ class Producer:
         else:
             q_bytes += bm * 4
         blocks = (p.q_len + bm - 1) // bm
-        ragged_q, ragged_kv = p.q_len // bm, p.kv_len // bn  # the ragged blocks, if any
+        ragged = p.q_len // bm, p.kv_len // bn  # the ragged blocks, if any
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         lane = cute.arch.lane_idx()
@@ -110,11 +106,8 @@ class Producer:
             in_partial, in_full = begin_item(lists, index)
             first_row = (b * p.heads + h) * blocks
             for j in cutlass.range(count, unroll=1):
-                block, is_partial, in_partial, in_full = next_block(
-                    lists.partial, lists.full, in_partial, in_full
-                )
-                q_word = block_word(
-                    block, is_partial, (block == ragged_q) | (kv_block == ragged_kv)
+                block, q_word, in_partial, in_full = next_q_block(
+                    lists, (in_partial, in_full), kv_block, ragged
                 )
                 r, s = q_stage(c, q_count), do_stage(c, q_count)
                 cute.arch.mbarrier_wait(bars.block_empty + r, q_phase(c, q_count) ^ 1)
@@ -171,16 +164,14 @@ class Producer:
                     write_turn(c, info, RECORD, lists.order, index)
                     cute.arch.mbarrier_arrive(bars.v_full)
                     cute.arch.mbarrier_arrive(bars.k_full)
-            following = index + ctas
-            if const_expr(c.dynamic):  # from a counter: a CTA that is ahead takes more
-                old = Int32(0)
-                if lane == 0:
-                    old = cute.arch.atomic_add(lists.counter.iterator, Int32(1))
-                    if old == total - 1:  # the last of the launch resets it
-                        lists.counter[0] = Int32(0)
-                following = cute.arch.shuffle_sync(old, 0) + ctas
+            # the next one from a counter: a CTA that is ahead takes more
+            old = Int32(0)
+            if lane == 0:
+                old = cute.arch.atomic_add(lists.counter.iterator, Int32(1))
+                if old == total - 1:  # the last of the launch resets it
+                    lists.counter[0] = Int32(0)
+            index = cute.arch.shuffle_sync(old, 0) + ctas
             kv_count += 1
-            index = following
         cute.arch.mbarrier_wait(bars.kv_empty, (kv_count & 1) ^ 1)
         with cute.arch.elect_one():
             info[RECORD + WorkTile.VALID] = Int32(0)

@@ -35,8 +35,8 @@ class ForwardConfig:
 
     Attributes:
         dtype: "bfloat16" or "float16", of query, key, value and output.
-        head_dim, head_dim_v: head dims as the kernel computes them: those of the tensors, padded to a
-            multiple of 32, at most 256; TMA fills the padding with zeros.
+        head_dim, head_dim_v: head dims as the kernel computes them: those of the tensors, padded to
+            a multiple of 32, at most 256; TMA fills the padding with zeros.
         block_kv: kv columns of a block, 64 or 128.
         q_tiles: query tiles of 128 rows that a CTA works on, 1 or 2. Two are worked on in
             ping-pong; they share the loads of K and V, and all blocks of the work list. With one,

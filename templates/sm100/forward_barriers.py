@@ -26,8 +26,8 @@ class ForwardBarriers:
         s_half: the lower half of the columns of S is computed; only with `halves`.
         s_full: S is computed.
         s_empty: the softmax has read S, so that its upper half may be computed; only with `halves`.
-        p_full: for each part of P: the softmax has stored it; for the first part also: the correction
-            has rescaled O.
+        p_full: for each part of P: the softmax has stored it; for the first part also: the
+            correction has rescaled O.
         q_full: the bytes of Q have arrived.
         q_empty: the MMAs that read Q are complete; with `alias`, the output that overwrote it is
             stored.

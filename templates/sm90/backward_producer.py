@@ -13,9 +13,9 @@ import cutlass
 from cutlass import Float32, Int32, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 
+from attnkit.templates.common.backward_producer import partition_operands
 from attnkit.templates.common.backward_work import Lists, Problem
 from attnkit.templates.common.semaphore import write_turn
-from attnkit.templates.common.tma import partition
 from attnkit.templates.common.work_tile import (
     ITEM_WORDS,
     RECORD,
@@ -92,11 +92,9 @@ class Producer:
         c, info, p = self.config, smem.info, problem
         tma_q, tma_k, tma_v, tma_do = atoms
         head_dim, head_dim_v, bm = c.head_dim, c.head_dim_v, c.block_q
-        whole = (None, 0, None, None)  # of a tensor [S, D, H, B]
-        q_to, q_from = partition(tma_q, smem.q, tiles[0], (bm, head_dim), whole)
-        k_to, k_from = partition(tma_k, smem.k, tiles[1], (ROWS, head_dim), whole)
-        v_to, v_from = partition(tma_v, smem.v, tiles[2], (ROWS, head_dim_v), whole)
-        do_to, do_from = partition(tma_do, smem.do, tiles[3], (bm, head_dim_v), whole)
+        (q_to, q_from), (k_to, k_from), (v_to, v_from), (do_to, do_from) = partition_operands(
+            c, atoms, tiles, smem, ROWS
+        )
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
         lse_words = c.words[0]
         lse_tiles = cute.flat_divide(lists.lse, (bm * lse_words,))

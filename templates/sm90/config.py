@@ -28,7 +28,6 @@ class ForwardConfig:
             itself. "no-max": nothing, for scores that are bounded.
         double_buffer_p: P has a second set of registers, so that it is packed while P V still reads
             the first; otherwise it is packed after P V. "delayed-max" needs it.
-        pingpong: warp scheduler barriers make the warpgroups take turns on the tensor cores.
         exp_before_wait: the exponentials are computed before the wait for P V.
         poly: one of every `poly` exponentials is computed on the FMA units; 0 for none.
         store_from_registers: the output is stored from registers, as shared memory has no room
@@ -44,7 +43,6 @@ class ForwardConfig:
     stages: int = 2
     softmax: str = "delayed-max"
     double_buffer_p: bool = True
-    pingpong: bool = True
     exp_before_wait: bool = False
     poly: int = 0
     store_from_registers: bool = False

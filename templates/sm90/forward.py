@@ -309,9 +309,8 @@ class Forward:
         consumer = Consumer(thread, mma, state, smem, bars)
         output = self.epilogue.output_tile(mma, smem.o, tma_o, ct)
 
-        if const_expr(c.pingpong):
-            if wg == 0:
-                pingpong_pass(0)  # warpgroup 0 begins
+        if wg == 0:
+            pingpong_pass(0)  # warpgroup 0 begins
         # kv_pos: position in the K and V rings; tile_idx: work tiles before; kv_block: that of S
         kv_pos, tile_idx, kv_block = Int32(0), Int32(0), Int32(0)
         cute.arch.mbarrier_wait(bars.q.full, 0)
@@ -366,7 +365,7 @@ class Forward:
                 warpgroup.fence()
             mma.issue_pv(v_stage)
             if const_expr(c.chained):
-                self._pingpong_pass(wg)
+                self._pass_turn(wg)
 
             # Read the record again: kept through the loops, it would take registers from them.
             work = Work.read(smem.info, record_of(tile_idx - 1))
@@ -421,7 +420,7 @@ class Forward:
         again = cutlass.select_(valid == 0, Int32(1), Int32(0))
         stage = bars.k.wait_full(kv_pos - again)
         kv_block = info[stage]
-        self._pingpong_wait(wg)
+        pingpong_wait(wg)
         warpgroup.fence()
         mma.issue_qk(wg + c.warpgroups * bars.q.stage(tile_idx - again), stage)
         return valid, kv_block, stage
@@ -447,7 +446,7 @@ class Forward:
         cute.arch.mbarrier_wait(bars.k.full + k_stage, bars.k.phase(kv_pos))
         kv_block = consumer.smem.info[k_stage]
         bits = softmax.mask_bits(tile, kv_block, masked)
-        self._pingpong_wait(warpgroup_idx)
+        pingpong_wait(warpgroup_idx)
         warpgroup.fence()
         mma.issue_qk(q_tile, k_stage)  # asynchronous, the first group
         if self.hooks.prefetches:  # loads of a mod: their latency hides behind the products
@@ -456,7 +455,7 @@ class Forward:
         mma.issue_pv(v_stage)  # asynchronous, the second group; it reads P from registers
         if not self.hooks.prefetches:
             block = softmax.block_values(tile, kv_block, masked, count)
-        self._pingpong_pass(warpgroup_idx)
+        self._pass_turn(warpgroup_idx)
         warpgroup.wait_group(1)  # S is there; P V may still run
         mma.release_k(bars.k, k_stage)
         # with two P buffers, write the second one: P V still reads the first
@@ -482,13 +481,8 @@ class Forward:
         site = self.softmax.site(captured, work.batch, work.head, scalars, first_row)
         return site, RowPlace(row, tile_row, work, thread.lane)
 
-    def _pingpong_wait(self, warpgroup: Int32) -> None:
-        if self.config.pingpong:
-            pingpong_wait(warpgroup)
-
-    def _pingpong_pass(self, warpgroup: Int32) -> None:
-        if self.config.pingpong:
-            pingpong_pass((warpgroup + 1) % self.config.warpgroups)
+    def _pass_turn(self, warpgroup: Int32) -> None:
+        pingpong_pass((warpgroup + 1) % self.config.warpgroups)
 
 
 def keep_exponentials_here(state: RowState) -> None:

@@ -18,13 +18,14 @@ import pytest
 import torch
 
 import attnkit
-from attnkit import cli, masks, splice
+from attnkit import cli, masks
 from attnkit.cli import doctor, main
 from attnkit.inspection import picture
 from attnkit.inspection.summary import summarize
 from attnkit.jit.disk_cache import KernelCache
 from attnkit.schedule.plan import BACKENDS, has_dsl
 from attnkit.schedule.targets import TARGETS, of_capability
+from attnkit.splice.cpu import CpuHooks
 
 FILE = """
 import torch
@@ -99,8 +100,8 @@ def test_check_passes_its_options_on(file: str, capsys: pytest.CaptureFixture[st
 def test_check_fails_with_status_1_and_code_that_fails_too(
     file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = splice.CpuHooks.dscore
-    monkeypatch.setattr(splice.CpuHooks, "dscore", lambda *args: 1.01 * real(*args))
+    real = CpuHooks.dscore
+    monkeypatch.setattr(CpuHooks, "dscore", lambda *args: 1.01 * real(*args))
     assert main(["check", f"{file}:score_mod", "--examples", "20"]) == 1
     out, _ = capsys.readouterr()
     assert "FAILED" in out

@@ -11,9 +11,8 @@ from torch import Tensor
 from attnkit import masks, mods
 from attnkit.codegen.cute_host import run_on_cpu
 from attnkit.graph.adjoint import adjoint
-from attnkit.graph.eval_torch import evaluate
+from attnkit.graph.eval_torch import evaluate, positions
 from attnkit.graph.ir import BOOL, Node
-from attnkit.runtime.reference import positions
 from attnkit.tracing.tracer import trace
 
 LENGTH = 32

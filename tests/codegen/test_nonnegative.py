@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from attnkit.codegen.nonnegative import wrapping
 from attnkit.graph import ir
-from attnkit.graph.eval_torch import evaluate
+from attnkit.graph.eval_torch import evaluate, positions
 from attnkit.graph.ir import Node
-from attnkit.runtime.reference import positions
 from attnkit.testing import Limits, mask_mods, score_mods
 from attnkit.tracing.tracer import Traced, trace
 

@@ -24,7 +24,7 @@ def test_counts_are_those_of_the_dense_mask(name: str, block: tuple[int, int]) -
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(summary, "_AT_ONCE", 700)  # several steps
         found = summarize(blocks)
-    assert found.kept == int(dense.sum())
+    assert found.kept_positions == int(dense.sum())
     assert found.dense == dense.numel()
     assert found.tiles == blocks.runs.counts()
     assert found.shape == tuple(dense.shape)
@@ -70,6 +70,6 @@ def test_bytes_to_read(count: int, shown: str) -> None:
 
 def test_nothing_and_everything() -> None:
     nothing = summarize(create_block_mask(or_masks(), None, None, 100, 70))
-    assert (nothing.kept, nothing.tiles) == (0, (1, 0, 0))
+    assert (nothing.kept_positions, nothing.tiles) == (0, (1, 0, 0))
     everything = summarize(create_block_mask(noop_mask, None, None, 100, 70))
-    assert (everything.kept, everything.tiles) == (7000, (0, 0, 1))
+    assert (everything.kept_positions, everything.tiles) == (7000, (0, 0, 1))

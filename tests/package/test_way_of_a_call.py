@@ -19,8 +19,8 @@ pytest.importorskip("cutlass")  # without it no call is planned for a kernel
 
 import attnkit
 from attnkit import flex_attention, masks
-from attnkit.runtime import prepare
 from attnkit.splice import forward, workers
+from attnkit.util import devices
 from attnkit.util.package import FOLDER
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
@@ -70,7 +70,7 @@ def files_that_see(query: Tensor) -> Iterator[list[str]]:
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(devices, "compute_capability", lambda device: (9, 0))
     monkeypatch.setattr(workers, "sm_count", lambda device: 132)
     monkeypatch.setattr(forward, "kernel", lambda source, **options: Kernel())
     attnkit.clear_caches()

@@ -20,12 +20,13 @@ from attnkit import explain, flex_attention
 from attnkit.emulator import Undefined
 from attnkit.jit.disk_cache import KernelCache
 from attnkit.jit.kernel import full_key
-from attnkit.runtime import hardware_gate, prepare
+from attnkit.runtime import hardware_gate
 from attnkit.runtime.hardware_gate import Verdict
 from attnkit.schedule.targets import SM90, SM100, Target
 from attnkit.splice import forward, workers
 from attnkit.testing import selfcheck
 from attnkit.testing.selfcheck import EXAMPLES, Failure, examine
+from attnkit.util import devices
 
 CPU = torch.device("cpu")
 CAUSAL = lambda b, h, q, kv: q >= kv
@@ -42,7 +43,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan as for a GPU of compute capability 10.0."""
-    monkeypatch.setattr(prepare, "_capability", lambda device: (10, 0))
+    monkeypatch.setattr(devices, "compute_capability", lambda device: (10, 0))
 
 
 class SelfcheckStub:

@@ -32,6 +32,16 @@ class Case:
                 "batch": self.batch, "heads": self.heads}  # fmt: skip
 
 
+def positions(case: Case) -> dict[str, Tensor]:
+    """Indices that broadcast to [batch, heads, q_len, kv_len]."""
+    return {
+        "b": torch.arange(case.batch, dtype=torch.int32).view(-1, 1, 1, 1),
+        "h": torch.arange(case.heads, dtype=torch.int32).view(-1, 1, 1),
+        "q": torch.arange(case.q_len, dtype=torch.int32).view(-1, 1),
+        "kv": torch.arange(case.kv_len, dtype=torch.int32),
+    }
+
+
 def dense(
     root: Node, tensors: tuple[Tensor, ...], case: Case, dtype: torch.dtype = torch.float32
 ) -> Tensor:
@@ -46,12 +56,7 @@ def dense_nodes(
     dtype: torch.dtype = torch.float32,
 ) -> dict[Node, Tensor]:
     """Compute the values of every sub-expression at every position."""
-    env = {
-        "b": torch.arange(case.batch, dtype=torch.int32).view(-1, 1, 1, 1),
-        "h": torch.arange(case.heads, dtype=torch.int32).view(-1, 1, 1),
-        "q": torch.arange(case.q_len, dtype=torch.int32).view(-1, 1),
-        "kv": torch.arange(case.kv_len, dtype=torch.int32),
-    }
+    env = positions(case)
     memo: dict[Node, Tensor] = {}
     evaluate(roots, env, tensors, dtype, memo=memo)
     shape = (case.batch, case.heads, case.q_len, case.kv_len)
@@ -205,3 +210,12 @@ def cases(draw: st.DrawFn, type_: Type = BOOL, max_len: int = 300, max_depth: in
     maker = Maker(draw, q_len, kv_len, batch, heads)
     root = maker.of(type_, draw(st.integers(0, max_depth)))
     return Case(root, tuple(maker.tensors), q_len, kv_len, batch, heads)
+
+
+def states_of(keep: Tensor, block: tuple[int, int]) -> Tensor:
+    """Brute force: states from the dense mask [b, h, q, kv], judged on positions that exist."""
+    any_, all_ = keep, keep
+    for axis, size in ((2, block[0]), (3, block[1])):
+        any_ = torch.stack([p.any(axis) for p in any_.split(size, axis)], axis)
+        all_ = torch.stack([p.all(axis) for p in all_.split(size, axis)], axis)
+    return any_.to(torch.int8) + all_.to(torch.int8)

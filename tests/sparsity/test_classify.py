@@ -16,18 +16,9 @@ from attnkit.graph.simplify import build
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.sparsity.classify import Statistics, classify
 from attnkit.tracing.tracer import Traced, trace
-from tests.sparsity.mask_graphs import Case, cases, dense
+from tests.sparsity.mask_graphs import Case, cases, dense, states_of
 
 CPU = torch.device("cpu")
-
-
-def brute_force(keep: Tensor, block: tuple[int, int]) -> Tensor:
-    """Compute states from the dense mask [b, h, q, kv], judged on the positions that exist."""
-    any_, all_ = keep, keep
-    for axis, size in ((2, block[0]), (3, block[1])):
-        any_ = torch.stack([p.any(axis) for p in any_.split(size, axis)], axis)
-        all_ = torch.stack([p.all(axis) for p in all_.split(size, axis)], axis)
-    return any_.to(torch.int8) + all_.to(torch.int8)
 
 
 def blocks() -> st.SearchStrategy[tuple[int, int]]:
@@ -36,14 +27,14 @@ def blocks() -> st.SearchStrategy[tuple[int, int]]:
 
 
 @given(case=cases(), block=blocks())
-def test_equals_brute_force(case: Case, block: tuple[int, int]) -> None:
+def test_equals_states_of(case: Case, block: tuple[int, int]) -> None:
     statistics = Statistics()
     try:
         runs = classify(case.root, case.tensors, block=block, device=CPU,
                         statistics=statistics, **case.sizes())  # fmt: skip
     except BoundsError:
         reject()
-    expected = brute_force(dense(case.root, case.tensors, case), block)
+    expected = states_of(dense(case.root, case.tensors, case), block)
     states = runs.states()
     assert statistics.tiles == states.numel()
     assert torch.equal(states.expand(expected.shape), expected)
@@ -61,7 +52,7 @@ def test_small_passes_change_nothing(case: Case, block: tuple[int, int]) -> None
             runs = classify(case.root, case.tensors, block=block, device=CPU, **case.sizes())
         except BoundsError:
             reject()
-    expected = brute_force(dense(case.root, case.tensors, case), block)
+    expected = states_of(dense(case.root, case.tensors, case), block)
     assert torch.equal(runs.states().expand(expected.shape), expected)
 
 
@@ -77,7 +68,7 @@ def test_tiles_larger_than_a_pass_are_left_once_they_are_decided(
     states = classified(traced, 90, 70, (61, 67), record).states()
     assert record.dense > 0  # no room for a search, and corners do not tell
     expected = classified(traced, 90, 70, (1, 1), Statistics()).states()
-    assert torch.equal(states, brute_force(expected == 2, (61, 67)))
+    assert torch.equal(states, states_of(expected == 2, (61, 67)))
 
 
 # --- masks in use
@@ -224,7 +215,7 @@ def test_masks_in_use(name: str) -> None:
     for q_len, kv_len, block in SHAPES:
         statistics = Statistics()
         states = classified(traced, q_len, kv_len, block, statistics).states()
-        expected = brute_force(everywhere[:, :, :q_len, :kv_len], block)
+        expected = states_of(everywhere[:, :, :q_len, :kv_len], block)
         assert torch.equal(states.expand(expected.shape), expected)
         assert statistics.dense == 0 or (name, block) in UNDECIDED
 
@@ -274,7 +265,7 @@ def test_floats_classify_exactly() -> None:
                         heads=1, device=CPU, dtype=dtype)  # fmt: skip
         keep = dense(traced.root, traced.tensors, Case(traced.root, traced.tensors, 400, 400, 1, 1),
                      dtype)  # fmt: skip
-        assert torch.equal(runs.states(), brute_force(keep, (32, 48)))
+        assert torch.equal(runs.states(), states_of(keep, (32, 48)))
 
 
 def test_an_equality_is_not_used_where_it_would_leave_a_tensor() -> None:
@@ -289,7 +280,7 @@ def test_an_equality_is_not_used_where_it_would_leave_a_tensor() -> None:
     runs = classify(traced.root, traced.tensors, q_len=100, kv_len=60, block=(16, 16), batch=1,
                     heads=1, device=CPU)  # fmt: skip
     keep = dense(traced.root, traced.tensors, Case(traced.root, traced.tensors, 100, 60, 1, 1))
-    assert torch.equal(runs.states(), brute_force(keep, (16, 16)))
+    assert torch.equal(runs.states(), states_of(keep, (16, 16)))
 
 
 def test_loads_that_cannot_be_proven_are_checked_when_evaluated() -> None:

@@ -20,7 +20,7 @@ from attnkit.sparsity.classify import classify
 from attnkit.sparsity.hierarchical import Statistics
 from attnkit.sparsity.ranges.equality_sets import Bits, BlockValues, Pairs, find_matches
 from attnkit.tracing.tracer import Traced, trace
-from tests.sparsity.mask_graphs import Case, cases, dense
+from tests.sparsity.mask_graphs import Case, cases, dense, states_of
 
 CPU = torch.device("cpu")
 NAMES = sorted(masks.examples())
@@ -40,15 +40,6 @@ def by_nodes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         monkeypatch.setattr("attnkit.sparsity.hierarchical._MAX_DENSE_TILES", 0)
 
     return use
-
-
-def states_of(keep: Tensor, block: tuple[int, int]) -> Tensor:
-    """Compute states by brute force from the dense mask [b, h, q, kv], on positions that exist."""
-    any_, all_ = keep, keep
-    for axis, size in ((2, block[0]), (3, block[1])):
-        any_ = torch.stack([p.any(axis) for p in any_.split(size, axis)], axis)
-        all_ = torch.stack([p.all(axis) for p in all_.split(size, axis)], axis)
-    return any_.to(torch.int8) + all_.to(torch.int8)
 
 
 def dense_states(traced: Traced, example: Example, block: tuple[int, int]) -> Tensor:

@@ -18,7 +18,7 @@ from attnkit.graph.ir import I32, Node, arg, const, load
 from attnkit.graph.simplify import build
 from attnkit.sparsity.index_bounds import check_bounds
 from attnkit.tracing.tracer import trace
-from tests.sparsity.mask_graphs import Case, cases
+from tests.sparsity.mask_graphs import Case, cases, positions
 
 Q, KV = arg("q"), arg("kv")
 LOW, HIGH = -(2**31), 2**31 - 1
@@ -30,18 +30,13 @@ LOW, HIGH = -(2**31), 2**31 - 1
 def first_fault(case: Case) -> tuple[str, Node] | None:
     """Return the first unsafe node and what is wrong there, found by evaluating everything."""
     values: dict[Node, Tensor] = {}
-    positions = {
-        "b": torch.arange(case.batch, dtype=torch.int32).view(-1, 1, 1, 1),
-        "h": torch.arange(case.heads, dtype=torch.int32).view(-1, 1, 1),
-        "q": torch.arange(case.q_len, dtype=torch.int32).view(-1, 1),
-        "kv": torch.arange(case.kv_len, dtype=torch.int32),
-    }
+    env = positions(case)
     for n in ir.topo(case.root):
         args = [values[a] for a in n.args]
         fault = fault_of(n, args, case)
         if fault:
             return fault, n
-        evaluate([n], positions, case.tensors, memo=values)
+        evaluate([n], env, case.tensors, memo=values)
     return None
 
 

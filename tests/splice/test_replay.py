@@ -61,7 +61,7 @@ def finish(half: int, to: int, total: int) -> None:
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "device_index", lambda: None)
-    monkeypatch.setattr(module, "is_captured", lambda: False)
+    monkeypatch.setattr(module, "is_stream_capturing", lambda: False)
     monkeypatch.setattr(module, "stream_of", lambda index: 7)
 
 
@@ -142,7 +142,7 @@ def test_a_kernel_that_cannot_be_launched_again() -> None:
     assert prepare_replay(ran, made, lambda: case.counter, 2, CPU) is None
 
 
-@pytest.mark.parametrize("what", ["device_index", "is_captured"])
+@pytest.mark.parametrize("what", ["device_index", "is_stream_capturing"])
 def test_nothing_is_done_where_the_call_is_another(
     monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:

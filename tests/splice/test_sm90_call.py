@@ -16,8 +16,8 @@ pytest.importorskip("cutlass")  # without it no call is planned for the kernel
 
 import attnkit
 from attnkit import AuxRequest, flex_attention, masks
-from attnkit.runtime import prepare
 from attnkit.splice import forward, forward_call, graph_capture, workers
+from attnkit.util import devices
 from tests.splice.test_graph_capture import Driver, destroy
 
 LENGTH = 300
@@ -79,7 +79,7 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     recorder = Recorder()
-    monkeypatch.setattr(prepare, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(devices, "compute_capability", lambda device: (9, 0))
     monkeypatch.setattr(forward, "kernel", recorder.kernel)
     monkeypatch.setattr(workers, "sm_count", lambda device: 132)
     attnkit.clear_caches()

@@ -12,9 +12,9 @@ pytest.importorskip("cutlass")  # without it no call is planned for the kernel
 
 import attnkit
 from attnkit import flex_attention, masks
-from attnkit.runtime import prepare
 from attnkit.runtime.reuse.backward import BackwardReuse
 from attnkit.splice import backward_call, forward, replay, workers
+from attnkit.util import devices
 
 
 class Kernels:
@@ -60,7 +60,7 @@ def test_a_kernel_that_runs_for_several_gradients(
     monkeypatch: pytest.MonkeyPatch, dim: int, kv_heads: int
 ) -> None:
     kernels = Kernels()
-    monkeypatch.setattr(prepare, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(devices, "compute_capability", lambda device: (9, 0))
     for module in (forward, backward_call):
         monkeypatch.setattr(module, "kernel", kernels.kernel)
     monkeypatch.setattr(workers, "sm_count", lambda device: 132)
@@ -69,7 +69,7 @@ def test_a_kernel_that_runs_for_several_gradients(
     counters = torch.zeros(1000, dtype=torch.int32)
     monkeypatch.setattr(backward_call, "zero_counters", lambda device, capturing, count: counters)
     monkeypatch.setattr(replay, "device_index", lambda: None)
-    monkeypatch.setattr(replay, "is_captured", lambda: False)
+    monkeypatch.setattr(replay, "is_stream_capturing", lambda: False)
     monkeypatch.setattr(replay, "stream_of", lambda index: 0)
     relaunch, replayed = BackwardReuse.try_fast_path, []
 

@@ -23,7 +23,6 @@ from attnkit.tracing.tracer import trace
 from tests.templates.backward_kit import FP16, check, draw, poisoned  # noqa: F401
 
 BACKEND = "emulate:sm_100a"
-PAIR = {"two_cta": True, "dynamic": False}
 ROWS, DEPTH = 128, 128
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 @functools.cache
 def prepare() -> emulator.Executable:
     """Compile the preprocess, with an LSE that has a gradient."""
-    kernel = Preprocess(BackwardConfig(**PAIR, less_lse=True), True)
+    kernel = Preprocess(BackwardConfig(two_cta=True, less_lse=True), True)
     fakes = preprocess_arguments("bfloat16", DEPTH)
     with tempfile.TemporaryDirectory() as folder:
         options = f"--keep-ptx --dump-dir={folder} --gpu-arch sm_100a"

@@ -15,7 +15,7 @@ from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask as create_flex_mask
 
-from attnkit import create_block_mask, masks, mods, splice, testing
+from attnkit import create_block_mask, masks, mods, testing
 from attnkit.errors import ArgumentError, OptionError, TraceError
 from attnkit.graph import simplify
 from attnkit.graph.ir import arg
@@ -23,6 +23,7 @@ from attnkit.runtime import bind
 from attnkit.runtime.variant import Variant
 from attnkit.sparsity import classify
 from attnkit.sparsity.block_runs import BlockRuns
+from attnkit.splice.cpu import CpuHooks
 from attnkit.templates import cpu
 from attnkit.testing import Case, CheckError, Limits, Report, check, check_case, check_variant
 from attnkit.testing.source import source_of
@@ -102,8 +103,8 @@ def _around(
 
 
 def _hook(monkeypatch: pytest.MonkeyPatch, name: str, fault: Callable[..., Any]) -> None:
-    real = getattr(splice.CpuHooks, name)
-    monkeypatch.setattr(splice.CpuHooks, name, lambda self, *args: fault(real, self, *args))
+    real = getattr(CpuHooks, name)
+    monkeypatch.setattr(CpuHooks, name, lambda self, *args: fault(real, self, *args))
 
 
 def _wrong_adjoint(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ def test_masks_are_computed_in_float64() -> None:
     assert torch.equal(create_mask(recent, 1, 1, S, S)[0, 0], dense)
     blocks = create_block_mask(recent, 1, 1, S, S, BLOCK_SIZE=10)
     assert torch.equal(blocks.to_dense()[0, 0] > 0, dense.view(15, 10, 15, 10).any(3).any(1))
-    assert summarize(blocks).kept == int(dense.sum())
+    assert summarize(blocks).kept_positions == int(dense.sum())
 
 
 def test_numbers_that_float32_holds_are_welcome_until_they_change() -> None:

@@ -29,7 +29,7 @@ def caches():
         if name.startswith("attnkit"):
             for attribute, x in vars(module).items():
                 if isinstance(x, VersionedCache):
-                    yield name, attribute, len(x._entries)
+                    yield name, attribute, len(x)
                 elif hasattr(x, "cache_info"):
                     yield name, attribute, x.cache_info().currsize
                 elif isinstance(x, (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)):

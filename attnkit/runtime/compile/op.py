@@ -1,8 +1,8 @@
 """Define `torch.ops.attnkit.attention`, the operator that a call becomes inside torch.compile.
 
 At compile time tensors have no data and lengths may be symbols, so tiles cannot be classified and
-indices cannot be proven. The operator carries the graphs as text. It prepares the call when it runs,
-or finds it in the call cache. One compiled program serves every sequence length.
+indices cannot be proven. The operator carries the graphs as text. It prepares the call when it
+runs, or finds it in the call cache. One compiled program serves every sequence length.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from attnkit.runtime.prepared_call import PreparedCall
 from attnkit.runtime.reuse.call_cache import CallKey, lookup, store
 from attnkit.schedule.plan import parse_backend
 from attnkit.sparsity.block_mask import BlockMask
-from attnkit.splice import BackwardInputs, Captured, ForwardInputs, compute_dtype, output_like
+from attnkit.splice import BackwardInputs, Captured, ForwardInputs
 from attnkit.tracing.float64_checks import float64_slots
 from attnkit.tracing.guards import depends_on_data
 from attnkit.tracing.tracer import Traced
@@ -266,18 +266,9 @@ def _attention_backward(
     tensors = OperatorTensors(query, key, value, captured, lists)
     factor = check_scale(scale, query.shape[-1])
     prepared, forward = _prepared(Request.parse(request), tensors, sizes, factor)
-    inputs = BackwardInputs(
-        query=query,
-        key=key,
-        value=value,
-        out=out,
-        lse=lse,
-        grad_out=grad_out,
-        grad_lse=grad_lse if grad_lse.numel() else None,
-        captured=forward.captured,
-        needs_grad=needs_grad[: len(forward.captured.scores)],
-        scale=factor,
-    )
+    grads = grad_out, grad_lse if grad_lse.numel() else None
+    needed = needs_grad[: len(forward.captured.scores)]
+    inputs = BackwardInputs.of(forward, (out, lse), grads, needed)
     dquery, dkey, dvalue, dcaptured = torch_ops.gradients(prepared.kernel_call, inputs)
     if len(dcaptured) < len(needs_grad):  # the score graph simplified to nothing
         pairs = zip(score_tensors, needs_grad, strict=True)
@@ -289,18 +280,10 @@ def _attention_backward(
 def _attention_fake(
     query: Tensor, key: Tensor, value: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    lse = query.new_empty(query.shape[:3], dtype=compute_dtype(query))
-    top = torch.empty_like(lse) if Request.parse(rest[-2]).need_max else lse.new_empty(0)
-    return output_like(query, value.shape[-1]), lse, top
+    return torch_ops.fake_outputs(query, value, Request.parse(rest[-2]).need_max)
 
 
-@torch.library.register_fake("attnkit::attention_backward")  # type: ignore[untyped-decorator]
-def _attention_backward_fake(
-    grad_out: Tensor, grad_lse: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    pairs = zip(rest[2], rest[-1], strict=True)
-    captured = [torch.empty_like(t) if need else query.new_empty(0) for t, need in pairs]
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), captured
+torch.library.register_fake("attnkit::attention_backward", torch_ops.fake_gradients)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -317,18 +300,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _gradient(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Tensor | None
 ) -> tuple[Any, ...]:
-    query, key, value, out, lse, *tensors = ctx.saved_tensors
+    saved, tensors = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
     scores, masks = ctx.counts
     lists = tensors[:scores], tensors[scores : scores + masks], tensors[scores + masks :]
     sizes, request, scale = ctx.options
     dquery, dkey, dvalue, captured = torch.ops.attnkit.attention_backward(
-        torch.zeros_like(out) if grad_out is None else grad_out,
-        lse.new_empty(0) if grad_lse is None else grad_lse,
-        query,
-        key,
-        value,
-        out,
-        lse,
+        *torch_ops.operator_tensors(grad_out, grad_lse, saved),
         *lists,
         sizes,
         request,

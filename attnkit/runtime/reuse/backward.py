@@ -16,9 +16,9 @@ from attnkit.runtime.prepared_call import BackwardRelaunch
 from attnkit.runtime.reuse.entries import Entries
 from attnkit.splice import BackwardInputs
 from attnkit.util.torch_private import (
+    function_mode_count,
     grad_enabled,
     in_forward_ad,
-    modes,
     only_devices,
     tensor_guard,
 )
@@ -36,7 +36,8 @@ class _Entry:
         with_lse: whether the LSE had a gradient.
         relaunch: runs it for other tensors.
         count: number of tensors of this backward.
-        captured: shape and dtype of each gradient of the score's tensors, None where none is needed.
+        captured: shape and dtype of each gradient of the score's tensors, None where none is
+            needed.
     """
 
     guard: Callable[..., bool]
@@ -73,7 +74,7 @@ class BackwardReuse:
         Returns:
             The gradients of query, key, value and the score's tensors.
         """
-        if grad_enabled() or in_forward_ad() or (modes() and not only_devices()):
+        if grad_enabled() or in_forward_ad() or (function_mode_count() and not only_devices()):
             return None
         tensors = _in_order(grad_out, grad_lse, saved)
         for entry in self.entries.all:

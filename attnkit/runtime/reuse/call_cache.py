@@ -1,9 +1,9 @@
 """Cache prepared calls, so that a call with the same key needs no preparation.
 
 The key contains the graphs of the functions (looked up by identity, else by fingerprint), the
-shapes, strides, dtypes and devices of the tensors, the options, and the identities of all tensors on
-whose data tiles or proofs of indices depend. Stamps tell whether that data was edited. A call without
-a key is prepared each time.
+shapes, strides, dtypes and devices of the tensors, the options, and the identities of all tensors
+on whose data tiles or proofs of indices depend. Stamps tell whether that data was edited. A call
+without a key is prepared each time.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Run repeated calls by a fast path: check guards, then relaunch.
 
-`call_cache` builds a key for every call, which takes longer. Here guards decide whether a call
-may use the result of preparing an earlier one. A tensor guard of torch compares all tensors at once
+`call_cache` builds a key for every call, which takes longer. Here guards decide whether a call may
+use the result of preparing an earlier one. A tensor guard of torch compares all tensors at once
 (class, dtype, device, shape, strides, requires_grad, and the dispatch keys of modes, transforms and
 autocast). A function guard tells whether the functions have changed. Version counters tell whether
-data that the tiles depend on has changed. A miss costs a microsecond. If torch has no tensor guards,
-no call is stored.
+data that the tiles depend on has changed. A miss costs a microsecond. If torch has no tensor
+guards, no call is stored.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from attnkit.tracing.identity_guards import READ_ERRORS
 from attnkit.util import caches
 from attnkit.util.torch_private import (
     deterministic_enabled,
+    function_mode_count,
     grad_enabled,
     in_forward_ad,
     is_intercepted,
-    modes,
     only_devices,
     tensor_guard,
     version,
@@ -174,8 +174,8 @@ def try_fast_path(
 ) -> Tensor | tuple[Tensor, Tensor] | None:
     """Relaunch an earlier call for these tensors: out, or out and LSE; None if guards fail.
 
-    The arguments are listed here again because building an `AttentionCall` takes a tenth of the host
-    time of this path.
+    The arguments are listed here again because building an `AttentionCall` takes a tenth of the
+    host time of this path.
 
     Args:
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, backend,
@@ -206,7 +206,7 @@ def try_fast_path(
     if entry.versions and _edited(entry, (*scores, *masks, *lists)):
         bucket.entries.drop(entry)
         return None
-    if modes() and not only_devices():
+    if function_mode_count() and not only_devices():
         return None
     if return_lse is not False and return_lse is not True:
         return None

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -128,8 +128,7 @@ class Intervals:
         return text.replace(str(UNLIMITED.attr), "kv_len")
 
 
-@dataclass(frozen=True)
-class NoIntervals:
+class NoIntervals(NamedTuple):
     """Says why a mask has no interval normal form.
 
     Attributes:

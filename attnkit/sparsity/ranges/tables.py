@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +17,14 @@ from torch import Tensor
 from attnkit.graph import ir
 from attnkit.graph.affine import KV, Q, Side, Sides, Terms
 from attnkit.graph.ir import BOOL, F32, Node
-from attnkit.sparsity.ranges.equality_sets import Matches, Pairs
 from attnkit.sparsity.ranges.eval_interval import Interval
 from attnkit.sparsity.ranges.gather import Lead, entries
 from attnkit.sparsity.ranges.serial import evaluate_serial
 from attnkit.util import caches
 from attnkit.util.chunks import chunk_size
+
+if TYPE_CHECKING:
+    from attnkit.sparsity.ranges.equality_sets import Matches, Pairs
 
 Reduce = Callable[[Tensor, Tensor], Tensor]
 
@@ -47,8 +50,7 @@ def _clear() -> None:
 caches.register(_clear)
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     """Identifies a one-sided expression: one node, or an integer sum of nodes of one side."""
 
     side: Side
