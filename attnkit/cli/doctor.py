@@ -213,8 +213,16 @@ def _compiler() -> Finding:
 
 def _cache() -> Finding:
     from attnkit.jit.disk_cache import default_folder
+    from attnkit.jit.trusted_files import reason_to_distrust_folder
 
     folder = default_folder()
+    if folder.exists() and (reason := reason_to_distrust_folder(folder)):
+        return Finding(
+            False,
+            "cache folder",
+            f"{folder} is not used, {reason}",
+            "see `attnkit doctor --security`",
+        )
     existing = next(p for p in (folder, *folder.parents) if p.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         return Finding(

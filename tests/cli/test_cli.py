@@ -331,6 +331,16 @@ def test_doctor_counts_cached_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert found.state == f"{tmp_path}, 1 kernels, 1.0 MiB"
 
 
+def test_doctor_says_that_a_folder_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ATTNKIT_CACHE_DIR", str(tmp_path))
+    tmp_path.chmod(0o777)
+    found = {finding.name: finding for finding in doctor.findings()}["cache folder"]
+    assert not found.present
+    assert found.state == f"{tmp_path} is not used, everybody may write to it"
+
+
 @pytest.fixture
 def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder below which nothing but the tests' own folders is looked at."""
