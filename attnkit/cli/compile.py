@@ -53,7 +53,7 @@ def register(subparsers: Subparsers) -> None:
     parser.description = (
         "Compile the kernels of a variant into the cache folder (ATTNKIT_CACHE_DIR) and print what "
         "they use; needs no GPU. Exit status 0: done, 1: done, but a kernel is slower than it "
-        "should be, 2: could not be done."
+        "should be or cannot be kept, 2: could not be done."
     )
     parser.set_defaults(run=run)
     parser.add_argument("target", help=TARGET)
@@ -148,10 +148,11 @@ def compile_all(sources: Sequence[Source]) -> int:
     """Compile sources, and print a line for each kernel and each problem of it.
 
     Returns:
-        Exit status: 1 if a kernel has a problem, such as spilled registers or serialised products.
+        Exit status: 1 if a kernel has a problem, such as spilled registers or serialised products,
+        or if the cache folder does not take it.
     """
     from attnkit.jit import kernel as compiled
-    from attnkit.jit.disk_cache import default_folder
+    from attnkit.jit.disk_cache import KernelCache
 
     print(f"{'kernel':32} {'registers':>9} {'stack':>7} {'shared':>9} {'code':>9} {'seconds':>8}")
     status = OK
@@ -162,8 +163,12 @@ def compile_all(sources: Sequence[Source]) -> int:
         for problem in kernel.artifact.problems:
             print(f"  problem: {problem}")
             status = FAILED
-    print(f"kept in {default_folder()}")
-    return status
+    cache = KernelCache()
+    if all(cache.get(compiled.full_key(source)) is not None for source in sources):
+        print(f"kept in {cache.folder}")
+        return status
+    print(f"not kept: {cache.folder} cannot be used, see `attnkit doctor --security`")
+    return FAILED
 
 
 def _lines(kernel: CompiledKernel) -> Iterator[str]:

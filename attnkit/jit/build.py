@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import platform
 import re
-import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from attnkit.jit.cubin import kernel_stats
 from attnkit.jit.dsl_runtime import runtime
 from attnkit.jit.loader import PREFIX, link
 from attnkit.jit.sass_checks import problems
+from attnkit.jit.scratch import scratch_folder
 
 # Python allocates the frames of calls in chunks of 16 KiB, and frees a chunk when the last frame in
 # it returns. If a chunk ends just where a long loop makes its calls, each call maps and unmaps
@@ -36,6 +36,10 @@ _SKIPPED_PASSES = {
     ("4.8.1", "sm_90a"): "use-strength-reduction-pass=false use-nvgpu-optimization-pass=false",
     ("4.8.1", "sm_100a"): "use-strength-reduction-pass=false",
 }
+
+# Bytes of temporary files that a compilation may write: PTX, CUBIN and an object. The largest of
+# attnkit's kernels takes a tenth.
+_ROOM = 2**25
 
 # Machines may share a cache, so the host code must run on any processor of the family.
 _HOSTS = {
@@ -65,7 +69,7 @@ def compile_source(source: Source) -> Artifact:
     Raises:
         OptionError: the build's options are not an optimisation level.
         ArgumentError: the build's arguments cannot be passed at run time.
-        LaunchError: the object does not link.
+        UnsupportedError: there is no room for temporary files.
     """
     with _without_garbage_collection():
         return _compiled(source)
@@ -91,15 +95,15 @@ def _compiled(source: Source) -> Artifact:
     start = time.perf_counter()
     build = source.build()
     signature = Signature(list(read_specs(build.arguments)))
-    with tempfile.TemporaryDirectory(prefix="attnkit-") as folder:
-        compiler = cute.compile[_options(build, source, folder)]
+    with scratch_folder(_ROOM) as folder:
+        compiler = cute.compile[_options(build, source, str(folder))]
         with warnings.catch_warnings():
             # An empty list of tensors is intended, and so is the unrolling of static loops.
             warnings.filterwarnings("ignore", "Argument .* cannot be converted to a JitArgument")
             warnings.filterwarnings("ignore", "This static loop has")
             # `loader.Entry` loads and calls the object, so the DSL needs no engine of its own.
             compiled = compiler(build.function, *build.arguments, no_jit_engine=True)
-    code = compiled.dump_to_object(PREFIX)
+        code = compiled.dump_to_object(PREFIX)
     image = link(code)
     cubin, kernels = compiled.artifacts.CUBIN, compiled.kernel_info
     return Artifact(

@@ -307,7 +307,7 @@ def trace_cached(function: Callable[..., Any], kind: Kind, device: torch.device)
         )
         _cache[key] = record
         if len(_cache) > _CACHE_SIZE:
-            _cache.pop(next(iter(_cache)), None)
+            caches.drop_oldest(_cache)
         _guard(function, kind, device, record, walk.guard)
     return fresh
 
@@ -327,7 +327,7 @@ def _guard(
     def forget(reference: Any) -> None:
         entry = _guarded.get(key)
         if entry is not None and entry.reference is reference:
-            del _guarded[key]
+            _guarded.pop(key, None)
 
     try:
         _guarded[key] = GuardedFunction(weakref.ref(function, forget), record, guard)

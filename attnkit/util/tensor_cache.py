@@ -10,9 +10,14 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from attnkit.util import caches
 from attnkit.util.torch_private import version
 
 T = TypeVar("T")
+
+# Guards the entries of every `VersionedCache`: keys compare in Python, so that a thread may be
+# interrupted inside of an operation on a dictionary. Nobody computes a value while holding it.
+_lock = caches.fork_safe_lock()
 
 
 def address(tensor: Tensor) -> int:
@@ -55,7 +60,7 @@ class Stamp:
 class VersionedCache(Generic[T]):
     """Maps (key, tensors) to a value, with a bounded size; an edited or new tensor is a miss.
 
-    Tensors are referenced weakly. The cache notices in-place edits through torch, which raise the
+    Threads may share a cache. Two that miss at the same time both compute the value. Tensors are referenced weakly. The cache notices in-place edits through torch, which raise the
     version counter, and `t.data = other`. It does not notice edits through `t.data[...]` or through
     a numpy view of the same memory.
     """
@@ -77,17 +82,21 @@ class VersionedCache(Generic[T]):
         if not self._copies and any(t.is_inference() for t in tensors):
             return make()
         full = (key, tuple(id(t) for t in tensors))
-        entry = self._entries.get(full)
+        with _lock:
+            entry = self._entries.get(full)
+            if entry is not None:
+                self._entries.move_to_end(full)
         if entry is not None:
             stamps, value = entry
             if all(s.holds(t) for s, t in zip(stamps, tensors, strict=True)):
-                self._entries.move_to_end(full)
                 return value
         value = make()
-        self._entries[full] = (tuple(Stamp(t) for t in tensors), value)
-        self._entries.move_to_end(full)
-        while len(self._entries) > self._size:
-            self._entries.popitem(last=False)
+        stamps = tuple(Stamp(t) for t in tensors)
+        with _lock:
+            self._entries[full] = stamps, value
+            self._entries.move_to_end(full)
+            while len(self._entries) > self._size:
+                self._entries.popitem(last=False)
         return value
 
     def __len__(self) -> int:
@@ -96,4 +105,5 @@ class VersionedCache(Generic[T]):
 
     def clear(self) -> None:
         """Remove all values."""
-        self._entries.clear()
+        with _lock:
+            self._entries.clear()

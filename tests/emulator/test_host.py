@@ -38,6 +38,21 @@ def test_the_generated_host_code_decides_the_launch(exe: Executable) -> None:
     assert [b.data.size for b in memory.buffers] == [2800, 4]
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ZeroDivisionError])
+def test_an_exception_in_a_launch_is_raised_after_the_call(
+    exe: Executable, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ctypes would print it and go on."""
+
+    def interrupted(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(host_function.HostFunction, "_captured", interrupted)
+    x, out = torch.zeros(700, dtype=torch.int32), np.zeros(1, np.int32)
+    with pytest.raises(error):
+        exe.captured((x, out), GlobalMemory())
+
+
 def test_compilation_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The DSL also writes its PTX to a file, which must be in a temporary folder and be removed."""
     monkeypatch.chdir(tmp_path)

@@ -29,7 +29,7 @@ from attnkit.jit.kernel import CompiledKernel
 capability = tuple(map(int, sys.argv[1:]))
 devices.compute_capability = lambda device: capability
 torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(multi_processor_count=132)
-artifact = Artifact("f", "sm_90a", Signature(()), (), (), 0.0, b"", b"", b"")
+artifact = Artifact("f", "sm_90a", Signature(()), (), (), 0.0, b"code", b"image", b"")
 disk_cache.KernelCache.get = lambda self, key: artifact.dump()
 CompiledKernel.__call__ = lambda self, *arguments: None
 CompiledKernel.relauncher = lambda self, arguments, changing: None

@@ -127,12 +127,12 @@ class HostFunction:
     def capture(self, arguments: Sequence[bytes]) -> list[Captured]:
         """Return the launches that a call with these packed arguments makes, in order."""
         launches: list[Captured] = []
-        errors: list[Exception] = []
+        errors: list[BaseException] = []
 
         def on_launch(config: Any, name: bytes, params: Any) -> int:
             try:
                 launches.append(self._captured(config.contents, name.decode(), params))
-            except Exception as error:  # an exception must not pass through the C frames
+            except BaseException as error:  # none may pass through the C frames, nor Ctrl-C be lost
                 errors.append(error)
                 return 1
             return 0

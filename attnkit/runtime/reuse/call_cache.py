@@ -115,7 +115,7 @@ def store(key: CallKey, prepared: PreparedCall) -> None:
     stamps = tuple([CapturedStamp(t) for t in key.data])
     with _lock:
         if len(_entries) >= _SIZE and key.key not in _entries:
-            _entries.pop(next(iter(_entries)))
+            caches.drop_oldest(_entries)
         _entries[key.key] = prepared, stamps
 
 

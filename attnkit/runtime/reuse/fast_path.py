@@ -305,6 +305,6 @@ def _new_bucket(
     bucket = _Bucket(score, mask, lists, (owners[0], owners[1]))
     with _lock:
         if len(_buckets) >= _BUCKETS and bucket_key not in _buckets:
-            _buckets.pop(next(iter(_buckets)))
+            caches.drop_oldest(_buckets)
         _buckets[bucket_key] = bucket
     return bucket
