@@ -16,8 +16,8 @@ import numpy as np
 from attnkit.emulator.faults import Trap
 from attnkit.emulator.machine.async_groups import WgmmaForm, WgmmaGroup
 from attnkit.emulator.machine.gang import Gang, Mask
+from attnkit.emulator.machine.knowledge import Clock
 from attnkit.emulator.machine.matrix_descriptors import elements, of_wgmma
-from attnkit.emulator.machine.race_detector import Clock
 from attnkit.emulator.numerics.formats import ELEMENT_BYTES, STORAGE, Lanes, f4, to_f32
 from attnkit.emulator.numerics.fragments import (
     a_operand,
@@ -125,7 +125,7 @@ def wgmma_wait(gang: Gang, n: int) -> bool:
         group = gang.wgmma_groups.pop(0)
         multiply_group(gang, group)
         if group.clock is not None and gang.clock is not None:
-            gang.clock.join(group.clock.known, group.clock.fenced)
+            gang.clock.complete(group.clock)
     return True
 
 
