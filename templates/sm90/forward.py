@@ -323,7 +323,6 @@ class Forward:
                 warpgroup.fence()
                 mma.issue_qk(wg, 0)
                 warpgroup.wait_group(0)
-                cute.arch.sync_warp()  # all lanes have read the number that one of them releases
                 device.arrive(bars.k.empty)
         while valid != 0:
             q_stage = bars.q.stage(tile_idx)
