@@ -56,6 +56,9 @@ def load(e: Emitter, c: Instr) -> list[str]:
     if space in ("const",):
         space = "global"
     order = f",{_order(e, c, None)}" if space in ("global", "generic") else ""
+    if space == "shared" and e.is_dead(regs[-1]):
+        # compilers widen loads, and drop the elements that they do not need
+        order = f",{max((j for j, r in enumerate(regs) if not e.is_dead(r)), default=-1) + 1}"
     order += ",True" if space == "global" and "nc" in c.parts else ""
     out = [f"T=ld_{space}(W,{e.addr(c.args[1])},m,{t},{n}{order})"]
     for j, r in enumerate(regs):

@@ -52,15 +52,18 @@ def masks_by_rank(gang: Gang, a: Lanes, m: Mask) -> list[Mask]:
     return [m] if every.size == 1 else [m & (ranks == r) for r in every]
 
 
-def ld_shared(gang: Gang, a: Lanes, m: Mask, dt: Any, n: int) -> list[Lanes]:
-    """Load `n` elements a lane from shared memory."""
+def ld_shared(
+    gang: Gang, a: Lanes, m: Mask, dt: Any, n: int, used: int | None = None
+) -> list[Lanes]:
+    """Load `n` elements a lane from shared memory; the kernel uses the first `used` of them."""
     parts = masks_by_rank(gang, a, m)
     size = np.dtype(dt).itemsize * n
     out = np.zeros((n, gang.width), dt)
     for part in parts:
         rank, off = shared_offsets(gang, a, part, size)
-        if gang.race is not None and gang.clock is not None:
-            i, lanes = gang.race.shared(rank, off, size), gang.race.repeated(gang.lane[part], size)
+        if gang.race is not None and gang.clock is not None and used != 0:
+            seen = size if used is None else size // n * used
+            i, lanes = gang.race.shared(rank, off, seen), gang.race.repeated(gang.lane[part], seen)
             gang.race.read(i, gang.clock, asynchronous=False, line=gang.line, lanes=lanes)
         got = gang.cluster.ctas[rank].view(dt, n)[off // size]
         if part is gang.full:
@@ -131,14 +134,15 @@ def note_global(
     b, off = at
     races = gang.launch.races
     place = races.index(b, off, size)
-    agent = race.agent_of(clock, gang.lane[m])
     kind = GENERIC | (STRONG if order else 0)
     if read:
+        agent = race.agent_of(clock, gang.lane[m], write=False)
         races.read(place, gang, clock, agent, kind=kind)
     if order and read:
         for address in np.unique(off).tolist():
             races.acquire(b.base + address, gang, order)
     if write:
+        agent = race.agent_of(clock, gang.lane[m], write=True)
         races.write(place, gang, clock, agent, kind=kind)
         for address in np.unique(off).tolist() if order or races.released else ():
             races.release(b.base + address, gang, m, order, read)
