@@ -74,7 +74,7 @@ def run(
     mode: str = "eager",
     seed: int = 0,
     strict_loads: bool = False,
-    strict_fences: bool = False,
+    strict_order: bool = False,
     raises: bool = True,
     limit: int = LIMIT,
     recorder: Recorder | None = None,
@@ -90,8 +90,10 @@ def run(
             races by happens-before).
         seed: seed of the adversarial order.
         strict_loads: whether in race mode a tcgen05.ld completes only at tcgen05.wait::ld.
-        strict_fences: whether in race mode accesses of different threads to tensor memory need
-            tcgen05.fence::before_thread_sync and ::after_thread_sync around their barrier.
+        strict_order: whether in race mode only what the PTX ISA names gives an order, where known
+            hardware gives it sooner: to reads of other lanes of a warp only bar.warp.sync and
+            barriers (and not, for example, elect.sync), to tensor memory of several threads only
+            tcgen05.fence on both sides of their barrier.
         limit: number of basic blocks, counted per warp, after which a launch counts as endless.
         raises: whether to raise the fault that ends a kernel; if not, it is the last finding.
         recorder: records what the warps of one cluster did, for `timeline`.
@@ -102,7 +104,7 @@ def run(
         UnknownOpcode: the PTX has an instruction that is not implemented.
     """
     memory = GlobalMemory()
-    how = Mode.of(mode, seed, strict_loads=strict_loads, strict_fences=strict_fences)
+    how = Mode.of(mode, seed, strict_loads=strict_loads, strict_order=strict_order)
     races = (stream or Stream()).races
     stats: list[LaunchStats] = []
     findings: list[Finding] = []
@@ -179,7 +181,7 @@ def check(
     expect: Callable[[], str | None] | None = None,
     deterministic: bool = True,
     strict_loads: bool = False,
-    strict_fences: bool = False,
+    strict_order: bool = False,
     stream: Stream | None = None,
 ) -> CheckReport:
     """Run static checks, then eager, adversarial (one a seed) and race runs from the same inputs.
@@ -190,7 +192,7 @@ def check(
             None.
         deterministic: whether results must have the same bits in every run. Pass False for a kernel
             with atomics on floats.
-        strict_loads, strict_fences, stream: as for `run`, in the race run.
+        strict_loads, strict_order, stream: as for `run`, in the race run.
 
     The arrays hold the results of the last run afterwards.
     """
@@ -210,7 +212,7 @@ def check(
             mode=mode,
             seed=seed,
             strict_loads=strict_loads,
-            strict_fences=strict_fences,
+            strict_order=strict_order,
             stream=stream,
             raises=False,
         )

@@ -70,17 +70,29 @@ def detector() -> tuple[RaceDetector, Clock]:
 def test_a_single_lane_hands_on_other_lanes_only_after_they_met() -> None:
     race, clock = detector()
     race.write(slice(0, 2), clock, generic=True, line=1, lanes=np.array([4, 5], np.int8))
-    time = clock.now
-    assert clock.seen_by(4).table[KNOWN, clock.agent] < time
-    assert clock.seen_by(None).table[KNOWN, clock.agent] == time
+    time, agent = clock.now, clock.accessors[None, True]
+    assert clock.seen_by(4).table[KNOWN, agent] < time
+    assert clock.seen_by(None).table[KNOWN, agent] == time
     clock.sync_lanes()
-    assert clock.seen_by(4).table[KNOWN, clock.agent] >= time
+    assert clock.seen_by(4).table[KNOWN, agent] >= time
+
+
+def test_lanes_that_meet_elsewhere_know_reads_of_each_other_but_not_writes() -> None:
+    race, clock = detector()
+    lanes = np.array([4, 5], np.int8)
+    race.write(slice(0, 2), clock, generic=True, line=1, lanes=lanes)
+    race.read(slice(0, 2), clock, asynchronous=False, line=1, lanes=lanes)
+    time = clock.now
+    clock.meet_lanes()
+    row = clock.seen_by(4).table[KNOWN]
+    assert row[clock.accessors[None, False]] == time
+    assert row[clock.accessors[None, True]] < time
 
 
 def test_a_single_lane_hands_on_its_own_accesses() -> None:
     race, clock = detector()
     race.write(slice(0, 1), clock, generic=True, line=1, lanes=np.array([4], np.int8))
-    own = clock.lanes[4]
+    own = clock.accessors[4, True]
     assert clock.seen_by(4).table[KNOWN, own] == clock.now
     assert clock.seen_by(5).table[KNOWN, own] == 0
 

@@ -65,14 +65,14 @@ class Cluster:
         self.barrier = ClusterBarrier(self.warps * len(ids))
         self.race: RaceDetector | None = None
         if launch.mode.race:
-            agents = len(ids) * (5 * self.warps + 40)
+            agents = len(ids) * (12 * self.warps + 40)
             self.race = RaceDetector(
                 len(ids),
                 self.ctas[0].smem.size,
                 agents,
                 launch.grain,
                 cluster=launch.races.next_cluster,
-                strict_fences=launch.mode.strict_fences,
+                strict_order=launch.mode.strict_order,
             )
             launch.races.begin_cluster(self.race.names, ids)
 

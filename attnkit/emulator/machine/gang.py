@@ -174,6 +174,13 @@ class Gang:
         lane = None if m is None else self.single(m)
         return self.race.issue(self.clock, unit, self.line, ordered=ordered, lane=lane)
 
+    def meet_lanes(self, m: Mask) -> None:
+        """Record an instruction for which all lanes of a warp wait, if races are watched."""
+        if self.clock is None or self.race is None or self.race.strict_order:
+            return
+        if m is self.full or (m == self.alive()).all():
+            self.clock.meet_lanes()
+
     def handed_on(self, m: Mask, relaxed: bool = False, scope: int = CLUSTER) -> Knowledge | None:
         """Return what an arrival of the lanes `m` hands on, if races are watched.
 

@@ -114,8 +114,8 @@ def joined(a: Knowledge | None, b: Knowledge | None) -> Knowledge | None:
 class Clock:
     """Holds the vector clock of an agent, or of one asynchronous operation.
 
-    Accesses by a single lane of a warp have an agent of their own, so that an arrival of that lane
-    need not hand on accesses of other lanes, which are ordered before it by bar.warp.sync only.
+    Accesses of a warp have agents of their own: reads and writes of several lanes, and those of each
+    single lane. So an arrival of one lane need not hand on accesses of other lanes.
 
     Attributes:
         agent: number of the agent.
@@ -123,8 +123,7 @@ class Clock:
         line: PTX line of an asynchronous operation.
         common: for the agents of this warp, the time up to which all its lanes know their accesses;
             ALWAYS for other agents. None for asynchronous operations.
-        lanes: agents of single lanes, by lane.
-        spread: time of the last access by several lanes.
+        accessors: agents of the accesses of this warp, by (lane or None, whether they write).
         published: by scope, what a relaxed arrival hands on.
         awaited: by scope, what a relaxed wait learned and no fence has acquired.
     """
@@ -133,8 +132,7 @@ class Clock:
     knows: Knowledge
     line: int = 0
     common: Vector | None = None
-    lanes: dict[int, int] = field(default_factory=dict)
-    spread: int = 0
+    accessors: dict[tuple[int | None, bool], int] = field(default_factory=dict)
     published: list[Knowledge | None] = field(default_factory=lambda: [None] * 3)
     awaited: list[Knowledge | None] = field(default_factory=lambda: [None] * 3)
 
@@ -170,9 +168,7 @@ class Clock:
         out = self.knows.copy()
         if lane is None or self.common is None:
             return out
-        mine = [a for k, a in self.lanes.items() if k != lane]
-        if self.spread > self.common[self.agent]:
-            mine.append(self.agent)
+        mine = [a for (other, _), a in self.accessors.items() if other != lane]
         for a in mine:
             np.minimum(out.table[:, a], self.common[a], out=out.table[:, a])
         return out
@@ -207,7 +203,14 @@ class Clock:
     def sync_lanes(self) -> None:
         """Execute bar.warp.sync: let all lanes know the accesses of all."""
         assert self.common is not None
-        mine = [self.agent, *self.lanes.values()]
+        mine = list(self.accessors.values())
+        self.common[mine] = self.known[mine]
+        self.tick()
+
+    def meet_lanes(self) -> None:
+        """Execute another instruction for which all lanes wait: their earlier reads are done."""
+        assert self.common is not None
+        mine = [a for (_, writes), a in self.accessors.items() if not writes]
         self.common[mine] = self.known[mine]
         self.tick()
 

@@ -30,7 +30,7 @@ class Mode:
         race: whether to look for memory accesses without an order.
         prompt: probability that asynchronous work runs at once although `late` is set.
         strict_loads: whether a tcgen05.ld completes only at tcgen05.wait::ld.
-        strict_fences: whether tcgen05.fence has to order tensor memory between threads.
+        strict_order: whether lanes of a warp and tensor memory are ordered only as PTX says.
         together: number of clusters that run side by side from the start.
     """
 
@@ -40,12 +40,12 @@ class Mode:
     race: bool = False
     prompt: float = 0.0
     strict_loads: bool = False
-    strict_fences: bool = False
+    strict_order: bool = False
     together: int = 8
 
     @classmethod
     def of(
-        cls, name: str, seed: int = 0, *, strict_loads: bool = False, strict_fences: bool = False
+        cls, name: str, seed: int = 0, *, strict_loads: bool = False, strict_order: bool = False
     ) -> Mode:
         """Return a mode by name. Adversarial seed 0 delays all asynchronous work, others may mix.
 
@@ -64,7 +64,7 @@ class Mode:
             name == "race",
             prompt,
             strict_loads and name == "race",
-            strict_fences and name == "race",
+            strict_order and name == "race",
             together,
         )
 

@@ -50,7 +50,8 @@ class RaceDetector:
 
     Attributes:
         cluster: number of the cluster in the launch.
-        strict_fences: whether tcgen05.fence has to order tensor memory between threads.
+        strict_order: whether only bar.warp.sync and barriers order lanes of a warp, and only
+            tcgen05.fence tensor memory; otherwise also what does so on known hardware.
     """
 
     def __init__(
@@ -61,11 +62,11 @@ class RaceDetector:
         grain: int = 4,
         *,
         cluster: int = 0,
-        strict_fences: bool = False,
+        strict_order: bool = False,
     ) -> None:
         self.grain = grain
         self.cluster = cluster
-        self.strict_fences = strict_fences
+        self.strict_order = strict_order
         self.words = words = size // grain
         self.stride = words + TMEM_GRANULES
         n = self.stride * ctas
@@ -76,9 +77,12 @@ class RaceDetector:
         self.generic = np.zeros(n, bool)
         self.write_line = np.zeros(n, np.int32)
         self.reader = np.full(n, -1, np.int16)
+        self.read_time = np.zeros(n, np.int32)
         self.read_lane = np.full(n, COLLECTIVE, np.int8)
         self.read_line = np.zeros(n, np.int32)
-        self.reads = np.zeros((agents, n), np.int32)
+        self.reads = np.zeros((agents, n), np.int32)  # a row for each agent of `readers`
+        self.readers: list[int] = []
+        self.row: dict[int, int] = {}
         self._granules: dict[tuple[int, int], tuple[Any, Index]] = {}
         self.by_atomic = np.zeros(n, bool)
         self.atomics: Knowledge | None = None
@@ -88,39 +92,35 @@ class RaceDetector:
         self.conflicts: dict[tuple[str, int, int], Conflict] = {}
         self.counts: dict[tuple[str, int, int], int] = {}
 
-    def agent(self, name: str) -> int:
-        """Return the number of an agent; a new name gets a new number."""
-        if name not in self.index:
+    def agent(self, key: str, name: str = "") -> int:
+        """Return the number of an agent; a new key gets a new number, and `name` or the key."""
+        if key not in self.index:
             # When the table is full, later agents share one clock, and fewer races are found.
-            self.index[name] = min(len(self.names), self.agents - 1)
+            self.index[key] = min(len(self.names), self.agents - 1)
             if len(self.names) < self.agents:
-                self.names.append(name)
-        return self.index[name]
+                self.names.append(name or key)
+        return self.index[key]
 
     def warp(self, name: str) -> Clock:
         """Create the clock of a warp that starts."""
         a = self.agent(name)
         table = np.zeros((ROWS, self.agents), np.int32)
         table[KNOWN, a] = 1
-        common = np.full(self.agents, ALWAYS, np.int32)
-        common[a] = 0
-        return Clock(a, Knowledge(self.cluster, table), common=common)
+        return Clock(
+            a, Knowledge(self.cluster, table), common=np.full(self.agents, ALWAYS, np.int32)
+        )
 
-    def agent_of(self, who: Clock, lanes: Lane) -> int:
-        """Return the agent of an access by `lanes` of a warp, or by an asynchronous unit.
-
-        A single lane of a warp is an agent of its own.
-        """
+    def agent_of(self, who: Clock, lanes: Lane, *, write: bool) -> int:
+        """Return the agent of an access by `lanes` of a warp, or by an asynchronous unit."""
         if who.common is None:
             return who.agent
         lane = lane_of(lanes) if isinstance(lanes, np.ndarray) else None
-        if lane is None:
-            who.spread = who.now
-            return who.agent
-        if lane not in who.lanes:
-            who.lanes[lane] = self.agent(f"{self.names[who.agent]} lane {lane}")
-            who.common[who.lanes[lane]] = 0
-        a = who.lanes[lane]
+        if (lane, write) not in who.accessors:
+            name = self.names[who.agent] + ("" if lane is None else f" lane {lane}")
+            a = self.agent(f"{name}, {'writes' if write else 'reads'}", name)
+            who.accessors[lane, write] = a
+            who.common[a] = 0
+        a = who.accessors[lane, write]
         who.known[a] = who.now
         return a
 
@@ -199,11 +199,18 @@ class RaceDetector:
                 self._report("fence", text, i, bad, who, line)
         elif who.common is not None and lanes is not None:
             self._check_lanes(i, who, lanes, line)
-        agent = self.agent_of(who, lanes)
-        self.reads[agent, i] = who.now
+        agent = self.agent_of(who, lanes, write=False)
+        self.reads[self._row(agent), i] = who.now
         self.read_line[i] = line
         if who.common is not None and lanes is not None:
             self._record_lanes(i, who, lanes, agent)
+
+    def _row(self, agent: int) -> int:
+        """Return the row of `reads` of an agent; a new agent gets a new row."""
+        if agent not in self.row:
+            self.row[agent] = len(self.readers)
+            self.readers.append(agent)
+        return self.row[agent]
 
     def _check_lanes(self, i: Index, who: Clock, lanes: Lane, line: int) -> None:
         """Report an access to what another lane of the warp has written since they met."""
@@ -220,7 +227,7 @@ class RaceDetector:
         """Report a write to what another lane of the warp has read since they met."""
         assert who.common is not None
         reader = self.reader[i]
-        late = self.reads[reader, i] > who.common[reader]
+        late = self.read_time[i] > who.common[reader]
         if late.any():
             bad = late & (self.read_lane[i] != lanes)
             if bad.any():
@@ -232,12 +239,13 @@ class RaceDetector:
         """Record which lane of a warp has read each granule, SEVERAL if more than one has."""
         assert who.common is not None
         before, reader = self.read_lane[i], self.reader[i]
-        old = (reader == who.agent) & (self.reads[who.agent, i] > who.common[who.agent])
+        old = (reader == agent) & (self.read_time[i] > who.common[agent])
         self.read_lane[i] = lanes
         several = (self.read_lane[i] != lanes) | (old & (before != lanes))
         if several.any():
             self.read_lane[i] = np.where(several, SEVERAL, self.read_lane[i])
         self.reader[i] = agent
+        self.read_time[i] = who.now
 
     def write(self, i: Index, who: Clock, *, generic: bool, line: int, lanes: Lane = None) -> None:
         """Record a write, and report it if it is not ordered after earlier accesses.
@@ -250,16 +258,15 @@ class RaceDetector:
         bad = t > who.known[a]
         if bad.any():
             self._report("race", "write not ordered after write", i, bad, who, line)
-        used = len(self.names)
-        late = self.reads[:used, i] > who.known[:used, None]
+        late = self.reads[: len(self.readers), i] > who.known[self.readers, None]
         if late.any():
-            other = int(np.flatnonzero(late.any(1))[0])
-            bad = late[other]
+            first = int(np.flatnonzero(late.any(1))[0])
+            other, bad = self.readers[first], late[first]
             self._report("race", "write not ordered after read", i, bad, who, line, other)
         if who.common is not None and lanes is not None:
             self._check_lanes(i, who, lanes, line)
             self._check_lanes_read(i, who, lanes, line)
-        self.writer[i] = self.agent_of(who, lanes)
+        self.writer[i] = self.agent_of(who, lanes, write=True)
         self.written[i] = who.now
         self.generic[i] = generic
         self.write_line[i] = line
@@ -300,19 +307,22 @@ class RaceDetector:
 
     def check_tensor(self, i: Index, who: Clock, line: int, *, write: bool) -> None:
         """Report a tcgen05 access that tcgen05.fence does not order after earlier ones."""
-        if not self.strict_fences:
+        if not self.strict_order:
             return
         seen, known = who.knows.table[TENSOR], who.known
         a, t = self.writer[i], self.written[i]
         bad = (t <= known[a]) & (t > seen[a])
-        used = len(self.names) if write else 0
-        reads = self.reads[:used, i]
-        late = (reads <= known[:used, None]) & (reads > seen[:used, None])
+        readers = self.readers if write else []
+        reads = self.reads[: len(readers), i]
+        late = (reads <= known[readers, None]) & (reads > seen[readers, None])
         if not bad.any() and not late.any():
             return
-        other = -1 if bad.any() else int(np.flatnonzero(late.any(1))[0])
-        bad = bad if bad.any() else late[other]
-        times, agents = (t, a) if other < 0 else (reads[other], np.full(bad.shape, other))
+        other = -1
+        times, agents = t, a
+        if not bad.any():
+            row = int(np.flatnonzero(late.any(1))[0])
+            other, bad, times = readers[row], late[row], reads[row]
+            agents = np.full(bad.shape, other)
         handed = who.knows.table[HANDED][agents[bad][0]] >= times[bad][0]
         missing = "after_thread_sync" if handed else "before_thread_sync"
         text = f"tensor memory: not ordered by tcgen05.fence::{missing}"

@@ -229,6 +229,7 @@ def tcgen05_st(gang: Gang, a: Lanes, shape: str, values: list[Lanes], m: Mask) -
 
 def tcgen05_wait(gang: Gang, stores: bool) -> bool:
     """Execute tcgen05.wait::st or wait::ld."""
+    gang.meet_lanes(gang.full)
     if stores:
         for work in gang.st_pending:
             work()

@@ -52,6 +52,7 @@ def wgmma(gang: Gang, form: WgmmaForm, a: Any, b: Lanes, accumulate: Lanes, m: M
     """Execute wgmma.mma_async: add the rows of this gang's warps to the current group."""
     if m is not gang.full:
         raise Trap("encoding", "wgmma with inactive lanes")
+    gang.meet_lanes(m)
     first = a if form.a_in_registers else gang.uniform(a, m)
     second = gang.uniform(b, m)
     of_wgmma(second)
@@ -119,6 +120,7 @@ def wgmma_commit(gang: Gang) -> None:
 
 def wgmma_wait(gang: Gang, n: int) -> bool:
     """Complete all but the n latest groups (wgmma.wait_group)."""
+    gang.meet_lanes(gang.full)
     if gang.events is not None:
         gang.events.add("product wait", gang.line, n)
     while len(gang.wgmma_groups) > n:

@@ -20,7 +20,7 @@ class Compiled:
     case: Callable[[], Case]
     seeds: int = 2
     strict_loads: bool = True
-    strict_fences: bool = False
+    strict_order: bool = False
     deterministic: bool = True
 
     @cached_property
@@ -43,7 +43,7 @@ class Compiled:
             expect=wrong,
             deterministic=self.deterministic,
             strict_loads=self.strict_loads,
-            strict_fences=self.strict_fences,
+            strict_order=self.strict_order,
         )
         emulator.restore(arguments, before)
         return report

@@ -65,7 +65,7 @@ class Program:
                     seeds=seeds,
                     expect=wrong if last else None,
                     strict_loads=True,
-                    strict_fences=True,
+                    strict_order=True,
                     stream=stream,
                 )
             )
