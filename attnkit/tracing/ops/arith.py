@@ -54,9 +54,14 @@ def _pow(tracer: Tracer, a: Any, b: Any) -> Value:
     return elementwise(tracer, _power, a, b)
 
 
+# Powers that torch computes by other functions, which differ at -inf.
+_ROOTS = {0.5: "sqrt", -0.5: "rsqrt"}
+
+
 def _power(a: Node, b: Node) -> Node:
     if F32 in (a.type, b.type):
-        return build("pow", a, b)
+        root = _ROOTS.get(float(b.attr)) if b.op == "const" else None  # type: ignore[arg-type]
+        return build("pow", a, b) if root is None else build(root, a)
     if b.op == "const" and 0 <= int(b.attr) <= 32:  # type: ignore[arg-type]
         result = const(1)
         for _ in range(int(b.attr)):  # type: ignore[arg-type]
@@ -162,10 +167,16 @@ def _fmod(tracer: Tracer, a: Any, b: Any) -> Value:
             # fmod(x, y) = x - y * trunc(x / y)
             return build("sub", x, build("mul", y, _integer_divide("tdiv", x, y)))
         # the remainder of |x| by |y|, with the sign of x: exact, unlike x - y * trunc(x / y)
-        size = build("mod", build("abs", cast(x, F32)), build("abs", cast(y, F32)))
+        size = build("mod", _size(x), _size(y))
         return build("where", build("lt", x, const(0.0)), build("neg", size), size)
 
     return elementwise(tracer, node, a, b)
+
+
+def _size(x: Node) -> Node:
+    """Return |x| with derivative 1 at 0, where that of `abs` is 0."""
+    x = cast(x, F32)
+    return build("where", build("lt", x, const(0.0)), build("neg", x), x)
 
 
 @register("lerp")
@@ -221,9 +232,20 @@ def _bound(x: Node, bound: Node, beyond: str, op: str) -> Node:
 
 register("clamp_min")(lambda tracer, a, min: _clamp(tracer, a, min=min))
 register("clamp_max")(lambda tracer, a, max: _clamp(tracer, a, max=max))
-register("hardtanh")(
-    lambda t, a, min_val=-1.0, max_val=1.0, inplace=False: _clamp(t, a, min_val, max_val)
-)
+
+
+@register("hardtanh")
+@narrowing
+def _hardtanh(
+    tracer: Tracer, a: Any, min_val: Any = -1.0, max_val: Any = 1.0, inplace: bool = False
+) -> Value:
+    def node(x: Node, low: Node, high: Node) -> Node:
+        low, high = cast(low, x.type), cast(high, x.type)
+        # unlike that of clamp, the derivative at a bound is 0
+        below = build("where", build("le", high, x), high, x)
+        return build("where", build("le", x, low), low, below)
+
+    return elementwise(tracer, node, a, min_val, max_val)
 
 
 _register_binary()

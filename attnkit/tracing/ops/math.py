@@ -93,6 +93,11 @@ def _softplus(x: Node, beta: float, threshold: float) -> Node:
     return build("where", large, x, small)
 
 
+def _log_sigmoid(x: Node) -> Node:
+    small = build("log1p", build("exp", build("neg", build("abs", x))))
+    return build("sub", build("min", x, const(0.0)), small)  # min(x, 0) - log(1 + exp(-|x|))
+
+
 def _elu(x: Node, alpha: float) -> Node:
     positive = build("gt", x, const(0.0))
     safe = build("where", positive, const(0.0), x)
@@ -123,7 +128,7 @@ _UNARY: dict[str, Callable[[Node], Node]] = {
         name: (lambda x, op=name: build(op, x))  # type: ignore[misc]
         for name in "exp exp2 expm1 log log2 log1p sqrt rsqrt tanh sigmoid sin cos erf".split()
     },
-    "logsigmoid": _float(lambda x: build("neg", _softplus(build("neg", x), 1.0, 20.0))),
+    "logsigmoid": _float(_log_sigmoid),
     "log10": _float(lambda x: build("mul", build("log", x), const(1 / math.log(10)))),
     "expit": _float(lambda x: build("sigmoid", x)),
 }
