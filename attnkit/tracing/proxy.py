@@ -152,13 +152,22 @@ class Tracer:
         kind: Type = BOOL if x.dtype == torch.bool else F32 if x.dtype.is_floating_point else I32
         narrow = x.dtype if x.dtype in NARROW else None
         if x.ndim == 0:
-            return Value(self, ir.load(slot, kind, ()), narrow=narrow)
+            return Value(self, ir.load(slot, kind, ()), narrow_dtype=narrow)
         shape = tuple(x.shape)
-        return Value(self, None, shape, kind, lambda *i: ir.load(slot, kind, i), x, narrow=narrow)
+        return Value(
+            self, None, shape, kind, lambda *i: ir.load(slot, kind, i), x, narrow_dtype=narrow
+        )
 
 
-class Value:
+# What every Value is an alias of: a tensor without data, which nothing reads.
+_NO_DATA = torch.empty((), device="meta")
+
+
+class Value(Tensor):
     """Stands for a tensor while tracing and records what the user's function does with it.
+
+    It is a subclass of Tensor, so that `isinstance(x, torch.Tensor)` has the same result as for the
+    tensor that it stands for.
 
     Attributes:
         tracer: the trace.
@@ -167,11 +176,13 @@ class Value:
         pick: function from index nodes, one per dimension, to the node of that element.
         origin: the captured tensor, or view of one, that this Value stands for; None if it is not.
         part: how much of the captured tensor this Value covers.
-        narrow: the dtype in which torch computes, if it is narrower than int32.
+        narrow_dtype: the dtype in which torch computes, if it is narrower than int32.
     """
 
     __array_ufunc__ = None  # numpy scalars leave `np.int64(3) * value` to us
-    __slots__ = ("_node", "kind", "narrow", "origin", "part", "pick", "sizes", "tracer")
+
+    def __new__(cls, *_: Any, **__: Any) -> Value:
+        return Tensor._make_subclass(cls, _NO_DATA)
 
     def __init__(
         self,
@@ -182,7 +193,7 @@ class Value:
         pick: Pick | None = None,
         origin: Tensor | None = None,
         part: Part = "",
-        narrow: torch.dtype | None = None,
+        narrow_dtype: torch.dtype | None = None,
     ) -> None:
         self.tracer = tracer
         self.sizes = sizes
@@ -191,7 +202,7 @@ class Value:
         self.pick: Pick = pick or (lambda: node)  # type: ignore[assignment,return-value]
         self.origin = origin
         self.part = part
-        self.narrow = narrow
+        self.narrow_dtype = narrow_dtype
 
     @property
     def node(self) -> Node:
@@ -209,25 +220,25 @@ class Value:
 
     # --- tensor attributes that users read -------------------------------------------------
     @property
-    def dtype(self) -> torch.dtype:
-        return self.narrow or DTYPES[self.kind]
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self.narrow_dtype or DTYPES[self.kind]
 
     @property
-    def shape(self) -> torch.Size:
+    def shape(self) -> torch.Size:  # type: ignore[override]
         return torch.Size(self.sizes)
 
     @property
-    def ndim(self) -> int:
+    def ndim(self) -> int:  # type: ignore[override]
         return len(self.sizes)
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]
         return self.tracer.device
 
     requires_grad = False
     is_cuda = property(lambda self: self.tracer.device.type == "cuda")
 
-    def __repr__(self) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Value({self._node})" if self._node else f"Value(shape={self.sizes})"
 
     def __format__(self, spec: str) -> str:
@@ -249,7 +260,7 @@ class Value:
         )
 
     __int__ = __float__ = __index__ = __complex__ = __round__ = __trunc__ = _no_number
-    item = tolist = numpy = _no_number
+    item = tolist = numpy = _no_number  # type: ignore[assignment]
 
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
         self.tracer.fail("a traced value cannot become a numpy array; use torch functions")
@@ -271,14 +282,9 @@ class Value:
         return dispatch(self.tracer, Tensor.__getitem__, (self, index), {})
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("_"):  # torch and Python ask for such names themselves
             raise AttributeError(name)
-        method = getattr(Tensor, name, None)
-        if method is None:
-            self.tracer.fail(f"a tensor has no attribute {name!r}")
-        if not callable(method):
-            self.tracer.fail(f"the attribute {name!r} is not known while tracing")
-        return lambda *args, **kwargs: dispatch(self.tracer, method, (self, *args), kwargs)
+        self.tracer.fail(f"a tensor has no attribute {name!r}")
 
     @classmethod
     def __torch_function__(
@@ -308,6 +314,7 @@ def _unary(name: str) -> Callable[[Value], Any]:
 for _name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split():
     setattr(Value, f"__{_name}__", _operator(f"__{_name}__"))
     setattr(Value, f"__r{_name}__", _operator(f"__r{_name}__"))
+    setattr(Value, f"__i{_name}__", _operator(f"__{_name}__"))  # `x += 1` names a new value x
 for _name in "lt le gt ge eq ne".split():
     setattr(Value, f"__{_name}__", _operator(f"__{_name}__"))
 for _name in "neg abs invert pos".split():
@@ -351,9 +358,11 @@ def dispatch(tracer: Tracer, function: Any, args: Any, kwargs: Any) -> Any:
     handler = HANDLERS.get(function)
     if handler is None:
         if all(x.origin is not None for x in leaves if isinstance(x, Value)):
-            args, kwargs = _origins(args), _origins(kwargs)
-            return tracer.record_result(function(*args, **kwargs), _leaves((args, kwargs)))
+            return dispatch(tracer, function, _origins(args), _origins(kwargs))
         name = _title(function)
+        if name == "__get__":
+            attribute = getattr(function.__self__, "__name__", "")
+            tracer.fail(f"the attribute {attribute!r} is not known while tracing")
         if name == "__setitem__":
             tracer.fail("assigning at a traced index is not supported; use torch.where")
         if _in_place(function):

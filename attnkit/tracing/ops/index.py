@@ -118,13 +118,13 @@ def _assemble(
         return source.pick(*(_at(p, d, inner, outer) for d, p in enumerate(picks)))
 
     if not sizes:
-        return Value(tracer, pick(), narrow=source.narrow)
+        return Value(tracer, pick(), narrow_dtype=source.narrow_dtype)
     static = all(not isinstance(p, Value) or p.node.op == "const" for p in picks if not _vector(p))
     origin = None
     if source.origin is not None and static and not vectors:
         with DisableTorchFunction():  # a tracing mode may still be active here
             origin = source.origin[at]
-    return Value(tracer, None, tuple(sizes), source.kind, pick, origin, part, source.narrow)
+    return Value(tracer, None, tuple(sizes), source.kind, pick, origin, part, source.narrow_dtype)
 
 
 def _part(source: Value, picks: list[Any]) -> Part:

@@ -110,9 +110,13 @@ def _narrow_dtype(tracer: Tracer, inputs: Sequence[Any]) -> torch.dtype | None:
         value = tracer.lift(x)
         if value.kind == BOOL:
             continue
-        if value.narrow is None:
+        if value.narrow_dtype is None:
             return None
-        result = value.narrow if result is None else torch.promote_types(result, value.narrow)
+        result = (
+            value.narrow_dtype
+            if result is None
+            else torch.promote_types(result, value.narrow_dtype)
+        )
     return result
 
 

@@ -115,6 +115,26 @@ def _register_factories() -> None:
     )
 
 
+# --- questions that have an answer while tracing -------------------------------------------
+def _size(tracer: Tracer, a: Value, dim: int | None = None) -> torch.Size | int:
+    return a.shape if dim is None else a.shape[dim]
+
+
+def _register_questions() -> None:
+    answers: dict[str, Callable[[Value], Any]] = {
+        "dim ndimension": lambda a: a.ndim,
+        "numel nelement": lambda a: math.prod(a.sizes),
+        "is_floating_point": lambda a: a.dtype.is_floating_point,
+        "is_complex": lambda a: False,
+        "is_signed": lambda a: a.dtype.is_signed,
+        "element_size": lambda a: a.dtype.itemsize,
+    }
+    for names, answer in answers.items():
+        handler: Any = lambda tracer, a, answer=answer: answer(a)
+        register(*names.split())(handler)
+    HANDLERS[Tensor.size] = _size
+
+
 # --- shapes and reductions ------------------------------------------------------------------
 @register("__getitem__")
 def _getitem(tracer: Tracer, a: Any, at: Any) -> Value:
@@ -295,4 +315,5 @@ def _keep_dim(tracer: Tracer, result: Value, dim: Any, keepdim: bool) -> Value:
 
 _register_conversions()
 _register_factories()
+_register_questions()
 _register_extremes()
