@@ -238,7 +238,7 @@ class Value(Tensor):
     requires_grad = False
     is_cuda = property(lambda self: self.tracer.device.type == "cuda")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Value({self._node})" if self._node else f"Value(shape={self.sizes})"
 
     def __format__(self, spec: str) -> str:
