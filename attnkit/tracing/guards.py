@@ -280,7 +280,7 @@ def lookup_by_fingerprint(
     """
     walk = _Walk()
     try:
-        record = _cache.get((kind, device, walk.key(function)))
+        record = _cache.get((kind, device, torch.get_default_dtype(), walk.key(function)))
     except (_NoFingerprintError, TypeError):  # TypeError: something in the key does not hash
         return None
     if record is None:
@@ -308,7 +308,7 @@ def trace_cached(function: Callable[..., Any], kind: Kind, device: torch.device)
         return Traced(kind, record.root, tensors, record.names)
     walk = _Walk()
     try:
-        key = (kind, device, walk.key(function))
+        key = (kind, device, torch.get_default_dtype(), walk.key(function))
         hash(key)
     except (_NoFingerprintError, TypeError):
         return _trace(function, kind, device)

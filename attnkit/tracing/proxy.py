@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from attnkit.errors import TraceError
 from attnkit.graph import ir
-from attnkit.graph.ir import BOOL, F32, I32, Node, Type, const
+from attnkit.graph.ir import Node, Type
+from attnkit.tracing.dtypes import Converter, kind_of
 from attnkit.util.package import FOLDER
 
 Pick: TypeAlias = Callable[..., Node]
@@ -29,11 +30,6 @@ Pick: TypeAlias = Callable[..., Node]
 # index beyond a part means another element, or none, in the whole tensor.
 Part: TypeAlias = Literal["", "end", "inner"]
 Handler: TypeAlias = Callable[..., Any]
-
-DTYPES: dict[Type, torch.dtype] = {I32: torch.int32, F32: torch.float32, BOOL: torch.bool}
-
-# Integers that wrap in torch below 32 bits.
-NARROW = (torch.int8, torch.uint8, torch.int16)
 
 # torch function or method -> its handler, which acts on Values; `attnkit.tracing.ops` fills it.
 HANDLERS: dict[Any, Handler] = {}
@@ -56,6 +52,7 @@ class Tracer:
 
     Attributes:
         device: what `.device` of a traced value returns.
+        converter: what dtypes change in the values.
         slots: id of each captured tensor -> its slot.
         tensors: captured tensors by slot.
         results: id of each tensor that an eager operation returned -> (the tensor, whether it
@@ -65,8 +62,9 @@ class Tracer:
         error: the first error, also if the user's function swallows it.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, rounds: bool = False) -> None:
         self.device = device
+        self.converter = Converter(rounds)
         self.slots: dict[int, int] = {}
         self.tensors: list[Tensor] = []
         self.results: dict[int, tuple[Tensor, bool]] = {}
@@ -135,28 +133,31 @@ class Tracer:
     def _number(self, x: bool | int | float | complex) -> Value:
         if isinstance(x, complex):
             self.fail("complex numbers are not supported")
-        if isinstance(x, int) and not -(2**31) <= x < 2**31:
-            self.fail(f"the integer {x} does not fit into 32 bits; write {float(x)} for a float")
-        return Value(self, const(x))
+        dtype = torch.bool if isinstance(x, bool) else torch.int64
+        return Value(
+            self, None, self.converter.default if isinstance(x, float) else dtype, number=x
+        )
 
     def _capture(self, x: Tensor) -> Value:
         if x.dtype.is_complex or x.layout != torch.strided:
             self.fail(f"a captured tensor must be dense and real, got {x.dtype} {x.layout}")
         result, captured = self.results.get(id(x), (None, False))
-        if result is not None and not captured and x.ndim == 0:
-            return self._number(x.item())  # torch.tensor(0.5) inside the function
+        if result is not None and not captured and x.ndim == 0:  # torch.tensor(0.5) inside
+            return Value(self, self.converter.number(x.item(), x.dtype), x.dtype)
         self.derived |= captured
         slot = self.slots.setdefault(id(x), len(self.tensors))
         if slot == len(self.tensors):
             self.tensors.append(x)
-        kind: Type = BOOL if x.dtype == torch.bool else F32 if x.dtype.is_floating_point else I32
-        narrow = x.dtype if x.dtype in NARROW else None
+        kind = kind_of(x.dtype)
+
+        def pick(*index: Node) -> Node:
+            n = ir.load(slot, kind, index)
+            self.converter.loaded(n, x.dtype)
+            return n
+
         if x.ndim == 0:
-            return Value(self, ir.load(slot, kind, ()), narrow_dtype=narrow)
-        shape = tuple(x.shape)
-        return Value(
-            self, None, shape, kind, lambda *i: ir.load(slot, kind, i), x, narrow_dtype=narrow
-        )
+            return Value(self, pick(), x.dtype)
+        return Value(self, None, x.dtype, tuple(x.shape), pick, x)
 
 
 # What every Value is an alias of: a tensor without data, which nothing reads.
@@ -171,12 +172,14 @@ class Value(Tensor):
 
     Attributes:
         tracer: the trace.
+        dtype: the dtype that torch gives to the value.
         sizes: the shape; () for one number.
         kind: type of the node.
         pick: function from index nodes, one per dimension, to the node of that element.
         origin: the captured tensor, or view of one, that this Value stands for; None if it is not.
         part: how much of the captured tensor this Value covers.
-        narrow_dtype: the dtype in which torch computes, if it is narrower than int32.
+        number: the Python number that this Value stands for, whose dtype gives way to that of any
+            tensor; None if it stands for a tensor.
     """
 
     __array_ufunc__ = None  # numpy scalars leave `np.int64(3) * value` to us
@@ -188,21 +191,22 @@ class Value(Tensor):
         self,
         tracer: Tracer,
         node: Node | None,
+        dtype: torch.dtype,
         sizes: tuple[int, ...] = (),
-        kind: Type | None = None,
         pick: Pick | None = None,
         origin: Tensor | None = None,
         part: Part = "",
-        narrow_dtype: torch.dtype | None = None,
+        number: bool | int | float | None = None,
     ) -> None:
         self.tracer = tracer
         self.sizes = sizes
+        self.number = number
         self._node = node
-        self.kind: Type = kind or node.type  # type: ignore[union-attr]
+        self._dtype = dtype
+        self.kind: Type = kind_of(dtype)
         self.pick: Pick = pick or (lambda: node)  # type: ignore[assignment,return-value]
         self.origin = origin
         self.part = part
-        self.narrow_dtype = narrow_dtype
 
     @property
     def node(self) -> Node:
@@ -211,6 +215,11 @@ class Value(Tensor):
         Raises:
             TraceError: the Value has a shape.
         """
+        if self._node is None and self.number is not None:
+            try:
+                self._node = self.tracer.converter.number(self.number, self._dtype)
+            except ValueError as error:
+                self.tracer.fail(str(error), error)
         if self._node is None:
             self.tracer.fail(
                 f"a value of shape {self.sizes} was used where one number per (q, kv) pair is "
@@ -221,7 +230,7 @@ class Value(Tensor):
     # --- tensor attributes that users read -------------------------------------------------
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        return self.narrow_dtype or DTYPES[self.kind]
+        return self._dtype
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
