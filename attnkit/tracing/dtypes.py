@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -16,9 +16,6 @@ from attnkit.graph import ir
 from attnkit.graph.ir import BOOL, F32, I32, Node, Type, const
 from attnkit.graph.simplify import build, cast
 from attnkit.tracing.int_ranges import IntRanges
-
-if TYPE_CHECKING:
-    from attnkit.tracing.proxy import Value
 
 _INT32 = torch.iinfo(torch.int32)
 _WRAPPED = (torch.int8, torch.uint8, torch.int16, torch.uint16)  # wrap below 32 bits
@@ -28,12 +25,22 @@ _HALVES = (torch.float16, torch.bfloat16)
 _EXACT = frozenset("neg abs min max where floor".split())
 
 
+class Operand(Protocol):
+    """Describes what the dtype of a result depends on; see `proxy.Value`."""
+
+    sizes: tuple[int, ...]
+    number: bool | int | float | None
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
 def kind_of(dtype: torch.dtype) -> Type:
     """Return the type in the graph of a value of a dtype."""
     return BOOL if dtype == torch.bool else F32 if dtype.is_floating_point else I32
 
 
-def result_dtype(values: Iterable[Value]) -> torch.dtype:
+def result_dtype(values: Iterable[Operand]) -> torch.dtype:
     """Return the dtype in which torch computes with these values.
 
     As `torch.result_type`: a tensor with dimensions takes precedence over one without, and that
