@@ -64,6 +64,21 @@ _OPS: dict[str, Callable[..., Tensor]] = {
 }
 
 
+def mask_dtype(root: Node, tensors: Sequence[Tensor]) -> torch.dtype:
+    """Return the dtype in which a mask's floats are computed, whatever the dtype of the query.
+
+    It is float64 if the mask reads a float64 tensor or torch computes one of its floats in float64.
+    Then roundings to float32 in the graph mark what torch computes in float32.
+    """
+    wide = computes_float64(root) or any(t.dtype == torch.float64 for t in tensors)
+    return torch.float64 if wide else torch.float32
+
+
+def computes_float64(root: Node) -> bool:
+    """Return whether torch rounds some result of a mask to float64, not only reads float64."""
+    return any(n.op == "round" and n.attr == "float64" for n in ir.topo(root))
+
+
 def evaluate(
     roots: Sequence[Node],
     env: Mapping[str, Tensor],

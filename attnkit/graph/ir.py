@@ -64,7 +64,8 @@ SIGNATURES: dict[str, tuple[str, str]] = {
     "cos": ("f", "f"),
     "erf": ("f", "f"),
     "floor": ("f", "f"),
-    "round": ("f", "f"),  # attr "float16" or "bfloat16": round to that precision, keep the type
+    # attr "float16", "bfloat16", "float32" or "float64": round to that precision, keep the type
+    "round": ("f", "f"),
     "and": ("ww", "w"),
     "or": ("ww", "w"),
     "xor": ("ww", "w"),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnkit.errors import ArgumentError, DeviceError
 from attnkit.graph import ir
+from attnkit.graph.eval_torch import mask_dtype
 from attnkit.graph.ir import Node
 from attnkit.graph.simplify import TRUE
 from attnkit.sparsity.block_mask import BlockMask, check_mask_shape
@@ -215,7 +216,7 @@ def _runs(
         batch=batch,
         heads=heads,
         device=query.device,
-        dtype=compute_dtype(query),
+        dtype=mask_dtype(mask.root, mask.tensors),
     )
     return runs, False
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from attnkit.graph.eval_torch import computes_float64
 from attnkit.graph.ir import Node
 from attnkit.runtime import reference
 from attnkit.runtime.bind import Bound, TracedVariant, classify, prove, trace
@@ -85,7 +86,7 @@ def _plan(
         notes=settings.notes,
         call=_plan_facts(call, settings, variant),
     )
-    reason = _reason_against_kernel(plan, backend, unproven, query.device)
+    reason = _reason_against_kernel(plan, backend, variant, unproven, query.device)
     if not reason:
         return plan
     if backend != "auto":
@@ -111,7 +112,11 @@ def _plan_facts(call: AttentionCall, settings: CallSettings, variant: TracedVari
 
 
 def _reason_against_kernel(
-    plan: Plan, backend: str, unproven: frozenset[Node], device: torch.device
+    plan: Plan,
+    backend: str,
+    variant: TracedVariant,
+    unproven: frozenset[Node],
+    device: torch.device,
 ) -> str:
     """Return why the kernel of a plan must not be used; "" if it may be."""
     target = of_template(plan.template)
@@ -121,6 +126,11 @@ def _reason_against_kernel(
         return (
             "an index of a captured tensor could not be proven to stay inside it, and a kernel does "
             "not check indices; write the index so that its range shows, with clamp for example"
+        )
+    if variant.mask is not None and computes_float64(variant.mask.root):
+        return (
+            "the mask computes in float64, and a kernel in float32; write .float() where float32 "
+            "will do"
         )
     if backend != "auto":
         return ""

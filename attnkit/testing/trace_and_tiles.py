@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnkit.graph.eval_torch import evaluate, positions
+from attnkit.graph.eval_torch import evaluate, mask_dtype, positions
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.testing.case import Case
 from attnkit.testing.eager import call
@@ -24,15 +24,12 @@ def mask_row(
 ) -> tuple[Tensor, Row]:
     """Evaluate the dense mask [B, Hq, Sq, Skv] for the case's dtype; compare trace and function.
 
-    torch computes floats in a mask in float32. The graph does too, except for float64 queries.
+    Its floats have the dtypes that torch gives them, whatever the dtype of the query.
     """
     env = positions(case.dense_shape, device)
-    (traced,) = evaluate([mask.root], env, mask.tensors)
+    (traced,) = evaluate([mask.root], env, mask.tensors, mask_dtype(mask.root, mask.tensors))
     eager = call(function, case.dense_shape, device)
     row = exact("mask", "trace", eager.pick(traced), eager.values.to(torch.bool), case)
-    if case.dtype == torch.float64:
-        (kept,) = evaluate([mask.root], env, mask.tensors, torch.float64)
-        return kept.expand(case.dense_shape), row
     kept = traced if eager.points is not None else eager.values.to(torch.bool)
     return kept.expand(case.dense_shape), row
 

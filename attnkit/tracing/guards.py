@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import sys
 import types
 import warnings
 import weakref
@@ -50,7 +51,9 @@ _STATEFUL = frozenset(
     "eval exec globals locals vars input open __import__ import_module is_grad_enabled "
     "is_inference_mode_enabled is_autocast_enabled is_autocast_cpu_enabled get_autocast_dtype "
     "are_deterministic_algorithms_enabled get_default_dtype get_default_device get_num_threads "
-    "current_device device_count is_available initial_seed is_compiling".split()
+    "current_device device_count is_available initial_seed is_compiling get_rng_state backends "
+    "get_float32_matmul_precision "
+    "random".split()  # numpy.random, torch.random: a new number at every call, as in PyTorch
 )
 
 
@@ -166,7 +169,9 @@ class _Walk:
         if getattr(x, "__name__", None) in _STATEFUL:
             raise _NoFingerprintError
         if isinstance(x, types.ModuleType) and _root(x.__name__) in _MODULES:
-            return x
+            if _STATEFUL.isdisjoint(x.__name__.split(".")):
+                return x
+            raise _NoFingerprintError
         if isinstance(x, types.BuiltinFunctionType):
             owner = x.__self__
             if owner is None or _is_fixed_type(owner):
@@ -180,8 +185,9 @@ class _Walk:
     def _function(self, x: types.FunctionType) -> Any:
         if x.__name__ in _STATEFUL:
             raise _NoFingerprintError
-        # a function of torch, but not a closure over a user's functions: and_masks(one, other)
-        if _root(str(x.__module__)) == "torch" and not x.__closure__:
+        # a function of torch, but not a closure over a user's functions: and_masks(one, other).
+        # `__module__` does not tell: functools.wraps copies it to a user's function.
+        if _root(str(x.__globals__.get("__name__"))) == "torch" and not x.__closure__:
             return x
         if _reads_state(x.__code__):
             raise _NoFingerprintError
@@ -204,7 +210,17 @@ def _root(name: str) -> str:
 
 
 def _is_fixed_type(x: Any) -> bool:
-    return isinstance(x, type) and _root(str(x.__module__)) in _TYPES
+    """Return whether this is a class of a library, found under its own name.
+
+    `__module__` alone does not tell: a class of code that runs without a `__name__` has that of
+    builtins.
+    """
+    if not isinstance(x, type) or _root(str(x.__module__)) not in _TYPES:
+        return False
+    found: Any = sys.modules.get(x.__module__)
+    for name in x.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is x
 
 
 @functools.lru_cache(maxsize=4096)
@@ -264,7 +280,7 @@ def lookup_by_fingerprint(
     """
     walk = _Walk()
     try:
-        record = _cache.get((kind, device, walk.key(function)))
+        record = _cache.get((kind, device, torch.get_default_dtype(), walk.key(function)))
     except (_NoFingerprintError, TypeError):  # TypeError: something in the key does not hash
         return None
     if record is None:
@@ -292,7 +308,7 @@ def trace_cached(function: Callable[..., Any], kind: Kind, device: torch.device)
         return Traced(kind, record.root, tensors, record.names)
     walk = _Walk()
     try:
-        key = (kind, device, walk.key(function))
+        key = (kind, device, torch.get_default_dtype(), walk.key(function))
         hash(key)
     except (_NoFingerprintError, TypeError):
         return _trace(function, kind, device)
@@ -392,7 +408,8 @@ def _custom_gradient(function: Any) -> type | None:
         if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
             return owner
         if isinstance(value, types.FunctionType) and value is not function:
-            inner = None if value.__module__.startswith("torch") else _custom_gradient(value)
+            ours = _root(str(value.__module__)) != "torch"
+            inner = _custom_gradient(value) if ours else None
             if inner is not None:
                 return inner
     return None

@@ -84,8 +84,10 @@ class IdentityGuard:
     """
 
     def __init__(self) -> None:
-        self._conditions: list[str] = []  # Python text; each is true if a place has changed
         self._names: dict[str, Any] = {"matches": matches, "MISSING": _MISSING, "tuple": tuple}
+        # Python text; each is true if a place, or what a trace reads itself, has changed
+        dtype = torch.get_default_dtype
+        self._conditions = [f"{self._constant(dtype)}() is not {self._constant(dtype())}"]
         self._references: dict[int, str] = {}  # id of a weak reference -> name of its object
         self._tensors: list[tuple[str, Any, Any, Any, Any, Any]] = []
         self._read: Callable[[], tuple[Tensor, ...] | None] | None = None

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from attnkit.errors import DTypeError, TraceError
 from attnkit.graph import ir
-from attnkit.graph.ir import BOOL, F32, Node
+from attnkit.graph.ir import BOOL, F32, I32, Node
 from attnkit.graph.simplify import cast
 from attnkit.tracing import ops  # noqa: F401  (registers the handlers of torch functions)
-from attnkit.tracing.proxy import DTYPES, Tracer, TracingMode, Value
+from attnkit.tracing.dtypes import without_float32
+from attnkit.tracing.proxy import Tracer, TracingMode, Value
 from attnkit.util import caches
 
 Kind: TypeAlias = Literal["score", "mask"]
@@ -28,6 +29,8 @@ ARGUMENTS: dict[Kind, tuple[str, ...]] = {
     "mask": ("b", "h", "q", "kv"),
 }
 
+
+_ARGUMENT_DTYPES: dict[ir.Type, torch.dtype] = {F32: torch.float32, I32: torch.int32}
 
 caches.register(ir.clear_caches)  # here, as `graph` imports nothing of `util`
 
@@ -76,10 +79,12 @@ def trace(function: Callable[..., Any], kind: Kind, device: torch.device | str =
         TraceError: the function cannot be traced, or returns no number per score.
         DTypeTraceError: it returns a number of the wrong dtype.
     """
-    tracer = Tracer(torch.device(device))
+    tracer = Tracer(torch.device(device), rounds=kind == "mask")
     names = ARGUMENTS[kind]
     _check_arity(function, kind)
-    arguments = [Value(tracer, ir.arg(name)) for name in names]
+    arguments = [
+        Value(tracer, ir.arg(name), _ARGUMENT_DTYPES[ir.ARG_TYPES[name]]) for name in names
+    ]
     try:
         with TracingMode(tracer):
             result = function(*arguments)
@@ -166,7 +171,7 @@ def _root(tracer: Tracer, function: Callable[..., Any], kind: Kind, result: Any)
     node = value.node
     if kind == "mask" and node.type != BOOL:
         raise DTypeTraceError(
-            f"{what} returned {DTYPES[node.type]}; expected torch.bool. Compare (`!= 0`) or "
+            f"{what} returned {value.dtype}; expected torch.bool. Compare (`!= 0`) or "
             "convert with .bool()"
         )
     if kind == "score" and node.type == BOOL:
@@ -174,7 +179,9 @@ def _root(tracer: Tracer, function: Callable[..., Any], kind: Kind, result: Any)
             f"{what} returned torch.bool; expected a score (float). A mask belongs in block_mask, "
             'or write torch.where(condition, score, -float("inf"))'
         )
-    return node if kind == "mask" else cast(node, F32)
+    if kind == "score":
+        return cast(node, F32)
+    return node if tracer.converter.has_float64 else without_float32(node)
 
 
 def _name_of(function: Any) -> str:
