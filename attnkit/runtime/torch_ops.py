@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from attnkit.errors import UnsupportedError
+from attnkit.runtime.data_guard import raise_if_stale
 from attnkit.runtime.prepared_call import ForwardResult, PreparedCall, Relaunch
 from attnkit.sparsity.block_runs import BlockRuns, Runs
 from attnkit.splice import (
@@ -278,6 +279,8 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
         prepared, scale, needs_grad = ctx.call
+        raise_if_stale()
+        prepared.guard.check_backward()
         if grad_out is not None:
             gradients = prepared.backward.try_fast_path(
                 grad_out, grad_lse, saved, scale, needs_grad
@@ -347,6 +350,7 @@ def run(prepared: PreparedCall, inputs: ForwardInputs) -> ForwardResult:
     """
     query, key, value, scale = inputs.query, inputs.key, inputs.value, inputs.scale
     scores, masks = inputs.captured
+    prepared.guard.check()
     if prepared.is_dense:
         assert prepared.attention is not None
         return prepared.attention(query, key, value, inputs.captured, scale)

@@ -21,6 +21,7 @@ from attnkit.graph import ir
 from attnkit.runtime import torch_ops
 from attnkit.runtime.bind import TracedVariant
 from attnkit.runtime.call import AttentionCall
+from attnkit.runtime.data_guard import raise_if_stale
 from attnkit.runtime.prepare import prepare
 from attnkit.runtime.prepared_call import PreparedCall
 from attnkit.runtime.reuse.call_cache import CallKey, lookup, store
@@ -28,7 +29,7 @@ from attnkit.schedule.plan import parse_backend
 from attnkit.sparsity.block_mask import BlockMask
 from attnkit.splice import BackwardInputs, Captured, ForwardInputs, compute_dtype, output_like
 from attnkit.tracing.float64_checks import float64_slots
-from attnkit.tracing.guards import depends_on_data
+from attnkit.tracing.guards import data_slots
 from attnkit.tracing.tracer import Traced
 from attnkit.util.arguments import BLOCK_OPTIONS, AuxRequest, check_scale
 
@@ -176,6 +177,7 @@ def _prepared(
     request: Request, tensors: OperatorTensors, sizes: Sequence[int], scale: float
 ) -> tuple[PreparedCall, ForwardInputs]:
     """Prepare a call, or look up the prepared call of an earlier one with the same key."""
+    raise_if_stale()
     query, key, value = tensors.query, tensors.key, tensors.value
     scores, masks = (tuple(part) for part in tensors.captured)
     call = AttentionCall(
@@ -189,8 +191,8 @@ def _prepared(
         backend=request.backend,
         deterministic=request.deterministic,
     )
-    by_data = _depends_on_data(request.score, float64_slots(scores))
-    data = (*masks, *tensors.lists, *(scores if by_data else ()))
+    slots = _data_slots(request.score, float64_slots(scores))
+    data = (*[scores[i] for i in slots], *tensors.lists, *masks)
     key_parts = (
         "operator",
         request,
@@ -219,8 +221,8 @@ def _prepared(
 
 
 @functools.lru_cache(maxsize=1024)
-def _depends_on_data(score: str, slots: frozenset[int]) -> bool:
-    return bool(score) and depends_on_data(ir.parse(score), slots)
+def _data_slots(score: str, slots: frozenset[int]) -> tuple[int, ...]:
+    return data_slots(ir.parse(score), slots) if score else ()
 
 
 @torch.library.impl("attnkit::attention", "CompositeExplicitAutograd")
@@ -278,6 +280,7 @@ def _attention_backward(
         needs_grad=needs_grad[: len(forward.captured.scores)],
         scale=factor,
     )
+    prepared.guard.check()
     dquery, dkey, dvalue, dcaptured = torch_ops.gradients(prepared.kernel_call, inputs)
     if len(dcaptured) < len(needs_grad):  # the score graph simplified to nothing
         pairs = zip(score_tensors, needs_grad, strict=True)

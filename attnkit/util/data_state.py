@@ -1,0 +1,263 @@
+"""Tell whether the data of a tensor is still that from which something was derived, whoever wrote it.
+
+Torch's version counter does not see every write: a NumPy or DLPack view, `tensor.data[...]`, a copy
+into the storage, a fused optimizer, a collective of torch.distributed and a kernel of one's own
+raise none. So a `DataState` also holds the content of the tensor. On the CPU that is a copy, which
+is compared before the derived value is used. On a GPU it is a fingerprint (`fingerprint`), which
+cannot be compared without waiting; `attnkit.runtime.data_guard` compares it on the GPU.
+
+All caches share one state per tensor. A state is created before anything is derived from the data,
+so that what a cache derives later is checked against the same content.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attnkit.errors import ArgumentError, UnsupportedError
+from attnkit.util import caches
+from attnkit.util.arguments import check_flag
+from attnkit.util.fingerprint import fingerprint
+from attnkit.util.torch_private import PLAIN, is_captured, version
+
+
+def address(tensor: Tensor) -> int:
+    """Return the address of a tensor's data, 0 if it has none.
+
+    States compare it because `t.data = other` does not raise the version counter.
+    """
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # a tensor of torch.func, or without data
+        return 0
+
+
+class DataState:
+    """Records the data of a tensor, to tell later whether the tensor still holds the same data.
+
+    Attributes:
+        reference: weak reference to the tensor.
+        valid: False after `invalidate`.
+        expected: fingerprint of a tensor whose data is compared on its device; else None.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_address",
+        "_copy",
+        "_fingerprint",
+        "_inference",
+        "_trusted",
+        "_version",
+        "expected",
+        "reference",
+        "valid",
+    )
+
+    def __init__(self, tensor: Tensor, forget: Callable[[Any], None] | None = None) -> None:
+        """Record the data of a tensor; `forget` is called when the tensor is deleted."""
+        self.reference = weakref.ref(tensor, forget)
+        self.valid = True
+        self._inference = tensor.is_inference()
+        self._trusted = _setting.trusts and not self._inference
+        self._version = -1 if self._inference else version(tensor)
+        self._address = address(tensor)
+        self._copy: Any = None
+        self._fingerprint: Tensor | None = None
+        self.expected: Tensor | None = None
+        if self._trusted or not self._address or tensor.__class__ not in PLAIN:
+            return
+        if tensor.device.type == "cpu":
+            self._copy = _memory(tensor).copy()
+            return
+        _refuse_capture(tensor)
+        self._fingerprint = fingerprint(tensor)
+        if not self._inference and _setting.compares_on(tensor.device):
+            self.expected = self._fingerprint
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` is the same object with the same data, as far as the host sees.
+
+        Raises:
+            UnsupportedError: the host must wait for a GPU to compare, and a CUDA graph is captured.
+        """
+        if self.reference() is not tensor or not self.valid or address(tensor) != self._address:
+            return False
+        if not self._inference:
+            if version(tensor) != self._version:
+                return False
+            if _setting.trusts:
+                return True
+            if self._trusted:  # there is nothing to compare with
+                return False
+        return self.has_content_of(tensor)
+
+    def has_content_of(self, tensor: Tensor) -> bool:
+        """Compare the data itself; true for a tensor whose data is compared on its device.
+
+        Raises:
+            UnsupportedError: see `holds`.
+        """
+        if self._copy is not None:
+            now = _memory(tensor)
+            return now.shape == self._copy.shape and np.array_equal(now, self._copy)
+        if self._fingerprint is None or self.expected is not None:
+            return True
+        _refuse_capture(tensor)
+        return torch.equal(fingerprint(tensor), self._fingerprint)
+
+    def release(self) -> None:
+        """Free the copy and the fingerprint; the tensor was deleted, but caches hold its state."""
+        self._copy = self._fingerprint = self.expected = None
+
+
+def _memory(tensor: Tensor) -> Any:
+    """View the memory of a CPU tensor as an array of integers, without an operator of torch.
+
+    No mode intercepts it, and NaNs compare by their bits.
+    """
+    item = tensor.element_size()
+    if not tensor.numel():
+        return np.empty(tuple(tensor.shape), np.uint8)
+    strides = tuple(s * item for s in tensor.stride())
+    size = sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True)) + item
+    raw: Any = (ctypes.c_char * size).from_address(tensor.data_ptr())
+    return np.ndarray(tuple(tensor.shape), f"i{item}", raw, 0, strides)
+
+
+def _refuse_capture(tensor: Tensor) -> None:
+    """Refuse to wait for the GPU while a CUDA graph is captured.
+
+    Raises:
+        UnsupportedError: a CUDA graph is captured on the current stream.
+    """
+    if tensor.is_cuda and is_captured():
+        raise UnsupportedError(
+            "a captured tensor cannot be compared with its earlier data while a CUDA graph is "
+            "captured, because that waits for the GPU. Call the function once before the capture; "
+            "for a tensor that was made in inference mode, make it outside of "
+            "torch.inference_mode(); where attnkit has no kernels for this GPU, use "
+            "attnkit.trust_version_counters()"
+        )
+
+
+class _Setting:
+    """Holds settings of all threads, because autograd runs backwards in threads of its own.
+
+    Attributes:
+        trusts: see `trust_version_counters`.
+        compares_on: whether data on a device is compared there, so that the host need not wait.
+    """
+
+    trusts = False
+    compares_on: Callable[[torch.device], bool] = staticmethod(lambda device: False)
+
+
+_setting = _Setting()
+_states: dict[int, DataState] = {}  # by the id of the tensor
+caches.register(_states.clear)
+
+
+def state_of(tensor: Tensor) -> DataState:
+    """Return the state of a tensor: the same object for as long as its data is unchanged."""
+    key, states = id(tensor), _states  # a local name, because modules lose theirs at exit
+    state = states.get(key)
+    if state is not None and state.holds(tensor):
+        return state
+
+    def forget(reference: Any) -> None:
+        known = states.get(key)
+        if known is not None and known.reference is reference:
+            states.pop(key, None)
+            known.release()
+
+    state = states[key] = DataState(tensor, forget)
+    return state
+
+
+def invalidate(tensor: Tensor) -> None:
+    """Forget what was derived from a tensor: tiles, proofs of indices and fingerprints.
+
+    Call it after a write that torch's version counter does not see: by a kernel of your own, a
+    DLPack view, a fused optimizer or a collective of torch.distributed. On the CPU such writes are
+    found without it. On a GPU the next call of attnkit rebuilds what it needs; without
+    `invalidate` the call after a write computes with old tiles, and a later call raises
+    `StaleDataError`.
+
+    Args:
+        tensor: a tensor that a score_mod or mask_mod captures, a block list, or any tensor that
+            shares its storage.
+
+    Raises:
+        ArgumentError: `tensor` is not a tensor.
+    """
+    if not isinstance(tensor, Tensor):
+        raise ArgumentError(f"tensor must be a torch.Tensor, got {type(tensor).__name__}")
+    storage = _storage(tensor)
+    for key, state in list(_states.items()):
+        other = state.reference()
+        if other is None:
+            continue
+        if other is tensor or (storage and _storage(other) == storage):
+            state.valid = False
+            _states.pop(key, None)
+
+
+def _storage(tensor: Tensor) -> int:
+    """Return the address of a tensor's storage, 0 if it has none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+def trust_version_counters(trust: bool = True) -> AbstractContextManager[None]:
+    """Choose whether a version counter of torch alone may tell that data is unchanged.
+
+    If so, attnkit neither compares captured data on the CPU nor checks fingerprints on the GPU. That
+    saves about 2 us of each call, and it is your promise that every write to captured tensors goes
+    through an in-place operator of torch or is followed by `attnkit.invalidate`. If the promise is
+    broken, results are wrong without a word.
+
+    The setting is for all threads of the process, because autograd runs backwards in threads of its
+    own. Used in a `with` statement it ends with the block.
+
+    Args:
+        trust: whether to trust version counters; not at start.
+
+    Raises:
+        OptionError: `trust` is not a bool.
+    """
+    check_flag("trust", trust)
+    before, _setting.trusts = _setting.trusts, trust
+    return _restored(before)
+
+
+@contextmanager
+def _restored(before: bool) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        _setting.trusts = before
+
+
+def trusts_version_counters() -> bool:
+    """Return the setting of `trust_version_counters`."""
+    return _setting.trusts
+
+
+def compare_on_devices(compares_on: Callable[[torch.device], bool]) -> None:
+    """Set which devices compare data themselves; a caller that uses a state has to ask them to.
+
+    Args:
+        compares_on: device -> whether it compares data.
+    """
+    _setting.compares_on = compares_on
