@@ -105,15 +105,21 @@ class DataGuard:
         """
         if trusts_version_counters():
             return
-        for i, (state, name) in enumerate(zip(self.states, self.names, strict=True)):
+        for i, state in enumerate(self.states):
             t = None if i in self._lists else state.reference()
             if t is not None and not state.has_content_of(t):
                 raise StaleDataError(
-                    f"captured tensor {name!r} was changed between a forward and its backward, by a "
+                    f"{self.description(i)} was changed between a forward and its backward, by a "
                     "write that torch's version counter does not see; the gradients would be those "
                     "of neither. Do not write to it before the backward has run"
                 )
         self.check()
+
+    def description(self, position: int) -> str:
+        """Describe a tensor for a message. Dynamo has names of its own, so it says the shape too."""
+        t = self.states[position].reference()
+        kind = "" if t is None else f" ({t.dtype}, shape {tuple(t.shape)})"
+        return f"captured tensor {self.names[position]!r}{kind}"
 
     def forget(self) -> None:
         """Forget everything that was derived from the tensors."""
@@ -137,13 +143,13 @@ def raise_if_stale() -> None:
 
 def _report(code: int) -> None:
     number, position = fingerprint_check.decode(code)
-    if not torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
         torch.cuda.synchronize()  # kernels that are still running would report it again
     stale_report.code[0] = 0
     guard = _guards.get(number)
     what = "a captured tensor"
     if guard is not None:
-        what = f"captured tensor {guard.names[position]!r}"
+        what = guard.description(position)
         guard.forget()
     raise StaleDataError(
         f"{what} did not hold the data of which its tiles were computed when a kernel ran, so that "

@@ -130,7 +130,7 @@ class FingerprintCheck:
         self.device = next(iter(tensors.values()))[0].device
         self._expected = [e for _, e in tensors.values()]
         pieces = [
-            (words, sums, number * _CODES + position)
+            (words, sums, encode(number, position))
             for position, (t, e) in tensors.items()
             for words, sums in zip(kernel_words(t), e.split(_LARGEST // CHUNK), strict=True)
         ]
@@ -170,6 +170,11 @@ def grid(sums: Sequence[Tensor], most: int) -> int:
     """Return how many CTAs compare tensors with these fingerprints; at most `most`."""
     chunks = max(s.shape[0] for s in sums)
     return max(1, min(-(-chunks // _WARPS), most))
+
+
+def encode(number: int, position: int) -> int:
+    """Return the code with which a check reports a tensor."""
+    return number * _CODES + position
 
 
 def decode(code: int) -> tuple[int, int]:

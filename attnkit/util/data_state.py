@@ -75,12 +75,13 @@ class DataState:
         self.expected: Tensor | None = None
         if self._trusted or not self._address or tensor.__class__ not in PLAIN:
             return
-        if tensor.device.type == "cpu":
+        on_device = not self._inference and _setting.compares_on(tensor.device)
+        if tensor.device.type == "cpu" and not on_device:
             self._copy = _memory(tensor).copy()
             return
         _refuse_capture(tensor)
         self._fingerprint = fingerprint(tensor)
-        if not self._inference and _setting.compares_on(tensor.device):
+        if on_device:
             self.expected = self._fingerprint
 
     def holds(self, tensor: Tensor) -> bool:
@@ -254,10 +255,16 @@ def trusts_version_counters() -> bool:
     return _setting.trusts
 
 
-def compare_on_devices(compares_on: Callable[[torch.device], bool]) -> None:
-    """Set which devices compare data themselves; a caller that uses a state has to ask them to.
+def compare_on_devices(
+    compares_on: Callable[[torch.device], bool],
+) -> Callable[[torch.device], bool]:
+    """Set which devices compare data themselves; who uses a state then has to ask them to.
 
     Args:
         compares_on: device -> whether it compares data.
+
+    Returns:
+        The function that was set before.
     """
-    _setting.compares_on = compares_on
+    before, _setting.compares_on = _setting.compares_on, compares_on
+    return before
