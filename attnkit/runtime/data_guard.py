@@ -22,8 +22,8 @@ from attnkit.splice.graph_capture import is_capturing, keep_while_replayable
 from attnkit.util.data_state import (
     compare_on_devices,
     invalidate,
+    setting,
     state_of,
-    trusts_version_counters,
 )
 
 compare_on_devices(fingerprint_check.compares_on)
@@ -75,7 +75,7 @@ class DataGuard:
 
         Call it before the kernels of the call. `raise_if_stale` reports a difference later.
         """
-        if not self.on_gpu or trusts_version_counters():
+        if not self.on_gpu or setting.trusts:
             return
         check = self._check
         if check is None:
@@ -97,13 +97,18 @@ class DataGuard:
             if s.expected is not None and (t := s.reference()) is not None
         }
 
+    @property
+    def device(self) -> torch.device | None:
+        """Return the GPU on which `check` has run; None if it has not."""
+        return None if self._check is None else self._check.device
+
     def check_backward(self) -> None:
         """Check that a backward sees the data of its forward; on a GPU as `check` does.
 
         Raises:
             StaleDataError: it does not. Autograd has already refused edits that torch saw.
         """
-        if trusts_version_counters():
+        if setting.trusts:
             return
         for i, state in enumerate(self.states):
             t = None if i in self._lists else state.reference()
@@ -143,10 +148,11 @@ def raise_if_stale() -> None:
 
 def _report(code: int) -> None:
     number, position = fingerprint_check.decode(code)
-    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
-        torch.cuda.synchronize()  # kernels that are still running would report it again
-    stale_report.code[0] = 0
     guard = _guards.get(number)
+    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+        # kernels that are still running would report it again
+        torch.cuda.synchronize(None if guard is None else guard.device)
+    stale_report.code[0] = 0
     what = "a captured tensor"
     if guard is not None:
         what = guard.description(position)

@@ -128,6 +128,7 @@ class FingerprintCheck:
 
     def __init__(self, tensors: Mapping[int, tuple[Tensor, Tensor]], number: int) -> None:
         self.device = next(iter(tensors.values()))[0].device
+        self._index = self.device.index
         self._expected = [e for _, e in tensors.values()]
         pieces = [
             (words, sums, encode(number, position))
@@ -153,17 +154,14 @@ class FingerprintCheck:
 
     def __call__(self) -> None:
         """Launch the kernel on the current stream of its device, without waiting for it."""
-        index = self.device.index
+        index = self._index
         if device_index() == index:
-            self._launch(index)
+            stream = stream_of(index)
+            for relaunch in self._launches:
+                relaunch(stream, ())
         else:
             with torch.cuda.device(index):
-                self._launch(index)
-
-    def _launch(self, index: int) -> None:
-        stream = stream_of(index)
-        for relaunch in self._launches:
-            relaunch(stream, ())
+                self()
 
 
 def grid(sums: Sequence[Tensor], most: int) -> int:

@@ -67,7 +67,7 @@ class DataState:
         self.reference = weakref.ref(tensor, forget)
         self.valid = True
         self._inference = tensor.is_inference()
-        self._trusted = _setting.trusts and not self._inference
+        self._trusted = setting.trusts and not self._inference
         self._version = -1 if self._inference else version(tensor)
         self._address = address(tensor)
         self._copy: Any = None
@@ -75,7 +75,7 @@ class DataState:
         self.expected: Tensor | None = None
         if self._trusted or not self._address or tensor.__class__ not in PLAIN:
             return
-        on_device = not self._inference and _setting.compares_on(tensor.device)
+        on_device = not self._inference and setting.compares_on(tensor.device)
         if tensor.device.type == "cpu" and not on_device:
             self._copy = _memory(tensor).copy()
             return
@@ -90,15 +90,17 @@ class DataState:
         Raises:
             UnsupportedError: the host must wait for a GPU to compare, and a CUDA graph is captured.
         """
-        if self.reference() is not tensor or not self.valid or address(tensor) != self._address:
+        if self.reference() is not tensor or not self.valid:
             return False
         if not self._inference:
             if version(tensor) != self._version:
                 return False
-            if _setting.trusts:
-                return True
-            if self._trusted:  # there is nothing to compare with
+            if self._trusted and not setting.trusts:  # there is nothing to compare with
                 return False
+        if address(tensor) != self._address:
+            return False
+        if self.expected is not None or (setting.trusts and not self._inference):
+            return True
         return self.has_content_of(tensor)
 
     def has_content_of(self, tensor: Tensor) -> bool:
@@ -150,7 +152,7 @@ def _refuse_capture(tensor: Tensor) -> None:
         )
 
 
-class _Setting:
+class Setting:
     """Holds settings of all threads, because autograd runs backwards in threads of its own.
 
     Attributes:
@@ -162,7 +164,7 @@ class _Setting:
     compares_on: Callable[[torch.device], bool] = staticmethod(lambda device: False)
 
 
-_setting = _Setting()
+setting = Setting()
 _states: dict[int, DataState] = {}  # by the id of the tensor
 caches.register(_states.clear)
 
@@ -238,7 +240,7 @@ def trust_version_counters(trust: bool = True) -> AbstractContextManager[None]:
         OptionError: `trust` is not a bool.
     """
     check_flag("trust", trust)
-    before, _setting.trusts = _setting.trusts, trust
+    before, setting.trusts = setting.trusts, trust
     return _restored(before)
 
 
@@ -247,12 +249,7 @@ def _restored(before: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        _setting.trusts = before
-
-
-def trusts_version_counters() -> bool:
-    """Return the setting of `trust_version_counters`."""
-    return _setting.trusts
+        setting.trusts = before
 
 
 def compare_on_devices(
@@ -266,5 +263,5 @@ def compare_on_devices(
     Returns:
         The function that was set before.
     """
-    before, _setting.compares_on = _setting.compares_on, compares_on
+    before, setting.compares_on = setting.compares_on, compares_on
     return before
