@@ -21,6 +21,7 @@ from attnkit.splice.fingerprint_check import FingerprintCheck, stale_report
 from attnkit.splice.graph_capture import is_capturing, keep_while_replayable
 from attnkit.util.data_state import (
     compare_on_devices,
+    data_digest,
     invalidate,
     setting,
     state_of,
@@ -113,12 +114,26 @@ class DataGuard:
         for i, state in enumerate(self.states):
             t = None if i in self._lists else state.reference()
             if t is not None and not state.has_content_of(t):
-                raise StaleDataError(
-                    f"{self.description(i)} was changed between a forward and its backward, by a "
-                    "write that torch's version counter does not see; the gradients would be those "
-                    "of neither. Do not write to it before the backward has run"
-                )
+                raise StaleDataError(_between(self.description(i)))
         self.check()
+
+    def digest(self) -> int:
+        """Return a number for the data that a backward reads; 0 if the host cannot know it."""
+        states = [s for i, s in enumerate(self.states) if i not in self._lists]
+        return data_digest(states)
+
+    def check_digest(self, forward: int) -> None:
+        """Check that a backward has the data of its forward, where the two share no state.
+
+        Args:
+            forward: `digest` of the forward's guard.
+
+        Raises:
+            StaleDataError: it has not.
+        """
+        own = self.digest()
+        if forward and own and forward != own and not setting.trusts:
+            raise StaleDataError(_between(f"captured data ({', '.join(self.names)})"))
 
     def description(self, position: int) -> str:
         """Describe a tensor for a message. Dynamo has names of its own, so it says the shape too."""
@@ -132,6 +147,15 @@ class DataGuard:
             t = state.reference()
             if t is not None:
                 invalidate(t)
+
+
+def _between(what: str) -> str:
+    """Return the message for data that was changed between a forward and its backward."""
+    return (
+        f"{what} was changed between a forward and its backward, by a write that torch's version "
+        "counter does not see; the gradients would be those of neither. Do not write to it before "
+        "the backward has run"
+    )
 
 
 def raise_if_stale() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from attnkit.errors import UnsupportedError
-from attnkit.runtime.data_guard import raise_if_stale
+from attnkit.runtime.data_guard import DataGuard, raise_if_stale
 from attnkit.runtime.prepared_call import ForwardResult, PreparedCall, Relaunch
 from attnkit.sparsity.block_runs import BlockRuns, Runs
 from attnkit.splice import (
@@ -185,6 +185,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.save_for_backward(query, key, value, out, lse, *score_tensors, *mask_tensors, *runs)
     ctx.counts = len(score_tensors), len(mask_tensors)
     ctx.options = list(layout), program, template, scale
+    names = [f"t{i} of mask_mod" for i in range(len(mask_tensors))]
+    ctx.guard = DataGuard(mask_tensors, names, range(0))
     ctx.needs_grad = [t.requires_grad for t in score_tensors]
     ctx.set_materialize_grads(False)
 
@@ -193,6 +195,7 @@ def _gradient(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Tensor | None
 ) -> tuple[Any, ...]:
     query, key, value, out, lse, *lists = ctx.saved_tensors
+    ctx.guard.check_backward()
     scores, masks = ctx.counts
     score_tensors, mask_tensors = lists[:scores], lists[scores : scores + masks]
     layout, program, template, scale = ctx.options

@@ -13,8 +13,9 @@ so that what a cache derives later is checked against the same content.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -53,6 +54,7 @@ class DataState:
         "__weakref__",
         "_address",
         "_copy",
+        "_digest",
         "_fingerprint",
         "_inference",
         "_trusted",
@@ -71,6 +73,7 @@ class DataState:
         self._version = -1 if self._inference else version(tensor)
         self._address = address(tensor)
         self._copy: Any = None
+        self._digest = b""
         self._fingerprint: Tensor | None = None
         self.expected: Tensor | None = None
         if self._trusted or not self._address or tensor.__class__ not in PLAIN:
@@ -117,9 +120,23 @@ class DataState:
         _refuse_capture(tensor)
         return torch.equal(fingerprint(tensor), self._fingerprint)
 
+    def digest(self) -> bytes:
+        """Return a digest of the data, kept in host memory; empty if there is no copy there."""
+        if not self._digest and self._copy is not None:
+            self._digest = hashlib.blake2b(self._copy.tobytes(), digest_size=8).digest()
+        return self._digest
+
     def release(self) -> None:
         """Free the copy and the fingerprint; the tensor was deleted, but caches hold its state."""
         self._copy = self._fingerprint = self.expected = None
+
+
+def data_digest(states: Sequence[DataState]) -> int:
+    """Return a positive number for the data of tensors; 0 if the host has a copy of none."""
+    parts = [s.digest() for s in states]
+    if not any(parts):
+        return 0
+    return 1 + int.from_bytes(hashlib.blake2b(b"".join(parts), digest_size=7).digest(), "little")
 
 
 def _memory(tensor: Tensor) -> Any:

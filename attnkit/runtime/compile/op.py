@@ -36,11 +36,12 @@ from attnkit.util.arguments import BLOCK_OPTIONS, AuxRequest, check_scale
 ATTENTION = (
     "(Tensor query, Tensor key, Tensor value, Tensor[] score_tensors, Tensor[] mask_tensors, "
     "Tensor[] lists, SymInt[] sizes, str request, float? scale) "
-    "-> (Tensor out, Tensor lse, Tensor max_scores)"
+    "-> (Tensor out, Tensor lse, Tensor max_scores, Tensor digest)"
 )
 ATTENTION_BACKWARD = (
     "(Tensor grad_out, Tensor grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
-    "Tensor lse, Tensor[] score_tensors, Tensor[] mask_tensors, Tensor[] lists, SymInt[] sizes, "
+    "Tensor lse, Tensor digest, Tensor[] score_tensors, Tensor[] mask_tensors, Tensor[] lists, "
+    "SymInt[] sizes, "
     "str request, float? scale, bool[] needs_grad) "
     "-> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor[] dcaptured)"
 )
@@ -64,6 +65,8 @@ class Request:
         block: tile sizes that the caller gave, empty where none.
         backend, enable_gqa, deterministic: as in `flex_attention`.
         need_max: whether the row maxima are returned.
+        signature: version of the operators' arguments and results. Torch stores compiled graphs on
+            disk under a key that contains this text, so an old graph is not taken for a new one.
     """
 
     score: str = ""
@@ -76,6 +79,7 @@ class Request:
     enable_gqa: bool = False
     deterministic: bool = False
     need_max: bool = False
+    signature: int = 2
 
     @property
     def kernel_options(self) -> dict[str, int] | None:
@@ -237,13 +241,14 @@ def _attention(
     sizes: Sequence[int],
     request: str,
     scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     captured = Captured(score_tensors, mask_tensors)
     tensors = OperatorTensors(query, key, value, captured, lists)
     factor = check_scale(scale, query.shape[-1])
     prepared, inputs = _prepared(Request.parse(request), tensors, sizes, factor)
     out, lse, top = torch_ops.run(prepared, inputs)
-    return out, lse, lse.new_empty(0) if top is None else top
+    digest = torch.tensor([prepared.guard.digest()], dtype=torch.int64, device="cpu")
+    return out, lse, lse.new_empty(0) if top is None else top, digest
 
 
 @torch.library.impl("attnkit::attention_backward", "CompositeExplicitAutograd")
@@ -256,6 +261,7 @@ def _attention_backward(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
+    digest: Tensor,
     score_tensors: Sequence[Tensor],
     mask_tensors: Sequence[Tensor],
     lists: Sequence[Tensor],
@@ -280,6 +286,7 @@ def _attention_backward(
         needs_grad=needs_grad[: len(forward.captured.scores)],
         scale=factor,
     )
+    prepared.guard.check_digest(int(digest))
     prepared.guard.check()
     dquery, dkey, dvalue, dcaptured = torch_ops.gradients(prepared.kernel_call, inputs)
     if len(dcaptured) < len(needs_grad):  # the score graph simplified to nothing
@@ -291,26 +298,27 @@ def _attention_backward(
 @torch.library.register_fake("attnkit::attention")  # type: ignore[untyped-decorator]
 def _attention_fake(
     query: Tensor, key: Tensor, value: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     lse = query.new_empty(query.shape[:3], dtype=compute_dtype(query))
     top = torch.empty_like(lse) if Request.parse(rest[-2]).need_max else lse.new_empty(0)
-    return output_like(query, value.shape[-1]), lse, top
+    digest = torch.empty(1, dtype=torch.int64, device="cpu")
+    return output_like(query, value.shape[-1]), lse, top, digest
 
 
 @torch.library.register_fake("attnkit::attention_backward")  # type: ignore[untyped-decorator]
 def _attention_backward_fake(
     grad_out: Tensor, grad_lse: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    pairs = zip(rest[2], rest[-1], strict=True)
+    pairs = zip(rest[3], rest[-1], strict=True)
     captured = [torch.empty_like(t) if need else query.new_empty(0) for t, need in pairs]
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), captured
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     query, key, value, scores, masks, lists, sizes, request, scale = inputs
-    out, lse, top = output
-    ctx.mark_non_differentiable(top)
-    ctx.save_for_backward(query, key, value, out, lse, *scores, *masks, *lists)
+    out, lse, top, digest = output
+    ctx.mark_non_differentiable(top, digest)
+    ctx.save_for_backward(query, key, value, out, lse, digest, *scores, *masks, *lists)
     ctx.options = list(sizes), request, scale
     ctx.counts = len(scores), len(masks)
     ctx.needs_grad = [t.requires_grad for t in scores]
@@ -318,9 +326,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _gradient(
-    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Tensor | None
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Tensor | None
 ) -> tuple[Any, ...]:
-    query, key, value, out, lse, *tensors = ctx.saved_tensors
+    query, key, value, out, lse, digest, *tensors = ctx.saved_tensors
     scores, masks = ctx.counts
     lists = tensors[:scores], tensors[scores : scores + masks], tensors[scores + masks :]
     sizes, request, scale = ctx.options
@@ -332,6 +340,7 @@ def _gradient(
         value,
         out,
         lse,
+        digest,
         *lists,
         sizes,
         request,

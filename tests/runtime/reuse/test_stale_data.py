@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 from torch.nn.functional import scaled_dot_product_attention as sdpa
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnkit
 from attnkit import StaleDataError, create_block_mask, flex_attention, masks
@@ -51,13 +52,16 @@ def calls(ids: Tensor) -> dict[str, Callable[[list[Tensor]], Tensor]]:
     }  # fmt: skip
 
 
+WAYS = list(calls(documents(5)))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _group(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with process_group(tmp_path_factory.mktemp("gloo")):
         yield
 
 
-@pytest.mark.parametrize("way", list(calls(documents(5))))
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("writer", list(WRITERS))
 def test_a_write_between_calls_counts(writer: str, way: str) -> None:
     ids = documents(5)
@@ -124,27 +128,43 @@ def test_block_lists_count(writer: str) -> None:
 
 
 @pytest.mark.parametrize("repeated", [False, True])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("writer", ["detached_numpy", "dlpack", "storage", "memory", "data"])
-def test_a_write_between_forward_and_backward_is_an_error(writer: str, repeated: bool) -> None:
+def test_a_write_between_forward_and_backward_is_an_error(
+    writer: str, way: str, repeated: bool
+) -> None:
     ids = documents(5)
-    mask = lambda b, h, q, kv: ids[q] == ids[kv]
-    if repeated:
-        for _ in range(3):
-            flex_attention(*parameters(), None, mask).sum().backward()
-    out = flex_attention(*parameters(), None, mask)
+    call = calls(ids)[way]
+    for _ in range(3 if repeated else 0):
+        call(parameters()).sum().backward()
+    out = call(parameters())
     WRITERS[writer](ids, documents(20))
-    with pytest.raises(StaleDataError, match=r"'ids'.*between a forward and its backward"):
+    with pytest.raises(StaleDataError, match="between a forward and its backward"):
         out.sum().backward()
     WRITERS[writer](ids, documents(5))
-    flex_attention(*parameters(), None, mask).sum().backward()
+    call(parameters()).sum().backward()
 
 
-def test_a_later_forward_does_not_hide_it() -> None:
+def test_a_write_between_the_operators_of_a_mode_is_an_error() -> None:
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            return function(*args, **(kwargs or {}))
+
     ids = documents(5)
-    mask = masks.document(ids)
-    out = flex_attention(*parameters(), None, mask)
+    with Mode():
+        out = calls(ids)["function"](parameters())
     WRITERS["memory"](ids, documents(20))
-    flex_attention(*parameters(), None, mask)
+    with pytest.raises(StaleDataError, match="between a forward and its backward"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_later_forward_does_not_hide_it(way: str) -> None:
+    ids = documents(5)
+    call = calls(ids)[way]
+    out = call(parameters())
+    WRITERS["memory"](ids, documents(20))
+    call(parameters())
     with pytest.raises(StaleDataError):
         out.sum().backward()
 

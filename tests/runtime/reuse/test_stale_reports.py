@@ -19,10 +19,15 @@ from attnkit.runtime import data_guard
 from attnkit.splice.fingerprint_check import encode, stale_report
 from attnkit.util.data_state import compare_on_devices
 from attnkit.util.fingerprint import fingerprint
-from tests.runtime.reuse.test_stale_data import calls, dense, documents, inputs, parameters
+from tests.runtime.reuse.test_stale_data import (
+    WAYS,
+    calls,
+    dense,
+    documents,
+    inputs,
+    parameters,
+)
 from tests.runtime.reuse.writers import WRITERS
-
-WAYS = list(calls(documents(5)))
 
 
 class HostCheck:
