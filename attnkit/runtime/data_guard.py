@@ -92,6 +92,8 @@ class DataGuard:
 
     def _watched(self) -> dict[int, tuple[Tensor, Tensor]]:
         """Return the tensors to compare on the GPU, and their fingerprints, by position."""
+        for state in self.states:
+            state.wait_until_recorded()
         return {
             i: (t, s.expected)
             for i, s in enumerate(self.states)

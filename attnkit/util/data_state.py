@@ -57,6 +57,7 @@ class DataState:
         "_digest",
         "_fingerprint",
         "_inference",
+        "_ready",
         "_trusted",
         "_version",
         "expected",
@@ -64,8 +65,20 @@ class DataState:
         "valid",
     )
 
-    def __init__(self, tensor: Tensor, forget: Callable[[Any], None] | None = None) -> None:
-        """Record the data of a tensor; `forget` is called when the tensor is deleted."""
+    def __init__(
+        self,
+        tensor: Tensor,
+        forget: Callable[[Any], None] | None = None,
+        *,
+        compare: bool = True,
+    ) -> None:
+        """Record the data of a tensor.
+
+        Args:
+            tensor: the tensor.
+            forget: called when the tensor is deleted.
+            compare: whether its content is compared. No need for tensors that only attnkit writes.
+        """
         self.reference = weakref.ref(tensor, forget)
         self.valid = True
         self._inference = tensor.is_inference()
@@ -75,8 +88,9 @@ class DataState:
         self._copy: Any = None
         self._digest = b""
         self._fingerprint: Tensor | None = None
+        self._ready: torch.cuda.Event | None = None
         self.expected: Tensor | None = None
-        if self._trusted or not self._address or tensor.__class__ not in PLAIN:
+        if not compare or self._trusted or not self._address or tensor.__class__ not in PLAIN:
             return
         on_device = not self._inference and setting.compares_on(tensor.device)
         if tensor.device.type == "cpu" and not on_device:
@@ -86,6 +100,9 @@ class DataState:
         self._fingerprint = fingerprint(tensor)
         if on_device:
             self.expected = self._fingerprint
+            if tensor.is_cuda:
+                self._ready = torch.cuda.Event()
+                self._ready.record(torch.cuda.current_stream(tensor.device))
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether `tensor` is the same object with the same data, as far as the host sees.
@@ -119,6 +136,12 @@ class DataState:
             return True
         _refuse_capture(tensor)
         return torch.equal(fingerprint(tensor), self._fingerprint)
+
+    def wait_until_recorded(self) -> None:
+        """Wait until `expected` is computed, so that any stream may read it."""
+        if self._ready is not None:
+            self._ready.synchronize()
+            self._ready = None
 
     def digest(self) -> bytes:
         """Return a digest of the data, kept in host memory; empty if there is no copy there."""
@@ -188,10 +211,19 @@ caches.register(_states.clear)
 
 def state_of(tensor: Tensor) -> DataState:
     """Return the state of a tensor: the same object for as long as its data is unchanged."""
-    key, states = id(tensor), _states  # a local name, because modules lose theirs at exit
-    state = states.get(key)
+    state = _states.get(id(tensor))
     if state is not None and state.holds(tensor):
         return state
+    return _new_state(tensor)
+
+
+def set_own(tensor: Tensor) -> None:
+    """Say that only attnkit writes to a new tensor, so that its content need not be compared."""
+    _new_state(tensor, compare=False)
+
+
+def _new_state(tensor: Tensor, *, compare: bool = True) -> DataState:
+    key, states = id(tensor), _states  # a local name, because modules lose theirs at exit
 
     def forget(reference: Any) -> None:
         known = states.get(key)
@@ -199,7 +231,7 @@ def state_of(tensor: Tensor) -> DataState:
             states.pop(key, None)
             known.release()
 
-    state = states[key] = DataState(tensor, forget)
+    state = states[key] = DataState(tensor, forget, compare=compare)
     return state
 
 

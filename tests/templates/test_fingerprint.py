@@ -13,7 +13,14 @@ pytest.importorskip("cutlass")
 from attnkit import emulator
 from attnkit.jit.kernel import kernel
 from attnkit.splice import fingerprint_check
-from attnkit.splice.fingerprint_check import fingerprint_source, grid, kernel_words, words_kind
+from attnkit.splice.fingerprint_check import (
+    FingerprintCheck,
+    decode,
+    fingerprint_source,
+    grid,
+    kernel_words,
+    words_kind,
+)
 from attnkit.templates.common import fingerprint as template
 from attnkit.util import fingerprint as host
 from attnkit.util.fingerprint import fingerprint
@@ -62,3 +69,29 @@ def test_equal_data_is_not_reported_and_every_edit_is() -> None:
             assert compare(tensors, expected) == 100 + which
             t.copy_(before)
     assert compare(tensors, expected, most=1) == 0
+
+
+def test_a_launch_passes_the_address_of_the_report_in_host_memory() -> None:
+    """A CPU tensor among those of a GPU is refused; the report says that it is on the GPU."""
+    words = kernel_words(strided()[1])[0]
+    signature = kernel(fingerprint_source((words_kind(words),), "sm_90a")).signature
+    report = torch.zeros(1, dtype=torch.int64)
+    arguments = (words, fingerprint(strided()[1]), fingerprint_check._OnDevice(report, -1), 7, 1)
+    values, device = signature.gather(arguments, lambda device: 0)
+    assert device == -1
+    assert report.data_ptr() in values
+    assert words.data_ptr() in values
+
+
+@pytest.mark.parametrize("count", [1, 3, 40])
+def test_codes_name_the_tensor(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(FingerprintCheck, "_relauncher", lambda self, pieces: made.append(pieces))
+    monkeypatch.setattr(fingerprint_check, "_LARGEST", 2 * host.CHUNK)
+    t = torch.arange(5 * host.CHUNK + 3, dtype=torch.int32)
+    FingerprintCheck({i: (t, fingerprint(t)) for i in range(5, 5 + count)}, 9)
+    pieces = [piece for group in made for piece in group]
+    expected = [(9, i) for i in range(5, 5 + count) for _ in range(3)]  # three pieces each
+    assert [decode(code) for _, _, code in pieces] == expected
+    for words, sums, _ in pieces:
+        assert torch.equal(fingerprint(words), sums)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attnkit.util import data_state
-from attnkit.util.data_state import invalidate, state_of
+from attnkit.util.data_state import invalidate, set_own, state_of
 from attnkit.util.fingerprint import CHUNK, fingerprint, words_of
 
 DTYPES = (torch.bool, torch.uint8, torch.int16, torch.bfloat16, torch.float32, torch.int64)
@@ -101,3 +101,13 @@ def test_nothing_is_kept_for_a_deleted_tensor() -> None:
     assert key not in data_state._states
     assert copy() is None
     assert state.reference() is None
+
+
+def test_the_content_of_own_tensors_is_not_compared() -> None:
+    t = torch.zeros(4)
+    set_own(t)
+    state = state_of(t)
+    t.numpy()[0] = 1
+    assert state_of(t) is state
+    t.add_(1)
+    assert state_of(t) is not state
