@@ -19,6 +19,7 @@ from attnkit.errors import (
     DTypeError,
     OptionError,
     ShapeError,
+    StaleDataError,
     TraceError,
     UnsupportedError,
 )
@@ -29,6 +30,7 @@ from attnkit.sparsity.block_mask import BlockMask, create_block_mask, create_mas
 from attnkit.tracing.mask import Mask, and_masks, noop_mask, or_masks, per_batch, per_head
 from attnkit.util.arguments import AuxOutput, AuxRequest, FlexKernelOptions
 from attnkit.util.caches import clear_all as clear_caches
+from attnkit.util.data_state import invalidate, trust_version_counters
 
 if TYPE_CHECKING:
     from attnkit import masks, mods, testing
@@ -51,6 +53,7 @@ __all__ = [
     "Mask",
     "OptionError",
     "ShapeError",
+    "StaleDataError",
     "TraceError",
     "UnsupportedError",
     "Variant",
@@ -61,6 +64,7 @@ __all__ = [
     "explain",
     "flex_attention",
     "intervals",
+    "invalidate",
     "masks",
     "merge",
     "merge_states",
@@ -70,6 +74,7 @@ __all__ = [
     "per_batch",
     "per_head",
     "testing",
+    "trust_version_counters",
 ]
 
 # Imported at first access, because a call of `flex_attention` does not need them.

@@ -14,17 +14,21 @@ from attnkit.graph import ir
 from attnkit.graph.eval_torch import mask_dtype
 from attnkit.graph.ir import Node
 from attnkit.graph.simplify import TRUE
+from attnkit.runtime.data_guard import DataGuard
 from attnkit.sparsity.block_mask import BlockMask, check_mask_shape
 from attnkit.sparsity.block_runs import BlockRuns, from_flex
 from attnkit.sparsity.mask_runs import check_lengths, mask_runs
 from attnkit.splice import Captured, Program, compute_dtype
-from attnkit.tracing.float64_checks import check_precision
-from attnkit.tracing.guards import trace_cached
+from attnkit.tracing.float64_checks import check_precision, float64_slots
+from attnkit.tracing.guards import data_slots, trace_cached
 from attnkit.tracing.mask import check_built_for
 from attnkit.tracing.tracer import Traced
 from attnkit.util import caches
 from attnkit.util.arguments import check_captured
 from attnkit.util.tensor_cache import VersionedCache
+
+# Names of PyTorch's block lists, in the order of `flex_lists`.
+LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
 _flex_runs: VersionedCache[BlockRuns] = VersionedCache(64)
 caches.register(_flex_runs.clear)
@@ -43,6 +47,30 @@ class TracedVariant:
     score: Traced | None
     mask: Traced | None
     block_mask: Any = None
+
+    def data_guard(self) -> DataGuard:
+        """Record the data on which the tiles and the proofs of indices depend.
+
+        The order is that of `CallKey.data`: the score's tensors, block lists, the mask's tensors.
+        """
+        tensors: list[Tensor] = []
+        names: list[str] = []
+        if self.score is not None:
+            slots = data_slots(self.score.root, float64_slots(self.score.tensors))
+            tensors += [self.score.tensors[i] for i in slots]
+            names += [self.score.names[i] for i in slots]
+        lists = self.block_lists_data()
+        start = len(tensors)
+        tensors += lists
+        names += LISTS[: len(lists)]
+        if self.mask is not None:
+            tensors += self.mask.tensors
+            names += self.mask.names
+        return DataGuard(tensors, names, range(start, start + len(lists)))
+
+    def block_lists_data(self) -> tuple[Tensor, ...]:
+        """Return PyTorch's block lists, none for another mask."""
+        return flex_lists(self.block_mask)[0] if is_flex(self.block_mask) else ()
 
     @property
     def block_lists(self) -> tuple[int, int] | None:

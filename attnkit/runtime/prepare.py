@@ -57,13 +57,14 @@ def prepare(
     query, key = call.query, call.key
     if variant is None:  # trace: run both functions once on symbols
         variant = trace(call.score_mod, call.block_mask, query.device)
+    guard = variant.data_guard()  # before anything is derived from the data of tensors
     unproven = prove(variant, query, key)  # indices stay inside their tensors, and in int32
     plan = _plan(call, settings, variant, unproven)  # template and tile sizes
     bound = classify(variant, unproven, query, key, plan.block)  # EMPTY, PARTIAL, FULL
     ordered = call.is_deterministic and of_template(plan.template) is not None
     template = plan.template + (ORDERED if ordered else "")
     kernel_call = KernelCall(template, bound.program, bound.runs, settings.aux.max_scores)
-    prepared = PreparedCall(kernel_call, BackwardReuse())
+    prepared = PreparedCall(kernel_call, BackwardReuse(), guard)
     if plan.template == "eager":
         prepared.attention, prepared.is_dense = _dense(bound), True
     elif launchable and not is_intercepted(

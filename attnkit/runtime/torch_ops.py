@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from attnkit.errors import UnsupportedError
+from attnkit.runtime.data_guard import DataGuard, raise_if_stale
 from attnkit.runtime.prepared_call import ForwardResult, PreparedCall, Relaunch
 from attnkit.sparsity.block_runs import BlockRuns, Runs
 from attnkit.splice import (
@@ -182,6 +183,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.save_for_backward(query, key, value, out, lse, *score_tensors, *mask_tensors, *runs)
     ctx.counts = len(score_tensors), len(mask_tensors)
     ctx.options = list(layout), program, template, scale
+    names = [f"t{i} of mask_mod" for i in range(len(mask_tensors))]
+    ctx.guard = DataGuard(mask_tensors, names, range(0))
     ctx.needs_grad = [t.requires_grad for t in score_tensors]
     ctx.set_materialize_grads(False)
 
@@ -207,6 +210,7 @@ def operator_tensors(
 def _gradient(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Tensor | None
 ) -> tuple[Any, ...]:
+    ctx.guard.check_backward()
     saved, lists = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
     scores, masks = ctx.counts
     score_tensors, mask_tensors = lists[:scores], lists[scores : scores + masks]
@@ -288,6 +292,8 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
         prepared, scale, needs_grad = ctx.call
+        raise_if_stale()
+        prepared.guard.check_backward()
         if grad_out is not None:
             gradients = prepared.backward.try_fast_path(
                 grad_out, grad_lse, saved, scale, needs_grad
@@ -342,6 +348,7 @@ def run(prepared: PreparedCall, inputs: ForwardInputs) -> ForwardResult:
     """
     query, key, value, scale = inputs.query, inputs.key, inputs.value, inputs.scale
     scores, masks = inputs.captured
+    prepared.guard.check()
     if prepared.is_dense:
         assert prepared.attention is not None
         return prepared.attention(query, key, value, inputs.captured, scale)

@@ -20,6 +20,7 @@ from attnkit.graph.ir import F32, I32, Node
 from attnkit.sparsity.ranges.eval_interval import INT_HIGH, INT_LOW, Interval, everything, transfer
 from attnkit.sparsity.ranges.tables import Domain, value_range
 from attnkit.util import caches
+from attnkit.util.data_state import set_own
 from attnkit.util.tensor_cache import VersionedCache
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ caches.register(_values.clear)
 
 
 def set_known_range(tensor: Tensor, low: int, high: int) -> None:
-    """Record the range of a new integer tensor, so that checks do not read its data."""
+    """Record the range of a new integer tensor of attnkit, so that checks do not read its data."""
+    set_own(tensor)
     ends = _scalar(low), _scalar(high)
     _values.get((I32, None), (tensor,), lambda: ends)
 

@@ -30,7 +30,7 @@ from attnkit.splice.captured_arguments import (
 )
 from attnkit.splice.forward_call import CombineKernel, ForwardCall
 from attnkit.splice.forward_sources import combine_source, forward_source
-from attnkit.splice.forward_variant import ForwardVariant, forward_variant
+from attnkit.splice.forward_variant import ForwardVariant, forward_variant, shapes_of
 from attnkit.splice.forward_work import choose_kernel, forward_work, near_runs
 from attnkit.splice.kernel_call import Captured, ForwardInputs, KernelCall
 from attnkit.splice.mask_intervals import row_intervals
@@ -132,7 +132,11 @@ def build_call(kernel_call: KernelCall, inputs: ForwardInputs, workers: int) -> 
 
     bounds, mask_tensors = row_intervals(program.mask, captured.masks, query, key)
     variant = forward_variant(
-        program.score, program.mask, bounds, (batch, heads, q_len, key.shape[2])
+        program.score,
+        program.mask,
+        bounds,
+        (batch, heads, q_len, key.shape[2]),
+        (shapes_of(captured.scores), shapes_of(mask_tensors)),
     )
     variant = variant._replace(lists_override_mask=program.lists_override_mask)
     arguments = tuple(captured_arguments(variant, captured, mask_tensors, device))

@@ -65,14 +65,13 @@ class TraceRecord:
         root: the graph.
         names: names of the captured tensors, by slot.
         tensor_order: for each slot, the position of its tensor among those that the walk visits.
-        depends_on_data: whether proofs about the graph depend on the data of captured tensors: on
-            the ranges of integers, or on whether float32 represents float64 numbers exactly.
+        data_slots: see `data_slots`.
     """
 
     root: Node
     names: tuple[str, ...]
     tensor_order: tuple[int, ...]
-    depends_on_data: bool
+    data_slots: tuple[int, ...]
 
     def tensors(self, visited: list[Tensor]) -> tuple[Tensor, ...]:
         """Select the captured tensors, by slot, from those that the walk visited."""
@@ -319,7 +318,7 @@ def trace_cached(function: Callable[..., Any], kind: Kind, device: torch.device)
             fresh.root,
             fresh.names,
             tuple(order[id(t)] for t in fresh.tensors),
-            depends_on_data(fresh.root, float64_slots(fresh.tensors)),
+            data_slots(fresh.root, float64_slots(fresh.tensors)),
         )
         _cache[key] = record
         if len(_cache) > _CACHE_SIZE:
@@ -355,28 +354,33 @@ def _clear() -> None:
     _cache.clear()
     _guarded.clear()
     _names_read.cache_clear()
+    data_slots.cache_clear()
     _reads_state.cache_clear()
 
 
 caches.register(_clear)
 
 
-def depends_on_data(root: Node, slots: frozenset[int]) -> bool:
-    """Return whether proofs about a graph depend on the data of its captured tensors.
+@functools.lru_cache(maxsize=4096)
+def data_slots(root: Node, slots: frozenset[int]) -> tuple[int, ...]:
+    """Return the slots of the tensors on whose data proofs about a graph depend.
+
+    Proofs depend on the ranges of numbers from which integers are computed, and on whether float32
+    represents float64 numbers exactly. They do not depend on a table of floats that is only read,
+    which an optimizer may edit at every step.
 
     Args:
         root: the graph.
         slots: slots of its float64 tensors.
     """
-    if rounding_sensitive_slots(root, slots):
-        return True
-    loaded: set[Node] = set()
+    found = set(rounding_sensitive_slots(root, slots))
+    behind: dict[Node, frozenset[int]] = {}  # slots from which a node is computed
     for n in ir.topo(root):
-        if n.op == "load" or any(a in loaded for a in n.args):
-            loaded.add(n)
-            if n.type == I32:
-                return True
-    return False
+        read = frozenset({int(str(n.attr))} if n.op == "load" else ())
+        behind[n] = read.union(*[behind[a] for a in n.args])
+        if n.type == I32:
+            found |= behind[n]
+    return tuple(sorted(found))
 
 
 def _trace(function: Callable[..., Any], kind: Kind, device: torch.device) -> Traced:

@@ -22,7 +22,7 @@ from attnkit.splice import Captured
 from attnkit.splice.captured_arguments import read_captured, tensor_kinds
 from attnkit.splice.fake_arguments import forward_arguments
 from attnkit.splice.forward import captured_arguments
-from attnkit.splice.forward_variant import forward_variant
+from attnkit.splice.forward_variant import forward_variant, shapes_of
 from attnkit.splice.mask_intervals import row_intervals
 from attnkit.templates.sm100.config import ForwardConfig, options_of
 from attnkit.templates.sm100.forward import Forward
@@ -129,7 +129,8 @@ def case(
     )
     ends, mask_tensors = row_intervals(program.mask, captured.masks, query, key)
     lengths = batch, heads, q_len, key.shape[2]
-    variant = forward_variant(program.score, program.mask, ends, lengths)
+    shapes = shapes_of(captured.scores), shapes_of(mask_tensors)
+    variant = forward_variant(program.score, program.mask, ends, lengths, shapes)
     slots = tuple(captured_arguments(variant, captured, mask_tensors, query.device))
     tensors = read_captured(slots, captured, query.device)
     work = scheduled(bound.runs, qkv, block, workers, split)
@@ -141,12 +142,12 @@ def case(
         scores=len(variant.slots[0]),
         lists_override_mask=program.lists_override_mask,
         positive=scale > 0,
-        wrap=variant.wraps,
+        indices=variant.indices,
     )
     kinds = tensor_kinds(tensors)
     tile = block[0], config.head_dim_v
     fakes = forward_arguments(config.dtype, *dims, tile, kinds)
-    key_ = (config, dims, kinds, program, ends, scale > 0, variant.wraps)
+    key_ = (config, dims, kinds, program, ends, scale > 0, variant.indices)
     build = lambda: compiled(Forward(config, hooks), fakes, options_of(hooks))
     exe, stack = _compiled(key_, _Once(key_, build))
     nan = lambda *s: torch.full(s, float("nan"))

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from attnkit.util import tensor_cache
-from attnkit.util.tensor_cache import Stamp, VersionedCache
+from attnkit.util.data_state import DataState, state_of
+from attnkit.util.tensor_cache import VersionedCache
 
 
 def test_hit_edit_and_other_tensor() -> None:
@@ -65,22 +66,22 @@ def in_another_thread(work: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 4])
-def test_another_thread_drops_an_entry_that_is_being_read(
+def test_another_thread_drops_an_entry_that_is_looked_up(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache: VersionedCache[int] = VersionedCache(size)
     tensor = torch.zeros(1)
     assert cache.get("k", [tensor], lambda: 1) == 1
-    holds = Stamp.holds
 
-    def interrupted(stamp: Stamp, tensor: torch.Tensor) -> bool:
+    def interrupted(tensor: torch.Tensor) -> DataState:
         in_another_thread(lambda: cache.get("other", [], lambda: 2))  # drops "k" if size is 1
         in_another_thread(cache.clear)
-        return holds(stamp, tensor)
+        return state_of(tensor)
 
-    monkeypatch.setattr(Stamp, "holds", interrupted)
-    assert cache.get("k", [tensor], lambda: 3) == 1
+    monkeypatch.setattr(tensor_cache, "state_of", interrupted)
     assert cache.get("k", [tensor], lambda: 3) == 3
+    monkeypatch.undo()
+    assert cache.get("k", [tensor], lambda: 4) == 3
 
 
 def test_values_are_computed_without_the_lock() -> None:

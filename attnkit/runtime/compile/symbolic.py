@@ -71,7 +71,7 @@ def _call_operator(operator: Callable[..., Any], call: AttentionCall) -> Any:
         def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
             return _as_tensor(mask_mod(b, h, q, kv), b)
 
-    out, lse, top = operator(
+    out, lse, top, _ = operator(
         query,
         call.key,
         call.value,
