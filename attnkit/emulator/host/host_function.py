@@ -107,9 +107,15 @@ class HostFunction:
     ) -> None:
         self.kernels = kernels
         self.prefix = prefix
-        self.folder = tempfile.mkdtemp(prefix="attnkit-emulator-")
-        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
-        self.library = _link(code, self.folder)
+        try:
+            self.folder = tempfile.mkdtemp(prefix="attnkit-emulator-")
+            weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+            self.library = _link(code, self.folder)
+        except OSError as error:
+            raise EmulatorError(
+                f"the kernel's host code cannot be linked and loaded: {error}. Set TMPDIR to a "
+                "folder with room, from which programs may be run, and CC to a C compiler"
+            ) from error
         self.name = name
         self._load()
 
