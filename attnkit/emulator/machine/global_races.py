@@ -11,7 +11,7 @@ Accesses that are both strong, or atomic, do not race.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,7 @@ from attnkit.emulator.machine.knowledge import (
     joined,
 )
 
-# Columns of a record of an access.
+# Columns of a record of an access; the number of the cluster is one more, and 0 if there was none.
 WHO_CLUSTER, WHO_AGENT, TIME, KIND, LINE = range(5)
 COLUMNS = 5
 GENERIC, STRONG = 1, 2  # bits of KIND
@@ -57,6 +57,27 @@ class Accessor(Protocol):
     def handed_on(self, m: Any, relaxed: bool = False, scope: int = CLUSTER) -> Knowledge | None:
         """Return what an arrival of the lanes `m` hands on."""
         ...
+
+
+class Access(NamedTuple):
+    """Describes who accesses memory, and how.
+
+    Attributes:
+        gang: the warp that makes the access, or issued it.
+        who: clock of the agent.
+        agent: number of the agent.
+        kind: bits GENERIC and STRONG.
+    """
+
+    gang: Accessor
+    who: Clock
+    agent: int
+    kind: int
+
+    @property
+    def row(self) -> tuple[int, ...]:
+        """Return the record of the access."""
+        return (self.who.knows.cluster + 1, self.agent, self.who.now, self.kind, self.gang.line)
 
 
 @dataclass(eq=False)
@@ -178,8 +199,9 @@ class GlobalRaces:
         """Return the shadow of a buffer; a new one has the accesses of earlier calls."""
         if b.base not in self._shadows:
             first, last = b.base // self.grain, -(-b.end // self.grain)
-            new = [np.full((last - first, COLUMNS), -1, np.int32) for _ in range(2)]
-            shadow = Shadow(b.name, first, *new)
+            # zeros, so that what no kernel touches takes no memory
+            writes, reads = (np.zeros((last - first, COLUMNS), np.int32) for _ in range(2))
+            shadow = Shadow(b.name, first, writes, reads)
             for old in self._past:
                 lo = max(first, old.first)
                 hi = min(last, old.first + len(old.writes))
@@ -199,58 +221,56 @@ class GlobalRaces:
         n = -(-size // self.grain)
         return shadow, (first[..., None] + np.arange(n)).ravel()
 
-    def read(
-        self, at: tuple[Shadow, Any], gang: Accessor, who: Clock, agent: int, *, kind: int
-    ) -> None:
-        """Record a read of granules by an agent, and report it if it is not ordered.
-
-        Args:
-            at: what `index` returned.
-            gang: the warp that made or issued it.
-            who: clock of the agent.
-            agent: number of the agent.
-            kind: GENERIC and STRONG.
-        """
+    def read(self, at: tuple[Shadow, Any], access: Access) -> None:
+        """Record a read of what `index` returned, and report it if it is not ordered."""
         shadow, i = at
-        rows = shadow.writes[i]
-        self._check(shadow, i, rows, gang, who, kind, "read not ordered after write")
-        shadow.reads[i] = self._row(gang, who, agent, kind)
+        self._check(at, shadow.writes[i], access, "read not ordered after write")
+        shadow.reads[i] = access.row
 
-    def check_constant(self, at: tuple[Shadow, Any], gang: Accessor) -> None:
-        """Report an ld.global.nc of what a thread of the same kernel has written."""
-        shadow, i = at
-        rows = shadow.writes[i]
-        here = [c for c, k in enumerate(self.kernel_of) if k == len(self.kernels) - 1]
-        bad = np.isin(rows[:, WHO_CLUSTER], here)
-        if bad.any() and gang.clock is not None:
-            text = "ld.global.nc of memory that the same kernel writes"
-            self._note("race", text, shadow, i, rows, bad, gang, gang.clock)
-
-    def write(
-        self, at: tuple[Shadow, Any], gang: Accessor, who: Clock, agent: int, *, kind: int
-    ) -> None:
+    def write(self, at: tuple[Shadow, Any], access: Access) -> None:
         """Record a write, as `read`."""
         shadow, i = at
         text = "write not ordered after {}"
-        self._check(shadow, i, shadow.writes[i], gang, who, kind, text.format("write"))
-        self._check(shadow, i, shadow.reads[i], gang, who, kind, text.format("read"))
-        shadow.writes[i] = self._row(gang, who, agent, kind)
+        self._check(at, shadow.writes[i], access, text.format("write"))
+        self._check(at, shadow.reads[i], access, text.format("read"))
+        shadow.writes[i] = access.row
 
-    def _row(self, gang: Accessor, who: Clock, agent: int, kind: int) -> tuple[int, ...]:
-        """Return the record of an access."""
-        return (who.knows.cluster, agent, who.now, kind, gang.line)
+    def check_constant(self, at: tuple[Shadow, Any], access: Access) -> None:
+        """Report an ld.global.nc of what a thread of the same kernel has written."""
+        shadow, i = at
+        rows = shadow.writes[i]
+        here = [c + 1 for c, k in enumerate(self.kernel_of) if k == len(self.kernels) - 1]
+        bad = np.isin(rows[:, WHO_CLUSTER], here)
+        if bad.any():
+            text = "ld.global.nc of memory that the same kernel writes"
+            self._note("race", text, at, rows, bad, access)
 
-    def _check(
-        self, shadow: Shadow, i: Any, rows: Rows, gang: Accessor, who: Clock, kind: int, text: str
-    ) -> None:
-        """Report accesses in `rows` that are not ordered before one by `who`."""
+    def _check(self, at: tuple[Shadow, Any], rows: Rows, access: Access, text: str) -> None:
+        """Report accesses in `rows`, the records of `at`, that are not ordered before another."""
+        bad, unseen = self._unordered(rows, access.who)
+        if access.kind & STRONG:
+            weak = rows[:, KIND] & STRONG == 0
+            bad, unseen = bad & weak, unseen & weak
+        if bad.any():
+            self._note("race", text, at, rows, bad, access)
+            return
+        if access.kind & GENERIC or text.endswith("read"):
+            return
+        unseen &= rows[:, KIND] & GENERIC != 0
+        if unseen.any():
+            how = text.split(" ", 1)[0]
+            why = f"asynchronous {how} after a generic write without fence.proxy.async"
+            self._note("fence", why, at, rows, unseen, access)
+
+    def _unordered(self, rows: Rows, who: Clock) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return which accesses are not ordered before `who`, and which no proxy fence covers."""
         unfinished: frozenset[int] | None = None
         bad = np.zeros(len(rows), bool)
         unseen = np.zeros(len(rows), bool)
-        for cluster in np.unique(rows[:, WHO_CLUSTER]).tolist():
-            if cluster < 0:
+        for number in np.unique(rows[:, WHO_CLUSTER]).tolist():
+            if number == 0:
                 continue
-            mine = rows[:, WHO_CLUSTER] == cluster
+            mine, cluster = rows[:, WHO_CLUSTER] == number, number - 1
             if self.kernel_of[cluster] != len(self.kernels) - 1:
                 if unfinished is None:
                     unfinished = self._unfinished(who)
@@ -264,46 +284,32 @@ class GlobalRaces:
                 continue
             bad |= mine & (times > table[KNOWN][agents])
             unseen |= mine & (times > table[GLOBAL][agents])
-        if kind & STRONG:
-            bad &= rows[:, KIND] & STRONG == 0
-        if bad.any():
-            self._note("race", text, shadow, i, rows, bad, gang, who)
-            return
-        if kind & GENERIC or text.endswith("read"):
-            return
-        unseen &= rows[:, KIND] & GENERIC != 0
-        if kind & STRONG:
-            unseen &= rows[:, KIND] & STRONG == 0
-        if unseen.any():
-            how = text.split(" ", 1)[0]
-            why = f"asynchronous {how} after a generic write without fence.proxy.async"
-            self._note("fence", why, shadow, i, rows, unseen, gang, who)
+        return bad, unseen
 
     def _note(
         self,
         kind: str,
         text: str,
-        shadow: Shadow,
-        i: Any,
+        at: tuple[Shadow, Any],
         rows: Rows,
-        bad: NDArray[np.bool_],
-        gang: Accessor,
-        who: Clock,
+        bad: NDArray[Any],
+        access: Access,
     ) -> None:
         """Add a conflict at the first bad granule, or count it if there is an equal one."""
+        (shadow, i), gang = at, access.gang
         j = int(np.flatnonzero(bad)[0])
         row = rows[j]
         key = (text, int(row[LINE]), gang.line)
         self.counts[key] = self.counts.get(key, 0) + 1
         if key in self.conflicts:
             return
-        cluster = int(row[WHO_CLUSTER])
+        cluster = int(row[WHO_CLUSTER]) - 1
         past = self.kernel_of[cluster] != len(self.kernels) - 1
         first = self._named(cluster, int(row[WHO_AGENT]))
         if past:
             text = f"{text} of an earlier kernel (griddepcontrol.wait)"
         where = f"{shadow.name} +{self.grain * int(i[j]):#x}"
-        end = (self._named(who.knows.cluster, who.agent), gang.line)
+        end = (self._named(access.who.knows.cluster, access.agent), gang.line)
         line = 0 if past else int(row[LINE])
         self.conflicts[key] = GlobalConflict(kind, text, (first, line), end, gang.cta.ctaid, where)
 

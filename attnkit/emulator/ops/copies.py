@@ -10,7 +10,7 @@ from attnkit.emulator.faults import Trap
 from attnkit.emulator.machine.address_spaces import OFFSET_MASK, RANK_SHIFT
 from attnkit.emulator.machine.async_groups import BulkGroups, CopyGroup, Work
 from attnkit.emulator.machine.gang import Gang, Mask
-from attnkit.emulator.machine.global_races import GENERIC, STRONG
+from attnkit.emulator.machine.global_races import GENERIC, STRONG, Access
 from attnkit.emulator.machine.knowledge import Clock
 from attnkit.emulator.machine.tensor_maps import Box, TensorMap, select
 from attnkit.emulator.numerics.formats import Lanes, u1
@@ -39,7 +39,7 @@ def cp_async(gang: Gang, dst: Lanes, src: Lanes, n: int, valid: Lanes, m: Mask) 
                 gang.memory.check_defined(b, s - b.base, k)
                 if clock is not None:
                     place = gang.launch.races.index(b, s - b.base, k)
-                    gang.launch.races.read(place, gang, clock, clock.agent, kind=GENERIC)
+                    gang.launch.races.read(place, Access(gang, clock, clock.agent, GENERIC))
                 data[:k] = b.data[s - b.base : s - b.base + k]
             gang.cluster.write_shared(d, data, clock, line, generic=True)
 
@@ -119,7 +119,7 @@ def note_bulk(
         return
     races, kind = gang.launch.races, STRONG if strong else 0
     on = races.write if write else races.read
-    on(place, gang, clock, clock.agent, kind=kind)
+    on(place, Access(gang, clock, clock.agent, kind))
 
 
 def _bulk_place(gang: Gang, address: int, size: int) -> tuple[Any, Any]:

@@ -16,7 +16,7 @@ from attnkit.emulator.machine.address_spaces import (
 )
 from attnkit.emulator.machine.gang import Gang, Mask
 from attnkit.emulator.machine.global_memory import Buffer
-from attnkit.emulator.machine.global_races import GENERIC, STRONG
+from attnkit.emulator.machine.global_races import GENERIC, STRONG, Access
 from attnkit.emulator.machine.knowledge import Order
 from attnkit.emulator.numerics.formats import Lanes, u8
 
@@ -137,13 +137,13 @@ def note_global(
     kind = GENERIC | (STRONG if order else 0)
     if read:
         agent = race.agent_of(clock, gang.lane[m], write=False)
-        races.read(place, gang, clock, agent, kind=kind)
+        races.read(place, Access(gang, clock, agent, kind))
     if order and read:
         for address in np.unique(off).tolist():
             races.acquire(b.base + address, gang, order)
     if write:
         agent = race.agent_of(clock, gang.lane[m], write=True)
-        races.write(place, gang, clock, agent, kind=kind)
+        races.write(place, Access(gang, clock, agent, kind))
         for address in np.unique(off).tolist() if order or races.released else ():
             races.release(b.base + address, gang, m, order, read)
         clock.tick()
@@ -164,8 +164,9 @@ def ld_global(
     while True:
         b, off, part = global_offsets(gang, a, left, item * n)
         gang.memory.check_defined(b, off, item * n)
-        if constant and gang.race is not None:
-            gang.launch.races.check_constant(gang.launch.races.index(b, off, item * n), gang)
+        if constant and gang.clock is not None:
+            races, access = gang.launch.races, Access(gang, gang.clock, gang.clock.agent, GENERIC)
+            races.check_constant(races.index(b, off, item * n), access)
         note_global(gang, (b, off), part, item * n, order, read=True, write=False)
         view, i = items_of(b, off, dt)
         if part is gang.full:
