@@ -217,6 +217,19 @@ def state_of(tensor: Tensor) -> DataState:
     return _new_state(tensor)
 
 
+def settled_state_of(tensor: Tensor) -> DataState:
+    """Return the state of a tensor, and make sure that its data is the tensor's now.
+
+    For data that is compared on a GPU this waits for it, unless a CUDA graph is captured. Slow paths
+    call it before they use what caches have derived from the data.
+    """
+    state = _states.get(id(tensor))
+    if state is not None and state.expected is not None and not setting.trusts:
+        if not (tensor.is_cuda and is_captured()) and state.holds(tensor):
+            state.valid = torch.equal(fingerprint(tensor), state.expected)
+    return state_of(tensor)
+
+
 def set_own(tensor: Tensor) -> None:
     """Say that only attnkit writes to a new tensor, so that its content need not be compared."""
     _new_state(tensor, compare=False)
