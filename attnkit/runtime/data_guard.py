@@ -27,7 +27,7 @@ from attnkit.util.data_state import (
     setting,
 )
 
-compare_on_devices(fingerprint_check.compares_on)
+compare_on_devices(fingerprint_check.compares_on, fingerprint_check.fingerprint_on_device)
 
 _guards: weakref.WeakValueDictionary[int, DataGuard] = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)

@@ -52,7 +52,7 @@ def _beside_the_call(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     attnkit.clear_caches()
     before = compare_on_devices(lambda device: True)
     yield
-    compare_on_devices(before)
+    compare_on_devices(*before)
     attnkit.clear_caches()
     assert stale_report.code[0] == 0
 
