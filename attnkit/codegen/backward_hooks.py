@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from cutlass import Int32
+from cutlass import Int32, select_
 
-from attnkit.codegen.emit_cute import LOAD_INDICES, emit, place
+from attnkit.codegen.emit_cute import LOAD_INDICES, clamped, emit
 from attnkit.codegen.forward_hooks import Columns, Ends, GraphForward, Rows
 from attnkit.codegen.load_indices import LoadIndices
 from attnkit.codegen.score_form import score_form, unscaled
@@ -192,13 +192,16 @@ class GraphBackward(GraphForward):
         env |= {} if kv is None else {"kv": kv}
         load = self._loads[i]
         values = emit(load.args, env, scores, fast=True, indices=self.indices)
+        zero = Int32(0)
         if not values:
-            return (Int32(0),)  # a number: a tensor of shape (1,)
-        clamp = load in self.indices.clamp
-        return tuple(
-            place(index, Int32(at), Int32(size), True, clamp)
-            for index, at, size in zip(load.args, values, shape, strict=True)
-        )
+            return (zero,)  # a number: a tensor of shape (1,)
+        places = [
+            select_(Int32(at) < zero, Int32(at) + Int32(size), Int32(at))
+            for at, size in zip(values, shape, strict=True)
+        ]
+        if load in self.indices.clamp:
+            places = [clamped(*part) for part in zip(load.args, places, shape, strict=True)]
+        return tuple(places)
 
 
 def _element(

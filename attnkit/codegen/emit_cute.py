@@ -109,30 +109,27 @@ def _load(
     tensor = tensors[int(str(n.attr))]
     if not index:
         return KINDS[n.type](tensor[0])
-    at = [
-        place(node, value, tensor.shape[axis], wrap, clamp)
-        for axis, (node, value) in enumerate(zip(n.args, index, strict=True))
-    ]
+    at = []
+    for axis, (node, value) in enumerate(zip(n.args, index, strict=True)):
+        size = tensor.shape[axis]
+        if wrap and not _nonnegative(node):
+            value = select(value < constant(Int32, 0), value + constant(Int32, size), value)
+        at.append(clamped(node, value, size) if clamp else value)
     return KINDS[n.type](tensor[tuple(at) if len(at) > 1 else at[0]])
 
 
-def place(n: Node, value: Value, size: Value, wrap: bool, clamp: bool) -> Value:
-    """Emit the place along an axis that an index denotes.
+def clamped(n: Node, value: Value, size: Value) -> Value:
+    """Emit an index clamped to an axis if it depends on captured data, else unchanged.
 
     Args:
         n: the index.
-        value: its value.
+        value: its value, after a negative one was wrapped.
         size: size of the axis.
-        wrap: whether it may be negative and then counts from the end.
-        clamp: whether it is clamped to the axis if it depends on captured data.
     """
-    if wrap and not _nonnegative(n):
-        size = constant(Int32, size)
-        value = select(value < constant(Int32, 0), value + size, value)
-    if clamp and reads_data(n):
-        last = constant(Int32, size) - constant(Int32, 1)
-        value = cutlass.max(cutlass.min(value, last), constant(Int32, 0))
-    return value
+    if not reads_data(n):
+        return value
+    last = constant(Int32, size) - constant(Int32, 1)
+    return cutlass.max(cutlass.min(value, last), constant(Int32, 0))
 
 
 def _wide(n: Node, values: Mapping[Node, Value]) -> Value:

@@ -88,6 +88,7 @@ def evaluate(
     memo: dict[Node, Tensor] | None = None,
     checked: frozenset[Node] = frozenset(),
     names: Sequence[str] = (),
+    clamps: bool = False,
 ) -> list[Tensor]:
     """Evaluate expressions.
 
@@ -100,6 +101,8 @@ def evaluate(
         memo: node -> value, for values that are already computed; receives all others.
         checked: loads whose index is not proven to be in range; each is checked.
         names: names of the captured tensors by slot, for messages.
+        clamps: whether to clamp an index that depends on captured data to its tensor. A proof that
+            it is in range may be older than the data on a GPU, where such an index ends the process.
 
     Returns:
         One tensor per root, in its broadcast shape, not expanded.
@@ -123,6 +126,8 @@ def evaluate(
             tensor = tensors[int(n.attr)]  # type: ignore[arg-type]
             if n in checked:
                 _check(n, tensor, args, names)
+            if clamps:
+                args = clamped(n, args, tensor.shape)
             value = (tensor[tuple(args)] if args else tensor).to(kinds[n.type])
         elif n.op == "cast":
             value = args[0].to(kinds[n.type])
@@ -132,6 +137,14 @@ def evaluate(
             value = _OPS[n.op](*args)
         values[n] = value
     return [values[r] for r in roots]
+
+
+def clamped(n: Node, index: Sequence[Tensor], shape: Sequence[int]) -> list[Tensor]:
+    """Clamp the indices of a load that depend on captured data; negative ones count from the end."""
+    return [
+        at.clamp(-size, size - 1) if ir.slots(a) else at
+        for a, at, size in zip(n.args, index, shape, strict=True)
+    ]
 
 
 def _check(n: Node, tensor: Tensor, index: list[Tensor], names: Sequence[str]) -> None:

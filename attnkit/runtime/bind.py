@@ -25,6 +25,7 @@ from attnkit.tracing.mask import check_built_for
 from attnkit.tracing.tracer import Traced
 from attnkit.util import caches
 from attnkit.util.arguments import check_captured
+from attnkit.util.data_state import settled_state_of
 from attnkit.util.tensor_cache import VersionedCache
 
 # Names of PyTorch's block lists, in the order of `flex_lists`.
@@ -66,7 +67,8 @@ class TracedVariant:
         if self.mask is not None:
             tensors += self.mask.tensors
             names += self.mask.names
-        return DataGuard(tensors, names, range(start, start + len(lists)))
+        states = [settled_state_of(t) for t in tensors]
+        return DataGuard(states, names, range(start, start + len(lists)))
 
     def block_lists_data(self) -> tuple[Tensor, ...]:
         """Return PyTorch's block lists, none for another mask."""

@@ -20,14 +20,14 @@ from attnkit.splice import fingerprint_check
 from attnkit.splice.fingerprint_check import FingerprintCheck, stale_report
 from attnkit.splice.graph_capture import is_capturing, keep_while_replayable
 from attnkit.util.data_state import (
+    DataState,
     compare_on_devices,
     data_digest,
     invalidate,
     setting,
-    state_of,
 )
 
-compare_on_devices(fingerprint_check.compares_on)
+compare_on_devices(fingerprint_check.compares_on, fingerprint_check.fingerprint_on_device)
 
 _guards: weakref.WeakValueDictionary[int, DataGuard] = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
@@ -47,15 +47,17 @@ class DataGuard:
         on_gpu: whether `check` has to run before the kernels of the call.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], names: Sequence[str], lists: range) -> None:
-        """Record the data of tensors; do so before anything is derived from it.
+    def __init__(
+        self, states: Sequence[DataState], names: Sequence[str], lists: range = range(0)
+    ) -> None:
+        """Keep states that were recorded before anything was derived from the data.
 
         Args:
-            tensors: captured tensors and block lists.
-            names: their names.
+            states: states of captured tensors and block lists.
+            names: names of the tensors.
             lists: positions of the block lists. A backward does not read them.
         """
-        self.states = tuple([state_of(t) for t in tensors])
+        self.states = tuple(states)
         self.names = tuple(names)
         self.on_gpu = any(s.expected is not None for s in self.states)
         self._lists = lists

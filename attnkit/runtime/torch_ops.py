@@ -32,6 +32,7 @@ from attnkit.splice import (
     run_backward,
     run_forward,
 )
+from attnkit.util.data_state import state_of
 from attnkit.util.outputs import output_like
 from attnkit.util.torch_private import is_batched, is_grad_tracking, is_intercepted
 
@@ -184,7 +185,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.counts = len(score_tensors), len(mask_tensors)
     ctx.options = list(layout), program, template, scale
     names = [f"t{i} of mask_mod" for i in range(len(mask_tensors))]
-    ctx.guard = DataGuard(mask_tensors, names, range(0))
+    ctx.guard = DataGuard([state_of(t) for t in mask_tensors], names)
     ctx.needs_grad = [t.requires_grad for t in score_tensors]
     ctx.set_materialize_grads(False)
 

@@ -22,6 +22,7 @@ from attnkit.tracing.guards import trace_cached
 from attnkit.tracing.mask import check_built_for
 from attnkit.tracing.tracer import Kind, Traced, takes
 from attnkit.util.arguments import check_captured, check_size
+from attnkit.util.data_state import settled_state_of
 from attnkit.util.devices import resolve_device
 
 if TYPE_CHECKING:
@@ -100,8 +101,11 @@ class BlockMask:
             BoundsError: an index leaves its captured tensor, or integer arithmetic leaves int32.
         """
         batch, heads, q_len, kv_len = self.shape
+        mask = self.traced()
+        for t in mask.tensors:
+            settled_state_of(t)
         return mask_runs(
-            self.traced(),
+            mask,
             q_len=q_len,
             kv_len=kv_len,
             block=self.BLOCK_SIZE if block is None else block,

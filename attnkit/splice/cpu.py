@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnkit.graph.adjoint import Adjoint, adjoint
-from attnkit.graph.eval_torch import evaluate, mask_dtype
+from attnkit.graph.eval_torch import clamped, evaluate, mask_dtype
 from attnkit.graph.ir import Node
 from attnkit.splice.program import Program
 from attnkit.templates.cpu import Tile
@@ -66,7 +66,9 @@ class CpuHooks:
         program = self.program
         names = program.names[mask]
         dtype = mask_dtype(roots[0], tensors) if mask else self.dtype
-        return evaluate(roots, env, tensors, dtype, checked=program.checked, names=names)
+        return evaluate(
+            roots, env, tensors, dtype, checked=program.checked, names=names, clamps=True
+        )
 
     def score(self, s: Tensor, tile: Tile) -> Tensor:
         """Apply the score_mod to raw scores s [b, h, q, kv]."""
@@ -104,7 +106,8 @@ class CpuHooks:
         for (load, _), cotangent in zip(pairs, values, strict=False):
             total = self.gradients[int(load.attr)]  # type: ignore[arg-type]
             if total is not None:
-                _scatter(total, [next(indices) for _ in load.args], cotangent.expand(s.shape))
+                at = clamped(load, [next(indices) for _ in load.args], total.shape)
+                _scatter(total, at, cotangent.expand(s.shape))
 
 
 def _positions(tile: Tile) -> dict[str, Tensor]:

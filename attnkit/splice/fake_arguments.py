@@ -117,6 +117,7 @@ def fingerprint_arguments(kinds: tuple[tuple[str, int, bool], ...]) -> tuple[Any
         make_fake_tensor(Int64, (1,), (1,), assumed_align=8),
         [Int64(1) for _ in kinds],
         Int32(1),
+        Int32(1),
         cuda.CUstream(0),
     )
 

@@ -113,6 +113,36 @@ def words_kind(words: Tensor) -> WordsKind:
     return str(words.dtype).removeprefix("torch."), words.ndim, words.stride(0) == 1
 
 
+def fingerprint_on_device(tensor: Tensor) -> Tensor:
+    """Compute the fingerprint of a tensor by a kernel; equals `attnkit.util.fingerprint`.
+
+    Args:
+        tensor: on a device for which `compares_on` is true.
+    """
+    from attnkit.jit.kernel import kernel
+
+    pieces = kernel_words(tensor)
+    counts = [-(-words.numel() // CHUNK) for words in pieces]
+    whole = torch.empty((sum(counts), 2), dtype=torch.int32, device=tensor.device)
+    for words, sums in zip(pieces, whole.split(counts), strict=True):
+        source, arguments = _launch([words], [sums], [0], 1)
+        kernel(source)(*arguments)
+    return whole
+
+
+def _launch(
+    words: Sequence[Tensor], sums: Sequence[Tensor], codes: Sequence[int], records: int
+) -> tuple[Source, tuple[Any, ...]]:
+    """Return the kernel for some pieces, and its arguments."""
+    device = words[0].device
+    target, index = _target(device), device.index
+    assert target is not None  # see `compares_on`
+    source = fingerprint_source(tuple(map(words_kind, words)), target.arch)
+    most = 2 * torch.cuda.get_device_properties(index).multi_processor_count
+    report = _OnDevice(stale_report.pinned(), index)
+    return source, (*words, *sums, report, *codes, records, grid(sums, most))
+
+
 class FingerprintCheck:
     """Compares tensors of one GPU with their fingerprints, each time it is called.
 
@@ -143,13 +173,8 @@ class FingerprintCheck:
         """Compile the kernel that compares some pieces, and prepare its launch."""
         from attnkit.jit.kernel import kernel
 
-        target, index = _target(self.device), self.device.index
-        assert target is not None  # see `compares_on`
         words, sums, codes = zip(*pieces, strict=True)
-        source = fingerprint_source(tuple(map(words_kind, words)), target.arch)
-        most = 2 * torch.cuda.get_device_properties(index).multi_processor_count
-        report = _OnDevice(stale_report.pinned(), index)
-        arguments = (*words, *sums, report, *codes, grid(sums, most))
+        source, arguments = _launch(words, sums, codes, 0)
         return kernel(source).relauncher(arguments, ())
 
     def __call__(self) -> None:

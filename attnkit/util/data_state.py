@@ -97,7 +97,7 @@ class DataState:
             self._copy = _memory(tensor).copy()
             return
         _refuse_capture(tensor)
-        self._fingerprint = fingerprint(tensor)
+        self._fingerprint = setting.record(tensor) if on_device else fingerprint(tensor)
         if on_device:
             self.expected = self._fingerprint
             if tensor.is_cuda:
@@ -198,10 +198,12 @@ class Setting:
     Attributes:
         trusts: see `trust_version_counters`.
         compares_on: whether data on a device is compared there, so that the host need not wait.
+        record: computes a fingerprint on such a device.
     """
 
     trusts = False
     compares_on: Callable[[torch.device], bool] = staticmethod(lambda device: False)
+    record: Callable[[Tensor], Tensor] = staticmethod(fingerprint)
 
 
 setting = Setting()
@@ -215,6 +217,19 @@ def state_of(tensor: Tensor) -> DataState:
     if state is not None and state.holds(tensor):
         return state
     return _new_state(tensor)
+
+
+def settled_state_of(tensor: Tensor) -> DataState:
+    """Return the state of a tensor, and make sure that its data is the tensor's now.
+
+    For data that is compared on a GPU this waits for it, unless a CUDA graph is captured. Slow paths
+    call it before they use what caches have derived from the data.
+    """
+    state = _states.get(id(tensor))
+    if state is not None and state.expected is not None and not setting.trusts:
+        if not (tensor.is_cuda and is_captured()) and state.holds(tensor):
+            state.valid = torch.equal(setting.record(tensor), state.expected)
+    return state_of(tensor)
 
 
 def set_own(tensor: Tensor) -> None:
@@ -302,15 +317,17 @@ def _restored(before: bool) -> Iterator[None]:
 
 
 def compare_on_devices(
-    compares_on: Callable[[torch.device], bool],
-) -> Callable[[torch.device], bool]:
+    compares_on: Callable[[torch.device], bool], record: Callable[[Tensor], Tensor] = fingerprint
+) -> tuple[Callable[[torch.device], bool], Callable[[Tensor], Tensor]]:
     """Set which devices compare data themselves; who uses a state then has to ask them to.
 
     Args:
         compares_on: device -> whether it compares data.
+        record: computes the fingerprint of a tensor on such a device.
 
     Returns:
-        The function that was set before.
+        The functions that were set before.
     """
-    before, setting.compares_on = setting.compares_on, compares_on
+    before = setting.compares_on, setting.record
+    setting.compares_on, setting.record = compares_on, record
     return before

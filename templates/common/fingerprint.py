@@ -1,7 +1,7 @@
-"""Compare the data of tensors with fingerprints that were computed earlier.
+"""Compute fingerprints of tensors, or compare their data with fingerprints computed earlier.
 
 `attnkit.util.fingerprint` defines the fingerprint and explains it. A warp computes the two sums of a
-chunk and compares them with the expected ones. No sum is shared between warps, so that there is
+chunk, and writes them or compares them with the expected ones. No sum is shared between warps, so that there is
 nothing to clear and nothing to wait for, and the result does not depend on the order of the warps.
 """
 
@@ -20,7 +20,7 @@ MIX_B = ((16, 0x7FEB352D), (15, 0x846CA68B), 16)
 
 
 class Fingerprint:
-    """Compares the data of several tensors with their fingerprints, and reports a difference."""
+    """Computes fingerprints of several tensors, or compares them and reports a difference."""
 
     @cute.jit
     def __call__(
@@ -29,6 +29,7 @@ class Fingerprint:
         expected: list,
         report: cute.Tensor,
         codes: list,
+        records: Int32,
         ctas: Int32,
         stream: Any,
     ):
@@ -36,19 +37,22 @@ class Fingerprint:
 
         Args:
             tensors: integers, first axis fastest, see `words_of`.
-            expected: int32 [chunks, 2] of each.
+            expected: int32 [chunks, 2] of each; read, or written if `records`.
             report: int64 [1], in memory of the host. It gets the code of a tensor that differs,
                 and is not written if none does.
             codes: int64 numbers, one for each tensor.
+            records: 1 to compute fingerprints, 0 to compare.
             ctas: size of the grid.
         """
-        self.kernel(tensors, expected, report, codes).launch(
+        self.kernel(tensors, expected, report, codes, records).launch(
             grid=(ctas, 1, 1), block=(32 * WARPS, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, tensors: list, expected: list, report: cute.Tensor, codes: list):
-        """Compare one chunk a warp at a time."""
+    def kernel(
+        self, tensors: list, expected: list, report: cute.Tensor, codes: list, records: Int32
+    ):
+        """Compute or compare one chunk a warp at a time."""
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -72,7 +76,10 @@ class Fingerprint:
                     a = a + cute.arch.shuffle_sync_bfly(a, step)
                     b = b + cute.arch.shuffle_sync_bfly(b, step)
                 if lane == 0:
-                    if (Int32(a) != sums[chunk, 0]) | (Int32(b) != sums[chunk, 1]):
+                    if records != 0:
+                        sums[chunk, 0] = Int32(a)
+                        sums[chunk, 1] = Int32(b)
+                    elif (Int32(a) != sums[chunk, 0]) | (Int32(b) != sums[chunk, 1]):
                         report[0] = codes[which]
 
     def mix(self, x: Any, how: Any) -> Any:

@@ -14,7 +14,12 @@ from torch.nn.attention import flex_attention as flex
 
 import attnkit
 from attnkit import StaleDataError, create_block_mask, flex_attention, masks
-from attnkit.splice.fingerprint_check import FingerprintCheck, decode, stale_report
+from attnkit.splice.fingerprint_check import (
+    FingerprintCheck,
+    decode,
+    fingerprint_on_device,
+    stale_report,
+)
 from attnkit.util.fingerprint import fingerprint
 from tests.gpu import cute_kit as kit
 
@@ -369,6 +374,7 @@ def kinds() -> Iterator[Tensor]:
 
 def test_the_kernel_agrees_with_the_definition() -> None:
     for number, t in enumerate(kinds(), 1):
+        assert torch.equal(fingerprint_on_device(t), fingerprint(t))
         check = FingerprintCheck({3: (t, fingerprint(t))}, number)
         check()
         torch.cuda.synchronize()

@@ -34,10 +34,22 @@ def compare(
     source = fingerprint_source(tuple(map(words_kind, words)), "sm_90a")
     report = torch.zeros(1, dtype=torch.int64)
     codes = [100 + i for i in range(len(words))]
-    arguments: list[Any] = [*words, *expected, report, *codes, grid(expected, most)]
+    arguments: list[Any] = [*words, *expected, report, *codes, 0, grid(expected, most)]
     run = emulator.check if check else emulator.run
     run(kernel(source).executable(), *arguments)
     return int(report)
+
+
+def test_the_kernel_computes_the_fingerprints_of_the_definition() -> None:
+    for t in strided():
+        (words,) = kernel_words(t)
+        sums = torch.zeros_like(fingerprint(t))
+        report = torch.zeros(1, dtype=torch.int64)
+        source = fingerprint_source((words_kind(words),), "sm_90a")
+        exe = kernel(source).executable()
+        emulator.check(exe, words, emulator.Undefined(sums), report, 5, 1, grid([sums], 3))
+        assert torch.equal(sums, fingerprint(t))
+        assert int(report) == 0
 
 
 def strided() -> list[Tensor]:
@@ -76,7 +88,7 @@ def test_a_launch_passes_the_address_of_the_report_in_host_memory() -> None:
     words = kernel_words(strided()[1])[0]
     signature = kernel(fingerprint_source((words_kind(words),), "sm_90a")).signature
     report = torch.zeros(1, dtype=torch.int64)
-    arguments = (words, fingerprint(strided()[1]), fingerprint_check._OnDevice(report, -1), 7, 1)
+    arguments = (words, fingerprint(strided()[1]), fingerprint_check._OnDevice(report, -1), 7, 0, 1)
     values, device = signature.gather(arguments, lambda device: 0)
     assert device == -1
     assert report.data_ptr() in values

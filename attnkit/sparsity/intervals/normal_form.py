@@ -35,6 +35,7 @@ from attnkit.tracing.mask import check_built_for
 from attnkit.tracing.tracer import Traced
 from attnkit.util import caches
 from attnkit.util.arguments import check_captured, check_size
+from attnkit.util.data_state import settled_state_of
 from attnkit.util.devices import resolve_device
 from attnkit.util.tensor_cache import VersionedCache
 
@@ -215,6 +216,8 @@ def intervals_of(
         device = next((t.device for t in captured if t.device.type != "cpu"), torch.device("cpu"))
     mask = trace_cached(mask_mod, "mask", torch.device(device))
     check_captured("mask_mod", mask.names, mask.tensors, torch.device(device))
+    for t in mask.tensors:
+        settled_state_of(t)
     return find_intervals(
         mask,
         q_len=q_len,

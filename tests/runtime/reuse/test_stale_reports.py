@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import attnkit
-from attnkit import StaleDataError, flex_attention
+from attnkit import StaleDataError, create_block_mask, flex_attention, masks
 from attnkit.runtime import data_guard
 from attnkit.splice.fingerprint_check import encode, stale_report
 from attnkit.util.data_state import compare_on_devices
@@ -52,7 +52,7 @@ def _beside_the_call(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     attnkit.clear_caches()
     before = compare_on_devices(lambda device: True)
     yield
-    compare_on_devices(before)
+    compare_on_devices(*before)
     attnkit.clear_caches()
     assert stale_report.code[0] == 0
 
@@ -93,14 +93,29 @@ def test_a_call_of_another_kind_raises_too() -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_tiles_of_another_call_are_not_taken_for_new_ones(way: str) -> None:
-    """The first call of another kind finds tiles of the old data in a cache."""
+    """A call of another kind finds tiles of the old data in a cache, and prepares its own."""
     ids = documents(5)
     call = calls(ids)[way]
-    call(inputs())
-    write(ids, 20)
-    call([t[:, :1] for t in inputs()])  # other heads: not prepared yet
-    with pytest.raises(StaleDataError):
+    for _ in range(3):
         call(inputs())
+    write(ids, 20)
+    for heads in (1, 2):  # not prepared yet; prepared for the old data
+        qkv = [t[:, :heads] for t in inputs()]
+        torch.testing.assert_close(call(qkv), dense(qkv, ids))
+
+
+def test_tiles_that_are_looked_at_are_those_of_the_data() -> None:
+    ids = documents(5)
+    mask = masks.document(ids)
+    block = create_block_mask(mask, None, None, 48, 48, BLOCK_SIZE=4)
+    for size in (5, 20, 7):
+        write(ids, size)
+        kept = (ids[:, None] == ids).view(12, 4, 12, 4).any(3).any(1)
+        assert torch.equal(block.to_dense()[0, 0].bool(), kept)
+        ends = attnkit.intervals(mask, 48, 48)
+        assert ends is not None
+        widths = ends.rows().diff(dim=-1).sum(dim=(-1, -2)).flatten()
+        assert torch.equal(widths, (ids[:, None] == ids).sum(1).to(widths.dtype))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -142,9 +157,10 @@ def test_a_write_before_the_backward(way: str, repeated: bool) -> None:
 
 def test_a_report_of_calls_that_are_gone() -> None:
     ids = documents(5)
-    flex_attention(*inputs(), None, lambda b, h, q, kv: ids[q] == ids[kv])
+    call = calls(ids)["function"]
+    call(inputs())
     write(ids, 20)
-    flex_attention(*inputs(), None, lambda b, h, q, kv: ids[q] == ids[kv])
+    call(inputs())
     attnkit.clear_caches()
     with pytest.raises(StaleDataError, match="a captured tensor did not hold"):
         flex_attention(*inputs())
