@@ -268,6 +268,12 @@ _EXACT: dict[str, Emit] = {
     "fdiv": _fdiv,
     "mod": _mod,
     "tdiv": _tdiv,
+    # the DSL's integers wrap: it sets none of LLVM's flags that let the compiler assume otherwise
+    "wrap_add": lambda n, a, b: a + b,
+    "wrap_sub": lambda n, a, b: a - b,
+    "wrap_mul": lambda n, a, b: a * b,
+    "wrap_neg": lambda n, a: constant(Int32, 0) - a,
+    "wrap_abs": lambda n, a: select(a < constant(Int32, 0), constant(Int32, 0) - a, a),
     "div": lambda n, a, b: a / b,
     "pow": _math("pow"),
     "exp": _math("exp"),

@@ -14,11 +14,16 @@ import torch
 
 from attnkit.graph import ir
 from attnkit.graph.ir import BOOL, F32, I32, Node, Type, const
-from attnkit.graph.simplify import build, cast
+from attnkit.graph.simplify import build, cast, int32
 from attnkit.tracing.int_ranges import IntRanges
 
 _INT32 = torch.iinfo(torch.int32)
 _WRAPPED = (torch.int8, torch.uint8, torch.int16, torch.uint16)  # wrap below 32 bits
+# Operations on int32 that may wrap. Where their result indexes a tensor they must not.
+_RING = ("add", "sub", "mul", "neg", "abs", "shl")
+# Positions and captured int32 numbers below this bound never wrap, so that their sums keep the forms
+# that tiles are classified by. Where larger ones leave int32, the call is refused.
+_USUAL = 1 << 22
 _HALVES = (torch.float16, torch.bfloat16)
 
 # Operations whose result needs no more digits than their arguments have.
@@ -89,6 +94,7 @@ class Converter:
         self.has_float64 = False
         self._stored: dict[Node, torch.dtype] = {}  # float nodes that a dtype holds exactly
         self._ranges = IntRanges(position=_INT32.max)
+        self._usual = IntRanges(position=_USUAL)
 
     def loaded(self, n: Node, dtype: torch.dtype) -> None:
         """Record the dtype of the captured tensor that a node loads from."""
@@ -98,8 +104,18 @@ class Converter:
         elif dtype in _WRAPPED:
             limits = torch.iinfo(dtype)
             self._ranges.set(n, limits.min, limits.max)
+            self._usual.set(n, limits.min, limits.max)
+        else:
+            self._usual.set(n, -_USUAL, _USUAL)
 
-    def number(self, x: bool | int | float, dtype: torch.dtype, *, strict: bool = False) -> Node:
+    def number(
+        self,
+        x: bool | int | float,
+        dtype: torch.dtype,
+        *,
+        strict: bool = False,
+        wraps: bool = False,
+    ) -> Node:
         """Return a Python number in the dtype of the tensor that it is combined with.
 
         Args:
@@ -107,6 +123,8 @@ class Converter:
             dtype: the dtype.
             strict: whether torch refuses a number that the dtype does not hold, as `where` does.
                 Else it wraps.
+            wraps: whether an int32 wraps too. A comparison with a number beyond int32 would have
+                another result than with int64 positions, and is refused.
 
         Raises:
             TypeError: the number does not fit, and torch refuses it.
@@ -126,8 +144,13 @@ class Converter:
             if strict and not least <= x <= limits.max:
                 raise TypeError(f"the number {x} does not fit into {dtype}")
             return const((x - limits.min) % 2**limits.bits + limits.min)
+        if wraps and dtype == torch.int32:
+            return const(int32(x))
         if not _INT32.min <= x <= _INT32.max:
-            raise ValueError(f"the integer {x} does not fit into 32 bits; write {float(x)}")
+            raise ValueError(
+                f"the integer {x} does not fit into 32 bits, and positions are int32; write "
+                f"{float(x)} for a float, or {int32(x)} for its last 32 bits"
+            )
         return const(x)
 
     def convert(self, n: Node, source: torch.dtype, dtype: torch.dtype) -> Node:
@@ -140,6 +163,8 @@ class Converter:
         """Return what torch stores for the exact result `n` of an operation in this dtype."""
         if dtype in _WRAPPED:
             return self._wrap(n, dtype)
+        if dtype == torch.int32:
+            return self._wrap_int32(n)
         self.has_float64 |= dtype == torch.float64
         if not dtype.is_floating_point or not self.rounds or self._holds(n, dtype):
             return n
@@ -167,6 +192,18 @@ class Converter:
         above = build("and", build("sub", n, const(limits.min)), const(2**limits.bits - 1))
         return build("add", above, const(limits.min))
 
+    def _wrap_int32(self, n: Node) -> Node:
+        # no form that tiles are classified by contains an abs, so nothing is lost by marking it
+        low, high = (self._ranges if n.op == "abs" else self._usual).of(n)
+        if n.op not in _RING or (_INT32.min <= low and high <= _INT32.max):
+            return n
+        if n.op == "shl":
+            x, count = n.args
+            if count.op != "const":
+                return n
+            return build("wrap_mul", x, const(int32(1 << int(count.attr))))  # type: ignore[arg-type]
+        return build(f"wrap_{n.op}", *n.args)
+
 
 def round_to(n: Node, dtype: torch.dtype) -> Node:
     """Round a float node to a dtype; a rounding to float64 tells that torch computes in float64."""
@@ -180,14 +217,33 @@ def without_float32(root: Node) -> Node:
         args = tuple(done[a] for a in n.args)
         if n.op == "round" and n.attr == "float32":
             done[n] = args[0]
-        elif args == n.args:
-            done[n] = n
-        elif n.op == "load":
-            done[n] = ir.load(int(n.attr), n.type, args)  # type: ignore[arg-type]
-        elif n.op == "cast":
-            done[n] = cast(args[0], n.type)
-        elif n.op == "round":
-            done[n] = ir.node("round", *args, attr=n.attr)
         else:
-            done[n] = build(n.op, *args)
+            done[n] = _rebuilt(n, args)
     return done[root]
+
+
+def without_wraps_in_indices(root: Node) -> Node:
+    """Replace operations that wrap, below the index of a load, by those that are proven not to."""
+    if not any(n.op.startswith("wrap_") for n in ir.topo(root)):
+        return root
+    values: dict[Node, Node] = {}  # as the user wrote them
+    indices: dict[Node, Node] = {}  # without operations that wrap
+    for n in ir.topo(root):
+        plain = tuple(indices[a] for a in n.args)
+        indices[n] = _rebuilt(n, plain, n.op.removeprefix("wrap_"))
+        values[n] = indices[n]
+        if n.op != "load":
+            values[n] = _rebuilt(n, tuple(values[a] for a in n.args))
+    return values[root]
+
+
+def _rebuilt(n: Node, args: tuple[Node, ...], op: str | None = None) -> Node:
+    """Return a node with other arguments, or with another operation."""
+    op = op or n.op
+    if args == n.args and op == n.op:
+        return n
+    if op == "load":
+        return ir.load(int(n.attr), n.type, args)  # type: ignore[arg-type]
+    if op == "cast":
+        return cast(args[0], n.type)
+    return ir.node("round", *args, attr=n.attr) if op == "round" else build(op, *args)

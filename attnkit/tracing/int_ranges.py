@@ -74,8 +74,8 @@ def _operation(op: str, args: list[Range]) -> Range:
     if op in ("fdiv", "tdiv"):
         largest = max(map(abs, a))
         return (min(0, a[0]) if b[0] > 0 else -largest), (max(0, a[1]) if b[0] > 0 else largest)
-    if op == "shr":
-        return min(0, a[0]), max(0, a[1])
+    if op == "shr" and 0 <= b[0] <= b[1] < 32:
+        return min(x >> y for x in a for y in b), max(x >> y for x in a for y in b)
     if op == "and" and max(a[0], b[0]) >= 0:
         return 0, min(x[1] for x in (a, b) if x[0] >= 0)
     if op in ("and", "or", "xor"):

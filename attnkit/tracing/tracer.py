@@ -18,7 +18,7 @@ from attnkit.graph import ir
 from attnkit.graph.ir import BOOL, F32, I32, Node
 from attnkit.graph.simplify import cast
 from attnkit.tracing import ops  # noqa: F401  (registers the handlers of torch functions)
-from attnkit.tracing.dtypes import without_float32
+from attnkit.tracing.dtypes import without_float32, without_wraps_in_indices
 from attnkit.tracing.proxy import Tracer, TracingMode, Value
 from attnkit.util import caches
 
@@ -179,6 +179,7 @@ def _root(tracer: Tracer, function: Callable[..., Any], kind: Kind, result: Any)
             f"{what} returned torch.bool; expected a score (float). A mask belongs in block_mask, "
             'or write torch.where(condition, score, -float("inf"))'
         )
+    node = without_wraps_in_indices(node)
     if kind == "score":
         return cast(node, F32)
     return node if tracer.converter.has_float64 else without_float32(node)

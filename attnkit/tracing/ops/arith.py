@@ -146,7 +146,7 @@ def _bitwise(op: str) -> Handler:
             return _shift(op, cast(a, I32), cast(b, I32))
         return build(op, a, b)
 
-    return lambda tracer, a, b: elementwise(tracer, node, a, b)
+    return lambda tracer, a, b: elementwise(tracer, node, a, b, wraps=op == "xor")
 
 
 def _shift(op: str, a: Node, b: Node) -> Node:

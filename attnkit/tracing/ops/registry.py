@@ -19,6 +19,9 @@ Handler: TypeAlias = Callable[..., Value]
 
 PARTS = ("", "end", "inner")  # in order: the whole tensor first
 
+# Operations whose last 32 bits depend on the last 32 bits of their arguments alone.
+_RING = ("add", "sub", "mul", "xor")
+
 # Arithmetic on two bools is a logical operation in torch.
 _OF_BOOLS = {"add": "or", "mul": "and", "min": "and", "max": "or"}
 
@@ -50,6 +53,7 @@ def elementwise(
     *inputs: Any,
     floating: bool = False,
     strict: bool = False,
+    wraps: bool = False,
 ) -> Value:
     """Apply a function of nodes to Values element by element, as torch does.
 
@@ -62,19 +66,24 @@ def elementwise(
         inputs: Values, tensors and Python numbers.
         floating: whether integers and bools are first converted to floats.
         strict: whether torch refuses Python numbers outside of the dtype; else they wrap.
+        wraps: whether Python numbers wrap in int32 too, see `Converter.number`.
     """
     values = [tracer.lift(x) for x in inputs]
     dtype = result_dtype(values)
     if floating and not dtype.is_floating_point:
         dtype = tracer.converter.default
-    return combine(tracer, function, [as_dtype(v, dtype, strict=strict) for v in values], dtype)
+    converted = [as_dtype(v, dtype, strict=strict, wraps=wraps) for v in values]
+    return combine(tracer, function, converted, dtype)
 
 
-def as_dtype(value: Value, dtype: torch.dtype, *, strict: bool = False) -> Value:
-    """Convert a Value to a dtype; `strict` as in `elementwise`."""
+def as_dtype(
+    value: Value, dtype: torch.dtype, *, strict: bool = False, wraps: bool = False
+) -> Value:
+    """Convert a Value to a dtype; `strict` and `wraps` as in `elementwise`."""
     convert, source = value.tracer.converter, value.dtype
     if value.number is not None:
-        return Value(value.tracer, convert.number(value.number, dtype, strict=strict), dtype)
+        n = convert.number(value.number, dtype, strict=strict, wraps=wraps)
+        return Value(value.tracer, n, dtype)
     if source == dtype:
         return value
     if not value.sizes:
@@ -149,7 +158,7 @@ def binary(op: str) -> Handler:
 
     def handler(tracer: Tracer, a: Any, b: Any, *, alpha: Any = 1) -> Value:
         if alpha == 1:
-            return elementwise(tracer, node, a, b)
+            return elementwise(tracer, node, a, b, wraps=op in _RING)
         values = [tracer.lift(a), tracer.lift(b)]
         dtype = result_dtype(values)
         first, second, factor = (as_dtype(v, dtype) for v in (*values, tracer.lift(alpha)))
