@@ -14,6 +14,9 @@ def bigbird(
 ) -> Mask:
     """Keeps neighbouring blocks, the rows and columns of the first blocks, and random blocks.
 
+    Hugging Face's BigBird makes the first and the last block global, and always has a window of
+    three blocks. Here the first `global_blocks` are global; add the last block by `|`.
+
     Args:
         random_blocks: int [query blocks, R] or [H, query blocks, R], the random kv blocks of each
             query block, -1 for an unused entry; R up to 128.
@@ -52,4 +55,4 @@ def bigbird(
         return near | (row < global_blocks) | (column < global_blocks)
 
     label = f"bigbird({shape_text(random_blocks)}, {block})"
-    return Mask(random | keep, label)
+    return Mask(random | Mask(keep, frame="common"), label)
