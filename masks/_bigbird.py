@@ -6,7 +6,7 @@ from torch import Tensor
 
 from attnkit import Mask
 from attnkit.masks._check import int_tensor, shape_text, whole
-from attnkit.masks._topk_blocks import topk_blocks
+from attnkit.masks._topk_blocks import blocks_mask
 
 
 def bigbird(
@@ -47,7 +47,7 @@ def bigbird(
     whole("global_blocks", global_blocks)
     shapes = "[query blocks, R] or [H, query blocks, R]"
     int_tensor("random_blocks", random_blocks, shapes, (2, 3))
-    random = topk_blocks(random_blocks, block, block)
+    random = blocks_mask("random_blocks", random_blocks, block, block)
 
     def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         row, column = q // block, kv // block

@@ -173,7 +173,11 @@ it looks transposed: pass bias.T
         is_table = isinstance(self.table, Tensor)
         other = self._transposed(axis, limit, wanted, sizes) if is_table else None
         if other is not None:
-            swap = f"{name}.T" if len(shape) == 2 else f"{name}.transpose({axis}, {other})"
+            swap = (
+                f"{name}.T"
+                if len(shape) == 2
+                else f"{name}.transpose{tuple(sorted((axis, other)))}"
+            )
             return f"; it looks transposed: pass {swap}"
         if limit.size == "h" and shape[axis] == sizes.kv_heads:
             hint = "; it has an entry per kv head, but heads are query heads"
