@@ -27,7 +27,9 @@ from attnkit.runtime.api import flex_attention
 from attnkit.runtime.merge_states import merge, merge_states
 from attnkit.runtime.variant import Variant
 from attnkit.sparsity.block_mask import BlockMask, create_block_mask, create_mask
+from attnkit.tracing.axes import Axes
 from attnkit.tracing.mask import Mask, and_masks, noop_mask, or_masks, per_batch, per_head
+from attnkit.tracing.score_mod import ScoreMod
 from attnkit.util.arguments import AuxOutput, AuxRequest, FlexKernelOptions
 from attnkit.util.caches import clear_all as clear_caches
 from attnkit.util.data_state import invalidate, trust_version_counters
@@ -44,6 +46,7 @@ __all__ = [
     "AttnkitError",
     "AuxOutput",
     "AuxRequest",
+    "Axes",
     "BlockMask",
     "BoundsError",
     "DTypeError",
@@ -52,6 +55,7 @@ __all__ = [
     "FlexKernelOptions",
     "Mask",
     "OptionError",
+    "ScoreMod",
     "ShapeError",
     "StaleDataError",
     "TraceError",

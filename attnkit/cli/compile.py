@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnkit.cli.arguments import FAILED, OK, TARGET, dtypes, lengths, size
+from attnkit.cli.arguments import FAILED, OK, TARGET, batch_and_heads, dtypes, lengths, size
 from attnkit.errors import UnsupportedError
 from attnkit.schedule.plan import NoKernelError
 from attnkit.schedule.targets import TARGETS, missing_arch, of_arch
@@ -73,7 +73,7 @@ def register(subparsers: Subparsers) -> None:
     for name, default, what in (
         ("head-dim", 128, "head dim of query and key"),
         ("value-dim", None, "head dim of value; default head-dim"),
-        ("heads", 1, "query heads, as many as the variant's tables have"),
+        ("heads", None, "query heads; default as many as the variant's tables have, or 1"),
         ("kv-heads", None, "key and value heads; default heads"),
         (
             "q-len",
@@ -81,7 +81,7 @@ def register(subparsers: Subparsers) -> None:
             f"query length that the variant is built for; default that of the mask, or {LENGTH}",
         ),
         ("kv-len", None, "kv length that it is built for; default that of the mask, or q-len"),
-        ("batch", 1, "batch size that it is built for"),
+        ("batch", None, "batch size; default that of the variant's tables, or 1"),
     ):
         text = what if default is None else f"{what}; default {default}"
         parser.add_argument(f"--{name}", type=size, default=default, metavar="N", help=text)
@@ -97,14 +97,15 @@ def run(options: argparse.Namespace) -> int:
     variant = load(options.target)
     unique: dict[Source, None] = {}
     q_len, kv_len = lengths(variant.mask, options, LENGTH)
+    batch, heads = batch_and_heads(options, variant.score_mod, variant.mask)
     for dtype in options.dtype:
         request = Request(
             variant,
             dtype,
             options.arch,
-            options.batch,
-            options.heads,
-            options.kv_heads or options.heads,
+            batch,
+            heads,
+            options.kv_heads or heads,
             q_len,
             kv_len,
             options.head_dim,

@@ -17,9 +17,10 @@ from attnkit.graph.eval_torch import evaluate, positions
 from attnkit.graph.ir import Node, reads
 from attnkit.sparsity.block_runs import BLOCK, BlockRuns
 from attnkit.sparsity.mask_runs import mask_runs
+from attnkit.tracing.axes import Sizes
+from attnkit.tracing.built_for import check_built_for
 from attnkit.tracing.float64_checks import compute_dtype
 from attnkit.tracing.guards import trace_cached
-from attnkit.tracing.mask import check_built_for
 from attnkit.tracing.tracer import Kind, Traced, takes
 from attnkit.util.arguments import check_captured, check_size
 from attnkit.util.data_state import settled_state_of
@@ -224,7 +225,7 @@ def create_block_mask(
         TraceError: the mask cannot be traced.
         ArgumentError: the mask reads b or h, and B or H is None.
         OptionError: a length or tile size is not a positive int.
-        ShapeError: the mask was built for other lengths.
+        ShapeError: the mask was built for other sizes.
 
     >>> create_block_mask(lambda b, h, q, kv: kv <= q, None, None, 512, 512).runs.counts()
     (6, 4, 6)
@@ -232,7 +233,7 @@ def create_block_mask(
     block = _tile_sizes(BLOCK_SIZE)
     for name, length in (("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
         check_size(name, length)
-    check_built_for(mask_mod, Q_LEN, KV_LEN)
+    check_built_for(mask_mod, Sizes(B, H, Q_LEN, KV_LEN))
     compiling = torch.compiler.is_dynamo_compiling()  # the call that uses the mask checks the rest
     if device is None:
         device = "cpu" if compiling else _device_of(mask_mod)
@@ -293,7 +294,7 @@ def create_mask(
     Raises:
         TraceError: the function cannot be traced.
         OptionError: a length is not a positive int.
-        ShapeError: the mask was built for other lengths.
+        ShapeError: the mask was built for other sizes.
 
     >>> create_mask(lambda b, h, q, kv: kv <= q, None, None, 3, 3)[0, 0].int()
     tensor([[1, 0, 0],
@@ -302,7 +303,7 @@ def create_mask(
     """
     for name, size in (("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
         check_size(name, size)
-    check_built_for(mod_fn, Q_LEN, KV_LEN)
+    check_built_for(mod_fn, Sizes(B, H, Q_LEN, KV_LEN))
     shape = (B or 1, H or 1, Q_LEN, KV_LEN)
     device = resolve_device("cpu" if device is None else device)
     kind: Kind = "score" if takes(mod_fn, "score") and not takes(mod_fn, "mask") else "mask"

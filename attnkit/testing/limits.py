@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from attnkit.errors import BoundsError, OptionError
+from attnkit.errors import BoundsError, OptionError, ShapeError
 from attnkit.runtime.variant import Variant
 from attnkit.sparsity.block_mask import BlockMask
 from attnkit.testing.case import Case
 from attnkit.testing.examine import bind
+from attnkit.tracing.built_for import sizes_for
 from attnkit.tracing.mask import Mask
 
 Range = tuple[int, int]
@@ -62,7 +63,7 @@ def find_limits(
             fixed[name] = _range(name, given)
     for name, size in _of_block_mask(variant).items():
         fixed.setdefault(name, (size, size))
-    free = vars(ANY_SIZE) | _of_mask(variant)
+    free = vars(ANY_SIZE) | _of_mask(variant) | _of_tables(variant)
     fixed = {n: r for n, r in free.items() if r[0] == r[1]} | fixed
     ranges = {n: fixed.get(n, free[n]) for n in ("q_len", "kv_len", "batch", "heads")}
     for name in ranges:
@@ -89,6 +90,13 @@ def _of_mask(variant: Variant) -> dict[str, Range]:
         high = max(LENGTH, least)
         ranges[name] = (least, high if most is None else min(high, most))
     return ranges
+
+
+def _of_tables(variant: Variant) -> dict[str, Range]:
+    """Return the batch size and heads of declared tables, as ranges of one size."""
+    names = {"b": "batch", "h": "heads"}
+    sizes = sizes_for(variant.score_mod, variant.mask)
+    return {names[size]: (count, count) for size, count in sizes.items()}
 
 
 def _range(name: str, given: int | Range) -> Range:
@@ -126,6 +134,6 @@ def _legal(variant: Variant, device: torch.device, sizes: dict[str, int]) -> boo
     case = Case(sizes["q_len"], sizes["kv_len"], sizes["batch"], sizes["heads"])
     try:
         bind(variant, case, device)
-    except BoundsError:
+    except (BoundsError, ShapeError):
         return False
     return True

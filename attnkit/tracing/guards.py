@@ -32,9 +32,11 @@ from torch import Tensor
 
 from attnkit.graph import ir
 from attnkit.graph.ir import I32, Node
+from attnkit.tracing.axes import Axes
 from attnkit.tracing.float64_checks import float64_slots, rounding_sensitive_slots
 from attnkit.tracing.identity_guards import CannotGuardError, IdentityGuard
 from attnkit.tracing.mask import Mask
+from attnkit.tracing.score_mod import ScoreMod
 from attnkit.tracing.tracer import Kind, Traced, trace
 from attnkit.util import caches
 from attnkit.util.torch_private import OpOverload, OpOverloadPacket
@@ -141,7 +143,11 @@ class _Walk:
             return (dict, tuple((self.key(k), self.key(v)) for k, v in x.items()))
         if type(x) is Mask:
             self._guard(IdentityGuard.add_mask, x)
-            return (Mask, x.op, x.lengths, self.key(x.function), self.key(x.parts))
+            axes = self._axes(x.axes)
+            return (Mask, x.op, x.lengths, axes, self.key(x.function), self.key(x.parts))
+        if type(x) is ScoreMod:
+            self._guard(IdentityGuard.add_score_mod, x)
+            return (ScoreMod, self._axes(x.axes), self.key(x.function))
         return self._immutable(x)
 
     def _guard(self, add: Callable[..., None], *what: Any) -> None:
@@ -158,6 +164,9 @@ class _Walk:
             self.tensors.append(x)
             self._guard(IdentityGuard.add_tensor, x)
         return (number, type(x), x.shape, x.dtype, x.device, x.requires_grad)
+
+    def _axes(self, axes: tuple[Axes, ...]) -> Any:
+        return tuple([(table.key, self.key(table.table)) for table in axes])
 
     def _immutable(self, x: Any) -> Any:
         """Return an object that cannot change (library function, module or class) as its own key.
@@ -399,6 +408,8 @@ def _custom_gradient(function: Any) -> type | None:
     """Find a torch.autograd.Function that the function reads by name, if any."""
     if isinstance(function, functools.partial):
         return _custom_gradient(function.func)
+    if isinstance(function, ScoreMod):
+        return _custom_gradient(function.function)
     if not isinstance(function, types.FunctionType):
         return None
     read = [function.__globals__.get(n) for n in _names_read(function.__code__)]

@@ -20,7 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attnkit.tracing.axes import Axes
 from attnkit.tracing.mask import Mask
+from attnkit.tracing.score_mod import ScoreMod
 from attnkit.util import caches
 
 # What a check raises where an object was deleted or a closure cell was emptied.
@@ -30,7 +32,7 @@ _MISSING = object()  # stands for a global that does not exist
 _IMMUTABLE = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device}
 )
-_WEAK = (types.FunctionType, functools.partial, Mask, Tensor)
+_WEAK = (types.FunctionType, functools.partial, Mask, ScoreMod, Tensor)
 _DEPTH = 4  # largest depth of lists within lists, because a list may contain itself
 
 # The value that a place must hold. (object, None): this object. (None, reference): the object that
@@ -116,7 +118,7 @@ class IdentityGuard:
         self._conditions += changed
 
     def add_mask(self, m: Mask) -> None:
-        """Guard a mask's function, parts and lengths.
+        """Guard a mask's function, parts, lengths and declared tables.
 
         Raises:
             CannotGuardError: its function may change while it remains the same object.
@@ -129,6 +131,25 @@ class IdentityGuard:
             f"{name}.parts.__class__ is not tuple",
             f"len({name}.parts) != {len(m.parts)}",
             *(f"{name}.parts[{i}] is not {self._object(p)}" for i, p in enumerate(m.parts)),
+            *self._other_axes(name, m.axes),
+        ]
+
+    def add_score_mod(self, mod: ScoreMod) -> None:
+        """Guard the function and the declared tables of a score_mod.
+
+        Raises:
+            CannotGuardError: its function may change while it remains the same object.
+        """
+        name = self._object(mod)
+        self._conditions.append(self._differs(f"{name}.function", expect(mod.function)))
+        self._conditions += self._other_axes(name, mod.axes)
+
+    def _other_axes(self, name: str, axes: tuple[Axes, ...]) -> list[str]:
+        """Return expressions that are true if a function declares other tables now."""
+        return [
+            f"{name}.axes.__class__ is not tuple",
+            f"len({name}.axes) != {len(axes)}",
+            *(f"{name}.axes[{i}] is not {self._object(table)}" for i, table in enumerate(axes)),
         ]
 
     def add_partial(self, p: functools.partial[Any]) -> None:

@@ -22,7 +22,7 @@ for module in ("cases_packed", "cases_grid"):
     importlib.import_module(f"tests.masks.{module}")
 
 CPU = torch.device("cpu")
-NOT_MASKS = {"Example", "examples", "tile_order"}
+NOT_MASKS = {"Example", "examples", "tile_order", "zero_padding"}
 EXAMPLES = masks.examples(40)
 LONG = masks.examples(1 << 17)
 
