@@ -42,7 +42,8 @@ from attnkit.splice.kernel_layout import Layout
 from attnkit.tracing.float64_checks import compute_dtype
 from attnkit.tracing.mask import noop_mask
 from attnkit.tracing.tracer import Traced
-from attnkit.util.arguments import check_size
+from attnkit.util.arguments import check_dtype, check_size, shown
+from attnkit.util.devices import resolve_device
 
 
 @dataclass(frozen=True)
@@ -311,11 +312,14 @@ def _target(arch: str | None, backend: str) -> Target | None:
     """Return the target of an architecture that the caller named, None if none was.
 
     Raises:
+        ArgumentError: it is no string.
         UnsupportedError: there is no kernel for the architecture.
         OptionError: the caller chose a backend too.
     """
     if arch is None:
         return None
+    if not isinstance(arch, str):
+        raise ArgumentError(f"arch must be a name such as 'sm_100a' or None, got {shown(arch)}")
     target = of_arch(arch)
     if target is None:
         raise UnsupportedError(f"arch={arch!r}: {missing_arch(arch)}")
@@ -377,7 +381,7 @@ def explain(
     if target is not None:
         backend = f"emulate:{arch}"
     if sms is None:
-        sms = GPUS[arch].sms if arch in GPUS else HOPPER_SMS
+        sms = GPUS[target.arch].sms if target and target.arch in GPUS else HOPPER_SMS
     variant = score_mod if isinstance(score_mod, Variant) else Variant(score_mod, block_mask)
     sizes = tuple(
         check_size(name, n)
@@ -392,7 +396,7 @@ def explain(
     )
     batch, heads, q_len, kv_len, head_dim, sms = sizes
     # only shapes matter, so expand one element instead of allocating tensors
-    one = torch.empty(1, dtype=dtype, device=device)
+    one = torch.empty(1, dtype=check_dtype("dtype", dtype), device=resolve_device(device))
     query = one.expand(batch, heads, q_len, head_dim)
     key = one.expand(batch, heads, kv_len, head_dim)
     call = AttentionCall(

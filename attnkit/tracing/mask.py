@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attnkit.errors import ArgumentError
 from attnkit.tracing.mask_lengths import Lengths, as_lengths, intersect
+from attnkit.util.arguments import shown
 
 MaskMod: TypeAlias = Callable[..., Any]
 
@@ -46,7 +47,7 @@ class Mask:
         parts: the masks that `op` combines.
 
     Raises:
-        ArgumentError: function is not callable.
+        ArgumentError: function is not callable, or label is no string.
         OptionError: lengths is not such a pair, or has a length below 1.
         ShapeError: the operators combine masks that have no length in common.
 
@@ -64,6 +65,8 @@ class Mask:
             raise ArgumentError(
                 f"a mask must be a function mask_mod(b, h, q, kv), got {type(function).__name__}"
             )
+        if label is not None and not isinstance(label, str):
+            raise ArgumentError(f"label must be a string or None, got {shown(label)}")
         self.function: MaskMod | None = function
         self.label: str = label or str(getattr(function, "__name__", type(function).__name__))
         self.op = ""
@@ -97,22 +100,22 @@ class Mask:
         return result
 
     def __and__(self, other: MaskMod) -> Mask:
-        return Mask._join("and", self, other) if callable(other) else NotImplemented
+        return Mask._join("and", self, other)
 
     def __rand__(self, other: MaskMod) -> Mask:
-        return Mask._join("and", other, self) if callable(other) else NotImplemented
+        return Mask._join("and", other, self)
 
     def __or__(self, other: MaskMod) -> Mask:
-        return Mask._join("or", self, other) if callable(other) else NotImplemented
+        return Mask._join("or", self, other)
 
     def __ror__(self, other: MaskMod) -> Mask:
-        return Mask._join("or", other, self) if callable(other) else NotImplemented
+        return Mask._join("or", other, self)
 
     def __xor__(self, other: MaskMod) -> Mask:
-        return Mask._join("xor", self, other) if callable(other) else NotImplemented
+        return Mask._join("xor", self, other)
 
     def __rxor__(self, other: MaskMod) -> Mask:
-        return Mask._join("xor", other, self) if callable(other) else NotImplemented
+        return Mask._join("xor", other, self)
 
     def __invert__(self) -> Mask:
         return self.parts[0] if self.op == "not" else Mask._join("not", self)

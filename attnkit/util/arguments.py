@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +20,10 @@ from attnkit.errors import (
     ShapeError,
     UnsupportedError,
 )
+
+T = TypeVar("T")
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -104,8 +110,7 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: Any) -> None:
                 f"{MAX_LENGTH}"
             )
         if t.dtype not in DTYPES:
-            allowed = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
-            raise DTypeError(f"{name} has dtype {t.dtype}; expected one of {allowed}")
+            raise DTypeError(f"{name} has dtype {t.dtype}; expected one of {_names(DTYPES)}")
         if t.dtype != query.dtype:
             raise DTypeError(f"{name} has dtype {t.dtype}, query has {query.dtype}; convert one")
         if t.device != query.device:
@@ -232,14 +237,86 @@ def check_options(
 
 
 def check_size(name: str, value: Any) -> int:
-    """Check a positive int and return it.
+    """Check a positive int of at most 2**31 - 1 and return it.
 
     Raises:
         OptionError: it is not one.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise OptionError(f"{name} must be a positive int, got {value!r}")
+        raise OptionError(f"{name} must be a positive int, got {shown(value)}")
+    if value > MAX_LENGTH:
+        raise OptionError(
+            f"{name} must be at most {MAX_LENGTH}, as positions are int32; got {value}"
+        )
     return value
+
+
+def check_sizes(name: str, value: Any) -> tuple[int, int]:
+    """Check a size for both axes, or a (query, kv) pair of sizes, and return the pair.
+
+    Raises:
+        OptionError: it is neither.
+    """
+    sizes = value if isinstance(value, tuple | list) else (value, value)
+    if len(sizes) != 2:
+        raise OptionError(f"{name} must be an int or a (query, kv) pair, got {shown(value)}")
+    return check_size(name, sizes[0]), check_size(name, sizes[1])
+
+
+def check_dtype(name: str, dtype: Any, allowed: Sequence[torch.dtype] = DTYPES) -> torch.dtype:
+    """Check that a dtype is one of those allowed, and return it.
+
+    Raises:
+        DTypeError: it is another dtype, or none.
+    """
+    if not isinstance(dtype, torch.dtype) or dtype not in allowed:
+        raise DTypeError(f"{name} must be one of {_names(allowed)}, got {shown(dtype)}")
+    return dtype
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+
+
+def check_seed(seed: Any) -> int:
+    """Check the seed of random numbers and return it.
+
+    Raises:
+        OptionError: it is no int of 64 bits.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+        raise OptionError(f"seed must be an int of 64 bits, got {shown(seed)}")
+    return seed
+
+
+def check_type(name: str, value: Any, kind: type[T], expected: str) -> T:
+    """Check the type of an argument and return it.
+
+    Args:
+        name: the argument.
+        value: its value.
+        kind: the class that it must have.
+        expected: what to pass, for the message.
+
+    Raises:
+        ArgumentError: it has another class.
+    """
+    if not isinstance(value, kind):
+        raise ArgumentError(f"{name} must be {expected}, got {shown(value)}")
+    return value
+
+
+def shown(value: Any) -> str:
+    """Format the value of an argument for a message, in at most a line."""
+    if isinstance(value, _PLAIN):
+        return reprlib.repr(value)
+    if isinstance(value, torch.dtype | torch.device | np.generic):
+        return repr(value)
+    if isinstance(value, tuple | list) and all(isinstance(x, _PLAIN) for x in value):
+        return reprlib.repr(value)
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return type(value).__name__  # its repr may be long, or compute something
 
 
 def check_captured(
