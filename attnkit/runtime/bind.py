@@ -21,7 +21,7 @@ from attnkit.tracing.guards import trace_cached
 from attnkit.tracing.mask import check_built_for
 from attnkit.tracing.tracer import Traced
 from attnkit.util import caches
-from attnkit.util.arguments import check_captured
+from attnkit.util.arguments import check_captured, index_instead
 from attnkit.util.tensor_cache import VersionedCache
 
 _flex_runs: VersionedCache[BlockRuns] = VersionedCache(64)
@@ -91,7 +91,7 @@ def check_functions(score_mod: Any, mask: Any) -> None:
         if isinstance(mask, Tensor) or not callable(mask):
             raise ArgumentError(
                 "block_mask must be a BlockMask, a Mask, a function mask_mod(b, h, q, kv) or "
-                f"None, got {type(mask).__name__}"
+                f"None, got {type(mask).__name__}{index_instead(mask)}"
             )
 
 

@@ -523,6 +523,16 @@ def _dense_shape(B: Any, H: Any, q_len: Any, kv_len: Any) -> tuple[int, int, int
     return sizes[0], sizes[1], sizes[2], sizes[3]
 
 
+def _other_lengths(lengths: tuple[int, int], query: Tensor, key: Tensor) -> str:
+    """Say what to do where a block mask was built for other lengths."""
+    if tuple(lengths) == (query.shape[1], key.shape[1]):
+        return (
+            "the tensors seem to be [batch, length, heads, head dim]; expected [batch, heads, "
+            "length, head dim]: query.transpose(1, 2)"
+        )
+    return "build it for these lengths, or pass the mask itself as block_mask and let attnkit do it"
+
+
 def check_mask_shape(
     batch: int, heads: int, lengths: tuple[int, int], query: Tensor, key: Tensor
 ) -> None:
@@ -535,8 +545,7 @@ def check_mask_shape(
     if tuple(lengths) != got:
         raise ShapeError(
             f"block_mask was built for query length {lengths[0]} and kv length {lengths[1]}, got "
-            f"query length {got[0]} and key length {got[1]}; build it for these lengths, or "
-            "pass the mask itself as block_mask and let attnkit do it"
+            f"query length {got[0]} and key length {got[1]}; {_other_lengths(lengths, query, key)}"
         )
     for what, size, own in (("batch", batch, query.shape[0]), ("heads", heads, query.shape[1])):
         if size not in (1, own):

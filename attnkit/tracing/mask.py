@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attnkit.errors import ArgumentError
 from attnkit.tracing.mask_lengths import Lengths, as_lengths, intersect
-from attnkit.util.arguments import shown
+from attnkit.util.arguments import index_instead, shown
 
 MaskMod: TypeAlias = Callable[..., Any]
 
@@ -64,6 +64,7 @@ class Mask:
         if not callable(function):
             raise ArgumentError(
                 f"a mask must be a function mask_mod(b, h, q, kv), got {type(function).__name__}"
+                f"{index_instead(function)}"
             )
         if label is not None and not isinstance(label, str):
             raise ArgumentError(f"label must be a string or None, got {shown(label)}")

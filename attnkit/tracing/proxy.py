@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from attnkit.errors import TraceError
 from attnkit.graph import ir
 from attnkit.graph.ir import BOOL, F32, I32, Node, Type, const
+from attnkit.tracing.alternatives import instead_of, refusal_to_capture
 from attnkit.util.package import FOLDER
 
 Pick: TypeAlias = Callable[..., Node]
@@ -33,10 +34,12 @@ Handler: TypeAlias = Callable[..., Any]
 DTYPES: dict[Type, torch.dtype] = {I32: torch.int32, F32: torch.float32, BOOL: torch.bool}
 
 # Integers that wrap in torch below 32 bits.
-NARROW = (torch.int8, torch.uint8, torch.int16)
+NARROW = (torch.int8, torch.uint8, torch.int16, torch.uint16)
 
 # torch function or method -> its handler, which acts on Values; `attnkit.tracing.ops` fills it.
 HANDLERS: dict[Any, Handler] = {}
+
+_NUMBER = "it stands for one number, as a tensor of shape []"
 
 # Random functions are refused: neither FlexAttention nor a kernel can draw a number per score.
 _RANDOM = frozenset(
@@ -125,7 +128,9 @@ class Tracer:
             return self._number(x.item())
         if isinstance(x, np.ndarray):
             self.fail("a numpy array cannot be used with a traced value; use torch.from_numpy(...)")
-        self.fail(f"cannot combine a traced value with {type(x).__name__} {x!r}")
+        self.fail(
+            f"cannot combine a traced value with {type(x).__name__}; use numbers and torch tensors"
+        )
 
     def capture_view(self, x: Tensor) -> Value:
         """Capture a view of a captured tensor as a separate captured tensor."""
@@ -140,8 +145,8 @@ class Tracer:
         return Value(self, const(x))
 
     def _capture(self, x: Tensor) -> Value:
-        if x.dtype.is_complex or x.layout != torch.strided:
-            self.fail(f"a captured tensor must be dense and real, got {x.dtype} {x.layout}")
+        if refusal := refusal_to_capture(x):
+            self.fail(refusal)
         result, captured = self.results.get(id(x), (None, False))
         if result is not None and not captured and x.ndim == 0:
             return self._number(x.item())  # torch.tensor(0.5) inside the function
@@ -259,12 +264,12 @@ class Value:
 
     def __iter__(self) -> Any:
         if not self.sizes:
-            self.tracer.fail("a traced number cannot be iterated over")
+            self.tracer.fail(f"a traced number cannot be iterated over; {_NUMBER}")
         return iter([self[i] for i in range(self.sizes[0])])
 
     def __len__(self) -> int:
         if not self.sizes:
-            self.tracer.fail("a traced number has no len()")
+            self.tracer.fail(f"a traced number has no len(); {_NUMBER}")
         return self.sizes[0]
 
     def __getitem__(self, index: Any) -> Any:
@@ -277,7 +282,7 @@ class Value:
         if method is None:
             self.tracer.fail(f"a tensor has no attribute {name!r}")
         if not callable(method):
-            self.tracer.fail(f"the attribute {name!r} is not known while tracing")
+            self.tracer.fail(f"the attribute {name!r} is not known while tracing; {_NUMBER}")
         return lambda *args, **kwargs: dispatch(self.tracer, method, (self, *args), kwargs)
 
     @classmethod
@@ -336,7 +341,10 @@ def dispatch(tracer: Tracer, function: Any, args: Any, kwargs: Any) -> Any:
     leaves = _leaves((args, kwargs))
     if not any(isinstance(x, Value) for x in leaves):
         if _title(function) in _RANDOM:
-            tracer.fail(f"{_title(function)} is random, a score_mod or mask_mod must not be")
+            name = _title(function)
+            tracer.fail(
+                f"{name} is random, a score_mod or mask_mod must not be; {instead_of(name)}"
+            )
         if any(not tracer.is_local(t) for t in _mutated(function, args, kwargs)):
             tracer.fail(
                 f"{_title(function)} changes a captured tensor whenever the function is traced; "
@@ -358,7 +366,7 @@ def dispatch(tracer: Tracer, function: Any, args: Any, kwargs: Any) -> Any:
             tracer.fail("assigning at a traced index is not supported; use torch.where")
         if _in_place(function):
             tracer.fail(f"{name} changes a value in place; write {name[:-1]} and use its result")
-        tracer.fail(f"{name} is not supported in a score_mod or mask_mod")
+        tracer.fail(f"{name} is not supported in a score_mod or mask_mod; {instead_of(name)}")
     try:
         return handler(tracer, *args, **kwargs)
     except TraceError:

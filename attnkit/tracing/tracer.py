@@ -19,7 +19,7 @@ from attnkit.graph.simplify import cast
 from attnkit.tracing import ops  # noqa: F401  (registers the handlers of torch functions)
 from attnkit.tracing.proxy import DTYPES, Tracer, TracingMode, Value
 from attnkit.util import caches
-from attnkit.util.arguments import shown
+from attnkit.util.arguments import index_instead, shown
 
 Kind: TypeAlias = Literal["score", "mask"]
 
@@ -121,7 +121,9 @@ def _check_arity(function: Callable[..., Any], kind: Kind) -> None:
     names = ARGUMENTS[kind]
     signature = f"{kind}_mod({', '.join(names)})"
     if not callable(function):
-        raise TraceError(f"{kind}_mod must be a callable {signature}, got {shown(function)}")
+        raise TraceError(
+            f"{kind}_mod must be a callable {signature}, got {shown(function)}{index_instead(function)}"
+        )
     try:
         parameters = inspect.signature(function)
     except (TypeError, ValueError):

@@ -23,6 +23,8 @@ from attnkit.errors import (
 
 T = TypeVar("T")
 
+_TRANSPOSE = "Tensors [batch, length, heads, head dim] must be transposed: query.transpose(1, 2)"
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -99,7 +101,7 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: Any) -> None:
         if t.ndim != 4:
             raise ShapeError(
                 f"{name} must have 4 dimensions [batch, heads, length, head dim], got shape "
-                f"{tuple(t.shape)}"
+                f"{tuple(t.shape)}; tensor[None] adds a dimension of size 1"
             )
         for axis, what in enumerate(("batch", "heads", "length", "head dim")):
             if t.shape[axis] == 0:
@@ -145,12 +147,12 @@ def _check_heads(heads: int, kv_heads: int, enable_gqa: Any) -> None:
     if not enable_gqa:
         raise ShapeError(
             f"query has {heads} heads, key and value have {kv_heads}; expected the same. "
-            "For grouped-query attention set enable_gqa=True"
+            f"For grouped-query attention set enable_gqa=True. {_TRANSPOSE}"
         )
     if heads % kv_heads:
         raise ShapeError(
             f"query has {heads} heads, which is not a multiple of the {kv_heads} heads of key and "
-            "value"
+            f"value. {_TRANSPOSE}"
         )
 
 
@@ -304,6 +306,14 @@ def check_type(name: str, value: Any, kind: type[T], expected: str) -> T:
     if not isinstance(value, kind):
         raise ArgumentError(f"{name} must be {expected}, got {shown(value)}")
     return value
+
+
+def index_instead(mask: Any) -> str:
+    """Return how to use a tensor as a mask; "" for anything else."""
+    if not isinstance(mask, Tensor):
+        return ""
+    index = ", ".join(("b", "h", "q", "kv")[-min(mask.ndim, 4) :]) if mask.ndim > 1 else "kv"
+    return f"; capture the tensor and index it: lambda b, h, q, kv: mask[{index}]"
 
 
 def shown(value: Any) -> str:
