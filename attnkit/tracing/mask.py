@@ -77,11 +77,14 @@ class Mask:
     @classmethod
     def _join(cls, op: str, *parts: Any) -> Mask:
         masks = tuple(p if isinstance(p, Mask) else Mask(p) for p in parts)
+        common = _common(masks)
+        if op != "not":  # `a | b | c` has three parts: nested parts would exceed Python's stack
+            masks = tuple(x for m in masks for x in (m.parts if m.op == op else (m,)))
         whole = cls.__new__(cls)
         whole.function, whole.op, whole.parts = None, op, masks
         shown = [f"({m.label})" if m.op not in ("", "not", op) else m.label for m in masks]
         whole.label = f"~{shown[0]}" if op == "not" else f" {_SIGNS[op]} ".join(shown)
-        whole.lengths = _common(masks)
+        whole.lengths = common
         return whole
 
     def __call__(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
