@@ -128,9 +128,7 @@ REFUSED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
         "to_padded_tensor",
     ),
     "jagged": (
-        lambda: torch.nested.nested_tensor(
-            [torch.zeros(2), torch.zeros(3)], layout=torch.jagged
-        ),
+        lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged),
         "to_padded_tensor",
     ),
     "sparse": (lambda: torch.zeros(8).to_sparse(), "to_dense()"),
