@@ -19,7 +19,7 @@ from attnkit.inspection.figure_files import checked_path, write
 from attnkit.inspection.summary import label_of, runs_of, tile_counts
 from attnkit.sparsity.block_mask import BlockMask, create_block_mask, create_mask
 from attnkit.sparsity.block_runs import BLOCK, BlockRuns, Runs
-from attnkit.util.arguments import check_size, shown
+from attnkit.util.arguments import check_flag, check_size, shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -88,6 +88,7 @@ def show(
         What `create_block_mask` raises for this mask.
     """
     check_size("width", width)
+    check_flag("plain", plain)
     blocks = _block_mask(mask, q_len, kv_len, batch, heads, block, device)
     b, h = _checked_at(at, blocks)
     runs = blocks.runs

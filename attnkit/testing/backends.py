@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnkit.errors import ArgumentError, UnsupportedError
+from attnkit.errors import ArgumentError, DeviceError, UnsupportedError
 from attnkit.runtime.bind import Bound
 from attnkit.runtime.variant import Variant
 from attnkit.schedule.plan import BACKENDS, choose, parse_backend
@@ -42,9 +42,12 @@ def chosen_backends(backends: Any, device: torch.device) -> tuple[str, ...]:
     """Check the backends that a caller names; None for all that can run on a device.
 
     Raises:
+        DeviceError: the device is meta, on which there is nothing to compare.
         ArgumentError: it is no sequence.
         OptionError, UnsupportedError: a backend is unknown, or cannot run here.
     """
+    if device.type == "meta":
+        raise DeviceError("device='meta' holds no data, so there is nothing to compare; use 'cpu'")
     if backends is None:
         return present_backends(device)
     if not isinstance(backends, tuple | list):

@@ -138,6 +138,8 @@ class Case:
                     raise ShapeError(f"{field.name} must be at least 1, got {size}")
                 check_size(field.name, size)
         check_dtype("dtype", self.dtype)
+        if not isinstance(self.block, tuple):
+            raise OptionError(f"block must be a (query, kv) pair, got {shown(self.block)}")
         check_sizes("block", self.block)
         check_scale(self.scale, self.head_dim)
         check_seed(self.seed)
