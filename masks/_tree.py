@@ -61,7 +61,7 @@ def tree(parents: Tensor, context: int | Tensor = 0) -> Mask:
         .contiguous()
         for i in (0, 1)
     )
-    label = f"tree({shape_text(parents)}, {_shown(context)})"
+    label = f"tree({shape_text(parents)}, context={_shown(context)})"
 
     if parents.ndim == 1:
 
@@ -102,7 +102,7 @@ def tree_from_table(table: Tensor, context: int | Tensor = 0) -> Mask:
             [1, 1, 0, 1]], dtype=torch.int32)
     """
     bool_tensor("table", table, "[N, M] or [B, N, M]", (2, 3))
-    label = f"tree_from_table({shape_text(table)}, {_shown(context)})"
+    label = f"tree_from_table({shape_text(table)}, context={_shown(context)})"
     if table.ndim == 2:
 
         def keep(b: Tensor, h: Tensor, q: Tensor, token: Tensor) -> Tensor:

@@ -232,6 +232,11 @@ def slots(*roots: Node) -> tuple[int, ...]:
     return tuple(sorted({int(n.attr) for n in topo(*roots) if n.op == "load"}))  # type: ignore[arg-type]
 
 
+def with_args(n: Node, args: tuple[Node, ...]) -> Node:
+    """Return the node with other arguments of the same types."""
+    return n if args == n.args else _intern(n.op, n.type, args, n.attr)
+
+
 def substitute(root: Node, mapping: dict[Node, Node]) -> Node:
     """Replace some nodes of an expression by others of the same type."""
     done: dict[Node, Node] = dict(mapping)

@@ -38,6 +38,9 @@ _DTYPES = {
     "Int16": "int16",
     "Int8": "int8",
     "Uint8": "uint8",
+    "Uint16": "uint16",
+    "Uint32": "uint32",
+    "Uint64": "uint64",
     "Boolean": "bool",
 }
 

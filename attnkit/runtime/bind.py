@@ -25,7 +25,7 @@ from attnkit.tracing.float64_checks import check_precision, float64_slots
 from attnkit.tracing.guards import data_slots, trace_cached
 from attnkit.tracing.tracer import Traced
 from attnkit.util import caches
-from attnkit.util.arguments import check_captured
+from attnkit.util.arguments import check_captured, index_instead
 from attnkit.util.data_state import settled_state_of
 from attnkit.util.tensor_cache import VersionedCache
 
@@ -126,7 +126,7 @@ def check_functions(score_mod: Any, mask: Any) -> None:
         if isinstance(mask, Tensor) or not callable(mask):
             raise ArgumentError(
                 "block_mask must be a BlockMask, a Mask, a function mask_mod(b, h, q, kv) or "
-                f"None, got {type(mask).__name__}"
+                f"None, got {type(mask).__name__}{index_instead(mask)}"
             )
 
 

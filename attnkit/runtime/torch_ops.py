@@ -34,7 +34,12 @@ from attnkit.splice import (
 )
 from attnkit.util.data_state import state_of
 from attnkit.util.outputs import output_like
-from attnkit.util.torch_private import is_batched, is_grad_tracking, is_intercepted
+from attnkit.util.torch_private import (
+    in_batched_gradients,
+    is_batched,
+    is_grad_tracking,
+    is_intercepted,
+)
 
 FORWARD = (
     "(Tensor query, Tensor key, Tensor value, Tensor[] score_tensors, Tensor[] mask_tensors, "
@@ -317,6 +322,7 @@ def _backward_of(
     grad_lse = inputs.grad_lse
     tensors = [inputs.grad_out, *saved, *([] if grad_lse is None else [grad_lse])]
     if torch.is_grad_enabled() or is_intercepted(tensors):
+        _refuse_batched_gradients((inputs.grad_out, *([] if grad_lse is None else [grad_lse])))
         runs, layout = unpack(call.runs)
         scores, masks = inputs.captured
         dquery, dkey, dvalue, captured = torch.ops.attnkit.backward(
@@ -375,6 +381,7 @@ def run(prepared: PreparedCall, inputs: ForwardInputs) -> ForwardResult:
         with torch.no_grad():
             prepared.attention = prepare_forward(prepared.kernel_call, inputs)
     if is_recorded((query, key, value, *scores)):
+        _refuse_inference_tensors((query, key, value, *scores, *masks))
         result: ForwardResult = record(
             prepared, None, scale, masks, True, query, key, value, *scores
         )
@@ -392,6 +399,34 @@ def is_recorded(tensors: Iterable[Tensor]) -> bool:
 # This is `Function.apply` without its Python wrapper, which unwraps dead functorch wrappers from
 # each argument: `is_intercepted` has already excluded functorch.
 record: Callable[..., Any] = super(torch.autograd.Function, _Attention).apply
+
+
+def _refuse_batched_gradients(gradients: Iterable[Tensor]) -> None:
+    """Refuse gradients with a batch dimension, which the backward has no rule for.
+
+    Raises:
+        UnsupportedError: autograd computes several gradients at once, or a gradient is batched.
+    """
+    if in_batched_gradients() or any(is_batched(t) for t in gradients):
+        raise UnsupportedError(
+            "attnkit's attention has no rule for batched gradients (is_grads_batched=True, "
+            "jacobian with vectorize=True, or vmap over a backward); call torch.autograd.grad once "
+            'for each gradient, or use backend="eager" (dense)'
+        )
+
+
+def _refuse_inference_tensors(tensors: Iterable[Tensor]) -> None:
+    """Refuse tensors that autograd cannot save for the backward.
+
+    Raises:
+        UnsupportedError: a tensor was created in inference mode.
+    """
+    for t in tensors:
+        if t.is_inference():
+            raise UnsupportedError(
+                f"a tensor of shape {tuple(t.shape)} was created in torch.inference_mode(), and "
+                "autograd cannot save it for the backward; clone it outside of inference mode"
+            )
 
 
 def _detached(t: Tensor) -> Tensor:

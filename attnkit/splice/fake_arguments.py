@@ -19,6 +19,9 @@ _DTYPES = {
     "int16": cutlass.Int16,
     "int8": cutlass.Int8,
     "uint8": cutlass.Uint8,
+    "uint16": cutlass.Uint16,
+    "uint32": cutlass.Uint32,
+    "uint64": cutlass.Uint64,
 }
 
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnkit.errors import UnsupportedError
+from attnkit.errors import ArgumentError, DeviceError, UnsupportedError
 from attnkit.runtime.bind import Bound
 from attnkit.runtime.variant import Variant
-from attnkit.schedule.plan import BACKENDS, choose
+from attnkit.schedule.plan import BACKENDS, choose, parse_backend
 from attnkit.testing.case import Case
 from attnkit.testing.quantities import DenseCall, Quantities, captured_leaves, oracle, run
 from attnkit.testing.report import Row
 from attnkit.testing.rounding import SAMPLES, perturbed
 from attnkit.testing.shuffled import shuffled
 from attnkit.testing.tolerance import compare
+from attnkit.util.arguments import check_type, shown
 
 CERTAIN = 1000.0  # an error this many times too large is not due to rounding
 
@@ -34,6 +36,25 @@ def present_backends(device: torch.device) -> tuple[str, ...]:
             continue
         present.append(name)
     return tuple(present)
+
+
+def chosen_backends(backends: Any, device: torch.device) -> tuple[str, ...]:
+    """Check the backends that a caller names; None for all that can run on a device.
+
+    Raises:
+        DeviceError: the device is meta, on which there is nothing to compare.
+        ArgumentError: it is no sequence.
+        OptionError, UnsupportedError: a backend is unknown, or cannot run here.
+    """
+    if device.type == "meta":
+        raise DeviceError("device='meta' holds no data, so there is nothing to compare; use 'cpu'")
+    if backends is None:
+        return present_backends(device)
+    if not isinstance(backends, tuple | list):
+        raise ArgumentError(f"backends must be a list of names, got {shown(backends)}")
+    for name in backends:
+        parse_backend(check_type("a backend", name, str, "a name such as 'cpu'"))
+    return tuple(backends)
 
 
 class _Samples:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from attnkit.runtime.variant import Variant
 from attnkit.testing.drawn_source import run_drawn
 from attnkit.testing.expressions import mask_mods, score_mods
-from attnkit.testing.limits import ANY_SIZE, Limits
+from attnkit.testing.limits import ANY_SIZE, Limits, check_limits
 from attnkit.tracing.mask import Mask
 
 # Calls of the library, each with source that creates its captured tensor. N is the largest length,
@@ -54,6 +54,7 @@ _MODS: Calls = (
 
 def _library(draw: st.DrawFn, name: str, calls: Calls, limits: Limits) -> Any:
     """Draw a call of `attnkit.<name>`, run it, and return the mask or mod."""
+    check_limits(limits)
     call, table = draw(st.sampled_from(calls))
     holes = {
         "N": max(limits.q_len[1], limits.kv_len[1]),

@@ -104,6 +104,10 @@ class _NoFingerprintError(Exception):
     """Raised where a function reads something whose changes the walk cannot detect."""
 
 
+# TypeError: something in the key does not hash. RecursionError: lists within lists, too deep.
+_NO_KEY = (_NoFingerprintError, TypeError, RecursionError)
+
+
 class _Walk:
     """Visits everything that a function reads, once, and builds its fingerprint.
 
@@ -158,6 +162,8 @@ class _Walk:
                 self.guard = None
 
     def _tensor(self, x: Tensor) -> Any:
+        if x.is_nested:  # it has no shape to compare; the trace refuses it
+            raise _NoFingerprintError
         number = self.seen.get(id(x))
         if number is None:
             number = self.seen[id(x)] = len(self.seen)
@@ -289,7 +295,7 @@ def lookup_by_fingerprint(
     walk = _Walk()
     try:
         record = _cache.get((kind, device, torch.get_default_dtype(), walk.key(function)))
-    except (_NoFingerprintError, TypeError):  # TypeError: something in the key does not hash
+    except _NO_KEY:
         return None
     if record is None:
         return None
@@ -318,7 +324,7 @@ def trace_cached(function: Callable[..., Any], kind: Kind, device: torch.device)
     try:
         key = (kind, device, torch.get_default_dtype(), walk.key(function))
         hash(key)
-    except (_NoFingerprintError, TypeError):
+    except _NO_KEY:
         return _trace(function, kind, device)
     fresh = _trace(function, kind, device)
     order = {id(t): i for i, t in enumerate(walk.tensors)}
@@ -394,7 +400,7 @@ def data_slots(root: Node, slots: frozenset[int]) -> tuple[int, ...]:
 
 def _trace(function: Callable[..., Any], kind: Kind, device: torch.device) -> Traced:
     result = trace(function, kind, device)
-    custom = _custom_gradient(function)
+    custom = _custom_gradient(function, set())
     if custom and kind == "score":
         warnings.warn(
             f"{custom.__name__} is a torch.autograd.Function: attnkit traces its forward and "
@@ -404,14 +410,20 @@ def _trace(function: Callable[..., Any], kind: Kind, device: torch.device) -> Tr
     return result
 
 
-def _custom_gradient(function: Any) -> type | None:
-    """Find a torch.autograd.Function that the function reads by name, if any."""
+def _custom_gradient(function: Any, seen: set[int]) -> type | None:
+    """Find a torch.autograd.Function that the function reads by name, if any.
+
+    Args:
+        function: any object.
+        seen: ids of the functions that were searched, because functions may call each other.
+    """
     if isinstance(function, functools.partial):
-        return _custom_gradient(function.func)
+        return _custom_gradient(function.func, seen)
     if isinstance(function, ScoreMod):
-        return _custom_gradient(function.function)
-    if not isinstance(function, types.FunctionType):
+        return _custom_gradient(function.function, seen)
+    if not isinstance(function, types.FunctionType) or id(function) in seen:
         return None
+    seen.add(id(function))
     read = [function.__globals__.get(n) for n in _names_read(function.__code__)]
     for cell in function.__closure__ or ():
         try:
@@ -422,9 +434,8 @@ def _custom_gradient(function: Any) -> type | None:
         owner = getattr(value, "__self__", value)
         if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
             return owner
-        if isinstance(value, types.FunctionType) and value is not function:
-            ours = _root(str(value.__module__)) != "torch"
-            inner = _custom_gradient(value) if ours else None
+        if isinstance(value, types.FunctionType) and _root(str(value.__module__)) != "torch":
+            inner = _custom_gradient(value, seen)
             if inner is not None:
                 return inner
     return None

@@ -214,7 +214,8 @@ class IdentityGuard:
         )
         names = dict(self._names)
         exec(_code(text), names)
-        read: Callable[[], tuple[Tensor, ...] | None] = names["read"]
+        # popped, so that the function is in no cycle and dies with the guard
+        read: Callable[[], tuple[Tensor, ...] | None] = names.pop("read")
         return read
 
     def _constant(self, x: Any) -> str:

@@ -19,6 +19,7 @@ from attnkit.errors import ArgumentError, OptionError
 from attnkit.tracing.axes import Axes, as_axes, joined, shift_tables
 from attnkit.tracing.mask_lengths import Lengths, as_lengths, intersect
 from attnkit.tracing.shift import check_shift, checked_label, may_precede, shift_text, shifted
+from attnkit.util.arguments import index_instead
 
 MaskMod: TypeAlias = Callable[..., Any]
 Frame: TypeAlias = Literal["", "common", "separate"]
@@ -57,7 +58,7 @@ class Mask:
         parts: the masks that `op` combines.
 
     Raises:
-        ArgumentError: function is not callable, or axes are not `Axes`.
+        ArgumentError: function is not callable, label is no string, or axes are not `Axes`.
         OptionError: lengths is not such a pair, or has a length below 1; frame is unknown, or the
             operators combine "common" with "separate".
         ShapeError: the operators combine masks that have no length in common, or whose tables are
@@ -84,6 +85,7 @@ class Mask:
         if not callable(function):
             raise ArgumentError(
                 f"a mask must be a function mask_mod(b, h, q, kv), got {type(function).__name__}"
+                f"{index_instead(function)}"
             )
         self.function: MaskMod | None = function
         self.label: str = checked_label(label, function)
@@ -98,11 +100,14 @@ class Mask:
     @classmethod
     def _join(cls, op: str, *parts: Any) -> Mask:
         masks = tuple(p if isinstance(p, Mask) else Mask(p) for p in parts)
+        common = _common(masks)
+        if op != "not":  # `a | b | c` has three parts: nested parts would exceed Python's stack
+            masks = tuple(x for m in masks for x in (m.parts if m.op == op else (m,)))
         whole = cls.__new__(cls)
         whole.function, whole.op, whole.parts = None, op, masks
         shown = [f"({m.label})" if m.op not in ("", "not", op) else m.label for m in masks]
         whole.label = f"~{shown[0]}" if op == "not" else f" {_SIGNS[op]} ".join(shown)
-        whole.lengths = _common(masks)
+        whole.lengths = common
         whole.axes = joined([m.axes for m in masks])
         whole.frame = _common_frame(masks)
         return whole
@@ -124,22 +129,22 @@ class Mask:
         return result
 
     def __and__(self, other: MaskMod) -> Mask:
-        return Mask._join("and", self, other) if callable(other) else NotImplemented
+        return Mask._join("and", self, other)
 
     def __rand__(self, other: MaskMod) -> Mask:
-        return Mask._join("and", other, self) if callable(other) else NotImplemented
+        return Mask._join("and", other, self)
 
     def __or__(self, other: MaskMod) -> Mask:
-        return Mask._join("or", self, other) if callable(other) else NotImplemented
+        return Mask._join("or", self, other)
 
     def __ror__(self, other: MaskMod) -> Mask:
-        return Mask._join("or", other, self) if callable(other) else NotImplemented
+        return Mask._join("or", other, self)
 
     def __xor__(self, other: MaskMod) -> Mask:
-        return Mask._join("xor", self, other) if callable(other) else NotImplemented
+        return Mask._join("xor", self, other)
 
     def __rxor__(self, other: MaskMod) -> Mask:
-        return Mask._join("xor", other, self) if callable(other) else NotImplemented
+        return Mask._join("xor", other, self)
 
     def __invert__(self) -> Mask:
         return self.parts[0] if self.op == "not" else Mask._join("not", self)

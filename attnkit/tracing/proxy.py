@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from attnkit.errors import TraceError
 from attnkit.graph import ir
 from attnkit.graph.ir import Node, Type
+from attnkit.tracing.alternatives import instead_of, refusal_to_capture
 from attnkit.tracing.dtypes import Converter, kind_of
 from attnkit.util.package import FOLDER
 
@@ -33,6 +34,8 @@ Handler: TypeAlias = Callable[..., Any]
 
 # torch function or method -> its handler, which acts on Values; `attnkit.tracing.ops` fills it.
 HANDLERS: dict[Any, Handler] = {}
+
+_NUMBER = "it stands for one number, as a tensor of shape []"
 
 # Random functions are refused: neither FlexAttention nor a kernel can draw a number per score.
 _RANDOM = frozenset(
@@ -123,7 +126,9 @@ class Tracer:
             return self._number(x.item())
         if isinstance(x, np.ndarray):
             self.fail("a numpy array cannot be used with a traced value; use torch.from_numpy(...)")
-        self.fail(f"cannot combine a traced value with {type(x).__name__} {x!r}")
+        self.fail(
+            f"cannot combine a traced value with {type(x).__name__}; use numbers and torch tensors"
+        )
 
     def capture_view(self, x: Tensor) -> Value:
         """Capture a view of a captured tensor as a separate captured tensor."""
@@ -139,8 +144,8 @@ class Tracer:
         )
 
     def _capture(self, x: Tensor) -> Value:
-        if x.dtype.is_complex or x.layout != torch.strided:
-            self.fail(f"a captured tensor must be dense and real, got {x.dtype} {x.layout}")
+        if refusal := refusal_to_capture(x):
+            self.fail(refusal)
         result, captured = self.results.get(id(x), (None, False))
         if result is not None and not captured and x.ndim == 0:  # torch.tensor(0.5) inside
             return Value(self, self.converter.number(x.item(), x.dtype), x.dtype)
@@ -279,12 +284,12 @@ class Value(Tensor):
 
     def __iter__(self) -> Any:
         if not self.sizes:
-            self.tracer.fail("a traced number cannot be iterated over")
+            self.tracer.fail(f"a traced number cannot be iterated over; {_NUMBER}")
         return iter([self[i] for i in range(self.sizes[0])])
 
     def __len__(self) -> int:
         if not self.sizes:
-            self.tracer.fail("a traced number has no len()")
+            self.tracer.fail(f"a traced number has no len(); {_NUMBER}")
         return self.sizes[0]
 
     def __getitem__(self, index: Any) -> Any:
@@ -293,6 +298,9 @@ class Value(Tensor):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # torch and Python ask for such names themselves
             raise AttributeError(name)
+        method = getattr(Tensor, name, None)
+        if method is not None:
+            self.tracer.fail(f"the attribute {name!r} is not known while tracing; {_NUMBER}")
         self.tracer.fail(f"a tensor has no attribute {name!r}")
 
     @classmethod
@@ -352,7 +360,10 @@ def dispatch(tracer: Tracer, function: Any, args: Any, kwargs: Any) -> Any:
     leaves = _leaves((args, kwargs))
     if not any(isinstance(x, Value) for x in leaves):
         if _title(function) in _RANDOM:
-            tracer.fail(f"{_title(function)} is random, a score_mod or mask_mod must not be")
+            name = _title(function)
+            tracer.fail(
+                f"{name} is random, a score_mod or mask_mod must not be; {instead_of(name)}"
+            )
         if any(not tracer.is_local(t) for t in _mutated(function, args, kwargs)):
             tracer.fail(
                 f"{_title(function)} changes a captured tensor whenever the function is traced; "
@@ -376,7 +387,7 @@ def dispatch(tracer: Tracer, function: Any, args: Any, kwargs: Any) -> Any:
             tracer.fail("assigning at a traced index is not supported; use torch.where")
         if _in_place(function):
             tracer.fail(f"{name} changes a value in place; write {name[:-1]} and use its result")
-        tracer.fail(f"{name} is not supported in a score_mod or mask_mod")
+        tracer.fail(f"{name} is not supported in a score_mod or mask_mod; {instead_of(name)}")
     try:
         return handler(tracer, *args, **kwargs)
     except TraceError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -21,6 +20,7 @@ from attnkit.tracing import ops  # noqa: F401  (registers the handlers of torch 
 from attnkit.tracing.dtypes import without_float32, without_wraps_in_indices
 from attnkit.tracing.proxy import Tracer, TracingMode, Value
 from attnkit.util import caches
+from attnkit.util.arguments import index_instead, shown
 
 Kind: TypeAlias = Literal["score", "mask"]
 
@@ -126,8 +126,9 @@ def _check_arity(function: Callable[..., Any], kind: Kind) -> None:
     names = ARGUMENTS[kind]
     signature = f"{kind}_mod({', '.join(names)})"
     if not callable(function):
-        got = f"{type(function).__name__} {reprlib.repr(function)}"
-        raise TraceError(f"{kind}_mod must be a callable {signature}, got {got}")
+        raise TraceError(
+            f"{kind}_mod must be a callable {signature}, got {shown(function)}{index_instead(function)}"
+        )
     try:
         parameters = inspect.signature(function)
     except (TypeError, ValueError):
@@ -135,14 +136,20 @@ def _check_arity(function: Callable[..., Any], kind: Kind) -> None:
     try:
         parameters.bind(*names)
     except TypeError as error:
+        shown_names = ", ".join(
+            str(p.replace(default=p.empty, annotation=p.empty))
+            for p in parameters.parameters.values()
+        )
         raise TraceError(
-            f"{_name_of(function)}{parameters} cannot be called as {signature}: {error}. "
+            f"{_name_of(function)}({shown_names}) cannot be called as {signature}: {error}. "
             + _advice(function, kind)
         ) from None
 
 
 def takes(function: Any, kind: Kind) -> bool:
     """Return whether a function can be called with the arguments of a kind."""
+    if not callable(function):
+        return False
     try:
         inspect.signature(function).bind(*ARGUMENTS[kind])
     except (TypeError, ValueError):

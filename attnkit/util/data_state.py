@@ -227,7 +227,7 @@ def settled_state_of(tensor: Tensor) -> DataState:
     """
     state = _states.get(id(tensor))
     if state is not None and state.expected is not None and not setting.trusts:
-        if not (tensor.is_cuda and is_captured()) and state.holds(tensor):
+        if not (tensor.is_cuda and is_stream_capturing()) and state.holds(tensor):
             state.valid = torch.equal(setting.record(tensor), state.expected)
     return state_of(tensor)
 

@@ -74,7 +74,7 @@ class Domain:
     Values at points have shape [b or 1, h or 1, points].
 
     Attributes:
-        tensors: captured tensors by slot.
+        tensors: captured tensors by slot; unsigned ones become int64, see `signed`.
         q_len, kv_len: lengths in positions.
         b, h: int32 [batch] and [heads], the numbers themselves; [1] if the mask does not read them.
         dtype: dtype of the graph's f32.
@@ -88,6 +88,9 @@ class Domain:
     h: Tensor
     dtype: torch.dtype = torch.float32
     sides: Sides = field(default_factory=Sides)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tensors", tuple(signed(t) for t in self.tensors))
 
     @property
     def device(self) -> torch.device:
@@ -371,11 +374,22 @@ def _concatenate(parts: Sequence[Interval]) -> Interval:
     return torch.cat([p[0] for p in parts], -1), torch.cat([p[1] for p in parts], -1)
 
 
+def signed(tensor: Tensor) -> Tensor:
+    """Convert uint16, uint32 and uint64, on which torch has no minimum, to int64.
+
+    Numbers of 2**63 and more become 2**63 - 1, which no check of int32 lets through.
+    """
+    if tensor.dtype not in (torch.uint16, torch.uint32, torch.uint64):
+        return tensor
+    numbers = tensor.to(torch.int64)
+    return numbers.where(numbers >= 0, torch.iinfo(torch.int64).max)
+
+
 def value_range(tensor: Tensor, n: Node, dtype: torch.dtype) -> Interval:
     """Return the least and greatest value that load `n` can return from its tensor."""
     if n.type == BOOL and tensor.dtype != torch.bool:
         tensor = tensor != 0
-    flat = tensor.reshape(-1)
+    flat = signed(tensor).reshape(-1)
     parts = [_ends(part) for part in flat.split(chunk_size(flat.numel(), flat.device))]
     low, high = parts[0]
     if len(parts) > 1:

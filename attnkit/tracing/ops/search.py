@@ -65,7 +65,9 @@ def _count_before(tracer: Tracer, what: str, x: Any, where: str, bounds: Any, ri
     """Count the bounds that are less than a number; with `right`, those that are not greater."""
     number, edges = _number(tracer, what, x), tracer.lift(bounds)
     if len(edges.sizes) != 1:
-        raise ValueError(f"{where} of shape {edges.sizes} is not supported; expected one dimension")
+        raise ValueError(
+            f"{where} of shape {edges.sizes} is not supported; index one row of it, as {where}[h]"
+        )
 
     def before(value: Node, edge: Node) -> Node:
         # negated, so that all bounds are before NaN, as in torch

@@ -73,7 +73,9 @@ def _register_conversions() -> None:
 
 def _same_shape(tracer: Tracer, a: Value, other: Any) -> Value:
     if a.sizes or tracer.lift(other).sizes:
-        raise ValueError("view_as and expand_as are not supported for values with a shape")
+        raise ValueError(
+            "view_as and expand_as are not supported for values with a shape; index them instead"
+        )
     return a
 
 
@@ -202,7 +204,10 @@ def reduce(
     axis = (0 if dim is None else dim) % len(source.sizes)
     length = source.sizes[axis]
     if length > MAX_UNROLL:
-        raise ValueError(f"a reduction over {length} elements; at most {MAX_UNROLL} are unrolled")
+        raise ValueError(
+            f"a reduction over {length} elements; at most {MAX_UNROLL} are unrolled. Reduce the "
+            "tensor outside of the function, capture the result and index that"
+        )
 
     def pick(*i: Node) -> Node:
         parts = [source.pick(*i[:axis], const(k), *i[axis:]) for k in range(length)]
