@@ -44,6 +44,7 @@ from attnkit.tracing.float64_checks import compute_dtype
 from attnkit.tracing.mask import noop_mask
 from attnkit.tracing.tracer import Traced
 from attnkit.util.arguments import check_dtype, check_size, shown
+from attnkit.util.devices import resolve_device
 
 
 @dataclass(frozen=True)
@@ -418,5 +419,5 @@ def _without_memory(
         shape: batch, heads, query length and kv length.
     """
     batch, heads, q_len, kv_len = shape
-    one = torch.empty(1, dtype=dtype, device=device)
+    one = torch.empty(1, dtype=dtype, device=resolve_device(device))
     return one.expand(batch, heads, q_len, head_dim), one.expand(batch, heads, kv_len, head_dim)

@@ -215,7 +215,7 @@ def test_a_block_mask_whose_mask_reads_the_batch_is_not_shared():
         (lambda: ScoreMod(IDENTITY, axes=["h"]), ArgumentError, "axes must be a list of attnkit.Axes, got ['h']"),
         (lambda: ScoreMod(3), ArgumentError, "score_mod must be a function score_mod(score, b, h, q, kv), got int"),
     ],
-    ids=str,
+    ids=range(10),
 )  # fmt: skip
 def test_bad_declarations(make, error, message):
     with pytest.raises(error, match=re.escape(message)):

@@ -183,7 +183,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[AttnkitError], str]] = {
     "label": (
         lambda: attnkit.Mask(causal, 3),  # type: ignore[arg-type]
         ArgumentError,
-        "label must be a string or None, got 3",
+        "label must be a str or None, got int",
     ),
     "show, at": (
         lambda: picture.show(block_mask(), at=0),  # type: ignore[arg-type]
