@@ -45,6 +45,7 @@ class DataGuard:
         states: the data of each tensor when the call was prepared.
         names: names of the tensors, for messages.
         on_gpu: whether `check` has to run before the kernels of the call.
+        device: the GPU on which data was compared; None if none was.
     """
 
     def __init__(
@@ -61,7 +62,9 @@ class DataGuard:
         self.names = tuple(names)
         self.on_gpu = any(s.expected is not None for s in self.states)
         self._lists = lists
+        self.device: torch.device | None = None
         self._check: FingerprintCheck | None = None
+        self._backward_check: FingerprintCheck | None = None
         self._number = next(_numbers)
         if self.on_gpu:
             _guards[self._number] = self
@@ -76,36 +79,13 @@ class DataGuard:
     def check(self) -> None:
         """Compare the data on the GPU with its fingerprints, on the current stream.
 
-        Call it before the kernels of the call. `raise_if_stale` reports a difference later.
+        Call it before the kernels of a call for which `holds` is true. `raise_if_stale` reports a
+        difference later.
         """
-        if not self.on_gpu or setting.trusts:
-            return
-        check = self._check
-        if check is None:
-            watched = self._watched()
-            if not watched:  # the tensors were deleted
-                return
-            check = self._check = FingerprintCheck(watched, self._number)
-        if is_capturing(check.device):
-            # the graph reads the tensors at each replay, even if the caller drops them
-            tensors = [s.reference() for s in self.states]
-            keep_while_replayable(check.device, (self, tensors))
-        check()
-
-    def _watched(self) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return the tensors to compare on the GPU, and their fingerprints, by position."""
-        for state in self.states:
-            state.wait_until_recorded()
-        return {
-            i: (t, s.expected)
-            for i, s in enumerate(self.states)
-            if s.expected is not None and (t := s.reference()) is not None
-        }
-
-    @property
-    def device(self) -> torch.device | None:
-        """Return the GPU on which `check` has run; None if it has not."""
-        return None if self._check is None else self._check.device
+        if self.on_gpu and not setting.trusts:
+            if self._check is None:
+                self._check = self._new_check(range(0))
+            self._launch(self._check)
 
     def check_backward(self) -> None:
         """Check that a backward sees the data of its forward; on a GPU as `check` does.
@@ -119,7 +99,32 @@ class DataGuard:
             t = None if i in self._lists else state.reference()
             if t is not None and not state.has_content_of(t):
                 raise StaleDataError(_between(self.description(i)))
-        self.check()
+        if self.on_gpu:
+            if self._backward_check is None:
+                self._backward_check = self._new_check(self._lists)
+            self._launch(self._backward_check)
+
+    def _new_check(self, without: range) -> FingerprintCheck | None:
+        """Prepare the kernel that compares the data; None if there is none to compare."""
+        watched = {
+            i: (t, s.expected)
+            for i, s in enumerate(self.states)
+            if i not in without and s.expected is not None and (t := s.reference()) is not None
+        }
+        for i in watched:
+            self.states[i].wait_until_recorded()
+        return FingerprintCheck(watched, self._number) if watched else None
+
+    def _launch(self, check: FingerprintCheck | None) -> None:
+        if check is None:
+            return
+        self.device = check.device
+        if is_capturing(check.device):
+            # the graph reads the memory at each replay, even if the caller drops the tensors
+            tensors = [t for s in self.states if (t := s.reference()) is not None]
+            memory = [t.untyped_storage() for t in tensors]
+            keep_while_replayable(check.device, (self, memory))
+        check()
 
     def digest(self) -> int:
         """Return a number for the data that a backward reads; 0 if the host cannot know it."""

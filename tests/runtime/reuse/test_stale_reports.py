@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention as flex
 
 import attnkit
 from attnkit import StaleDataError, create_block_mask, flex_attention, masks
@@ -153,6 +154,21 @@ def test_a_write_before_the_backward(way: str, repeated: bool) -> None:
     with pytest.raises(StaleDataError):
         call(parameters())
     call(parameters()).sum().backward()
+
+
+def test_a_backward_reads_no_memory_that_is_gone() -> None:
+    ids = documents(5)
+    mask = lambda b, h, q, kv: ids[q] == ids[kv]
+    lists = flex.create_block_mask(mask, None, None, 48, 48, device="cpu")
+    out = flex_attention(*parameters(), None, lists)
+    launched = HostCheck.launches
+    del lists
+    out.sum().backward()
+    assert HostCheck.launches == launched + 1
+    out = flex_attention(*parameters(), None, mask)
+    ids.data = documents(5)
+    with pytest.raises(StaleDataError, match="between a forward and its backward"):
+        out.sum().backward()
 
 
 def test_a_report_of_calls_that_are_gone() -> None:
