@@ -14,7 +14,8 @@ MOST_SELECTED = 128  # indices per row: the comparison is unrolled
 def topk_blocks(selected: Tensor, q_block: int, kv_block: int) -> Mask:
     """Keeps the blocks of keys that are selected for the query's block.
 
-    The mask reads `selected` when it is used, so one mask serves a router that writes its choice
+    The query's own block is kept only if it is selected; MoBA always selects it. The mask reads
+    `selected` when it is used, so one mask serves a router that writes its choice
     into the same tensor at each step. Combine it with `causal()` if the model is causal.
 
     Args:

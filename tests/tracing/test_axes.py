@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 
 import pytest
@@ -142,6 +143,14 @@ def test_the_shape_is_read_at_the_call():
         attend(mask=mask)
     ids.data = torch.zeros(9, dtype=torch.int32)
     attend(mask=mask)
+
+
+def test_a_copy_declares_the_same_tables():
+    slopes = torch.ones(H, requires_grad=True) * 2  # torch refuses to copy what is not a leaf
+    mod = ScoreMod(lambda s, b, h, q, kv: s + slopes[h], axes=[Axes("slopes", slopes, "h")])
+    copied = copy.deepcopy([mod])[0]
+    assert copied.axes[0].table is slopes
+    attend(copied)
 
 
 def test_a_combination_declares_the_tables_of_its_parts():
