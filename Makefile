@@ -18,7 +18,7 @@ OTHER_STAMP := $(OTHER_FOLDER)/.stamp
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-assemblers test-gpu emulate-all lint format docs bench clean distclean
+.PHONY: help setup demo test test-assemblers test-gpu emulate-all fuzz lint format docs bench clean distclean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -62,6 +62,10 @@ test-gpu: $(STAMP)  ## the tests that need a CUDA device
 
 emulate-all: $(STAMP)  ## every mask and mod through the Blackwell kernels, on the CPU; an hour
 	$(BIN)/python benchmarks/emulate.py --save benchmarks/results/emulated.jsonl $(ARGS)
+
+# MINUTES and SEED of the search; ARGS="--emulated 0" leaves the emulator out.
+fuzz: $(STAMP)  ## search for wrong results of random variants; MINUTES=2 SEED=0
+	$(BIN)/python benchmarks/fuzz.py --minutes $(or $(MINUTES),2) --seed $(or $(SEED),0) $(ARGS)
 
 lint: $(STAMP)  ## style, types and import direction
 	$(BIN)/python -m ruff check .

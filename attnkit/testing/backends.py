@@ -14,7 +14,14 @@ from attnkit.runtime.bind import Bound
 from attnkit.runtime.variant import Variant
 from attnkit.schedule.plan import BACKENDS, choose, parse_backend
 from attnkit.testing.case import Case
-from attnkit.testing.quantities import DenseCall, Quantities, captured_leaves, oracle, run
+from attnkit.testing.quantities import (
+    DenseCall,
+    Quantities,
+    dense,
+    differentiated,
+    oracle,
+    run,
+)
 from attnkit.testing.report import Row
 from attnkit.testing.rounding import SAMPLES, perturbed
 from attnkit.testing.shuffled import shuffled
@@ -68,19 +75,19 @@ class _Samples:
         results: the samples so far.
     """
 
-    def __init__(self, variant: Variant, call: DenseCall, gold: Quantities) -> None:
+    def __init__(self, call: DenseCall, gold: Quantities) -> None:
         self._call = call
         self._count = 0
         self.results: list[Quantities] = []
-        case, captured, device = call.case, call.captured, call.device
+        case = call.case
         if case.dtype != torch.float64:
-            self.results.append(run(variant, case, captured, backend="eager", device=device))
+            self.results.append(dense(call))
             self.results.append(perturbed(call, 0))
             return
         # In float64 the dense reference is the oracle itself. The errors of float32, scaled down by
         # the ratio of the units in the last place, show how exact the oracle is.
         narrow = dataclasses.replace(case, dtype=torch.float32)
-        rough = run(variant, narrow, captured, backend="eager", device=device)
+        rough = dense(dataclasses.replace(call, case=narrow))
         ratio = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
         pairs = ((name, t, rough[name].to(t.dtype)) for name, t in gold.items())
         self.results.append({name: t + (r - t).nan_to_num() * ratio for name, t, r in pairs})
@@ -122,10 +129,10 @@ def backend_rows(
         backends: what to compare.
         notes: receives notes on what is not compared.
     """
-    captured = captured_leaves(bound.score)
-    call = DenseCall(bound.score, kept, case, captured, device)
+    captured = differentiated(variant.score_mod, bound.score, device)
+    call = DenseCall(variant.score_mod, kept, case, captured, device)
     gold = oracle(call)
-    samples = _Samples(variant, call, gold)
+    samples = _Samples(call, gold)
     notes += _not_compared(gold, samples.results)
     rows = []
     for backend in backends:

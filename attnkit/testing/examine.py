@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnkit.runtime.bind import Bound
 from attnkit.runtime.variant import Variant
-from attnkit.testing import reproducer
+from attnkit.testing import plain, reproducer
 from attnkit.testing.backends import backend_rows, chosen_backends
 from attnkit.testing.case import Case
 from attnkit.testing.report import CheckError, Report, Row
@@ -80,8 +80,8 @@ def _dense_mask(
 ) -> Tensor:
     """Evaluate the dense mask; append rows that compare the trace and the tiles with it."""
     function = getattr(variant.mask, "mask_mod", variant.mask)
-    kept, row = mask_row(function, traced, case, device)
-    rows.append(row)
+    kept = plain.dense_mask(function, case.dense_shape, device)
+    rows.append(mask_row(kept, traced, case))
     if bound.lists_override_mask:
         return _listed(variant.mask, kept)
     if bound.runs is not None:
