@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from attnkit import splice
+from attnkit.splice import cpu
 from attnkit.testing import CheckError
 
 FUZZ = Path(__file__).parents[2] / "benchmarks" / "fuzz.py"
@@ -42,12 +42,12 @@ def test_the_time_is_shared_between_targets(fuzz: dict[str, Any]) -> None:
 def test_a_fault_is_printed_with_its_seed_and_a_program(
     fuzz: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = splice.CpuHooks.score
+    real = cpu.CpuHooks.score
 
     def wrong(self: Any, score: Any, tile: Any) -> Any:
         return 1.01 * real(self, score, tile)
 
-    monkeypatch.setattr(splice.CpuHooks, "score", wrong)
+    monkeypatch.setattr(cpu.CpuHooks, "score", wrong)
     assert fuzz["main"](["--minutes", "1", "--emulated", "0", "--seed", "3"]) == 1
     printed = capsys.readouterr().out
     assert "FAILED" in printed
