@@ -176,6 +176,19 @@ def test_invalidate_after_the_write_is_enough(writer: str, way: str) -> None:
         assert torch.equal(found, fresh(call, qkv))
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_call_of_another_kind_has_tiles_of_its_own(way: str) -> None:
+    """A new preparation waits for the GPU and compares before it uses what caches derived."""
+    ids, qkv = documents(70), inputs()
+    call = calls(ids)[way]
+    for _ in range(3):
+        call(qkv)
+    by_driver(ids, documents(300))
+    few = [t[:, :2].contiguous() for t in qkv]
+    for own in (few, qkv):
+        assert torch.equal(call(own), fresh(call, own))
+
+
 def test_many_edits_by_torch_raise_nothing() -> None:
     ids, qkv = documents(70), inputs()
     call = calls(ids)["library"]
