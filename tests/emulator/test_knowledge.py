@@ -114,3 +114,19 @@ def test_a_relaxed_wait_counts_from_a_fence_of_its_scope() -> None:
     assert clock.known[3] == 0
     clock.fence(GPU, None)
     assert clock.known[3] == 7
+
+
+def test_many_single_lanes_share_an_agent_that_every_lane_hands_on() -> None:
+    race = RaceDetector(1, 256, 32)
+    clock = race.warp("warp 0.0")
+    for lane in range(32):
+        at = slice(lane, lane + 1)
+        race.write(at, clock, generic=True, line=1, lanes=np.array([lane], np.int8))
+        race.read(at, clock, asynchronous=False, line=1, lanes=np.array([lane], np.int8))
+    assert not race.conflicts
+    other = race.warp("warp 0.1")
+    other.join(clock.seen_by(31))
+    race.read(slice(31, 32), other, asynchronous=False, line=2, lanes=np.array([0], np.int8))
+    assert not race.conflicts
+    race.read(slice(0, 1), other, asynchronous=False, line=2, lanes=np.array([0], np.int8))
+    assert [c.kind for c in race.conflicts.values()] == ["race"]

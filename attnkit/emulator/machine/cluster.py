@@ -15,7 +15,7 @@ from attnkit.emulator.machine.barriers import ClusterBarrier, MBarrier, accumula
 from attnkit.emulator.machine.cta import Cta
 from attnkit.emulator.machine.knowledge import Clock, Knowledge
 from attnkit.emulator.machine.launch import Launch
-from attnkit.emulator.machine.race_detector import RaceDetector
+from attnkit.emulator.machine.race_detector import ACCESSORS, RaceDetector
 from attnkit.emulator.machine.tensor_maps import Box, TensorMap
 from attnkit.emulator.numerics.formats import Lanes, u1
 
@@ -65,7 +65,7 @@ class Cluster:
         self.barrier = ClusterBarrier(self.warps * len(ids))
         self.race: RaceDetector | None = None
         if launch.mode.race:
-            agents = len(ids) * (12 * self.warps + 40)
+            agents = len(ids) * ((ACCESSORS + 8) * self.warps + 40)
             self.race = RaceDetector(
                 len(ids),
                 self.ctas[0].smem.size,

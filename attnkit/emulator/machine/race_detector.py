@@ -29,6 +29,7 @@ from attnkit.emulator.machine.knowledge import (
 Index = Any
 Lane = NDArray[Any] | int | None
 TMEM_GRANULES = 512 * 4
+ACCESSORS = 8  # most agents for the accesses of one warp
 COLLECTIVE = -1  # lane of an access that a warp makes as one
 SEVERAL = -2  # lane of a granule that several lanes read
 ANY = -3  # lane of a granule that several lanes wrote at once
@@ -111,11 +112,17 @@ class RaceDetector:
         )
 
     def agent_of(self, who: Clock, lanes: Lane, *, write: bool) -> int:
-        """Return the agent of an access by `lanes` of a warp, or by an asynchronous unit."""
+        """Return the agent of an access by `lanes` of a warp, or by an asynchronous unit.
+
+        Accesses of more single lanes than there are agents for have the agent of the warp, whose
+        accesses every lane hands on.
+        """
         if who.common is None:
             return who.agent
         lane = lane_of(lanes) if isinstance(lanes, np.ndarray) else None
         if (lane, write) not in who.accessors:
+            if len(who.accessors) == ACCESSORS:
+                return who.agent
             name = self.names[who.agent] + ("" if lane is None else f" lane {lane}")
             a = self.agent(f"{name}, {'writes' if write else 'reads'}", name)
             who.accessors[lane, write] = a
