@@ -15,10 +15,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 OTHER := cu13
 OTHER_FOLDER := $(VENV)/$(OTHER)
 OTHER_STAMP := $(OTHER_FOLDER)/.stamp
+MUTMUT_STAMP := $(VENV)/.mutmut-stamp
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-assemblers test-gpu emulate-all fuzz lint format docs bench clean distclean
+.PHONY: help setup demo test test-assemblers test-gpu mutants emulate-all fuzz lint format docs bench clean distclean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -59,6 +60,15 @@ $(OTHER_STAMP): $(STAMP)
 
 test-gpu: $(STAMP)  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+mutants: $(MUTMUT_STAMP)  ## edits of the code, each of which a test must notice; hours
+	$(BIN)/python -m tests.mutants.run named
+	$(BIN)/python -m tests.mutants.run core --sample 400 --least 95 $(ARGS)
+	$(BIN)/python -m tests.mutants.run kernels --sample 20 --least 90 $(ARGS)
+
+$(MUTMUT_STAMP): $(STAMP)
+	@$(PIP) install --constraint constraints.txt --editable '.[mutants]'
+	@touch $@
 
 emulate-all: $(STAMP)  ## every mask and mod through the Blackwell kernels, on the CPU; an hour
 	$(BIN)/python benchmarks/emulate.py --save benchmarks/results/emulated.jsonl $(ARGS)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -42,6 +43,9 @@ from attnkit.splice.workers import worker_count
 from attnkit.util import caches
 from attnkit.util.tensor_cache import VersionedCache
 from attnkit.util.torch_private import device_index, fast_empty_strided, stream_of
+
+if TYPE_CHECKING:
+    from attnkit.jit.emulated_kernel import EmulatedKernel
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ class BackwardCall:
         like: shape and strides of the gradients of query, key and value.
         direct: whether the kernels can write gradients with all these strides.
         tma_strides: whether TMA can read the tensors of a call as they are, if their addresses are
-            multiples of 16 bytes, on a GPU.
+            multiples of 16 bytes.
         group: query heads per kv head.
         row_words: float32 words of a row's LSE and of its delta, see `BackwardTemplate`.
         emulated: whether the kernels are executed on the CPU.
@@ -146,7 +150,7 @@ class BackwardCall:
         first = (out, grad_out, lse, grad_lse, *buffers.rows, buffers.cleared)
         launches = [self._launch(self.preprocess, first, repeatable)]
         main = self._main_arguments((query, key, value, grad_out), inputs, buffers, capturing)
-        launches.append(self._launch(self.main, main, repeatable, self.work.cost))
+        launches.append(self._launch(self.main, main, repeatable))
         for post in self.postprocess:
             factor = inputs.scale if post.scaled else 1.0
             last = (buffers.sums, buffers.written[post.which], post.first, factor)
@@ -207,14 +211,9 @@ class BackwardCall:
         read = read_captured(self.captured, inputs.captured, self.device)
         if capturing:
             keep_while_replayable(self.device, (self, own_tensors(self.captured, read)))
-        _, dk, dv = buffers.written
-        if not work.units[1]:  # else the postprocess writes them, from the sums
-            written = _undefined if self.emulated else _itself
-            dk, dv = written(dk), written(dv)
         return (
             *tensors,
-            dk,
-            dv,
+            *buffers.written[1:],
             *buffers.rows,
             buffers.sums,
             work.work_tiles,
@@ -242,7 +241,7 @@ class BackwardCall:
         """Return whether kernels on the current device can read these tensors without copies."""
         return (
             self.tma_strides
-            and device_index() == self.device.index
+            and (self.emulated or device_index() == self.device.index)
             and not any(t.data_ptr() & 15 for t in tensors)
         )
 
@@ -289,7 +288,6 @@ class BackwardCall:
         source: Source,
         arguments: Sequence[Any],
         repeatable: bool,
-        work: float = 0.0,
         which: int = 0,
     ) -> Launch | None:
         """Run a kernel; relaunch it if it has run with tensors of the same strides.
@@ -298,23 +296,16 @@ class BackwardCall:
             source: the kernel.
             arguments: the kernel's tensors and numbers.
             repeatable: whether the tensors have the strides of all other repeatable calls.
-            work: estimated warp instructions in the emulator.
             which: distinguishes the launches of one kernel in a call, whose tensors differ in
                 shape.
 
         Returns:
             A description of the launch if this was a relaunch; None if the kernel ran for the
-            first time or in the emulator.
+            first time.
         """
-        if self.emulated:
-            from attnkit.jit.emulator_runs import run_emulated
-
-            code = kernel(source, lines=True)
-            run_emulated(code, arguments, work=work, roles=self.settings.template.roles)
-            return None
+        code = self._emulated_kernel(source) if self.emulated else kernel(source)
         relaunch = self._relaunches.get((source, which)) if repeatable else None
         if relaunch is None:
-            code = kernel(source)
             code(*arguments)
             if repeatable:
                 known = code.relauncher(arguments, range(len(arguments)))
@@ -322,8 +313,20 @@ class BackwardCall:
             return None
         addresses = [a.data_ptr() for a in arguments if isinstance(a, Tensor)]
         numbers = tuple(a for a in arguments if not isinstance(a, Tensor))
-        relaunch(stream_of(self.device.index), addresses, numbers)
-        return Launch(kernel(source).relauncher, arguments)
+        stream = get_ident() if self.emulated else stream_of(self.device.index)
+        relaunch(stream, addresses, numbers)
+        return Launch(code.relauncher, arguments)
+
+    def _emulated_kernel(self, source: Source) -> EmulatedKernel:
+        """Return the form of a kernel that the emulator executes."""
+        from attnkit.jit.emulated_kernel import EmulatedKernel
+
+        roles = self.settings.template.roles
+        if source is not self.main:
+            return EmulatedKernel(source, roles=roles)
+        rows = len(self.row_words)
+        outputs = () if self.work.units[1] else (4, 5)  # else the postprocess writes dK and dV
+        return EmulatedKernel(source, self.work.cost, roles, outputs, counters=10 + rows)
 
 
 _calls: VersionedCache[BackwardCall] = VersionedCache(128)
@@ -387,7 +390,7 @@ def _build_call(
         needs_grad=needs_grad,
         like=tuple((tuple(t.shape), t.stride()) for t in like),
         direct=have_tma_strides(like),
-        tma_strides=not emulated and have_tma_strides(loaded(inputs)),
+        tma_strides=have_tma_strides(loaded(inputs)),
         group=query.shape[1] // key.shape[1],
         row_words=settings.template.row_words(settings),
         emulated=emulated,
@@ -437,13 +440,3 @@ def _postprocess(settings: BackwardSettings, work: BackwardWork) -> tuple[Postpr
 
 def _contiguous(t: Tensor) -> Tensor:
     return torch.empty(t.shape, dtype=t.dtype, device=t.device)
-
-
-def _undefined(t: Tensor) -> Any:
-    from attnkit.jit.emulator_runs import Undefined
-
-    return Undefined(t)
-
-
-def _itself(t: Tensor) -> Tensor:
-    return t

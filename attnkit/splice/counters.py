@@ -5,13 +5,16 @@ A kernel finds its counters at zero and leaves them at zero.
 
 from __future__ import annotations
 
+from threading import get_ident
+
 import torch
 from torch import Tensor
 
 from attnkit.util import caches
 from attnkit.util.torch_private import stream_of
 
-# Keys: device index, stream, and whether more than one counter was asked for.
+# Keys: device index and stream (-1 and the thread for a CPU), and whether more than one counter was
+# asked for.
 _counters: dict[tuple[int, int, bool], Tensor] = {}
 caches.register(_counters.clear)
 
@@ -20,8 +23,9 @@ def zero_counters(device: torch.device, capturing: bool, count: int = 1) -> Tens
     """Return counters, all zero, for a launch on the current stream.
 
     Kernels of one stream run one after the other and share counters. Kernels of two streams may
-    overlap, so each stream has its own. A CUDA graph may be replayed on any stream, so a capture
-    gets new counters in the graph's memory.
+    overlap, so each stream has its own. Emulated kernels run in the thread that launches them, so
+    each thread has its own. A CUDA graph may be replayed on any stream, so a capture gets new
+    counters in the graph's memory.
 
     Args:
         device: device of the kernel.
@@ -31,9 +35,12 @@ def zero_counters(device: torch.device, capturing: bool, count: int = 1) -> Tens
     Returns:
         int32 [count or more]. Keep the tensor for as long as its address is in use.
     """
-    if device.index is None or capturing:
+    if capturing:
         return torch.zeros(count, dtype=torch.int32, device=device)
-    key = device.index, stream_of(device.index), count > 1
+    if device.index is None:  # the CPU
+        key = -1, get_ident(), count > 1
+    else:
+        key = device.index, stream_of(device.index), count > 1
     known = _counters.get(key)
     if known is None or known.numel() < count:
         known = _counters[key] = torch.zeros(count, dtype=torch.int32, device=device)

@@ -101,7 +101,7 @@ def backward_replay(call: KernelCall, inputs: BackwardInputs) -> Replay | None:
         the LSE's gradient if there is one. It returns the gradients of query, key and value, and
         float32 gradients of the score's tensors where they are needed.
     """
-    if call.spec.target is None or call.spec.emulated or call.spec.deterministic:
+    if call.spec.target is None or call.spec.deterministic:
         return None  # deterministic kernels need new semaphores at each launch
     from attnkit.splice import backward
 

@@ -28,7 +28,7 @@ from attnkit.splice.captured_arguments import (
     readable,
     tensor_kinds,
 )
-from attnkit.splice.forward_call import CombineKernel, ForwardCall
+from attnkit.splice.forward_call import COUNTER, CombineKernel, ForwardCall
 from attnkit.splice.forward_sources import combine_source, forward_source
 from attnkit.splice.forward_variant import ForwardVariant, forward_variant, shapes_of
 from attnkit.splice.forward_work import choose_kernel, forward_work, near_runs
@@ -178,7 +178,6 @@ def build_call(kernel_call: KernelCall, inputs: ForwardInputs, workers: int) -> 
         numbers=(heads // key.shape[1], min(workers, work.work_tiles.shape[0])),
         combine=combine,
         need_max=need_max,
-        emulated=emulated,
     )
 
 
@@ -221,12 +220,14 @@ def _emulate(
     arguments: Sequence[Any],
     outputs: tuple[int, ...],
     changing: Sequence[int],
-) -> None:
-    """Execute a kernel in the emulator."""
+) -> Relaunch:
+    """Execute a kernel in the emulator, and return the function that executes it again."""
     from attnkit.jit import emulation
-    from attnkit.jit.emulator_runs import Undefined, run_emulated
+    from attnkit.jit.emulated_kernel import EmulatedKernel
 
     counts = work.work_tiles[:, [6, 9]].sum()
     cost = emulation.attention_work(int(counts), work.work_tiles.shape[0], block=chosen.block)
-    values = [Undefined(a) if i in outputs else a for i, a in enumerate(arguments)]
-    run_emulated(kernel(source, lines=True), values, work=cost, roles=layout.warps)
+    counters = COUNTER if outputs else None  # the combine kernel has neither
+    code = EmulatedKernel(source, cost, layout.warps, outputs, counters)
+    code(*arguments)
+    return code.relauncher(arguments, changing)

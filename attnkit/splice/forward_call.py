@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -45,7 +46,7 @@ RepeatedForward: TypeAlias = Callable[
 
 _OUTPUTS = (3, 4, 5)
 _TENSORS = (0, 1, 2, 3, 4, 5)  # query, key, value, output, LSE, row maxima
-_COUNTER, _PARTS, _CAPTURED = 9, (10, 11), 12
+COUNTER, _PARTS, _CAPTURED = 9, (10, 11), 12
 
 
 class CombineKernel(NamedTuple):
@@ -78,7 +79,6 @@ class ForwardCall:
         numbers: query heads per kv head, and number of CTAs.
         combine: the kernel for split rows, None if there are none.
         need_max: whether the row maxima are returned.
-        emulated: whether the kernel is executed on the CPU.
         spare: tensors to pass as the parts if no row is split; empty if some are.
         relaunch: relaunches this call; None until its kernels have run.
     """
@@ -97,7 +97,6 @@ class ForwardCall:
     numbers: tuple[int, int]
     combine: CombineKernel | None
     need_max: bool
-    emulated: bool
     spare: tuple[Tensor, ...] = field(init=False)
     relaunch: RepeatedForward | None = field(init=False, default=None)
 
@@ -117,10 +116,9 @@ class ForwardCall:
             outputs = self.relaunch(query, key, value, captured, scale)
             if outputs is not None:
                 return outputs
-        # a relaunch passes the caller's addresses, so it cannot copy tensors or run in the emulator
-        repeatable = self.tma_strides and not (
-            (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15 or self.emulated
-        )
+        # a relaunch passes the caller's addresses, so it cannot copy tensors
+        addresses = query.data_ptr() | key.data_ptr() | value.data_ptr()
+        repeatable = self.tma_strides and not addresses & 15
         if not repeatable:
             query, key, value = loadable(query), loadable(key), loadable(value)
         out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
@@ -164,7 +162,7 @@ class ForwardCall:
     def _changing(self) -> Iterator[int]:
         """Yield the indices of the kernel's arguments that change from call to call."""
         yield from _TENSORS
-        yield _COUNTER
+        yield COUNTER
         if self.combine is not None:
             yield from _PARTS
         for i, argument in enumerate(self.captured):
@@ -205,11 +203,12 @@ def repeated_forward(
         query: Tensor, key: Tensor, value: Tensor, captured: Captured, scale: float
     ) -> ForwardOutputs | None:
         q, k, v = query.data_ptr(), key.data_ptr(), value.data_ptr()
-        stream = 0
         if on_gpu:
             if device_index() != index or is_stream_capturing():
                 return None
             stream = stream_of(index)
+        else:
+            stream = get_ident()  # what a thread launches on the CPU runs in order
         if (q | k | v) & 15:
             return None
         counter = counters.get(stream)

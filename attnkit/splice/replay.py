@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -102,11 +103,11 @@ class Replay:
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor] | None:
         """Relaunch the call on the current stream; return its `outputs` and `zeroed` tensors.
 
-        Return None, and do nothing, if another device is current, a CUDA graph is being captured,
-        or the address of a tensor that TMA reads is not a multiple of 16 bytes.
+        In the emulator the stream is the thread. Return None, and do nothing, if another device is
+        current, a CUDA graph is being captured, or the address of a tensor that TMA reads is not a multiple of 16 bytes.
         """
         index, make = self.device.index, self._make  # type: ignore[attr-defined]
-        if device_index() != index or is_stream_capturing():
+        if index is not None and (device_index() != index or is_stream_capturing()):
             return None
         pool = [t.data_ptr() for t in inputs]
         bits = 0
@@ -114,7 +115,7 @@ class Replay:
             bits |= address
         if bits & 15:
             return None
-        stream = stream_of(index)
+        stream = get_ident() if index is None else stream_of(index)
         count = self._counters.get(stream)
         if count is None:
             count = self._counters[stream] = self.counter()

@@ -58,6 +58,12 @@ def test_what_the_lengths_prove() -> None:
     assert of(lambda s, b, h, q, kv: s + TABLE[(q - kv).clamp(min=0)]) == [False]
 
 
+def test_negative_divisors() -> None:
+    assert of(lambda s, b, h, q, kv: s + TABLE[q // -3] + TABLE[q % -7]) == [True] * 2
+    assert of(lambda s, b, h, q, kv: s + TABLE[(q // -3).abs()]) == [True]  # no range, so perhaps
+    assert of(lambda s, b, h, q, kv: s + TABLE[(q % -7).clamp(min=0)]) == [False]
+
+
 def test_a_captured_number_may_be_anything() -> None:
     assert of(lambda s, b, h, q, kv: s + TABLE[q + NUMBER]) == [True]
     assert of(lambda s, b, h, q, kv: s + TABLE[torch.maximum(NUMBER, q)]) == [False]

@@ -274,6 +274,42 @@ def test_branches_of_one_condition_are_merged() -> None:
     assert adjoint(root).dscore is merged
 
 
+@st.composite
+def branching(draw: st.DrawFn) -> Node:
+    """Draw a sum of selections by one condition, whose branches share parts in any order."""
+    condition = build(draw(st.sampled_from(["lt", "le", "eq"])), q, kv)
+    parts = [score, slope, *(build("mul", score, const(k)) for k in (2.0, -1.0, 0.5, 3.0))]
+    parts += [build("neg", score), build("tanh", score), const(0.0)]
+    pick = st.sampled_from(parts)
+    count = draw(st.integers(1, 3))
+    root = build("where", condition, draw(pick), draw(pick))
+    for _ in range(count):
+        root = build("add", root, build("where", condition, draw(pick), draw(pick)))
+        root = build("where", condition, *draw(st.permutations([root, draw(pick)])))
+    return root
+
+
+@given(root=branching(), seed=st.integers(0, 2**31))
+@settings(deadline=None)
+def test_branches_of_one_condition_agree_with_autograd(root: Node, seed: int) -> None:
+    env, tensors = inputs(seed)
+    found = gradients(adjoint(root), env, tensors)
+    for ours, theirs in zip(found[:4], autograd(root, env, tensors), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_each_branch_keeps_its_side(swapped: bool) -> None:
+    """The cotangent of the branch that is the score itself is added first, on either side."""
+    condition, grad = build("lt", q, kv), arg("grad")
+    branches = [score, build("mul", score, const(3.0))]
+    slopes = [grad, build("mul", grad, const(3.0))]
+    if swapped:
+        branches, slopes = branches[::-1], slopes[::-1]
+    found = adjoint(build("where", condition, *branches)).dscore
+    assert found is build("where", condition, *slopes)
+
+
 def test_text_names_each_gradient() -> None:
     found = adjoint(build("add", score, build("mul", slope, cast(build("sub", kv, q), F32))))
     assert str(found) == "d score = grad\nd t0[h] = grad * f32(kv - q)"

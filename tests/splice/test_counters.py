@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -62,5 +63,12 @@ def test_each_graph_has_its_own_counters(stream: list[int]) -> None:
     assert zero_counters(device, False) is shared
 
 
-def test_each_call_on_the_host_has_its_own_counters() -> None:
-    assert zero_counters(CPU, False) is not zero_counters(CPU, False)
+def test_each_thread_on_the_host_has_its_own_counters() -> None:
+    """Emulated kernels run in the thread that launches them, which is their stream."""
+    attnkit.clear_caches()
+    own = zero_counters(CPU, False)
+    assert zero_counters(CPU, False) is own
+    assert zero_counters(CPU, True) is not own
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(zero_counters, CPU, False).result()
+    assert other is not own

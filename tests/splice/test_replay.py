@@ -14,7 +14,7 @@ from attnkit.splice import replay as module
 from attnkit.splice.replay import CallTensors, Launch, Replay, prepare_replay
 
 N = 12
-CPU = torch.device("cpu")
+CPU = torch.device("cpu", 0)  # with an index, as a GPU
 
 
 def at(address: int, count: int) -> Tensor:
@@ -60,7 +60,7 @@ def finish(half: int, to: int, total: int) -> None:
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "device_index", lambda: None)
+    monkeypatch.setattr(module, "device_index", lambda: 0)
     monkeypatch.setattr(module, "is_stream_capturing", lambda: False)
     monkeypatch.setattr(module, "stream_of", lambda index: 7)
 

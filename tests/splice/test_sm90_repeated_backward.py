@@ -1,4 +1,4 @@
-"""Check what reaches the Hopper backward at repeated calls, with kernels that record it."""
+"""Compare repeated Hopper backwards, relaunched in the emulator, with the float64 oracle."""
 
 from __future__ import annotations
 
@@ -11,97 +11,79 @@ from torch import Tensor
 pytest.importorskip("cutlass")  # without it no call is planned for the kernel
 
 import attnkit
-from attnkit import flex_attention, masks
+from attnkit import flex_attention
+from attnkit.jit import emulation
 from attnkit.runtime.reuse.backward import BackwardReuse
-from attnkit.splice import backward_call, forward, replay, workers
-from attnkit.util import devices
+from tests.templates.backward_kit import BF16, CAUSAL, check, draw
+
+LENGTHS = 100, 140
 
 
-class Kernels:
-    """Stand for compiled kernels; keep the shapes and strides that each launch works on."""
+@pytest.fixture
+def relaunched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Return a list that gets, for each backward, whether it took the fast path."""
+    taken: list[bool] = []
+    whole = BackwardReuse.try_fast_path
 
-    def __init__(self) -> None:
-        self.again = True
-        self.seen: list[tuple[str, list[Any]]] = []
-
-    def kernel(self, source: Any, **_: Any) -> Any:
-        kernels = self
-
-        def note(arguments: Any) -> None:
-            kernels.seen.append((source.key, [what(a) for a in arguments]))
-
-        class Kernel:
-            def __call__(self, *arguments: Any) -> None:
-                note(arguments)
-
-            def relauncher(self, like: Any, changing: Any) -> Any:
-                if not kernels.again:
-                    return None
-                numbers = [i for i in changing if not isinstance(like[i], Tensor)]
-
-                def run(stream: int, addresses: Any, given: Any = ()) -> None:
-                    found = list(like)
-                    for i, number in zip(numbers, given, strict=True):
-                        found[i] = number
-                    note(found)
-
-                return run
-
-        return Kernel()
-
-
-def what(a: Any) -> Any:
-    return (tuple(a.shape), a.stride()) if isinstance(a, Tensor) else a
-
-
-@pytest.mark.parametrize("dim", [64, 128, 192])
-@pytest.mark.parametrize("kv_heads", [1, 4])
-def test_a_kernel_that_runs_for_several_gradients(
-    monkeypatch: pytest.MonkeyPatch, dim: int, kv_heads: int
-) -> None:
-    kernels = Kernels()
-    monkeypatch.setattr(devices, "compute_capability", lambda device: (9, 0))
-    for module in (forward, backward_call):
-        monkeypatch.setattr(module, "kernel", kernels.kernel)
-    monkeypatch.setattr(workers, "sm_count", lambda device: 132)
-    monkeypatch.setattr(backward_call, "device_index", lambda: None, raising=False)
-    monkeypatch.setattr(backward_call, "stream_of", lambda index: 0, raising=False)
-    counters = torch.zeros(1000, dtype=torch.int32)
-    monkeypatch.setattr(backward_call, "zero_counters", lambda device, capturing, count: counters)
-    monkeypatch.setattr(replay, "device_index", lambda: None)
-    monkeypatch.setattr(replay, "is_stream_capturing", lambda: False)
-    monkeypatch.setattr(replay, "stream_of", lambda index: 0)
-    relaunch, replayed = BackwardReuse.try_fast_path, []
-
-    def noted(*a: Any) -> Any:
-        found = relaunch(*a)
-        replayed.append(found is not None)
+    def noted(*arguments: Any) -> Any:
+        found = whole(*arguments)
+        taken.append(found is not None)
         return found
 
     monkeypatch.setattr(BackwardReuse, "try_fast_path", noted)
-    monkeypatch.setattr("attnkit.splice.backward.supports", lambda *a: True)
     attnkit.clear_caches()
-    q = torch.randn(2, 4, 200, dim, dtype=torch.bfloat16, requires_grad=True)
-    k = torch.randn(2, kv_heads, 260, dim, dtype=torch.bfloat16, requires_grad=True)
-    v = torch.randn(2, 260, kv_heads, dim, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+    return taken
 
-    def launches(fixed: bool = False) -> list[Any]:
-        out = flex_attention(
-            q, k, v, None, masks.causal(), enable_gqa=True, backend="cute", deterministic=fixed
-        )
-        kernels.seen.clear()
-        torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
-        return list(kernels.seen)
 
-    kernels.again = False
-    expected = launches()
-    kernels.again = True
-    assert len(expected) >= 3
-    replayed.clear()
+@pytest.mark.parametrize(
+    ("dim", "kv_heads"), [(64, 1), (128, 2), (192, 1)], ids=lambda value: str(value)
+)
+def test_repeated_backwards_agree_with_float64(
+    relaunched: list[bool], dim: int, kv_heads: int
+) -> None:
+    """Each call has new tensors: the first compiles, the second is analysed, the others replay."""
     for _ in range(4):
-        assert launches() == expected
-    assert replayed == [False, False, True, True]  # kernels are told what repeats at the second
-    replayed.clear()
-    ordered = [launches(fixed=True) for _ in range(4)]
-    assert ordered[0] != expected
-    assert replayed == [False] * 4  # each needs semaphores that are 0
+        inputs, weights = draw(*LENGTHS, dims=(dim, dim), heads=(2, kv_heads))
+        inputs[2] = inputs[2].transpose(1, 2).contiguous().transpose(1, 2)
+        check((inputs, weights), mask=CAUSAL)
+    assert relaunched == [False, False, True, True]
+
+
+def test_repeated_backwards_of_a_captured_tensor(relaunched: list[bool]) -> None:
+    """A relaunch adds to new zeros, not to the sums of the call before."""
+    slope = torch.rand(2).to(BF16).requires_grad_()
+    mod = lambda s, b, h, q, kv: s * slope[h]
+
+    def gradients(qkv: list[Tensor], weight: Tensor, **options: Any) -> list[Tensor]:
+        learned = [t.detach().requires_grad_() for t in qkv]
+        out = flex_attention(*learned, mod, CAUSAL, **options)
+        return list(torch.autograd.grad((out * weight).sum(), [*learned, slope]))
+
+    for _ in range(5):
+        inputs, (weight, _) = draw(*LENGTHS)
+        found = gradients(inputs, weight, backend="emulate")
+        exact = gradients([t.double() for t in inputs], weight.double(), backend="eager")
+        dense = gradients(inputs, weight, backend="eager")
+        for ours, theirs, true in zip(found, dense, exact, strict=True):
+            allowed = 2 * (theirs.double() - true).abs().max() + true.abs().max() * 2**-8
+            assert (ours.double() - true).abs().max() <= allowed
+    assert relaunched[:2] == [False, False]
+    assert relaunched[3:] == [True, True]
+
+
+def test_a_fixed_order_is_not_relaunched(relaunched: list[bool]) -> None:
+    """Each launch needs semaphores that are 0; the bits are those of the first call."""
+    inputs, (weight, _) = draw(*LENGTHS, heads=(2, 1))
+
+    def gradients() -> list[Tensor]:
+        learned = [t.detach().requires_grad_() for t in inputs]
+        out = flex_attention(
+            *learned, None, CAUSAL, enable_gqa=True, deterministic=True, backend="emulate"
+        )
+        return list(torch.autograd.grad((out * weight).sum(), learned))
+
+    first = gradients()
+    for _ in range(2):
+        with emulation.session(mode="adversarial"):
+            assert all(map(torch.equal, gradients(), first))
+    assert relaunched == [False] * 3

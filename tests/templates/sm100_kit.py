@@ -51,6 +51,11 @@ class Case:
         """Return out, LSE and row maxima."""
         return self.arguments[3], self.arguments[4], self.arguments[5]
 
+    @property
+    def counter(self) -> Tensor:
+        """Return the counter from which CTAs take work tiles."""
+        return self.arguments[9]
+
     def marked(self) -> list[Any]:
         """Return the arguments, with the outputs marked as not yet written."""
         return [emulator.Undefined(a) if i in OUTPUTS else a for i, a in enumerate(self.arguments)]

@@ -6,16 +6,19 @@ emulator, and what the assembler makes of it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+import attnkit
 from attnkit import create_block_mask, masks
 
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
 from attnkit.jit import emulation, kernel
+from attnkit.splice import sm100_backward
 from attnkit.templates.sm100.backward import Backward
 from attnkit.templates.sm100.backward_config import BackwardConfig
 from tests.templates.backward_kit import (
@@ -30,9 +33,33 @@ from tests.templates.backward_kit import (
     poisoned,  # noqa: F401
 )
 
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = pytest.mark.usefixtures("poisoned", "one_cta")
 
 BACKEND = "emulate:sm_100a"
+
+
+@pytest.fixture
+def one_cta(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Refuse pairs of CTAs, which head dims of 128 would take (test_sm100_backward_2cta.py)."""
+    monkeypatch.setattr(sm100_backward, "refusal", lambda case: "this test is of single CTAs")
+    attnkit.clear_caches()
+    yield
+    attnkit.clear_caches()
+
+
+def main_kernel(*arguments: Any) -> Any:
+    """Compile the main kernel of a backward."""
+    with emulation.session(execute=False), kernel.requested_sources() as sources:
+        gradients(BACKEND, *arguments)
+    (source,) = (s for s in sources if s.name.startswith("backward"))
+    return kernel.kernel(source)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)])
+def test_these_are_kernels_of_single_ctas(dims: tuple[int, int]) -> None:
+    ptx = main_kernel(*draw(420, 300, dims=dims, heads=(1, 1)), (), None, CAUSAL, None).ptx
+    assert "tcgen05.mma.cta_group::1" in ptx
+    assert "cta_group::2" not in ptx
 
 
 @pytest.mark.parametrize(
@@ -112,11 +139,7 @@ def test_deterministic_bits_of_captured_gradients(name: str) -> None:
 )
 def test_no_spilled_registers(name: str, dims: tuple[int, int]) -> None:
     mod, captured = MODS[name]
-    with emulation.session(execute=False), kernel.requested_sources() as sources:
-        inputs, weights = draw(200, dims=dims)
-        gradients(BACKEND, inputs, weights, captured(), mod, CAUSAL, None)
-    (source,) = (s for s in sources if s.name.startswith("backward"))
-    found = kernel.kernel(source)
+    found = main_kernel(*draw(200, dims=dims), captured(), mod, CAUSAL, None)
     assert found.artifact.arch == "sm_100a"
     assert found.artifact.problems == ()
     assert [s.stack for s in found.stats] == [0]

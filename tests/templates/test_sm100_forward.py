@@ -57,6 +57,7 @@ def check(
         report = emulator.run(case.exe, *case.marked(), mode=mode, raises=False)
     assert report.ok, str(report)
     out, lse, most = case.results()
+    assert not case.counter.any()  # the next launch of the stream finds it so
     assert (case.work.slots > 0) == split
     kit.join_parts(case)
     result = Result(out, lse, most if top else None)

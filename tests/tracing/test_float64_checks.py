@@ -100,6 +100,8 @@ SHOWS: dict[str, Callable[..., Any]] = {
     "rounding": lambda s, b, h, q, kv: s + torch.floor(TIMES[q] / 60),
     "phase": lambda s, b, h, q, kv: s * torch.sin(TIMES[q]),
     "integer": lambda s, b, h, q, kv: s + TIMES[q].long() % 60,
+    "integer alone": lambda s, b, h, q, kv: s + TIMES[q].long(),
+    "truth": lambda s, b, h, q, kv: s + (TIMES[q] * 0.5).bool(),
 }
 HARMLESS: dict[str, Callable[..., Any]] = {
     "slope": lambda s, b, h, q, kv: s - SLOPES[h] * (q - kv),

@@ -117,6 +117,57 @@ def test_changed_global(counter: Counter, monkeypatch: pytest.MonkeyPatch) -> No
     assert text(mask) == "q - kv <= 7"
 
 
+def test_changed_global_that_only_an_inner_function_reads(
+    counter: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        near = lambda: (lambda: q - kv <= WINDOW)()
+        return near()
+
+    assert text(mask) == "q - kv <= 3"
+    monkeypatch.setitem(globals(), "WINDOW", 7)
+    assert text(mask) == "q - kv <= 7"
+
+
+def test_gradients_wanted_of_another_tensor(counter: Counter) -> None:
+    """A closure over a tensor that requires grad is another function, if the code asks."""
+
+    def biased(bias: torch.Tensor) -> Any:
+        return lambda s, b, h, q, kv: s + bias[h] if bias.requires_grad else s * bias[h]
+
+    plain, learned = torch.ones(4), torch.ones(4, requires_grad=True)
+    for _ in range(2):
+        assert text(biased(plain), "score") == "score * bias[h]"
+        assert text(biased(learned), "score") == "score + bias[h]"
+    assert counter.traces == 2
+
+
+@pytest.mark.parametrize("change", ["append", "insert", "pop", "clear"])
+def test_a_captured_list_of_another_length(counter: Counter, change: str) -> None:
+    sizes = [2, 3]
+    mask = lambda b, h, q, kv: q - kv <= sum(sizes)
+    assert text(mask) == "q - kv <= 5"
+    {
+        "append": lambda: sizes.append(4),
+        "insert": lambda: sizes.insert(0, 4),
+        "pop": sizes.pop,
+        "clear": sizes.clear,
+    }[change]()
+    assert text(mask) == f"q - kv <= {sum(sizes)}"
+
+
+def test_a_captured_container_that_grew(counter: Counter) -> None:
+    options, nested = {"lag": 1}, [[2], [3]]
+    mask = lambda b, h, q, kv: q - kv <= sum(options.values()) + sum(map(sum, nested))
+    assert text(mask) == "q - kv <= 6"
+    options["more"] = 10
+    assert text(mask) == "q - kv <= 16"
+    nested[1].append(100)
+    assert text(mask) == "q - kv <= 116"
+    nested.append([1000])
+    assert text(mask) == "q - kv <= 1116"
+
+
 def test_changed_default(counter: Counter) -> None:
     def mask(b: Any, h: Any, q: Any, kv: Any, size: int = 2, *, lag: int = 0) -> Any:
         return q - kv <= size + lag

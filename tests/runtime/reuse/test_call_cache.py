@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import attnkit
 from attnkit import AuxRequest, create_block_mask, flex_attention, masks
 from attnkit.runtime import api
+from attnkit.runtime.call import AttentionCall
 from attnkit.runtime.reuse import call_cache
 from attnkit.tracing import guards
 from attnkit.tracing.mask import Mask
@@ -144,6 +145,49 @@ def test_geometry_and_options(counter: Counter) -> None:
             q, k, v, None, trace(mask, "mask"), scale=scale
         )[0]
         torch.testing.assert_close(out, dense)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_strides_of_each_input_are_told_apart(counter: Counter, place: int) -> None:
+    """A prepared call is for the strides of query, key and value, whichever of them changed."""
+    for step in range(2):
+        qkv = list(inputs())
+        check(tuple(qkv))
+        assert counter.prepared == 1 + step
+        qkv[place] = qkv[place].transpose(1, 2).contiguous().transpose(1, 2)
+        check(tuple(qkv))
+        assert counter.prepared == 2
+
+
+@pytest.mark.parametrize("of", ["score", "mask"])
+def test_strides_of_captured_tensors_are_told_apart(counter: Counter, of: str) -> None:
+    """The same tensor object may get other strides."""
+    tall = torch.randn(LENGTH, LENGTH)
+    mod = lambda s, b, h, q, kv: s + tall[q, kv]
+    mask = lambda b, h, q, kv: (tall[q, kv] > 0) | (q == kv)
+    keys = []
+    for _ in range(2):
+        arguments = (mod, None) if of == "score" else (None, mask)
+        check(inputs(), *arguments)
+        key = call_cache.key_of(AttentionCall(*inputs(), *arguments))
+        assert key is not None
+        keys.append(key.key)
+        tall.set_(tall.untyped_storage(), 0, tall.shape, (1, LENGTH))
+    assert keys[0] != keys[1]
+    check(inputs(), *arguments)
+
+
+def test_a_deterministic_call_is_another(counter: Counter) -> None:
+    """Only the backward of a GPU differs, so the CPU shows it by what is prepared."""
+    for step in range(2):
+        flex_attention(*inputs(), backend="cpu")
+        flex_attention(*inputs(), backend="cpu", deterministic=True)
+        torch.use_deterministic_algorithms(True)
+        try:
+            flex_attention(*inputs(), backend="cpu")
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert counter.prepared == 2, step
 
 
 def test_wrong_arguments_stay_wrong() -> None:

@@ -74,6 +74,32 @@ def test_library(name: str) -> None:
         assert count == -1
 
 
+@given(
+    divisor=st.integers(1, 9).map(lambda n: -n),
+    op=st.sampled_from(["//", "%", "trunc"]),
+    limit=st.integers(-9, 9),
+    sides=st.sampled_from(["kv", "-kv", "q - kv", "kv - 20", "2 * kv + q"]),
+    keep_below=st.booleans(),
+)
+def test_negative_divisors(divisor: int, op: str, limit: int, sides: str, keep_below: bool) -> None:
+    """Rows and tiles of what a negative constant divides are those of the dense mask."""
+
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        x = {"kv": kv, "-kv": -kv, "q - kv": q - kv, "kv - 20": kv - 20, "2 * kv + q": 2 * kv + q}
+        if op == "trunc":
+            value = torch.div(x[sides], divisor, rounding_mode="trunc")
+        else:
+            value = x[sides] // divisor if op == "//" else x[sides] % divisor
+        return value <= limit if keep_below else value > limit
+
+    q, kv = torch.arange(40)[:, None], torch.arange(50)
+    expected = mask(0, 0, q, kv).expand(40, 50)
+    assert torch.equal(create_mask(mask, 1, 1, 40, 50)[0, 0], expected)
+    check(mask, 40, 50, 1, 1)
+    tiles = attnkit.create_block_mask(mask, 1, 1, 40, 50, BLOCK_SIZE=10).to_dense()[0, 0]
+    assert torch.equal(tiles > 0, expected.view(4, 10, 5, 10).any(3).any(1))
+
+
 @pytest.mark.parametrize("length", [32, 61, 200])
 def test_library_at_other_lengths(length: int) -> None:
     found = {name: check(*example) for name, example in masks.examples(length).items()}

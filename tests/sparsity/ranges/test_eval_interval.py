@@ -15,13 +15,15 @@ from attnkit.graph import ir
 from attnkit.graph.affine import Side, Sides
 from attnkit.graph.eval_torch import evaluate
 from attnkit.graph.ir import BOOL, F32, I32, SIGNATURES, Node, load
+from attnkit.graph.simplify import build
+from attnkit.sparsity.classify import classify
 from attnkit.sparsity.index_bounds import check_bounds
 from attnkit.sparsity.mask_rewrites import equate, regroup
 from attnkit.sparsity.ranges.boxes import Boxes
 from attnkit.sparsity.ranges.eval_blocks import At, compile_blocks, is_exact
 from attnkit.sparsity.ranges.eval_interval import INT_HIGH, INT_LOW, Interval, transfer
 from attnkit.sparsity.ranges.tables import Domain, Key, Tables, key_of, sliding
-from tests.sparsity.mask_graphs import Case, cases, dense, dense_nodes
+from tests.sparsity.mask_graphs import Case, cases, dense, dense_nodes, states_of
 
 # Leaves whose values a test chooses freely, by type.
 FREE = {
@@ -284,6 +286,22 @@ def test_exact_claims_are_exact(case: Case, block: tuple[int, int]) -> None:
             shape = (case.batch, case.heads, rows, columns)
             assert torch.equal(must.expand(shape)[:, :, i, j], tile.all(3).all(2))
             assert torch.equal(may.expand(shape)[:, :, i, j], tile.any(3).any(2))
+
+
+@pytest.mark.parametrize("op", ["lt", "le"])
+def test_a_comparison_with_a_diagonal_is_not_claimed_to_be_exact(op: str) -> None:
+    """Here the table holds q - kv itself, so kv alone decides: bounds of the sides do not."""
+    q, kv = ir.arg("q"), ir.arg("kv")
+    length, limit = 24, 5
+    table = torch.arange(-length, length, dtype=torch.int32).roll(length)  # d -> d, as d wraps
+    lag = load(0, ir.I32, [build("sub", q, kv)])
+    root = build(op, build("add", lag, ir.const(limit)), q)
+    case = Case(root, (table,), length, length, 1, 1)
+    mask = dense(root, case.tensors, case)
+    assert torch.equal(mask[0, 0, 0], torch.arange(length) > limit - (op == "le"))
+    assert not is_exact(root, Sides())
+    runs = classify(root, case.tensors, block=(4, 4), device=torch.device("cpu"), **case.sizes())
+    assert torch.equal(runs.states().expand(1, 1, 6, 6), states_of(mask, (4, 4)))
 
 
 @given(case=cases(max_len=60))

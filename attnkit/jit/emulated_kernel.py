@@ -1,0 +1,126 @@
+"""Call and relaunch a kernel in the emulator as a compiled kernel is called and relaunched on a GPU.
+
+So a repeated call with `backend="emulate"` takes the same path as on a GPU: it passes addresses of
+new tensors, and a counter that the launch before has used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnkit.jit.build import Source
+from attnkit.jit.emulator_runs import Undefined, run_emulated
+from attnkit.jit.kernel import kernel
+from attnkit.jit.relaunch import Relaunch
+
+
+@dataclass(frozen=True, eq=False)
+class EmulatedKernel:
+    """Executes a kernel on CPU tensors.
+
+    Attributes:
+        source: the kernel.
+        work: estimated warp instructions, see `emulation.attention_work`.
+        roles: numbers of warps by role, for reports.
+        outputs: indices of the arguments that must not be read before the kernel has written them.
+        counters: index of the tensor of counters that the kernel finds and leaves at zero; None if
+            it has none.
+    """
+
+    source: Source
+    work: float = 0.0
+    roles: Mapping[str, Iterable[int]] = field(default_factory=dict)
+    outputs: tuple[int, ...] = ()
+    counters: int | None = None
+
+    def __call__(self, *arguments: Any) -> None:
+        """Execute the kernel as the current emulation session says.
+
+        Args:
+            arguments: CPU tensors and Python numbers, as of a call of the compiled kernel.
+
+        Raises:
+            AssertionError: the counters are not zero before the launch, or the kernel ran without a
+                fault and did not leave them at zero.
+            UnsupportedError, KernelFault: see `run_emulated`.
+        """
+        values = [a.detach() if isinstance(a, Tensor) else a for a in arguments]
+        counters = None if self.counters is None else values[self.counters]
+        self._check(counters, "finds")
+        for i in self.outputs:
+            values[i] = Undefined(values[i])
+        clean = False
+        try:
+            code = kernel(self.source, lines=True)
+            clean = run_emulated(code, values, work=self.work, roles=self.roles).ok
+        finally:
+            if not clean and counters is not None:
+                counters.zero_()  # a kernel that ended early left them anywhere
+        self._check(counters, "leaves")
+
+    def relauncher(self, arguments: Sequence[Any], changing: Sequence[int]) -> Relaunch:
+        """Build the function that executes the kernel again with other addresses and numbers.
+
+        Args:
+            arguments: all arguments of an earlier call.
+            changing: indices of the arguments that change, in increasing order.
+        """
+        fixed = [None if i in changing else a for i, a in enumerate(arguments)]
+        tensors = [(i, _Form.of(arguments[i])) for i in changing if _is_tensor(arguments[i])]
+        places = [i for i in changing if not _is_tensor(arguments[i])]
+
+        def relaunch(
+            stream: int, addresses: Sequence[int], numbers: Sequence[int | float] = ()
+        ) -> None:
+            values = list(fixed)
+            for (i, form), address in zip(tensors, addresses, strict=True):
+                values[i] = form.at(address)
+            for i, number in zip(places, numbers, strict=True):
+                values[i] = number
+            self(*values)
+
+        return relaunch
+
+    def _check(self, counters: Tensor | None, verb: str) -> None:
+        """Raise if a counter is not zero, and reset the counters."""
+        if counters is None or not counters.any():
+            return
+        values = counters.tolist()
+        counters.zero_()
+        raise AssertionError(f"{self.source.name} {verb} its work counters at {values}, not at 0")
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Describes a tensor without its memory.
+
+    Attributes:
+        shape, strides, dtype: of the tensor.
+        size: bytes from its first element to the end of its last one.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    size: int
+
+    @staticmethod
+    def of(t: Tensor) -> _Form:
+        """Describe a tensor that has elements."""
+        last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+        return _Form(tuple(t.shape), t.stride(), t.dtype, (last + 1) * t.element_size())
+
+    def at(self, address: int) -> Tensor:
+        """Return the tensor at an address; the caller keeps the memory alive."""
+        memory = (ctypes.c_ubyte * self.size).from_address(address)
+        return torch.frombuffer(memory, dtype=self.dtype).as_strided(self.shape, self.strides)
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, Tensor)
