@@ -24,7 +24,6 @@ from attnkit.errors import (
     UnsupportedError,
 )
 from attnkit.runtime.api import flex_attention
-from attnkit.runtime.merge_states import merge, merge_states
 from attnkit.runtime.variant import Variant
 from attnkit.sparsity.block_mask import BlockMask, create_block_mask, create_mask
 from attnkit.tracing.axes import Axes
@@ -37,6 +36,7 @@ from attnkit.util.data_state import invalidate, trust_version_counters
 if TYPE_CHECKING:
     from attnkit import masks, mods, testing
     from attnkit.inspection.explain import Explanation, explain
+    from attnkit.runtime.merge_states import merge, merge_states
     from attnkit.sparsity.intervals.normal_form import intervals
 
 __version__ = "0.1.0"
@@ -87,6 +87,8 @@ _LAZY = {
     "explain": "attnkit.inspection.explain",
     "intervals": "attnkit.sparsity.intervals.normal_form",
     "masks": "attnkit.masks",
+    "merge": "attnkit.runtime.merge_states",
+    "merge_states": "attnkit.runtime.merge_states",
     "mods": "attnkit.mods",
     "testing": "attnkit.testing",
 }

@@ -18,7 +18,6 @@ from torch import Tensor
 from attnkit.errors import StaleDataError
 from attnkit.splice import fingerprint_check
 from attnkit.splice.fingerprint_check import FingerprintCheck, stale_report
-from attnkit.splice.graph_capture import is_capturing, keep_while_replayable
 from attnkit.util.data_state import (
     DataState,
     compare_on_devices,
@@ -26,6 +25,7 @@ from attnkit.util.data_state import (
     invalidate,
     setting,
 )
+from attnkit.util.torch_private import is_stream_capturing
 
 compare_on_devices(fingerprint_check.compares_on, fingerprint_check.fingerprint_on_device)
 
@@ -119,7 +119,9 @@ class DataGuard:
         if check is None:
             return
         self.device = check.device
-        if is_capturing(check.device):
+        if check.device.type == "cuda" and is_stream_capturing():
+            from attnkit.splice.graph_capture import keep_while_replayable
+
             # the graph reads the memory at each replay, even if the caller drops the tensors
             tensors = [t for s in self.states if (t := s.reference()) is not None]
             memory = [t.untyped_storage() for t in tensors]

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from attnkit.graph.eval_torch import computes_float64
 from attnkit.graph.ir import Node
-from attnkit.runtime import reference
 from attnkit.runtime.bind import Bound, TracedVariant, classify, prove, trace
 from attnkit.runtime.call import AttentionCall, CallSettings
 from attnkit.runtime.prepared_call import ForwardResult, PreparedCall
@@ -142,6 +141,7 @@ def _reason_against_kernel(
 
 def _dense(bound: Bound) -> Attention:
     """Wrap the dense reference as a forward, which autograd differentiates."""
+    from attnkit.runtime import reference  # which other backends do not need
 
     def attention(
         query: Tensor, key: Tensor, value: Tensor, captured: Captured, scale: float
@@ -167,5 +167,7 @@ def _allowed(bound: Bound, query: Tensor, key: Tensor) -> Tensor | None:
     states = states[:, :, : query.shape[2], : key.shape[2]]
     inside = torch.ones((), dtype=torch.bool, device=query.device)
     if bound.mask is not None:
+        from attnkit.runtime import reference
+
         inside = reference.dense_mask(bound.mask, query, key)  # what the mask_mod says
     return (states == FULL) | ((states == PARTIAL) & inside)

@@ -1,9 +1,6 @@
-"""Say what to write instead of what a score_mod or mask_mod cannot call or capture."""
+"""Say what to write instead of what a score_mod or mask_mod cannot call."""
 
 from __future__ import annotations
-
-import torch
-from torch import Tensor
 
 _PRODUCT = (
     "the function sees one score at a time: compute the product outside of it, capture the result "
@@ -49,23 +46,3 @@ _BY_NAME = {name: text for names, text in _INSTEAD.items() for name in names.spl
 def instead_of(name: str) -> str:
     """Return what to write instead of a torch function."""
     return _BY_NAME.get(name.partition(".")[0], _OTHER)  # "cumsum.default" of torch.ops.aten
-
-
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-def refusal_to_capture(x: Tensor) -> str:
-    """Return why single elements of a tensor cannot be read as numbers; "" if they can."""
-    if x.is_nested:
-        got = "a nested tensor; pad it with torch.nested.to_padded_tensor, or mask by document"
-    elif x.layout != torch.strided:
-        got = f"layout {x.layout}; convert it with .to_dense()"
-    elif x.is_quantized:
-        got = f"the quantized dtype {x.dtype}; convert it with .dequantize()"
-    elif x.dtype.is_complex:
-        got = f"{x.dtype}; capture its parts, torch.view_as_real(...)"
-    elif x.dtype.is_floating_point and x.dtype not in _FLOATS:
-        got = f"{x.dtype}; convert it with .float() outside of the function"
-    else:
-        return ""
-    return f"a captured tensor must be dense and real, got {got}"

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from attnkit.graph import ir
 from attnkit.graph.ir import BOOL, F32, I32, Node, Type, const
@@ -25,6 +26,7 @@ _RING = ("add", "sub", "mul", "neg", "abs", "shl")
 # that tiles are classified by. Where larger ones leave int32, the call is refused.
 _USUAL = 1 << 22
 _HALVES = (torch.float16, torch.bfloat16)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # Operations whose result needs no more digits than their arguments have.
 _EXACT = frozenset("neg abs min max where floor".split())
@@ -75,6 +77,23 @@ def _combine(higher: torch.dtype | None, lower: torch.dtype | None) -> torch.dty
     if higher.is_floating_point:
         return higher
     return _promote(higher, lower) if higher == torch.bool or lower.is_floating_point else higher
+
+
+def refusal_to_capture(x: Tensor) -> str:
+    """Return why single elements of a tensor cannot be read as numbers; "" if they can."""
+    if x.is_nested:
+        got = "a nested tensor; pad it with torch.nested.to_padded_tensor, or mask by document"
+    elif x.layout != torch.strided:
+        got = f"layout {x.layout}; convert it with .to_dense()"
+    elif x.is_quantized:
+        got = f"the quantized dtype {x.dtype}; convert it with .dequantize()"
+    elif x.dtype.is_complex:
+        got = f"{x.dtype}; capture its parts, torch.view_as_real(...)"
+    elif x.dtype.is_floating_point and x.dtype not in _FLOATS:
+        got = f"{x.dtype}; convert it with .float() outside of the function"
+    else:
+        return ""
+    return f"a captured tensor must be dense and real, got {got}"
 
 
 class Converter:

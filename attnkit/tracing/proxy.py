@@ -22,8 +22,7 @@ from torch.overrides import TorchFunctionMode
 from attnkit.errors import TraceError
 from attnkit.graph import ir
 from attnkit.graph.ir import Node, Type
-from attnkit.tracing.alternatives import instead_of, refusal_to_capture
-from attnkit.tracing.dtypes import Converter, kind_of
+from attnkit.tracing.dtypes import Converter, kind_of, refusal_to_capture
 from attnkit.util.package import FOLDER
 
 Pick: TypeAlias = Callable[..., Node]
@@ -351,6 +350,13 @@ class TracingMode(TorchFunctionMode):
         return dispatch(self.tracer, function, args, kwargs or {})
 
 
+def _instead_of(name: str) -> str:
+    """Say what to write instead of a function that cannot be traced."""
+    from attnkit.tracing.alternatives import instead_of  # of use to messages only
+
+    return instead_of(name)
+
+
 def dispatch(tracer: Tracer, function: Any, args: Any, kwargs: Any) -> Any:
     """Handle a torch call of the user's function: trace it if an argument is a Value, else run it.
 
@@ -362,7 +368,7 @@ def dispatch(tracer: Tracer, function: Any, args: Any, kwargs: Any) -> Any:
         if _title(function) in _RANDOM:
             name = _title(function)
             tracer.fail(
-                f"{name} is random, a score_mod or mask_mod must not be; {instead_of(name)}"
+                f"{name} is random, a score_mod or mask_mod must not be; {_instead_of(name)}"
             )
         if any(not tracer.is_local(t) for t in _mutated(function, args, kwargs)):
             tracer.fail(
@@ -387,7 +393,7 @@ def dispatch(tracer: Tracer, function: Any, args: Any, kwargs: Any) -> Any:
             tracer.fail("assigning at a traced index is not supported; use torch.where")
         if _in_place(function):
             tracer.fail(f"{name} changes a value in place; write {name[:-1]} and use its result")
-        tracer.fail(f"{name} is not supported in a score_mod or mask_mod; {instead_of(name)}")
+        tracer.fail(f"{name} is not supported in a score_mod or mask_mod; {_instead_of(name)}")
     try:
         return handler(tracer, *args, **kwargs)
     except TraceError:

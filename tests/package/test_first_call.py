@@ -91,7 +91,7 @@ def test_a_first_forward_loads_few_modules() -> None:
     """Each takes about 0.3 ms; of Hopper's kernels not even their configs."""
     forward, *_ = first_call("sm90")
     assert [n for n in forward if n.startswith("attnkit.templates")] == []
-    assert len(forward) <= 46
+    assert len(forward) <= 48
 
 
 def test_a_first_forward_defines_few_dataclasses() -> None:
