@@ -14,7 +14,7 @@ from torch import Tensor
 
 import attnkit
 from attnkit import create_mask, masks
-from attnkit.errors import BoundsError, DeviceError, DTypeError, OptionError
+from attnkit.errors import BoundsError, DeviceError, DTypeError, OptionError, ShapeError
 from attnkit.graph.eval_torch import evaluate
 from attnkit.sparsity.intervals.normal_form import (
     Intervals,
@@ -288,7 +288,7 @@ def test_public_function() -> None:
 def test_bad_input() -> None:
     with pytest.raises(OptionError, match="q_len must be a positive int, got 0"):
         attnkit.intervals(masks.causal(), 0, 4)
-    with pytest.raises(BoundsError, match="has 4 entries"):
+    with pytest.raises(ShapeError, match="for query length 4 at most, got 8"):
         attnkit.intervals(masks.document(torch.tensor([0, 0, 1, 1])), 8, 4)
     with pytest.raises(DeviceError, match="meta"):
         attnkit.intervals(masks.document(torch.tensor([0, 1])), 2, 2, device="meta")
