@@ -288,8 +288,11 @@ def test_public_function() -> None:
 def test_bad_input() -> None:
     with pytest.raises(OptionError, match="q_len must be a positive int, got 0"):
         attnkit.intervals(masks.causal(), 0, 4)
-    with pytest.raises(ShapeError, match="for query length 4 at most, got 8"):
+    with pytest.raises(ShapeError, match=r"ids has shape \(4,\), .* got 8"):
         attnkit.intervals(masks.document(torch.tensor([0, 0, 1, 1])), 8, 4)
+    ids = torch.tensor([0, 0, 1, 1])
+    with pytest.raises(BoundsError, match="has 4 entries"):
+        attnkit.intervals(Mask(lambda b, h, q, kv: ids[q] == ids[kv]), 8, 4)
     with pytest.raises(DeviceError, match="meta"):
         attnkit.intervals(masks.document(torch.tensor([0, 1])), 2, 2, device="meta")
     score = replace(trace_cached(masks.causal(), "mask", torch.device("cpu")))
