@@ -36,7 +36,8 @@ def document(
 
     Every value is an id: positions with the id -1 (or 0) see each other, as with JAX's segment ids.
     Where a value marks padding, as 0 does in Hugging Face's attention masks and -1 often does, pass
-    `padding=0` or `padding=-1`: those positions then see nothing, and nothing sees them.
+    `padding=0` or `padding=-1`: those positions then see nothing, and nothing sees them. NaN or
+    infinity in their rows of query, key and value is not masked, see `zero_padding`.
 
     The mask reads `ids` when it is used: the next call sees edits in place.
 
