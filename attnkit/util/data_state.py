@@ -97,7 +97,7 @@ class DataState:
             self._copy = _memory(tensor).copy()
             return
         _refuse_capture(tensor)
-        self._fingerprint = setting.record(tensor) if on_device else fingerprint(tensor)
+        self._fingerprint = _fingerprint(tensor)
         if on_device:
             self.expected = self._fingerprint
             if tensor.is_cuda:
@@ -140,7 +140,7 @@ class DataState:
         if self._fingerprint is None:
             return True
         _refuse_capture(tensor)
-        return torch.equal(fingerprint(tensor), self._fingerprint)
+        return torch.equal(_fingerprint(tensor), self._fingerprint)
 
     def wait_until_recorded(self) -> None:
         """Wait until `expected` is computed, so that any stream may read it."""
@@ -179,6 +179,12 @@ def _memory(tensor: Tensor) -> Any:
     size = sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True)) + item
     raw: Any = (ctypes.c_char * size).from_address(tensor.data_ptr())
     return np.ndarray(tuple(tensor.shape), f"i{item}", raw, 0, strides)
+
+
+def _fingerprint(tensor: Tensor) -> Tensor:
+    """Compute the fingerprint of a tensor in the fastest way that its device has."""
+    own = setting.compares_on(tensor.device)
+    return setting.record(tensor) if own else fingerprint(tensor)
 
 
 def _refuse_capture(tensor: Tensor) -> None:
@@ -233,7 +239,7 @@ def settled_state_of(tensor: Tensor) -> DataState:
     state = _states.get(id(tensor))
     if state is not None and state.expected is not None and not setting.trusts:
         if not (tensor.is_cuda and is_stream_capturing()) and state.holds(tensor):
-            state.valid = torch.equal(setting.record(tensor), state.expected)
+            state.valid = torch.equal(_fingerprint(tensor), state.expected)
     return state_of(tensor)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import TypeAlias
 
@@ -56,6 +58,22 @@ def by_scatter(t: Tensor, new: Tensor) -> None:
 
 def by_gather(t: Tensor, new: Tensor) -> None:
     dist.all_gather([t.detach()], new)
+
+
+def by_broadcast(t: Tensor, new: Tensor) -> None:
+    """From another rank, which is a thread here."""
+    store = dist.HashStore()
+    options = dist.BroadcastOptions()
+    options.rootRank = 1
+
+    def rank(number: int, buffer: Tensor) -> None:
+        group = dist.ProcessGroupGloo(store, number, 2, timedelta(seconds=60))
+        group.broadcast([buffer], options).wait()
+
+    other = threading.Thread(target=rank, args=(1, new))
+    other.start()
+    rank(0, t.detach())
+    other.join()
 
 
 WRITERS: dict[str, Writer] = {
