@@ -19,7 +19,8 @@ MUTMUT_STAMP := $(VENV)/.mutmut-stamp
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-assemblers test-gpu mutants emulate-all lint format docs bench clean distclean
+.PHONY: help setup demo test test-assemblers test-gpu mutants emulate-all fuzz lint format docs bench clean \
+    distclean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -72,6 +73,10 @@ $(MUTMUT_STAMP): $(STAMP)
 
 emulate-all: $(STAMP)  ## every mask and mod through the Blackwell kernels, on the CPU; an hour
 	$(BIN)/python benchmarks/emulate.py --save benchmarks/results/emulated.jsonl $(ARGS)
+
+# MINUTES and SEED of the search; ARGS="--emulated 0" leaves the emulator out.
+fuzz: $(STAMP)  ## search for wrong results of random variants; MINUTES=2 SEED=0
+	$(BIN)/python benchmarks/fuzz.py --minutes $(or $(MINUTES),2) --seed $(or $(SEED),0) $(ARGS)
 
 lint: $(STAMP)  ## style, types and import direction
 	$(BIN)/python -m ruff check .

@@ -19,6 +19,7 @@ from attnkit.errors import (
     DTypeError,
     OptionError,
     ShapeError,
+    StaleDataError,
     TraceError,
     UnsupportedError,
 )
@@ -26,9 +27,12 @@ from attnkit.runtime.api import flex_attention
 from attnkit.runtime.merge_states import merge, merge_states
 from attnkit.runtime.variant import Variant
 from attnkit.sparsity.block_mask import BlockMask, create_block_mask, create_mask
+from attnkit.tracing.axes import Axes
 from attnkit.tracing.mask import Mask, and_masks, noop_mask, or_masks, per_batch, per_head
+from attnkit.tracing.score_mod import ScoreMod
 from attnkit.util.arguments import AuxOutput, AuxRequest, FlexKernelOptions
 from attnkit.util.caches import clear_all as clear_caches
+from attnkit.util.data_state import invalidate, trust_version_counters
 
 if TYPE_CHECKING:
     from attnkit import masks, mods, testing
@@ -42,6 +46,7 @@ __all__ = [
     "AttnkitError",
     "AuxOutput",
     "AuxRequest",
+    "Axes",
     "BlockMask",
     "BoundsError",
     "DTypeError",
@@ -50,7 +55,9 @@ __all__ = [
     "FlexKernelOptions",
     "Mask",
     "OptionError",
+    "ScoreMod",
     "ShapeError",
+    "StaleDataError",
     "TraceError",
     "UnsupportedError",
     "Variant",
@@ -61,6 +68,7 @@ __all__ = [
     "explain",
     "flex_attention",
     "intervals",
+    "invalidate",
     "masks",
     "merge",
     "merge_states",
@@ -70,6 +78,7 @@ __all__ = [
     "per_batch",
     "per_head",
     "testing",
+    "trust_version_counters",
 ]
 
 # Imported at first access, because a call of `flex_attention` does not need them.

@@ -45,3 +45,10 @@ class UnsupportedError(AttnkitError, NotImplementedError):
 
 class LaunchError(AttnkitError, RuntimeError):
     """Raised when CUDA or the linker refuses a compiled kernel."""
+
+
+class StaleDataError(AttnkitError, RuntimeError):
+    """Raised when captured data was changed in a way that torch's version counter does not see.
+
+    A result of an earlier call may be wrong: the one that ran first after the write.
+    """

@@ -11,20 +11,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import json
 import math
 import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from committed import add_commit, row_file
 from gpu_machine import describe_gpu
-from gpu_timing import MODES, CudaTimer, in_turn
+from gpu_timing import MODES, NOISY, ROUNDS, SPREAD, CudaTimer, steady
 from gpu_variants import documents, window
 
 from attnkit import clear_caches, masks, mods
@@ -87,7 +87,7 @@ def _changed(change: Change) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         patch = lambda *a: stack.enter_context(mock.patch.object(*a))
         config = lambda *a: {**sm90.config_of(*a), **change.settings}
-        patch(sm90, "FORWARD", replace(sm90.FORWARD, config=config))
+        patch(sm90, "FORWARD", sm90.FORWARD._replace(config=config))
         order = lambda *a, **k: schedule_forward(*a, **{**k, **change.schedule})
         patch(forward_work, "schedule_forward", order)
         if not change.staged:
@@ -151,43 +151,49 @@ def _compile(job: tuple[str, str]) -> None:
 def main() -> int:
     """Measure all changes and print them; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=ROUNDS, default=5)
     parser.add_argument("--mode", choices=MODES, default="sustained")
     parser.add_argument("--processes", type=int, default=min(14, os.cpu_count() or 1))
     parser.add_argument("--save", type=Path, help="append the rows to this file")
-    parser.add_argument("--commit", help="to record, where the checkout has no git")
+    add_commit(parser)
     options = parser.parse_args()
+    file = row_file(options.save, options.commit)
     qkv, cases = _inputs()
     jobs = [(name, what) for name, (_, _, changes) in cases.items() for what in changes]
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
         pool.map(_compile, jobs, chunksize=1)
-    device, rows = qkv[0].device, []
+    device, noisy = qkv[0].device, []
     for name, (score_mod, mask, changes) in cases.items():
         calls = {what: _call(change, score_mod, mask, qkv) for what, change in changes.items()}
-        measured = in_turn(calls, CudaTimer(MODES[options.mode], device), rounds=options.rounds)
-        base = measured["as it is"]
+        timer = CudaTimer(MODES[options.mode], device)
+        found = steady(calls, timer, base="as it is", rounds=options.rounds)
+        base = found.series["as it is"]
         print(f"{name}, {options.mode}")
-        for what, series in measured.items():
-            ratio = series.times.median / base.times.median
+        for what, series in found.series.items():
+            ratio = series.times.over(base.times)
             row = {
-                **describe_gpu(device, options.commit),
+                **describe_gpu(device),
                 "benchmark": "hopper forward ablation",
                 "case": name,
                 "change": what,
                 "mode": options.mode,
                 "ms": series.times.median,
                 "ratio": ratio,
+                "attempts": found.attempts,
+                "noisy": found.noisy,
+                **series.spreads(base),
             }
             cycles = ""
             if series.cycles and base.cycles:
                 row |= {"cycles": series.cycles, "cycle_ratio": series.cycles / base.cycles}
                 cycles = f"  cycles x {row['cycle_ratio']:.3f}"
             print(f"  {what:34} {series.times.median:8.4f} ms  x {ratio:.3f}{cycles}")
-            rows.append(row)
-    if options.save:
-        with options.save.open("a") as out:
-            out.writelines(json.dumps(row) + "\n" for row in rows)
-    return 0
+            if not found.noisy:
+                file.append(row)
+        if found.noisy:
+            noisy.append(name)
+            print(f"  noisy: spread over more than {SPREAD:.0%} in each attempt; not saved")
+    return NOISY if noisy else 0
 
 
 if __name__ == "__main__":

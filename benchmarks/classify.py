@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from committed import add_commit, row_file
 
 from attnkit import Mask, masks
 from attnkit.masks import Example
@@ -197,6 +198,7 @@ def show(row: dict[str, Any]) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also append the rows to FILE")
+    add_commit(parser)
     parser.add_argument("--repeats", type=int, default=9, help="timed runs after the first")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
@@ -212,6 +214,7 @@ def main() -> int:
     if options.one:
         print(json.dumps(measure(options.one[0], int(options.one[1]), options)))
         return 0
+    file = row_file(options.json, options.commit)
     if options.library:
         todo = [(f"library/{name}", LIBRARY_LENGTH) for name in masks.examples()]
     else:
@@ -226,9 +229,7 @@ def main() -> int:
         in_turn = options.device != "cpu"
         rows.append((measure if in_turn else child)(case, length, options))
         show(rows[-1])
-        if options.json:
-            with options.json.open("a") as file:
-                file.write(json.dumps(rows[-1]) + "\n")
+        file.append(rows[-1])
     return verdict(rows, library=options.library)
 
 

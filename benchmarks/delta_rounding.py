@@ -11,12 +11,12 @@ each block is rounded too.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections import defaultdict
 from pathlib import Path
 
 import torch
+from committed import add_commit, row_file
 from machine import describe
 from torch import Tensor
 
@@ -106,7 +106,9 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=6, help="of query, key and value")
     parser.add_argument("--gradients", type=int, default=8, help="of the output, for each")
     parser.add_argument("--save", type=Path)
+    add_commit(parser)
     options = parser.parse_args()
+    file = row_file(options.save, options.commit)
     torch.set_num_threads(1)
     mod = mods.examples(LENGTH, HEADS, 1)[options.mod]
     rows = [{"benchmark": "rounding and dQ", **describe()}]
@@ -116,7 +118,9 @@ def main() -> None:
     for name in row_errors:
         print(f"{name:76}", *(f"{row[name]:.4f}" for row in rows[1:]))
     if options.save:
-        options.save.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        options.save.unlink(missing_ok=True)
+    for row in rows:
+        file.append(row)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from committed import add_commit, row_file
 from machine import describe
 from torch import Tensor
 
@@ -192,7 +193,9 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2, help="processes")
     parser.add_argument("--save", type=Path, help="write the rows to this file, replacing it")
     parser.add_argument("--resume", action="store_true", help="go on with the rows of that file")
+    add_commit(parser)
     options = parser.parse_args()
+    file = row_file(options.save, options.commit)
     known = {t.arch for t in TARGETS}
     archs = options.arch or ["sm_100a"]
     if unknown := set(archs) - known:
@@ -209,14 +212,16 @@ def main() -> int:
     rows = known_rows(options.save, jobs) if options.resume else []
     have = [{key: row.get(key) for key in jobs[0].row} for row in rows]
     jobs = [job for job in jobs if job.row not in have]
-    if not options.resume or options.save is None or not options.save.exists():
-        save(options.save, {"benchmark": "library in the emulator", **describe()}, "w")
+    if options.save and not options.resume:
+        options.save.unlink(missing_ok=True)
+    if options.save and not options.save.exists():
+        file.append({"benchmark": "library in the emulator", **describe()})
     for row in results(jobs, options.workers):
         print(line(row), flush=True)
         for finding in row.get("findings", ()):
             print(f"    {finding}")
         rows.append(row)
-        save(options.save, row, "a")
+        file.append(row)
     wrong = [r for r in rows if "refused" not in r and not r["ok"]]
     refused = [r for r in rows if "refused" in r]
     print(f"{len(rows)} variants: {len(wrong)} wrong, {len(refused)} refused")
@@ -229,13 +234,6 @@ def known_rows(file: Path | None, jobs: list[Job]) -> list[Row]:
         return []
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     return [row for row in rows if any(job.row.items() <= row.items() for job in jobs)]
-
-
-def save(file: Path | None, row: Row, mode: str) -> None:
-    """Write a row to the file and close it, so that an interrupted run loses no row."""
-    if file is not None:
-        with file.open(mode) as stream:
-            stream.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from committed import add_commit, row_file
 from gpu_variants import Problem, Shape, problem
 from machine import describe
 
@@ -105,7 +106,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="part of a case's name")
     parser.add_argument("--backward", nargs="*", default=[], metavar="CASE=CYCLES")
     parser.add_argument("--save", type=Path, help="append the rows to this file")
+    add_commit(parser)
     args = parser.parse_args()
+    file = row_file(args.save, args.commit)
     overrides = {name: float(x) for name, _, x in (g.partition("=") for g in args.backward)}
     about, errors = describe(), list[Row]()
     for row in rows(args.only, overrides):
@@ -116,9 +119,7 @@ def main() -> None:
             f"{'  fitted' if row['fitted'] else ''}",
             flush=True,
         )
-        if args.save:
-            with args.save.open("a") as file:
-                file.write(json.dumps(about | {"benchmark": "emulator clocks"} | row) + "\n")
+        file.append(about | {"benchmark": "emulator clocks"} | row)
     for direction in ("forward", "backward"):
         held = [r["error"] for r in errors if r["direction"] == direction and not r["fitted"]]
         if held:

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from committed import add_commit, row_file
+
 SMS = {"sm_90a": 132, "sm_100a": 148}
 
 
@@ -198,11 +200,14 @@ def main() -> None:
         "--mode", default="check", choices=("check", "eager", "adversarial", "race")
     )
     parser.add_argument("--save", type=Path, help="append the rows to this file")
+    add_commit(parser)
     args = parser.parse_args()
+    file = row_file(args.save, args.commit)
     if len(args.cases) > 1:
         for name in args.cases:
             command = [sys.executable, __file__, name, "--mode", args.mode]
             command += ["--save", str(args.save)] if args.save else []
+            command += ["--commit", args.commit] if args.commit else []
             subprocess.run(command, check=True)
         return
     from importlib import metadata
@@ -215,11 +220,9 @@ def main() -> None:
         rows = list(results(CASES[name], args.mode))
     known = describe() | {"flash-attn-4": metadata.version("flash-attn-4")}
     for row in rows:
-        line = json.dumps(known | {"benchmark": "emulated FlashAttention-4", "case": name} | row)
-        print(line)
-        if args.save:
-            with args.save.open("a") as file:
-                file.write(line + "\n")
+        row = known | {"benchmark": "emulated FlashAttention-4", "case": name} | row
+        print(json.dumps(row))
+        file.append(row)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ adversarial orders and in race mode. The kernels are correct, so every finding i
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from committed import add_commit, row_file
 from machine import describe
 
 import attnkit
@@ -116,19 +116,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--save", type=Path, help="append the rows to this file")
+    add_commit(parser)
     args = parser.parse_args()
+    file = row_file(args.save, args.commit)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     about = describe() | {"benchmark": "emulator speed"}
     for name, case in CASES.items():
         for row in rows(case, args.seeds):
             print(name, row, flush=True)
-            if args.save:
-                row_with_case = (
-                    about | {"case": name, "length": case.length, "head_dim": case.head_dim} | row
-                )
-                with args.save.open("a") as file:
-                    file.write(json.dumps(row_with_case) + "\n")
+            sizes = {"case": name, "length": case.length, "head_dim": case.head_dim}
+            file.append(about | sizes | row)
 
 
 if __name__ == "__main__":

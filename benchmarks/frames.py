@@ -10,12 +10,11 @@ variant only. Nothing is executed, and no GPU is needed.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from committed import add_commit, row_file
 from emulate import DIRECTIONS, library, variant_and_zeros
 
 from attnkit.jit import emulation, kernel
@@ -70,7 +70,7 @@ def sources(job: Job) -> list[kernel.Source]:
     # attnkit would choose between one CTA and a pair by predicted clocks: force the job's choice
     fewer = mock.patch.object(sm100_pairs, "fewer_clocks", return_value=job.ctas == "pair")
     choose = asked if job.block else sm100.choose_kernel
-    chosen = mock.patch.object(sm100, "FORWARD", replace(sm100.FORWARD, choose=choose))
+    chosen = mock.patch.object(sm100, "FORWARD", sm100.FORWARD._replace(choose=choose))
     with fewer, chosen, emulation.session(execute=False), kernel.requested_sources() as requested:
         out = variant(
             *qkv,
@@ -187,7 +187,9 @@ def main() -> int:
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--workers", type=int, default=1, help="processes")
     parser.add_argument("--save", type=Path, help="append one row a group to this file")
+    add_commit(parser)
     options = parser.parse_args()
+    file = row_file(options.save, options.commit)
     options.head_dim = options.head_dim or [(128, 128)]
     options.direction = options.direction or DIRECTIONS
     options.block = options.block or []
@@ -196,9 +198,8 @@ def main() -> int:
         rows.append(row)
         if row["stack"] or row["seconds"] > SECONDS:
             print(line(row), flush=True)
-    if options.save:
-        with options.save.open("a") as stream:
-            stream.writelines(json.dumps(row) + "\n" for row in grouped(rows))
+    for row in grouped(rows):
+        file.append(row)
     spilled = sum(row["stack"] > 0 for row in rows)
     slow = sum(row["seconds"] > SECONDS for row in rows)
     print(f"{len(rows)} kernels: {spilled} with a frame, {slow} over {SECONDS:g} s")

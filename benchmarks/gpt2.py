@@ -6,13 +6,13 @@ A step is forward, backward and AdamW in bfloat16, of twelve layers with 12 head
 sequences of 4096 tokens, each packed with documents of random lengths. Every contender trains its
 own model from the same weights, compiled layer by layer. The losses of a few steps are compared,
 then steps are timed in turns in this process. "no attention" returns the value instead, which gives
-the time of the rest of the step. The exit status is 1 if attnkit failed.
+the time of the rest of the step. The exit status is 1 if attnkit failed, else 3 if the rounds
+spread over more than 10 % in each of three attempts; such rows are not saved.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -22,8 +22,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from committed import add_commit, row_file
 from gpu_machine import describe_gpu
-from gpu_timing import MODES, CudaTimer, Function, Reading, Series, Timer, in_turn
+from gpu_timing import (
+    MODES,
+    NOISY,
+    ROUNDS,
+    SPREAD,
+    CudaTimer,
+    Function,
+    Reading,
+    Series,
+    Timer,
+    steady,
+)
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
 
@@ -241,17 +253,21 @@ def measured(
             first = (str(error).splitlines() or [""])[0]
             rows[name] = {"skipped": f"{type(error).__name__}: {first}"[:300]}
         print(name, rows.get(name) or ready[name].known, flush=True)
-    series = in_turn({name: c.step for name, c in ready.items()}, timer, rounds=rounds)
+    steps = {name: contender.step for name, contender in ready.items()}
+    found = steady(steps, timer, base=OURS, rounds=rounds)
+    series = found.series
     tokens = batch.tokens.numel()
     for name, contender in ready.items():
         rows[name] = contender.known | figures(series[name], series.get(OURS), tokens)
-    return [{"contender": name} | rows[name] for name in names]
+    shared = {"attempts": found.attempts, "noisy": found.noisy}
+    return [{"contender": name} | shared | rows[name] for name in names]
 
 
 def figures(own: Series, ours: Series | None, tokens: int) -> Row:
     """Return times, clock, throughput, and the ratio to attnkit's time."""
     row: Row = {"ms": own.times.median, "ms_least": own.times.least}
     row |= {"ms_most": max(own.times.rounds), "rounds": len(own.readings), "ghz": own.ghz}
+    row |= own.spreads(ours)
     row["tokens_a_second"] = round(1000 * tokens / own.times.median)
     return row | ({} if ours is None else {"ratio": own.times.over(ours.times)})
 
@@ -285,9 +301,9 @@ def arguments() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{value}")
     parser.add_argument("--contenders", default=DEFAULT, help=f"of {', '.join(CONTENDERS)}")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--rounds", type=int, default=7, help="steps timed of each; 7")
+    parser.add_argument("--rounds", type=ROUNDS, default=7, help="steps timed of each; 7")
     parser.add_argument("--eager", action="store_true", help="do not compile the layers")
-    parser.add_argument("--commit", help="to record, where the checkout has no git")
+    add_commit(parser)
     parser.add_argument(
         "--save", type=Path, nargs="?", const=ROWS, metavar="FILE",
         help="append the rows to FILE, results/gpt2.jsonl if none is named",
@@ -301,6 +317,7 @@ def main(argv: list[str] | None = None) -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
         print("this benchmark needs a CUDA device, and torch.cuda sees none", file=sys.stderr)
         return 2
+    file = row_file(options.save, options.commit)
     sizes = Sizes(**{name: getattr(options, name) for name in asdict(Sizes())})
     names = [name.strip() for name in options.contenders.split(",")]
     if unknown := set(names) - set(CONTENDERS):
@@ -312,19 +329,20 @@ def main(argv: list[str] | None = None) -> int:
     shared: Row = {"benchmark": "gpt2 step", "sizes": asdict(sizes), "density": batch.density}
     shared |= {"compiled": not options.eager, "documents": batch.count}
     rows = measured(names, batch, sizes, timer, options.rounds, not options.eager)
-    where = describe_gpu(device, options.commit) if on_gpu else {}
+    where = describe_gpu(device) if on_gpu else {}
     print(*(f"{k}: {v}" for k, v in (where | shared).items()), sep=", ")
     print(f"{'contender':18}{'ms':>9}{'x ours':>8}{'tokens/s':>12}{'peak GiB':>9}{'GHz':>7}  loss")
     for row in rows:
         print(line(row))
-        if options.save:
-            with options.save.open("a") as file:
-                file.write(json.dumps(where | shared | row) + "\n")
+        if not row["noisy"]:
+            file.append(where | shared | row)
     wrong = disagreeing(rows)
     if wrong:
         print(f"losses differ from attnkit's: {', '.join(wrong)}")
+    if noisy := any(row["noisy"] for row in rows):
+        print(f"noisy: rounds spread over more than {SPREAD:.0%} in each attempt; not saved")
     failed = any("skipped" in r and r["contender"] == OURS for r in rows)
-    return int(failed or bool(wrong))
+    return 1 if failed or wrong else NOISY if noisy else 0
 
 
 if __name__ == "__main__":

@@ -2,7 +2,10 @@
 
 Checks every contender of each case of gpu_cases.toml against float64, then times all contenders of
 the case in turns in this process. If a contender is not installed, refuses the case or computes
-something else, its row says why. The exit status is 1 if attnkit failed or was wrong.
+something else, its row says why. A contender takes part with the fastest of its settings. A case
+whose rounds spread over more than 10 % is measured again, up to three times in all; if it still
+does, its rows are printed and not saved. The exit status is 1 if attnkit failed or was wrong, else
+3 if a case was too noisy.
 """
 
 from __future__ import annotations
@@ -20,15 +23,16 @@ from typing import Any
 
 import torch
 import torch._functorch.config
+from committed import add_commit, row_file
 from gpu_check import Check
-from gpu_contenders import CONTENDERS, OURS, Builder, ablations, skipped
+from gpu_contenders import CONTENDERS, OURS, Sweep, ablations
 from gpu_machine import describe_gpu
-from gpu_timing import MODES, CudaTimer, Series, Timer, in_turn
-from gpu_variants import Problem, Shape, problem
+from gpu_sweep import Sweeper
+from gpu_timing import ATTEMPTS, MODES, NOISY, ROUNDS, SPREAD, CudaTimer, Series, Timer, steady
+from gpu_variants import Shape, problem
 
 HERE = Path(__file__).parent
 ROWS = HERE / "results" / "gpu.jsonl"
-WRONG = 0.05  # a peer further than this from float64 computes something else
 Row = dict[str, Any]
 Function = Callable[[], Any]
 
@@ -41,6 +45,8 @@ class Settings:
     mode: str
     rounds: int
     seconds: float  # for the timing of a case
+    sweep_seconds: float = 60  # for finding a contender's best setting
+    attempts: int = 3  # at a case that is noisy
 
 
 def shape_of(case: Row, config: Row) -> Shape:
@@ -57,68 +63,31 @@ def wanted(config: Row, only: str, backward: bool) -> list[Row]:
     ]
 
 
-def prepare(
-    p: Problem, builders: Mapping[str, Builder], check: Check
-) -> tuple[dict[str, Function], dict[str, Row]]:
-    """Build and check each contender; return the functions to time and fields of rows, by name.
-
-    If a contender cannot be timed, the field "skipped" says why. The field "failed" is set if that
-    is a fault of attnkit: it was wrong, or raised an error other than UnsupportedError.
-    """
-    runs: dict[str, Function] = {}
-    known: dict[str, Row] = {}
-    for name, build in builders.items():
-        try:
-            run = build(p)
-            function = run.directed(p.grad if check.backward else None)
-            results = function()
-            verdict = check([run.shown(t) for t in results[:3]] + results[3:])
-        except Exception as error:
-            known[name] = skipped(name, error)
-            alive(name, p.query.device)
-            continue
-        known[name] = {"error": verdict.error, "error_allowed": verdict.allowed}
-        own = name.startswith(OURS)
-        limit = verdict.allowed if own else WRONG
-        if verdict.error <= limit:
-            runs[name] = function
-            continue
-        known[name]["skipped"] = f"wrong: {verdict.error:.1e} off, {limit:.1e} allowed"
-        if own:
-            known[name]["failed"] = True
-    return runs, known
-
-
-def alive(name: str, device: torch.device) -> None:
-    """Exit if the last contender broke the CUDA context, because later results would be invalid."""
-    if device.type != "cuda":
-        return
-    try:
-        torch.cuda.synchronize(device)
-    except RuntimeError as error:
-        raise SystemExit(f"{name} broke the CUDA context: {error}") from None
-
-
 def measure(
     case: Row,
     shape: Shape,
-    builders: Mapping[str, Builder],
+    contenders: Mapping[str, Sweep],
     timer: Timer,
     settings: Settings,
     device: torch.device,
 ) -> Iterator[Row]:
-    """Measure one case; yield one row for each contender."""
+    """Measure one case; yield one row for each contender, all "noisy" if one of them is."""
     torch.compiler.reset()  # else peers reach dynamo's limit of recompilations after some cases
     p = problem(case, shape, device, settings.backward)
     check = Check(p, settings.backward)
-    runs, known = prepare(p, builders, check)
-    series = in_turn(runs, timer, rounds=settings.rounds, seconds=settings.seconds)
+    runs, known = Sweeper(p, check, timer, settings.sweep_seconds).prepare(contenders)
+    found = steady(
+        runs, timer, base=OURS, rounds=settings.rounds, seconds=settings.seconds,
+        attempts=settings.attempts,
+    )  # fmt: skip
+    series = found.series
     shared: Row = {"benchmark": "gpu attention", "case": case["name"], "mode": settings.mode}
     shared["direction"] = "backward" if settings.backward else "forward"
     shared |= {"shape": vars(shape), "dtype": str(p.query.dtype).removeprefix("torch.")}
     shared["density"] = round(p.density, 6)
+    shared |= {"attempts": found.attempts, "noisy": found.noisy}
     flops = p.useful_flops(settings.backward)
-    for name in builders:
+    for name in contenders:
         row = shared | {"contender": name} | known[name]
         yield row | (figures(series[name], series.get(OURS), flops) if name in series else {})
 
@@ -127,6 +96,7 @@ def figures(own: Series, ours: Series | None, flops: float) -> Row:
     """Return times, clock and throughput, and the ratio to attnkit's time."""
     row: Row = {"ms": own.times.median, "ms_least": own.times.least}
     row |= {"ms_most": max(own.times.rounds), "rounds": len(own.readings)}
+    row |= own.spreads(ours)
     row |= {"ghz": own.ghz, "cycles": own.cycles, "tflops": flops / own.times.median / 1e9}
     if ours is None:
         return row
@@ -138,7 +108,7 @@ def figures(own: Series, ours: Series | None, flops: float) -> Row:
 
 HEAD = (
     f"{'contender':26}{'ms':>9}{'GHz':>7}{'Mcycles':>9}{'TFLOP/s':>9}{'x ours':>8}"
-    f"{'in cycles':>10}{'error':>9}{'allowed':>9}"
+    f"{'in cycles':>10}{'spread':>8}{'error':>9}{'allowed':>9}  setting"
 )
 
 
@@ -151,12 +121,13 @@ def line(row: Row) -> str:
         (row["ms"], "9.4f"), (row["ghz"], "7.3f"),
         (row["cycles"] and row["cycles"] / 1e6, "9.4f"), (row["tflops"], "9.1f"),
         (row.get("ratio"), "8.3f"), (row.get("ratio_cycles"), "10.3f"),
+        (max(row["spread"], row.get("ratio_spread", 0)), "8.1%"),
         (row["error"], "9.1e"), (row["error_allowed"], "9.1e"),
     )  # fmt: skip
     for value, form in numbers:
         width = int(form.partition(".")[0])
         text += " " * width if value is None else f"{value:{form}}"
-    return text
+    return f"{text}  {row['setting']}"
 
 
 def listed(names: str) -> list[str]:
@@ -164,11 +135,11 @@ def listed(names: str) -> list[str]:
     return [part.strip() for part in names.split(",") if part.strip()]
 
 
-def chosen(config: Row, case: str, options: argparse.Namespace) -> dict[str, Builder]:
+def chosen(config: Row, case: str, options: argparse.Namespace) -> dict[str, Sweep]:
     """Return the contenders of a case; with `--ablations` only attnkit, unless peers are named."""
     names = listed(options.contenders) or ([OURS] if options.ablations else list(CONTENDERS))
-    builders = {name: build for name, build in CONTENDERS.items() if name in names}
-    return builders | (ablations(config, case) if options.ablations else {})
+    found = {name: settings for name, settings in CONTENDERS.items() if name in names}
+    return found | (ablations(config, case) if options.ablations else {})
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -183,11 +154,18 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--backward", action="store_true", help="time the backward instead")
     parser.add_argument("--mode", choices=MODES, default="burst", help="rest or none; burst")
-    parser.add_argument("--rounds", type=int, default=7, help="measurements of each; 7")
+    parser.add_argument("--rounds", type=ROUNDS, default=7, help="measurements of each; 7")
     parser.add_argument(
         "--case-seconds", type=float, default=8, metavar="S",
         help="stop timing a case after so long, but not before 3 rounds; 8",
     )  # fmt: skip
+    parser.add_argument(
+        "--sweep-seconds", type=float, default=60, metavar="S",
+        help="try no further setting of a contender in a case after so long; 60",
+    )  # fmt: skip
+    parser.add_argument(
+        "--attempts", type=ATTEMPTS, default=3, metavar="N", help="measurements of a noisy case; 3"
+    )
     parser.add_argument(
         "--seconds", type=float, default=450, metavar="S",
         help="begin no case after so long; 450",
@@ -196,7 +174,11 @@ def arguments() -> argparse.ArgumentParser:
         "--save", type=Path, nargs="?", const=ROWS, metavar="FILE",
         help="append the rows to FILE, results/gpu.jsonl if none is named",
     )  # fmt: skip
-    parser.add_argument("--commit", help="to record, where the checkout has no git")
+    add_commit(parser)
+    parser.add_argument(
+        "--missing", action="store_true",
+        help="only cases that FILE of --save lacks for this commit, to go on after --seconds",
+    )  # fmt: skip
     parser.add_argument("--cases", type=Path, default=HERE / "gpu_cases.toml", metavar="FILE")
     parser.add_argument("--list", action="store_true", help="list the cases and stop")
     parser.add_argument("--host", action="store_true", help="host time of a call and first calls")
@@ -211,6 +193,8 @@ def main(argv: list[str] | None = None) -> int:
     if unknown or not cases:
         what = f"no contender {sorted(unknown)}" if unknown else f"no case with {options.only!r}"
         return fail(f"{what}; see --help and --list")
+    if options.missing and not options.save:
+        return fail("--missing needs --save: it looks for rows in that file")
     if options.list:
         print(*(f"{case['name']:34}{shape_of(case, config)}" for case in cases), sep="\n")
         return 0
@@ -230,28 +214,48 @@ def run(
     config: Row, cases: list[Row], options: argparse.Namespace, timer: Timer, device: torch.device
 ) -> int:
     """Measure cases and print them; return 1 if attnkit was wrong."""
-    where = describe_gpu(device, options.commit) if device.type == "cuda" else {}
+    where = describe_gpu(device) if device.type == "cuda" else {}
     print(*(f"{k}: {v}" for k, v in where.items()), sep=", ")
-    settings = Settings(options.backward, options.mode, options.rounds, options.case_seconds)
-    began, wrong, late = time.perf_counter(), False, []
+    file = row_file(options.save, options.commit)
+    if options.missing:
+        there = saved_cases(options, file.commit)
+        cases = [case for case in cases if case["name"] not in there]
+    settings = Settings(
+        *(options.backward, options.mode, options.rounds, options.case_seconds),
+        *(options.sweep_seconds, options.attempts),
+    )
+    began, wrong, late, noisy = time.perf_counter(), False, [], []
     for case in cases:
         if time.perf_counter() - began > options.seconds:
             late.append(case["name"])
             continue
-        shape, builders = shape_of(case, config), chosen(config, case["name"], options)
+        shape, contenders = shape_of(case, config), chosen(config, case["name"], options)
         start = time.perf_counter()
         direction = "backward" if options.backward else "forward"
         print(f"\n{case['name']}, {direction}, {options.mode}: {shape}\n{HEAD}", flush=True)
-        for row in measure(case, shape, builders, timer, settings, device):
+        for row in measure(case, shape, contenders, timer, settings, device):
             print(line(row), flush=True)
             wrong |= row.get("failed", False)
-            if options.save:
-                with options.save.open("a") as file:
-                    file.write(json.dumps(where | row) + "\n")
+            if not row["noisy"]:
+                file.append(where | row)
+        if row["noisy"]:
+            noisy.append(case["name"])
+            print(f"noisy: rounds spread over more than {SPREAD:.0%} in each attempt; not saved")
         print(f"({time.perf_counter() - start:.0f} s)", flush=True)
     if late:
         print(f"\nnot begun within {options.seconds:.0f} s: {', '.join(late)}")
-    return int(wrong)
+    if noisy:
+        print(f"\ntoo noisy to save: {', '.join(noisy)}")
+    return 1 if wrong else NOISY if noisy else 0
+
+
+def saved_cases(options: argparse.Namespace, commit: str) -> set[str]:
+    """Return the cases that have rows of this commit, direction and mode in the file of rows."""
+    if not options.save.exists():
+        return set()
+    wanted = commit, "backward" if options.backward else "forward", options.mode
+    rows = map(json.loads, options.save.read_text().splitlines())
+    return {r["case"] for r in rows if (r["commit"], r["direction"], r["mode"]) == wanted}
 
 
 def fail(message: str) -> int:

@@ -10,6 +10,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from torch.nn import attention
 from torch.nn.attention import flex_attention as flex
 
 import attnkit
+
+DEFAULT_BLOCK = (128, 128)  # FlexAttention's
 
 
 class Unsuitable(Exception):
@@ -110,13 +114,31 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def flex_run(p: Problem, kernel_options: dict[str, Any] | None = None) -> Run:
-    """Build a call of compiled FlexAttention, as documented; build the block mask once."""
+def flex_run(
+    p: Problem,
+    kernel_options: dict[str, Any] | None = None,
+    block: tuple[int, int] | None = None,
+    mode: str | None = None,
+) -> Run:
+    """Build a call of compiled FlexAttention, as documented; build the block mask once.
+
+    Args:
+        p: the problem.
+        kernel_options: as of `flex_attention`.
+        block: BLOCK_SIZE of the block mask, (query, kv); `DEFAULT_BLOCK` if None.
+        mode: of `torch.compile`.
+    """
     mask = None
     if p.mask_mod is not None:
-        length = p.shape.length
-        mask = flex.create_block_mask(p.mask_mod, None, None, length, length, device=p.query.device)
-    compiled = torch.compile(flex.flex_attention, dynamic=False)
+        length, device = p.shape.length, p.query.device
+        blocks = block or DEFAULT_BLOCK
+        mask = flex.create_block_mask(
+            p.mask_mod, None, None, length, length, device=device, BLOCK_SIZE=blocks
+        )
+    elif block is not None:
+        raise Unsuitable("has no block mask here, so no BLOCK_SIZE")
+    # fullgraph: a limit of recompiles that is hit is an error, not a slow eager call
+    compiled = torch.compile(_copied(flex.flex_attention), dynamic=False, fullgraph=True, mode=mode)
     grouped, score_mod = p.shape.heads != p.shape.kv_heads, p.score_mod
     return Run(
         lambda: compiled(
@@ -127,10 +149,19 @@ def flex_run(p: Problem, kernel_options: dict[str, Any] | None = None) -> Run:
     )  # fmt: skip
 
 
-def flex_flash_run(p: Problem) -> Run:
+def _copied(function: Any) -> FunctionType:
+    """Copy a function and its code, by which torch.compile keeps its cache and counts recompiles."""
+    code = function.__code__.replace()
+    whole = (function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    copy = FunctionType(code, *whole)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def flex_flash_run(p: Problem, block: tuple[int, int] | None = None) -> Run:
     """Build a call of FlexAttention on FlashAttention-4's kernels."""
     _flash_attention_4()
-    return flex_run(p, {"BACKEND": "FLASH"})
+    return flex_run(p, {"BACKEND": "FLASH"}, block)
 
 
 def _flash_attention_4() -> Any:
@@ -142,9 +173,11 @@ def _flash_attention_4() -> Any:
     return interface
 
 
-def fa4_run(p: Problem) -> Run:
+def fa4_run(p: Problem, pack_gqa: bool | None = None) -> Run:
     """Build a direct call of FlashAttention-4 ([B, S, H, D]) with its built-in variants."""
     interface = _flash_attention_4()
+    if pack_gqa is not None and p.shape.heads == p.shape.kv_heads:
+        raise Unsuitable("has no heads to pack: none are shared")
     options: dict[str, Any] = {
         "": {},
         "causal": {"causal": True},
@@ -153,6 +186,8 @@ def fa4_run(p: Problem) -> Run:
     }.get(p.mask, {"unknown": True})
     if options.pop("unknown", False) or p.score not in ("", "softcap"):
         raise Unsuitable("has no such mask or score built in, but by hand-written CuTe functions")
+    if pack_gqa is not None:
+        options["pack_gqa"] = pack_gqa
     if p.score == "softcap":
         options["softcap"] = SOFTCAP
     if p.mask == "documents":
@@ -206,15 +241,38 @@ def sdpa_run(p: Problem, backend: attention.SDPBackend) -> Run:
 
 OURS = "attnkit"
 Builder = Callable[[Problem], Run]
-CONTENDERS: dict[str, Builder] = {
-    OURS: attnkit_run,
-    f"{OURS} deterministic": deterministic_run,
-    "Flex Triton": flex_run,
-    "Flex FLASH": flex_flash_run,
-    "FlashAttention-4": fa4_run,
-    "cuDNN": lambda p: sdpa_run(p, attention.SDPBackend.CUDNN_ATTENTION),
-    "FlashAttention-2": lambda p: sdpa_run(p, attention.SDPBackend.FLASH_ATTENTION),
+Sweep = Mapping[str, Builder]  # the settings of a contender by name; the first is its default
+AUTOTUNE = "max-autotune-no-cudagraphs"
+# Slow settings come last: a sweep has a time limit.
+CONTENDERS: dict[str, Sweep] = {
+    OURS: {"default": attnkit_run},
+    f"{OURS} deterministic": {"default": deterministic_run},
+    "Flex Triton": {
+        "default": flex_run,
+        "blocks 64x64": partial(flex_run, block=(64, 64)),
+        "max-autotune": partial(flex_run, mode=AUTOTUNE),
+        "max-autotune, blocks 64x64": partial(flex_run, block=(64, 64), mode=AUTOTUNE),
+    },
+    "Flex FLASH": {
+        "default": flex_flash_run,
+        "blocks 256x128": partial(flex_flash_run, block=(256, 128)),
+        "blocks 64x128": partial(flex_flash_run, block=(64, 128)),
+    },
+    "FlashAttention-4": {
+        "default": fa4_run,
+        "pack_gqa": partial(fa4_run, pack_gqa=True),
+        "no pack_gqa": partial(fa4_run, pack_gqa=False),
+    },
+    "cuDNN": {"default": partial(sdpa_run, backend=attention.SDPBackend.CUDNN_ATTENTION)},
+    "FlashAttention-2": {
+        "default": partial(sdpa_run, backend=attention.SDPBackend.FLASH_ATTENTION)
+    },
 }
+
+
+def default(name: str) -> Builder:
+    """Return a contender's builder without options."""
+    return next(iter(CONTENDERS[name].values()))
 
 
 def skipped(name: str, error: Exception) -> dict[str, Any]:
@@ -231,7 +289,7 @@ def skipped(name: str, error: Exception) -> dict[str, Any]:
     return row | ({"failed": True} if name.startswith(OURS) and not refused else {})
 
 
-def ablations(config: dict[str, Any], case: str) -> dict[str, Builder]:
+def ablations(config: dict[str, Any], case: str) -> dict[str, Sweep]:
     """Return attnkit with other options of the plan as contenders of a case, by name."""
 
     def builder(entry: dict[str, Any]) -> Builder:
@@ -239,4 +297,4 @@ def ablations(config: dict[str, Any], case: str) -> dict[str, Builder]:
         return lambda p: attnkit_run(p, options, environment)
 
     chosen = [entry for entry in config.get("ablation", []) if case in entry["cases"]]
-    return {f"{OURS}: {entry['name']}": builder(entry) for entry in chosen}
+    return {f"{OURS}: {entry['name']}": {"default": builder(entry)} for entry in chosen}

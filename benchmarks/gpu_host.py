@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,9 +25,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_contenders import CONTENDERS, OURS, Builder, Run, Unsuitable, skipped
+from committed import row_file
+from gpu_contenders import CONTENDERS, OURS, Builder, Run, Unsuitable, default, skipped
 from gpu_machine import describe_gpu
+from gpu_timing import NOISY, SPREAD
 from gpu_variants import Problem, Shape, problem
+from timing import Times
 
 import attnkit
 
@@ -39,7 +41,7 @@ SMALL = Shape(batch=1, heads=2, kv_heads=2, length=256, head_dim=64, value_dim=6
 FIRST = ("causal", "causal + softcap 20")  # the cases of the first call and of another variant
 FIRST_SHAPE = Shape(batch=1, heads=8, kv_heads=8, length=4096, head_dim=128, value_dim=128)
 DIRECTIONS = ("forward", "recorded forward", "backward")
-CALLS, REPEATS = 100, 15
+CALLS, REPEATS, ATTEMPTS = 100, 15, 3
 CACHES = (
     "ATTNKIT_CACHE_DIR",
     "CUTE_DSL_CACHE_DIR",
@@ -51,18 +53,21 @@ CACHES = (
 
 def main(options: argparse.Namespace) -> int:
     """Run both benchmarks; options as in gpu.py."""
+    file = row_file(options.save, options.commit)
     device = torch.device("cuda", torch.cuda.current_device())
-    where = describe_gpu(device, options.commit)
+    where = describe_gpu(device)
     config = tomllib.loads(options.cases.read_text())
     names = [part.strip() for part in options.contenders.split(",") if part.strip()]
-    failed = False
+    failed = noisy = False
     for row in (*host_rows(config, options.only, names, device), *first_rows(options, names)):
         print(line(row), flush=True)
         failed |= row.get("failed", False)
-        if options.save:
-            with options.save.open("a") as file:
-                file.write(json.dumps(where | row) + "\n")
-    return int(failed)
+        if row.get("noisy", False):
+            noisy = True
+            print(f"noisy: repeats spread over more than {SPREAD:.0%}; not saved")
+        else:
+            file.append(where | row)
+    return 1 if failed else NOISY if noisy else 0
 
 
 def line(row: Row) -> str:
@@ -119,7 +124,7 @@ def empty(p: Problem) -> Run:
 def host_rows(config: Row, only: str, names: list[str], device: torch.device) -> Iterator[Row]:
     """Yield rows with the microseconds that the host needs to queue a call."""
     baselines: dict[str, Builder] = {"SDPA": sdpa, "torch.add": add, "torch.empty_like": empty}
-    chosen = {name: CONTENDERS[name] for name in names or CONTENDERS} | baselines
+    chosen = {name: default(name) for name in names or CONTENDERS} | baselines
     for case in config["case"]:
         if case["name"] not in CASES or not re.search(only, case["name"]):
             continue
@@ -143,19 +148,27 @@ def host_time(name: str, builder: Builder, p: Problem, direction: str, device: t
         call()
     except Exception as error:
         return skipped(name, error)
-    return {"shape": vars(SMALL), "host_us": host_us(call, device)}
+    return {"shape": vars(SMALL)} | host_us(call, device)
 
 
-def host_us(call: Any, device: torch.device) -> float:
-    """Measure the mean host time of many calls without a wait in between; return the median."""
-    times = []
-    for _ in range(REPEATS):
-        wait(device)
-        began = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        times.append(1e6 * (time.perf_counter() - began) / CALLS)
-    return statistics.median(times)
+def host_us(call: Any, device: torch.device) -> Row:
+    """Time many calls without a wait between; return the median over repeats, and their spread.
+
+    The repeats are measured again while they spread over more than `SPREAD`.
+    """
+    attempts, times = 0, Times((0.0, 1.0))  # so far nothing is steady
+    while attempts < ATTEMPTS and times.spread > SPREAD:
+        attempts += 1
+        measured = []
+        for _ in range(1 + REPEATS):  # the first does not count
+            wait(device)
+            began = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            measured.append(1e6 * (time.perf_counter() - began) / CALLS)
+        times = Times(tuple(measured[1:]))
+    row: Row = {"host_us": times.median, "spread": times.spread, "attempts": attempts}
+    return row | {"noisy": times.spread > SPREAD}
 
 
 # --- first calls
@@ -213,7 +226,7 @@ def child(name: str, cases: Path, device: torch.device) -> Row:
         wait(device)
         began = time.perf_counter()
         try:
-            CONTENDERS[name](p).call()
+            default(name)(p).call()
         except Exception as error:
             if not times:
                 return skipped(name, error)
@@ -222,7 +235,7 @@ def child(name: str, cases: Path, device: torch.device) -> Row:
         wait(device)
         times.append(time.perf_counter() - began)
     p = problem(known[FIRST[0]], FIRST_SHAPE, device, backward=True)
-    backward = CONTENDERS[name](p).directed(p.grad)
+    backward = default(name)(p).directed(p.grad)
     x = torch.ones(8, device=device, requires_grad=True)
     (x * x).backward(torch.ones_like(x))
     wait(device)

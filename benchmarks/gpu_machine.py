@@ -12,22 +12,20 @@ from machine import describe
 PACKAGES = ("triton", "nvidia-cutlass-dsl", "flash-attn-4")
 
 
-def describe_gpu(device: torch.device, commit: str | None = None) -> dict[str, object]:
+def describe_gpu(device: torch.device) -> dict[str, object]:
     """Return the fields of a row that do not depend on the case.
 
     Args:
         device: a CUDA device.
-        commit: the commit to record if the checkout has no git.
     """
     known = describe()
     properties = torch.cuda.get_device_properties(device)
-    fields = {name: known[name] for name in ("date", "commit", "python", "torch", "attnkit")}
-    fields["commit"] = commit or fields["commit"]
-    fields["run"] = datetime.now(UTC).isoformat(timespec="seconds")
-    fields |= {"gpu": properties.name, "sms": properties.multi_processor_count}
-    fields |= {"driver": _smi("driver_version"), "power_limit_w": _smi("power.limit")}
-    fields |= {"max_sm_mhz": _smi("clocks.max.sm"), "cudnn": torch.backends.cudnn.version()}
-    return fields | {name: _version(name) for name in PACKAGES}
+    found = {name: known[name] for name in ("date", "commit", "python", "torch", "attnkit")}
+    found["run"] = datetime.now(UTC).isoformat(timespec="seconds")
+    found |= {"gpu": properties.name, "sms": properties.multi_processor_count}
+    found |= {"driver": _smi("driver_version"), "power_limit_w": _smi("power.limit")}
+    found |= {"max_sm_mhz": _smi("clocks.max.sm"), "cudnn": torch.backends.cudnn.version()}
+    return found | {name: _version(name) for name in PACKAGES}
 
 
 def _version(package: str) -> str:

@@ -23,19 +23,16 @@ Row = dict[str, Any]
 
 def newest(rows: Sequence[Row], direction: str, mode: str) -> dict[str, dict[str, Row]]:
     """Return case -> contender -> row, each case from its newest run, in the order of the rows."""
-    cases: dict[str, dict[str, Row]] = {}
+    wanted = [row for row in rows if (row.get("direction"), row.get("mode")) == (direction, mode)]
     runs: dict[str, str] = {}
-    for row in rows:
-        if (row.get("direction"), row.get("mode")) != (direction, mode):
-            continue
-        case = row["case"]
-        if row["run"] < runs.get(case, ""):
-            continue
-        if row["run"] != runs.get(case):
-            runs[case] = row["run"]
-            cases[case] = {}
-        cases[case][row["contender"]] = row
-    return cases
+    for row in wanted:
+        if row["contender"] == OURS and "ms" in row:  # ratios of a run refer to our time in it
+            runs[row["case"]] = max(row["run"], runs.get(row["case"], ""))
+    found: dict[str, dict[str, Row]] = {case: {} for case in runs}
+    for row in wanted:
+        if row["run"] == runs.get(row["case"]):
+            found[row["case"]][row["contender"]] = row
+    return found
 
 
 def contenders(cases: dict[str, dict[str, Row]]) -> list[str]:

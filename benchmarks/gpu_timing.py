@@ -7,6 +7,7 @@ without (sustained). Compare only times of the same run; cycles vary least from 
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -14,11 +15,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from timing import Times
+from timing import Times, spread
 from torch import Tensor
 
 Function = Callable[[], Any]
 
+SPREAD = 0.10  # of times, and of ratios within a round; a case above it is measured again
+NOISY = 3  # the exit status of a program that had rows too noisy to save
 LEAST, MOST = 0.1, 4.0  # GHz; a clock outside means that a counter was reset in between
 
 
@@ -69,6 +72,13 @@ class Series:
         """Return SM cycles of one launch: the median of time x clock over the measurements."""
         known = [1e6 * r.ms * r.ghz for r in self.readings if r.ghz is not None]
         return statistics.median(known) if known else None
+
+    def spreads(self, ours: Series | None) -> dict[str, float]:
+        """Return the fields of a row that say how far the rounds lie apart: times, and ratios."""
+        found = {"spread": self.times.spread}
+        if ours is not None:
+            found["ratio_spread"] = spread(self.times.ratios(ours.times))
+        return found
 
 
 class Timer(Protocol):
@@ -170,7 +180,7 @@ def in_turn(
     seconds: float = float("inf"),
     least_rounds: int = 3,
 ) -> dict[str, Series]:
-    """Measure functions round-robin, in alternating order.
+    """Measure functions round-robin, in alternating order, after a round that does not count.
 
     Args:
         functions: by name.
@@ -180,11 +190,72 @@ def in_turn(
         least_rounds: number of rounds that are measured whatever the time.
     """
     prepared = {name: timer.prepare(function) for name, function in functions.items()}
-    series: dict[str, list[Reading]] = {name: [] for name in functions}
+    found: dict[str, list[Reading]] = {name: [] for name in functions}
+    for name, function in functions.items():
+        timer.measure(function, prepared[name])
     began = time.perf_counter()
     for turn in range(rounds):
         if turn >= least_rounds and time.perf_counter() - began > seconds:
             break
         for name in list(functions)[:: 1 if turn % 2 == 0 else -1]:
-            series[name].append(timer.measure(functions[name], prepared[name]))
-    return {name: Series(tuple(readings)) for name, readings in series.items()}
+            found[name].append(timer.measure(functions[name], prepared[name]))
+    return {name: Series(tuple(readings)) for name, readings in found.items()}
+
+
+def number_from(least: int) -> Callable[[str], int]:
+    """Return a parser of an option that has to be at least so large."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r}; expected a number from {least} on")
+        return int(text)
+
+    return parse
+
+
+ROUNDS = number_from(3)  # fewer say nothing about their spread
+ATTEMPTS = number_from(1)
+
+
+@dataclass(frozen=True)
+class Steady:
+    """Hold the last attempt at a case.
+
+    Attributes:
+        series: by name.
+        attempts: how often the case was measured.
+        noisy: whether a spread is still above the limit.
+    """
+
+    series: dict[str, Series]
+    attempts: int
+    noisy: bool
+
+
+def steady(
+    functions: Mapping[str, Function],
+    timer: Timer,
+    *,
+    base: str,
+    rounds: int,
+    seconds: float = float("inf"),
+    attempts: int = 3,
+) -> Steady:
+    """Measure functions in turns, again while a time or a ratio spreads over more than `SPREAD`.
+
+    Args:
+        functions: by name.
+        timer: takes the measurements.
+        base: the name that ratios refer to; it may be missing.
+        rounds: as of `in_turn`.
+        seconds: as of `in_turn`, for each attempt.
+        attempts: at most so many.
+    """
+    series: dict[str, Series] = {}
+    attempt, noisy = 0, True
+    while noisy and attempt < attempts:
+        attempt += 1
+        series = in_turn(functions, timer, rounds=rounds, seconds=seconds)
+        ours = series.get(base)
+        noisy = any(max(own.spreads(ours).values()) > SPREAD for own in series.values())
+    return Steady(series, attempt, noisy)

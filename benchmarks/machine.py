@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
-import subprocess
+import sys
 from datetime import date
 from pathlib import Path
 
+import committed
 import torch
 
 import attnkit
-
-
-def _git(*words: str) -> str:
-    """Run a git command in this checkout; return its output, empty if there is no checkout."""
-    done = subprocess.run(
-        ["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def cpu_model() -> str:
@@ -33,10 +27,9 @@ def cpu_model() -> str:
 
 def describe() -> dict[str, object]:
     """Return the fields of a row that do not depend on the case."""
-    changed = _git("status", "--porcelain", "--", "../attnkit", "../templates")
     return {
         "date": date.today().isoformat(),
-        "commit": _git("rev-parse", "--short=12", "HEAD") + ("+changes" if changed else ""),
+        "commit": committed.described(),
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -45,3 +38,24 @@ def describe() -> dict[str, object]:
         "attnkit": attnkit.__version__,
         "load": round(os.getloadavg()[0], 2),
     }
+
+
+def main() -> int:
+    """Print the stamp of a clean checkout, or the machine."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--stamp", action="store_true", help="print COMMIT:DIGEST for --commit of the benchmarks"
+    )
+    if not parser.parse_args().stamp:
+        print(*(f"{k}: {v}" for k, v in describe().items()), sep="\n")
+        return 0
+    try:
+        print(committed.stamp())
+    except committed.NotCommitted as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -19,7 +20,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import committed
 import torch
+from committed import add_commit, row_file
 from emulate import DIRECTIONS, library, variant_and_zeros
 from frames import head_dims
 
@@ -29,6 +32,8 @@ from attnkit.jit import kernel as compiled
 from attnkit.jit.cubin import kernel_code
 
 LENGTH = 600
+OUTCOME = ("digest", "registers", "stack", "commit")  # the other fields name the kernel
+CLEAN = re.compile(r"[0-9a-f]{7,40}")
 ARCHS = ("sm_90a", "sm_100a")
 HEAD_DIMS = ((64, 64), (128, 128), (192, 192), (256, 256))
 _CUDA_ELF = b"\x7fELF\x02\x01\x01"
@@ -125,7 +130,7 @@ def results(wanted: list[Job], workers: int) -> Iterator[Row]:
 
 def identity(row: Row) -> str:
     """Return the fields that identify a kernel, without its code."""
-    return json.dumps({k: v for k, v in row.items() if k not in ("digest", "registers", "stack")})
+    return json.dumps({k: v for k, v in row.items() if k not in OUTCOME})
 
 
 def main() -> int:
@@ -141,8 +146,9 @@ def main() -> int:
     parser.add_argument("--save", type=Path, help="write the rows to this file")
     parser.add_argument("--against", type=Path, help="compare with the rows of this file")
     parser.add_argument("--record", type=Path, help="append a row with the outcome to this file")
-    parser.add_argument("--commits", nargs=2, default=("", ""), help="to record: before and after")
+    add_commit(parser)
     options = parser.parse_args()
+    file = row_file(options.record, options.commit)
     options.arch = options.arch or ARCHS
     options.head_dim = options.head_dim or HEAD_DIMS
     options.direction = options.direction or DIRECTIONS
@@ -150,12 +156,19 @@ def main() -> int:
     if options.against:
         rows = (json.loads(line) for line in options.against.read_text().splitlines())
         before = {identity(row): row for row in rows}
+    measured_before = sorted({row.get("commit", "") for row in before.values()})
+    if options.record and not all(map(CLEAN.fullmatch, measured_before or [""])):
+        parser.error(
+            f"--record: the rows of --against are of {measured_before or 'no file'}, expected those "
+            "of a committed tree: write them again from one with --save"
+        )
     count = different = unknown = 0
     stream = options.save.open("w") if options.save else None
+    commit = file.commit or committed.described()
     for row in results(list(jobs(options))[:: options.sample], options.workers):
         count += 1
         if stream:
-            print(json.dumps(row), file=stream, flush=True)
+            print(json.dumps(row | {"commit": commit}), file=stream, flush=True)
         old = before.get(identity(json.loads(json.dumps(row))))
         unknown += bool(options.against) and old is None
         if old and old["digest"] != row["digest"]:
@@ -164,13 +177,12 @@ def main() -> int:
     compared = f": {different} differ, {unknown} are not in the file" if options.against else ""
     print(f"{count} kernels{compared}")
     if options.record:
-        outcome: Row = {"benchmark": "machine code", "before": options.commits[0]}
-        outcome |= {"after": options.commits[1], "archs": options.arch}
+        outcome: Row = {"benchmark": "machine code", "before": ", ".join(measured_before)}
+        outcome |= {"after": file.commit, "archs": options.arch}
         outcome |= {"head_dims": options.head_dim, "directions": options.direction}
         outcome |= {"deterministic": options.deterministic, "kernels": count}
         outcome |= {"differ": different, "unknown": unknown, "libraries": dsl_runtime.identity()}
-        with options.record.open("a") as file:
-            file.write(json.dumps(outcome) + "\n")
+        file.append(outcome)
     return bool(different or unknown)
 
 

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from committed import add_commit, row_file
+from gpu_timing import NOISY, SPREAD
 from machine import describe
 from mask_cases import CASES, Case
 from timing import Times, in_turn
@@ -27,7 +29,8 @@ from torch.nn.attention import flex_attention as flex
 
 import attnkit
 from attnkit.inspection.summary import stored_bytes
-from attnkit.sparsity import block_mask as attnkit_masks
+from attnkit.sparsity import mask_runs
+from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.util.tensor_cache import VersionedCache
 
 LENGTHS = (8192, 32768, 131072)
@@ -133,7 +136,7 @@ def first_calls(
 
 def contents(mask: Any) -> Row:
     """Count the tiles and stored bytes of attnkit's or torch's mask."""
-    if isinstance(mask, attnkit_masks.BlockRuns):
+    if isinstance(mask, BlockRuns):
         _, partial, full = mask.counts()
         return {"partial": partial, "full": full, "stored_bytes": stored_bytes(mask)}
     tensors = [t for t in mask.as_tuple(flatten=True) if isinstance(t, torch.Tensor)]
@@ -154,23 +157,28 @@ def measure(
     name: str, length: int, device: torch.device, seconds: float, attempts: int
 ) -> list[Row]:
     """Measure one case; return one row for each peer."""
+    limit = SPREAD if device.type == "cuda" else None  # the CPU is shared with others
     torch.compiler.reset()  # else the ninth mask exceeds dynamo's limit and is built eagerly
     case = CASES[name](length, device)
-    memory = attnkit_masks._runs, attnkit_masks._proofs
-    attnkit_masks._runs, attnkit_masks._proofs = VersionedCache(0), VersionedCache(0)
+    memory = mask_runs._runs, mask_runs._proofs
+    mask_runs._runs, mask_runs._proofs = VersionedCache(0), VersionedCache(0)
     try:
         runs, facts, skipped = first_calls(case, length, device)
-        times = in_turn(runs, seconds=seconds, attempts=attempts, least_rounds=5)
+        times = in_turn(runs, seconds=seconds, attempts=attempts, least_rounds=5, limit=limit)
     finally:
-        attnkit_masks._runs, attnkit_masks._proofs = memory
+        mask_runs._runs, mask_runs._proofs = memory
     again = remembered(case, length, device)
     ours = times.pop("attnkit")
     row: Row = {"benchmark": "masks", "device": device.type, "case": name, "length": length}
     row |= {"block": BLOCK, "batch": case.batch, "heads": case.heads}
     row |= {"ours_ms": ours.median, "ours_min": ours.least, "again_ms": again.median}
     row |= {f"ours_{k}": v for k, v in facts["attnkit"].items()}
-    row |= {"rounds": len(ours.rounds), "noisy": ours.noisy}
-    return [row | compared(ours, times, facts, peer, skipped[peer]) for peer in list(skipped)[1:]]
+    row |= {"rounds": len(ours.rounds), "spread": ours.spread}
+    noisy = any(t.is_noisy(limit) for t in (ours, *times.values()))
+    return [
+        row | compared(ours, times, facts, peer, skipped[peer]) | {"noisy": noisy}
+        for peer in list(skipped)[1:]
+    ]
 
 
 def compared(
@@ -183,11 +191,8 @@ def compared(
     row = {"peer": peer, "peer_ms": theirs.median, "peer_min": theirs.least}
     row |= {f"peer_{k}": v for k, v in facts[peer].items()}
     same = all(mine[k] == facts[peer][k] for k in ("partial", "full"))
-    return row | {
-        "ratio": theirs.over(ours),
-        "same_tiles": same,
-        "noisy": ours.noisy or theirs.noisy,
-    }
+    row["peer_spread"] = theirs.spread
+    return row | {"ratio": theirs.over(ours), "same_tiles": same}
 
 
 def line(row: Row) -> str:
@@ -205,7 +210,8 @@ def line(row: Row) -> str:
 
 def cell(rows: list[Row]) -> str:
     """Format attnkit's time and each peer's time as a multiple of it, for one case and length."""
-    newest = {row["peer"]: row for row in rows}
+    # all peers of one measurement share our time; ratios of an older one are to another time
+    newest = {row["peer"]: row for row in rows if row["ours_ms"] == rows[-1]["ours_ms"]}
     parts = [f"{newest[peer]['ratio']:.0f}x" for peer in newest if "ratio" in newest[peer]]
     return f"{rows[-1]['ours_ms']:.1f} ms" + (f" ({', '.join(parts)})" if parts else "")
 
@@ -242,11 +248,13 @@ def main() -> int:
     parser.add_argument("--attempts", type=int, default=3, help="at a measurement that is noisy")
     parser.add_argument("--save", action="store_true", help=f"append the rows to {ROWS.name}")
     parser.add_argument("--table", action="store_true", help="the saved rows as Markdown, no more")
+    add_commit(parser)
     args = parser.parse_args()
     if args.table:
         saved = [json.loads(text) for text in ROWS.read_text().splitlines()]
         print(markdown(saved, args.device.type))
         return 0
+    file = row_file(ROWS if args.save else None, args.commit)
     torch.set_num_threads(args.threads)
     device = torch.empty(0, device=args.device).device  # with its index
     warnings.filterwarnings("ignore", message="_compile flag on create_block_mask")
@@ -256,7 +264,7 @@ def main() -> int:
         f"{'mask':18}{'length':>7}{'ours ms':>9}{'again us':>8}{'KiB':>9}  {'peer':15}{'ms':>9}"
         f"{'first ms':>9}{'KiB':>9}{'peak MB':>8}{'ratio':>9}"
     )
-    ratios, wrong = [], False
+    ratios, wrong, noisy = [], False, False
     for name in CASES:
         if args.only not in name:
             continue
@@ -265,12 +273,13 @@ def main() -> int:
                 print(line(row), flush=True)
                 wrong |= not row.get("same_tiles", True)
                 ratios += [row["ratio"]] if "ratio" in row else []
-                if args.save and not row["noisy"]:
-                    with ROWS.open("a") as file:
-                        file.write(json.dumps(known | row) + "\n")
+                noisy |= row["noisy"]
+                if not row["noisy"]:
+                    file.append(known | row)
     if ratios:
         print(f"median ratio {statistics.median(ratios):.1f}x, least {min(ratios):.1f}x")
-    return int(wrong)
+    # rows of a shared CPU may be left out; a GPU's are asked for again
+    return 1 if wrong else NOISY if noisy and device.type == "cuda" else 0
 
 
 if __name__ == "__main__":

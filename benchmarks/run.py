@@ -7,7 +7,6 @@ its peers in turns. A peer's compile time does not count. If a peer refuses a ca
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tomllib
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from committed import add_commit, row_file
 from contenders import CONTENDERS, OURS, Problem, Run, dense, error
 from machine import describe
 from table import ROWS
@@ -141,7 +141,9 @@ def main() -> int:
         "--save", action="store_true", help="append rows that are not noisy to results/"
     )
     parser.add_argument("--attempts", type=int, default=3, help="at a measurement that is noisy")
+    add_commit(parser)
     args = parser.parse_args()
+    file = row_file(ROWS if args.save else None, args.commit)
     torch.set_num_threads(args.threads)
     config = tomllib.loads((HERE / "cases.toml").read_text())
     config["shape"]["length"] = args.length or config["shape"]["length"]
@@ -156,13 +158,13 @@ def main() -> int:
         for row in measure(case, config, args.seconds, args.attempts):
             print(line(row, wanted(row, config["target"])), flush=True)
             wrong |= not row["error"] <= row["error_allowed"]
-            if args.save and not row["noisy"]:
-                with ROWS.open("a") as file:
-                    file.write(json.dumps(where | row) + "\n")
+            if not row["noisy"]:
+                file.append(where | row)
     if not args.only:
         print("\ntiles of a mask", flush=True)
         command = [sys.executable, HERE / "classify.py", "--threads", str(args.threads)]
         command += ["--json", ROWS.with_name("classify.jsonl")] if args.save else []
+        command += ["--commit", args.commit] if args.commit else []
         wrong |= subprocess.run(command, check=False).returncode != 0
     return int(wrong)
 

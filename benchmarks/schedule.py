@@ -16,7 +16,6 @@ Length 2048 has no limit: if an SM has only one or two tiles, no schedule is nea
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from committed import add_commit, row_file
 from machine import describe
 from torch import Tensor
 
@@ -150,7 +150,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also append the rows to FILE")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--workers", type=int, nargs="+", default=(132, 148))
+    add_commit(parser)
     options = parser.parse_args()
+    file = row_file(options.json, options.commit)
     place, over = describe(), 0
     print(HEAD)
     for length in options.lengths:
@@ -160,9 +162,7 @@ def main() -> int:
                     row = place | measure(mask, length, workers, backward)
                     print(line(row), flush=True)
                     over += length >= LIMIT_FROM and row["ratio"] > LIMIT
-                    if options.json:
-                        with options.json.open("a") as file:
-                            file.write(json.dumps(row) + "\n")
+                    file.append(row)
     verdict = f"missed in {over} rows" if over else "met"
     print(f"target from {LIMIT_FROM} on: at most {LIMIT} x the lower bound: {verdict}")
     return 1 if over else 0

@@ -25,6 +25,8 @@ def cell(rows: list[Row], direction: str, peer: str | None) -> str:
     parts = []
     for dtype in DTYPES:
         own = [r for r in rows if (r["direction"], r["dtype"]) == (direction, dtype)]
+        # all peers of one measurement share our time; ratios of an older one are to another time
+        own = [r for r in own if r["ours_ms"] == own[-1]["ours_ms"]]
         compared = [r for r in own if "ratio" in r and peer in (None, r["peer"])]
         if peer is None and own:
             parts.append(f"{own[-1]['ours_ms']:.0f} ms")

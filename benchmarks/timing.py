@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 NOISY = 1.25
+
+
+def spread(values: Sequence[float]) -> float:
+    """Return (p90 - p10) / median, percentiles interpolated; 0 for a single value."""
+    if len(values) < 2:
+        return 0.0
+    tenths = statistics.quantiles(values, n=10, method="inclusive")
+    return (tenths[-1] - tenths[0]) / statistics.median(values)
 
 
 @dataclass(frozen=True)
@@ -25,14 +33,27 @@ class Times:
         return min(self.rounds)
 
     @property
+    def spread(self) -> float:
+        """Return the width of the middle 80 % of the rounds as a share of the median."""
+        return spread(self.rounds)
+
+    def is_noisy(self, limit: float | None = None) -> bool:
+        """Return whether the spread is above a limit; `noisy` if there is none."""
+        return self.noisy if limit is None else self.spread > limit
+
+    @property
     def noisy(self) -> bool:
         """Return whether the median is far above the least time: the machine was busy."""
         return self.median > NOISY * self.least
 
     def over(self, other: Times) -> float:
         """Return this time as a multiple of the other: the median of the ratios in each round."""
+        return statistics.median(self.ratios(other))
+
+    def ratios(self, other: Times) -> tuple[float, ...]:
+        """Return this time as a multiple of the other's, round by round."""
         pairs = zip(self.rounds, other.rounds, strict=True)
-        return statistics.median(mine / theirs for mine, theirs in pairs)
+        return tuple(mine / theirs for mine, theirs in pairs)
 
 
 def in_turn(
@@ -42,6 +63,7 @@ def in_turn(
     attempts: int = 1,
     least_rounds: int = 7,
     most_rounds: int = 50,
+    limit: float | None = None,
 ) -> dict[str, Times]:
     """Time functions round-robin: each round calls each once, in alternating order.
 
@@ -51,12 +73,13 @@ def in_turn(
         attempts: most measurements; measure again while a time is noisy.
         least_rounds: least number of rounds.
         most_rounds: largest number of rounds.
+        limit: as of `Times.is_noisy`.
     """
     for function in functions.values():
         function()
     for _ in range(attempts):
         times = _rounds(functions, seconds, least_rounds, most_rounds)
-        if not any(t.noisy for t in times.values()):
+        if not any(t.is_noisy(limit) for t in times.values()):
             break
     return times
 

@@ -16,7 +16,7 @@ from attnkit.masks._examples import Example, examples
 from attnkit.masks._grid import tile_order
 from attnkit.masks._longformer import longformer
 from attnkit.masks._natten import natten
-from attnkit.masks._padding import padding
+from attnkit.masks._padding import padding, zero_padding
 from attnkit.masks._paged import paged
 from attnkit.masks._prefix import prefix, prefix_lm
 from attnkit.masks._shared_prefix import shared_prefix
@@ -54,4 +54,5 @@ __all__ = [
     "topk_blocks",
     "tree",
     "tree_from_table",
+    "zero_padding",
 ]

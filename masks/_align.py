@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from attnkit import ArgumentError, OptionError
-from attnkit.masks._check import per_batch, whole
+from attnkit import ArgumentError, Axes, OptionError
+from attnkit.masks._check import per_batch, text, whole
 
 Align: TypeAlias = Literal["top-left", "bottom-right"]
 Index: TypeAlias = Callable[[Tensor, Tensor], Tensor]
@@ -23,6 +23,7 @@ class Alignment(NamedTuple):
         padded: whether `exists` is False for some keys.
         lengths: the (query, kv) lengths that it fits; None for any.
         arguments: the arguments as text, for a label.
+        axes: the table of kv lengths, if there is one.
     """
 
     position: Index
@@ -30,6 +31,7 @@ class Alignment(NamedTuple):
     padded: bool
     lengths: tuple[int | None, int | None]
     arguments: tuple[str, ...]
+    axes: tuple[Axes, ...] = ()
 
 
 def aligned(align: Align, q_len: int | None, kv_len: int | Tensor | None) -> Alignment:
@@ -44,12 +46,11 @@ def aligned(align: Align, q_len: int | None, kv_len: int | Tensor | None) -> Ali
     Raises:
         ArgumentError, OptionError, ShapeError, DTypeError: an argument is not as described.
     """
-    if align == "top-left":
+    if isinstance(align, str) and align == "top-left":
         if q_len is not None or kv_len is not None:
             raise ArgumentError('q_len and kv_len have a meaning with align="bottom-right" only')
         return Alignment(_same_position, _exists, False, (None, None), ())
-    if align != "bottom-right":
-        raise OptionError(f'align must be "top-left" or "bottom-right", got {align!r}')
+    check_align(align)
     if q_len is None or kv_len is None:
         raise ArgumentError(
             f'align="bottom-right" needs q_len and kv_len, got {q_len=} and {kv_len=}'
@@ -64,10 +65,21 @@ def aligned(align: Align, q_len: int | None, kv_len: int | Tensor | None) -> Ali
             True,
             (q_len, None),
             arguments,
+            (Axes("kv_len", lengths, "b"),),
         )
     offset = whole("kv_len", kv_len, least=1) - q_len
     arguments = ('"bottom-right"', f"q_len={q_len}", f"kv_len={kv_len}")
     return Alignment(lambda b, q: q + offset, _exists, False, (q_len, kv_len), arguments)
+
+
+def check_align(align: Any) -> None:
+    """Check that an alignment is one of the two.
+
+    Raises:
+        OptionError: it is not.
+    """
+    if not isinstance(align, str) or align not in ("top-left", "bottom-right"):
+        raise OptionError(f'align must be "top-left" or "bottom-right", got {text(align)}')
 
 
 def keyword_arguments(arguments: tuple[str, ...]) -> tuple[str, ...]:

@@ -6,13 +6,16 @@ from torch import Tensor
 
 from attnkit import Mask
 from attnkit.masks._check import int_tensor, shape_text, whole
-from attnkit.masks._topk_blocks import topk_blocks
+from attnkit.masks._topk_blocks import blocks_mask
 
 
 def bigbird(
     random_blocks: Tensor, block: int, *, window_blocks: int = 1, global_blocks: int = 1
 ) -> Mask:
     """Keeps neighbouring blocks, the rows and columns of the first blocks, and random blocks.
+
+    Hugging Face's BigBird makes the first and the last block global, and always has a window of
+    three blocks. Here the first `global_blocks` are global; add the last block by `|`.
 
     Args:
         random_blocks: int [query blocks, R] or [H, query blocks, R], the random kv blocks of each
@@ -44,7 +47,7 @@ def bigbird(
     whole("global_blocks", global_blocks)
     shapes = "[query blocks, R] or [H, query blocks, R]"
     int_tensor("random_blocks", random_blocks, shapes, (2, 3))
-    random = topk_blocks(random_blocks, block, block)
+    random = blocks_mask("random_blocks", random_blocks, block, block)
 
     def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         row, column = q // block, kv // block
@@ -52,4 +55,4 @@ def bigbird(
         return near | (row < global_blocks) | (column < global_blocks)
 
     label = f"bigbird({shape_text(random_blocks)}, {block})"
-    return Mask(random | keep, label)
+    return Mask(random | Mask(keep, frame="common"), label)

@@ -36,4 +36,4 @@ def block_diagonal(size: int, kv_size: int | None = None) -> Mask:
         return q // size == kv // columns
 
     arguments = f"{size}" if kv_size is None else f"{size}, {kv_size}"
-    return Mask(keep, f"block_diagonal({arguments})")
+    return Mask(keep, f"block_diagonal({arguments})", frame="common")

@@ -16,9 +16,11 @@ def causal(
 ) -> Mask:
     """Keeps the keys that are not after the query.
 
-    Aligned at the top left, query `q` sees keys `0 .. q` (as `is_causal` of PyTorch's SDPA).
-    Aligned at the bottom right, the last query sees the last key (as in FlashAttention). A KV cache
-    needs this: its `q_len` new queries are the last of `kv_len` positions.
+    Aligned at the top left, query `q` sees keys `0 .. q`, as `is_causal` of PyTorch's SDPA. Aligned
+    at the bottom right, the last query sees the last key, as FlashAttention (from 2.1 on) and
+    Hugging Face with a cache. For equal lengths both are the same. For documents with different
+    numbers of queries and keys, FlashAttention aligns each document by itself. That is
+    `document_from_cu_seqlens(q, kv, within=causal(), align="bottom-right")`; `&` is refused there.
 
     Args:
         align: "top-left" or "bottom-right".
@@ -44,9 +46,11 @@ def causal(
             [1, 1, 1, 1, 0],
             [1, 1, 1, 1, 1]], dtype=torch.int32)
     """
-    position, _, _, lengths, arguments = aligned(align, q_len, kv_len)
+    at = aligned(align, q_len, kv_len)
+    position = at.position
 
     def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return kv <= position(b, q)
 
-    return Mask(keep, f"causal({', '.join(arguments)})", lengths=lengths)
+    label = f"causal({', '.join(at.arguments)})"
+    return Mask(keep, label, lengths=at.lengths, axes=at.axes, frame="common")

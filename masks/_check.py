@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnkit import ArgumentError, DTypeError, OptionError, ShapeError
+from attnkit import ArgumentError, DeviceError, DTypeError, OptionError, ShapeError
 
 INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 INT_MAX = 2**31 - 1
@@ -19,10 +21,39 @@ def whole(name: str, value: Any, least: int = 0, most: int = INT_MAX) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ArgumentError(f"{name} must be an int, got {type(value).__name__}")
     if value < least:
-        raise OptionError(f"{name} must be at least {least}, got {value}")
+        raise OptionError(f"{name} must be at least {least}, got {int_text(value)}")
     if value > most:
-        raise OptionError(f"{name} must be at most {most}, got {value}")
+        raise OptionError(f"{name} must be at most {most}, got {int_text(value)}")
     return value
+
+
+def flag(name: str, value: Any) -> bool:
+    """Check a bool, and return it."""
+    if not isinstance(value, bool):
+        raise ArgumentError(f"{name} must be True or False, got {text(value)}")
+    return value
+
+
+def text(value: Any) -> str:
+    """Format any value for a message, in a few words; some values cannot be printed."""
+    try:
+        return reprlib.repr(value)
+    except Exception:  # an int of thousands of digits, or an error in the caller's own __repr__
+        return f"a value of type {type(value).__name__}"
+
+
+def int_text(value: int) -> str:
+    """Format an int for a message; Python refuses to print those of thousands of digits."""
+    return str(value) if value.bit_length() < 100 else f"an int of {value.bit_length()} bits"
+
+
+def has_data(value: Tensor) -> bool:
+    """Return whether a tensor's data can be read; not in torch.compile, and not if it is meta."""
+    return not (
+        torch.compiler.is_dynamo_compiling()
+        or value.is_meta
+        or type(value).__name__ == "FakeTensor"
+    )
 
 
 def limit(name: str, value: Any) -> int | None:
@@ -30,8 +61,27 @@ def limit(name: str, value: Any) -> int | None:
     if value is None:
         return None
     if isinstance(value, int) and value < 0:
-        raise OptionError(f"{name} must be at least 0, or None for no limit, got {value}")
+        raise OptionError(
+            f"{name} must be at least 0, or None for no limit (FlashAttention's -1), got "
+            f"{int_text(value)}"
+        )
     return whole(name, value)
+
+
+def keys_before(name: str, value: Any, size: Any) -> int | None:
+    """Check how many keys before the query a window keeps, given as such or as its whole size.
+
+    Args:
+        name: of the argument that counts the keys before the query.
+        value: that argument, `...` if it was not given; None for no limit.
+        size: the number of keys with the query's own, None if it was not given.
+    """
+    if (value is ...) == (size is None):
+        raise ArgumentError(
+            f"give {name} (keys before the query) or size (keys with the query's own), got "
+            f"{'both' if size is not None else 'neither'}"
+        )
+    return limit(name, value) if size is None else whole("size", size, least=1) - 1
 
 
 def sizes(name: str, value: Any, axes: int, least: int = 1) -> tuple[int, ...]:
@@ -43,7 +93,9 @@ def sizes(name: str, value: Any, axes: int, least: int = 1) -> tuple[int, ...]:
             f"{name} must be an int or a tuple of {axes} ints, got {type(value).__name__}"
         )
     if len(value) != axes:
-        raise OptionError(f"{name} must have {axes} entries, one per axis, got {tuple(value)}")
+        raise OptionError(
+            f"{name} must have {axes} entries, one per axis, got {text(tuple(value))}"
+        )
     return tuple(whole(f"{name}[{axis}]", size, least) for axis, size in enumerate(value))
 
 
@@ -52,14 +104,21 @@ def grid(name: str, value: Any, most_axes: int = 3) -> tuple[int, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise ArgumentError(f"{name} must be a tuple of ints, got {type(value).__name__}")
     if not 1 <= len(value) <= most_axes:
-        raise OptionError(f"{name} must have 1 to {most_axes} axes, got {tuple(value)}")
-    return sizes(name, value, len(value))
+        raise OptionError(f"{name} must have 1 to {most_axes} axes, got {text(tuple(value))}")
+    lengths = sizes(name, value, len(value))
+    if math.prod(lengths) > INT_MAX:
+        raise OptionError(f"{name} must have at most {INT_MAX} tokens, got {lengths}")
+    return lengths
 
 
 def tensor(name: str, value: Any, shapes: str, ranks: Sequence[int]) -> Tensor:
     """Check that a value is a nonempty tensor of one of the ranks; `shapes` is for the message."""
     if not isinstance(value, Tensor):
         raise ArgumentError(f"{name} must be a tensor {shapes}, got {type(value).__name__}")
+    if value.is_nested:
+        raise ArgumentError(f"{name} must not be a nested tensor; pass a padded tensor {shapes}")
+    if value.layout != torch.strided:
+        raise ArgumentError(f"{name} must be dense, got {value.layout}; pass {name}.to_dense()")
     if value.ndim not in ranks:
         raise ShapeError(f"{name} must have shape {shapes}, got {tuple(value.shape)}")
     if value.numel() == 0:
@@ -86,9 +145,37 @@ def extent(value: Tensor) -> tuple[int, int]:
     return int(low), int(high)
 
 
-def at_least(name: str, value: Tensor, least: int) -> Tensor:
-    """Check that no entry is below `least`; not in torch.compile, which has no data to check."""
+def needs_data(name: str, value: Tensor) -> Tensor:
+    """Check that a tensor has data, for a mask that reads it when it is built."""
+    if not (torch.compiler.is_dynamo_compiling() or has_data(value)):
+        raise ArgumentError(
+            f"{name} must have data, because the mask reads it once; got a tensor "
+            f"without data ({'meta' if value.is_meta else 'fake'})"
+        )
+    return value
+
+
+def same_device(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
+    """Check that two tensors are on one device."""
+    if value.device != other.device:
+        raise DeviceError(
+            f"{other_name} is on {other.device}, {name} on {value.device}; move one of them"
+        )
+
+
+def total_length(name: str, lengths: Tensor) -> int:
+    """Return the sum of lengths that are at least 0, which must be a length of int32."""
     if torch.compiler.is_dynamo_compiling():
+        return int(lengths.sum())
+    total = float(lengths.double().sum())  # a sum of int64 may wrap
+    if total > INT_MAX:
+        raise OptionError(f"{name} must sum to at most {INT_MAX}, got {total:.0f}")
+    return int(total)
+
+
+def at_least(name: str, value: Tensor, least: int) -> Tensor:
+    """Check that no entry is below `least`, if the tensor has data to check."""
+    if not has_data(value):
         return value
     low, _ = extent(value)
     if low < least:
@@ -101,9 +188,28 @@ def per_batch(name: str, value: Any, least: int = 0) -> Tensor:
     return at_least(name, int_tensor(name, value, "[B]", (1,)), least)
 
 
+def float_tensor(name: str, value: Any, shapes: str, ranks: Sequence[int]) -> Tensor:
+    """Check a tensor of floats."""
+    checked = tensor(name, value, shapes, ranks)
+    if not checked.dtype.is_floating_point:
+        raise DTypeError(f"{name} must hold floats, got {checked.dtype}")
+    return checked
+
+
 def bool_tensor(name: str, value: Any, shapes: str, ranks: Sequence[int]) -> Tensor:
     """Check a bool tensor."""
     checked = tensor(name, value, shapes, ranks)
     if checked.dtype != torch.bool:
         raise DTypeError(f"{name} must be torch.bool, got {checked.dtype}")
     return checked
+
+
+def own_device(name: str, value: Any) -> torch.device:
+    """Check a device, and return it with its index."""
+    try:
+        return torch.empty(0, device=value).device
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise DeviceError(
+            f"{name} must be a device of this machine, such as 'cpu', got {text(value)}: {reason}"
+        ) from None

@@ -20,6 +20,10 @@ def dilated(
 ) -> Mask:
     """Keeps every `dilation`-th key of a window, counted from the query.
 
+    `left` and `right` count positions, not keys, and are inclusive: a row keeps up to
+    `left // dilation + 1 + right // dilation` keys. Longformer counts keys: its w keys on each side
+    are `dilated(w * dilation, dilation, w * dilation)`.
+
     Args:
         left: positions of the window before the query.
         dilation: distance between the keys that are kept, from 1 on (1 is `sliding_window`).
@@ -51,7 +55,8 @@ def dilated(
     whole("right", right)
     whole("dilation", dilation, least=1)
 
-    position, exists, padded, lengths, arguments = aligned(align, q_len, kv_len)
+    at = aligned(align, q_len, kv_len)
+    position, exists = at.position, at.exists
 
     def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         distance = position(b, q) - kv
@@ -61,5 +66,6 @@ def dilated(
         return keep(b, h, q, kv) & exists(b, kv)
 
     sizes = (left, dilation) if right == 0 else (left, dilation, right)
-    label = f"dilated({', '.join((*map(str, sizes), *keyword_arguments(arguments)))})"
-    return Mask(keep_existing if padded and right else keep, label, lengths=lengths)
+    label = f"dilated({', '.join((*map(str, sizes), *keyword_arguments(at.arguments)))})"
+    chosen = keep_existing if at.padded and right else keep
+    return Mask(chosen, label, lengths=at.lengths, axes=at.axes, frame="common")

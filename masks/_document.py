@@ -3,19 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from attnkit import Mask, OptionError, ShapeError
-from attnkit.masks._check import at_least, int_tensor, shape_text, whole
+from attnkit import ArgumentError, Axes, Mask, OptionError, ShapeError
+from attnkit.masks._align import Align, check_align
+from attnkit.masks._check import (
+    INT_MAX,
+    at_least,
+    flag,
+    has_data,
+    int_tensor,
+    needs_data,
+    shape_text,
+    total_length,
+    whole,
+)
 
 MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def document(ids: Tensor, kv_ids: Tensor | None = None, *, sorted_ids: bool = False) -> Mask:
+def document(
+    ids: Tensor,
+    kv_ids: Tensor | None = None,
+    *,
+    sorted_ids: bool = False,
+    padding: int | None = None,
+) -> Mask:
     """Keeps the pairs whose document ids are equal.
+
+    Every value is an id: positions with the id -1 (or 0) see each other, as with JAX's segment ids.
+    Where a value marks padding, as 0 does in Hugging Face's attention masks and -1 often does, pass
+    `padding=0` or `padding=-1`: those positions then see nothing, and nothing sees them.
 
     The mask reads `ids` when it is used: the next call sees edits in place.
 
@@ -24,13 +45,14 @@ def document(ids: Tensor, kv_ids: Tensor | None = None, *, sorted_ids: bool = Fa
             only if `kv_ids` is given).
         kv_ids: int [Skv] or [B, Skv], the document of each key.
         sorted_ids: check that ids never decrease along the sequence.
+        padding: the id of positions that are padding; None if there is none.
 
     Returns:
         The mask, for lengths up to those of the ids.
 
     Raises:
         ArgumentError, ShapeError, DTypeError: not an integer tensor of that shape.
-        OptionError: ids decrease, with `sorted_ids`.
+        OptionError: ids decrease, with `sorted_ids`; the dtype of the ids cannot hold `padding`.
 
     Source: Krell et al. 2021 (packing), arXiv:2107.02027.
 
@@ -43,6 +65,7 @@ def document(ids: Tensor, kv_ids: Tensor | None = None, *, sorted_ids: bool = Fa
             [0, 0, 1, 1, 1],
             [0, 0, 1, 1, 1]], dtype=torch.int32)
     """
+    flag("sorted_ids", sorted_ids)
     q_doc = _ids("ids", ids, sorted_ids)
     kv_doc = q_doc if kv_ids is None else _ids("kv_ids", kv_ids, sorted_ids)
     if q_doc.ndim != kv_doc.ndim or q_doc.shape[:-1] != kv_doc.shape[:-1]:
@@ -50,25 +73,50 @@ def document(ids: Tensor, kv_ids: Tensor | None = None, *, sorted_ids: bool = Fa
             "ids and kv_ids must both be [S] or both be [B, S] with the same B, got shapes "
             f"{tuple(q_doc.shape)} and {tuple(kv_doc.shape)}"
         )
-    return Mask(_same(q_doc, kv_doc), f"document({_shown(q_doc, kv_ids)})")
+    keep = _same(q_doc, kv_doc)
+    leading = ("b",) if q_doc.ndim == 2 else ()
+    if kv_ids is None:
+        axes = [Axes("ids", q_doc, *leading, "len")]
+    else:
+        axes = [Axes("ids", q_doc, *leading, "q"), Axes("kv_ids", kv_doc, *leading, "kv")]
+    if padding is None:
+        return Mask(keep, f"document({_shown(q_doc, kv_ids)})", axes=axes)
+    _check_padding(padding, q_doc, kv_doc)
+
+    def keep_documents(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        own = q_doc[b, q] if leading else q_doc[q]
+        return keep(b, h, q, kv) & (own != padding)
+
+    return Mask(keep_documents, f"document({_shown(q_doc, kv_ids)}, padding={padding})", axes=axes)
 
 
 def document_from_lengths(
-    lengths: Tensor, kv_lengths: Tensor | None = None, *, total: int | None = None
+    lengths: Tensor,
+    kv_lengths: Tensor | None = None,
+    *,
+    total: int | None = None,
+    within: MaskMod | None = None,
+    align: Align | None = None,
 ) -> Mask:
     """Keeps the pairs in the same document; documents follow each other without gaps.
+
+    With `kv_lengths` queries and keys of a document start at different positions, so that `&` with
+    `causal()` or a window is refused. `within` applies such a mask inside of each document. See
+    `document_from_cu_seqlens`.
 
     Args:
         lengths: int [N], the length of each document.
         kv_lengths: int [N], the number of keys of each document, if it differs from the queries'.
         total: query length, to check the sum of the lengths.
+        within, align: a mask inside of each document, see `document_from_cu_seqlens`.
 
     Returns:
         The mask, for the query and kv lengths that the documents sum to.
 
     Raises:
         ArgumentError, ShapeError, DTypeError: not an integer tensor of that shape.
-        OptionError: a length is negative, or the lengths do not sum to `total`.
+        OptionError: a length is negative, the lengths do not sum to `total`, or an argument is
+            unknown.
 
     >>> import torch
     >>> from attnkit import create_mask
@@ -78,35 +126,50 @@ def document_from_lengths(
             [0, 1, 1, 1],
             [0, 1, 1, 1]], dtype=torch.int32)
     """
+    _document_lengths("lengths", lengths)
     q_doc = _from_lengths("lengths", lengths)
     if total is not None and whole("total", total, least=1) != q_doc.numel():
         raise OptionError(f"lengths must sum to total = {total}, got {q_doc.numel()}")
-    kv_doc = q_doc
     if kv_lengths is not None:
-        kv_doc = _from_lengths("kv_lengths", kv_lengths)
+        _document_lengths("kv_lengths", kv_lengths)
         _same_count("lengths", lengths, "kv_lengths", kv_lengths)
     label = f"document_from_lengths({_shown(lengths, kv_lengths)})"
-    return Mask(_same(q_doc, kv_doc), label, lengths=(len(q_doc), len(kv_doc)))
+    return _packed(label, q_doc, lengths, ("kv_lengths", kv_lengths), within, align)
 
 
 def document_from_cu_seqlens(
-    cu_seqlens: Tensor, kv_cu_seqlens: Tensor | None = None, *, total: int | None = None
+    cu_seqlens: Tensor,
+    kv_cu_seqlens: Tensor | None = None,
+    *,
+    total: int | None = None,
+    within: MaskMod | None = None,
+    align: Align | None = None,
 ) -> Mask:
     """Keeps the pairs in the same document; `cu_seqlens` says where documents start.
+
+    FlashAttention's varlen functions align causal masks and windows at the bottom right of each
+    document. With the same offsets for queries and keys that is `causal() & mask`. With
+    `kv_cu_seqlens` queries and keys of a document start at different positions, so that `&` with
+    `causal()` or a window is refused; pass `within=causal(), align="bottom-right"` instead.
 
     Args:
         cu_seqlens: int [N + 1], 0 followed by the ends of the N documents, as FlashAttention's
             varlen interface takes them.
         kv_cu_seqlens: int [N + 1], the same for the keys, if they differ from the queries.
         total: query length, to check the last entry.
+        within: a mask, or mask_mod, over positions that count from the start of each document; it
+            fits any lengths and reads no table by position.
+        align: with `within`, "top-left" (the default) places the first query of a document at its
+            first key, "bottom-right" the last query at the last key.
 
     Returns:
         The mask, for the query and kv lengths that the last entries give.
 
     Raises:
-        ArgumentError, ShapeError, DTypeError: not an integer tensor of that shape.
-        OptionError: the first entry is not 0, entries decrease (documents would overlap), or the
-            last entry is not `total`.
+        ArgumentError, ShapeError, DTypeError: not an integer tensor of that shape, or `within` is
+            not such a mask.
+        OptionError: the first entry is not 0, entries decrease (documents would overlap), the
+            last entry is not `total`, or `align` is unknown.
 
     >>> import torch
     >>> from attnkit import create_mask
@@ -115,15 +178,97 @@ def document_from_cu_seqlens(
             [1, 1, 0],
             [0, 0, 1]], dtype=torch.int32)
     """
-    q_doc = _from_lengths("cu_seqlens", _differences("cu_seqlens", cu_seqlens))
+    lengths = _differences("cu_seqlens", cu_seqlens)
+    q_doc = _from_lengths("cu_seqlens", lengths)
     if total is not None and whole("total", total, least=1) != q_doc.numel():
         raise OptionError(f"cu_seqlens must end with total = {total}, got {q_doc.numel()}")
-    kv_doc = q_doc
+    kv_lengths = None
     if kv_cu_seqlens is not None:
-        kv_doc = _from_lengths("kv_cu_seqlens", _differences("kv_cu_seqlens", kv_cu_seqlens))
+        kv_lengths = _differences("kv_cu_seqlens", kv_cu_seqlens)
         _same_count("cu_seqlens", cu_seqlens, "kv_cu_seqlens", kv_cu_seqlens)
     label = f"document_from_cu_seqlens({_shown(cu_seqlens, kv_cu_seqlens)})"
-    return Mask(_same(q_doc, kv_doc), label, lengths=(len(q_doc), len(kv_doc)))
+    return _packed(label, q_doc, lengths, ("kv_cu_seqlens", kv_lengths), within, align)
+
+
+def _packed(
+    label: str,
+    q_doc: Tensor,
+    lengths: Tensor,
+    keys: tuple[str, Tensor | None],
+    within: MaskMod | None,
+    align: Align | None,
+) -> Mask:
+    """Return the mask of documents that follow each other, from their lengths.
+
+    Args:
+        label: label of the mask, without `within`.
+        q_doc: int32 [query length], the document of each query.
+        lengths: int [N], queries of each document.
+        keys: name and int [N], keys of each document; None if they are as many as the queries.
+        within, align: as the caller gave them.
+    """
+    name, kv_lengths = keys
+    kv_doc = q_doc if kv_lengths is None else _from_lengths(name, kv_lengths)
+    sizes = len(q_doc), len(kv_doc)
+    apart = kv_lengths is not None and _start_apart(lengths, kv_lengths)
+    frame: Literal["", "separate"] = "separate" if apart else ""
+    if within is None:
+        if align is not None:
+            raise ArgumentError("align has a meaning with within=... only, got no within")
+        return Mask(_same(q_doc, kv_doc), label, lengths=sizes, frame=frame)
+    inner = _inner(within)
+    check_align("top-left" if align is None else align)
+    own = lengths.long()
+    counts = own if kv_lengths is None else kv_lengths.long()
+    # int32 tables by query: where its document's keys start and end, and its place among them
+    start = (counts.cumsum(0) - counts)[q_doc].int()
+    end = counts.cumsum(0)[q_doc].int()
+    place = torch.arange(sizes[0], device=q_doc.device) - (own.cumsum(0) - own)[q_doc]
+    if align == "bottom-right":
+        place = place + (counts - own)[q_doc]
+    place = place.int()
+
+    def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        first = start[q]
+        here: Tensor = inner(b, h, place[q], kv - first)
+        return (kv >= first) & (kv < end[q]) & here
+
+    axes = [table.without("q", "kv") for table in inner.axes]
+    shown = f"{label[:-1]}, within={inner.label}" + (f", align={align!r})" if align else ")")
+    return Mask(keep, shown, lengths=sizes, axes=axes, frame=frame)
+
+
+def _inner(within: Any) -> Mask:
+    """Check the mask inside of each document."""
+    if not callable(within):
+        raise ArgumentError(f"within must be a mask or a mask_mod, got {type(within).__name__}")
+    inner = within if isinstance(within, Mask) else Mask(within)
+    if inner.lengths != Mask(_same_place).lengths:
+        raise ShapeError(
+            f"within must fit documents of any length; {inner.label} was built for {inner.lengths}"
+        )
+    return inner
+
+
+def _same_place(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return q == kv
+
+
+def _start_apart(lengths: Tensor, kv_lengths: Tensor) -> bool:
+    """Return whether a document's queries and keys start at different positions."""
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    return not torch.equal(lengths[:-1].long().cpu(), kv_lengths[:-1].long().cpu())
+
+
+def _check_padding(padding: Any, *ids: Tensor) -> None:
+    for t in ids:
+        limits = torch.iinfo(t.dtype)
+        whole("padding", padding, least=max(limits.min, -(2**31)), most=min(limits.max, INT_MAX))
+
+
+def _document_lengths(name: str, lengths: Tensor) -> None:
+    at_least(name, int_tensor(name, lengths, "[N]", (1,)), 0)
 
 
 def _same(q_doc: Tensor, kv_doc: Tensor) -> MaskMod:
@@ -142,14 +287,14 @@ def _same(q_doc: Tensor, kv_doc: Tensor) -> MaskMod:
 
 def _ids(name: str, ids: Tensor, sorted_ids: bool) -> Tensor:
     checked = int_tensor(name, ids, "[S] or [B, S]", (1, 2))
-    if sorted_ids and bool((checked[..., 1:] < checked[..., :-1]).any()):
+    if sorted_ids and has_data(checked) and bool((checked[..., 1:] < checked[..., :-1]).any()):
         raise OptionError(f"{name} must not decrease along the sequence (sorted_ids=True)")
     return checked
 
 
 def _from_lengths(name: str, lengths: Tensor) -> Tensor:
     """Return the document id of each position, int32 [sum of lengths]."""
-    at_least(name, int_tensor(name, lengths, "[N]", (1,)), 0)
+    total_length(name, needs_data(name, lengths))
     documents = torch.arange(len(lengths), dtype=torch.int32, device=lengths.device)
     ids = documents.repeat_interleave(lengths.long())
     if len(ids) == 0:
@@ -158,7 +303,7 @@ def _from_lengths(name: str, lengths: Tensor) -> Tensor:
 
 
 def _differences(name: str, cu_seqlens: Tensor) -> Tensor:
-    ends = int_tensor(name, cu_seqlens, "[N + 1]", (1,)).long()
+    ends = needs_data(name, int_tensor(name, cu_seqlens, "[N + 1]", (1,))).long()
     if len(ends) < 2:
         raise ShapeError(f"{name} must have shape [N + 1] with N >= 1, got {tuple(ends.shape)}")
     lengths = ends.diff()

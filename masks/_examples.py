@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnkit import Mask
+from attnkit import DeviceError, Mask
 from attnkit.masks._bigbird import bigbird
 from attnkit.masks._block_diagonal import block_diagonal
 from attnkit.masks._block_diffusion import block_diffusion
 from attnkit.masks._causal import causal
-from attnkit.masks._check import whole
+from attnkit.masks._check import own_device, whole
 from attnkit.masks._dilated import dilated
 from attnkit.masks._document import document, document_from_cu_seqlens, document_from_lengths
 from attnkit.masks._longformer import longformer
@@ -85,7 +85,11 @@ def examples(
     Example(mask=sliding_window(16), q_len=128, kv_len=128, batch=1, heads=1)
     """
     whole("length", length, least=32)
-    draw = _Draw(seed, torch.device(device))
+    whole("seed", seed, most=2**63 - 1)
+    place = own_device("device", device)
+    if place.type == "meta":
+        raise DeviceError("device must hold data, which some masks read once, got 'meta'")
+    draw = _Draw(seed, place)
     instances = _patterns(length)
     instances |= _documents(length, draw)
     instances |= _batches(length, draw)
@@ -143,6 +147,13 @@ def _documents(length: int, draw: _Draw) -> dict[str, Example]:
             document_from_lengths(lengths, total=length), length, length
         ),
         "document_from_cu_seqlens": Example(document_from_cu_seqlens(ends), length, length),
+        "document_from_lengths/within": Example(
+            document_from_lengths(
+                lengths, lengths + 1, within=sliding_window(9), align="bottom-right"
+            ),
+            length,
+            length + count,
+        ),
         "shared_prefix": Example(
             shared_prefix(length // 4, draw.lengths(length - length // 4, 3)), length, length
         ),

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attnkit import Mask
+from attnkit import Axes, Mask
 from attnkit.masks._check import bool_tensor, shape_text, whole
 
 
 def longformer(window: int, global_tokens: int | Tensor) -> Mask:
     """Keeps a window on both sides, and the rows and columns of global tokens.
 
+    `window` counts the keys on one side and both ends are inclusive: a row keeps up to
+    `2 * window + 1` local keys. Hugging Face's `attention_window` counts both sides: pass
+    `attention_window // 2`.
+
     Args:
-        window: keys on each side of the query (a row keeps up to `2 * window + 1` local keys).
+        window: keys on each side of the query.
         global_tokens: number of global tokens at the start, or bool [S] or [B, S], True at the
             global tokens.
 
@@ -41,7 +45,7 @@ def longformer(window: int, global_tokens: int | Tensor) -> Mask:
             near = (q - kv <= window) & (kv - q <= window)
             return near | (q < global_tokens) | (kv < global_tokens)
 
-        return Mask(keep, f"longformer({window}, {global_tokens})")
+        return Mask(keep, f"longformer({window}, {global_tokens})", frame="common")
 
     is_global = bool_tensor("global_tokens", global_tokens, "[S] or [B, S]", (1, 2))
     label = f"longformer({window}, {shape_text(is_global)})"
@@ -51,10 +55,12 @@ def longformer(window: int, global_tokens: int | Tensor) -> Mask:
             near = (q - kv <= window) & (kv - q <= window)
             return near | is_global[q] | is_global[kv]
 
-        return Mask(keep_marked, label)
+        axes = [Axes("global_tokens", is_global, "len")]
+        return Mask(keep_marked, label, axes=axes, frame="common")
 
     def keep_batched(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         near = (q - kv <= window) & (kv - q <= window)
         return near | is_global[b, q] | is_global[b, kv]
 
-    return Mask(keep_batched, label)
+    axes = [Axes("global_tokens", is_global, "b", "len")]
+    return Mask(keep_batched, label, axes=axes, frame="common")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnkit import ArgumentError, Mask, OptionError
-from attnkit.masks._check import grid, sizes
+from attnkit.masks._check import grid, sizes, text
 from attnkit.masks._grid import check_tile, coordinates
 
 
@@ -123,7 +123,9 @@ def _at_most(x: Tensor, bound: int | Tensor) -> Tensor:
 def _directions(causal: bool | Sequence[bool], axes: int) -> tuple[bool, ...]:
     flags = (causal,) * axes if isinstance(causal, bool) else causal
     if not isinstance(flags, Sequence) or not all(isinstance(c, bool) for c in flags):
-        raise ArgumentError(f"causal must be a bool or a tuple of bools, got {causal!r}")
+        raise ArgumentError(f"causal must be a bool or a tuple of bools, got {text(causal)}")
     if len(flags) != axes:
-        raise OptionError(f"causal must have {axes} entries, one per axis, got {tuple(flags)}")
+        raise OptionError(
+            f"causal must have {axes} entries, one per axis, got {text(tuple(flags))}"
+        )
     return tuple(flags)

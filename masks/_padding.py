@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
+import torch
 from torch import Tensor
 
-from attnkit import Mask, ShapeError
-from attnkit.masks._check import per_batch
+from attnkit import ArgumentError, Axes, Mask, OptionError, ShapeError
+from attnkit.masks._check import float_tensor, per_batch, same_device, text, whole
 
 
-def padding(kv_lengths: Tensor, q_lengths: Tensor | None = None) -> Mask:
+def padding(
+    kv_lengths: Tensor,
+    q_lengths: Tensor | None = None,
+    *,
+    side: Literal["right", "left"] = "right",
+    q_len: int | None = None,
+    kv_len: int | None = None,
+) -> Mask:
     """Keeps the first `kv_lengths[b]` keys of each batch entry.
+
+    Padding follows the tokens, as with FlashAttention's `cache_seqlens`. Hugging Face pads on the
+    left for generation: `padding(lengths, side="left", kv_len=S)` keeps the last `kv_lengths[b]` of
+    S keys. From an attention mask [B, S], the lengths are `attention_mask.sum(-1)`.
+
+    NaN or infinity in padded keys and values is not masked, see `zero_padding`.
 
     Args:
         kv_lengths: int [B], keys that are not padding.
-        q_lengths: int [B], queries that are not padding: rows after them are fully masked, so their
+        q_lengths: int [B], queries that are not padding: other rows are fully masked, so their
             output and gradients are 0. None: no row is padding.
+        side: where the padding is, "right" or "left".
+        q_len, kv_len: query and kv length; only for side="left" (`q_len` only with `q_lengths`).
 
     Returns:
-        The mask, for any lengths.
+        The mask, for any lengths; with side="left", for `q_len` and `kv_len` only.
 
     Raises:
         ArgumentError, OptionError, ShapeError, DTypeError: an argument is not as described.
@@ -32,20 +50,114 @@ def padding(kv_lengths: Tensor, q_lengths: Tensor | None = None) -> Mask:
              [1, 1, 1, 0]]], dtype=torch.int32)
     """
     per_batch("kv_lengths", kv_lengths)
+    axes = [Axes("kv_lengths", kv_lengths, "b")]
+    if q_lengths is not None:
+        per_batch("q_lengths", q_lengths)
+        if q_lengths.shape != kv_lengths.shape:
+            raise ShapeError(
+                f"q_lengths and kv_lengths must have one entry per batch entry, got shapes "
+                f"{tuple(q_lengths.shape)} and {tuple(kv_lengths.shape)}"
+            )
+        axes.append(Axes("q_lengths", q_lengths, "b"))
+    shown = "[B]" if q_lengths is None else "[B], [B]"
+    if _is_left(side, q_len, kv_len, q_lengths):
+        return _left(kv_lengths, q_lengths, q_len, kv_len, f"padding({shown}, side='left')", axes)
     if q_lengths is None:
 
         def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
             return kv < kv_lengths[b]
 
-        return Mask(keep, "padding([B])")
-    queries = per_batch("q_lengths", q_lengths)
-    if queries.shape != kv_lengths.shape:
-        raise ShapeError(
-            f"q_lengths and kv_lengths must have one entry per batch entry, got shapes "
-            f"{tuple(queries.shape)} and {tuple(kv_lengths.shape)}"
-        )
+        return Mask(keep, f"padding({shown})", axes=axes)
+    queries = q_lengths
 
     def keep_both(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return (kv < kv_lengths[b]) & (q < queries[b])
 
-    return Mask(keep_both, "padding([B], [B])")
+    return Mask(keep_both, f"padding({shown})", axes=axes)
+
+
+def zero_padding(
+    tensor: Tensor, lengths: Tensor, *, side: Literal["right", "left"] = "right"
+) -> Tensor:
+    """Return a tensor whose padded rows are 0, so that NaN or infinity in them has no effect.
+
+    A mask gives padded keys the weight 0, and 0 times NaN is NaN: padding that holds NaN or
+    infinity reaches the rows of its tile, as in FlexAttention and in dense attention. Padding of
+    finite numbers needs no such care. Apply this to the value for the output, and to query, key and
+    value for the gradients. The gradient of a padded row is 0.
+
+    Args:
+        tensor: [B, H, S, D], any float dtype.
+        lengths: int [B], rows of each batch entry that are not padding.
+        side: where the padding is, "right" or "left".
+
+    Returns:
+        A new tensor of the same shape and dtype.
+
+    Raises:
+        ArgumentError, OptionError, ShapeError, DTypeError: an argument is not as described.
+
+    >>> import torch
+    >>> value = torch.tensor([[1.0], [2.0], [float("nan")]])[None, None]
+    >>> zero_padding(value, torch.tensor([2])).flatten()
+    tensor([1., 2., 0.])
+    """
+    float_tensor("tensor", tensor, "[B, H, S, D]", (4,))
+    per_batch("lengths", lengths)
+    if len(lengths) != len(tensor):
+        raise ShapeError(
+            f"lengths must have one entry per batch entry of tensor, {len(tensor)}, got "
+            f"{len(lengths)}"
+        )
+    same_device("tensor", tensor, "lengths", lengths)
+    check_side(side)
+    size = tensor.shape[2]
+    positions = torch.arange(size, device=tensor.device)
+    own = lengths.long()[:, None]
+    padded = positions >= own if side == "right" else positions < size - own
+    return tensor.masked_fill(padded[:, None, :, None], 0)
+
+
+def check_side(side: Any) -> None:
+    """Check that a side is "right" or "left"."""
+    if not isinstance(side, str) or side not in ("right", "left"):
+        raise OptionError(f'side must be "right" or "left", got {text(side)}')
+
+
+def _is_left(side: Any, q_len: Any, kv_len: Any, q_lengths: Tensor | None) -> bool:
+    """Check the arguments of the side, and return whether it is the left."""
+    check_side(side)
+    if side == "right":
+        if q_len is not None or kv_len is not None:
+            raise ArgumentError('q_len and kv_len have a meaning with side="left" only')
+        return False
+    if kv_len is None or (q_len is None) != (q_lengths is None):
+        raise ArgumentError(
+            'side="left" needs kv_len, and q_len where q_lengths is given, got '
+            f"{kv_len=} and {q_len=}"
+        )
+    return True
+
+
+def _left(
+    kv_lengths: Tensor,
+    q_lengths: Tensor | None,
+    q_len: Any,
+    kv_len: Any,
+    label: str,
+    axes: list[Axes],
+) -> Mask:
+    """Return the mask of padding before the tokens."""
+    keys = whole("kv_len", kv_len, least=1)
+    if q_lengths is None:
+
+        def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return kv >= keys - kv_lengths[b]
+
+        return Mask(keep, label, lengths=(None, keys), axes=axes)
+    rows, queries = whole("q_len", q_len, least=1), q_lengths
+
+    def keep_both(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (kv >= keys - kv_lengths[b]) & (q >= rows - queries[b])
+
+    return Mask(keep_both, label, lengths=(rows, keys), axes=axes)

@@ -8,8 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnkit import ArgumentError, Mask, OptionError, ShapeError
-from attnkit.masks._check import at_least, extent, int_tensor, per_batch, shape_text, whole
+from attnkit import ArgumentError, Axes, Mask, OptionError, ShapeError
+from attnkit.masks._check import (
+    INT_MAX,
+    at_least,
+    extent,
+    int_tensor,
+    needs_data,
+    per_batch,
+    shape_text,
+    whole,
+)
 
 
 def paged(
@@ -23,7 +32,8 @@ def paged(
 
     Key and value are one pool [1, H, pages * page_size, D] for all batch entries; logical
     page `i` of entry `b` is stored in page `page_table[b, i]`. Keys in pages of other entries are
-    masked.
+    masked. `page_table` is FlashAttention's `block_table`, and `lengths` its `cache_seqlens`;
+    where vLLM fills the rest of a row with 0 or old pages, write -1 first.
 
     Args:
         mask: `mask_mod(b, h, q, kv)` or a Mask, over logical key positions.
@@ -57,9 +67,16 @@ def paged(
         raise ArgumentError(f"mask must be a mask or a mask_mod, got {type(mask).__name__}")
     whole("page_size", page_size, least=1)
     whole("pages", pages, least=1)
+    if pages * page_size > INT_MAX:
+        raise OptionError(f"pages * page_size must be at most {INT_MAX}, got {pages * page_size}")
     logical_page = _inverse(page_table, pages)
     name = mask.label if isinstance(mask, Mask) else getattr(mask, "__name__", "mask")
     sizes = _lengths(mask, name, page_table.shape[1] * page_size, pages * page_size, lengths)
+    inner = mask if isinstance(mask, Mask) else None
+    # The mask reads its tables at logical keys, whose number its own lengths and proofs limit.
+    axes = [Axes("page_table", tuple(page_table.shape), "b", None)]
+    axes += [table.without("kv") for table in inner.axes] if inner is not None else []
+    frame = "" if inner is None else inner.frame
     label = f"paged({name}, {shape_text(page_table)}, {page_size}, {pages})"
 
     def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -67,7 +84,7 @@ def paged(
         return (page >= 0) & mask(b, h, q, page.clamp(min=0) * page_size + kv % page_size)
 
     if lengths is None:
-        return Mask(keep, label, lengths=sizes)
+        return Mask(keep, label, lengths=sizes, axes=axes, frame=frame)
     counts = per_batch("lengths", lengths)
     if len(counts) != len(page_table):
         raise ShapeError(
@@ -80,7 +97,8 @@ def paged(
         key = page.clamp(min=0) * page_size + kv % page_size
         return (page >= 0) & (key < counts[b]) & mask(b, h, q, key)
 
-    return Mask(keep_existing, label, lengths=sizes)
+    own = Axes("lengths", counts, "b")
+    return Mask(keep_existing, label, lengths=sizes, axes=[*axes, own], frame=frame)
 
 
 def _lengths(
@@ -100,7 +118,7 @@ def _lengths(
 
 def _inverse(page_table: Tensor, pages: int) -> Tensor:
     """Return int32 [B, pages]: the logical page that entry b stores in a physical page, or -1."""
-    table = int_tensor("page_table", page_table, "[B, P]", (2,)).long()
+    table = needs_data("page_table", int_tensor("page_table", page_table, "[B, P]", (2,))).long()
     at_least("page_table", table, -1)
     if extent(table)[1] >= pages:
         raise OptionError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attnkit import Mask
+from attnkit import Axes, Mask
 from attnkit.masks._causal import causal
 from attnkit.masks._check import per_batch, whole
 
@@ -33,7 +33,7 @@ def prefix(length: int | Tensor) -> Mask:
         def keep_batched(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
             return kv < lengths[b]
 
-        return Mask(keep_batched, "prefix([B])")
+        return Mask(keep_batched, "prefix([B])", axes=[Axes("length", lengths, "b")])
     whole("length", length)
 
     def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:

@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 
 from attnkit import ArgumentError, Mask, OptionError, ShapeError
-from attnkit.masks._check import at_least, int_tensor, shape_text, whole
+from attnkit.masks._check import (
+    at_least,
+    int_tensor,
+    needs_data,
+    same_device,
+    shape_text,
+    total_length,
+    whole,
+)
 
 
 def shared_prefix(prefixes: int | Tensor, suffixes: Tensor) -> Mask:
@@ -38,7 +46,7 @@ def shared_prefix(prefixes: int | Tensor, suffixes: Tensor) -> Mask:
             [1, 1, 0, 0, 1]], dtype=torch.int32)
     """
     lengths = _lengths(prefixes, suffixes)
-    if int(lengths.sum()) == 0:
+    if total_length("prefixes and suffixes", lengths) == 0:
         raise OptionError("prefixes and suffixes must hold a length above 0, got zeros only")
     groups, width = lengths.shape
     parts = torch.arange(groups * width, dtype=torch.int32, device=lengths.device)
@@ -64,13 +72,15 @@ def shared_prefix(prefixes: int | Tensor, suffixes: Tensor) -> Mask:
 
 def _lengths(prefixes: int | Tensor, suffixes: Tensor) -> Tensor:
     """Return int64 [G, 1 + N]: the lengths of the prefix and of the suffixes of each group."""
-    at_least("suffixes", int_tensor("suffixes", suffixes, "[N] or [G, N]", (1, 2)), 0)
+    needs_data("suffixes", int_tensor("suffixes", suffixes, "[N] or [G, N]", (1, 2)))
+    at_least("suffixes", suffixes, 0)
     if not isinstance(prefixes, Tensor):
         if suffixes.ndim != 1:
             raise ArgumentError("prefixes must be int [G] where suffixes is [G, N], got an int")
         first = suffixes.new_tensor([[whole("prefixes", prefixes)]], dtype=torch.int64)
         return torch.cat((first, suffixes.long()[None]), dim=1)
-    at_least("prefixes", int_tensor("prefixes", prefixes, "[G]", (1,)), 0)
+    at_least("prefixes", needs_data("prefixes", int_tensor("prefixes", prefixes, "[G]", (1,))), 0)
+    same_device("prefixes", prefixes, "suffixes", suffixes)
     if suffixes.ndim != 2 or len(suffixes) != len(prefixes):
         raise ShapeError(
             f"suffixes must have shape [G, N] with G = {len(prefixes)}, one row per prefix, got "

@@ -23,7 +23,8 @@ def sliding_tile(
 
     All queries of a tile see the same tiles, so no block is partial if a tile has a whole number of
     blocks. Tokens are in the tiled layout (see `tile_order`), and text tokens follow; text sees
-    everything and everything sees text.
+    everything and everything sees text. `kernel` counts tiles: a window of (18, 24, 24) tokens of
+    the paper, in tiles of (6, 8, 8), is (3, 3, 3).
 
     Args:
         shape: the grid in tokens, 1 to 3 axes.

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+from types import EllipsisType
+
 from torch import Tensor
 
 from attnkit import ArgumentError, Mask
 from attnkit.masks._align import Align, aligned, keyword_arguments
-from attnkit.masks._check import limit
+from attnkit.masks._check import keys_before, limit
 
 
 def sliding_window(
-    left: int | None,
+    left: int | EllipsisType | None = ...,
     right: int | None = 0,
     *,
+    size: int | None = None,
     align: Align = "top-left",
     q_len: int | None = None,
     kv_len: int | Tensor | None = None,
 ) -> Mask:
     """Keeps the keys from `left` positions before the query to `right` positions after it.
 
-    The query's own position is kept too, so a row keeps up to `left + 1 + right` keys, as
-    FlashAttention counts. With the default `right=0` the mask is causal.
+    Both ends are inclusive, as in FlashAttention's `window_size=(left, right)`: a row keeps up to
+    `left + 1 + right` keys. Hugging Face's `sliding_window=W` (Mistral, Gemma) counts the query's
+    own key: that is `sliding_window(size=W)`, or `sliding_window(W - 1)`. FlashAttention's -1 is
+    None, and it aligns at the bottom right. With the default `right=0` the mask is causal.
 
     Args:
         left: keys before the query, or None for all of them.
         right: keys after the query, or None for all of them.
+        size: keys up to the query with its own, `left + 1`; instead of `left`.
         align: "top-left", or "bottom-right" to place the last query at the last key, see `causal`.
         q_len: query length; only for "bottom-right".
         kv_len: kv length, an int, or int [B] with one length per batch entry (keys from
@@ -34,7 +40,7 @@ def sliding_window(
         The mask, for any lengths; with align="bottom-right", for `q_len` and `kv_len` only.
 
     Raises:
-        ArgumentError, OptionError: not ints, negative, or both None.
+        ArgumentError, OptionError: not ints, negative, both None, or both `left` and `size`.
         ShapeError, DTypeError: kv_len is a tensor of another kind.
 
     Source: Beltagy et al. 2020 (Longformer), arXiv:2004.05150; Jiang et al. 2023 (Mistral),
@@ -49,10 +55,11 @@ def sliding_window(
             [0, 0, 1, 1, 1, 1],
             [0, 0, 0, 1, 1, 1]], dtype=torch.int32)
     """
-    before, after = limit("left", left), limit("right", right)
+    before, after = keys_before("left", left, size), limit("right", right)
     if before is None and after is None:
         raise ArgumentError("left and right are both None, which keeps everything; use noop_mask")
-    position, exists, padded, lengths, arguments = aligned(align, q_len, kv_len)
+    aligned_at = aligned(align, q_len, kv_len)
+    position, exists = aligned_at.position, aligned_at.exists
 
     def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         at = position(b, q)
@@ -63,6 +70,7 @@ def sliding_window(
     def keep_existing(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return keep(b, h, q, kv) & exists(b, kv)
 
-    given = (str(left),) if right == 0 else (str(left), str(right))
-    label = f"sliding_window({', '.join(given + keyword_arguments(arguments))})"
-    return Mask(keep_existing if padded and after != 0 else keep, label, lengths=lengths)
+    given = (str(before),) if after == 0 else (str(before), str(after))
+    label = f"sliding_window({', '.join(given + keyword_arguments(aligned_at.arguments))})"
+    chosen = keep_existing if aligned_at.padded and after != 0 else keep
+    return Mask(chosen, label, lengths=aligned_at.lengths, axes=aligned_at.axes, frame="common")

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+from types import EllipsisType
+
 from torch import Tensor
 
 from attnkit import Mask
 from attnkit.masks._align import Align, aligned, keyword_arguments
-from attnkit.masks._check import whole
+from attnkit.masks._check import keys_before, whole
 
 
 def streaming_llm(
-    window: int,
+    window: int | EllipsisType = ...,
     sinks: int = 4,
     *,
+    size: int | None = None,
     align: Align = "top-left",
     q_len: int | None = None,
     kv_len: int | Tensor | None = None,
 ) -> Mask:
     """Keeps the first `sinks` keys and a window of keys, both up to the query.
 
+    A row keeps up to `window + 1` local keys. The `recent_size` of StreamingLLM's code counts the
+    query's own key: that is `streaming_llm(size=recent_size)`. The sinks are keys; gpt-oss's sinks,
+    learned terms of the softmax, are something else.
+
     Args:
-        window: keys before the query (a row keeps up to `window + 1` local keys).
+        window: keys before the query.
         sinks: keys at the start that every later query sees.
+        size: keys up to the query with its own, `window + 1`; instead of `window`.
         align: "top-left", or "bottom-right" to place the last query at the last key, see `causal`.
         q_len: query length; only for "bottom-right".
         kv_len: kv length, an int, or int [B] with one length per batch entry (keys from
@@ -31,7 +39,7 @@ def streaming_llm(
         The mask, for any lengths; with align="bottom-right", for `q_len` and `kv_len` only.
 
     Raises:
-        ArgumentError, OptionError: not ints, or negative.
+        ArgumentError, OptionError: not ints, negative, or both `window` and `size`.
         ShapeError, DTypeError: kv_len is a tensor of another kind.
 
     Source: Xiao et al. 2023 (StreamingLLM), arXiv:2309.17453.
@@ -45,14 +53,15 @@ def streaming_llm(
             [1, 1, 0, 1, 1, 0],
             [1, 1, 0, 0, 1, 1]], dtype=torch.int32)
     """
-    whole("window", window)
+    before = keys_before("window", window if window is ... else whole("window", window), size) or 0
     whole("sinks", sinks)
-
-    position, _, _, lengths, arguments = aligned(align, q_len, kv_len)
+    aligned_at = aligned(align, q_len, kv_len)
+    position = aligned_at.position
 
     def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         at = position(b, q)
-        return (kv <= at) & ((at - kv <= window) | (kv < sinks))
+        return (kv <= at) & ((at - kv <= before) | (kv < sinks))
 
-    label = f"streaming_llm({', '.join((str(window), str(sinks), *keyword_arguments(arguments)))})"
-    return Mask(keep, label, lengths=lengths)
+    arguments = (str(before), str(sinks), *keyword_arguments(aligned_at.arguments))
+    label = f"streaming_llm({', '.join(arguments)})"
+    return Mask(keep, label, lengths=aligned_at.lengths, axes=aligned_at.axes, frame="common")

@@ -38,7 +38,7 @@ def strided(stride: int) -> Mask:
         distance = q - kv
         return (distance >= 0) & ((distance <= stride) | (distance % stride == 0))
 
-    return Mask(keep, f"strided({stride})")
+    return Mask(keep, f"strided({stride})", frame="common")
 
 
 def fixed(block: int, summary: int = 1) -> Mask:
@@ -72,4 +72,4 @@ def fixed(block: int, summary: int = 1) -> Mask:
     def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return (kv <= q) & ((q // block == kv // block) | (kv % block >= first))
 
-    return Mask(keep, f"fixed({block}, {summary})")
+    return Mask(keep, f"fixed({block}, {summary})", frame="common")

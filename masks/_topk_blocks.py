@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnkit import Mask, ShapeError
+from attnkit import Axes, Mask, ShapeError
 from attnkit.masks._check import int_tensor, shape_text, tensor, whole
 
 MOST_SELECTED = 128  # indices per row: the comparison is unrolled
@@ -14,7 +14,8 @@ MOST_SELECTED = 128  # indices per row: the comparison is unrolled
 def topk_blocks(selected: Tensor, q_block: int, kv_block: int) -> Mask:
     """Keeps the blocks of keys that are selected for the query's block.
 
-    The mask reads `selected` when it is used, so one mask serves a router that writes its choice
+    The query's own block is kept only if it is selected; MoBA always selects it. The mask reads
+    `selected` when it is used, so one mask serves a router that writes its choice
     into the same tensor at each step. Combine it with `causal()` if the model is causal.
 
     Args:
@@ -42,28 +43,35 @@ def topk_blocks(selected: Tensor, q_block: int, kv_block: int) -> Mask:
             [1, 1, 0, 0, 1, 1],
             [1, 1, 0, 0, 1, 1]], dtype=torch.int32)
     """
+    return blocks_mask("selected", selected, q_block, kv_block)
+
+
+def blocks_mask(name: str, selected: Tensor, q_block: int, kv_block: int) -> Mask:
+    """Return the mask of selected blocks; `name` is what messages call the tensor."""
     whole("q_block", q_block, least=1)
     whole("kv_block", kv_block, least=1)
     shapes = "[query blocks, K], [H, query blocks, K] or [B, H, query blocks, K]"
-    tensor("selected", selected, shapes, (2, 3, 4))
+    tensor(name, selected, shapes, (2, 3, 4))
+    leading = ("b", "h")[4 - selected.ndim :]
     label = f"topk_blocks({shape_text(selected)}, {q_block}, {kv_block})"
     if selected.dtype == torch.bool:
 
         def keep_marked(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
             return _row(selected, b, h, q // q_block)[kv // kv_block]
 
-        return Mask(keep_marked, label)
-    count = int_tensor("selected", selected, shapes, (2, 3, 4)).shape[-1]
+        marked = Axes(name, selected, *leading, ("q", q_block), ("kv", kv_block))
+        return Mask(keep_marked, label, axes=[marked])
+    count = int_tensor(name, selected, shapes, (2, 3, 4)).shape[-1]
     if count > MOST_SELECTED:
         raise ShapeError(
-            f"selected must have at most {MOST_SELECTED} indices per query block, got {count}; "
+            f"{name} must have at most {MOST_SELECTED} indices per query block, got {count}; "
             "give a bool tensor [..., query blocks, kv blocks] instead"
         )
 
     def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return (_row(selected, b, h, q // q_block) == kv // kv_block).any(-1)
 
-    return Mask(keep, label)
+    return Mask(keep, label, axes=[Axes(name, selected, *leading, ("q", q_block), None)])
 
 
 def _row(selected: Tensor, b: Tensor, h: Tensor, block: Tensor) -> Tensor:

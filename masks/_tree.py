@@ -8,8 +8,16 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from attnkit import Mask, OptionError
-from attnkit.masks._check import bool_tensor, int_tensor, per_batch, shape_text, whole
+from attnkit import Axes, Mask, OptionError
+from attnkit.masks._check import (
+    bool_tensor,
+    int_tensor,
+    needs_data,
+    per_batch,
+    shape_text,
+    text,
+    whole,
+)
 
 MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -44,7 +52,7 @@ def tree(parents: Tensor, context: int | Tensor = 0) -> Mask:
             [1, 1, 1, 0, 1, 0],
             [1, 1, 1, 1, 0, 1]], dtype=torch.int32)
     """
-    int_tensor("parents", parents, "[N] or [B, N]", (1, 2))
+    needs_data("parents", int_tensor("parents", parents, "[N] or [B, N]", (1, 2)))
     rows = parents.reshape(-1, parents.shape[-1]).tolist()
     walks = [_preorder(row) for row in rows]
     first, last = (
@@ -53,7 +61,7 @@ def tree(parents: Tensor, context: int | Tensor = 0) -> Mask:
         .contiguous()
         for i in (0, 1)
     )
-    label = f"tree({shape_text(parents)}, {_shown(context)})"
+    label = f"tree({shape_text(parents)}, context={_shown(context)})"
 
     if parents.ndim == 1:
 
@@ -62,10 +70,12 @@ def tree(parents: Tensor, context: int | Tensor = 0) -> Mask:
 
         return _after_context(keep, context, (parents.shape[-1],) * 2, label)
 
+    axes = [Axes("parents", first, "b", None)]
+
     def keep_batched(b: Tensor, h: Tensor, q: Tensor, token: Tensor) -> Tensor:
         return (first[b, token] <= first[b, q]) & (first[b, q] < last[b, token])
 
-    return _after_context(keep_batched, context, (parents.shape[-1],) * 2, label)
+    return _after_context(keep_batched, context, (parents.shape[-1],) * 2, label, axes)
 
 
 def tree_from_table(table: Tensor, context: int | Tensor = 0) -> Mask:
@@ -92,7 +102,7 @@ def tree_from_table(table: Tensor, context: int | Tensor = 0) -> Mask:
             [1, 1, 0, 1]], dtype=torch.int32)
     """
     bool_tensor("table", table, "[N, M] or [B, N, M]", (2, 3))
-    label = f"tree_from_table({shape_text(table)}, {_shown(context)})"
+    label = f"tree_from_table({shape_text(table)}, context={_shown(context)})"
     if table.ndim == 2:
 
         def keep(b: Tensor, h: Tensor, q: Tensor, token: Tensor) -> Tensor:
@@ -103,7 +113,8 @@ def tree_from_table(table: Tensor, context: int | Tensor = 0) -> Mask:
     def keep_batched(b: Tensor, h: Tensor, q: Tensor, token: Tensor) -> Tensor:
         return table[b, q, token]
 
-    return _after_context(keep_batched, context, (table.shape[-2], table.shape[-1]), label)
+    axes = [Axes("table", table, "b", None, None)]
+    return _after_context(keep_batched, context, (table.shape[-2], table.shape[-1]), label, axes)
 
 
 def _preorder(parents: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -127,7 +138,11 @@ def _preorder(parents: Sequence[int]) -> tuple[list[int], list[int]]:
 
 
 def _after_context(
-    keep: MaskMod, context: int | Tensor, drafts: tuple[int, int], label: str
+    keep: MaskMod,
+    context: int | Tensor,
+    drafts: tuple[int, int],
+    label: str,
+    axes: Sequence[Axes] = (),
 ) -> Mask:
     """Return a mask over context and draft tokens, from a mask_mod over draft tokens only."""
     rows, count = drafts
@@ -139,16 +154,17 @@ def _after_context(
             draft = keep(b, h, q, token.clamp(0, count - 1))
             return (token < 0) | ((token < count) & draft)
 
-        return Mask(keep_cached, label, lengths=(rows, None))
+        own = Axes("context", contexts, "b")
+        return Mask(keep_cached, label, lengths=(rows, None), axes=[*axes, own])
     lengths = (rows, whole("context", context) + count)
     if context == 0:
-        return Mask(keep, label, lengths=lengths)
+        return Mask(keep, label, lengths=lengths, axes=axes)
 
     def keep_after(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return (kv < context) | keep(b, h, q, (kv - context).clamp(min=0))
 
-    return Mask(keep_after, label, lengths=lengths)
+    return Mask(keep_after, label, lengths=lengths, axes=axes)
 
 
 def _shown(context: int | Tensor) -> str:
-    return "[B]" if isinstance(context, Tensor) else str(context)
+    return "[B]" if isinstance(context, Tensor) else text(context)

@@ -7,9 +7,9 @@ the public API alone, as a user would.
 
 from __future__ import annotations
 
+from attnkit import ScoreMod
 from attnkit.mods._activation import log_relu, log_sigmoid
 from attnkit.mods._alibi import alibi
-from attnkit.mods._check import ScoreMod
 from attnkit.mods._compose import compose
 from attnkit.mods._decay import distance_decay, kerple
 from attnkit.mods._examples import Example, examples

@@ -7,11 +7,14 @@ import math
 import torch
 from torch import Tensor
 
-from attnkit.mods._check import ScoreMod, number
+from attnkit import ScoreMod
+from attnkit.mods._check import number
 
 
 def log_sigmoid(bias: float = 0.0) -> ScoreMod:
     """Replaces the score by `log(sigmoid(score + bias))`: weights are normalised sigmoids.
+
+    The weights of a row sum to 1. Those of FlashSigmoid do not: it takes sigmoids as they are.
 
     Args:
         bias: added to the score; with `-log(n)` for n keys the result is close to softmax.
@@ -33,7 +36,7 @@ def log_sigmoid(bias: float = 0.0) -> ScoreMod:
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return torch.nn.functional.logsigmoid(score + shift)
 
-    return score_mod
+    return ScoreMod(score_mod, f"log_sigmoid({bias})")
 
 
 def log_relu(power: float = 2.0) -> ScoreMod:
@@ -65,4 +68,4 @@ def log_relu(power: float = 2.0) -> ScoreMod:
         safe = torch.where(positive, score, 1.0)
         return torch.where(positive, exponent * torch.log(safe), -math.inf)
 
-    return score_mod
+    return ScoreMod(score_mod, f"log_relu({power})")

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from attnkit.mods._check import ScoreMod, table, whole
+from attnkit import Axes, ScoreMod
+from attnkit.mods._check import flag, shape_text, table, whole
+
+Slope: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
 def alibi(heads: int | Tensor, *, symmetric: bool = False) -> ScoreMod:
     """Adds `slope[h] * (kv - q)`.
 
+    FlashAttention's `alibi_slopes` subtract `slope[h] * |q + Skv - Sq - kv|`: for a causal mask the
+    same weights, else `alibi(slopes, symmetric=True).shift(q=Skv - Sq)`. Hugging Face's BLOOM adds
+    `slope[h] * kv`, which gives the same weights and another LSE.
+
     The default slopes are those of the paper: `2 ** (-8 * (h + 1) / H)` if H is a power of two;
     otherwise those of the next lower power of two, then every other slope of the next higher one.
 
     Args:
-        heads: H for the default slopes, or float [H] with a slope per head (learned slopes get
-            gradients).
+        heads: H for the default slopes, the query heads of the model; or float [H] or [B, H] with
+            the slopes (learned slopes get gradients). For a part of the heads pass their slopes.
         symmetric: subtract `slope[h] * |q - kv|` instead, for bidirectional attention.
 
     Returns:
@@ -36,30 +44,38 @@ def alibi(heads: int | Tensor, *, symmetric: bool = False) -> ScoreMod:
             [-0.5000,  0.0000,  0.5000],
             [-1.0000, -0.5000,  0.0000]])
     """
-    slope = _from_table(heads) if isinstance(heads, Tensor) else _default(whole("heads", heads, 1))
+    flag("symmetric", symmetric)
+    if isinstance(heads, Tensor):
+        slope, axes = _from_table(heads), Axes("heads", heads, *("b", "h")[2 - heads.ndim :])
+        shown = shape_text(heads)
+    else:
+        slope, axes = _default(whole("heads", heads, 1)), Axes("heads", heads, "h")
+        shown = str(heads)
 
     if symmetric:
 
         def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-            return score - slope(h) * (q - kv).abs()
+            return score - slope(b, h) * (q - kv).abs()
 
     else:
 
         def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-            return score + slope(h) * (kv - q)
+            return score + slope(b, h) * (kv - q)
 
-    return score_mod
-
-
-def _from_table(slopes: Tensor) -> Callable[[Tensor], Tensor]:
-    table("heads", slopes, "[H]", (1,))
-    return lambda h: slopes[h]
+    label = f"alibi({shown}, symmetric=True)" if symmetric else f"alibi({shown})"
+    return ScoreMod(score_mod, label, axes=[axes])
 
 
-def _default(heads: int) -> Callable[[Tensor], Tensor]:
+def _from_table(slopes: Tensor) -> Slope:
+    if table("heads", slopes, "[H] or [B, H]", (1, 2)).ndim == 2:
+        return lambda b, h: slopes[b, h]
+    return lambda b, h: slopes[h]
+
+
+def _default(heads: int) -> Slope:
     power = 1 << (heads.bit_length() - 1)  # the largest power of two that is at most H
 
-    def slope(h: Tensor) -> Tensor:
+    def slope(b: Tensor, h: Tensor) -> Tensor:
         exponent = (h + 1) * (-8 / power)
         if heads > power:
             exponent = torch.where(h < power, exponent, (2 * (h - power) + 1) * (-4 / power))

@@ -3,34 +3,65 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+import reprlib
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnkit import ArgumentError, DTypeError, OptionError, ShapeError
+from attnkit import ArgumentError, DeviceError, DTypeError, OptionError, ShapeError
 
-# score_mod(score, b, h, q, kv): float and four int32 scalars in, a float out.
-ScoreMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 INT_MAX = 2**31 - 1
+MOST_DISTANCES = 1 << 24  # entries of a table by distance that a mod computes
 
 
-def whole(name: str, value: Any, least: int = 0) -> int:
-    """Check a Python int, at least `least`, and return it."""
+def whole(name: str, value: Any, least: int = 0, most: int = INT_MAX) -> int:
+    """Check a Python int from `least` to `most`, and return it."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ArgumentError(f"{name} must be an int, got {type(value).__name__}")
-    if not least <= value <= INT_MAX:
-        raise OptionError(f"{name} must be an int from {least} to {INT_MAX}, got {value}")
+    if not least <= value <= most:
+        raise OptionError(f"{name} must be an int from {least} to {most}, got {int_text(value)}")
     return value
+
+
+def flag(name: str, value: Any) -> bool:
+    """Check a bool, and return it."""
+    if not isinstance(value, bool):
+        raise ArgumentError(f"{name} must be True or False, got {text(value)}")
+    return value
+
+
+def text(value: Any) -> str:
+    """Format any value for a message, in a few words; some values cannot be printed."""
+    try:
+        return reprlib.repr(value)
+    except Exception:  # an int of thousands of digits, or an error in the caller's own __repr__
+        return f"a value of type {type(value).__name__}"
+
+
+def int_text(value: int) -> str:
+    """Format an int for a message; Python refuses to print those of thousands of digits."""
+    return str(value) if value.bit_length() < 100 else f"an int of {value.bit_length()} bits"
+
+
+def has_data(value: Tensor) -> bool:
+    """Return whether a tensor's data can be read; not in torch.compile, and not if it is meta."""
+    return not (
+        torch.compiler.is_dynamo_compiling()
+        or value.is_meta
+        or type(value).__name__ == "FakeTensor"
+    )
 
 
 def number(name: str, value: Any, *, positive: bool = False) -> float:
     """Check a finite Python number, greater than 0 if `positive`, and return it as a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ArgumentError(f"{name} must be a number, got {type(value).__name__}")
+    if isinstance(value, int) and value.bit_length() > 1000:
+        raise OptionError(f"{name} must be finite as a float, got {int_text(value)}")
     if not math.isfinite(value):
         raise OptionError(f"{name} must be finite, got {value}")
     if positive and value <= 0:
@@ -42,6 +73,10 @@ def tensor(name: str, value: Any, shapes: str, ranks: Sequence[int]) -> Tensor:
     """Check that a value is a nonempty tensor of one of the ranks; `shapes` is for the message."""
     if not isinstance(value, Tensor):
         raise ArgumentError(f"{name} must be a tensor {shapes}, got {type(value).__name__}")
+    if value.is_nested:
+        raise ArgumentError(f"{name} must not be a nested tensor; pass a padded tensor {shapes}")
+    if value.layout != torch.strided:
+        raise ArgumentError(f"{name} must be dense, got {value.layout}; pass {name}.to_dense()")
     if value.ndim not in ranks:
         raise ShapeError(f"{name} must have shape {shapes}, got {tuple(value.shape)}")
     if value.numel() == 0:
@@ -52,7 +87,7 @@ def tensor(name: str, value: Any, shapes: str, ranks: Sequence[int]) -> Tensor:
 def table(name: str, value: Any, shapes: str, ranks: Sequence[int]) -> Tensor:
     """Check a tensor of floats."""
     checked = tensor(name, value, shapes, ranks)
-    if not checked.dtype.is_floating_point:
+    if checked.dtype not in FLOATS:
         raise DTypeError(f"{name} must hold floats, got {checked.dtype}")
     return checked
 
@@ -71,3 +106,27 @@ def odd(name: str, value: Tensor, axis: int, shapes: str) -> int:
     if size % 2 == 0:
         raise ShapeError(f"{name} must have shape {shapes}, got {tuple(value.shape)}")
     return size
+
+
+def extent(value: Tensor) -> tuple[int, int] | None:
+    """Return the smallest and the largest value; None if the tensor has no data to read."""
+    if not has_data(value):
+        return None
+    low, high = torch.stack(torch.aminmax(value)).tolist()
+    return int(low), int(high)
+
+
+def shape_text(value: Tensor) -> str:
+    """Format a tensor's shape for a label; "[...]" in torch.compile, where sizes are symbolic."""
+    return "[...]" if torch.compiler.is_dynamo_compiling() else str(list(value.shape))
+
+
+def own_device(name: str, value: Any) -> torch.device:
+    """Check a device, and return it with its index."""
+    try:
+        return torch.empty(0, device=value).device
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise DeviceError(
+            f"{name} must be a device of this machine, such as 'cpu', got {text(value)}: {reason}"
+        ) from None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 
-from attnkit import ArgumentError
-from attnkit.mods._check import ScoreMod
+from attnkit import ArgumentError, ScoreMod
 
 
-def compose(*mods: ScoreMod) -> ScoreMod:
+def compose(*mods: Callable[..., Any]) -> ScoreMod:
     """Applies the mods in order: each receives the score that the previous one returned.
 
     Args:
@@ -19,6 +21,7 @@ def compose(*mods: ScoreMod) -> ScoreMod:
 
     Raises:
         ArgumentError: a mod is not callable.
+        ShapeError: two mods have tables for different heads or different batch sizes.
 
     >>> import torch
     >>> from attnkit.mods import alibi, softcap
@@ -38,4 +41,10 @@ def compose(*mods: ScoreMod) -> ScoreMod:
             score = mod(score, b, h, q, kv)
         return score
 
-    return score_mod
+    axes = [table for mod in mods if isinstance(mod, ScoreMod) for table in mod.axes]
+    label = ", ".join(mod.label if isinstance(mod, ScoreMod) else _name(mod) for mod in mods)
+    return ScoreMod(score_mod, f"compose({label})", axes=axes)
+
+
+def _name(mod: Callable[..., Any]) -> str:
+    return str(getattr(mod, "__name__", type(mod).__name__))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnkit import ShapeError
-from attnkit.mods._check import ScoreMod, number, table
+from attnkit import Axes, ScoreMod, ShapeError
+from attnkit.mods._check import number, shape_text, table
 
 
 def distance_decay(rate: Tensor, power: float = 1.0) -> ScoreMod:
     """Subtracts `rate[h] * |q - kv| ** power`: weights decay exponentially with it.
+
+    The weights of a row sum to 1. RetNet's own retention has no softmax.
 
     Args:
         rate: float [H], may be learned; `-log(gamma)` for RetNet's decay gamma.
@@ -35,7 +37,8 @@ def distance_decay(rate: Tensor, power: float = 1.0) -> ScoreMod:
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return score - rate[h] * (q - kv).abs().float() ** exponent
 
-    return score_mod
+    label = f"distance_decay({shape_text(rate)}, {power})"
+    return ScoreMod(score_mod, label, axes=[Axes("rate", rate, "h")])
 
 
 def kerple(rate: Tensor, scale: Tensor) -> ScoreMod:
@@ -69,4 +72,5 @@ def kerple(rate: Tensor, scale: Tensor) -> ScoreMod:
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return score - rate[h] * torch.log1p(scale[h] * (q - kv).abs())
 
-    return score_mod
+    label = f"kerple({shape_text(rate)}, {shape_text(scale)})"
+    return ScoreMod(score_mod, label, axes=[Axes("rate", rate, "h"), Axes("scale", scale, "h")])

@@ -8,9 +8,10 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from attnkit import DTypeError, ScoreMod
 from attnkit.mods._activation import log_relu, log_sigmoid
 from attnkit.mods._alibi import alibi
-from attnkit.mods._check import ScoreMod, whole
+from attnkit.mods._check import FLOATS, flag, own_device, text, whole
 from attnkit.mods._compose import compose
 from attnkit.mods._decay import distance_decay, kerple
 from attnkit.mods._full_bias import full_bias
@@ -79,12 +80,16 @@ def examples(
         Examples by name: the mod's own name, or "name/what is special".
 
     >>> sorted(examples())[:3]
-    ['alibi', 'alibi/learned', 'alibi/symmetric']
+    ['alibi', 'alibi/learned', 'alibi/shift']
     """
     whole("length", length, 4)
     whole("heads", heads, 1)
     whole("batch", batch, 1)
-    draw = _Draw(seed, torch.device(device), dtype, requires_grad)
+    whole("seed", seed, most=2**63 - 1)
+    flag("requires_grad", requires_grad)
+    if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
+        raise DTypeError(f"dtype must be one of {', '.join(map(str, FLOATS))}, got {text(dtype)}")
+    draw = _Draw(seed, own_device("device", device), dtype, requires_grad)
     instances = _fixed(length, heads, draw.device) | _by_head(length, heads, batch, draw)
     instances |= _tables(length, heads, batch, draw)
     result = {}
@@ -101,13 +106,14 @@ def _fixed(length: int, heads: int, device: torch.device) -> _Instances:
     return {
         "softcap": (softcap(5.0),),
         "alibi": (alibi(heads),),
-        "alibi/symmetric": (alibi(heads + 1, symmetric=True),),
+        "alibi/symmetric": (alibi(heads, symmetric=True),),
         "sandwich": (sandwich(heads, length, dims=16, device=device),),
         "log_length": (log_length(max(2, length // 4)),),
         "log_length/constant": (log_length(max(2, length // 4), length),),
         "log_sigmoid": (log_sigmoid(-1.0),),
         "log_relu": (log_relu(),),
         "log_relu/power": (log_relu(1.5),),
+        "alibi/shift": (alibi(heads, symmetric=True).shift(q=3, kv=1),),
         "compose": (compose(softcap(4.0), alibi(heads), log_sigmoid()),),
     }
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attnkit.mods._check import ScoreMod, table
+from attnkit import Axes, ScoreMod
+from attnkit.mods._check import shape_text, table
 
 
 def full_bias(bias: Tensor) -> ScoreMod:
     """Adds `bias[b, h, q, kv]`.
+
+    The bias is added after `scale`, as a float `attn_mask` of PyTorch's SDPA. Larger tables than
+    the call are allowed, and entry (0, 0) is for the first query and key: for queries that follow a
+    cache take `.shift(q=...)`.
 
     Args:
         bias: float [Sq, Skv], [H, Sq, Skv] or [B, H, Sq, Skv], may be learned; axes of size 1 are
@@ -33,4 +38,6 @@ def full_bias(bias: Tensor) -> ScoreMod:
         indices = (b, h, q, kv)[4 - rank :]
         return score + bias[tuple(0 if s else i for s, i in zip(shared, indices, strict=True))]
 
-    return score_mod
+    names = ("b", "h", "q", "kv")[4 - rank :]
+    axes = Axes("bias", bias, *(None if s else n for s, n in zip(shared, names, strict=True)))
+    return ScoreMod(score_mod, f"full_bias({shape_text(bias)})", axes=[axes])

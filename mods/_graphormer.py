@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attnkit import OptionError
-from attnkit.mods._check import ScoreMod, int_tensor, table
+from attnkit import Axes, OptionError, ScoreMod
+from attnkit.mods._check import extent, int_tensor, shape_text, table
 
 
 def graphormer(bias: Tensor, distance: Tensor) -> ScoreMod:
@@ -34,12 +34,15 @@ def graphormer(bias: Tensor, distance: Tensor) -> ScoreMod:
     """
     count = table("bias", bias, "[H, P]", (2,)).shape[1]
     int_tensor("distance", distance, "[N, N] or [B, N, N]", (2, 3))
-    low, high = int(distance.min()), int(distance.max())
-    if low < 0 or high >= count:
-        raise OptionError(f"distance must be from 0 to {count - 1}, got {low} to {high}")
+    ends = extent(distance)
+    if ends is not None and (ends[0] < 0 or ends[1] >= count):
+        raise OptionError(f"distance must be from 0 to {count - 1}, got {ends[0]} to {ends[1]}")
     batched = distance.ndim == 3
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return score + bias[h, distance[b, q, kv] if batched else distance[q, kv]]
 
-    return score_mod
+    leading = ("b",) if batched else ()
+    axes = [Axes("bias", bias, "h", None), Axes("distance", distance, *leading, "q", "kv")]
+    label = f"graphormer({shape_text(bias)}, {shape_text(distance)})"
+    return ScoreMod(score_mod, label, axes=axes)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnkit.mods._check import ScoreMod, table
+from attnkit import Axes, ScoreMod
+from attnkit.mods._check import shape_text, table
 
 
 def head_scale(scale: Tensor) -> ScoreMod:
     """Multiplies the score by `scale[h]`.
+
+    `flex_attention` has multiplied the score by its own `scale` before; pass `scale=1.0` there if
+    the learned one replaces it, as in Swin v2.
 
     Args:
         scale: float [H], learned.
@@ -32,7 +36,8 @@ def head_scale(scale: Tensor) -> ScoreMod:
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return score * scale[h]
 
-    return score_mod
+    label = f"head_scale({shape_text(scale)})"
+    return ScoreMod(score_mod, label, axes=[Axes("scale", scale, "h")])
 
 
 def head_gate(gate: Tensor) -> ScoreMod:
@@ -58,4 +63,4 @@ def head_gate(gate: Tensor) -> ScoreMod:
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return score * torch.sigmoid(gate[h])
 
-    return score_mod
+    return ScoreMod(score_mod, f"head_gate({shape_text(gate)})", axes=[Axes("gate", gate, "h")])

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attnkit.mods._check import ScoreMod, odd, table
+from attnkit import Axes, ScoreMod
+from attnkit.mods._check import odd, shape_text, table
 
 
 def relative_bias(bias: Tensor) -> ScoreMod:
     """Adds `bias[h, W + clamp(kv - q, -W, W)]`.
+
+    The heads come first. An embedding [2 * W + 1, H], as nn.Embedding stores it, is
+    `relative_bias(weight.T)`. Queries that follow a cache need `.shift(q=...)`.
 
     Args:
         bias: float [H, 2 * W + 1], learned; entry W is for `kv == q`.
@@ -36,11 +40,15 @@ def relative_bias(bias: Tensor) -> ScoreMod:
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return score + bias[h, (kv - q).clamp(-reach, reach) + reach]
 
-    return score_mod
+    label = f"relative_bias({shape_text(bias)})"
+    return ScoreMod(score_mod, label, axes=[Axes("bias", bias, "h", None)])
 
 
 def bias_2d(bias: Tensor) -> ScoreMod:
     """Adds `bias[h, R - 1 + row(q) - row(kv), C - 1 + column(q) - column(kv)]` on an R x C grid.
+
+    Swin stores the same numbers as [(2 * R - 1) * (2 * C - 1), H]: pass
+    `relative_position_bias_table.view(2 * R - 1, 2 * C - 1, H).permute(2, 0, 1)`.
 
     Args:
         bias: float [H, 2 * R - 1, 2 * C - 1], learned; tokens are in row-major order, query and
@@ -72,4 +80,5 @@ def bias_2d(bias: Tensor) -> ScoreMod:
         across = q % columns - kv % columns + (columns - 1)
         return score + bias[h, down, across]
 
-    return score_mod
+    axes = [Axes("bias", bias, "h", None, None), Axes("R * C", rows * columns, "len")]
+    return ScoreMod(score_mod, f"bias_2d({shape_text(bias)})", axes=axes)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnkit import OptionError
-from attnkit.mods._check import ScoreMod, whole
+from attnkit import Axes, OptionError, ScoreMod
+from attnkit.mods._check import MOST_DISTANCES, own_device, whole
+
+MOST_DIMS = 1 << 14
 
 
 def sandwich(
@@ -36,16 +38,17 @@ def sandwich(
     tensor([-9.8238, -5.2020, -1.4466,  0.0000])
     """
     whole("heads", heads, 1)
-    whole("length", length, 1)
-    if whole("dims", dims, 2) % 2:
+    whole("length", length, 1, MOST_DISTANCES)
+    if whole("dims", dims, 2, MOST_DIMS) % 2:
         raise OptionError(f"dims must be even, got {dims}")
-    decay = _decay(length, dims).to(device)
+    decay = _decay(length, dims).to(own_device("device", device))
     unit = heads / 8
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return score + decay[(q - kv).abs()] * (unit / (h + 1))
 
-    return score_mod
+    axes = [Axes("heads", heads, "h"), Axes("length", length, "len")]
+    return ScoreMod(score_mod, f"sandwich({heads}, {length}, dims={dims})", axes=axes)
 
 
 def _decay(length: int, dims: int) -> Tensor:

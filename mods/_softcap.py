@@ -5,11 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnkit.mods._check import ScoreMod, number
+from attnkit import ScoreMod
+from attnkit.mods._check import number
 
 
 def softcap(cap: float) -> ScoreMod:
     """Replaces the score by `cap * tanh(score / cap)`, which stays between `-cap` and `cap`.
+
+    The score is that after `scale`, as in FlashAttention's `softcap` and Gemma 2's
+    `attn_logit_softcapping`.
 
     Args:
         cap: greater than 0.
@@ -31,4 +35,4 @@ def softcap(cap: float) -> ScoreMod:
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return bound * torch.tanh(score / bound)
 
-    return score_mod
+    return ScoreMod(score_mod, f"softcap({cap})")

@@ -7,20 +7,23 @@ import math
 import torch
 from torch import Tensor
 
-from attnkit import OptionError
-from attnkit.mods._check import ScoreMod, table, whole
+from attnkit import Axes, OptionError, ScoreMod
+from attnkit.mods._check import MOST_DISTANCES, flag, shape_text, table, whole
 
 
 def t5_bias(bias: Tensor, *, bidirectional: bool = True, max_distance: int = 128) -> ScoreMod:
     """Adds `bias[h, bucket(kv - q)]`.
+
+    The heads come first. Hugging Face's `relative_attention_bias.weight` is [buckets, H]: pass
+    `weight.T`. T5 does not scale its scores: pass `scale=1.0` to `flex_attention`. Queries that
+    follow a cache need `.shift(q=...)`.
 
     Half of the buckets are for single distances, half for ranges that grow up to `max_distance`;
     all greater distances share the last bucket. With `bidirectional`, keys before and after the
     query have half of the buckets each; without it, keys after the query count as distance 0.
 
     Args:
-        bias: float [H, buckets], learned; in a Hugging Face T5 it is
-            `relative_attention_bias.weight.T`.
+        bias: float [H, buckets], learned.
         bidirectional: True in an encoder, False in a decoder.
         max_distance: where the last bucket begins.
 
@@ -43,7 +46,8 @@ def t5_bias(bias: Tensor, *, bidirectional: bool = True, max_distance: int = 128
             [ 2.,  1.,  0.]])
     """
     buckets = table("bias", bias, "[H, buckets]", (2,)).shape[1]
-    whole("max_distance", max_distance, 1)
+    flag("bidirectional", bidirectional)
+    whole("max_distance", max_distance, 1, MOST_DISTANCES)
     side = buckets // 2 if bidirectional else buckets
     if side < 2 or (bidirectional and buckets % 2):
         needed = "an even number of buckets, at least 4" if bidirectional else "at least 2 buckets"
@@ -66,7 +70,8 @@ def t5_bias(bias: Tensor, *, bidirectional: bool = True, max_distance: int = 128
         def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
             return score + bias[h, bucket_of[(q - kv).clamp(0, max_distance)]]
 
-    return score_mod
+    label = f"t5_bias({shape_text(bias)})"
+    return ScoreMod(score_mod, label, axes=[Axes("bias", bias, "h", None)])
 
 
 def _buckets(count: int, max_distance: int) -> Tensor:

@@ -7,12 +7,15 @@ import math
 import torch
 from torch import Tensor
 
-from attnkit import OptionError
-from attnkit.mods._check import ScoreMod, int_tensor, table, whole
+from attnkit import Axes, OptionError, ScoreMod
+from attnkit.mods._check import extent, int_tensor, shape_text, table, whole
 
 
 def log_length(trained: int, length: int | Tensor | None = None) -> ScoreMod:
     """Multiplies the scores of a row with n keys by `max(1, log(n) / log(trained))`.
+
+    Qwen's `use_logn_attn` is `log_length(seq_length)`. Queries that follow a cache of c keys need
+    `.shift(q=c)`, so that row q has `q + c + 1` keys.
 
     Args:
         trained: sequence length in training, from 2 on.
@@ -37,24 +40,27 @@ def log_length(trained: int, length: int | Tensor | None = None) -> ScoreMod:
         def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
             return score * (torch.log((q + 1).float()) * unit).clamp(min=1.0)
 
-        return score_mod
+        return ScoreMod(score_mod, f"log_length({trained})")
     if isinstance(length, Tensor):
         lengths = _lengths(length)
 
         def of_batch(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
             return score * (torch.log(lengths[b].float()) * unit).clamp(min=1.0)
 
-        return of_batch
+        axes = [Axes("length", lengths, "b")]
+        return ScoreMod(of_batch, f"log_length({trained}, [B])", axes=axes)
     factor = max(1.0, math.log(whole("length", length, 1)) * unit)
 
     def constant(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return score * factor
 
-    return constant
+    return ScoreMod(constant, f"log_length({trained}, {length})")
 
 
 def scalable_softmax(scale: Tensor, length: int | Tensor | None = None) -> ScoreMod:
     """Multiplies the scores of a row with n keys by `scale[h] * log(n)`: attention stays focused.
+
+    Queries that follow a cache of c keys need `.shift(q=c)`, so that row q has `q + c + 1` keys.
 
     Args:
         scale: float [H], learned.
@@ -74,31 +80,33 @@ def scalable_softmax(scale: Tensor, length: int | Tensor | None = None) -> Score
     >>> mod(torch.ones(3), 0, torch.tensor(0), torch.tensor([0, 3, 7]), 0)
     tensor([0.0000, 0.6931, 1.0397])
     """
-    table("scale", scale, "[H]", (1,))
+    by_head = Axes("scale", table("scale", scale, "[H]", (1,)), "h")
+    label = f"scalable_softmax({shape_text(scale)}"
     if length is None:
 
         def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
             return score * (scale[h] * torch.log((q + 1).float()))
 
-        return score_mod
+        return ScoreMod(score_mod, f"{label})", axes=[by_head])
     if isinstance(length, Tensor):
         lengths = _lengths(length)
 
         def of_batch(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
             return score * (scale[h] * torch.log(lengths[b].float()))
 
-        return of_batch
+        axes = [by_head, Axes("length", lengths, "b")]
+        return ScoreMod(of_batch, f"{label}, [B])", axes=axes)
     factor = math.log(whole("length", length, 1))
 
     def constant(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return score * (scale[h] * factor)
 
-    return constant
+    return ScoreMod(constant, f"{label}, {length})", axes=[by_head])
 
 
 def _lengths(length: Tensor) -> Tensor:
     lengths = int_tensor("length", length, "[B]", (1,))
-    least = int(lengths.min())
-    if least < 1:
-        raise OptionError(f"length must be at least 1 everywhere, got {least}")
+    ends = extent(lengths)
+    if ends is not None and ends[0] < 1:
+        raise OptionError(f"length must be at least 1 everywhere, got {ends[0]}")
     return lengths

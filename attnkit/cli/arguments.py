@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from attnkit.tracing.built_for import sizes_for
 from attnkit.tracing.mask import Mask
 from attnkit.util.arguments import DTYPES
 
@@ -86,6 +87,12 @@ def lengths(mask: Any, options: argparse.Namespace, default: int) -> tuple[int, 
     return q_len, options.kv_len or mask_kv or q_len
 
 
+def batch_and_heads(options: argparse.Namespace, *functions: Any) -> tuple[int, int]:
+    """Choose batch size and query heads: from the options, else from declared tables, else 1."""
+    declared = sizes_for(*functions)
+    return options.batch or declared.get("b", 1), options.heads or declared.get("h", 1)
+
+
 def add_device(parser: argparse.ArgumentParser) -> None:
     """Add --device to a parser."""
     parser.add_argument(
@@ -108,5 +115,6 @@ def add_sizes(parser: argparse.ArgumentParser, default: int) -> None:
     parser.add_argument(
         "--kv-len", type=size, metavar="N", help="kv length; default that of the mask, or q-len"
     )
-    parser.add_argument("--heads", type=size, default=1, metavar="N", help="query heads; default 1")
-    parser.add_argument("--batch", type=size, default=1, metavar="N", help="batch size; default 1")
+    for name, what in (("heads", "query heads"), ("batch", "batch size")):
+        text = f"{what}; default that of the tables, or 1"
+        parser.add_argument(f"--{name}", type=size, metavar="N", help=text)

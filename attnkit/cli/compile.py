@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnkit.cli.arguments import FAILED, OK, TARGET, dtypes, lengths, size
+from attnkit.cli.arguments import FAILED, OK, TARGET, batch_and_heads, dtypes, lengths, size
 from attnkit.errors import UnsupportedError
 from attnkit.schedule.plan import NoKernelError
 from attnkit.schedule.targets import TARGETS, missing_arch, of_arch
@@ -53,7 +53,7 @@ def register(subparsers: Subparsers) -> None:
     parser.description = (
         "Compile the kernels of a variant into the cache folder (ATTNKIT_CACHE_DIR) and print what "
         "they use; needs no GPU. Exit status 0: done, 1: done, but a kernel is slower than it "
-        "should be, 2: could not be done."
+        "should be or cannot be kept, 2: could not be done."
     )
     parser.set_defaults(run=run)
     parser.add_argument("target", help=TARGET)
@@ -73,7 +73,7 @@ def register(subparsers: Subparsers) -> None:
     for name, default, what in (
         ("head-dim", 128, "head dim of query and key"),
         ("value-dim", None, "head dim of value; default head-dim"),
-        ("heads", 1, "query heads, as many as the variant's tables have"),
+        ("heads", None, "query heads; default as many as the variant's tables have, or 1"),
         ("kv-heads", None, "key and value heads; default heads"),
         (
             "q-len",
@@ -81,7 +81,7 @@ def register(subparsers: Subparsers) -> None:
             f"query length that the variant is built for; default that of the mask, or {LENGTH}",
         ),
         ("kv-len", None, "kv length that it is built for; default that of the mask, or q-len"),
-        ("batch", 1, "batch size that it is built for"),
+        ("batch", None, "batch size; default that of the variant's tables, or 1"),
     ):
         text = what if default is None else f"{what}; default {default}"
         parser.add_argument(f"--{name}", type=size, default=default, metavar="N", help=text)
@@ -97,14 +97,15 @@ def run(options: argparse.Namespace) -> int:
     variant = load(options.target)
     unique: dict[Source, None] = {}
     q_len, kv_len = lengths(variant.mask, options, LENGTH)
+    batch, heads = batch_and_heads(options, variant.score_mod, variant.mask)
     for dtype in options.dtype:
         request = Request(
             variant,
             dtype,
             options.arch,
-            options.batch,
-            options.heads,
-            options.kv_heads or options.heads,
+            batch,
+            heads,
+            options.kv_heads or heads,
             q_len,
             kv_len,
             options.head_dim,
@@ -148,10 +149,11 @@ def compile_all(sources: Sequence[Source]) -> int:
     """Compile sources, and print a line for each kernel and each problem of it.
 
     Returns:
-        Exit status: 1 if a kernel has a problem, such as spilled registers or serialised products.
+        Exit status: 1 if a kernel has a problem, such as spilled registers or serialised products,
+        or if the cache folder does not take it.
     """
     from attnkit.jit import kernel as compiled
-    from attnkit.jit.disk_cache import default_folder
+    from attnkit.jit.disk_cache import KernelCache
 
     print(f"{'kernel':32} {'registers':>9} {'stack':>7} {'shared':>9} {'code':>9} {'seconds':>8}")
     status = OK
@@ -162,8 +164,12 @@ def compile_all(sources: Sequence[Source]) -> int:
         for problem in kernel.artifact.problems:
             print(f"  problem: {problem}")
             status = FAILED
-    print(f"kept in {default_folder()}")
-    return status
+    cache = KernelCache()
+    if all(cache.get(compiled.full_key(source)) is not None for source in sources):
+        print(f"kept in {cache.folder}")
+        return status
+    print(f"not kept: {cache.folder} cannot be used, see `attnkit doctor --security`")
+    return FAILED
 
 
 def _lines(kernel: CompiledKernel) -> Iterator[str]:

@@ -6,6 +6,8 @@ import argparse
 import importlib.util
 import os
 import platform
+import stat
+import tempfile
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 import attnkit
-from attnkit.cli.arguments import OK
+from attnkit.cli.arguments import FAILED, OK
 from attnkit.errors import AttnkitError
 from attnkit.schedule.plan import BACKENDS, Call, choose
 from attnkit.schedule.targets import TARGETS
@@ -41,16 +43,24 @@ def register(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("doctor", help="what this machine can run and why not the rest")
     parser.description = (
         "Look at the packages, the device, the compiler and the cache folder, and say for each "
-        "backend whether it can run here. Computes nothing; the exit status is 0."
+        "backend whether it can run here. Computes nothing; the exit status is 0. With --security, "
+        "say who may write the code that attnkit loads; the exit status is 1 if that is anybody "
+        "but you, root and the owner of a shared cache."
+    )
+    parser.add_argument(
+        "--security",
+        action="store_true",
+        help="say who may write the cache of compiled kernels, and nothing else",
     )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print a line for each finding."""
-    for finding in findings():
+    found = list(security_findings() if options.security else findings())
+    for finding in found:
         print(finding)
-    return OK
+    return FAILED if options.security and not all(f.present for f in found) else OK
 
 
 def findings() -> Iterator[Finding]:
@@ -64,6 +74,84 @@ def findings() -> Iterator[Finding]:
     for target in TARGETS:
         yield Finding(True, f"kernels {target.arch}", f"{target.card}, {target.standing}")
     yield from _backends()
+
+
+def security_findings() -> Iterator[Finding]:
+    """Say for each folder from which code is loaded who may write there; yield findings."""
+    from attnkit.jit.disk_cache import default_folder, shared_folder
+
+    yield from _writers("cache folder", default_folder(), shared=False)
+    shared = shared_folder()
+    if shared is None:
+        yield Finding(True, "shared cache", "none, ATTNKIT_SHARED_CACHE_DIR is not set")
+    else:
+        yield from _writers("shared cache", shared, shared=True)
+    yield _temporary_files()
+
+
+def _writers(name: str, folder: Path, *, shared: bool) -> Iterator[Finding]:
+    """Yield who may write to a cache folder, to its entries, and to the folders above it."""
+    from attnkit.jit import trusted_files
+
+    try:
+        owners = (folder.stat().st_uid,) if shared else ()
+        reason = trusted_files.reason_to_distrust_folder(folder, owners)
+    except FileNotFoundError:
+        state = "does not exist" if shared else "does not exist yet; it will be yours alone"
+        yield Finding(not shared, name, f"{folder} {state}")
+    except OSError as error:
+        yield Finding(False, name, f"{folder} cannot be looked at: {error}")
+    else:
+        who = trusted_files.writers(folder.stat())
+        todo = f"{reason}, so it is ignored; `chown` and `chmod go-w` make it its owner's alone"
+        yield Finding(not reason, name, f"{folder}: {who} may write", todo if reason else "")
+        yield _entries(folder, owners)
+    for above in folder.absolute().parents:
+        if reason := _reason_above(str(above)):
+            state = f"{above}: {reason}, and could replace {folder}"
+            yield Finding(False, f"above the {name}", state, "move the cache")
+
+
+def _reason_above(folder: str) -> str:
+    """Return why a folder above a cache is not trusted; "" if it is, or does not exist."""
+    from attnkit.jit.trusted_files import reason_to_distrust_place
+
+    try:
+        return reason_to_distrust_place(folder)
+    except OSError:
+        return ""
+
+
+def _entries(folder: Path, owners: tuple[int, ...]) -> Finding:
+    """Count the entries of a cache folder that are trusted and those that are not."""
+    from attnkit.jit import trusted_files
+
+    bad = []
+    paths = sorted(folder.glob("*.kernel"))
+    for path in paths:
+        status = path.lstat()
+        reason = trusted_files.reason_to_distrust(status, owners)
+        if not stat.S_ISREG(status.st_mode):
+            reason = "it is not a regular file"
+        if reason:
+            bad.append(f"{path.name}: {reason}")
+    state = f"{len(paths)} kernels, of which {len(bad)} are ignored"
+    return Finding(not bad, "  its kernels", state, f"remove {bad[0]}" if bad else "")
+
+
+def _temporary_files() -> Finding:
+    """Say whether others could replace a file in the folder for temporary files."""
+    from attnkit.jit.trusted_files import reason_to_distrust_place
+
+    name = "temporary files"
+    try:
+        folder = tempfile.gettempdir()
+    except FileNotFoundError as error:
+        return Finding(False, name, str(error), "set TMPDIR")
+    if reason := reason_to_distrust_place(folder):
+        state = f"{folder}: {reason}, and could replace a kernel that is being loaded"
+        return Finding(False, name, state, "another folder is used; set TMPDIR to one of yours")
+    return Finding(True, name, f"{folder}: nobody else can replace a file of yours")
 
 
 def _cuda() -> Finding:
@@ -125,8 +213,16 @@ def _compiler() -> Finding:
 
 def _cache() -> Finding:
     from attnkit.jit.disk_cache import default_folder
+    from attnkit.jit.trusted_files import reason_to_distrust_folder
 
     folder = default_folder()
+    if folder.exists() and (reason := reason_to_distrust_folder(folder)):
+        return Finding(
+            False,
+            "cache folder",
+            f"{folder} is not used, {reason}",
+            "see `attnkit doctor --security`",
+        )
     existing = next(p for p in (folder, *folder.parents) if p.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         return Finding(

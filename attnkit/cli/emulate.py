@@ -6,7 +6,16 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attnkit.cli.arguments import FAILED, OK, TARGET, add_sizes, dtype, lengths, size
+from attnkit.cli.arguments import (
+    FAILED,
+    OK,
+    TARGET,
+    add_sizes,
+    batch_and_heads,
+    dtype,
+    lengths,
+    size,
+)
 from attnkit.schedule.targets import TARGETS
 
 if TYPE_CHECKING:
@@ -15,6 +24,7 @@ if TYPE_CHECKING:
 
     from attnkit.cli.arguments import Subparsers
     from attnkit.jit.emulation import Session
+    from attnkit.runtime.variant import Variant
 
 ARCHS = ", ".join(t.arch for t in TARGETS)
 LENGTH = 256
@@ -87,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
     ) as session:
         errors = compare(
             variant,
-            _inputs(options, sizes, options.dtype or torch.bfloat16),
+            _inputs(options, variant, sizes, options.dtype or torch.bfloat16),
             backend=f"emulate:{options.arch}",
             backward=options.backward,
         )
@@ -101,16 +111,17 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _inputs(
-    options: argparse.Namespace, sizes: tuple[int, int], dtype: torch.dtype
+    options: argparse.Namespace, variant: Variant, sizes: tuple[int, int], dtype: torch.dtype
 ) -> list[Tensor]:
     """Draw random query, key and value of the sizes that the options name."""
     import torch
 
     generator = torch.Generator().manual_seed(options.seed)
-    heads = options.heads, options.kv_heads or options.heads, options.kv_heads or options.heads
+    batch, heads = batch_and_heads(options, variant.score_mod, variant.mask)
+    kv_heads = options.kv_heads or heads
     return [
-        torch.randn(options.batch, h, n, options.head_dim, generator=generator).to(dtype)
-        for h, n in zip(heads, (*sizes, sizes[1]), strict=True)
+        torch.randn(batch, h, n, options.head_dim, generator=generator).to(dtype)
+        for h, n in zip((heads, kv_heads, kv_heads), (*sizes, sizes[1]), strict=True)
     ]
 
 

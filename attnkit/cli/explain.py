@@ -16,6 +16,7 @@ from attnkit.cli.arguments import (
     TARGET,
     add_device,
     add_sizes,
+    batch_and_heads,
     dtype,
     lengths,
     size,
@@ -75,12 +76,13 @@ def run(options: argparse.Namespace) -> int:
 
     variant = load(options.target)
     q_len, kv_len = lengths(variant.mask, options, LENGTH)
+    batch, heads = batch_and_heads(options, variant.score_mod, variant.mask)
     explanation = attnkit.explain(
         variant,
         q_len=q_len,
         kv_len=kv_len,
-        heads=options.heads,
-        batch=options.batch,
+        heads=heads,
+        batch=batch,
         head_dim=options.head_dim,
         device=options.device,
         dtype=options.dtype,

@@ -7,7 +7,16 @@ import shutil
 import sys
 from typing import TYPE_CHECKING
 
-from attnkit.cli.arguments import LENGTH, OK, TARGET, add_device, add_sizes, lengths, size
+from attnkit.cli.arguments import (
+    LENGTH,
+    OK,
+    TARGET,
+    add_device,
+    add_sizes,
+    batch_and_heads,
+    lengths,
+    size,
+)
 from attnkit.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -60,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
         _refuse_sizes(options)
         blocks = mask
     else:
-        sizes = (options.batch, options.heads, *lengths(mask, options, LENGTH))
+        sizes = (*batch_and_heads(options, mask), *lengths(mask, options, LENGTH))
         blocks = create_block_mask(mask, *sizes, options.device, options.block or BLOCK)
     if options.output is not None:
         print(f"wrote {picture.save(options.output, blocks)}")
@@ -75,8 +84,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _refuse_sizes(options: argparse.Namespace) -> None:
     """Raise an error if an option sets a size, because a BlockMask has its own sizes."""
-    sizes = [n for n in ("q_len", "kv_len", "block") if getattr(options, n) is not None]
-    sizes += [n for n in ("heads", "batch") if getattr(options, n) != 1]
+    names = ("q_len", "kv_len", "block", "heads", "batch")
+    sizes = [n for n in names if getattr(options, n) is not None]
     if sizes:
         name = sizes[0].replace("_", "-")
         raise ArgumentError(

@@ -12,8 +12,9 @@ from typing import Any
 
 from cutlass import Int32, select_
 
-from attnkit.codegen.emit_cute import emit
+from attnkit.codegen.emit_cute import LOAD_INDICES, clamped, emit
 from attnkit.codegen.forward_hooks import Columns, Ends, GraphForward, Rows
+from attnkit.codegen.load_indices import LoadIndices
 from attnkit.codegen.score_form import score_form, unscaled
 from attnkit.codegen.staged_emitter import Element, Stages, Values
 from attnkit.graph import ir
@@ -37,6 +38,7 @@ class GraphBackward(GraphForward):
         lists_override_mask: block lists overrule the mask: it is not applied to their FULL blocks.
         positive: whether the softmax scale is above 0.
         needs_grad: for each captured tensor of the score, whether its gradient is needed.
+        indices: which loads wrap negative indices, and which are clamped.
 
     Attributes:
         has_derivative: whether the derivative of the mod by the score differs from 1.
@@ -59,6 +61,7 @@ class GraphBackward(GraphForward):
         lists_override_mask: bool = False,
         positive: bool = True,
         needs_grad: Sequence[bool] = (),
+        indices: LoadIndices = LOAD_INDICES,
     ) -> None:
         loads: tuple[tuple[Node, Node], ...] = ()
         dscore = arg("grad")
@@ -84,14 +87,16 @@ class GraphBackward(GraphForward):
             scores=scores,
             lists_override_mask=lists_override_mask,
             positive=positive,
+            indices=indices,
         )
         parts = [n for n in (form.factor, form.bias, form.slope) if n is not None]
         self.has_distance_term = form.distance is not None
         self.gradient_levels: tuple[str, ...] = tuple(index_level(load) for load in self._loads)
         adjoints = [self._dscore, *self._cotangents] if self.gradient_levels else []
         # one set of stages, so that a mod and its derivative share common sub-expressions
-        self._score = Stages([*parts, self._slope] if self.has_derivative else parts)
-        self._adjoint = Stages(adjoints)
+        scored = [*parts, self._slope] if self.has_derivative else parts
+        self._score = Stages(scored, indices)
+        self._adjoint = Stages(adjoints, indices)
         self.loads_per_score = any(
             n.op == "load" and level_of(n) in (Level.RELATIVE, Level.ELEMENT)
             for n in ir.topo(*self._score.roots, *self._mask_stages.roots)
@@ -103,7 +108,7 @@ class GraphBackward(GraphForward):
         distance = None
         if self.form.distance is not None:
             env = {"b": site.b, "h": site.h, "scale": site.scale}
-            distance = emit([self.form.distance], env, scores, fast=True)[0]
+            distance = emit([self.form.distance], env, scores, fast=True, indices=self.indices)[0]
         return (*super().head(site), self._adjoint.head(site, scores), distance)
 
     def distance_term(self, site: Any, head: Values) -> Any:
@@ -185,14 +190,18 @@ class GraphBackward(GraphForward):
         env = {"b": site.b, "h": site.h, "scale": site.scale}
         env |= {} if q is None else {"q": q}
         env |= {} if kv is None else {"kv": kv}
-        values = emit(self._loads[i].args, env, scores, fast=True)
+        load = self._loads[i]
+        values = emit(load.args, env, scores, fast=True, indices=self.indices)
         zero = Int32(0)
         if not values:
             return (zero,)  # a number: a tensor of shape (1,)
-        return tuple(
+        places = [
             select_(Int32(at) < zero, Int32(at) + Int32(size), Int32(at))
             for at, size in zip(values, shape, strict=True)
-        )
+        ]
+        if load in self.indices.clamp:
+            places = [clamped(*part) for part in zip(load.args, places, shape, strict=True)]
+        return tuple(places)
 
 
 def _element(

@@ -14,7 +14,8 @@ from cutlass import cute
 from cutlass.cute.runtime import from_dlpack
 from torch import Tensor
 
-from attnkit.codegen.emit_cute import Value, emit
+from attnkit.codegen.emit_cute import LOAD_INDICES, Value, emit
+from attnkit.codegen.load_indices import LoadIndices
 from attnkit.graph.ir import BOOL, F32, I32, Node, Type, arg, reads
 
 _DTYPES: dict[Type, torch.dtype] = {I32: torch.int32, F32: torch.float32, BOOL: torch.bool}
@@ -25,7 +26,7 @@ def run_on_cpu(
     env: Mapping[str, Tensor],
     tensors: Sequence[Tensor],
     *,
-    wrap: frozenset[Node] | None = None,
+    indices: LoadIndices = LOAD_INDICES,
 ) -> list[Tensor]:
     """Evaluate expressions as a kernel would, on the CPU.
 
@@ -33,7 +34,7 @@ def run_on_cpu(
         roots: the expressions; compiling them, into one function, takes tens of milliseconds.
         env: argument name -> CPU tensor, of any shapes that broadcast together.
         tensors: captured CPU tensors by slot, of any number dtype.
-        wrap: as in `emit`.
+        indices: as in `emit`.
 
     Returns:
         One int32, float32 or bool tensor per root, of the broadcast shape of the arguments that
@@ -48,7 +49,7 @@ def run_on_cpu(
     ]
     outputs = [torch.empty(shape.numel(), dtype=_DTYPES[r.type]) for r in roots]
     if shape.numel() > 0 and roots:
-        body = _Body(tuple(roots), tuple(names), wrap)
+        body = _Body(tuple(roots), tuple(names), indices)
         captured = [from_dlpack(t.detach().reshape(t.shape or (1,))) for t in tensors]
         values = [*(_flexible(t) for t in (*inputs, *outputs)), *captured]
         count = cutlass.Int32(shape.numel())
@@ -69,17 +70,17 @@ class _Body:
     """
 
     def __init__(
-        self, roots: tuple[Node, ...], names: tuple[str, ...], wrap: frozenset[Node] | None
+        self, roots: tuple[Node, ...], names: tuple[str, ...], indices: LoadIndices
     ) -> None:
         self.roots = roots
         self.names = names
-        self.wrap = wrap
+        self.indices = indices
 
     def __call__(self, i: Value, values: Sequence[Value]) -> None:
         names, ends = len(self.names), len(self.names) + len(self.roots)
         inputs, outputs, captured = values[:names], values[names:ends], values[ends:]
         env = {name: tensor[i] for name, tensor in zip(self.names, inputs, strict=True)}
-        results = emit(self.roots, env, captured, wrap=self.wrap)
+        results = emit(self.roots, env, captured, indices=self.indices)
         for tensor, value in zip(outputs, results, strict=True):
             tensor[i] = value
 

@@ -25,11 +25,13 @@ from cutlass._mlir.dialects import arith, nvvm
 
 from attnkit.codegen import emit_cute_math
 from attnkit.codegen.emit_cute_math import constant, number, select
+from attnkit.codegen.load_indices import LoadIndices, reads_data
 from attnkit.graph.ir import BOOL, F32, I32, Node, Type
 
 Value: TypeAlias = Any  # an Int32, Float32 or Boolean of the DSL
 Emit: TypeAlias = Callable[..., Value]  # (node, argument values) -> value
 
+LOAD_INDICES = LoadIndices()  # every load wraps, none is clamped
 KINDS: dict[Type, Any] = {I32: Int32, F32: Float32, BOOL: Boolean}
 
 
@@ -39,7 +41,7 @@ def emit(
     tensors: Sequence[Value],
     *,
     fast: bool = False,
-    wrap: frozenset[Node] | None = None,
+    indices: LoadIndices = LOAD_INDICES,
     memo: dict[Node, Value] | None = None,
 ) -> list[Value]:
     """Emit the operations of expressions at the current point of the kernel.
@@ -51,8 +53,8 @@ def emit(
         tensors: captured tensors by slot, as `cute.Tensor` of any number type; a 0-d tensor has
             shape (1,).
         fast: use the GPU's approximate instructions; see above.
-        wrap: loads whose index may be negative and then counts from the end; None: every load.
-            Arguments and nonnegative constants never wrap. Indices are not checked otherwise.
+        indices: which loads wrap negative indices, and which are clamped. Indices are not checked
+            otherwise.
         memo: values that are already emitted, by node, such as those of a row; nothing below them
             is emitted. It receives everything emitted here, so it must not outlive the region of
             the kernel (loop or branch body) where it is filled.
@@ -69,9 +71,9 @@ def emit(
         elif n.op == "const":
             values[n] = _lift(n.type, n.attr)
         elif n.op == "load":
-            wraps = wrap is None or n in wrap
+            wraps = indices.wrap is None or n in indices.wrap
             index = args if wraps else [_wide(i, values) for i in n.args]
-            values[n] = _load(n, index, tensors, wraps)
+            values[n] = _load(n, index, tensors, wraps, n in indices.clamp)
         else:
             values[n] = table[n.op](n, *args)
     return [values[r] for r in roots]
@@ -101,17 +103,33 @@ def _lift(type_: Type, value: Value) -> Value:
     return constant(KINDS[type_], value)
 
 
-def _load(n: Node, index: Sequence[Value], tensors: Sequence[Value], wrap: bool) -> Value:
+def _load(
+    n: Node, index: Sequence[Value], tensors: Sequence[Value], wrap: bool, clamp: bool
+) -> Value:
     tensor = tensors[int(str(n.attr))]
     if not index:
         return KINDS[n.type](tensor[0])
     at = []
     for axis, (node, value) in enumerate(zip(n.args, index, strict=True)):
+        size = tensor.shape[axis]
         if wrap and not _nonnegative(node):
-            size = constant(Int32, tensor.shape[axis])
-            value = select(value < constant(Int32, 0), value + size, value)
-        at.append(value)
+            value = select(value < constant(Int32, 0), value + constant(Int32, size), value)
+        at.append(clamped(node, value, size) if clamp else value)
     return KINDS[n.type](tensor[tuple(at) if len(at) > 1 else at[0]])
+
+
+def clamped(n: Node, value: Value, size: Value) -> Value:
+    """Emit an index clamped to an axis if it depends on captured data, else unchanged.
+
+    Args:
+        n: the index.
+        value: its value, after a negative one was wrapped.
+        size: size of the axis.
+    """
+    if not reads_data(n):
+        return value
+    last = constant(Int32, size) - constant(Int32, 1)
+    return cutlass.max(cutlass.min(value, last), constant(Int32, 0))
 
 
 def _wide(n: Node, values: Mapping[Node, Value]) -> Value:
@@ -229,6 +247,8 @@ def _cast(n: Node, a: Value) -> Value:
 
 
 def _round(n: Node, a: Value) -> Value:
+    if str(n.attr) in ("float32", "float64"):
+        return a  # a mask that computes in float64 does not reach a kernel
     return Float32({"float16": Float16, "bfloat16": BFloat16}[str(n.attr)](a))
 
 
@@ -248,6 +268,12 @@ _EXACT: dict[str, Emit] = {
     "fdiv": _fdiv,
     "mod": _mod,
     "tdiv": _tdiv,
+    # the DSL's integers wrap: it sets none of LLVM's flags that let the compiler assume otherwise
+    "wrap_add": lambda n, a, b: a + b,
+    "wrap_sub": lambda n, a, b: a - b,
+    "wrap_mul": lambda n, a, b: a * b,
+    "wrap_neg": lambda n, a: constant(Int32, 0) - a,
+    "wrap_abs": lambda n, a: select(a < constant(Int32, 0), constant(Int32, 0) - a, a),
     "div": lambda n, a, b: a / b,
     "pow": _math("pow"),
     "exp": _math("exp"),

@@ -11,8 +11,9 @@ from typing import Any, TypeAlias
 
 from cutlass import Float32
 
-from attnkit.codegen.emit_cute import emit
+from attnkit.codegen.emit_cute import LOAD_INDICES, emit
 from attnkit.codegen.instruction_cost import instructions
+from attnkit.codegen.load_indices import LoadIndices
 from attnkit.codegen.score_form import ScoreForm
 from attnkit.codegen.staged_emitter import Element, Stages, Values
 from attnkit.graph import ir
@@ -35,7 +36,7 @@ class GraphForward:
         scores: how many of the captured tensors are the score's; the mask's follow.
         lists_override_mask: block lists overrule the mask: it is not applied to their FULL blocks.
         positive: whether the softmax scale is above 0.
-        wrap: loads whose index may be negative, as in `emit`.
+        indices: which loads wrap negative indices, and which are clamped.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class GraphForward:
         scores: int,
         lists_override_mask: bool = False,
         positive: bool = True,
-        wrap: frozenset[Node] | None = None,
+        indices: LoadIndices = LOAD_INDICES,
     ) -> None:
         self.form, self._mask, self._ends, self._scores = form, mask, ends, scores
         self.lists_override_mask = lists_override_mask
@@ -55,9 +56,9 @@ class GraphForward:
         self.intervals = None if ends is None else len(ends)
         self.only_scales = form.plain and positive
         parts = [n for n in (form.factor, form.bias, form.slope) if n is not None]
-        self._wrap = wrap
-        self._score = Stages(parts, wrap)
-        self._mask_stages = Stages([mask] if mask is not None and ends is None else [], wrap)
+        self.indices = indices
+        self._score = Stages(parts, indices)
+        self._mask_stages = Stages([mask] if mask is not None and ends is None else [], indices)
         self.ignores_score = form.factor is None and (
             form.bias is None or "score" not in ir.reads(form.bias)
         )
@@ -80,10 +81,11 @@ class GraphForward:
         slope = factor = None
         memo = dict(zip(self._score.nodes_at(Level.HEAD), score_values, strict=True))
         env = {"b": site.b, "h": site.h, "scale": site.scale}
+        options: dict[str, Any] = {"fast": True, "indices": self.indices, "memo": memo}
         if self.form.slope is not None:
-            slope = emit([self.form.slope], env, scores, fast=True, wrap=self._wrap, memo=memo)[0]
-        if self.only_scales:
-            factor = emit([self.form.factor], env, scores, fast=True, wrap=self._wrap, memo=memo)[0]  # type: ignore[list-item]
+            slope = emit([self.form.slope], env, scores, **options)[0]
+        if self.only_scales and self.form.factor is not None:
+            factor = emit([self.form.factor], env, scores, **options)[0]
         return score_values, self._mask_stages.head(site, masks), slope, factor
 
     def row(self, site: Any, head: Values, q: Any) -> Values:
@@ -93,7 +95,7 @@ class GraphForward:
         term = None
         if self.form.row is not None:
             env = {"b": site.b, "h": site.h, "q": q, "kv": site.origin}
-            term = emit([self.form.row], env, scores, fast=True, wrap=self._wrap)[0]
+            term = emit([self.form.row], env, scores, fast=True, indices=self.indices)[0]
         return score_values, self._mask_stages.row(site, masks, head[1], q), term
 
     def fixed_columns(self, site: Any, head: Values, offsets: Sequence[Any]) -> Values:
@@ -164,7 +166,12 @@ class GraphForward:
         env = {"b": site.b, "h": site.h, "q": q}
         memo: dict[Node, Any] = {}
         values = emit(
-            [n for pair in self._ends or () for n in pair], env, masks, fast=True, memo=memo
+            [n for pair in self._ends or () for n in pair],
+            env,
+            masks,
+            fast=True,
+            indices=LoadIndices(None, self.indices.clamp),
+            memo=memo,
         )
         return list(zip(values[::2], values[1::2], strict=True))
 

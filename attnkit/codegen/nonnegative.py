@@ -23,15 +23,28 @@ def wrapping(roots: Iterable[Node], sizes: Mapping[str, int]) -> frozenset[Node]
         roots: expressions.
         sizes: number of values of b, h, q and kv; each goes from 0 to its size - 1.
     """
-    ranges: dict[Node, Range] = {}
+    roots = tuple(roots)
+    ranges = ranges_of(roots, sizes)
     loads = []
     for n in ir.topo(*roots):
-        ranges[n] = _range(n, ranges, sizes)
         if n.op == "load":
             lows = [ranges[i] for i in n.args]
             if any(r is None or r[0] < 0 for r in lows):
                 loads.append(n)
     return frozenset(loads)
+
+
+def ranges_of(roots: Iterable[Node], sizes: Mapping[str, int]) -> dict[Node, Range]:
+    """Return the ranges of all nodes below the roots that follow from the lengths; None: unknown.
+
+    Args:
+        roots: expressions.
+        sizes: number of values of b, h, q and kv; each goes from 0 to its size - 1.
+    """
+    ranges: dict[Node, Range] = {}
+    for n in ir.topo(*roots):
+        ranges[n] = _range(n, ranges, sizes)
+    return ranges
 
 
 def _range(n: Node, ranges: Mapping[Node, Range], sizes: Mapping[str, int]) -> Range:
@@ -51,6 +64,8 @@ def _range(n: Node, ranges: Mapping[Node, Range], sizes: Mapping[str, int]) -> R
     arguments = [ranges[a] for a in n.args]
     if n.op in ("min", "max"):
         return _clamp(n.op, arguments[0], arguments[1])
+    if n.op == "mod" and arguments[1] is not None and arguments[1][0] > 0:
+        return 0, arguments[1][1] - 1
     parts = [r for r in arguments if r is not None]
     if len(parts) < len(arguments):
         return None
@@ -87,6 +102,4 @@ def _arithmetic(op: str, parts: list[tuple[int, int]]) -> Range:
     if op == "fdiv" and b[0] > 0:
         ends = [x // y for x in a for y in b]
         return min(ends), max(ends)
-    if op == "mod" and b[0] > 0:
-        return 0, b[1] - 1
     return None

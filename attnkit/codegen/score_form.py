@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from attnkit.graph import ir
 from attnkit.graph.ir import F32, I32, Node, arg, const
@@ -30,8 +30,7 @@ _ROW = _HEAD | {"q"}
 _COLUMN = _HEAD | {"kv"}
 
 
-@dataclass(frozen=True)
-class ScoreForm:
+class ScoreForm(NamedTuple):
     """Holds the parts of a score_mod: `score` in them is q . k, `scale` the softmax scale.
 
     Attributes:

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from attnkit.codegen.emit_cute import emit
+from attnkit.codegen.emit_cute import LOAD_INDICES, emit
+from attnkit.codegen.load_indices import LoadIndices
 from attnkit.graph.ir import Node
 from attnkit.graph.staging import Level, hoisted
 
@@ -44,15 +45,15 @@ class Stages:
 
     Args:
         roots: the expressions.
-        wrap: loads whose index may be negative, as in `emit`.
+        indices: which loads wrap negative indices, and which are clamped.
         fast: use the GPU's approximate instructions, as in `emit`.
     """
 
     def __init__(
-        self, roots: Sequence[Node], wrap: frozenset[Node] | None = None, *, fast: bool = True
+        self, roots: Sequence[Node], indices: LoadIndices = LOAD_INDICES, *, fast: bool = True
     ) -> None:
         self.roots = tuple(roots)
-        self._wrap = wrap
+        self._indices = indices
         self._fast = fast
         self._nodes = hoisted(self.roots)
 
@@ -131,4 +132,4 @@ class Stages:
     def _emit(
         self, roots: Sequence[Node], env: dict[str, Any], tensors: Sequence[Any], memo: Any
     ) -> list[Any]:
-        return emit(roots, env, tensors, fast=self._fast, wrap=self._wrap, memo=memo)
+        return emit(roots, env, tensors, fast=self._fast, indices=self._indices, memo=memo)

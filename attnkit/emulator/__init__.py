@@ -9,7 +9,7 @@ docs/emulator.md says what a report proves and what it does not.
 
 from __future__ import annotations
 
-from attnkit.emulator.api import CheckReport, Report, check, run
+from attnkit.emulator.api import CheckReport, Report, Stream, check, run
 from attnkit.emulator.faults import (
     EmulatorError,
     Finding,
@@ -36,6 +36,7 @@ __all__ = [
     "Ptx",
     "PtxError",
     "Report",
+    "Stream",
     "Timeline",
     "Undefined",
     "UnknownOpcode",

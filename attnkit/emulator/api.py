@@ -13,9 +13,21 @@ from attnkit.emulator.faults import Finding, KernelFault
 from attnkit.emulator.launchables import Launchable
 from attnkit.emulator.machine.event_recorder import Recorder
 from attnkit.emulator.machine.global_memory import GlobalMemory, restore, snapshot
+from attnkit.emulator.machine.global_races import GlobalRaces
 from attnkit.emulator.machine.launch import LIMIT, Launch, Mode
 from attnkit.emulator.ptx.cta_groups import mixed_cta_groups
 from attnkit.emulator.ptx.wgmma_fences import missing_fences
+
+
+@dataclass(eq=False)
+class Stream:
+    """Remembers the calls that were run one after another, for the race detector.
+
+    A kernel that is launched as a programmatic dependent may start before the kernel before it is
+    complete. Pass the same object to `run` or `check` for calls of one CUDA stream.
+    """
+
+    races: GlobalRaces = field(default_factory=GlobalRaces)
 
 
 @dataclass(frozen=True)
@@ -62,9 +74,11 @@ def run(
     mode: str = "eager",
     seed: int = 0,
     strict_loads: bool = False,
+    strict_order: bool = False,
     raises: bool = True,
     limit: int = LIMIT,
     recorder: Recorder | None = None,
+    stream: Stream | None = None,
 ) -> Report:
     """Call `target` with `args`: execute every launch of the call, on the arrays themselves.
 
@@ -76,19 +90,30 @@ def run(
             races by happens-before).
         seed: seed of the adversarial order.
         strict_loads: whether in race mode a tcgen05.ld completes only at tcgen05.wait::ld.
+        strict_order: whether in race mode only what the PTX ISA names gives an order, where known
+            hardware gives it sooner: to reads of other lanes of a warp only bar.warp.sync and
+            barriers (and not, for example, elect.sync), to tensor memory of several threads only
+            tcgen05.fence on both sides of their barrier.
         limit: number of basic blocks, counted per warp, after which a launch counts as endless.
         raises: whether to raise the fault that ends a kernel; if not, it is the last finding.
         recorder: records what the warps of one cluster did, for `timeline`.
+        stream: the calls before this one, for kernels that are launched as programmatic dependents.
 
     Raises:
         KernelFault: the kernel faulted (unless `raises` is false).
         UnknownOpcode: the PTX has an instruction that is not implemented.
     """
     memory = GlobalMemory()
-    how = Mode.of(mode, seed, strict_loads=strict_loads)
+    how = Mode.of(mode, seed, strict_loads=strict_loads, strict_order=strict_order)
+    races = (stream or Stream()).races
     stats: list[LaunchStats] = []
     findings: list[Finding] = []
-    for number, c in enumerate(target.captured(args, memory)):
+    launches = target.captured(args, memory)
+    if how.race:
+        races.begin_call(memory, Launch.global_grain(target.kernels.values()))
+    for number, c in enumerate(launches):
+        if how.race:
+            races.begin_kernel(c.dependent)
         watch = recorder if recorder is not None and recorder.launch == number else None
         if watch is not None:
             watch.kernel = c.kernel
@@ -108,6 +133,7 @@ def run(
             target.sms,
             limit=limit,
             recorder=watch,
+            races=races,
         )
         try:
             stats.append(Grid(launch, code).run())
@@ -155,6 +181,8 @@ def check(
     expect: Callable[[], str | None] | None = None,
     deterministic: bool = True,
     strict_loads: bool = False,
+    strict_order: bool = False,
+    stream: Stream | None = None,
 ) -> CheckReport:
     """Run static checks, then eager, adversarial (one a seed) and race runs from the same inputs.
 
@@ -164,7 +192,7 @@ def check(
             None.
         deterministic: whether results must have the same bits in every run. Pass False for a kernel
             with atomics on floats.
-        strict_loads: as for `run`, in the race run.
+        strict_loads, strict_order, stream: as for `run`, in the race run.
 
     The arrays hold the results of the last run afterwards.
     """
@@ -178,7 +206,16 @@ def check(
     modes = [("eager", 0), *(("adversarial", s) for s in range(seeds)), ("race", 0)]
     for mode, seed in modes:
         restore(args, before)
-        report = run(target, *args, mode=mode, seed=seed, strict_loads=strict_loads, raises=False)
+        report = run(
+            target,
+            *args,
+            mode=mode,
+            seed=seed,
+            strict_loads=strict_loads,
+            strict_order=strict_order,
+            stream=stream,
+            raises=False,
+        )
         runs.append(report)
         if not report.ok:
             continue

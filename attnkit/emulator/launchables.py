@@ -67,7 +67,8 @@ class Ptx(Launchable):
     """Runs a kernel from PTX text, with a launch configuration from the caller.
 
     Arguments are arrays (passed as pointers), Python ints and floats (passed in the size of the
-    parameter) and bytes (a structure or tensor map).
+    parameter) and bytes (a structure or tensor map). `dependent` launches it as a programmatic
+    dependent: before griddepcontrol.wait, the kernel before it in the stream may still run.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Ptx(Launchable):
         cluster: Dim = (1, 1, 1),
         shared: int = 0,
         kernel: str | None = None,
+        dependent: bool = False,
     ) -> None:
         super().__init__(parse(text))
         self.ptx = text
@@ -86,6 +88,7 @@ class Ptx(Launchable):
             raise OptionError(f"kernel=None: the text has several, {sorted(self.kernels)}")
         self.kernel = self.kernels[kernel] if kernel else next(iter(self.kernels.values()))
         self.shape = (grid, block, cluster)
+        self.dependent = dependent
         self.shared = shared
 
     def captured(self, args: Sequence[Any], memory: GlobalMemory) -> list[Captured]:
@@ -97,7 +100,8 @@ class Ptx(Launchable):
         for i, (p, a) in enumerate(zip(params, args, strict=True)):
             blob[p.offset : p.offset + p.size] = _parameter(a, p.size, memory, f"argument {i}")
         grid, block, cluster = self.shape
-        return [Captured(self.kernel, grid, block, cluster, self.shared, bytes(blob))]
+        shared, dependent = self.shared, self.dependent
+        return [Captured(self.kernel, grid, block, cluster, shared, bytes(blob), dependent)]
 
 
 def _parameter(a: Any, size: int, memory: GlobalMemory, name: str) -> bytes:

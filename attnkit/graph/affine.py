@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from attnkit.graph import ir
 from attnkit.graph.ir import BOOL, I32, Node
@@ -42,8 +42,7 @@ KV = ir.arg("kv")
 Terms = tuple[tuple[Node, int], ...]
 
 
-@dataclass(frozen=True)
-class Affine:
+class Affine(NamedTuple):
     """Represents `sum(coefficient * node) + offset`; nodes are distinct, coefficients not zero."""
 
     terms: Terms
@@ -124,9 +123,14 @@ class Sides:
         return len(self._side)
 
     def _visit(self, root: Node) -> None:
-        if root in self._side:
-            return
-        for n in ir.topo(root):
+        stack = [root]
+        while stack:  # not `ir.topo`: what is below a known node is known
+            n = stack[-1]
+            missing = [] if n in self._side else [a for a in n.args if a not in self._side]
+            if missing:
+                stack.extend(missing)
+                continue
+            stack.pop()
             if n not in self._side:
                 if n.type == I32:
                     self._affine[n] = self._affine_of(n)

@@ -152,6 +152,10 @@ def _remainder(n: Node, a: Any, b: Any) -> Any:
     return a - b * _stepwise("floor")(a / b)
 
 
+def _wrapped(a: Any) -> Any:
+    return _stepwise("Mod")(a + 2**31, 2**32) - 2**31
+
+
 def _where(n: Node, c: Any, a: Any, b: Any) -> Any:
     import sympy
 
@@ -207,6 +211,11 @@ def _operations() -> dict[str, Callable[..., Any]]:
         "max": lambda n, a, b: s.Max(a, b),
         "fdiv": lambda n, a, b: floor(a / b),
         "mod": _remainder,
+        "wrap_add": lambda n, a, b: _wrapped(a + b),
+        "wrap_sub": lambda n, a, b: _wrapped(a - b),
+        "wrap_mul": lambda n, a, b: _wrapped(a * b),
+        "wrap_neg": lambda n, a: _wrapped(-a),
+        "wrap_abs": lambda n, a: _wrapped(s.Abs(a)),
         "tdiv": lambda n, a, b: _opaque("trunc", integer=True)(a / b),
         "div": lambda n, a, b: a / b,
         "pow": lambda n, a, b: a**b,

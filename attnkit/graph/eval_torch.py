@@ -35,6 +35,11 @@ _OPS: dict[str, Callable[..., Tensor]] = {
     "fdiv": _floor_divide,
     "mod": torch.remainder,
     "tdiv": _trunc_divide,
+    "wrap_add": torch.add,  # integers of torch wrap
+    "wrap_sub": torch.sub,
+    "wrap_mul": torch.mul,
+    "wrap_neg": torch.neg,
+    "wrap_abs": torch.abs,
     "div": torch.div,
     "pow": torch.pow,
     "exp": torch.exp,
@@ -64,6 +69,21 @@ _OPS: dict[str, Callable[..., Tensor]] = {
 }
 
 
+def mask_dtype(root: Node, tensors: Sequence[Tensor]) -> torch.dtype:
+    """Return the dtype in which a mask's floats are computed, whatever the dtype of the query.
+
+    It is float64 if the mask reads a float64 tensor or torch computes one of its floats in float64.
+    Then roundings to float32 in the graph mark what torch computes in float32.
+    """
+    wide = computes_float64(root) or any(t.dtype == torch.float64 for t in tensors)
+    return torch.float64 if wide else torch.float32
+
+
+def computes_float64(root: Node) -> bool:
+    """Return whether torch rounds some result of a mask to float64, not only reads float64."""
+    return any(n.op == "round" and n.attr == "float64" for n in ir.topo(root))
+
+
 def evaluate(
     roots: Sequence[Node],
     env: Mapping[str, Tensor],
@@ -73,6 +93,7 @@ def evaluate(
     memo: dict[Node, Tensor] | None = None,
     checked: frozenset[Node] = frozenset(),
     names: Sequence[str] = (),
+    clamps: bool = False,
 ) -> list[Tensor]:
     """Evaluate expressions.
 
@@ -85,6 +106,8 @@ def evaluate(
         memo: node -> value, for values that are already computed; receives all others.
         checked: loads whose index is not proven to be in range; each is checked.
         names: names of the captured tensors by slot, for messages.
+        clamps: whether to clamp an index that depends on captured data to its tensor. A proof that
+            it is in range may be older than the data on a GPU, where such an index ends the process.
 
     Returns:
         One tensor per root, in its broadcast shape, not expanded.
@@ -108,6 +131,8 @@ def evaluate(
             tensor = tensors[int(n.attr)]  # type: ignore[arg-type]
             if n in checked:
                 _check(n, tensor, args, names)
+            if clamps:
+                args = clamped(n, args, tensor.shape)
             value = (tensor[tuple(args)] if args else tensor).to(kinds[n.type])
         elif n.op == "cast":
             value = args[0].to(kinds[n.type])
@@ -117,6 +142,14 @@ def evaluate(
             value = _OPS[n.op](*args)
         values[n] = value
     return [values[r] for r in roots]
+
+
+def clamped(n: Node, index: Sequence[Tensor], shape: Sequence[int]) -> list[Tensor]:
+    """Clamp the indices of a load that depend on captured data; negative ones count from the end."""
+    return [
+        at.clamp(-size, size - 1) if ir.slots(a) else at
+        for a, at, size in zip(n.args, index, shape, strict=True)
+    ]
 
 
 def _check(n: Node, tensor: Tensor, index: list[Tensor], names: Sequence[str]) -> None:

@@ -48,6 +48,12 @@ SIGNATURES: dict[str, tuple[str, str]] = {
     "fdiv": ("nn", "n"),  # rounds towards minus infinity
     "mod": ("nn", "n"),  # sign of the divisor
     "tdiv": ("ii", "i"),  # rounds towards zero
+    # The results of these are taken modulo 2**32; others must stay in int32, which is proven.
+    "wrap_add": ("ii", "i"),
+    "wrap_sub": ("ii", "i"),
+    "wrap_mul": ("ii", "i"),
+    "wrap_neg": ("i", "i"),
+    "wrap_abs": ("i", "i"),
     "div": ("ff", "f"),
     "pow": ("ff", "f"),
     "exp": ("f", "f"),
@@ -64,7 +70,8 @@ SIGNATURES: dict[str, tuple[str, str]] = {
     "cos": ("f", "f"),
     "erf": ("f", "f"),
     "floor": ("f", "f"),
-    "round": ("f", "f"),  # attr "float16" or "bfloat16": round to that precision, keep the type
+    # attr "float16", "bfloat16", "float32" or "float64": round to that precision, keep the type
+    "round": ("f", "f"),
     "and": ("ww", "w"),
     "or": ("ww", "w"),
     "xor": ("ww", "w"),
@@ -225,6 +232,11 @@ def slots(*roots: Node) -> tuple[int, ...]:
     return tuple(sorted({int(n.attr) for n in topo(*roots) if n.op == "load"}))  # type: ignore[arg-type]
 
 
+def with_args(n: Node, args: tuple[Node, ...]) -> Node:
+    """Return the node with other arguments of the same types."""
+    return n if args == n.args else _intern(n.op, n.type, args, n.attr)
+
+
 def substitute(root: Node, mapping: dict[Node, Node]) -> Node:
     """Replace some nodes of an expression by others of the same type."""
     done: dict[Node, Node] = dict(mapping)
@@ -302,6 +314,7 @@ _INFIX = {
     "eq": ("==", 1), "lt": ("<", 1), "le": ("<=", 1), "or": ("|", 2), "xor": ("^", 3),
     "and": ("&", 4), "shl": ("<<", 5), "shr": (">>", 5), "add": ("+", 6), "sub": ("-", 6),
     "mul": ("*", 7), "div": ("/", 7), "fdiv": ("//", 7), "mod": ("%", 7), "pow": ("**", 9),
+    "wrap_add": ("+", 6), "wrap_sub": ("-", 6), "wrap_mul": ("*", 7),
 }  # fmt: skip
 _ATOM = 10
 
@@ -341,11 +354,11 @@ def _show(n: Node, shown: dict[Node, tuple[str, int]], names: Sequence[str]) -> 
         sign, strength = _INFIX[n.op]
         left = strength + (strength == 1)  # comparisons do not chain
         return f"{operand(0, left)} {sign} {operand(1, strength + 1)}", strength
-    if n.op == "neg":
+    if n.op in ("neg", "wrap_neg"):
         return f"-{operand(0, 8)}", 8
     if n.op == "not":
         return f"~{operand(0, 8)}", 8
-    name = {"cast": str(n.type), "round": str(n.attr)}.get(n.op, n.op)
+    name = {"cast": str(n.type), "round": str(n.attr), "wrap_abs": "abs"}.get(n.op, n.op)
     return f"{name}({', '.join(shown[a][0] for a in n.args)})", _ATOM
 
 

@@ -93,10 +93,17 @@ def _fold(op: str, args: tuple[Node, ...]) -> Node | None:
         if op in ("fdiv", "mod", "tdiv") and not args[1].attr:
             return None  # division by zero stays; `sparsity.index_bounds` refuses it
         value = function(*(a.attr for a in args))
+        if op.startswith("wrap_"):
+            value = int32(int(value))
         if isinstance(value, int) and not -(2**31) <= value < 2**31:
             return None  # leaves int32: stays; `sparsity.index_bounds` refuses it
         return const(value)
     return None
+
+
+def int32(value: int) -> int:
+    """Return an integer modulo 2**32, in int32."""
+    return (value + 2**31) % 2**32 - 2**31
 
 
 _FOLD_ANY: dict[str, Callable[..., bool | int | float]] = {
@@ -115,6 +122,11 @@ _FOLD_INT: dict[str, Callable[..., bool | int | float]] = {
     "fdiv": lambda a, b: a // b,
     "mod": lambda a, b: a % b,
     "tdiv": lambda a, b: int(math.copysign(1, a) * math.copysign(1, b)) * (abs(a) // abs(b)),
+    "wrap_add": lambda a, b: a + b,
+    "wrap_sub": lambda a, b: a - b,
+    "wrap_mul": lambda a, b: a * b,
+    "wrap_neg": lambda a: -a,
+    "wrap_abs": abs,
     "and": lambda a, b: a & b,
     "or": lambda a, b: a | b,
     "xor": lambda a, b: a ^ b,

@@ -9,8 +9,8 @@ distance, and element values per score. `linear` splits a score_mod that is line
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from attnkit.graph import ir
 from attnkit.graph.ir import I32, Node, const
@@ -111,8 +111,7 @@ def _coefficients(n: Node) -> tuple[int, int] | None:
     return None
 
 
-@dataclass(frozen=True)
-class Staging:
+class Staging(NamedTuple):
     """Lists the levels of all nodes of one expression.
 
     Attributes:
@@ -150,8 +149,7 @@ def stage(root: Node) -> Staging:
     return Staging(root, levels, hoisted([root]))
 
 
-@dataclass(frozen=True)
-class Linear:
+class Linear(NamedTuple):
     """Represents a score_mod as `score * factor + bias`; neither part reads the score."""
 
     factor: Node

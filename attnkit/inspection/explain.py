@@ -43,7 +43,8 @@ from attnkit.splice.kernel_layout import Layout
 from attnkit.tracing.float64_checks import compute_dtype
 from attnkit.tracing.mask import noop_mask
 from attnkit.tracing.tracer import Traced
-from attnkit.util.arguments import check_size
+from attnkit.util.arguments import check_dtype, check_size, shown
+from attnkit.util.devices import resolve_device
 
 
 @dataclass(frozen=True)
@@ -312,11 +313,14 @@ def _target(arch: str | None, backend: str) -> Target | None:
     """Return the target of an architecture that the caller named, None if none was.
 
     Raises:
+        ArgumentError: it is no string.
         UnsupportedError: there is no kernel for the architecture.
         OptionError: the caller chose a backend too.
     """
     if arch is None:
         return None
+    if not isinstance(arch, str):
+        raise ArgumentError(f"arch must be a name such as 'sm_100a' or None, got {shown(arch)}")
     target = of_arch(arch)
     if target is None:
         raise UnsupportedError(f"arch={arch!r}: {missing_arch(arch)}")
@@ -378,13 +382,15 @@ def explain(
     if target is not None:
         backend = f"emulate:{arch}"
     if sms is None:
-        sms = GPUS[arch].sms if arch in GPUS else HOPPER_SMS
+        sms = GPUS[target.arch].sms if target and target.arch in GPUS else HOPPER_SMS
     variant = score_mod if isinstance(score_mod, Variant) else Variant(score_mod, block_mask)
     kv_len = q_len if kv_len is None else kv_len
     sizes = {"batch": batch, "heads": heads, "q_len": q_len, "kv_len": kv_len}
-    for name, size in (sizes | {"head_dim": head_dim, "sms": sms}).items():
-        check_size(name, size)
-    query, key = _without_memory((batch, heads, q_len, kv_len), head_dim, dtype, device)
+    sizes |= {"head_dim": head_dim, "sms": sms}
+    batch, heads, q_len, kv_len, head_dim, sms = (check_size(n, s) for n, s in sizes.items())
+    query, key = _without_memory(
+        (batch, heads, q_len, kv_len), head_dim, check_dtype("dtype", dtype), device
+    )
     functions = variant.score_mod, variant.mask
     options: dict[str, Any] = {"kernel_options": kernel_options, "backend": backend}
     preparation = prepare(AttentionCall(query, key, key, *functions, **options), launchable=False)
@@ -413,5 +419,5 @@ def _without_memory(
         shape: batch, heads, query length and kv length.
     """
     batch, heads, q_len, kv_len = shape
-    one = torch.empty(1, dtype=dtype, device=device)
+    one = torch.empty(1, dtype=dtype, device=resolve_device(device))
     return one.expand(batch, heads, q_len, head_dim), one.expand(batch, heads, kv_len, head_dim)

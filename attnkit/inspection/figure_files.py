@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attnkit.errors import OptionError, UnsupportedError
+from attnkit.errors import ArgumentError, OptionError, UnsupportedError
+from attnkit.util.arguments import shown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -17,8 +18,11 @@ def checked_path(path: str | os.PathLike[str]) -> Path:
     """Check that a picture's path ends in .png or .svg, and return it as a `Path`.
 
     Raises:
+        ArgumentError: it is no path.
         OptionError: the suffix is neither .png nor .svg.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise ArgumentError(f"path must be a string or a Path, got {shown(path)}")
     target = Path(path)
     if target.suffix not in (".png", ".svg"):
         raise OptionError(f"path must end in .png or .svg, got {str(path)!r}")

@@ -19,7 +19,7 @@ from attnkit.inspection.figure_files import checked_path, write
 from attnkit.inspection.summary import label_of, runs_of, tile_counts
 from attnkit.sparsity.block_mask import BlockMask, create_block_mask, create_mask
 from attnkit.sparsity.block_runs import BLOCK, BlockRuns, Runs
-from attnkit.util.arguments import check_size
+from attnkit.util.arguments import check_flag, check_size, shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -88,6 +88,7 @@ def show(
         What `create_block_mask` raises for this mask.
     """
     check_size("width", width)
+    check_flag("plain", plain)
     blocks = _block_mask(mask, q_len, kv_len, batch, heads, block, device)
     b, h = _checked_at(at, blocks)
     runs = blocks.runs
@@ -166,10 +167,12 @@ def _block_mask(
 
 def _checked_at(at: tuple[int, int], blocks: BlockMask) -> tuple[int, int]:
     """Check that the mask has this batch entry and head."""
+    if not isinstance(at, tuple | list) or [type(n) for n in at] != [int, int]:
+        raise OptionError(f"at must be a pair (batch entry, head), got {shown(at)}")
     for name, index, size in zip(("batch entry", "head"), at, blocks.shape[:2], strict=True):
         if not 0 <= index < size:
             raise OptionError(f"at must name a {name} from 0 to {size - 1}, got {index}")
-    return at
+    return at[0], at[1]
 
 
 def _name(mask: Callable[..., Any] | BlockMask) -> str:

@@ -16,6 +16,7 @@ from attnkit.sparsity.intervals.normal_form import Intervals, find_intervals
 from attnkit.tracing.float64_checks import compute_dtype
 from attnkit.tracing.mask import Mask
 from attnkit.tracing.mask_lengths import Lengths
+from attnkit.util.arguments import check_type
 
 _MOST_POSITIONS = 1 << 27  # in partial tiles, above which the kept ones are not counted
 _AT_ONCE = 1 << 22  # positions at which the mask is evaluated together
@@ -76,8 +77,10 @@ def summarize(blocks: BlockMask, *, most_positions: int = _MOST_POSITIONS) -> Su
             tiles if the mask has no interval form; above it, `kept_positions` is None.
 
     Raises:
+        ArgumentError: blocks is no `BlockMask`.
         The errors of tracing and evaluating the mask.
     """
+    check_type("blocks", blocks, BlockMask, "a BlockMask of attnkit.create_block_mask")
     runs, mask = blocks.runs, blocks.traced()
     batch, heads, q_len, kv_len = blocks.shape
     dtype = compute_dtype(mask)

@@ -13,6 +13,7 @@ from attnkit.inspection.figure_files import checked_path, write
 from attnkit.inspection.forecast import Direction, Forecast, cycles
 from attnkit.schedule.scheduler import Schedule
 from attnkit.schedule.simulator import Timeline
+from attnkit.util.arguments import check_type
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,8 +48,10 @@ def save_timeline(
 
     Raises:
         UnsupportedError: matplotlib is not installed.
+        ArgumentError: forecast is none, or path is no path.
         OptionError: the path has another suffix.
     """
+    check_type("forecast", forecast, Forecast, "a Forecast, explain(...).forecast")
     direction = forecast.backward if backward else forecast.forward
     name = title or ("backward" if backward else "forward")
     headline = f"{name}\npredicted for {forecast.sms} SMs, not measured"

@@ -15,7 +15,7 @@ tensor [n, 8] of float32 and an Int32
         p0 = a0.data_ptr()
         n0_0, n0_1, = a0.shape
         s0_0, s0_1, = a0.stride()
-        if a0.dtype is not torch.float32 or p0 % 16 or n0_1 != 8 or ...: return None
+        if a0.dtype is not dtype0 or p0 % 16 or n0_1 != 8 or ...: return None
         if a1.__class__ not in (int, bool): return None
         return (p0, n0_0, s0_0, a1, stream(device), ), device
 
@@ -74,8 +74,13 @@ class Signature:
     @cached_property
     def _generated(self) -> Callable[[Sequence[Any], Stream], Gathered | None]:
         """Compile the function `gather` that the top of this file shows."""
-        names: dict[str, Any] = {}
-        exec("\n".join(_gatherer(self.specs)), names | {"torch": torch}, names)
+        # The text consists of integers and of names that this module makes up.
+        names: dict[str, Any] = {
+            f"dtype{i}": getattr(torch, spec.dtype)
+            for i, spec in enumerate(self.specs)
+            if isinstance(spec, TensorSpec)
+        }
+        exec("\n".join(_gatherer(self.specs)), names)
         gather: Callable[[Sequence[Any], Stream], Gathered | None] = names["gather"]
         return gather
 
@@ -175,17 +180,17 @@ def _tensor_gatherer(i: int, spec: TensorSpec, values: list[str]) -> Iterator[st
         yield f"    {', '.join(shape)}, = a{i}.shape"
         yield f"    {', '.join(stride)}, = a{i}.stride()"
     faults = [
-        f"a{i}.dtype is not torch.{spec.dtype}",
+        f"a{i}.dtype is not dtype{i}",
         f"a{i}.get_device() != device",
-        f"p{i} % {spec.align}",
+        f"p{i} % {spec.align:d}",
     ]
     for name, want in zip((*shape, *stride), (*spec.shape, *spec.stride), strict=True):
         if isinstance(want, int):
-            faults.append(f"{name} != {want}")
+            faults.append(f"{name} != {want:d}")
             continue
         values.append(name)
         if want.divisibility > 1:
-            faults.append(f"{name} % {want.divisibility}")
+            faults.append(f"{name} % {want.divisibility:d}")
     yield f"    if {' or '.join(faults)}: return None"
 
 

@@ -1,4 +1,8 @@
-"""Describe the arguments of a compiled function as plain values: tensors, numbers, a stream."""
+"""Describe the arguments of a compiled function as plain values: tensors, numbers, a stream.
+
+Specs are read from files, and `abi` generates Python text for them. So each spec checks its own
+values: only names of the tables here and integers pass.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +38,9 @@ _DTYPES = {
     "Int16": "int16",
     "Int8": "int8",
     "Uint8": "uint8",
+    "Uint16": "uint16",
+    "Uint32": "uint32",
+    "Uint64": "uint64",
     "Boolean": "bool",
 }
 
@@ -49,6 +56,10 @@ class Dim:
 
     width: int = 32
     divisibility: int = 1
+
+    def __post_init__(self) -> None:
+        if self.width not in (32, 64) or not _is_count(self.divisibility):
+            raise ArgumentError(f"{self!r}: expected a width of 32 or 64, and a positive divisor")
 
     def __str__(self) -> str:
         return "n" if self.divisibility == 1 else f"{self.divisibility}n"
@@ -72,6 +83,19 @@ class TensorSpec:
     stride: tuple[Extent, ...]
     align: int = 1
 
+    def __post_init__(self) -> None:
+        extents = (*self.shape, *self.stride)
+        if (
+            self.dtype not in _DTYPES.values()
+            or len(self.shape) != len(self.stride)
+            or not all(type(n) is int or isinstance(n, Dim) for n in extents)
+            or not _is_count(self.align)
+        ):
+            raise ArgumentError(
+                f"{self!r}: expected a dtype that kernels take, as many sizes as strides, which are "
+                "integers or `Dim`, and a positive alignment"
+            )
+
     @property
     def dynamic_shapes_mask(self) -> tuple[bool, ...]:
         """Return for each axis whether calls pass its size."""
@@ -92,6 +116,10 @@ class NumberSpec:
     """Describes a number argument; `kind` is the name of its type in the DSL, such as "Int32"."""
 
     kind: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in NUMBERS:
+            raise ArgumentError(f"{self!r}: expected one of {', '.join(NUMBERS)}")
 
 
 @dataclass(frozen=True)
@@ -157,14 +185,27 @@ def dump_spec(spec: Spec) -> dict[str, Any]:
     return {"is": type(spec).__name__, **asdict(spec)}
 
 
-def load_spec(value: dict[str, Any]) -> Spec:
-    """Convert the values that `dump_spec` returned back to a spec."""
-    if value["is"] == "StreamSpec":
-        return StreamSpec()
-    if value["is"] == "NumberSpec":
-        return NumberSpec(value["kind"])
-    shape, stride = (
-        tuple(Dim(**n) if isinstance(n, dict) else int(n) for n in value[part])
-        for part in ("shape", "stride")
-    )
-    return TensorSpec(value["dtype"], shape, stride, value["align"])
+def load_spec(value: Any) -> Spec:
+    """Convert the values that `dump_spec` returned back to a spec.
+
+    Raises:
+        ArgumentError: they are not those of a spec.
+    """
+    try:
+        fields = dict(value)
+        kind = _KINDS[fields.pop("is")]
+        for part in {"shape", "stride"} & fields.keys():
+            fields[part] = tuple(Dim(**n) if isinstance(n, dict) else n for n in fields[part])
+        return kind(**fields)
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, ArgumentError):
+            raise
+        raise ArgumentError(f"{value!r} is not the spec of an argument") from error
+
+
+_KINDS: dict[Any, type[Spec]] = {c.__name__: c for c in (TensorSpec, NumberSpec, StreamSpec)}
+
+
+def _is_count(n: object) -> bool:
+    """Return whether a value is a positive integer, and not a bool."""
+    return type(n) is int and n > 0

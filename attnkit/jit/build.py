@@ -1,30 +1,28 @@
-"""Compile a kernel with the CuTe DSL: from a `Source` to the `Artifact` that is stored on disk."""
+"""Compile a kernel with the CuTe DSL: from a `Source` to the `Artifact` that is stored on disk.
+
+Only what compiles a kernel imports this module; a kernel from the disk cache does not need it.
+"""
 
 from __future__ import annotations
 
 import gc
-import json
 import platform
 import re
-import struct
-import tempfile
 import time
 import warnings
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from typing import Any
 
 from attnkit.errors import OptionError
 from attnkit.jit.abi import Signature
-from attnkit.jit.arg_specs import dump_spec, load_spec, read_specs
-from attnkit.jit.cubin import KernelStats, kernel_stats
+from attnkit.jit.arg_specs import read_specs
+from attnkit.jit.artifact import Artifact, Build, Source, pack_ptx
+from attnkit.jit.cubin import kernel_stats
 from attnkit.jit.dsl_runtime import runtime
 from attnkit.jit.loader import PREFIX, link
 from attnkit.jit.sass_checks import problems
-from attnkit.util.package import FOLDER
+from attnkit.jit.scratch import scratch_folder
 
 # Python allocates the frames of calls in chunks of 16 KiB, and frees a chunk when the last frame in
 # it returns. If a chunk ends just where a long loop makes its calls, each call maps and unmaps
@@ -39,127 +37,15 @@ _SKIPPED_PASSES = {
     ("4.8.1", "sm_100a"): "use-strength-reduction-pass=false",
 }
 
-# Copies of attnkit in other folders may share a cache. So PTX text on disk names the files of the
-# package by this prefix, and each copy replaces it by its own path.
-_PACKAGE_PREFIX = "<attnkit>/"
+# Bytes of temporary files that a compilation may write: PTX, CUBIN and an object. The largest of
+# 4000 kernels took 2 MiB.
+_ROOM = 2**25
 
 # Machines may share a cache, so the host code must run on any processor of the family.
 _HOSTS = {
     "x86_64": "llvm -mtriple=x86_64-unknown-linux-gnu -mcpu=x86-64",
     "aarch64": "llvm -mtriple=aarch64-unknown-linux-gnu -mcpu=generic",
 }
-
-
-@dataclass(frozen=True)
-class Build:
-    """Bundles the arguments of `cute.compile`.
-
-    Attributes:
-        function: a `@cute.jit` callable. It stores its constants itself.
-        arguments: fake tensors, numbers of the DSL, lists of fake tensors, None; the last one is
-            the stream, `CUstream(0)`.
-        options: "--opt-level=N", or nothing for level 3.
-    """
-
-    function: Any
-    arguments: tuple[Any, ...]
-    options: str = ""
-
-
-@dataclass(frozen=True)
-class Source:
-    """Describes a kernel by its key, and says how to build it if it is not in a cache.
-
-    Attributes:
-        key: text that names everything on which the generated code depends, and nothing else: the
-            graph, the plan, dtypes, alignments. `kernel.full_key` adds versions, the architecture
-            and a digest of attnkit's own source.
-        arch: target architecture, such as "sm_90a".
-        build: called only if the kernel is neither in memory nor on disk.
-        name: for reports and messages.
-        lines: whether to store line numbers of the Python program. The machine code is the same,
-            the object larger.
-    """
-
-    key: str
-    arch: str
-    build: Callable[[], Build] = field(compare=False, repr=False)
-    name: str = field(default="kernel", compare=False)
-    lines: bool = False
-
-
-@dataclass(frozen=True)
-class Artifact:
-    """Holds a compiled kernel as it is stored on disk.
-
-    Attributes:
-        function: name of the host function in the object.
-        arch: target architecture.
-        signature: the arguments.
-        stats: registers, stack, shared memory and code size of each device function.
-        problems: what is wrong with the device code, see `sass_checks.problems`.
-        seconds: time that the compilation took.
-        code: host object file, which contains the device code.
-        image: the object linked to a shared library; empty if there was no C compiler.
-        packed_ptx: the device code as PTX text, compressed; a prefix stands for the package's
-            folder in its paths.
-    """
-
-    function: str
-    arch: str
-    signature: Signature
-    stats: tuple[KernelStats, ...]
-    problems: tuple[str, ...]
-    seconds: float
-    code: bytes = field(repr=False)
-    image: bytes = field(repr=False)
-    packed_ptx: bytes = field(repr=False)
-
-    @cached_property
-    def ptx(self) -> str:
-        """Return the device code as PTX text, with paths of this copy of attnkit."""
-        return _with_folder(zlib.decompress(self.packed_ptx).decode(), _PACKAGE_PREFIX, FOLDER)
-
-    def dump(self) -> bytes:
-        """Serialize the artifact to bytes for the disk."""
-        parts = (self.code, self.image, self.packed_ptx)
-        head = {
-            "function": self.function,
-            "arch": self.arch,
-            "signature": [dump_spec(s) for s in self.signature.specs],
-            "stats": [asdict(s) for s in self.stats],
-            "problems": self.problems,
-            "seconds": self.seconds,
-            "parts": [len(p) for p in parts],
-        }
-        text = json.dumps(head).encode()
-        return struct.pack("<Q", len(text)) + text + b"".join(parts)
-
-    @staticmethod
-    def load(data: bytes) -> Artifact:
-        """Deserialize the bytes that `dump` returned."""
-        start = 8 + struct.unpack_from("<Q", data)[0]
-        head = json.loads(data[8:start])
-        parts = []
-        for length in head["parts"]:
-            parts.append(data[start : start + length])
-            start += length
-        return Artifact(
-            head["function"],
-            head["arch"],
-            Signature([load_spec(s) for s in head["signature"]]),
-            tuple(KernelStats(**s) for s in head["stats"]),
-            tuple(head["problems"]),
-            head["seconds"],
-            *parts,
-        )
-
-
-def _with_folder(ptx: str, source: str, target: str) -> str:
-    """Replace a folder in the paths of a PTX text."""
-    return re.sub(
-        rf'^(\s*\.file\s+\d+\s+"){re.escape(source)}', lambda m: m[1] + target, ptx, flags=re.M
-    )
 
 
 def host_target() -> str:
@@ -183,7 +69,7 @@ def compile_source(source: Source) -> Artifact:
     Raises:
         OptionError: the build's options are not an optimisation level.
         ArgumentError: the build's arguments cannot be passed at run time.
-        LaunchError: the object does not link.
+        UnsupportedError: there is no room for temporary files.
     """
     with _without_garbage_collection():
         return _compiled(source)
@@ -209,15 +95,15 @@ def _compiled(source: Source) -> Artifact:
     start = time.perf_counter()
     build = source.build()
     signature = Signature(list(read_specs(build.arguments)))
-    with tempfile.TemporaryDirectory(prefix="attnkit-") as folder:
-        compiler = cute.compile[_options(build, source, folder)]
+    with scratch_folder(_ROOM) as folder:
+        compiler = cute.compile[_options(build, source, str(folder))]
         with warnings.catch_warnings():
             # An empty list of tensors is intended, and so is the unrolling of static loops.
             warnings.filterwarnings("ignore", "Argument .* cannot be converted to a JitArgument")
             warnings.filterwarnings("ignore", "This static loop has")
             # `loader.Entry` loads and calls the object, so the DSL needs no engine of its own.
             compiled = compiler(build.function, *build.arguments, no_jit_engine=True)
-    code = compiled.dump_to_object(PREFIX)
+        code = compiled.dump_to_object(PREFIX)
     image = link(code)
     cubin, kernels = compiled.artifacts.CUBIN, compiled.kernel_info
     return Artifact(
@@ -229,7 +115,7 @@ def _compiled(source: Source) -> Artifact:
         time.perf_counter() - start,
         code,
         image,
-        zlib.compress(_with_folder(compiled.artifacts.PTX or "", FOLDER, _PACKAGE_PREFIX).encode()),
+        pack_ptx(compiled.artifacts.PTX or ""),
     )
 
 

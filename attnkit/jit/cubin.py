@@ -10,33 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from attnkit.errors import ArgumentError
+from attnkit.jit.artifact import KernelStats
 
 _SECTION = struct.Struct("<IIQQQQIIQQ")
 _SYMBOLS = 2  # type of a symbol table section
 _SYMBOL_BYTES = 24
 _SIZED = 4  # form of an attribute whose value follows it
 _REGISTERS, _FRAME, _BLOCK = 0x2F, 0x11, 0x10
-
-
-@dataclass(frozen=True)
-class KernelStats:
-    """Lists the resources of one device function of a CUBIN.
-
-    Attributes:
-        name: symbol of the function.
-        registers: per thread at launch; `setmaxnreg` moves them between warpgroups afterwards.
-        stack: bytes of a thread's stack frame; above 0 if registers were spilled.
-        shared: bytes of static shared memory; dynamic shared memory is not counted.
-        code: bytes of instructions.
-        threads: threads of a CTA; 0 if the kernel does not fix them.
-    """
-
-    name: str
-    registers: int
-    stack: int
-    shared: int
-    code: int
-    threads: int = 0
 
 
 @dataclass(frozen=True)

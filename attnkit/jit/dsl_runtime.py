@@ -17,8 +17,9 @@ from attnkit.errors import UnsupportedError
 _PACKAGE = "nvidia_cutlass_dsl"
 _LIBRARY = "libcute_dsl_runtime.so"
 # Settings of the DSL that do not change the code that it generates; attnkit overrides ARCH.
-_NEUTRAL = re.compile(
-    "CUTE_DSL_(ARCH|LIBS|CACHE|DISABLE_FILE|NO_CACHE|JIT_|DUMP|KEEP|LOG|PRINT|SHOW|FILTER)"
+_NEUTRAL = tuple(
+    f"CUTE_DSL_{name}"
+    for name in "ARCH LIBS CACHE DISABLE_FILE NO_CACHE JIT_ DUMP KEEP LOG PRINT SHOW FILTER".split()
 )
 
 
@@ -89,5 +90,7 @@ def identity() -> str:
 
 def settings() -> str:
     """List the DSL's environment variables that change generated code, as "NAME=value ..."."""
-    names = sorted(k for k in os.environ if k.startswith("CUTE_DSL_") and not _NEUTRAL.match(k))
+    names = sorted(
+        k for k in os.environ if k.startswith("CUTE_DSL_") and not k.startswith(_NEUTRAL)
+    )
     return " ".join(f"{name}={os.environ[name]}" for name in names)

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnkit.jit.build import Source
 from attnkit.jit.emulator_runs import Undefined, run_emulated
-from attnkit.jit.kernel import kernel
+from attnkit.jit.kernel import Source, kernel
 from attnkit.jit.relaunch import Relaunch
 
 

@@ -49,6 +49,8 @@ class Emulatable(Protocol):
 
 _executables: weakref.WeakKeyDictionary[Any, emulator.Executable] = weakref.WeakKeyDictionary()
 caches.register(_executables.clear)
+# The kernels of a session run one after another, some as programmatic dependents of the last one.
+_streams: weakref.WeakKeyDictionary[Session, emulator.Stream] = weakref.WeakKeyDictionary()
 
 
 def run_emulated(
@@ -86,15 +88,25 @@ def run_emulated(
         before = emulator.snapshot(arguments)
         session.timelines.append((kernel.name, emulator.timeline(target, *arguments)))
         emulator.restore(arguments, before)
+    stream = _streams.setdefault(session, emulator.Stream())
     report: emulator.Report | emulator.CheckReport
     if session.mode == "check":
         report = emulator.check(
-            target, *arguments, seeds=session.seeds, deterministic=session.deterministic
+            target,
+            *arguments,
+            seeds=session.seeds,
+            deterministic=session.deterministic,
+            stream=stream,
         )
     else:
         seed = session.seeds - 1 if session.mode == "adversarial" else 0
         report = emulator.run(
-            target, *arguments, mode=session.mode, seed=seed, raises=current is None
+            target,
+            *arguments,
+            mode=session.mode,
+            seed=seed,
+            raises=current is None,
+            stream=stream,
         )
     session.reports.append((kernel.name, report))
     return report

@@ -24,13 +24,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnkit.errors import DeviceError
+from attnkit.errors import ArgumentError, DeviceError
 from attnkit.jit.abi import Signature
-from attnkit.jit.build import Artifact, Build, Source, compile_source
-from attnkit.jit.cubin import KernelStats
+from attnkit.jit.artifact import Artifact, Build, KernelStats, Source
 from attnkit.jit.disk_cache import KernelCache
 from attnkit.jit.dsl_runtime import identity, settings
-from attnkit.jit.loader import PREFIX, Entry
+from attnkit.jit.loader import PREFIX, Entry, link, loaded_entry
 from attnkit.jit.relaunch import Relaunch, relauncher
 from attnkit.util import caches
 from attnkit.util.package import FOLDER
@@ -108,7 +107,7 @@ class CompiledKernel:
                 )
             if self._entry is None:
                 a = self.artifact
-                self._entry = Entry(a.image, a.code, a.function, a.signature)
+                self._entry = loaded_entry(a.image, a.code, a.function, a.signature)
             with torch.cuda.device(device):
                 self._entry.prepare(device)
             self._devices.add(device)
@@ -196,11 +195,13 @@ def runs_on(arch: str, capability: tuple[int, int]) -> bool:
     return major == capability[0] and minor <= capability[1]
 
 
+# Kernels in memory; beyond this many the least recently used is dropped, and read from disk if it
+# is needed again. A kernel has 0.05 to 1 MB.
+TABLE_SIZE = 512
 _kernels: dict[Source, CompiledKernel] = {}
 _requested: ContextVar[list[Source] | None] = ContextVar("requested kernel sources", default=None)
-_lock = threading.RLock()
-if hasattr(os, "register_at_fork"):  # another thread of the parent may have held it
-    os.register_at_fork(after_in_child=lambda: _lock._at_fork_reinit())  # type: ignore[attr-defined]
+_lock = caches.fork_safe_lock()  # held while a kernel is compiled
+_table_lock = caches.fork_safe_lock()
 
 
 def _forget_kernels() -> None:
@@ -209,8 +210,25 @@ def _forget_kernels() -> None:
     Code that was loaded on a device stays there until the process ends (see `loader.Entry`),
     because a captured CUDA graph may launch it.
     """
-    with _lock:
+    with _table_lock:
         _kernels.clear()
+
+
+def _known_kernel(source: Source) -> CompiledKernel | None:
+    """Return a kernel of the table, and mark it as used."""
+    with _table_lock:
+        compiled = _kernels.pop(source, None)
+        if compiled is not None:
+            _kernels[source] = compiled
+        return compiled
+
+
+def _store_kernel(source: Source, compiled: CompiledKernel) -> None:
+    """Add a kernel to the table, and drop those that were not used for longest."""
+    with _table_lock:
+        _kernels[source] = compiled
+        while len(_kernels) > TABLE_SIZE:
+            caches.drop_oldest(_kernels)
 
 
 caches.register(_forget_kernels)
@@ -245,12 +263,13 @@ def kernel(source: Source, *, lines: bool = False) -> CompiledKernel:
     requested = _requested.get()
     if lines and requested is None:
         source = replace(source, lines=True)
-    compiled = _kernels.get(source)
+    compiled = _known_kernel(source)
     if compiled is None:
         with _lock:
-            compiled = _kernels.get(source)
+            compiled = _known_kernel(source)
             if compiled is None:
-                compiled = _kernels[source] = CompiledKernel(_artifact(source), source.name)
+                compiled = CompiledKernel(_artifact(source), source.name)
+                _store_kernel(source, compiled)
     if requested is not None and source not in requested:
         requested.append(source)
     return compiled
@@ -259,12 +278,36 @@ def kernel(source: Source, *, lines: bool = False) -> CompiledKernel:
 def _artifact(source: Source) -> Artifact:
     """Read the artifact of a source from disk, or else compile it and write it there."""
     disk, key = KernelCache(), full_key(source)
-    if data := disk.get(key):
-        return Artifact.load(data)
+    if artifact := _stored_artifact(disk, key):
+        return artifact
+    # A kernel from the disk needs none of these.
+    from attnkit.jit.build import compile_source
+    from attnkit.jit.held_signals import held_signals
+
     with disk.lock(key):
-        if data := disk.get(key):  # another process compiled it in the meantime
-            return Artifact.load(data)
-        artifact = compile_source(source)
+        # Another process may have compiled it in the meantime.
+        if artifact := _stored_artifact(disk, key):
+            return artifact
+        with held_signals():
+            artifact = compile_source(source)
+            disk.put(key, artifact.dump())
+    return artifact
+
+
+def _stored_artifact(disk: KernelCache, key: str) -> Artifact | None:
+    """Read an artifact from disk; None if there is none.
+
+    One that was not linked, because there was no C compiler, is linked now if there is one.
+    """
+    data = disk.get(key)
+    if data is None:
+        return None
+    try:
+        artifact = Artifact.load(data)
+    except ArgumentError:
+        return None
+    if not artifact.image and (image := link(artifact.code)):
+        artifact = replace(artifact, image=image)
         disk.put(key, artifact.dump())
     return artifact
 
@@ -299,11 +342,18 @@ def sources_digest(root: str) -> str:
         32 hexadecimal digits.
     """
     digest = hashlib.sha256()
-    for folder, inner, files in os.walk(root, followlinks=True):
-        here = os.path.relpath(folder, root).replace(os.sep, "/")
-        above = "" if here == "." else f"{here}/"
-        inner[:] = sorted(f for f in inner if f != "__pycache__" and above + f not in _NOT_IN_KEY)
-        for name in sorted(f for f in files if f.endswith(".py")):
-            with open(os.path.join(folder, name), "rb") as file:
-                digest.update(f"{above}{name}\0".encode() + file.read() + b"\0")
+    for name, path in _source_files(root):
+        with open(path, "rb", buffering=0) as file:
+            digest.update(f"{name}\0".encode() + file.read() + b"\0")
     return digest.hexdigest()[:32]
+
+
+def _source_files(folder: str, above: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the name below the package and the path of each file that enters the key, in order."""
+    with os.scandir(folder) as entries:
+        for entry in sorted(entries, key=lambda e: e.name):
+            name = above + entry.name
+            if name.endswith(".py"):
+                yield name, entry.path
+            elif entry.name != "__pycache__" and name not in _NOT_IN_KEY and entry.is_dir():
+                yield from _source_files(entry.path, f"{name}/")

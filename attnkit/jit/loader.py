@@ -8,45 +8,64 @@ the DSL's own linker loads the object, which needs the whole DSL imported.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import shutil
 import subprocess
-import tempfile
+import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from attnkit.errors import LaunchError
 from attnkit.jit.abi import Signature
 from attnkit.jit.dsl_runtime import error_name, library, runtime
+from attnkit.jit.scratch import places, scratch_folder, warn_once, write_file
+from attnkit.util import caches
 
 PREFIX = "attnkit"  # of the exported symbols
+_LINKER_ROOM = 2**20  # bytes of temporary files of the linker itself
 
 
 def link(code: bytes) -> bytes:
-    """Link an exported object to a shared library; return b"" if there is no C compiler.
+    """Link an exported object to a shared library; return b"" if that is not possible.
+
+    Without a C compiler nothing is linked. If linking fails, a warning says so once. In both cases
+    the DSL's linker loads the object.
 
     Raises:
-        LaunchError: linking failed.
+        UnsupportedError: there is no room for temporary files.
     """
     compiler = _c_compiler()
     if compiler is None:
         return b""
-    with tempfile.TemporaryDirectory(prefix="attnkit-") as folder:
-        obj, lib = Path(folder, "kernel.o"), Path(folder, "kernel.so")
-        obj.write_bytes(code)
+    with scratch_folder(2 * len(code) + _LINKER_ROOM) as folder:
+        obj, lib = folder / "kernel.o", folder / "kernel.so"
         # Linking against the runtime records its name as a dependency; `runtime()` has loaded a
         # library of that name by the time this one is loaded.
         options = ["-shared", "-nostdlib", "-Wl,-Bsymbolic", "-Wl,-z,noexecstack"]
-        done = subprocess.run(
-            [compiler, *options, "-o", str(lib), str(obj), str(library())],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise LaunchError(f"linking a compiled kernel failed:\n{done.stderr[-2000:]}")
-        return lib.read_bytes()
+        try:
+            obj.write_bytes(code)
+            done = subprocess.run(
+                [compiler, *options, "-o", str(lib), str(obj), str(library())],
+                capture_output=True,
+                text=True,
+                errors="replace",
+                check=False,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "TMPDIR": str(folder)},
+                # The terminal sends Ctrl-C to a group of processes, and would end the linker.
+                process_group=0,
+            )
+            if not done.returncode:
+                return lib.read_bytes()
+            problem = done.stderr.strip()[-1000:] or f"exit status {done.returncode}"
+        except OSError as error:
+            problem = str(error)
+    warn_once(
+        f"the C compiler {compiler} cannot link a compiled kernel ({problem})",
+        "the linker of the CuTe DSL is used instead, which takes seconds in each process",
+    )
+    return b""
 
 
 def _c_compiler() -> str | None:
@@ -59,20 +78,37 @@ def _c_compiler() -> str | None:
 
 
 def _load_library(image: bytes) -> ctypes.CDLL:
-    """Load a shared library from its bytes."""
-    # Each library needs its own file name: dlopen takes equal names for the same library.
-    file, path = tempfile.mkstemp(prefix="attnkit-", suffix=".so")
-    try:
-        with os.fdopen(file, "wb") as out:
-            out.write(image)
-        return ctypes.CDLL(path)
-    except OSError as error:
-        raise LaunchError(
-            f"a compiled kernel cannot be loaded: {error}. If programs may not be run from "
-            f"{tempfile.gettempdir()}, set TMPDIR to a folder from which they may"
-        ) from error
-    finally:
-        os.unlink(path)
+    """Load a shared library from its bytes.
+
+    Raises:
+        LaunchError: it cannot be written or loaded anywhere.
+    """
+    failures = []
+    for place in places():
+        try:
+            # Each library needs its own file name: dlopen takes equal names for the same library.
+            path = write_file(image, ".so", place)
+        except OSError as error:
+            failures.append(f"{place}: {error.strerror}")
+            continue
+        try:
+            loaded = ctypes.CDLL(path)
+        except OSError as error:
+            failures.append(str(error))
+        else:
+            if failures:
+                warn_once(
+                    f"a compiled kernel cannot be loaded as a temporary file ({failures[0]})",
+                    f"{place} is used instead. Set TMPDIR to a folder with room, from which "
+                    "programs may be run",
+                )
+            return loaded
+        finally:
+            os.unlink(path)
+    raise LaunchError(
+        f"a compiled kernel cannot be loaded ({'; '.join(failures)}). Set TMPDIR to a folder with "
+        "room, from which programs may be run"
+    )
 
 
 class _Engine:
@@ -81,10 +117,10 @@ class _Engine:
     def __init__(self, code: bytes) -> None:
         from cutlass.cute.runtime import load_module
 
-        with tempfile.NamedTemporaryFile(prefix="attnkit-", suffix=".o") as file:
-            file.write(code)
-            file.flush()
-            self._engine = load_module(file.name).engine
+        with scratch_folder(len(code)) as folder:
+            path = folder / "kernel.o"
+            path.write_bytes(code)
+            self._engine = load_module(str(path)).engine
 
     def __getattr__(self, name: str) -> Any:
         return ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int32)(self._engine.lookup(name))
@@ -124,16 +160,22 @@ class Entry:
         self._signature = signature
         self._frames: list[Frame] = []  # the free ones; each call in progress takes one out
         self._module = ctypes.c_void_p()  # cudaLibrary_t
+        self._devices: set[int] = set()
+        self._lock = threading.Lock()
 
     def prepare(self, device: int) -> None:
-        """Load the device code on a device and set its attributes there; call it once per device.
+        """Load the device code on a device and set its attributes there, unless that was done.
 
         Raises:
             LaunchError: CUDA reports an error.
         """
-        if not self._module:
-            self._initialise("init")
-        self._initialise("load_to_device", ctypes.c_int32(device))
+        with self._lock:
+            if device in self._devices:
+                return
+            if not self._module:
+                self._initialise("init")
+            self._initialise("load_to_device", ctypes.c_int32(device))
+            self._devices.add(device)
 
     def _initialise(self, step: str, *numbers: ctypes.c_int32) -> None:
         """Call one of the functions that the DSL exports to load device code."""
@@ -174,3 +216,27 @@ class Entry:
         if status:
             frame.status[0] = 0
             raise LaunchError(f"the launch of a kernel failed: {error_name(status)}")
+
+
+# By the digest of its code. Nothing unloads code, so each is loaded once: a kernel that was dropped
+# from memory and read again must not take more of it.
+_entries: dict[bytes, Entry] = {}
+_lock = caches.fork_safe_lock()
+
+
+def loaded_entry(image: bytes, code: bytes, function: str, signature: Signature) -> Entry:
+    """Load a compiled kernel into the process, or return the `Entry` of an earlier load.
+
+    Args:
+        image, code, function, signature: as of `Entry`.
+
+    Raises:
+        LaunchError: it cannot be loaded.
+    """
+    key = hashlib.sha256(image or code)
+    key.update(function.encode())
+    digest = key.digest()
+    with _lock:
+        if digest not in _entries:
+            _entries[digest] = Entry(image, code, function, signature)
+        return _entries[digest]

@@ -11,6 +11,7 @@ from torch import Tensor
 from attnkit.runtime import reuse, torch_ops
 from attnkit.runtime.call import AttentionCall, under_autocast
 from attnkit.runtime.compile import symbolic
+from attnkit.runtime.data_guard import raise_if_stale
 from attnkit.runtime.prepare import prepare
 from attnkit.util.arguments import AuxRequest
 from attnkit.util.torch_private import in_autocast
@@ -36,8 +37,9 @@ def flex_attention(
     The softmax runs over the scores that the mask keeps. The result equals that of dense attention
     to the rounding of the dtype. It is differentiable in query, key, value, the LSE and the float
     tensors that score_mod captures. Empty tiles are not computed. A fully masked row gives output
-    0, LSE -inf and zero gradients. Captured tensors may be edited in place by torch; edits through
-    `t.data[...]` or a numpy view go unnoticed, and tiles may be stale after them.
+    0, LSE -inf and zero gradients. Captured tensors may be edited in place by anyone. On a GPU a
+    write that torch's version counter does not see (by a kernel, a fused optimizer, a collective)
+    needs `attnkit.invalidate(tensor)` after it; if that is missing, a later call raises.
 
     Under torch.autocast query, key and value are cast to its dtype (float64 is not); operations
     inside are not autocast. In torch.compile a call is one operator, which classifies tiles when it
@@ -78,6 +80,7 @@ def flex_attention(
             also if a query narrower than float64 reads captured float64 data, and rounding that
             data to float32 would change the result.
         UnsupportedError: the backend asked for cannot run here.
+        StaleDataError: an earlier call on a GPU ran with data that was edited behind torch's back.
     """
     compiling = torch.compiler.is_compiling()  # or exporting
     if not compiling and kernel_options is None and return_aux is None:
@@ -95,6 +98,8 @@ def flex_attention(
         )
         if relaunched is not None:
             return relaunched
+    if not compiling:
+        raise_if_stale()
     if compiling or in_autocast():
         query, key, value = under_autocast(query, key, value)
     call = AttentionCall(

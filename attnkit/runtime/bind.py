@@ -9,21 +9,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnkit.errors import ArgumentError, DeviceError
+from attnkit.errors import ArgumentError, DeviceError, ShapeError
 from attnkit.graph import ir
+from attnkit.graph.eval_torch import mask_dtype
 from attnkit.graph.ir import Node
 from attnkit.graph.simplify import TRUE
+from attnkit.runtime.data_guard import DataGuard
 from attnkit.sparsity.block_mask import BlockMask, check_mask_shape
 from attnkit.sparsity.block_runs import BlockRuns, from_flex
 from attnkit.sparsity.mask_runs import check_lengths, mask_runs
 from attnkit.splice import Captured, Program, compute_dtype
-from attnkit.tracing.float64_checks import check_precision
-from attnkit.tracing.guards import trace_cached
-from attnkit.tracing.mask import check_built_for
+from attnkit.tracing.axes import Sizes
+from attnkit.tracing.built_for import check_built_for
+from attnkit.tracing.float64_checks import check_precision, float64_slots
+from attnkit.tracing.guards import data_slots, trace_cached
 from attnkit.tracing.tracer import Traced
 from attnkit.util import caches
-from attnkit.util.arguments import check_captured
+from attnkit.util.arguments import check_captured, index_instead
+from attnkit.util.data_state import settled_state_of
 from attnkit.util.tensor_cache import VersionedCache
+
+# Names of PyTorch's block lists, in the order of `flex_lists`.
+LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
 _flex_runs: VersionedCache[BlockRuns] = VersionedCache(64)
 caches.register(_flex_runs.clear)
@@ -37,11 +44,38 @@ class TracedVariant:
         score, mask: the graphs, None where there is no function.
         block_mask: the mask as the caller passed it. A `BlockMask` (PyTorch's too) also has lengths
             and block lists.
+        score_mod: the score_mod as the caller passed it, with its declared tables.
     """
 
     score: Traced | None
     mask: Traced | None
     block_mask: Any = None
+    score_mod: Any = None
+
+    def data_guard(self) -> DataGuard:
+        """Record the data on which the tiles and the proofs of indices depend.
+
+        The order is that of `CallKey.data`: the score's tensors, block lists, the mask's tensors.
+        """
+        tensors: list[Tensor] = []
+        names: list[str] = []
+        if self.score is not None:
+            slots = data_slots(self.score.root, float64_slots(self.score.tensors))
+            tensors += [self.score.tensors[i] for i in slots]
+            names += [self.score.names[i] for i in slots]
+        lists = self.block_lists_data()
+        start = len(tensors)
+        tensors += lists
+        names += LISTS[: len(lists)]
+        if self.mask is not None:
+            tensors += self.mask.tensors
+            names += self.mask.names
+        states = [settled_state_of(t) for t in tensors]
+        return DataGuard(states, names, range(start, start + len(lists)))
+
+    def block_lists_data(self) -> tuple[Tensor, ...]:
+        """Return PyTorch's block lists, none for another mask."""
+        return flex_lists(self.block_mask)[0] if is_flex(self.block_mask) else ()
 
     @property
     def block_lists(self) -> tuple[int, int] | None:
@@ -92,7 +126,7 @@ def check_functions(score_mod: Any, mask: Any) -> None:
         if isinstance(mask, Tensor) or not callable(mask):
             raise ArgumentError(
                 "block_mask must be a BlockMask, a Mask, a function mask_mod(b, h, q, kv) or "
-                f"None, got {type(mask).__name__}"
+                f"None, got {type(mask).__name__}{index_instead(mask)}"
             )
 
 
@@ -113,7 +147,7 @@ def trace(score_mod: Any, mask: Any, device: torch.device) -> TracedVariant:
     has_blocks = is_flex(mask) or isinstance(mask, BlockMask)
     mask_mod = mask.mask_mod if has_blocks else mask
     graph = None if mask_mod is None else trace_cached(mask_mod, "mask", device)
-    return TracedVariant(score, graph, mask)
+    return TracedVariant(score, graph, mask, score_mod)
 
 
 def prove(variant: TracedVariant, query: Tensor, key: Tensor) -> frozenset[Node]:
@@ -132,23 +166,33 @@ def prove(variant: TracedVariant, query: Tensor, key: Tensor) -> frozenset[Node]
             check_captured(what, t.names, t.tensors, query.device)
             check_precision(t, compute_dtype(query))
     batch, heads, q_len, kv_len = *query.shape[:3], key.shape[2]
+    sizes = Sizes(batch, heads, q_len, kv_len, key.shape[1])
     unproven = frozenset[Node]()
     if score is not None:
+        check_built_for(variant.score_mod, sizes)
         unproven |= check_lengths(score, q_len, kv_len, batch, heads)
     if mask is None:
         return unproven
-    check_built_for(getattr(block_mask, "mask_mod", block_mask), q_len, kv_len)
     if is_flex(block_mask) or isinstance(block_mask, BlockMask):
-        _check_block_mask(block_mask, query, key)
-        if isinstance(block_mask, BlockMask):
-            batch, heads = block_mask.shape[:2]
+        _check_block_mask(block_mask, mask, query, key)
+    check_built_for(getattr(block_mask, "mask_mod", block_mask), sizes)
     return unproven | check_lengths(mask, q_len, kv_len, batch, heads)
 
 
-def _check_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> None:
+def _check_block_mask(block_mask: Any, mask: Traced, query: Tensor, key: Tensor) -> None:
     """Check that a BlockMask was built for the shapes and the device of a call."""
     check_mask_shape(block_mask.shape[0], block_mask.shape[1], block_mask.seq_lengths, query, key)
     if isinstance(block_mask, BlockMask):
+        names = ir.reads(mask.root)
+        for name, what, own, size in (
+            ("b", "batch", block_mask.shape[0], query.shape[0]),
+            ("h", "heads", block_mask.shape[1], query.shape[1]),
+        ):
+            if name in names and own != size:
+                raise ShapeError(
+                    f"block_mask was built for {what} {own} and its mask_mod reads {name}, query "
+                    f"has {what} {size}; build it for {what} {size}"
+                )
         if block_mask.device != query.device:
             raise DeviceError(
                 f"block_mask was built for {block_mask.device}, query is on {query.device}; build "
@@ -215,7 +259,7 @@ def _runs(
         batch=batch,
         heads=heads,
         device=query.device,
-        dtype=compute_dtype(query),
+        dtype=mask_dtype(mask.root, mask.tensors),
     )
     return runs, False
 

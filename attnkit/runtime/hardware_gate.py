@@ -1,15 +1,20 @@
 """Decide whether to use kernels on a GPU on which they have not been verified.
 
 A self-check tests them once on each machine, in a subprocess, so that a kernel that crashes or
-hangs does not take the caller down. The verdict is cached on disk with the compiled kernels; its
-key contains the version of the package and the name of the GPU.
+hangs does not take the caller down. Its verdict is cached on disk with the compiled kernels if it is
+about numbers: they are right, or they are wrong. The key contains the version of the package, the
+name of the GPU and the version of its driver. A self-check that does not end, or a call that fails,
+may find a busy GPU; that counts for this process only.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import time
 import warnings
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -17,9 +22,25 @@ from attnkit.jit.disk_cache import KernelCache, default_folder
 from attnkit.jit.kernel import Source, full_key
 from attnkit.schedule.targets import Target
 
-TIMEOUT = 600.0  # seconds for the whole self-check, compilation included
+# Seconds for the whole self-check, compilation included. A process that waits for another one's
+# check has only the rest of them for its own.
+TIMEOUT = 600.0
+_RIGHT, _WRONG = 0, 10  # exit status of `attnkit.testing.selfcheck`, which is above this room
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 _verdicts: dict[tuple[Target, torch.device], str] = {}
+
+
+class Verdict(NamedTuple):
+    """Holds the result of a self-check.
+
+    Attributes:
+        reason: why the kernels must not run; "" if they are right.
+        in_numbers: whether results were compared, so that the same will be found next time.
+    """
+
+    reason: str
+    in_numbers: bool
 
 
 def reason_against(target: Target, device: torch.device) -> str:
@@ -30,28 +51,33 @@ def reason_against(target: Target, device: torch.device) -> str:
     """
     if target.proven:
         return ""
-    verdict = _verdicts.get((target, device))
-    if verdict is None:
-        verdict = _verdicts[target, device] = _cached_verdict(target, device)
-        if verdict:
+    reason = _verdicts.get((target, device))
+    if reason is None:
+        verdict = _cached_verdict(target, device)
+        reason = _verdicts[target, device] = verdict.reason
+        if reason:
+            again = f"delete {default_folder()}" if verdict.in_numbers else "start a new process"
             warnings.warn(
-                f"attnkit does not use its {target.card} kernels here: {verdict}. Torch operators "
-                f"take their place; delete {default_folder()} to have them tested again",
+                f"attnkit does not use its {target.card} kernels here: {reason}. Torch operators "
+                f"take their place; {again} to have them tested again",
                 RuntimeWarning,
                 stacklevel=2,
             )
-    return verdict
+    return reason
 
 
-def _cached_verdict(target: Target, device: torch.device) -> str:
-    """Read the verdict of this machine from disk, or run the self-check and store its verdict."""
+def _cached_verdict(target: Target, device: torch.device) -> Verdict:
+    """Read the verdict of this machine from disk, or run the self-check; store what it compared."""
+    end = time.monotonic() + TIMEOUT
     cache, key = KernelCache(), full_key(_cache_source(target, device))
-    with cache.lock(key):  # another process may be testing
-        verdict = cache.get(key)
-        if verdict is None:
-            verdict = run_selfcheck(target, device).encode()
-            cache.put(key, verdict)
-    return verdict.decode()
+    with cache.lock(key, patience=TIMEOUT):  # another process may be testing
+        stored = cache.get(key)
+        if stored is not None:
+            return Verdict(stored.decode(errors="replace"), in_numbers=True)
+        verdict = run_selfcheck(target, device, end - time.monotonic())
+        if verdict.in_numbers:
+            cache.put(key, verdict.reason.encode())
+    return verdict
 
 
 def _cache_source(target: Target, device: torch.device) -> Source:
@@ -60,22 +86,63 @@ def _cache_source(target: Target, device: torch.device) -> Source:
     def build() -> None:
         raise AssertionError("a verdict is not compiled")
 
-    gpu = torch.cuda.get_device_name(device)
-    return Source(f"verdict on {target.name}\n{gpu}\n{torch.version.cuda}", target.arch, build)  # type: ignore[arg-type]
+    parts = (
+        f"verdict on {target.name}",
+        torch.cuda.get_device_name(device),
+        str(torch.version.cuda),
+        _driver_version(),
+    )
+    return Source("\n".join(parts), target.arch, build)  # type: ignore[arg-type]
 
 
-def run_selfcheck(target: Target, device: torch.device) -> str:
-    """Run `attnkit.testing.selfcheck` in a subprocess; return what is wrong, "" if nothing is."""
-    command = [sys.executable, "-m", "attnkit.testing.selfcheck", "cute", str(device)]
+def _driver_version() -> str:
+    """Return the line in which the NVIDIA driver names its version; "" where there is none."""
     try:
-        check = subprocess.run(
-            command, capture_output=True, text=True, timeout=TIMEOUT, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return f"their test did not end within {TIMEOUT:.0f} seconds"
-    except OSError as error:
-        return f"their test could not be started: {error}"
-    if check.returncode == 0:
+        return _DRIVER.read_text(errors="replace").partition("\n")[0]
+    except OSError:  # WSL has no such file
         return ""
-    output = (check.stdout.strip() or check.stderr.strip() or "nothing was said").splitlines()
-    return f"their test failed with status {check.returncode}: {output[-1]}"
+
+
+def run_selfcheck(target: Target, device: torch.device, seconds: float = TIMEOUT) -> Verdict:
+    """Run `attnkit.testing.selfcheck` in a subprocess.
+
+    Args:
+        target: whose kernels to test.
+        device: on which device.
+        seconds: when to give up.
+    """
+    late = Verdict(f"their test did not end within {TIMEOUT:.0f} seconds", in_numbers=False)
+    if seconds <= 0:
+        return late
+    command = [sys.executable, "-m", "attnkit.testing.selfcheck", "cute", str(device)]
+    pipe = subprocess.PIPE
+    try:
+        process = subprocess.Popen(
+            command, stdout=pipe, stderr=pipe, stdin=subprocess.DEVNULL, text=True, errors="replace"
+        )
+    except (OSError, ValueError, TypeError) as error:  # an embedded Python has no program
+        return Verdict(f"their test could not be started: {error}", in_numbers=False)
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        _stop(process)
+        return late
+    except BaseException:  # Ctrl-C
+        _stop(process)
+        raise
+    if process.returncode == _RIGHT:
+        return Verdict("", in_numbers=True)
+    lines = (out.strip() or err.strip() or "nothing was said").splitlines()
+    reason = f"their test failed with status {process.returncode}: {lines[-1]}"
+    return Verdict(reason, in_numbers=process.returncode == _WRONG)
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    """End a process without waiting for one that hangs in the driver."""
+    process.kill()
+    try:
+        process.communicate(timeout=5)
+    except subprocess.TimeoutExpired:
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()

@@ -7,7 +7,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from attnkit.errors import ArgumentError, DeviceError, DTypeError, ShapeError
+from attnkit.errors import ArgumentError, DeviceError, DTypeError, ShapeError, UnsupportedError
 
 
 def merge_states(
@@ -31,6 +31,7 @@ def merge_states(
     Raises:
         ArgumentError: one of them is not a tensor.
         ShapeError, DTypeError, DeviceError: the four tensors do not fit together.
+        UnsupportedError: one of them is nested, sparse or quantized.
     """
     _check(out_a, lse_a, out_b, lse_b)
     base = torch.maximum(lse_a, lse_b).detach()  # any common factor cancels, so no gradient
@@ -62,6 +63,8 @@ def _check(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
                 f"{name} must be a torch.Tensor, got {type(t).__name__}; merge_states takes four tensors, "
                 "the outputs and LSEs of two calls with return_lse=True"
             )
+        if t.is_nested or t.layout != torch.strided or t.is_quantized:
+            raise UnsupportedError(f"{name} is not a dense tensor; convert it first")
         if t.device != out_a.device:
             raise DeviceError(f"{name} is on {t.device}, out_a is on {out_a.device}; move one")
     if out_a.shape != out_b.shape or lse_a.shape != lse_b.shape or out_a.dim() == 0:

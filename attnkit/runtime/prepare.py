@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from attnkit.graph.eval_torch import computes_float64
 from attnkit.graph.ir import Node
 from attnkit.runtime import reference
 from attnkit.runtime.bind import Bound, TracedVariant, classify, prove, trace
@@ -56,13 +57,14 @@ def prepare(
     query, key = call.query, call.key
     if variant is None:  # trace: run both functions once on symbols
         variant = trace(call.score_mod, call.block_mask, query.device)
+    guard = variant.data_guard()  # before anything is derived from the data of tensors
     unproven = prove(variant, query, key)  # indices stay inside their tensors, and in int32
     plan = _plan(call, settings, variant, unproven)  # template and tile sizes
     bound = classify(variant, unproven, query, key, plan.block)  # EMPTY, PARTIAL, FULL
     ordered = call.is_deterministic and of_template(plan.template) is not None
     template = plan.template + (ORDERED if ordered else "")
     kernel_call = KernelCall(template, bound.program, bound.runs, settings.aux.max_scores)
-    prepared = PreparedCall(kernel_call, BackwardReuse())
+    prepared = PreparedCall(kernel_call, BackwardReuse(), guard)
     if plan.template == "eager":
         prepared.attention, prepared.is_dense = _dense(bound), True
     elif launchable and not is_intercepted(
@@ -85,7 +87,7 @@ def _plan(
         notes=settings.notes,
         call=_plan_facts(call, settings, variant),
     )
-    reason = _reason_against_kernel(plan, backend, unproven, query.device)
+    reason = _reason_against_kernel(plan, backend, variant, unproven, query.device)
     if not reason:
         return plan
     if backend != "auto":
@@ -111,7 +113,11 @@ def _plan_facts(call: AttentionCall, settings: CallSettings, variant: TracedVari
 
 
 def _reason_against_kernel(
-    plan: Plan, backend: str, unproven: frozenset[Node], device: torch.device
+    plan: Plan,
+    backend: str,
+    variant: TracedVariant,
+    unproven: frozenset[Node],
+    device: torch.device,
 ) -> str:
     """Return why the kernel of a plan must not be used; "" if it may be."""
     target = of_template(plan.template)
@@ -121,6 +127,11 @@ def _reason_against_kernel(
         return (
             "an index of a captured tensor could not be proven to stay inside it, and a kernel does "
             "not check indices; write the index so that its range shows, with clamp for example"
+        )
+    if variant.mask is not None and computes_float64(variant.mask.root):
+        return (
+            "the mask computes in float64, and a kernel in float32; write .float() where float32 "
+            "will do"
         )
     if backend != "auto":
         return ""

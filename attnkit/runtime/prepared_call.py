@@ -8,6 +8,7 @@ from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
+from attnkit.runtime.data_guard import DataGuard
 from attnkit.splice import Attention, BackwardInputs, Captured, KernelCall
 
 # Out, LSE and the row maxima or None.
@@ -50,11 +51,13 @@ class PreparedCall:
     Attributes:
         kernel_call: which template computes which graphs on which tiles.
         backward: fast path of its backward.
+        guard: checks the data from which it was derived.
         attention: the template's forward; None until it is prepared.
         is_dense: whether `attention` is the dense oracle, which autograd differentiates directly.
     """
 
     kernel_call: KernelCall
     backward: BackwardCache
+    guard: DataGuard
     attention: Attention | None = None
     is_dense: bool = False

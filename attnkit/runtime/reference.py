@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnkit.graph import ir
-from attnkit.graph.eval_torch import evaluate, positions
+from attnkit.graph.eval_torch import evaluate, mask_dtype, positions
 from attnkit.tracing.tracer import Traced
 
 DenseResult: TypeAlias = tuple[Tensor, Tensor, Tensor]  # out, LSE, row maxima
@@ -56,9 +56,7 @@ def attention(
             [score.root], env, score.tensors, dtype, checked=_all_loads(score), names=score.names
         )
     if mask is not None:
-        (keep,) = evaluate(
-            [mask.root], env, mask.tensors, dtype, checked=_all_loads(mask), names=mask.names
-        )
+        keep = _keep(mask, env)
         scores = torch.where(keep, scores, -math.inf)
     if allowed is not None:
         scores = torch.where(allowed, scores, -math.inf)
@@ -68,8 +66,13 @@ def attention(
 
 def dense_mask(mask: Traced, query: Tensor, key: Tensor) -> Tensor:
     """Evaluate a mask at every position: bool, broadcastable to [B, Hq, Sq, Skv]."""
-    env = positions((*query.shape[:3], key.shape[2]), query.device)
-    return evaluate([mask.root], env, mask.tensors, checked=_all_loads(mask), names=mask.names)[0]
+    return _keep(mask, positions((*query.shape[:3], key.shape[2]), query.device))
+
+
+def _keep(mask: Traced, env: dict[str, Tensor]) -> Tensor:
+    dtype = mask_dtype(mask.root, mask.tensors)
+    checked = _all_loads(mask)
+    return evaluate([mask.root], env, mask.tensors, dtype, checked=checked, names=mask.names)[0]
 
 
 def _softmax_times(scores: Tensor, value: Tensor, dtype: torch.dtype) -> DenseResult:

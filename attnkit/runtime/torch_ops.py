@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from attnkit.errors import UnsupportedError
+from attnkit.runtime.data_guard import DataGuard, raise_if_stale
 from attnkit.runtime.prepared_call import ForwardResult, PreparedCall, Relaunch
 from attnkit.sparsity.block_runs import BlockRuns, Runs
 from attnkit.splice import (
@@ -27,12 +28,18 @@ from attnkit.splice import (
     Program,
     backward_replay,
     compute_dtype,
-    output_like,
     prepare_forward,
     run_backward,
     run_forward,
 )
-from attnkit.util.torch_private import is_batched, is_grad_tracking, is_intercepted
+from attnkit.util.data_state import state_of
+from attnkit.util.outputs import output_like
+from attnkit.util.torch_private import (
+    in_batched_gradients,
+    is_batched,
+    is_grad_tracking,
+    is_intercepted,
+)
 
 FORWARD = (
     "(Tensor query, Tensor key, Tensor value, Tensor[] score_tensors, Tensor[] mask_tensors, "
@@ -182,6 +189,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.save_for_backward(query, key, value, out, lse, *score_tensors, *mask_tensors, *runs)
     ctx.counts = len(score_tensors), len(mask_tensors)
     ctx.options = list(layout), program, template, scale
+    names = [f"t{i} of mask_mod" for i in range(len(mask_tensors))]
+    ctx.guard = DataGuard([state_of(t) for t in mask_tensors], names)
     ctx.needs_grad = [t.requires_grad for t in score_tensors]
     ctx.set_materialize_grads(False)
 
@@ -207,6 +216,7 @@ def operator_tensors(
 def _gradient(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Tensor | None
 ) -> tuple[Any, ...]:
+    ctx.guard.check_backward()
     saved, lists = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
     scores, masks = ctx.counts
     score_tensors, mask_tensors = lists[:scores], lists[scores : scores + masks]
@@ -288,6 +298,8 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
         prepared, scale, needs_grad = ctx.call
+        raise_if_stale()
+        prepared.guard.check_backward()
         if grad_out is not None:
             gradients = prepared.backward.try_fast_path(
                 grad_out, grad_lse, saved, scale, needs_grad
@@ -310,6 +322,7 @@ def _backward_of(
     grad_lse = inputs.grad_lse
     tensors = [inputs.grad_out, *saved, *([] if grad_lse is None else [grad_lse])]
     if torch.is_grad_enabled() or is_intercepted(tensors):
+        _refuse_batched_gradients((inputs.grad_out, *([] if grad_lse is None else [grad_lse])))
         runs, layout = unpack(call.runs)
         scores, masks = inputs.captured
         dquery, dkey, dvalue, captured = torch.ops.attnkit.backward(
@@ -342,6 +355,7 @@ def run(prepared: PreparedCall, inputs: ForwardInputs) -> ForwardResult:
     """
     query, key, value, scale = inputs.query, inputs.key, inputs.value, inputs.scale
     scores, masks = inputs.captured
+    prepared.guard.check()
     if prepared.is_dense:
         assert prepared.attention is not None
         return prepared.attention(query, key, value, inputs.captured, scale)
@@ -367,6 +381,7 @@ def run(prepared: PreparedCall, inputs: ForwardInputs) -> ForwardResult:
         with torch.no_grad():
             prepared.attention = prepare_forward(prepared.kernel_call, inputs)
     if is_recorded((query, key, value, *scores)):
+        _refuse_inference_tensors((query, key, value, *scores, *masks))
         result: ForwardResult = record(
             prepared, None, scale, masks, True, query, key, value, *scores
         )
@@ -384,6 +399,34 @@ def is_recorded(tensors: Iterable[Tensor]) -> bool:
 # This is `Function.apply` without its Python wrapper, which unwraps dead functorch wrappers from
 # each argument: `is_intercepted` has already excluded functorch.
 record: Callable[..., Any] = super(torch.autograd.Function, _Attention).apply
+
+
+def _refuse_batched_gradients(gradients: Iterable[Tensor]) -> None:
+    """Refuse gradients with a batch dimension, which the backward has no rule for.
+
+    Raises:
+        UnsupportedError: autograd computes several gradients at once, or a gradient is batched.
+    """
+    if in_batched_gradients() or any(is_batched(t) for t in gradients):
+        raise UnsupportedError(
+            "attnkit's attention has no rule for batched gradients (is_grads_batched=True, "
+            "jacobian with vectorize=True, or vmap over a backward); call torch.autograd.grad once "
+            'for each gradient, or use backend="eager" (dense)'
+        )
+
+
+def _refuse_inference_tensors(tensors: Iterable[Tensor]) -> None:
+    """Refuse tensors that autograd cannot save for the backward.
+
+    Raises:
+        UnsupportedError: a tensor was created in inference mode.
+    """
+    for t in tensors:
+        if t.is_inference():
+            raise UnsupportedError(
+                f"a tensor of shape {tuple(t.shape)} was created in torch.inference_mode(), and "
+                "autograd cannot save it for the backward; clone it outside of inference mode"
+            )
 
 
 def _detached(t: Tensor) -> Tensor:

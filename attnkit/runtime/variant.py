@@ -12,6 +12,7 @@ from torch import Tensor
 from attnkit.runtime.api import flex_attention
 from attnkit.runtime.bind import Bound, check_functions, classify, prove, trace
 from attnkit.tracing.tracer import Traced
+from attnkit.util.devices import parse_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +56,7 @@ class Variant:
 
     def trace(self, device: torch.device) -> tuple[Traced | None, Traced | None]:
         """Trace score_mod and mask_mod, or reuse their traces; None where there is no function."""
-        traced = trace(self.score_mod, self.mask, device)
+        traced = trace(self.score_mod, self.mask, parse_device(device))
         return traced.score, traced.mask
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:

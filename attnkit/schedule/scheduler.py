@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,8 +81,7 @@ class Shape:
             raise ShapeError(f"kv_batch must be the batch or 1, got {self}")
 
 
-@dataclass(frozen=True, eq=False)
-class Schedule:
+class Schedule(NamedTuple):
     """Lists work tiles in the order in which workers start them.
 
     A work tile visits a part of the PARTIAL and of the FULL runs of one row. A cursor describes

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,8 +51,7 @@ class Cost:
             raise OptionError(f"a partial tile cannot be free, got {self}")
 
 
-@dataclass(frozen=True, eq=False)
-class Rows:
+class Rows(NamedTuple):
     """Counts the tiles of each kind in the rows to schedule, int64 [rows], and prices them."""
 
     partial: Tensor

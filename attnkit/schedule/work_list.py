@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +21,7 @@ from attnkit.util import caches
 from attnkit.util.csr import row_indices, searchsorted_right
 
 
-@dataclass(frozen=True, eq=False)
-class WorkList:
+class WorkList(NamedTuple):
     """Holds the tables that a forward kernel reads.
 
     Attributes:
@@ -47,8 +47,7 @@ class WorkList:
 
     def to(self, device: torch.device) -> WorkList:
         """Copy the tables to a device."""
-        return replace(
-            self,
+        return self._replace(
             work_tiles=self.work_tiles.to(device),
             partial=self.partial.to(device),
             full=self.full.to(device),

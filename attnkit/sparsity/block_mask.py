@@ -6,26 +6,40 @@ there, creating a block mask computes no tile; `mask_runs` classifies them at fi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from attnkit.errors import ArgumentError, OptionError, ShapeError
+from attnkit.errors import ArgumentError, BoundsError, DeviceError, OptionError, ShapeError
 from attnkit.graph.eval_torch import evaluate, positions
 from attnkit.graph.ir import Node, reads
 from attnkit.sparsity.block_runs import BLOCK, BlockRuns
-from attnkit.sparsity.mask_runs import mask_runs
+from attnkit.sparsity.mask_runs import check_lengths, mask_runs
+from attnkit.tracing.axes import Sizes
+from attnkit.tracing.built_for import check_built_for
 from attnkit.tracing.float64_checks import compute_dtype
 from attnkit.tracing.guards import trace_cached
-from attnkit.tracing.mask import check_built_for
 from attnkit.tracing.tracer import Kind, Traced, takes
-from attnkit.util.arguments import check_captured, check_size
+from attnkit.util.arguments import (
+    check_captured,
+    check_dtype,
+    check_size,
+    check_sizes,
+    shown,
+)
+from attnkit.util.data_state import settled_state_of
 from attnkit.util.devices import resolve_device
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
+
+_MOST_DENSE = 1 << 36  # positions of `create_mask`: 64 GiB
+
+# What PyTorch raises where an argument of its BlockMask is wrong.
+_REFUSED = (TypeError, ValueError, IndexError, RuntimeError, AssertionError, AttributeError)
 
 
 class BlockMask:
@@ -67,6 +81,11 @@ class BlockMask:
         block: tuple[int, int],
         device: torch.device | str,
     ) -> None:
+        if not torch.compiler.is_dynamo_compiling():  # the call that uses the mask checks the rest
+            sizes = {"batch": batch, "heads": heads, "q_len": q_len, "kv_len": kv_len}
+            for name, size in sizes.items():
+                check_size(name, size)
+            block = check_sizes("block", block)
         self.mask_mod = mask_mod
         self.seq_lengths = (q_len, kv_len)
         self.BLOCK_SIZE = block
@@ -98,13 +117,24 @@ class BlockMask:
 
         Raises:
             BoundsError: an index leaves its captured tensor, or integer arithmetic leaves int32.
+            OptionError, DTypeError: block or dtype is something else.
+            DeviceError: the device is meta, which holds no data.
         """
+        check_dtype("dtype", dtype, (torch.float32, torch.float64))
+        if self.device.type == "meta":
+            raise DeviceError(
+                "a BlockMask on the meta device has no tiles; build it for the device of the query, "
+                "or convert it with block_mask.to(device)"
+            )
         batch, heads, q_len, kv_len = self.shape
+        mask = self.traced()
+        for t in mask.tensors:
+            settled_state_of(t)
         return mask_runs(
-            self.traced(),
+            mask,
             q_len=q_len,
             kv_len=kv_len,
-            block=self.BLOCK_SIZE if block is None else block,
+            block=self.BLOCK_SIZE if block is None else check_sizes("block", block),
             batch=batch,
             heads=heads,
             device=self.device,
@@ -156,18 +186,43 @@ class BlockMask:
 
     @staticmethod
     def from_kv_blocks(*arguments: Any, **options: Any) -> FlexBlockMask:
-        """Create PyTorch's BlockMask from lists of blocks, with the arguments of its method."""
+        """Create PyTorch's BlockMask from lists of blocks, with the arguments of its method.
+
+        Raises:
+            ArgumentError: PyTorch refuses the arguments.
+        """
         from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
-        return FlexBlockMask.from_kv_blocks(*arguments, **options)
+        try:
+            return FlexBlockMask.from_kv_blocks(*arguments, **options)
+        except _REFUSED as error:
+            raise ArgumentError(
+                f"PyTorch's BlockMask.from_kv_blocks refuses these arguments: {error}"
+            ) from error
 
     def __getitem__(self, index: Any) -> FlexBlockMask:
         """Select batch entries, heads and rows of tiles, and return PyTorch's BlockMask.
 
         As with PyTorch's class, the caller must set a mask_mod that fits the selection, and
         seq_lengths if the selection leaves out rows.
+
+        Raises:
+            BoundsError: an index is out of range, or no index.
+            ArgumentError: there are too many indices.
         """
-        return self.to_flex()[index]
+        blocks = self.to_flex()
+        places = index if isinstance(index, tuple) else (index,)
+        for at, size in zip(places, blocks.kv_num_blocks.shape, strict=False):
+            if isinstance(at, int) and not -size <= at < size:  # PyTorch returns an empty mask
+                raise BoundsError(f"index {at} is out of range for a BlockMask with {size} entries")
+        try:
+            return blocks[index]
+        except _REFUSED as error:
+            kind = BoundsError if isinstance(error, IndexError) else ArgumentError
+            raise kind(
+                "a BlockMask is indexed by up to three ints, slices or index tensors (batch, head, "
+                f"row of tiles), got {shown(index)}: {error}"
+            ) from error
 
     def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
         """Return the same mask for other lengths."""
@@ -182,9 +237,10 @@ class BlockMask:
         )
 
     def __repr__(self) -> str:
+        tiles = "on meta" if self.device.type == "meta" else f"sparsity={self.sparsity():.1f}%"
         return (
             f"BlockMask({self.mask_mod!r}, shape={self.shape}, BLOCK_SIZE={self.BLOCK_SIZE}, "
-            f"sparsity={self.sparsity():.1f}%)"
+            f"{tiles})"
         )
 
 
@@ -220,15 +276,15 @@ def create_block_mask(
         TraceError: the mask cannot be traced.
         ArgumentError: the mask reads b or h, and B or H is None.
         OptionError: a length or tile size is not a positive int.
-        ShapeError: the mask was built for other lengths.
+        ShapeError: the mask was built for other sizes.
 
     >>> create_block_mask(lambda b, h, q, kv: kv <= q, None, None, 512, 512).runs.counts()
     (6, 4, 6)
     """
-    block = _tile_sizes(BLOCK_SIZE)
+    block = check_sizes("BLOCK_SIZE", BLOCK_SIZE)
     for name, length in (("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
         check_size(name, length)
-    check_built_for(mask_mod, Q_LEN, KV_LEN)
+    check_built_for(mask_mod, Sizes(B, H, Q_LEN, KV_LEN))
     compiling = torch.compiler.is_dynamo_compiling()  # the call that uses the mask checks the rest
     if device is None:
         device = "cpu" if compiling else _device_of(mask_mod)
@@ -251,13 +307,6 @@ def create_block_mask(
     return mask
 
 
-def _tile_sizes(size: int | tuple[int, int]) -> tuple[int, int]:
-    sizes = size if isinstance(size, tuple | list) else (size, size)
-    if len(sizes) != 2:
-        raise OptionError(f"BLOCK_SIZE must be an int or a (query, kv) pair, got {size!r}")
-    return check_size("BLOCK_SIZE", sizes[0]), check_size("BLOCK_SIZE", sizes[1])
-
-
 def _device_of(mask_mod: Callable[..., Any]) -> torch.device:
     """Return the device of a mask's captured tensors: the first that is not the CPU, if any."""
     captured = trace_cached(mask_mod, "mask", torch.device("cpu")).tensors
@@ -277,37 +326,71 @@ def create_mask(
     Args:
         mod_fn: a mask_mod, or a score_mod, which counts as a mask that keeps the positions where it
             does not turn a score of 0 into -inf.
-        B: batch size; None for 1.
-        H: number of query heads; None for 1.
+        B: batch size, at least 1; None for 1.
+        H: number of query heads, at least 1; None for 1.
         Q_LEN: query length, at least 1.
         KV_LEN: kv length, at least 1.
-        device: device of the result; None: the CPU.
+        device: device of the result and of the captured tensors; None: the CPU.
 
     Returns:
         bool [B or 1, H or 1, Q_LEN, KV_LEN], True where the mask keeps the score.
 
     Raises:
         TraceError: the function cannot be traced.
-        OptionError: a length is not a positive int.
-        ShapeError: the mask was built for other lengths.
+        BoundsError: an index leaves its captured tensor, integer arithmetic leaves int32, or a
+            divisor is 0.
+        OptionError: a size is not a positive int, or the mask would have more than 2**36 positions.
+        DeviceError: a captured tensor is on another device, or there is no such device.
+        ShapeError: the mask was built for other sizes.
 
     >>> create_mask(lambda b, h, q, kv: kv <= q, None, None, 3, 3)[0, 0].int()
     tensor([[1, 0, 0],
             [1, 1, 0],
             [1, 1, 1]], dtype=torch.int32)
     """
-    for name, size in (("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
-        check_size(name, size)
-    check_built_for(mod_fn, Q_LEN, KV_LEN)
-    shape = (B or 1, H or 1, Q_LEN, KV_LEN)
+    shape = _dense_shape(B, H, Q_LEN, KV_LEN)
+    check_built_for(mod_fn, Sizes(B, H, Q_LEN, KV_LEN))
     device = resolve_device("cpu" if device is None else device)
     kind: Kind = "score" if takes(mod_fn, "score") and not takes(mod_fn, "mask") else "mask"
     mask = trace_cached(mod_fn, kind, device)
+    check_captured(f"{kind}_mod", mask.names, mask.tensors, device)
+    unproven = frozenset[Node]()
+    if device.type != "meta":  # there is no data to check
+        unproven = check_lengths(mask, Q_LEN, KV_LEN, shape[0], shape[1])
     env = positions(shape, device)
     env["score"] = torch.zeros(1, 1, 1, 1, dtype=compute_dtype(mask), device=device)
-    (kept,) = evaluate([mask.root], env, mask.tensors, compute_dtype(mask))
+    (kept,) = evaluate(
+        [mask.root], env, mask.tensors, compute_dtype(mask), checked=unproven, names=mask.names
+    )
     kept = kept != -torch.inf if kind == "score" else kept
     return kept.to(device).expand(shape).contiguous()
+
+
+def _dense_shape(B: Any, H: Any, q_len: Any, kv_len: Any) -> tuple[int, int, int, int]:
+    """Check the sizes of a dense mask, and return them.
+
+    Raises:
+        OptionError: a size is not a positive int, or the mask would be too large.
+    """
+    named = (("B", B), ("H", H), ("Q_LEN", q_len), ("KV_LEN", kv_len))
+    sizes = [1 if s is None and n in "BH" else check_size(n, s) for n, s in named]
+    if math.prod(sizes) > _MOST_DENSE:
+        raise OptionError(
+            f"a dense mask of B={sizes[0]}, H={sizes[1]}, Q_LEN={sizes[2]}, KV_LEN={sizes[3]} has "
+            f"{math.prod(sizes)} positions, expected at most {_MOST_DENSE}; create_block_mask "
+            "computes no position"
+        )
+    return sizes[0], sizes[1], sizes[2], sizes[3]
+
+
+def _other_lengths(lengths: tuple[int, int], query: Tensor, key: Tensor) -> str:
+    """Say what to do where a block mask was built for other lengths."""
+    if tuple(lengths) == (query.shape[1], key.shape[1]):
+        return (
+            "the tensors seem to be [batch, length, heads, head dim]; expected [batch, heads, "
+            "length, head dim]: query.transpose(1, 2)"
+        )
+    return "build it for these lengths, or pass the mask itself as block_mask and let attnkit do it"
 
 
 def check_mask_shape(
@@ -322,8 +405,7 @@ def check_mask_shape(
     if tuple(lengths) != got:
         raise ShapeError(
             f"block_mask was built for query length {lengths[0]} and kv length {lengths[1]}, got "
-            f"query length {got[0]} and key length {got[1]}; build it for these lengths, or "
-            "pass the mask itself as block_mask and let attnkit do it"
+            f"query length {got[0]} and key length {got[1]}; {_other_lengths(lengths, query, key)}"
         )
     for what, size, own in (("batch", batch, query.shape[0]), ("heads", heads, query.shape[1])):
         if size not in (1, own):

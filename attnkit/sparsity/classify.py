@@ -28,7 +28,6 @@ from attnkit.sparsity.ranges.boxes import Boxes
 from attnkit.sparsity.ranges.equality import tabulate_equalities
 from attnkit.sparsity.ranges.eval_blocks import Blocks, compile_blocks, is_exact
 from attnkit.sparsity.ranges.tables import Domain, Tables, shared_sides
-from attnkit.sparsity.witness import Resolver
 
 # (b, h) pairs are classified together while their points and tiles stay below these numbers.
 _MAX_POINTS = 1 << 21
@@ -120,6 +119,8 @@ class _Classifier:
         tabulate_equalities(self.blocks, tables)
         resolver = None
         if not is_exact(self.blocks.root, self.sides, tables.equal):
+            from attnkit.sparsity.witness import Resolver  # most masks are exact
+
             resolver = Resolver(self.root, self.blocks, tables, self.checked, self.names)
         grid = Grid(self.blocks, tables, Boxes(domain), resolver, statistics)
         _, _, rows, columns = grid.shape

@@ -9,6 +9,7 @@ FULL area costs neither time nor memory, and no dense grid of all tiles exists.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,8 +28,10 @@ from attnkit.sparsity.ranges.boxes import Boxes
 from attnkit.sparsity.ranges.eval_blocks import At, Blocks
 from attnkit.sparsity.ranges.eval_interval import Interval
 from attnkit.sparsity.ranges.tables import Tables
-from attnkit.sparsity.witness import Resolver
 from attnkit.util.chunks import chunk_size
+
+if TYPE_CHECKING:
+    from attnkit.sparsity.witness import Resolver
 
 # Bytes of intervals in one pass over tiles.
 _PASS_BYTES = 24 << 20

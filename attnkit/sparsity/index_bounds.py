@@ -11,7 +11,7 @@ index must be valid at every position.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,8 +66,7 @@ def check_bounds(
     return proof.unproven
 
 
-@dataclass(frozen=True)
-class _Proof:
+class _Proof(NamedTuple):
     """Holds a result of `check_bounds`, and the facts about captured data on which it depends.
 
     Attributes:

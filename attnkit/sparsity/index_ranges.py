@@ -7,8 +7,8 @@ one-sided expressions are evaluated at every position of their side.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,12 +17,14 @@ from attnkit.errors import BoundsError
 from attnkit.graph import ir
 from attnkit.graph.affine import Affine, Side
 from attnkit.graph.ir import F32, I32, Node
-from attnkit.sparsity.ranges.boxes import Boxes
 from attnkit.sparsity.ranges.eval_interval import INT_HIGH, INT_LOW, Interval, everything, transfer
-from attnkit.sparsity.ranges.pointwise import point_intervals
 from attnkit.sparsity.ranges.tables import Domain, value_range
 from attnkit.util import caches
+from attnkit.util.data_state import set_own
 from attnkit.util.tensor_cache import VersionedCache
+
+if TYPE_CHECKING:
+    from attnkit.sparsity.ranges.boxes import Boxes
 
 _INT32 = f"int32 ({INT_LOW} to {INT_HIGH})"
 _DIVISIONS = ("fdiv", "mod", "tdiv")
@@ -34,7 +36,8 @@ caches.register(_values.clear)
 
 
 def set_known_range(tensor: Tensor, low: int, high: int) -> None:
-    """Record the range of a new integer tensor, so that checks do not read its data."""
+    """Record the range of a new integer tensor of attnkit, so that checks do not read its data."""
+    set_own(tensor)
     ends = _scalar(low), _scalar(high)
     _values.get((I32, None), (tensor,), lambda: ends)
 
@@ -58,8 +61,7 @@ def to_numbers(ends: Interval) -> tuple[float, float]:
     return ends[0].item(), ends[1].item()
 
 
-@dataclass(frozen=True)
-class _Range:
+class _Range(NamedTuple):
     """Holds the bounds of an integer.
 
     Attributes:
@@ -104,9 +106,14 @@ class RangeChecker:
         self._domain = domain
         self._sides = domain.sides
         self._names = names
-        self._boxes = Boxes(domain)
         self._ranges: dict[Node, Interval] = {}
         self._tight: dict[Node, _Range] = {}
+
+    @cached_property
+    def _boxes(self) -> Boxes:
+        from attnkit.sparsity.ranges.boxes import Boxes
+
+        return Boxes(self._domain)
 
     def visit(self, n: Node) -> None:
         """Compute the range of a node and check its index, divisor or shift count.
@@ -252,6 +259,8 @@ class RangeChecker:
         return _Range(low, high, attained)
 
     def _points(self, nodes: Sequence[Node], side: Side) -> Iterator[list[Interval]]:
+        from attnkit.sparsity.ranges.pointwise import point_intervals
+
         self.uses_values = self.uses_values or bool(ir.slots(*nodes))
         for start, stop in self._domain.pieces(nodes, side, 1):
             yield point_intervals(self._domain, self._boxes, nodes, side, start, stop)
@@ -283,7 +292,7 @@ class RangeChecker:
         elif values.low <= 0 <= values.high:
             values = self._tight_range(operand)
             if values.low <= 0 <= values.high and (zero := self._is_zero(operand)) is not False:
-                values = replace(values, attained=bool(zero))
+                values = values._replace(attained=bool(zero))
                 self._refuse(
                     n,
                     operand,

@@ -56,17 +56,26 @@ def gate(root: Node, sides: Sides) -> Node:
 
 
 def _rewrite(root: Node, rule: Callable[[str, list[Node]], list[Node]]) -> Node:
-    """Apply a rule to the members of every `and` and `or`, inner ones first."""
+    """Apply a rule to the members of every `and` and `or`, inner ones first.
+
+    `a | b | c` is one group: the rule sees its members once, not those of `a | b` before.
+    """
+    nodes = ir.topo(root)
+    inside = {a for n in nodes if _joins(n) for a in n.args if a.op == n.op}
+    needed = {a for n in nodes for a in n.args if not _joins(n) or a.op != n.op} | {root}
     done: dict[Node, Node] = {}
-    for n in ir.topo(root):
+    for n in nodes:
         if n.type != BOOL or not any(a.type == BOOL for a in n.args):
             done[n] = n
-        elif n.op in ("and", "or"):
+        elif not _joins(n):
+            done[n] = ir.with_args(n, tuple(done[a] for a in n.args))
+        elif n not in inside or n in needed:
             done[n] = _chain(n.op, rule(n.op, [done[m] for m in members(n)]))
-        else:
-            mapping = {a: done[a] for a in n.args if done.get(a, a) is not a}
-            done[n] = ir.substitute(n, mapping) if mapping else n
     return done[root]
+
+
+def _joins(n: Node) -> bool:
+    return n.type == BOOL and n.op in ("and", "or")
 
 
 def members(n: Node) -> list[Node]:
@@ -100,9 +109,9 @@ def _by_side(op: str, members: Sequence[Node], sides: Sides) -> list[Node]:
 def _gate_members(op: str, members: list[Node], sides: Sides, done: set[Node]) -> list[Node]:
     """Merge the conditions on one side into the comparisons of both sides."""
     gates = [m for m in members if sides.side(m) in (Side.Q, Side.KV, Side.CONST)]
-    remaining = []
+    known, remaining = set(members), []
     for m in members:
-        if m in gates:
+        if sides.side(m) in (Side.Q, Side.KV, Side.CONST):
             continue
         if gates and m not in done and _can_be_gated(m, op, sides):
             comparison = _with_gates(m, gates, op)
@@ -110,7 +119,7 @@ def _gate_members(op: str, members: list[Node], sides: Sides, done: set[Node]) -
                 done.add(comparison)
                 m = comparison
         remaining.append(m)
-    return remaining if any(m not in members for m in remaining) else members
+    return members if known.issuperset(remaining) else remaining
 
 
 def _can_be_gated(n: Node, op: str, sides: Sides) -> bool:

@@ -1,7 +1,7 @@
 """Classify the tiles of a traced mask and prove its indices, once for each state of its tensors.
 
-`check_lengths` and `mask_runs` cache their results until a captured tensor changes. The modules that
-prove and classify, a sixth of the package, are imported by the first call that needs them.
+`check_lengths` and `mask_runs` cache their results until a captured tensor changes. The first call that
+needs them imports the modules that classify tiles.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ import torch
 
 from attnkit.graph.ir import Node, reads
 from attnkit.sparsity.block_runs import BlockRuns
+from attnkit.sparsity.index_bounds import check_bounds
+from attnkit.tracing.float64_checks import float64_slots
+from attnkit.tracing.guards import data_slots
 from attnkit.tracing.tracer import Traced
 from attnkit.util import caches
 from attnkit.util.tensor_cache import VersionedCache
@@ -27,7 +30,7 @@ def check_lengths(
 ) -> frozenset[Node]:
     """Prove that a traced function's indices stay inside its captured tensors at these lengths.
 
-    The proof is cached until a captured tensor is replaced or edited in place.
+    The proof is cached until a captured tensor on which it depends is replaced or edited.
 
     Returns:
         The loads whose index is not proven to be in range; they must be checked at run time.
@@ -39,8 +42,6 @@ def check_lengths(
     batch, heads = (batch if "b" in names else 1), (heads if "h" in names else 1)
 
     def prove() -> frozenset[Node]:
-        from attnkit.sparsity.index_bounds import check_bounds
-
         return check_bounds(
             [function.root],
             function.tensors,
@@ -51,8 +52,11 @@ def check_lengths(
             heads=heads,
         )
 
-    key = (function.root, function.names, q_len, kv_len, batch, heads)
-    return _proofs.get(key, function.tensors, prove)
+    tensors = function.tensors
+    kinds = tuple((t.shape, t.dtype, t.device) for t in tensors)
+    key = (function.root, function.names, q_len, kv_len, batch, heads, kinds)
+    slots = data_slots(function.root, float64_slots(tensors))
+    return _proofs.get(key, [tensors[i] for i in slots], prove)
 
 
 def mask_runs(

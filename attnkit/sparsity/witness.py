@@ -144,7 +144,7 @@ class Resolver:
 
     def _critical(self) -> _Points | None:
         q, kv = self._extremes
-        if q.shape[-1] + kv.shape[-1] == 4:
+        if q.shape[-1] <= 2 and kv.shape[-1] <= 2:
             return None  # only the corners, which are tried already
 
         def positions(tiles: Tiles) -> tuple[Tensor, Tensor]:
@@ -220,7 +220,7 @@ class Resolver:
             mine = [key for key in self.blocks.keys if key.side is side and not key.is_index]
             for key in dict.fromkeys(self._conditions(side) + mine[:_MAX_CRITICAL_KEYS]):
                 places += _extreme_positions(self.domain.all_values(key), block)
-            tables.append(torch.stack([x.expand(b, h, -1) for x in places], -1))
+            tables.append(_distinct(torch.stack([x.expand(b, h, -1) for x in places], -1)))
         return tables[0], tables[1]
 
     @cached_property
@@ -304,6 +304,23 @@ def _extreme_positions(value: Tensor, block: int) -> tuple[Tensor, Tensor]:
             high.append(part[..., None, whole:].argmax(-1))
     start = torch.arange(0, length, block, device=value.device)
     return torch.cat(low, -1) + start, torch.cat(high, -1) + start
+
+
+def _distinct(places: Tensor) -> Tensor:
+    """Drop positions that a block lists several times, as far as every block can.
+
+    A mask of hundreds of conditions lists each position of a block many times.
+
+    Args:
+        places: int64 [b, h, blocks, positions].
+    """
+    if places.shape[-1] <= 8:
+        return places
+    places = places.sort(-1).values
+    again = torch.zeros_like(places, dtype=torch.bool)
+    again[..., 1:] = places[..., 1:] == places[..., :-1]
+    most = int((~again).sum(-1).max())
+    return places.gather(-1, again.to(torch.int8).sort(dim=-1, stable=True).indices[..., :most])
 
 
 def _nearest_changes(value: Tensor) -> _Changes:

@@ -5,7 +5,6 @@ this room names templates; `runtime` and `inspection` import it. `inspection` re
 kernels from `forward`, `backward` and `kernel_layout`.
 """
 
-from attnkit.splice.cpu import CpuHooks
 from attnkit.splice.dispatch import (
     Attention,
     backward_replay,
@@ -15,19 +14,16 @@ from attnkit.splice.dispatch import (
 )
 from attnkit.splice.kernel_call import BackwardInputs, Captured, ForwardInputs, KernelCall
 from attnkit.splice.program import Program, compute_dtype
-from attnkit.templates.cpu import output_like
 
 __all__ = [
     "Attention",
     "BackwardInputs",
     "Captured",
-    "CpuHooks",
     "ForwardInputs",
     "KernelCall",
     "Program",
     "backward_replay",
     "compute_dtype",
-    "output_like",
     "prepare_forward",
     "run_backward",
     "run_forward",

@@ -22,10 +22,10 @@ from attnkit.schedule.work_list import full_runs, retile
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice import backward_call, exact_sums
 from attnkit.splice.backward_call import BackwardCall
+from attnkit.splice.backward_template import BackwardCase, BackwardSettings
 from attnkit.splice.backward_work import scheduled
 from attnkit.splice.kernel_call import BackwardInputs, KernelCall
 from attnkit.splice.program import Program
-from attnkit.splice.template import BackwardCase, BackwardSettings
 from attnkit.splice.template_registry import backward_template
 from attnkit.util import caches
 

@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from attnkit.codegen.load_indices import data_bound
+from attnkit.graph.ir import Node
 from attnkit.jit.kernel import Source, kernel
 from attnkit.jit.relaunch import Relaunch
 from attnkit.splice import exact_sums
 from attnkit.splice.backward_sources import main_source, postprocess_source, preprocess_source
+from attnkit.splice.backward_template import BackwardSettings
 from attnkit.splice.backward_work import UNIT, BackwardWork, backward_work
 from attnkit.splice.captured_arguments import (
     MASK,
@@ -32,9 +35,9 @@ from attnkit.splice.captured_arguments import (
 from attnkit.splice.counters import zero_counters
 from attnkit.splice.graph_capture import is_capturing, keep_while_replayable
 from attnkit.splice.kernel_call import BackwardInputs, Captured, KernelCall
-from attnkit.splice.mask_intervals import column_intervals
+from attnkit.splice.mask_intervals import Bounds, column_intervals
+from attnkit.splice.program import Program
 from attnkit.splice.replay import CallTensors, Launch, Replay, prepare_replay
-from attnkit.splice.template import BackwardSettings
 from attnkit.splice.tma import have_tma_strides, loadable
 from attnkit.splice.workers import worker_count
 from attnkit.util import caches
@@ -373,6 +376,7 @@ def _build_call(
         *(_mask_argument(t, captured, device) for t in mask_tensors),
     )
     kinds = tensor_kinds(read_captured(arguments, captured, device))
+    clamp = _clamped(program, bounds, captured, mask_tensors, query, key)
     like = [torch.empty_like(t, device="meta") for t in (query, key, value)]
     return BackwardCall(
         settings=settings,
@@ -380,7 +384,7 @@ def _build_call(
         device=device,
         dtype=query.dtype,
         preprocess=preprocess_source(settings, inputs.grad_lse is not None),
-        main=main_source(program, bounds, settings, kinds, needs_grad),
+        main=main_source(program, bounds, settings, kinds, needs_grad, clamp),
         postprocess=postprocess,
         captured=arguments,
         needs_grad=needs_grad,
@@ -391,6 +395,27 @@ def _build_call(
         row_words=settings.template.row_words(settings),
         emulated=emulated,
     )
+
+
+def _clamped(
+    program: Program,
+    bounds: Bounds | None,
+    captured: Captured,
+    mask_tensors: Sequence[Tensor],
+    query: Tensor,
+    key: Tensor,
+) -> frozenset[Node]:
+    """Return the loads whose index is clamped to its tensor; bounds read `q` as the column."""
+    batch, heads, q_len = query.shape[:3]
+    sizes = {"b": batch, "h": heads, "q": q_len, "kv": key.shape[2]}
+    graphs: list[tuple[list[Node], Sequence[Tensor], dict[str, int]]] = [
+        ([] if program.score is None else [program.score], captured.scores, sizes),
+        ([n for pair in bounds or () for n in pair], mask_tensors, sizes | {"q": key.shape[2]}),
+    ]
+    if bounds is None and program.mask is not None:
+        graphs.append(([program.mask], mask_tensors, sizes))
+    loads = [data_bound(roots, own, [t.shape for t in ts]) for roots, ts, own in graphs]
+    return frozenset().union(*loads)
 
 
 def _mask_argument(t: Tensor, captured: Captured, device: torch.device) -> CapturedArgument:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 
+from attnkit.codegen.load_indices import LoadIndices
 from attnkit.graph import ir
+from attnkit.graph.ir import Node
 from attnkit.jit.kernel import Build, Source
+from attnkit.splice.backward_template import BackwardSettings
 from attnkit.splice.captured_arguments import TensorKind
 from attnkit.splice.mask_intervals import Bounds
 from attnkit.splice.program import Program
-from attnkit.splice.template import BackwardSettings
 from attnkit.util import caches
 
 
@@ -58,6 +60,7 @@ def main_source(
     settings: BackwardSettings,
     captured: tuple[TensorKind, ...],
     needs_grad: tuple[bool, ...],
+    clamp: frozenset[Node],
 ) -> Source:
     """Return the source of the main kernel, which computes the gradients.
 
@@ -67,6 +70,7 @@ def main_source(
         settings: compile-time settings of the kernels.
         captured: kinds of the captured tensors that it reads.
         needs_grad: for each tensor that the score captures, whether its gradient is needed.
+        clamp: loads of the graphs and bounds whose index is clamped to its tensor.
     """
 
     def build() -> Build:
@@ -80,6 +84,7 @@ def main_source(
             scores=len(needs_grad),
             lists_override_mask=program.lists_override_mask,
             needs_grad=needs_grad,
+            indices=LoadIndices(None, clamp),
         )
         totals = [ndim for (_, ndim, _), need in zip(captured, needs_grad, strict=False) if need]
         arguments = main_arguments(
@@ -94,7 +99,10 @@ def main_source(
 
     intervals = "" if bounds is None else ir.text(*(n for pair in bounds for n in pair))
     shape = (len(bounds) if bounds is not None else None, captured, needs_grad)
-    key = "\n".join(["backward", program.text, intervals, str(settings), str(shape)])
+    roots = [n for n in (program.score, program.mask) if n is not None]
+    roots += [n for pair in bounds or () for n in pair]
+    clamped = [clamp for _, clamp in LoadIndices(None, clamp).flags(ir.topo(*roots))]
+    key = "\n".join(["backward", program.text, intervals, str(settings), str(shape), str(clamped)])
     return Source(key, settings.target.arch, build, f"backward {_title(settings)}")
 
 

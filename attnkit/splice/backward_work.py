@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attnkit.jit import emulation
 from attnkit.schedule.deterministic_order import DeterministicOrder, deterministic_order
 from attnkit.schedule.first_writer import FirstWriters, choose_first_writers, first_writers
 from attnkit.schedule.scheduler import Schedule, Shape, schedule_backward
 from attnkit.schedule.work_list import full_runs, retile
 from attnkit.sparsity.block_runs import BlockRuns
+from attnkit.splice.backward_template import BackwardSettings
 from attnkit.splice.runs_cache import cached_for_runs, on_host_if_few, wait_for_tables
-from attnkit.splice.template import BackwardSettings
 
 UNIT = 64 * 64  # floats in one unit of the kernel's sums
 COUNTERS = 8  # counters of a split kv tile, see `templates.sm90.backward_epilogue`
@@ -36,7 +35,7 @@ class BackwardWork:
         rows: number of rows that have an LSE and a delta.
         counters: number of counters of the kernel.
         workers: number of CTAs, or of pairs of CTAs, to launch.
-        cost: estimated warp instructions in the emulator.
+        cost: estimated warp instructions in the emulator, 0 on a GPU.
     """
 
     work_tiles: Tensor
@@ -129,7 +128,6 @@ def build_tables(
         order = _order(
             deterministic_order(runs, schedule), runs, schedule.shape, (dq, dk), bool(units[1])
         )
-    visited = int(work_tiles[:, [6, 9]].sum()) if emulated else 0
     return BackwardWork(
         work_tiles=work_tiles,
         partial=_pairs(runs.partial_t.start, runs.partial_t.length),
@@ -141,10 +139,16 @@ def build_tables(
         rows=batch * heads * runs.q_blocks * rows,
         counters=1 + COUNTERS * split,
         workers=min(schedule.workers, schedule.work_tile_count),
-        cost=emulation.attention_work(
-            visited, schedule.work_tile_count, block=settings.block, products=5
-        ),
+        cost=_emulation_cost(work_tiles, settings.block) if emulated else 0.0,
     )
+
+
+def _emulation_cost(work_tiles: Tensor, block: tuple[int, int]) -> float:
+    """Estimate the warp instructions that the emulator executes."""
+    from attnkit.jit import emulation
+
+    visited = int(work_tiles[:, [6, 9]].sum())
+    return emulation.attention_work(visited, len(work_tiles), block=block, products=5)
 
 
 def scheduled(

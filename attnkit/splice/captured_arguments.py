@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,8 +21,7 @@ _moved: VersionedCache[Tensor] = VersionedCache(64)
 caches.register(_moved.clear)
 
 
-@dataclass(frozen=True)
-class CapturedSlot:
+class CapturedSlot(NamedTuple):
     """Says which captured tensor of a call becomes a kernel's argument.
 
     Attributes:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnkit.graph.adjoint import Adjoint, adjoint
-from attnkit.graph.eval_torch import evaluate
+from attnkit.graph.eval_torch import clamped, evaluate, mask_dtype
 from attnkit.graph.ir import Node
 from attnkit.splice.program import Program
 from attnkit.templates.cpu import Tile
@@ -35,7 +35,7 @@ class CpuHooks:
         program: the graphs.
         score_tensors: captured tensors of the score graph, by slot.
         mask_tensors: captured tensors of the mask graph, by slot.
-        dtype: compute dtype, float32 or float64.
+        dtype: dtype in which scores are computed, float32 or float64.
         device: where the score tensor lives.
         needs_grad: whether the gradient is needed, for each tensor of the score graph by slot.
     """
@@ -65,7 +65,10 @@ class CpuHooks:
         tensors = self.mask_tensors if mask else self.score_tensors
         program = self.program
         names = program.names[mask]
-        return evaluate(roots, env, tensors, self.dtype, checked=program.checked, names=names)
+        dtype = mask_dtype(roots[0], tensors) if mask else self.dtype
+        return evaluate(
+            roots, env, tensors, dtype, checked=program.checked, names=names, clamps=True
+        )
 
     def score(self, s: Tensor, tile: Tile) -> Tensor:
         """Apply the score_mod to raw scores s [b, h, q, kv]."""
@@ -103,7 +106,8 @@ class CpuHooks:
         for (load, _), cotangent in zip(pairs, values, strict=False):
             total = self.gradients[int(load.attr)]  # type: ignore[arg-type]
             if total is not None:
-                _scatter(total, [next(indices) for _ in load.args], cotangent.expand(s.shape))
+                at = clamped(load, [next(indices) for _ in load.args], total.shape)
+                _scatter(total, at, cotangent.expand(s.shape))
 
 
 def _positions(tile: Tile) -> dict[str, Tensor]:

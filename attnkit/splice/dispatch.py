@@ -1,7 +1,7 @@
 """Run a kernel call with the template that it names.
 
 It runs GPU kernels if the template has them, else torch operators (the `cpu` template, on any
-device). The first call with a GPU kernel imports the modules that such kernels need, half of the
+device). The first call of each imports the modules that it runs; GPU kernels need half of the
 package.
 """
 
@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from attnkit.splice.cpu import CpuHooks
 from attnkit.splice.kernel_call import BackwardInputs, Captured, ForwardInputs, KernelCall
 from attnkit.splice.program import compute_dtype
-from attnkit.templates import cpu
 from attnkit.util.torch_private import in_autocast
 
 if TYPE_CHECKING:
@@ -45,6 +43,8 @@ def prepare_forward(call: KernelCall, inputs: ForwardInputs) -> Attention:
         from attnkit.splice import forward
 
         return forward.prepare(call, inputs)
+    from attnkit.splice.cpu import CpuHooks
+    from attnkit.templates import cpu
 
     def attention(
         query: Tensor, key: Tensor, value: Tensor, captured: Captured, scale: float
@@ -70,6 +70,9 @@ def run_backward(
 
         if backward.supports(call, inputs):
             return backward.prepare(call, inputs)(inputs)
+    from attnkit.splice.cpu import CpuHooks
+    from attnkit.templates import cpu
+
     query = inputs.query
     with _without_autocast(query):
         hooks = CpuHooks(

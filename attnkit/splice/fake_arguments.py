@@ -6,7 +6,7 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_tensor
 
 _DTYPES = {
@@ -19,6 +19,9 @@ _DTYPES = {
     "int16": cutlass.Int16,
     "int8": cutlass.Int8,
     "uint8": cutlass.Uint8,
+    "uint16": cutlass.Uint16,
+    "uint32": cutlass.Uint32,
+    "uint64": cutlass.Uint64,
 }
 
 
@@ -103,3 +106,29 @@ def combine_arguments(dtype: str, value_dim: int, tile: tuple[int, int]) -> tupl
     split_ptr = make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4)
     out = tile_tensor(dtype, value_dim)
     return (*part_tensors(*tile), split, split_ptr, out, row_tensor(), cuda.CUstream(0))
+
+
+def fingerprint_arguments(kinds: tuple[tuple[str, int, bool], ...]) -> tuple[Any, ...]:
+    """Build the arguments of `templates.common.fingerprint.Fingerprint`.
+
+    Args:
+        kinds: (dtype, rank, whether the first axis is without gaps) of each tensor.
+    """
+    return (
+        [_words(*kind) for kind in kinds],
+        [make_fake_tensor(Int32, (cute.sym_int(), 2), (2, 1), assumed_align=4) for _ in kinds],
+        make_fake_tensor(Int64, (1,), (1,), assumed_align=8),
+        [Int64(1) for _ in kinds],
+        Int32(1),
+        Int32(1),
+        cuda.CUstream(0),
+    )
+
+
+def _words(dtype: str, ndim: int, dense: bool) -> Any:
+    """Build a fake tensor whose first axis is the fastest."""
+    strides: tuple[Any, ...] = tuple(cute.sym_int64() for _ in range(ndim))
+    if dense:
+        strides = (1, *strides[1:])
+    number = _DTYPES[dtype]
+    return make_fake_tensor(number, _sizes(ndim), strides, assumed_align=number.width // 8)

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from attnkit.codegen.score_form import score_form
-from attnkit.jit import emulation
 from attnkit.jit.kernel import Source, kernel
 from attnkit.jit.relaunch import Relaunch
 from attnkit.schedule.kernel_table import Kernel, kernels
@@ -32,19 +30,21 @@ from attnkit.splice.captured_arguments import (
 )
 from attnkit.splice.forward_call import COUNTER, CombineKernel, ForwardCall
 from attnkit.splice.forward_sources import combine_source, forward_source
-from attnkit.splice.forward_variant import ForwardVariant, forward_variant
+from attnkit.splice.forward_variant import ForwardVariant, forward_variant, shapes_of
 from attnkit.splice.forward_work import choose_kernel, forward_work, near_runs
 from attnkit.splice.kernel_call import Captured, ForwardInputs, KernelCall
-from attnkit.splice.kernel_layout import Layout
 from attnkit.splice.mask_intervals import row_intervals
 from attnkit.splice.program import Program
 from attnkit.splice.runs_cache import wait_for_tables
 from attnkit.splice.template_registry import forward_template
 from attnkit.splice.tma import has_tma_strides, have_tma_strides
 from attnkit.splice.workers import worker_count
-from attnkit.templates.cpu import output_strides
 from attnkit.util import caches
+from attnkit.util.outputs import output_strides
 from attnkit.util.tensor_cache import VersionedCache
+
+if TYPE_CHECKING:
+    from attnkit.splice.kernel_layout import Layout
 
 _calls: VersionedCache[ForwardCall] = VersionedCache(128)
 caches.register(_calls.clear)
@@ -132,9 +132,13 @@ def build_call(kernel_call: KernelCall, inputs: ForwardInputs, workers: int) -> 
 
     bounds, mask_tensors = row_intervals(program.mask, captured.masks, query, key)
     variant = forward_variant(
-        program.score, program.mask, bounds, (batch, heads, q_len, key.shape[2])
+        program.score,
+        program.mask,
+        bounds,
+        (batch, heads, q_len, key.shape[2]),
+        (shapes_of(captured.scores), shapes_of(mask_tensors)),
     )
-    variant = replace(variant, lists_override_mask=program.lists_override_mask)
+    variant = variant._replace(lists_override_mask=program.lists_override_mask)
     arguments = tuple(captured_arguments(variant, captured, mask_tensors, device))
     chosen = template.fit(
         chosen, variant.form, variant.mask is not None or variant.lists_override_mask
@@ -218,6 +222,7 @@ def _emulate(
     changing: Sequence[int],
 ) -> Relaunch:
     """Execute a kernel in the emulator, and return the function that executes it again."""
+    from attnkit.jit import emulation
     from attnkit.jit.emulated_kernel import EmulatedKernel
 
     counts = work.work_tiles[:, [6, 9]].sum()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from threading import get_ident
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -49,8 +49,7 @@ _TENSORS = (0, 1, 2, 3, 4, 5)  # query, key, value, output, LSE, row maxima
 COUNTER, _PARTS, _CAPTURED = 9, (10, 11), 12
 
 
-@dataclass(frozen=True, eq=False)
-class CombineKernel:
+class CombineKernel(NamedTuple):
     """Describes the launch of the kernel that combines the partial results of split rows.
 
     Attributes:

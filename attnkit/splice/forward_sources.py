@@ -38,7 +38,7 @@ def forward_source(
     parts += [variant.mask, *(n for pair in variant.ends or () for n in pair)]
     graph = "|".join("" if n is None else ir.text(n) for n in parts)
     ends = None if variant.ends is None else len(variant.ends)
-    loads = [n in variant.wraps for n in ir.topo(*variant.nodes()) if n.op == "load"]
+    loads = variant.indices.flags(ir.topo(*variant.nodes()))
     extra = (
         head_dims,
         captured,

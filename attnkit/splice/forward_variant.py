@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+from torch import Tensor
+
+from attnkit.codegen.load_indices import LoadIndices, data_bound
 from attnkit.codegen.nonnegative import wrapping
 from attnkit.codegen.score_form import ScoreForm, score_form
 from attnkit.graph import ir
@@ -15,9 +18,12 @@ from attnkit.util import caches
 if TYPE_CHECKING:
     from attnkit.templates.common.hooks import ForwardHooks
 
+Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 
-@dataclass(frozen=True)
-class ForwardVariant:
+_NO_WRAP = LoadIndices(frozenset())
+
+
+class ForwardVariant(NamedTuple):
     """Holds a variant in the form that a forward kernel computes.
 
     Attributes:
@@ -26,8 +32,8 @@ class ForwardVariant:
         ends: bounds of the intervals of kv that the mask keeps in a row; None if it has no such
             form.
         slots: which captured tensors of the score, and of the mask, the kernel reads.
-        wraps: loads whose index may be negative for the sizes of the call, and then counts from the
-            end.
+        indices: for the sizes of the call, the loads whose index may be negative, and those whose
+            index is clamped.
         lists_override_mask: whether block lists override the mask.
     """
 
@@ -35,7 +41,7 @@ class ForwardVariant:
     mask: Node | None
     ends: tuple[tuple[Node, Node], ...] | None
     slots: tuple[tuple[int, ...], tuple[int, ...]]
-    wraps: frozenset[Node] = frozenset()
+    indices: LoadIndices = _NO_WRAP
     lists_override_mask: bool = False
 
     def nodes(self) -> list[Node]:
@@ -56,8 +62,13 @@ class ForwardVariant:
             scores=len(self.slots[0]),
             lists_override_mask=self.lists_override_mask,
             positive=positive,
-            wrap=self.wraps,
+            indices=self.indices,
         )
+
+
+def shapes_of(tensors: Sequence[Tensor]) -> Shapes:
+    """Return the shapes of tensors, hashable."""
+    return tuple(tuple(t.shape) for t in tensors)
 
 
 @functools.lru_cache(maxsize=256)
@@ -66,6 +77,7 @@ def forward_variant(
     mask: Node | None,
     ends: tuple[tuple[Node, Node], ...] | None,
     sizes: tuple[int, int, int, int],
+    shapes: tuple[Shapes, Shapes],
 ) -> ForwardVariant:
     """Convert a variant to the form that a kernel computes; renumber its captured tensors.
 
@@ -73,6 +85,7 @@ def forward_variant(
         score, mask: the graphs.
         ends: bounds of the intervals that the mask keeps in a row; None if it has no such form.
         sizes: batch, heads, query and kv length.
+        shapes: shapes of the tensors that the score reads, and of those that mask or ends read.
     """
     form = score_form(score)
     parts = {"factor": form.factor, "bias": form.bias, "slope": form.slope, "row": form.row}
@@ -90,8 +103,11 @@ def forward_variant(
     else:
         pairs = tuple(zip(nodes[::2], nodes[1::2], strict=True))
         variant = ForwardVariant(form, mask, pairs, slots)
-    wraps = wrapping(variant.nodes(), dict(zip(("b", "h", "q", "kv"), sizes, strict=True)))
-    return replace(variant, wraps=wraps)
+    ranges = dict(zip(("b", "h", "q", "kv"), sizes, strict=True))
+    score_nodes = [n for name, n in parts.items() if n is not None]
+    clamp = data_bound(score_nodes, ranges, [shapes[0][i] for i in score_slots])
+    clamp |= data_bound(nodes, ranges, [shapes[1][i] for i in mask_slots])
+    return variant._replace(indices=LoadIndices(wrapping(variant.nodes(), ranges), clamp))
 
 
 caches.register(forward_variant.cache_clear)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attnkit.codegen.score_form import ScoreForm
 from attnkit.graph import ir
-from attnkit.jit.kernel import Build
+from attnkit.jit.artifact import Build
 from attnkit.schedule.kernel_table import Kernel, padded_head_dim
 from attnkit.schedule.targets import SM103
+from attnkit.splice.forward_template import ForwardTemplate
 from attnkit.splice.forward_variant import ForwardVariant
-from attnkit.splice.kernel_layout import Layout, Role
 from attnkit.splice.sm100_tiles import choose_kernel
-from attnkit.splice.template import ForwardTemplate
+
+if TYPE_CHECKING:
+    from attnkit.splice.kernel_layout import Layout
 
 __all__ = [
     "build",
@@ -89,6 +91,7 @@ def tile_of(kernel: Kernel, head_dims: tuple[int, int]) -> tuple[int, int]:
 
 def layout_of(config: dict[str, Any]) -> Layout:
     """Describe the roles and the memory of the kernel."""
+    from attnkit.splice.kernel_layout import Layout, Role
     from attnkit.templates.sm100.config import ForwardConfig
 
     settings = ForwardConfig(**config)

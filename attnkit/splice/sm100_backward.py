@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from attnkit.schedule.scheduler import BACKWARD as BACKWARD_COST
+from attnkit.splice.backward_template import BackwardCase, BackwardSettings, BackwardTemplate
 from attnkit.splice.sm100_pairs import refusal
-from attnkit.splice.template import BackwardCase, BackwardSettings, BackwardTemplate
 
 if TYPE_CHECKING:
     from attnkit.schedule.split_kv import Cost

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from attnkit.graph.staging import Level
 from attnkit.schedule.work_list import retile
 from attnkit.sparsity.block_runs import BlockRuns
+from attnkit.splice.backward_template import BackwardCase
 from attnkit.splice.runs_cache import cached_for_runs
-from attnkit.splice.template import BackwardCase
 
 COLUMNS = 256  # columns of a kv tile of a pair; a single CTA has half
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attnkit.codegen.score_form import ScoreForm
 from attnkit.graph import ir
 from attnkit.graph.ir import Node
 from attnkit.graph.staging import is_relative
-from attnkit.jit.kernel import Build
+from attnkit.jit.artifact import Build
 from attnkit.schedule.kernel_table import Kernel, fitting_kernel, padded_head_dim
 from attnkit.sparsity.block_runs import BlockRuns
+from attnkit.splice.forward_template import ForwardTemplate
 from attnkit.splice.forward_variant import ForwardVariant
-from attnkit.splice.kernel_layout import Layout, Role
-from attnkit.splice.template import ForwardTemplate
+
+if TYPE_CHECKING:
+    from attnkit.splice.kernel_layout import Layout
 
 # largest |score| in units of log2 that needs no row maximum: float32 sums and bfloat16 P hold 2**48
 CEILING = 48.0
@@ -108,6 +110,7 @@ def tile_of(kernel: Kernel, head_dims: tuple[int, int]) -> tuple[int, int]:
 
 def layout_of(config: dict[str, Any]) -> Layout:
     """Describe the roles and the memory of the kernel."""
+    from attnkit.splice.kernel_layout import Layout, Role
     from attnkit.templates.sm90.config import ForwardConfig
 
     settings = ForwardConfig(**config)

@@ -1,6 +1,6 @@
 """Choose the settings of the Hopper backward kernels, and build them.
 
-`BACKWARD` binds them, see `attnkit.splice.template`.
+`BACKWARD` binds them, see `attnkit.splice.backward_template`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from attnkit.schedule.split_kv import Cost
-from attnkit.splice.template import BackwardCase, BackwardSettings, BackwardTemplate
+from attnkit.splice.backward_template import BackwardCase, BackwardSettings, BackwardTemplate
 
 if TYPE_CHECKING:
     from attnkit.templates.common.hooks import BackwardHooks
@@ -78,10 +78,13 @@ def first_writer(settings: BackwardSettings) -> bool:
 
 def config(settings: BackwardSettings) -> Any:
     """Build the config of the kernels."""
-    from attnkit.templates.sm90.backward_config import BackwardConfig
-    from attnkit.templates.sm90.backward_hd256_config import Hd256Config
+    if _wide(settings):
+        from attnkit.templates.sm90.backward_hd256_config import Hd256Config
 
-    return (Hd256Config if _wide(settings) else BackwardConfig)(**settings.values)
+        return Hd256Config(**settings.values)
+    from attnkit.templates.sm90.backward_config import BackwardConfig
+
+    return BackwardConfig(**settings.values)
 
 
 def _wide(settings: BackwardSettings) -> bool:

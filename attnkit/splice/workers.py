@@ -6,7 +6,6 @@ import functools
 
 import torch
 
-from attnkit.jit import emulation
 from attnkit.util import caches
 
 EMULATED_SMS = 2  # few, so that each CTA computes several work tiles
@@ -14,7 +13,11 @@ EMULATED_SMS = 2  # few, so that each CTA computes several work tiles
 
 def worker_count(device: torch.device, emulated: bool) -> int:
     """Return the number of SMs of a device, or of the emulator; one CTA runs on each."""
-    return emulation.ctas(EMULATED_SMS) if emulated else sm_count(device)
+    if not emulated:
+        return sm_count(device)
+    from attnkit.jit import emulation
+
+    return emulation.ctas(EMULATED_SMS)
 
 
 @functools.lru_cache(maxsize=16)

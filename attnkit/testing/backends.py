@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnkit.errors import UnsupportedError
+from attnkit.errors import ArgumentError, DeviceError, UnsupportedError
 from attnkit.runtime.bind import Bound
 from attnkit.runtime.variant import Variant
-from attnkit.schedule.plan import BACKENDS, choose
+from attnkit.schedule.plan import BACKENDS, choose, parse_backend
 from attnkit.testing.case import Case
-from attnkit.testing.quantities import DenseCall, Quantities, captured_leaves, oracle, run
+from attnkit.testing.quantities import (
+    DenseCall,
+    Quantities,
+    dense,
+    differentiated,
+    oracle,
+    run,
+)
 from attnkit.testing.report import Row
 from attnkit.testing.rounding import SAMPLES, perturbed
 from attnkit.testing.shuffled import shuffled
 from attnkit.testing.tolerance import compare
+from attnkit.util.arguments import check_type, shown
 
 CERTAIN = 1000.0  # an error this many times too large is not due to rounding
 
@@ -36,6 +45,25 @@ def present_backends(device: torch.device) -> tuple[str, ...]:
     return tuple(present)
 
 
+def chosen_backends(backends: Any, device: torch.device) -> tuple[str, ...]:
+    """Check the backends that a caller names; None for all that can run on a device.
+
+    Raises:
+        DeviceError: the device is meta, on which there is nothing to compare.
+        ArgumentError: it is no sequence.
+        OptionError, UnsupportedError: a backend is unknown, or cannot run here.
+    """
+    if device.type == "meta":
+        raise DeviceError("device='meta' holds no data, so there is nothing to compare; use 'cpu'")
+    if backends is None:
+        return present_backends(device)
+    if not isinstance(backends, tuple | list):
+        raise ArgumentError(f"backends must be a list of names, got {shown(backends)}")
+    for name in backends:
+        parse_backend(check_type("a backend", name, str, "a name such as 'cpu'"))
+    return tuple(backends)
+
+
 class _Samples:
     """Collects samples of the results that rounding in a dtype allows.
 
@@ -47,19 +75,19 @@ class _Samples:
         results: the samples so far.
     """
 
-    def __init__(self, variant: Variant, call: DenseCall, gold: Quantities) -> None:
+    def __init__(self, call: DenseCall, gold: Quantities) -> None:
         self._call = call
         self._count = 0
         self.results: list[Quantities] = []
-        case, captured, device = call.case, call.captured, call.device
+        case = call.case
         if case.dtype != torch.float64:
-            self.results.append(run(variant, case, captured, backend="eager", device=device))
+            self.results.append(dense(call))
             self.results.append(perturbed(call, 0))
             return
         # In float64 the dense reference is the oracle itself. The errors of float32, scaled down by
         # the ratio of the units in the last place, show how exact the oracle is.
         narrow = dataclasses.replace(case, dtype=torch.float32)
-        rough = run(variant, narrow, captured, backend="eager", device=device)
+        rough = dense(dataclasses.replace(call, case=narrow))
         ratio = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
         pairs = ((name, t, rough[name].to(t.dtype)) for name, t in gold.items())
         self.results.append({name: t + (r - t).nan_to_num() * ratio for name, t, r in pairs})
@@ -101,10 +129,10 @@ def backend_rows(
         backends: what to compare.
         notes: receives notes on what is not compared.
     """
-    captured = captured_leaves(bound.score)
-    call = DenseCall(bound.score, kept, case, captured, device)
+    captured = differentiated(variant.score_mod, bound.score, device)
+    call = DenseCall(variant.score_mod, kept, case, captured, device)
     gold = oracle(call)
-    samples = _Samples(variant, call, gold)
+    samples = _Samples(call, gold)
     notes += _not_compared(gold, samples.results)
     rows = []
     for backend in backends:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,6 +11,14 @@ import torch
 from torch import Tensor
 
 from attnkit.errors import OptionError, ShapeError
+from attnkit.util.arguments import (
+    check_dtype,
+    check_scale,
+    check_seed,
+    check_size,
+    check_sizes,
+    shown,
+)
 
 Shape = tuple[int, int, int, int]
 
@@ -79,8 +88,9 @@ class Case:
         seed: seed of the random numbers.
 
     Raises:
-        ShapeError: the sizes do not fit together.
-        OptionError: a layout is unknown.
+        ShapeError: a size is below 1, or the sizes do not fit together.
+        OptionError: a layout is unknown, or another field is of the wrong type.
+        DTypeError: attention is not computed in the dtype.
 
     >>> query, key, value = Case(q_len=5, kv_len=7, heads=2).inputs()
     >>> query.shape, key.shape
@@ -103,18 +113,43 @@ class Case:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            size = getattr(self, field.name)
-            if field.type == "int" and field.name != "seed" and size < 1:
-                raise ShapeError(f"{field.name} must be at least 1, got {size}")
+        self._check_fields()
         if self.heads % self.kv_heads:
             raise ShapeError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
         if self.kv_batch not in (1, self.batch):
             raise ShapeError(f"kv_batch must be 1 or batch={self.batch}, got {self.kv_batch}")
-        unknown = [name for name in self.layouts if name not in _DRAW]
+        unknown = [name for name in self.layouts if name not in LAYOUTS]
         if len(self.layouts) != 3 or unknown:
             raise OptionError(
                 f"layouts must be three of {', '.join(LAYOUTS)}, got {self.layouts!r}"
+            )
+
+    def _check_fields(self) -> None:
+        """Check each field alone.
+
+        Raises:
+            OptionError, DTypeError: a field is of the wrong type.
+            ShapeError: a size is below 1.
+        """
+        for field in dataclasses.fields(self):
+            size = getattr(self, field.name)
+            if field.type == "int" and field.name != "seed":
+                if type(size) is int and size < 1:
+                    raise ShapeError(f"{field.name} must be at least 1, got {size}")
+                check_size(field.name, size)
+        check_dtype("dtype", self.dtype)
+        if not isinstance(self.block, tuple):
+            raise OptionError(f"block must be a (query, kv) pair, got {shown(self.block)}")
+        check_sizes("block", self.block)
+        check_scale(self.scale, self.head_dim)
+        check_seed(self.seed)
+        if type(self.spread) not in (int, float) or not 0 <= self.spread < math.inf:
+            raise OptionError(
+                f"spread must be a finite number, at least 0, got {shown(self.spread)}"
+            )
+        if not isinstance(self.layouts, tuple | list):
+            raise OptionError(
+                f"layouts must be three of {', '.join(LAYOUTS)}, got {shown(self.layouts)}"
             )
 
     @property

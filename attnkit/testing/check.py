@@ -13,13 +13,14 @@ from hypothesis import HealthCheck, Phase, Verbosity, settings
 from attnkit.errors import ArgumentError, BoundsError
 from attnkit.runtime.variant import Variant
 from attnkit.testing import reproducer
-from attnkit.testing.backends import present_backends
+from attnkit.testing.backends import chosen_backends
 from attnkit.testing.case import Case
 from attnkit.testing.examine import Findings, bind, examine
 from attnkit.testing.limits import Limits, Range, find_limits
 from attnkit.testing.report import CheckError, Report, worst
 from attnkit.testing.sizes import cases
-from attnkit.util.arguments import check_size
+from attnkit.util.arguments import check_dtype, check_seed, check_size, check_type, shown
+from attnkit.util.devices import resolve_device
 
 SHRINK_SECONDS = 10.0  # time limit for shrinking a failure
 REFUSALS = 200  # give up after so many draws of illegal sizes
@@ -88,8 +89,16 @@ def check_variant(
     else:
         variant = Variant(score_mod, mask)
     check_size("examples", examples)
-    device = torch.device(device)
-    chosen = present_backends(device) if backends is None else tuple(backends)
+    check_seed(seed)
+    check_type("code", code, str, "Python source")
+    if progress is not None and not callable(progress):
+        raise ArgumentError(f"progress must be a function or None, got {shown(progress)}")
+    for one in (
+        () if dtype is None else [dtype] if isinstance(dtype, torch.dtype) else _listed(dtype)
+    ):
+        check_dtype("dtype", one)
+    device = resolve_device(device)
+    chosen = chosen_backends(backends, device)
     limits = find_limits(variant, device, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads)
     search = _Search(variant, device, chosen, examples, progress)
     failed = search.run(limits, dtype, seed)
@@ -103,6 +112,17 @@ def check_variant(
     if failed is not None:
         raise CheckError(report)
     return report
+
+
+def _listed(dtypes: Any) -> Sequence[Any]:
+    """Check a sequence of dtypes, and return it.
+
+    Raises:
+        ArgumentError: it is none, or it is empty.
+    """
+    if not isinstance(dtypes, tuple | list) or not dtypes:
+        raise ArgumentError(f"dtype must be a dtype or a list of dtypes, got {shown(dtypes)}")
+    return dtypes
 
 
 def _report(search: _Search, failed: Case | None, seconds: float, code: str) -> Report:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from attnkit.runtime.variant import Variant
 from attnkit.testing.drawn_source import run_drawn
 from attnkit.testing.expressions import mask_mods, score_mods
-from attnkit.testing.limits import ANY_SIZE, Limits
+from attnkit.testing.limits import ANY_SIZE, Limits, check_limits
 from attnkit.tracing.mask import Mask
 
 # Calls of the library, each with source that creates its captured tensor. N is the largest length,
@@ -52,8 +52,20 @@ _MODS: Calls = (
 )
 
 
+# A table of the largest batch and heads serves smaller ones too, but as declared it is refused.
+_UNDECLARED = {
+    "mods": "return {}.function",
+    "masks": (
+        "from attnkit import Mask\n"
+        "drawn = {}\n"
+        "return Mask(lambda b, h, q, kv: drawn(b, h, q, kv), repr(drawn))"
+    ),
+}
+
+
 def _library(draw: st.DrawFn, name: str, calls: Calls, limits: Limits) -> Any:
     """Draw a call of `attnkit.<name>`, run it, and return the mask or mod."""
+    check_limits(limits)
     call, table = draw(st.sampled_from(calls))
     holes = {
         "N": max(limits.q_len[1], limits.kv_len[1]),
@@ -64,7 +76,11 @@ def _library(draw: st.DrawFn, name: str, calls: Calls, limits: Limits) -> Any:
     }
     tables = [f"t = {table.format(**holes)}"] if table else []
     seed = draw(st.integers(0, 99)) if table else 0
-    return run_drawn(f"{name}_drawn", tables, seed, [f"return {name}.{call.format(**holes)}"])
+    made = f"{name}.{call.format(**holes)}"
+    lines = [f"return {made}"]
+    if "{H}" in call + table or "{B}" in call + table:
+        lines = _UNDECLARED[name].format(made).splitlines()
+    return run_drawn(f"{name}_drawn", tables, seed, lines)
 
 
 @st.composite

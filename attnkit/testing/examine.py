@@ -11,13 +11,15 @@ from torch import Tensor
 
 from attnkit.runtime.bind import Bound
 from attnkit.runtime.variant import Variant
-from attnkit.testing import reproducer
-from attnkit.testing.backends import backend_rows, present_backends
+from attnkit.testing import plain, reproducer
+from attnkit.testing.backends import backend_rows, chosen_backends
 from attnkit.testing.case import Case
 from attnkit.testing.report import CheckError, Report, Row
 from attnkit.testing.tolerance import exact
 from attnkit.testing.trace_and_tiles import mask_row, score_row, tile_rows
 from attnkit.tracing.tracer import Traced
+from attnkit.util.arguments import check_type
+from attnkit.util.devices import resolve_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,8 +80,8 @@ def _dense_mask(
 ) -> Tensor:
     """Evaluate the dense mask; append rows that compare the trace and the tiles with it."""
     function = getattr(variant.mask, "mask_mod", variant.mask)
-    kept, row = mask_row(function, traced, case, device)
-    rows.append(row)
+    kept = plain.dense_mask(function, case.dense_shape, device)
+    rows.append(mask_row(kept, traced, case))
     if bound.lists_override_mask:
         return _listed(variant.mask, kept)
     if bound.runs is not None:
@@ -127,10 +129,13 @@ def check_case(
     Raises:
         CheckError: a comparison failed.
         BoundsError: the variant's captured tensors do not allow these sizes.
+        ArgumentError, DeviceError, OptionError: an argument is of the wrong type.
     """
     began = time.perf_counter()
-    device = torch.device(device)
-    chosen = present_backends(device) if backends is None else tuple(backends)
+    check_type("variant", variant, Variant, "an attnkit.Variant")
+    check_type("case", case, Case, "an attnkit.testing.Case")
+    device = resolve_device(device)
+    chosen = chosen_backends(backends, device)
     findings = examine(variant, case, device=device, backends=chosen)
     failed = any(not row.ok for row in findings.rows)
     report = Report(

@@ -13,7 +13,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from attnkit.testing.drawn_source import run_drawn
-from attnkit.testing.limits import ANY_SIZE, Limits
+from attnkit.testing.limits import ANY_SIZE, Limits, check_limits
 
 _HEADERS = {"mask": "mask_mod(b, h, q, kv)", "score": "score_mod(score, b, h, q, kv)"}
 
@@ -22,6 +22,7 @@ class _Writer:
     """Draws expressions and the captured tensors that they read."""
 
     def __init__(self, draw: st.DrawFn, limits: Limits) -> None:
+        check_limits(limits)
         self.draw = draw
         self.batch = limits.batch[1]
         self.heads = limits.heads[1]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from attnkit.errors import BoundsError, OptionError
+from attnkit.errors import BoundsError, OptionError, ShapeError
 from attnkit.runtime.variant import Variant
 from attnkit.sparsity.block_mask import BlockMask
 from attnkit.testing.case import Case
 from attnkit.testing.examine import bind
+from attnkit.tracing.built_for import sizes_for
 from attnkit.tracing.mask import Mask
+from attnkit.util.arguments import MAX_LENGTH, check_type, shown
 
 Range = tuple[int, int]
 
@@ -20,12 +23,26 @@ BATCH = 3
 HEADS = 8
 
 
+def _range(name: str, given: int | Range) -> Range:
+    pair = tuple(given) if isinstance(given, tuple | list) else (given, given)
+    whole = len(pair) == 2 and all(isinstance(n, int) and not isinstance(n, bool) for n in pair)
+    if not whole or not 1 <= pair[0] <= pair[1] <= MAX_LENGTH:
+        raise OptionError(
+            f"{name} must be a positive int or a range (low, high) of such, at most {MAX_LENGTH}, "
+            f"got {shown(given)}"
+        )
+    return pair[0], pair[1]
+
+
 @dataclass(frozen=True)
 class Limits:
     """Holds the smallest and largest sizes to draw, both included.
 
     Attributes:
         q_len, kv_len, batch, heads: (low, high).
+
+    Raises:
+        OptionError: one of them is no such range.
     """
 
     q_len: Range = (1, LENGTH)
@@ -33,8 +50,23 @@ class Limits:
     batch: Range = (1, BATCH)
     heads: Range = (1, HEADS)
 
+    def __post_init__(self) -> None:
+        for name, given in vars(self).items():
+            if isinstance(given, int):
+                raise OptionError(f"{name} must be a range (low, high), got {given}")
+            _range(name, given)
+
 
 ANY_SIZE = Limits()
+
+
+def check_limits(limits: Any) -> Limits:
+    """Check the type of an argument `limits`, and return it.
+
+    Raises:
+        ArgumentError: it is no `Limits`.
+    """
+    return check_type("limits", limits, Limits, "an attnkit.testing.Limits")
 
 
 def find_limits(
@@ -62,7 +94,7 @@ def find_limits(
             fixed[name] = _range(name, given)
     for name, size in _of_block_mask(variant).items():
         fixed.setdefault(name, (size, size))
-    free = vars(ANY_SIZE) | _of_mask(variant)
+    free = vars(ANY_SIZE) | _of_mask(variant) | _of_tables(variant)
     fixed = {n: r for n, r in free.items() if r[0] == r[1]} | fixed
     ranges = {n: fixed.get(n, free[n]) for n in ("q_len", "kv_len", "batch", "heads")}
     for name in ranges:
@@ -91,14 +123,11 @@ def _of_mask(variant: Variant) -> dict[str, Range]:
     return ranges
 
 
-def _range(name: str, given: int | Range) -> Range:
-    pair = (given, given) if isinstance(given, int) else tuple(given)
-    whole = len(pair) == 2 and all(isinstance(n, int) and not isinstance(n, bool) for n in pair)
-    if not whole or not 1 <= pair[0] <= pair[1]:
-        raise OptionError(
-            f"{name} must be a positive int or a range (low, high) of such, got {given!r}"
-        )
-    return pair[0], pair[1]
+def _of_tables(variant: Variant) -> dict[str, Range]:
+    """Return the batch size and heads of declared tables, as ranges of one size."""
+    names = {"b": "batch", "h": "heads"}
+    sizes = sizes_for(variant.score_mod, variant.mask)
+    return {names[size]: (count, count) for size, count in sizes.items()}
 
 
 def _largest(
@@ -126,6 +155,6 @@ def _legal(variant: Variant, device: torch.device, sizes: dict[str, int]) -> boo
     case = Case(sizes["q_len"], sizes["kv_len"], sizes["batch"], sizes["heads"])
     try:
         bind(variant, case, device)
-    except BoundsError:
+    except (BoundsError, ShapeError):
         return False
     return True

@@ -18,6 +18,7 @@ from attnkit.sparsity.block_mask import BlockMask
 from attnkit.testing import target_expressions
 from attnkit.testing.source import Source, remember
 from attnkit.tracing.mask import Mask
+from attnkit.util.arguments import check_type
 
 _KINDS = (
     "a Variant, a Mask, a BlockMask, a score_mod(score, b, h, q, kv), a mask_mod(b, h, q, kv), or "
@@ -60,6 +61,7 @@ def load_object(target: str) -> Any:
 
 
 def _evaluated(target: str) -> Any:
+    check_type("target", target, str, "a string such as 'file.py:name' or 'masks:causal()'")
     path, colon, name = target.partition(":")
     if path in ("masks", "mods"):
         library: ModuleType = masks if path == "masks" else mods

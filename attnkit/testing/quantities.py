@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnkit.runtime import reference
 from attnkit.runtime.variant import Variant
+from attnkit.testing import plain
 from attnkit.testing.case import Case
 from attnkit.tracing.tracer import Traced
 from attnkit.util.arguments import AuxRequest
@@ -34,14 +35,14 @@ class DenseCall:
     """Describes a dense attention call, for the oracle and for samples of rounding errors.
 
     Attributes:
-        score: the traced score_mod.
+        score_mod: the user's function, or None.
         kept: the dense mask, broadcastable to [B, Hq, Sq, Skv]; None without a mask.
         case: sizes, dtype and seed.
         captured: leaf tensors to differentiate with respect to.
         device: where to run.
     """
 
-    score: Traced | None
+    score_mod: Callable[..., Any] | None
     kept: Tensor | None
     case: Case
     captured: Captured
@@ -57,6 +58,23 @@ def captured_leaves(score: Traced | None) -> Captured:
             leaf_name = name if leaf is t else f"{name} (leaf {i})"
             by_id.setdefault(id(leaf), (leaf_name, leaf))
     return Captured(tuple(n for n, _ in by_id.values()), tuple(t for _, t in by_id.values()))
+
+
+def differentiated(
+    score_mod: Callable[..., Any] | None, score: Traced | None, device: torch.device
+) -> Captured:
+    """Find the leaf tensors that a score_mod depends on by autograd, with the names of its trace.
+
+    So a tensor that the trace lost still has its gradient compared.
+    """
+    captured = captured_leaves(score)
+    if score_mod is None:
+        return captured
+    seen = {id(t) for t in captured.tensors}
+    one = plain.modified(score_mod, torch.zeros(1, 1, 1, 1, device=device))
+    others = [t for t in _leaves(one) if id(t) not in seen]
+    names = tuple(f"captured tensor {list(t.shape)}" for t in others)
+    return Captured(captured.names + names, captured.tensors + tuple(others))
 
 
 def _leaves(t: Tensor) -> list[Tensor]:
@@ -153,11 +171,17 @@ def in_dtype(score: Traced, dtype: torch.dtype) -> Traced:
 
 
 def oracle(call: DenseCall) -> Quantities:
-    """Compute dense attention in float64, captured tensors included."""
-    case = call.case
-    query, key, value = (
-        t.detach().to(torch.float64).requires_grad_() for t in case.inputs(call.device)
-    )
-    score = None if call.score is None else in_dtype(call.score, torch.float64)
-    results = reference.attention(query, key, value, score, scale=case.scale, allowed=call.kept)
-    return differentiate(case, results, (query, key, value), call.captured)
+    """Compute dense attention in float64 by the user's function, captured tensors included."""
+    inputs = [t.detach().to(torch.float64).requires_grad_() for t in call.case.inputs(call.device)]
+    return _dense(call, inputs)
+
+
+def dense(call: DenseCall) -> Quantities:
+    """Compute dense attention in the case's dtype, with scores in float32 or wider."""
+    return _dense(call, call.case.inputs(call.device))
+
+
+def _dense(call: DenseCall, inputs: Sequence[Tensor]) -> Quantities:
+    query, key, value = inputs
+    results = plain.attention(query, key, value, call.score_mod, call.kept, scale=call.case.scale)
+    return differentiate(call.case, results, inputs, call.captured)

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 
 from attnkit.graph import ir
-from attnkit.graph.eval_torch import evaluate, positions
+from attnkit.graph.eval_torch import evaluate
 from attnkit.graph.ir import Node
+from attnkit.testing import plain
 from attnkit.testing.case import Case
-from attnkit.testing.quantities import DenseCall, Quantities, in_dtype
+from attnkit.testing.plain import HALVES
+from attnkit.testing.quantities import DenseCall, Quantities
 from attnkit.tracing.tracer import Traced
 
 # Number of samples of each kind that are taken before a result counts as wrong. A long sum may
 # round to (nearly) the right number by luck, in the reference too.
 SAMPLES = 8
-
-HALVES = (torch.float16, torch.bfloat16)
 
 Noise = Callable[[Tensor, Tensor], Tensor]  # (value, size of its summands) -> value with noise
 
@@ -67,7 +67,7 @@ def perturbed(call: DenseCall, sample: int) -> Quantities:
         return inner(a @ b, a.abs() @ b.abs())
 
     raw = (scale * product(q, k.mT)).requires_grad_()
-    modified = _modified(call.score, raw, call.kept)
+    modified = _modified(call, raw)
     m, lse, exact = _softmax(modified.detach(), inner)
     weights = outer(exact, exact)
     out = product(weights, v)
@@ -110,17 +110,12 @@ def _pulled_back(modified: Tensor, targets: Sequence[Tensor], cotangent: Tensor)
     return [torch.zeros_like(t) if g is None else g for t, g in zip(targets, grads, strict=True)]
 
 
-def _modified(score: Traced | None, raw: Tensor, kept: Tensor | None) -> Tensor:
+def _modified(call: DenseCall, raw: Tensor) -> Tensor:
     """Apply score_mod and mask to raw scores, in float64."""
-    modified = raw
-    if score is not None:
-        env = {**positions(raw.shape, raw.device), "score": raw}
-        (modified,) = evaluate(
-            [score.root], env, in_dtype(score, torch.float64).tensors, torch.float64
-        )
+    modified = raw if call.score_mod is None else plain.modified(call.score_mod, raw)
     # 0 * raw keeps raw in the autograd graph even if score_mod ignores it
-    modified = modified.expand(raw.shape) + 0 * raw
-    return modified if kept is None else torch.where(kept, modified, -math.inf)
+    modified = modified + 0 * raw
+    return modified if call.kept is None else torch.where(call.kept, modified, -math.inf)
 
 
 def _shared(gradient: Tensor, case: Case) -> Tensor:

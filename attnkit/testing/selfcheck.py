@@ -1,7 +1,7 @@
 """Test kernels against dense attention: `python -m attnkit.testing.selfcheck cute cuda:0`.
 
-The exit status is 0 if all is right and 1 if something is wrong; then the last line says what. The
-check runs once on a GPU on which kernels have not been verified, before they are used there
+The exit status is 0 if all is right, 10 if a number is wrong, and 11 if a call failed; the last line
+says what. Any other status says that the check itself failed. The check runs once on a GPU on which kernels have not been verified, before they are used there
 (`attnkit.runtime.hardware_gate`).
 `python -m attnkit.testing.selfcheck emulate:sm_100a cpu` does the same in the emulator, at small
 sizes.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,20 @@ from torch import Tensor
 from attnkit.errors import AttnkitError
 from attnkit.runtime.variant import Variant
 from attnkit.testing.kernels import compare
+
+RIGHT, WRONG, FAILED = 0, 10, 11  # exit status; Python itself uses 1 and 2
+
+
+class Failure(NamedTuple):
+    """Describes the first error that the check finds.
+
+    Attributes:
+        text: which example, and what is wrong with it.
+        in_numbers: whether a result is wrong; if not, the call raised, perhaps for lack of memory.
+    """
+
+    text: str
+    in_numbers: bool
 
 
 @dataclass(frozen=True)
@@ -64,7 +78,9 @@ EXAMPLES = (
 )
 
 
-def examine(backend: str, device: torch.device, examples: tuple[Example, ...] = EXAMPLES) -> str:
+def examine(
+    backend: str, device: torch.device, examples: tuple[Example, ...] = EXAMPLES
+) -> Failure | None:
     """Run examples with a backend's kernels until one is wrong.
 
     Args:
@@ -73,15 +89,15 @@ def examine(backend: str, device: torch.device, examples: tuple[Example, ...] = 
         examples: what to run.
 
     Returns:
-        A description of the first error; empty if all examples are right.
+        The first error; None if all examples are right.
     """
     for example in examples:
-        for error in _errors(example, backend, device):
-            return f"{example.name}, D = {example.head_dim}: {error}"
-    return ""
+        for text, in_numbers in _failures(example, backend, device):
+            return Failure(f"{example.name}, D = {example.head_dim}: {text}", in_numbers)
+    return None
 
 
-def _errors(example: Example, backend: str, device: torch.device) -> Iterator[str]:
+def _failures(example: Example, backend: str, device: torch.device) -> Iterator[Failure]:
     """Describe each error of an example."""
     # enough for several tiles a CTA, for reuse of every stage, and for ragged ends
     length, heads, batch = (1500, 16, 2) if device.type == "cuda" else (420, example.group, 1)
@@ -97,17 +113,19 @@ def _errors(example: Example, backend: str, device: torch.device) -> Iterator[st
             example.variant(length, heads, device), qkv, backend=backend, backward=True
         )
     except (AttnkitError, RuntimeError) as error:
-        yield f"{type(error).__name__}: {error}"
+        yield Failure(f"{type(error).__name__}: {error}", in_numbers=False)
         return
-    yield from (str(error) for error in errors if not error.ok)
+    yield from (Failure(str(error), in_numbers=True) for error in errors if not error.ok)
 
 
 def main(arguments: list[str]) -> int:
     """Test a backend's kernels on a device; print the verdict and return the exit status."""
     backend, device = arguments
-    error = examine(backend, torch.device(device))
-    sys.stdout.write(f"{error or 'all is right'}\n")
-    return bool(error)
+    failure = examine(backend, torch.device(device))
+    sys.stdout.write(f"{failure.text if failure else 'all is right'}\n")
+    if failure is None:
+        return RIGHT
+    return WRONG if failure.in_numbers else FAILED
 
 
 if __name__ == "__main__":

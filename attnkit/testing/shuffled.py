@@ -7,16 +7,12 @@ of a group, and of the whole batch if it shares key and value. The keys are shuf
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
-from attnkit.graph import ir
-from attnkit.runtime import reference
+from attnkit.testing import plain
 from attnkit.testing.case import Case
-from attnkit.testing.quantities import DenseCall, Quantities, differentiate, in_dtype
-from attnkit.tracing.tracer import Traced
+from attnkit.testing.quantities import DenseCall, Quantities, differentiate
 
 
 def shuffled(call: DenseCall, sample: int) -> Quantities:
@@ -29,24 +25,21 @@ def shuffled(call: DenseCall, sample: int) -> Quantities:
     Returns:
         Results and gradients by name, with their axes in the usual order.
     """
-    case, device, score, kept = call.case, call.device, call.score, call.kept
+    case, device = call.case, call.device
     generator = torch.Generator().manual_seed(1000 * sample + case.seed)
     stack = _Stack(case, generator, device)
     inputs = case.inputs(device)
+    query = stack.stacked(inputs[0])
     key, value = (t[:, :, stack.columns] for t in inputs[1:])
-    if score is not None:
-        wide = torch.float64 if case.dtype == torch.float64 else torch.float32
-        score = stack.reindexed(in_dtype(score, wide))
+    kept = call.kept
     if kept is not None:
         kept = stack.stacked(kept.expand(case.dense_shape))[..., stack.columns]
-    results = reference.attention(
-        stack.stacked(inputs[0]),
-        key,
-        value,
-        score,
-        scale=case.scale,
-        allowed=kept,
-    )
+    scores = plain.raw_scores(query, key, case.scale)
+    if call.score_mod is not None:
+        # Every index has the full size, so that the gradient of a captured tensor is summed score
+        # by score: the longest sum that any backend may choose.
+        scores = plain.modified_at(call.score_mod, scores, stack.positions())
+    results = plain.softmax_times(scores, value, kept, case.dtype)
     results = tuple(stack.unstacked(r) for r in results)  # type: ignore[assignment]
     return differentiate(case, results, inputs, call.captured)
 
@@ -72,34 +65,17 @@ class _Stack:
         t = t[:, :, self.rows.argsort()].unflatten(2, self.sizes)
         return t.transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
-    def reindexed(self, score: Traced) -> Traced:
-        """Rewrite a score_mod for stacked rows and columns: it reads b, h, q and kv from tables."""
+    def positions(self) -> tuple[Tensor, ...]:
+        """Build batch, head, query and kv index of each stacked score, int32."""
         batch, group, q_len = self.sizes
         kv_batch, kv_heads = self.case.kv_batch, self.case.kv_heads
-        b = torch.arange(kv_batch, device=self.rows.device)[:, None, None] * batch
-        h = torch.arange(kv_heads, device=self.rows.device)[:, None] * group
-        # Every table has the full size [kv batch, kv heads, rows], so that the gradient of a
-        # captured tensor is summed score by score: the longest sum that any backend may choose.
-        lead = [ir.arg("b"), ir.arg("h")]
-        row, column = [*lead, ir.arg("q")], [*lead, ir.arg("kv")]
-        tables = {
-            "b": (b + self.rows // (group * q_len), row),
-            "h": (h + self.rows // q_len % group, row),
-            "q": (self.rows % q_len, row),
-            "kv": (self.columns, column),
-        }
-
-        def full(t: Tensor) -> Tensor:
-            return t.to(torch.int32).expand(kv_batch, kv_heads, -1)
-
-        slot = len(score.tensors)
-        places = {
-            ir.arg(name): ir.load(slot + i, ir.I32, index)
-            for i, (name, (_, index)) in enumerate(tables.items())
-        }
-        return dataclasses.replace(
-            score,
-            root=ir.substitute(score.root, places),
-            tensors=(*score.tensors, *(full(t) for t, _ in tables.values())),
-            names=(*score.names, *tables),
+        b = torch.arange(kv_batch, device=self.rows.device)[:, None, None, None] * batch
+        h = torch.arange(kv_heads, device=self.rows.device)[:, None, None] * group
+        rows = self.rows[:, None]
+        indices = (
+            b + rows // (group * q_len),
+            h + rows // q_len % group,
+            rows % q_len,
+            self.columns,
         )
+        return tuple(t.to(torch.int32) for t in indices)

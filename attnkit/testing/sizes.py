@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 from hypothesis import strategies as st
 
+from attnkit.errors import OptionError
 from attnkit.testing.case import LAYOUTS, Case
-from attnkit.testing.limits import ANY_SIZE, Limits
+from attnkit.testing.limits import ANY_SIZE, Limits, check_limits
+from attnkit.util.arguments import check_size
 
 #: Tile sizes (query, kv): equal and not, powers of two and not.
 BLOCKS = ((16, 16), (32, 32), (64, 64), (128, 128), (16, 64), (64, 32), (7, 24), (1, 128))
@@ -28,7 +30,13 @@ def layouts() -> st.SearchStrategy[tuple[str, str, str]]:
 
 
 def lengths(low: int = 1, high: int = 200) -> st.SearchStrategy[int]:
-    """Draw lengths from low to high, often a multiple of 16 or one off; shrink to low."""
+    """Draw lengths from low to high, often a multiple of 16 or one off; shrink to low.
+
+    Raises:
+        OptionError: a length is not a positive int, or low is above high.
+    """
+    if check_size("low", low) > check_size("high", high):
+        raise OptionError(f"low must be at most high, got low={low} and high={high}")
     edges = [m + d for m in range(16, high + 1, 16) for d in (-1, 0, 1)]
     special = [n for n in edges if low <= n <= high]
     return st.integers(low, high) | st.sampled_from(special) if special else st.integers(low, high)
@@ -47,6 +55,7 @@ def cases(
         limits: smallest and largest sizes.
         dtype: one dtype, or several to choose from; all four if None.
     """
+    check_limits(limits)
     choices = [dtype] if isinstance(dtype, torch.dtype) else list(dtype or [])
     q_len = draw(lengths(*limits.q_len))
     kv_len = (

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnkit.graph.eval_torch import evaluate, positions
+from attnkit.graph.eval_torch import evaluate, mask_dtype, positions
 from attnkit.sparsity.block_runs import BlockRuns
+from attnkit.testing import plain
 from attnkit.testing.case import Case
-from attnkit.testing.eager import call
 from attnkit.testing.quantities import in_dtype
 from attnkit.testing.report import Row
 from attnkit.testing.rounding import SAMPLES, noisy_values
@@ -19,22 +19,19 @@ from attnkit.testing.tolerance import FACTOR, ULPS, exact, place
 from attnkit.tracing.tracer import Traced
 
 
-def mask_row(
-    function: Callable[..., Any], mask: Traced, case: Case, device: torch.device
-) -> tuple[Tensor, Row]:
-    """Evaluate the dense mask [B, Hq, Sq, Skv] for the case's dtype; compare trace and function.
+def mask_row(kept: Tensor, mask: Traced, case: Case) -> Row:
+    """Compare the trace of a mask with the dense mask, at every position.
 
-    torch computes floats in a mask in float32. The graph does too, except for float64 queries.
+    Its floats have the dtypes that torch gives them, whatever the dtype of the query.
+
+    Args:
+        kept: the mask by the user's function, bool [B, Hq, Sq, Skv].
+        mask: the trace.
+        case: sizes and dtype.
     """
-    env = positions(case.dense_shape, device)
-    (traced,) = evaluate([mask.root], env, mask.tensors)
-    eager = call(function, case.dense_shape, device)
-    row = exact("mask", "trace", eager.pick(traced), eager.values.to(torch.bool), case)
-    if case.dtype == torch.float64:
-        (kept,) = evaluate([mask.root], env, mask.tensors, torch.float64)
-        return kept.expand(case.dense_shape), row
-    kept = traced if eager.points is not None else eager.values.to(torch.bool)
-    return kept.expand(case.dense_shape), row
+    env = positions(case.dense_shape, kept.device)
+    (traced,) = evaluate([mask.root], env, mask.tensors, mask_dtype(mask.root, mask.tensors))
+    return exact("mask", "trace", traced.expand(kept.shape), kept, case)
 
 
 def score_row(function: Callable[..., Any], score: Traced, case: Case, device: torch.device) -> Row:
@@ -46,17 +43,14 @@ def score_row(function: Callable[..., Any], score: Traced, case: Case, device: t
     """
     generator = torch.Generator().manual_seed(case.seed)
     raw = torch.randn(case.dense_shape, generator=generator).mul_(3 * case.spread).to(device)
-    eager = call(function, case.dense_shape, device, raw)
+    torch_values = plain.torch_scores(function, raw).to(torch.float64)
     env = {**positions(case.dense_shape, device), "score": raw}
     with torch.no_grad():
         (narrow,) = evaluate([score.root], env, score.tensors)
         env["score"] = raw.double()
         wide = in_dtype(score, torch.float64)
         (exact_values,) = evaluate([wide.root], env, wide.tensors, torch.float64)
-        torch_values, graph_values, gold = (
-            t.to(torch.float64)
-            for t in (eager.values, eager.pick(narrow), eager.pick(exact_values))
-        )
+        graph_values, gold = (t.to(torch.float64).expand(raw.shape) for t in (narrow, exact_values))
         # inf and NaN must be at the same positions as in the graph in float32
         odd = ~(torch_values.isfinite() & graph_values.isfinite() & gold.isfinite())
         same = (torch_values == graph_values) | (torch_values.isnan() & graph_values.isnan())
@@ -66,7 +60,7 @@ def score_row(function: Callable[..., Any], score: Traced, case: Case, device: t
         for _ in range(SAMPLES):
             if float(error.max()) <= allowed:
                 break
-            sample = eager.pick(noisy_values(wide, score.tensors, env, generator))
+            sample = noisy_values(wide, score.tensors, env, generator).expand(raw.shape)
             allowed = max(allowed, FACTOR * _largest(sample - gold, odd))
     return Row("score", "trace", float(error.max()), allowed, case, place(error))
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attnkit.errors import DTypeError
 from attnkit.graph import ir
+from attnkit.graph.eval_torch import mask_dtype
 from attnkit.graph.ir import BOOL, F32, Node
 from attnkit.tracing.tracer import Traced
 from attnkit.util import caches
@@ -60,7 +61,12 @@ def float64_slots(tensors: Iterable[Tensor]) -> frozenset[int]:
 
 
 def compute_dtype(function: Traced) -> torch.dtype:
-    """Choose the dtype of a function's floats without a query: float64 if it captures float64."""
+    """Choose the dtype of a function's floats without a query: float64 if it captures float64.
+
+    A mask has the same dtype with every query, see `mask_dtype`.
+    """
+    if function.kind == "mask":
+        return mask_dtype(function.root, function.tensors)
     return torch.float64 if float64_slots(function.tensors) else torch.float32
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import sys
 import types
 import warnings
 import weakref
@@ -31,9 +32,11 @@ from torch import Tensor
 
 from attnkit.graph import ir
 from attnkit.graph.ir import I32, Node
+from attnkit.tracing.axes import Axes
 from attnkit.tracing.float64_checks import float64_slots, rounding_sensitive_slots
 from attnkit.tracing.identity_guards import CannotGuardError, IdentityGuard
 from attnkit.tracing.mask import Mask
+from attnkit.tracing.score_mod import ScoreMod
 from attnkit.tracing.tracer import Kind, Traced, trace
 from attnkit.util import caches
 from attnkit.util.torch_private import OpOverload, OpOverloadPacket
@@ -50,7 +53,9 @@ _STATEFUL = frozenset(
     "eval exec globals locals vars input open __import__ import_module is_grad_enabled "
     "is_inference_mode_enabled is_autocast_enabled is_autocast_cpu_enabled get_autocast_dtype "
     "are_deterministic_algorithms_enabled get_default_dtype get_default_device get_num_threads "
-    "current_device device_count is_available initial_seed is_compiling".split()
+    "current_device device_count is_available initial_seed is_compiling get_rng_state backends "
+    "get_float32_matmul_precision "
+    "random".split()  # numpy.random, torch.random: a new number at every call, as in PyTorch
 )
 
 
@@ -62,14 +67,13 @@ class TraceRecord:
         root: the graph.
         names: names of the captured tensors, by slot.
         tensor_order: for each slot, the position of its tensor among those that the walk visits.
-        depends_on_data: whether proofs about the graph depend on the data of captured tensors: on
-            the ranges of integers, or on whether float32 represents float64 numbers exactly.
+        data_slots: see `data_slots`.
     """
 
     root: Node
     names: tuple[str, ...]
     tensor_order: tuple[int, ...]
-    depends_on_data: bool
+    data_slots: tuple[int, ...]
 
     def tensors(self, visited: list[Tensor]) -> tuple[Tensor, ...]:
         """Select the captured tensors, by slot, from those that the walk visited."""
@@ -98,6 +102,10 @@ _guarded: dict[tuple[int, Kind, torch.device], GuardedFunction] = {}
 
 class _NoFingerprintError(Exception):
     """Raised where a function reads something whose changes the walk cannot detect."""
+
+
+# TypeError: something in the key does not hash. RecursionError: lists within lists, too deep.
+_NO_KEY = (_NoFingerprintError, TypeError, RecursionError)
 
 
 class _Walk:
@@ -139,7 +147,11 @@ class _Walk:
             return (dict, tuple((self.key(k), self.key(v)) for k, v in x.items()))
         if type(x) is Mask:
             self._guard(IdentityGuard.add_mask, x)
-            return (Mask, x.op, x.lengths, self.key(x.function), self.key(x.parts))
+            axes = self._axes(x.axes)
+            return (Mask, x.op, x.lengths, axes, self.key(x.function), self.key(x.parts))
+        if type(x) is ScoreMod:
+            self._guard(IdentityGuard.add_score_mod, x)
+            return (ScoreMod, self._axes(x.axes), self.key(x.function))
         return self._immutable(x)
 
     def _guard(self, add: Callable[..., None], *what: Any) -> None:
@@ -150,12 +162,17 @@ class _Walk:
                 self.guard = None
 
     def _tensor(self, x: Tensor) -> Any:
+        if x.is_nested:  # it has no shape to compare; the trace refuses it
+            raise _NoFingerprintError
         number = self.seen.get(id(x))
         if number is None:
             number = self.seen[id(x)] = len(self.seen)
             self.tensors.append(x)
             self._guard(IdentityGuard.add_tensor, x)
         return (number, type(x), x.shape, x.dtype, x.device, x.requires_grad)
+
+    def _axes(self, axes: tuple[Axes, ...]) -> Any:
+        return tuple([(table.key, self.key(table.table)) for table in axes])
 
     def _immutable(self, x: Any) -> Any:
         """Return an object that cannot change (library function, module or class) as its own key.
@@ -166,7 +183,9 @@ class _Walk:
         if getattr(x, "__name__", None) in _STATEFUL:
             raise _NoFingerprintError
         if isinstance(x, types.ModuleType) and _root(x.__name__) in _MODULES:
-            return x
+            if _STATEFUL.isdisjoint(x.__name__.split(".")):
+                return x
+            raise _NoFingerprintError
         if isinstance(x, types.BuiltinFunctionType):
             owner = x.__self__
             if owner is None or _is_fixed_type(owner):
@@ -180,8 +199,9 @@ class _Walk:
     def _function(self, x: types.FunctionType) -> Any:
         if x.__name__ in _STATEFUL:
             raise _NoFingerprintError
-        # a function of torch, but not a closure over a user's functions: and_masks(one, other)
-        if _root(str(x.__module__)) == "torch" and not x.__closure__:
+        # a function of torch, but not a closure over a user's functions: and_masks(one, other).
+        # `__module__` does not tell: functools.wraps copies it to a user's function.
+        if _root(str(x.__globals__.get("__name__"))) == "torch" and not x.__closure__:
             return x
         if _reads_state(x.__code__):
             raise _NoFingerprintError
@@ -204,7 +224,17 @@ def _root(name: str) -> str:
 
 
 def _is_fixed_type(x: Any) -> bool:
-    return isinstance(x, type) and _root(str(x.__module__)) in _TYPES
+    """Return whether this is a class of a library, found under its own name.
+
+    `__module__` alone does not tell: a class of code that runs without a `__name__` has that of
+    builtins.
+    """
+    if not isinstance(x, type) or _root(str(x.__module__)) not in _TYPES:
+        return False
+    found: Any = sys.modules.get(x.__module__)
+    for name in x.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is x
 
 
 @functools.lru_cache(maxsize=4096)
@@ -264,8 +294,8 @@ def lookup_by_fingerprint(
     """
     walk = _Walk()
     try:
-        record = _cache.get((kind, device, walk.key(function)))
-    except (_NoFingerprintError, TypeError):  # TypeError: something in the key does not hash
+        record = _cache.get((kind, device, torch.get_default_dtype(), walk.key(function)))
+    except _NO_KEY:
         return None
     if record is None:
         return None
@@ -292,9 +322,9 @@ def trace_cached(function: Callable[..., Any], kind: Kind, device: torch.device)
         return Traced(kind, record.root, tensors, record.names)
     walk = _Walk()
     try:
-        key = (kind, device, walk.key(function))
+        key = (kind, device, torch.get_default_dtype(), walk.key(function))
         hash(key)
-    except (_NoFingerprintError, TypeError):
+    except _NO_KEY:
         return _trace(function, kind, device)
     fresh = _trace(function, kind, device)
     order = {id(t): i for i, t in enumerate(walk.tensors)}
@@ -303,11 +333,11 @@ def trace_cached(function: Callable[..., Any], kind: Kind, device: torch.device)
             fresh.root,
             fresh.names,
             tuple(order[id(t)] for t in fresh.tensors),
-            depends_on_data(fresh.root, float64_slots(fresh.tensors)),
+            data_slots(fresh.root, float64_slots(fresh.tensors)),
         )
         _cache[key] = record
         if len(_cache) > _CACHE_SIZE:
-            _cache.pop(next(iter(_cache)), None)
+            caches.drop_oldest(_cache)
         _guard(function, kind, device, record, walk.guard)
     return fresh
 
@@ -327,7 +357,7 @@ def _guard(
     def forget(reference: Any) -> None:
         entry = _guarded.get(key)
         if entry is not None and entry.reference is reference:
-            del _guarded[key]
+            _guarded.pop(key, None)
 
     try:
         _guarded[key] = GuardedFunction(weakref.ref(function, forget), record, guard)
@@ -339,33 +369,38 @@ def _clear() -> None:
     _cache.clear()
     _guarded.clear()
     _names_read.cache_clear()
+    data_slots.cache_clear()
     _reads_state.cache_clear()
 
 
 caches.register(_clear)
 
 
-def depends_on_data(root: Node, slots: frozenset[int]) -> bool:
-    """Return whether proofs about a graph depend on the data of its captured tensors.
+@functools.lru_cache(maxsize=4096)
+def data_slots(root: Node, slots: frozenset[int]) -> tuple[int, ...]:
+    """Return the slots of the tensors on whose data proofs about a graph depend.
+
+    Proofs depend on the ranges of numbers from which integers are computed, and on whether float32
+    represents float64 numbers exactly. They do not depend on a table of floats that is only read,
+    which an optimizer may edit at every step.
 
     Args:
         root: the graph.
         slots: slots of its float64 tensors.
     """
-    if rounding_sensitive_slots(root, slots):
-        return True
-    loaded: set[Node] = set()
+    found = set(rounding_sensitive_slots(root, slots))
+    behind: dict[Node, frozenset[int]] = {}  # slots from which a node is computed
     for n in ir.topo(root):
-        if n.op == "load" or any(a in loaded for a in n.args):
-            loaded.add(n)
-            if n.type == I32:
-                return True
-    return False
+        read = frozenset({int(str(n.attr))} if n.op == "load" else ())
+        behind[n] = read.union(*[behind[a] for a in n.args])
+        if n.type == I32:
+            found |= behind[n]
+    return tuple(sorted(found))
 
 
 def _trace(function: Callable[..., Any], kind: Kind, device: torch.device) -> Traced:
     result = trace(function, kind, device)
-    custom = _custom_gradient(function)
+    custom = _custom_gradient(function, set())
     if custom and kind == "score":
         warnings.warn(
             f"{custom.__name__} is a torch.autograd.Function: attnkit traces its forward and "
@@ -375,12 +410,20 @@ def _trace(function: Callable[..., Any], kind: Kind, device: torch.device) -> Tr
     return result
 
 
-def _custom_gradient(function: Any) -> type | None:
-    """Find a torch.autograd.Function that the function reads by name, if any."""
+def _custom_gradient(function: Any, seen: set[int]) -> type | None:
+    """Find a torch.autograd.Function that the function reads by name, if any.
+
+    Args:
+        function: any object.
+        seen: ids of the functions that were searched, because functions may call each other.
+    """
     if isinstance(function, functools.partial):
-        return _custom_gradient(function.func)
-    if not isinstance(function, types.FunctionType):
+        return _custom_gradient(function.func, seen)
+    if isinstance(function, ScoreMod):
+        return _custom_gradient(function.function, seen)
+    if not isinstance(function, types.FunctionType) or id(function) in seen:
         return None
+    seen.add(id(function))
     read = [function.__globals__.get(n) for n in _names_read(function.__code__)]
     for cell in function.__closure__ or ():
         try:
@@ -391,8 +434,8 @@ def _custom_gradient(function: Any) -> type | None:
         owner = getattr(value, "__self__", value)
         if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
             return owner
-        if isinstance(value, types.FunctionType) and value is not function:
-            inner = None if value.__module__.startswith("torch") else _custom_gradient(value)
+        if isinstance(value, types.FunctionType) and _root(str(value.__module__)) != "torch":
+            inner = _custom_gradient(value, seen)
             if inner is not None:
                 return inner
     return None

@@ -20,7 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attnkit.tracing.axes import Axes
 from attnkit.tracing.mask import Mask
+from attnkit.tracing.score_mod import ScoreMod
 from attnkit.util import caches
 
 # What a check raises where an object was deleted or a closure cell was emptied.
@@ -30,7 +32,7 @@ _MISSING = object()  # stands for a global that does not exist
 _IMMUTABLE = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device}
 )
-_WEAK = (types.FunctionType, functools.partial, Mask, Tensor)
+_WEAK = (types.FunctionType, functools.partial, Mask, ScoreMod, Tensor)
 _DEPTH = 4  # largest depth of lists within lists, because a list may contain itself
 
 # The value that a place must hold. (object, None): this object. (None, reference): the object that
@@ -84,8 +86,10 @@ class IdentityGuard:
     """
 
     def __init__(self) -> None:
-        self._conditions: list[str] = []  # Python text; each is true if a place has changed
         self._names: dict[str, Any] = {"matches": matches, "MISSING": _MISSING, "tuple": tuple}
+        # Python text; each is true if a place, or what a trace reads itself, has changed
+        dtype = torch.get_default_dtype
+        self._conditions = [f"{self._constant(dtype)}() is not {self._constant(dtype())}"]
         self._references: dict[int, str] = {}  # id of a weak reference -> name of its object
         self._tensors: list[tuple[str, Any, Any, Any, Any, Any]] = []
         self._read: Callable[[], tuple[Tensor, ...] | None] | None = None
@@ -114,7 +118,7 @@ class IdentityGuard:
         self._conditions += changed
 
     def add_mask(self, m: Mask) -> None:
-        """Guard a mask's function, parts and lengths.
+        """Guard a mask's function, parts, lengths and declared tables.
 
         Raises:
             CannotGuardError: its function may change while it remains the same object.
@@ -127,6 +131,25 @@ class IdentityGuard:
             f"{name}.parts.__class__ is not tuple",
             f"len({name}.parts) != {len(m.parts)}",
             *(f"{name}.parts[{i}] is not {self._object(p)}" for i, p in enumerate(m.parts)),
+            *self._other_axes(name, m.axes),
+        ]
+
+    def add_score_mod(self, mod: ScoreMod) -> None:
+        """Guard the function and the declared tables of a score_mod.
+
+        Raises:
+            CannotGuardError: its function may change while it remains the same object.
+        """
+        name = self._object(mod)
+        self._conditions.append(self._differs(f"{name}.function", expect(mod.function)))
+        self._conditions += self._other_axes(name, mod.axes)
+
+    def _other_axes(self, name: str, axes: tuple[Axes, ...]) -> list[str]:
+        """Return expressions that are true if a function declares other tables now."""
+        return [
+            f"{name}.axes.__class__ is not tuple",
+            f"len({name}.axes) != {len(axes)}",
+            *(f"{name}.axes[{i}] is not {self._object(table)}" for i, table in enumerate(axes)),
         ]
 
     def add_partial(self, p: functools.partial[Any]) -> None:
@@ -191,7 +214,8 @@ class IdentityGuard:
         )
         names = dict(self._names)
         exec(_code(text), names)
-        read: Callable[[], tuple[Tensor, ...] | None] = names["read"]
+        # popped, so that the function is in no cycle and dies with the guard
+        read: Callable[[], tuple[Tensor, ...] | None] = names.pop("read")
         return read
 
     def _constant(self, x: Any) -> str:

@@ -7,17 +7,22 @@ classifies its tiles when it first needs them.
 
 from __future__ import annotations
 
+import reprlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from attnkit.errors import ArgumentError
+from attnkit.errors import ArgumentError, OptionError
+from attnkit.tracing.axes import Axes, as_axes, joined, shift_tables
 from attnkit.tracing.mask_lengths import Lengths, as_lengths, intersect
+from attnkit.tracing.shift import check_shift, checked_label, may_precede, shift_text, shifted
+from attnkit.util.arguments import index_instead
 
 MaskMod: TypeAlias = Callable[..., Any]
+Frame: TypeAlias = Literal["", "common", "separate"]
 
 _SIGNS = {"and": "&", "or": "|", "xor": "^"}
 
@@ -36,19 +41,28 @@ class Mask:
         lengths: (query length, kv length) that the mask was built for, None for any. Each entry is
             an int, a (least, most) pair whose most may be None, or None for any length. Using the
             mask at other lengths raises a ShapeError.
+        axes: what the axes of captured tensors mean, as `attnkit.Axes`. A call with other sizes
+            is a ShapeError.
+        frame: "common" if the mask compares query positions with key positions; "separate" if
+            queries and keys are packed at different offsets, so that comparing their positions
+            means nothing. The operators refuse to combine the two. A shift returns "".
 
     Attributes:
         function: the mask_mod; None for a combination of masks.
         label: the text that `repr` shows.
         lengths: the query and kv lengths that the mask allows; for a combination, those that all
             its parts allow.
+        axes: the declared tables; for a combination, those of all its parts.
+        frame: as above; for a combination, that of its parts.
         op: "" for a plain mask; "and", "or", "xor" or "not" for a combination.
         parts: the masks that `op` combines.
 
     Raises:
-        ArgumentError: function is not callable.
-        OptionError: lengths is not such a pair, or has a length below 1.
-        ShapeError: the operators combine masks that have no length in common.
+        ArgumentError: function is not callable, label is no string, or axes are not `Axes`.
+        OptionError: lengths is not such a pair, or has a length below 1; frame is unknown, or the
+            operators combine "common" with "separate".
+        ShapeError: the operators combine masks that have no length in common, or whose tables are
+            for different batch sizes or different heads.
 
     >>> causal = Mask(lambda b, h, q, kv: kv <= q, "causal()")
     >>> causal & (lambda b, h, q, kv: q - kv < 1024)
@@ -57,27 +71,45 @@ class Mask:
     ~causal() | prefix(128)
     """
 
-    __slots__ = ("__weakref__", "function", "label", "lengths", "op", "parts")
+    __slots__ = ("__weakref__", "axes", "frame", "function", "label", "lengths", "op", "parts")
 
-    def __init__(self, function: MaskMod, label: str | None = None, *, lengths: Any = None) -> None:
+    def __init__(
+        self,
+        function: MaskMod,
+        label: str | None = None,
+        *,
+        lengths: Any = None,
+        axes: Sequence[Axes] = (),
+        frame: Frame = "",
+    ) -> None:
         if not callable(function):
             raise ArgumentError(
                 f"a mask must be a function mask_mod(b, h, q, kv), got {type(function).__name__}"
+                f"{index_instead(function)}"
             )
         self.function: MaskMod | None = function
-        self.label: str = label or str(getattr(function, "__name__", type(function).__name__))
+        self.label: str = checked_label(label, function)
         self.op = ""
         self.parts: tuple[Mask, ...] = ()
-        self.lengths: Lengths = as_lengths(lengths)
+        inner = function if isinstance(function, Mask) else None
+        own = as_lengths(lengths)
+        self.lengths: Lengths = own if inner is None or lengths is not None else inner.lengths
+        self.axes: tuple[Axes, ...] = as_axes(axes, () if inner is None else inner.axes)
+        self.frame: Frame = _checked_frame(frame) or ("" if inner is None else inner.frame)
 
     @classmethod
     def _join(cls, op: str, *parts: Any) -> Mask:
         masks = tuple(p if isinstance(p, Mask) else Mask(p) for p in parts)
+        common = _common(masks)
+        if op != "not":  # `a | b | c` has three parts: nested parts would exceed Python's stack
+            masks = tuple(x for m in masks for x in (m.parts if m.op == op else (m,)))
         whole = cls.__new__(cls)
         whole.function, whole.op, whole.parts = None, op, masks
         shown = [f"({m.label})" if m.op not in ("", "not", op) else m.label for m in masks]
         whole.label = f"~{shown[0]}" if op == "not" else f" {_SIGNS[op]} ".join(shown)
-        whole.lengths = _common(masks)
+        whole.lengths = common
+        whole.axes = joined([m.axes for m in masks])
+        whole.frame = _common_frame(masks)
         return whole
 
     def __call__(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -97,22 +129,22 @@ class Mask:
         return result
 
     def __and__(self, other: MaskMod) -> Mask:
-        return Mask._join("and", self, other) if callable(other) else NotImplemented
+        return Mask._join("and", self, other)
 
     def __rand__(self, other: MaskMod) -> Mask:
-        return Mask._join("and", other, self) if callable(other) else NotImplemented
+        return Mask._join("and", other, self)
 
     def __or__(self, other: MaskMod) -> Mask:
-        return Mask._join("or", self, other) if callable(other) else NotImplemented
+        return Mask._join("or", self, other)
 
     def __ror__(self, other: MaskMod) -> Mask:
-        return Mask._join("or", other, self) if callable(other) else NotImplemented
+        return Mask._join("or", other, self)
 
     def __xor__(self, other: MaskMod) -> Mask:
-        return Mask._join("xor", self, other) if callable(other) else NotImplemented
+        return Mask._join("xor", self, other)
 
     def __rxor__(self, other: MaskMod) -> Mask:
-        return Mask._join("xor", other, self) if callable(other) else NotImplemented
+        return Mask._join("xor", other, self)
 
     def __invert__(self) -> Mask:
         return self.parts[0] if self.op == "not" else Mask._join("not", self)
@@ -139,24 +171,21 @@ class Mask:
         >>> causal.shift(q=5)  # the queries follow 5 keys of a cache
         causal().shift(q=5)
         """
-        q_shift, kv_shift = _check_shift("q", q), _check_shift("kv", kv)
+        q_shift, kv_shift = check_shift("q", q), check_shift("kv", kv)
         lengths = _shifted_lengths(self, q_shift, kv_shift)
 
         def keep(b: Any, h: Any, q: Any, kv: Any) -> Any:
-            row, row_exists = _shifted(q, q_shift, b)
-            column, column_exists = _shifted(kv, kv_shift, b)
+            row, column = shifted(q, q_shift, b), shifted(kv, kv_shift, b)
             kept = self(b, h, row, column)
-            for condition in (row_exists, column_exists):
-                kept = kept if condition is None else condition & kept
+            for position, by in ((row, q_shift), (column, kv_shift)):
+                kept = (position >= 0) & kept if may_precede(by) else kept
             return kept
 
         shown = f"({self.label})" if self.op else self.label
-        shifts = [
-            f"{n}={list(by.shape) if isinstance(by, Tensor) else by}"
-            for n, by in (("q", q), ("kv", kv))
-            if by is not None
-        ]
-        return Mask(keep, f"{shown}.shift({', '.join(shifts)})", lengths=lengths)
+        label = f"{shown}.shift({shift_text(q_shift, kv_shift)})"
+        axes = [table.shifted(q_shift, kv_shift) for table in self.axes]
+        axes += shift_tables(q=q_shift, kv=kv_shift)
+        return Mask(keep, label, lengths=lengths, axes=axes)
 
     def __bool__(self) -> bool:
         if sys._getframe(1).f_globals.get("__name__", "").startswith("torch._dynamo."):
@@ -199,7 +228,7 @@ def or_masks(*mask_mods: MaskMod) -> Mask:
 def per_head(masks: Sequence[MaskMod]) -> Mask:
     """Apply `masks[h]` to query head h.
 
-    Attention with more heads than masks is refused (BoundsError).
+    Attention with another number of query heads is refused (ShapeError).
 
     Args:
         masks: one mask or mask_mod per query head; the list may repeat a mask.
@@ -218,7 +247,7 @@ def per_head(masks: Sequence[MaskMod]) -> Mask:
 def per_batch(masks: Sequence[MaskMod]) -> Mask:
     """Apply `masks[b]` to batch entry b.
 
-    Attention with more batch entries than masks is refused (BoundsError).
+    Attention with another batch size is refused (ShapeError).
 
     Args:
         masks: one mask or mask_mod per batch entry; the list may repeat a mask.
@@ -267,36 +296,40 @@ def _per(what: str, masks: Sequence[MaskMod]) -> Mask:
         return kept
 
     labels = [m.label if isinstance(m, Mask) else Mask(m).label for m in masks]
-    return Mask(keep, f"per_{what}([{', '.join(labels)}])", lengths=_common(options))
-
-
-def check_built_for(mask: Any, q_len: int, kv_len: int) -> None:
-    """Check that a mask allows these lengths; a plain function allows any.
-
-    Raises:
-        ShapeError: the mask was built for other lengths.
-    """
-    if isinstance(mask, Mask):
-        mask.lengths.check(mask.label, q_len, kv_len)
+    axes = [Axes("the number of masks", len(masks), "h" if what == "head" else "b")]
+    axes += [table for option in options for table in option.axes]
+    label = f"per_{what}([{', '.join(labels)}])"
+    frame = _common_frame(options)
+    return Mask(keep, label, lengths=_common(options), axes=axes, frame=frame)
 
 
 def _common(masks: Sequence[Mask]) -> Lengths:
     return intersect((m.label, m.lengths) for m in masks)
 
 
-def _check_shift(name: str, by: Any) -> int | Tensor | None:
-    if by is None:
-        return None
-    whole = isinstance(by, int) and not isinstance(by, bool)
-    if isinstance(by, Tensor):
-        whole = by.ndim <= 1 and not (by.is_floating_point() or by.is_complex())
-        whole = whole and by.dtype != torch.bool
-    if not whole:
-        got = f"{by.dtype} {list(by.shape)}" if isinstance(by, Tensor) else repr(by)
-        raise ArgumentError(
-            f"shift takes an int or an integer tensor, [] or [B], as {name}, got {got}"
+def _checked_frame(frame: Any) -> Frame:
+    if not isinstance(frame, str) or frame not in ("", "common", "separate"):
+        raise OptionError(f'frame must be "", "common" or "separate", got {reprlib.repr(frame)}')
+    return frame  # type: ignore[return-value]
+
+
+def _common_frame(masks: Sequence[Mask]) -> Frame:
+    """Return the frame of a combination.
+
+    Raises:
+        OptionError: one mask compares positions that another packs at different offsets.
+    """
+    first = {m.frame: m.label for m in reversed(masks)}
+    if "common" in first and "separate" in first:
+        raise OptionError(
+            f"{first['common']} compares the positions of queries and keys, but "
+            f"{first['separate']} packs them at different offsets, so the combination is "
+            "ambiguous; pass the mask as within=... to the mask of documents, which applies it "
+            'inside of each document, with align="bottom-right" as FlashAttention does'
         )
-    return by  # type: ignore[no-any-return]
+    if "separate" in first:
+        return "separate"
+    return "common" if "common" in first else ""
 
 
 def _shifted_lengths(mask: Mask, q: int | Tensor | None, kv: int | Tensor | None) -> Lengths:
@@ -308,16 +341,6 @@ def _shifted_lengths(mask: Mask, q: int | Tensor | None, kv: int | Tensor | None
         free.q if isinstance(q, Tensor) else limited.q,
         free.kv if isinstance(kv, Tensor) else limited.kv,
     )
-
-
-def _shifted(at: Any, by: int | Tensor | None, b: Any) -> tuple[Any, Any]:
-    """Return a shifted index, and where it is at least 0 (None: everywhere)."""
-    if by is None:
-        return at, None
-    if isinstance(by, Tensor):
-        shifted = at + (by[b] if by.ndim else by)
-        return shifted, shifted >= 0
-    return (at + by, at + by >= 0) if by < 0 else (at + by, None)
 
 
 def noop_mask(b: Any, h: Any, q: Any, kv: Any) -> bool:

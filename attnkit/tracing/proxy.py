@@ -21,7 +21,9 @@ from torch.overrides import TorchFunctionMode
 
 from attnkit.errors import TraceError
 from attnkit.graph import ir
-from attnkit.graph.ir import BOOL, F32, I32, Node, Type, const
+from attnkit.graph.ir import Node, Type
+from attnkit.tracing.alternatives import instead_of, refusal_to_capture
+from attnkit.tracing.dtypes import Converter, kind_of
 from attnkit.util.package import FOLDER
 
 Pick: TypeAlias = Callable[..., Node]
@@ -30,13 +32,10 @@ Pick: TypeAlias = Callable[..., Node]
 Part: TypeAlias = Literal["", "end", "inner"]
 Handler: TypeAlias = Callable[..., Any]
 
-DTYPES: dict[Type, torch.dtype] = {I32: torch.int32, F32: torch.float32, BOOL: torch.bool}
-
-# Integers that wrap in torch below 32 bits.
-NARROW = (torch.int8, torch.uint8, torch.int16)
-
 # torch function or method -> its handler, which acts on Values; `attnkit.tracing.ops` fills it.
 HANDLERS: dict[Any, Handler] = {}
+
+_NUMBER = "it stands for one number, as a tensor of shape []"
 
 # Random functions are refused: neither FlexAttention nor a kernel can draw a number per score.
 _RANDOM = frozenset(
@@ -56,6 +55,7 @@ class Tracer:
 
     Attributes:
         device: what `.device` of a traced value returns.
+        converter: what dtypes change in the values.
         slots: id of each captured tensor -> its slot.
         tensors: captured tensors by slot.
         results: id of each tensor that an eager operation returned -> (the tensor, whether it
@@ -65,8 +65,9 @@ class Tracer:
         error: the first error, also if the user's function swallows it.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, rounds: bool = False) -> None:
         self.device = device
+        self.converter = Converter(rounds)
         self.slots: dict[int, int] = {}
         self.tensors: list[Tensor] = []
         self.results: dict[int, tuple[Tensor, bool]] = {}
@@ -125,7 +126,9 @@ class Tracer:
             return self._number(x.item())
         if isinstance(x, np.ndarray):
             self.fail("a numpy array cannot be used with a traced value; use torch.from_numpy(...)")
-        self.fail(f"cannot combine a traced value with {type(x).__name__} {x!r}")
+        self.fail(
+            f"cannot combine a traced value with {type(x).__name__}; use numbers and torch tensors"
+        )
 
     def capture_view(self, x: Tensor) -> Value:
         """Capture a view of a captured tensor as a separate captured tensor."""
@@ -135,63 +138,80 @@ class Tracer:
     def _number(self, x: bool | int | float | complex) -> Value:
         if isinstance(x, complex):
             self.fail("complex numbers are not supported")
-        if isinstance(x, int) and not -(2**31) <= x < 2**31:
-            self.fail(f"the integer {x} does not fit into 32 bits; write {float(x)} for a float")
-        return Value(self, const(x))
+        dtype = torch.bool if isinstance(x, bool) else torch.int64
+        return Value(
+            self, None, self.converter.default if isinstance(x, float) else dtype, number=x
+        )
 
     def _capture(self, x: Tensor) -> Value:
-        if x.dtype.is_complex or x.layout != torch.strided:
-            self.fail(f"a captured tensor must be dense and real, got {x.dtype} {x.layout}")
+        if refusal := refusal_to_capture(x):
+            self.fail(refusal)
         result, captured = self.results.get(id(x), (None, False))
-        if result is not None and not captured and x.ndim == 0:
-            return self._number(x.item())  # torch.tensor(0.5) inside the function
+        if result is not None and not captured and x.ndim == 0:  # torch.tensor(0.5) inside
+            return Value(self, self.converter.number(x.item(), x.dtype), x.dtype)
         self.derived |= captured
         slot = self.slots.setdefault(id(x), len(self.tensors))
         if slot == len(self.tensors):
             self.tensors.append(x)
-        kind: Type = BOOL if x.dtype == torch.bool else F32 if x.dtype.is_floating_point else I32
-        narrow = x.dtype if x.dtype in NARROW else None
+        kind = kind_of(x.dtype)
+
+        def pick(*index: Node) -> Node:
+            n = ir.load(slot, kind, index)
+            self.converter.loaded(n, x.dtype)
+            return n
+
         if x.ndim == 0:
-            return Value(self, ir.load(slot, kind, ()), narrow=narrow)
-        shape = tuple(x.shape)
-        return Value(self, None, shape, kind, lambda *i: ir.load(slot, kind, i), x, narrow=narrow)
+            return Value(self, pick(), x.dtype)
+        return Value(self, None, x.dtype, tuple(x.shape), pick, x)
 
 
-class Value:
+# What every Value is an alias of: a tensor without data, which nothing reads.
+_NO_DATA = torch.empty((), device="meta")
+
+
+class Value(Tensor):
     """Stands for a tensor while tracing and records what the user's function does with it.
+
+    It is a subclass of Tensor, so that `isinstance(x, torch.Tensor)` has the same result as for the
+    tensor that it stands for.
 
     Attributes:
         tracer: the trace.
+        dtype: the dtype that torch gives to the value.
         sizes: the shape; () for one number.
         kind: type of the node.
         pick: function from index nodes, one per dimension, to the node of that element.
         origin: the captured tensor, or view of one, that this Value stands for; None if it is not.
         part: how much of the captured tensor this Value covers.
-        narrow: the dtype in which torch computes, if it is narrower than int32.
+        number: the Python number that this Value stands for, whose dtype gives way to that of any
+            tensor; None if it stands for a tensor.
     """
 
     __array_ufunc__ = None  # numpy scalars leave `np.int64(3) * value` to us
-    __slots__ = ("_node", "kind", "narrow", "origin", "part", "pick", "sizes", "tracer")
+
+    def __new__(cls, *_: Any, **__: Any) -> Value:
+        return Tensor._make_subclass(cls, _NO_DATA)
 
     def __init__(
         self,
         tracer: Tracer,
         node: Node | None,
+        dtype: torch.dtype,
         sizes: tuple[int, ...] = (),
-        kind: Type | None = None,
         pick: Pick | None = None,
         origin: Tensor | None = None,
         part: Part = "",
-        narrow: torch.dtype | None = None,
+        number: bool | int | float | None = None,
     ) -> None:
         self.tracer = tracer
         self.sizes = sizes
+        self.number = number
         self._node = node
-        self.kind: Type = kind or node.type  # type: ignore[union-attr]
+        self._dtype = dtype
+        self.kind: Type = kind_of(dtype)
         self.pick: Pick = pick or (lambda: node)  # type: ignore[assignment,return-value]
         self.origin = origin
         self.part = part
-        self.narrow = narrow
 
     @property
     def node(self) -> Node:
@@ -200,6 +220,11 @@ class Value:
         Raises:
             TraceError: the Value has a shape.
         """
+        if self._node is None and self.number is not None:
+            try:
+                self._node = self.tracer.converter.number(self.number, self._dtype)
+            except ValueError as error:
+                self.tracer.fail(str(error), error)
         if self._node is None:
             self.tracer.fail(
                 f"a value of shape {self.sizes} was used where one number per (q, kv) pair is "
@@ -209,25 +234,25 @@ class Value:
 
     # --- tensor attributes that users read -------------------------------------------------
     @property
-    def dtype(self) -> torch.dtype:
-        return self.narrow or DTYPES[self.kind]
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self._dtype
 
     @property
-    def shape(self) -> torch.Size:
+    def shape(self) -> torch.Size:  # type: ignore[override]
         return torch.Size(self.sizes)
 
     @property
-    def ndim(self) -> int:
+    def ndim(self) -> int:  # type: ignore[override]
         return len(self.sizes)
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]
         return self.tracer.device
 
     requires_grad = False
     is_cuda = property(lambda self: self.tracer.device.type == "cuda")
 
-    def __repr__(self) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Value({self._node})" if self._node else f"Value(shape={self.sizes})"
 
     def __format__(self, spec: str) -> str:
@@ -249,7 +274,7 @@ class Value:
         )
 
     __int__ = __float__ = __index__ = __complex__ = __round__ = __trunc__ = _no_number
-    item = tolist = numpy = _no_number
+    item = tolist = numpy = _no_number  # type: ignore[assignment]
 
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
         self.tracer.fail("a traced value cannot become a numpy array; use torch functions")
@@ -259,26 +284,24 @@ class Value:
 
     def __iter__(self) -> Any:
         if not self.sizes:
-            self.tracer.fail("a traced number cannot be iterated over")
+            self.tracer.fail(f"a traced number cannot be iterated over; {_NUMBER}")
         return iter([self[i] for i in range(self.sizes[0])])
 
     def __len__(self) -> int:
         if not self.sizes:
-            self.tracer.fail("a traced number has no len()")
+            self.tracer.fail(f"a traced number has no len(); {_NUMBER}")
         return self.sizes[0]
 
     def __getitem__(self, index: Any) -> Any:
         return dispatch(self.tracer, Tensor.__getitem__, (self, index), {})
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("_"):  # torch and Python ask for such names themselves
             raise AttributeError(name)
         method = getattr(Tensor, name, None)
-        if method is None:
-            self.tracer.fail(f"a tensor has no attribute {name!r}")
-        if not callable(method):
-            self.tracer.fail(f"the attribute {name!r} is not known while tracing")
-        return lambda *args, **kwargs: dispatch(self.tracer, method, (self, *args), kwargs)
+        if method is not None:
+            self.tracer.fail(f"the attribute {name!r} is not known while tracing; {_NUMBER}")
+        self.tracer.fail(f"a tensor has no attribute {name!r}")
 
     @classmethod
     def __torch_function__(
@@ -308,6 +331,7 @@ def _unary(name: str) -> Callable[[Value], Any]:
 for _name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split():
     setattr(Value, f"__{_name}__", _operator(f"__{_name}__"))
     setattr(Value, f"__r{_name}__", _operator(f"__r{_name}__"))
+    setattr(Value, f"__i{_name}__", _operator(f"__{_name}__"))  # `x += 1` names a new value x
 for _name in "lt le gt ge eq ne".split():
     setattr(Value, f"__{_name}__", _operator(f"__{_name}__"))
 for _name in "neg abs invert pos".split():
@@ -336,7 +360,10 @@ def dispatch(tracer: Tracer, function: Any, args: Any, kwargs: Any) -> Any:
     leaves = _leaves((args, kwargs))
     if not any(isinstance(x, Value) for x in leaves):
         if _title(function) in _RANDOM:
-            tracer.fail(f"{_title(function)} is random, a score_mod or mask_mod must not be")
+            name = _title(function)
+            tracer.fail(
+                f"{name} is random, a score_mod or mask_mod must not be; {instead_of(name)}"
+            )
         if any(not tracer.is_local(t) for t in _mutated(function, args, kwargs)):
             tracer.fail(
                 f"{_title(function)} changes a captured tensor whenever the function is traced; "
@@ -351,14 +378,16 @@ def dispatch(tracer: Tracer, function: Any, args: Any, kwargs: Any) -> Any:
     handler = HANDLERS.get(function)
     if handler is None:
         if all(x.origin is not None for x in leaves if isinstance(x, Value)):
-            args, kwargs = _origins(args), _origins(kwargs)
-            return tracer.record_result(function(*args, **kwargs), _leaves((args, kwargs)))
+            return dispatch(tracer, function, _origins(args), _origins(kwargs))
         name = _title(function)
+        if name == "__get__":
+            attribute = getattr(function.__self__, "__name__", "")
+            tracer.fail(f"the attribute {attribute!r} is not known while tracing")
         if name == "__setitem__":
             tracer.fail("assigning at a traced index is not supported; use torch.where")
         if _in_place(function):
             tracer.fail(f"{name} changes a value in place; write {name[:-1]} and use its result")
-        tracer.fail(f"{name} is not supported in a score_mod or mask_mod")
+        tracer.fail(f"{name} is not supported in a score_mod or mask_mod; {instead_of(name)}")
     try:
         return handler(tracer, *args, **kwargs)
     except TraceError:

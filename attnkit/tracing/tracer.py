@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -15,11 +14,13 @@ from torch import Tensor
 
 from attnkit.errors import DTypeError, TraceError
 from attnkit.graph import ir
-from attnkit.graph.ir import BOOL, F32, Node
+from attnkit.graph.ir import BOOL, F32, I32, Node
 from attnkit.graph.simplify import cast
 from attnkit.tracing import ops  # noqa: F401  (registers the handlers of torch functions)
-from attnkit.tracing.proxy import DTYPES, Tracer, TracingMode, Value
+from attnkit.tracing.dtypes import without_float32, without_wraps_in_indices
+from attnkit.tracing.proxy import Tracer, TracingMode, Value
 from attnkit.util import caches
+from attnkit.util.arguments import index_instead, shown
 
 Kind: TypeAlias = Literal["score", "mask"]
 
@@ -28,6 +29,8 @@ ARGUMENTS: dict[Kind, tuple[str, ...]] = {
     "mask": ("b", "h", "q", "kv"),
 }
 
+
+_ARGUMENT_DTYPES: dict[ir.Type, torch.dtype] = {F32: torch.float32, I32: torch.int32}
 
 caches.register(ir.clear_caches)  # here, as `graph` imports nothing of `util`
 
@@ -76,10 +79,12 @@ def trace(function: Callable[..., Any], kind: Kind, device: torch.device | str =
         TraceError: the function cannot be traced, or returns no number per score.
         DTypeTraceError: it returns a number of the wrong dtype.
     """
-    tracer = Tracer(torch.device(device))
+    tracer = Tracer(torch.device(device), rounds=kind == "mask")
     names = ARGUMENTS[kind]
     _check_arity(function, kind)
-    arguments = [Value(tracer, ir.arg(name)) for name in names]
+    arguments = [
+        Value(tracer, ir.arg(name), _ARGUMENT_DTYPES[ir.ARG_TYPES[name]]) for name in names
+    ]
     try:
         with TracingMode(tracer):
             result = function(*arguments)
@@ -121,8 +126,9 @@ def _check_arity(function: Callable[..., Any], kind: Kind) -> None:
     names = ARGUMENTS[kind]
     signature = f"{kind}_mod({', '.join(names)})"
     if not callable(function):
-        got = f"{type(function).__name__} {reprlib.repr(function)}"
-        raise TraceError(f"{kind}_mod must be a callable {signature}, got {got}")
+        raise TraceError(
+            f"{kind}_mod must be a callable {signature}, got {shown(function)}{index_instead(function)}"
+        )
     try:
         parameters = inspect.signature(function)
     except (TypeError, ValueError):
@@ -130,14 +136,20 @@ def _check_arity(function: Callable[..., Any], kind: Kind) -> None:
     try:
         parameters.bind(*names)
     except TypeError as error:
+        shown_names = ", ".join(
+            str(p.replace(default=p.empty, annotation=p.empty))
+            for p in parameters.parameters.values()
+        )
         raise TraceError(
-            f"{_name_of(function)}{parameters} cannot be called as {signature}: {error}. "
+            f"{_name_of(function)}({shown_names}) cannot be called as {signature}: {error}. "
             + _advice(function, kind)
         ) from None
 
 
 def takes(function: Any, kind: Kind) -> bool:
     """Return whether a function can be called with the arguments of a kind."""
+    if not callable(function):
+        return False
     try:
         inspect.signature(function).bind(*ARGUMENTS[kind])
     except (TypeError, ValueError):
@@ -166,7 +178,7 @@ def _root(tracer: Tracer, function: Callable[..., Any], kind: Kind, result: Any)
     node = value.node
     if kind == "mask" and node.type != BOOL:
         raise DTypeTraceError(
-            f"{what} returned {DTYPES[node.type]}; expected torch.bool. Compare (`!= 0`) or "
+            f"{what} returned {value.dtype}; expected torch.bool. Compare (`!= 0`) or "
             "convert with .bool()"
         )
     if kind == "score" and node.type == BOOL:
@@ -174,7 +186,10 @@ def _root(tracer: Tracer, function: Callable[..., Any], kind: Kind, result: Any)
             f"{what} returned torch.bool; expected a score (float). A mask belongs in block_mask, "
             'or write torch.where(condition, score, -float("inf"))'
         )
-    return node if kind == "mask" else cast(node, F32)
+    node = without_wraps_in_indices(node)
+    if kind == "score":
+        return cast(node, F32)
+    return node if tracer.converter.has_float64 else without_float32(node)
 
 
 def _name_of(function: Any) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +20,12 @@ from attnkit.errors import (
     ShapeError,
     UnsupportedError,
 )
+
+T = TypeVar("T")
+
+_TRANSPOSE = "Tensors [batch, length, heads, head dim] must be transposed: query.transpose(1, 2)"
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -93,7 +101,7 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: Any) -> None:
         if t.ndim != 4:
             raise ShapeError(
                 f"{name} must have 4 dimensions [batch, heads, length, head dim], got shape "
-                f"{tuple(t.shape)}"
+                f"{tuple(t.shape)}; tensor[None] adds a dimension of size 1"
             )
         for axis, what in enumerate(("batch", "heads", "length", "head dim")):
             if t.shape[axis] == 0:
@@ -104,8 +112,7 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: Any) -> None:
                 f"{MAX_LENGTH}"
             )
         if t.dtype not in DTYPES:
-            allowed = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
-            raise DTypeError(f"{name} has dtype {t.dtype}; expected one of {allowed}")
+            raise DTypeError(f"{name} has dtype {t.dtype}; expected one of {_names(DTYPES)}")
         if t.dtype != query.dtype:
             raise DTypeError(f"{name} has dtype {t.dtype}, query has {query.dtype}; convert one")
         if t.device != query.device:
@@ -140,12 +147,12 @@ def _check_heads(heads: int, kv_heads: int, enable_gqa: Any) -> None:
     if not enable_gqa:
         raise ShapeError(
             f"query has {heads} heads, key and value have {kv_heads}; expected the same. "
-            "For grouped-query attention set enable_gqa=True"
+            f"For grouped-query attention set enable_gqa=True. {_TRANSPOSE}"
         )
     if heads % kv_heads:
         raise ShapeError(
             f"query has {heads} heads, which is not a multiple of the {kv_heads} heads of key and "
-            "value"
+            f"value. {_TRANSPOSE}"
         )
 
 
@@ -232,14 +239,94 @@ def check_options(
 
 
 def check_size(name: str, value: Any) -> int:
-    """Check a positive int and return it.
+    """Check a positive int of at most 2**31 - 1 and return it.
 
     Raises:
         OptionError: it is not one.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise OptionError(f"{name} must be a positive int, got {value!r}")
+        raise OptionError(f"{name} must be a positive int, got {shown(value)}")
+    if value > MAX_LENGTH:
+        raise OptionError(
+            f"{name} must be at most {MAX_LENGTH}, as positions are int32; got {value}"
+        )
     return value
+
+
+def check_sizes(name: str, value: Any) -> tuple[int, int]:
+    """Check a size for both axes, or a (query, kv) pair of sizes, and return the pair.
+
+    Raises:
+        OptionError: it is neither.
+    """
+    sizes = value if isinstance(value, tuple | list) else (value, value)
+    if len(sizes) != 2:
+        raise OptionError(f"{name} must be an int or a (query, kv) pair, got {shown(value)}")
+    return check_size(name, sizes[0]), check_size(name, sizes[1])
+
+
+def check_dtype(name: str, dtype: Any, allowed: Sequence[torch.dtype] = DTYPES) -> torch.dtype:
+    """Check that a dtype is one of those allowed, and return it.
+
+    Raises:
+        DTypeError: it is another dtype, or none.
+    """
+    if not isinstance(dtype, torch.dtype) or dtype not in allowed:
+        raise DTypeError(f"{name} must be one of {_names(allowed)}, got {shown(dtype)}")
+    return dtype
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+
+
+def check_seed(seed: Any) -> int:
+    """Check the seed of random numbers and return it.
+
+    Raises:
+        OptionError: it is no int of 64 bits.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+        raise OptionError(f"seed must be an int of 64 bits, got {shown(seed)}")
+    return seed
+
+
+def check_type(name: str, value: Any, kind: type[T], expected: str) -> T:
+    """Check the type of an argument and return it.
+
+    Args:
+        name: the argument.
+        value: its value.
+        kind: the class that it must have.
+        expected: what to pass, for the message.
+
+    Raises:
+        ArgumentError: it has another class.
+    """
+    if not isinstance(value, kind):
+        raise ArgumentError(f"{name} must be {expected}, got {shown(value)}")
+    return value
+
+
+def index_instead(mask: Any) -> str:
+    """Return how to use a tensor as a mask; "" for anything else."""
+    if not isinstance(mask, Tensor):
+        return ""
+    index = ", ".join(("b", "h", "q", "kv")[-min(mask.ndim, 4) :]) if mask.ndim > 1 else "kv"
+    return f"; capture the tensor and index it: lambda b, h, q, kv: mask[{index}]"
+
+
+def shown(value: Any) -> str:
+    """Format the value of an argument for a message, in at most a line."""
+    if isinstance(value, _PLAIN):
+        return reprlib.repr(value)
+    if isinstance(value, torch.dtype | torch.device | np.generic):
+        return repr(value)
+    if isinstance(value, tuple | list) and all(isinstance(x, _PLAIN) for x in value):
+        return reprlib.repr(value)
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return type(value).__name__  # its repr may be long, or compute something
 
 
 def check_captured(

@@ -33,6 +33,7 @@ __all__ = [
     "function_mode_count",
     "grad_enabled",
     "in_autocast",
+    "in_batched_gradients",
     "in_forward_ad",
     "is_batched",
     "is_fake",
@@ -57,6 +58,7 @@ _C: Any = torch._C
 _GUARDS: Any = getattr(getattr(_C, "_dynamo", None), "guards", None)
 _TENSOR_GUARDS: Any = getattr(_GUARDS, "TensorGuards", None)
 _PRE_DISPATCH = _C.DispatchKey.PreDispatch
+_OLD_VMAP = _C._parse_dispatch_key("VmapMode")
 
 # torch.nn.functional's functions in C.
 neural_functions: Any = _C._nn
@@ -102,6 +104,11 @@ def fast_empty_strided(device: torch.device) -> EmptyStrided:
     return make
 
 
+def in_batched_gradients() -> bool:
+    """Return whether torch.autograd computes several gradients at once (`is_grads_batched`)."""
+    return bool(_C._dispatch_tls_is_dispatch_key_included(_OLD_VMAP))
+
+
 def in_forward_ad() -> bool:
     """Return whether forward-mode derivatives are being computed."""
     return forward_ad._current_level >= 0
@@ -111,7 +118,7 @@ def is_intercepted(tensors: Iterable[Tensor]) -> bool:
     """Return whether anything but autograd intercepts an operator called with these tensors.
 
     This may be a mode (except torch.device as a context, which acts on new tensors only), a
-    functorch transform, a forward-mode derivative, a jit trace, a tensor subclass, or a tensor
+    functorch transform, batched gradients, a forward-mode derivative, a jit trace, a tensor subclass, or a tensor
     whose values differ from those in its memory (lazy negation, zero tensors).
     """
     if (
@@ -120,6 +127,7 @@ def is_intercepted(tensors: Iterable[Tensor]) -> bool:
         or _C._get_tracing_state() is not None
         or in_forward_ad()
         or _C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
+        or in_batched_gradients()
     ):
         return True
     if not only_devices():

@@ -17,6 +17,9 @@ COLOURS = {
     "attnkit deterministic": "#8fb0d3",
     "Flex FLASH": "#e0a45c",
     "FlashAttention-4": "#7a9e4b",
+    "cuDNN": "#8c6bb1",
+    "Flex Triton": "#c0504d",
+    "FlashAttention-2": "#8c8c8c",
 }
 README_CASES = (
     *("full", "causal", "causal window 1024", "causal, 16 documents"),
@@ -30,24 +33,35 @@ def attention(direction: str) -> str:
 
 
 def runs() -> str:
-    """The runs behind the two tables of attention, with attnkit's clocks and spread in them."""
+    """The runs behind the two tables of attention, with attnkit's clocks, and all spreads."""
     lines = [
-        "| run | commit | direction | lines | rounds | SM clock, GHz | largest spread |",
-        "| --- |" + " --- |" * 6,
+        "| run | commit | direction | lines | rounds | SM clock, GHz | peers | largest spread |",
+        "| --- |" + " --- |" * 7,
     ]
-    by_run: dict[tuple[str, str], list[Row]] = {}
+    by_run: dict[tuple[str, str], list[dict[str, Row]]] = {}
     for direction in gpu_table.DIRECTIONS:
         for case in gpu_table.newest(load("gpu"), direction, "sustained").values():
-            own = case["attnkit"]
-            by_run.setdefault((own["run"], direction), []).append(own)
-    for (run, direction), own in sorted(by_run.items()):
+            by_run.setdefault((case["attnkit"]["run"], direction), []).append(case)
+    for (run, direction), cases in sorted(by_run.items()):
+        own = [case["attnkit"] for case in cases]
         clocks = [row["ghz"] for row in own]
-        spread = max((row["ms_most"] - row["ms_least"]) / row["ms"] for row in own)
+        timed = [row for case in cases for row in case.values() if "ms" in row]
+        peers = [row for row in timed if not row["contender"].startswith("attnkit")]
+        swept = bool(peers) and all("setting" in row for row in peers)
         lines.append(
             f"| {run[:16].replace('T', ' ')} | {own[0]['commit']} | {direction} | {len(own)} | "
-            f"{own[0]['rounds']} | {min(clocks):.2f} to {max(clocks):.2f} | {100 * spread:.0f} % |"
+            f"{min(row['rounds'] for row in own)} | {min(clocks):.2f} to {max(clocks):.2f} | "
+            f"{'best setting' if swept else 'default'} | {largest_spread(timed)} |"
         )
     return "\n".join(lines)
+
+
+def largest_spread(rows: list[Row]) -> str:
+    """Of times and ratios, (p90 - p10) / median; the whole range where rows hold no more."""
+    if all("spread" in row for row in rows):
+        return f"{100 * max(max(row['spread'], row.get('ratio_spread', 0)) for row in rows):.0f} %"
+    whole = max((row["ms_most"] - row["ms_least"]) / row["ms"] for row in rows)
+    return f"{100 * whole:.0f} % from least to most"
 
 
 def tiles() -> str:
@@ -72,7 +86,7 @@ def lengths() -> str:
     for row in load("classify"):
         computed = row["partial"] + row["full"]
         lines.append(
-            f"| {row['case']} | {row['length']} | {row['least_ms']:.1f} | {computed} | "
+            f"| {row['case']} | {row['length']} | {row['median_ms']:.1f} | {computed} | "
             f"{computed + row['empty']} | {row['stored_mb']:.3f} |"
         )
     return "\n".join(lines)
@@ -174,7 +188,9 @@ def legend(figure: Any, plots: list[Bars]) -> None:
 
     names = [n for n in COLOURS if any(n in own for shown in plots for own in shown.values())]
     handles = [Patch(color=COLOURS[name], label=name) for name in names]
-    figure.legend(handles=handles, loc="outside upper right", ncols=len(names), frameon=False)
+    figure.legend(
+        handles=handles, loc="outside upper right", ncols=min(4, len(names)), frameon=False
+    )
 
 
 def draw_tiles(path: Path) -> None:
@@ -194,7 +210,7 @@ def draw_tiles(path: Path) -> None:
     for row in load("classify"):
         by_case.setdefault(row["case"], []).append(row)
     for case, own in by_case.items():
-        points = [(row["length"], row["least_ms"]) for row in own]
+        points = [(row["length"], row["median_ms"]) for row in own]
         right.plot(*zip(*points, strict=True), marker="o", markersize=3, label=case)
     right.set(xscale="log", yscale="log", xlabel="S", ylabel="ms, one CPU thread")
     right.legend(fontsize=6, frameon=False)

@@ -16,7 +16,7 @@ import attnkit
 from attnkit import Mask, Variant, create_mask, masks
 
 GALLERY = Path(__file__).parents[1] / "gallery"
-NOT_MASKS = ("Example", "examples", "tile_order")
+NOT_MASKS = ("Example", "examples", "tile_order", "zero_padding")
 
 HEAD = """\
 # Masks

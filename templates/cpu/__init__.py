@@ -7,7 +7,7 @@ rows with the scores of only those kv positions that the mask touches, for many 
 from __future__ import annotations
 
 from attnkit.templates.cpu.backward import backward
-from attnkit.templates.cpu.forward import forward, output_like, output_strides
+from attnkit.templates.cpu.forward import forward
 from attnkit.templates.cpu.hooks import Hooks, Tile
 
-__all__ = ["Hooks", "Tile", "backward", "forward", "output_like", "output_strides"]
+__all__ = ["Hooks", "Tile", "backward", "forward"]

@@ -17,6 +17,7 @@ from attnkit.templates.cpu.hooks import Hooks
 from attnkit.templates.cpu.masks import Keep
 from attnkit.templates.cpu.strips import Chunk
 from attnkit.templates.cpu.units import Unit
+from attnkit.util.outputs import output_like
 
 SCORES = 1 << 21  # scores in memory at a time
 
@@ -64,23 +65,6 @@ def forward(
             here = (unit.batch, unit.head, chunk.rows)
             softmax.finish(out[here], lse[here], None if top is None else top[here])
     return out, lse, top
-
-
-def output_like(query: Tensor, width: int) -> Tensor:
-    """Return an empty [B, Hq, Sq, width] with the query's dtype and stride order, last axis dense.
-
-    It is not a view: autograd would not allow in-place changes of one.
-    """
-    return query.new_empty_strided((*query.shape[:3], width), output_strides(query, width))
-
-
-def output_strides(query: Tensor, width: int) -> tuple[int, ...]:
-    """Return the strides of `output_like`."""
-    strides, step = [0, 0, 0, 1], width
-    for axis in sorted((2, 1, 0), key=query.stride):
-        strides[axis] = step
-        step *= query.shape[axis]
-    return tuple(strides)
 
 
 def _scores(

@@ -22,7 +22,7 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Float32, Int32, const_expr, cute
 
-from attnkit.templates.common import device as common
+from attnkit.templates.common import device as common_device
 from attnkit.templates.common.constants import NEG_INF, RESCALE_THRESHOLD
 from attnkit.templates.common.forward_work import Scalars
 from attnkit.templates.common.hooks import ForwardHooks, Values
@@ -127,7 +127,7 @@ class Softmax:
         self.config = config
         self.hooks = hooks
         self.group = group
-        self.dtype = common.DTYPES[config.dtype]
+        self.dtype = common_device.DTYPES[config.dtype]
 
     def chunk(self, masked: bool) -> int:
         """Return how many columns are computed together: few if each takes registers of its own."""
@@ -184,7 +184,7 @@ class Softmax:
         constants = hooks.fixed_columns(site, head, list(range(CHUNK)))
         # pinned, as the compiler would recompute them in each block
         constants = tuple(
-            x if x is None or hooks.prefetches else common.pinned(x) for x in constants
+            x if x is None or hooks.prefetches else common_device.pinned(x) for x in constants
         )
         if not hooks.has_mask:
             intervals: Any = ((Int32(0), site.kv_len),)
@@ -319,11 +319,11 @@ class Softmax:
                 word = self._inside(tile.intervals, start)
                 if hooks.lists_override_mask:
                     word = cutlass.select_(full, valid, word)
-                keep = [common.bit(word, j) for j in range(wide)]
+                keep = [common_device.bit(word, j) for j in range(wide)]
             else:
                 keep = hooks.keep(site, head, rows, columns, places)
                 keep = [
-                    (yes | full if hooks.lists_override_mask else yes) & common.bit(valid, j)
+                    (yes | full if hooks.lists_override_mask else yes) & common_device.bit(valid, j)
                     for j, yes in enumerate(keep)
                 ]
             out = Float32(NEG_INF)
@@ -368,8 +368,8 @@ class Softmax:
         # P takes up a small growth: nothing to rescale
         new = cutlass.select_(growth <= Float32(RESCALE_THRESHOLD), old, new)
         state.max[0] = new
-        drop = old - common.finite_or_zero(new)
-        return common.exp2(drop if factor is None else drop * factor)
+        drop = old - common_device.finite_or_zero(new)
+        return common_device.exp2(drop if factor is None else drop * factor)
 
     def compute_p(
         self,
@@ -392,13 +392,13 @@ class Softmax:
             if poly and (first + j) // 2 % poly == poly - 1:
                 pair = exp2_pair(pair[0], pair[1], DEGREES[self.config.dtype])
             else:
-                pair = common.exp2(pair[0]), common.exp2(pair[1])
+                pair = common_device.exp2(pair[0]), common_device.exp2(pair[1])
             pairs.append(pair)
         return pairs
 
     def shift(self, base: Float32 | None, row_max: Float32, factor: Float32 | None) -> Any:
         """Return what has to be added to scores * factor to get the exponents of P."""
-        less = common.finite_or_zero(row_max)
+        less = common_device.finite_or_zero(row_max)
         less = less if base is None else less - base
         return -less if factor is None else -(less * factor)
 
@@ -409,7 +409,7 @@ class Softmax:
             power = peak + less
         else:  # bitwise the exponent of `compute_p`
             power = device.pure("fma.rn.f32", Float32, peak, factor, less)
-        greatest = common.exp2(power)
+        greatest = common_device.exp2(power)
         return device.rounded(greatest, self.dtype) - greatest
 
     def store_p(self, pairs: list[Any], row: Int32, column: Int32, sums: list[Any]) -> None:

@@ -51,6 +51,18 @@ def test_table_shows_the_newest_rows() -> None:
     assert lines[0].count("|") == lines[-1].count("|")
 
 
+def test_table_does_not_mix_measurements() -> None:
+    """A ratio to our older time does not stand beside our newer one."""
+    row = {"case": "causal", "direction": "forward", "dtype": "float32"}
+    old, new = row | {"ours_ms": 9.0}, row | {"ours_ms": 5.0}
+    rows = [
+        old | {"peer": "flex compiled", "ratio": 0.5},
+        old | {"peer": "sdpa dense", "ratio": 2.0},
+    ]
+    rows.append(new | {"peer": "sdpa dense", "ratio": 3.0})
+    assert TABLE["markdown"](rows).splitlines()[-1] == "| causal | 5 ms |  | 3.0x |  |  |  |  |"
+
+
 def test_runner_measures_and_checks(tmp_path: Path) -> None:
     command = [
         sys.executable,
@@ -119,9 +131,9 @@ def test_gpu_cases_are_checked_then_timed(gpu: Any, case: dict[str, Any], backwa
         return replace(run, call=lambda: 1.5 * run.call())
 
     builders = {
-        "attnkit": lambda p: contenders.attnkit_run(p, backend="cpu"),
-        "absent": absent,
-        "broken": broken,
+        "attnkit": {"default": lambda p: contenders.attnkit_run(p, backend="cpu")},
+        "absent": {"default": absent},
+        "broken": {"default": broken},
     }
     settings = gpu.Settings(backward, "burst", rounds=3, seconds=60)
     shape, timer = small(gpu, case), Clockwork()
@@ -131,7 +143,7 @@ def test_gpu_cases_are_checked_then_timed(gpu: Any, case: dict[str, Any], backwa
     assert (ours["ms"], ours["cycles"], ours["ratio"], ours["rounds"]) == (2.0, 3e6, 1.0, 3)
     assert gone["skipped"] == "is not here"
     assert wrong["skipped"].startswith("wrong: ")
-    assert len(timer.measured) == 3
+    assert len(timer.measured) == 1 + 3  # the first round does not count
     json.dumps(rows)
     pairs = 4 * shape.length**2 * ours["density"]
     assert ours["tflops"] == pytest.approx((2.5 if backward else 1) * 64 * pairs / 2e9, rel=1e-3)
@@ -170,8 +182,8 @@ def test_gpu_ablations_are_contenders(gpu: Any, monkeypatch: pytest.MonkeyPatch)
     problem = importlib.import_module("gpu_variants").problem
     case = {"name": "causal", "mask": "causal"}
     p = problem(case, small(gpu, case, 40), torch.device("cpu"), False)
-    for build in found.values():
-        build(p).call()
+    for settings in found.values():
+        settings["default"](p).call()
     assert seen == [(None, None), (None, {"BLOCK_N": 64}), ("1", None)]
     assert "SWITCH" not in os.environ
 
@@ -230,7 +242,7 @@ def test_gpu_peer_is_asked_for_the_same(
     monkeypatch.setattr(contenders, "_flash_attention_4", lambda: interface)
     (case,) = (case for case in GPU_CASES["case"] if case["name"] == name)
     settings = gpu.Settings(backward, "burst", rounds=1, seconds=60)
-    builders = {"FlashAttention-4": contenders.fa4_run}
+    builders = {"FlashAttention-4": {"default": contenders.fa4_run}}
     device = torch.device("cpu")
     (row,) = gpu.measure(case, small(gpu, case), builders, Clockwork(), settings, device)
     assert row["error"] <= row["error_allowed"]
@@ -246,14 +258,14 @@ def test_gpu_peer_refuses_what_it_lacks(gpu: Any, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(contenders.Unsuitable, match="no such mask or score built in"):
             contenders.fa4_run(p)
         with pytest.raises(contenders.Unsuitable, match="no such mask or score"):
-            contenders.CONTENDERS["cuDNN"](p)
+            contenders.default("cuDNN")(p)
 
 
 def test_gpu_rounds_alternate_and_end(gpu: Any) -> None:
     timing = sys.modules["gpu_timing"]
     timer, a, b = Clockwork(), SimpleNamespace(ms=1.0), SimpleNamespace(ms=4.0)
     found = timing.in_turn({"a": a, "b": b}, timer, rounds=9, seconds=0)
-    assert timer.measured == [a, b, b, a, a, b]  # three rounds come first
+    assert timer.measured == [a, b, *(a, b, b, a, a, b)]  # one to warm up, three at least
     assert found["b"].times.over(found["a"].times) == 4
     assert found["b"].cycles == pytest.approx(6e6)
     unknown = timing.Series((timing.Reading(1.0, None),))
@@ -334,6 +346,9 @@ def test_gpu_table_keeps_runs_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [old | ours, old | slow, new | ours, new | peer]
     rows.append(new | {"contender": "cuDNN", "skipped": "no kernel"})
     rows.append(rows[0] | {"direction": "backward"})
+    # ratios refer to our time in the same run: a run without it makes no line
+    rows += [shared | {"run": "3"} | slow, shared | {"run": "3", "case": "full"} | slow]
+    rows.append(shared | {"run": "3", "contender": "attnkit", "skipped": "no kernel"})
     lines = table["markdown"](rows, "forward", "burst").splitlines()
     assert lines[0] == "| forward, burst | density | attnkit | Flex FLASH | best peer |"
     assert lines[2:] == [
@@ -351,7 +366,7 @@ def test_gpu_host_times(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "CALLS", 2)
     monkeypatch.setattr(host, "REPEATS", 1)
     monkeypatch.setattr(host, "FIRST_SHAPE", host.SMALL)
-    monkeypatch.setitem(contenders.CONTENDERS, "attnkit", ours)
+    monkeypatch.setitem(contenders.CONTENDERS, "attnkit", {"default": ours})
     names, cpu = ["attnkit", "FlashAttention-2"], torch.device("cpu")
     rows = list(host.host_rows(GPU_CASES, "^causal", names, cpu))
     what = ("case", "contender", "direction")
@@ -419,6 +434,7 @@ def test_saved_masks_as_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     row = {"device": "cuda", "case": "causal", "length": 8192, "peer": "torch eager"}
     rows = [
         row | {"ours_ms": 9.0, "ratio": 1.0},
+        row | {"ours_ms": 9.0, "ratio": 7.0, "peer": "older run"},
         row | {"ours_ms": 2.0, "ratio": 3.2},
         row | {"ours_ms": 2.0, "ratio": 2.0, "peer": "torch compiled"},
         row | {"ours_ms": 4.0, "length": 1 << 17, "skipped": "needs 164 GiB"},
@@ -426,7 +442,7 @@ def test_saved_masks_as_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
         row | {"ours_ms": 1.0, "device": "cpu", "ratio": 5.0},
     ]
     assert script["markdown"](rows, "cuda").splitlines() == [
-        "| attnkit (torch eager, torch compiled) | 8192 | 131072 |",
+        "| attnkit (torch eager, older run, torch compiled) | 8192 | 131072 |",
         "| --- | --- | --- |",
         "| causal | 2.0 ms (3x, 2x) | 4.0 ms |",
         "| window |  | 7.0 ms (5x) |",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import io
+import re
 import runpy
 import shutil
 import sys
+import tempfile
 import types
 from importlib import metadata
 from pathlib import Path
@@ -16,13 +18,14 @@ import pytest
 import torch
 
 import attnkit
-from attnkit import cli, masks, splice
+from attnkit import cli, masks
 from attnkit.cli import doctor, main
 from attnkit.inspection import picture
 from attnkit.inspection.summary import summarize
 from attnkit.jit.disk_cache import KernelCache
 from attnkit.schedule.plan import BACKENDS, has_dsl
 from attnkit.schedule.targets import TARGETS, of_capability
+from attnkit.splice.cpu import CpuHooks
 
 FILE = """
 import torch
@@ -97,8 +100,8 @@ def test_check_passes_its_options_on(file: str, capsys: pytest.CaptureFixture[st
 def test_check_fails_with_status_1_and_code_that_fails_too(
     file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = splice.CpuHooks.dscore
-    monkeypatch.setattr(splice.CpuHooks, "dscore", lambda *args: 1.01 * real(*args))
+    real = CpuHooks.dscore
+    monkeypatch.setattr(CpuHooks, "dscore", lambda *args: 1.01 * real(*args))
     assert main(["check", f"{file}:score_mod", "--examples", "20"]) == 1
     out, _ = capsys.readouterr()
     assert "FAILED" in out
@@ -326,6 +329,71 @@ def test_doctor_counts_cached_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path:
     KernelCache().put("key", b"x" * (1 << 20))
     found = {finding.name: finding for finding in doctor.findings()}["cache folder"]
     assert found.state == f"{tmp_path}, 1 kernels, 1.0 MiB"
+
+
+def test_doctor_says_that_a_folder_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ATTNKIT_CACHE_DIR", str(tmp_path))
+    tmp_path.chmod(0o777)
+    found = {finding.name: finding for finding in doctor.findings()}["cache folder"]
+    assert not found.present
+    assert found.state == f"{tmp_path} is not used, everybody may write to it"
+
+
+@pytest.fixture
+def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder below which nothing but the tests' own folders is looked at."""
+    monkeypatch.setenv("ATTNKIT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_doctor_says_who_may_write_the_cache(
+    private: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--security"]) == 0
+    assert "does not exist yet; it will be yours alone" in capsys.readouterr().out
+    cache = KernelCache()
+    cache.put("key", b"x")
+    assert main(["doctor", "--security"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(rf"^ok  cache folder +{cache.folder}: root.* may write$", out, re.M)
+    assert "1 kernels, of which 0 are ignored" in out
+    assert "nobody else can replace" in out
+
+
+@pytest.mark.parametrize(
+    ("place", "mode", "said"),
+    [
+        ("cache", 0o777, r"--  cache folder .*everybody may write: everybody may .*chmod go-w"),
+        ("cache", 0o770, r"--  cache folder .*the group \S+ may write: the group"),
+        ("entry", 0o666, r"--    its kernels .*of which 1 are ignored: remove \w+.kernel"),
+        (".", 0o777, r"--  above the cache folder .*could replace .*cache: move the cache"),
+        (".", 0o777, r"--  temporary files .*could replace a kernel"),
+        ("shared", 0o775, r"--  shared cache .*the group \S+ may write"),
+        ("nowhere", None, r"--  shared cache .*nowhere does not exist"),
+    ],
+)
+def test_doctor_finds_what_others_can_write(
+    private: Path,
+    place: str,
+    mode: int | None,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cache = KernelCache()
+    cache.put("key", b"x")
+    path = cache.path("key") if place == "entry" else private / place
+    if place in ("shared", "nowhere"):
+        monkeypatch.setenv("ATTNKIT_SHARED_CACHE_DIR", str(path))
+    if mode is not None:
+        if place == "shared":
+            path.mkdir()
+        path.chmod(mode)
+    assert main(["doctor", "--security"]) == 1
+    assert re.search(said, capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,15 @@ def test_a_slow_kernel_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.index("hasty") < out.index("problem:")
 
 
+def test_a_kernel_that_cannot_be_kept_is_a_failure(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.warns(RuntimeWarning, match="everybody may write"):
+        assert command.compile_all([GOOD]) == 1
+    assert f"not kept: {tmp_path} cannot be used" in capsys.readouterr().out
+
+
 def test_a_second_run_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     command.compile_all([GOOD])
 

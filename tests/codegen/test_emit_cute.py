@@ -27,6 +27,7 @@ from cutlass.cute.runtime import from_dlpack, make_fake_compact_tensor  # noqa: 
 
 from attnkit.codegen.cute_host import run_on_cpu  # noqa: E402
 from attnkit.codegen.emit_cute import emit  # noqa: E402
+from attnkit.codegen.load_indices import LoadIndices  # noqa: E402
 
 q, kv, score = arg("q"), arg("kv"), arg("score")
 Pair = tuple[Node, Node]
@@ -246,8 +247,23 @@ def test_wrap_names_the_loads_whose_index_may_be_negative() -> None:
     table = torch.arange(8, dtype=torch.float32)
     inside, below = load(0, F32, [build("sub", q, kv)]), load(0, F32, [build("sub", kv, q)])
     env = {"q": torch.tensor([2, 3], dtype=torch.int32), "kv": torch.tensor(1, dtype=torch.int32)}
-    ours = run_on_cpu([inside, below], env, [table], wrap=frozenset([below]))
+    ours = run_on_cpu([inside, below], env, [table], indices=LoadIndices(frozenset([below])))
     assert [t.tolist() for t in ours] == [[1.0, 2.0], [7.0, 6.0]]
+
+
+def test_a_clamped_index_stays_inside_whatever_the_data_says() -> None:
+    ids = torch.tensor([0, 3, -1, -4, 4, -5, 2**31 - 1, -(2**31)], dtype=torch.int32)
+    table = torch.arange(4, dtype=torch.float32)
+    index = load(0, I32, [q])
+    root = load(1, F32, [index])
+    expected = [0.0, 3.0, 3.0, 0.0, 3.0, 0.0, 3.0, 0.0]
+    (ours,) = run_on_cpu(
+        [root],
+        {"q": torch.arange(8, dtype=torch.int32)},
+        [ids, table],
+        indices=LoadIndices(clamp=frozenset([root])),
+    )
+    assert ours.tolist() == expected
 
 
 def test_a_shared_subexpression_is_emitted_once() -> None:
@@ -290,12 +306,12 @@ class _Site:
     """Stands for the place in a GPU kernel where expressions are emitted."""
 
     def __init__(self, roots: Sequence[Node], fast: bool, wrap: frozenset[Node] | None) -> None:
-        self.roots, self.fast, self.wrap = roots, fast, wrap
+        self.roots, self.fast, self.indices = roots, fast, LoadIndices(wrap)
 
     def __call__(self, q: Any, kv: Any, values: Sequence[Any]) -> None:
         outputs, captured = values[: len(self.roots)], values[len(self.roots) :]
         env = {"q": q, "kv": kv}
-        found = emit(self.roots, env, captured, fast=self.fast, wrap=self.wrap)
+        found = emit(self.roots, env, captured, fast=self.fast, indices=self.indices)
         for out, value in zip(outputs, found, strict=True):
             out[q, kv] = value
 

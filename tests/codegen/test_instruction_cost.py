@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -76,26 +77,36 @@ MODS = {
 }
 
 
-def code(name: str) -> int:
-    """Return the instructions of a mod's kernel: 128 columns, in masked and unmasked blocks."""
+@pytest.fixture(scope="module")
+def code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], int]]:
+    """Count the instructions of a mod's kernel: 128 columns, in masked and unmasked blocks.
+
+    The kernels have separate code for each column, which no other kernel has: a cache of their own.
+    """
     pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
-    qkv: list[Tensor] = [torch.zeros(1, 1, 256, 128, dtype=torch.bfloat16)] * 3
-    with emulation.session(execute=False), kernel.requested_sources() as sources:
-        Variant(MODS[name], masks.causal())(
-            *qkv, backend="emulate:sm_100a", kernel_options={"BLOCK_M": 256, "BLOCK_N": 128}
-        )
-    return sum(s.code for s in kernel.kernel(sources[0]).artifact.stats) // 16
+    from attnkit.templates.sm100 import softmax
+
+    @functools.cache
+    def count(name: str) -> int:
+        qkv: list[Tensor] = [torch.zeros(1, 1, 256, 128, dtype=torch.bfloat16)] * 3
+        with emulation.session(execute=False), kernel.requested_sources() as sources:
+            Variant(MODS[name], masks.causal())(
+                *qkv, backend="emulate:sm_100a", kernel_options={"BLOCK_M": 256, "BLOCK_N": 128}
+            )
+        return sum(s.code for s in kernel.kernel(sources[0]).artifact.stats) // 16
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(softmax, "HEAVY", 1000)
+        patch.setattr(kernel, "_kernels", {})
+        patch.setenv("ATTNKIT_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+        yield count
 
 
 @pytest.mark.parametrize("name", [name for name in MODS if name != "none"])
 def test_estimates_are_of_the_size_of_the_machine_code(
-    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    name: str, code: Callable[[str], int]
 ) -> None:
-    """The estimate is right to a factor of two, in kernels with separate code for each column."""
-    softmax = pytest.importorskip("attnkit.templates.sm100.softmax")
-    monkeypatch.setattr(softmax, "HEAVY", 1000)
-    monkeypatch.setattr(kernel, "_kernels", {})
-    monkeypatch.setenv("ATTNKIT_CACHE_DIR", str(tmp_path))
+    """The estimate is right to a factor of two."""
     taken = (code(name) - code("none")) / (2 * 128)
     found = instructions(score(MODS[name])) - instructions(score(MODS["none"]))
     assert found / 2 <= taken <= 2 * found, (found, taken)

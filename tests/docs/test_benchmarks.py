@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import benchmark_pages
@@ -66,3 +68,35 @@ def test_commands_and_rows_of_the_page_exist() -> None:
     listed = set(re.findall(r"results/(\w+\.jsonl)", PAGE))
     committed = {path.name for path in (root / "benchmarks" / "results").glob("*.jsonl")}
     assert {name for name in committed if not name[0].isdigit()} == listed
+
+
+def measured_in(run: str, case: str, **contenders: dict[str, float]) -> list[dict[str, Any]]:
+    shared = {"benchmark": "gpu attention", "mode": "sustained", "direction": "forward"}
+    shared |= {"run": run, "case": case, "commit": "0" * 12, "density": 0.5}
+    timed = {"ms": 1.0, "ms_least": 0.9, "ms_most": 1.3, "rounds": 9, "ghz": 1.5, "ratio": 1.0}
+    return [
+        shared | timed | {"contender": name.replace("_", " "), "tflops": 100.0 + i} | own
+        for i, (name, own) in enumerate(contenders.items())
+    ]
+
+
+def test_every_contender_has_a_column_and_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = list(import_module("gpu_contenders").CONTENDERS)
+    assert set(benchmark_pages.COLOURS) == set(names)
+    rows = measured_in("2026-12-01T10:00", "full", **{name: {} for name in names})
+    monkeypatch.setattr(benchmark_pages, "load", lambda name: rows)
+    assert set(benchmark_pages.bars("forward")["full"]) == set(names)
+    head = benchmark_pages.attention("forward").splitlines()[0]
+    assert all(f"| {name} |" in head for name in names)
+
+
+def test_runs_say_how_peers_were_set_and_how_far_rounds_lie_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    swept = {"setting": "max-autotune", "spread": 0.02, "ratio_spread": 0.07}
+    rows = measured_in("2026-12-01T10:00", "full", attnkit={}, cuDNN={"ms_most": 1.5})
+    rows += measured_in("2026-12-02T10:00", "causal", attnkit=swept, cuDNN=swept)
+    monkeypatch.setattr(benchmark_pages, "load", lambda name: rows)
+    old, new = benchmark_pages.runs().splitlines()[2:]
+    assert old.endswith("| default | 60 % from least to most |")
+    assert new.endswith("| best setting | 7 % |")

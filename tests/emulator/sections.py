@@ -52,6 +52,7 @@ _TABLE = """
 9.7.9.25.6.2 cp.async.bulk.wait_group
 9.7.12.3 bra
 9.7.13.1 bar, barrier
+9.7.13.2 bar.warp.sync
 9.7.13.3 barrier.cluster
 9.7.13.4 membar / fence
 9.7.13.5 atom

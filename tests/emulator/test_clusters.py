@@ -40,7 +40,7 @@ ANSWER = """
     xor.b32 %r10, %r10, 1;
     bar.sync 0;
     @%p2 bra $L_tile;
-    ld.param.u64 %d4, [p1]; mul.wide.u32 %d5, %r5, 4; add.s64 %d6, %d4, %d5;
+    ld.param.u64 %d4, [p1]; mov.u32 %r11, %ctaid.x; mul.wide.u32 %d5, %r11, 4; add.s64 %d6, %d4, %d5;
     st.global.b32 [%d6], %r9;
     AFTER
 """
@@ -101,7 +101,7 @@ def test_the_response_reaches_every_cta_of_the_cluster(mode: str, seed: int) -> 
     meet = "barrier.cluster.arrive; barrier.cluster.wait;"
     ask = f"setp.ne.s32 %p3, %r3, 0; @%p3 bra $L_asked; {TRY}.multicast::cluster::all.b128"
     body = persistent(f"{ask} [dynamic+16], [dynamic];", before=meet, after=meet)
-    owner, last = np.zeros(10, np.uint32), np.zeros(5, np.uint32)
+    owner, last = np.zeros(10, np.uint32), np.zeros(10, np.uint32)
     launch = {"grid": (10, 1, 1), "cluster": (2, 1, 1), "shared": 64, "arch": "sm_100a"}
     report = run(body, owner, last, mode=mode, seed=seed, **launch)
     assert report.findings == ()

@@ -154,7 +154,8 @@ def test_a_missing_proxy_fence_is_reported() -> None:
 @section("cp.async.bulk.wait_group")
 def test_an_unfinished_bulk_store_is_reported() -> None:
     report = store(PLAIN, torch.ones(16, 16), done="")
-    assert [f.kind for f in report.findings] == ["unfinished"]
+    assert [(f.kind, f.severity) for f in report.findings] == [("unfinished", "error")]
+    assert not report.ok
 
 
 @section("Async-group mechanism", "cp.async.bulk.wait_group")

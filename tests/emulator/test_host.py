@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from cutlass import Float32, Int32
 
 from attnkit import emulator
 from attnkit.emulator import Executable
+from attnkit.emulator.faults import EmulatorError
 from attnkit.emulator.host import host_function
 from attnkit.emulator.machine.global_memory import GlobalMemory
 from attnkit.errors import ArgumentError, OptionError, ShapeError, UnsupportedError
@@ -36,6 +38,29 @@ def test_the_generated_host_code_decides_the_launch(exe: Executable) -> None:
     assert launch.cluster == (1, 1, 1)
     assert x.data_ptr().to_bytes(8, "little") in launch.params
     assert [b.data.size for b in memory.buffers] == [2800, 4]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ZeroDivisionError])
+def test_an_exception_in_a_launch_is_raised_after_the_call(
+    exe: Executable, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ctypes would print it and go on."""
+
+    def interrupted(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(host_function.HostFunction, "_captured", interrupted)
+    x, out = torch.zeros(700, dtype=torch.int32), np.zeros(1, np.int32)
+    with pytest.raises(error):
+        exe.captured((x, out), GlobalMemory())
+
+
+def test_no_room_for_the_host_code_is_an_error_of_ours(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(EmulatorError, match=r"cannot be linked and loaded: .* Set TMPDIR"):
+        host_function.HostFunction(b"object", "f", {})
 
 
 def test_compilation_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

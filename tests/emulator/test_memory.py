@@ -300,3 +300,22 @@ def test_arrays_below_4_gib_are_global_memory() -> None:
     """
     run(body, x, shared=256)
     np.testing.assert_array_equal(x, T + 7)
+
+
+@ours
+def test_an_element_that_a_wide_load_reads_and_nothing_uses_needs_no_value() -> None:
+    """Compilers load a vector of four where three are needed."""
+    body = """
+    mov.u32 %r1, %tid.x; shl.b32 %r2, %r1, 4; mov.b32 %r3, dynamic; add.s32 %r4, %r3, %r2;
+    st.shared.v2.b32 [%r4], {%r1, %r2}; st.shared.b32 [%r4+8], %r1;
+    ld.shared.v4.b32 {%r5, %r6, %r7, %r8}, [%r4];
+    add.s32 %r9, %r5, %r6; add.s32 %r9, %r9, LAST;
+    ld.param.u64 %d1, [p0]; mul.wide.u32 %d2, %r1, 4; add.s64 %d3, %d1, %d2;
+    st.global.b32 [%d3], %r9;
+    """
+    out = np.zeros(32, np.uint32)
+    good = run(body.replace("LAST", "%r7"), out, shared=512, mode="race")
+    assert good.findings == ()
+    assert out.tolist() == [18 * i for i in range(32)]
+    bad = run(body.replace("LAST", "%r8"), out, shared=512, mode="race")
+    assert [f.kind for f in bad.findings] == ["uninitialised"]

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from attnkit.emulator import KernelFault
 from tests.emulator.ptx_kit import evaluate, per_thread, pointers, run
 from tests.emulator.sections import ours, section
 
@@ -144,3 +145,47 @@ def test_a_block_need_not_be_full_warps() -> None:
     emulator.run(emulator.Ptx(text, block=(40, 1, 1)), np.arange(40, dtype=np.uint32), out)
     assert out.tolist() == list(range(1, 41))
     assert pointers(1)
+
+
+@pytest.mark.parametrize("mode", ["eager", "adversarial", "race"])
+@section("bar.warp.sync")
+def test_lanes_meet_at_bar_warp_sync(mode: str) -> None:
+    """Lanes of both sides of a branch meet, each at an instruction of its own."""
+    body = """
+    mov.u32 %r1, %tid.x; and.b32 %r3, %r1, 31; mov.b32 %r20, dynamic;
+    and.b32 %r2, %r1, 96; shl.b32 %r4, %r1, 2; add.s32 %r5, %r20, %r4;
+    xor.b32 %r6, %r4, 124; add.s32 %r7, %r20, %r6;
+    setp.ge.u32 %p1, %r3, 16;
+    @%p1 bra $L_upper;
+    st.shared.b32 [%r5], %r1;
+    bar.warp.sync -1;
+    ld.shared.b32 %r8, [%r7];
+    bra $L_end;
+$L_upper:
+    add.s32 %r9, %r1, 1000; st.shared.b32 [%r5], %r9;
+    bar.warp.sync 0xffffffff;
+    ld.shared.b32 %r8, [%r7];
+$L_end:
+    ld.param.u64 %d1, [p0]; mul.wide.u32 %d2, %r1, 4; add.s64 %d3, %d1, %d2;
+    st.global.b32 [%d3], %r8;
+    """
+    out = np.zeros(64, np.uint32)
+    report = run(body, out, block=(64, 1, 1), shared=256, mode=mode)
+    assert report.findings == ()
+    mine = np.arange(64) ^ 31
+    assert out.tolist() == (mine + 1000 * (mine % 32 >= 16)).tolist()
+
+
+@ours
+def test_a_lane_that_never_comes_to_bar_warp_sync_is_a_deadlock() -> None:
+    body = """
+    mov.u32 %r1, %tid.x; setp.eq.u32 %p1, %r1, 3;
+    @%p1 bra $L_other;
+    bar.warp.sync -1;
+    bra $L_end;
+$L_other:
+    bar.sync 1, 64;
+$L_end:
+    """
+    with pytest.raises(KernelFault, match="deadlock"):
+        run(body, block=(32, 1, 1))

@@ -95,7 +95,7 @@ def wrong(found: Quantities, variant: Variant, case: Case) -> list[str]:
     device = torch.device(kit.DEVICE)
     score, kept = variant.trace(device)[0], kept_by(variant, case)
     captured = captured_leaves(score)
-    call = DenseCall(score, kept, case, captured, device)
+    call = DenseCall(variant.score_mod, kept, case, captured, device)
     gold = oracle(call)
     del gold["max_scores"]
     samples = [

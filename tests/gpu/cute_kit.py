@@ -18,7 +18,6 @@ from attnkit.testing.reproducer import definition
 from attnkit.testing.rounding import SAMPLES
 from attnkit.testing.shuffled import shuffled
 from attnkit.testing.tolerance import FACTOR
-from attnkit.tracing.tracer import Traced
 
 DEVICE, BACKEND = "cuda", "cute"
 
@@ -58,13 +57,13 @@ class Dense:
     """Holds what a case should give.
 
     Attributes:
-        score: the traced score_mod.
+        variant: what was computed.
         kept: the dense mask [B, Hq, Sq, Skv], None if everything is kept.
         gold: output and LSE in float64.
         rough: the same in the case's dtype.
     """
 
-    score: Traced | None
+    variant: Variant
     kept: Tensor | None
     gold: Quantities
     rough: Quantities
@@ -85,7 +84,7 @@ def dense(variant: Variant, case: Case) -> Dense:
     ):
         out, lse, _ = reference.attention(*qkv, mod, scale=case.scale, allowed=kept)
         found.append({"out": out, "lse": lse})
-    return Dense(score, kept, *found)
+    return Dense(variant, kept, *found)
 
 
 def dense_row(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,8 +128,9 @@ def wrong(found: Quantities, expected: Dense, case: Case) -> list[str]:
     for i in range(1, SAMPLES + 1):
         if not said or not found["out"].isfinite().all():
             break
-        captured = captured_leaves(expected.score)
-        call = DenseCall(expected.score, expected.kept, case, captured, torch.device(DEVICE))
+        device, variant = torch.device(DEVICE), expected.variant
+        captured = captured_leaves(variant.trace(device)[0])
+        call = DenseCall(variant.score_mod, expected.kept, case, captured, device)
         samples.append(shuffled(call, i))
         said = _excesses(found, expected.gold, samples)
     dead = expected.gold["lse"] == -torch.inf

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from attnkit import flex_attention, masks
-from attnkit.jit import kernel
+from attnkit.jit import build
 from tests.gpu import backward_kit
 from tests.gpu import cute_kit as kit
 
@@ -77,8 +77,8 @@ def test_lengths_share_a_graph_and_kernels(monkeypatch: pytest.MonkeyPatch) -> N
     whole = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
     results(whole, layer, inputs(500))
     made: list[Any] = []
-    plain = kernel.compile_source
-    monkeypatch.setattr(kernel, "compile_source", lambda s, *a: made.append(s) or plain(s, *a))
+    plain = build.compile_source
+    monkeypatch.setattr(build, "compile_source", lambda s, *a: made.append(s) or plain(s, *a))
     for length in (700, 150, 900, 333):  # all of several documents
         found = results(whole, layer, inputs(length))
         for a, b in zip(found[:1], results(layer, layer, inputs(length)), strict=False):

@@ -9,8 +9,10 @@ import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from attnkit.errors import DeviceError
+from attnkit.errors import DeviceError, OptionError
 from attnkit.jit import disk_cache, dsl_runtime, kernel
 from attnkit.jit.disk_cache import KernelCache, default_folder
 from attnkit.jit.kernel import Build, Source
@@ -133,6 +135,132 @@ def test_what_was_not_used_for_longest_goes_first(
     assert left == {"notes.txt", "attnkit-new-2"}
 
 
+def test_files_of_killed_processes_are_removed(cache: KernelCache) -> None:
+    cache.put("key", b"content")
+    hour, days = time.time() - 3600, time.time() - 2 * 86400
+    names = ["attnkit-new-abc_1", cache.path("dead").with_suffix(".lock").name, "poetry.lock"]
+    for moment in (hour, days, time.time() + 2 * 86400):  # a clock may have been wrong
+        for name in names:
+            (cache.folder / name).write_text("")
+            os.utime(cache.folder / name, (moment, moment))
+        cache.put("key", b"content")
+        left = {p.name for p in cache.folder.iterdir() if p.suffix != ".kernel"}
+        assert left == (set(names) if moment == hour else {"poetry.lock"})
+
+
+def test_an_entry_dated_in_the_future_is_the_first_to_go(
+    cache: KernelCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_cache, "LIMIT", 2500)
+    for key in ("future", "past"):
+        cache.put(key, bytes(900))
+    later = time.time() + 1000 * 86400
+    os.utime(cache.path("future"), (later, later))
+    cache.put("new", bytes(900))
+    assert [key for key in ("future", "past", "new") if cache.get(key)] == ["past", "new"]
+
+
+def test_a_use_corrects_a_date_in_the_future(cache: KernelCache) -> None:
+    cache.put("key", b"content")
+    later = time.time() + 1000 * 86400
+    os.utime(cache.path("key"), (later, later))
+    assert cache.get("key") == b"content"
+    assert cache.path("key").stat().st_mtime < later - 86400
+
+
+@pytest.mark.parametrize("step", ["replace", "scandir"])
+def test_the_folder_is_removed_during_a_write(
+    cache: KernelCache, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process clears the cache; the kernel is compiled and in use anyway."""
+    real = getattr(os, step)
+
+    def removed(*arguments: Any) -> Any:
+        monkeypatch.setattr(os, step, real)
+        shutil.rmtree(cache.folder)
+        return real(*arguments)
+
+    monkeypatch.setattr(os, step, removed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert cache.put("key", b"content") == (step == "scandir")
+    assert cache.put("key", b"content")
+    assert cache.get("key") == b"content"
+
+
+@pytest.fixture
+def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run as a user without HOME and without a line in the table of users."""
+    import pwd
+
+    def nobody(uid: int) -> None:
+        raise KeyError(uid)
+
+    for name in ("ATTNKIT_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    monkeypatch.setattr(sys, "platform", "linux")
+
+
+@pytest.mark.usefixtures("no_home")
+def test_without_a_home_the_folder_is_a_temporary_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    mine = tmp_path / f"attnkit-{os.getuid()}"
+    assert default_folder() == mine
+    for home in (tmp_path / "missing", tmp_path / "file" / "home"):  # as of a system's users
+        monkeypatch.setenv("HOME", str(home))
+        (tmp_path / "file").touch()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+            assert default_folder() == mine
+
+    def no_home(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", no_home)
+    monkeypatch.delattr(os, "getuid")  # Windows
+    assert default_folder() == tmp_path / "attnkit"
+
+
+@pytest.mark.usefixtures("no_home")
+def test_a_home_that_cannot_be_written_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container may have its kernels in a home directory that is read-only."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = tmp_path / ".cache" / "attnkit"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert default_folder() == folder
+
+
+@pytest.mark.usefixtures("no_home")
+def test_no_folder_for_temporary_files_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise FileNotFoundError("no usable temporary directory")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    assert default_folder() == Path(f"/tmp/attnkit-{os.getuid()}")
+
+
+@pytest.mark.usefixtures("no_home")
+@pytest.mark.parametrize("variable", ["ATTNKIT_CACHE_DIR", "ATTNKIT_SHARED_CACHE_DIR"])
+def test_the_home_of_nobody_is_refused(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "~/kernels")
+    with pytest.raises(OptionError, match=f"{variable}='~/kernels': .* give an absolute path"):
+        KernelCache()
+
+
+def test_a_relative_path_of_xdg_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("ATTNKIT_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "caches")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert default_folder() == tmp_path / ".cache" / "attnkit"
+
+
 def test_the_folder_is_named_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNKIT_CACHE_DIR", "/some/where")
     assert default_folder() == Path("/some/where")
@@ -202,6 +330,247 @@ def test_a_full_disk_leaves_nothing_behind(
         assert not cache.put("a", b"after")
     assert cache.get("a") == b"before"
     assert [p.suffix for p in cache.folder.iterdir()] == [".kernel"]
+
+
+# -- what another user could have written ---------------------------------------------------------
+
+
+STRANGER = 54321  # the uid of another user
+
+
+@pytest.fixture
+def owners(monkeypatch: pytest.MonkeyPatch) -> dict[Path, int]:
+    """Return a table of files that belong to another user as far as this process can see."""
+    table: dict[Path, int] = {}
+    real = {name: getattr(os, name) for name in ("stat", "lstat", "fstat")}
+
+    def with_owner(name: str) -> Any:
+        def status(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
+            found: os.stat_result = real[name](path, *args, **kwargs)
+            for file, uid in table.items():
+                other = real["lstat"](file)
+                if (other.st_dev, other.st_ino) == (found.st_dev, found.st_ino):
+                    return os.stat_result([*found[:4], uid, *found[5:]])
+            return found
+
+        return status
+
+    for name in real:
+        monkeypatch.setattr(os, name, with_owner(name))
+    return table
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o722, 0o1777, 0o770, 0o730])
+def test_a_folder_that_others_can_write_is_neither_read_nor_written(
+    cache: KernelCache, mode: int
+) -> None:
+    cache.put("key", b"content")
+    cache.folder.chmod(mode)
+    with pytest.warns(
+        RuntimeWarning, match=r"may write to it.*chmod go-w .*ATTNKIT_SHARED_CACHE_DIR"
+    ):
+        assert cache.get("key") is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # one warning is enough
+        assert not cache.put("other", b"content")
+        with cache.lock("key"):
+            assert not list(cache.folder.glob("*.lock"))
+    assert len(list(cache.folder.iterdir())) == 1
+    cache.folder.chmod(0o755)
+    assert cache.get("key") == b"content"
+
+
+@pytest.mark.parametrize("mode", [0o666, 0o620, 0o602])
+def test_an_entry_that_others_can_write_is_compiled_again(cache: KernelCache, mode: int) -> None:
+    cache.put("key", b"planted")
+    cache.path("key").chmod(mode)
+    assert cache.get("key") is None
+    cache.put("key", b"content")
+    assert cache.get("key") == b"content"
+
+
+def test_a_folder_of_another_user_is_not_read(cache: KernelCache, owners: dict[Path, int]) -> None:
+    cache.put("key", b"planted")
+    owners[cache.folder] = STRANGER
+    with pytest.warns(RuntimeWarning, match=f"it belongs to user {STRANGER}"):
+        assert cache.get("key") is None
+    assert not cache.put("key", b"content")
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_an_entry_of_another_user_is_not_read(
+    owners: dict[Path, int], named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same holds for a folder that the user named."""
+    if not named:
+        monkeypatch.delenv("ATTNKIT_CACHE_DIR")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cache = KernelCache()
+    cache.put("key", b"planted")
+    owners[cache.path("key")] = STRANGER
+    assert cache.get("key") is None
+    owners[cache.path("key")] = 0
+    assert cache.get("key") == b"planted"  # root may do everything anyway
+
+
+def test_a_folder_behind_a_link_of_another_user_is_not_read(
+    tmp_path: Path, owners: dict[Path, int]
+) -> None:
+    real, link = KernelCache(tmp_path / "real"), KernelCache(tmp_path / "link")
+    real.put("key", b"content")
+    link.folder.symlink_to(real.folder)
+    assert link.get("key") == b"content"
+    owners[link.folder] = STRANGER
+    with pytest.warns(RuntimeWarning, match="it is a link, which belongs to"):
+        assert link.get("key") is None
+
+
+def test_an_entry_that_is_no_regular_file_is_not_read(cache: KernelCache, tmp_path: Path) -> None:
+    cache.put("key", b"content")
+    aside = tmp_path / "aside"
+    path = cache.path("key").rename(aside)
+    cache.path("key").symlink_to(path)
+    assert cache.get("key") is None
+    cache.path("key").unlink()
+    os.mkfifo(cache.path("key"))
+    assert cache.get("key") is None  # and nobody waits for a writer
+    with cache.lock("key"):
+        pass
+
+
+def test_a_lock_that_is_no_regular_file_is_not_used(cache: KernelCache, tmp_path: Path) -> None:
+    cache.put("key", b"content")
+    lock, victim = cache.path("key").with_suffix(".lock"), tmp_path / "victim"
+    lock.symlink_to(victim)
+    with cache.lock("key"):
+        assert not victim.exists()
+    lock.unlink()
+    os.mkfifo(lock)
+    with cache.lock("key"):
+        pass
+    lock.unlink()
+    lock.touch()
+    lock.chmod(0o666)
+    with cache.lock("key"):
+        assert cache._open_lock("key") is None
+
+
+def test_no_entry_is_larger_than_the_limit(
+    cache: KernelCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.put("key", bytes(1000))
+    monkeypatch.setattr(disk_cache, "ENTRY_LIMIT", 1000)
+    assert cache.get("key") is None
+    with pytest.warns(RuntimeWarning, match="an entry of .* bytes is too large"):
+        assert not cache.put("key", bytes(1000))
+    assert cache.put("key", bytes(900))
+    assert cache.get("key") == bytes(900)
+
+
+# -- a cache that another user shares -------------------------------------------------------------
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder with one entry, as its owner fills it, under the variable that shares it."""
+    folder = tmp_path / "shared"
+    monkeypatch.setenv("ATTNKIT_SHARED_CACHE_DIR", str(folder))
+    with monkeypatch.context() as patch:
+        patch.setenv("ATTNKIT_CACHE_DIR", str(folder))
+        KernelCache().put("key", b"content")
+    return folder
+
+
+def test_the_owner_lets_others_read(shared: Path) -> None:
+    (entry,) = shared.iterdir()
+    assert (shared.stat().st_mode & 0o777, entry.stat().st_mode & 0o777) == (0o755, 0o644)
+
+
+def test_nobody_else_reads_a_folder_that_is_not_shared() -> None:
+    cache = KernelCache()
+    cache.put("key", b"content")
+    assert cache.folder.stat().st_mode & 0o777 == 0o700
+    cache.folder.chmod(0o755)
+    cache.put("key", b"content")
+    assert cache.path("key").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_second_user_reads_a_shared_cache(shared: Path, owners: dict[Path, int]) -> None:
+    (entry,) = shared.iterdir()
+    owners |= {shared: STRANGER, entry: STRANGER}
+    cache = KernelCache()
+    assert cache.get("key") == b"content"
+    assert cache.get("missing") is None
+    assert cache.put("missing", b"compiled")  # in this user's own folder
+    assert cache.get("missing") == b"compiled"
+    assert list(shared.iterdir()) == [entry]
+
+
+@pytest.mark.parametrize("who", ["third", "group", "everybody", "folder"])
+def test_of_a_shared_cache_only_the_owner_is_trusted(
+    shared: Path, owners: dict[Path, int], who: str
+) -> None:
+    (entry,) = shared.iterdir()
+    owners |= {shared: STRANGER, entry: STRANGER}
+    cache = KernelCache()
+    if who == "third":
+        owners[entry] = STRANGER + 1
+    elif who == "folder":
+        shared.chmod(0o775)
+    else:
+        entry.chmod(0o664 if who == "group" else 0o646)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert cache.get("key") is None
+        assert cache.get("key") is None
+    assert len(caught) == (who == "folder")  # the others are compiled again, as damaged ones are
+
+
+def test_a_shared_cache_that_does_not_exist_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATTNKIT_SHARED_CACHE_DIR", str(tmp_path / "nowhere"))
+    with pytest.warns(RuntimeWarning, match="the shared cache of kernels, .*nowhere, is not used"):
+        assert KernelCache().get("key") is None
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can become two users"
+)
+def test_two_users_compile_once() -> None:
+    """One fills the shared folder; the other one reads it and cannot write there."""
+    with tempfile.TemporaryDirectory() as name:  # pytest's folders are for root alone
+        folder = Path(name)
+        folder.chmod(0o755)
+        _two_users(folder)
+
+
+def _two_users(folder: Path) -> None:
+    shared = folder / "shared"
+    shared.mkdir()
+    homes = {uid: folder / str(uid) for uid in (4001, 4002)}
+    for uid, home in homes.items():
+        home.mkdir()
+        os.chown(home, uid, uid)
+    os.chown(shared, 4001, 4001)
+
+    def as_user(uid: int, folder: Path, work: Callable[[KernelCache], bool]) -> int | None:
+        def run() -> None:
+            os.setgid(uid)
+            os.setuid(uid)
+            os.environ["ATTNKIT_CACHE_DIR"] = str(folder)
+            os.environ["ATTNKIT_SHARED_CACHE_DIR"] = str(shared)
+            os._exit(0 if work(KernelCache()) else 1)
+
+        process = FORK.Process(target=run)
+        process.start()
+        process.join(60)
+        return process.exitcode
+
+    assert as_user(4001, shared, lambda cache: cache.put("key", b"content")) == 0
+    assert as_user(4002, homes[4002], lambda cache: cache.get("key") == b"content") == 0
+    assert as_user(4002, homes[4002], lambda cache: cache.put("own", b"x")) == 0
+    assert [p.stat().st_uid for p in shared.iterdir()] == [4001]
 
 
 # -- locks ---------------------------------------------------------------------------------------

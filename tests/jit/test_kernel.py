@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import json
+import re
 import resource
 import struct
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,9 +36,12 @@ from attnkit.errors import (
     ShapeError,
 )
 from attnkit.jit import kernel as compiled
-from attnkit.jit.abi import Signature
-from attnkit.jit.arg_specs import Dim, NumberSpec, StreamSpec, TensorSpec
-from attnkit.jit.build import Artifact, compile_source
+from attnkit.jit import loader
+from attnkit.jit.abi import Signature, _gatherer
+from attnkit.jit.arg_specs import Dim, NumberSpec, StreamSpec, TensorSpec, load_spec
+from attnkit.jit.artifact import Artifact
+from attnkit.jit.build import compile_source
+from attnkit.jit.disk_cache import KernelCache
 from attnkit.jit.kernel import Build, Source
 from attnkit.jit.loader import Entry
 from tests.jit import compiled_kernels as kernels
@@ -393,6 +399,162 @@ def test_an_artifact_survives_the_disk() -> None:
     (stats,) = again.stats
     assert (stats.threads, stats.stack) == (128, 0)
     assert stats.registers > 0
+
+
+PLANTED = "float32 or planted.append(1)"
+SPEC = {"is": "TensorSpec", "dtype": "float32", "shape": [5], "stride": [1], "align": 4}
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        SPEC | {"dtype": PLANTED},
+        SPEC | {"dtype": "load"},
+        SPEC | {"dtype": None},
+        SPEC | {"align": PLANTED},
+        SPEC | {"align": 0},
+        SPEC | {"align": True},
+        SPEC | {"align": 4.0},
+        SPEC | {"shape": [PLANTED]},
+        SPEC | {"shape": [5, 5]},
+        SPEC | {"shape": 5},
+        SPEC | {"shape": [None]},
+        SPEC | {"stride": [{"width": 32, "divisibility": PLANTED}]},
+        SPEC | {"stride": [{"width": 16, "divisibility": 1}]},
+        SPEC | {"stride": [{"width": 32, "divisibility": 0}]},
+        SPEC | {"stride": [{"wide": 32}]},
+        SPEC | {"more": 1},
+        {"is": "TensorSpec"},
+        {"is": "NumberSpec", "kind": PLANTED},
+        {"is": "NumberSpec", "kind": []},
+        {"is": PLANTED},
+        {"is": []},
+        {},
+        [],
+        "TensorSpec",
+        None,
+    ],
+)
+def test_a_spec_from_a_file_has_values_of_the_tables_only(spec: Any) -> None:
+    assert load_spec(SPEC) == TensorSpec("float32", (5,), (1,), 4)
+    with pytest.raises(ArgumentError):
+        load_spec(spec)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {"signature": [SPEC | {"dtype": PLANTED}]},
+        {"signature": [SPEC | {"is": "StreamSpec"}]},
+        {"signature": [{"is": "StreamSpec"}] * 2},
+        {"signature": None},
+        {"function": "cutlass; rm"},
+        {"function": "café"},
+        {"function": 1},
+        {"arch": "sm_90a\x1b[2J"},
+        {"problems": ["\x1b[2J"]},
+        {"problems": [1]},
+        {"seconds": "1"},
+        {"seconds": float("nan")},
+        {"stats": [{"name": "k"}]},
+        {"stats": [{"name": "k", "registers": "9", "stack": 0, "shared": 0, "code": 0}]},
+        {"stats": [{"name": "k", "registers": -1, "stack": 0, "shared": 0, "code": 0}]},
+        {"stats": [{"name": "\n", "registers": 1, "stack": 0, "shared": 0, "code": 0}]},
+        {"parts": [1, 2, 4]},
+        {"parts": [3, -1, 4]},
+        {"parts": [3, 3]},
+        {"parts": ["1", 2, 3]},
+    ],
+)
+def test_an_artifact_from_a_file_is_checked(edit: dict[str, Any]) -> None:
+    head = {"function": "f", "arch": "sm_90a", "signature": [SPEC], "stats": [], "problems": []}
+    head |= {"seconds": 1.0, "parts": [1, 2, 3]}
+
+    def load(head: dict[str, Any]) -> Artifact:
+        text = json.dumps(head).encode()
+        return Artifact.load(struct.pack("<Q", len(text)) + text + b"abcdef")
+
+    assert load(head).packed_ptx == b"def"
+    with pytest.raises(ArgumentError, match=r"not a compiled kernel|streams"):
+        load(head | edit)
+
+
+@given(st.binary(max_size=100))
+def test_bytes_that_are_no_artifact_are_refused(data: bytes) -> None:
+    for prefix in (b"", struct.pack("<Q", len(data))):
+        with pytest.raises(ArgumentError):
+            Artifact.load(prefix + data)
+    nested = b"[" * 100_000
+    with pytest.raises(ArgumentError):
+        Artifact.load(struct.pack("<Q", len(nested)) + nested)
+
+
+def test_the_generated_text_has_integers_and_names_of_ours_only() -> None:
+    text = "\n".join(_gatherer(SPECS))
+    names = set(re.findall(r"[a-zA-Z_]\w*", text))
+    ours = {n for n in names if re.fullmatch(r"(a|p|dtype)\d|[ns]\d_\d", n)}
+    keywords = {"def", "if", "is", "not", "or", "in", "return", "None"}
+    known = {"gather", "arguments", "stream", "device", "__class__", "float", "int", "bool"}
+    methods = {"get_device", "data_ptr", "shape", "stride", "dtype"}
+    assert names - ours <= keywords | known | methods
+    assert "'" not in text
+    assert '"' not in text
+
+
+def test_an_entry_with_other_content_is_compiled_again() -> None:
+    source = affine_source()
+    cache, key = KernelCache(), compiled.full_key(source)
+    good = compiled.kernel(source).artifact
+    for content in (b"", b"no artifact", replace(good, arch="a card").dump()):
+        cache.put(key, content)
+        compiled._kernels.clear()
+        assert compiled.kernel(source).artifact.code == good.code
+        assert cache.get(key) != content
+
+
+def test_a_kernel_that_was_not_linked_is_linked_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No C compiler, or one that fails for once, makes no later process slow."""
+    source = affine_source()
+    with monkeypatch.context() as patch:
+        patch.setattr(loader, "_c_compiler", lambda: None)
+        assert compiled.kernel(source).artifact.image == b""
+    for _ in range(2):
+        compiled._kernels.clear()
+        assert compiled.kernel(source).artifact.image != b""
+        monkeypatch.setattr(compiled, "link", None)  # the second one is on disk
+
+
+def test_the_table_of_kernels_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "TABLE_SIZE", 2)
+    made: list[str] = []
+
+    def artifact(source: Source) -> Artifact:
+        made.append(source.key)
+        return Artifact("f", "sm_90a", Signature(()), (), (), 0.0, b"", b"", b"")
+
+    monkeypatch.setattr(compiled, "_artifact", artifact)
+    first = compiled.kernel(affine_source("a"))
+    for key in "bac":
+        compiled.kernel(affine_source(key))
+    assert made == ["a", "b", "c"]
+    assert compiled.kernel(affine_source("a")) is first  # used again before c came
+    compiled.kernel(affine_source("b"))
+    assert made == ["a", "b", "c", "b"]
+
+
+def test_code_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is never unloaded, so a kernel that is read again must not take memory again."""
+    monkeypatch.setattr(loader, "_entries", {})
+    report = reporter()
+    parts = report.image, report.code, report.function, report.signature
+    first = loader.loaded_entry(*parts)
+    again = Artifact.load(report.dump())
+    assert loader.loaded_entry(again.image, again.code, again.function, again.signature) is first
+    steps: list[str] = []
+    monkeypatch.setattr(Entry, "_initialise", lambda self, step, *numbers: steps.append(step))
+    for device in (0, 1, 0):
+        first.prepare(device)
+    assert steps.count("load_to_device") == 2
 
 
 @pytest.mark.parametrize(

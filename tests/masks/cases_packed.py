@@ -18,13 +18,14 @@ def document(draw):
     ids = ints(draw, -2, 2, *leading, q_len)
     kv_ids = ints(draw, -2, 2, *leading, kv_len) if draw(st.booleans()) else None
     in_order = draw(st.booleans())
+    padding = draw(st.sampled_from([None, -1, 0, 7]))
     if in_order:
         ids = ids.sort().values
         kv_ids = None if kv_ids is None else kv_ids.sort().values
-    mask = masks.document(ids, kv_ids, sorted_ids=in_order)
+    mask = masks.document(ids, kv_ids, sorted_ids=in_order, padding=padding)
     kv_ids = ids if kv_ids is None else kv_ids
     rows, columns = (t.expand(2, t.shape[-1]).tolist() for t in (ids, kv_ids))
-    keep = lambda b, h, q, kv: rows[b][q] == columns[b][kv]
+    keep = lambda b, h, q, kv: rows[b][q] == columns[b][kv] and rows[b][q] != padding
     return Case(mask, keep, q_len, len(columns[0]), 2 if leading else 1)
 
 
@@ -41,11 +42,31 @@ def two_packings(draw):
     return own, other, rows, rows if other is None else owners(other)
 
 
+def inside(draw, rows, columns):
+    """Draw a mask inside of each document: arguments, and the definition of the whole mask."""
+    kind = draw(st.sampled_from(["none", "causal", "window"]))
+    if kind == "none":
+        return {}, lambda b, h, q, kv: rows[q] == columns[kv]
+    align = draw(st.sampled_from([None, "top-left", "bottom-right"]))
+    within = masks.causal() if kind == "causal" else masks.sliding_window(2, 1)
+
+    def keep(b, h, q, kv):
+        if rows[q] != columns[kv]:
+            return False
+        at, key = q - rows.index(rows[q]), kv - columns.index(columns[kv])
+        if align == "bottom-right":
+            at += columns.count(rows[q]) - rows.count(rows[q])
+        return key <= at if kind == "causal" else at - 2 <= key <= at + 1
+
+    return {"within": within, "align": align}, keep
+
+
 @case
 def document_from_lengths(draw):
     own, other, rows, columns = two_packings(draw)
-    mask = masks.document_from_lengths(own, other, total=len(rows))
-    return Case(mask, lambda b, h, q, kv: rows[q] == columns[kv], len(rows), len(columns))
+    within, keep = inside(draw, rows, columns)
+    mask = masks.document_from_lengths(own, other, total=len(rows), **within)
+    return Case(mask, keep, len(rows), len(columns))
 
 
 @case
@@ -55,8 +76,9 @@ def document_from_cu_seqlens(draw):
         None if t is None else torch.tensor([0, *itertools.accumulate(t.tolist())])
         for t in (own, other)
     ]
-    mask = masks.document_from_cu_seqlens(*ends, total=len(rows))
-    return Case(mask, lambda b, h, q, kv: rows[q] == columns[kv], len(rows), len(columns))
+    within, keep = inside(draw, rows, columns)
+    mask = masks.document_from_cu_seqlens(*ends, total=len(rows), **within)
+    return Case(mask, keep, len(rows), len(columns))
 
 
 @case
@@ -68,7 +90,18 @@ def padding(draw):
     else:
         mask = masks.padding(keys, queries)
         keep = lambda b, h, q, kv: kv in range(keys[b]) and q in range(queries[b])
-    return Case(mask, keep, draw(lengths), draw(lengths), 3)
+    if draw(st.booleans()):
+        return Case(mask, keep, draw(lengths), draw(lengths), 3)
+    q_len, kv_len = LONGEST, LONGEST + 1
+    both = draw(st.booleans())
+    sizes = {"side": "left", "kv_len": kv_len, "q_len": q_len if both else None}
+    mask = masks.padding(keys, queries if both else None, **sizes)
+
+    def keep_last(b, h, q, kv):
+        kept = kv in range(kv_len)[kv_len - keys[b] :]
+        return kept and (not both or q in range(q_len)[q_len - queries[b] :])
+
+    return Case(mask, keep_last, q_len, kv_len, 3)
 
 
 @case

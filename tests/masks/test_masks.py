@@ -10,20 +10,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import attnkit
 from attnkit import create_mask, masks
 from attnkit.graph.ir import reads
 from attnkit.sparsity.classify import classify
 from attnkit.sparsity.index_bounds import check_bounds
-from attnkit.tracing import guards
 from attnkit.tracing.tracer import trace
 from tests.masks.cases import CASES
+from tests.tracing.traced_once import check_traced_once
 
 for module in ("cases_packed", "cases_grid"):
     importlib.import_module(f"tests.masks.{module}")
 
 CPU = torch.device("cpu")
-NOT_MASKS = {"Example", "examples", "tile_order"}
+NOT_MASKS = {"Example", "examples", "tile_order", "zero_padding"}
 EXAMPLES = masks.examples(40)
 LONG = masks.examples(1 << 17)
 
@@ -72,20 +71,8 @@ def test_integers_and_indices_are_proven_safe(name, examples):
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
 def test_one_trace_serves_every_mask_of_the_same_shape(name, monkeypatch):
-    count = 0
-
-    def counted(*args):
-        nonlocal count
-        count += 1
-        return trace(*args)
-
-    monkeypatch.setattr(guards, "trace", counted)
-    attnkit.clear_caches()
-    first = guards.trace_cached(EXAMPLES[name].mask, "mask", CPU)
-    again = guards.trace_cached(EXAMPLES[name].mask, "mask", CPU)
-    rebuilt = guards.trace_cached(masks.examples(40)[name].mask, "mask", CPU)
-    assert count == 1
-    assert first.root is again.root is rebuilt.root
+    rebuilt = masks.examples(40)[name].mask
+    check_traced_once(EXAMPLES[name].mask, rebuilt, "mask", monkeypatch)
 
 
 @pytest.mark.parametrize("block", [(16, 16), (5, 12)])

@@ -10,6 +10,7 @@ import torch
 from attnkit import (
     ArgumentError,
     BoundsError,
+    DeviceError,
     DTypeError,
     OptionError,
     ShapeError,
@@ -28,8 +29,8 @@ REFUSED = [
     (lambda: masks.causal("bottom-right", q_len=0, kv_len=3), OptionError, "q_len must be at least 1, got 0"),
     (lambda: masks.causal("bottom-right", q_len=2, kv_len=floats), DTypeError, "kv_len must hold integers (torch.int32), got torch.float32"),
     (lambda: masks.causal("bottom-right", q_len=2, kv_len=-two), OptionError, "kv_len must be at least 0 everywhere, got -2"),
-    (lambda: masks.sliding_window(-1), OptionError, "left must be at least 0, or None for no limit, got -1"),
-    (lambda: masks.sliding_window(4, -2), OptionError, "right must be at least 0, or None for no limit, got -2"),
+    (lambda: masks.sliding_window(-1), OptionError, "left must be at least 0, or None for no limit (FlashAttention's -1), got -1"),
+    (lambda: masks.sliding_window(4, -2), OptionError, "right must be at least 0, or None for no limit (FlashAttention's -1), got -2"),
     (lambda: masks.sliding_window(1.5), ArgumentError, "left must be an int, got float"),
     (lambda: masks.sliding_window(True), ArgumentError, "left must be an int, got bool"),
     (lambda: masks.sliding_window(2**31), OptionError, "left must be at most 2147483647, got 2147483648"),
@@ -53,6 +54,31 @@ REFUSED = [
     (lambda: masks.document(two[None, None]), ShapeError, "ids must have shape [S] or [B, S], got (1, 1, 2)"),
     (lambda: masks.document(two[:0]), ShapeError, "ids must not be empty, got shape (0,)"),
     (lambda: masks.document(two, two[None]), ShapeError, "got shapes (2,) and (1, 2)"),
+    (lambda: masks.document(two, sorted_ids=1), ArgumentError, "sorted_ids must be True or False, got 1"),
+    (lambda: masks.document(two.to(torch.uint8), padding=-1), OptionError, "padding must be at least 0, got -1"),
+    (lambda: masks.document(two, padding="no"), ArgumentError, "padding must be an int, got str"),
+    (lambda: masks.document(torch.ones(3).int().to_sparse()), ArgumentError, "ids must be dense, got torch.sparse_coo; pass ids.to_dense()"),
+    (lambda: masks.document(torch.nested.nested_tensor([two, two])), ArgumentError, "ids must not be a nested tensor"),
+    (lambda: masks.document_from_lengths(two, align="top-left"), ArgumentError, "align has a meaning with within=... only"),
+    (lambda: masks.document_from_lengths(two, within=3), ArgumentError, "within must be a mask or a mask_mod, got int"),
+    (lambda: masks.document_from_lengths(two, within=masks.causal(), align="left"), OptionError, "align must be \"top-left\" or \"bottom-right\", got 'left'"),
+    (lambda: masks.document_from_lengths(two, within=masks.natten((2,), 1)), ShapeError, "within must fit documents of any length; natten((2,), 1) was built for query length 2, kv length 2"),
+    (lambda: masks.document_from_lengths(torch.tensor([2**40, 1])), OptionError, "lengths must sum to at most 2147483647, got 1099511627777"),
+    (lambda: masks.document_from_lengths(torch.ones(2, dtype=torch.int32, device="meta")), ArgumentError, "lengths must have data, because the mask reads it once; got a tensor without data (meta)"),
+    (lambda: masks.causal() & masks.document_from_cu_seqlens(torch.tensor([0, 2, 3]), torch.tensor([0, 1, 3])), OptionError, "causal() compares the positions of queries and keys, but document_from_cu_seqlens([3], [3]) packs them at different offsets"),
+    (lambda: masks.padding(two, side="top"), OptionError, "side must be \"right\" or \"left\", got 'top'"),
+    (lambda: masks.padding(two, side="left"), ArgumentError, "side=\"left\" needs kv_len"),
+    (lambda: masks.padding(two, kv_len=3), ArgumentError, "side=\"left\" only"),
+    (lambda: masks.zero_padding(torch.ones(2, 1, 3), two), ShapeError, "tensor must have shape [B, H, S, D], got (2, 1, 3)"),
+    (lambda: masks.zero_padding(torch.ones(3, 1, 3, 1), two), ShapeError, "one entry per batch entry of tensor, 3, got 2"),
+    (lambda: masks.sliding_window(), ArgumentError, "give left (keys before the query) or size (keys with the query's own), got neither"),
+    (lambda: masks.sliding_window(3, size=4), ArgumentError, "got both"),
+    (lambda: masks.sliding_window(size=0), OptionError, "size must be at least 1, got 0"),
+    (lambda: masks.streaming_llm(3, size=4), ArgumentError, "give window (keys before the query) or size"),
+    (lambda: masks.paged(masks.causal(), two[None], 2**20, 2**20), OptionError, "pages * page_size must be at most 2147483647"),
+    (lambda: masks.natten((2**16, 2**16), 3), OptionError, "shape must have at most 2147483647 tokens"),
+    (lambda: masks.examples(device="gpu"), DeviceError, "device must be a device of this machine, such as 'cpu', got 'gpu'"),
+    (lambda: masks.examples(seed=-1), OptionError, "seed must be at least 0, got -1"),
     (lambda: masks.document(torch.tensor([0, 2, 1]), sorted_ids=True), OptionError, "ids must not decrease along the sequence (sorted_ids=True)"),
     (lambda: masks.document(torch.tensor([0, 1]), torch.tensor([1, 0]), sorted_ids=True), OptionError, "kv_ids must not decrease along the sequence (sorted_ids=True)"),
     (lambda: masks.document(torch.tensor([[0, 1], [1, 0]]), sorted_ids=True), OptionError, "ids must not decrease along the sequence (sorted_ids=True)"),
@@ -128,8 +154,8 @@ def test_bad_argument(make, error, message):
     ids=repr,
 )
 def test_lengths_beyond_the_captured_tensors_are_refused(mask):
-    with pytest.raises(BoundsError, match="captured tensor"):
-        _ = create_block_mask(mask, 1, None, 8, 8).runs
+    with pytest.raises(ShapeError, match=r"for (query|kv) length [2-7] at most, got 8"):
+        create_block_mask(mask, 1, None, 8, 8)
 
 
 BUILT_FOR = [
@@ -162,13 +188,14 @@ BUILT_FOR = [
 )
 def test_other_lengths_than_the_mask_was_built_for_are_refused(mask, q_len, kv_len):
     right = (q_len or 4, kv_len or 8)
-    create_block_mask(mask, 1, None, *right).runs.counts()
+    batch = 2 if kv_len is None else 1
+    create_block_mask(mask, batch, None, *right).runs.counts()
     for axis, (name, built) in enumerate((("query length", q_len), ("kv length", kv_len))):
         for other in () if built is None else (built - 1, built + 1):
             lengths = [*right]
             lengths[axis] = other
             with pytest.raises(ShapeError, match=f"was built for {name} {built}, got {other}"):
-                create_block_mask(mask, 1, None, *lengths)
+                create_block_mask(mask, batch, None, *lengths)
 
 
 @pytest.mark.parametrize(

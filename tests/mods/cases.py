@@ -63,15 +63,16 @@ def paper_slopes(heads):
 @case
 def alibi(draw):
     symmetric = draw(st.booleans())
-    if draw(st.booleans()):
-        slopes = learned(draw, HEADS)
-        given, tables = slopes, (slopes,)
-    else:
+    kind = draw(st.sampled_from(["paper", "learned", "by batch"]))
+    if kind == "paper":
         given, tables = draw(st.integers(HEADS, 40)), ()
-        slopes = paper_slopes(given)
+        slopes = [paper_slopes(given)] * BATCH
+    else:
+        given = learned(draw, *((BATCH,) if kind == "by batch" else ()), HEADS)
+        slopes, tables = given.expand(BATCH, HEADS), (given,)
 
     def formula(s, b, h, q, kv):
-        return s - slopes[h] * (abs(q - kv) if symmetric else q - kv)
+        return s - slopes[b][h] * (abs(q - kv) if symmetric else q - kv)
 
     return Case(mods.alibi(given, symmetric=symmetric), formula, tables)
 
@@ -244,8 +245,9 @@ def log_relu(draw):
 
 @case
 def compose(draw):
+    for_these_heads = CASES["alibi"].filter(lambda case: case.mod.axes[0].shape[-1] == HEADS)
     parts = [
-        draw(st.one_of(CASES[name] for name in ("softcap", "alibi", "head_scale", "kerple")))
+        draw(st.one_of(CASES["softcap"], for_these_heads, CASES["head_scale"], CASES["kerple"]))
         for _ in range(draw(st.integers(0, 3)))
     ]
 

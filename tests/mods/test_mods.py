@@ -9,13 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import attnkit
 from attnkit import mods
 from attnkit.graph.eval_torch import evaluate
 from attnkit.sparsity.index_bounds import check_bounds
-from attnkit.tracing import guards
 from attnkit.tracing.tracer import trace
 from tests.mods.cases import BATCH, CASES, HEADS
+from tests.tracing.traced_once import check_traced_once
 
 CPU = torch.device("cpu")
 NOT_MODS = {"Example", "ScoreMod", "examples"}
@@ -97,20 +96,8 @@ def test_integers_and_indices_are_proven_safe(name, examples):
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
 def test_one_trace_serves_every_mod_of_the_same_shape(name, monkeypatch):
-    count = 0
-
-    def counted(*args):
-        nonlocal count
-        count += 1
-        return trace(*args)
-
-    monkeypatch.setattr(guards, "trace", counted)
-    attnkit.clear_caches()
-    first = guards.trace_cached(EXAMPLES[name].mod, "score", CPU)
-    again = guards.trace_cached(EXAMPLES[name].mod, "score", CPU)
-    rebuilt = guards.trace_cached(mods.examples(17)[name].mod, "score", CPU)
-    assert count == 1
-    assert first.root is again.root is rebuilt.root
+    rebuilt = mods.examples(17)[name].mod
+    check_traced_once(EXAMPLES[name].mod, rebuilt, "score", monkeypatch)
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])

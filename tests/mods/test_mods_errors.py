@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from attnkit import ArgumentError, DTypeError, OptionError, ShapeError, mods
+from attnkit import ArgumentError, DeviceError, DTypeError, OptionError, ShapeError, mods
 
 ints = torch.ones(3, dtype=torch.int32)
 floats = torch.ones(3)
@@ -23,7 +23,16 @@ REFUSED = [
     (lambda: mods.alibi(0), OptionError, "heads must be an int from 1 to 2147483647, got 0"),
     (lambda: mods.alibi(2.0), ArgumentError, "heads must be an int, got float"),
     (lambda: mods.alibi(ints), DTypeError, "heads must hold floats, got torch.int32"),
-    (lambda: mods.alibi(table), ShapeError, "heads must have shape [H], got (2, 5)"),
+    (lambda: mods.alibi(table[None]), ShapeError, "heads must have shape [H] or [B, H], got (1, 2, 5)"),
+    (lambda: mods.alibi(4, symmetric=1), ArgumentError, "symmetric must be True or False, got 1"),
+    (lambda: mods.t5_bias(torch.ones(2, 32), bidirectional="no"), ArgumentError, "bidirectional must be True or False, got 'no'"),
+    (lambda: mods.t5_bias(torch.ones(2, 32), max_distance=2**31), OptionError, "max_distance must be an int from 1 to 16777216, got 2147483648"),
+    (lambda: mods.sandwich(4, 8, device="gpu"), DeviceError, "device must be a device of this machine, such as 'cpu', got 'gpu'"),
+    (lambda: mods.softcap(10**400), OptionError, "cap must be finite as a float, got an int of 1329 bits"),
+    (lambda: mods.head_scale(torch.ones(3).to_sparse()), ArgumentError, "scale must be dense, got torch.sparse_coo; pass scale.to_dense()"),
+    (lambda: mods.head_scale(torch.ones(3, dtype=torch.complex64)), DTypeError, "scale must hold floats, got torch.complex64"),
+    (lambda: mods.examples(dtype="float"), DTypeError, "dtype must be one of torch.float16"),
+    (lambda: mods.compose(mods.alibi(4), mods.head_scale(floats)), ShapeError, "heads is for query heads 4 and scale for 3: they cannot be combined"),
     (lambda: mods.t5_bias(floats), ShapeError, "bias must have shape [H, buckets], got (3,)"),
     (lambda: mods.t5_bias(table), OptionError, "bias must have an even number of buckets, at least 4, got 5"),
     (lambda: mods.t5_bias(table[:, :2]), OptionError, "an even number of buckets, at least 4, got 2"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,11 +18,14 @@ pytest.importorskip("cutlass")  # without it no call is planned for a kernel
 import attnkit
 from attnkit import explain, flex_attention
 from attnkit.emulator import Undefined
+from attnkit.jit.disk_cache import KernelCache
+from attnkit.jit.kernel import full_key
 from attnkit.runtime import hardware_gate
+from attnkit.runtime.hardware_gate import Verdict
 from attnkit.schedule.targets import SM90, SM100, Target
 from attnkit.splice import forward, workers
 from attnkit.testing import selfcheck
-from attnkit.testing.selfcheck import EXAMPLES, examine
+from attnkit.testing.selfcheck import EXAMPLES, Failure, examine
 from attnkit.util import devices
 
 CPU = torch.device("cpu")
@@ -40,24 +46,25 @@ def blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "compute_capability", lambda device: (10, 0))
 
 
-class Verdict:
+class SelfcheckStub:
     """Stands for the test that runs in a process of its own."""
 
-    def __init__(self, verdict: str) -> None:
-        self.verdict, self.calls = verdict, 0
+    def __init__(self, reason: str, in_numbers: bool = True) -> None:
+        self.verdict, self.calls = Verdict(reason, in_numbers), 0
 
-    def __call__(self, target: Target, device: torch.device) -> str:
+    def __call__(self, target: Target, device: torch.device, seconds: float) -> Verdict:
+        assert 0 < seconds <= hardware_gate.TIMEOUT
         self.calls += 1
         return self.verdict
 
 
 def test_proven_kernels_are_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware_gate, "run_selfcheck", Verdict("never asked"))
+    monkeypatch.setattr(hardware_gate, "run_selfcheck", SelfcheckStub("never asked"))
     assert hardware_gate.reason_against(SM90, CPU) == ""
 
 
 def test_the_test_runs_once_on_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    tested = Verdict("")
+    tested = SelfcheckStub("")
     monkeypatch.setattr(hardware_gate, "run_selfcheck", tested)
     for _ in range(2):
         assert hardware_gate.reason_against(SM100, CPU) == ""
@@ -71,7 +78,9 @@ def test_the_test_runs_once_on_a_machine(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_bad_verdict_is_a_warning_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(hardware_gate, "run_selfcheck", Verdict("full, D = 128: output: error 1"))
+    monkeypatch.setattr(
+        hardware_gate, "run_selfcheck", SelfcheckStub("full, D = 128: output: error 1")
+    )
     with pytest.warns(RuntimeWarning, match=r"not use its Blackwell kernels here: full, D = 128"):
         assert "error 1" in hardware_gate.reason_against(SM100, CPU)
     with warnings.catch_warnings():
@@ -82,7 +91,9 @@ def test_a_bad_verdict_is_a_warning_once(monkeypatch: pytest.MonkeyPatch, tmp_pa
 @pytest.mark.usefixtures("blackwell")
 def test_auto_falls_back_where_the_test_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        hardware_gate, "run_selfcheck", Verdict("their test failed with status -11: crashed")
+        hardware_gate,
+        "run_selfcheck",
+        SelfcheckStub("their test failed with status -11: crashed", in_numbers=False),
     )
     qkv = [torch.randn(1, 2, 200, 64, dtype=torch.bfloat16) for _ in range(3)]
     with pytest.warns(RuntimeWarning, match="failed with status -11"):
@@ -95,7 +106,7 @@ def test_auto_falls_back_where_the_test_fails(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.usefixtures("blackwell")
 def test_auto_takes_the_kernel_where_the_test_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware_gate, "run_selfcheck", Verdict(""))
+    monkeypatch.setattr(hardware_gate, "run_selfcheck", SelfcheckStub(""))
     sources = []
 
     def kernel(source: Any) -> Any:
@@ -112,26 +123,101 @@ def test_auto_takes_the_kernel_where_the_test_passes(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.usefixtures("blackwell")
 def test_an_explicit_backend_skips_the_hardware_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    tested = Verdict("wrong")
+    tested = SelfcheckStub("wrong")
     monkeypatch.setattr(hardware_gate, "run_selfcheck", tested)
     assert explain(None, CAUSAL, q_len=200, backend="cute").plan.template == "sm100"
     assert tested.calls == 0
 
 
-def test_a_process_that_fails_or_hangs_is_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    # this torch has no such device, or the device no such kernel
-    assert "their test failed with status" in hardware_gate.run_selfcheck(
-        SM100, torch.device("cuda:99")
-    )
-    monkeypatch.setattr(hardware_gate, "TIMEOUT", 0.01)
-    assert "did not end within" in hardware_gate.run_selfcheck(SM100, CPU)
+def test_another_driver_is_tested_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tested = SelfcheckStub("full, D = 128: output: error 1")
+    monkeypatch.setattr(hardware_gate, "run_selfcheck", tested)
+    driver = tmp_path / "version"
+    monkeypatch.setattr(hardware_gate, "_DRIVER", driver)
+    for version, calls in (("580.65.06", 1), ("580.65.06", 1), ("590.1", 2)):
+        driver.write_text(f"NVRM version: NVIDIA UNIX  {version}\nGCC version: 12\n")
+        hardware_gate._verdicts.clear()  # another process
+        with pytest.warns(RuntimeWarning, match="error 1"):
+            hardware_gate.reason_against(SM100, CPU)
+        assert tested.calls == calls
+    driver.unlink()
+    hardware_gate._verdicts.clear()
+    with pytest.warns(RuntimeWarning, match="delete .* to have them tested again"):
+        hardware_gate.reason_against(SM100, CPU)
+
+
+def test_a_failure_that_is_not_about_numbers_is_tested_again_by_the_next_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    busy = SelfcheckStub("their test failed with status 11: out of memory", in_numbers=False)
+    monkeypatch.setattr(hardware_gate, "run_selfcheck", busy)
+    with pytest.warns(RuntimeWarning, match="out of memory.*start a new process"):
+        hardware_gate.reason_against(SM100, CPU)
+    assert "out of memory" in hardware_gate.reason_against(SM100, CPU)
+    assert busy.calls == 1
+    hardware_gate._verdicts.clear()  # another process
+    monkeypatch.setattr(hardware_gate, "run_selfcheck", SelfcheckStub(""))
+    assert hardware_gate.reason_against(SM100, CPU) == ""
+
+
+def test_waiting_for_another_process_is_part_of_the_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of many processes that wait for one that hangs, each one must not hang as long again."""
+    started = []
+    monkeypatch.setattr(hardware_gate, "TIMEOUT", 0.2)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: started.append(1))
+    source = hardware_gate._cache_source(SM100, CPU)
+    with KernelCache().lock(full_key(source)):  # as the process that hangs
+        with pytest.warns(RuntimeWarning, match="did not end within"):
+            hardware_gate.reason_against(SM100, CPU)
+    assert started == []
+    assert [p for p in tmp_path.iterdir() if p.suffix == ".kernel"] == []
+
+
+def test_only_a_comparison_is_a_verdict_about_numbers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert (hardware_gate._RIGHT, hardware_gate._WRONG) == (selfcheck.RIGHT, selfcheck.WRONG)
+    program = tmp_path / "python"
+    monkeypatch.setattr(sys, "executable", str(program))
+    for script, reason, in_numbers in (
+        ("exit 0", "", True),
+        ("echo output: error 1; exit 10", "status 10: output: error 1", True),
+        ("echo out of memory; exit 11", "status 11: out of memory", False),
+        ("echo No module named attnkit >&2; exit 1", "status 1: No module named attnkit", False),
+        ("kill -SEGV $$", "status -11: nothing was said", False),
+        ("kill -INT $$", "status -2: nothing was said", False),
+        ("printf '\\377'; exit 3", "status 3: \N{REPLACEMENT CHARACTER}", False),
+    ):
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+        verdict = hardware_gate.run_selfcheck(SM100, CPU)
+        assert verdict.reason.removeprefix("their test failed with ") == reason
+        assert verdict.in_numbers is in_numbers
+    for name in (str(tmp_path / "missing"), "", None):
+        monkeypatch.setattr(sys, "executable", name)
+        verdict = hardware_gate.run_selfcheck(SM100, CPU)
+        assert verdict.reason.startswith("their test could not be started")
+        assert not verdict.in_numbers
+
+
+def test_a_test_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "python"
+    program.write_text(f'#!/bin/sh\necho $$ >"{tmp_path}/pid"\nexec sleep 600\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    verdict = hardware_gate.run_selfcheck(SM100, CPU, 1.0)
+    assert verdict == (f"their test did not end within {hardware_gate.TIMEOUT:.0f} seconds", False)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 # ------------------------------------------------------------------------------- the test itself
 
 
 def test_right_kernels_pass() -> None:
-    assert examine("emulate:sm_100a", CPU, EXAMPLES[1:2]) == ""
+    assert examine("emulate:sm_100a", CPU, EXAMPLES[1:2]) is None
 
 
 def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +234,9 @@ def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(forward, "_emulate", wrong)
     found = examine("emulate:sm_100a", CPU, EXAMPLES[1:2])
-    assert found.startswith("causal, shared kv heads, D = 64: output: error")
+    assert found is not None
+    assert found.in_numbers
+    assert found.text.startswith("causal, shared kv heads, D = 64: output: error")
 
 
 def test_a_call_that_raises_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,16 +245,19 @@ def test_a_call_that_raises_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(forward, "_emulate", broken)
     found = examine("emulate:sm_100a", CPU, EXAMPLES[1:2])
-    assert found.endswith("RuntimeError: an illegal instruction was encountered")
+    assert found is not None
+    assert not found.in_numbers
+    assert found.text.endswith("RuntimeError: an illegal instruction was encountered")
 
 
 def test_the_verdict_is_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for verdict, status, said in (
-        ("", 0, "all is right"),
-        ("output: error 1", 1, "output: error 1"),
+    for failure, status, said in (
+        (None, selfcheck.RIGHT, "all is right"),
+        (Failure("output: error 1", True), selfcheck.WRONG, "output: error 1"),
+        (Failure("out of memory", False), selfcheck.FAILED, "out of memory"),
     ):
-        monkeypatch.setattr(selfcheck, "examine", lambda *_, found=verdict: found)
+        monkeypatch.setattr(selfcheck, "examine", lambda *_, found=failure: found)
         assert selfcheck.main(["emulate:sm_100a", "cpu"]) == status
         assert capsys.readouterr().out.strip() == said

@@ -16,12 +16,13 @@ from attnkit.codegen.forward_hooks import GraphForward
 from attnkit.jit.cubin import kernel_stats
 from attnkit.runtime.variant import Variant
 from attnkit.schedule.scheduler import Shape, schedule_forward
-from attnkit.schedule.work_list import full_runs, refine, work_list
+from attnkit.schedule.work_list import WorkList, full_runs, refine, work_list
+from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice import Captured
 from attnkit.splice.captured_arguments import read_captured, tensor_kinds
 from attnkit.splice.fake_arguments import forward_arguments
 from attnkit.splice.forward import captured_arguments
-from attnkit.splice.forward_variant import forward_variant
+from attnkit.splice.forward_variant import forward_variant, shapes_of
 from attnkit.splice.mask_intervals import row_intervals
 from attnkit.templates.sm100.config import ForwardConfig, options_of
 from attnkit.templates.sm100.forward import Forward
@@ -73,6 +74,13 @@ def settings_of(dims: tuple[int, int]) -> dict[str, Any]:
     return {"alias": wide > 128}
 
 
+def config_of(dtype: torch.dtype, dims: tuple[int, int], settings: dict[str, Any]) -> ForwardConfig:
+    """Build the config for head dims, with `settings` in place of its own fields."""
+    sizes = {"head_dim": width(dims[0]), "head_dim_v": width(dims[1])}
+    fields = {"dtype": str(dtype).removeprefix("torch.")} | sizes | settings_of(dims) | settings
+    return ForwardConfig(**fields)
+
+
 @functools.lru_cache(maxsize=64)
 def _compiled(key: Any, build: Any) -> tuple[emulator.Executable, int]:
     return build()
@@ -85,6 +93,21 @@ def compiled(kernel: Any, fakes: tuple[Any, ...], options: str) -> tuple[emulato
         result = cute.compile(kernel, *fakes, options=f"{keep} --gpu-arch sm_100a {options}")
     (stats,) = kernel_stats(result.artifacts.CUBIN)
     return emulator.Executable(result, fakes), stats.stack
+
+
+def scheduled(
+    runs: BlockRuns | None,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    block: tuple[int, int],
+    workers: int,
+    split: bool,
+) -> WorkList:
+    """Return the work list of the runs, all blocks for None, in tiles of `block`."""
+    query, key, value = qkv
+    runs = refine(runs or full_runs(query.shape[2], key.shape[2], block, query.device), block)
+    traffic = 2 * block[1] * (query.shape[3] + value.shape[3])
+    shape = Shape(*query.shape[:2], traffic, kv_heads=key.shape[1], kv_batch=key.shape[0])
+    return work_list(runs, schedule_forward(runs, shape, workers=workers, split=split))
 
 
 def case(
@@ -101,14 +124,7 @@ def case(
     query, key, value = qkv
     batch, heads, q_len, head_dim = query.shape
     dims = head_dim, value.shape[-1]
-    dtype = str(query.dtype).removeprefix("torch.")
-    config = ForwardConfig(
-        **(
-            {"dtype": dtype, "head_dim": width(dims[0]), "head_dim_v": width(dims[1])}
-            | settings_of(dims)
-            | settings
-        )
-    )
+    config = config_of(query.dtype, dims, settings)
     block = config.block_q, config.block_kv
     bound = Variant(score, mask).bind(query, key, block)
     program = bound.program
@@ -118,16 +134,11 @@ def case(
     )
     ends, mask_tensors = row_intervals(program.mask, captured.masks, query, key)
     lengths = batch, heads, q_len, key.shape[2]
-    variant = forward_variant(program.score, program.mask, ends, lengths)
+    shapes = shapes_of(captured.scores), shapes_of(mask_tensors)
+    variant = forward_variant(program.score, program.mask, ends, lengths, shapes)
     slots = tuple(captured_arguments(variant, captured, mask_tensors, query.device))
     tensors = read_captured(slots, captured, query.device)
-    runs = bound.runs or full_runs(q_len, key.shape[2], block, query.device)
-    runs = refine(runs, block)
-    shape = Shape(
-        batch, heads, 2 * block[1] * sum(dims), kv_heads=key.shape[1], kv_batch=key.shape[0]
-    )
-    order = schedule_forward(runs, shape, workers=workers, split=split)
-    work = work_list(runs, order)
+    work = scheduled(bound.runs, qkv, block, workers, split)
     scale = dims[0] ** -0.5 if scale is None else scale
     hooks = GraphForward(
         variant.form,
@@ -136,12 +147,12 @@ def case(
         scores=len(variant.slots[0]),
         lists_override_mask=program.lists_override_mask,
         positive=scale > 0,
-        wrap=variant.wraps,
+        indices=variant.indices,
     )
     kinds = tensor_kinds(tensors)
     tile = block[0], config.head_dim_v
-    fakes = forward_arguments(dtype, *dims, tile, kinds)
-    key_ = (config, dims, kinds, program, ends, scale > 0, variant.wraps)
+    fakes = forward_arguments(config.dtype, *dims, tile, kinds)
+    key_ = (config, dims, kinds, program, ends, scale > 0, variant.indices)
     build = lambda: compiled(Forward(config, hooks), fakes, options_of(hooks))
     exe, stack = _compiled(key_, _Once(key_, build))
     nan = lambda *s: torch.full(s, float("nan"))

@@ -17,8 +17,8 @@ from attnkit.jit import kernel as compiled
 from attnkit.schedule.work_list import full_runs
 from attnkit.sparsity.block_runs import FULL, BlockRuns
 from attnkit.splice import sm100_pairs
+from attnkit.splice.backward_template import BackwardCase
 from attnkit.splice.sm100_pairs import RULES, fewer_clocks, kind_of, refusal
-from attnkit.splice.template import BackwardCase
 from attnkit.templates.sm100.backward_2cta import Backward2Cta
 from attnkit.templates.sm100.backward_config import BackwardConfig
 from tests.templates.backward_kit import (

@@ -12,8 +12,8 @@ pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 from attnkit import masks, mods
 from attnkit.graph.staging import Level
 from attnkit.schedule.work_list import full_runs
+from attnkit.splice.backward_template import BackwardCase
 from attnkit.splice.sm90_backward import switches
-from attnkit.splice.template import BackwardCase
 from attnkit.templates.sm90.backward_config import BackwardConfig
 from tests.templates.backward_kit import FP16, check, draw, poisoned  # noqa: F401
 

@@ -15,17 +15,19 @@ from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask as create_flex_mask
 
-from attnkit import create_block_mask, masks, mods, splice, testing
+from attnkit import create_block_mask, masks, mods, testing
 from attnkit.errors import ArgumentError, OptionError, TraceError
 from attnkit.graph import simplify
-from attnkit.graph.ir import arg
+from attnkit.graph.ir import arg, const
 from attnkit.runtime import bind
 from attnkit.runtime.variant import Variant
 from attnkit.sparsity import classify
 from attnkit.sparsity.block_runs import BlockRuns
+from attnkit.splice.cpu import CpuHooks
 from attnkit.templates import cpu
 from attnkit.testing import Case, CheckError, Limits, Report, check, check_case, check_variant
 from attnkit.testing.source import source_of
+from attnkit.tracing.tracer import Traced
 
 SLOPES = torch.rand(8, requires_grad=True)
 BIAS = torch.randn(8, 99, requires_grad=True)
@@ -102,8 +104,8 @@ def _around(
 
 
 def _hook(monkeypatch: pytest.MonkeyPatch, name: str, fault: Callable[..., Any]) -> None:
-    real = getattr(splice.CpuHooks, name)
-    monkeypatch.setattr(splice.CpuHooks, name, lambda self, *args: fault(real, self, *args))
+    real = getattr(CpuHooks, name)
+    monkeypatch.setattr(CpuHooks, name, lambda self, *args: fault(real, self, *args))
 
 
 def _wrong_adjoint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,6 +154,27 @@ def _wrong_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     _around(monkeypatch, bind, "trace_cached", wrong)
 
 
+def _score_trace(change: Callable[[Traced], Traced]) -> Callable[..., None]:
+    """Inject a fault into the trace of score_mods, which every backend shares."""
+
+    def seed(monkeypatch: pytest.MonkeyPatch) -> None:
+        def wrong(real: Any, function: Any, kind: str, device: torch.device) -> Any:
+            found = real(function, kind, device)
+            return change(found) if kind == "score" else found
+
+        _around(monkeypatch, bind, "trace_cached", wrong)
+
+    return seed
+
+
+def _scaled(trace: Traced) -> Traced:
+    return dataclasses.replace(trace, root=simplify.build("mul", trace.root, const(1.01)))
+
+
+def _detached(trace: Traced) -> Traced:
+    return dataclasses.replace(trace, tensors=tuple(t.detach() for t in trace.tensors))
+
+
 def _forward(change: Callable[..., tuple[Tensor, Tensor, Any]]) -> Callable[..., None]:
     """Inject a fault into the CPU template's forward, change(query, key, ..., lse, top)."""
 
@@ -198,6 +221,8 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "crash": (_crash, "call"),
     "partial tiles taken as full": (_partial_as_full, "tiles"),
     "wrong trace": (_wrong_trace, "mask"),
+    "wrong trace of the score": (_score_trace(_scaled), "lse"),
+    "captured tensor that is lost": (_score_trace(_detached), "dcaptured tensor [8]"),
     "lse to base 2": (
         _forward(lambda q, k, v, runs, out, lse, top: (out, lse * math.log2(math.e), top)),
         "lse",

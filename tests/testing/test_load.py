@@ -123,7 +123,7 @@ def test_a_score_mod_of_the_library() -> None:
         ("masks:examples", "attnkit.masks has no 'examples'"),
         ("masks:", "'' is not a name or a call"),
         ("masks:causal(", "is not a name or a call such as 'sliding_window(64)'"),
-        ("masks:sliding_window", "missing a required argument: 'left'"),
+        ("masks:document", "missing a required argument"),
         ("masks:sliding_window(1, 2, 3)", "too many positional arguments"),
         ("masks:sliding_window(n)", "'n' is not a literal"),
         ("masks:prefix(**{})", "** is not allowed here"),

@@ -26,7 +26,7 @@ SMALL = Limits(q_len=(1, 30), kv_len=(1, 30))
 def dense_call(variant: Variant, case: Case) -> DenseCall:
     bound = bind(variant, case, CPU)
     kept = None if variant.mask is None else create_mask(variant.mask, *case.dense_shape)
-    return DenseCall(bound.score, kept, case, captured_leaves(bound.score), CPU)
+    return DenseCall(variant.score_mod, kept, case, captured_leaves(bound.score), CPU)
 
 
 @given(testing.variants(SMALL), testing.cases(SMALL, dtype=torch.float64), st.integers(0, 9))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import random
 import sys
 import types
 from collections.abc import Iterator
 from sys import getrecursionlimit
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from attnkit.tracing import guards
 from attnkit.tracing.guards import trace_cached
@@ -304,6 +307,54 @@ def test_functions_that_read_unguarded_state_are_traced_again(
     finally:
         torch.set_num_threads(threads)
         sys.setrecursionlimit(limit)
+
+
+_draw, _generator, _numbers = np.random.randint, np.random.default_rng(0), np.random
+RANDOM: dict[str, Any] = {
+    "numpy.random": lambda b, h, q, kv: q - kv <= np.random.randint(1 << 20),
+    "a name of numpy.random": lambda b, h, q, kv: q - kv <= _numbers.randint(1 << 20),
+    "a function of numpy.random": lambda b, h, q, kv: q - kv <= _draw(1 << 20),
+    "a generator": lambda b, h, q, kv: q - kv <= _generator.integers(1 << 20),
+    "random": lambda b, h, q, kv: q - kv <= random.randrange(1 << 20),
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_numbers_are_drawn_at_every_call(name: str, counter: Counter) -> None:
+    random.seed(1)
+    np.random.seed(1)
+    assert len({text(RANDOM[name]) for _ in range(4)}) > 1
+    assert counter.traces == 4
+
+
+def test_attributes_of_a_class_without_a_module_are_read_again(counter: Counter) -> None:
+    scope: dict[str, Any] = {}  # without __name__, as of code that a tool executes
+    exec(
+        "class Options:\n    window = 1\nmask = lambda b, h, q, kv: q - kv <= Options.window", scope
+    )
+    assert scope["Options"].__module__ == "builtins"
+    assert text(scope["mask"]) == "q - kv <= 1"
+    scope["Options"].window = 2
+    assert text(scope["mask"]) == "q - kv <= 2"
+
+
+def test_a_function_that_wraps_one_of_torch_is_walked_over(counter: Counter) -> None:
+    scope: dict[str, Any] = {"__name__": "user", "wraps": functools.wraps, "relu": F.relu}
+    exec("size = 1\n@wraps(relu)\ndef limit():\n    return size", scope)
+    limit = scope["limit"]
+    assert limit.__module__ == "torch.nn.functional"
+    mask = lambda b, h, q, kv: q - kv <= limit()
+    assert text(mask) == "q - kv <= 1"
+    scope["size"] = 2
+    assert text(mask) == "q - kv <= 2"
+
+
+def test_a_function_without_a_module_can_be_called(counter: Counter) -> None:
+    scope: dict[str, Any] = {}
+    exec("def twice(x):\n    return 2 * x", scope)
+    twice = scope["twice"]
+    assert twice.__module__ is None
+    assert text(lambda s, b, h, q, kv: twice(s), "score") == "score * 2.0"
 
 
 def test_imports_that_do_not_change_are_known(counter: Counter) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnkit import create_block_mask, create_mask
-from attnkit.errors import ArgumentError, BoundsError
+from attnkit.errors import ArgumentError, BoundsError, ShapeError
 from attnkit.graph.eval_torch import evaluate
 from attnkit.tracing.guards import trace_cached
 from attnkit.tracing.mask import Mask, and_masks, noop_mask, or_masks, per_batch, per_head
@@ -139,9 +139,9 @@ def test_choices_compose() -> None:
 
 @pytest.mark.parametrize("several", [[CAUSAL, NEAR], [CAUSAL, CAUSAL]])
 def test_more_heads_than_masks(several: list[Mask]) -> None:
-    with pytest.raises(BoundsError, match="has 2 entries but index `h` reaches 2 at heads=3"):
+    with pytest.raises(ShapeError, match="number of masks is 2: for 2 query heads, got 3"):
         create_block_mask(per_head(several), None, 3, N, N).runs.counts()
-    with pytest.raises(BoundsError, match="has 2 entries but index `b` reaches 2 at batch=3"):
+    with pytest.raises(ShapeError, match="number of masks is 2: for batch size 2, got 3"):
         create_block_mask(per_batch(several), 3, None, N, N).runs.counts()
 
 

@@ -25,6 +25,7 @@ from attnkit import (
 )
 from attnkit.inspection import picture
 from attnkit.testing import check_variant
+from attnkit.tracing.built_for import sizes_for
 from attnkit.tracing.mask_lengths import Lengths, as_lengths
 
 IMAGE = masks.natten((4, 4), 3)
@@ -41,7 +42,8 @@ def plain(b: Any, h: Any, q: Any, kv: Any) -> Any:
 
 def allows(mask: Mask, q_len: int, kv_len: int) -> bool:
     try:
-        create_block_mask(mask, 2, 2, q_len, kv_len)
+        heads = sizes_for(mask)
+        create_block_mask(mask, heads.get("b", 2), heads.get("h", 2), q_len, kv_len)
     except ShapeError:
         return False
     return True

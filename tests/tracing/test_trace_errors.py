@@ -127,7 +127,7 @@ CASES: dict[str, tuple[Callable[..., Any], Any, tuple[str, ...]]] = {
     "bits of a float": (lambda s, b, h, q, kv: s & 1, "score", ("ints or bools",)),
     "bool minus bool": (lambda b, h, q, kv: (q > 1) - (kv > 1), "mask", ("subtracting bools",)),
     "condition": (lambda s, b, h, q, kv: torch.where(q, s, 0), "score", ("bool condition",)),
-    "small int": (lambda b, h, q, kv: q.to(torch.int8) > 0, "mask", ("torch.int8",)),
+    "unsigned int": (lambda b, h, q, kv: q.to(torch.uint32) > 0, "mask", ("torch.uint32",)),
     "complex": (lambda s, b, h, q, kv: s * 1j, "score", ("complex",)),
     "big int": (lambda b, h, q, kv: q < 2**40, "mask", ("32 bits",)),
     "string": (lambda s, b, h, q, kv: s + "1", "score", ("unsupported operand",)),

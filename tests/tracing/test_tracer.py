@@ -381,3 +381,29 @@ def test_names_are_found_inside_masks_and_objects() -> None:
     mask = inner(IDS) & Mask(lambda b, h, q, kv: FLAGS[kv])
     assert trace(mask, "mask").names == ("ids", "FLAGS")
     assert trace(Module(), "score").names == ("bias",)
+
+
+# --- how a traced value looks to the user's code --------------------------------------------
+def test_a_traced_value_is_a_tensor() -> None:
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        row = TABLE[h, :3]
+        same = all(isinstance(x, Tensor) and torch.is_tensor(x) for x in (q, q - kv, row + q))
+        plain = not isinstance(q, int | float | np.ndarray | torch.nn.Parameter)
+        return q >= kv if same and plain else q < kv
+
+    assert_same(mask, "mask")
+
+
+def test_questions_about_a_traced_value_are_answered() -> None:
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        row = SPANS[q % 3]
+        facts = [
+            (q.dim(), q.ndim, q.numel(), q.nelement(), q.size()) == (0, 0, 1, 1, torch.Size([])),
+            (row.dim(), row.numel(), row.size(0), row.size()) == (1, 2, 2, torch.Size([2])),
+            not q.is_floating_point() and torch.is_floating_point(q / 2),
+            not torch.is_complex(q) and q.is_signed() and not BYTES[q].is_signed(),
+            torch.numel(row) == 2,
+        ]
+        return (q >= kv) & torch.tensor(all(facts))
+
+    assert_same(mask, "mask")

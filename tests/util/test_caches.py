@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 import attnkit
 from attnkit import flex_attention, masks
+from attnkit.util import caches
 
 # Makes calls of every kind, clears, and lists the caches that still hold something. What a machine
 # has (a library, a compiler) is no data of calls and may stay; interned nodes are held weakly.
@@ -53,6 +55,25 @@ def test_every_cache_is_emptied() -> None:
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "True []", done.stderr
+
+
+def test_the_oldest_entry_is_dropped() -> None:
+    table = {"a": 1, "b": 2}
+    caches.drop_oldest(table)
+    assert table == {"b": 2}
+
+
+def test_an_entry_that_another_thread_drops_first_is_no_error() -> None:
+    class Emptied(dict[str, int]):
+        """A table that another thread empties as soon as its keys were read."""
+
+        def __iter__(self) -> Iterator[str]:
+            keys = list(super().__iter__())
+            self.clear()
+            return iter(keys)
+
+    caches.drop_oldest(Emptied(a=1))
+    caches.drop_oldest({})
 
 
 def test_calls_go_on() -> None:

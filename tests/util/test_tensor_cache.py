@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from collections.abc import Callable
+
+import pytest
 import torch
 
+from attnkit.util import tensor_cache
+from attnkit.util.data_state import DataState, state_of
 from attnkit.util.tensor_cache import VersionedCache
 
 
@@ -50,3 +57,67 @@ def test_bounded() -> None:
         cache.get(key, [t], lambda key=key: key)  # type: ignore[misc]
     assert cache.get(1, [t], lambda: -1) == 1  # recently used
     assert cache.get(2, [t], lambda: -2) == -2  # dropped
+
+
+def in_another_thread(work: Callable[[], object]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_another_thread_drops_an_entry_that_is_looked_up(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache: VersionedCache[int] = VersionedCache(size)
+    tensor = torch.zeros(1)
+    assert cache.get("k", [tensor], lambda: 1) == 1
+
+    def interrupted(tensor: torch.Tensor) -> DataState:
+        in_another_thread(lambda: cache.get("other", [], lambda: 2))  # drops "k" if size is 1
+        in_another_thread(cache.clear)
+        return state_of(tensor)
+
+    monkeypatch.setattr(tensor_cache, "state_of", interrupted)
+    assert cache.get("k", [tensor], lambda: 3) == 3
+    monkeypatch.undo()
+    assert cache.get("k", [tensor], lambda: 4) == 3
+
+
+def test_values_are_computed_without_the_lock() -> None:
+    """A value whose computation waits for another thread's would wait for ever."""
+    cache: VersionedCache[int] = VersionedCache(2)
+    tensor = torch.zeros(1)
+
+    def make() -> int:
+        other = threading.Thread(target=lambda: cache.get("inner", [tensor], lambda: 1))
+        other.start()
+        other.join(60)
+        return -1 if other.is_alive() else cache.get("inner", [tensor], lambda: 2)
+
+    assert cache.get("outer", [tensor], make) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_child_does_not_wait_for_a_thread_of_its_parent() -> None:
+    cache: VersionedCache[int] = VersionedCache(2)
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with tensor_cache._lock:
+            held.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(60)
+    child = os.fork()
+    if child == 0:
+        import signal
+
+        signal.alarm(30)  # ends the child if it waits
+        os._exit(0 if cache.get("k", [], lambda: 7) == 7 else 1)
+    _, status = os.waitpid(child, 0)
+    done.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(status) == 0

@@ -137,7 +137,7 @@ def tcgen05(e: Emitter, c: Instr) -> list[str]:
     if what == "relinquish_alloc_permit":
         return ["tcgen05_relinquish_alloc_permit(W)"]
     if what == "fence::before_thread_sync" or what == "fence::after_thread_sync":
-        return []
+        return [f"fence_tensor(W,{'after' in what})"]
     if what == "commit":
         mask = e.val(a[1], "u4") if "multicast" in c.op else "None"
         return [f"tcgen05_commit(W,{e.addr(a[0])},m,{mask},{group})"]

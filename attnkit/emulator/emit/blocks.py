@@ -17,6 +17,7 @@ from attnkit.emulator.emit.memory import MEMORY_OPS
 from attnkit.emulator.emit.moves import MOVE_OPS
 from attnkit.emulator.emit.waits import waiting
 from attnkit.emulator.faults import PtxError
+from attnkit.emulator.machine.knowledge import SCOPES
 from attnkit.emulator.ptx.kernel import Instr, is_blocking
 
 Emit = Callable[[Emitter, Instr], list[str]]
@@ -30,7 +31,7 @@ EMIT: dict[str, Emit] = {
     **ASYNC_OPS,
 }
 # Instructions without effect on values here.
-NOTHING = {"prefetch", "prefetchu", "griddepcontrol", "applypriority", "setmaxnreg"}
+NOTHING = {"prefetch", "prefetchu", "applypriority", "setmaxnreg"}
 NOTHING |= {"discard", "createpolicy", "pmevent", "nop"}
 _OPERATION = re.compile(r"\w\(W[,)]")  # matches the call of an operation, which may fault
 
@@ -55,11 +56,9 @@ def emit_instruction(e: Emitter, c: Instr) -> list[str]:
     if op in NOTHING:
         return e.put(c.args[0], e.const(0, "u8"), "u8") if op == "createpolicy" else []
     if op in ("fence", "membar"):
-        if "proxy" in c.parts:
-            return ["fence_proxy(W)"] if c.op.startswith("fence.proxy.async") else []
-        return ["fence(W)"]
-    if c.op.startswith(("bar.warp", "barrier.warp")):
-        return []
+        return _fence(c)
+    if op == "griddepcontrol":
+        return ["grid_wait(W)"] if "wait" in c.parts else []
     if op in ("trap", "brkpt"):
         return ["trap(W)"]
     if op not in EMIT:
@@ -68,6 +67,21 @@ def emit_instruction(e: Emitter, c: Instr) -> list[str]:
         return EMIT[op](e, c)
     except (KeyError, IndexError, ValueError) as error:
         raise e.fail(c, f"{type(error).__name__}: {error}") from error
+
+
+def _fence(c: Instr) -> list[str]:
+    """Emit fence or membar."""
+    if c.op.startswith("fence.mbarrier_init"):
+        return ["fence_initialisation(W)"]
+    if "proxy" not in c.parts:
+        scope = c.option(*SCOPES)
+        return [f"fence(W,'{scope or 'sys'}',m)"]
+    if not c.op.startswith("fence.proxy.async"):
+        return []
+    spaces = [x.split("::")[0] for x in c.parts[2:]]
+    shared, everywhere = "shared" in spaces, "global" in spaces
+    both = not (shared or everywhere)
+    return [f"fence_proxy(W,{shared or both},{everywhere or both},m)"]
 
 
 def _straight(e: Emitter, block: list[Instr], index: int, masked: bool) -> list[str]:

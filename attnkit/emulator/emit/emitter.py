@@ -98,6 +98,7 @@ SPECIAL = {
 }
 _INT = re.compile(r"-?(0[xX][0-9a-fA-F]+|\d+)U?$")
 _FLOAT = re.compile(r"0[fF][0-9a-fA-F]{8}$|0[dD][0-9a-fA-F]{16}$")
+_REG = re.compile(r"[%\w$@]+")
 _ADDRESS = re.compile(r"^([^+]+?)\s*(?:\+\s*(-?(?:0x[0-9a-fA-F]+|\d+)))?$")
 
 
@@ -145,6 +146,16 @@ class Emitter:
         self._names: dict[tuple[bytes, str], str] = {}
         self.objects: dict[str, Any] = {}
         self.masked = False
+        self._mentions = Counter(
+            r
+            for c in kernel.instructions()
+            for x in (*c.args, c.pred or "")
+            for r in _REG.findall(x)
+        )
+
+    def is_dead(self, register: str) -> bool:
+        """Return whether nothing reads a register that one instruction writes."""
+        return register == "_" or self._mentions[register] == 1
 
     def fail(self, c: Instr, why: str = "") -> UnknownOpcode:
         """Return the error to raise for an instruction that is not implemented."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from attnkit.emulator.emit.emitter import BYTES, NUMPY, Emitter
+from attnkit.emulator.machine.knowledge import SCOPES, Order
 from attnkit.emulator.ptx.kernel import Instr
 
 _SPACES = ("global", "shared", "param", "const", "local")
@@ -26,6 +27,21 @@ def _element(e: Emitter, c: Instr) -> tuple[str, int]:
     return NUMPY[kind], n
 
 
+_SEMANTICS = ("acquire", "release", "acq_rel", "relaxed")
+
+
+def _order(e: Emitter, c: Instr, default: Order | None) -> str:
+    """Return the name of the Order of an access, or "None" for a weak one."""
+    if c.has("volatile", "mmio"):
+        return e.object(Order("relaxed", SCOPES["sys"]))
+    semantics = c.option(*_SEMANTICS)
+    scope = c.option(*SCOPES)
+    if semantics is None and default is None:
+        return "None"
+    base = default or Order("relaxed", SCOPES["gpu"])
+    return e.object(Order(semantics or base.semantics, SCOPES[scope] if scope else base.scope))
+
+
 def load(e: Emitter, c: Instr) -> list[str]:
     """Emit ld."""
     kind, n = _element(e, c)
@@ -39,7 +55,12 @@ def load(e: Emitter, c: Instr) -> list[str]:
         t = kind
     if space in ("const",):
         space = "global"
-    out = [f"T=ld_{space}(W,{e.addr(c.args[1])},m,{t},{n})"]
+    order = f",{_order(e, c, None)}" if space in ("global", "generic") else ""
+    if space == "shared" and e.is_dead(regs[-1]):
+        # compilers widen loads, and drop the elements that they do not need
+        order = f",{max((j for j, r in enumerate(regs) if not e.is_dead(r)), default=-1) + 1}"
+    order += ",True" if space == "global" and "nc" in c.parts else ""
+    out = [f"T=ld_{space}(W,{e.addr(c.args[1])},m,{t},{n}{order})"]
     for j, r in enumerate(regs):
         out += e.put(r, f"T[{j}]", t)
     return out
@@ -75,7 +96,8 @@ def store(e: Emitter, c: Instr) -> list[str]:
     values = e.vector(c.args[1])
     kinds = {e.stored(v, size) for v in values}
     t = kinds.pop() if len(kinds) == 1 else f"u{size}"
-    return [f"st_{space}(W,{e.addr(c.args[0])},m,{t},{e.values(c.args[1], t)})"]
+    order = f",{_order(e, c, None)}" if space in ("global", "generic") else ""
+    return [f"st_{space}(W,{e.addr(c.args[0])},m,{t},{e.values(c.args[1], t)}{order})"]
 
 
 def _store_async(e: Emitter, c: Instr) -> list[str]:
@@ -103,11 +125,12 @@ def atomic(e: Emitter, c: Instr) -> list[str]:
     space = space_of(c)
     at = 1 if c.parts[0] == "atom" else 0
     fmt = f"'{kind}'" if is_half else "None"
+    order = f",{_order(e, c, Order('relaxed', SCOPES['gpu']))}" if space != "shared" else ""
     if n > 1:
         args = e.values(c.args[at + 1], t)
-        return [f"red_vector(W,{e.addr(c.args[at])},m,{t},'{how}',{args},{fmt})"]
+        return [f"red_vector(W,{e.addr(c.args[at])},m,{t},'{how}',{args},{fmt}{order})"]
     values = "[" + ",".join(e.val(x, t) for x in c.args[at + 1 :][:2]) + "]"
-    call = f"atom_{space}(W,{e.addr(c.args[at])},m,{t},'{how}',{values},{fmt})"
+    call = f"atom_{space}(W,{e.addr(c.args[at])},m,{t},'{how}',{values},{fmt}{order})"
     return e.put(c.args[0], call, t) or [call] if at else [call]
 
 

@@ -204,7 +204,7 @@ def shfl(e: Emitter, c: Instr) -> list[str]:
     both = [x.strip() for x in a[0].split("|")]
     t = e.stored(both[0], 4)
     args = f"{e.val(a[1], t)},{e.val(a[2], 'u4')},{e.val(a[3], 'u4')},'{mode}'"
-    out = [f"T=shfl(W,{args})", *e.put(both[0], "T[0]", t)]
+    out = [f"T=shfl(W,{args},m)", *e.put(both[0], "T[0]", t)]
     return out + (e.put(both[1], "T[1]", "bool") if len(both) > 1 else [])
 
 

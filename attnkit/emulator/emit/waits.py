@@ -64,6 +64,8 @@ def _call(e: Emitter, c: Instr, index: int) -> str:
     p, a, op = c.parts, c.args, c.op
     if p[0] in ("bar", "barrier") and "cluster" in p:
         return f"cluster_arrive(W,m,{'relaxed' in p})" if "arrive" in p else "cluster_wait(W,m)"
+    if p[0] in ("bar", "barrier") and "warp" in p:
+        return f"warp_sync(W,{index},{e.val(a[0], 'u4')},m)"
     if p[0] in ("bar", "barrier"):
         if "red" in p:
             raise e.fail(c)

@@ -124,7 +124,7 @@ class ClusterRun:
                 text = f"bulk store not {how} at exit, by thread {thread}"
                 gang = next(g for g in self._finished[cta.rank] if thread // 32 in g.warps)
                 place = gang.place(group.lines[0])
-                self.launch.note(Finding("unfinished", text, place, "warning"))
+                self.launch.note(Finding("unfinished", text, place))
                 for work in group.work:
                     work()
 

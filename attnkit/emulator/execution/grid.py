@@ -67,7 +67,9 @@ class Grid:
         except KernelFault:
             for c in self._active:
                 self._report_races(c)
+            self._report_global_races()
             raise
+        self._report_global_races()
         return self._stats(time.perf_counter() - begin, ctas)
 
     def _start_next(self) -> None:
@@ -121,6 +123,20 @@ class Grid:
             text = f"{conflict.text}: {c.with_role(who)} against {first}; {conflict.where}"
             at = Place(c.cluster.ids[c.rank_of(who)], (), "", b, launch.source(b))
             launch.note(Finding(conflict.kind, text, at, "error", race.counts[key]))
+
+    def _report_global_races(self) -> None:
+        """Add the races on global memory to the findings."""
+        launch = self.launch
+        for key, conflict in launch.races.conflicts.items():
+            (other, a), (who, b) = conflict.first, conflict.second
+            first = other + (f" at PTX line {a}" if a else "")
+            source = launch.source(a)
+            first += f" ({source})" if source else ""
+            text = f"global memory: {conflict.text}: {who} against {first}; {conflict.where}"
+            at = Place(conflict.cta, (), "", b, launch.source(b))
+            launch.note(Finding(conflict.kind, text, at, "error", launch.races.counts[key]))
+        launch.races.conflicts.clear()
+        launch.races.counts.clear()
 
     def _stats(self, seconds: float, ctas: int) -> LaunchStats:
         """Return the counts of what was executed."""

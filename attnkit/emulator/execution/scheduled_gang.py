@@ -29,8 +29,6 @@ class ScheduledGang(Gang):
     that warps of different roles no longer share masks.
 
     Attributes:
-        groups: mask of each group of lanes, by the block that it runs next. Lanes that have exited
-            are in no group.
         siblings: all gangs of the CTA; a gang that splits off is appended.
     """
 
@@ -44,7 +42,6 @@ class ScheduledGang(Gang):
         siblings: list[ScheduledGang],
     ) -> None:
         super().__init__(cluster, cta, warps, registers)
-        self.groups: dict[int, Any] = {}
         self.siblings = siblings
         self._code = code
         self._functions = code.functions(self.width)

@@ -24,6 +24,7 @@ from attnkit.errors import UnsupportedError
 
 _ATTRIBUTE_BYTES = 72
 _CLUSTER_DIMENSION = 4  # cudaLaunchAttributeClusterDimension
+_STREAM_SERIALIZATION = 6  # cudaLaunchAttributeProgrammaticStreamSerialization
 _PREFIX = "attnkit_emulated"
 
 
@@ -45,7 +46,11 @@ _Callback = ctypes.CFUNCTYPE(
 
 @dataclass(frozen=True)
 class Captured:
-    """Describes one kernel launch that the host function asked for."""
+    """Describes one kernel launch that the host function asked for.
+
+    `dependent`: it may start before the kernel before it in the stream is complete (programmatic
+    dependent launch).
+    """
 
     kernel: PtxKernel
     grid: tuple[int, int, int]
@@ -53,6 +58,7 @@ class Captured:
     cluster: tuple[int, int, int]
     shared: int
     params: bytes
+    dependent: bool = False
 
 
 def compiler() -> str:
@@ -101,9 +107,15 @@ class HostFunction:
     ) -> None:
         self.kernels = kernels
         self.prefix = prefix
-        self.folder = tempfile.mkdtemp(prefix="attnkit-emulator-")
-        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
-        self.library = _link(code, self.folder)
+        try:
+            self.folder = tempfile.mkdtemp(prefix="attnkit-emulator-")
+            weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+            self.library = _link(code, self.folder)
+        except OSError as error:
+            raise EmulatorError(
+                f"the kernel's host code cannot be linked and loaded: {error}. Set TMPDIR to a "
+                "folder with room, from which programs may be run, and CC to a C compiler"
+            ) from error
         self.name = name
         self._load()
 
@@ -127,12 +139,12 @@ class HostFunction:
     def capture(self, arguments: Sequence[bytes]) -> list[Captured]:
         """Return the launches that a call with these packed arguments makes, in order."""
         launches: list[Captured] = []
-        errors: list[Exception] = []
+        errors: list[BaseException] = []
 
         def on_launch(config: Any, name: bytes, params: Any) -> int:
             try:
                 launches.append(self._captured(config.contents, name.decode(), params))
-            except Exception as error:  # an exception must not pass through the C frames
+            except BaseException as error:  # none may pass through the C frames, nor Ctrl-C be lost
                 errors.append(error)
                 return 1
             return 0
@@ -156,15 +168,19 @@ class HostFunction:
         blob = bytearray(kernel.param_bytes)
         for i, p in enumerate(kernel.params):
             blob[p.offset : p.offset + p.size] = ctypes.string_at(params[i], p.size)
-        cluster = (1, 1, 1)
+        cluster, dependent = (1, 1, 1), False
         for i in range(config.attribute_count):
             raw = ctypes.string_at(config.attributes + _ATTRIBUTE_BYTES * i, _ATTRIBUTE_BYTES)
-            if struct.unpack_from("<i", raw)[0] == _CLUSTER_DIMENSION:
+            kind = struct.unpack_from("<i", raw)[0]
+            if kind == _CLUSTER_DIMENSION:
                 cluster = struct.unpack_from("<3I", raw, 8)
+            elif kind == _STREAM_SERIALIZATION:
+                dependent = struct.unpack_from("<i", raw, 8)[0] != 0
         gx, gy, gz = config.grid
         bx, by, bz = config.block
         shared = int(config.shared)
-        return Captured(kernel, (gx, gy, gz), (bx, by, bz), cluster, shared, bytes(blob))
+        grid, block = (gx, gy, gz), (bx, by, bz)
+        return Captured(kernel, grid, block, cluster, shared, bytes(blob), dependent)
 
 
 def _load_runtime() -> None:

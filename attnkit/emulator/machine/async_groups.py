@@ -6,26 +6,31 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from attnkit.emulator.machine.race_detector import Clock
+from attnkit.emulator.machine.knowledge import Clock
 
 Work = Callable[[], None]
 
 
 @dataclass(eq=False)
 class CopyGroup:
-    """Holds the copies between two commits: pending work, clocks and PTX lines."""
+    """Holds the copies between two commits: pending work, clocks and PTX lines.
+
+    `landings` are the clocks of what bulk stores write to global memory.
+    """
 
     work: list[Work] = field(default_factory=list)
     clocks: list[Clock] = field(default_factory=list)
+    landings: list[Clock] = field(default_factory=list)
     lines: list[int] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class BulkGroups:
-    """Holds the bulk async-groups of one thread."""
+    """Holds the bulk async-groups of one thread; `landing`: those whose source has been read."""
 
     current: CopyGroup = field(default_factory=CopyGroup)
     committed: list[CopyGroup] = field(default_factory=list)
+    landing: list[CopyGroup] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

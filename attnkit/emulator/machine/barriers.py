@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from attnkit.emulator.faults import Trap
-from attnkit.emulator.machine.race_detector import Clock, Vector, joined
+from attnkit.emulator.machine.knowledge import Knowledge, joined
 
 MAX_TX = (1 << 20) - 1  # PTX ISA, "Contents of the mbarrier object"
 MAX_COUNT = (1 << 20) - 1
@@ -37,8 +36,8 @@ class MBarrier:
     tx: int = 0
     phase: int = 0
     flips: int = 0
-    released: tuple[Vector, Vector] | None = None
-    done: tuple[Vector, Vector] | None = None
+    released: Knowledge | None = None
+    done: Knowledge | None = None
     initialised: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
@@ -46,10 +45,10 @@ class MBarrier:
             raise Trap("barrier", f"{self.name}: count {self.count} is not in 1..{MAX_COUNT}")
         self.pending = self.count
 
-    def release(self, who: Clock | None, relaxed: bool = False) -> None:
-        """Hand the knowledge of `who` to agents that wait for this phase."""
-        if who is not None:
-            self.released = joined(self.released, who.handed_on(relaxed))
+    def release(self, knowledge: Knowledge | None) -> None:
+        """Hand knowledge to agents that wait for this phase."""
+        if knowledge is not None:
+            self.released = joined(self.released, knowledge)
 
     def arrive(self, n: int) -> None:
         """Count `n` arrivals, and complete the phase if it was waiting for them alone."""
@@ -90,7 +89,7 @@ class NamedBarrier:
     arrived: int = 0
     generation: int = 0
     waiting: list[int] = field(default_factory=list)
-    clocks: dict[int, tuple[Vector, Vector]] = field(default_factory=dict)
+    clocks: dict[int, Knowledge] = field(default_factory=dict)
 
     def arrive(self, lanes: int, threads: int, warps: tuple[int, ...]) -> bool:
         """Count `lanes` of `threads` expected threads; return whether the barrier completes."""
@@ -113,10 +112,10 @@ class NamedBarrier:
             return True
         return False
 
-    def release(self, who: Clock | None) -> None:
-        """Hand the knowledge of `who` to agents that wait for this generation."""
-        if who is not None:
-            accumulate(self.clocks, self.generation, who)
+    def release(self, knowledge: Knowledge | None) -> None:
+        """Hand knowledge to agents that wait for this generation."""
+        if knowledge is not None:
+            accumulate(self.clocks, self.generation, knowledge)
 
     def __str__(self) -> str:
         name = f" {self.name}" if self.name else ""
@@ -133,7 +132,7 @@ class ClusterBarrier:
     warps: int
     arrived: int = 0
     generation: int = 0
-    clocks: dict[int, tuple[Vector, Vector]] = field(default_factory=dict)
+    clocks: dict[int, Knowledge] = field(default_factory=dict)
 
     def arrive(self, n: int) -> None:
         """Count the arrival of `n` warps."""
@@ -145,8 +144,8 @@ class ClusterBarrier:
             raise Trap("barrier", "barrier.cluster: a warp arrives twice in one phase")
 
 
-def accumulate(clocks: dict[int, Any], generation: int, who: Clock, relaxed: bool = False) -> None:
-    """Add the knowledge of `who` to what a barrier hands on for one of its generations."""
-    knowledge = joined(clocks.get(generation), who.handed_on(relaxed))
-    if knowledge is not None:
-        clocks[generation] = knowledge
+def accumulate(clocks: dict[int, Knowledge], generation: int, knowledge: Knowledge) -> None:
+    """Add to what a barrier hands on for one of its generations."""
+    both = joined(clocks.get(generation), knowledge)
+    assert both is not None
+    clocks[generation] = both

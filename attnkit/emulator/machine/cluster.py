@@ -13,8 +13,9 @@ from attnkit.emulator.machine.address_spaces import OFFSET_MASK, RANK_SHIFT, SHA
 from attnkit.emulator.machine.async_groups import Work
 from attnkit.emulator.machine.barriers import ClusterBarrier, MBarrier, accumulate
 from attnkit.emulator.machine.cta import Cta
+from attnkit.emulator.machine.knowledge import Clock, Knowledge
 from attnkit.emulator.machine.launch import Launch
-from attnkit.emulator.machine.race_detector import Clock, RaceDetector
+from attnkit.emulator.machine.race_detector import RaceDetector
 from attnkit.emulator.machine.tensor_maps import Box, TensorMap
 from attnkit.emulator.numerics.formats import Lanes, u1
 
@@ -64,8 +65,16 @@ class Cluster:
         self.barrier = ClusterBarrier(self.warps * len(ids))
         self.race: RaceDetector | None = None
         if launch.mode.race:
-            agents = len(ids) * (3 * self.warps + 40)
-            self.race = RaceDetector(len(ids), self.ctas[0].smem.size, agents, launch.grain)
+            agents = len(ids) * (12 * self.warps + 40)
+            self.race = RaceDetector(
+                len(ids),
+                self.ctas[0].smem.size,
+                agents,
+                launch.grain,
+                cluster=launch.races.next_cluster,
+                strict_order=launch.mode.strict_order,
+            )
+            launch.races.begin_cluster(self.race.names, ids)
 
     # ---- asynchronous work
     def submit(self, unit: str, work: Work, issuer: Issuer) -> None:
@@ -192,11 +201,10 @@ class Cluster:
     def complete_tx(self, address: int, size: int, clock: Clock | None) -> None:
         """Complete `size` bytes of a copy on the mbarrier at `address`."""
         b = self.mbarrier(address)
-        b.release(clock)
+        b.release(clock.knows if clock is not None else None)
         b.expect(-size)
 
-    def release_cluster(self, clock: Clock | None, relaxed: bool) -> None:
-        """Hand the knowledge of `clock` to agents that wait at the cluster barrier."""
-        if clock is not None:
-            accumulate(self.barrier.clocks, self.barrier.generation, clock, relaxed)
-            clock.tick()
+    def release_cluster(self, knowledge: Knowledge | None) -> None:
+        """Hand knowledge to agents that wait at the cluster barrier."""
+        if knowledge is not None:
+            accumulate(self.barrier.clocks, self.barrier.generation, knowledge)

@@ -16,7 +16,8 @@ from attnkit.emulator.machine.async_groups import CopyGroup, WgmmaGroup
 from attnkit.emulator.machine.cluster import Cluster
 from attnkit.emulator.machine.cta import Cta
 from attnkit.emulator.machine.event_recorder import Stream
-from attnkit.emulator.machine.race_detector import Clock, RaceDetector
+from attnkit.emulator.machine.knowledge import CLUSTER, Clock, Knowledge
+from attnkit.emulator.machine.race_detector import RaceDetector
 from attnkit.emulator.numerics.formats import Lanes, u4
 from attnkit.emulator.ptx.warp_roles import role_of
 
@@ -36,6 +37,10 @@ class Gang:
         why: description of what the gang waits for.
         yielded: whether it lets others run before it continues.
         polling: whether it keeps testing what only others can change.
+        groups: mask of each group of lanes, by the block that it runs next. Lanes that have exited
+            are in no group.
+        lane_waits: lanes that wait at bar.warp.sync, by block.
+        lanes_released: lanes whose wait at bar.warp.sync is over, by block.
         leaving: lanes of warps that must leave the gang before its block can run, or None.
         race, clock: the race detector and the gang's clock, if races are watched.
         events: stream that records events; None if there is no recorder.
@@ -64,6 +69,9 @@ class Gang:
         self.why = ""
         self.yielded = self.polling = False
         self.leaving: Lanes | None = None
+        self.groups: dict[int, Any] = {}
+        self.lane_waits: dict[int, Lanes] = {}
+        self.lanes_released: dict[int, Lanes] = {}
         self.race: RaceDetector | None = None
         self.clock: Clock | None = None
         self.events: Stream | None = None
@@ -126,6 +134,11 @@ class Gang:
         """Return the value of `x` in the first active lane."""
         return int(x[0]) if m is self.full else int(x[m.argmax()])
 
+    def alive(self) -> Lanes:
+        """Return the mask of the lanes that have not exited."""
+        out: Lanes = np.logical_or.reduce(list(self.groups.values()))
+        return out
+
     def narrowed(self, m: Mask, p: Lanes) -> Mask | None:
         """Return `m & p`; None if it has no lane, the object `full` if it has all."""
         n = np.count_nonzero(p)
@@ -142,11 +155,42 @@ class Gang:
         """Return the gang's name in the race detector."""
         return f"warp {self.cta.rank}.{self.warps[0]}"
 
-    def issue(self, unit: str, *, ordered: bool) -> Clock | None:
-        """Return the clock of an asynchronous operation that starts here, if races are watched."""
+    def single(self, m: Mask) -> int | None:
+        """Return the lane if one lane of one warp is active, else None."""
+        if m is self.full or np.count_nonzero(m) > 1:
+            return None
+        return int(self.lane[m.argmax()])
+
+    def issue(self, unit: str, *, ordered: bool, m: Mask | None = None) -> Clock | None:
+        """Return the clock of an asynchronous operation that starts here, if races are watched.
+
+        Args:
+            unit: name of the unit that executes it.
+            ordered: whether it runs after earlier operations of its unit.
+            m: the lanes that issue it; None: the warp as one.
+        """
         if self.race is None or self.clock is None:
             return None
-        return self.race.issue(self.clock, unit, self.line, ordered=ordered)
+        lane = None if m is None else self.single(m)
+        return self.race.issue(self.clock, unit, self.line, ordered=ordered, lane=lane)
+
+    def meet_lanes(self, m: Mask) -> None:
+        """Record an instruction for which all lanes of a warp wait, if races are watched."""
+        if self.clock is None or self.race is None or self.race.strict_order:
+            return
+        if m is self.full or (m == self.alive()).all():
+            self.clock.meet_lanes()
+
+    def handed_on(self, m: Mask, relaxed: bool = False, scope: int = CLUSTER) -> Knowledge | None:
+        """Return what an arrival of the lanes `m` hands on, if races are watched.
+
+        Args:
+            relaxed: whether it hands on only what was known at the last fence.
+            scope: scope that a fence must have had for that.
+        """
+        if self.clock is None:
+            return None
+        return self.clock.published[scope] if relaxed else self.clock.seen_by(self.single(m))
 
     # ---- reports
     def place(self, line: int) -> Place:

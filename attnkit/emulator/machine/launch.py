@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from attnkit.emulator.faults import Finding
 from attnkit.emulator.machine.event_recorder import Recorder
 from attnkit.emulator.machine.global_memory import GlobalMemory
+from attnkit.emulator.machine.global_races import GlobalRaces
 from attnkit.emulator.machine.static_memory import StaticMemory
 from attnkit.emulator.ptx.kernel import PtxKernel, Source
 from attnkit.errors import OptionError
@@ -29,6 +30,7 @@ class Mode:
         race: whether to look for memory accesses without an order.
         prompt: probability that asynchronous work runs at once although `late` is set.
         strict_loads: whether a tcgen05.ld completes only at tcgen05.wait::ld.
+        strict_order: whether lanes of a warp and tensor memory are ordered only as PTX says.
         together: number of clusters that run side by side from the start.
     """
 
@@ -38,10 +40,13 @@ class Mode:
     race: bool = False
     prompt: float = 0.0
     strict_loads: bool = False
+    strict_order: bool = False
     together: int = 8
 
     @classmethod
-    def of(cls, name: str, seed: int = 0, *, strict_loads: bool = False) -> Mode:
+    def of(
+        cls, name: str, seed: int = 0, *, strict_loads: bool = False, strict_order: bool = False
+    ) -> Mode:
         """Return a mode by name. Adversarial seed 0 delays all asynchronous work, others may mix.
 
         Raises:
@@ -59,6 +64,7 @@ class Mode:
             name == "race",
             prompt,
             strict_loads and name == "race",
+            strict_order and name == "race",
             together,
         )
 
@@ -75,6 +81,7 @@ class Launch:
         limit: number of basic blocks, counted per warp, after which the launch counts as endless.
         executed: how often warps executed each basic block.
         waiting: indices of the clusters that were not started yet.
+        races: the race detector of global memory, used if `mode.race`.
     """
 
     kernel: PtxKernel
@@ -91,6 +98,7 @@ class Launch:
     sms: int = 132
     limit: int = LIMIT
     recorder: Recorder | None = None
+    races: GlobalRaces = field(default_factory=GlobalRaces)
     findings: dict[tuple[str, str, int], Finding] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -119,6 +127,13 @@ class Launch:
                 wide = next((int(p[1:]) for p in c.parts if p in ("v2", "v4", "v8")), 1)
                 sizes_seen.append(sizes.get(c.parts[-1], 4) * wide)
         return min(sizes_seen)
+
+    @staticmethod
+    def global_grain(kernels: Iterable[PtxKernel]) -> int:
+        """Return the bytes of the smallest store to global memory in these kernels, 2 at most."""
+        stores = (c for k in kernels for c in k.instructions() if c.parts[0] == "st")
+        small = any(c.parts[-1] in ("b8", "u8", "s8") and "shared" not in c.op for c in stores)
+        return 1 if small else 2
 
     # ---- reports
     def source_of(self, line: int) -> Source | None:

@@ -1,14 +1,9 @@
 """Detect races by happens-before, with vector clocks, on shared and tensor memory.
 
 Shared memory is tracked in granules of 4 bytes (fewer if the kernel has smaller stores), tensor
-memory by column and quarter of the lanes. Every warp and every asynchronous unit is an agent with a
-vector clock: its own time, and for each other agent the time up to which it knows the accesses of
-that agent. Barriers hand this knowledge from agents that arrive to agents that wait. A second
-vector, `fenced`, holds what a proxy fence has made visible to the asynchronous proxy (PTX ISA,
-"Proxies", and fence.proxy). A granule without a writer is uninitialised.
-
-A relaxed arrival hands on only what its agent knew at its last fence. What an agent learns by a
-relaxed wait counts from its next fence on (PTX ISA, "Release and Acquire Patterns").
+memory by column and quarter of the lanes. `knowledge` describes agents and what they know. A granule
+without a writer is uninitialised. Accesses of different lanes of one warp are ordered by
+bar.warp.sync and by barriers, not by the order of their instructions (PTX ISA, bar.warp.sync).
 """
 
 from __future__ import annotations
@@ -19,64 +14,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from attnkit.emulator.machine.knowledge import (
+    ALWAYS,
+    HANDED,
+    KNOWN,
+    ROWS,
+    SHARED,
+    TENSOR,
+    Clock,
+    Knowledge,
+    lane_of,
+)
+
 Index = Any
-Vector = NDArray[np.int32]
+Lane = NDArray[Any] | int | None
 TMEM_GRANULES = 512 * 4
-
-
-@dataclass(eq=False)
-class Clock:
-    """Holds the vector clock of an agent: its own time, and what it knows of other agents."""
-
-    agent: int
-    known: Vector
-    fenced: Vector
-    line: int = 0
-    published: tuple[Vector, Vector] | None = None
-    awaited: tuple[Vector, Vector] | None = None
-
-    @property
-    def now(self) -> int:
-        """Return the agent's own time."""
-        return int(self.known[self.agent])
-
-    def tick(self) -> None:
-        """Advance the agent's own time."""
-        self.known[self.agent] += 1
-
-    def join(self, known: Vector, fenced: Vector) -> None:
-        """Add the knowledge of others."""
-        np.maximum(self.known, known, out=self.known)
-        np.maximum(self.fenced, fenced, out=self.fenced)
-
-    def handed_on(self, relaxed: bool) -> tuple[Vector, Vector] | None:
-        """Return the knowledge that an arrival of this agent hands on."""
-        return self.published if relaxed else (self.known, self.fenced)
-
-    def learn(self, knowledge: tuple[Vector, Vector], relaxed: bool) -> None:
-        """Add the knowledge that a wait handed on."""
-        if relaxed:
-            self.awaited = joined(self.awaited, knowledge)
-        else:
-            self.join(*knowledge)
-
-    def fence(self) -> None:
-        """Execute fence.acq_rel, fence.sc or membar."""
-        if self.awaited is not None:
-            self.join(*self.awaited)
-            self.awaited = None
-        self.published = (self.known.copy(), self.fenced.copy())
-        self.tick()
-
-
-def joined(
-    a: tuple[Vector, Vector] | None, b: tuple[Vector, Vector] | None
-) -> tuple[Vector, Vector] | None:
-    """Return the union of two pieces of knowledge, in new tuples."""
-    if a is None or b is None:
-        one = b if a is None else a
-        return None if one is None else (one[0].copy(), one[1].copy())
-    return (np.maximum(a[0], b[0]), np.maximum(a[1], b[1]))
+COLLECTIVE = -1  # lane of an access that a warp makes as one
+SEVERAL = -2  # lane of a granule that several lanes read
+ANY = -3  # lane of a granule that several lanes wrote at once
 
 
 @dataclass(frozen=True)
@@ -91,53 +46,102 @@ class Conflict:
 
 
 class RaceDetector:
-    """Holds the shadow state of the shared and tensor memory of one cluster, and its conflicts."""
+    """Holds the shadow state of the shared and tensor memory of one cluster, and its conflicts.
 
-    def __init__(self, ctas: int, size: int, agents: int, grain: int = 4) -> None:
+    Attributes:
+        cluster: number of the cluster in the launch.
+        strict_order: whether only bar.warp.sync and barriers order lanes of a warp, and only
+            tcgen05.fence tensor memory; otherwise also what does so on known hardware.
+    """
+
+    def __init__(
+        self,
+        ctas: int,
+        size: int,
+        agents: int,
+        grain: int = 4,
+        *,
+        cluster: int = 0,
+        strict_order: bool = False,
+    ) -> None:
         self.grain = grain
+        self.cluster = cluster
+        self.strict_order = strict_order
         self.words = words = size // grain
         self.stride = words + TMEM_GRANULES
         n = self.stride * ctas
         self.agents = agents
         self.writer = np.full(n, -1, np.int16)
         self.written = np.zeros(n, np.int32)
+        self.write_lane = np.full(n, COLLECTIVE, np.int8)
         self.generic = np.zeros(n, bool)
         self.write_line = np.zeros(n, np.int32)
+        self.reader = np.full(n, -1, np.int16)
+        self.read_time = np.zeros(n, np.int32)
+        self.read_lane = np.full(n, COLLECTIVE, np.int8)
         self.read_line = np.zeros(n, np.int32)
-        self.reads = np.zeros((agents, n), np.int32)
+        self.reads = np.zeros((agents, n), np.int32)  # a row for each agent of `readers`
+        self.readers: list[int] = []
+        self.row: dict[int, int] = {}
         self._granules: dict[tuple[int, int], tuple[Any, Index]] = {}
         self.by_atomic = np.zeros(n, bool)
-        self.atomics: dict[str, Clock] = {}
+        self.atomics: Knowledge | None = None
         self.names: list[str] = []
         self.index: dict[str, int] = {}
         self.units: dict[str, Clock] = {}
         self.conflicts: dict[tuple[str, int, int], Conflict] = {}
         self.counts: dict[tuple[str, int, int], int] = {}
 
-    def agent(self, name: str) -> int:
-        """Return the number of an agent; a new name gets a new number."""
-        if name not in self.index:
+    def agent(self, key: str, name: str = "") -> int:
+        """Return the number of an agent; a new key gets a new number, and `name` or the key."""
+        if key not in self.index:
             # When the table is full, later agents share one clock, and fewer races are found.
-            self.index[name] = min(len(self.names), self.agents - 1)
+            self.index[key] = min(len(self.names), self.agents - 1)
             if len(self.names) < self.agents:
-                self.names.append(name)
-        return self.index[name]
+                self.names.append(name or key)
+        return self.index[key]
 
     def warp(self, name: str) -> Clock:
         """Create the clock of a warp that starts."""
         a = self.agent(name)
-        known = np.zeros(self.agents, np.int32)
-        known[a] = 1
-        return Clock(a, known, np.zeros(self.agents, np.int32))
+        table = np.zeros((ROWS, self.agents), np.int32)
+        table[KNOWN, a] = 1
+        return Clock(
+            a, Knowledge(self.cluster, table), common=np.full(self.agents, ALWAYS, np.int32)
+        )
 
-    def issue(self, by: Clock, unit: str, line: int, *, ordered: bool) -> Clock:
-        """Create the clock of an asynchronous operation; `ordered`: after others of its unit."""
+    def agent_of(self, who: Clock, lanes: Lane, *, write: bool) -> int:
+        """Return the agent of an access by `lanes` of a warp, or by an asynchronous unit."""
+        if who.common is None:
+            return who.agent
+        lane = lane_of(lanes) if isinstance(lanes, np.ndarray) else None
+        if (lane, write) not in who.accessors:
+            name = self.names[who.agent] + ("" if lane is None else f" lane {lane}")
+            a = self.agent(f"{name}, {'writes' if write else 'reads'}", name)
+            who.accessors[lane, write] = a
+            who.common[a] = 0
+        a = who.accessors[lane, write]
+        who.known[a] = who.now
+        return a
+
+    def issue(
+        self, by: Clock, unit: str, line: int, *, ordered: bool, lane: int | None = None
+    ) -> Clock:
+        """Create the clock of an asynchronous operation.
+
+        Args:
+            by: the warp that issues it.
+            unit: name of the unit that executes it.
+            line: PTX line of the instruction.
+            ordered: whether it runs after earlier operations of its unit.
+            lane: the lane that issues it; None if several do.
+        """
         a = self.agent(unit)
         last = self.units.get(unit)
-        op = Clock(a, by.known.copy(), by.fenced.copy(), line)
+        op = Clock(a, by.seen_by(lane), line)
         if last is not None and ordered:
-            op.join(last.known, last.fenced)
-        op.known[a] = (last.now if last is not None else 0) + 1
+            op.complete(last)
+        op.knows.table[[KNOWN, TENSOR], a] = (last.now if last is not None else 0) + 1
         self.units[unit] = op
         by.tick()
         return op
@@ -167,8 +171,19 @@ class RaceDetector:
             return slice(base, base + 4 * columns)
         return slice(base + quarter, base + 4 * columns, 4)
 
-    def read(self, i: Index, who: Clock, *, asynchronous: bool, line: int) -> None:
-        """Record a read, and report it if it is not ordered after the last write."""
+    def repeated(self, lanes: NDArray[Any], size: int) -> NDArray[np.int8]:
+        """Return the lane of each granule, for accesses of `size` bytes by these lanes."""
+        return np.repeat(lanes.astype(np.int8), max(1, size // self.grain))
+
+    def read(
+        self, i: Index, who: Clock, *, asynchronous: bool, line: int, lanes: Lane = None
+    ) -> None:
+        """Record a read, and report it if it is not ordered after the last write.
+
+        Args:
+            asynchronous: whether it is of the asynchronous proxy.
+            lanes: the lane of each granule, or COLLECTIVE; None for asynchronous units.
+        """
         a, t = self.writer[i], self.written[i]
         if (a < 0).any():
             self._report(
@@ -178,67 +193,160 @@ class RaceDetector:
         if bad.any():
             self._report("race", "read not ordered after write", i, bad, who, line)
         elif asynchronous:
-            bad = self.generic[i] & (t > who.fenced[a])
+            bad = self.generic[i] & (t > who.knows.table[SHARED][a])
             if bad.any():
                 text = "asynchronous read of a generic write without fence.proxy.async"
                 self._report("fence", text, i, bad, who, line)
-        self.reads[who.agent, i] = who.now
+        elif who.common is not None and lanes is not None:
+            self._check_lanes(i, who, lanes, line)
+        agent = self.agent_of(who, lanes, write=False)
+        self.reads[self._row(agent), i] = who.now
         self.read_line[i] = line
+        if who.common is not None and lanes is not None:
+            self._record_lanes(i, who, lanes, agent)
 
-    def write(self, i: Index, who: Clock, *, generic: bool, line: int) -> None:
-        """Record a write, and report it if it is not ordered after earlier accesses."""
+    def _row(self, agent: int) -> int:
+        """Return the row of `reads` of an agent; a new agent gets a new row."""
+        if agent not in self.row:
+            self.row[agent] = len(self.readers)
+            self.readers.append(agent)
+        return self.row[agent]
+
+    def _check_lanes(self, i: Index, who: Clock, lanes: Lane, line: int) -> None:
+        """Report an access to what another lane of the warp has written since they met."""
+        assert who.common is not None
+        late = self.written[i] > who.common[self.writer[i]]
+        if late.any():
+            lane = self.write_lane[i]
+            bad = late & (lane != lanes) & (lane != ANY)
+            if bad.any():
+                text = "access not ordered after write by another lane of the warp (bar.warp.sync)"
+                self._report("race", text, i, bad, who, line)
+
+    def _check_lanes_read(self, i: Index, who: Clock, lanes: Lane, line: int) -> None:
+        """Report a write to what another lane of the warp has read since they met."""
+        assert who.common is not None
+        reader = self.reader[i]
+        late = self.read_time[i] > who.common[reader]
+        if late.any():
+            bad = late & (self.read_lane[i] != lanes)
+            if bad.any():
+                text = "write not ordered after read by another lane of the warp (bar.warp.sync)"
+                other = int(np.ravel(reader)[int(np.flatnonzero(bad)[0])])
+                self._report("race", text, i, bad, who, line, other)
+
+    def _record_lanes(self, i: Index, who: Clock, lanes: NDArray[Any] | int, agent: int) -> None:
+        """Record which lane of a warp has read each granule, SEVERAL if more than one has."""
+        assert who.common is not None
+        before, reader = self.read_lane[i], self.reader[i]
+        old = (reader == agent) & (self.read_time[i] > who.common[agent])
+        self.read_lane[i] = lanes
+        several = (self.read_lane[i] != lanes) | (old & (before != lanes))
+        if several.any():
+            self.read_lane[i] = np.where(several, SEVERAL, self.read_lane[i])
+        self.reader[i] = agent
+        self.read_time[i] = who.now
+
+    def write(self, i: Index, who: Clock, *, generic: bool, line: int, lanes: Lane = None) -> None:
+        """Record a write, and report it if it is not ordered after earlier accesses.
+
+        Args:
+            generic: whether it is of the generic proxy.
+            lanes: the lane of each granule, or COLLECTIVE; None for asynchronous units.
+        """
         a, t = self.writer[i], self.written[i]
         bad = t > who.known[a]
         if bad.any():
             self._report("race", "write not ordered after write", i, bad, who, line)
-        used = len(self.names)
-        late = self.reads[:used, i] > who.known[:used, None]
+        late = self.reads[: len(self.readers), i] > who.known[self.readers, None]
         if late.any():
-            other = int(np.flatnonzero(late.any(1))[0])
-            bad = late[other]
+            first = int(np.flatnonzero(late.any(1))[0])
+            other, bad = self.readers[first], late[first]
             self._report("race", "write not ordered after read", i, bad, who, line, other)
-        self.writer[i] = who.agent
+        if who.common is not None and lanes is not None:
+            self._check_lanes(i, who, lanes, line)
+            self._check_lanes_read(i, who, lanes, line)
+        self.writer[i] = self.agent_of(who, lanes, write=True)
         self.written[i] = who.now
         self.generic[i] = generic
         self.write_line[i] = line
         self.by_atomic[i] = False
+        self.write_lane[i] = COLLECTIVE if lanes is None else lanes
+        if isinstance(lanes, np.ndarray):
+            several = self.write_lane[i] != lanes
+            if several.any():
+                self.write_lane[i] = np.where(several, ANY, self.write_lane[i])
 
     def atomic(self, i: Index, who: Clock, *, line: int) -> None:
         """Record an atomic. It races with plain accesses, but is ordered after other atomics."""
-        shared = self.atomics.setdefault(
-            "all", Clock(who.agent, who.known.copy(), who.fenced.copy())
-        )
-        by_atomic = self.by_atomic[i]
-        who.join(
-            np.where(by_atomic.all(), shared.known, 0), np.where(by_atomic.all(), shared.fenced, 0)
-        )
+        if self.atomics is None:
+            self.atomics = who.knows.copy()
+        if self.by_atomic[i].all():
+            who.join(self.atomics)
         self.write(i, who, generic=True, line=line)
         self.by_atomic[i] = True
-        shared.join(who.known, who.fenced)
+        self.atomics.join(who.knows)
         who.tick()
 
-    def ordered(self, agent: int, time: int, who: Clock, text: str, line: int, first: int) -> None:
-        """Report a race unless `who` knows `agent` up to `time` (used for mbarrier.init)."""
+    def check_initialised(self, barrier: Any, who: Clock, line: int, asynchronous: bool) -> None:
+        """Report the use of an mbarrier whose mbarrier.init is not visible to `who`.
+
+        Args:
+            barrier: the MBarrier.
+            asynchronous: whether an asynchronous operation arrives at it.
+        """
+        if barrier.initialised is None:
+            return
+        agent, time = barrier.initialised
         if time > who.known[agent]:
-            key = (text, first, line)
-            a, b = (self.names[agent], first), (self.names[who.agent], line)
-            self.conflicts.setdefault(key, Conflict("race", text, a, b, "mbarrier"))
-            self.counts[key] = self.counts.get(key, 0) + 1
+            text = f"use of {barrier.name} not ordered after its mbarrier.init"
+            self._note("race", text, (agent, barrier.line), (who.agent, line), "mbarrier")
+        elif asynchronous and time > who.knows.table[SHARED][agent]:
+            text = f"asynchronous arrival at {barrier.name} without fence.mbarrier_init"
+            self._note("fence", text, (agent, barrier.line), (who.agent, line), "mbarrier")
+
+    def check_tensor(self, i: Index, who: Clock, line: int, *, write: bool) -> None:
+        """Report a tcgen05 access that tcgen05.fence does not order after earlier ones."""
+        if not self.strict_order:
+            return
+        seen, known = who.knows.table[TENSOR], who.known
+        a, t = self.writer[i], self.written[i]
+        bad = (t <= known[a]) & (t > seen[a])
+        readers = self.readers if write else []
+        reads = self.reads[: len(readers), i]
+        late = (reads <= known[readers, None]) & (reads > seen[readers, None])
+        if not bad.any() and not late.any():
+            return
+        other = -1
+        times, agents = t, a
+        if not bad.any():
+            row = int(np.flatnonzero(late.any(1))[0])
+            other, bad, times = readers[row], late[row], reads[row]
+            agents = np.full(bad.shape, other)
+        handed = who.knows.table[HANDED][agents[bad][0]] >= times[bad][0]
+        missing = "after_thread_sync" if handed else "before_thread_sync"
+        text = f"tensor memory: not ordered by tcgen05.fence::{missing}"
+        self._report("fence", text, i, bad, who, line, other)
 
     def _report(
         self, kind: str, text: str, i: Index, bad: Any, who: Clock, line: int, other: int = -1
     ) -> None:
-        """Add a conflict, or count it if there is an equal one."""
+        """Add a conflict at the first bad granule."""
         j = int(np.flatnonzero(bad)[0])
         g = int(i.start + j * (i.step or 1) if isinstance(i, slice) else np.ravel(i)[j])
         lines = self.read_line if other >= 0 else self.write_line
-        first = int(lines[g])
         agent = other if other >= 0 else int(self.writer[g])
-        name = self.names[agent] if agent >= 0 else ""
-        key = (text, first, line)
+        self._note(kind, text, (agent, int(lines[g])), (who.agent, line), self.where(g))
+
+    def _note(
+        self, kind: str, text: str, first: tuple[int, int], second: tuple[int, int], where: str
+    ) -> None:
+        """Add a conflict of two (agent, PTX line), or count it if there is an equal one."""
+        name = self.names[first[0]] if first[0] >= 0 else ""
+        key = (text, first[1], second[1])
         if key not in self.conflicts:
-            end = (self.names[who.agent], line)
-            self.conflicts[key] = Conflict(kind, text, (name, first), end, self.where(g))
+            end = (self.names[second[0]], second[1])
+            self.conflicts[key] = Conflict(kind, text, (name, first[1]), end, where)
         self.counts[key] = self.counts.get(key, 0) + 1
 
     def where(self, granule: int) -> str:

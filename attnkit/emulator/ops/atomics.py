@@ -13,6 +13,7 @@ import numpy as np
 
 from attnkit.emulator.faults import Trap
 from attnkit.emulator.machine.gang import Gang, Mask
+from attnkit.emulator.machine.knowledge import Order
 from attnkit.emulator.numerics.formats import Lanes, u8
 from attnkit.emulator.numerics.lane_arithmetic import half, packed
 from attnkit.emulator.ops.loads_stores import (
@@ -20,6 +21,7 @@ from attnkit.emulator.ops.loads_stores import (
     global_offsets,
     items_of,
     masks_by_rank,
+    note_global,
     shared_offsets,
 )
 
@@ -70,7 +72,14 @@ def _apply(view: Lanes, i: Lanes, how: str, fmt: str | None, values: list[Lanes]
 
 
 def atom_global(
-    gang: Gang, a: Lanes, m: Mask, dt: Any, how: str, values: list[Lanes], fmt: str | None
+    gang: Gang,
+    a: Lanes,
+    m: Mask,
+    dt: Any,
+    how: str,
+    values: list[Lanes],
+    fmt: str | None,
+    order: Order,
 ) -> Lanes:
     """Execute atom on global memory; return the old values."""
     item, left = np.dtype(dt).itemsize, m
@@ -78,6 +87,7 @@ def atom_global(
     while True:
         b, off, part = global_offsets(gang, a, left, item)
         gang.memory.check_defined(b, off, item)
+        note_global(gang, (b, off), part, item, order, read=True, write=True)
         view, i = items_of(b, off, dt)
         old[part] = _apply(view, i, how, fmt, [v[part] for v in values])
         left = left & ~part
@@ -88,12 +98,19 @@ def atom_global(
 
 
 def red_vector(
-    gang: Gang, a: Lanes, m: Mask, dt: Any, how: str, values: list[Lanes], fmt: str | None
+    gang: Gang,
+    a: Lanes,
+    m: Mask,
+    dt: Any,
+    how: str,
+    values: list[Lanes],
+    fmt: str | None,
+    order: Order,
 ) -> None:
     """Execute red on a vector of elements of global memory."""
     item = np.dtype(dt).itemsize
     for j, v in enumerate(values):
-        atom_global(gang, a + u8(j * item), m, dt, how, [v], fmt)
+        atom_global(gang, a + u8(j * item), m, dt, how, [v], fmt, order)
 
 
 def atom_shared(
@@ -114,11 +131,19 @@ def atom_shared(
 
 
 def atom_generic(
-    gang: Gang, a: Lanes, m: Mask, dt: Any, how: str, values: list[Lanes], fmt: str | None
+    gang: Gang,
+    a: Lanes,
+    m: Mask,
+    dt: Any,
+    how: str,
+    values: list[Lanes],
+    fmt: str | None,
+    order: Order,
 ) -> Lanes:
     """Execute atom on generic addresses; return the old values."""
     kind = generic_space(gang, a, m)
     if kind == "local":
         raise Trap("bounds", "atomic on local memory")
-    on = atom_shared if kind == "shared" else atom_global
-    return on(gang, a, m, dt, how, values, fmt)
+    if kind == "shared":
+        return atom_shared(gang, a, m, dt, how, values, fmt)
+    return atom_global(gang, a, m, dt, how, values, fmt, order)

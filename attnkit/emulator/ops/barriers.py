@@ -10,6 +10,7 @@ from attnkit.emulator.faults import Finding, Trap
 from attnkit.emulator.machine.address_spaces import OFFSET_MASK, RANK_SHIFT, SHARED_BASE
 from attnkit.emulator.machine.barriers import MBarrier, NamedBarrier
 from attnkit.emulator.machine.gang import Gang, Mask
+from attnkit.emulator.machine.knowledge import CLUSTER, CTA, GLOBAL, SCOPES, SHARED, Clock
 from attnkit.emulator.numerics.formats import Lanes, u8
 from attnkit.emulator.ptx.barrier_names import barrier_name
 
@@ -27,9 +28,22 @@ def lanes_by_address(gang: Gang, a: Lanes, m: Mask) -> list[tuple[int, int]]:
 
 def _check_init_visible(gang: Gang, b: MBarrier) -> None:
     """Report a use of a barrier whose initialisation is not visible to the gang, in race mode."""
-    if gang.race is not None and gang.clock is not None and b.initialised is not None:
-        text = f"use of {b.name} not ordered after its mbarrier.init"
-        gang.race.ordered(*b.initialised, gang.clock, text, gang.line, b.line)
+    if gang.race is not None and gang.clock is not None:
+        gang.race.check_initialised(b, gang.clock, gang.line, asynchronous=False)
+
+
+def check_barriers(gang: Gang, addresses: list[int], clock: Clock | None) -> None:
+    """Report mbarriers at which an asynchronous operation arrives before they are initialised."""
+    if gang.race is None or clock is None:
+        return
+    for address in addresses:
+        b = gang.cluster.mbarrier(address)
+        gang.race.check_initialised(b, clock, gang.line, asynchronous=True)
+
+
+def _initialiser(gang: Gang) -> str:
+    """Return the name of the agent that stands for the mbarrier.init of a warp."""
+    return f"{gang.agent_name}, mbarrier.init"
 
 
 def mbarrier_init(gang: Gang, a: Lanes, count: Lanes, m: Mask) -> None:
@@ -47,8 +61,10 @@ def mbarrier_init(gang: Gang, a: Lanes, count: Lanes, m: Mask) -> None:
             raise Trap("barrier", f"mbarrier.init of an object in use: {old}")
         name = gang.cta.barrier_name(off - SHARED_BASE, gang.line)
         b = gang.cta.mbarriers[off] = MBarrier(off, c, gang.line, name)
-        if gang.clock is not None:
-            b.initialised = (gang.clock.agent, gang.clock.now)
+        if gang.race is not None and gang.clock is not None:
+            agent = gang.race.agent(_initialiser(gang))
+            gang.clock.known[agent] += 1
+            b.initialised = (agent, int(gang.clock.known[agent]))
 
 
 def _shared_init(gang: Gang, address: int, count: Lanes, who: Mask) -> None:
@@ -99,7 +115,8 @@ def mbarrier_arrive(
         who = m & (a == a.dtype.type(address))
         if gang.events is not None:
             gang.events.add("arrive", gang.line, what=b, phase=b.flips)
-        b.release(gang.clock, relaxed)
+        remote = address >> RANK_SHIFT != gang.cta.rank
+        b.release(gang.handed_on(who, relaxed, CLUSTER if remote else CTA))
         if drop:
             b.count -= lanes
         if tx is not None:
@@ -136,7 +153,8 @@ def mbarrier_test_wait(
             if gang.events is not None:
                 gang.events.add("wait", gang.line, what=b, phase=b.flips - 1)
             if gang.clock is not None and b.done is not None:
-                gang.clock.learn(b.done, relaxed)
+                several = len(gang.cluster.ctas) > 1
+                gang.clock.learn(b.done, relaxed, CLUSTER if several else CTA)
         else:
             waits = f"waits for parity {gang.uniform(bits, lanes)} of {b}"
     if ok.any():
@@ -172,7 +190,7 @@ def bar(
     generation = b.generation
     if gang.events is not None:
         gang.events.add("arrive", gang.line, what=b, phase=generation)
-    b.release(gang.clock)
+    b.release(gang.handed_on(m))
     if gang.clock is not None:
         gang.clock.tick()
     done = b.arrive(32 * len(warps), n, warps)
@@ -221,7 +239,7 @@ def _learn_named(gang: Gang, b: NamedBarrier, generation: int) -> None:
     if gang.events is not None:
         gang.events.add("wait", gang.line, what=b, phase=generation)
     if gang.clock is not None:
-        gang.clock.join(*b.clocks[generation])
+        gang.clock.join(b.clocks[generation])
 
 
 # ---- cluster barrier
@@ -233,7 +251,9 @@ def cluster_arrive(gang: Gang, m: Mask, relaxed: bool) -> bool:
     gang.cluster_wait_for = b.generation
     if gang.events is not None:
         gang.events.add("arrive", gang.line, what=b, phase=b.generation)
-    gang.cluster.release_cluster(gang.clock, relaxed)
+    gang.cluster.release_cluster(gang.handed_on(m, relaxed))
+    if gang.clock is not None:
+        gang.clock.tick()
     b.arrive(len(gang.warps_of(m)))
     gang.cluster.events += 1
     return True
@@ -250,29 +270,86 @@ def cluster_wait(gang: Gang, m: Mask) -> bool:
     if gang.clock is not None:
         knowledge = b.clocks.get(gang.cluster_wait_for)
         if knowledge is not None:  # None if all arrivals were relaxed and nothing was fenced
-            gang.clock.join(*knowledge)
+            gang.clock.join(knowledge)
     if gang.events is not None:
         gang.events.add("wait", gang.line, what=b, phase=gang.cluster_wait_for)
     gang.cluster_wait_for, gang.why = -1, ""
     return True
 
 
-# ---- others
-def fence_proxy(gang: Gang) -> None:
-    """Execute fence.proxy.async: make known generic writes visible to the async proxy."""
+# ---- order within a warp
+def warp_sync(gang: Gang, block: int, members: Lanes, m: Mask) -> bool:
+    """Execute bar.warp.sync; return False while lanes among `members` have not reached one.
+
+    Lanes may meet at different instructions, here blocks, as long as they name the same members.
+    """
+    if m is not gang.full and not (gang.lanes_released.pop(block, ~m) & m).any():
+        first = members[gang.warp_start + m.reshape(-1, 32).argmax(1).repeat(32)]
+        wanted = (first >> gang.lane.astype(first.dtype)) & first.dtype.type(1) != 0
+        wanted &= gang.alive() & m.reshape(-1, 32).any(1).repeat(32)
+        elsewhere = {b: x & wanted for b, x in gang.lane_waits.items() if b != block}
+        here = np.logical_or.reduce([m, *elsewhere.values()])
+        absent = (wanted & ~here).reshape(-1, 32).any(1).repeat(32)
+        if absent.any():
+            gang.lane_waits[block] = m
+            gang.why = "waits at bar.warp.sync for other lanes of the warp"
+            whole = (m == gang.alive()).reshape(-1, 32).all(1).repeat(32)
+            gang.leaving = m & whole if (m & whole).any() else None
+            return False
+        for b, lanes in elsewhere.items():
+            if lanes.any():
+                gang.lanes_released[b] = lanes
+    gang.lane_waits.pop(block, None)
+    gang.why = ""
     if gang.clock is not None:
-        np.maximum(gang.clock.fenced, gang.clock.known, out=gang.clock.fenced)
+        gang.clock.sync_lanes()
+    return True
+
+
+# ---- others
+def fence_proxy(gang: Gang, shared: bool, everywhere: bool, m: Mask) -> None:
+    """Execute fence.proxy.async: make known generic writes visible to the async proxy.
+
+    Args:
+        shared: whether it covers shared memory.
+        everywhere: whether it covers global memory.
+        m: mask of active lanes.
+    """
+    if gang.clock is not None:
+        seen = gang.clock.seen_by(gang.single(m))
+        for covered, row in ((shared, SHARED), (everywhere, GLOBAL)):
+            if covered:
+                gang.clock.knows.fence_proxy(seen, row)
         gang.clock.tick()
 
 
-def fence(gang: Gang) -> None:
+def fence(gang: Gang, scope: str, m: Mask) -> None:
     """Execute a fence, on which relaxed arrivals and waits depend.
 
     Later relaxed arrivals hand on what the gang knows now; what it learned by earlier relaxed
     waits counts from now on.
     """
     if gang.clock is not None:
-        gang.clock.fence()
+        gang.clock.fence(SCOPES[scope], gang.single(m))
+
+
+def fence_initialisation(gang: Gang) -> None:
+    """Execute fence.mbarrier_init, which publishes the mbarrier.init of the gang's threads."""
+    if gang.race is not None and gang.clock is not None:
+        gang.clock.fence_initialisation(gang.race.agent(_initialiser(gang)))
+
+
+def fence_tensor(gang: Gang, after: bool) -> None:
+    """Execute tcgen05.fence::after_thread_sync, or ::before_thread_sync."""
+    if gang.clock is not None:
+        gang.clock.fence_tensor(after)
+
+
+def grid_wait(gang: Gang) -> None:
+    """Execute griddepcontrol.wait: the kernels before this one are complete."""
+    if gang.clock is not None:
+        gang.clock.knows.grids = True
+        gang.launch.races.waited()
 
 
 def note_poll(gang: Gang, block: int, registers: list[int], m: Mask) -> None:

@@ -10,11 +10,12 @@ from attnkit.emulator.faults import Trap
 from attnkit.emulator.machine.address_spaces import OFFSET_MASK, RANK_SHIFT
 from attnkit.emulator.machine.async_groups import BulkGroups, CopyGroup, Work
 from attnkit.emulator.machine.gang import Gang, Mask
-from attnkit.emulator.machine.race_detector import Clock
-from attnkit.emulator.machine.tensor_maps import TensorMap, select
+from attnkit.emulator.machine.global_races import GENERIC, STRONG, Access
+from attnkit.emulator.machine.knowledge import Clock
+from attnkit.emulator.machine.tensor_maps import Box, TensorMap, select
 from attnkit.emulator.numerics.formats import Lanes, u1
 from attnkit.emulator.ops.atomics import combine
-from attnkit.emulator.ops.barriers import lanes_by_address
+from attnkit.emulator.ops.barriers import check_barriers, lanes_by_address
 
 _KINDS = {"f16": "f2", "s32": "i4", "u32": "u4", "s64": "i8", "u64": "u8", "f32": "f4", "f64": "f8"}
 _KINDS |= {"b32": "u4", "b64": "u8"}
@@ -36,6 +37,9 @@ def cp_async(gang: Gang, dst: Lanes, src: Lanes, n: int, valid: Lanes, m: Mask) 
             if k:
                 b = gang.memory.find(s, s + k)
                 gang.memory.check_defined(b, s - b.base, k)
+                if clock is not None:
+                    place = gang.launch.races.index(b, s - b.base, k)
+                    gang.launch.races.read(place, Access(gang, clock, clock.agent, GENERIC))
                 data[:k] = b.data[s - b.base : s - b.base + k]
             gang.cluster.write_shared(d, data, clock, line, generic=True)
 
@@ -69,7 +73,7 @@ def _complete_copies(gang: Gang, group: CopyGroup) -> None:
         work()
     for clock in group.clocks:
         if gang.clock is not None:
-            gang.clock.join(clock.known, clock.fenced)
+            gang.clock.complete(clock)
 
 
 def cp_async_arrive(gang: Gang, a: Lanes, m: Mask, noinc: bool) -> None:
@@ -79,6 +83,7 @@ def cp_async_arrive(gang: Gang, a: Lanes, m: Mask, noinc: bool) -> None:
     for g in groups:
         g.work = []
     clocks = [c for g in groups for c in g.clocks]
+    seen = gang.handed_on(m)
     targets = lanes_by_address(gang, a, m)
     for address, n in targets:
         if not noinc:
@@ -90,11 +95,46 @@ def cp_async_arrive(gang: Gang, a: Lanes, m: Mask, noinc: bool) -> None:
         for address, n in targets:
             b = gang.cluster.mbarrier(address)
             for c in clocks:
-                b.release(c)
-            b.release(gang.clock)
+                b.release(c.knows)
+            b.release(seen)
             b.arrive(n)
 
     gang.cluster.submit("copy", done, gang)
+
+
+# ---- accesses to global memory
+def note_bulk(
+    gang: Gang, place: tuple[Any, Any], clock: Clock | None, *, write: bool, strong: bool = False
+) -> None:
+    """Report an access of the asynchronous proxy to global memory to the race detector.
+
+    Args:
+        gang: the warp that issued it.
+        place: what `GlobalRaces.index` returned.
+        clock: clock of the operation.
+        write: whether it writes.
+        strong: whether it is a reduction, which is atomic.
+    """
+    if clock is None:
+        return
+    races, kind = gang.launch.races, STRONG if strong else 0
+    on = races.write if write else races.read
+    on(place, Access(gang, clock, clock.agent, kind))
+
+
+def _bulk_place(gang: Gang, address: int, size: int) -> tuple[Any, Any]:
+    """Return the granules of a range of global memory."""
+    b = gang.memory.find(address, address + size)
+    return gang.launch.races.index(b, address - b.base, size)
+
+
+def _box_place(gang: Gang, tm: TensorMap, box: Box) -> tuple[Any, Any]:
+    """Return the granules of a box of a tensor."""
+    b = gang.memory.find(box.address, box.address + box.size)
+    offsets: Any = np.array(box.address - b.base)
+    for n, stride in zip(box.shape[:-1], box.strides[:-1], strict=True):
+        offsets = offsets[..., None] + stride * np.arange(n)
+    return gang.launch.races.index(b, offsets.ravel(), box.shape[-1] * tm.item)
 
 
 # ---- TMA
@@ -109,7 +149,9 @@ def tma_load(
             raise Trap("descriptor", f"{len(coords)} coordinates for a map of rank {len(tm.dims)}")
         d, b = int(dst[lane]), int(bar[lane])
         for x, y in _multicast_targets(gang, d, b, mask, lane):
-            clock = gang.issue(f"TMA load to {gang.cluster.mbarrier(y).name}", ordered=False)
+            unit = f"TMA load to {gang.cluster.mbarrier(y).name}"
+            clock = gang.issue(unit, ordered=False, m=m)
+            check_barriers(gang, [y], clock)
             work = _load_work(gang, tm, coords, x, y, clock)
             record_load(gang, tm.box_bytes, y)
             gang.cluster.submit("copy", work, gang)
@@ -147,6 +189,8 @@ def _load_work(
         if box is not None:
             b = gang.memory.find(box.address, box.address + box.size)
             gang.memory.check_defined(b, box.address - b.base, box.size)
+            if clock is not None:
+                note_bulk(gang, _box_place(gang, tm, box), clock, write=False)
             view: Lanes = np.ndarray(box.shape, dt, b.data.data, box.address - b.base, box.strides)
             dense[box.slices] = view
         gang.cluster.write_swizzled(dst, dense.reshape(-1).view(u1), tm, clock, line)
@@ -169,11 +213,14 @@ def tma_store(
     for lane in lanes.tolist():
         tm, s = gang.cta.tensor_map(int(desc[lane])), int(src[lane])
         coords = [int(c[lane]) for c in at]
-        clock = gang.issue(f"TMA store of {gang.agent_name}", ordered=False)
+        clock = gang.issue(f"TMA store of {gang.agent_name}", ordered=False, m=m)
+        landing = gang.issue(f"TMA store to memory of {gang.agent_name}", ordered=False, m=m)
         box = select(tm, coords)
-        if clock is not None and box is not None:
+        if clock is not None and landing is not None and box is not None:
             gang.cluster.note_swizzled_read(s, tm, box, clock, gang.line)
-        _issue_bulk_store(gang, lane, _store_work(gang, tm, coords, s, how), clock, tm.box_bytes)
+            note_bulk(gang, _box_place(gang, tm, box), landing, write=True, strong=how is not None)
+        work = _store_work(gang, tm, coords, s, how)
+        _issue_bulk_store(gang, lane, work, (clock, landing), tm.box_bytes)
         gang.cluster.record("tma", tm.box_bytes)
 
 
@@ -224,7 +271,9 @@ def bulk_load(
     for lane in gang.active(m).tolist():
         s, size = int(src[lane]), _checked(int(dst[lane]), int(src[lane]), int(n[lane]))
         for d, b in _multicast_targets(gang, int(dst[lane]), int(bar[lane]), mask, lane):
-            clock = gang.issue(f"bulk load to {gang.cluster.mbarrier(b).name}", ordered=False)
+            unit = f"bulk load to {gang.cluster.mbarrier(b).name}"
+            clock = gang.issue(unit, ordered=False, m=m)
+            check_barriers(gang, [b], clock)
             record_load(gang, size, b)
             gang.cluster.submit("copy", _bulk_work(gang, d, s, size, b, clock), gang)
         gang.cluster.record("tma", size)
@@ -236,6 +285,8 @@ def _bulk_work(gang: Gang, dst: int, src: int, size: int, bar: int, clock: Clock
     def work(line: int = gang.line) -> None:
         b = gang.memory.find(src, src + size)
         gang.memory.check_defined(b, src - b.base, size)
+        if clock is not None:
+            note_bulk(gang, _bulk_place(gang, src, size), clock, write=False)
         data = b.data[src - b.base : src - b.base + size]
         gang.cluster.write_shared(dst, data, clock, line, generic=False)
         gang.cluster.complete_tx(bar, size, clock)
@@ -250,7 +301,9 @@ def bulk_remote(
     for lane in gang.active(m).tolist():
         d, s, b = int(dst[lane]), int(src[lane]), int(bar[lane])
         size = _checked(d, s, int(n[lane]))
-        clock = gang.issue(f"copy to {gang.cluster.mbarrier(b).name}", ordered=False)
+        unit = f"copy to {gang.cluster.mbarrier(b).name}"
+        clock = gang.issue(unit, ordered=False, m=m)
+        check_barriers(gang, [b], clock)
         record_load(gang, size, b)
         work = _remote_work(gang, d, s, size, b, clock, (how, kind))
         gang.cluster.submit("copy", work, gang)
@@ -288,9 +341,12 @@ def bulk_store(
     for lane in gang.active(m).tolist():
         d, s = int(dst[lane]), int(src[lane])
         size = _checked(d, s, int(n[lane]))
-        clock = gang.issue(f"bulk store of {gang.agent_name}", ordered=False)
-        if clock is not None:
+        clock = gang.issue(f"bulk store of {gang.agent_name}", ordered=False, m=m)
+        landing = gang.issue(f"bulk store to memory of {gang.agent_name}", ordered=False, m=m)
+        if clock is not None and landing is not None:
             gang.cluster.read_shared(s, size, clock, gang.line)
+            place = _bulk_place(gang, d, size)
+            note_bulk(gang, place, landing, write=True, strong=how is not None)
 
         def work(d: int = d, s: int = s, size: int = size) -> None:
             data = gang.cluster.read_shared(s, size, None, 0)
@@ -304,19 +360,31 @@ def bulk_store(
                 out.view(dt)[:] = combine(how, fmt, out.view(dt), data.view(dt))
             gang.memory.mark(b, d - b.base, size)
 
-        _issue_bulk_store(gang, lane, work, clock, size)
+        _issue_bulk_store(gang, lane, work, (clock, landing), size)
         gang.cluster.record("tma", size)
 
 
-def _issue_bulk_store(gang: Gang, lane: int, work: Work, clock: Clock | None, size: int) -> None:
-    """Add a store to the bulk async-group of its thread."""
+def _issue_bulk_store(
+    gang: Gang, lane: int, work: Work, clocks: tuple[Clock | None, Clock | None], size: int
+) -> None:
+    """Add a store to the bulk async-group of its thread.
+
+    Args:
+        gang: the warp.
+        lane: the lane that issues it.
+        work: reads the source and writes to memory.
+        clocks: of the read of its source, and of the write to memory, if races are watched.
+        size: bytes.
+    """
     if gang.events is not None:
         gang.events.add("store", gang.line, size)
     state = gang.cta.bulk.setdefault(int(gang.thread[lane]), BulkGroups())
     state.current.work.append(work)
     state.current.lines.append(gang.line)
-    if clock is not None:
+    clock, landing = clocks
+    if clock is not None and landing is not None:
         state.current.clocks.append(clock)
+        state.current.landings.append(landing)
 
 
 def _bulk_states(gang: Gang, m: Mask) -> list[BulkGroups]:
@@ -346,7 +414,17 @@ def bulk_wait(gang: Gang, n: int, read: bool, m: Mask) -> bool:
         gang.events.add("store wait", gang.line, n)
     for s in _bulk_states(gang, m):
         while len(s.committed) > n:
-            _complete_copies(gang, s.committed.pop(0))
+            group = s.committed.pop(0)
+            _complete_copies(gang, group)
+            s.landing.append(group)
+        if not read:
+            # groups whose source was waited for stay in order before those that are committed
+            done = len(s.landing) - max(0, n - len(s.committed))
+            for group in s.landing[:done]:
+                for clock in group.landings:
+                    if gang.clock is not None:
+                        gang.clock.complete(clock)
+            s.landing = s.landing[done:]
     return True
 
 
@@ -356,7 +434,9 @@ def st_async(gang: Gang, a: Lanes, values: list[Lanes], bar: Lanes, m: Mask, dt:
     for lane in gang.active(m).tolist():
         data = np.array([v[lane] for v in values], dt).view(u1)
         d, b = int(a[lane]), int(bar[lane])
-        clock = gang.issue(f"st.async to {gang.cluster.mbarrier(b).name}", ordered=False)
+        unit = f"st.async to {gang.cluster.mbarrier(b).name}"
+        clock = gang.issue(unit, ordered=False, m=m)
+        check_barriers(gang, [b], clock)
         record_load(gang, data.size, b)
 
         def work(d: int = d, b: int = b, data: Lanes = data, c: Clock | None = clock) -> None:

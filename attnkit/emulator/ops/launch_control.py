@@ -11,8 +11,9 @@ from attnkit.emulator.faults import Trap
 from attnkit.emulator.machine.address_spaces import OFFSET_MASK, RANK_SHIFT
 from attnkit.emulator.machine.async_groups import Work
 from attnkit.emulator.machine.gang import Gang, Mask
-from attnkit.emulator.machine.race_detector import Clock
+from attnkit.emulator.machine.knowledge import Clock
 from attnkit.emulator.numerics.formats import Lanes, u1, u4
+from attnkit.emulator.ops.barriers import check_barriers
 
 
 def clc_try_cancel(gang: Gang, a: Lanes, bar: Lanes, m: Mask, every: bool) -> None:
@@ -31,7 +32,8 @@ def clc_try_cancel(gang: Gang, a: Lanes, bar: Lanes, m: Mask, every: bool) -> No
         for r in ranks:
             d = int(a[lane]) & OFFSET_MASK | r << RANK_SHIFT
             b = int(bar[lane]) & OFFSET_MASK | r << RANK_SHIFT
-            clock = gang.issue("cluster launch control", ordered=False)
+            clock = gang.issue("cluster launch control", ordered=False, m=m)
+            check_barriers(gang, [b], clock)
             gang.cluster.submit("copy", _response(gang, d, b, data, clock), gang)
 
 

@@ -15,6 +15,9 @@ from attnkit.emulator.machine.address_spaces import (
     SHARED_BASE,
 )
 from attnkit.emulator.machine.gang import Gang, Mask
+from attnkit.emulator.machine.global_memory import Buffer
+from attnkit.emulator.machine.global_races import GENERIC, STRONG, Access
+from attnkit.emulator.machine.knowledge import Order
 from attnkit.emulator.numerics.formats import Lanes, u8
 
 
@@ -49,16 +52,19 @@ def masks_by_rank(gang: Gang, a: Lanes, m: Mask) -> list[Mask]:
     return [m] if every.size == 1 else [m & (ranks == r) for r in every]
 
 
-def ld_shared(gang: Gang, a: Lanes, m: Mask, dt: Any, n: int) -> list[Lanes]:
-    """Load `n` elements a lane from shared memory."""
+def ld_shared(
+    gang: Gang, a: Lanes, m: Mask, dt: Any, n: int, used: int | None = None
+) -> list[Lanes]:
+    """Load `n` elements a lane from shared memory; the kernel uses the first `used` of them."""
     parts = masks_by_rank(gang, a, m)
     size = np.dtype(dt).itemsize * n
     out = np.zeros((n, gang.width), dt)
     for part in parts:
         rank, off = shared_offsets(gang, a, part, size)
-        if gang.race is not None and gang.clock is not None:
-            i = gang.race.shared(rank, off, size)
-            gang.race.read(i, gang.clock, asynchronous=False, line=gang.line)
+        if gang.race is not None and gang.clock is not None and used != 0:
+            seen = size if used is None else size // n * used
+            i, lanes = gang.race.shared(rank, off, seen), gang.race.repeated(gang.lane[part], seen)
+            gang.race.read(i, gang.clock, asynchronous=False, line=gang.line, lanes=lanes)
         got = gang.cluster.ctas[rank].view(dt, n)[off // size]
         if part is gang.full:
             return list(np.ascontiguousarray(got.T)) if n > 1 else [got]
@@ -73,8 +79,8 @@ def st_shared(gang: Gang, a: Lanes, m: Mask, dt: Any, values: list[Lanes]) -> No
     for part in masks_by_rank(gang, a, m):
         rank, off = shared_offsets(gang, a, part, size)
         if gang.race is not None and gang.clock is not None:
-            i = gang.race.shared(rank, off, size)
-            gang.race.write(i, gang.clock, generic=True, line=gang.line)
+            i, lanes = gang.race.shared(rank, off, size), gang.race.repeated(gang.lane[part], size)
+            gang.race.write(i, gang.clock, generic=True, line=gang.line, lanes=lanes)
         target = gang.cluster.ctas[rank].view(dt, n)
         i = off // size
         chosen = values if part is gang.full else [v[part] for v in values]
@@ -102,13 +108,66 @@ def global_offsets(gang: Gang, a: Lanes, m: Mask, size: int) -> tuple[Any, Lanes
     return b, (a[part] - u8(b.base)).astype(np.int64), part
 
 
-def ld_global(gang: Gang, a: Lanes, m: Mask, dt: Any, n: int) -> list[Lanes]:
-    """Load `n` elements a lane from global memory."""
+def note_global(
+    gang: Gang,
+    at: tuple[Buffer, Lanes],
+    m: Mask,
+    size: int,
+    order: Order | None,
+    *,
+    read: bool,
+    write: bool,
+) -> None:
+    """Report an access to global memory to the race detector.
+
+    Args:
+        gang: the warp.
+        at: buffer, and offset in bytes of each active lane.
+        m: mask of the active lanes.
+        size: bytes that each lane accesses.
+        order: modifiers of a strong access, or None.
+        read, write: what it does; an atomic does both.
+    """
+    race, clock = gang.race, gang.clock
+    if race is None or clock is None:
+        return
+    b, off = at
+    races = gang.launch.races
+    place = races.index(b, off, size)
+    kind = GENERIC | (STRONG if order else 0)
+    if read:
+        agent = race.agent_of(clock, gang.lane[m], write=False)
+        races.read(place, Access(gang, clock, agent, kind))
+    if order and read:
+        for address in np.unique(off).tolist():
+            races.acquire(b.base + address, gang, order)
+    if write:
+        agent = race.agent_of(clock, gang.lane[m], write=True)
+        races.write(place, Access(gang, clock, agent, kind))
+        for address in np.unique(off).tolist() if order or races.released else ():
+            races.release(b.base + address, gang, m, order, read)
+        clock.tick()
+
+
+def ld_global(
+    gang: Gang,
+    a: Lanes,
+    m: Mask,
+    dt: Any,
+    n: int,
+    order: Order | None = None,
+    constant: bool = False,
+) -> list[Lanes]:
+    """Load `n` elements a lane from global memory; `constant`: by ld.global.nc."""
     item = np.dtype(dt).itemsize
     out, left = np.zeros((n, gang.width), dt), m
     while True:
         b, off, part = global_offsets(gang, a, left, item * n)
         gang.memory.check_defined(b, off, item * n)
+        if constant and gang.clock is not None:
+            races, access = gang.launch.races, Access(gang, gang.clock, gang.clock.agent, GENERIC)
+            races.check_constant(races.index(b, off, item * n), access)
+        note_global(gang, (b, off), part, item * n, order, read=True, write=False)
         view, i = items_of(b, off, dt)
         if part is gang.full:
             return [view[i + j] for j in range(n)]
@@ -119,12 +178,15 @@ def ld_global(gang: Gang, a: Lanes, m: Mask, dt: Any, n: int) -> list[Lanes]:
             return list(out)
 
 
-def st_global(gang: Gang, a: Lanes, m: Mask, dt: Any, values: list[Lanes]) -> None:
+def st_global(
+    gang: Gang, a: Lanes, m: Mask, dt: Any, values: list[Lanes], order: Order | None = None
+) -> None:
     """Store elements to global memory."""
     item, left = np.dtype(dt).itemsize, m
     while True:
         b, off, part = global_offsets(gang, a, left, item * len(values))
         gang.memory.mark(b, off, item * len(values))
+        note_global(gang, (b, off), part, item * len(values), order, read=False, write=True)
         view, i = items_of(b, off, dt)
         for j, v in enumerate(values):
             view[i + j] = v if part is gang.full else v[part]
@@ -181,22 +243,33 @@ def generic_space(gang: Gang, a: Lanes, m: Mask) -> str:
     return "local" if LOCAL_BASE <= x < LOCAL_BASE + (1 << 32) else "global"
 
 
-_LOADS = {"shared": ld_shared, "global": ld_global, "local": ld_local}
-_STORES = {"shared": st_shared, "global": st_global, "local": st_local}
+_LOADS = {"shared": ld_shared, "local": ld_local}
+_STORES = {"shared": st_shared, "local": st_local}
 
 
-def ld_generic(gang: Gang, a: Lanes, m: Mask, dt: Any, n: int) -> list[Lanes]:
+def ld_generic(
+    gang: Gang, a: Lanes, m: Mask, dt: Any, n: int, order: Order | None = None
+) -> list[Lanes]:
     """Load `n` elements a lane from generic addresses."""
     x = gang.uniform(a, m)
     if PARAM_BASE <= x < PARAM_BASE + (1 << 20):
         item = np.dtype(dt).itemsize
         return [ld_param(gang, x + j * item, dt) for j in range(n)]
-    return _LOADS[generic_space(gang, a, m)](gang, a, m, dt, n)
+    space = generic_space(gang, a, m)
+    if space == "global":
+        return ld_global(gang, a, m, dt, n, order)
+    return _LOADS[space](gang, a, m, dt, n)
 
 
-def st_generic(gang: Gang, a: Lanes, m: Mask, dt: Any, values: list[Lanes]) -> None:
+def st_generic(
+    gang: Gang, a: Lanes, m: Mask, dt: Any, values: list[Lanes], order: Order | None = None
+) -> None:
     """Store elements to generic addresses."""
-    _STORES[generic_space(gang, a, m)](gang, a, m, dt, values)
+    space = generic_space(gang, a, m)
+    if space == "global":
+        st_global(gang, a, m, dt, values, order)
+    else:
+        _STORES[space](gang, a, m, dt, values)
 
 
 def is_in_space(gang: Gang, a: Lanes, space: str) -> Lanes:

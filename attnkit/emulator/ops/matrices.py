@@ -9,6 +9,7 @@ import numpy as np
 from attnkit.emulator.faults import Trap
 from attnkit.emulator.machine.address_spaces import OFFSET_MASK, RANK_SHIFT, SHARED_BASE
 from attnkit.emulator.machine.gang import Gang, Mask
+from attnkit.emulator.machine.race_detector import COLLECTIVE
 from attnkit.emulator.numerics.formats import Lanes, u2, u4
 from attnkit.emulator.numerics.fragments import (
     a_operand,
@@ -64,7 +65,7 @@ def ldmatrix(gang: Gang, a: Lanes, n: int, trans: bool, m: Mask) -> list[Lanes]:
     cta, off, on = _matrix_rows(gang, a, n, m)
     if gang.race is not None and gang.clock is not None:
         i = gang.race.shared(cta.rank, off.ravel(), 16)
-        gang.race.read(i, gang.clock, asynchronous=False, line=gang.line)
+        gang.race.read(i, gang.clock, asynchronous=False, line=gang.line, lanes=COLLECTIVE)
     out = []
     for j in range(n):
         row = off[:, 8 * j : 8 * j + 8]
@@ -86,7 +87,7 @@ def stmatrix(gang: Gang, a: Lanes, values: list[Lanes], trans: bool, m: Mask) ->
     cta, off, on = _matrix_rows(gang, a, len(values), m)
     if gang.race is not None and gang.clock is not None:
         i = gang.race.shared(cta.rank, off.ravel(), 16)
-        gang.race.write(i, gang.clock, generic=True, line=gang.line)
+        gang.race.write(i, gang.clock, generic=True, line=gang.line, lanes=COLLECTIVE)
     for j, v in enumerate(values):
         row, x = off[:, 8 * j : 8 * j + 8], v.reshape(-1, 32)[on]
         if trans:

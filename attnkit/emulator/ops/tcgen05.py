@@ -10,9 +10,10 @@ from attnkit.emulator.faults import Finding, Trap
 from attnkit.emulator.machine.address_spaces import OFFSET_MASK, RANK_SHIFT
 from attnkit.emulator.machine.cta import Cta
 from attnkit.emulator.machine.gang import Gang, Mask
+from attnkit.emulator.machine.knowledge import Clock
 from attnkit.emulator.machine.matrix_descriptors import MatrixDescriptor, elements, of_tcgen05
-from attnkit.emulator.machine.race_detector import Clock
 from attnkit.emulator.numerics.formats import Lanes, u1, u4
+from attnkit.emulator.ops.barriers import check_barriers
 from attnkit.emulator.ops.loads_stores import st_shared
 from attnkit.emulator.ops.warp_wide import elect
 
@@ -48,7 +49,10 @@ def tcgen05_commit(gang: Gang, a: Lanes, m: Mask, mask: Lanes | None, group: int
         if mask is not None:
             ranks = [r for r in range(16) if int(mask[lane]) >> r & 1]
             targets = [address & OFFSET_MASK | r << RANK_SHIFT for r in ranks]
-        clock = gang.issue(tensor_core(gang), ordered=True)
+        clock = gang.issue(tensor_core(gang), ordered=True, m=m)
+        if clock is not None:
+            clock.fence_tensor(after=False)  # implied by tcgen05.commit
+        check_barriers(gang, targets, clock)
         if gang.events is not None:
             for t in targets:
                 b = gang.cluster.mbarrier(t)
@@ -61,7 +65,7 @@ def tcgen05_commit(gang: Gang, a: Lanes, m: Mask, mask: Lanes | None, group: int
                 if _has_exited(gang, t, line):
                     continue
                 b = gang.cluster.mbarrier(t)
-                b.release(clock)
+                b.release(clock.knows if clock is not None else None)
                 b.arrive(1)
 
         gang.cluster.submit(tensor_core(gang), work, gang)
@@ -109,7 +113,7 @@ def tcgen05_cp(gang: Gang, t: Lanes, desc: Lanes, shape: str, group: int, m: Mas
     rows, bits = (int(x) for x in shape.removesuffix("b").split("x"))
     for lane in gang.active(m).tolist():
         x, column = of_tcgen05(int(desc[lane])), int(t[lane]) & 0xFFFF
-        clock, line = gang.issue(tensor_core(gang), ordered=True), gang.line
+        clock, line = gang.issue(tensor_core(gang), ordered=True, m=m), gang.line
 
         def work(
             x: MatrixDescriptor = x,
@@ -126,6 +130,7 @@ def tcgen05_cp(gang: Gang, t: Lanes, desc: Lanes, shape: str, group: int, m: Mas
                     g = gang.race.granules(c.rank, index)
                     gang.race.read(g, clock, asynchronous=True, line=line)
                     i = gang.race.tensor(c.rank, column, bits // 32)
+                    gang.race.check_tensor(i, clock, line, write=True)
                     gang.race.write(i, clock, generic=False, line=line)
 
         gang.cluster.submit(tensor_core(gang), work, gang)
@@ -171,13 +176,14 @@ def _note_tmem(gang: Gang, lane: int, column: int, n: int, write: bool) -> None:
     if clock is None or gang.clock is None:
         return
     i = gang.race.tensor(gang.cta.rank, column, n, lane // 32)
+    gang.race.check_tensor(i, clock, gang.line, write=write)
     if write:
         gang.race.write(i, clock, generic=False, line=gang.line)
     else:
         gang.race.read(i, clock, asynchronous=False, line=gang.line)
         if not gang.mode.strict_loads:
             # Hardware delays the use of a register until its load is complete.
-            gang.clock.join(clock.known, clock.fenced)
+            gang.clock.complete(clock)
     gang.tmem_clocks[write] = clock
 
 
@@ -223,11 +229,12 @@ def tcgen05_st(gang: Gang, a: Lanes, shape: str, values: list[Lanes], m: Mask) -
 
 def tcgen05_wait(gang: Gang, stores: bool) -> bool:
     """Execute tcgen05.wait::st or wait::ld."""
+    gang.meet_lanes(gang.full)
     if stores:
         for work in gang.st_pending:
             work()
         gang.st_pending = []
     clock = gang.tmem_clocks.get(stores)
     if clock is not None and gang.clock is not None:
-        gang.clock.join(clock.known, clock.fenced)
+        gang.clock.complete(clock)
     return True

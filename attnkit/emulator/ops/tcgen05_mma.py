@@ -10,8 +10,8 @@ import numpy as np
 from attnkit.emulator.faults import Trap
 from attnkit.emulator.machine.cta import Cta
 from attnkit.emulator.machine.gang import Gang, Mask
+from attnkit.emulator.machine.knowledge import Clock
 from attnkit.emulator.machine.matrix_descriptors import MatrixDescriptor, elements, of_tcgen05
-from attnkit.emulator.machine.race_detector import Clock
 from attnkit.emulator.numerics.formats import ELEMENT_BYTES, STORAGE, Lanes, f4, to_f32
 from attnkit.emulator.ops.tcgen05 import ctas_of_group, tensor_core
 
@@ -93,7 +93,7 @@ def tcgen05_mma(
             tuple(0 if x == POISON else x for x in off),
         )
         ctas_of_group(gang, group)
-        clock = gang.issue(tensor_core(gang), ordered=True)
+        clock = gang.issue(tensor_core(gang), ordered=True, m=m)
 
         def work(p: DecodedMma = p, clock: Clock | None = clock, line: int = gang.line) -> None:
             _product(gang, p, clock, line)
@@ -169,9 +169,12 @@ def _note_product(
     if isinstance(p.a, MatrixDescriptor):
         read(p.a, rows, p.a_kind, p.a_major)
     else:
-        race.read(race.tensor(c.rank, p.a, 8), clock, asynchronous=False, line=line)
+        i = race.tensor(c.rank, p.a, 8)
+        race.check_tensor(i, clock, line, write=False)
+        race.read(i, clock, asynchronous=False, line=line)
     columns = p.n // 2 if rows == 64 and p.group == 2 else p.n
     i = race.tensor(c.rank, p.d, columns)
+    race.check_tensor(i, clock, line, write=True)
     if p.accumulate:
         race.read(i, clock, asynchronous=False, line=line)
     race.write(i, clock, generic=False, line=line)

@@ -22,6 +22,7 @@ _REDUX = {
 
 def elect(gang: Gang, m: Mask) -> tuple[Lanes, Lanes]:
     """Elect the lowest active lane of each warp; return (predicate, number of that lane)."""
+    gang.meet_lanes(m)
     if m is gang.full:
         return gang.first_lane, np.zeros(gang.width, u4)
     rows = m.reshape(-1, 32)
@@ -31,11 +32,14 @@ def elect(gang: Gang, m: Mask) -> tuple[Lanes, Lanes]:
     return out.ravel() & m, np.repeat(first, 32).astype(u4)
 
 
-def shfl(gang: Gang, a: Lanes, b: Lanes, c: Lanes, mode: str | None) -> tuple[Lanes, Lanes]:
+def shfl(
+    gang: Gang, a: Lanes, b: Lanes, c: Lanes, mode: str | None, m: Mask
+) -> tuple[Lanes, Lanes]:
     """Execute shfl.sync; return (value, whether the source lane is in range).
 
     `c` holds the clamp and the segment mask.
     """
+    gang.meet_lanes(m)
     lane = gang.lane
     segment = (c >> u4(8)) & u4(31)
     low = lane & segment
@@ -62,6 +66,7 @@ def _gather(gang: Gang, a: Lanes, j: Lanes) -> Lanes:
 
 def vote(gang: Gang, p: Lanes, m: Mask, kind: str) -> Lanes:
     """Execute vote.all, any, uni or ballot."""
+    gang.meet_lanes(m)
     rows = (p & m).reshape(-1, 32)
     if kind == "ballot":
         bits = (rows.astype(u8) << np.arange(32, dtype=u8)).sum(1).astype(u4)
@@ -74,6 +79,7 @@ def vote(gang: Gang, p: Lanes, m: Mask, kind: str) -> Lanes:
 
 def redux(gang: Gang, x: Lanes, m: Mask, how: str, nan: bool) -> Lanes:
     """Execute redux: combine the values of the active lanes of each warp."""
+    gang.meet_lanes(m)
     fn: Any = _REDUX[how]
     if x.dtype.kind == "f" and not nan:
         fn = {"min": np.fmin, "max": np.fmax}[how]
@@ -86,6 +92,7 @@ def redux(gang: Gang, x: Lanes, m: Mask, how: str, nan: bool) -> Lanes:
 
 def match(gang: Gang, x: Lanes, m: Mask) -> Lanes:
     """Return the mask of the lanes with the same value (match.any)."""
+    gang.meet_lanes(m)
     rows, active = x.reshape(-1, 32), m.reshape(-1, 32)
     same = (rows[:, :, None] == rows[:, None, :]) & active[:, None, :]
     bits: Lanes = (same.astype(u8) << np.arange(32, dtype=u8)).sum(2).astype(u4)

@@ -16,8 +16,8 @@ import numpy as np
 from attnkit.emulator.faults import Trap
 from attnkit.emulator.machine.async_groups import WgmmaForm, WgmmaGroup
 from attnkit.emulator.machine.gang import Gang, Mask
+from attnkit.emulator.machine.knowledge import Clock
 from attnkit.emulator.machine.matrix_descriptors import elements, of_wgmma
-from attnkit.emulator.machine.race_detector import Clock
 from attnkit.emulator.numerics.formats import ELEMENT_BYTES, STORAGE, Lanes, f4, to_f32
 from attnkit.emulator.numerics.fragments import (
     a_operand,
@@ -52,6 +52,7 @@ def wgmma(gang: Gang, form: WgmmaForm, a: Any, b: Lanes, accumulate: Lanes, m: M
     """Execute wgmma.mma_async: add the rows of this gang's warps to the current group."""
     if m is not gang.full:
         raise Trap("encoding", "wgmma with inactive lanes")
+    gang.meet_lanes(m)
     first = a if form.a_in_registers else gang.uniform(a, m)
     second = gang.uniform(b, m)
     of_wgmma(second)
@@ -119,13 +120,14 @@ def wgmma_commit(gang: Gang) -> None:
 
 def wgmma_wait(gang: Gang, n: int) -> bool:
     """Complete all but the n latest groups (wgmma.wait_group)."""
+    gang.meet_lanes(gang.full)
     if gang.events is not None:
         gang.events.add("product wait", gang.line, n)
     while len(gang.wgmma_groups) > n:
         group = gang.wgmma_groups.pop(0)
         multiply_group(gang, group)
         if group.clock is not None and gang.clock is not None:
-            gang.clock.join(group.clock.known, group.clock.fenced)
+            gang.clock.complete(group.clock)
     return True
 
 

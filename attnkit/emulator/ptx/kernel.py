@@ -140,6 +140,8 @@ BLOCKING = (
     "barrier.cta.arrive",
     "barrier.cta.red",
     "barrier.cluster",
+    "bar.warp.sync",
+    "barrier.warp.sync",
     "cp.async.bulk.wait_group",
     "cp.async.wait_group",
     "cp.async.wait_all",

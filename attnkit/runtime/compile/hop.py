@@ -37,7 +37,7 @@ def attend_eagerly(
     sizes: Sequence[int],
     scale: float | None,
     *options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Trace the functions and call the operator that carries their graphs.
 
     Args:
@@ -50,7 +50,7 @@ def attend_eagerly(
     mask = None if mask_mod is None else trace_cached(mask_mod, "mask", query.device)
     scores, masks = ([] if t is None else list(t.tensors) for t in (score, mask))
     request = request_of(score, mask, *options)
-    result: tuple[Tensor, Tensor, Tensor] = torch.ops.attnkit.attention(
+    result: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.attnkit.attention(
         query, key, value, scores, masks, list(lists), list(sizes), request.text, scale
     )
     return result

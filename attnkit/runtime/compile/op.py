@@ -21,6 +21,7 @@ from attnkit.graph import ir
 from attnkit.runtime import torch_ops
 from attnkit.runtime.bind import TracedVariant
 from attnkit.runtime.call import AttentionCall
+from attnkit.runtime.data_guard import raise_if_stale
 from attnkit.runtime.prepare import prepare
 from attnkit.runtime.prepared_call import PreparedCall
 from attnkit.runtime.reuse.call_cache import CallKey, lookup, store
@@ -28,18 +29,19 @@ from attnkit.schedule.plan import parse_backend
 from attnkit.sparsity.block_mask import BlockMask
 from attnkit.splice import BackwardInputs, Captured, ForwardInputs
 from attnkit.tracing.float64_checks import float64_slots
-from attnkit.tracing.guards import depends_on_data
+from attnkit.tracing.guards import data_slots
 from attnkit.tracing.tracer import Traced
 from attnkit.util.arguments import BLOCK_OPTIONS, AuxRequest, check_scale
 
 ATTENTION = (
     "(Tensor query, Tensor key, Tensor value, Tensor[] score_tensors, Tensor[] mask_tensors, "
     "Tensor[] lists, SymInt[] sizes, str request, float? scale) "
-    "-> (Tensor out, Tensor lse, Tensor max_scores)"
+    "-> (Tensor out, Tensor lse, Tensor max_scores, Tensor digest)"
 )
 ATTENTION_BACKWARD = (
     "(Tensor grad_out, Tensor grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
-    "Tensor lse, Tensor[] score_tensors, Tensor[] mask_tensors, Tensor[] lists, SymInt[] sizes, "
+    "Tensor lse, Tensor digest, Tensor[] score_tensors, Tensor[] mask_tensors, Tensor[] lists, "
+    "SymInt[] sizes, "
     "str request, float? scale, bool[] needs_grad) "
     "-> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor[] dcaptured)"
 )
@@ -63,6 +65,8 @@ class Request:
         block: tile sizes that the caller gave, empty where none.
         backend, enable_gqa, deterministic: as in `flex_attention`.
         need_max: whether the row maxima are returned.
+        signature: version of the operators' arguments and results. Torch stores compiled graphs on
+            disk under a key that contains this text, so an old graph is not taken for a new one.
     """
 
     score: str = ""
@@ -75,6 +79,7 @@ class Request:
     enable_gqa: bool = False
     deterministic: bool = False
     need_max: bool = False
+    signature: int = 2
 
     @property
     def kernel_options(self) -> dict[str, int] | None:
@@ -176,6 +181,7 @@ def _prepared(
     request: Request, tensors: OperatorTensors, sizes: Sequence[int], scale: float
 ) -> tuple[PreparedCall, ForwardInputs]:
     """Prepare a call, or look up the prepared call of an earlier one with the same key."""
+    raise_if_stale()
     query, key, value = tensors.query, tensors.key, tensors.value
     scores, masks = (tuple(part) for part in tensors.captured)
     call = AttentionCall(
@@ -189,8 +195,8 @@ def _prepared(
         backend=request.backend,
         deterministic=request.deterministic,
     )
-    by_data = _depends_on_data(request.score, float64_slots(scores))
-    data = (*masks, *tensors.lists, *(scores if by_data else ()))
+    slots = _data_slots(request.score, float64_slots(scores))
+    data = (*[scores[i] for i in slots], *tensors.lists, *masks)
     key_parts = (
         "operator",
         request,
@@ -219,8 +225,8 @@ def _prepared(
 
 
 @functools.lru_cache(maxsize=1024)
-def _depends_on_data(score: str, slots: frozenset[int]) -> bool:
-    return bool(score) and depends_on_data(ir.parse(score), slots)
+def _data_slots(score: str, slots: frozenset[int]) -> tuple[int, ...]:
+    return data_slots(ir.parse(score), slots) if score else ()
 
 
 @torch.library.impl("attnkit::attention", "CompositeExplicitAutograd")
@@ -235,13 +241,14 @@ def _attention(
     sizes: Sequence[int],
     request: str,
     scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     captured = Captured(score_tensors, mask_tensors)
     tensors = OperatorTensors(query, key, value, captured, lists)
     factor = check_scale(scale, query.shape[-1])
     prepared, inputs = _prepared(Request.parse(request), tensors, sizes, factor)
     out, lse, top = torch_ops.run(prepared, inputs)
-    return out, lse, lse.new_empty(0) if top is None else top
+    digest = torch.tensor([prepared.guard.digest()], dtype=torch.int64, device="cpu")
+    return out, lse, lse.new_empty(0) if top is None else top, digest
 
 
 @torch.library.impl("attnkit::attention_backward", "CompositeExplicitAutograd")
@@ -254,6 +261,7 @@ def _attention_backward(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
+    digest: Tensor,
     score_tensors: Sequence[Tensor],
     mask_tensors: Sequence[Tensor],
     lists: Sequence[Tensor],
@@ -266,6 +274,8 @@ def _attention_backward(
     tensors = OperatorTensors(query, key, value, captured, lists)
     factor = check_scale(scale, query.shape[-1])
     prepared, forward = _prepared(Request.parse(request), tensors, sizes, factor)
+    prepared.guard.check_digest(int(digest))
+    prepared.guard.check()
     grads = grad_out, grad_lse if grad_lse.numel() else None
     needed = needs_grad[: len(forward.captured.scores)]
     inputs = BackwardInputs.of(forward, (out, lse), grads, needed)
@@ -279,18 +289,27 @@ def _attention_backward(
 @torch.library.register_fake("attnkit::attention")  # type: ignore[untyped-decorator]
 def _attention_fake(
     query: Tensor, key: Tensor, value: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch_ops.fake_outputs(query, value, Request.parse(rest[-2]).need_max)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    digest = torch.empty(1, dtype=torch.int64, device="cpu")
+    return *torch_ops.fake_outputs(query, value, Request.parse(rest[-2]).need_max), digest
 
 
-torch.library.register_fake("attnkit::attention_backward", torch_ops.fake_gradients)
+@torch.library.register_fake("attnkit::attention_backward")  # type: ignore[untyped-decorator]
+def _attention_backward_fake(
+    grad_out: Tensor, grad_lse: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    out, lse, _, *others = rest  # without the digest, which only this backward has
+    gradients: tuple[Tensor, Tensor, Tensor, list[Tensor]] = torch_ops.fake_gradients(
+        grad_out, grad_lse, query, key, value, out, lse, *others
+    )
+    return gradients
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     query, key, value, scores, masks, lists, sizes, request, scale = inputs
-    out, lse, top = output
-    ctx.mark_non_differentiable(top)
-    ctx.save_for_backward(query, key, value, out, lse, *scores, *masks, *lists)
+    out, lse, top, digest = output
+    ctx.mark_non_differentiable(top, digest)
+    ctx.save_for_backward(query, key, value, out, lse, digest, *scores, *masks, *lists)
     ctx.options = list(sizes), request, scale
     ctx.counts = len(scores), len(masks)
     ctx.needs_grad = [t.requires_grad for t in scores]
@@ -298,14 +317,16 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _gradient(
-    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Tensor | None
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Tensor | None
 ) -> tuple[Any, ...]:
-    saved, tensors = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+    *saved, digest = ctx.saved_tensors[:6]
+    tensors = ctx.saved_tensors[6:]
     scores, masks = ctx.counts
     lists = tensors[:scores], tensors[scores : scores + masks], tensors[scores + masks :]
     sizes, request, scale = ctx.options
     dquery, dkey, dvalue, captured = torch.ops.attnkit.attention_backward(
         *torch_ops.operator_tensors(grad_out, grad_lse, saved),
+        digest,
         *lists,
         sizes,
         request,

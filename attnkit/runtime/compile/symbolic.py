@@ -14,7 +14,8 @@ from attnkit.runtime.compile.hop import attend, attend_eagerly
 from attnkit.schedule.plan import parse_backend
 from attnkit.sparsity.block_mask import BlockMask
 from attnkit.sparsity.block_runs import BLOCK
-from attnkit.tracing.mask import check_built_for
+from attnkit.tracing.axes import Sizes
+from attnkit.tracing.built_for import check_built_for
 from attnkit.util.arguments import AuxOutput, check_aux, check_options
 from attnkit.util.torch_private import is_fake, mark_constant
 
@@ -59,7 +60,10 @@ def _call_operator(operator: Callable[..., Any], call: AttentionCall) -> Any:
     block, _ = check_options(call.kernel_options, BLOCK)
     query, score_mod = call.query, call.score_mod
     mask_mod, kind, lists, sizes = _parts(call.block_mask)
-    check_built_for(mask_mod, query.shape[2], call.key.shape[2])
+    (batch, heads, q_len), key = query.shape[:3], call.key
+    call_sizes = Sizes(batch, heads, q_len, key.shape[2], key.shape[1])
+    check_built_for(score_mod, call_sizes)
+    check_built_for(mask_mod, call_sizes)
     score = mask = None
     if score_mod is not None:
 
@@ -71,7 +75,7 @@ def _call_operator(operator: Callable[..., Any], call: AttentionCall) -> Any:
         def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
             return _as_tensor(mask_mod(b, h, q, kv), b)
 
-    out, lse, top = operator(
+    out, lse, top, _ = operator(
         query,
         call.key,
         call.value,

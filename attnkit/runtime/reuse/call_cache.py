@@ -2,8 +2,8 @@
 
 The key contains the graphs of the functions (looked up by identity, else by fingerprint), the
 shapes, strides, dtypes and devices of the tensors, the options, and the identities of all tensors
-on whose data tiles or proofs of indices depend. Stamps tell whether that data was edited. A call
-without a key is prepared each time.
+on whose data tiles or proofs of indices depend. The guard of a prepared call tells whether that data
+was edited. A call without a key is prepared each time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnkit.errors import UnsupportedError
 from attnkit.graph import ir
 from attnkit.graph.ir import Node
 from attnkit.graph.simplify import TRUE
@@ -30,32 +29,13 @@ from attnkit.tracing.guards import TraceRecord, lookup_by_fingerprint, lookup_by
 from attnkit.tracing.tracer import Kind
 from attnkit.util import caches
 from attnkit.util.arguments import AuxRequest
-from attnkit.util.tensor_cache import Stamp
 from attnkit.util.torch_private import PLAIN
 
 _SIZE = 256
 _lock = threading.Lock()
 
 
-class CapturedStamp(Stamp):
-    """Refuses to compare data on the GPU while a CUDA graph is captured."""
-
-    def _equal(self, tensor: Tensor, copy: Tensor) -> bool:
-        """Return whether the data is the same.
-
-        Raises:
-            UnsupportedError: a CUDA graph is being captured, which cannot wait for the comparison.
-        """
-        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise UnsupportedError(
-                "a mask reads a tensor that was made in inference mode, of which torch does not "
-                "say whether it was edited, and comparing its data would wait for the GPU, which "
-                "a CUDA graph cannot; make it outside of torch.inference_mode()"
-            )
-        return super()._equal(tensor, copy)
-
-
-_entries: dict[Hashable, tuple[PreparedCall, tuple[CapturedStamp, ...]]] = {}
+_entries: dict[Hashable, PreparedCall] = {}
 caches.register(_entries.clear)
 
 
@@ -64,10 +44,11 @@ class CallKey:
     """Identifies calls that may share a prepared call, and holds the tensors that they read.
 
     Attributes:
-        key: equal for calls that may share a prepared call, as long as no stamp reports an edit.
+        key: equal for calls that may share a prepared call, as long as its guard reports no edit.
         score, mask: the traces of the functions, None where there is no function.
         captured: the captured tensors.
-        data: the tensors on whose data tiles or proofs depend.
+        data: the tensors on whose data tiles or proofs depend, in the order of
+            `TracedVariant.data_guard`.
         by_identity: whether the functions are the objects of an earlier call, not new ones with a
             known fingerprint.
     """
@@ -100,23 +81,18 @@ def _are_identical(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 
 def lookup(key: CallKey | None) -> PreparedCall | None:
     """Return the prepared call of a key; None if there is none, or if data was edited since."""
-    entry = None if key is None else _entries.get(key.key)
-    if key is None or entry is None:
+    prepared = None if key is None else _entries.get(key.key)
+    if key is None or prepared is None or not prepared.guard.holds(key.data):
         return None
-    prepared, stamps = entry
-    for t, stamp in zip(key.data, stamps, strict=True):
-        if not stamp.holds(t):
-            return None
     return prepared
 
 
 def store(key: CallKey, prepared: PreparedCall) -> None:
     """Store a prepared call for later calls with this key."""
-    stamps = tuple([CapturedStamp(t) for t in key.data])
     with _lock:
         if len(_entries) >= _SIZE and key.key not in _entries:
-            _entries.pop(next(iter(_entries)))
-        _entries[key.key] = prepared, stamps
+            caches.drop_oldest(_entries)
+        _entries[key.key] = prepared
 
 
 def key_of(call: AttentionCall) -> CallKey | None:
@@ -143,8 +119,7 @@ def key_of(call: AttentionCall) -> CallKey | None:
             if known is None:
                 return None
             score, scores, by_identity = known
-            if score.depends_on_data:
-                data = scores
+            data = tuple([scores[i] for i in score.data_slots])
         block_mask = call.block_mask
         if block_mask is not None:
             function = block_mask

@@ -3,8 +3,8 @@
 `call_cache` builds a key for every call, which takes longer. Here guards decide whether a call may
 use the result of preparing an earlier one. A tensor guard of torch compares all tensors at once
 (class, dtype, device, shape, strides, requires_grad, and the dispatch keys of modes, transforms and
-autocast). A function guard tells whether the functions have changed. Version counters tell whether
-data that the tiles depend on has changed. A miss costs a microsecond. If torch has no tensor
+autocast). A function guard tells whether the functions have changed. The states of tensors tell
+whether data that the tiles depend on has changed. A miss costs a microsecond. If torch has no tensor
 guards, no call is stored.
 """
 
@@ -23,14 +23,17 @@ from torch import Tensor
 from attnkit.runtime import torch_ops
 from attnkit.runtime.bind import is_flex
 from attnkit.runtime.call import AttentionCall
+from attnkit.runtime.data_guard import raise_if_stale
 from attnkit.runtime.prepared_call import PreparedCall, Relaunch
 from attnkit.runtime.reuse.call_cache import CallKey
 from attnkit.runtime.reuse.entries import Entries
 from attnkit.sparsity.block_mask import BlockMask
 from attnkit.splice import Captured
+from attnkit.splice.fingerprint_check import stale_report
 from attnkit.tracing.guards import GuardedFunction, guarded_function
 from attnkit.tracing.identity_guards import READ_ERRORS
 from attnkit.util import caches
+from attnkit.util.data_state import DataState
 from attnkit.util.torch_private import (
     deterministic_enabled,
     function_mode_count,
@@ -39,7 +42,6 @@ from attnkit.util.torch_private import (
     is_intercepted,
     only_devices,
     tensor_guard,
-    version,
 )
 
 # Tensors that the score captures, that the mask captures, and block lists.
@@ -67,8 +69,8 @@ class _Entry:
             the call.
         enable_gqa, backend, deterministic: options of the call.
         ordered, recording: whether torch had deterministic algorithms, and gradients, enabled.
-        versions: position, version and address of each captured tensor or block list on whose data
-            tiles or proofs depend.
+        data: position and state of each captured tensor or block list on whose data tiles or
+            proofs depend.
         default_scale: the scale if the caller passes None.
         prepared: runs the call.
         relaunch: runs it faster; None if there is no relaunch.
@@ -81,7 +83,7 @@ class _Entry:
     deterministic: bool
     ordered: bool
     recording: bool
-    versions: tuple[tuple[int, int, int], ...]
+    data: tuple[tuple[int, DataState], ...]
     default_scale: float
     prepared: PreparedCall
     relaunch: Relaunch | None
@@ -181,6 +183,8 @@ def try_fast_path(
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, backend,
             deterministic: as in `flex_attention`, but unchecked; its other arguments are None.
     """
+    if stale_report.code[0]:
+        raise_if_stale()
     try:
         bucket = _buckets.get((id(score_mod), id(block_mask), query.numel(), key.numel()))
     except (AttributeError, TypeError, RuntimeError):  # not tensors, or their sizes are symbols
@@ -203,7 +207,7 @@ def try_fast_path(
             break
     else:
         return None
-    if entry.versions and _edited(entry, (*scores, *masks, *lists)):
+    if entry.data and _edited(entry, (*scores, *masks, *lists)):
         bucket.entries.drop(entry)
         return None
     if function_mode_count() and not only_devices():
@@ -215,6 +219,8 @@ def try_fast_path(
     elif scale.__class__ is not float or not 0 < scale < _LARGEST:
         return None
     prepared, relaunch = entry.prepared, entry.relaunch
+    if prepared.guard.on_gpu:
+        prepared.guard.check()
     if entry.recorded:
         recorded: Any = torch_ops.record(
             prepared, relaunch, scale, masks, return_lse, query, key, value, *scores
@@ -230,8 +236,8 @@ def try_fast_path(
 
 def _edited(entry: _Entry, tensors: Sequence[Tensor]) -> bool:
     """Return whether data that the tiles or the proofs of a call depend on has changed."""
-    for place, old_version, address in entry.versions:
-        if version(tensors[place]) != old_version or tensors[place].data_ptr() != address:
+    for place, state in entry.data:
+        if not state.holds(tensors[place]):
             return True
     return False
 
@@ -275,7 +281,7 @@ def remember(call: AttentionCall, key: CallKey, prepared: PreparedCall) -> None:
             call.deterministic,
             deterministic_enabled(),
             torch.is_grad_enabled(),
-            tuple((place[id(t)], version(t), t.data_ptr()) for t in key.data),
+            tuple(zip([place[id(t)] for t in key.data], prepared.guard.states, strict=True)),
             1 / math.sqrt(query.shape[-1]),
             prepared,
             getattr(prepared.attention, "relaunch", None),
@@ -305,6 +311,6 @@ def _new_bucket(
     bucket = _Bucket(score, mask, lists, (owners[0], owners[1]))
     with _lock:
         if len(_buckets) >= _BUCKETS and bucket_key not in _buckets:
-            _buckets.pop(next(iter(_buckets)))
+            caches.drop_oldest(_buckets)
         _buckets[bucket_key] = bucket
     return bucket

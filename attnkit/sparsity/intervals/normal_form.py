@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,12 +29,14 @@ from attnkit.sparsity.intervals.spans import UNLIMITED, ZERO, SpanAlgebra, Spans
 from attnkit.sparsity.intervals.tables import Refusal, RowTables
 from attnkit.sparsity.mask_rewrites import equate
 from attnkit.sparsity.ranges.tables import Domain, shared_sides
+from attnkit.tracing.axes import Sizes
+from attnkit.tracing.built_for import check_built_for
 from attnkit.tracing.float64_checks import compute_dtype
 from attnkit.tracing.guards import trace_cached
-from attnkit.tracing.mask import check_built_for
 from attnkit.tracing.tracer import Traced
 from attnkit.util import caches
 from attnkit.util.arguments import check_captured, check_size
+from attnkit.util.data_state import settled_state_of
 from attnkit.util.devices import resolve_device
 from attnkit.util.tensor_cache import VersionedCache
 
@@ -128,8 +130,7 @@ class Intervals:
         return text.replace(str(UNLIMITED.attr), "kv_len")
 
 
-@dataclass(frozen=True)
-class NoIntervals:
+class NoIntervals(NamedTuple):
     """Says why a mask has no interval normal form.
 
     Attributes:
@@ -174,7 +175,7 @@ def intervals(
         BoundsError: an index leaves its captured tensor at these sizes.
         DeviceError: captured tensors are on several devices.
         OptionError: a size is not a positive int.
-        ShapeError: the mask was built for other lengths.
+        ShapeError: the mask was built for other sizes.
 
     >>> form = intervals(lambda b, h, q, kv: (kv <= q) & (q - kv < 2), 4, 4)
     >>> print(form)
@@ -207,15 +208,17 @@ def intervals_of(
     Raises:
         TraceError: the mask cannot be traced.
         DeviceError: a captured tensor is on another device.
-        ShapeError: the mask was built for other lengths.
+        ShapeError: the mask was built for other sizes.
         BoundsError, OptionError: see `find_intervals`.
     """
-    check_built_for(mask_mod, q_len, kv_len)
+    check_built_for(mask_mod, Sizes(batch, heads, q_len, kv_len))
     if device is None:
         captured = trace_cached(mask_mod, "mask", torch.device("cpu")).tensors
         device = next((t.device for t in captured if t.device.type != "cpu"), torch.device("cpu"))
     mask = trace_cached(mask_mod, "mask", torch.device(device))
     check_captured("mask_mod", mask.names, mask.tensors, torch.device(device))
+    for t in mask.tensors:
+        settled_state_of(t)
     return find_intervals(
         mask,
         q_len=q_len,

@@ -9,9 +9,8 @@ if that is provably the same set.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from functools import reduce
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from attnkit.graph.affine import Affine, Sides
 from attnkit.graph.ir import I32, Node, const
@@ -21,8 +20,7 @@ ZERO = const(0)
 UNLIMITED = const(2**31 - 1)  # an end beyond every position
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Keeps kv with `low <= kv < high` for all lows and highs, in rows where all gates are True."""
 
     lows: tuple[Node, ...] = ()

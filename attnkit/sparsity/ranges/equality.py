@@ -9,32 +9,42 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import reduce
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from attnkit.graph.affine import Side
-from attnkit.sparsity.ranges.equality_sets import BlockValues, Pairs, find_matches
+from attnkit.graph.ir import Node
 from attnkit.sparsity.ranges.eval_blocks import Blocks, Compare, Total
 from attnkit.sparsity.ranges.tables import Domain, Tables
+
+if TYPE_CHECKING:
+    from attnkit.sparsity.ranges.equality_sets import BlockValues
 
 
 def tabulate_equalities(blocks: Blocks, tables: Tables) -> None:
     """Fill `tables.equal` and `tables.samples` for the equalities of a compiled mask."""
-    domain, block = tables.domain, tables.block
     for n, recipe in blocks.steps:
-        if n.op != "eq" or not isinstance(recipe, Compare) or not _is_two_sided(recipe):
-            continue
-        q = _values_of(recipe.left, domain, Side.Q, block[0])
-        kv = _values_of(recipe.right, domain, Side.KV, block[1])
-        if bool(q.solid & kv.solid):
-            tables.equal[n] = None
-        else:
-            matches = find_matches(q, kv, block)
-            if isinstance(matches, Pairs) and not matches.whole:
-                tables.samples.append(matches)
-            elif matches is not None:
-                tables.equal[n] = matches
+        if n.op == "eq" and isinstance(recipe, Compare) and _is_two_sided(recipe):
+            _tabulate(n, recipe, tables)
+
+
+def _tabulate(n: Node, recipe: Compare, tables: Tables) -> None:
+    """Tabulate one equality."""
+    from attnkit.sparsity.ranges.equality_sets import Pairs, find_matches  # few masks have any
+
+    domain, block = tables.domain, tables.block
+    q = _values_of(recipe.left, domain, Side.Q, block[0])
+    kv = _values_of(recipe.right, domain, Side.KV, block[1])
+    if bool(q.solid & kv.solid):
+        tables.equal[n] = None
+        return
+    matches = find_matches(q, kv, block)
+    if isinstance(matches, Pairs) and not matches.whole:
+        tables.samples.append(matches)
+    elif matches is not None:
+        tables.equal[n] = matches
 
 
 def _is_two_sided(recipe: Compare) -> bool:
@@ -46,6 +56,8 @@ def _is_two_sided(recipe: Compare) -> bool:
 
 def _values_of(total: Total, domain: Domain, side: Side, block: int) -> BlockValues:
     """Evaluate a sum of keys of one side and of constant keys."""
+    from attnkit.sparsity.ranges.equality_sets import BlockValues
+
     varying = [key for key in total.keys if key.side is side]
     constant = [key for key in total.keys if key.side is not side]
     offset = sum(

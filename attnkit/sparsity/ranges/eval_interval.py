@@ -3,7 +3,8 @@
 An interval is a pair of broadcastable tensors (low, high), whose ends need not be attained:
 
 * i32: exact integers in int64. Arguments must lie in int32; results do not wrap, so a result
-  outside int32 is visible.
+  outside int32 is visible. Operations that wrap have all of int32 as their bounds where some of
+  their results wrap and others do not.
 * bool: (must, may): whether it is True everywhere, whether it may be True somewhere.
 * f32: in the compute dtype. NaN at both ends means "any value, NaN included"; otherwise the value
   is between the ends and not NaN. Basic arithmetic rounds correctly, and correct rounding is
@@ -202,6 +203,19 @@ def _shift(f: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Interval, Interva
     return rule
 
 
+def _wrapping(rule: Callable[..., Interval]) -> Callable[..., Interval]:
+    """Return the rule of an operation that wraps, from that of the one that does not."""
+
+    def wrapped(*args: Interval) -> Interval:
+        low, high = rule(*args)
+        first, last = (low - INT_LOW) >> 32, (high - INT_LOW) >> 32
+        low, high = low - (first << 32), high - (last << 32)
+        same = first == last  # all results lose the same multiple of 2**32
+        return torch.where(same, low, INT_LOW), torch.where(same, high, INT_HIGH)
+
+    return wrapped
+
+
 def _lt(a: Interval, b: Interval) -> Interval:
     return a[1] < b[0], a[0] < b[1]
 
@@ -350,6 +364,11 @@ _RULES: dict[str, dict[str, Callable[..., Interval]]] = {
         "le": _le,
         "eq": _eq,
         "where": _where,
+        "wrap_add": _wrapping(_add),
+        "wrap_sub": _wrapping(_sub),
+        "wrap_mul": _wrapping(_mul),
+        "wrap_neg": _wrapping(_neg),
+        "wrap_abs": _wrapping(_abs),
     },
     BOOL: {
         "and": _both,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +17,14 @@ from torch import Tensor
 from attnkit.graph import ir
 from attnkit.graph.affine import KV, Q, Side, Sides, Terms
 from attnkit.graph.ir import BOOL, F32, Node
-from attnkit.sparsity.ranges.equality_sets import Matches, Pairs
 from attnkit.sparsity.ranges.eval_interval import Interval
 from attnkit.sparsity.ranges.gather import Lead, entries
 from attnkit.sparsity.ranges.serial import evaluate_serial
 from attnkit.util import caches
 from attnkit.util.chunks import chunk_size
+
+if TYPE_CHECKING:
+    from attnkit.sparsity.ranges.equality_sets import Matches, Pairs
 
 Reduce = Callable[[Tensor, Tensor], Tensor]
 
@@ -47,8 +50,7 @@ def _clear() -> None:
 caches.register(_clear)
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     """Identifies a one-sided expression: one node, or an integer sum of nodes of one side."""
 
     side: Side
@@ -72,7 +74,7 @@ class Domain:
     Values at points have shape [b or 1, h or 1, points].
 
     Attributes:
-        tensors: captured tensors by slot.
+        tensors: captured tensors by slot; unsigned ones become int64, see `signed`.
         q_len, kv_len: lengths in positions.
         b, h: int32 [batch] and [heads], the numbers themselves; [1] if the mask does not read them.
         dtype: dtype of the graph's f32.
@@ -86,6 +88,9 @@ class Domain:
     h: Tensor
     dtype: torch.dtype = torch.float32
     sides: Sides = field(default_factory=Sides)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tensors", tuple(signed(t) for t in self.tensors))
 
     @property
     def device(self) -> torch.device:
@@ -369,11 +374,22 @@ def _concatenate(parts: Sequence[Interval]) -> Interval:
     return torch.cat([p[0] for p in parts], -1), torch.cat([p[1] for p in parts], -1)
 
 
+def signed(tensor: Tensor) -> Tensor:
+    """Convert uint16, uint32 and uint64, on which torch has no minimum, to int64.
+
+    Numbers of 2**63 and more become 2**63 - 1, which no check of int32 lets through.
+    """
+    if tensor.dtype not in (torch.uint16, torch.uint32, torch.uint64):
+        return tensor
+    numbers = tensor.to(torch.int64)
+    return numbers.where(numbers >= 0, torch.iinfo(torch.int64).max)
+
+
 def value_range(tensor: Tensor, n: Node, dtype: torch.dtype) -> Interval:
     """Return the least and greatest value that load `n` can return from its tensor."""
     if n.type == BOOL and tensor.dtype != torch.bool:
         tensor = tensor != 0
-    flat = tensor.reshape(-1)
+    flat = signed(tensor).reshape(-1)
     parts = [_ends(part) for part in flat.split(chunk_size(flat.numel(), flat.device))]
     low, high = parts[0]
     if len(parts) > 1:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from attnkit.graph.ir import BOOL, F32, Node, const
 from attnkit.graph.simplify import build
 from attnkit.tracing.ops.registry import PARTS
@@ -92,7 +94,7 @@ def _position(tracer: Tracer, item: Any, dim: int, size: int) -> Value:
         place = int(value.node.attr)  # type: ignore[arg-type]
         if not -size <= place < size:
             raise IndexError(f"index {place} is out of range for dimension {dim} of size {size}")
-        return Value(tracer, const(place % size))
+        return Value(tracer, const(place % size), torch.int64)
     return value
 
 
@@ -118,13 +120,13 @@ def _assemble(
         return source.pick(*(_at(p, d, inner, outer) for d, p in enumerate(picks)))
 
     if not sizes:
-        return Value(tracer, pick(), narrow=source.narrow)
+        return Value(tracer, pick(), source.dtype)
     static = all(not isinstance(p, Value) or p.node.op == "const" for p in picks if not _vector(p))
     origin = None
     if source.origin is not None and static and not vectors:
         with DisableTorchFunction():  # a tracing mode may still be active here
             origin = source.origin[at]
-    return Value(tracer, None, tuple(sizes), source.kind, pick, origin, part, source.narrow)
+    return Value(tracer, None, source.dtype, tuple(sizes), pick, origin, part)
 
 
 def _part(source: Value, picks: list[Any]) -> Part:

@@ -14,12 +14,8 @@ import torch
 
 from attnkit.graph.ir import F32, Node, const
 from attnkit.graph.simplify import FALSE, build, cast, negate
-from attnkit.tracing.ops.registry import elementwise, register, wrapping
+from attnkit.tracing.ops.registry import Handler, elementwise, register
 from attnkit.tracing.proxy import HANDLERS, Tracer, Value
-
-
-def _float(function: Callable[[Node], Node]) -> Callable[[Node], Node]:
-    return lambda x: function(cast(x, F32))
 
 
 def _unless_int(function: Callable[[Node], Node]) -> Callable[[Node], Node]:
@@ -93,49 +89,61 @@ def _softplus(x: Node, beta: float, threshold: float) -> Node:
     return build("where", large, x, small)
 
 
+def _log_sigmoid(x: Node) -> Node:
+    small = build("log1p", build("exp", build("neg", build("abs", x))))
+    return build("sub", build("min", x, const(0.0)), small)  # min(x, 0) - log(1 + exp(-|x|))
+
+
 def _elu(x: Node, alpha: float) -> Node:
     positive = build("gt", x, const(0.0))
     safe = build("where", positive, const(0.0), x)
     return build("where", positive, x, build("mul", const(float(alpha)), build("expm1", safe)))
 
 
+# Functions whose result has the dtype of their argument.
 _UNARY: dict[str, Callable[[Node], Node]] = {
     "neg negative __neg__": lambda x: build("neg", x),
     "abs absolute __abs__": lambda x: build("abs", x),
     "floor __floor__": _unless_int(lambda x: build("floor", x)),
     "ceil __ceil__": _unless_int(lambda x: build("neg", build("floor", build("neg", x)))),
     "trunc fix": _unless_int(truncate),
-    "frac": _float(lambda x: build("sub", x, truncate(x))),
-    "sinh": _float(_sinh),
-    "cosh": _float(_cosh),
-    "tan": _float(lambda x: build("div", build("sin", x), build("cos", x))),
-    "mish": _float(lambda x: build("mul", x, build("tanh", _softplus(x, 1.0, 20.0)))),
     "square": lambda x: build("mul", x, x),
-    "reciprocal": _float(lambda x: build("div", const(1.0), x)),
     "isnan": _nan,
     "isinf": _infinite,
     "isfinite": lambda x: negate(build("or", _nan(x), _infinite(x))),
     "sign": _sign,
     "relu": _relu,
-    "silu": _float(lambda x: build("mul", x, build("sigmoid", x))),
-    "softsign": _float(lambda x: build("div", x, build("add", const(1.0), build("abs", x)))),
+}
+
+# Functions that convert integers to floats.
+_FLOAT: dict[str, Callable[[Node], Node]] = {
+    "frac": lambda x: build("sub", x, truncate(x)),
+    "sinh": _sinh,
+    "cosh": _cosh,
+    "tan": lambda x: build("div", build("sin", x), build("cos", x)),
+    "mish": lambda x: build("mul", x, build("tanh", _softplus(x, 1.0, 20.0))),
+    "reciprocal": lambda x: build("div", const(1.0), x),
+    "silu": lambda x: build("mul", x, build("sigmoid", x)),
+    "softsign": lambda x: build("div", x, build("add", const(1.0), build("abs", x))),
     **{
         name: (lambda x, op=name: build(op, x))  # type: ignore[misc]
         for name in "exp exp2 expm1 log log2 log1p sqrt rsqrt tanh sigmoid sin cos erf".split()
     },
-    "logsigmoid": _float(lambda x: build("neg", _softplus(build("neg", x), 1.0, 20.0))),
-    "log10": _float(lambda x: build("mul", build("log", x), const(1 / math.log(10)))),
-    "expit": _float(lambda x: build("sigmoid", x)),
+    "logsigmoid": _log_sigmoid,
+    "log10": lambda x: build("mul", build("log", x), const(1 / math.log(10))),
+    "expit": lambda x: build("sigmoid", x),
 }
 
 
 def _register_unary() -> None:
-    for names, function in _UNARY.items():
-        register(*names.split())(
-            wrapping(
-                lambda tracer, a, inplace=False, function=function: elementwise(tracer, function, a)
+    for floating, functions in ((False, _UNARY), (True, _FLOAT)):
+        for names, function in functions.items():
+            handler: Handler = (
+                lambda tracer, a, inplace=False, function=function, floating=floating: elementwise(
+                    tracer, function, a, floating=floating
+                )
             )
-        )
+            register(*names.split())(handler)
     approximate = getattr(torch.ops.approx, "tanh", None) if hasattr(torch.ops, "approx") else None
     if approximate is not None:
         register(approximate)(HANDLERS[torch.tanh])
@@ -151,13 +159,12 @@ def _round(tracer: Tracer, a: Any, *, decimals: int = 0) -> Value:
 @register("logaddexp")
 def _logaddexp(tracer: Tracer, a: Any, b: Any) -> Value:
     def node(x: Node, y: Node) -> Node:
-        x, y = cast(x, F32), cast(y, F32)
         same = build("eq", x, y)  # the difference of equal infinities is NaN
         difference = build("where", same, const(0.0), build("sub", x, y))
         small = build("log1p", build("exp", build("neg", build("abs", difference))))
         return build("add", build("max", x, y), small)
 
-    return elementwise(tracer, node, a, b)
+    return elementwise(tracer, node, a, b, floating=True)
 
 
 @register("relu6")
@@ -171,17 +178,17 @@ def _relu6(tracer: Tracer, a: Any, inplace: bool = False) -> Value:
 
 @register("gelu")
 def _gelu_handler(tracer: Tracer, a: Any, approximate: str = "none") -> Value:
-    return elementwise(tracer, lambda x: _gelu(cast(x, F32), approximate), a)
+    return elementwise(tracer, lambda x: _gelu(x, approximate), a, floating=True)
 
 
 @register("softplus")
 def _softplus_handler(tracer: Tracer, a: Any, beta: float = 1, threshold: float = 20) -> Value:
-    return elementwise(tracer, lambda x: _softplus(cast(x, F32), beta, threshold), a)
+    return elementwise(tracer, lambda x: _softplus(x, beta, threshold), a, floating=True)
 
 
 @register("elu")
 def _elu_handler(tracer: Tracer, a: Any, alpha: float = 1.0, inplace: bool = False) -> Value:
-    return elementwise(tracer, lambda x: _elu(cast(x, F32), alpha), a)
+    return elementwise(tracer, lambda x: _elu(x, alpha), a, floating=True)
 
 
 @register("leaky_relu")
@@ -190,7 +197,7 @@ def _leaky(tracer: Tracer, a: Any, negative_slope: float = 0.01, inplace: bool =
         scaled = build("mul", x, const(float(negative_slope)))
         return build("where", build("gt", x, const(0.0)), x, scaled)
 
-    return elementwise(tracer, node, a)
+    return elementwise(tracer, node, a, floating=True)
 
 
 _register_unary()

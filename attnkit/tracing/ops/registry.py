@@ -8,8 +8,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from attnkit.graph.ir import BOOL, I32, Node, const
+from attnkit.graph.ir import BOOL, F32, Node, const
 from attnkit.graph.simplify import build
+from attnkit.tracing.dtypes import result_dtype
 from attnkit.tracing.proxy import HANDLERS, Tracer, Value
 from attnkit.util.shapes import broadcast
 from attnkit.util.torch_private import neural_functions
@@ -17,6 +18,9 @@ from attnkit.util.torch_private import neural_functions
 Handler: TypeAlias = Callable[..., Value]
 
 PARTS = ("", "end", "inner")  # in order: the whole tensor first
+
+# Operations whose last 32 bits depend on the last 32 bits of their arguments alone.
+_RING = ("add", "sub", "mul", "xor")
 
 # Arithmetic on two bools is a logical operation in torch.
 _OF_BOOLS = {"add": "or", "mul": "and", "min": "and", "max": "or"}
@@ -43,11 +47,76 @@ def register(*names: Any) -> Callable[[Handler], Handler]:
     return decorate
 
 
-def elementwise(tracer: Tracer, function: Callable[..., Node], *inputs: Any) -> Value:
-    """Apply a function of nodes to Values element by element, broadcasting their shapes."""
+def elementwise(
+    tracer: Tracer,
+    function: Callable[..., Node],
+    *inputs: Any,
+    floating: bool = False,
+    strict: bool = False,
+    wraps: bool = False,
+) -> Value:
+    """Apply a function of nodes to Values element by element, as torch does.
+
+    The inputs are converted to the dtype in which torch computes with them, and the result to the
+    dtype in which torch stores it.
+
+    Args:
+        tracer: the trace.
+        function: from one node per input to the node of the result.
+        inputs: Values, tensors and Python numbers.
+        floating: whether integers and bools are first converted to floats.
+        strict: whether torch refuses Python numbers outside of the dtype; else they wrap.
+        wraps: whether Python numbers wrap in int32 too, see `Converter.number`.
+    """
     values = [tracer.lift(x) for x in inputs]
+    dtype = result_dtype(values)
+    if floating and not dtype.is_floating_point:
+        dtype = tracer.converter.default
+    converted = [as_dtype(v, dtype, strict=strict, wraps=wraps) for v in values]
+    return combine(tracer, function, converted, dtype)
+
+
+def as_dtype(
+    value: Value, dtype: torch.dtype, *, strict: bool = False, wraps: bool = False
+) -> Value:
+    """Convert a Value to a dtype; `strict` and `wraps` as in `elementwise`."""
+    convert, source = value.tracer.converter, value.dtype
+    if value.number is not None:
+        n = convert.number(value.number, dtype, strict=strict, wraps=wraps)
+        return Value(value.tracer, n, dtype)
+    if source == dtype:
+        return value
+    if not value.sizes:
+        return Value(value.tracer, convert.convert(value.node, source, dtype), dtype)
+
+    def pick(*index: Node) -> Node:
+        return convert.convert(value.pick(*index), source, dtype)
+
+    return Value(value.tracer, None, dtype, value.sizes, pick, part=value.part)
+
+
+def combine(
+    tracer: Tracer, function: Callable[..., Node], values: Sequence[Value], dtype: torch.dtype
+) -> Value:
+    """Apply a function of nodes to Values element by element, broadcasting their shapes.
+
+    Args:
+        tracer: the trace.
+        function: from one node per Value to the node of the result.
+        values: the Values, in the dtypes that the function expects.
+        dtype: dtype in which torch computes; the result has it if it is of that kind. A bool result
+            is a bool, an integer of bools is int64, and a float of integers has torch's default.
+    """
+    converter = tracer.converter
+
+    def fitted(*nodes: Node) -> Node:
+        n = function(*nodes)
+        return converter.fit(n, _dtype_of(n, dtype, converter.default))
+
     if not any(v.sizes for v in values):
-        return Value(tracer, function(*(v.node for v in values)))
+        n = function(*(v.node for v in values))
+        found = _dtype_of(n, dtype, converter.default)
+        return Value(tracer, converter.fit(n, found), found)
     sizes = broadcast(*(v.sizes for v in values))
 
     def at(v: Value, position: tuple[Node, ...]) -> Node:
@@ -56,76 +125,44 @@ def elementwise(tracer: Tracer, function: Callable[..., Node], *inputs: Any) -> 
         return v.pick(*(zero if n == 1 else i for n, i in zip(v.sizes, index, strict=True)))
 
     def pick(*position: Node) -> Node:
-        return function(*(at(v, position) for v in values))
+        return fitted(*(at(v, position) for v in values))
 
-    sample = pick(*[const(0)] * len(sizes))
+    sample = function(*(at(v, (const(0),) * len(sizes)) for v in values))
+    found = _dtype_of(sample, dtype, converter.default)
     part = max((v.part for v in values), key=PARTS.index)
-    return Value(tracer, None, tuple(sizes), sample.type, pick, part=part)
+    return Value(tracer, None, found, tuple(sizes), pick, part=part)
 
 
-def wrapping(handler: Handler) -> Handler:
-    """Make a handler of integer arithmetic wrap its result in 8 or 16 bits where torch does."""
-
-    def handled(tracer: Tracer, *inputs: Any, **options: Any) -> Value:
-        result = handler(tracer, *inputs, **options)
-        dtype = _narrow_dtype(tracer, inputs)
-        if dtype is None or result.kind != I32:
-            return result
-        least, size = torch.iinfo(dtype).min, 2 ** torch.iinfo(dtype).bits
-
-        def wrap(x: Node) -> Node:
-            above = build("and", build("sub", x, const(least)), const(size - 1))
-            return build("add", above, const(least))
-
-        return _with_dtype(elementwise(tracer, wrap, result), dtype)
-
-    return handled
+def _dtype_of(n: Node, dtype: torch.dtype, default: torch.dtype) -> torch.dtype:
+    """Return the dtype of a result that torch computed in `dtype`."""
+    if n.type == BOOL:
+        return torch.bool
+    if n.type == F32:
+        return dtype if dtype.is_floating_point else default
+    return torch.int64 if dtype == torch.bool or dtype.is_floating_point else dtype
 
 
-def narrowing(handler: Handler) -> Handler:
-    """Make a handler whose result cannot wrap return the 8- or 16-bit dtype that torch returns."""
-
-    def handled(tracer: Tracer, *inputs: Any, **options: Any) -> Value:
-        result = handler(tracer, *inputs, **options)
-        dtype = _narrow_dtype(tracer, [*inputs, *options.values()])
-        return _with_dtype(result, dtype) if dtype is not None and result.kind == I32 else result
-
-    return handled
-
-
-def _with_dtype(value: Value, dtype: torch.dtype) -> Value:
-    """Return a copy of a Value with the dtype, narrower than int32, in which torch computes it."""
-    node = None if value.sizes else value.node
-    return Value(
-        value.tracer, node, value.sizes, value.kind, value.pick, value.origin, value.part, dtype
-    )
-
-
-def _narrow_dtype(tracer: Tracer, inputs: Sequence[Any]) -> torch.dtype | None:
-    """Find the dtype, if narrower than int32, in which torch computes with these integers."""
-    result: torch.dtype | None = None
-    for x in inputs:
-        if not isinstance(x, Value | Tensor):
-            continue  # Python numbers take the dtype of the other inputs
-        value = tracer.lift(x)
-        if value.kind == BOOL:
-            continue
-        if value.narrow is None:
-            return None
-        result = value.narrow if result is None else torch.promote_types(result, value.narrow)
-    return result
-
-
-def binary(op: str) -> Handler:
-    """Return the handler of an operation on two Values, with torch's `alpha`."""
+def binary_node(op: str) -> Callable[[Node, Node], Node]:
+    """Return the function of nodes of an operation on two Values."""
 
     def node(x: Node, y: Node) -> Node:
         bools = x.type == y.type == BOOL
         return build(_OF_BOOLS.get(op, op) if bools else op, x, y)
 
+    return node
+
+
+def binary(op: str) -> Handler:
+    """Return the handler of an operation on two Values, with torch's `alpha`."""
+    node = binary_node(op)
+
     def handler(tracer: Tracer, a: Any, b: Any, *, alpha: Any = 1) -> Value:
-        if alpha != 1:
-            b = elementwise(tracer, lambda x, y: build("mul", x, y), b, alpha)
-        return elementwise(tracer, node, a, b)
+        if alpha == 1:
+            return elementwise(tracer, node, a, b, wraps=op in _RING)
+        values = [tracer.lift(a), tracer.lift(b)]
+        dtype = result_dtype(values)
+        first, second, factor = (as_dtype(v, dtype) for v in (*values, tracer.lift(alpha)))
+        scaled = combine(tracer, binary_node("mul"), [second, factor], dtype)
+        return combine(tracer, node, [first, scaled], dtype)
 
     return handler

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attnkit.graph.ir import I32, Node
 from attnkit.graph.simplify import FALSE, build, cast, negate
-from attnkit.tracing.ops.registry import elementwise, register
+from attnkit.tracing.ops.registry import as_dtype, combine, elementwise, register
 from attnkit.tracing.ops.shape import reduce
 from attnkit.tracing.proxy import Tracer, Value
 
@@ -27,7 +28,8 @@ def _isin(
     invert: bool = False,
 ) -> Value:
     element = _number(tracer, "elements", elements)
-    same = elementwise(tracer, lambda x, y: build("eq", x, y), element, test_elements)
+    values = [element, tracer.lift(test_elements)]
+    same = combine(tracer, lambda x, y: build("eq", x, y), values, torch.bool)
     any_same = reduce(tracer, same, lambda x, y: build("or", x, y), FALSE)
     return elementwise(tracer, negate, any_same) if invert else any_same
 
@@ -36,7 +38,8 @@ def _isin(
 def _bucketize(
     tracer: Tracer, x: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False
 ) -> Value:
-    return _count_before(tracer, "input", x, "boundaries", boundaries, right)
+    counted = _count_before(tracer, "input", x, "boundaries", boundaries, right)
+    return as_dtype(counted, torch.int32) if out_int32 else counted
 
 
 @register("searchsorted")
@@ -54,21 +57,24 @@ def _searchsorted(
         raise ValueError("sorter is not supported; sort the captured tensor outside")
     if side is not None:
         right = side == "right"
-    return _count_before(tracer, "input", x, "sorted_sequence", sorted_sequence, right)
+    counted = _count_before(tracer, "input", x, "sorted_sequence", sorted_sequence, right)
+    return as_dtype(counted, torch.int32) if out_int32 else counted
 
 
 def _count_before(tracer: Tracer, what: str, x: Any, where: str, bounds: Any, right: bool) -> Value:
     """Count the bounds that are less than a number; with `right`, those that are not greater."""
     number, edges = _number(tracer, what, x), tracer.lift(bounds)
     if len(edges.sizes) != 1:
-        raise ValueError(f"{where} of shape {edges.sizes} is not supported; expected one dimension")
+        raise ValueError(
+            f"{where} of shape {edges.sizes} is not supported; index one row of it, as {where}[h]"
+        )
 
     def before(value: Node, edge: Node) -> Node:
         # negated, so that all bounds are before NaN, as in torch
         beyond = build("lt" if right else "le", value, edge)
         return cast(negate(beyond), I32)
 
-    counted = elementwise(tracer, before, number, edges)
+    counted = combine(tracer, before, [number, edges], torch.int64)
     return reduce(tracer, counted, lambda a, b: build("add", a, b), cast(FALSE, I32))
 
 

@@ -13,42 +13,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnkit.graph import ir
-from attnkit.graph.ir import BOOL, F32, I32, Node, const
+from attnkit.graph.ir import F32, Node, const
 from attnkit.graph.simplify import FALSE, TRUE, build, cast
+from attnkit.tracing.dtypes import result_dtype, round_to
 from attnkit.tracing.ops.index import index
-from attnkit.tracing.ops.registry import Handler, binary, elementwise, register
+from attnkit.tracing.ops.registry import Handler, as_dtype, binary, combine, elementwise, register
 from attnkit.tracing.proxy import HANDLERS, Tracer, Value
 
 MAX_UNROLL = 128  # largest axis that a reduction unrolls
 
 
-# --- conversions ---------------------------------------------------------------------------
-_INTS = (torch.int32, torch.int64)
 _HALVES = (torch.float16, torch.bfloat16)
+_UNSUPPORTED = (torch.uint32, torch.uint64)
 
 
-def _convert(x: Node, dtype: torch.dtype) -> Node:
-    if dtype == torch.bool:
-        return cast(x, BOOL)
-    if dtype in _INTS:
-        return cast(x, I32)
-    if dtype in (torch.float32, torch.float64):
-        return cast(x, F32)
-    if dtype in _HALVES:
-        rounded = cast(x, F32)
-        return ir.node("round", rounded, attr=str(dtype).removeprefix("torch."))
-    raise TypeError(f"conversion to {dtype} is not supported; use torch.int32 or torch.float32")
-
-
+# --- conversions ---------------------------------------------------------------------------
 @register("to", "type", "_to_copy")
 def _to(tracer: Tracer, a: Any, *args: Any, **kwargs: Any) -> Value:
     for x in (*args, *kwargs.values()):
         if isinstance(x, torch.dtype):
-            return elementwise(tracer, lambda n, x=x: _convert(n, x), a)
-        if isinstance(x, Value | Tensor):
-            return elementwise(tracer, lambda n, x=x: _convert(n, x.dtype), a)
+            return _convert(tracer.lift(a), x)
+        if isinstance(x, Tensor):
+            return _convert(tracer.lift(a), x.dtype)
     return tracer.lift(a)
+
+
+def _convert(value: Value, dtype: torch.dtype) -> Value:
+    if dtype.is_complex or dtype in _UNSUPPORTED:
+        raise TypeError(f"conversion to {dtype} is not supported; use torch.int32 or torch.float32")
+    if dtype in _HALVES and value.dtype != dtype:  # what the user asks for is rounded in scores too
+        values = [as_dtype(value, torch.float64)]
+        return combine(value.tracer, lambda n: round_to(n, dtype), values, dtype)
+    return as_dtype(value, dtype)
 
 
 register("type_as")(_to)
@@ -61,6 +57,9 @@ def _register_conversions() -> None:
         "half": torch.float16,
         "bfloat16": torch.bfloat16,
         "int": torch.int32,
+        "short": torch.int16,
+        "char": torch.int8,
+        "byte": torch.uint8,
         "long": torch.int64,
         "bool": torch.bool,
     }.items():
@@ -74,7 +73,9 @@ def _register_conversions() -> None:
 
 def _same_shape(tracer: Tracer, a: Value, other: Any) -> Value:
     if a.sizes or tracer.lift(other).sizes:
-        raise ValueError("view_as and expand_as are not supported for values with a shape")
+        raise ValueError(
+            "view_as and expand_as are not supported for values with a shape; index them instead"
+        )
     return a
 
 
@@ -87,32 +88,51 @@ def _detach(tracer: Tracer, a: Value) -> Value:
     return a
 
 
-def _fill(tracer: Tracer, value: Any, like: Value, size: Any, dtype: Any) -> Value:
-    node = tracer.lift(value).node
-    node = cast(node, like.kind) if dtype is None else _convert(node, dtype)
+def _fill(tracer: Tracer, value: Any, size: Any, dtype: torch.dtype) -> Value:
+    node = as_dtype(tracer.lift(value), dtype, strict=True).node
     sizes = (size,) if isinstance(size, int) else tuple(size)
-    return Value(tracer, None if sizes else node, sizes, node.type, lambda *_: node)
+    return Value(tracer, None if sizes else node, dtype, sizes, lambda *_: node)
 
 
 def _register_factories() -> None:
     for name, value in {"ones": 1, "zeros": 0}.items():
         register(f"new_{name}")(
             lambda t, a, size=(), *rest, dtype=None, value=value, **_: _fill(
-                t, value, a, (size, *rest) if rest else size, dtype
+                t, value, (size, *rest) if rest else size, dtype or a.dtype
             )
         )
         register(f"{name}_like")(
-            lambda t, a, dtype=None, value=value, **_: _fill(t, value, a, a.sizes, dtype)
+            lambda t, a, dtype=None, value=value, **_: _fill(t, value, a.sizes, dtype or a.dtype)
         )
     register("new_full")(
-        lambda t, a, size, fill_value, dtype=None, **_: _fill(t, fill_value, a, size, dtype)
+        lambda t, a, size, fill_value, dtype=None, **_: _fill(t, fill_value, size, dtype or a.dtype)
     )
-    register("new_tensor", "scalar_tensor")(
-        lambda t, a, data, dtype=None, **_: _fill(t, data, a, (), dtype or torch.float32)
+    register("new_tensor")(
+        lambda t, a, data, dtype=None, **_: _fill(t, data, (), dtype or t.lift(data).dtype)
     )
     register("full_like")(
-        lambda t, a, fill_value, dtype=None, **_: _fill(t, fill_value, a, a.sizes, dtype)
+        lambda t, a, fill_value, dtype=None, **_: _fill(t, fill_value, a.sizes, dtype or a.dtype)
     )
+
+
+# --- questions that have an answer while tracing -------------------------------------------
+def _size(tracer: Tracer, a: Value, dim: int | None = None) -> torch.Size | int:
+    return a.shape if dim is None else a.shape[dim]
+
+
+def _register_questions() -> None:
+    answers: dict[str, Callable[[Value], Any]] = {
+        "dim ndimension": lambda a: a.ndim,
+        "numel nelement": lambda a: math.prod(a.sizes),
+        "is_floating_point": lambda a: a.dtype.is_floating_point,
+        "is_complex": lambda a: False,
+        "is_signed": lambda a: a.dtype.is_signed,
+        "element_size": lambda a: a.dtype.itemsize,
+    }
+    for names, answer in answers.items():
+        handler: Any = lambda tracer, a, answer=answer: answer(a)
+        register(*names.split())(handler)
+    HANDLERS[Tensor.size] = _size
 
 
 # --- shapes and reductions ------------------------------------------------------------------
@@ -126,7 +146,7 @@ def _unsqueeze(tracer: Tracer, a: Any, dim: int) -> Value:
     a = tracer.lift(a)
     dim %= len(a.sizes) + 1
     sizes = (*a.sizes[:dim], 1, *a.sizes[dim:])
-    return Value(tracer, None, sizes, a.kind, lambda *i: a.pick(*i[:dim], *i[dim + 1 :]))
+    return Value(tracer, None, a.dtype, sizes, lambda *i: a.pick(*i[:dim], *i[dim + 1 :]))
 
 
 @register("squeeze")
@@ -142,7 +162,8 @@ def _reshape(tracer: Tracer, a: Any, *size: Any) -> Value:
     a = tracer.lift(a)
     sizes = size[0] if len(size) == 1 and isinstance(size[0], tuple | list) else size
     if not a.sizes and all(n in (1, -1) for n in sizes):
-        return Value(tracer, None, (1,) * len(sizes), a.kind, lambda *_: a.node) if sizes else a
+        ones = (1,) * len(sizes)
+        return Value(tracer, None, a.dtype, ones, lambda *_: a.node) if sizes else a
     raise ValueError(f"reshaping {a.sizes} to {tuple(sizes)} is not supported; use indexing")
 
 
@@ -151,16 +172,15 @@ def _stack(tracer: Tracer, tensors: Any, dim: int = 0) -> Value:
     values = [tracer.lift(t) for t in tensors]
     if any(v.sizes for v in values) or dim not in (0, -1):
         raise ValueError("stack takes numbers, one per (q, kv) pair, along dim 0")
-    nodes = [v.node for v in values]
-    if len({n.type for n in nodes}) != 1:
-        raise TypeError(f"stack needs one dtype, got {[v.dtype for v in values]}")
+    dtype = result_dtype(values)
+    nodes = [as_dtype(v, dtype).node for v in values]
 
     def pick(i: Node) -> Node:
         if i.op != "const":
             raise ValueError("a stack can be indexed by Python integers only")
         return nodes[int(i.attr)]  # type: ignore[arg-type]
 
-    return Value(tracer, None, (len(nodes),), nodes[0].type, pick)
+    return Value(tracer, None, dtype, (len(nodes),), pick)
 
 
 def reduce(
@@ -184,7 +204,10 @@ def reduce(
     axis = (0 if dim is None else dim) % len(source.sizes)
     length = source.sizes[axis]
     if length > MAX_UNROLL:
-        raise ValueError(f"a reduction over {length} elements; at most {MAX_UNROLL} are unrolled")
+        raise ValueError(
+            f"a reduction over {length} elements; at most {MAX_UNROLL} are unrolled. Reduce the "
+            "tensor outside of the function, capture the result and index that"
+        )
 
     def pick(*i: Node) -> Node:
         parts = [source.pick(*i[:axis], const(k), *i[axis:]) for k in range(length)]
@@ -193,24 +216,29 @@ def reduce(
             parts = pairs + parts[len(pairs) * 2 :]
         return parts[0] if parts else empty
 
+    def fitted(*i: Node) -> Node:
+        return tracer.converter.fit(pick(*i), source.dtype)
+
     sizes = source.sizes[:axis] + source.sizes[axis + 1 :]
     if not sizes:
-        return Value(tracer, pick())
-    return Value(tracer, None, sizes, source.kind, pick)
+        return Value(tracer, fitted(), source.dtype)
+    return Value(tracer, None, source.dtype, sizes, fitted)
 
 
 def _sum(tracer: Tracer, a: Any, dim: int | None = None) -> Value:
-    if tracer.lift(a).kind == BOOL:
-        a = elementwise(tracer, lambda x: cast(x, I32), a)
-    empty = cast(const(0), tracer.lift(a).kind)
-    return reduce(tracer, a, lambda x, y: build("add", x, y), empty, dim)
+    source = tracer.lift(a)
+    if source.kind != F32:
+        source = as_dtype(source, torch.int64)
+    empty = cast(const(0), source.kind)
+    return reduce(tracer, source, lambda x, y: build("add", x, y), empty, dim)
 
 
 @register("sum")
 def _sum_handler(
     tracer: Tracer, a: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Value:
-    return _keep_dim(tracer, _sum(tracer, a, _one(dim)), dim, keepdim)
+    source = tracer.lift(a) if dtype is None else _convert(tracer.lift(a), dtype)
+    return _keep_dim(tracer, _sum(tracer, source, _one(dim)), dim, keepdim)
 
 
 @register("mean")
@@ -226,7 +254,7 @@ def _mean(tracer: Tracer, a: Any, dim: Any = None, keepdim: bool = False) -> Val
 
 def _truth(join: str, empty: Node) -> Handler:
     def handler(tracer: Tracer, a: Any, dim: Any = None, keepdim: bool = False) -> Value:
-        a = elementwise(tracer, lambda x: cast(x, BOOL), a)
+        a = as_dtype(tracer.lift(a), torch.bool)
         joined = reduce(tracer, a, lambda x, y: build(join, x, y), empty, _one(dim))
         return _keep_dim(tracer, joined, dim, keepdim)
 
@@ -259,7 +287,7 @@ def _register_extremes() -> None:
         def either(
             tracer: Tracer, a: Any, *rest: Any, r: Handler = over_axis, p: Handler = pairwise
         ) -> Value:
-            if len(rest) == 1 and isinstance(rest[0], Value | Tensor):
+            if len(rest) == 1 and isinstance(rest[0], Tensor):
                 return p(tracer, a, rest[0])
             if rest:
                 raise ValueError("min/max along a dimension returns indices too; use amin/amax")
@@ -295,4 +323,5 @@ def _keep_dim(tracer: Tracer, result: Value, dim: Any, keepdim: bool) -> Value:
 
 _register_conversions()
 _register_factories()
+_register_questions()
 _register_extremes()

@@ -371,9 +371,10 @@ def test_operators_are_what_they_claim() -> None:
     torch.library.opcheck(torch.ops.attnkit.attention.default, arguments)
     for dtype in (torch.float32, torch.bfloat16):
         query, key, value = (t.detach().to(dtype) for t in inputs())
-        out, lse, _ = torch.ops.attnkit.attention(query, key, value, *arguments[3:])
+        out, lse, _, digest = torch.ops.attnkit.attention(query, key, value, *arguments[3:])
         grads = torch.randn_like(out), torch.randn_like(lse)
-        saved = (*grads, query, key, value, out, lse, [table.detach()], *arguments[4:], [True])
+        saved = (*grads, query, key, value, out, lse, digest, [table.detach()], *arguments[4:])
+        saved = (*saved, [True])
         tests = ("test_schema", "test_faketensor")  # it has no gradient of its own
         torch.library.opcheck(torch.ops.attnkit.attention_backward.default, saved, test_utils=tests)
 
@@ -390,8 +391,9 @@ def test_strides_are_those_of_the_fake() -> None:
         arguments = (*tensors, [], [], [], [], request.text, None)
         checked = ("test_faketensor",)
         torch.library.opcheck(torch.ops.attnkit.attention.default, arguments, test_utils=checked)
-        out, lse, _ = torch.ops.attnkit.attention(*arguments)
-        saved = (torch.randn_like(out), torch.randn_like(lse), *tensors, out, lse, *arguments[3:])
+        out, lse, _, digest = torch.ops.attnkit.attention(*arguments)
+        grads = torch.randn_like(out), torch.randn_like(lse)
+        saved = (*grads, *tensors, out, lse, digest, *arguments[3:])
         torch.library.opcheck(
             torch.ops.attnkit.attention_backward.default, (*saved, []), test_utils=checked
         )

@@ -90,10 +90,11 @@ def hull(values: Tensor) -> Interval:
 
 
 def exact(n: Node, args: list[Tensor]) -> Tensor:
-    """Return all results for all combinations of argument values; integers unwrapped, in int64."""
+    """Return all results for all combinations of argument values, in int64, wrapped or not."""
     axes = range(len(args))
     grid = [a.view([-1 if i == axis else 1 for i in axes]) for axis, a in enumerate(args)]
-    if n.type == I32 and all(a.type == I32 for a in n.args):
+    wraps = n.op.startswith("wrap_")
+    if n.type == I32 and all(a.type == I32 for a in n.args) and not wraps:
         wide = [g.to(torch.int64) for g in grid]
         memo = dict(zip(n.args, wide, strict=True))
     else:

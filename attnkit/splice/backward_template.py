@@ -1,59 +1,23 @@
-"""Define the interface between splice and a template: what differs from one template to another.
+"""Define the interface between splice and the backward of a template.
 
-The modules `sm90` and `sm100` implement it as `FORWARD`, `sm90_backward` and `sm100_backward` as
-`BACKWARD`; `template_registry` finds these.
+`BACKWARD` of the modules `sm90_backward` and `sm100_backward` implements it; `template_registry` finds
+it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from attnkit.codegen.score_form import ScoreForm
-from attnkit.graph.staging import Level
-from attnkit.jit.kernel import Build
-from attnkit.schedule.kernel_table import Kernel
-from attnkit.schedule.split_kv import Cost
-from attnkit.schedule.targets import Target
-from attnkit.sparsity.block_runs import BlockRuns
-from attnkit.splice.captured_arguments import TensorKind
-from attnkit.splice.forward_variant import ForwardVariant
-from attnkit.splice.kernel_layout import Layout
-
 if TYPE_CHECKING:
+    from attnkit.graph.staging import Level
+    from attnkit.schedule.split_kv import Cost
+    from attnkit.schedule.targets import Target
+    from attnkit.sparsity.block_runs import BlockRuns
     from attnkit.templates.common.hooks import BackwardHooks
 
 HeadDims: TypeAlias = tuple[int, int]  # head dims of query and key, and of value
-
-
-@dataclass(frozen=True)
-class ForwardTemplate:
-    """Holds the functions in which the forward of one template differs from that of another.
-
-    Attributes:
-        choose: (kernels for these head dims, best first; head dims; tiles to visit, None for all;
-            whether block lists override the mask, so that tiles cannot be joined; the score_mod)
-            -> the kernel, and the reason.
-        fit: (kernel, score_mod, whether there is a mask) -> the kernel, adapted to the registers
-            that the variant needs.
-        config: (score_mod, kernel, dtype, head dims, whether row maxima are needed, architecture)
-            -> arguments of its `ForwardConfig`.
-        tile: (kernel, head dims) -> rows and columns of an output tile; the parts of split rows
-            have this size.
-        build: (variant, config, head dims, captured tensors, whether the softmax scale is positive)
-            -> the kernel with fake arguments.
-        layout: config -> roles and memory of the kernel.
-    """
-
-    choose: Callable[
-        [Sequence[Kernel], HeadDims, BlockRuns | None, bool, ScoreForm], tuple[Kernel, str]
-    ]
-    fit: Callable[[Kernel, ScoreForm, bool], Kernel]
-    config: Callable[[ScoreForm, Kernel, str, HeadDims, bool, str], dict[str, Any]]
-    tile: Callable[[Kernel, HeadDims], tuple[int, int]]
-    build: Callable[[ForwardVariant, dict[str, Any], HeadDims, tuple[TensorKind, ...], bool], Build]
-    layout: Callable[[dict[str, Any]], Layout]
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +39,7 @@ class BackwardCase:
     lists_override_mask: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BackwardTemplate:
     """Holds the functions in which the backward of one template differs from that of another.
 

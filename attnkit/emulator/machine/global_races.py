@@ -1,0 +1,379 @@
+"""Detect races on global memory, between the warps, CTAs and kernels of a call.
+
+Memory is tracked in granules of 2 bytes (1 if the kernel has smaller stores). An access is ordered
+after an earlier one of the same cluster as `knowledge` says. Between clusters, order comes from a
+release of one and an acquire of another at the same address, both of a scope that includes the
+other thread (PTX ISA, "Release and Acquire Patterns" and "Scope"). Between kernels it comes from the
+stream, or from griddepcontrol.wait if the later kernel was launched as a programmatic dependent.
+Accesses that are both strong, or atomic, do not race.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attnkit.emulator.machine.global_memory import Buffer, GlobalMemory
+from attnkit.emulator.machine.knowledge import (
+    CLUSTER,
+    CTA,
+    GLOBAL,
+    GPU,
+    KNOWN,
+    Clock,
+    Knowledge,
+    Order,
+    joined,
+)
+
+# Columns of a record of an access; the number of the cluster is one more, and 0 if there was none.
+WHO_CLUSTER, WHO_AGENT, TIME, KIND, LINE = range(5)
+COLUMNS = 5
+GENERIC, STRONG = 1, 2  # bits of KIND
+Rows = NDArray[np.int32]
+
+
+class Place(Protocol):
+    """Names a CTA: its position in the grid, and its rank in the cluster."""
+
+    ctaid: tuple[int, int, int]
+    rank: int
+
+
+class Accessor(Protocol):
+    """Represents the warp that accesses memory, or that issued an asynchronous operation."""
+
+    line: int
+    clock: Clock | None
+
+    @property
+    def cta(self) -> Place:
+        """Return its CTA."""
+        ...
+
+    def handed_on(self, m: Any, relaxed: bool = False, scope: int = CLUSTER) -> Knowledge | None:
+        """Return what an arrival of the lanes `m` hands on."""
+        ...
+
+
+class Access(NamedTuple):
+    """Describes who accesses memory, and how.
+
+    Attributes:
+        gang: the warp that makes the access, or issued it.
+        who: clock of the agent.
+        agent: number of the agent.
+        kind: bits GENERIC and STRONG.
+    """
+
+    gang: Accessor
+    who: Clock
+    agent: int
+    kind: int
+
+    @property
+    def row(self) -> tuple[int, ...]:
+        """Return the record of the access."""
+        return (self.who.knows.cluster + 1, self.agent, self.who.now, self.kind, self.gang.line)
+
+
+@dataclass(eq=False)
+class Shadow:
+    """Holds the last write and the last read of each granule of a buffer."""
+
+    name: str
+    first: int  # address of the first granule, in granules
+    writes: Rows
+    reads: Rows
+
+
+@dataclass(frozen=True)
+class Released:
+    """Holds what a strong store hands on, by the scope that a reader needs to receive it."""
+
+    cluster: int
+    rank: int
+    by_scope: tuple[Knowledge | None, ...]
+
+
+@dataclass(frozen=True)
+class GlobalConflict:
+    """Describes two accesses of global memory without an order."""
+
+    kind: str
+    text: str
+    first: tuple[str, int]
+    second: tuple[str, int]
+    cta: tuple[int, int, int]
+    where: str
+
+
+@dataclass(eq=False)
+class Kernel:
+    """Describes a kernel of the stream.
+
+    Attributes:
+        concurrent: numbers of earlier kernels that may still run when this one starts.
+        waited: whether a thread has executed griddepcontrol.wait.
+    """
+
+    concurrent: frozenset[int] = frozenset()
+    waited: bool = False
+
+
+@dataclass(eq=False)
+class GlobalRaces:
+    """Holds the shadow of global memory for the kernels of a stream.
+
+    Attributes:
+        grain: bytes of a granule.
+        kernels: the kernels so far; the last one runs.
+        names: name of each agent of a cluster, and its CTAs, by number of the cluster; of this call.
+        kernel_of: number of the kernel of each cluster.
+        released: what strong stores hand on, by address.
+    """
+
+    grain: int = 2
+    kernels: list[Kernel] = field(default_factory=list)
+    names: dict[int, tuple[list[str], list[tuple[int, int, int]]]] = field(default_factory=dict)
+    kernel_of: list[int] = field(default_factory=list)
+    released: dict[int, list[Released]] = field(default_factory=dict)
+    conflicts: dict[tuple[str, int, int], GlobalConflict] = field(default_factory=dict)
+    counts: dict[tuple[str, int, int], int] = field(default_factory=dict)
+    _shadows: dict[int, Shadow] = field(default_factory=dict)
+    _past: list[Shadow] = field(default_factory=list)
+    _keep: list[GlobalMemory] = field(default_factory=list)
+
+    # ---- kernels and clusters
+    def begin_call(self, memory: GlobalMemory, grain: int) -> None:
+        """Begin a call on the arrays of `memory`; accesses of the last call are kept.
+
+        Args:
+            memory: the arrays.
+            grain: bytes of a granule; with another than before, accesses are not kept.
+        """
+        self._past = list(self._shadows.values()) if grain == self.grain else []
+        self.grain = grain
+        self._shadows, self.released = {}, {}
+        # Arrays of the last call stay alive, so that no other array takes their addresses.
+        self._keep = [*self._keep[-1:], memory]
+        self.names = {}
+
+    def begin_kernel(self, dependent: bool) -> None:
+        """Begin a kernel; `dependent`: it may start before the kernel before it is complete."""
+        n = len(self.kernels)
+        concurrent: frozenset[int] = frozenset()
+        if dependent and n:
+            last = self.kernels[-1]
+            concurrent = frozenset({n - 1}) | last.concurrent
+        self.kernels.append(Kernel(concurrent))
+
+    def waited(self) -> None:
+        """Record that a thread of the kernel has executed griddepcontrol.wait."""
+        self.kernels[-1].waited = True
+
+    @property
+    def next_cluster(self) -> int:
+        """Return the number of the cluster that begins next."""
+        return len(self.kernel_of)
+
+    def begin_cluster(self, names: list[str], ctas: list[tuple[int, int, int]]) -> None:
+        """Begin a cluster, with the names of its agents and its CTAs."""
+        self.names[self.next_cluster] = (names, ctas)
+        self.kernel_of.append(len(self.kernels) - 1)
+
+    def _unfinished(self, who: Clock) -> frozenset[int]:
+        """Return the kernels that may still run, for all that an agent knows."""
+        kernel = self.kernels[-1]
+        if not who.knows.grids:
+            return kernel.concurrent
+        # The kernel before this one is complete, and so is what it waited for.
+        last = self.kernels[-2] if len(self.kernels) > 1 else None
+        return frozenset() if last is None or last.waited else last.concurrent
+
+    # ---- accesses
+    def _shadow(self, b: Buffer) -> Shadow:
+        """Return the shadow of a buffer; a new one has the accesses of earlier calls."""
+        if b.base not in self._shadows:
+            first, last = b.base // self.grain, -(-b.end // self.grain)
+            # zeros, so that what no kernel touches takes no memory
+            writes, reads = (np.zeros((last - first, COLUMNS), np.int32) for _ in range(2))
+            shadow = Shadow(b.name, first, writes, reads)
+            for old in self._past:
+                lo = max(first, old.first)
+                hi = min(last, old.first + len(old.writes))
+                if lo < hi:
+                    to, source = (
+                        slice(lo - first, hi - first),
+                        slice(lo - old.first, hi - old.first),
+                    )
+                    shadow.writes[to], shadow.reads[to] = old.writes[source], old.reads[source]
+            self._shadows[b.base] = shadow
+        return self._shadows[b.base]
+
+    def index(self, b: Buffer, offsets: Any, size: int) -> tuple[Shadow, NDArray[np.int64]]:
+        """Return the shadow, and the granules of `size` bytes at each byte offset into `b`."""
+        shadow = self._shadow(b)
+        first = (b.base + np.asarray(offsets, np.int64)) // self.grain - shadow.first
+        n = -(-size // self.grain)
+        return shadow, (first[..., None] + np.arange(n)).ravel()
+
+    def read(self, at: tuple[Shadow, Any], access: Access) -> None:
+        """Record a read of what `index` returned, and report it if it is not ordered."""
+        shadow, i = at
+        self._check(at, shadow.writes[i], access, "read not ordered after write")
+        shadow.reads[i] = access.row
+
+    def write(self, at: tuple[Shadow, Any], access: Access) -> None:
+        """Record a write, as `read`."""
+        shadow, i = at
+        text = "write not ordered after {}"
+        self._check(at, shadow.writes[i], access, text.format("write"))
+        self._check(at, shadow.reads[i], access, text.format("read"))
+        shadow.writes[i] = access.row
+
+    def check_constant(self, at: tuple[Shadow, Any], access: Access) -> None:
+        """Report an ld.global.nc of what a thread of the same kernel has written."""
+        shadow, i = at
+        rows = shadow.writes[i]
+        here = [c + 1 for c, k in enumerate(self.kernel_of) if k == len(self.kernels) - 1]
+        bad = np.isin(rows[:, WHO_CLUSTER], here)
+        if bad.any():
+            text = "ld.global.nc of memory that the same kernel writes"
+            self._note("race", text, at, rows, bad, access)
+
+    def _check(self, at: tuple[Shadow, Any], rows: Rows, access: Access, text: str) -> None:
+        """Report accesses in `rows`, the records of `at`, that are not ordered before another."""
+        bad, unseen = self._unordered(rows, access.who)
+        if access.kind & STRONG:
+            weak = rows[:, KIND] & STRONG == 0
+            bad, unseen = bad & weak, unseen & weak
+        if bad.any():
+            self._note("race", text, at, rows, bad, access)
+            return
+        if access.kind & GENERIC or text.endswith("read"):
+            return
+        unseen &= rows[:, KIND] & GENERIC != 0
+        if unseen.any():
+            how = text.split(" ", 1)[0]
+            why = f"asynchronous {how} after a generic write without fence.proxy.async"
+            self._note("fence", why, at, rows, unseen, access)
+
+    def _unordered(self, rows: Rows, who: Clock) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return which accesses are not ordered before `who`, and which no proxy fence covers."""
+        unfinished: frozenset[int] | None = None
+        bad = np.zeros(len(rows), bool)
+        unseen = np.zeros(len(rows), bool)
+        for number in np.unique(rows[:, WHO_CLUSTER]).tolist():
+            if number == 0:
+                continue
+            mine, cluster = rows[:, WHO_CLUSTER] == number, number - 1
+            if self.kernel_of[cluster] != len(self.kernels) - 1:
+                if unfinished is None:
+                    unfinished = self._unfinished(who)
+                if self.kernel_of[cluster] in unfinished:
+                    bad |= mine
+                continue
+            table = who.knows.of(cluster)
+            agents, times = rows[:, WHO_AGENT], rows[:, TIME]
+            if table is None:
+                bad |= mine
+                continue
+            bad |= mine & (times > table[KNOWN][agents])
+            unseen |= mine & (times > table[GLOBAL][agents])
+        return bad, unseen
+
+    def _note(
+        self,
+        kind: str,
+        text: str,
+        at: tuple[Shadow, Any],
+        rows: Rows,
+        bad: NDArray[Any],
+        access: Access,
+    ) -> None:
+        """Add a conflict at the first bad granule, or count it if there is an equal one."""
+        (shadow, i), gang = at, access.gang
+        j = int(np.flatnonzero(bad)[0])
+        row = rows[j]
+        key = (text, int(row[LINE]), gang.line)
+        self.counts[key] = self.counts.get(key, 0) + 1
+        if key in self.conflicts:
+            return
+        cluster = int(row[WHO_CLUSTER]) - 1
+        past = self.kernel_of[cluster] != len(self.kernels) - 1
+        first = self._named(cluster, int(row[WHO_AGENT]))
+        if past:
+            text = f"{text} of an earlier kernel (griddepcontrol.wait)"
+        where = f"{shadow.name} +{self.grain * int(i[j]):#x}"
+        end = (self._named(access.who.knows.cluster, access.agent), gang.line)
+        line = 0 if past else int(row[LINE])
+        self.conflicts[key] = GlobalConflict(kind, text, (first, line), end, gang.cta.ctaid, where)
+
+    def _named(self, cluster: int, agent: int) -> str:
+        """Return the name of an agent with its CTA."""
+        if cluster not in self.names:
+            return "an earlier call"
+        agents, ctas = self.names[cluster]
+        name = agents[agent]
+        for rank, ctaid in enumerate(ctas):
+            name = name.replace(f"warp {rank}.", f"CTA {ctaid} warp ")
+        return name
+
+    # ---- release and acquire
+    def release(
+        self, address: int, gang: Accessor, m: Any, order: Order | None, atomic: bool
+    ) -> None:
+        """Record what a store at `address` hands on; None: the store is weak, and hands on nothing.
+
+        Args:
+            address: address of the store.
+            gang: the warp.
+            m: mask of the lanes that store there.
+            order: modifiers of the store.
+            atomic: whether it is an atomic, which continues what earlier stores hand on.
+        """
+        if order is None:
+            if self.released:
+                self.released.pop(address, None)
+            return
+        levels = range(order.scope + 1)
+        given = [gang.handed_on(m, not order.releases, s) for s in levels]
+        mine = (
+            Released(gang.clock.knows.cluster, gang.cta.rank, tuple(given)) if gang.clock else None
+        )
+        before = self.released.get(address, []) if atomic else []
+        if mine is not None and (atomic or any(g is not None for g in given)):
+            self.released[address] = _with(before, mine)
+        elif not atomic:
+            self.released.pop(address, None)
+
+    def acquire(self, address: int, gang: Accessor, order: Order) -> None:
+        """Learn what the stores that wrote `address` hand on."""
+        clock = gang.clock
+        if clock is None:
+            return
+        for r in self.released.get(address, ()):
+            distance = GPU
+            if r.cluster == clock.knows.cluster:
+                distance = CTA if r.rank == gang.cta.rank else CLUSTER
+            if distance > order.scope or distance >= len(r.by_scope):
+                continue
+            if (knowledge := r.by_scope[distance]) is not None:
+                clock.learn(knowledge, not order.acquires, distance)
+
+
+def _with(before: list[Released], new: Released) -> list[Released]:
+    """Return a list of releases with one more; those of one CTA are joined."""
+    out = []
+    for r in before:
+        if (r.cluster, r.rank) != (new.cluster, new.rank):
+            out.append(r)
+            continue
+        n = max(len(r.by_scope), len(new.by_scope))
+        a, b = ((*x.by_scope, *[None] * (n - len(x.by_scope))) for x in (r, new))
+        new = Released(new.cluster, new.rank, tuple(map(joined, a, b)))
+    return [*out, new]

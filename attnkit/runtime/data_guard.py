@@ -1,0 +1,198 @@
+"""Check that kernels see the data from which the tiles and proofs of their call were derived.
+
+On the CPU `DataState` compares the data before every use. On a GPU a comparison would wait for the
+device. There a small kernel runs before those of the call, on the same stream and in the same CUDA
+graph. It compares fingerprints and reports a difference through host memory. The next call reads
+the report and raises `StaleDataError`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attnkit.errors import StaleDataError
+from attnkit.splice import fingerprint_check
+from attnkit.splice.fingerprint_check import FingerprintCheck, stale_report
+from attnkit.splice.graph_capture import is_capturing, keep_while_replayable
+from attnkit.util.data_state import (
+    DataState,
+    compare_on_devices,
+    data_digest,
+    invalidate,
+    setting,
+)
+
+compare_on_devices(fingerprint_check.compares_on, fingerprint_check.fingerprint_on_device)
+
+_guards: weakref.WeakValueDictionary[int, DataGuard] = weakref.WeakValueDictionary()
+_numbers = itertools.count(1)
+
+_ADVICE = (
+    "Write through torch's in-place operators, or call attnkit.invalidate(tensor) after such a "
+    "write and before the next call"
+)
+
+
+class DataGuard:
+    """Checks the tensors on whose data the tiles and proofs of a prepared call depend.
+
+    Attributes:
+        states: the data of each tensor when the call was prepared.
+        names: names of the tensors, for messages.
+        on_gpu: whether `check` has to run before the kernels of the call.
+        device: the GPU on which data was compared; None if none was.
+    """
+
+    def __init__(
+        self, states: Sequence[DataState], names: Sequence[str], lists: range = range(0)
+    ) -> None:
+        """Keep states that were recorded before anything was derived from the data.
+
+        Args:
+            states: states of captured tensors and block lists.
+            names: names of the tensors.
+            lists: positions of the block lists. A backward does not read them.
+        """
+        self.states = tuple(states)
+        self.names = tuple(names)
+        self.on_gpu = any(s.expected is not None for s in self.states)
+        self._lists = lists
+        self.device: torch.device | None = None
+        self._check: FingerprintCheck | None = None
+        self._backward_check: FingerprintCheck | None = None
+        self._number = next(_numbers)
+        if self.on_gpu:
+            _guards[self._number] = self
+
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether these are the same tensors with the same data, as far as the host sees."""
+        for state, t in zip(self.states, tensors, strict=True):
+            if not state.holds(t):
+                return False
+        return True
+
+    def check(self) -> None:
+        """Compare the data on the GPU with its fingerprints, on the current stream.
+
+        Call it before the kernels of a call for which `holds` is true. `raise_if_stale` reports a
+        difference later.
+        """
+        if self.on_gpu and not setting.trusts:
+            if self._check is None:
+                self._check = self._new_check(range(0))
+            self._launch(self._check)
+
+    def check_backward(self) -> None:
+        """Check that a backward sees the data of its forward; on a GPU as `check` does.
+
+        Raises:
+            StaleDataError: it does not. Autograd has already refused edits that torch saw.
+        """
+        if setting.trusts:
+            return
+        for i, state in enumerate(self.states):
+            t = None if i in self._lists else state.reference()
+            if t is not None and not state.has_content_of(t):
+                raise StaleDataError(_between(self.description(i)))
+        if self.on_gpu:
+            if self._backward_check is None:
+                self._backward_check = self._new_check(self._lists)
+            self._launch(self._backward_check)
+
+    def _new_check(self, without: range) -> FingerprintCheck | None:
+        """Prepare the kernel that compares the data; None if there is none to compare."""
+        watched = {
+            i: (t, s.expected)
+            for i, s in enumerate(self.states)
+            if i not in without and s.expected is not None and (t := s.reference()) is not None
+        }
+        for i in watched:
+            self.states[i].wait_until_recorded()
+        return FingerprintCheck(watched, self._number) if watched else None
+
+    def _launch(self, check: FingerprintCheck | None) -> None:
+        if check is None:
+            return
+        self.device = check.device
+        if is_capturing(check.device):
+            # the graph reads the memory at each replay, even if the caller drops the tensors
+            tensors = [t for s in self.states if (t := s.reference()) is not None]
+            memory = [t.untyped_storage() for t in tensors]
+            keep_while_replayable(check.device, (self, memory))
+        check()
+
+    def digest(self) -> int:
+        """Return a number for the data that a backward reads; 0 if the host cannot know it."""
+        states = [s for i, s in enumerate(self.states) if i not in self._lists]
+        return data_digest(states)
+
+    def check_digest(self, forward: int) -> None:
+        """Check that a backward has the data of its forward, where the two share no state.
+
+        Args:
+            forward: `digest` of the forward's guard.
+
+        Raises:
+            StaleDataError: it has not.
+        """
+        own = self.digest()
+        if forward and own and forward != own and not setting.trusts:
+            raise StaleDataError(_between(f"captured data ({', '.join(self.names)})"))
+
+    def description(self, position: int) -> str:
+        """Describe a tensor for a message. Dynamo has names of its own, so it says the shape too."""
+        t = self.states[position].reference()
+        kind = "" if t is None else f" ({t.dtype}, shape {tuple(t.shape)})"
+        return f"captured tensor {self.names[position]!r}{kind}"
+
+    def forget(self) -> None:
+        """Forget everything that was derived from the tensors."""
+        for state in self.states:
+            t = state.reference()
+            if t is not None:
+                invalidate(t)
+
+
+def _between(what: str) -> str:
+    """Return the message for data that was changed between a forward and its backward."""
+    return (
+        f"{what} was changed between a forward and its backward, by a write that torch's version "
+        "counter does not see; the gradients would be those of neither. Do not write to it before "
+        "the backward has run"
+    )
+
+
+def raise_if_stale() -> None:
+    """Raise if a kernel found data that differs from that of which tiles and proofs were derived.
+
+    Raises:
+        StaleDataError: it did. Everything derived from the data is forgotten, so that the next call
+            starts from the data as it is now.
+    """
+    code = stale_report.code[0]
+    if code:
+        _report(code)
+
+
+def _report(code: int) -> None:
+    number, position = fingerprint_check.decode(code)
+    guard = _guards.get(number)
+    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+        # kernels that are still running would report it again
+        torch.cuda.synchronize(None if guard is None else guard.device)
+    stale_report.code[0] = 0
+    what = "a captured tensor"
+    if guard is not None:
+        what = guard.description(position)
+        guard.forget()
+    raise StaleDataError(
+        f"{what} did not hold the data of which its tiles were computed when a kernel ran, so that "
+        "results since that write are wrong. It was changed by a write that torch's version counter "
+        "does not see (a kernel, a DLPack view, a fused optimizer, a collective), or a CUDA graph "
+        f"was replayed after an edit. {_ADVICE}; capture CUDA graphs again after an edit"
+    )

@@ -1,0 +1,271 @@
+"""Compute dense attention by calling the user's Python functions: the oracle of `check_variant`.
+
+`torch.vmap` calls score_mod and mask_mod with 0-d tensors, as PyTorch's FlexAttention does. Nothing
+is traced or rewritten, and gradients are autograd's, so the oracle shares no code with what it
+checks: it imports nothing of `tracing`, `graph`, `sparsity`, `schedule` and `splice`.
+
+A mask_mod runs with torch's own types. A score_mod runs with at least the dtype of the scores: see
+`_AtLeast`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+Function: TypeAlias = Callable[..., Any]
+Shape: TypeAlias = tuple[int, int, int, int]
+DenseResult: TypeAlias = tuple[Tensor, Tensor, Tensor]  # output, LSE, row maxima
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Function | None = None,
+    kept: Tensor | None = None,
+    *,
+    scale: float | None = None,
+) -> DenseResult:
+    """Compute dense attention.
+
+    Args:
+        query: [B, Hq, Sq, D]; any float dtype. float64 computes in float64, the rest in float32.
+        key: [B or 1, Hkv, Skv, D], Hkv a divisor of Hq.
+        value: [B or 1, Hkv, Skv, Dv].
+        score_mod: the user's function, or None.
+        kept: the mask, bool, broadcastable to [B, Hq, Sq, Skv]; None without a mask.
+        scale: factor on query @ key^T; 1 / sqrt(D) if None.
+
+    Returns:
+        out [B, Hq, Sq, Dv] in the query's dtype; LSE and row maxima [B, Hq, Sq] in the compute
+        dtype, natural logarithm. A fully masked row gives 0, -inf and -inf, and zero gradients.
+    """
+    scores = raw_scores(query, key, scale)
+    if score_mod is not None:
+        scores = modified(score_mod, scores)
+    return softmax_times(scores, value, kept, query.dtype)
+
+
+def raw_scores(query: Tensor, key: Tensor, scale: float | None) -> Tensor:
+    """Compute scale * query @ key^T, [B, Hq, Sq, Skv] in float32 or, of float64, float64."""
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    return (query @ _for_each_head(key, query.shape[1]).mT).to(wide) * scale
+
+
+def softmax_times(
+    scores: Tensor, value: Tensor, kept: Tensor | None, dtype: torch.dtype
+) -> DenseResult:
+    """Compute softmax(scores) @ value of the scores that are kept, with weights in `dtype`."""
+    if kept is not None:
+        scores = torch.where(kept, scores, -math.inf)
+    masked = (scores == -math.inf).all(-1, keepdim=True)
+    some = scores.masked_fill(masked, 0.0)  # softmax of -inf alone is NaN, and so is its gradient
+    weights = torch.softmax(some, -1).masked_fill(masked, 0.0)
+    lse = torch.logsumexp(some, -1).masked_fill(masked.squeeze(-1), -math.inf)
+    out = weights.to(dtype) @ _for_each_head(value, scores.shape[1])
+    return out, lse, scores.detach().amax(-1)
+
+
+def _for_each_head(t: Tensor, heads: int) -> Tensor:
+    """Repeat the heads of key or value for the query heads that share them."""
+    repeated: Tensor = t.repeat_interleave(heads // t.shape[1], 1)
+    return repeated
+
+
+def modified(score_mod: Function, scores: Tensor) -> Tensor:
+    """Call a score_mod for scores [B, Hq, Sq, Skv]; the result has their shape and dtype."""
+    return _on_grid(score_mod, scores.shape, scores.device, scores, _AtLeast(scores.dtype))
+
+
+def modified_at(score_mod: Function, scores: Tensor, positions: Sequence[Tensor]) -> Tensor:
+    """Call a score_mod for scores at any positions, each with its own batch, head, row and column.
+
+    Args:
+        score_mod: the user's function.
+        scores: any shape.
+        positions: batch, head, query and kv index of each score, int32, of the same shape.
+    """
+    flat = [t.expand(scores.shape).flatten() for t in positions]
+    mode = _AtLeast(scores.dtype)
+    called = _tensor_function(score_mod, scores.device, mode)
+    try:
+        found: Tensor = torch.vmap(called)(scores.flatten(), *flat)
+        return found.view(scores.shape)
+    except RuntimeError:
+        places = zip(scores.flatten(), *flat, strict=True)
+        return torch.stack([called(*place) for place in places]).view(scores.shape)
+
+
+@torch.no_grad()
+def dense_mask(mask_mod: Function, shape: Shape, device: torch.device) -> Tensor:
+    """Call a mask_mod at every position; return bool [B, Hq, Sq, Skv]."""
+    return _on_grid(mask_mod, shape, device, None, _Plain()).to(torch.bool)
+
+
+@torch.no_grad()
+def torch_scores(score_mod: Function, scores: Tensor) -> Tensor:
+    """Call a score_mod for scores [B, Hq, Sq, Skv] with torch's own types at each step."""
+    return _on_grid(score_mod, scores.shape, scores.device, scores, _Plain())
+
+
+def vmap_error(function: Function, scored: bool, device: torch.device) -> str:
+    """Return why `torch.vmap` cannot call a score_mod or a mask_mod; "" if it can."""
+    ones = [torch.zeros(1, dtype=torch.int32, device=device)] * 4
+    lead = [torch.zeros(1, device=device)] if scored else []
+    try:
+        torch.vmap(_tensor_function(function, device, _Plain()))(*lead, *ones)
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return ""
+
+
+def _on_grid(
+    function: Function,
+    shape: Sequence[int],
+    device: torch.device,
+    scores: Tensor | None,
+    mode: _Plain,
+) -> Tensor:
+    """Call a function at every position of [B, Hq, Sq, Skv]; one by one if vmap cannot run it."""
+    called = _tensor_function(function, device, mode)
+    ranges = [torch.arange(n, dtype=torch.int32, device=device) for n in shape]
+    lead = () if scores is None else (scores,)
+    mapped: Callable[..., Tensor] = called
+    for axis in (3, 2, 1, 0):
+        axes = tuple(0 if i == axis else None for i in range(4))
+        mapped = torch.vmap(mapped, in_dims=(0,) * len(lead) + axes)
+    try:
+        return mapped(*lead, *ranges)
+    except RuntimeError:
+        # vmap has no rule for an operator of the function
+        places = itertools.product(*ranges)
+        if scores is None:
+            values = [called(*place) for place in places]
+        else:
+            pairs = zip(scores.flatten(), places, strict=True)
+            values = [called(score, *place) for score, place in pairs]
+        return torch.stack(values).view(tuple(shape))
+
+
+def _tensor_function(function: Function, device: torch.device, mode: _Plain) -> Function:
+    """Wrap a function so that it runs in a mode and returns a 0-d tensor."""
+
+    def called(*arguments: Tensor) -> Tensor:
+        with mode.call(arguments):
+            return mode.result(torch.as_tensor(function(*arguments), device=device))
+
+    return called
+
+
+class _Plain(TorchFunctionMode):
+    """Turns indexing by 0-d tensors into an operator; __getitem__ would ask vmap for ints."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.__getitem__:
+            return _getitem(*args)
+        return func(*args, **(kwargs or {}))
+
+    def call(self, arguments: Sequence[Tensor]) -> _Plain:
+        """Prepare for a call of the function with these arguments."""
+        return self
+
+    def result(self, value: Tensor) -> Tensor:
+        """Convert what the function returned."""
+        return value
+
+
+class _AtLeast(_Plain):
+    """Computes what depends on a position in at least the dtype of the scores.
+
+    float64 scores must give float64 results: so a table of a narrower dtype is converted where a
+    position indexes it, and `q * 0.5` and `q.float()` are float64. A conversion to 16 bits still
+    rounds; its gradient passes unrounded. What the function computes of captured tensors alone
+    keeps torch's dtypes.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        # id -> tensor that depends on a position; the reference keeps the id from being reused
+        self._positional: dict[int, Tensor] = {}
+        self._tables: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def call(self, arguments: Sequence[Tensor]) -> _AtLeast:
+        self._positional = {id(t): t for t in arguments}
+        return self
+
+    def result(self, value: Tensor) -> Tensor:
+        return value.to(self.dtype)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        leaves = pytree.tree_leaves((args, kwargs))
+        if not any(id(x) in self._positional for x in leaves):
+            return func(*args, **kwargs)
+        if getattr(func, "__name__", "") == "__get__":  # an attribute, such as dtype
+            return func(*args, **kwargs)
+        args, kwargs = pytree.tree_map(self._widened, (tuple(args), kwargs))
+        if func is Tensor.float:
+            func, args = Tensor.to, (args[0], self.dtype)
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+        try:
+            found = _getitem(*args) if func is Tensor.__getitem__ else func(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(default)
+        return pytree.tree_map(lambda x: self._noted(x, args), found)
+
+    def _widened(self, x: Any) -> Any:
+        """Widen a table, once so that its gradient is summed in the wide dtype, and a dtype."""
+        if x is torch.float32:
+            return self.dtype
+        if not isinstance(x, Tensor) or not self._narrow(x):
+            return x
+        if id(x) not in self._tables:
+            self._tables[id(x)] = (x, x.to(self.dtype))
+        return self._tables[id(x)][1]
+
+    def _noted(self, x: Any, args: Sequence[Any]) -> Any:
+        """Widen a result and note that it depends on a position."""
+        if not isinstance(x, Tensor):
+            return x
+        if self._narrow(x):
+            wide = x.to(self.dtype)
+            operand = args[0]
+            if isinstance(operand, Tensor) and x.dtype in HALVES:
+                step = (wide - operand).nan_to_num(0.0, math.inf, -math.inf)
+                wide = operand + step.detach()
+            x = wide
+        self._positional[id(x)] = x
+        return x
+
+    def _narrow(self, x: Tensor) -> bool:
+        return x.dtype.is_floating_point and x.dtype.itemsize < self.dtype.itemsize
+
+
+def _getitem(source: Tensor, items: Any) -> Tensor:
+    items = items if isinstance(items, tuple) else (items,)
+    indexed = any(isinstance(i, Tensor) for i in items)
+    if not indexed or not all(isinstance(i, Tensor | int | slice) for i in items):
+        found: Tensor = source[items]
+        return found
+    basic = tuple(slice(None) if isinstance(i, Tensor) else i for i in items)
+    sliced = source[basic]  # the mode is off while it handles a call
+    tensors = [i if isinstance(i, Tensor) else None for i in items if not isinstance(i, int)]
+    found = torch.ops.aten.index.Tensor(sliced, tensors)
+    return found

@@ -1,0 +1,33 @@
+"""Check that a mask or a score_mod allows the sizes of a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attnkit.tracing.axes import Sizes, check_axes
+from attnkit.tracing.mask import Mask
+from attnkit.tracing.score_mod import ScoreMod
+
+
+def check_built_for(function: Any, sizes: Sizes) -> None:
+    """Check that a mask or a score_mod allows these sizes; a plain function allows any.
+
+    Raises:
+        ShapeError: it was built for other lengths, or a table that it declares is for another
+            batch size, other heads or other lengths.
+    """
+    if isinstance(function, Mask) and sizes.q is not None and sizes.kv is not None:
+        function.lengths.check(function.label, sizes.q, sizes.kv)
+    if isinstance(function, Mask | ScoreMod):
+        check_axes(function.axes, sizes)
+
+
+def sizes_for(*functions: Any) -> dict[str, int]:
+    """Return the batch size ("b") and the query heads ("h") that declared tables are for."""
+    found: dict[str, int] = {}
+    for function in functions:
+        inner = getattr(function, "mask_mod", function)
+        if isinstance(inner, Mask | ScoreMod):
+            for table in inner.axes:
+                found |= table.exact()
+    return found

@@ -1,0 +1,159 @@
+"""Build each contender of a GPU case with its fastest setting.
+
+Every setting is checked against float64. Those that pass are timed for a moment, in turns, and the
+fastest takes part in the case.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from gpu_check import Check
+from gpu_contenders import OURS, Builder, Sweep, skipped
+from gpu_timing import Function, Timer, in_turn
+from gpu_variants import Problem
+
+WRONG = 0.05  # a peer further than this from float64 computes something else
+PROBES = 3  # rounds that choose a setting
+Row = dict[str, Any]
+
+
+class OutOfTime(BaseException):
+    """Interrupt a setting. It is no Exception, so that a compiler's handlers let it pass."""
+
+
+@contextmanager
+def limited(seconds: float | None) -> Iterator[None]:
+    """Raise OutOfTime inside the block after so many seconds; never if None.
+
+    Signals reach the main thread only; elsewhere the block runs to its end.
+    """
+    if seconds is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise OutOfTime
+
+    before = signal.signal(signal.SIGALRM, stop)
+    # again each second: an exception inside of a finalizer is swallowed
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3), 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@dataclass
+class _Tried:
+    """Collect what became of the settings of one contender."""
+
+    passed: dict[str, Function] = field(default_factory=dict)
+    errors: dict[str, Row] = field(default_factory=dict)
+    left_out: dict[str, Row] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sweeper:
+    """Hold what the contenders of a case share.
+
+    Attributes:
+        p: the problem.
+        check: compares with float64.
+        timer: takes the measurements that choose.
+        seconds: try no further setting of a contender after so long, and stop one in progress.
+            The first setting is always tried to its end.
+    """
+
+    p: Problem
+    check: Check
+    timer: Timer
+    seconds: float
+
+    def prepare(
+        self, contenders: Mapping[str, Sweep]
+    ) -> tuple[dict[str, Function], dict[str, Row]]:
+        """Return what to time and fields of the row, by contender.
+
+        A contender that is left out says why in "skipped"; "failed" is said of ours where it should
+        not have been: it was wrong, or raised something else than UnsupportedError.
+        """
+        runs: dict[str, Function] = {}
+        known: dict[str, Row] = {}
+        for name, settings in contenders.items():
+            tried = self._try(name, settings)
+            if not tried.passed:
+                known[name] = next(iter(tried.left_out.values()))
+                continue
+            found = self._probe(tried.passed)
+            best = min(found, key=lambda label: found[label]) if found else next(iter(tried.passed))
+            runs[name] = tried.passed[best]
+            known[name] = tried.errors[best] | {"setting": best, "settings": found}
+            if tried.left_out:
+                reasons = {label: row["skipped"] for label, row in tried.left_out.items()}
+                known[name]["settings_left_out"] = reasons
+        return runs, known
+
+    def _try(self, name: str, settings: Mapping[str, Builder]) -> _Tried:
+        tried, began = _Tried(), time.perf_counter()
+        for i, (label, build) in enumerate(settings.items()):
+            left = self.seconds - (time.perf_counter() - began) if i else None
+            if left is not None and left <= 0:
+                tried.left_out[label] = {"skipped": f"not tried within {self.seconds:g} s"}
+                continue
+            try:
+                with limited(left):
+                    function, error = self._checked(name, build)
+            except OutOfTime:
+                tried.left_out[label] = {"skipped": f"not ready within {self.seconds:g} s"}
+                torch.compiler.reset()  # it was interrupted; what is ready compiles again
+            except Exception as refusal:
+                tried.left_out[label] = skipped(name, refusal)
+            else:
+                if "skipped" in error:
+                    tried.left_out[label] = error
+                else:
+                    tried.passed[label], tried.errors[label] = function, error
+                continue
+            alive(f"{name}, {label}", self.p.query.device)
+        return tried
+
+    def _checked(self, name: str, build: Builder) -> tuple[Function, Row]:
+        """Build one setting and compare it; return its errors, and "skipped" if it is wrong."""
+        run = build(self.p)
+        function = run.directed(self.p.grad if self.check.backward else None)
+        found = function()
+        verdict = self.check([run.shown(t) for t in found[:3]] + found[3:])
+        row: Row = {"error": verdict.error, "error_allowed": verdict.allowed}
+        own = name.startswith(OURS)
+        limit = verdict.allowed if own else WRONG
+        if not verdict.error <= limit:
+            row["skipped"] = f"wrong: {verdict.error:.1e} off, {limit:.1e} allowed"
+            row |= {"failed": True} if own else {}
+        return function, row
+
+    def _probe(self, functions: Mapping[str, Function]) -> dict[str, float]:
+        """Return the median milliseconds of each setting; empty if there is no choice."""
+        if len(functions) < 2:
+            return {}
+        series = in_turn(functions, self.timer, rounds=PROBES)
+        return {label: own.times.median for label, own in series.items()}
+
+
+def alive(name: str, device: torch.device) -> None:
+    """Stop if the last contender broke the CUDA context; later results would be invalid."""
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        raise SystemExit(f"{name} broke the CUDA context: {error}") from None

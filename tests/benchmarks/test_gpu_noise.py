@@ -1,0 +1,208 @@
+"""Cases of the GPU benchmark whose rounds lie far apart are measured again, and else not saved."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+committed = importlib.import_module("committed")
+gpu = importlib.import_module("gpu")
+gpu_timing = importlib.import_module("gpu_timing")
+timing = importlib.import_module("timing")
+CASES = Path(__file__).parents[2] / "benchmarks" / "gpu_cases.toml"
+
+
+def series(*ms: float) -> Any:
+    return gpu_timing.Series(tuple(gpu_timing.Reading(x, 1.5) for x in ms))
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=2), st.floats(0.1, 10))
+def test_the_spread_is_relative_and_within_the_range(values: list[float], factor: float) -> None:
+    found = timing.spread(values)
+    middle = sorted(values)[len(values) // 2]
+    assert 0 <= found <= (max(values) - min(values)) / min(middle, *values) + 1e-9
+    assert timing.spread([factor * v for v in values]) == pytest.approx(found, abs=1e-9)
+    assert timing.spread([values[0]] * 5) == timing.spread(values[:1]) == 0
+
+
+def test_the_spread_leaves_out_a_tenth_at_each_end() -> None:
+    assert timing.spread(range(100, 201)) == pytest.approx(80 / 150)
+    assert timing.spread([1.0] * 20 + [9.0]) == 0  # one outlier of 21 rounds
+
+
+def test_times_and_ratios_spread_on_their_own() -> None:
+    ours = series(1.0, 2.0, 4.0)
+    theirs = series(3.0, 6.0, 12.0)  # the machine slowed down for both
+    found = theirs.spreads(ours)
+    assert found["spread"] > 1
+    assert found["ratio_spread"] == pytest.approx(0)
+    apart = series(4.0, 2.0, 1.0).spreads(ours)
+    assert apart["ratio_spread"] > apart["spread"] > 1
+    assert set(theirs.spreads(None)) == {"spread"}
+
+
+class Scripted:
+    """A timer that reads from a list for each function."""
+
+    def __init__(self, **ms: Iterator[float]) -> None:
+        self.ms, self.readings = ms, 0
+
+    def prepare(self, function: str) -> str:
+        return function
+
+    def measure(self, function: str, prepared: str) -> Any:
+        self.readings += 1
+        return gpu_timing.Reading(next(self.ms[function]), 1.5)
+
+
+def steady(rounds: int, **ms: list[float]) -> Any:
+    timer = Scripted(**{name: iter(values) for name, values in ms.items()})
+    found = gpu_timing.steady({name: name for name in ms}, timer, base="a", rounds=rounds)
+    return found, timer
+
+
+def test_the_first_round_does_not_count() -> None:
+    found, _ = steady(3, a=[50.0, 1.0, 1.0, 1.0], b=[70.0, 2.0, 2.0, 2.0])
+    assert (found.attempts, found.noisy) == (1, False)
+    assert found.series["b"].times.rounds == (2.0, 2.0, 2.0)
+
+
+def test_a_noisy_case_is_measured_again_as_a_whole() -> None:
+    found, timer = steady(3, a=[1.0] * 8, b=[2.0, 2.0, 3.0, 2.0, 2.0, 2.0, 2.1, 2.0])
+    assert (found.attempts, found.noisy, timer.readings) == (2, False, 16)
+    assert found.series["b"].times.rounds == (2.0, 2.1, 2.0)
+
+
+def test_a_case_that_stays_noisy_says_so() -> None:
+    found, _ = steady(3, a=[1.0] * 12, b=[2.0, 2.0, 3.0, 2.0] * 3)
+    assert (found.attempts, found.noisy) == (3, True)
+
+
+def test_nothing_to_time_is_not_noisy() -> None:
+    assert gpu_timing.steady({}, Scripted(), base="a", rounds=3).noisy is False
+
+
+def rows(noisy: bool, failed: bool = False) -> list[dict[str, Any]]:
+    shared = {"noisy": noisy, "attempts": 3 if noisy else 1}
+    timed = {"contender": "attnkit", "ms": 1.0, "ghz": 1.5, "cycles": 1e6, "tflops": 1.0}
+    timed |= {"error": 0.0, "error_allowed": 0.0, "ratio": 1.0}
+    timed |= {"spread": 0.01, "setting": "default"}
+    away: dict[str, Any] = {"contender": "cuDNN", "skipped": "no kernel"}
+    return [shared | timed, shared | away | ({"failed": True} if failed else {})]
+
+
+@pytest.mark.parametrize(
+    ("noisy", "failed", "status"), [((), "", 0), (("causal",), "", 3), (("causal",), "full", 1)]
+)
+def test_noisy_cases_are_printed_and_not_saved(
+    noisy: tuple[str, ...], failed: str, status: int, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: Any,
+) -> None:  # fmt: skip
+    def measure(case: Any, *rest: Any) -> Any:
+        yield from (
+            {"case": case["name"]} | row
+            for row in rows(case["name"] in noisy, case["name"] == failed)
+        )
+
+    monkeypatch.setattr(gpu, "measure", measure)
+    monkeypatch.setattr(committed, "committed", lambda given: "0" * 12)
+    path = tmp_path / "rows.jsonl"
+    options = gpu.arguments().parse_args(["--save", str(path)])
+    cases = [{"name": "full"}, {"name": "causal"}, {"name": "causal S=2048"}]
+    config = {"shape": {"batch": 1, "heads": 1, "length": 64, "head_dim": 64}}
+    timer: Any = SimpleNamespace()
+    assert gpu.run(config, cases, options, timer, torch.device("cpu")) == status
+    saved = [json.loads(line) for line in path.read_text().splitlines()]
+    kept = [case["name"] for case in cases if case["name"] not in noisy]
+    assert [row["case"] for row in saved] == [name for name in kept for _ in range(2)]
+    assert {row["commit"] for row in saved} == {"0" * 12}
+    printed = capsys.readouterr().out
+    assert printed.count("no kernel") == len(cases)
+    assert ("too noisy to save: causal" in printed) == bool(noisy)
+
+
+@pytest.mark.parametrize(
+    ("late", "attempts", "noisy"), [(0, 1, False), (1, 2, False), (9, 3, True)]
+)
+def test_host_times_that_spread_are_measured_again(
+    late: int, attempts: int, noisy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host is slow every other time, in the first `late` attempts."""
+    host = importlib.import_module("gpu_host")
+    monkeypatch.setattr(host, "CALLS", 1)
+    clock = SimpleNamespace(now=0.0, calls=0)
+
+    def call() -> None:
+        slow = clock.calls < late * (1 + host.REPEATS) and clock.calls % 2
+        clock.now += 3e-5 if slow else 1e-5
+        clock.calls += 1
+
+    monkeypatch.setattr(host, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    row = host.host_us(call, torch.device("cpu"))
+    assert (row["attempts"], row["noisy"]) == (attempts, noisy)
+    if not noisy:
+        assert row["host_us"] == pytest.approx(10)
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+def test_a_noisy_training_step_is_not_saved(
+    noisy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpt2 = importlib.import_module("gpt2")
+    row = {"contender": "attnkit", "noisy": noisy, "losses": [1.0], "ms": 1.0, "ratio": 1.0}
+    row |= {"tokens_a_second": 1, "ghz": None}
+    monkeypatch.setattr(gpt2, "measured", lambda *args: [row])
+    monkeypatch.setattr(committed, "committed", lambda given: "0" * 12)
+    path = tmp_path / "rows.jsonl"
+    small = "--layers 1 --heads 1 --width 8 --vocabulary 8 --batch 1 --length 16 --document 8"
+    status = gpt2.main([*small.split(), "--device", "cpu", "--save", str(path)])
+    assert (status, path.exists()) == ((3, False) if noisy else (0, True))
+
+
+def test_missing_cases_are_those_without_rows_of_the_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def measure(case: Any, *rest: Any) -> Any:
+        seen.append(case["name"])
+        shared = {"case": case["name"], "direction": "forward", "mode": "burst"}
+        yield from (shared | row for row in rows(noisy=False))
+
+    monkeypatch.setattr(gpu, "measure", measure)
+    path = tmp_path / "rows.jsonl"
+    cases = [{"name": "full"}, {"name": "causal"}]
+    config = {"shape": {"batch": 1, "heads": 1, "length": 64, "head_dim": 64}}
+
+    def run(commit: str, cases: list[Any], *words: str) -> list[str]:
+        monkeypatch.setattr(committed, "committed", lambda given: commit)
+        options = gpu.arguments().parse_args(["--save", str(path), "--missing", *words])
+        timer: Any = SimpleNamespace()
+        seen.clear()
+        assert gpu.run(config, cases, options, timer, torch.device("cpu")) == 0
+        return list(seen)
+
+    assert run("a" * 12, cases[:1]) == ["full"]
+    assert run("a" * 12, cases) == ["causal"]
+    assert run("a" * 12, cases) == []
+    assert run("a" * 12, cases, "--backward") == ["full", "causal"]
+    assert run("a" * 12, cases, "--mode", "sustained") == ["full", "causal"]
+    assert run("b" * 12, cases) == ["full", "causal"]
+    assert gpu.main(["--missing"]) == 2
+
+
+@pytest.mark.parametrize("words", ["--rounds 2", "--rounds x", "--rounds -3", "--attempts 0"])
+def test_rounds_without_a_spread_are_refused(words: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        gpu.arguments().parse_args(words.split())
+    assert ended.value.code == 2
+    assert "expected a number from" in capsys.readouterr().err

@@ -1,0 +1,89 @@
+"""Check masks against the conventions of FlashAttention and Hugging Face, written out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attnkit import Mask, OptionError, create_mask, masks
+
+Q = torch.tensor([0, 3, 4])
+KV = torch.tensor([0, 5, 6])
+
+
+def flash_window(q_len, kv_len, left, right):
+    """Return FlashAttention's window: keys from q + Skv - Sq - left to q + Skv - Sq + right."""
+    at = torch.arange(q_len)[:, None] + kv_len - q_len
+    kv = torch.arange(kv_len)
+    return (kv >= at - (left if left >= 0 else kv_len)) & (
+        kv <= at + (right if right >= 0 else kv_len)
+    )
+
+
+@pytest.mark.parametrize("window", [(2, 0), (2, 1), (0, 0), (-1, 1), (3, -1)])
+@pytest.mark.parametrize("sizes", [(6, 6), (3, 7)])
+def test_windows_are_those_of_flash_attention(window, sizes):
+    left, right = (None if n < 0 else n for n in window)
+    mask = masks.sliding_window(left, right, align="bottom-right", q_len=sizes[0], kv_len=sizes[1])
+    assert torch.equal(create_mask(mask, None, None, *sizes)[0, 0], flash_window(*sizes, *window))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_size_counts_keys_as_hugging_face(size):
+    q, kv = torch.arange(8)[:, None], torch.arange(8)
+    expected = (kv <= q) & (kv > q - size)  # transformers' sliding_window_overlay
+    for mask in (masks.sliding_window(size=size), masks.streaming_llm(sinks=0, size=size)):
+        assert torch.equal(create_mask(mask, None, None, 8, 8)[0, 0], expected)
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (2, 0), (1, 1)])
+def test_documents_are_aligned_as_in_flash_attentions_varlen_functions(window):
+    left, right = (None if n < 0 else n for n in window)
+    within = masks.sliding_window(left, right)
+    mask = masks.document_from_cu_seqlens(Q, KV, within=within, align="bottom-right")
+    blocks = [
+        flash_window(int(q), int(kv), *window) for q, kv in zip(Q.diff(), KV.diff(), strict=True)
+    ]
+    expected = torch.block_diag(*(b.int() for b in blocks)).bool()
+    assert torch.equal(create_mask(mask, None, None, 4, 6)[0, 0], expected)
+
+
+COMPARING = {
+    "causal": masks.causal(),
+    "bottom-right": masks.causal("bottom-right", q_len=4, kv_len=6),
+    "window": masks.sliding_window(2),
+    "prefix_lm": masks.prefix_lm(2),
+    "joined": ~masks.causal() | masks.prefix(1),
+    "labelled": Mask(masks.causal(), "mine()"),
+}
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_positions_of_documents_that_start_apart_are_not_compared(name):
+    documents = masks.document_from_cu_seqlens(Q, KV)
+    message = (
+        "packs them at different offsets, so the combination is ambiguous; pass the mask as within"
+    )
+    for join in (lambda a, b: a & b, lambda a, b: b | a, lambda a, b: masks_per_head([a, b])):
+        with pytest.raises(OptionError, match=message):
+            join(COMPARING[name], documents)
+
+
+def masks_per_head(several):
+    from attnkit import per_head
+
+    return per_head(several)
+
+
+def test_positions_may_be_compared_where_it_is_clear():
+    same = masks.document_from_cu_seqlens(Q, Q.clone())
+    longer = masks.document_from_cu_seqlens(torch.tensor([0, 3]), torch.tensor([0, 5]))
+    apart = masks.document_from_cu_seqlens(Q, KV)
+    causal = masks.causal()
+    for mask in (causal & same, causal & longer, causal.shift(q=2) & apart):
+        assert "causal" in repr(mask)
+    assert apart & masks.prefix(3) & (lambda b, h, q, kv: kv <= q) is not None
+    # with one packing, a mask inside of each document is that of the whole sequence
+    inside = masks.document_from_cu_seqlens(Q, within=causal)
+    whole = create_mask(causal & masks.document_from_cu_seqlens(Q), None, None, 4, 4)
+    assert torch.equal(create_mask(inside, None, None, 4, 4), whole)

@@ -1,0 +1,103 @@
+"""Transforms of torch that attention has no rule for, and states that a user may bring about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import attnkit
+from attnkit import flex_attention
+from attnkit.errors import UnsupportedError
+
+
+def inputs() -> list[Tensor]:
+    return [torch.randn(1, 2, 8, 8, requires_grad=True) for _ in range(3)]
+
+
+def causal(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return q >= kv
+
+
+def batched(out: Tensor, query: Tensor) -> Any:
+    return torch.autograd.grad(out, query, torch.randn(3, *out.shape), is_grads_batched=True)
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_batched_gradients_are_refused(repeated: bool) -> None:
+    query, key, value = inputs()
+    if repeated:  # the backward could be relaunched
+        flex_attention(query, key, value, None, causal).sum().backward()
+    out = flex_attention(query, key, value, None, causal)
+    with pytest.raises(UnsupportedError, match="is_grads_batched") as caught:
+        batched(out, query)
+    assert "once for each gradient" in str(caught.value)
+
+
+def test_a_vectorized_jacobian_is_refused() -> None:
+    query, key, value = inputs()
+    attend: Callable[[Tensor], Tensor] = lambda q: flex_attention(q, key, value, None, causal)
+    with pytest.raises(UnsupportedError, match="jacobian with vectorize=True"):
+        torch.autograd.functional.jacobian(attend, query, vectorize=True)
+    rows = torch.autograd.functional.jacobian(attend, query)
+    assert rows.shape == (1, 2, 8, 8) * 2
+
+
+def test_the_dense_oracle_batches_gradients() -> None:
+    query, key, value = inputs()
+    out = flex_attention(query, key, value, None, causal, backend="eager")
+    cotangents = torch.randn(3, *out.shape)
+    (together,) = torch.autograd.grad(
+        out, query, cotangents, is_grads_batched=True, retain_graph=True
+    )
+    alone = [torch.autograd.grad(out, query, c, retain_graph=True)[0] for c in cotangents]
+    torch.testing.assert_close(together, torch.stack(alone))
+
+
+def test_inference_tensors_in_a_recorded_call_are_refused() -> None:
+    query, key, value = inputs()
+    with torch.inference_mode():
+        bias = torch.randn(8)
+    with pytest.raises(UnsupportedError, match=r"was created in torch\.inference_mode"):
+        flex_attention(query, key, value, lambda s, b, h, q, kv: s + bias[kv])
+    with torch.no_grad():
+        flex_attention(query, key, value, lambda s, b, h, q, kv: s + bias[kv])
+
+
+@pytest.fixture(params=[True, False])
+def swapping(request: Any) -> Iterator[bool]:
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(request.param)
+    yield request.param
+    torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+@pytest.mark.parametrize("to", ["double", "bfloat16"])
+def test_a_module_converted_after_a_call(swapping: bool, to: str) -> None:
+    """With swapping a parameter keeps its identity, and has another dtype and other data."""
+    module = nn.Module()
+    module.bias = nn.Parameter(torch.randn(2, 8))
+    mod = lambda s, b, h, q, kv: s + module.bias[h, kv]
+    held = module.bias
+    by_cell = lambda s, b, h, q, kv: s + held[h, kv]
+    tensors = inputs()
+    for f in (mod, by_cell):
+        for _ in range(3):
+            out = flex_attention(*tensors, f, causal)
+            out.sum().backward()
+    module.bias.grad = None
+    del out
+    attnkit.clear_caches()  # torch swaps no tensor that has a weak reference
+    getattr(module, to)()
+    for f in (mod, by_cell) if swapping else (mod,):
+        for _ in range(3):
+            module.bias.grad = None
+            out = flex_attention(*tensors, f, causal)
+            expected = flex_attention(*tensors, f, causal, backend="eager")
+            torch.testing.assert_close(out, expected)
+            out.sum().backward()
+            assert module.bias.grad is not None
+            assert module.bias.grad.dtype == module.bias.dtype

@@ -1,0 +1,249 @@
+"""Values have the dtypes of torch.vmap over scalars, and wrap and round as those dtypes do.
+
+FlexAttention evaluates a mod with torch.vmap over tensors without dimensions. attnkit passes int32
+positions, as FlexAttention's kernels do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attnkit.errors import BoundsError, TraceError
+from attnkit.graph.eval_torch import evaluate, mask_dtype
+from attnkit.sparsity.block_mask import check_lengths
+from attnkit.tracing.tracer import trace
+
+B, H, Q, K = 1, 2, 8, 9
+SHAPE = (B, H, Q, K)
+
+
+def of_vmap(function: Callable[..., Any]) -> Tensor:
+    """Evaluate a mask_mod as FlexAttention does: by vmap over each of the four positions."""
+    for axis in (3, 2, 1, 0):
+        dims: list[int | None] = [None] * 4
+        dims[axis] = 0
+        function = torch.vmap(function, in_dims=tuple(dims))
+    result = function(*(torch.arange(n, dtype=torch.int32) for n in SHAPE))
+    assert isinstance(result, Tensor)
+    return result
+
+
+def of_trace(function: Callable[..., Any]) -> Tensor:
+    """Evaluate a mask_mod by its graph."""
+    traced = trace(function, "mask")
+    env = {
+        name: torch.arange(n, dtype=torch.int32).view([n if i == axis else 1 for i in range(4)])
+        for axis, (name, n) in enumerate(zip(("b", "h", "q", "kv"), SHAPE, strict=True))
+    }
+    dtype = mask_dtype(traced.root, traced.tensors)
+    (kept,) = evaluate([traced.root], env, traced.tensors, dtype)
+    return kept.expand(SHAPE)
+
+
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+TABLES = {
+    **{
+        dtype: (torch.arange(K) * 7919 % 256 - 100).to(dtype)
+        for dtype in (torch.uint8, torch.int8, torch.int16)
+    },
+    torch.int32: torch.tensor([0, 3, -7, 1000, 65536, 12, -4096, 255, -1], dtype=torch.int32),
+    torch.int64: torch.tensor([5, -3, 70, 100, -65536, 12, 4096, 256, 1]),
+    torch.bool: torch.tensor([True, False, True, True, False, False, True, False, True]),
+    **{
+        dtype: torch.tensor([0.1, -3.3, 7.7, 1e-3, 257.3, -0.0, 2.5, -1000.1, 1.0]).to(dtype)
+        for dtype in FLOATS
+    },
+}
+
+
+# --- single operations, every pair of dtypes --------------------------------------------------
+BINARY: dict[str, Callable[[Any, Any], Any]] = {
+    "+": lambda x, y: x + y,
+    "-": lambda x, y: x - y,
+    "*": lambda x, y: x * y,
+    "/": lambda x, y: x / y,
+    "//": lambda x, y: x // y,
+    "%": lambda x, y: x % y,
+    "&": lambda x, y: x & y,
+    "|": lambda x, y: x | y,
+    "^": lambda x, y: x ^ y,
+    "==": lambda x, y: x == y,
+    "!=": lambda x, y: x != y,
+    "<": lambda x, y: x < y,
+    ">=": lambda x, y: x >= y,
+    "minimum": torch.minimum,
+    "maximum": torch.maximum,
+    "where": lambda x, y: torch.where(x > 3, x, y),
+    "fmod": torch.fmod,
+    "add with alpha": lambda x, y: torch.add(x, y, alpha=3),
+    "truncated division": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
+    "floor division": lambda x, y: torch.div(x, y, rounding_mode="floor"),
+}
+NUMBERS = (-1, 300, 2, -129, 0.3, 1e-4, True)
+
+
+def agree(value: Callable[..., Any]) -> None:
+    """Compare dtype and value of a function of (q, kv) with torch's; skip what torch refuses."""
+    try:
+        expected = of_vmap(lambda b, h, q, kv: value(q, kv))
+    except (RuntimeError, TypeError, OverflowError):
+        return  # torch refuses it
+    dtypes: list[torch.dtype] = []
+
+    def probe(x: Any) -> Any:
+        dtypes.append(x.dtype)
+        return x
+
+    trace(lambda b, h, q, kv: probe(value(q, kv)) == 0, "mask")
+    assert dtypes == [expected.dtype]
+    table = expected  # every value that occurs, read back at its own place
+    found = of_trace(lambda b, h, q, kv: _same(value(q, kv), table[b, h, q, kv]))
+    assert found.all()
+
+
+def _same(x: Any, y: Any) -> Any:
+    if not y.dtype.is_floating_point:
+        return x == y
+    return (x == y) | (torch.isnan(x) & torch.isnan(y))
+
+
+def _is_left_out(name: str, x: Any, y: Any) -> bool:
+    """Return whether torch's result depends on how it is called, or attnkit refuses the operation."""
+    dtypes = [v if isinstance(v, torch.dtype) else type(v) for v in (x, y)]
+    floating = [d is float or (isinstance(d, torch.dtype) and d.is_floating_point) for d in dtypes]
+    if _divides(name) and not floating[1]:
+        return True  # integers divided by zero are refused
+    if name == "add with alpha":
+        return any(floating)  # with or without a fused multiply-add
+    numbers = any(not isinstance(d, torch.dtype) for d in dtypes)
+    if name == "/" and numbers and not any(floating):
+        return True  # vmap wraps the number in the dtype of the table, torch without vmap does not
+    if name == "truncated division":
+        return numbers and any(d in (torch.float16, torch.bfloat16) for d in dtypes)
+    return False
+
+
+def _divides(name: str) -> bool:
+    return name in ("//", "%", "fmod", "truncated division", "floor division")
+
+
+@pytest.mark.parametrize("name", BINARY)
+@pytest.mark.parametrize("first", TABLES, ids=str)
+def test_operations_on_two_dtypes_are_torchs(name: str, first: torch.dtype) -> None:
+    operation, table = BINARY[name], TABLES[first]
+    for second, other in TABLES.items():
+        if not _is_left_out(name, first, second):
+            agree(lambda q, kv, other=other: operation(table[kv], other[q]))
+    if not _is_left_out(name, first, torch.float32):
+        agree(lambda q, kv: operation(table[kv], q + 1))
+    if not _is_left_out(name, torch.int32, first):
+        agree(lambda q, kv: operation(q - kv, table[kv]))
+
+
+@pytest.mark.parametrize(
+    "name", sorted(BINARY.keys() - {"minimum", "maximum", "fmod"})
+)  # take tensors
+@pytest.mark.parametrize("dtype", TABLES, ids=str)
+def test_operations_on_a_number_are_torchs(name: str, dtype: torch.dtype) -> None:
+    operation, table = BINARY[name], TABLES[dtype]
+    reflected = name not in ("add with alpha", "truncated division", "floor division")
+    for number in NUMBERS:
+        if not _is_left_out(name, dtype, float(number) if _divides(name) else number):
+            agree(lambda q, kv, number=number: operation(table[kv], number))
+        if reflected and not _is_left_out(name, number, dtype):
+            agree(lambda q, kv, number=number: operation(number, table[kv]))
+
+
+# --- random expressions -------------------------------------------------------------------------
+# Steps over a stack of values; each takes two values of any dtype and a Python number.
+STEPS: list[Callable[[Any, Any, Any], Any]] = [
+    lambda x, y, n: x + y,
+    lambda x, y, n: x - y,
+    lambda x, y, n: x * y,
+    lambda x, y, n: x + n,
+    lambda x, y, n: n - x,
+    lambda x, y, n: x * n,
+    lambda x, y, n: x & y,
+    lambda x, y, n: x ^ n,
+    lambda x, y, n: x | y,
+    lambda x, y, n: -x,
+    lambda x, y, n: ~x,
+    lambda x, y, n: x.abs(),
+    lambda x, y, n: x**2,
+    lambda x, y, n: x << 3,
+    lambda x, y, n: x >> 2,
+    lambda x, y, n: x // 3,
+    lambda x, y, n: x % 7,
+    lambda x, y, n: x % n,
+    lambda x, y, n: x // n,
+    lambda x, y, n: x / y,
+    lambda x, y, n: x / 3,
+    lambda x, y, n: n / x,
+    lambda x, y, n: torch.where(x > y, x, y),
+    lambda x, y, n: torch.where(x == n, y, n),
+    lambda x, y, n: torch.minimum(x, y),
+    lambda x, y, n: torch.maximum(x, y),
+    lambda x, y, n: x.clamp(min=n),
+    lambda x, y, n: x.masked_fill(y > 0, n),
+    lambda x, y, n: x < n,
+    lambda x, y, n: x != n,
+    lambda x, y, n: (x <= y) | (x == y),
+    lambda x, y, n: x.to(torch.int8),
+    lambda x, y, n: x.to(torch.uint8) if not x.dtype.is_floating_point else x,
+    lambda x, y, n: x.to(y.dtype) if not x.dtype.is_floating_point else x,
+    lambda x, y, n: x.bfloat16(),
+    lambda x, y, n: x.half(),
+    lambda x, y, n: x.float(),
+    lambda x, y, n: x.long() if not x.dtype.is_floating_point else x,
+    lambda x, y, n: torch.full_like(x, n),
+    lambda x, y, n: torch.ones_like(x) + y,
+    lambda x, y, n: torch.floor(x),
+    lambda x, y, n: torch.sqrt(x.abs()),
+    lambda x, y, n: x + torch.tensor(n),
+    lambda x, y, n: torch.stack([x, y]).sum() if x.dtype == y.dtype else x,
+    lambda x, y, n: torch.isin(x, torch.tensor([0, 3, 100])),
+]
+_numbers = st.sampled_from([-1, 0, 1, 2, 3, 100, 127, 128, 200, 255, 256, 300, -128, -129, 40000])
+_reals = st.sampled_from([0.1, 0.5, -1.7, 3.0, 1e-3, 300.5])
+
+
+@st.composite
+def expressions(draw: st.DrawFn) -> Callable[[Any, Any], Any]:
+    """A random function of (q, kv) with its intermediate values on a stack."""
+    place = st.integers(0, 50)
+    number = st.one_of(_numbers, _numbers, _reals)
+    step = st.tuples(st.sampled_from(STEPS), place, place, number)
+    tables = draw(st.lists(st.sampled_from(list(TABLES)), min_size=1, max_size=3))
+    steps = draw(st.lists(step, min_size=1, max_size=5))
+
+    def value(q: Any, kv: Any) -> Any:
+        stack = [q, kv, *(TABLES[d][kv] for d in tables), *(TABLES[d][q] for d in tables)]
+        for function, x, y, n in steps:
+            stack.append(function(stack[-1 - x % len(stack)], stack[-1 - y % len(stack)], n))
+        return stack[-1]
+
+    return value
+
+
+@given(expressions())
+@settings(deadline=None)
+def test_random_expressions_are_torchs(value: Callable[[Any, Any], Any]) -> None:
+    try:
+        expected = of_vmap(lambda b, h, q, kv: value(q, kv))
+    except (RuntimeError, TypeError, OverflowError):
+        return  # torch refuses it
+    mask = lambda b, h, q, kv: _same(value(q, kv), expected[b, h, q, kv])
+    try:
+        traced = trace(mask, "mask")
+        check_lengths(traced, Q, K, B, H)
+    except (TraceError, BoundsError):
+        return  # attnkit refuses it: int64 results above 32 bits, division by zero
+    assert of_trace(mask).all()
