@@ -19,7 +19,8 @@ MUTMUT_STAMP := $(VENV)/.mutmut-stamp
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-assemblers test-gpu mutants emulate-all fuzz lint format docs bench clean distclean
+.PHONY: help setup demo test test-assemblers test-gpu mutants emulate-all fuzz misuse lint format docs bench \
+    clean distclean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24

@@ -126,6 +126,50 @@ def test_promotion_is_that_of_torch_scalars() -> None:
             assert kinds[x.type] == kinds[y.type] == torch.promote_types(kinds[a], kinds[b])
 
 
+_Q, _KV, _SCORE, _TRUE, _FALSE = arg("q"), arg("kv"), arg("score"), const(True), const(False)
+_NEAR = build("lt", _Q, _KV)
+# What a rule that is dropped would leave correct and larger.
+SMALLER: list[tuple[str, tuple[Node, ...], Node]] = [
+    ("add", (const(0), _Q), _Q),
+    ("sub", (_Q, const(0)), _Q),
+    ("mul", (const(1), _SCORE), _SCORE),
+    ("mul", (_Q, const(0)), const(0)),
+    ("mul", (const(0), _Q), const(0)),
+    ("div", (_SCORE, const(1.0)), _SCORE),
+    ("fdiv", (_Q, const(1)), _Q),
+    ("tdiv", (_Q, const(1)), _Q),
+    ("mod", (_Q, const(1)), const(0)),
+    ("min", (_SCORE, _SCORE), _SCORE),
+    ("max", (_Q, _Q), _Q),
+    ("and", (_TRUE, _NEAR), _NEAR),
+    ("and", (_NEAR, _FALSE), _FALSE),
+    ("and", (_NEAR, _NEAR), _NEAR),
+    ("or", (_FALSE, _NEAR), _NEAR),
+    ("or", (_NEAR, _TRUE), _TRUE),
+    ("or", (_NEAR, _NEAR), _NEAR),
+    ("xor", (_FALSE, _NEAR), _NEAR),
+    ("xor", (_NEAR, _TRUE), build("not", _NEAR)),
+    ("neg", (build("neg", _SCORE),), _SCORE),
+    ("abs", (build("abs", _SCORE),), build("abs", _SCORE)),
+    ("abs", (build("neg", _SCORE),), build("abs", _SCORE)),
+    ("le", (_Q, _Q), _TRUE),
+    ("eq", (_Q, _Q), _TRUE),
+    ("lt", (_SCORE, _SCORE), _FALSE),
+    ("where", (_TRUE, _SCORE, _Q), _SCORE),
+    ("where", (_NEAR, _SCORE, _SCORE), _SCORE),
+    ("where", (build("not", _NEAR), _Q, _KV), build("where", _NEAR, _KV, _Q)),
+    ("pow", (_SCORE, const(0.0)), const(1.0)),
+    ("pow", (_SCORE, const(1.0)), _SCORE),
+    ("pow", (_SCORE, const(-1.0)), build("div", const(1.0), _SCORE)),
+    ("pow", (const(4.0), _SCORE), build("exp2", build("mul", _SCORE, const(2.0)))),
+]
+
+
+@pytest.mark.parametrize(("op", "args", "expected"), SMALLER, ids=lambda x: str(x))
+def test_each_rule_makes_it_smaller(op: str, args: tuple[Node, ...], expected: Node) -> None:
+    assert build(op, *args) is expected
+
+
 def test_normal_form_is_small() -> None:
     q, kv, score = arg("q"), arg("kv"), arg("score")
     assert build("add", q, const(0)) is q

@@ -13,7 +13,7 @@ from attnkit.graph import ir
 from attnkit.graph.eval_torch import evaluate
 from attnkit.graph.ir import F32, Node, arg, const, load
 from attnkit.graph.simplify import build, cast
-from attnkit.graph.staging import Level, index_level, level_of, linear, stage
+from attnkit.graph.staging import Level, index_level, is_relative, level_of, linear, stage
 from attnkit.tracing.tracer import trace
 
 SLOPES = torch.linspace(0.1, 1.0, 4)
@@ -61,6 +61,17 @@ def test_a_distance_is_relative(i: int, j: int, op: str) -> None:
     q, kv = (build("add", arg(n), const(k)) for n, k in (("q", i), ("kv", j)))
     level = level_of(cast(build(op, q, kv), F32))
     assert level is (Level.RELATIVE if op == "sub" else Level.ELEMENT)
+
+
+def test_a_comparison_of_positions_is_relative() -> None:
+    """Its sides are not, but it reads only their distance; a sum of positions is no distance."""
+    q, kv = arg("q"), arg("kv")
+    for op in ("lt", "le", "eq"):
+        assert is_relative(build(op, q, kv))
+        assert is_relative(build(op, build("add", q, const(3)), kv))
+        assert not is_relative(build(op, q, build("neg", kv)))
+        assert not is_relative(build(op, q, const(3)))
+        assert not is_relative(build(op, build("add", q, q), kv))
 
 
 def test_level_of_an_index() -> None:
