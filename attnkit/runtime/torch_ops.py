@@ -32,6 +32,7 @@ from attnkit.splice import (
     run_backward,
     run_forward,
 )
+from attnkit.util.arguments import refuse_functional
 from attnkit.util.torch_private import (
     in_batched_gradients,
     is_batched,
@@ -196,6 +197,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _gradient(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Tensor | None
 ) -> tuple[Any, ...]:
+    _refuse_batched_gradients(g for g in (grad_out, grad_lse) if g is not None)
     query, key, value, out, lse, *lists = ctx.saved_tensors
     scores, masks = ctx.counts
     score_tensors, mask_tensors = lists[:scores], lists[scores : scores + masks]
@@ -357,6 +359,7 @@ def run(prepared: PreparedCall, inputs: ForwardInputs) -> ForwardResult:
         assert prepared.attention is not None
         return prepared.attention(query, key, value, inputs.captured, scale)
     if is_intercepted((query, key, value, *scores, *masks)):
+        refuse_functional("query", query)
         _refuse_transforms((query, key, value, *scores))
         call = prepared.kernel_call
         runs, layout = unpack(call.runs)

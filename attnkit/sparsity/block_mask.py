@@ -33,6 +33,7 @@ from attnkit.util.arguments import (
 )
 from attnkit.util.devices import resolve_device
 from attnkit.util.tensor_cache import VersionedCache
+from attnkit.util.torch_private import is_fake
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
@@ -61,7 +62,14 @@ def check_lengths(
 
     Raises:
         BoundsError: an index leaves its captured tensor, or integer arithmetic leaves int32.
+        DeviceError: a captured tensor has no data.
     """
+    for name, t in zip(function.names, function.tensors, strict=True):
+        if t.is_meta or is_fake(t):
+            raise DeviceError(
+                f"the {function.kind}_mod reads the tensor {name!r}, which has no data (a "
+                f"{type(t).__name__} on {t.device}); capture a tensor with data"
+            )
     names = reads(function.root)
     batch, heads = (batch if "b" in names else 1), (heads if "h" in names else 1)
 

@@ -245,7 +245,7 @@ def _per(what: str, masks: Sequence[MaskMod]) -> Mask:
     if not isinstance(masks, Sequence) or not masks:
         raise ArgumentError(
             f"per_{what} takes one mask per {'head' if what == 'head' else 'batch entry'} in a "
-            f"list, got {masks!r}"
+            f"list, got {shown(masks)}"
         )
     different = {id(m): m if isinstance(m, Mask) else Mask(m) for m in masks}
     place = {key: i for i, key in enumerate(different)}
@@ -299,7 +299,7 @@ def _check_shift(name: str, by: Any) -> int | Tensor | None:
         whole = by.ndim <= 1 and not (by.is_floating_point() or by.is_complex())
         whole = whole and by.dtype != torch.bool
     if not whole:
-        got = f"{by.dtype} {list(by.shape)}" if isinstance(by, Tensor) else repr(by)
+        got = f"{by.dtype} {list(by.shape)}" if isinstance(by, Tensor) else shown(by)
         raise ArgumentError(
             f"shift takes an int or an integer tensor, [] or [B], as {name}, got {got}"
         )

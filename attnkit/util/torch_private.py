@@ -36,6 +36,7 @@ __all__ = [
     "is_batched",
     "is_captured",
     "is_fake",
+    "is_functional",
     "is_grad_tracking",
     "is_intercepted",
     "maker",
@@ -72,6 +73,7 @@ in_autocast: Callable[[], bool] = _C._is_any_autocast_enabled
 # How many `TorchFunctionMode`s are active.
 modes: Callable[[], int] = _C._len_torch_function_stack
 is_batched: Callable[[Tensor], bool] = _C._functorch.is_batchedtensor
+is_functional: Callable[[Tensor], bool] = torch._is_functional_tensor
 is_grad_tracking: Callable[[Tensor], bool] = _C._functorch.is_gradtrackingtensor
 
 
