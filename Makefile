@@ -1,6 +1,6 @@
 # `make demo` and `make test` work from a fresh clone: the first run sets up .venv, a few minutes.
 # Variables: PYTHON (3.11 or newer), ARGS (passed on to pytest, the demo or the benchmarks),
-# HYPOTHESIS_PROFILE (ci, dev or thorough, see tests/conftest.py).
+# N (calls of `make misuse`; 10000), HYPOTHESIS_PROFILE (ci, dev or thorough, see tests/conftest.py).
 # On Linux the default torch wheel brings CUDA's libraries; pip's own settings (PIP_INDEX_URL,
 # PIP_FIND_LINKS) choose another, such as PyTorch's CPU-only build.
 
@@ -18,7 +18,7 @@ OTHER_STAMP := $(OTHER_FOLDER)/.stamp
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-assemblers test-gpu emulate-all lint format docs bench clean distclean
+.PHONY: help setup demo test test-assemblers test-gpu emulate-all misuse lint format docs bench clean distclean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -62,6 +62,9 @@ test-gpu: $(STAMP)  ## the tests that need a CUDA device
 
 emulate-all: $(STAMP)  ## every mask and mod through the Blackwell kernels, on the CPU; an hour
 	$(BIN)/python benchmarks/emulate.py --save benchmarks/results/emulated.jsonl $(ARGS)
+
+misuse: $(STAMP)  ## call every public name wrongly, N times: only errors of attnkit may come
+	PYTHONPATH=. $(BIN)/python tests/fuzz/misuse.py $(N)
 
 lint: $(STAMP)  ## style, types and import direction
 	$(BIN)/python -m ruff check .
