@@ -1,6 +1,6 @@
 # `make demo` and `make test` work from a fresh clone: the first run sets up .venv, a few minutes.
 # Variables: PYTHON (3.11 or newer), ARGS (passed on to pytest, the demo or the benchmarks),
-# HYPOTHESIS_PROFILE (ci, dev or thorough, see tests/conftest.py).
+# N (calls of `make misuse`; 10000), HYPOTHESIS_PROFILE (ci, dev or thorough, see tests/conftest.py).
 # On Linux the default torch wheel brings CUDA's libraries; pip's own settings (PIP_INDEX_URL,
 # PIP_FIND_LINKS) choose another, such as PyTorch's CPU-only build.
 
@@ -77,6 +77,9 @@ emulate-all: $(STAMP)  ## every mask and mod through the Blackwell kernels, on t
 # MINUTES and SEED of the search; ARGS="--emulated 0" leaves the emulator out.
 fuzz: $(STAMP)  ## search for wrong results of random variants; MINUTES=2 SEED=0
 	$(BIN)/python benchmarks/fuzz.py --minutes $(or $(MINUTES),2) --seed $(or $(SEED),0) $(ARGS)
+
+misuse: $(STAMP)  ## call every public name wrongly, N times: only errors of attnkit may come
+	PYTHONPATH=. $(BIN)/python tests/fuzz/misuse.py $(N)
 
 lint: $(STAMP)  ## style, types and import direction
 	$(BIN)/python -m ruff check .

@@ -32,6 +32,7 @@ from attnkit.splice import (
     run_backward,
     run_forward,
 )
+from attnkit.util.arguments import refuse_functional
 from attnkit.util.data_state import state_of
 from attnkit.util.outputs import output_like
 from attnkit.util.torch_private import (
@@ -216,6 +217,7 @@ def operator_tensors(
 def _gradient(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Tensor | None
 ) -> tuple[Any, ...]:
+    _refuse_batched_gradients(g for g in (grad_out, grad_lse) if g is not None)
     ctx.guard.check_backward()
     saved, lists = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
     scores, masks = ctx.counts
@@ -360,6 +362,7 @@ def run(prepared: PreparedCall, inputs: ForwardInputs) -> ForwardResult:
         assert prepared.attention is not None
         return prepared.attention(query, key, value, inputs.captured, scale)
     if is_intercepted((query, key, value, *scores, *masks)):
+        refuse_functional("query", query)
         _refuse_transforms((query, key, value, *scores))
         call = prepared.kernel_call
         runs, layout = unpack(call.runs)

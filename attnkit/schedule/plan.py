@@ -24,6 +24,7 @@ from attnkit.schedule.targets import (
 )
 from attnkit.sparsity.block_runs import BLOCK
 from attnkit.util import caches
+from attnkit.util.arguments import shown
 
 BACKENDS = ("auto", "eager", "cpu", "cute", "emulate")
 
@@ -236,10 +237,10 @@ def parse_backend(backend: str) -> tuple[str, Target | None]:
         OptionError: unknown backend.
         NoKernelError: no kernel for the architecture.
     """
-    kind, colon, arch = str(backend).partition(":")
+    kind, colon, arch = backend.partition(":") if isinstance(backend, str) else ("", "", "")
     if kind not in BACKENDS or (colon and kind != "emulate"):
         raise OptionError(
-            f"backend={backend!r} is not known; expected one of {', '.join(BACKENDS)}"
+            f"backend={shown(backend)} is not known; expected one of {', '.join(BACKENDS)}"
         )
     if kind != "emulate":
         return kind, None

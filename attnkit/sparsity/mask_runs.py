@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from attnkit.errors import DeviceError
 from attnkit.graph.ir import Node, reads
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.sparsity.index_bounds import check_bounds
@@ -16,6 +17,7 @@ from attnkit.tracing.guards import data_slots
 from attnkit.tracing.tracer import Traced
 from attnkit.util import caches
 from attnkit.util.tensor_cache import VersionedCache
+from attnkit.util.torch_private import is_fake
 
 _HOST_LIMIT = 1 << 16  # up to so many rows plus columns the CPU computes the tiles for a GPU
 
@@ -37,7 +39,14 @@ def check_lengths(
 
     Raises:
         BoundsError: an index leaves its captured tensor, or integer arithmetic leaves int32.
+        DeviceError: a captured tensor has no data.
     """
+    for name, t in zip(function.names, function.tensors, strict=True):
+        if t.is_meta or is_fake(t):
+            raise DeviceError(
+                f"the {function.kind}_mod reads the tensor {name!r}, which has no data (a "
+                f"{type(t).__name__} on {t.device}); capture a tensor with data"
+            )
     names = reads(function.root)
     batch, heads = (batch if "b" in names else 1), (heads if "h" in names else 1)
 

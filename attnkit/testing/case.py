@@ -121,7 +121,7 @@ class Case:
         unknown = [name for name in self.layouts if name not in LAYOUTS]
         if len(self.layouts) != 3 or unknown:
             raise OptionError(
-                f"layouts must be three of {', '.join(LAYOUTS)}, got {self.layouts!r}"
+                f"layouts must be three of {', '.join(LAYOUTS)}, got {shown(self.layouts)}"
             )
 
     def _check_fields(self) -> None:

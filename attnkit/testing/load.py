@@ -144,6 +144,6 @@ def as_variant(x: Any, target: str) -> Variant:
 
 
 def _kind(x: Any) -> str:
-    return (
-        f"the class {x.__name__}" if isinstance(x, type) else f"of type {type(x).__name__}: {x!r}"
-    )
+    if isinstance(x, type):
+        return f"the class {x.__name__}"
+    return f"of type {type(x).__name__}" + (f": {x}" if isinstance(x, int | float | str) else "")

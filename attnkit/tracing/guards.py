@@ -162,7 +162,7 @@ class _Walk:
                 self.guard = None
 
     def _tensor(self, x: Tensor) -> Any:
-        if x.is_nested:  # it has no shape to compare; the trace refuses it
+        if x.is_nested or x.layout != torch.strided or x.is_quantized:  # the trace refuses these
             raise _NoFingerprintError
         number = self.seen.get(id(x))
         if number is None:

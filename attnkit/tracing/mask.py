@@ -7,7 +7,6 @@ classifies its tiles when it first needs them.
 
 from __future__ import annotations
 
-import reprlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
@@ -19,7 +18,7 @@ from attnkit.errors import ArgumentError, OptionError
 from attnkit.tracing.axes import Axes, as_axes, joined, shift_tables
 from attnkit.tracing.mask_lengths import Lengths, as_lengths, intersect
 from attnkit.tracing.shift import check_shift, checked_label, may_precede, shift_text, shifted
-from attnkit.util.arguments import index_instead
+from attnkit.util.arguments import index_instead, shown
 
 MaskMod: TypeAlias = Callable[..., Any]
 Frame: TypeAlias = Literal["", "common", "separate"]
@@ -105,8 +104,8 @@ class Mask:
             masks = tuple(x for m in masks for x in (m.parts if m.op == op else (m,)))
         whole = cls.__new__(cls)
         whole.function, whole.op, whole.parts = None, op, masks
-        shown = [f"({m.label})" if m.op not in ("", "not", op) else m.label for m in masks]
-        whole.label = f"~{shown[0]}" if op == "not" else f" {_SIGNS[op]} ".join(shown)
+        labels = [f"({m.label})" if m.op not in ("", "not", op) else m.label for m in masks]
+        whole.label = f"~{labels[0]}" if op == "not" else f" {_SIGNS[op]} ".join(labels)
         whole.lengths = common
         whole.axes = joined([m.axes for m in masks])
         whole.frame = _common_frame(masks)
@@ -181,8 +180,8 @@ class Mask:
                 kept = (position >= 0) & kept if may_precede(by) else kept
             return kept
 
-        shown = f"({self.label})" if self.op else self.label
-        label = f"{shown}.shift({shift_text(q_shift, kv_shift)})"
+        inner = f"({self.label})" if self.op else self.label
+        label = f"{inner}.shift({shift_text(q_shift, kv_shift)})"
         axes = [table.shifted(q_shift, kv_shift) for table in self.axes]
         axes += shift_tables(q=q_shift, kv=kv_shift)
         return Mask(keep, label, lengths=lengths, axes=axes)
@@ -267,7 +266,7 @@ def _per(what: str, masks: Sequence[MaskMod]) -> Mask:
     if not isinstance(masks, Sequence) or not masks:
         raise ArgumentError(
             f"per_{what} takes one mask per {'head' if what == 'head' else 'batch entry'} in a "
-            f"list, got {masks!r}"
+            f"list, got {shown(masks)}"
         )
     different = {id(m): m if isinstance(m, Mask) else Mask(m) for m in masks}
     place = {key: i for i, key in enumerate(different)}
@@ -309,7 +308,7 @@ def _common(masks: Sequence[Mask]) -> Lengths:
 
 def _checked_frame(frame: Any) -> Frame:
     if not isinstance(frame, str) or frame not in ("", "common", "separate"):
-        raise OptionError(f'frame must be "", "common" or "separate", got {reprlib.repr(frame)}')
+        raise OptionError(f'frame must be "", "common" or "separate", got {shown(frame)}')
     return frame  # type: ignore[return-value]
 
 

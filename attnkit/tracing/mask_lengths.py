@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 from attnkit.errors import OptionError, ShapeError
+from attnkit.util.arguments import shown
 
 Range: TypeAlias = tuple[int, int | None]  # (least, most); None: no limit
 
@@ -86,7 +87,7 @@ def as_lengths(value: Any) -> Lengths:
     if value is None:
         return Lengths()
     if not isinstance(value, tuple | list) or len(value) != 2:
-        raise OptionError(f"lengths must be a (query, kv) pair or None, got {value!r}")
+        raise OptionError(f"lengths must be a (query, kv) pair or None, got {shown(value)}")
     return Lengths(*(_range(entry, value) for entry in value))
 
 
@@ -123,7 +124,7 @@ def _range(entry: Any, value: Any) -> Range:
         if most is None or least <= most:
             return least, most
     raise OptionError(
-        f"each of lengths must be None, a positive int, or (least, most), got {value!r}"
+        f"each of lengths must be None, a positive int, or (least, most), got {shown(value)}"
     )
 
 

@@ -20,6 +20,7 @@ from attnkit.errors import (
     ShapeError,
     UnsupportedError,
 )
+from attnkit.util.torch_private import is_functional
 
 T = TypeVar("T")
 
@@ -89,6 +90,7 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: Any) -> None:
                 f"{name} is a nested tensor; pack the sequences into one and mask by document "
                 "(attnkit.masks.document)"
             )
+        refuse_functional(name, t)
         if type(t).__name__ == "DTensor":
             raise UnsupportedError(
                 f"{name} is a DTensor; where it is sharded by batch or heads, pass what "
@@ -121,6 +123,19 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: Any) -> None:
     _check_heads(query.shape[1], key.shape[1], enable_gqa)
 
 
+def refuse_functional(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor inside torch.func.functionalize, where no data can be read.
+
+    Raises:
+        UnsupportedError: it is one.
+    """
+    if is_functional(tensor):
+        raise UnsupportedError(
+            f"{name} is a tensor of torch.func.functionalize, for which attnkit's attention has no "
+            "rule; use torch.compile"
+        )
+
+
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
     if key.shape[-1] != query.shape[-1]:
         raise ShapeError(
@@ -141,7 +156,7 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 def _check_heads(heads: int, kv_heads: int, enable_gqa: Any) -> None:
     if not isinstance(enable_gqa, bool):
-        raise OptionError(f"enable_gqa must be True or False, got {enable_gqa!r}")
+        raise OptionError(f"enable_gqa must be True or False, got {shown(enable_gqa)}")
     if heads == kv_heads:
         return
     if not enable_gqa:
@@ -166,7 +181,7 @@ def check_scale(scale: Any, width: int) -> float:
         return 1 / math.sqrt(width)
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise OptionError(
-            f"scale must be a number or None, got {type(scale).__name__} {scale!r}; a scale that "
+            f"scale must be a number or None, got {shown(scale)}; a scale that "
             "is a tensor belongs into score_mod, where it also gets its gradient"
         )
     if not math.isfinite(scale):
@@ -181,7 +196,7 @@ def check_flag(name: str, flag: Any) -> bool:
         OptionError: it is not a bool.
     """
     if not isinstance(flag, bool):
-        raise OptionError(f"{name} must be True or False, got {flag!r}")
+        raise OptionError(f"{name} must be True or False, got {shown(flag)}")
     return flag
 
 
@@ -198,9 +213,7 @@ def check_aux(return_lse: Any, return_aux: Any) -> AuxRequest:
     if return_lse:
         raise OptionError("return_lse and return_aux were both given; use return_aux alone")
     if not (hasattr(return_aux, "lse") and hasattr(return_aux, "max_scores")):
-        raise ArgumentError(
-            f"return_aux must be an AuxRequest, got {type(return_aux).__name__} {return_aux!r}"
-        )
+        raise ArgumentError(f"return_aux must be an AuxRequest, got {type(return_aux).__name__}")
     return AuxRequest(bool(return_aux.lse), bool(return_aux.max_scores))
 
 
@@ -228,9 +241,9 @@ def check_options(
     notes = []
     for name, value in options.items():
         if name not in known:
-            close = difflib.get_close_matches(str(name), known, n=1)
+            close = difflib.get_close_matches(name if isinstance(name, str) else "", known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(known)}"
-            raise OptionError(f"kernel_options has no option {name!r}{hint}")
+            raise OptionError(f"kernel_options has no option {shown(name)}{hint}")
         if name in BLOCK_OPTIONS:
             sizes[BLOCK_OPTIONS.index(name)] = check_size(f"kernel_options[{name!r}]", value)
         else:

@@ -37,6 +37,7 @@ __all__ = [
     "in_forward_ad",
     "is_batched",
     "is_fake",
+    "is_functional",
     "is_grad_tracking",
     "is_intercepted",
     "is_stream_capturing",
@@ -72,6 +73,7 @@ in_autocast: Callable[[], bool] = _C._is_any_autocast_enabled
 # How many `TorchFunctionMode`s are active.
 function_mode_count: Callable[[], int] = _C._len_torch_function_stack
 is_batched: Callable[[Tensor], bool] = _C._functorch.is_batchedtensor
+is_functional: Callable[[Tensor], bool] = torch._is_functional_tensor
 is_grad_tracking: Callable[[Tensor], bool] = _C._functorch.is_gradtrackingtensor
 
 
