@@ -18,7 +18,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
+
+from attnkit.util.torch_private import tree_leaves, tree_map
 
 Function: TypeAlias = Callable[..., Any]
 Shape: TypeAlias = tuple[int, int, int, int]
@@ -214,12 +215,12 @@ class _AtLeast(_Plain):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        leaves = pytree.tree_leaves((args, kwargs))
+        leaves = tree_leaves((args, kwargs))
         if not any(id(x) in self._positional for x in leaves):
             return func(*args, **kwargs)
         if getattr(func, "__name__", "") == "__get__":  # an attribute, such as dtype
             return func(*args, **kwargs)
-        args, kwargs = pytree.tree_map(self._widened, (tuple(args), kwargs))
+        args, kwargs = tree_map(self._widened, (tuple(args), kwargs))
         if func is Tensor.float:
             func, args = Tensor.to, (args[0], self.dtype)
         default = torch.get_default_dtype()
@@ -228,7 +229,7 @@ class _AtLeast(_Plain):
             found = _getitem(*args) if func is Tensor.__getitem__ else func(*args, **kwargs)
         finally:
             torch.set_default_dtype(default)
-        return pytree.tree_map(lambda x: self._noted(x, args), found)
+        return tree_map(lambda x: self._noted(x, args), found)
 
     def _widened(self, x: Any) -> Any:
         """Widen a table, once so that its gradient is summed in the wide dtype, and a dtype."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
+from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
     "PLAIN",
@@ -46,6 +47,8 @@ __all__ = [
     "only_devices",
     "stream_of",
     "tensor_guard",
+    "tree_leaves",
+    "tree_map",
     "version",
 ]
 

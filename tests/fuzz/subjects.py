@@ -163,7 +163,7 @@ def _several(combine: Callable[..., Any], listed: bool) -> Callable[[Mapping[str
     def call(arguments: Mapping[str, Any]) -> None:
         parts = list(arguments.values())
         mask = combine(parts) if listed else combine(*parts)
-        attnkit.create_block_mask(mask, 1, 2, 16, 16).to_dense()
+        attnkit.create_block_mask(mask, 2, 2, 16, 16).to_dense()
         repr(mask)
 
     return call

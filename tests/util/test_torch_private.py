@@ -122,6 +122,12 @@ def test_fake_tensors_are_told() -> None:
     assert not torch_private.is_fake(torch.zeros(2))
 
 
+def test_trees_of_arguments() -> None:
+    tree = ((1, [2, 3]), {"a": (4,)})
+    assert torch_private.tree_leaves(tree) == [1, 2, 3, 4]
+    assert torch_private.tree_map(lambda x: -x, tree) == ((-1, [-2, -3]), {"a": (-4,)})
+
+
 def _private_names(tree: ast.AST) -> set[str]:
     """Return the private names of torch in a file: `torch._x`, imports, counters of tensors."""
     found = set()
