@@ -16,7 +16,7 @@ import attnkit
 from attnkit import StaleDataError, create_block_mask, flex_attention, masks
 from tests.runtime.reuse.writers import WRITERS, process_group
 
-LENGTH = 48
+LENGTH = 256  # two blocks: a write changes which of their tiles are EMPTY, PARTIAL or FULL
 
 
 def inputs() -> list[Tensor]:
@@ -52,7 +52,7 @@ def calls(ids: Tensor) -> dict[str, Callable[[list[Tensor]], Tensor]]:
     }  # fmt: skip
 
 
-WAYS = list(calls(documents(5)))
+WAYS = list(calls(documents(128)))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,9 +64,9 @@ def _group(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("writer", list(WRITERS))
 def test_a_write_between_calls_counts(writer: str, way: str) -> None:
-    ids = documents(5)
+    ids = documents(128)
     call = calls(ids)[way]
-    for size in (20, 7, 33, 7):
+    for size in (256, 64, 256, 64):
         for _ in range(2):  # prepared calls, then the fast path
             qkv = inputs()
             torch.testing.assert_close(call(qkv), dense(qkv, ids))
@@ -113,16 +113,16 @@ def test_an_index_is_proven_again(writer: str) -> None:
 def test_block_lists_count(writer: str) -> None:
     everything = lambda b, h, q, kv: q >= 0
     mask = flex.create_block_mask(
-        everything, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=16
+        everything, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=128
     )
-    few, all_ = torch.tensor([[[1, 1, 1]]], dtype=torch.int32), torch.tensor([[[3, 3, 3]]], dtype=torch.int32)  # fmt: skip
+    few, all_ = torch.tensor([[[1, 1]]], dtype=torch.int32), torch.tensor([[[2, 2]]], dtype=torch.int32)  # fmt: skip
     for count in (few, all_, few):
         full = mask.full_kv_num_blocks
         assert full is not None
         WRITERS[writer](full, count)
         for _ in range(3):
             qkv = inputs()
-            short = [qkv[0], qkv[1][:, :, : 16 * int(count[0, 0, 0])], qkv[2][:, :, : 16 * int(count[0, 0, 0])]]  # fmt: skip
+            short = [qkv[0], qkv[1][:, :, : 128 * int(count[0, 0, 0])], qkv[2][:, :, : 128 * int(count[0, 0, 0])]]  # fmt: skip
             expected = sdpa(*short)
             torch.testing.assert_close(flex_attention(*qkv, None, mask), expected)
 
@@ -133,15 +133,15 @@ def test_block_lists_count(writer: str) -> None:
 def test_a_write_between_forward_and_backward_is_an_error(
     writer: str, way: str, repeated: bool
 ) -> None:
-    ids = documents(5)
+    ids = documents(128)
     call = calls(ids)[way]
     for _ in range(3 if repeated else 0):
         call(parameters()).sum().backward()
     out = call(parameters())
-    WRITERS[writer](ids, documents(20))
+    WRITERS[writer](ids, documents(256))
     with pytest.raises(StaleDataError, match="between a forward and its backward"):
         out.sum().backward()
-    WRITERS[writer](ids, documents(5))
+    WRITERS[writer](ids, documents(128))
     call(parameters()).sum().backward()
 
 
@@ -150,20 +150,20 @@ def test_a_write_between_the_operators_of_a_mode_is_an_error() -> None:
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             return function(*args, **(kwargs or {}))
 
-    ids = documents(5)
+    ids = documents(128)
     with Mode():
         out = calls(ids)["function"](parameters())
-    WRITERS["memory"](ids, documents(20))
+    WRITERS["memory"](ids, documents(256))
     with pytest.raises(StaleDataError, match="between a forward and its backward"):
         out.sum().backward()
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_later_forward_does_not_hide_it(way: str) -> None:
-    ids = documents(5)
+    ids = documents(128)
     call = calls(ids)[way]
     out = call(parameters())
-    WRITERS["memory"](ids, documents(20))
+    WRITERS["memory"](ids, documents(256))
     call(parameters())
     with pytest.raises(StaleDataError):
         out.sum().backward()
@@ -188,17 +188,17 @@ def test_a_learned_table_may_be_edited_at_every_step(monkeypatch: pytest.MonkeyP
 def test_trust_and_invalidate() -> None:
     base = torch.zeros(2, LENGTH, dtype=torch.int64)
     ids = base[1]
-    ids.copy_(documents(5))
+    ids.copy_(documents(128))
     mask = masks.document(ids)
     with attnkit.trust_version_counters():
         for _ in range(3):
             flex_attention(*inputs(), None, mask)
-        WRITERS["memory"](ids, documents(20))
+        WRITERS["memory"](ids, documents(256))
         qkv = inputs()
         assert not torch.allclose(flex_attention(*qkv, None, mask), dense(qkv, ids))  # as promised
         attnkit.invalidate(base)  # it shares the storage
         torch.testing.assert_close(flex_attention(*qkv, None, mask), dense(qkv, ids))
-        WRITERS["memory"](ids, documents(7))
+        WRITERS["memory"](ids, documents(64))
     torch.testing.assert_close(flex_attention(*qkv, None, mask), dense(qkv, ids))
     with pytest.raises(attnkit.OptionError, match="trust must be True or False"):
         attnkit.trust_version_counters(1)  # type: ignore[arg-type]
@@ -209,11 +209,11 @@ def test_trust_and_invalidate() -> None:
 def test_trust_may_be_set_for_good() -> None:
     try:
         attnkit.trust_version_counters()
-        ids = documents(5)
+        ids = documents(128)
         mask = masks.document(ids)
         qkv = inputs()
         flex_attention(*qkv, None, mask)
-        WRITERS["memory"](ids, documents(20))
+        WRITERS["memory"](ids, documents(256))
         assert not torch.allclose(flex_attention(*qkv, None, mask), dense(qkv, ids))
     finally:
         attnkit.trust_version_counters(False)

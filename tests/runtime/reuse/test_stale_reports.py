@@ -21,6 +21,7 @@ from attnkit.splice.fingerprint_check import encode, stale_report
 from attnkit.util.data_state import compare_on_devices
 from attnkit.util.fingerprint import fingerprint
 from tests.runtime.reuse.test_stale_data import (
+    LENGTH,
     WAYS,
     calls,
     dense,
@@ -65,16 +66,16 @@ def write(ids: Tensor, size: int) -> None:
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("way", WAYS)
 def test_the_next_call_raises_once(way: str, count: int) -> None:
-    ids = documents(5)
+    ids = documents(128)
     call = calls(ids)[way]
-    for size in (20, 7):
+    for size in (256, 64):
         for _ in range(count):
             qkv = inputs()
             torch.testing.assert_close(call(qkv), dense(qkv, ids))
         write(ids, size)
         call(inputs())  # computes with old tiles
         with pytest.raises(
-            StaleDataError, match=r"'(ids|kv_doc|l_mask.*)' \(torch.int64, shape \(48,\)\)"
+            StaleDataError, match=r"'(ids|kv_doc|l_mask.*)' \(torch.int64, shape \(256,\)\)"
         ):
             call(inputs())
     qkv = inputs()
@@ -82,10 +83,10 @@ def test_the_next_call_raises_once(way: str, count: int) -> None:
 
 
 def test_a_call_of_another_kind_raises_too() -> None:
-    ids = documents(5)
+    ids = documents(128)
     call = calls(ids)["function"]
     call(inputs())
-    write(ids, 20)
+    write(ids, 256)
     call(inputs())
     with pytest.raises(StaleDataError, match=r"attnkit\.invalidate"):
         flex_attention(*inputs())
@@ -95,25 +96,25 @@ def test_a_call_of_another_kind_raises_too() -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_tiles_of_another_call_are_not_taken_for_new_ones(way: str) -> None:
     """A call of another kind finds tiles of the old data in a cache, and prepares its own."""
-    ids = documents(5)
+    ids = documents(128)
     call = calls(ids)[way]
     for _ in range(3):
         call(inputs())
-    write(ids, 20)
+    write(ids, 256)
     for heads in (1, 2):  # not prepared yet; prepared for the old data
         qkv = [t[:, :heads] for t in inputs()]
         torch.testing.assert_close(call(qkv), dense(qkv, ids))
 
 
 def test_tiles_that_are_looked_at_are_those_of_the_data() -> None:
-    ids = documents(5)
+    ids = documents(128)
     mask = masks.document(ids)
-    block = create_block_mask(mask, None, None, 48, 48, BLOCK_SIZE=4)
-    for size in (5, 20, 7):
+    block = create_block_mask(mask, None, None, LENGTH, LENGTH, BLOCK_SIZE=4)
+    for size in (128, 256, 64):
         write(ids, size)
-        kept = (ids[:, None] == ids).view(12, 4, 12, 4).any(3).any(1)
+        kept = (ids[:, None] == ids).view(64, 4, 64, 4).any(3).any(1)
         assert torch.equal(block.to_dense()[0, 0].bool(), kept)
-        ends = attnkit.intervals(mask, 48, 48)
+        ends = attnkit.intervals(mask, LENGTH, LENGTH)
         assert ends is not None
         widths = ends.rows().diff(dim=-1).sum(dim=(-1, -2)).flatten()
         assert torch.equal(widths, (ids[:, None] == ids).sum(1).to(widths.dtype))
@@ -121,9 +122,9 @@ def test_tiles_that_are_looked_at_are_those_of_the_data() -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_invalidate_after_the_write_is_enough(way: str) -> None:
-    ids = documents(5)
+    ids = documents(128)
     call = calls(ids)[way]
-    for size in (5, 20, 7):
+    for size in (128, 256, 64):
         write(ids, size)
         attnkit.invalidate(ids)
         for _ in range(3):
@@ -132,9 +133,9 @@ def test_invalidate_after_the_write_is_enough(way: str) -> None:
 
 
 def test_edits_by_torch_need_nothing() -> None:
-    ids = documents(5)
+    ids = documents(128)
     call = calls(ids)["function"]
-    for size in (5, 20, 7):
+    for size in (128, 256, 64):
         ids.copy_(documents(size))
         for _ in range(3):
             qkv = inputs()
@@ -144,12 +145,12 @@ def test_edits_by_torch_need_nothing() -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("repeated", [False, True])
 def test_a_write_before_the_backward(way: str, repeated: bool) -> None:
-    ids = documents(5)
+    ids = documents(128)
     call = calls(ids)[way]
     for _ in range(3 if repeated else 0):
         call(parameters()).sum().backward()
     out = call(parameters())
-    write(ids, 20)
+    write(ids, 256)
     out.sum().backward()
     with pytest.raises(StaleDataError):
         call(parameters())
@@ -157,25 +158,25 @@ def test_a_write_before_the_backward(way: str, repeated: bool) -> None:
 
 
 def test_a_backward_reads_no_memory_that_is_gone() -> None:
-    ids = documents(5)
+    ids = documents(128)
     mask = lambda b, h, q, kv: ids[q] == ids[kv]
-    lists = flex.create_block_mask(mask, None, None, 48, 48, device="cpu")
+    lists = flex.create_block_mask(mask, None, None, LENGTH, LENGTH, device="cpu")
     out = flex_attention(*parameters(), None, lists)
     launched = HostCheck.launches
     del lists
     out.sum().backward()
     assert HostCheck.launches == launched + 1
     out = flex_attention(*parameters(), None, mask)
-    ids.data = documents(5)
+    ids.data = documents(128)
     with pytest.raises(StaleDataError, match="between a forward and its backward"):
         out.sum().backward()
 
 
 def test_a_report_of_calls_that_are_gone() -> None:
-    ids = documents(5)
+    ids = documents(128)
     call = calls(ids)["function"]
     call(inputs())
-    write(ids, 20)
+    write(ids, 256)
     call(inputs())
     attnkit.clear_caches()
     with pytest.raises(StaleDataError, match="a captured tensor did not hold"):
@@ -183,7 +184,7 @@ def test_a_report_of_calls_that_are_gone() -> None:
 
 
 def test_trust_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    ids = documents(5)
+    ids = documents(128)
     call = calls(ids)["function"]
     for _ in range(3):
         call(inputs())
@@ -197,7 +198,7 @@ def test_trust_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_what_proofs_depend_on_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    index, table = torch.arange(48) % 4, torch.randn(4)
+    index, table = torch.arange(LENGTH) % 4, torch.randn(4)
     mods: dict[int, Any] = {
         0: lambda s, b, h, q, kv: s + table[kv % 4],
         1: lambda s, b, h, q, kv: s + table[index[kv]],
