@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnkit.runtime.api import flex_attention
-from attnkit.runtime.bind import Bound, check_functions, classify, prove, trace
+from attnkit.runtime.bind import Bound, check_functions, classify, is_flex, prove, trace
 from attnkit.tracing.tracer import Traced
 from attnkit.util.devices import parse_device
 
@@ -49,6 +49,11 @@ class Variant:
 
     def __hash__(self) -> int:
         return hash((id(self.score_mod), id(self.mask)))
+
+    def __repr__(self) -> str:
+        # the repr of PyTorch's BlockMask reads its data
+        mask = type(self.mask).__name__ if is_flex(self.mask) else repr(self.mask)
+        return f"Variant(score_mod={self.score_mod!r}, mask={mask})"
 
     def __str__(self) -> str:
         parts = self.trace(torch.device("cpu"))

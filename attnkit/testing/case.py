@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -52,6 +51,7 @@ def _expanded(shape: Shape, draw: Callable[..., Tensor]) -> Tensor:
     return draw(b, 1, s, d).expand(shape)
 
 
+_WIDEST = 1e30  # of query and key: far beyond it their products leave float64
 _DRAW = {
     "contiguous": _contiguous,
     "transposed": _transposed,
@@ -143,9 +143,9 @@ class Case:
         check_sizes("block", self.block)
         check_scale(self.scale, self.head_dim)
         check_seed(self.seed)
-        if type(self.spread) not in (int, float) or not 0 <= self.spread < math.inf:
+        if type(self.spread) not in (int, float) or not 0 <= self.spread <= _WIDEST:
             raise OptionError(
-                f"spread must be a finite number, at least 0, got {shown(self.spread)}"
+                f"spread must be a number from 0 to {_WIDEST:g}, got {shown(self.spread)}"
             )
         if not isinstance(self.layouts, tuple | list):
             raise OptionError(
@@ -190,7 +190,7 @@ class Case:
     ) -> Callable[..., Tensor]:
         def draw(*shape: int) -> Tensor:
             numbers = torch.randn(shape, generator=generator, dtype=torch.float64)
-            return (numbers * std).to(device, self.dtype)
+            return (numbers * float(std)).to(device, self.dtype)
 
         return draw
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attnkit.errors import ArgumentError
+from attnkit.util.arguments import shown
 
 
 def check_shift(name: str, by: Any) -> int | Tensor | None:
@@ -23,7 +24,7 @@ def check_shift(name: str, by: Any) -> int | Tensor | None:
         whole = by.ndim <= 1 and not (by.is_floating_point() or by.is_complex())
         whole = whole and by.dtype != torch.bool
     if not whole:
-        got = f"{by.dtype} {list(by.shape)}" if isinstance(by, Tensor) else repr(by)
+        got = f"{by.dtype} {list(by.shape)}" if isinstance(by, Tensor) else shown(by)
         raise ArgumentError(
             f"shift takes an int or an integer tensor, [] or [B], as {name}, got {got}"
         )

@@ -214,7 +214,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[AttnkitError], str]] = {
     "Case, spread": (
         lambda: testing.Case(4, 4, spread=float("nan")),
         OptionError,
-        "spread must be a finite number, at least 0, got nan",
+        "spread must be a number from 0 to 1e+30, got nan",
     ),
     "Case, seed": (lambda: testing.Case(4, 4, seed=2**70), OptionError, "seed must be an int"),
     "Limits": (
