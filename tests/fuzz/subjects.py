@@ -172,7 +172,6 @@ def _several(combine: Callable[..., Any], listed: bool) -> Callable[[Mapping[str
 def _variant(arguments: Mapping[str, Any]) -> None:
     variant = attnkit.Variant(arguments["score_mod"], arguments["mask"])
     str(variant)
-    repr(variant)
     hash(variant)
     variant.trace(arguments["device"])
     variant(*_inputs().values(), scale=arguments["scale"])
