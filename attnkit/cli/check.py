@@ -31,6 +31,9 @@ def register(subparsers: Subparsers) -> None:
     )
     parser.set_defaults(run=run)
     parser.add_argument("target", help=TARGET)
+    parser.add_argument(
+        "--mask", metavar="TARGET", help="mask for a score_mod, named as the target is"
+    )
     for name, what in (
         ("q-len", "query length"),
         ("kv-len", "kv length"),
@@ -62,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     with _Progress(sys.stderr) as progress:
         try:
             report = check_variant(
-                load(options.target),
+                load(options.target, options.mask),
                 q_len=options.q_len,
                 kv_len=options.kv_len,
                 heads=options.heads,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from attnkit.runtime.bind import Bound
 from attnkit.runtime.variant import Variant
 from attnkit.schedule.plan import BACKENDS, choose, parse_backend
 from attnkit.testing.case import Case
+from attnkit.testing.passed_over import nan_scores, tested_gradients
 from attnkit.testing.quantities import (
     DenseCall,
     Quantities,
@@ -26,6 +28,7 @@ from attnkit.testing.report import Row
 from attnkit.testing.rounding import SAMPLES, perturbed
 from attnkit.testing.shuffled import shuffled
 from attnkit.testing.tolerance import compare
+from attnkit.testing.user_reference import Reference, reference_rows
 from attnkit.util.arguments import check_type, shown
 
 CERTAIN = 1000.0  # an error this many times too large is not due to rounding
@@ -62,6 +65,21 @@ def chosen_backends(backends: Any, device: torch.device) -> tuple[str, ...]:
     for name in backends:
         parse_backend(check_type("a backend", name, str, "a name such as 'cpu'"))
     return tuple(backends)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Holds the comparisons of one case.
+
+    Attributes:
+        rows: one for each quantity and backend.
+        tested: gradient -> whether a result of zeros would have failed.
+        nan_score: the place of the first NaN score that is kept; "" if there is none.
+    """
+
+    rows: list[Row]
+    tested: dict[str, bool]
+    nan_score: str
 
 
 class _Samples:
@@ -117,7 +135,8 @@ def backend_rows(
     device: torch.device,
     backends: Sequence[str],
     notes: list[str],
-) -> list[Row]:
+    reference: Reference | None = None,
+) -> Compared:
     """Compare outputs and gradients, with the plan's tiles and with the case's.
 
     Args:
@@ -128,13 +147,17 @@ def backend_rows(
         device: where to run.
         backends: what to compare.
         notes: receives notes on what is not compared.
+        reference: the user's dense attention, compared with the oracle too.
     """
     captured = differentiated(variant.score_mod, bound.score, device)
     call = DenseCall(variant.score_mod, kept, case, captured, device)
     gold = oracle(call)
     samples = _Samples(call, gold)
     notes += _not_compared(gold, samples.results)
-    rows = []
+    rows: list[Row] = []
+    tested: dict[str, bool] = {}
+    if reference is not None:
+        rows += reference_rows(reference, call, gold, samples.results, notes)
     for backend in backends:
         for block in _blocks(variant, case):
             label = backend if block is None else f"{backend} other tiles"
@@ -151,8 +174,10 @@ def backend_rows(
             while _in_doubt(compared) and samples.add():
                 compared = compare(results, gold, samples.results, case, label)
             rows += compared
+            tested = tested or tested_gradients(gold, compared)
             rows.append(_masked_row(results, gold, kept, case, label))
-    return rows
+    lost = nan_scores(call) if gold["lse"].isnan().any() else ""
+    return Compared(rows, tested, lost)
 
 
 def _in_doubt(rows: Sequence[Row]) -> bool:

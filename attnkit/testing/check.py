@@ -10,15 +10,17 @@ import hypothesis
 import torch
 from hypothesis import HealthCheck, Phase, Verbosity, settings
 
-from attnkit.errors import ArgumentError, BoundsError
+from attnkit.errors import ArgumentError, BoundsError, ShapeError
 from attnkit.runtime.variant import Variant
 from attnkit.testing import reproducer
 from attnkit.testing.backends import chosen_backends
 from attnkit.testing.case import Case
-from attnkit.testing.examine import Findings, bind, examine
-from attnkit.testing.limits import Limits, Range, find_limits
+from attnkit.testing.examine import Findings, all_notes, bind, examine
+from attnkit.testing.limits import Limits, Range, cut_notes, find_limits
+from attnkit.testing.passed_over import jump_note
 from attnkit.testing.report import CheckError, Report, worst
 from attnkit.testing.sizes import cases
+from attnkit.testing.user_reference import Reference
 from attnkit.util.arguments import check_dtype, check_seed, check_size, check_type, shown
 from attnkit.util.devices import resolve_device
 
@@ -41,6 +43,7 @@ def check_variant(
     seed: int = 0,
     device: torch.device | str = "cpu",
     backends: Sequence[str] | None = None,
+    reference: Reference | None = None,
     code: str = "",
     progress: Progress | None = None,
 ) -> Report:
@@ -64,6 +67,11 @@ def check_variant(
         seed: seed of the draws; the same seed draws the same calls.
         device: where to run; captured tensors must be there.
         backends: names to compare; all that can run here if None.
+        reference: dense attention of your own, `reference(query, key, value, scale) -> out`, that
+            says what the variant should mean. It is called with float64 query [B, Hq, Sq, D], key
+            [B, Hq, Skv, D] and value [B, Hq, Skv, Dv], with the heads of a group repeated, and its
+            output [B, Hq, Sq, Dv] and gradients are compared with those of your functions. A
+            failure of the backend "reference" says that the two do not mean the same.
         code: Python source that defines `variant`, for the program that a failure prints; not
             needed for functions that can be imported.
         progress: function that is called with (calls compared, calls to draw).
@@ -100,7 +108,9 @@ def check_variant(
     device = resolve_device(device)
     chosen = chosen_backends(backends, device)
     limits = find_limits(variant, device, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads)
-    search = _Search(variant, device, chosen, examples, progress)
+    search = _Search(variant, device, chosen, examples, reference, progress)
+    given = {"q_len": q_len, "kv_len": kv_len, "batch": batch, "heads": heads}
+    search.notes += cut_notes(variant, device, limits, [n for n, x in given.items() if x is None])
     failed = search.run(limits, dtype, seed)
     if not search.findings:
         raise ArgumentError(
@@ -126,16 +136,21 @@ def _listed(dtypes: Any) -> Sequence[Any]:
 
 
 def _report(search: _Search, failed: Case | None, seconds: float, code: str) -> Report:
-    shown = list(search.findings.values()) if failed is None else [search.findings[failed]]
-    program = reproducer.program
+    shown = search.findings if failed is None else {failed: search.findings[failed]}
+    variant, device = search.variant, search.device
+    notes = [*search.notes, *all_notes(shown)]
+    if variant.score_mod is not None and failed is None:
+        notes.append(jump_note(variant.score_mod, shown, device))
     return Report(
         name=str(search.variant),
-        rows=worst(row for findings in shown for row in findings.rows),
+        rows=worst(row for findings in shown.values() for row in findings.rows),
         cases=len(search.findings),
         seconds=seconds,
-        notes=tuple(dict.fromkeys(note for findings in shown for note in findings.notes)),
+        notes=tuple(note for note in notes if note),
         failed=failed,
-        code="" if failed is None else program(search.variant, failed, search.device, code),
+        code=""
+        if failed is None
+        else reproducer.program(variant, failed, device, code, search.reference),
     )
 
 
@@ -156,16 +171,19 @@ class _Search:
         device: torch.device,
         backends: Sequence[str],
         examples: int,
+        reference: Reference | None,
         progress: Progress | None,
     ) -> None:
         self.variant = variant
         self.device = device
         self.backends = backends
         self.examples = examples
+        self.reference = reference
         self.progress = progress
+        self.notes: list[str] = []
         self.findings: dict[Case, Findings] = {}
         self.refusals = 0
-        self.refusal: BoundsError | None = None
+        self.refusal: BoundsError | ShapeError | None = None
         self.deadline: float | None = None  # set at the first failure
         self.last_failure: Case | None = None
 
@@ -221,10 +239,17 @@ class _Search:
     def _examine(self, case: Case) -> Findings:
         try:
             bound = bind(self.variant, case, self.device)
-        except BoundsError as error:
+        except (BoundsError, ShapeError) as error:
             self.refusal = error
             self.refusals += 1
             if self.refusals >= REFUSALS and not self.findings:
                 raise _Stop from None
             hypothesis.reject()
-        return examine(self.variant, case, device=self.device, backends=self.backends, bound=bound)
+        return examine(
+            self.variant,
+            case,
+            device=self.device,
+            backends=self.backends,
+            bound=bound,
+            reference=self.reference,
+        )

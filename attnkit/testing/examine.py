@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from attnkit.testing.case import Case
 from attnkit.testing.report import CheckError, Report, Row
 from attnkit.testing.tolerance import exact
 from attnkit.testing.trace_and_tiles import mask_row, score_row, tile_rows
+from attnkit.testing.user_reference import Reference
 from attnkit.tracing.tracer import Traced
 from attnkit.util.arguments import check_type
 from attnkit.util.devices import resolve_device
@@ -24,10 +25,19 @@ from attnkit.util.devices import resolve_device
 
 @dataclass(frozen=True, eq=False)
 class Findings:
-    """Holds the comparisons of one case, and notes on what was not compared."""
+    """Holds the comparisons of one case, and what was not compared.
+
+    Attributes:
+        rows: the comparisons.
+        notes: what was not compared, and why.
+        tested: gradient -> whether a result of zeros would have failed.
+        nan_score: the place of the first NaN score that is kept; "" if there is none.
+    """
 
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
+    tested: dict[str, bool]
+    nan_score: str
 
 
 def bind(variant: Variant, case: Case, device: torch.device) -> Bound:
@@ -49,6 +59,7 @@ def examine(
     device: torch.device,
     backends: Sequence[str],
     bound: Bound | None = None,
+    reference: Reference | None = None,
 ) -> Findings:
     """Compare every backend with the oracle, the trace with the function, the tiles with the mask.
 
@@ -58,6 +69,7 @@ def examine(
         device: where to run.
         backends: what to compare.
         bound: result of `bind` for this case, if there is one already.
+        reference: the user's dense attention, see `check_variant`.
     """
     bound = bind(variant, case, device) if bound is None else bound
     rows: list[Row] = []
@@ -66,8 +78,30 @@ def examine(
     if score is not None and variant.score_mod is not None:
         rows.append(score_row(variant.score_mod, score, case, device))
     notes: list[str] = []
-    rows += backend_rows(variant, bound, kept, case, device, backends, notes)
-    return Findings(tuple(rows), tuple(notes))
+    compared = backend_rows(variant, bound, kept, case, device, backends, notes, reference)
+    rows += compared.rows
+    return Findings(tuple(rows), tuple(notes), compared.tested, compared.nan_score)
+
+
+def all_notes(findings: Mapping[Case, Findings]) -> tuple[str, ...]:
+    """Collect the notes of several cases, and say what none of them tested."""
+    notes = list(dict.fromkeys(note for found in findings.values() for note in found.notes))
+    lost = {case: found.nan_score for case, found in findings.items() if found.nan_score}
+    if lost:
+        case, place = next(iter(lost.items()))
+        notes.append(
+            f"scores are NaN in {len(lost)} of {len(findings)} calls, first at "
+            f"(b, h, q, kv) = {place} of {case}: rows with a NaN are not compared, nor are "
+            "gradients of such calls"
+        )
+    names = dict.fromkeys(name for found in findings.values() for name in found.tested)
+    untested = [n for n in names if not any(f.tested.get(n) for f in findings.values())]
+    if untested:
+        notes.append(
+            f"{', '.join(untested)}: zero, or as small as rounding errors, in every call, so that "
+            "no error in them can be found"
+        )
+    return tuple(notes)
 
 
 def _dense_mask(
@@ -115,6 +149,7 @@ def check_case(
     *,
     device: torch.device | str = "cpu",
     backends: Sequence[str] | None = None,
+    reference: Reference | None = None,
     code: str = "",
 ) -> Report:
     """Check a variant for one case; the program that a failed `check_variant` prints calls this.
@@ -124,6 +159,7 @@ def check_case(
         case: sizes, dtype, strides and seed.
         device: where to run; the captured tensors must be there.
         backends: names to compare; all that can run here if None.
+        reference: the user's dense attention, see `check_variant`.
         code: Python source that defines `variant`, for the report of a failure.
 
     Raises:
@@ -136,15 +172,15 @@ def check_case(
     check_type("case", case, Case, "an attnkit.testing.Case")
     device = resolve_device(device)
     chosen = chosen_backends(backends, device)
-    findings = examine(variant, case, device=device, backends=chosen)
+    findings = examine(variant, case, device=device, backends=chosen, reference=reference)
     failed = any(not row.ok for row in findings.rows)
     report = Report(
         name=str(variant),
         rows=findings.rows,
         seconds=time.perf_counter() - began,
-        notes=findings.notes,
+        notes=all_notes({case: findings}),
         failed=case if failed else None,
-        code=reproducer.program(variant, case, device, code) if failed else "",
+        code=reproducer.program(variant, case, device, code, reference) if failed else "",
     )
     if failed:
         raise CheckError(report)

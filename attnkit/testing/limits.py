@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from attnkit.errors import BoundsError, OptionError, ShapeError
+from attnkit.errors import AttnkitError, BoundsError, OptionError, ShapeError
 from attnkit.runtime.variant import Variant
 from attnkit.sparsity.block_mask import BlockMask
 from attnkit.testing.case import Case
@@ -103,6 +104,33 @@ def find_limits(
     return Limits(**ranges)
 
 
+def cut_notes(
+    variant: Variant, device: torch.device, limits: Limits, free: Sequence[str]
+) -> list[str]:
+    """Say which sizes, of those that nobody gave, the variant cuts, and by what.
+
+    Args:
+        variant: what will be checked.
+        device: where it will run.
+        limits: the sizes that `find_limits` found.
+        free: names of the sizes that the caller did not give.
+    """
+    notes = []
+    least = {name: low for name, (low, _) in vars(limits).items()}
+    for name in free:
+        low, high = getattr(limits, name)
+        if low == high or high >= getattr(ANY_SIZE, name)[1]:
+            continue
+        refused: AttnkitError | None
+        try:
+            refused = _refusal(variant, device, least | {name: high + 1})
+        except ShapeError as error:  # a mask that was built for such lengths
+            refused = error
+        if refused is not None:
+            notes.append(f"{name} is drawn from {low} to {high} only: {refused}")
+    return notes
+
+
 def _of_block_mask(variant: Variant) -> dict[str, int]:
     """Return the sizes that a block mask was built for."""
     mask = variant.mask
@@ -152,9 +180,16 @@ def _largest(
 
 
 def _legal(variant: Variant, device: torch.device, sizes: dict[str, int]) -> bool:
+    return _refusal(variant, device, sizes) is None
+
+
+def _refusal(
+    variant: Variant, device: torch.device, sizes: dict[str, int]
+) -> BoundsError | ShapeError | None:
+    """Return the error that sizes raise; None if the variant allows them."""
     case = Case(sizes["q_len"], sizes["kv_len"], sizes["batch"], sizes["heads"])
     try:
         bind(variant, case, device)
-    except (BoundsError, ShapeError):
-        return False
-    return True
+    except (BoundsError, ShapeError) as error:
+        return error
+    return None

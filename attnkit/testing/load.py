@@ -26,7 +26,7 @@ _KINDS = (
 )
 
 
-def load(target: str) -> Variant:
+def load(target: str, mask: str | None = None) -> Variant:
     """Load the variant that a target names.
 
     Args:
@@ -36,16 +36,35 @@ def load(target: str) -> Variant:
             `BlockMask`, a score_mod, a mask_mod, or a function without required arguments that
             returns one of these.
 
+        mask: target of a mask for a score_mod that has none.
+
     Raises:
-        ArgumentError: there is no such file or name, running the file fails, or the value is of
-            another kind.
+        ArgumentError: there is no such file or name, running the file fails, the value is of
+            another kind, or `target` has a mask and one is passed too.
 
     >>> print(load("masks:causal() & sliding_window(64)"))
     mask(b, h, q, kv) = (kv <= q) & ((q - kv <= 64) & (kv - q <= 0))
     """
     variant = as_variant(load_object(target), target)
-    text = f"from attnkit.testing import load\nvariant = load({target!r})"
+    targets = repr(target)
+    if mask is not None:
+        variant = _with_mask(variant, target, mask)
+        targets = f"{target!r}, {mask!r}"
+    text = f"from attnkit.testing import load\nvariant = load({targets})"
     return remember(variant, Source("variant", text))
+
+
+def _with_mask(variant: Variant, target: str, mask: str) -> Variant:
+    """Add a mask to a variant that has none."""
+    if variant.mask is not None:
+        raise ArgumentError(
+            f"{target} has a mask already, and the mask {mask!r} came too; join them in one "
+            "target, as in 'masks:causal() & sliding_window(64)'"
+        )
+    other = as_variant(load_object(mask), mask)
+    if other.score_mod is not None or other.mask is None:
+        raise ArgumentError(f"{mask} is not a mask: it changes scores; expected a mask")
+    return Variant(variant.score_mod, other.mask)
 
 
 def load_object(target: str) -> Any:

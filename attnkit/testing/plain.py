@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from attnkit.errors import UnsupportedError
 from attnkit.util.torch_private import tree_leaves, tree_map
 
 Function: TypeAlias = Callable[..., Any]
@@ -26,6 +27,7 @@ Shape: TypeAlias = tuple[int, int, int, int]
 DenseResult: TypeAlias = tuple[Tensor, Tensor, Tensor]  # output, LSE, row maxima
 
 HALVES = (torch.float16, torch.bfloat16)
+MOST_CALLS = 20_000  # of a function that vmap cannot call
 
 
 def attention(
@@ -103,7 +105,8 @@ def modified_at(score_mod: Function, scores: Tensor, positions: Sequence[Tensor]
     try:
         found: Tensor = torch.vmap(called)(scores.flatten(), *flat)
         return found.view(scores.shape)
-    except RuntimeError:
+    except RuntimeError as error:
+        _check_count(score_mod, scores.numel(), error)
         places = zip(scores.flatten(), *flat, strict=True)
         return torch.stack([called(*place) for place in places]).view(scores.shape)
 
@@ -118,17 +121,6 @@ def dense_mask(mask_mod: Function, shape: Shape, device: torch.device) -> Tensor
 def torch_scores(score_mod: Function, scores: Tensor) -> Tensor:
     """Call a score_mod for scores [B, Hq, Sq, Skv] with torch's own types at each step."""
     return _on_grid(score_mod, scores.shape, scores.device, scores, _Plain())
-
-
-def vmap_error(function: Function, scored: bool, device: torch.device) -> str:
-    """Return why `torch.vmap` cannot call a score_mod or a mask_mod; "" if it can."""
-    ones = [torch.zeros(1, dtype=torch.int32, device=device)] * 4
-    lead = [torch.zeros(1, device=device)] if scored else []
-    try:
-        torch.vmap(_tensor_function(function, device, _Plain()))(*lead, *ones)
-    except RuntimeError as error:
-        return str(error).partition("\n")[0]
-    return ""
 
 
 def _on_grid(
@@ -148,8 +140,9 @@ def _on_grid(
         mapped = torch.vmap(mapped, in_dims=(0,) * len(lead) + axes)
     try:
         return mapped(*lead, *ranges)
-    except RuntimeError:
+    except RuntimeError as error:
         # vmap has no rule for an operator of the function
+        _check_count(function, math.prod(shape), error)
         places = itertools.product(*ranges)
         if scores is None:
             values = [called(*place) for place in places]
@@ -157,6 +150,17 @@ def _on_grid(
             pairs = zip(scores.flatten(), places, strict=True)
             values = [called(score, *place) for score, place in pairs]
         return torch.stack(values).view(tuple(shape))
+
+
+def _check_count(function: Function, count: int, error: RuntimeError) -> None:
+    """Refuse to call a function that vmap cannot run at too many positions, one by one."""
+    if count > MOST_CALLS:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise UnsupportedError(
+            f"torch.vmap cannot call {name} ({str(error).partition(chr(10))[0]}), and {count} "
+            f"positions are too many to call it one by one. Pass q_len, kv_len, batch and heads "
+            f"whose product is at most {MOST_CALLS}"
+        ) from error
 
 
 def _tensor_function(function: Function, device: torch.device, mode: _Plain) -> Function:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from attnkit.runtime.variant import Variant
@@ -9,7 +12,13 @@ from attnkit.testing.case import Case
 from attnkit.testing.source import Source, remembered, source_of
 
 
-def program(variant: Variant, case: Case, device: torch.device, code: str = "") -> str:
+def program(
+    variant: Variant,
+    case: Case,
+    device: torch.device,
+    code: str = "",
+    reference: Callable[..., Any] | None = None,
+) -> str:
     """Write Python source that checks a variant for a case.
 
     Args:
@@ -17,8 +26,11 @@ def program(variant: Variant, case: Case, device: torch.device, code: str = "") 
         case: sizes, dtype, strides and seed.
         device: where to run.
         code: source that defines `variant`; if empty, the result of `definition(variant)`.
+        reference: the user's dense attention, if it is compared too.
     """
     where = "" if device.type == "cpu" else f", device={str(device)!r}"
+    theirs = None if reference is None else source_of(reference, "reference")
+    also = "" if theirs is None else f", reference={theirs.name}"
     return "\n".join(
         [
             "import torch",
@@ -26,9 +38,10 @@ def program(variant: Variant, case: Case, device: torch.device, code: str = "") 
             "from attnkit.testing import Case, check_case",
             "",
             code or definition(variant),
+            *([] if theirs is None or not theirs.text else [theirs.text]),
             f"case = {case.code()}",
             f"query, key, value = case.inputs({where.removeprefix(', ')})  # what the check uses",
-            f"print(check_case(variant, case{where}))",
+            f"print(check_case(variant, case{where}{also}))",
         ]
     )
 

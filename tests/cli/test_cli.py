@@ -80,6 +80,14 @@ def test_check_passes(target: str, file: str, capsys: pytest.CaptureFixture[str]
     assert err == ""
 
 
+def test_check_takes_a_mask(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    target = f"{file}:score_mod"
+    assert main(["check", target, "--mask", "masks:causal() & prefix(3)", "--examples", "2"]) == 0
+    assert "mask(b, h, q, kv) = (kv <= q) & (kv < 3)" in capsys.readouterr().out
+    assert main(["check", f"{file}:variant", "--mask", "masks:causal"]) == 2
+    assert "has a mask already" in capsys.readouterr().err
+
+
 def test_check_passes_its_options_on(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = "--q-len 5 --kv-len 6:7 --heads 2 --batch 2 --dtype bfloat16,float16 --seed 3"
     given: dict[str, Any] = {}

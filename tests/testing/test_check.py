@@ -403,6 +403,118 @@ def test_refuses(options: dict[str, Any], error: type[Exception], message: str) 
         check_variant(**{"examples": 2, **options})
 
 
+# --- what a check passes over
+
+
+def notes(score_mod: Any, mask: Any = None, **options: Any) -> str:
+    return "\n".join(check_variant(score_mod, mask, **{"examples": 5} | options).notes)
+
+
+def test_says_where_scores_are_nan() -> None:
+    said = notes(lambda s, b, h, q, kv: s + torch.log(kv - 2.5), q_len=4, kv_len=6, heads=1)
+    # log of a negative number
+    assert "scores are NaN in 5 of 5 calls, first at (b, h, q, kv) = [0, 0, 0, 0] of " in said
+    kept = notes(
+        lambda s, b, h, q, kv: s + torch.log(kv - 2.5),
+        lambda b, h, q, kv: kv > 2,
+        **{"q_len": 4, "kv_len": 6, "heads": 1},
+    )
+    assert "NaN" not in kept
+
+
+def test_says_which_gradients_are_zero_everywhere() -> None:
+    unused = torch.randn(8, requires_grad=True)
+    said = notes(lambda s, b, h, q, kv: s + 0.0 * unused[h], heads=4)
+    assert "dunused, dunused through lse: zero, or as small as rounding errors, in every " in said
+    # a number for a whole row changes the LSE, and no weight
+    said = notes(lambda s, b, h, q, kv: s + unused[h], heads=4)
+    assert "dunused: zero, or as small" in said
+    assert "zero, or as small" not in notes(alibi, masks.causal(), q_len=20, kv_len=20, heads=4)
+
+
+JUMPS: dict[str, tuple[Any, str]] = {
+    "where": (
+        lambda s, b, h, q, kv: torch.where(s > 0.25, s, -5.0),
+        "score_mod jumps from -5 to 0.25 at a score of 0.25 ",
+    ),
+    "rounding": (lambda s, b, h, q, kv: torch.floor(s), "score_mod jumps from "),
+    "to a mask": (
+        lambda s, b, h, q, kv: torch.where(s > q + 0.5, -math.inf, s),
+        "score_mod jumps from ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", JUMPS)
+def test_says_that_a_score_mod_jumps(name: str) -> None:
+    score_mod, message = JUMPS[name]
+    assert message in notes(score_mod, q_len=5, kv_len=5, examples=1)
+
+
+@pytest.mark.parametrize("name", ["softcap", "log_sigmoid", "relu", "steps by position"])
+def test_no_jump_is_seen_in_a_continuous_score_mod(name: str) -> None:
+    score_mod = {
+        "softcap": mods.softcap(3.0),
+        "log_sigmoid": mods.log_sigmoid(),
+        "relu": lambda s, b, h, q, kv: torch.relu(s) + s.abs().sqrt(),
+        "steps by position": lambda s, b, h, q, kv: torch.where(q > kv, s, -10.0),
+    }[name]
+    assert "jumps" not in notes(score_mod, q_len=5, kv_len=5, examples=1)
+
+
+def test_says_which_table_cuts_a_length() -> None:
+    table = torch.randn(3, 11)
+    said = notes(lambda s, b, h, q, kv: s + table[h, q])
+    assert "q_len is drawn from 1 to 11 only: captured tensor 'table' has 11 " in said
+    assert "heads is drawn from 1 to 3 only: " in said
+    assert "kv_len" not in said
+    given_sizes = notes(lambda s, b, h, q, kv: s + table[h, q], q_len=5, heads=(1, 2))
+    assert "drawn from" not in given_sizes
+
+
+# --- a reference of the user's own
+
+
+def dense_alibi(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    heads, q_len, kv_len = query.shape[1], query.shape[2], key.shape[2]
+    distance = torch.arange(q_len)[:, None] - torch.arange(kv_len)
+    scores = query @ key.mT * scale - SLOPES[:heads, None, None] * distance
+    return scores.masked_fill(distance < 0, -math.inf).softmax(-1) @ value
+
+
+def test_a_reference_that_agrees() -> None:
+    report = check_variant(alibi, masks.causal(), reference=dense_alibi, examples=6)
+    compared = {row.quantity for row in report.rows if row.backend == "reference"}
+    assert compared == {"out", "dquery", "dkey", "dvalue", "dSLOPES"}
+
+
+def test_a_reference_that_means_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "SHRINK_SECONDS", 1.0)
+    report = found(alibi, masks.sliding_window(3, 0), reference=dense_alibi, examples=20)
+    assert {row.backend for row in report.failures} == {"reference"}
+    assert "reference=dense_alibi" in report.code
+    with pytest.raises(CheckError):
+        exec(report.code, {"__name__": "again"})
+
+
+def test_a_reference_of_fully_masked_rows_gives_nan_and_a_note() -> None:
+    def reference(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        scores = query @ key.mT * scale
+        kept = torch.arange(query.shape[2])[:, None] % 2 == 0
+        return scores.masked_fill(~kept, -math.inf).softmax(-1) @ value
+
+    report = check_variant(
+        None, lambda b, h, q, kv: q % 2 == 0, reference=reference, q_len=4, examples=3
+    )
+    assert any("the reference gives NaN in fully masked rows" in note for note in report.notes)
+    assert {r.quantity for r in report.rows if r.backend == "reference"} == {"out"}
+
+
+def test_a_reference_must_return_the_output() -> None:
+    with pytest.raises(ArgumentError, match=r"reference must return the output.*got tuple"):
+        check_variant(None, reference=lambda q, k, v, scale: (q, k), examples=1)
+
+
 def test_the_oracle_may_be_infinite() -> None:
     report = check_variant(lambda s, b, h, q, kv: s + torch.log(q.float() - 1), examples=8)
     assert any("the oracle itself gives inf or NaN" in note for note in report.notes)

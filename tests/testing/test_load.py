@@ -114,6 +114,26 @@ def test_a_score_mod_of_the_library() -> None:
     assert load("mods:softcap(2.0)").mask is None
 
 
+def test_a_mask_for_a_score_mod(file: str) -> None:
+    assert str(load(f"{file}:score_mod", "masks:causal()")) == (
+        "score(score, b, h, q, kv) = score * 2.0\nmask(b, h, q, kv) = kv <= q"
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "mask", "message"),
+    [
+        ("masks:causal", "masks:prefix(2)", "masks:causal has a mask already, and the mask "),
+        ("{file}:variant", "masks:causal", "my.py:variant has a mask already"),
+        ("mods:softcap(2.0)", "{file}:score_mod", "my.py:score_mod is not a mask: it changes"),
+        ("mods:softcap(2.0)", "masks:casual", "did you mean 'causal'?"),
+    ],
+)
+def test_refuses_a_mask(file: str, target: str, mask: str, message: str) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        load(target.replace("{file}", file), mask.replace("{file}", file))
+
+
 @pytest.mark.parametrize(
     ("target", "message"),
     [

@@ -14,6 +14,7 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import create_mask
 
 from attnkit import testing
+from attnkit.errors import UnsupportedError
 from attnkit.runtime.variant import Variant
 from attnkit.testing import Case, Limits, plain
 
@@ -74,8 +75,6 @@ def test_what_vmap_cannot_run_is_called_one_by_one() -> None:
 
     score = torch.randn(SHAPE, dtype=torch.float64, requires_grad=True)
     expected = 2 * score + torch.arange(7, dtype=torch.float64) * 0.1
-    assert "vmap" in plain.vmap_error(doubled, True, CPU)
-    assert plain.vmap_error(lambda s, b, h, q, kv: s, True, CPU) == ""
     found = plain.modified(doubled, score)
     torch.testing.assert_close(found, expected, rtol=1e-15, atol=1e-15)
     assert torch.autograd.grad(found.sum(), score)[0].eq(2).all()
@@ -83,6 +82,12 @@ def test_what_vmap_cannot_run_is_called_one_by_one() -> None:
     torch.testing.assert_close(plain.modified_at(doubled, score, positions), expected)
     ones = plain.dense_mask(lambda b, h, q, kv: _Double.apply(q * 1.0) > kv, (1, 1, 3, 4), CPU)
     assert ones.tolist() == [[[[2 * q > kv for kv in range(4)] for q in range(3)]]]
+
+
+def test_too_many_calls_one_by_one_are_refused() -> None:
+    message = r"torch.vmap cannot call <lambda> .*160000 positions are too many.*at most 20000"
+    with pytest.raises(UnsupportedError, match=message):
+        plain.dense_mask(lambda b, h, q, kv: _Double.apply(q * 1.0) > kv, (1, 1, 400, 400), CPU)
 
 
 # --- the dtype of a score_mod: what depends on a position is as wide as the scores
