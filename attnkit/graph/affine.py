@@ -13,6 +13,7 @@ The affine rules hold for exact integers, so they are valid where no node leaves
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -189,13 +190,24 @@ class Sides:
         sums = self._sum_under(m)
         if sums is None:
             raise AssertionError(f"{m.op} is one-sided but no sum")
-        total: Node = ir.const(sums.offset)
+        # Of a comparison, terms with a negative coefficient stay on the right: the difference of two
+        # numbers in int32 need not be in int32.
+        sides: tuple[list[Node], list[Node]] = ([], [])
         for n, c in sums.terms:
             if n is KV and self._side[m] is Side.DIAGONAL:
                 continue  # c * q - c * kv = c * d, and d is written q
-            inner = ir.substitute(n, replaced)
-            total = ir.node("add", total, ir.node("mul", inner, ir.const(c)))
-        return total if m.type == I32 else ir.node(m.op, total, ir.const(0))
+            right = m.type != I32 and c < 0
+            factor = ir.const(-c if right else c)
+            sides[right].append(ir.node("mul", ir.substitute(n, replaced), factor))
+        left, right_terms = sides
+        if m.type != I32 and left and not right_terms and abs(sums.offset) < 1 << 31:
+            return ir.node(m.op, _sum(left), ir.const(-sums.offset))
+        total = _sum([ir.const(sums.offset), *left])
+        return total if m.type == I32 else ir.node(m.op, total, _sum([*right_terms, ir.const(0)]))
+
+
+def _sum(nodes: Iterable[Node]) -> Node:
+    return functools.reduce(lambda a, b: ir.node("add", a, b), nodes)
 
 
 def comparable(n: Node) -> bool:

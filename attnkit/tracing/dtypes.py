@@ -208,20 +208,28 @@ class Converter:
         low, high = self._ranges.of(n)
         if limits.min <= low and high <= limits.max:
             return n
-        above = build("and", build("sub", n, const(limits.min)), const(2**limits.bits - 1))
+        n = _marked(n, self._ranges)
+        # only the last bits count, so this may wrap too: ranges of `n` are not always tight
+        shifted = build("wrap_sub", n, const(limits.min)) if limits.min else n
+        above = build("and", shifted, const(2**limits.bits - 1))
         return build("add", above, const(limits.min))
 
     def _wrap_int32(self, n: Node) -> Node:
         # no form that tiles are classified by contains an abs, so nothing is lost by marking it
-        low, high = (self._ranges if n.op == "abs" else self._usual).of(n)
-        if n.op not in _RING or (_INT32.min <= low and high <= _INT32.max):
+        return _marked(n, self._ranges if n.op == "abs" else self._usual)
+
+
+def _marked(n: Node, ranges: IntRanges) -> Node:
+    """Return a node by an operation that wraps if its range is not inside int32."""
+    low, high = ranges.of(n)
+    if n.op not in _RING or (_INT32.min <= low and high <= _INT32.max):
+        return n
+    if n.op == "shl":
+        x, count = n.args
+        if count.op != "const":
             return n
-        if n.op == "shl":
-            x, count = n.args
-            if count.op != "const":
-                return n
-            return build("wrap_mul", x, const(int32(1 << int(count.attr))))  # type: ignore[arg-type]
-        return build(f"wrap_{n.op}", *n.args)
+        return build("wrap_mul", x, const(int32(1 << int(count.attr))))  # type: ignore[arg-type]
+    return build(f"wrap_{n.op}", *n.args)
 
 
 def round_to(n: Node, dtype: torch.dtype) -> Node:

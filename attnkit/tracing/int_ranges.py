@@ -79,6 +79,6 @@ def _operation(op: str, args: list[Range]) -> Range:
     if op == "and" and max(a[0], b[0]) >= 0:
         return 0, min(x[1] for x in (a, b) if x[0] >= 0)
     if op in ("and", "or", "xor"):
-        bits = max(x.bit_length() for x in (*a, *b))
+        bits = max((~x if x < 0 else x).bit_length() for x in (*a, *b))
         return (0 if min(a[0], b[0]) >= 0 else -(1 << bits)), (1 << bits) - 1
     return INT32

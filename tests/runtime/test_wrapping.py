@@ -48,6 +48,10 @@ HASHES: dict[str, Callable[..., Any]] = {
     "a square": lambda b, h, q, kv: (q * 70000) ** 2 > (kv * 70000) ** 2,
     "one side": lambda b, h, q, kv: ((kv * 1566083941) >> 20) & 1 == 0,
     "beside a causal mask": lambda b, h, q, kv: (q >= kv) & (murmur(q - kv) % 4 != 0),
+    "terms that cancel": lambda b, h, q, kv: q * 1566083941 < (kv + 2000000000) - kv,
+    "terms that cancel beside another": lambda b, h, q, kv: (
+        kv - q + (q * 1566083941) < (kv + 100) + kv * 0 - q + 5 * (h + 1)
+    ),
     "a block of columns": lambda b, h, q, kv: (kv // 64 * 2246822519) % 2 == 0,
 }
 

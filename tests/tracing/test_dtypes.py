@@ -6,7 +6,7 @@ positions, as FlexAttention's kernels do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attnkit.errors import BoundsError, TraceError
+from attnkit.graph.adjoint import adjoint
 from attnkit.graph.eval_torch import evaluate, mask_dtype
+from attnkit.runtime.reference import positions
 from attnkit.sparsity.block_mask import check_lengths
 from attnkit.tracing.tracer import trace
 
@@ -24,13 +26,13 @@ B, H, Q, K = 1, 2, 8, 9
 SHAPE = (B, H, Q, K)
 
 
-def of_vmap(function: Callable[..., Any]) -> Tensor:
-    """Evaluate a mask_mod as FlexAttention does: by vmap over each of the four positions."""
+def of_vmap(function: Callable[..., Any], *scores: Tensor) -> Tensor:
+    """Evaluate a mod as FlexAttention does: by vmap over each of the four positions."""
     for axis in (3, 2, 1, 0):
         dims: list[int | None] = [None] * 4
         dims[axis] = 0
-        function = torch.vmap(function, in_dims=tuple(dims))
-    result = function(*(torch.arange(n, dtype=torch.int32) for n in SHAPE))
+        function = torch.vmap(function, in_dims=(*[0 for _ in scores], *dims))
+    result = function(*scores, *(torch.arange(n, dtype=torch.int32) for n in SHAPE))
     assert isinstance(result, Tensor)
     return result
 
@@ -38,10 +40,7 @@ def of_vmap(function: Callable[..., Any]) -> Tensor:
 def of_trace(function: Callable[..., Any]) -> Tensor:
     """Evaluate a mask_mod by its graph."""
     traced = trace(function, "mask")
-    env = {
-        name: torch.arange(n, dtype=torch.int32).view([n if i == axis else 1 for i in range(4)])
-        for axis, (name, n) in enumerate(zip(("b", "h", "q", "kv"), SHAPE, strict=True))
-    }
+    env = positions(SHAPE, torch.device("cpu"))
     dtype = mask_dtype(traced.root, traced.tensors)
     (kept,) = evaluate([traced.root], env, traced.tensors, dtype)
     return kept.expand(SHAPE)
@@ -215,17 +214,25 @@ _numbers = st.sampled_from([-1, 0, 1, 2, 3, 100, 127, 128, 200, 255, 256, 300, -
 _reals = st.sampled_from([0.1, 0.5, -1.7, 3.0, 1e-3, 300.5])
 
 
+# Scores are not rounded to 16 bits in between.
+_HALVES = [function for function in STEPS if {"bfloat16", "half"} & {*function.__code__.co_names}]
+WIDER_STEPS = [function for function in STEPS if function not in _HALVES]
+WIDER_TABLES = [d for d in TABLES if d not in (torch.float16, torch.bfloat16, torch.float64)]
+
+
 @st.composite
-def expressions(draw: st.DrawFn) -> Callable[[Any, Any], Any]:
-    """A random function of (q, kv) with its intermediate values on a stack."""
+def expressions(
+    draw: st.DrawFn, dtypes: Sequence[torch.dtype] = (), functions: Sequence[Any] = ()
+) -> Callable[..., Any]:
+    """A random function of (q, kv) and other values, with its intermediate values on a stack."""
     place = st.integers(0, 50)
     number = st.one_of(_numbers, _numbers, _reals)
-    step = st.tuples(st.sampled_from(STEPS), place, place, number)
-    tables = draw(st.lists(st.sampled_from(list(TABLES)), min_size=1, max_size=3))
+    step = st.tuples(st.sampled_from(functions or STEPS), place, place, number)
+    tables = draw(st.lists(st.sampled_from(dtypes or list(TABLES)), min_size=1, max_size=3))
     steps = draw(st.lists(step, min_size=1, max_size=5))
 
-    def value(q: Any, kv: Any) -> Any:
-        stack = [q, kv, *(TABLES[d][kv] for d in tables), *(TABLES[d][q] for d in tables)]
+    def value(q: Any, kv: Any, *others: Any) -> Any:
+        stack = [q, kv, *(TABLES[d][kv] for d in tables), *(TABLES[d][q] for d in tables), *others]
         for function, x, y, n in steps:
             stack.append(function(stack[-1 - x % len(stack)], stack[-1 - y % len(stack)], n))
         return stack[-1]
@@ -247,3 +254,48 @@ def test_random_expressions_are_torchs(value: Callable[[Any, Any], Any]) -> None
     except (TraceError, BoundsError):
         return  # attnkit refuses it: int64 results above 32 bits, division by zero
     assert of_trace(mask).all()
+
+
+@given(expressions(WIDER_TABLES, WIDER_STEPS), st.integers(0, 2**31))
+@settings(deadline=None)
+def test_random_score_mods_have_torchs_value_and_derivative(
+    value: Callable[..., Any], seed: int
+) -> None:
+    mod = lambda s, b, h, q, kv: s * 0.5 + value(q, kv, s)
+    scores = torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)).mul_(2)
+    scores.requires_grad_()
+    try:
+        expected = of_vmap(mod, scores)
+        grad = torch.linspace(1, 2, expected.numel()).view(SHAPE)
+        (slope,) = torch.autograd.grad(expected, scores, grad.to(expected.dtype))
+    except (RuntimeError, TypeError, OverflowError):
+        return  # torch refuses it
+    try:
+        traced = trace(mod, "score")
+        check_lengths(traced, Q, K, B, H)
+    except (TraceError, BoundsError):
+        return
+    env = {**positions(SHAPE, torch.device("cpu")), "score": scores.detach(), "grad": grad}
+    found, derivative = evaluate([traced.root, adjoint(traced.root).dscore], env, traced.tensors)
+    close = {"rtol": 1e-5, "atol": 1e-4, "equal_nan": True}
+    torch.testing.assert_close(found.expand(SHAPE), expected.detach().float(), **close)
+    known = slope.isfinite()  # torch lets 0 * inf = NaN flow out of floor
+    torch.testing.assert_close(derivative.expand(SHAPE)[known], slope[known], **close)
+
+
+def test_a_float_becomes_a_byte_as_in_torch() -> None:
+    scores = torch.linspace(-1e5, 1e5, B * H * Q * K).view(SHAPE)
+    mod = lambda s, b, h, q, kv: s.to(torch.int16) + s.to(torch.int8) * 0.5
+    traced = trace(mod, "score")
+    assert not check_lengths(traced, Q, K, B, H)
+    env = {**positions(SHAPE, torch.device("cpu")), "score": scores}
+    assert torch.equal(evaluate([traced.root], env, [])[0], of_vmap(mod, scores))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16], ids=str)
+def test_bits_of_narrow_tables_are_proven_to_stay(dtype: torch.dtype) -> None:
+    table = TABLES[dtype]
+    mask = lambda b, h, q, kv: ((table[q] | table[kv]) ^ table[q]) + table[kv] > 3
+    traced = trace(mask, "mask")
+    assert not check_lengths(traced, Q, K, B, H)
+    assert torch.equal(of_trace(mask), of_vmap(mask))

@@ -159,7 +159,11 @@ def _mod(a: Interval, b: Interval) -> Interval:
 
 def _unknown_bits(a: Interval, b: Interval) -> Tensor:
     """Return ones from the highest bit that varies in `a` or `b` down; -1 if a sign varies."""
-    bits = (a[0] ^ a[1]) | (b[0] ^ b[1])
+    return _ones_from((a[0] ^ a[1]) | (b[0] ^ b[1]))
+
+
+def _ones_from(bits: Tensor) -> Tensor:
+    """Return ones from the highest bit that is set down; -1 for negative numbers."""
     for shift in (1, 2, 4, 8, 16):
         bits = bits | (bits >> shift)
     return bits
@@ -171,7 +175,10 @@ def _bitwise(f: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Interval, Inter
     def rule(a: Interval, b: Interval) -> Interval:
         unknown = _unknown_bits(a, b)
         known = f(a[0], b[0]) & ~unknown
-        return _full_where(unknown < 0, (known, known | unknown))
+        # where a sign varies: as many bits as the longest end has besides its sign
+        ends = [x ^ (x >> 63) for x in (*a, *b)]
+        most = _ones_from(ends[0] | ends[1] | ends[2] | ends[3])
+        return _pick(unknown < 0, (~most, most), (known, known | unknown))
 
     return rule
 
