@@ -113,6 +113,8 @@ def check_variant(
     search.notes += cut_notes(variant, device, limits, [n for n, x in given.items() if x is None])
     failed = search.run(limits, dtype, seed)
     if not search.findings:
+        if isinstance(search.refusal, ShapeError):  # it says what sizes the variant is for
+            raise search.refusal
         raise ArgumentError(
             f"no sizes could be drawn that the variant allows (q_len {limits.q_len}, kv_len "
             f"{limits.kv_len}, batch {limits.batch}, heads {limits.heads}); pass q_len, kv_len, "
