@@ -45,7 +45,7 @@ demo: $(STAMP)  ## train a small model on packed documents
 	$(BIN)/python examples/packed_documents.py $(ARGS)
 
 test: $(STAMP)  ## every test that needs no GPU, repeatable
-	$(BIN)/python -m pytest -m "not gpu" --numprocesses=2 $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu" --numprocesses=2 --dist=worksteal $(ARGS)
 
 test-assemblers: $(OTHER_STAMP)  ## machine code as the libraries for CUDA 13 assemble it; needs no GPU
 	PYTHONPATH=$(OTHER_FOLDER) $(BIN)/python -m pytest -m "assembled and not gpu" \
