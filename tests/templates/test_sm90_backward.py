@@ -120,7 +120,7 @@ def test_the_option_reaches_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     for setting in (False, True):
         q, k, v = (torch.randn(1, 1, 140, 64, dtype=BF16, requires_grad=True) for _ in range(3))
         flex_attention(q, k, v, backend="emulate", deterministic=setting).sum().backward()
-    assert seen == [False, True]
+    assert list(dict.fromkeys(seen)) == [False, True]  # a call may be prepared again
 
 
 def test_deterministic_bits_do_not_depend_on_workers_or_order() -> None:
