@@ -197,12 +197,13 @@ def test_settings_of_flex_attention_compile_apart(monkeypatch: pytest.MonkeyPatc
 
     torch.compiler.reset()
     monkeypatch.setattr(torch, "compile", compile_eagerly)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     p = small({"mask": "causal", "score": "alibi"})
     names = [*gpu_contenders.CONTENDERS["Flex Triton"].values()]
     runs = [build(p) for build in names]
-    first = [run.call() for run in runs]
-    again = [run.call() for run in reversed(runs)]
+    # torch's own patch: monkeypatch restores by `del`, which hides the setting from torch as well
+    with torch._dynamo.config.patch(recompile_limit=2):
+        first = [run.call() for run in runs]
+        again = [run.call() for run in reversed(runs)]
     assert len(seen) == len(runs) == len({id(code) for code, _ in seen}) == 4  # no second compile
     assert [mode for _, mode in seen] == [None, None, *[gpu_contenders.AUTOTUNE] * 2]
     for out in (*first, *again):
