@@ -83,9 +83,10 @@ class DataGuard:
         difference later.
         """
         if self.on_gpu and not setting.trusts:
-            if self._check is None:
-                self._check = self._new_check(range(0))
-            self._launch(self._check)
+            check = self._check
+            if check is None:
+                check = self._check = self._new_check(range(0))
+            self._launch(check)
 
     def check_backward(self) -> None:
         """Check that a backward sees the data of its forward; on a GPU as `check` does.

@@ -13,7 +13,7 @@ import cutlass
 from cutlass import Int32, Uint32, cute
 
 WARPS = 4  # of a CTA
-CHUNK = 1024  # words
+CHUNK = 256  # words
 KEY = 0x9E3779B9
 MIX_A = ((16, 0x85EBCA6B), (13, 0xC2B2AE35), 16)
 MIX_B = ((16, 0x7FEB352D), (15, 0x846CA68B), 16)
