@@ -1,8 +1,8 @@
 """Run a kernel call with the template that it names.
 
 It runs GPU kernels if the template has them, else torch operators (the `cpu` template, on any
-device). The first call of each imports the modules that it runs; GPU kernels need half of the
-package.
+device). `import attnkit` loads the modules of a forward on a GPU, so that the first call does not
+wait for them; the first call of everything else imports what it runs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
+from attnkit.splice import forward
 from attnkit.splice.kernel_call import BackwardInputs, Captured, ForwardInputs, KernelCall
 from attnkit.splice.program import compute_dtype
 from attnkit.util.torch_private import in_autocast
@@ -40,8 +41,6 @@ def prepare_forward(call: KernelCall, inputs: ForwardInputs) -> Attention:
     because the runs depend on that data.
     """
     if call.spec.target is not None:
-        from attnkit.splice import forward
-
         return forward.prepare(call, inputs)
     from attnkit.splice.cpu import CpuHooks
     from attnkit.templates import cpu
