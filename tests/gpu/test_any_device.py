@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -36,9 +37,18 @@ def variant() -> tuple[Any, Any, tuple[Tensor, ...]]:
     return mod, mask, (slopes, table)
 
 
+@pytest.fixture
+def _without_tf32() -> Iterator[None]:
+    """Restore torch's setting by hand: monkeypatch would delete it, and torch forbids that."""
+    matmul = torch.backends.cuda.matmul
+    before, matmul.allow_tf32 = matmul.allow_tf32, False
+    yield
+    matmul.allow_tf32 = before
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_exact(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+@pytest.mark.usefixtures("_without_tf32")
+def test_exact(dtype: torch.dtype) -> None:
     mod, mask, captured = variant()
     own = tensors(dtype)
     weights: list[Tensor] = []

@@ -138,7 +138,7 @@ def test_a_triton_kernel() -> None:
     assert torch.equal(call(qkv), fresh(call, qkv))
 
 
-@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adagrad"])
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD"])
 def test_fused_optimizers(name: str) -> None:
     gate = torch.nn.Parameter(torch.full((LENGTH,), -1.0, device=kit.DEVICE))
     optimizer = getattr(torch.optim, name)([gate], lr=0.7, fused=True)
@@ -316,7 +316,7 @@ def test_block_lists() -> None:
     for _ in range(3):
         call()
     assert mask.full_kv_num_blocks is not None
-    by_driver(mask.full_kv_num_blocks, torch.full_like(mask.full_kv_num_blocks, 1))
+    by_driver(mask.full_kv_num_blocks, mask.full_kv_num_blocks.clamp(max=1))
     call()
     torch.cuda.synchronize()
     with pytest.raises(StaleDataError, match="'full_kv_num_blocks'"):
