@@ -6,6 +6,7 @@ Sets hypothesis profiles, seeds and one thread, and the rules for GPUs and the D
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import hypothesis
@@ -51,6 +52,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell starts background jobs with SIGINT ignored, and what tests start would inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     wanted = config.getoption("--dsl-libraries")
     if wanted and wanted not in (found := dsl_runtime.library()).parts[-3:]:
         raise pytest.UsageError(

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import attnkit
+import attnkit.testing.load
 from attnkit import cli, masks
 from attnkit.cli import doctor, main
 from attnkit.inspection import picture

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
 import attnkit
+import attnkit.runtime.reference
 from attnkit import AuxRequest, create_block_mask, flex_attention
 
 TABLE = torch.randn(4, 300)

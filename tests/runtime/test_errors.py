@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
 import attnkit
+import attnkit.util.arguments
 from attnkit import create_block_mask, flex_attention
 from attnkit.errors import (
     ArgumentError,

@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnkit
+import attnkit.graph.ir
 from attnkit.runtime import torch_ops
 from attnkit.sparsity.block_mask import create_block_mask
 from attnkit.splice import Program

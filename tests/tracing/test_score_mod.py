@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import attnkit
+import attnkit.tracing.guards
 from attnkit import ArgumentError, ScoreMod, flex_attention
 
 N = 6

@@ -17,6 +17,7 @@ from torch.nn.attention import flex_attention as flex
 from torch.utils.checkpoint import checkpoint
 
 import attnkit
+import attnkit.graph.ir
 from attnkit import AuxRequest, Variant, create_block_mask, flex_attention, masks, mods
 from attnkit.masks._examples import examples as mask_examples
 from attnkit.mods._examples import examples as mod_examples

@@ -13,6 +13,7 @@ from torch.nn.attention import flex_attention as flex
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnkit
+import attnkit.runtime.reference
 from attnkit import AuxRequest, create_block_mask, flex_attention, masks
 from attnkit.runtime import api
 from attnkit.runtime.call import AttentionCall
