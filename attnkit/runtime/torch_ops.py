@@ -32,6 +32,7 @@ from attnkit.splice import (
     run_backward,
     run_forward,
 )
+from attnkit.splice.fingerprint_check import stale_report
 from attnkit.util.arguments import refuse_functional
 from attnkit.util.data_state import state_of
 from attnkit.util.outputs import output_like
@@ -259,6 +260,7 @@ def refuse_second_derivative(ctx: Any, *_: Any) -> None:
 torch.library.register_autograd("attnkit::backward", refuse_second_derivative)
 
 
+NO_TENSORS = Captured((), ())
 _NO_GRADIENT = (None,) * 5  # for the arguments of `_Attention` before the query
 
 
@@ -278,7 +280,7 @@ class _Attention(torch.autograd.Function):
         value: Tensor,
         *scores: Tensor,
     ) -> Tensor | ForwardResult:
-        captured = Captured(scores, masks)
+        captured = Captured(scores, masks) if scores or masks else NO_TENSORS
         result = None if relaunch is None else relaunch(query, key, value, captured, scale)
         if result is None:
             assert prepared.attention is not None
@@ -300,8 +302,11 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
         prepared, scale, needs_grad = ctx.call
-        raise_if_stale()
-        prepared.guard.check_backward()
+        # most calls need neither: two calls of functions here cost a microsecond
+        if stale_report.code[0]:
+            raise_if_stale()
+        if prepared.guard.states:
+            prepared.guard.check_backward()
         if grad_out is not None:
             gradients = prepared.backward.try_fast_path(
                 grad_out, grad_lse, saved, scale, needs_grad

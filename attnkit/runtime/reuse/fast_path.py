@@ -52,7 +52,6 @@ _BucketKey: TypeAlias = tuple[int, int, int, int]
 _BUCKETS = 512
 _LARGEST = 3e38  # largest scale, as it is float32 in a kernel
 _NOTHING: _Captured = ((), (), ())
-_NO_TENSORS = Captured((), ())
 _lock = threading.Lock()
 
 
@@ -226,7 +225,7 @@ def try_fast_path(
             prepared, relaunch, scale, masks, return_lse, query, key, value, *scores
         )
         return recorded[:2] if return_lse else recorded  # type: ignore[no-any-return]
-    tensors = Captured(scores, masks) if scores or masks else _NO_TENSORS
+    tensors = Captured(scores, masks) if scores or masks else torch_ops.NO_TENSORS
     result = None if relaunch is None else relaunch(query, key, value, tensors, scale)
     if result is None:
         assert prepared.attention is not None
