@@ -88,11 +88,11 @@ def exp2(x: Any) -> Any:
 
 
 def exp2_on_fma(x: Any) -> Any:
-    """Compute 2**x on the FMA units, to a relative error of 9e-5; x is above -126, or NaN.
+    """Compute 2**x on the FMA units, to a relative error of 1.02e-4; x is above -126, or NaN.
 
     With x = j + f and j the nearest integer, the result is a polynomial of degree 3 for 2**f,
-    |f| <= 1/2, times 2**j from its exponent bits (see `polynomials`). It multiplies, as adding j to
-    the polynomial's bits would turn NaN into a number.
+    |f| <= 1/2, times 2**j from its exponent bits (see `polynomials`). Integers are exact. The last
+    step is a product, because adding j to the polynomial's bits would turn NaN into a number.
     """
     magic = Float32(12582912.0)  # 1.5 * 2**23: the low bits of the sum are the nearest integer
     t = x + magic

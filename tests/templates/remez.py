@@ -14,22 +14,25 @@ def exp2_polynomial(degree: int, low: float, high: float, exact_at_zero: bool) -
     Args:
         degree: 1 or more.
         low, high: where 2**f is wanted.
-        exact_at_zero: the value at 0 is 1; then low must be 0.
+        exact_at_zero: the value at 0 is 1. All powers of the error have a factor f then, so that
+            its signs at the extremes alternate up to the sign of f.
     """
     powers = range(exact_at_zero, degree + 1)
     count = len(powers) + 1  # the error is largest, with changing sign, at so many points
     middle, half = (low + high) / 2, (high - low) / 2
-    angles = (np.arange(count) + exact_at_zero) / (count - 1 + exact_at_zero)
+    at_end = exact_at_zero and low == 0  # the error is 0 there, which is no extreme
+    angles = (np.arange(count) + at_end) / (count - 1 + at_end)
     points = middle - half * np.cos(np.pi * angles)
     grid = np.linspace(low, high, 1 << 16)
     for _ in range(50):
         exact = 2.0**points
-        columns = [points**k / exact for k in powers] + [(-1.0) ** np.arange(count)]
+        signs = (-1.0) ** np.arange(count) * (np.sign(points) if exact_at_zero else 1)
+        columns = [points**k / exact for k in powers] + [signs]
         wanted = 1 - 1 / exact if exact_at_zero else np.ones(count)
         found = np.linalg.solve(np.column_stack(columns), wanted)[:-1]
         coefficients = np.concatenate([[1.0], found]) if exact_at_zero else found
         error = polyval(grid, coefficients) / 2.0**grid - 1
-        peaks = _peaks(error)
+        peaks = _peaks(error * np.sign(grid) if exact_at_zero else error)
         assert len(peaks) == count, "the error must change its sign as often as there are points"
         if np.allclose(grid[peaks], points, rtol=0, atol=1e-9):
             return coefficients

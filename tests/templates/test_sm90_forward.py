@@ -236,6 +236,15 @@ def test_mods(name: str, dtype: torch.dtype, dim: int) -> None:
     check(draw(260, 300, dims=(dim, dim), dtype=dtype), MODS[name](), masks.causal())
 
 
+@pytest.mark.parametrize("score", [mods.softcap(5.0), lambda s, b, h, q, kv: (q % 7) / 3.0])
+def test_equal_scores_have_an_exact_lse(score: Any) -> None:
+    """Powers that the FMA units compute are exact where all scores of a row are equal."""
+    query, key, value = draw(280)
+    result = check((torch.zeros_like(query), key, value), score)
+    rows = torch.zeros(280) if score.__class__ is mods.ScoreMod else torch.arange(280) % 7 / 3.0
+    assert (result.lse - rows - math.log(280)).abs().max() < 4e-7 * math.log(280)
+
+
 def test_mod_and_mask_without_intervals() -> None:
     """Captured tensors of both are told apart."""
     keep = torch.rand(300, generator=torch.Generator().manual_seed(1)) < 0.7
