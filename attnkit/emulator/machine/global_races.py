@@ -10,6 +10,7 @@ Accesses that are both strong, or atomic, do not race.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -32,6 +33,7 @@ from attnkit.emulator.machine.knowledge import (
 # Columns of a record of an access; the number of the cluster is one more, and 0 if there was none.
 WHO_CLUSTER, WHO_AGENT, TIME, KIND, LINE = range(5)
 COLUMNS = 5
+_JOINED = 4096  # results of `GlobalRaces._with` that are kept
 GENERIC, STRONG = 1, 2  # bits of KIND
 Rows = NDArray[np.int32]
 
@@ -140,11 +142,14 @@ class GlobalRaces:
     kernels: list[Kernel] = field(default_factory=list)
     names: dict[int, tuple[list[str], list[tuple[int, int, int]]]] = field(default_factory=dict)
     kernel_of: list[int] = field(default_factory=list)
-    released: dict[int, list[Released]] = field(default_factory=dict)
+    released: dict[int, tuple[Released, ...]] = field(default_factory=dict)
     conflicts: dict[tuple[str, int, int], GlobalConflict] = field(default_factory=dict)
     counts: dict[tuple[str, int, int], int] = field(default_factory=dict)
     _shadows: dict[int, Shadow] = field(default_factory=dict)
     _past: list[Shadow] = field(default_factory=list)
+    _joined: dict[tuple[int, ...], tuple[tuple[Released, ...], Released, tuple[Released, ...]]] = (
+        field(default_factory=dict)
+    )
     _keep: list[GlobalMemory] = field(default_factory=list)
 
     # ---- kernels and clusters
@@ -158,6 +163,7 @@ class GlobalRaces:
         self._past = list(self._shadows.values()) if grain == self.grain else []
         self.grain = grain
         self._shadows, self.released = {}, {}
+        self._joined.clear()
         # Arrays of the last call stay alive, so that no other array takes their addresses.
         self._keep = [*self._keep[-1:], memory]
         self.names = {}
@@ -325,38 +331,38 @@ class GlobalRaces:
 
     # ---- release and acquire
     def release(
-        self, address: int, gang: Accessor, m: Any, order: Order | None, atomic: bool
+        self, addresses: Sequence[int], gang: Accessor, m: Any, order: Order | None, atomic: bool
     ) -> None:
-        """Record what a store at `address` hands on; None: the store is weak, and hands on nothing.
+        """Record what a store hands on; a weak one hands on nothing.
 
         Args:
-            address: address of the store.
+            addresses: addresses that the instruction stores to.
             gang: the warp.
             m: mask of the lanes that store there.
-            order: modifiers of the store.
+            order: modifiers of the store; None for a weak one.
             atomic: whether it is an atomic, which continues what earlier stores hand on.
         """
-        if order is None:
-            if self.released:
-                self.released.pop(address, None)
+        given: tuple[Knowledge | None, ...] = ()
+        if order is not None:
+            levels = range(order.scope + 1)
+            given = tuple(gang.handed_on(m, not order.releases, s) for s in levels)
+        if gang.clock is None or all(g is None for g in given):
+            if not atomic:
+                for address in addresses:
+                    self.released.pop(address, None)
             return
-        levels = range(order.scope + 1)
-        given = [gang.handed_on(m, not order.releases, s) for s in levels]
-        mine = (
-            Released(gang.clock.knows.cluster, gang.cta.rank, tuple(given)) if gang.clock else None
-        )
-        before = self.released.get(address, []) if atomic else []
-        if mine is not None and (atomic or any(g is not None for g in given)):
-            self.released[address] = _with(before, mine)
-        elif not atomic:
-            self.released.pop(address, None)
+        new = Released(gang.clock.knows.cluster, gang.cta.rank, given)
+        for address in addresses:
+            before = self.released.get(address, ()) if atomic else ()
+            self.released[address] = self._with(before, new)
 
-    def acquire(self, address: int, gang: Accessor, order: Order) -> None:
-        """Learn what the stores that wrote `address` hand on."""
+    def acquire(self, addresses: Sequence[int], gang: Accessor, order: Order) -> None:
+        """Learn what the stores that wrote `addresses` hand on."""
         clock = gang.clock
         if clock is None:
             return
-        for r in self.released.get(address, ()):
+        lists = {id(rs): rs for a in addresses if (rs := self.released.get(a)) is not None}
+        for r in {id(r): r for rs in lists.values() for r in rs}.values():
             distance = GPU
             if r.cluster == clock.knows.cluster:
                 distance = CTA if r.rank == gang.cta.rank else CLUSTER
@@ -365,15 +371,25 @@ class GlobalRaces:
             if (knowledge := r.by_scope[distance]) is not None:
                 clock.learn(knowledge, not order.acquires, distance)
 
+    def _with(self, before: tuple[Released, ...], new: Released) -> tuple[Released, ...]:
+        """Return releases with one more; those of one CTA are joined.
 
-def _with(before: list[Released], new: Released) -> list[Released]:
-    """Return a list of releases with one more; those of one CTA are joined."""
-    out = []
-    for r in before:
-        if (r.cluster, r.rank) != (new.cluster, new.rank):
-            out.append(r)
-            continue
-        n = max(len(r.by_scope), len(new.by_scope))
-        a, b = ((*x.by_scope, *[None] * (n - len(x.by_scope))) for x in (r, new))
-        new = Released(new.cluster, new.rank, tuple(map(joined, a, b)))
-    return [*out, new]
+        Equal arguments return the same object. Gradients are added to thousands of addresses
+        between two fences, so that a join for each address would take most of the emulator's time.
+        """
+        key = (id(before), new.cluster, new.rank, *map(id, new.by_scope))
+        if (found := self._joined.get(key)) is not None:
+            return found[2]
+        out, joint = [], new
+        for r in before:
+            if (r.cluster, r.rank) != (new.cluster, new.rank):
+                out.append(r)
+                continue
+            n = max(len(r.by_scope), len(joint.by_scope))
+            a, b = ((*x.by_scope, *[None] * (n - len(x.by_scope))) for x in (r, joint))
+            joint = Released(new.cluster, new.rank, tuple(map(joined, a, b)))
+        after = (*out, joint)
+        if len(self._joined) >= _JOINED:
+            self._joined.clear()
+        self._joined[key] = before, new, after  # keeps the objects alive whose ids are the key
+        return after

@@ -19,6 +19,7 @@ relaxed wait counts from its next fence on ("Release and Acquire Patterns").
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ ROWS = 5
 PASSED = slice(0, TENSOR)  # rows that a barrier hands on
 ALWAYS = np.iinfo(np.int32).max
 CTA, CLUSTER, GPU = range(3)  # scopes, each of which includes those before it
+_PIECES = 32  # pieces of knowledge of one scope that a clock keeps before it joins them
 SCOPES = {"cta": CTA, "cluster": CLUSTER, "gpu": GPU, "sys": GPU, "gl": GPU}
 
 
@@ -105,6 +107,10 @@ def joined(a: Knowledge | None, b: Knowledge | None) -> Knowledge | None:
     if a is None or b is None:
         one = b if a is None else a
         return None if one is None else one.copy()
+    return _union(a, b)
+
+
+def _union(a: Knowledge, b: Knowledge) -> Knowledge:
     out = a.copy()
     out.join(b)
     return out
@@ -125,7 +131,7 @@ class Clock:
             ALWAYS for other agents. None for asynchronous operations.
         accessors: agents of the accesses of this warp, by (lane or None, whether they write).
         published: by scope, what a relaxed arrival hands on.
-        awaited: by scope, what a relaxed wait learned and no fence has acquired.
+        awaited: by scope, what relaxed waits learned and no fence has acquired, by identity.
     """
 
     agent: int
@@ -134,7 +140,7 @@ class Clock:
     common: Vector | None = None
     accessors: dict[tuple[int | None, bool], int] = field(default_factory=dict)
     published: list[Knowledge | None] = field(default_factory=lambda: [None] * 3)
-    awaited: list[Knowledge | None] = field(default_factory=lambda: [None] * 3)
+    awaited: list[dict[int, Knowledge]] = field(default_factory=lambda: [{}, {}, {}])
 
     @property
     def known(self) -> Vector:
@@ -176,16 +182,21 @@ class Clock:
     def learn(self, knowledge: Knowledge, relaxed: bool, scope: int) -> None:
         """Add the knowledge that a wait handed on."""
         if relaxed:
-            self.awaited[scope] = joined(self.awaited[scope], knowledge)
+            pieces = self.awaited[scope]
+            if len(pieces) >= _PIECES:
+                one = functools.reduce(_union, pieces.values())
+                pieces.clear()
+                pieces[id(one)] = one
+            pieces[id(knowledge)] = knowledge
         else:
             self.join(knowledge)
 
     def fence(self, scope: int, lane: int | None) -> None:
         """Execute fence.acq_rel, fence.sc or membar of a scope."""
         for s in range(scope + 1):
-            if (awaited := self.awaited[s]) is not None:
+            for awaited in self.awaited[s].values():
                 self.join(awaited)
-                self.awaited[s] = None
+            self.awaited[s].clear()
         seen = self.seen_by(lane)
         for s in range(scope + 1):
             self.published[s] = seen

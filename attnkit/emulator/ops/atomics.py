@@ -14,7 +14,7 @@ import numpy as np
 from attnkit.emulator.faults import Trap
 from attnkit.emulator.machine.gang import Gang, Mask
 from attnkit.emulator.machine.knowledge import Order
-from attnkit.emulator.numerics.formats import Lanes, u8
+from attnkit.emulator.numerics.formats import Lanes
 from attnkit.emulator.numerics.lane_arithmetic import half, packed
 from attnkit.emulator.ops.loads_stores import (
     generic_space,
@@ -108,9 +108,19 @@ def red_vector(
     order: Order,
 ) -> None:
     """Execute red on a vector of elements of global memory."""
-    item = np.dtype(dt).itemsize
-    for j, v in enumerate(values):
-        atom_global(gang, a + u8(j * item), m, dt, how, [v], fmt, order)
+    n, left = len(values), m
+    size = np.dtype(dt).itemsize * n
+    while True:
+        b, off, part = global_offsets(gang, a, left, size)
+        gang.memory.check_defined(b, off, size)
+        note_global(gang, (b, off), part, size, order, read=True, write=True, elements=n)
+        view, i = items_of(b, off, dt)
+        for j, v in enumerate(values):
+            _apply(view, i + j, how, fmt, [v[part]])
+        left = left & ~part
+        if part is gang.full or not left.any():
+            break
+    gang.cluster.events += 1
 
 
 def atom_shared(

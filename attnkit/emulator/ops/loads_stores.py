@@ -117,6 +117,7 @@ def note_global(
     *,
     read: bool,
     write: bool,
+    elements: int = 1,
 ) -> None:
     """Report an access to global memory to the race detector.
 
@@ -127,6 +128,7 @@ def note_global(
         size: bytes that each lane accesses.
         order: modifiers of a strong access, or None.
         read, write: what it does; an atomic does both.
+        elements: how many atomics of equal size a lane makes, at adjacent addresses.
     """
     race, clock = gang.race, gang.clock
     if race is None or clock is None:
@@ -138,14 +140,17 @@ def note_global(
     if read:
         agent = race.agent_of(clock, gang.lane[m], write=False)
         races.read(place, Access(gang, clock, agent, kind))
+    strong = order is not None
+    addresses: list[int] = []
+    if strong or (write and races.released):
+        starts = b.base + np.unique(off)[:, None]
+        addresses = (starts + np.arange(0, size, size // elements)).ravel().tolist()
     if order and read:
-        for address in np.unique(off).tolist():
-            races.acquire(b.base + address, gang, order)
+        races.acquire(addresses, gang, order)
     if write:
         agent = race.agent_of(clock, gang.lane[m], write=True)
         races.write(place, Access(gang, clock, agent, kind))
-        for address in np.unique(off).tolist() if order or races.released else ():
-            races.release(b.base + address, gang, m, order, read)
+        races.release(addresses, gang, m, order, read)
         clock.tick()
 
 
