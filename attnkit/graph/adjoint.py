@@ -52,7 +52,7 @@ class Adjoint:
 
 
 def adjoint(root: Node) -> Adjoint:
-    """Return the gradients of a score expression by the score and by each float load.
+    """Return the gradients of a score expression with respect to the score and each float load.
 
     Args:
         root: an f32 expression of score, b, h, q, kv and captured tensors; it must not read `grad`.

@@ -55,7 +55,7 @@ def derivative(root: Node, names: Sequence[str] = ()) -> Any:
 
 
 def describe(root: Node, names: Sequence[str] = (), *, width: int = 100) -> str:
-    """Format an expression as a formula, followed by its derivative by the score unless it is bool.
+    """Format an expression as a formula, and its derivative by the score if it is not bool.
 
     Args:
         root: the expression.

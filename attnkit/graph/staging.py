@@ -18,7 +18,7 @@ from attnkit.graph.simplify import build
 
 
 class Level(StrEnum):
-    """Enumerates the levels at which a kernel computes a value, by the indices that the value reads.
+    """Enumerates the levels at which kernels compute values, by the indices that a value needs.
 
     It is a string enum because templates compare the levels that hooks report, without importing
     the graph.
