@@ -194,7 +194,7 @@ def _full_positions(runs: BlockRuns) -> int:
 
 
 def _partial_positions(runs: BlockRuns, kept: Callable[..., Any]) -> int:
-    """Count the positions that partial tiles keep. The mask is evaluated on some tiles at a time."""
+    """Count the positions that partial tiles keep, evaluating the mask on some tiles at a time."""
     row, first, last = _spans(runs.partial)
     tiles = row.repeat_interleave(last - first)
     before = (last - first).cumsum(0) - (last - first)
